@@ -1,0 +1,6 @@
+"""`python -m halfstep` is `halfstep`."""
+
+from halfstep.cli.main import main
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""The command line: arguments to a tool, its result to text. Nothing imports it."""

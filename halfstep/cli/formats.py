@@ -1,0 +1,72 @@
+"""`halfstep formats`: the table of number formats."""
+
+from typing import Any
+
+from halfstep.cli.output import Flag, print_json, print_table
+from halfstep.core.formats import NAMED, Format
+
+
+def formats(*names: str, json: Flag = False) -> None:
+    """Show number formats: bits, range, precision, and what becomes of a number too large.
+
+    Any ExMy can be named. Its suffix states its special values: `ieee` has infinities and NaN, `fn` only a
+    NaN, `f` neither, `fnuz` a NaN in place of negative zero: e3m4ieee, e4m3fn, e2m1f, e5m2fnuz.
+
+    Parameters
+    ----------
+    names
+        Formats to show; without any, those that have a name of their own.
+    json
+        Print the data as JSON.
+    """
+    chosen = [Format.parse(name) for name in names] or list(NAMED.values())
+    if json:
+        print_json([describe(fmt) for fmt in chosen])
+        return
+    columns = (
+        "format",
+        "bits",
+        "layout",
+        "largest",
+        "smallest normal",
+        "smallest",
+        "digits",
+        "inf",
+        "NaN",
+        "overflow",
+    )
+    print_table(columns, map(_row, chosen), right=columns[3:7])
+
+
+def describe(fmt: Format) -> dict[str, Any]:
+    """Everything there is to say of a format, as data."""
+    return {
+        "name": fmt.name,
+        "bits": fmt.bits,
+        "exponent_bits": fmt.exponent_bits,
+        "mantissa_bits": fmt.mantissa_bits,
+        "bias": fmt.bias,
+        "max": fmt.max,
+        "smallest_normal": fmt.smallest_normal,
+        "smallest_subnormal": fmt.smallest_subnormal,
+        "epsilon": fmt.epsilon,
+        "decimal_digits": fmt.decimal_digits,
+        "has_inf": fmt.has_inf,
+        "has_nan": fmt.has_nan,
+        "native_overflow": fmt.native_overflow,
+    }
+
+
+def _row(fmt: Format) -> tuple[str, ...]:
+    return (
+        fmt.name,
+        str(fmt.bits),
+        f"e{fmt.exponent_bits}m{fmt.mantissa_bits}{fmt.specials}",
+        f"{fmt.max:.6g}",
+        f"{fmt.smallest_normal:.3g}",
+        f"{fmt.smallest_subnormal:.3g}",
+        f"{fmt.decimal_digits:.1f}",
+        "yes" if fmt.has_inf else "no",
+        "yes" if fmt.has_nan else "no",
+        {"inf": "becomes inf", "nan": "becomes NaN", "saturate": "stays at largest"}[fmt.native_overflow],
+    )

@@ -1,0 +1,46 @@
+"""`halfstep`: the commands, how their errors look, and what the exit code says.
+
+Data goes to stdout and words to stderr. Exit codes: 0 fine, 1 found something, 2 misused. The parser and
+every `--help` are derived from the signatures and docstrings of the commands; a command's module imports what
+it needs when it runs, so that `halfstep --help` loads no framework and not even numpy.
+"""
+
+import sys
+
+from cyclopts import App, CycloptsError
+
+from halfstep import __version__
+from halfstep.cli import formats, policy
+from halfstep.cli.output import print_error
+from halfstep.core.errors import HalfstepError
+
+app = App(
+    name="halfstep",
+    version=__version__,
+    help="Train transformers in half precision, and prove that nothing was lost.",
+)
+app.command(formats.formats)
+app.command(policy.policy)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Runs the command line and leaves with its exit code."""
+    sys.exit(run(sys.argv[1:] if arguments is None else arguments))
+
+
+def run(arguments: list[str]) -> int:
+    """Runs the command line; the exit code comes back."""
+    try:
+        code = app(arguments, exit_on_error=False, print_error=False, result_action="return_value")
+    except CycloptsError as error:
+        command = " ".join(["halfstep", *(error.command_chain or ())])
+        print_error(_lower_first(str(error)), f"`{command} --help` says what can be given")
+        return 2
+    except HalfstepError as error:
+        print_error(error.message, error.hint)
+        return 2
+    return code if isinstance(code, int) else 0
+
+
+def _lower_first(text: str) -> str:
+    return text[:1].lower() + text[1:]

@@ -1,0 +1,45 @@
+"""How results and errors look on a terminal and in a pipe."""
+
+import json
+import sys
+from collections.abc import Iterable, Sequence
+from typing import Annotated, Any
+
+from cyclopts import Parameter
+
+Flag = Annotated[bool, Parameter(negative="", show_default=False)]
+"""A switch of the command line that is off unless named."""
+
+
+def print_json(data: Any) -> None:
+    """Data for programs, on stdout."""
+    print(json.dumps(data, indent=2, allow_nan=False))
+
+
+def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, right: Sequence[str] = ()) -> None:
+    """A table for people, on stdout; the columns named in `right` are aligned to the right."""
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for column in columns:
+        table.add_column(column, justify="right" if column in right else "left", overflow="fold")
+    for row in rows:
+        table.add_row(*(Text(cell) for cell in row))  # Text: a glob's brackets are no markup
+    # In a pipe there is no width to fit: a wide table keeps one line a row, which is what grep wants.
+    console = Console()
+    Console(width=None if console.is_terminal else max(console.width, 200)).print(table)
+
+
+def print_words(text: str) -> None:
+    """Words for people, on stderr."""
+    print(text, file=sys.stderr)
+
+
+def print_error(message: str, hint: str | None = None) -> None:
+    """An error as every command shows it: what is wrong, and what to do next."""
+    print(f"error: {message}", file=sys.stderr)
+    if hint:
+        print(f"\nhint: {hint}", file=sys.stderr)

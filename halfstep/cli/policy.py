@@ -1,0 +1,104 @@
+"""`halfstep policy`: what a policy means, role by role, or parameter by parameter."""
+
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+from cyclopts import Parameter
+
+from halfstep.cli.output import Flag, print_json, print_table, print_words
+from halfstep.core.policy import Policy
+from halfstep.core.roles import ROLES, print_value
+from halfstep.core.rules import Resolved
+
+
+def policy(
+    spec: str,
+    /,
+    *,
+    model: str | None = None,
+    module: Annotated[tuple[str, ...], Parameter(negative="", show_default=False)] = (),
+    json: Flag = False,
+) -> None:
+    """Show what a policy means: the format of each role, and its rules.
+
+    A policy starts from a preset (fp32, bf16-mixed, bf16-true, fp16-mixed, fp8-mixed) and changes roles:
+    `bf16-mixed,norm=bf16`. Values take modifiers: `param=fp32:split`, `scale=dynamic:init=1024`. Rules for
+    modules follow after semicolons: `bf16-mixed; blocks.*.mlp.*: compute=e4m3; lm_head: compute=fp32`.
+
+    Parameters
+    ----------
+    spec
+        The policy, in quotes where it has spaces or a star.
+    model
+        A recipe: show what holds for each of its parameters.
+    module
+        The name of a module: show what holds there. May be repeated.
+    json
+        Print the data as JSON.
+    """
+    parsed = Policy.parse(spec)
+    if model is not None or module:
+        _print_resolved(_resolve(parsed, model, module), json=json)
+    elif json:
+        print_json(describe(parsed))
+    else:
+        print_words(f"{parsed}\n")
+        rows = [(role, print_value(value), ROLES[role].meaning) for role, value in parsed.roles().items()]
+        print_table(("role", "value", "what it is"), rows)
+        if parsed.rules:
+            print_table(("rule", "changes"), [(rule.glob, rule.changes_text) for rule in parsed.rules])
+
+
+def describe(parsed: Policy) -> dict[str, Any]:
+    """The whole policy as data: its text, the value of each role, and its rules."""
+    return {
+        "policy": str(parsed),
+        "roles": {role: _data(value) for role, value in parsed.roles().items()},
+        "rules": {rule.glob: {role: _data(v) for role, v in rule.changes} for rule in parsed.rules},
+    }
+
+
+def _data(value: Any) -> Any:
+    return value if isinstance(value, bool) else print_value(value)
+
+
+def _resolve(parsed: Policy, recipe: str | None, modules: Sequence[str]) -> dict[str, Resolved]:
+    """What holds for each parameter of the recipe, or for each module that was named."""
+    if recipe is None:
+        return parsed.resolve(modules)
+    from halfstep.config.load import load
+    from halfstep.config.model import is_matmul, module_names, owner, parameter_shapes
+
+    config = load(recipe).model
+    owners = {name: owner(name) for name in parameter_shapes(config)}
+    resolved = parsed.resolve(list(dict.fromkeys([*module_names(config), *owners.values(), *modules])))
+    shown = {
+        name: resolved[where] if is_matmul(name) else resolved[where].without_matmul(parsed.roles())
+        for name, where in owners.items()
+    }
+    if config.tied:
+        shown["lm_head.weight (tied to embed.weight)"] = resolved["lm_head"]
+    return shown
+
+
+# The roles that a parameter's row shows; the others hold for activations or for the whole run.
+_COLUMNS = ("param", "compute", "grad", "grad_weight", "moments", "export")
+
+
+def _print_resolved(shown: dict[str, Resolved], *, json: bool) -> None:
+    if json:
+        roles = [role for role in ROLES if ROLES[role].in_rules]
+        data = {
+            name: {
+                "values": {role: _data(found.values[role]) for role in roles},
+                "rules": {role: glob for role, glob in found.sources.items() if glob is not None},
+            }
+            for name, found in shown.items()
+        }
+        print_json(data)
+        return
+    rows = []
+    for name, found in shown.items():
+        globs = dict.fromkeys(glob for glob in found.sources.values() if glob is not None)
+        rows.append((name, *(print_value(found.values[role]) for role in _COLUMNS), " ".join(globs)))
+    print_table(("name", *_COLUMNS, "by rule"), rows)

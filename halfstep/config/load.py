@@ -1,0 +1,150 @@
+"""Recipes, TOML files and `--set` to a `RunConfig`, and back to TOML.
+
+A run is described by a recipe (a name that comes with halfstep, or a file) and overrides, applied in this
+order: the schema's defaults, the recipe, each `--set` from left to right. The policy may be a text (`policy =
+"bf16-mixed,norm=bf16"`) or a table ([policy] with `preset`, roles and [policy.rules]); either way the
+configuration holds its text form.
+"""
+
+import dataclasses
+import re
+import tomllib
+from collections.abc import Mapping, Sequence
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from halfstep.config import schema
+from halfstep.config.run import RunConfig
+from halfstep.core import policy
+from halfstep.core.errors import ConfigError, HalfstepError, did_you_mean
+
+DEFAULT_RECIPE = "tiny"
+
+
+def recipe_names() -> list[str]:
+    """The recipes that come with halfstep, the default first."""
+    folder = resources.files("halfstep.config") / "recipes"
+    names = sorted(
+        entry.name.removesuffix(".toml") for entry in folder.iterdir() if entry.name.endswith(".toml")
+    )
+    return sorted(names, key=lambda name: name != DEFAULT_RECIPE)
+
+
+def load(recipe: str = DEFAULT_RECIPE, overrides: Sequence[str] = ()) -> RunConfig:
+    """The run that a recipe's name or file and `a.b=c` overrides describe."""
+    table = read_recipe(recipe)
+    if "policy" in table:
+        table["policy"] = _policy_text(table["policy"], recipe)
+    for override in overrides:
+        apply_override(table, override)
+    return schema.build(RunConfig, table)
+
+
+def read_recipe(recipe: str) -> dict[str, Any]:
+    """The table of a recipe by name, or of a TOML file by path."""
+    if recipe.endswith(".toml"):
+        return parse_toml(_read_text(recipe), recipe)
+    if recipe not in recipe_names():
+        known = recipe_names()
+        raise ConfigError(
+            f"unknown recipe `{recipe}`; recipes are {', '.join(known)}",
+            hint=did_you_mean(recipe, known, otherwise="a file of your own must end in .toml"),
+        )
+    text = (resources.files("halfstep.config") / "recipes" / f"{recipe}.toml").read_text(encoding="utf-8")
+    return parse_toml(text, f"{recipe}.toml")
+
+
+def parse_toml(text: str, name: str) -> dict[str, Any]:
+    """A TOML document as a table; an error names file, line and column."""
+    try:
+        return tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        place = re.search(r"\(at (?:line (\d+), column (\d+)|end of document)\)", str(error))
+        at = f"{place[1]}:{place[2]}" if place and place[1] else f"{text.count(chr(10)) + 1}:1"
+        said = re.sub(r"\s*\(at .*\)$", "", str(error))
+        raise ConfigError(
+            f"{name}:{at}: this is not TOML: {said[:1].lower() + said[1:]}",
+            hint='a line is `key = value`, with text in quotes: source = "stdlib"',
+        ) from None
+
+
+def apply_override(table: dict[str, Any], override: str) -> None:
+    """Applies one `--set a.b=c` to a table. The value is TOML; what does not parse as TOML is text."""
+    dotted, equals, text = override.partition("=")
+    if not equals or not dotted:
+        raise ConfigError(
+            f"`--set {override}` is not of the form key=value", hint="as `--set training.steps=100`"
+        )
+    dotted = dotted.strip().replace('"', "")
+    if dotted.startswith("policy."):
+        table["policy"] = _override_policy(
+            str(table.get("policy", "auto")), dotted.removeprefix("policy."), text
+        )
+        return
+    section: Any = RunConfig
+    *path, last = dotted.split(".")
+    for step in path:
+        section = _step(section, step, dotted)
+        table = table.setdefault(step, {})
+    if _step(section, last, dotted) is not None:
+        raise ConfigError(
+            f"`{dotted}` is a section, not a setting", hint=f"set one of its keys, as `{dotted}.…`"
+        )
+    table[last] = text.strip().strip('"') if schema.is_text(section, last) else _toml_value(text)
+
+
+def to_toml(config: RunConfig) -> str:
+    """The whole configuration as TOML, every field written out; `load` reads it back as the same run."""
+    import tomli_w
+
+    return tomli_w.dumps(dataclasses.asdict(config))
+
+
+def _step(section: Any, name: str, dotted: str) -> type | None:
+    """The section below `name`, or None where `name` is a setting; an error where it is neither."""
+    if section is None or name not in {field.name for field in dataclasses.fields(section)}:
+        raise schema.unknown_key(dotted, [row.key for row in schema.rows(RunConfig)])
+    return schema.section_of(section, name)
+
+
+def _toml_value(text: str) -> Any:
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text.strip()
+
+
+def _override_policy(text: str, key: str, value: str) -> str:
+    """The policy's text with one role, rule or its preset replaced."""
+    try:
+        table = policy.read(text).to_table()
+        value = value.strip().strip('"')
+        if key.startswith("rules."):
+            table.setdefault("rules", {})[key.removeprefix("rules.")] = value
+        else:
+            table[key] = value
+        return str(policy.read_table(table))
+    except HalfstepError as error:
+        raise ConfigError(f"--set policy.{key}={value}: {error.message}", hint=error.hint) from None
+
+
+def _policy_text(given: Any, name: str) -> Any:
+    """The text form of a policy that a file gives as a table; the schema checks all else."""
+    if not isinstance(given, Mapping):
+        return given
+    try:
+        return str(policy.read_table(given))
+    except HalfstepError as error:
+        raise ConfigError(f"[policy] of {name}: {error.message}", hint=error.hint) from None
+
+
+def _read_text(path: str) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise ConfigError(
+            f"there is no file `{path}`", hint=f"recipes are {', '.join(recipe_names())}"
+        ) from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"`{path}` cannot be read: {error}") from None

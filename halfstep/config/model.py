@@ -1,0 +1,189 @@
+"""The reference decoder, as numbers and switches, and the parameters they imply.
+
+One description serves every backend: the names and shapes of `parameter_shapes` are what each of them
+builds, what rules match, what checkpoints hold and what memory plans count. A linear layer from n to m holds
+`weight` of shape (m, n), as in PyTorch.
+"""
+
+import math
+from dataclasses import dataclass, replace
+from typing import Annotated, Literal
+
+from halfstep.config.schema import Bounds, Count, Positive, Rate
+from halfstep.core.errors import ConfigError
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """A decoder-only transformer."""
+
+    vocabulary: Positive = 256
+    """Tokens there are; 256 is bytes."""
+    context: Positive = 256
+    """Tokens a sequence holds at most."""
+    layers: Positive = 4
+    """Blocks of attention and MLP."""
+    width: Positive = 128
+    """Features of the residual stream."""
+    heads: Positive = 4
+    """Attention heads."""
+    kv_heads: Count = 0
+    """Heads of keys and values, shared among the others; 0 is as many as `heads`."""
+    head_width: Count = 0
+    """Features of a head; 0 is `width / heads`."""
+    mlp: Literal["gelu", "relu2", "swiglu"] = "gelu"
+    """What the MLP applies: GELU, squared ReLU, or a gate with SiLU."""
+    mlp_width: Count = 0
+    """Features inside the MLP; 0 is four times `width`."""
+    bias: bool = False
+    """Whether linear layers and layer norms have biases."""
+    norm: Literal["rms", "layer"] = "rms"
+    """Root-mean-square or layer normalization."""
+    norm_gain: bool = True
+    """Whether norms have a learned gain."""
+    embedding_norm: bool = False
+    """Whether the embedding is normalized before the first block."""
+    positions: Literal["rotary", "learned", "none"] = "rotary"
+    """How a token knows its place."""
+    rope_base: Annotated[float, Bounds(above=0)] = 10000.0
+    """Longest wavelength of rotary positions, over two pi."""
+    qk_norm: Literal["none", "plain", "gain"] = "none"
+    """Normalizes queries and keys head by head; `gain` with a learned gain."""
+    q_gain: bool = False
+    """A learned factor on the queries of each head."""
+    softcap: Rate = 0.0
+    """Logits become cap * tanh(logits / cap); 0 is off."""
+    unet_skips: bool = False
+    """Adds the output of block i to the input of block layers - 1 - i, with learned weights."""
+    value_residual: bool = False
+    """Mixes the first block's values into every block's, with a learned weight."""
+    embedding_shortcut: Literal["none", "scalar", "channel"] = "none"
+    """Mixes the embedding into every block's input, with learned weights: two numbers, or two a channel."""
+    branch_scale: bool = False
+    """A learned factor a channel on what attention and MLP add."""
+    tied: bool = True
+    """Whether the embedding is also the output head."""
+    zero_init: bool = True
+    """Whether the projections that write to the residual stream start at zero."""
+
+    def __post_init__(self) -> None:
+        if self.head_width == 0 and self.width % self.heads:
+            raise ConfigError(
+                f"model.width is {self.width}, which {self.heads} heads do not divide",
+                hint="change model.heads or model.width, or set model.head_width",
+            )
+        if self.heads % self.num_kv_heads:
+            raise ConfigError(
+                f"model.heads is {self.heads}, which model.kv_heads {self.num_kv_heads} does not divide",
+                hint=f"use a divisor of {self.heads}",
+            )
+        if self.positions == "rotary" and self.size_of_head % 2:
+            raise ConfigError(
+                f"rotary positions rotate pairs, and a head has {self.size_of_head} features",
+                hint="set model.head_width to an even number",
+            )
+
+    @property
+    def num_kv_heads(self) -> int:
+        """Heads of keys and values."""
+        return self.kv_heads or self.heads
+
+    @property
+    def size_of_head(self) -> int:
+        """Features of a head."""
+        return self.head_width or self.width // self.heads
+
+    @property
+    def size_of_mlp(self) -> int:
+        """Features inside the MLP."""
+        return self.mlp_width or 4 * self.width
+
+    @property
+    def num_skips(self) -> int:
+        """Pairs of blocks that a U-net skip joins."""
+        return self.layers // 2 if self.unet_skips else 0
+
+    @property
+    def num_parameters(self) -> int:
+        """Numbers that are learned; a tied head counts once."""
+        return sum(math.prod(shape) for shape in parameter_shapes(self).values())
+
+
+def parameter_shapes(model: ModelConfig) -> dict[str, Shape]:
+    """The name and shape of every parameter, in the order of the forward pass."""
+    shapes: dict[str, Shape] = {"embed.weight": (model.vocabulary, model.width)}
+    if model.positions == "learned":
+        shapes["positions.weight"] = (model.context, model.width)
+    if model.embedding_norm:
+        shapes |= _norm(model, "embed_norm")
+    for layer in range(model.layers):
+        shapes |= {f"blocks.{layer}.{name}": shape for name, shape in _block(model).items()}
+    if model.num_skips:
+        shapes["skip_weights"] = (model.num_skips, model.width)
+    shapes |= _norm(model, "final_norm")
+    if not model.tied:
+        shapes["lm_head.weight"] = (model.vocabulary, model.width)
+    return shapes
+
+
+def module_names(model: ModelConfig) -> list[str]:
+    """What rules match: the decoder's modules, containers and norms without a gain among them."""
+    names: dict[str, None] = {}
+    for parameter in [*parameter_shapes(replace(model, norm_gain=True)), "lm_head.weight"]:
+        steps = parameter.split(".")[:-1]
+        names |= dict.fromkeys(".".join(steps[: depth + 1]) for depth in range(len(steps)))
+    return list(names)
+
+
+def is_matmul(parameter: str) -> bool:
+    """Whether a parameter multiplies activations as a matrix; an embedding is looked up, not multiplied."""
+    *_, layer, kind = ("", *parameter.split("."))
+    return kind == "weight" and layer in ("q", "k", "v", "o", "up", "gate", "down", "lm_head")
+
+
+def owner(parameter: str) -> str:
+    """The name that rules see for a parameter: its module's, or its own where the model itself holds it."""
+    return parameter.rpartition(".")[0] or parameter
+
+
+def _block(model: ModelConfig) -> dict[str, Shape]:
+    width, head = model.width, model.size_of_head
+    queries, keys = model.heads * head, model.num_kv_heads * head
+    shapes: dict[str, Shape] = {}
+    if model.embedding_shortcut != "none":
+        shapes["residual_mix"] = (2,) if model.embedding_shortcut == "scalar" else (2, width)
+    shapes |= _norm(model, "attn_norm")
+    shapes |= _linear(model, "attn.q", width, queries)
+    shapes |= _linear(model, "attn.k", width, keys)
+    shapes |= _linear(model, "attn.v", width, keys)
+    if model.value_residual:
+        shapes["attn.value_mix"] = ()
+    if model.qk_norm == "gain":
+        shapes |= {"attn.q_norm.weight": (head,), "attn.k_norm.weight": (head,)}
+    if model.q_gain:
+        shapes["attn.q_gain"] = (model.heads,)
+    shapes |= _linear(model, "attn.o", queries, width)
+    if model.branch_scale:
+        shapes["attn_scale"] = (width,)
+    shapes |= _norm(model, "mlp_norm")
+    shapes |= _linear(model, "mlp.up", width, model.size_of_mlp)
+    if model.mlp == "swiglu":
+        shapes |= _linear(model, "mlp.gate", width, model.size_of_mlp)
+    shapes |= _linear(model, "mlp.down", model.size_of_mlp, width)
+    if model.branch_scale:
+        shapes["mlp_scale"] = (width,)
+    return shapes
+
+
+def _linear(model: ModelConfig, name: str, inputs: int, outputs: int) -> dict[str, Shape]:
+    weight: dict[str, Shape] = {f"{name}.weight": (outputs, inputs)}
+    return weight | {f"{name}.bias": (outputs,)} if model.bias else weight
+
+
+def _norm(model: ModelConfig, name: str) -> dict[str, Shape]:
+    if not model.norm_gain:
+        return {}
+    gain: dict[str, Shape] = {f"{name}.weight": (model.width,)}
+    return gain | {f"{name}.bias": (model.width,)} if model.bias and model.norm == "layer" else gain

@@ -1,0 +1,179 @@
+"""From dataclasses to configuration: types are the checks, the string under a field is its help.
+
+A section is a frozen dataclass. This module reads a table (from TOML) into one, strictly, and lists its
+fields for help and docs; it knows nothing of what the fields mean. Written by hand because the errors are
+the point: each names the dotted key, what was given, what is allowed and the nearest legal key.
+"""
+
+import dataclasses
+import types
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from halfstep.core.errors import ConfigError, did_you_mean, nearest, one_of
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """The numbers a field may hold, in an `Annotated` type."""
+
+    at_least: float | None = None
+    above: float | None = None
+    at_most: float | None = None
+
+    def __contains__(self, number: float) -> bool:
+        return (
+            (self.at_least is None or number >= self.at_least)
+            and (self.above is None or number > self.above)
+            and (self.at_most is None or number <= self.at_most)
+        )
+
+    def __str__(self) -> str:
+        told = [("at least", self.at_least), ("above", self.above), ("at most", self.at_most)]
+        return " and ".join(f"{word} {limit:g}" for word, limit in told if limit is not None)
+
+
+Count = Annotated[int, Bounds(at_least=0)]
+Positive = Annotated[int, Bounds(at_least=1)]
+Rate = Annotated[float, Bounds(at_least=0)]
+Share = Annotated[float, Bounds(at_least=0, at_most=1)]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One setting, as help and docs show it."""
+
+    key: str
+    kind: str
+    default: Any
+    help: str
+
+
+def build(cls: type[T], table: Mapping[str, Any], prefix: str = "") -> T:
+    """A section from a table. Unknown keys and values of another type are errors."""
+    hints = get_type_hints(cls, include_extras=True)
+    known = [field.name for field in dataclasses.fields(cls)]  # type: ignore[arg-type]
+    for key in table:
+        if key not in known:
+            raise unknown_key(prefix + key, [prefix + name for name in known])
+    values = {key: _check(hints[key], value, prefix + key) for key, value in table.items()}
+    missing = [name for name in _required(cls) if name not in values]
+    if missing:
+        raise ConfigError(f"`{prefix}{missing[0]}` is missing and has no default", hint="set it")
+    return cls(**values)
+
+
+def unknown_key(key: str, legal: list[str]) -> ConfigError:
+    """The error for a key that is not in the schema."""
+    section, _, last = key.rpartition(".")
+    # Where the section is right, only the last part can be the slip: a shared prefix is no likeness.
+    beside = {name.rpartition(".")[2]: name for name in legal if name.rpartition(".")[0] == section}
+    found = nearest(last, beside) if beside else nearest(key, legal)
+    if found is None:
+        known = ", ".join(beside.values() or legal)
+        return ConfigError(f"unknown setting `{key}`", hint=f"the settings are {known}")
+    return ConfigError(f"unknown setting `{key}`", hint=f"did you mean `{beside.get(found, found)}`?")
+
+
+def rows(cls: type, prefix: str = "") -> Iterator[Row]:
+    """Every setting below a section, depth first, in the order it is declared."""
+    hints = get_type_hints(cls, include_extras=True)
+    helps = field_help(cls)
+    for field in dataclasses.fields(cls):
+        hint = hints[field.name]
+        if dataclasses.is_dataclass(hint):
+            yield from rows(hint, f"{prefix}{field.name}.")  # type: ignore[arg-type]
+        else:
+            yield Row(prefix + field.name, describe(hint), _default(field), helps[field.name])
+
+
+@cache
+def field_help(cls: type) -> dict[str, str]:
+    """The string under each field."""
+    from docstring_parser import parse_from_object
+
+    params = parse_from_object(cls).params
+    return {param.arg_name: " ".join((param.description or "").split()) for param in params}
+
+
+def describe(hint: Any) -> str:
+    """A type in words."""
+    kind, bounds = _unwrap(hint)
+    if get_origin(kind) is Literal:
+        return one_of(str(value) for value in get_args(kind))
+    words = {int: "a whole number", float: "a number", str: "text", bool: "true or false"}
+    if kind in words:
+        return words[kind] + (f", {bounds}" if bounds else "")
+    if get_origin(kind) is tuple:
+        return f"a list of {len(get_args(kind))} numbers"
+    return "a table"
+
+
+def section_of(cls: type, name: str) -> type | None:
+    """The dataclass a field holds, or None where the field is a plain setting."""
+    kind, _ = _unwrap(get_type_hints(cls)[name])
+    return kind if dataclasses.is_dataclass(kind) else None  # type: ignore[return-value]
+
+
+def is_text(cls: type, name: str) -> bool:
+    """Whether a field holds text, which needs no quotes on a command line."""
+    kind, _ = _unwrap(get_type_hints(cls)[name])
+    return kind is str or get_origin(kind) is Literal
+
+
+def _required(cls: Any) -> list[str]:
+    missing = dataclasses.MISSING
+    return [f.name for f in dataclasses.fields(cls) if f.default is missing and f.default_factory is missing]
+
+
+def _default(field: "dataclasses.Field[Any]") -> Any:
+    if field.default_factory is not dataclasses.MISSING:
+        return field.default_factory()
+    return None if field.default is dataclasses.MISSING else field.default
+
+
+def _unwrap(hint: Any) -> tuple[Any, Bounds | None]:
+    if get_origin(hint) is Annotated:
+        kind, *extras = get_args(hint)
+        return kind, next((extra for extra in extras if isinstance(extra, Bounds)), None)
+    return hint, None
+
+
+def _check(hint: Any, value: Any, key: str) -> Any:
+    kind, bounds = _unwrap(hint)
+    if dataclasses.is_dataclass(kind):
+        if not isinstance(value, Mapping):
+            raise _wrong(key, value, "a table of settings")
+        return build(kind, value, key + ".")  # type: ignore[arg-type]
+    if get_origin(kind) in (Union, types.UnionType):
+        return value  # the section itself checks what it accepts in several forms
+    if get_origin(kind) is Literal:
+        if value not in get_args(kind):
+            legal = [str(allowed) for allowed in get_args(kind)]
+            raise _wrong(key, value, one_of(legal), did_you_mean(str(value), legal))
+        return value
+    if get_origin(kind) is tuple:
+        kinds = get_args(kind)
+        if not isinstance(value, list | tuple) or len(value) != len(kinds):
+            raise _wrong(key, value, describe(kind))
+        return tuple(
+            _check(inner, item, f"{key}[{i}]")
+            for i, (inner, item) in enumerate(zip(kinds, value, strict=True))
+        )
+    if kind is float and isinstance(value, int) and not isinstance(value, bool):
+        value = float(value)
+    # bool is an int in Python, and `steps = true` is a mistake all the same
+    if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+        raise _wrong(key, value, describe(hint))
+    if bounds is not None and value not in bounds:
+        raise _wrong(key, value, describe(hint))
+    return value
+
+
+def _wrong(key: str, value: Any, allowed: str, hint: str | None = None) -> ConfigError:
+    shown = f"{value!r}" if not isinstance(value, str) else f'"{value}"'
+    return ConfigError(f"`{key}` is {shown}; it must be {allowed}", hint=hint)

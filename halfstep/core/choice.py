@@ -1,0 +1,140 @@
+"""From measurements to a precision, with the reason.
+
+`supported` in a data sheet says that an instruction exists, not that it pays: some devices answer yes to bf16
+and run it hundreds of times slower than fp32. So a precision is chosen by timing one matmul in each format at
+the same shapes and comparing
+
+    gain(format) = median time in fp32 / median time in the format,   at the largest shape both were timed at
+
+bf16 is taken when its gain is at least MIN_GAIN; it needs no loss scale. fp16 is taken when bf16 does not
+pay and fp16 does, or when fp16 is faster than bf16 by FP16_MARGIN: its scale and skipped steps cost care.
+Otherwise fp32. fp8 is never chosen here: whether it pays depends on each layer, which is measured when
+a model is prepared. A format that is not supported keeps its reason in the answer.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+
+from halfstep.core.errors import HalfstepError
+from halfstep.core.formats import BF16, FP16, FP32, Format
+
+# Matmuls are about 0.6 of a step's time on a fast accelerator, less elsewhere: below 1.1 on the matmul the
+# step gains under 6 %, which is what timings on a busy machine vary by.
+MIN_GAIN = 1.1
+FP16_MARGIN = 1.25
+
+Shape = tuple[int, int, int]
+
+
+@dataclass(frozen=True)
+class Support:
+    """Whether a device runs a format, and why (not)."""
+
+    ok: bool
+    reason: str
+
+    def __bool__(self) -> bool:
+        return self.ok
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Seconds that an (m, k) by (k, n) matmul took in a format, each of several times."""
+
+    format: Format
+    shape: Shape
+    seconds: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        if not self.seconds or any(not second > 0 for second in self.seconds):
+            raise HalfstepError(f"a timing of {self.format} at {self.shape} holds no positive time")
+
+    @property
+    def typical(self) -> float:
+        """The median: one slow repeat on a shared machine does not move it."""
+        return median(self.seconds)
+
+    @property
+    def flops(self) -> float:
+        """Floating-point operations a second."""
+        m, k, n = self.shape
+        return 2 * m * k * n / self.typical
+
+
+@dataclass(frozen=True)
+class Gain:
+    """How much faster (above 1) or slower (below) a format is than fp32."""
+
+    format: Format
+    shape: Shape
+    fp32_seconds: float
+    seconds: float
+
+    @property
+    def ratio(self) -> float:
+        """Time in fp32 over time in the format."""
+        return self.fp32_seconds / self.seconds
+
+    def __str__(self) -> str:
+        speed = f"{self.ratio:.3g}x faster" if self.ratio >= 1 else f"{1 / self.ratio:.3g}x slower"
+        m, k, n = self.shape
+        times = f"{_time(self.seconds)} against {_time(self.fp32_seconds)}"
+        return f"{self.format} matmuls are {speed} than fp32 ({times} at {m}x{k}x{n})"
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A preset, why it was chosen, and what the comparison rests on."""
+
+    preset: str
+    reason: str
+    gains: tuple[Gain, ...] = ()
+
+    def __str__(self) -> str:
+        return f"{self.preset}: {self.reason}"
+
+
+def gain(timings: Iterable[Timing], fmt: Format) -> Gain | None:
+    """The gain of a format at the largest shape that it and fp32 were both timed at, if there is one."""
+    by_key = {(timing.format, timing.shape): timing for timing in timings}
+    common = [shape for f, shape in by_key if f == fmt and (FP32, shape) in by_key]
+    if not common:
+        return None
+    shape = max(common, key=lambda dims: dims[0] * dims[1] * dims[2])
+    return Gain(fmt, shape, by_key[FP32, shape].typical, by_key[fmt, shape].typical)
+
+
+def choose(timings: Sequence[Timing], supported: Mapping[Format, Support]) -> Choice:
+    """The preset to train with on the device that was timed."""
+    gains = {fmt: gain(timings, fmt) for fmt in (BF16, FP16) if supported.get(fmt, _UNKNOWN)}
+    known = tuple(found for found in gains.values() if found is not None)
+    bf16, fp16 = gains.get(BF16), gains.get(FP16)
+
+    if fp16 is not None and fp16.ratio >= MIN_GAIN:
+        if bf16 is None or bf16.ratio < MIN_GAIN:
+            return Choice("fp16-mixed", f"{fp16}, and {_why_not(BF16, bf16, supported)}", known)
+        if fp16.ratio >= FP16_MARGIN * bf16.ratio:
+            return Choice("fp16-mixed", f"{fp16}, more than {FP16_MARGIN}x ahead: {bf16}", known)
+    if bf16 is not None and bf16.ratio >= MIN_GAIN:
+        return Choice("bf16-mixed", f"{bf16}, and bf16 has fp32's range, so no loss scale is needed", known)
+    lost = [_why_not(fmt, gains.get(fmt), supported) for fmt in (BF16, FP16)]
+    return Choice("fp32", f"{lost[0]}; {lost[1]}", known)
+
+
+_UNKNOWN = Support(False, "nothing is known of it on this device")
+
+
+def _why_not(fmt: Format, found: Gain | None, supported: Mapping[Format, Support]) -> str:
+    if found is not None:
+        short = "" if found.ratio < 1 else f", short of the {MIN_GAIN}x that pays for its casts"
+        return f"{found}{short}"
+    support = supported.get(fmt, _UNKNOWN)
+    return f"{fmt} was not timed" if support else f"{fmt} is not supported: {support.reason}"
+
+
+def _time(seconds: float) -> str:
+    for unit, size in (("s", 1.0), ("ms", 1e-3)):
+        if seconds >= size:
+            return f"{seconds / size:.3g} {unit}"
+    return f"{seconds / 1e-6:.3g} us"

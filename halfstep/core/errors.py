@@ -1,0 +1,69 @@
+"""Errors that help: what was given, where, what is allowed, what to do next.
+
+Every mistake a user can make raises a `HalfstepError`. Its text has two parts, printed by the command
+line as
+
+    error: unknown role `nrom` in `bf16-mixed,nrom=bf16`; roles are param, compute, ...
+
+    hint: did you mean `norm`?
+
+`assert` is kept for what cannot happen, so that `python -O` changes nothing a user can see.
+"""
+
+import difflib
+from collections.abc import Iterable
+
+
+class HalfstepError(Exception):
+    """Something the user gave cannot be used. `message` says what and where, `hint` what to do next."""
+
+    def __init__(self, message: str, *, hint: str | None = None):
+        super().__init__(message)
+        self.message = message
+        self.hint = hint
+
+    def __str__(self) -> str:
+        return self.message if self.hint is None else f"{self.message} (hint: {self.hint})"
+
+    def within(self, place: str) -> "HalfstepError":
+        """The same error, told from further out: `place` is put in front of the message."""
+        return type(self)(f"{place}: {self.message}", hint=self.hint)
+
+
+class FormatError(HalfstepError):
+    """A number format that does not exist or cannot do what is asked of it."""
+
+
+class RoundingError(HalfstepError):
+    """A cast that cannot be carried out under the rule that was asked for."""
+
+
+class PolicyError(HalfstepError):
+    """A policy that is misspelled, contradicts itself, or does not fit the model."""
+
+
+class ScalingError(HalfstepError):
+    """A loss scale that cannot work."""
+
+
+class ConfigError(HalfstepError):
+    """A recipe, a configuration file or a `--set` that cannot be used."""
+
+
+def one_of(names: Iterable[str]) -> str:
+    """`a, b or c`, each in backquotes."""
+    quoted = [f"`{name}`" for name in names]
+    return quoted[0] if len(quoted) == 1 else f"{', '.join(quoted[:-1])} or {quoted[-1]}"
+
+
+def nearest(name: str, legal: Iterable[str]) -> str | None:
+    """The legal name a typo was probably meant to be, or None when nothing is close."""
+    # 0.6 is difflib's own cutoff; it accepts one or two slips in a word of five letters or more.
+    found = difflib.get_close_matches(name, list(legal), n=1, cutoff=0.6)
+    return found[0] if found else None
+
+
+def did_you_mean(name: str, legal: Iterable[str], otherwise: str | None = None) -> str | None:
+    """A hint for a name that is not legal."""
+    found = nearest(name, legal)
+    return f"did you mean `{found}`?" if found else otherwise

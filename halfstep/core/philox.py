@@ -1,0 +1,105 @@
+"""Philox4x32-10: random words that depend on where they are used, and on nothing else.
+
+Stochastic rounding must round the same element the same way on every replica, on every shard and on every
+backend, whatever the order of computation. So the words are not a stream but a function
+
+    word = philox(key = seed, counter = (element, tensor, step))
+
+of Salmon et al., "Parallel random numbers: as easy as 1, 2, 3" (SC 2011). A counter of four 32-bit words and
+a key of two go through ten rounds of
+
+    high0, low0 = M0 * c0            M0 = 0xD2511F53       64-bit products of 32-bit words, in two halves
+    high1, low1 = M1 * c2            M1 = 0xCD9E8D57
+    c0, c1, c2, c3 = high1 ^ c1 ^ k0,  low1,  high0 ^ c3 ^ k1,  low0
+
+and between rounds the key advances, modulo 2^32: k0 += 0x9E3779B9, k1 += 0xBB67AE85. Multiplication spreads
+every bit upwards, taking the high halves brings it down again, and the map is a permutation of the counters,
+so no block of words comes twice. It passes BigCrush.
+
+**The layout**, which all backends share:
+
+    block, lane = element // 4, element % 4     element: row-major index in the whole tensor, from 0
+    counter     = (block mod 2^32, block >> 32, tensor id, step)
+    key         = (seed mod 2^32, seed >> 32)
+    word        = output[lane]
+
+A tensor's id is `tensor_id` of its qualified name, as it stands in the checkpoint.
+
+**Elsewhere.** torch has no >> for uint32: keep the words in int64 and multiply; the product p wraps modulo
+2^64, and its halves are (p >> 32) & 0xFFFFFFFF and p & 0xFFFFFFFF whatever its sign. JAX has no 64-bit
+integers unless asked: the low half is the wrapped uint32 product, and the high half of a * b, with
+a = a1 * 2^16 + a0 and b likewise, comes from 16-bit parts, no sum of which exceeds 32 bits:
+
+    t = a1 * b0 + (a0 * b0 >> 16)
+    u = a0 * b1 + (t mod 2^16)
+    high = a1 * b1 + (t >> 16) + (u >> 16)
+
+The known answers of Random123 are in tests/core/test_philox.py; a port must give them.
+"""
+
+import math
+from collections.abc import Iterable
+from hashlib import blake2s
+from typing import TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from halfstep.core.errors import RoundingError
+
+Words: TypeAlias = NDArray[np.uint32]
+
+_MULTIPLIERS = np.uint64(0xD2511F53), np.uint64(0xCD9E8D57)
+_KEY_STEPS = 0x9E3779B9, 0xBB67AE85
+_ROUNDS = 10
+_MASK = np.uint64(0xFFFFFFFF)
+_HALF = np.uint64(32)
+
+
+def philox4x32(
+    counter: tuple[Words, Words, Words, Words], key: tuple[int, int]
+) -> tuple[Words, Words, Words, Words]:
+    """Four random words for each counter. The words of a counter are arrays of one shape, or broadcast."""
+    # Held in uint64, where a product of two words is whole.
+    c0, c1, c2, c3 = np.broadcast_arrays(*(np.asarray(word, np.uint32).astype(np.uint64) for word in counter))
+    k0, k1 = key
+    for _ in range(_ROUNDS):
+        product0, product1 = _MULTIPLIERS[0] * c0, _MULTIPLIERS[1] * c2
+        c0, c1 = (product1 >> _HALF) ^ c1 ^ np.uint64(k0), product1 & _MASK
+        c2, c3 = (product0 >> _HALF) ^ c3 ^ np.uint64(k1), product0 & _MASK
+        k0, k1 = (k0 + _KEY_STEPS[0]) % 2**32, (k1 + _KEY_STEPS[1]) % 2**32
+    return c0.astype(np.uint32), c1.astype(np.uint32), c2.astype(np.uint32), c3.astype(np.uint32)
+
+
+def random_bits(shape: int | tuple[int, ...], *, seed: int, step: int, tensor: int, start: int = 0) -> Words:
+    """One random word for each element of a tensor, or of the run of elements that begins at `start`.
+
+    A shard passes the row-major index of its first element in the whole tensor as `start`, and gets the words
+    that the whole tensor has there. A shard that is cut along a later dimension is several runs.
+    """
+    dimensions = tuple(shape) if isinstance(shape, Iterable) else (shape,)
+    count = math.prod(_within("shape", size, 2**63) for size in dimensions)
+    seed = _within("seed", seed, 2**64)
+    step = _within("step", step, 2**32)
+    tensor = _within("tensor", tensor, 2**32, "tensor_id(name) makes an id from a qualified name")
+    start = _within("start", start, 2**63 - count)
+    first, last = start // 4, -(-(start + count) // 4)
+    block = np.arange(first, last, dtype=np.uint64)
+    low, high = (block & _MASK).astype(np.uint32), (block >> _HALF).astype(np.uint32)
+    counter = (low, high, np.array(tensor, np.uint32), np.array(step, np.uint32))
+    lanes = np.stack(philox4x32(counter, (seed % 2**32, seed >> 32)), axis=-1)
+    return lanes.reshape(-1)[start - 4 * first :][:count].reshape(dimensions)
+
+
+def tensor_id(name: str) -> int:
+    """32 bits that stand for a qualified name in every process: its 4-byte blake2s, little-endian."""
+    return int.from_bytes(blake2s(name.encode(), digest_size=4).digest(), "little")
+
+
+def _within(name: str, value: int, limit: int, hint: str | None = None) -> int:
+    if isinstance(value, bool) or not isinstance(value, int | np.integer) or not 0 <= value < limit:
+        raise RoundingError(
+            f"`{name}` is {value!r}; random words need an integer from 0 to {limit - 1}",
+            hint=hint or "all replicas and shards must agree on it",
+        )
+    return int(value)

@@ -1,0 +1,299 @@
+"""The precision policy: one format for each role, one meaning on every backend.
+
+A `Policy` holds a value for each role (roles.py) and rules for modules (rules.py). It has a text form for a
+command line and a table form for TOML, and both read back as the same policy:
+
+    bf16-mixed                                        a preset
+    bf16-mixed,norm=bf16                              a preset, then roles that differ
+    param=fp32,compute=bf16                           no preset: what is not said is fp32
+    bf16-mixed; blocks.*.mlp.*: compute=e4m3; lm_head: compute=fp32           rules, after semicolons
+
+Presets expand to roles and are forgotten: what is stored, compared, checkpointed and reported is the value
+of every role. `str(policy)` prints from the preset that leaves the fewest differences, so two policies that
+mean the same print the same however they were written.
+
+Activations and their gradients share a format unless `grad` says otherwise: a `compute` that is given takes
+`grad` along, so `compute=bf16` is bf16-mixed.
+
+Narrow formats (8 bits or less) are for matmul operands alone: activations, the residual stream and the
+results of matmuls stay in the `compute` of the whole model. So a narrow format lives in rules, which name
+the matmuls: `bf16-mixed,compute=e4m3` is short for `bf16-mixed; **: compute=e4m3`, and fp8-mixed is
+bf16-mixed with the rule `**: compute=e4m3,grad=e5m2`.
+
+"fp32" is fp32. TF32 on NVIDIA and bf16 passes on TPU are other formats; who wants TF32 asks for `tf32`.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from halfstep.core.errors import HalfstepError, PolicyError, did_you_mean, one_of
+from halfstep.core.formats import BF16, E4M3, E5M2, FP16, FP32, Format
+from halfstep.core.roles import (
+    ROLES,
+    Accumulator,
+    Evaluation,
+    Operand,
+    Param,
+    Value,
+    is_narrow,
+    needs_loss_scale,
+    parse_value,
+    print_value,
+)
+from halfstep.core.rules import Resolved, Rule, check_role, merge, parse_items, resolve
+from halfstep.core.scaling import DynamicScale, NoScale, Scale
+
+EVERYWHERE = "**"
+SMALLEST_FP16 = f"{FP16.smallest_subnormal:.0e}"
+
+
+@dataclass(frozen=True)
+class Policy:
+    """A value for each role, and rules. The defaults are fp32 throughout. ROLES says what each role is."""
+
+    param: Param = Param(FP32)
+    compute: Operand = Operand(FP32)
+    matmul: Accumulator = Accumulator()
+    grad: Operand = Operand(FP32)
+    grad_weight: Format = FP32
+    accumulate: Format = FP32
+    reduce: Format = FP32
+    moments: Format = FP32
+    norm: Format = FP32
+    softmax: Format = FP32
+    loss: Format = FP32
+    router: Format = FP32
+    rope: Format = FP32
+    buffers: Format = FP32
+    eval: Evaluation = Evaluation()
+    export: Format = FP32
+    scale: Scale = field(default_factory=NoScale)
+    emulate: bool = False
+    rules: tuple[Rule, ...] = ()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "rules", merge(self.rules))
+        self._settle_eval()
+        self._check_base()
+        self._check_scale()
+
+    def roles(self) -> dict[str, Value]:
+        """The value of each role for the whole model, rules aside."""
+        return {name: getattr(self, name) for name in ROLES}
+
+    def resolve(self, names: Sequence[str]) -> dict[str, Resolved]:
+        """What holds for each of a model's names. A rule that matches none, or a tie, is an error."""
+        return resolve(self.roles(), self.rules, names)
+
+    @classmethod
+    def parse(cls, text: str, *, auto: "Policy | None" = None) -> "Policy":
+        """Reads the text form. `auto` is the policy that the name `auto` stands for, where one was chosen."""
+        try:
+            return read(text).build(auto)
+        except HalfstepError as error:
+            raise PolicyError(f"in policy `{text}`: {error.message}", hint=error.hint) from None
+
+    @classmethod
+    def from_table(cls, table: Mapping[str, Any], *, auto: "Policy | None" = None) -> "Policy":
+        """Reads the table form, as it comes out of TOML."""
+        return read_table(table).build(auto)
+
+    def __str__(self) -> str:
+        return str(self._spell())
+
+    def to_table(self) -> dict[str, Any]:
+        """The table form: strings and booleans, for TOML or JSON."""
+        return self._spell().to_table()
+
+    def _spell(self) -> "Spelling":
+        """The shortest way to write the policy; the earlier preset where two are as short."""
+        spellings = [spelling for name in PRESETS if (spelling := self._against(name)) is not None]
+        return min(spellings, key=lambda spelling: spelling.length)
+
+    def _against(self, preset: str) -> "Spelling | None":
+        base = PRESETS[preset]
+        differing = {role: value for role, value in self.roles().items() if value != getattr(base, role)}
+        # `compute` takes `grad` along, so what is left to say of `grad` depends on it.
+        followed = {**base.roles(), **_with_grad({r: v for r, v in differing.items() if r == "compute"})}
+        items = {
+            r: v for r, v in self.roles().items() if v != followed[r] or (r == "compute" and r in differing)
+        }
+        ours = {rule.glob: dict(rule.changes) for rule in self.rules}
+        for rule in base.rules:
+            mine = ours.get(rule.glob, {})
+            if not mine.keys() >= dict(rule.changes).keys():
+                return None  # text can add to a preset's rules and change them, not take them away
+            ours[rule.glob] = {role: v for role, v in mine.items() if dict(rule.changes).get(role) != v}
+        rules = tuple(Rule(glob, tuple(changes.items())) for glob, changes in ours.items() if changes)
+        return Spelling(preset, items, rules)
+
+    def _settle_eval(self) -> None:
+        """`eval` in the format of training is `eval=compute` where no rule changes compute."""
+        ruled = any(role == "compute" for rule in self.rules for role, _ in rule.changes)
+        if self.eval.format == self.compute.format and not ruled:
+            object.__setattr__(self, "eval", Evaluation())
+
+    def _check_base(self) -> None:
+        for role in ("compute", "grad"):
+            fmt = getattr(self, role).format
+            if is_narrow(fmt):
+                raise PolicyError(
+                    f"{role}={fmt} cannot hold for a whole model: {fmt} is for matmul operands, "
+                    "not for the activations between them",
+                    hint=f'name the matmuls by a rule, as Rule.parse("{EVERYWHERE}", "{role}={fmt}")',
+                )
+
+    def _check_scale(self) -> None:
+        used = [
+            (role, value.format)
+            for changes in [self.roles().items(), *(rule.changes for rule in self.rules)]
+            for role, value in changes
+            if isinstance(value, Operand)
+        ]
+        weak = [f"{role}={fmt}" for role, fmt in used if needs_loss_scale(fmt)]
+        if weak and isinstance(self.scale, NoScale):
+            raise PolicyError(
+                f"`{weak[0]}` without a scale: gradients below {SMALLEST_FP16} would become zero",
+                hint="add `scale=dynamic`, start from `fp16-mixed`, or use bf16, which has fp32's range",
+            )
+        if not weak and not isinstance(self.scale, NoScale):
+            formats = one_of(dict.fromkeys(str(fmt) for _, fmt in used))
+            raise PolicyError(
+                f"`scale={print_value(self.scale)}` with {formats}: the scale has nothing to protect, "
+                "these formats have fp32's range or scales of their own",
+                hint="leave it out or write `scale=none`; only fp16 needs a loss scale",
+            )
+
+
+@dataclass(frozen=True)
+class Spelling:
+    """A policy as it is written: where it starts from, the roles that differ, the rules that are added."""
+
+    base: str
+    items: Mapping[str, Value]
+    rules: tuple[Rule, ...]
+
+    @property
+    def length(self) -> int:
+        """How many things are said beyond the base."""
+        return len(self.items) + sum(len(rule.changes) for rule in self.rules)
+
+    def build(self, auto: Policy | None = None) -> Policy:
+        """The policy that is meant."""
+        base = auto if self.base == "auto" else PRESETS[self.base]
+        if base is None:
+            raise PolicyError(
+                "`auto` stands for a measurement, and nothing was measured here",
+                hint=f"`halfstep probe` measures; or name {one_of(PRESETS)}",
+            )
+        wide: dict[str, Value] = {}
+        narrow: dict[str, Value] = {}
+        for role, value in self.items.items():
+            (narrow if isinstance(value, Operand) and is_narrow(value.format) else wide)[role] = value
+        rules = [*base.rules, *self.rules]
+        if narrow:
+            rules.insert(len(base.rules), Rule(EVERYWHERE, tuple(narrow.items())))
+            self._check_said_once(narrow)
+        return replace(base, **_with_grad(wide), rules=tuple(rules))  # type: ignore[arg-type]
+
+    def _check_said_once(self, narrow: Iterable[str]) -> None:
+        for rule in self.rules:
+            for role in narrow:
+                if rule.glob == EVERYWHERE and role in dict(rule.changes):
+                    raise PolicyError(
+                        f"role `{role}` is given for `{EVERYWHERE}` twice", hint="keep one of the two"
+                    )
+
+    def __str__(self) -> str:
+        items = [f"{role}={print_value(value)}" for role, value in self.items.items()]
+        return "; ".join([",".join([self.base, *items]), *map(str, self.rules)])
+
+    def to_table(self) -> dict[str, Any]:
+        """The same as a table of strings and booleans."""
+        table: dict[str, Any] = {"preset": self.base}
+        for role, value in self.items.items():
+            table[role] = value if isinstance(value, bool) else print_value(value)
+        if self.rules:
+            table["rules"] = {rule.glob: rule.changes_text for rule in self.rules}
+        return table
+
+
+def _with_grad(items: dict[str, Value]) -> dict[str, Value]:
+    """The items, and the gradient of activations in their format where `compute` is given alone."""
+    if "compute" in items and "grad" not in items:
+        return {**items, "grad": items["compute"]}
+    return items
+
+
+def read(text: str) -> Spelling:
+    """Reads the text form without building the policy; `auto` is accepted as a base."""
+    first, *rest = text.split(";")
+    head, comma, items = first.partition(",")
+    base = head.strip()
+    if "=" in base:
+        base, comma, items = "fp32", ",", first
+    _check_preset(base)
+    rules = tuple(_read_rules(rest))
+    return Spelling(base, parse_items(items, in_rule=False) if comma else {}, rules)
+
+
+def read_table(table: Mapping[str, Any]) -> Spelling:
+    """Reads the table form without building the policy."""
+    base = table.get("preset", "fp32")
+    _check_preset(_string("preset", base))
+    items: dict[str, Value] = {}
+    for role, value in table.items():
+        if role in ("preset", "rules"):
+            continue
+        check_role(role, in_rule=False)
+        text = ("true" if value else "false") if isinstance(value, bool) else _string(role, value)
+        items[role] = parse_value(role, text)
+    rules = table.get("rules", {})
+    if not isinstance(rules, Mapping):
+        raise PolicyError(
+            f"policy.rules is {rules!r}; it must be a table", hint='as "lm_head" = "compute=fp32"'
+        )
+    return Spelling(base, items, tuple(Rule.parse(glob, _string(glob, text)) for glob, text in rules.items()))
+
+
+def _read_rules(parts: Iterable[str]) -> Iterator[Rule]:
+    globs: set[str] = set()
+    for part in parts:
+        glob, colon, changes = (piece.strip() for piece in part.partition(":"))
+        if not colon:
+            raise PolicyError(f"`{part.strip()}` is not a rule", hint="as `; lm_head: compute=fp32`")
+        if glob in globs:
+            raise PolicyError(f"two rules for `{glob}`", hint="write one, with its roles after one another")
+        globs.add(glob)
+        yield Rule.parse(glob, changes)
+
+
+def _check_preset(name: str) -> None:
+    if name not in PRESETS and name != "auto":
+        known = [*PRESETS, "auto"]
+        raise PolicyError(
+            f"unknown preset `{name}`; presets are {', '.join(known)}, and anything else is role=value",
+            hint=did_you_mean(name, known, otherwise="as `bf16-mixed` or `bf16-mixed,norm=bf16`"),
+        )
+
+
+def _string(key: str, value: Any) -> str:
+    if not isinstance(value, str):
+        raise PolicyError(f"policy key `{key}` is {value!r}; it must be a string", hint='as norm = "fp32"')
+    return value
+
+
+_BF16_MIXED = Policy(compute=Operand(BF16), grad=Operand(BF16))
+
+PRESETS: dict[str, Policy] = {
+    "fp32": Policy(),
+    "bf16-mixed": _BF16_MIXED,
+    "bf16-true": replace(_BF16_MIXED, param=Param(BF16), grad_weight=BF16, export=BF16),
+    "fp16-mixed": Policy(compute=Operand(FP16), grad=Operand(FP16), scale=DynamicScale()),
+    "fp8-mixed": replace(
+        _BF16_MIXED,
+        rules=(Rule(EVERYWHERE, (("compute", Operand(E4M3)), ("grad", Operand(E5M2)))),),
+        eval=Evaluation(BF16),
+    ),
+}

@@ -1,0 +1,178 @@
+"""Rules: other values for some modules, chosen by name.
+
+A rule is a glob on the qualified name of a module or parameter and the roles it changes there:
+
+    blocks.*.mlp.*: compute=e4m3, grad=e5m2
+    lm_head: compute=fp32
+
+In a glob, `*` stands for any characters within one dot and `**`, as a whole segment, for any number of
+segments, none included. When several rules that change the same role match one name, the rule with more
+literal segments (those without a `*`) wins; the order in which rules are written means nothing. Two that tie
+and disagree are an error, and so is a rule that matches no name at all: either would be a precision that
+somebody believes in and nobody runs.
+"""
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+from halfstep.core.errors import PolicyError, did_you_mean, one_of
+from halfstep.core.roles import ROLES, Operand, Value, is_narrow, parse_value, print_value
+
+_SEGMENT = re.compile(r"[\w*\-/\[\]]+")
+
+
+@dataclass(frozen=True)
+class Rule:
+    """The roles that change where `glob` matches, in the order of the table of roles."""
+
+    glob: str
+    changes: tuple[tuple[str, Value], ...]
+
+    def __post_init__(self) -> None:
+        check_glob(self.glob)
+        given = dict(self.changes)
+        if not given:
+            raise PolicyError(f"rule `{self.glob}` changes nothing", hint="as `lm_head: compute=fp32`")
+        object.__setattr__(self, "changes", tuple((role, given[role]) for role in ROLES if role in given))
+
+    @classmethod
+    def parse(cls, glob: str, text: str) -> "Rule":
+        """A rule from its two halves: the glob, and `role=value,...`."""
+        try:
+            return cls(glob, tuple(parse_items(text, in_rule=True).items()))
+        except PolicyError as error:
+            raise PolicyError(f"in rule `{glob}`: {error.message}", hint=error.hint) from None
+
+    def __str__(self) -> str:
+        return f"{self.glob}: {self.changes_text}"
+
+    @property
+    def changes_text(self) -> str:
+        """The second half of the rule's text."""
+        return ",".join(f"{role}={print_value(value)}" for role, value in self.changes)
+
+    @property
+    def literals(self) -> int:
+        """How specific the rule is: its segments without a wildcard."""
+        return sum("*" not in segment for segment in self.glob.split("."))
+
+    def matches(self, name: str) -> bool:
+        """Whether the rule speaks of the module or parameter of this name."""
+        return _pattern(self.glob).fullmatch("." + name) is not None
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """What holds for one name: the value of each role, and the glob that gave it (None: no rule did)."""
+
+    values: Mapping[str, Value]
+    sources: Mapping[str, str | None]
+
+    def without_matmul(self, base: Mapping[str, Value]) -> "Resolved":
+        """What holds where no matrices are multiplied, as in a norm: narrow operands do not reach it."""
+        narrow = [r for r, v in self.values.items() if isinstance(v, Operand) and is_narrow(v.format)]
+        values = {**self.values, **{role: base[role] for role in narrow}}
+        return Resolved(values, {**self.sources, **dict.fromkeys(narrow)})
+
+
+def check_glob(glob: str) -> None:
+    """Refuses what cannot be a glob on qualified names."""
+    for segment in glob.split("."):
+        if not _SEGMENT.fullmatch(segment) or ("**" in segment and segment != "**"):
+            raise PolicyError(
+                f"`{glob}` is no glob on module names: segment `{segment}` is not letters, digits, `_`, `-` "
+                "and `*`, nor `**` alone",
+                hint="as `blocks.*.mlp.*`, `**.attn` or `lm_head`",
+            )
+
+
+def parse_items(text: str, *, in_rule: bool) -> dict[str, Value]:
+    """Reads `role=value,role=value`; each role once."""
+    items: dict[str, Value] = {}
+    for item in (part.strip() for part in text.split(",")):
+        role, equals, value = item.partition("=")
+        role = role.strip()
+        if not equals:
+            hint = f"as `{role}=bf16`" if role in ROLES else did_you_mean(role, ROLES)
+            raise PolicyError(f"`{item}` is not of the form role=value", hint=hint)
+        check_role(role, in_rule=in_rule)
+        if role in items:
+            raise PolicyError(f"role `{role}` is given twice", hint="keep one of the two")
+        items[role] = parse_value(role, value)
+    return items
+
+
+def check_role(role: str, *, in_rule: bool) -> None:
+    """Refuses a name that is no role, or that no rule may change."""
+    legal = [name for name, spec in ROLES.items() if spec.in_rules or not in_rule]
+    if role not in ROLES:
+        raise PolicyError(
+            f"unknown role `{role}`; roles are {', '.join(legal)}", hint=did_you_mean(role, legal)
+        )
+    if role not in legal:
+        raise PolicyError(
+            f"role `{role}` holds for the whole run and cannot differ by module; a rule may change "
+            f"{', '.join(legal)}",
+            hint=f"set `{role}` outside the rules",
+        )
+
+
+def merge(rules: Iterable[Rule]) -> tuple[Rule, ...]:
+    """One rule a glob, sorted by glob; of two changes of one role under one glob the later counts."""
+    by_glob: dict[str, dict[str, Value]] = {}
+    for rule in rules:
+        by_glob.setdefault(rule.glob, {}).update(rule.changes)
+    return tuple(Rule(glob, tuple(by_glob[glob].items())) for glob in sorted(by_glob))
+
+
+def resolve(base: Mapping[str, Value], rules: Sequence[Rule], names: Sequence[str]) -> dict[str, Resolved]:
+    """What holds for each name. Every rule must match at least one; ties must agree."""
+    for rule in rules:
+        if not any(rule.matches(name) for name in names):
+            raise PolicyError(
+                f"rule `{rule}` matches none of the {len(names)} names of this model",
+                hint=_near_names(rule.glob, names),
+            )
+    return {name: _resolve_one(base, [rule for rule in rules if rule.matches(name)], name) for name in names}
+
+
+def _resolve_one(base: Mapping[str, Value], matching: Sequence[Rule], name: str) -> Resolved:
+    values, sources = dict(base), dict.fromkeys(base)
+    winners: dict[str, Rule] = {}
+    # Every most specific rule is compared with every other one, so a tie cannot hide behind the order.
+    for role in ROLES:
+        rivals = [(rule, value) for rule in matching for key, value in rule.changes if key == role]
+        if not rivals:
+            continue
+        most = max(rule.literals for rule, _ in rivals)
+        best = [(rule, value) for rule, value in rivals if rule.literals == most]
+        if any(value != best[0][1] for _, value in best):
+            told = " and ".join(f"`{rule.glob}: {role}={print_value(value)}`" for rule, value in best)
+            raise PolicyError(
+                f"rules {told} disagree about `{name}`, and neither is more specific",
+                hint=f"add a rule with more literal segments, as `{name}: {role}={print_value(best[0][1])}`",
+            )
+        winners[role], values[role] = best[0]
+        sources[role] = winners[role].glob
+    return Resolved(values, sources)
+
+
+def _near_names(glob: str, names: Sequence[str]) -> str:
+    near = did_you_mean(glob, names)
+    if near is not None or not names:
+        return near or "the model has no names"
+    return f"names look like {one_of(names[:3])}; `*` stays within one dot, `**` crosses dots"
+
+
+@lru_cache(maxsize=1024)
+def _pattern(glob: str) -> re.Pattern[str]:
+    """The glob over names with a dot put in front, which lets every segment be matched with its dot."""
+    parts = []
+    for segment in glob.split("."):
+        if segment == "**":
+            parts.append(r"(?:\.[^.]+)*")
+        else:
+            parts.append(r"\." + "[^.]*".join(re.escape(piece) for piece in segment.split("*")))
+    return re.compile("".join(parts))

@@ -1,0 +1,190 @@
+"""Loss scaling: the law, written once.
+
+fp16 gradients below 6e-8 become zero. Multiplying the loss by S moves every gradient up by S before it is
+rounded; the optimizer must see them divided by the same S. The law says what S is, step by step:
+
+    always        inv_scale = 1 / S of the S that was used
+    finite        n <- n + 1;  when n = interval:  S <- min(S * growth, ceiling), n <- 0, h <- hysteresis
+    not finite    n <- 0, h <- h - 1;  when h = 0 or less:  S <- max(S * backoff, floor)
+
+A step whose gradients are not finite is skipped by the caller under every law. `hysteresis` is how many
+such steps are borne before the first backoff; a whole interval of finite steps restores it. When a
+backoff is due and S is already at its floor, the state is `stuck`: no scale will help, the run must stop
+and name the tensor.
+
+All of S, growth, backoff, floor and ceiling are powers of two, so that scaling and unscaling change only
+exponents: what comes back is bit for bit what would have come without a scale, wherever nothing
+overflows or underflows.
+
+The state is a tuple of four scalars, so it is a pytree as it stands and no field can be lost under jit. The
+law uses arithmetic, comparison and `xp.where` and nothing else: the same code runs on numpy, torch, jax.numpy
+and mlx.core arrays, traced or not, and never asks an array for its truth.
+"""
+
+import math
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar, NamedTuple, Protocol, final
+
+from halfstep.core.errors import ScalingError
+
+# Array scalars of whichever framework is in use; core knows none of them.
+Scalar = Any
+
+# Beyond these, a power of two or its inverse is not a normal fp32 number.
+SMALLEST, LARGEST = 2.0**-126, 2.0**126
+
+
+class Namespace(Protocol):
+    """An array library, as far as the law needs one."""
+
+    where: Any
+
+
+class ScaleState(NamedTuple):
+    """What the law remembers between steps. Saved in checkpoints; lives on the device."""
+
+    scale: Scalar  # fp32: multiply the next loss by this
+    good_steps: Scalar  # int32: finite steps since the last change or non-finite step
+    tolerance: Scalar  # int32: non-finite steps until the scale backs off
+    stuck: Scalar  # bool: a backoff was due at the floor
+
+
+class Verdict(NamedTuple):
+    """The law's answer to one step."""
+
+    inv_scale: Scalar  # multiply this step's gradients by this
+    state: ScaleState  # for the next step
+
+
+class Scale(ABC):
+    """A law of scaling. Closed: NoScale, StaticScale and DynamicScale are all there are."""
+
+    word: ClassVar[str]
+
+    @abstractmethod
+    def init(self) -> ScaleState:
+        """The first state, as Python numbers; a backend makes each one a scalar of its own."""
+
+    @abstractmethod
+    def judge(self, state: ScaleState, finite: Scalar, xp: Namespace) -> Verdict:
+        """How to unscale the step that used `state`, and the state of the next. `finite` is a bool scalar."""
+
+
+@final
+@dataclass(frozen=True)
+class NoScale(Scale):
+    """The scale is 1. Non-finite steps are still skipped, by the caller."""
+
+    word: ClassVar[str] = "none"
+
+    def init(self) -> ScaleState:
+        return ScaleState(1.0, 0, 0, False)
+
+    def judge(self, state: ScaleState, finite: Scalar, xp: Namespace) -> Verdict:
+        return Verdict(1.0 / state.scale, state)
+
+
+@final
+@dataclass(frozen=True)
+class StaticScale(Scale):
+    """The scale is `value`, whatever happens."""
+
+    word: ClassVar[str] = "static"
+    value: float = 65536.0
+
+    def __post_init__(self) -> None:
+        _check_powers_of_two(self, "value")
+
+    def init(self) -> ScaleState:
+        return ScaleState(self.value, 0, 0, False)
+
+    def judge(self, state: ScaleState, finite: Scalar, xp: Namespace) -> Verdict:
+        return Verdict(1.0 / state.scale, state)
+
+
+@final
+@dataclass(frozen=True)
+class DynamicScale(Scale):
+    """The scale rises while gradients stay finite and falls when they do not."""
+
+    word: ClassVar[str] = "dynamic"
+    init_scale: float = 65536.0
+    growth: float = 2.0
+    backoff: float = 0.5
+    interval: int = 2000
+    hysteresis: int = 1
+    floor: float = 1.0
+    ceiling: float = 2.0**24
+
+    def __post_init__(self) -> None:
+        _check_powers_of_two(self, "init_scale", "growth", "backoff", "floor", "ceiling")
+        if not self.growth > 1:
+            raise ScalingError(f"scale growth is {self.growth:g}; it must be above 1", hint="2 is usual")
+        if not self.backoff < 1:
+            raise ScalingError(f"scale backoff is {self.backoff:g}; it must be below 1", hint="0.5 is usual")
+        if not self.floor <= self.init_scale <= self.ceiling:
+            raise ScalingError(
+                f"the scale starts at {self.init_scale:g}, outside its floor {self.floor:g} and ceiling "
+                f"{self.ceiling:g}",
+                hint="choose floor <= init <= ceiling",
+            )
+        if self.ceiling * self.growth > LARGEST or self.floor * self.backoff < SMALLEST:
+            raise ScalingError(
+                f"floor {self.floor:g} and ceiling {self.ceiling:g} leave fp32's normal range in one step",
+                hint="keep floor * backoff above 2^-126 and ceiling * growth below 2^126",
+            )
+        for name in ("interval", "hysteresis"):
+            if getattr(self, name) < 1:
+                raise ScalingError(f"scale {name} is {getattr(self, name)}; it must be 1 or more")
+
+    def init(self) -> ScaleState:
+        return ScaleState(self.init_scale, 0, self.hysteresis, False)
+
+    def judge(self, state: ScaleState, finite: Scalar, xp: Namespace) -> Verdict:
+        where, scale = xp.where, state.scale
+
+        due = state.good_steps + 1 >= self.interval
+        up = scale * self.growth
+        grown = where(due, where(up > self.ceiling, self.ceiling, up), scale)
+
+        spent = state.tolerance <= 1
+        down = scale * self.backoff
+        backed_off = where(spent, where(down < self.floor, self.floor, down), scale)
+
+        following = ScaleState(
+            scale=where(finite, grown, backed_off),
+            good_steps=where(finite, where(due, 0, state.good_steps + 1), 0),
+            tolerance=where(
+                finite,
+                where(due, self.hysteresis, state.tolerance),
+                where(spent, 1, state.tolerance - 1),
+            ),
+            stuck=where(finite, False, spent & (scale <= self.floor)),
+        )
+        return Verdict(1.0 / scale, following)
+
+
+LAWS: tuple[type[Scale], ...] = (NoScale, StaticScale, DynamicScale)
+
+
+def is_power_of_two(value: float) -> bool:
+    """Whether the number changes nothing but exponents."""
+    return value > 0 and math.isfinite(value) and math.frexp(value)[0] == 0.5
+
+
+def _check_powers_of_two(law: Any, *names: str) -> None:
+    assert set(names) <= {field.name for field in fields(law)}
+    for name in names:
+        value = getattr(law, name)
+        if not is_power_of_two(value):
+            near = (
+                f"the nearest is {2.0 ** round(math.log2(value)):g}" if 0 < value < math.inf else "as 65536"
+            )
+            raise ScalingError(
+                f"scale {name.removesuffix('_scale')} is {value:g}, which is no power of two: "
+                "scaling and unscaling would round every gradient",
+                hint=f"use a power of two; {near}",
+            )
+        if not SMALLEST <= value <= LARGEST:
+            raise ScalingError(f"scale {name.removesuffix('_scale')} is {value:g}, beyond 2^-126 to 2^126")

@@ -1,0 +1,73 @@
+"""fp32 masters held as bf16 and a 16-bit remainder, reference.
+
+A weight that is used in bf16 and updated in fp32 needs 4 bytes, not 6: the bf16 half serves the matmul as it
+is, and the other half holds what rounding took away. With bits(x) the fp32 pattern read as an integer,
+
+    bits(x) = (hi << 16) + lo        hi: a bf16 code, 16 bits        lo: signed, -32768 <= lo <= 32767
+
+so `join` is one shift and one addition. bf16 has the exponent of fp32, so its codes are the fp32 patterns
+that are multiples of 65,536, in the same order, and lo is the signed distance to one of them. The sign bit
+stands above all this and is carried along: everything below holds for magnitudes.
+
+**Which bf16?** Each must own at most 65,536 patterns, as many as there are values of lo.
+
+    nearest, ties away from zero    h owns h<<16 - 32768 ... h<<16 + 32767: 65,536 patterns, lo fits
+    nearest, ties to even           an even h owns both of its ties, h<<16 - 32768 ... h<<16 + 32768:
+                                    65,537 patterns, one too many; an odd h owns neither, 65,535
+    truncation                      h owns h<<16 ... h<<16 + 65535: 65,536 patterns, lo fits unsigned
+
+Nearest-even cannot be exact: kept in 16 bits, the remainder +32768 reads as -32768 and the tie comes back
+one bf16 ulp (65,536 patterns) off. Truncation is exact, but the error of the weight in use is then uniform in
+[0, 1) ulp instead of [-1/2, 1/2]: twice the error, and all weights shrink (0.28 % on average). So hi is the
+nearest, ties away: (bits + 0x8000) >> 16. It differs from the native nearest-even cast on exact ties whose
+lower neighbor is even, one pattern in 131,072.
+
+**The top.** The finite patterns from 0x7F7F8000 up round to hi = 0x7F80, infinity, with lo < 0. They join
+exactly like all others; only the bf16 in use is infinite, as it is with the native cast.
+
+**NaN** must be set apart. The rule above, applied blindly, adds 0x8000 to 0x7FFFFFFF, carries into the sign,
+and hi is 0x8000: -0.0, so a diverged weight looks like a zero. It rounds 0x7F800001 to 0x7F80: infinity. So a
+NaN gets hi = the quiet NaN 0x7FC0 with its own sign, and lo = 0. It loses its payload and stays NaN.
+
+benchmarks/split_all.py tries all 2^32 patterns.
+"""
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from halfstep.core.errors import RoundingError
+
+
+def split(x: NDArray[np.float32]) -> tuple[NDArray[np.uint16], NDArray[np.int16]]:
+    """The nearest bf16 code, ties away from zero, and the remainder that makes it exact."""
+    x = _expect(x, np.float32, "x", "split takes the fp32 master; widen others with x.astype(np.float32)")
+    bits = x.view(np.uint32)
+    # (bits + 0x8000) >> 16, halved first so that the sum stays within 32 bits.
+    hi = (((bits >> 15) + np.uint32(1)) >> 1).astype(np.uint16)
+    # The low half read as signed is the remainder: above 0x7FFF hi went up, and it counts from there.
+    lo = (bits & np.uint32(0xFFFF)).astype(np.uint16).view(np.int16)
+    nan = (bits & np.uint32(0x7FFFFFFF)) > np.uint32(0x7F800000)
+    quiet = ((bits >> 16) & np.uint32(0x8000) | np.uint32(0x7FC0)).astype(np.uint16)
+    return np.where(nan, quiet, hi), np.where(nan, np.int16(0), lo)
+
+
+def join(hi: NDArray[np.uint16], lo: NDArray[np.int16]) -> NDArray[np.float32]:
+    """The fp32 number that `split` took apart."""
+    hi = _expect(hi, np.uint16, "hi", "hi holds bf16 codes; view a bf16 array as uint16")
+    lo = _expect(lo, np.int16, "lo", "lo is the signed remainder; view it as int16")
+    if hi.shape != lo.shape:
+        raise RoundingError(
+            f"hi has shape {hi.shape} and lo {lo.shape}; they are two halves of one tensor",
+            hint="pass both results of the same split",
+        )
+    bits = (hi.astype(np.int64) << 16) + lo
+    return np.asarray(bits.astype(np.uint32)).view(np.float32)
+
+
+def _expect(array: NDArray[Any], dtype: type[np.generic], name: str, hint: str) -> NDArray[Any]:
+    array = np.asarray(array)
+    if array.dtype != dtype:
+        raise RoundingError(f"`{name}` is {array.dtype}, not {np.dtype(dtype)}", hint=hint)
+    return array

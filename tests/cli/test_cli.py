@@ -1,0 +1,222 @@
+"""The command line as people meet it: whole outputs, exit codes, and what is loaded."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from halfstep import __version__
+from halfstep.cli.main import run
+
+FRAMEWORKS = ("torch", "jax", "mlx", "numpy", "ml_dtypes", "tensorflow")
+
+
+def loaded_after(*arguments):
+    """The modules a fresh interpreter has loaded when the command is done."""
+    code = (
+        "import sys\nfrom halfstep.cli.main import run\n"
+        f"code = run({list(arguments)!r})\n"
+        "sys.stderr.write('\\nLOADED ' + ' '.join(sys.modules) + f'\\nCODE {code}')"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    lines = done.stderr.splitlines()
+    return set(lines[-2].split()[1:]), int(lines[-1].split()[1]), done.stdout
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("--help",),
+        ("--version",),
+        ("formats",),
+        ("policy", "fp8-mixed"),
+        ("policy", "fp32", "--model", "tiny"),
+        ("polcy",),
+    ],
+)
+def test_no_framework_and_not_even_numpy_is_loaded(arguments):
+    loaded, _, _ = loaded_after(*arguments)
+    assert "halfstep.cli.main" in loaded
+    assert sorted(loaded & set(FRAMEWORKS)) == []
+
+
+def test_importing_halfstep_loads_nothing_and_names_are_loaded_when_used():
+    code = (
+        "import sys, halfstep\n"
+        "assert not [m for m in sys.modules if m.startswith('halfstep.')], 'eager'\n"
+        "assert halfstep.Policy.parse('bf16-mixed')\n"
+        "assert 'numpy' not in sys.modules\n"
+        "assert halfstep.cast and 'numpy' in sys.modules\n"
+        "assert sorted(halfstep.__all__) == dir(halfstep)\n"
+        "for name in halfstep.__all__: getattr(halfstep, name)\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_help_lists_every_command(capsys):
+    assert run(["--help"]) == 0
+    out = capsys.readouterr().out
+    for command in ("formats", "policy", "--version"):
+        assert command in out
+
+
+def test_version(capsys):
+    assert run(["--version"]) == 0
+    assert capsys.readouterr().out.strip() == __version__
+
+
+def test_formats_table(capsys):
+    assert run(["formats", "bf16", "e4m3"]) == 0
+    out, err = capsys.readouterr()
+    assert [line.rstrip() for line in out.splitlines() if line.strip()] == [
+        " format   bits   layout         largest   smallest normal   smallest   digits   inf   NaN   overflow",
+        " " + "─" * 102,
+        " bf16     16     e8m7ieee   3.38953e+38          1.18e-38   9.18e-41      2.4   yes   yes   becomes inf",
+        " e4m3     8      e4m3fn             448            0.0156    0.00195      1.2   no    yes   becomes NaN",
+    ]
+    assert err == ""
+
+
+def test_formats_json(capsys):
+    assert run(["formats", "e4m3", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == [
+        {
+            "name": "e4m3",
+            "bits": 8,
+            "exponent_bits": 4,
+            "mantissa_bits": 3,
+            "bias": 7,
+            "max": 448.0,
+            "smallest_normal": 2.0**-6,
+            "smallest_subnormal": 2.0**-9,
+            "epsilon": 0.125,
+            "decimal_digits": pytest.approx(1.204, abs=1e-3),
+            "has_inf": False,
+            "has_nan": True,
+            "native_overflow": "nan",
+        }
+    ]
+
+
+def test_policy_shows_every_role_and_the_rules(capsys):
+    assert run(["policy", "fp8-mixed"]) == 0
+    out, err = capsys.readouterr()
+    rows = [line.split() for line in out.splitlines() if line.strip()]
+    values = {row[0]: row[1] for row in rows if len(row) > 1}
+    assert values["compute"] == "bf16"
+    assert values["param"] == "fp32"
+    assert values["scale"] == "none"
+    assert values["**"] == "compute=e4m3,grad=e5m2"
+    assert err.strip() == "fp8-mixed"
+
+
+def test_policy_json_reads_back(capsys):
+    from halfstep.core.policy import Policy
+
+    spec = "fp16-mixed,norm=bf16,scale=dynamic:init=1024; lm_head: compute=fp32"
+    assert run(["policy", spec, "--json"]) == 0
+    data = json.loads(capsys.readouterr().out)
+    assert data["policy"] == spec
+    table = {
+        **data["roles"],
+        "rules": {g: ",".join(f"{r}={v}" for r, v in c.items()) for g, c in data["rules"].items()},
+    }
+    assert Policy.from_table(table) == Policy.parse(spec)
+
+
+def test_policy_for_a_recipe_has_one_row_a_parameter(capsys):
+    from halfstep.config.load import load
+    from halfstep.config.model import parameter_shapes
+
+    assert run(["policy", "fp8-mixed; lm_head: compute=fp32", "--model", "tiny", "--json"]) == 0
+    data = json.loads(capsys.readouterr().out)
+    assert list(data)[:-1] == list(parameter_shapes(load("tiny").model))
+    assert data["blocks.0.mlp.up.weight"]["values"]["compute"] == "e4m3"
+    assert data["blocks.0.attn_norm.weight"]["values"]["compute"] == "bf16"
+    assert data["lm_head.weight (tied to embed.weight)"]["values"]["compute"] == "fp32"
+    assert data["lm_head.weight (tied to embed.weight)"]["rules"] == {"compute": "lm_head", "grad": "**"}
+
+
+def test_policy_for_named_modules(capsys):
+    assert run(["policy", "bf16-mixed; a.*: compute=fp32", "--module", "a.b", "--module", "c"]) == 0
+    out = capsys.readouterr().out
+    assert [line.split() for line in out.splitlines() if line.strip()][2:] == [
+        ["a.b", "fp32", "fp32", "bf16", "fp32", "fp32", "fp32", "a.*"],
+        ["c", "fp32", "bf16", "bf16", "fp32", "fp32", "fp32"],
+    ]
+
+
+BAD = {
+    "format": (
+        ["formats", "bf61"],
+        "error: unknown number format `bf61`; named formats are fp32, tf32, bf16, fp16, e5m2, e4m3, e3m2, e2m3, "
+        "e2m1, and any ExMy that states its special values, as e3m4ieee\n\nhint: did you mean `bf16`?\n",
+    ),
+    "role": (
+        ["policy", "bf16-mixed,nrom=bf16"],
+        "error: in policy `bf16-mixed,nrom=bf16`: unknown role `nrom`; roles are param, compute, matmul, grad, "
+        "grad_weight, accumulate, reduce, moments, norm, softmax, loss, router, rope, buffers, eval, export, scale, "
+        "emulate\n\nhint: did you mean `norm`?\n",
+    ),
+    "modifier": (
+        ["policy", "param=fp32:splt"],
+        "error: in policy `param=fp32:splt`: param=fp32:splt: unknown modifier `splt`; allowed here: `split` or "
+        "`stochastic`\n\nhint: did you mean `split`?\n",
+    ),
+    "preset": (
+        ["policy", "bf16-mxied"],
+        "error: in policy `bf16-mxied`: unknown preset `bf16-mxied`; presets are fp32, bf16-mixed, bf16-true, "
+        "fp16-mixed, fp8-mixed, auto, and anything else is role=value\n\nhint: did you mean `bf16-mixed`?\n",
+    ),
+    "scale": (
+        ["policy", "compute=fp16"],
+        "error: in policy `compute=fp16`: `compute=fp16` without a scale: gradients below 6e-08 would become "
+        "zero\n\nhint: add `scale=dynamic`, start from `fp16-mixed`, or use bf16, which has fp32's range\n",
+    ),
+    "rule that matches nothing": (
+        ["policy", "bf16-mixed; lm_haed: compute=fp32", "--model", "tiny"],
+        "error: rule `lm_haed: compute=fp32` matches none of the 48 names of this model\n\n"
+        "hint: did you mean `lm_head`?\n",
+    ),
+    "rules in conflict": (
+        ["policy", "bf16-mixed; a.*: compute=fp32; *.b: compute=bf16", "--module", "a.b"],
+        "error: rules `*.b: compute=bf16` and `a.*: compute=fp32` disagree about `a.b`, and neither is more "
+        "specific\n\nhint: add a rule with more literal segments, as `a.b: compute=bf16`\n",
+    ),
+    "recipe": (
+        ["policy", "fp32", "--model", "tinny"],
+        "error: unknown recipe `tinny`; recipes are tiny, gpt2\n\nhint: did you mean `tiny`?\n",
+    ),
+    "command": (
+        ["polcy"],
+        'error: unknown command "polcy". Did you mean "policy"? Available commands: formats, policy.\n\n'
+        "hint: `halfstep --help` says what can be given\n",
+    ),
+    "option": (
+        ["formats", "--jsn"],
+        "error: unknown option: --jsn. Did you mean --json?\n\nhint: `halfstep formats --help` says what can be given\n",
+    ),
+    "missing argument": (
+        ["policy"],
+        'error: command "policy" parameter SPEC requires an argument.\n\n'
+        "hint: `halfstep policy --help` says what can be given\n",
+    ),
+}
+
+
+@pytest.mark.parametrize(("arguments", "expected"), BAD.values(), ids=BAD)
+def test_a_mistake_exits_with_2_and_says_what_to_do(arguments, expected, capsys):
+    assert run(arguments) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err == expected
+
+
+def test_the_installed_command_exits_with_the_code():
+    done = subprocess.run(
+        [sys.executable, "-m", "halfstep", "formats", "bf61"], capture_output=True, text=True
+    )
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: unknown number format")
+    assert "Traceback" not in done.stderr

@@ -1,0 +1,144 @@
+import dataclasses
+
+import pytest
+
+from halfstep.config.load import load, recipe_names, to_toml
+from halfstep.config.run import RunConfig
+from halfstep.config.schema import rows
+from halfstep.core.errors import ConfigError, HalfstepError
+from halfstep.core.policy import Policy
+
+
+def write(tmp_path, text):
+    path = tmp_path / "run.toml"
+    path.write_text(text)
+    return str(path)
+
+
+@pytest.mark.parametrize("name", recipe_names())
+def test_a_recipe_loads_says_what_it_is_and_measures_its_precision(name):
+    config = load(name)
+    assert config.title
+    assert config.policy == "auto"
+
+
+@pytest.mark.parametrize("name", recipe_names())
+def test_a_run_written_out_reads_back(name, tmp_path):
+    config = load(name, ["policy=bf16-mixed; lm_head: compute=fp32", "seed=7", "optimizer.betas=[0.5, 0.25]"])
+    assert load(write(tmp_path, to_toml(config))) == config
+
+
+def test_the_default_recipe_is_first():
+    assert recipe_names()[0] == "tiny"
+    assert load() == load("tiny")
+
+
+def test_overrides_apply_from_left_to_right():
+    config = load(
+        "tiny", ["training.steps=50", "training.steps=60", "model.mlp=swiglu", "data.source=/a b.txt"]
+    )
+    assert config.training.steps == 60
+    assert config.model.mlp == "swiglu"
+    assert config.data.source == "/a b.txt"
+
+
+def test_every_setting_can_be_overridden_with_its_own_default():
+    overrides = []
+    for row in rows(RunConfig):
+        value = list(row.default) if isinstance(row.default, tuple) else row.default
+        text = str(value).lower() if isinstance(value, bool) else str(value)
+        overrides.append(f"{row.key}={text}")
+    assert load("tiny", overrides) == RunConfig()
+
+
+def test_the_policy_may_be_text_or_a_table(tmp_path):
+    text = load(write(tmp_path, 'policy = "bf16-mixed,norm=bf16; lm_head: compute=fp32"'))
+    table = load(
+        write(
+            tmp_path,
+            '[policy]\npreset = "bf16-mixed"\nnorm = "bf16"\n[policy.rules]\nlm_head = "compute=fp32"\n',
+        )
+    )
+    assert Policy.parse(text.policy) == Policy.parse(table.policy)
+    assert text.policy == table.policy
+
+
+@pytest.mark.parametrize(
+    ("overrides", "policy"),
+    [
+        (["policy=bf16-mixed", "policy.norm=bf16"], "bf16-mixed,norm=bf16"),
+        (["policy.norm=bf16"], "auto,norm=bf16"),
+        (["policy.preset=fp16-mixed"], "fp16-mixed"),
+        (["policy.emulate=true"], "auto,emulate=true"),
+        (['policy.rules."blocks.3.mlp.up"="compute=bf16"'], "auto; blocks.3.mlp.up: compute=bf16"),
+        (["policy.rules.blocks.3.mlp.up=compute=bf16"], "auto; blocks.3.mlp.up: compute=bf16"),
+    ],
+)
+def test_the_policy_can_be_overridden_piece_by_piece(overrides, policy):
+    assert load("tiny", overrides).policy == policy
+
+
+@pytest.mark.parametrize(
+    ("override", "said", "hint"),
+    [
+        ("trainng.steps=1", "unknown setting `trainng.steps`", "did you mean `training.steps`?"),
+        ("training.stesp=1", "unknown setting `training.stesp`", "did you mean `training.steps`?"),
+        ("steps=1", "unknown setting `steps`", None),
+        ("seed.x=1", "unknown setting `seed.x`", None),
+        ("training.steps=abc", '`training.steps` is "abc"; it must be a whole number', None),
+        ("training.steps=", '`training.steps` is ""', None),
+        ("training=3", "`training` is a section", None),
+        ("training.steps", "not of the form key=value", "--set training.steps=100"),
+        ("=3", "not of the form key=value", None),
+        ("policy=bf16-mxied", "unknown preset `bf16-mxied`", "bf16-mixed"),
+        ("policy.nrom=bf16", "unknown role `nrom`", "norm"),
+        ("policy.rules.lm_head=compte=bf16", "unknown role `compte`", "compute"),
+        ("model.width=130", "which 4 heads do not divide", None),
+        ("model.kv_heads=3", "does not divide", None),
+        ("model.head_width=3", "rotary positions rotate pairs", None),
+        ("training.warmup=5000", "training.warmup is 5000 of", None),
+    ],
+)
+def test_a_wrong_override_is_named(override, said, hint):
+    with pytest.raises(ConfigError) as caught:
+        load("tiny", [override])
+    assert said in caught.value.message
+    assert hint is None or hint in caught.value.hint
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("[training]\nsteps = = 3\n", "run.toml:2:9: this is not TOML"),
+        ("[training\n", "run.toml:1:10: this is not TOML"),
+        ('title = "x', "run.toml:1:"),
+        ("steps = 1\nsteps = 2\n", "run.toml:2:"),
+        ("[trainng]\nsteps = 3\n", "unknown setting `trainng`"),
+        ('policy = "bf17"\n', "unknown preset `bf17`"),
+        ('[policy]\ncompute = "fp17"\n', "unknown number format `fp17`"),
+        ("policy = 3\n", "`policy` is 3; it must be text"),
+    ],
+)
+def test_a_wrong_file_is_named_with_its_place(tmp_path, text, said):
+    with pytest.raises(ConfigError) as caught:
+        load(write(tmp_path, text))
+    assert said in caught.value.message
+
+
+def test_what_is_no_recipe(tmp_path):
+    with pytest.raises(ConfigError) as caught:
+        load("tinny")
+    assert "did you mean `tiny`?" in caught.value.hint
+    with pytest.raises(ConfigError, match="there is no file"):
+        load(str(tmp_path / "none.toml"))
+    (tmp_path / "bytes.toml").write_bytes(b"\xff\xfe")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        load(str(tmp_path / "bytes.toml"))
+    (tmp_path / "folder.toml").mkdir()
+    with pytest.raises(HalfstepError, match="cannot be read"):
+        load(str(tmp_path / "folder.toml"))
+
+
+def test_sections_are_frozen():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        load().seed = 3

@@ -1,0 +1,84 @@
+from dataclasses import dataclass, field
+from typing import Literal
+
+import pytest
+
+from halfstep.config.run import RunConfig
+from halfstep.config.schema import Count, Positive, Share, build, rows
+from halfstep.core.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Inner:
+    """A section."""
+
+    steps: Positive = 5
+    """How many."""
+    share: Share = 0.5
+    """What part,
+    over two lines."""
+    kind: Literal["fast", "slow"] = "fast"
+    """Which."""
+    pair: tuple[float, Count] = (0.5, 1)
+    """Two."""
+    on: bool = False
+    """Whether."""
+
+
+@dataclass(frozen=True)
+class Outer:
+    """All."""
+
+    name: str
+    """A name."""
+    inner: Inner = field(default_factory=Inner)
+
+
+def test_a_table_becomes_the_section():
+    built = build(Outer, {"name": "x", "inner": {"steps": 7, "share": 1, "pair": [2, 3], "on": True}})
+    assert built == Outer("x", Inner(7, 1.0, "fast", (2.0, 3), True))
+    assert isinstance(built.inner.share, float)
+
+
+@pytest.mark.parametrize(
+    ("table", "said", "hint"),
+    [
+        ({"name": "x", "iner": {}}, "unknown setting `iner`", "did you mean `inner`?"),
+        (
+            {"name": "x", "inner": {"stesp": 1}},
+            "unknown setting `inner.stesp`",
+            "did you mean `inner.steps`?",
+        ),
+        ({"name": "x", "inner": {"zzz": 1}}, "unknown setting `inner.zzz`", "inner.steps"),
+        ({"name": "x", "inner": 3}, "`inner` is 3; it must be a table of settings", None),
+        ({"name": 3}, "`name` is 3; it must be text", None),
+        ({}, "`name` is missing", None),
+        ({"name": "x", "inner": {"steps": "7"}}, '`inner.steps` is "7"; it must be a whole number', None),
+        ({"name": "x", "inner": {"steps": 7.0}}, "`inner.steps` is 7.0; it must be a whole number", None),
+        ({"name": "x", "inner": {"steps": True}}, "`inner.steps` is True; it must be a whole number", None),
+        ({"name": "x", "inner": {"steps": 0}}, "it must be a whole number, at least 1", None),
+        ({"name": "x", "inner": {"share": 1.5}}, "at least 0 and at most 1", None),
+        ({"name": "x", "inner": {"share": float("nan")}}, "at least 0 and at most 1", None),
+        ({"name": "x", "inner": {"on": 1}}, "`inner.on` is 1; it must be true or false", None),
+        ({"name": "x", "inner": {"kind": "fats"}}, "it must be `fast` or `slow`", "did you mean `fast`?"),
+        ({"name": "x", "inner": {"pair": [1]}}, "it must be a list of 2 numbers", None),
+        ({"name": "x", "inner": {"pair": [1, -1]}}, "`inner.pair[1]` is -1", None),
+    ],
+)
+def test_a_mistake_is_named(table, said, hint):
+    with pytest.raises(ConfigError) as caught:
+        build(Outer, table)
+    assert said in caught.value.message
+    assert hint is None or hint in caught.value.hint
+
+
+def test_rows_hold_key_type_default_and_help():
+    listed = {row.key: row for row in rows(Outer)}
+    assert list(listed) == ["name", "inner.steps", "inner.share", "inner.kind", "inner.pair", "inner.on"]
+    assert listed["inner.share"].help == "What part, over two lines."
+    assert listed["inner.steps"].default == 5
+    assert listed["inner.kind"].kind == "`fast` or `slow`"
+
+
+def test_every_setting_of_a_run_has_help():
+    assert [row.key for row in rows(RunConfig) if not row.help] == []

@@ -1,0 +1,146 @@
+"""The counter generator: known answers, agreement of shards, and counts against the binomial law."""
+
+import math
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from halfstep.core.errors import RoundingError
+from halfstep.core.philox import philox4x32, random_bits, tensor_id
+
+# Random123's kat_vectors, philox 4x32-10: counter, key, answer.
+KNOWN = [
+    ("00000000 00000000 00000000 00000000", "00000000 00000000", "6627e8d5 e169c58d bc57ac4c 9b00dbd8"),
+    ("ffffffff ffffffff ffffffff ffffffff", "ffffffff ffffffff", "408f276d 41c83b0e a20bc7c6 6d5451fd"),
+    ("243f6a88 85a308d3 13198a2e 03707344", "a4093822 299f31d0", "d16cfe09 94fdcceb 5001e420 24126ea1"),
+]
+
+
+def words(text: str) -> list[int]:
+    return [int(word, 16) for word in text.split()]
+
+
+@pytest.mark.parametrize(("counter", "key", "answer"), KNOWN)
+def test_known_answers(counter, key, answer):
+    found = philox4x32(tuple(np.array([word], np.uint32) for word in words(counter)), tuple(words(key)))
+    assert [int(word[0]) for word in found] == words(answer)
+
+
+def test_the_layout_puts_element_tensor_step_and_seed_where_it_says():
+    block = 2**32 + 5
+    found = random_bits(4, seed=3 + (9 << 32), step=7, tensor=11, start=4 * block)
+    counter = tuple(np.array([word], np.uint32) for word in (5, 1, 11, 7))
+    assert found.tolist() == [int(word[0]) for word in philox4x32(counter, (3, 9))]
+    assert random_bits(4, seed=0, step=0, tensor=0).tolist() == words(KNOWN[0][2])
+
+
+WHOLE = random_bits(5000, seed=1, step=2, tensor=3)
+
+
+@settings(max_examples=100, deadline=None)
+@given(start=st.integers(0, 4999), count=st.integers(0, 200))
+def test_a_shard_equals_the_slice_of_the_whole(start, count):
+    shard = random_bits(min(count, 5000 - start), seed=1, step=2, tensor=3, start=start)
+    assert np.array_equal(shard, WHOLE[start : start + count])
+
+
+def test_a_shape_is_its_row_major_run():
+    assert np.array_equal(random_bits((10, 5, 100), seed=1, step=2, tensor=3), WHOLE.reshape(10, 5, 100))
+    assert random_bits((), seed=1, step=2, tensor=3) == WHOLE[0]
+    assert random_bits((3, 0), seed=1, step=2, tensor=3).shape == (3, 0)
+
+
+def test_a_call_leaves_nothing_behind():
+    random_bits(3, seed=8, step=8, tensor=8)
+    assert np.array_equal(random_bits(5000, seed=1, step=2, tensor=3), WHOLE)
+
+
+@pytest.mark.parametrize(
+    "other", [{"seed": 2}, {"seed": 1 + 2**32}, {"step": 3}, {"tensor": 4}, {"start": 4}, {"start": 2**34}]
+)
+def test_everything_in_the_key_matters(other):
+    found = random_bits(5000, **{"seed": 1, "step": 2, "tensor": 3, "start": 0, **other})
+    # Independent words agree with probability 2^-32: one agreement in 5000 is a chance of one in a million.
+    assert (found == WHOLE).sum() == 0
+
+
+def test_every_bit_is_set_half_of_the_time():
+    # A count of n fair bits has standard deviation sqrt(n) / 2. Six of them are exceeded once in 500 million,
+    # for each of the 32 bits and 31 pairs of neighbors that are counted here.
+    n = 2**20
+    found = random_bits(n, seed=2026, step=1, tensor=tensor_id("blocks.0.attention.query.weight"))
+    bound = 6 * math.sqrt(n) / 2
+    bits = (found[:, None] >> np.arange(32, dtype=np.uint32)) & 1
+    assert np.abs(bits.sum(axis=0) - n / 2).max() < bound
+    assert np.abs((bits[:, 1:] ^ bits[:, :-1]).sum(axis=0) - n / 2).max() < bound
+    assert np.abs((bits[1:] ^ bits[:-1]).sum(axis=0) - n / 2).max() < 6 * math.sqrt(n - 1) / 2 + 1
+
+
+@pytest.mark.parametrize("shift", [0, 24])
+def test_every_byte_comes_equally_often(shift):
+    # Each count is binomial(n, 1/256).
+    n = 2**20
+    found = random_bits(n, seed=7, step=123456, tensor=5)
+    counts = np.bincount((found >> np.uint32(shift)) & 0xFF, minlength=256)
+    assert np.abs(counts - n / 256).max() < 6 * math.sqrt(n / 256 * 255 / 256)
+
+
+def test_tensor_id_is_the_same_in_every_process():
+    assert tensor_id("blocks.0.mlp.up.weight") == 0x632B6C9F
+    code = "from halfstep.core.philox import tensor_id; print(tensor_id('blocks.0.mlp.up.weight'))"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert int(run.stdout) == tensor_id("blocks.0.mlp.up.weight")
+    names = [f"blocks.{i}.{kind}.weight" for i in range(100) for kind in ("query", "key", "value", "up")]
+    assert len({tensor_id(name) for name in names}) == len(names)
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        ({"seed": -1}, "`seed` is -1"),
+        ({"seed": 2**64}, "`seed`"),
+        ({"shape": 2.0}, "`shape` is 2.0"),
+        ({"seed": 1.5}, "`seed` is 1.5"),
+        ({"seed": True}, "`seed` is True"),
+        ({"step": -1}, "`step`"),
+        ({"step": 2**32}, "`step`.*0 to 4294967295"),
+        ({"tensor": 2**32}, "`tensor`.*tensor_id"),
+        ({"tensor": "blocks.0"}, "`tensor` is 'blocks.0'.*tensor_id"),
+        ({"start": -4}, "`start`"),
+        ({"start": 2**63}, "`start`"),
+        ({"shape": -1}, "`shape`"),
+        ({"shape": (2, -1)}, "`shape`"),
+    ],
+)
+def test_errors(given, text):
+    arguments = {"shape": 8, "seed": 0, "step": 0, "tensor": 0, **given}
+    with pytest.raises(RoundingError, match=text):
+        random_bits(arguments.pop("shape"), **arguments)
+
+
+def test_the_high_half_from_16_bit_parts():
+    """The recipe for JAX that the module gives, on uint32 throughout."""
+    rng = np.random.default_rng(0)
+    edges = np.uint32([0, 1, 0xFFFF, 0x10000, 0xFFFFFFFF])
+    a = np.concatenate([rng.integers(0, 2**32, 10000, dtype=np.uint32), edges])
+    for b in (0xD2511F53, 0xCD9E8D57, 0xFFFFFFFF):
+        a0, a1, b0, b1 = a & 0xFFFF, a >> 16, np.uint32(b & 0xFFFF), np.uint32(b >> 16)
+        t = a1 * b0 + (a0 * b0 >> 16)
+        u = a0 * b1 + (t & 0xFFFF)
+        high = a1 * b1 + (t >> 16) + (u >> 16)
+        assert high.dtype == np.uint32
+        assert np.array_equal(high, (a.astype(np.uint64) * np.uint64(b)) >> np.uint64(32))
+
+
+def test_halves_from_int64_products():
+    """The recipe for torch that the module gives, on int64 throughout."""
+    a = np.random.default_rng(0).integers(0, 2**32, 10000, dtype=np.int64)
+    product = a * np.int64(0xD2511F53)
+    assert (product < 0).any()
+    exact = a.astype(np.uint64) * np.uint64(0xD2511F53)
+    assert np.array_equal((product >> 32) & 0xFFFFFFFF, (exact >> np.uint64(32)).astype(np.int64))
+    assert np.array_equal(product & 0xFFFFFFFF, (exact & np.uint64(0xFFFFFFFF)).astype(np.int64))

@@ -1,0 +1,264 @@
+"""Policies: text and table forms read back, what means the same prints the same, mistakes are named."""
+
+import dataclasses
+import tomllib
+
+import pytest
+import tomli_w
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from halfstep.core.errors import HalfstepError, PolicyError
+from halfstep.core.formats import BF16, E4M3, FP16, FP32, NAMED, parse
+from halfstep.core.policy import PRESETS, Policy, read
+from halfstep.core.roles import ROLES, Accumulator, Evaluation, Operand, Param, needs_loss_scale
+from halfstep.core.rules import Rule
+from halfstep.core.scaling import DynamicScale, NoScale, StaticScale
+
+FORMATS = [*NAMED.values(), parse("e3m4ieee"), parse("e5m6ieee"), parse("e4m3b11fnuz")]
+NARROW = [fmt for fmt in FORMATS if fmt.bits <= 8]
+WIDE = [fmt for fmt in FORMATS if fmt.bits > 8]
+
+
+def narrow_operands():
+    modifiers = st.tuples(
+        st.sampled_from(["tensor", "row"]), st.sampled_from(["current", "delayed"]), st.booleans()
+    )
+    return st.builds(lambda fmt, m: Operand(fmt, *m), st.sampled_from(NARROW), modifiers)
+
+
+def wide_operands():
+    return st.sampled_from(WIDE).map(Operand)
+
+
+PARAMS = [Param(FP32), Param(FP32, split=True), Param(BF16), Param(BF16, stochastic=True)]
+
+
+def powers(low, high):
+    return st.integers(low, high).map(lambda e: 2.0**e)
+
+
+scales = st.one_of(
+    st.builds(StaticScale, powers(-30, 30)),
+    st.builds(
+        DynamicScale,
+        init_scale=powers(0, 24),
+        growth=powers(1, 4),
+        backoff=powers(-4, -1),
+        interval=st.integers(1, 10**7),
+        hysteresis=st.integers(1, 100),
+        floor=powers(-20, 0),
+        ceiling=powers(24, 60),
+    ),
+)
+
+
+def values_of(role, *, in_rule):
+    spec = ROLES[role]
+    if role in ("compute", "grad"):
+        return st.one_of(wide_operands(), narrow_operands()) if in_rule else wide_operands()
+    if spec.kind is Param:
+        return st.sampled_from(PARAMS)
+    if spec.kind is Accumulator:
+        return st.booleans().map(lambda fast: Accumulator(FP32, fast))
+    if spec.kind is Evaluation:
+        return st.sampled_from([None, *spec.allowed]).map(lambda n: Evaluation(n and parse(n)))
+    if spec.kind is bool:
+        return st.booleans()
+    return st.sampled_from([parse(name) for name in spec.allowed])
+
+
+globs = st.lists(
+    st.sampled_from(["*", "**", "blocks", "0", "mlp", "w*", "lm_head"]), min_size=1, max_size=4
+).map(".".join)
+
+
+@st.composite
+def rules(draw):
+    roles = [role for role in ROLES if ROLES[role].in_rules]
+    chosen = draw(st.lists(st.sampled_from(roles), min_size=1, max_size=4, unique=True))
+    return Rule(draw(globs), tuple((role, draw(values_of(role, in_rule=True))) for role in chosen))
+
+
+@st.composite
+def policies(draw):
+    given = {role: draw(values_of(role, in_rule=False)) for role in ROLES if role != "scale"}
+    given["rules"] = tuple(draw(st.lists(rules(), max_size=3)))
+    operands = [given["compute"], given["grad"]]
+    operands += [v for rule in given["rules"] for _, v in rule.changes if isinstance(v, Operand)]
+    weak = any(needs_loss_scale(operand.format) for operand in operands)
+    return Policy(**given, scale=draw(scales) if weak else NoScale())
+
+
+def test_the_policy_has_a_field_for_every_role():
+    assert [field.name for field in dataclasses.fields(Policy)] == [*ROLES, "rules"]
+
+
+@given(policies())
+@settings(max_examples=400, deadline=None)
+def test_text_reads_back(policy):
+    assert Policy.parse(str(policy)) == policy
+    assert str(Policy.parse(str(policy))) == str(policy)
+
+
+@given(policies())
+@settings(max_examples=200, deadline=None)
+def test_toml_reads_back(policy):
+    document = tomli_w.dumps({"policy": policy.to_table()})
+    assert Policy.from_table(tomllib.loads(document)["policy"]) == policy
+
+
+@given(policies(), st.randoms(use_true_random=False))
+@settings(max_examples=100, deadline=None)
+def test_written_out_in_any_order_it_is_the_same_policy_and_prints_the_same(policy, random):
+    from halfstep.core.roles import print_value
+
+    items = [f"{role}={print_value(value)}" for role, value in policy.roles().items()]
+    written = [str(rule) for rule in policy.rules]
+    random.shuffle(items)
+    random.shuffle(written)
+    again = Policy.parse(" ; ".join([" , ".join(items), *written]))
+    assert again == policy
+    assert str(again) == str(policy)
+
+
+def test_every_field_reaches_the_text():
+    """A field that printing forgot would make two different policies print the same."""
+    other = {
+        "param": Param(BF16),
+        "compute": Operand(BF16),
+        "matmul": Accumulator(FP32, fast=True),
+        "grad": Operand(BF16),
+        "eval": Evaluation(BF16),
+        "emulate": True,
+    }
+    for role in ROLES:
+        if role in ("scale", "rope"):  # fp32 alone is legal for rope; a scale is not legal beside fp32
+            continue
+        changed = dataclasses.replace(Policy(), **{role: other.get(role, BF16)})
+        assert str(changed) != str(Policy())
+        assert Policy.parse(str(changed)) == changed
+    fp16 = PRESETS["fp16-mixed"]
+    for field in dataclasses.fields(DynamicScale):
+        value = {"interval": 7, "hysteresis": 3, "backoff": 0.25, "growth": 4.0, "floor": 2.0}.get(
+            field.name, 2.0**20
+        )
+        changed = dataclasses.replace(fp16, scale=dataclasses.replace(fp16.scale, **{field.name: value}))
+        assert Policy.parse(str(changed)) == changed != fp16
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_preset_prints_as_itself(name):
+    assert str(PRESETS[name]) == name
+    assert Policy.parse(name) == PRESETS[name]
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ("bf16-mixed", "compute=bf16"),
+        ("bf16-mixed", "param=fp32,compute=bf16,grad=bf16"),
+        ("bf16-mixed", "fp16-mixed,scale=none,compute=bf16"),
+        ("bf16-mixed,eval=bf16", "bf16-mixed"),
+        ("fp16-mixed", "compute=fp16,scale=dynamic:init=65536:growth=2:backoff=0.5:interval=2000:floor=1"),
+        ("bf16-mixed,compute=e4m3", "bf16-mixed; **: compute=e4m3"),
+        ("bf16-mixed,compute=e4m3,grad=e5m2,eval=bf16", "fp8-mixed"),
+        ("fp8-mixed,compute=e4m3:row:delayed", "fp8-mixed; **: compute=e4m3:delayed:row"),
+        ("bf16-mixed,compute=e4m3:tensor:current", "bf16-mixed; **: compute=e4m3fn"),
+        ("bf16-mixed; a: compute=fp32; b: norm=bf16", "bf16-mixed; b: norm=bf16; a: compute=fp32"),
+        ("norm=bfloat16", "norm=bf16"),
+    ],
+)
+def test_what_means_the_same_is_equal_and_prints_the_same(one, other):
+    assert Policy.parse(one) == Policy.parse(other)
+    assert str(Policy.parse(one)) == str(Policy.parse(other))
+
+
+def test_presets_expand_to_the_table_of_the_design():
+    table = {role: [getattr(PRESETS[name], role) for name in PRESETS] for role in ROLES}
+    operand = lambda *fmts: [Operand(fmt) for fmt in fmts]  # noqa: E731
+    assert table["param"] == [Param(FP32), Param(FP32), Param(BF16), Param(FP32), Param(FP32)]
+    assert table["compute"] == operand(FP32, BF16, BF16, FP16, BF16)
+    assert table["grad"] == operand(FP32, BF16, BF16, FP16, BF16)
+    assert table["grad_weight"] == [FP32, FP32, BF16, FP32, FP32]
+    for role in ("accumulate", "reduce", "moments", "norm", "softmax", "loss", "router", "rope", "buffers"):
+        assert table[role] == [FP32] * 5
+    assert table["export"] == [FP32, FP32, BF16, FP32, FP32]
+    assert table["eval"] == [*[Evaluation()] * 4, Evaluation(BF16)]
+    assert table["scale"] == [NoScale(), NoScale(), NoScale(), DynamicScale(), NoScale()]
+    assert [str(rule) for rule in PRESETS["fp8-mixed"].rules] == ["**: compute=e4m3,grad=e5m2"]
+
+
+def test_auto_is_a_base_only_where_something_was_measured():
+    assert Policy.parse("auto,norm=bf16", auto=PRESETS["bf16-mixed"]) == Policy.parse("bf16-mixed,norm=bf16")
+    assert str(read("auto,norm=bf16")) == "auto,norm=bf16"
+    with pytest.raises(PolicyError, match="nothing was measured"):
+        Policy.parse("auto")
+
+
+BAD = [
+    ("bf16-mxied", "unknown preset `bf16-mxied`", "bf16-mixed"),
+    ("", "unknown preset", "bf16-mixed"),
+    ("bf16-mixed,nrom=bf16", "unknown role `nrom`", "norm"),
+    ("bf16-mixed,norm=bf61", "unknown number format `bf61`", "bf16"),
+    ("bf16-mixed,norm", "`norm` is not of the form role=value", "norm=bf16"),
+    ("bf16-mixed,norm=fp32,norm=bf16", "`norm` is given twice", "one"),
+    ("param=fp32:splt", "unknown modifier `splt`", "split"),
+    ("param=bf16:split", "only fp32 splits", "fp32:split"),
+    ("param=fp32:stochastic", "is not rounded to anything narrower", "bf16:stochastic"),
+    ("param=fp16", "`param=fp16` is not offered", "param=fp32"),
+    ("loss=fp16", "an fp16 loss times 65536 is inf", "loss=fp32"),
+    ("rope=bf16", "positions above 256", "rope=fp32"),
+    ("norm=bf16:row", "modifier `row` means nothing here", None),
+    ("compute=bf16:row", "bf16 operands are not scaled", "e4m3:row"),
+    ("bf16-mixed,compute=e4m3:row:tensor", "contradicts or repeats", "once"),
+    ("bf16-mixed,compute=e4m3:rwo", "unknown modifier `rwo`", "row"),
+    ("compute=fp16", "`compute=fp16` without a scale", "scale=dynamic"),
+    ("grad=fp16", "`grad=fp16` without a scale", "scale=dynamic"),
+    ("bf16-mixed; lm_head: compute=fp16", "`compute=fp16` without a scale", "scale=dynamic"),
+    ("bf16-mixed,scale=dynamic", "the scale has nothing to protect", "scale=none"),
+    ("fp16-mixed,scale=dynmic", "unknown law of scaling `dynmic`", "dynamic"),
+    ("fp16-mixed,scale=dynamic:growt=2", "unknown modifier `growt=2`", "growth"),
+    ("fp16-mixed,scale=dynamic:growth=3", "no power of two", "4"),
+    ("fp16-mixed,scale=dynamic:growth=x", "is not a number", None),
+    ("fp16-mixed,scale=dynamic:interval=1.5", "is not a whole number", None),
+    ("fp16-mixed,scale=dynamic:interval=nan", "is not a whole number", None),
+    ("fp16-mixed,scale=none:init=2", "unknown modifier `init=2`", None),
+    ("emulate=yes", "neither `true` nor `false`", None),
+    ("bf16-mixed; lm_head", "`lm_head` is not a rule", "lm_head: compute=fp32"),
+    ("bf16-mixed; lm_head: scale=none", "holds for the whole run", "outside the rules"),
+    ("bf16-mixed; lm_head: nrom=fp32", "in rule `lm_head`: unknown role `nrom`", "norm"),
+    ("bf16-mixed; a..b: compute=fp32", "is no glob on module names", None),
+    ("bf16-mixed; a**: compute=fp32", "is no glob on module names", None),
+    ("bf16-mixed; a: norm=bf16; a: loss=bf16", "two rules for `a`", None),
+    ("bf16-mixed,compute=e4m3; **: compute=e5m2", "twice", "one"),
+]
+
+
+@pytest.mark.parametrize(("text", "said", "hint"), BAD)
+def test_a_mistake_is_named_with_its_remedy(text, said, hint):
+    with pytest.raises(PolicyError) as caught:
+        Policy.parse(text)
+    assert said in caught.value.message
+    assert f"`{text}`" in caught.value.message  # where
+    assert hint is None or hint in caught.value.hint
+
+
+@pytest.mark.parametrize(
+    ("table", "said"),
+    [
+        ({"preset": "bf16"}, "unknown preset"),
+        ({"nrom": "bf16"}, "unknown role"),
+        ({"norm": 16}, "must be a string"),
+        ({"rules": ["lm_head"]}, "must be a table"),
+        ({"rules": {"lm_head": 1}}, "must be a string"),
+    ],
+)
+def test_a_mistake_in_a_table_is_named(table, said):
+    with pytest.raises(HalfstepError, match=said):
+        Policy.from_table(table)
+
+
+def test_a_narrow_format_cannot_be_what_activations_are_held_in():
+    with pytest.raises(PolicyError, match="not for the activations"):
+        Policy(compute=Operand(E4M3))

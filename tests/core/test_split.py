@@ -1,0 +1,131 @@
+"""Masters in two halves. benchmarks/split_all.py tries every pattern; here every kind of pattern is tried."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
+
+from halfstep.core.errors import RoundingError
+from halfstep.core.rounding import cast, decode, encode
+from halfstep.core.split import join, split
+
+
+def patterns() -> np.ndarray:
+    """Around every multiple of 2^15, hence every tie, every bf16 and every exponent; and one of each 4096."""
+    borders = np.arange(0, 2**32, 2**15, dtype=np.int64)[:, None] + [-2, -1, 0, 1, 2]
+    strata = np.arange(2**20, dtype=np.int64) * 4096
+    strata += np.random.default_rng(7).integers(0, 4096, 2**20)
+    return np.concatenate([borders.ravel() % 2**32, strata]).astype(np.uint32)
+
+
+ALL = patterns()
+NAN = (ALL & 0x7FFFFFFF) > 0x7F800000
+NUMBERS = ALL[~NAN].view(np.float32)
+
+
+def bits(x: np.ndarray) -> np.ndarray:
+    return x.view(np.uint32)
+
+
+def test_join_undoes_split_on_every_kind_of_number():
+    hi, lo = split(NUMBERS)
+    assert (hi.dtype, lo.dtype) == (np.uint16, np.int16)
+    assert np.array_equal(bits(join(hi, lo)), bits(NUMBERS))
+    whole = (hi.astype(np.int64) << 16) + lo
+    assert np.array_equal(whole, bits(NUMBERS).astype(np.int64))
+
+
+@settings(max_examples=200, deadline=None)
+@given(arrays(np.uint32, st.integers(0, 50), elements=st.integers(0, 2**32 - 1)))
+def test_any_pattern_comes_back_or_stays_nan(drawn):
+    x = drawn.view(np.float32)
+    back = join(*split(x))
+    assert ((bits(back) == drawn) | (np.isnan(back) & np.isnan(x))).all()
+
+
+def test_hi_is_the_nearest_bf16_ties_away():
+    hi, _ = split(NUMBERS)
+    nearest = cast(NUMBERS, "bf16", overflow="inf", rounding="nearest-away")
+    assert np.array_equal(hi, encode(nearest, "bf16"))
+
+
+def test_hi_differs_from_nearest_even_on_exact_ties_only():
+    hi, lo = split(NUMBERS)
+    even = encode(cast(NUMBERS, "bf16", overflow="inf"), "bf16")
+    differs = hi != even
+    assert np.array_equal(differs, (lo == -32768) & (hi % 2 == 1))
+    # Every even magnitude below infinity has one tie above it: 0x7F80 / 2, in both signs.
+    assert len(np.unique(bits(NUMBERS)[differs])) == 0x7F80
+
+
+def test_every_nan_stays_nan_with_its_sign():
+    x = ALL[NAN].view(np.float32)
+    hi, lo = split(x)
+    assert np.array_equal(hi, np.where(np.signbit(x), 0xFFC0, 0x7FC0))
+    assert not lo.any()
+    assert np.isnan(decode(hi, "bf16")).all()
+    assert np.isnan(join(hi, lo)).all()
+
+
+@pytest.mark.parametrize(
+    ("pattern", "hi", "lo"),
+    [
+        (0x00000000, 0x0000, 0),
+        (0x80000000, 0x8000, 0),
+        (0x00000001, 0x0000, 1),  # the smallest subnormal
+        (0x3F800000, 0x3F80, 0),  # 1.0
+        (0x3F808000, 0x3F81, -32768),  # a tie above an even bf16: away from zero, where nearest-even stays
+        (0x3F818000, 0x3F82, -32768),  # a tie above an odd one: both go up
+        (0xBF808000, 0xBF81, -32768),
+        (0x3F807FFF, 0x3F80, 32767),
+        (0x7F7F7FFF, 0x7F7F, 32767),
+        (0x7F7F8000, 0x7F80, -32768),  # finite, and infinite in use
+        (0x7F7FFFFF, 0x7F80, -1),
+        (0xFF7FFFFF, 0xFF80, -1),
+        (0x7F800000, 0x7F80, 0),
+        (0xFF800000, 0xFF80, 0),
+        (0x7F800001, 0x7FC0, 0),  # the plain rule says infinity
+        (0x7FFFFFFF, 0x7FC0, 0),  # the plain rule says -0.0
+        (0xFFFFFFFF, 0xFFC0, 0),
+    ],
+)
+def test_by_hand(pattern, hi, lo):
+    x = np.array(pattern, np.uint32).view(np.float32)  # 0-d: numpy warns of wrapped sums here, and only here
+    found = split(x)
+    assert (int(found[0]), int(found[1])) == (hi, lo)
+    back = join(*found)
+    assert back.shape == ()
+    assert np.isnan(back) if np.isnan(x) else bits(back) == pattern
+
+
+def test_nearest_even_would_not_come_back():
+    """The reason for ties away: the remainder of a tie would be +32768, which int16 does not have."""
+    tie = 0x3F808000
+    even = int(encode(cast(np.array([tie], np.uint32).view(np.float32), "bf16", overflow="inf"), "bf16")[0])
+    remainder = tie - (even << 16)
+    assert remainder == 32768
+    wrapped = np.array([remainder], np.int64).astype(np.int16)
+    assert int(bits(join(np.array([even], np.uint16), wrapped))[0]) == tie - 2**16
+
+
+def test_shape_is_kept():
+    x = np.arange(24, dtype=np.float32).reshape(2, 3, 4).transpose(2, 0, 1)
+    hi, lo = split(x)
+    assert hi.shape == lo.shape == x.shape
+    assert np.array_equal(join(hi, lo), x)
+
+
+@pytest.mark.parametrize(
+    ("call", "text"),
+    [
+        (lambda: split(np.zeros(2)), "`x` is float64, not float32"),
+        (lambda: join(np.zeros(2, np.int16), np.zeros(2, np.int16)), "`hi` is int16, not uint16"),
+        (lambda: join(np.zeros(2, np.uint16), np.zeros(2, np.uint16)), "`lo` is uint16, not int16"),
+        (lambda: join(np.zeros(2, np.uint16), np.zeros(1, np.int16)), r"\(2,\) and lo \(1,\)"),
+    ],
+)
+def test_errors(call, text):
+    with pytest.raises(RoundingError, match=text) as caught:
+        call()
+    assert caught.value.hint
