@@ -39,7 +39,8 @@ Infinity reads as 2^128, so it overflows every format, and the rule says what be
     saturate    the largest number of the same sign
     raise       a RoundingError that counts them and shows the first
 
-There is no default: native casts disagree (HAZARDS.md), so the caller states it.
+There is no default: native casts disagree (1000 to e4m3 is 448 in torch 2.13 and MLX, NaN in torch 2.11 and
+JAX), so the caller states it.
 
 **NaN stays NaN**: the quiet one with no payload, with the sign of the input. The fnuz formats have one NaN,
 whose code is the sign bit alone; it decodes to a negative NaN. ml_dtypes encodes and decodes all of these the
