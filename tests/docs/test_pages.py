@@ -27,3 +27,13 @@ def test_links_lead_somewhere(page):
     for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", page.read_text(encoding="utf-8")):
         if "://" not in target:
             assert (page.parent / target).exists(), target
+
+
+def test_the_readme_example_runs_and_says_what_is_true():
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    (block,) = re.findall(r"```python\n(.*?)```", text, flags=re.S)
+    *lines, last = block.strip().splitlines()
+    shown = re.search(r"# (\[.*\])", last)[1]
+    scope = {}
+    exec("\n".join(lines), scope)
+    assert str(eval(last, scope).tolist()) == shown
