@@ -1,9 +1,15 @@
-# Two commands do everything: `make train` and `make test`. Each target makes .venv once and installs what it needs.
+# Two commands do everything: `make train` and `make test`. Each target makes .venv and installs what it needs, once.
 PYTHON ?= python3
+RECIPE ?=
+ARGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: train test lint format bench clean
+.PHONY: train test lint format bench docs clean
+
+# A transformer learns, in a precision chosen by measurement: `make train`, `make train RECIPE=gpt2 ARGS='--out x'`.
+train: $(VENV)/.torch
+	$(BIN)/halfstep train $(RECIPE) $(ARGS)
 
 test: $(VENV)/.dev
 	$(BIN)/pytest -q
@@ -20,16 +26,26 @@ format: $(VENV)/.dev
 # The long proofs; docs/measurements/ keeps what they printed.
 bench: $(VENV)/.dev
 	$(BIN)/python benchmarks/split_all.py
+	$(BIN)/python benchmarks/overhead.py
+	$(BIN)/python benchmarks/presets.py
+
+# Reference pages come out of the schema.
+docs: $(VENV)/.dev
+	$(BIN)/python docs/generate.py
 
 clean:
 	rm -rf $(VENV)
 
-# A stamp a set of extras: remade when what it was made from changes.
+# A stamp for each set of extras: remade when what it was made from changes.
+$(VENV)/.torch: pyproject.toml constraints.txt | $(BIN)/python
+	$(BIN)/pip install -q -c constraints.txt -e '.[torch]'
+	touch $@
+
 $(VENV)/.dev: pyproject.toml constraints.txt | $(BIN)/python
-	$(BIN)/pip install -q -c constraints.txt -e '.[dev]'
+	$(BIN)/pip install -q -c constraints.txt -e '.[torch,dev]'
 	touch $@
 
 $(BIN)/python:
-	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "halfstep needs Python 3.11 or newer; name one: make PYTHON=python3.12 ...")'
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "halfstep needs Python 3.11 or newer; name one: make PYTHON=python3.12 ...")'
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install -q -c constraints.txt pip

@@ -10,7 +10,7 @@ import sys
 from cyclopts import App, CycloptsError
 
 from halfstep import __version__
-from halfstep.cli import formats, policy
+from halfstep.cli import formats, policy, probe, train
 from halfstep.cli.output import print_error
 from halfstep.core.errors import HalfstepError
 
@@ -19,6 +19,10 @@ app = App(
     version=__version__,
     help="Train transformers in half precision, and prove that nothing was lost.",
 )
+app.command(train.train)
+app.command(train.evaluate, name="eval")
+app.command(train.sample)
+app.command(probe.probe)
 app.command(formats.formats)
 app.command(policy.policy)
 

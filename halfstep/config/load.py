@@ -25,9 +25,7 @@ DEFAULT_RECIPE = "tiny"
 def recipe_names() -> list[str]:
     """The recipes that come with halfstep, the default first."""
     folder = resources.files("halfstep.config") / "recipes"
-    names = sorted(
-        entry.name.removesuffix(".toml") for entry in folder.iterdir() if entry.name.endswith(".toml")
-    )
+    names = sorted(entry.name.removesuffix(".toml") for entry in folder.iterdir() if entry.name.endswith(".toml"))
     return sorted(names, key=lambda name: name != DEFAULT_RECIPE)
 
 
@@ -73,14 +71,10 @@ def apply_override(table: dict[str, Any], override: str) -> None:
     """Applies one `--set a.b=c` to a table. The value is TOML; what does not parse as TOML is text."""
     dotted, equals, text = override.partition("=")
     if not equals or not dotted:
-        raise ConfigError(
-            f"`--set {override}` is not of the form key=value", hint="as `--set training.steps=100`"
-        )
+        raise ConfigError(f"`--set {override}` is not of the form key=value", hint="as `--set training.steps=100`")
     dotted = dotted.strip().replace('"', "")
     if dotted.startswith("policy."):
-        table["policy"] = _override_policy(
-            str(table.get("policy", "auto")), dotted.removeprefix("policy."), text
-        )
+        table["policy"] = _override_policy(str(table.get("policy", "auto")), dotted.removeprefix("policy."), text)
         return
     section: Any = RunConfig
     *path, last = dotted.split(".")
@@ -88,9 +82,7 @@ def apply_override(table: dict[str, Any], override: str) -> None:
         section = _step(section, step, dotted)
         table = table.setdefault(step, {})
     if _step(section, last, dotted) is not None:
-        raise ConfigError(
-            f"`{dotted}` is a section, not a setting", hint=f"set one of its keys, as `{dotted}.…`"
-        )
+        raise ConfigError(f"`{dotted}` is a section, not a setting", hint=f"set one of its keys, as `{dotted}.…`")
     table[last] = text.strip().strip('"') if schema.is_text(section, last) else _toml_value(text)
 
 
@@ -143,8 +135,6 @@ def _read_text(path: str) -> str:
     try:
         return Path(path).read_text(encoding="utf-8")
     except FileNotFoundError:
-        raise ConfigError(
-            f"there is no file `{path}`", hint=f"recipes are {', '.join(recipe_names())}"
-        ) from None
+        raise ConfigError(f"there is no file `{path}`", hint=f"recipes are {', '.join(recipe_names())}") from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"`{path}` cannot be read: {error}") from None

@@ -130,8 +130,9 @@ def parameter_shapes(model: ModelConfig) -> dict[str, Shape]:
 
 def module_names(model: ModelConfig) -> list[str]:
     """What rules match: the decoder's modules, containers and norms without a gain among them."""
+    gains = replace(model, norm_gain=True, qk_norm="none" if model.qk_norm == "none" else "gain")
     names: dict[str, None] = {}
-    for parameter in [*parameter_shapes(replace(model, norm_gain=True)), "lm_head.weight"]:
+    for parameter in [*parameter_shapes(gains), "lm_head.weight"]:
         steps = parameter.split(".")[:-1]
         names |= dict.fromkeys(".".join(steps[: depth + 1]) for depth in range(len(steps)))
     return list(names)

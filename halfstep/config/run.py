@@ -32,8 +32,8 @@ class TrainingConfig:
     """Micro-batches that are summed into one update."""
     clip_norm: Rate = 1.0
     """Gradients are scaled down to this norm; 0 is off."""
-    warmup: Count = 20
-    """Steps in which the learning rate rises from zero."""
+    warmup: Share = 0.02
+    """Share of the steps, at the beginning, in which the learning rate rises from zero."""
     warmdown: Share = 0.4
     """Share of the steps, at the end, in which the learning rate falls to zero."""
     validate_every: Positive = 250
@@ -44,6 +44,11 @@ class TrainingConfig:
     """Steps between two checkpoints."""
     compile: bool = False
     """Whether the step is compiled by the framework."""
+
+    @property
+    def warmup_steps(self) -> int:
+        """Steps of the warmup."""
+        return round(self.warmup * self.steps)
 
 
 @dataclass(frozen=True)
@@ -59,7 +64,7 @@ class OptimizerConfig:
     epsilon: Annotated[float, Bounds(above=0)] = 1e-8
     """Added to the root of AdamW's second moment."""
     weight_decay: Rate = 0.1
-    """Decoupled decay of matrices; gains, biases and scalars do not decay."""
+    """Decoupled decay of the matrices that AdamW updates; gains, biases and scalars do not decay."""
     muon_rate: Annotated[float, Bounds(above=0)] = 0.02
     """Learning rate of Muon."""
     muon_momentum: Share = 0.95
@@ -88,8 +93,9 @@ class RunConfig:
             read(self.policy)
         except HalfstepError as error:
             raise ConfigError(f'policy = "{self.policy}": {error.message}', hint=error.hint) from None
-        if self.training.warmup > self.training.steps:
+        if self.training.warmup + self.training.warmdown > 1:
             raise ConfigError(
-                f"training.warmup is {self.training.warmup} of {self.training.steps} steps",
-                hint="raise training.steps or lower training.warmup",
+                f"training.warmup {self.training.warmup} and training.warmdown {self.training.warmdown} "
+                "are shares of one run and add up to more than 1",
+                hint="lower one of them",
             )

@@ -161,8 +161,7 @@ def _check(hint: Any, value: Any, key: str) -> Any:
         if not isinstance(value, list | tuple) or len(value) != len(kinds):
             raise _wrong(key, value, describe(kind))
         return tuple(
-            _check(inner, item, f"{key}[{i}]")
-            for i, (inner, item) in enumerate(zip(kinds, value, strict=True))
+            _check(inner, item, f"{key}[{i}]") for i, (inner, item) in enumerate(zip(kinds, value, strict=True))
         )
     if kind is float and isinstance(value, int) and not isinstance(value, bool):
         value = float(value)

@@ -1,8 +1,8 @@
 """From measurements to a precision, with the reason.
 
 `supported` in a data sheet says that an instruction exists, not that it pays: some devices answer yes to bf16
-and run it hundreds of times slower than fp32. So a precision is chosen by timing one matmul in each format at
-the same shapes and comparing
+and run it hundreds of times slower than fp32. So a precision is chosen by timing the same work in each format
+at the same shapes (a matmul, or a block of the model forward and backward) and comparing
 
     gain(format) = median time in fp32 / median time in the format,   at the largest shape both were timed at
 
@@ -12,19 +12,22 @@ Otherwise fp32. fp8 is never chosen here: whether it pays depends on each layer,
 a model is prepared. A format that is not supported keeps its reason in the answer.
 """
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
+from typing import Literal
 
 from halfstep.core.errors import HalfstepError
 from halfstep.core.formats import BF16, FP16, FP32, Format
 
-# Matmuls are about 0.6 of a step's time on a fast accelerator, less elsewhere: below 1.1 on the matmul the
-# step gains under 6 %, which is what timings on a busy machine vary by.
+# Matmuls are about 0.6 of a step's time on a fast accelerator, less elsewhere, and timings on a busy machine
+# vary by 5 %: below this a gain is nothing that a run would feel.
 MIN_GAIN = 1.1
 FP16_MARGIN = 1.25
 
 Shape = tuple[int, int, int]
+Work = Literal["matmuls", "training steps of a block"]
 
 
 @dataclass(frozen=True)
@@ -40,11 +43,12 @@ class Support:
 
 @dataclass(frozen=True)
 class Timing:
-    """Seconds that an (m, k) by (k, n) matmul took in a format, each of several times."""
+    """Seconds that work of shape (m, k) by (k, n) took in a format, each of several times."""
 
     format: Format
     shape: Shape
     seconds: tuple[float, ...]
+    work: Work = "matmuls"
 
     def __post_init__(self) -> None:
         if not self.seconds or any(not second > 0 for second in self.seconds):
@@ -57,7 +61,8 @@ class Timing:
 
     @property
     def flops(self) -> float:
-        """Floating-point operations a second."""
+        """Floating-point operations a second, of matmuls."""
+        assert self.work == "matmuls"
         m, k, n = self.shape
         return 2 * m * k * n / self.typical
 
@@ -70,6 +75,7 @@ class Gain:
     shape: Shape
     fp32_seconds: float
     seconds: float
+    work: Work = "matmuls"
 
     @property
     def ratio(self) -> float:
@@ -80,7 +86,7 @@ class Gain:
         speed = f"{self.ratio:.3g}x faster" if self.ratio >= 1 else f"{1 / self.ratio:.3g}x slower"
         m, k, n = self.shape
         times = f"{_time(self.seconds)} against {_time(self.fp32_seconds)}"
-        return f"{self.format} matmuls are {speed} than fp32 ({times} at {m}x{k}x{n})"
+        return f"{self.format} {self.work} are {speed} than fp32 ({times} at {m}x{k}x{n})"
 
 
 @dataclass(frozen=True)
@@ -96,13 +102,16 @@ class Choice:
 
 
 def gain(timings: Iterable[Timing], fmt: Format) -> Gain | None:
-    """The gain of a format at the largest shape that it and fp32 were both timed at, if there is one."""
-    by_key = {(timing.format, timing.shape): timing for timing in timings}
-    common = [shape for f, shape in by_key if f == fmt and (FP32, shape) in by_key]
+    """The gain of a format at the largest shape that it and fp32 were both timed at, if there is one.
+
+    A block says more than a matmul: where both were timed, the block counts.
+    """
+    by_key = {(timing.format, timing.work, timing.shape): timing for timing in timings}
+    common = [key for key in by_key if key[0] == fmt and (FP32, *key[1:]) in by_key]
     if not common:
         return None
-    shape = max(common, key=lambda dims: dims[0] * dims[1] * dims[2])
-    return Gain(fmt, shape, by_key[FP32, shape].typical, by_key[fmt, shape].typical)
+    _, work, shape = max(common, key=lambda key: (key[1] != "matmuls", math.prod(key[2])))
+    return Gain(fmt, shape, by_key[FP32, work, shape].typical, by_key[fmt, work, shape].typical, work)
 
 
 def choose(timings: Sequence[Timing], supported: Mapping[Format, Support]) -> Choice:

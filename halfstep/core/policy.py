@@ -86,6 +86,23 @@ class Policy:
         """What holds for each of a model's names. A rule that matches none, or a tie, is an error."""
         return resolve(self.roles(), self.rules, names)
 
+    def evaluation(self) -> "Policy":
+        """The policy of evaluation: this one, or, where `eval` names a format, with that one everywhere."""
+        if self.eval.format is None:
+            return self
+        operand = Operand(self.eval.format)
+        rules = [
+            (rule.glob, [(r, v) for r, v in rule.changes if not isinstance(v, Operand)]) for rule in self.rules
+        ]
+        return replace(
+            self,
+            compute=operand,
+            grad=operand,
+            scale=DynamicScale() if needs_loss_scale(operand.format) else NoScale(),
+            eval=Evaluation(),
+            rules=tuple(Rule(glob, tuple(changes)) for glob, changes in rules if changes),
+        )
+
     @classmethod
     def parse(cls, text: str, *, auto: "Policy | None" = None) -> "Policy":
         """Reads the text form. `auto` is the policy that the name `auto` stands for, where one was chosen."""
@@ -116,9 +133,7 @@ class Policy:
         differing = {role: value for role, value in self.roles().items() if value != getattr(base, role)}
         # `compute` takes `grad` along, so what is left to say of `grad` depends on it.
         followed = {**base.roles(), **_with_grad({r: v for r, v in differing.items() if r == "compute"})}
-        items = {
-            r: v for r, v in self.roles().items() if v != followed[r] or (r == "compute" and r in differing)
-        }
+        items = {r: v for r, v in self.roles().items() if v != followed[r] or (r == "compute" and r in differing)}
         ours = {rule.glob: dict(rule.changes) for rule in self.rules}
         for rule in base.rules:
             mine = ours.get(rule.glob, {})
@@ -251,9 +266,7 @@ def read_table(table: Mapping[str, Any]) -> Spelling:
         items[role] = parse_value(role, text)
     rules = table.get("rules", {})
     if not isinstance(rules, Mapping):
-        raise PolicyError(
-            f"policy.rules is {rules!r}; it must be a table", hint='as "lm_head" = "compute=fp32"'
-        )
+        raise PolicyError(f"policy.rules is {rules!r}; it must be a table", hint='as "lm_head" = "compute=fp32"')
     return Spelling(base, items, tuple(Rule.parse(glob, _string(glob, text)) for glob, text in rules.items()))
 
 

@@ -111,12 +111,8 @@ ROLES: dict[str, Role] = {
     "reduce": Role("sum of gradients over devices", Format, _WIDE, "a sum in fp16 overflows", in_rules=False),
     "moments": Role("state of the optimizer", Format, _WIDE, "squared gradients underflow in fp16"),
     "norm": Role("inside normalization; the result is in compute", Format, _HALF, "sums need 16 bits"),
-    "softmax": Role(
-        "inside softmax and attention; the result is in compute", Format, _HALF, "sums need 16 bits"
-    ),
-    "loss": Role(
-        "the loss, inside and out", Format, _WIDE, "an fp16 loss times 65536 is inf", in_rules=False
-    ),
+    "softmax": Role("inside softmax and attention; the result is in compute", Format, _HALF, "sums need 16 bits"),
+    "loss": Role("the loss, inside and out", Format, _WIDE, "an fp16 loss times 65536 is inf", in_rules=False),
     "router": Role("logits of a mixture's router, inside and out", Format, _WIDE, "ties decide experts"),
     "rope": Role(
         "angles of rotary positions, inside and out",

@@ -108,9 +108,7 @@ def check_role(role: str, *, in_rule: bool) -> None:
     """Refuses a name that is no role, or that no rule may change."""
     legal = [name for name, spec in ROLES.items() if spec.in_rules or not in_rule]
     if role not in ROLES:
-        raise PolicyError(
-            f"unknown role `{role}`; roles are {', '.join(legal)}", hint=did_you_mean(role, legal)
-        )
+        raise PolicyError(f"unknown role `{role}`; roles are {', '.join(legal)}", hint=did_you_mean(role, legal))
     if role not in legal:
         raise PolicyError(
             f"role `{role}` holds for the whole run and cannot differ by module; a rule may change "

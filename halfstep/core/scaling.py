@@ -24,21 +24,16 @@ and mlx.core arrays, traced or not, and never asks an array for its truth.
 import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, fields
-from typing import Any, ClassVar, NamedTuple, Protocol, final
+from typing import Any, ClassVar, NamedTuple, final
 
 from halfstep.core.errors import ScalingError
 
-# Array scalars of whichever framework is in use; core knows none of them.
+# Array scalars of whichever framework is in use, and its module of functions; core knows none of them.
 Scalar = Any
+Namespace = Any
 
 # Beyond these, a power of two or its inverse is not a normal fp32 number.
 SMALLEST, LARGEST = 2.0**-126, 2.0**126
-
-
-class Namespace(Protocol):
-    """An array library, as far as the law needs one."""
-
-    where: Any
 
 
 class ScaleState(NamedTuple):
@@ -178,9 +173,7 @@ def _check_powers_of_two(law: Any, *names: str) -> None:
     for name in names:
         value = getattr(law, name)
         if not is_power_of_two(value):
-            near = (
-                f"the nearest is {2.0 ** round(math.log2(value)):g}" if 0 < value < math.inf else "as 65536"
-            )
+            near = f"the nearest is {2.0 ** round(math.log2(value)):g}" if 0 < value < math.inf else "as 65536"
             raise ScalingError(
                 f"scale {name.removesuffix('_scale')} is {value:g}, which is no power of two: "
                 "scaling and unscaling would round every gradient",

@@ -198,9 +198,7 @@ class UpdateStats:
                 hint="an update has the shape of its weight",
             )
         weights, updates = weights[updates != 0], updates[updates != 0]
-        if not np.array_equal(
-            cast(weights, format, overflow=format.native_overflow), weights, equal_nan=True
-        ):
+        if not np.array_equal(cast(weights, format, overflow=format.native_overflow), weights, equal_nan=True):
             raise RoundingError(
                 f"`weight` has values that are not numbers of {format}, so they cannot be its weights",
                 hint="pass the weight as it is stored: cast(weight, format, overflow=...)",

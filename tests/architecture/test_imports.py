@@ -88,9 +88,7 @@ def wrong_way(package: Path) -> list[str]:
 
 def unknown_folders(package: Path) -> list[str]:
     known = set().union(*LAYERS)
-    return [
-        p.name for p in package.iterdir() if p.is_dir() and p.name not in known and p.name != "__pycache__"
-    ]
+    return [p.name for p in package.iterdir() if p.is_dir() and p.name not in known and p.name != "__pycache__"]
 
 
 def strayed_frameworks(package: Path) -> list[str]:
@@ -166,9 +164,7 @@ def banned_names(package: Path) -> list[str]:
 
 
 def undocumented(package: Path) -> list[str]:
-    return [
-        m for m, path in modules(package).items() if not ast.get_docstring(ast.parse(path.read_text("utf-8")))
-    ]
+    return [m for m, path in modules(package).items() if not ast.get_docstring(ast.parse(path.read_text("utf-8")))]
 
 
 CHECKS = [

@@ -32,6 +32,8 @@ def loaded_after(*arguments):
         ("formats",),
         ("policy", "fp8-mixed"),
         ("policy", "fp32", "--model", "tiny"),
+        ("probe", "--help"),
+        ("probe", "--backend", "torhc"),
         ("polcy",),
     ],
 )
@@ -57,7 +59,7 @@ def test_importing_halfstep_loads_nothing_and_names_are_loaded_when_used():
 def test_help_lists_every_command(capsys):
     assert run(["--help"]) == 0
     out = capsys.readouterr().out
-    for command in ("formats", "policy", "--version"):
+    for command in ("formats", "policy", "probe", "--version"):
         assert command in out
 
 
@@ -176,7 +178,7 @@ BAD = {
     ),
     "rule that matches nothing": (
         ["policy", "bf16-mixed; lm_haed: compute=fp32", "--model", "tiny"],
-        "error: rule `lm_haed: compute=fp32` matches none of the 48 names of this model\n\n"
+        "error: rule `lm_haed: compute=fp32` matches none of the 56 names of this model\n\n"
         "hint: did you mean `lm_head`?\n",
     ),
     "rules in conflict": (
@@ -190,7 +192,7 @@ BAD = {
     ),
     "command": (
         ["polcy"],
-        'error: unknown command "polcy". Did you mean "policy"? Available commands: formats, policy.\n\n'
+        'error: unknown command "polcy". Did you mean "policy"? Available commands: train, eval, sample, probe, formats, policy.\n\n'
         "hint: `halfstep --help` says what can be given\n",
     ),
     "option": (
@@ -214,9 +216,7 @@ def test_a_mistake_exits_with_2_and_says_what_to_do(arguments, expected, capsys)
 
 
 def test_the_installed_command_exits_with_the_code():
-    done = subprocess.run(
-        [sys.executable, "-m", "halfstep", "formats", "bf61"], capture_output=True, text=True
-    )
+    done = subprocess.run([sys.executable, "-m", "halfstep", "formats", "bf61"], capture_output=True, text=True)
     assert done.returncode == 2
     assert done.stderr.startswith("error: unknown number format")
     assert "Traceback" not in done.stderr

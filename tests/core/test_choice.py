@@ -75,6 +75,19 @@ def test_one_slow_repeat_does_not_decide():
     assert gain(timings, BF16).ratio == 2
 
 
+def test_a_block_counts_before_a_matmul_where_both_were_timed():
+    block = "training steps of a block"
+    timings = [
+        *timed(fp32=10.0, bf16=2.0),
+        Timing(FP32, (8, 8, 8), (1.0,), block),
+        Timing(BF16, (8, 8, 8), (1.5,), block),
+    ]
+    choice = choose(timings, {BF16: YES})
+    assert choice.preset == "fp32"
+    assert "bf16 training steps of a block are 1.5x slower than fp32" in choice.reason
+    assert gain(timings[:2], BF16).ratio == 5
+
+
 @pytest.mark.parametrize("seconds", [(), (0.0,), (-1.0,), (float("nan"),)])
 def test_a_timing_without_a_time_is_refused(seconds):
     with pytest.raises(HalfstepError):

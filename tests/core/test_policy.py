@@ -68,9 +68,9 @@ def values_of(role, *, in_rule):
     return st.sampled_from([parse(name) for name in spec.allowed])
 
 
-globs = st.lists(
-    st.sampled_from(["*", "**", "blocks", "0", "mlp", "w*", "lm_head"]), min_size=1, max_size=4
-).map(".".join)
+globs = st.lists(st.sampled_from(["*", "**", "blocks", "0", "mlp", "w*", "lm_head"]), min_size=1, max_size=4).map(
+    ".".join
+)
 
 
 @st.composite

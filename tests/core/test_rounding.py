@@ -102,9 +102,7 @@ def assert_same(found: np.ndarray, expected: np.ndarray, x: np.ndarray) -> None:
     """Equal bits; any NaN equals any other."""
     assert found.dtype == expected.dtype == np.float32
     different = (found.view(np.uint32) != expected.view(np.uint32)) & ~(np.isnan(found) & np.isnan(expected))
-    assert not different.any(), list(
-        zip(x[different][:5], found[different], expected[different], strict=False)
-    )
+    assert not different.any(), list(zip(x[different][:5], found[different], expected[different], strict=False))
 
 
 @cache
@@ -186,9 +184,7 @@ def test_drawn_patterns_encode_as_the_oracle(name, drawn):
 # --- the ladder: the modes and rules that no library has -------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "name", [*EIGHT_BIT, "e3m2", "e2m3", "e2m1", "e3m4fn", "e2m1ieee", "e2m5b9f", "e8m2fnuz"]
-)
+@pytest.mark.parametrize("name", [*EIGHT_BIT, "e3m2", "e2m3", "e2m1", "e3m4fn", "e2m1ieee", "e2m5b9f", "e8m2fnuz"])
 def test_every_boundary_in_every_mode_and_rule(name):
     format = Format.parse(name)
     x = np.concatenate([SPECIAL, boundaries(format)])

@@ -75,8 +75,7 @@ def test_roles_are_decided_one_by_one():
 
 def test_a_tie_that_agrees_is_no_conflict():
     assert (
-        compute("bf16-mixed; *.0.mlp.up: compute=fp32; blocks.0.mlp.*: compute=fp32", "blocks.0.mlp.up")
-        == "fp32"
+        compute("bf16-mixed; *.0.mlp.up: compute=fp32; blocks.0.mlp.*: compute=fp32", "blocks.0.mlp.up") == "fp32"
     )
 
 

@@ -1,0 +1,95 @@
+"""What each preset costs in quality: `tiny` in fp32 and in every preset, three seeds each, same steps and data.
+
+    python benchmarks/presets.py [--device cpu] [--steps 400] [--native]
+
+A preset passes when its mean held-out bits per byte lies within the spread of fp32's three seeds (their largest
+minus their smallest) of fp32's mean. bf16-true, which keeps no masters, is reported beside them with the
+share of its updates that rounding to bf16 lost. Formats are emulated, casts bit for bit, unless --native asks
+for the device's own bf16 and fp16. Exit code 1 if a preset fails.
+"""
+
+import argparse
+import statistics
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+
+from halfstep.config.load import load
+from halfstep.core.policy import Policy
+from halfstep.core.stats import UpdateStats
+from halfstep.torch.optim import Optimizer
+from halfstep.training.loop import Loop
+
+SEEDS = (0, 1, 2)
+JUDGED = ("bf16-mixed", "fp16-mixed", "fp8-mixed")
+REPORTED = ("bf16-true",)
+
+
+class LostUpdates:
+    """Counts updates of narrow masters that rounding undid, while it is entered."""
+
+    def __enter__(self) -> "LostUpdates":
+        self.stats = UpdateStats.empty("bf16")
+        self.write = Optimizer._write
+        counter = self
+
+        def counted(optimizer: Optimizer, parameter: torch.Tensor, wide: torch.Tensor, step: torch.Tensor) -> None:
+            before = parameter.detach().float().cpu()
+            update = wide.detach().cpu() - before
+            counter.stats += UpdateStats.of(before.numpy(), update.numpy(), "bf16")
+            counter.write(optimizer, parameter, wide, step)
+
+        Optimizer._write = counted
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        Optimizer._write = self.write
+
+
+def train(policy: str, seed: int, options: argparse.Namespace) -> float:
+    overrides = [f"seed={seed}", f"training.steps={options.steps}", "training.validation_tokens=262144"]
+    overrides += ["training.validate_every=1000000", "training.save_every=1000000"]
+    with tempfile.TemporaryDirectory() as folder:
+        loop = Loop(load("tiny", overrides), Policy.parse(policy), Path(folder) / "run", device=options.device)
+        bits = loop.run().bits_per_byte
+    assert bits is not None
+    return bits
+
+
+def spelled(preset: str, native: bool) -> str:
+    emulated = preset != "fp32" and not (native and preset != "fp8-mixed")
+    return f"{preset},emulate=true" if emulated else preset
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="presets against fp32")
+    parser.add_argument("--device", default=None)
+    parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--native", action="store_true")
+    options = parser.parse_args()
+    found: dict[str, list[float]] = {}
+    lost = {}
+    for preset in ("fp32", *JUDGED, *REPORTED):
+        policy = spelled(preset, options.native)
+        with LostUpdates() as counter:
+            found[preset] = [train(policy, seed, options) for seed in SEEDS]
+        lost[preset] = counter.stats
+        print(f"{policy}: {' '.join(f'{bits:.4f}' for bits in found[preset])}", flush=True)
+    mean = statistics.mean(found["fp32"])
+    spread = max(found["fp32"]) - min(found["fp32"])
+    print(f"\nfp32 mean {mean:.4f} bits per byte, spread over seeds {spread:.4f}")
+    failed = False
+    for preset in (*JUDGED, *REPORTED):
+        off = statistics.mean(found[preset]) - mean
+        verdict = "inside the spread" if abs(off) <= spread else "OUTSIDE the spread"
+        failed |= preset in JUDGED and abs(off) > spread
+        updates = lost[preset]
+        told = f"; {updates.lost_fraction:.1%} of {updates.count:,} updates lost" if updates.count else ""
+        print(f"{spelled(preset, options.native):28} {off:+.4f}  {verdict}{told}")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

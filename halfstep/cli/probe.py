@@ -1,0 +1,64 @@
+"""`halfstep probe`: what this machine does natively, how fast, and which precision to train in."""
+
+from typing import TYPE_CHECKING
+
+from halfstep.cli.output import Flag, print_json, print_table, print_words
+
+if TYPE_CHECKING:
+    from halfstep.core.choice import Timing
+    from halfstep.tools.probe import BackendResult
+
+
+def probe(
+    *, backend: str | None = None, device: str | None = None, budget: float = 3.0, json: Flag = False
+) -> None:
+    """Measure matmuls in each number format, and say which precision to train in, and why.
+
+    A format that exists is not a format that pays: some devices run bf16 hundreds of times slower than fp32.
+    No size is started that the time budget cannot afford.
+
+    Parameters
+    ----------
+    backend
+        torch, jax or mlx; without it, all that are installed.
+    device
+        As the backend names it (cpu, cuda, cuda:1, mps); without it, the fastest kind there is.
+    budget
+        Seconds of measuring in all.
+    json
+        Print the data as JSON.
+    """
+    from halfstep.tools.probe import run
+
+    result = run(None if backend is None else [backend], budget, device=device)
+    if json:
+        print_json(result.to_dict())
+        return
+    for found in result.backends:
+        _print_backend(found)
+
+
+def _print_backend(backend: "BackendResult") -> None:
+    if backend.missing:
+        print_words(f"{backend.missing}: {backend.install}")
+        return
+    for result in backend.devices:
+        print_words(f"{backend.name} {backend.version}, {result.device}: {result.description}")
+        columns = ("format", "shape", "ms", "TFLOP/s", "times fp32")
+        rows = [_row(timing, result.ratio(timing)) for timing in result.compared()]
+        print_table(columns, rows, right=columns[2:])
+        support = [(str(fmt), "yes" if found else "no", found.reason) for fmt, found in result.support]
+        print_table(("format", "runs", "why"), support)
+        print_table(("choice", "why"), [(result.choice.preset, result.choice.reason)])
+    if backend.others:
+        print_words(f"also here: {', '.join(backend.others)}; --device measures another")
+
+
+def _row(timing: "Timing", ratio: float | None) -> tuple[str, ...]:
+    return (
+        str(timing.format),
+        "x".join(map(str, timing.shape)),
+        f"{timing.typical * 1e3:.3g}",
+        f"{timing.flops / 1e12:.3g}",
+        "" if ratio is None else f"{ratio:.3g}",
+    )

@@ -1,0 +1,267 @@
+"""`halfstep train`, `halfstep eval` and `halfstep sample`: from a recipe to a run, and back from a run."""
+
+import sys
+import time
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from cyclopts import Parameter
+
+from halfstep.cli.output import Flag, print_json, print_table, print_words
+
+RUNS = Path("runs")
+Overrides = Annotated[tuple[str, ...], Parameter(name="--set", negative="", show_default=False)]
+
+
+def train(
+    recipe: str | None = None,
+    /,
+    *,
+    policy: str | None = None,
+    backend: Literal["torch", "jax", "mlx"] | None = None,
+    device: str | None = None,
+    overrides: Overrides = (),
+    out: Path | None = None,
+    resume: Flag = False,
+    json: Flag = False,
+) -> int:
+    """Train a recipe, in a precision that is chosen by measurement unless you name one.
+
+    A recipe is a name or a TOML file of your own; every setting of it can be changed by --set. The run
+    folder holds its configuration, its events, its checkpoints and, at the end, a page to look at.
+
+    Parameters
+    ----------
+    recipe
+        tiny (the default: a byte-level model, two minutes on two CPU cores), gpt2, or a file that ends in .toml.
+    policy
+        The precision: auto, a preset such as bf16-mixed, or more (`halfstep policy --help`).
+    backend
+        The framework.
+    device
+        Where to run, as the framework names it: cpu, cuda, cuda:1, mps.
+    overrides
+        A setting, as training.steps=100. May be repeated.
+    out
+        The run folder; runs/RECIPE-DATE-TIME without it.
+    resume
+        Go on with the run in --out, or with the newest one in runs/.
+    json
+        Print the outcome as JSON.
+    """
+    from halfstep.config.load import DEFAULT_RECIPE, load
+    from halfstep.training import folder
+    from halfstep.training.loop import Loop
+
+    where = _run_folder(recipe, out, resume)
+    named = [
+        *overrides,
+        *([f"policy={policy}"] if policy else []),
+        *([f"backend={backend}"] if backend else []),
+    ]
+    # Where no recipe is named, a run that goes on knows its own.
+    config = load(recipe or (str(where / folder.CONFIG) if resume else DEFAULT_RECIPE), named)
+    resolved, choice, warnings = _resolve_policy(config, device, where if resume else None)
+    print_words(f"{config.title or where.name}\nprecision {resolved}" + (f": {choice.reason}" if choice else ""))
+    loop = Loop(config, resolved, where, choice=choice, resume=resume, device=device, warnings=warnings)
+    print_words(f"data {loop.corpus.description}\nrun folder {where}")
+    outcome = loop.run()
+    page = _write_report(where / folder.EVENTS, where / folder.REPORT)
+    _tell(outcome, page, json)
+    return 0
+
+
+def evaluate(run: Path, /, *, policy: str | None = None, device: str | None = None, json: Flag = False) -> None:
+    """Measure a checkpoint on held-out text, in the policy it was trained with or another.
+
+    Parameters
+    ----------
+    run
+        A run folder (its newest checkpoint), or a checkpoint's own folder.
+    policy
+        The precision to evaluate in; the one it was trained with unless named.
+    device
+        Where to run.
+    json
+        Print the data as JSON.
+    """
+    import math
+
+    from halfstep.training.data import bigram_bits, load_corpus, validation_batches
+
+    config, session, manifest = _open_checkpoint(run, policy, device)
+    data, limit = config.data, config.training.validation_tokens
+    corpus = load_corpus(data.source, data.validation, config.model.vocabulary)
+    batches = validation_batches(
+        corpus.validation, context=config.model.context, batch=config.training.batch, limit_tokens=limit
+    )
+    total, count = session.evaluate(batches)
+    loss = total / count
+    per_token = corpus.bytes_per_token
+    result = {
+        "step": manifest["step"],
+        "policy": str(session.policy),
+        "tokens": count,
+        "loss": loss,
+        "bits_per_byte": None if per_token is None else loss / math.log(2) / per_token,
+        "bigram_bits": bigram_bits(corpus.validation[: limit + 1]),
+    }
+    if json:
+        print_json(result)
+    else:
+        print_table(("", "value"), [(name.replace("_", " "), _shown(value)) for name, value in result.items()])
+
+
+def sample(
+    run: Path,
+    /,
+    *,
+    prompt: str = "def ",
+    length: int = 300,
+    temperature: float = 0.8,
+    top_k: int = 40,
+    seed: int = 0,
+    device: str | None = None,
+) -> None:
+    """Write text with a trained model.
+
+    Parameters
+    ----------
+    run
+        A run folder (its newest checkpoint), or a checkpoint's own folder.
+    prompt
+        What the text begins with.
+    length
+        How many tokens to add.
+    temperature
+        0 takes the likeliest token each time; 1 samples as the model believes.
+    top_k
+        Sample among this many tokens at most; 0 is all.
+    seed
+        The same seed writes the same text.
+    device
+        Where to run.
+    """
+    from halfstep.core.errors import ConfigError
+
+    if length < 1 or temperature < 0 or top_k < 0:
+        raise ConfigError(
+            f"--length {length}, --temperature {temperature} and --top-k {top_k}: length must be 1 or more, "
+            "the others 0 or more"
+        )
+    config, session, _ = _open_checkpoint(run, None, device)
+    if config.model.vocabulary != 256:
+        raise ConfigError(
+            f"the model has {config.model.vocabulary} tokens, and only bytes (256) can be written as text yet",
+            hint="train with a byte-level recipe, as `tiny`",
+        )
+    start = list(prompt.encode()) or [10]
+    sys.stdout.buffer.write(bytes(start))
+    for token in session.generate(start, length, temperature, top_k, seed):
+        sys.stdout.buffer.write(bytes([token]))
+        sys.stdout.buffer.flush()
+    sys.stdout.buffer.write(b"\n")
+    sys.stdout.buffer.flush()
+
+
+def _run_folder(recipe: str | None, out: Path | None, resume: bool) -> Path:
+    from halfstep.config.load import DEFAULT_RECIPE
+    from halfstep.core.errors import ConfigError
+    from halfstep.training import folder
+
+    if out is not None:
+        return out
+    if not resume:
+        return RUNS / f"{Path(recipe or DEFAULT_RECIPE).stem}-{time.strftime('%Y%m%d-%H%M%S')}"
+    found = folder.newest(RUNS, Path(recipe).stem if recipe else "*")
+    if found is None:
+        raise ConfigError(f"there is no such run in {RUNS}/ to resume", hint="name its folder by --out")
+    return found
+
+
+def _resolve_policy(config: Any, device: str | None, resumed: Path | None) -> tuple[Any, Any, list[str]]:
+    """The policy that runs, the measurement behind it if it was `auto`, and what to warn of."""
+    from halfstep.core import policy as policies
+    from halfstep.tools import probe
+
+    spelling = policies.read(config.policy)
+    if spelling.base == "auto" and resumed is not None:
+        # Measured when the run began; measuring again could choose another precision midway.
+        return policies.Policy.parse(_saved_policy(resumed)), None, []
+    if spelling.base != "auto":
+        policy = spelling.build()
+        return policy, None, probe.warnings_for(policy, config.backend, device, config)
+    choice = probe.choose_policy(config.backend, device, config)
+    return spelling.build(policies.PRESETS[choice.preset]), choice, []
+
+
+def _saved_policy(run: Path) -> str:
+    from halfstep.core.errors import ConfigError
+    from halfstep.training import checkpoint, folder
+
+    found = checkpoint.latest(run / folder.CHECKPOINTS)
+    if found is None:
+        raise ConfigError(f"`{run}` holds no checkpoint to resume from", hint="start anew with --out")
+    return str(checkpoint.read_manifest(found)["policy"])
+
+
+def _open_checkpoint(run: Path, policy: str | None, device: str | None) -> tuple[Any, Any, dict[str, Any]]:
+    from halfstep.config.run import RunConfig
+    from halfstep.config.schema import build
+    from halfstep.core.errors import ConfigError
+    from halfstep.core.policy import Policy
+    from halfstep.training import checkpoint, folder
+    from halfstep.training.loop import open_session
+
+    found = run if run.name.startswith("step-") else checkpoint.latest(run / folder.CHECKPOINTS)
+    if found is None or not found.exists():
+        raise ConfigError(f"`{run}` holds no checkpoint", hint="name a run folder, as runs/tiny-...")
+    arrays, manifest = checkpoint.load(found)
+    config = build(RunConfig, manifest["config"])
+    session = open_session(config, Policy.parse(policy or manifest["policy"]), device, train=False)
+    session.load_weights({name: (a.dtype, a.shape, bytes(a.data)) for name, a in arrays.items()})
+    return config, session, manifest
+
+
+def _write_report(events: Path, page: Path) -> Path:
+    from halfstep.report.page import write
+
+    write(events, page)
+    return page
+
+
+def _tell(outcome: Any, page: Path, json: bool) -> None:
+    data = {
+        "folder": str(outcome.folder),
+        "step": outcome.step,
+        "finished": outcome.finished,
+        "seconds": outcome.seconds,
+        "tokens_per_second": outcome.tokens_per_second,
+        "validation_loss": outcome.validation_loss,
+        "bits_per_byte": outcome.bits_per_byte,
+        "bigram_bits": outcome.bigram_bits,
+        "ratio": outcome.ratio,
+        "report": str(page),
+    }
+    if json:
+        print_json(data)
+        return
+    rows = [
+        (
+            "trained",
+            f"{outcome.step} steps in {outcome.seconds:.1f} s, {outcome.tokens_per_second:,.0f} tokens/s",
+        ),
+        ("held-out loss", f"{outcome.validation_loss:.4f}"),
+    ]
+    if outcome.bits_per_byte is not None:
+        rows += [
+            ("held-out bits per byte", f"{outcome.bits_per_byte:.4f}"),
+            ("bigram entropy of the same text", f"{outcome.bigram_bits:.4f}"),
+            ("ratio", f"{outcome.ratio:.3f}"),
+        ]
+    rows += [("page", str(page)), ("see what it learned", f"halfstep sample {outcome.folder}")]
+    print_table(("", ""), rows)
+
+
+def _shown(value: Any) -> str:
+    return "unknown" if value is None else f"{value:.4f}" if isinstance(value, float) else str(value)

@@ -1,0 +1,48 @@
+"""The first weights of the reference decoder, the same on every backend.
+
+A weight is a function of (seed, name): drawn in numpy from a counter-based generator keyed by both, so
+backends, ranks and subsets of the model agree bit for bit without talking to each other.
+
+    matrices                          normal, variance 1 / (3 fan_in), which keeps the scale of activations
+    those that write to the stream    zero, or divided by sqrt(2 layers), so that the stream grows as one block
+    embeddings                        normal, 0.02
+    gains, factors                    one;   biases   zero
+    residual_mix                      (1, 0): the stream itself;   value_mix   0.5
+"""
+
+import math
+from collections.abc import Iterator
+
+import numpy as np
+from numpy.typing import NDArray
+
+from halfstep.config.model import ModelConfig, Shape, parameter_shapes
+from halfstep.core.philox import tensor_id
+
+EMBEDDING_STD = 0.02
+
+
+def initial_weights(model: ModelConfig, seed: int) -> Iterator[tuple[str, NDArray[np.float32]]]:
+    """The name and first value of every parameter."""
+    for name, shape in parameter_shapes(model).items():
+        yield name, _initial(model, seed, name, shape)
+
+
+def _initial(model: ModelConfig, seed: int, name: str, shape: Shape) -> NDArray[np.float32]:
+    *_, layer, kind = ("", *name.split("."))
+    if kind == "residual_mix":
+        return np.stack([np.ones(shape[1:], np.float32), np.zeros(shape[1:], np.float32)])
+    if kind == "value_mix":
+        return np.full(shape, 0.5, np.float32)
+    if kind == "bias":
+        return np.zeros(shape, np.float32)
+    if len(shape) < 2 or kind == "skip_weights":
+        return np.ones(shape, np.float32)
+    writes = layer in ("o", "down")
+    if writes and model.zero_init:
+        return np.zeros(shape, np.float32)
+    std = EMBEDDING_STD if layer in ("embed", "positions") else 1 / math.sqrt(3 * shape[1])
+    if writes:
+        std /= math.sqrt(2 * model.layers)
+    generator = np.random.Generator(np.random.Philox(key=[seed, tensor_id(name)]))
+    return generator.standard_normal(shape, np.float32) * np.float32(std)

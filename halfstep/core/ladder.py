@@ -1,0 +1,131 @@
+"""Timing matmuls inside a budget: never start a size that cannot be afforded.
+
+Some devices run a format hundreds of times slower than fp32, so the time of a matmul is not known before it
+ran. But it grows as its operations do, so each format climbs a ladder of sizes from one that is cheap
+everywhere:
+
+    predicted = MARGIN * time * operations / operations before       for each run, of which a rung needs two
+
+and a rung is started only if that fits the format's share of the time that is left. fp32 climbs first, since
+all others are compared with it, and no other climbs higher. Half of the budget is for climbing. The rest
+repeats the highest rung of each format in turns with fp32 at the same shape, so that what else the machine
+does meanwhile falls on both alike.
+
+What times and what runs are arguments: the law is the same for every backend, and a test can play a device.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from halfstep.core.choice import Shape, Timing, Work
+from halfstep.core.formats import FP32, Format
+
+Run = Callable[[int], object]
+"""Multiplies that many times, and returns when all are done."""
+Start = Callable[[Format, Shape], Run]
+"""Makes operands in a format and of a shape; what comes back multiplies them."""
+Clock = Callable[[], float]
+
+MARGIN = 1.5
+REPEATS = 7
+# The slowest format seen ran 290 times slower than fp32 (bf16 in torch on a CPU without instructions for it).
+SLOWEST = 500
+# Below this a timing would be that of the clock and the launch; several matmuls are timed as one.
+ENOUGH = 2e-3
+MOST_AT_ONCE = 50
+
+
+def climb(
+    start: Start,
+    formats: Iterable[Format],
+    shapes: Sequence[Shape],
+    *,
+    budget: float,
+    clock: Clock,
+    work: Work = "matmuls",
+    slowest: Mapping[Format, float] | None = None,
+) -> list[Timing]:
+    """Times each format at the shapes, from small to large, that the budget in seconds allows.
+
+    `slowest` says how many times slower than fp32 a format may be, where something is known of it already.
+    """
+    race = _Race(start, clock, clock() + budget, slowest or {})
+    others = [fmt for fmt in dict.fromkeys(formats) if fmt != FP32]
+    reach = race.climb(FP32, shapes, share=budget / 2 / (len(others) + 1))
+    for place, fmt in enumerate(others):
+        share = (race.left() - budget / 2) / (len(others) - place)
+        race.climb(fmt, shapes[:reach], share=share)
+    race.repeat([fmt for fmt in others if race.highest(fmt)])
+    return [Timing(fmt, shape, tuple(seconds), work) for (fmt, shape), seconds in race.seconds.items()]
+
+
+@dataclass
+class _Race:
+    start: Start
+    clock: Clock
+    deadline: float
+    slowest: Mapping[Format, float]
+    seconds: dict[tuple[Format, Shape], list[float]] = field(default_factory=dict)
+    runs: dict[tuple[Format, Shape], Run] = field(default_factory=dict)
+
+    def left(self) -> float:
+        return self.deadline - self.clock()
+
+    def climb(self, fmt: Format, shapes: Sequence[Shape], *, share: float) -> int:
+        """Times the format at each shape that fits its share; how many there were."""
+        end = self.clock() + min(share, self.left())
+        overhead, per_operation = 0.0, self._first_guess(fmt, shapes)
+        for place, shape in enumerate(shapes):
+            predicted = overhead + 2 * MARGIN * per_operation * _operations(shape)
+            if self.clock() + predicted > end:
+                return place
+            begun = self.clock()
+            self.runs[fmt, shape] = self.start(fmt, shape)
+            self._timed(fmt, shape, 1)  # warms up: kernels are chosen and compiled, memory is mapped
+            once = self._timed(fmt, shape, 1)
+            per_operation = once / _operations(shape)
+            overhead = max(0.0, self.clock() - begun - 2 * once)
+            count = _enough(once)
+            self.seconds[fmt, shape] = [once if count == 1 else self._timed(fmt, shape, count)]
+        return len(shapes)
+
+    def repeat(self, formats: Sequence[Format]) -> None:
+        """Takes turns at the highest rung of each format, while the budget lasts."""
+        turns: list[tuple[Format, Shape]] = []
+        for fmt in formats:
+            shape = self.highest(fmt)
+            assert shape is not None
+            turns += [key for key in ((FP32, shape), (fmt, shape)) if key not in turns]
+        for _ in range(REPEATS - 1):
+            for key in turns:
+                once = min(self.seconds[key])
+                count = _enough(once)
+                if MARGIN * count * once <= self.left():
+                    self.seconds[key].append(self._timed(*key, count))
+
+    def highest(self, fmt: Format) -> Shape | None:
+        """The largest shape the format was timed at."""
+        return max((shape for f, shape in self.seconds if f == fmt), key=_operations, default=None)
+
+    def _timed(self, fmt: Format, shape: Shape, count: int) -> float:
+        """Seconds a matmul takes, over `count` of them."""
+        begun = self.clock()
+        self.runs[fmt, shape](count)
+        # A clock that did not move has a resolution; a nanosecond stands for it.
+        return max(self.clock() - begun, 1e-9) / count
+
+    def _first_guess(self, fmt: Format, shapes: Sequence[Shape]) -> float:
+        """Seconds an operation may take where the format was not timed yet; fp32 has to begin somewhere."""
+        if fmt == FP32 or not shapes:
+            return 0.0
+        return self.slowest.get(fmt, SLOWEST) * min(self.seconds[FP32, shapes[0]]) / _operations(shapes[0])
+
+
+def _operations(shape: Shape) -> int:
+    m, k, n = shape
+    return 2 * m * k * n
+
+
+def _enough(once: float) -> int:
+    return max(1, min(MOST_AT_ONCE, math.ceil(ENOUGH / once)))

@@ -1,0 +1,71 @@
+"""What one module runs in: a policy, resolved for a name and spelled out for a backend.
+
+`Policy.resolve` says which value each role has at a module. A backend wants it one step further: the format of
+the activations around the module, and apart from it the format of the operands inside its matmuls, which are the
+same unless a rule made the operands narrow. Then the activations stay in the compute format of the
+whole model:
+
+    bf16-mixed; lm_head: compute=fp32         at lm_head   activations fp32, operands fp32
+    bf16-mixed; **.mlp.*: compute=e4m3        in the MLP   activations bf16, operands e4m3
+
+Every backend builds its layers from these records, so that a policy means the same on each.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import cast
+
+from halfstep.core.formats import FP32, Format
+from halfstep.core.policy import Policy
+from halfstep.core.roles import Accumulator, Operand, is_narrow
+from halfstep.core.rules import Resolved
+
+
+@dataclass(frozen=True)
+class Precision:
+    """The formats of one module."""
+
+    compute: Format = FP32  # activations that enter and leave, and what a matmul's result is rounded to
+    operand: Operand = Operand(FP32)  # operands of the forward matmul
+    grad: Format = FP32  # gradients of activations
+    grad_operand: Operand = Operand(FP32)  # the incoming gradient as an operand of the backward matmuls
+    grad_weight: Format = FP32
+    matmul: Accumulator = Accumulator()
+    norm: Format = FP32
+    softmax: Format = FP32
+    loss: Format = FP32
+    rope: Format = FP32
+    emulate: bool = False
+
+    @property
+    def formats(self) -> tuple[Format, ...]:
+        """The formats that matmuls run in, each once."""
+        return tuple(dict.fromkeys([self.compute, self.operand.format, self.grad, self.grad_operand.format]))
+
+
+def precisions(policy: Policy, names: Sequence[str]) -> dict[str, Precision]:
+    """The formats at each of a model's names, rules applied; what is wrong with the rules is an error."""
+    return {name: _precision(policy, found) for name, found in policy.resolve(names).items()}
+
+
+def base_precision(policy: Policy) -> Precision:
+    """The formats where no rule applies."""
+    return _precision(policy, Resolved(policy.roles(), {}))
+
+
+def _precision(policy: Policy, found: Resolved) -> Precision:
+    values = found.values
+    operand, grad = cast(Operand, values["compute"]), cast(Operand, values["grad"])
+    return Precision(
+        compute=policy.compute.format if is_narrow(operand.format) else operand.format,
+        operand=operand,
+        grad=policy.grad.format if is_narrow(grad.format) else grad.format,
+        grad_operand=grad,
+        grad_weight=cast(Format, values["grad_weight"]),
+        matmul=cast(Accumulator, values["matmul"]),
+        norm=cast(Format, values["norm"]),
+        softmax=cast(Format, values["softmax"]),
+        loss=policy.loss,
+        rope=policy.rope,
+        emulate=policy.emulate,
+    )

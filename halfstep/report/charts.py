@@ -1,0 +1,239 @@
+"""The charts of a run, each with a sentence that says the same in numbers.
+
+A chart is data for the page's script and, for who reads without it (a screen reader, a browser without
+scripts, paper), a key with the last values and a caption computed here.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from statistics import median
+from typing import Any, Literal
+
+from halfstep.core.policy import Policy
+from halfstep.core.roles import Operand, is_narrow
+from halfstep.core.scaling import NoScale
+from halfstep.report.figures import count, number, plain, plural, power_of_two, size
+from halfstep.report.history import History, nested
+from halfstep.report.markup import Html, join, tag
+from halfstep.report.series import LIMIT, SMOOTH_LIMIT, Series, as_data, smooth
+
+Look = Literal["main", "raw", "smooth", "held-out", "reference", "mark"]
+# From this many steps on, the smooth line is shown at first; below, it says no more than the steps do.
+SMOOTH_FROM = 100
+
+
+@dataclass(frozen=True)
+class Line:
+    """One line of a chart, and how it looks: the names are classes of the style sheet."""
+
+    label: str
+    look: Look
+    series: Series
+
+
+@dataclass(frozen=True)
+class Chart:
+    """One chart: `unit` chooses how its numbers are written, `log` whether its axis is logarithmic."""
+
+    id: str
+    title: str
+    unit: Literal["plain", "count", "size", "power"]
+    lines: tuple[Line, ...]
+    caption: str
+    log: Literal["never", "choice", "always"] = "never"
+    wide: bool = False
+
+    def data(self) -> dict[str, Any]:
+        """What the page's script draws."""
+        lines = [
+            {"label": line.label, "look": line.look}
+            | as_data(line.series, SMOOTH_LIMIT if line.look == "smooth" else LIMIT)
+            for line in self.lines
+        ]
+        return {"unit": self.unit, "log": self.log == "always", "lines": lines}
+
+
+_WRITTEN: dict[str, Callable[[float], str]] = {
+    "plain": plain,
+    "count": count,
+    "size": size,
+    "power": power_of_two,
+}
+
+
+def charts(history: History, policy: Policy | None) -> list[Chart]:
+    """The charts that the events can fill."""
+    made = [
+        _loss(history),
+        _single(history, "tokens_per_second", "throughput", "Throughput", "tokens a second", "count"),
+        _single(history, "grad_norm", "gradient", "Gradient norm", "norm", "plain", log="always"),
+        _single(history, "learning_rate", "rate", "Learning rate", "rate", "plain"),
+        _scale(history) if scaled(history, policy) else None,
+        _single(history, "memory", "memory", "Memory", "in use", "size"),
+    ]
+    return [chart for chart in made if chart is not None]
+
+
+def scaled(history: History, policy: Policy | None) -> bool:
+    """Whether a loss scale is in use: by the policy, or by what was recorded where no policy can be read."""
+    if policy is not None:
+        return not isinstance(policy.scale, NoScale)
+    return any(scale != 1 for _, scale in history.column("scale").finite)
+
+
+def why_unscaled(policy: Policy) -> str:
+    """Why a run without a loss scale needs none."""
+    operands = [
+        value.format
+        for changes in [policy.roles().items(), *(rule.changes for rule in policy.rules)]
+        for _, value in changes
+        if isinstance(value, Operand)
+    ]
+    wide = sorted({str(fmt) for fmt in operands if not is_narrow(fmt)} - {"fp32"})
+    narrow = sorted({str(fmt) for fmt in operands if is_narrow(fmt)})
+    parts = [f"{_listed(wide)} {_has(wide)} fp32's range" if wide else ""]
+    if narrow:
+        parts.append(f"{_listed(narrow)} operands have scales of their own")
+    told = " and ".join(part for part in parts if part)
+    return f"No loss scale: {told or 'everything is computed in fp32, where no gradient is lost to range'}."
+
+
+def figure(chart: Chart) -> Html:
+    """The chart's place on the page: title, switches, key, plot and caption."""
+    looks = {line.look for line in chart.lines}
+    switches = [
+        _switch("smooth", "smooth", len(chart.lines[0].series.steps) >= SMOOTH_FROM)
+        if "smooth" in looks
+        else None,
+        _switch("log", "log scale", False) if chart.log == "choice" else None,
+    ]
+    caption_id = f"caption-{chart.id}"
+    return tag(
+        "figure",
+        tag("div", tag("h3", chart.title), tag("div", *switches, class_="switches"), class_="figure-head"),
+        tag("ul", *[_key(line, i, chart) for i, line in enumerate(chart.lines)], class_="key"),
+        tag("div", class_="plot", role="img", aria_label=chart.title, aria_describedby=caption_id),
+        tag("figcaption", chart.caption, id=caption_id),
+        class_="wide" if chart.wide else None,
+        data_chart=chart.id,
+    )
+
+
+def _key(line: Line, index: int, chart: Chart) -> Html:
+    values = line.series.values
+    last = f"{len(values):,}" if line.look == "mark" else _WRITTEN[chart.unit](values[-1])
+    return tag(
+        "li",
+        tag("span", class_=f"swatch {line.look}", aria_hidden="true"),
+        join(line.label, " "),
+        tag("span", last, class_="value", data_line=str(index)),
+    )
+
+
+def _switch(name: str, label: str, on: bool) -> Html:
+    return tag("button", label, type="button", class_="switch", data_switch=name, aria_pressed=str(on).lower())
+
+
+def _loss(history: History) -> Chart | None:
+    train, held_out = history.column("loss"), history.held_out("loss")
+    if not train.finite and not held_out.finite:
+        return None
+    lines = list(_noisy("training", train))
+    caption = _course("The training loss", train, plain)
+    if held_out.finite:
+        lines.append(Line("held-out", "held-out", held_out))
+        caption += " " + _course("The held-out loss", held_out, plain)
+    bigram = bigram_loss(history)
+    if math.isfinite(bigram):
+        steps = [*train.steps, *held_out.steps]
+        lines.append(Line("bigram entropy", "reference", Series([min(steps), max(steps)], [bigram, bigram])))
+        caption += f" The bigram entropy of the text is {plain(bigram)}."
+    return Chart("loss", "Loss", "plain", tuple(lines), f"{caption} All in nats a token.", log="choice", wide=True)
+
+
+def bigram_loss(history: History) -> float:
+    """The bigram entropy in the unit of the loss, nats a token; NaN where bits a byte are not known.
+
+    A look at held-out text that gives both tells how many nats of loss a bit per byte is.
+    """
+    bits = number(nested(history.start, "data", "bigram_bits"))
+    pairs = zip(history.held_out("loss").values, history.held_out("bits_per_byte").values, strict=True)
+    nats = [loss / score for loss, score in pairs if math.isfinite(loss) and score > 0]
+    return bits * nats[-1] if nats else math.nan
+
+
+def _single(
+    history: History,
+    column: str,
+    identifier: str,
+    title: str,
+    label: str,
+    unit: Literal["plain", "count", "size"],
+    log: Literal["never", "always"] = "never",
+) -> Chart | None:
+    series = history.column(column)
+    if not series.finite:
+        return None
+    written = _WRITTEN[unit]
+    caption = _course(title, series, written)
+    if column == "tokens_per_second":
+        caption += f" Half of the steps ran above {written(median(v for _, v in series.finite))}."
+    noisy = column in ("tokens_per_second", "grad_norm")
+    lines = _noisy(label, series) if noisy else (Line(label, "main", series),)
+    return Chart(identifier, title, unit, lines, caption, log)
+
+
+def _noisy(label: str, series: Series) -> tuple[Line, Line]:
+    """Every step, and a smooth line over it that can be switched off."""
+    return Line(label, "raw", series), Line("smooth", "smooth", smooth(series))
+
+
+def _scale(history: History) -> Chart | None:
+    series = history.column("scale")
+    if not series.finite:
+        return None
+    skips, values = history.skips(), dict(zip(series.steps, series.values, strict=True))
+    marks = Series(list(skips), [values[step] for step in skips])
+    total = sum(skips.values())
+    caption = f"{_course('The loss scale', series, power_of_two)} "
+    if total:
+        caption += (
+            f"{plural(total, 'step')} {'was' if total == 1 else 'were'} skipped because gradients were not "
+            f"finite, the first by step {min(skips):,} and the last by step {max(skips):,}."
+        )
+    else:
+        caption += "No step was skipped."
+    lines = [Line("scale", "main", series)] + ([Line("skipped steps", "mark", marks)] if total else [])
+    return Chart("scale", "Loss scale", "power", tuple(lines), caption, log="always")
+
+
+def _course(subject: str, series: Series, written: Callable[[float], str]) -> str:
+    """First, last, smallest and largest, in a sentence; and what could not be drawn."""
+    finite = series.finite
+    (first_at, first), (last_at, last) = finite[0], finite[-1]
+    low, high = min(finite, key=lambda p: p[1]), max(finite, key=lambda p: p[1])
+    if first_at == last_at:
+        told = f"{subject} was {written(first)} at step {first_at:,}."
+    elif low[1] == high[1]:
+        told = f"{subject} stayed at {written(first)} from step {first_at:,} to step {last_at:,}."
+    else:
+        told = (
+            f"{subject} went from {written(first)} at step {first_at:,} to {written(last)} at step "
+            f"{last_at:,}; lowest {written(low[1])} at step {low[0]:,}, highest {written(high[1])} at step "
+            f"{high[0]:,}."
+        )
+    gaps = series.num_gaps
+    return f"{told} {plural(gaps, 'value')} {_was(gaps)} not finite and left a gap." if gaps else told
+
+
+def _was(amount: int) -> str:
+    return "was" if amount == 1 else "were"
+
+
+def _has(names: list[str]) -> str:
+    return "has" if len(names) == 1 else "have"
+
+
+def _listed(names: list[str]) -> str:
+    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"

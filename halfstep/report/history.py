@@ -1,0 +1,176 @@
+"""What of a run's events counts.
+
+Events are appended and never taken back, so a run that was killed and resumed tells some steps twice. The
+rule is that the later ones count:
+
+    a start that resumes      the first step it takes, s, puts away every step from s on that came before
+    a start that does not     puts away everything: the folder was used again
+
+Held-out looks and checkpoints are put away with the steps they followed. Warnings stay: what was seen in a
+session that was abandoned was seen.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from halfstep.core.errors import HalfstepError
+from halfstep.report.figures import number
+from halfstep.report.series import Series
+
+Event = Mapping[str, Any]
+
+
+@dataclass
+class Session:
+    """From a start to the next one, or to the last event."""
+
+    start: Event
+    last_time: float
+    first_step: int | None = None
+    last_step: int | None = None
+    outcome: Event | None = None  # its stop or end, where it has one
+
+    @property
+    def began(self) -> float:
+        """When, in seconds since 1970."""
+        return number(self.start.get("time"))
+
+    @property
+    def resumed(self) -> bool:
+        """Whether it goes on from a checkpoint."""
+        return self.start.get("resumed_from") is not None
+
+    @property
+    def seconds(self) -> float:
+        """How long: what the end says where it was not resumed, else from its first event to its last."""
+        if not self.resumed and self.outcome is not None and self.outcome["event"] == "end":
+            return number(self.outcome.get("seconds"))
+        return max(0.0, self.last_time - self.began)
+
+
+@dataclass
+class History:
+    """What counts of a run, in order of steps."""
+
+    sessions: list[Session] = field(default_factory=list)
+    steps: dict[int, Event] = field(default_factory=dict)
+    validations: dict[int, Event] = field(default_factory=dict)
+    checkpoints: dict[int, Event] = field(default_factory=dict)
+    warnings: list[Event] = field(default_factory=list)
+
+    @property
+    def start(self) -> Event:
+        """The last start: what runs now, or ran to the end."""
+        return self.sessions[-1].start
+
+    @property
+    def config(self) -> Mapping[str, Any]:
+        """The configuration, section by section."""
+        return self.start.get("config") or {}
+
+    @property
+    def choice(self) -> Mapping[str, Any] | None:
+        """Why the policy was chosen. A resumed session goes on with what an earlier one chose."""
+        same = [s.start for s in self.sessions if s.start.get("policy") == self.start.get("policy")]
+        return next((start["choice"] for start in reversed(same) if start.get("choice")), None)
+
+    @property
+    def end(self) -> Event | None:
+        """The end of the run; None while there is none."""
+        outcome = self.sessions[-1].outcome
+        return outcome if outcome is not None and outcome["event"] == "end" else None
+
+    @property
+    def stop(self) -> Event | None:
+        """What stopped the last session before the end of the run."""
+        outcome = self.sessions[-1].outcome
+        return outcome if outcome is not None and outcome["event"] == "stop" else None
+
+    @property
+    def last_step(self) -> int:
+        """The last step taken; 0 is none."""
+        return max(self.steps, default=0)
+
+    @property
+    def seconds(self) -> float:
+        """Time spent running, over all sessions; pauses between them do not count."""
+        return sum(session.seconds for session in self.sessions)
+
+    def column(self, name: str) -> Series:
+        """One field of the steps, over steps."""
+        return Series(list(self.steps), [number(event.get(name)) for event in self.steps.values()])
+
+    def held_out(self, name: str) -> Series:
+        """One field of the looks at held-out text, over steps."""
+        looks = self.validations
+        return Series(list(looks), [number(event.get(name)) for event in looks.values()])
+
+    def skips(self) -> dict[int, int]:
+        """Steps that were skipped, by the step whose event first counts them."""
+        found, before = {}, 0.0
+        for step, event in self.steps.items():
+            total = number(event.get("skipped"))
+            # A count that falls started again with a session.
+            more = total - before if total >= before else total
+            if more > 0:
+                found[step] = int(more)
+            before = total if total == total else before
+        return found
+
+    def put_away_from(self, step: int) -> None:
+        """Forgets what was told of a step and of all after it."""
+        for kept in (self.steps, self.validations, self.checkpoints):
+            for late in [s for s in kept if s >= step]:
+                del kept[late]
+
+
+def read_history(events: Iterable[Event]) -> History:
+    """What counts of a run's events; an error where no run was started."""
+    history = History()
+    for event in events:
+        kind = event.get("event")
+        if kind == "start":
+            if event.get("resumed_from") is None:
+                history = History()
+            history.sessions.append(Session(event, number(event.get("time"))))
+        elif history.sessions:
+            _take(history, event)
+    if not history.sessions:
+        raise HalfstepError(
+            "there is no `start` among the events: no run was started here",
+            hint="give the events.jsonl of a run's folder, as `halfstep train` writes it",
+        )
+    for name in ("steps", "validations", "checkpoints"):
+        setattr(history, name, dict(sorted(getattr(history, name).items())))
+    return history
+
+
+def _take(history: History, event: Event) -> None:
+    """Adds one event of the session that runs. Kinds that are not known here are passed over."""
+    session = history.sessions[-1]
+    time = number(event.get("time"))
+    session.last_time = max(session.last_time, time) if time == time else session.last_time
+    kind = event.get("event")
+    if kind == "step":
+        step = int(event["step"])
+        if session.first_step is None:
+            session.first_step = step
+            history.put_away_from(step)
+        session.last_step = step
+        history.steps[step] = event
+    elif kind == "validation":
+        history.validations[int(event["step"])] = event
+    elif kind == "checkpoint":
+        history.checkpoints[int(event["step"])] = event
+    elif kind == "warning":
+        history.warnings.append(event)
+    elif kind == "end" or (kind == "stop" and session.outcome is None):
+        session.outcome = event
+
+
+def nested(table: Any, *keys: str) -> Any:
+    """The value below a path of keys, or None where the path ends early."""
+    for key in keys:
+        table = table.get(key) if isinstance(table, Mapping) else None
+    return table

@@ -1,0 +1,98 @@
+"""What a chart shows of a long run: at most LIMIT points that keep every spike, and a smooth line.
+
+A series is cut into buckets of neighbors, and of each bucket the smallest and the largest value stay, in
+their order: a spike of one step is as tall in the chart of a million steps as it was. Where a bucket holds a
+value that is not finite, a gap stays as well. Averaging would be shorter and would hide what a report is for.
+
+The smooth line is the mean over a window centered on each step, narrowed at both ends so that it stays
+centered; an exponential average would lag behind a falling loss.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+from numpy.typing import NDArray
+
+LIMIT = 2000
+# A smooth line has no spikes to keep.
+SMOOTH_LIMIT = 500
+# The window of the smooth line is this share of the steps, and at least 5 of them.
+WINDOW = 1 / 50
+# Six digits are more than a screen shows; fewer bytes make a lighter page.
+_DIGITS = 6
+
+
+@dataclass(frozen=True)
+class Series:
+    """Values over steps, in order of steps; NaN where there is none."""
+
+    steps: Sequence[int]
+    values: Sequence[float]
+
+    @property
+    def finite(self) -> list[tuple[int, float]]:
+        """(step, value) of the finite ones."""
+        return [(s, v) for s, v in zip(self.steps, self.values, strict=True) if math.isfinite(v)]
+
+    @property
+    def num_gaps(self) -> int:
+        """Values that are not finite."""
+        return len(self.values) - len(self.finite)
+
+
+def downsample(series: Series, limit: int = LIMIT) -> Series:
+    """At most `limit` points: both ends, and of each bucket the extremes and one gap where there is one."""
+    total = len(series.values)
+    if total <= limit:
+        return series
+    values = np.asarray(series.values, dtype=np.float64)
+    finite = np.isfinite(values)
+    kept_of_each = 2 if finite.all() else 3
+    edges = np.linspace(0, total, (limit - 2) // kept_of_each + 1).astype(int)
+    kept = {0, total - 1}
+    for start, stop in pairwise(edges):
+        kept |= _extremes(values[start:stop], finite[start:stop], int(start))
+    order = sorted(kept)
+    return Series([series.steps[i] for i in order], [series.values[i] for i in order])
+
+
+def smooth(series: Series) -> Series:
+    """The centered mean of the finite values around each step; a gap stays a gap."""
+    values = np.asarray(series.values, dtype=np.float64)
+    total = len(values)
+    finite = np.isfinite(values)
+    sums = np.concatenate([[0.0], np.cumsum(np.where(finite, values, 0.0))])
+    counts = np.concatenate([[0], np.cumsum(finite)])
+    place = np.arange(total)
+    reach = np.minimum(max(2, round(total * WINDOW / 2)), np.minimum(place, total - 1 - place))
+    first, last = place - reach, place + reach + 1
+    mean = (sums[last] - sums[first]) / np.maximum(counts[last] - counts[first], 1)
+    return Series(series.steps, np.where(finite, mean, math.nan).tolist())
+
+
+def as_data(series: Series, limit: int = LIMIT) -> dict[str, list[int] | list[float | None]]:
+    """For JSON: `x` and `y`, null for a gap."""
+    short = downsample(series, limit)
+    return {"x": list(short.steps), "y": [_rounded(value) for value in short.values]}
+
+
+def _extremes(values: NDArray[np.float64], finite: NDArray[np.bool_], offset: int) -> set[int]:
+    kept = set()
+    if finite.any():
+        kept |= {
+            offset + int(np.where(finite, values, np.inf).argmin()),
+            offset + int(np.where(finite, values, -np.inf).argmax()),
+        }
+    if not finite.all():
+        kept.add(offset + int(finite.argmin()))
+    return kept
+
+
+def _rounded(value: float) -> float | None:
+    if not math.isfinite(value):
+        return None
+    short = float(f"{value:.{_DIGITS}g}")
+    return int(short) if short == int(short) and abs(short) < 1e15 else short

@@ -1,0 +1,143 @@
+"""The top of the page: the run in one sentence, where it stands, and its key figures."""
+
+import math
+from collections.abc import Callable, Mapping
+from statistics import median
+
+from halfstep.report.figures import count, duration, moment, number, plain, plural, size
+from halfstep.report.history import Event, History, nested
+from halfstep.report.markup import Html, join, tag
+
+
+def headline(history: History) -> Html:
+    """What trained, in which precision, on what, how long, and what came of it."""
+    start = history.start
+    subject = f"A decoder of {count(number(start.get('parameters')))} parameters "
+    verb = "trained in " if history.end else "has trained in "
+    return tag(
+        "h1",
+        subject,
+        verb,
+        _short_policy(history),
+        f" {_how_long(history)} on {_source(history)}. ",
+        tag("strong", _result(history)),
+    )
+
+
+def _short_policy(history: History) -> Html:
+    """The policy without its rules, which may be many; the section on precision has them."""
+    base, *rules = str(history.start.get("policy")).split(";")
+    return join(tag("code", base.strip()), f" with {plural(len(rules), 'rule')}" if rules else None)
+
+
+def _source(history: History) -> str:
+    """What the data is, without the counts that its description gives after a colon."""
+    return str(nested(history.start, "data", "description") or "text").partition(": ")[0]
+
+
+def _how_long(history: History) -> str:
+    steps, planned = history.last_step, nested(history.config, "training", "steps")
+    if history.end is None and isinstance(planned, int):
+        taken = f"{steps:,} of {plural(planned, 'step')}"
+    else:
+        taken = plural(steps, "step")
+    return f"for {taken} and {duration(history.seconds)}"
+
+
+def _result(history: History) -> str:
+    bits, bigram = bits_per_byte(history), number(nested(history.start, "data", "bigram_bits"))
+    if bits is not None and math.isfinite(bits):
+        told = f"Held-out text takes {plain(bits)} bits per byte"
+        if not bigram > 0:
+            return f"{told}."
+        return f"{told}; its bigram entropy is {plain(bigram)}: a ratio of {plain(bits / bigram, 3)}."
+    loss = validation_loss(history)
+    if loss is not None:
+        return f"The loss on held-out text is {plain(loss)}."
+    return "No held-out text has been scored yet."
+
+
+def status(history: History) -> Html | None:
+    """A word of warning where the run did not come to its end."""
+    if history.end is not None:
+        return None
+    stop = history.stop
+    if stop is not None:
+        told = f" at step {int(stop.get('step') or history.last_step):,}: {stop.get('reason')}"
+        return tag("p", tag("strong", "This run was stopped"), told, class_="status", role="note")
+    seen = moment(history.sessions[-1].last_time)
+    told = f": its events end at step {history.last_step:,}, {seen}. It is running still, or it was killed."
+    return tag("p", tag("strong", "This run is unfinished"), told, class_="status", role="note")
+
+
+def particulars(history: History) -> Html:
+    """The machine, the framework, the time and the recipe's own words, in one quiet line."""
+    start = history.start
+    backend = f"{nested(start, 'backend', 'name')} {nested(start, 'backend', 'version')}"
+    device = f"{nested(start, 'device', 'name')} ({nested(start, 'device', 'kind')})"
+    parts = [backend, device, f"started {moment(history.sessions[0].began)}"]
+    if len(history.sessions) > 1:
+        parts.append(f"resumed {_times(len(history.sessions) - 1)}")
+    title, data = nested(history.config, "title"), nested(start, "data", "description")
+    return join(
+        tag("p", f"{title}.".replace("..", ".")) if title else None,
+        tag("p", *[tag("span", part) for part in parts], class_="particulars"),
+        tag("p", f"Data: {data}", class_="particulars") if data else None,
+    )
+
+
+def tiles(history: History) -> Html:
+    """The key figures, each with what it is to be compared with."""
+    bits, bigram = bits_per_byte(history), number(nested(history.start, "data", "bigram_bits"))
+    speeds = [value for _, value in history.column("tokens_per_second").finite]
+    memory = [value for _, value in history.column("memory").finite]
+    tokens = number(history.start.get("tokens_per_step")) * history.last_step
+    parameters = number(history.start.get("parameters"))
+    shown = [
+        _tile("bits per byte, held out", bits, plain, f"bigram entropy {plain(bigram)}" if bigram > 0 else ""),
+        _tile("held-out loss", validation_loss(history), plain, _at(list(history.validations))),
+        _tile("training loss", training_loss(history), plain, _at(list(history.steps))),
+        _tile("tokens a second", median(speeds) if speeds else None, count, "median of the steps"),
+        _tile("time", history.seconds, duration, f"{count(tokens)} tokens"),
+        _tile("skipped steps", sum(history.skips().values()), plain, f"of {history.last_step:,}"),
+        _tile("peak memory", max(memory, default=None), size, "highest that a step recorded"),
+        _tile("parameters", parameters, count, f"{plain(parameters)} in all"),
+    ]
+    return tag("dl", *shown, class_="tiles")
+
+
+def _tile(name: str, value: float | None, written: Callable[[float], str], note: str) -> Html | None:
+    """One figure; no tile where it was not recorded."""
+    if value is None:
+        return None
+    return tag("div", tag("dt", name), tag("dd", written(value)), tag("dd", note, class_="note"))
+
+
+def bits_per_byte(history: History) -> float | None:
+    """The last score of held-out text, in bits a byte; None where there is none."""
+    return _latest(history, "bits_per_byte", history.validations, "bits_per_byte")
+
+
+def validation_loss(history: History) -> float | None:
+    """The last loss on held-out text."""
+    return _latest(history, "validation_loss", history.validations, "loss")
+
+
+def training_loss(history: History) -> float | None:
+    """The loss of the last step."""
+    return _latest(history, "loss", history.steps, "loss")
+
+
+def _latest(history: History, at_end: str, events: Mapping[int, Event], name: str) -> float | None:
+    """What the end says, or else the last event: a NaN is told as such, and is not passed over."""
+    said = [*(event.get(name) for event in events.values()), (history.end or {}).get(at_end)]
+    known = [number(value) for value in said if value is not None]
+    return known[-1] if known else None
+
+
+def _at(steps: list[int]) -> str:
+    return f"at step {steps[-1]:,}" if steps else ""
+
+
+def _times(amount: int) -> str:
+    return {1: "once", 2: "twice"}.get(amount, f"{amount} times")

@@ -1,0 +1,232 @@
+"""What this machine does natively, how fast, and which precision to train in.
+
+For each backend and device: the hardware, matmul times by format, what is supported and why, and the choice
+that core.choice makes of them. The answer belongs to the backend: on one CPU a bf16 matmul took 290 times as
+long as an fp32 one in torch, and no longer in JAX.
+
+A backend is a module `halfstep.<name>.measure` with
+
+    FORMATS                              the formats to ask about
+    version() -> str                     of the framework
+    devices() -> list[str]               what there is, the one to train on first
+    describe(device) -> Device
+    supported(fmt, device) -> Support
+    measure(device, formats, *, budget) -> list[Timing]                      a matmul: compares formats
+    measure_block(device, formats, model, tokens, *, budget) -> list[Timing]  a block: decides a policy
+
+imported when it is asked, so that this module loads no framework.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+from halfstep.config.run import RunConfig
+from halfstep.core.choice import Choice, Support, Timing, choose, gain
+from halfstep.core.devices import Device
+from halfstep.core.errors import HalfstepError, did_you_mean, one_of
+from halfstep.core.formats import BF16, FP16, FP32, TF32, Format
+from halfstep.core.policy import Policy
+from halfstep.core.roles import Operand, is_narrow
+
+BACKENDS = ("torch", "jax", "mlx")
+
+
+@dataclass(frozen=True)
+class DeviceResult:
+    """One device through one backend."""
+
+    device: str
+    description: Device
+    timings: tuple[Timing, ...]
+    support: tuple[tuple[Format, Support], ...]
+    choice: Choice
+
+    def ratio(self, timing: Timing) -> float | None:
+        """How many times faster than fp32 at the same shape; None where fp32 was not timed there."""
+        for other in self.timings:
+            if other.format == FP32 and other.shape == timing.shape:
+                return other.typical / timing.typical
+        return None
+
+    def compared(self) -> list[Timing]:
+        """The timings that decide: each format at the largest shape it shares with fp32, and fp32 there."""
+        formats = {timing.format for timing in self.timings} - {FP32}
+        shared = {fmt: found.shape for fmt in formats if (found := gain(self.timings, fmt)) is not None}
+        alone = gain(self.timings, FP32)
+        at = set(shared.values()) or ({alone.shape} if alone else set())
+        return [
+            timing
+            for timing in self.timings
+            if (timing.shape in at if timing.format == FP32 else timing.shape == shared.get(timing.format))
+        ]
+
+
+@dataclass(frozen=True)
+class BackendResult:
+    """What one backend has to say, or why it has nothing."""
+
+    name: str
+    version: str = ""
+    devices: tuple[DeviceResult, ...] = ()
+    others: tuple[str, ...] = ()  # devices that are there and were not asked
+    missing: str = ""
+    install: str = ""
+
+
+@dataclass(frozen=True)
+class ProbeResult:
+    """The answer of every backend."""
+
+    backends: tuple[BackendResult, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """The same as data."""
+        return {"backends": [_backend_data(backend) for backend in self.backends]}
+
+
+def run(backends: Sequence[str] | None = None, budget: float = 3.0, *, device: str | None = None) -> ProbeResult:
+    """Asks each backend, or those named, for at most `budget` seconds of measuring in all.
+
+    A backend that was named and is not there is an error; one that was not is reported as missing.
+    """
+    names = list(dict.fromkeys(backends)) if backends else list(BACKENDS)
+    modules = {name: _load(name) for name in names}
+    present = [name for name, found in modules.items() if not isinstance(found, BackendResult)]
+    if backends and len(present) < len(names):
+        absent = next(found for found in modules.values() if isinstance(found, BackendResult))
+        raise HalfstepError(absent.missing, hint=absent.install)
+    share = _checked(budget) / max(1, len(present))
+    return ProbeResult(
+        tuple(
+            found if isinstance(found, BackendResult) else _ask(name, found, device, share)
+            for name, found in modules.items()
+        )
+    )
+
+
+def choose_policy(backend: str, device: str | None, config: RunConfig, budget: float = 3.0) -> Choice:
+    """The preset to train with, by measurement of the recipe's own block: what `policy = "auto"` stands for."""
+    module = _need(backend)
+    device = device or module.devices()[0]
+    support = {fmt: module.supported(fmt, device) for fmt in (FP32, BF16, FP16)}
+    formats = [fmt for fmt, found in support.items() if found]
+    return choose(_measure_block(module, device, formats, config, budget), support)
+
+
+def warnings_for(
+    policy: Policy, backend: str, device: str | None, config: RunConfig, budget: float = 1.0
+) -> list[str]:
+    """What to say before a policy runs that was named, not chosen: formats that are slower here than fp32."""
+    if policy.emulate:
+        return []
+    module = _need(backend)
+    device = device or module.devices()[0]
+    formats = [fmt for fmt in _operand_formats(policy) if fmt not in (FP32, TF32) and not is_narrow(fmt)]
+    formats = [fmt for fmt in formats if module.supported(fmt, device)]
+    if not formats:
+        return []
+    timings = _measure_block(module, device, [FP32, *formats], config, budget)
+    gains = [found for fmt in formats if (found := gain(timings, fmt)) is not None]
+    return [f"{found}; it runs as asked" for found in gains if found.ratio < 1]
+
+
+def _measure_block(
+    module: Any, device: str, formats: Sequence[Format], config: RunConfig, budget: float
+) -> list[Timing]:
+    tokens = config.training.batch * config.model.context
+    timings: list[Timing] = module.measure_block(device, formats, config.model, tokens, budget=_checked(budget))
+    return timings
+
+
+def _ask(name: str, module: Any, device: str | None, budget: float) -> BackendResult:
+    found = module.devices()
+    device = device or found[0]
+    support = tuple((fmt, module.supported(fmt, device)) for fmt in module.FORMATS)
+    formats = [fmt for fmt, answer in support if answer]
+    timings = tuple(module.measure(device, formats, budget=budget))
+    choice = choose(timings, dict(support))
+    result = DeviceResult(device, module.describe(device), timings, support, choice)
+    others = tuple(other for other in found if other != device.partition(":")[0])
+    return BackendResult(name, module.version(), (result,), others)
+
+
+def _load(name: str) -> Any:
+    """The module of a backend, or a result that says why there is none."""
+    if name not in BACKENDS:
+        raise HalfstepError(
+            f"unknown backend `{name}`; it may be {one_of(BACKENDS)}", hint=did_you_mean(name, BACKENDS)
+        )
+    if find_spec(name) is None:
+        return BackendResult(name, missing=f"{name} is not installed", install=f"pip install 'halfstep[{name}]'")
+    try:
+        return import_module(f"halfstep.{name}.measure")
+    except ModuleNotFoundError as error:
+        if not (error.name or "").startswith("halfstep."):
+            raise
+        return BackendResult(
+            name,
+            missing=f"this version of halfstep does not measure {name}",
+            install="`pip install -U halfstep` gets the newest",
+        )
+
+
+def _need(name: str) -> Any:
+    found = _load(name)
+    if isinstance(found, BackendResult):
+        raise HalfstepError(found.missing, hint=found.install)
+    return found
+
+
+def _checked(budget: float) -> float:
+    if not 0 < budget <= 3600:
+        raise HalfstepError(
+            f"the time budget is {budget:g} seconds; it must be above 0 and at most 3600", hint="3 is usual"
+        )
+    return budget
+
+
+def _operand_formats(policy: Policy) -> list[Format]:
+    values = [*policy.roles().values(), *(value for rule in policy.rules for _, value in rule.changes)]
+    formats = [value.format for value in values if isinstance(value, Operand)]
+    if policy.eval.format is not None:
+        formats.append(policy.eval.format)
+    return list(dict.fromkeys(formats))
+
+
+def _backend_data(backend: BackendResult) -> dict[str, Any]:
+    if backend.missing:
+        return {"name": backend.name, "missing": backend.missing, "install": backend.install}
+    return {
+        "name": backend.name,
+        "version": backend.version,
+        "devices": [_device_data(result) for result in backend.devices],
+        "other_devices": list(backend.others),
+    }
+
+
+def _device_data(result: DeviceResult) -> dict[str, Any]:
+    hardware = result.description
+    return {
+        "device": result.device,
+        "kind": hardware.kind,
+        "name": hardware.name,
+        "capability": None if hardware.capability is None else list(hardware.capability),
+        "architecture": hardware.architecture,
+        "features": sorted(hardware.features),
+        "support": {str(fmt): {"ok": found.ok, "reason": found.reason} for fmt, found in result.support},
+        "timings": [
+            {
+                "format": str(timing.format),
+                "shape": list(timing.shape),
+                "seconds": list(timing.seconds),
+                "typical_seconds": timing.typical,
+                "flops_per_second": timing.flops,
+                "ratio_to_fp32": result.ratio(timing),
+            }
+            for timing in result.timings
+        ],
+        "choice": {"preset": result.choice.preset, "reason": result.choice.reason},
+    }

@@ -1,0 +1,1 @@
+"""The PyTorch backend: how a policy runs on torch tensors."""

@@ -1,0 +1,361 @@
+"""Casts in torch that agree with core.rounding bit for bit, on any device, under compile, without a sync.
+
+core.rounding defines the result: which neighbor a number becomes in each mode, what overflow makes of it,
+that a NaN stays the quiet NaN of its sign. Here the same result is made of few elementwise operations.
+
+**Eight exponent bits** (tf32, bf16 and their kin). fp32 has the same exponents, so the numbers of the format
+are the fp32 patterns whose last d = 23 - y bits are zero, subnormals included, and rounding is an addition to
+the pattern followed by a mask; a carry moves into the exponent by itself, and past the last one it is inf.
+
+**Fewer exponent bits** (fp16, fp8 and their kin). Near x the numbers are multiples of the quantum
+
+    q = max(2^E, 2^Emin) * 2^-y          E is read from the exponent bits of x
+
+Multiplication by a power of two is exact, so v = |x| / q is exact, its integer part and its fraction are, and
+(integer part + 0 or 1) * q is. Every quantity is a normal number as long as q >= 2^-126, so a device that
+flushes subnormals changes nothing; formats beyond that (with a bias of their own) take the same road in fp64.
+1 / q is made from exponent bits, because compilers may divide approximately, and never multiply so.
+
+**Why not x.to(torch.bfloat16).to(torch.float32)?** It is a little faster in eager mode, and under
+torch.compile it is the identity: inductor keeps fused values in fp32 and drops the pair of conversions
+(measured on torch 2.13). An emulation made of it would train in fp32 without a word. For the same reason
+`to_native` rounds before it converts when it is compiled.
+
+**Scaling.** A narrow operand is multiplied by a power of two that brings its largest magnitude into the top
+binade of the format. A power of two changes no mantissa, so scaling adds no error of its own, and
+inv_scale = 1 / scale is exact.
+
+Nothing here is differentiable: results are detached, and a layer that casts states its own gradient.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple, get_args
+
+import torch
+from torch import Tensor
+
+from halfstep.core.errors import FormatError, RoundingError, did_you_mean, one_of
+from halfstep.core.formats import Format, Overflow
+from halfstep.core.roles import Operand
+from halfstep.core.rounding import Rounding
+from halfstep.torch.dtypes import dtype_of
+
+_SIGN = -(2**31)
+_MAGNITUDE = 2**31 - 1
+_INF = 0x7F800000
+_NAN = 0x7FC00000
+_WIDENED = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def quantize(
+    x: Tensor,
+    fmt: Format,
+    *,
+    overflow: Overflow,
+    rounding: Rounding = "nearest-even",
+    bits: Tensor | None = None,
+) -> Tensor:
+    """Rounds every element to a number of `fmt`, carried in fp32: the emulated cast.
+
+    `x` is fp32, or bf16 or fp16, which fp32 holds exactly. `bits` is one 32-bit word for each element, in
+    int64, for stochastic rounding only; `random_bits` makes them. A NaN in a format that has none stays NaN
+    here, where core.rounding refuses it: to refuse, the tensor would have to be read.
+    """
+    x = _as_fp32(x, fmt)
+    _check(x, fmt, overflow, rounding, bits)
+    plan = _plan(fmt)
+    if plan.like_fp32:
+        return _round_patterns(x, plan, overflow, rounding, bits)
+    magnitude, nan = _round_quanta(x, plan, overflow, rounding, bits)
+    return _with_sign(magnitude, x, nan, fmt)
+
+
+def to_native(x: Tensor, fmt: Format, *, overflow: Overflow) -> Tensor:
+    """Rounds to nearest, ties to even, into the torch dtype of `fmt`, by the stated rule of overflow.
+
+    Native fp8 casts disagree beyond the largest number: 1000 becomes NaN in e4m3 on torch 2.11, 448 on 2.13.
+    Here torch's conversion gets nothing that is beyond. A NaN stays NaN; its code is torch's choice.
+    """
+    dtype = dtype_of(fmt)
+    hp = _as_fp32(x, fmt)
+    _check(hp, fmt, overflow, "nearest-even", None)
+    if not torch.compiler.is_compiling():
+        if overflow == "saturate":
+            return hp.clamp(-fmt.max, fmt.max).to(dtype)
+        if overflow == "inf" and fmt.bits >= 16:
+            return hp.to(dtype)
+    return quantize(hp, fmt, overflow=overflow).to(dtype)
+
+
+def scale_for(amax: Tensor, fmt: Format) -> Tensor:
+    """The largest power of two that keeps amax * scale <= fmt.max, elementwise, in fp32.
+
+    With amax = m * 2^e and fmt.max = M * 2^E (1 <= m, M < 2) it is 2^(E - e), or half of it where m > M. It
+    is 1 for amax 0, and stays within 2^-126 and 2^126, so that its inverse is a normal number too: below
+    about fmt.max * 2^-126 a tensor no longer fills the format, and nothing is lost to overflow.
+    An amax that is inf or NaN has no scale: it gives NaN, and all that is scaled by it becomes NaN.
+    Saturation would otherwise turn an infinity into a number like any other.
+    """
+    pattern = _as_fp32(amax, fmt).view(torch.int32) & _MAGNITUDE
+    # A pattern is (e + 127) * 2^23 plus the mantissa: the difference of two, floored, is E - e, less one
+    # where m > M.
+    plan = _plan(fmt)
+    top = ((plan.max_exponent + 126) << 23) + int(math.ldexp(plan.largest, 23 - plan.max_exponent))
+    power = (top - pattern) >> 23
+    scale = ((power.clamp(-126, 126) + 127) << 23).view(torch.float32)
+    scale = torch.where(pattern == 0, 1.0, scale)
+    return torch.where(pattern >= _INF, math.nan, scale)
+
+
+def quantize_scaled(
+    x: Tensor,
+    operand: Operand,
+    *,
+    amax: Tensor | None = None,
+    overflow: Overflow = "saturate",
+    rounding: Rounding = "nearest-even",
+    bits: Tensor | None = None,
+    native: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """A matmul operand in a narrow format, and the inv_scale that undoes its scale.
+
+    One scale a tensor (inv_scale is a scalar), or one a row, that is for each index of all dimensions but
+    the last (inv_scale keeps the last with size 1). The scale follows the amax of `x`, unless `amax` is
+    given: it must be for `delayed` operands, where it comes from earlier steps; what is larger overflows by
+    rule.
+    The values are numbers of the format in fp32, or in its torch dtype where `native`; both are the same.
+    """
+    if operand.amax == "delayed" and amax is None:
+        raise RoundingError(
+            f"`{operand.format}:delayed` takes its scale from earlier steps, and no `amax` was given",
+            hint="pass amax=, kept from earlier steps, or use `current`",
+        )
+    hp = _as_fp32(x, operand.format)
+    if amax is None:
+        amax = amax_of(hp, operand)
+    scale = scale_for(amax, operand.format)
+    scaled = hp * scale
+    if native and rounding == "nearest-even" and bits is None:
+        return to_native(scaled, operand.format, overflow=overflow), 1.0 / scale
+    lp = quantize(scaled, operand.format, overflow=overflow, rounding=rounding, bits=bits)
+    return (lp.to(dtype_of(operand.format)) if native else lp), 1.0 / scale
+
+
+def amax_of(x: Tensor, operand: Operand) -> Tensor:
+    """The largest magnitude of the tensor or of each row, as the operand's granularity asks, in fp32."""
+    magnitude = x.detach().abs()
+    if operand.granularity == "row":
+        return magnitude.amax(dim=-1, keepdim=True).float()
+    if magnitude.numel() == 0:
+        return torch.zeros((), device=x.device)
+    return magnitude.amax().float()
+
+
+_MULTIPLIERS = 0xD2511F53, 0xCD9E8D57
+_KEY_STEPS = 0x9E3779B9, 0xBB67AE85
+_WORD = 0xFFFFFFFF
+
+
+def random_bits(
+    shape: int | Sequence[int],
+    *,
+    seed: int,
+    step: int | Tensor,
+    tensor: int,
+    start: int = 0,
+    device: torch.device | str | None = None,
+) -> Tensor:
+    """core.philox.random_bits, word for word, in int64 on a device.
+
+    `step` may be an integer scalar tensor on the device, which is not read; under torch.compile it should be:
+    a Python integer that changes compiles anew at each step.
+    """
+    size = torch.Size([shape] if isinstance(shape, int) else shape)
+    count = size.numel()
+    for name, value, limit in (("seed", seed, 64), ("tensor", tensor, 32), ("start", start, 63)):
+        _within(name, value, limit)
+    if not isinstance(step, Tensor):
+        _within("step", step, 32)
+        step = torch.full((), step, dtype=torch.int64, device=device)
+    elif step.is_floating_point() or step.numel() != 1:
+        raise RoundingError(
+            f"`step` is {step.dtype} of shape {tuple(step.shape)}; random words need one integer",
+            hint="count the steps in a scalar of torch.int64",
+        )
+    first, last = start // 4, -(-(start + count) // 4)
+    block = torch.arange(first, last, dtype=torch.int64, device=device)
+    c0, c1 = block & _WORD, block >> 32
+    c2 = torch.full((), tensor, dtype=torch.int64, device=device)
+    c3 = step.reshape(()).to(torch.int64) & _WORD
+    k0, k1 = seed & _WORD, seed >> 32
+    for _ in range(10):
+        # The products wrap modulo 2^64, and their halves are right whatever the sign.
+        product0, product1 = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]
+        c0, c1 = ((product1 >> 32) & _WORD) ^ c1 ^ k0, product1 & _WORD
+        c2, c3 = ((product0 >> 32) & _WORD) ^ c3 ^ k1, product0 & _WORD
+        k0, k1 = (k0 + _KEY_STEPS[0]) & _WORD, (k1 + _KEY_STEPS[1]) & _WORD
+    lanes = torch.stack((c0, c1, c2, c3), dim=-1)
+    return lanes.reshape(-1)[start - 4 * first :][:count].reshape(size)
+
+
+class _Plan(NamedTuple):
+    """The numbers that a cast to a format is made with."""
+
+    mantissa_bits: int
+    min_exponent: int
+    max_exponent: int
+    largest: float
+    beyond: float  # the number that would follow the largest; what is rounded to it has overflowed
+    like_fp32: bool  # the same exponents as fp32, and the same special values
+    fits_fp32: bool  # quanta, their inverses and `beyond` are normal numbers of fp32
+
+
+def _plan(fmt: Format) -> _Plan:
+    """min_exponent, max_exponent and max of the format once more, from constants, as dynamo must have them.
+
+    fmt.max itself is cached under a lock in Python 3.11, which cannot be traced.
+    """
+    width, y, bias = _constant(fmt.exponent_bits), _constant(fmt.mantissa_bits), _constant(fmt.bias)
+    lowest, highest = 1 - bias, (1 << width) - 1 - bias - (fmt.specials == "ieee")
+    step = math.ldexp(1.0, highest - y)
+    beyond = math.ldexp(2.0, highest) - (step if fmt.specials == "fn" else 0.0)
+    return _Plan(
+        mantissa_bits=y,
+        min_exponent=lowest,
+        max_exponent=highest,
+        largest=beyond - step,
+        beyond=beyond,
+        like_fp32=fmt.specials == "ieee" and (lowest, highest) == (-126, 127),
+        fits_fp32=lowest - y >= -126 and highest < 127,
+    )
+
+
+_INTEGERS = tuple(range(512))
+
+
+def _constant(value: int) -> int:
+    """The same integer. As soon as dynamo meets two formats it makes their fields symbolic, and no shift or
+    dtype can depend on such a one; an index into a tuple makes it a number again, with a guard on it.
+    """
+    return _INTEGERS[value + 256] - 256
+
+
+def _round_patterns(x: Tensor, plan: _Plan, overflow: Overflow, rounding: Rounding, bits: Tensor | None) -> Tensor:
+    """The cast to a format with fp32's exponents, on bit patterns."""
+    pattern = x.view(torch.int32)
+    magnitude = pattern & _MAGNITUDE
+    drop = 23 - plan.mantissa_bits
+    unit, largest = 1 << drop, _INF - (1 << drop)
+    if drop == 0 or rounding == "truncate":
+        rounded = magnitude & -unit
+    elif rounding == "nearest-even":
+        rounded = (magnitude >> drop).bitwise_and_(1).add_(magnitude).add_(unit // 2 - 1).bitwise_and_(-unit)
+    elif bits is None:
+        rounded = (magnitude + unit // 2).bitwise_and_(-unit)
+    else:
+        threshold = (magnitude & (unit - 1)).to(torch.int64) << (32 - drop)
+        rounded = (magnitude & -unit) + (bits < threshold).to(torch.int32) * unit
+    if overflow == "saturate":
+        rounded.clamp_(max=largest)
+    # What went beyond the largest number is an infinity already. A NaN is known by the pattern it had:
+    # rounding may have wrapped 0x7FFFFFFF around to zero.
+    nan = magnitude > _INF
+    if overflow == "nan":
+        nan.logical_or_(rounded > largest)
+    rounded.masked_fill_(nan, _NAN)
+    return rounded.bitwise_or_(pattern & _SIGN).view(torch.float32)
+
+
+def _round_quanta(
+    x: Tensor, plan: _Plan, overflow: Overflow, rounding: Rounding, bits: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Magnitudes of the cast to a format with other exponents than fp32's, and where they are to be NaN."""
+    integers, bias, width = (torch.int32, 127, 23) if plan.fits_fp32 else (torch.int64, 1023, 52)
+    wide = x if plan.fits_fp32 else x.double()
+    magnitude = wide.abs().clamp_(max=plan.largest if overflow == "saturate" else plan.beyond)
+
+    # Patterns of powers of two: 2^max(E, Emin), then the quantum, then its inverse.
+    power = magnitude.view(integers) & ((2 * bias + 1) << width)
+    power.clamp_(min=(plan.min_exponent + bias) << width).sub_(plan.mantissa_bits << width)
+    v = magnitude.mul_((((2 * bias) << width) - power).view(magnitude.dtype))
+    if rounding == "nearest-even":
+        v = v.round_()
+    elif rounding == "truncate":
+        v = v.floor_()
+    else:
+        floor = v.floor()
+        fraction = v.sub_(floor)
+        if bits is None:
+            v = floor.add_(fraction >= 0.5)
+        else:
+            v = floor.add_(bits < (fraction * 2.0**32).to(torch.int64))
+    result = v.mul_(power.view(v.dtype))
+    if overflow == "inf":
+        result.masked_fill_(result > plan.largest, math.inf)
+    # Not (x <= largest) is true of a NaN as well.
+    nan = (result <= plan.largest).logical_not_() if overflow == "nan" else x.isnan()
+    return result.float(), nan
+
+
+def _with_sign(magnitude: Tensor, x: Tensor, nan: Tensor, fmt: Format) -> Tensor:
+    """Magnitudes with the signs of `x` and canonical NaN, as bits, so that no payload passes."""
+    pattern = magnitude.view(torch.int32).masked_fill_(nan, _NAN)
+    sign = x.view(torch.int32) & _SIGN
+    if not fmt.has_negative_zero:
+        # Zero has no sign, and the code of negative zero is the NaN, which therefore has one.
+        sign = sign.masked_fill_(pattern == 0, 0).masked_fill_(nan, _SIGN)
+    return pattern.bitwise_or_(sign).view(torch.float32)
+
+
+def _as_fp32(x: Tensor, fmt: Format) -> Tensor:
+    if x.dtype == torch.float64:
+        raise RoundingError(
+            f"float64 would be rounded twice, to fp32 and then to {fmt}: near a tie, to the wrong number",
+            hint="x.to(torch.float32) accepts the first rounding",
+        )
+    if x.dtype not in _WIDENED:
+        raise RoundingError(
+            f"a cast to {fmt} takes fp32, bf16 or fp16 values, not {x.dtype}",
+            hint="widen an 8-bit float exactly with x.to(torch.float32); integers are not cast by a policy",
+        )
+    return x.detach().to(torch.float32)
+
+
+def _check(x: Tensor, fmt: Format, overflow: Overflow, rounding: Rounding, bits: Tensor | None) -> None:
+    if overflow == "raise":
+        raise RoundingError(
+            "overflow=`raise` is not offered on a device: the tensor would be read at every cast, a sync",
+            hint="core.rounding.cast raises; or state `saturate`, `inf` or `nan` and look at the result",
+        )
+    legal = ["saturate"] + ["inf"] * fmt.has_inf + ["nan"] * fmt.has_nan
+    if overflow not in legal:
+        raise FormatError(
+            f"{fmt} cannot overflow by the rule `{overflow}`; it allows {one_of(legal)}",
+            hint=did_you_mean(str(overflow), legal, otherwise="`saturate` works in every format"),
+        )
+    if rounding not in get_args(Rounding):
+        raise RoundingError(
+            f"unknown rounding `{rounding}`; it is {one_of(get_args(Rounding))}",
+            hint=did_you_mean(str(rounding), get_args(Rounding), otherwise="`nearest-even` is what hardware does"),
+        )
+    if rounding != "stochastic":
+        if bits is not None:
+            raise RoundingError(
+                f"random bits were given, but `{rounding}` uses none",
+                hint="drop `bits`, or ask for rounding=`stochastic`",
+            )
+    elif bits is None or bits.dtype != torch.int64 or bits.shape != x.shape:
+        given = "none" if bits is None else f"{bits.dtype} of shape {tuple(bits.shape)}"
+        raise RoundingError(
+            f"stochastic rounding needs `bits`, torch.int64 of shape {tuple(x.shape)}; given: {given}",
+            hint="random_bits(x.shape, seed=..., step=..., tensor=..., device=x.device) makes them",
+        )
+
+
+def _within(name: str, value: int, bits: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**bits:
+        raise RoundingError(
+            f"`{name}` is {value!r}; random words need an integer from 0 to {2**bits - 1}",
+            hint="all replicas and shards must agree on it",
+        )

@@ -1,0 +1,224 @@
+"""Matmul micro-benchmarks in torch, inside a time budget: what core.choice decides by.
+
+core.ladder says which sizes may be started. Here are the operands and the multiplication as a step has them:
+random numbers (zeros draw less power, and a device runs them faster), tokens x width x 4 width as in an MLP,
+the result in the format of the operands, or in bf16 for fp8. "fp32" is timed as fp32: TF32 is switched off
+for it, on for `tf32`, and left as it was found.
+
+`measure` times the matmul alone, which compares formats. `measure_block` times what a policy makes of it: a
+block of the decoder, forward and backward, with its casts and islands. That is what `policy = "auto"` decides
+by, at the recipe's own shape: on a CPU a bf16 matmul can be faster than an fp32 one and a small block slower.
+"""
+
+import time
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from halfstep.config.model import ModelConfig
+from halfstep.core.choice import Shape, Timing, gain
+from halfstep.core.formats import BF16, E4M3, E5M2, FP16, FP32, TF32, Format, parse
+from halfstep.core.ladder import Clock, Run, climb
+from halfstep.core.precision import Precision
+from halfstep.core.roles import Operand, is_narrow
+from halfstep.torch.cast import to_native
+from halfstep.torch.dtypes import describe, dtype_of, supported
+from halfstep.torch.layers import Layer
+from halfstep.torch.model import Block, rope_tables
+
+__all__ = ["FORMATS", "describe", "devices", "measure", "measure_block", "supported", "version"]
+
+FORMATS = (FP32, TF32, BF16, FP16, E4M3, E5M2)
+"""The formats a probe asks about."""
+# GPT-2's MLP. At 4096 tokens an fp8 matmul takes no longer than its launch (H200), hence four times as many.
+ACCELERATOR_SHAPES: tuple[Shape, ...] = (
+    (256, 256, 1024),
+    (1024, 512, 2048),
+    (4096, 768, 3072),
+    (16384, 768, 3072),
+)
+CPU_SHAPES: tuple[Shape, ...] = (
+    (32, 32, 128),
+    (64, 64, 256),
+    (128, 128, 512),
+    (256, 256, 1024),
+    (512, 512, 2048),
+    (1024, 768, 3072),
+)
+
+
+# A format whose matmuls are this many times slower than fp32's is out of the race: no block need be waited for.
+TOO_SLOW = 4
+
+
+def devices() -> list[str]:
+    """The kinds of device torch finds, the fastest first."""
+    found = ["cuda"] if torch.cuda.is_available() else []
+    found += ["xpu"] if torch.xpu.is_available() else []
+    found += ["mps"] if torch.backends.mps.is_available() else []
+    return [*found, "cpu"]
+
+
+def version() -> str:
+    """The version of torch."""
+    return str(torch.__version__)
+
+
+def measure(
+    device: torch.device | str,
+    formats: Iterable[Format],
+    *,
+    budget: float = 3.0,
+    shapes: Sequence[Shape] | None = None,
+    clock: Clock = time.perf_counter,
+) -> list[Timing]:
+    """Times matmuls in each format, which must be supported, for at most `budget` seconds.
+
+    Starting the device (a CUDA context, the libraries behind it) comes before the clock.
+    """
+    device = torch.device(device)
+    if shapes is None:
+        shapes = CPU_SHAPES if device.type == "cpu" else ACCELERATOR_SHAPES
+    bench = _Bench(device)
+    with warnings.catch_warnings(), torch.no_grad(), _float32_as_found():
+        # torch warns of slow kernels; that they are slow is what the timing says.
+        warnings.simplefilter("ignore")
+        bench.start(FP32, (16, 16, 16))(1)
+        return climb(bench.start, formats, shapes, budget=budget, clock=clock)
+
+
+def measure_block(
+    device: torch.device | str,
+    formats: Iterable[Format],
+    model: ModelConfig,
+    tokens: int,
+    *,
+    budget: float = 3.0,
+    clock: Clock = time.perf_counter,
+) -> list[Timing]:
+    """Times matmuls, and a block of the model forward and backward on as many tokens as `budget` seconds allow."""
+    bench = _Bench(torch.device(device))
+    formats = list(formats)
+
+    def start(fmt: Format, shape: Shape) -> Run:
+        return bench.start_block(fmt, model, shape[0])
+
+    # A block of few tokens is mostly launches, which say nothing of how slow a format's matmuls are: these come
+    # first, and where no block in the format can be afforded, they are the answer.
+    matmuls = measure(device, formats, budget=budget / 3, clock=clock)
+    gains = {fmt: found.ratio for fmt in formats if (found := gain(matmuls, fmt)) is not None}
+    fast = [fmt for fmt, ratio in gains.items() if ratio > 1 / TOO_SLOW]
+    ladder = [(tokens >> halves, model.width, model.size_of_mlp) for halves in range(20) if tokens >> halves >= 8]
+    with warnings.catch_warnings(), _float32_as_found():
+        warnings.simplefilter("ignore")
+        for fmt in fast:
+            start(fmt, ladder[-1])(1)  # the first backward of a process takes longer than all that is timed
+        blocks = climb(
+            start,
+            fast,
+            ladder[::-1],
+            budget=budget * 2 / 3,
+            clock=clock,
+            work="training steps of a block",
+            slowest={fmt: max(2.0, 2 / ratio) for fmt, ratio in gains.items()},
+        )
+    return [*matmuls, *blocks]
+
+
+class _Bench:
+    """Makes and multiplies operands on one device."""
+
+    def __init__(self, device: torch.device):
+        self.device = device
+        self.generator = torch.Generator(device).manual_seed(0)
+
+    def start(self, fmt: Format, shape: Shape) -> Run:
+        """Operands, and what multiplies them so many times and waits."""
+        m, k, n = shape
+        a, b = self._random(m, k), self._random(n, k).t()
+        if is_narrow(fmt):
+            multiply = _fp8(a, b, fmt)
+        else:
+            # TF32 is a way to multiply fp32 tensors.
+            dtype = torch.float32 if fmt == TF32 else dtype_of(fmt)
+            multiply = _plain(a.to(dtype), b.to(dtype))
+
+        def run(count: int) -> None:
+            _set_tf32(self.device, fmt == TF32)
+            for _ in range(count):
+                multiply()
+            _wait(self.device)
+
+        _wait(self.device)
+        return run
+
+    def start_block(self, fmt: Format, model: ModelConfig, tokens: int) -> Run:
+        """A block with fp32 masters, and what trains it so many times and waits."""
+        context = min(model.context, tokens)
+        batch = tokens // context
+        block = Block(model).to(self.device)
+        precision = Precision(compute=fmt, operand=Operand(fmt), grad=fmt, grad_operand=Operand(fmt))
+        for module in block.modules():
+            if isinstance(module, Layer):
+                module.precision = precision
+        for parameter in block.parameters():
+            torch.nn.init.normal_(parameter, std=0.02, generator=self.generator)
+        x = self._random(batch * context, model.width).view(batch, context, -1).to(dtype_of(fmt)).requires_grad_()
+        g = torch.ones_like(x)
+        angles = tuple(table[:context].to(self.device) for table in rope_tables(model))
+
+        def run(count: int) -> None:
+            _set_tf32(self.device, False)
+            for _ in range(count):
+                y, _ = block(x, x, None, angles)
+                y.backward(g)
+                block.zero_grad(set_to_none=True)
+            _wait(self.device)
+
+        _wait(self.device)
+        return run
+
+    def _random(self, rows: int, columns: int) -> Tensor:
+        return torch.randn(rows, columns, device=self.device, generator=self.generator)
+
+
+def _plain(a: Tensor, b: Tensor) -> Callable[[], Tensor]:
+    return lambda: a @ b
+
+
+def _fp8(a: Tensor, b: Tensor, fmt: Format) -> Callable[[], Tensor]:
+    # A gradient in e5m2 meets a weight in e4m3: no hardware multiplies two e5m2.
+    other = parse("e4m3fnuz") if fmt.specials == "fnuz" else E4M3
+    lp_a, lp_b = to_native(a, fmt, overflow="saturate"), to_native(b, other, overflow="saturate")
+    one = torch.ones((), device=a.device)
+    tensorwise = functional.ScalingType.TensorWise
+    return lambda: functional.scaled_mm(lp_a, lp_b, one, tensorwise, one, tensorwise)
+
+
+def _wait(device: torch.device) -> None:
+    match device.type:
+        case "cuda":
+            torch.cuda.synchronize(device)
+        case "xpu":
+            torch.xpu.synchronize(device)
+        case "mps":
+            torch.mps.synchronize()
+
+
+def _set_tf32(device: torch.device, on: bool) -> None:
+    if device.type == "cuda":
+        torch.backends.cuda.matmul.fp32_precision = "tf32" if on else "ieee"
+
+
+@contextmanager
+def _float32_as_found() -> Iterator[None]:
+    """Puts the process's own choice about TF32 back."""
+    found = torch.backends.cuda.matmul.fp32_precision
+    try:
+        yield
+    finally:
+        torch.backends.cuda.matmul.fp32_precision = found

@@ -1,0 +1,256 @@
+"""The reference decoder in PyTorch: parameters named and shaped as `halfstep.config.model` lists them.
+
+One block, with every switch on (each is off or plain unless the recipe says so):
+
+    x <- mix[0] x + mix[1] x0                     embedding shortcut: x0 is the embedded token
+    x <- x + attn_scale * attention(norm(x))      values mixed with the first block's; queries and keys normalized
+    x <- x + mlp_scale * mlp(norm(x))             down(gelu(up x)), down(relu(up x)^2), down(silu(gate x) * up x)
+
+U-net skips add the output of block i, times a learned weight, to the input of block layers - 1 - i. The
+residual stream is in the compute format; norms, softmax and the loss are islands (layers.py).
+
+Shapes: B batch, T tokens of a sequence, D width, H heads, K features of a head, V vocabulary.
+"""
+
+from collections.abc import Iterator
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from halfstep.config.model import ModelConfig, module_names, parameter_shapes
+from halfstep.config.weights import initial_weights
+from halfstep.torch.layers import (
+    CastedLinear,
+    Layer,
+    Norm,
+    attention,
+    cross_entropy,
+    enter,
+    linear,
+    rms_norm,
+    rotate,
+    rounded,
+)
+
+
+class Decoder(Layer):
+    """A decoder-only transformer."""
+
+    cos_TK: Tensor
+    sin_TK: Tensor
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        self.config = config
+        self.embed = Embedding(config.vocabulary, config.width)
+        self.positions = Embedding(config.context, config.width) if config.positions == "learned" else None
+        self.embed_norm = _norm(config) if config.embedding_norm else None
+        self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
+        self.skip_weights = _maybe(config.num_skips > 0, config.num_skips, config.width)
+        self.final_norm = _norm(config)
+        self.lm_head = Head(config)
+        cos_TK, sin_TK = rope_tables(config)
+        self.register_buffer("cos_TK", cos_TK, persistent=False)
+        self.register_buffer("sin_TK", sin_TK, persistent=False)
+        assert {name: tuple(p.shape) for name, p in self.named_parameters()} == parameter_shapes(config)
+
+    def forward(self, tokens_BT: Tensor) -> Tensor:
+        """Logits for the token after each, in the head's compute format, before the softcap."""
+        config, casts = self.config, self.casts
+        x_BTD = self.embed(tokens_BT)
+        if self.positions is not None:
+            x_BTD = rounded(x_BTD + self.positions.rows(tokens_BT.shape[1]), casts)
+        if self.embed_norm is not None:
+            x_BTD = self.embed_norm(x_BTD)
+        x0_BTD, first_values = x_BTD, None
+        skips: list[Tensor] = []
+        angles = (self.cos_TK[: tokens_BT.shape[1]], self.sin_TK[: tokens_BT.shape[1]])
+        for layer, block in enumerate(self.blocks):
+            mirror = config.layers - 1 - layer
+            if self.skip_weights is not None and mirror < config.num_skips:
+                weight_D = enter(self.skip_weights[mirror], casts)
+                x_BTD = rounded(x_BTD + rounded(weight_D * skips[mirror], casts), casts)
+            x_BTD, values = block(x_BTD, x0_BTD, first_values, angles)
+            first_values = values if first_values is None else first_values
+            if layer < config.num_skips:
+                skips.append(x_BTD)
+        return self.lm_head(self.final_norm(x_BTD), self.embed.weight)  # type: ignore[no-any-return]
+
+    def loss(self, tokens_BT: Tensor, targets_BT: Tensor) -> Tensor:
+        """The sum over all targets of the negative log-likelihood, in the loss format."""
+        return cross_entropy(self(tokens_BT), targets_BT, self.casts, self.config.softcap)
+
+    def capped(self, logits: Tensor) -> Tensor:
+        """Logits as the loss sees them: in fp32, after the softcap."""
+        cap = self.config.softcap
+        return cap * torch.tanh(logits.float() / cap) if cap else logits.float()
+
+    def module_names(self) -> list[str]:
+        """The names that rules match."""
+        return module_names(self.config)
+
+    @torch.no_grad()
+    def initialize(self, seed: int) -> None:
+        """Sets every parameter to its first value, the same on every backend."""
+        parameters = dict(self.named_parameters())
+        for name, value in initial_weights(self.config, seed):
+            parameters[name].copy_(torch.from_numpy(value))
+
+    def matrices(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """The matrices inside blocks, which Muon updates."""
+        for name, parameter in self.named_parameters():
+            if name.startswith("blocks.") and parameter.ndim == 2 and name.endswith(".weight"):
+                yield name, parameter
+
+
+class Block(Layer):
+    """Attention and MLP, each added to the residual stream."""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        shortcut = {"none": (), "scalar": (2,), "channel": (2, config.width)}[config.embedding_shortcut]
+        self.residual_mix = _maybe(bool(shortcut), *shortcut)
+        self.attn_norm = _norm(config)
+        self.attn = Attention(config)
+        self.attn_scale = _maybe(config.branch_scale, config.width)
+        self.mlp_norm = _norm(config)
+        self.mlp = MLP(config)
+        self.mlp_scale = _maybe(config.branch_scale, config.width)
+
+    def forward(
+        self, x_BTD: Tensor, x0_BTD: Tensor, first_values: Tensor | None, angles: tuple[Tensor, Tensor]
+    ) -> tuple[Tensor, Tensor]:
+        """The stream after the block, and the values of its attention."""
+        casts = self.casts
+        if self.residual_mix is not None:
+            mix = enter(self.residual_mix, casts)
+            x_BTD = rounded(rounded(mix[0] * x_BTD, casts) + rounded(mix[1] * x0_BTD, casts), casts)
+        y_BTD, values = self.attn(self.attn_norm(x_BTD), first_values, angles)
+        x_BTD = self._add(x_BTD, y_BTD, self.attn_scale)
+        return self._add(x_BTD, self.mlp(self.mlp_norm(x_BTD)), self.mlp_scale), values
+
+    def _add(self, x_BTD: Tensor, y_BTD: Tensor, scale_D: Tensor | None) -> Tensor:
+        casts = self.casts
+        y_BTD = enter(y_BTD, casts)
+        if scale_D is not None:
+            y_BTD = rounded(enter(scale_D, casts) * y_BTD, casts)
+        return rounded(enter(x_BTD, casts) + y_BTD, casts)
+
+
+class Attention(Layer):
+    """Causal self-attention."""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        self.config = config
+        head = config.size_of_head
+        self.q = CastedLinear(config.width, config.heads * head, config.bias)
+        self.k = CastedLinear(config.width, config.num_kv_heads * head, config.bias)
+        self.v = CastedLinear(config.width, config.num_kv_heads * head, config.bias)
+        self.value_mix = _maybe(config.value_residual)
+        self.q_norm = HeadNorm(head, config.qk_norm == "gain") if config.qk_norm != "none" else None
+        self.k_norm = HeadNorm(head, config.qk_norm == "gain") if config.qk_norm != "none" else None
+        self.q_gain = _maybe(config.q_gain, config.heads)
+        self.o = CastedLinear(config.heads * head, config.width, config.bias)
+
+    def forward(
+        self, x_BTD: Tensor, first_values: Tensor | None, angles: tuple[Tensor, Tensor]
+    ) -> tuple[Tensor, Tensor]:
+        """What attention adds to the stream, and its values before they were mixed."""
+        casts = self.casts
+        q_BHTK, k_BHTK, v_BHTK = (self._heads(layer(x_BTD)) for layer in (self.q, self.k, self.v))
+        values = v_BHTK
+        if self.value_mix is not None and first_values is not None:
+            mix = enter(self.value_mix, casts)
+            v_BHTK = rounded(v_BHTK + rounded(mix * rounded(first_values - v_BHTK, casts), casts), casts)
+        if self.q_norm is not None and self.k_norm is not None:
+            q_BHTK, k_BHTK = self.q_norm(q_BHTK), self.k_norm(k_BHTK)
+        if self.config.positions == "rotary":
+            q_BHTK, k_BHTK = rotate(q_BHTK, *angles, casts), rotate(k_BHTK, *angles, casts)
+        if self.q_gain is not None:
+            q_BHTK = rounded(q_BHTK * enter(self.q_gain, casts)[:, None, None], casts)
+        y_BHTK = attention(q_BHTK, k_BHTK, v_BHTK, casts)
+        return self.o(y_BHTK.transpose(1, 2).flatten(2)), values
+
+    def _heads(self, x_BTD: Tensor) -> Tensor:
+        return x_BTD.unflatten(-1, (-1, self.config.size_of_head)).transpose(1, 2)
+
+
+class MLP(Layer):
+    """Two or three matmuls around a nonlinearity."""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        self.kind = config.mlp
+        self.up = CastedLinear(config.width, config.size_of_mlp, config.bias)
+        self.gate = CastedLinear(config.width, config.size_of_mlp, config.bias) if config.mlp == "swiglu" else None
+        self.down = CastedLinear(config.size_of_mlp, config.width, config.bias)
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        """What the MLP adds to the stream."""
+        casts = self.casts
+        hidden = enter(self.up(x_BTD), casts)
+        if self.gate is not None:
+            hidden = rounded(rounded(F.silu(enter(self.gate(x_BTD), casts)), casts) * hidden, casts)
+        elif self.kind == "relu2":
+            hidden = rounded(F.relu(hidden).square(), casts)
+        else:
+            hidden = rounded(F.gelu(hidden, approximate="tanh"), casts)
+        return self.down(hidden)  # type: ignore[no-any-return]
+
+
+class Embedding(Layer):
+    """Rows of a table, looked up and cast to the compute format."""
+
+    def __init__(self, count: int, width: int):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(count, width))
+
+    def forward(self, index: Tensor) -> Tensor:
+        """The rows of the index."""
+        return enter(F.embedding(index, self.weight), self.casts)
+
+    def rows(self, count: int) -> Tensor:
+        """The first rows, for positions."""
+        return enter(self.weight[:count], self.casts)
+
+
+class Head(Layer):
+    """The output head: its own matrix, or the embedding's."""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        self.weight = None if config.tied else nn.Parameter(torch.empty(config.vocabulary, config.width))
+
+    def forward(self, x_BTD: Tensor, tied: Tensor) -> Tensor:
+        """Logits."""
+        return linear(x_BTD, tied if self.weight is None else self.weight, None, self.casts)
+
+
+class HeadNorm(Layer):
+    """Root-mean-square normalization of each head's features."""
+
+    def __init__(self, features: int, gain: bool):
+        super().__init__()
+        self.weight = _maybe(gain, features)
+
+    def forward(self, x_BHTK: Tensor) -> Tensor:
+        """The normalized heads."""
+        return rms_norm(x_BHTK, self.weight, self.casts)
+
+
+def rope_tables(config: ModelConfig) -> tuple[Tensor, Tensor]:
+    """cos and sin of position * base^(-2i/K), twice side by side; angles in fp64, tables in fp32."""
+    half = config.size_of_head // 2
+    rates = config.rope_base ** -(torch.arange(half, dtype=torch.float64) / half)
+    angles = torch.outer(torch.arange(config.context, dtype=torch.float64), rates).repeat(1, 2)
+    return angles.cos().float(), angles.sin().float()
+
+
+def _norm(config: ModelConfig) -> Norm:
+    return Norm(config.width, config.norm, config.norm_gain, config.bias)
+
+
+def _maybe(wanted: bool, *shape: int) -> nn.Parameter | None:
+    return nn.Parameter(torch.empty(shape)) if wanted else None

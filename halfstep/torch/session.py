@@ -1,0 +1,191 @@
+"""What the training loop calls: one run on torch, in numpy arrays and Python numbers.
+
+`halfstep.training.loop` knows no framework. It opens the session of a backend, hands it micro-batches of tokens,
+and reads results when it wants to print them. Each backend has this file with this class.
+"""
+
+import resource
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from halfstep.config.run import OptimizerConfig, RunConfig
+from halfstep.core.devices import Device
+from halfstep.core.policy import Policy
+from halfstep.torch.apply import apply, set_precision
+from halfstep.torch.dtypes import describe
+from halfstep.torch.model import Decoder
+from halfstep.torch.optim import AdamW, Muon, Optimizer
+from halfstep.torch.state import Stored, load_state, restored, state_of, stored
+from halfstep.torch.step import Run, StepResult
+
+Tokens = NDArray[np.int32]
+# (updates applied so far, array namespace) -> what the learning rates are multiplied by, on the device
+Schedule = Callable[[Any, Any], Any]
+
+version = torch.__version__
+
+
+def default_device() -> str:
+    """The device a run uses when none is named."""
+    if torch.cuda.is_available():
+        return "cuda"
+    return "mps" if torch.backends.mps.is_available() else "cpu"
+
+
+class Session:
+    """A model, its optimizers and a policy on one device."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        policy: Policy,
+        device: str | None = None,
+        schedule: Schedule | None = None,
+    ):
+        self.config = config
+        self.schedule = schedule
+        self.policy = policy
+        self.device = torch.device(device or default_device())
+        self._pin_matmuls()
+        torch.manual_seed(config.seed)
+        self.model = Decoder(config.model)
+        self.model.initialize(config.seed)
+        self.model.to(self.device)
+        self.applied = apply(self.model, policy, self.model.module_names())
+        optimizers = build_optimizers(self.model, config.optimizer, policy, self.applied.masters, config.seed)
+        self.run = Run(self.model, optimizers, policy, config.training.clip_norm)
+        self._loss = torch.compile(self.model.loss) if config.training.compile else self.model.loss
+
+    @property
+    def description(self) -> Device:
+        """The hardware."""
+        return describe(self.device)
+
+    @property
+    def asynchronous(self) -> bool:
+        """Whether `step` returns before the step is done."""
+        return self.device.type != "cpu"
+
+    def step(self, micro_batches: Tokens) -> StepResult:
+        """One update from tokens of shape (micro-batches, batch, context + 1). Waits for nothing."""
+        if self.schedule is not None:
+            self.rate = self.schedule(self.run.applied, torch)
+            for optimizer in self.run.optimizers:
+                optimizer.set_factor(self.rate)
+        tokens = self._to_device(micro_batches)
+        return self.run.step(self._sum_and_count, tokens.unbind())
+
+    def read(self, result: StepResult) -> dict[str, float]:
+        """A step's numbers; waits for the device once."""
+        names = ("loss", "skipped", "scale", "grad_norm", "stuck")
+        values = torch.stack([getattr(result, name).float() for name in names]).tolist()
+        read = dict(zip(names, values, strict=True))
+        if read.pop("stuck"):
+            self.run.check(result)
+        return read
+
+    @torch.no_grad()
+    def evaluate(self, batches: Iterable[Tokens]) -> tuple[float, int]:
+        """The sum of losses over batches, and the number of tokens, in the policy's evaluation form."""
+        evaluated = self.policy.evaluation()
+        if evaluated != self.policy:
+            set_precision(self.model, evaluated, self.model.module_names())
+        total = torch.zeros((), dtype=torch.float64 if self.device.type != "mps" else torch.float32)
+        total, count = total.to(self.device), 0
+        for batch in batches:
+            tokens = self._to_device(batch)
+            total += self._loss(tokens[:, :-1], tokens[:, 1:])
+            count += batch[:, 1:].size
+        if evaluated != self.policy:
+            set_precision(self.model, self.policy, self.model.module_names())
+        return float(total), count
+
+    @torch.no_grad()
+    def generate(self, prompt: list[int], count: int, temperature: float, top_k: int, seed: int) -> Iterator[int]:
+        """Tokens that follow a prompt, one at a time."""
+        generator = torch.Generator(device="cpu").manual_seed(seed)
+        tokens = list(prompt)
+        for _ in range(count):
+            window = torch.tensor([tokens[-self.config.model.context :]], device=self.device)
+            logits = self.model.capped(self.model(window)[0, -1]).cpu()
+            if temperature == 0:
+                tokens.append(int(logits.argmax()))
+            else:
+                if top_k:
+                    kept = logits.topk(min(top_k, logits.numel())).values[-1]
+                    logits = logits.masked_fill(logits < kept, -float("inf"))
+                chances = torch.softmax(logits / temperature, dim=-1)
+                tokens.append(int(torch.multinomial(chances, 1, generator=generator)))
+            yield tokens[-1]
+
+    def state(self) -> dict[str, Stored]:
+        """Everything that the next step depends on."""
+        return {name: stored(tensor) for name, tensor in state_of(self.run).items()}
+
+    def load(self, state: Mapping[str, Stored]) -> None:
+        """Puts a state back, or refuses it whole."""
+        load_state(self.run, {name: restored(record) for name, record in state.items()})
+
+    def load_weights(self, state: Mapping[str, Stored]) -> None:
+        """Takes the weights of a state and leaves the rest: for evaluation and sampling."""
+        weights = {k.removeprefix("model."): restored(v) for k, v in state.items() if k.startswith("model.")}
+        self.model.load_state_dict(weights)
+
+    def memory(self) -> int:
+        """The most bytes held so far: of the device's allocator, or of the process on a CPU."""
+        if self.device.type == "cuda":
+            return torch.cuda.max_memory_allocated(self.device)
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return peak if sys.platform == "darwin" else peak * 1024  # macOS counts bytes, Linux kilobytes
+
+    def _sum_and_count(self, tokens: Tensor) -> tuple[Tensor, float]:
+        return self._loss(tokens[:, :-1], tokens[:, 1:]), float(tokens[:, 1:].numel())
+
+    def _to_device(self, tokens: Tokens) -> Tensor:
+        tensor = torch.from_numpy(np.ascontiguousarray(tokens))
+        if self.device.type == "cuda":
+            tensor = tensor.pin_memory().to(self.device, non_blocking=True)
+        return tensor.to(self.device, torch.int64)
+
+    def _pin_matmuls(self) -> None:
+        """fp32 is fp32, and fp16 and bf16 matmuls sum in fp32: torch's defaults allow less."""
+        torch.set_float32_matmul_precision("highest")
+        if self.device.type == "cuda":
+            torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+            torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
+
+
+def build_optimizers(
+    model: Decoder, config: OptimizerConfig, policy: Policy, masters: Mapping[str, object], seed: int
+) -> list[Optimizer]:
+    """AdamW for all, or Muon for the matrices inside blocks and AdamW for the rest, of which matrices alone decay."""
+    formats: dict[str, Any] = {"masters": masters, "moments": policy.moments, "seed": seed}
+    named = list(model.named_parameters())
+    built: list[Optimizer] = []
+    if config.name == "muon":
+        matrices = list(model.matrices())
+        muon = Muon(
+            [{"params": matrices}],
+            lr=config.muon_rate,
+            momentum=config.muon_momentum,
+            iteration=policy.compute.format,
+            **formats,
+        )
+        built.append(muon)
+        taken = {name for name, _ in matrices}
+        named = [(name, p) for name, p in named if name not in taken]
+    decaying = [(name, p) for name, p in named if p.ndim >= 2]
+    steady = [(name, p) for name, p in named if p.ndim < 2]
+    groups = [
+        {"params": params, "weight_decay": decay}
+        for params, decay in ((decaying, config.weight_decay), (steady, 0.0))
+        if params
+    ]
+    built.append(AdamW(groups, lr=config.rate, betas=config.betas, eps=config.epsilon, **formats))
+    return built

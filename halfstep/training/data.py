@@ -1,0 +1,95 @@
+"""From `data.source` to tokens.
+
+    corpus      what a corpus is, and which documents are held out
+    text        text files as documents of bytes
+    shards      token shards, memory-mapped
+    batches     which tokens an update sees: a function of seed and step; validation; the bigram yardstick
+    prefetch    the next batches, made while the device works
+
+`load_corpus` decides by what the source *is*, never by what would happen to work: a name ending in .bin is
+token shards, a folder that holds such files directly is a folder of token shards, and neither falls back to
+text when a shard is damaged.
+"""
+
+import glob
+from pathlib import Path
+
+from halfstep.core.errors import did_you_mean
+from halfstep.training.batches import Batches, bigram_bits, validation_batches
+from halfstep.training.corpus import Corpus, DataError, Tokens, from_documents
+from halfstep.training.prefetch import Prefetch
+from halfstep.training.shards import shards_corpus
+from halfstep.training.text import file_documents, folder_documents, glob_documents, stdlib_documents
+
+__all__ = [
+    "Batches",
+    "Corpus",
+    "DataError",
+    "Prefetch",
+    "Tokens",
+    "bigram_bits",
+    "load_corpus",
+    "validation_batches",
+]
+
+STDLIB = "stdlib"
+
+
+def load_corpus(source: str, validation: float, vocabulary: int) -> Corpus:
+    """The corpus at a source, with the share `validation` of it held out.
+
+    `source` is `stdlib`, or names a text file, a folder of text, token shards (`*.bin`), a folder of them, or
+    a glob of either. Files that share the name `stdlib` are reached as `./stdlib`.
+    """
+    if source == STDLIB:
+        documents, told = stdlib_documents()
+        return from_documents(documents, validation, vocabulary, source, told)
+    path = Path(source).expanduser()
+    if not source or not _exists(path, source):
+        matched = sorted(Path(match) for match in glob.glob(str(path), recursive=True)) if source else []
+        if not matched:
+            raise _missing(source, path)
+        return _load_several(matched, validation, vocabulary, source)
+    if path.is_dir():
+        if shards := sorted(path.glob("*.bin")):
+            return shards_corpus(shards, validation, vocabulary, source)
+        documents, told = folder_documents(path)
+    elif path.suffix == ".bin":
+        return shards_corpus([path], validation, vocabulary, source)
+    else:
+        documents, told = file_documents(path)
+    return from_documents(documents, validation, vocabulary, source, told)
+
+
+def _load_several(paths: list[Path], validation: float, vocabulary: int, source: str) -> Corpus:
+    shards = [path for path in paths if path.suffix == ".bin"]
+    if shards and len(shards) < len(paths):
+        other = next(path for path in paths if path not in shards)
+        raise DataError(
+            f"`{source}` matches token shards (`{shards[0]}`) and other files (`{other}`)",
+            hint="shards and text are not mixed: use a glob that matches one kind, as `folder/*.bin`",
+        )
+    if shards:
+        return shards_corpus(shards, validation, vocabulary, source)
+    documents, told = glob_documents(paths, source)
+    return from_documents(documents, validation, vocabulary, source, told)
+
+
+def _exists(path: Path, source: str) -> bool:
+    try:
+        return path.exists()
+    except OSError as error:  # a folder on the way may not be entered, or the name is too long
+        raise DataError(f"`{source}` cannot be read: {error.strerror or error}") from None
+
+
+def _missing(source: str, path: Path) -> DataError:
+    otherwise = "`stdlib` needs no download; else a text file, a folder of text, or token shards (`*.bin`)"
+    if not source:
+        return DataError("data.source is empty", hint=otherwise)
+    if glob.has_magic(source):
+        return DataError(f"no file matches `{source}`", hint=otherwise)
+    beside = {STDLIB: STDLIB} if path.parent == Path() else {}
+    if path.parent.is_dir():
+        beside |= {entry.name: str(entry) for entry in path.parent.iterdir()}
+    hint = did_you_mean(path.name, beside, otherwise)
+    return DataError(f"there is no file or folder `{source}`", hint=hint)

@@ -1,0 +1,176 @@
+"""events.jsonl: what happened in a run, one JSON object a line, appended and never rewritten.
+
+Every line has `event`, its kind, and `time`, Unix seconds. The kinds and their fields:
+
+    start        halfstep (version), config (table), policy (text), choice ({preset, reason} or null),
+                 backend ({name, version}), device ({kind, name}), parameters, tokens_per_step,
+                 resumed_from (step or null),
+                 data ({description, digest, train_tokens, validation_tokens, bigram_bits})
+    step         step, loss, tokens (so far), seconds (so far), tokens_per_second, learning_rate,
+                 grad_norm, scale, skipped (steps so far), memory (bytes)
+    validation   step, loss, bits_per_byte (or null), tokens
+    checkpoint   step, path, seconds, bytes
+    warning      message
+    stop         step, reason
+    end          step, seconds, loss, validation_loss, bits_per_byte, tokens_per_second
+
+`step` counts updates done: the first is 1. Losses are nats a token. A resumed run appends to the same file,
+from a new `start` on; steps between its `resumed_from` and the kill then occur twice, and the later line
+counts.
+
+JSON has no infinities and no NaN, so they are the texts "nan", "inf" and "-inf"; a text that is one of these
+three words is written with an apostrophe in front ("'nan"), and one more where it has some already, so that
+everything reads back as what it was.
+
+A line is flushed as soon as it is written. A killed writer can leave one unfinished line at the end: readers
+pass over it and the next writer removes it. An unreadable line anywhere else is damage, and an error.
+"""
+
+import json
+import math
+import os
+import re
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, final
+
+import numpy as np
+
+from halfstep.core.errors import HalfstepError
+
+_WORD = re.compile(r"'*(nan|inf|-inf)")
+
+
+class EventsError(HalfstepError):
+    """An events file that cannot be written or read."""
+
+
+@final
+class Events:
+    """The writer of an events file. A context manager; one writer a file."""
+
+    def __init__(self, path: Path, *, clock: Callable[[], float] = time.time):
+        self.path = path
+        self._clock = clock
+        try:
+            _remove_torn_line(path)
+            self._file = open(path, "ab")  # noqa: SIM115 - closed by close()
+        except OSError as error:
+            raise EventsError(
+                f"events cannot be written to `{path}`: {error.strerror or error}",
+                hint="choose a run folder that can be written with `--out`",
+            ) from None
+
+    def write(self, kind: str, /, **fields: Any) -> None:
+        """Appends one event, and flushes it."""
+        if taken := {"event", "time"} & fields.keys():
+            raise ValueError(f"`{taken.pop()}` is a field of every event and cannot be given")
+        line = {"event": kind, "time": self._clock()} | {
+            name: _encode(value, f"{kind}.{name}") for name, value in fields.items()
+        }
+        text = json.dumps(line, ensure_ascii=False, allow_nan=False)
+        # Half a surrogate pair, as in an odd file name, has no UTF-8; this makes it JSON's own \ud800.
+        self._file.write(text.encode("utf-8", errors="backslashreplace") + b"\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        """Closes the file. Idempotent."""
+        self._file.close()
+
+    def __enter__(self) -> "Events":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def read_events(path: Path) -> list[dict[str, Any]]:
+    """The events of a file, oldest first, without an unfinished last line."""
+    try:
+        content = Path(path).read_bytes()
+    except OSError as error:
+        raise EventsError(f"events cannot be read from `{path}`: {error.strerror or error}") from None
+    *lines, last = content.split(b"\n")
+    events = [_parse(line, f"{path}:{number}") for number, line in enumerate(lines, 1)]
+    return [*events, _parse(last, f"{path}:{len(events) + 1}")] if _is_whole(last) else events
+
+
+def _parse(line: bytes, place: str) -> dict[str, Any]:
+    try:
+        event = json.loads(line, parse_constant=_refuse_constant)
+    except (ValueError, RecursionError) as error:  # JSONDecodeError and UnicodeDecodeError among them
+        raise _damaged(place, f"not JSON ({error})") from None
+    if not isinstance(event, dict) or not isinstance(event.get("event"), str):
+        raise _damaged(place, "no object with an `event`")
+    return {name: _decode(value) for name, value in event.items()}
+
+
+def _damaged(place: str, said: str) -> EventsError:
+    return EventsError(
+        f"{place}: this line is {said}",
+        hint="a line before the last is damaged; repair or remove it by hand, nothing is guessed",
+    )
+
+
+def _refuse_constant(name: str) -> float:
+    raise ValueError(f"{name} is no JSON")
+
+
+def _is_whole(line: bytes) -> bool:
+    """Whether a line without its newline is an event: a part of an object never parses."""
+    try:
+        _parse(line, "")
+    except EventsError:
+        return False
+    return True
+
+
+def _remove_torn_line(path: Path) -> None:
+    """Makes the file end in a newline, or be empty."""
+    if not path.exists():
+        return
+    content = path.read_bytes()
+    kept = content.rfind(b"\n") + 1
+    tail = content[kept:]
+    if not tail:
+        return
+    with open(path, "r+b") as file:
+        if _is_whole(tail):
+            file.seek(0, os.SEEK_END)
+            file.write(b"\n")
+        else:
+            file.truncate(kept)
+
+
+def _encode(value: Any, place: str) -> Any:
+    """A value as JSON has it. What lives on a device is refused: writing it would wait for the device."""
+    if isinstance(value, np.generic):
+        value = value.item()
+    if isinstance(value, float) and not math.isfinite(value):
+        return "nan" if math.isnan(value) else "inf" if value > 0 else "-inf"
+    if isinstance(value, str):
+        return f"'{value}" if _WORD.fullmatch(value) else value
+    if value is None or isinstance(value, bool | int | float):
+        return value
+    if isinstance(value, Mapping):
+        return {_key(key, place): _encode(item, f"{place}.{key}") for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_encode(item, f"{place}[{index}]") for index, item in enumerate(value)]
+    raise TypeError(f"{place} is a {type(value).__name__}; an event holds numbers, texts, lists and tables")
+
+
+def _key(key: Any, place: str) -> str:
+    if not isinstance(key, str):
+        raise TypeError(f"{place} has the key {key!r}; keys are texts")
+    return key
+
+
+def _decode(value: Any) -> Any:
+    if isinstance(value, str) and _WORD.fullmatch(value):
+        return value[1:] if value.startswith("'") else float(value)
+    if isinstance(value, dict):
+        return {name: _decode(item) for name, item in value.items()}
+    if isinstance(value, list):
+        return [_decode(item) for item in value]
+    return value

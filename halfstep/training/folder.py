@@ -1,0 +1,91 @@
+"""The folder of a run, and which runs may go on in it.
+
+    run.toml          the resolved configuration
+    events.jsonl      what happened, append-only
+    checkpoints/      step-NNNNNN/
+    report.html       written at the end
+
+A folder belongs to one run. A new run refuses a folder that holds one; a resumed run must be the same run:
+the same configuration but for how long it trains and how often it looks and saves, and the same policy.
+"""
+
+import dataclasses
+import os
+from pathlib import Path
+from typing import Any
+
+from halfstep.config.load import load, to_toml
+from halfstep.config.run import RunConfig
+from halfstep.core.errors import ConfigError
+
+CONFIG, EVENTS, CHECKPOINTS, REPORT = "run.toml", "events.jsonl", "checkpoints", "report.html"
+# What may differ between a run and its continuation: none of these changes an update that was made.
+FREE = {
+    "title",
+    "training.validate_every",
+    "training.validation_tokens",
+    "training.save_every",
+    "training.compile",
+}
+
+
+def create(folder: Path, config: RunConfig) -> None:
+    """Makes the folder of a new run and writes its configuration."""
+    if (folder / CONFIG).exists() or (folder / EVENTS).exists():
+        raise ConfigError(
+            f"`{folder}` already holds a run",
+            hint="go on with it by --resume, or name another folder by --out",
+        )
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        _write(folder / CONFIG, to_toml(config))
+    except OSError as error:
+        raise ConfigError(
+            f"`{folder}` cannot be written: {error.strerror}", hint="name another folder by --out"
+        ) from None
+
+
+def reopen(folder: Path, config: RunConfig) -> None:
+    """Checks that a configuration continues the run in a folder."""
+    before = read_config(folder)
+    for key, (was, now) in differences(before, config).items():
+        if key not in FREE:
+            raise ConfigError(
+                f"`{folder}` holds another run: {key} was {was!r} and is now {now!r}",
+                hint="resume with what it was started with, or start anew with --out",
+            )
+    if not os.access(folder, os.W_OK):
+        raise ConfigError(f"`{folder}` cannot be written", hint="change its permissions")
+    _write(folder / CONFIG, to_toml(config))
+
+
+def read_config(folder: Path) -> RunConfig:
+    """The configuration of the run in a folder."""
+    if not (folder / CONFIG).exists():
+        raise ConfigError(f"`{folder}` holds no run: it has no {CONFIG}", hint="`halfstep train` makes one")
+    return load(str(folder / CONFIG))
+
+
+def newest(parent: Path, name: str) -> Path | None:
+    """The newest run of a recipe below a folder."""
+    found = [path for path in parent.glob(f"{name}-*") if (path / CONFIG).exists()]
+    return max(found, key=lambda path: path.stat().st_mtime, default=None)
+
+
+def differences(one: RunConfig, other: RunConfig) -> dict[str, tuple[Any, Any]]:
+    """The settings in which two configurations differ, by dotted key."""
+    flat = [_flatten(dataclasses.asdict(config)) for config in (one, other)]
+    return {key: (flat[0][key], flat[1][key]) for key in flat[0] if flat[0][key] != flat[1][key]}
+
+
+def _flatten(table: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in table.items():
+        flat |= _flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
+    return flat
+
+
+def _write(path: Path, text: str) -> None:
+    temporary = path.with_suffix(".new")
+    temporary.write_text(text, encoding="utf-8")
+    os.replace(temporary, path)

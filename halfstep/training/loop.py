@@ -1,0 +1,377 @@
+"""The training loop: when to step, look, save and stop.
+
+It knows no framework. A backend gives it a `Session`; data, events, checkpoints and progress are framework-free.
+On a device that works on its own, step k is launched before the numbers of step k - 1 are read, so that it has
+work while the host prints: reading waits for a step that is over, never for the one that runs.
+
+Everything that decides an update (weights, moments, scale, random state, position in the data) is in the
+checkpoint, and the data is a function of (seed, step): a resumed run continues as if it had never stopped.
+"""
+
+import dataclasses
+import math
+import platform
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from importlib import import_module
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from halfstep import __version__
+from halfstep.config.run import RunConfig
+from halfstep.core.choice import Choice
+from halfstep.core.devices import Device
+from halfstep.core.errors import ConfigError, HalfstepError
+from halfstep.core.policy import Policy
+from halfstep.training import checkpoint, folder
+from halfstep.training.data import Batches, Corpus, Prefetch, bigram_bits, load_corpus, validation_batches
+from halfstep.training.events import Events
+from halfstep.training.progress import progress
+from halfstep.training.schedule import factor
+from halfstep.training.signals import stop_requests
+
+Tokens = NDArray[np.int32]
+Stored = tuple[str, tuple[int, ...], bytes]
+
+
+class Session(Protocol):
+    """One run on one backend: what each of halfstep.torch, .jax and .mlx offers as `session.Session`."""
+
+    @property
+    def description(self) -> Device:
+        """The hardware."""
+
+    @property
+    def asynchronous(self) -> bool:
+        """Whether `step` returns before the step is done."""
+
+    def step(self, micro_batches: Tokens) -> Any:
+        """Launches one update and returns its result, unread."""
+
+    def read(self, result: Any) -> dict[str, float]:
+        """A result's loss, grad_norm, scale and skipped (0 or 1); raises if the run cannot go on."""
+
+    def evaluate(self, batches: Iterable[Tokens]) -> tuple[float, int]:
+        """The sum of losses, and the number of tokens."""
+
+    def generate(self, prompt: list[int], count: int, temperature: float, top_k: int, seed: int) -> Iterator[int]:
+        """Tokens that follow a prompt."""
+
+    def state(self) -> dict[str, Stored]:
+        """Everything the next step depends on."""
+
+    def load(self, state: Mapping[str, Stored]) -> None:
+        """Puts a state back."""
+
+    def load_weights(self, state: Mapping[str, Stored]) -> None:
+        """Takes the weights of a state alone."""
+
+    def memory(self) -> int:
+        """The most bytes held so far."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a run ended."""
+
+    folder: Path
+    step: int
+    finished: bool
+    seconds: float
+    validation_loss: float
+    bits_per_byte: float | None
+    bigram_bits: float
+    tokens_per_second: float
+
+    @property
+    def ratio(self) -> float | None:
+        """Held-out bits per byte over the order-1 conditional entropy of the same text."""
+        return None if self.bits_per_byte is None else self.bits_per_byte / self.bigram_bits
+
+
+@dataclass
+class _Tally:
+    """What the loop counts while it runs."""
+
+    step: int
+    skipped: int = 0
+    seconds: float = 0.0
+    tokens: int = 0
+    loss: float = math.nan
+    last_read: float = field(default_factory=time.perf_counter)
+
+
+def open_session(config: RunConfig, policy: Policy, device: str | None = None, *, train: bool = True) -> Session:
+    """The session of the configured backend. A missing framework says how to install it."""
+    try:
+        module = import_module(f"halfstep.{config.backend}.session")
+    except ModuleNotFoundError as error:
+        raise HalfstepError(
+            f"backend `{config.backend}` is not available: there is no module `{error.name}`",
+            hint=f"pip install 'halfstep[{config.backend}]'",
+        ) from None
+    training = config.training
+
+    def schedule(applied: Any, xp: Any) -> Any:
+        return factor(
+            applied,
+            steps=training.steps,
+            warmup=training.warmup_steps,
+            warmdown_share=training.warmdown,
+            xp=xp,
+        )
+
+    session: Session = module.Session(config, policy, device, schedule if train else None)
+    return session
+
+
+class Loop:
+    """One run, from its folder to its outcome."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        policy: Policy,
+        out: Path,
+        *,
+        choice: Choice | None = None,
+        resume: bool = False,
+        device: str | None = None,
+        warnings: Iterable[str] = (),
+    ):
+        self.config, self.policy, self.out, self.choice = config, policy, out, choice
+        self.warnings = list(warnings)
+        self.corpus: Corpus = load_corpus(config.data.source, config.data.validation, config.model.vocabulary)
+        training, context = config.training, config.model.context
+        self.batches = Batches(
+            self.corpus.train,
+            context=context,
+            batch=training.batch,
+            micro_batches=training.micro_batches,
+            seed=config.seed,
+            name=f"`{config.data.source}`",
+        )
+        self.bigram = bigram_bits(self._held_out())
+        self.session = open_session(config, policy, device)
+        self.start = self._open(resume)
+
+    def run(self) -> Outcome:
+        """Trains to the end, or until someone asks to stop."""
+        with Events(self.out / folder.EVENTS) as self.events:
+            self._announce()
+            return self._run()
+
+    def _run(self) -> Outcome:
+        total = self.config.training.steps
+        self.tally = tally = _Tally(self.start, tokens=self.start * self._tokens_per_step)
+        with stop_requests() as stop, progress(total, start=self.start) as self.bar:
+            for message in self.warnings:
+                self.bar.note(f"warning: {message}")
+            tally.last_read = time.perf_counter()
+            with Prefetch(self.batches.at, self.start, total) as batches:
+                self._steps(batches, stop)
+            finished = tally.step == total
+            if tally.step > self.start and not self._is_saved(tally.step):
+                self._save()
+            if not finished:
+                self.events.write("stop", step=tally.step, reason=stop.requested or "stopped")
+                self.bar.note(f"stopped by {stop.requested} after step {tally.step}; --resume goes on")
+            return self._finish(finished)
+
+    def _steps(self, batches: Iterable[Tokens], stop: Any) -> None:
+        training, pending = self.config.training, None
+        for batch in batches:
+            result = self.session.step(batch)
+            if pending is not None:
+                self._record(pending)
+            pending = result
+            done = self.tally.step + 1
+            look = done % training.validate_every == 0 and done < training.steps
+            save = done % training.save_every == 0 or done == training.steps
+            if look or save or stop.requested or not self.session.asynchronous:
+                self._record(pending)
+                pending = None
+                if look:
+                    self._validate()
+                if save:
+                    self._save()
+                self.tally.last_read = time.perf_counter()  # looking and saving are not training
+            if stop.requested:
+                break
+        if pending is not None:
+            self._record(pending)
+
+    def _record(self, result: Any) -> None:
+        """Reads a step that is over, and tells of it."""
+        numbers = self.session.read(result)
+        tally, now = self.tally, time.perf_counter()
+        seconds, tally.last_read = now - tally.last_read, now
+        tally.step += 1
+        tally.seconds += seconds
+        tally.tokens += self._tokens_per_step
+        tally.skipped += int(numbers["skipped"])
+        tally.loss = numbers["loss"]
+        speed = self._tokens_per_step / seconds
+        memory = self.session.memory()
+        training = self.config.training
+        rate = factor(
+            np.float32(tally.step - 1 - tally.skipped),
+            steps=training.steps,
+            warmup=training.warmup_steps,
+            warmdown_share=training.warmdown,
+            xp=np,
+        )
+        self.events.write(
+            "step",
+            step=tally.step,
+            loss=numbers["loss"],
+            tokens=tally.tokens,
+            seconds=tally.seconds,
+            tokens_per_second=speed,
+            learning_rate=float(rate) * self.config.optimizer.rate,
+            grad_norm=numbers["grad_norm"],
+            scale=numbers["scale"],
+            skipped=tally.skipped,
+            memory=memory,
+        )
+        self.bar.update(
+            tally.step,
+            loss=numbers["loss"],
+            tokens_per_second=speed,
+            memory=memory,
+            scale=numbers["scale"],
+            skipped=tally.skipped,
+        )
+
+    def _validate(self) -> tuple[float, float | None]:
+        total, count = self.session.evaluate(
+            validation_batches(
+                self.corpus.validation,
+                context=self.config.model.context,
+                batch=self.config.training.batch,
+                limit_tokens=self.config.training.validation_tokens,
+                name=f"held-out text of `{self.config.data.source}`",
+            )
+        )
+        loss = total / count
+        per_token = self.corpus.bytes_per_token
+        bits = None if per_token is None else loss / math.log(2) / per_token
+        self.events.write("validation", step=self.tally.step, loss=loss, bits_per_byte=bits, tokens=count)
+        told = "" if bits is None else f", {bits:.4f} bits per byte (bigram {self.bigram:.4f})"
+        self.bar.note(f"step {self.tally.step}: held-out loss {loss:.4f}{told}")
+        return loss, bits
+
+    def _save(self) -> None:
+        started = time.perf_counter()
+        step = self.tally.step
+        arrays = {name: checkpoint.Array(*record) for name, record in self.session.state().items()}
+        path = checkpoint.save(self.out / folder.CHECKPOINTS, step, arrays, self._meta(step))
+        checkpoint.prune(self.out / folder.CHECKPOINTS, keep=2)
+        size = sum(len(array.data) for array in arrays.values())
+        took = time.perf_counter() - started
+        self.events.write("checkpoint", step=step, path=str(path.relative_to(self.out)), seconds=took, bytes=size)
+
+    def _finish(self, finished: bool) -> Outcome:
+        loss, bits = self._validate()
+        tally = self.tally
+        trained = tally.tokens - self.start * self._tokens_per_step
+        speed = trained / tally.seconds if tally.seconds else 0.0
+        if finished:
+            self.events.write(
+                "end",
+                step=tally.step,
+                seconds=tally.seconds,
+                loss=tally.loss,
+                validation_loss=loss,
+                bits_per_byte=bits,
+                tokens_per_second=speed,
+            )
+        return Outcome(self.out, tally.step, finished, tally.seconds, loss, bits, self.bigram, speed)
+
+    def _open(self, resume: bool) -> int:
+        """Makes or reopens the folder; the step to start after."""
+        if not resume:
+            folder.create(self.out, self.config)
+            return 0
+        folder.reopen(self.out, self.config)
+        found = checkpoint.latest(self.out / folder.CHECKPOINTS)
+        if found is None:
+            raise ConfigError(f"`{self.out}` holds no checkpoint to resume from", hint="start anew with --out")
+        arrays, manifest = checkpoint.load(found)
+        self._check_manifest(manifest, found)
+        self.session.load({name: (a.dtype, a.shape, bytes(a.data)) for name, a in arrays.items()})
+        return int(manifest["step"])
+
+    def _check_manifest(self, manifest: Mapping[str, Any], found: Path) -> None:
+        if manifest["policy"] != str(self.policy):
+            raise ConfigError(
+                f"`{found}` was saved under policy `{manifest['policy']}`, and this run has `{self.policy}`",
+                hint=f"resume with --policy '{manifest['policy']}'",
+            )
+        if manifest["data"]["digest"] != self.corpus.digest:
+            raise ConfigError(
+                f"`{found}` was saved with other data: {manifest['data']['description']}; "
+                f"now it is {self.corpus.description}",
+                hint="resume with the data it was started with, or start anew with --out",
+            )
+
+    def _meta(self, step: int) -> dict[str, Any]:
+        return {
+            "policy": str(self.policy),
+            "config": dataclasses.asdict(self.config),
+            "data": {
+                "digest": self.corpus.digest,
+                "description": self.corpus.description,
+                "position": self.batches.position(step),
+            },
+            "versions": {
+                "halfstep": __version__,
+                "python": platform.python_version(),
+                **self._backend_version(),
+            },
+        }
+
+    def _announce(self) -> None:
+        described = self.session.description
+        self.events.write(
+            "start",
+            halfstep=__version__,
+            config=dataclasses.asdict(self.config),
+            policy=str(self.policy),
+            choice=None if self.choice is None else {"preset": self.choice.preset, "reason": self.choice.reason},
+            backend={"name": self.config.backend, "version": self._backend_version()[self.config.backend]},
+            device={"kind": described.kind, "name": described.name},
+            parameters=self.config.model.num_parameters,
+            tokens_per_step=self._tokens_per_step,
+            resumed_from=self.start or None,
+            data={
+                "description": self.corpus.description,
+                "digest": self.corpus.digest,
+                "train_tokens": len(self.corpus.train),
+                "validation_tokens": len(self.corpus.validation),
+                "bigram_bits": self.bigram,
+            },
+        )
+        for message in self.warnings:
+            self.events.write("warning", message=message)
+
+    def _backend_version(self) -> dict[str, str]:
+        name = self.config.backend
+        return {name: import_module(f"halfstep.{name}.session").version}
+
+    def _held_out(self) -> Any:
+        """The held-out text that validation looks at: the bigram is told of the same bytes."""
+        return self.corpus.validation[: self.config.training.validation_tokens + 1]
+
+    def _is_saved(self, step: int) -> bool:
+        found = checkpoint.latest(self.out / folder.CHECKPOINTS)
+        return found is not None and found.name == f"step-{step:06d}"
+
+    @property
+    def _tokens_per_step(self) -> int:
+        training = self.config.training
+        return training.batch * training.micro_batches * self.config.model.context

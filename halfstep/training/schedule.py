@@ -1,0 +1,40 @@
+"""The learning rate over a run: warm up, stay, warm down.
+
+With n updates applied so far, S steps, a warmup of w steps and a warmdown of d = round(share * S) steps, the
+next update's rate is the optimizer's rate times
+
+    factor(n) = min( 1,  (n + 1) / w,  (S - n) / d )          a part whose length is 0 is left out
+
+    1 |      ________________
+      |    /                  \\
+      |  /                      \\
+      |/                          \\       n = 0 gives 1 / w and n = S - 1 gives 1 / d: never 0, since an
+      +----------------------------       update at rate 0 is a batch thrown away
+       0    w               S-d    S
+
+Past the end the factor stays at 1 / d. Where warmup and warmdown overlap, the lower line counts.
+
+n counts *applied* updates, those that loss scaling did not skip, so a skipped step delays the schedule
+instead of bending it. That count lives on the device. So the law is arithmetic, comparison and `xp.where` and
+nothing else, as in core.scaling: it runs traced on any array namespace and never asks an array for its truth.
+n may be an integer or a float scalar (fp32 counts exactly to 2^24); the strict array API divides floats only.
+"""
+
+from typing import Any
+
+from halfstep.core.scaling import Namespace
+
+Scalar = Any
+
+
+def factor(step: Scalar, *, steps: int, warmup: int, warmdown_share: float, xp: Namespace) -> Scalar:
+    """What the learning rate is multiplied by after `step` applied updates; a scalar of `xp` in (0, 1]."""
+    assert steps >= 1
+    assert warmup >= 0
+    assert 0 <= warmdown_share <= 1
+    # A length of 1 is no slope either: the one step of it has the factor 1.
+    up, down = max(1, warmup), max(1, round(warmdown_share * steps))
+    rise = xp.where(step + 1 < up, (step + 1) / up, 1.0)
+    left = xp.where(step < steps - 1, steps - step, 1)
+    fall = xp.where(left < down, left / down, 1.0)
+    return xp.where(fall < rise, fall, rise)

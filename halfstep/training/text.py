@@ -1,0 +1,154 @@
+"""Text as documents of bytes: the standard library, a file, a folder, a glob.
+
+Which files, and in which order, is decided by their relative paths alone, so that two machines with the same
+files read the same tokens:
+
+    stdlib      every *.py of the running Python's standard library, without its tests and what is installed
+                beside it, and without _sysconfigdata, which differs from build to build
+    a folder    every file below it that is text; what starts with a dot, and __pycache__, is passed over
+    a glob      every file it matches that is text
+    a file      cut into documents at blank lines, about 4 KiB each, so that some of it can be held out
+
+A file is text when it decodes as UTF-8 and holds no NUL byte. Others are skipped and counted in the
+description; a file that is given by name must be text. Nothing stands between two documents, which would be
+bytes nobody wrote in a count of bits per byte; only a file that does not end its last line gets a newline,
+so that it does not run into the next. The pieces of one file get nothing and add up to it.
+"""
+
+import os
+import platform
+import re
+import sysconfig
+from collections.abc import Iterable
+from pathlib import Path
+
+from halfstep.training.corpus import DataError, Document
+
+PIECE = 4096
+# Fewer pieces than this, and a share of 10 % may well hold out nothing: small files are cut finer.
+MIN_PIECES = 16
+
+_SKIPPED_FOLDERS = {"__pycache__"}
+_NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
+
+
+def stdlib_documents() -> tuple[list[Document], str]:
+    """The text that every Python installation carries."""
+    root = Path(sysconfig.get_path("stdlib"))
+    paths = [
+        path
+        for path in walk(root, skip=_NOT_LIBRARY)
+        if path.suffix == ".py" and not path.name.startswith("_sysconfigdata")
+    ]
+    if not paths:
+        raise DataError(
+            f"this Python keeps no standard library as text in `{root}`",
+            hint="name a text file or a folder of text with `--set data.source=PATH`",
+        )
+    documents, skipped = read_texts(paths, root)
+    return documents, _described(f"the standard library of Python {platform.python_version()}", documents, skipped)
+
+
+def folder_documents(folder: Path) -> tuple[list[Document], str]:
+    """Every text below a folder."""
+    return _several(walk(folder), folder, f"folder `{folder}`")
+
+
+def glob_documents(paths: list[Path], pattern: str) -> tuple[list[Document], str]:
+    """Every text among what a glob matched."""
+    return _several([path for path in paths if path.is_file()], None, f"files `{pattern}`")
+
+
+def file_documents(path: Path) -> tuple[list[Document], str]:
+    """One text, cut into documents."""
+    content = _read(path)
+    if isinstance(content, str):
+        raise DataError(
+            f"`{path}` is {content}; it must be UTF-8 text",
+            hint="token shards must be named `*.bin`; convert other text to UTF-8",
+        )
+    if not content.strip():
+        raise DataError(f"`{path}` is empty", hint="give a file with text in it")
+    documents = [Document(f"{path}", piece) for piece in cut(content)]
+    return documents, f"file `{path}` in {len(documents)} pieces"
+
+
+def cut(content: bytes) -> list[bytes]:
+    """A text in pieces of about 4 KiB, which end at a blank line, else a line, else between characters."""
+    size = max(1, min(PIECE, len(content) // MIN_PIECES))
+    pieces, start = [], 0
+    while start < len(content):
+        end = _end_of_piece(content, start + size, start + 2 * size)
+        pieces.append(content[start:end])
+        start = end
+    return pieces
+
+
+def walk(root: Path, skip: Iterable[str] = ()) -> list[Path]:
+    """The files below a folder, by relative path, without dot files, caches and the folders in `skip`."""
+    skipped = {*skip, *_SKIPPED_FOLDERS}
+    found: list[Path] = []
+    for folder, subfolders, files in os.walk(root):
+        subfolders[:] = [name for name in subfolders if name not in skipped and not name.startswith(".")]
+        found += [Path(folder, name) for name in files if not name.startswith(".")]
+    return sorted(found, key=lambda path: path.relative_to(root).as_posix())
+
+
+def read_texts(paths: Iterable[Path], root: Path | None) -> tuple[list[Document], dict[str, int]]:
+    """The texts among some files, and how many of the others there were, by what they are."""
+    documents: list[Document] = []
+    skipped: dict[str, int] = {}
+    for path in paths:
+        content = _read(path)
+        if isinstance(content, str):
+            skipped[content] = skipped.get(content, 0) + 1
+        elif content:
+            name = path.relative_to(root).as_posix() if root else str(path)
+            documents.append(Document(name, content if content.endswith(b"\n") else content + b"\n"))
+    return documents, skipped
+
+
+def _several(paths: list[Path], root: Path | None, told: str) -> tuple[list[Document], str]:
+    documents, skipped = read_texts(paths, root)
+    if not documents:
+        raise DataError(
+            f"there is no text in {_described(told, documents, skipped)}",
+            hint="text is any UTF-8 file that is not empty; dot files are passed over",
+        )
+    return documents, _described(told, documents, skipped)
+
+
+def _read(path: Path) -> bytes | str:
+    """A file's text, or in one word what else it is."""
+    try:
+        content = path.read_bytes()
+    except OSError:
+        return "unreadable"
+    if b"\0" in content:
+        return "binary"
+    try:
+        content.decode("utf-8")
+    except UnicodeDecodeError:
+        return "binary"
+    return content
+
+
+def _described(told: str, documents: list[Document], skipped: dict[str, int]) -> str:
+    counts = [f"{len(documents)} texts", *(f"{number} {kind} skipped" for kind, number in skipped.items())]
+    return f"{told} ({', '.join(counts)})"
+
+
+def _end_of_piece(content: bytes, low: int, high: int) -> int:
+    """Where a piece that must end in [low, high] ends, or the end of the text where that comes first."""
+    if high >= len(content):
+        return len(content)
+    for boundary in (_BLANK_LINE, _LINE_END):
+        if found := boundary.search(content, low, high):
+            return found.end()
+    while high > low and content[high] & 0xC0 == 0x80:  # inside a character
+        high -= 1
+    return high
+
+
+_BLANK_LINE = re.compile(rb"\r?\n\r?\n")
+_LINE_END = re.compile(rb"\n")

@@ -1,0 +1,92 @@
+"""`halfstep probe` as people meet it, over a machine that is played."""
+
+import json
+
+import pytest
+
+from halfstep.cli.main import run
+from halfstep.core.choice import Choice, Support, Timing
+from halfstep.core.devices import Device
+from halfstep.core.formats import BF16, E4M3, FP32
+from halfstep.tools import probe
+from halfstep.tools.probe import BackendResult, DeviceResult, ProbeResult
+
+SHAPE = (256, 256, 1024)
+
+
+@pytest.fixture
+def asked(monkeypatch):
+    device = DeviceResult(
+        "cpu",
+        Device("cpu", "Neoverse-N1", architecture="aarch64"),
+        (Timing(FP32, SHAPE, (2e-3,)), Timing(BF16, SHAPE, (0.574,))),
+        ((FP32, Support(True, "every CPU multiplies fp32")), (E4M3, Support(False, "no CPU multiplies e4m3"))),
+        Choice("fp32", "bf16 matmuls are 287x slower than fp32"),
+    )
+    torch = BackendResult("torch", "2.13.0", (device,), ("cuda",))
+    jax = BackendResult("jax", missing="jax is not installed", install="pip install 'halfstep[jax]'")
+    calls = []
+
+    def played(backends, budget, *, device):
+        calls.append((backends, budget, device))
+        return ProbeResult((torch, jax))
+
+    monkeypatch.setattr(probe, "run", played)
+    return calls
+
+
+def test_tables_for_people(asked, capsys):
+    assert run(["probe"]) == 0
+    out, err = capsys.readouterr()
+    assert [line.rstrip() for line in out.splitlines() if line.strip()] == [
+        " format   shape           ms    TFLOP/s   times fp32",
+        " " + "─" * 51,
+        " fp32     256x256x1024     2     0.0671            1",
+        " bf16     256x256x1024   574   0.000234      0.00348",
+        " format   runs   why",
+        " " + "─" * 41,
+        " fp32     yes    every CPU multiplies fp32",
+        " e4m3     no     no CPU multiplies e4m3",
+        " choice   why",
+        " " + "─" * 47,
+        " fp32     bf16 matmuls are 287x slower than fp32",
+    ]
+    assert err.splitlines() == [
+        "torch 2.13.0, cpu: Neoverse-N1 (aarch64)",
+        "also here: cuda; --device measures another",
+        "jax is not installed: pip install 'halfstep[jax]'",
+    ]
+    assert asked == [(None, 3.0, None)]
+
+
+def test_data_for_programs(asked, capsys):
+    arguments = ["probe", "--backend", "torch", "--device", "cuda:1", "--budget", "0.5", "--json"]
+    assert run(arguments) == 0
+    out, err = capsys.readouterr()
+    assert err == ""
+    assert json.loads(out)["backends"][0]["devices"][0]["choice"]["preset"] == "fp32"
+    assert asked == [(["torch"], 0.5, "cuda:1")]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (
+            ["probe", "--backend", "torhc"],
+            "error: unknown backend `torhc`; it may be `torch`, `jax` or `mlx`\n\nhint: did you mean `torch`?\n",
+        ),
+        (
+            ["probe", "--backend", "torch", "--device", "gpu"],
+            "error: `gpu` is no torch device\n\nhint: as `cpu`, `cuda`, `cuda:1`, `xpu` or `mps`\n",
+        ),
+        (
+            ["probe", "--backend", "torch", "--budget", "0"],
+            "error: the time budget is 0 seconds; it must be above 0 and at most 3600\n\nhint: 3 is usual\n",
+        ),
+    ],
+)
+def test_mistakes(arguments, expected, capsys):
+    assert run(arguments) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err == expected

@@ -1,0 +1,68 @@
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from halfstep.report.series import LIMIT, Series, as_data, downsample, smooth
+
+VALUES = st.lists(st.one_of(st.floats(), st.just(math.nan)), min_size=30, max_size=400)
+
+
+def over_steps(values):
+    return Series(list(range(1, len(values) + 1)), values)
+
+
+@given(VALUES)
+def test_few_points_keep_ends_extremes_and_gaps(values):
+    series = over_steps(values)
+    short = downsample(series, 20)
+    assert len(short.steps) <= max(20, 0)
+    assert list(short.steps) == sorted(set(short.steps))
+    assert {1, len(values)} <= set(short.steps)
+    at = dict(zip(series.steps, series.values, strict=True))
+    assert all(at[s] is v for s, v in zip(short.steps, short.values, strict=True))
+    if series.finite:
+        assert min(v for _, v in short.finite) == min(v for _, v in series.finite)
+        assert max(v for _, v in short.finite) == max(v for _, v in series.finite)
+    assert (short.num_gaps > 0) == (series.num_gaps > 0)
+
+
+def test_every_spike_of_a_long_run_survives():
+    values = [1.0] * 1_000_000
+    spikes = {3: 9.0, 400_000: -2.0, 777_777: 5.0, 999_990: 1.5}
+    for step, value in spikes.items():
+        values[step - 1] = value
+    short = downsample(over_steps(values))
+    assert len(short.steps) <= LIMIT
+    kept = dict(zip(short.steps, short.values, strict=True))
+    assert spikes.items() <= kept.items()
+
+
+def test_a_short_series_is_left_alone():
+    series = over_steps([1.0, math.nan, 2.0])
+    assert downsample(series) is series
+
+
+def test_smooth_is_the_centered_mean_narrowed_at_the_ends():
+    smoothed = smooth(over_steps([1.0, 4.0, 2.0, 8.0, 5.0, 1.0, 3.0]))  # two steps to each side
+    wanted = [1.0, (1 + 4 + 2) / 3, (1 + 4 + 2 + 8 + 5) / 5, (4 + 2 + 8 + 5 + 1) / 5]
+    assert smoothed.values == pytest.approx([*wanted, (2 + 8 + 5 + 1 + 3) / 5, (5 + 1 + 3) / 3, 3.0])
+
+
+def test_smooth_does_not_lag_behind_a_straight_line():
+    line = [float(i) for i in range(500)]
+    assert smooth(over_steps(line)).values == pytest.approx(line)
+
+
+def test_smooth_passes_over_gaps_and_leaves_them():
+    smoothed = smooth(over_steps([1.0, math.nan, 3.0, math.inf, 5.0])).values
+    assert smoothed[0] == 1.0
+    assert smoothed[2] == pytest.approx(3.0)
+    assert math.isnan(smoothed[1])
+    assert math.isnan(smoothed[3])
+
+
+def test_data_is_strict_json_with_nulls_for_gaps():
+    data = as_data(over_steps([1.23456789, math.nan, -math.inf, 65536.0, 0.0]))
+    assert data == {"x": [1, 2, 3, 4, 5], "y": [1.23457, None, None, 65536, 0]}

@@ -1,0 +1,216 @@
+"""The probe over backends that are played, and once over the real torch."""
+
+import json
+import subprocess
+import sys
+import time
+from types import SimpleNamespace
+
+import pytest
+
+from halfstep.config.load import load
+from halfstep.core.choice import Choice, Support, Timing
+from halfstep.core.devices import Device, native
+from halfstep.core.errors import HalfstepError
+from halfstep.core.formats import BF16, E4M3, E5M2, FP16, FP32, TF32
+from halfstep.core.policy import PRESETS, Policy
+from halfstep.tools import probe
+
+FORMATS = (FP32, TF32, BF16, FP16, E4M3, E5M2)
+SMALL, LARGE = (64, 64, 256), (256, 256, 1024)
+N1 = Device("cpu", "Neoverse-N1", architecture="aarch64", features=frozenset({"asimdhp"}))
+
+
+class Played:
+    """A backend on a CPU without bf16 instructions: 287 times slower than fp32, affordable only when small."""
+
+    FORMATS = FORMATS
+
+    def __init__(self, slower=287.0):
+        self.slower, self.budgets, self.asked = slower, [], []
+
+    def version(self):
+        return "9.9"
+
+    def devices(self):
+        return ["cpu", "toaster"]
+
+    def describe(self, device):
+        return N1
+
+    def supported(self, fmt, device):
+        return Support(True, "slow") if fmt in (BF16, FP16) else native(fmt, N1)
+
+    def measure(self, device, formats, *, budget):
+        self.budgets.append(budget)
+        self.asked.append((device, tuple(formats)))
+        return [
+            Timing(FP32, SMALL, (1e-3,)),
+            Timing(FP32, LARGE, (5e-2,)),
+            Timing(BF16, SMALL, (self.slower * 1e-3,)),
+            Timing(FP16, SMALL, (1.0,)),
+        ]
+
+    def measure_block(self, device, formats, model, tokens, *, budget):
+        self.blocks = (model, tokens)
+        return [t for t in self.measure(device, formats, budget=budget) if t.format in formats]
+
+
+TINY = load("tiny")
+
+
+@pytest.fixture
+def played(monkeypatch):
+    backend = Played()
+    modules = {"halfstep.torch.measure": backend}
+
+    def load(name):
+        if name not in modules:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+        return modules[name]
+
+    monkeypatch.setattr(probe, "find_spec", lambda name: None if name == "mlx" else SimpleNamespace())
+    monkeypatch.setattr(probe, "import_module", load)
+    return backend
+
+
+def test_a_slow_bf16_makes_the_choice_fp32_with_the_measured_ratio(played):
+    result = probe.run(["torch"], 2.0).backends[0].devices[0]
+    assert result.choice.preset == "fp32"
+    assert "bf16 matmuls are 287x slower than fp32 (287 ms against 1 ms at 64x64x256)" in result.choice.reason
+    assert result.description == N1
+    assert dict(result.support)[E4M3].reason == "no CPU multiplies e4m3"
+    assert played.asked == [("cpu", (FP32, BF16, FP16))]
+
+
+def test_a_fast_bf16_is_chosen(played):
+    played.slower = 0.25
+    assert probe.run(["torch"]).backends[0].devices[0].choice.preset == "bf16-mixed"
+    assert probe.choose_policy("torch", None, TINY).preset == "bf16-mixed"
+    assert played.blocks == (TINY.model, TINY.training.batch * TINY.model.context)
+
+
+def test_what_is_compared_is_each_format_where_it_met_fp32(played):
+    result = probe.run(["torch"]).backends[0].devices[0]
+    assert [(str(t.format), t.shape) for t in result.compared()] == [
+        ("fp32", SMALL),
+        ("bf16", SMALL),
+        ("fp16", SMALL),
+    ]
+    assert [result.ratio(t) for t in result.compared()] == [1, pytest.approx(1 / 287), 1e-3]
+    alone = probe.DeviceResult("cpu", N1, result.timings[:2], (), result.choice)
+    assert [t.shape for t in alone.compared()] == [LARGE]
+    assert probe.DeviceResult("cpu", N1, (), (), result.choice).compared() == []
+
+
+def test_backends_that_are_not_there_are_reported_and_take_no_time(played):
+    result = probe.run(budget=2.0)
+    assert [backend.name for backend in result.backends] == ["torch", "jax", "mlx"]
+    torch, jax, mlx = result.backends
+    assert (torch.version, torch.others) == ("9.9", ("toaster",))
+    assert mlx.missing == "mlx is not installed"
+    assert mlx.install == "pip install 'halfstep[mlx]'"
+    assert "does not measure jax" in jax.missing
+    assert played.budgets == [2.0]
+
+
+def test_a_backend_that_was_named_must_be_there(played):
+    with pytest.raises(HalfstepError, match="mlx is not installed") as caught:
+        probe.run(["mlx"])
+    assert caught.value.hint == "pip install 'halfstep[mlx]'"
+    with pytest.raises(HalfstepError, match="mlx is not installed"):
+        probe.choose_policy("mlx", None, TINY)
+    with pytest.raises(HalfstepError, match="unknown backend `torhc`") as caught:
+        probe.run(["torhc"])
+    assert caught.value.hint == "did you mean `torch`?"
+
+
+def test_an_import_error_inside_a_backend_is_not_hidden(played, monkeypatch):
+    def broken(name):
+        raise ModuleNotFoundError("No module named 'sympy'", name="sympy")
+
+    monkeypatch.setattr(probe, "import_module", broken)
+    with pytest.raises(ModuleNotFoundError, match="sympy"):
+        probe.run(["torch"])
+
+
+@pytest.mark.parametrize("budget", [0, -1.0, float("nan"), float("inf"), 1e6])
+def test_a_budget_that_is_none(budget, played):
+    with pytest.raises(HalfstepError, match="time budget"):
+        probe.run(["torch"], budget)
+    with pytest.raises(HalfstepError, match="time budget"):
+        probe.choose_policy("torch", None, TINY, budget)
+
+
+def test_the_data_holds_everything_and_is_json(played):
+    data = json.loads(json.dumps(probe.run(budget=1.0).to_dict(), allow_nan=False))
+    torch, _, mlx = data["backends"]
+    assert mlx == {"name": "mlx", "missing": "mlx is not installed", "install": "pip install 'halfstep[mlx]'"}
+    device = torch["devices"][0]
+    assert (device["name"], device["architecture"], device["features"]) == ("Neoverse-N1", "aarch64", ["asimdhp"])
+    assert device["support"]["tf32"] == {"ok": False, "reason": "no CPU multiplies tf32"}
+    assert len(device["timings"]) == 4
+    assert device["timings"][2]["ratio_to_fp32"] == pytest.approx(1 / 287)
+    assert device["timings"][1]["flops_per_second"] == pytest.approx(2 * 256 * 256 * 1024 / 5e-2)
+    assert device["choice"]["preset"] == "fp32"
+
+
+def test_the_choice_is_made_on_the_device_that_is_named(played):
+    choice = probe.choose_policy("torch", "toaster", TINY, 0.5)
+    assert isinstance(choice, Choice)
+    assert played.asked == [("toaster", (FP32, BF16, FP16))]
+    assert played.budgets == [0.5]
+    probe.run(["torch"], device="toaster")
+    assert played.asked[-1][0] == "toaster"
+
+
+@pytest.mark.parametrize(
+    ("policy", "warned"),
+    [
+        ("fp32", []),
+        ("bf16-mixed", ["bf16"]),
+        ("bf16-mixed,emulate=true", []),
+        ("fp16-mixed", ["fp16"]),
+        ("fp32; lm_head: compute=bf16", ["bf16"]),
+        ("fp32,eval=bf16", ["bf16"]),
+    ],
+)
+def test_a_named_policy_that_is_slower_here_is_obeyed_and_warned_of_with_the_ratio(policy, warned, played):
+    found = probe.warnings_for(Policy.parse(policy), "torch", None, TINY)
+    assert [text.split()[0] for text in found] == warned
+    ratios = {"bf16": "287x slower", "fp16": "1e+03x slower"}
+    assert all(ratios[text.split()[0]] in text for text in found)
+    played.slower = 0.5
+    assert probe.warnings_for(Policy.parse("bf16-mixed"), "torch", None, TINY) == []
+
+
+def test_the_real_torch_measures_a_block_of_the_recipe():
+    pytest.importorskip("torch")
+    choice = probe.choose_policy("torch", "cpu", TINY, 1.0)
+    assert choice.preset in PRESETS
+    assert any(gain.work == "training steps of a block" for gain in choice.gains) or choice.preset == "fp32"
+
+
+def test_no_framework_is_loaded_by_the_tool():
+    code = (
+        "import sys, halfstep.tools.probe\n"
+        "assert not {'torch', 'jax', 'mlx', 'numpy'} & set(sys.modules), 'a framework'\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_the_real_torch():
+    pytest.importorskip("torch")
+    begun = time.perf_counter()
+    result = probe.run(["torch"], 0.5, device="cpu").backends[0].devices[0]
+    assert time.perf_counter() - begun < 5  # imports and a busy machine included
+    assert dict(result.support).keys() == set(FORMATS)
+    assert result.choice.preset in PRESETS
+    assert result.timings[0].format == FP32
+    # The choice follows what was timed: on hardware without bf16 instructions fp32, with the ratio.
+    gains = {gain.format: gain for gain in result.choice.gains}
+    if BF16 in gains and gains[BF16].ratio < 1:
+        assert result.choice.preset != "bf16-mixed"
+        assert "x slower than fp32" in result.choice.reason
+    if BF16 in gains and gains[BF16].ratio > 1.5:
+        assert result.choice.preset != "fp32"

@@ -1,0 +1,184 @@
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from halfstep.core.choice import Support
+from halfstep.core.devices import Device
+from halfstep.core.errors import FormatError, HalfstepError
+from halfstep.core.formats import BF16, E4M3, E5M2, FP16, FP32, TF32, Format, parse
+from halfstep.core.rounding import decode
+from halfstep.torch import dtypes
+from halfstep.torch.dtypes import DTYPES, answer, describe, dtype_of, format_of, supported
+
+T4 = Device("nvidia", "T4", capability=(7, 5))
+H100 = Device("nvidia", "H100", capability=(9, 0))
+MI300 = Device("amd", "MI300X", architecture="gfx942")
+N1 = Device("cpu", "Neoverse-N1", architecture="aarch64", features=frozenset({"asimdhp"}))
+
+
+@pytest.mark.parametrize("fmt", DTYPES, ids=str)
+def test_a_dtype_has_the_codes_of_its_format(fmt):
+    dtype = dtype_of(fmt)
+    assert format_of(dtype) == fmt
+    assert torch.finfo(dtype).max == fmt.max
+    assert torch.finfo(dtype).smallest_normal == fmt.smallest_normal
+    if fmt.bits == 8:
+        codes = torch.arange(256, dtype=torch.uint8)
+        found, expected = codes.view(dtype).float(), torch.from_numpy(decode(codes.numpy(), fmt))
+        assert torch.equal(found.nan_to_num(1e9), expected.nan_to_num(1e9))
+
+
+def test_formats_without_a_dtype_say_why():
+    with pytest.raises(FormatError, match="tf32 has no torch dtype: it is a way to multiply fp32") as caught:
+        dtype_of(TF32)
+    assert "torch.float32" in caught.value.hint
+    with pytest.raises(FormatError, match="e3m4ieee has no torch dtype: torch has those of fp32, bf16"):
+        dtype_of(parse("e3m4ieee"))
+    for dtype in (torch.int32, torch.bool, torch.float64):
+        with pytest.raises(FormatError, match=f"{dtype} is none of the formats.*torch.bfloat16"):
+            format_of(dtype)
+
+
+@pytest.mark.parametrize(
+    ("fmt", "device", "expected"),
+    [
+        (BF16, T4, Support(False, "compute capability 7.5; bf16 needs 8.0; `emulate=true` runs it emulated")),
+        (FP16, T4, Support(True, "compute capability 7.5; fp16 needs 7.0")),
+        (E4M3, H100, Support(True, "compute capability 9.0; e4m3 needs 8.9")),
+        (TF32, H100, Support(True, "compute capability 9.0; tf32 needs 8.0")),
+    ],
+)
+def test_the_hardware_decides_on_an_accelerator(fmt, device, expected):
+    assert answer(fmt, device, on_cpu=False) == expected
+
+
+def test_torch_has_no_tf32_beyond_nvidia():
+    found = answer(TF32, MI300, on_cpu=False)
+    assert not found
+    assert "on NVIDIA only" in found.reason
+    assert answer(parse("e4m3fnuz"), MI300, on_cpu=False)
+    assert "emulate=true" in answer(E4M3, MI300, on_cpu=False).reason
+
+
+def test_a_cpu_without_instructions_runs_it_and_says_that_it_is_slow():
+    for fmt in (BF16, FP16):
+        found = answer(fmt, N1, on_cpu=True)
+        assert found
+        assert "perhaps far slower than fp32" in found.reason
+    fast = Device("cpu", "Zen 4", architecture="x86_64", features=frozenset({"avx512_bf16"}))
+    assert answer(BF16, fast, on_cpu=True) == Support(
+        True, "the CPU has avx512_bf16, which multiplies bf16 and sums in fp32"
+    )
+
+
+@pytest.mark.parametrize("fmt", [E4M3, E5M2, TF32, Format.parse("e3m4ieee")], ids=str)
+def test_what_a_cpu_refuses_names_the_switch_that_runs_it(fmt):
+    found = supported(fmt, "cpu")
+    assert not found
+    assert found.reason.endswith("`emulate=true` runs it emulated")
+    emulated = supported(fmt, "cpu", emulate=True)
+    assert emulated
+    assert emulated.reason.startswith("emulated")
+
+
+def test_fp32_runs_everywhere():
+    for device in (T4, H100, MI300, N1):
+        assert answer(FP32, device, on_cpu=device is N1)
+
+
+# --- descriptions ----------------------------------------------------------------------------------------
+
+X86 = (
+    "processor\t: 0\nmodel name\t: A Xeon\nflags\t\t: fpu avx2 avx512_bf16 amx_bf16\n\nprocessor\t: 1\nflags\t:\n"
+)
+ARM = "processor\t: 0\nFeatures\t: fp asimd asimdhp bf16 i8mm sve\nCPU implementer\t: 0x41\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "machine", "expected"),
+    [
+        (X86, "x86_64", Device("cpu", "A Xeon", None, "x86_64", frozenset({"avx512_bf16", "amx_bf16"}))),
+        (ARM, "aarch64", Device("cpu", "aarch64", None, "aarch64", frozenset({"asimdhp", "bf16", "i8mm"}))),
+        (None, "AMD64", Device("cpu", "x86_64", None, "x86_64", frozenset())),
+    ],
+)
+def test_a_cpu_by_its_flags(text, machine, expected, tmp_path, monkeypatch):
+    path = tmp_path / "cpuinfo"
+    if text is not None:
+        path.write_text(text)
+    monkeypatch.setattr(dtypes, "_CPUINFO", path)
+    monkeypatch.setattr(dtypes.platform, "machine", lambda: machine)
+    monkeypatch.setattr(dtypes.platform, "processor", lambda: "")
+    assert describe("cpu") == expected
+
+
+class Properties:
+    name, major, minor, gcnArchName = "a GPU", 8, 6, "gfx90a:sramecc+:xnack-"
+
+
+@pytest.fixture
+def one_gpu(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: Properties)
+
+
+def test_an_nvidia_gpu_by_its_capability(one_gpu, monkeypatch):
+    monkeypatch.setattr(torch.version, "hip", None)
+    assert describe("cuda") == Device("nvidia", "a GPU", capability=(8, 6))
+    with pytest.raises(HalfstepError, match=r"no `cuda:1`; torch sees 1"):
+        describe("cuda:1")
+
+
+def test_an_amd_gpu_by_its_architecture(one_gpu, monkeypatch):
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    assert describe(torch.device("cuda", 0)) == Device("amd", "a GPU", architecture="gfx90a")
+
+
+@pytest.mark.parametrize(
+    ("name", "architecture"),
+    [
+        ("Intel(R) Data Center GPU Max 1550", "xe-hpc"),
+        ("Intel(R) Arc(TM) A770 Graphics", "arc"),
+        ("Intel(R) Arc(TM) B580 Graphics", "xe2"),
+        ("Intel(R) Graphics", ""),
+    ],
+)
+def test_an_intel_gpu_by_its_name(name, architecture, monkeypatch):
+    monkeypatch.setattr(torch.xpu, "is_available", lambda: True)
+    monkeypatch.setattr(torch.xpu, "get_device_name", lambda device: name)
+    assert describe("xpu") == Device("intel", name, architecture=architecture)
+
+
+@pytest.mark.parametrize(("name", "generation"), [("Apple M3 Max", "m3"), ("Apple M1", "m1"), ("VMware", "")])
+def test_an_apple_gpu_by_its_generation(name, generation, monkeypatch):
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
+    monkeypatch.setattr(dtypes, "_sysctl", lambda key: name)
+    assert describe("mps") == Device("apple", name, architecture=generation)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
+def test_a_device_that_is_not_there():
+    with pytest.raises(HalfstepError, match="finds no `cuda` device") as caught:
+        describe("cuda")
+    assert caught.value.hint
+    with pytest.raises(HalfstepError, match="`gpu` is no torch device"):
+        describe("gpu")
+    with pytest.raises(HalfstepError, match="nothing is known of the torch device `meta`"):
+        describe("meta")
+
+
+def test_asking_about_the_cpu_starts_no_gpu_and_loads_no_compiler():
+    code = (
+        "import sys, torch\n"
+        "def refuse(*a, **k): raise RuntimeError('CUDA was asked')\n"
+        "torch.cuda.is_available = torch.cuda._lazy_init = torch.cuda.device_count = refuse\n"
+        "from halfstep.torch import cast, dtypes\n"
+        "from halfstep.core.formats import BF16\n"
+        "dtypes.describe('cpu'); dtypes.supported(BF16, 'cpu')\n"
+        "cast.quantize(torch.ones(3), BF16, overflow='inf')\n"
+        "assert not {'torch._dynamo', 'torch._inductor', 'triton'} & set(sys.modules)\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,0 +1,93 @@
+"""Real matmuls are tiny here: a CPU without bf16 instructions runs them hundreds of times slower."""
+
+import time
+
+import pytest
+import torch
+
+from halfstep.core.formats import BF16, E4M3, E5M2, FP16, FP32, TF32
+from halfstep.torch import measure as module
+from halfstep.torch.measure import ACCELERATOR_SHAPES, CPU_SHAPES, FORMATS, devices, measure, supported
+
+TINY = ((8, 8, 8), (16, 16, 32))
+
+
+def test_times_come_for_each_format_and_shape():
+    timings = measure("cpu", [FP32, BF16, FP16], budget=2.0, shapes=TINY)
+    assert {(timing.format, timing.shape) for timing in timings} == {
+        (fmt, shape) for fmt in (FP32, BF16, FP16) for shape in TINY
+    }
+    assert all(0 < timing.typical < 1 for timing in timings)
+
+
+def test_the_budget_holds_at_the_real_shapes():
+    begun = time.perf_counter()
+    timings = measure("cpu", [FP32], budget=0.3)
+    assert time.perf_counter() - begun < 1.0  # the budget, and what starting and a busy machine add
+    assert timings[0].shape == CPU_SHAPES[0]
+    assert len(timings) > 1
+
+
+def test_the_clock_is_the_one_given():
+    ticks = iter(range(10**6))
+    timings = measure("cpu", [FP32], budget=1e9, shapes=TINY, clock=lambda: float(next(ticks)))
+    assert {second for timing in timings for second in timing.seconds} == {1.0}
+
+
+def test_shapes_grow_and_end_at_an_mlp():
+    for shapes in (CPU_SHAPES, ACCELERATOR_SHAPES):
+        sizes = [m * k * n for m, k, n in shapes]
+        assert sizes == sorted(sizes)
+        assert all(n == 4 * k for _, k, n in shapes)
+    assert (4096, 768, 3072) in ACCELERATOR_SHAPES
+
+
+def operands_of(fmt, shape, monkeypatch):
+    kept = []
+    monkeypatch.setattr(module, "_plain", lambda a, b: kept.append((a, b)) or (lambda: a @ b))
+    module._Bench(torch.device("cpu")).start(fmt, shape)
+    return kept[0]
+
+
+@pytest.mark.parametrize(
+    ("fmt", "dtype"),
+    [(FP32, torch.float32), (TF32, torch.float32), (BF16, torch.bfloat16), (FP16, torch.float16)],
+)
+def test_operands_are_random_and_in_the_format(fmt, dtype, monkeypatch):
+    a, b = operands_of(fmt, (8, 16, 4), monkeypatch)
+    assert (a.shape, b.shape) == ((8, 16), (16, 4))
+    assert a.dtype == b.dtype == dtype
+    for x in (a.float(), b.float()):
+        assert x.std() > 0.5
+        assert x.unique().numel() > 32
+
+
+def test_what_was_set_about_tf32_is_put_back(monkeypatch):
+    before = torch.backends.cuda.matmul.fp32_precision
+    measure("cpu", [FP32], budget=0.1, shapes=TINY[:1])
+    assert torch.backends.cuda.matmul.fp32_precision == before
+
+    def broken(*arguments, **options):
+        torch.backends.cuda.matmul.fp32_precision = "tf32"
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(module, "climb", broken)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        measure("cpu", [FP32])
+    assert torch.backends.cuda.matmul.fp32_precision == before
+
+
+def test_the_cpu_is_always_there_and_last():
+    assert devices()[-1] == "cpu"
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_on_a_gpu():
+    formats = [fmt for fmt in FORMATS if supported(fmt, "cuda")]
+    begun = time.perf_counter()
+    timings = measure("cuda", formats, budget=3.0)
+    assert time.perf_counter() - begun < 20  # the context included
+    at_top = {t.format: t.typical for t in timings if t.shape == ACCELERATOR_SHAPES[-1]}
+    assert set(at_top) == set(formats)
+    if supported(E5M2, "cuda") and supported(E4M3, "cuda"):
+        assert at_top[E4M3] < at_top[BF16] < at_top[FP32]

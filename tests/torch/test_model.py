@@ -1,0 +1,182 @@
+from dataclasses import replace
+
+import pytest
+import torch
+
+from halfstep.config.model import ModelConfig, module_names, parameter_shapes
+from halfstep.core.errors import PolicyError
+from halfstep.core.policy import Policy
+from halfstep.core.roles import print_value
+from halfstep.torch.apply import apply
+from halfstep.torch.model import Decoder
+
+TINY = ModelConfig(vocabulary=32, context=16, layers=3, width=16, heads=4)
+SWITCHES = {
+    "plain": {},
+    "gelu, learned positions, biases": {"norm": "layer", "bias": True, "positions": "learned"},
+    "no positions": {"positions": "none"},
+    "no gains": {"norm_gain": False},
+    "relu2": {"mlp": "relu2", "mlp_width": 24},
+    "swiglu": {"mlp": "swiglu"},
+    "grouped heads": {"kv_heads": 2},
+    "wide heads": {"head_width": 8},
+    "qk norm": {"qk_norm": "plain"},
+    "qk norm with gain": {"qk_norm": "gain", "q_gain": True},
+    "softcap": {"softcap": 5.0},
+    "u-net": {"unet_skips": True},
+    "u-net, even": {"unet_skips": True, "layers": 4},
+    "value residual": {"value_residual": True},
+    "shortcut": {"embedding_shortcut": "scalar"},
+    "shortcut by channel": {"embedding_shortcut": "channel", "branch_scale": True},
+    "embedding norm": {"embedding_norm": True},
+    "untied": {"tied": False},
+    "not zero": {"zero_init": False},
+}
+configs = pytest.mark.parametrize("config", [replace(TINY, **s) for s in SWITCHES.values()], ids=SWITCHES)
+
+
+def build(config, policy="fp32", seed=0, awake=True):
+    model = Decoder(config)
+    model.initialize(seed)
+    if awake:  # zero-initialized projections would hide everything behind them
+        with torch.no_grad():
+            for name, p in model.named_parameters():
+                if not p.any():
+                    p.copy_(torch.randn(p.shape, generator=torch.Generator().manual_seed(len(name))) * 0.1)
+    apply(model, Policy.parse(policy), model.module_names())
+    return model
+
+
+def tokens(config, batch=2, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(config.vocabulary, (batch, config.context + 1), generator=generator)
+
+
+@configs
+def test_parameters_and_modules_are_those_of_the_description(config):
+    model = Decoder(config)
+    assert {name: tuple(p.shape) for name, p in model.named_parameters()} == parameter_shapes(config)
+    assert {name for name, _ in model.named_modules() if name} == set(module_names(config))
+
+
+@configs
+def test_every_parameter_learns_and_no_token_sees_the_future(config):
+    model = build(config)
+    batch = tokens(config)
+    model.loss(batch[:, :-1], batch[:, 1:]).backward()
+    for name, p in model.named_parameters():
+        if name == "blocks.0.attn.value_mix":  # the first block has nothing to mix its values with
+            continue
+        assert p.grad is not None, name
+        assert p.grad.abs().max() > 0, name
+    changed = batch.clone()
+    changed[:, -2] = (changed[:, -2] + 1) % config.vocabulary
+    with torch.no_grad():
+        one, other = model(batch[:, :-1]), model(changed[:, :-1])
+    assert torch.equal(one[:, :-1], other[:, :-1])
+    assert not torch.equal(one[:, -1], other[:, -1])
+
+
+@configs
+@pytest.mark.parametrize("policy", ["bf16-mixed", "bf16-mixed,emulate=true", "fp8-mixed,emulate=true"])
+def test_the_stream_is_in_compute_and_the_loss_in_fp32(config, policy):
+    model = build(config, policy)
+    batch = tokens(config)
+    streams = []
+    for block in model.blocks:
+        block.register_forward_hook(lambda _, __, out: streams.append(out[0]))
+    loss = model.loss(batch[:, :-1], batch[:, 1:])
+    assert loss.dtype == torch.float32
+    for stream in streams:
+        assert stream.dtype == (torch.float32 if "emulate" in policy else torch.bfloat16)
+        assert torch.equal(stream.float(), stream.to(torch.bfloat16).float())
+    exact = build(config).loss(batch[:, :-1], batch[:, 1:])
+    # A loss near log(32) with a few percent of noise in the logits: far off would be a wrong formula.
+    assert abs(float((loss - exact).detach())) / batch[:, 1:].numel() < 0.1
+
+
+EVERYTHING = replace(
+    TINY,
+    layers=2,
+    kv_heads=2,
+    mlp="swiglu",
+    qk_norm="gain",
+    q_gain=True,
+    softcap=5.0,
+    unet_skips=True,
+    value_residual=True,
+    embedding_shortcut="channel",
+    branch_scale=True,
+    embedding_norm=True,
+    tied=False,
+)
+
+
+@pytest.mark.parametrize(
+    ("config", "policy"),
+    [
+        (EVERYTHING, "bf16-mixed"),
+        (replace(TINY, layers=1, norm="layer", bias=True, positions="learned"), "fp16-mixed"),
+        (replace(TINY, layers=1), "bf16-mixed,emulate=true"),
+    ],
+    ids=["everything", "gpt2", "emulated"],
+)
+def test_compiled_whole_it_is_the_same_function(config, policy):
+    model = build(config, policy)
+    batch = tokens(config)
+    torch._dynamo.reset()
+    compiled = torch.compile(model.loss, fullgraph=True, backend="eager")
+    assert torch.equal(compiled(batch[:, :-1], batch[:, 1:]), model.loss(batch[:, :-1], batch[:, 1:]))
+
+
+def test_the_first_loss_is_that_of_a_uniform_guess():
+    model = build(TINY, awake=False)
+    batch = tokens(TINY, batch=64)
+    loss = float(model.loss(batch[:, :-1], batch[:, 1:]).detach()) / batch[:, 1:].numel()
+    assert loss == pytest.approx(torch.log(torch.tensor(32.0)).item(), abs=0.05)
+
+
+def test_first_weights_depend_on_seed_and_name_alone():
+    one, other, third = build(TINY, seed=1), build(replace(TINY, layers=2), seed=1), build(TINY, seed=2)
+    assert torch.equal(one.blocks[0].attn.q.weight, other.blocks[0].attn.q.weight)
+    assert not torch.equal(one.blocks[0].attn.q.weight, third.blocks[0].attn.q.weight)
+    assert not torch.equal(one.blocks[0].attn.q.weight, one.blocks[1].attn.q.weight)
+
+
+def test_rules_reach_the_modules_they_name():
+    model = build(TINY, "bf16-mixed,emulate=true; blocks.1.mlp.*: compute=fp32; lm_head: compute=tf32")
+    assert str(model.blocks[1].mlp.up.precision.compute) == "fp32"
+    assert str(model.blocks[0].mlp.up.precision.compute) == "bf16"
+    assert print_value(model.lm_head.precision.operand) == "tf32"
+
+
+def test_a_head_in_fp32_gives_fp32_logits_under_bf16():
+    model = build(TINY, "bf16-mixed; lm_head: compute=fp32")
+    assert model(tokens(TINY)[:, :-1]).dtype == torch.float32
+
+
+def test_masters_are_held_as_the_policy_says():
+    assert {p.dtype for p in build(TINY, "bf16-mixed").parameters()} == {torch.float32}
+    assert {p.dtype for p in build(TINY, "bf16-true").parameters()} == {torch.bfloat16}
+    mixed = build(TINY, "bf16-true; **.attn_norm: param=fp32")
+    assert mixed.blocks[0].attn_norm.weight.dtype == torch.float32
+    assert mixed.blocks[0].mlp_norm.weight.dtype == torch.bfloat16
+    emulated = build(TINY, "bf16-true,emulate=true")
+    assert {p.dtype for p in emulated.parameters()} == {torch.float32}
+    assert all(torch.equal(p, p.to(torch.bfloat16).float()) for p in emulated.parameters())
+
+
+@pytest.mark.parametrize(
+    ("policy", "said", "hint"),
+    [
+        ("fp8-mixed", "e4m3 cannot run on cpu", "emulate=true"),
+        ("bf16-mixed; nothing.*: compute=fp32", "matches none", None),
+        ("bf16-mixed,param=fp32:split", "not implemented", "param=fp32"),
+    ],
+)
+def test_what_cannot_run_is_refused_with_the_form_that_runs(policy, said, hint):
+    model = Decoder(TINY)
+    with pytest.raises(PolicyError) as caught:
+        apply(model, Policy.parse(policy), model.module_names())
+    assert said in caught.value.message
+    assert hint is None or hint in caught.value.hint

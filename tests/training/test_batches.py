@@ -1,0 +1,150 @@
+"""Which tokens an update sees: every window once an epoch, the same for the same seed and step."""
+
+import math
+from collections import Counter
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from halfstep.training import batches
+from halfstep.training.batches import Batches, bigram_bits, validation_batches
+from halfstep.training.corpus import DataError
+
+
+def line(size):
+    return np.arange(size, dtype=np.uint16)
+
+
+@st.composite
+def settings_of(draw):
+    context, batch, micro = draw(st.integers(1, 9)), draw(st.integers(1, 4)), draw(st.integers(1, 3))
+    windows = draw(st.integers(batch * micro, batch * micro + 20))
+    size = windows * context + 1 + draw(st.integers(0, context - 1))
+    return line(size), {"context": context, "batch": batch, "micro_batches": micro}, windows
+
+
+@given(settings_of(), st.integers(0, 2**64), st.integers(1, 3))
+@settings(max_examples=60, deadline=None)
+def test_each_epoch_takes_every_window_once(given_, seed, epochs):
+    tokens, args, num_windows = given_
+    feed = Batches(tokens, **args, seed=seed)
+    assert feed.num_windows == num_windows
+    an_update = args["batch"] * args["micro_batches"]
+    steps = math.ceil(epochs * num_windows / an_update)
+    starts = []
+    for step in range(steps):
+        found = feed.at(step)
+        assert found.dtype == np.int32
+        assert found.shape == (args["micro_batches"], args["batch"], args["context"] + 1)
+        for row in found.reshape(an_update, -1):
+            assert np.array_equal(row, tokens[row[0] : row[0] + args["context"] + 1])
+            starts.append(int(row[0]))
+    every = [window * args["context"] for window in range(num_windows)]
+    for epoch in range(epochs):
+        assert sorted(starts[epoch * num_windows : (epoch + 1) * num_windows]) == every
+
+
+@given(settings_of(), st.integers(0, 2**64), st.lists(st.integers(0, 200), min_size=1, max_size=12))
+@settings(max_examples=60, deadline=None)
+def test_a_batch_is_a_function_of_seed_and_step(given_, seed, order):
+    """A resumed run, which asks a new object for later steps first, gets what the first run got."""
+    tokens, args, _ = given_
+    feed = Batches(tokens, **args, seed=seed)
+    for step in order:
+        assert np.array_equal(feed.at(step), Batches(tokens, **args, seed=seed).at(step))
+
+
+def test_seeds_and_epochs_have_orders_of_their_own():
+    args = {"context": 4, "batch": 50, "micro_batches": 1}
+    tokens = line(50 * 4 + 1)
+    orders = {
+        tuple(Batches(tokens, **args, seed=seed).at(step)[0, :, 0]) for seed in range(3) for step in range(3)
+    }
+    assert len(orders) == 9
+    assert tuple(range(0, 200, 4)) not in orders
+
+
+def test_the_order_is_pinned():
+    """A change of this order would let resumed runs repeat and leave out windows."""
+    feed = Batches(line(8 * 3 + 1), context=3, batch=8, micro_batches=1, seed=7)
+    assert (feed.at(0)[0, :, 0] // 3).tolist() == [4, 1, 6, 3, 2, 7, 5, 0]
+    assert (feed.at(1)[0, :, 0] // 3).tolist() == [3, 1, 6, 2, 5, 4, 0, 7]
+
+
+@given(settings_of(), st.integers(0, 300))
+def test_the_position_says_where_the_run_stands(given_, step):
+    tokens, args, num_windows = given_
+    feed = Batches(tokens, **args, seed=0)
+    place = feed.position(step)
+    taken = step * args["batch"] * args["micro_batches"]
+    assert place["epoch"] * num_windows + place["window"] == taken
+    assert 0 <= place["window"] < num_windows
+    assert place["tokens"] == taken * args["context"]
+
+
+def test_texts_that_are_too_short_are_refused():
+    with pytest.raises(
+        DataError, match=r"the training text is shorter than one sequence: it has 8 tokens.* needs 9"
+    ):
+        Batches(line(8), context=8, batch=1, micro_batches=1, seed=0)
+    Batches(line(9), context=8, batch=1, micro_batches=1, seed=0)
+    with pytest.raises(DataError, match=r"2 x 2 = 4 sequences is more than `a\.txt` holds: 30 tokens are 3"):
+        Batches(line(30), context=8, batch=2, micro_batches=2, seed=0, name="`a.txt`")
+    with pytest.raises(DataError, match="the held-out text is shorter than one sequence"):
+        validation_batches(line(8), context=8, batch=1, limit_tokens=100)  # before any batch is asked for
+
+
+@given(st.integers(1, 9), st.integers(1, 5), st.integers(1, 120), st.integers(0, 100))
+def test_validation_predicts_each_target_once_in_order(context, batch, limit, more):
+    tokens = line(context + 1 + more)
+    found = list(validation_batches(tokens, context=context, batch=batch, limit_tokens=limit))
+    assert all(each.dtype == np.int32 for each in found)
+    assert all(each.shape == (batch, context + 1) for each in found[:-1])
+    assert 1 <= len(found[-1]) <= batch
+    targets = np.concatenate([each[:, 1:].ravel() for each in found])
+    assert np.array_equal(targets, np.arange(1, len(targets) + 1))
+    windows = min((len(tokens) - 1) // context, max(1, limit // context))
+    assert len(targets) == windows * context
+    for each in found:
+        assert np.array_equal(each[:, 0], each[:, 1] - 1)
+
+
+# --- the bigram yardstick ----------------------------------------------------------------------------------
+
+
+def entropy(tokens):
+    """The definition, pair by pair."""
+    pairs = Counter(pairwise(tokens))
+    firsts = Counter(tokens[:-1])
+    return -sum(c / (len(tokens) - 1) * math.log2(c / firsts[a]) for (a, _), c in pairs.items())
+
+
+def test_bigrams_by_hand():
+    assert bigram_bits(np.frombuffer(b"abababab", dtype=np.uint8)) == 0.0
+    assert math.copysign(1, bigram_bits(np.frombuffer(b"abab", dtype=np.uint8))) == 1
+    # After a: a and b alike, one bit; after b: always a.
+    assert bigram_bits(np.frombuffer(b"aabaab" + b"a", dtype=np.uint8)) == pytest.approx(4 / 6)
+    assert bigram_bits(line(1)) == bigram_bits(line(0)) == 0.0
+
+
+@pytest.mark.parametrize("high", [3, 255, 5000, 65535])
+@pytest.mark.parametrize("chunk", [1, 7, 1 << 20])
+@given(data=st.data())
+@settings(max_examples=15, deadline=None)
+def test_bigrams_agree_with_the_definition(high, chunk, data):
+    tokens = data.draw(
+        st.lists(st.integers(0, high) | st.integers(max(0, high - 2), high), min_size=2, max_size=60)
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(batches, "_COUNTED_AT_ONCE", chunk)
+        found = bigram_bits(np.array(tokens, dtype=np.uint16))
+    assert found == pytest.approx(entropy(tokens), rel=1e-12, abs=1e-12)
+    assert found >= 0
+
+
+def test_random_bytes_cost_what_they_hold():
+    tokens = np.random.default_rng(0).integers(0, 4, 100_000).astype(np.uint8)
+    assert bigram_bits(tokens) == pytest.approx(2.0, abs=1e-3)

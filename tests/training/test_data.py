@@ -1,0 +1,281 @@
+"""From a source to a corpus: what is read, in which order, which side it falls on, and what is refused."""
+
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from halfstep.training.corpus import Document, hash_share, split
+from halfstep.training.data import DataError, load_corpus
+from halfstep.training.text import cut, stdlib_documents, walk
+
+WORDS = ["the", "quick", "brown", "fox", "jumps", "over", "lazy", "dogs", "and", "runs", "far", "away"]
+
+
+def prose(seed, lines=40):
+    rng = np.random.default_rng(seed)
+    return "".join(" ".join(rng.choice(WORDS, 8)) + f" {seed}.{n}\n" + "\n" * (n % 5 == 4) for n in range(lines))
+
+
+def tree(folder, files):
+    for name, content in files.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content.encode() if isinstance(content, str) else content)
+    return folder
+
+
+# --- splitting ---------------------------------------------------------------------------------------------
+
+contents = st.lists(st.binary(min_size=1, max_size=6), min_size=2, max_size=30).filter(lambda c: len(set(c)) > 1)
+shares = st.floats(0, 0.5, exclude_min=True)
+
+
+@given(contents, shares)
+def test_the_sides_are_disjoint_whole_and_not_empty(found, share):
+    documents = [Document(str(n), content) for n, content in enumerate(found)]
+    train, validation = split(documents, share, "here")
+    assert sorted(train + validation) == sorted(documents)
+    assert train
+    assert validation
+    assert not {d.content for d in train} & {d.content for d in validation}
+    for side in (train, validation):
+        assert [int(d.name) for d in side] == sorted(int(d.name) for d in side)  # the given order
+    below = [d for d in documents if hash_share(d.content) < share]
+    if 0 < len(below) < len(documents):
+        assert validation == below
+
+
+def test_when_all_fall_on_one_side_the_outermost_changes_it():
+    names = sorted((f"{n}".encode() for n in range(200)), key=hash_share)
+    low = [Document("", content) for content in names if hash_share(content) < 0.4]
+    high = [Document("", content) for content in names if hash_share(content) > 0.6]
+    assert split(low, 0.5, "here") == ([low[-1]], low[:-1])
+    assert split(high, 0.5, "here") == (high[1:], [high[0]])
+    assert split([*high, high[0]], 0.5, "here") == (high[1:], [high[0], high[0]])  # copies stay together
+
+
+@given(contents, shares, st.randoms(use_true_random=False))
+def test_the_side_of_a_document_depends_on_its_content_alone(found, share, random):
+    documents = [Document(str(n), content) for n, content in enumerate(found)]
+    shuffled = [Document("other", d.content) for d in random.sample(documents, len(documents))]
+    sides = [{d.content for d in split(each, share, "here")[1]} for each in (documents, shuffled)]
+    assert sides[0] == sides[1]
+
+
+def test_the_share_is_kept_on_average():
+    documents = [Document("", f"{n}".encode()) for n in range(20_000)]
+    held_out = len(split(documents, 0.1, "here")[1])
+    assert abs(held_out - 2000) < 5 * (20_000 * 0.1 * 0.9) ** 0.5  # five standard deviations
+    assert hash_share(b"") == hash_share(b"") != hash_share(b"\n")
+
+
+@pytest.mark.parametrize(("number", "said"), [(1, "holds one document"), (3, "holds 3 equal documents")])
+def test_what_cannot_be_split_is_refused(number, said):
+    with pytest.raises(DataError, match=f"`here` {said}"):
+        split([Document(str(n), b"same") for n in range(number)], 0.1, "here")
+
+
+# --- the standard library ----------------------------------------------------------------------------------
+
+
+def test_the_standard_library_is_a_corpus():
+    corpus = load_corpus("stdlib", 0.1, 256)
+    assert corpus.train.dtype == corpus.validation.dtype == np.uint8
+    assert len(corpus.train) > 10 * 0.5e6
+    assert len(corpus.validation) > 1e5
+    assert corpus.bytes_per_token == 1.0
+    assert "Python 3." in corpus.description
+    assert f"{corpus.num_documents} texts" in corpus.description
+    # A line of a module that every Python has must be on one side, and on one side only.
+    sides = [b"def shuffle(self, x):" in side.tobytes() for side in (corpus.train, corpus.validation)]
+    assert sum(sides) == 1
+    assert corpus.digest == load_corpus("stdlib", 0.1, 256).digest != load_corpus("stdlib", 0.2, 256).digest
+
+
+def test_tests_and_what_is_installed_are_no_standard_library():
+    names = [document.name for document in stdlib_documents()[0]]
+    assert "random.py" in names
+    assert "json/decoder.py" in names
+    assert names == sorted(names)
+    for part in ("site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"):
+        assert not any(part in Path(name).parts for name in names)
+    assert not any("_sysconfigdata" in name for name in names)
+
+
+def test_the_digest_is_the_same_in_another_process():
+    code = "from halfstep.training.data import load_corpus; print(load_corpus('stdlib', 0.1, 256).digest)"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert run.stdout.strip() == load_corpus("stdlib", 0.1, 256).digest
+
+
+def test_a_python_without_its_text_says_so(tmp_path, monkeypatch):
+    monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path))
+    with pytest.raises(DataError, match="no standard library as text"):
+        load_corpus("stdlib", 0.1, 256)
+
+
+# --- files, folders and globs ------------------------------------------------------------------------------
+
+
+def test_a_file_is_cut_into_documents_that_add_up_to_it(tmp_path):
+    text = prose(0, 4000)
+    path = tmp_path / "book.txt"
+    path.write_text(text)
+    corpus = load_corpus(str(path), 0.1, 256)
+    assert len(corpus.train) + len(corpus.validation) == len(text)
+    assert corpus.num_documents > 20
+    assert 0.01 < len(corpus.validation) / len(text) < 0.3
+    assert str(path) in corpus.description
+    pieces = cut(text.encode())
+    assert all(piece.endswith(b"\n\n") for piece in pieces[:-1])
+    assert all(4096 <= len(piece) <= 8192 for piece in pieces[:-1])
+
+
+@given(st.binary(max_size=300) | st.text(alphabet="aé🙂\n\r", max_size=300).map(str.encode))
+def test_pieces_add_up_and_end_between_characters(content):
+    pieces = cut(content)
+    assert b"".join(pieces) == content
+    assert all(pieces)
+    try:
+        content.decode()
+    except UnicodeDecodeError:
+        return
+    size = max(1, len(content) // 16)
+    if size >= 4:  # a character has up to four bytes: below that it may not fit a piece
+        for piece in pieces:
+            piece.decode()
+    assert all(len(piece) >= size for piece in pieces[:-1])
+
+
+@pytest.mark.parametrize("character", ["é", "€", "🙂"])
+def test_text_without_lines_is_cut_between_characters(character):
+    for shift in range(4):
+        pieces = cut(("a" * shift + character * 20_000).encode())
+        assert len(pieces) > 4
+        assert "".join(piece.decode() for piece in pieces) == "a" * shift + character * 20_000
+
+
+def test_lines_end_pieces_where_no_line_is_blank(tmp_path):
+    pieces = cut(b"one line of many, none of them blank\r\n" * 3000)
+    assert len(pieces) > 10
+    assert all(piece.endswith(b"\n") for piece in pieces)
+
+
+def test_a_small_file_still_has_two_sides(tmp_path):
+    path = tmp_path / "note.txt"
+    path.write_text(prose(1, 20))
+    corpus = load_corpus(str(path), 0.1, 256)
+    assert len(corpus.train)
+    assert len(corpus.validation)
+
+
+def test_a_folder_reads_text_in_order_of_paths_and_counts_the_rest(tmp_path):
+    files = {f"{n % 3}/doc{n}.md": f"document {n}" for n in range(30)}
+    tree(tmp_path, files | {"é.txt": "naïve\n", "empty.txt": ""})
+    tree(
+        tmp_path,
+        {"a.png": b"\x89PNG\xff\xfe", "b.dat": b"text\0text", ".git/config": "x", "__pycache__/m.txt": "y"},
+    )
+    corpus = load_corpus(str(tmp_path), 0.2, 256)
+    expected = {**{name: f"{text}\n".encode() for name, text in files.items()}, "é.txt": "naïve\n".encode()}
+    assert corpus.num_documents == 31
+    assert "31 texts, 2 binary skipped" in corpus.description
+    whole = corpus.train.tobytes() + corpus.validation.tobytes()
+    assert sorted(whole.splitlines(keepends=True)) == sorted(expected.values())
+    ordered = [expected[name] for name in sorted(expected)]
+    for side in (corpus.train.tobytes(), corpus.validation.tobytes()):
+        places = [ordered.index(line) for line in side.splitlines(keepends=True)]
+        assert places == sorted(places)
+
+
+def test_the_digest_is_of_the_content(tmp_path):
+    one = tree(tmp_path / "one", {f"{n}.txt": prose(n) for n in range(9)})
+    same = tree(tmp_path / "same", {f"{n}.txt": prose(n) for n in range(9)})
+    other = tree(tmp_path / "other", {f"{n}.txt": prose(n + (n == 8) * 100) for n in range(9)})
+    digests = [load_corpus(str(path), 0.2, 256).digest for path in (one, same, other)]
+    assert digests[0] == digests[1] != digests[2]
+    (same / "8.txt").write_text(prose(8).replace("8.39", "8.93"))  # of the same length
+    assert load_corpus(str(same), 0.2, 256).digest != digests[0]
+
+
+def test_a_glob_reads_what_it_matches(tmp_path):
+    tree(tmp_path, {"a.txt": prose(1), "b.txt": prose(2), "sub/c.txt": prose(3), "d.md": prose(4)})
+    assert load_corpus(f"{tmp_path}/*.txt", 0.1, 256).num_documents == 2
+    assert load_corpus(f"{tmp_path}/**/*.txt", 0.1, 256).num_documents == 3
+
+
+def test_a_link_to_a_folder_is_not_followed(tmp_path):
+    tree(tmp_path, {"a.txt": prose(1), "sub/b.txt": prose(2)})
+    (tmp_path / "sub" / "loop").symlink_to(tmp_path)
+    assert [path.name for path in walk(tmp_path)] == ["a.txt", "b.txt"]
+
+
+def test_bytes_beyond_the_vocabulary_name_the_file_and_the_place(tmp_path):
+    tree(tmp_path, {"a.txt": "plain", "b.txt": "na\u00efve"})
+    with pytest.raises(DataError, match=r"`b\.txt` holds the byte 195 at offset 2, and the vocabulary has 128"):
+        load_corpus(str(tmp_path), 0.1, 128)
+    (tmp_path / "b.txt").write_text("naive")
+    assert load_corpus(str(tmp_path), 0.1, 128).num_documents == 2
+
+
+# --- what is refused ---------------------------------------------------------------------------------------
+
+
+def refused(source):
+    with pytest.raises(DataError) as caught:
+        load_corpus(str(source), 0.1, 256)
+    assert caught.value.hint
+    return caught.value
+
+
+def test_a_source_that_is_not_there_gets_the_nearest_name(tmp_path, monkeypatch):
+    tree(tmp_path, {"shakespeare.txt": "x"})
+    error = refused(tmp_path / "shakespear.txt")
+    assert "shakespear.txt" in error.message
+    assert error.hint == "did you mean `shakespeare.txt`?"
+    monkeypatch.chdir(tmp_path)
+    assert refused("stdlb").hint == "did you mean `stdlib`?"
+    assert "no file matches" in refused(f"{tmp_path}/*.bin").message
+    assert "is empty" in refused("").message
+    assert "there is no file or folder" in refused("nowhere/at/all.txt").message
+    with pytest.raises(DataError, match="cannot be read: File name too long"):
+        load_corpus("x" * 5000, 0.1, 256)
+
+
+def test_empty_and_binary_sources_are_named(tmp_path):
+    tree(tmp_path, {"empty.txt": "", "blank.txt": "\n \n", "image.png": b"\xff\xd8\xff", "only/x.png": b"\xff"})
+    assert "empty.txt` is empty" in refused(tmp_path / "empty.txt").message
+    assert "blank.txt` is empty" in refused(tmp_path / "blank.txt").message
+    assert "image.png` is binary; it must be UTF-8 text" in refused(tmp_path / "image.png").message
+    assert "only` (0 texts, 1 binary skipped)" in refused(tmp_path / "only").message
+    (tmp_path / "void").mkdir()
+    assert "no text" in refused(tmp_path / "void").message
+
+
+def test_shards_are_never_read_as_text(tmp_path):
+    tree(tmp_path, {"README.md": prose(1), "notes.txt": prose(2), "train.bin": prose(3)})
+    assert "train.bin` is no token shard" in refused(tmp_path).message
+    assert "train.bin` is no token shard" in refused(tmp_path / "train.bin").message
+    mixed = refused(f"{tmp_path}/*")
+    assert "train.bin" in mixed.message
+    assert "matches token shards" in mixed.message
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.lists(st.text(min_size=1, max_size=50), min_size=2, max_size=8), shares)
+def test_any_folder_of_text_loads_or_is_refused(tmp_path_factory, texts, share):
+    folder = tree(tmp_path_factory.mktemp("data"), {f"{n}.txt": text for n, text in enumerate(texts)})
+    try:
+        corpus = load_corpus(str(folder), share, 256)
+    except DataError:
+        readable = {text if text.endswith("\n") else text + "\n" for text in texts if "\0" not in text}
+        assert len(readable) < 2
+    else:
+        assert len(corpus.train)
+        assert len(corpus.validation)

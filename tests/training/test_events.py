@@ -1,0 +1,131 @@
+"""events.jsonl: reads back as written, survives a killed writer, refuses damage."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from halfstep.training.events import Events, EventsError, read_events
+
+
+def write(path, *events, clock=lambda: 12.5):
+    with Events(path, clock=clock) as log:
+        for kind, fields in events:
+            log.write(kind, **fields)
+
+
+def test_a_line_is_what_the_table_says(tmp_path):
+    path = tmp_path / "events.jsonl"
+    write(path, ("step", {"step": 1, "loss": 5.5, "memory": None}), ("warning", {"message": "naïve"}))
+    assert path.read_text(encoding="utf-8") == (
+        '{"event": "step", "time": 12.5, "step": 1, "loss": 5.5, "memory": null}\n'
+        '{"event": "warning", "time": 12.5, "message": "naïve"}\n'
+    )
+
+
+def test_non_finite_numbers_are_words_that_json_readers_accept(tmp_path):
+    path = tmp_path / "events.jsonl"
+    write(path, ("step", {"loss": math.nan, "scale": [math.inf, {"x": -math.inf}], "f32": np.float32("inf")}))
+    line = json.loads(path.read_text(), parse_constant=pytest.fail)
+    assert line["loss"] == "nan"
+    assert line["scale"] == ["inf", {"x": "-inf"}]
+    (event,) = read_events(path)
+    assert math.isnan(event["loss"])
+    assert event["scale"] == [math.inf, {"x": -math.inf}]
+    assert event["f32"] == math.inf
+
+
+texts = st.text() | st.sampled_from(
+    ["nan", "inf", "-inf", "'nan", "''-inf", "NaN", "infinity", "\ud800", "a\nb\r"]
+)
+values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | texts,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(texts, inner, max_size=3),
+    max_leaves=8,
+)
+fields = st.dictionaries(st.text().filter(lambda n: n not in ("event", "time")), values, max_size=4)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.tuples(st.text(), fields), max_size=4))
+def test_everything_reads_back(tmp_path_factory, events):
+    path = tmp_path_factory.mktemp("run") / "events.jsonl"
+    write(path, *events)
+    assert read_events(path) == [{"event": kind, "time": 12.5} | given for kind, given in events]
+
+
+def test_each_event_is_on_its_way_before_write_returns(tmp_path):
+    with Events(tmp_path / "e.jsonl") as log:
+        for number in range(3):
+            log.write("step", step=number)
+            assert len(read_events(tmp_path / "e.jsonl")) == number + 1
+
+
+def test_a_kill_at_any_byte_loses_the_last_event_at_most(tmp_path):
+    path = tmp_path / "events.jsonl"
+    write(path, ("step", {"step": 1}), ("warning", {"message": "größer"}))
+    whole = path.read_bytes()
+    first = whole.index(b"\n") + 1
+    for size in range(len(whole) + 1):
+        path.write_bytes(whole[:size])
+        known = (size >= first - 1) + (size >= len(whole) - 1)  # a whole object counts, newline or not
+        assert len(read_events(path)) == known
+        # The next writer appends to a file that reads to the end.
+        write(path, ("start", {"resumed_from": 1}))
+        assert [event["event"] for event in read_events(path)] == [*["step", "warning"][:known], "start"]
+        assert path.read_bytes().endswith(b"\n")
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        b'{"event": "st',
+        b"",
+        b"\x00\x00",
+        b"[1]",
+        b'{"step": 1}',
+        b'{"event": 1}',
+        b"\xff",
+        b'{"event": "x", "y": NaN}',
+    ],
+)
+def test_damage_in_the_middle_is_refused_with_its_line(tmp_path, line):
+    path = tmp_path / "events.jsonl"
+    write(path, ("step", {"step": 1}), ("step", {"step": 2}))
+    one, two, _ = path.read_bytes().split(b"\n")
+    path.write_bytes(b"\n".join([one, line, two, b""]))
+    with pytest.raises(EventsError, match=r"events\.jsonl:2: "):
+        read_events(path)
+    path.write_bytes(b"\n".join([one, two, line, b""]))  # last, but its newline was written: no torn line
+    with pytest.raises(EventsError, match=r"events\.jsonl:3: "):
+        read_events(path)
+
+
+def test_what_lives_on_a_device_is_refused_and_nothing_is_written(tmp_path):
+    class Tensor:
+        pass
+
+    with Events(tmp_path / "e.jsonl") as log:
+        with pytest.raises(TypeError, match=r"step\.loss\[0\] is a Tensor"):
+            log.write("step", loss=[Tensor()])
+        with pytest.raises(TypeError, match="key 1"):
+            log.write("step", loss={1: 2})
+        with pytest.raises(ValueError, match="`time` is a field of every event"):
+            log.write("step", time=3)
+    assert read_events(tmp_path / "e.jsonl") == []
+
+
+def test_numpy_scalars_are_numbers(tmp_path):
+    write(tmp_path / "e.jsonl", ("step", {"a": np.float32(0.5), "b": np.int64(3), "c": np.bool_(True)}))
+    (event,) = read_events(tmp_path / "e.jsonl")
+    assert (event["a"], event["b"], event["c"]) == (0.5, 3, True)
+
+
+def test_paths_that_cannot_be_are_named(tmp_path):
+    with pytest.raises(EventsError, match="nowhere"):
+        Events(tmp_path / "nowhere" / "events.jsonl")
+    with pytest.raises(EventsError, match="gone"):
+        read_events(tmp_path / "gone.jsonl")

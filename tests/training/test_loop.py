@@ -1,0 +1,228 @@
+"""Whole runs on the CPU: they end, resume bit for bit, stop when asked, and refuse what is not theirs."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from halfstep.config.load import load
+from halfstep.core.errors import ConfigError, HalfstepError
+from halfstep.core.policy import Policy
+from halfstep.training import checkpoint, folder
+from halfstep.training.events import read_events
+from halfstep.training.loop import Loop, open_session
+
+SMALL = [
+    "model.context=16",
+    "model.layers=1",
+    "model.width=16",
+    "model.heads=2",
+    "training.batch=2",
+    "training.micro_batches=2",
+    "training.steps=6",
+    "training.validate_every=4",
+    "training.validation_tokens=64",
+    "training.save_every=2",
+]
+
+
+@pytest.fixture
+def text(tmp_path):
+    path = tmp_path / "text.txt"
+    path.write_text("\n\n".join(f"def f{i}(x):\n    return x * {i} + {i * i}" for i in range(400)))
+    return str(path)
+
+
+def config(text, *extra):
+    return load("tiny", [f"data.source={text}", *SMALL, *extra])
+
+
+def start(text, out, *extra, policy="fp32", **options):
+    return Loop(config(text, *extra), Policy.parse(policy), out, device="cpu", **options)
+
+
+def final_state(out):
+    arrays, manifest = checkpoint.load(checkpoint.latest(out / folder.CHECKPOINTS))
+    return {name: (a.dtype, a.shape, bytes(a.data)) for name, a in arrays.items() if name != "rng.cpu"}, manifest
+
+
+def test_a_run_leaves_its_folder_with_everything_in_it(text, tmp_path):
+    out = tmp_path / "run"
+    outcome = start(text, out).run()
+    assert outcome.finished
+    assert outcome.step == 6
+    assert outcome.ratio == outcome.bits_per_byte / outcome.bigram_bits
+    assert load(str(out / "run.toml")) == config(text)
+    events = read_events(out / "events.jsonl")
+    kinds = [event["event"] for event in events]
+    assert kinds.count("step") == 6
+    assert [e["step"] for e in events if e["event"] == "validation"] == [4, 6]
+    assert [e["step"] for e in events if e["event"] == "checkpoint"] == [2, 4, 6]
+    assert (kinds[0], kinds[-1]) == ("start", "end")
+    assert [p.name for p in sorted((out / "checkpoints").iterdir())] == ["step-000004", "step-000006"]
+    manifest = json.loads((out / "checkpoints" / "step-000006" / "manifest.json").read_text())
+    assert manifest["policy"] == "fp32"
+    assert manifest["data"]["position"]["tokens"] == 6 * 2 * 2 * 16
+
+
+@pytest.mark.parametrize("policy", ["fp32", "fp16-mixed,emulate=true", "bf16-true,param=bf16:stochastic"])
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(text, tmp_path, policy, optimizer, monkeypatch):
+    extra = [f"optimizer.name={optimizer}"]
+    whole, halved = tmp_path / "whole", tmp_path / "halved"
+    start(text, whole, *extra, policy=policy).run()
+
+    class InterruptedByTestError(Exception):
+        pass
+
+    loop = start(text, halved, *extra, policy=policy)
+    launch, count = loop.session.step, 0
+
+    def step(batch):
+        nonlocal count
+        count += 1
+        if count > 5:  # after the checkpoint of step 4, in the middle of things
+            raise InterruptedByTestError
+        return launch(batch)
+
+    monkeypatch.setattr(loop.session, "step", step)
+    with pytest.raises(InterruptedByTestError):
+        loop.run()
+    again = start(text, halved, *extra, policy=policy, resume=True)
+    assert again.start == 4
+    outcome = again.run()
+    assert outcome.step == 6
+    left, right = final_state(whole), final_state(halved)
+    assert left[0] == right[0]
+    losses = [
+        {e["step"]: e["loss"] for e in read_events(out / "events.jsonl") if e["event"] == "step"}
+        for out in (whole, halved)
+    ]
+    assert losses[0] == losses[1]
+
+
+def run_in_background(text, out, *extra):
+    code = (
+        "import sys\nfrom pathlib import Path\n"
+        "from halfstep.config.load import load\nfrom halfstep.core.policy import Policy\n"
+        "from halfstep.training.loop import Loop\n"
+        f"config = load('tiny', {[f'data.source={text}', *SMALL, *extra]!r})\n"
+        f"outcome = Loop(config, Policy.parse('fp32'), Path({str(out)!r}), device='cpu').run()\n"
+        "print(outcome.step, outcome.finished)\n"
+    )
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
+    )
+
+
+def wait_for_steps(out, count):
+    deadline = time.monotonic() + 60
+    path = out / "events.jsonl"
+    while time.monotonic() < deadline:
+        if path.exists() and path.read_text().count('"event": "step"') >= count:
+            return
+        time.sleep(0.02)
+    raise AssertionError("the run did not get going")
+
+
+@pytest.mark.parametrize("kind", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_saves_and_leaves_cleanly_and_the_run_can_go_on(text, tmp_path, kind):
+    out = tmp_path / "run"
+    many = ["training.steps=100000", "training.save_every=100000", "training.validate_every=100000"]
+    process = run_in_background(text, out, *many)
+    wait_for_steps(out, 5)
+    process.send_signal(kind)
+    stdout, stderr = process.communicate(timeout=60)
+    assert process.returncode == 0, stderr
+    step, finished = stdout.split()
+    assert finished == "False"
+    assert checkpoint.latest(out / "checkpoints").name == f"step-{int(step):06d}"
+    assert read_events(out / "events.jsonl")[-2]["event"] == "stop"
+    assert kind.name in stderr
+    loop = start(text, out, *many, resume=True)
+    assert loop.start == int(step)
+
+
+def test_a_folder_that_holds_a_run_is_not_written_over(text, tmp_path):
+    start(text, tmp_path / "run").run()
+    before = (tmp_path / "run" / "events.jsonl").read_bytes()
+    with pytest.raises(ConfigError, match="already holds a run") as caught:
+        start(text, tmp_path / "run")
+    assert "--resume" in caught.value.hint
+    assert (tmp_path / "run" / "events.jsonl").read_bytes() == before
+
+
+def test_a_folder_that_cannot_be_written_is_named(text, tmp_path):
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(ConfigError, match="cannot be written"):
+        start(text, tmp_path / "file" / "run")
+
+
+@pytest.mark.parametrize(
+    ("extra", "policy", "said"),
+    [
+        (["model.width=32"], "fp32", "model.width was 16 and is now 32"),
+        (["seed=3"], "fp32", "seed was 0 and is now 3"),
+        (["optimizer.rate=1.0"], "fp32", "optimizer.rate"),
+        ([], "bf16-mixed,emulate=true", "was saved under policy `fp32`"),
+    ],
+)
+def test_resuming_as_another_run_is_refused(text, tmp_path, extra, policy, said):
+    start(text, tmp_path / "run").run()
+    with pytest.raises(ConfigError, match=said.replace("(", r"\(")):
+        start(text, tmp_path / "run", *extra, policy=policy, resume=True)
+
+
+def test_resuming_with_other_data_is_refused(text, tmp_path):
+    start(text, tmp_path / "run").run()
+    with open(text, "a") as file:
+        file.write("one more line\n")
+    with pytest.raises(ConfigError, match="other data"):
+        start(text, tmp_path / "run", resume=True)
+
+
+def test_resuming_where_nothing_was_saved_is_refused(text, tmp_path):
+    with pytest.raises(ConfigError, match="holds no run"):
+        start(text, tmp_path / "run", resume=True)
+    start(text, tmp_path / "run")  # made, and never run
+    with pytest.raises(ConfigError, match="holds no checkpoint"):
+        start(text, tmp_path / "run", resume=True)
+
+
+def test_looking_and_saving_at_other_times_is_still_the_same_run(text, tmp_path):
+    start(text, tmp_path / "run").run()
+    loop = start(text, tmp_path / "run", "training.validate_every=1", resume=True)
+    assert loop.start == 6
+    assert loop.run().finished
+
+
+@pytest.mark.parametrize(
+    ("extra", "said"),
+    [
+        (["training.batch=100000"], "text.txt"),
+        (["model.context=100000"], "text.txt"),
+        (["model.vocabulary=50"], "vocabulary"),
+    ],
+)
+def test_data_that_does_not_fit_is_refused_before_a_folder_is_made(text, tmp_path, extra, said):
+    with pytest.raises(HalfstepError, match=said):
+        start(text, tmp_path / "run", *extra)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_missing_framework_says_how_to_install_it(text):
+    with pytest.raises(HalfstepError) as caught:
+        open_session(config(text, "backend=mlx"), Policy())
+    assert "pip install 'halfstep[mlx]'" in caught.value.hint
+
+
+def test_a_run_that_no_scale_can_save_stops_and_says_why(text, tmp_path):
+    loop = start(text, tmp_path / "run", policy="fp16-mixed,emulate=true,scale=dynamic:init=1:floor=1")
+    loop.session.model.embed.weight.data[:] = float("nan")
+    with pytest.raises(HalfstepError, match="at its floor"):
+        loop.run()

@@ -1,0 +1,110 @@
+"""Items ahead of time: in order, errors in their place, and no thread left behind."""
+
+import gc
+import threading
+import time
+
+import pytest
+
+from halfstep.training.prefetch import Prefetch
+
+
+def threads():
+    return [thread for thread in threading.enumerate() if thread.name == "prefetch"]
+
+
+@pytest.fixture(autouse=True)
+def _no_thread_is_left():
+    yield
+    deadline = time.monotonic() + 5
+    while threads() and time.monotonic() < deadline:
+        time.sleep(0.001)
+    assert threads() == []
+
+
+def until(condition):
+    deadline = time.monotonic() + 5
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.001)
+    assert condition()
+
+
+@pytest.mark.parametrize("depth", [1, 2, 7])
+def test_items_come_in_order_and_once(depth):
+    with Prefetch(lambda n: n * n, 3, 60, depth=depth) as items:
+        assert list(items) == [n * n for n in range(3, 60)]
+        assert list(items) == []
+
+
+def test_nothing_to_fetch():
+    with Prefetch(pytest.fail, 5, 5) as items:
+        assert list(items) == []
+
+
+def test_it_works_ahead_but_not_further_than_depth():
+    made = []
+    with Prefetch(made.append, 0, 100, depth=3) as items:
+        until(lambda: len(made) == 3)
+        time.sleep(0.02)
+        assert made == [0, 1, 2]
+        next(items)
+        until(lambda: len(made) == 4)
+
+
+def test_an_error_comes_in_its_place_with_its_traceback():
+    def fetch(number):
+        if number == 2:
+            raise OSError("the disk is gone")
+        return number
+
+    with Prefetch(fetch, 0, 10) as items:
+        assert [next(items), next(items)] == [0, 1]
+        with pytest.raises(OSError, match="the disk is gone") as caught:
+            next(items)
+        assert caught.traceback[-1].name == "fetch"
+        with pytest.raises(StopIteration):
+            next(items)
+
+
+def test_it_closes_while_the_thread_waits_for_room():
+    made = []
+    items = Prefetch(made.append, 0, 10**9)
+    until(lambda: len(made) == 2)
+    items.close()
+    items.close()
+    assert threads() == []
+    assert list(items) == []
+
+
+def test_it_closes_when_the_block_fails():
+    with pytest.raises(RuntimeError), Prefetch(lambda n: n, 0, 10**9):
+        raise RuntimeError
+    assert threads() == []
+
+
+def test_closing_wakes_a_waiting_reader():
+    release = threading.Event()
+    items = Prefetch(lambda n: release.wait(5), 0, 1)
+    seen = []
+    reader = threading.Thread(target=lambda: seen.extend(items))
+    reader.start()
+    items._shared.close()
+    reader.join(5)
+    assert not reader.is_alive()
+    assert seen == []
+    release.set()
+    items.close()
+
+
+def test_a_forgotten_prefetch_ends_its_thread():
+    items = Prefetch(lambda n: n, 0, 10**9)
+    next(items)
+    assert len(threads()) == 1
+    del items
+    gc.collect()
+    until(lambda: threads() == [])
+
+
+def test_a_depth_of_nothing_is_refused():
+    with pytest.raises(ValueError, match="depth 0"):
+        Prefetch(lambda n: n, 0, 1, depth=0)

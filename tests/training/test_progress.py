@@ -1,0 +1,118 @@
+"""What a run says while it goes on, in a log and on a terminal."""
+
+import io
+import re
+
+import pytest
+
+from halfstep.training.progress import LiveProgress, PlainProgress, in_bytes, progress
+
+
+class Clock:
+    def __init__(self):
+        self.now = 100.0
+
+    def __call__(self):
+        return self.now
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def lines(total, seconds_a_step, start=0, **numbers):
+    stream, clock = io.StringIO(), Clock()
+    with progress(total, start=start, stream=stream, clock=clock) as bar:
+        for step in range(start + 1, total + 1):
+            clock.now += seconds_a_step
+            bar.update(step, **numbers)
+    return stream.getvalue().splitlines()
+
+
+def steps(shown):
+    return [int(re.match(r"step (\d+)/", line)[1]) for line in shown]
+
+
+def test_a_fast_run_shows_the_first_step_each_tenth_and_the_last():
+    assert steps(lines(1000, 0.001)) == [1, *range(100, 1001, 100)]
+    assert steps(lines(3, 0.001)) == [1, 2, 3]
+
+
+def test_a_slow_run_shows_a_line_every_five_seconds():
+    assert steps(lines(1000, 0.5))[:6] == [1, 11, 21, 31, 41, 51]
+    assert steps(lines(1000, 7.0)) == list(range(1, 1001))
+
+
+def test_a_resumed_run_starts_where_it_is():
+    assert steps(lines(1000, 0.001, start=555)) == [556, 600, 700, 800, 900, 1000]
+
+
+def test_a_line_in_full():
+    shown = lines(200, 2.0, loss=3.21449, tokens_per_second=45120.4, memory=1.25 * 2**30, scale=65536.0, skipped=2)
+    assert shown[0] == "step 1/200  loss 3.214  45,120 tokens/s  1.2 GiB  scale 65536  2 skipped"
+    assert shown[1] == "step 4/200  loss 3.214  45,120 tokens/s  0:06:32 left  1.2 GiB  scale 65536  2 skipped"
+    assert shown[-1] == "step 200/200  loss 3.214  45,120 tokens/s  1.2 GiB  scale 65536  2 skipped"
+
+
+def test_no_news_is_not_shown_and_a_bad_loss_is():
+    (only,) = lines(1, 1.0, loss=float("nan"), scale=1.0, skipped=0)
+    assert only == "step 1/1  loss nan"
+    assert lines(1, 1.0) == ["step 1/1"]
+
+
+def test_notes_are_lines():
+    stream = io.StringIO()
+    with progress(10, stream=stream) as bar:
+        bar.note("a [bracketed] note")
+    assert stream.getvalue() == "a [bracketed] note\n"
+
+
+def test_the_stream_decides_the_kind(monkeypatch):
+    monkeypatch.setenv("TERM", "xterm")
+    assert isinstance(progress(1, stream=Terminal()), LiveProgress)
+    assert isinstance(progress(1, stream=io.StringIO()), PlainProgress)
+    monkeypatch.setenv("TERM", "dumb")
+    assert isinstance(progress(1, stream=Terminal()), PlainProgress)
+
+
+def test_stderr_is_the_stream_and_stdout_stays_clean(capsys):
+    with progress(1) as bar:
+        bar.update(1, loss=2.0)
+        bar.note("done")
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err == "step 1/1  loss 2\ndone\n"
+
+
+def test_a_terminal_shows_a_bar_and_notes_above_it(monkeypatch, capsys):
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "120")
+    stream = Terminal()
+    with progress(50, start=10, stream=stream) as bar:
+        bar.update(20, loss=3.25, tokens_per_second=1000.0, scale=1.0, memory=2**20)
+        bar.note("saved [step 20]")
+        print("data")
+        bar.update(50, loss=1.5, skipped=3)
+    shown = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", stream.getvalue())
+    assert "step 10/50" in shown
+    assert "saved [step 20]\n" in shown
+    last = shown.rstrip().splitlines()[-1]
+    assert "step 50/50" in last
+    assert "loss 1.5  3 skipped" in last
+    assert "scale" not in last
+    assert capsys.readouterr().out == "data\n"  # stdout is not redirected
+
+
+@pytest.mark.parametrize(
+    ("number", "text"),
+    [
+        (0, "0 bytes"),
+        (1023, "1023 bytes"),
+        (1024, "1.0 KiB"),
+        (1.5 * 2**30, "1.5 GiB"),
+        (2.0**63, "8192.0 PiB"),
+    ],
+)
+def test_bytes_in_words(number, text):
+    assert in_bytes(number) == text

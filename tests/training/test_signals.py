@@ -1,0 +1,79 @@
+"""Signals become a request, twice is enough, and the handlers come back."""
+
+import os
+import signal
+import threading
+
+import pytest
+
+from halfstep.training.signals import stop_requests
+
+
+def handlers():
+    return [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+
+
+def send(number):
+    os.kill(os.getpid(), number)
+
+
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
+def test_the_first_signal_is_a_request(name):
+    before = handlers()
+    with stop_requests() as stop:
+        assert stop.requested is None
+        send(getattr(signal, name))
+        assert stop.requested == name
+    assert handlers() == before
+
+
+def test_a_second_sigint_interrupts():
+    before = handlers()
+    with stop_requests() as stop:
+        send(signal.SIGINT)
+        assert stop.requested == "SIGINT"
+        with pytest.raises(KeyboardInterrupt):
+            send(signal.SIGINT)
+    assert handlers() == before
+
+
+def test_sigterm_again_changes_nothing_and_sigint_after_it_interrupts():
+    with stop_requests() as stop:
+        send(signal.SIGTERM)
+        send(signal.SIGTERM)
+        assert stop.requested == "SIGTERM"
+        with pytest.raises(KeyboardInterrupt):
+            send(signal.SIGINT)
+        assert stop.requested == "SIGTERM"
+
+
+def test_handlers_come_back_after_an_error():
+    before = handlers()
+    with pytest.raises(RuntimeError), stop_requests():
+        raise RuntimeError
+    assert handlers() == before
+
+
+def test_what_was_ignored_stays_ignored():
+    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    try:
+        with stop_requests() as stop:
+            send(signal.SIGTERM)
+            assert stop.requested is None
+        assert signal.getsignal(signal.SIGTERM) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def test_outside_the_main_thread_nothing_is_installed():
+    seen = []
+
+    def work():
+        with stop_requests() as stop:
+            seen.append((stop.requested, handlers()))
+
+    before = handlers()
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert seen == [(None, before)]
