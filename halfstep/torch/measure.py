@@ -7,7 +7,9 @@ for it, on for `tf32`, and left as it was found.
 
 `measure` times the matmul alone, which compares formats. `measure_block` times what a policy makes of it: a
 block of the decoder, forward and backward, with its casts and islands. That is what `policy = "auto"` decides
-by, at the recipe's own shape: on a CPU a bf16 matmul can be faster than an fp32 one and a small block slower.
+by on a CPU, at the recipe's own shape: there a bf16 matmul can be faster than an fp32 one and the small block
+around it slower. On an accelerator a small block would time how fast the host launches kernels, which a
+compiled step does not wait for; there the matmuls decide.
 """
 
 import time
@@ -100,8 +102,11 @@ def measure_block(
     budget: float = 3.0,
     clock: Clock = time.perf_counter,
 ) -> list[Timing]:
-    """Times matmuls, and a block of the model forward and backward on as many tokens as `budget` seconds allow."""
-    bench = _Bench(torch.device(device))
+    """Times matmuls and, on a CPU, a block of the model on as many tokens as `budget` seconds allow."""
+    device = torch.device(device)
+    if device.type != "cpu":
+        return measure(device, formats, budget=budget, clock=clock)
+    bench = _Bench(device)
     formats = list(formats)
 
     def start(fmt: Format, shape: Shape) -> Run:

@@ -164,7 +164,7 @@ class Session:
 def build_optimizers(
     model: Decoder, config: OptimizerConfig, policy: Policy, masters: Mapping[str, object], seed: int
 ) -> list[Optimizer]:
-    """AdamW for all, or Muon for the matrices inside blocks and AdamW for the rest, of which matrices alone decay."""
+    """AdamW for all, or Muon for the matrices in blocks and AdamW for the rest, of which matrices alone decay."""
     formats: dict[str, Any] = {"masters": masters, "moments": policy.moments, "seed": seed}
     named = list(model.named_parameters())
     built: list[Optimizer] = []

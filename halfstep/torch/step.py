@@ -55,7 +55,9 @@ class Run:
         self.scale_state = self._scalars(policy.scale.init())
         self.applied = torch.zeros((), dtype=torch.int32, device=self.device)  # updates that were not skipped
         self._accumulate = dtype_of(policy.accumulate)
-        self._first_weight: Tensor | None = None
+        self._first_weight: Tensor | float | None = None
+        self._weights: Tensor | float = 0.0
+        self._loss: Tensor | float = 0.0
         self._sums: dict[Tensor, Tensor] = {}
         self._reset()
 
@@ -72,11 +74,9 @@ class Run:
 
     def backward(self, loss: Tensor, *, weight: Tensor | float = 1.0) -> None:
         """Adds the gradient of a micro-batch's mean loss; `weight` is its number of tokens."""
-        weight = torch.as_tensor(weight, dtype=torch.float32, device=self.device)
         if self._first_weight is None:
             self._first_weight = weight
-            self._weights, self._loss = torch.zeros_like(weight), torch.zeros_like(weight)
-        share = weight / self._first_weight
+        share = weight / self._first_weight  # a number stays a number: putting it on the device would wait
         (loss.float() * (share * self.scale_state.scale)).backward()
         self._weights = self._weights + share
         self._loss = self._loss + share * loss.detach().float()
@@ -104,7 +104,8 @@ class Run:
             optimizer.step(grads=grads, found_inf=found_inf)
         self.scale_state = verdict.state
         self.applied += finite.to(torch.int32)
-        result = StepResult(self._loss / self._weights, ~finite, used, norm, verdict.state.stuck)
+        loss = torch.as_tensor(self._loss) / self._weights
+        result = StepResult(loss, ~finite, used, norm, verdict.state.stuck)
         self._reset()
         return result
 
@@ -134,7 +135,7 @@ class Run:
         for p in self.parameters:
             p.grad = None
         self._sums = {}
-        self._first_weight = None
+        self._first_weight, self._weights, self._loss = None, 0.0, 0.0
 
     def _scalars(self, state: ScaleState) -> ScaleState:
         dtypes = (torch.float32, torch.int32, torch.int32, torch.bool)

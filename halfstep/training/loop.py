@@ -12,6 +12,7 @@ import dataclasses
 import math
 import platform
 import time
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from importlib import import_module
@@ -93,16 +94,40 @@ class Outcome:
         return None if self.bits_per_byte is None else self.bits_per_byte / self.bigram_bits
 
 
+class _Watch:
+    """Time spent training, and the speed over the last few steps.
+
+    Where results are read a step late, two can be read at once: the time between two reads says little of one
+    step, and the speed is that of several.
+    """
+
+    def __init__(self, steps: int = 10):
+        self.seconds = 0.0
+        self._reads: deque[tuple[float, int]] = deque(maxlen=steps + 1)
+
+    def start(self, step: int) -> None:
+        """Training goes on after a pause."""
+        self._reads.clear()
+        self._reads.append((time.perf_counter(), step))
+
+    def read(self, step: int) -> float:
+        """A step was read; steps a second."""
+        now = time.perf_counter()
+        self.seconds += now - self._reads[-1][0]
+        self._reads.append((now, step))
+        first, before = self._reads[0]
+        return (step - before) / (now - first)
+
+
 @dataclass
 class _Tally:
     """What the loop counts while it runs."""
 
     step: int
     skipped: int = 0
-    seconds: float = 0.0
     tokens: int = 0
     loss: float = math.nan
-    last_read: float = field(default_factory=time.perf_counter)
+    watch: "_Watch" = field(default_factory=lambda: _Watch())
 
 
 def open_session(config: RunConfig, policy: Policy, device: str | None = None, *, train: bool = True) -> Session:
@@ -171,7 +196,6 @@ class Loop:
         with stop_requests() as stop, progress(total, start=self.start) as self.bar:
             for message in self.warnings:
                 self.bar.note(f"warning: {message}")
-            tally.last_read = time.perf_counter()
             with Prefetch(self.batches.at, self.start, total) as batches:
                 self._steps(batches, stop)
             finished = tally.step == total
@@ -183,7 +207,9 @@ class Loop:
             return self._finish(finished)
 
     def _steps(self, batches: Iterable[Tokens], stop: Any) -> None:
+        """Launches step after step; `pending` is the one whose numbers were not read yet."""
         training, pending = self.config.training, None
+        self.tally.watch.start(self.tally.step)
         for batch in batches:
             result = self.session.step(batch)
             if pending is not None:
@@ -199,7 +225,8 @@ class Loop:
                     self._validate()
                 if save:
                     self._save()
-                self.tally.last_read = time.perf_counter()  # looking and saving are not training
+                if look or save:
+                    self.tally.watch.start(self.tally.step)  # looking and saving are not training
             if stop.requested:
                 break
         if pending is not None:
@@ -208,14 +235,13 @@ class Loop:
     def _record(self, result: Any) -> None:
         """Reads a step that is over, and tells of it."""
         numbers = self.session.read(result)
-        tally, now = self.tally, time.perf_counter()
-        seconds, tally.last_read = now - tally.last_read, now
+        tally = self.tally
         tally.step += 1
-        tally.seconds += seconds
+        steps_per_second = tally.watch.read(tally.step)
         tally.tokens += self._tokens_per_step
         tally.skipped += int(numbers["skipped"])
         tally.loss = numbers["loss"]
-        speed = self._tokens_per_step / seconds
+        speed = self._tokens_per_step * steps_per_second
         memory = self.session.memory()
         training = self.config.training
         rate = factor(
@@ -230,7 +256,7 @@ class Loop:
             step=tally.step,
             loss=numbers["loss"],
             tokens=tally.tokens,
-            seconds=tally.seconds,
+            seconds=tally.watch.seconds,
             tokens_per_second=speed,
             learning_rate=float(rate) * self.config.optimizer.rate,
             grad_norm=numbers["grad_norm"],
@@ -279,18 +305,18 @@ class Loop:
         loss, bits = self._validate()
         tally = self.tally
         trained = tally.tokens - self.start * self._tokens_per_step
-        speed = trained / tally.seconds if tally.seconds else 0.0
+        speed = trained / tally.watch.seconds if tally.watch.seconds else 0.0
         if finished:
             self.events.write(
                 "end",
                 step=tally.step,
-                seconds=tally.seconds,
+                seconds=tally.watch.seconds,
                 loss=tally.loss,
                 validation_loss=loss,
                 bits_per_byte=bits,
                 tokens_per_second=speed,
             )
-        return Outcome(self.out, tally.step, finished, tally.seconds, loss, bits, self.bigram, speed)
+        return Outcome(self.out, tally.step, finished, tally.watch.seconds, loss, bits, self.bigram, speed)
 
     def _open(self, resume: bool) -> int:
         """Makes or reopens the folder; the step to start after."""
