@@ -53,9 +53,10 @@ def train(policy: str, seed: int, options: argparse.Namespace) -> float:
     overrides += ["training.validate_every=1000000", "training.save_every=1000000"]
     with tempfile.TemporaryDirectory() as folder:
         loop = Loop(load("tiny", overrides), Policy.parse(policy), Path(folder) / "run", device=options.device)
-        bits = loop.run().bits_per_byte
-    assert bits is not None
-    return bits
+        outcome = loop.run()
+    if not outcome.finished or outcome.bits_per_byte is None:
+        sys.exit(f"stopped at step {outcome.step} of {policy}, seed {seed}")
+    return outcome.bits_per_byte
 
 
 def spelled(preset: str, native: bool) -> str:
