@@ -34,6 +34,8 @@ def main(arguments: list[str] | None = None) -> None:
 
 def run(arguments: list[str]) -> int:
     """Runs the command line; the exit code comes back."""
+    if arguments[:1] == ["train"] and {"--help", "-h"} & set(arguments):
+        app["train"].help_epilogue = train.settings()  # made when asked for: it reads the whole schema
     try:
         code = app(arguments, exit_on_error=False, print_error=False, result_action="return_value")
     except CycloptsError as error:

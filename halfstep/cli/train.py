@@ -71,6 +71,15 @@ def train(
     return 0
 
 
+def settings() -> str:
+    """Every setting that --set takes, out of the schema."""
+    from halfstep.config.run import RunConfig
+    from halfstep.config.schema import rows
+
+    lines = [f"{row.key} = {row.default!r}: {row.help}" for row in rows(RunConfig)]
+    return "Settings, with their defaults where a recipe does not say otherwise:\n\n" + "\n\n".join(lines)
+
+
 def evaluate(run: Path, /, *, policy: str | None = None, device: str | None = None, json: Flag = False) -> None:
     """Measure a checkpoint on held-out text, in the policy it was trained with or another.
 

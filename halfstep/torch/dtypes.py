@@ -57,7 +57,7 @@ def format_of(dtype: torch.dtype) -> Format:
 
 def describe(device: torch.device | str) -> Device:
     """What is known of a torch device. Asking about the CPU starts no other device."""
-    device = _as_device(device)
+    device = as_device(device)
     match device.type:
         case "cpu":
             return _describe_cpu()
@@ -81,7 +81,7 @@ def supported(fmt: Format, device: torch.device | str, *, emulate: bool = False)
     """Whether torch computes in the format on the device, and why (not)."""
     if emulate:
         return Support(True, f"emulated: {fmt} numbers in fp32 tensors, multiplied and summed in fp32")
-    return answer(fmt, describe(device), on_cpu=_as_device(device).type == "cpu")
+    return answer(fmt, describe(device), on_cpu=as_device(device).type == "cpu")
 
 
 def answer(fmt: Format, device: Device, *, on_cpu: bool) -> Support:
@@ -97,7 +97,8 @@ def answer(fmt: Format, device: Device, *, on_cpu: bool) -> Support:
     return found
 
 
-def _as_device(device: torch.device | str) -> torch.device:
+def as_device(device: torch.device | str) -> torch.device:
+    """A torch device by its name; what is no name of one is an error."""
     try:
         return torch.device(device)
     except RuntimeError:

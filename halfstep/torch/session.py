@@ -15,10 +15,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from halfstep.config.run import OptimizerConfig, RunConfig
-from halfstep.core.devices import Device
 from halfstep.core.policy import Policy
 from halfstep.torch.apply import apply, set_precision
-from halfstep.torch.dtypes import describe
+from halfstep.torch.dtypes import as_device, describe
 from halfstep.torch.model import Decoder
 from halfstep.torch.optim import AdamW, Muon, Optimizer
 from halfstep.torch.state import Stored, load_state, restored, state_of, stored
@@ -51,7 +50,8 @@ class Session:
         self.config = config
         self.schedule = schedule
         self.policy = policy
-        self.device = torch.device(device or default_device())
+        self.device = as_device(device or default_device())
+        self.description = describe(self.device)  # also refuses a device that is not here
         self._pin_matmuls()
         torch.manual_seed(config.seed)
         self.model = Decoder(config.model)
@@ -61,11 +61,6 @@ class Session:
         optimizers = build_optimizers(self.model, config.optimizer, policy, self.applied.masters, config.seed)
         self.run = Run(self.model, optimizers, policy, config.training.clip_norm)
         self._loss = torch.compile(self.model.loss) if config.training.compile else self.model.loss
-
-    @property
-    def description(self) -> Device:
-        """The hardware."""
-        return describe(self.device)
 
     @property
     def asynchronous(self) -> bool:

@@ -1,0 +1,177 @@
+"""`halfstep train`, `eval` and `sample` as people type them."""
+
+import json
+
+import pytest
+
+from halfstep.cli import train as command
+from halfstep.cli.main import run
+from halfstep.training.events import read_events
+
+SMALL = [
+    "model.context=16",
+    "model.layers=1",
+    "model.width=16",
+    "model.heads=2",
+    "training.batch=2",
+    "training.steps=3",
+    "training.validation_tokens=64",
+]
+
+
+@pytest.fixture
+def text(tmp_path):
+    path = tmp_path / "text.txt"
+    path.write_text("\n\n".join(f"def f{i}(x):\n    return x * {i} + {i * i}" for i in range(400)))
+    return path
+
+
+@pytest.fixture
+def small(text):
+    """The arguments of a run that takes a moment, on the CPU."""
+    chosen = [f"data.source={text}", *SMALL]
+    return ["--device", "cpu", *(word for setting in chosen for word in ("--set", setting))]
+
+
+@pytest.fixture
+def trained(small, tmp_path):
+    out = tmp_path / "run"
+    assert run(["train", "tiny", "--policy", "fp32", "--out", str(out), *small]) == 0
+    return out
+
+
+def test_a_run_tells_what_it_did_and_leaves_a_page(small, tmp_path, capsys):
+    out = tmp_path / "run"
+    assert run(["train", *small, "--policy", "fp32", "--out", str(out)]) == 0
+    told, words = capsys.readouterr()
+    assert "held-out bits per byte" in told
+    assert "bigram entropy of the same text" in told
+    assert f"halfstep sample {out}" in told.replace("\n", "")
+    assert "precision fp32" in words
+    assert "<html" in (out / "report.html").read_text()
+
+
+def test_json_is_data_alone(small, tmp_path, capsys):
+    assert run(["train", *small, "--policy", "fp32", "--out", str(tmp_path / "run"), "--json"]) == 0
+    data = json.loads(capsys.readouterr().out)
+    assert data["finished"] is True
+    assert data["step"] == 3
+    assert data["ratio"] == pytest.approx(data["bits_per_byte"] / data["bigram_bits"])
+
+
+def test_auto_measures_and_its_reason_reaches_words_and_events_unchanged(small, tmp_path, capsys, monkeypatch):
+    from halfstep.core.choice import Choice
+    from halfstep.tools import probe
+
+    reason = "bf16 matmuls are 287x slower than fp32 (1.09 s against 3.8 ms at 512x512x512)"
+    monkeypatch.setattr(probe, "choose_policy", lambda *_: Choice("fp32", reason))
+    assert run(["train", *small, "--out", str(tmp_path / "run"), "--set", "policy.norm=bf16"]) == 0
+    assert reason in capsys.readouterr().err
+    start = read_events(tmp_path / "run" / "events.jsonl")[0]
+    assert start["choice"] == {"preset": "fp32", "reason": reason}
+    assert start["policy"] == "fp32,norm=bf16"
+    assert reason in (tmp_path / "run" / "report.html").read_text()
+
+
+def test_a_slow_policy_is_obeyed_with_a_warning(small, tmp_path, capsys, monkeypatch):
+    from halfstep.tools import probe
+
+    warning = "bf16 matmuls are 287x slower than fp32; it runs as asked"
+    monkeypatch.setattr(probe, "warnings_for", lambda *_: [warning])
+    assert run(["train", *small, "--policy", "bf16-mixed", "--out", str(tmp_path / "run")]) == 0
+    assert f"warning: {warning}" in capsys.readouterr().err
+    events = read_events(tmp_path / "run" / "events.jsonl")
+    assert events[0]["policy"] == "bf16-mixed"
+    assert [e["message"] for e in events if e["event"] == "warning"] == [warning]
+
+
+def test_fp8_without_hardware_is_refused_and_the_emulated_form_runs(small, tmp_path, capsys):
+    assert run(["train", *small, "--policy", "fp8-mixed", "--out", str(tmp_path / "run")]) == 2
+    err = capsys.readouterr().err
+    assert "error: e4m3 cannot run on cpu: no CPU multiplies e4m3" in err
+    assert "emulate=true" in err
+    assert not (tmp_path / "run").exists()
+    assert run(["train", *small, "--policy", "fp8-mixed,emulate=true", "--out", str(tmp_path / "run")]) == 0
+
+
+def test_resume_goes_on_with_the_policy_that_ran(small, tmp_path, capsys, monkeypatch):
+    from halfstep.core.choice import Choice
+    from halfstep.tools import probe
+
+    out = ["--out", str(tmp_path / "run")]
+    monkeypatch.setattr(probe, "choose_policy", lambda *_: Choice("fp32", "because"))
+    assert run(["train", *small, *out]) == 0
+    monkeypatch.setattr(probe, "choose_policy", lambda *_: pytest.fail("measured again"))
+    assert run(["train", "--resume", "--device", "cpu", *out]) == 0
+    assert read_events(tmp_path / "run" / "events.jsonl")[-1]["event"] == "end"
+
+
+def test_resume_without_a_folder_takes_the_newest(small, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(command, "RUNS", tmp_path)
+    assert run(["train", "--resume"]) == 2
+    assert "no such run" in capsys.readouterr().err
+    assert run(["train", *small, "--policy", "fp32"]) == 0
+    assert run(["train", "--resume", "--device", "cpu"]) == 0
+    assert len(list(tmp_path.glob("tiny-*"))) == 1
+
+
+def test_eval_repeats_the_last_validation(trained, capsys):
+    capsys.readouterr()
+    assert run(["eval", str(trained), "--device", "cpu", "--json"]) == 0
+    data = json.loads(capsys.readouterr().out)
+    last = [e for e in read_events(trained / "events.jsonl") if e["event"] == "validation"][-1]
+    assert data["loss"] == last["loss"]
+    assert run(["eval", str(trained), "--device", "cpu", "--policy", "bf16-mixed,emulate=true"]) == 0
+    assert "bf16-mixed" in capsys.readouterr().out
+
+
+def test_sample_writes_text_that_the_seed_decides(trained, capfdbinary):
+    def sampled(*extra):
+        assert run(["sample", str(trained), "--device", "cpu", "--prompt", "def", "--length", "20", *extra]) == 0
+        return capfdbinary.readouterr().out
+
+    capfdbinary.readouterr()
+    assert sampled().startswith(b"def")
+    assert len(sampled()) == 3 + 20 + 1
+    assert sampled() == sampled()
+    assert sampled("--seed", "1") != sampled()
+
+
+BAD = {
+    "recipe": (["train", "tinny"], "unknown recipe `tinny`", "did you mean `tiny`?"),
+    "key": (["train", "--set", "trainng.steps=1"], "unknown setting `trainng.steps`", "training.steps"),
+    "type": (["train", "--set", "training.steps=many"], "it must be a whole number", ""),
+    "policy": (["train", "--policy", "bf16-mxied"], "unknown preset `bf16-mxied`", "bf16-mixed"),
+    "data": (["train", "--policy", "fp32", "--set", "data.source=/no/such"], "/no/such", ""),
+    "backend": (["train", "--backend", "tensorflow"], "tensorflow", ""),
+    "device": (["train", "--policy", "fp32", "--device", "toaster"], "`toaster` is no torch device", "cpu"),
+    "no run": (["eval", "/no/such"], "holds no checkpoint", "run folder"),
+    "length": (["sample", "/no/such", "--length", "0"], "length must be 1 or more", ""),
+}
+
+
+@pytest.mark.parametrize(("arguments", "said", "hint"), BAD.values(), ids=BAD)
+def test_a_mistake_exits_with_2_and_leaves_nothing(arguments, said, hint, capsys, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    assert run(arguments) == 2
+    err = capsys.readouterr().err
+    assert "error: " in err
+    assert said in err
+    assert hint in err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_another_run_is_not_written_over(trained, small, capsys):
+    before = (trained / "events.jsonl").read_bytes()
+    assert run(["train", *small, "--policy", "fp32", "--out", str(trained)]) == 2
+    assert "already holds a run" in capsys.readouterr().err
+    assert (trained / "events.jsonl").read_bytes() == before
+
+
+def test_help_lists_every_setting_of_the_schema(capsys):
+    from halfstep.config.run import RunConfig
+    from halfstep.config.schema import rows
+
+    assert run(["train", "--help"]) == 0
+    shown = capsys.readouterr().out
+    assert all(row.key in shown for row in rows(RunConfig))
