@@ -12,8 +12,8 @@ Presets expand to roles and are forgotten: what is stored, compared, checkpointe
 of every role. `str(policy)` prints from the preset that leaves the fewest differences, so two policies that
 mean the same print the same however they were written.
 
-Activations and their gradients share a format unless `grad` says otherwise: a `compute` that is given takes
-`grad` along, so `compute=bf16` is bf16-mixed.
+Activations and their gradients share a format unless `grad` says otherwise: a wide `compute` that is given, in a
+rule too, takes `grad` along, so `compute=bf16` is bf16-mixed.
 
 Narrow formats (8 bits or less) are for matmul operands alone: activations, the residual stream and the
 results of matmuls stay in the `compute` of the whole model. So a narrow format lives in rules, which name
@@ -41,7 +41,7 @@ from halfstep.core.roles import (
     parse_value,
     print_value,
 )
-from halfstep.core.rules import Resolved, Rule, check_role, merge, parse_items, resolve
+from halfstep.core.rules import Resolved, Rule, check_role, merge, parse_items, resolve, with_grad
 from halfstep.core.scaling import DynamicScale, NoScale, Scale
 
 EVERYWHERE = "**"
@@ -132,14 +132,16 @@ class Policy:
         base = PRESETS[preset]
         differing = {role: value for role, value in self.roles().items() if value != getattr(base, role)}
         # `compute` takes `grad` along, so what is left to say of `grad` depends on it.
-        followed = {**base.roles(), **_with_grad({r: v for r, v in differing.items() if r == "compute"})}
+        followed = {**base.roles(), **with_grad({r: v for r, v in differing.items() if r == "compute"})}
         items = {r: v for r, v in self.roles().items() if v != followed[r] or (r == "compute" and r in differing)}
         ours = {rule.glob: dict(rule.changes) for rule in self.rules}
         for rule in base.rules:
             mine = ours.get(rule.glob, {})
             if not mine.keys() >= dict(rule.changes).keys():
                 return None  # text can add to a preset's rules and change them, not take them away
-            ours[rule.glob] = {role: v for role, v in mine.items() if dict(rule.changes).get(role) != v}
+            kept = {role: v for role, v in mine.items() if dict(rule.changes).get(role) != v}
+            # What is left to say of `grad` depends on `compute`, which takes it along.
+            ours[rule.glob] = {"grad": mine["grad"], **kept} if "compute" in kept and "grad" in mine else kept
         rules = tuple(Rule(glob, tuple(changes.items())) for glob, changes in ours.items() if changes)
         return Spelling(preset, items, rules)
 
@@ -210,7 +212,7 @@ class Spelling:
         if narrow:
             rules.insert(len(base.rules), Rule(EVERYWHERE, tuple(narrow.items())))
             self._check_said_once(narrow)
-        return replace(base, **_with_grad(wide), rules=tuple(rules))  # type: ignore[arg-type]
+        return replace(base, **with_grad(wide), rules=tuple(rules))  # type: ignore[arg-type]
 
     def _check_said_once(self, narrow: Iterable[str]) -> None:
         for rule in self.rules:
@@ -232,13 +234,6 @@ class Spelling:
         if self.rules:
             table["rules"] = {rule.glob: rule.changes_text for rule in self.rules}
         return table
-
-
-def _with_grad(items: dict[str, Value]) -> dict[str, Value]:
-    """The items, and the gradient of activations in their format where `compute` is given alone."""
-    if "compute" in items and "grad" not in items:
-        return {**items, "grad": items["compute"]}
-    return items
 
 
 def read(text: str) -> Spelling:

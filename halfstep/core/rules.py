@@ -3,7 +3,7 @@
 A rule is a glob on the qualified name of a module or parameter and the roles it changes there:
 
     blocks.*.mlp.*: compute=e4m3, grad=e5m2
-    lm_head: compute=fp32
+    lm_head: compute=fp32                         and `grad` with it, unless the rule says otherwise
 
 In a glob, `*` stands for any characters within one dot and `**`, as a whole segment, for any number of
 segments, none included. When several rules that change the same role match one name, the rule with more
@@ -32,7 +32,7 @@ class Rule:
 
     def __post_init__(self) -> None:
         check_glob(self.glob)
-        given = dict(self.changes)
+        given = with_grad(dict(self.changes))
         if not given:
             raise PolicyError(f"rule `{self.glob}` changes nothing", hint="as `lm_head: compute=fp32`")
         object.__setattr__(self, "changes", tuple((role, given[role]) for role in ROLES if role in given))
@@ -50,8 +50,10 @@ class Rule:
 
     @property
     def changes_text(self) -> str:
-        """The second half of the rule's text."""
-        return ",".join(f"{role}={print_value(value)}" for role, value in self.changes)
+        """The second half of the rule's text; what `compute` takes along is not repeated."""
+        given = dict(self.changes)
+        implied = {role for role in given if role == "grad" and with_grad({**given, "grad": None}) == given}
+        return ",".join(f"{role}={print_value(value)}" for role, value in self.changes if role not in implied)
 
     @property
     def literals(self) -> int:
@@ -75,6 +77,18 @@ class Resolved:
         narrow = [r for r, v in self.values.items() if isinstance(v, Operand) and is_narrow(v.format)]
         values = {**self.values, **{role: base[role] for role in narrow}}
         return Resolved(values, {**self.sources, **dict.fromkeys(narrow)})
+
+
+def with_grad(items: Mapping[str, Value | None]) -> dict[str, Value]:
+    """The items, and `grad` in the format of `compute` where that is wide and `grad` is not said.
+
+    Activations and their gradients share a format; operands narrower than both do not speak of either.
+    """
+    said = {role: value for role, value in items.items() if value is not None}
+    compute = said.get("compute")
+    if isinstance(compute, Operand) and not is_narrow(compute.format):
+        return {"grad": compute, **said}
+    return said
 
 
 def check_glob(glob: str) -> None:

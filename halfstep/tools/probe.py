@@ -117,7 +117,7 @@ def choose_policy(backend: str, device: str | None, config: RunConfig, budget: f
 
 
 def warnings_for(
-    policy: Policy, backend: str, device: str | None, config: RunConfig, budget: float = 1.0
+    policy: Policy, backend: str, device: str | None, config: RunConfig, budget: float = 3.0
 ) -> list[str]:
     """What to say before a policy runs that was named, not chosen: formats that are slower here than fp32."""
     if policy.emulate:

@@ -11,12 +11,16 @@ import torch
 from torch import nn
 
 from halfstep.core.errors import PolicyError
-from halfstep.core.formats import FP32, Format
+from halfstep.core.formats import BF16, FP16, FP32, Format
 from halfstep.core.policy import Policy
 from halfstep.core.precision import Precision, base_precision, precisions
 from halfstep.core.roles import Param
 from halfstep.torch.cast import quantize
 from halfstep.torch.dtypes import dtype_of, supported
+
+# What layers.py multiplies natively.
+NATIVE = (FP32, BF16, FP16)
+EMULATE = "add `emulate=true` to the policy: casts bit for bit, matmuls in fp32"
 
 
 @dataclass(frozen=True)
@@ -71,12 +75,15 @@ def check_supported(wanted: Sequence[Precision], device: torch.device) -> None:
         if not support:
             raise PolicyError(
                 f"{fmt} cannot run on {device}: {support.reason}",
-                hint="add `emulate=true` to the policy: casts bit for bit, matmuls in fp32",
+                hint=EMULATE,
             )
-        if fmt.bits <= 8 and not precision.emulate:
+        if fmt not in NATIVE and not precision.emulate:
+            raise PolicyError(f"{fmt} matmuls are not implemented natively yet on {device}", hint=EMULATE)
+        if precision.grad != precision.compute and not precision.emulate:
             raise PolicyError(
-                f"{fmt} matmuls are not implemented natively yet on {device}",
-                hint="add `emulate=true` to the policy: casts bit for bit, matmuls in fp32",
+                f"grad={precision.grad} with compute={precision.compute}: torch keeps the gradient of an "
+                "activation in the activation's own format",
+                hint=f"write `grad={precision.compute}`, or {EMULATE}",
             )
 
 

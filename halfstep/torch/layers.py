@@ -117,15 +117,16 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, casts: Casts) -> Tens
 
 def rms_norm(x: Tensor, gain: Tensor | None, casts: Casts, eps: float = 1e-6) -> Tensor:
     """x / sqrt(mean(x^2) + eps) * gain: inside in the norm format, out in compute."""
-    y = F.rms_norm(x.to(casts.norm), x.shape[-1:], None if gain is None else gain.to(casts.norm), eps)
-    return enter(y, casts)
+    fmt = casts.precision.norm
+    x, gain = _inside(x, casts.norm, fmt, casts), _inside(gain, casts.norm, fmt, casts)
+    return enter(_inside(F.rms_norm(x, x.shape[-1:], gain, eps), casts.norm, fmt, casts), casts)
 
 
 def layer_norm(x: Tensor, gain: Tensor | None, bias: Tensor | None, casts: Casts, eps: float = 1e-5) -> Tensor:
     """(x - mean) / sqrt(variance + eps) * gain + bias: inside in the norm format, out in compute."""
-    gain = None if gain is None else gain.to(casts.norm)
-    bias = None if bias is None else bias.to(casts.norm)
-    return enter(F.layer_norm(x.to(casts.norm), x.shape[-1:], gain, bias, eps), casts)
+    fmt = casts.precision.norm
+    x, gain, bias = (_inside(t, casts.norm, fmt, casts) for t in (x, gain, bias))
+    return enter(_inside(F.layer_norm(x, x.shape[-1:], gain, bias, eps), casts.norm, fmt, casts), casts)
 
 
 def attention(q_BHTK: Tensor, k_BHTK: Tensor, v_BHTK: Tensor, casts: Casts) -> Tensor:
@@ -142,10 +143,11 @@ def attention(q_BHTK: Tensor, k_BHTK: Tensor, v_BHTK: Tensor, casts: Casts) -> T
 
 def cross_entropy(logits: Tensor, targets: Tensor, casts: Casts, softcap: float = 0.0) -> Tensor:
     """The sum of -log softmax(logits)[target] over all targets: inside and out in the loss format."""
-    inside = logits.to(casts.loss).flatten(0, -2)
+    fmt = casts.precision.loss
+    inside = _inside(logits, casts.loss, fmt, casts).flatten(0, -2)
     if softcap:
         inside = softcap * torch.tanh(inside / softcap)
-    return F.cross_entropy(inside, targets.flatten(), reduction="sum")
+    return _inside(F.cross_entropy(inside, targets.flatten(), reduction="sum"), casts.loss, fmt, casts)
 
 
 def rotate(x_BHTK: Tensor, cos_TK: Tensor, sin_TK: Tensor, casts: Casts) -> Tensor:
@@ -154,6 +156,15 @@ def rotate(x_BHTK: Tensor, cos_TK: Tensor, sin_TK: Tensor, casts: Casts) -> Tens
     x = x_BHTK.float()
     turned = torch.cat([-x[..., half:], x[..., :half]], dim=-1)
     return enter(x * cos_TK + turned * sin_TK, casts)
+
+
+def _inside(x: Any, dtype: torch.dtype, fmt: Format, casts: Casts) -> Any:
+    """A tensor (or None) in the format that an island computes in."""
+    if x is None:
+        return None
+    if casts.emulate and fmt != FP32:
+        return _Rounded.apply(x.to(dtype), fmt, fmt)
+    return x.to(dtype)
 
 
 class CastedLinear(Layer):
@@ -302,6 +313,6 @@ def _narrow_attention(q: Tensor, k: Tensor, v: Tensor, casts: Casts) -> Tensor:
     scores = (q @ k.transpose(-2, -1)).to(casts.softmax) * q.shape[-1] ** -0.5
     future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
     scores = scores.masked_fill(future, float("-inf"))
-    if casts.emulate:
-        scores = _Rounded.apply(scores, casts.precision.softmax, casts.precision.softmax)
-    return rounded(enter(torch.softmax(scores, dim=-1), casts) @ v, casts)
+    weights = torch.softmax(_inside(scores, casts.softmax, casts.precision.softmax, casts), dim=-1)
+    weights = _inside(weights, casts.softmax, casts.precision.softmax, casts)
+    return rounded(enter(weights, casts) @ v, casts)

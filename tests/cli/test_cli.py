@@ -137,14 +137,14 @@ def test_policy_for_a_recipe_has_one_row_a_parameter(capsys):
     assert data["blocks.0.mlp.up.weight"]["values"]["compute"] == "e4m3"
     assert data["blocks.0.attn_norm.weight"]["values"]["compute"] == "bf16"
     assert data["lm_head.weight (tied to embed.weight)"]["values"]["compute"] == "fp32"
-    assert data["lm_head.weight (tied to embed.weight)"]["rules"] == {"compute": "lm_head", "grad": "**"}
+    assert data["lm_head.weight (tied to embed.weight)"]["rules"] == {"compute": "lm_head", "grad": "lm_head"}
 
 
 def test_policy_for_named_modules(capsys):
     assert run(["policy", "bf16-mixed; a.*: compute=fp32", "--module", "a.b", "--module", "c"]) == 0
     out = capsys.readouterr().out
     assert [line.split() for line in out.splitlines() if line.strip()][2:] == [
-        ["a.b", "fp32", "fp32", "bf16", "fp32", "fp32", "fp32", "a.*"],
+        ["a.b", "fp32", "fp32", "fp32", "fp32", "fp32", "fp32", "a.*"],
         ["c", "fp32", "bf16", "bf16", "fp32", "fp32", "fp32"],
     ]
 

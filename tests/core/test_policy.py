@@ -167,11 +167,26 @@ def test_a_preset_prints_as_itself(name):
         ("bf16-mixed,compute=e4m3:tensor:current", "bf16-mixed; **: compute=e4m3fn"),
         ("bf16-mixed; a: compute=fp32; b: norm=bf16", "bf16-mixed; b: norm=bf16; a: compute=fp32"),
         ("norm=bfloat16", "norm=bf16"),
+        ("bf16-mixed; a: compute=fp32", "bf16-mixed; a: compute=fp32,grad=fp32"),
+        ("fp8-mixed; **: compute=fp32,grad=e5m2", "fp8-mixed; **: grad=e5m2,compute=fp32"),
     ],
 )
 def test_what_means_the_same_is_equal_and_prints_the_same(one, other):
     assert Policy.parse(one) == Policy.parse(other)
     assert str(Policy.parse(one)) == str(Policy.parse(other))
+
+
+def test_a_wide_compute_takes_grad_along_in_rules_too_and_a_narrow_one_does_not():
+    names = ["lm_head", "mlp"]
+    found = Policy.parse("fp8-mixed; lm_head: compute=bf16").resolve(names)["lm_head"].values
+    assert found["grad"] == Operand(BF16)  # and not the e5m2 of the rule `**`
+    kept = Policy.parse("fp8-mixed; lm_head: compute=bf16,grad=e5m2").resolve(names)["lm_head"].values
+    assert kept["grad"] == Operand(parse("e5m2"))
+    forward = Policy.parse("bf16-mixed; mlp: compute=e4m3").resolve(names)["mlp"].values
+    assert forward["grad"] == Operand(BF16)
+    explicit = Policy.parse("fp8-mixed; **: compute=fp32,grad=e5m2")
+    assert explicit.resolve(names)["mlp"].values["grad"] == Operand(parse("e5m2"))
+    assert Policy.parse(str(explicit)) == explicit
 
 
 def test_presets_expand_to_the_table_of_the_design():

@@ -157,6 +157,19 @@ def test_a_norm_asked_for_in_bf16_is_another_number():
     assert not torch.equal(rms_norm(x, draw(64), asked), rms_norm(x, draw(64), NATIVE))
 
 
+def test_an_island_asked_for_in_bf16_is_the_same_native_and_emulated():
+    x, gain = bf16(draw(4, 64) * 100), draw(64, seed=1)
+    native, emulated = (
+        base_precision(Policy.parse(f"bf16-mixed,norm=bf16,loss=bf16{e}")) for e in ("", ",emulate=true")
+    )
+    # torch computes both norms of bf16 tensors in fp32 and rounds what goes in and what comes out
+    assert torch.equal(layer_norm(x, gain, None, native).float(), layer_norm(x, gain, None, emulated))
+    targets = torch.tensor([0, 1, 2, 3])
+    one, other = (cross_entropy(x, targets, casts) for casts in (native, emulated))
+    assert other == bf16(other)
+    assert abs(float(one) - float(other)) <= 4 * BF16.epsilon * abs(float(other))
+
+
 def test_the_loss_is_fp32_whatever_the_logits_are():
     precision = base_precision(Policy.parse("fp16-mixed"))
     logits, targets = (draw(4, 32) * 100).half(), torch.tensor([0, 1, 2, 3])
