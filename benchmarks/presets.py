@@ -54,9 +54,9 @@ def train(policy: str, seed: int, options: argparse.Namespace) -> float:
     with tempfile.TemporaryDirectory() as folder:
         loop = Loop(load("tiny", overrides), Policy.parse(policy), Path(folder) / "run", device=options.device)
         outcome = loop.run()
-    if not outcome.finished or outcome.bits_per_byte is None:
+    if not outcome.finished or outcome.held_out.bits_per_byte is None:
         sys.exit(f"stopped at step {outcome.step} of {policy}, seed {seed}")
-    return outcome.bits_per_byte
+    return outcome.held_out.bits_per_byte
 
 
 def spelled(preset: str, native: bool) -> str:

@@ -1,5 +1,6 @@
 """`halfstep train`, `halfstep eval` and `halfstep sample`: from a recipe to a run, and back from a run."""
 
+import dataclasses
 import sys
 import time
 from pathlib import Path
@@ -94,27 +95,13 @@ def evaluate(run: Path, /, *, policy: str | None = None, device: str | None = No
     json
         Print the data as JSON.
     """
-    import math
-
-    from halfstep.training.data import bigram_bits, load_corpus, validation_batches
+    from halfstep.training.data import load_corpus
+    from halfstep.training.evaluation import evaluate as measure
 
     config, session, manifest = _open_checkpoint(run, policy, device)
-    data, limit = config.data, config.training.validation_tokens
-    corpus = load_corpus(data.source, data.validation, config.model.vocabulary)
-    batches = validation_batches(
-        corpus.validation, context=config.model.context, batch=config.training.batch, limit_tokens=limit
-    )
-    total, count = session.evaluate(batches)
-    loss = total / count
-    per_token = corpus.bytes_per_token
-    result = {
-        "step": manifest["step"],
-        "policy": str(session.policy),
-        "tokens": count,
-        "loss": loss,
-        "bits_per_byte": None if per_token is None else loss / math.log(2) / per_token,
-        "bigram_bits": bigram_bits(corpus.validation[: limit + 1]),
-    }
+    corpus = load_corpus(config.data.source, config.data.validation, config.model.vocabulary)
+    found = measure(session, corpus, config)
+    result = {"step": manifest["step"], "policy": str(session.policy), **dataclasses.asdict(found)}
     if json:
         print_json(result)
     else:
@@ -220,7 +207,7 @@ def _open_checkpoint(run: Path, policy: str | None, device: str | None) -> tuple
     from halfstep.core.errors import ConfigError
     from halfstep.core.policy import Policy
     from halfstep.training import checkpoint, folder
-    from halfstep.training.loop import open_session
+    from halfstep.training.session import open_session
 
     found = run if run.name.startswith("step-") else checkpoint.latest(run / folder.CHECKPOINTS)
     if found is None or not found.exists():
@@ -240,16 +227,17 @@ def _write_report(events: Path, page: Path) -> Path:
 
 
 def _tell(outcome: Any, page: Path, json: bool) -> None:
+    held_out = outcome.held_out
     data = {
         "folder": str(outcome.folder),
         "step": outcome.step,
         "finished": outcome.finished,
         "seconds": outcome.seconds,
         "tokens_per_second": outcome.tokens_per_second,
-        "validation_loss": outcome.validation_loss,
-        "bits_per_byte": outcome.bits_per_byte,
-        "bigram_bits": outcome.bigram_bits,
-        "ratio": outcome.ratio,
+        "validation_loss": held_out.loss,
+        "bits_per_byte": held_out.bits_per_byte,
+        "bigram_bits": held_out.bigram_bits,
+        "ratio": held_out.ratio,
         "report": str(page),
     }
     if json:
@@ -260,13 +248,13 @@ def _tell(outcome: Any, page: Path, json: bool) -> None:
             "trained",
             f"{outcome.step} steps in {outcome.seconds:.1f} s, {outcome.tokens_per_second:,.0f} tokens/s",
         ),
-        ("held-out loss", f"{outcome.validation_loss:.4f}"),
+        ("held-out loss", f"{held_out.loss:.4f}"),
     ]
-    if outcome.bits_per_byte is not None:
+    if held_out.bits_per_byte is not None:
         rows += [
-            ("held-out bits per byte", f"{outcome.bits_per_byte:.4f}"),
-            ("bigram entropy of the same text", f"{outcome.bigram_bits:.4f}"),
-            ("ratio", f"{outcome.ratio:.3f}"),
+            ("held-out bits per byte", f"{held_out.bits_per_byte:.4f}"),
+            ("bigram entropy of the same text", f"{held_out.bigram_bits:.4f}"),
+            ("ratio", f"{held_out.ratio:.3f}"),
         ]
     rows += [("page", str(page)), ("see what it learned", f"halfstep sample {outcome.folder}")]
     print_table(("", ""), rows)

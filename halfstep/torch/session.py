@@ -57,8 +57,8 @@ class Session:
         self.model = Decoder(config.model)
         self.model.initialize(config.seed)
         self.model.to(self.device)
-        self.applied = apply(self.model, policy, self.model.module_names())
-        optimizers = build_optimizers(self.model, config.optimizer, policy, self.applied.masters, config.seed)
+        self.converted = apply(self.model, policy, self.model.module_names())
+        optimizers = build_optimizers(self.model, config.optimizer, policy, self.converted.masters, config.seed)
         self.run = Run(self.model, optimizers, policy, config.training.clip_norm)
         self._loss = torch.compile(self.model.loss) if config.training.compile else self.model.loss
 
@@ -131,6 +131,10 @@ class Session:
         """Takes the weights of a state and leaves the rest: for evaluation and sampling."""
         weights = {k.removeprefix("model."): restored(v) for k, v in state.items() if k.startswith("model.")}
         self.model.load_state_dict(weights)
+
+    def applied(self) -> int:
+        """How many updates were applied, skipped ones left out; waits for the device."""
+        return int(self.run.applied)
 
     def memory(self) -> int:
         """The most bytes held so far: of the device's allocator, or of the process on a CPU."""

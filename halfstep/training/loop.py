@@ -13,66 +13,26 @@ import math
 import platform
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from importlib import import_module
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from halfstep import __version__
 from halfstep.config.run import RunConfig
 from halfstep.core.choice import Choice
-from halfstep.core.devices import Device
-from halfstep.core.errors import ConfigError, HalfstepError
+from halfstep.core.errors import ConfigError
 from halfstep.core.policy import Policy
 from halfstep.training import checkpoint, folder
-from halfstep.training.data import Batches, Corpus, Prefetch, bigram_bits, load_corpus, validation_batches
+from halfstep.training.data import Batches, Corpus, Prefetch, load_corpus
+from halfstep.training.evaluation import Evaluation, bigram_of, evaluate
 from halfstep.training.events import Events
 from halfstep.training.progress import progress
 from halfstep.training.schedule import factor
+from halfstep.training.session import Tokens, backend_version, open_session
 from halfstep.training.signals import stop_requests
-
-Tokens = NDArray[np.int32]
-Stored = tuple[str, tuple[int, ...], bytes]
-
-
-class Session(Protocol):
-    """One run on one backend: what each of halfstep.torch, .jax and .mlx offers as `session.Session`."""
-
-    @property
-    def description(self) -> Device:
-        """The hardware."""
-
-    @property
-    def asynchronous(self) -> bool:
-        """Whether `step` returns before the step is done."""
-
-    def step(self, micro_batches: Tokens) -> Any:
-        """Launches one update and returns its result, unread."""
-
-    def read(self, result: Any) -> dict[str, float]:
-        """A result's loss, grad_norm, scale and skipped (0 or 1); raises if the run cannot go on."""
-
-    def evaluate(self, batches: Iterable[Tokens]) -> tuple[float, int]:
-        """The sum of losses, and the number of tokens."""
-
-    def generate(self, prompt: list[int], count: int, temperature: float, top_k: int, seed: int) -> Iterator[int]:
-        """Tokens that follow a prompt."""
-
-    def state(self) -> dict[str, Stored]:
-        """Everything the next step depends on."""
-
-    def load(self, state: Mapping[str, Stored]) -> None:
-        """Puts a state back."""
-
-    def load_weights(self, state: Mapping[str, Stored]) -> None:
-        """Takes the weights of a state alone."""
-
-    def memory(self) -> int:
-        """The most bytes held so far."""
 
 
 @dataclass(frozen=True)
@@ -83,15 +43,8 @@ class Outcome:
     step: int
     finished: bool
     seconds: float
-    validation_loss: float
-    bits_per_byte: float | None
-    bigram_bits: float
     tokens_per_second: float
-
-    @property
-    def ratio(self) -> float | None:
-        """Held-out bits per byte over the order-1 conditional entropy of the same text."""
-        return None if self.bits_per_byte is None else self.bits_per_byte / self.bigram_bits
+    held_out: Evaluation
 
 
 class _Watch:
@@ -130,30 +83,6 @@ class _Tally:
     watch: "_Watch" = field(default_factory=lambda: _Watch())
 
 
-def open_session(config: RunConfig, policy: Policy, device: str | None = None, *, train: bool = True) -> Session:
-    """The session of the configured backend. A missing framework says how to install it."""
-    try:
-        module = import_module(f"halfstep.{config.backend}.session")
-    except ModuleNotFoundError as error:
-        raise HalfstepError(
-            f"backend `{config.backend}` is not available: there is no module `{error.name}`",
-            hint=f"pip install 'halfstep[{config.backend}]'",
-        ) from None
-    training = config.training
-
-    def schedule(applied: Any, xp: Any) -> Any:
-        return factor(
-            applied,
-            steps=training.steps,
-            warmup=training.warmup_steps,
-            warmdown_share=training.warmdown,
-            xp=xp,
-        )
-
-    session: Session = module.Session(config, policy, device, schedule if train else None)
-    return session
-
-
 class Loop:
     """One run, from its folder to its outcome."""
 
@@ -180,7 +109,6 @@ class Loop:
             seed=config.seed,
             name=f"`{config.data.source}`",
         )
-        self.bigram = bigram_bits(self._held_out())
         self.session = open_session(config, policy, device)
         self.start = self._open(resume)
 
@@ -192,7 +120,8 @@ class Loop:
 
     def _run(self) -> Outcome:
         total = self.config.training.steps
-        self.tally = tally = _Tally(self.start, tokens=self.start * self._tokens_per_step)
+        skipped = self.start - self.session.applied()
+        self.tally = tally = _Tally(self.start, skipped, tokens=self.start * self._tokens_per_step)
         with stop_requests() as stop, progress(total, start=self.start) as self.bar:
             for message in self.warnings:
                 self.bar.note(f"warning: {message}")
@@ -273,23 +202,14 @@ class Loop:
             skipped=tally.skipped,
         )
 
-    def _validate(self) -> tuple[float, float | None]:
-        total, count = self.session.evaluate(
-            validation_batches(
-                self.corpus.validation,
-                context=self.config.model.context,
-                batch=self.config.training.batch,
-                limit_tokens=self.config.training.validation_tokens,
-                name=f"held-out text of `{self.config.data.source}`",
-            )
+    def _validate(self) -> Evaluation:
+        found = evaluate(self.session, self.corpus, self.config)
+        step = self.tally.step
+        self.events.write(
+            "validation", step=step, loss=found.loss, bits_per_byte=found.bits_per_byte, tokens=found.tokens
         )
-        loss = total / count
-        per_token = self.corpus.bytes_per_token
-        bits = None if per_token is None else loss / math.log(2) / per_token
-        self.events.write("validation", step=self.tally.step, loss=loss, bits_per_byte=bits, tokens=count)
-        told = "" if bits is None else f", {bits:.4f} bits per byte (bigram {self.bigram:.4f})"
-        self.bar.note(f"step {self.tally.step}: held-out loss {loss:.4f}{told}")
-        return loss, bits
+        self.bar.note(f"step {step}: {found}")
+        return found
 
     def _save(self) -> None:
         started = time.perf_counter()
@@ -302,7 +222,7 @@ class Loop:
         self.events.write("checkpoint", step=step, path=str(path.relative_to(self.out)), seconds=took, bytes=size)
 
     def _finish(self, finished: bool) -> Outcome:
-        loss, bits = self._validate()
+        found = self._validate()
         tally = self.tally
         trained = tally.tokens - self.start * self._tokens_per_step
         speed = trained / tally.watch.seconds if tally.watch.seconds else 0.0
@@ -312,11 +232,11 @@ class Loop:
                 step=tally.step,
                 seconds=tally.watch.seconds,
                 loss=tally.loss,
-                validation_loss=loss,
-                bits_per_byte=bits,
+                validation_loss=found.loss,
+                bits_per_byte=found.bits_per_byte,
                 tokens_per_second=speed,
             )
-        return Outcome(self.out, tally.step, finished, tally.watch.seconds, loss, bits, self.bigram, speed)
+        return Outcome(self.out, tally.step, finished, tally.watch.seconds, speed, found)
 
     def _open(self, resume: bool) -> int:
         """Makes or reopens the folder; the step to start after."""
@@ -357,7 +277,7 @@ class Loop:
             "versions": {
                 "halfstep": __version__,
                 "python": platform.python_version(),
-                **self._backend_version(),
+                self.config.backend: backend_version(self.config),
             },
         }
 
@@ -369,7 +289,7 @@ class Loop:
             config=dataclasses.asdict(self.config),
             policy=str(self.policy),
             choice=None if self.choice is None else {"preset": self.choice.preset, "reason": self.choice.reason},
-            backend={"name": self.config.backend, "version": self._backend_version()[self.config.backend]},
+            backend={"name": self.config.backend, "version": backend_version(self.config)},
             device={"kind": described.kind, "name": described.name},
             parameters=self.config.model.num_parameters,
             tokens_per_step=self._tokens_per_step,
@@ -379,19 +299,11 @@ class Loop:
                 "digest": self.corpus.digest,
                 "train_tokens": len(self.corpus.train),
                 "validation_tokens": len(self.corpus.validation),
-                "bigram_bits": self.bigram,
+                "bigram_bits": bigram_of(self.corpus, self.config),
             },
         )
         for message in self.warnings:
             self.events.write("warning", message=message)
-
-    def _backend_version(self) -> dict[str, str]:
-        name = self.config.backend
-        return {name: import_module(f"halfstep.{name}.session").version}
-
-    def _held_out(self) -> Any:
-        """The held-out text that validation looks at: the bigram is told of the same bytes."""
-        return self.corpus.validation[: self.config.training.validation_tokens + 1]
 
     def _is_saved(self, step: int) -> bool:
         found = checkpoint.latest(self.out / folder.CHECKPOINTS)

@@ -14,7 +14,8 @@ from halfstep.core.errors import ConfigError, HalfstepError
 from halfstep.core.policy import Policy
 from halfstep.training import checkpoint, folder
 from halfstep.training.events import read_events
-from halfstep.training.loop import Loop, open_session
+from halfstep.training.loop import Loop
+from halfstep.training.session import open_session
 
 SMALL = [
     "model.context=16",
@@ -55,7 +56,8 @@ def test_a_run_leaves_its_folder_with_everything_in_it(text, tmp_path):
     outcome = start(text, out).run()
     assert outcome.finished
     assert outcome.step == 6
-    assert outcome.ratio == outcome.bits_per_byte / outcome.bigram_bits
+    held_out = outcome.held_out
+    assert held_out.ratio == held_out.bits_per_byte / held_out.bigram_bits
     assert load(str(out / "run.toml")) == config(text)
     events = read_events(out / "events.jsonl")
     kinds = [event["event"] for event in events]
@@ -219,6 +221,17 @@ def test_a_missing_framework_says_how_to_install_it(text):
     with pytest.raises(HalfstepError) as caught:
         open_session(config(text, "backend=mlx"), Policy())
     assert "pip install 'halfstep[mlx]'" in caught.value.hint
+
+
+def test_skipped_steps_are_counted_across_a_resume(text, tmp_path):
+    policy = "fp16-mixed,emulate=true"
+    loop = start(text, tmp_path / "run", policy=policy)
+    loop.session.run.applied -= 2  # as if two steps had been skipped
+    loop.run()
+    again = start(text, tmp_path / "run", policy=policy, resume=True)
+    assert again.session.applied() == 4
+    again.run()
+    assert again.tally.skipped == 2
 
 
 def test_a_run_that_no_scale_can_save_stops_and_says_why(text, tmp_path):
