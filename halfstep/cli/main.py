@@ -5,6 +5,7 @@ every `--help` are derived from the signatures and docstrings of the commands; a
 it needs when it runs, so that `halfstep --help` loads no framework and not even numpy.
 """
 
+import os
 import sys
 
 from cyclopts import App, CycloptsError
@@ -44,6 +45,13 @@ def run(arguments: list[str]) -> int:
         return 2
     except HalfstepError as error:
         print_error(error.message, error.hint)
+        return 2
+    except BrokenPipeError:
+        # Whoever read our output has seen enough; what is still buffered has nowhere to go.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except OSError as error:
+        print_error(f"{error.strerror or error}" + (f": `{error.filename}`" if error.filename else ""))
         return 2
     return code if isinstance(code, int) else 0
 

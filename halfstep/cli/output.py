@@ -1,6 +1,7 @@
 """How results and errors look on a terminal and in a pipe."""
 
 import json
+import math
 import sys
 from collections.abc import Iterable, Sequence
 from typing import Annotated, Any
@@ -13,7 +14,16 @@ Flag = Annotated[bool, Parameter(negative="", show_default=False)]
 
 def print_json(data: Any) -> None:
     """Data for programs, on stdout."""
-    print(json.dumps(data, indent=2, allow_nan=False))
+    print(json.dumps(_finite(data), indent=2, allow_nan=False))
+
+
+def _finite(data: Any) -> Any:
+    """The data with null in place of NaN and infinities, which JSON does not know."""
+    if isinstance(data, dict):
+        return {key: _finite(value) for key, value in data.items()}
+    if isinstance(data, list | tuple):
+        return [_finite(value) for value in data]
+    return None if isinstance(data, float) and not math.isfinite(data) else data
 
 
 def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, right: Sequence[str] = ()) -> None:

@@ -100,6 +100,8 @@ def evaluate(run: Path, /, *, policy: str | None = None, device: str | None = No
 
     config, session, manifest = _open_checkpoint(run, policy, device)
     corpus = load_corpus(config.data.source, config.data.validation, config.model.vocabulary)
+    if corpus.digest != manifest["data"]["digest"]:
+        print_words(f"warning: the data changed since the checkpoint; it was {manifest['data']['description']}")
     found = measure(session, corpus, config)
     result = {"step": manifest["step"], "policy": str(session.policy), **dataclasses.asdict(found)}
     if json:
@@ -140,20 +142,20 @@ def sample(
     """
     from halfstep.core.errors import ConfigError
 
-    if length < 1 or temperature < 0 or top_k < 0:
+    if not (length >= 1 and (temperature == 0 or 0.01 <= temperature <= 100) and top_k >= 0 and 0 <= seed < 2**63):
         raise ConfigError(
-            f"--length {length}, --temperature {temperature} and --top-k {top_k}: length must be 1 or more, "
-            "the others 0 or more"
+            f"--length {length}, --temperature {temperature}, --top-k {top_k} and --seed {seed}: length must be "
+            "1 or more, temperature 0 or from 0.01 to 100, top-k 0 or more, and the seed a whole number from 0"
         )
-    config, session, _ = _open_checkpoint(run, None, device)
-    if config.model.vocabulary != 256:
+    _, session, manifest = _open_checkpoint(run, None, device)
+    if manifest["data"]["bytes_per_token"] != 1:
         raise ConfigError(
-            f"the model has {config.model.vocabulary} tokens, and only bytes (256) can be written as text yet",
-            hint="train with a byte-level recipe, as `tiny`",
+            "the model's tokens are not bytes, and only bytes can be written as text yet",
+            hint="train on text, as the recipes do unless told otherwise",
         )
-    start = list(prompt.encode()) or [10]
+    start = list(prompt.encode(errors="surrogateescape")) or [10]
     sys.stdout.buffer.write(bytes(start))
-    for token in session.generate(start, length, temperature, top_k, seed):
+    for token in session.generate(start, length, temperature, top_k, seed, alphabet=256):
         sys.stdout.buffer.write(bytes([token]))
         sys.stdout.buffer.flush()
     sys.stdout.buffer.write(b"\n")
@@ -177,18 +179,13 @@ def _run_folder(recipe: str | None, out: Path | None, resume: bool) -> Path:
 
 def _resolve_policy(config: Any, device: str | None, resumed: Path | None) -> tuple[Any, Any, list[str]]:
     """The policy that runs, the measurement behind it if it was `auto`, and what to warn of."""
-    from halfstep.core import policy as policies
-    from halfstep.tools import probe
+    from halfstep.core.policy import Policy, read
+    from halfstep.tools.probe import resolve
 
-    spelling = policies.read(config.policy)
-    if spelling.base == "auto" and resumed is not None:
+    if resumed is not None and read(config.policy).base == "auto":
         # Measured when the run began; measuring again could choose another precision midway.
-        return policies.Policy.parse(_saved_policy(resumed)), None, []
-    if spelling.base != "auto":
-        policy = spelling.build()
-        return policy, None, probe.warnings_for(policy, config.backend, device, config)
-    choice = probe.choose_policy(config.backend, device, config)
-    return spelling.build(policies.PRESETS[choice.preset]), choice, []
+        return Policy.parse(_saved_policy(resumed)), None, []
+    return resolve(config, device)
 
 
 def _saved_policy(run: Path) -> str:
@@ -234,10 +231,10 @@ def _tell(outcome: Any, page: Path, json: bool) -> None:
         "finished": outcome.finished,
         "seconds": outcome.seconds,
         "tokens_per_second": outcome.tokens_per_second,
-        "validation_loss": held_out.loss,
-        "bits_per_byte": held_out.bits_per_byte,
-        "bigram_bits": held_out.bigram_bits,
-        "ratio": held_out.ratio,
+        "validation_loss": held_out and held_out.loss,
+        "bits_per_byte": held_out and held_out.bits_per_byte,
+        "bigram_bits": held_out and held_out.bigram_bits,
+        "ratio": held_out and held_out.ratio,
         "report": str(page),
     }
     if json:
@@ -248,9 +245,10 @@ def _tell(outcome: Any, page: Path, json: bool) -> None:
             "trained",
             f"{outcome.step} steps in {outcome.seconds:.1f} s, {outcome.tokens_per_second:,.0f} tokens/s",
         ),
-        ("held-out loss", f"{held_out.loss:.4f}"),
     ]
-    if held_out.bits_per_byte is not None:
+    if held_out is not None:
+        rows.append(("held-out loss", f"{held_out.loss:.4f}"))
+    if held_out is not None and held_out.ratio is not None:
         rows += [
             ("held-out bits per byte", f"{held_out.bits_per_byte:.4f}"),
             ("bigram entropy of the same text", f"{held_out.bigram_bits:.4f}"),

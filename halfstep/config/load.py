@@ -81,6 +81,8 @@ def apply_override(table: dict[str, Any], override: str) -> None:
     for step in path:
         section = _step(section, step, dotted)
         table = table.setdefault(step, {})
+        if not isinstance(table, dict):
+            raise ConfigError(f"`{step}` is {table!r} in the recipe; it must be a table of settings")
     if _step(section, last, dotted) is not None:
         raise ConfigError(f"`{dotted}` is a section, not a setting", hint=f"set one of its keys, as `{dotted}.…`")
     table[last] = text.strip().strip('"') if schema.is_text(section, last) else _toml_value(text)

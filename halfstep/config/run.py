@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
 from halfstep.config.model import ModelConfig
-from halfstep.config.schema import Bounds, Count, Positive, Rate, Share
+from halfstep.config.schema import Bounds, Decay, Positive, Rate, Seed, Share
 from halfstep.core.errors import ConfigError, HalfstepError
 from halfstep.core.policy import read
 
@@ -33,9 +33,9 @@ class TrainingConfig:
     clip_norm: Rate = 1.0
     """Gradients are scaled down to this norm; 0 is off."""
     warmup: Share = 0.02
-    """Share of the steps, at the beginning, in which the learning rate rises from zero."""
+    """Share of the steps, at the beginning, in which the learning rate rises from near zero."""
     warmdown: Share = 0.4
-    """Share of the steps, at the end, in which the learning rate falls to zero."""
+    """Share of the steps, at the end, in which the learning rate falls to near zero."""
     validate_every: Positive = 250
     """Steps between two looks at held-out text."""
     validation_tokens: Positive = 65536
@@ -59,7 +59,7 @@ class OptimizerConfig:
     """AdamW for all, or Muon for the matrices inside blocks and AdamW for the rest."""
     rate: Annotated[float, Bounds(above=0)] = 3e-3
     """Learning rate of AdamW."""
-    betas: tuple[Share, Share] = (0.9, 0.95)
+    betas: tuple[Decay, Decay] = (0.9, 0.95)
     """Decay of AdamW's two moments."""
     epsilon: Annotated[float, Bounds(above=0)] = 1e-8
     """Added to the root of AdamW's second moment."""
@@ -67,7 +67,7 @@ class OptimizerConfig:
     """Decoupled decay of the matrices that AdamW updates; gains, biases and scalars do not decay."""
     muon_rate: Annotated[float, Bounds(above=0)] = 0.02
     """Learning rate of Muon."""
-    muon_momentum: Share = 0.95
+    muon_momentum: Decay = 0.95
     """Momentum of Muon."""
 
 
@@ -81,7 +81,7 @@ class RunConfig:
     """The framework that runs it."""
     policy: str = "auto"
     """The precision: `auto` measures this machine; else a preset, roles, rules (`halfstep policy --help`)."""
-    seed: Count = 0
+    seed: Seed = 0
     """Decides initial weights, the order of the data and stochastic rounding."""
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)

@@ -6,6 +6,7 @@ the point: each names the dotted key, what was given, what is allowed and the ne
 """
 
 import dataclasses
+import math
 import types
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -24,16 +25,24 @@ class Bounds:
     at_least: float | None = None
     above: float | None = None
     at_most: float | None = None
+    below: float | None = None
 
     def __contains__(self, number: float) -> bool:
         return (
-            (self.at_least is None or number >= self.at_least)
+            math.isfinite(number)
+            and (self.at_least is None or number >= self.at_least)
             and (self.above is None or number > self.above)
             and (self.at_most is None or number <= self.at_most)
+            and (self.below is None or number < self.below)
         )
 
     def __str__(self) -> str:
-        told = [("at least", self.at_least), ("above", self.above), ("at most", self.at_most)]
+        told = [
+            ("at least", self.at_least),
+            ("above", self.above),
+            ("at most", self.at_most),
+            ("below", self.below),
+        ]
         return " and ".join(f"{word} {limit:g}" for word, limit in told if limit is not None)
 
 
@@ -41,6 +50,8 @@ Count = Annotated[int, Bounds(at_least=0)]
 Positive = Annotated[int, Bounds(at_least=1)]
 Rate = Annotated[float, Bounds(at_least=0)]
 Share = Annotated[float, Bounds(at_least=0, at_most=1)]
+Decay = Annotated[float, Bounds(at_least=0, below=1)]
+Seed = Annotated[int, Bounds(at_least=0, below=2**63)]
 
 
 @dataclass(frozen=True)

@@ -98,7 +98,7 @@ def check_glob(glob: str) -> None:
             raise PolicyError(
                 f"`{glob}` is no glob on module names: segment `{segment}` is not letters, digits, `_`, `-` "
                 "and `*`, nor `**` alone",
-                hint="as `blocks.*.mlp.*`, `**.attn` or `lm_head`",
+                hint="as `blocks.*.mlp.*`, `**.attn.*` or `lm_head`",
             )
 
 

@@ -130,8 +130,8 @@ class DynamicScale(Scale):
                 hint="keep floor * backoff above 2^-126 and ceiling * growth below 2^126",
             )
         for name in ("interval", "hysteresis"):
-            if getattr(self, name) < 1:
-                raise ScalingError(f"scale {name} is {getattr(self, name)}; it must be 1 or more")
+            if not 1 <= getattr(self, name) < 2**31:
+                raise ScalingError(f"scale {name} is {getattr(self, name)}; it must be from 1 to 2^31 - 1")
 
     def init(self) -> ScaleState:
         return ScaleState(self.init_scale, 0, self.hysteresis, False)

@@ -28,7 +28,7 @@ from halfstep.core.choice import Choice, Support, Timing, choose, gain
 from halfstep.core.devices import Device
 from halfstep.core.errors import HalfstepError, did_you_mean, one_of
 from halfstep.core.formats import BF16, FP16, FP32, TF32, Format
-from halfstep.core.policy import Policy
+from halfstep.core.policy import PRESETS, Policy, read
 from halfstep.core.roles import Operand, is_narrow
 
 BACKENDS = ("torch", "jax", "mlx")
@@ -114,6 +114,16 @@ def choose_policy(backend: str, device: str | None, config: RunConfig, budget: f
     support = {fmt: module.supported(fmt, device) for fmt in (FP32, BF16, FP16)}
     formats = [fmt for fmt, found in support.items() if found]
     return choose(_measure_block(module, device, formats, config, budget), support)
+
+
+def resolve(config: RunConfig, device: str | None = None) -> tuple[Policy, Choice | None, list[str]]:
+    """The policy of a run, the choice behind it where it was `auto`, and what to warn of where it was not."""
+    spelling = read(config.policy)
+    if spelling.base == "auto":
+        choice = choose_policy(config.backend, device, config)
+        return spelling.build(PRESETS[choice.preset]), choice, []
+    policy = spelling.build()
+    return policy, None, warnings_for(policy, config.backend, device, config)
 
 
 def warnings_for(

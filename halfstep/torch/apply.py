@@ -10,13 +10,15 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from halfstep.config.model import owner
 from halfstep.core.errors import PolicyError
 from halfstep.core.formats import BF16, FP16, FP32, Format
 from halfstep.core.policy import Policy
 from halfstep.core.precision import Precision, base_precision, precisions
-from halfstep.core.roles import Param
+from halfstep.core.roles import Accumulator, Operand, Param, Value, is_narrow, print_value
 from halfstep.torch.cast import quantize
 from halfstep.torch.dtypes import dtype_of, supported
+from halfstep.torch.layers import Layer, Matmul
 
 # What layers.py multiplies natively.
 NATIVE = (FP32, BF16, FP16)
@@ -25,11 +27,12 @@ EMULATE = "add `emulate=true` to the policy: casts bit for bit, matmuls in fp32"
 
 @dataclass(frozen=True)
 class Applied:
-    """What was done to a model: how many modules have a precision, and where each parameter's master is held."""
+    """What was done to a model: how many modules have a precision, and how parameters and moments are held."""
 
     policy: Policy
     modules: int
     masters: dict[str, Param]
+    moments: dict[str, Format]
 
     def __str__(self) -> str:
         held: dict[str, int] = {}
@@ -41,44 +44,46 @@ class Applied:
 
 def apply(model: nn.Module, policy: Policy, names: Sequence[str]) -> Applied:
     """Gives a model of halfstep's layers a policy. `names` are the modules that rules may match."""
-    _check_masters(policy)
-    count = set_precision(model, policy, names)
+    device = next(model.parameters()).device
     values = policy.resolve([*names, *_loose(model, names)])
-    masters = {}
+    _check_implemented(policy)
+    _check_rules_reach(policy, model)
+    found = precisions(policy.evaluation(), [*names, *_loose(model, names)])
+    check_supported([base_precision(policy.evaluation()), *found.values()], device)
+    count = set_precision(model, policy, names)
+    masters, moments = {}, {}
     for name, parameter in model.named_parameters():
-        param = values[name.rpartition(".")[0] or name].values["param"]
+        roles = values[owner(name)].values
+        param, masters[name], moments[name] = roles["param"], roles["param"], roles["moments"]
         assert isinstance(param, Param)
-        masters[name] = param
+        _check_gradient(name, param, roles["grad_weight"], policy)
         held = parameter.data
         if policy.emulate:
             parameter.data = quantize(held, param.format, overflow="inf") if param.format != FP32 else held
         else:
             parameter.data = held.to(dtype_of(param.format))
-    return Applied(policy, count, masters)
+    return Applied(policy, count, masters, moments)  # type: ignore[arg-type]
 
 
 def set_precision(model: nn.Module, policy: Policy, names: Sequence[str]) -> int:
     """Sets what each module computes in, and leaves the parameters alone; how many there are."""
     found = precisions(policy, [*names, *_loose(model, names)])
     check_supported([base_precision(policy), *found.values()], next(model.parameters()).device)
-    modules = {name: module for name, module in model.named_modules() if hasattr(module, "precision")}
+    modules = {name: module for name, module in model.named_modules() if isinstance(module, Layer)}
     for name, module in modules.items():
-        module.precision = found[name] if name else base_precision(policy)  # type: ignore[assignment]
+        module.precision = found[name] if name else base_precision(policy)
     return len(modules)
 
 
 def check_supported(wanted: Sequence[Precision], device: torch.device) -> None:
-    """Refuses a format that the device cannot run, with the reason and the form that runs."""
-    asked: dict[Format, Precision] = {fmt: p for p in wanted for fmt in p.formats}
-    for fmt, precision in asked.items():
-        support = supported(fmt, device, emulate=precision.emulate)
-        if not support:
-            raise PolicyError(
-                f"{fmt} cannot run on {device}: {support.reason}",
-                hint=EMULATE,
-            )
-        if fmt not in NATIVE and not precision.emulate:
-            raise PolicyError(f"{fmt} matmuls are not implemented natively yet on {device}", hint=EMULATE)
+    """Refuses what the device cannot run, with the reason and the form that runs."""
+    for precision in dict.fromkeys(wanted):
+        for fmt in precision.formats:
+            support = supported(fmt, device, emulate=precision.emulate)
+            if not support:
+                raise PolicyError(f"{fmt} cannot run on {device}: {support.reason}", hint=EMULATE)
+            if fmt not in NATIVE and not precision.emulate:
+                raise PolicyError(f"{fmt} matmuls are not implemented natively yet on {device}", hint=EMULATE)
         if precision.grad != precision.compute and not precision.emulate:
             raise PolicyError(
                 f"grad={precision.grad} with compute={precision.compute}: torch keeps the gradient of an "
@@ -87,13 +92,54 @@ def check_supported(wanted: Sequence[Precision], device: torch.device) -> None:
             )
 
 
-def _check_masters(policy: Policy) -> None:
-    if policy.param.split or any(
-        isinstance(v, Param) and v.split for rule in policy.rules for _, v in rule.changes
-    ):
+def _check_implemented(policy: Policy) -> None:
+    """Refuses values that the grammar knows and this backend does not run yet."""
+    for changes in (policy.roles(), *(dict(rule.changes) for rule in policy.rules)):
+        for role, value in changes.items():
+            why = _not_implemented(role, value)
+            if why:
+                raise PolicyError(f"`{role}={print_value(value)}` is not implemented on torch yet", hint=why)
+
+
+def _not_implemented(role: str, value: Value) -> str:
+    if isinstance(value, Param) and value.split:
+        return "`param=fp32` holds the same numbers in 4 bytes and a cast"
+    if isinstance(value, Operand) and value.measured:
+        return "leave `measured` out, and name the matmuls by rules"
+    if isinstance(value, Operand) and value.amax == "delayed":
+        return "`current` scales by this step's own amax"
+    if isinstance(value, Accumulator) and value.fast:
+        return "matmuls sum in fp32"
+    if role in ("buffers", "router", "reduce") and value != FP32:
+        return "the reference decoder has none of these, and it is fp32 where they will be"
+    return ""
+
+
+def _check_rules_reach(policy: Policy, model: nn.Module) -> None:
+    """Refuses a rule that matches names and still changes nothing there."""
+    owners = {owner(name) for name, _ in model.named_parameters()}
+    matmuls = [name for name, module in model.named_modules() if isinstance(module, Matmul)]
+    for rule in policy.rules:
+        for role, value in rule.changes:
+            narrow = isinstance(value, Operand) and is_narrow(value.format)
+            if narrow and not any(rule.matches(name) for name in matmuls):
+                raise PolicyError(
+                    f"rule `{rule}` names no matmul, and {role}={print_value(value)} is for matmul operands",
+                    hint="name the layers that multiply, as `blocks.*.mlp.*` or `lm_head`",
+                )
+            if role in ("param", "moments") and not any(rule.matches(name) for name in owners):
+                raise PolicyError(
+                    f"rule `{rule}` changes `{role}` where no parameter is held",
+                    hint="a tied head has the embedding's: name `embed`",
+                )
+
+
+def _check_gradient(name: str, param: Param, grad_weight: Value, policy: Policy) -> None:
+    if not policy.emulate and param.format != FP32 and grad_weight != param.format:
         raise PolicyError(
-            "`param=fp32:split` is not implemented on torch yet",
-            hint="`param=fp32` holds the same numbers in 4 bytes and a cast",
+            f"`{name}` is held in {param.format}, and torch keeps its gradient in that too, not in "
+            f"grad_weight={print_value(grad_weight)}",
+            hint=f"write `grad_weight={param.format}`, keep `param=fp32`, or {EMULATE}",
         )
 
 

@@ -14,9 +14,10 @@ master widens it again; here an fp32 weight gradient is fp32 from the sum on.
 **An island** (norm, softmax, loss) is fp32 inside, backward too: it widens its input, and autograd narrows the
 gradient only on the way out. Norms return the compute format, the loss returns fp32.
 
-**Emulated**, a tensor is carried in fp32 and holds values of its format. Every result that hardware would round
-is rounded by the reference cast, gradients included; matmuls of such operands are exact products summed in
-fp32, in an order that may differ from the hardware's.
+**Emulated**, a tensor is carried in fp32 and holds values of its format. Every tensor that hardware would store in
+the format is rounded by the reference cast, gradients included; matmuls of such operands are exact products
+summed in fp32, in an order that may differ from the hardware's. What a fused kernel keeps to itself is not
+rounded: attention's probabilities stay fp32 here, where some kernels narrow them before they meet the values.
 
 Shapes: B batch, T tokens of a sequence, D width, H heads, K features of a head.
 """
@@ -107,17 +108,25 @@ def rounded(x: Tensor, casts: Casts) -> Tensor:
     return _Rounded.apply(x, casts.precision.compute, casts.precision.grad)  # type: ignore[no-any-return]
 
 
+def owned(parameter: Tensor, casts: Casts) -> Tensor:
+    """A parameter that is not a matmul's, its gradient rounded to the format of weight gradients."""
+    if casts.precision.grad_weight == FP32 or parameter.dtype != torch.float32:
+        return parameter  # a bf16 parameter has a bf16 gradient as it is
+    return _Rounded.apply(parameter, FP32, casts.precision.grad_weight)  # type: ignore[no-any-return]
+
+
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, casts: Casts) -> Tensor:
     """x W^T + b with the operands, sums and results of `casts`."""
     if casts.plain:
         return F.linear(x.float(), weight.float(), None if bias is None else bias.float())
     y: Tensor = _Linear.apply(enter(x, casts), weight, casts)
-    return y if bias is None else rounded(y + enter(bias, casts), casts)
+    return y if bias is None else rounded(y + enter(owned(bias, casts), casts), casts)
 
 
 def rms_norm(x: Tensor, gain: Tensor | None, casts: Casts, eps: float = 1e-6) -> Tensor:
     """x / sqrt(mean(x^2) + eps) * gain: inside in the norm format, out in compute."""
     fmt = casts.precision.norm
+    gain = None if gain is None else owned(gain, casts)
     x, gain = _inside(x, casts.norm, fmt, casts), _inside(gain, casts.norm, fmt, casts)
     return enter(_inside(F.rms_norm(x, x.shape[-1:], gain, eps), casts.norm, fmt, casts), casts)
 
@@ -125,6 +134,7 @@ def rms_norm(x: Tensor, gain: Tensor | None, casts: Casts, eps: float = 1e-6) ->
 def layer_norm(x: Tensor, gain: Tensor | None, bias: Tensor | None, casts: Casts, eps: float = 1e-5) -> Tensor:
     """(x - mean) / sqrt(variance + eps) * gain + bias: inside in the norm format, out in compute."""
     fmt = casts.precision.norm
+    gain, bias = (None if p is None else owned(p, casts) for p in (gain, bias))
     x, gain, bias = (_inside(t, casts.norm, fmt, casts) for t in (x, gain, bias))
     return enter(_inside(F.layer_norm(x, x.shape[-1:], gain, bias, eps), casts.norm, fmt, casts), casts)
 
@@ -167,7 +177,11 @@ def _inside(x: Any, dtype: torch.dtype, fmt: Format, casts: Casts) -> Any:
     return x.to(dtype)
 
 
-class CastedLinear(Layer):
+class Matmul(Layer):
+    """A module that multiplies activations by a matrix: what narrow operands are for."""
+
+
+class CastedLinear(Matmul):
     """A linear layer that computes in its own precision, whatever its weight and input are held in."""
 
     def __init__(self, inputs: int, outputs: int, bias: bool = False):

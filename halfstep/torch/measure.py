@@ -117,7 +117,8 @@ def measure_block(
     matmuls = measure(device, formats, budget=budget / 3, clock=clock)
     gains = {fmt: found.ratio for fmt in formats if (found := gain(matmuls, fmt)) is not None}
     fast = [fmt for fmt, ratio in gains.items() if ratio > 1 / TOO_SLOW]
-    ladder = [(tokens >> halves, model.width, model.size_of_mlp) for halves in range(20) if tokens >> halves >= 8]
+    halved = [tokens >> halves for halves in range(20) if tokens >> halves >= 8] or [tokens]
+    ladder = [(count, model.width, model.size_of_mlp) for count in halved]
     with warnings.catch_warnings(), _float32_as_found():
         warnings.simplefilter("ignore")
         for fmt in fast:

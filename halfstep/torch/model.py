@@ -23,11 +23,13 @@ from halfstep.config.weights import initial_weights
 from halfstep.torch.layers import (
     CastedLinear,
     Layer,
+    Matmul,
     Norm,
     attention,
     cross_entropy,
     enter,
     linear,
+    owned,
     rms_norm,
     rotate,
     rounded,
@@ -69,7 +71,7 @@ class Decoder(Layer):
         for layer, block in enumerate(self.blocks):
             mirror = config.layers - 1 - layer
             if self.skip_weights is not None and mirror < config.num_skips:
-                weight_D = enter(self.skip_weights[mirror], casts)
+                weight_D = enter(owned(self.skip_weights, casts)[mirror], casts)
                 x_BTD = rounded(x_BTD + rounded(weight_D * skips[mirror], casts), casts)
             x_BTD, values = block(x_BTD, x0_BTD, first_values, angles)
             first_values = values if first_values is None else first_values
@@ -124,7 +126,7 @@ class Block(Layer):
         """The stream after the block, and the values of its attention."""
         casts = self.casts
         if self.residual_mix is not None:
-            mix = enter(self.residual_mix, casts)
+            mix = enter(owned(self.residual_mix, casts), casts)
             x_BTD = rounded(rounded(mix[0] * x_BTD, casts) + rounded(mix[1] * x0_BTD, casts), casts)
         y_BTD, values = self.attn(self.attn_norm(x_BTD), first_values, angles)
         x_BTD = self._add(x_BTD, y_BTD, self.attn_scale)
@@ -134,7 +136,7 @@ class Block(Layer):
         casts = self.casts
         y_BTD = enter(y_BTD, casts)
         if scale_D is not None:
-            y_BTD = rounded(enter(scale_D, casts) * y_BTD, casts)
+            y_BTD = rounded(enter(owned(scale_D, casts), casts) * y_BTD, casts)
         return rounded(enter(x_BTD, casts) + y_BTD, casts)
 
 
@@ -162,14 +164,14 @@ class Attention(Layer):
         q_BHTK, k_BHTK, v_BHTK = (self._heads(layer(x_BTD)) for layer in (self.q, self.k, self.v))
         values = v_BHTK
         if self.value_mix is not None and first_values is not None:
-            mix = enter(self.value_mix, casts)
+            mix = enter(owned(self.value_mix, casts), casts)
             v_BHTK = rounded(v_BHTK + rounded(mix * rounded(first_values - v_BHTK, casts), casts), casts)
         if self.q_norm is not None and self.k_norm is not None:
             q_BHTK, k_BHTK = self.q_norm(q_BHTK), self.k_norm(k_BHTK)
         if self.config.positions == "rotary":
             q_BHTK, k_BHTK = rotate(q_BHTK, *angles, casts), rotate(k_BHTK, *angles, casts)
         if self.q_gain is not None:
-            q_BHTK = rounded(q_BHTK * enter(self.q_gain, casts)[:, None, None], casts)
+            q_BHTK = rounded(q_BHTK * enter(owned(self.q_gain, casts), casts)[:, None, None], casts)
         y_BHTK = attention(q_BHTK, k_BHTK, v_BHTK, casts)
         return self.o(y_BHTK.transpose(1, 2).flatten(2)), values
 
@@ -209,14 +211,14 @@ class Embedding(Layer):
 
     def forward(self, index: Tensor) -> Tensor:
         """The rows of the index."""
-        return enter(F.embedding(index, self.weight), self.casts)
+        return enter(F.embedding(index, owned(self.weight, self.casts)), self.casts)
 
     def rows(self, count: int) -> Tensor:
         """The first rows, for positions."""
-        return enter(self.weight[:count], self.casts)
+        return enter(owned(self.weight, self.casts)[:count], self.casts)
 
 
-class Head(Layer):
+class Head(Matmul):
     """The output head: its own matrix, or the embedding's."""
 
     def __init__(self, config: ModelConfig):

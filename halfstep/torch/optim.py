@@ -6,9 +6,10 @@
     w <- w (1 - rate decay) - rate (m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps)
 
 **Muon** (Jordan et al.), for matrices: the update is the momentum with its singular values pushed to one by
-five Newton-Schulz steps X <- a X + (b A + c A^2) X, A = X X^T, times sqrt(max(1, rows / columns)).
+five Newton-Schulz steps X <- a X + (b A + c A^2) X, A = X X^T, times sqrt(max(1, rows / columns)). The steps
+are the one part that is not fp32: they run in the policy's compute format, emulated where that is.
 
-The arithmetic is fp32 always. A master that is held narrower (bf16) is widened, updated and rounded back, to
+Otherwise the arithmetic is fp32. A master that is held narrower (bf16) is widened, updated and rounded back, to
 nearest or stochastically; torch's own optimizers would compute in bf16. `found_inf`, a device scalar that is 1
 where gradients were not finite, makes the whole update a no-op without asking the device; the fused AdamW
 kernel of torch takes it as it is, which is why that kernel does the arithmetic here.
@@ -42,7 +43,7 @@ class Optimizer(torch.optim.Optimizer):
         defaults: dict[str, Any],
         *,
         masters: Mapping[str, Param] | None = None,
-        moments: Format = FP32,
+        moments: Mapping[str, Format] | None = None,
         seed: int = 0,
     ):
         names = [[name for name, _ in group["params"]] for group in groups]
@@ -56,7 +57,7 @@ class Optimizer(torch.optim.Optimizer):
             for p, name in zip(group["params"], labels, strict=True)
         }
         self.masters = masters or {}
-        self.moments = dtype_of(moments)
+        self.moments = moments or {}
         self.seed = seed
         for group in self.param_groups:
             # A tensor: a changing Python float would make compiled code anew, and would be read on the host.
@@ -70,6 +71,11 @@ class Optimizer(torch.optim.Optimizer):
         """Sets every group's rate to its base rate times a device scalar."""
         for group in self.param_groups:
             group["rate"] = group["lr"] * factor
+
+    def _moment(self, parameter: Tensor) -> Tensor:
+        """A moment of a parameter, zero, in its own format."""
+        fmt = self.moments.get(self.names[parameter], FP32)
+        return torch.zeros(parameter.shape, dtype=dtype_of(fmt), device=parameter.device)
 
     def _write(self, parameter: Tensor, wide: Tensor, step: Tensor) -> None:
         """Stores an fp32 result in the format its master is held in."""
@@ -113,9 +119,8 @@ class AdamW(Optimizer):
         super().__init__(groups, defaults, **formats)
         for group in self.param_groups:
             for p in group["params"]:
-                zero = torch.zeros(p.shape, dtype=self.moments, device=p.device)
                 count = torch.zeros((), dtype=torch.float32, device=p.device)
-                self.state[p] = {"step": count, "exp_avg": zero, "exp_avg_sq": zero.clone()}
+                self.state[p] = {"step": count, "exp_avg": self._moment(p), "exp_avg_sq": self._moment(p)}
 
     @torch.no_grad()
     def step(self, grads: Grads, *, found_inf: Tensor | None = None) -> None:  # type: ignore[override]
@@ -164,18 +169,18 @@ class Muon(Optimizer):
         momentum: float = 0.95,
         weight_decay: float = 0.0,
         iteration: Format = FP32,
+        emulate: bool = False,
         **formats: Any,
     ):
         defaults = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}
         super().__init__(groups, defaults, **formats)
-        self.iteration = dtype_of(iteration)
+        self.iteration, self.emulate = iteration, emulate
         for group in self.param_groups:
             for p in group["params"]:
                 if p.ndim != 2:
                     raise ValueError(f"Muon updates matrices; `{self.names[p]}` has {p.ndim} dimensions")
-                buffer = torch.zeros(p.shape, dtype=self.moments, device=p.device)
                 count = torch.zeros((), dtype=torch.float32, device=p.device)
-                self.state[p] = {"step": count, "momentum": buffer}
+                self.state[p] = {"step": count, "momentum": self._moment(p)}
 
     @torch.no_grad()
     def step(self, grads: Grads, *, found_inf: Tensor | None = None) -> None:  # type: ignore[override]
@@ -193,7 +198,7 @@ class Muon(Optimizer):
     ) -> None:
         old = torch.stack([self.state[p]["momentum"].float() for p in params])
         momentum = group["momentum"] * old + grads
-        update = orthogonalize(grads + group["momentum"] * momentum, self.iteration)
+        update = orthogonalize(grads + group["momentum"] * momentum, self.iteration, emulate=self.emulate)
         rows, columns = params[0].shape
         update = update.float() * max(1.0, rows / columns) ** 0.5
         applied = torch.ones((), device=grads.device) if found_inf is None else 1 - found_inf
@@ -211,13 +216,19 @@ class Muon(Optimizer):
                 self._write(p, wide, state["step"])
 
 
-def orthogonalize(matrices: Tensor, iteration: torch.dtype, steps: int = 5) -> Tensor:
+def orthogonalize(matrices: Tensor, iteration: Format, steps: int = 5, *, emulate: bool = False) -> Tensor:
     """Each matrix of a batch with its singular values pushed to about one, by Newton-Schulz."""
     a, b, c = NEWTON_SCHULZ
+
+    def held(x: Tensor) -> Tensor:
+        if not emulate:
+            return x.to(dtype_of(iteration))
+        return x if iteration == FP32 else quantize(x, iteration, overflow="inf")
+
     tall = matrices.shape[-2] > matrices.shape[-1]
     x = matrices.mT if tall else matrices
-    x = (x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)).to(iteration)
+    x = held(x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7))
     for _ in range(steps):
-        product = x @ x.mT
-        x = a * x + (b * product + c * product @ product) @ x
+        product = held(x @ x.mT)
+        x = held(a * x + held(b * product + c * held(product @ product)) @ x)
     return x.mT if tall else x

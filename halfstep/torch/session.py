@@ -16,7 +16,7 @@ from torch import Tensor
 
 from halfstep.config.run import OptimizerConfig, RunConfig
 from halfstep.core.policy import Policy
-from halfstep.torch.apply import apply, set_precision
+from halfstep.torch.apply import Applied, apply, set_precision
 from halfstep.torch.dtypes import as_device, describe
 from halfstep.torch.model import Decoder
 from halfstep.torch.optim import AdamW, Muon, Optimizer
@@ -58,7 +58,7 @@ class Session:
         self.model.initialize(config.seed)
         self.model.to(self.device)
         self.converted = apply(self.model, policy, self.model.module_names())
-        optimizers = build_optimizers(self.model, config.optimizer, policy, self.converted.masters, config.seed)
+        optimizers = build_optimizers(self.model, config.optimizer, self.converted, config.seed)
         self.run = Run(self.model, optimizers, policy, config.training.clip_norm)
         self._loss = torch.compile(self.model.loss) if config.training.compile else self.model.loss
 
@@ -102,13 +102,15 @@ class Session:
         return float(total), count
 
     @torch.no_grad()
-    def generate(self, prompt: list[int], count: int, temperature: float, top_k: int, seed: int) -> Iterator[int]:
-        """Tokens that follow a prompt, one at a time."""
+    def generate(
+        self, prompt: list[int], count: int, temperature: float, top_k: int, seed: int, alphabet: int
+    ) -> Iterator[int]:
+        """Tokens below `alphabet` that follow a prompt, one at a time."""
         generator = torch.Generator(device="cpu").manual_seed(seed)
         tokens = list(prompt)
         for _ in range(count):
             window = torch.tensor([tokens[-self.config.model.context :]], device=self.device)
-            logits = self.model.capped(self.model(window)[0, -1]).cpu()
+            logits = self.model.capped(self.model(window)[0, -1])[:alphabet].cpu()
             if temperature == 0:
                 tokens.append(int(logits.argmax()))
             else:
@@ -160,11 +162,10 @@ class Session:
             torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
 
 
-def build_optimizers(
-    model: Decoder, config: OptimizerConfig, policy: Policy, masters: Mapping[str, object], seed: int
-) -> list[Optimizer]:
+def build_optimizers(model: Decoder, config: OptimizerConfig, converted: Applied, seed: int) -> list[Optimizer]:
     """AdamW for all, or Muon for the matrices in blocks and AdamW for the rest, of which matrices alone decay."""
-    formats: dict[str, Any] = {"masters": masters, "moments": policy.moments, "seed": seed}
+    policy = converted.policy
+    formats: dict[str, Any] = {"masters": converted.masters, "moments": converted.moments, "seed": seed}
     named = list(model.named_parameters())
     built: list[Optimizer] = []
     if config.name == "muon":
@@ -174,13 +175,15 @@ def build_optimizers(
             lr=config.muon_rate,
             momentum=config.muon_momentum,
             iteration=policy.compute.format,
+            emulate=policy.emulate,
             **formats,
         )
         built.append(muon)
         taken = {name for name, _ in matrices}
         named = [(name, p) for name, p in named if name not in taken]
-    decaying = [(name, p) for name, p in named if p.ndim >= 2]
-    steady = [(name, p) for name, p in named if p.ndim < 2]
+    matrix = [(name.endswith(".weight") and p.ndim == 2) for name, p in named]
+    decaying = [pair for pair, decays in zip(named, matrix, strict=True) if decays]
+    steady = [pair for pair, decays in zip(named, matrix, strict=True) if not decays]
     groups = [
         {"params": params, "weight_decay": decay}
         for params, decay in ((decaying, config.weight_decay), (steady, 0.0))

@@ -97,7 +97,7 @@ class Run:
         factor = verdict.inv_scale / self._weights
         norm = scaled_norm * factor
         if self.clip_norm:
-            factor = factor * (self.clip_norm / norm.clamp(min=self.clip_norm))
+            factor = factor * (self.clip_norm / norm).clamp(max=1.0)
         torch._foreach_mul_(list(grads.values()), factor)
         found_inf = 1 - finite.float()
         for optimizer in self.optimizers:
@@ -118,7 +118,7 @@ class Run:
             )
 
     def _fold(self) -> None:
-        """Moves gradients that are narrower than the accumulate format into wide sums."""
+        """Moves gradients that are in another format than `accumulate` into sums that are in it."""
         for p in self.parameters:
             if p.grad is not None and p.grad.dtype != self._accumulate:
                 wide = p.grad.to(self._accumulate)

@@ -110,10 +110,12 @@ def save(folder: Path, step: int, arrays: Mapping[str, Array], meta: Mapping[str
         remove_leftovers(folder)
         os.mkdir(partial)
         written = _write_files(partial, step, arrays, meta)
-        if target.exists():
+        if target.exists() and _is_intact(target):
             _check_same(target, written)
             shutil.rmtree(partial)
             return target
+        if target.exists():
+            os.rename(target, target.with_name(f"{target.name}.removed"))  # damaged: this one replaces it
         os.rename(partial, target)
         _flush(folder)
     except OSError as error:
@@ -318,6 +320,15 @@ def _is_complete(path: Path) -> bool:
         return False
 
 
+def _is_intact(path: Path) -> bool:
+    """Whether a checkpoint's files are what its manifest says, to the byte."""
+    try:
+        files = read_manifest(path)["files"]
+        return all(_describe_file(path / name) == told for name, told in files.items())
+    except (DamagedCheckpointError, OSError):
+        return False
+
+
 def _read(file: Path) -> bytes:
     try:
         return file.read_bytes()
@@ -329,7 +340,8 @@ def _read(file: Path) -> bytes:
 
 def _damaged(place: Path, said: str) -> DamagedCheckpointError:
     return DamagedCheckpointError(
-        f"`{place}` is damaged: {said}", hint="resume from an earlier checkpoint, or restore this one"
+        f"`{place}` is damaged: {said}",
+        hint="restore it, or move its folder away: --resume then takes the checkpoint before it",
     )
 
 

@@ -44,7 +44,10 @@ def load_corpus(source: str, validation: float, vocabulary: int) -> Corpus:
     if source == STDLIB:
         documents, told = stdlib_documents()
         return from_documents(documents, validation, vocabulary, source, told)
-    path = Path(source).expanduser()
+    try:
+        path = Path(source).expanduser()
+    except RuntimeError as error:  # ~nobody
+        raise DataError(f"`{source}`: {error}", hint="write the path out") from None
     if not source or not _exists(path, source):
         matched = sorted(Path(match) for match in glob.glob(str(path), recursive=True)) if source else []
         if not matched:

@@ -5,8 +5,8 @@
     checkpoints/      step-NNNNNN/
     report.html       written at the end
 
-A folder belongs to one run. A new run refuses a folder that holds one; a resumed run must be the same run:
-the same configuration but for how long it trains and how often it looks and saves, and the same policy.
+A folder belongs to one run. A new run refuses a folder that holds one; a resumed run must be the same run: the
+same configuration but for how often it looks and saves, and the same policy (which the checkpoint knows).
 """
 
 import dataclasses
@@ -21,6 +21,7 @@ from halfstep.core.errors import ConfigError
 CONFIG, EVENTS, CHECKPOINTS, REPORT = "run.toml", "events.jsonl", "checkpoints", "report.html"
 # What may differ between a run and its continuation: none of these changes an update that was made.
 FREE = {
+    "policy",
     "title",
     "training.validate_every",
     "training.validation_tokens",
@@ -45,8 +46,8 @@ def create(folder: Path, config: RunConfig) -> None:
         ) from None
 
 
-def reopen(folder: Path, config: RunConfig) -> None:
-    """Checks that a configuration continues the run in a folder."""
+def check_same_run(folder: Path, config: RunConfig) -> None:
+    """Refuses a configuration that does not continue the run in a folder."""
     before = read_config(folder)
     for key, (was, now) in differences(before, config).items():
         if key not in FREE:
@@ -56,6 +57,10 @@ def reopen(folder: Path, config: RunConfig) -> None:
             )
     if not os.access(folder, os.W_OK):
         raise ConfigError(f"`{folder}` cannot be written", hint="change its permissions")
+
+
+def rewrite(folder: Path, config: RunConfig) -> None:
+    """Writes the configuration that a run goes on with."""
     _write(folder / CONFIG, to_toml(config))
 
 

@@ -23,11 +23,11 @@ import numpy as np
 from halfstep import __version__
 from halfstep.config.run import RunConfig
 from halfstep.core.choice import Choice
-from halfstep.core.errors import ConfigError
+from halfstep.core.errors import ConfigError, ScalingError
 from halfstep.core.policy import Policy
 from halfstep.training import checkpoint, folder
 from halfstep.training.data import Batches, Corpus, Prefetch, load_corpus
-from halfstep.training.evaluation import Evaluation, bigram_of, evaluate
+from halfstep.training.evaluation import Evaluation, bigram_of, check_held_out, evaluate
 from halfstep.training.events import Events
 from halfstep.training.progress import progress
 from halfstep.training.schedule import factor
@@ -44,7 +44,11 @@ class Outcome:
     finished: bool
     seconds: float
     tokens_per_second: float
-    held_out: Evaluation
+    held_out: Evaluation | None  # None where it was stopped: whoever asks to stop does not wait for a look
+
+
+# A dynamic scale falls from its start to its floor in 16 such steps; nothing else recovers by waiting.
+HOPELESS = 50
 
 
 class _Watch:
@@ -78,6 +82,7 @@ class _Tally:
 
     step: int
     skipped: int = 0
+    in_a_row: int = 0
     tokens: int = 0
     loss: float = math.nan
     watch: "_Watch" = field(default_factory=lambda: _Watch())
@@ -109,11 +114,14 @@ class Loop:
             seed=config.seed,
             name=f"`{config.data.source}`",
         )
+        check_held_out(self.corpus, config)
         self.session = open_session(config, policy, device)
         self.start = self._open(resume)
 
     def run(self) -> Outcome:
         """Trains to the end, or until someone asks to stop."""
+        if self.start == self.config.training.steps:  # finished before; nothing is added to its record
+            return Outcome(self.out, self.start, True, 0.0, 0.0, evaluate(self.session, self.corpus, self.config))
         with Events(self.out / folder.EVENTS) as self.events:
             self._announce()
             return self._run()
@@ -169,6 +177,7 @@ class Loop:
         steps_per_second = tally.watch.read(tally.step)
         tally.tokens += self._tokens_per_step
         tally.skipped += int(numbers["skipped"])
+        tally.in_a_row = tally.in_a_row + 1 if numbers["skipped"] else 0
         tally.loss = numbers["loss"]
         speed = self._tokens_per_step * steps_per_second
         memory = self.session.memory()
@@ -201,6 +210,11 @@ class Loop:
             scale=numbers["scale"],
             skipped=tally.skipped,
         )
+        if tally.in_a_row == HOPELESS:
+            raise ScalingError(
+                f"the gradients of {HOPELESS} steps in a row were not finite, up to step {tally.step}",
+                hint="lower the learning rate; under fp16, let the scale fall with `scale=dynamic`",
+            )
 
     def _validate(self) -> Evaluation:
         found = evaluate(self.session, self.corpus, self.config)
@@ -222,11 +236,11 @@ class Loop:
         self.events.write("checkpoint", step=step, path=str(path.relative_to(self.out)), seconds=took, bytes=size)
 
     def _finish(self, finished: bool) -> Outcome:
-        found = self._validate()
+        found = self._validate() if finished else None
         tally = self.tally
         trained = tally.tokens - self.start * self._tokens_per_step
         speed = trained / tally.watch.seconds if tally.watch.seconds else 0.0
-        if finished:
+        if found is not None:
             self.events.write(
                 "end",
                 step=tally.step,
@@ -241,15 +255,18 @@ class Loop:
     def _open(self, resume: bool) -> int:
         """Makes or reopens the folder; the step to start after."""
         if not resume:
-            folder.create(self.out, self.config)
+            folder.create(self.out, self._resolved())
             return 0
-        folder.reopen(self.out, self.config)
+        folder.check_same_run(self.out, self.config)
         found = checkpoint.latest(self.out / folder.CHECKPOINTS)
         if found is None:
             raise ConfigError(f"`{self.out}` holds no checkpoint to resume from", hint="start anew with --out")
         arrays, manifest = checkpoint.load(found)
         self._check_manifest(manifest, found)
         self.session.load({name: (a.dtype, a.shape, bytes(a.data)) for name, a in arrays.items()})
+        if self.choice is None and manifest["choice"] is not None:
+            self.choice = Choice(**manifest["choice"])
+        folder.rewrite(self.out, self._resolved())
         return int(manifest["step"])
 
     def _check_manifest(self, manifest: Mapping[str, Any], found: Path) -> None:
@@ -268,11 +285,14 @@ class Loop:
     def _meta(self, step: int) -> dict[str, Any]:
         return {
             "policy": str(self.policy),
+            "choice": self._told_choice(),
+            "device": self.session.description.name,
             "config": dataclasses.asdict(self.config),
             "data": {
                 "digest": self.corpus.digest,
                 "description": self.corpus.description,
                 "position": self.batches.position(step),
+                "bytes_per_token": self.corpus.bytes_per_token,
             },
             "versions": {
                 "halfstep": __version__,
@@ -281,6 +301,13 @@ class Loop:
             },
         }
 
+    def _told_choice(self) -> dict[str, str] | None:
+        return None if self.choice is None else {"preset": self.choice.preset, "reason": self.choice.reason}
+
+    def _resolved(self) -> RunConfig:
+        """The configuration with the policy that runs in place of `auto`."""
+        return dataclasses.replace(self.config, policy=str(self.policy))
+
     def _announce(self) -> None:
         described = self.session.description
         self.events.write(
@@ -288,7 +315,7 @@ class Loop:
             halfstep=__version__,
             config=dataclasses.asdict(self.config),
             policy=str(self.policy),
-            choice=None if self.choice is None else {"preset": self.choice.preset, "reason": self.choice.reason},
+            choice=self._told_choice(),
             backend={"name": self.config.backend, "version": backend_version(self.config)},
             device={"kind": described.kind, "name": described.name},
             parameters=self.config.model.num_parameters,

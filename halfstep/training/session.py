@@ -43,8 +43,10 @@ class Session(Protocol):
     def evaluate(self, batches: Iterable[Tokens]) -> tuple[float, int]:
         """The sum of losses, and the number of tokens."""
 
-    def generate(self, prompt: list[int], count: int, temperature: float, top_k: int, seed: int) -> Iterator[int]:
-        """Tokens that follow a prompt."""
+    def generate(
+        self, prompt: list[int], count: int, temperature: float, top_k: int, seed: int, alphabet: int
+    ) -> Iterator[int]:
+        """Tokens below `alphabet` that follow a prompt."""
 
     def state(self) -> dict[str, Stored]:
         """Everything the next step depends on."""

@@ -92,11 +92,11 @@ def test_bf16_weights_at_one_and_a_small_rate_never_move_to_nearest_and_do_stoch
 
 def test_bf16_moments_are_stored_in_bf16_and_computed_in_fp32():
     p = parameter(8, 8)
-    optimizer = AdamW([{"params": [("w", p)]}], moments=BF16)
+    optimizer = AdamW([{"params": [("w", p)]}], moments={"w": BF16})
     optimizer.step(grads([p], 0))
     assert optimizer.state[p]["exp_avg"].dtype == torch.bfloat16
     wide = parameter(8, 8)
-    AdamW([{"params": [("w", wide)]}], moments=FP32).step({wide: grads([p], 0)[p]})
+    AdamW([{"params": [("w", wide)]}], moments={"w": FP32}).step({wide: grads([p], 0)[p]})
     assert torch.equal(p, wide)  # the first step does not read a rounded moment
 
 
@@ -112,7 +112,7 @@ def test_rates_follow_a_device_scalar():
 @pytest.mark.parametrize("shape", [(8, 8), (4, 16), (16, 4)])
 def test_orthogonalize_pushes_singular_values_towards_one(shape):
     drawn = torch.randn(3, *shape, generator=torch.Generator().manual_seed(0))
-    out = orthogonalize(drawn, torch.float32)
+    out = orthogonalize(drawn, FP32)
     values = torch.linalg.svdvals(out)
     # Jordan et al.'s coefficients leave singular values between about 0.7 and 1.2, unless they began near 0.
     assert float(values.max()) < 1.3

@@ -70,7 +70,8 @@ def test_a_state_put_back_goes_on_bit_for_bit(policy, optimizer):
         assert left == right
     left, right = weights(one), weights(other)
     assert all(torch.equal(left[name], right[name]) for name in left)
-    assert {k: v for k, v in one.state().items() if k != "rng.cpu"}.keys() == saved.keys() - {"rng.cpu"}
+    left, right = one.state(), other.state()
+    assert {k: v for k, v in left.items() if k != "rng.cpu"} == {k: v for k, v in right.items() if k != "rng.cpu"}
 
 
 @pytest.mark.parametrize(
@@ -133,22 +134,110 @@ def test_the_schedule_sees_skipped_steps():
 
 def test_sampling_is_a_function_of_the_seed_and_greedy_at_zero():
     s = session()
-    first = list(s.generate([1, 2], 20, 1.0, 0, seed=3))
-    assert first == list(s.generate([1, 2], 20, 1.0, 0, seed=3))
-    assert first != list(s.generate([1, 2], 20, 1.0, 0, seed=4))
-    greedy = list(s.generate([1, 2], 5, 0.0, 0, seed=0))
-    assert greedy == list(s.generate([1, 2], 5, 1.0, 1, seed=9))  # the top one of one
+    first = list(s.generate([1, 2], 20, 1.0, 0, seed=3, alphabet=256))
+    assert first == list(s.generate([1, 2], 20, 1.0, 0, seed=3, alphabet=256))
+    assert first != list(s.generate([1, 2], 20, 1.0, 0, seed=4, alphabet=256))
+    greedy = list(s.generate([1, 2], 5, 0.0, 0, seed=0, alphabet=256))
+    assert greedy == list(s.generate([1, 2], 5, 1.0, 1, seed=9, alphabet=256))  # the top one of one
     assert all(0 <= token < 256 for token in first)
 
 
 def test_matrices_decay_and_the_rest_does_not():
-    s = session("fp32", "model.norm_gain=true")
-    groups = s.run.optimizers[0].param_groups
-    for group in groups:
+    s = session(
+        "fp32", "model.layers=2", "model.unet_skips=true", "model.embedding_shortcut=channel", "model.bias=true"
+    )
+    optimizer = s.run.optimizers[0]
+    for group in optimizer.param_groups:
         for p in group["params"]:
-            assert (group["weight_decay"] > 0) == (p.ndim >= 2)
+            matrix = p.ndim == 2 and optimizer.names[p].endswith(".weight")
+            assert (group["weight_decay"] > 0) == matrix, optimizer.names[p]
 
 
 def test_fp32_is_fp32():
     session()
     assert torch.get_float32_matmul_precision() == "highest"
+
+
+def trained_state(policy):
+    s = session(policy, "model.layers=2")
+    for step in range(2):
+        s.step(batch(step, s))
+    return {name: value for name, value in s.state().items() if name != "rng.cpu"}
+
+
+HONORED = [
+    ("bf16-mixed", "bf16-mixed,param=bf16,grad_weight=bf16"),
+    ("bf16-true", "bf16-true,param=bf16:stochastic"),
+    ("fp32", "bf16-mixed"),
+    ("bf16-mixed,emulate=true", "bf16-mixed,emulate=true,compute=tf32"),
+    ("bf16-mixed,emulate=true", "bf16-mixed,emulate=true,compute=e6m9ieee,scale=dynamic"),
+    ("bf16-mixed,emulate=true", "bf16-mixed,emulate=true,grad=fp32"),
+    ("bf16-mixed,emulate=true", "bf16-mixed,emulate=true; blocks.0.mlp.up: grad=e5m2"),
+    ("bf16-mixed,emulate=true", "bf16-mixed,emulate=true,compute=e4m3"),
+    ("bf16-mixed,emulate=true; **: compute=e4m3", "bf16-mixed,emulate=true; **: compute=e4m3:row"),
+    ("bf16-mixed", "bf16-mixed,grad_weight=bf16"),
+    ("bf16-mixed", "bf16-mixed; embed: grad_weight=bf16"),
+    ("bf16-mixed", "bf16-mixed; final_norm: grad_weight=bf16"),
+    ("bf16-mixed", "bf16-mixed; blocks.1.mlp.up: grad_weight=bf16"),
+    ("bf16-mixed", "bf16-mixed,accumulate=bf16"),
+    ("bf16-mixed", "bf16-mixed,moments=bf16"),
+    ("bf16-mixed", "bf16-mixed; embed: moments=bf16"),
+    ("bf16-mixed", "bf16-mixed,norm=bf16"),
+    ("bf16-mixed,emulate=true", "bf16-mixed,emulate=true,norm=bf16"),
+    ("bf16-mixed", "bf16-mixed; final_norm: norm=bf16"),
+    ("bf16-mixed", "bf16-mixed,softmax=bf16"),
+    ("bf16-mixed", "bf16-mixed,loss=bf16"),
+    ("bf16-mixed", "bf16-mixed; lm_head: compute=fp32"),
+    ("bf16-mixed", "bf16-mixed; embed: param=bf16,grad_weight=bf16"),
+    ("fp16-mixed,emulate=true", "fp16-mixed,emulate=true,scale=static:value=2"),
+]
+
+
+@pytest.mark.parametrize(("base", "policy"), HONORED)
+def test_every_value_that_is_accepted_changes_what_is_computed(base, policy):
+    assert trained_state(policy) != trained_state(base)
+
+
+REFUSED = [
+    ("bf16-mixed,param=fp32:split", "split"),
+    ("bf16-mixed,buffers=bf16", "buffers=bf16"),
+    ("bf16-mixed,router=bf16", "router=bf16"),
+    ("bf16-mixed,reduce=bf16", "reduce=bf16"),
+    ("bf16-mixed,matmul=fp32:fast", "fast"),
+    ("bf16-mixed,emulate=true,compute=e4m3:delayed", "delayed"),
+    ("bf16-mixed,emulate=true,compute=e4m3:measured", "measured"),
+    ("bf16-true,grad_weight=fp32", "torch keeps its gradient in that too"),
+    ("bf16-mixed; blocks.0.mlp.up: grad=fp32; lm_head: compute=fp32", "activation's own format"),
+    ("bf16-mixed,emulate=true; blocks.0.mlp: compute=e4m3", "names no matmul"),
+    ("bf16-mixed,emulate=true; **.attn: compute=e4m3", "names no matmul"),
+    ("bf16-mixed; lm_head: param=bf16", "no parameter is held"),
+    ("bf16-mixed; lm_head: moments=bf16", "no parameter is held"),
+    ("compute=tf32", "tf32 cannot run"),
+]
+
+
+@pytest.mark.parametrize(("policy", "said"), REFUSED)
+def test_what_would_change_nothing_is_refused(policy, said):
+    with pytest.raises(HalfstepError, match=said):
+        session(policy)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+@pytest.mark.parametrize("policy", ["compute=tf32,emulate=true", "compute=e6m9ieee,scale=dynamic,emulate=true"])
+def test_any_format_runs_emulated_under_every_optimizer(policy, optimizer):
+    s = session(policy, f"optimizer.name={optimizer}")
+    assert np.isfinite(s.read(s.step(batch(0, s)))["loss"])
+
+
+def test_emulated_bf16_true_rounds_the_gradients_that_native_bf16_true_has():
+    found = {}
+    for policy in ("bf16-true", "bf16-true,emulate=true"):
+        s = session(
+            policy, "model.tied=false"
+        )  # the two gradients of a tied weight are summed, in fp32 if emulated
+        tokens = torch.from_numpy(batch(0, s)[0]).long()
+        s.model.loss(tokens[:, :-1], tokens[:, 1:]).backward()
+        found[policy] = [p.grad.float() for p in s.model.parameters()]
+    for native, emulated in zip(*found.values(), strict=True):
+        assert torch.equal(native, native.bfloat16().float())
+        assert torch.equal(emulated, emulated.bfloat16().float())

@@ -10,6 +10,7 @@ import time
 import pytest
 
 from halfstep.config.load import load
+from halfstep.core.choice import Choice
 from halfstep.core.errors import ConfigError, HalfstepError
 from halfstep.core.policy import Policy
 from halfstep.training import checkpoint, folder
@@ -51,6 +52,25 @@ def final_state(out):
     return {name: (a.dtype, a.shape, bytes(a.data)) for name, a in arrays.items() if name != "rng.cpu"}, manifest
 
 
+class InterruptedByTestError(Exception):
+    pass
+
+
+def run_until(loop, steps):
+    """Runs a loop that breaks off in the middle of the step after so many."""
+    launch, launched = loop.session.step, []
+
+    def step(batch):
+        if len(launched) == steps:
+            raise InterruptedByTestError
+        launched.append(batch)
+        return launch(batch)
+
+    loop.session.step = step
+    with pytest.raises(InterruptedByTestError):
+        loop.run()
+
+
 def test_a_run_leaves_its_folder_with_everything_in_it(text, tmp_path):
     out = tmp_path / "run"
     outcome = start(text, out).run()
@@ -58,7 +78,7 @@ def test_a_run_leaves_its_folder_with_everything_in_it(text, tmp_path):
     assert outcome.step == 6
     held_out = outcome.held_out
     assert held_out.ratio == held_out.bits_per_byte / held_out.bigram_bits
-    assert load(str(out / "run.toml")) == config(text)
+    assert load(str(out / "run.toml")) == config(text, "policy=fp32")  # what ran, in place of `auto`
     events = read_events(out / "events.jsonl")
     kinds = [event["event"] for event in events]
     assert kinds.count("step") == 6
@@ -73,27 +93,12 @@ def test_a_run_leaves_its_folder_with_everything_in_it(text, tmp_path):
 
 @pytest.mark.parametrize("policy", ["fp32", "fp16-mixed,emulate=true", "bf16-true,param=bf16:stochastic"])
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
-def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(text, tmp_path, policy, optimizer, monkeypatch):
+def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(text, tmp_path, policy, optimizer):
     extra = [f"optimizer.name={optimizer}"]
     whole, halved = tmp_path / "whole", tmp_path / "halved"
     start(text, whole, *extra, policy=policy).run()
 
-    class InterruptedByTestError(Exception):
-        pass
-
-    loop = start(text, halved, *extra, policy=policy)
-    launch, count = loop.session.step, 0
-
-    def step(batch):
-        nonlocal count
-        count += 1
-        if count > 5:  # after the checkpoint of step 4, in the middle of things
-            raise InterruptedByTestError
-        return launch(batch)
-
-    monkeypatch.setattr(loop.session, "step", step)
-    with pytest.raises(InterruptedByTestError):
-        loop.run()
+    run_until(start(text, halved, *extra, policy=policy), 5)  # after the checkpoint of step 4
     again = start(text, halved, *extra, policy=policy, resume=True)
     assert again.start == 4
     outcome = again.run()
@@ -144,7 +149,7 @@ def test_a_signal_saves_and_leaves_cleanly_and_the_run_can_go_on(text, tmp_path,
     step, finished = stdout.split()
     assert finished == "False"
     assert checkpoint.latest(out / "checkpoints").name == f"step-{int(step):06d}"
-    assert read_events(out / "events.jsonl")[-2]["event"] == "stop"
+    assert read_events(out / "events.jsonl")[-1]["event"] == "stop"
     assert kind.name in stderr
     loop = start(text, out, *many, resume=True)
     assert loop.start == int(step)
@@ -227,11 +232,58 @@ def test_skipped_steps_are_counted_across_a_resume(text, tmp_path):
     policy = "fp16-mixed,emulate=true"
     loop = start(text, tmp_path / "run", policy=policy)
     loop.session.run.applied -= 2  # as if two steps had been skipped
-    loop.run()
+    run_until(loop, 4)
     again = start(text, tmp_path / "run", policy=policy, resume=True)
-    assert again.session.applied() == 4
+    assert again.session.applied() == 2
     again.run()
     assert again.tally.skipped == 2
+
+
+def test_resuming_a_finished_run_adds_nothing_to_its_record(text, tmp_path):
+    start(text, tmp_path / "run").run()
+    before = (tmp_path / "run" / "events.jsonl").read_bytes()
+    outcome = start(text, tmp_path / "run", resume=True).run()
+    assert outcome.finished
+    assert outcome.held_out is not None
+    assert (tmp_path / "run" / "events.jsonl").read_bytes() == before
+
+
+def test_a_run_that_diverged_does_not_end_as_a_success(text, tmp_path):
+    loop = start(text, tmp_path / "run", "training.steps=100")
+    loop.session.model.embed.weight.data[:] = float("nan")
+    with pytest.raises(HalfstepError, match="50 steps in a row were not finite"):
+        loop.run()
+
+
+def test_a_damaged_checkpoint_is_replaced_when_its_step_is_reached_again(text, tmp_path):
+    out = tmp_path / "run"
+    start(text, out).run()
+    newest = out / "checkpoints" / "step-000006" / "state.safetensors"
+    whole = newest.read_bytes()
+    newest.write_bytes(whole[:-100])
+    again = start(text, out, resume=True)
+    assert again.start == 4
+    again.run()
+    assert newest.read_bytes() == whole
+
+
+def test_the_reason_of_a_choice_is_in_the_checkpoint_and_survives_a_resume(text, tmp_path):
+    out = tmp_path / "run"
+    run_until(start(text, out, choice=Choice("fp32", "bf16 is 287x slower here")), 4)
+    start(text, out, resume=True).run()
+    assert final_state(out)[1]["choice"] == {"preset": "fp32", "reason": "bf16 is 287x slower here"}
+    assert read_events(out / "events.jsonl")[-1]["event"] == "end"
+
+
+def test_a_refused_resume_leaves_the_configuration_alone(text, tmp_path):
+    out = tmp_path / "run"
+    start(text, out).run()
+    before = (out / "run.toml").read_bytes()
+    with open(text, "a") as file:
+        file.write("one more line\n")
+    with pytest.raises(ConfigError, match="other data"):
+        start(text, out, "training.save_every=1", resume=True)
+    assert (out / "run.toml").read_bytes() == before
 
 
 def test_a_run_that_no_scale_can_save_stops_and_says_why(text, tmp_path):
