@@ -12,7 +12,7 @@ from halfstep.core.errors import HalfstepError, PolicyError
 from halfstep.core.formats import BF16, E4M3, FP16, FP32, NAMED, parse
 from halfstep.core.policy import PRESETS, Policy, read
 from halfstep.core.roles import ROLES, Accumulator, Evaluation, Operand, Param, needs_loss_scale
-from halfstep.core.rules import Rule
+from halfstep.core.rules import Rule, merge
 from halfstep.core.scaling import DynamicScale, NoScale, StaticScale
 
 FORMATS = [*NAMED.values(), parse("e3m4ieee"), parse("e5m6ieee"), parse("e4m3b11fnuz")]
@@ -83,7 +83,7 @@ def rules(draw):
 @st.composite
 def policies(draw):
     given = {role: draw(values_of(role, in_rule=False)) for role in ROLES if role != "scale"}
-    given["rules"] = tuple(draw(st.lists(rules(), max_size=3)))
+    given["rules"] = merge(draw(st.lists(rules(), max_size=3)))  # of two rules for one glob the later counts
     operands = [given["compute"], given["grad"]]
     operands += [v for rule in given["rules"] for _, v in rule.changes if isinstance(v, Operand)]
     weak = any(needs_loss_scale(operand.format) for operand in operands)

@@ -13,6 +13,10 @@ from halfstep.torch.step import Run
 FP16 = "compute=fp16,emulate=true,scale=dynamic:init=1024:interval=3:floor=256"
 
 
+# Two fp32 sums of the same terms in another order: at most 36 positive terms, and a few products around them.
+SUMMED = 2 * 48 * 2.0**-24
+
+
 class Recorder(AdamW):
     """Keeps the gradients it was handed."""
 
@@ -42,12 +46,12 @@ def loss_of(run):
 def test_micro_batches_of_unequal_size_are_weighted_by_their_tokens():
     whole, parts = run(), run()
     x = data(12)
+    magnitude = 2 * (whole.model(x).detach().abs().t() @ x.abs()) / 12  # of the terms of d/dW sum (W x)^2 / 12
     one = whole.step(loss_of(whole), [x])
     other = parts.step(loss_of(parts), [x[:1], x[1:4], x[4:]])
-    assert float(one.loss) == pytest.approx(float(other.loss), rel=1e-6)
-    torch.testing.assert_close(
-        whole.optimizers[0].seen["weight"], parts.optimizers[0].seen["weight"], rtol=1e-5, atol=1e-6
-    )
+    assert float(one.loss) == pytest.approx(float(other.loss), rel=SUMMED)
+    left, right = (r.optimizers[0].seen["weight"] for r in (whole, parts))
+    assert ((left - right).abs() <= SUMMED * magnitude).all()
 
 
 def test_a_mean_loss_counts_each_micro_batch_alike():
@@ -56,7 +60,7 @@ def test_a_mean_loss_counts_each_micro_batch_alike():
     result = r.step(lambda b: r.model(b).square().mean(), [x[:2], x[2:]])
     with torch.no_grad():
         expected = sum(run().model(b).square().mean() for b in (x[:2], x[2:])) / 2
-    assert float(result.loss) == pytest.approx(float(expected), rel=1e-6)
+    assert float(result.loss) == pytest.approx(float(expected), rel=SUMMED)
 
 
 def test_gradients_are_unscaled_with_the_scale_that_was_used():
@@ -80,7 +84,7 @@ def test_clipping_sees_unscaled_gradients():
     plain = run("fp32")
     plain.step(loss_of(plain), [data(4)])
     assert norm == pytest.approx(float(plain.optimizers[0].seen["weight"].norm()), rel=2.0**-9)
-    assert float(r.optimizers[0].seen["weight"].norm()) == pytest.approx(0.5, rel=1e-5)
+    assert float(r.optimizers[0].seen["weight"].norm()) == pytest.approx(0.5, rel=SUMMED)
 
 
 def test_a_small_gradient_is_not_clipped():
