@@ -97,10 +97,11 @@ class Optimizer(torch.optim.Optimizer):
         rounding: Rounding = "stochastic" if param.stochastic else "nearest-even"
         parameter.copy_(quantize(wide, param.format, overflow="inf", rounding=rounding, bits=bits))
 
-    def _is_whole(self, parameter: Tensor) -> bool:
-        """Whether the parameter is its own fp32 master."""
+    def _widened(self, parameter: Tensor) -> Tensor:
+        """What to update: the parameter itself where it is an fp32 master, else a copy that is rounded back."""
         held = self.masters.get(self.names[parameter], Param(FP32))
-        return parameter.dtype == torch.float32 and held.format == FP32
+        # A copy even where the dtype is fp32: an emulated bf16 master is carried in one.
+        return parameter if held.format == FP32 else parameter.to(torch.float32, copy=True)
 
 
 class AdamW(Optimizer):
@@ -130,7 +131,7 @@ class AdamW(Optimizer):
             if not params:
                 continue
             states = [self.state[p] for p in params]
-            wide = [p if self._is_whole(p) else p.float() for p in params]
+            wide = [self._widened(p) for p in params]
             # .float() is the tensor itself where it is fp32 already.
             first = [state["exp_avg"].float() for state in states]
             second = [state["exp_avg_sq"].float() for state in states]
@@ -210,7 +211,7 @@ class Muon(Optimizer):
             state = self.state[p]
             state["step"] += applied
             state["momentum"].copy_(momentum[index])
-            wide = p if self._is_whole(p) else p.float()
+            wide = self._widened(p)
             wide.mul_(decay).sub_(group["rate"] * update[index])
             if wide is not p:
                 self._write(p, wide, state["step"])

@@ -241,3 +241,17 @@ def test_emulated_bf16_true_rounds_the_gradients_that_native_bf16_true_has():
     for native, emulated in zip(*found.values(), strict=True):
         assert torch.equal(native, native.bfloat16().float())
         assert torch.equal(emulated, emulated.bfloat16().float())
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+@pytest.mark.parametrize(
+    "policy", ["bf16-true", "bf16-true,emulate=true", "bf16-true,param=bf16:stochastic,emulate=true"]
+)
+def test_masters_stay_in_their_format_after_every_update(policy, optimizer):
+    s = session(policy, f"optimizer.name={optimizer}")
+    for step in range(2):
+        before = weights(s)
+        s.step(batch(step, s))
+        after = weights(s)
+        assert any(not torch.equal(before[name], after[name]) for name in after)
+        assert all(torch.equal(p, p.bfloat16().to(p.dtype)) for p in after.values())
