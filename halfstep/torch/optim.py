@@ -101,7 +101,8 @@ class Optimizer(torch.optim.Optimizer):
         """What to update: the parameter itself where it is an fp32 master, else a copy that is rounded back."""
         held = self.masters.get(self.names[parameter], Param(FP32))
         # A copy even where the dtype is fp32: an emulated bf16 master is carried in one.
-        return parameter if held.format == FP32 else parameter.to(torch.float32, copy=True)
+        whole = held.format == FP32 and parameter.dtype == torch.float32
+        return parameter if whole else parameter.to(torch.float32, copy=True)
 
 
 class AdamW(Optimizer):
