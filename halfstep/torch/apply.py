@@ -16,7 +16,7 @@ from halfstep.core.formats import BF16, FP16, FP32, Format
 from halfstep.core.policy import Policy
 from halfstep.core.precision import Precision, base_precision, precisions
 from halfstep.core.roles import Accumulator, Operand, Param, Value, is_narrow, print_value
-from halfstep.torch.cast import quantize
+from halfstep.torch.cast import carried
 from halfstep.torch.dtypes import dtype_of, supported
 from halfstep.torch.layers import Layer, Matmul
 
@@ -59,7 +59,7 @@ def apply(model: nn.Module, policy: Policy, names: Sequence[str]) -> Applied:
         _check_gradient(name, param, roles["grad_weight"], policy)
         held = parameter.data
         if policy.emulate:
-            parameter.data = quantize(held, param.format, overflow="inf") if param.format != FP32 else held
+            parameter.data = carried(held, param.format)
         else:
             parameter.data = held.to(dtype_of(param.format))
     return Applied(policy, count, masters, moments)  # type: ignore[arg-type]

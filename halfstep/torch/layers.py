@@ -31,10 +31,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from halfstep.core.formats import BF16, FP16, FP32, Format
+from halfstep.core.formats import FP32, Format
 from halfstep.core.precision import Precision
 from halfstep.core.roles import Operand, is_narrow
-from halfstep.torch.cast import quantize, quantize_scaled
+from halfstep.torch.cast import carried, quantize_scaled
 from halfstep.torch.dtypes import DTYPES, dtype_of
 
 
@@ -226,12 +226,12 @@ class _Rounded(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, value: Format, grad: Format) -> Tensor:
         ctx.grad = grad
-        return _round(x, value)
+        return carried(x, value)
 
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None, None]:
-        return _round(g, ctx.grad), None, None
+        return carried(g, ctx.grad), None, None
 
 
 class _Linear(torch.autograd.Function):
@@ -242,7 +242,7 @@ class _Linear(torch.autograd.Function):
         p = casts.precision
         w = weight.to(casts.compute)
         if casts.emulate:
-            w = _round(w, p.compute)
+            w = carried(w, p.compute)
         ctx.save_for_backward(x, w)
         ctx.casts, ctx.weight_dtype = casts, weight.dtype
         rows = x.flatten(0, -2)
@@ -268,14 +268,14 @@ class _Linear(torch.autograd.Function):
 def _grad_input(g: Tensor, w: Tensor, casts: Casts) -> Tensor:
     p = casts.precision
     if casts.emulate:
-        return _emulated_matmul(_round(g, p.grad), w, p.grad_operand, p.operand, p.grad)
+        return _emulated_matmul(carried(g, p.grad), w, p.grad_operand, p.operand, p.grad)
     return _matmul(g.to(casts.grad_operand), w.to(casts.operand), casts.grad)
 
 
 def _grad_weight(g: Tensor, x: Tensor, casts: Casts) -> Tensor:
     p = casts.precision
     if casts.emulate:
-        return _emulated_matmul(_round(g, p.grad).t(), x, p.grad_operand, p.operand, p.grad_weight)
+        return _emulated_matmul(carried(g, p.grad).t(), x, p.grad_operand, p.operand, p.grad_weight)
     return _matmul(g.to(casts.grad_operand).t(), x.to(casts.operand), casts.grad_weight)
 
 
@@ -297,7 +297,7 @@ def _emulated_matmul(a: Tensor, b: Tensor, a_operand: Operand, b_operand: Operan
         y = y * a_inv
     if b_inv is not None:
         y = y * b_inv.t()
-    return _round(y, out)
+    return carried(y, out)
 
 
 def _lower(x: Tensor, operand: Operand) -> tuple[Tensor, Tensor | None]:
@@ -306,20 +306,7 @@ def _lower(x: Tensor, operand: Operand) -> tuple[Tensor, Tensor | None]:
         native = operand.format in DTYPES and not torch.compiler.is_compiling()
         values, inv_scale = quantize_scaled(x, operand, native=native)
         return values.float(), inv_scale.reshape(-1, 1)
-    return _round(x, operand.format), None
-
-
-def _round(x: Tensor, fmt: Format) -> Tensor:
-    """The emulated cast as hardware does it: nearest-even, and infinity beyond the largest number.
-
-    There and back through the native dtype makes the same bits, but for a NaN's payload, some 20 times faster. A
-    compiler takes the two conversions for nothing and drops them, so compiled code rounds by `quantize`.
-    """
-    if fmt == FP32:
-        return x
-    if fmt in (BF16, FP16) and not torch.compiler.is_compiling():
-        return x.to(DTYPES[fmt]).float()
-    return quantize(x, fmt, overflow="inf")
+    return carried(x, operand.format), None
 
 
 def _narrow_attention(q: Tensor, k: Tensor, v: Tensor, casts: Casts) -> Tensor:

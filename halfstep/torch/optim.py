@@ -26,7 +26,7 @@ from halfstep.core.formats import FP32, Format
 from halfstep.core.philox import tensor_id
 from halfstep.core.roles import Param
 from halfstep.core.rounding import Rounding
-from halfstep.torch.cast import quantize, random_bits
+from halfstep.torch.cast import carried, quantize, random_bits
 from halfstep.torch.dtypes import dtype_of
 
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)  # Jordan et al., 2024
@@ -225,7 +225,7 @@ def orthogonalize(matrices: Tensor, iteration: Format, steps: int = 5, *, emulat
     def held(x: Tensor) -> Tensor:
         if not emulate:
             return x.to(dtype_of(iteration))
-        return x if iteration == FP32 else quantize(x, iteration, overflow="inf")
+        return carried(x, iteration)
 
     tall = matrices.shape[-2] > matrices.shape[-1]
     x = matrices.mT if tall else matrices

@@ -18,6 +18,7 @@ from halfstep.config.run import OptimizerConfig, RunConfig
 from halfstep.core.policy import Policy
 from halfstep.torch.apply import Applied, apply, set_precision
 from halfstep.torch.dtypes import as_device, describe
+from halfstep.torch.measure import devices
 from halfstep.torch.model import Decoder
 from halfstep.torch.optim import AdamW, Muon, Optimizer
 from halfstep.torch.state import Stored, load_state, restored, state_of, stored
@@ -28,13 +29,6 @@ Tokens = NDArray[np.int32]
 Schedule = Callable[[Any, Any], Any]
 
 version = torch.__version__
-
-
-def default_device() -> str:
-    """The device a run uses when none is named."""
-    if torch.cuda.is_available():
-        return "cuda"
-    return "mps" if torch.backends.mps.is_available() else "cpu"
 
 
 class Session:
@@ -50,7 +44,7 @@ class Session:
         self.config = config
         self.schedule = schedule
         self.policy = policy
-        self.device = as_device(device or default_device())
+        self.device = as_device(device or devices()[0])
         self.description = describe(self.device)  # also refuses a device that is not here
         self._pin_matmuls()
         torch.manual_seed(config.seed)
@@ -70,9 +64,9 @@ class Session:
     def step(self, micro_batches: Tokens) -> StepResult:
         """One update from tokens of shape (micro-batches, batch, context + 1). Waits for nothing."""
         if self.schedule is not None:
-            self.rate = self.schedule(self.run.applied, torch)
+            rate = self.schedule(self.run.applied, torch)
             for optimizer in self.run.optimizers:
-                optimizer.set_factor(self.rate)
+                optimizer.set_factor(rate)
         tokens = self._to_device(micro_batches)
         return self.run.step(self._sum_and_count, tokens.unbind())
 
