@@ -1,5 +1,6 @@
 # Two commands do everything: `make train` and `make test`. Each target makes .venv and installs what it needs, once.
 PYTHON ?= python3
+BACKEND ?= torch
 RECIPE ?=
 ARGS ?=
 VENV := .venv
@@ -7,9 +8,10 @@ BIN := $(VENV)/bin
 
 .PHONY: train test lint format bench docs clean
 
-# A transformer learns, in a precision chosen by measurement: `make train`, `make train RECIPE=gpt2 ARGS='--out x'`.
-train: $(VENV)/.torch
-	$(BIN)/halfstep train $(RECIPE) $(ARGS)
+# A transformer learns, in a precision chosen by measurement: `make train`, `make train RECIPE=gpt2 ARGS='--out x'`,
+# `make train BACKEND=jax`.
+train: $(VENV)/.$(BACKEND)
+	$(BIN)/halfstep train $(RECIPE) --backend $(BACKEND) $(ARGS)
 
 test: $(VENV)/.dev
 	$(BIN)/pytest -q
@@ -37,12 +39,12 @@ clean:
 	rm -rf $(VENV)
 
 # A stamp for each set of extras: remade when what it was made from changes.
-$(VENV)/.torch: pyproject.toml constraints.txt | $(BIN)/python
-	$(BIN)/pip install -q -c constraints.txt -e '.[torch]'
+$(VENV)/.torch $(VENV)/.jax $(VENV)/.mlx: $(VENV)/.%: pyproject.toml constraints.txt | $(BIN)/python
+	$(BIN)/pip install -q -c constraints.txt -e '.[$*]'
 	touch $@
 
 $(VENV)/.dev: pyproject.toml constraints.txt | $(BIN)/python
-	$(BIN)/pip install -q -c constraints.txt -e '.[torch,dev]'
+	$(BIN)/pip install -q -c constraints.txt -e '.[torch,jax,mlx,dev]'
 	touch $@
 
 $(BIN)/python:

@@ -141,6 +141,7 @@ def sample(
         Where to run.
     """
     from halfstep.core.errors import ConfigError
+    from halfstep.training.sampling import generate
 
     if not (length >= 1 and (temperature == 0 or 0.01 <= temperature <= 100) and top_k >= 0 and 0 <= seed < 2**63):
         raise ConfigError(
@@ -155,7 +156,7 @@ def sample(
         )
     start = list(prompt.encode(errors="surrogateescape")) or [10]
     sys.stdout.buffer.write(bytes(start))
-    for token in session.generate(start, length, temperature, top_k, seed, alphabet=256):
+    for token in generate(session, start, length, temperature, top_k, seed, alphabet=256):
         sys.stdout.buffer.write(bytes([token]))
         sys.stdout.buffer.flush()
     sys.stdout.buffer.write(b"\n")

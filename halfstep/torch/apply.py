@@ -15,14 +15,14 @@ from halfstep.core.errors import PolicyError
 from halfstep.core.formats import BF16, FP16, FP32, Format
 from halfstep.core.policy import Policy
 from halfstep.core.precision import Precision, base_precision, precisions
-from halfstep.core.roles import Accumulator, Operand, Param, Value, is_narrow, print_value
+from halfstep.core.refusal import EMULATE, check_formats, check_implemented, check_reach
+from halfstep.core.roles import Accumulator, Operand, Param, Value, print_value
 from halfstep.torch.cast import carried
 from halfstep.torch.dtypes import dtype_of, supported
 from halfstep.torch.layers import Layer, Matmul
 
 # What layers.py multiplies natively.
 NATIVE = (FP32, BF16, FP16)
-EMULATE = "add `emulate=true` to the policy: casts bit for bit, matmuls in fp32"
 
 
 @dataclass(frozen=True)
@@ -46,8 +46,9 @@ def apply(model: nn.Module, policy: Policy, names: Sequence[str]) -> Applied:
     """Gives a model of halfstep's layers a policy. `names` are the modules that rules may match."""
     device = next(model.parameters()).device
     values = policy.resolve([*names, *_loose(model, names)])
-    _check_implemented(policy)
-    _check_rules_reach(policy, model)
+    check_implemented(policy, "torch", _not_implemented)
+    multiplying = [name for name, module in model.named_modules() if isinstance(module, Matmul)]
+    check_reach(policy, multiplying, {owner(name) for name, _ in model.named_parameters()})
     found = precisions(policy.evaluation(), [*names, *_loose(model, names)])
     check_supported([base_precision(policy.evaluation()), *found.values()], device)
     count = set_precision(model, policy, names)
@@ -77,28 +78,14 @@ def set_precision(model: nn.Module, policy: Policy, names: Sequence[str]) -> int
 
 def check_supported(wanted: Sequence[Precision], device: torch.device) -> None:
     """Refuses what the device cannot run, with the reason and the form that runs."""
+    check_formats(wanted, str(device), lambda fmt: supported(fmt, device), NATIVE)
     for precision in dict.fromkeys(wanted):
-        for fmt in precision.formats:
-            support = supported(fmt, device, emulate=precision.emulate)
-            if not support:
-                raise PolicyError(f"{fmt} cannot run on {device}: {support.reason}", hint=EMULATE)
-            if fmt not in NATIVE and not precision.emulate:
-                raise PolicyError(f"{fmt} matmuls are not implemented natively yet on {device}", hint=EMULATE)
         if precision.grad != precision.compute and not precision.emulate:
             raise PolicyError(
                 f"grad={precision.grad} with compute={precision.compute}: torch keeps the gradient of an "
                 "activation in the activation's own format",
                 hint=f"write `grad={precision.compute}`, or {EMULATE}",
             )
-
-
-def _check_implemented(policy: Policy) -> None:
-    """Refuses values that the grammar knows and this backend does not run yet."""
-    for changes in (policy.roles(), *(dict(rule.changes) for rule in policy.rules)):
-        for role, value in changes.items():
-            why = _not_implemented(role, value)
-            if why:
-                raise PolicyError(f"`{role}={print_value(value)}` is not implemented on torch yet", hint=why)
 
 
 def _not_implemented(role: str, value: Value) -> str:
@@ -113,25 +100,6 @@ def _not_implemented(role: str, value: Value) -> str:
     if role in ("buffers", "router", "reduce") and value != FP32:
         return "the reference decoder has none of these, and it is fp32 where they will be"
     return ""
-
-
-def _check_rules_reach(policy: Policy, model: nn.Module) -> None:
-    """Refuses a rule that matches names and still changes nothing there."""
-    owners = {owner(name) for name, _ in model.named_parameters()}
-    matmuls = [name for name, module in model.named_modules() if isinstance(module, Matmul)]
-    for rule in policy.rules:
-        for role, value in rule.changes:
-            narrow = isinstance(value, Operand) and is_narrow(value.format)
-            if narrow and not any(rule.matches(name) for name in matmuls):
-                raise PolicyError(
-                    f"rule `{rule}` names no matmul, and {role}={print_value(value)} is for matmul operands",
-                    hint="name the layers that multiply, as `blocks.*.mlp.*` or `lm_head`",
-                )
-            if role in ("param", "moments") and not any(rule.matches(name) for name in owners):
-                raise PolicyError(
-                    f"rule `{rule}` changes `{role}` where no parameter is held",
-                    hint="a tied head has the embedding's: name `embed`",
-                )
 
 
 def _check_gradient(name: str, param: Param, grad_weight: Value, policy: Policy) -> None:

@@ -30,13 +30,13 @@ Nothing here is differentiable: results are detached, and a layer that casts sta
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple, get_args
 
 import torch
 from torch import Tensor
 
-from halfstep.core.errors import FormatError, RoundingError, did_you_mean, one_of
+from halfstep.core.errors import RoundingError
 from halfstep.core.formats import BF16, FP16, FP32, Format, Overflow
+from halfstep.core.plan import Plan, check_rule, check_word, plan_of
 from halfstep.core.roles import Operand
 from halfstep.core.rounding import Rounding
 from halfstep.torch.dtypes import dtype_of
@@ -63,8 +63,9 @@ def quantize(
     here, where core.rounding refuses it: to refuse, the tensor would have to be read.
     """
     x = _as_fp32(x, fmt)
-    _check(x, fmt, overflow, rounding, bits)
-    plan = _plan(fmt)
+    check_rule(fmt, overflow, rounding, random=bits is not None)
+    _check_bits(x, rounding, bits)
+    plan = plan_of(fmt)
     if plan.like_fp32:
         return _round_patterns(x, plan, overflow, rounding, bits)
     magnitude, nan = _round_quanta(x, plan, overflow, rounding, bits)
@@ -92,7 +93,7 @@ def to_native(x: Tensor, fmt: Format, *, overflow: Overflow) -> Tensor:
     """
     dtype = dtype_of(fmt)
     hp = _as_fp32(x, fmt)
-    _check(hp, fmt, overflow, "nearest-even", None)
+    check_rule(fmt, overflow)
     if not torch.compiler.is_compiling():
         if overflow == "saturate":
             return hp.clamp(-fmt.max, fmt.max).to(dtype)
@@ -113,9 +114,7 @@ def scale_for(amax: Tensor, fmt: Format) -> Tensor:
     pattern = _as_fp32(amax, fmt).view(torch.int32) & _MAGNITUDE
     # A pattern is (e + 127) * 2^23 plus the mantissa: the difference of two, floored, is E - e, less one
     # where m > M.
-    plan = _plan(fmt)
-    top = ((plan.max_exponent + 126) << 23) + int(math.ldexp(plan.largest, 23 - plan.max_exponent))
-    power = (top - pattern) >> 23
+    power = (plan_of(fmt).top - pattern) >> 23
     scale = ((power.clamp(-126, 126) + 127) << 23).view(torch.float32)
     scale = torch.where(pattern == 0, 1.0, scale)
     return torch.where(pattern >= _INF, math.nan, scale)
@@ -187,9 +186,9 @@ def random_bits(
     size = torch.Size([shape] if isinstance(shape, int) else shape)
     count = size.numel()
     for name, value, limit in (("seed", seed, 64), ("tensor", tensor, 32), ("start", start, 63)):
-        _within(name, value, limit)
+        check_word(name, value, limit)
     if not isinstance(step, Tensor):
-        _within("step", step, 32)
+        check_word("step", step, 32)
         step = torch.full((), step, dtype=torch.int64, device=device)
     elif step.is_floating_point() or step.numel() != 1:
         raise RoundingError(
@@ -212,49 +211,7 @@ def random_bits(
     return lanes.reshape(-1)[start - 4 * first :][:count].reshape(size)
 
 
-class _Plan(NamedTuple):
-    """The numbers that a cast to a format is made with."""
-
-    mantissa_bits: int
-    min_exponent: int
-    max_exponent: int
-    largest: float
-    beyond: float  # the number that would follow the largest; what is rounded to it has overflowed
-    like_fp32: bool  # the same exponents as fp32, and the same special values
-    fits_fp32: bool  # quanta, their inverses and `beyond` are normal numbers of fp32
-
-
-def _plan(fmt: Format) -> _Plan:
-    """min_exponent, max_exponent and max of the format once more, from constants, as dynamo must have them.
-
-    fmt.max itself is cached under a lock in Python 3.11, which cannot be traced.
-    """
-    width, y, bias = _constant(fmt.exponent_bits), _constant(fmt.mantissa_bits), _constant(fmt.bias)
-    lowest, highest = 1 - bias, (1 << width) - 1 - bias - (fmt.specials == "ieee")
-    step = math.ldexp(1.0, highest - y)
-    beyond = math.ldexp(2.0, highest) - (step if fmt.specials == "fn" else 0.0)
-    return _Plan(
-        mantissa_bits=y,
-        min_exponent=lowest,
-        max_exponent=highest,
-        largest=beyond - step,
-        beyond=beyond,
-        like_fp32=fmt.specials == "ieee" and (lowest, highest) == (-126, 127),
-        fits_fp32=lowest - y >= -126 and highest < 127,
-    )
-
-
-_INTEGERS = tuple(range(512))
-
-
-def _constant(value: int) -> int:
-    """The same integer. As soon as dynamo meets two formats it makes their fields symbolic, and no shift or
-    dtype can depend on such a one; an index into a tuple makes it a number again, with a guard on it.
-    """
-    return _INTEGERS[value + 256] - 256
-
-
-def _round_patterns(x: Tensor, plan: _Plan, overflow: Overflow, rounding: Rounding, bits: Tensor | None) -> Tensor:
+def _round_patterns(x: Tensor, plan: Plan, overflow: Overflow, rounding: Rounding, bits: Tensor | None) -> Tensor:
     """The cast to a format with fp32's exponents, on bit patterns."""
     pattern = x.view(torch.int32)
     magnitude = pattern & _MAGNITUDE
@@ -281,7 +238,7 @@ def _round_patterns(x: Tensor, plan: _Plan, overflow: Overflow, rounding: Roundi
 
 
 def _round_quanta(
-    x: Tensor, plan: _Plan, overflow: Overflow, rounding: Rounding, bits: Tensor | None
+    x: Tensor, plan: Plan, overflow: Overflow, rounding: Rounding, bits: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """Magnitudes of the cast to a format with other exponents than fp32's, and where they are to be NaN."""
     integers, bias, width = (torch.int32, 127, 23) if plan.fits_fp32 else (torch.int64, 1023, 52)
@@ -335,40 +292,10 @@ def _as_fp32(x: Tensor, fmt: Format) -> Tensor:
     return x.detach().to(torch.float32)
 
 
-def _check(x: Tensor, fmt: Format, overflow: Overflow, rounding: Rounding, bits: Tensor | None) -> None:
-    if overflow == "raise":
-        raise RoundingError(
-            "overflow=`raise` is not offered on a device: the tensor would be read at every cast, a sync",
-            hint="core.rounding.cast raises; or state `saturate`, `inf` or `nan` and look at the result",
-        )
-    legal = ["saturate"] + ["inf"] * fmt.has_inf + ["nan"] * fmt.has_nan
-    if overflow not in legal:
-        raise FormatError(
-            f"{fmt} cannot overflow by the rule `{overflow}`; it allows {one_of(legal)}",
-            hint=did_you_mean(str(overflow), legal, otherwise="`saturate` works in every format"),
-        )
-    if rounding not in get_args(Rounding):
-        raise RoundingError(
-            f"unknown rounding `{rounding}`; it is {one_of(get_args(Rounding))}",
-            hint=did_you_mean(str(rounding), get_args(Rounding), otherwise="`nearest-even` is what hardware does"),
-        )
-    if rounding != "stochastic":
-        if bits is not None:
-            raise RoundingError(
-                f"random bits were given, but `{rounding}` uses none",
-                hint="drop `bits`, or ask for rounding=`stochastic`",
-            )
-    elif bits is None or bits.dtype != torch.int64 or bits.shape != x.shape:
+def _check_bits(x: Tensor, rounding: Rounding, bits: Tensor | None) -> None:
+    if rounding == "stochastic" and (bits is None or bits.dtype != torch.int64 or bits.shape != x.shape):
         given = "none" if bits is None else f"{bits.dtype} of shape {tuple(bits.shape)}"
         raise RoundingError(
             f"stochastic rounding needs `bits`, torch.int64 of shape {tuple(x.shape)}; given: {given}",
             hint="random_bits(x.shape, seed=..., step=..., tensor=..., device=x.device) makes them",
-        )
-
-
-def _within(name: str, value: int, bits: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**bits:
-        raise RoundingError(
-            f"`{name}` is {value!r}; random words need an integer from 0 to {2**bits - 1}",
-            hint="all replicas and shards must agree on it",
         )

@@ -7,16 +7,13 @@ be hundreds of times slower than fp32. Both are the user's to take, so the answe
 What cannot run natively can be emulated anywhere, and every refusal names the switch: `emulate=true`.
 """
 
-import platform
-import subprocess
-from pathlib import Path
-
 import torch
 
 from halfstep.core.choice import Support
-from halfstep.core.devices import CPU_FEATURES, Device, native
+from halfstep.core.devices import Device, native
 from halfstep.core.errors import FormatError, HalfstepError
 from halfstep.core.formats import BF16, FP16, FP32, TF32, Format, parse
+from halfstep.core.host import apple_generation, describe_cpu, sysctl
 
 DTYPES: dict[Format, torch.dtype] = {
     FP32: torch.float32,
@@ -29,7 +26,6 @@ DTYPES: dict[Format, torch.dtype] = {
 }
 _FORMATS = {dtype: fmt for fmt, dtype in DTYPES.items()}
 _EMULATED = "`emulate=true` runs it emulated"
-_CPUINFO = Path("/proc/cpuinfo")
 
 
 def dtype_of(fmt: Format) -> torch.dtype:
@@ -60,7 +56,7 @@ def describe(device: torch.device | str) -> Device:
     device = as_device(device)
     match device.type:
         case "cpu":
-            return _describe_cpu()
+            return describe_cpu()
         case "cuda":
             return _describe_cuda(device)
         case "xpu":
@@ -68,8 +64,8 @@ def describe(device: torch.device | str) -> Device:
             return Device("intel", str(name), architecture=_intel_architecture(str(name)))
         case "mps":
             _available(device, torch.backends.mps.is_available())
-            name = _sysctl("machdep.cpu.brand_string") or "Apple GPU"
-            return Device("apple", name, architecture=_apple_generation(name))
+            name = sysctl("machdep.cpu.brand_string") or "Apple GPU"
+            return Device("apple", name, architecture=apple_generation(name))
         case other:
             raise HalfstepError(
                 f"nothing is known of the torch device `{other}`; halfstep runs on cpu, cuda, xpu and mps",
@@ -128,37 +124,6 @@ def _describe_cuda(device: torch.device) -> Device:
         # As in gfx90a:sramecc+:xnack-, of which the first part names the instructions.
         return Device("amd", properties.name, architecture=properties.gcnArchName.split(":")[0])
     return Device("nvidia", properties.name, capability=(properties.major, properties.minor))
-
-
-def _describe_cpu() -> Device:
-    machine = {"amd64": "x86_64", "arm64": "aarch64"}.get(platform.machine().lower(), platform.machine().lower())
-    fields = _cpuinfo()
-    name = fields.get("model name") or _sysctl("machdep.cpu.brand_string") or platform.processor() or machine
-    flags = fields.get("flags") or fields.get("Features") or ""
-    return Device("cpu", name, architecture=machine, features=CPU_FEATURES & set(flags.split()))
-
-
-def _cpuinfo() -> dict[str, str]:
-    """The fields of the first core, where the system is Linux."""
-    if not _CPUINFO.exists():
-        return {}
-    first = _CPUINFO.read_text(encoding="utf-8", errors="replace").split("\n\n")[0]
-    pairs = (line.partition(":") for line in first.splitlines())
-    return {key.strip(): value.strip() for key, _, value in pairs}
-
-
-def _sysctl(key: str) -> str:
-    """A fact of macOS; empty elsewhere."""
-    if platform.system() != "Darwin":
-        return ""
-    done = subprocess.run(["sysctl", "-n", key], capture_output=True, text=True, check=False)
-    return done.stdout.strip()
-
-
-def _apple_generation(name: str) -> str:
-    """`m3` of `Apple M3 Max`."""
-    words = [word.lower() for word in name.split()]
-    return next((word for word in words if word[0] == "m" and word[1:].isdecimal()), "")
 
 
 def _intel_architecture(name: str) -> str:

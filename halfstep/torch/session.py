@@ -6,7 +6,7 @@ and reads results when it wants to print them. Each backend has this file with t
 
 import resource
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,12 +16,13 @@ from torch import Tensor
 
 from halfstep.config.run import OptimizerConfig, RunConfig
 from halfstep.core.policy import Policy
+from halfstep.core.stored import Stored
 from halfstep.torch.apply import Applied, apply, set_precision
 from halfstep.torch.dtypes import as_device, describe
 from halfstep.torch.measure import devices
 from halfstep.torch.model import Decoder
 from halfstep.torch.optim import AdamW, Muon, Optimizer
-from halfstep.torch.state import Stored, load_state, restored, state_of, stored
+from halfstep.torch.state import load_state, restored, state_of, stored
 from halfstep.torch.step import Run, StepResult
 
 Tokens = NDArray[np.int32]
@@ -96,24 +97,10 @@ class Session:
         return float(total), count
 
     @torch.no_grad()
-    def generate(
-        self, prompt: list[int], count: int, temperature: float, top_k: int, seed: int, alphabet: int
-    ) -> Iterator[int]:
-        """Tokens below `alphabet` that follow a prompt, one at a time."""
-        generator = torch.Generator(device="cpu").manual_seed(seed)
-        tokens = list(prompt)
-        for _ in range(count):
-            window = torch.tensor([tokens[-self.config.model.context :]], device=self.device)
-            logits = self.model.capped(self.model(window)[0, -1])[:alphabet].cpu()
-            if temperature == 0:
-                tokens.append(int(logits.argmax()))
-            else:
-                if top_k:
-                    kept = logits.topk(min(top_k, logits.numel())).values[-1]
-                    logits = logits.masked_fill(logits < kept, -float("inf"))
-                chances = torch.softmax(logits / temperature, dim=-1)
-                tokens.append(int(torch.multinomial(chances, 1, generator=generator)))
-            yield tokens[-1]
+    def logits(self, tokens: Sequence[int]) -> NDArray[np.float32]:
+        """What the model expects after the tokens, one number for each of the vocabulary, after the softcap."""
+        window = torch.tensor([tokens[-self.config.model.context :]], device=self.device)
+        return self.model.capped(self.model(window)[0, -1]).cpu().numpy()
 
     def state(self) -> dict[str, Stored]:
         """Everything that the next step depends on."""

@@ -1,10 +1,6 @@
 """Model, optimizers, scale and random state as flat {name: tensor}, and back, bit for bit.
 
-    model.<parameter>                       masters, in the format they are held in
-    optimizer.<i>.<parameter>.<moment>      moments, in their own format, never in the parameter's
-    scale.<field>, applied                  the law of scaling, and how many updates were applied
-    rng.cpu, rng.cuda                       random state, as bytes
-
+Names are those of core.stored.
 Loading checks names, shapes and dtypes before it changes anything: fp32 moments never come back bf16.
 """
 
@@ -15,6 +11,7 @@ from torch import Tensor
 
 from halfstep.core.errors import HalfstepError
 from halfstep.core.scaling import ScaleState
+from halfstep.core.stored import Description, Stored, check_same
 from halfstep.torch.step import Run
 
 # Names of dtypes in a safetensors header.
@@ -30,8 +27,6 @@ DTYPE_NAMES = {
     torch.bool: "BOOL",
 }
 _DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
-# (dtype name, shape, bytes): what a checkpoint stores, whatever framework made it.
-Stored = tuple[str, tuple[int, ...], bytes]
 
 
 def state_of(run: Run) -> dict[str, Tensor]:
@@ -52,23 +47,10 @@ def state_of(run: Run) -> dict[str, Tensor]:
 @torch.no_grad()
 def load_state(run: Run, given: Mapping[str, Tensor]) -> None:
     """Puts a state back. One of another model, optimizer or precision is refused whole."""
-    # Random state of a device that the run did not have, or has no more, is no part of what it computed.
-    ours, theirs = ({k for k in names if k != "rng.cuda"} for names in (state_of(run), given))
     state = state_of(run)
-    if ours != theirs:
-        odd = sorted(ours ^ theirs)
-        where = "the checkpoint lacks" if odd[0] in ours else "the run has no"
-        raise HalfstepError(
-            f"the checkpoint is of another run: {where} `{odd[0]}` ({len(odd)} names differ)",
-            hint="resume with the model and optimizer it was saved with",
-        )
-    for name in sorted(ours):
-        was, now = given[name], state[name]
-        if (was.shape, was.dtype) != (now.shape, now.dtype) and not name.startswith("rng."):
-            raise HalfstepError(
-                f"`{name}` is {_told(was)} in the checkpoint and {_told(now)} in the run",
-                hint="resume with the model and policy it was saved with",
-            )
+    # Random state of a device that the run did not have, or has no more, is no part of what it computed.
+    check_same(_described(state), _described(given), optional=["rng.cuda"])
+    ours = {name for name in state if name != "rng.cuda"}
     for name in ours - {"rng.cpu"}:
         state[name].copy_(given[name])
     run.scale_state = ScaleState(*(given[f"scale.{f}"].to(run.device) for f in ScaleState._fields))
@@ -93,5 +75,5 @@ def restored(record: Stored) -> Tensor:
     return torch.frombuffer(bytearray(data), dtype=_DTYPES[name]).reshape(shape)
 
 
-def _told(tensor: Tensor) -> str:
-    return f"{str(tensor.dtype).removeprefix('torch.')} of shape {tuple(tensor.shape)}"
+def _described(state: Mapping[str, Tensor]) -> dict[str, Description]:
+    return {name: (DTYPE_NAMES[tensor.dtype], tuple(tensor.shape)) for name, tensor in state.items()}

@@ -4,7 +4,7 @@ Each of halfstep.torch, .jax and .mlx has a `session` module with a `Session` cl
 It takes tokens as numpy arrays and gives numbers; nothing above it knows a framework.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from importlib import import_module
 from typing import Any, Protocol
 
@@ -15,10 +15,10 @@ from halfstep.config.run import RunConfig
 from halfstep.core.devices import Device
 from halfstep.core.errors import HalfstepError
 from halfstep.core.policy import Policy
+from halfstep.core.stored import Stored
 from halfstep.training.schedule import factor
 
 Tokens = NDArray[np.int32]
-Stored = tuple[str, tuple[int, ...], bytes]
 
 
 class Session(Protocol):
@@ -43,10 +43,8 @@ class Session(Protocol):
     def evaluate(self, batches: Iterable[Tokens]) -> tuple[float, int]:
         """The sum of losses, and the number of tokens."""
 
-    def generate(
-        self, prompt: list[int], count: int, temperature: float, top_k: int, seed: int, alphabet: int
-    ) -> Iterator[int]:
-        """Tokens below `alphabet` that follow a prompt."""
+    def logits(self, tokens: Sequence[int]) -> NDArray[np.float32]:
+        """What the model expects after the tokens, one number for each of the vocabulary."""
 
     def state(self) -> dict[str, Stored]:
         """Everything the next step depends on."""

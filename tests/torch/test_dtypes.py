@@ -4,6 +4,7 @@ import sys
 import pytest
 import torch
 
+from halfstep.core import host
 from halfstep.core.choice import Support
 from halfstep.core.devices import Device
 from halfstep.core.errors import FormatError, HalfstepError
@@ -108,9 +109,9 @@ def test_a_cpu_by_its_flags(text, machine, expected, tmp_path, monkeypatch):
     path = tmp_path / "cpuinfo"
     if text is not None:
         path.write_text(text)
-    monkeypatch.setattr(dtypes, "_CPUINFO", path)
-    monkeypatch.setattr(dtypes.platform, "machine", lambda: machine)
-    monkeypatch.setattr(dtypes.platform, "processor", lambda: "")
+    monkeypatch.setattr(host, "_CPUINFO", path)
+    monkeypatch.setattr(host.platform, "machine", lambda: machine)
+    monkeypatch.setattr(host.platform, "processor", lambda: "")
     assert describe("cpu") == expected
 
 
@@ -155,7 +156,7 @@ def test_an_intel_gpu_by_its_name(name, architecture, monkeypatch):
 @pytest.mark.parametrize(("name", "generation"), [("Apple M3 Max", "m3"), ("Apple M1", "m1"), ("VMware", "")])
 def test_an_apple_gpu_by_its_generation(name, generation, monkeypatch):
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
-    monkeypatch.setattr(dtypes, "_sysctl", lambda key: name)
+    monkeypatch.setattr(dtypes, "sysctl", lambda key: name)
     assert describe("mps") == Device("apple", name, architecture=generation)
 
 

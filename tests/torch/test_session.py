@@ -9,6 +9,7 @@ from halfstep.core.errors import HalfstepError
 from halfstep.core.policy import Policy
 from halfstep.torch.session import Session
 from halfstep.torch.state import restored, stored
+from halfstep.training.sampling import generate
 
 SMALL = [
     "model.context=16",
@@ -134,11 +135,11 @@ def test_the_schedule_sees_skipped_steps():
 
 def test_sampling_is_a_function_of_the_seed_and_greedy_at_zero():
     s = session()
-    first = list(s.generate([1, 2], 20, 1.0, 0, seed=3, alphabet=256))
-    assert first == list(s.generate([1, 2], 20, 1.0, 0, seed=3, alphabet=256))
-    assert first != list(s.generate([1, 2], 20, 1.0, 0, seed=4, alphabet=256))
-    greedy = list(s.generate([1, 2], 5, 0.0, 0, seed=0, alphabet=256))
-    assert greedy == list(s.generate([1, 2], 5, 1.0, 1, seed=9, alphabet=256))  # the top one of one
+    first = list(generate(s, [1, 2], 20, 1.0, 0, seed=3, alphabet=256))
+    assert first == list(generate(s, [1, 2], 20, 1.0, 0, seed=3, alphabet=256))
+    assert first != list(generate(s, [1, 2], 20, 1.0, 0, seed=4, alphabet=256))
+    greedy = list(generate(s, [1, 2], 5, 0.0, 0, seed=0, alphabet=256))
+    assert greedy == list(generate(s, [1, 2], 5, 1.0, 1, seed=9, alphabet=256))  # the top one of one
     assert all(0 <= token < 256 for token in first)
 
 

@@ -1,0 +1,64 @@
+"""What a backend cannot run, refused by name before anything is changed.
+
+A policy can say more than every backend does. Each backend states what it lacks; the words of the refusal, and the
+form that runs instead, are here, the same for all.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+
+from halfstep.core.choice import Support
+from halfstep.core.errors import PolicyError
+from halfstep.core.formats import Format
+from halfstep.core.policy import Policy
+from halfstep.core.precision import Precision
+from halfstep.core.roles import Operand, Value, is_narrow, print_value
+
+EMULATE = "add `emulate=true` to the policy: casts bit for bit, matmuls in fp32"
+
+# (role, value) -> what to write instead of a value that is not implemented; empty where it is
+Missing = Callable[[str, Value], str]
+
+
+def check_implemented(policy: Policy, backend: str, missing: Missing) -> None:
+    """Refuses values that the grammar knows and the backend does not run."""
+    for changes in (policy.roles(), *(dict(rule.changes) for rule in policy.rules)):
+        for role, value in changes.items():
+            why = missing(role, value)
+            if why:
+                raise PolicyError(f"`{role}={print_value(value)}` is not implemented on {backend} yet", hint=why)
+
+
+def check_formats(
+    wanted: Iterable[Precision], where: str, supported: Callable[[Format], Support], native: Sequence[Format]
+) -> None:
+    """Refuses formats that a device cannot run, or that no matmul of the backend takes, unless emulated."""
+    for precision in dict.fromkeys(wanted):
+        if precision.emulate:
+            continue
+        for fmt in precision.formats:
+            support = supported(fmt)
+            if not support:
+                raise PolicyError(f"{fmt} cannot run on {where}: {support.reason}", hint=EMULATE)
+            if fmt not in native:
+                raise PolicyError(f"{fmt} matmuls are not implemented natively yet on {where}", hint=EMULATE)
+
+
+def check_reach(policy: Policy, matmuls: Iterable[str], owners: Iterable[str]) -> None:
+    """Refuses a rule that matches names and still changes nothing there.
+
+    `matmuls` are the modules that multiply, `owners` those that hold a parameter.
+    """
+    matmuls, owners = list(matmuls), list(owners)
+    for rule in policy.rules:
+        for role, value in rule.changes:
+            narrow = isinstance(value, Operand) and is_narrow(value.format)
+            if narrow and not any(rule.matches(name) for name in matmuls):
+                raise PolicyError(
+                    f"rule `{rule}` names no matmul, and {role}={print_value(value)} is for matmul operands",
+                    hint="name the layers that multiply, as `blocks.*.mlp.*` or `lm_head`",
+                )
+            if role in ("param", "moments") and not any(rule.matches(name) for name in owners):
+                raise PolicyError(
+                    f"rule `{rule}` changes `{role}` where no parameter is held",
+                    hint="a tied head has the embedding's: name `embed`",
+                )

@@ -1,0 +1,48 @@
+"""A tensor as a checkpoint holds it, whatever framework made it, and when one state fits another.
+
+State is flat, {name: (dtype, shape, bytes)}, with the same names on every backend:
+
+    model.<parameter>                       masters, in the format they are held in
+    optimizer.<i>.<parameter>.<moment>      moments, in their own format, never in the parameter's
+    scale.<field>, applied                  the law of scaling, and how many updates were applied
+    rng.<device>                            random state, as bytes
+"""
+
+from collections.abc import Collection, Mapping
+
+from halfstep.core.errors import HalfstepError
+
+# The dtype is named as in a safetensors header: F32, BF16, I32.
+Stored = tuple[str, tuple[int, ...], bytes]
+Description = tuple[str, tuple[int, ...]]
+
+_WORDS = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+
+
+def check_same(
+    ours: Mapping[str, Description], given: Mapping[str, Description], *, optional: Collection[str] = ()
+) -> None:
+    """Refuses a state of another model, optimizer or precision, whole: names, shapes and dtypes must agree.
+
+    `optional` names need not be on both sides: the random state of a device which the run did not have, or has no
+    more, is no part of what it computed.
+    """
+    left, right = (names.keys() - set(optional) for names in (ours, given))
+    if left != right:
+        odd = sorted(left ^ right)
+        where = "the checkpoint lacks" if odd[0] in left else "the run has no"
+        raise HalfstepError(
+            f"the checkpoint is of another run: {where} `{odd[0]}` ({len(odd)} names differ)",
+            hint="resume with the model and optimizer it was saved with",
+        )
+    for name in sorted(left):
+        if not name.startswith("rng.") and tuple(given[name]) != tuple(ours[name]):
+            raise HalfstepError(
+                f"`{name}` is {_told(given[name])} in the checkpoint and {_told(ours[name])} in the run",
+                hint="resume with the model and policy it was saved with",
+            )
+
+
+def _told(description: Description) -> str:
+    dtype, shape = description
+    return f"{_WORDS.get(dtype, dtype.lower())} of shape {tuple(shape)}"
