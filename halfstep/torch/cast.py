@@ -164,6 +164,31 @@ def amax_of(x: Tensor, operand: Operand) -> Tensor:
     return magnitude.amax().float()
 
 
+def split(x: Tensor) -> tuple[Tensor, Tensor]:
+    """core.split.split on a device: the nearest bf16, ties away from zero, and the int16 remainder that is exact."""
+    if x.dtype != torch.float32:
+        raise RoundingError(f"split takes the fp32 master, not {x.dtype}", hint="widen it with x.to(torch.float32)")
+    bits = x.detach().view(torch.int32)
+    # (bits + 0x8000) >> 16 on the unsigned pattern, halved first so that the sum does not overflow.
+    hi = ((bits >> 15) + 1) >> 1
+    nan = (bits & _MAGNITUDE) > _INF
+    hi = torch.where(nan, ((bits >> 16) & 0x8000) | 0x7FC0, hi).to(torch.int16)
+    lo = bits.to(torch.int16).masked_fill_(nan, 0)
+    return hi.view(torch.bfloat16), lo
+
+
+def join(hi: Tensor, lo: Tensor) -> Tensor:
+    """The fp32 number that `split` took apart."""
+    if (hi.dtype, lo.dtype) != (torch.bfloat16, torch.int16) or hi.shape != lo.shape:
+        raise RoundingError(
+            f"join takes bfloat16 and int16 of one shape, not {hi.dtype} of {tuple(hi.shape)} and {lo.dtype} of "
+            f"{tuple(lo.shape)}",
+            hint="pass both results of the same split",
+        )
+    bits = (hi.detach().view(torch.int16).to(torch.int32) << 16) + lo.to(torch.int32)
+    return bits.view(torch.float32)
+
+
 _MULTIPLIERS = 0xD2511F53, 0xCD9E8D57
 _KEY_STEPS = 0x9E3779B9, 0xBB67AE85
 _WORD = 0xFFFFFFFF

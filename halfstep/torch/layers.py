@@ -139,6 +139,13 @@ def layer_norm(x: Tensor, gain: Tensor | None, bias: Tensor | None, casts: Casts
     return enter(_inside(F.layer_norm(x, x.shape[-1:], gain, bias, eps), casts.norm, fmt, casts), casts)
 
 
+def softmax(x: Tensor, casts: Casts, axis: int = -1) -> Tensor:
+    """exp(x) over its sum: inside in the softmax format, out in compute."""
+    fmt = casts.precision.softmax
+    inside = torch.softmax(_inside(x, casts.softmax, fmt, casts), axis)
+    return enter(_inside(inside, casts.softmax, fmt, casts), casts)
+
+
 def attention(q_BHTK: Tensor, k_BHTK: Tensor, v_BHTK: Tensor, casts: Casts) -> Tensor:
     """Causal attention; its softmax is in the softmax format, its result in compute."""
     q, k, v = enter(q_BHTK, casts), enter(k_BHTK, casts), enter(v_BHTK, casts)
@@ -314,6 +321,4 @@ def _narrow_attention(q: Tensor, k: Tensor, v: Tensor, casts: Casts) -> Tensor:
     scores = (q @ k.transpose(-2, -1)).to(casts.softmax) * q.shape[-1] ** -0.5
     future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
     scores = scores.masked_fill(future, float("-inf"))
-    weights = torch.softmax(_inside(scores, casts.softmax, casts.precision.softmax, casts), dim=-1)
-    weights = _inside(weights, casts.softmax, casts.precision.softmax, casts)
-    return rounded(enter(weights, casts) @ v, casts)
+    return rounded(softmax(scores, casts) @ v, casts)
