@@ -1,7 +1,19 @@
 """Settings of the whole suite."""
 
-from hypothesis import settings
+import contextlib
+import os
 
-# A slow or busy machine is no failure; what must be fast is timed by its own test.
-settings.register_profile("halfstep", deadline=None)
-settings.load_profile("halfstep")
+# XLA's time to compile is what most tests of JAX take. What is computed stays the same: what is left out is below
+# XLA's own passes, in how loops are written and in LLVM. Compiling takes a third to a sixth of the time.
+os.environ.setdefault(
+    "XLA_FLAGS",
+    "--xla_cpu_use_fusion_emitters=false --xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true",
+)
+
+# Property tests import it themselves; a GPU machine without it runs the others.
+with contextlib.suppress(ModuleNotFoundError):
+    from hypothesis import settings
+
+    # A slow or busy machine is no failure; what must be fast is timed by its own test.
+    settings.register_profile("halfstep", deadline=None)
+    settings.load_profile("halfstep")

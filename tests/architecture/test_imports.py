@@ -23,7 +23,26 @@ FRAMEWORKS = {
 # What core may import besides the standard library.
 CORE_MAY = {"numpy", "halfstep"}
 # Files that one backend has and the others do not, each with its reason.
-ONE_BACKEND_ONLY: dict[str, str] = {}
+ONE_BACKEND_ONLY: dict[str, str] = {
+    "interpret.py": "JAX: a loss function is opaque, so its jaxpr is evaluated by policy",
+    "primitives.py": "JAX: what the interpreter knows of primitives",
+    "matmul.py": "torch, JAX: the matmuls outgrew layers.py; MLX's have fewer forms",
+    "masters.py": "torch, MLX: masters stand beside the model; in JAX they are the state's own pytree",
+    "modules.py": "torch, MLX: modules of others change their class; JAX has functions instead",
+    "convert.py": "torch: many more kinds of module than MLX has",
+    "norms.py": "torch: as above",
+    "multihead.py": "torch: as above",
+    "halves.py": "torch: autograd must be told that half of a split master has an fp32 gradient",
+    "gradients.py": "torch: gradients are left on parameters by a tape, and summed there",
+    "seam.py": "torch: optimizers change parameters in place, and skip a step each in its own way",
+    "summary.py": "torch: there is more to tell",
+    "takeover.py": "torch: there is a torch.amp to move in from",
+    "blame.py": "torch: modules have hooks",
+    "race/__init__.py": "the race is on torch, where the recipes of others are; backends.py compares backends",
+    "race/arms.py": "as above",
+    "race/model.py": "as above",
+    "race/worker.py": "as above",
+}
 BANNED_NAMES = {"utils", "util", "common", "helpers", "helper", "misc"}
 
 

@@ -64,9 +64,9 @@ class Backend:
 
     name: str
 
-    def __init__(self):
-        for part in ("cast", "layers", "dtypes", "apply", "step", "model", "session"):
-            setattr(self, part, import_module(f"halfstep.{self.name}.{part}"))
+    def __getattr__(self, part):
+        """halfstep's own module of that name: cast, layers, dtypes, apply, step, model, session."""
+        return import_module(f"halfstep.{self.name}.{part}")
 
     def quantize(self, x, fmt, *, bits=None, **rule):
         if bits is not None:
@@ -115,7 +115,6 @@ class Torch(Backend):
     def __init__(self):
         import torch
 
-        super().__init__()
         self.torch = self.xp = torch
 
     def array(self, x):
@@ -228,7 +227,6 @@ class Jax(Backend):
     def __init__(self):
         import jax
 
-        super().__init__()
         self.jax, self.xp = jax, jax.numpy
 
     def array(self, x):
@@ -280,8 +278,10 @@ class Jax(Backend):
         params = {name: self.array(w) for name, w in weights.items()}
 
         def run(tokens, targets):
-            logits = self.jax.jit(model)(params, self.array(tokens))
-            loss, grads = self.jax.jit(self.jax.value_and_grad(model.loss))(params, tokens, targets)
+            def both(params, tokens, targets):
+                return model(params, tokens), self.jax.value_and_grad(model.loss)(params, tokens, targets)
+
+            logits, (loss, grads) = self.jax.jit(both)(params, tokens, targets)  # one program compiles once
             return self.numpy(logits), float(loss), {name: self.numpy(g) for name, g in grads.items()}
 
         return run
@@ -309,8 +309,6 @@ class JaxToy:
                 loss, self.optimizer, clip_norm=self.clip_norm, micro_batches=count, cast_batch=False
             )
         compute = self.backend.dtypes.dtype_of(self.state.policy.compute.format)
-        if self.state.policy.emulate:
-            compute = jnp.float32
         x, t, weight = (np.stack([np.float32(batch[i]) for batch in micro_batches]) for i in range(3))
         batch = {"x": jnp.asarray(x).astype(compute), "t": jnp.asarray(t), "weight": jnp.asarray(weight)}
         self.state, self.last = self.steps[count](self.state, batch)
@@ -335,7 +333,6 @@ class Mlx(Backend):
     def __init__(self):
         import mlx.core as mx
 
-        super().__init__()
         self.mx = self.xp = mx
 
     def array(self, x):

@@ -1,6 +1,6 @@
 """One policy, one meaning: the same tests on torch, JAX, MLX and, where it has one, the numpy reference.
 
-Bits are held to bits wherever nothing is summed. Where sums are involved, the backends may add in another order and
+Bits are held to bits wherever nothing is summed. Where sums are involved, backends may add in another order and
 results are held to bounds that follow from the format:
 
     u(p) = 2^-p                      the relative error of one rounding to p significant bits (nearest)
@@ -414,7 +414,7 @@ def matmul_bound(a, b, fmt):
 
 @pytest.mark.parametrize(("fmt", "emulate"), HALVES)
 def test_the_three_matmuls_of_a_linear_layer(backend, fmt, emulate):
-    """Operands in the format, sums in fp32, results in the format; the weight's gradient is fp32 from the sum on."""
+    """Operands in the format, sums in fp32, results in the format; a weight's gradient is fp32 throughout."""
     x, w, g = samples(5, 48), samples(16, 48, seed=1), samples(5, 16, seed=2)
     x, lw, lg = stored(x, fmt), stored(w, fmt), stored(g, fmt)
     given = backend.array(x) if emulate else backend.as_dtype(x, fmt)
@@ -598,9 +598,21 @@ def series(config: ModelConfig) -> int:
     return 2 * (16 * config.layers + 4)
 
 
-def distance(found, expected):
-    norm = np.linalg.norm(np.float64(expected))
-    return np.linalg.norm(np.float64(found) - np.float64(expected)) / norm if norm else np.abs(found).max()
+def distance(found, expected, at_least=0.0):
+    off = np.linalg.norm(np.float64(found) - np.float64(expected))
+    return off / max(np.linalg.norm(np.float64(expected)), at_least) if off else 0.0
+
+
+def assert_gradients(found, expected, bound):
+    """Each within `bound` of the expected one, in norm.
+
+    Some gradients are zero in exact arithmetic, as that of a key's bias, which softmax does not see. What is left
+    is the error of what was cancelled, so it is held against a share of all gradients together.
+    """
+    assert found.keys() == expected.keys()
+    whole = np.sqrt(sum(np.square(np.float64(grad)).sum() for grad in expected.values()))
+    for parameter in found:
+        assert distance(found[parameter], expected[parameter], whole / 1024) <= bound, parameter
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -612,9 +624,7 @@ def test_the_decoder_in_fp32_is_one_function_on_every_backend(backend, torch_bac
     expected_logits, expected_loss, expected_grads = decoded(torch_backend, config, "fp32")
     assert distance(logits, expected_logits) <= bound
     assert abs(loss - expected_loss) <= bound * expected_loss
-    assert grads.keys() == expected_grads.keys()
-    for parameter in grads:
-        assert distance(grads[parameter], expected_grads[parameter]) <= 4 * bound, parameter
+    assert_gradients(grads, expected_grads, 4 * bound)
 
 
 @pytest.mark.parametrize(
@@ -636,8 +646,7 @@ def test_the_decoder_in_half_precision(backend, torch_backend, name, policy):
     assert distance(logits, expected_logits) <= bound
     assert distance(logits, exact_logits) > unit(FP32) * 64  # it did run in another precision
     assert abs(loss - expected_loss) <= bound * expected_loss
-    for parameter in grads:
-        assert distance(grads[parameter], expected_grads[parameter]) <= 4 * bound, parameter
+    assert_gradients(grads, expected_grads, 4 * bound)
     assert abs(loss - exact_loss) <= 2 * bound * exact_loss
 
 
@@ -683,8 +692,8 @@ def trained(backend, policy, optimizer, steps=20):
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 @pytest.mark.parametrize("policy", ["fp32", "bf16-mixed", "fp16-mixed"])
 def test_twenty_steps_of_training(backend, torch_backend, policy, optimizer):
-    """The same weights to begin with, bit for bit; the same losses to the error of one pass, times the steps so far:
-    each step adds one pass's error to the weights that the next one starts from."""
+    """The same weights to begin with, bit for bit; then the same losses to the error of one pass times the steps
+    so far: each step adds one pass's error to the weights that the next one starts from."""
     first, losses, session = trained(backend, policy, optimizer)
     expected_first, expected, _ = trained(torch_backend, policy, optimizer)
     assert first == expected_first

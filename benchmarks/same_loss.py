@@ -1,0 +1,53 @@
+"""`halfstep train` on each backend, same recipe, steps and seed: the held-out losses beside torch's.
+
+    python benchmarks/same_loss.py [--steps 400] [--policy fp32] [--backends torch jax mlx]
+
+The first weights and the batches are the same bits. What differs is the order of sums, which every step amplifies: so
+the runs part, as two seeds do, only less. The bound is a quarter of what another seed does to this recipe after 400
+steps in fp32 (0.0416 nats, docs/measurements/presets.md). Exit code 1 beyond it.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+BOUND = 0.0416 / 4
+
+
+def train(backend: str, policy: str, steps: int, folder: Path) -> dict[str, float]:
+    """The outcome of one run, and the seconds it took."""
+    command = [sys.executable, "-m", "halfstep", "train", "tiny", "--backend", backend, "--policy", policy]
+    command += ["--set", f"training.steps={steps}", "--out", str(folder / f"{backend}"), "--json"]
+    start = time.perf_counter()
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+    return {**json.loads(done.stdout), "seconds": time.perf_counter() - start}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--policy", default="fp32")
+    parser.add_argument("--backends", nargs="+", default=["torch", "jax", "mlx"])
+    options = parser.parse_args()
+    outcomes = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for backend in options.backends:
+            outcomes[backend] = train(backend, options.policy, options.steps, Path(folder))
+            print(f"{backend}: {outcomes[backend]}", file=sys.stderr, flush=True)
+    losses = {backend: outcome["validation_loss"] for backend, outcome in outcomes.items()}
+    first = losses[options.backends[0]]
+    print(f"tiny, {options.policy}, {options.steps} steps, bound {BOUND:.4f} nats")
+    print(f"{'backend':<9}{'held-out loss':>15}{'difference':>12}{'bits per byte':>15}{'seconds':>9}")
+    for backend, outcome in outcomes.items():
+        off = losses[backend] - first
+        row = f"{backend:<9}{losses[backend]:>15.4f}{off:>+12.4f}{outcome['bits_per_byte']:>15.4f}"
+        print(row + f"{outcome['seconds']:>9.0f}")
+    return 0 if all(abs(loss - first) <= BOUND for loss in losses.values()) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

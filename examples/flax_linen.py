@@ -1,0 +1,59 @@
+"""A Flax linen module under a precision policy: the module is as it is, its parameters are the state's.
+
+pip install 'halfstep[jax]' flax
+python examples/flax_linen.py
+"""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import optax
+
+from halfstep.jax import init, make_step
+
+VOCABULARY, LENGTH, WIDTH, STEPS = 16, 8, 32, 150
+
+
+def attend(q: jax.Array, k: jax.Array, v: jax.Array, **_: object) -> jax.Array:
+    """Attention with its softmax in fp32. Flax's own takes it in the dtype of the stream, and would be refused."""
+    scores = jnp.einsum("bqhd,bkhd->bhqk", q, k).astype(jnp.float32) * q.shape[-1] ** -0.5
+    return jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores).astype(q.dtype), v)
+
+
+class Reverser(nn.Module):
+    """Embeddings of tokens and places, one block of attention and MLP, and a head."""
+
+    @nn.compact
+    def __call__(self, tokens: jax.Array) -> jax.Array:
+        """Logits for every place."""
+        places = self.param("places", nn.initializers.normal(0.1), (LENGTH, WIDTH))
+        x = nn.Embed(VOCABULARY, WIDTH, name="embed")(tokens) + places
+        x = x + nn.MultiHeadDotProductAttention(4, attention_fn=attend)(nn.LayerNorm()(x))
+        h = nn.gelu(nn.Dense(4 * WIDTH)(nn.LayerNorm()(x)))
+        return nn.Dense(VOCABULARY, name="head")(x + nn.Dense(WIDTH)(h))
+
+
+MODEL = Reverser()
+
+
+def loss_fn(params: dict, tokens: jax.Array) -> jax.Array:
+    """The mean loss of saying the tokens backwards, in fp32."""
+    logits = MODEL.apply({"params": params}, tokens).astype(jnp.float32)
+    return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, ::-1]).mean()
+
+
+def train(policy: str) -> float:
+    """Trains in a policy, and returns the last loss."""
+    keys = jax.random.split(jax.random.key(0), STEPS + 1)
+    params = jax.jit(MODEL.init)(keys[0], jnp.zeros((1, LENGTH), jnp.int32))["params"]
+    optimizer = optax.adamw(1e-2)
+    state, step = init(params, optimizer, policy), make_step(loss_fn, optimizer, clip_norm=1.0)
+    for key in keys[1:]:
+        state, result = step(state, jax.random.randint(key, (16, LENGTH), 0, VOCABULARY))
+    print(f"{state}\n  loss {float(result.loss):.4f} after {STEPS} steps, scale {float(result.scale):g}\n")
+    return float(result.loss)
+
+
+if __name__ == "__main__":
+    for name in ("bf16-mixed", "fp16-mixed; head: compute=fp32"):
+        train(name)

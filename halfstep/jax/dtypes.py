@@ -1,0 +1,144 @@
+"""Formats and JAX dtypes, JAX devices and what is known of them, and what JAX can compute where.
+
+`supported` answers for a *compute* format, one that matmul operands have. On an accelerator the hardware
+decides (core.devices): XLA would run bf16 on a T4 by converting every operand, and say nothing. On a CPU XLA
+multiplies bf16 and fp16 on every machine, sums in fp32, and pays for the conversions where there are no
+instructions; that is the user's to take, so the answer is yes, with that reason. What cannot run natively can be
+emulated anywhere, and every refusal names the switch: `emulate=true`.
+
+TF32 is a way to multiply fp32 arrays, which JAX offers on NVIDIA by name
+(`lax.DotAlgorithmPreset.TF32_TF32_F32`). An fp32 matmul whose precision is left open means TF32 there and bf16 on
+a TPU, so layers.py states the precision of every one.
+
+A device is named as in torch, `cuda:1`; the other names of JAX (`gpu`, `tpu`, `rocm`) and its own objects do too.
+"""
+
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from halfstep.core.choice import Support
+from halfstep.core.devices import Device, native
+from halfstep.core.errors import FormatError, HalfstepError, one_of
+from halfstep.core.formats import BF16, FP16, FP32, TF32, Format, parse
+from halfstep.core.host import describe_cpu
+
+DType = np.dtype[Any]
+
+DTYPES: dict[Format, DType] = {
+    FP32: jnp.dtype(jnp.float32),
+    BF16: jnp.dtype(jnp.bfloat16),
+    FP16: jnp.dtype(jnp.float16),
+    parse("e4m3"): jnp.dtype(jnp.float8_e4m3fn),
+    parse("e5m2"): jnp.dtype(jnp.float8_e5m2),
+    parse("e4m3fnuz"): jnp.dtype(jnp.float8_e4m3fnuz),
+    parse("e5m2fnuz"): jnp.dtype(jnp.float8_e5m2fnuz),
+}
+_FORMATS = {dtype: fmt for fmt, dtype in DTYPES.items()}
+_EMULATED = "`emulate=true` runs it emulated"
+_PLATFORMS = ("cpu", "cuda", "gpu", "rocm", "tpu")
+_NAME = re.compile(r"([a-z]+)(?::(\d+))?")
+
+
+def dtype_of(fmt: Format) -> DType:
+    """The JAX dtype that holds the format."""
+    if fmt not in DTYPES:
+        names = ", ".join(map(str, DTYPES))
+        why = "it is a way to multiply fp32 arrays" if fmt == TF32 else f"JAX has those of {names}"
+        raise FormatError(
+            f"{fmt} has no JAX dtype: {why}",
+            hint="keep the array in jnp.float32; cast.quantize rounds it to the format's numbers",
+        )
+    return DTYPES[fmt]
+
+
+def format_of(dtype: Any) -> Format:
+    """The format of a JAX dtype."""
+    found = jnp.dtype(dtype)
+    if found not in _FORMATS:
+        names = ", ".join(str(known) for known in _FORMATS)
+        raise FormatError(
+            f"{found} is none of the formats a policy knows; they are {names}",
+            hint="integer and boolean arrays are not cast; float64 is wider than any format here",
+        )
+    return _FORMATS[found]
+
+
+def describe(device: jax.Device | str) -> Device:
+    """What is known of a JAX device. Asking about the CPU by name starts no device."""
+    if device == "cpu":
+        return describe_cpu()
+    found = as_device(device)
+    capability = str(getattr(found, "compute_capability", None) or "")
+    match found.platform:
+        case "cpu":
+            return describe_cpu()
+        case "tpu":
+            return Device("tpu", found.device_kind, architecture=_generation(found.device_kind))
+        case "gpu" | "cuda" | "rocm" if capability.startswith("gfx"):
+            # As in gfx90a:sramecc+:xnack-, of which the first part names the instructions.
+            return Device("amd", found.device_kind, architecture=capability.split(":")[0])
+        case "gpu" | "cuda" if capability:
+            major, _, minor = capability.partition(".")
+            return Device("nvidia", found.device_kind, capability=(int(major), int(minor)))
+        case other:
+            raise HalfstepError(
+                f"nothing is known of the JAX device `{found}` on platform `{other}`; "
+                "halfstep runs on cpu, cuda, rocm and tpu",
+                hint="`cpu` is always there",
+            )
+
+
+def supported(fmt: Format, device: jax.Device | str, *, emulate: bool = False) -> Support:
+    """Whether JAX computes in the format on the device, and why (not)."""
+    if emulate:
+        return Support(True, f"emulated: {fmt} numbers in fp32 arrays, multiplied and summed in fp32")
+    found = describe(device)
+    return answer(fmt, found, on_cpu=found.kind == "cpu")
+
+
+def answer(fmt: Format, device: Device, *, on_cpu: bool) -> Support:
+    """`supported` for a device that is described rather than present."""
+    found = native(fmt, device)
+    if on_cpu and fmt in (BF16, FP16):
+        slow = "" if found else "; XLA converts its operands to fp32 and back, so it may gain nothing"
+        return Support(True, found.reason + slow)
+    if found and fmt == TF32 and device.kind != "nvidia":
+        found = Support(False, f"JAX offers tf32 on NVIDIA only, though {found.reason}")
+    if not found:
+        return Support(False, f"{found.reason}; {_EMULATED}")
+    return found
+
+
+def as_device(device: jax.Device | str) -> jax.Device:
+    """A device of this process by its name, as `cpu`, `cuda`, `cuda:1`, `gpu`, `tpu` or `rocm`."""
+    if not isinstance(device, str):
+        return device
+    match = _NAME.fullmatch(device)
+    if match is None or match[1] not in _PLATFORMS:
+        raise HalfstepError(f"`{device}` is no JAX device", hint=f"as {one_of([*_PLATFORMS, 'cuda:1'])}")
+    platform, index = match[1], int(match[2] or 0)
+    try:
+        found = jax.local_devices(backend=platform)
+    except RuntimeError:
+        raise HalfstepError(
+            f"JAX {jax.__version__} finds no `{platform}` device here",
+            hint="`cpu` is always there; an accelerator needs its driver and a JAX built for it",
+        ) from None
+    if index >= len(found):
+        raise HalfstepError(
+            f"there is no `{device}`; JAX sees {len(found)} `{platform}` device(s)",
+            hint=f"they are numbered from {platform}:0",
+        )
+    return found[index]
+
+
+def _generation(kind: str) -> str:
+    """`v5e` of `TPU v5 lite`, as core.devices names the generations; empty where it is not known."""
+    match = re.fullmatch(r"TPU ?v?(\d+) ?(lite|[a-z])?.*", kind, re.IGNORECASE)
+    if match is None:
+        return ""
+    return f"v{match[1]}{'e' if match[2] == 'lite' else (match[2] or '').lower()}"

@@ -1,0 +1,396 @@
+"""A policy for any function: its jaxpr, run again with the casts that the policy asks for.
+
+A loss function is opaque: it multiplies what it likes. So it is traced once, with parameters in the dtype of their
+compute format, and the jaxpr is evaluated one equation at a time, at trace time only. In it a parameter stays its
+fp32 master, *not yet cast*, for as long as possible:
+
+    layout (transpose, reshape, broadcast, slice, gather, ...), and arithmetic of parameters alone
+                      done on the master; so the sums of its transpose (a bias over tokens, the rows of an
+                      embedding) are sums in fp32. Rows that were looked up are activations after that
+    dot_general       layers.dot_general with the precision that rules give the parameter: narrow operands,
+                      fp32 layers and fp32 weight gradients reach any function
+    conv_general_dilated      the same three products; the weight gradient is made of widened operands
+    jit, scan, cond, remat    rebuilt around the interpreted body
+    all else          the cast is made, and the operation is bound as it stands
+
+What the policy asks for and the function does not do is refused, with the primitive, dtype, shape and line.
+
+**Emulated**, dtypes in the jaxpr say where numbers would be narrow, and none is: an array of a narrow dtype is
+carried in fp32, and the result of every operation on such arrays is rounded to it, value and gradient. What cannot
+be opened (custom_jvp_call, while, ...) runs in the narrow dtype itself.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.extend.core import Literal, Var
+
+from halfstep.config.model import owner as module_of
+from halfstep.core.errors import FormatError, PolicyError
+from halfstep.core.formats import TF32
+from halfstep.core.policy import Policy
+from halfstep.core.precision import Precision, base_precision
+from halfstep.core.refusal import check_reach
+from halfstep.jax.apply import (
+    Applied,
+    Leaves,
+    check_convolution,
+    check_function,
+    check_island,
+    check_opaque,
+    check_operand,
+    check_product,
+    check_rules,
+)
+from halfstep.jax.dtypes import DType, dtype_of, format_of
+from halfstep.jax.layers import Casts, casts_of, dot_general, enter, owned, rounded
+from halfstep.jax.primitives import (
+    ARITHMETIC,
+    BROADCASTING,
+    COMPARISON,
+    INLINED,
+    LAYOUT,
+    REMAT,
+    as_matmul,
+    bind,
+    bind_wide,
+    convolve,
+    is_conversion,
+    is_float,
+    is_floating,
+)
+
+_FLOAT32 = jnp.dtype(jnp.float32)
+
+
+@dataclass(frozen=True)
+class Owner:
+    """The parameters that a master, or what was made of masters alone, comes from; and how it is to be cast."""
+
+    names: tuple[str, ...]
+    casts: Casts
+    looked_up: bool = False  # rows by index, as of an embedding: beside another parameter, the activation
+
+
+@dataclass(frozen=True)
+class Value:
+    """What stands for a variable of the jaxpr."""
+
+    array: Any  # in the variable's dtype; emulated, in fp32 where that is narrow
+    owner: Owner | None = None  # the array is an fp32 master of these parameters, not yet cast
+    ruled: bool = False  # it may be wider than the compute of the whole model: a rule made a layer so
+
+
+def cast_inside(
+    fn: Callable[..., Any],
+    leaves: Leaves,
+    applied: Applied,
+    masters: Mapping[str, Array],
+    rest: Sequence[Any],
+    *,
+    cast_batch: bool,
+) -> tuple[Any, Any]:
+    """fn(params, *rest) as the policy says, and its result as shapes and dtypes; `rest[0]` is the batch."""
+    policy = applied.policy
+    check_rules(policy)
+    interpreter = Interpreter(policy)
+    owners = {name: Owner((name,), casts_of(precision)) for name, precision in applied.precisions.items()}
+    seen = {name: _like(masters[name], appears(own.casts.precision)) for name, own in owners.items()}
+    batch, *others = rest
+    traced = jax.tree.map(interpreter.seen, batch) if cast_batch else batch
+    closed, shape = jax.make_jaxpr(fn, return_shape=True)(leaves.rebuilt(seen), traced, *others)
+    given = [
+        Value(owned(masters[name], owners[name].casts), owners[name]) if name in masters else Value(leaf)
+        for name, leaf in leaves.values.items()
+    ]
+    batch = jax.tree.map(interpreter.entering, batch) if cast_batch else batch
+    given += [Value(interpreter.carrier(leaf)) for leaf in jax.tree.leaves((batch, others))]
+    out = interpreter.run(closed.jaxpr, closed.consts, given)
+    check_reach(policy, {module_of(name) for name in interpreter.multiplied}, map(module_of, masters))
+    return jax.tree.unflatten(jax.tree.structure(shape), out), shape
+
+
+def checked(
+    fn: Callable[..., Any], leaves: Leaves, applied: Applied, masters: Mapping[str, Array], rest: Sequence[Any]
+) -> tuple[Any, Any]:
+    """fn(params, *rest) on the masters themselves, and its result as shapes: a function that casts inside."""
+    params = leaves.rebuilt(masters)
+    closed, shape = jax.make_jaxpr(fn, return_shape=True)(params, *rest)
+    if not applied.policy.emulate:  # emulated, every array is fp32, and the layers know what they hold
+        check_function(closed.jaxpr, applied)
+    out = jax.core.eval_jaxpr(closed.jaxpr, closed.consts, *jax.tree.leaves((params, rest)))
+    return jax.tree.unflatten(jax.tree.structure(shape), out), shape
+
+
+class Interpreter:
+    """Evaluates a jaxpr under a policy. `multiplied` are the parameters that were seen in a matmul."""
+
+    def __init__(self, policy: Policy):
+        self.emulate = policy.emulate
+        self.policy = policy
+        self.base = base_precision(policy)
+        self.multiplied: set[str] = set()
+        # "fp32" is fp32, and tf32 is for those who ask for it.
+        tf32 = self.base.compute == TF32
+        self.pinned = lax.DotAlgorithmPreset.TF32_TF32_F32 if tf32 else (lax.Precision.HIGHEST,) * 2
+
+    def run(self, jaxpr: Any, consts: Sequence[Any], args: Sequence[Value]) -> list[Any]:
+        """The results of a jaxpr as arrays, casts made."""
+        return self._arrays(jaxpr.outvars, self._evaluate(jaxpr, consts, args))
+
+    def seen(self, leaf: Any) -> Any:
+        """A leaf of a batch as the function sees it: in the compute dtype where it is floating, else as it is."""
+        return _like(leaf, appears(self.base)) if is_floating(leaf) else leaf
+
+    def entering(self, leaf: Any) -> Any:
+        """The same leaf as it enters: cast, or rounded where that is emulated."""
+        if not is_floating(leaf):
+            return leaf
+        return enter(jnp.asarray(leaf), casts_of(self.base))
+
+    def carrier(self, x: Any) -> Any:
+        """An array as it is carried: emulated, in fp32 where its dtype is narrow."""
+        return x.astype(jnp.float32) if self._is_carried(jnp.result_type(x)) else x
+
+    def _evaluate(self, jaxpr: Any, consts: Sequence[Any], args: Sequence[Value]) -> list[Value]:
+        env: dict[Var, Value] = {}
+
+        def read(atom: Any) -> Value:
+            return Value(self.carrier(atom.val)) if isinstance(atom, Literal) else env[atom]
+
+        env.update(zip(jaxpr.constvars, (Value(self.carrier(const)) for const in consts), strict=True))
+        env.update(zip(jaxpr.invars, args, strict=True))
+        for eqn in jaxpr.eqns:
+            values = [read(atom) for atom in eqn.invars]
+            env.update(zip(eqn.outvars, self._equation(jaxpr, eqn, values), strict=True))
+        return [read(atom) for atom in jaxpr.outvars]
+
+    def _equation(self, jaxpr: Any, eqn: Any, values: list[Value]) -> list[Value]:
+        name = eqn.primitive.name
+        if name in INLINED:
+            closed = eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))
+            return self._evaluate(closed.jaxpr, closed.consts, values)
+        if name == "scan":
+            return self._scan(eqn, values)
+        if name == "cond":
+            return self._cond(eqn, values)
+        if name in REMAT:
+            return self._remat(eqn, values)
+        shared = self._shared_owner(eqn, values)
+        if shared is not None:
+            found = bind_wide(eqn, [value.array for value in values])
+            return [Value(a, shared if is_float(v) else None) for a, v in zip(found, eqn.outvars, strict=True)]
+        if name == "dot_general":
+            out = [self._dot(eqn, values)]
+        elif name == "conv_general_dilated":
+            out = [self._conv(eqn, values)]
+        else:
+            out = self._bound(jaxpr, eqn, values)
+        ruled = any(self._is_ruled(value) for value in values)
+        return [Value(array, ruled=ruled) for array in out]
+
+    def _shared_owner(self, eqn: Any, values: list[Value]) -> Owner | None:
+        """The owner of a result that is made of parameters and literals alone, by what works on masters.
+
+        What was looked up is a weight if it is multiplied at once, and an activation after any arithmetic.
+        """
+        owners = [value.owner for value in values if value.owner is not None]
+        works = LAYOUT if any(owner.looked_up for owner in owners) else LAYOUT | ARITHMETIC
+        if eqn.primitive.name not in works and not is_conversion(eqn):
+            return None
+        for atom, value in zip(eqn.invars, values, strict=True):
+            if is_float(atom) and value.owner is None and not isinstance(atom, Literal):
+                return None
+        if not owners or any(owner.casts != owners[0].casts for owner in owners):
+            return None
+        names = dict.fromkeys(name for owner in owners for name in owner.names)
+        looked_up = eqn.primitive.name == "gather" or any(owner.looked_up for owner in owners)
+        return Owner(tuple(names), owners[0].casts, looked_up)
+
+    def _dot(self, eqn: Any, values: list[Value]) -> Array:
+        avals = [atom.aval for atom in eqn.invars]
+        side = _side_of_weight(values)
+        if side is None:
+            for value, aval in zip(values, avals, strict=True):
+                check_operand(eqn, aval, appears(self.base), ruled=self._is_ruled(value))
+            return self._product(eqn, values)
+        owner, x, seen = values[side].owner, values[1 - side], avals[1 - side]
+        assert owner is not None
+        precision, out = owner.casts.precision, eqn.outvars[0].aval.dtype
+        if x.owner is not None and not _looked_up(x):
+            check_product(eqn, x.owner.names, x.owner.casts.precision)
+        self._check_entering(eqn, x, seen, owner)
+        if out.itemsize > max(aval.dtype.itemsize for aval in avals):
+            # The sum is asked for as it is (preferred_element_type): the same operands, a wider result.
+            precision = replace(precision, compute=format_of(out), grad=format_of(out))
+        self.multiplied.update(owner.names)
+        dims = eqn.params["dimension_numbers"]
+        rows, matrix, dims = as_matmul(self._array(x, seen), values[side].array, dims, side)
+        y = dot_general(rows, matrix, dims, casts_of(precision), weight_first=side == 0)
+        y = y.reshape(eqn.outvars[0].aval.shape)
+        return y if self.emulate else y.astype(out)
+
+    def _conv(self, eqn: Any, values: list[Value]) -> Array:
+        (x, weight), (seen, _) = values, [atom.aval for atom in eqn.invars]
+        if x.owner is not None and not _looked_up(x):
+            check_product(eqn, x.owner.names, x.owner.casts.precision)
+        if weight.owner is None:
+            check_operand(eqn, seen, appears(self.base), ruled=self._is_ruled(x))
+            return self._product(eqn, values)
+        casts = weight.owner.casts
+        self._check_entering(eqn, x, seen, weight.owner)
+        check_convolution(eqn, weight.owner.names, casts.precision)
+        self.multiplied.update(weight.owner.names)
+        y = convolve(eqn, enter(self._array(x, seen), casts), weight.array, casts)
+        return y if self.emulate else y.astype(eqn.outvars[0].aval.dtype)
+
+    def _check_entering(self, eqn: Any, x: Value, seen: Any, layer: Owner) -> None:
+        """An activation enters a layer in the layer's own dtype or in that of the stream."""
+        if seen.dtype != appears(self.base):
+            ruled = self._is_ruled(x)
+            check_operand(eqn, seen, appears(layer.casts.precision), ruled=ruled, names=layer.names)
+
+    def _product(self, eqn: Any, values: list[Value]) -> Array:
+        """A product of activations, its precision stated; or of a parameter that is one."""
+        arrays = self._arrays(eqn.invars, values)
+        if all(array.dtype == jnp.float32 for array in arrays):
+            eqn = eqn.replace(params={**eqn.params, "precision": self.pinned})
+        if not self.emulate:
+            return eqn.primitive.bind(*arrays, **eqn.params)
+        return self._on_grid(bind_wide(eqn, arrays)[0], eqn.outvars[0].aval)
+
+    def _bound(self, jaxpr: Any, eqn: Any, values: list[Value]) -> list[Any]:
+        """The operation as it stands, on arrays whose casts are made; emulated, with its results rounded."""
+        check_island(eqn, self.policy)
+        for atom, owner in ((a, v.owner) for a, v in zip(eqn.invars, values, strict=True) if v.owner is not None):
+            check_opaque(eqn, atom.aval, owner.names, owner.casts.precision)
+        name = eqn.primitive.name
+        if name in BROADCASTING:
+            # Stretched while it is a master: the transpose of a stretch is a sum over tokens, here in fp32.
+            shape = eqn.outvars[0].aval.shape
+            values = [v if v.owner is None else replace(v, array=jnp.broadcast_to(v.array, shape)) for v in values]
+        arrays = self._arrays(eqn.invars, values)
+        carried = any(self._is_carried(atom.aval.dtype) for atom in (*eqn.invars, *eqn.outvars))
+        if carried and (name in LAYOUT | ARITHMETIC | COMPARISON or name == "convert_element_type"):
+            found = bind_wide(eqn, arrays)
+            rounds = name not in LAYOUT
+            return [self._on_grid(a, v.aval) if rounds else a for a, v in zip(found, eqn.outvars, strict=True)]
+        if carried:
+            arrays = [_typed(a, atom.aval) for a, atom in zip(arrays, eqn.invars, strict=True)]
+        found = [self.carrier(array) for array in bind(jaxpr, eqn, arrays)]
+        return [self._on_grid(a, v.aval) for a, v in zip(found, eqn.outvars, strict=True)]
+
+    def _scan(self, eqn: Any, values: list[Value]) -> list[Value]:
+        params, closed = eqn.params, eqn.params["jaxpr"]
+        first, last = params["num_consts"], params["num_consts"] + params["num_carry"]
+        ruled = any(self._is_ruled(value) for value in values)
+        values = [replace(value, ruled=ruled) for value in values]
+        consts, xs = values[:first], values[last:]
+        carry = self._arrays(eqn.invars[first:last], values[first:last])
+
+        def body(carry: list[Any], parts: list[Any]) -> tuple[list[Any], list[Any]]:
+            states = [Value(array, ruled=ruled) for array in carry]
+            rows = [replace(value, array=part) for value, part in zip(xs, parts, strict=True)]
+            out = self.run(closed.jaxpr, closed.consts, [*consts, *states, *rows])
+            return out[: last - first], out[last - first :]
+
+        ends, ys = lax.scan(
+            body,
+            carry,
+            [value.array for value in xs],
+            length=params["length"],
+            reverse=params["reverse"],
+            unroll=params["unroll"],
+        )
+        return [Value(array, ruled=ruled) for array in (*ends, *ys)]
+
+    def _cond(self, eqn: Any, values: list[Value]) -> list[Value]:
+        index, *operands = values
+        made = [self._enclosed(branch.jaxpr, branch.consts, operands) for branch in eqn.params["branches"]]
+        out = lax.switch(index.array, [fn for fn, _ in made], *(value.array for value in operands))
+        return [
+            Value(array, ruled=any(flags))
+            for array, *flags in zip(out, *(ruled for _, ruled in made), strict=True)
+        ]
+
+    def _remat(self, eqn: Any, values: list[Value]) -> list[Value]:
+        fn, ruled = self._enclosed(eqn.params["jaxpr"], (), values)
+        again = jax.checkpoint(fn, prevent_cse=eqn.params["prevent_cse"], policy=eqn.params["policy"])
+        out = again(*(value.array for value in values))
+        return [Value(array, ruled=flag) for array, flag in zip(out, ruled, strict=True)]
+
+    def _enclosed(
+        self, jaxpr: Any, consts: Sequence[Any], values: Sequence[Value]
+    ) -> tuple[Callable[..., list[Any]], list[bool]]:
+        """A function of arrays that runs a jaxpr on values like these; once it ran, which results are ruled."""
+        ruled: list[bool] = []
+
+        def fn(*arrays: Any) -> list[Any]:
+            args = [replace(value, array=array) for value, array in zip(values, arrays, strict=True)]
+            out = self._evaluate(jaxpr, consts, args)
+            ruled[:] = [self._is_ruled(value) for value in out]
+            return self._arrays(jaxpr.outvars, out)
+
+        return fn, ruled
+
+    def _is_ruled(self, value: Value) -> bool:
+        owner = value.owner
+        return value.ruled or (owner is not None and owner.casts.precision.compute != self.base.compute)
+
+    def _is_carried(self, dtype: Any) -> bool:
+        return self.emulate and jnp.issubdtype(dtype, jnp.floating) and jnp.dtype(dtype).itemsize < 4
+
+    def _arrays(self, atoms: Sequence[Any], values: Sequence[Value]) -> list[Any]:
+        return [self._array(value, atom.aval) for value, atom in zip(values, atoms, strict=True)]
+
+    def _array(self, value: Value, aval: Any) -> Any:
+        """What the operation gets: a master is cast to the dtype it appears in."""
+        if value.owner is None:
+            return value.array
+        return self._on_grid(value.array, aval) if self.emulate else value.array.astype(aval.dtype)
+
+    def _on_grid(self, x: Array, aval: Any) -> Array:
+        """A carried array rounded to the dtype it stands for, value and gradient; any other as it is."""
+        if not self._is_carried(aval.dtype):
+            return x
+        fmt = format_of(aval.dtype)
+        grad = self.base.grad if fmt == self.base.compute else fmt
+        return rounded(x, casts_of(replace(self.base, compute=fmt, grad=grad)))
+
+
+def appears(precision: Precision) -> DType:
+    """The dtype in which a function sees what is in the compute format of a precision."""
+    if precision.compute == TF32 and not precision.emulate:
+        return _FLOAT32  # a way to multiply fp32 arrays
+    try:
+        return dtype_of(precision.compute)
+    except FormatError:
+        raise PolicyError(
+            f"compute={precision.compute} has no dtype that a function could see",
+            hint="make the function of halfstep.jax layers, which round by themselves, and pass cast=False",
+        ) from None
+
+
+def _side_of_weight(values: Sequence[Value]) -> int | None:
+    """Which operand of a matmul is the weight, if one is; of two parameters, the one that was not looked up."""
+    parameters = [side for side in (1, 0) if values[side].owner is not None]
+    if len(parameters) == 2:
+        parameters = [side for side in parameters if not _looked_up(values[side])]
+    return parameters[0] if parameters else None
+
+
+def _looked_up(value: Value) -> bool:
+    return value.owner is not None and value.owner.looked_up
+
+
+def _like(x: Any, dtype: DType) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(jnp.shape(x), dtype)
+
+
+def _typed(x: Any, aval: Any) -> Any:
+    """A carried array in its own dtype, which holds it exactly."""
+    return x.astype(aval.dtype) if jnp.issubdtype(aval.dtype, jnp.floating) else x

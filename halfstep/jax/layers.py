@@ -1,0 +1,408 @@
+"""The casted matmul and the islands, as functions and as stateless modules.
+
+**A casted matmul** (matmul.py) casts both operands to the layer's own formats; none is derived from what the
+weight or the input happens to be. It sums in fp32, forward and backward, and an fp32 weight gradient is never
+rounded.
+
+**An island** (norm, softmax, loss) is fp32 inside, backward too: it widens its input, and the gradient is narrowed
+only on the way out. Norms and softmax return the compute format, the loss returns fp32. An island in a narrower
+format computes in fp32 on numbers of that format, rounded where they enter and leave, as kernels do.
+
+**Emulated**, an array is carried in fp32 and holds values of its format. Every array that hardware would store in
+the format is rounded by the reference cast, gradients included; matmuls of such operands are exact products
+summed in fp32, in an order that may differ from the hardware's. What a fused kernel keeps to itself is not
+rounded: attention's probabilities stay fp32 here, where some kernels narrow them before they meet the values.
+Natively, XLA may keep more precision than asked for between two operations that it fuses, never less, unless the
+outermost jit is given `COMPILER_OPTIONS`.
+
+Every function takes a `Casts`, what a precision means in JAX; `casts_for("bf16-mixed")` makes one.
+
+Unlike in torch, modules hold no parameters: they know their names, and are called with all parameters by name.
+
+Shapes: B batch, T tokens of a sequence, D width, H heads, K features of a head.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from halfstep.core.formats import BF16, FP16, FP32, Format
+from halfstep.core.policy import Policy
+from halfstep.core.precision import Precision, base_precision
+from halfstep.jax.cast import carried
+from halfstep.jax.dtypes import as_device, describe, dtype_of
+from halfstep.jax.matmul import NATIVE as NATIVE
+from halfstep.jax.matmul import Casts as Casts
+from halfstep.jax.matmul import as_dimensions, casted_dot, in_compute, plain_dot, product
+from halfstep.jax.matmul import casts_of as casts_of
+
+Params = Mapping[str, Array]
+"""All parameters of a model, by their qualified names."""
+
+COMPILER_OPTIONS = {"xla_allow_excess_precision": False}
+"""For the jit of a step: XLA then rounds where it is told to. By default it drops a conversion to bf16 that is
+undone soon after, and on a GPU then stores fp32 activations (GPT-2 124M, H200: 64.5 ms a step, 62.8 with this)."""
+
+
+def casts_for(policy: Policy | str) -> Casts:
+    """What a policy means where no rule applies."""
+    return casts_of(base_precision(Policy.parse(policy) if isinstance(policy, str) else policy))
+
+
+def enter(x: Array, casts: Casts) -> Array:
+    """An activation in the compute format of the module it enters."""
+    return rounded(x.astype(casts.compute), casts)
+
+
+def rounded(x: Array, casts: Casts) -> Array:
+    """The result of an operation in the compute format: as it is natively, rounded where it is emulated."""
+    if not casts.emulate or casts.plain:
+        return x
+    return _rounded(x, casts.precision.compute, casts.precision.grad)
+
+
+def owned(parameter: Array, casts: Casts) -> Array:
+    """A parameter that is not a matmul's, its gradient rounded to the format of weight gradients."""
+    if casts.precision.grad_weight == FP32 or parameter.dtype != jnp.float32:
+        return parameter  # a bf16 parameter has a bf16 gradient as it is
+    return _rounded(parameter, FP32, casts.precision.grad_weight)
+
+
+def spread(parameter: Array, shape: Sequence[int], casts: Casts) -> Array:
+    """A small parameter in compute, at the shape of the activations it meets; its gradient is summed in fp32.
+
+    JAX's own rule for a broadcast sums in the dtype of the activations: over thousands of tokens, a sum in bf16.
+    """
+    return _broadcast(enter(owned(parameter, casts), casts), tuple(shape))
+
+
+def linear(x: Array, weight: Array, bias: Array | None, casts: Casts) -> Array:
+    """x W^T + b with the operands, sums and results of `casts`."""
+    rows = x.reshape(-1, x.shape[-1])
+    y = dot_general(rows, weight, (((1,), (1,)), ((), ())), casts).reshape(*x.shape[:-1], weight.shape[0])
+    return y if bias is None else rounded(y + _bias(owned(bias, casts), y.shape, casts), casts)
+
+
+def dot_general(
+    x: Array, weight: Array, dimension_numbers: Any, casts: Casts, *, weight_first: bool = False
+) -> Array:
+    """`lax.dot_general` of an activation and a weight, or of the weight and the activation if it comes first.
+
+    The result is in compute; the gradient of `x` is in `grad` and then in the dtype of `x`, that of the weight in
+    `grad_weight` and then in the weight's own dtype.
+    """
+    dims = as_dimensions(dimension_numbers)
+    if casts.plain:
+        return plain_dot(weight, x, dims) if weight_first else plain_dot(x, weight, dims)
+    return casted_dot(enter(x, casts), weight, dims, casts, weight_first)
+
+
+def rms_norm(x: Array, gain: Array | None, casts: Casts, eps: float = 1e-6) -> Array:
+    """x / sqrt(mean(x^2) + eps) * gain: inside in the norm format, out in compute."""
+    return _norm(x, gain, None, casts, False, eps)
+
+
+def layer_norm(x: Array, gain: Array | None, bias: Array | None, casts: Casts, eps: float = 1e-5) -> Array:
+    """(x - mean) / sqrt(variance + eps) * gain + bias: inside in the norm format, out in compute."""
+    return _norm(x, gain, bias, casts, True, eps)
+
+
+def softmax(x: Array, casts: Casts, axis: int = -1) -> Array:
+    """exp(x) / sum(exp(x)): inside in the softmax format, out in compute."""
+    fmt = casts.precision.softmax
+    return enter(_inside(jax.nn.softmax(_inside(x, fmt), axis=axis), fmt), casts)
+
+
+def attention(
+    q_BHTK: Array,
+    k_BHTK: Array,
+    v_BHTK: Array,
+    casts: Casts,
+    *,
+    implementation: Literal["xla", "cudnn"] | None = None,
+) -> Array:
+    """Causal attention; its softmax is in the softmax format, its result in compute.
+
+    cuDNN's kernel, which never stores the scores, is taken on NVIDIA where it has the shapes; both sum and
+    exponentiate in fp32. `implementation` is for code that is traced for another device than JAX's default one.
+    """
+    q, k, v = enter(q_BHTK, casts), enter(k_BHTK, casts), enter(v_BHTK, casts)
+    if implementation is None:
+        implementation = "cudnn" if _has_cudnn_attention(q) else "xla"
+    if implementation == "xla" or not casts.fused_softmax:
+        return _attention(q, k, v, casts)
+    q, k, v = (jnp.swapaxes(t, 1, 2) for t in (q, k, v))
+    y = jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation=implementation)
+    return jnp.swapaxes(y, 1, 2)
+
+
+def cross_entropy(logits: Array, targets: Array, casts: Casts, softcap: float = 0.0) -> Array:
+    """The sum of -log softmax(logits)[target] over all targets: inside and out in the loss format."""
+    fmt, targets = casts.precision.loss, targets.astype(jnp.int32)
+    if fmt == FP32:
+        return _negative_log_likelihood(logits, targets, softcap)
+    total = _negative_log_likelihood(_inside(logits, fmt), targets, softcap)
+    return _inside(total, fmt).astype(casts.loss)
+
+
+def rotate(x_BHTK: Array, cos_TK: Array, sin_TK: Array, casts: Casts) -> Array:
+    """Rotary positions: halves of each head turn by the angle of their position; angles are fp32."""
+    half = x_BHTK.shape[-1] // 2
+    x = x_BHTK.astype(jnp.float32)
+    turned = jnp.concatenate([-x[..., half:], x[..., :half]], axis=-1)
+    return enter(x * cos_TK + turned * sin_TK, casts)
+
+
+def pointwise(f: Callable[[Array], Array], x: Array, casts: Casts) -> Array:
+    """A nonlinearity: fp32 inside, compute out; what is kept for the backward pass is its input."""
+    return rounded(_pointwise(f, x), casts)
+
+
+class Layer:
+    """A module with a name and a precision of its own."""
+
+    def __init__(self, name: str, precision: Precision):
+        self.name = name
+        self.casts = casts_of(precision)
+
+    @property
+    def precision(self) -> Precision:
+        """What the module runs in."""
+        return self.casts.precision
+
+    def parameter(self, params: Params, field: str) -> Array:
+        """A parameter of the module, out of all by name."""
+        return params[f"{self.name}.{field}"]
+
+
+class Matmul(Layer):
+    """A module that multiplies activations by a matrix: what narrow operands are for."""
+
+
+class CastedLinear(Matmul):
+    """A linear layer that computes in its own precision, whatever its weight and input are held in."""
+
+    def __init__(self, name: str, precision: Precision, bias: bool = False):
+        super().__init__(name, precision)
+        self.has_bias = bias
+
+    def __call__(self, params: Params, x: Array) -> Array:
+        """The layer's output."""
+        bias = self.parameter(params, "bias") if self.has_bias else None
+        return linear(x, self.parameter(params, "weight"), bias, self.casts)
+
+    def __repr__(self) -> str:
+        form = " emulated" if self.precision.emulate else ""
+        return f"CastedLinear({self.name}, {self.precision.operand.format} operands{form})"
+
+
+class Norm(Layer):
+    """Root-mean-square or layer normalization, an island."""
+
+    def __init__(self, name: str, precision: Precision, kind: str = "rms", gain: bool = True, bias: bool = False):
+        super().__init__(name, precision)
+        self.kind = kind
+        self.has_gain = gain
+        self.has_bias = bias and gain and kind == "layer"
+
+    def __call__(self, params: Params, x: Array) -> Array:
+        """The normalized input."""
+        gain = self.parameter(params, "weight") if self.has_gain else None
+        if self.kind == "layer":
+            bias = self.parameter(params, "bias") if self.has_bias else None
+            return layer_norm(x, gain, bias, self.casts)
+        return rms_norm(x, gain, self.casts)
+
+    def __repr__(self) -> str:
+        inside, out = self.precision.norm, self.precision.compute
+        return f"Norm({self.name}, {self.kind}, {inside} inside, {out} out)"
+
+
+def _inside(x: Array, fmt: Format) -> Array:
+    """An array in fp32 that holds numbers of the format an island computes in; so does its gradient."""
+    x = x.astype(jnp.float32)
+    return x if fmt == FP32 else _rounded(x, fmt, fmt)
+
+
+def _norm(x: Array, gain: Array | None, bias: Array | None, casts: Casts, centered: bool, eps: float) -> Array:
+    fmt = casts.precision.norm
+    rows = x.reshape(-1, x.shape[-1])
+    if fmt != FP32:
+        rows = _inside(rows, fmt)
+    gain, bias = (None if p is None else _inside(owned(p, casts), fmt) for p in (gain, bias))
+    y = _normalized(rows, gain, bias, centered, eps).reshape(x.shape)
+    return enter(_inside(y, fmt), casts)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+def _normalized(x: Array, gain: Array | None, bias: Array | None, centered: bool, eps: float) -> Array:
+    """Rows of any dtype normalized in fp32. What is kept for the backward pass is the input, as it came."""
+    return _normalized_forward(x, gain, bias, centered, eps)[0]
+
+
+def _normalized_forward(
+    x: Array, gain: Array | None, bias: Array | None, centered: bool, eps: float
+) -> tuple[Array, Any]:
+    mean, rstd = _statistics(x, centered, eps)
+    y = (x.astype(jnp.float32) - mean) * rstd
+    if gain is not None:
+        y = y * gain
+    if bias is not None:
+        y = y + bias
+    return y, (x, gain, bias, mean, rstd)
+
+
+def _normalized_backward(centered: bool, eps: float, kept: Any, g: Array) -> tuple[Any, Any, Any]:
+    """dx = rstd * (h - mean(h) - y * mean(h y)) with y the normalized row and h = g * gain."""
+    x, gain, bias, mean, rstd = kept
+    x = lax.optimization_barrier(x)  # as in _pointwise_backward
+    y = (x.astype(jnp.float32) - mean) * rstd
+    h = g if gain is None else g * gain
+    grad = h - y * jnp.mean(h * y, axis=-1, keepdims=True)
+    if centered:
+        grad = grad - jnp.mean(h, axis=-1, keepdims=True)
+    return (
+        (grad * rstd).astype(x.dtype),
+        None if gain is None else jnp.sum(g * y, axis=0),
+        None if bias is None else jnp.sum(g, axis=0),
+    )
+
+
+_normalized.defvjp(_normalized_forward, _normalized_backward)
+
+
+def _statistics(x: Array, centered: bool, eps: float) -> tuple[Array, Array]:
+    x = x.astype(jnp.float32)
+    mean = jnp.mean(x, axis=-1, keepdims=True) if centered else jnp.zeros((), jnp.float32)
+    return mean, lax.rsqrt(jnp.mean(jnp.square(x - mean), axis=-1, keepdims=True) + eps)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+def _rounded(x: Array, value: Format, grad: Format) -> Array:
+    """Rounds the value forward and the gradient backward, as storing both in narrow arrays would."""
+    return carried(x, value)
+
+
+def _rounded_forward(x: Array, value: Format, grad: Format) -> tuple[Array, None]:
+    return carried(x, value), None
+
+
+def _rounded_backward(value: Format, grad: Format, _: None, g: Array) -> tuple[Array]:
+    return (carried(g, grad),)
+
+
+_rounded.defvjp(_rounded_forward, _rounded_backward)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _pointwise(f: Callable[[Array], Array], x: Array) -> Array:
+    return f(x.astype(jnp.float32)).astype(x.dtype)
+
+
+def _pointwise_forward(f: Callable[[Array], Array], x: Array) -> tuple[Array, Array]:
+    return _pointwise(f, x), x
+
+
+def _pointwise_backward(f: Callable[[Array], Array], x: Array, g: Array) -> tuple[Array]:
+    # Without the barrier XLA finds that it computed this before, and keeps fp32 copies from then on.
+    x = lax.optimization_barrier(x)
+    return (jax.vjp(f, x.astype(jnp.float32))[1](g.astype(jnp.float32))[0].astype(x.dtype),)
+
+
+_pointwise.defvjp(_pointwise_forward, _pointwise_backward)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(1,))
+def _broadcast(x: Array, shape: tuple[int, ...]) -> Array:
+    return jnp.broadcast_to(x, shape)
+
+
+def _broadcast_forward(x: Array, shape: tuple[int, ...]) -> tuple[Array, Array]:
+    return jnp.broadcast_to(x, shape), x
+
+
+def _broadcast_backward(shape: tuple[int, ...], x: Array, g: Array) -> tuple[Array]:
+    # The leading dimensions as one: a sum over rows, which XLA lays out as it is.
+    lead = len(shape) - x.ndim
+    rows = jnp.sum(g.astype(jnp.float32).reshape(-1, *shape[lead:]), axis=0)
+    summed = tuple(axis for axis, (one, all_) in enumerate(zip(x.shape, shape[lead:], strict=True)) if one != all_)
+    return (jnp.sum(rows, axis=summed, keepdims=True).astype(x.dtype),)
+
+
+_broadcast.defvjp(_broadcast_forward, _broadcast_backward)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+def _bias(bias: Array, shape: tuple[int, ...], casts: Casts) -> Array:
+    """A bias in compute at the shape it is added to; its gradient, as a weight's, is fp32 from the sum on."""
+    return jnp.broadcast_to(in_compute(bias, casts), shape)
+
+
+def _bias_forward(bias: Array, shape: tuple[int, ...], casts: Casts) -> tuple[Array, Array]:
+    return _bias(bias, shape, casts), bias
+
+
+def _bias_backward(shape: tuple[int, ...], casts: Casts, bias: Array, g: Array) -> tuple[Array]:
+    return _broadcast_backward(shape, bias, g)
+
+
+_bias.defvjp(_bias_forward, _bias_backward)
+
+
+def _has_cudnn_attention(q: Array) -> bool:
+    """Whether cuDNN attends to such queries on JAX's default device: half precision, heads of 8 to 128."""
+    fits = q.shape[-1] % 8 == 0 and q.shape[-1] <= 128
+    if not fits or q.dtype not in (dtype_of(BF16), dtype_of(FP16)):
+        return False
+    config: Any = jax.config
+    device = as_device(config.jax_default_device or jax.local_devices()[0])
+    return device.platform == "gpu" and describe(device).kind == "nvidia"
+
+
+def _attention(q: Array, k: Array, v: Array, casts: Casts) -> Array:
+    """Attention written out, its softmax in any format. Heads H are G groups for each of the heads N of keys."""
+    batch, heads, tokens, features = q.shape
+    q = q.reshape(batch, k.shape[1], -1, tokens, features)
+    scores_BNGTS = product(q, k, (((4,), (3,)), ((0, 1), (0, 1))), FP32, casts) * features**-0.5
+    past_TS = jnp.tril(jnp.ones((tokens, tokens), bool))
+    scores_BNGTS = jnp.where(past_TS, scores_BNGTS, -jnp.inf)
+    if casts.fused_softmax:
+        weights = jax.nn.softmax(scores_BNGTS, axis=-1).astype(casts.compute)
+    else:
+        weights = softmax(scores_BNGTS, casts)
+    y = product(weights, v, (((4,), (2,)), ((0, 1), (0, 1))), casts.precision.compute, casts)
+    return rounded(y.reshape(batch, heads, tokens, features), casts)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _negative_log_likelihood(logits: Array, targets: Array, softcap: float) -> Array:
+    """Summed over all targets, in fp32, of logits in any dtype; no copy of them in fp32 is asked for."""
+    return _likelihood_forward(logits, targets, softcap)[0]
+
+
+def _likelihood_forward(logits: Array, targets: Array, softcap: float) -> tuple[Array, tuple[Array, Array, Array]]:
+    log_sum = jax.nn.logsumexp(_capped(logits, softcap), axis=-1)
+    picked = _capped(jnp.take_along_axis(logits, targets[..., None], axis=-1), softcap)[..., 0]
+    return jnp.sum(log_sum - picked), (logits, targets, log_sum)
+
+
+def _likelihood_backward(softcap: float, kept: tuple[Array, Array, Array], g: Array) -> tuple[Array, None]:
+    logits, targets, log_sum = kept
+    capped = _capped(logits, softcap)
+    hit = lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1) == targets[..., None]
+    grad = (jnp.exp(capped - log_sum[..., None]) - hit.astype(jnp.float32)) * g
+    if softcap:
+        grad = grad * (1.0 - jnp.square(capped / softcap))
+    return grad.astype(logits.dtype), None
+
+
+_negative_log_likelihood.defvjp(_likelihood_forward, _likelihood_backward)
+
+
+def _capped(logits: Array, softcap: float) -> Array:
+    logits = logits.astype(jnp.float32)
+    return softcap * jnp.tanh(logits / softcap) if softcap else logits

@@ -1,0 +1,269 @@
+"""The casted matmul: one contraction, three matmuls, each with the formats of its own.
+
+**The three** are named by their results. With x of shape (tokens, in), W of (out, in) and the incoming gradient g
+of (tokens, out):
+
+    output      = x W^T      operands in `operand`,             rounded to `compute`
+    grad_input  = g W        operands in `grad_operand`, `operand`,    rounded to `grad`
+    grad_weight = g^T x      operands in `grad_operand`, `operand`,    in `grad_weight`, fp32 as a rule
+
+`casted_dot` makes them of any contraction that `lax.dot_general` knows, with the weight on either side. That is
+why this file is JAX's alone: in torch a layer is x W^T, and everything else is made of it.
+
+**Sums are fp32**, and the precision of every matmul is stated: left open, an fp32 one is TF32 on NVIDIA and bf16
+on a TPU. JAX's own rule would round grad_weight to the operands' dtype before the cast to the master widens it
+again; here an fp32 weight gradient is fp32 from the sum on.
+
+**A narrow operand** has one scale, or one for each index that the matmul at hand does not sum over (`row`): a
+weight has a scale for each output in the first matmul, and one for each input in the second. On NVIDIA XLA hands
+fp8 operands to cuBLAS; `Precision.HIGHEST` is its word for sums without fast accumulation.
+
+**Emulated**, operands are carried in fp32: products of such numbers are exact, and summed in fp32.
+"""
+
+from dataclasses import dataclass
+from functools import cache, partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from halfstep.core.formats import FP32, TF32, Format
+from halfstep.core.precision import Precision
+from halfstep.core.roles import Operand, is_narrow
+from halfstep.jax.cast import amax_of, carried, quantize_scaled
+from halfstep.jax.dtypes import DTYPES, DType, dtype_of
+
+Axes = tuple[int, ...]
+Dimensions = tuple[tuple[Axes, Axes], tuple[Axes, Axes]]
+"""((contracted of the left, of the right), (batch of the left, of the right)), as in lax.dot_general."""
+
+NATIVE = (*DTYPES, TF32)
+"""What the matmuls here run natively, where the device does; any other format is emulated."""
+
+_FULL = lax.Precision.HIGHEST
+_FLOAT32 = jnp.dtype(jnp.float32)
+
+
+@dataclass(frozen=True)
+class Casts:
+    """A precision in JAX's terms."""
+
+    precision: Precision
+    emulate: bool
+    plain: bool  # fp32 throughout: JAX's own matmul will do
+    compute: DType
+    operand: DType
+    grad: DType
+    grad_operand: DType
+    grad_weight: DType
+    norm: DType
+    softmax: DType
+    loss: DType
+    fused_softmax: bool  # fused attention keeps scores and softmax in fp32 whatever its inputs are
+
+
+@cache
+def casts_of(precision: Precision) -> Casts:
+    """What a precision means here. Emulated, every array is carried in fp32, and TF32 always is."""
+
+    def carrier(fmt: Format) -> DType:
+        return _FLOAT32 if precision.emulate else _dtype(fmt)
+
+    return Casts(
+        precision=precision,
+        emulate=precision.emulate,
+        plain=precision.formats == (FP32,) and precision.grad_weight == FP32,
+        compute=carrier(precision.compute),
+        operand=carrier(precision.operand.format),
+        grad=carrier(precision.grad),
+        grad_operand=carrier(precision.grad_operand.format),
+        grad_weight=carrier(precision.grad_weight),
+        norm=carrier(precision.norm),
+        softmax=carrier(precision.softmax),
+        loss=carrier(precision.loss),
+        fused_softmax=precision.softmax == FP32,
+    )
+
+
+def as_dimensions(dimension_numbers: Any) -> Dimensions:
+    """The same, hashable, out of lists or arrays."""
+    (left, right), (left_batch, right_batch) = dimension_numbers
+    return (_axes(left), _axes(right)), (_axes(left_batch), _axes(right_batch))
+
+
+def _axes(axes: Any) -> Axes:
+    return tuple(int(axis) for axis in axes)
+
+
+def plain_dot(a: Array, b: Array, dims: Dimensions) -> Array:
+    """The matmul in fp32, differentiated by JAX."""
+    a, b = a.astype(jnp.float32), b.astype(jnp.float32)
+    return lax.dot_general(a, b, dims, precision=_FULL, preferred_element_type=jnp.float32)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))
+def casted_dot(x: Array, weight: Array, dims: Dimensions, casts: Casts, weight_first: bool) -> Array:
+    """The three matmuls; x comes in the compute format, the weight as it is held."""
+    p, w = casts.precision, in_compute(weight, casts)
+    pair = (w, x) if weight_first else (x, w)
+    return _matmul(*pair, dims, (p.operand, p.operand), p.compute, casts)
+
+
+def _casted_forward(
+    x: Array, weight: Array, dims: Dimensions, casts: Casts, weight_first: bool
+) -> tuple[Array, tuple[Array, Array]]:
+    return casted_dot(x, weight, dims, casts, weight_first), (x, weight)
+
+
+def _casted_backward(
+    dims: Dimensions, casts: Casts, weight_first: bool, kept: tuple[Array, Array], g: Array
+) -> tuple[Array, Array]:
+    (x, weight), p = kept, casts.precision
+    if casts.emulate:
+        g = carried(g, p.grad)
+    # XLA computes the cast of the weight once for all of its uses.
+    w, operands = in_compute(weight, casts), (p.grad_operand, p.operand)
+    of_x, of_weight = (_flipped(dims), dims) if weight_first else (dims, _flipped(dims))
+    grad_input = _transposed(g, w, of_x, not weight_first, operands, p.grad, casts)
+    # A conversion to bf16 and back XLA may drop; a gradient that is held wider than its format is rounded instead.
+    held = FP32 if weight.dtype == jnp.float32 else p.grad_weight
+    grad_weight = _transposed(g, x, of_weight, weight_first, operands, held, casts)
+    if held != p.grad_weight:
+        grad_weight = carried(grad_weight, p.grad_weight)
+    return grad_input.astype(x.dtype), grad_weight.astype(weight.dtype)
+
+
+casted_dot.defvjp(_casted_forward, _casted_backward)
+
+
+def in_compute(parameter: Array, casts: Casts) -> Array:
+    """A parameter's numbers in the compute format."""
+    p = parameter.astype(casts.compute)
+    return carried(p, casts.precision.compute) if casts.emulate else p
+
+
+def _transposed(
+    g: Array,
+    other: Array,
+    dims: Dimensions,
+    first: bool,
+    operands: tuple[Operand, Operand],
+    out: Format,
+    casts: Casts,
+) -> Array:
+    """The gradient of one operand of a matmul: g contracted with the other operand over the other's own axes.
+
+    `dims` name the axes of the operand at hand before those of the other; `first` is whether it was the left one,
+    so that its own axes come first in g.
+    """
+    (mine, others), (my_batch, other_batch) = dims
+    batch = len(my_batch)
+    kept_of_other = _kept(other.ndim, others, other_batch)
+    my_kept_count = g.ndim - batch - len(kept_of_other)
+    start = batch + my_kept_count if first else batch
+    over = tuple(range(start, start + len(kept_of_other)))
+    result = _matmul(g, other, ((over, kept_of_other), (tuple(range(batch)), other_batch)), operands, out, casts)
+    # Axes of the result: the batch, my own, then those that were contracted, in the order the other has them.
+    contracted = tuple(mine[place] for place in sorted(range(len(others)), key=others.__getitem__))
+    my_kept = _kept(batch + my_kept_count + len(mine), mine, my_batch)
+    order = (*my_batch, *my_kept, *contracted)
+    return lax.transpose(result, sorted(range(len(order)), key=order.__getitem__))
+
+
+def _flipped(dims: Dimensions) -> Dimensions:
+    (left, right), (left_batch, right_batch) = dims
+    return (right, left), (right_batch, left_batch)
+
+
+def _kept(rank: int, contracted: Axes, batch: Axes) -> Axes:
+    return tuple(axis for axis in range(rank) if axis not in contracted and axis not in batch)
+
+
+def _matmul(
+    a: Array, b: Array, dims: Dimensions, operands: tuple[Operand, Operand], out: Format, casts: Casts
+) -> Array:
+    """a b in the formats of its operands, summed in fp32, its result in `out`."""
+    formats = tuple(operand.format for operand in operands)
+    if not casts.emulate and not any(is_narrow(fmt) for fmt in formats):
+        tf32 = set(formats) == {TF32}
+        return _sum_of_products(_held(a, formats[0]), _held(b, formats[1]), dims, _dtype(out), tf32=tf32)
+    (a, a_inv), (b, b_inv) = (
+        _lower(t, operand, axes, casts.emulate) for t, operand, axes in zip((a, b), operands, dims[0], strict=True)
+    )
+    y = _sum_of_products(a, b, dims, _FLOAT32)
+    kept = [len(_kept(t.ndim, dims[0][side], dims[1][side])) for side, t in enumerate((a, b))]
+    if a_inv is not None:
+        y = y * _aligned(a_inv, dims[0][0], dims[1][0], before=0, after=kept[1])
+    if b_inv is not None:
+        y = y * _aligned(b_inv, dims[0][1], dims[1][1], before=kept[0], after=0)
+    return carried(y, out) if casts.emulate else _held(y, out)
+
+
+def _held(x: Array, fmt: Format) -> Array:
+    return x.astype(_dtype(fmt))
+
+
+def _dtype(fmt: Format) -> DType:
+    """TF32 is a way to multiply fp32 arrays."""
+    return _FLOAT32 if fmt == TF32 else dtype_of(fmt)
+
+
+def _sum_of_products(a: Array, b: Array, dims: Dimensions, out: DType, *, tf32: bool = False) -> Array:
+    """The matmul itself: exact products of the operands as they are, summed in fp32."""
+    precision: Any = lax.DotAlgorithmPreset.TF32_TF32_F32 if tf32 else _FULL
+    if a.dtype != b.dtype and not (a.dtype.itemsize == b.dtype.itemsize == 1):
+        # No device multiplies such a pair; fp32 holds both, and makes the same products.
+        a, b = a.astype(jnp.float32), b.astype(jnp.float32)
+    return lax.dot_general(a, b, dims, precision=precision, preferred_element_type=out)
+
+
+def _lower(x: Array, operand: Operand, axes: Axes, emulate: bool) -> tuple[Array, Array | None]:
+    """An operand's values in its format, and what undoes their scale; a row runs along the contracted axes."""
+    fmt = operand.format
+    if is_narrow(fmt):
+        # What is `delayed` has an amax of earlier steps, which nobody keeps here, and is refused.
+        amax = None if operand.amax == "delayed" else amax_of(x, operand, axes)
+        return quantize_scaled(x, operand, amax=amax, native=not emulate)
+    return carried(x, fmt) if emulate else _held(x, fmt), None
+
+
+def _aligned(inv_scale: Array, contracted: Axes, batch: Axes, *, before: int, after: int) -> Array:
+    """Scales of an operand at the axes that its rows have in the result: the batch, the left's, the right's."""
+    if inv_scale.ndim == 0:
+        return inv_scale
+    kept = _kept(inv_scale.ndim, contracted, batch)
+    sizes = [[inv_scale.shape[axis] for axis in axes] for axes in (batch, kept)]
+    rows = lax.transpose(inv_scale, (*batch, *kept, *contracted))
+    return rows.reshape(*sizes[0], *(1,) * before, *sizes[1], *(1,) * after)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))
+def product(a: Array, b: Array, dims: Dimensions, out: Format, casts: Casts) -> Array:
+    """The matmul of two activations in compute, its result in `out`; gradients meet them in compute.
+
+    Inside attention nothing is rounded when it is emulated.
+    """
+    fmt = FP32 if casts.emulate else casts.precision.compute
+    return _matmul(a, b, dims, (Operand(fmt),) * 2, FP32 if casts.emulate else out, casts)
+
+
+def _product_forward(
+    a: Array, b: Array, dims: Dimensions, out: Format, casts: Casts
+) -> tuple[Array, tuple[Array, Array]]:
+    return product(a, b, dims, out, casts), (a, b)
+
+
+def _product_backward(
+    dims: Dimensions, out: Format, casts: Casts, kept: tuple[Array, Array], g: Array
+) -> tuple[Array, Array]:
+    fmt = FP32 if casts.emulate else casts.precision.compute
+    operands, flipped = (Operand(fmt),) * 2, _flipped(dims)
+    return (
+        _transposed(g, kept[1], dims, True, operands, fmt, casts),
+        _transposed(g, kept[0], flipped, False, operands, fmt, casts),
+    )
+
+
+product.defvjp(_product_forward, _product_backward)

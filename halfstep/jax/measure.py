@@ -1,0 +1,230 @@
+"""Matmul micro-benchmarks in JAX, inside a time budget: what core.choice decides by.
+
+core.ladder says which sizes may be started. Here are the operands and the multiplication as a step has them:
+random numbers (zeros draw less power, and a device runs them faster), tokens x width x 4 width as in an MLP,
+the result in the format of the operands, or in bf16 for fp8. "fp32" is timed as fp32: the precision of every
+matmul is stated.
+
+`measure` times the matmul alone, which compares formats. `measure_block` times what a policy makes of it: a
+block of the decoder, forward and backward, with its casts and islands. That is what `policy = "auto"` decides
+by on a CPU, at the recipe's own shape: there a bf16 matmul can be faster than an fp32 one and the small block
+around it slower. On an accelerator the matmuls decide.
+
+Unlike in torch, everything is compiled, a second or more for a block and for whatever XLA tunes on a GPU. So there
+are fewer shapes, all of them are compiled before the clock starts, and a block has one size: the largest that the
+matmuls say can be afforded.
+"""
+
+import math
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+from numpy.typing import NDArray
+
+from halfstep.config.model import ModelConfig, parameter_shapes
+from halfstep.core.choice import Shape, Timing, gain
+from halfstep.core.formats import BF16, E4M3, E5M2, FP16, FP32, TF32, Format, parse
+from halfstep.core.ladder import MARGIN, Clock, Run, climb
+from halfstep.core.precision import Precision
+from halfstep.core.roles import Operand, is_narrow
+from halfstep.jax.dtypes import as_device, describe, dtype_of, supported
+from halfstep.jax.layers import COMPILER_OPTIONS
+from halfstep.jax.model import Block, rope_tables
+
+__all__ = ["FORMATS", "describe", "devices", "measure", "measure_block", "supported", "version"]
+
+FORMATS = (FP32, TF32, BF16, FP16, E4M3, E5M2)
+"""The formats a probe asks about."""
+# GPT-2's MLP, at as many tokens as an fp8 matmul needs to take longer than its launch (H200). XLA tunes each
+# format for seconds, so there is no second one.
+ACCELERATOR_SHAPES: tuple[Shape, ...] = ((16384, 768, 3072),)
+CPU_SHAPES: tuple[Shape, ...] = ((128, 128, 512), (512, 512, 2048), (1024, 768, 3072))
+
+# Without instructions for bf16 and fp16 XLA widens them, and is not hundreds of times slower, as others are.
+SLOWEST, SLOWEST_NATIVE = 16.0, 4.0
+# A format whose matmuls are this many times slower than fp32's is out of the race: no block need be waited for.
+TOO_SLOW = 4
+# A block takes longer than its matmuls: on a CPU twice as long, and more where it is small.
+AROUND = 3.0
+
+
+def devices() -> list[str]:
+    """The kinds of device JAX finds, the fastest first."""
+    return [*(kind for kind in ("cuda", "rocm", "tpu") if _present(kind)), "cpu"]
+
+
+def version() -> str:
+    """The version of JAX."""
+    return str(jax.__version__)
+
+
+def measure(
+    device: jax.Device | str,
+    formats: Iterable[Format],
+    *,
+    budget: float = 3.0,
+    shapes: Sequence[Shape] | None = None,
+    clock: Clock = time.perf_counter,
+) -> list[Timing]:
+    """Times matmuls in each format, which must be supported, for at most `budget` seconds.
+
+    Starting the device, compiling and making operands come before the clock.
+    """
+    bench = _Bench(as_device(device))
+    on_cpu = bench.device.platform == "cpu"
+    formats = [FP32, *(fmt for fmt in formats if fmt != FP32)]
+    if shapes is None:
+        shapes = CPU_SHAPES if on_cpu else ACCELERATOR_SHAPES
+    for fmt in formats:
+        for shape in shapes:
+            bench.prepare(fmt, shape)
+    slowest = dict.fromkeys(formats, SLOWEST if on_cpu else SLOWEST_NATIVE)
+    return climb(bench.start, formats, shapes, budget=budget, clock=clock, slowest=slowest)
+
+
+def measure_block(
+    device: jax.Device | str,
+    formats: Iterable[Format],
+    model: ModelConfig,
+    tokens: int,
+    *,
+    budget: float = 3.0,
+    clock: Clock = time.perf_counter,
+) -> list[Timing]:
+    """Times matmuls and, on a CPU, a block of the model on as many tokens as `budget` seconds allow."""
+    bench = _Bench(as_device(device))
+    if bench.device.platform != "cpu":
+        return measure(bench.device, formats, budget=budget, clock=clock)
+    formats = list(dict.fromkeys([FP32, *formats]))
+    # Where no block in a format can be afforded, the matmuls are the answer.
+    matmuls = measure(bench.device, formats, budget=budget / 3, clock=clock)
+    gains = {fmt: found.ratio for fmt in formats if (found := gain(matmuls, fmt)) is not None}
+    fast = [fmt for fmt, ratio in gains.items() if ratio > 1 / TOO_SLOW]
+    slowest = {fmt: max(2.0, 2 / ratio) for fmt, ratio in gains.items()}
+    # core.ladder starts a format if two runs, of a time that it guesses from fp32's, fit into its share.
+    share = budget * 2 / 3 / 2 / len(fast)
+    seconds = share / (2 * MARGIN * max(slowest[fmt] for fmt in fast))
+    count = affordable(matmuls, model, tokens, seconds)
+    started = {fmt: bench.start_block(fmt, model, count) for fmt in fast}
+    blocks = climb(
+        lambda fmt, shape: started[fmt],
+        fast,
+        [(count, model.width, model.size_of_mlp)],
+        budget=budget * 2 / 3,
+        clock=clock,
+        work="training steps of a block",
+        slowest=slowest,
+    )
+    return [*matmuls, *blocks]
+
+
+def affordable(matmuls: Sequence[Timing], model: ModelConfig, tokens: int, seconds: float) -> int:
+    """`tokens`, or the half, the quarter, ... of it whose block takes no longer in fp32, by what matmuls take."""
+    top = max((timing for timing in matmuls if timing.format == FP32), key=lambda timing: math.prod(timing.shape))
+    per_operation = top.typical / (2 * math.prod(top.shape))
+    weights = sum(math.prod(s) for name, s in _block_shapes(model).items() if len(s) == 2 and "mix" not in name)
+    for count in (tokens >> halves for halves in range(20)):
+        attended = 2 * min(count, model.context) * model.heads * model.size_of_head
+        if count < 16 or AROUND * per_operation * 6 * count * (weights + attended) <= seconds:
+            return max(count, min(tokens, 8))
+    return min(tokens, 8)
+
+
+class _Bench:
+    """Makes and multiplies operands on one device."""
+
+    def __init__(self, device: jax.Device):
+        self.device = device
+        self.generator = np.random.default_rng(0)
+        self.prepared: dict[tuple[Format, Shape], Run] = {}
+
+    def prepare(self, fmt: Format, shape: Shape) -> None:
+        """Makes operands of a format and shape, and compiles what multiplies them."""
+        m, k, n = shape
+        a, b = (
+            self._put(self._random(*size).astype(dtype))
+            for size, dtype in zip(((m, k), (n, k)), _dtypes(fmt), strict=True)
+        )
+        multiply = _matmul(fmt).lower(a, b).compile()
+        self.prepared[fmt, shape] = self._repeated(lambda: multiply(a, b))
+
+    def start(self, fmt: Format, shape: Shape) -> Run:
+        """What multiplies such operands so many times and waits."""
+        return self.prepared[fmt, shape]
+
+    def start_block(self, fmt: Format, model: ModelConfig, tokens: int) -> Run:
+        """A block with fp32 masters, compiled, and what trains it so many times and waits."""
+        context = min(model.context, tokens)
+        batch = tokens // context
+        precision = Precision(compute=fmt, operand=Operand(fmt), grad=fmt, grad_operand=Operand(fmt))
+        block = Block(model, "block", lambda name: precision)
+        params = {
+            f"block.{name}": self._put(self._random(*size) * np.float32(0.02))
+            for name, size in _block_shapes(model).items()
+        }
+        x = self._put(self._random(batch, context, model.width).astype(dtype_of(fmt)))
+        cos, sin = (table[:context] for table in rope_tables(model))
+
+        def train(params: dict[str, Array], x: Array) -> Any:
+            def forward(params: dict[str, Array], x: Array) -> Array:
+                return block(params, x, x, None, (jnp.asarray(cos), jnp.asarray(sin)))[0]
+
+            y, pull = jax.vjp(forward, params, x)
+            return pull(jnp.ones_like(y))
+
+        step = jax.jit(train, compiler_options=COMPILER_OPTIONS).lower(params, x).compile()
+        return self._repeated(lambda: step(params, x))
+
+    def _repeated(self, once: Callable[[], Any]) -> Run:
+        # A CPU would run several at once, if it were not waited for each.
+        one_by_one = self.device.platform == "cpu"
+
+        def run(count: int) -> None:
+            results = [jax.block_until_ready(once()) if one_by_one else once() for _ in range(count)]
+            jax.block_until_ready(results)
+
+        return run
+
+    def _random(self, *size: int) -> NDArray[np.float32]:
+        return self.generator.standard_normal(size, np.float32)
+
+    def _put(self, x: NDArray[Any]) -> Array:
+        return jax.block_until_ready(jax.device_put(x, self.device))
+
+
+def _dtypes(fmt: Format) -> tuple[Any, Any]:
+    """Those of the two operands. A gradient in e5m2 meets a weight in e4m3: no hardware multiplies two e5m2."""
+    if is_narrow(fmt):
+        return dtype_of(fmt), dtype_of(parse("e4m3fnuz") if fmt.specials == "fnuz" else E4M3)
+    dtype = dtype_of(FP32 if fmt == TF32 else fmt)
+    return dtype, dtype
+
+
+def _matmul(fmt: Format) -> Any:
+    """a b^T of two matrices in the format, summed in fp32."""
+    precision: Any = lax.DotAlgorithmPreset.TF32_TF32_F32 if fmt == TF32 else lax.Precision.HIGHEST
+    out = dtype_of(BF16) if is_narrow(fmt) else _dtypes(fmt)[0]
+
+    def multiply(a: Array, b: Array) -> Array:
+        dims = (((1,), (1,)), ((), ()))
+        return lax.dot_general(a, b, dims, precision=precision, preferred_element_type=out)
+
+    return jax.jit(multiply)
+
+
+def _block_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """The parameters of one block."""
+    first = "blocks.0."
+    return {name.removeprefix(first): s for name, s in parameter_shapes(model).items() if name.startswith(first)}
+
+
+def _present(kind: str) -> bool:
+    try:
+        return bool(jax.local_devices(backend=kind))
+    except RuntimeError:
+        return False

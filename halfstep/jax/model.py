@@ -1,0 +1,281 @@
+"""The reference decoder in JAX: parameters named and shaped as `halfstep.config.model` lists them.
+
+One block, with every switch on (each is off or plain unless the recipe says so):
+
+    x <- mix[0] x + mix[1] x0                     embedding shortcut: x0 is the embedded token
+    x <- x + attn_scale * attention(norm(x))      values mixed with the first block's; queries and keys normalized
+    x <- x + mlp_scale * mlp(norm(x))             down(gelu(up x)), down(relu(up x)^2), down(silu(gate x) * up x)
+
+U-net skips add the output of block i, times a learned weight, to the input of block layers - 1 - i. The
+residual stream is in the compute format; norms, softmax and the loss are islands (layers.py).
+
+Unlike in torch, the decoder holds no parameters and is not changed by a policy: it is a function of
+{qualified name: array}, and `with_policy` gives another function of the same parameters.
+
+Shapes: B batch, T tokens of a sequence, D width, H heads, K features of a head, V vocabulary.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from numpy.typing import NDArray
+
+from halfstep.config.model import ModelConfig, module_names, parameter_shapes
+from halfstep.config.weights import initial_weights
+from halfstep.core.policy import Policy
+from halfstep.core.precision import Precision, base_precision, precisions
+from halfstep.jax.layers import (
+    CastedLinear,
+    Layer,
+    Matmul,
+    Norm,
+    Params,
+    attention,
+    cross_entropy,
+    enter,
+    linear,
+    owned,
+    pointwise,
+    rms_norm,
+    rotate,
+    rounded,
+    spread,
+)
+
+_FP32 = Precision()
+
+Angles = tuple[Array, Array]
+At = Callable[[str], Precision]
+"""What a module runs in, by its name."""
+
+
+class Decoder(Layer):
+    """A decoder-only transformer. Modules that `precisions` does not name run in `base`."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        precisions: Mapping[str, Precision] | None = None,
+        base: Precision = _FP32,
+    ):
+        super().__init__("", base)
+        self.config = config
+        found = dict(precisions or {})
+
+        def at(name: str) -> Precision:
+            return found.get(name, base)
+
+        self.embed = Embedding("embed", at("embed"))
+        self.positions = Embedding("positions", at("positions")) if config.positions == "learned" else None
+        self.embed_norm = _norm(config, "embed_norm", at) if config.embedding_norm else None
+        self.blocks = [Block(config, f"blocks.{layer}", at) for layer in range(config.layers)]
+        self.final_norm = _norm(config, "final_norm", at)
+        self.lm_head = Head(config, "lm_head", at("lm_head"))
+        self.angles = rope_tables(config)
+
+    def __call__(self, params: Params, tokens_BT: Array) -> Array:
+        """Logits for the token after each, in the head's compute format, before the softcap."""
+        config, casts = self.config, self.casts
+        x_BTD = self.embed(params, tokens_BT)
+        if self.positions is not None:
+            x_BTD = rounded(x_BTD + self.positions.rows(params, x_BTD.shape), casts)
+        if self.embed_norm is not None:
+            x_BTD = self.embed_norm(params, x_BTD)
+        x0_BTD, first_values = x_BTD, None
+        skips: list[Array] = []
+        cos_TK, sin_TK = (jnp.asarray(table[: tokens_BT.shape[1]]) for table in self.angles)
+        for layer, block in enumerate(self.blocks):
+            mirror = config.layers - 1 - layer
+            if mirror < config.num_skips:
+                weight_BTD = spread(params["skip_weights"][mirror], x_BTD.shape, casts)
+                x_BTD = rounded(x_BTD + rounded(weight_BTD * skips[mirror], casts), casts)
+            x_BTD, values = block(params, x_BTD, x0_BTD, first_values, (cos_TK, sin_TK))
+            first_values = values if first_values is None else first_values
+            if layer < config.num_skips:
+                skips.append(x_BTD)
+        return self.lm_head(params, self.final_norm(params, x_BTD), self.embed)
+
+    def loss(self, params: Params, tokens_BT: Array, targets_BT: Array) -> Array:
+        """The sum over all targets of the negative log-likelihood, in the loss format."""
+        return cross_entropy(self(params, tokens_BT), targets_BT, self.casts, self.config.softcap)
+
+    def capped(self, logits: Array) -> Array:
+        """Logits as the loss sees them: in fp32, after the softcap."""
+        cap, logits = self.config.softcap, logits.astype(jnp.float32)
+        return cap * jnp.tanh(logits / cap) if cap else logits
+
+    def module_names(self) -> list[str]:
+        """The names that rules match."""
+        return module_names(self.config)
+
+    def with_policy(self, policy: Policy) -> "Decoder":
+        """The same function of the same parameters in a policy's precision; a rule that is wrong is an error."""
+        loose = [name for name in parameter_shapes(self.config) if "." not in name]
+        found = precisions(policy, [*self.module_names(), *loose])
+        return Decoder(self.config, found, base_precision(policy))
+
+    def initialize(self, seed: int) -> dict[str, Array]:
+        """Every parameter at its first value, the same on every backend, in fp32."""
+        return {name: jnp.asarray(value) for name, value in initial_weights(self.config, seed)}
+
+    def matrices(self) -> Iterator[str]:
+        """The names of the matrices inside blocks, which Muon updates."""
+        for name, shape in parameter_shapes(self.config).items():
+            if name.startswith("blocks.") and len(shape) == 2 and name.endswith(".weight"):
+                yield name
+
+
+class Block(Layer):
+    """Attention and MLP, each added to the residual stream."""
+
+    def __init__(self, config: ModelConfig, name: str, at: At):
+        super().__init__(name, at(name))
+        self.config = config
+        self.attn_norm = _norm(config, f"{name}.attn_norm", at)
+        self.attn = Attention(config, f"{name}.attn", at)
+        self.mlp_norm = _norm(config, f"{name}.mlp_norm", at)
+        self.mlp = MLP(config, f"{name}.mlp", at)
+
+    def __call__(
+        self,
+        params: Params,
+        x_BTD: Array,
+        x0_BTD: Array,
+        first_values: Array | None,
+        angles: Angles,
+    ) -> tuple[Array, Array]:
+        """The stream after the block, and the values of its attention."""
+        casts = self.casts
+        if self.config.embedding_shortcut != "none":
+            mix = self.parameter(params, "residual_mix")
+            kept, embedded = (
+                rounded(spread(mix[place], x.shape, casts) * x, casts) for place, x in enumerate((x_BTD, x0_BTD))
+            )
+            x_BTD = rounded(kept + embedded, casts)
+        y_BTD, values = self.attn(params, self.attn_norm(params, x_BTD), first_values, angles)
+        x_BTD = self._add(params, x_BTD, y_BTD, "attn_scale")
+        y_BTD = self.mlp(params, self.mlp_norm(params, x_BTD))
+        return self._add(params, x_BTD, y_BTD, "mlp_scale"), values
+
+    def _add(self, params: Params, x_BTD: Array, y_BTD: Array, scale: str) -> Array:
+        casts = self.casts
+        y_BTD = enter(y_BTD, casts)
+        if self.config.branch_scale:
+            y_BTD = rounded(spread(self.parameter(params, scale), y_BTD.shape, casts) * y_BTD, casts)
+        return rounded(enter(x_BTD, casts) + y_BTD, casts)
+
+
+class Attention(Layer):
+    """Causal self-attention."""
+
+    def __init__(self, config: ModelConfig, name: str, at: At):
+        super().__init__(name, at(name))
+        self.config = config
+        self.q, self.k, self.v, self.o = (
+            CastedLinear(f"{name}.{part}", at(f"{name}.{part}"), config.bias) for part in "qkvo"
+        )
+        gain = config.qk_norm == "gain"
+        self.q_norm, self.k_norm = (HeadNorm(f"{name}.{n}", at(f"{name}.{n}"), gain) for n in ("q_norm", "k_norm"))
+
+    def __call__(
+        self, params: Params, x_BTD: Array, first_values: Array | None, angles: Angles
+    ) -> tuple[Array, Array]:
+        """What attention adds to the stream, and its values before they were mixed."""
+        config, casts = self.config, self.casts
+        q_BHTK, k_BHTK, v_BHTK = (self._heads(layer(params, x_BTD)) for layer in (self.q, self.k, self.v))
+        values = v_BHTK
+        if config.value_residual and first_values is not None:
+            mix = spread(self.parameter(params, "value_mix"), v_BHTK.shape, casts)
+            v_BHTK = rounded(v_BHTK + rounded(mix * rounded(first_values - v_BHTK, casts), casts), casts)
+        if config.qk_norm != "none":
+            q_BHTK, k_BHTK = self.q_norm(params, q_BHTK), self.k_norm(params, k_BHTK)
+        if config.positions == "rotary":
+            q_BHTK, k_BHTK = rotate(q_BHTK, *angles, casts), rotate(k_BHTK, *angles, casts)
+        if config.q_gain:
+            gain_H11 = self.parameter(params, "q_gain")[:, None, None]
+            q_BHTK = rounded(q_BHTK * spread(gain_H11, q_BHTK.shape, casts), casts)
+        y_BTHK = jnp.swapaxes(attention(q_BHTK, k_BHTK, v_BHTK, casts), 1, 2)
+        return self.o(params, y_BTHK.reshape(*y_BTHK.shape[:2], -1)), values
+
+    def _heads(self, x_BTD: Array) -> Array:
+        return jnp.swapaxes(x_BTD.reshape(*x_BTD.shape[:2], -1, self.config.size_of_head), 1, 2)
+
+
+class MLP(Layer):
+    """Two or three matmuls around a nonlinearity."""
+
+    def __init__(self, config: ModelConfig, name: str, at: At):
+        super().__init__(name, at(name))
+        self.kind = config.mlp
+        self.up, self.gate, self.down = (
+            CastedLinear(f"{name}.{part}", at(f"{name}.{part}"), config.bias) for part in ("up", "gate", "down")
+        )
+
+    def __call__(self, params: Params, x_BTD: Array) -> Array:
+        """What the MLP adds to the stream."""
+        casts = self.casts
+        hidden = enter(self.up(params, x_BTD), casts)
+        if self.kind == "swiglu":
+            gate = enter(self.gate(params, x_BTD), casts)
+            hidden = rounded(pointwise(jax.nn.silu, gate, casts) * hidden, casts)
+        else:
+            hidden = pointwise(_relu2 if self.kind == "relu2" else jax.nn.gelu, hidden, casts)
+        return self.down(params, hidden)
+
+
+class Embedding(Layer):
+    """Rows of a table, looked up and cast to the compute format."""
+
+    def __call__(self, params: Params, index: Array) -> Array:
+        """The rows of the index."""
+        # What is no row makes NaN, not the last row, as an index would.
+        table = owned(self.parameter(params, "weight"), self.casts)
+        return enter(jnp.take(table, index, axis=0, mode="fill"), self.casts)
+
+    def rows(self, params: Params, shape: tuple[int, ...]) -> Array:
+        """The first rows, for positions, at the shape (B, T, D) of the tokens they are added to."""
+        return spread(self.parameter(params, "weight")[: shape[1]], shape, self.casts)
+
+
+class Head(Matmul):
+    """The output head: its own matrix, or the embedding's."""
+
+    def __init__(self, config: ModelConfig, name: str, precision: Precision):
+        super().__init__(name, precision)
+        self.tied = config.tied
+
+    def __call__(self, params: Params, x_BTD: Array, embed: Embedding) -> Array:
+        """Logits."""
+        weight = embed.parameter(params, "weight") if self.tied else self.parameter(params, "weight")
+        return linear(x_BTD, weight, None, self.casts)
+
+
+class HeadNorm(Layer):
+    """Root-mean-square normalization of each head's features."""
+
+    def __init__(self, name: str, precision: Precision, gain: bool):
+        super().__init__(name, precision)
+        self.has_gain = gain
+
+    def __call__(self, params: Params, x_BHTK: Array) -> Array:
+        """The normalized heads."""
+        return rms_norm(x_BHTK, self.parameter(params, "weight") if self.has_gain else None, self.casts)
+
+
+def rope_tables(config: ModelConfig) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+    """cos and sin of position * base^(-2i/K), twice side by side; angles in fp64, tables in fp32, in numpy."""
+    half = config.size_of_head // 2
+    rates = config.rope_base ** -(np.arange(half, dtype=np.float64) / half)
+    angles = np.tile(np.outer(np.arange(config.context, dtype=np.float64), rates), (1, 2))
+    return np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
+
+
+def _relu2(x: Array) -> Array:
+    return jnp.square(jax.nn.relu(x))
+
+
+def _norm(config: ModelConfig, name: str, at: At) -> Norm:
+    return Norm(name, at(name), config.norm, config.norm_gain, config.bias)

@@ -1,0 +1,158 @@
+"""AdamW and Muon as optax transforms, and the one that a session updates the reference decoder with.
+
+**AdamW** (Loshchilov and Hutter), with g the gradient, t the updates applied so far and decay decoupled:
+
+    m <- b1 m + (1 - b1) g          v <- b2 v + (1 - b2) g^2
+    w <- w - rate ((m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps) + decay w)
+
+It is made of optax's own pieces. **Muon** (Jordan et al.), for matrices, is ours: the update is the momentum with
+its singular values pushed to one by five Newton-Schulz steps X <- a X + (b A + c A^2) X, A = X X^T, times
+sqrt(max(1, rows / columns)); matrices of one shape go through it in one batch. The steps are the one part that is
+not fp32: they run in the policy's compute format, emulated where that is.
+
+Unlike in torch, an optimizer here knows nothing of formats: it sees fp32 parameters, gradients and moments, and
+step.py stores them as the policy says. Nor does it know of skipped steps: step.py puts its whole state back, so
+the count of a schedule is the count of applied updates.
+"""
+
+from collections.abc import Callable, Collection
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax  # type: ignore[import-untyped]
+from jax import Array, lax
+
+from halfstep.config.run import OptimizerConfig
+from halfstep.core.errors import HalfstepError
+from halfstep.core.formats import FP32, TF32, Format
+from halfstep.core.policy import Policy
+from halfstep.jax.apply import names_of
+from halfstep.jax.cast import carried
+from halfstep.jax.dtypes import dtype_of
+
+NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)  # Jordan et al., 2024
+# (updates applied so far, array namespace) -> what the learning rates are multiplied by, on the device
+Schedule = Callable[[Any, Any], Any]
+
+
+class MuonState(NamedTuple):
+    """The momentum of each matrix."""
+
+    momentum: Any
+
+
+def adamw(
+    rate: float = 1e-3,
+    betas: tuple[float, float] = (0.9, 0.95),
+    eps: float = 1e-8,
+    weight_decay: float = 0.0,
+    schedule: Schedule | None = None,
+) -> optax.GradientTransformation:
+    """AdamW, in which matrices decay (two dimensions, a name that ends in `.weight`) and the rest does not."""
+    return optax.chain(
+        optax.scale_by_adam(b1=betas[0], b2=betas[1], eps=eps),
+        optax.add_decayed_weights(weight_decay, mask=decays),
+        _at_rate(rate, schedule),
+    )
+
+
+def muon(
+    rate: float = 0.02,
+    momentum: float = 0.95,
+    weight_decay: float = 0.0,
+    iteration: Format = FP32,
+    *,
+    emulate: bool = False,
+    schedule: Schedule | None = None,
+) -> optax.GradientTransformation:
+    """Muon with Nesterov momentum, for matrices; its iteration is in the format of that name."""
+    return optax.chain(
+        _orthogonalized_momentum(momentum, iteration, emulate),
+        optax.add_decayed_weights(weight_decay),
+        _at_rate(rate, schedule),
+    )
+
+
+def build_optimizers(
+    matrices: Collection[str], config: OptimizerConfig, policy: Policy, schedule: Schedule | None = None
+) -> optax.GradientTransformation:
+    """AdamW for all, or Muon for the matrices of these names and AdamW for the rest, of which matrices decay.
+
+    Parameters are a dictionary by name.
+    """
+    adam = adamw(config.rate, config.betas, config.epsilon, config.weight_decay, schedule)
+    if config.name == "adamw":
+        return adam
+    iteration = policy.compute.format
+    ours = muon(config.muon_rate, config.muon_momentum, 0.0, iteration, emulate=policy.emulate, schedule=schedule)
+    return optax.multi_transform(
+        {"muon": ours, "adamw": adam},
+        lambda params: {name: "muon" if name in matrices else "adamw" for name in params},
+    )
+
+
+def decays(params: Any) -> Any:
+    """Which leaves are matrices that decay."""
+    flat, treedef = jax.tree_util.tree_flatten_with_path(params)
+    names = names_of([path for path, _ in flat])
+    found = [name.endswith(".weight") and leaf.ndim == 2 for name, (_, leaf) in zip(names, flat, strict=True)]
+    return jax.tree.unflatten(treedef, found)
+
+
+def orthogonalize(matrices: Array, iteration: Format, steps: int = 5, *, emulate: bool = False) -> Array:
+    """Each matrix of a batch with its singular values pushed to about one, by Newton-Schulz."""
+    a, b, c = NEWTON_SCHULZ
+    tf32 = iteration == TF32 and not emulate
+    precision: Any = lax.DotAlgorithmPreset.TF32_TF32_F32 if tf32 else lax.Precision.HIGHEST
+
+    def held(x: Array) -> Array:
+        if emulate:
+            return carried(x, iteration)
+        return x.astype(jnp.float32 if tf32 else dtype_of(iteration))
+
+    def matmul(x: Array, y: Array) -> Array:
+        return jnp.matmul(x, y, precision=precision)
+
+    tall = matrices.shape[-2] > matrices.shape[-1]
+    x = matrices.mT if tall else matrices
+    x = held(x / (jnp.sqrt(jnp.sum(jnp.square(x), axis=(-2, -1), keepdims=True)) + 1e-7))
+    for _ in range(steps):
+        product = held(matmul(x, x.mT))
+        x = held(a * x + matmul(held(b * product + c * held(matmul(product, product))), x))
+    return x.mT if tall else x
+
+
+def _orthogonalized_momentum(momentum: float, iteration: Format, emulate: bool) -> optax.GradientTransformation:
+    def init(params: Any) -> MuonState:
+        flat = jax.tree_util.tree_leaves_with_path(params)
+        for name, (_, leaf) in zip(names_of([path for path, _ in flat]), flat, strict=True):
+            if leaf.ndim != 2:
+                raise HalfstepError(
+                    f"Muon updates matrices; `{name}` has {leaf.ndim} dimensions",
+                    hint="give the rest to AdamW, as build_optimizers does with optax.multi_transform",
+                )
+        return MuonState(jax.tree.map(jnp.zeros_like, params))
+
+    def update(grads: Any, state: MuonState, params: Any = None) -> tuple[Any, MuonState]:
+        moved = jax.tree.map(lambda old, g: momentum * old + g, state.momentum, grads)
+        ahead = jax.tree.map(lambda g, m: g + momentum * m, grads, moved)
+        leaves, treedef = jax.tree.flatten(ahead)
+        by_shape: dict[tuple[int, ...], list[int]] = {}
+        for place, leaf in enumerate(leaves):
+            by_shape.setdefault(leaf.shape, []).append(place)
+        for (rows, columns), places in by_shape.items():
+            batch = jnp.stack([leaves[place] for place in places])
+            found = orthogonalize(batch, iteration, emulate=emulate).astype(jnp.float32)
+            found = found * max(1.0, rows / columns) ** 0.5
+            for index, place in enumerate(places):
+                leaves[place] = found[index]
+        return jax.tree.unflatten(treedef, leaves), MuonState(moved)
+
+    return optax.GradientTransformation(init, update)
+
+
+def _at_rate(rate: float, schedule: Schedule | None) -> optax.GradientTransformation:
+    if schedule is None:
+        return optax.scale(-rate)
+    return optax.scale_by_schedule(lambda applied: -rate * schedule(applied, jnp))

@@ -1,0 +1,154 @@
+"""What interpret.py knows of JAX's primitives: which kinds there are, and how an equation of one is bound again.
+
+Two ways to bind. `bind` runs an equation as it stands, whatever functions it holds. `bind_wide` runs one with fp32
+in place of every narrower float: on masters, which are fp32, and on arrays that are emulated, which are carried in
+it. Only primitives of the lists below are bound so: they take any floating dtype and mean the same in each.
+
+A convolution is three, as a matmul is in layers.py.
+"""
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+from jax.extend.core import Literal, jaxprs_in_params
+from jax.extend.source_info_util import summarize
+
+from halfstep.core.formats import Format
+from halfstep.jax.cast import carried
+from halfstep.jax.dtypes import dtype_of
+from halfstep.jax.layers import Casts
+
+
+def _words(*lines: str) -> frozenset[str]:
+    return frozenset(" ".join(lines).split())
+
+
+LAYOUT = _words(
+    "transpose reshape broadcast_in_dim squeeze expand_dims slice dynamic_slice gather rev copy concatenate split",
+    "pad stop_gradient sharding_constraint reshard",
+)
+"""Values are moved and not changed."""
+
+ARITHMETIC = _words(
+    "add sub mul div neg abs sign max min integer_pow pow square sqrt rsqrt cbrt exp exp2 expm1 log log1p tanh",
+    "logistic erf erfc erf_inv sin cos tan atan2 rem floor ceil round clamp select_n",
+    "reduce_sum reduce_max reduce_min reduce_prod cumsum cumprod cummax cummin cumlogsumexp",
+)
+BROADCASTING = _words("add sub mul div max min pow atan2 rem clamp select_n")
+"""Arithmetic that stretches axes of size 1, and scalars."""
+
+COMPARISON = _words("eq ne lt le gt ge is_finite argmax argmin")
+PRODUCT = _words("dot_general conv_general_dilated")
+ISLANDS = {"exp": "softmax", "exp2": "softmax", "rsqrt": "norm", "sqrt": "norm", "log": "loss"}
+"""The role that a primitive is known by."""
+
+INLINED = _words("jit pjit closed_call core_call")
+REMAT = _words("remat2 remat checkpoint")
+
+
+def line_of(eqn: Any) -> str:
+    """Where in the user's code an equation comes from."""
+    return str(summarize(eqn.source_info))
+
+
+def is_ours(eqn: Any) -> bool:
+    """Whether an equation is a layer of this package, which states its casts and gradients by itself."""
+    about = (getattr(inner, "debug_info", None) for inner in jaxprs_in_params(eqn.params))
+    files = [str(getattr(each, "func_filename", "") or "") for each in about]
+    return bool(files) and all(Path(file).parent == Path(__file__).parent for file in files)
+
+
+def multiplies(eqn: Any) -> bool:
+    """Whether there is a product in what the equation holds."""
+    inside = (each for inner in jaxprs_in_params(eqn.params) for each in inner.eqns)
+    return any(each.primitive.name in PRODUCT or multiplies(each) for each in inside)
+
+
+def is_float(atom: Any) -> bool:
+    """Whether a variable or literal holds floats."""
+    return jnp.issubdtype(atom.aval.dtype, jnp.floating)
+
+
+def is_conversion(eqn: Any) -> bool:
+    """Whether floats become floats of another dtype."""
+    return eqn.primitive.name == "convert_element_type" and is_float(eqn.invars[0]) and is_float(eqn.outvars[0])
+
+
+def bind(jaxpr: Any, eqn: Any, arrays: Sequence[Any]) -> list[Any]:
+    """One equation of a jaxpr, evaluated as a jaxpr of its own: primitives differ in how they are called."""
+    inputs = {atom: x for atom, x in zip(eqn.invars, arrays, strict=True) if not isinstance(atom, Literal)}
+    alone = jaxpr.replace(constvars=(), invars=list(inputs), outvars=eqn.outvars, eqns=[eqn])
+    return jax.core.eval_jaxpr(alone, (), *inputs.values())
+
+
+def bind_wide(eqn: Any, arrays: Sequence[Any]) -> list[Any]:
+    """An equation with fp32 in place of every narrower float, in its arrays and in its parameters."""
+    wide = [jnp.asarray(x, jnp.float32) if is_floating(x) else x for x in arrays]
+    narrow = {k: v for k, v in eqn.params.items() if isinstance(v, np.dtype) and jnp.issubdtype(v, jnp.floating)}
+    found = eqn.primitive.bind(*wide, **{**eqn.params, **dict.fromkeys(narrow, jnp.dtype(jnp.float32))})
+    return list(found) if eqn.primitive.multiple_results else [found]
+
+
+def is_floating(x: Any) -> bool:
+    """Whether an array, or a number, is of floats."""
+    return jnp.issubdtype(jnp.result_type(x), jnp.floating)
+
+
+def as_matmul(x: Array, weight: Array, dims: Any, side: int) -> tuple[Array, Array, Any]:
+    """An activation as rows and a weight as a matrix of (in, out), where no axis is one of a batch; and the axes.
+
+    `side` is the operand that is the weight. Otherwise a gradient sums over several axes, which XLA's CPU backend
+    cannot where operands are bf16 and the sum is fp32 (jax 0.10.2). The result of weight and rows is (out, rows).
+    """
+    contracted, batch = dims
+    if batch[0]:
+        return x, weight, dims
+    of_x, of_weight = (tuple(contracted[1 - side]), tuple(contracted[side]))
+    free_x, free_weight = (_others(x.ndim, of_x), _others(weight.ndim, of_weight))
+    size = math.prod(x.shape[axis] for axis in of_x)
+    rows = lax.transpose(x, (*free_x, *of_x)).reshape(-1, size)
+    matrix = lax.transpose(weight, (*of_weight, *free_weight)).reshape(size, -1)
+    return rows, matrix, ((((0,), (1,)) if side == 0 else ((1,), (0,))), ((), ()))
+
+
+def _others(rank: int, axes: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(axis for axis in range(rank) if axis not in axes)
+
+
+def convolve(eqn: Any, x: Array, master: Array, casts: Casts) -> Array:
+    """The three convolutions of a layer; x comes in compute, the result is in it.
+
+    That of the weight gradient runs on fp32 operands: XLA's convolutions have no wider result than their operands.
+    """
+    p = casts.precision
+
+    def conv(x: Array, w: Array) -> Array:
+        full = (lax.Precision.HIGHEST,) * 2
+        return eqn.primitive.bind(x, w, **{**eqn.params, "precision": full, "preferred_element_type": None})
+
+    def held(x: Array, fmt: Format) -> Array:
+        return carried(x, fmt) if casts.emulate else x.astype(dtype_of(fmt))
+
+    @jax.custom_vjp
+    def three(x: Array, master: Array) -> Array:
+        return held(conv(x, held(master, p.compute)), p.compute)
+
+    def forward(x: Array, master: Array) -> tuple[Array, tuple[Array, Array]]:
+        return three(x, master), (x, master)
+
+    def backward(kept: tuple[Array, Array], g: Array) -> tuple[Array, Array]:
+        x, master = kept
+        g, w = held(g, p.grad), held(master, p.compute)
+        (grad_input,) = jax.linear_transpose(lambda t: conv(t, w), x)(g)
+        wide_x, wide_g = x.astype(jnp.float32), g.astype(jnp.float32)
+        (grad_weight,) = jax.linear_transpose(lambda t: conv(wide_x, t), master)(wide_g)
+        return held(grad_input, p.grad), carried(grad_weight, p.grad_weight)
+
+    three.defvjp(forward, backward)
+    return three(x, master)

@@ -1,0 +1,159 @@
+"""What the training loop calls: one run on JAX, in numpy arrays and Python numbers.
+
+`halfstep.training.loop` knows no framework. It opens the session of a backend, hands it micro-batches of tokens,
+and reads results when it wants to print them. Each backend has this file with this class.
+
+Unlike in torch, the step is always compiled, whatever `training.compile` says: JAX has no other form of it. And
+sampling pads its window to the context, so that one program serves every length; causal attention does not look
+ahead, but the amax of a narrow operand does see the padding.
+"""
+
+import resource
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from numpy.typing import NDArray
+
+from halfstep.config.model import is_matmul, owner, parameter_shapes
+from halfstep.config.run import RunConfig
+from halfstep.core.errors import HalfstepError
+from halfstep.core.policy import Policy
+from halfstep.core.refusal import check_reach
+from halfstep.core.stored import Stored
+from halfstep.jax.dtypes import as_device, describe
+from halfstep.jax.layers import COMPILER_OPTIONS
+from halfstep.jax.measure import devices
+from halfstep.jax.model import Decoder
+from halfstep.jax.optim import Schedule, build_optimizers
+from halfstep.jax.state import load_state, restored, state_of, stored
+from halfstep.jax.step import StepResult, Weighted, check, init, make_step
+
+Tokens = NDArray[np.int32]
+
+version = jax.__version__
+
+
+class Session:
+    """A model, its optimizer and a policy on one device."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        policy: Policy,
+        device: str | None = None,
+        schedule: Schedule | None = None,
+    ):
+        self.config = config
+        self.policy = policy
+        self.device = as_device(device or devices()[0])
+        self.description = describe(self.device)
+        plain = Decoder(config.model)
+        optimizer = build_optimizers(set(plain.matrices()), config.optimizer, policy, schedule)
+        names = plain.module_names()
+        weights = [name for name in parameter_shapes(config.model) if is_matmul(name)]
+        with jax.default_device(self.device):
+            params = jax.device_put(plain.initialize(config.seed), self.device)
+            self.run = init(params, optimizer, policy, seed=config.seed, names=names)
+        check_reach(policy, {*map(owner, weights), "lm_head"}, map(owner, parameter_shapes(config.model)))
+        self.model = plain.with_policy(policy)
+        self.micro_batches = config.training.micro_batches
+        self._step = make_step(
+            self._loss,
+            optimizer,
+            clip_norm=config.training.clip_norm,
+            micro_batches=None if self.micro_batches == 1 else self.micro_batches,
+            cast=False,
+        )
+        evaluated = plain.with_policy(policy.evaluation())
+        self._evaluated = jax.jit(partial(_on_masters, evaluated.loss), compiler_options=COMPILER_OPTIONS)
+        self._next = jax.jit(partial(_on_masters, self._logits_at), compiler_options=COMPILER_OPTIONS)
+
+    @property
+    def asynchronous(self) -> bool:
+        """Whether `step` returns before the step is done."""
+        return True
+
+    def step(self, micro_batches: Tokens) -> StepResult:
+        """One update from tokens of shape (micro-batches, batch, context + 1). Waits for nothing."""
+        if len(micro_batches) != self.micro_batches:
+            raise HalfstepError(
+                f"{len(micro_batches)} micro-batches were given, and the step was made for {self.micro_batches}",
+                hint=f"set training.micro_batches={len(micro_batches)}",
+            )
+        tokens = self._to_device(micro_batches if self.micro_batches > 1 else micro_batches[0])
+        self.run, result = self._step(self.run, tokens)
+        return result
+
+    def read(self, result: StepResult) -> dict[str, float]:
+        """A step's numbers; waits for the device once."""
+        names = ("loss", "skipped", "scale", "grad_norm", "stuck")
+        values = jax.device_get([getattr(result, name) for name in names])
+        read = {name: float(value) for name, value in zip(names, values, strict=True)}
+        if read.pop("stuck"):
+            check(result)
+        return read
+
+    def evaluate(self, batches: Iterable[Tokens]) -> tuple[float, int]:
+        """The sum of losses over batches, and the number of tokens, in the policy's evaluation form."""
+        losses, count = [], 0
+        for batch in batches:
+            tokens = self._to_device(batch)
+            losses.append(self._evaluated(self.run.params, tokens[:, :-1], tokens[:, 1:]))
+            count += batch[:, 1:].size
+        # Summed in fp64 on the host: JAX has none unless it is asked for everywhere.
+        return sum(map(float, jax.device_get(losses))), count
+
+    def logits(self, tokens: Sequence[int]) -> NDArray[np.float32]:
+        """What the model expects after the tokens, one number for each of the vocabulary, after the softcap."""
+        window = list(tokens[-self.config.model.context :])
+        padded = np.zeros((1, self.config.model.context), np.int32)
+        padded[0, : len(window)] = window
+        return np.asarray(self._next(self.run.params, self._to_device(padded), len(window) - 1))
+
+    def state(self) -> dict[str, Stored]:
+        """Everything that the next step depends on."""
+        return {name: stored(array) for name, array in jax.device_get(state_of(self.run)).items()}
+
+    def load(self, state: Mapping[str, Stored]) -> None:
+        """Puts a state back, or refuses it whole."""
+        self.run = load_state(self.run, {name: restored(record) for name, record in state.items()})
+
+    def load_weights(self, state: Mapping[str, Stored]) -> None:
+        """Takes the weights of a state and leaves the rest: for evaluation and sampling."""
+        ours = state_of(self.run)
+        given = {name: restored(record) for name, record in state.items() if name.startswith("model.")}
+        given = {name: x.astype(ours[name].dtype) if name in ours else x for name, x in given.items()}
+        self.run = load_state(self.run, {n: x for n, x in ours.items() if not n.startswith("model.")} | given)
+
+    def applied(self) -> int:
+        """How many updates were applied, skipped ones left out; waits for the device."""
+        return int(self.run.applied)
+
+    def memory(self) -> int:
+        """The most bytes held so far: of the device's allocator, or of the process on a CPU."""
+        stats = self.device.memory_stats()
+        if stats is not None and "peak_bytes_in_use" in stats:
+            return int(stats["peak_bytes_in_use"])
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return peak if sys.platform == "darwin" else peak * 1024  # macOS counts bytes, Linux kilobytes
+
+    def _loss(self, params: Mapping[str, Array], tokens: Array) -> Weighted:
+        return Weighted(self.model.loss(params, tokens[:, :-1], tokens[:, 1:]), float(tokens[:, 1:].size))
+
+    def _logits_at(self, params: Mapping[str, Array], tokens: Array, last: Array) -> Array:
+        return self.model.capped(self.model(params, tokens)[0, last])
+
+    def _to_device(self, tokens: Tokens) -> Array:
+        return jax.device_put(np.ascontiguousarray(tokens, np.int32), self.device)
+
+
+def _on_masters(fn: Callable[..., Array], params: Mapping[str, Array], *rest: Any) -> Array:
+    """A function of the decoder's, on masters as the step gives them to it: in fp32."""
+    with jax.default_matmul_precision("highest"):
+        return fn({name: master.astype(jnp.float32) for name, master in params.items()}, *rest)

@@ -1,0 +1,112 @@
+"""Parameters, optimizer and scale as flat {name: array}, and back, bit for bit.
+
+Names are those of core.stored. A moment is named after its parameter, `optimizer.<where>.<parameter>.<moment>`,
+and what belongs to no parameter (counts) after its path in the optimizer's state. There is no random state: a
+step's random numbers come from the state's seed, its count and the `rng` it is given.
+Loading checks names, shapes and dtypes before it changes anything: fp32 moments never come back bf16.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from numpy.typing import NDArray
+
+from halfstep.core.errors import HalfstepError
+from halfstep.core.scaling import ScaleState
+from halfstep.core.stored import Description, Stored, check_same
+from halfstep.jax.apply import Leaves
+from halfstep.jax.step import State
+
+# Names of dtypes in a safetensors header.
+DTYPE_NAMES: dict[np.dtype[Any], str] = {
+    jnp.dtype(jnp.float32): "F32",
+    jnp.dtype(jnp.bfloat16): "BF16",
+    jnp.dtype(jnp.float16): "F16",
+    np.dtype(np.float64): "F64",
+    np.dtype(np.int64): "I64",
+    np.dtype(np.int32): "I32",
+    np.dtype(np.int16): "I16",
+    np.dtype(np.int8): "I8",
+    np.dtype(np.uint64): "U64",
+    np.dtype(np.uint32): "U32",
+    np.dtype(np.uint16): "U16",
+    np.dtype(np.uint8): "U8",
+    np.dtype(np.bool_): "BOOL",
+}
+_DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
+
+
+def state_of(state: State) -> dict[str, Array]:
+    """Every array that the next step depends on. They are the live ones, not copies."""
+    found = {f"model.{name}": _plain(leaf) for name, leaf in Leaves(state.params).values.items()}
+    found |= {name: _plain(leaf) for name, leaf in _optimizer(state).items()}
+    found |= {f"scale.{field}": value for field, value in state.scale._asdict().items()}
+    found["applied"] = state.applied
+    return found
+
+
+def load_state(state: State, given: Mapping[str, Any]) -> State:
+    """The state with the arrays of another. One of another model, optimizer or precision is refused whole."""
+    ours = state_of(state)
+    check_same(_described(ours), _described(given))
+    leaves = Leaves(state.params)
+    params = [_like(given[f"model.{name}"], leaf) for name, leaf in leaves.values.items()]
+    moments = [_like(given[name], leaf) for name, leaf in _optimizer(state).items()]
+    return replace(
+        state,
+        params=jax.tree.unflatten(leaves.treedef, params),
+        opt_state=jax.tree.unflatten(jax.tree.structure(state.opt_state), moments),
+        scale=ScaleState(*(_like(given[f"scale.{f}"], getattr(state.scale, f)) for f in ScaleState._fields)),
+        applied=_like(given["applied"], state.applied),
+    )
+
+
+def stored(array: Any) -> Stored:
+    """An array's bytes, little-endian, with its dtype and shape."""
+    host = np.asarray(array)
+    return DTYPE_NAMES[host.dtype], host.shape, host.astype(host.dtype.newbyteorder("<"), copy=False).tobytes()
+
+
+def restored(record: Stored) -> NDArray[Any]:
+    """The array that `stored` wrote, on the host."""
+    name, shape, data = record
+    if name not in _DTYPES:
+        raise HalfstepError(f"a stored tensor has dtype {name}; known are {', '.join(_DTYPES)}")
+    return np.frombuffer(data, _DTYPES[name]).reshape(shape)
+
+
+def _optimizer(state: State) -> dict[str, Any]:
+    """The leaves of the optimizer's state by name, in their order."""
+    leaves = Leaves(state.params)
+    depths = {name: len(path) for path, name in zip(leaves.paths, leaves.names, strict=True)}
+    owners = leaves.moments_of(state.opt_state)
+    found = {}
+    for (path, leaf), name in zip(jax.tree_util.tree_leaves_with_path(state.opt_state), owners, strict=True):
+        parts = [jax.tree_util.keystr((key,), simple=True) for key in path]
+        if name is not None:
+            *where, moment = parts[: len(parts) - depths[name]] or [""]
+            parts = [*where, name, moment]
+        found[".".join(["optimizer", *parts])] = leaf
+    return found
+
+
+def _plain(leaf: Any) -> Any:
+    """An array of numbers; the key of a generator as its words."""
+    return jax.random.key_data(leaf) if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf
+
+
+def _like(given: Any, old: Array) -> Array:
+    """An array where, and as, an old one is."""
+    if jnp.issubdtype(old.dtype, jax.dtypes.prng_key):
+        return jax.random.wrap_key_data(jnp.asarray(given), impl=jax.random.key_impl(old))
+    # A copy: a state that is donated must not take the given arrays with it.
+    return jax.device_put(np.array(given), old.sharding)
+
+
+def _described(state: Mapping[str, Any]) -> dict[str, Description]:
+    return {name: (DTYPE_NAMES[jnp.dtype(x.dtype)], tuple(x.shape)) for name, x in state.items()}

@@ -1,0 +1,392 @@
+"""One update: accumulate, is it finite?, unscale, clip, step, rescale; a pure function of the state.
+
+    state = init(params, optimizer, "fp16-mixed")    any pytree, any optax transform
+    step = make_step(loss_fn, optimizer)             loss_fn(params, batch[, rng]) -> loss | Weighted | (..., aux)
+    state, result = step(state, batch)               jitted, and the state is donated: the old one is used up
+
+With S the scale, w_i the weight (tokens) of micro-batch i, l_i its mean loss and g_i the gradient of l_i, the
+gradient of the mean over all tokens is sum_i w_i g_i / sum_i w_i. The total is known only after the last
+micro-batch, and summing un-normalized losses would multiply fp16 gradients by thousands. So each micro-batch
+is weighted against the first,
+
+    accumulated  G = sum_i (w_i / w_1) S g_i              in the accumulate format, fp32
+    gradient       = G * inv_scale * w_1 / sum_i w_i      unscaled with the S that was used
+
+then clipped to `clip_norm`, then handed to the optimizer. One norm of G serves the finite check and the
+clipping: it is finite exactly if every gradient is and none is beyond 1.8e19, which no step survives.
+
+**Masters are outside the loss, casts inside.** The state holds parameters and moments in the formats the policy
+gives them; the loss function sees parameters in their compute format (interpret.py), and the optimizer sees fp32
+parameters, fp32 gradients and fp32 moments, whatever transform it is. A narrower master is widened, updated and
+rounded back, to nearest or stochastically.
+
+Nothing here reads a number from the device: losses, norms, scales and flags are device scalars until someone
+asks. A step that is not finite changes nothing but the scale, under every policy. The state carries the policy:
+as a pytree it keeps every field under jit, scan and checkpoints.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax  # type: ignore[import-untyped]
+from jax import Array, lax
+
+from halfstep.core.errors import HalfstepError, PolicyError, ScalingError
+from halfstep.core.formats import FP32, Format
+from halfstep.core.philox import tensor_id
+from halfstep.core.policy import Policy
+from halfstep.core.rounding import Rounding
+from halfstep.core.scaling import ScaleState
+from halfstep.jax.apply import Applied, Leaves, apply
+from halfstep.jax.cast import carried, quantize, random_bits
+from halfstep.jax.dtypes import dtype_of, format_of
+from halfstep.jax.interpret import cast_inside, checked
+from halfstep.jax.layers import COMPILER_OPTIONS
+
+LossFn = Callable[..., Any]
+Step = Callable[..., "tuple[State, StepResult]"]
+
+
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["params", "opt_state", "scale", "applied"],
+    meta_fields=["policy", "seed", "names", "widened"],
+)
+@dataclass(frozen=True)
+class State:
+    """Everything the next step depends on."""
+
+    params: Any  # the masters, each in the format it is held in
+    opt_state: Any
+    scale: ScaleState
+    applied: Array  # int32: updates that were not skipped
+    policy: Policy
+    seed: int  # of stochastic rounding
+    names: tuple[str, ...] = ()  # modules without parameters that rules may match
+    widened: tuple[str, ...] = ()  # parameters that were given narrower than their masters are held
+
+    def __str__(self) -> str:
+        return summary(self)
+
+
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["loss", "skipped", "scale", "grad_norm", "stuck", "aux"],
+    meta_fields=[],
+)
+@dataclass(frozen=True)
+class StepResult:
+    """What one update did, as device scalars: reading one waits for the device."""
+
+    loss: Array  # mean over the tokens of all micro-batches
+    skipped: Array  # bool: the gradients were not finite
+    scale: Array  # the scale that was used
+    grad_norm: Array  # after unscaling, before clipping
+    stuck: Array  # bool: not finite, and the scale is at its floor
+    aux: Any = None  # what the loss function gave beside its loss; one a micro-batch, stacked
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["total", "weight"], meta_fields=[])
+@dataclass(frozen=True)
+class Weighted:
+    """A sum of losses and how many there are (tokens), where micro-batches differ in size."""
+
+    total: Any
+    weight: Any
+
+
+def init(
+    params: Any,
+    optimizer: optax.GradientTransformation,
+    policy: Policy | str,
+    *,
+    seed: int = 0,
+    names: Sequence[str] = (),
+) -> State:
+    """The first state. Parameters are copied, so the state may be donated; `names` are modules without any."""
+    policy = Policy.parse(policy) if isinstance(policy, str) else policy
+    applied = apply(params, policy, names)
+    leaves = Leaves(params)
+
+    @jax.jit
+    def make(trained: dict[str, Array]) -> tuple[dict[str, Array], Any]:
+        wide = {name: leaf.astype(jnp.float32) for name, leaf in trained.items()}
+        opt_state = _moments(leaves, optimizer.init(leaves.bare(wide)), applied, _narrowed)
+        return {name: _held(name, leaf, applied) for name, leaf in wide.items()}, opt_state
+
+    held, opt_state = make(leaves.trained)
+    state = State(
+        params=leaves.rebuilt(held),
+        opt_state=opt_state,
+        scale=_scalars(policy.scale.init()),
+        applied=jnp.zeros((), jnp.int32),
+        policy=policy,
+        seed=seed,
+        names=tuple(names),
+        widened=tuple(n for n, x in leaves.trained.items() if x.dtype.itemsize < held[n].dtype.itemsize),
+    )
+    return jax.tree.map(_copied, state)
+
+
+def make_step(
+    loss_fn: LossFn,
+    optimizer: optax.GradientTransformation,
+    *,
+    clip_norm: float = 0.0,
+    micro_batches: int | None = None,
+    cast: bool = True,
+    cast_batch: bool = True,
+) -> Step:
+    """A jitted `step(state, batch, rng=None) -> (state, result)` that donates the state.
+
+    `loss_fn(params, batch)` gives a mean loss, or `Weighted(sum, count)`, or either in a tuple with something
+    else, which the result has as `aux`; where `rng` is given it is the third argument. With `micro_batches=n`
+    every leaf of the batch has a leading axis of n, and `rng` is folded with the index of the micro-batch.
+
+    With `cast` the function may be any: its parameters, and with `cast_batch` the floating leaves of its batch,
+    appear in their compute format, and its matmuls run as the policy says (interpret.py). Without, it gets the
+    masters in fp32 and casts inside, as functions made of halfstep.jax layers do.
+
+    The function below the jit is `step.__wrapped__`: pure, for use inside another jit or scan. The outermost jit
+    should then be given `layers.COMPILER_OPTIONS`, without which XLA may keep more precision than is asked for.
+    """
+    form = _Form(loss_fn, cast, cast_batch)
+    stepper = optax.with_extra_args_support(optimizer)
+
+    def step(state: State, batch: Any, rng: Any = None) -> tuple[State, StepResult]:
+        # fp32 is fp32: what is left open means TF32 on some GPUs and bf16 on a TPU.
+        with jax.default_matmul_precision("highest"):
+            leaves = Leaves(state.params)
+            applied = apply(state.params, state.policy, state.names)
+            sums, aux = _accumulated(form, leaves, applied, state.scale.scale, batch, rng, micro_batches)
+            return _updated(state, leaves, applied, stepper, sums, aux, clip_norm)
+
+    return jax.jit(step, donate_argnums=0, compiler_options=COMPILER_OPTIONS)
+
+
+def check(result: StepResult) -> None:
+    """Stops a run that no scale can save. Reads from the device."""
+    if bool(result.stuck):
+        raise ScalingError(
+            f"gradients are not finite although the loss scale is at its floor, {float(result.scale):g}",
+            hint="the forward pass overflows: use bf16, or give the layers that do `compute=fp32` by a rule",
+        )
+
+
+def summary(state: State) -> str:
+    """What the state holds, in a line or two."""
+    told = str(apply(state.params, state.policy, state.names))
+    if not state.widened:
+        return told
+    more = "" if len(state.widened) == 1 else f" and {len(state.widened) - 1} more"
+    return f"{told}\nwidened to their masters' format: {state.widened[0]}{more}"
+
+
+class _Form(NamedTuple):
+    """How the loss function is called."""
+
+    loss_fn: LossFn
+    cast: bool
+    cast_batch: bool
+
+
+class _Sum(NamedTuple):
+    """What micro-batches add up to, each against the weight of the first."""
+
+    grads: dict[str, Array]  # scaled, in the accumulate format
+    loss: Array
+    weight: Array
+
+
+def _accumulated(
+    form: _Form, leaves: Leaves, applied: Applied, scale: Array, batch: Any, rng: Any, count: int | None
+) -> tuple[_Sum, Any]:
+    """The sums over micro-batches, and what the loss function gave beside."""
+    masters = {name: leaf.astype(jnp.float32) for name, leaf in leaves.trained.items()}
+    fmt = applied.policy.accumulate
+
+    def micro_batch(first: Array, part: Any, key: Any) -> tuple[_Sum, Array, Any]:
+        """The gradient of one; `first` is the weight of the first, 0 where this is the one."""
+
+        def objective(masters: dict[str, Array]) -> tuple[Array, Any]:
+            loss, weight, aux = _loss(form, leaves, applied, masters, part, key)
+            reference = jnp.where(first == 0, weight, first)
+            share = weight / reference
+            return loss * (share * scale), (share * loss, share, reference, aux)
+
+        grads, (loss, share, reference, aux) = jax.grad(objective, has_aux=True)(masters)
+        # `carried` first: XLA may drop a conversion to bf16 and back, and the sum would not be what was asked for.
+        narrow = {name: carried(g, fmt).astype(dtype_of(fmt)) for name, g in grads.items()}
+        return _Sum(narrow, loss, share), reference, aux
+
+    if count is None:
+        sums, _, aux = micro_batch(jnp.zeros(()), batch, rng)
+        return sums, aux
+    _check_leading(batch, count)
+
+    def body(carry: tuple[_Sum, Array], inputs: tuple[Array, Any]) -> tuple[tuple[_Sum, Array], Any]:
+        sums, first = carry
+        index, part = inputs
+        key = None if rng is None else jax.random.fold_in(rng, index)
+        found, first, aux = micro_batch(first, part, key)
+        return (jax.tree.map(jnp.add, sums, found), first), aux
+
+    nothing = _Sum(
+        jax.tree.map(lambda x: jnp.zeros(x.shape, dtype_of(fmt)), masters), jnp.zeros(()), jnp.zeros(())
+    )
+    (sums, _), aux = lax.scan(body, (nothing, jnp.zeros(())), (jnp.arange(count), batch))
+    return sums, aux
+
+
+def _loss(
+    form: _Form, leaves: Leaves, applied: Applied, masters: Mapping[str, Array], batch: Any, rng: Any
+) -> tuple[Array, Array, Any]:
+    """The mean loss of a micro-batch in fp32, its weight, and what came beside."""
+    rest = (batch,) if rng is None else (batch, rng)
+    if form.cast:
+        given, shape = cast_inside(form.loss_fn, leaves, applied, masters, rest, cast_batch=form.cast_batch)
+    else:
+        given, shape = checked(form.loss_fn, leaves, applied, masters, rest)
+    _check_loss(shape, applied.policy)
+    loss, aux = given if isinstance(given, tuple) else (given, None)
+    if isinstance(loss, Weighted):
+        weight = lax.stop_gradient(jnp.asarray(loss.weight, jnp.float32))
+        return loss.total.astype(jnp.float32) / weight, weight, aux
+    return loss.astype(jnp.float32), jnp.float32(1), aux
+
+
+def _updated(
+    state: State,
+    leaves: Leaves,
+    applied: Applied,
+    optimizer: optax.GradientTransformationExtraArgs,
+    sums: _Sum,
+    aux: Any,
+    clip_norm: float,
+) -> tuple[State, StepResult]:
+    """Finite? -> unscale -> clip -> step -> rescale."""
+    wide = {name: g.astype(jnp.float32) for name, g in sums.grads.items()}
+    scaled_norm = jnp.sqrt(sum(jnp.sum(jnp.square(g)) for g in wide.values()))
+    finite = jnp.isfinite(scaled_norm)
+    used = state.scale
+    verdict = state.policy.scale.judge(used, finite, jnp)
+    factor = verdict.inv_scale / sums.weight
+    norm = scaled_norm * factor
+    if clip_norm:
+        factor = factor * jnp.minimum(clip_norm / norm, 1.0)
+    grads = {name: g * factor for name, g in wide.items()}
+    loss = sums.loss / sums.weight
+    params, opt_state = _stepped(state, leaves, applied, optimizer, grads, loss)
+
+    def kept(new: Any, old: Any) -> Any:
+        return jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, old)
+
+    following = replace(
+        state,
+        params=kept(params, state.params),
+        opt_state=kept(opt_state, state.opt_state),
+        scale=verdict.state,
+        applied=state.applied + finite.astype(jnp.int32),
+    )
+    return following, StepResult(loss, ~finite, used.scale, norm, verdict.state.stuck, aux)
+
+
+def _stepped(
+    state: State,
+    leaves: Leaves,
+    applied: Applied,
+    optimizer: optax.GradientTransformationExtraArgs,
+    grads: dict[str, Array],
+    loss: Array,
+) -> tuple[Any, Any]:
+    """Parameters and moments after the optimizer, which sees fp32 throughout, each as it is held."""
+    masters = {name: leaf.astype(jnp.float32) for name, leaf in leaves.trained.items()}
+    moments = _moments(leaves, state.opt_state, applied, _widened)
+    updates, moments = optimizer.update(leaves.bare(grads), moments, leaves.bare(masters), value=loss)
+    moved = {name: masters[name] + u.astype(jnp.float32) for name, u in leaves.read(updates).items()}
+    held = {name: _held(name, x, applied, seed=state.seed, step=state.applied + 1) for name, x in moved.items()}
+    return leaves.rebuilt(held), _moments(leaves, moments, applied, _narrowed)
+
+
+def _held(name: str, wide: Array, applied: Applied, *, seed: int = 0, step: Array | None = None) -> Array:
+    """An fp32 result in the format its master is held in; `step` counts updates, for stochastic rounding."""
+    param = applied.masters[name]
+    if param.format == FP32:
+        return wide
+    bits: Array | None = None
+    rounding: Rounding = "nearest-even"
+    if param.stochastic and step is not None:
+        bits, rounding = random_bits(wide.shape, seed=seed, step=step, tensor=tensor_id(name)), "stochastic"
+    rounded = quantize(wide, param.format, overflow="inf", rounding=rounding, bits=bits)
+    return rounded if applied.policy.emulate else rounded.astype(dtype_of(param.format))
+
+
+def _moments(leaves: Leaves, opt_state: Any, applied: Applied, convert: Callable[[Array, Format], Array]) -> Any:
+    """The optimizer's state with its moments converted, each by the format that its parameter's are held in."""
+    flat, treedef = jax.tree.flatten(opt_state)
+    owners = leaves.moments_of(opt_state)
+    return jax.tree.unflatten(
+        treedef,
+        [x if name is None else convert(x, applied.moments[name]) for x, name in zip(flat, owners, strict=True)],
+    )
+
+
+def _narrowed(x: Array, fmt: Format) -> Array:
+    """A moment as it is stored."""
+    if x.dtype != jnp.float32:
+        raise HalfstepError(
+            f"the optimizer keeps a moment in {x.dtype} of its own accord",
+            hint="leave the format to the policy: drop mu_dtype and its like, and write `moments=bf16`",
+        )
+    return carried(x, fmt).astype(dtype_of(fmt))
+
+
+def _widened(x: Array, fmt: Format) -> Array:
+    """A moment as the optimizer sees it."""
+    return x.astype(jnp.float32)
+
+
+def _check_loss(given: Any, policy: Policy) -> None:
+    """Refuses what is no loss: `given` is what the loss function returns, as shapes and dtypes."""
+    loss = given[0] if isinstance(given, tuple) and len(given) == 2 else given
+    loss = loss.total if isinstance(loss, Weighted) else loss
+    shape, dtype = getattr(loss, "shape", None), getattr(loss, "dtype", None)
+    if dtype is None or shape != () or not jnp.issubdtype(dtype, jnp.floating):
+        told = type(loss).__name__ if dtype is None else f"{dtype} of shape {shape}"
+        raise HalfstepError(
+            f"the loss function gave {told}; a loss is one floating scalar",
+            hint="return its mean, or Weighted(sum, count), or either in a tuple with something else: (loss, aux)",
+        )
+    if dtype not in (jnp.float32, dtype_of(policy.loss)):
+        raise PolicyError(
+            f"the loss is {dtype}, and the policy says loss={policy.loss}",
+            hint="return it in fp32: convert predictions with `.astype(jnp.float32)` before the loss; or accept "
+            f"it with `loss={format_of(dtype)}`",
+        )
+
+
+def _check_leading(batch: Any, count: int) -> None:
+    for path, leaf in jax.tree_util.tree_leaves_with_path(batch):
+        if jnp.ndim(leaf) == 0 or jnp.shape(leaf)[0] != count:
+            where = jax.tree_util.keystr(path, simple=True, separator=".")
+            raise HalfstepError(
+                f"leaf `{where}` of the batch has shape {jnp.shape(leaf)}, and there are {count} micro-batches",
+                hint=f"every leaf of the batch needs a leading axis of {count}",
+            )
+
+
+def _copied(leaf: Any) -> Array:
+    """An array of the state's own: a donated state must not take the caller's with it, nor one array twice."""
+    leaf = jnp.asarray(leaf)
+    if isinstance(leaf, jax.core.Tracer):
+        return leaf
+    return jax.device_put(leaf, leaf.sharding, may_alias=False)
+
+
+def _scalars(state: ScaleState) -> ScaleState:
+    dtypes = (jnp.float32, jnp.int32, jnp.int32, jnp.bool_)
+    return ScaleState(*(jnp.asarray(value, dtype) for value, dtype in zip(state, dtypes, strict=True)))

@@ -1,0 +1,372 @@
+"""Policy to model: gives every module its precision and every parameter its storage format.
+
+`apply` is the one place where a policy meets an MLX model. It checks that the device can run what is asked for
+before it changes anything, and refuses with the reason where it cannot: nothing is substituted.
+
+Any `mlx.nn` model will do. A module is changed by its class (modules.py); `restore` puts the first class back.
+
+    halfstep's own layers              are given their precision
+    Linear, Embedding                  multiply and look up in their own precision; weight gradients are fp32
+    RMSNorm, LayerNorm, Softmax, ...   are islands: fp32 inside, compute out
+    MultiHeadAttention                 has fp32 scores and softmax; mx.fast's attention rounds scores to the dtype
+                                       of its inputs where it has no fused kernel, as on a CPU
+    other modules that hold arrays     run as they are, on arrays cast to compute around the call; their gradients
+                                       come out in compute before they are widened, and `Applied.changes` says so
+    the model itself                   its floating inputs are cast to compute, its outputs to the loss format
+
+A subclass of one of these that somebody else wrote counts as another module: it may have another meaning. What a
+model computes by functions of its own, as `mx.softmax(scores)`, is out of reach and runs in what it is given; but
+where an fp32 array promotes the activations, the next module refuses them (layers.py).
+
+Frozen parameters, integers and booleans stay as they are: nobody owns a master of them.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+from mlx.nn.layers.base import Module
+from mlx.utils import tree_flatten
+
+from halfstep.core.errors import HalfstepError, PolicyError
+from halfstep.core.formats import BF16, FP16, FP32, Format
+from halfstep.core.policy import Policy
+from halfstep.core.precision import Precision, base_precision, precisions
+from halfstep.core.refusal import EMULATE, check_formats, check_implemented, check_reach
+from halfstep.core.roles import Accumulator, Operand, Param, Value, is_narrow, print_value
+from halfstep.mlx.cast import carried, split
+from halfstep.mlx.dtypes import dtype_of, pin_matmuls, supported
+from halfstep.mlx.layers import Layer, Matmul, casts_of
+from halfstep.mlx.modules import (
+    ISLANDS,
+    KINDS,
+    Around,
+    Borders,
+    Embedding,
+    LayerNorm,
+    Linear,
+    MultiHeadAttention,
+    RMSNorm,
+    Setting,
+    Whole,
+    own_arrays,
+)
+
+# What layers.py multiplies natively.
+NATIVE = (FP32, BF16, FP16)
+# What a module is given; none of these is an array, so none is a parameter.
+_ATTRIBUTES = ("casts", "name", "streams", "halfstep", "halfstep_model")
+
+
+class Place(NamedTuple):
+    """Where a model keeps an array: `container[key]`, in a module that rules know by `owner`."""
+
+    container: Any
+    key: Any
+    owner: str
+    module: Any
+
+    @property
+    def array(self) -> mx.array:
+        """What is there now."""
+        return self.container[self.key]  # type: ignore[no-any-return]
+
+    def put(self, array: mx.array) -> None:
+        """Puts another array there."""
+        self.container[self.key] = array
+
+
+class Change(NamedTuple):
+    """What became of one module."""
+
+    name: str
+    kind: str
+    form: str
+
+
+@dataclass(frozen=True)
+class Applied:
+    """What was done to a model: the modules that changed, and how parameters and moments are held."""
+
+    policy: Policy
+    modules: int
+    masters: dict[str, Param]
+    moments: dict[str, Format]
+    places: dict[str, Place]  # of the parameters that are trained, by name
+    remainders: dict[str, mx.array]  # of split masters: what the bf16 in the model leaves out
+    widened: tuple[str, ...]  # parameters that were given narrower than they are held
+    frozen: tuple[str, ...]  # floating arrays that are not trained
+    changes: tuple[Change, ...]
+    originals: list[tuple[Module, type, dict[str, Any]]] = field(repr=False)
+
+    def __str__(self) -> str:
+        held: dict[str, int] = {}
+        for param in self.masters.values():
+            held[str(param.format)] = held.get(str(param.format), 0) + 1
+        told = ", ".join(f"{count} parameters in {fmt}" for fmt, count in held.items())
+        return f"{self.policy}: {self.modules} modules, {told}"
+
+    def lines(self) -> Iterator[str]:
+        """What was done and why, one line for each kind of module and one for each way a parameter is held."""
+        yield f"{self.policy} on mlx, {mx.default_device()}"
+        forms: dict[tuple[str, str], list[str]] = {}
+        for name, kind, form in self.changes:
+            forms.setdefault((kind, form), []).append(name or "the model")
+        for (kind, form), names in forms.items():
+            yield f"  {len(names)} {kind} ({names[0]}{', ...' if len(names) > 1 else ''}): {form}"
+        held: dict[str, int] = {}
+        for param in self.masters.values():
+            held[print_value(param)] = held.get(print_value(param), 0) + 1
+        yield f"  {len(self.masters)} parameters: " + ", ".join(f"{n} held in {how}" for how, n in held.items())
+        if self.widened:
+            yield f"  {len(self.widened)} of them were given narrower and widened: they have fp32 masters now"
+        if self.frozen:
+            yield f"  {len(self.frozen)} more ({self.frozen[0]}, ...) are not trained and stay as they are"
+
+
+def apply(
+    model: Module, policy: Policy, names: Sequence[str] | None = None, *, cast_inputs: bool = True
+) -> Applied:
+    """Gives a model a policy. `names` are the modules that rules may match; unless given, all that it has."""
+    _check_unprepared(model)
+    pin_matmuls(mx.default_device())
+    places = trainable(model)
+    names = [*names_of(model, names), *_loose(places)]
+    values = policy.resolve(names)
+    check_implemented(policy, "mlx", _not_implemented)
+    modules = dict(walk(model))
+    multiplying = [
+        name for name, module in modules.items() if isinstance(module, Matmul) or _kind(module) is Linear
+    ]
+    check_reach(policy, multiplying, {place.owner for place in places.values()})
+    check_supported([base_precision(policy.evaluation()), *precisions(policy.evaluation(), names).values()])
+    found = precisions(policy, names)
+    check_supported([base_precision(policy), *found.values()])
+    originals, changes = _convert(model, modules, policy, found, cast_inputs)
+    masters: dict[str, Any] = {name: values[place.owner].values["param"] for name, place in places.items()}
+    moments: dict[str, Any] = {name: values[place.owner].values["moments"] for name, place in places.items()}
+    widened = tuple(n for n, p in places.items() if p.array.dtype != mx.float32 and masters[n].format == FP32)
+    remainders = {}
+    for name, place in places.items():
+        masters[name] = whole(masters[name], place.array)
+        held, remainder = hold(place.array.astype(mx.float32), masters[name], policy)
+        place.put(held)
+        if remainder is not None:
+            remainders[name] = remainder
+    others = {name: place.array for name, place in arrays(model).items() if public(name) and name not in places}
+    frozen = tuple(name for name, array in others.items() if mx.issubdtype(array.dtype, mx.floating))
+    return Applied(policy, len(changes), masters, moments, places, remainders, widened, frozen, changes, originals)
+
+
+def public(name: str) -> bool:
+    """Whether an array counts as a parameter, by MLX's convention: others begin with an underscore."""
+    return not any(segment.startswith("_") for segment in name.split("."))
+
+
+def hold(wide: mx.array, param: Param, policy: Policy) -> tuple[mx.array, mx.array | None]:
+    """An fp32 number in the form its master is held in, rounded to nearest, and the remainder of a split one."""
+    if param.split:
+        return split(wide)
+    if policy.emulate:
+        return carried(wide, param.format), None
+    return wide.astype(dtype_of(param.format)), None
+
+
+def whole(param: Param, array: mx.array) -> Param:
+    """How an array is held: gains, biases and scalars are never split."""
+    return replace(param, split=False) if array.ndim < 2 else param
+
+
+def set_precision(model: Module, policy: Policy, names: Sequence[str] | None = None) -> int:
+    """Sets what each module computes in, and leaves the parameters alone; how many there are."""
+    found = precisions(policy, [*names_of(model, names), *_loose(trainable(model))])
+    check_supported([base_precision(policy), *found.values()])
+    streams = _streams(policy, found)
+    modules = [(name, module) for name, module in walk(model) if isinstance(module, Layer | Around)]
+    for name, module in modules:
+        precision = found[name] if name else base_precision(policy)
+        if isinstance(module, Layer):
+            module.precision, module.streams = precision, streams
+        else:
+            module.halfstep = replace(module.halfstep, casts=casts_of(precision), streams=streams)
+    return len(modules)
+
+
+def restore(converted: Applied) -> None:
+    """Gives every module its own class and attributes back. Parameters are not touched."""
+    for module, original, attributes in reversed(converted.originals):
+        module.__class__ = original
+        for name in _ATTRIBUTES:
+            module.__dict__.pop(name, None)
+        module.__dict__.update(attributes)
+
+
+def check_supported(wanted: Sequence[Precision]) -> None:
+    """Refuses what the default device cannot run, with the reason and the form that runs."""
+    device = mx.default_device()
+    check_formats(wanted, str(device.type).rpartition(".")[2], lambda fmt: supported(fmt, device), NATIVE)
+    for precision in dict.fromkeys(wanted):
+        if precision.grad != precision.compute and not precision.emulate:
+            raise PolicyError(
+                f"grad={precision.grad} with compute={precision.compute}: MLX keeps the gradient of an "
+                "activation in the activation's own format",
+                hint=f"write `grad={precision.compute}`, or {EMULATE}",
+            )
+
+
+def walk(model: Module) -> Iterator[tuple[str, Module]]:
+    """Every module with its dotted name, in the order of the model; one that is held twice has its first name."""
+    seen: set[int] = set()
+
+    def visit(name: str, value: Any) -> Iterator[tuple[str, Module]]:
+        if isinstance(value, Module):
+            if id(value) in seen:
+                return
+            seen.add(id(value))
+            yield name, value
+        items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+        for key, child in items:
+            yield from visit(f"{name}.{key}" if name else str(key), child)
+
+    yield from visit("", model)
+
+
+def arrays(model: dict[str, Any]) -> dict[str, Place]:
+    """Where every array of a model, or of an optimizer's state, is, by its dotted name."""
+    found: dict[str, Place] = {}
+
+    def visit(name: str, owner: str, module: Any, container: Any) -> None:
+        items = container.items() if isinstance(container, dict) else enumerate(container)
+        for key, value in items:
+            path = f"{name}.{key}" if name else str(key)
+            if isinstance(value, mx.array):
+                found[path] = Place(container, key, owner or path, module)
+            elif isinstance(value, dict | list) and not isinstance(value, Module):
+                visit(path, owner, module, value)
+
+    if not isinstance(model, Module):
+        visit("", "", None, model)
+        return found
+    for name, module in walk(model):
+        visit(name, name, module, module)
+    return found
+
+
+def trainable(model: Module) -> dict[str, Place]:
+    """Where the parameters are that gradients are taken of: floating, and not frozen."""
+    flat: dict[str, mx.array] = dict(tree_flatten(model.trainable_parameters()))
+    places = {name: place for name, place in arrays(model).items() if name in flat}
+    for name, place in places.items():
+        if place.array.dtype in (mx.float64, mx.complex64):
+            raise HalfstepError(
+                f"`{name}` is {str(place.array.dtype).rpartition('.')[2]}, and no policy has a format for that",
+                hint="make it float32, or freeze it: model.freeze(keys=[...])",
+            )
+    places = {name: place for name, place in places.items() if mx.issubdtype(place.array.dtype, mx.floating)}
+    if not places:
+        raise HalfstepError("the model has no parameters to train", hint="model.unfreeze() makes them trainable")
+    return places
+
+
+def names_of(model: Module, names: Sequence[str] | None) -> list[str]:
+    """The names that rules may match, but for those of arrays that the model itself holds."""
+    return list(names) if names is not None else [name for name, _ in walk(model) if name]
+
+
+def _check_unprepared(model: Module) -> None:
+    for name, module in walk(model):
+        if isinstance(module, (Around, Whole, *KINDS.values())):
+            raise HalfstepError(
+                f"the model has a policy already: `{name or type(module).__name__}` casts",
+                hint="run.unprepare() gives the model back as it was",
+            )
+
+
+def _loose(places: dict[str, Place]) -> list[str]:
+    """Parameters that the model itself holds: rules see their own names."""
+    return [name for name, place in places.items() if place.owner == name]
+
+
+def _not_implemented(role: str, value: Value) -> str:
+    if isinstance(value, Operand) and value.measured:
+        return "leave `measured` out, and name the matmuls by rules"
+    if isinstance(value, Operand) and value.amax == "delayed":
+        return "`current` scales by this step's own amax"
+    if isinstance(value, Accumulator) and value.fast:
+        return "matmuls sum in fp32"
+    if role in ("buffers", "router", "reduce") and value != FP32:
+        return "running statistics stay as they are, and there is neither a router nor a second device to sum over"
+    return ""
+
+
+def _streams(policy: Policy, found: dict[str, Precision]) -> frozenset[mx.Dtype]:
+    """The dtypes that activations may have: the policy's own, and those that rules give some modules."""
+    return frozenset(casts_of(precision).compute for precision in (base_precision(policy), *found.values()))
+
+
+def _convert(
+    model: Module, modules: dict[str, Module], policy: Policy, found: dict[str, Precision], cast_inputs: bool
+) -> tuple[list[tuple[Module, type, dict[str, Any]]], tuple[Change, ...]]:
+    """Gives each module the class that casts, and says what became of it."""
+    streams, base = _streams(policy, found), base_precision(policy)
+    plans = [(name, module, _kind(module), found[name] if name else base) for name, module in modules.items()]
+    for name, _, kind, precision in plans:
+        if kind is MultiHeadAttention and precision.softmax != FP32:
+            raise PolicyError(
+                f"softmax={precision.softmax} does not reach `{name}`: an nn.MultiHeadAttention has it in fp32",
+                hint=f"keep it there with a rule, `{name}: softmax=fp32`",
+            )
+    originals, changes = [], []
+    for name, module, kind, precision in plans:
+        if kind is None:
+            continue
+        saved = {key: module.__dict__[key] for key in _ATTRIBUTES if key in module.__dict__}
+        role = ISLANDS.get(type(module), "")
+        originals.append((module, type(module), saved))
+        changes.append(Change(name, type(module).__name__, _form(role, kind, precision)))
+        if issubclass(kind, Layer):
+            module.__class__ = kind
+            module.precision, module.name, module.streams = precision, name, streams
+        else:
+            module.__class__ = _mixed(kind, type(module))
+            module.halfstep = Setting(name or "the model", casts_of(precision), streams, role)
+    if not isinstance(model, Layer) or type(model) in KINDS.values():
+        saved = {key: model.__dict__[key] for key in _ATTRIBUTES if key in model.__dict__}
+        originals.append((model, type(model), saved))
+        model.__class__ = _mixed(Whole, type(model))
+        model.halfstep_model = Borders(casts_of(base), casts_of(replace(base, compute=policy.loss)), cast_inputs)
+    return originals, tuple(changes)
+
+
+def _mixed(mixin: type, own: type) -> type:
+    """A class with the name of a module's own, which it is."""
+    return type(own.__name__, (mixin, own), {"__module__": own.__module__, "__doc__": own.__doc__})
+
+
+def _kind(module: Module) -> type | None:
+    """The class that a module is to have, or that `Around` is to be mixed into its own; None leaves it alone."""
+    if isinstance(module, Layer):
+        return type(module)
+    if type(module) in KINDS:
+        return KINDS[type(module)]
+    return Around if type(module) in ISLANDS or any(own_arrays(module)) else None
+
+
+def _form(role: str, kind: type, precision: Precision) -> str:
+    """What a module does from now on, in words."""
+    fmt, emulated = precision.compute, " (emulated)" if precision.emulate else ""
+    if issubclass(kind, Matmul):
+        return f"multiplies in {precision.operand.format}{emulated}, weight gradients in {precision.grad_weight}"
+    if kind is Embedding:
+        return f"looks up its master and casts rows to {fmt}{emulated}, gradients in {precision.grad_weight}"
+    if kind in (RMSNorm, LayerNorm) or role:
+        return f"is an island: {getattr(precision, role or 'norm')} inside, {fmt} out{emulated}"
+    if kind is MultiHeadAttention:
+        return f"has {precision.softmax} scores and softmax, {fmt} out{emulated}"
+    if kind is not Around:
+        return f"computes in {fmt}{emulated}"
+    inside = f"numbers of {fmt} in fp32" if precision.emulate else str(fmt)
+    gradients = "" if fmt == FP32 else f", their gradients rounded to {fmt} before they are widened"
+    missed = f"; {precision.operand.format} is for matmuls" if is_narrow(precision.operand.format) else ""
+    return f"runs as it is, for halfstep does not know it; arrays it holds are cast to {inside}{gradients}{missed}"

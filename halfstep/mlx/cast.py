@@ -1,0 +1,378 @@
+"""Casts in MLX that agree with core.rounding bit for bit, eager and compiled, lazily.
+
+core.rounding defines the result: which neighbor a number becomes in each mode, what overflow makes of it,
+that a NaN stays the quiet NaN of its sign. Here the same result is made of few elementwise operations.
+
+**Eight exponent bits** (tf32, bf16 and their kin). fp32 has the same exponents, so the numbers of the format
+are the fp32 patterns whose last d = 23 - y bits are zero, subnormals included, and rounding is an addition to
+the pattern followed by a mask; a carry moves into the exponent by itself, and past the last one it is inf.
+
+**Fewer exponent bits** (fp16, fp8 and their kin). Near x the numbers are multiples of the quantum
+
+    q = max(2^E, 2^Emin) * 2^-y          E is read from the exponent bits of x
+
+Multiplication by a power of two is exact, so v = |x| / q is exact, its integer part and its fraction are, and
+(integer part + 0 or 1) * q is. Every quantity is a normal number as long as q >= 2^-126, so a device that
+flushes subnormals changes nothing. 1 / q is made from exponent bits, because a device may divide approximately,
+and never multiplies so.
+
+**Formats whose quanta are no normal numbers of fp32** (with a bias of their own) go through fp64 in torch. MLX has
+fp64 on the CPU only, so here they take the road of core.rounding itself, in 64-bit integers.
+
+**Native conversions.** x.astype(mx.bfloat16) is rounded to nearest-even and x.astype(mx.float16) is too, on every
+number (on the CPU: tests try the patterns); a NaN stays NaN, though bf16 loses its sign. mx.compile keeps a pair
+of conversions, where torch's compiler drops it. MLX's conversion to fp8 is not used: it makes 448 of a NaN.
+
+**Scaling.** A narrow operand is multiplied by a power of two that brings its largest magnitude into the top
+binade of the format. A power of two changes no mantissa, so scaling adds no error of its own, and
+inv_scale = 1 / scale is exact.
+
+**Splitting** an fp32 master into bf16 and a 16-bit remainder is core.split, word for word, on the device.
+
+Nothing here is differentiable: results are detached, and a layer that casts states its own gradient. Nothing here
+is evaluated: arrays stay lazy until someone reads them.
+"""
+
+import math
+from collections.abc import Sequence
+
+import mlx.core as mx
+
+from halfstep.core.errors import RoundingError
+from halfstep.core.formats import BF16, FP16, FP32, Format, Overflow
+from halfstep.core.plan import Plan, check_rule, check_word, plan_of
+from halfstep.core.roles import Operand, is_narrow
+from halfstep.core.rounding import Rounding
+from halfstep.mlx.dtypes import dtype_of
+
+_SIGN = -(2**31)
+_MAGNITUDE = 2**31 - 1
+_INF = 0x7F800000
+_NAN = 0x7FC00000
+_WIDENED = (mx.float32, mx.bfloat16, mx.float16)
+
+
+def quantize(
+    x: mx.array,
+    fmt: Format,
+    *,
+    overflow: Overflow,
+    rounding: Rounding = "nearest-even",
+    bits: mx.array | None = None,
+) -> mx.array:
+    """Rounds every element to a number of `fmt`, carried in fp32: the emulated cast.
+
+    `x` is fp32, or bf16 or fp16, which fp32 holds exactly. `bits` is one 32-bit word for each element, in
+    uint32, for stochastic rounding only; `random_bits` makes them. A NaN in a format that has none stays NaN
+    here, where core.rounding refuses it: to refuse, the array would have to be read.
+    """
+    x = _as_fp32(x, fmt)
+    check_rule(fmt, overflow, rounding, random=bits is not None)
+    _check_bits(x, rounding, bits)
+    plan = plan_of(fmt)
+    if plan.like_fp32:
+        return _round_patterns(x, plan, overflow, rounding, bits)
+    if plan.fits_fp32:
+        return _with_sign(_round_quanta(x, plan, overflow, rounding, bits), x, fmt)
+    return _with_sign(_round_integers(x, plan, overflow, rounding, bits), x, fmt)
+
+
+def carried(x: mx.array, fmt: Format) -> mx.array:
+    """The emulated cast as hardware does it, in fp32: nearest-even, and infinity beyond the largest number.
+
+    There and back through the native dtype makes the same bits, but for a NaN's, with fewer operations. That is
+    known of the CPU, where it was tried; on a GPU the rounding is spelled out by `quantize`.
+    """
+    if fmt == FP32:
+        return x
+    if fmt in (BF16, FP16) and mx.default_device().type == mx.cpu:
+        return mx.stop_gradient(x).astype(dtype_of(fmt)).astype(mx.float32)
+    return quantize(x, fmt, overflow="inf")
+
+
+def to_native(x: mx.array, fmt: Format, *, overflow: Overflow) -> mx.array:
+    """Rounds to nearest, ties to even, into the MLX dtype of `fmt`, by the stated rule of overflow.
+
+    A NaN stays NaN; its code is MLX's choice.
+    """
+    dtype = dtype_of(fmt)
+    hp = _as_fp32(x, fmt)
+    check_rule(fmt, overflow)
+    if overflow == "inf":
+        return hp.astype(dtype)
+    return quantize(hp, fmt, overflow=overflow).astype(dtype)
+
+
+def scale_for(amax: mx.array, fmt: Format) -> mx.array:
+    """The largest power of two that keeps amax * scale <= fmt.max, elementwise, in fp32.
+
+    With amax = m * 2^e and fmt.max = M * 2^E (1 <= m, M < 2) it is 2^(E - e), or half of it where m > M. It
+    is 1 for amax 0, and stays within 2^-126 and 2^126, so that its inverse is a normal number too: below
+    about fmt.max * 2^-126 a tensor no longer fills the format, and nothing is lost to overflow.
+    An amax that is inf or NaN has no scale: it gives NaN, and all that is scaled by it becomes NaN.
+    Saturation would otherwise turn an infinity into a number like any other.
+    """
+    pattern = _as_fp32(amax, fmt).view(mx.int32) & _MAGNITUDE
+    # A pattern is (e + 127) * 2^23 plus the mantissa: the difference of two, floored, is E - e, less one
+    # where m > M.
+    power = (plan_of(fmt).top - pattern) >> 23
+    scale = ((mx.clip(power, -126, 126) + 127) << 23).view(mx.float32)
+    scale = mx.where(pattern == 0, 1.0, scale)
+    return mx.where(pattern >= _INF, math.nan, scale)
+
+
+def quantize_scaled(
+    x: mx.array,
+    operand: Operand,
+    *,
+    amax: mx.array | None = None,
+    overflow: Overflow = "saturate",
+    rounding: Rounding = "nearest-even",
+    bits: mx.array | None = None,
+    native: bool = False,
+) -> tuple[mx.array, mx.array]:
+    """A matmul operand in a narrow format, and the inv_scale that undoes its scale.
+
+    One scale a tensor (inv_scale is a scalar), or one a row, that is for each index of all dimensions but
+    the last (inv_scale keeps the last with size 1). The scale follows the amax of `x`, unless `amax` is
+    given: it must be for `delayed` operands, where it comes from earlier steps; what is larger overflows by
+    rule.
+    The values are numbers of the format in fp32. `native` asks for them in its own dtype, which MLX has for no
+    narrow format: it is refused.
+    """
+    if native and is_narrow(operand.format):
+        raise RoundingError(
+            f"`{operand.format}` has no dtype in MLX, so its values cannot be native",
+            hint="leave `native` out: the same numbers come in mx.float32",
+        )
+    if operand.amax == "delayed" and amax is None:
+        raise RoundingError(
+            f"`{operand.format}:delayed` takes its scale from earlier steps, and no `amax` was given",
+            hint="pass amax=, kept from earlier steps, or use `current`",
+        )
+    hp = _as_fp32(x, operand.format)
+    if amax is None:
+        amax = amax_of(hp, operand)
+    scale = scale_for(amax, operand.format)
+    lp = quantize(hp * scale, operand.format, overflow=overflow, rounding=rounding, bits=bits)
+    return (lp.astype(dtype_of(operand.format)) if native else lp), 1.0 / scale
+
+
+def amax_of(x: mx.array, operand: Operand) -> mx.array:
+    """The largest magnitude of the tensor or of each row, as the operand's granularity asks, in fp32."""
+    magnitude = mx.abs(mx.stop_gradient(x))
+    if operand.granularity == "row":
+        return magnitude.max(axis=-1, keepdims=True).astype(mx.float32)
+    if magnitude.size == 0:
+        return mx.zeros(())
+    return magnitude.max().astype(mx.float32)
+
+
+def split(x: mx.array) -> tuple[mx.array, mx.array]:
+    """An fp32 master as the nearest bf16, ties away from zero, and the int16 remainder that makes it exact."""
+    if x.dtype != mx.float32:
+        raise RoundingError(
+            f"`x` is {x.dtype}, not {mx.float32}",
+            hint="split takes the fp32 master; widen others with x.astype(mx.float32)",
+        )
+    bits = mx.stop_gradient(x).view(mx.uint32)
+    # (bits + 0x8000) >> 16, halved first so that the sum stays within 32 bits.
+    hi = ((bits >> 15) + 1) >> 1
+    lo = bits & 0xFFFF
+    nan = (bits & _MAGNITUDE) > _INF
+    hi = mx.where(nan, (bits >> 16) & 0x8000 | 0x7FC0, hi)
+    lo = mx.where(nan, 0, lo)
+    return hi.astype(mx.uint16).view(mx.bfloat16), lo.astype(mx.uint16).view(mx.int16)
+
+
+def join(hi: mx.array, lo: mx.array) -> mx.array:
+    """The fp32 number that `split` took apart."""
+    if (hi.dtype, lo.dtype) != (mx.bfloat16, mx.int16) or hi.shape != lo.shape:
+        raise RoundingError(
+            f"`hi` is {hi.dtype} of shape {hi.shape} and `lo` {lo.dtype} of shape {lo.shape}; they are bf16 and "
+            "int16, two halves of one array",
+            hint="pass both results of the same split",
+        )
+    upper = mx.stop_gradient(hi).view(mx.uint16).astype(mx.int32) << 16
+    return (upper + lo.astype(mx.int32)).view(mx.float32)
+
+
+_MULTIPLIERS = 0xD2511F53, 0xCD9E8D57
+_KEY_STEPS = 0x9E3779B9, 0xBB67AE85
+_WORD = 0xFFFFFFFF
+
+
+def random_bits(
+    shape: int | Sequence[int], *, seed: int, step: int | mx.array, tensor: int, start: int = 0
+) -> mx.array:
+    """core.philox.random_bits, word for word, in uint32.
+
+    `step` may be an integer scalar array, which is not read; under mx.compile it should be: a Python integer
+    would be compiled in.
+    """
+    size = (shape,) if isinstance(shape, int) else tuple(shape)
+    count = math.prod(size)
+    for name, value, limit in (("seed", seed, 64), ("tensor", tensor, 32), ("start", start, 63)):
+        check_word(name, value, limit)
+    if not isinstance(step, mx.array):
+        check_word("step", step, 32)
+        step = mx.array(step, mx.uint64)
+    elif not mx.issubdtype(step.dtype, mx.integer) or step.size != 1:
+        raise RoundingError(
+            f"`step` is {step.dtype} of shape {step.shape}; random words need one integer",
+            hint="count the steps in a scalar of mx.uint32",
+        )
+    first, last = start // 4, -(-(start + count) // 4)
+    # The keys of the rounds are one array, and all words have one shape, so that compiled rounds share kernels:
+    # numbers would be compiled into each.
+    keys = [(part + turn * stride) & _WORD for turn in range(10) for part, stride in _parts(seed)]
+    constants = mx.array([*keys, tensor, first], mx.uint64)
+    block = mx.arange(last - first, dtype=mx.uint64) + constants[21]  # arange counts in fp64, so it starts at zero
+    c0, c1 = block & _WORD, block >> 32
+    c2, c3 = (mx.broadcast_to(word, block.shape) for word in (constants[20], step.astype(mx.uint64) & _WORD))
+    for turn in range(10):
+        product0, product1 = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]
+        c0, c1 = (product1 >> 32) ^ c1 ^ constants[2 * turn], product1 & _WORD
+        c2, c3 = (product0 >> 32) ^ c3 ^ constants[2 * turn + 1], product0 & _WORD
+    lanes = mx.stack([c0, c1, c2, c3], axis=-1).astype(mx.uint32)
+    return lanes.reshape(-1)[start - 4 * first :][:count].reshape(size)
+
+
+def _parts(seed: int) -> tuple[tuple[int, int], tuple[int, int]]:
+    """The two words of the key, each with what it grows by from round to round."""
+    return (seed & _WORD, _KEY_STEPS[0]), (seed >> 32, _KEY_STEPS[1])
+
+
+def _round_patterns(
+    x: mx.array, plan: Plan, overflow: Overflow, rounding: Rounding, bits: mx.array | None
+) -> mx.array:
+    """The cast to a format with fp32's exponents, on bit patterns."""
+    pattern = x.view(mx.int32)
+    magnitude = pattern & _MAGNITUDE
+    drop = 23 - plan.mantissa_bits
+    unit, largest = 1 << drop, _INF - (1 << drop)
+    if drop == 0 or rounding == "truncate":
+        rounded = magnitude & -unit
+    elif rounding == "nearest-even":
+        rounded = (((magnitude >> drop) & 1) + magnitude + (unit // 2 - 1)) & -unit
+    elif bits is None:
+        rounded = (magnitude + unit // 2) & -unit
+    else:
+        threshold = (magnitude & (unit - 1)).astype(mx.uint32) << (32 - drop)
+        rounded = (magnitude & -unit) + (bits < threshold).astype(mx.int32) * unit
+    if overflow == "saturate":
+        rounded = mx.minimum(rounded, largest)
+    # What went beyond the largest number is an infinity already. A NaN is known by the pattern it had:
+    # rounding may have wrapped 0x7FFFFFFF around to zero.
+    nan = magnitude > _INF
+    if overflow == "nan":
+        nan = nan | (rounded > largest)
+    return (mx.where(nan, _NAN, rounded) | (pattern & _SIGN)).view(mx.float32)
+
+
+def _round_quanta(
+    x: mx.array, plan: Plan, overflow: Overflow, rounding: Rounding, bits: mx.array | None
+) -> mx.array:
+    """Patterns of the magnitudes of the cast to a format with fewer exponents than fp32, NaN among them."""
+    magnitude = mx.minimum(mx.abs(x), plan.largest if overflow == "saturate" else plan.beyond)
+    # Patterns of powers of two: 2^max(E, Emin), then the quantum, then its inverse.
+    power = mx.maximum(magnitude.view(mx.int32) & _INF, (plan.min_exponent + 127) << 23)
+    power = power - (plan.mantissa_bits << 23)
+    v = magnitude * ((254 << 23) - power).view(mx.float32)
+    if rounding == "nearest-even":
+        v = mx.round(v)
+    else:
+        floor = mx.floor(v)
+        fraction = v - floor
+        if rounding == "truncate":
+            v = floor
+        elif bits is None:
+            v = floor + (fraction >= 0.5).astype(mx.float32)
+        else:
+            v = floor + (bits < (fraction * 2.0**32).astype(mx.uint32)).astype(mx.float32)
+    result = v * power.view(mx.float32)
+    nan = mx.isnan(x)
+    if overflow == "nan":
+        nan = nan | (result > plan.largest)
+    pattern = result.view(mx.int32)
+    if overflow == "inf":
+        pattern = mx.where(result > plan.largest, _INF, pattern)
+    return mx.where(nan, _NAN, pattern)
+
+
+def _round_integers(
+    x: mx.array, plan: Plan, overflow: Overflow, rounding: Rounding, bits: mx.array | None
+) -> mx.array:
+    """The same in integers, as core.rounding has it: |x| = S 2^(E - 23), and the result is n quanta 2^q.
+
+    Integers below 2^24 are exact in fp32, whose exponent field is then their logarithm.
+    """
+    magnitude = x.view(mx.int32) & _MAGNITUDE
+    field = magnitude >> 23
+    raw = (magnitude & 0x7FFFFF) + mx.where(field > 0, 1 << 23, 0)
+    log2 = _log2(raw)
+    significand = (raw << (23 - log2)).astype(mx.int64)
+    exponent = mx.maximum(field, 1) - 150 + log2
+    clamped = mx.maximum(exponent, plan.min_exponent)
+    shift = mx.minimum(23 - plan.mantissa_bits + clamped - exponent, 62).astype(mx.int64)
+    floor = significand >> shift
+    remainder = significand - (floor << shift)
+    one = mx.array(1, mx.int64)
+    if rounding == "nearest-even":
+        floor = floor + (2 * remainder + (floor & 1) > (one << shift)).astype(mx.int64)
+    elif rounding == "nearest-away":
+        floor = floor + (2 * remainder >= (one << shift)).astype(mx.int64)
+    elif bits is not None:
+        floor = floor + (bits.astype(mx.int64) < ((remainder << 32) >> shift)).astype(mx.int64)
+
+    # n 2^q as an fp32 pattern: a shift where it is subnormal, an addition to the exponent of n elsewhere.
+    count, quantum = floor.astype(mx.int32), clamped - plan.mantissa_bits
+    log2 = _log2(count)
+    normal = log2 + quantum >= -126
+    wide = count.astype(mx.float32).view(mx.int32) + (quantum << 23)
+    narrow = count << mx.where(normal, 0, quantum + 149)
+    pattern = mx.where(count == 0, 0, mx.where(normal, wide, narrow))
+    beyond = pattern > plan.top  # infinity reads as 2^128, whose pattern it is
+    nan = magnitude > _INF
+    if overflow == "nan":
+        nan = nan | beyond
+    pattern = mx.where(beyond, _INF if overflow == "inf" else plan.top, pattern)
+    return mx.where(nan, _NAN, pattern)
+
+
+def _log2(count: mx.array) -> mx.array:
+    """floor(log2 n) of integers 0 < n < 2^25; 0 for 0."""
+    return mx.maximum((count.astype(mx.float32).view(mx.int32) >> 23) - 127, 0)
+
+
+def _with_sign(pattern: mx.array, x: mx.array, fmt: Format) -> mx.array:
+    """Patterns of magnitudes with the signs of `x`."""
+    sign = x.view(mx.int32) & _SIGN
+    if not fmt.has_negative_zero:
+        # Zero has no sign, and the code of negative zero is the NaN, which therefore has one.
+        sign = mx.where(pattern == 0, 0, mx.where(pattern == _NAN, _SIGN, sign))
+    return (pattern | sign).view(mx.float32)
+
+
+def _as_fp32(x: mx.array, fmt: Format) -> mx.array:
+    """The input as fp32 and detached, if that is what it is or fp32 holds it exactly."""
+    if x.dtype in _WIDENED:
+        return mx.stop_gradient(x).astype(mx.float32)
+    if x.dtype == mx.float64:
+        raise RoundingError(
+            f"float64 would be rounded twice, to fp32 and then to {fmt}: near a tie, to the wrong number",
+            hint="x.astype(mx.float32) accepts the first rounding",
+        )
+    raise RoundingError(
+        f"a cast takes float32, bfloat16 or float16 values, not {x.dtype}",
+        hint="integer and boolean arrays are not cast by a policy",
+    )
+
+
+def _check_bits(x: mx.array, rounding: Rounding, bits: mx.array | None) -> None:
+    if rounding == "stochastic" and (bits is None or bits.dtype != mx.uint32 or bits.shape != x.shape):
+        given = "none" if bits is None else f"{bits.dtype} of shape {bits.shape}"
+        raise RoundingError(
+            f"stochastic rounding needs `bits`, one 32-bit word in uint32 for each of {x.shape}; given: {given}",
+            hint="random_bits(x.shape, seed=..., step=..., tensor=...) makes them",
+        )

@@ -1,0 +1,121 @@
+"""Formats and MLX dtypes, MLX devices and what is known of them, and what MLX can compute where.
+
+`supported` answers for a *compute* format, one that matmul operands have. On a GPU the hardware decides
+(core.devices): MLX would run bf16 on an M1 by converting every operand, and say nothing. On a CPU MLX multiplies
+bf16 and fp16 by widening blocks of the operands to fp32, whatever instructions there are, so the answer is yes,
+with that reason.
+
+MLX has three dtypes that a policy may compute in: fp32, bf16 and fp16. It has no fp8 type, only a conversion to
+bytes, and that one turns NaN into 448; so fp8 is never native here, whatever the hardware can do, nor is tf32.
+What cannot run natively can be emulated anywhere, and every refusal names the switch: `emulate=true`.
+
+A device is `cpu` or `gpu`. Which GPU that is, the build of MLX decides: Apple's through Metal, NVIDIA's through
+CUDA, none in the CPU build that Linux gets by default.
+
+"fp32" is fp32, which on a GPU has to be asked for: unless the environment says MLX_ENABLE_TF32=0 before the first
+matmul, MLX multiplies fp32 arrays in TF32 wherever the hardware can (NVIDIA from Ampere on, Apple's M5).
+"""
+
+import os
+
+import mlx.core as mx
+
+from halfstep.core.choice import Support
+from halfstep.core.devices import Device, native
+from halfstep.core.errors import FormatError, HalfstepError
+from halfstep.core.formats import BF16, FP16, FP32, TF32, Format
+from halfstep.core.host import apple_generation, describe_cpu, sysctl
+from halfstep.core.roles import is_narrow
+
+DTYPES: dict[Format, mx.Dtype] = {FP32: mx.float32, BF16: mx.bfloat16, FP16: mx.float16}
+_FORMATS = {dtype: fmt for fmt, dtype in DTYPES.items()}
+_KINDS = {"cpu": mx.cpu, "gpu": mx.gpu}
+_EMULATED = "`emulate=true` runs it emulated"
+_TF32 = "MLX_ENABLE_TF32"
+
+
+def dtype_of(fmt: Format) -> mx.Dtype:
+    """The MLX dtype that holds the format."""
+    if fmt not in DTYPES:
+        names = ", ".join(map(str, DTYPES))
+        why = "it is a way to multiply fp32 arrays" if fmt == TF32 else f"MLX has those of {names}"
+        raise FormatError(
+            f"{fmt} has no MLX dtype: {why}",
+            hint="keep the array in mx.float32; cast.quantize rounds it to the format's numbers",
+        )
+    return DTYPES[fmt]
+
+
+def format_of(dtype: mx.Dtype) -> Format:
+    """The format of an MLX dtype."""
+    if dtype not in _FORMATS:
+        names = ", ".join(str(known) for known in _FORMATS)
+        raise FormatError(
+            f"{dtype} is none of the formats a policy knows; they are {names}",
+            hint="integer and boolean arrays are not cast; float64 is wider than any format here",
+        )
+    return _FORMATS[dtype]
+
+
+def describe(device: mx.Device | str) -> Device:
+    """What is known of an MLX device. Asking about the CPU starts no other device."""
+    device = as_device(device)
+    if device.type == mx.cpu:
+        return describe_cpu()
+    if mx.metal.is_available():
+        name = sysctl("machdep.cpu.brand_string") or "Apple GPU"
+        return Device("apple", name, architecture=apple_generation(name))
+    info = mx.device_info(device)
+    capability = int(info["compute_capability_major"]), int(info["compute_capability_minor"])
+    return Device("nvidia", str(info["device_name"]), capability=capability)
+
+
+def supported(fmt: Format, device: mx.Device | str, *, emulate: bool = False) -> Support:
+    """Whether MLX computes in the format on the device, and why (not)."""
+    if emulate:
+        return Support(True, f"emulated: {fmt} numbers in fp32 arrays, multiplied and summed in fp32")
+    return answer(fmt, describe(device), on_cpu=as_device(device).type == mx.cpu)
+
+
+def answer(fmt: Format, device: Device, *, on_cpu: bool) -> Support:
+    """`supported` for a device that is described rather than present."""
+    if is_narrow(fmt):
+        return Support(False, f"MLX has no fp8 type, and so none for {fmt}; {_EMULATED}")
+    if fmt not in DTYPES:
+        return Support(False, f"MLX offers no {fmt} matmul; {_EMULATED}")
+    if on_cpu and fmt != FP32:
+        return Support(True, f"MLX multiplies {fmt} on every CPU, widened to fp32; only timing it says if it pays")
+    found = native(fmt, device)
+    if not found:
+        return Support(False, f"{found.reason}; {_EMULATED}")
+    return found
+
+
+def as_device(device: mx.Device | str) -> mx.Device:
+    """An MLX device by its name, `cpu` or `gpu`; one that is not there, or no name of one, is an error."""
+    if isinstance(device, str):
+        if device not in _KINDS:
+            raise HalfstepError(f"`{device}` is no MLX device", hint="it is `cpu` or `gpu`")
+        device = mx.Device(_KINDS[device])
+    if device.type == mx.gpu and not (mx.metal.is_available() or mx.cuda.is_available()):
+        raise HalfstepError(
+            f"mlx {version()} finds no `gpu` device here",
+            hint="`cpu` is always there; a GPU needs Apple silicon, or Linux with `pip install 'mlx[cuda]'`",
+        )
+    return device
+
+
+def version() -> str:
+    """The version of MLX."""
+    return str(mx.__version__)  # type: ignore[attr-defined]
+
+
+def pin_matmuls(device: mx.Device | str) -> None:
+    """Makes fp32 matmuls fp32. To be called before the first one: MLX asks the environment once."""
+    if as_device(device).type == mx.cpu:
+        return
+    if os.environ.setdefault(_TF32, "0") != "0":
+        raise HalfstepError(
+            f"{_TF32} is `{os.environ[_TF32]}`: MLX would multiply fp32 arrays in TF32",
+            hint=f"unset it, or set {_TF32}=0",
+        )

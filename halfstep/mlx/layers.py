@@ -1,0 +1,400 @@
+"""The casted matmul and the islands, as functions and as modules.
+
+**A linear layer is three matmuls**, named by their results. With x of shape (tokens, in), W of (out, in) and the
+incoming gradient g of (tokens, out):
+
+    output      = x W^T      operands in `operand`,             rounded to `compute`
+    grad_input  = g W        operands in `grad_operand`, `operand`,    rounded to `grad`
+    grad_weight = g^T x      operands in `grad_operand`, `operand`,    in `grad_weight`, fp32 as a rule
+
+Each sums in fp32: MLX's bf16 and fp16 matmuls do. Both operands are cast to the layer's own formats; none is
+derived from what the weight or the input happens to be. A matmul of MLX has one dtype, so an fp32 result of half
+operands comes from widened operands: the same exact products. A weight gradient in fp32 is fp32 from the sum on,
+even where the weight is held in bf16 (the upper half of a split master): MLX lets a gradient be wider.
+
+**An island** (norm, softmax, loss) is fp32 inside, backward too: it widens its input, and the gradient is narrowed
+only on the way out. Norms return the compute format, the loss returns fp32. What MLX's own functions would do:
+
+    attention    where it has no fused kernel (on a CPU, and on a GPU while gradients are taken) the softmax is in
+                 fp32, of scores rounded to the dtype of q and k. So it gets them widened: scores are fp32.
+    norms        they round to the weight's dtype before they multiply by it. So they get fp32, always; an island
+                 asked for in bf16 has bf16 numbers going in and coming out.
+    factors      the gradient of what is broadcast to bf16 activations, a factor or a bias, is a sum: of products
+                 rounded one by one, and itself in bf16 on Metal and on CPUs with an older MLX. So `times` and
+                 `plus` compute in fp32 and round the result.
+
+**Emulated**, a tensor is carried in fp32 and holds values of its format. Every tensor that hardware would store in
+the format is rounded by the reference cast, gradients included; matmuls of such operands are exact products
+summed in fp32, in an order that may differ from the hardware's. What a fused kernel keeps to itself is not
+rounded: attention's probabilities stay fp32 here, where some kernels narrow them before they meet the values.
+
+**Promotion.** In MLX a bf16 array times an fp32 array, even of one element, is fp32, and so is all that follows. A
+layer that knows which dtypes the model's stream has (`Layer.streams`) refuses any other by `expect`.
+
+Shapes: B batch, T tokens of a sequence, D width, H heads, K features of a head.
+"""
+
+from collections.abc import Callable
+from copy import deepcopy
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import mlx.core as mx
+from mlx.nn.layers.base import Module
+
+from halfstep.core.errors import PolicyError
+from halfstep.core.formats import FP32, Format
+from halfstep.core.precision import Precision
+from halfstep.core.roles import Operand, is_narrow
+from halfstep.mlx.cast import carried, quantize_scaled
+from halfstep.mlx.dtypes import dtype_of
+
+
+@dataclass(frozen=True)
+class Casts:
+    """A precision in MLX's terms."""
+
+    precision: Precision
+    emulate: bool
+    plain: bool  # fp32 throughout: MLX's own matmul will do
+    compute: mx.Dtype
+    operand: mx.Dtype
+    grad: mx.Dtype
+    grad_operand: mx.Dtype
+    grad_weight: mx.Dtype
+    norm: mx.Dtype
+    softmax: mx.Dtype
+    loss: mx.Dtype
+    fused_softmax: bool  # attention keeps scores and softmax in fp32 whatever its inputs are
+
+    def __deepcopy__(self, _: dict[int, Any]) -> "Casts":
+        return self  # frozen, and MLX's dtypes cannot be copied
+
+
+@cache
+def casts_of(precision: Precision) -> Casts:
+    """What a precision means here. Emulated, every tensor is carried in fp32."""
+
+    def carrier(fmt: Format) -> mx.Dtype:
+        return mx.float32 if precision.emulate else dtype_of(fmt)
+
+    return Casts(
+        precision=precision,
+        emulate=precision.emulate,
+        plain=precision.formats == (FP32,) and precision.grad_weight == FP32,
+        compute=carrier(precision.compute),
+        operand=carrier(precision.operand.format),
+        grad=carrier(precision.grad),
+        grad_operand=carrier(precision.grad_operand.format),
+        grad_weight=carrier(precision.grad_weight),
+        norm=carrier(precision.norm),
+        softmax=carrier(precision.softmax),
+        loss=carrier(precision.loss),
+        fused_softmax=precision.softmax == FP32,
+    )
+
+
+class Layer(Module):
+    """A module with a precision of its own; fp32 until a policy is applied."""
+
+    casts = casts_of(Precision())
+    name: str = ""  # the qualified name, for messages, once the module is in a prepared model
+    streams: frozenset[mx.Dtype] | None = None  # what activations may arrive in; None is anything
+
+    @property
+    def precision(self) -> Precision:
+        """What the module runs in."""
+        return self.casts.precision
+
+    @precision.setter
+    def precision(self, precision: Precision) -> None:
+        self.casts = casts_of(precision)
+
+    def arrived(self, x: mx.array) -> mx.array:
+        """The same activation, if the model's stream may have its dtype."""
+        if self.streams is not None:
+            expect(x, self.casts, self.name or type(self).__name__, self.streams)
+        return x
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Layer":
+        made = type(self).__new__(type(self))
+        memo[id(self)] = made
+        for key, value in self.__dict__.items():
+            made.__dict__[key] = value if key == "streams" else deepcopy(value, memo)  # as in Casts
+        dict.update(made, {key: deepcopy(value, memo) for key, value in self.items()})
+        return made
+
+
+def expect(x: mx.array, casts: Casts, name: str, streams: frozenset[mx.Dtype] | None = None) -> None:
+    """Refuses an activation in a float dtype that is none of `streams`, which unless given is the layer's own."""
+    allowed = streams if streams is not None else frozenset((casts.compute,))
+    if x.dtype in allowed or not mx.issubdtype(x.dtype, mx.floating):
+        return
+    stream = casts.compute if casts.compute in allowed else next(iter(allowed))
+    promoted = x.dtype.size > stream.size
+    why = "an fp32 array met it upstream and promoted it" if promoted else "it was cast upstream"
+    raise PolicyError(
+        f"`{name}` got a {_word(x.dtype)} activation where the stream is {_word(stream)}: {why}",
+        hint="in MLX an fp32 array of any size widens what it meets: use a Python number in its place, or "
+        f".astype(mx.{_word(stream)})",
+    )
+
+
+def enter(x: mx.array, casts: Casts) -> mx.array:
+    """An activation in the compute format of the module it enters."""
+    return rounded(x.astype(casts.compute), casts)
+
+
+def rounded(x: mx.array, casts: Casts) -> mx.array:
+    """The result of an operation in the compute format: as it is natively, rounded where it is emulated."""
+    if not casts.emulate or casts.plain:
+        return x
+    return _rounding(casts.precision.compute, casts.precision.grad)(x)
+
+
+def owned(parameter: mx.array, casts: Casts) -> mx.array:
+    """A parameter that is not a matmul's; its gradient is in `grad_weight`, whatever the parameter is held in."""
+    if parameter.dtype == mx.float32 and casts.precision.grad_weight == FP32:
+        return parameter
+    return _owning(casts.precision.grad_weight)(parameter)
+
+
+def times(x: mx.array, factor: mx.array, casts: Casts) -> mx.array:
+    """An activation times a parameter that is broadcast to it. Half numbers have exact products in fp32."""
+    return enter(x.astype(mx.float32) * factor.astype(mx.float32), casts)
+
+
+def plus(x: mx.array, addend: mx.array, casts: Casts) -> mx.array:
+    """An activation plus a parameter that is broadcast to it, whose gradient is summed in fp32 likewise."""
+    return enter(x.astype(mx.float32) + addend.astype(mx.float32), casts)
+
+
+def lookup(weight: mx.array, index: mx.array, casts: Casts) -> mx.array:
+    """Rows of a table in compute; their gradients are summed in fp32, whatever the table is held in."""
+    return enter(_looking_up(casts.precision.grad_weight)(weight, index), casts)
+
+
+def linear(x: mx.array, weight: mx.array, bias: mx.array | None, casts: Casts) -> mx.array:
+    """x W^T + b with the operands, sums and results of `casts`."""
+    if casts.plain and weight.dtype == mx.float32:
+        y = x.astype(mx.float32) @ weight.T
+    else:
+        y = _multiplying(casts.precision)(enter(x, casts), weight)
+    return y if bias is None else plus(y, enter(owned(bias, casts), casts), casts)
+
+
+def rms_norm(x: mx.array, gain: mx.array | None, casts: Casts, eps: float = 1e-6) -> mx.array:
+    """x / sqrt(mean(x^2) + eps) * gain: inside in the norm format, out in compute."""
+    fmt = casts.precision.norm
+    gain = None if gain is None else owned(gain, casts)
+    x, gain = _inside(x, casts.norm, fmt, casts), _inside(gain, casts.norm, fmt, casts)
+    return _outside(mx.fast.rms_norm(x, gain, eps), casts.norm, fmt, casts)
+
+
+def layer_norm(
+    x: mx.array, gain: mx.array | None, bias: mx.array | None, casts: Casts, eps: float = 1e-5
+) -> mx.array:
+    """(x - mean) / sqrt(variance + eps) * gain + bias: inside in the norm format, out in compute."""
+    fmt = casts.precision.norm
+    gain, bias = (None if p is None else owned(p, casts) for p in (gain, bias))
+    x, gain, bias = (_inside(t, casts.norm, fmt, casts) for t in (x, gain, bias))
+    return _outside(mx.fast.layer_norm(x, gain, bias, eps), casts.norm, fmt, casts)
+
+
+def softmax(x: mx.array, casts: Casts, axis: int = -1) -> mx.array:
+    """exp(x) over its sum: inside in the softmax format, out in compute."""
+    fmt = casts.precision.softmax
+    inside = mx.softmax(_inside(x, casts.softmax, fmt, casts), axis=axis)
+    return _outside(inside, casts.softmax, fmt, casts)
+
+
+def attention(q_BHTK: mx.array, k_BHTK: mx.array, v_BHTK: mx.array, casts: Casts) -> mx.array:
+    """Causal attention; its softmax is in the softmax format, its result in compute."""
+    q, k, v = (enter(t, casts) for t in (q_BHTK, k_BHTK, v_BHTK))
+    if casts.fused_softmax:
+        q, k, v = (t.astype(mx.float32) for t in (q, k, v))
+        y = mx.fast.scaled_dot_product_attention(q, k, v, scale=q.shape[-1] ** -0.5, mask="causal")
+        return enter(y, casts)
+    if q.shape[1] != k.shape[1]:
+        k, v = (mx.repeat(t, q.shape[1] // k.shape[1], axis=1) for t in (k, v))
+    return _narrow_attention(q, k, v, casts)
+
+
+def cross_entropy(logits: mx.array, targets: mx.array, casts: Casts, softcap: float = 0.0) -> mx.array:
+    """The sum of -log softmax(logits)[target] over all targets: inside and out in the loss format."""
+    fmt = casts.precision.loss
+    inside = _inside(logits, casts.loss, fmt, casts)
+    if softcap:
+        inside = softcap * mx.tanh(inside / softcap)
+    chosen = mx.take_along_axis(inside, targets[..., None], axis=-1).squeeze(-1)
+    total = (mx.logsumexp(inside, axis=-1) - chosen).sum()
+    return _narrowed(total, casts.loss, fmt, casts)
+
+
+def rotate(x_BHTK: mx.array, cos_TK: mx.array, sin_TK: mx.array, casts: Casts) -> mx.array:
+    """Rotary positions: halves of each head turn by the angle of their position; angles are fp32."""
+    half = x_BHTK.shape[-1] // 2
+    x = x_BHTK.astype(mx.float32)
+    turned = mx.concatenate([-x[..., half:], x[..., :half]], axis=-1)
+    return enter(x * cos_TK + turned * sin_TK, casts)
+
+
+class Matmul(Layer):
+    """A module that multiplies activations by a matrix: what narrow operands are for."""
+
+
+class CastedLinear(Matmul):
+    """A linear layer that computes in its own precision, whatever its weight and input are held in."""
+
+    def __init__(self, inputs: int, outputs: int, bias: bool = False):
+        super().__init__()
+        bound = inputs**-0.5  # as nn.Linear begins
+        self.weight = mx.random.uniform(-bound, bound, (outputs, inputs))
+        self.bias = mx.zeros((outputs,)) if bias else None
+
+    def __call__(self, x: mx.array) -> mx.array:
+        """The layer's output."""
+        return linear(self.arrived(x), self.weight, self.bias, self.casts)
+
+    def _extra_repr(self) -> str:
+        outputs, inputs = self.weight.shape
+        form = " emulated" if self.precision.emulate else ""
+        return f"{inputs} -> {outputs}, {self.precision.operand.format} operands{form}"
+
+
+class Norm(Layer):
+    """Root-mean-square or layer normalization, an island."""
+
+    def __init__(self, width: int, kind: str = "rms", gain: bool = True, bias: bool = False):
+        super().__init__()
+        self.kind = kind
+        self.weight = mx.ones((width,)) if gain else None
+        self.bias = mx.zeros((width,)) if bias and gain and kind == "layer" else None
+
+    def __call__(self, x: mx.array) -> mx.array:
+        """The normalized input."""
+        x = self.arrived(x)
+        if self.kind == "layer":
+            return layer_norm(x, self.weight, self.bias, self.casts)
+        return rms_norm(x, self.weight, self.casts)
+
+    def _extra_repr(self) -> str:
+        return f"{self.kind}, {self.precision.norm} inside, {self.precision.compute} out"
+
+
+def _inside(x: Any, dtype: mx.Dtype, fmt: Format, casts: Casts) -> Any:
+    """A tensor (or None) with the numbers of the format that an island computes in, in fp32."""
+    return None if x is None else _narrowed(x, dtype, fmt, casts).astype(mx.float32)
+
+
+def _outside(x: mx.array, dtype: mx.Dtype, fmt: Format, casts: Casts) -> mx.array:
+    """What an island made, in its own format first and then in compute."""
+    return enter(_narrowed(x, dtype, fmt, casts), casts)
+
+
+def _narrowed(x: mx.array, dtype: mx.Dtype, fmt: Format, casts: Casts) -> mx.array:
+    """A tensor with the numbers of a format, in the dtype that carries it."""
+    x = x.astype(dtype)
+    return _rounding(fmt, fmt)(x) if casts.emulate and fmt != FP32 else x
+
+
+def _with_gradient(function: Callable[..., mx.array], backward: Callable[..., Any]) -> Any:
+    """A function whose gradient is stated: (arguments, gradient of the result, result) -> theirs."""
+    made = mx.custom_function(function)
+    made.vjp(backward)
+    return made
+
+
+@cache
+def _rounding(value: Format, grad: Format) -> Any:
+    """Rounds the value forward and the gradient backward, as storing both in narrow tensors would."""
+    return _with_gradient(lambda x: carried(x, value), lambda _, g, __: carried(g, grad))
+
+
+@cache
+def _owning(fmt: Format) -> Any:
+    """A parameter in fp32, and its gradient in the format of weight gradients."""
+    return _with_gradient(lambda p: p.astype(mx.float32), lambda p, g, _: held(carried(g, fmt), p, fmt))
+
+
+@cache
+def _looking_up(fmt: Format) -> Any:
+    """Rows of a table in fp32. MLX would sum their gradients in the dtype of the table."""
+
+    def backward(primals: tuple[mx.array, mx.array], g: mx.array, _: mx.array) -> tuple[mx.array, mx.array]:
+        weight, index = primals
+        total = mx.zeros(weight.shape).at[index.reshape(-1)].add(g.reshape(-1, weight.shape[-1]))
+        return held(carried(total, fmt), weight, fmt), mx.zeros_like(index)
+
+    return _with_gradient(lambda weight, index: weight[index].astype(mx.float32), backward)
+
+
+def held(g: mx.array, parameter: mx.array, fmt: Format) -> mx.array:
+    """A weight gradient with numbers of its format: in fp32 where the parameter is, else in the format's dtype."""
+    return g.astype(mx.float32 if parameter.dtype == mx.float32 else dtype_of(fmt))
+
+
+@cache
+def _multiplying(p: Precision) -> Any:
+    """The three matmuls of a linear layer without bias; x comes in the compute format."""
+    casts = casts_of(p)
+
+    def forward(x: mx.array, weight: mx.array) -> mx.array:
+        w = _narrowed(weight, casts.compute, p.compute, casts)
+        if casts.emulate:
+            return _emulated_matmul(x, w.T, p.operand, p.operand, p.compute)
+        return _matmul(x.astype(casts.operand), w.T.astype(casts.operand), casts.compute)
+
+    def backward(primals: tuple[mx.array, mx.array], g: mx.array, _: mx.array) -> tuple[mx.array, mx.array]:
+        (x, weight), w = primals, _narrowed(primals[1], casts.compute, p.compute, casts)
+        rows, g = x.reshape(-1, x.shape[-1]), g.reshape(-1, g.shape[-1])
+        if casts.emulate:
+            g = carried(g, p.grad)
+            grad_input = _emulated_matmul(g, w, p.grad_operand, p.operand, p.grad)
+            grad_weight = _emulated_matmul(g.T, rows, p.grad_operand, p.operand, p.grad_weight)
+        else:
+            g = g.astype(casts.grad_operand)
+            grad_input = _matmul(g, w.astype(casts.operand), casts.grad)
+            grad_weight = _matmul(g.T, rows.astype(casts.operand), casts.grad_weight)
+        return grad_input.reshape(x.shape), held(grad_weight, weight, p.grad_weight)
+
+    return _with_gradient(forward, backward)
+
+
+def _matmul(a: mx.array, b: mx.array, out: mx.Dtype) -> mx.array:
+    """a b summed in fp32, its result in `out`."""
+    if out == a.dtype == b.dtype:
+        return a @ b
+    return (a.astype(mx.float32) @ b.astype(mx.float32)).astype(out)
+
+
+def _emulated_matmul(a: mx.array, b: mx.array, a_operand: Operand, b_operand: Operand, out: Format) -> mx.array:
+    a, a_inv = _lower(a, a_operand)
+    b, b_inv = _lower(b.T, b_operand)
+    y = a @ b.T
+    if a_inv is not None:
+        y = y * a_inv
+    if b_inv is not None:
+        y = y * b_inv.reshape(-1)
+    return carried(y, out)
+
+
+def _lower(x: mx.array, operand: Operand) -> tuple[mx.array, mx.array | None]:
+    """An operand's values in its format, and what undoes their scale (a column for rows), emulated."""
+    if is_narrow(operand.format):
+        return quantize_scaled(x, operand)
+    return carried(x, operand.format), None
+
+
+def _narrow_attention(q: mx.array, k: mx.array, v: mx.array, casts: Casts) -> mx.array:
+    """Attention with its softmax in a narrower format than fp32."""
+    scores = (q @ k.swapaxes(-2, -1)).astype(casts.softmax) * q.shape[-1] ** -0.5
+    positions = mx.arange(q.shape[-2])
+    future = positions[:, None] < positions[None, :]
+    scores = mx.where(future, -mx.inf, scores)
+    return rounded(softmax(scores, casts) @ v, casts)
+
+
+def _word(dtype: mx.Dtype) -> str:
+    return str(dtype).removeprefix("mlx.core.")

@@ -1,0 +1,95 @@
+"""Masters: the fp32 numbers that parameters stand for, however they are held.
+
+    fp32          the array in the model is its own master
+    fp32:split    the model holds the nearest bf16, ties away from zero (hi), and an int16 remainder (lo) is kept
+                  here: 4 bytes a number, and the join of both is exact
+    bf16          there is none: the parameter is widened, updated and rounded back, to nearest or stochastically,
+                  by words that depend on (seed, update, parameter, element) and so agree on every replica
+    emulated      bf16 numbers in fp32 arrays, rounded back alike
+
+MLX's optimizers have no masters: they compute in the dtype of the parameter, and a bf16 weight at 1 never moves at
+a rate of 1e-4. They are functions of the parameters, though, so they are given the fp32 numbers, and what they
+return is stored.
+
+**What the forward pass is given** of a split master: a matmul in bf16 uses hi as it is. Where the whole is needed
+it is joined for the pass and dropped after it: in modules other than matmuls, since a tied head may compute in
+another format than the table it shares, and wherever compute is not bf16.
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+import mlx.core as mx
+
+from halfstep.core.philox import tensor_id
+from halfstep.mlx.apply import Applied, Place, hold
+from halfstep.mlx.cast import join, quantize, random_bits
+from halfstep.mlx.dtypes import dtype_of
+from halfstep.mlx.layers import Matmul
+
+
+class Masters:
+    """The trained parameters of a model, by name, and the way from how they are held to fp32 and back."""
+
+    def __init__(self, converted: Applied, seed: int = 0):
+        self.places = converted.places
+        self.held = converted.masters
+        self.policy = converted.policy
+        self.remainders = dict(converted.remainders)
+        self.seed = seed
+
+    def wide(self) -> dict[str, mx.array]:
+        """The numbers themselves, in fp32: what an optimizer updates."""
+        return {name: self._wide(name, place) for name, place in self.places.items()}
+
+    def used(self) -> dict[str, mx.array]:
+        """What the forward pass is given."""
+        found = {}
+        for name, place in self.places.items():
+            half = isinstance(place.module, Matmul) and place.module.casts.operand == mx.bfloat16
+            found[name] = self._wide(name, place) if name in self.remainders and not half else place.array
+        return found
+
+    @contextmanager
+    def in_use(self) -> Iterator[None]:
+        """Inside, the model holds what the forward pass is given; after, what it held before."""
+        before = {name: place.array for name, place in self.places.items()}
+        self.put(self.used())
+        try:
+            yield
+        finally:
+            self.put(before)
+
+    def put(self, arrays: Mapping[str, mx.array]) -> None:
+        """Puts arrays into the model as they are."""
+        for name, array in arrays.items():
+            self.places[name].put(array)
+
+    def set(self, wide: Mapping[str, mx.array]) -> None:
+        """Stores fp32 numbers, each as its master is held, rounded to nearest."""
+        for name, array in wide.items():
+            held, remainder = hold(array, self.held[name], self.policy)
+            self.places[name].put(held)
+            if remainder is not None:
+                self.remainders[name] = remainder
+
+    def update(self, wide: Mapping[str, mx.array], finite: mx.array, count: mx.array) -> None:
+        """Stores what the optimizer made in update number `count`; where it is not finite, all stays as it was."""
+        for name, place in self.places.items():
+            held, remainder = self._stored(name, wide[name], count)
+            place.put(mx.where(finite, held, place.array))
+            if remainder is not None:
+                self.remainders[name] = mx.where(finite, remainder, self.remainders[name])
+
+    def _wide(self, name: str, place: Place) -> mx.array:
+        if name in self.remainders:
+            return join(place.array, self.remainders[name])
+        return place.array.astype(mx.float32)
+
+    def _stored(self, name: str, wide: mx.array, count: mx.array) -> tuple[mx.array, mx.array | None]:
+        param = self.held[name]
+        if not param.stochastic:
+            return hold(wide, param, self.policy)
+        bits = random_bits(wide.shape, seed=self.seed, step=count, tensor=tensor_id(name))
+        rounded = quantize(wide, param.format, overflow="inf", rounding="stochastic", bits=bits)
+        return rounded if self.policy.emulate else rounded.astype(dtype_of(param.format)), None

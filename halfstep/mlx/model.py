@@ -1,0 +1,274 @@
+"""The reference decoder in MLX: parameters named and shaped as `halfstep.config.model` lists them.
+
+One block, with every switch on (each is off or plain unless the recipe says so):
+
+    x <- mix[0] x + mix[1] x0                     embedding shortcut: x0 is the embedded token
+    x <- x + attn_scale * attention(norm(x))      values mixed with the first block's; queries and keys normalized
+    x <- x + mlp_scale * mlp(norm(x))             down(gelu(up x)), down(relu(up x)^2), down(silu(gate x) * up x)
+
+U-net skips add the output of block i, times a learned weight, to the input of block layers - 1 - i. The
+residual stream is in the compute format; norms, softmax and the loss are islands (layers.py). GELU and SiLU are
+computed in fp32 and rounded once, as torch's kernels do; made of MLX's operations in bf16 they would be rounded at
+every one.
+
+Tables of rotary positions are attributes with a leading underscore, which MLX does not count among parameters.
+
+Shapes: B batch, T tokens of a sequence, D width, H heads, K features of a head, V vocabulary.
+"""
+
+import math
+from collections.abc import Iterator
+
+import mlx.core as mx
+import numpy as np
+from mlx.utils import tree_flatten, tree_unflatten
+
+from halfstep.config.model import ModelConfig, module_names, parameter_shapes
+from halfstep.config.weights import initial_weights
+from halfstep.mlx.layers import (
+    CastedLinear,
+    Layer,
+    Matmul,
+    Norm,
+    attention,
+    cross_entropy,
+    enter,
+    linear,
+    lookup,
+    owned,
+    plus,
+    rms_norm,
+    rotate,
+    rounded,
+    times,
+)
+
+
+class Decoder(Layer):
+    """A decoder-only transformer."""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        self.config = config
+        self.embed = Embedding(config.vocabulary, config.width)
+        self.positions = Embedding(config.context, config.width) if config.positions == "learned" else None
+        self.embed_norm = _norm(config) if config.embedding_norm else None
+        self.blocks = [Block(config) for _ in range(config.layers)]
+        self.skip_weights = _maybe(config.num_skips > 0, config.num_skips, config.width)
+        self.final_norm = _norm(config)
+        self.lm_head = Head(config)
+        self._cos_TK, self._sin_TK = rope_tables(config)
+        assert {name: tuple(p.shape) for name, p in self.named_parameters()} == parameter_shapes(config)
+
+    def __call__(self, tokens_BT: mx.array) -> mx.array:
+        """Logits for the token after each, in the head's compute format, before the softcap."""
+        config, casts = self.config, self.casts
+        x_BTD = self.embed(tokens_BT)
+        if self.positions is not None:
+            x_BTD = plus(x_BTD, self.positions.rows(tokens_BT.shape[1]), casts)
+        if self.embed_norm is not None:
+            x_BTD = self.embed_norm(x_BTD)
+        x0_BTD, first_values = x_BTD, None
+        skips: list[mx.array] = []
+        angles = (self._cos_TK[: tokens_BT.shape[1]], self._sin_TK[: tokens_BT.shape[1]])
+        for layer, block in enumerate(self.blocks):
+            mirror = config.layers - 1 - layer
+            if self.skip_weights is not None and mirror < config.num_skips:
+                weight_D = enter(owned(self.skip_weights, casts)[mirror], casts)
+                x_BTD = rounded(x_BTD + times(skips[mirror], weight_D, casts), casts)
+            x_BTD, values = block(x_BTD, x0_BTD, first_values, angles)
+            first_values = values if first_values is None else first_values
+            if layer < config.num_skips:
+                skips.append(x_BTD)
+        return self.lm_head(self.final_norm(x_BTD), self.embed.weight)
+
+    def loss(self, tokens_BT: mx.array, targets_BT: mx.array) -> mx.array:
+        """The sum over all targets of the negative log-likelihood, in the loss format."""
+        return cross_entropy(self(tokens_BT), targets_BT, self.casts, self.config.softcap)
+
+    def capped(self, logits: mx.array) -> mx.array:
+        """Logits as the loss sees them: in fp32, after the softcap."""
+        cap, wide = self.config.softcap, logits.astype(mx.float32)
+        return cap * mx.tanh(wide / cap) if cap else wide
+
+    def module_names(self) -> list[str]:
+        """The names that rules match."""
+        return module_names(self.config)
+
+    def initialize(self, seed: int) -> None:
+        """Sets every parameter to its first value, the same on every backend."""
+        weights = initial_weights(self.config, seed)
+        self.update(tree_unflatten([(name, mx.array(value)) for name, value in weights]))
+
+    def named_parameters(self) -> Iterator[tuple[str, mx.array]]:
+        """The name and array of every parameter."""
+        yield from dict(tree_flatten(self.parameters())).items()
+
+    def matrices(self) -> Iterator[tuple[str, mx.array]]:
+        """The matrices inside blocks, which Muon updates."""
+        for name, parameter in self.named_parameters():
+            if name.startswith("blocks.") and parameter.ndim == 2 and name.endswith(".weight"):
+                yield name, parameter
+
+
+class Block(Layer):
+    """Attention and MLP, each added to the residual stream."""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        shortcut = {"none": (), "scalar": (2,), "channel": (2, config.width)}[config.embedding_shortcut]
+        self.residual_mix = _maybe(bool(shortcut), *shortcut)
+        self.attn_norm = _norm(config)
+        self.attn = Attention(config)
+        self.attn_scale = _maybe(config.branch_scale, config.width)
+        self.mlp_norm = _norm(config)
+        self.mlp = MLP(config)
+        self.mlp_scale = _maybe(config.branch_scale, config.width)
+
+    def __call__(
+        self, x_BTD: mx.array, x0_BTD: mx.array, first_values: mx.array | None, angles: tuple[mx.array, mx.array]
+    ) -> tuple[mx.array, mx.array]:
+        """The stream after the block, and the values of its attention."""
+        casts = self.casts
+        if self.residual_mix is not None:
+            mix = enter(owned(self.residual_mix, casts), casts)
+            x_BTD = rounded(times(x_BTD, mix[0], casts) + times(x0_BTD, mix[1], casts), casts)
+        y_BTD, values = self.attn(self.attn_norm(x_BTD), first_values, angles)
+        x_BTD = self._add(x_BTD, y_BTD, self.attn_scale)
+        return self._add(x_BTD, self.mlp(self.mlp_norm(x_BTD)), self.mlp_scale), values
+
+    def _add(self, x_BTD: mx.array, y_BTD: mx.array, scale_D: mx.array | None) -> mx.array:
+        casts = self.casts
+        y_BTD = enter(y_BTD, casts)
+        if scale_D is not None:
+            y_BTD = times(y_BTD, enter(owned(scale_D, casts), casts), casts)
+        return rounded(enter(x_BTD, casts) + y_BTD, casts)
+
+
+class Attention(Layer):
+    """Causal self-attention."""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        self.config = config
+        head = config.size_of_head
+        self.q = CastedLinear(config.width, config.heads * head, config.bias)
+        self.k = CastedLinear(config.width, config.num_kv_heads * head, config.bias)
+        self.v = CastedLinear(config.width, config.num_kv_heads * head, config.bias)
+        self.value_mix = _maybe(config.value_residual)
+        self.q_norm = HeadNorm(head, config.qk_norm == "gain") if config.qk_norm != "none" else None
+        self.k_norm = HeadNorm(head, config.qk_norm == "gain") if config.qk_norm != "none" else None
+        self.q_gain = _maybe(config.q_gain, config.heads)
+        self.o = CastedLinear(config.heads * head, config.width, config.bias)
+
+    def __call__(
+        self, x_BTD: mx.array, first_values: mx.array | None, angles: tuple[mx.array, mx.array]
+    ) -> tuple[mx.array, mx.array]:
+        """What attention adds to the stream, and its values before they were mixed."""
+        casts = self.casts
+        q_BHTK, k_BHTK, v_BHTK = (self._heads(layer(x_BTD)) for layer in (self.q, self.k, self.v))
+        values = v_BHTK
+        if self.value_mix is not None and first_values is not None:
+            mix = enter(owned(self.value_mix, casts), casts)
+            v_BHTK = rounded(v_BHTK + times(rounded(first_values - v_BHTK, casts), mix, casts), casts)
+        if self.q_norm is not None and self.k_norm is not None:
+            q_BHTK, k_BHTK = self.q_norm(q_BHTK), self.k_norm(k_BHTK)
+        if self.config.positions == "rotary":
+            q_BHTK, k_BHTK = rotate(q_BHTK, *angles, casts), rotate(k_BHTK, *angles, casts)
+        if self.q_gain is not None:
+            q_BHTK = times(q_BHTK, enter(owned(self.q_gain, casts), casts)[:, None, None], casts)
+        y_BHTK = attention(q_BHTK, k_BHTK, v_BHTK, casts)
+        return self.o(y_BHTK.swapaxes(1, 2).flatten(2)), values
+
+    def _heads(self, x_BTD: mx.array) -> mx.array:
+        return mx.unflatten(x_BTD, -1, (-1, self.config.size_of_head)).swapaxes(1, 2)
+
+
+class MLP(Layer):
+    """Two or three matmuls around a nonlinearity."""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        self.kind = config.mlp
+        self.up = CastedLinear(config.width, config.size_of_mlp, config.bias)
+        self.gate = CastedLinear(config.width, config.size_of_mlp, config.bias) if config.mlp == "swiglu" else None
+        self.down = CastedLinear(config.size_of_mlp, config.width, config.bias)
+
+    def __call__(self, x_BTD: mx.array) -> mx.array:
+        """What the MLP adds to the stream."""
+        casts = self.casts
+        hidden = enter(self.up(x_BTD), casts)
+        if self.gate is not None:
+            hidden = rounded(enter(_silu(enter(self.gate(x_BTD), casts)), casts) * hidden, casts)
+        elif self.kind == "relu2":
+            hidden = rounded(mx.maximum(hidden, 0).square(), casts)
+        else:
+            hidden = enter(_gelu(hidden), casts)
+        return self.down(hidden)
+
+
+class Embedding(Layer):
+    """Rows of a table, looked up and cast to the compute format."""
+
+    def __init__(self, count: int, width: int):
+        super().__init__()
+        self.weight = mx.zeros((count, width))
+
+    def __call__(self, index: mx.array) -> mx.array:
+        """The rows of the index."""
+        return lookup(self.weight, index, self.casts)
+
+    def rows(self, count: int) -> mx.array:
+        """The first rows, for positions."""
+        return enter(owned(self.weight, self.casts)[:count], self.casts)
+
+
+class Head(Matmul):
+    """The output head: its own matrix, or the embedding's."""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        self.weight = None if config.tied else mx.zeros((config.vocabulary, config.width))
+
+    def __call__(self, x_BTD: mx.array, tied: mx.array) -> mx.array:
+        """Logits."""
+        return linear(self.arrived(x_BTD), tied if self.weight is None else self.weight, None, self.casts)
+
+
+class HeadNorm(Layer):
+    """Root-mean-square normalization of each head's features."""
+
+    def __init__(self, features: int, gain: bool):
+        super().__init__()
+        self.weight = _maybe(gain, features)
+
+    def __call__(self, x_BHTK: mx.array) -> mx.array:
+        """The normalized heads."""
+        return rms_norm(self.arrived(x_BHTK), self.weight, self.casts)
+
+
+def rope_tables(config: ModelConfig) -> tuple[mx.array, mx.array]:
+    """cos and sin of position * base^(-2i/K), twice side by side; angles in fp64, tables in fp32."""
+    half = config.size_of_head // 2
+    rates = config.rope_base ** -(np.arange(half) / half)
+    angles = np.tile(np.outer(np.arange(config.context), rates), (1, 2))
+    return mx.array(np.cos(angles).astype(np.float32)), mx.array(np.sin(angles).astype(np.float32))
+
+
+def _gelu(x: mx.array) -> mx.array:
+    """GELU by its tanh formula, in fp32."""
+    x = x.astype(mx.float32)
+    return 0.5 * x * (1 + mx.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x * x * x)))
+
+
+def _silu(x: mx.array) -> mx.array:
+    x = x.astype(mx.float32)
+    return x * mx.sigmoid(x)
+
+
+def _norm(config: ModelConfig) -> Norm:
+    return Norm(config.width, config.norm, config.norm_gain, config.bias)
+
+
+def _maybe(wanted: bool, *shape: int) -> mx.array | None:
+    return mx.zeros(shape) if wanted else None

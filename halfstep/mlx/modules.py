@@ -1,0 +1,223 @@
+"""Modules of `mlx.nn` that cast: the classes that take the place of those a model was made of.
+
+MLX has no hooks, so `apply` changes `module.__class__`: arrays stay where they are, under their names, and
+printing the model tells what it now is. Three kinds of class do it.
+
+    Linear, Embedding, RMSNorm, ...    take the place of one class of mlx.nn, and are layers as those of layers.py
+    Around                             is mixed into the class of any other module that holds arrays
+    Whole                              is mixed into the class of the model itself, for what goes in and comes out
+
+Shapes: B batch, T tokens of a sequence, H heads, K features of a head.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import mlx.core as mx
+from mlx.nn.layers import activations, embedding, normalization, positional_encoding, transformer
+from mlx.nn.layers import linear as linear_layers
+from mlx.nn.layers.base import Module
+from mlx.utils import tree_flatten
+
+from halfstep.mlx.layers import (
+    Casts,
+    Layer,
+    Matmul,
+    casts_of,
+    enter,
+    expect,
+    layer_norm,
+    linear,
+    lookup,
+    owned,
+    rms_norm,
+)
+
+
+class Linear(Matmul, linear_layers.Linear):
+    """`nn.Linear` as the casted matmul."""
+
+    def __call__(self, x: mx.array) -> mx.array:
+        """The layer's output."""
+        return linear(self.arrived(x), self.weight, self.get("bias"), self.casts)
+
+    def _extra_repr(self) -> str:
+        form = " emulated" if self.precision.emulate else ""
+        return f"{linear_layers.Linear._extra_repr(self)}, {self.precision.operand.format} operands{form}"
+
+
+class Embedding(Layer, embedding.Embedding):
+    """`nn.Embedding`: rows of the master, cast to compute; as a tied head, the casted matmul."""
+
+    def __call__(self, x: mx.array) -> mx.array:
+        """The rows of the index."""
+        return lookup(self.weight, x, self.casts)
+
+    def as_linear(self, x: mx.array) -> mx.array:
+        """Logits of a tied head."""
+        return linear(self.arrived(x), self.weight, None, self.casts)
+
+    def _extra_repr(self) -> str:
+        return f"{embedding.Embedding._extra_repr(self)}, {self.precision.compute} out"
+
+
+class RMSNorm(Layer, normalization.RMSNorm):
+    """`nn.RMSNorm` as an island."""
+
+    def __call__(self, x: mx.array) -> mx.array:
+        """The normalized input."""
+        return rms_norm(self.arrived(x), self.weight, self.casts, self.eps)
+
+    def _extra_repr(self) -> str:
+        return f"{normalization.RMSNorm._extra_repr(self)}, {_inside_and_out(self)}"
+
+
+class LayerNorm(Layer, normalization.LayerNorm):
+    """`nn.LayerNorm` as an island."""
+
+    def __call__(self, x: mx.array) -> mx.array:
+        """The normalized input."""
+        return layer_norm(self.arrived(x), self.get("weight"), self.get("bias"), self.casts, self.eps)
+
+    def _extra_repr(self) -> str:
+        return f"{normalization.LayerNorm._extra_repr(self)}, {_inside_and_out(self)}"
+
+
+class MultiHeadAttention(Layer, transformer.MultiHeadAttention):
+    """`nn.MultiHeadAttention` with scores and softmax in fp32; its projections are Linears of their own."""
+
+    def __call__(self, queries: mx.array, keys: mx.array, values: mx.array, mask: Any = None) -> mx.array:
+        """What attention gathers from the values."""
+        q, k, v = self.query_proj(queries), self.key_proj(keys), self.value_proj(values)
+        q, k, v = (mx.unflatten(t, -1, (self.num_heads, -1)).swapaxes(1, 2).astype(mx.float32) for t in (q, k, v))
+        y = mx.fast.scaled_dot_product_attention(q, k, v, scale=q.shape[-1] ** -0.5, mask=mask)
+        return self.out_proj(enter(y.swapaxes(1, 2).flatten(-2), self.casts))
+
+
+KINDS: dict[type, type] = {
+    linear_layers.Linear: Linear,
+    embedding.Embedding: Embedding,
+    normalization.RMSNorm: RMSNorm,
+    normalization.LayerNorm: LayerNorm,
+    transformer.MultiHeadAttention: MultiHeadAttention,
+}
+# Modules that run as MLX has them, in the format of a role.
+ISLANDS: dict[type, str] = {
+    normalization.GroupNorm: "norm",
+    normalization.BatchNorm: "norm",
+    normalization.InstanceNorm: "norm",
+    activations.Softmax: "softmax",
+    activations.LogSoftmax: "softmax",
+    activations.Softmin: "softmax",
+    positional_encoding.RoPE: "rope",
+    positional_encoding.SinusoidalPositionalEncoding: "rope",
+}
+
+
+def _inside_and_out(norm: Layer) -> str:
+    return f"{norm.precision.norm} inside, {norm.precision.compute} out"
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What `Around` knows of the module that it surrounds."""
+
+    name: str
+    casts: Casts
+    streams: frozenset[mx.Dtype]
+    role: str  # of an island; empty elsewhere
+
+    def __deepcopy__(self, _: dict[int, Any]) -> "Setting":
+        return self  # frozen, and MLX's dtypes cannot be copied
+
+    @property
+    def inside(self) -> Casts:
+        """What inputs and arrays are cast to for the call."""
+        if not self.role:
+            return self.casts
+        fmt = getattr(self.casts.precision, self.role)
+        return casts_of(replace(self.casts.precision, compute=fmt, grad=fmt))
+
+
+class Around(Module):
+    """Mixed into the class of a module that holds arrays: casts them, and what goes in and out, around the call.
+
+    A module that holds others passes on what it is given: they cast for themselves, and a mask or a table among
+    its inputs may be meant to be fp32.
+    """
+
+    halfstep: Setting
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """What the module makes of its inputs."""
+        setting, inside = self.halfstep, self.halfstep.inside
+        leaf = not tree_flatten(self.children(), is_leaf=Module.is_module)
+        if leaf:
+            if setting.role != "rope" and args and isinstance(args[0], mx.array):
+                expect(args[0], setting.casts, setting.name, setting.streams)
+            args, kwargs = mapped(lambda x: enter(x, inside), (args, kwargs))
+        held = [(container, key, container[key]) for container, key in own_arrays(self)]
+        cast = [enter(owned(array, setting.casts), inside) for _, _, array in held]
+        for (container, key, _), array in zip(held, cast, strict=True):
+            container[key] = array
+        try:
+            out = super().__call__(*args, **kwargs)
+        finally:
+            for (container, key, array), given in zip(held, cast, strict=True):
+                # What the call replaced, as running statistics, stays replaced.
+                container[key] = array if container[key] is given else container[key].astype(array.dtype)
+        return mapped(lambda x: enter(x, setting.casts), out) if leaf else out
+
+    def _extra_repr(self) -> str:
+        precision = self.halfstep.casts.precision
+        inside = getattr(precision, self.halfstep.role) if self.halfstep.role else precision.compute
+        return ", ".join(filter(None, [super()._extra_repr(), f"{inside} inside"]))
+
+
+@dataclass(frozen=True)
+class Borders:
+    """What goes into a model and comes out of it."""
+
+    inputs: Casts
+    outputs: Casts
+    cast_inputs: bool
+
+
+class Whole(Module):
+    """Mixed into the class of the model itself: floating inputs in compute, outputs in the loss format."""
+
+    halfstep_model: Borders
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """What the model makes of its inputs."""
+        borders = self.halfstep_model
+        if borders.cast_inputs:
+            args, kwargs = mapped(lambda x: enter(x, borders.inputs), (args, kwargs))
+        return mapped(lambda x: enter(x, borders.outputs), super().__call__(*args, **kwargs))
+
+
+def mapped(fn: Callable[[mx.array], mx.array], tree: Any) -> Any:
+    """A tree of plain tuples, lists and dicts with its floating arrays changed, and everything else as it is."""
+    if isinstance(tree, mx.array):
+        return fn(tree) if mx.issubdtype(tree.dtype, mx.floating) else tree
+    if type(tree) is dict:
+        return {key: mapped(fn, value) for key, value in tree.items()}
+    if type(tree) in (list, tuple):
+        return type(tree)(mapped(fn, value) for value in tree)
+    return tree
+
+
+def own_arrays(module: Module) -> Iterator[tuple[Any, Any]]:
+    """(container, key) of the floating arrays that a module holds itself; names with an underscore are private."""
+
+    def visit(container: Any) -> Iterator[tuple[Any, Any]]:
+        items = container.items() if isinstance(container, dict) else enumerate(container)
+        for key, value in list(items):
+            if isinstance(value, mx.array) and mx.issubdtype(value.dtype, mx.floating):
+                if not str(key).startswith("_"):
+                    yield container, key
+            elif isinstance(value, dict | list) and not isinstance(value, Module):
+                yield from visit(value)
+
+    return visit(module)

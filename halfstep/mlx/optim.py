@@ -1,0 +1,150 @@
+"""AdamW and Muon on MLX, in the equations of every backend.
+
+**AdamW** (Loshchilov and Hutter), with g the gradient, t the updates applied so far and decay decoupled:
+
+    m <- b1 m + (1 - b1) g          v <- b2 v + (1 - b2) g^2
+    w <- w (1 - rate decay) - rate (m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps)
+
+MLX's own AdamW has the same equations with `bias_correction=True`, which is not its default. It takes 1 - b^t in
+fp32, where the difference cancels: for b = 0.999 and t = 1 it is off by 1.3e-5. Here it is -expm1(t log b).
+
+**Muon** (Jordan et al.), for matrices: the update is the momentum with its singular values pushed to one by
+five Newton-Schulz steps X <- a X + (b A + c A^2) X, A = X X^T, times sqrt(max(1, rows / columns)). The steps
+are the one part that is not fp32: they run in the policy's compute format, emulated where that is. MLX's own Muon
+takes matrices one by one, in the format of the gradient, and its decay passes through the orthogonalization.
+
+Both are `mlx.optimizers.Optimizer`s: they take fp32 gradients and fp32 parameters and give new ones. Masters,
+moments in other formats and skipped steps are not theirs to know, unlike on torch: an optimizer of MLX is a
+function of its state and the parameters, so step.py does all three around any of them.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import mlx.core as mx
+import mlx.optimizers
+from mlx.utils import tree_flatten, tree_map_with_path
+
+from halfstep.core.errors import HalfstepError
+from halfstep.core.formats import FP32, Format
+from halfstep.mlx.cast import carried
+from halfstep.mlx.dtypes import dtype_of
+
+NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)  # Jordan et al., 2024
+Optimizer = mlx.optimizers.Optimizer
+# A rate, or a schedule of MLX's: a function of the optimizer's own count of steps.
+Rate = float | Callable[[mx.array], mx.array]
+
+
+class AdamW(mlx.optimizers.AdamW):
+    """AdamW with bias correction."""
+
+    def __init__(
+        self,
+        learning_rate: Rate = 1e-3,
+        betas: Sequence[float] = (0.9, 0.95),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+    ):
+        super().__init__(learning_rate, list(betas), eps, weight_decay, bias_correction=True)
+
+    def apply_single(self, gradient: mx.array, parameter: mx.array, state: dict[str, Any]) -> mx.array:
+        """One parameter after the update; `state` is given its new moments."""
+        first, second = self.betas
+        state["m"] = first * state["m"] + (1 - first) * gradient
+        state["v"] = second * state["v"] + (1 - second) * mx.square(gradient)
+        rate = self.learning_rate
+        scale = mx.rsqrt(_one_minus_power(second, self.step))
+        update = state["m"] / (mx.sqrt(state["v"]) * scale + self.eps)
+        decayed = parameter * (1 - rate * self.weight_decay)
+        return decayed - (rate / _one_minus_power(first, self.step)) * update
+
+
+class Muon(Optimizer):
+    """Muon with Nesterov momentum, for matrices; those of one shape are updated in one batch."""
+
+    def __init__(
+        self,
+        learning_rate: Rate = 0.02,
+        momentum: float = 0.95,
+        weight_decay: float = 0.0,
+        iteration: Format = FP32,
+        emulate: bool = False,
+    ):
+        super().__init__()
+        self._maybe_schedule("learning_rate", learning_rate)
+        self.momentum, self.weight_decay = momentum, weight_decay
+        self.iteration, self.emulate = iteration, emulate
+
+    def init_single(self, parameter: mx.array, state: dict[str, Any]) -> None:
+        """The state of a matrix before its first update."""
+        if parameter.ndim != 2:
+            raise HalfstepError(
+                f"Muon updates matrices, and one parameter has the shape {parameter.shape}",
+                hint="give the others to AdamW: mlx.optimizers.MultiOptimizer([Muon(...), AdamW(...)], [filter])",
+            )
+        state["momentum"] = mx.zeros_like(parameter)
+
+    def apply_gradients(self, gradients: dict[str, Any], parameters: dict[str, Any]) -> dict[str, Any]:
+        """The matrices after one update, as a tree like that of the gradients."""
+        flat: dict[str, mx.array] = dict(tree_flatten(gradients))
+        held: dict[str, mx.array] = dict(tree_flatten(parameters))
+        # MLX's own does the schedule, the count and the first state, and then nothing where there are no leaves.
+        self.init(gradients)
+        super().apply_gradients({}, {})
+        by_shape: dict[tuple[int, ...], list[str]] = {}
+        for name, gradient in flat.items():
+            by_shape.setdefault(tuple(gradient.shape), []).append(name)
+        updated: dict[str, mx.array] = {}
+        for names in by_shape.values():
+            new = self._update(names, mx.stack([flat[name] for name in names]), [held[name] for name in names])
+            updated |= dict(zip(names, new, strict=True))
+        return tree_map_with_path(lambda name, _: updated[name], gradients)
+
+    def _update(self, names: list[str], gradients: mx.array, held: list[mx.array]) -> list[mx.array]:
+        states = [_at(self.state, name) for name in names]
+        momentum = self.momentum * mx.stack([state["momentum"] for state in states]) + gradients
+        update = orthogonalize(gradients + self.momentum * momentum, self.iteration, emulate=self.emulate)
+        rows, columns = held[0].shape
+        update = update.astype(mx.float32) * max(1.0, rows / columns) ** 0.5
+        decay = 1 - self.learning_rate * self.weight_decay
+        for index, state in enumerate(states):
+            state["momentum"] = momentum[index]
+        return [w * decay - self.learning_rate * update[index] for index, w in enumerate(held)]
+
+
+def orthogonalize(matrices: mx.array, iteration: Format, steps: int = 5, *, emulate: bool = False) -> mx.array:
+    """Each matrix of a batch with its singular values pushed to about one, by Newton-Schulz."""
+    a, b, c = NEWTON_SCHULZ
+
+    def held(x: mx.array) -> mx.array:
+        return carried(x, iteration) if emulate else x.astype(dtype_of(iteration))
+
+    tall = matrices.shape[-2] > matrices.shape[-1]
+    x = mx.swapaxes(matrices, -1, -2) if tall else matrices
+    x = held(x / (mx.linalg.norm(x, axis=[-2, -1], keepdims=True) + 1e-7))
+    for _ in range(steps):
+        # A copy of X^T: MLX's fp32 matmul on a CPU is 1.6 times slower on a transposed second operand.
+        product = held(x @ mx.contiguous(mx.swapaxes(x, -1, -2)))
+        x = held(a * x + held(b * product + c * held(product @ product)) @ x)
+    return mx.swapaxes(x, -1, -2) if tall else x
+
+
+def leaves_of(optimizer: Optimizer) -> list[Optimizer]:
+    """The optimizers that hold state, of one or of many."""
+    if isinstance(optimizer, mlx.optimizers.MultiOptimizer):
+        return [leaf for each in optimizer.optimizers for leaf in leaves_of(each)]
+    return [optimizer]
+
+
+def _one_minus_power(base: float, step: mx.array) -> mx.array:
+    """1 - base^step in fp32, without the difference."""
+    return -mx.expm1(step.astype(mx.float32) * math.log(base)) if base else mx.array(1.0)
+
+
+def _at(tree: Any, name: str) -> Any:
+    """The subtree at a dotted name; segments of lists are numbers."""
+    for segment in name.split("."):
+        tree = tree[int(segment)] if isinstance(tree, list | tuple) else tree[segment]
+    return tree

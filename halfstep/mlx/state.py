@@ -1,0 +1,102 @@
+"""Model, optimizer, scale and random state as flat {name: array}, and back, bit for bit.
+
+Names are those of core.stored, and for what MLX alone has:
+
+    remainder.<parameter>                   the int16 half of a split master; `model.<parameter>` is its bf16 half
+    optimizer.<i>.step, .learning_rate      what an optimizer of MLX holds once, for all of its parameters
+    rng.mlx                                 the key of mx.random, two words; one for all devices
+
+Loading checks names, shapes and dtypes before it changes anything: fp32 moments never come back bf16.
+"""
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import mlx.core as mx
+import numpy as np
+
+from halfstep.core.errors import HalfstepError
+from halfstep.core.scaling import ScaleState
+from halfstep.core.stored import Description, Stored, check_same
+from halfstep.mlx.cast import join
+
+if TYPE_CHECKING:
+    from halfstep.mlx.step import Run
+
+# Names of dtypes in a safetensors header, and the numpy dtype that carries the bytes.
+DTYPE_NAMES = {
+    mx.float32: ("F32", "<f4"),
+    mx.bfloat16: ("BF16", "<u2"),
+    mx.float16: ("F16", "<f2"),
+    mx.float64: ("F64", "<f8"),
+    mx.int64: ("I64", "<i8"),
+    mx.int32: ("I32", "<i4"),
+    mx.int16: ("I16", "<i2"),
+    mx.int8: ("I8", "i1"),
+    mx.uint64: ("U64", "<u8"),
+    mx.uint32: ("U32", "<u4"),
+    mx.uint16: ("U16", "<u2"),
+    mx.uint8: ("U8", "u1"),
+    mx.bool_: ("BOOL", "?"),
+}
+_DTYPES = {name: (dtype, carrier) for dtype, (name, carrier) in DTYPE_NAMES.items()}
+
+
+def state_of(run: "Run") -> dict[str, mx.array]:
+    """Every array that the next step depends on. They are the live ones, not copies."""
+    state = {name: place.array for name, place in run.places().items()}
+    state |= {f"remainder.{name}": array for name, array in run.masters.remainders.items()}
+    state |= {f"scale.{field}": run.scalars[field] for field in ScaleState._fields}
+    state["applied"] = run.scalars["applied"]
+    state["rng.mlx"] = mx.random.state[0]  # type: ignore[index]
+    return state
+
+
+def load_state(run: "Run", given: Mapping[str, mx.array]) -> None:
+    """Puts a state back. One of another model, optimizer or precision is refused whole."""
+    check_same(_described(state_of(run)), _described(given))
+    for name, place in run.places().items():
+        place.put(given[name])
+    run.masters.remainders.update({name: given[f"remainder.{name}"] for name in run.masters.remainders})
+    run.scalars.update({field: given[f"scale.{field}"] for field in ScaleState._fields})
+    run.scalars["applied"] = given["applied"]
+    run.forget()
+    high, low = (int(word) for word in np.array(given["rng.mlx"]))
+    mx.random.seed(high << 32 | low)
+
+
+def load_weights(run: "Run", given: Mapping[str, mx.array]) -> None:
+    """Takes the weights of a state, however its masters were held, and stores them as this run holds its own."""
+    wide = {}
+    for name, place in run.masters.places.items():
+        hi, lo = given[f"model.{name}"], given.get(f"remainder.{name}")
+        wide[name] = hi.astype(mx.float32) if lo is None else join(hi, lo)
+        if wide[name].shape != place.array.shape:
+            raise HalfstepError(
+                f"`{name}` has the shape {hi.shape} in the checkpoint and {place.array.shape} in the model",
+                hint="load it with the model it was saved with",
+            )
+    run.masters.set(wide)
+
+
+def stored(array: mx.array) -> Stored:
+    """An array's bytes, little-endian, with its dtype and shape."""
+    name, carrier = DTYPE_NAMES[array.dtype]
+    flat = array.reshape(-1)
+    flat = flat.view(mx.uint16) if array.dtype == mx.bfloat16 else flat  # numpy knows no bf16
+    return name, tuple(array.shape), np.array(flat).astype(carrier, copy=False).tobytes()
+
+
+def restored(record: Stored) -> mx.array:
+    """The array that `stored` wrote."""
+    name, shape, data = record
+    if name not in _DTYPES:
+        raise HalfstepError(f"a stored tensor has dtype {name}; known are {', '.join(_DTYPES)}")
+    dtype, carrier = _DTYPES[name]
+    # The dtype is said: MLX makes float32 of numpy's float64.
+    flat = mx.array(np.frombuffer(data, carrier), mx.uint16 if dtype == mx.bfloat16 else dtype)
+    return (flat.view(mx.bfloat16) if dtype == mx.bfloat16 else flat).reshape(shape)
+
+
+def _described(state: Mapping[str, mx.array]) -> dict[str, Description]:
+    return {name: (DTYPE_NAMES[array.dtype][0], tuple(array.shape)) for name, array in state.items()}

@@ -1,0 +1,400 @@
+"""One update: accumulate, is it finite?, unscale, clip, step, rescale.
+
+With S the scale, w_i the weight (tokens) of micro-batch i, l_i its mean loss and g_i the gradient of l_i, the
+gradient of the mean over all tokens is sum_i w_i g_i / sum_i w_i. The total is known only after the last
+micro-batch, and summing un-normalized losses would multiply fp16 gradients by thousands. So each micro-batch
+is weighted against the first,
+
+    accumulated  G = sum_i (w_i / w_1) S g_i              in the accumulate format, fp32
+    gradient       = G * inv_scale * w_1 / sum_i w_i      unscaled with the S that was used
+
+then clipped to `clip_norm`, then handed to the optimizer. One norm of G serves the finite check and the
+clipping: it is finite exactly if every gradient is and none is beyond 1.8e19, which no step survives.
+
+Every optimizer is given fp32 masters (masters.py) and fp32 gradients, and state that has its parameter's shape is
+stored in the moments format and widened for the update.
+
+**No tape.** MLX differentiates functions, so gradients are handed over: `value_and_grad` gives them with the scale
+they carry, `update` takes them. Nothing here reads a number from the device. A step that is not finite changes
+nothing but the scale, under every policy: parameters, optimizer state (its count and schedules too) and running
+statistics are chosen by mx.where. Each update, and each micro-batch, is launched by mx.async_eval: arrays are
+lazy, and the graph would grow from step to step otherwise.
+
+**Compiled**, each of the two halves, gradients and update, is a function of the arrays of model, optimizer and
+scale, so a new rate or scale compiles nothing anew. On a CPU MLX compiles every fused kernel by a call of g++: the
+first step of the `tiny` recipe takes 33 s, and the others as long as before (1.96 s of CPU against 2.08 s in bf16,
+3.1 s against 2.8 s in fp32, the least of four). So `compile=None` compiles on a GPU only, unmeasured.
+"""
+
+import os
+import shutil
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import mlx.core as mx
+import mlx.optimizers
+from mlx.nn.layers.base import Module
+from mlx.utils import tree_flatten, tree_unflatten
+
+from halfstep.core.errors import HalfstepError, PolicyError, ScalingError
+from halfstep.core.formats import FP32
+from halfstep.core.policy import Policy
+from halfstep.core.roles import print_value
+from halfstep.core.scaling import ScaleState
+from halfstep.mlx.apply import Applied, Place, apply, arrays, public, restore, trainable
+from halfstep.mlx.dtypes import dtype_of
+from halfstep.mlx.masters import Masters
+from halfstep.mlx.optim import leaves_of
+from halfstep.mlx.state import load_state, state_of
+
+# loss_fn(model, batch) -> the mean loss, or (the sum of losses, the number of tokens)
+LossFn = Callable[[Module, Any], Any]
+_SCALARS = {"scale": mx.float32, "good_steps": mx.int32, "tolerance": mx.int32, "stuck": mx.bool_}
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What one update did, as unread arrays: reading one waits for the device."""
+
+    loss: mx.array  # mean over the tokens of all micro-batches
+    skipped: mx.array  # bool: the gradients were not finite
+    scale: mx.array  # the scale that was used
+    grad_norm: mx.array  # after unscaling, before clipping
+    stuck: mx.array  # bool: not finite, and the scale is at its floor
+
+
+@dataclass(frozen=True)
+class Gradients:
+    """The gradients of a micro-batch, times the scale, by the name of the parameter; or a sum of such."""
+
+    arrays: dict[str, mx.array]
+    scale: mx.array  # that they carry
+    weight: mx.array  # tokens of the first micro-batch, against which the others are weighed
+    weights: mx.array  # sum of the weights, over the first
+    loss: mx.array  # sum of the mean losses, weighed alike
+
+
+def prepare(
+    model: Module,
+    optimizer: mlx.optimizers.Optimizer,
+    policy: Policy | str,
+    *,
+    clip_norm: float = 0.0,
+    seed: int = 0,
+    compile: bool | None = None,
+    cast_inputs: bool = True,
+) -> "Run":
+    """Gives any model and any optimizer of MLX a policy, in place; `Run.unprepare` gives the model back.
+
+    `cast_inputs`: floating arrays that the model is called with are cast to compute; targets, which only the loss
+    sees, are not. Without it inputs arrive as they are, and a layer that computes in less refuses fp32 ones.
+
+    `compile`: True compiles the step, or says why it cannot; None does so on a GPU. Hand `step` the same `loss_fn`
+    each time then: another one is compiled again.
+    """
+    policy = Policy.parse(policy) if isinstance(policy, str) else policy
+    if not clip_norm >= 0.0:
+        raise HalfstepError(f"clip_norm={clip_norm!r}: a norm is not negative", hint="0 clips nothing")
+    for given, kind, word in ((model, Module, "model"), (optimizer, mlx.optimizers.Optimizer, "optimizer")):
+        if not isinstance(given, kind):
+            raise HalfstepError(
+                f"the {word} is a {type(given).__name__}, not an {kind.__module__.partition('.layers')[0]} one",
+                hint="prepare(model, optimizer, policy)",
+            )
+    compiled = to_compile(compile)
+    converted = apply(model, policy, cast_inputs=cast_inputs)
+    return Run(model, optimizer, converted, clip_norm, seed=seed, compile=compiled)
+
+
+class Run:
+    """A model, its optimizer and a policy: what training one step needs."""
+
+    def __init__(
+        self,
+        model: Module,
+        optimizer: mlx.optimizers.Optimizer,
+        converted: Applied,
+        clip_norm: float = 0.0,
+        *,
+        seed: int = 0,
+        compile: bool = False,
+    ):
+        self.model, self.optimizer, self.converted = model, optimizer, converted
+        self.optimizers = leaves_of(optimizer)
+        self.policy = converted.policy
+        self.clip_norm = clip_norm
+        self.compile = compile
+        self.masters = Masters(converted, seed)
+        init = self.policy.scale.init()._asdict()
+        self.scalars = {name: mx.array(init[name], dtype) for name, dtype in _SCALARS.items()}
+        self.scalars["applied"] = mx.array(0, mx.int32)
+        self._accumulate = dtype_of(self.policy.accumulate)
+        self._compiled: dict[Any, Callable[..., Any]] = {}
+        self._sum: Gradients | None = None
+        # Arrays that are not trained: where they are, what they were before the step, and the names of those that
+        # the forward pass replaces, as running statistics.
+        self._others = {n: place for n, place in arrays(model).items() if n not in converted.places}
+        self._before: dict[str, mx.array] = {}
+        self._replaced: set[str] = set()
+        self._known = {name: (id(p.container), p.array.dtype) for name, p in converted.places.items()}
+        self._open = True
+        optimizer.init(tree_unflatten(list(self.masters.wide().items())))
+        self._cast_moments()
+        mx.eval(self._live())
+
+    @property
+    def scale_state(self) -> ScaleState:
+        """What the law of scaling remembers."""
+        return ScaleState(*(self.scalars[name] for name in ScaleState._fields))
+
+    @property
+    def applied(self) -> mx.array:
+        """Updates that were not skipped."""
+        return self.scalars["applied"]
+
+    def step(self, loss_fn: LossFn, micro_batches: Iterable[Any]) -> StepResult:
+        """One update from micro-batches; `loss_fn` gives a mean loss, or (sum of losses, number of tokens)."""
+        differentiate = self.value_and_grad(loss_fn)
+        for batch in micro_batches:
+            self.accumulate(differentiate(batch)[1])
+        return self.update()
+
+    def value_and_grad(self, loss_fn: LossFn) -> Callable[[Any], tuple[mx.array, Gradients]]:
+        """A function of a batch that gives its mean loss and the gradients, which `update` takes."""
+
+        def differentiate(batch: Any) -> tuple[mx.array, Gradients]:
+            self._check_open()
+            self._check_model()
+            if not self._before:
+                self._before = {name: place.array for name, place in self._others.items()}
+            loss, weight, grads = self._call(loss_fn, self._differentiator(loss_fn), batch)
+            share = (weight != 0).astype(mx.float32)
+            return loss, Gradients(grads, self.scalars["scale"], weight, share, share * loss)
+
+        return differentiate
+
+    def accumulate(self, grads: Gradients) -> None:
+        """Adds the gradients of a micro-batch to those that the next update is made of."""
+        if not isinstance(grads, Gradients):
+            raise HalfstepError(
+                f"the gradients are a {type(grads).__name__}, and nothing says which scale they carry",
+                hint="hand over what run.value_and_grad(loss_fn)(batch) gives, as it is",
+            )
+        held = self._sum
+        if held is None:
+            self._sum = grads
+        else:
+            weight = grads.weight / mx.where(held.weight == 0, 1.0, held.weight)
+            share = weight * (held.scale / grads.scale)  # powers of two, and equal unless an update came between
+            sums = {n: held.arrays[n] + (share * g).astype(self._accumulate) for n, g in grads.arrays.items()}
+            weights, loss = held.weights + weight, held.loss + weight * grads.loss
+            self._sum = replace(held, arrays=sums, weights=weights, loss=loss)
+        mx.async_eval(self._sum.arrays, self._sum.weights, self._sum.loss)
+
+    def update(self, grads: "Gradients | Sequence[Gradients] | None" = None) -> StepResult:
+        """Finite? -> unscale -> clip -> step -> rescale, of what was handed over, here or to `accumulate`."""
+        self._check_open()
+        for each in () if grads is None else (grads,) if not isinstance(grads, list | tuple) else grads:
+            self.accumulate(each)
+        if self._sum is None:
+            raise HalfstepError(
+                "there are no gradients to update with",
+                hint="call step(), or value_and_grad(loss_fn)(batch) and hand its gradients to update()",
+            )
+        total, self._sum = self._sum, None
+        loss, finite, norm = self._call("update", self._update, dict(vars(total)))
+        for name in self._replaced & self._before.keys():
+            place = self._others[name]
+            place.put(mx.where(finite, place.array, self._before[name]))
+        self._before = {}
+        result = StepResult(loss, mx.logical_not(finite), total.scale, norm, self.scalars["stuck"])
+        mx.async_eval(self._live(), list(vars(result).values()))
+        return result
+
+    def check(self, result: StepResult) -> None:
+        """Stops a run that no scale can save. Reads from the device."""
+        if result.stuck.item():
+            raise ScalingError(
+                f"gradients are not finite although the loss scale is at its floor, {result.scale.item():g}",
+                hint="the forward pass overflows: use bf16, or give the layers that do `compute=fp32` by a rule",
+            )
+
+    @property
+    def state(self) -> dict[str, mx.array]:
+        """Every array that the next step depends on, by the names of state.py: mx.save_safetensors takes them."""
+        return state_of(self)
+
+    def load(self, state: Mapping[str, mx.array]) -> None:
+        """Puts a state back, bit for bit. One of another model, optimizer or precision is refused whole."""
+        self._check_open()
+        load_state(self, state)
+
+    def forget(self) -> None:
+        """Drops gradients that were handed over and not used."""
+        self._sum, self._before = None, {}
+
+    def unprepare(self) -> Module:
+        """The model in its own classes again, with its masters in fp32, exactly. The run is over."""
+        self._check_open()
+        wide = self.masters.wide()
+        restore(self.converted)
+        self.masters.put(wide)
+        self.forget()
+        self._open = False
+        return self.model
+
+    def summary(self) -> str:
+        """What was converted and what was not, with reasons, in lines."""
+        clip = f"clipped to {self.clip_norm:g}" if self.clip_norm else "not clipped"
+        summed = f"accumulated in {self.policy.accumulate} and {clip}"
+        kinds = ", ".join(type(optimizer).__name__ for optimizer in self.optimizers)
+        return "\n".join(
+            [
+                *self.converted.lines(),
+                f"  gradients are {summed}; loss scale: {print_value(self.policy.scale)}",
+                f"  {kinds}: fp32 masters and gradients; a skipped step costs no sync",
+                f"  the step is {'compiled' if self.compile else 'not compiled'}",
+                "  functions that the model calls itself, as mx.softmax, compute in what they are given",
+            ]
+        )
+
+    def _live(self) -> list[Any]:
+        """The trees of arrays that a step reads and replaces."""
+        return [
+            self.model,
+            self.masters.remainders,
+            self.scalars,
+            *(o.state for o in self.optimizers),
+            mx.random.state,
+        ]
+
+    def places(self) -> dict[str, Place]:
+        """Where the arrays of the model and of the optimizer are, by the names of core.stored."""
+        found = {f"model.{name}": place for name, place in arrays(self.model).items() if public(name)}
+        for index, optimizer in enumerate(self.optimizers):
+            found |= {f"optimizer.{index}.{name}": place for name, place in arrays(optimizer.state).items()}
+        return found
+
+    def _check_open(self) -> None:
+        if not self._open:
+            raise HalfstepError("the run is over: unprepare() gave the model back", hint="prepare it again")
+
+    def _check_model(self) -> None:
+        """Refuses a model whose parameters are not those that the policy was given for."""
+        now = {name: (id(p.container), p.array.dtype) for name, p in trainable(self.model).items()}
+        if now != self._known:
+            odd = sorted(dict(now.items() ^ self._known.items()))[0]
+            raise HalfstepError(
+                f"the model changed since it was prepared: `{odd}` was added, replaced, frozen, unfrozen or cast",
+                hint="change the model and prepare it then; state.load_weights takes weights of other formats",
+            )
+
+    def _call(self, key: Any, function: Callable[..., Any], *args: Any) -> Any:
+        """What a function of the live arrays gives, compiled where that was asked for."""
+        if not self.compile:
+            return function(*args)
+        # Compiled code keeps containers, not arrays: one that was replaced makes it stale.
+        live = self._live()
+        key = (key, *map(id, live[:-1]))
+        if key not in self._compiled:
+            self._compiled[key] = mx.compile(function, inputs=live, outputs=live)
+        return self._compiled[key](*args)
+
+    def _differentiator(self, loss_fn: LossFn) -> Callable[[Any], tuple[mx.array, mx.array, dict[str, mx.array]]]:
+        """Mean loss, weight and gradients of a batch, as a function of the live arrays."""
+
+        def scaled(used: dict[str, mx.array], batch: Any, scale: mx.array) -> tuple[mx.array, ...]:
+            self.masters.put(used)
+            given = loss_fn(self.model, batch)
+            total, weight = given if isinstance(given, tuple) else (given, 1.0)
+            weight = _checked_weight(weight)
+            # No tokens, no gradient; 0 / 0 would spoil those of the other micro-batches.
+            loss = _checked(total, self.policy).astype(mx.float32) / mx.where(weight == 0, 1.0, weight)
+            return mx.where(weight == 0, 0.0, loss * scale), loss, weight
+
+        def differentiate(batch: Any) -> tuple[mx.array, mx.array, dict[str, mx.array]]:
+            before = {name: place.array for name, place in self._others.items()}
+            used = self.masters.used()
+            with self.masters.in_use():
+                (_, loss, weight), grads = mx.value_and_grad(scaled)(used, batch, self.scalars["scale"])
+            self._replaced |= {name for name, place in self._others.items() if place.array is not before[name]}
+            return loss, weight, {name: g.astype(self._accumulate) for name, g in grads.items()}
+
+        return differentiate
+
+    def _update(self, total: dict[str, Any]) -> tuple[mx.array, mx.array, mx.array]:
+        """Loss, whether the step was finite, and the norm; the live arrays are replaced."""
+        squares = [mx.square(g.astype(mx.float32)).sum() for g in total["arrays"].values()]
+        scaled_norm = mx.sqrt(mx.stack(squares).sum())
+        finite = mx.isfinite(scaled_norm / total["weights"])  # of which all may be zero
+        verdict = self.policy.scale.judge(self.scale_state, finite, mx)
+        factor = 1.0 / (total["scale"] * total["weights"])
+        norm = scaled_norm * factor
+        if self.clip_norm:
+            factor = factor * mx.minimum(self.clip_norm / norm, 1.0)
+        self._step_optimizer({n: g.astype(mx.float32) * factor for n, g in total["arrays"].items()}, finite)
+        following = verdict.state._asdict()
+        self.scalars.update({name: mx.array(following[name]).astype(d) for name, d in _SCALARS.items()})
+        self.scalars["applied"] = self.applied + finite.astype(mx.int32)
+        return total["loss"] / total["weights"], finite, norm
+
+    def _step_optimizer(self, grads: dict[str, mx.array], finite: mx.array) -> None:
+        """One step of the optimizer on fp32 masters and moments; where it is not finite, all is as it was."""
+        states = [place for o in self.optimizers for place in arrays(o.state).values()]
+        before = [place.array for place in states]
+        self._cast_moments(widen=True)
+        trees = (tree_unflatten(list(flat.items())) for flat in (grads, self.masters.wide()))
+        updated: dict[str, mx.array] = dict(tree_flatten(self.optimizer.apply_gradients(*trees)))
+        self._cast_moments()
+        for place, old in zip(states, before, strict=True):
+            if place.array is not old:
+                place.put(mx.where(finite, place.array, old))
+        self.masters.update(updated, finite, (self.applied + 1).astype(mx.uint32))
+
+    def _cast_moments(self, *, widen: bool = False) -> None:
+        """Optimizer state that has its parameter's shape, in the moments format, or in fp32 for the update."""
+        for optimizer in self.optimizers:
+            for name, place in arrays(optimizer.state).items():
+                parameter = self.converted.places.get(name.rpartition(".")[0])
+                if parameter is not None and place.array.shape == parameter.array.shape:
+                    fmt = FP32 if widen else self.converted.moments[name.rpartition(".")[0]]
+                    place.put(place.array.astype(dtype_of(fmt)))
+
+
+def to_compile(asked: bool | None) -> bool:
+    """Whether the step is compiled; None is where it pays. What MLX would silently leave undone is refused."""
+    on_cpu = mx.default_device().type == mx.cpu
+    if not asked:
+        return asked is None and not on_cpu
+    if os.environ.get("MLX_DISABLE_COMPILE"):
+        raise HalfstepError(
+            "compile=True, and MLX_DISABLE_COMPILE is set", hint="unset it, or leave `compile` out"
+        )
+    if on_cpu and shutil.which("g++") is None:
+        raise HalfstepError(
+            "compile=True, and there is no g++: MLX's CPU backend compiles by it, and without it runs uncompiled",
+            hint="install g++ (Debian: apt install g++; macOS: xcode-select --install), or leave `compile` out",
+        )
+    return True
+
+
+def _checked_weight(weight: Any) -> mx.array:
+    if not isinstance(weight, mx.array) and not weight >= 0:
+        raise HalfstepError(f"weight={weight!r}: a number of tokens is not negative", hint="0 adds nothing")
+    return mx.array(weight).astype(mx.float32)
+
+
+def _checked(loss: mx.array, policy: Policy) -> mx.array:
+    if loss.ndim:
+        raise HalfstepError(
+            f"the loss has the shape {loss.shape}; it must be one number", hint="take its mean, or (sum, count)"
+        )
+    wanted = mx.float32 if policy.emulate else dtype_of(policy.loss)
+    if loss.dtype.size < wanted.size:
+        raise PolicyError(
+            f"the loss came out in {loss.dtype}, and the policy says loss={policy.loss}",
+            hint="the model's outputs are widened when it is called; widen what the loss takes from its parts, "
+            "as logits.astype(mx.float32)",
+        )
+    return loss

@@ -1,0 +1,229 @@
+"""One small model in plain functions, Flax linen, Flax nnx and Equinox: trained, refused and ruled alike.
+
+Embedding, layer norm, an MLP added to the stream, and a head. Each loss function takes a batch of tokens and
+returns the loss and the logits.
+"""
+
+from functools import cache
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen, nnx
+
+from halfstep.core.errors import HalfstepError, PolicyError
+from halfstep.jax.apply import Leaves
+from halfstep.jax.step import init, make_step
+
+VOCABULARY, WIDTH = 16, 8
+TOKENS = np.arange(24, dtype=np.int32).reshape(3, 8) % VOCABULARY
+
+
+def loss_of(logits, tokens):
+    return optax.softmax_cross_entropy_with_integer_labels(
+        logits.astype(jnp.float32), (tokens + 1) % VOCABULARY
+    ).mean()
+
+
+def plain():
+    rng = np.random.default_rng(0)
+
+    def matrix(*shape):
+        return jnp.asarray(rng.standard_normal(shape) / np.sqrt(shape[0]), jnp.float32)
+
+    params = {
+        "embed": {"weight": matrix(VOCABULARY, WIDTH)},
+        "norm": {"scale": jnp.ones(WIDTH), "bias": jnp.zeros(WIDTH)},
+        "up": {"kernel": matrix(WIDTH, 4 * WIDTH), "bias": jnp.zeros(4 * WIDTH)},
+        "down": {"kernel": matrix(4 * WIDTH, WIDTH)},
+        "head": {"kernel": matrix(WIDTH, VOCABULARY)},
+    }
+
+    def norm(x, p):
+        wide = x.astype(jnp.float32)
+        centered = wide - wide.mean(-1, keepdims=True)
+        scaled = centered * jax.lax.rsqrt(jnp.square(centered).mean(-1, keepdims=True) + 1e-6)
+        return (scaled * p["scale"] + p["bias"]).astype(x.dtype)
+
+    def loss_fn(p, tokens):
+        x = p["embed"]["weight"][tokens]
+        h = jax.nn.gelu(norm(x, p["norm"]) @ p["up"]["kernel"] + p["up"]["bias"])
+        logits = (x + h @ p["down"]["kernel"]) @ p["head"]["kernel"]
+        return loss_of(logits, tokens), logits
+
+    return params, loss_fn
+
+
+class Linen(linen.Module):
+    @linen.compact
+    def __call__(self, tokens):
+        x = linen.Embed(VOCABULARY, WIDTH, name="embed")(tokens)
+        h = linen.Dense(4 * WIDTH, name="up")(linen.LayerNorm(name="norm")(x))
+        x = x + linen.Dense(WIDTH, name="down")(linen.gelu(h))
+        return linen.Dense(VOCABULARY, name="head")(x)
+
+
+def flax_linen():
+    model = Linen()
+    params = jax.jit(model.init)(jax.random.key(0), TOKENS)["params"]
+
+    def loss_fn(params, tokens):
+        logits = model.apply({"params": params}, tokens)
+        return loss_of(logits, tokens), logits
+
+    return params, loss_fn
+
+
+class Nnx(nnx.Module):
+    def __init__(self, rngs):
+        self.embed = nnx.Embed(VOCABULARY, WIDTH, rngs=rngs)
+        self.norm = nnx.LayerNorm(WIDTH, rngs=rngs)
+        self.up = nnx.Linear(WIDTH, 4 * WIDTH, rngs=rngs)
+        self.down = nnx.Linear(4 * WIDTH, WIDTH, rngs=rngs)
+        self.head = nnx.Linear(WIDTH, VOCABULARY, rngs=rngs)
+
+    def __call__(self, tokens):
+        # nnx.Embed remembers the dtype its table had when it was made, and returns that
+        x = self.embed(tokens).astype(self.up.kernel.dtype)
+        return self.head(x + self.down(nnx.gelu(self.up(self.norm(x)))))
+
+
+def flax_nnx():
+    graph, params = nnx.split(Nnx(nnx.Rngs(0)))
+
+    def loss_fn(params, tokens):
+        logits = nnx.merge(graph, params)(tokens)
+        return loss_of(logits, tokens), logits
+
+    return params, loss_fn
+
+
+class Equinox(eqx.Module):
+    embed: eqx.nn.Embedding
+    norm: eqx.nn.LayerNorm
+    up: eqx.nn.Linear
+    down: eqx.nn.Linear
+    head: eqx.nn.Linear
+
+    def __init__(self, key):
+        keys = jax.random.split(key, 4)
+        self.embed = eqx.nn.Embedding(VOCABULARY, WIDTH, key=keys[0])
+        self.norm = eqx.nn.LayerNorm(WIDTH)
+        self.up = eqx.nn.Linear(WIDTH, 4 * WIDTH, key=keys[1])
+        self.down = eqx.nn.Linear(4 * WIDTH, WIDTH, key=keys[2])
+        self.head = eqx.nn.Linear(WIDTH, VOCABULARY, key=keys[3])
+
+    def __call__(self, token):
+        x = self.embed(token)
+        return self.head(x + self.down(jax.nn.gelu(self.up(self.norm(x)))))
+
+
+def equinox():
+    params, static = eqx.partition(eqx.filter_jit(Equinox)(jax.random.key(0)), eqx.is_array)
+
+    def loss_fn(params, tokens):
+        logits = jax.vmap(jax.vmap(eqx.combine(params, static)))(tokens)
+        return loss_of(logits, tokens), logits
+
+    return params, loss_fn
+
+
+FRAMEWORKS = {"plain": plain, "linen": flax_linen, "nnx": flax_nnx, "equinox": equinox}
+
+
+# Gradient descent that keeps the gradients it was handed, as something that is no moment.
+OPTIMIZER = optax.GradientTransformation(
+    lambda params: jax.tree.map(lambda p: jnp.zeros((1, *p.shape)), params),
+    lambda grads, state, params: (
+        jax.tree.map(lambda g: -0.5 * g, grads),
+        jax.tree.map(lambda g: g[None], grads),
+    ),
+)
+
+
+@cache
+def built(name):
+    params, loss_fn = FRAMEWORKS[name]()
+    return params, loss_fn, make_step(loss_fn, OPTIMIZER)
+
+
+@pytest.mark.parametrize("policy", ["fp32", "bf16-mixed", "fp16-mixed"])
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_it_learns_with_fp32_masters_and_fp32_weight_gradients(framework, policy):
+    params, _, step = built(framework)
+    state = init(params, OPTIMIZER, policy)
+    losses = []
+    for _ in range(6):
+        state, result = step(state, TOKENS)
+        losses.append(float(result.loss))
+    assert losses[-1] < losses[0] - 0.1
+    assert jax.tree.structure(state.params) == jax.tree.structure(params)
+    compute = {"fp32": jnp.float32, "bf16-mixed": jnp.bfloat16, "fp16-mixed": jnp.float16}[policy]
+    assert result.aux.dtype == compute  # the stream was not promoted: not by a norm, not by a bias
+    for name, leaf in Leaves(state.params).trained.items():
+        assert leaf.dtype == jnp.float32, name
+    for name, grad in Leaves(state.opt_state).trained.items():
+        if name.split(".")[0] in ("up", "down", "head") and grad.ndim == 3:
+            narrow = np.asarray(grad).astype(jnp.bfloat16).astype(np.float32)
+            assert not np.array_equal(narrow, grad), name
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_rules_reach_a_module_by_its_path(framework):
+    params, _, step = built(framework)
+
+    def logits(policy):
+        return jax.eval_shape(step, init(params, OPTIMIZER, policy), TOKENS)[1].aux
+
+    assert logits("bf16-mixed").dtype == jnp.bfloat16
+    assert logits("bf16-mixed; head: compute=fp32").dtype == jnp.float32
+    with pytest.raises(PolicyError, match="matches none of"):
+        logits("bf16-mixed; haed: compute=fp32")
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_a_promoted_stream_and_a_narrow_softmax_are_refused(framework):
+    params, loss_fn, _ = built(framework)
+
+    def promoted(params, tokens):
+        """Positions from a table in fp32, as everyone writes them once."""
+        scaled = jax.tree.map(lambda leaf: leaf * np.float32(1), params)
+        return loss_fn(scaled, tokens)
+
+    def narrow(params, tokens):
+        return jax.nn.softmax(loss_fn(params, tokens)[1]).astype(jnp.float32).mean()
+
+    def traced(fn):
+        return jax.eval_shape(make_step(fn, OPTIMIZER), init(params, OPTIMIZER, "bf16-mixed"), TOKENS)
+
+    with pytest.raises(PolicyError, match=r"`dot_general` multiplies float32\[.*computes in bfloat16"):
+        traced(promoted)
+    with pytest.raises(PolicyError, match=r"`exp` of bfloat16\[3, 8, 16\] at .*test_frameworks.py.*softmax=fp32"):
+        traced(narrow)
+
+
+def test_a_model_with_functions_among_its_leaves_is_told_to_part_with_them():
+    with pytest.raises(HalfstepError, match=r"`activation` is .*no array") as caught:
+        init(eqx.nn.MLP(2, 2, 4, 1, key=jax.random.key(0)), OPTIMIZER, "bf16-mixed")
+    assert "eqx.partition" in caught.value.hint
+
+
+def test_state_of_a_flax_module_that_is_no_parameter_passes_through():
+    """Counters and keys of nnx's generators are leaves of its state, and no floats."""
+    graph, params = nnx.split(nnx.Dropout(0.5, rngs=nnx.Rngs(0)))
+    everything = {"dropout": params, "w": jnp.ones((4, 4))}
+
+    def loss_fn(p, x):
+        dropped = nnx.merge(graph, p["dropout"])(x @ p["w"])
+        return dropped.astype(jnp.float32).sum()
+
+    optimizer = optax.sgd(0.1)
+    state, result = make_step(loss_fn, optimizer)(
+        init(everything, optimizer, "bf16-mixed"), np.ones((2, 4), np.float32)
+    )
+    assert not bool(result.skipped)
+    kinds = [str(leaf.dtype) for leaf in jax.tree.leaves(state.params["dropout"])]
+    assert kinds == [str(leaf.dtype) for leaf in jax.tree.leaves(params)]

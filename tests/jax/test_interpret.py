@@ -1,0 +1,338 @@
+"""Any function under a policy: what stays wide, what is cast and rebuilt, what is refused and with which words."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+
+from halfstep.core.errors import PolicyError
+from halfstep.core.policy import Policy
+from halfstep.jax import casts_for, linear, rms_norm
+from halfstep.jax.apply import Leaves, apply
+from halfstep.jax.interpret import cast_inside
+
+
+def normal(*shape, seed=0):
+    return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
+
+
+def on_grid(x, dtype=jnp.bfloat16):
+    """Whether every number is one of the dtype."""
+    x = np.asarray(x, np.float32)
+    return np.array_equal(x, x.astype(dtype).astype(np.float32))
+
+
+def interpreted(fn, policy, *, cast_batch=True):
+    """fn(params, batch) under a policy, as a function of fp32 masters by name."""
+
+    def call(masters, params, batch):
+        applied = apply(params, Policy.parse(policy))
+        return cast_inside(fn, Leaves(params), applied, masters, (batch,), cast_batch=cast_batch)[0]
+
+    return call
+
+
+def gradients(fn, params, batch, policy):
+    """The gradient of a function's (scalar) result with respect to every trained leaf, by name."""
+    masters = {name: jnp.asarray(leaf, jnp.float32) for name, leaf in Leaves(params).trained.items()}
+    call = interpreted(lambda p, b: fn(p, b).astype(jnp.float32), policy)
+    with jax.default_matmul_precision("highest"):
+        found = jax.jit(jax.grad(lambda m, b: call(m, params, b)))(masters, batch)
+    return {name: np.asarray(g) for name, g in found.items()}
+
+
+def shape_of(fn, params, batch, policy="bf16-mixed", **options):
+    """Traces alone: what is refused is refused here."""
+    masters = {name: jnp.asarray(leaf, jnp.float32) for name, leaf in Leaves(params).trained.items()}
+    return jax.eval_shape(lambda m: interpreted(fn, policy, **options)(m, params, batch), masters)
+
+
+PRODUCTS = {
+    "matmul": lambda w, x: x @ w,
+    "weight first": lambda w, x: (w.T @ x.T).T,
+    "einsum": lambda w, x: jnp.einsum("bi,io->bo", x, w),
+    "vmap": lambda w, x: jax.vmap(lambda row: w.T @ row)(x),
+    "concatenated": lambda w, x: x @ jnp.concatenate([w[:, :3], w[:, 3:]], axis=1),
+    "arithmetic": lambda w, x: x @ (0.5 * w.reshape(4, 2, 6) + 0.5 * w.reshape(4, 2, 6)).reshape(8, 6),
+    "remat": lambda w, x: jax.checkpoint(lambda w, x: x @ w)(w, x),
+    "jit": lambda w, x: jax.jit(lambda w, x: x @ w)(w, x),
+    "cond": lambda w, x: lax.cond(x.sum() > -1e9, lambda w: x @ w, lambda w: x @ -w, w),
+    "scan": lambda w, x: lax.scan(lambda c, row: (c, row @ w), 0, x)[1],
+    "preferred": lambda w, x: jnp.dot(x, w, preferred_element_type=jnp.float32),
+}
+
+
+@pytest.mark.parametrize("product", PRODUCTS)
+def test_a_weight_gradient_is_a_sum_in_fp32_that_nothing_rounds(product):
+    x, t = normal(32, 8, seed=1), normal(32, 6, seed=2)
+
+    def loss(params, batch):
+        return (PRODUCTS[product](params["w"], batch["x"]) * batch["t"]).astype(jnp.float32).sum()
+
+    found = gradients(loss, {"w": normal(8, 6)}, {"x": x, "t": t}, "bf16-mixed")["w"]
+    halves = [a.astype(jnp.bfloat16).astype(np.float64) for a in (x, t)]
+    # 32 exact products, summed in fp32
+    bound = 32 * 2.0**-24 * np.abs(halves[0]).T @ np.abs(halves[1])
+    assert (np.abs(found - halves[0].T @ halves[1]) <= bound).all()
+    assert not on_grid(found)
+
+
+def test_gradients_of_biases_and_of_embeddings_are_summed_in_fp32():
+    """A sum of 1001 ones in bf16 stops at 256, and 1001 itself is no bf16 number."""
+
+    def loss(params, batch):
+        x = jnp.tanh(params["embed"]["weight"][batch]) * 0.0 + 1.0
+        x = (x + params["bias"]) * params["scale"] + params["embed"]["weight"][batch]
+        return x.astype(jnp.float32).sum()
+
+    params = {"embed": {"weight": normal(4, 2)}, "bias": np.zeros(2, np.float32), "scale": np.float32(1)}
+    found = gradients(loss, params, np.zeros(1001, np.int32), "bf16-mixed")
+    assert found["bias"].tolist() == [1001, 1001]
+    assert found["scale"] == 2002
+    assert found["embed.weight"].tolist() == [[1001, 1001], [0, 0], [0, 0], [0, 0]]
+
+
+def test_a_scan_over_stacked_layers_is_the_loop_over_them():
+    params = {"layers": {"w": 0.3 * normal(3, 8, 8), "b": normal(3, 8)}, "head": {"w": normal(8, 4)}}
+    x = normal(5, 8, seed=1)
+
+    def layer(h, p):
+        return h + jnp.tanh(h @ p["w"] + p["b"]), None
+
+    def scanned(params, x):
+        return (lax.scan(layer, x, params["layers"])[0] @ params["head"]["w"]).astype(jnp.float32).sum()
+
+    def looped(params, x):
+        for index in range(3):
+            x, _ = layer(x, {name: stacked[index] for name, stacked in params["layers"].items()})
+        return (x @ params["head"]["w"]).astype(jnp.float32).sum()
+
+    one, other = (gradients(fn, params, x, "bf16-mixed") for fn in (scanned, looped))
+    for name in one:
+        assert not on_grid(one[name])
+        # a few roundings of activations to bf16, which XLA places by itself
+        assert np.abs(one[name] - other[name]).max() <= 2.0**-5 * np.abs(other[name]).max()
+
+
+def test_a_rule_reaches_a_layer_of_any_function():
+    """The operands of one layer are rounded to e4m3, those of another not at all."""
+    params = {"up": {"w": normal(8, 8)}, "down": {"w": normal(8, 8, seed=3)}}
+    x = normal(4, 8, seed=1).astype(jnp.bfloat16).astype(np.float32)
+
+    def outputs(params, x):
+        return x @ params["up"]["w"], x @ params["down"]["w"]
+
+    def run(policy):
+        return [np.asarray(y) for y in interpreted(outputs, policy)(masters, params, x)]
+
+    masters = {"up.w": jnp.asarray(params["up"]["w"]), "down.w": jnp.asarray(params["down"]["w"])}
+    base = run("bf16-mixed,emulate=true")
+    narrow = run("bf16-mixed,emulate=true; up: compute=e4m3")
+    wide = run("bf16-mixed; down: compute=fp32")
+    assert not np.array_equal(base[0], narrow[0])
+    assert np.array_equal(base[1], narrow[1])
+    assert wide[0].dtype == jnp.bfloat16
+    assert wide[1].dtype == np.float32
+    bound = 8 * 2.0**-24 * np.abs(x) @ np.abs(params["down"]["w"])
+    assert (np.abs(wide[1] - x.astype(np.float64) @ params["down"]["w"]) <= bound).all()
+
+
+def test_the_stream_may_be_wide_behind_a_layer_that_a_rule_made_so():
+    params = {"a": {"w": normal(8, 8)}, "b": {"w": normal(8, 8)}}
+
+    def fn(params, x):
+        return jnp.tanh(x @ params["a"]["w"]) @ params["b"]["w"]
+
+    y = shape_of(fn, params, normal(4, 8), "bf16-mixed; a: compute=fp32")
+    assert y.dtype == jnp.float32
+    assert shape_of(fn, params, normal(4, 8)).dtype == jnp.bfloat16
+
+
+PARAMS = {"a": {"w": normal(8, 8)}, "b": {"w": normal(8, 8), "gain": normal(8)}}
+
+
+@jax.custom_vjp
+def opaque(x, w):
+    return x @ w
+
+
+opaque.defvjp(lambda x, w: (x @ w, (x, w)), lambda kept, g: (g @ kept[1].T, kept[0].T @ g))
+
+REFUSED = {
+    "promoted by a constant": (
+        lambda p, x: (x * np.float32(2)) @ p["a"]["w"],
+        r"`dot_general` multiplies float32\[4, 8\] by `a.w` at .*test_interpret.py:\d+",
+    ),
+    "promoted among activations": (
+        lambda p, x: jnp.einsum("bi,ci->bc", (x @ p["a"]["w"]).astype(jnp.float32), x),
+        r"`dot_general` multiplies float32\[4, 8\] at .*computes in bfloat16",
+    ),
+    "softmax": (lambda p, x: jax.nn.softmax(x @ p["a"]["w"]), r"`exp` of bfloat16\[4, 8\] at .*softmax=fp32"),
+    "log-softmax": (lambda p, x: jax.nn.log_softmax(x @ p["a"]["w"]), "`exp` of bfloat16"),
+    "norm": (lambda p, x: x * lax.rsqrt(jnp.square(x).mean(-1, keepdims=True)), "`rsqrt` of bfloat16.*norm=fp32"),
+    "deviation": (lambda p, x: x / jnp.std(x, -1, keepdims=True), "`sqrt` of bfloat16"),
+    "logarithm": (lambda p, x: jnp.log(jnp.abs(x)), "`log` of bfloat16.*loss=fp32"),
+    "inside a custom_jvp": (lambda p, x: jax.nn.softplus(x), "`exp` of bfloat16"),
+    "inside a loop": (
+        lambda p, x: lax.while_loop(lambda c: c.sum() > 1e9, lambda c: c @ p["a"]["w"], x),
+        "`a.w` goes into `while` at .*fp32 weight gradients would not reach it",
+    ),
+    "narrow into a custom_vjp": (
+        lambda p, x: opaque(x, p["a"]["w"]),
+        "`a.w` goes into `custom_vjp_call` at .* as bfloat16, and its gradient comes back so",
+    ),
+    "multiplied in a custom_vjp": (
+        lambda p, x: opaque(x.astype(jnp.float32), p["a"]["w"].astype(jnp.float32)),
+        "`a.w` goes into `custom_vjp_call` at .*, which multiplies and cannot be opened",
+    ),
+    "of two parameters": (lambda p, x: x @ (p["a"]["w"] @ p["b"]["w"]), "multiplies `a.w` by another parameter"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_a_function_does_against_the_policy_is_refused_by_name(case):
+    fn, said = REFUSED[case]
+    with pytest.raises(PolicyError, match=said):
+        shape_of(fn, PARAMS, normal(4, 8))
+    shape_of(fn, PARAMS, normal(4, 8), "fp32")  # nothing narrow, nothing lost
+
+
+@pytest.mark.parametrize(
+    ("case", "policy"),
+    [("softmax", "softmax=bf16"), ("norm", "norm=bf16"), ("deviation", "norm=bf16"), ("logarithm", "loss=bf16")],
+)
+def test_a_policy_may_accept_a_narrow_island(case, policy):
+    shape_of(REFUSED[case][0], PARAMS, normal(4, 8), f"bf16-mixed,{policy}")
+
+
+def test_what_the_remedies_say_is_accepted():
+    def remedied(p, x):
+        queries = checkpoint_name(p["a"]["w"], "activation")
+        y = jax.nn.softmax((x @ p["a"]["w"]).astype(jnp.float32)).astype(x.dtype)
+        return (2.0 * y @ p["b"]["w"]).sum() + (queries @ p["b"]["w"]).sum()
+
+    shape_of(remedied, PARAMS, normal(4, 8))
+
+
+def test_layers_of_halfstep_mix_with_other_code():
+    """They take a parameter in fp32, which is the master itself, and give it back a gradient in fp32."""
+    casts = casts_for("bf16-mixed")
+
+    def loss(p, x):
+        x = rms_norm(x @ p["a"]["w"], p["b"]["gain"], casts)
+        return linear(x, p["b"]["w"].astype(jnp.float32), None, casts).astype(jnp.float32).sum()
+
+    for name, found in gradients(loss, PARAMS, normal(4, 8), "bf16-mixed").items():
+        assert not on_grid(found), name
+    with pytest.raises(PolicyError, match=r"`b\.w` goes into `custom_vjp_call` at .* as bfloat16"):
+        shape_of(lambda p, x: linear(x, p["b"]["w"], None, casts), PARAMS, normal(4, 8))
+
+
+@pytest.mark.parametrize(
+    "activation", [jax.nn.gelu, jax.nn.relu, jax.nn.silu, jnp.tanh, jax.nn.sigmoid, jax.nn.elu, jax.lax.erf]
+)
+def test_activations_run_in_compute(activation):
+    assert shape_of(lambda p, x: activation(x @ p["a"]["w"]), PARAMS, normal(4, 8)).dtype == jnp.bfloat16
+
+
+def test_attention_of_jax_is_no_narrow_softmax():
+    def fn(p, x):
+        q = (x @ p["a"]["w"]).reshape(1, 4, 2, 4)
+        return jax.nn.dot_product_attention(q, q, q, is_causal=True, implementation="xla")
+
+    assert shape_of(fn, PARAMS, normal(4, 8)).dtype == jnp.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("policy", "said"),
+    [
+        ("bf16-mixed; b: norm=bf16", "islands have no names"),
+        ("bf16-mixed,emulate=true; b: compute=e4m3", "names no matmul"),
+        ("compute=tf32,emulate=true", "has no dtype that a function could see"),
+    ],
+)
+def test_rules_that_reach_nothing_in_a_function_are_refused(policy, said):
+    with pytest.raises(PolicyError, match=said):
+        shape_of(lambda p, x: x @ p["a"]["w"] * p["b"]["gain"], PARAMS, normal(4, 8), policy)
+
+
+def test_a_parameter_beside_a_wide_value_is_the_master_itself():
+    """An island that widens its gain gets all 24 bits of it, not 8 in a wide dress."""
+    gain = normal(8)
+
+    def fn(params, x):
+        return x.astype(jnp.float32) * params["gain"].astype(jnp.float32)
+
+    found = interpreted(fn, "bf16-mixed")({"gain": jnp.asarray(gain)}, {"gain": gain}, np.ones((2, 8), np.float32))
+    assert np.array_equal(found, np.stack([gain, gain]))
+
+
+def test_emulated_every_result_is_rounded_where_natively_it_would_be_stored():
+    """x + 2^-9 is x in bf16 when |x| >= 1."""
+    params, x = {"w": np.eye(8, dtype=np.float32)}, 1 + np.arange(8, dtype=np.float32) / 128
+
+    def fn(params, x):
+        return ((x @ params["w"] + 2.0**-9) - x) * 2.0**9
+
+    masters = {"w": jnp.eye(8)}
+    emulated = jax.jit(lambda m: interpreted(fn, "bf16-mixed,emulate=true")(m, params, x))(masters)
+    assert np.array_equal(emulated, np.zeros(8))
+
+
+def test_emulated_gradients_are_rounded_to_the_format_of_gradients():
+    def loss(params, x):
+        return (jnp.tanh(x @ params["a"]["w"]) @ params["b"]["w"] * params["b"]["gain"]).astype(jnp.float32).sum()
+
+    x = normal(4, 8, seed=1)
+    found = {p: gradients(loss, PARAMS, x, p) for p in ("bf16-true,emulate=true", "bf16-mixed,emulate=true")}
+    for name in found["bf16-mixed,emulate=true"]:
+        assert on_grid(found["bf16-true,emulate=true"][name])
+        assert not on_grid(found["bf16-mixed,emulate=true"][name])
+
+
+@pytest.mark.parametrize("policy", ["bf16-mixed", "bf16-mixed,emulate=true"])
+def test_a_convolution_is_three_with_a_wide_weight_gradient(policy):
+    kernel, x, t = normal(3, 2, 4), normal(2, 9, 2, seed=1), normal(2, 7, 4, seed=2)
+
+    def conv(x, w):
+        return lax.conv_general_dilated(x, w, (1,), "VALID", dimension_numbers=("NWC", "WIO", "NWC"))
+
+    def loss(params, batch):
+        return (conv(batch["x"], params["conv"]["kernel"]) * batch["t"]).astype(jnp.float32).sum()
+
+    found = gradients(loss, {"conv": {"kernel": kernel}}, {"x": x, "t": t}, policy)["conv.kernel"]
+    halves = [a.astype(jnp.bfloat16).astype(np.float64) for a in (x, t)]
+    windows = np.stack([halves[0][:, i : i + 7] for i in range(3)])  # 3, 2, 7, 2
+    exact = np.einsum("kbti,bto->kio", windows, halves[1])
+    bound = 14 * 2.0**-24 * np.einsum("kbti,bto->kio", np.abs(windows), np.abs(halves[1]))
+    assert (np.abs(found - exact) <= bound).all()
+    assert not on_grid(found)
+
+
+def test_a_convolution_takes_no_narrow_operands():
+    def fn(params, x):
+        return lax.conv(x, params["conv"]["kernel"], (1,), "VALID")
+
+    params = {"conv": {"kernel": normal(4, 2, 3)}}
+    with pytest.raises(PolicyError, match=r"`conv_general_dilated` at .* `conv.kernel` with e4m3 operands"):
+        shape_of(fn, params, normal(1, 2, 9), "bf16-mixed,emulate=true; conv: compute=e4m3")
+
+
+def test_a_batch_is_cast_unless_told_otherwise_and_integers_never_are():
+    def fn(params, batch):
+        return batch["x"], batch["n"], batch["x"] @ params["a"]["w"]
+
+    batch = {"x": normal(4, 8), "n": np.int32(3)}
+    assert [y.dtype for y in shape_of(fn, PARAMS, batch)] == [jnp.bfloat16, jnp.int32, jnp.bfloat16]
+    with pytest.raises(PolicyError, match="computes in bfloat16"):
+        shape_of(fn, PARAMS, batch, cast_batch=False)
+
+
+def test_fp32_matmuls_are_pinned_to_fp32():
+    def fn(params, x):
+        return jnp.dot(x, params["a"]["w"]) @ jnp.dot(x, params["b"]["w"]).T
+
+    text = str(jax.make_jaxpr(lambda m: interpreted(fn, "fp32")(m, PARAMS, normal(4, 8)))(Leaves(PARAMS).trained))
+    assert text.count("Precision.HIGHEST, Precision.HIGHEST") == 3

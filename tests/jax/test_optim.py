@@ -1,0 +1,151 @@
+"""AdamW by its equations, Muon against its reference in numpy, and what decays."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from halfstep.config.run import OptimizerConfig
+from halfstep.core.errors import HalfstepError
+from halfstep.core.formats import BF16, FP16, FP32
+from halfstep.core.policy import Policy
+from halfstep.jax.optim import NEWTON_SCHULZ, adamw, build_optimizers, decays, muon, orthogonalize
+
+
+def normal(*shape, seed=0):
+    return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
+
+
+def train(optimizer, params, steps):
+    update = jax.jit(optimizer.update)
+    state = optimizer.init(params)
+    for step in range(steps):
+        grads = {name: normal(*p.shape, seed=10 * step + i) for i, (name, p) in enumerate(params.items())}
+        updates, state = update(grads, state, params)
+        params = optax.apply_updates(params, updates)
+    return {name: np.asarray(p) for name, p in params.items()}, state
+
+
+def test_adamw_is_its_equations():
+    rate, betas, eps, decay = 1e-2, (0.9, 0.95), 1e-8, 0.1
+    given = {"a.weight": normal(6, 4), "b": normal(5, seed=1)}
+    found, _ = train(adamw(rate, betas, eps, decay), jax.tree.map(jnp.asarray, given), 20)
+    for place, (name, start) in enumerate(given.items()):
+        w, m, v = start.astype(np.float64), 0.0, 0.0
+        for step in range(20):
+            g = normal(*w.shape, seed=10 * step + place).astype(np.float64)
+            m, v = betas[0] * m + (1 - betas[0]) * g, betas[1] * v + (1 - betas[1]) * g * g
+            ahead = m / (1 - betas[0] ** (step + 1)) / (np.sqrt(v / (1 - betas[1] ** (step + 1))) + eps)
+            w = w - rate * (ahead + (decay * w if name == "a.weight" else 0))
+        # 20 updates of at most 2.3 rates each (|m| <= 2.3 sqrt(v) at these betas), each off by some 20 roundings,
+        # and as many sums near |w|
+        bound = 20 * (2.3 * rate * 20 + np.abs(start).max() + 1) * 2.0**-24
+        assert np.abs(found[name] - w).max() <= bound
+
+
+def test_matrices_decay_and_the_rest_does_not():
+    shapes = {
+        "up.weight": (2, 2),
+        "up.bias": (2,),
+        "norm.weight": (2,),
+        "residual_mix": (2, 2),
+        "deep": {"weight": (2, 2)},
+    }
+    found = decays(jax.tree.map(lambda shape: jnp.zeros(shape), shapes, is_leaf=lambda x: isinstance(x, tuple)))
+    assert [name for name, value in found.items() if value is True] == ["up.weight"]
+    assert found["deep"]["weight"] is True
+
+
+def test_a_schedule_counts_the_updates_of_its_own_state():
+    rates = []
+    optimizer = adamw(0.1, schedule=lambda applied, xp: 1.0 / (1.0 + applied))
+    params = {"w": jnp.ones(1)}
+    state = optimizer.init(params)
+    for step in range(4):
+        updates, following = optimizer.update({"w": jnp.ones(1)}, state, params)
+        rates.append(-float(updates["w"][0]))
+        state = state if step == 1 else following  # step 1 was skipped: the step put the old state back
+    # the gradient is always 1: Adam's ratio is 1, up to its bias correction in fp32
+    assert rates == pytest.approx([0.1, 0.05, 0.05, 0.1 / 3], rel=2.0**-20)
+
+
+# Each Newton-Schulz step can stretch an error by its slope, at most a = 3.4445, and adds some 40 roundings.
+STRETCHED = sum(3.4445**power for power in range(6))
+ROUNDED = 40 * 2.0**-24 * STRETCHED
+
+
+def reference(matrix, held):
+    """Five Newton-Schulz steps in numpy, with `held` where a format would store."""
+    a, b, c = NEWTON_SCHULZ
+    x = matrix.T if matrix.shape[0] > matrix.shape[1] else matrix
+    x = held(x / (np.linalg.norm(x) + 1e-7))
+    for _ in range(5):
+        product = held(x @ x.T)
+        x = held(a * x + held(b * product + c * held(product @ product)) @ x)
+    return x.T if matrix.shape[0] > matrix.shape[1] else x
+
+
+@pytest.mark.parametrize("shape", [(8, 8), (4, 16), (16, 4)])
+def test_orthogonalize_is_its_reference_and_pushes_singular_values_towards_one(shape):
+    drawn = np.stack([normal(*shape, seed=seed) for seed in range(3)])
+    out = np.asarray(orthogonalize(jnp.asarray(drawn), FP32), np.float64)
+    for index in range(3):
+        exact = reference(drawn[index].astype(np.float64), lambda x: x)
+        assert np.abs(out[index] - exact).max() <= ROUNDED
+        values = np.linalg.svd(out[index], compute_uv=False)
+        # Jordan et al.'s coefficients leave singular values between about 0.7 and 1.2, unless they began near 0.
+        assert values.max() < 1.3
+        assert np.median(values) > 0.6
+
+
+@pytest.mark.parametrize("fmt", [BF16, FP16])
+def test_the_iteration_is_in_its_format_natively_and_emulated(fmt):
+    dtype = jnp.bfloat16 if fmt == BF16 else jnp.float16
+    drawn = normal(1, 8, 8)
+    native = orthogonalize(jnp.asarray(drawn), fmt)
+    emulated = np.asarray(orthogonalize(jnp.asarray(drawn), fmt, emulate=True))
+    assert native.dtype == dtype
+    assert np.array_equal(emulated, emulated.astype(dtype).astype(np.float32))
+    exact = reference(drawn[0].astype(np.float64), lambda x: x)
+    for found in (np.asarray(native, np.float64), emulated):
+        error = np.abs(found[0] - exact).max()
+        # three roundings to the format in each step, of numbers up to about 4
+        assert 0 < error <= 3 * 4 * 2.0 ** -(fmt.mantissa_bits + 1) * STRETCHED
+
+
+def test_muon_is_the_same_one_by_one_and_in_batches():
+    params = {str(i): jnp.asarray(normal(4, 8, seed=i)) for i in range(3)} | {"tall": jnp.asarray(normal(8, 4))}
+    grads = {name: jnp.asarray(normal(*p.shape, seed=9 + i)) for i, (name, p) in enumerate(params.items())}
+    optimizer = muon(0.02)
+    together, _ = optimizer.update(grads, optimizer.init(params), params)
+    for name in params:
+        one = {name: params[name]}
+        alone, _ = optimizer.update({name: grads[name]}, optimizer.init(one), one)
+        assert np.abs(np.asarray(alone[name] - together[name])).max() <= 0.02 * ROUNDED
+        rows, columns = params[name].shape
+        # Nesterov from rest: g + 0.95 g, whose length does not matter
+        exact = reference(np.asarray(grads[name], np.float64), lambda x: x) * max(1, rows / columns) ** 0.5
+        assert np.abs(np.asarray(together[name]) + 0.02 * exact).max() <= 2 * 0.02 * ROUNDED
+
+
+def test_muon_takes_matrices_only():
+    with pytest.raises(HalfstepError, match="`gain` has 1 dimensions"):
+        muon().init({"gain": jnp.ones(4)})
+
+
+def test_a_session_updates_matrices_of_blocks_by_muon_and_the_rest_by_adamw():
+    params = {
+        "embed.weight": jnp.ones((4, 4)),
+        "blocks.0.up.weight": jnp.asarray(normal(4, 4)),
+        "gain": jnp.ones(4),
+    }
+    config = OptimizerConfig(name="muon", rate=0.1, muon_rate=0.5, weight_decay=0.0)
+    optimizer = build_optimizers({"blocks.0.up.weight"}, config, Policy())
+    grads = jax.tree.map(jnp.ones_like, params)
+    updates, _ = optimizer.update(grads, optimizer.init(params), params)
+    assert np.asarray(updates["gain"]).tolist() == pytest.approx([-0.1] * 4, rel=2.0**-20)
+    assert np.asarray(updates["embed.weight"]).ravel().tolist() == pytest.approx([-0.1] * 16, rel=2.0**-20)
+    assert (
+        np.abs(np.asarray(updates["blocks.0.up.weight"])).max() < 0.5 * 1.3 / 4 * 1.01
+    )  # a rank-one matrix of ones

@@ -1,0 +1,112 @@
+"""State as flat arrays: names, bytes, round trips bit for bit, and states of others refused whole."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from halfstep.core.errors import HalfstepError
+from halfstep.jax.state import load_state, restored, state_of, stored
+from halfstep.jax.step import init, make_step
+
+OPTIMIZER = optax.chain(optax.scale_by_adam(), optax.scale_by_schedule(lambda n: -0.1 / (1 + n)))
+POLICY = "bf16-mixed,moments=bf16,param=bf16:stochastic"
+
+
+def params(width=3):
+    drawn = np.random.default_rng(0).standard_normal((width, 4)).astype(np.float32)
+    return {
+        "layer": {"weight": jnp.asarray(drawn), "bias": jnp.zeros(width)},
+        "seen": jnp.int32(5),
+        "key": jax.random.key(1),
+    }
+
+
+def loss(p, x):
+    return jnp.square((x @ p["layer"]["weight"].T + p["layer"]["bias"]).astype(jnp.float32)).mean()
+
+
+step = make_step(loss, OPTIMIZER)
+
+
+def trained(count, policy=POLICY, state=None):
+    state = init(params(), OPTIMIZER, policy, seed=3) if state is None else state
+    for number in range(count):
+        state, _ = step(state, np.random.default_rng(number).standard_normal((2, 4)).astype(np.float32))
+    return state
+
+
+def test_names_are_those_of_every_backend():
+    assert set(state_of(trained(0))) == {
+        "model.layer.weight",
+        "model.layer.bias",
+        "model.seen",
+        "model.key",
+        "optimizer.0.count",
+        "optimizer.0.layer.weight.mu",
+        "optimizer.0.layer.bias.mu",
+        "optimizer.0.layer.weight.nu",
+        "optimizer.0.layer.bias.nu",
+        "optimizer.1.count",
+        "scale.scale",
+        "scale.good_steps",
+        "scale.tolerance",
+        "scale.stuck",
+        "applied",
+    }
+
+
+def test_a_state_put_back_goes_on_bit_for_bit():
+    one = trained(2)
+    saved = {name: stored(array) for name, array in state_of(one).items()}
+    other = load_state(trained(1), {name: restored(record) for name, record in saved.items()})
+    assert other.policy == one.policy
+    one, other = trained(3, state=one), trained(3, state=other)
+    left, right = ({name: stored(x) for name, x in state_of(state).items()} for state in (one, other))
+    assert left == right
+    assert other.params["layer"]["weight"].dtype == jnp.bfloat16
+    assert jnp.issubdtype(other.params["key"].dtype, jax.dtypes.prng_key)
+
+
+def test_no_field_of_the_state_is_left_out():
+    """A field that is added later must be stored too, or be one that the policy and the call give."""
+    given = {"policy", "seed", "names", "widened"}
+    kinds = {"params": "model.", "opt_state": "optimizer.", "scale": "scale.", "applied": "applied"}
+    assert {field.name for field in dataclasses.fields(trained(0))} == given | kinds.keys()
+    assert all(any(name.startswith(kind) for name in state_of(trained(0))) for kind in kinds.values())
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda: init(params(5), OPTIMIZER, POLICY), "of shape"),
+        (lambda: init(params(), OPTIMIZER, "bf16-mixed,moments=bf16"), "float32 of shape"),
+        (lambda: init(params(), OPTIMIZER, "bf16-mixed,param=bf16"), "`optimizer.0.layer.bias.mu` is bfloat16"),
+        (lambda: init(params(), optax.sgd(0.1), POLICY), "names differ"),
+    ],
+)
+def test_a_state_of_another_shape_or_precision_is_refused_whole(make, said):
+    given = state_of(trained(1))
+    target = make()
+    before = {name: stored(x) for name, x in state_of(target).items()}
+    with pytest.raises(HalfstepError, match=said):
+        load_state(target, given)
+    assert before == {name: stored(x) for name, x in state_of(target).items()}
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16, jnp.int32, jnp.bool_, jnp.uint8])
+@pytest.mark.parametrize("shape", [(), (3, 2), (0, 4)])
+def test_stored_arrays_come_back_with_their_bits(dtype, shape):
+    array = np.asarray(np.random.default_rng(0).standard_normal(shape) * 3).astype(dtype)
+    back = restored(stored(jnp.asarray(array)))
+    assert back.dtype == array.dtype
+    assert back.shape == array.shape
+    assert back.tobytes() == array.tobytes()
+
+
+def test_a_dtype_that_is_not_known_is_refused():
+    with pytest.raises(HalfstepError, match="dtype C64"):
+        restored(("C64", (), b"12345678"))

@@ -1,0 +1,298 @@
+"""One update: weights of micro-batches, the order of unscale and clip, skipped steps, the floor, storage."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from halfstep.core.errors import HalfstepError, PolicyError, ScalingError
+from halfstep.core.policy import Policy
+from halfstep.jax.step import Weighted, check, init, make_step, summary
+
+FP16 = "fp16-mixed,scale=dynamic:init=1024:interval=3:floor=256"
+# Two fp32 sums of the same terms in another order: at most 36 positive terms, and a few products around them.
+SUMMED = 2 * 48 * 2.0**-24
+RATE = 0.1
+
+
+def recorder():
+    """Plain gradient descent that keeps the gradients it was handed, as something that is no moment."""
+    return optax.GradientTransformation(
+        lambda params: jax.tree.map(lambda p: jnp.zeros((1, *p.shape)), params),
+        lambda grads, state, params: (
+            jax.tree.map(lambda g: -RATE * g, grads),
+            jax.tree.map(lambda g: g[None], grads),
+        ),
+    )
+
+
+def seen(state):
+    return np.asarray(state.opt_state["weight"][0])
+
+
+def weights(dtype=jnp.float32):
+    return {"weight": jnp.asarray(np.random.default_rng(0).standard_normal((3, 4)), dtype)}
+
+
+def data(rows, seed=1):
+    return np.random.default_rng(seed).standard_normal((rows, 4)).astype(np.float32)
+
+
+def total(params, x, mask=None):
+    errors = jnp.square((x @ params["weight"].T).astype(jnp.float32)).sum(-1)
+    return Weighted(errors.sum(), float(len(x))) if mask is None else Weighted((errors * mask).sum(), mask.sum())
+
+
+def times(params, batch):
+    return Weighted(total(params, batch["x"]).total * batch["factor"], float(len(batch["x"])))
+
+
+STEPS = {}
+
+
+def run(policy="fp32", loss=total, dtype=jnp.float32, **options):
+    """A fresh state, and the step for it, which is compiled once for all tests."""
+    key = (loss, tuple(sorted(options.items())))
+    if key not in STEPS:
+        STEPS[key] = make_step(loss, recorder(), **options)
+    return init(weights(dtype), recorder(), policy), STEPS[key]
+
+
+def test_micro_batches_of_unequal_size_are_weighted_by_their_tokens():
+    x = data(12)
+    state, step = run()
+    state, one = step(state, x)
+    parts = np.zeros((3, 8, 4), np.float32)
+    mask = np.zeros((3, 8), np.float32)
+    for place, rows in enumerate((slice(0, 1), slice(1, 4), slice(4, 12))):
+        parts[place, : rows.stop - rows.start], mask[place, : rows.stop - rows.start] = x[rows], 1
+    other, step = run(loss=lambda params, batch: total(params, *batch), micro_batches=3)
+    other, many = step(other, (parts, mask))
+    assert float(one.loss) == pytest.approx(float(many.loss), rel=SUMMED)
+    magnitude = 2 * np.abs(x @ np.asarray(weights()["weight"]).T).T @ np.abs(x) / 12  # d/dW sum (W x)^2 / 12
+    assert (np.abs(seen(state) - seen(other)) <= SUMMED * magnitude).all()
+
+
+def test_a_mean_loss_counts_each_micro_batch_alike():
+    def mean(params, x):
+        return jnp.square(x @ params["weight"].T).mean()
+
+    state, step = run(loss=mean, micro_batches=2)
+    x = data(8).reshape(2, 4, 4)
+    _, result = step(state, x)
+    w = np.asarray(weights()["weight"])
+    assert float(result.loss) == pytest.approx(np.mean([np.square(part @ w.T).mean() for part in x]), rel=SUMMED)
+
+
+def test_gradients_are_unscaled_with_the_scale_that_was_used():
+    """On the step where the scale grows, dividing by the new scale would halve the gradient."""
+    plain, step = run("fp16-mixed,scale=static:value=1")
+    scaled, _ = run(FP16)
+    scales = []
+    for number in range(7):
+        batch = data(4, seed=number) * 0.1
+        plain, _ = step(plain, batch)
+        scaled, result = step(scaled, batch)
+        scales.append(float(result.scale))
+        # a power of two moves exponents only, and nothing here is near either end of fp16
+        assert np.array_equal(seen(plain), seen(scaled)), number
+    assert scales == [1024, 1024, 1024, 2048, 2048, 2048, 4096]
+
+
+def test_clipping_sees_unscaled_gradients():
+    clipped, step = run(FP16, clip_norm=0.5)
+    clipped, result = step(clipped, data(4))
+    norm = float(result.grad_norm)
+    assert norm > 0.5
+    plain, step = run("fp32")
+    plain, _ = step(plain, data(4))
+    assert norm == pytest.approx(float(np.linalg.norm(seen(plain))), rel=2.0**-9)
+    assert float(np.linalg.norm(seen(clipped))) == pytest.approx(0.5, rel=SUMMED)
+
+
+def test_a_small_gradient_is_not_clipped():
+    clipped, step = run(clip_norm=1e6)
+    clipped, _ = step(clipped, data(4))
+    plain, step = run()
+    plain, _ = step(plain, data(4))
+    assert np.array_equal(seen(clipped), seen(plain))
+
+
+@pytest.mark.parametrize("policy", ["fp32", "bf16-mixed", FP16])
+def test_a_step_that_is_not_finite_is_skipped_under_every_policy(policy):
+    state, step = run(policy, loss=times)
+    for bad in (float("nan"), float("inf")):
+        before = jax.device_get((state.params, state.opt_state))
+        state, result = step(state, {"x": data(4), "factor": bad})
+        assert bool(result.skipped)
+        assert jax.tree.all(jax.tree.map(np.array_equal, before, jax.device_get((state.params, state.opt_state))))
+        assert int(state.applied) == 0
+    state, result = step(state, {"x": data(4), "factor": 1.0})
+    assert not bool(result.skipped)
+    assert int(state.applied) == 1
+    assert not np.array_equal(before[0]["weight"], state.params["weight"])
+
+
+def test_one_bad_micro_batch_spoils_the_whole_step_and_no_other():
+    state, step = run(loss=times, micro_batches=3)
+    x = data(12).reshape(3, 4, 4)
+    state, result = step(state, {"x": x, "factor": np.float32([1, np.nan, 1])})
+    assert bool(result.skipped)
+    state, result = step(state, {"x": x, "factor": np.float32([1, 1, 1])})
+    assert not bool(result.skipped)
+
+
+def test_at_the_floor_the_run_stops_and_says_why():
+    state, step = run(FP16, loss=times)
+    for expected in (1024, 512, 256):
+        state, result = step(state, {"x": data(4), "factor": float("inf")})
+        assert float(result.scale) == expected
+    with pytest.raises(ScalingError, match="floor, 256"):
+        check(result)
+    state, result = step(state, {"x": data(4), "factor": 1.0})
+    check(result)
+
+
+@pytest.mark.parametrize(("accumulate", "expected"), [("fp32", 1.0), ("bf16", 256 / 400)])
+def test_sums_over_micro_batches_are_in_the_accumulate_format(accumulate, expected):
+    """Adding 400 gradients of 1 to a bf16 sum stops at 256; in fp32 the sum goes on."""
+
+    def linear(params, x):
+        return (x @ params["weight"].T).astype(jnp.float32).sum()
+
+    state, step = run(f"bf16-true,accumulate={accumulate}", loss=linear, micro_batches=400)
+    state, _ = step(state, np.ones((400, 1, 4), np.float32))
+    assert np.array_equal(seen(state), np.full((3, 4), np.float32(expected)))
+    assert state.params["weight"].dtype == jnp.bfloat16
+
+
+def test_results_stay_on_the_device_and_the_state_is_used_up():
+    given = weights()
+    state = init(given, recorder(), "fp32")
+    _, step = run()
+    following, result = step(state, data(12))
+    for value in (result.loss, result.skipped, result.scale, result.grad_norm, result.stuck):
+        assert isinstance(value, jax.Array)
+    assert state.params["weight"].is_deleted()
+    assert not given["weight"].is_deleted()
+    assert following.policy == Policy.parse("fp32")
+
+
+def test_the_step_below_the_jit_is_pure_and_runs_in_a_scan():
+    batches = np.stack([data(4, seed) for seed in range(3)])
+    state, step = run(FP16)
+    together, results = jax.jit(lambda s, b: jax.lax.scan(step.__wrapped__, s, b))(state, batches)
+    state, _ = run(FP16)
+    for index, batch in enumerate(batches):
+        state, result = step(state, batch)
+        assert float(result.loss) == pytest.approx(float(results.loss[index]), rel=2.0**-10)
+    assert jax.tree.structure(state) == jax.tree.structure(together)
+    assert float(together.scale.scale) == float(state.scale.scale) == 2048
+    assert together.policy.scale.floor == 256
+
+
+def test_aux_and_keys_come_one_a_micro_batch():
+    def noisy(params, x, rng):
+        return (x @ params["weight"].T).sum(), {"drawn": jax.random.uniform(rng), "rows": x[0]}
+
+    key, x = jax.random.key(3), data(8).reshape(2, 4, 4)
+    state, step = run(loss=noisy, micro_batches=2)
+    _, result = step(state, x, rng=key)
+    expected = [float(jax.random.uniform(jax.random.fold_in(key, index))) for index in range(2)]
+    assert np.asarray(result.aux["drawn"]).tolist() == pytest.approx(expected, rel=2.0**-23)
+    assert np.array_equal(result.aux["rows"], x[:, 0])
+
+
+@pytest.mark.parametrize(
+    ("loss", "said"),
+    [
+        (lambda params, x: x @ params["weight"][0], "float32 of shape \\(4,\\)"),
+        (lambda params, x: jnp.int32(3), "int32 of shape"),
+        (lambda params, x: (jnp.zeros(3), x), "float32 of shape \\(3,\\)"),
+        (lambda params, x: {"loss": x.sum()}, "gave dict"),
+    ],
+)
+def test_what_is_no_loss_is_refused(loss, said):
+    with pytest.raises(HalfstepError, match=said):
+        jax.eval_shape(make_step(loss, recorder()), init(weights(), recorder(), "fp32"), data(4))
+
+
+def test_a_narrow_loss_needs_a_policy_that_says_so():
+    def narrow(params, x):
+        return jnp.square(x @ params["weight"].T).mean()
+
+    step = make_step(narrow, recorder())
+    with pytest.raises(PolicyError, match="the loss is bfloat16, and the policy says loss=fp32"):
+        jax.eval_shape(step, init(weights(), recorder(), "bf16-mixed"), data(4))
+    jax.eval_shape(step, init(weights(), recorder(), "bf16-mixed,loss=bf16"), data(4))
+
+
+def test_a_batch_without_the_leading_axis_is_refused():
+    step = make_step(total, recorder(), micro_batches=3)
+    with pytest.raises(HalfstepError, match="there are 3 micro-batches"):
+        jax.eval_shape(step, init(weights(), recorder(), "fp32"), data(4))
+
+
+def test_integers_booleans_and_keys_pass_through_untouched():
+    params = {**weights(), "count": jnp.int32(2**31 - 1), "mask": jnp.ones(3, bool), "key": jax.random.key(7)}
+
+    def loss(params, x):
+        kept = jnp.where(params["mask"], (x @ params["weight"].T).astype(jnp.float32), 0.0)
+        return kept.sum() + (params["count"] > 0) * jax.random.uniform(params["key"])
+
+    optimizer = optax.adam(0.1)
+    state, result = make_step(loss, optimizer)(init(params, optimizer, "bf16-mixed"), data(4))
+    assert not bool(result.skipped)
+    assert not np.array_equal(state.params["weight"], params["weight"])
+    for name in ("count", "mask"):
+        assert state.params[name].dtype == params[name].dtype
+        assert np.array_equal(state.params[name], params[name])
+    assert np.array_equal(jax.random.key_data(state.params["key"]), jax.random.key_data(params["key"]))
+
+
+def test_narrow_parameters_are_widened_and_the_summary_says_so():
+    state = init(weights(jnp.float16), recorder(), "bf16-mixed")
+    assert state.params["weight"].dtype == jnp.float32
+    assert "widened to their masters' format: weight" in summary(state)
+    assert "widened" not in str(init(weights(), recorder(), "bf16-true"))
+
+
+def test_bf16_weights_at_one_and_a_small_rate_never_move_to_nearest_and_do_stochastically():
+    """The lost update: 1 - 1e-4 rounds to 1 in bf16, whose neighbor below is 1 - 2^-8."""
+    optimizer = optax.sgd(1e-4)
+    step = make_step(lambda params, _: params["w"].astype(jnp.float32).sum(), optimizer)
+
+    def train(policy):
+        state = init({"w": jnp.ones(4096)}, optimizer, policy)
+        for _ in range(50):
+            state, _ = step(state, 0)
+        return np.asarray(state.params["w"], np.float32)
+
+    assert np.array_equal(train("bf16-true"), np.ones(4096))
+    moved = train("bf16-true,param=bf16:stochastic")
+    # Each step moves an element by 2^-8 with probability 1e-4 * 2^8: in the mean by 1e-4, 50 times. An
+    # element's sum of 50 such steps has variance below 50 * 1e-4 * 2^-8.
+    deviation = (50 * 1e-4 * 2.0**-8 / 4096) ** 0.5
+    assert abs(float(1 - moved.mean()) - 50e-4) < 5 * deviation
+    assert np.array_equal(moved, train("bf16-true,param=bf16:stochastic"))  # the same on every replica
+
+
+def test_bf16_moments_are_stored_in_bf16_and_computed_in_fp32():
+    optimizer = optax.adam(1e-2)
+    step = make_step(total, optimizer)
+    found = {}
+    for policy in ("fp32", "fp32,moments=bf16"):
+        state, _ = step(init(weights(), optimizer, policy), data(4))
+        found[policy] = state
+    narrow, wide = found["fp32,moments=bf16"], found["fp32"]
+    assert narrow.opt_state[0].mu["weight"].dtype == jnp.bfloat16
+    assert np.array_equal(narrow.opt_state[0].mu["weight"], wide.opt_state[0].mu["weight"].astype(jnp.bfloat16))
+    assert narrow.opt_state[0].count.dtype == jnp.int32
+    # the first step does not read a rounded moment
+    assert np.array_equal(narrow.params["weight"], wide.params["weight"])
+
+
+def test_an_optimizer_with_formats_of_its_own_is_refused():
+    with pytest.raises(HalfstepError, match="keeps a moment in bfloat16 of its own accord"):
+        init(weights(), optax.adam(1e-3, mu_dtype=jnp.bfloat16), "bf16-mixed")

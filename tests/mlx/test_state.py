@@ -1,0 +1,159 @@
+"""State as flat arrays: names, bits, and what is refused whole."""
+
+import mlx.core as mx
+import mlx.optimizers
+import numpy as np
+import pytest
+from mlx import nn
+
+from halfstep.core.errors import HalfstepError
+from halfstep.mlx import prepare
+from halfstep.mlx.cast import join
+from halfstep.mlx.state import DTYPE_NAMES, load_state, load_weights, restored, state_of, stored
+
+
+def draw(*shape, seed=0):
+    return mx.array(np.random.default_rng(seed).standard_normal(shape, np.float32))
+
+
+def run(policy="bf16-mixed", width=4, moments=True, drop=0.5):
+    model = nn.Sequential(nn.Linear(4, width), nn.Dropout(drop), nn.Linear(width, 2, bias=False))
+    for index in (0, 2):
+        model.layers[index].weight = draw(*model.layers[index].weight.shape, seed=index)
+    optimizer = mlx.optimizers.AdamW(0.01) if moments else mlx.optimizers.SGD(0.01)
+    return prepare(model, optimizer, policy)
+
+
+def train(r, steps):
+    for step in steps:
+        result = r.step(lambda model, x: mx.square(model(x)).mean(), [draw(3, 4, seed=step)])
+    return result.loss.item()
+
+
+def through_bytes(state):
+    return {name: restored(stored(array)) for name, array in state.items()}
+
+
+POLICIES = ["fp32", "bf16-mixed,param=fp32:split,moments=bf16", "bf16-true,param=bf16:stochastic", "fp16-mixed"]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_state_put_back_goes_on_bit_for_bit(policy):
+    mx.random.seed(1)
+    one = run(policy)
+    train(one, range(3))
+    saved = through_bytes(state_of(one))
+    other = run(policy)
+    train(other, [9])  # elsewhere, so that anything left out of the state would show
+    mx.random.seed(99)
+    load_state(other, saved)
+    right = train(other, range(3, 6))
+    ours = through_bytes(state_of(other))
+    load_state(one, saved)  # there is one random key in a process: this run's dropout goes on from it
+    assert train(one, range(3, 6)) == right
+    theirs = state_of(one)
+    assert all(
+        mx.array_equal(ours[name], theirs[name]) and ours[name].dtype == theirs[name].dtype for name in theirs
+    )
+
+
+def test_names_are_those_of_every_backend_and_what_mlx_adds():
+    names = set(state_of(run("bf16-mixed,param=fp32:split")))
+    assert names == {
+        "model.layers.0.weight",
+        "model.layers.0.bias",
+        "model.layers.2.weight",
+        "remainder.layers.0.weight",
+        "remainder.layers.2.weight",
+        *(f"optimizer.0.layers.{p}.{m}" for p in ("0.weight", "0.bias", "2.weight") for m in "mv"),
+        "optimizer.0.step",
+        "optimizer.0.learning_rate",
+        "scale.scale",
+        "scale.good_steps",
+        "scale.tolerance",
+        "scale.stuck",
+        "applied",
+        "rng.mlx",
+    }
+    assert run().state.keys() == state_of(run()).keys()
+
+
+def test_mlx_writes_and_reads_it_as_it_is(tmp_path):
+    one, other = (run("bf16-mixed,param=fp32:split", drop=0.0) for _ in range(2))
+    train(one, range(2))
+    mx.save_safetensors(str(tmp_path / "state.safetensors"), one.state)
+    other.load(mx.load(str(tmp_path / "state.safetensors")))
+    assert train(one, [5]) == train(other, [5])
+
+
+@pytest.mark.parametrize(
+    ("other", "said"),
+    [
+        ({"width": 6}, "of shape"),
+        ({"policy": "bf16-true"}, "bfloat16 of shape"),
+        ({"policy": "bf16-mixed,param=fp32:split"}, "lacks `remainder"),
+        ({"policy": "bf16-mixed,moments=bf16"}, "bfloat16 of shape"),
+        ({"moments": False}, "names differ"),
+    ],
+)
+def test_a_state_of_another_model_optimizer_or_precision_is_refused_whole(other, said):
+    given = through_bytes(state_of(run()))
+    target = run(**other)
+    before = through_bytes(state_of(target))
+    with pytest.raises(HalfstepError, match=said):
+        load_state(target, given)
+    after = state_of(target)
+    assert all(mx.array_equal(before[name], after[name]) for name in before)
+
+
+def test_gradients_from_before_are_forgotten_when_a_state_is_put_back():
+    r = run(drop=0.0)
+    saved = through_bytes(state_of(r))
+    r.accumulate(r.value_and_grad(lambda model, x: model(x).sum())(draw(3, 4))[1])
+    load_state(r, saved)
+    with pytest.raises(HalfstepError, match="no gradients"):
+        r.update()
+
+
+@pytest.mark.parametrize("theirs", ["fp32", "bf16-mixed,param=fp32:split", "bf16-true"])
+@pytest.mark.parametrize("ours", ["fp32", "bf16-mixed,param=fp32:split", "bf16-true"])
+def test_weights_alone_pass_between_forms(theirs, ours):
+    source, target = run(theirs), run(ours)
+    train(source, range(2))
+    load_weights(target, through_bytes(state_of(source)))
+    wide = {}
+    for r in (source, target):
+        hi, lo = r.model.layers[0].weight, r.masters.remainders.get("layers.0.weight")
+        wide[r] = hi.astype(mx.float32) if lo is None else join(hi, lo)
+    expected = wide[source].astype(mx.bfloat16).astype(mx.float32) if ours == "bf16-true" else wide[source]
+    assert mx.array_equal(wide[target], expected)
+    assert target.applied.item() == 0
+
+
+def test_weights_of_another_shape_are_refused():
+    with pytest.raises(HalfstepError, match=r"`layers\.0\.weight` has the shape"):
+        load_weights(run(), state_of(run(width=6)))
+
+
+@pytest.mark.parametrize("dtype", list(DTYPE_NAMES), ids=str)
+@pytest.mark.parametrize("shape", [(), (3, 2), (0, 4)])
+def test_stored_arrays_come_back_with_their_bits(dtype, shape):
+    with mx.stream(mx.cpu):  # which alone has float64
+        array = (draw(*shape) * 3).astype(dtype)
+        array = array / 3 if dtype == mx.float64 else array  # what fp32 does not hold
+        array = array.T if len(shape) == 2 else array  # rows that do not follow one another in memory
+        back = restored(stored(array))
+        assert back.dtype == dtype
+        assert back.shape == array.shape
+        assert mx.array_equal(back, array)
+
+
+def test_a_number_that_is_not_one_keeps_its_bits():
+    patterns = mx.array(np.array([0x7FC1, 0xFF80, 0x8000, 0x0001], np.uint16))
+    assert mx.array_equal(restored(stored(patterns.view(mx.bfloat16))).view(mx.uint16), patterns)
+    assert stored(patterns.view(mx.bfloat16))[2] == np.array(patterns).tobytes()
+
+
+def test_a_dtype_that_mlx_lacks_is_refused():
+    with pytest.raises(HalfstepError, match="F8_E4M3"):
+        restored(("F8_E4M3", (1,), b"\0"))

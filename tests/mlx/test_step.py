@@ -1,0 +1,468 @@
+"""One update: micro-batches, the order of unscale and clip, skipped steps, masters, the compiled step."""
+
+import mlx.core as mx
+import mlx.optimizers
+import numpy as np
+import pytest
+from mlx import nn
+
+from halfstep.core.errors import HalfstepError, PolicyError, ScalingError
+from halfstep.core.formats import BF16
+from halfstep.core.philox import tensor_id
+from halfstep.core.rounding import cast
+from halfstep.mlx import prepare
+from halfstep.mlx.cast import join, random_bits
+from halfstep.mlx.optim import AdamW
+
+FP16 = "compute=fp16,emulate=true,scale=dynamic:init=1024:interval=3:floor=256"
+# Two fp32 sums of the same terms in another order: at most 36 positive terms, and a few products around them.
+SUMMED = 2 * 48 * 2.0**-24
+
+
+class Recorder(AdamW):
+    """Keeps the gradients it was handed."""
+
+    def apply_gradients(self, gradients, parameters):
+        self.seen, self.given = gradients, parameters
+        self.made = super().apply_gradients(gradients, parameters)
+        return self.made
+
+
+def draw(*shape, seed=0):
+    return mx.array(np.random.default_rng(seed).standard_normal(shape, np.float32))
+
+
+def linear(seed=0, dtype=mx.float32):
+    model = nn.Linear(4, 3, bias=False)
+    model.weight = draw(3, 4, seed=seed).astype(dtype)
+    return model
+
+
+def run(policy="fp32", clip_norm=0.0, model=None, optimizer=None, **options):
+    return prepare(model or linear(), optimizer or Recorder(0.1), policy, clip_norm=clip_norm, **options)
+
+
+def data(rows, seed=1):
+    return draw(rows, 4, seed=seed)
+
+
+def squares(model, x):
+    return mx.square(model(x)).sum(), float(len(x))
+
+
+def seen(r):
+    return r.optimizer.seen["weight"]
+
+
+def test_micro_batches_of_unequal_size_are_weighted_by_their_tokens():
+    whole, parts, x = run(), run(), data(12)
+    magnitude = 2 * (mx.abs(whole.model(x)).T @ mx.abs(x)) / 12  # of the terms of d/dW sum (W x)^2 / 12
+    one = whole.step(squares, [x])
+    other = parts.step(squares, [x[:1], x[1:4], x[4:]])
+    assert one.loss.item() == pytest.approx(other.loss.item(), rel=SUMMED)
+    assert mx.all(mx.abs(seen(whole) - seen(parts)) <= SUMMED * magnitude)
+
+
+def test_a_mean_loss_counts_each_micro_batch_alike():
+    r, x = run(), data(12)
+    expected = sum(mx.square(r.model(b)).mean().item() for b in (x[:2], x[2:])) / 2
+    result = r.step(lambda model, b: mx.square(model(b)).mean(), [x[:2], x[2:]])
+    assert result.loss.item() == pytest.approx(expected, rel=SUMMED)
+
+
+def test_gradients_are_unscaled_with_the_scale_that_was_used():
+    """On the step where the scale grows, dividing by the new scale would halve the gradient."""
+    plain, scaled = run("compute=fp16,scale=static:value=1,emulate=true"), run(FP16)
+    scales = []
+    for step in range(7):
+        for r in (plain, scaled):
+            result = r.step(squares, [data(4, seed=step) * 0.1])
+        scales.append(result.scale.item())
+        # a power of two moves exponents only, and nothing here is near either end of fp16
+        assert mx.array_equal(seen(plain), seen(scaled)), step
+    assert scales == [1024, 1024, 1024, 2048, 2048, 2048, 4096]
+
+
+def test_gradients_carry_their_scale_past_an_update_in_between():
+    r, plain = run(FP16), run("compute=fp16,scale=static:value=1,emulate=true")
+    for each in (r, plain):
+        differentiate = each.value_and_grad(squares)
+        early = differentiate(data(4))[1]
+        for _ in range(3):
+            each.update(differentiate(data(4))[1])  # the third one doubles the scale of r
+        each.update([differentiate(data(2, seed=7))[1], early])
+    assert r.scale_state.scale.item() == 2048
+    assert mx.array_equal(seen(r), seen(plain))
+
+
+def test_clipping_sees_unscaled_gradients():
+    r, plain = run(FP16, clip_norm=0.5), run("fp32")
+    norm = r.step(squares, [data(4)]).grad_norm.item()
+    plain.step(squares, [data(4)])
+    assert norm > 0.5
+    assert norm == pytest.approx(mx.linalg.norm(seen(plain)).item(), rel=2.0**-9)
+    assert mx.linalg.norm(seen(r)).item() == pytest.approx(0.5, rel=SUMMED)
+
+
+def test_a_small_gradient_is_not_clipped():
+    r, plain = run(clip_norm=1e6), run()
+    for each in (r, plain):
+        each.step(squares, [data(4)])
+    assert mx.array_equal(seen(r), seen(plain))
+
+
+POLICIES = ["fp32", "bf16-mixed", "bf16-mixed,param=fp32:split", "bf16-true,moments=bf16", FP16]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_step_that_is_not_finite_changes_nothing_but_the_scale(policy, bad):
+    r = run(policy, optimizer=AdamW(lambda step: 0.1 / (1 + step)))
+    r.step(squares, [data(4)])
+    before = r.state
+    result = r.step(lambda model, x: mx.square(model(x)).sum() * bad, [data(4)])
+    assert result.skipped.item()
+    after = r.state
+    same = {name for name in before if mx.array_equal(before[name], after[name])}
+    # the scale, and how many good steps it has seen
+    assert before.keys() - same <= {"scale.scale", "scale.good_steps"}
+    assert ("scale.scale" in same) == (policy != FP16)
+    assert not r.step(squares, [data(4)]).skipped.item()
+    assert r.applied.item() == 2
+    assert not mx.array_equal(r.state["model.weight"], before["model.weight"])
+
+
+def test_one_bad_micro_batch_spoils_the_whole_step_and_no_other():
+    r = run()
+    assert r.step(squares, [data(4), data(4) * float("nan"), data(4)]).skipped.item()
+    assert not r.step(squares, [data(4)]).skipped.item()
+
+
+def test_at_the_floor_the_run_stops_and_says_why():
+    r = run(FP16)
+    for expected in (1024, 512, 256):
+        result = r.step(lambda model, x: mx.square(model(x)).sum() * float("inf"), [data(4)])
+        assert result.scale.item() == expected
+    with pytest.raises(ScalingError, match="floor, 256"):
+        r.check(result)
+    r.check(r.step(squares, [data(4)]))
+
+
+def test_sums_over_micro_batches_are_fp32_where_parameters_are_bf16():
+    """Adding 256 gradients of 1 to a bf16 sum stops at 256; here the sum goes on."""
+    r = run("bf16-true")
+    r.step(lambda model, b: model(b).sum(), [mx.ones((1, 4))] * 400)
+    assert seen(r).dtype == mx.float32
+    assert mx.array_equal(seen(r), mx.ones((3, 4)))  # 400 gradients of 1, over 400
+    assert r.model.weight.dtype == mx.bfloat16
+
+
+def test_results_stay_arrays_until_read():
+    result = run().step(squares, [data(1)])
+    assert all(isinstance(value, mx.array) for value in vars(result).values())
+
+
+def test_the_graph_does_not_grow_from_step_to_step():
+    """Nothing is read, and batches of 64 KiB are not kept for a graph that nobody evaluated."""
+    r = run("bf16-mixed")
+
+    def held(steps):
+        for step in range(steps):
+            r.step(squares, [data(4096, seed=step)])
+        mx.synchronize()
+        return mx.get_active_memory()
+
+    first = held(3)
+    assert held(20) <= first + 2 * 65536
+
+
+def test_update_without_gradients_is_refused():
+    with pytest.raises(HalfstepError, match="no gradients"):
+        run().update()
+
+
+def test_gradients_without_their_scale_are_refused():
+    with pytest.raises(HalfstepError, match="which scale they carry"):
+        run().update({"weight": mx.zeros((3, 4))})
+
+
+def test_gradients_do_not_leak_into_the_next_step():
+    r, fresh = run(), run()
+    r.update(r.value_and_grad(squares)(data(4))[1])
+    r.model.weight = fresh.model.weight
+    for each in (r, fresh):
+        each.step(squares, [data(4, seed=5)])
+    assert mx.array_equal(seen(r), seen(fresh))
+
+
+def test_the_two_verbs_are_the_step():
+    one, two, three = run("bf16-mixed"), run("bf16-mixed"), run("bf16-mixed")
+    batches = [data(4), data(2, seed=3)]
+    result = one.step(squares, batches)
+    handed = [two.value_and_grad(squares)(batch) for batch in batches]
+    also = two.update([grads for _, grads in handed])
+    for batch in batches:
+        three.accumulate(three.value_and_grad(squares)(batch)[1])
+    three.update()
+    mean = (4 * handed[0][0].item() + 2 * handed[1][0].item()) / 6
+    assert result.loss.item() == also.loss.item() == pytest.approx(mean, rel=SUMMED)
+    assert mx.array_equal(seen(one), seen(two))
+    assert mx.array_equal(seen(one), seen(three))
+
+
+def test_a_loss_that_is_no_number_or_too_narrow_is_refused():
+    r = run("bf16-mixed")
+    with pytest.raises(HalfstepError, match="shape"):
+        r.step(lambda model, x: model(x), [data(4)])
+    with pytest.raises(PolicyError, match="loss=fp32"):
+        r.step(lambda model, x: model(x).astype(mx.bfloat16).mean(), [data(4)])
+    assert r.model.weight.dtype == mx.float32  # and what was in the model is there again
+
+
+@pytest.mark.parametrize("weights", [[0.0, 4.0], [4.0, 0.0], [mx.array(0.0), mx.array(4.0)]], ids=str)
+def test_a_micro_batch_without_tokens_adds_nothing(weights):
+    r, plain = run(), run()
+    batches = [(data(4) if float(w) else data(4, seed=9), w) for w in weights]
+    result = r.step(lambda model, b: (mx.square(model(b[0])).sum(), b[1]), batches)
+    assert result.loss.item() == plain.step(squares, [data(4)]).loss.item()
+    assert mx.array_equal(seen(r), seen(plain))
+
+
+def test_a_step_without_any_token_is_skipped():
+    r = run()
+    before = r.model.weight
+    assert r.step(lambda model, x: (model(x).sum() * 0, 0.0), [data(4)]).skipped.item()
+    assert mx.array_equal(r.model.weight, before)
+
+
+def test_what_is_no_norm_and_no_number_of_tokens_is_refused():
+    with pytest.raises(HalfstepError, match=r"clip_norm=-1\.0"):
+        run(clip_norm=-1.0)
+    with pytest.raises(HalfstepError, match="weight=-2"):
+        run().step(lambda model, x: (model(x).sum(), -2), [data(4)])
+
+
+def test_a_run_that_is_over_is_over():
+    r = run()
+    grads = r.value_and_grad(squares)(data(4))[1]
+    r.unprepare()
+    for call in (lambda: r.step(squares, [data(4)]), lambda: r.update(grads), r.unprepare):
+        with pytest.raises(HalfstepError, match="the run is over"):
+            call()
+
+
+# Masters
+
+
+@pytest.mark.parametrize("policy", ["fp32", "bf16-mixed", "bf16-mixed,param=fp32:split", "bf16-true", FP16])
+def test_any_optimizer_is_given_fp32_masters_and_gradients(policy):
+    r = run(policy, model=linear(dtype=mx.bfloat16))
+    r.step(squares, [data(4)])
+    assert seen(r).dtype == mx.float32
+    assert r.optimizer.given["weight"].dtype == mx.float32
+
+
+@pytest.mark.parametrize("stochastic", ["", ":stochastic"])
+@pytest.mark.parametrize("emulate", ["", ",emulate=true"])
+def test_a_bf16_master_is_updated_in_fp32_and_rounded_once(stochastic, emulate):
+    r = run(f"bf16-true,param=bf16{stochastic}{emulate}", seed=5)
+    for count in (1, 2):
+        r.step(squares, [data(4)])
+        wide = np.array(r.optimizer.made["weight"])
+        bits = np.array(random_bits((3, 4), seed=5, step=count, tensor=tensor_id("weight")))
+        how = {"rounding": "stochastic", "bits": bits} if stochastic else {}
+        assert r.model.weight.dtype == (mx.float32 if emulate else mx.bfloat16)
+        assert np.array_equal(as_fp32(r.model.weight), quantized(wide, **how))
+        assert not np.array_equal(wide, quantized(wide))
+
+
+def as_fp32(x):
+    return np.array(x.astype(mx.float32))
+
+
+def quantized(x, **how):
+    return cast(x, BF16, overflow="inf", **how)
+
+
+def test_the_same_seed_rounds_the_same_way_and_another_does_not():
+    def trained(seed):
+        r = run("bf16-true,param=bf16:stochastic", seed=seed)
+        for step in range(3):
+            r.step(squares, [data(4, seed=step)])
+        return r.model.weight
+
+    assert mx.array_equal(trained(1), trained(1))
+    assert not mx.array_equal(trained(1), trained(2))
+
+
+def mlp():
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.RMSNorm(8), nn.Linear(8, 3, bias=False))
+    for index, layer in enumerate(model.layers):
+        if isinstance(layer, nn.Linear):
+            layer.weight = draw(*layer.weight.shape, seed=index) * 0.5
+            if "bias" in layer:
+                layer.bias = draw(8, seed=7) * 0.1
+    return model
+
+
+@pytest.mark.parametrize("policy", ["fp32", "bf16-mixed,emulate=true"])
+def test_a_hundred_steps_with_split_masters_are_those_with_fp32_masters_bit_for_bit(policy):
+    """Where the master is used whole, joined, nothing differs at all."""
+    whole, split = (run(f"{policy}{held}", model=mlp(), clip_norm=1.0) for held in ("", ",param=fp32:split"))
+    for step in range(100):
+        results = [r.step(squares, [data(4, seed=step)]) for r in (whole, split)]
+    assert results[0].loss.item() == results[1].loss.item()
+    for index in (0, 3):
+        name = f"layers.{index}.weight"
+        hi, lo = split.state[f"model.{name}"], split.state[f"remainder.{name}"]
+        assert (hi.dtype, lo.dtype) == (mx.bfloat16, mx.int16)
+        assert mx.array_equal(join(hi, lo), whole.state[f"model.{name}"])
+    assert split.model.layers[2].weight.dtype == mx.float32  # gains are never split
+    assert split.masters.remainders.keys() == {"layers.0.weight", "layers.3.weight"}
+
+
+def test_split_masters_in_bf16_take_4_bytes_and_matmuls_use_the_half_as_it_is():
+    whole, split = (run(f"bf16-mixed{held}", model=linear()) for held in ("", ",param=fp32:split"))
+    for step in range(20):
+        results = [r.step(squares, [data(4, seed=step)]) for r in (whole, split)]
+    # no master of 12 fell on a tie of bf16, on which alone the two differ
+    assert results[0].loss.item() == results[1].loss.item()
+    assert split.model.weight.nbytes + split.masters.remainders["weight"].nbytes == 4 * 12
+    assert mx.array_equal(whole.model.weight, join(split.model.weight, split.masters.remainders["weight"]))
+    assert mx.array_equal(split.unprepare().weight, whole.unprepare().weight)
+    assert split.model.weight.dtype == mx.float32
+
+
+def test_moments_are_stored_in_their_format_and_computed_in_fp32():
+    narrow, wide = run("fp32,moments=bf16"), run("fp32")
+    for r in (narrow, wide):
+        r.step(squares, [data(4)])
+    assert mx.array_equal(narrow.model.weight, wide.model.weight)  # the first step does not read a rounded moment
+    held, exact = (r.optimizer.state["weight"]["v"] for r in (narrow, wide))
+    assert held.dtype == mx.bfloat16
+    assert mx.array_equal(held, exact.astype(mx.bfloat16))
+    before = narrow.optimizer.state["weight"]["m"].astype(mx.float32)
+    narrow.step(squares, [data(4)])
+    after = narrow.optimizer.state["weight"]["m"]
+    # 0.9 times a bf16 array would be rounded to bf16 before the gradient is added
+    assert mx.array_equal(after, (0.9 * before + (1 - 0.9) * seen(narrow)).astype(mx.bfloat16))
+    assert after.dtype == mx.bfloat16
+    assert narrow.optimizer.state["step"].dtype == mx.uint64
+
+
+def test_rules_give_masters_and_moments_by_name():
+    policy = "bf16-mixed; layers.0: param=bf16,moments=bf16"
+    r = run(policy, model=mlp())
+    r.step(squares, [data(4)])
+    dtypes = {name: array.dtype for name, array in r.state.items()}
+    assert dtypes["model.layers.0.weight"] == dtypes["optimizer.0.layers.0.bias.m"] == mx.bfloat16
+    assert dtypes["model.layers.3.weight"] == dtypes["optimizer.0.layers.3.weight.m"] == mx.float32
+
+
+def test_many_optimizers_make_one_update():
+    optimizer = mlx.optimizers.MultiOptimizer(
+        [mlx.optimizers.SGD(0.1, momentum=0.9), AdamW(0.01)], [lambda name, _: name.endswith("3.weight")]
+    )
+    r = run(FP16, model=mlp(), optimizer=optimizer)
+    before = r.state
+    assert r.step(lambda model, x: mx.square(model(x)).sum() * float("inf"), [data(4)]).skipped.item()
+    moved = [name for name, array in r.state.items() if not mx.array_equal(array, before[name])]
+    assert moved == ["scale.scale"]
+    assert r.scale_state.scale.item() == 512  # halved once, however many optimizers there are
+    r.step(squares, [data(4)])
+    assert "optimizer.0.layers.3.weight.v" in r.state
+    assert "optimizer.1.layers.0.weight.m" in r.state
+
+
+# The forward pass has state of its own
+
+
+class Noisy(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer, self.norm, self.drop = linear(), nn.BatchNorm(3), nn.Dropout(0.5)
+
+    def __call__(self, x):
+        return self.drop(self.norm(self.layer(x)))
+
+
+def test_running_statistics_move_with_a_step_and_stay_with_a_skipped_one():
+    r = run(FP16, model=Noisy(), optimizer=AdamW(0.1))
+    r.step(squares, [data(4)])
+    mean = r.model.norm.running_mean
+    assert mx.abs(mean).max().item() > 0
+    assert mean.dtype == mx.float32
+    assert r.step(squares, [data(4), data(4) * float("nan")]).skipped.item()
+    assert mx.array_equal(r.model.norm.running_mean, mean)
+    r.step(squares, [data(4, seed=3)])
+    assert not mx.array_equal(r.model.norm.running_mean, mean)
+
+
+def test_a_compiled_step_is_the_step_and_compiles_once():
+    """Rates, scales and random numbers change; the functions are traced once."""
+    traced = []
+
+    def loss(model, x):
+        traced.append(1)
+        return mx.square(model(x)).sum(), 4.0
+
+    def train(compile):
+        mx.random.seed(0)
+        policy = "compute=fp16,scale=dynamic:init=1024:interval=2"
+        model = nn.Sequential(linear(), nn.Dropout(0.5))
+        r = run(policy, model=model, optimizer=mlx.optimizers.SGD(0.01), compile=compile)
+        losses = []
+        for step in range(5):
+            if step == 3:
+                r.optimizer.learning_rate = 0.02
+            x = data(4) * (float("nan") if step == 2 else 1.0)
+            losses.append(r.step(loss, [x]))
+        assert [result.skipped.item() for result in losses] == [False, False, True, False, False]
+        assert [result.scale.item() for result in losses] == [1024, 1024, 2048, 1024, 1024]
+        return r, losses
+
+    eager, left = train(False)
+    traced.clear()
+    compiled, right = train(True)
+    assert len(traced) == 1
+    # One compiler may contract a product and a sum that another does not: equal to a few roundings of fp16 inputs.
+    for one, two in zip(left, right, strict=True):
+        assert one.loss.item() == pytest.approx(two.loss.item(), rel=2.0**-8, nan_ok=True)
+    weights = [r.model.layers[0].weight for r in (eager, compiled)]
+    assert mx.abs(weights[0] - weights[1]).max().item() <= 2.0**-8
+
+
+def test_compiling_where_mlx_would_silently_not_is_refused(monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    model = linear()
+    with pytest.raises(HalfstepError, match=r"no g\+\+"):
+        run(model=model, compile=True)
+    assert type(model) is nn.Linear  # refused before anything was changed
+    assert not run(model=model).compile  # on a CPU the default is not to
+    monkeypatch.undo()
+    monkeypatch.setenv("MLX_DISABLE_COMPILE", "1")
+    with pytest.raises(HalfstepError, match="MLX_DISABLE_COMPILE"):
+        run(compile=True)
+
+
+@pytest.mark.parametrize(("model", "optimizer"), [(print, AdamW()), (linear(), print)])
+def test_what_is_no_model_or_optimizer_of_mlx_is_refused(model, optimizer):
+    with pytest.raises(HalfstepError, match="builtin_function_or_method"):
+        prepare(model, optimizer, "fp32")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda model: model.layers[0].freeze(),
+        lambda model: model.layers[0].__setitem__("extra", mx.ones(3)),
+        lambda model: model.layers.__setitem__(0, nn.Linear(4, 8)),
+        lambda model: model.set_dtype(mx.bfloat16),
+    ],
+    ids=["frozen", "added", "replaced", "cast"],
+)
+def test_a_model_that_changed_since_is_refused(change):
+    r = run("bf16-mixed", model=mlp())
+    change(r.model)
+    with pytest.raises(HalfstepError, match=r"changed since .*`layers\.0"):
+        r.step(squares, [data(4)])
