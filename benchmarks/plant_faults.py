@@ -2,10 +2,10 @@
 
     python benchmarks/plant_faults.py [--only WORD]
 
-benchmarks/faults/*.toml list them. A fault is one edit of the source: the guard's own line, replaced by what others
-do. Each is planted in a copy of the tree, and the test that holds the guard is run there: it must pass without the
-fault and fail with it. Exit code 1 if any fault goes unnoticed. tests/docs/test_faults.py checks that every edit
-still fits the source.
+benchmarks/faults/*.toml list them. A fault is one edit of the source: the guard's own line, replaced by what
+others do. Each is planted in a copy of the tree, and the test that holds the guard is run there: it must pass
+without the fault and fail with it. Exit code 1 if any fault goes unnoticed. tests/docs/test_faults.py checks that
+every edit still fits the source.
 """
 
 import argparse

@@ -2,9 +2,9 @@
 
     python benchmarks/same_loss.py [--steps 400] [--policy fp32] [--backends torch jax mlx]
 
-The first weights and the batches are the same bits. What differs is the order of sums, which every step amplifies: so
-the runs part, as two seeds do, only less. The bound is a quarter of what another seed does to this recipe after 400
-steps in fp32 (0.0416 nats, docs/measurements/presets.md). Exit code 1 beyond it.
+The first weights and the batches are the same bits. What differs is the order of sums, which every step amplifies:
+so the runs part, as two seeds do, only less. The bound is a quarter of what another seed does to this recipe after
+400 steps in fp32 (0.0416 nats, docs/measurements/presets.md). Exit code 1 beyond it.
 """
 
 import argparse

@@ -222,10 +222,14 @@ def test_data_that_does_not_fit_is_refused_before_a_folder_is_made(text, tmp_pat
     assert not (tmp_path / "run").exists()
 
 
-def test_a_missing_framework_says_how_to_install_it(text):
-    with pytest.raises(HalfstepError) as caught:
-        open_session(config(text, "backend=mlx"), Policy())
-    assert "pip install 'halfstep[mlx]'" in caught.value.hint
+@pytest.mark.parametrize(("backend", "missing"), [("jax", "jax"), ("jax", "optax"), ("mlx", "mlx.core")])
+def test_a_missing_framework_says_how_to_install_it(text, backend, missing, monkeypatch):
+    for name in [name for name in sys.modules if name.startswith(f"halfstep.{backend}.")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, missing, None)  # importing it fails, as if it were not there
+    with pytest.raises(HalfstepError, match=missing) as caught:
+        open_session(config(text, f"backend={backend}"), Policy())
+    assert f"pip install 'halfstep[{backend}]'" in caught.value.hint
 
 
 def test_skipped_steps_are_counted_across_a_resume(text, tmp_path):
