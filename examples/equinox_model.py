@@ -12,7 +12,7 @@ import optax
 
 from halfstep.jax import init, make_step
 
-STEPS = 200
+STEPS = 150
 
 
 def train(policy: str) -> float:

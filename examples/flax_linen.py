@@ -11,7 +11,7 @@ import optax
 
 from halfstep.jax import init, make_step
 
-VOCABULARY, LENGTH, WIDTH, STEPS = 16, 8, 32, 150
+VOCABULARY, LENGTH, WIDTH, STEPS = 16, 8, 32, 100
 
 
 def attend(q: jax.Array, k: jax.Array, v: jax.Array, **_: object) -> jax.Array:

@@ -14,7 +14,7 @@ from flax import nnx
 
 from halfstep.jax import init, make_step
 
-WIDTH, STEPS = 32, 200
+WIDTH, STEPS = 32, 120
 
 
 class Classifier(nnx.Module):

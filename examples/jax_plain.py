@@ -13,7 +13,7 @@ import optax
 
 from halfstep.jax import init, make_step
 
-WIDTH, STEPS = 64, 300
+WIDTH, STEPS = 64, 200
 
 
 def parameters(seed: int) -> dict:

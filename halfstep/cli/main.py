@@ -11,7 +11,7 @@ import sys
 from cyclopts import App, CycloptsError
 
 from halfstep import __version__
-from halfstep.cli import formats, policy, probe, train
+from halfstep.cli import bench, formats, policy, probe, train
 from halfstep.cli.output import print_error
 from halfstep.core.errors import HalfstepError
 
@@ -26,6 +26,7 @@ app.command(train.sample)
 app.command(probe.probe)
 app.command(formats.formats)
 app.command(policy.policy)
+app.command(bench.bench)
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -14,7 +14,12 @@ Flag = Annotated[bool, Parameter(negative="", show_default=False)]
 
 def print_json(data: Any) -> None:
     """Data for programs, on stdout."""
-    print(json.dumps(_finite(data), indent=2, allow_nan=False))
+    print(json_text(data))
+
+
+def json_text(data: Any) -> str:
+    """Data for programs, as JSON."""
+    return json.dumps(_finite(data), indent=2, allow_nan=False)
 
 
 def _finite(data: Any) -> Any:

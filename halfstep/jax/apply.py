@@ -43,7 +43,7 @@ from halfstep.core.policy import Policy
 from halfstep.core.precision import Precision, base_precision, precisions
 from halfstep.core.refusal import EMULATE, check_formats, check_implemented, check_reach
 from halfstep.core.roles import Accumulator, Operand, Param, Value, is_narrow
-from halfstep.jax.dtypes import DType, dtype_of, format_of, supported
+from halfstep.jax.dtypes import DType, as_device, dtype_of, format_of, supported
 from halfstep.jax.layers import NATIVE
 from halfstep.jax.primitives import ISLANDS, PRODUCT, is_ours, line_of, multiplies
 
@@ -281,7 +281,8 @@ class Leaves:
         for leaf in self.trained.values():
             if isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer):
                 return min(leaf.devices(), key=lambda device: device.id)
-        return jax.devices()[0]
+        config: Any = jax.config
+        return as_device(config.jax_default_device or jax.local_devices()[0])
 
     def moments_of(self, opt_state: Any) -> list[str | None]:
         """For each leaf of an optimizer's state the parameter it is a moment of, if it is one.

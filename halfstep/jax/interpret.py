@@ -62,6 +62,7 @@ from halfstep.jax.primitives import (
     is_conversion,
     is_float,
     is_floating,
+    parts_of_scan,
 )
 
 _FLOAT32 = jnp.dtype(jnp.float32)
@@ -286,7 +287,8 @@ class Interpreter:
 
     def _scan(self, eqn: Any, values: list[Value]) -> list[Value]:
         params, closed = eqn.params, eqn.params["jaxpr"]
-        first, last = params["num_consts"], params["num_consts"] + params["num_carry"]
+        first, count = parts_of_scan(eqn)
+        last = first + count
         ruled = any(self._is_ruled(value) for value in values)
         values = [replace(value, ruled=ruled) for value in values]
         consts, xs = values[:first], values[last:]
@@ -296,7 +298,7 @@ class Interpreter:
             states = [Value(array, ruled=ruled) for array in carry]
             rows = [replace(value, array=part) for value, part in zip(xs, parts, strict=True)]
             out = self.run(closed.jaxpr, closed.consts, [*consts, *states, *rows])
-            return out[: last - first], out[last - first :]
+            return out[:count], out[count:]
 
         ends, ys = lax.scan(
             body,

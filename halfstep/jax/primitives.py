@@ -80,6 +80,19 @@ def is_conversion(eqn: Any) -> bool:
     return eqn.primitive.name == "convert_element_type" and is_float(eqn.invars[0]) and is_float(eqn.outvars[0])
 
 
+def parts_of_scan(eqn: Any) -> tuple[int, int]:
+    """How many constants a scan has, and how many carried values; its other inputs are those it runs along.
+
+    Read off the ranks, which lose an axis inside where a scan runs along it: what the equation itself says of its
+    parts is called by other names in jax 0.10 and 0.11.
+    """
+    jaxpr = eqn.params["jaxpr"].jaxpr
+    along = sum(out.aval.ndim != inside.aval.ndim for out, inside in zip(eqn.invars, jaxpr.invars, strict=True))
+    pairs = zip(eqn.outvars, jaxpr.outvars, strict=True)
+    carried = sum(out.aval.ndim == inside.aval.ndim for out, inside in pairs)
+    return len(eqn.invars) - along - carried, carried
+
+
 def bind(jaxpr: Any, eqn: Any, arrays: Sequence[Any]) -> list[Any]:
     """One equation of a jaxpr, evaluated as a jaxpr of its own: primitives differ in how they are called."""
     inputs = {atom: x for atom, x in zip(eqn.invars, arrays, strict=True) if not isinstance(atom, Literal)}

@@ -11,6 +11,7 @@ ahead, but the amax of a narrow operand does see the padding.
 import resource
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -57,7 +58,7 @@ class Session:
         optimizer = build_optimizers(set(plain.matrices()), config.optimizer, policy, schedule)
         names = plain.module_names()
         weights = [name for name in parameter_shapes(config.model) if is_matmul(name)]
-        with jax.default_device(self.device):
+        with self._here():
             params = jax.device_put(plain.initialize(config.seed), self.device)
             self.run = init(params, optimizer, policy, seed=config.seed, names=names)
         check_reach(policy, {*map(owner, weights), "lm_head"}, map(owner, parameter_shapes(config.model)))
@@ -87,7 +88,8 @@ class Session:
                 hint=f"set training.micro_batches={len(micro_batches)}",
             )
         tokens = self._to_device(micro_batches if self.micro_batches > 1 else micro_batches[0])
-        self.run, result = self._step(self.run, tokens)
+        with self._here():
+            self.run, result = self._step(self.run, tokens)
         return result
 
     def read(self, result: StepResult) -> dict[str, float]:
@@ -104,7 +106,8 @@ class Session:
         losses, count = [], 0
         for batch in batches:
             tokens = self._to_device(batch)
-            losses.append(self._evaluated(self.run.params, tokens[:, :-1], tokens[:, 1:]))
+            with self._here():
+                losses.append(self._evaluated(self.run.params, tokens[:, :-1], tokens[:, 1:]))
             count += batch[:, 1:].size
         # Summed in fp64 on the host: JAX has none unless it is asked for everywhere.
         return sum(map(float, jax.device_get(losses))), count
@@ -114,7 +117,8 @@ class Session:
         window = list(tokens[-self.config.model.context :])
         padded = np.zeros((1, self.config.model.context), np.int32)
         padded[0, : len(window)] = window
-        return np.asarray(self._next(self.run.params, self._to_device(padded), len(window) - 1))
+        with self._here():
+            return np.asarray(self._next(self.run.params, self._to_device(padded), len(window) - 1))
 
     def state(self) -> dict[str, Stored]:
         """Everything that the next step depends on."""
@@ -142,6 +146,10 @@ class Session:
             return int(stats["peak_bytes_in_use"])
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         return peak if sys.platform == "darwin" else peak * 1024  # macOS counts bytes, Linux kilobytes
+
+    def _here(self) -> AbstractContextManager[Any]:
+        """Traced for this device: what is made for another, as a kernel of attention, would not run here."""
+        return jax.default_device(self.device)
 
     def _loss(self, params: Mapping[str, Array], tokens: Array) -> Weighted:
         return Weighted(self.model.loss(params, tokens[:, :-1], tokens[:, 1:]), float(tokens[:, 1:].size))

@@ -108,7 +108,8 @@ def init(
     names: Sequence[str] = (),
 ) -> State:
     """The first state. Parameters are copied, so the state may be donated; `names` are modules without any."""
-    policy = Policy.parse(policy) if isinstance(policy, str) else policy
+    policy = _parsed(policy)
+    _check_settings(optimizer)
     applied = apply(params, policy, names)
     leaves = Leaves(params)
 
@@ -154,6 +155,7 @@ def make_step(
     The function below the jit is `step.__wrapped__`: pure, for use inside another jit or scan. The outermost jit
     should then be given `layers.COMPILER_OPTIONS`, without which XLA may keep more precision than is asked for.
     """
+    _check_settings(optimizer, clip_norm, micro_batches)
     form = _Form(loss_fn, cast, cast_batch)
     stepper = optax.with_extra_args_support(optimizer)
 
@@ -162,6 +164,7 @@ def make_step(
         with jax.default_matmul_precision("highest"):
             leaves = Leaves(state.params)
             applied = apply(state.params, state.policy, state.names)
+            _check_optimizer(optimizer, leaves, state)
             sums, aux = _accumulated(form, leaves, applied, state.scale.scale, batch, rng, micro_batches)
             return _updated(state, leaves, applied, stepper, sums, aux, clip_norm)
 
@@ -215,7 +218,7 @@ def _accumulated(
         def objective(masters: dict[str, Array]) -> tuple[Array, Any]:
             loss, weight, aux = _loss(form, leaves, applied, masters, part, key)
             reference = jnp.where(first == 0, weight, first)
-            share = weight / reference
+            share = weight / _divisor(reference)
             return loss * (share * scale), (share * loss, share, reference, aux)
 
         grads, (loss, share, reference, aux) = jax.grad(objective, has_aux=True)(masters)
@@ -255,8 +258,13 @@ def _loss(
     loss, aux = given if isinstance(given, tuple) else (given, None)
     if isinstance(loss, Weighted):
         weight = lax.stop_gradient(jnp.asarray(loss.weight, jnp.float32))
-        return loss.total.astype(jnp.float32) / weight, weight, aux
-    return loss.astype(jnp.float32), jnp.float32(1), aux
+        return jnp.asarray(loss.total, jnp.float32) / _divisor(weight), weight, aux
+    return jnp.asarray(loss, jnp.float32), jnp.float32(1), aux
+
+
+def _divisor(weight: Array) -> Array:
+    """A weight to divide by: a micro-batch without tokens has no mean, and its sum is zero."""
+    return jnp.where(weight == 0, 1.0, weight)
 
 
 def _updated(
@@ -271,7 +279,7 @@ def _updated(
     """Finite? -> unscale -> clip -> step -> rescale."""
     wide = {name: g.astype(jnp.float32) for name, g in sums.grads.items()}
     scaled_norm = jnp.sqrt(sum(jnp.sum(jnp.square(g)) for g in wide.values()))
-    finite = jnp.isfinite(scaled_norm)
+    finite = jnp.isfinite(scaled_norm) & (sums.weight > 0)  # nor is there a mean where there is no token at all
     used = state.scale
     verdict = state.policy.scale.judge(used, finite, jnp)
     factor = verdict.inv_scale / sums.weight
@@ -353,7 +361,13 @@ def _widened(x: Array, fmt: Format) -> Array:
 def _check_loss(given: Any, policy: Policy) -> None:
     """Refuses what is no loss: `given` is what the loss function returns, as shapes and dtypes."""
     loss = given[0] if isinstance(given, tuple) and len(given) == 2 else given
-    loss = loss.total if isinstance(loss, Weighted) else loss
+    if isinstance(loss, Weighted):
+        if jnp.shape(loss.weight) != ():
+            raise HalfstepError(
+                f"the weight of a loss is one number, and the loss function gave shape {jnp.shape(loss.weight)}",
+                hint="sum it: Weighted(losses.sum(), mask.sum())",
+            )
+        loss = loss.total
     shape, dtype = getattr(loss, "shape", None), getattr(loss, "dtype", None)
     if dtype is None or shape != () or not jnp.issubdtype(dtype, jnp.floating):
         told = type(loss).__name__ if dtype is None else f"{dtype} of shape {shape}"
@@ -369,12 +383,46 @@ def _check_loss(given: Any, policy: Policy) -> None:
         )
 
 
+def _parsed(policy: Policy | str) -> Policy:
+    if isinstance(policy, str):
+        return Policy.parse(policy)
+    if not isinstance(policy, Policy):
+        raise PolicyError(f"the policy is a {type(policy).__name__}", hint="a Policy, or its text: `bf16-mixed`")
+    return policy
+
+
+def _check_settings(optimizer: Any, clip_norm: float = 0.0, micro_batches: int | None = None) -> None:
+    if not (hasattr(optimizer, "init") and hasattr(optimizer, "update")):
+        raise HalfstepError(
+            f"the optimizer is a {type(optimizer).__name__}, no optax transform", hint="as optax.adamw(1e-3)"
+        )
+    if not clip_norm >= 0.0:
+        raise HalfstepError(f"clip_norm={clip_norm!r}: a norm is not negative", hint="0 clips nothing")
+    if micro_batches is not None and (isinstance(micro_batches, bool) or micro_batches < 1):
+        raise HalfstepError(
+            f"micro_batches={micro_batches!r}: an update has one at least",
+            hint="None takes the batch as it is; n takes every leaf along a leading axis of n",
+        )
+
+
+def _check_optimizer(optimizer: optax.GradientTransformation, leaves: Leaves, state: State) -> None:
+    """Refuses a state whose optimizer was another: optax transforms read their state as they find it."""
+    wide = {name: jax.ShapeDtypeStruct(leaf.shape, jnp.float32) for name, leaf in leaves.trained.items()}
+    expected: Any = jax.tree.structure(jax.eval_shape(optimizer.init, leaves.bare(wide)))
+    if expected != jax.tree.structure(state.opt_state):
+        raise HalfstepError(
+            "the state was made with another optimizer than the step",
+            hint="give init and make_step the same transform",
+        )
+
+
 def _check_leading(batch: Any, count: int) -> None:
     for path, leaf in jax.tree_util.tree_leaves_with_path(batch):
         if jnp.ndim(leaf) == 0 or jnp.shape(leaf)[0] != count:
             where = jax.tree_util.keystr(path, simple=True, separator=".")
+            told = f"leaf `{where}` of the batch" if where else "the batch"
             raise HalfstepError(
-                f"leaf `{where}` of the batch has shape {jnp.shape(leaf)}, and there are {count} micro-batches",
+                f"{told} has shape {jnp.shape(leaf)}, and there are {count} micro-batches",
                 hint=f"every leaf of the batch needs a leading axis of {count}",
             )
 

@@ -181,7 +181,9 @@ def linear(x: mx.array, weight: mx.array, bias: mx.array | None, casts: Casts) -
         y = x.astype(mx.float32) @ weight.T
     else:
         y = _multiplying(casts.precision)(enter(x, casts), weight)
-    return y if bias is None else plus(y, enter(owned(bias, casts), casts), casts)
+    return (
+        y if bias is None else plus(y, _biasing(casts.precision.compute, casts.precision.grad_weight)(bias), casts)
+    )
 
 
 def rms_norm(x: mx.array, gain: mx.array | None, casts: Casts, eps: float = 1e-6) -> mx.array:
@@ -316,6 +318,14 @@ def _rounding(value: Format, grad: Format) -> Any:
 def _owning(fmt: Format) -> Any:
     """A parameter in fp32, and its gradient in the format of weight gradients."""
     return _with_gradient(lambda p: p.astype(mx.float32), lambda p, g, _: held(carried(g, fmt), p, fmt))
+
+
+@cache
+def _biasing(compute: Format, fmt: Format) -> Any:
+    """A bias with numbers of compute, in fp32: a cast to bf16 would round the sum of its gradients once more."""
+    return _with_gradient(
+        lambda p: carried(p.astype(mx.float32), compute), lambda p, g, _: held(carried(g, fmt), p, fmt)
+    )
 
 
 @cache

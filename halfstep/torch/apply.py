@@ -2,24 +2,64 @@
 
 `apply` is the one place where a policy meets a torch model. It checks that the device can run what is asked for
 before it changes anything, and refuses with the reason where it cannot: nothing is substituted.
+
+Any `nn.Module` will do. A module is changed by its class (modules.py); `restore` puts the first class back.
+
+    halfstep's own layers                    are given their precision
+    Linear, MultiheadAttention, Embedding    multiply and look up in their own precision; weight gradients are fp32
+    Conv*, RNN, LSTM, GRU                    the same, with weight gradients that leave the kernel in compute
+    LayerNorm, BatchNorm, Softmax, ...       are islands: fp32 inside, compute out
+    CrossEntropyLoss, MSELoss, ...           are islands: fp32 inside and out
+    other modules that hold parameters       are leaves: they run as written, in fp32, and give compute
+    the model itself                         gives what it returns in the loss format
+
+A subclass that somebody else wrote is treated as what it is a subclass of, unless it has a forward of its own:
+then it is a leaf. `Applied.changes` has a row for each module that was changed and for each that was not, with the
+reason. What a model computes by functions of its own, as `F.softmax(x)`, is out of reach and runs in what it is
+given.
+
+A parameter is held as the policy says (`hold`) and keeps its identity: its data are replaced. A matrix is split
+only where every module that holds it can use its bf16 half (halves.py). Frozen parameters, and those that are none
+of fp32, bf16 and fp16, stay as they are: nobody owns a master of them.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from halfstep.config.model import owner
-from halfstep.core.errors import PolicyError
+from halfstep.core.errors import HalfstepError, PolicyError
 from halfstep.core.formats import BF16, FP16, FP32, Format
 from halfstep.core.policy import Policy
 from halfstep.core.precision import Precision, base_precision, precisions
 from halfstep.core.refusal import EMULATE, check_formats, check_implemented, check_reach
 from halfstep.core.roles import Accumulator, Operand, Param, Value, print_value
-from halfstep.torch.cast import carried
+from halfstep.core.rules import Resolved
+from halfstep.torch.cast import carried, split
+from halfstep.torch.convert import (
+    FLOATS,
+    Change,
+    Originals,
+    Plan,
+    change_of,
+    check_held,
+    check_kernels,
+    check_model,
+    convert,
+    give,
+    plans_of,
+    restore_all,
+    statistics,
+)
 from halfstep.torch.dtypes import dtype_of, supported
+from halfstep.torch.halves import Holder, make_half, make_whole
 from halfstep.torch.layers import Layer, Matmul
+from halfstep.torch.modules import Island, Leaf
+
+__all__ = ["Applied", "Change", "apply", "check_supported", "hold", "restore", "set_precision", "whole"]
 
 # What layers.py multiplies natively.
 NATIVE = (FP32, BF16, FP16)
@@ -27,53 +67,92 @@ NATIVE = (FP32, BF16, FP16)
 
 @dataclass(frozen=True)
 class Applied:
-    """What was done to a model: how many modules have a precision, and how parameters and moments are held."""
+    """What was done to a model: the modules that changed, and how parameters and moments are held.
+
+    Masters, moments and remainders are those of the parameters that are trained, by name; one that is held twice
+    has its first name. A parameter that is trained and is not among them has a dtype that no policy knows.
+    """
 
     policy: Policy
-    modules: int
+    modules: int  # that have a precision
     masters: dict[str, Param]
     moments: dict[str, Format]
+    remainders: dict[str, Tensor]  # of split masters: what the bf16 in the model leaves out; updated in place
+    widened: tuple[str, ...]  # parameters and statistics that were given narrower than they are held
+    changes: tuple[Change, ...]
+    originals: Originals = field(repr=False)
 
     def __str__(self) -> str:
         held: dict[str, int] = {}
         for param in self.masters.values():
-            held[str(param.format)] = held.get(str(param.format), 0) + 1
+            held[print_value(param)] = held.get(print_value(param), 0) + 1
         told = ", ".join(f"{count} parameters in {fmt}" for fmt, count in held.items())
         return f"{self.policy}: {self.modules} modules, {told}"
 
 
-def apply(model: nn.Module, policy: Policy, names: Sequence[str]) -> Applied:
-    """Gives a model of halfstep's layers a policy. `names` are the modules that rules may match."""
-    device = next(model.parameters()).device
-    values = policy.resolve([*names, *_loose(model, names)])
+def apply(model: nn.Module, policy: Policy, names: Sequence[str] | None = None) -> Applied:
+    """Gives a model a policy. `names` are the modules that rules may match; unless given, all that it has."""
+    check_model(model)
+    parameters, names, plans = trainable(model), names_of(model, names), plans_of(model)
+    values = policy.resolve(names)
     check_implemented(policy, "torch", _not_implemented)
-    multiplying = [name for name, module in model.named_modules() if isinstance(module, Matmul)]
-    check_reach(policy, multiplying, {owner(name) for name, _ in model.named_parameters()})
-    found = precisions(policy.evaluation(), [*names, *_loose(model, names)])
-    check_supported([base_precision(policy.evaluation()), *found.values()], device)
-    count = set_precision(model, policy, names)
-    masters, moments = {}, {}
-    for name, parameter in model.named_parameters():
-        roles = values[owner(name)].values
-        param, masters[name], moments[name] = roles["param"], roles["param"], roles["moments"]
-        assert isinstance(param, Param)
-        _check_gradient(name, param, roles["grad_weight"], policy)
-        held = parameter.data
-        if policy.emulate:
-            parameter.data = carried(held, param.format)
-        else:
-            parameter.data = held.to(dtype_of(param.format))
-    return Applied(policy, count, masters, moments)  # type: ignore[arg-type]
+    aliases = _aliases(model, parameters)
+    multiplying = [p.name for p in plans if p.kind is not None and issubclass(p.kind, Matmul)]
+    check_reach(policy, multiplying, {owner(name) for held in aliases.values() for name in held})
+    for chosen in (policy.evaluation(), policy):
+        found, base = precisions(chosen, names), base_precision(chosen)
+        for device in {parameter.device for parameter in model.parameters()}:
+            check_supported([base, *found.values()], device)
+        check_kernels(plans, found, base)
+    roles = {name: _roles(held, values) for name, held in aliases.items()}
+    masters = {name: _checked(name, parameters[name], roles[name], policy) for name in parameters}
+    masters, kept_whole = _split_where_used(masters, parameters, plans)
+    check_held(plans, {parameters[name]: param for name, param in masters.items()})
+    widened = [name for name, p in parameters.items() if p.dtype != torch.float32 and masters[name].format == FP32]
+    widened += _widen_statistics(plans)
+    remainders = _hold_all(parameters, masters, policy, plans)
+    originals = convert(model, plans, found, base)
+    changes = [change for plan in plans if (change := change_of(plan, found.get(plan.name, base)))]
+    return Applied(
+        policy=policy,
+        modules=sum(isinstance(module, Layer | Island | Leaf) for module in model.modules()),
+        masters=masters,
+        moments={name: cast(Format, roles[name]["moments"]) for name in parameters},
+        remainders=remainders,
+        widened=tuple(widened),
+        changes=(*changes, *kept_whole, *_left_alone(model)),
+        originals=originals,
+    )
 
 
-def set_precision(model: nn.Module, policy: Policy, names: Sequence[str]) -> int:
+def hold(wide: Tensor, param: Param, policy: Policy) -> tuple[Tensor, Tensor | None]:
+    """An fp32 number in the form its master is held in, rounded to nearest, and the remainder of a split one."""
+    if param.split:
+        return split(wide)
+    if policy.emulate:
+        return carried(wide, param.format), None
+    return wide.to(dtype_of(param.format)), None
+
+
+def whole(param: Param, tensor: Tensor) -> Param:
+    """How a tensor is held: gains, biases and scalars are never split."""
+    return replace(param, split=False) if tensor.ndim < 2 else param
+
+
+def set_precision(model: nn.Module, policy: Policy, names: Sequence[str] | None = None) -> int:
     """Sets what each module computes in, and leaves the parameters alone; how many there are."""
-    found = precisions(policy, [*names, *_loose(model, names)])
-    check_supported([base_precision(policy), *found.values()], next(model.parameters()).device)
-    modules = {name: module for name, module in model.named_modules() if isinstance(module, Layer)}
-    for name, module in modules.items():
-        module.precision = found[name] if name else base_precision(policy)
-    return len(modules)
+    found, base = precisions(policy, names_of(model, names)), base_precision(policy)
+    for device in {parameter.device for parameter in model.parameters()}:
+        check_supported([base, *found.values()], device)
+    return sum([give(module, found.get(name, base), base) for name, module in model.named_modules()])
+
+
+def restore(applied: Applied) -> None:
+    """Gives every module its own class and attributes back. The numbers of parameters are not touched."""
+    for module, _, _ in applied.originals:
+        for name in module.halves if isinstance(module, Holder) else ():
+            make_whole(cast(nn.Parameter, module._parameters[name]))
+    restore_all(applied.originals)
 
 
 def check_supported(wanted: Sequence[Precision], device: torch.device) -> None:
@@ -88,9 +167,23 @@ def check_supported(wanted: Sequence[Precision], device: torch.device) -> None:
             )
 
 
+def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters that gradients are taken of and a policy has a format for, by their first names."""
+    found = {name: p for name, p in model.named_parameters() if p.requires_grad and p.dtype in FLOATS}
+    if not found:
+        raise HalfstepError(
+            "the model has no parameters to train", hint="model.requires_grad_(True) makes them trainable"
+        )
+    return found
+
+
+def names_of(model: nn.Module, names: Sequence[str] | None) -> list[str]:
+    """The names that rules may match: modules, and the parameters that the model itself holds."""
+    names = list(names) if names is not None else [name for name, _ in model.named_modules() if name]
+    return [*names, *(name for name, _ in model.named_parameters() if "." not in name and name not in names)]
+
+
 def _not_implemented(role: str, value: Value) -> str:
-    if isinstance(value, Param) and value.split:
-        return "`param=fp32` holds the same numbers in 4 bytes and a cast"
     if isinstance(value, Operand) and value.measured:
         return "leave `measured` out, and name the matmuls by rules"
     if isinstance(value, Operand) and value.amax == "delayed":
@@ -98,19 +191,103 @@ def _not_implemented(role: str, value: Value) -> str:
     if isinstance(value, Accumulator) and value.fast:
         return "matmuls sum in fp32"
     if role in ("buffers", "router", "reduce") and value != FP32:
-        return "the reference decoder has none of these, and it is fp32 where they will be"
+        return "buffers stay as they are, and there is neither a router nor a second device to sum over"
     return ""
 
 
-def _check_gradient(name: str, param: Param, grad_weight: Value, policy: Policy) -> None:
+def _aliases(model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> dict[str, list[str]]:
+    """Every name that each parameter has, by its first."""
+    first = {parameter: name for name, parameter in parameters.items()}
+    found: dict[str, list[str]] = {name: [] for name in parameters}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if parameter in first:
+            found[first[parameter]].append(name)
+    return found
+
+
+def _roles(names: Sequence[str], values: Mapping[str, Resolved]) -> Mapping[str, Value]:
+    """The values of the roles at a parameter, whose owners must agree on how it is held."""
+    found = {owner(name): values[owner(name)].values for name in names if owner(name) in values}
+    (one, ours), *others = found.items()
+    for other, theirs in others:
+        for role in ("param", "moments"):
+            if ours[role] != theirs[role]:
+                raise PolicyError(
+                    f"`{names[0]}` is held by `{one}`, where {role}={print_value(ours[role])}, and by `{other}`, "
+                    f"where {role}={print_value(theirs[role])}: it is one tensor",
+                    hint=f"give both the same `{role}`",
+                )
+    return ours
+
+
+def _checked(name: str, parameter: Tensor, roles: Mapping[str, Value], policy: Policy) -> Param:
+    """How a parameter is to be held, if it can be."""
+    param, grad_weight = cast(Param, roles["param"]), roles["grad_weight"]
+    if parameter.dtype == torch.float16 and param.format != FP32:
+        raise PolicyError(
+            f"`{name}` is fp16 and trainable, and param={print_value(param)} would round it",
+            hint="write `param=fp32`, which widens it, or choose its numbers with model.bfloat16() before",
+        )
     if not policy.emulate and param.format != FP32 and grad_weight != param.format:
         raise PolicyError(
             f"`{name}` is held in {param.format}, and torch keeps its gradient in that too, not in "
             f"grad_weight={print_value(grad_weight)}",
             hint=f"write `grad_weight={param.format}`, keep `param=fp32`, or {EMULATE}",
         )
+    return whole(param, parameter)
 
 
-def _loose(model: nn.Module, known: Sequence[str]) -> list[str]:
-    """Parameters that the model itself holds: rules see their own names."""
-    return [name for name, _ in model.named_parameters() if "." not in name and name not in known]
+def _split_where_used(
+    masters: dict[str, Param], parameters: Mapping[str, nn.Parameter], plans: Sequence[Plan]
+) -> tuple[dict[str, Param], list[Change]]:
+    """The masters, split where the policy says so and every module that holds one can use a half."""
+    reasons: dict[Tensor, str] = {}
+    for plan in plans:
+        for name, parameter in plan.module.named_parameters(recurse=False):
+            reason = _whole_because(plan, name)
+            if reason:
+                reasons.setdefault(parameter, f"{reason} ({type(plan.module).__name__} `{plan.name}`)")
+    kept = [name for name, param in masters.items() if param.split and parameters[name] in reasons]
+    changes = [Change(name, "Parameter", f"stays whole fp32: {reasons[parameters[name]]}") for name in kept]
+    return {n: replace(param, split=False) if n in kept else param for n, param in masters.items()}, changes
+
+
+def _whole_because(plan: Plan, name: str) -> str:
+    if plan.kind is None or not issubclass(plan.kind, Layer):
+        return "it is used as it is held"
+    return plan.kind.whole_because(cast(Layer, plan.module), name)
+
+
+def _widen_statistics(plans: Sequence[Plan]) -> list[str]:
+    """Makes running statistics fp32; the names of those that were not."""
+    found = list(statistics(plans))
+    for _, module, name, buffer in found:
+        module._buffers[name] = buffer.float()
+    return [qualified for qualified, *_ in found]
+
+
+@torch.no_grad()
+def _hold_all(
+    parameters: Mapping[str, nn.Parameter], masters: Mapping[str, Param], policy: Policy, plans: Sequence[Plan]
+) -> dict[str, Tensor]:
+    """Holds each parameter as its master is; the remainders of those that are split."""
+    remainders: dict[str, Tensor] = {}
+    halves: dict[Tensor, Tensor] = {}
+    for name, parameter in parameters.items():
+        held, remainder = hold(parameter.data.float(), masters[name], policy)
+        parameter.data = held
+        if remainder is not None:
+            make_half(parameter, remainder)
+            remainders[name] = halves[parameter] = remainder
+    for plan in plans:
+        for name, held_here in plan.module._parameters.items():
+            if held_here is not None and held_here in halves:
+                Holder.add_half(cast(Holder, plan.module), name, halves[held_here])
+    return remainders
+
+
+def _left_alone(model: nn.Module) -> list[Change]:
+    """Parameters that no policy has a format for."""
+    odd = [(name, p) for name, p in model.named_parameters() if p.dtype not in FLOATS]
+    told = [(name, str(p.dtype).removeprefix("torch.")) for name, p in odd]
+    return [Change(name, "Parameter", f"left alone: no policy has a format for {dtype}") for name, dtype in told]

@@ -165,9 +165,11 @@ def amax_of(x: Tensor, operand: Operand) -> Tensor:
 
 
 def split(x: Tensor) -> tuple[Tensor, Tensor]:
-    """core.split.split on a device: the nearest bf16, ties away from zero, and the int16 remainder that is exact."""
+    """core.split.split on a device: the nearest bf16, ties away from zero, and the int16 that makes it exact."""
     if x.dtype != torch.float32:
-        raise RoundingError(f"split takes the fp32 master, not {x.dtype}", hint="widen it with x.to(torch.float32)")
+        raise RoundingError(
+            f"split takes the fp32 master, not {x.dtype}", hint="widen it with x.to(torch.float32)"
+        )
     bits = x.detach().view(torch.int32)
     # (bits + 0x8000) >> 16 on the unsigned pattern, halved first so that the sum does not overflow.
     hi = ((bits >> 15) + 1) >> 1

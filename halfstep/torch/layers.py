@@ -9,15 +9,19 @@ incoming gradient g of (tokens, out):
 
 Each sums in fp32. Both operands are cast to the layer's own formats; none is derived from what the weight or
 the input happens to be. Plain autograd would round grad_weight to the operands' dtype before the cast to the
-master widens it again; here an fp32 weight gradient is fp32 from the sum on.
+master widens it again; here an fp32 weight gradient is fp32 from the sum on (matmul.py), also where the weight is
+the bf16 half of a split master (halves.py). So are the gradients of a bias and of the rows of an embedding.
 
 **An island** (norm, softmax, loss) is fp32 inside, backward too: it widens its input, and autograd narrows the
-gradient only on the way out. Norms return the compute format, the loss returns fp32.
+gradient only on the way out. Norms return the compute format, the loss returns fp32. Attention takes the softmax
+of fp32 scores: in a fused kernel, or in steps where the weights themselves are wanted.
 
 **Emulated**, a tensor is carried in fp32 and holds values of its format. Every tensor that hardware would store in
 the format is rounded by the reference cast, gradients included; matmuls of such operands are exact products
 summed in fp32, in an order that may differ from the hardware's. What a fused kernel keeps to itself is not
 rounded: attention's probabilities stay fp32 here, where some kernels narrow them before they meet the values.
+
+Every function takes a `Casts` last, what a precision means in torch; `casts_for("bf16-mixed")` makes one.
 
 Shapes: B batch, T tokens of a sequence, D width, H heads, K features of a head.
 """
@@ -31,11 +35,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from halfstep.core.formats import FP32, Format
-from halfstep.core.precision import Precision
-from halfstep.core.roles import Operand, is_narrow
-from halfstep.torch.cast import carried, quantize_scaled
-from halfstep.torch.dtypes import DTYPES, dtype_of
+from halfstep.core.formats import BF16, FP32, Format
+from halfstep.core.policy import Policy
+from halfstep.core.precision import Precision, base_precision
+from halfstep.torch.cast import carried
+from halfstep.torch.dtypes import dtype_of
+from halfstep.torch.halves import Holder, is_half, used, widened
+from halfstep.torch.matmul import look_up, multiply, scores
 
 
 @dataclass(frozen=True)
@@ -54,6 +60,10 @@ class Casts:
     softmax: torch.dtype
     loss: torch.dtype
     fused_softmax: bool  # fused attention keeps scores and softmax in fp32 whatever its inputs are
+    whole: bool  # operands need more of a split master than its bf16 half
+
+    def __deepcopy__(self, _: Any) -> "Casts":
+        return self
 
 
 @cache
@@ -76,10 +86,16 @@ def casts_of(precision: Precision) -> Casts:
         softmax=carrier(precision.softmax),
         loss=carrier(precision.loss),
         fused_softmax=precision.softmax == FP32,
+        whole=precision.compute != BF16,
     )
 
 
-class Layer(nn.Module):
+def casts_for(policy: Policy | str) -> Casts:
+    """What a policy means where no rule applies."""
+    return casts_of(base_precision(Policy.parse(policy) if isinstance(policy, str) else policy))
+
+
+class Layer(Holder):
     """A module with a precision of its own; fp32 until a policy is applied."""
 
     def __init__(self) -> None:
@@ -94,6 +110,10 @@ class Layer(nn.Module):
     @precision.setter
     def precision(self, precision: Precision) -> None:
         self.casts = casts_of(precision)
+
+    def whole_because(self, name: str) -> str:
+        """Why a matrix of this name cannot be held as a half here; empty where it can."""
+        return ""
 
 
 def enter(x: Tensor, casts: Casts) -> Tensor:
@@ -110,61 +130,130 @@ def rounded(x: Tensor, casts: Casts) -> Tensor:
 
 def owned(parameter: Tensor, casts: Casts) -> Tensor:
     """A parameter that is not a matmul's, its gradient rounded to the format of weight gradients."""
+    if is_half(parameter):
+        parameter = widened(parameter, casts.whole)
     if casts.precision.grad_weight == FP32 or parameter.dtype != torch.float32:
         return parameter  # a bf16 parameter has a bf16 gradient as it is
     return _Rounded.apply(parameter, FP32, casts.precision.grad_weight)  # type: ignore[no-any-return]
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None, casts: Casts) -> Tensor:
-    """x W^T + b with the operands, sums and results of `casts`."""
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None, casts: Casts, *, transposed: bool = False) -> Tensor:
+    """x W^T + b with the operands, sums and results of `casts`; x W + b of a matrix that is held transposed."""
     if casts.plain:
-        return F.linear(x.float(), weight.float(), None if bias is None else bias.float())
-    y: Tensor = _Linear.apply(enter(x, casts), weight, casts)
-    return y if bias is None else rounded(y + enter(owned(bias, casts), casts), casts)
+        weight = owned(weight, casts).float()
+        return F.linear(x.float(), weight.t() if transposed else weight, None if bias is None else bias.float())
+    numbers, owner = used(weight, casts.whole)
+    if transposed:
+        numbers, owner = numbers.t(), owner.t()
+    return multiply(enter(x, casts), numbers, owner, bias, casts)
 
 
-def rms_norm(x: Tensor, gain: Tensor | None, casts: Casts, eps: float = 1e-6) -> Tensor:
-    """x / sqrt(mean(x^2) + eps) * gain: inside in the norm format, out in compute."""
-    fmt = casts.precision.norm
-    gain = None if gain is None else owned(gain, casts)
-    x, gain = _inside(x, casts.norm, fmt, casts), _inside(gain, casts.norm, fmt, casts)
-    return enter(_inside(F.rms_norm(x, x.shape[-1:], gain, eps), casts.norm, fmt, casts), casts)
+def embedding(
+    index: Tensor,
+    weight: Tensor,
+    casts: Casts,
+    padding_idx: int | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+) -> Tensor:
+    """Rows of the master, cast to compute; their gradient is summed in fp32. The rest is as torch has it."""
+    if is_half(weight) and not casts.whole:
+        numbers, owner = used(weight, casts.whole)
+        padding = -1 if padding_idx is None else padding_idx % weight.shape[0]
+        return enter(look_up(index, numbers, owner, padding, scale_grad_by_freq, casts), casts)
+    table = owned(weight, casts)
+    return enter(F.embedding(index, table, padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse), casts)
 
 
-def layer_norm(x: Tensor, gain: Tensor | None, bias: Tensor | None, casts: Casts, eps: float = 1e-5) -> Tensor:
-    """(x - mean) / sqrt(variance + eps) * gain + bias: inside in the norm format, out in compute."""
-    fmt = casts.precision.norm
-    gain, bias = (None if p is None else owned(p, casts) for p in (gain, bias))
-    x, gain, bias = (_inside(t, casts.norm, fmt, casts) for t in (x, gain, bias))
-    return enter(_inside(F.layer_norm(x, x.shape[-1:], gain, bias, eps), casts.norm, fmt, casts), casts)
+def rms_norm(x: Tensor, gain: Tensor | None, casts: Casts, eps: float | None = 1e-6, *, dims: int = 1) -> Tensor:
+    """x / sqrt(mean(x^2) + eps) * gain over the last dims: inside in the norm format, out in compute."""
+    x, gain = island(x, "norm", casts), own(gain, "norm", casts)
+    return leave(F.rms_norm(x, x.shape[-dims:], gain, eps), "norm", casts)
+
+
+def layer_norm(
+    x: Tensor, gain: Tensor | None, bias: Tensor | None, casts: Casts, eps: float = 1e-5, *, dims: int = 1
+) -> Tensor:
+    """(x - mean) / sqrt(variance + eps) * gain + bias over the last dims: norm format inside, compute out."""
+    x, gain, bias = island(x, "norm", casts), own(gain, "norm", casts), own(bias, "norm", casts)
+    return leave(F.layer_norm(x, x.shape[-dims:], gain, bias, eps), "norm", casts)
 
 
 def softmax(x: Tensor, casts: Casts, axis: int = -1) -> Tensor:
     """exp(x) over its sum: inside in the softmax format, out in compute."""
-    fmt = casts.precision.softmax
-    inside = torch.softmax(_inside(x, casts.softmax, fmt, casts), axis)
-    return enter(_inside(inside, casts.softmax, fmt, casts), casts)
+    return leave(torch.softmax(island(x, "softmax", casts), axis), "softmax", casts)
 
 
-def attention(q_BHTK: Tensor, k_BHTK: Tensor, v_BHTK: Tensor, casts: Casts) -> Tensor:
-    """Causal attention; its softmax is in the softmax format, its result in compute."""
+def attention(
+    q_BHTK: Tensor,
+    k_BHTK: Tensor,
+    v_BHTK: Tensor,
+    casts: Casts,
+    *,
+    causal: bool = True,
+    mask: Tensor | None = None,
+    dropout: float = 0.0,
+) -> Tensor:
+    """Attention, causal unless a mask says otherwise; its softmax is in the softmax format, its result in compute.
+
+    A mask is as torch's attention has it: True where a query may attend, or numbers that are added to the scores.
+    """
+    if not casts.fused_softmax:
+        return weighted_attention(q_BHTK, k_BHTK, v_BHTK, casts, causal=causal, mask=mask, dropout=dropout)[0]
     q, k, v = enter(q_BHTK, casts), enter(k_BHTK, casts), enter(v_BHTK, casts)
     grouped = q.shape[1] != k.shape[1]
-    if casts.fused_softmax:
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
-        return rounded(y, casts)
-    if grouped:
+    mask, causal = additive(mask, q.dtype), causal and mask is None
+    y = F.scaled_dot_product_attention(q, k, v, mask, dropout, causal, enable_gqa=grouped)
+    return rounded(y, casts)
+
+
+def weighted_attention(
+    q_BHTK: Tensor,
+    k_BHTK: Tensor,
+    v_BHTK: Tensor,
+    casts: Casts,
+    *,
+    causal: bool = True,
+    mask: Tensor | None = None,
+    dropout: float = 0.0,
+) -> tuple[Tensor, Tensor]:
+    """The same in steps, and the weights, which no fused kernel gives away. Fp32 softmax takes fp32 scores."""
+    q, k, v = enter(q_BHTK, casts), enter(k_BHTK, casts), enter(v_BHTK, casts)
+    if q.shape[1] != k.shape[1]:
         k, v = (t.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for t in (k, v))
-    return _narrow_attention(q, k, v, casts)
+    if casts.fused_softmax:
+        s_BHTT = scores(q.flatten(0, 1), k.flatten(0, 1), casts).unflatten(0, q.shape[:2])
+    else:
+        s_BHTT = (q @ k.mT).to(casts.softmax)
+    s_BHTT = s_BHTT * q.shape[-1] ** -0.5
+    if mask is None and causal:
+        mask = torch.ones(s_BHTT.shape[-2:], dtype=torch.bool, device=q.device).tril()
+    if mask is not None and mask.dtype == torch.bool:
+        s_BHTT = s_BHTT.masked_fill(~mask, float("-inf"))
+    elif mask is not None:
+        s_BHTT = s_BHTT + additive(mask, s_BHTT.dtype)
+    weights = softmax(s_BHTT, casts)
+    if dropout:
+        weights = rounded(F.dropout(weights, dropout), casts)
+    return rounded(weights @ v, casts), weights
+
+
+def additive(mask: Tensor | None, dtype: torch.dtype) -> Any:
+    """A mask of numbers in a narrower dtype: what is finite stays finite, lest a masked row become NaN."""
+    if mask is None or mask.dtype in (torch.bool, dtype):
+        return mask
+    limits = torch.finfo(dtype)
+    return torch.where(mask.isinf(), mask, mask.clamp(limits.min, limits.max)).to(dtype)
 
 
 def cross_entropy(logits: Tensor, targets: Tensor, casts: Casts, softcap: float = 0.0) -> Tensor:
     """The sum of -log softmax(logits)[target] over all targets: inside and out in the loss format."""
-    fmt = casts.precision.loss
-    inside = _inside(logits, casts.loss, fmt, casts).flatten(0, -2)
+    inside = island(logits, "loss", casts).flatten(0, -2)
     if softcap:
         inside = softcap * torch.tanh(inside / softcap)
-    return _inside(F.cross_entropy(inside, targets.flatten(), reduction="sum"), casts.loss, fmt, casts)
+    return island(F.cross_entropy(inside, targets.flatten(), reduction="sum"), "loss", casts)  # type: ignore[no-any-return]
 
 
 def rotate(x_BHTK: Tensor, cos_TK: Tensor, sin_TK: Tensor, casts: Casts) -> Tensor:
@@ -175,36 +264,48 @@ def rotate(x_BHTK: Tensor, cos_TK: Tensor, sin_TK: Tensor, casts: Casts) -> Tens
     return enter(x * cos_TK + turned * sin_TK, casts)
 
 
-def _inside(x: Any, dtype: torch.dtype, fmt: Format, casts: Casts) -> Any:
-    """A tensor (or None) in the format that an island computes in."""
+def island(x: Any, role: str, casts: Casts) -> Any:
+    """A tensor (or None) in the format that an island of the role (`norm`, `softmax`, `loss`) computes in."""
     if x is None:
         return None
-    if casts.emulate and fmt != FP32:
-        return _Rounded.apply(x.to(dtype), fmt, fmt)
-    return x.to(dtype)
+    fmt: Format = getattr(casts.precision, role)
+    x = x.to(getattr(casts, role))
+    return _Rounded.apply(x, fmt, fmt) if casts.emulate and fmt != FP32 else x
+
+
+def own(parameter: Tensor | None, role: str, casts: Casts) -> Any:
+    """A parameter of an island, or None, in the format that it computes in."""
+    return None if parameter is None else island(owned(parameter, casts), role, casts)
+
+
+def leave(x: Tensor, role: str, casts: Casts) -> Tensor:
+    """What an island made, in its own format first and then in compute."""
+    return enter(island(x, role, casts), casts)
 
 
 class Matmul(Layer):
     """A module that multiplies activations by a matrix: what narrow operands are for."""
 
 
-class CastedLinear(Matmul):
+class CastedLinear(Matmul, nn.Linear):
     """A linear layer that computes in its own precision, whatever its weight and input are held in."""
 
-    def __init__(self, inputs: int, outputs: int, bias: bool = False):
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(outputs, inputs))
-        self.bias = nn.Parameter(torch.empty(outputs)) if bias else None
+    def __init__(self, inputs: int, outputs: int, bias: bool = False, **factory: Any):
+        nn.Linear.__init__(self, inputs, outputs, bias, **factory)
+        self.precision = Precision()
 
     def forward(self, x: Tensor) -> Tensor:
         """The layer's output."""
         return linear(x, self.weight, self.bias, self.casts)
 
+    def whole_because(self, name: str) -> str:
+        """The weight is multiplied as it is; what else a subclass holds is not known."""
+        return "" if name == "weight" else "it is not the weight of the layer"
+
     def extra_repr(self) -> str:
         """What the layer computes in, so that printing the model tells the truth."""
-        outputs, inputs = self.weight.shape
         form = " emulated" if self.precision.emulate else ""
-        return f"{inputs} -> {outputs}, {self.precision.operand.format} operands{form}"
+        return f"{super().extra_repr()}, {self.precision.operand.format} operands{form}"
 
 
 class Norm(Layer):
@@ -213,8 +314,8 @@ class Norm(Layer):
     def __init__(self, width: int, kind: str = "rms", gain: bool = True, bias: bool = False):
         super().__init__()
         self.kind = kind
-        self.weight = nn.Parameter(torch.empty(width)) if gain else None
-        self.bias = nn.Parameter(torch.empty(width)) if bias and gain and kind == "layer" else None
+        self.weight = nn.Parameter(torch.ones(width)) if gain else None
+        self.bias = nn.Parameter(torch.zeros(width)) if bias and gain and kind == "layer" else None
 
     def forward(self, x: Tensor) -> Tensor:
         """The normalized input."""
@@ -239,86 +340,3 @@ class _Rounded(torch.autograd.Function):
     @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None, None]:
         return carried(g, ctx.grad), None, None
-
-
-class _Linear(torch.autograd.Function):
-    """The three matmuls of a linear layer without bias; x comes in the compute format."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, casts: Casts) -> Tensor:
-        p = casts.precision
-        w = weight.to(casts.compute)
-        if casts.emulate:
-            w = carried(w, p.compute)
-        ctx.save_for_backward(x, w)
-        ctx.casts, ctx.weight_dtype = casts, weight.dtype
-        rows = x.flatten(0, -2)
-        if casts.emulate:
-            y = _emulated_matmul(rows, w.t(), p.operand, p.operand, p.compute)
-        else:
-            y = _matmul(rows.to(casts.operand), w.t().to(casts.operand), casts.compute)
-        return y.view(*x.shape[:-1], weight.shape[0])
-
-    @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
-        x, w = ctx.saved_tensors
-        grad_input = grad_weight = None
-        g = g.flatten(0, -2)
-        if ctx.needs_input_grad[0]:
-            grad_input = _grad_input(g, w, ctx.casts).view(x.shape)
-        if ctx.needs_input_grad[1]:
-            grad_weight = _grad_weight(g, x.flatten(0, -2), ctx.casts).to(ctx.weight_dtype)
-        return grad_input, grad_weight, None
-
-
-def _grad_input(g: Tensor, w: Tensor, casts: Casts) -> Tensor:
-    p = casts.precision
-    if casts.emulate:
-        return _emulated_matmul(carried(g, p.grad), w, p.grad_operand, p.operand, p.grad)
-    return _matmul(g.to(casts.grad_operand), w.to(casts.operand), casts.grad)
-
-
-def _grad_weight(g: Tensor, x: Tensor, casts: Casts) -> Tensor:
-    p = casts.precision
-    if casts.emulate:
-        return _emulated_matmul(carried(g, p.grad).t(), x, p.grad_operand, p.operand, p.grad_weight)
-    return _matmul(g.to(casts.grad_operand).t(), x.to(casts.operand), casts.grad_weight)
-
-
-def _matmul(a: Tensor, b: Tensor, out: torch.dtype) -> Tensor:
-    """a b summed in fp32, its result in `out`."""
-    if out == a.dtype == b.dtype:
-        return a @ b
-    if a.is_cuda and a.dtype == b.dtype and out == torch.float32:
-        return torch.mm(a, b, out_dtype=torch.float32)
-    # Widened operands make the same exact products and an fp32 sum; CPUs have no mixed-output matmul.
-    return (a.float() @ b.float()).to(out)
-
-
-def _emulated_matmul(a: Tensor, b: Tensor, a_operand: Operand, b_operand: Operand, out: Format) -> Tensor:
-    a, a_inv = _lower(a, a_operand)
-    b, b_inv = _lower(b.t(), b_operand)
-    y = a @ b.t()
-    if a_inv is not None:
-        y = y * a_inv
-    if b_inv is not None:
-        y = y * b_inv.t()
-    return carried(y, out)
-
-
-def _lower(x: Tensor, operand: Operand) -> tuple[Tensor, Tensor | None]:
-    """An operand's values in its format, and what undoes their scale (a column for rows), emulated."""
-    if is_narrow(operand.format):
-        native = operand.format in DTYPES and not torch.compiler.is_compiling()
-        values, inv_scale = quantize_scaled(x, operand, native=native)
-        return values.float(), inv_scale.reshape(-1, 1)
-    return carried(x, operand.format), None
-
-
-def _narrow_attention(q: Tensor, k: Tensor, v: Tensor, casts: Casts) -> Tensor:
-    """Attention with its softmax in a narrower format than fp32, which no fused kernel offers."""
-    scores = (q @ k.transpose(-2, -1)).to(casts.softmax) * q.shape[-1] ** -0.5
-    future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
-    scores = scores.masked_fill(future, float("-inf"))
-    return rounded(softmax(scores, casts) @ v, casts)

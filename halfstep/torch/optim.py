@@ -9,184 +9,286 @@
 five Newton-Schulz steps X <- a X + (b A + c A^2) X, A = X X^T, times sqrt(max(1, rows / columns)). The steps
 are the one part that is not fp32: they run in the policy's compute format, emulated where that is.
 
-Otherwise the arithmetic is fp32. A master that is held narrower (bf16) is widened, updated and rounded back, to
-nearest or stochastically; torch's own optimizers would compute in bf16. `found_inf`, a device scalar that is 1
-where gradients were not finite, makes the whole update a no-op without asking the device; the fused AdamW
-kernel of torch takes it as it is, which is why that kernel does the arithmetic here.
+Otherwise the arithmetic is fp32, on the masters of masters.py; torch's own optimizers would compute in the
+parameter's dtype. `found_inf`, a device scalar that is 1 where gradients were not finite, makes the whole update a
+no-op without asking the device; the fused AdamW kernel of torch takes it as it is, which is why that kernel does
+the arithmetic here. Rates live on the device as well: rate = lr * factor, where `lr` is what the user or a
+scheduler of torch's wrote, and the factor a schedule of ours.
+
+**Split masters.** On a CPU they are joined, updated by the same kernel and split again: bit for bit what fp32
+masters become. On a CUDA device one compiled function does all three in one pass over all tensors, 28 bytes a
+number instead of 44; the compiler may contract a product and a sum, so it agrees with the kernel to rounding, not
+in bits.
+
+Both are made like torch's optimizers, of tensors, (name, tensor) pairs or groups. Which formats they hold is said
+by `bind`, which `prepare` calls with what the policy says.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
+from halfstep.core.errors import HalfstepError
 from halfstep.core.formats import FP32, Format
-from halfstep.core.philox import tensor_id
 from halfstep.core.roles import Param
-from halfstep.core.rounding import Rounding
-from halfstep.torch.cast import carried, quantize, random_bits
-from halfstep.torch.dtypes import dtype_of
+from halfstep.torch.cast import carried, join, split
+from halfstep.torch.dtypes import dtype_of, format_of
+from halfstep.torch.masters import Masters, compiled
 
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)  # Jordan et al., 2024
 # The gradient of each parameter; it may be wider than the parameter, which `.grad` may not.
 Grads = Mapping[Tensor, Tensor]
+# As torch takes them: tensors, (name, tensor) pairs, or groups with a list of either under "params".
+Params = Iterable[Any]
 
 
 class Optimizer(torch.optim.Optimizer):
     """What both share: named parameters, masters, moments, and rates that live on the device."""
 
+    # Names of the state that is held in the moments format, one tensor of the parameter's shape each.
+    slots: tuple[str, ...] = ()
+
     def __init__(
         self,
-        groups: list[dict[str, Any]],
+        params: Params,
         defaults: dict[str, Any],
         *,
         masters: Mapping[str, Param] | None = None,
         moments: Mapping[str, Format] | None = None,
         seed: int = 0,
     ):
-        names = [[name for name, _ in group["params"]] for group in groups]
-        super().__init__(
-            [{**group, "params": [p for _, p in group["params"]]} for group in groups],
-            defaults,
-        )
-        self.names = {
-            p: name
-            for group, labels in zip(self.param_groups, names, strict=True)
-            for p, name in zip(group["params"], labels, strict=True)
-        }
-        self.masters = masters or {}
-        self.moments = moments or {}
-        self.seed = seed
-        for group in self.param_groups:
-            # A tensor: a changing Python float would make compiled code anew, and would be read on the host.
-            group["rate"] = torch.tensor(group["lr"], dtype=torch.float32, device=group["params"][0].device)
+        self.names: dict[Tensor, str] = {}
+        self._factor: Tensor | float = 1.0
+        super().__init__(params, defaults)
+        self.masters = Masters(self.names, masters, seed=seed)
+        self.moments = dict(moments or {})
 
-    def step(self, grads: Grads, *, found_inf: Tensor | None = None) -> None:  # type: ignore[override]
-        """One update of every parameter that has a gradient, unless `found_inf` is 1."""
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Adds a group, as torch does. A run that was prepared takes new parameters only if it knows them."""
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        labels = group.get("param_names") or [str(len(self.names) + i) for i in range(len(group["params"]))]
+        self.names |= dict(zip(group["params"], labels, strict=True))
+        if group["params"]:
+            # A tensor: a changing Python float would make compiled code anew, and would be read on the host.
+            group["rate"] = torch.tensor(float(group["lr"]), device=group["params"][0].device)
+
+    def bind(self, masters: Masters, moments: Mapping[str, Format], compute: Format, *, emulate: bool) -> None:
+        """Takes the formats of a policy: how masters and moments are held, and what matmuls compute in."""
+        self.masters, self.moments = masters, dict(moments)
+        self.names.update({p: masters.names[p] for p in self.names if p in masters.names})
+        for p, state in self.state.items():
+            for slot in self.slots:
+                state[slot] = state[slot].to(self._dtype(p))
+
+    def start(self) -> None:
+        """Makes the state of every parameter that has none yet."""
+        for p in self.names:
+            if p not in self.state:
+                count = torch.zeros((), dtype=torch.float32, device=p.device)
+                moments = {k: torch.zeros(p.shape, dtype=self._dtype(p), device=p.device) for k in self.slots}
+                self.state[p] = {"step": count, **moments}
+
+    def step(self, grads: Grads | None = None, *, found_inf: Tensor | None = None) -> None:  # type: ignore[override]
+        """One update of every parameter that has a gradient, unless `found_inf` is 1.
+
+        Without `grads` they are the parameters' own, as torch has it.
+        """
         raise NotImplementedError
 
-    def set_factor(self, factor: Tensor) -> None:
-        """Sets every group's rate to its base rate times a device scalar."""
+    def set_factor(self, factor: Tensor | float) -> None:
+        """Sets every group's rate to its base rate times a number, a device scalar as a rule."""
+        self._factor = factor
+        self._set_rates()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As torch, but moments stay in the format they are held in: torch casts them to the parameter's dtype."""
+        super().load_state_dict(state_dict)
+        saved = [index for group in state_dict["param_groups"] for index in group["params"]]
+        ours = [p for group in self.param_groups for p in group["params"]]
+        for index, p in zip(saved, ours, strict=True):
+            for key, value in state_dict["state"].get(index, {}).items():
+                wanted = self._dtype(p) if key in self.slots else value.dtype
+                if value.dtype != wanted:
+                    raise HalfstepError(
+                        f"`{key}` of `{self.names[p]}` is {value.dtype} in the state and {wanted} here",
+                        hint=f"moments={format_of(value.dtype)} in the policy takes it as it is",
+                    )
+                self.state[p][key] = value.to(p.device, copy=True)
+
+    def _begin(self, grads: Grads | None) -> Grads:
+        """Fills in what the caller left out; refuses what has no dense gradient."""
+        if grads is None:
+            grads = {p: p.grad for p in self.names if p.grad is not None}
+        for p, g in grads.items():
+            if p in self.names and g.is_sparse:
+                raise HalfstepError(
+                    f"the gradient of `{self.names[p]}` is sparse, and {type(self).__name__} moves every row",
+                    hint="hand it to torch.optim.SparseAdam, or make its embedding with sparse=False",
+                )
+        self.start()
+        self._set_rates()
+        return grads
+
+    def _set_rates(self) -> None:
         for group in self.param_groups:
-            group["rate"] = group["lr"] * factor
+            if isinstance(self._factor, Tensor):
+                group["rate"] = (self._factor * group["lr"]).float()
+            elif group["params"]:
+                group["rate"].fill_(group["lr"] * self._factor)  # no copy from the host, which would wait
 
-    def _moment(self, parameter: Tensor) -> Tensor:
-        """A moment of a parameter, zero, in its own format."""
-        fmt = self.moments.get(self.names[parameter], FP32)
-        return torch.zeros(parameter.shape, dtype=dtype_of(fmt), device=parameter.device)
-
-    def _write(self, parameter: Tensor, wide: Tensor, step: Tensor) -> None:
-        """Stores an fp32 result in the format its master is held in."""
-        name = self.names[parameter]
-        param = self.masters.get(name, Param(FP32))
-        if param.format == FP32:
-            if wide is not parameter:
-                parameter.copy_(wide)
-            return
-        bits = None
-        if param.stochastic:
-            bits = random_bits(
-                wide.shape,
-                seed=self.seed,
-                step=step.to(torch.int64),
-                tensor=tensor_id(name),
-                device=wide.device,
-            )
-        rounding: Rounding = "stochastic" if param.stochastic else "nearest-even"
-        parameter.copy_(quantize(wide, param.format, overflow="inf", rounding=rounding, bits=bits))
+    def _dtype(self, parameter: Tensor) -> torch.dtype:
+        """What the moments of a parameter are held in."""
+        return dtype_of(self.moments.get(self.names[parameter], FP32))
 
     def _widened(self, parameter: Tensor) -> Tensor:
         """What to update: the parameter itself where it is an fp32 master, else a copy that is rounded back."""
-        held = self.masters.get(self.names[parameter], Param(FP32))
-        # A copy even where the dtype is fp32: an emulated bf16 master is carried in one.
-        whole = held.format == FP32 and parameter.dtype == torch.float32
-        return parameter if whole else parameter.to(torch.float32, copy=True)
+        return self.masters.wide([parameter])[0]
+
+    def _write(self, parameter: Tensor, wide: Tensor, step: Tensor) -> None:
+        """Stores an fp32 result in the format its master is held in."""
+        self.masters.put([parameter], [wide], [step])
 
 
 class AdamW(Optimizer):
     """AdamW; each group may have its own `lr` and `weight_decay`."""
 
+    slots = ("exp_avg", "exp_avg_sq")
+
     def __init__(
         self,
-        groups: list[dict[str, Any]],
-        lr: float = 1e-3,
+        params: Params,
+        lr: float | Tensor = 1e-3,
         betas: tuple[float, float] = (0.9, 0.95),
         eps: float = 1e-8,
         weight_decay: float = 0.0,
         **formats: Any,
     ):
-        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-        super().__init__(groups, defaults, **formats)
-        for group in self.param_groups:
-            for p in group["params"]:
-                count = torch.zeros((), dtype=torch.float32, device=p.device)
-                self.state[p] = {"step": count, "exp_avg": self._moment(p), "exp_avg_sq": self._moment(p)}
+        defaults = {"lr": lr, "betas": tuple(betas), "eps": eps, "weight_decay": weight_decay}
+        super().__init__(params, defaults, **formats)
 
     @torch.no_grad()
-    def step(self, grads: Grads, *, found_inf: Tensor | None = None) -> None:  # type: ignore[override]
+    def step(self, grads: Grads | None = None, *, found_inf: Tensor | None = None) -> None:  # type: ignore[override]
         """One update of every parameter that has a gradient, unless `found_inf` is 1."""
+        grads = self._begin(grads)
+        # All groups together: what they differ in is on the device, but for these settings.
+        alike: dict[tuple[Any, float], list[tuple[Tensor, dict[str, Any]]]] = {}
         for group in self.param_groups:
-            params = [p for p in group["params"] if p in grads]
-            if not params:
-                continue
-            states = [self.state[p] for p in params]
-            wide = [self._widened(p) for p in params]
-            # .float() is the tensor itself where it is fp32 already.
-            first = [state["exp_avg"].float() for state in states]
-            second = [state["exp_avg_sq"].float() for state in states]
-            adamw(
-                wide,
-                [grads[p].float() for p in params],
-                first,
-                second,
-                [],
-                [state["step"] for state in states],
-                fused=True,
-                found_inf=found_inf,
-                amsgrad=False,
-                beta1=group["betas"][0],
-                beta2=group["betas"][1],
-                lr=group["rate"],
-                weight_decay=group["weight_decay"],
-                eps=group["eps"],
-                maximize=False,
-            )
-            for p, w, state, m, v in zip(params, wide, states, first, second, strict=True):
-                if w is not p:
-                    self._write(p, w, state["step"])
-                if m is not state["exp_avg"]:
-                    state["exp_avg"].copy_(m)
-                    state["exp_avg_sq"].copy_(v)
+            others = []
+            for p in (p for p in group["params"] if p in grads):
+                if p.is_cuda and self.masters.is_split(p):
+                    alike.setdefault((tuple(group["betas"]), group["eps"]), []).append((p, group))
+                else:
+                    others.append(p)
+            if others:
+                self._by_kernel(others, grads, group, found_inf)
+        for (betas, eps), pairs in alike.items():
+            self._in_one_pass(pairs, grads, betas, eps, found_inf)
+
+    def _by_kernel(
+        self, params: list[Tensor], grads: Grads, group: dict[str, Any], found_inf: Tensor | None
+    ) -> None:
+        """torch's fused kernel on fp32 masters, joined and stored around it where they are held otherwise."""
+        states = [self.state[p] for p in params]
+        wide = self.masters.wide(params)
+        # .float() is the tensor itself where it is fp32 already.
+        first, second = ([state[slot].float() for state in states] for slot in self.slots)
+        adamw(
+            wide,
+            [grads[p].float() for p in params],
+            first,
+            second,
+            [],
+            [state["step"] for state in states],
+            fused=True,
+            found_inf=found_inf,
+            amsgrad=False,
+            beta1=group["betas"][0],
+            beta2=group["betas"][1],
+            lr=group["rate"],
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            maximize=False,
+        )
+        self.masters.put(params, wide, [state["step"] for state in states])
+        for state, m, v in zip(states, first, second, strict=True):
+            if m is not state["exp_avg"]:
+                state["exp_avg"].copy_(m)
+                state["exp_avg_sq"].copy_(v)
+
+    def _in_one_pass(
+        self,
+        pairs: list[tuple[Tensor, dict[str, Any]]],
+        grads: Grads,
+        betas: tuple[float, float],
+        eps: float,
+        found_inf: Tensor | None,
+    ) -> None:
+        """Join, update and split in one compiled function of all tensors, given with their groups."""
+        params = [p for p, _ in pairs]
+        states = [self.state[p] for p in params]
+        skip = torch.zeros((), device=params[0].device) if found_inf is None else found_inf
+        steps = [state["step"] for state in states]
+        torch._foreach_add_(steps, 1 - skip)
+        first, second = (1 - beta ** torch.stack(steps) for beta in betas)
+        rates = torch.stack([group["rate"] for _, group in pairs])
+        decays = torch.stack([1 - group["rate"] * group["weight_decay"] for _, group in pairs])
+        compiled(_adamw_of_halves)(
+            [p.detach() for p in params],
+            [self.masters.remainders[self.names[p]] for p in params],
+            [grads[p] for p in params],
+            *([state[slot] for state in states] for slot in self.slots),
+            (rates / first).unbind(),
+            second.sqrt().unbind(),
+            decays.unbind(),
+            skip > 0,
+            betas,
+            eps,
+        )
 
 
 class Muon(Optimizer):
     """Muon with Nesterov momentum, for matrices; those of one shape are updated in one batch."""
 
+    slots = ("momentum",)
+
     def __init__(
         self,
-        groups: list[dict[str, Any]],
-        lr: float = 0.02,
+        params: Params,
+        lr: float | Tensor = 0.02,
         momentum: float = 0.95,
         weight_decay: float = 0.0,
-        iteration: Format = FP32,
+        iteration: Format | None = None,
         emulate: bool = False,
         **formats: Any,
     ):
         defaults = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}
-        super().__init__(groups, defaults, **formats)
-        self.iteration, self.emulate = iteration, emulate
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.ndim != 2:
-                    raise ValueError(f"Muon updates matrices; `{self.names[p]}` has {p.ndim} dimensions")
-                count = torch.zeros((), dtype=torch.float32, device=p.device)
-                self.state[p] = {"step": count, "momentum": self._moment(p)}
+        self.given, self.iteration, self.emulate = iteration, iteration or FP32, emulate
+        super().__init__(params, defaults, **formats)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Adds a group of matrices."""
+        super().add_param_group(param_group)
+        odd = [p for p in self.param_groups[-1]["params"] if p.ndim != 2]
+        if odd:
+            self.param_groups.pop()
+            raise HalfstepError(
+                f"Muon updates matrices; `{self.names[odd[0]]}` has the shape {tuple(odd[0].shape)}",
+                hint="hand it to AdamW: prepare(model, [Muon(matrices), AdamW(the_rest)], policy)",
+            )
+
+    def bind(self, masters: Masters, moments: Mapping[str, Format], compute: Format, *, emulate: bool) -> None:
+        """Takes the formats of a policy; the iteration runs in `compute` unless it has a format of its own."""
+        super().bind(masters, moments, compute, emulate=emulate)
+        self.iteration, self.emulate = self.given or compute, emulate
 
     @torch.no_grad()
-    def step(self, grads: Grads, *, found_inf: Tensor | None = None) -> None:  # type: ignore[override]
+    def step(self, grads: Grads | None = None, *, found_inf: Tensor | None = None) -> None:  # type: ignore[override]
         """One update of every matrix that has a gradient, unless `found_inf` is 1."""
+        grads = self._begin(grads)
         for group in self.param_groups:
             by_shape: dict[torch.Size, list[Tensor]] = {}
             for p in group["params"]:
@@ -198,7 +300,7 @@ class Muon(Optimizer):
     def _update(
         self, params: list[Tensor], grads: Tensor, group: dict[str, Any], found_inf: Tensor | None
     ) -> None:
-        old = torch.stack([self.state[p]["momentum"].float() for p in params])
+        old = torch.stack([self.state[p]["momentum"] for p in params]).float()
         momentum = group["momentum"] * old + grads
         update = orthogonalize(grads + group["momentum"] * momentum, self.iteration, emulate=self.emulate)
         rows, columns = params[0].shape
@@ -208,14 +310,13 @@ class Muon(Optimizer):
         momentum = torch.where(applied > 0, momentum, old)
         update = torch.where(applied > 0, update, 0.0)
         decay = 1 - applied * group["rate"] * group["weight_decay"]
-        for index, p in enumerate(params):
-            state = self.state[p]
+        states = [self.state[p] for p in params]
+        wide = self.masters.wide(params)
+        for state, w, m, u in zip(states, wide, momentum, update, strict=True):
             state["step"] += applied
-            state["momentum"].copy_(momentum[index])
-            wide = self._widened(p)
-            wide.mul_(decay).sub_(group["rate"] * update[index])
-            if wide is not p:
-                self._write(p, wide, state["step"])
+            state["momentum"].copy_(m)
+            w.mul_(decay).sub_(group["rate"] * u)
+        self.masters.put(params, wide, [state["step"] for state in states])
 
 
 def orthogonalize(matrices: Tensor, iteration: Format, steps: int = 5, *, emulate: bool = False) -> Tensor:
@@ -234,3 +335,30 @@ def orthogonalize(matrices: Tensor, iteration: Format, steps: int = 5, *, emulat
         product = held(x @ x.mT)
         x = held(a * x + held(b * product + c * held(product @ product)) @ x)
     return x.mT if tall else x
+
+
+def _adamw_of_halves(
+    halves: list[Tensor],
+    remainders: list[Tensor],
+    grads: list[Tensor],
+    firsts: list[Tensor],
+    seconds: list[Tensor],
+    rates: Sequence[Tensor],  # over 1 - b1^t
+    roots: Sequence[Tensor],  # of 1 - b2^t
+    decays: Sequence[Tensor],  # 1 - rate * weight decay
+    skip: Tensor,
+    betas: tuple[float, float],
+    eps: float,
+) -> None:
+    """AdamW on split masters: every number is read once and written once."""
+    lists = (halves, remainders, grads, firsts, seconds, rates, roots, decays)
+    for hi, lo, g, m, v, rate, root, decay in zip(*lists, strict=True):
+        wide, g, first, second = join(hi, lo), g.float(), m.float(), v.float()
+        first = first + (1 - betas[0]) * (g - first)
+        second = betas[1] * second + (1 - betas[1]) * g * g
+        wide = wide * decay - rate * first / (second.sqrt() / root + eps)
+        new_hi, new_lo = split(wide)
+        hi.copy_(torch.where(skip, hi, new_hi))
+        lo.copy_(torch.where(skip, lo, new_lo))
+        m.copy_(torch.where(skip, m, first.to(m.dtype)))
+        v.copy_(torch.where(skip, v, second.to(v.dtype)))

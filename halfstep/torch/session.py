@@ -17,12 +17,12 @@ from torch import Tensor
 from halfstep.config.run import OptimizerConfig, RunConfig
 from halfstep.core.policy import Policy
 from halfstep.core.stored import Stored
-from halfstep.torch.apply import Applied, apply, set_precision
+from halfstep.torch.apply import apply, set_precision
 from halfstep.torch.dtypes import as_device, describe
 from halfstep.torch.measure import devices
 from halfstep.torch.model import Decoder
 from halfstep.torch.optim import AdamW, Muon, Optimizer
-from halfstep.torch.state import load_state, restored, state_of, stored
+from halfstep.torch.state import load_state, load_weights, restored, state_of, stored
 from halfstep.torch.step import Run, StepResult
 
 Tokens = NDArray[np.int32]
@@ -53,8 +53,10 @@ class Session:
         self.model.initialize(config.seed)
         self.model.to(self.device)
         self.converted = apply(self.model, policy, self.model.module_names())
-        optimizers = build_optimizers(self.model, config.optimizer, self.converted, config.seed)
-        self.run = Run(self.model, optimizers, policy, config.training.clip_norm)
+        clip_norm = config.training.clip_norm
+        optimizers = build_optimizers(self.model, config.optimizer)
+        self.run = Run(self.model, optimizers, policy, clip_norm, applied=self.converted, seed=config.seed)
+        self._optimizers = optimizers
         self._loss = torch.compile(self.model.loss) if config.training.compile else self.model.loss
 
     @property
@@ -66,7 +68,7 @@ class Session:
         """One update from tokens of shape (micro-batches, batch, context + 1). Waits for nothing."""
         if self.schedule is not None:
             rate = self.schedule(self.run.applied, torch)
-            for optimizer in self.run.optimizers:
+            for optimizer in self._optimizers:
                 optimizer.set_factor(rate)
         tokens = self._to_device(micro_batches)
         return self.run.step(self._sum_and_count, tokens.unbind())
@@ -112,8 +114,8 @@ class Session:
 
     def load_weights(self, state: Mapping[str, Stored]) -> None:
         """Takes the weights of a state and leaves the rest: for evaluation and sampling."""
-        weights = {k.removeprefix("model."): restored(v) for k, v in state.items() if k.startswith("model.")}
-        self.model.load_state_dict(weights)
+        wanted = ("model.", "remainder.")
+        load_weights(self.run, {name: restored(v) for name, v in state.items() if name.startswith(wanted)})
 
     def applied(self) -> int:
         """How many updates were applied, skipped ones left out; waits for the device."""
@@ -143,23 +145,13 @@ class Session:
             torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
 
 
-def build_optimizers(model: Decoder, config: OptimizerConfig, converted: Applied, seed: int) -> list[Optimizer]:
+def build_optimizers(model: Decoder, config: OptimizerConfig) -> list[Optimizer]:
     """AdamW for all, or Muon for the matrices in blocks and AdamW for the rest, of which matrices alone decay."""
-    policy = converted.policy
-    formats: dict[str, Any] = {"masters": converted.masters, "moments": converted.moments, "seed": seed}
     named = list(model.named_parameters())
     built: list[Optimizer] = []
     if config.name == "muon":
         matrices = list(model.matrices())
-        muon = Muon(
-            [{"params": matrices}],
-            lr=config.muon_rate,
-            momentum=config.muon_momentum,
-            iteration=policy.compute.format,
-            emulate=policy.emulate,
-            **formats,
-        )
-        built.append(muon)
+        built.append(Muon(matrices, lr=config.muon_rate, momentum=config.muon_momentum))
         taken = {name for name, _ in matrices}
         named = [(name, p) for name, p in named if name not in taken]
     matrix = [(name.endswith(".weight") and p.ndim == 2) for name, p in named]
@@ -170,5 +162,5 @@ def build_optimizers(model: Decoder, config: OptimizerConfig, converted: Applied
         for params, decay in ((decaying, config.weight_decay), (steady, 0.0))
         if params
     ]
-    built.append(AdamW(groups, lr=config.rate, betas=config.betas, eps=config.epsilon, **formats))
+    built.append(AdamW(groups, lr=config.rate, betas=config.betas, eps=config.epsilon))
     return built

@@ -1,18 +1,34 @@
 """Model, optimizers, scale and random state as flat {name: tensor}, and back, bit for bit.
 
-Names are those of core.stored.
-Loading checks names, shapes and dtypes before it changes anything: fp32 moments never come back bf16.
+Names are those of core.stored, and
+
+    remainder.<parameter>                   the int16 half of a split master; `model.<parameter>` is its bf16 half
+    average.<parameter>                     the fp32 average of a master, where a run keeps them
+
+Loading checks names, shapes and dtypes before it changes anything: fp32 moments never come back bf16, which is
+what `Optimizer.load_state_dict` makes of them where the parameter is bf16. torch's own optimizers make their state
+at the first step, so what a fresh one lacks is no difference; its formats are checked against the policy's.
+
+`to_dict` and `from_dict` add what is no tensor: the policy, and the settings of the optimizers' groups.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from halfstep.core.errors import HalfstepError
+from halfstep.core.formats import FP32
 from halfstep.core.scaling import ScaleState
 from halfstep.core.stored import Description, Stored, check_same
-from halfstep.torch.step import Run
+from halfstep.torch.cast import join
+from halfstep.torch.dtypes import dtype_of
+from halfstep.torch.optim import Optimizer
+from halfstep.torch.seam import held_by, is_moment, label
+
+if TYPE_CHECKING:
+    from halfstep.torch.step import Run
 
 # Names of dtypes in a safetensors header.
 DTYPE_NAMES = {
@@ -23,40 +39,124 @@ DTYPE_NAMES = {
     torch.int64: "I64",
     torch.int32: "I32",
     torch.int16: "I16",
+    torch.int8: "I8",
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
 _DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
+# Of a group: what is no setting, or is made from one.
+_NO_SETTING = ("params", "param_names", "rate")
 
 
-def state_of(run: Run) -> dict[str, Tensor]:
+def state_of(run: "Run") -> dict[str, Tensor]:
     """Every tensor that the next step depends on. They are the live ones, not copies."""
-    state = {f"model.{name}": p.detach() for name, p in run.model.named_parameters()}
-    for index, optimizer in enumerate(run.optimizers):
-        for parameter, name in optimizer.names.items():
-            for key, value in optimizer.state[parameter].items():
-                state[f"optimizer.{index}.{name}.{key}"] = value
-    state |= {f"scale.{field}": value for field, value in run.scale_state._asdict().items()}
-    state["applied"] = run.applied
-    state["rng.cpu"] = torch.get_rng_state()
+    found = {f"model.{name}": p.detach() for name, p in run.model.named_parameters()}
+    found |= {f"model.{name}": buffer for name, buffer in _buffers(run)}
+    found |= {f"remainder.{name}": lo for name, lo in run.masters.remainders.items()}
+    found |= {f"average.{name}": average for name, average in run.ema.items()}
+    for name, value in _entries(run):
+        if isinstance(value, Tensor):
+            found[name] = value
+    found |= {f"scale.{field}": value for field, value in run.scale_state._asdict().items()}
+    found["applied"] = run.applied
+    found["rng.cpu"] = torch.get_rng_state()
     if run.device.type == "cuda":
-        state["rng.cuda"] = torch.cuda.get_rng_state(run.device)
-    return state
+        found["rng.cuda"] = torch.cuda.get_rng_state(run.device)
+    return found
 
 
 @torch.no_grad()
-def load_state(run: Run, given: Mapping[str, Tensor]) -> None:
+def load_state(run: "Run", given: Mapping[str, Tensor]) -> None:
     """Puts a state back. One of another model, optimizer or precision is refused whole."""
     state = state_of(run)
+    lazy = tuple(f"optimizer.{i}." for i, o in enumerate(run.optimizers) if not isinstance(o, Optimizer))
+    fixed = [{n: t for n, t in side.items() if not n.startswith(lazy)} for side in (state, given)]
     # Random state of a device that the run did not have, or has no more, is no part of what it computed.
-    check_same(_described(state), _described(given), optional=["rng.cuda"])
-    ours = {name for name in state if name != "rng.cuda"}
-    for name in ours - {"rng.cpu"}:
-        state[name].copy_(given[name])
-    run.scale_state = ScaleState(*(given[f"scale.{f}"].to(run.device) for f in ScaleState._fields))
+    check_same(*(_described(side) for side in fixed), optional=["rng.cuda"])
+    made = _checked_entries(run, {n: t for n, t in given.items() if lazy and n.startswith(lazy)})
+    for name in fixed[0]:
+        if not name.startswith(("rng.", "scale.")):  # an earlier StepResult may still hold the scale
+            state[name].copy_(given[name])
+    for optimizer, entries in made.items():
+        for p in held_by(optimizer):
+            optimizer.state.pop(p, None)
+        for (p, key), value in entries.items():
+            optimizer.state[p][key] = value
+    run.scale_state = ScaleState(*(given[f"scale.{f}"].to(run.device, copy=True) for f in ScaleState._fields))
+    run.statistics.remember()
+    run.forget()
     torch.set_rng_state(given["rng.cpu"].cpu())
     if run.device.type == "cuda" and "rng.cuda" in given:
         torch.cuda.set_rng_state(given["rng.cuda"].cpu(), run.device)
+
+
+@torch.no_grad()
+def load_weights(run: "Run", given: Mapping[str, Tensor]) -> None:
+    """Takes the weights of a state, however its masters were held, and stores them as this run holds its own."""
+    wide: dict[Tensor, Tensor] = {}
+    for name, p in run.model.named_parameters():
+        if f"model.{name}" not in given:
+            raise HalfstepError(f"the state has no `model.{name}`", hint="load it with the model it is of")
+        hi, lo = given[f"model.{name}"], given.get(f"remainder.{name}")
+        wide[p] = (hi.float() if lo is None else join(hi, lo)).to(p.device)
+        if hi.shape != p.shape:
+            raise HalfstepError(
+                f"`{name}` has the shape {tuple(hi.shape)} in the state and {tuple(p.shape)} in the model",
+                hint="load it with the model it was saved with",
+            )
+    run.masters.assign([*wide], [*wide.values()], run.applied)
+    for name, buffer in _buffers(run):
+        if f"model.{name}" in given:
+            buffer.copy_(given[f"model.{name}"])
+    run.statistics.remember()
+
+
+def to_dict(run: "Run") -> dict[str, Any]:
+    """A state with its policy and the optimizers' settings, of plain Python values and tensors."""
+    numbers = {name: value for name, value in _entries(run) if not isinstance(value, Tensor)}
+    settings = [
+        [{k: v for k, v in group.items() if k not in _NO_SETTING} for group in optimizer.param_groups]
+        for optimizer in run.optimizers
+    ]
+    kinds = [label(optimizer) for optimizer in run.optimizers]
+    told = {"policy": str(run.policy), "optimizers": kinds, "groups": settings}
+    return {**told, "numbers": numbers, "tensors": state_of(run)}
+
+
+def from_dict(run: "Run", given: Mapping[str, Any]) -> None:
+    """Puts back what `to_dict` gave, or refuses it whole."""
+    missing = {"policy", "optimizers", "groups", "numbers", "tensors"} - given.keys()
+    if missing:
+        raise HalfstepError(
+            f"this is no state of a run: it has no `{sorted(missing)[0]}`",
+            hint="run.state_dict() makes one; run.load_torch_amp takes the state of a torch optimizer",
+        )
+    if given["policy"] != str(run.policy):
+        raise HalfstepError(
+            f"the state is of the policy `{given['policy']}`, and this run has `{run.policy}`",
+            hint=f'prepare(model, optimizer, "{given["policy"]}"), or take the weights alone: '
+            'load_weights(run, state["tensors"]) of halfstep.torch.state',
+        )
+    kinds = [label(optimizer) for optimizer in run.optimizers]
+    shapes = [[len(groups) for groups in given["groups"]], [len(o.param_groups) for o in run.optimizers]]
+    if [k.partition(" ")[0] for k in given["optimizers"]] != [k.partition(" ")[0] for k in kinds]:
+        raise HalfstepError(
+            f"the state is of {', '.join(given['optimizers'])}, and this run has {', '.join(kinds)}",
+            hint="prepare the run with the optimizers it was saved with, in their order",
+        )
+    if shapes[0] != shapes[1]:
+        raise HalfstepError(
+            f"the state has {shapes[0]} groups of parameters, and this run {shapes[1]}",
+            hint="make the same groups, and add those that were added later, before loading",
+        )
+    load_state(run, given["tensors"])
+    names = {name: p for p, name in run.masters.names.items()}
+    for name, value in given["numbers"].items():
+        optimizer, parameter, key = _place(run, name)
+        optimizer.state[names[parameter]][key] = value
+    for optimizer, groups in zip(run.optimizers, given["groups"], strict=True):
+        for group, settings in zip(optimizer.param_groups, groups, strict=True):
+            group.update(settings)
 
 
 def stored(tensor: Tensor) -> Stored:
@@ -75,5 +175,65 @@ def restored(record: Stored) -> Tensor:
     return torch.frombuffer(bytearray(data), dtype=_DTYPES[name]).reshape(shape)
 
 
+def _buffers(run: "Run") -> Iterator[tuple[str, Tensor]]:
+    """The buffers that torch would save."""
+    for prefix, module in run.model.named_modules():
+        for key, buffer in module.named_buffers(recurse=False):
+            if key not in module._non_persistent_buffers_set:
+                yield f"{prefix}.{key}".lstrip("."), buffer
+
+
+def _entries(run: "Run") -> Iterator[tuple[str, Any]]:
+    """The state of the optimizers, tensors or not, by name."""
+    for index, optimizer in enumerate(run.optimizers):
+        if isinstance(optimizer, Optimizer):
+            optimizer.start()
+        for p in held_by(optimizer):
+            for key, value in optimizer.state.get(p, {}).items():
+                yield f"optimizer.{index}.{run.masters.names[p]}.{key}", value
+
+
+def _place(run: "Run", name: str) -> tuple[torch.optim.Optimizer, str, str]:
+    """(optimizer, parameter, key) of a name that `_entries` gave."""
+    _, index, rest = name.split(".", 2)
+    parameter, _, key = rest.rpartition(".")
+    return run.optimizers[int(index)], parameter, key
+
+
+def _checked_entries(
+    run: "Run", given: Mapping[str, Tensor]
+) -> dict[torch.optim.Optimizer, dict[tuple[Tensor, str], Tensor]]:
+    """The state of torch's own optimizers, as it is to be put back, on the devices they want it on."""
+    made = {o: {} for o in run.optimizers if not isinstance(o, Optimizer)}  # type: ignore[var-annotated]
+    names = {name: p for p, name in run.masters.names.items()}
+    for name, value in given.items():
+        optimizer, parameter, key = _place(run, name)
+        p = names.get(parameter)
+        if p is None or p not in set(held_by(optimizer)):
+            raise HalfstepError(
+                f"the checkpoint is of another run: {label(optimizer)} holds no `{parameter}`",
+                hint="resume with the model and optimizer it was saved with",
+            )
+        held = optimizer.state.get(p, {}).get(key)
+        wanted = held.dtype if isinstance(held, Tensor) else value.dtype
+        if is_moment(p, value):
+            moments = run.converted.moments if run.converted is not None else {}
+            wanted = dtype_of(moments.get(parameter, FP32))
+        if value.dtype != wanted:
+            told = {key: (DTYPE_NAMES.get(d, str(d)), tuple(value.shape)) for key, d in ((name, wanted),)}
+            check_same(told, _described({name: value}))
+        made[optimizer][p, key] = value.to(_device(optimizer, p, key, held), copy=True)
+    return made
+
+
+def _device(optimizer: torch.optim.Optimizer, parameter: Tensor, key: str, held: Any) -> torch.device:
+    """Where a piece of state belongs: counts that the host reads are on the host."""
+    if isinstance(held, Tensor):
+        return held.device
+    group = next(g for g in optimizer.param_groups if any(p is parameter for p in g["params"]))
+    on_host = key == "step" and not (group.get("fused") or group.get("capturable"))
+    return torch.device("cpu") if on_host else parameter.device
+
+
 def _described(state: Mapping[str, Tensor]) -> dict[str, Description]:
-    return {name: (DTYPE_NAMES[tensor.dtype], tuple(tensor.shape)) for name, tensor in state.items()}
+    return {name: (DTYPE_NAMES.get(t.dtype, str(t.dtype)), tuple(t.shape)) for name, t in state.items()}

@@ -192,7 +192,7 @@ BAD = {
     ),
     "command": (
         ["polcy"],
-        'error: unknown command "polcy". Did you mean "policy"? Available commands: train, eval, sample, probe, formats, policy.\n\n'
+        'error: unknown command "polcy". Did you mean "policy"? Available commands: train, eval, sample, probe, formats, policy, bench.\n\n'
         "hint: `halfstep --help` says what can be given\n",
     ),
     "option": (

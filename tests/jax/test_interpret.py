@@ -12,6 +12,7 @@ from halfstep.core.policy import Policy
 from halfstep.jax import casts_for, linear, rms_norm
 from halfstep.jax.apply import Leaves, apply
 from halfstep.jax.interpret import cast_inside
+from halfstep.jax.layers import COMPILER_OPTIONS
 
 
 def normal(*shape, seed=0):
@@ -39,7 +40,9 @@ def gradients(fn, params, batch, policy):
     masters = {name: jnp.asarray(leaf, jnp.float32) for name, leaf in Leaves(params).trained.items()}
     call = interpreted(lambda p, b: fn(p, b).astype(jnp.float32), policy)
     with jax.default_matmul_precision("highest"):
-        found = jax.jit(jax.grad(lambda m, b: call(m, params, b)))(masters, batch)
+        found = jax.jit(jax.grad(lambda m, b: call(m, params, b)), compiler_options=COMPILER_OPTIONS)(
+            masters, batch
+        )
     return {name: np.asarray(g) for name, g in found.items()}
 
 
@@ -150,6 +153,17 @@ def test_the_stream_may_be_wide_behind_a_layer_that_a_rule_made_so():
     assert shape_of(fn, params, normal(4, 8)).dtype == jnp.bfloat16
 
 
+def test_a_sum_that_is_asked_for_in_fp32_is_not_rounded_first():
+    w, x = normal(8, 8), normal(4, 8, seed=1)
+
+    def fn(params, x):
+        return jnp.dot(x, params["w"], preferred_element_type=jnp.float32)
+
+    found = np.asarray(interpreted(fn, "bf16-mixed")({"w": jnp.asarray(w)}, {"w": w}, x))
+    halves = [a.astype(jnp.bfloat16).astype(np.float64) for a in (x, w)]
+    assert (np.abs(found - halves[0] @ halves[1]) <= 8 * 2.0**-24 * np.abs(halves[0]) @ np.abs(halves[1])).all()
+
+
 PARAMS = {"a": {"w": normal(8, 8)}, "b": {"w": normal(8, 8), "gain": normal(8)}}
 
 
@@ -211,6 +225,7 @@ def test_what_the_remedies_say_is_accepted():
     def remedied(p, x):
         queries = checkpoint_name(p["a"]["w"], "activation")
         y = jax.nn.softmax((x @ p["a"]["w"]).astype(jnp.float32)).astype(x.dtype)
+        y = y / jnp.sqrt(jnp.asarray(8, y.dtype))  # the root of a number is no norm
         return (2.0 * y @ p["b"]["w"]).sum() + (queries @ p["b"]["w"]).sum()
 
     shape_of(remedied, PARAMS, normal(4, 8))

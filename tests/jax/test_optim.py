@@ -8,8 +8,9 @@ import pytest
 
 from halfstep.config.run import OptimizerConfig
 from halfstep.core.errors import HalfstepError
-from halfstep.core.formats import BF16, FP16, FP32
+from halfstep.core.formats import BF16, FP16, FP32, parse
 from halfstep.core.policy import Policy
+from halfstep.jax.cast import quantize
 from halfstep.jax.optim import NEWTON_SCHULZ, adamw, build_optimizers, decays, muon, orthogonalize
 
 
@@ -114,6 +115,15 @@ def test_the_iteration_is_in_its_format_natively_and_emulated(fmt):
         assert 0 < error <= 3 * 4 * 2.0 ** -(fmt.mantissa_bits + 1) * STRETCHED
 
 
+@pytest.mark.parametrize("name", ["tf32", "e6m9ieee"])
+def test_any_format_runs_emulated_in_the_iteration(name):
+    fmt = parse(name)
+    found = orthogonalize(jnp.asarray(normal(1, 4, 4)), fmt, emulate=True)
+    assert found.dtype == jnp.float32
+    assert np.array_equal(found, quantize(found, fmt, overflow="inf"))
+    assert not np.array_equal(found, orthogonalize(jnp.asarray(normal(1, 4, 4)), FP32))
+
+
 def test_muon_is_the_same_one_by_one_and_in_batches():
     params = {str(i): jnp.asarray(normal(4, 8, seed=i)) for i in range(3)} | {"tall": jnp.asarray(normal(8, 4))}
     grads = {name: jnp.asarray(normal(*p.shape, seed=9 + i)) for i, (name, p) in enumerate(params.items())}
@@ -127,6 +137,16 @@ def test_muon_is_the_same_one_by_one_and_in_batches():
         # Nesterov from rest: g + 0.95 g, whose length does not matter
         exact = reference(np.asarray(grads[name], np.float64), lambda x: x) * max(1, rows / columns) ** 0.5
         assert np.abs(np.asarray(together[name]) + 0.02 * exact).max() <= 2 * 0.02 * ROUNDED
+
+
+def test_muon_looks_ahead_along_its_momentum():
+    optimizer, params = muon(1.0, momentum=0.5), {"w": jnp.asarray(normal(4, 4))}
+    first, second = (jnp.asarray(normal(4, 4, seed=seed)) for seed in (5, 6))
+    _, state = optimizer.update({"w": first}, optimizer.init(params), params)
+    updates, _ = optimizer.update({"w": second}, state, params)
+    # momentum 0.5 first + second; Nesterov adds half of it to the gradient once more
+    ahead = np.asarray(second, np.float64) + 0.5 * (0.5 * np.asarray(first, np.float64) + np.asarray(second))
+    assert np.abs(np.asarray(updates["w"]) + reference(ahead, lambda x: x)).max() <= 2 * ROUNDED
 
 
 def test_muon_takes_matrices_only():

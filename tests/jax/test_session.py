@@ -209,11 +209,6 @@ def test_what_would_change_nothing_is_refused(policy, said):
         session(policy)
 
 
-@pytest.mark.parametrize("policy", ["compute=tf32,emulate=true", "compute=e6m9ieee,scale=dynamic,emulate=true"])
-def test_any_format_runs_emulated_under_muon(policy):
-    assert program(policy, "optimizer.name=muon")
-
-
 def test_the_loop_opens_it_and_a_wrong_number_of_micro_batches_is_refused():
     config = load("tiny", [*SMALL, "backend=jax"])
     s = open_session(config, Policy.parse("fp32"), "cpu")

@@ -9,6 +9,7 @@ import optax
 import pytest
 
 from halfstep.core.errors import HalfstepError
+from halfstep.core.scaling import ScaleState
 from halfstep.jax.state import load_state, restored, state_of, stored
 from halfstep.jax.step import init, make_step
 
@@ -69,6 +70,13 @@ def test_a_state_put_back_goes_on_bit_for_bit():
     assert left == right
     assert other.params["layer"]["weight"].dtype == jnp.bfloat16
     assert jnp.issubdtype(other.params["key"].dtype, jax.dtypes.prng_key)
+
+
+def test_the_scale_is_part_of_the_state():
+    fresh = init(params(), OPTIMIZER, "fp16-mixed")
+    moved = dataclasses.replace(fresh, scale=ScaleState(*map(jnp.asarray, (np.float32(8), 3, 1, True))))
+    back = load_state(fresh, state_of(moved))
+    assert [np.asarray(value).item() for value in back.scale] == [8, 3, 1, True]
 
 
 def test_no_field_of_the_state_is_left_out():

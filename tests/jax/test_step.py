@@ -296,3 +296,43 @@ def test_bf16_moments_are_stored_in_bf16_and_computed_in_fp32():
 def test_an_optimizer_with_formats_of_its_own_is_refused():
     with pytest.raises(HalfstepError, match="keeps a moment in bfloat16 of its own accord"):
         init(weights(), optax.adam(1e-3, mu_dtype=jnp.bfloat16), "bf16-mixed")
+
+
+def masked(params, batch):
+    y = (batch["x"] @ params["w"]).astype(jnp.float32)
+    return Weighted((jnp.square(y).sum(-1) * batch["mask"]).sum(), batch["mask"].sum().astype(jnp.float32))
+
+
+@pytest.mark.parametrize("empty", [0, 1])
+def test_a_micro_batch_without_tokens_counts_for_nothing(empty):
+    """Divided by its zero tokens, it would make the step non-finite and halve the scale."""
+    params, optimizer = {"w": jnp.ones((4, 2))}, optax.sgd(0.1)
+    x = jnp.asarray(np.random.default_rng(0).standard_normal((2, 8, 4)), jnp.float32)
+    mask = jnp.ones((2, 8)).at[empty].set(0)
+    policy = "fp16-mixed,scale=dynamic:init=1024"
+    state, result = make_step(masked, optimizer, micro_batches=2)(
+        init(params, optimizer, policy), {"x": x, "mask": mask}
+    )
+    alone, expected = make_step(masked, optimizer)(
+        init(params, optimizer, policy), {"x": x[1 - empty], "mask": mask[1 - empty]}
+    )
+    assert not result.skipped
+    assert float(result.loss) == float(expected.loss)
+    assert (state.params["w"] == alone.params["w"]).all()
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        (lambda p, o: make_step(masked, o, micro_batches=0), "one at least"),
+        (lambda p, o: make_step(masked, o, clip_norm=-1.0), "not negative"),
+        (lambda p, o: make_step(masked, o, clip_norm=float("nan")), "not negative"),
+        (lambda p, o: make_step(masked, "adam"), "no optax transform"),
+        (lambda p, o: init(p, o, 5), "policy is a int"),
+        (lambda p, o: make_step(masked, optax.sgd(1.0))(init(p, o, "fp32"), None), "another optimizer"),
+        (lambda p, o: make_step(lambda *_: Weighted(1.0, jnp.ones(3)), o)(init(p, o, "fp32"), None), "one number"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused(call, said):
+    with pytest.raises(HalfstepError, match=said):
+        call({"w": jnp.ones((4, 2))}, optax.adam(1e-3))

@@ -210,3 +210,13 @@ def test_the_loss_is_not_computed_in_bf16():
     run = prepare(ones(), AdamW(), "bf16-mixed")
     assert run.step(loss, [data(rows=300)]).loss.item() == pytest.approx(np.log(3), rel=2.0**-20)
     assert seen == [mx.float32]
+
+
+def test_the_gradient_of_a_bias_is_summed_in_fp32():
+    """5000 ones: rounded to bf16 once more, their sum would be 4992."""
+    layer = nn.Linear(2, 2)
+    layer.weight, layer.bias = mx.zeros((2, 2)), mx.zeros((2,))
+    run = prepare(layer, mlx.optimizers.SGD(learning_rate=1.0), "bf16-mixed")
+    run.step(lambda model, x: model(x).astype(mx.float32).sum(), [mx.ones((5000, 2))])
+    assert layer.bias.tolist() == [-5000, -5000]
+    assert layer.weight.tolist() == [[-5000, -5000]] * 2

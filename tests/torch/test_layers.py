@@ -12,14 +12,19 @@ from halfstep.torch.cast import quantize, quantize_scaled
 from halfstep.torch.layers import (
     CastedLinear,
     Norm,
+    additive,
     attention,
+    casts_for,
     casts_of,
     cross_entropy,
+    embedding,
     enter,
     layer_norm,
     linear,
     rms_norm,
     rotate,
+    softmax,
+    weighted_attention,
 )
 
 
@@ -257,6 +262,107 @@ def test_layers_compile_whole(precision):
     model.zero_grad()
     compiled(x).float().sum().backward()
     assert torch.equal(model.linear.weight.grad, eager)
+
+
+def test_the_public_names_are_loaded_when_they_are_used():
+    import subprocess
+    import sys
+
+    import halfstep.torch
+
+    assert {"CastedLinear", "Norm", "linear", "rms_norm", "layer_norm", "softmax"} <= set(dir(halfstep.torch))
+    assert all(getattr(halfstep.torch, name) is not None for name in dir(halfstep.torch))
+    with pytest.raises(AttributeError, match="has no attribute 'casted'"):
+        _ = halfstep.torch.casted
+    code = "import sys, halfstep.torch; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_casts_for_a_policy_are_those_of_its_base():
+    assert casts_for("bf16-mixed") is NATIVE
+    assert casts_for(Policy.parse("bf16-mixed,emulate=true")) is EMULATED
+
+
+def test_a_bias_gradient_is_an_fp32_sum():
+    """256 ones and a bf16 sum that stays at 256 are a hazard of accumulation; this is the sum over tokens."""
+    x, w, b = draw(1000, 4), draw(3, 4, seed=1), torch.zeros(3, requires_grad=True)
+    g = torch.full((1000, 3), 1 + BF16.epsilon)
+    for casts in (NATIVE, EMULATED):
+        b.grad = None
+        backward(linear(x, w, b, casts), g)
+        assert torch.equal(b.grad, g.sum(0))
+        assert not torch.equal(b.grad, bf16(b.grad))
+    rounding = base_precision(Policy.parse("bf16-mixed,grad_weight=bf16,emulate=true"))
+    b.grad = None
+    backward(linear(x, w, b, rounding), g)
+    assert torch.equal(b.grad, bf16(g.sum(0)))
+
+
+def test_a_mask_of_numbers_stays_finite_where_it_was():
+    lowest = torch.finfo(torch.float32).min
+    mask = torch.tensor([0.0, lowest, -float("inf"), 1.0])
+    for dtype in (torch.bfloat16, torch.float16):
+        narrow = additive(mask, dtype)
+        assert narrow.dtype == dtype
+        assert narrow.isfinite().tolist() == [True, True, False, True]
+    assert additive(mask, torch.float32) is mask
+    q = torch.zeros(1, 1, 2, 8)
+    for attend in (attention, weighted_attention):
+        y = attend(q, q, draw(1, 1, 2, 8), NATIVE, mask=torch.full((2, 2), lowest))
+        assert not (y if isinstance(y, torch.Tensor) else y[0]).isnan().any()
+
+
+@pytest.mark.parametrize("casts", [NATIVE, EMULATED, FULL], ids=["native", "emulated", "fp32"])
+def test_attention_in_steps_is_the_fused_one_and_gives_its_weights(casts):
+    q, k, v = (enter(draw(2, 2, 5, 8, seed=s), casts) for s in range(3))
+    mask = torch.rand(5, 5, generator=torch.Generator().manual_seed(0)) > 0.4
+    mask[:, 0] = True
+    fused = attention(q, k, v, casts, mask=mask)
+    steps, weights = weighted_attention(q, k, v, casts, mask=mask)
+    exact = torch.softmax((q.double() @ k.double().mT / 8**0.5).masked_fill(~mask, float("-inf")), -1)
+    # fp32 scores, so weights are rounded once; a fused kernel may round its weights as well
+    u = 2.0**-20 if casts is FULL else BF16.epsilon / 2
+    assert ((weights.double() - exact).abs() <= u * exact + 2.0**-20).all()
+    bound = 3 * u * float(v.abs().max())
+    assert float((steps.double() - exact @ v.double()).abs().max()) <= bound
+    assert float((fused.double() - exact @ v.double()).abs().max()) <= bound
+
+
+def test_scores_are_fp32_and_their_gradients_those_of_a_matmul():
+    """Scores of 50 in bf16 are off by an eighth: the weights would be by a tenth."""
+    q, k = (bf16(draw(1, 1, 4, 16, seed=s) * 7).bfloat16().requires_grad_() for s in range(2))
+    v = torch.eye(4, dtype=torch.bfloat16)[None, None]
+    weights = weighted_attention(q, k, v, NATIVE, causal=False)[1]
+    exact = torch.softmax(q.double() @ k.double().mT / 4, -1).detach()
+    assert ((weights.detach().double() - exact).abs() <= BF16.epsilon / 2 * exact + 2.0**-16).all()
+    weights.sum(dtype=torch.float32).backward()
+    assert q.grad.dtype == k.grad.dtype == torch.bfloat16
+
+
+def test_softmax_returns_compute_of_an_fp32_inside():
+    x = bf16(draw(4, 32) * 10)
+    for casts in (NATIVE, EMULATED):
+        assert torch.equal(softmax(x.to(casts.compute), casts).float(), bf16(torch.softmax(x, -1)))
+
+
+def test_rows_are_cast_to_compute_and_their_gradients_summed_in_fp32():
+    table, index = draw(5, 8, requires_grad=True), torch.tensor([1, 1, 1, 4])
+    y = embedding(index, table, NATIVE)
+    assert torch.equal(y, table.detach()[index].bfloat16())
+    g = bf16(draw(4, 8, seed=1))
+    backward(y, g)
+    assert torch.equal(table.grad[1], g[0] + g[1] + g[2])
+
+
+def test_modules_to_build_with_start_as_torchs_do():
+    torch.manual_seed(0)
+    ours = CastedLinear(8, 4, bias=True)
+    torch.manual_seed(0)
+    theirs = torch.nn.Linear(8, 4)
+    assert isinstance(ours, torch.nn.Linear)
+    assert torch.equal(ours.weight, theirs.weight)
+    assert torch.equal(Norm(8)(draw(2, 8)), F.rms_norm(draw(2, 8), (8,), eps=1e-6))
+    assert torch.equal(Norm(8, "layer", bias=True)(draw(2, 8)), F.layer_norm(draw(2, 8), (8,)))
 
 
 def test_printing_tells_the_truth():

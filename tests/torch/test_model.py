@@ -175,7 +175,6 @@ def test_masters_are_held_as_the_policy_says():
         ("compute=tf32", "tf32 cannot run on cpu", "emulate=true"),
         ("bf16-mixed,grad=fp32", "keeps the gradient of an activation", "grad=bf16"),
         ("bf16-mixed; nothing.*: compute=fp32", "matches none", None),
-        ("bf16-mixed,param=fp32:split", "not implemented", "param=fp32"),
     ],
 )
 def test_what_cannot_run_is_refused_with_the_form_that_runs(policy, said, hint):

@@ -1,8 +1,11 @@
 import pytest
 import torch
 
+from halfstep.core.errors import HalfstepError
 from halfstep.core.formats import BF16, FP32
 from halfstep.core.roles import Param
+from halfstep.torch.cast import join, split
+from halfstep.torch.masters import Masters
 from halfstep.torch.optim import AdamW, Muon, orthogonalize
 
 
@@ -122,9 +125,149 @@ def test_orthogonalize_pushes_singular_values_towards_one(shape):
     assert float((out * (u @ v)).sum(dim=(-2, -1)).min()) > 0.7 * min(shape)
 
 
-def test_muon_takes_matrices_only():
-    with pytest.raises(ValueError, match="matrices"):
-        Muon([{"params": [("gain", parameter(4))]}])
+@pytest.mark.parametrize("shape", [(4,), (), (2, 3, 4)])
+def test_muon_takes_matrices_only_and_says_who_takes_the_rest(shape):
+    with pytest.raises(HalfstepError, match="`gain` has the shape") as raised:
+        Muon([{"params": [("gain", parameter(*shape))]}])
+    assert "AdamW" in raised.value.hint
+    muon = Muon([parameter(2, 3)])
+    with pytest.raises(HalfstepError, match="matrices"):
+        muon.add_param_group({"params": [parameter(*shape)]})
+    assert len(muon.param_groups) == 1
+
+
+@pytest.mark.parametrize("kind", [AdamW, Muon])
+def test_parameters_come_as_torch_takes_them(kind):
+    """Tensors, a generator of them, (name, tensor) pairs, groups: the same updates, under the names given."""
+    given = grads([parameter(4, 6)], 1).popitem()[1]
+    found = []
+    for wrap in (
+        lambda p: [p],
+        lambda p: (q for q in [p]),
+        lambda p: [("w", p)],
+        lambda p: [{"params": [p]}],
+        lambda p: [{"params": [("w", p)], "lr": 0.1}],
+    ):
+        p = parameter(4, 6)
+        optimizer = kind(wrap(p), lr=0.1)
+        p.grad = given.clone()
+        optimizer.step()
+        found.append((p.detach(), optimizer.names[p]))
+    assert all(torch.equal(found[0][0], value) for value, _ in found)
+    assert [name for _, name in found] == ["0", "0", "w", "0", "w"]
+
+
+@pytest.mark.parametrize("kind", [AdamW, Muon])
+def test_split_masters_take_the_steps_of_fp32_ones_bit_for_bit(kind):
+    whole = parameter(6, 5)
+    hi, lo = split(whole.detach())
+    half = torch.nn.Parameter(hi)
+    ours, theirs = kind([("w", half)], lr=0.01, weight_decay=0.1), kind([("w", whole)], lr=0.01, weight_decay=0.1)
+    masters = Masters({half: "w"}, {"w": Param(FP32, split=True)}, {"w": lo})
+    ours.bind(masters, {"w": FP32}, FP32, emulate=False)
+    for step in range(30):
+        given = grads([whole], step)[whole]
+        skip = torch.tensor(float(step % 7 == 3))
+        ours.step({half: given.clone()}, found_inf=skip)
+        theirs.step({whole: given.clone()}, found_inf=skip)
+    assert half.dtype == torch.bfloat16
+    assert torch.equal(masters.wide([half])[0], whole)
+    left, right = ours.state[half], theirs.state[whole]
+    assert all(torch.equal(left[key], right[key]) for key in right)
+
+
+def test_a_scheduler_of_torchs_moves_the_rate():
+    p, q = parameter(4), parameter(4)
+    moved, fixed = AdamW([p], lr=0.2), AdamW([q], lr=0.1)
+    torch.optim.lr_scheduler.LambdaLR(moved, lambda step: 0.5)
+    for optimizer, t in ((moved, p), (fixed, q)):
+        t.grad = torch.ones(4)
+        optimizer.step()
+    assert torch.equal(p, q)
+    assert float(moved.param_groups[0]["rate"]) == pytest.approx(0.1)
+
+
+def test_a_factor_multiplies_the_rate_that_a_scheduler_wrote():
+    p = parameter(4)
+    optimizer = AdamW([p], lr=0.2)
+    optimizer.set_factor(torch.tensor(0.25))
+    optimizer.param_groups[0]["lr"] = 0.4
+    p.grad = torch.ones(4)
+    optimizer.step()
+    assert float(optimizer.param_groups[0]["rate"]) == pytest.approx(0.1)
+
+
+@pytest.mark.parametrize("kind", [AdamW, Muon])
+def test_a_sparse_gradient_is_refused_with_who_takes_it(kind):
+    p = parameter(4, 4)
+    sparse = torch.ones(4, 4).to_sparse(1)
+    with pytest.raises(HalfstepError, match="`w` is sparse") as raised:
+        kind([("w", p)]).step({p: sparse})
+    assert "SparseAdam" in raised.value.hint
+
+
+def test_moments_keep_their_format_through_torchs_own_load():
+    """torch casts state to the parameter's dtype: fp32 moments of a bf16 parameter come back bf16."""
+    one, other = parameter(4, 4, dtype=torch.bfloat16), parameter(4, 4, dtype=torch.bfloat16)
+    saved, loaded = AdamW([("w", one)]), AdamW([("w", other)])
+    saved.step(grads([one], 0))
+    loaded.load_state_dict(saved.state_dict())
+    for key, value in saved.state[one].items():
+        assert loaded.state[other][key].dtype == torch.float32
+        assert torch.equal(loaded.state[other][key], value)
+    narrow = AdamW([("w", one)], moments={"w": BF16})
+    with pytest.raises(HalfstepError, match="`exp_avg` of `w`"):
+        narrow.load_state_dict(saved.state_dict())
+
+
+def test_bind_casts_the_moments_that_are_there():
+    p = parameter(4, 4)
+    optimizer = AdamW([("w", p)])
+    optimizer.step(grads([p], 0))
+    before = optimizer.state[p]["exp_avg"].clone()
+    optimizer.bind(Masters({p: "layer.weight"}), {"layer.weight": BF16}, FP32, emulate=False)
+    assert optimizer.names[p] == "layer.weight"
+    assert torch.equal(optimizer.state[p]["exp_avg"], before.bfloat16())
+
+
+def test_muon_iterates_in_the_compute_format_unless_it_has_its_own():
+    taken, own = Muon([parameter(2, 2)]), Muon([parameter(2, 2)], iteration=FP32)
+    for optimizer in (taken, own):
+        optimizer.bind(Masters({}), {}, BF16, emulate=False)
+    assert (taken.iteration, own.iteration) == (BF16, FP32)
+
+
+def test_the_one_pass_of_split_masters_agrees_with_the_kernel():
+    """The function that is compiled on a GPU, run eagerly: the same update up to a few roundings."""
+    from halfstep.torch.optim import _adamw_of_halves
+
+    whole = parameter(40, 25)
+    hi, lo = (t.clone() for t in split(whole.detach()))
+    m, v, rate, decay = torch.zeros(40, 25), torch.zeros(40, 25), torch.tensor(1e-3), 1 - 1e-3 * 0.1
+    optimizer = AdamW([("w", whole)], lr=1e-3, betas=(0.9, 0.999), weight_decay=0.1)
+    for step in range(1, 11):
+        g = grads([whole], step)[whole]
+        first, second = 1 - 0.9**step, torch.tensor(1 - 0.999**step).sqrt()
+        given = ([hi], [lo], [g], [m], [v], [rate / first], [second], [torch.tensor(decay)])
+        _adamw_of_halves(*given, torch.tensor(False), (0.9, 0.999), 1e-8)
+        kept = [t.clone() for t in (hi, lo, m, v)]
+        _adamw_of_halves(*given, torch.tensor(True), (0.9, 0.999), 1e-8)
+        assert all(torch.equal(a, b) for a, b in zip(kept, (hi, lo, m, v), strict=True))  # skipped
+        optimizer.step({whole: g})
+    # A step moves a weight by 1e-3 or so, and some ten operations on it are off by at most 2^-24 each; ten steps.
+    bound = 10 * (10 * 2.0**-24 * 2e-3 + 2 * 2.0**-24 * whole.detach().abs())
+    assert ((join(hi, lo) - whole).abs() <= bound).all()
+
+
+@pytest.mark.parametrize("shape", [(4, 4), (3, 12), (12, 3)])
+def test_a_step_of_muon_is_its_equation(shape):
+    """w (1 - rate decay) - rate sqrt(max(1, rows / columns)) O(g + b m), m = g; square, wide and tall."""
+    p = parameter(*shape)
+    before, g = p.detach().clone(), grads([p], 1)[p]
+    Muon([p], lr=0.1, momentum=0.75, weight_decay=0.5).step({p: g})
+    orthogonal = orthogonalize(torch.stack([g + 0.75 * g]), FP32)[0]
+    expected = before * (1 - 0.1 * 0.5) - 0.1 * max(1.0, shape[0] / shape[1]) ** 0.5 * orthogonal
+    torch.testing.assert_close(p.detach(), expected, rtol=2.0**-21, atol=2.0**-21)
 
 
 def test_muon_is_the_same_one_by_one_and_in_batches():

@@ -42,6 +42,7 @@ def weights(session):
 POLICIES = [
     "fp32",
     "bf16-mixed",
+    "bf16-mixed,param=fp32:split",
     "bf16-true,param=bf16:stochastic",
     "fp16-mixed,emulate=true",
     "fp8-mixed,emulate=true",
@@ -73,6 +74,31 @@ def test_a_state_put_back_goes_on_bit_for_bit(policy, optimizer):
     assert all(torch.equal(left[name], right[name]) for name in left)
     left, right = one.state(), other.state()
     assert {k: v for k, v in left.items() if k != "rng.cpu"} == {k: v for k, v in right.items() if k != "rng.cpu"}
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_split_masters_train_as_fp32_ones_bit_for_bit_where_compute_is_fp32(optimizer):
+    whole, split = (session(policy, f"optimizer.name={optimizer}") for policy in ("fp32", "param=fp32:split"))
+    for step in range(5):
+        left, right = (s.read(s.step(batch(step, s))) for s in (whole, split))
+        assert left == right
+    state = split.state()
+    assert state["model.blocks.0.mlp.up.weight"][0] == "BF16"
+    assert state["remainder.blocks.0.mlp.up.weight"][0] == "I16"
+    masters = split.run.weights()
+    assert all(torch.equal(masters[name], p) for name, p in whole.model.named_parameters())
+
+
+@pytest.mark.parametrize("source", ["fp32", "param=fp32:split", "bf16-true"])
+@pytest.mark.parametrize("target", ["fp32", "bf16-mixed,param=fp32:split", "bf16-true"])
+def test_weights_are_taken_from_a_state_however_they_are_held(source, target):
+    trained, fresh = session(source), session(target, "seed=5")
+    trained.step(batch(0, trained))
+    fresh.load_weights(trained.state())
+    expected = trained.run.weights()
+    for name, found in fresh.run.weights().items():
+        narrow = "bf16-true" in target
+        assert torch.equal(found, expected[name].bfloat16().float() if narrow else expected[name]), name
 
 
 @pytest.mark.parametrize(
@@ -169,6 +195,7 @@ def trained_state(policy):
 HONORED = [
     ("bf16-mixed", "bf16-mixed,param=bf16,grad_weight=bf16"),
     ("bf16-true", "bf16-true,param=bf16:stochastic"),
+    ("bf16-mixed", "bf16-mixed,param=fp32:split"),
     ("fp32", "bf16-mixed"),
     ("bf16-mixed,emulate=true", "bf16-mixed,emulate=true,compute=tf32"),
     ("bf16-mixed,emulate=true", "bf16-mixed,emulate=true,compute=e6m9ieee,scale=dynamic"),
@@ -200,7 +227,6 @@ def test_every_value_that_is_accepted_changes_what_is_computed(base, policy):
 
 
 REFUSED = [
-    ("bf16-mixed,param=fp32:split", "split"),
     ("bf16-mixed,buffers=bf16", "buffers=bf16"),
     ("bf16-mixed,router=bf16", "router=bf16"),
     ("bf16-mixed,reduce=bf16", "reduce=bf16"),

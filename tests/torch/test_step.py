@@ -162,3 +162,136 @@ def test_gradients_do_not_leak_into_the_next_step():
     r.step(loss_of(r), [data(4, seed=5)])
     fresh.step(loss_of(fresh), [data(4, seed=5)])
     assert torch.equal(r.optimizers[0].seen["weight"], fresh.optimizers[0].seen["weight"])
+
+
+def test_a_micro_batch_without_tokens_adds_nothing():
+    plain = run()
+    plain.step(loss_of(plain), [data(4)])
+    for empty in (0.0, torch.tensor(0.0), torch.tensor(0)):
+        for order in (0, 1):
+            r = run()
+            batches = [(data(4), 4.0), (data(1), empty)][:: 1 if order else -1]
+            result = r.step(lambda b, r=r: (r.model(b[0]).square().sum() * (b[1] > 0), b[1]), batches)
+            seen, expected = r.optimizers[0].seen["weight"], plain.optimizers[0].seen["weight"]
+            # 1 / 4 and 4 / 4 are exact, so only the order of products can differ
+            torch.testing.assert_close(seen, expected, rtol=2.0**-22, atol=0)
+            assert not bool(result.skipped)
+
+
+def test_a_step_whose_micro_batches_all_lack_tokens_is_no_update():
+    r = run()
+    with pytest.raises(HalfstepError, match="no gradients"):
+        r.step(lambda b: (r.model(b).sum() * 0, 0.0), [data(4)])
+    before = r.model.weight.detach().clone()
+    result = r.step(lambda b: (r.model(b).sum() * 0, torch.tensor(0.0)), [data(4)])  # known on the device alone
+    assert bool(result.skipped)
+    assert torch.equal(r.model.weight, before)
+
+
+def test_weights_may_be_on_the_device():
+    numbers, tensors = run(), run()
+    x = data(12)
+    numbers.step(lambda b: (numbers.model(b).square().sum(), float(len(b))), [x[:2], x[2:]])
+    tensors.step(lambda b: (tensors.model(b).square().sum(), torch.tensor(len(b))), [x[:2], x[2:]])
+    left, right = (r.optimizers[0].seen["weight"] for r in (numbers, tensors))
+    torch.testing.assert_close(left, right, rtol=2.0**-21, atol=0)
+
+
+@pytest.mark.parametrize("weight", [-1.0, float("nan")])
+def test_a_weight_that_is_no_number_of_tokens_is_refused(weight):
+    r = run()
+    with pytest.raises(HalfstepError, match="not negative"):
+        r.backward(r.model(data(1)).sum(), weight=weight)
+
+
+def test_an_update_wants_the_last_micro_batch():
+    r = run()
+    r.backward(r.model(data(1)).sum(), last=False)
+    with pytest.raises(HalfstepError, match="last=False"):
+        r.update()
+    r.backward(r.model(data(1)).sum(), last=True)
+    assert not bool(r.update().skipped)
+
+
+@pytest.mark.parametrize(
+    ("loss", "said"),
+    [
+        (lambda r: r.model(data(2)), r"the loss has the shape \(2, 3\)"),
+        (lambda r: r.model(data(2)).detach().sum(), "needs no gradient"),
+        (lambda r: r.model(data(2)).sum().bfloat16(), "bfloat16, and the policy says loss=fp32"),
+        (lambda r: r.model(data(2)).sum().half(), "float16, and the policy says loss=fp32"),
+    ],
+)
+def test_a_loss_that_cannot_be_used_is_refused_with_the_remedy(loss, said):
+    r = run()
+    with pytest.raises(HalfstepError, match=said) as raised:
+        r.backward(loss(r))
+    assert raised.value.hint
+
+
+def test_a_loss_that_depends_on_no_parameter_of_an_optimizer_is_refused():
+    r = run()
+    other = torch.ones(1, requires_grad=True)
+    with pytest.raises(HalfstepError, match="no parameter of the optimizers"):
+        r.step(lambda b: other.sum(), [0])
+
+
+def test_frozen_and_unused_parameters_stay_where_they_are():
+    model = torch.nn.ModuleDict({name: torch.nn.Linear(4, 4) for name in ("used", "unused", "frozen")})
+    model["frozen"].requires_grad_(False)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    stock = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.1)
+    r = Run(model, [stock], Policy.parse("fp32"))
+    r.step(lambda x: model["frozen"](model["used"](x)).square().mean(), [data(3)])
+    moved = {name.split(".")[0] for name, p in model.named_parameters() if not torch.equal(p, before[name])}
+    assert moved == {"used"}
+
+
+def test_parameters_that_no_optimizer_holds_neither_spoil_nor_clip_a_step():
+    model = torch.nn.ModuleDict({"held": torch.nn.Linear(4, 4), "free": torch.nn.Linear(4, 4)})
+    r = Run(model, [torch.optim.SGD(model["held"].parameters(), lr=1.0)], Policy.parse("fp32"), clip_norm=1e9)
+    result = r.step(lambda x: model["held"](x).mean() + model["free"](x).sum() * 1e30 * 1e30, [data(3)])
+    assert not bool(result.skipped)
+    assert float(result.grad_norm) < 100
+    assert model["free"].weight.grad is None
+
+
+def test_complex_parameters_are_trained_as_they_are():
+    p = torch.nn.Parameter(torch.tensor([3 + 4j, 1j]))
+    model = torch.nn.ParameterDict({"p": p, "q": torch.nn.Parameter(torch.ones(2))})
+    r = Run(model, [torch.optim.SGD(model.parameters(), lr=1.0)], Policy.parse("fp32"), clip_norm=1.0)
+    result = r.step(lambda _: (model["p"].abs().square().sum() + 0 * model["q"].sum()) / 2, [0])
+    norm = (26) ** 0.5  # of (3 + 4j, 1j)
+    assert float(result.grad_norm) == pytest.approx(norm, rel=SUMMED)
+    torch.testing.assert_close(p.detach(), torch.tensor([3 + 4j, 1j]) * (1 - 1 / norm))
+
+
+SPARSE = {
+    "SparseAdam": lambda p: torch.optim.SparseAdam(p, lr=0.1),
+    "Adagrad": lambda p: torch.optim.Adagrad(p, lr=0.1),
+    "SGD": lambda p: torch.optim.SGD(p, lr=0.1),
+}
+
+
+@pytest.mark.parametrize("name", SPARSE)
+def test_sparse_gradients_are_summed_unscaled_and_clipped_by_their_values(name):
+    """Against the same optimizer alone, on the gradient made by hand; rows are looked up twice, in two batches."""
+    table = torch.nn.Embedding(6, 3, sparse=True)
+    alone = torch.nn.Parameter(table.weight.detach().clone())
+    policy = Policy.parse("compute=fp16,scale=static:value=1024,emulate=true")
+    r = Run(table, [SPARSE[name](table.parameters())], policy, clip_norm=0.5)
+    stock = SPARSE[name]([alone])
+    batches = [torch.tensor([1, 1, 4]), torch.tensor([4, 2])]
+    target = torch.randn(6, 3, generator=torch.Generator().manual_seed(2))
+    for _ in range(3):
+        result = r.step(lambda i: ((table(i) * target[i]).sum(), float(len(i))), batches)
+        counts = torch.tensor([0, 2, 1, 0, 2, 0.0])
+        gradient = target * counts[:, None] / 5
+        assert float(result.grad_norm) == pytest.approx(float(gradient.norm()), rel=8 * SUMMED)
+        gradient = gradient * (0.5 / gradient.norm()).clamp(max=1)
+        alone.grad = gradient.to_sparse(1)
+        stock.step()
+        torch.testing.assert_close(table.weight.detach(), alone.detach(), rtol=2.0**-18, atol=2.0**-20)
+    bad = r.step(lambda i: (table(i) * float("inf")).sum(), batches)
+    assert bool(bad.skipped)
+    torch.testing.assert_close(table.weight.detach(), alone.detach(), rtol=2.0**-18, atol=2.0**-20)

@@ -1,0 +1,103 @@
+"""A thousand steps on split masters against a thousand on fp32 masters: the same bits, for every optimizer.
+
+    python benchmarks/split_steps.py [--steps 1000]
+
+A small language model with a tied head is trained on random tokens twice by each optimizer, with compute in fp32,
+where the joined master is what multiplies. Losses, masters and the state of the optimizer must agree in every bit.
+Micro-batches, clipping and some steps that are not finite are part of it. Exit code 1 if anything differs.
+"""
+
+import argparse
+import sys
+import time
+from collections.abc import Callable
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from halfstep.torch import AdamW, Muon, prepare
+
+WIDTH, VOCABULARY, CONTEXT = 24, 31, 12
+
+
+class Net(nn.Module):
+    """A block between an embedding and a head that share a matrix."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Embedding(VOCABULARY, WIDTH)
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(3 * WIDTH, WIDTH)
+        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Logits."""
+        x = self.embed(tokens)
+        return self.head(x + self.down(F.gelu(self.up(self.norm(x)))))
+
+
+def matrices(model: nn.Module) -> list[nn.Parameter]:
+    return [p for p in model.parameters() if p.ndim == 2]
+
+
+def rest(model: nn.Module) -> list[nn.Parameter]:
+    return [p for p in model.parameters() if p.ndim < 2]
+
+
+OPTIMIZERS: dict[str, Callable[[nn.Module], list[torch.optim.Optimizer]]] = {
+    "halfstep AdamW": lambda m: [AdamW(m.parameters(), lr=1e-3, weight_decay=0.1)],
+    "halfstep Muon": lambda m: [Muon(matrices(m), lr=1e-3), AdamW(rest(m), lr=1e-3)],
+    "AdamW fused": lambda m: [torch.optim.AdamW(m.parameters(), lr=1e-3, fused=True)],
+    "AdamW foreach": lambda m: [torch.optim.AdamW(m.parameters(), lr=1e-3, foreach=True)],
+    "AdamW plain": lambda m: [torch.optim.AdamW(m.parameters(), lr=1e-3, foreach=False)],
+    "SGD": lambda m: [torch.optim.SGD(m.parameters(), lr=1e-2, momentum=0.9)],
+    "Adafactor": lambda m: [torch.optim.Adafactor(m.parameters(), lr=1e-2)],
+    "torch Muon": lambda m: [torch.optim.Muon(matrices(m), lr=1e-3), torch.optim.SGD(rest(m), lr=1e-3)],
+}
+
+
+def train(name: str, policy: str, steps: int) -> tuple[list[float], dict[str, torch.Tensor], int]:
+    model = Net()
+    run = prepare(model, OPTIMIZERS[name](model), policy, clip_norm=1.0)
+    generator = torch.Generator().manual_seed(1)
+    losses = []
+    for step in range(steps):
+        tokens = torch.randint(0, VOCABULARY, (2, 4, CONTEXT + 1), generator=generator)
+        bad = float("nan") if step % 97 == 0 else 1.0
+
+        def loss(batch: torch.Tensor, bad: float = bad) -> torch.Tensor:
+            return F.cross_entropy(model(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten()) * bad
+
+        result = run.step(loss, tokens.unbind())
+        losses.append(float(result.loss) if not bool(result.skipped) else -1.0)
+    state = {k: v for k, v in run.state_dict()["tensors"].items() if k.startswith("optimizer.")}
+    return losses, {**run.weights(), **state}, int(run.applied)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=1000, help="steps of each run")
+    steps = parser.parse_args().steps
+    torch.set_num_threads(1)
+    differing = 0
+    for name in OPTIMIZERS:
+        began = time.perf_counter()
+        losses, whole, applied = train(name, "fp32", steps)
+        others, split, _ = train(name, "param=fp32:split", steps)
+        odd = [key for key in whole if not torch.equal(whole[key], split[key])]
+        same = losses == others and whole.keys() == split.keys() and not odd
+        differing += not same
+        verdict = "equal in every bit" if same else f"DIFFER, first in {odd[:1] or 'the losses'}"
+        seconds = time.perf_counter() - began
+        print(
+            f"{name:<16}{steps} steps, {applied} applied, {len(whole)} tensors: {verdict} ({seconds:.1f} s)",
+            flush=True,
+        )
+    return 1 if differing else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,182 @@
+"""`halfstep bench`: the usual recipes and halfstep's, raced on one GPU in one run."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from cyclopts import Parameter
+
+from halfstep.cli.output import Flag, print_json, print_table, print_words
+from halfstep.core.errors import HalfstepError
+
+if TYPE_CHECKING:
+    from halfstep.tools.bars import Verdict
+    from halfstep.tools.standings import ArmResult, BenchResult
+
+Arms = Annotated[tuple[str, ...], Parameter(consume_multiple=True, negative="", show_default=False)]
+PICTURES = (".svg", ".html")
+
+
+def bench(
+    *,
+    arms: Arms = (),
+    micro_batches: int = 1,
+    rounds: int = 6,
+    steps: int = 10,
+    layers: int = 12,
+    width: int = 768,
+    context: int = 1024,
+    batch: int = 32,
+    vocabulary: int = 50304,
+    device: str | None = None,
+    compile: bool | None = None,
+    source: str = "stdlib",
+    seconds: float | None = None,
+    at_once: int = 4,
+    save: Path | None = None,
+    picture: Path | None = None,
+    bars: Flag = False,
+    json: Flag = False,
+) -> int:
+    """Race training recipes against each other: speed, peak memory, and the loss on held-out text beside them.
+
+    Each recipe trains the same GPT-2 on the same text in a process of its own, and they take turns. Exit code 1
+    where an arm failed, or with --bars where a bar is not reached.
+
+    Parameters
+    ----------
+    arms
+        fp32, tf32, autocast-eager, autocast (the usual recipe), autocast-fp16, accelerate, fabric, hf, casted,
+        pure-bf16, halfstep, halfstep-fp32-masters, halfstep-stock, halfstep-fp16; without it, those that the bars
+        compare and casted.
+    micro_batches
+        Micro-batches of an update.
+    rounds
+        How often each arm has its turn.
+    steps
+        Timed updates of a turn.
+    layers
+        Of the model.
+    width
+        Of the model; a head is 64 wide.
+    context
+        Tokens of a sequence.
+    batch
+        Sequences of a micro-batch.
+    vocabulary
+        Rows of the embedding. Text is read as bytes; the rest of the rows is there for its size.
+    device
+        cuda, cuda:1 or cpu; without it an NVIDIA GPU.
+    compile
+        Whether the recipes that compile do; without it, on a GPU.
+    source
+        The text: stdlib, a file, a folder, or token shards.
+    seconds
+        Stop in this time, and report what was done.
+    at_once
+        Arms that start and compile at the same time; each then also holds the memory of a step.
+    save
+        Also write the data as JSON to this file.
+    picture
+        Also draw it, to a file that ends in .svg or .html.
+    bars
+        Check what halfstep promises of its speed and memory.
+    json
+        Print the data as JSON.
+    """
+    from halfstep.tools.bars import check_applicable, judge
+    from halfstep.tools.bench import checked_arms, run
+
+    names = checked_arms(arms)
+    sizes = {"layers": layers, "width": width, "context": context, "vocabulary": vocabulary}
+    if bars:
+        check_applicable(names, device, sizes)
+    _check_files(save, picture)
+    result = run(
+        names,
+        **sizes,
+        micro_batches=micro_batches,
+        rounds=rounds,
+        steps=steps,
+        batch=batch,
+        device=device,
+        compile=compile,
+        source=source,
+        seconds=seconds,
+        at_once=at_once,
+        tell=print_words,
+    )
+    verdicts = judge(result) if bars else ()
+    data = result.to_dict() | ({"bars": [verdict.to_dict() for verdict in verdicts]} if bars else {})
+    _write(result, data, save, picture)
+    if json:
+        print_json(data)
+    else:
+        _print(result, verdicts)
+    return _code(result, verdicts, bars)
+
+
+def _code(result: "BenchResult", verdicts: "tuple[Verdict, ...]", bars: bool) -> int:
+    missed = any(verdict.reached is False for verdict in verdicts)
+    unchecked = bars and not any(verdict.reached is not None for verdict in verdicts)
+    failed = any(arm.failed for arm in result.arms)
+    return 1 if missed or unchecked or failed or not result.raced else 0
+
+
+def _check_files(save: Path | None, picture: Path | None) -> None:
+    """Refuses what could not be written after the race, before it."""
+    if picture is not None and picture.suffix not in PICTURES:
+        raise HalfstepError(f"a picture is `.svg` or `.html`, not `{picture}`")
+    for path in (save, picture):
+        if path is not None and (path.is_dir() or not path.parent.is_dir()):
+            raise HalfstepError(
+                f"`{path}` cannot be written: "
+                + ("it is a folder" if path.is_dir() else f"there is no folder `{path.parent}`")
+            )
+
+
+def _write(result: "BenchResult", data: dict[str, object], save: Path | None, picture: Path | None) -> None:
+    from halfstep.cli.output import json_text
+    from halfstep.report.race import html, svg
+
+    if save is not None:
+        save.write_text(json_text(data) + "\n", encoding="utf-8")
+    if picture is not None:
+        text = html(result) if picture.suffix == ".html" else f"{svg(result)}\n"
+        picture.write_text(text, encoding="utf-8")
+
+
+def _print(result: "BenchResult", verdicts: "tuple[Verdict, ...]") -> None:
+    base = result.baseline
+    if base is not None:
+        columns = ["arm", "tokens/s", "ms/step", "spread", f"x {base.name}", "peak MiB", "x its memory"]
+        columns += ["share", "held-out loss", "waits"]
+        print_table(columns, [_row(arm, result, base) for arm in result.raced], right=columns[1:])
+    absent = [(arm.name, arm.missing or arm.failed) for arm in result.arms if not arm.raced]
+    if absent:
+        print_table(("did not race", "why"), [(name, why or "it was not timed") for name, why in absent])
+    if verdicts:
+        print_table(("bar", "ratio", "reached"), [_verdict(verdict) for verdict in verdicts], right=("ratio",))
+    for arm in result.raced:
+        if arm.kernels:
+            print_words(f"attention of {arm.name}: {', '.join(arm.kernels)}")
+
+
+def _row(arm: "ArmResult", result: "BenchResult", base: "ArmResult") -> tuple[str, ...]:
+    share = result.share(arm)
+    return (
+        arm.name,
+        f"{result.speed(arm):,.0f}",
+        f"{arm.typical * 1e3:.2f}",
+        f"{arm.spread:.1%}",
+        f"{base.typical / arm.typical:.3f}",
+        f"{arm.memory / 2**20:,.0f}" if arm.memory else "",
+        f"{arm.memory / base.memory:.3f}" if arm.memory and base.memory else "",
+        "" if share is None else f"{share:.2f}",
+        "" if arm.held_out is None else f"{arm.held_out:.4f}",
+        "" if arm.syncs is None else f"{arm.syncs}",
+    )
+
+
+def _verdict(verdict: "Verdict") -> tuple[str, str, str]:
+    reached = {True: "yes", False: "no", None: f"not checked: {verdict.why}"}[verdict.reached]
+    return str(verdict.bar), "" if verdict.ratio is None else f"{verdict.ratio:.3f}", reached

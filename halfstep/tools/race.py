@@ -1,0 +1,227 @@
+"""A race under way: workers that take turns.
+
+Arms start and compile several at a time, which is the longest part, and train alone: round by round, the order
+turned each time. (A compiler that times its kernels takes the fastest of several launches, which a neighbor
+disturbs little.) An arm that cannot take part, or fails, is taken out with its reason, and the others go on. All
+have had the same number of turns at the end of a round, and the race stops nowhere else, so their losses compare.
+"""
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from halfstep.tools.standings import ArmResult, BenchResult
+from halfstep.tools.workers import FailedError, MissingError, Worker
+from halfstep.torch.race import ARMS, CEILING, WARM_STEPS, Setting
+
+VALIDATION_SHARE, HELD_OUT_WINDOWS = 0.1, 64
+# About what the last words of an arm take, held-out text and all; kept free of what time there is.
+FINISH_SECONDS = 3.0
+# A turn that was begun in time may end so much later: an arm that says nothing for longer hangs.
+GRACE = 30.0
+
+
+def command(setting: Setting) -> list[str]:
+    """How the process of an arm is started."""
+    return [sys.executable, "-m", "halfstep.torch.race.worker", json.dumps(asdict(setting))]
+
+
+class Race:
+    """The workers, what they have done so far, and the time that is left."""
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        setting: Setting,
+        folder: Path,
+        rounds: int,
+        steps: int,
+        deadline: float | None,
+        tell: Callable[[str], None],
+        at_once: int = 1,
+    ):
+        self.setting, self.folder, self.rounds, self.steps = setting, folder, rounds, steps
+        self.at_once = at_once
+        self.deadline, self.tell = deadline, tell
+        self.standings = {n: ArmResult(n, ARMS[n].words, ARMS[n].ours) for n in names}
+        self.workers: dict[str, Worker] = {}
+        self.ceiling: list[float] = []
+        self.round_seconds = 0.0
+
+    def run(self, source: str) -> BenchResult:
+        """Data, workers, rounds, held-out text."""
+        hello = self._start(CEILING)
+        self.tell(f"{hello['device']}, torch {hello['versions']['torch']}")
+        data = self._write_data(source)
+        self.tell(data)
+        self._warm()
+        done, stopped = 0, ""
+        while done < self.rounds and not stopped:
+            if not self._racing() or not self._time_for_a_round():
+                stopped = f"after {done} of {self.rounds} rounds: " + (
+                    "the time is up" if self._racing() else "no arm is left"
+                )
+                self.tell(f"stopped {stopped}")
+                break
+            self._round(done)
+            done += 1
+        for name in self._racing():
+            self._finish(name)
+        return BenchResult(
+            self.setting,
+            hello["device"],
+            hello["kind"],
+            data,
+            tuple(self.standings.values()),
+            tuple(self.ceiling),
+            done,
+            self.steps,
+            stopped,
+        )
+
+    def close(self) -> None:
+        """Lets every worker go."""
+        for worker in self.workers.values():
+            worker.dismiss()
+        for worker in self.workers.values():
+            worker.close()
+
+    def _start(self, name: str) -> dict[str, Any]:
+        threads = max(1, (os.cpu_count() or 1) // self.at_once)
+        paths = [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]
+        environment = {
+            "TORCHINDUCTOR_COMPILE_THREADS": str(threads),
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(path for path in paths if path),
+        }
+        left = self._left()
+        if left is not None and left <= 0:
+            raise FailedError("the time was up before it could start")
+        worker = Worker(command(replace(self.setting, arm=name)), self.folder / f"{name}.log", environment)
+        self.workers[name] = worker
+        return worker.hear(left)
+
+    def _write_data(self, source: str) -> str:
+        """The tokens of every update and the held-out text, as files that all workers read."""
+        import numpy as np
+
+        from halfstep.training.data import Batches, load_corpus, validation_batches
+
+        s = self.setting
+        corpus = load_corpus(source, VALIDATION_SHARE, s.vocabulary)
+        batches = Batches(
+            corpus.train, context=s.context, batch=s.batch, micro_batches=s.micro_batches, seed=s.seed
+        )
+        updates = WARM_STEPS + self.rounds * (self.steps + 1)
+        tokens = np.stack([batches.at(step) for step in range(updates)]).astype(np.uint16)
+        windows = validation_batches(
+            corpus.validation, context=s.context, batch=s.batch, limit_tokens=HELD_OUT_WINDOWS * s.context
+        )
+        held_out = np.concatenate(list(windows)).astype(np.uint16)
+        self.setting = replace(
+            s, tokens=str(self.folder / "tokens.npy"), held_out=str(self.folder / "held_out.npy")
+        )
+        np.save(self.setting.tokens, tokens)
+        np.save(self.setting.held_out, held_out)
+        return corpus.description
+
+    def _warm(self) -> None:
+        """Starts and compiles the arms, several at a time."""
+        pool = ThreadPoolExecutor(self.at_once)
+        try:
+            list(pool.map(self._warm_one, self.standings))
+        except (
+            BaseException
+        ):  # Ctrl-C: those that wait must not start, and those that compile must not be waited for
+            pool.shutdown(wait=False, cancel_futures=True)
+            for worker in list(self.workers.values()):
+                worker.end()
+            raise
+        pool.shutdown()
+
+    def _warm_one(self, name: str) -> None:
+        begun = time.monotonic()
+
+        def start() -> None:
+            hello = self._start(name)
+            self._note(name, versions=hello["versions"], compiled=hello["compiled"])
+            answer = self.workers[name].ask({"do": "train", "steps": WARM_STEPS - 1}, self._left())
+            self._note(name, losses=tuple(answer["losses"]), ready_seconds=time.monotonic() - begun)
+
+        if self._try(name, start):
+            self.tell(f"{name}: ready after {time.monotonic() - begun:.0f} s")
+
+    def _round(self, number: int) -> None:
+        begun = time.monotonic()
+        names = [*([CEILING] if CEILING in self.workers else []), *self._racing()]
+        for name in names if number % 2 == 0 else names[::-1]:
+            self._try(name, partial(self._turn, name))
+        self.round_seconds = time.monotonic() - begun
+        self.tell(f"round {number + 1} of {self.rounds}: {self.round_seconds:.0f} s")
+
+    def _turn(self, name: str) -> None:
+        left = self._left()
+        limit = None if left is None else max(0.0, left) + GRACE
+        answer = self.workers[name].ask({"do": "train", "steps": self.steps}, limit)
+        if name == CEILING:
+            self.ceiling.append(answer["flops"])
+            return
+        arm = self.standings[name]
+        self._note(
+            name,
+            seconds=(*arm.seconds, answer["seconds"]),
+            losses=(*arm.losses, *answer["losses"]),
+            memory=max(arm.memory or 0, answer["memory"]) if answer["memory"] else None,
+        )
+
+    def _finish(self, name: str) -> None:
+        def finish() -> None:
+            answer = self.workers[name].ask({"do": "finish"})
+            self._note(
+                name,
+                held_out=answer["held_out"],
+                summary=answer["summary"],
+                syncs=answer.get("syncs"),
+                kernels=tuple(answer.get("kernels", ())),
+            )
+
+        if self.standings[name].seconds:
+            self._try(name, finish)
+
+    def _try(self, name: str, action: Callable[[], None]) -> bool:
+        """Does it, or takes the arm out of the race with the reason."""
+        try:
+            action()
+        except MissingError as error:
+            self._note(name, missing=error.message, hint=error.hint)
+            self.tell(f"{name}: {error}")
+        except FailedError as error:
+            self._note(name, failed=error.message, hint=error.hint)
+            self.tell(f"{name}: {error}")
+            if worker := self.workers.pop(name, None):
+                worker.end()
+        else:
+            return True
+        return False
+
+    def _note(self, name: str, **facts: Any) -> None:
+        if name in self.standings:  # the ceiling has none
+            self.standings[name] = replace(self.standings[name], **facts)
+
+    def _racing(self) -> list[str]:
+        return [name for name, arm in self.standings.items() if not arm.missing and not arm.failed]
+
+    def _left(self) -> float | None:
+        return None if self.deadline is None else self.deadline - time.monotonic()
+
+    def _time_for_a_round(self) -> bool:
+        """Whether another round like the last would end in time, and the looks at held-out text after it."""
+        left = self._left()
+        return left is None or left > self.round_seconds + FINISH_SECONDS * len(self._racing())

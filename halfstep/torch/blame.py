@@ -1,0 +1,156 @@
+"""Which tensor stopped being finite first, and in which pass: asked when a run cannot go on.
+
+The last step is run again, eagerly, with hooks on every module. Forward, the first to blame is the module whose
+output is not finite although its inputs are; modules inside others finish first, so it is the innermost. Where
+code between modules did it, the module that holds the code is named, with the one that received the result.
+Backward, it is the first gradient that is not finite, in the order in which autograd makes them.
+
+The two passes want different cures. The loss scale acts on gradients alone: an activation beyond the format's
+range is beyond it at every scale (T5's and Gemma's MLPs in fp16). So the passes are told apart here.
+
+Masks are no failure: -inf in a tensor that needs no gradient is what masks are made of.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from halfstep.torch.halves import STAND_IN
+
+
+@dataclass(frozen=True)
+class Cause:
+    """The first tensor that was not finite."""
+
+    where: Literal["forward", "backward", "nowhere"]
+    what: str
+    module: str = ""  # the qualified name to write a rule for, where there is one
+
+    def __str__(self) -> str:
+        return self.what if self.where == "nowhere" else f"{self.where}: {self.what}"
+
+
+def find(
+    model: nn.Module, loss_fn: Callable[[Any], Any], micro_batches: Iterable[Any], scale: Tensor | float
+) -> Cause:
+    """Runs the micro-batches again and names the first tensor that is not finite. Changes nothing that lasts."""
+    with torch.compiler.set_stance("force_eager"), torch.enable_grad(), _as_it_was(model):
+        for batch in micro_batches:
+            watch = _Watch(model)
+            try:
+                given = loss_fn(batch)
+                loss, weight = given if isinstance(given, tuple) else (given, 1.0)
+                if watch.cause is None and not _fine(loss):
+                    watch.cause = Cause("forward", "the loss itself; what the model gave it is finite")
+                if watch.cause is None:
+                    (loss.float() / weight * scale).backward()
+            finally:
+                watch.remove()
+            if watch.cause is not None:
+                return watch.cause
+    told = "run again, the step is finite: dropout, another batch or a later update decide it"
+    return Cause("nowhere", told)
+
+
+class _Watch:
+    """Hooks on every module and parameter; the first that is not finite is kept."""
+
+    def __init__(self, model: nn.Module):
+        self.cause: Cause | None = None
+        self._entered = ""  # the first module that was handed a tensor that is not finite
+        self._handles: list[Any] = []
+        for name, module in model.named_modules():
+            before, after = self._before(name), self._after(name, module)
+            self._handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
+            self._handles.append(module.register_forward_hook(after, with_kwargs=True))
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad:
+                hook = self._gradient(f"`{name}`", name.rpartition(".")[0])
+                owner = getattr(parameter, STAND_IN, parameter)  # whose gradient autograd takes
+                self._handles.append(owner.register_hook(hook))
+
+    def remove(self) -> None:
+        """Takes the hooks away."""
+        for handle in self._handles:
+            handle.remove()
+
+    def _before(self, name: str) -> Callable[..., None]:
+        def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
+            if not self._entered and self.cause is None and not _fine((args, kwargs)):
+                self._entered = name or "the model"
+
+        return hook
+
+    def _after(self, name: str, module: nn.Module) -> Callable[..., None]:
+        def hook(_: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            if self.cause is None and not _fine(output):
+                if _fine((args, kwargs)):
+                    self.cause = Cause("forward", self._told(name, module, (args, kwargs)), name)
+                elif not name:
+                    self.cause = Cause("forward", "the input of the model")
+            for tensor in _tensors(output):
+                if tensor.requires_grad and torch.is_grad_enabled():
+                    what = f"the output of `{name}`" if name else "the output of the model"
+                    self._handles.append(tensor.register_hook(self._gradient(what, name)))
+
+        return hook
+
+    def _told(self, name: str, module: nn.Module, inputs: Any) -> str:
+        largest = max((float(t.detach().abs().max()) for t in _tensors(inputs) if t.numel()), default=None)
+        told = name or "the model"
+        bad = [key for key, p in module.named_parameters(recurse=False) if not bool(p.isfinite().all())]
+        if bad:
+            return f"{told}, whose own `{bad[0]}` is not finite"
+        if self._entered:
+            told += f", in its own code before `{self._entered}`"
+        return told if largest is None else f"{told}, largest input {largest:.3g}"
+
+    def _gradient(self, what: str, module: str) -> Callable[[Tensor], None]:
+        def hook(gradient: Tensor) -> None:
+            if self.cause is None and not _fine(gradient, masks=False):
+                self.cause = Cause("backward", f"gradient of {what}", module)
+
+        return hook
+
+
+def _fine(tree: Any, *, masks: bool = True) -> bool:
+    """Whether no tensor holds NaN or infinity, the -inf of masks aside."""
+    for tensor in _tensors(tree):
+        values = tensor.detach()
+        values = values.coalesce().values() if values.is_sparse else values
+        bad = ~values.isfinite()
+        if masks and not tensor.requires_grad:
+            bad &= values != -torch.inf
+        if bool(bad.any()):
+            return False
+    return True
+
+
+def _tensors(tree: Any) -> Iterator[Tensor]:
+    for leaf in tree_leaves(tree):
+        if isinstance(leaf, Tensor) and leaf.is_floating_point():
+            yield leaf
+
+
+@contextmanager
+def _as_it_was(model: nn.Module) -> Iterator[None]:
+    """Puts gradients, buffers and the random state back."""
+    gradients = [(p, p.grad) for p in model.parameters()]
+    buffers = [(b, b.detach().clone()) for b in model.buffers()]
+    devices = sorted({p.device.index or 0 for p in model.parameters() if p.is_cuda})
+    with torch.random.fork_rng(devices):
+        try:
+            for p, _ in gradients:
+                p.grad = None
+            yield
+        finally:
+            with torch.no_grad():
+                for b, old in buffers:
+                    b.copy_(old)
+            for p, old_grad in gradients:
+                p.grad = old_grad

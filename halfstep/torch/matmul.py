@@ -1,0 +1,175 @@
+"""The matmuls of a casted layer, forward and backward: what autograd is told to do instead of its own rules.
+
+Autograd keeps the gradient of an operand in the operand's dtype: a weight that is cast to bf16 for the matmul gets
+a gradient that was rounded to bf16, and widened after. Here it is said where a gradient is rounded: that of an
+activation to `grad`, that of a weight to `grad_weight`, fp32 as a rule, straight from the fp32 sum.
+
+A weight comes in two: its `numbers`, which are multiplied, and its `owner`, the tensor that the gradient belongs
+to. They differ where the numbers are the bf16 half of a split master (halves.py).
+
+None of this is differentiable twice: torch refuses the gradient of a gradient, and says that it is this.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from halfstep.core.formats import Format
+from halfstep.core.roles import Operand, is_narrow
+from halfstep.torch.cast import carried, quantize_scaled
+from halfstep.torch.dtypes import DTYPES
+
+if TYPE_CHECKING:
+    from halfstep.torch.layers import Casts
+
+
+def multiply(x: Tensor, numbers: Tensor, owner: Tensor, bias: Tensor | None, casts: "Casts") -> Tensor:
+    """x W^T + b of an x in the compute format."""
+    return _Linear.apply(x, numbers, owner, bias, casts)  # type: ignore[no-any-return]
+
+
+def look_up(
+    index: Tensor, numbers: Tensor, owner: Tensor, padding: int, by_frequency: bool, casts: "Casts"
+) -> Tensor:
+    """Rows of a table, as it holds them; their gradient is summed in fp32."""
+    return _Rows.apply(index, numbers, owner, padding, by_frequency, casts)  # type: ignore[no-any-return]
+
+
+def scores(q: Tensor, k: Tensor, casts: "Casts") -> Tensor:
+    """q k^T in fp32, of batches of matrices in the compute format."""
+    return _Scores.apply(q, k, casts)  # type: ignore[no-any-return]
+
+
+class _Linear(torch.autograd.Function):
+    """The three matmuls of a linear layer."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, numbers: Tensor, owner: Tensor, bias: Tensor | None, casts: "Casts"
+    ) -> Tensor:
+        w = _operand(numbers, casts)
+        ctx.save_for_backward(x, w)
+        ctx.casts = casts
+        p, rows = casts.precision, _rows(x)
+        if casts.emulate:
+            y = _emulated_matmul(rows, w.t(), p.operand, p.operand, p.compute)
+        else:
+            y = _matmul(rows.to(casts.operand), w.t().to(casts.operand), casts.compute)
+        if bias is not None:
+            y = y + _operand(bias, casts)
+            y = carried(y, p.compute) if casts.emulate else y
+        return y.view(*x.shape[:-1], numbers.shape[0])
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+        x, w = ctx.saved_tensors
+        casts, p = ctx.casts, ctx.casts.precision
+        grad_input = grad_weight = grad_bias = None
+        g = _rows(g)
+        if ctx.needs_input_grad[0]:
+            grad_input = _grad_input(g, w, casts).view(x.shape)
+        if ctx.needs_input_grad[2]:
+            grad_weight = _grad_weight(g, _rows(x), casts)
+        if ctx.needs_input_grad[3]:
+            wide = (carried(g, p.grad) if casts.emulate else g).sum(0, dtype=torch.float32)
+            grad_bias = carried(wide, p.grad_weight) if casts.emulate else wide.to(casts.grad_weight)
+        return grad_input, None, grad_weight, grad_bias, None
+
+
+class _Rows(torch.autograd.Function):
+    """Rows of a table; their gradient is summed in fp32 whatever the table is held in."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, index: Tensor, numbers: Tensor, owner: Tensor, padding: int, by_frequency: bool, casts: "Casts"
+    ) -> Tensor:
+        ctx.save_for_backward(index)
+        ctx.arguments = (numbers.shape[0], padding, by_frequency)
+        ctx.casts = casts
+        return F.embedding(index, numbers)
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+        (index,) = ctx.saved_tensors
+        grad = torch.ops.aten.embedding_dense_backward(g.float(), index, *ctx.arguments)
+        return None, None, carried(grad, ctx.casts.precision.grad_weight), None, None, None
+
+
+class _Scores(torch.autograd.Function):
+    """Scores of attention; their gradients are those of a matmul in compute."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, casts: "Casts") -> Tensor:
+        ctx.save_for_backward(q, k)
+        ctx.casts = casts
+        return _matmul(q, k.mT, torch.float32)
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, Tensor, None]:
+        q, k = ctx.saved_tensors
+        casts, fmt = ctx.casts, ctx.casts.precision.grad
+        if casts.emulate:
+            g = carried(g, fmt)
+            return carried(g @ k, fmt), carried(g.mT @ q, fmt), None
+        g = g.to(casts.grad)
+        return g @ k, g.mT @ q, None
+
+
+def _rows(x: Tensor) -> Tensor:
+    return x.flatten(0, -2) if x.dim() > 1 else x.unsqueeze(0)
+
+
+def _operand(parameter: Tensor, casts: "Casts") -> Tensor:
+    """A parameter in the compute format."""
+    p = parameter.to(casts.compute)
+    return carried(p, casts.precision.compute) if casts.emulate else p
+
+
+def _grad_input(g: Tensor, w: Tensor, casts: "Casts") -> Tensor:
+    p = casts.precision
+    if casts.emulate:
+        return _emulated_matmul(carried(g, p.grad), w, p.grad_operand, p.operand, p.grad)
+    return _matmul(g.to(casts.grad_operand), w.to(casts.operand), casts.grad)
+
+
+def _grad_weight(g: Tensor, x: Tensor, casts: "Casts") -> Tensor:
+    p = casts.precision
+    if casts.emulate:
+        return _emulated_matmul(carried(g, p.grad).t(), x, p.grad_operand, p.operand, p.grad_weight)
+    return _matmul(g.to(casts.grad_operand).t(), x.to(casts.operand), casts.grad_weight)
+
+
+def _matmul(a: Tensor, b: Tensor, out: torch.dtype) -> Tensor:
+    """a b summed in fp32, its result in `out`."""
+    if out == a.dtype == b.dtype:
+        return a @ b
+    if a.is_cuda and a.dtype == b.dtype and out == torch.float32:
+        return (torch.mm if a.dim() == 2 else torch.bmm)(a, b, out_dtype=torch.float32)
+    # Widened operands make the same exact products and an fp32 sum; CPUs have no mixed-output matmul.
+    return (a.float() @ b.float()).to(out)
+
+
+def _emulated_matmul(a: Tensor, b: Tensor, a_operand: Operand, b_operand: Operand, out: Format) -> Tensor:
+    a, a_inv = _lower(a, a_operand)
+    b, b_inv = _lower(b.t(), b_operand)
+    y = a @ b.t()
+    if a_inv is not None:
+        y = y * a_inv
+    if b_inv is not None:
+        y = y * b_inv.t()
+    return carried(y, out)
+
+
+def _lower(x: Tensor, operand: Operand) -> tuple[Tensor, Tensor | None]:
+    """An operand's values in its format, and what undoes their scale (a column for rows), emulated."""
+    if is_narrow(operand.format):
+        native = operand.format in DTYPES and not torch.compiler.is_compiling()
+        values, inv_scale = quantize_scaled(x, operand, native=native)
+        return values.float(), inv_scale.reshape(-1, 1)
+    return carried(x, operand.format), None

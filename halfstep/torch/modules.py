@@ -1,0 +1,331 @@
+"""Modules of `torch.nn` that cast: the classes that take the place of those a model was made of.
+
+`apply` changes `module.__class__` to one made of two: a class of this file in front of the module's own.
+Parameters and buffers stay where they are, under their names, `isinstance` holds, hooks and children stay, and
+printing the model tells what it now is. Four kinds of class do it.
+
+    Convolution, Embedding, ...              for one class of torch.nn each; layers as those of layers.py
+                                             (norms are in norms.py, attention is in multihead.py)
+    Island                                   a softmax, a loss: torch's own forward, in the format of a role
+    Leaf                                     any other module that holds parameters: its own forward, in fp32
+    Whole                                    the model itself, for what comes out of it
+
+What a convolution or a recurrent kernel gives is in the dtype of its operands, weight gradients too: no kernel of
+torch sums them into fp32. They are rounded to the compute format once, after the sum, then widened. Everywhere
+else a weight gradient is fp32 from the sum on.
+"""
+
+import inspect
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from types import FunctionType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
+
+from halfstep.core.errors import HalfstepError
+from halfstep.torch.layers import (
+    CastedLinear,
+    Casts,
+    Layer,
+    Matmul,
+    embedding,
+    enter,
+    island,
+    leave,
+    linear,
+    owned,
+    rounded,
+)
+from halfstep.torch.multihead import MultiheadAttention
+from halfstep.torch.norms import BatchNorm, GroupNorm, InstanceNorm, LayerNorm, RMSNorm
+
+_KERNEL = "no kernel sums a gradient of halves into fp32"
+
+
+class TransposedLinear(Matmul):
+    """The `Conv1D` of Hugging Face's GPT-2: a linear layer that holds its matrix the other way."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The layer's output."""
+        return linear(x, self.weight, self.bias, self.casts, transposed=True)
+
+    def whole_because(self, name: str) -> str:
+        """The weight is multiplied as it is."""
+        return "" if name == "weight" else "it is not the weight of the layer"
+
+    def extra_repr(self) -> str:
+        """As the module tells it, and what the layer computes in."""
+        form = " emulated" if self.precision.emulate else ""
+        return ", ".join(filter(None, [super().extra_repr(), f"{self.precision.operand.format} operands{form}"]))
+
+
+class Convolution(Layer):
+    """`nn.Conv1d`, `2d`, `3d`: operands and result in compute."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The layer's output."""
+        casts = self.casts
+        return rounded(self._conv_forward(enter(x, casts), *_operands(self)), casts)
+
+    def whole_because(self, name: str) -> str:
+        """A convolution takes no halves."""
+        return _KERNEL
+
+    def extra_repr(self) -> str:
+        """As torch tells it, and what the layer computes in."""
+        return f"{super().extra_repr()}, {self.precision.compute} operands"
+
+
+class Transposed(Convolution):
+    """`nn.ConvTranspose1d`, `2d`, `3d`: operands and result in compute."""
+
+    def forward(self, x: Tensor, output_size: list[int] | None = None) -> Tensor:
+        """The layer's output, of the size that is asked for."""
+        dims = len(self.kernel_size)
+        convolve = (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)[dims - 1]
+        sizes = (self.stride, self.padding, self.kernel_size, dims, self.dilation)
+        padding = self._output_padding(x, output_size, *sizes)
+        weight, bias = _operands(self)
+        x = enter(x, self.casts)
+        y = convolve(x, weight, bias, self.stride, self.padding, padding, self.groups, self.dilation)
+        return rounded(y, self.casts)
+
+
+class Embedding(Layer):
+    """`nn.Embedding`: rows of the master, cast to compute."""
+
+    def forward(self, index: Tensor) -> Tensor:
+        """The rows of the index."""
+        options = (self.padding_idx, self.max_norm, self.norm_type, self.scale_grad_by_freq, self.sparse)
+        return embedding(index, self.weight, self.casts, *options)
+
+    def whole_because(self, name: str) -> str:
+        """A table whose rows are renormalized in place, or that has sparse gradients, takes no halves."""
+        if self.max_norm is not None:
+            return "max_norm renormalizes the rows of the master in place"
+        if self.sparse:
+            return "its gradient is sparse"
+        return "" if name == "weight" else "it is not the table"
+
+    def extra_repr(self) -> str:
+        """As torch tells it, and what comes out."""
+        return f"{super().extra_repr()}, {self.precision.compute} out"
+
+
+class EmbeddingBag(Embedding):
+    """`nn.EmbeddingBag`: rows of the master, summed in the dtype it is held in, then cast to compute."""
+
+    def forward(
+        self, index: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None
+    ) -> Tensor:
+        """The sum, mean or maximum of each bag."""
+        table = owned(self.weight, self.casts)
+        if per_sample_weights is not None:
+            per_sample_weights = per_sample_weights.to(table.dtype)
+        y = F.embedding_bag(
+            index,
+            table,
+            offsets,
+            self.max_norm,
+            self.norm_type,
+            self.scale_grad_by_freq,
+            self.mode,
+            self.sparse,
+            per_sample_weights,
+            self.include_last_offset,
+            self.padding_idx,
+        )
+        return enter(y, self.casts)
+
+    def whole_because(self, name: str) -> str:
+        """Bags are summed in the dtype that the table is held in."""
+        return "bags are summed in the dtype of the table"
+
+
+class Recurrent(Layer):
+    """`nn.RNN`, `nn.LSTM`, `nn.GRU`: weights, inputs and states in compute around torch's kernel."""
+
+    _flat_weights: list[Tensor]
+
+    def forward(self, x: Any, hx: Any = None) -> Any:
+        """The outputs, and the last state."""
+        casts, held = self.casts, list(self._flat_weights)
+        self._flat_weights = [enter(owned(w, casts), casts) for w in held]
+        try:
+            with warnings.catch_warnings():
+                # They are packed at each call, as autocast has it, and flatten_parameters would not help.
+                warnings.filterwarnings("ignore", "RNN module weights are not part of single contiguous chunk")
+                return mapped(
+                    lambda y: enter(y, casts), super().forward(*mapped(lambda t: enter(t, casts), (x, hx)))
+                )
+        finally:
+            self._flat_weights = held
+
+    def whole_because(self, name: str) -> str:
+        """A recurrent kernel takes no halves."""
+        return _KERNEL
+
+    def extra_repr(self) -> str:
+        """As torch tells it, and what the kernel computes in."""
+        return f"{super().extra_repr()}, {self.precision.compute} operands"
+
+
+# What stands in front of a class of torch.nn.
+KINDS: dict[type, type] = {
+    nn.Linear: CastedLinear,
+    **dict.fromkeys((nn.Conv1d, nn.Conv2d, nn.Conv3d), Convolution),
+    **dict.fromkeys((nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d), Transposed),
+    nn.Embedding: Embedding,
+    nn.EmbeddingBag: EmbeddingBag,
+    nn.LayerNorm: LayerNorm,
+    nn.RMSNorm: RMSNorm,
+    nn.GroupNorm: GroupNorm,
+    **dict.fromkeys((nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d), BatchNorm),
+    **dict.fromkeys((nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d), InstanceNorm),
+    nn.MultiheadAttention: MultiheadAttention,
+    **dict.fromkeys((nn.RNN, nn.LSTM, nn.GRU), Recurrent),
+}
+# The same for classes of other packages, which are known by name: nobody needs them installed.
+NAMED: dict[str, type] = {"transformers.pytorch_utils.Conv1D": TransposedLinear}
+_LOSSES = (
+    *(nn.CrossEntropyLoss, nn.NLLLoss, nn.MSELoss, nn.L1Loss, nn.SmoothL1Loss, nn.HuberLoss, nn.KLDivLoss),
+    *(nn.BCELoss, nn.BCEWithLogitsLoss, nn.PoissonNLLLoss, nn.GaussianNLLLoss, nn.CTCLoss, nn.SoftMarginLoss),
+    *(nn.HingeEmbeddingLoss, nn.CosineEmbeddingLoss, nn.MarginRankingLoss, nn.MultiMarginLoss),
+    *(
+        nn.MultiLabelMarginLoss,
+        nn.MultiLabelSoftMarginLoss,
+        nn.TripletMarginLoss,
+        nn.TripletMarginWithDistanceLoss,
+    ),
+)
+# Modules that run as torch has them, in the format of a role.
+ISLANDS: dict[type, str] = {
+    **dict.fromkeys((nn.Softmax, nn.Softmax2d, nn.Softmin, nn.LogSoftmax), "softmax"),
+    **dict.fromkeys((nn.SyncBatchNorm, nn.LocalResponseNorm), "norm"),
+    **dict.fromkeys(_LOSSES, "loss"),
+}
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What `Island` and `Leaf` know of the module that they stand in front of."""
+
+    casts: Casts
+    role: str  # of an island; empty elsewhere
+    widen: bool  # a leaf that holds fp32 parameters, which many functions of torch let meet nothing narrower
+
+    def __deepcopy__(self, _: Any) -> "Setting":
+        return self
+
+
+class Island(nn.Module):
+    """Torch's own forward in the format of a role; a norm or a softmax gives compute, a loss the loss format."""
+
+    halfstep: Setting
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """What the module makes of its inputs."""
+        casts, role = self.halfstep.casts, self.halfstep.role
+        # fp32 with numbers of the role's format: class weights and running statistics are fp32.
+        args, kwargs = mapped(lambda x: island(x, role, casts).float(), (args, kwargs))
+        out = island if role == "loss" else leave
+        return mapped(lambda y: out(y, role, casts), super().forward(*args, **kwargs))
+
+    def extra_repr(self) -> str:
+        """As torch tells it, and what is inside and comes out."""
+        precision, role = self.halfstep.casts.precision, self.halfstep.role
+        inside = getattr(precision, role)
+        told = f"{inside} inside, {inside if role == 'loss' else precision.compute} out"
+        return ", ".join(filter(None, [super().extra_repr(), told]))
+
+
+class Leaf(nn.Module):
+    """Somebody's own forward, in the dtype of its parameters; what goes out is in compute.
+
+    A number without dimensions goes out as it is: it is a loss or a scale, and nothing is summed over it.
+    """
+
+    halfstep: Setting
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """What the module makes of its inputs."""
+        casts = self.halfstep.casts
+        if self.halfstep.widen:
+            args, kwargs = mapped(lambda x: x.float(), (args, kwargs))
+        return mapped(lambda y: enter(y, casts) if y.dim() else y, super().forward(*args, **kwargs))
+
+    def extra_repr(self) -> str:
+        """As the module tells it, and what is inside and comes out."""
+        told = f"as written, {self.halfstep.casts.precision.compute} out"
+        return ", ".join(filter(None, [super().extra_repr(), told]))
+
+
+class Whole(nn.Module):
+    """The model itself: what comes out is in the loss format, but for a number without dimensions.
+
+    Such a number is a loss, and one that the model took of narrow logits must not look like fp32.
+    """
+
+    halfstep_model: Casts
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """What the model makes of its inputs."""
+        refuse_autocast()
+        casts = self.halfstep_model
+        return mapped(lambda y: island(y, "loss", casts) if y.dim() else y, super().forward(*args, **kwargs))
+
+
+def refuse_autocast() -> None:
+    """Refuses to run where torch would cast as well."""
+    if any(torch.is_autocast_enabled(device) for device in ("cpu", "cuda", "xpu", "mps")):
+        raise HalfstepError(
+            "a model with a policy is used under torch.autocast, which would cast inside its islands",
+            hint="leave torch.autocast out: the modules cast by themselves",
+        )
+
+
+@cache
+def mixed(kind: Any, original: Any) -> type:
+    """A class with `kind` in front of a module's own class; it keeps the name and the signature of that."""
+    told = {key: getattr(original, key) for key in ("__module__", "__qualname__", "__doc__")}
+    made = type(original.__name__, (kind, original), {**told, "halfstep_made": True})
+    if inspect.signature(kind.forward) != inspect.signature(original.forward):
+        made.forward = _with_signature(kind.forward, original.forward)  # type: ignore[attr-defined]
+    return made
+
+
+def mapped(fn: Callable[[Tensor], Tensor], tree: Any) -> Any:
+    """A tree of plain containers with its tensors of fp32, bf16 and fp16 changed, and everything else as it is."""
+    if isinstance(tree, Tensor):
+        return fn(tree) if tree.dtype in (torch.float32, torch.bfloat16, torch.float16) else tree
+    if isinstance(tree, PackedSequence):
+        return tree._replace(data=mapped(fn, tree.data))
+    if type(tree) is dict:
+        return {key: mapped(fn, value) for key, value in tree.items()}
+    if type(tree) in (list, tuple):
+        return type(tree)([mapped(fn, value) for value in tree])
+    return tree
+
+
+def _operands(module: Any) -> tuple[Tensor, Tensor | None]:
+    """Weight and bias of a convolution in compute."""
+    casts = module.casts
+    return enter(owned(module.weight, casts), casts), (
+        None if module.bias is None else enter(owned(module.bias, casts), casts)
+    )
+
+
+def _with_signature(function: FunctionType, like: Callable[..., Any]) -> FunctionType:
+    """The same function as another object, which says that it has another signature: some callers read it."""
+    made = FunctionType(
+        function.__code__, function.__globals__, function.__name__, function.__defaults__, function.__closure__
+    )
+    made.__signature__ = inspect.signature(like)  # type: ignore[attr-defined]
+    made.__doc__ = like.__doc__
+    return made

@@ -1,0 +1,92 @@
+"""Norms of `torch.nn` as islands: fp32 inside, backward too, compute out, whatever their parameters are held in.
+
+Gains and biases are cast to the format of the norm; running statistics are fp32. A gain in fp32 that meets a bf16
+activation makes the result fp32, and all that follows it; here the result is in compute, by a cast.
+"""
+
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from halfstep.torch.layers import Layer, island, layer_norm, leave, own, rms_norm
+
+
+class Normalization(Layer):
+    """What norms share: gains are never halves, and printing says what is inside."""
+
+    def whole_because(self, name: str) -> str:
+        """Gains and biases are whole."""
+        return "gains and biases are never split"
+
+    def extra_repr(self) -> str:
+        """As torch tells it, and what is inside and comes out."""
+        return f"{super().extra_repr()}, {self.precision.norm} inside, {self.precision.compute} out"
+
+
+class LayerNorm(Normalization):
+    """`nn.LayerNorm` as an island."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The normalized input."""
+        return layer_norm(x, self.weight, self.bias, self.casts, self.eps, dims=len(self.normalized_shape))
+
+
+class RMSNorm(Normalization):
+    """`nn.RMSNorm` as an island."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The normalized input."""
+        return rms_norm(x, self.weight, self.casts, self.eps, dims=len(self.normalized_shape))
+
+
+class GroupNorm(Normalization):
+    """`nn.GroupNorm` as an island."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The normalized input."""
+        y = F.group_norm(island(x, "norm", self.casts), self.num_groups, *_gains(self), self.eps)
+        return leave(y, "norm", self.casts)
+
+
+class BatchNorm(Normalization):
+    """`nn.BatchNorm1d`, `2d`, `3d` as an island; running statistics are fp32."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The normalized input; in training, statistics move towards those of the batch."""
+        self._check_input_dim(x)
+        tracked = self.training and self.track_running_stats
+        factor = 0.0 if self.momentum is None else self.momentum
+        if tracked and self.num_batches_tracked is not None:
+            self.num_batches_tracked.add_(1)
+            if self.momentum is None:
+                factor = 1.0 / float(self.num_batches_tracked)
+        of_batch = self.training or self.running_mean is None
+        mean, variance = (self.running_mean, self.running_var) if tracked or not self.training else (None, None)
+        x, (gain, bias) = island(x, "norm", self.casts), _wide_gains(self)
+        return leave(F.batch_norm(x, mean, variance, gain, bias, of_batch, factor, self.eps), "norm", self.casts)
+
+
+class InstanceNorm(Normalization):
+    """`nn.InstanceNorm1d`, `2d`, `3d` as an island; running statistics are fp32."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The normalized input."""
+        return leave(super().forward(island(x, "norm", self.casts)), "norm", self.casts)
+
+    def _apply_instance_norm(self, x: Tensor) -> Tensor:
+        of_instance = self.training or not self.track_running_stats
+        momentum = 0.0 if self.momentum is None else self.momentum
+        gain, bias = _wide_gains(self)
+        return F.instance_norm(x, self.running_mean, self.running_var, gain, bias, of_instance, momentum, self.eps)
+
+
+def _gains(module: Any) -> tuple[Any, Any]:
+    """Weight and bias of a norm in the format that it computes in."""
+    return own(module.weight, "norm", module.casts), own(module.bias, "norm", module.casts)
+
+
+def _wide_gains(module: Any) -> tuple[Any, Any]:
+    """The same in fp32: torch wants them in the dtype of running statistics."""
+    gain, bias = _gains(module)
+    return None if gain is None else gain.float(), None if bias is None else bias.float()

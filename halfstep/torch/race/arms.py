@@ -1,0 +1,367 @@
+"""The recipes of the race: how each is set up, and what one update is.
+
+The base class is the fp32 case; each other recipe changes what makes it that recipe and nothing else. All share
+the model, its first weights, the data, AdamW and its settings. All clip to the same norm and leave a step out
+whose norm is not finite. The stock recipes do so in the cheapest way torch has: the fused AdamW takes a device
+scalar `found_inf`, which is how a GradScaler talks to it, so none of them waits for the device. What people
+usually write, `if torch.isfinite(norm)`, waits each step and would make the peers slower than they need to be.
+
+Peers are the real packages, set up as their own documentation says, and imported when their arm is made.
+"""
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from halfstep.core.errors import HalfstepError
+from halfstep.torch.race import BETAS, CLIP_NORM, DECAY, RATE, Setting
+from halfstep.torch.race.model import GPT2
+
+Batch = tuple[Tensor, Tensor]  # inputs and targets of a micro-batch
+ADAMW: dict[str, Any] = {"lr": RATE, "betas": BETAS, "weight_decay": DECAY}
+
+
+class MissingError(HalfstepError):
+    """An arm that cannot take part here: its package is not installed, or the device has no such format."""
+
+
+class Stock:
+    """fp32, as torch trains by default: the base of all."""
+
+    compiles = True
+
+    def __init__(self, setting: Setting, device: torch.device, compile: bool):
+        self.setting, self.device, self.compile = setting, device, compile and self.compiles
+        torch.manual_seed(setting.seed)
+        self.model = self.build().to(device)
+        self.optimizer: Any = self.make_optimizer()
+        self.set_up()
+
+    def build(self) -> nn.Module:
+        """The model, with its first weights."""
+        s = self.setting
+        return GPT2(layers=s.layers, width=s.width, heads=s.heads, vocabulary=s.vocabulary, context=s.context)
+
+    def make_optimizer(self) -> torch.optim.Optimizer:
+        """AdamW over every parameter."""
+        return torch.optim.AdamW(self.model.parameters(), fused=True, **ADAMW)
+
+    def set_up(self) -> None:
+        """What is called to train: `forward`."""
+        self.forward = self.compiled(self.model)
+
+    def compiled(self, model: nn.Module) -> Any:
+        """The model, compiled where that is asked for."""
+        return torch.compile(model) if self.compile else model
+
+    def context(self) -> AbstractContextManager[Any]:
+        """Around a forward pass."""
+        return nullcontext()
+
+    def step(self, micro_batches: Sequence[Batch]) -> Tensor:
+        """One update; the mean loss, on the device."""
+        total = torch.zeros((), device=self.device)
+        for batch in micro_batches:
+            loss = self.loss(batch) / len(micro_batches)
+            self.backward(loss)
+            total += loss.detach()
+        self.update()
+        return total
+
+    def loss(self, batch: Batch) -> Tensor:
+        """The mean loss of a micro-batch, to train on."""
+        with self.context():
+            return self.forward(*batch)
+
+    def backward(self, loss: Tensor) -> None:
+        """Adds a micro-batch's gradients, in the way the recipe sums them."""
+        loss.backward()
+
+    def update(self) -> None:
+        """Clip, finite?, step."""
+        norm = nn.utils.clip_grad_norm_(self.model.parameters(), CLIP_NORM)
+        self.optimizer.found_inf = _found_inf(norm)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+
+    @torch.no_grad()
+    def evaluate(self, batch: Batch) -> Tensor:
+        """The mean loss of a batch, as the recipe computes forward; not compiled: another graph takes time."""
+        with self.context():
+            return self.model(*batch)
+
+    def summary(self) -> str:
+        """What the recipe says of itself."""
+        return ""
+
+
+class TF32(Stock):
+    """fp32 whose matmuls round their operands to TF32."""
+
+    def set_up(self) -> None:
+        """The switch is global: each arm is a process of its own."""
+        if self.device.type != "cuda":
+            raise MissingError(f"TF32 is a format of NVIDIA's GPUs, and this is {self.device.type}")
+        torch.set_float32_matmul_precision("high")
+        super().set_up()
+
+
+class Autocast(Stock):
+    """The usual recipe: torch.autocast in bf16 around the forward pass, fp32 weights, fused AdamW."""
+
+    dtype = torch.bfloat16
+
+    def context(self) -> AbstractContextManager[Any]:
+        """Casts the operands of matmuls, and keeps torch's list of operations in fp32."""
+        return torch.autocast(self.device.type, dtype=self.dtype)
+
+
+class AutocastEager(Autocast):
+    """The same without torch.compile."""
+
+    compiles = False
+
+
+class AutocastFp16(Autocast):
+    """fp16 with dynamic loss scaling by torch's GradScaler."""
+
+    dtype = torch.float16
+
+    def set_up(self) -> None:
+        """With the scaler's own settings, which are those of halfstep's preset too."""
+        super().set_up()
+        self.scaler = torch.amp.GradScaler(self.device.type)
+
+    def backward(self, loss: Tensor) -> None:
+        """Of the scaled loss."""
+        self.scaler.scale(loss).backward()
+
+    def update(self) -> None:
+        """The scaler checks that all is finite, and tells the optimizer."""
+        self.scaler.unscale_(self.optimizer)
+        nn.utils.clip_grad_norm_(self.model.parameters(), CLIP_NORM)
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.optimizer.zero_grad(set_to_none=True)
+
+
+class Accelerate(Autocast):
+    """Hugging Face Accelerate."""
+
+    def set_up(self) -> None:
+        """Accelerate compiles what it has prepared."""
+        accelerator = _package("accelerate").Accelerator
+        self.accelerator = accelerator(
+            mixed_precision="bf16",
+            cpu=self.device.type == "cpu",
+            gradient_accumulation_steps=self.setting.micro_batches,
+            dynamo_backend="inductor" if self.compile else "no",
+        )
+        self.forward, self.wrapped = self.accelerator.prepare(self.model, self.optimizer)
+
+    def step(self, micro_batches: Sequence[Batch]) -> Tensor:
+        """Accelerate divides the loss, and knows which micro-batch is the last."""
+        total = torch.zeros((), device=self.device)
+        for batch in micro_batches:
+            with self.accelerator.accumulate(self.forward):
+                loss = self.forward(*batch)
+                self.accelerator.backward(loss)
+                if self.accelerator.sync_gradients:
+                    norm = self.accelerator.clip_grad_norm_(self.model.parameters(), CLIP_NORM)
+                    self.optimizer.found_inf = _found_inf(norm)
+                self.wrapped.step()
+                self.wrapped.zero_grad()
+            total += loss.detach() / len(micro_batches)
+        return total
+
+
+class Fabric(Autocast):
+    """Lightning Fabric."""
+
+    def set_up(self) -> None:
+        """Fabric takes a compiled model apart and compiles it again around what it adds."""
+        index = self.device.index or 0
+        on_cpu = self.device.type == "cpu"
+        self.fabric = _package("lightning.fabric", "lightning_fabric").Fabric(
+            accelerator=self.device.type, devices=1 if on_cpu else [index], precision="bf16-mixed"
+        )
+        self.fabric.launch()
+        self.forward, self.wrapped = self.fabric.setup(self.compiled(self.model), self.optimizer)
+
+    def loss(self, batch: Batch) -> Tensor:
+        """Fabric enters autocast on its own."""
+        return self.forward(*batch)
+
+    def backward(self, loss: Tensor) -> None:
+        """By Fabric."""
+        self.fabric.backward(loss)
+
+    def update(self) -> None:
+        """By Fabric; left to itself its clipping reads the norm, to raise an error where it is not finite."""
+        norm = self.fabric.clip_gradients(self.forward, self.wrapped, max_norm=CLIP_NORM, error_if_nonfinite=False)
+        self.optimizer.found_inf = _found_inf(norm)
+        self.wrapped.step()
+        self.wrapped.zero_grad()
+
+
+class HuggingFace(Autocast):
+    """transformers' own GPT-2 with the same weights and the same loss."""
+
+    def build(self) -> nn.Module:
+        """The matrices of a block are stored transposed there."""
+        transformers, s = _package("transformers"), self.setting
+        config = transformers.GPT2Config(
+            vocab_size=s.vocabulary,
+            n_positions=s.context,
+            n_embd=s.width,
+            n_layer=s.layers,
+            n_head=s.heads,
+            resid_pdrop=0.0,
+            embd_pdrop=0.0,
+            attn_pdrop=0.0,
+            use_cache=False,
+        )
+        model = transformers.GPT2LMHeadModel(config)
+        turned = (".c_attn.weight", ".c_proj.weight", ".c_fc.weight")
+        torch.manual_seed(s.seed)
+        weights = {
+            name if name.startswith("lm_head") else f"transformer.{name}": value.t()
+            if name.endswith(turned)
+            else value
+            for name, value in super().build().state_dict().items()
+        }
+        model.load_state_dict(weights)
+        return _WithLoss(model)
+
+
+class _WithLoss(nn.Module):
+    """A causal language model of transformers, called as the race's own."""
+
+    def __init__(self, model: nn.Module):
+        super().__init__()
+        self.model = model
+
+    def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        logits = self.model(input_ids=inputs).logits.float()
+        return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+class Casted(Stock):
+    """No autocast: fp32 weights that each layer casts to its input's dtype, and a bf16 residual stream."""
+
+    def build(self) -> nn.Module:
+        """The same model with its layers exchanged."""
+        model = super().build()
+        exchanged = {nn.Linear: _Linear, nn.Embedding: _Embedding, nn.LayerNorm: _LayerNorm}
+        for module in model.modules():
+            module.__class__ = exchanged.get(type(module), type(module))  # type: ignore[call-overload]
+        return model
+
+
+class _Linear(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight.to(x.dtype), None if self.bias is None else self.bias.to(x.dtype))
+
+
+class _Embedding(nn.Embedding):
+    def forward(self, x: Tensor) -> Tensor:
+        return F.embedding(x, self.weight).bfloat16()
+
+
+class _LayerNorm(nn.LayerNorm):
+    def forward(self, x: Tensor) -> Tensor:
+        return F.layer_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.bias.to(x.dtype), self.eps)
+
+
+class PureBf16(Stock):
+    """Weights, gradients and moments in bf16: what a bound on speed looks like, not a way to train."""
+
+    def build(self) -> nn.Module:
+        """Rounded once, and from then on by every update."""
+        return super().build().bfloat16()
+
+
+class Halfstep(Stock):
+    """`prepare` with halfstep's own AdamW."""
+
+    policy = "bf16-mixed,param=fp32:split"
+
+    def make_optimizer(self) -> torch.optim.Optimizer:
+        """Ours."""
+        from halfstep.torch import AdamW
+
+        return AdamW(self.model.parameters(), **ADAMW)
+
+    def set_up(self) -> None:
+        """Prepare, then compile."""
+        from halfstep.torch import prepare
+
+        seed = self.setting.seed
+        self.run = prepare(self.model, self.optimizer, self.policy, clip_norm=CLIP_NORM, seed=seed)
+        self.forward = self.compiled(self.model)
+
+    def step(self, micro_batches: Sequence[Batch]) -> Tensor:
+        """By the run; it clips, checks and steps."""
+        return self.run.step(lambda batch: self.forward(*batch), micro_batches).loss
+
+    def summary(self) -> str:
+        """What was converted."""
+        return self.run.summary()
+
+
+class HalfstepFp32Masters(Halfstep):
+    """With whole fp32 masters, which each layer casts."""
+
+    policy = "bf16-mixed"
+
+
+class HalfstepStock(Halfstep):
+    """With torch's own fused AdamW: masters are joined for the step and split after it."""
+
+    def make_optimizer(self) -> torch.optim.Optimizer:
+        """Theirs."""
+        return Stock.make_optimizer(self)
+
+
+class HalfstepFp16(Halfstep):
+    """In fp16, with halfstep's dynamic scaling."""
+
+    policy = "fp16-mixed"
+
+
+MAKERS: dict[str, type[Stock]] = {
+    "fp32": Stock,
+    "tf32": TF32,
+    "autocast-eager": AutocastEager,
+    "autocast": Autocast,
+    "autocast-fp16": AutocastFp16,
+    "accelerate": Accelerate,
+    "fabric": Fabric,
+    "hf": HuggingFace,
+    "casted": Casted,
+    "pure-bf16": PureBf16,
+    "halfstep": Halfstep,
+    "halfstep-fp32-masters": HalfstepFp32Masters,
+    "halfstep-stock": HalfstepStock,
+    "halfstep-fp16": HalfstepFp16,
+}
+
+
+def _found_inf(norm: Tensor) -> Tensor:
+    """1 where the norm is not finite: the fused AdamW then changes nothing."""
+    return 1 - torch.isfinite(norm).float()
+
+
+def _package(*names: str) -> Any:
+    """A peer, under the first of its names that is installed; Lightning goes by two."""
+    for name in names:
+        if find_spec(name.partition(".")[0]) is not None:
+            return import_module(name)
+    distribution = names[0].partition(".")[0]
+    raise MissingError(f"{distribution} is not installed", hint=f"pip install {distribution}")

@@ -1,0 +1,73 @@
+"""What a run will do, in lines: conversions with reasons, masters, gradients, and what each optimizer costs.
+
+Modules that became the same thing share a line, with how many there are and the names of some; what was left alone
+is told the same way, with the reason that `apply` gave.
+"""
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from halfstep.core.roles import print_value
+from halfstep.torch.seam import label
+
+if TYPE_CHECKING:
+    from halfstep.torch.step import Run
+
+SHOWN = 3
+
+
+def summarize(run: "Run") -> list[str]:
+    """The lines of `Run.summary`."""
+    return [str(run.policy), *_modules(run), *_masters(run), *_gradients(run), *_optimizers(run)]
+
+
+def _modules(run: "Run") -> Iterator[str]:
+    if run.converted is None:
+        return
+    groups: dict[tuple[str, str], list[str]] = {}
+    for name, kind, form in run.converted.changes:
+        groups.setdefault((kind, form), []).append(name or "the model")
+    total = sum(len(names) for (kind, _), names in groups.items() if kind != "Parameter")
+    yield f"  converted {run.converted.modules} of {total} modules"
+    for (kind, form), names in groups.items():
+        yield f"  {len(names)} {kind} ({_some(names)}): {form}"
+
+
+def _masters(run: "Run") -> Iterator[str]:
+    held: dict[str, list[int]] = {}
+    for p, name in run.masters.names.items():
+        if name in run.masters.held:
+            held.setdefault(_held(run, name), []).append(p.numel())
+    for form, sizes in held.items():
+        yield f"  masters: {len(sizes)} parameters, {sum(sizes):,} numbers, in {form}"
+    if run.converted is not None and run.converted.widened:
+        names = list(run.converted.widened)
+        yield f"  widened to fp32 masters: {len(names)} parameters that came narrower ({_some(names)})"
+    taken = set(run.parameters)
+    idle = [n for p, n in run.masters.names.items() if p.requires_grad and p not in taken]
+    if idle:
+        yield f"  not trained: {len(idle)} parameters that no optimizer holds ({_some(idle)})"
+    if run.averages is not None:
+        yield f"  averages of the masters in fp32, decay {run.averages.decay:g}"
+
+
+def _held(run: "Run", name: str) -> str:
+    param = run.masters.held[name]
+    if name in run.masters.remainders:
+        return "bf16 and a 16-bit remainder, together fp32"
+    return print_value(param) + (" (emulated)" if run.policy.emulate else "")
+
+
+def _gradients(run: "Run") -> Iterator[str]:
+    clip = f"clipped to {run.clip_norm:g}" if run.clip_norm else "not clipped"
+    scale = print_value(run.policy.scale)
+    yield f"  gradients: summed in {run.policy.accumulate}, {clip}; loss scale: {scale}; not finite: skipped"
+
+
+def _optimizers(run: "Run") -> Iterator[str]:
+    for driver in run.drivers:
+        yield f"  {label(driver.optimizer)}: {driver.cost}"
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:SHOWN]) + (f", and {len(names) - SHOWN} more" if len(names) > SHOWN else "")

@@ -1,0 +1,145 @@
+"""Moving in from torch.amp: the state of torch's optimizers and of its GradScaler, taken over by a run.
+
+Weights are no part of this: under autocast the model holds its fp32 masters itself, and `prepare` takes them as
+they are. What is left is in two state dicts.
+
+    optimizer.state_dict()    moments and counts of parameters, by their place in the groups (or by name, where the
+                              groups have names); settings as rates and decay. Moments are stored in the policy's
+                              moments format. How the step is made (fused, foreach) is this run's own business.
+    scaler.state_dict()       the scale, and how many finite steps it has seen since it last changed. The law that
+                              moves it from here on is the policy's: a scale that is no power of two, or beyond
+                              floor or ceiling, becomes the nearest that is not above it.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from halfstep.core.errors import HalfstepError, ScalingError
+from halfstep.core.formats import FP32
+from halfstep.core.scaling import DynamicScale, ScaleState
+from halfstep.torch.dtypes import dtype_of
+from halfstep.torch.optim import Optimizer
+from halfstep.torch.seam import held_by, is_moment, label
+
+if TYPE_CHECKING:
+    from halfstep.torch.step import Run
+
+# Of a saved group: what says how a step is made, not which.
+_OWN = ("params", "param_names", "fused", "foreach", "capturable", "differentiable", "rate")
+_LAW = {"growth_factor": "growth", "backoff_factor": "backoff", "growth_interval": "interval"}
+_LIKE_PARAMETERS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer")
+State = Mapping[str, Any]
+
+
+def take_over(run: "Run", optimizers: State | Sequence[State | None], scaler: State | None) -> str:
+    """Takes over saved states, or refuses them before anything is changed; what was taken, in words."""
+    states = [optimizers] if isinstance(optimizers, Mapping) else list(optimizers)
+    if len(states) != len(run.optimizers):
+        raise HalfstepError(
+            f"{len(states)} optimizer states were given for {len(run.optimizers)} optimizers",
+            hint="pass a list with one for each, None where there is none to take",
+        )
+    pairs = [(o, s, _matched(run, o, s)) for o, s in zip(run.optimizers, states, strict=True) if s is not None]
+    scale = _scale(run, scaler) if scaler else None
+    told = []
+    for optimizer, saved, matched in pairs:
+        steps = _put(run, optimizer, saved, matched)
+        run.applied.fill_(max(steps, int(run.applied)))
+        told.append(f"{label(optimizer)}: {len(matched)} parameters after {steps} updates")
+    if scale is not None and scaler is not None:
+        run.scale_state = scale
+        good = int(scale.good_steps)
+        told.append(f"loss scale {float(scale.scale):g} after {good} finite steps{_odds(run, scaler)}")
+    return "\n".join(told)
+
+
+def _matched(run: "Run", optimizer: torch.optim.Optimizer, saved: State) -> dict[Tensor, dict[str, Any]]:
+    """The saved state of each parameter."""
+    if not {"state", "param_groups"} <= saved.keys():
+        raise HalfstepError(
+            "this is no state of a torch optimizer: it lacks `state` or `param_groups`",
+            hint="pass optimizer.state_dict(); what run.state_dict() gave goes to run.load_state_dict",
+        )
+    groups = saved["param_groups"]
+    sizes = [[len(group["params"]) for group in side] for side in (groups, optimizer.param_groups)]
+    if sizes[0] != sizes[1]:
+        raise HalfstepError(
+            f"the saved groups hold {sizes[0]} parameters, and those of {label(optimizer)} {sizes[1]}",
+            hint="make the groups as they were when the state was saved",
+        )
+    params = list(held_by(optimizer))
+    indices = [index for group in groups for index in group["params"]]
+    labels = [name for group in groups for name in group.get("param_names", ())]
+    by_name = {run.masters.names[p]: p for p in params}
+    if by_name.keys() == set(labels):
+        params = [by_name[name] for name in labels]
+    matched = {p: dict(saved["state"].get(i, {})) for p, i in zip(params, indices, strict=True)}
+    for p, state in matched.items():
+        _check_entry(run, optimizer, p, state)
+    return {p: state for p, state in matched.items() if state}
+
+
+def _check_entry(run: "Run", optimizer: torch.optim.Optimizer, parameter: Tensor, state: dict[str, Any]) -> None:
+    name = run.masters.names[parameter]
+    if isinstance(optimizer, Optimizer) and state and state.keys() != {"step", *optimizer.slots}:
+        odd = sorted(state.keys() ^ {"step", *optimizer.slots})[0]
+        raise HalfstepError(
+            f"the saved state of `{name}` and that of {label(optimizer)} differ in `{odd}`",
+            hint="it is of another optimizer, or of amsgrad, which halfstep's AdamW does not have: keep torch's",
+        )
+    for key, value in state.items():
+        if key in _LIKE_PARAMETERS and isinstance(value, Tensor) and value.shape != parameter.shape:
+            raise HalfstepError(
+                f"`{key}` of `{name}` has the shape {tuple(value.shape)}, not {tuple(parameter.shape)}",
+                hint="make the groups as they were when the state was saved, with parameters in their order",
+            )
+
+
+@torch.no_grad()
+def _put(run: "Run", optimizer: torch.optim.Optimizer, saved: State, matched: dict[Tensor, dict[str, Any]]) -> int:
+    moments = run.converted.moments if run.converted is not None else {}
+    steps = 0
+    for group, theirs in zip(optimizer.param_groups, saved["param_groups"], strict=True):
+        group.update({k: v for k, v in theirs.items() if k in group and k not in _OWN})
+    for p, state in matched.items():
+        group = next(g for g in optimizer.param_groups if any(q is p for q in g["params"]))
+        on_device = isinstance(optimizer, Optimizer) or group.get("fused") or group.get("capturable")
+        for key, value in state.items():
+            if key == "step":
+                steps = max(steps, int(value))
+                state[key] = torch.tensor(float(value), device=p.device if on_device else "cpu")
+            elif is_moment(p, value):
+                state[key] = value.to(p.device, dtype_of(moments.get(run.masters.names[p], FP32)), copy=True)
+            elif isinstance(value, Tensor):
+                state[key] = value.to(p.device, copy=True)
+        optimizer.state[p] = state
+    return steps
+
+
+def _scale(run: "Run", scaler: State) -> ScaleState:
+    law = run.policy.scale
+    if not isinstance(law, DynamicScale):
+        raise ScalingError(
+            f"the state of a GradScaler was given, and the policy says scale={law.word}",
+            hint="leave it out; only fp16 needs a scale, as `fp16-mixed` has",
+        )
+    found = float(scaler["scale"])
+    if not (math.isfinite(found) and found > 0):
+        raise ScalingError(
+            f"the GradScaler's scale is {found:g}: it has no floor, and its training stood still",
+            hint=f"leave it out, and start from the policy's own, {law.init_scale:g}",
+        )
+    power = min(max(2.0 ** math.floor(math.log2(found)), law.floor), law.ceiling)
+    good = min(int(scaler.get("_growth_tracker", 0)), law.interval - 1)
+    return run.scalars(ScaleState(power, good, law.hysteresis, False))
+
+
+def _odds(run: "Run", scaler: State) -> str:
+    law = run.policy.scale
+    known = {theirs: getattr(law, ours) for theirs, ours in _LAW.items() if theirs in scaler}
+    odds = [f"{theirs}={scaler[theirs]:g}" for theirs, ours in known.items() if scaler[theirs] != ours]
+    return f"; the scaler had {', '.join(odds)}, and the policy's law holds" if odds else ""

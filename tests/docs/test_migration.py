@@ -1,0 +1,193 @@
+"""The migration guide: every block runs, in the order of its section, and every refusal is told in its words."""
+
+import copy
+import re
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch")
+from torch import nn  # noqa: E402
+
+from halfstep.core.errors import HalfstepError  # noqa: E402
+
+PAGE = (Path(__file__).parents[2] / "docs" / "migration.md").read_text(encoding="utf-8")
+SECTIONS = {
+    title: re.findall(r"```python\n(.*?)```", text, flags=re.S)
+    for title, text in re.findall(r"^## (.+?)\n(.*?)(?=^## |\Z)", PAGE, flags=re.S | re.M)
+}
+(OPENING,) = re.findall(r"```python\n(.*?)```", PAGE.split("\n## ")[0], flags=re.S)
+BLOCKS = [(title, place) for title, blocks in SECTIONS.items() for place in range(len(blocks))]
+# Blocks that go on with what the block before them left, and those that only show what others do.
+GO_ON = {("From torch.amp in fp16, with a GradScaler", 2), ("Several micro-batches, and a loop of your own", 1)}
+GO_ON |= {("Moving a job that is running", 1)}
+
+
+def model():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Embedding(11, 8), nn.LayerNorm(8), nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 11))
+
+
+def batches(count=8):
+    draw = torch.Generator().manual_seed(1)
+    tokens = torch.randint(0, 11, (count, 2, 32), generator=draw)
+    return [(inputs, targets) for inputs, targets in tokens]
+
+
+def scope():
+    loader = torch.utils.data.DataLoader(batches(), batch_size=None)
+    made = {"model": model(), "batches": batches(), "device": "cpu", "loader": loader}
+    exec(OPENING, made)
+    return made
+
+
+def run_blocks(blocks, made):
+    for block in blocks:
+        for package in re.findall(r"^(?:from|import) (accelerate|lightning)", block, flags=re.M):
+            if find_spec(package) is None:
+                pytest.skip(f"{package} is not installed")
+        exec(compile(block, "docs/migration.md", "exec"), made)
+    return made
+
+
+@pytest.mark.parametrize(("title", "place"), BLOCKS, ids=[f"{title}, {place}" for title, place in BLOCKS])
+def test_a_block_runs(title, place, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    blocks, first = SECTIONS[title], place
+    while (title, first) in GO_ON:
+        first -= 1
+    made = scope()
+    if "torch.compile" in blocks[place]:  # minutes of C++ for a line that says in which order; the race compiles
+        made["torch"] = _without_compiling()
+    before = copy.deepcopy(made["model"].state_dict())
+    run_blocks(blocks[first : place + 1], made)
+    assert any(not torch.equal(before[name], value) for name, value in made["model"].state_dict().items())
+    result = made.get("result")
+    if result is not None:
+        assert torch.isfinite(result.loss)
+        assert not bool(result.skipped)
+
+
+def _without_compiling():
+    import types
+
+    names = types.SimpleNamespace(**{name: getattr(torch, name) for name in ("optim", "nn", "no_grad", "float32")})
+    names.compile = lambda model: model
+    return names
+
+
+def test_every_section_before_the_refusals_has_code():
+    titles = list(SECTIONS)
+    assert titles[-1] == "What is refused, and why"
+    assert all(SECTIONS[title] for title in titles[:-1])
+    assert sum("halfstep" in block for blocks in SECTIONS.values() for block in blocks) == 8
+
+
+def test_before_and_after_learn_the_same():
+    before, after, *_ = SECTIONS["From torch.amp in bf16"]
+    losses = []
+    for block in (before, after):
+        made = run_blocks([block], scope())
+        with torch.no_grad():
+            losses.append(float(made["loss_fn"](made["batches"][0])))
+    untrained = float(scope()["loss_fn"](batches()[0]).detach())
+    # Eight small steps: what both have gained is the same to within what bf16 tells apart at this loss.
+    assert losses[0] < untrained
+    assert losses[0] == pytest.approx(losses[1], rel=2**-8)
+
+
+def test_the_trainer_resumes_by_its_own_checkpoint(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    made = run_blocks(SECTIONS["From the Lightning Trainer"][1:], scope())
+    made["trainer"].save_checkpoint("last.ckpt")
+    options = {"precision": "32-true", "accelerator": "cpu", **made["quiet"]}
+    again = made["After"](model())
+    trainer = made["lightning"].Trainer(max_epochs=2, **options)
+    trainer.fit(again, made["loader"], ckpt_path="last.ckpt")
+    assert int(again.run.applied) == 2 * len(made["batches"])
+
+
+def test_what_the_take_over_prints_is_what_the_page_says(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    blocks = SECTIONS["Moving a job that is running"]
+    run_blocks(blocks, scope())
+    shown = [line.removeprefix("# ") for line in blocks[-1].splitlines() if line.startswith("# ")]
+    count = str(len(list(model().parameters())))
+    said = capsys.readouterr().out.splitlines()
+    assert [re.sub(r"\d+ parameters", "6 parameters", line) for line in said] == shown
+    assert f"{count} parameters" in said[0]
+
+
+def _refusals():
+    """What each row of the last table says, beside code that must be told so."""
+    from halfstep.torch import prepare
+
+    def adamw(given):
+        return torch.optim.AdamW(given.parameters())
+
+    def prepared(policy="bf16-mixed"):
+        made = model()
+        return made, prepare(made, adamw(made), policy)
+
+    def twice():
+        made, _ = prepared()
+        prepare(made, adamw(made), "bf16-mixed")
+
+    def scaled():
+        prepared()[1].load_torch_amp(adamw(model()).state_dict(), torch.amp.GradScaler("cpu").state_dict())
+
+    def shared():
+        made = model()
+        prepare(made, [adamw(made), adamw(made)], "fp32")
+
+    def narrow_loss():
+        made, run = prepared()
+        run.backward(made(batches()[0][0]).bfloat16().mean())
+
+    def stock_load():
+        made = model()
+        optimizer = adamw(made)
+        prepare(made, optimizer, "bf16-mixed,param=fp32:split")
+        optimizer.load_state_dict(adamw(model()).state_dict())
+
+    def other_policy():
+        prepared()[1].load_state_dict(prepared("fp32")[1].state_dict())
+
+    def cast_after():
+        made, run = prepared()
+        run.backward(made(batches()[0][0]).mean())
+        made.half()
+        run.update()
+
+    def wrapped():
+        made = model()
+        prepare(torch.compile(made), adamw(made), "bf16-mixed")
+
+    plain = model()
+    return [
+        lambda: prepare(plain, torch.amp.GradScaler("cpu"), "fp16-mixed"),
+        scaled,
+        lambda: prepare(plain, torch.optim.LBFGS(plain.parameters()), "bf16-mixed"),
+        wrapped,
+        twice,
+        lambda: prepare(plain, adamw(model()), "bf16-mixed"),
+        shared,
+        lambda: prepared()[1].update(),
+        narrow_loss,
+        stock_load,
+        other_policy,
+        cast_after,
+    ]
+
+
+def test_refusals_are_told_in_the_words_of_the_page():
+    table = PAGE.split("| what you write | what you are told |\n|---|---|\n")[1]
+    rows = [line.strip("|").split(" | ")[1].strip() for line in table.strip().splitlines()]
+    refusals = _refusals()
+    assert len(rows) == len(refusals)
+    for told, refused in zip(rows, refusals, strict=True):
+        with pytest.raises(HalfstepError) as caught:
+            refused()
+        assert told in caught.value.message
+        assert caught.value.hint, told

@@ -1,0 +1,340 @@
+"""The race over workers that are played, and once over real ones."""
+
+import json
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+
+from halfstep.core.errors import HalfstepError
+from halfstep.tools import bench, race
+from halfstep.tools.bars import BARS, GPT2, check_applicable, judge
+from halfstep.tools.standings import ArmResult, BenchResult
+from halfstep.tools.workers import FailedError, MissingError, Worker
+from halfstep.torch.race import ARMS, CEILING, WARM_STEPS, Setting
+
+# Answers as a worker of halfstep.torch.race does, of times that are made up; writes down when it was asked.
+PLAYED = """
+import json, os, sys, time
+setting = json.loads(sys.argv[1])
+arm, diary, plays = setting["arm"], sys.argv[2], json.loads(sys.argv[3])
+play = plays.get(arm, {})
+def tell(**answer): print(json.dumps(answer), flush=True)
+def note(word):
+    with open(diary, "a") as file: file.write(f"{arm} {word}\\n")
+if "missing" in play:
+    tell(missing=play["missing"], hint="pip install it"); sys.exit()
+if "dies" in play:
+    sys.stderr.write("one\\ntwo\\nthree\\nfour\\n"); sys.exit(7)
+if "slow" in play: time.sleep(play["slow"])
+tell(device="a toaster", kind="cuda", versions={"torch": "9.9"}, compiled=True)
+turn = 0
+for line in sys.stdin:
+    request = json.loads(line)
+    note(f"{request['do']} {request.get('steps')}")
+    if request["do"] == "finish":
+        tell(held_out=2.5, summary="said", syncs=1, kernels=["flash"]); continue
+    if arm == "ceiling":
+        tell(flops=4e14); continue
+    if turn and play.get("fails_at") == turn: tell(failed="OutOfMemoryError: too much", hint=None); sys.exit(1)
+    if turn and "sleeps" in play: time.sleep(play["sleeps"])
+    seconds = play.get("seconds", [1.0])
+    tell(seconds=seconds[(turn - 1) % len(seconds)], losses=[float(turn)] * (request["steps"] + 1),
+         memory=play.get("memory", 1000) + turn)
+    turn += 1
+"""
+
+SMALL = {"layers": 2, "width": 64, "context": 16, "batch": 2, "vocabulary": 256}
+
+
+@pytest.fixture
+def text(tmp_path):
+    path = tmp_path / "text.txt"
+    path.write_text("\n\n".join(f"def f{i}(x):\n    return x * {i} + {i * i}" for i in range(400)))
+    return path
+
+
+@pytest.fixture
+def played(monkeypatch, tmp_path, text):
+    """Races played workers: gives the result, and what they were asked, in order."""
+    script, diary = tmp_path / "played.py", tmp_path / "diary"
+    script.write_text(PLAYED)
+
+    def go(arms, plays=None, **options):
+        def command(setting):
+            return [
+                sys.executable,
+                "-S",
+                str(script),
+                json.dumps(vars(setting)),
+                str(diary),
+                json.dumps(plays or {}),
+            ]
+
+        monkeypatch.setattr(race, "command", command)
+        diary.write_text("")
+        result = bench.run(arms, source=str(text), **SMALL | options)
+        return result, [tuple(line.split()) for line in diary.read_text().splitlines()]
+
+    return go
+
+
+def test_arms_take_turns_and_the_order_turns_each_round(played):
+    _, asked = played(["fp32", "autocast", "casted"], rounds=3, steps=2)
+    warmed = sorted(entry for entry in asked if entry[2] == str(WARM_STEPS - 1))
+    assert warmed == [(arm, "train", "3") for arm in ("autocast", "casted", "fp32")]
+    turns = [arm for arm, what, steps in asked if (what, steps) == ("train", "2")]
+    order = [CEILING, "fp32", "autocast", "casted"]
+    assert turns == [*order, *order[::-1], *order]
+    assert [arm for arm, what, _ in asked if what == "finish"] == order[1:]
+
+
+def test_medians_spreads_ratios_and_shares(played):
+    plays = {"autocast": {"seconds": [4.0, 2.0, 3.0], "memory": 2000}, "halfstep": {"seconds": [1.0, 1.5, 1.5]}}
+    result, _ = played(["halfstep", "autocast"], plays, rounds=3, micro_batches=2)
+    usual, ours = result.arm("autocast"), result.arm("halfstep")
+    assert (usual.typical, usual.spread) == (3.0, pytest.approx(2 / 3))
+    assert (ours.typical, ours.memory, usual.memory) == (1.5, 1003, 2003)  # the largest peak of the rounds
+    assert result.baseline is usual
+    assert result.raced == [ours, usual]
+    assert result.speed(ours) == 2 * 2 * 16 / 1.5
+    weights = 12 * 2 * 64**2 + 256 * 64
+    assert result.share(ours) == pytest.approx((6 * weights + 12 * 2 * 64 * 16) * result.speed(ours) / 4e14)
+    assert ours.losses == (0.0,) * 4 + tuple(float(turn) for turn in (1, 2, 3) for _ in range(11))
+    assert (ours.held_out, ours.syncs, ours.kernels, ours.summary) == (2.5, 1, ("flash",), "said")
+    data = {arm["name"]: arm for arm in json.loads(json.dumps(result.to_dict(), allow_nan=False))["arms"]}
+    assert data["halfstep"]["times_baseline"] == 2.0
+    assert data["halfstep"]["memory_of_baseline"] == 1003 / 2003
+    assert data["halfstep"]["tokens_per_second"] == result.speed(ours)
+
+
+def test_flops_of_gpt2_are_those_of_the_anchors():
+    sizes = {"layers": 12, "width": 768, "heads": 12, "vocabulary": 50304, "context": 1024, "batch": 32}
+    setting = Setting("", None, **sizes, micro_batches=1, compile=None, seed=0, tokens="", held_out="")
+    assert setting.flops_per_token() == pytest.approx(854.7e6, rel=1e-4)
+    assert setting.tokens_per_step() == 32768
+
+
+def test_a_missing_package_is_reported_and_nothing_takes_its_place(played):
+    said = []
+    plays = {"accelerate": {"missing": "accelerate is not installed"}}
+    result, _ = played(["accelerate", "autocast"], plays, rounds=1, tell=said.append)
+    accelerate, autocast = result.arms
+    assert (accelerate.missing, accelerate.hint, accelerate.raced) == (
+        "accelerate is not installed",
+        "pip install it",
+        False,
+    )
+    assert autocast.raced
+    assert "accelerate: accelerate is not installed (hint: pip install it)" in said
+
+
+def test_an_arm_that_fails_leaves_with_its_reason_and_the_others_go_on(played):
+    plays = {"casted": {"fails_at": 2}, "fp32": {"dies": True}}
+    result, _ = played(["casted", "fp32", "autocast"], plays, rounds=3)
+    arms = {arm.name: arm for arm in result.arms}
+    assert arms["casted"].failed == "OutOfMemoryError: too much"
+    assert not arms["casted"].raced
+    assert arms["fp32"].failed == "it stopped with code 7: two | three | four"
+    assert len(arms["autocast"].seconds) == 3
+    assert (result.rounds, result.stopped) == (3, "")
+    assert result.baseline is arms["autocast"]
+
+
+def test_when_no_arm_is_left_it_says_so(played):
+    result, _ = played(["fp32"], {"fp32": {"fails_at": 1}}, rounds=3)
+    assert result.stopped == "after 1 of 3 rounds: no arm is left"
+    assert (result.raced, result.baseline) == ([], None)
+    assert result.to_dict()["arms"][0]["failed"]
+
+
+def test_the_time_limit_ends_the_race_after_a_whole_round(played, monkeypatch):
+    monkeypatch.setattr(race, "FINISH_SECONDS", 0.1)
+    begun = time.monotonic()
+    plays = {name: {"sleeps": 0.3} for name in ("fp32", "autocast")}
+    result, _ = played(["fp32", "autocast"], plays, rounds=1000, seconds=2.5)
+    assert time.monotonic() - begun < 8  # a busy machine
+    assert result.stopped == f"after {result.rounds} of 1000 rounds: the time is up"
+    assert 1 <= result.rounds < 12
+    assert {len(arm.seconds) for arm in result.arms} == {result.rounds}
+    assert all(arm.held_out == 2.5 for arm in result.arms)
+
+
+def test_an_arm_that_is_not_ready_in_time_is_ended(played):
+    begun = time.monotonic()
+    result, _ = played(["fp32", "autocast"], {"fp32": {"slow": 60}}, rounds=1, seconds=2.0)
+    assert time.monotonic() - begun < 20
+    fp32, autocast = result.arms
+    assert fp32.failed.startswith("no answer within ")
+    assert not autocast.failed
+
+
+def test_every_arm_reads_the_same_tokens_and_the_held_out_text_is_none_of_them(played, text, tmp_path):
+    setting = Setting(CEILING, "cpu", 1, 32, 1, 256, 16, 2, 3, None, 0, "", "")
+    going = race.Race([], setting, tmp_path, rounds=2, steps=5, deadline=None, tell=print)
+    assert "bytes to learn from" in going._write_data(str(text))
+    tokens, held_out = np.load(going.setting.tokens), np.load(going.setting.held_out)
+    assert tokens.shape == (WARM_STEPS + 2 * 6, 3, 2, 17)
+    assert held_out.shape[1] == 17
+    # Documents are whole on one side; a line that names its own number is on one side only.
+    learned = b"".join(bytes(window.astype(np.uint8)) for window in tokens.reshape(-1, 17))
+    lines = bytes(held_out[:, :-1].astype(np.uint8).ravel()).split(b"\n")
+    names = [line for line in lines if line.startswith(b"def f") and line.endswith(b":")]
+    assert len(names) > 3
+    assert not [name for name in names if name in learned]
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"arms": ["autocsat"]}, "unknown arm `autocsat`; arms are fp32, tf32, "),
+        ({"rounds": 0}, "`rounds` is 0; it must be 1 or more"),
+        ({"steps": -1}, "`steps` is -1"),
+        ({"micro_batches": 0}, "`micro-batches` is 0"),
+        ({"at_once": 0}, "`at-once` is 0"),
+        ({"width": 200}, "the width is 200; it must be a multiple of 64, or below 128"),
+        ({"seconds": 0.0}, "the limit is 0 seconds"),
+        ({"seconds": float("nan")}, "the limit is nan seconds"),
+        ({"vocabulary": 100}, "the vocabulary is 100"),
+        ({"vocabulary": 70000}, "the vocabulary is 70000"),
+    ],
+)
+def test_what_cannot_be_raced_is_refused(options, said):
+    with pytest.raises(HalfstepError, match=said):
+        bench.run(**options)
+
+
+def test_without_torch_it_says_what_to_install(monkeypatch):
+    monkeypatch.setattr(bench, "find_spec", lambda name: None)
+    with pytest.raises(HalfstepError, match="torch is not installed") as caught:
+        bench.run()
+    assert caught.value.hint == "pip install 'halfstep[torch]'"
+
+
+def test_the_default_arms_hold_both_sides_of_every_bar():
+    assert set(bench.DEFAULT_ARMS) <= set(ARMS)
+    assert {name for bar in BARS for name in (bar.ours, bar.theirs)} <= set(bench.DEFAULT_ARMS)
+    assert all(ARMS[bar.ours].ours and not ARMS[bar.theirs].ours for bar in BARS)
+
+
+def raced(micro_batches=1, missing=(), **arms):
+    """A result in which each arm has the given (seconds, memory)."""
+    setting = Setting(CEILING, None, 12, 768, 12, 50304, 1024, 32, micro_batches, None, 0, "", "")
+    standings = [ArmResult(n, "", ARMS[n].ours, seconds=(s,), memory=m) for n, (s, m) in arms.items()]
+    standings += [ArmResult(n, "", ARMS[n].ours, missing=f"{n} is not installed") for n in missing]
+    return BenchResult(setting, "a GPU", "cuda", "text", tuple(standings), (4e14,), 1, 1, "")
+
+
+def verdicts(result):
+    return {(v.bar.ours, v.bar.theirs, v.bar.what): v.reached for v in judge(result)}
+
+
+def test_bars_are_reached_on_their_bound_and_not_below_it():
+    ours, usual = ("halfstep", "autocast", "speed"), ("halfstep", "autocast", "memory")
+    on = raced(halfstep=(1.0, 920), autocast=(1.04, 1000))
+    assert verdicts(on) == {ours: True, usual: True}
+    below = raced(halfstep=(1.0, 921), autocast=(1.039, 1000))
+    assert verdicts(below) == {ours: False, usual: False}
+
+
+def test_bars_of_the_seam_are_for_one_micro_batch_and_that_of_halfstep_for_all():
+    arms = {"halfstep": (1.0, 1000), "halfstep-stock": (1.0, 1000), "autocast": (1.03, 1000)}
+    assert verdicts(raced(8, **arms)) == {("halfstep", "autocast", "speed"): False}
+    found = verdicts(raced(1, **arms))
+    assert found[("halfstep-stock", "autocast", "speed")] is True
+    assert found[("halfstep-stock", "autocast", "memory")] is False
+
+
+def test_peers_may_not_be_faster_anywhere():
+    result = raced(
+        8, **{"halfstep": (1.0, 1), "halfstep-fp16": (1.0, 1), "autocast-fp16": (0.99, 1), "fabric": (1.0, 1)}
+    )
+    assert verdicts(result) == {
+        ("halfstep-fp16", "autocast-fp16", "speed"): False,
+        ("halfstep", "fabric", "speed"): True,
+    }
+
+
+def test_a_bar_whose_arm_is_missing_is_not_checked_and_says_why():
+    (verdict,) = judge(raced(halfstep=(1.0, 1), missing=["accelerate"]))
+    assert (verdict.ratio, verdict.reached, verdict.why) == (None, None, "accelerate: accelerate is not installed")
+    assert verdict.to_dict()["bar"] == "speed of halfstep over accelerate, at least 1"
+    (speed, memory) = judge(raced(halfstep=(1.0, None), autocast=(2.0, None)))
+    assert (speed.reached, memory.reached) == (True, None)
+
+
+@pytest.mark.parametrize(
+    ("arms", "device", "sizes", "said"),
+    [
+        (bench.DEFAULT_ARMS, "cpu", {}, "the bars are for one NVIDIA GPU, and the device is `cpu`"),
+        (bench.DEFAULT_ARMS, None, {"width": 64}, "whose width is 768, and it is 64 here"),
+        (["fp32", "halfstep"], "cuda:1", {}, "no bar compares any two of fp32, halfstep"),
+    ],
+)
+def test_bars_that_say_nothing_are_refused(arms, device, sizes, said):
+    check_applicable(bench.DEFAULT_ARMS, "cuda:1", GPT2)
+    with pytest.raises(HalfstepError, match=said):
+        check_applicable(arms, device, GPT2 | sizes)
+
+
+def test_a_worker_that_is_gone_says_so_each_time(tmp_path):
+    worker = Worker([sys.executable, "-S", "-c", "print('{}')"], tmp_path / "log", {})
+    assert worker.hear(10) == {}
+    for _ in range(2):
+        with pytest.raises(FailedError, match="it stopped with code 0"):
+            worker.ask({"do": "train"}, 10)
+    worker.close()
+
+
+def test_a_worker_that_will_not_stop_is_ended(tmp_path, monkeypatch):
+    monkeypatch.setattr("halfstep.tools.workers.PATIENCE", 0.1)
+    worker = Worker([sys.executable, "-S", "-c", "import time; time.sleep(60)"], tmp_path / "log", {})
+    with pytest.raises(FailedError, match="no answer within 0 s"):
+        worker.hear(0.05)
+    worker.close()
+    assert worker._process.returncode == -9
+
+
+def test_what_a_worker_lacks_is_no_failure(tmp_path):
+    said = 'print(\'{"missing": "no such package", "hint": "get it"}\')'
+    worker = Worker([sys.executable, "-S", "-c", said], tmp_path / "log", {})
+    with pytest.raises(MissingError, match="no such package") as caught:
+        worker.hear(10)
+    assert caught.value.hint == "get it"
+    worker.close()
+
+
+def test_no_framework_is_loaded_by_the_tool():
+    code = (
+        "import sys, halfstep.tools.bench, halfstep.tools.bars, halfstep.report.race\n"
+        "assert not {'torch', 'jax', 'mlx', 'numpy'} & set(sys.modules), 'a framework'\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_real_workers(text):
+    pytest.importorskip("torch")
+    result = bench.run(["fp32", "autocast"], source=str(text), device="cpu", rounds=2, steps=2, **SMALL)
+    assert (result.device, result.kind, result.rounds) == ("CPU", "cpu", 2)
+    fp32, autocast = result.arms
+    assert (fp32.failed, autocast.failed) == ("", "")
+    assert fp32.losses[0] == pytest.approx(np.log(256), rel=0.05)
+    # The same weights and batches: what differs is bf16, which has 8 bits.
+    assert fp32.losses == pytest.approx(autocast.losses, rel=2**-8)
+    assert fp32.losses != autocast.losses
+    assert fp32.losses[-1] < fp32.losses[0]
+    assert fp32.held_out == pytest.approx(autocast.held_out, rel=2**-8)
+    assert all(seconds > 0 for arm in result.arms for seconds in arm.seconds)
+    assert len(result.ceiling) == 2
+    assert fp32.memory is None
+
+
+def test_a_real_worker_refuses_a_device_that_is_not_there(text):
+    torch = pytest.importorskip("torch")
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    with pytest.raises(HalfstepError, match="there is no NVIDIA GPU here to race on") as caught:
+        bench.run(["fp32"], source=str(text), **SMALL)
+    assert "--device cpu" in caught.value.hint

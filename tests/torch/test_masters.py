@@ -1,0 +1,172 @@
+"""Masters: from how they are held to fp32 and back, averages, and what a skipped step gives back."""
+
+import pytest
+import torch
+from torch import nn
+
+from halfstep.core.errors import HalfstepError
+from halfstep.core.formats import BF16, FP32
+from halfstep.core.roles import Param
+from halfstep.torch.cast import split
+from halfstep.torch.masters import Averages, Masters, Statistics
+
+COUNT = torch.ones((), dtype=torch.int32)
+
+
+def draw(*shape, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def halves(seed=0):
+    """A parameter that is the half of a split master, its masters, and the number that both stand for."""
+    number = draw(5, 7, seed=seed)
+    hi, lo = split(number)
+    p = nn.Parameter(hi)
+    return p, Masters({p: "w"}, {"w": Param(FP32, split=True)}, {"w": lo}), number
+
+
+def rounded(param, dtype=torch.bfloat16):
+    p = nn.Parameter(draw(64, 8).bfloat16().to(dtype))
+    return p, Masters({p: "w"}, {"w": param}, seed=3)
+
+
+def test_a_whole_master_is_the_parameter_itself():
+    p = nn.Parameter(draw(3))
+    assert Masters({p: "w"}).wide([p])[0] is p
+
+
+def test_a_split_master_is_exact_and_written_in_place():
+    p, masters, number = halves()
+    hi, lo = p.data_ptr(), masters.remainders["w"].data_ptr()
+    assert torch.equal(masters.wide([p])[0], number)
+    other = draw(5, 7, seed=1)
+    masters.put([p], [other], [COUNT])
+    assert torch.equal(masters.wide([p])[0], other)
+    assert torch.equal(p, split(other)[0])
+    assert (p.data_ptr(), masters.remainders["w"].data_ptr()) == (hi, lo)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_bf16_master_is_rounded_back_to_nearest(dtype):
+    p, masters = rounded(Param(BF16), dtype)
+    new = draw(64, 8, seed=1)
+    wide = masters.wide([p])[0]
+    assert wide.dtype == torch.float32
+    assert wide.data_ptr() != p.data_ptr()
+    masters.put([p], [new], [COUNT])
+    assert p.dtype == dtype
+    assert torch.equal(p.float(), new.bfloat16().float())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_stochastic_rounding_is_a_function_of_seed_update_and_name(dtype):
+    def stored(seed=3, name="w", count=1):
+        p = nn.Parameter(torch.zeros(64, 8, dtype=dtype))
+        masters = Masters({p: name}, {name: Param(BF16, stochastic=True)}, seed=seed)
+        masters.put([p], [draw(64, 8, seed=1)], [torch.tensor(count, dtype=torch.int32)])
+        return p.detach().float()
+
+    first = stored()
+    assert torch.equal(first, stored())
+    assert torch.equal(first, first.bfloat16().float())
+    for other in (stored(seed=4), stored(name="v"), stored(count=2)):
+        assert 0.2 < float((first != other).float().mean()) < 0.8  # half of them, were all as likely either way
+
+
+def test_inside_the_seam_the_parameter_is_its_fp32_master_and_after_it_is_held_again():
+    p, masters, number = halves()
+    identity = id(p)
+    with masters.opened([p], COUNT):
+        assert p.dtype == torch.float32
+        assert torch.equal(p, number)
+        p.data.mul_(3)
+    assert p.dtype == torch.bfloat16
+    assert id(p) == identity
+    assert torch.equal(masters.wide([p])[0], number * 3)
+
+
+def test_an_error_inside_the_seam_leaves_everything_as_it_was():
+    p, masters, number = halves()
+    before = p.data_ptr()
+
+    def fail():
+        p.data.mul_(3)
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError), masters.opened([p], COUNT):
+        fail()
+    assert p.dtype == torch.bfloat16
+    assert p.data_ptr() == before
+    assert torch.equal(masters.wide([p])[0], number)
+
+
+def test_the_seam_takes_a_tensor_that_the_optimizer_put_in_its_place():
+    p, masters, number = halves()
+    with masters.opened([p], COUNT):
+        p.data = p.data + 1
+    assert torch.equal(masters.wide([p])[0], number + 1)
+
+
+def test_averages_follow_applied_updates_alone():
+    p, masters, number = halves()
+    averages = Averages(masters, [p], 0.75)
+    assert torch.equal(averages.named()["w"], number)
+    new = number + 4
+    masters.put([p], [new], [COUNT])
+    averages.update(torch.zeros(()))
+    assert torch.equal(averages.named()["w"], number)
+    averages.update(torch.ones(()))
+    assert torch.equal(averages.named()["w"], number + 0.25 * (new - number))
+
+
+@pytest.mark.parametrize("held", ["split", "fp32", "bf16"])
+def test_averages_are_used_as_masters_are_held_and_the_masters_come_back_exactly(held):
+    if held == "split":
+        p, masters, _ = halves()
+    elif held == "bf16":
+        p, masters = rounded(Param(BF16))
+    else:
+        p = nn.Parameter(draw(5, 7))
+        masters = Masters({p: "w"})
+    averages = Averages(masters, [p], 0.5)
+    masters.assign([p], [draw(*p.shape, seed=9)], COUNT)
+    averages.update(torch.ones(()))
+    average, before = averages.named()["w"].clone(), p.detach().clone()
+    remainder = masters.remainders["w"].clone() if held == "split" else None
+    with averages.used(COUNT):
+        assert p.dtype == before.dtype
+        expected = {"split": split(average)[0], "fp32": average, "bf16": average.bfloat16()}[held]
+        assert torch.equal(p, expected)
+        assert not torch.equal(p, before)
+    assert torch.equal(p, before)
+    assert remainder is None or torch.equal(masters.remainders["w"], remainder)
+
+
+@pytest.mark.parametrize("decay", [1.0, -0.5, 2.0, float("nan")])
+def test_a_decay_that_averages_nothing_is_refused(decay):
+    p = nn.Parameter(draw(3))
+    with pytest.raises(HalfstepError, match="between 0 and 1"):
+        Averages(Masters({p: "w"}), [p], decay)
+
+
+def test_buffers_that_a_skipped_step_wrote_come_back():
+    model = nn.BatchNorm1d(4)
+    statistics = Statistics(model)
+    model(draw(8, 4))
+    statistics.settle(torch.tensor(True))
+    kept = {name: b.clone() for name, b in model.named_buffers()}
+    assert int(kept["num_batches_tracked"]) == 1
+    model(draw(8, 4) * float("nan"))
+    assert not model.running_mean.isfinite().any()
+    statistics.settle(torch.tensor(False))
+    assert all(torch.equal(b, kept[name]) for name, b in model.named_buffers())
+
+
+def test_buffers_that_the_user_wrote_before_a_step_are_what_it_gives_back():
+    model = nn.BatchNorm1d(4)
+    statistics = Statistics(model)
+    model.running_mean.fill_(5.0)
+    statistics.remember()
+    model(draw(8, 4) * float("nan"))
+    statistics.settle(torch.tensor(False))
+    assert torch.equal(model.running_mean, torch.full((4,), 5.0))

@@ -1,0 +1,248 @@
+"""The recipes of the race: one model, one start, the same data; clipping and the finite check in each."""
+
+import ast
+import json
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from halfstep.core.errors import HalfstepError
+from halfstep.torch import race
+from halfstep.torch.race import ARMS, CEILING, CLIP_NORM, Setting, arms, worker
+from halfstep.torch.race.model import GPT2
+
+CPU = torch.device("cpu")
+# Where each recipe is far from fp32 by its format alone; fp32 itself is not far from itself.
+BF16, FP16 = 2**-8, 2**-11
+PEERS = {"accelerate": "accelerate", "fabric": "lightning", "hf": "transformers"}
+
+
+def setting(arm, tmp_path=None, **changed):
+    fields = {
+        "arm": arm,
+        "device": "cpu",
+        "layers": 2,
+        "width": 32,
+        "heads": 2,
+        "vocabulary": 256,
+        "context": 16,
+        "batch": 4,
+        "micro_batches": 1,
+        "compile": False,
+        "seed": 7,
+        "tokens": "",
+        "held_out": "",
+    }
+    return Setting(**fields | changed)
+
+
+def make(name, **changed):
+    for package in [PEERS[name]] if name in PEERS else []:
+        if find_spec(package) is None:
+            pytest.skip(f"{package} is not installed")
+    if name == "accelerate":  # its state is one of the process, and here the process has several
+        from accelerate.state import AcceleratorState, GradientState
+
+        AcceleratorState._reset_state(reset_partial_state=True)
+        GradientState._reset_state()
+    try:
+        return arms.MAKERS[name](setting(name, **changed), CPU, False)
+    except arms.MissingError as error:
+        pytest.skip(error.message)
+
+
+def batch(seed=0, size=4):
+    tokens = torch.randint(0, 256, (size, 17), generator=torch.Generator().manual_seed(seed))
+    return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+
+
+def listen(arm, norms):
+    """Writes down the norm of each update of a run."""
+    step = arm.run.step
+
+    def listened(*given):
+        result = step(*given)
+        norms.append(float(result.grad_norm))
+        return result
+
+    arm.run.step = listened
+
+
+def weights(arm):
+    return [p.detach().clone() for p in arm.model.parameters()]
+
+
+def test_every_arm_is_told_of_and_can_be_made():
+    assert list(arms.MAKERS) == list(ARMS)
+    assert {name for name, recipe in ARMS.items() if recipe.ours} == {
+        name for name, maker in arms.MAKERS.items() if issubclass(maker, arms.Halfstep)
+    }
+    assert {name: ARMS[name].package for name in ARMS if ARMS[name].package} == PEERS
+
+
+def test_the_model_was_written_without_halfstep_in_mind():
+    tree = ast.parse(Path(race.__file__).with_name("model.py").read_text())
+    found = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
+    found |= {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
+    assert found == {"torch", "torch.nn"}
+
+
+def test_the_model_is_gpt2_of_124_million():
+    with torch.device("meta"):
+        model = GPT2(layers=12, width=768, heads=12, vocabulary=50304, context=1024)
+    # OpenAI's 124,439,808, and the rows that pad 50,257 tokens to 50,304.
+    assert sum(p.numel() for p in model.parameters()) == 124_439_808 + (50304 - 50257) * 768
+    assert model.lm_head.weight is model.wte.weight
+
+
+@pytest.mark.parametrize("name", ARMS)
+def test_all_begin_with_the_same_loss_and_learn(name):
+    reference = make("fp32")
+    arm = make(name)
+    first, again = [float(arm.step([batch()])) for _ in range(2)]
+    bound = FP16 if "fp16" in name else 0.0 if name == "fp32" else BF16
+    expected = float(reference.step([batch()]))
+    assert first == pytest.approx(expected, rel=bound, abs=0)
+    assert (first == expected) == (name == "fp32")  # what says that it computes in less does
+    assert again < first
+    assert float(arm.evaluate(batch())) < again
+
+
+@pytest.mark.parametrize("name", ARMS)
+def test_a_step_that_is_not_finite_changes_nothing(name):
+    arm = make(name)
+    arm.step([batch()])  # moments are there
+    before, forward = weights(arm), arm.forward
+    arm.forward = lambda *batch: forward(*batch) * torch.inf
+    arm.step([batch()])
+    assert all(torch.equal(old, new) for old, new in zip(before, weights(arm), strict=True))
+    arm.forward = forward
+    assert torch.isfinite(arm.step([batch()]))
+    assert not all(torch.equal(old, new) for old, new in zip(before, weights(arm), strict=True))
+
+
+@pytest.mark.parametrize("name", ARMS)
+def test_micro_batches_are_one_update_of_their_mean(name, monkeypatch):
+    norms = []
+    monkeypatch.setattr(arms, "_found_inf", lambda norm: (norms.append(float(norm)), torch.zeros(()))[1])
+    inputs, targets = batch(size=8)
+    halves = [(inputs[:4], targets[:4]), (inputs[4:], targets[4:])]
+    losses, moved = [], []
+    for given in ([(inputs, targets)], halves):
+        arm = make(name, micro_batches=len(given))
+        before = weights(arm)
+        if ARMS[name].ours:
+            listen(arm, norms)
+        losses.append(float(arm.step(given)))
+        moved.append([(new - old).sign() for old, new in zip(before, weights(arm), strict=True)])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5 if name == "fp32" else BF16)
+    # Adam's first update has the size of the rate and the sign of the gradient, whatever the gradient's size.
+    same = [(one == other).float().mean() for one, other in zip(*moved, strict=True)]
+    assert min(same) > 0.9
+    if name != "autocast-fp16":  # whose scaler looks at the gradients itself
+        assert norms[0] == pytest.approx(norms[1], rel=2**-6)
+
+
+@pytest.mark.parametrize("name", ["fp32", "autocast-fp16"])
+def test_a_gradient_is_unscaled_and_then_clipped_to_the_norm(name):
+    seen = []
+    arm = make(name)
+    arm.scaler = torch.amp.GradScaler("cpu", init_scale=256.0)  # ten times the loss is too much for 65536
+    step, forward = arm.optimizer.step, arm.forward
+
+    def looked():
+        assert getattr(arm.optimizer, "grad_scale", None) is None  # nothing is left to unscale
+        seen.extend(p.grad.norm() for p in arm.model.parameters())
+        step()
+
+    arm.optimizer.step = looked
+    arm.forward = lambda *batch: forward(*batch) * 10
+    arm.step([batch()])
+    assert float(torch.stack(seen).norm()) == pytest.approx(CLIP_NORM, rel=1e-4)
+
+
+def test_the_model_of_transformers_has_the_same_weights():
+    theirs, ours = make("hf").model, make("fp32").model
+    with torch.no_grad():
+        assert float(theirs(*batch())) == pytest.approx(float(ours(*batch())), rel=1e-6)
+    assert sum(p.numel() for p in theirs.parameters()) == sum(p.numel() for p in ours.parameters())
+
+
+def test_a_package_that_is_not_there_is_missing_and_not_replaced(monkeypatch):
+    monkeypatch.setattr(arms, "find_spec", lambda name: None)
+    for name, package in PEERS.items():
+        with pytest.raises(arms.MissingError, match=f"{package} is not installed") as caught:
+            arms.MAKERS[name](setting(name), CPU, False)
+        assert caught.value.hint == f"pip install {package}"
+    with pytest.raises(arms.MissingError, match="TF32 is a format of NVIDIA's GPUs"):
+        arms.MAKERS["tf32"](setting("tf32"), CPU, False)
+
+
+@pytest.fixture
+def files(tmp_path):
+    tokens, held_out = tmp_path / "tokens.npy", tmp_path / "held_out.npy"
+    draw = np.random.default_rng(0)
+    np.save(tokens, draw.integers(0, 256, (20, 1, 4, 17)).astype(np.uint16))
+    np.save(held_out, draw.integers(0, 256, (6, 17)).astype(np.uint16))
+    return {"tokens": str(tokens), "held_out": str(held_out)}
+
+
+def test_a_worker_goes_through_the_data_once(files):
+    racer, hello = worker.start(setting("fp32", batch=16, **files))  # 16: held-out text in fours
+    assert (hello["device"], hello["kind"], hello["compiled"]) == ("CPU", "cpu", False)
+    answers = [racer.train(3), racer.train(2)]
+    by_hand = make("fp32")
+    expected = []
+    for update in np.load(files["tokens"])[:7]:
+        tokens = torch.from_numpy(update[0].astype(np.int64))
+        expected.append(float(by_hand.step([(tokens[:, :-1], tokens[:, 1:])])))
+    assert answers[0]["losses"] + answers[1]["losses"] == expected
+    assert all(answer["seconds"] > 0 for answer in answers)
+    windows = torch.from_numpy(np.load(files["held_out"]).astype(np.int64))
+    mean = by_hand.evaluate((windows[:, :-1], windows[:, 1:]))
+    assert racer.finish()["held_out"] == pytest.approx(float(mean), rel=1e-6)
+
+
+def test_the_ceiling_is_a_racer(files):
+    racer, hello = worker.start(setting(CEILING, **files))
+    assert hello["versions"] == {"torch": torch.__version__}
+    assert racer.train(1)["flops"] > 0
+    assert racer.finish() == {}
+
+
+@pytest.mark.parametrize(
+    ("device", "said"),
+    [("toaster", "`toaster` is no torch device"), ("meta", "the race runs on `cuda` or `cpu`, not on `meta`")],
+)
+def test_a_device_that_cannot_be_raced_on(device, said):
+    with pytest.raises(HalfstepError, match=said):
+        worker.start(setting("fp32", device=device))
+
+
+def test_what_others_print_does_not_come_between_the_answers(files):
+    code = (
+        "import sys\nfrom halfstep.torch.race import worker\n"
+        "start = worker.start\n"
+        "def loud(setting):\n    print('hello from a library')\n    return start(setting)\n"
+        "worker.start = loud\n"
+        "sys.exit(worker.main(sys.argv[1]))\n"
+    )
+    given = json.dumps(vars(setting(CEILING, **files)))
+    done = subprocess.run(
+        [sys.executable, "-c", code, given], input='{"do": "finish"}\n', capture_output=True, text=True, check=True
+    )
+    assert [json.loads(line) for line in done.stdout.splitlines()][1:] == [{}]
+    assert "hello from a library" in done.stderr
+
+
+def test_an_error_is_told_in_a_line():
+    assert (
+        worker._told(RuntimeError("CUDA out of memory.\nTried to allocate\nmuch"))
+        == "RuntimeError: CUDA out of memory."
+    )
+    assert worker._told(ValueError("")) == "ValueError: no message"

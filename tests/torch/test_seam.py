@@ -1,0 +1,213 @@
+"""Any optimizer as a run steps it: which way it is told to skip, and what is refused."""
+
+import re
+
+import pytest
+import torch
+from torch import nn
+
+from halfstep.core.errors import HalfstepError
+from halfstep.core.formats import BF16, FP32
+from halfstep.core.roles import Param
+from halfstep.torch.cast import split
+from halfstep.torch.masters import Masters
+from halfstep.torch.optim import AdamW
+from halfstep.torch.seam import Asked, Ours, Told, Undone, check_optimizers, driver_of, label
+
+COUNT = torch.ones((), dtype=torch.int32)
+FINE, BAD = torch.zeros(()), torch.ones(())
+
+
+def draw(*shape, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def whole():
+    p = nn.Parameter(draw(6, 4))
+    return p, Masters({p: "w"}, {"w": Param(FP32)})
+
+
+def half():
+    hi, lo = split(draw(6, 4))
+    p = nn.Parameter(hi)
+    p.grad_dtype = torch.float32
+    return p, Masters({p: "w"}, {"w": Param(FP32, split=True)}, {"w": lo})
+
+
+STOCK = {
+    "AdamW fused": (lambda p: torch.optim.AdamW([p], lr=0.01, fused=True), Told),
+    "AdamW foreach": (lambda p: torch.optim.AdamW([p], lr=0.01, foreach=True), Asked),
+    "AdamW plain": (lambda p: torch.optim.AdamW([p], lr=0.01, foreach=False), Asked),
+    "Adam amsgrad": (lambda p: torch.optim.Adam([p], lr=0.01, amsgrad=True, fused=True), Told),
+    "SGD": (lambda p: torch.optim.SGD([p], lr=0.01), Asked),
+    "SGD fused": (lambda p: torch.optim.SGD([p], lr=0.01, momentum=0.9, fused=True), Told),
+    "Adagrad": (lambda p: torch.optim.Adagrad([p], lr=0.01), Asked),
+    "Adagrad fused": (lambda p: torch.optim.Adagrad([p], lr=0.01, fused=True), Told),
+    "Adafactor": (lambda p: torch.optim.Adafactor([p], lr=0.01), Asked),
+    "Muon": (lambda p: torch.optim.Muon([p], lr=0.01), Asked),
+    "NAdam": (lambda p: torch.optim.NAdam([p], lr=0.01), Asked),
+    "RAdam": (lambda p: torch.optim.RAdam([p], lr=0.01), Asked),
+    "RMSprop": (lambda p: torch.optim.RMSprop([p], lr=0.01, momentum=0.9), Asked),
+    "Rprop": (lambda p: torch.optim.Rprop([p], lr=0.01), Asked),
+    "Adadelta": (lambda p: torch.optim.Adadelta([p], lr=0.1), Asked),
+    "Adamax": (lambda p: torch.optim.Adamax([p], lr=0.01), Asked),
+    "ASGD": (lambda p: torch.optim.ASGD([p], lr=0.01), Asked),
+}
+
+
+@pytest.mark.parametrize("name", STOCK)
+def test_stock_optimizers_take_the_steps_of_fp32_on_split_masters_bit_for_bit(name):
+    """Against the optimizer alone on an fp32 parameter, with steps that are skipped: the first one is."""
+    make, way = STOCK[name]
+    p, masters = half()
+    plain = nn.Parameter(draw(6, 4))
+    driver, alone = driver_of(make(p), masters, {}), make(plain)
+    assert type(driver) is way
+    for step in range(12):
+        given = draw(6, 4, seed=step)
+        skipped = step in (0, 4)
+        driver.step({p: given * float("nan") if skipped else given.clone()}, BAD if skipped else FINE, COUNT)
+        p.grad = None
+        if not skipped:
+            plain.grad = given.clone()
+            alone.step()
+    assert p.dtype == torch.bfloat16
+    assert torch.equal(masters.wide([p])[0], plain)
+    ours, theirs = driver.optimizer.state[p], alone.state[plain]
+    assert all(torch.equal(torch.as_tensor(ours[key]), torch.as_tensor(theirs[key])) for key in theirs)
+
+
+def test_a_fused_sgd_whose_first_step_is_skipped_starts_from_no_momentum():
+    """torch allocates the momentum, its kernel does not write to it, and it is taken for written the next time."""
+    p, masters = whole()
+    driver = driver_of(torch.optim.SGD([p], lr=0.1, momentum=0.9, fused=True), masters, {})
+    driver.step({p: torch.full((6, 4), float("nan"))}, BAD, COUNT)
+    driver.step({p: torch.ones(6, 4)}, FINE, COUNT)
+    assert torch.equal(driver.optimizer.state[p]["momentum_buffer"], torch.ones(6, 4))
+    assert "first step" in driver.cost
+
+
+class Capturable(torch.optim.Adagrad):
+    """Keeps its count on the device, as those with capturable=True do on a GPU."""
+
+    def __init__(self, params):
+        super().__init__(params, lr=0.1)
+        self.defaults["capturable"] = True
+        for group in self.param_groups:
+            group["capturable"] = True
+
+
+Capturable.__module__ = "torch.optim.imagined"
+
+
+@pytest.mark.parametrize("made", [whole, half])
+def test_a_capturable_step_is_undone_where_it_must_be_skipped(made):
+    p, masters = made()
+    driver = driver_of(Capturable([p]), masters, {})
+    assert isinstance(driver, Undone)
+    for step in range(3):
+        driver.step({p: draw(6, 4, seed=step)}, FINE, COUNT)
+    state = driver.optimizer.state[p]
+    before = [masters.wide([p])[0].clone(), *(value.clone() for value in state.values())]
+    driver.step({p: torch.full((6, 4), float("nan"))}, BAD, COUNT)
+    after = [masters.wide([p])[0], *driver.optimizer.state[p].values()]
+    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+    driver.step({p: draw(6, 4, seed=9)}, FINE, COUNT)
+    assert not torch.equal(before[0], masters.wide([p])[0])
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_moments_are_stored_in_their_format_and_widened_for_the_step(fused):
+    p, masters = whole()
+    plain = nn.Parameter(p.detach().clone())
+    driver = driver_of(torch.optim.AdamW([p], lr=0.1, fused=fused), masters, {"w": BF16})
+    alone = torch.optim.AdamW([plain], lr=0.1, fused=fused)
+    for step in range(3):
+        driver.step({p: draw(6, 4, seed=step)}, FINE, COUNT)
+        plain.grad = draw(6, 4, seed=step)
+        alone.step()
+        for key in ("exp_avg", "exp_avg_sq"):
+            alone.state[plain][key] = alone.state[plain][key].bfloat16().float()
+            held = driver.optimizer.state[p][key]
+            assert held.dtype == torch.bfloat16
+            assert torch.equal(held.float(), alone.state[plain][key])
+    assert torch.equal(p, plain)
+
+
+def test_costs_and_names():
+    p, masters = whole()
+
+    def told(optimizer):
+        return f"{label(optimizer)}: {driver_of(optimizer, masters, {}).cost}"
+
+    assert told(AdamW([p])) == "AdamW (halfstep): no sync"
+    assert told(torch.optim.AdamW([p], fused=True)) == "AdamW (torch, fused): no sync"
+    assert told(torch.optim.Adagrad([p])).startswith("Adagrad (torch): one sync a step, because it cannot be told")
+    assert "fused=True" in told(torch.optim.SGD([p]))
+    assert "capturable=True" in told(torch.optim.NAdam([p]))
+    assert "would need none" not in told(torch.optim.Muon([p]))
+    mixed = torch.optim.SGD([{"params": [p], "fused": False}], lr=0.1, fused=True)
+    assert isinstance(driver_of(mixed, masters, {}), Asked)  # one group would not look at the flag
+    assert isinstance(driver_of(AdamW([p]), masters, {}), Ours)
+
+
+class Foreign(torch.optim.Optimizer):
+    """An optimizer of another project: SGD that replaces the data instead of changing them."""
+
+    def __init__(self, params):
+        super().__init__(params, {"lr": 0.5})
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.data = p.data - group["lr"] * p.grad
+
+
+@pytest.mark.parametrize("made", [whole, half])
+def test_optimizers_of_others_run_through_the_seam(made):
+    p, masters = made()
+    expected = masters.wide([p])[0].detach() - 0.5 * draw(6, 4, seed=5)
+    driver = driver_of(Foreign([p]), masters, {})
+    assert isinstance(driver, Asked)
+    driver.step({p: draw(6, 4, seed=5)}, FINE, COUNT)
+    assert torch.equal(masters.wide([p])[0], expected)
+
+
+class ScheduleFree(Foreign):
+    def train(self):
+        pass
+
+    def eval(self):
+        pass
+
+
+REFUSED = [
+    (lambda m: torch.optim.LBFGS(m.parameters()), "needs `closure`", "step\\(\\) takes nothing"),
+    (lambda m: torch.amp.GradScaler("cpu"), "GradScaler", "load_torch_amp"),
+    (lambda m: [torch.optim.SGD(m.parameters()), torch.amp.GradScaler("cpu")], "GradScaler", "bf16 needs none"),
+    (lambda m: "AdamW", "str is no torch.optim.Optimizer", "takes an optimizer"),
+    (lambda m: [], "no optimizer", "prepare"),
+    (lambda m: m.parameters(), "generator is no torch.optim.Optimizer", "takes an optimizer"),
+    (lambda m: torch.optim.SGD([nn.Parameter(torch.ones(3))]), r"shape \(3,\) that the model does not", "copied"),
+    (
+        lambda m: [torch.optim.SGD(m.parameters()), AdamW([m.bias])],
+        r"`bias` is held by SGD \(torch\) and again by AdamW \(halfstep\)",
+        "one optimizer",
+    ),
+    (lambda m: ScheduleFree(m.parameters()), "outside of step", "param=fp32"),
+    (lambda m: torch.optim.SGD([{"params": []}]), "hold no parameters", "model.parameters"),
+]
+
+
+@pytest.mark.parametrize(("given", "said", "hint"), REFUSED)
+def test_what_cannot_be_run_is_refused_with_the_remedy(given, said, hint):
+    model = nn.Linear(2, 3)
+    with pytest.raises(HalfstepError, match=said) as raised:
+        check_optimizers(given(model), model, narrow=True)
+    assert re.search(hint, raised.value.hint)
+
+
+def test_an_optimizer_that_moves_parameters_itself_is_fine_where_they_are_whole():
+    model = nn.Linear(2, 3)
+    assert check_optimizers(ScheduleFree(model.parameters()), model, narrow=False)
