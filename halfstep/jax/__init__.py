@@ -28,8 +28,10 @@ if TYPE_CHECKING:
     from halfstep.jax.step import State as State
     from halfstep.jax.step import StepResult as StepResult
     from halfstep.jax.step import Weighted as Weighted
+    from halfstep.jax.step import check as check
     from halfstep.jax.step import init as init
     from halfstep.jax.step import make_step as make_step
+    from halfstep.jax.step import summary as summary
 
 _HOMES = {
     "State": "halfstep.jax.step",
@@ -37,6 +39,7 @@ _HOMES = {
     "Weighted": "halfstep.jax.step",
     "attention": "halfstep.jax.layers",
     "casts_for": "halfstep.jax.layers",
+    "check": "halfstep.jax.step",
     "cross_entropy": "halfstep.jax.layers",
     "dot_general": "halfstep.jax.layers",
     "init": "halfstep.jax.step",
@@ -46,6 +49,7 @@ _HOMES = {
     "quantize": "halfstep.jax.cast",
     "rms_norm": "halfstep.jax.layers",
     "softmax": "halfstep.jax.layers",
+    "summary": "halfstep.jax.step",
 }
 
 __all__ = list(_HOMES)

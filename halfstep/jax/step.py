@@ -35,7 +35,7 @@ import jax.numpy as jnp
 import optax  # type: ignore[import-untyped]
 from jax import Array, lax
 
-from halfstep.core.errors import HalfstepError, PolicyError, ScalingError
+from halfstep.core.errors import HalfstepError, ScalingError
 from halfstep.core.formats import FP32, Format
 from halfstep.core.philox import tensor_id
 from halfstep.core.policy import Policy
@@ -43,7 +43,8 @@ from halfstep.core.rounding import Rounding
 from halfstep.core.scaling import ScaleState
 from halfstep.jax.apply import Applied, Leaves, apply
 from halfstep.jax.cast import carried, quantize, random_bits
-from halfstep.jax.dtypes import dtype_of, format_of
+from halfstep.jax.checks import check_leading, check_loss, check_optimizer, check_settings, parsed
+from halfstep.jax.dtypes import dtype_of
 from halfstep.jax.interpret import cast_inside, checked
 from halfstep.jax.layers import COMPILER_OPTIONS
 
@@ -108,8 +109,8 @@ def init(
     names: Sequence[str] = (),
 ) -> State:
     """The first state. Parameters are copied, so the state may be donated; `names` are modules without any."""
-    policy = _parsed(policy)
-    _check_settings(optimizer)
+    policy = parsed(policy)
+    check_settings(optimizer)
     applied = apply(params, policy, names)
     leaves = Leaves(params)
 
@@ -155,7 +156,7 @@ def make_step(
     The function below the jit is `step.__wrapped__`: pure, for use inside another jit or scan. The outermost jit
     should then be given `layers.COMPILER_OPTIONS`, without which XLA may keep more precision than is asked for.
     """
-    _check_settings(optimizer, clip_norm, micro_batches)
+    check_settings(optimizer, clip_norm, micro_batches)
     form = _Form(loss_fn, cast, cast_batch)
     stepper = optax.with_extra_args_support(optimizer)
 
@@ -164,7 +165,7 @@ def make_step(
         with jax.default_matmul_precision("highest"):
             leaves = Leaves(state.params)
             applied = apply(state.params, state.policy, state.names)
-            _check_optimizer(optimizer, leaves, state)
+            check_optimizer(optimizer, leaves, state.opt_state)
             sums, aux = _accumulated(form, leaves, applied, state.scale.scale, batch, rng, micro_batches)
             return _updated(state, leaves, applied, stepper, sums, aux, clip_norm)
 
@@ -229,7 +230,7 @@ def _accumulated(
     if count is None:
         sums, _, aux = micro_batch(jnp.zeros(()), batch, rng)
         return sums, aux
-    _check_leading(batch, count)
+    check_leading(batch, count)
 
     def body(carry: tuple[_Sum, Array], inputs: tuple[Array, Any]) -> tuple[tuple[_Sum, Array], Any]:
         sums, first = carry
@@ -254,7 +255,7 @@ def _loss(
         given, shape = cast_inside(form.loss_fn, leaves, applied, masters, rest, cast_batch=form.cast_batch)
     else:
         given, shape = checked(form.loss_fn, leaves, applied, masters, rest)
-    _check_loss(shape, applied.policy)
+    check_loss(shape, applied.policy)
     loss, aux = given if isinstance(given, tuple) else (given, None)
     if isinstance(loss, Weighted):
         weight = lax.stop_gradient(jnp.asarray(loss.weight, jnp.float32))
@@ -356,75 +357,6 @@ def _narrowed(x: Array, fmt: Format) -> Array:
 def _widened(x: Array, fmt: Format) -> Array:
     """A moment as the optimizer sees it."""
     return x.astype(jnp.float32)
-
-
-def _check_loss(given: Any, policy: Policy) -> None:
-    """Refuses what is no loss: `given` is what the loss function returns, as shapes and dtypes."""
-    loss = given[0] if isinstance(given, tuple) and len(given) == 2 else given
-    if isinstance(loss, Weighted):
-        if jnp.shape(loss.weight) != ():
-            raise HalfstepError(
-                f"the weight of a loss is one number, and the loss function gave shape {jnp.shape(loss.weight)}",
-                hint="sum it: Weighted(losses.sum(), mask.sum())",
-            )
-        loss = loss.total
-    shape, dtype = getattr(loss, "shape", None), getattr(loss, "dtype", None)
-    if dtype is None or shape != () or not jnp.issubdtype(dtype, jnp.floating):
-        told = type(loss).__name__ if dtype is None else f"{dtype} of shape {shape}"
-        raise HalfstepError(
-            f"the loss function gave {told}; a loss is one floating scalar",
-            hint="return its mean, or Weighted(sum, count), or either in a tuple with something else: (loss, aux)",
-        )
-    if dtype not in (jnp.float32, dtype_of(policy.loss)):
-        raise PolicyError(
-            f"the loss is {dtype}, and the policy says loss={policy.loss}",
-            hint="return it in fp32: convert predictions with `.astype(jnp.float32)` before the loss; or accept "
-            f"it with `loss={format_of(dtype)}`",
-        )
-
-
-def _parsed(policy: Policy | str) -> Policy:
-    if isinstance(policy, str):
-        return Policy.parse(policy)
-    if not isinstance(policy, Policy):
-        raise PolicyError(f"the policy is a {type(policy).__name__}", hint="a Policy, or its text: `bf16-mixed`")
-    return policy
-
-
-def _check_settings(optimizer: Any, clip_norm: float = 0.0, micro_batches: int | None = None) -> None:
-    if not (hasattr(optimizer, "init") and hasattr(optimizer, "update")):
-        raise HalfstepError(
-            f"the optimizer is a {type(optimizer).__name__}, no optax transform", hint="as optax.adamw(1e-3)"
-        )
-    if not clip_norm >= 0.0:
-        raise HalfstepError(f"clip_norm={clip_norm!r}: a norm is not negative", hint="0 clips nothing")
-    if micro_batches is not None and (isinstance(micro_batches, bool) or micro_batches < 1):
-        raise HalfstepError(
-            f"micro_batches={micro_batches!r}: an update has one at least",
-            hint="None takes the batch as it is; n takes every leaf along a leading axis of n",
-        )
-
-
-def _check_optimizer(optimizer: optax.GradientTransformation, leaves: Leaves, state: State) -> None:
-    """Refuses a state whose optimizer was another: optax transforms read their state as they find it."""
-    wide = {name: jax.ShapeDtypeStruct(leaf.shape, jnp.float32) for name, leaf in leaves.trained.items()}
-    expected: Any = jax.tree.structure(jax.eval_shape(optimizer.init, leaves.bare(wide)))
-    if expected != jax.tree.structure(state.opt_state):
-        raise HalfstepError(
-            "the state was made with another optimizer than the step",
-            hint="give init and make_step the same transform",
-        )
-
-
-def _check_leading(batch: Any, count: int) -> None:
-    for path, leaf in jax.tree_util.tree_leaves_with_path(batch):
-        if jnp.ndim(leaf) == 0 or jnp.shape(leaf)[0] != count:
-            where = jax.tree_util.keystr(path, simple=True, separator=".")
-            told = f"leaf `{where}` of the batch" if where else "the batch"
-            raise HalfstepError(
-                f"{told} has shape {jnp.shape(leaf)}, and there are {count} micro-batches",
-                hint=f"every leaf of the batch needs a leading axis of {count}",
-            )
 
 
 def _copied(leaf: Any) -> Array:

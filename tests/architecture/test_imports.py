@@ -26,6 +26,8 @@ CORE_MAY = {"numpy", "halfstep"}
 ONE_BACKEND_ONLY: dict[str, str] = {
     "interpret.py": "JAX: a loss function is opaque, so its jaxpr is evaluated by policy",
     "primitives.py": "JAX: what the interpreter knows of primitives",
+    "lazy.py": "JAX: a parameter that is cast where it is used, for the interpreter",
+    "checks.py": "JAX: a step is made of what users hand over, and traced before it runs",
     "matmul.py": "torch, JAX: the matmuls outgrew layers.py; MLX's have fewer forms",
     "masters.py": "torch, MLX: masters stand beside the model; in JAX they are the state's own pytree",
     "modules.py": "torch, MLX: modules of others change their class; JAX has functions instead",
