@@ -236,6 +236,15 @@ class Spelling:
         return table
 
 
+def as_policy(given: "Policy | str") -> Policy:
+    """A policy, or what its text says."""
+    if isinstance(given, str):
+        return Policy.parse(given)
+    if not isinstance(given, Policy):
+        raise PolicyError(f"the policy is a {type(given).__name__}", hint="a Policy, or its text: `bf16-mixed`")
+    return given
+
+
 def read(text: str) -> Spelling:
     """Reads the text form without building the policy; `auto` is accepted as a base."""
     first, *rest = text.split(";")

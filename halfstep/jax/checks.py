@@ -37,15 +37,6 @@ def check_loss(given: Any, policy: Policy) -> None:
         )
 
 
-def parsed(policy: Policy | str) -> Policy:
-    """A policy, or what its text says."""
-    if isinstance(policy, str):
-        return Policy.parse(policy)
-    if not isinstance(policy, Policy):
-        raise PolicyError(f"the policy is a {type(policy).__name__}", hint="a Policy, or its text: `bf16-mixed`")
-    return policy
-
-
 def check_settings(optimizer: Any, clip_norm: float = 0.0, micro_batches: int | None = None) -> None:
     """Refuses what no step can be made of."""
     if not (hasattr(optimizer, "init") and hasattr(optimizer, "update")):

@@ -31,7 +31,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from halfstep.core.formats import BF16, FP16, FP32, Format
-from halfstep.core.policy import Policy
+from halfstep.core.policy import Policy, as_policy
 from halfstep.core.precision import Precision, base_precision
 from halfstep.jax.cast import carried
 from halfstep.jax.dtypes import as_device, describe, dtype_of
@@ -50,7 +50,7 @@ undone soon after, and on a GPU then stores fp32 activations (GPT-2 124M, H200: 
 
 def casts_for(policy: Policy | str) -> Casts:
     """What a policy means where no rule applies."""
-    return casts_of(base_precision(Policy.parse(policy) if isinstance(policy, str) else policy))
+    return casts_of(base_precision(as_policy(policy)))
 
 
 def enter(x: Array, casts: Casts) -> Array:

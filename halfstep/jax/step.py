@@ -38,12 +38,12 @@ from jax import Array, lax
 from halfstep.core.errors import HalfstepError, ScalingError
 from halfstep.core.formats import FP32, Format
 from halfstep.core.philox import tensor_id
-from halfstep.core.policy import Policy
+from halfstep.core.policy import Policy, as_policy
 from halfstep.core.rounding import Rounding
 from halfstep.core.scaling import ScaleState
 from halfstep.jax.apply import Applied, Leaves, apply
 from halfstep.jax.cast import carried, quantize, random_bits
-from halfstep.jax.checks import check_leading, check_loss, check_optimizer, check_settings, parsed
+from halfstep.jax.checks import check_leading, check_loss, check_optimizer, check_settings
 from halfstep.jax.dtypes import dtype_of
 from halfstep.jax.interpret import cast_inside, checked
 from halfstep.jax.layers import COMPILER_OPTIONS
@@ -109,7 +109,7 @@ def init(
     names: Sequence[str] = (),
 ) -> State:
     """The first state. Parameters are copied, so the state may be donated; `names` are modules without any."""
-    policy = parsed(policy)
+    policy = as_policy(policy)
     check_settings(optimizer)
     applied = apply(params, policy, names)
     leaves = Leaves(params)

@@ -39,7 +39,7 @@ from mlx.utils import tree_flatten, tree_unflatten
 
 from halfstep.core.errors import HalfstepError, PolicyError, ScalingError
 from halfstep.core.formats import FP32
-from halfstep.core.policy import Policy
+from halfstep.core.policy import Policy, as_policy
 from halfstep.core.roles import print_value
 from halfstep.core.scaling import ScaleState
 from halfstep.mlx.apply import Applied, Place, apply, arrays, public, restore, trainable
@@ -93,7 +93,7 @@ def prepare(
     `compile`: True compiles the step, or says why it cannot; None does so on a GPU. Hand `step` the same `loss_fn`
     each time then: another one is compiled again.
     """
-    policy = Policy.parse(policy) if isinstance(policy, str) else policy
+    policy = as_policy(policy)
     if not clip_norm >= 0.0:
         raise HalfstepError(f"clip_norm={clip_norm!r}: a norm is not negative", hint="0 clips nothing")
     for given, kind, word in ((model, Module, "model"), (optimizer, mlx.optimizers.Optimizer, "optimizer")):
@@ -155,6 +155,11 @@ class Run:
 
     def step(self, loss_fn: LossFn, micro_batches: Iterable[Any]) -> StepResult:
         """One update from micro-batches; `loss_fn` gives a mean loss, or (sum of losses, number of tokens)."""
+        if isinstance(micro_batches, mx.array | dict):
+            raise HalfstepError(
+                f"micro_batches is a {type(micro_batches).__name__}: its rows or keys would be taken for batches",
+                hint="put the one batch into a list: run.step(loss_fn, [batch])",
+            )
         differentiate = self.value_and_grad(loss_fn)
         for batch in micro_batches:
             self.accumulate(differentiate(batch)[1])
@@ -307,7 +312,7 @@ class Run:
         def scaled(used: dict[str, mx.array], batch: Any, scale: mx.array) -> tuple[mx.array, ...]:
             self.masters.put(used)
             given = loss_fn(self.model, batch)
-            total, weight = given if isinstance(given, tuple) else (given, 1.0)
+            total, weight = given if isinstance(given, tuple) and len(given) == 2 else (given, 1.0)
             weight = _checked_weight(weight)
             # No tokens, no gradient; 0 / 0 would spoil those of the other micro-batches.
             loss = _checked(total, self.policy).astype(mx.float32) / mx.where(weight == 0, 1.0, weight)
@@ -380,15 +385,23 @@ def to_compile(asked: bool | None) -> bool:
 
 
 def _checked_weight(weight: Any) -> mx.array:
-    if not isinstance(weight, mx.array) and not weight >= 0:
-        raise HalfstepError(f"weight={weight!r}: a number of tokens is not negative", hint="0 adds nothing")
+    if isinstance(weight, mx.array):
+        if weight.ndim:
+            raise HalfstepError(
+                f"the weight of a loss has the shape {weight.shape}; it must be one number", hint="sum the mask"
+            )
+    elif isinstance(weight, bool) or not isinstance(weight, int | float) or not weight >= 0:
+        raise HalfstepError(f"weight={weight!r}: it is a number of tokens, 0 or more", hint="0 adds nothing")
     return mx.array(weight).astype(mx.float32)
 
 
 def _checked(loss: mx.array, policy: Policy) -> mx.array:
-    if loss.ndim:
+    if not isinstance(loss, mx.array) or loss.ndim or not mx.issubdtype(loss.dtype, mx.floating):
+        found = isinstance(loss, mx.array)
+        told = f"{loss.dtype} of shape {loss.shape}" if found else f"a {type(loss).__name__}"
         raise HalfstepError(
-            f"the loss has the shape {loss.shape}; it must be one number", hint="take its mean, or (sum, count)"
+            f"the loss function gave {told}; a loss is one floating scalar",
+            hint="return its mean, or (sum, count)",
         )
     wanted = mx.float32 if policy.emulate else dtype_of(policy.loss)
     if loss.dtype.size < wanted.size:

@@ -36,7 +36,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from halfstep.core.formats import BF16, FP32, Format
-from halfstep.core.policy import Policy
+from halfstep.core.policy import Policy, as_policy
 from halfstep.core.precision import Precision, base_precision
 from halfstep.torch.cast import carried
 from halfstep.torch.dtypes import dtype_of
@@ -92,7 +92,7 @@ def casts_of(precision: Precision) -> Casts:
 
 def casts_for(policy: Policy | str) -> Casts:
     """What a policy means where no rule applies."""
-    return casts_of(base_precision(Policy.parse(policy) if isinstance(policy, str) else policy))
+    return casts_of(base_precision(as_policy(policy)))
 
 
 class Layer(Holder):

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from halfstep.core.errors import HalfstepError, ScalingError
 from halfstep.core.formats import FP32
-from halfstep.core.policy import Policy
+from halfstep.core.policy import Policy, as_policy
 from halfstep.core.roles import Param
 from halfstep.core.scaling import DynamicScale, ScaleState
 from halfstep.torch import blame, state
@@ -67,7 +67,7 @@ def prepare(
     Gradients that are left from before are dropped: nobody knows their scale. `seed` is for stochastic rounding;
     all replicas must agree on it. `ema` is the decay of an average of the masters, 0 for none.
     """
-    policy = Policy.parse(policy) if isinstance(policy, str) else policy
+    policy = as_policy(policy)
     check_model(model)
     if not clip_norm >= 0.0:
         raise HalfstepError(f"clip_norm={clip_norm!r}: a norm is not negative", hint="0 clips nothing")

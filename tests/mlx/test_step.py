@@ -466,3 +466,34 @@ def test_a_model_that_changed_since_is_refused(change):
     change(r.model)
     with pytest.raises(HalfstepError, match=r"changed since .*`layers\.0"):
         r.step(squares, [data(4)])
+
+
+@pytest.mark.parametrize(
+    ("loss", "said"),
+    [
+        (lambda m, x: 1.0, "a float"),
+        (lambda m, x: None, "a NoneType"),
+        (lambda m, x: mx.array(1), "int32"),
+        (lambda m, x: m(x), "of shape"),
+        (lambda m, x: (m(x).sum(), 1, 2), "a tuple"),
+        (lambda m, x: (m(x).sum(), mx.ones((3,))), "weight of a loss"),
+        (lambda m, x: (m(x).sum(), "a"), "number of tokens"),
+        (lambda m, x: (m(x).sum(), -1), "number of tokens"),
+    ],
+)
+def test_what_is_no_loss_is_refused(loss, said):
+    run = prepare(nn.Linear(2, 2), mlx.optimizers.SGD(learning_rate=0.1), "bf16-mixed")
+    with pytest.raises(HalfstepError, match=said):
+        run.step(loss, [mx.ones((3, 2))])
+
+
+@pytest.mark.parametrize("batches", [mx.ones((3, 2)), {"x": mx.ones((3, 2))}])
+def test_one_batch_is_not_taken_for_several(batches):
+    run = prepare(nn.Linear(2, 2), mlx.optimizers.SGD(learning_rate=0.1), "bf16-mixed")
+    with pytest.raises(HalfstepError, match=r"\[batch\]"):
+        run.step(lambda m, x: m(x).sum(), batches)
+
+
+def test_a_policy_is_a_policy_or_its_text():
+    with pytest.raises(PolicyError, match="is a int"):
+        prepare(nn.Linear(2, 2), mlx.optimizers.SGD(learning_rate=0.1), 3)
