@@ -172,7 +172,7 @@ def check_operand(eqn: Any, aval: Any, wanted: DType, *, ruled: bool, names: Seq
 
 def check_product(eqn: Any, names: Sequence[str], precision: Precision) -> None:
     """Refuses a product in which a parameter stands where an activation does, and would lose its wide gradient."""
-    lost = _lost(precision)
+    lost = lost_by(precision)
     if lost:
         raise PolicyError(
             f"`{eqn.primitive.name}` at {line_of(eqn)} multiplies `{names[0]}` by another parameter, and {lost} "
@@ -195,7 +195,7 @@ def check_convolution(eqn: Any, names: Sequence[str], precision: Precision) -> N
 
 def check_opaque(eqn: Any, aval: Any, names: Sequence[str], precision: Precision) -> None:
     """Refuses a parameter that enters a primitive which cannot be opened, and would lose what is asked for."""
-    name, lost = eqn.primitive.name, _lost(precision)
+    name, lost = eqn.primitive.name, lost_by(precision)
     if not lost:
         return
     if name.startswith("custom_vjp_call") and aval.dtype != dtype_of(FP32):
@@ -233,7 +233,7 @@ def check_island(eqn: Any, policy: Policy) -> None:
         )
 
 
-def _lost(precision: Precision) -> str:
+def lost_by(precision: Precision) -> str:
     """What a parameter would lose if its product were not made by layers.dot_general."""
     if precision.emulate:
         return "emulated casts"

@@ -4,13 +4,15 @@ A loss function is opaque: it multiplies what it likes. So it is traced once, wi
 compute format, and the jaxpr is evaluated one equation at a time, at trace time only. In it a parameter stays its
 fp32 master, *not yet cast*, for as long as possible:
 
-    layout (transpose, reshape, broadcast, slice, gather, ...), and arithmetic of parameters alone
-                      done on the master; so the sums of its transpose (a bias over tokens, the rows of an
-                      embedding) are sums in fp32. Rows that were looked up are activations after that
+    layout (transpose, reshape, broadcast, slice, gather, ...), and arithmetic of parameters and constants alone
+                      done on the master, in fp32, and cast where it meets activations (lazy.py); so the sums of
+                      its transpose (a bias over tokens, the rows of an embedding) are sums in fp32. Rows that
+                      were looked up are activations after that
     dot_general       layers.dot_general with the precision that rules give the parameter: narrow operands,
                       fp32 layers and fp32 weight gradients reach any function
     conv_general_dilated      the same three products; the weight gradient is made of widened operands
     jit, scan, cond, remat    rebuilt around the interpreted body
+    custom_jvp_call   of parameters and constants alone, it and its rule are done on the master
     all else          the cast is made, and the operation is bound as it stands
 
 What the policy asks for and the function does not do is refused, with the primitive, dtype, shape and line.
@@ -21,7 +23,7 @@ be opened (custom_jvp_call, while, ...) runs in the narrow dtype itself.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -47,43 +49,39 @@ from halfstep.jax.apply import (
     check_rules,
 )
 from halfstep.jax.dtypes import DType, dtype_of, format_of
-from halfstep.jax.layers import Casts, casts_of, dot_general, enter, owned, rounded
+from halfstep.jax.layers import casts_of, dot_general, enter, owned, rounded
+from halfstep.jax.lazy import (
+    Owner,
+    Value,
+    check_made,
+    custom_jvp,
+    made_of,
+    merged,
+    place_of,
+    shared_owner,
+    wide_owner,
+)
 from halfstep.jax.primitives import (
     ARITHMETIC,
     BROADCASTING,
     COMPARISON,
     INLINED,
     LAYOUT,
+    NAMED,
+    PASSED,
+    PRODUCT,
     REMAT,
     as_matmul,
     bind,
     bind_wide,
     convolve,
-    is_conversion,
     is_float,
     is_floating,
+    multiplies,
     parts_of_scan,
 )
 
 _FLOAT32 = jnp.dtype(jnp.float32)
-
-
-@dataclass(frozen=True)
-class Owner:
-    """The parameters that a master, or what was made of masters alone, comes from; and how it is to be cast."""
-
-    names: tuple[str, ...]
-    casts: Casts
-    looked_up: bool = False  # rows by index, as of an embedding: beside another parameter, the activation
-
-
-@dataclass(frozen=True)
-class Value:
-    """What stands for a variable of the jaxpr."""
-
-    array: Any  # in the variable's dtype; emulated, in fp32 where that is narrow
-    owner: Owner | None = None  # the array is an fp32 master of these parameters, not yet cast
-    ruled: bool = False  # it may be wider than the compute of the whole model: a rule made a layer so
 
 
 def cast_inside(
@@ -99,7 +97,10 @@ def cast_inside(
     policy = applied.policy
     check_rules(policy)
     interpreter = Interpreter(policy)
-    owners = {name: Owner((name,), casts_of(precision)) for name, precision in applied.precisions.items()}
+    owners = {
+        name: Owner((name,), casts_of(precision), jnp.ndim(masters[name]) > 1)
+        for name, precision in applied.precisions.items()
+    }
     seen = {name: _like(masters[name], appears(own.casts.precision)) for name, own in owners.items()}
     batch, *others = rest
     traced = jax.tree.map(interpreter.seen, batch) if cast_batch else batch
@@ -161,9 +162,11 @@ class Interpreter:
         env: dict[Var, Value] = {}
 
         def read(atom: Any) -> Value:
-            return Value(self.carrier(atom.val)) if isinstance(atom, Literal) else env[atom]
+            return Value(self.carrier(atom.val), fixed=True) if isinstance(atom, Literal) else env[atom]
 
-        env.update(zip(jaxpr.constvars, (Value(self.carrier(const)) for const in consts), strict=True))
+        # What is traced was closed over as it was computed, and may be of the batch.
+        held = [Value(self.carrier(const), fixed=not isinstance(const, jax.core.Tracer)) for const in consts]
+        env.update(zip(jaxpr.constvars, held, strict=True))
         env.update(zip(jaxpr.invars, args, strict=True))
         for eqn in jaxpr.eqns:
             values = [read(atom) for atom in eqn.invars]
@@ -175,42 +178,54 @@ class Interpreter:
         if name in INLINED:
             closed = eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))
             return self._evaluate(closed.jaxpr, closed.consts, values)
-        if name == "scan":
+        if name == "scan" and (multiplies(eqn) or wide_owner(eqn, values) is None):
             return self._scan(eqn, values)
         if name == "cond":
             return self._cond(eqn, values)
         if name in REMAT:
             return self._remat(eqn, values)
-        shared = self._shared_owner(eqn, values)
+        if name in PASSED:
+            found = eqn.primitive.bind(*(value.array for value in values), **eqn.params)
+            return [replace(value, array=array) for value, array in zip(values, found, strict=True)]
+        return self._on_masters(jaxpr, eqn, values) or self._on_arrays(jaxpr, eqn, values)
+
+    def _on_masters(self, jaxpr: Any, eqn: Any, values: list[Value]) -> list[Value] | None:
+        """The equation in fp32 on the masters, if it takes nothing but masters and constants and can be."""
+        name, arrays = eqn.primitive.name, [value.array for value in values]
+        shared = shared_owner(eqn, values)
         if shared is not None:
-            found = bind_wide(eqn, [value.array for value in values])
-            return [Value(a, shared if is_float(v) else None) for a, v in zip(found, eqn.outvars, strict=True)]
+            found = bind_wide(eqn, arrays)
+        elif name.startswith("custom_jvp_call") and (opened := custom_jvp(self._evaluate, jaxpr, eqn, values)):
+            return opened
+        elif name not in PRODUCT | NAMED and (shared := wide_owner(eqn, values)) is not None:
+            self._check_opaque(eqn, values)
+            found = bind(jaxpr, eqn, arrays)
+        else:
+            return None
+        fixed = not shared.looked_up and all(value.fixed or value.owner is not None for value in values)
+        return [
+            Value(array, shared) if is_float(var) else Value(array, fixed=fixed)
+            for array, var in zip(found, eqn.outvars, strict=True)
+        ]
+
+    def _on_arrays(self, jaxpr: Any, eqn: Any, values: list[Value]) -> list[Value]:
+        """The equation on arrays whose casts are made."""
+        name, made = eqn.primitive.name, None
+        if name in PRODUCT or name == "gather":
+            for value in values:
+                check_made(eqn, value.made)
         if name == "dot_general":
             out = [self._dot(eqn, values)]
         elif name == "conv_general_dilated":
             out = [self._conv(eqn, values)]
         else:
             out = self._bound(jaxpr, eqn, values)
-        ruled = any(self._is_ruled(value) for value in values)
-        return [Value(array, ruled=ruled) for array in out]
-
-    def _shared_owner(self, eqn: Any, values: list[Value]) -> Owner | None:
-        """The owner of a result that is made of parameters and literals alone, by what works on masters.
-
-        What was looked up is a weight if it is multiplied at once, and an activation after any arithmetic.
-        """
-        owners = [value.owner for value in values if value.owner is not None]
-        works = LAYOUT if any(owner.looked_up for owner in owners) else LAYOUT | ARITHMETIC
-        if eqn.primitive.name not in works and not is_conversion(eqn):
-            return None
-        for atom, value in zip(eqn.invars, values, strict=True):
-            if is_float(atom) and value.owner is None and not isinstance(atom, Literal):
-                return None
-        if not owners or any(owner.casts != owners[0].casts for owner in owners):
-            return None
-        names = dict.fromkeys(name for owner in owners for name in owner.names)
-        looked_up = eqn.primitive.name == "gather" or any(owner.looked_up for owner in owners)
-        return Owner(tuple(names), owners[0].casts, looked_up)
+            if name not in NAMED:
+                # What is moved by an index of the batch is still what it was.
+                of = [v for a, v in zip(eqn.invars, values, strict=True) if is_float(a) or name not in LAYOUT]
+                made = made_of(of, place_of(eqn))
+        ruled, fixed = any(self._is_ruled(value) for value in values), all(value.fixed for value in values)
+        return [Value(array, ruled=ruled, fixed=fixed, made=made) for array in out]
 
     def _dot(self, eqn: Any, values: list[Value]) -> Array:
         avals = [atom.aval for atom in eqn.invars]
@@ -267,8 +282,7 @@ class Interpreter:
     def _bound(self, jaxpr: Any, eqn: Any, values: list[Value]) -> list[Any]:
         """The operation as it stands, on arrays whose casts are made; emulated, with its results rounded."""
         check_island(eqn, self.policy)
-        for atom, owner in ((a, v.owner) for a, v in zip(eqn.invars, values, strict=True) if v.owner is not None):
-            check_opaque(eqn, atom.aval, owner.names, owner.casts.precision)
+        self._check_opaque(eqn, values)
         name = eqn.primitive.name
         if name in BROADCASTING:
             # Stretched while it is a master: the transpose of a stretch is a sum over tokens, here in fp32.
@@ -285,20 +299,30 @@ class Interpreter:
         found = [self.carrier(array) for array in bind(jaxpr, eqn, arrays)]
         return [self._on_grid(a, v.aval) for a, v in zip(found, eqn.outvars, strict=True)]
 
+    def _check_opaque(self, eqn: Any, values: list[Value]) -> None:
+        for atom, owner in ((a, v.owner) for a, v in zip(eqn.invars, values, strict=True) if v.owner is not None):
+            check_opaque(eqn, atom.aval, owner.names, owner.casts.precision)
+
     def _scan(self, eqn: Any, values: list[Value]) -> list[Value]:
         params, closed = eqn.params, eqn.params["jaxpr"]
         first, count = parts_of_scan(eqn)
         last = first + count
+        fixed, by = all(value.fixed for value in values), place_of(eqn)
+        # In a loop over parameters and constants alone no state is an activation, unless a matmul makes it one.
+        alone, opens = made_of(values, by), multiplies(eqn)
+        made = [made_of([value], by) if alone and opens else alone for value in values[first:last]]
         ruled = any(self._is_ruled(value) for value in values)
         values = [replace(value, ruled=ruled) for value in values]
         consts, xs = values[:first], values[last:]
         carry = self._arrays(eqn.invars[first:last], values[first:last])
+        kept: list[Value] = []
 
         def body(carry: list[Any], parts: list[Any]) -> tuple[list[Any], list[Any]]:
-            states = [Value(array, ruled=ruled) for array in carry]
+            states = [Value(array, ruled=ruled, fixed=fixed, made=m) for array, m in zip(carry, made, strict=True)]
             rows = [replace(value, array=part) for value, part in zip(xs, parts, strict=True)]
-            out = self.run(closed.jaxpr, closed.consts, [*consts, *states, *rows])
-            return out[:count], out[count:]
+            out = self._evaluate(closed.jaxpr, closed.consts, [*consts, *states, *rows])
+            kept[:] = [replace(value, array=None) for value in out]
+            return self._arrays(closed.jaxpr.outvars[:count], out[:count]), [value.array for value in out[count:]]
 
         ends, ys = lax.scan(
             body,
@@ -308,36 +332,63 @@ class Interpreter:
             reverse=params["reverse"],
             unroll=params["unroll"],
         )
-        return [Value(array, ruled=ruled) for array in (*ends, *ys)]
+        states = [
+            Value(array, ruled=ruled, fixed=fixed, made=made_of([value], by))
+            for value, array in zip(kept[:count], ends, strict=True)
+        ]
+        return states + [replace(value, array=y, ruled=ruled) for value, y in zip(kept[count:], ys, strict=True)]
 
     def _cond(self, eqn: Any, values: list[Value]) -> list[Value]:
+        """A result is a master if all branches give masters or constants; so they are traced twice."""
         index, *operands = values
+        arrays = [value.array for value in operands]
         made = [self._enclosed(branch.jaxpr, branch.consts, operands) for branch in eqn.params["branches"]]
-        out = lax.switch(index.array, [fn for fn, _ in made], *(value.array for value in operands))
-        return [
-            Value(array, ruled=any(flags))
-            for array, *flags in zip(out, *(ruled for _, ruled in made), strict=True)
-        ]
+        for fn, _ in made:
+            jax.eval_shape(fn, *arrays)
+        joined = [self._joined(eqn, index, branches) for branches in zip(*(kept for _, kept in made), strict=True)]
+
+        def settled(fn: Callable[..., list[Any]], kept: list[Value]) -> Callable[..., list[Any]]:
+            def run(*arrays: Any) -> list[Any]:
+                out = [replace(value, array=array) for array, value in zip(fn(*arrays), kept, strict=True)]
+                return [
+                    jnp.asarray(own.array, jnp.float32) if value.owner is not None else self._array(own, var.aval)
+                    for own, value, var in zip(out, joined, eqn.outvars, strict=True)
+                ]
+
+            return run
+
+        found = lax.switch(index.array, [settled(fn, kept) for fn, kept in made], *arrays)
+        return [replace(value, array=array) for value, array in zip(joined, found, strict=True)]
+
+    def _joined(self, eqn: Any, index: Value, branches: Sequence[Value]) -> Value:
+        """What is known of a result that is one of these."""
+        return Value(
+            None,
+            owner := merged(branches),
+            ruled=any(self._is_ruled(value) for value in branches),
+            fixed=index.fixed and all(value.fixed for value in branches),
+            made=None if owner is not None else made_of(branches, place_of(eqn)),
+        )
 
     def _remat(self, eqn: Any, values: list[Value]) -> list[Value]:
-        fn, ruled = self._enclosed(eqn.params["jaxpr"], (), values)
+        fn, kept = self._enclosed(eqn.params["jaxpr"], (), values)
         again = jax.checkpoint(fn, prevent_cse=eqn.params["prevent_cse"], policy=eqn.params["policy"])
         out = again(*(value.array for value in values))
-        return [Value(array, ruled=flag) for array, flag in zip(out, ruled, strict=True)]
+        return [replace(value, array=array) for array, value in zip(out, kept, strict=True)]
 
     def _enclosed(
         self, jaxpr: Any, consts: Sequence[Any], values: Sequence[Value]
-    ) -> tuple[Callable[..., list[Any]], list[bool]]:
-        """A function of arrays that runs a jaxpr on values like these; once it ran, which results are ruled."""
-        ruled: list[bool] = []
+    ) -> tuple[Callable[..., list[Any]], list[Value]]:
+        """A function of arrays that runs a jaxpr on values like these; once it ran, what is known of them."""
+        kept: list[Value] = []
 
         def fn(*arrays: Any) -> list[Any]:
             args = [replace(value, array=array) for value, array in zip(values, arrays, strict=True)]
             out = self._evaluate(jaxpr, consts, args)
-            ruled[:] = [self._is_ruled(value) for value in out]
-            return self._arrays(jaxpr.outvars, out)
+            kept[:] = [replace(value, array=None) for value in out]
+            return [value.array for value in out]
 
-        return fn, ruled
+        return fn, kept
 
     def _is_ruled(self, value: Value) -> bool:
         owner = value.owner

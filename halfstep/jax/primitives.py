@@ -8,7 +8,7 @@ A convolution is three, as a matmul is in layers.py.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,22 +31,37 @@ def _words(*lines: str) -> frozenset[str]:
 
 LAYOUT = _words(
     "transpose reshape broadcast_in_dim squeeze expand_dims slice dynamic_slice gather rev copy concatenate split",
-    "pad stop_gradient sharding_constraint reshard",
+    "pad stop_gradient sharding_constraint reshard scatter dynamic_update_slice tile stack",
 )
 """Values are moved and not changed."""
 
 ARITHMETIC = _words(
     "add sub mul div neg abs sign max min integer_pow pow square sqrt rsqrt cbrt exp exp2 expm1 log log1p tanh",
     "logistic erf erfc erf_inv sin cos tan atan2 rem floor ceil round clamp select_n",
+    "asin acos atan sinh cosh asinh acosh atanh scatter-add scatter-sub scatter-mul scatter-min scatter-max",
     "reduce_sum reduce_max reduce_min reduce_prod cumsum cumprod cummax cummin cumlogsumexp",
 )
 BROADCASTING = _words("add sub mul div max min pow atan2 rem clamp select_n")
 """Arithmetic that stretches axes of size 1, and scalars."""
 
+_SCATTERS: dict[str, Callable[..., Array]] = {
+    "add": lax.scatter_add,
+    "sub": lax.scatter_sub,
+    "mul": lax.scatter_mul,
+    "min": lax.scatter_min,
+    "max": lax.scatter_max,
+}
+
 COMPARISON = _words("eq ne lt le gt ge is_finite argmax argmin")
 PRODUCT = _words("dot_general conv_general_dilated")
 ISLANDS = {"exp": "softmax", "exp2": "softmax", "rsqrt": "norm", "sqrt": "norm", "log": "loss"}
 """The role that a primitive is known by."""
+
+PASSED = _words("optimization_barrier device_put")
+"""Each array comes out as it went in."""
+
+NAMED = _words("name")
+"""checkpoint_name: what it names is an activation."""
 
 INLINED = _words("jit pjit closed_call core_call")
 REMAT = _words("remat2 remat checkpoint")
@@ -103,6 +118,11 @@ def bind(jaxpr: Any, eqn: Any, arrays: Sequence[Any]) -> list[Any]:
 def bind_wide(eqn: Any, arrays: Sequence[Any]) -> list[Any]:
     """An equation with fp32 in place of every narrower float, in its arrays and in its parameters."""
     wide = [jnp.asarray(x, jnp.float32) if is_floating(x) else x for x in arrays]
+    kind, _, combined = eqn.primitive.name.partition("-")
+    if kind == "scatter" and combined:
+        # It holds the function that combines two numbers, in their dtype: made anew.
+        told = {k: eqn.params[k] for k in ("dimension_numbers", "indices_are_sorted", "unique_indices", "mode")}
+        return [_SCATTERS[combined](*wide, **told)]
     narrow = {k: v for k, v in eqn.params.items() if isinstance(v, np.dtype) and jnp.issubdtype(v, jnp.floating)}
     found = eqn.primitive.bind(*wide, **{**eqn.params, **dict.fromkeys(narrow, jnp.dtype(jnp.float32))})
     return list(found) if eqn.primitive.multiple_results else [found]
@@ -114,20 +134,25 @@ def is_floating(x: Any) -> bool:
 
 
 def as_matmul(x: Array, weight: Array, dims: Any, side: int) -> tuple[Array, Array, Any]:
-    """An activation as rows and a weight as a matrix of (in, out), where no axis is one of a batch; and the axes.
+    """An activation as rows and a weight as a matrix of (in, out), or a stack of each; and the axes.
 
-    `side` is the operand that is the weight. Otherwise a gradient sums over several axes, which XLA's CPU backend
-    cannot where operands are bf16 and the sum is fp32 (jax 0.10.2). The result of weight and rows is (out, rows).
+    `side` is the operand that is the weight. Otherwise a gradient sums over several axes, or a batch lies between
+    them, which XLA's CPU backend cannot where operands are bf16 and the sum is fp32 (jax 0.10.2). The result of
+    weight and rows is (out, rows), and that of stacks a stack.
     """
     contracted, batch = dims
-    if batch[0]:
-        return x, weight, dims
     of_x, of_weight = (tuple(contracted[1 - side]), tuple(contracted[side]))
-    free_x, free_weight = (_others(x.ndim, of_x), _others(weight.ndim, of_weight))
-    size = math.prod(x.shape[axis] for axis in of_x)
-    rows = lax.transpose(x, (*free_x, *of_x)).reshape(-1, size)
-    matrix = lax.transpose(weight, (*of_weight, *free_weight)).reshape(size, -1)
-    return rows, matrix, ((((0,), (1,)) if side == 0 else ((1,), (0,))), ((), ()))
+    stack_x, stack_weight = (tuple(batch[1 - side]), tuple(batch[side]))
+    free_x, free_weight = (_others(x.ndim, of_x + stack_x), _others(weight.ndim, of_weight + stack_weight))
+    size, rows, out = (
+        math.prod(t.shape[axis] for axis in axes) for t, axes in ((x, of_x), (x, free_x), (weight, free_weight))
+    )
+    stack = (math.prod(x.shape[axis] for axis in stack_x),) if stack_x else ()
+    x = lax.transpose(x, (*stack_x, *free_x, *of_x)).reshape(*stack, rows, size)
+    weight = lax.transpose(weight, (*stack_weight, *of_weight, *free_weight)).reshape(*stack, size, out)
+    first, same = len(stack), tuple(range(len(stack)))
+    mine = ((first,), (first + 1,)) if side == 0 else ((first + 1,), (first,))
+    return x, weight, (mine, (same, same))
 
 
 def _others(rank: int, axes: tuple[int, ...]) -> tuple[int, ...]:

@@ -82,6 +82,185 @@ def test_a_weight_gradient_is_a_sum_in_fp32_that_nothing_rounds(product):
     assert not on_grid(found)
 
 
+@jax.custom_jvp
+def doubled(w):
+    """Its rule says so, its derivative does not."""
+    return w * 1.0
+
+
+doubled.defjvp(lambda primals, tangents: (doubled(*primals), 2.0 * tangents[0]))
+MASK = np.tril(np.ones((8, 6), np.float32))
+ONES = np.ones((8, 6), np.float32)
+OF_ONE = {  # a function of a weight and constants, and the factor it puts on the gradient
+    "clip": (lambda w: jnp.clip(w, -9, 9), ONES),
+    "clamp": (lambda w: lax.clamp(jnp.asarray(-9, w.dtype), w, jnp.asarray(9, w.dtype)), ONES),
+    "tril": (jnp.tril, MASK),
+    "where": (lambda w: jnp.where(MASK > 0, w, 0.0), MASK),
+    "masked": (lambda w: w * jnp.tril(jnp.ones((8, 6), w.dtype)), MASK),
+    "masked by a constant": (lambda w: w * jnp.asarray(MASK, w.dtype), MASK),
+    "masked by its own sign": (lambda w: w * jnp.where(w > -9.0, 1.0, 0.5).astype(w.dtype), ONES),
+    "pad": (lambda w: jnp.pad(w, ((0, 0), (0, 2)))[:, :6], ONES),
+    "concatenate": (lambda w: jnp.concatenate([w, jnp.zeros((8, 2), w.dtype)], axis=1)[:, :6], ONES),
+    "set": (lambda w: w.at[0].set(0.0), ONES * (np.arange(8) > 0)[:, None]),
+    "add": (lambda w: w.at[np.array([0, 2])].add(1.0), ONES),
+    "update": (
+        lambda w: lax.dynamic_update_slice(w, jnp.zeros((1, 6), w.dtype), (0, 0)),
+        ONES * (np.arange(8) > 0)[:, None],
+    ),
+    "relu": (lambda w: jax.nn.relu(w + 9.0), ONES),
+    "relu at zero": (lambda w: jax.nn.relu(0.0 * w) + w, ONES),
+    "custom_jvp": (doubled, 2 * ONES),
+    "tile": (lambda w: jnp.tile(w, (1, 2))[:, :6], ONES),
+    "stack": (lambda w: jnp.stack([w, w])[1], ONES),
+    "device_put": (jax.device_put, ONES),
+    "barrier": (lambda w: lax.optimization_barrier((w, jnp.zeros(3)))[0], ONES),
+    "cond": (lambda w: lax.cond(jnp.sum(w) > -1e9, lambda w: w, lambda w: jnp.zeros_like(w), w), ONES),
+    "remat": (jax.checkpoint(lambda w: w * 1.0), ONES),
+    "map": (lambda w: lax.map(lambda row: row * 1.0, w), ONES),
+    "widened loop": (
+        lambda w: lax.fori_loop(0, 3, lambda _, w: w * 0.5, w.astype(jnp.float32)).astype(w.dtype),
+        ONES / 8,
+    ),
+    "widened": (lambda w: jnp.sort(w.astype(jnp.float32)).astype(w.dtype), None),
+}
+
+
+@pytest.mark.parametrize("made", OF_ONE)
+def test_a_function_of_one_weight_and_constants_is_made_on_its_master(made):
+    x, t = normal(32, 8, seed=1), normal(32, 6, seed=2)
+    fn, factor = OF_ONE[made]
+
+    def loss(params, batch):
+        return ((batch["x"] @ fn(params["w"])) * batch["t"]).astype(jnp.float32).sum()
+
+    found = gradients(loss, {"w": normal(8, 6)}, {"x": x, "t": t}, "bf16-mixed")["w"]
+    assert not on_grid(found)
+    if factor is not None:
+        halves = [a.astype(jnp.bfloat16).astype(np.float64) for a in (x, t)]
+        # 32 exact products, summed in fp32
+        bound = factor * (32 * 2.0**-24 * np.abs(halves[0]).T @ np.abs(halves[1]))
+        assert (np.abs(found - factor * (halves[0].T @ halves[1])) <= bound).all()
+
+
+@pytest.mark.parametrize(
+    "made",
+    [lambda e: e.at[0].set(0.0), lambda e: jnp.clip(e, -2, 2), jax.checkpoint(lambda e: e * 1.0)],
+    ids=["set", "clip", "remat"],
+)
+def test_rows_of_what_is_made_of_an_embedding_have_sums_in_fp32(made):
+    """4096 ones in bf16 stop at 256."""
+
+    def loss(params, batch):
+        return made(params["embed"])[batch].astype(jnp.float32).sum()
+
+    found = gradients(loss, {"embed": np.zeros((3, 2), np.float32)}, np.ones(4096, np.int32), "bf16-mixed")
+    assert found["embed"].tolist() == [[0, 0], [4096, 4096], [0, 0]]
+
+
+def test_narrow_operands_reach_what_is_made_of_a_weight():
+    """Clipped at a number that nothing reaches, a layer is the layer."""
+
+    def through(made):
+        return interpreted(lambda p, x: x @ p["a"]["w"] @ made(p["b"]["w"]), "fp8-mixed,emulate=true")
+
+    masters = {name: jnp.asarray(leaf) for name, leaf in Leaves(PARAMS).trained.items()}
+    plain, clipped = (
+        np.asarray(through(made)(masters, PARAMS, normal(4, 8)))
+        for made in (lambda w: w, lambda w: jnp.clip(w, -9.0, 9.0))
+    )
+    assert np.array_equal(plain, clipped)
+
+
+NO_WEIGHTS = {
+    "sorted": lambda p, x: x @ jnp.sort(p["a"]["w"]),
+    "sorted, then moved and scaled": lambda p, x: x @ (2.0 * jnp.sort(p["a"]["w"]).T + p["b"]["w"]),
+    "sorted, in a jit": lambda p, x: x @ jax.jit(jnp.sort)(p["a"]["w"]),
+    "sorted, in a cond": lambda p, x: x @ lax.cond(x.sum() > 0, jnp.sort, lambda w: w, p["a"]["w"]),
+    "sorted, row by row": lambda p, x: x @ lax.map(jnp.sort, p["a"]["w"]),
+    "sorted, and looked up": lambda p, x: jnp.sort(p["a"]["w"])[jnp.argmax(x, 1)],
+    "summed": lambda p, x: (
+        x @ lax.scan(lambda c, row: (c + row, c), jnp.zeros_like(p["b"]["gain"]), p["a"]["w"])[1]
+    ),
+    "narrow in a wide loop": lambda p, x: (
+        x
+        @ lax.fori_loop(
+            0, 3, lambda _, w: (w.astype(x.dtype) * 0.5).astype(w.dtype), p["a"]["w"].astype(jnp.float32)
+        ).astype(x.dtype)
+    ),
+    "carried": lambda p, x: x @ lax.fori_loop(0, 3, lambda _, w: w * 0.5, p["a"]["w"]),
+}
+
+
+@pytest.mark.parametrize("case", NO_WEIGHTS)
+def test_what_another_primitive_makes_of_a_weight_is_no_weight(case):
+    said = r"at .*test_interpret.py:\d+.* takes what `(sort|scan|cond)` at .* made of `a.w`, and "
+    with pytest.raises(PolicyError, match=said + "fp32 weight gradients would not reach it"):
+        shape_of(NO_WEIGHTS[case], PARAMS, normal(4, 8))
+    with pytest.raises(PolicyError, match=said + "emulated casts"):
+        shape_of(NO_WEIGHTS[case], PARAMS, normal(4, 8), "bf16-mixed,emulate=true")
+    shape_of(NO_WEIGHTS[case], PARAMS, normal(4, 8), "bf16-mixed; a: compute=fp32; b: compute=fp32")
+
+
+ACTIVATIONS = {
+    "gain and bias": lambda p, x: (x * p["b"]["gain"] + jnp.sort(p["b"]["gain"])) @ p["a"]["w"],
+    "a table": lambda p, x: (x + jnp.sort(p["b"]["w"])[:4]) @ p["a"]["w"],
+    "named": lambda p, x: x @ checkpoint_name(jnp.sort(p["b"]["w"]), "activation") @ p["a"]["w"],
+    "looked up": lambda p, x: jnp.sort(jnp.tanh(p["b"]["w"][jnp.argmax(x, 1)])) @ p["a"]["w"],
+    "looked up beside a table": lambda p, x: (p["b"]["w"][jnp.argmax(x, 1)] + p["a"]["w"][:4]) @ p["a"]["w"],
+    "sorted, and selected by the batch": lambda p, x: (
+        jnp.where(x > 0, jnp.sort(p["b"]["w"])[:4], 0.0) @ p["a"]["w"]
+    ),
+    "layers over constants": lambda p, x: lax.scan(
+        lambda h, w: (jnp.tanh(h @ w), None), jnp.ones((4, 8), x.dtype), p["a"]["w"][None]
+    )[0],
+    "selected by the batch": lambda p, x: jnp.where(x > 0, p["b"]["gain"], 0.0) @ p["a"]["w"],
+    "of constants": lambda p, x: jnp.tanh(jnp.ones((4, 8), x.dtype) @ p["b"]["w"]) @ p["a"]["w"],
+    "recurrent": lambda p, x: lax.scan(
+        lambda h, token: (jnp.tanh(h @ p["a"]["w"] + p["b"]["w"][token]), None), p["b"]["w"][:1], jnp.argmax(x, 1)
+    )[0],
+}
+
+
+@pytest.mark.parametrize("case", ACTIVATIONS)
+def test_what_meets_an_activation_is_one(case):
+    shape_of(ACTIVATIONS[case], PARAMS, normal(4, 8))
+
+
+def test_what_is_traced_and_closed_over_is_no_constant():
+    def run(masters, x):
+        return interpreted(lambda p, _: (x * p["b"]["gain"]) @ p["a"]["w"], "bf16-mixed")(masters, PARAMS, 0)
+
+    assert jax.eval_shape(run, Leaves(PARAMS).trained, jnp.ones((4, 8), jnp.bfloat16)).shape == (4, 8)
+
+
+STACKS = {  # activation, weight, result
+    "experts": ("ebtd", "edf", "ebtf"),
+    "two axes": ("abtd", "dab", "tab"),
+    "transposed": ("btde", "fed", "tfbe"),
+}
+
+
+@pytest.mark.parametrize("weight_first", [False, True])
+@pytest.mark.parametrize("case", STACKS)
+def test_stacks_of_weights_are_multiplied_on_any_backend(case, weight_first):
+    """XLA on a CPU has no product of bf16 stacks with an fp32 sum unless they lie as it likes."""
+    of_x, of_w, of_y = STACKS[case]
+    sizes = dict(zip("abdeft", (2, 3, 5, 2, 6, 4), strict=True))
+    x, w, t = (normal(*map(sizes.get, axes), seed=seed) for seed, axes in enumerate((of_x, of_w, of_y)))
+
+    def loss(params, batch):
+        pair = [(of_x, batch["x"]), (of_w, params["w"])][:: -1 if weight_first else 1]
+        y = jnp.einsum(f"{pair[0][0]},{pair[1][0]}->{of_y}", pair[0][1], pair[1][1])
+        return (y * batch["t"]).astype(jnp.float32).sum()
+
+    found = gradients(loss, {"w": w}, {"x": x, "t": t}, "bf16-mixed")["w"]
+    halves = [a.astype(jnp.bfloat16).astype(np.float64) for a in (t, x)]
+    exact, size = (np.einsum(f"{of_y},{of_x}->{of_w}", *(f(a) for a in halves)) for f in (np.asarray, np.abs))
+    # exact products, at most 12 of them summed in fp32
+    assert (np.abs(found - exact) <= 12 * 2.0**-24 * size).all()
+    assert not on_grid(found)
+
+
 def test_gradients_of_biases_and_of_embeddings_are_summed_in_fp32():
     """A sum of 1001 ones in bf16 stops at 256, and 1001 itself is no bf16 number."""
 

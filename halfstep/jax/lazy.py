@@ -1,0 +1,183 @@
+"""What the interpreter knows of a value: that it is a master, that it is constant, that a weight was lost in it.
+
+    of masters    an fp32 array made of parameters and constants alone, not yet cast: `owner`
+    constant      made of literals, iota, closed-over arrays; it depends on no batch and has no gradient: `fixed`
+    made          of parameters and constants alone too, but by a primitive that is not computed on masters: the
+                  cast is made, and the gradient comes back narrow: `made` says of what, by what and where
+    activation    all else: what a batch took part in, and the result of a matmul
+
+**A function of parameters and constants is computed in fp32 on the masters, and cast where it meets activations.**
+So `x @ jnp.tril(w)` has the casts and the fp32 weight gradient of `x @ w`. The function as it is written would
+round after every operation; here there is one rounding, at the end.
+
+Any primitive is computed so where the function itself widens the parameter before it: all floats are fp32 then.
+
+What is made by other means is no weight any more. Where it is multiplied or looked up as one, and the policy asks
+for what it then cannot have, it is refused; a sum or product with an activation is an activation, and is not.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import jaxprs_in_params
+
+from halfstep.config.model import owner as module_of
+from halfstep.core.errors import PolicyError
+from halfstep.jax.apply import lost_by
+from halfstep.jax.layers import Casts
+from halfstep.jax.primitives import ARITHMETIC, COMPARISON, LAYOUT, bind, is_conversion, is_float, line_of
+
+
+@dataclass(frozen=True)
+class Owner:
+    """The parameters that a master, or what was made of masters and constants, comes from; and how it is cast."""
+
+    names: tuple[str, ...]
+    casts: Casts
+    matrix: bool  # one of them has two axes or more, as weights do
+    looked_up: bool = False  # rows by index, as of an embedding: beside another parameter, the activation
+
+
+@dataclass(frozen=True)
+class Made:
+    """A parameter whose cast was made, and by what."""
+
+    owner: Owner
+    by: str
+
+
+@dataclass(frozen=True)
+class Value:
+    """What stands for a variable of the jaxpr."""
+
+    array: Any  # in the variable's dtype; emulated, in fp32 where that is narrow
+    owner: Owner | None = None  # the array is an fp32 master of these parameters, not yet cast
+    ruled: bool = False  # it may be wider than the compute of the whole model: a rule made a layer so
+    fixed: bool = False  # made of constants alone, or of comparisons of parameters with them
+    made: Made | None = None  # of parameters and constants alone, and no master
+
+
+def merged(values: Sequence[Value]) -> Owner | None:
+    """The owner of what is made of masters and constants alone, all of them cast alike."""
+    owners = [value.owner for value in values if value.owner is not None]
+    if not owners or not all(value.owner is not None or value.fixed for value in values):
+        return None
+    if any(owner.casts != owners[0].casts for owner in owners):
+        return None
+    names = dict.fromkeys(name for owner in owners for name in owner.names)
+    matrix, looked_up = (any(owner.matrix for owner in owners), any(owner.looked_up for owner in owners))
+    return Owner(tuple(names), owners[0].casts, matrix, looked_up)
+
+
+def shared_owner(eqn: Any, values: Sequence[Value]) -> Owner | None:
+    """The owner of the result of an equation that is computed on masters; None where it is not.
+
+    What was looked up is a weight if it is multiplied at once, and an activation after any arithmetic. What a
+    batch selects is looked up too.
+    """
+    name = eqn.primitive.name
+    owner = merged([value for atom, value in zip(eqn.invars, values, strict=True) if is_float(atom)])
+    if owner is None:
+        return None
+    works = LAYOUT if owner.looked_up else LAYOUT | ARITHMETIC | COMPARISON
+    if name not in works and not is_conversion(eqn):
+        return None
+    selected = name == "select_n" and not values[0].fixed
+    looked_up = owner.looked_up or name == "gather" or selected
+    return Owner(owner.names, owner.casts, owner.matrix, looked_up)
+
+
+def wide_owner(eqn: Any, values: Sequence[Value]) -> Owner | None:
+    """The owner of the results of any other equation, where all floats in it are fp32, as the masters are."""
+    owner = merged([value for atom, value in zip(eqn.invars, values, strict=True) if is_float(atom)])
+    return None if owner is None or owner.looked_up or not _is_wide(eqn) else owner
+
+
+def _is_wide(eqn: Any) -> bool:
+    floats = (atom.aval.dtype for atom in (*eqn.invars, *eqn.outvars) if is_float(atom))
+    inside = (each for inner in jaxprs_in_params(eqn.params) for each in inner.eqns)
+    return all(dtype == jnp.float32 for dtype in floats) and all(_is_wide(each) for each in inside)
+
+
+def made_of(values: Sequence[Value], by: str) -> Made | None:
+    """What is lost in a result if it depends on parameters and constants alone, and a weight is among them."""
+    if not all(value.owner is not None or value.fixed or value.made is not None for value in values):
+        return None
+    found = None
+    for value in values:
+        if value.owner is not None and value.owner.looked_up:
+            return None  # an activation
+        if found is None and value.owner is not None and value.owner.matrix:
+            found = Made(value.owner, by)
+        found = found or value.made
+    return found
+
+
+def check_made(eqn: Any, made: Made | None) -> None:
+    """Refuses a weight that is none any more."""
+    lost = lost_by(made.owner.casts.precision) if made is not None else ""
+    if made is not None and lost:
+        name = made.owner.names[0]
+        raise PolicyError(
+            f"{place_of(eqn)} takes what {made.by} made of `{name}`, and {lost} would not reach it",
+            hint="widen the parameter before that with `.astype(jnp.float32)`, and cast what comes out: it is "
+            f"then made in fp32 of the parameter itself; or give `{module_of(name)}` a rule with `compute=fp32`; "
+            "where it is an activation, say so: jax.ad_checkpoint.checkpoint_name(array, 'activation')",
+        )
+
+
+def place_of(eqn: Any) -> str:
+    """An equation as it is spoken of."""
+    return f"`{eqn.primitive.name}` at {line_of(eqn)}"
+
+
+def custom_jvp(
+    evaluate: Callable[[Any, Sequence[Any], Sequence[Value]], list[Value]],
+    jaxpr: Any,
+    eqn: Any,
+    values: Sequence[Value],
+) -> list[Value] | None:
+    """A function with a rule of its own, and the rule, on the masters; None where it cannot be.
+
+    The rule is what the equation does under jax.jvp, as a jaxpr, evaluated like any other.
+    """
+    owner = merged(values)
+    if owner is None or owner.looked_up or not all(is_float(atom) for atom in (*eqn.invars, *eqn.outvars)):
+        return None
+    places = [place for place, value in enumerate(values) if value.owner is not None]
+    fixed = [value for value in values if value.owner is None]
+    closed, masters = eqn.params["call_jaxpr"], [values[place].array for place in places]
+    known: list[bool] = []
+
+    def ordered(owned: Sequence[Any], rest: Sequence[Any]) -> list[Any]:
+        mine, others = iter(owned), iter(rest)
+        return [next(mine) if place in places else next(others) for place in range(len(values))]
+
+    def primal(*arrays: Any) -> list[Any]:
+        given = ordered([Value(array, owner) for array in arrays], fixed)
+        out = evaluate(closed.jaxpr, closed.consts, given)
+        known[:] = [value.owner is not None or value.fixed for value in out]
+        return [jnp.asarray(value.array, jnp.float32) for value in out]
+
+    def rule(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        like = [jax.ShapeDtypeStruct(atom.aval.shape, atom.aval.dtype) for atom in eqn.invars]
+        mine, rest = ([s for p, s in enumerate(like) if (p in places) == own] for own in (True, False))
+        traced = jax.make_jaxpr(
+            lambda xs, ts, rest: jax.jvp(lambda *xs: bind(jaxpr, eqn, ordered(xs, rest)), xs, ts)
+        )(tuple(mine), tuple(mine), rest)
+        given = [*(Value(array, owner) for array in (*primals, *tangents)), *fixed]
+        out = evaluate(traced.jaxpr, traced.consts, given)
+        for value in out:
+            check_made(eqn, value.made)
+        found = [jnp.asarray(value.array, jnp.float32) for value in out]
+        return found[: len(eqn.outvars)], found[len(eqn.outvars) :]
+
+    jax.eval_shape(primal, *masters)
+    if not all(known):
+        return None
+    fn = jax.custom_jvp(primal)
+    fn.defjvp(rule)
+    return [Value(array, owner) for array in fn(*masters)]
