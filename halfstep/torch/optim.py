@@ -15,16 +15,15 @@ no-op without asking the device; the fused AdamW kernel of torch takes it as it 
 the arithmetic here. Rates live on the device as well: rate = lr * factor, where `lr` is what the user or a
 scheduler of torch's wrote, and the factor a schedule of ours.
 
-**Split masters.** On a CPU they are joined, updated by the same kernel and split again: bit for bit what fp32
-masters become. On a CUDA device one compiled function does all three in one pass over all tensors, 28 bytes a
-number instead of 44; the compiler may contract a product and a sum, so it agrees with the kernel to rounding, not
-in bits.
+**Split masters** are joined, updated by the same kernel and split again: bit for bit what fp32 masters become, on
+every device. One compiled pass over all tensors, which moves 28 bytes a number instead of 44, was tried: on an H200
+a step of GPT-2 took 5 ms longer with it (docs/measurements/race.md).
 
 Both are made like torch's optimizers, of tensors, (name, tensor) pairs or groups. Which formats they hold is said
 by `bind`, which `prepare` calls with what the policy says.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -34,9 +33,9 @@ from torch.optim.adamw import adamw
 from halfstep.core.errors import HalfstepError
 from halfstep.core.formats import FP32, Format
 from halfstep.core.roles import Param
-from halfstep.torch.cast import carried, join, split
+from halfstep.torch.cast import carried
 from halfstep.torch.dtypes import dtype_of, format_of
-from halfstep.torch.masters import Masters, compiled
+from halfstep.torch.masters import Masters
 
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)  # Jordan et al., 2024
 # The gradient of each parameter; it may be wider than the parameter, which `.grad` may not.
@@ -174,19 +173,10 @@ class AdamW(Optimizer):
     def step(self, grads: Grads | None = None, *, found_inf: Tensor | None = None) -> None:  # type: ignore[override]
         """One update of every parameter that has a gradient, unless `found_inf` is 1."""
         grads = self._begin(grads)
-        # All groups together: what they differ in is on the device, but for these settings.
-        alike: dict[tuple[Any, float], list[tuple[Tensor, dict[str, Any]]]] = {}
         for group in self.param_groups:
-            others = []
-            for p in (p for p in group["params"] if p in grads):
-                if p.is_cuda and self.masters.is_split(p):
-                    alike.setdefault((tuple(group["betas"]), group["eps"]), []).append((p, group))
-                else:
-                    others.append(p)
-            if others:
-                self._by_kernel(others, grads, group, found_inf)
-        for (betas, eps), pairs in alike.items():
-            self._in_one_pass(pairs, grads, betas, eps, found_inf)
+            params = [p for p in group["params"] if p in grads]
+            if params:
+                self._by_kernel(params, grads, group, found_inf)
 
     def _by_kernel(
         self, params: list[Tensor], grads: Grads, group: dict[str, Any], found_inf: Tensor | None
@@ -218,36 +208,6 @@ class AdamW(Optimizer):
             if m is not state["exp_avg"]:
                 state["exp_avg"].copy_(m)
                 state["exp_avg_sq"].copy_(v)
-
-    def _in_one_pass(
-        self,
-        pairs: list[tuple[Tensor, dict[str, Any]]],
-        grads: Grads,
-        betas: tuple[float, float],
-        eps: float,
-        found_inf: Tensor | None,
-    ) -> None:
-        """Join, update and split in one compiled function of all tensors, given with their groups."""
-        params = [p for p, _ in pairs]
-        states = [self.state[p] for p in params]
-        skip = torch.zeros((), device=params[0].device) if found_inf is None else found_inf
-        steps = [state["step"] for state in states]
-        torch._foreach_add_(steps, 1 - skip)
-        first, second = (1 - beta ** torch.stack(steps) for beta in betas)
-        rates = torch.stack([group["rate"] for _, group in pairs])
-        decays = torch.stack([1 - group["rate"] * group["weight_decay"] for _, group in pairs])
-        compiled(_adamw_of_halves)(
-            [p.detach() for p in params],
-            [self.masters.remainders[self.names[p]] for p in params],
-            [grads[p] for p in params],
-            *([state[slot] for state in states] for slot in self.slots),
-            (rates / first).unbind(),
-            second.sqrt().unbind(),
-            decays.unbind(),
-            skip > 0,
-            betas,
-            eps,
-        )
 
 
 class Muon(Optimizer):
@@ -335,30 +295,3 @@ def orthogonalize(matrices: Tensor, iteration: Format, steps: int = 5, *, emulat
         product = held(x @ x.mT)
         x = held(a * x + held(b * product + c * held(product @ product)) @ x)
     return x.mT if tall else x
-
-
-def _adamw_of_halves(
-    halves: list[Tensor],
-    remainders: list[Tensor],
-    grads: list[Tensor],
-    firsts: list[Tensor],
-    seconds: list[Tensor],
-    rates: Sequence[Tensor],  # over 1 - b1^t
-    roots: Sequence[Tensor],  # of 1 - b2^t
-    decays: Sequence[Tensor],  # 1 - rate * weight decay
-    skip: Tensor,
-    betas: tuple[float, float],
-    eps: float,
-) -> None:
-    """AdamW on split masters: every number is read once and written once."""
-    lists = (halves, remainders, grads, firsts, seconds, rates, roots, decays)
-    for hi, lo, g, m, v, rate, root, decay in zip(*lists, strict=True):
-        wide, g, first, second = join(hi, lo), g.float(), m.float(), v.float()
-        first = first + (1 - betas[0]) * (g - first)
-        second = betas[1] * second + (1 - betas[1]) * g * g
-        wide = wide * decay - rate * first / (second.sqrt() / root + eps)
-        new_hi, new_lo = split(wide)
-        hi.copy_(torch.where(skip, hi, new_hi))
-        lo.copy_(torch.where(skip, lo, new_lo))
-        m.copy_(torch.where(skip, m, first.to(m.dtype)))
-        v.copy_(torch.where(skip, v, second.to(v.dtype)))

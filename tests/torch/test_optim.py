@@ -4,7 +4,7 @@ import torch
 from halfstep.core.errors import HalfstepError
 from halfstep.core.formats import BF16, FP32
 from halfstep.core.roles import Param
-from halfstep.torch.cast import join, split
+from halfstep.torch.cast import split
 from halfstep.torch.masters import Masters
 from halfstep.torch.optim import AdamW, Muon, orthogonalize
 
@@ -235,28 +235,6 @@ def test_muon_iterates_in_the_compute_format_unless_it_has_its_own():
     for optimizer in (taken, own):
         optimizer.bind(Masters({}), {}, BF16, emulate=False)
     assert (taken.iteration, own.iteration) == (BF16, FP32)
-
-
-def test_the_one_pass_of_split_masters_agrees_with_the_kernel():
-    """The function that is compiled on a GPU, run eagerly: the same update up to a few roundings."""
-    from halfstep.torch.optim import _adamw_of_halves
-
-    whole = parameter(40, 25)
-    hi, lo = (t.clone() for t in split(whole.detach()))
-    m, v, rate, decay = torch.zeros(40, 25), torch.zeros(40, 25), torch.tensor(1e-3), 1 - 1e-3 * 0.1
-    optimizer = AdamW([("w", whole)], lr=1e-3, betas=(0.9, 0.999), weight_decay=0.1)
-    for step in range(1, 11):
-        g = grads([whole], step)[whole]
-        first, second = 1 - 0.9**step, torch.tensor(1 - 0.999**step).sqrt()
-        given = ([hi], [lo], [g], [m], [v], [rate / first], [second], [torch.tensor(decay)])
-        _adamw_of_halves(*given, torch.tensor(False), (0.9, 0.999), 1e-8)
-        kept = [t.clone() for t in (hi, lo, m, v)]
-        _adamw_of_halves(*given, torch.tensor(True), (0.9, 0.999), 1e-8)
-        assert all(torch.equal(a, b) for a, b in zip(kept, (hi, lo, m, v), strict=True))  # skipped
-        optimizer.step({whole: g})
-    # A step moves a weight by 1e-3 or so, and some ten operations on it are off by at most 2^-24 each; ten steps.
-    bound = 10 * (10 * 2.0**-24 * 2e-3 + 2 * 2.0**-24 * whole.detach().abs())
-    assert ((join(hi, lo) - whole).abs() <= bound).all()
 
 
 @pytest.mark.parametrize("shape", [(4, 4), (3, 12), (12, 3)])
