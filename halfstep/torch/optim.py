@@ -16,7 +16,7 @@ the arithmetic here. Rates live on the device as well: rate = lr * factor, where
 scheduler of torch's wrote, and the factor a schedule of ours.
 
 **Split masters** are joined, updated by the same kernel and split again: bit for bit what fp32 masters become, on
-every device. One compiled pass over all tensors, which moves 28 bytes a number instead of 44, was tried: on an H200
+every device. One compiled pass over all tensors that moves 28 bytes a number instead of 44, was tried; on an H200
 a step of GPT-2 took 5 ms longer with it (docs/measurements/race.md).
 
 Both are made like torch's optimizers, of tensors, (name, tensor) pairs or groups. Which formats they hold is said
