@@ -34,7 +34,6 @@ class Reference:
     name = "numpy"
     xp = np
     words = np.uint32
-    half_hi = staticmethod(lambda hi: hi)
 
     def array(self, x):
         return np.asarray(x)
@@ -92,15 +91,6 @@ class Backend:
     def split(self, x):
         hi, lo = self.cast.split(self.array(x))
         return self.patterns(hi), self.numpy(lo)
-
-    def pull(self, name: str, arrays, precision, cotangent=None, **given):
-        """A layer's output and the gradients of its arrays, as (dtype name, fp32 values) each."""
-        casts = self.layers.casts_of(precision)
-
-        def call(*inputs):
-            return getattr(self.layers, name)(*inputs, casts, **given)
-
-        return self._vjp(call, arrays, cotangent)
 
     def open(self, config, policy: str, schedule=None):
         return self.session.Session(config, Policy.parse(policy), "cpu", schedule)
