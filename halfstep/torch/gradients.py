@@ -63,12 +63,15 @@ class Gradients:
         (loss.float() * (share * scale)).backward()
         self.weights = self.weights + share
         self.losses = self.losses + share * loss.detach().float()
+        taken: dict[Tensor, Tensor] = {}
         for p in parameters:
             if p.grad is not None and p.dtype in CAST and not p.grad.dtype == p.dtype == self.format:
-                wide = p.grad.to(self.format)
-                held = self._sums.get(p)
-                self._sums[p] = wide if held is None else held.add_(wide)
+                taken[p] = p.grad.to(self.format)
                 p.grad = None
+        again = [p for p in taken if p in self._sums]
+        if again:
+            torch._foreach_add_([self._sums[p] for p in again], [taken[p] for p in again])
+        self._sums = taken | self._sums
 
     def of(self, parameters: Sequence[Tensor]) -> dict[Tensor, Tensor]:
         """The sum of each parameter that has one: autograd's own, or ours where that would be too narrow."""

@@ -11,13 +11,15 @@ are the one part that is not fp32: they run in the policy's compute format, emul
 
 Otherwise the arithmetic is fp32, on the masters of masters.py; torch's own optimizers would compute in the
 parameter's dtype. `found_inf`, a device scalar that is 1 where gradients were not finite, makes the whole update a
-no-op without asking the device; the fused AdamW kernel of torch takes it as it is, which is why that kernel does
-the arithmetic here. Rates live on the device as well: rate = lr * factor, where `lr` is what the user or a
-scheduler of torch's wrote, and the factor a schedule of ours.
+no-op without asking the device. `scale`, another one, multiplies the gradients first: it unscales and clips.
+Rates live on the device as well: rate = lr * factor, where `lr` is what the user or a scheduler of torch's wrote,
+and the factor a schedule of ours.
 
-**Split masters** are joined, updated by the same kernel and split again: bit for bit what fp32 masters become, on
-every device. One compiled pass over all tensors that moves 28 bytes a number instead of 44, was tried; on an H200
-a step of GPT-2 took 5 ms longer with it (docs/measurements/race.md).
+**AdamW takes one pass** over masters, gradients and moments on an NVIDIA GPU, by a kernel of ours that joins and
+splits as it goes (kernels/adamw.py). Elsewhere, and for masters that are rounded back, torch's fused kernel does
+the arithmetic on masters that are joined before it and split after. Each is bit for bit the same for whole and for
+split masters; between the two the last bit of an update may differ, because torch's kernel fuses multiplications
+into additions.
 
 Both are made like torch's optimizers, of tensors, (name, tensor) pairs or groups. Which formats they hold is said
 by `bind`, which `prepare` calls with what the policy says.
@@ -35,6 +37,7 @@ from halfstep.core.formats import FP32, Format
 from halfstep.core.roles import Param
 from halfstep.torch.cast import carried
 from halfstep.torch.dtypes import dtype_of, format_of
+from halfstep.torch.kernels import reaches
 from halfstep.torch.masters import Masters
 
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)  # Jordan et al., 2024
@@ -91,10 +94,12 @@ class Optimizer(torch.optim.Optimizer):
                 moments = {k: torch.zeros(p.shape, dtype=self._dtype(p), device=p.device) for k in self.slots}
                 self.state[p] = {"step": count, **moments}
 
-    def step(self, grads: Grads | None = None, *, found_inf: Tensor | None = None) -> None:  # type: ignore[override]
-        """One update of every parameter that has a gradient, unless `found_inf` is 1.
+    def step(  # type: ignore[override]
+        self, grads: Grads | None = None, *, found_inf: Tensor | None = None, scale: Tensor | None = None
+    ) -> None:
+        """One update of every parameter that has a gradient, times `scale`, unless `found_inf` is 1.
 
-        Without `grads` they are the parameters' own, as torch has it.
+        Without `grads` they are the parameters' own, as torch has it. With a scale they are used up.
         """
         raise NotImplementedError
 
@@ -167,18 +172,69 @@ class AdamW(Optimizer):
         **formats: Any,
     ):
         defaults = {"lr": lr, "betas": tuple(betas), "eps": eps, "weight_decay": weight_decay}
+        self._updates: dict[Any, Any] = {}  # the tables of our kernel, for each set of parameters that are held alike
         super().__init__(params, defaults, **formats)
 
     @torch.no_grad()
-    def step(self, grads: Grads | None = None, *, found_inf: Tensor | None = None) -> None:  # type: ignore[override]
+    def step(  # type: ignore[override]
+        self, grads: Grads | None = None, *, found_inf: Tensor | None = None, scale: Tensor | None = None
+    ) -> None:
         """One update of every parameter that has a gradient, unless `found_inf` is 1."""
         grads = self._begin(grads)
-        for group in self.param_groups:
-            params = [p for p in group["params"] if p in grads]
-            if params:
-                self._by_kernel(params, grads, group, found_inf)
+        for index, group in enumerate(self.param_groups):
+            # The parameters that our kernel takes, by how they are held: a launch each.
+            alike: dict[Any, list[Tensor]] = {}
+            others: list[Tensor] = []
+            for p in (p for p in group["params"] if p in grads):
+                if self._reaches(p, grads[p]):
+                    alike.setdefault((index, self.masters.is_split(p), self._dtype(p)), []).append(p)
+                else:
+                    others.append(p)
+            for key, params in alike.items():
+                self._in_one_pass(key, params, grads, group, found_inf, scale)
+            if others:
+                if scale is not None:
+                    torch._foreach_mul_([grads[p] for p in others], scale)
+                self._by_torch(others, grads, group, found_inf)
 
-    def _by_kernel(
+    def _reaches(self, parameter: Tensor, grad: Tensor) -> bool:
+        """Whether the kernel of ours takes a parameter: fp32 numbers, whole or split, where it can get at them."""
+        whole = parameter.dtype == torch.float32 and self.masters.is_whole(parameter)
+        known = grad.dtype == torch.float32 and self._dtype(parameter) in (torch.float32, torch.bfloat16)
+        tensors = (parameter, grad, *(self.state[parameter][slot] for slot in self.slots))
+        return known and (whole or self.masters.is_split(parameter)) and all(reaches(t) for t in tensors)
+
+    def _in_one_pass(
+        self,
+        key: Any,
+        params: list[Tensor],
+        grads: Grads,
+        group: dict[str, Any],
+        found_inf: Tensor | None,
+        scale: Tensor | None,
+    ) -> None:
+        """The kernel of ours, on all tensors that are held alike."""
+        from halfstep.torch.kernels.adamw import Update  # Triton is there: the parameters are reached
+
+        update = self._updates.setdefault(key, Update())
+        states = [self.state[p] for p in params]
+        remainders = self.masters.remainders
+        device = params[0].device
+        update(
+            [p.detach() for p in params],
+            [remainders[self.masters.names[p]] for p in params] if self.masters.is_split(params[0]) else [],
+            [grads[p] for p in params],
+            *([state[slot] for state in states] for slot in self.slots),
+            [state["step"] for state in states],
+            rate=group["rate"],
+            factor=torch.ones((), device=device) if scale is None else scale,
+            found_inf=torch.zeros((), device=device) if found_inf is None else found_inf,
+            betas=group["betas"],
+            eps=group["eps"],
+            decay=group["weight_decay"],
+        )
+
+    def _by_torch(
         self, params: list[Tensor], grads: Grads, group: dict[str, Any], found_inf: Tensor | None
     ) -> None:
         """torch's fused kernel on fp32 masters, joined and stored around it where they are held otherwise."""
@@ -246,9 +302,13 @@ class Muon(Optimizer):
         self.iteration, self.emulate = self.given or compute, emulate
 
     @torch.no_grad()
-    def step(self, grads: Grads | None = None, *, found_inf: Tensor | None = None) -> None:  # type: ignore[override]
+    def step(  # type: ignore[override]
+        self, grads: Grads | None = None, *, found_inf: Tensor | None = None, scale: Tensor | None = None
+    ) -> None:
         """One update of every matrix that has a gradient, unless `found_inf` is 1."""
         grads = self._begin(grads)
+        if scale is not None:
+            torch._foreach_mul_([g for p, g in grads.items() if p in self.names], scale)
         for group in self.param_groups:
             by_shape: dict[torch.Size, list[Tensor]] = {}
             for p in group["params"]:

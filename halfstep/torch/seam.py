@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from halfstep.core.errors import HalfstepError
 from halfstep.core.formats import FP32, Format
 from halfstep.torch.dtypes import dtype_of
+from halfstep.torch.gradients import values_of
 from halfstep.torch.masters import Masters
 from halfstep.torch.optim import Optimizer
 
@@ -50,8 +51,8 @@ class Driver(ABC):
         """What a step waits for, in words, with the reason."""
 
     @abstractmethod
-    def step(self, grads: Grads, found_inf: Tensor, count: Tensor) -> None:
-        """One update unless `found_inf` is 1; `count` is its number, for stochastic rounding."""
+    def step(self, grads: Grads, scale: Tensor, found_inf: Tensor, count: Tensor) -> None:
+        """One update by gradients times `scale` unless `found_inf` is 1; `count` is its number, for rounding."""
 
     def cast_moments(self, *, widen: bool = False) -> None:
         """State that has its parameter's shape, in the moments format, or in fp32 for the step."""
@@ -68,16 +69,18 @@ class Ours(Driver):
     optimizer: Optimizer
     cost = "no sync"
 
-    def step(self, grads: Grads, found_inf: Tensor, count: Tensor) -> None:
+    def step(self, grads: Grads, scale: Tensor, found_inf: Tensor, count: Tensor) -> None:
         """One update unless `found_inf` is 1."""
-        self.optimizer.step({p: grads[p] for p in self.parameters if p in grads}, found_inf=found_inf)
+        mine = {p: grads[p] for p in self.parameters if p in grads}
+        self.optimizer.step(mine, found_inf=found_inf, scale=scale)
 
 
 class _Stock(Driver):
     """What is common to optimizers that know nothing of halfstep."""
 
-    def make(self, grads: Grads, count: Tensor) -> None:
+    def make(self, grads: Grads, scale: Tensor, count: Tensor) -> None:
         """The optimizer's own step, on fp32 masters, gradients and moments."""
+        torch._foreach_mul_([values_of(grads[p]) for p in self.parameters if p in grads], scale)
         with self.masters.opened([p for p in self.parameters if p.requires_grad], count):
             handed = [p for p in self.parameters if p in grads and p.grad is not grads[p]]
             for p in handed:
@@ -103,13 +106,13 @@ class Told(_Stock):
     def _settings(self) -> dict[str, Any]:
         return self.optimizer.defaults
 
-    def step(self, grads: Grads, found_inf: Tensor, count: Tensor) -> None:
+    def step(self, grads: Grads, scale: Tensor, found_inf: Tensor, count: Tensor) -> None:
         """One update unless `found_inf` is 1."""
         if self._unwritten(grads) and bool(found_inf):
             return
         self.optimizer.found_inf, self.optimizer.grad_scale = found_inf, None  # type: ignore[attr-defined]
         try:
-            self.make(grads, count)
+            self.make(grads, scale, count)
         finally:
             del self.optimizer.found_inf, self.optimizer.grad_scale  # type: ignore[attr-defined]
 
@@ -133,10 +136,10 @@ class Asked(_Stock):
         better = f"; {' or '.join(f'{way}=True' for way in offered)} would need none" if offered else ""
         return f"one sync a step, because it cannot be told on the device to skip one{better}"
 
-    def step(self, grads: Grads, found_inf: Tensor, count: Tensor) -> None:
+    def step(self, grads: Grads, scale: Tensor, found_inf: Tensor, count: Tensor) -> None:
         """One update unless `found_inf` is 1, which is read."""
         if not bool(found_inf):
-            self.make(grads, count)
+            self.make(grads, scale, count)
 
 
 class Undone(_Stock):
@@ -144,15 +147,15 @@ class Undone(_Stock):
 
     cost = "no sync after the first step; each is made and, where it must be skipped, undone: a copy of its state"
 
-    def step(self, grads: Grads, found_inf: Tensor, count: Tensor) -> None:
+    def step(self, grads: Grads, scale: Tensor, found_inf: Tensor, count: Tensor) -> None:
         """One update, put back where `found_inf` is 1."""
         params = [p for p in self.parameters if p in grads]
         if any(not self.optimizer.state.get(p) for p in params):
             if not bool(found_inf):  # the first step makes the state, and cannot unmake it
-                self.make(grads, count)
+                self.make(grads, scale, count)
             return
         before = {key: tensor.clone() for key, tensor in self._live(params)}
-        self.make(grads, count)
+        self.make(grads, scale, count)
         for key, now in self._live(params):
             now.copy_(torch.where(found_inf > 0, before[key], now))
 

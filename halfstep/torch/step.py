@@ -164,10 +164,9 @@ class Run:
         norm = scaled_norm * factor
         if self.clip_norm:
             factor = factor * (self.clip_norm / norm).clamp(max=1.0)
-        torch._foreach_mul_(values, factor)
         found_inf = 1 - finite.float()
         for driver in self.drivers:
-            driver.step(grads, found_inf, self.applied + 1)
+            driver.step(grads, factor, found_inf, self.applied + 1)
         self.scale_state = verdict.state
         self.applied += finite.to(torch.int32)
         self.statistics.settle(finite)

@@ -144,11 +144,11 @@ def test_the_named_sync_is_the_only_one():
     assert "one sync a step" in run.summary()
     torch.cuda.set_sync_debug_mode("warn")
     try:
-        with pytest.warns(UserWarning, match="synchronizing") as warned:
+        with pytest.warns(UserWarning, match="called a synchronizing") as warned:
             run.step(loss_of(model), [x])
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    assert len([w for w in warned if "synchronizing" in str(w.message)]) == 1
+    assert len([w for w in warned if "called a synchronizing" in str(w.message)]) == 1
 
 
 @pytest.mark.parametrize("fused", [True, False])
@@ -166,18 +166,16 @@ def test_split_steps_through_the_seam_are_fp32_steps_bit_for_bit(fused):
 
 
 @pytest.mark.parametrize("moments", ["fp32", "bf16"])
-def test_the_compiled_adamw_of_split_masters_agrees_with_torchs_kernel(moments):
-    """One step from the same weights: each of some ten operations on the update is off by at most 2^-24."""
+def test_split_steps_of_our_adamw_are_fp32_steps_bit_for_bit(moments):
     found = []
     x = torch.randn(32, 64, device="cuda", generator=torch.Generator("cuda").manual_seed(0))
     for policy in ("fp32", "param=fp32:split"):
         model = net()
         run = prepare(model, AdamW(model.parameters(), lr=1e-2, weight_decay=0.1), f"{policy},moments={moments}")
-        run.step(loss_of(model), [x])
+        for _ in range(20):
+            run.step(loss_of(model), [x])
         found.append(run.weights())
-    for key, wide in found[0].items():
-        bound = 2.0**-24 * (2 * wide.abs() + 16 * 2e-2)
-        assert ((found[1][key] - wide).abs() <= bound).all(), key
+    assert all(torch.equal(found[0][key], found[1][key]) for key in found[0])
 
 
 def test_stochastic_rounding_compiled_has_the_bits_of_the_reference():

@@ -15,7 +15,7 @@ from halfstep.torch.optim import AdamW
 from halfstep.torch.seam import Asked, Ours, Told, Undone, check_optimizers, driver_of, label
 
 COUNT = torch.ones((), dtype=torch.int32)
-FINE, BAD = torch.zeros(()), torch.ones(())
+FINE, BAD, ONE = torch.zeros(()), torch.ones(()), torch.ones(())
 
 
 def draw(*shape, seed=0):
@@ -66,7 +66,7 @@ def test_stock_optimizers_take_the_steps_of_fp32_on_split_masters_bit_for_bit(na
     for step in range(12):
         given = draw(6, 4, seed=step)
         skipped = step in (0, 4)
-        driver.step({p: given * float("nan") if skipped else given.clone()}, BAD if skipped else FINE, COUNT)
+        driver.step({p: given * float("nan") if skipped else given.clone()}, ONE, BAD if skipped else FINE, COUNT)
         p.grad = None
         if not skipped:
             plain.grad = given.clone()
@@ -81,8 +81,8 @@ def test_a_fused_sgd_whose_first_step_is_skipped_starts_from_no_momentum():
     """torch allocates the momentum, its kernel does not write to it, and it is taken for written the next time."""
     p, masters = whole()
     driver = driver_of(torch.optim.SGD([p], lr=0.1, momentum=0.9, fused=True), masters, {})
-    driver.step({p: torch.full((6, 4), float("nan"))}, BAD, COUNT)
-    driver.step({p: torch.ones(6, 4)}, FINE, COUNT)
+    driver.step({p: torch.full((6, 4), float("nan"))}, ONE, BAD, COUNT)
+    driver.step({p: torch.ones(6, 4)}, ONE, FINE, COUNT)
     assert torch.equal(driver.optimizer.state[p]["momentum_buffer"], torch.ones(6, 4))
     assert "first step" in driver.cost
 
@@ -106,13 +106,13 @@ def test_a_capturable_step_is_undone_where_it_must_be_skipped(made):
     driver = driver_of(Capturable([p]), masters, {})
     assert isinstance(driver, Undone)
     for step in range(3):
-        driver.step({p: draw(6, 4, seed=step)}, FINE, COUNT)
+        driver.step({p: draw(6, 4, seed=step)}, ONE, FINE, COUNT)
     state = driver.optimizer.state[p]
     before = [masters.wide([p])[0].clone(), *(value.clone() for value in state.values())]
-    driver.step({p: torch.full((6, 4), float("nan"))}, BAD, COUNT)
+    driver.step({p: torch.full((6, 4), float("nan"))}, ONE, BAD, COUNT)
     after = [masters.wide([p])[0], *driver.optimizer.state[p].values()]
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
-    driver.step({p: draw(6, 4, seed=9)}, FINE, COUNT)
+    driver.step({p: draw(6, 4, seed=9)}, ONE, FINE, COUNT)
     assert not torch.equal(before[0], masters.wide([p])[0])
 
 
@@ -123,7 +123,7 @@ def test_moments_are_stored_in_their_format_and_widened_for_the_step(fused):
     driver = driver_of(torch.optim.AdamW([p], lr=0.1, fused=fused), masters, {"w": BF16})
     alone = torch.optim.AdamW([plain], lr=0.1, fused=fused)
     for step in range(3):
-        driver.step({p: draw(6, 4, seed=step)}, FINE, COUNT)
+        driver.step({p: draw(6, 4, seed=step)}, ONE, FINE, COUNT)
         plain.grad = draw(6, 4, seed=step)
         alone.step()
         for key in ("exp_avg", "exp_avg_sq"):
@@ -170,7 +170,7 @@ def test_optimizers_of_others_run_through_the_seam(made):
     expected = masters.wide([p])[0].detach() - 0.5 * draw(6, 4, seed=5)
     driver = driver_of(Foreign([p]), masters, {})
     assert isinstance(driver, Asked)
-    driver.step({p: draw(6, 4, seed=5)}, FINE, COUNT)
+    driver.step({p: draw(6, 4, seed=5)}, ONE, FINE, COUNT)
     assert torch.equal(masters.wide([p])[0], expected)
 
 

@@ -1,0 +1,174 @@
+"""One pass of AdamW over all tensors of a group: unscale, clip, update, store.
+
+Written by hand because torch has no kernel that updates a split master, and a compiled one over hundreds of
+tensors costs milliseconds of the host. With whole masters a number moves 28 bytes, as with torch's fused kernel;
+with split ones 28 as well, and the factor that unscales and clips costs no pass of its own.
+
+    g <- factor g
+    m <- b1 m + (1 - b1) g            v <- b2 v + (1 - b2) g^2
+    w <- w (1 - rate decay) - (rate / (1 - b1^t)) m / (sqrt(v) (1 / sqrt(1 - b2^t)) + eps)
+
+**Every operation is rounded to fp32 on its own**, in this order: no fused multiply-add, exact square root and
+division. So the bits are those of the formula on any device and for whole and split masters alike; the kernel is
+bound by memory and loses nothing by it. The corrections of the moments are computed in fp64 and rounded once.
+
+**Tables.** Every tensor is reached by its address. A program takes one chunk of one tensor; which, is in two
+tables that depend on the sizes alone. Addresses are sent again when one has changed, from pinned memory: nothing
+waits. A program that finds `found_inf` set returns at once.
+"""
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+# Numbers that a program updates, and its warps: a sweep on an H200 is in docs/measurements/race.md.
+CHUNK, WARPS = 1024, 4
+# The rows of the table of addresses. A kernel reads globals only where they are constants of Triton's.
+PARAMETER, REMAINDER, GRAD, FIRST, SECOND = (tl.constexpr(row) for row in range(5))
+
+
+class Update:
+    """The tables of one list of tensors, and the launch."""
+
+    def __init__(self) -> None:
+        self._sizes: tuple[int, ...] = ()
+        self._addresses: tuple[int, ...] = ()
+
+    def __call__(
+        self,
+        parameters: Sequence[Tensor],
+        remainders: Sequence[Tensor],
+        grads: Sequence[Tensor],
+        first: Sequence[Tensor],
+        second: Sequence[Tensor],
+        steps: Sequence[Tensor],
+        *,
+        rate: Tensor,
+        factor: Tensor,
+        found_inf: Tensor,
+        betas: tuple[float, float],
+        eps: float,
+        decay: float,
+    ) -> None:
+        """Updates everything in place unless `found_inf` is 1. No remainders: the parameters are fp32 masters."""
+        held = remainders or parameters  # an address that is not used, and is one
+        columns = list(zip(parameters, held, grads, first, second, strict=True))
+        self._point(columns)
+        if not self._owners.numel():
+            return
+        torch._foreach_add_(list(steps), 1 - found_inf)
+        counts = torch.stack(list(steps)).double()
+        _adamw[(self._owners.numel(),)](
+            self._table,
+            self._counts,
+            self._owners,
+            self._chunks,
+            (1 - torch.pow(betas[0], counts)).float(),
+            (1 / torch.sqrt(1 - torch.pow(betas[1], counts))).float(),
+            rate,
+            factor,
+            found_inf,
+            betas[0],
+            1 - betas[0],
+            betas[1],
+            1 - betas[1],
+            eps,
+            decay,
+            len(parameters),
+            SPLIT=bool(remainders),
+            NARROW=first[0].dtype == torch.bfloat16,
+            CHUNK=CHUNK,
+            num_warps=WARPS,
+            enable_fp_fusion=False,
+        )
+
+    def _point(self, columns: list[tuple[Tensor, ...]]) -> None:
+        """Brings the tables up to date."""
+        device = columns[0][0].device
+        sizes = tuple(column[0].numel() for column in columns)
+        if sizes != self._sizes:
+            chunks = [-(-size // CHUNK) for size in sizes]
+            owners = torch.repeat_interleave(torch.arange(len(sizes)), torch.tensor(chunks))
+            within = torch.cat([torch.arange(count) for count in chunks])
+            self._owners, self._chunks = _sent(owners.int(), device), _sent(within.int(), device)
+            self._counts = _sent(torch.tensor(sizes), device)
+            self._sizes, self._addresses = sizes, ()
+        addresses = tuple(tensor.data_ptr() for row in zip(*columns, strict=True) for tensor in row)
+        if addresses != self._addresses:
+            self._table, self._addresses = _sent(torch.tensor(addresses), device), addresses
+
+
+def _sent(tensor: Tensor, device: torch.device) -> Tensor:
+    """A small tensor on its way to the device, which nobody waits for."""
+    return (tensor.pin_memory() if device.type == "cuda" else tensor).to(device, non_blocking=True)
+
+
+@triton.jit
+def _adamw(
+    table, sizes, owners, chunks, corrections, roots, rate, factor, found_inf, b1, rest1, b2, rest2, eps, decay, tensors,
+    SPLIT: tl.constexpr, NARROW: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    if tl.load(found_inf) == 0:
+        program = tl.program_id(0)
+        mine = tl.load(owners + program)
+        start = tl.load(chunks + program).to(tl.int64) * CHUNK
+        size = tl.load(sizes + mine)
+        shrink = 1.0 - tl.load(rate) * decay
+        pace = tl.div_rn(tl.load(rate), tl.load(corrections + mine))
+        root = tl.load(roots + mine)
+        scale = tl.load(factor)
+        # Without a mask, loads are as wide as they can be.
+        if start + CHUNK <= size:
+            _chunk(table, mine, start, size, shrink, pace, root, scale, b1, rest1, b2, rest2, eps, tensors,
+                   SPLIT, NARROW, CHUNK, False)  # fmt: skip
+        else:
+            _chunk(table, mine, start, size, shrink, pace, root, scale, b1, rest1, b2, rest2, eps, tensors,
+                   SPLIT, NARROW, CHUNK, True)  # fmt: skip
+
+
+@triton.jit
+def _chunk(
+    table, mine, start, size, shrink, pace, root, scale, b1, rest1, b2, rest2, eps, tensors,
+    SPLIT: tl.constexpr, NARROW: tl.constexpr, CHUNK: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    moment = tl.bfloat16 if NARROW else tl.float32
+    at = start + tl.arange(0, CHUNK)
+    mask = (at < size) if MASKED else None
+    grads = _pointer(table, GRAD, mine, tensors, tl.float32) + at
+    firsts = _pointer(table, FIRST, mine, tensors, moment) + at
+    seconds = _pointer(table, SECOND, mine, tensors, moment) + at
+    if SPLIT:
+        his = _pointer(table, PARAMETER, mine, tensors, tl.int16) + at
+        los = _pointer(table, REMAINDER, mine, tensors, tl.int16) + at
+        bits = (tl.load(his, mask).to(tl.int32) << 16) + tl.load(los, mask).to(tl.int32)
+        w = bits.to(tl.float32, bitcast=True)
+    else:
+        wides = _pointer(table, PARAMETER, mine, tensors, tl.float32) + at
+        w = tl.load(wides, mask)
+    g = tl.load(grads, mask) * scale
+    m = b1 * tl.load(firsts, mask).to(tl.float32) + rest1 * g
+    v = b2 * tl.load(seconds, mask).to(tl.float32) + rest2 * (g * g)
+    w = w * shrink - tl.div_rn(pace * m, tl.sqrt_rn(v) * root + eps)
+    tl.store(firsts, m.to(moment), mask)
+    tl.store(seconds, v.to(moment), mask)
+    if SPLIT:
+        # halfstep.torch.cast.split, on the same bits.
+        bits = w.to(tl.int32, bitcast=True)
+        nan = (bits & 0x7FFFFFFF) > 0x7F800000
+        hi = ((bits >> 15) + 1) >> 1
+        hi = tl.where(nan, ((bits >> 16) & 0x8000) | 0x7FC0, hi)
+        tl.store(his, hi.to(tl.int16), mask)
+        tl.store(los, tl.where(nan, 0, bits).to(tl.int16), mask)
+    else:
+        tl.store(wides, w, mask)
+
+
+@triton.jit
+def _pointer(table, ROW: tl.constexpr, mine, tensors, dtype: tl.constexpr):
+    """The tensor whose address is in the table; `kernels.reaches` has seen to its alignment."""
+    address = tl.load(table + ROW * tensors + mine).to(tl.pointer_type(dtype))
+    return tl.multiple_of(address, 16)
+

@@ -1,0 +1,171 @@
+"""The kernel against the formula in numpy, operation by operation in fp32: bits. Without a GPU, interpreted."""
+
+from importlib.util import find_spec
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+
+from halfstep.core.formats import BF16, FP32
+from halfstep.core.roles import Param
+from halfstep.torch import optim
+from halfstep.torch.cast import join, split
+from halfstep.torch.masters import Masters
+
+pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton")
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+# Smaller than a chunk, one chunk, a chunk and some, several: and no number at all.
+SHAPES = [(5,), (64, 3), (7, 11), (64,), (0, 4), (1,)]
+SETTINGS = {"betas": (0.9, 0.95), "eps": 1e-8, "decay": 0.1}
+
+
+@pytest.fixture(autouse=True)
+def kernel(monkeypatch):
+    """The module of the kernel, with chunks of 64 numbers."""
+    from halfstep.torch.kernels import adamw
+
+    monkeypatch.setattr(adamw, "CHUNK", 64)
+    if DEVICE == "cpu":
+        monkeypatch.setattr(optim, "reaches", lambda tensor: tensor.is_contiguous())
+    return adamw
+
+
+def draw(shape, seed, size=1.0):
+    return (torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * size).to(DEVICE)
+
+
+def scalar(value):
+    return torch.tensor(value, device=DEVICE)
+
+
+def formula(w, m, v, g, t, *, rate, factor, betas, eps, decay):
+    """One update in numpy, which rounds every operation to fp32."""
+    f, (b1, b2) = np.float32, betas
+    g = g * f(factor)
+    m = f(b1) * m + f(1 - b1) * g
+    v = f(b2) * v + f(1 - b2) * (g * g)
+    pace, root = f(rate) / f(1 - b1**t), f(1 / np.sqrt(1 - b2**t))
+    return w * (f(1) - f(rate) * f(decay)) - (pace * m) / (np.sqrt(v) * root + f(eps)), m, v
+
+
+def empty(shapes, dtype=torch.float32):
+    return [torch.zeros(shape, dtype=dtype, device=DEVICE) for shape in shapes]
+
+
+@pytest.mark.parametrize("held", ["whole", "split"])
+def test_every_bit_is_that_of_the_formula(kernel, held):
+    wide = [draw(shape, i) for i, shape in enumerate(SHAPES)]
+    expected = [(w.cpu().numpy().copy(), 0 * w.cpu().numpy(), 0 * w.cpu().numpy()) for w in wide]
+    params, remainders = map(list, zip(*map(split, wide), strict=True)) if held == "split" else (wide, [])
+    first, second, steps = empty(SHAPES), empty(SHAPES), empty([()] * len(SHAPES))
+    update = kernel.Update()
+    for t in range(1, 6):
+        grads = [draw(shape, 10 * t + i, 10.0**-t) for i, shape in enumerate(SHAPES)]
+        rate, factor = 10.0**-t, 0.37 * t
+        update(
+            params, remainders, grads, first, second, steps,
+            rate=scalar(rate), factor=scalar(factor), found_inf=scalar(0.0), **SETTINGS,
+        )  # fmt: skip
+        expected = [
+            formula(*old, g.cpu().numpy(), t, rate=rate, factor=factor, **SETTINGS)
+            for old, g in zip(expected, grads, strict=True)
+        ]
+    found = [join(*pair) for pair in zip(params, remainders, strict=True)] if remainders else params
+    for i, (w, m, v) in enumerate(expected):
+        assert (found[i].cpu().numpy() == w).all()
+        assert (first[i].cpu().numpy() == m).all()
+        assert (second[i].cpu().numpy() == v).all()
+        assert steps[i] == 5
+
+
+def test_where_gradients_were_not_finite_nothing_moves(kernel):
+    params, steps, moments = [draw((70,), 0)], empty([()]), [draw((70,), 1)]
+    before = [t.clone() for t in (*params, *moments)]
+    kernel.Update()(
+        params, [], [torch.full_like(params[0], torch.nan)], moments, moments, steps,
+        rate=scalar(0.1), factor=scalar(1.0), found_inf=scalar(1.0), **SETTINGS,
+    )  # fmt: skip
+    assert all(torch.equal(a, b) for a, b in zip(before, (*params, *moments), strict=True))
+    assert steps[0] == 0
+
+
+def test_infinities_and_nan_are_split_as_everywhere(kernel):
+    """A master that is not finite already stays what it is, in the bits that cast.split gives it."""
+    wide = torch.tensor([torch.inf, -torch.inf, torch.nan, 3.3e38, -0.0], device=DEVICE)
+    hi, lo = split(wide)
+    kernel.Update()(
+        [hi], [lo], [torch.zeros_like(wide)], empty([(5,)]), empty([(5,)]), empty([()]),
+        rate=scalar(0.1), factor=scalar(1.0), found_inf=scalar(0.0), **{**SETTINGS, "decay": 0.0},
+    )  # fmt: skip
+    expected = split(wide)
+    assert torch.equal(hi.view(torch.int16), expected[0].view(torch.int16))
+    assert torch.equal(lo, expected[1])
+
+
+def test_tensors_that_moved_are_found_again(kernel):
+    """Gradients are new tensors each step; a table that was not sent again would point at the old ones."""
+    params, first, second, steps = [draw((8,), 0)], empty([(8,)]), empty([(8,)]), empty([()])
+    update, kept = kernel.Update(), []
+    for t in range(3):
+        kept.append(torch.full((8,), float(t), device=DEVICE))
+        update(
+            params, [], kept[-1:], first, second, steps,
+            rate=scalar(0.1), factor=scalar(1.0), found_inf=scalar(0.0), **SETTINGS,
+        )  # fmt: skip
+    rest = np.float32(1 - 0.9)
+    assert (first[0].cpu().numpy() == np.float32(0.9) * (rest * np.float32(1)) + rest * np.float32(2)).all()
+
+
+def optimizer_of(params, *, held, moments):
+    names = {p: f"p{i}" for i, p in enumerate(params)}
+    remainders = {}
+    if held == "split":
+        for p, name in names.items():
+            p.data, remainders[name] = split(p.data)
+    made = optim.AdamW([{"params": params[:1], "lr": 0.1}, {"params": params[1:]}], weight_decay=0.1)
+    masters = Masters(names, dict.fromkeys(names.values(), Param(FP32, split=held == "split")), remainders)
+    made.bind(masters, dict.fromkeys(names.values(), moments), FP32, emulate=False)
+    return made
+
+
+@pytest.mark.parametrize("moments", [FP32, BF16], ids=str)
+def test_the_optimizer_takes_the_kernel_and_split_masters_move_as_whole_ones(moments):
+    found = []
+    for held in ("whole", "split"):
+        params = [torch.nn.Parameter(draw(shape, i)) for i, shape in enumerate(SHAPES)]
+        made = optimizer_of(params, held=held, moments=moments)
+        for t in range(4):
+            grads = {p: draw(p.shape, 10 * t + i) for i, p in enumerate(params)}
+            with mock.patch.object(optim, "adamw", side_effect=AssertionError("torch's kernel was called")):
+                made.step(grads, found_inf=scalar(float(t == 2)), scale=scalar(0.5))
+        assert all(made.state[p]["step"] == 3 for p in params)
+        found.append([w.detach().clone() for w in made.masters.wide(params)])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+def test_it_is_torchs_adamw_up_to_the_roundings_of_one_update():
+    """torch rounds in another order: some ten operations on an update of at most about the rate, 2^-24 each."""
+    params, theirs = ([torch.nn.Parameter(draw((64, 3), 0))] for _ in range(2))
+    made = optim.AdamW(params, lr=0.01, weight_decay=0.1)
+    stock = torch.optim.AdamW(theirs, lr=0.01, betas=(0.9, 0.95), weight_decay=0.1, foreach=False)
+    for t in range(1, 6):
+        params[0].grad, theirs[0].grad = draw((64, 3), t), draw((64, 3), t)
+        made.step()
+        stock.step()
+        with torch.no_grad():
+            bound = t * 2.0**-24 * (2 * params[0].abs() + 10 * 0.01 * 4)
+        assert ((params[0] - theirs[0]).abs() <= bound).all()
+
+
+def test_what_the_kernel_cannot_reach_goes_the_other_way():
+    p = torch.nn.Parameter(draw((4, 6), 0).t())  # transposed: not contiguous
+    q = torch.nn.Parameter(draw((4, 6), 0))
+    made = optim.AdamW([p, q])
+    before = p.detach().clone()
+    with mock.patch.object(optim, "adamw", wraps=optim.adamw) as torchs:
+        made.step({p: torch.ones_like(p), q: torch.ones_like(q)}, scale=scalar(0.5))
+    assert len(torchs.call_args[0][0]) == 1
+    assert torchs.call_args[0][0][0] is p
+    assert not torch.equal(before, p)
+    assert (made.state[p]["exp_avg"] == made.state[q]["exp_avg"].t()).all()
