@@ -1,6 +1,6 @@
 """A thousand steps on split masters against a thousand on fp32 masters: the same bits, for every optimizer.
 
-    python benchmarks/split_steps.py [--steps 1000]
+    python benchmarks/split_steps.py [--steps 1000] [--device cuda] [--only "halfstep AdamW" "AdamW fused"]
 
 A small language model with a tied head is trained on random tokens twice by each optimizer, with compute in fp32,
 where the joined master is what multiplies. Losses, masters and the state of the optimizer must agree in every bit.
@@ -8,6 +8,7 @@ Micro-batches, clipping and some steps that are not finite are part of it. Exit 
 """
 
 import argparse
+import os
 import sys
 import time
 from collections.abc import Callable
@@ -59,34 +60,39 @@ OPTIMIZERS: dict[str, Callable[[nn.Module], list[torch.optim.Optimizer]]] = {
 }
 
 
-def train(name: str, policy: str, steps: int) -> tuple[list[float], dict[str, torch.Tensor], int]:
-    model = Net()
+def train(name: str, policy: str, steps: int, device: str) -> tuple[list[float], dict[str, torch.Tensor], int]:
+    model = Net().to(device)
     run = prepare(model, OPTIMIZERS[name](model), policy, clip_norm=1.0)
     generator = torch.Generator().manual_seed(1)
-    losses = []
+    losses: list[torch.Tensor] = []
     for step in range(steps):
-        tokens = torch.randint(0, VOCABULARY, (2, 4, CONTEXT + 1), generator=generator)
+        tokens = torch.randint(0, VOCABULARY, (2, 4, CONTEXT + 1), generator=generator).to(device)
         bad = float("nan") if step % 97 == 0 else 1.0
 
         def loss(batch: torch.Tensor, bad: float = bad) -> torch.Tensor:
             return F.cross_entropy(model(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten()) * bad
 
         result = run.step(loss, tokens.unbind())
-        losses.append(float(result.loss) if not bool(result.skipped) else -1.0)
+        losses.append(torch.where(result.skipped, -1.0, result.loss))
     state = {k: v for k, v in run.state_dict()["tensors"].items() if k.startswith("optimizer.")}
-    return losses, {**run.weights(), **state}, int(run.applied)
+    return torch.stack(losses).tolist(), {**run.weights(), **state}, int(run.applied)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=1000, help="steps of each run")
-    steps = parser.parse_args().steps
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--only", nargs="+", default=list(OPTIMIZERS), choices=list(OPTIMIZERS))
+    options = parser.parse_args()
+    steps, device = options.steps, options.device
     torch.set_num_threads(1)
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
     differing = 0
-    for name in OPTIMIZERS:
+    for name in options.only:
         began = time.perf_counter()
-        losses, whole, applied = train(name, "fp32", steps)
-        others, split, _ = train(name, "param=fp32:split", steps)
+        losses, whole, applied = train(name, "fp32", steps, device)
+        others, split, _ = train(name, "param=fp32:split", steps, device)
         odd = [key for key in whole if not torch.equal(whole[key], split[key])]
         same = losses == others and whole.keys() == split.keys() and not odd
         differing += not same

@@ -91,7 +91,8 @@ class Optimizer(torch.optim.Optimizer):
         for p in self.names:
             if p not in self.state:
                 count = torch.zeros((), dtype=torch.float32, device=p.device)
-                moments = {k: torch.zeros(p.shape, dtype=self._dtype(p), device=p.device) for k in self.slots}
+                # Laid out as the parameter is: fused kernels go through memory, not through indices.
+                moments = {k: torch.zeros_like(p.detach(), dtype=self._dtype(p)) for k in self.slots}
                 self.state[p] = {"step": count, **moments}
 
     def step(  # type: ignore[override]
@@ -172,7 +173,9 @@ class AdamW(Optimizer):
         **formats: Any,
     ):
         defaults = {"lr": lr, "betas": tuple(betas), "eps": eps, "weight_decay": weight_decay}
-        self._updates: dict[Any, Any] = {}  # the tables of our kernel, for each set of parameters that are held alike
+        self._updates: dict[
+            Any, Any
+        ] = {}  # the tables of our kernel, for each set of parameters that are held alike
         super().__init__(params, defaults, **formats)
 
     @torch.no_grad()

@@ -25,7 +25,7 @@ import triton.language as tl
 from torch import Tensor
 
 # Numbers that a program updates, and its warps: a sweep on an H200 is in docs/measurements/race.md.
-CHUNK, WARPS = 1024, 4
+CHUNK, WARPS = 512, 4
 # The rows of the table of addresses. A kernel reads globals only where they are constants of Triton's.
 PARAMETER, REMAINDER, GRAD, FIRST, SECOND = (tl.constexpr(row) for row in range(5))
 
@@ -59,7 +59,8 @@ class Update:
         self._point(columns)
         if not self._owners.numel():
             return
-        torch._foreach_add_(list(steps), 1 - found_inf)
+        # A list of one tensor: one tensor alone is read by the host (torch 2.11).
+        torch._foreach_add_(list(steps), [1 - found_inf] * len(steps))
         counts = torch.stack(list(steps)).double()
         _adamw[(self._owners.numel(),)](
             self._table,
@@ -171,4 +172,3 @@ def _pointer(table, ROW: tl.constexpr, mine, tensors, dtype: tl.constexpr):
     """The tensor whose address is in the table; `kernels.reaches` has seen to its alignment."""
     address = tl.load(table + ROW * tensors + mine).to(tl.pointer_type(dtype))
     return tl.multiple_of(address, 16)
-

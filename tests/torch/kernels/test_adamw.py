@@ -168,4 +168,6 @@ def test_what_the_kernel_cannot_reach_goes_the_other_way():
     assert len(torchs.call_args[0][0]) == 1
     assert torchs.call_args[0][0][0] is p
     assert not torch.equal(before, p)
-    assert (made.state[p]["exp_avg"] == made.state[q]["exp_avg"].t()).all()
+    off = made.state[p]["exp_avg"] - made.state[q]["exp_avg"].t()
+    # torch's kernel takes 1 - b1 of a b1 that is rounded to fp32, and may fuse what ours rounds twice.
+    assert (off.abs() <= 0.5 * 2.0**-25 + 2 * 2.0**-24 * 0.05).all()
