@@ -40,6 +40,8 @@ ONE_BACKEND_ONLY: dict[str, str] = {
     "summary.py": "torch: there is more to tell",
     "takeover.py": "torch: there is a torch.amp to move in from",
     "blame.py": "torch: modules have hooks",
+    "kernels/__init__.py": "torch: JAX compiles a whole step, and MLX has no such kernels yet",
+    "kernels/adamw.py": "as above",
     "race/__init__.py": "the race is on torch, where the recipes of others are; backends.py compares backends",
     "race/arms.py": "as above",
     "race/model.py": "as above",

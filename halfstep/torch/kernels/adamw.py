@@ -28,6 +28,8 @@ from torch import Tensor
 CHUNK, WARPS = 512, 4
 # The rows of the table of addresses. A kernel reads globals only where they are constants of Triton's.
 PARAMETER, REMAINDER, GRAD, FIRST, SECOND = (tl.constexpr(row) for row in range(5))
+# What is known of one tensor, row by row.
+Columns = list[tuple[Tensor, Tensor, Tensor, Tensor, Tensor]]
 
 
 class Update:
@@ -55,7 +57,7 @@ class Update:
     ) -> None:
         """Updates everything in place unless `found_inf` is 1. No remainders: the parameters are fp32 masters."""
         held = remainders or parameters  # an address that is not used, and is one
-        columns = list(zip(parameters, held, grads, first, second, strict=True))
+        columns: Columns = list(zip(parameters, held, grads, first, second, strict=True))
         self._point(columns)
         if not self._owners.numel():
             return
@@ -86,7 +88,7 @@ class Update:
             enable_fp_fusion=False,
         )
 
-    def _point(self, columns: list[tuple[Tensor, ...]]) -> None:
+    def _point(self, columns: Columns) -> None:
         """Brings the tables up to date."""
         device = columns[0][0].device
         sizes = tuple(column[0].numel() for column in columns)
@@ -109,8 +111,8 @@ def _sent(tensor: Tensor, device: torch.device) -> Tensor:
 
 @triton.jit
 def _adamw(
-    table, sizes, owners, chunks, corrections, roots, rate, factor, found_inf, b1, rest1, b2, rest2, eps, decay, tensors,
-    SPLIT: tl.constexpr, NARROW: tl.constexpr, CHUNK: tl.constexpr,
+    table, sizes, owners, chunks, corrections, roots, rate, factor, found_inf, b1, rest1, b2, rest2, eps, decay,
+    tensors, SPLIT: tl.constexpr, NARROW: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     if tl.load(found_inf) == 0:
         program = tl.program_id(0)

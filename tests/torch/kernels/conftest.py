@@ -1,4 +1,4 @@
-"""Without a GPU, Triton's interpreter runs the kernels. It must be told before Triton is imported, and for good."""
+"""Without a GPU, Triton's interpreter runs the kernels; Triton must be told before it is imported."""
 
 import os
 
