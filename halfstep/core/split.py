@@ -54,7 +54,11 @@ def split(x: NDArray[np.float32]) -> tuple[NDArray[np.uint16], NDArray[np.int16]
 
 
 def join(hi: NDArray[np.uint16], lo: NDArray[np.int16]) -> NDArray[np.float32]:
-    """The fp32 number that `split` took apart."""
+    """The fp32 number that `split` took apart.
+
+    A zero has no remainder below it: one that is there was left by a number that somebody set to zero, and with it
+    the bits would be those of a NaN. It counts as none.
+    """
     hi = _expect(hi, np.uint16, "hi", "hi holds bf16 codes; view a bf16 array as uint16")
     lo = _expect(lo, np.int16, "lo", "lo is the signed remainder; view it as int16")
     if hi.shape != lo.shape:
@@ -62,6 +66,7 @@ def join(hi: NDArray[np.uint16], lo: NDArray[np.int16]) -> NDArray[np.float32]:
             f"hi has shape {hi.shape} and lo {lo.shape}; they are two halves of one tensor",
             hint="pass both results of the same split",
         )
+    lo = np.where((hi & 0x7FFF) == 0, np.maximum(lo, 0), lo)
     bits = (hi.astype(np.int64) << 16) + lo
     return np.asarray(bits.astype(np.uint32)).view(np.float32)
 

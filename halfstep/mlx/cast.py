@@ -194,7 +194,9 @@ def join(hi: mx.array, lo: mx.array) -> mx.array:
             hint="pass both results of the same split",
         )
     upper = mx.stop_gradient(hi).view(mx.uint16).astype(mx.int32) << 16
-    return (upper + lo.astype(mx.int32)).view(mx.float32)
+    lower = lo.astype(mx.int32)
+    lower = mx.where((upper & 0x7FFFFFFF) == 0, mx.maximum(lower, 0), lower)  # core.split.join says why
+    return (upper + lower).view(mx.float32)
 
 
 _MULTIPLIERS = 0xD2511F53, 0xCD9E8D57

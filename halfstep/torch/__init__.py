@@ -4,8 +4,9 @@
     run = prepare(model, optimizer, "bf16-mixed")        # any nn.Module, any torch.optim optimizer, or a list
     result = run.step(loss_fn, micro_batches)            # loss_fn(batch)
 
-`CastedLinear` and `Norm` are modules to build with, and the functions are what they are made of: each takes a
-`Casts` last, as `cross_entropy(logits, targets, casts_for("bf16-mixed"))`.
+To build with: `CastedLinear` multiplies in its own precision; `LayerNorm`, `RMSNorm`, `Softmax`,
+`CrossEntropyLoss` and the functions `layer_norm`, `rms_norm`, `softmax`, `cross_entropy` are torch's, fp32 inside.
+`linear` and `attention` take a `Casts` last: `linear(x, weight, None, casts_for("bf16-mixed"))`.
 
 Importing this package imports no framework: each public name is loaded when it is used.
 """
@@ -17,17 +18,21 @@ from halfstep.core.errors import HalfstepError
 
 if TYPE_CHECKING:
     from halfstep.torch.cast import quantize as quantize
+    from halfstep.torch.islands import CrossEntropyLoss as CrossEntropyLoss
+    from halfstep.torch.islands import LayerNorm as LayerNorm
+    from halfstep.torch.islands import RMSNorm as RMSNorm
+    from halfstep.torch.islands import Softmax as Softmax
+    from halfstep.torch.islands import cross_entropy as cross_entropy
+    from halfstep.torch.islands import layer_norm as layer_norm
+    from halfstep.torch.islands import rms_norm as rms_norm
+    from halfstep.torch.islands import softmax as softmax
     from halfstep.torch.layers import CastedLinear as CastedLinear
     from halfstep.torch.layers import Norm as Norm
     from halfstep.torch.layers import attention as attention
     from halfstep.torch.layers import casts_for as casts_for
-    from halfstep.torch.layers import cross_entropy as cross_entropy
-    from halfstep.torch.layers import layer_norm as layer_norm
     from halfstep.torch.layers import linear as linear
-    from halfstep.torch.layers import rms_norm as rms_norm
-    from halfstep.torch.layers import softmax as softmax
+    from halfstep.torch.muon import Muon as Muon
     from halfstep.torch.optim import AdamW as AdamW
-    from halfstep.torch.optim import Muon as Muon
     from halfstep.torch.step import Run as Run
     from halfstep.torch.step import StepResult as StepResult
     from halfstep.torch.step import prepare as prepare
@@ -35,19 +40,23 @@ if TYPE_CHECKING:
 _HOMES = {
     "AdamW": "halfstep.torch.optim",
     "CastedLinear": "halfstep.torch.layers",
-    "Muon": "halfstep.torch.optim",
+    "CrossEntropyLoss": "halfstep.torch.islands",
+    "LayerNorm": "halfstep.torch.islands",
+    "Muon": "halfstep.torch.muon",
     "Norm": "halfstep.torch.layers",
+    "RMSNorm": "halfstep.torch.islands",
     "Run": "halfstep.torch.step",
+    "Softmax": "halfstep.torch.islands",
     "StepResult": "halfstep.torch.step",
     "attention": "halfstep.torch.layers",
     "casts_for": "halfstep.torch.layers",
-    "cross_entropy": "halfstep.torch.layers",
-    "layer_norm": "halfstep.torch.layers",
+    "cross_entropy": "halfstep.torch.islands",
+    "layer_norm": "halfstep.torch.islands",
     "linear": "halfstep.torch.layers",
     "prepare": "halfstep.torch.step",
     "quantize": "halfstep.torch.cast",
-    "rms_norm": "halfstep.torch.layers",
-    "softmax": "halfstep.torch.layers",
+    "rms_norm": "halfstep.torch.islands",
+    "softmax": "halfstep.torch.islands",
 }
 
 __all__ = list(_HOMES)

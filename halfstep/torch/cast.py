@@ -187,8 +187,10 @@ def join(hi: Tensor, lo: Tensor) -> Tensor:
             f"{tuple(lo.shape)}",
             hint="pass both results of the same split",
         )
-    bits = (hi.detach().view(torch.int16).to(torch.int32) << 16) + lo.to(torch.int32)
-    return bits.view(torch.float32)
+    upper = hi.detach().view(torch.int16).to(torch.int32) << 16
+    lower = lo.to(torch.int32)
+    lower = torch.where((upper & _MAGNITUDE) == 0, lower.clamp(min=0), lower)  # core.split.join says why
+    return (upper + lower).view(torch.float32)
 
 
 _MULTIPLIERS = 0xD2511F53, 0xCD9E8D57

@@ -202,7 +202,8 @@ def _plan(name: str, module: nn.Module, model: nn.Module) -> Plan:
         return Plan(name, module, type(module))
     base, held = _base_of(module), [n for n, p in module.named_parameters(recurse=False) if p.is_floating_point()]
     forward = getattr(type(module), "forward", None)
-    own_forward = base is not None and forward is not base.forward
+    ours = getattr(type(module), "halfstep_island", False)  # of islands.py: the class in front does the same
+    own_forward = base is not None and forward is not base.forward and not ours
     if "forward" in module.__dict__:
         return Plan(name, module, None, why="left alone: its forward was replaced on this one module")
     named = NAMED.get(f"{type(module).__module__}.{type(module).__qualname__}")

@@ -17,6 +17,7 @@ was looked up twice are summed. That waits for the device, as torch's sparse opt
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -52,6 +53,7 @@ class Gradients:
     ) -> None:
         """Adds the gradient of a micro-batch's mean loss, times the scale."""
         loss = self._checked(loss)
+        weight = _checked_weight(weight)
         self._complete = last
         if not isinstance(weight, Tensor) and not weight > 0.0:
             if weight == 0.0:
@@ -59,6 +61,8 @@ class Gradients:
             raise HalfstepError(f"weight={weight!r}: a number of tokens is not negative", hint="0 adds nothing")
         if self._first_weight is None:
             self._first_weight = divisor(weight)
+            for p in parameters:
+                p.grad = None  # left by a backward pass that was not this run's, at a scale that nobody knows
         share = weight / self._first_weight  # a number stays a number: putting it on the device would wait
         (loss.float() * (share * scale)).backward()
         self.weights = self.weights + share
@@ -96,6 +100,11 @@ class Gradients:
         return found
 
     def _checked(self, loss: Tensor) -> Tensor:
+        if not isinstance(loss, Tensor):
+            raise HalfstepError(
+                f"the loss is a {type(loss).__name__}; it must be a tensor of one number",
+                hint="give the mean loss, or (the sum of losses, the number of tokens)",
+            )
         if loss.numel() != 1 or not loss.requires_grad:
             told = f"has the shape {tuple(loss.shape)}" if loss.numel() != 1 else "needs no gradient"
             raise HalfstepError(
@@ -106,9 +115,33 @@ class Gradients:
         if loss.dtype.itemsize < wanted.itemsize:
             raise PolicyError(
                 f"the loss came out in {loss.dtype}, and the policy says loss={self.policy.loss}",
-                hint="widen what it is computed from, as logits.float(), or use halfstep.torch.cross_entropy",
+                hint="widen what it is computed from, as F.cross_entropy(logits.float(), targets)",
             )
         return loss.reshape(())
+
+
+def checked_pair(given: tuple[Any, ...]) -> tuple[Tensor, Tensor | float]:
+    """What a loss function gave, as (the sum of losses, the number of tokens)."""
+    if len(given) != 2 or not isinstance(given[0], Tensor):
+        kinds = ", ".join(type(item).__name__ for item in given)
+        raise HalfstepError(
+            f"the loss function gave ({kinds}); a tuple is (the sum of losses, the number of tokens)",
+            hint="give the mean loss alone, and keep what else there is elsewhere",
+        )
+    return given[0], _checked_weight(given[1])
+
+
+def _checked_weight(weight: Any) -> Tensor | float:
+    """A number of tokens: a number, or a tensor of one on the device."""
+    if isinstance(weight, Tensor):
+        if weight.numel() == 1 and not weight.is_complex():
+            return weight.detach().reshape(())
+    elif isinstance(weight, int | float) and weight == weight:
+        return weight
+    told = f"a tensor of shape {tuple(weight.shape)}" if isinstance(weight, Tensor) else repr(weight)
+    raise HalfstepError(
+        f"weight={told}: a number of tokens is one number", hint="as targets.numel(), or (y >= 0).sum()"
+    )
 
 
 def divisor(weight: Tensor | float) -> Tensor | float:

@@ -11,6 +11,14 @@ says so to eager autograd, but torch.compile differentiates copies of its inputs
 is rounded to bf16, then widened, and only its dtype looks right (torch 2.13). The gradient of an fp32 leaf is
 never narrowed, compiled or not.
 
+Hooks on the parameter (`register_hook`, `register_post_accumulate_grad_hook`) are run when its gradient is handed
+over. `torch.autograd.grad` must be given what has a gradient: parameters that are halves have none in the graph.
+
+**Whoever writes to a half** in place (`nn.init`, a clamp, a mask) means what he wrote: the remainder of what was
+there before is dropped. torch counts such writes; through `parameter.data` it does not, and there the remainder
+stays, at most half a unit in the last place of bf16. Where the half is zero, a remainder below zero is no part of
+any number, and `join` takes it for none.
+
 While `parameter.grad` is there and wider than the parameter, dynamo compiles nothing that uses the parameter
 ("dtype mismatch between tensor and its gradient"). So whoever sums gradients over micro-batches takes it away
 after each backward pass, lest a batch of another length run uncompiled.
@@ -28,7 +36,7 @@ from torch import Tensor, nn
 from halfstep.core.errors import HalfstepError
 from halfstep.torch.cast import join, split
 
-REMAINDER, STAND_IN = "halfstep_remainder", "halfstep_stand_in"
+REMAINDER, STAND_IN, WRITES = "halfstep_remainder", "halfstep_stand_in", "halfstep_writes"
 
 
 def make_half(parameter: nn.Parameter, remainder: Tensor) -> None:
@@ -40,18 +48,45 @@ def make_half(parameter: nn.Parameter, remainder: Tensor) -> None:
         owner, grad = whose(), stand_in.grad
         stand_in.grad = None
         if owner is not None and grad is not None:
-            owner.grad = grad if owner.grad is None else owner.grad.add_(grad)
+            _give(owner, grad)
 
     stand_in.register_post_accumulate_grad_hook(hand_over)
     parameter.grad_dtype = torch.float32
     setattr(parameter, REMAINDER, remainder)
     setattr(parameter, STAND_IN, stand_in)
+    note_write(parameter)
+
+
+def _give(owner: Tensor, grad: Tensor) -> None:
+    """What autograd does with the gradient of a leaf: hooks, the sum, hooks."""
+    for hook in (owner._backward_hooks or {}).values():
+        changed = hook(grad)
+        grad = grad if changed is None else changed
+    if grad.stride() != owner.stride():  # laid out as the parameter is: fused optimizers go through memory
+        grad = torch.empty_like(owner.detach(), dtype=grad.dtype).copy_(grad)
+    owner.grad = grad if owner.grad is None else owner.grad.add_(grad)
+    for hook in (getattr(owner, "_post_accumulate_grad_hooks", None) or {}).values():
+        hook(owner)
 
 
 def make_whole(parameter: nn.Parameter) -> None:
     """Takes from a parameter what made it a half; its data stay."""
-    for name in (REMAINDER, STAND_IN):
+    for name in (REMAINDER, STAND_IN, WRITES):
         parameter.__dict__.pop(name, None)
+    parameter.grad_dtype = None  # whatever the parameter will be: what it was by default cannot be put back
+
+
+def note_write(parameter: Tensor) -> None:
+    """Says that what was just written to a half was written with its remainder."""
+    if is_half(parameter):
+        setattr(parameter, WRITES, parameter._version)
+
+
+def settle(parameter: Tensor) -> None:
+    """Drops the remainder of a half that somebody wrote to."""
+    if getattr(parameter, WRITES, None) not in (None, parameter._version):
+        getattr(parameter, REMAINDER).zero_()
+        note_write(parameter)
 
 
 def is_half(tensor: Tensor) -> bool:
@@ -84,8 +119,11 @@ class Holder(nn.Module):
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
         if not keep_vars:
-            for name, remainder in self.halves.items():
-                destination[prefix + name] = join(self._parameters[name], remainder)
+            for name in self.halves:
+                half = self._parameters[name]
+                if half is not None and is_half(half):
+                    settle(half)
+                    destination[prefix + name] = join(half, getattr(half, REMAINDER))
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, local_metadata: Any, *rest: Any) -> None:
         halves = [name for name in self.halves if prefix + name in state_dict]
@@ -101,6 +139,7 @@ class Holder(nn.Module):
                 hi, lo = split(given.to(half.device, torch.float32))
                 half.copy_(hi)
                 self.halves[name].copy_(lo)
+                note_write(self._parameters[name])
 
 
 def used(weight: Tensor, whole: bool) -> tuple[Tensor, Tensor]:
@@ -110,6 +149,8 @@ def used(weight: Tensor, whole: bool) -> tuple[Tensor, Tensor]:
     """
     if not is_half(weight):
         return weight.detach(), weight
+    if whole and not torch.compiler.is_compiling():
+        settle(weight)
     numbers = join(weight, getattr(weight, REMAINDER)) if whole else weight.detach()
     return numbers, getattr(weight, STAND_IN) if weight.requires_grad else weight.detach()
 

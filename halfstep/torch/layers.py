@@ -35,6 +35,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from halfstep.core.errors import HalfstepError
 from halfstep.core.formats import BF16, FP32, Format
 from halfstep.core.policy import Policy, as_policy
 from halfstep.core.precision import Precision, base_precision
@@ -116,8 +117,18 @@ class Layer(Holder):
         return ""
 
 
+def refuse_autocast(device: str) -> None:
+    """Refuses to run where torch would cast as well."""
+    if torch.is_autocast_enabled(device):
+        raise HalfstepError(
+            "a module with a policy is used under torch.autocast, which would cast inside its islands",
+            hint="leave torch.autocast out: the modules cast by themselves",
+        )
+
+
 def enter(x: Tensor, casts: Casts) -> Tensor:
     """An activation in the compute format of the module it enters."""
+    refuse_autocast(x.device.type)
     return rounded(x.to(casts.compute), casts)
 
 
@@ -140,6 +151,7 @@ def owned(parameter: Tensor, casts: Casts) -> Tensor:
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, casts: Casts, *, transposed: bool = False) -> Tensor:
     """x W^T + b with the operands, sums and results of `casts`; x W + b of a matrix that is held transposed."""
     if casts.plain:
+        refuse_autocast(x.device.type)
         weight = owned(weight, casts).float()
         return F.linear(x.float(), weight.t() if transposed else weight, None if bias is None else bias.float())
     numbers, owner = used(weight, casts.whole)
@@ -290,8 +302,8 @@ class Matmul(Layer):
 class CastedLinear(Matmul, nn.Linear):
     """A linear layer that computes in its own precision, whatever its weight and input are held in."""
 
-    def __init__(self, inputs: int, outputs: int, bias: bool = False, **factory: Any):
-        nn.Linear.__init__(self, inputs, outputs, bias, **factory)
+    def __init__(self, in_features: int, out_features: int, bias: bool = True, **factory: Any):
+        nn.Linear.__init__(self, in_features, out_features, bias, **factory)
         self.precision = Precision()
 
     def forward(self, x: Tensor) -> Tensor:

@@ -33,6 +33,7 @@ from halfstep.core.formats import BF16, FP16, FP32, Format
 from halfstep.core.philox import tensor_id
 from halfstep.core.roles import Param
 from halfstep.torch.cast import carried, join, quantize, random_bits, split
+from halfstep.torch.halves import note_write, settle
 
 _BY_DTYPE = {torch.float32: Param(FP32), torch.bfloat16: Param(BF16), torch.float16: Param(FP16)}
 
@@ -72,11 +73,18 @@ class Masters:
         """Whether the parameter is the bf16 half of a master, and the other half is here."""
         return self.names.get(parameter, "") in self.remainders
 
+    def settle(self) -> None:
+        """Drops the remainders of halves that somebody wrote to."""
+        for p in self.names if self.remainders else ():
+            settle(p)
+
     @torch.no_grad()
     def wide(self, parameters: Sequence[Tensor]) -> list[Tensor]:
         """The masters in fp32: the parameter itself where it is whole, else a new tensor."""
         found = {p: p if self.is_whole(p) else None for p in parameters}
         halves = [p for p in parameters if self.is_split(p)]
+        for p in halves:
+            settle(p)
         joined = _over_all(_join, halves, [self.remainders[self.names[p]] for p in halves])
         found |= dict(zip(halves, joined, strict=True))
         # A copy also where the dtype is fp32: what is rounded back must not be the parameter.
@@ -93,8 +101,10 @@ class Masters:
                 joined.append(w)
             elif w is not p:
                 self._round_back(p, w, count)
-        remainders = [self.remainders[self.names[p]] for p in parameters if self.is_split(p)]
-        _over_all(_split, halves, remainders, joined)
+        split = [p for p in parameters if self.is_split(p)]
+        _over_all(_split, halves, [self.remainders[self.names[p]] for p in split], joined)
+        for p in split:
+            note_write(p)
 
     def assign(self, parameters: Sequence[Tensor], values: Sequence[Tensor], count: Tensor) -> None:
         """Sets masters to fp32 values, whether the parameter is its own or not."""
@@ -188,6 +198,9 @@ class Averages:
         finally:
             for t, old in zip(live, before, strict=True):
                 t.copy_(old)
+            for p in self.parameters:
+                if self.masters.is_split(p):
+                    note_write(p)
 
 
 def check_decay(decay: float) -> None:
@@ -202,37 +215,42 @@ def check_decay(decay: float) -> None:
 class Statistics:
     """Buffers as they were before a step, put back where a step that wrote to them is skipped.
 
-    What was written to is told by torch's count of versions, except in batch and instance norms, whose kernels
-    write to their running statistics without counting.
+    What was written to is told by torch's count of versions, and by whether it is the same tensor still; except in
+    batch and instance norms, whose kernels write to their running statistics without counting.
     """
 
     def __init__(self, model: nn.Module):
         self.model = model
-        self._kept: dict[str, tuple[Tensor, int]] = {}
+        self._kept: dict[str, tuple[Tensor, Tensor, int]] = {}  # a copy, what it is a copy of, its version then
         self.remember()
 
+    @torch.no_grad()
     def remember(self) -> None:
         """Takes what was written to buffers since for what a skipped step gives back."""
-        for name, buffer, _ in self._buffers():
-            if self._version(name) != buffer._version:
-                self._kept[name] = (buffer.detach().clone(), buffer._version)
+        for name, buffer, uncounted in self._buffers():
+            if self._changed(name, buffer):
+                self._kept[name] = (buffer.detach().clone(), buffer, buffer._version)
+            elif uncounted:
+                self._kept[name][0].copy_(buffer)
 
     @torch.no_grad()
     def settle(self, finite: Tensor) -> None:
         """Keeps what the step wrote where `finite`, a device scalar, is true, and puts back what was there."""
         written: dict[str, tuple[Tensor, Tensor]] = {}
         for name, buffer, uncounted in self._buffers():
-            before = self._kept.get(name, (buffer, 0))[0]
-            if buffer.shape != before.shape or before is buffer:
-                self._kept[name] = (buffer.detach().clone(), buffer._version)
-            elif uncounted or self._version(name) != buffer._version:
-                written[name] = (buffer, before)
+            before = self._kept[name][0] if name in self._kept else None
+            if before is None or (buffer.shape, buffer.dtype) != (before.shape, before.dtype):
+                self._kept[name] = (buffer.detach().clone(), buffer, buffer._version)
+            elif uncounted or self._changed(name, buffer):
+                written[name] = (buffer.detach(), before)
         if written:
             buffers, kept = (list(side) for side in zip(*written.values(), strict=True))
             chosen = [torch.where(finite, now, before) for now, before in zip(buffers, kept, strict=True)]
             torch._foreach_copy_(buffers, chosen)
             torch._foreach_copy_(kept, chosen)
-            self._kept |= {name: (before, now._version) for name, (now, before) in written.items()}
+        for name, buffer, _ in self._buffers():
+            if name in written:
+                self._kept[name] = (written[name][1], buffer, buffer._version)
 
     def _buffers(self) -> Iterator[tuple[str, Tensor, bool]]:
         """Every buffer with its name, and whether it may be written to without its version telling."""
@@ -241,8 +259,10 @@ class Statistics:
             for name, buffer in module.named_buffers(prefix, recurse=False):
                 yield name, buffer, uncounted
 
-    def _version(self, name: str) -> int:
-        return self._kept[name][1] if name in self._kept else -1
+    def _changed(self, name: str, buffer: Tensor) -> bool:
+        """Whether a buffer was written to by a write that counts, or is another one."""
+        _, known, version = self._kept.get(name, (None, None, -1))
+        return known is not buffer or version != buffer._version
 
 
 def _set_data(parameters: Sequence[Tensor], held: Sequence[Tensor]) -> None:

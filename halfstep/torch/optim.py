@@ -1,15 +1,13 @@
-"""AdamW and Muon with explicit formats for masters and moments.
+"""Optimizers with explicit formats for masters and moments: what they share, and AdamW.
 
 **AdamW** (Loshchilov and Hutter), with g the gradient, t the updates applied so far and decay decoupled:
 
     m <- b1 m + (1 - b1) g          v <- b2 v + (1 - b2) g^2
     w <- w (1 - rate decay) - rate (m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps)
 
-**Muon** (Jordan et al.), for matrices: the update is the momentum with its singular values pushed to one by
-five Newton-Schulz steps X <- a X + (b A + c A^2) X, A = X X^T, times sqrt(max(1, rows / columns)). The steps
-are the one part that is not fp32: they run in the policy's compute format, emulated where that is.
+Muon, for matrices, is in muon.py.
 
-Otherwise the arithmetic is fp32, on the masters of masters.py; torch's own optimizers would compute in the
+The arithmetic is fp32, on the masters of masters.py; torch's own optimizers would compute in the
 parameter's dtype. `found_inf`, a device scalar that is 1 where gradients were not finite, makes the whole update a
 no-op without asking the device. `scale`, another one, multiplies the gradients first: it unscales and clips.
 Rates live on the device as well: rate = lr * factor, where `lr` is what the user or a scheduler of torch's wrote,
@@ -25,22 +23,21 @@ Both are made like torch's optimizers, of tensors, (name, tensor) pairs or group
 by `bind`, which `prepare` calls with what the policy says.
 """
 
-from collections.abc import Iterable, Mapping
-from typing import Any
+import math
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
 from halfstep.core.errors import HalfstepError
-from halfstep.core.formats import FP32, Format
-from halfstep.core.roles import Param
-from halfstep.torch.cast import carried
+from halfstep.core.formats import FP32, Format, parse
+from halfstep.core.roles import Param, parse_value
 from halfstep.torch.dtypes import dtype_of, format_of
 from halfstep.torch.kernels import reaches
 from halfstep.torch.masters import Masters
 
-NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)  # Jordan et al., 2024
 # The gradient of each parameter; it may be wider than the parameter, which `.grad` may not.
 Grads = Mapping[Tensor, Tensor]
 # As torch takes them: tensors, (name, tensor) pairs, or groups with a list of either under "params".
@@ -52,34 +49,61 @@ class Optimizer(torch.optim.Optimizer):
 
     # Names of the state that is held in the moments format, one tensor of the parameter's shape each.
     slots: tuple[str, ...] = ()
+    # What a copy of the optimizer has besides what torch copies.
+    _kept: tuple[str, ...] = ("names", "masters", "moments", "given", "_factor")
 
     def __init__(
         self,
         params: Params,
         defaults: dict[str, Any],
         *,
-        masters: Mapping[str, Param] | None = None,
-        moments: Mapping[str, Format] | None = None,
+        masters: Mapping[str, Param] | Param | str | None = None,
+        moments: Mapping[str, Format] | Format | str | None = None,
         seed: int = 0,
+        **unknown: Any,
     ):
+        check_settings(type(self).__name__, defaults, unknown)
         self.names: dict[Tensor, str] = {}
         self._factor: Tensor | float = 1.0
         super().__init__(params, defaults)
-        self.masters = Masters(self.names, masters, seed=seed)
-        self.moments = dict(moments or {})
+        held = _by_name(masters, self.names, lambda text: cast(Param, parse_value("param", text)))
+        if any(param.split for param in held.values()):
+            raise HalfstepError(
+                "split masters need a model that uses their halves",
+                hint="prepare(model, optimizer, policy) makes them",
+            )
+        self.masters = Masters(self.names, held, seed=seed)
+        self.moments = _by_name(moments, self.names, parse)
+        self.given = {p: self.moments[name] for p, name in self.names.items() if name in self.moments}
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group, as torch does. A run that was prepared takes new parameters only if it knows them."""
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         labels = group.get("param_names") or [str(len(self.names) + i) for i in range(len(group["params"]))]
+        for p, name in zip(group["params"], labels, strict=True):
+            why = self._cannot(p)
+            if why:
+                self.param_groups.pop()
+                raise HalfstepError(f"`{name}` {why[0]}", hint=why[1])
         self.names |= dict(zip(group["params"], labels, strict=True))
-        if group["params"]:
-            # A tensor: a changing Python float would make compiled code anew, and would be read on the host.
-            group["rate"] = torch.tensor(float(group["lr"]), device=group["params"][0].device)
+
+    def _cannot(self, parameter: Tensor) -> tuple[str, str] | None:
+        """Why a parameter cannot be updated here, and what can be done."""
+        if parameter.is_floating_point():
+            return None
+        told = str(parameter.dtype).removeprefix("torch.")
+        return f"is {told}, and {type(self).__name__} is for real numbers", "hand it to torch.optim.AdamW"
 
     def bind(self, masters: Masters, moments: Mapping[str, Format], compute: Format, *, emulate: bool) -> None:
         """Takes the formats of a policy: how masters and moments are held, and what matmuls compute in."""
+        self._hold(masters, moments)
+
+    def release(self) -> None:
+        """Holds everything as it was before a policy was given."""
+        self._hold(Masters(self.names), {self.names[p]: fmt for p, fmt in self.given.items()})
+
+    def _hold(self, masters: Masters, moments: Mapping[str, Format]) -> None:
         self.masters, self.moments = masters, dict(moments)
         self.names.update({p: masters.names[p] for p in self.names if p in masters.names})
         for p, state in self.state.items():
@@ -87,9 +111,9 @@ class Optimizer(torch.optim.Optimizer):
                 state[slot] = state[slot].to(self._dtype(p))
 
     def start(self) -> None:
-        """Makes the state of every parameter that has none yet."""
+        """Makes the state of every parameter that is trained and has none yet."""
         for p in self.names:
-            if p not in self.state:
+            if p not in self.state and p.requires_grad:
                 count = torch.zeros((), dtype=torch.float32, device=p.device)
                 # Laid out as the parameter is: fused kernels go through memory, not through indices.
                 moments = {k: torch.zeros_like(p.detach(), dtype=self._dtype(p)) for k in self.slots}
@@ -107,7 +131,13 @@ class Optimizer(torch.optim.Optimizer):
     def set_factor(self, factor: Tensor | float) -> None:
         """Sets every group's rate to its base rate times a number, a device scalar as a rule."""
         self._factor = factor
-        self._set_rates()
+
+    def rate_of(self, group: dict[str, Any]) -> Tensor:
+        """The rate of a group, on the device: a Python float that changes would be read on the host."""
+        device = group["params"][0].device
+        if isinstance(self._factor, Tensor) or isinstance(group["lr"], Tensor):
+            return torch.as_tensor(self._factor * group["lr"]).to(device).float()
+        return torch.full((), group["lr"] * self._factor, device=device)  # filled there, not copied
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As torch, but moments stay in the format they are held in: torch casts them to the parameter's dtype."""
@@ -126,24 +156,28 @@ class Optimizer(torch.optim.Optimizer):
 
     def _begin(self, grads: Grads | None) -> Grads:
         """Fills in what the caller left out; refuses what has no dense gradient."""
+        if grads is not None and not isinstance(grads, Mapping):
+            raise HalfstepError(
+                f"step() was given a {type(grads).__name__}; it takes gradients by parameter, or nothing",
+                hint="closures are not evaluated here: take the gradients before, and call step()",
+            )
         if grads is None:
             grads = {p: p.grad for p in self.names if p.grad is not None}
+        self.check_grads(grads)
+        self.start()
+        return grads
+
+    def check_grads(self, grads: Grads) -> None:
+        """Refuses a gradient that is not dense."""
         for p, g in grads.items():
             if p in self.names and g.is_sparse:
                 raise HalfstepError(
                     f"the gradient of `{self.names[p]}` is sparse, and {type(self).__name__} moves every row",
                     hint="hand it to torch.optim.SparseAdam, or make its embedding with sparse=False",
                 )
-        self.start()
-        self._set_rates()
-        return grads
 
-    def _set_rates(self) -> None:
-        for group in self.param_groups:
-            if isinstance(self._factor, Tensor):
-                group["rate"] = (self._factor * group["lr"]).float()
-            elif group["params"]:
-                group["rate"].fill_(group["lr"] * self._factor)  # no copy from the host, which would wait
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), **{key: self.__dict__[key] for key in self._kept}}
 
     def _dtype(self, parameter: Tensor) -> torch.dtype:
         """What the moments of a parameter are held in."""
@@ -173,9 +207,6 @@ class AdamW(Optimizer):
         **formats: Any,
     ):
         defaults = {"lr": lr, "betas": tuple(betas), "eps": eps, "weight_decay": weight_decay}
-        self._updates: dict[
-            Any, Any
-        ] = {}  # the tables of our kernel, for each set of parameters that are held alike
         super().__init__(params, defaults, **formats)
 
     @torch.no_grad()
@@ -219,7 +250,8 @@ class AdamW(Optimizer):
         """The kernel of ours, on all tensors that are held alike."""
         from halfstep.torch.kernels.adamw import Update  # Triton is there: the parameters are reached
 
-        update = self._updates.setdefault(key, Update())
+        # The tables of the kernel, for each set of parameters that are held alike; a copy makes its own.
+        update = self.__dict__.setdefault("_updates", {}).setdefault(key, Update())
         states = [self.state[p] for p in params]
         remainders = self.masters.remainders
         device = params[0].device
@@ -229,7 +261,7 @@ class AdamW(Optimizer):
             [grads[p] for p in params],
             *([state[slot] for state in states] for slot in self.slots),
             [state["step"] for state in states],
-            rate=group["rate"],
+            rate=self.rate_of(group),
             factor=torch.ones((), device=device) if scale is None else scale,
             found_inf=torch.zeros((), device=device) if found_inf is None else found_inf,
             betas=group["betas"],
@@ -257,7 +289,7 @@ class AdamW(Optimizer):
             amsgrad=False,
             beta1=group["betas"][0],
             beta2=group["betas"][1],
-            lr=group["rate"],
+            lr=self.rate_of(group),
             weight_decay=group["weight_decay"],
             eps=group["eps"],
             maximize=False,
@@ -269,92 +301,27 @@ class AdamW(Optimizer):
                 state["exp_avg_sq"].copy_(v)
 
 
-class Muon(Optimizer):
-    """Muon with Nesterov momentum, for matrices; those of one shape are updated in one batch."""
-
-    slots = ("momentum",)
-
-    def __init__(
-        self,
-        params: Params,
-        lr: float | Tensor = 0.02,
-        momentum: float = 0.95,
-        weight_decay: float = 0.0,
-        iteration: Format | None = None,
-        emulate: bool = False,
-        **formats: Any,
-    ):
-        defaults = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}
-        self.given, self.iteration, self.emulate = iteration, iteration or FP32, emulate
-        super().__init__(params, defaults, **formats)
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Adds a group of matrices."""
-        super().add_param_group(param_group)
-        odd = [p for p in self.param_groups[-1]["params"] if p.ndim != 2]
-        if odd:
-            self.param_groups.pop()
-            raise HalfstepError(
-                f"Muon updates matrices; `{self.names[odd[0]]}` has the shape {tuple(odd[0].shape)}",
-                hint="hand it to AdamW: prepare(model, [Muon(matrices), AdamW(the_rest)], policy)",
-            )
-
-    def bind(self, masters: Masters, moments: Mapping[str, Format], compute: Format, *, emulate: bool) -> None:
-        """Takes the formats of a policy; the iteration runs in `compute` unless it has a format of its own."""
-        super().bind(masters, moments, compute, emulate=emulate)
-        self.iteration, self.emulate = self.given or compute, emulate
-
-    @torch.no_grad()
-    def step(  # type: ignore[override]
-        self, grads: Grads | None = None, *, found_inf: Tensor | None = None, scale: Tensor | None = None
-    ) -> None:
-        """One update of every matrix that has a gradient, unless `found_inf` is 1."""
-        grads = self._begin(grads)
-        if scale is not None:
-            torch._foreach_mul_([g for p, g in grads.items() if p in self.names], scale)
-        for group in self.param_groups:
-            by_shape: dict[torch.Size, list[Tensor]] = {}
-            for p in group["params"]:
-                if p in grads:
-                    by_shape.setdefault(p.shape, []).append(p)
-            for params in by_shape.values():
-                self._update(params, torch.stack([grads[p].float() for p in params]), group, found_inf)
-
-    def _update(
-        self, params: list[Tensor], grads: Tensor, group: dict[str, Any], found_inf: Tensor | None
-    ) -> None:
-        old = torch.stack([self.state[p]["momentum"] for p in params]).float()
-        momentum = group["momentum"] * old + grads
-        update = orthogonalize(grads + group["momentum"] * momentum, self.iteration, emulate=self.emulate)
-        rows, columns = params[0].shape
-        update = update.float() * max(1.0, rows / columns) ** 0.5
-        applied = torch.ones((), device=grads.device) if found_inf is None else 1 - found_inf
-        # where, not a product: zero times NaN is NaN
-        momentum = torch.where(applied > 0, momentum, old)
-        update = torch.where(applied > 0, update, 0.0)
-        decay = 1 - applied * group["rate"] * group["weight_decay"]
-        states = [self.state[p] for p in params]
-        wide = self.masters.wide(params)
-        for state, w, m, u in zip(states, wide, momentum, update, strict=True):
-            state["step"] += applied
-            state["momentum"].copy_(m)
-            w.mul_(decay).sub_(group["rate"] * u)
-        self.masters.put(params, wide, [state["step"] for state in states])
+def check_settings(kind: str, settings: Mapping[str, Any], unknown: Mapping[str, Any]) -> None:
+    """Refuses settings that are none, or that no optimizer can have."""
+    if unknown:
+        name = next(iter(unknown))
+        ways = ("fused", "foreach", "capturable", "differentiable")
+        hint = "leave it out: one pass is what it does" if name in ways else "torch.optim has it, through the seam"
+        raise HalfstepError(f"halfstep's {kind} has no setting `{name}`", hint=hint)
+    shares = {"momentum": settings.get("momentum", 0.0)}
+    shares |= {f"betas[{i}]": beta for i, beta in enumerate(settings.get("betas", ()))}
+    for name, value in shares.items():
+        if not 0.0 <= value < 1.0:
+            raise HalfstepError(f"{name}={value}: a moving average keeps a share of 0 up to 1", hint="as 0.9")
+    for name in ("lr", "eps", "weight_decay"):
+        value = settings.get(name, 0.0)
+        if not isinstance(value, Tensor) and not 0.0 <= value < math.inf:
+            raise HalfstepError(f"{name}={value}: it is neither negative nor infinite", hint=f"as {name}=1e-3")
 
 
-def orthogonalize(matrices: Tensor, iteration: Format, steps: int = 5, *, emulate: bool = False) -> Tensor:
-    """Each matrix of a batch with its singular values pushed to about one, by Newton-Schulz."""
-    a, b, c = NEWTON_SCHULZ
-
-    def held(x: Tensor) -> Tensor:
-        if not emulate:
-            return x.to(dtype_of(iteration))
-        return carried(x, iteration)
-
-    tall = matrices.shape[-2] > matrices.shape[-1]
-    x = matrices.mT if tall else matrices
-    x = held(x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7))
-    for _ in range(steps):
-        product = held(x @ x.mT)
-        x = held(a * x + held(b * product + c * held(product @ product)) @ x)
-    return x.mT if tall else x
+def _by_name(given: Any, names: Mapping[Tensor, str], read: Callable[[str], Any]) -> dict[str, Any]:
+    """A format for each name: given by name, or one for all."""
+    if given is None:
+        return {}
+    table = given if isinstance(given, Mapping) else dict.fromkeys(names.values(), given)
+    return {name: read(value) if isinstance(value, str) else value for name, value in table.items()}

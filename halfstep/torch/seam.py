@@ -54,6 +54,9 @@ class Driver(ABC):
     def step(self, grads: Grads, scale: Tensor, found_inf: Tensor, count: Tensor) -> None:
         """One update by gradients times `scale` unless `found_inf` is 1; `count` is its number, for rounding."""
 
+    def check(self, grads: Grads) -> None:  # noqa: B027
+        """Refuses gradients that the optimizer cannot take."""
+
     def cast_moments(self, *, widen: bool = False) -> None:
         """State that has its parameter's shape, in the moments format, or in fp32 for the step."""
         for p in self.parameters:
@@ -69,14 +72,29 @@ class Ours(Driver):
     optimizer: Optimizer
     cost = "no sync"
 
+    def check(self, grads: Grads) -> None:
+        """Ours take dense gradients."""
+        self.optimizer.check_grads(grads)
+
     def step(self, grads: Grads, scale: Tensor, found_inf: Tensor, count: Tensor) -> None:
         """One update unless `found_inf` is 1."""
         mine = {p: grads[p] for p in self.parameters if p in grads}
         self.optimizer.step(mine, found_inf=found_inf, scale=scale)
 
 
-class _Stock(Driver):
+class Stock(Driver):
     """What is common to optimizers that know nothing of halfstep."""
+
+    _making = False
+
+    def refuse_alone(self, *_: Any) -> None:
+        """Before any step: one that the run does not make would be made on bf16 halves, and lost."""
+        if not self._making:
+            raise HalfstepError(
+                f"{label(self.optimizer)}.step() was called by itself, and parameters are held narrower than "
+                "their masters: small updates would be lost",
+                hint="run.update() makes the step, on the masters",
+            )
 
     def make(self, grads: Grads, scale: Tensor, count: Tensor) -> None:
         """The optimizer's own step, on fp32 masters, gradients and moments."""
@@ -86,13 +104,17 @@ class _Stock(Driver):
             for p in handed:
                 p.grad = grads[p].to(p.dtype)
             self.cast_moments(widen=True)
-            self.optimizer.step()
+            self._making = True
+            try:
+                self.optimizer.step()
+            finally:
+                self._making = False
             self.cast_moments()
             for p in handed:
                 p.grad = None
 
 
-class Told(_Stock):
+class Told(Stock):
     """A fused optimizer: its kernel reads the flag."""
 
     @property
@@ -126,7 +148,7 @@ class Told(_Stock):
         )
 
 
-class Asked(_Stock):
+class Asked(Stock):
     """An optimizer that cannot be told: the flag is read."""
 
     @property
@@ -142,7 +164,7 @@ class Asked(_Stock):
             self.make(grads, scale, count)
 
 
-class Undone(_Stock):
+class Undone(Stock):
     """A capturable optimizer: its step is made, and undone where it should not have been."""
 
     cost = "no sync after the first step; each is made and, where it must be skipped, undone: a copy of its state"
@@ -262,7 +284,8 @@ def _check_kind(optimizer: Any, *, narrow: bool) -> None:
 
 def _required(optimizer: torch.optim.Optimizer) -> list[str]:
     """What its step cannot do without."""
-    taken = inspect.signature(optimizer.step).parameters.values()
+    # Of the class: a scheduler puts a wrapper on the instance, which takes `self`.
+    _, *taken = inspect.signature(type(optimizer).step).parameters.values()
     return [p.name for p in taken if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
 
 

@@ -21,7 +21,8 @@ from halfstep.torch.apply import apply, set_precision
 from halfstep.torch.dtypes import as_device, describe
 from halfstep.torch.measure import devices
 from halfstep.torch.model import Decoder
-from halfstep.torch.optim import AdamW, Muon, Optimizer
+from halfstep.torch.muon import Muon
+from halfstep.torch.optim import AdamW, Optimizer
 from halfstep.torch.state import load_state, load_weights, restored, state_of, stored
 from halfstep.torch.step import Run, StepResult
 
@@ -138,11 +139,8 @@ class Session:
         return tensor.to(self.device, torch.int64)
 
     def _pin_matmuls(self) -> None:
-        """fp32 is fp32, and fp16 and bf16 matmuls sum in fp32: torch's defaults allow less."""
+        """fp32 is fp32; that bf16 and fp16 matmuls sum in fp32 is seen to by the run."""
         torch.set_float32_matmul_precision("highest")
-        if self.device.type == "cuda":
-            torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
-            torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
 
 
 def build_optimizers(model: Decoder, config: OptimizerConfig) -> list[Optimizer]:

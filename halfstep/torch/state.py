@@ -24,6 +24,7 @@ from halfstep.core.scaling import ScaleState
 from halfstep.core.stored import Description, Stored, check_same
 from halfstep.torch.cast import join
 from halfstep.torch.dtypes import dtype_of
+from halfstep.torch.halves import note_write
 from halfstep.torch.optim import Optimizer
 from halfstep.torch.seam import held_by, is_moment, label
 
@@ -44,14 +45,15 @@ DTYPE_NAMES = {
     torch.bool: "BOOL",
 }
 _DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
-# Of a group: what is no setting, or is made from one.
-_NO_SETTING = ("params", "param_names", "rate")
+# Of a group: what is no setting.
+_NO_SETTING = ("params", "param_names")
 
 
 def state_of(run: "Run") -> dict[str, Tensor]:
     """Every tensor that the next step depends on. They are the live ones, not copies."""
     found = {f"model.{name}": p.detach() for name, p in run.model.named_parameters()}
     found |= {f"model.{name}": buffer for name, buffer in _buffers(run)}
+    run.masters.settle()
     found |= {f"remainder.{name}": lo for name, lo in run.masters.remainders.items()}
     found |= {f"average.{name}": average for name, average in run.ema.items()}
     for name, value in _entries(run):
@@ -77,6 +79,8 @@ def load_state(run: "Run", given: Mapping[str, Tensor]) -> None:
     for name in fixed[0]:
         if not name.startswith(("rng.", "scale.")):  # an earlier StepResult may still hold the scale
             state[name].copy_(given[name])
+    for p in run.masters.names:
+        note_write(p)
     for optimizer, entries in made.items():
         for p in held_by(optimizer):
             optimizer.state.pop(p, None)

@@ -24,16 +24,19 @@ from torch import Tensor, nn
 from halfstep.core.errors import HalfstepError, ScalingError
 from halfstep.core.formats import FP32
 from halfstep.core.policy import Policy, as_policy
+from halfstep.core.precision import base_precision, precisions
 from halfstep.core.roles import Param
 from halfstep.core.scaling import DynamicScale, ScaleState
 from halfstep.torch import blame, state
-from halfstep.torch.apply import Applied, apply, restore
+from halfstep.torch.apply import Applied, apply, names_of, restore, set_precision
+from halfstep.torch.checks import check_moments, check_replicas, check_settings
 from halfstep.torch.convert import check_model
-from halfstep.torch.gradients import CAST, Gradients, divisor, values_of
-from halfstep.torch.masters import Averages, Masters, Statistics, check_decay
+from halfstep.torch.gradients import CAST, Gradients, checked_pair, divisor, values_of
+from halfstep.torch.masters import Averages, Masters, Statistics
 from halfstep.torch.optim import Optimizer
-from halfstep.torch.seam import check_optimizers, driver_of
+from halfstep.torch.seam import Stock, check_optimizers, driver_of
 from halfstep.torch.summary import summarize
+from halfstep.torch.sums import Sums, check_fp32
 from halfstep.torch.takeover import State, take_over
 
 # loss_fn(batch) -> the mean loss, or (the sum of losses, the number of tokens)
@@ -69,13 +72,13 @@ def prepare(
     """
     policy = as_policy(policy)
     check_model(model)
-    if not clip_norm >= 0.0:
-        raise HalfstepError(f"clip_norm={clip_norm!r}: a norm is not negative", hint="0 clips nothing")
-    if ema:
-        check_decay(ema)
+    check_settings(clip_norm, seed, ema)
     params = [value for rule in policy.rules for _, value in rule.changes if isinstance(value, Param)]
     narrow = any(param.split or param.format != FP32 for param in (policy.param, *params))
     optimizers = check_optimizers(optimizer, model, narrow=narrow)
+    check_replicas(split=any(param.split for param in (policy.param, *params)))
+    check_moments(optimizers, model, policy)
+    check_fp32([base_precision(policy), *precisions(policy, names_of(model, None)).values()])
     for p in model.parameters():
         p.grad = None
     applied = apply(model, policy)
@@ -109,6 +112,7 @@ class Run:
         trained = [p for p in self.parameters if p.requires_grad]
         self.averages = Averages(self.masters, trained, ema) if ema else None
         self.statistics = Statistics(model)
+        self.sums = Sums(self.device)
         self._gradients = Gradients(policy)
         self._open = True
         self._in_use = False  # by evaluation with averages
@@ -121,6 +125,7 @@ class Run:
         """One update from micro-batches; `loss_fn` gives a mean loss, or (sum of losses, number of tokens)."""
         self._check_open()
         self.statistics.remember()
+        self.masters.settle()
         # Only a dynamic scale has a floor, at which `check` runs the step again.
         kept: list[Any] = []
         self._last = (loss_fn, kept) if isinstance(self.policy.scale, DynamicScale) else None
@@ -130,7 +135,7 @@ class Run:
                     kept.append(batch)
                 given = loss_fn(batch)
                 if isinstance(given, tuple):
-                    total, weight = given
+                    total, weight = checked_pair(given)
                     self.backward(total / divisor(weight), weight=weight)
                 else:
                     self.backward(given)
@@ -152,7 +157,10 @@ class Run:
         """Finite? -> unscale -> clip -> step -> rescale. The accumulated gradients are used up."""
         self._check_open()
         self._check_unchanged()
+        self.masters.settle()
         grads, weights = self._gradients.of(self.parameters), self._gradients.weights
+        for driver in self.drivers:
+            driver.check(grads)  # before the first of them has moved anything
         values = [values_of(g) for g in grads.values()]
         norms = [norm.float() for norm in torch._foreach_norm(values)]
         scaled_norm = torch.linalg.vector_norm(torch.stack(norms))
@@ -232,6 +240,19 @@ class Run:
         finally:
             self._in_use = False
 
+    @contextmanager
+    def evaluation(self) -> Iterator[None]:
+        """Inside, the model computes as the policy's `eval` role says. It neither calls eval() nor no_grad()."""
+        self._check_open()
+        evaluated = self.policy.evaluation()
+        if evaluated != self.policy:
+            set_precision(self.model, evaluated)
+        try:
+            yield
+        finally:
+            if evaluated != self.policy:
+                set_precision(self.model, self.policy)
+
     def weights(self) -> dict[str, Tensor]:
         """Every parameter of the model by its name, its master in fp32 where it has one; copies."""
         named = list(self.model.named_parameters())
@@ -267,10 +288,12 @@ class Run:
                 p.data = w
         for handle in self._handles:
             handle.remove()
-        plain = Masters(self.masters.names)
-        for optimizer in self.optimizers:
-            if isinstance(optimizer, Optimizer):
-                optimizer.bind(plain, {}, FP32, emulate=False)
+        self.sums.restore()
+        for driver in self.drivers:
+            if isinstance(driver.optimizer, Optimizer):
+                driver.optimizer.release()
+            else:
+                driver.cast_moments(widen=True)
         self._open = False
         return self.model
 
@@ -298,6 +321,9 @@ class Run:
         if any(not self.masters.is_whole(p) for p in self.parameters):
             others = [o for o in self.optimizers if not isinstance(o, Optimizer)]
             handles += [optimizer.register_load_state_dict_pre_hook(_refuse_load) for optimizer in others]
+            handles += [
+                d.optimizer.register_step_pre_hook(d.refuse_alone) for d in self.drivers if isinstance(d, Stock)
+            ]
         return handles
 
     def _bind(self, applied: Applied) -> None:
@@ -335,6 +361,7 @@ class Run:
         return narrow and self.converted is not None and self.masters.names[parameter] not in self.masters.held
 
     def _check_open(self) -> None:
+        check_replicas(split=bool(self.masters.remainders))
         if not self._open:
             raise HalfstepError("the run is over: its model was given back", hint="prepare the model again")
         if self._in_use:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from halfstep.core.roles import print_value
 from halfstep.torch.seam import label
+from halfstep.torch.sums import fp32_is_fp32
 
 if TYPE_CHECKING:
     from halfstep.torch.step import Run
@@ -61,6 +62,13 @@ def _held(run: "Run", name: str) -> str:
 def _gradients(run: "Run") -> Iterator[str]:
     clip = f"clipped to {run.clip_norm:g}" if run.clip_norm else "not clipped"
     scale = print_value(run.policy.scale)
+    if run.sums.before:
+        yield "  matmuls sum in fp32: torch's reduced-precision reductions are off here until unprepare()"
+    if not fp32_is_fp32():
+        yield "  fp32 matmuls outside of the policy, as in leaves, may be TF32: so torch was told"
+    evaluated = run.policy.evaluation()
+    if evaluated != run.policy:
+        yield f"  evaluation: in {evaluated.compute.format}, inside of run.evaluation()"
     yield f"  gradients: summed in {run.policy.accumulate}, {clip}; loss scale: {scale}; not finite: skipped"
 
 

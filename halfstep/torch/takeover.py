@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from halfstep.torch.step import Run
 
 # Of a saved group: what says how a step is made, not which.
-_OWN = ("params", "param_names", "fused", "foreach", "capturable", "differentiable", "rate")
+_OWN = ("params", "param_names", "fused", "foreach", "capturable", "differentiable")
 _LAW = {"growth_factor": "growth", "backoff_factor": "backoff", "growth_interval": "interval"}
 _LIKE_PARAMETERS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer")
 State = Mapping[str, Any]
@@ -65,6 +65,7 @@ def _matched(run: "Run", optimizer: torch.optim.Optimizer, saved: State) -> dict
             hint="pass optimizer.state_dict(); what run.state_dict() gave goes to run.load_state_dict",
         )
     groups = saved["param_groups"]
+    _check_rule(optimizer, groups)
     sizes = [[len(group["params"]) for group in side] for side in (groups, optimizer.param_groups)]
     if sizes[0] != sizes[1]:
         raise HalfstepError(
@@ -81,6 +82,21 @@ def _matched(run: "Run", optimizer: torch.optim.Optimizer, saved: State) -> dict
     for p, state in matched.items():
         _check_entry(run, optimizer, p, state)
     return {p: state for p, state in matched.items() if state}
+
+
+def _check_rule(optimizer: torch.optim.Optimizer, groups: Sequence[State]) -> None:
+    """Refuses the state of an update that halfstep's AdamW would not go on with."""
+    if not isinstance(optimizer, Optimizer):
+        return
+    for group in groups:
+        odd = "maximize" if group.get("maximize") else "amsgrad" if group.get("amsgrad") else ""
+        if not odd and group.get("weight_decay") and group.get("decoupled_weight_decay") is False:
+            odd = f"weight_decay={group['weight_decay']:g}, which is of Adam: added to the gradient"
+        if odd:
+            raise HalfstepError(
+                f"the saved state is of {odd}, and {label(optimizer)} has no such thing",
+                hint="keep torch's own optimizer: prepare takes it",
+            )
 
 
 def _check_entry(run: "Run", optimizer: torch.optim.Optimizer, parameter: Tensor, state: dict[str, Any]) -> None:
@@ -127,6 +143,8 @@ def _scale(run: "Run", scaler: State) -> ScaleState:
             f"the state of a GradScaler was given, and the policy says scale={law.word}",
             hint="leave it out; only fp16 needs a scale, as `fp16-mixed` has",
         )
+    if not isinstance(scaler, Mapping) or "scale" not in scaler:
+        raise HalfstepError("this is no state of a GradScaler: it has no `scale`", hint="pass scaler.state_dict()")
     found = float(scaler["scale"])
     if not (math.isfinite(found) and found > 0):
         raise ScalingError(

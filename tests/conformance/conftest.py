@@ -170,8 +170,9 @@ class TorchToy:
         optim = import_module("halfstep.torch.optim")
 
         class Sgd(optim.Optimizer):
-            def step(self, grads, *, found_inf=None):
+            def step(self, grads, *, found_inf=None, scale=None):
                 for p, g in grads.items():
+                    g = g * scale
                     wide = self._widened(p)
                     wide.sub_(t.where(found_inf > 0, 0.0, rate * g))
                     if wide is not p:
@@ -180,7 +181,7 @@ class TorchToy:
         class Model(t.nn.Module):
             def __init__(self):
                 super().__init__()
-                self.layer = backend.layers.CastedLinear(weight.shape[1], weight.shape[0])
+                self.layer = backend.layers.CastedLinear(weight.shape[1], weight.shape[0], bias=False)
 
         self.backend, self.model = backend, Model()
         self.model.layer.weight.data = backend.array(weight)

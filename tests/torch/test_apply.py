@@ -350,7 +350,7 @@ def test_a_prepared_model_is_not_prepared_again():
 def test_a_model_of_our_own_layers_is_not_prepared_again_either():
     from halfstep.torch.layers import CastedLinear
 
-    model = CastedLinear(4, 4)
+    model = CastedLinear(4, 4, bias=False)
     applied = applied_to(model, "bf16-mixed")
     with pytest.raises(HalfstepError, match="has a policy already"):
         applied_to(model, "bf16-mixed")

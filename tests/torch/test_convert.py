@@ -14,6 +14,7 @@ from halfstep.core.formats import BF16
 from halfstep.core.policy import Policy
 from halfstep.torch.apply import apply, restore
 from halfstep.torch.cast import carried, join
+from halfstep.torch.halves import note_write
 from halfstep.torch.layers import Layer
 from halfstep.torch.modules import ISLANDS, KINDS
 
@@ -276,6 +277,7 @@ def test_nothing_compiles_anew_when_masters_change():
         with torch.no_grad():
             model[0].weight.add_(1.0)
             applied.remainders["0.weight"].add_(1)
+            note_write(model[0].weight)
         model.zero_grad()
     assert counted.frame_count == 1
 

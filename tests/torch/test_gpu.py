@@ -8,7 +8,8 @@ from halfstep.config.load import load
 from halfstep.core import philox, rounding
 from halfstep.core.formats import BF16
 from halfstep.core.policy import Policy
-from halfstep.torch.optim import AdamW, Muon
+from halfstep.torch.muon import Muon
+from halfstep.torch.optim import AdamW
 from halfstep.torch.session import Session
 from halfstep.torch.step import prepare
 

@@ -1,19 +1,35 @@
-"""What goes wrong in mixed precision, row by row of "Scaling" and "Masters and updates", and does not here.
+"""What goes wrong in mixed precision, row by row, and does not here.
 
-Each test is of one row, and turns red when the guard is taken out: benchmarks/plant_faults.py does that.
+Each test is of one row, and turns red when the guard is taken out: benchmarks/plant_faults.py does that. Rows of
+"Casting" and "Hardware and choice" that a module's own tests hold are not repeated: benchmarks/faults/torch.toml
+names the test of each.
 """
+
+from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
+from safetensors.torch import load, save
 from torch import nn
+from torch._dynamo.testing import CompileCounter
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
+from halfstep.config.model import ModelConfig
 from halfstep.core.errors import HalfstepError, PolicyError, ScalingError
 from halfstep.core.formats import BF16
 from halfstep.core.philox import random_bits, tensor_id
 from halfstep.core.policy import Policy
 from halfstep.core.rounding import cast
+from halfstep.torch import optim
+from halfstep.torch.layers import casts_for, rotate
+from halfstep.torch.model import rope_tables
+from halfstep.torch.muon import Muon
 from halfstep.torch.optim import AdamW
+from halfstep.torch.session import Session
 from halfstep.torch.step import prepare
+from halfstep.torch.sums import Sums
 
 LAW = "fp16-mixed,scale=dynamic:init=1024:interval=3:floor=256"
 
@@ -138,9 +154,19 @@ def test_a_scale_with_bf16_is_refused():
         trained("bf16-mixed", 0, torch.ones(2), make=lambda m: [sgd(m), torch.amp.GradScaler("cpu")])
 
 
-def test_the_scale_is_undone():
-    run = trained("fp16-mixed,scale=static:value=4096", 1, torch.tensor([1.0, 2.0]), values=(0.0, 0.0))
-    assert run.weights()["layer.weight"].tolist() == [[-1.0, -2.0]]
+@pytest.mark.parametrize(
+    ("make", "moment"),
+    [
+        (lambda m: torch.optim.SGD(m.parameters(), momentum=0.5), "momentum_buffer"),
+        (lambda m: AdamW(m.parameters(), betas=(0.0, 0.0)), "exp_avg"),
+        (lambda m: Muon(m.parameters(), momentum=0.5), "momentum"),
+    ],
+    ids=["seam", "AdamW", "Muon"],
+)
+def test_the_scale_is_undone(make, moment):
+    """The first moment after one step is the gradient; a rate that adapts would hide a scale."""
+    run = trained("fp16-mixed,scale=static:value=4096", 1, torch.tensor([1.0, 2.0]), make=make)
+    assert next(iter(run.optimizers[0].state.values()))[moment].tolist() == [[1.0, 2.0]]
 
 
 def test_the_scale_is_part_of_the_state():
@@ -207,10 +233,14 @@ def test_moments_keep_their_format_when_a_state_is_loaded():
 
 
 def test_split_masters_are_exact_on_ties_and_keep_nan():
-    """With ties to even, an exact tie comes back one bf16 ulp wrong; a naive rule turns a NaN into -0.0 or inf."""
+    """With ties to even, an exact tie comes back one bf16 ulp wrong; a naive rule turns a NaN into -0.0 or inf.
+
+    A truncated half is exact with its remainder as well, and twice as far from the master in every matmul.
+    """
     ties = torch.tensor([0x3F808000, 0x3F818000, -0x407F8000, 0x7F7F8000, 0x3F7FFFFF]).int().view(torch.float32)
     model = Weights(*ties.tolist())
     run = prepare(model, sgd(model), "bf16-mixed,param=fp32:split")
+    assert model.layer.weight[0, 4].item() == 1.0  # of 1 - 2^-24: the nearest
     assert torch.equal(run.weights()["layer.weight"][0], ties)
     run.unprepare()
     assert torch.equal(model.layer.weight[0], ties)
@@ -239,6 +269,57 @@ def test_gradients_of_bf16_halves_are_fp32(kind):
     # the sum of two products of bf16 numbers, in fp32
     run.step(lambda x: model(x).float().sum(), [torch.tensor([[1.0], [2.0**-12]])])
     assert float(run.weights()["layer.weight"]) == -(1 + 2.0**-12) / 2.0**40
+
+
+@pytest.fixture
+def mesh():
+    """This process alone, as FSDP wants it."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,))
+    dist.destroy_process_group()
+
+
+def narrow_beside_wide():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 4).bfloat16(), nn.LayerNorm(4))
+
+
+def test_a_group_of_fsdp_has_one_dtype(mesh):
+    """FSDP2 refuses bf16 weights beside fp32 norms; given a policy, all are fp32 masters, which it takes."""
+    models = [narrow_beside_wide() for _ in range(2)]
+    for model in models:
+        prepare(model, sgd(model), "bf16-mixed")
+    fully_shard(models[1], mesh=mesh)
+    for model in models:
+        model(torch.ones(2, 4)).square().sum().backward()
+    for whole, shard in zip(*(model.parameters() for model in models), strict=True):
+        assert shard.grad.dtype == torch.float32
+        assert torch.equal(shard.grad.full_tensor(), whole.grad)
+
+
+def test_fsdp_is_not_trained_behind_its_back(mesh):
+    """It replaces parameters: a run that was made before holds none of the model, one made after is refused."""
+    model = narrow_beside_wide()
+    run = prepare(model, sgd(model), "bf16-mixed")
+    fully_shard(model, mesh=mesh)
+    with pytest.raises(HalfstepError, match="has a gradient"):
+        run.step(lambda x: model(x).float().sum(), [torch.ones(2, 4)])
+    model = narrow_beside_wide()
+    fully_shard(model[0], mesh=mesh)
+    model[0].unshard()  # as after a forward pass: the parameters look like any others
+    with pytest.raises(HalfstepError, match="`0` is wrapped by FSDP already"):
+        prepare(model, sgd(model), "bf16-mixed")
+
+
+def test_halves_are_not_trained_by_several_processes(mesh, monkeypatch):
+    """DDP sums the gradients of parameters, and a half has none in the graph: replicas would part at once."""
+    run = trained("bf16-mixed,param=fp32:split", 1, torch.ones(2))
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+    with pytest.raises(PolicyError, match="more than one process"):
+        run.step(loss_of(run.model), [torch.ones(2)])
+    with pytest.raises(PolicyError, match="more than one process"):
+        trained("bf16-mixed,param=fp32:split", 0, torch.ones(2))
+    trained("bf16-mixed", 0, torch.ones(2))
 
 
 @pytest.mark.parametrize("make", [lambda m: AdamW(m.parameters(), lr=0.01), lambda m: sgd(m, 0.01)])
@@ -288,3 +369,111 @@ def test_running_statistics_survive_a_skipped_step():
     run.step(lambda x: model(x).float().sum(), [torch.tensor([[1.0, float("inf")], [0.0, 1.0]])])
     assert torch.equal(model[0].running_mean, torch.zeros(2))
     assert int(model[0].num_batches_tracked) == 0
+
+
+# --- casting -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("policy", ["bf16-mixed", "bf16-mixed,param=fp32:split", LAW])
+def test_no_cast_outlives_a_step(policy):
+    """autocast keeps its casts for a whole region: where the optimizer steps inside, old weights are used on."""
+    model = Weights(1.0, 2.0)
+    run = prepare(model, sgd(model), policy)
+    for expected in (3.0, 1.0, -1.0):
+        assert loss_of(model)(torch.ones(2)).item() == expected
+        run.step(loss_of(model), [torch.ones(2)])
+
+
+@pytest.mark.parametrize("make", [nn.LayerNorm, nn.RMSNorm, lambda _: nn.Softmax(-1)])
+def test_islands_do_not_return_fp32(make):
+    """Attention kernels refuse it beside bf16 values, and for the backward pass it is kept at twice the size."""
+    model = nn.Sequential(nn.Linear(4, 4), make(4), nn.GELU(), nn.Linear(4, 4))
+    run = prepare(model, sgd(model), "bf16-mixed")
+    found = []
+    model[1].register_forward_hook(lambda *given: found.append(given[-1].dtype))
+    run.step(lambda x: model(x).sum(), [torch.ones(2, 4)])
+    assert found == [torch.bfloat16]
+
+
+def test_rotary_angles_are_right_at_every_position():
+    """bf16 has no odd number above 256: angles made in it are off by as much as pi at 4096."""
+    cos_TK, sin_TK = rope_tables(ModelConfig(width=4, heads=1, context=4096))
+    angles = torch.arange(4096, dtype=torch.float64)  # of the first feature, which turns by 1 a position
+    assert torch.equal(cos_TK[:, 0], angles.cos().float())
+    one = torch.tensor([1.0, 0.0, 0.0, 0.0]).expand(4096, 4)
+    turned = rotate(one.bfloat16(), cos_TK, sin_TK, casts_for("bf16-mixed"))
+    assert torch.equal(turned[:, 2], angles.sin().float().bfloat16())
+
+
+@pytest.fixture
+def loose_matmuls():
+    """A process that lets matmuls be less than they are called."""
+    flags = torch.backends.cuda.matmul
+    found = flags.allow_bf16_reduced_precision_reduction, flags.allow_fp16_reduced_precision_reduction
+    flags.allow_bf16_reduced_precision_reduction = flags.allow_fp16_reduced_precision_reduction = True
+    torch.set_float32_matmul_precision("medium")
+    yield flags
+    torch.set_float32_matmul_precision("highest")
+    flags.allow_bf16_reduced_precision_reduction, flags.allow_fp16_reduced_precision_reduction = found
+
+
+def test_halves_are_summed_in_fp32(loose_matmuls):
+    """torch lets parts of a matmul's sum be rounded to the halves that it multiplies; a run on a GPU does not."""
+    sums = Sums(torch.device("cuda"))
+    assert not loose_matmuls.allow_bf16_reduced_precision_reduction
+    assert not loose_matmuls.allow_fp16_reduced_precision_reduction
+    sums.restore()
+    assert loose_matmuls.allow_bf16_reduced_precision_reduction
+    assert loose_matmuls.allow_fp16_reduced_precision_reduction
+
+
+def test_fp32_is_fp32(loose_matmuls):
+    """ "medium" makes an fp32 matmul one of TF32 on GPUs, and one of bf16 on CPUs that multiply bf16."""
+    for policy in ("fp32", "bf16-mixed; layer: compute=fp32"):
+        with pytest.raises(PolicyError, match="multiplies in fp32"):
+            trained(policy, 0, torch.ones(2))
+    Session._pin_matmuls(SimpleNamespace(device=torch.device("cpu")))
+    x = torch.full((64, 64), 1 + 2.0**-12)
+    assert torch.equal(x @ torch.eye(64), x)
+    trained("fp32", 0, torch.ones(2))
+
+
+# --- frameworks, as found ------------------------------------------------------------------------------------
+
+
+def test_a_state_of_tied_halves_goes_through_safetensors():
+    """It refuses tensors that share their memory: a tied matrix is in a state once, under its first name."""
+    model = nn.Sequential(nn.Embedding(3, 4), nn.Linear(4, 3, bias=False))
+    model[1].weight = model[0].weight
+    run = prepare(model, AdamW(model.parameters()), "bf16-mixed,param=fp32:split")
+    run.step(lambda index: model(index).sum(), [torch.tensor([0, 2])])
+    tensors = run.state_dict()["tensors"]
+    found = load(save(tensors))
+    assert found.keys() == tensors.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in tensors.items())
+
+
+def test_another_rate_builds_no_second_graph(monkeypatch):
+    """dynamo compiles a float that changes once more; whatever is compiled gets the rate in a tensor."""
+    torch._dynamo.reset()
+    counted = CompileCounter()
+    compiled = torch.compile(lambda wide, lr: [w * lr for w in wide], backend=counted, fullgraph=True)
+    monkeypatch.setattr(optim, "adamw", lambda wide, *_, lr, **__: compiled(wide, lr))
+    model = Weights(1.0, 2.0)
+    ours = AdamW(model.parameters())
+    run = prepare(model, ours, "bf16-mixed")
+    for rate in (1e-2, 1e-3, 1e-4):
+        ours.param_groups[0]["lr"] = rate
+        run.step(loss_of(model), [torch.ones(2)])
+    assert counted.frame_count == 1
+
+
+@pytest.mark.parametrize("policy", ["bf16-mixed,param=fp32:split", f"{LAW},param=fp32:split"])
+def test_what_compiled_whole_before_does_while_gradients_wait(policy):
+    """dynamo compiles nothing that uses a parameter whose gradient is wider; a longer batch would need it to."""
+    torch._dynamo.reset()
+    model = Weights(1.0, 2.0)
+    run = prepare(model, sgd(model), policy)
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    run.step(lambda x: compiled(x).sum(), [torch.ones(1, 2), torch.ones(3, 2)])
+    assert run.weights()["layer.weight"].tolist() == [[-1.0, 0.0]]

@@ -243,7 +243,7 @@ def test_layers_compile_whole(precision):
     class Both(torch.nn.Module):
         def __init__(self):
             super().__init__()
-            self.linear, self.norm = CastedLinear(8, 8), Norm(8)
+            self.linear, self.norm = CastedLinear(8, 8, bias=False), Norm(8)
             for p in self.parameters():
                 torch.nn.init.normal_(p)
 
@@ -366,7 +366,7 @@ def test_modules_to_build_with_start_as_torchs_do():
 
 
 def test_printing_tells_the_truth():
-    layer = CastedLinear(8, 4)
+    layer = CastedLinear(8, 4, bias=False)
     layer.precision = NATIVE.precision
     assert "bf16 operands" in repr(layer)
     assert FP32.name in repr(Norm(8))

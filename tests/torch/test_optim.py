@@ -1,3 +1,6 @@
+import copy
+import pickle
+
 import pytest
 import torch
 
@@ -6,7 +9,8 @@ from halfstep.core.formats import BF16, FP32
 from halfstep.core.roles import Param
 from halfstep.torch.cast import split
 from halfstep.torch.masters import Masters
-from halfstep.torch.optim import AdamW, Muon, orthogonalize
+from halfstep.torch.muon import Muon, orthogonalize
+from halfstep.torch.optim import AdamW
 
 
 def parameter(*shape, seed=0, dtype=torch.float32):
@@ -184,7 +188,7 @@ def test_a_scheduler_of_torchs_moves_the_rate():
         t.grad = torch.ones(4)
         optimizer.step()
     assert torch.equal(p, q)
-    assert float(moved.param_groups[0]["rate"]) == pytest.approx(0.1)
+    assert float(moved.rate_of(moved.param_groups[0])) == pytest.approx(0.1)
 
 
 def test_a_factor_multiplies_the_rate_that_a_scheduler_wrote():
@@ -194,7 +198,7 @@ def test_a_factor_multiplies_the_rate_that_a_scheduler_wrote():
     optimizer.param_groups[0]["lr"] = 0.4
     p.grad = torch.ones(4)
     optimizer.step()
-    assert float(optimizer.param_groups[0]["rate"]) == pytest.approx(0.1)
+    assert float(optimizer.rate_of(optimizer.param_groups[0])) == pytest.approx(0.1)
 
 
 @pytest.mark.parametrize("kind", [AdamW, Muon])
@@ -257,3 +261,77 @@ def test_muon_is_the_same_one_by_one_and_in_batches():
         Muon([{"params": [(str(index), p)]}]).step({p: given[index]})
     for a, b in zip(together, alone, strict=True):
         torch.testing.assert_close(a, b, rtol=2.0**-20, atol=2.0**-20)
+
+
+WRONG = {
+    "no setting `fused`": {"fused": True},
+    "no setting `amsgrad`": {"amsgrad": True},
+    "lr=-1": {"lr": -1.0},
+    "lr=nan": {"lr": float("nan")},
+    r"betas\[1\]=1.0": {"betas": (0.9, 1.0)},
+    "eps=-1": {"eps": -1.0},
+    "weight_decay=-1": {"weight_decay": -1.0},
+}
+
+
+@pytest.mark.parametrize("told", WRONG)
+def test_a_setting_that_cannot_be_is_refused(told):
+    with pytest.raises(HalfstepError, match=told):
+        AdamW([parameter(4)], **WRONG[told])
+
+
+def test_split_masters_are_not_made_by_an_optimizer_alone():
+    with pytest.raises(HalfstepError, match="split masters") as raised:
+        AdamW([parameter(4, 4)], masters="fp32:split")
+    assert "prepare" in raised.value.hint
+
+
+def test_a_closure_is_refused():
+    with pytest.raises(HalfstepError, match="closures") as raised:
+        AdamW([parameter(4)]).step(lambda: 0.0)
+    assert "step()" in raised.value.hint
+
+
+@pytest.mark.parametrize("kind", [AdamW, Muon])
+def test_numbers_that_are_not_real_are_refused(kind):
+    with pytest.raises(HalfstepError, match="complex64") as raised:
+        kind([("w", torch.nn.Parameter(torch.zeros(2, 2, dtype=torch.complex64)))])
+    assert "torch.optim.AdamW" in raised.value.hint
+
+
+def test_a_group_that_was_refused_leaves_nothing_behind():
+    optimizer = Muon([parameter(4, 4)])
+    odd = parameter(4)
+    with pytest.raises(HalfstepError, match="Muon updates matrices"):
+        optimizer.add_param_group({"params": [odd]})
+    assert odd not in optimizer.names
+    assert len(optimizer.param_groups) == 1
+
+
+@pytest.mark.parametrize("kind", [AdamW, Muon])
+@pytest.mark.parametrize("way", [copy.deepcopy, lambda o: pickle.loads(pickle.dumps(o))], ids=["copy", "pickle"])
+def test_a_copy_goes_on_by_itself(kind, way):
+    optimizer = kind([("w", parameter(4, 4))], lr=0.1)
+    optimizer.set_factor(0.5)
+    for step in range(2):
+        optimizer.step(grads(optimizer.names, step))
+    other = way(optimizer)
+    for made in (optimizer, other):
+        made.step(grads(made.names, 7))
+    assert [*optimizer.names.values()] == [*other.names.values()] == ["w"]
+    ((mine, theirs),) = zip(optimizer.names, other.names, strict=True)
+    assert mine is not theirs
+    assert torch.equal(mine, theirs)
+
+
+def test_the_state_of_torchs_adamw_may_be_loaded_directly():
+    mine, theirs = parameter(4, 4), parameter(4, 4)
+    stock = torch.optim.AdamW([theirs], lr=torch.tensor(0.1), betas=(0.9, 0.95), weight_decay=0.0, fused=True)
+    theirs.grad = torch.ones(4, 4)
+    stock.step()
+    optimizer = AdamW([mine], lr=0.1)
+    optimizer.load_state_dict(stock.state_dict())
+    mine.data.copy_(theirs)
+    optimizer.step({mine: torch.ones(4, 4)})
+    stock.step()
+    assert torch.equal(mine, theirs)

@@ -10,7 +10,8 @@ from torch.utils.checkpoint import checkpoint
 
 from halfstep.core.errors import HalfstepError, PolicyError
 from halfstep.core.policy import Policy
-from halfstep.torch.optim import AdamW, Muon
+from halfstep.torch.muon import Muon
+from halfstep.torch.optim import AdamW
 from halfstep.torch.step import prepare
 
 
@@ -417,3 +418,161 @@ def test_preparing_twice_is_refused_and_spoils_nothing():
 def test_a_policy_may_come_parsed():
     model = Net()
     assert prepare(model, OURS["AdamW"](model), Policy.parse("bf16-mixed")).policy == Policy.parse("bf16-mixed")
+
+
+# --- what a review found ---------------------------------------------------------------------------------------
+
+
+def test_gradients_of_another_backward_pass_are_no_part_of_a_step():
+    def moved(before):
+        model = nn.Linear(4, 2)
+        with torch.no_grad():
+            model.weight.fill_(0.5)
+            model.bias.fill_(0.0)
+        run = prepare(model, torch.optim.SGD(model.parameters(), lr=1.0), "fp32")
+        if before:
+            (model(torch.ones(1, 4)).sum() * 100).backward()
+        run.step(lambda x: model(x).sum(), [torch.ones(1, 4)])
+        return run.weights()["weight"]
+
+    assert torch.equal(moved(False), moved(True))
+
+
+def test_a_scheduler_may_have_been_made_before():
+    model = nn.Linear(4, 2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    run = prepare(model, optimizer, "fp32")
+    run.step(lambda x: model(x).sum(), [torch.ones(1, 4)])
+    assert run.scheduler_step(scheduler)
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.01)
+
+
+class Counting(nn.Module):
+    """Keeps a mean by assignment, as people write it."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("mean", torch.zeros(4))
+
+    def forward(self, x):
+        y = self.linear(x)
+        self.mean = 0.9 * self.mean + 0.1 * y.detach().float().mean(0)
+        return y
+
+
+def test_a_buffer_that_was_replaced_is_given_back_too():
+    model = Counting()
+    run = prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), "fp32")
+    run.step(lambda x: model(x).sum(), [torch.ones(1, 4)])
+    before = model.mean.clone()
+    assert before.any()
+    result = run.step(lambda x: model(x).sum(), [torch.full((1, 4), float("nan"))])
+    assert bool(result.skipped)
+    assert torch.equal(model.mean, before)
+
+
+def test_statistics_that_moved_between_steps_stay_moved():
+    """The kernels of batch norm write without counting: a pass in between is remembered by its numbers."""
+    model = nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 2))
+    run = prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), "fp32")
+    run.step(lambda x: model(x).sum(), [torch.randn(8, 4)])
+    with torch.no_grad():
+        model(100 * torch.randn(8, 4))
+    between = model[0].running_var.clone()
+    assert bool(run.step(lambda x: model(x).sum(), [torch.full((8, 4), float("nan"))]).skipped)
+    assert torch.equal(model[0].running_var, between)
+
+
+def test_evaluation_computes_as_its_role_says():
+    torch.manual_seed(0)
+    model = nn.Linear(8, 8)
+    x, expected = torch.randn(4, 8), None
+    with torch.no_grad():
+        expected = model(x)
+    run = prepare(model, AdamW(model.parameters()), "bf16-mixed,eval=fp32")
+    with torch.no_grad():
+        narrow = model(x)
+        with run.evaluation():
+            wide = model(x)
+        again = model(x)
+    assert torch.equal(wide, expected)
+    assert not torch.equal(narrow, expected)
+    assert torch.equal(narrow, again)
+
+
+def test_fp32_is_refused_where_torch_multiplies_in_less():
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("medium")
+    try:
+        model = nn.Linear(4, 2)
+        with pytest.raises(PolicyError, match="fp32 matmuls round") as raised:
+            prepare(model, AdamW(model.parameters()), "fp32")
+        assert "highest" in raised.value.hint
+        prepare(model, AdamW(model.parameters()), "bf16-mixed")
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+def test_moments_that_the_policy_contradicts_are_refused():
+    model = nn.Linear(4, 2)
+    with pytest.raises(PolicyError, match="moments=bf16") as raised:
+        prepare(model, AdamW(model.parameters(), moments="bf16"), "bf16-mixed")
+    assert "moments=bf16" in raised.value.hint
+    run = prepare(model, AdamW(model.parameters(), moments="bf16"), "bf16-mixed,moments=bf16")
+    run.step(lambda x: model(x).sum(), [torch.ones(1, 4)])
+    assert {s["exp_avg"].dtype for s in run.optimizers[0].state.values()} == {torch.bfloat16}
+
+
+def test_frozen_parameters_have_no_moments():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    model[0].requires_grad_(False)
+    run = prepare(model, AdamW(model.parameters()), "bf16-mixed")
+    run.step(lambda x: model(x).sum(), [torch.ones(1, 4)])
+    assert set(run.optimizers[0].state) == {model[1].weight, model[1].bias}
+
+
+def test_a_module_under_autocast_is_refused_by_itself_too():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    prepare(model, AdamW(model.parameters()), "fp32")
+    with torch.autocast("cpu", dtype=torch.bfloat16), pytest.raises(HalfstepError, match=r"torch\.autocast"):
+        model[0](torch.ones(1, 4))
+
+
+def test_no_optimizer_moves_when_another_cannot():
+    model = nn.Sequential(nn.Embedding(5, 4, sparse=True), nn.Linear(4, 2))
+    optimizers = [AdamW(model[1].parameters(), lr=0.1), AdamW(model[0].parameters(), lr=0.1)]
+    run = prepare(model, optimizers, "bf16-mixed")
+    before = run.weights()
+    with pytest.raises(HalfstepError, match="sparse"):
+        run.step(lambda x: model(x).sum(), [torch.tensor([1, 2])])
+    assert all(torch.equal(w, run.weights()[name]) for name, w in before.items())
+
+
+LOSSES = {
+    "is a list": lambda loss: [loss],
+    "is a dict": lambda loss: {"loss": loss},
+    "is a NoneType": lambda loss: None,
+    "is a float": lambda loss: 1.0,
+    "sum of losses": lambda loss: (loss, 1, 2),
+    "one number": lambda loss: (loss, torch.ones(2)),
+    "weight=None": lambda loss: (loss, None),
+}
+
+
+@pytest.mark.parametrize("told", LOSSES)
+def test_what_is_no_loss_is_told_so(told):
+    model = nn.Linear(4, 2)
+    run = prepare(model, AdamW(model.parameters()), "fp32")
+    with pytest.raises(HalfstepError, match=told):
+        run.step(lambda x: LOSSES[told](model(x).sum()), [torch.ones(1, 4)])
+    run.step(lambda x: (model(x).sum(), torch.tensor([2])), [torch.ones(1, 4)])
+
+
+@pytest.mark.parametrize("name", ["clip_norm", "seed"])
+@pytest.mark.parametrize("value", [None, -1])
+def test_settings_that_are_none_are_refused(name, value):
+    model = nn.Linear(4, 2)
+    with pytest.raises(HalfstepError, match=name):
+        prepare(model, AdamW(model.parameters()), "fp32", **{name: value})

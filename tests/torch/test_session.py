@@ -153,7 +153,7 @@ def test_the_schedule_sees_skipped_steps():
             s.model.embed.weight.data[0, 0] = float("nan")
             tokens[...] = 0
         s.read(s.step(tokens))
-        rates.append(float(s.run.optimizers[0].param_groups[0]["rate"]) / 3e-3)
+        rates.append(float(s.run.optimizers[0].rate_of(s.run.optimizers[0].param_groups[0])) / 3e-3)
         if step == 1:
             s.model.embed.weight.data[0, 0] = 0.0
     assert rates == pytest.approx([1, 1 / 2, 1 / 2, 1 / 3])

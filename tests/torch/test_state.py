@@ -8,7 +8,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from halfstep.core.errors import HalfstepError, ScalingError
-from halfstep.torch.optim import AdamW, Muon
+from halfstep.torch.muon import Muon
+from halfstep.torch.optim import AdamW
 from halfstep.torch.step import prepare
 
 

@@ -146,8 +146,11 @@ def _chunk(
     if SPLIT:
         his = _pointer(table, PARAMETER, mine, tensors, tl.int16) + at
         los = _pointer(table, REMAINDER, mine, tensors, tl.int16) + at
-        bits = (tl.load(his, mask).to(tl.int32) << 16) + tl.load(los, mask).to(tl.int32)
-        w = bits.to(tl.float32, bitcast=True)
+        # halfstep.torch.cast.join, on the same bits.
+        upper = tl.load(his, mask).to(tl.int32) << 16
+        lower = tl.load(los, mask).to(tl.int32)
+        lower = tl.where((upper & 0x7FFFFFFF) == 0, tl.maximum(lower, 0), lower)
+        w = (upper + lower).to(tl.float32, bitcast=True)
     else:
         wides = _pointer(table, PARAMETER, mine, tensors, tl.float32) + at
         w = tl.load(wides, mask)

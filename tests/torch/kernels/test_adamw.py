@@ -1,6 +1,7 @@
 """The kernel against the formula in numpy, operation by operation in fp32: bits. Without a GPU, interpreted."""
 
 from importlib.util import find_spec
+from types import SimpleNamespace
 from unittest import mock
 
 import numpy as np
@@ -9,8 +10,8 @@ import torch
 
 from halfstep.core.formats import BF16, FP32
 from halfstep.core.roles import Param
-from halfstep.torch import optim
-from halfstep.torch.cast import join, split
+from halfstep.torch import kernels, optim
+from halfstep.torch.cast import carried, join, split
 from halfstep.torch.masters import Masters
 
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton")
@@ -103,6 +104,20 @@ def test_infinities_and_nan_are_split_as_everywhere(kernel):
     assert torch.equal(lo, expected[1])
 
 
+def test_ties_go_away_from_zero_and_no_nan_is_lost(kernel):
+    """To even, an exact tie comes back one bf16 ulp wrong; 0x7FFFFFFF, the NaN that GPUs make, becomes -0.0."""
+    ties = [0x3F808000, 0x3F818000, -0x407F8000, 0x7F7F8000, 0x3F7FFFFF]
+    wide = torch.tensor([*ties, 0x3F800000], device=DEVICE).int().view(torch.float32)
+    grads = torch.tensor([0] * 5 + [0x7FFFFFFF], device=DEVICE).int().view(torch.float32)
+    hi, lo = split(wide)
+    kernel.Update()(
+        [hi], [lo], [grads], empty([(6,)]), empty([(6,)]), empty([()]),
+        rate=scalar(0.1), factor=scalar(1.0), found_inf=scalar(0.0), **{**SETTINGS, "decay": 0.0},
+    )  # fmt: skip
+    assert join(hi, lo).view(torch.int32)[:5].tolist() == ties
+    assert (int(hi.view(torch.int16)[5]), int(lo[5])) == (0x7FC0, 0)
+
+
 def test_tensors_that_moved_are_found_again(kernel):
     """Gradients are new tensors each step; a table that was not sent again would point at the old ones."""
     params, first, second, steps = [draw((8,), 0)], empty([(8,)]), empty([(8,)]), empty([()])
@@ -115,6 +130,15 @@ def test_tensors_that_moved_are_found_again(kernel):
         )  # fmt: skip
     rest = np.float32(1 - 0.9)
     assert (first[0].cpu().numpy() == np.float32(0.9) * (rest * np.float32(1)) + rest * np.float32(2)).all()
+
+
+def test_tensors_of_another_size_are_told_apart():
+    """A parameter may have a gradient in one step and none in the next; the longer comes last here."""
+    p, q = (torch.nn.Parameter(torch.zeros(size, device=DEVICE)) for size in (8, 70))
+    made = optim.AdamW([p, q])
+    for one in (p, q):
+        made.step({one: torch.ones_like(one)})
+        assert (one < 0).all()
 
 
 def optimizer_of(params, *, held, moments):
@@ -171,3 +195,60 @@ def test_what_the_kernel_cannot_reach_goes_the_other_way():
     off = made.state[p]["exp_avg"] - made.state[q]["exp_avg"].t()
     # torch's kernel takes 1 - b1 of a b1 that is rounded to fp32, and may fuse what ours rounds twice.
     assert (off.abs() <= 0.5 * 2.0**-25 + 2 * 2.0**-24 * 0.05).all()
+
+
+def roomy(values, dtype):
+    """A tensor with memory of its own behind it: a kernel that took it for a wider one would stay in there."""
+    return torch.zeros(4 * values.numel(), dtype=dtype, device=DEVICE)[: values.numel()].copy_(values)
+
+
+def test_parameters_that_are_held_differently_do_not_share_a_launch():
+    forms = [(True, BF16), (True, FP32), (False, FP32)]  # narrow ones first: read as such, none is left
+    one, two = ([torch.nn.Parameter(draw((70,), i)) for i in range(3)] for _ in range(2))
+
+    def made_of(params, forms):
+        names, remainders = {p: f"p{i}" for i, p in enumerate(params)}, {}
+        for p, (halved, _) in zip(params, forms, strict=True):
+            if halved:
+                p.data, remainders[names[p]] = split(p.data)
+        held = {names[p]: Param(FP32, split=halved) for p, (halved, _) in zip(params, forms, strict=True)}
+        made = optim.AdamW(params, lr=0.1)
+        moments = {names[p]: fmt for p, (_, fmt) in zip(params, forms, strict=True)}
+        made.bind(Masters(names, held, remainders), moments, FP32, emulate=False)
+        return made
+
+    together = made_of(one, forms)
+    alone = [made_of([p], [form]) for p, form in zip(two, forms, strict=True)]
+    for t in range(3):
+        grads = [draw((70,), 10 * t + i) for i in range(3)]
+        together.step(dict(zip(one, grads, strict=True)))
+        for made, p, g in zip(alone, two, grads, strict=True):
+            made.step({p: g})
+    for made, p, q in zip(alone, one, two, strict=True):
+        assert torch.equal(together.masters.wide([p])[0], made.masters.wide([q])[0])
+
+
+@pytest.mark.parametrize("what", ["grad", "master", "emulated"])
+def test_only_fp32_numbers_go_through_the_kernel(what):
+    """bf16 gradients and masters would be read as fp32; an emulated bf16 master would not be rounded back."""
+    held = FP32 if what == "grad" else BF16
+    p = torch.nn.Parameter(roomy(draw((24,), 0), torch.bfloat16 if what == "master" else torch.float32))
+    p.data.copy_(carried(p.data.float(), held))
+    grad = roomy(draw((24,), 1), torch.bfloat16 if what == "grad" else torch.float32)
+    made = optim.AdamW([p], lr=0.01)
+    made.bind(Masters({p: "p"}, {"p": Param(held)}), {}, FP32, emulate=what == "emulated")
+    with mock.patch.object(optim, "adamw", wraps=optim.adamw) as torchs:
+        made.step({p: grad})
+    assert torchs.called
+    assert torch.equal(p.float(), carried(p.data.float(), held))
+
+
+@pytest.mark.parametrize(
+    ("odd", "reached"), [({}, True), ({"cuda": False}, False), ({"dense": False}, False), ({"at": 0x1008}, False)]
+)
+def test_a_kernel_gets_no_address_that_it_cannot_use(odd, reached):
+    known = {"cuda": True, "dense": True, "at": 0x1000, **odd}
+    tensor = SimpleNamespace(
+        is_cuda=known["cuda"], is_contiguous=lambda: known["dense"], data_ptr=lambda: known["at"]
+    )
+    assert kernels.reaches(tensor) is reached

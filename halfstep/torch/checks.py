@@ -1,0 +1,53 @@
+"""What `prepare` is handed, and cannot take: refused before the model is touched.
+
+The model itself is looked at in convert.py, the optimizers in seam.py, and the policy in apply.py.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from halfstep.config.model import owner
+from halfstep.core.errors import HalfstepError, PolicyError
+from halfstep.core.policy import Policy
+from halfstep.torch.apply import names_of
+from halfstep.torch.masters import check_decay
+from halfstep.torch.optim import Optimizer
+
+
+def check_settings(clip_norm: Any, seed: Any, ema: float) -> None:
+    """Refuses settings of a run that are none."""
+    if not isinstance(clip_norm, int | float) or not clip_norm >= 0.0:
+        raise HalfstepError(f"clip_norm={clip_norm!r}: a norm is a number, not negative", hint="0 clips nothing")
+    if not isinstance(seed, int) or seed < 0:
+        raise HalfstepError(f"seed={seed!r}: a seed is a whole number, not negative", hint="as seed=0")
+    if ema:
+        check_decay(ema)
+
+
+def check_moments(optimizers: Sequence[torch.optim.Optimizer], model: nn.Module, policy: Policy) -> None:
+    """Refuses formats of moments that an optimizer was given and the policy contradicts."""
+    values, named = policy.resolve(names_of(model, None)), model.named_parameters()
+    wanted: Mapping[Tensor, Any] = {p: values[owner(n)].values["moments"] for n, p in named if owner(n) in values}
+    for optimizer in optimizers:
+        if not isinstance(optimizer, Optimizer):
+            continue
+        for p, fmt in optimizer.given.items():
+            if fmt != wanted.get(p, fmt):
+                raise PolicyError(
+                    f"{type(optimizer).__name__} was given moments={fmt} for `{optimizer.names[p]}`, and the "
+                    f"policy says moments={wanted[p]}",
+                    hint=f"say it in the policy, as `bf16-mixed,moments={fmt}`, or leave it out of the optimizer",
+                )
+
+
+def check_replicas(*, split: bool) -> None:
+    """Refuses split masters where gradients must be summed over processes: nobody would sum theirs."""
+    distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
+    if split and distributed and torch.distributed.get_world_size() > 1:
+        raise PolicyError(
+            "split masters are not implemented for more than one process: DDP does not see their gradients",
+            hint="hold masters whole, with `param=fp32`",
+        )

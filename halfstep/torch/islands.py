@@ -1,0 +1,91 @@
+"""Islands to build with, in place of torch's functions and modules of the same names, with or without a policy.
+
+    softmax, layer_norm, rms_norm     fp32 inside, backward too; the result in the dtype of the input
+    cross_entropy                     fp32 inside and out
+
+The arguments are those of `torch.nn.functional` and `torch.nn`. A model that is made of these computes its sums in
+fp32 whatever its activations are, under torch.compile too. Where `prepare` finds one of the modules it gives it
+the format of its role, as it does torch's own.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+def softmax(input: Tensor, dim: int = -1) -> Tensor:
+    """`F.softmax`, fp32 inside."""
+    return torch.softmax(input.float(), dim).to(input.dtype)
+
+
+def layer_norm(
+    input: Tensor,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+) -> Tensor:
+    """`F.layer_norm`, fp32 inside."""
+    return F.layer_norm(input.float(), list(normalized_shape), _wide(weight), _wide(bias), eps).to(input.dtype)
+
+
+def rms_norm(
+    input: Tensor, normalized_shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None
+) -> Tensor:
+    """`F.rms_norm`, fp32 inside."""
+    return F.rms_norm(input.float(), list(normalized_shape), _wide(weight), eps).to(input.dtype)
+
+
+def cross_entropy(input: Tensor, target: Tensor, weight: Tensor | None = None, **settings: Any) -> Tensor:
+    """`F.cross_entropy`, fp32 inside and out."""
+    target = target.float() if target.is_floating_point() else target
+    return F.cross_entropy(input.float(), target, _wide(weight), **settings)
+
+
+class Softmax(nn.Softmax):
+    """`nn.Softmax`, fp32 inside."""
+
+    halfstep_island = True
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Shares that sum to one."""
+        return softmax(input, -1 if self.dim is None else self.dim)
+
+
+class LayerNorm(nn.LayerNorm):
+    """`nn.LayerNorm`, fp32 inside."""
+
+    halfstep_island = True
+
+    def forward(self, input: Tensor) -> Tensor:
+        """The normalized input."""
+        return layer_norm(input, self.normalized_shape, self.weight, self.bias, self.eps)
+
+
+class RMSNorm(nn.RMSNorm):
+    """`nn.RMSNorm`, fp32 inside."""
+
+    halfstep_island = True
+
+    def forward(self, input: Tensor) -> Tensor:
+        """The normalized input."""
+        return rms_norm(input, self.normalized_shape, self.weight, self.eps)
+
+
+class CrossEntropyLoss(nn.CrossEntropyLoss):
+    """`nn.CrossEntropyLoss`, fp32 inside and out."""
+
+    halfstep_island = True
+
+    def forward(self, input: Tensor, target: Tensor) -> Tensor:
+        """The loss."""
+        settings = (self.ignore_index, self.reduction, self.label_smoothing)
+        named = dict(zip(("ignore_index", "reduction", "label_smoothing"), settings, strict=True))
+        return cross_entropy(input, target, self.weight, **named)
+
+
+def _wide(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else tensor.float()

@@ -1,0 +1,113 @@
+"""Muon (Jordan et al.), for matrices, with explicit formats for masters and moments.
+
+The update is the momentum with its singular values pushed to one by five Newton-Schulz steps,
+
+    X <- a X + (b A + c A^2) X,    A = X X^T,    times sqrt(max(1, rows / columns))
+
+Matrices of one shape go through them in one batch, a tall one transposed: A is the smaller of the two products.
+The steps are the one part that is not fp32: they run in the policy's compute format, emulated where that is.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from halfstep.core.formats import FP32, Format, parse
+from halfstep.torch.cast import carried
+from halfstep.torch.dtypes import dtype_of
+from halfstep.torch.masters import Masters
+from halfstep.torch.optim import Grads, Optimizer, Params
+
+NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)  # Jordan et al., 2024
+
+
+class Muon(Optimizer):
+    """Muon with Nesterov momentum, for matrices; those of one shape are updated in one batch."""
+
+    slots = ("momentum",)
+    _kept = (*Optimizer._kept, "own", "iteration", "emulate")
+
+    def __init__(
+        self,
+        params: Params,
+        lr: float | Tensor = 0.02,
+        momentum: float = 0.95,
+        weight_decay: float = 0.0,
+        iteration: Format | str | None = None,
+        emulate: bool = False,
+        **formats: Any,
+    ):
+        defaults = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}
+        self.own = parse(iteration) if isinstance(iteration, str) else iteration
+        self.iteration, self.emulate = self.own or FP32, emulate
+        super().__init__(params, defaults, **formats)
+
+    def _cannot(self, parameter: Tensor) -> tuple[str, str] | None:
+        """It orthogonalizes: what has no two sides has no singular values to push."""
+        if parameter.ndim == 2:
+            return super()._cannot(parameter)
+        told = f"has the shape {tuple(parameter.shape)}, and Muon updates matrices"
+        return told, "hand it to AdamW: prepare(model, [Muon(matrices), AdamW(the_rest)], policy)"
+
+    def bind(self, masters: Masters, moments: Mapping[str, Format], compute: Format, *, emulate: bool) -> None:
+        """Takes the formats of a policy; the iteration runs in `compute` unless it has a format of its own."""
+        super().bind(masters, moments, compute, emulate=emulate)
+        self.iteration, self.emulate = self.own or compute, emulate
+
+    @torch.no_grad()
+    def step(  # type: ignore[override]
+        self, grads: Grads | None = None, *, found_inf: Tensor | None = None, scale: Tensor | None = None
+    ) -> None:
+        """One update of every matrix that has a gradient, unless `found_inf` is 1."""
+        grads = self._begin(grads)
+        if scale is not None:
+            torch._foreach_mul_([g for p, g in grads.items() if p in self.names], scale)
+        for group in self.param_groups:
+            by_shape: dict[torch.Size, list[Tensor]] = {}
+            for p in group["params"]:
+                if p in grads:
+                    by_shape.setdefault(p.shape, []).append(p)
+            for params in by_shape.values():
+                self._update(params, torch.stack([grads[p].float() for p in params]), group, found_inf)
+
+    def _update(
+        self, params: list[Tensor], grads: Tensor, group: dict[str, Any], found_inf: Tensor | None
+    ) -> None:
+        old = torch.stack([self.state[p]["momentum"] for p in params]).float()
+        momentum = group["momentum"] * old + grads
+        update = orthogonalize(grads + group["momentum"] * momentum, self.iteration, emulate=self.emulate)
+        rows, columns = params[0].shape
+        update = update.float() * max(1.0, rows / columns) ** 0.5
+        applied = torch.ones((), device=grads.device) if found_inf is None else 1 - found_inf
+        # where, not a product: zero times NaN is NaN
+        momentum = torch.where(applied > 0, momentum, old)
+        update = torch.where(applied > 0, update, 0.0)
+        rate = self.rate_of(group)
+        decay = 1 - applied * rate * group["weight_decay"]
+        states = [self.state[p] for p in params]
+        wide = self.masters.wide(params)
+        for state, w, m, u in zip(states, wide, momentum, update, strict=True):
+            state["step"] += applied
+            state["momentum"].copy_(m)
+            w.mul_(decay).sub_(rate * u)
+        self.masters.put(params, wide, [state["step"] for state in states])
+
+
+def orthogonalize(matrices: Tensor, iteration: Format, steps: int = 5, *, emulate: bool = False) -> Tensor:
+    """Each matrix of a batch with its singular values pushed to about one, by Newton-Schulz."""
+    a, b, c = NEWTON_SCHULZ
+
+    def held(x: Tensor) -> Tensor:
+        if not emulate:
+            return x.to(dtype_of(iteration))
+        return carried(x, iteration)
+
+    tall = matrices.shape[-2] > matrices.shape[-1]
+    x = matrices.mT if tall else matrices
+    x = held(x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7))
+    for _ in range(steps):
+        product = held(x @ x.mT)
+        x = held(a * x + held(b * product + c * held(product @ product)) @ x)
+    return x.mT if tall else x

@@ -1,0 +1,165 @@
+"""A parameter that is half of a master, in the hands of people who know nothing of it."""
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from halfstep.core.errors import HalfstepError
+from halfstep.core.split import join as reference_join
+from halfstep.torch import AdamW, prepare
+from halfstep.torch.cast import join
+
+SPLIT = "bf16-mixed,param=fp32:split"
+
+
+def net(seed=0):
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 4))
+
+
+def data(seed=0):
+    return torch.randn(4, 8, generator=torch.Generator().manual_seed(seed))
+
+
+def loss_of(model):
+    return lambda x: model(x).square().mean()
+
+
+def trained(policy=SPLIT, optimizer=AdamW, **settings):
+    """A run whose remainders are not zero."""
+    model = net()
+    run = prepare(model, optimizer(model.parameters(), lr=1e-2, **settings), policy)
+    run.step(loss_of(model), [data()])
+    return run
+
+
+@pytest.mark.parametrize("write", [lambda w: w.zero_(), nn.init.ones_, lambda w: w.clamp_(-0.1, 0.1)])
+def test_what_is_written_to_a_half_is_its_master(write):
+    run = trained()
+    weight = run.model[2].weight
+    with torch.no_grad():
+        write(weight)
+    assert torch.equal(run.weights()["2.weight"], weight.float())
+    assert not run.state_dict()["tensors"]["remainder.2.weight"].any()
+    assert torch.equal(run.model.state_dict()["2.weight"], weight.float())
+    run.step(loss_of(run.model), [data(1)])
+    assert all(w.isfinite().all() for w in run.weights().values())
+
+
+def test_a_mask_through_data_makes_no_nan():
+    """torch counts no write there, and a remainder below zero beside a zero has the bits of a NaN."""
+    run = trained()
+    weight = run.model[2].weight
+    mask = torch.arange(weight.numel()).reshape(weight.shape) % 2
+    weight.data.mul_(mask.to(weight.dtype))
+    master = run.weights()["2.weight"]
+    assert (master[mask == 0].abs() < 2.0**-126).all()
+    assert ((master - weight.float()).abs() <= 2.0**-8 * weight.float().abs() + 2.0**-126).all()
+
+
+def test_a_zero_has_no_remainder_below_it():
+    hi = np.array([0, 0x8000, 0, 0x8000, 0x3F80], np.uint16)
+    lo = np.array([-5, -5, 5, 5, -5], np.int16)
+    expected = reference_join(hi, lo)
+    found = join(torch.from_numpy(hi.view(np.int16).copy()).view(torch.bfloat16), torch.from_numpy(lo))
+    assert np.array_equal(found.numpy().view(np.uint32), expected.view(np.uint32))
+    assert not np.isnan(expected).any()
+    assert expected[0] == expected[1] == 0.0
+
+
+def test_what_the_run_writes_itself_keeps_its_remainders():
+    """Steps, averages, loading and copies: none of them is somebody else's write."""
+    run = trained()
+    before = run.weights()
+    with run.evaluation():
+        pass
+    saved = run.state_dict()
+    run.load_state_dict({**saved, "tensors": {k: v.clone() for k, v in saved["tensors"].items()}})
+    run.model.load_state_dict(run.model.state_dict())
+    copied = copy.deepcopy(run.model)
+    assert all(torch.equal(w, run.weights()[name]) for name, w in before.items())
+    assert any((w != w.bfloat16().float()).any() for w in before.values())
+    assert torch.equal(copied.state_dict()["0.weight"], before["0.weight"])
+
+
+def test_averages_that_were_in_use_leave_the_masters_as_they_were():
+    model = net()
+    run = prepare(model, AdamW(model.parameters(), lr=1e-2), SPLIT, ema=0.9)
+    run.step(loss_of(model), [data()])
+    before = run.weights()
+    with run.averaged():
+        pass
+    assert all(torch.equal(w, run.weights()[name]) for name, w in before.items())
+
+
+@pytest.mark.parametrize("optimizer", [AdamW, torch.optim.AdamW])
+def test_a_weight_that_is_laid_out_otherwise_takes_the_steps_of_fp32(optimizer):
+    """Its gradient must be laid out alike: a fused kernel goes through memory, not through indices."""
+    found = []
+    for policy in ("fp32", "param=fp32:split"):
+        model = net()
+        model[0].weight.data = model[0].weight.data.t().contiguous().t()
+        fused = {} if optimizer is AdamW else {"fused": True}
+        run = prepare(model, optimizer(model.parameters(), lr=1e-2, **fused), policy)
+        for step in range(3):
+            run.step(loss_of(model), [data(step)])
+        found.append(run.weights())
+    assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
+
+
+@pytest.mark.parametrize("policy", ["fp32", SPLIT])
+def test_hooks_on_a_parameter_run_whether_it_is_split_or_not(policy):
+    model = net()
+    run = prepare(model, torch.optim.SGD(model.parameters(), lr=1.0), policy)
+    called = []
+    model[0].weight.register_hook(lambda g: called.append(g.dtype) or g * 0)
+    model[2].weight.register_post_accumulate_grad_hook(lambda p: called.append(p.grad.dtype))
+    before = run.weights()
+    run.step(loss_of(model), [data()])
+    assert called == [torch.float32] * 2
+    assert torch.equal(run.weights()["0.weight"], before["0.weight"])
+    assert not torch.equal(run.weights()["2.weight"], before["2.weight"])
+
+
+def test_a_step_that_the_run_does_not_make_is_refused_where_it_would_be_lost():
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+    run = prepare(model, optimizer, SPLIT)
+    model(data()).square().mean().backward()
+    with pytest.raises(HalfstepError, match=r"step\(\) was called by itself") as raised:
+        optimizer.step()
+    assert "run.update()" in raised.value.hint
+    run.step(loss_of(model), [data()])
+    run.unprepare()
+    optimizer.step()  # the model holds its masters again
+
+
+def test_a_model_given_back_takes_any_dtype():
+    """grad_dtype, which halves need, must not outlive them."""
+    run = trained()
+    model = run.unprepare().double()
+    model(data().double()).sum().backward()
+    assert {p.grad.dtype for p in model.parameters()} == {torch.float64}
+
+
+def test_a_stock_optimizer_given_back_has_its_moments_in_fp32():
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
+    run = prepare(model, optimizer, f"{SPLIT},moments=bf16")
+    run.step(loss_of(model), [data()])
+    run.unprepare()
+    model(data()).sum().backward()
+    optimizer.step()
+    assert {state["exp_avg"].dtype for state in optimizer.state.values()} == {torch.float32}
+
+
+def test_split_masters_of_several_processes_are_refused(monkeypatch):
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+    model = net()
+    with pytest.raises(HalfstepError, match="more than one process"):
+        prepare(model, AdamW(model.parameters()), SPLIT)
+    prepare(model, AdamW(model.parameters()), "bf16-mixed")
