@@ -46,8 +46,8 @@ def bench(
     ----------
     arms
         fp32, tf32, autocast-eager, autocast (the usual recipe), autocast-fp16, accelerate, fabric, hf, casted,
-        pure-bf16, halfstep, halfstep-fp32-masters, halfstep-stock, halfstep-fp16; without it, those that the bars
-        compare and casted.
+        pure-bf16, halfstep, halfstep-fp32-masters, halfstep-stock, halfstep-fp16, halfstep-fp8, halfstep-fp8-all;
+        without it, those that the bars compare and casted.
     micro_batches
         Micro-batches of an update.
     rounds

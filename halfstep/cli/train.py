@@ -22,6 +22,7 @@ def train(
     backend: Literal["torch", "jax", "mlx"] | None = None,
     device: str | None = None,
     overrides: Overrides = (),
+    init: str | None = None,
     out: Path | None = None,
     resume: Flag = False,
     json: Flag = False,
@@ -34,7 +35,8 @@ def train(
     Parameters
     ----------
     recipe
-        tiny (the default: a byte-level model, two minutes on two CPU cores), gpt2, or a file that ends in .toml.
+        tiny (the default: a byte-level model, two minutes on two CPU cores), gpt2, qwen3, or a file that ends in
+        .toml.
     policy
         The precision: auto, a preset such as bf16-mixed, or more (`halfstep policy --help`).
     backend
@@ -43,6 +45,9 @@ def train(
         Where to run, as the framework names it: cpu, cuda, cuda:1, mps.
     overrides
         A setting, as training.steps=100. May be repeated.
+    init
+        Start from these weights: a safetensors file, a folder in Hugging Face layout (for gpt2 and qwen3), or a
+        run folder.
     out
         The run folder; runs/RECIPE-DATE-TIME without it.
     resume
@@ -54,8 +59,10 @@ def train(
     from halfstep.training import folder
     from halfstep.training.loop import Loop
 
+    _check_init(init, resume)
     where = _run_folder(recipe, out, resume)
     named = [
+        *([f"init={init}", "init_digest="] if init is not None else []),
         *overrides,
         *([f"policy={policy}"] if policy else []),
         *([f"backend={backend}"] if backend else []),
@@ -65,6 +72,8 @@ def train(
     resolved, choice, warnings = _resolve_policy(config, device, where if resume else None)
     print_words(f"{config.title or where.name}\nprecision {resolved}" + (f": {choice.reason}" if choice else ""))
     loop = Loop(config, resolved, where, choice=choice, resume=resume, device=device, warnings=warnings)
+    if loop.pretrained is not None:
+        print_words(f"weights {loop.pretrained.description}")
     print_words(f"data {loop.corpus.description}\nrun folder {where}")
     outcome = loop.run()
     page = _write_report(where / folder.EVENTS, where / folder.REPORT)
@@ -161,6 +170,18 @@ def sample(
         sys.stdout.buffer.flush()
     sys.stdout.buffer.write(b"\n")
     sys.stdout.buffer.flush()
+
+
+def _check_init(init: str | None, resume: bool) -> None:
+    from halfstep.core.errors import ConfigError
+
+    if init is not None and resume:
+        raise ConfigError(
+            "--init and --resume: a run that goes on has weights of its own, those of its newest checkpoint",
+            hint=f"leave out --init to go on, or leave out --resume to start anew from `{init}`",
+        )
+    if init == "":
+        raise ConfigError("--init is empty", hint="name a safetensors file, a folder that holds one, or a run")
 
 
 def _run_folder(recipe: str | None, out: Path | None, resume: bool) -> Path:

@@ -33,8 +33,9 @@ class ModelConfig:
     """Heads of keys and values, shared among the others; 0 is as many as `heads`."""
     head_width: Count = 0
     """Features of a head; 0 is `width / heads`."""
-    mlp: Literal["gelu", "relu2", "swiglu"] = "gelu"
-    """What the MLP applies: GELU, squared ReLU, or a gate with SiLU."""
+    mlp: Literal["gelu", "gelu_exact", "relu2", "swiglu"] = "gelu"
+    """What the MLP applies: GELU by its tanh formula or by the error function, squared ReLU, or a gate with
+    SiLU."""
     mlp_width: Count = 0
     """Features inside the MLP; 0 is four times `width`."""
     bias: bool = False
@@ -43,6 +44,8 @@ class ModelConfig:
     """Root-mean-square or layer normalization."""
     norm_gain: bool = True
     """Whether norms have a learned gain."""
+    norm_epsilon: Rate = 0.0
+    """Added under the root of every norm; 0 is 1e-6 for `rms`, and for queries and keys, and 1e-5 for `layer`."""
     embedding_norm: bool = False
     """Whether the embedding is normalized before the first block."""
     positions: Literal["rotary", "learned", "none"] = "rotary"
@@ -99,6 +102,10 @@ class ModelConfig:
     def size_of_mlp(self) -> int:
         """Features inside the MLP."""
         return self.mlp_width or 4 * self.width
+
+    def epsilon_of(self, norm: Literal["rms", "layer"]) -> float:
+        """What a norm adds under its root."""
+        return self.norm_epsilon or {"rms": 1e-6, "layer": 1e-5}[norm]
 
     @property
     def num_skips(self) -> int:

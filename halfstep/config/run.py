@@ -83,6 +83,11 @@ class RunConfig:
     """The precision: `auto` measures this machine; else a preset, roles, rules (`halfstep policy --help`)."""
     seed: Seed = 0
     """Decides initial weights, the order of the data and stochastic rounding."""
+    init: str = ""
+    """Where the first weights come from: a safetensors file, a folder in Hugging Face layout, or a run folder;
+    without it they are drawn from the seed."""
+    init_digest: str = ""
+    """SHA-256 that the weights of `init` must have; a run writes down what it found."""
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     training: TrainingConfig = field(default_factory=TrainingConfig)
@@ -93,6 +98,11 @@ class RunConfig:
             read(self.policy)
         except HalfstepError as error:
             raise ConfigError(f'policy = "{self.policy}": {error.message}', hint=error.hint) from None
+        if self.init_digest and not self.init:
+            raise ConfigError(
+                f'init_digest is "{self.init_digest}", and there is no `init` that it could be of',
+                hint="name the weights by --init, or leave init_digest out",
+            )
         if self.training.warmup + self.training.warmdown > 1:
             raise ConfigError(
                 f"training.warmup {self.training.warmup} and training.warmdown {self.training.warmdown} "

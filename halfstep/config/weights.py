@@ -11,7 +11,7 @@ backends, ranks and subsets of the model agree bit for bit without talking to ea
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,6 +20,9 @@ from halfstep.config.model import ModelConfig, Shape, parameter_shapes
 from halfstep.core.philox import tensor_id
 
 EMBEDDING_STD = 0.02
+
+# Every parameter of a model once, by name, in fp32.
+Weights = Iterable[tuple[str, NDArray[np.float32]]]
 
 
 def initial_weights(model: ModelConfig, seed: int) -> Iterator[tuple[str, NDArray[np.float32]]]:

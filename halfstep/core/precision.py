@@ -12,7 +12,7 @@ Every backend builds its layers from these records, so that a policy means the s
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import cast
 
 from halfstep.core.formats import FP32, Format
@@ -41,6 +41,30 @@ class Precision:
     def formats(self) -> tuple[Format, ...]:
         """The formats that matmuls run in, each once."""
         return tuple(dict.fromkeys([self.compute, self.operand.format, self.grad, self.grad_operand.format]))
+
+    @property
+    def operands(self) -> tuple[Operand, Operand]:
+        """The operands of the forward matmul, and the gradient that meets them in the backward ones."""
+        return self.operand, self.grad_operand
+
+    @property
+    def narrow(self) -> bool:
+        """Whether a matmul has an operand that is narrower than the activations, with a scale of its own."""
+        return any(is_narrow(operand.format) for operand in self.operands)
+
+    @property
+    def measured(self) -> bool:
+        """Whether the narrow operands are wanted only where they make the layer faster."""
+        return any(operand.measured for operand in self.operands)
+
+    @property
+    def delayed(self) -> bool:
+        """Whether a narrow operand is scaled by what earlier updates were like."""
+        return any(operand.amax == "delayed" for operand in self.operands)
+
+    def widened(self) -> "Precision":
+        """The same with operands in the formats of the activations and of their gradients."""
+        return replace(self, operand=Operand(self.compute), grad_operand=Operand(self.grad))
 
 
 def precisions(policy: Policy, names: Sequence[str]) -> dict[str, Precision]:

@@ -75,12 +75,12 @@ def apply(params: Any, policy: Policy, names: Sequence[str] = ()) -> Applied:
     leaves = Leaves(params)
     modules = list(dict.fromkeys([*names, *modules_of(leaves.names)]))
     values = policy.resolve(modules)
-    check_implemented(policy, "jax", _not_implemented)
     # Which modules multiply is seen when the loss function is traced; narrow rules are held against that then.
     check_reach(policy, modules, {owner(name) for name in leaves.trained})
     found = precisions(policy, modules)
     for form in (policy, policy.evaluation()):
         check_supported([base_precision(form), *precisions(form, modules).values()], leaves.device)
+    check_implemented(policy, "jax", _not_implemented)
     return Applied(
         policy,
         len(modules),
@@ -106,7 +106,7 @@ def _not_implemented(role: str, value: Value) -> str:
     if isinstance(value, Param) and value.split:
         return "`param=fp32` holds the same numbers in 4 bytes and a cast"
     if isinstance(value, Operand) and value.measured:
-        return "leave `measured` out, and name the matmuls by rules"
+        return f"leave `measured` out, `{role}={value.format}`, and name the matmuls by rules; or {EMULATE}"
     if isinstance(value, Operand) and value.amax == "delayed":
         return "`current` scales by this step's own amax"
     if isinstance(value, Accumulator) and value.fast:

@@ -203,9 +203,18 @@ class CastedLinear(Matmul):
 class Norm(Layer):
     """Root-mean-square or layer normalization, an island."""
 
-    def __init__(self, name: str, precision: Precision, kind: str = "rms", gain: bool = True, bias: bool = False):
+    def __init__(
+        self,
+        name: str,
+        precision: Precision,
+        kind: str = "rms",
+        gain: bool = True,
+        bias: bool = False,
+        eps: float | None = None,
+    ):
         super().__init__(name, precision)
         self.kind = kind
+        self.eps = eps or (1e-5 if kind == "layer" else 1e-6)
         self.has_gain = gain
         self.has_bias = bias and gain and kind == "layer"
 
@@ -214,8 +223,8 @@ class Norm(Layer):
         gain = self.parameter(params, "weight") if self.has_gain else None
         if self.kind == "layer":
             bias = self.parameter(params, "bias") if self.has_bias else None
-            return layer_norm(x, gain, bias, self.casts)
-        return rms_norm(x, gain, self.casts)
+            return layer_norm(x, gain, bias, self.casts, self.eps)
+        return rms_norm(x, gain, self.casts, self.eps)
 
     def __repr__(self) -> str:
         inside, out = self.precision.norm, self.precision.compute

@@ -16,6 +16,7 @@ Shapes: B batch, T tokens of a sequence, D width, H heads, K features of a head,
 """
 
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +25,7 @@ from jax import Array
 from numpy.typing import NDArray
 
 from halfstep.config.model import ModelConfig, module_names, parameter_shapes
-from halfstep.config.weights import initial_weights
+from halfstep.config.weights import Weights, initial_weights
 from halfstep.core.policy import Policy
 from halfstep.core.precision import Precision, base_precision, precisions
 from halfstep.jax.layers import (
@@ -119,7 +120,13 @@ class Decoder(Layer):
 
     def initialize(self, seed: int) -> dict[str, Array]:
         """Every parameter at its first value, the same on every backend, in fp32."""
-        return {name: jnp.asarray(value) for name, value in initial_weights(self.config, seed)}
+        return self.set_weights(initial_weights(self.config, seed))
+
+    def set_weights(self, weights: Weights) -> dict[str, Array]:
+        """Every parameter at the value that is given for its name."""
+        params = {name: jnp.asarray(value) for name, value in weights}
+        assert {name: value.shape for name, value in params.items()} == parameter_shapes(self.config)
+        return params
 
     def matrices(self) -> Iterator[str]:
         """The names of the matrices inside blocks, which Muon updates."""
@@ -177,8 +184,9 @@ class Attention(Layer):
         self.q, self.k, self.v, self.o = (
             CastedLinear(f"{name}.{part}", at(f"{name}.{part}"), config.bias) for part in "qkvo"
         )
-        gain = config.qk_norm == "gain"
-        self.q_norm, self.k_norm = (HeadNorm(f"{name}.{n}", at(f"{name}.{n}"), gain) for n in ("q_norm", "k_norm"))
+        self.q_norm, self.k_norm = (
+            HeadNorm(config, f"{name}.{part}", at(f"{name}.{part}")) for part in ("q_norm", "k_norm")
+        )
 
     def __call__(
         self, params: Params, x_BTD: Array, first_values: Array | None, angles: Angles
@@ -222,7 +230,7 @@ class MLP(Layer):
             gate = enter(self.gate(params, x_BTD), casts)
             hidden = rounded(pointwise(jax.nn.silu, gate, casts) * hidden, casts)
         else:
-            hidden = pointwise(_relu2 if self.kind == "relu2" else jax.nn.gelu, hidden, casts)
+            hidden = pointwise(_NONLINEARITIES[self.kind], hidden, casts)
         return self.down(params, hidden)
 
 
@@ -256,13 +264,15 @@ class Head(Matmul):
 class HeadNorm(Layer):
     """Root-mean-square normalization of each head's features."""
 
-    def __init__(self, name: str, precision: Precision, gain: bool):
+    def __init__(self, config: ModelConfig, name: str, precision: Precision):
         super().__init__(name, precision)
-        self.has_gain = gain
+        self.has_gain = config.qk_norm == "gain"
+        self.eps = config.epsilon_of("rms")
 
     def __call__(self, params: Params, x_BHTK: Array) -> Array:
         """The normalized heads."""
-        return rms_norm(x_BHTK, self.parameter(params, "weight") if self.has_gain else None, self.casts)
+        gain = self.parameter(params, "weight") if self.has_gain else None
+        return rms_norm(x_BHTK, gain, self.casts, self.eps)
 
 
 def rope_tables(config: ModelConfig) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
@@ -277,5 +287,14 @@ def _relu2(x: Array) -> Array:
     return jnp.square(jax.nn.relu(x))
 
 
+# Named, for one function is traced once: a fresh `partial` would be another at every call.
+_NONLINEARITIES: dict[str, Callable[[Array], Array]] = {
+    "gelu": jax.nn.gelu,
+    "gelu_exact": partial(jax.nn.gelu, approximate=False),
+    "relu2": _relu2,
+}
+
+
 def _norm(config: ModelConfig, name: str, at: At) -> Norm:
-    return Norm(name, at(name), config.norm, config.norm_gain, config.bias)
+    eps = config.epsilon_of(config.norm)
+    return Norm(name, at(name), config.norm, config.norm_gain, config.bias, eps)

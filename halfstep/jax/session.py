@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 
 from halfstep.config.model import is_matmul, owner, parameter_shapes
 from halfstep.config.run import RunConfig
+from halfstep.config.weights import Weights, initial_weights
 from halfstep.core.errors import HalfstepError
 from halfstep.core.policy import Policy
 from halfstep.core.refusal import check_reach
@@ -49,6 +50,7 @@ class Session:
         policy: Policy,
         device: str | None = None,
         schedule: Schedule | None = None,
+        weights: Weights | None = None,
     ):
         self.config = config
         self.policy = policy
@@ -57,11 +59,12 @@ class Session:
         plain = Decoder(config.model)
         optimizer = build_optimizers(set(plain.matrices()), config.optimizer, policy, schedule)
         names = plain.module_names()
-        weights = [name for name in parameter_shapes(config.model) if is_matmul(name)]
+        multiplied = [name for name in parameter_shapes(config.model) if is_matmul(name)]
         with self._here():
-            params = jax.device_put(plain.initialize(config.seed), self.device)
+            first = plain.set_weights(initial_weights(config.model, config.seed) if weights is None else weights)
+            params = jax.device_put(first, self.device)
             self.run = init(params, optimizer, policy, seed=config.seed, names=names)
-        check_reach(policy, {*map(owner, weights), "lm_head"}, map(owner, parameter_shapes(config.model)))
+        check_reach(policy, {*map(owner, multiplied), "lm_head"}, map(owner, parameter_shapes(config.model)))
         self.model = plain.with_policy(policy)
         self.micro_batches = config.training.micro_batches
         self._step = make_step(

@@ -289,8 +289,6 @@ def _loose(places: dict[str, Place]) -> list[str]:
 
 
 def _not_implemented(role: str, value: Value) -> str:
-    if isinstance(value, Operand) and value.measured:
-        return "leave `measured` out, and name the matmuls by rules"
     if isinstance(value, Operand) and value.amax == "delayed":
         return "`current` scales by this step's own amax"
     if isinstance(value, Accumulator) and value.fast:

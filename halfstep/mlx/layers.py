@@ -268,9 +268,12 @@ class CastedLinear(Matmul):
 class Norm(Layer):
     """Root-mean-square or layer normalization, an island."""
 
-    def __init__(self, width: int, kind: str = "rms", gain: bool = True, bias: bool = False):
+    def __init__(
+        self, width: int, kind: str = "rms", gain: bool = True, bias: bool = False, eps: float | None = None
+    ):
         super().__init__()
         self.kind = kind
+        self.eps = eps or (1e-5 if kind == "layer" else 1e-6)
         self.weight = mx.ones((width,)) if gain else None
         self.bias = mx.zeros((width,)) if bias and gain and kind == "layer" else None
 
@@ -278,8 +281,8 @@ class Norm(Layer):
         """The normalized input."""
         x = self.arrived(x)
         if self.kind == "layer":
-            return layer_norm(x, self.weight, self.bias, self.casts)
-        return rms_norm(x, self.weight, self.casts)
+            return layer_norm(x, self.weight, self.bias, self.casts, self.eps)
+        return rms_norm(x, self.weight, self.casts, self.eps)
 
     def _extra_repr(self) -> str:
         return f"{self.kind}, {self.precision.norm} inside, {self.precision.compute} out"

@@ -24,7 +24,7 @@ import numpy as np
 from mlx.utils import tree_flatten, tree_unflatten
 
 from halfstep.config.model import ModelConfig, module_names, parameter_shapes
-from halfstep.config.weights import initial_weights
+from halfstep.config.weights import Weights, initial_weights
 from halfstep.mlx.layers import (
     CastedLinear,
     Layer,
@@ -97,8 +97,13 @@ class Decoder(Layer):
 
     def initialize(self, seed: int) -> None:
         """Sets every parameter to its first value, the same on every backend."""
-        weights = initial_weights(self.config, seed)
-        self.update(tree_unflatten([(name, mx.array(value)) for name, value in weights]))
+        self.set_weights(initial_weights(self.config, seed))
+
+    def set_weights(self, weights: Weights) -> None:
+        """Sets every parameter to the value that is given for its name."""
+        given = [(name, mx.array(value)) for name, value in weights]
+        assert {name: value.shape for name, value in given} == parameter_shapes(self.config)
+        self.update(tree_unflatten(given))
 
     def named_parameters(self) -> Iterator[tuple[str, mx.array]]:
         """The name and array of every parameter."""
@@ -156,8 +161,8 @@ class Attention(Layer):
         self.k = CastedLinear(config.width, config.num_kv_heads * head, config.bias)
         self.v = CastedLinear(config.width, config.num_kv_heads * head, config.bias)
         self.value_mix = _maybe(config.value_residual)
-        self.q_norm = HeadNorm(head, config.qk_norm == "gain") if config.qk_norm != "none" else None
-        self.k_norm = HeadNorm(head, config.qk_norm == "gain") if config.qk_norm != "none" else None
+        self.q_norm = HeadNorm(config) if config.qk_norm != "none" else None
+        self.k_norm = HeadNorm(config) if config.qk_norm != "none" else None
         self.q_gain = _maybe(config.q_gain, config.heads)
         self.o = CastedLinear(config.heads * head, config.width, config.bias)
 
@@ -203,7 +208,7 @@ class MLP(Layer):
         elif self.kind == "relu2":
             hidden = rounded(mx.maximum(hidden, 0).square(), casts)
         else:
-            hidden = enter(_gelu(hidden), casts)
+            hidden = enter(_gelu(hidden) if self.kind == "gelu" else _gelu_exact(hidden), casts)
         return self.down(hidden)
 
 
@@ -238,13 +243,14 @@ class Head(Matmul):
 class HeadNorm(Layer):
     """Root-mean-square normalization of each head's features."""
 
-    def __init__(self, features: int, gain: bool):
+    def __init__(self, config: ModelConfig):
         super().__init__()
-        self.weight = _maybe(gain, features)
+        self.eps = config.epsilon_of("rms")
+        self.weight = _maybe(config.qk_norm == "gain", config.size_of_head)
 
     def __call__(self, x_BHTK: mx.array) -> mx.array:
         """The normalized heads."""
-        return rms_norm(self.arrived(x_BHTK), self.weight, self.casts)
+        return rms_norm(self.arrived(x_BHTK), self.weight, self.casts, self.eps)
 
 
 def rope_tables(config: ModelConfig) -> tuple[mx.array, mx.array]:
@@ -261,13 +267,19 @@ def _gelu(x: mx.array) -> mx.array:
     return 0.5 * x * (1 + mx.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x * x * x)))
 
 
+def _gelu_exact(x: mx.array) -> mx.array:
+    """GELU by the error function, in fp32."""
+    x = x.astype(mx.float32)
+    return 0.5 * x * (1 + mx.erf(x * math.sqrt(0.5)))
+
+
 def _silu(x: mx.array) -> mx.array:
     x = x.astype(mx.float32)
     return x * mx.sigmoid(x)
 
 
 def _norm(config: ModelConfig) -> Norm:
-    return Norm(config.width, config.norm, config.norm_gain, config.bias)
+    return Norm(config.width, config.norm, config.norm_gain, config.bias, config.epsilon_of(config.norm))
 
 
 def _maybe(wanted: bool, *shape: int) -> mx.array | None:

@@ -15,6 +15,7 @@ from mlx.optimizers import MultiOptimizer
 from numpy.typing import NDArray
 
 from halfstep.config.run import OptimizerConfig, RunConfig
+from halfstep.config.weights import Weights, initial_weights
 from halfstep.core.policy import Policy
 from halfstep.core.stored import Stored
 from halfstep.mlx.apply import apply, set_precision
@@ -41,6 +42,7 @@ class Session:
         policy: Policy,
         device: str | None = None,
         schedule: Schedule | None = None,
+        weights: Weights | None = None,
     ):
         self.config = config
         self.schedule = schedule
@@ -50,7 +52,7 @@ class Session:
         with mx.stream(self.device):
             mx.random.seed(config.seed)
             self.model = Decoder(config.model)
-            self.model.initialize(config.seed)
+            self.model.set_weights(initial_weights(config.model, config.seed) if weights is None else weights)
             self.converted = apply(self.model, policy, self.model.module_names())
             optimizer = build_optimizers(self.model, config.optimizer, policy)
             self.run = Run(

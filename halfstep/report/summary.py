@@ -83,7 +83,17 @@ def particulars(history: History) -> Html:
         tag("p", f"{title}.".replace("..", ".")) if title else None,
         tag("p", *[tag("span", part) for part in parts], class_="particulars"),
         tag("p", f"Data: {data}", class_="particulars") if data else None,
+        _origin(start),
     )
+
+
+def _origin(start: Event) -> Html | None:
+    """Where the first weights came from, if they were not drawn."""
+    path, layout, digest = (nested(start, "init", key) for key in ("path", "layout", "sha256"))
+    if not path:
+        return None
+    told = "; ".join([f"{layout} from {path}, SHA-256 {digest}", *map(str, nested(start, "init", "notes") or [])])
+    return tag("p", f"First weights: {told}", class_="particulars")
 
 
 def tiles(history: History) -> Html:

@@ -3,8 +3,9 @@
     speed    tokens a second of ours over theirs, at least the bound
     memory   peak memory of ours over theirs, at most the bound
 
-The bars were set for a GPT-2 of 124 million parameters on one NVIDIA GPU. Of another size or on another device
-they say nothing, and are refused. A bar whose two arms did not both run is not checked, and says why.
+The bars were set for a GPT-2 of 124 million parameters on one NVIDIA GPU, that of fp8 also for a width of WIDE and
+more, where fp8 must gain and not only lose nothing. Of another size or on another device they say nothing, and are
+refused. A bar whose two arms did not both run is not checked, and says why.
 """
 
 from collections.abc import Sequence
@@ -15,6 +16,8 @@ from halfstep.core.errors import HalfstepError
 from halfstep.tools.standings import BenchResult
 
 GPT2 = {"layers": 12, "width": 768, "context": 1024, "vocabulary": 50304}
+# From this width on a model counts as wide: with 24 layers it has 1.3 billion parameters.
+WIDE = 2048
 
 
 @dataclass(frozen=True)
@@ -26,6 +29,7 @@ class Bar:
     what: Literal["speed", "memory"]
     bound: float
     only_at: int | None = None  # micro-batches that it holds for; None: any number
+    wide: bool = False  # it holds for wide models, and not for GPT-2
 
     def __str__(self) -> str:
         sign = "at least" if self.what == "speed" else "at most"
@@ -38,6 +42,8 @@ BARS = (
     Bar("halfstep", "autocast", "memory", 0.92, only_at=1),
     Bar("halfstep-stock", "autocast", "memory", 0.92, only_at=1),
     Bar("halfstep-fp16", "autocast-fp16", "speed", 1.0),
+    Bar("halfstep-fp8", "halfstep", "speed", 1.0),
+    Bar("halfstep-fp8", "halfstep", "speed", 1.15, wide=True),
     *(
         Bar(ours, peer, "speed", 1.0)
         for peer in ("accelerate", "fabric")
@@ -62,19 +68,22 @@ class Verdict:
 
 def check_applicable(arms: Sequence[str], device: str | None, sizes: dict[str, int]) -> None:
     """Refuses a race to which no bar applies, before it is run."""
+    wide = sizes["width"] >= WIDE
     for name, value in GPT2.items():
-        if sizes[name] != value:
+        if sizes[name] != value and not wide:
             raise HalfstepError(
                 f"the bars are for GPT-2 124M, whose {name} is {value}, and it is {sizes[name]} here",
-                hint="leave --bars out, or the sizes",
+                hint=f"leave --bars out, or the sizes; those of fp8 are also for a width of {WIDE} and more",
             )
     if device is not None and device.partition(":")[0] != "cuda":
         raise HalfstepError(
             f"the bars are for one NVIDIA GPU, and the device is `{device}`", hint="leave --bars out"
         )
-    if not any(bar.ours in arms and bar.theirs in arms for bar in BARS):
+    bars = [bar for bar in BARS if bar.wide == wide]
+    if not any(bar.ours in arms and bar.theirs in arms for bar in bars):
         raise HalfstepError(
-            f"no bar compares any two of {', '.join(arms)}", hint="leave --arms out: the default has them all"
+            f"no bar compares any two of {', '.join(arms)}" + (f" at a width of {WIDE}" if wide else ""),
+            hint="leave --arms out: the default has them all",
         )
 
 
@@ -84,7 +93,9 @@ def judge(result: BenchResult) -> tuple[Verdict, ...]:
     return tuple(
         _judge(bar, result)
         for bar in BARS
-        if {bar.ours, bar.theirs} <= entered and bar.only_at in (None, result.setting.micro_batches)
+        if bar.wide == (result.setting.width >= WIDE)
+        and {bar.ours, bar.theirs} <= entered
+        and bar.only_at in (None, result.setting.micro_batches)
     )
 
 

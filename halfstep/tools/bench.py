@@ -31,6 +31,7 @@ DEFAULT_ARMS = (
     "halfstep",
     "halfstep-stock",
     "halfstep-fp16",
+    "halfstep-fp8",
 )
 
 

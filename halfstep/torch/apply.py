@@ -11,12 +11,12 @@ Any `nn.Module` will do. A module is changed by its class (modules.py); `restore
     LayerNorm, BatchNorm, Softmax, ...       are islands: fp32 inside, compute out
     CrossEntropyLoss, MSELoss, ...           are islands: fp32 inside and out
     other modules that hold parameters       are leaves: they run as written, in fp32, and give compute
+    routers of mixtures                      fp32 inside and out; their experts multiply in compute (foreign.py)
     the model itself                         gives what it returns in the loss format
 
 A subclass that somebody else wrote is treated as what it is a subclass of, unless it has a forward of its own:
 then it is a leaf. `Applied.changes` has a row for each module that was changed and for each that was not, with the
-reason. What a model computes by functions of its own, as `F.softmax(x)`, is out of reach and runs in what it is
-given.
+reason. What a model computes by functions of its own, as `F.softmax(x)`, is reached as well (reach.py).
 
 A parameter is held as the policy says (`hold`) and keeps its identity: its data are replaced. A matrix is split
 only where every module that holds it can use its bf16 half (halves.py). Frozen parameters, and those that are none
@@ -32,11 +32,11 @@ from torch import Tensor, nn
 
 from halfstep.config.model import owner
 from halfstep.core.errors import HalfstepError, PolicyError
-from halfstep.core.formats import BF16, FP16, FP32, Format
+from halfstep.core.formats import FP32, Format
 from halfstep.core.policy import Policy
 from halfstep.core.precision import Precision, base_precision, precisions
 from halfstep.core.refusal import EMULATE, check_formats, check_implemented, check_reach
-from halfstep.core.roles import Accumulator, Operand, Param, Value, print_value
+from halfstep.core.roles import Param, Value, print_value
 from halfstep.core.rules import Resolved
 from halfstep.torch.cast import carried, split
 from halfstep.torch.convert import (
@@ -54,15 +54,19 @@ from halfstep.torch.convert import (
     restore_all,
     statistics,
 )
-from halfstep.torch.dtypes import dtype_of, supported
+from halfstep.torch.delayed import Amaxes
+from halfstep.torch.dtypes import DTYPES, dtype_of, supported
+from halfstep.torch.foreign import routers, with_routers
 from halfstep.torch.halves import Holder, make_half, make_whole
 from halfstep.torch.layers import Layer, Matmul
+from halfstep.torch.measure import time_layer
 from halfstep.torch.modules import Island, Leaf
+from halfstep.torch.narrow import TOKENS, Measured, Timer, check_fast, check_narrow, hang_pasts, measure_all
 
-__all__ = ["Applied", "Change", "apply", "check_supported", "hold", "restore", "set_precision", "whole"]
+__all__ = ["Applied", "Change", "adopt", "apply", "check_supported", "hold", "restore", "set_precision", "whole"]
 
 # What layers.py multiplies natively.
-NATIVE = (FP32, BF16, FP16)
+NATIVE = tuple(DTYPES)
 
 
 @dataclass(frozen=True)
@@ -81,6 +85,8 @@ class Applied:
     widened: tuple[str, ...]  # parameters and statistics that were given narrower than they are held
     changes: tuple[Change, ...]
     originals: Originals = field(repr=False)
+    measured: Measured | None = None  # where rules say `measured`
+    amaxes: Amaxes | None = None  # where operands are delayed
 
     def __str__(self) -> str:
         held: dict[str, int] = {}
@@ -90,29 +96,49 @@ class Applied:
         return f"{self.policy}: {self.modules} modules, {told}"
 
 
-def apply(model: nn.Module, policy: Policy, names: Sequence[str] | None = None) -> Applied:
-    """Gives a model a policy. `names` are the modules that rules may match; unless given, all that it has."""
+def apply(
+    model: nn.Module,
+    policy: Policy,
+    names: Sequence[str] | None = None,
+    *,
+    tokens: int = TOKENS,
+    compiled: bool = True,
+    timer: Timer = time_layer,
+) -> Applied:
+    """Gives a model a policy. `names` are the modules that rules may match; unless given, all that it has.
+
+    Layers that are to be measured are timed by `timer`, with the `tokens` of a micro-batch, `compiled` or not.
+    """
     check_model(model)
     parameters, names, plans = trainable(model), names_of(model, names), plans_of(model)
     values = policy.resolve(names)
     check_implemented(policy, "torch", _not_implemented)
     aliases = _aliases(model, parameters)
-    multiplying = [p.name for p in plans if p.kind is not None and issubclass(p.kind, Matmul)]
+    multiplying = [p.name for p in plans if p.kind is not None and issubclass(p.kind, Matmul) and not p.router]
     check_reach(policy, multiplying, {owner(name) for held in aliases.values() for name in held})
     for chosen in (policy.evaluation(), policy):
-        found, base = precisions(chosen, names), base_precision(chosen)
+        base = base_precision(chosen)
+        found = with_routers(precisions(chosen, names), base, routers(model))
         for device in {parameter.device for parameter in model.parameters()}:
             check_supported([base, *found.values()], device)
+            check_narrow(plans, found, base, device)
+            if chosen is policy:
+                check_fast(plans, found, base, device)
         check_kernels(plans, found, base)
     roles = {name: _roles(held, values) for name, held in aliases.items()}
     masters = {name: _checked(name, parameters[name], roles[name], policy) for name in parameters}
     masters, kept_whole = _split_where_used(masters, parameters, plans)
-    check_held(plans, {parameters[name]: param for name, param in masters.items()})
+    held: dict[Tensor, Param] = {parameters[name]: param for name, param in masters.items()}
+    check_held(plans, held)
+    measured = measure_all(plans, found, held, tokens, compiled=compiled, timer=timer)
+    found = found if measured is None else measured.settle(found)
     widened = [name for name, p in parameters.items() if p.dtype != torch.float32 and masters[name].format == FP32]
     widened += _widen_statistics(plans)
     remainders = _hold_all(parameters, masters, policy, plans)
+    amaxes = hang_pasts(plans, found, next(iter(parameters.values())).device)
     originals = convert(model, plans, found, base)
-    changes = [change for plan in plans if (change := change_of(plan, found.get(plan.name, base)))]
+    notes = {} if measured is None else measured.notes
+    changes = [c for p in plans if (c := change_of(p, found.get(p.name, base), notes.get(p.name, "")))]
     return Applied(
         policy=policy,
         modules=sum(isinstance(module, Layer | Island | Leaf) for module in model.modules()),
@@ -122,6 +148,8 @@ def apply(model: nn.Module, policy: Policy, names: Sequence[str] | None = None) 
         widened=tuple(widened),
         changes=(*changes, *kept_whole, *_left_alone(model)),
         originals=originals,
+        measured=measured,
+        amaxes=amaxes,
     )
 
 
@@ -139,12 +167,36 @@ def whole(param: Param, tensor: Tensor) -> Param:
     return replace(param, split=False) if tensor.ndim < 2 else param
 
 
-def set_precision(model: nn.Module, policy: Policy, names: Sequence[str] | None = None) -> int:
-    """Sets what each module computes in, and leaves the parameters alone; how many there are."""
-    found, base = precisions(policy, names_of(model, names)), base_precision(policy)
+def set_precision(
+    model: nn.Module, policy: Policy, names: Sequence[str] | None = None, measured: Measured | None = None
+) -> int:
+    """Sets what each module computes in, and leaves the parameters alone; how many there are.
+
+    `measured` is what `apply` found, if rules say `measured`: without it they would all be narrow.
+    """
+    base = base_precision(policy)
+    found = with_routers(precisions(policy, names_of(model, names)), base, routers(model))
+    found = found if measured is None else measured.settle(found)
     for device in {parameter.device for parameter in model.parameters()}:
         check_supported([base, *found.values()], device)
     return sum([give(module, found.get(name, base), base) for name, module in model.named_modules()])
+
+
+def adopt(model: nn.Module, applied: Applied, narrow: Mapping[str, bool]) -> Applied:
+    """Takes over which of the measured layers are narrow, from a run that goes on here."""
+    assert applied.measured is not None
+    changed = [name for name, value in narrow.items() if applied.measured.narrow[name] != value]
+    modules = dict(model.named_modules())
+    base = base_precision(applied.policy)
+    found = with_routers(precisions(applied.policy, names_of(model, None)), base, routers(model))
+    applied.measured.narrow.update(narrow)
+    applied.measured.notes.update(dict.fromkeys(changed, "as in the run that goes on here"))
+    settled = applied.measured.settle(found)
+    for name in changed:
+        give(modules[name], settled[name], base)
+    plans = {p.name: p for p in plans_of(model) if p.name in changed}
+    told = {n: change_of(p, settled[n], applied.measured.notes[n]) for n, p in plans.items()}
+    return replace(applied, changes=tuple(told.get(c.name) or c for c in applied.changes))
 
 
 def restore(applied: Applied) -> None:
@@ -184,14 +236,8 @@ def names_of(model: nn.Module, names: Sequence[str] | None) -> list[str]:
 
 
 def _not_implemented(role: str, value: Value) -> str:
-    if isinstance(value, Operand) and value.measured:
-        return "leave `measured` out, and name the matmuls by rules"
-    if isinstance(value, Operand) and value.amax == "delayed":
-        return "`current` scales by this step's own amax"
-    if isinstance(value, Accumulator) and value.fast:
-        return "matmuls sum in fp32"
     if role in ("buffers", "router", "reduce") and value != FP32:
-        return "buffers stay as they are, and there is neither a router nor a second device to sum over"
+        return "buffers stay as they are, routers are fp32, and there is no second device to sum over"
     return ""
 
 

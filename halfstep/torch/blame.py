@@ -39,7 +39,7 @@ def find(
     model: nn.Module, loss_fn: Callable[[Any], Any], micro_batches: Iterable[Any], scale: Tensor | float
 ) -> Cause:
     """Runs the micro-batches again and names the first tensor that is not finite. Changes nothing that lasts."""
-    with torch.compiler.set_stance("force_eager"), torch.enable_grad(), _as_it_was(model):
+    with torch.compiler.set_stance("force_eager"), torch.enable_grad(), as_it_was(model):
         for batch in micro_batches:
             watch = _Watch(model)
             try:
@@ -138,7 +138,7 @@ def _tensors(tree: Any) -> Iterator[Tensor]:
 
 
 @contextmanager
-def _as_it_was(model: nn.Module) -> Iterator[None]:
+def as_it_was(model: nn.Module) -> Iterator[None]:
     """Puts gradients, buffers and the random state back."""
     gradients = [(p, p.grad) for p in model.parameters()]
     buffers = [(b, b.detach().clone()) for b in model.buffers()]

@@ -19,7 +19,8 @@ flushes subnormals changes nothing; formats beyond that (with a bias of their ow
 **Why not x.to(torch.bfloat16).to(torch.float32)?** It is a little faster in eager mode, and under
 torch.compile it is the identity: inductor keeps fused values in fp32 and drops the pair of conversions
 (measured on torch 2.13). An emulation made of it would train in fp32 without a word. For the same reason
-`to_native` rounds before it converts when it is compiled.
+`to_native` rounds before it converts to 16 bits when it is compiled. A conversion to 8 bits is not dropped: there
+values are clamped and converted, in plain operations that a compiler fuses with what precedes them.
 
 **Scaling.** A narrow operand is multiplied by a power of two that brings its largest magnitude into the top
 binade of the format. A power of two changes no mantissa, so scaling adds no error of its own, and
@@ -45,6 +46,7 @@ _SIGN = -(2**31)
 _MAGNITUDE = 2**31 - 1
 _INF = 0x7F800000
 _NAN = 0x7FC00000
+_TWICE_BIAS = 254 << 23
 _WIDENED = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -89,16 +91,18 @@ def to_native(x: Tensor, fmt: Format, *, overflow: Overflow) -> Tensor:
     """Rounds to nearest, ties to even, into the torch dtype of `fmt`, by the stated rule of overflow.
 
     Native fp8 casts disagree beyond the largest number: 1000 becomes NaN in e4m3 on torch 2.11, 448 on 2.13.
-    Here torch's conversion gets nothing that is beyond. A NaN stays NaN; its code is torch's choice.
+    Here torch's conversion gets nothing that is beyond. A NaN stays NaN; its code is torch's choice, and not the
+    same one in eager and in compiled code.
     """
     dtype = dtype_of(fmt)
     hp = _as_fp32(x, fmt)
     check_rule(fmt, overflow)
-    if not torch.compiler.is_compiling():
-        if overflow == "saturate":
-            return hp.clamp(-fmt.max, fmt.max).to(dtype)
-        if overflow == "inf" and fmt.bits >= 16:
-            return hp.to(dtype)
+    compiling, narrow = torch.compiler.is_compiling(), fmt.bits <= 8
+    if overflow == "saturate" and (narrow or not compiling):
+        largest = plan_of(fmt).largest
+        return hp.clamp(-largest, largest).to(dtype)
+    if overflow == "inf" and not narrow and not compiling:
+        return hp.to(dtype)
     return quantize(hp, fmt, overflow=overflow).to(dtype)
 
 
@@ -111,13 +115,7 @@ def scale_for(amax: Tensor, fmt: Format) -> Tensor:
     An amax that is inf or NaN has no scale: it gives NaN, and all that is scaled by it becomes NaN.
     Saturation would otherwise turn an infinity into a number like any other.
     """
-    pattern = _as_fp32(amax, fmt).view(torch.int32) & _MAGNITUDE
-    # A pattern is (e + 127) * 2^23 plus the mantissa: the difference of two, floored, is E - e, less one
-    # where m > M.
-    power = (plan_of(fmt).top - pattern) >> 23
-    scale = ((power.clamp(-126, 126) + 127) << 23).view(torch.float32)
-    scale = torch.where(pattern == 0, 1.0, scale)
-    return torch.where(pattern >= _INF, math.nan, scale)
+    return _scales(amax, fmt)[0]
 
 
 def quantize_scaled(
@@ -145,18 +143,22 @@ def quantize_scaled(
         )
     hp = _as_fp32(x, operand.format)
     if amax is None:
-        amax = amax_of(hp, operand)
-    scale = scale_for(amax, operand.format)
+        amax = amax_of(x, operand)
+    scale, inv_scale = _scales(amax, operand.format)
     scaled = hp * scale
     if native and rounding == "nearest-even" and bits is None:
-        return to_native(scaled, operand.format, overflow=overflow), 1.0 / scale
+        return to_native(scaled, operand.format, overflow=overflow), inv_scale
     lp = quantize(scaled, operand.format, overflow=overflow, rounding=rounding, bits=bits)
-    return (lp.to(dtype_of(operand.format)) if native else lp), 1.0 / scale
+    return (lp.to(dtype_of(operand.format)) if native else lp), inv_scale
 
 
 def amax_of(x: Tensor, operand: Operand) -> Tensor:
     """The largest magnitude of the tensor or of each row, as the operand's granularity asks, in fp32."""
     magnitude = x.detach().abs()
+    if torch.compiler.is_compiling():
+        # Fused code has the maximum of what was not rounded to bf16 yet. Of a bf16 maximum it rounds the one that
+        # it stores, not the one that it goes on with: forward and backward would be scaled by two numbers.
+        magnitude = magnitude.float()
     if operand.granularity == "row":
         return magnitude.amax(dim=-1, keepdim=True).float()
     if magnitude.numel() == 0:
@@ -238,6 +240,23 @@ def random_bits(
         k0, k1 = (k0 + _KEY_STEPS[0]) & _WORD, (k1 + _KEY_STEPS[1]) & _WORD
     lanes = torch.stack((c0, c1, c2, c3), dim=-1)
     return lanes.reshape(-1)[start - 4 * first :][:count].reshape(size)
+
+
+def _scales(amax: Tensor, fmt: Format) -> tuple[Tensor, Tensor]:
+    """The scale and its inverse, both made of exponent bits: compiled code may divide approximately."""
+    pattern = _as_fp32(amax, fmt).view(torch.int32) & _MAGNITUDE
+    # A pattern is (e + 127) * 2^23 plus the mantissa: the difference of two, floored, is E - e, less one
+    # where m > M.
+    power = ((plan_of(fmt).top - pattern) >> 23).clamp(-126, 126)
+    power = torch.where(pattern == 0, 0, power)
+    scale = torch.where(pattern >= _INF, math.nan, ((power + 127) << 23).view(torch.float32))
+    if torch.compiler.is_compiling():
+        # `as_strided` makes inductor store what it is of. Else the scale is computed anew for each element, and
+        # where that makes too long an expression, inductor stores the scaled tensor, in fp32.
+        scale = scale.as_strided(scale.shape, scale.stride())
+    # Exponents that add up to twice the bias.
+    inv_scale = (_TWICE_BIAS - scale.view(torch.int32)).view(torch.float32)
+    return scale, torch.where(scale.isnan(), math.nan, inv_scale)
 
 
 def _round_patterns(x: Tensor, plan: Plan, overflow: Overflow, rounding: Rounding, bits: Tensor | None) -> Tensor:

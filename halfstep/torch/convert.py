@@ -7,7 +7,7 @@ A model must come as it was built: torch.compile, DDP, FSDP and the like keep wh
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, NamedTuple, cast
 
@@ -19,15 +19,20 @@ from halfstep.core.errors import HalfstepError, PolicyError
 from halfstep.core.formats import FP32
 from halfstep.core.precision import Precision
 from halfstep.core.roles import Param, is_narrow, print_value
-from halfstep.torch.layers import Layer, Matmul, casts_of
+from halfstep.torch.foreign import ORDER, is_experts, is_replaced, recipe_of, refuse_wrapped, routers
+from halfstep.torch.halves import is_half
+from halfstep.torch.layers import Casts, Layer, Matmul, casts_of
 from halfstep.torch.modules import (
     ISLANDS,
     KINDS,
     NAMED,
+    Code,
     Convolution,
     Embedding,
+    Experts,
     Island,
     Leaf,
+    Recipe,
     Recurrent,
     Setting,
     Whole,
@@ -36,25 +41,18 @@ from halfstep.torch.modules import (
 )
 from halfstep.torch.multihead import MultiheadAttention
 from halfstep.torch.norms import BatchNorm, InstanceNorm, Normalization
+from halfstep.torch.reach import Reach, learn, mode_of
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-ORDER = "the order is prepare, then compile, then wrap: prepare(model, ...), torch.compile(model), DDP(model)"
-# Classes of torch that hold a model and keep what they found in it.
-_WRAPPERS = {
-    "OptimizedModule": "compiled",
-    "DistributedDataParallel": "wrapped by DDP",
-    "DataParallel": "wrapped by DataParallel",
-    "FullyShardedDataParallel": "wrapped by FSDP",
-    "FSDPModule": "wrapped by FSDP",
-}
 # Attributes by which torch takes its kernels for inference, and the value without them.
 _FAST_PATHS: dict[type, tuple[str, Any]] = {
     nn.TransformerEncoderLayer: ("activation_relu_or_gelu", 0),
     nn.TransformerEncoder: ("use_nested_tensor", False),
 }
 # What a module is given, and what of it may have been there before; none of it is a parameter or a buffer.
-_GIVEN = ("halfstep", "halfstep_model", "halfstep_halves", "halfstep_prepared")
-_KEPT = ("casts", *(name for name, _ in _FAST_PATHS.values()))
+_GIVEN = ("halfstep", "halfstep_model", "halfstep_halves", "halfstep_past", "halfstep_prepared")
+_KEPT = ("casts", "forward", *(name for name, _ in _FAST_PATHS.values()))
+_IN_RECIPE = "part of a layer with a recipe of its own"
 WHOLE, TABLES = Param(FP32), (nn.Embedding, nn.EmbeddingBag)
 Originals = list[tuple[nn.Module, type, dict[str, Any]]]
 
@@ -76,6 +74,7 @@ class Plan:
     kind: type | None  # the class to put in front, or the module's own if it is a layer already; None leaves it
     role: str = ""  # of an island
     why: str = ""  # it is a leaf, or is left alone
+    router: bool = False  # its role is that of a router: fp32 inside and out
 
     @property
     def layer(self) -> bool:
@@ -85,12 +84,22 @@ class Plan:
 
 def plans_of(model: nn.Module) -> list[Plan]:
     """What is to become of each module of a model; one that is held twice has its first name."""
-    return [_plan(name, module, model) for name, module in model.named_modules()]
+    plans: dict[str, Plan] = {}
+    deciding = routers(model)
+    for name, module in model.named_modules():
+        above = plans.get(name.rpartition(".")[0])
+        if name and above is not None and (above.kind is Recipe or above.why == _IN_RECIPE):
+            plans[name] = Plan(name, module, None, why=_IN_RECIPE)
+        else:
+            plans[name] = replace(_plan(name, module, model), router=name in deciding)
+    return [*plans.values()]
 
 
 def convert(model: nn.Module, plans: list[Plan], found: Mapping[str, Precision], base: Precision) -> Originals:
     """Gives each module the class that casts. Comes after the parameters are held as they will be."""
     originals: Originals = []
+    halves = any(is_half(p) for p in model.parameters())
+    learn()
     for plan in plans:
         module, precision = plan.module, found.get(plan.name, base)
         fast = [pair for kind, pair in _FAST_PATHS.items() if isinstance(module, kind)]
@@ -99,25 +108,43 @@ def convert(model: nn.Module, plans: list[Plan], found: Mapping[str, Precision],
         saved = {key: module.__dict__[key] for key in _KEPT if key in module.__dict__}
         originals.append((module, type(module), saved))
         module.__dict__.update(fast)
+        module.__dict__.pop("forward", None)  # that of its class, bound: Accelerate leaves it there
         for front in [] if plan.layer else [plan.kind, Whole if module is model else None]:
             if front is not None:
                 module.__class__ = cast(Any, mixed)(front, type(module))
-        give(module, precision, base, plan.role)
+        give(module, precision, base, plan.role, halves)
     model.__dict__["halfstep_prepared"] = True
     return originals
 
 
-def give(module: nn.Module, precision: Precision, base: Precision, role: str | None = None) -> bool:
-    """Gives a module that casts its precision; whether it is one. A role of None leaves it as it was."""
+def give(
+    module: nn.Module, precision: Precision, base: Precision, role: str | None = None, halves: bool | None = None
+) -> bool:
+    """Gives a module that casts its precision; whether it is one. What is None stays as it was.
+
+    `halves`: some parameters of the model are halves of split masters.
+    """
     if isinstance(module, Whole):
-        module.halfstep_model = casts_of(base)
+        casts, before = casts_of(base), module.__dict__.get("halfstep_model")
+        module.halfstep_model = Setting(casts, "", False, _reach(casts, before, halves))
     if isinstance(module, Layer):
         module.precision = precision
-    elif isinstance(module, Island | Leaf):
-        role = module.halfstep.role if role is None else role
-        wide = any(p.dtype == torch.float32 for p in module.parameters(recurse=False))
-        module.halfstep = Setting(casts_of(precision), role, wide)
+    elif isinstance(module, Island | Leaf | Code):
+        before, casts = module.__dict__.get("halfstep"), casts_of(precision)
+        held = [*module.parameters(recurse=False)]
+        wide = not isinstance(module, Experts) and any(p.dtype == torch.float32 for p in held)
+        reach = _reach(casts, before, halves, wide)
+        small = wide and all(p.dim() < 2 for p in held) and not any(module.children())
+        unreached = isinstance(module, Recipe | Island) or small
+        role = before.role if role is None and before is not None else role or ""
+        module.halfstep = Setting(casts, role, wide, None if unreached else reach)
     return isinstance(module, Layer | Island | Leaf)
+
+
+def _reach(casts: Casts, before: Setting | None, halves: bool | None, wide: bool = False) -> Reach:
+    if halves is None:
+        halves = before is not None and before.reach is not None and before.reach.halves
+    return mode_of(casts, wide=wide, halves=halves)
 
 
 def restore_all(originals: Originals) -> None:
@@ -140,16 +167,12 @@ def check_model(model: nn.Module) -> None:
             raise HalfstepError(
                 f"{told} has a policy already", hint="run.unprepare() gives the model back as it was built"
             )
-        held = [_WRAPPERS[base.__name__] for base in type(module).__mro__ if base.__name__ in _WRAPPERS]
-        if module._compiled_call_impl is not None:
-            held.append("compiled")
-        if held:
-            raise HalfstepError(f"{told} is {held[0]} already, and keeps what it found then", hint=ORDER)
         if isinstance(module, torch.jit.ScriptModule):
             raise HalfstepError(
                 f"{told} is a script, and has no forward in Python that could cast",
                 hint="prepare the module that the script was made of",
             )
+    refuse_wrapped(model)
     for name, parameter in model.named_parameters():
         _check_parameter(name, parameter)
 
@@ -186,15 +209,16 @@ def check_held(plans: Sequence[Plan], held: Mapping[Tensor, Param]) -> None:
             )
 
 
-def change_of(plan: Plan, precision: Precision) -> Change | None:
-    """What becomes of a module, in words; None where there is nothing to say."""
-    if plan.kind is None and not plan.why:
+def change_of(plan: Plan, precision: Precision, note: str = "") -> Change | None:
+    """What becomes of a module, in words, with a note if there is one; None where there is nothing to say."""
+    if plan.kind in (None, Code) and (not plan.why or plan.why == _IN_RECIPE):
         if isinstance(plan.module, tuple(_FAST_PATHS)):
             return Change(
                 plan.name, type(plan.module).__name__, "runs as written, its kernels for inference are off"
             )
         return None
-    return Change(plan.name, type(plan.module).__name__, _form(plan, precision))
+    told = _form(plan, precision) + (f" ({note})" if note else "")
+    return Change(plan.name, type(plan.module).__name__, told)
 
 
 def _plan(name: str, module: nn.Module, model: nn.Module) -> Plan:
@@ -204,21 +228,28 @@ def _plan(name: str, module: nn.Module, model: nn.Module) -> Plan:
     forward = getattr(type(module), "forward", None)
     ours = getattr(type(module), "halfstep_island", False)  # of islands.py: the class in front does the same
     own_forward = base is not None and forward is not base.forward and not ours
-    if "forward" in module.__dict__:
+    if is_replaced(module):
         return Plan(name, module, None, why="left alone: its forward was replaced on this one module")
     named = NAMED.get(f"{type(module).__module__}.{type(module).__qualname__}")
     if named is not None:
         return Plan(name, module, named)
+    recipe = recipe_of(module)
+    if recipe:
+        return Plan(name, module, Recipe, why=recipe)
     if base is not None and not own_forward and not _clashes(module):
         return Plan(name, module, KINDS.get(base, Island), ISLANDS.get(base, ""))
     why = f"has a forward of its own, not that of nn.{base.__name__}" if own_forward else ""
     if not held:
-        return Plan(name, module, None, why=f"left alone: {why}" if why else "")
+        mine = type(module).__module__.startswith("torch.") or forward is nn.Module.forward
+        return Plan(name, module, None if mine or module is model else Code, why=why)
     holds = f"holds {', '.join(f'`{n}`' for n in held[:3])}{', ...' if len(held) > 3 else ''} itself"
     if module is model or isinstance(module, ParametrizationList) or ".parametrizations." in f".{name}.":
-        return Plan(name, module, None, why=f"left alone: {holds}, and what they meet is widened to their dtype")
+        told = "" if module is model else ", and what they meet is widened to their dtype"
+        return Plan(name, module, None, why=f"left alone: {holds}{told}")
     if forward is nn.Module.forward:
         return Plan(name, module, None, why=f"left alone: {holds}, and has no forward")
+    if is_experts(module):
+        return Plan(name, module, Experts, why=holds)
     return Plan(name, module, Leaf, why=why or holds)
 
 
@@ -227,15 +258,24 @@ def _form(plan: Plan, precision: Precision) -> str:
     kind, fmt, emulated = plan.kind, precision.compute, " (emulated)" if precision.emulate else ""
     if kind is None:
         return plan.why
+    if issubclass(kind, Recipe):
+        return f"is {plan.why}: runs as written, its parameters whole, {fmt} out{emulated}"
+    if plan.router:
+        return "is a router: fp32 inside and out"
+    if issubclass(kind, Code):
+        return f"runs as written, it {plan.why}: its functions are reached"
+    if issubclass(kind, Experts):
+        told = f"multiplies in {fmt}{emulated}, weight gradients in {precision.grad_weight}"
+        return f"is a leaf of experts, it {plan.why}: {told}{_missed(precision)}"
     if issubclass(kind, Leaf):
         return f"is a leaf, it {plan.why}: runs as written in the dtype of its parameters, {fmt} out{emulated}"
-    missed = f"; {precision.operand.format} is for matmuls" if is_narrow(precision.operand.format) else ""
+    missed = _missed(precision)
     if issubclass(kind, MultiheadAttention):
         return (
             f"projects in {precision.operand.format}{emulated}, {precision.softmax} scores and softmax, {fmt} out"
         )
     if issubclass(kind, Matmul):
-        return f"multiplies in {precision.operand.format}{emulated}, weight gradients in {precision.grad_weight}"
+        return f"multiplies in {_operands(precision)}{emulated}, weight gradients in {precision.grad_weight}"
     if issubclass(kind, Convolution | Recurrent):
         rounding = "" if fmt == FP32 else f"; its weight gradients leave the kernel in {fmt} and are then widened"
         return f"computes in {fmt}{emulated}{rounding}{missed}"
@@ -246,6 +286,20 @@ def _form(plan: Plan, precision: Precision) -> str:
     if plan.role or issubclass(kind, Normalization):
         return f"is an island: {getattr(precision, plan.role or 'norm')} inside, {fmt} out{emulated}{missed}"
     return f"computes in {fmt}{emulated}"
+
+
+def _missed(precision: Precision) -> str:
+    return f"; {precision.operand.format} is for matmuls" if is_narrow(precision.operand.format) else ""
+
+
+def _operands(precision: Precision) -> str:
+    """The operands of a matmul, as a policy writes them; those of the backward pass where they differ."""
+    if not precision.narrow:
+        return str(precision.operand.format)
+    forward, backward = (print_value(replace(operand, measured=False)) for operand in precision.operands)
+    fast = precision.matmul.fast and is_narrow(precision.operand.format)
+    told = forward + (" (fast accumulation)" if fast else "")
+    return told if backward == told else f"{told} forward and {backward} backward"
 
 
 def _base_of(module: nn.Module) -> Any:

@@ -4,16 +4,22 @@
 decides (core.devices): torch would run bf16 on a T4 by converting every operand, and say nothing. On a CPU
 torch has bf16 and fp16 kernels for every machine; with instructions for them they may pay, without they can
 be hundreds of times slower than fp32. Both are the user's to take, so the answer is yes, with that reason.
+8-bit formats are multiplied by `torch._scaled_mm`, whose kernels differ by device, version and pair of formats: a
+small product is tried once, and what torch says against it is the reason. No CPU has instructions for them; where
+torch multiplies them all the same, it widens them first, and a narrow layer there is good for tests alone.
 What cannot run natively can be emulated anywhere, and every refusal names the switch: `emulate=true`.
 """
+
+from functools import cache
 
 import torch
 
 from halfstep.core.choice import Support
 from halfstep.core.devices import Device, native
 from halfstep.core.errors import FormatError, HalfstepError
-from halfstep.core.formats import BF16, FP16, FP32, TF32, Format, parse
+from halfstep.core.formats import BF16, E4M3, FP16, FP32, TF32, Format, parse
 from halfstep.core.host import apple_generation, describe_cpu, sysctl
+from halfstep.core.roles import is_narrow
 
 DTYPES: dict[Format, torch.dtype] = {
     FP32: torch.float32,
@@ -25,6 +31,9 @@ DTYPES: dict[Format, torch.dtype] = {
     parse("e5m2fnuz"): torch.float8_e5m2fnuz,
 }
 _FORMATS = {dtype: fmt for fmt, dtype in DTYPES.items()}
+# By kind of device: whether 8-bit operands with a scale a row have a kernel whose result is fp32. Filled when a
+# model is prepared: compiled code can read it, and could not try.
+ROWS_INTO_FP32: dict[str, bool] = {}
 _EMULATED = "`emulate=true` runs it emulated"
 
 
@@ -77,7 +86,12 @@ def supported(fmt: Format, device: torch.device | str, *, emulate: bool = False)
     """Whether torch computes in the format on the device, and why (not)."""
     if emulate:
         return Support(True, f"emulated: {fmt} numbers in fp32 tensors, multiplied and summed in fp32")
-    return answer(fmt, describe(device), on_cpu=as_device(device).type == "cpu")
+    device = as_device(device)
+    on_cpu = device.type == "cpu"
+    found = answer(fmt, describe(device), on_cpu=on_cpu)
+    if is_narrow(fmt) and fmt in DTYPES and (found or on_cpu):
+        return _tried(fmt, device, native(fmt, describe(device)))
+    return found
 
 
 def answer(fmt: Format, device: Device, *, on_cpu: bool) -> Support:
@@ -91,6 +105,41 @@ def answer(fmt: Format, device: Device, *, on_cpu: bool) -> Support:
     if not found:
         return Support(False, f"{found.reason}; {_EMULATED}")
     return found
+
+
+def product_failure(
+    left: Format,
+    right: Format,
+    device: torch.device,
+    *,
+    rows: bool = False,
+    dtype: torch.dtype = torch.bfloat16,
+) -> str:
+    """What torch says against a product of two 8-bit formats, scaled by rows or whole; empty where it runs."""
+    return _try_product(DTYPES[left], DTYPES[right], device, rows, dtype)
+
+
+@cache
+def _try_product(
+    left: torch.dtype, right: torch.dtype, device: torch.device, rows: bool, dtype: torch.dtype
+) -> str:
+    scale = torch.ones((16, 1) if rows else (), device=device)
+    try:
+        a, b = (torch.ones(16, 16, device=device).to(narrow) for narrow in (left, right))
+        found = float(torch._scaled_mm(a, b.t(), scale, scale.t(), out_dtype=dtype)[0, 0])
+    except (RuntimeError, ValueError, TypeError, NotImplementedError) as error:
+        return (str(error).strip() or type(error).__name__).splitlines()[0]
+    # A kernel may take the codes for those of another format.
+    return "" if found == 16.0 else f"sixteen times 1 x 1 is {found:g}"
+
+
+def _tried(fmt: Format, device: torch.device, found: Support) -> Support:
+    """`supported` of an 8-bit format, by a product with one of e4m3: no hardware multiplies two of e5m2."""
+    failure = product_failure(fmt, parse("e4m3fnuz") if fmt.specials == "fnuz" else E4M3, device)
+    if failure:
+        return Support(False, f"{found.reason}; torch {torch.__version__} says: {failure}; {_EMULATED}")
+    slow = "" if found else "; torch widens it and multiplies all the same, slower than bf16: good for tests"
+    return Support(True, found.reason + slow)
 
 
 def as_device(device: torch.device | str) -> torch.device:

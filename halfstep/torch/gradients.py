@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from halfstep.core.errors import HalfstepError, PolicyError
 from halfstep.core.policy import Policy
@@ -77,7 +77,7 @@ class Gradients:
             torch._foreach_add_([self._sums[p] for p in again], [taken[p] for p in again])
         self._sums = taken | self._sums
 
-    def of(self, parameters: Sequence[Tensor]) -> dict[Tensor, Tensor]:
+    def of(self, parameters: Sequence[Tensor], model: nn.Module) -> dict[Tensor, Tensor]:
         """The sum of each parameter that has one: autograd's own, or ours where that would be too narrow."""
         if self._first_weight is None:
             raise HalfstepError(
@@ -93,6 +93,13 @@ class Gradients:
             if grad is not None:
                 found[p] = grad.coalesce() if grad.is_sparse else grad
         if not found:
+            known = set(parameters)
+            if not any(p in known for p in model.parameters()):
+                raise HalfstepError(
+                    "the model holds none of the parameters that it was prepared with: they were replaced since, "
+                    "as FSDP's fully_shard does",
+                    hint="FSDP is not implemented yet; DDP(model) keeps parameters, and takes `bf16-mixed`",
+                )
             raise HalfstepError(
                 "no parameter of the optimizers has a gradient",
                 hint="the loss does not depend on them, or they are frozen",
@@ -115,7 +122,8 @@ class Gradients:
         if loss.dtype.itemsize < wanted.itemsize:
             raise PolicyError(
                 f"the loss came out in {loss.dtype}, and the policy says loss={self.policy.loss}",
-                hint="widen what it is computed from, as F.cross_entropy(logits.float(), targets)",
+                hint="widen what it is computed from, as F.cross_entropy(logits.float(), targets); a "
+                "CrossEntropyLoss that a compiled forward makes is out of reach: take it of the logits outside",
             )
         return loss.reshape(())
 

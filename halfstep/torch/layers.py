@@ -26,9 +26,11 @@ Every function takes a `Casts` last, what a precision means in torch; `casts_for
 Shapes: B batch, T tokens of a sequence, D width, H heads, K features of a head.
 """
 
-from dataclasses import dataclass
-from functools import cache
-from typing import Any
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cache, wraps
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -40,7 +42,9 @@ from halfstep.core.formats import BF16, FP32, Format
 from halfstep.core.policy import Policy, as_policy
 from halfstep.core.precision import Precision, base_precision
 from halfstep.torch.cast import carried
+from halfstep.torch.delayed import Past
 from halfstep.torch.dtypes import dtype_of
+from halfstep.torch.fp8 import narrow_linear
 from halfstep.torch.halves import Holder, is_half, used, widened
 from halfstep.torch.matmul import look_up, multiply, scores
 
@@ -62,9 +66,12 @@ class Casts:
     loss: torch.dtype
     fused_softmax: bool  # fused attention keeps scores and softmax in fp32 whatever its inputs are
     whole: bool  # operands need more of a split master than its bf16 half
+    fast: bool = False  # forward matmuls of narrow operands may sum in less than fp32
+    wide: "Casts | None" = None  # of narrow operands: the same layer with operands in compute
+    past: Past | None = None  # of one layer: what its delayed operands are scaled by
 
-    def __deepcopy__(self, _: Any) -> "Casts":
-        return self
+    def __deepcopy__(self, memo: Any) -> "Casts":
+        return self if self.past is None else copy.deepcopy(self.past, memo).hung_on(replace(self, past=None))
 
 
 @cache
@@ -88,6 +95,8 @@ def casts_of(precision: Precision) -> Casts:
         loss=carrier(precision.loss),
         fused_softmax=precision.softmax == FP32,
         whole=precision.compute != BF16,
+        fast=precision.matmul.fast and not precision.emulate,
+        wide=casts_of(precision.widened()) if precision.narrow else None,
     )
 
 
@@ -110,11 +119,27 @@ class Layer(Holder):
 
     @precision.setter
     def precision(self, precision: Precision) -> None:
-        self.casts = casts_of(precision)
+        casts, past = casts_of(precision), self.__dict__.get("halfstep_past")
+        self.casts = past.hung_on(casts) if past is not None and precision.delayed else casts
 
     def whole_because(self, name: str) -> str:
         """Why a matrix of this name cannot be held as a half here; empty where it can."""
         return ""
+
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+
+def unreached(function: Callable[_P, _R]) -> Callable[_P, _R]:
+    """A function of ours, which says itself what is cast: no function mode (reach.py) sees what it calls."""
+
+    @wraps(function)
+    def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        with torch._C.DisableTorchFunction():
+            return function(*args, **kwargs)
+
+    return call
 
 
 def refuse_autocast(device: str) -> None:
@@ -148,6 +173,7 @@ def owned(parameter: Tensor, casts: Casts) -> Tensor:
     return _Rounded.apply(parameter, FP32, casts.precision.grad_weight)  # type: ignore[no-any-return]
 
 
+@unreached
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, casts: Casts, *, transposed: bool = False) -> Tensor:
     """x W^T + b with the operands, sums and results of `casts`; x W + b of a matrix that is held transposed."""
     if casts.plain:
@@ -157,9 +183,11 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, casts: Casts, *, tran
     numbers, owner = used(weight, casts.whole)
     if transposed:
         numbers, owner = numbers.t(), owner.t()
-    return multiply(enter(x, casts), numbers, owner, bias, casts)
+    product = multiply if casts.wide is None else narrow_linear
+    return product(enter(x, casts), numbers, owner, bias, casts)
 
 
+@unreached
 def embedding(
     index: Tensor,
     weight: Tensor,
@@ -179,12 +207,14 @@ def embedding(
     return enter(F.embedding(index, table, padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse), casts)
 
 
+@unreached
 def rms_norm(x: Tensor, gain: Tensor | None, casts: Casts, eps: float | None = 1e-6, *, dims: int = 1) -> Tensor:
     """x / sqrt(mean(x^2) + eps) * gain over the last dims: inside in the norm format, out in compute."""
     x, gain = island(x, "norm", casts), own(gain, "norm", casts)
     return leave(F.rms_norm(x, x.shape[-dims:], gain, eps), "norm", casts)
 
 
+@unreached
 def layer_norm(
     x: Tensor, gain: Tensor | None, bias: Tensor | None, casts: Casts, eps: float = 1e-5, *, dims: int = 1
 ) -> Tensor:
@@ -193,11 +223,13 @@ def layer_norm(
     return leave(F.layer_norm(x, x.shape[-dims:], gain, bias, eps), "norm", casts)
 
 
+@unreached
 def softmax(x: Tensor, casts: Casts, axis: int = -1) -> Tensor:
     """exp(x) over its sum: inside in the softmax format, out in compute."""
     return leave(torch.softmax(island(x, "softmax", casts), axis), "softmax", casts)
 
 
+@unreached
 def attention(
     q_BHTK: Tensor,
     k_BHTK: Tensor,
@@ -221,6 +253,7 @@ def attention(
     return rounded(y, casts)
 
 
+@unreached
 def weighted_attention(
     q_BHTK: Tensor,
     k_BHTK: Tensor,
@@ -230,6 +263,7 @@ def weighted_attention(
     causal: bool = True,
     mask: Tensor | None = None,
     dropout: float = 0.0,
+    scale: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The same in steps, and the weights, which no fused kernel gives away. Fp32 softmax takes fp32 scores."""
     q, k, v = enter(q_BHTK, casts), enter(k_BHTK, casts), enter(v_BHTK, casts)
@@ -239,7 +273,7 @@ def weighted_attention(
         s_BHTT = scores(q.flatten(0, 1), k.flatten(0, 1), casts).unflatten(0, q.shape[:2])
     else:
         s_BHTT = (q @ k.mT).to(casts.softmax)
-    s_BHTT = s_BHTT * q.shape[-1] ** -0.5
+    s_BHTT = s_BHTT * (q.shape[-1] ** -0.5 if scale is None else scale)
     if mask is None and causal:
         mask = torch.ones(s_BHTT.shape[-2:], dtype=torch.bool, device=q.device).tril()
     if mask is not None and mask.dtype == torch.bool:
@@ -260,6 +294,7 @@ def additive(mask: Tensor | None, dtype: torch.dtype) -> Any:
     return torch.where(mask.isinf(), mask, mask.clamp(limits.min, limits.max)).to(dtype)
 
 
+@unreached
 def cross_entropy(logits: Tensor, targets: Tensor, casts: Casts, softcap: float = 0.0) -> Tensor:
     """The sum of -log softmax(logits)[target] over all targets: inside and out in the loss format."""
     inside = island(logits, "loss", casts).flatten(0, -2)
@@ -268,6 +303,7 @@ def cross_entropy(logits: Tensor, targets: Tensor, casts: Casts, softcap: float 
     return island(F.cross_entropy(inside, targets.flatten(), reduction="sum"), "loss", casts)  # type: ignore[no-any-return]
 
 
+@unreached
 def rotate(x_BHTK: Tensor, cos_TK: Tensor, sin_TK: Tensor, casts: Casts) -> Tensor:
     """Rotary positions: halves of each head turn by the angle of their position; angles are fp32."""
     half = x_BHTK.shape[-1] // 2
@@ -298,6 +334,10 @@ def leave(x: Tensor, role: str, casts: Casts) -> Tensor:
 class Matmul(Layer):
     """A module that multiplies activations by a matrix: what narrow operands are for."""
 
+    def matrix_sizes(self) -> list[tuple[int, int]]:
+        """(inputs, outputs) of each matrix."""
+        return [(p.shape[1], p.shape[0]) for p in self._parameters.values() if p is not None and p.dim() == 2]
+
 
 class CastedLinear(Matmul, nn.Linear):
     """A linear layer that computes in its own precision, whatever its weight and input are held in."""
@@ -323,17 +363,20 @@ class CastedLinear(Matmul, nn.Linear):
 class Norm(Layer):
     """Root-mean-square or layer normalization, an island."""
 
-    def __init__(self, width: int, kind: str = "rms", gain: bool = True, bias: bool = False):
+    def __init__(
+        self, width: int, kind: str = "rms", gain: bool = True, bias: bool = False, eps: float | None = None
+    ):
         super().__init__()
         self.kind = kind
+        self.eps = eps or (1e-5 if kind == "layer" else 1e-6)
         self.weight = nn.Parameter(torch.ones(width)) if gain else None
         self.bias = nn.Parameter(torch.zeros(width)) if bias and gain and kind == "layer" else None
 
     def forward(self, x: Tensor) -> Tensor:
         """The normalized input."""
         if self.kind == "layer":
-            return layer_norm(x, self.weight, self.bias, self.casts)
-        return rms_norm(x, self.weight, self.casts)
+            return layer_norm(x, self.weight, self.bias, self.casts, self.eps)
+        return rms_norm(x, self.weight, self.casts, self.eps)
 
     def extra_repr(self) -> str:
         """What the island computes in."""

@@ -1,5 +1,7 @@
 """The matmuls of a casted layer, forward and backward: what autograd is told to do instead of its own rules.
 
+Here operands are in 16 bits or more; those of narrower operands, which have scales of their own, are in fp8.py.
+
 Autograd keeps the gradient of an operand in the operand's dtype: a weight that is cast to bf16 for the matmul gets
 a gradient that was rounded to bf16, and widened after. Here it is said where a gradient is rounded: that of an
 activation to `grad`, that of a weight to `grad_weight`, fp32 as a rule, straight from the fp32 sum.
@@ -18,9 +20,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from halfstep.core.formats import Format
-from halfstep.core.roles import Operand, is_narrow
-from halfstep.torch.cast import carried, quantize_scaled
-from halfstep.torch.dtypes import DTYPES
+from halfstep.torch.cast import carried
 
 if TYPE_CHECKING:
     from halfstep.torch.layers import Casts
@@ -50,16 +50,16 @@ class _Linear(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, numbers: Tensor, owner: Tensor, bias: Tensor | None, casts: "Casts"
     ) -> Tensor:
-        w = _operand(numbers, casts)
+        w = in_compute(numbers, casts)
         ctx.save_for_backward(x, w)
         ctx.casts = casts
-        p, rows = casts.precision, _rows(x)
+        p, rows = casts.precision, rows_of(x)
         if casts.emulate:
-            y = _emulated_matmul(rows, w.t(), p.operand, p.operand, p.compute)
+            y = _emulated_matmul(rows, w.t(), p.operand.format, p.operand.format, p.compute)
         else:
-            y = _matmul(rows.to(casts.operand), w.t().to(casts.operand), casts.compute)
+            y = matmul(rows.to(casts.operand), w.t().to(casts.operand), casts.compute)
         if bias is not None:
-            y = y + _operand(bias, casts)
+            y = y + in_compute(bias, casts)
             y = carried(y, p.compute) if casts.emulate else y
         return y.view(*x.shape[:-1], numbers.shape[0])
 
@@ -69,11 +69,11 @@ class _Linear(torch.autograd.Function):
         x, w = ctx.saved_tensors
         casts, p = ctx.casts, ctx.casts.precision
         grad_input = grad_weight = grad_bias = None
-        g = _rows(g)
+        g = rows_of(g)
         if ctx.needs_input_grad[0]:
             grad_input = _grad_input(g, w, casts).view(x.shape)
         if ctx.needs_input_grad[2]:
-            grad_weight = _grad_weight(g, _rows(x), casts)
+            grad_weight = _grad_weight(g, rows_of(x), casts)
         if ctx.needs_input_grad[3]:
             wide = (carried(g, p.grad) if casts.emulate else g).sum(0, dtype=torch.float32)
             grad_bias = carried(wide, p.grad_weight) if casts.emulate else wide.to(casts.grad_weight)
@@ -107,7 +107,7 @@ class _Scores(torch.autograd.Function):
     def forward(ctx: Any, q: Tensor, k: Tensor, casts: "Casts") -> Tensor:
         ctx.save_for_backward(q, k)
         ctx.casts = casts
-        return _matmul(q, k.mT, torch.float32)
+        return matmul(q, k.mT, torch.float32)
 
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator]
@@ -121,11 +121,12 @@ class _Scores(torch.autograd.Function):
         return g @ k, g.mT @ q, None
 
 
-def _rows(x: Tensor) -> Tensor:
+def rows_of(x: Tensor) -> Tensor:
+    """An activation as a matrix, a row for each token."""
     return x.flatten(0, -2) if x.dim() > 1 else x.unsqueeze(0)
 
 
-def _operand(parameter: Tensor, casts: "Casts") -> Tensor:
+def in_compute(parameter: Tensor, casts: "Casts") -> Tensor:
     """A parameter in the compute format."""
     p = parameter.to(casts.compute)
     return carried(p, casts.precision.compute) if casts.emulate else p
@@ -134,18 +135,19 @@ def _operand(parameter: Tensor, casts: "Casts") -> Tensor:
 def _grad_input(g: Tensor, w: Tensor, casts: "Casts") -> Tensor:
     p = casts.precision
     if casts.emulate:
-        return _emulated_matmul(carried(g, p.grad), w, p.grad_operand, p.operand, p.grad)
-    return _matmul(g.to(casts.grad_operand), w.to(casts.operand), casts.grad)
+        return _emulated_matmul(carried(g, p.grad), w, p.grad_operand.format, p.operand.format, p.grad)
+    return matmul(g.to(casts.grad_operand), w.to(casts.operand), casts.grad)
 
 
 def _grad_weight(g: Tensor, x: Tensor, casts: "Casts") -> Tensor:
     p = casts.precision
     if casts.emulate:
-        return _emulated_matmul(carried(g, p.grad).t(), x, p.grad_operand, p.operand, p.grad_weight)
-    return _matmul(g.to(casts.grad_operand).t(), x.to(casts.operand), casts.grad_weight)
+        g = carried(g, p.grad).t()
+        return _emulated_matmul(g, x, p.grad_operand.format, p.operand.format, p.grad_weight)
+    return matmul(g.to(casts.grad_operand).t(), x.to(casts.operand), casts.grad_weight)
 
 
-def _matmul(a: Tensor, b: Tensor, out: torch.dtype) -> Tensor:
+def matmul(a: Tensor, b: Tensor, out: torch.dtype) -> Tensor:
     """a b summed in fp32, its result in `out`."""
     if out == a.dtype == b.dtype:
         return a @ b
@@ -155,21 +157,6 @@ def _matmul(a: Tensor, b: Tensor, out: torch.dtype) -> Tensor:
     return (a.float() @ b.float()).to(out)
 
 
-def _emulated_matmul(a: Tensor, b: Tensor, a_operand: Operand, b_operand: Operand, out: Format) -> Tensor:
-    a, a_inv = _lower(a, a_operand)
-    b, b_inv = _lower(b.t(), b_operand)
-    y = a @ b.t()
-    if a_inv is not None:
-        y = y * a_inv
-    if b_inv is not None:
-        y = y * b_inv.t()
-    return carried(y, out)
-
-
-def _lower(x: Tensor, operand: Operand) -> tuple[Tensor, Tensor | None]:
-    """An operand's values in its format, and what undoes their scale (a column for rows), emulated."""
-    if is_narrow(operand.format):
-        native = operand.format in DTYPES and not torch.compiler.is_compiling()
-        values, inv_scale = quantize_scaled(x, operand, native=native)
-        return values.float(), inv_scale.reshape(-1, 1)
-    return carried(x, operand.format), None
+def _emulated_matmul(a: Tensor, b: Tensor, a_format: Format, b_format: Format, out: Format) -> Tensor:
+    """Exact products of numbers of the formats, summed in fp32, rounded to `out`."""
+    return carried(carried(a, a_format) @ carried(b, b_format), out)

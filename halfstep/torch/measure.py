@@ -10,15 +10,21 @@ block of the decoder, forward and backward, with its casts and islands. That is 
 by on a CPU, at the recipe's own shape: there a bf16 matmul can be faster than an fp32 one and the small block
 around it slower. On an accelerator a small block would time how fast the host launches kernels, which a
 compiled step does not wait for; there the matmuls decide.
+
+`time_layer` times one linear layer, forward and backward, in two precisions: what decides which matmuls are worth
+fp8 operands (narrow.py). It stands between two activation functions, so that amax and casts fuse with what
+precedes as they do in a model, and is compiled where the model will be.
 """
 
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from statistics import median
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 
 from halfstep.config.model import ModelConfig
@@ -28,11 +34,23 @@ from halfstep.core.ladder import Clock, Run, climb
 from halfstep.core.precision import Precision
 from halfstep.core.roles import Operand, is_narrow
 from halfstep.torch.cast import to_native
+from halfstep.torch.delayed import Amaxes
 from halfstep.torch.dtypes import describe, dtype_of, supported
-from halfstep.torch.layers import Layer
+from halfstep.torch.halves import make_half
+from halfstep.torch.layers import CastedLinear, Casts, Layer, enter
 from halfstep.torch.model import Block, rope_tables
 
-__all__ = ["FORMATS", "describe", "devices", "measure", "measure_block", "supported", "version"]
+__all__ = [
+    "FORMATS",
+    "LayerWork",
+    "describe",
+    "devices",
+    "measure",
+    "measure_block",
+    "supported",
+    "time_layer",
+    "version",
+]
 
 FORMATS = (FP32, TF32, BF16, FP16, E4M3, E5M2)
 """The formats a probe asks about."""
@@ -135,6 +153,42 @@ def measure_block(
     return [*matmuls, *blocks]
 
 
+@dataclass(frozen=True)
+class LayerWork:
+    """A linear layer that is to be timed."""
+
+    inputs: int
+    outputs: int
+    tokens: int
+    bias: bool
+    split: bool  # its weight is the half of a split master
+    device: torch.device
+    compiled: bool = False
+
+
+def time_layer(
+    work: LayerWork, precisions: Sequence[Precision], *, clock: Clock = time.perf_counter
+) -> list[float]:
+    """Seconds of a training pass of the layer in each precision: medians of turns that alternate."""
+    bench = _Bench(work.device)
+    rounds, count = (3, 1) if work.device.type == "cpu" else (7, 10)
+    taken: list[list[float]] = [[] for _ in precisions]
+    with warnings.catch_warnings(), torch.enable_grad(), torch.random.fork_rng(), _float32_as_found():
+        warnings.simplefilter("ignore")
+        runs = [bench.start_layer(work, precision) for precision in precisions]
+        for run in runs:
+            run(3)  # compiles, and finds out which kernels to take
+        for _ in range(rounds):
+            for run, seconds in zip(runs, taken, strict=True):
+                begun = clock()
+                run(count)
+                seconds.append((clock() - begun) / count)
+    del runs, run
+    if work.device.type == "cuda":
+        torch.cuda.empty_cache()  # the model, which comes after, needs blocks of other sizes
+    return [median(seconds) for seconds in taken]
+
+
 class _Bench:
     """Makes and multiplies operands on one device."""
 
@@ -188,8 +242,50 @@ class _Bench:
         _wait(self.device)
         return run
 
+    def start_layer(self, work: LayerWork, precision: Precision) -> Run:
+        """A linear layer between two activation functions, and what trains it so many times and waits."""
+        layer = CastedLinear(work.inputs, work.outputs, work.bias, device=self.device)
+        if work.split:
+            layer.weight = nn.Parameter(layer.weight.detach().bfloat16())
+            make_half(layer.weight, torch.zeros_like(layer.weight, dtype=torch.int16))
+        layer.precision = precision
+        if precision.delayed:
+            layer.__dict__["halfstep_past"] = Amaxes([""], self.device).pasts[""]
+            layer.precision = precision
+        model = _Between(layer)
+        if work.compiled:
+            # A graph for each shape, of which dynamo makes eight by itself: with sizes that vary it would be
+            # another kernel than the model's.
+            model.compile(fullgraph=True, dynamic=False)
+        x = self._random(work.tokens, work.inputs).to(layer.casts.compute).requires_grad_()
+        g = self._random(work.tokens, work.outputs).to(layer.casts.compute)
+
+        def run(count: int) -> None:
+            _set_tf32(self.device, False)
+            with torch._dynamo.config.patch(recompile_limit=256) if work.compiled else nullcontext():
+                for _ in range(count):
+                    model(x).backward(g)
+                    model.zero_grad(set_to_none=True)
+                    x.grad = None
+            _wait(self.device)
+
+        _wait(self.device)
+        return run
+
     def _random(self, rows: int, columns: int) -> Tensor:
         return torch.randn(rows, columns, device=self.device, generator=self.generator)
+
+
+class _Between(nn.Module):
+    """A layer that stands where it has something before it and after it to fuse with."""
+
+    def __init__(self, layer: CastedLinear):
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        casts: Casts = self.layer.casts
+        return enter(functional.silu(self.layer(enter(functional.silu(x), casts))), casts)
 
 
 def _plain(a: Tensor, b: Tensor) -> Callable[[], Tensor]:

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from halfstep.config.model import ModelConfig, module_names, parameter_shapes
-from halfstep.config.weights import initial_weights
+from halfstep.config.weights import Weights, initial_weights
 from halfstep.torch.layers import (
     CastedLinear,
     Layer,
@@ -92,12 +92,17 @@ class Decoder(Layer):
         """The names that rules match."""
         return module_names(self.config)
 
-    @torch.no_grad()
     def initialize(self, seed: int) -> None:
         """Sets every parameter to its first value, the same on every backend."""
+        self.set_weights(initial_weights(self.config, seed))
+
+    @torch.no_grad()
+    def set_weights(self, weights: Weights) -> None:
+        """Sets every parameter to the value that is given for its name."""
         parameters = dict(self.named_parameters())
-        for name, value in initial_weights(self.config, seed):
-            parameters[name].copy_(torch.from_numpy(value))
+        for name, value in weights:
+            parameters.pop(name).copy_(torch.from_numpy(value))
+        assert not parameters, "every parameter is given"
 
     def matrices(self) -> Iterator[tuple[str, nn.Parameter]]:
         """The matrices inside blocks, which Muon updates."""
@@ -151,8 +156,8 @@ class Attention(Layer):
         self.k = CastedLinear(config.width, config.num_kv_heads * head, config.bias)
         self.v = CastedLinear(config.width, config.num_kv_heads * head, config.bias)
         self.value_mix = _maybe(config.value_residual)
-        self.q_norm = HeadNorm(head, config.qk_norm == "gain") if config.qk_norm != "none" else None
-        self.k_norm = HeadNorm(head, config.qk_norm == "gain") if config.qk_norm != "none" else None
+        self.q_norm = HeadNorm(config) if config.qk_norm != "none" else None
+        self.k_norm = HeadNorm(config) if config.qk_norm != "none" else None
         self.q_gain = _maybe(config.q_gain, config.heads)
         self.o = CastedLinear(config.heads * head, config.width, config.bias)
 
@@ -198,7 +203,7 @@ class MLP(Layer):
         elif self.kind == "relu2":
             hidden = rounded(F.relu(hidden).square(), casts)
         else:
-            hidden = rounded(F.gelu(hidden, approximate="tanh"), casts)
+            hidden = rounded(F.gelu(hidden, approximate="tanh" if self.kind == "gelu" else "none"), casts)
         return self.down(hidden)  # type: ignore[no-any-return]
 
 
@@ -223,23 +228,29 @@ class Head(Matmul):
 
     def __init__(self, config: ModelConfig):
         super().__init__()
+        self.size = (config.width, config.vocabulary)
         self.weight = None if config.tied else nn.Parameter(torch.empty(config.vocabulary, config.width))
 
     def forward(self, x_BTD: Tensor, tied: Tensor) -> Tensor:
         """Logits."""
         return linear(x_BTD, tied if self.weight is None else self.weight, None, self.casts)
 
+    def matrix_sizes(self) -> list[tuple[int, int]]:
+        """Of its own matrix, or the embedding's."""
+        return [self.size]
+
 
 class HeadNorm(Layer):
     """Root-mean-square normalization of each head's features."""
 
-    def __init__(self, features: int, gain: bool):
+    def __init__(self, config: ModelConfig):
         super().__init__()
-        self.weight = _maybe(gain, features)
+        self.eps = config.epsilon_of("rms")
+        self.weight = _maybe(config.qk_norm == "gain", config.size_of_head)
 
     def forward(self, x_BHTK: Tensor) -> Tensor:
         """The normalized heads."""
-        return rms_norm(x_BHTK, self.weight, self.casts)
+        return rms_norm(x_BHTK, self.weight, self.casts, self.eps)
 
 
 def rope_tables(config: ModelConfig) -> tuple[Tensor, Tensor]:
@@ -251,7 +262,7 @@ def rope_tables(config: ModelConfig) -> tuple[Tensor, Tensor]:
 
 
 def _norm(config: ModelConfig) -> Norm:
-    return Norm(config.width, config.norm, config.norm_gain, config.bias)
+    return Norm(config.width, config.norm, config.norm_gain, config.bias, config.epsilon_of(config.norm))
 
 
 def _maybe(wanted: bool, *shape: int) -> nn.Parameter | None:

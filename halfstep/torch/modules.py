@@ -2,12 +2,13 @@
 
 `apply` changes `module.__class__` to one made of two: a class of this file in front of the module's own.
 Parameters and buffers stay where they are, under their names, `isinstance` holds, hooks and children stay, and
-printing the model tells what it now is. Four kinds of class do it.
+printing the model tells what it now is. Five kinds of class do it.
 
     Convolution, Embedding, ...              for one class of torch.nn each; layers as those of layers.py
                                              (norms are in norms.py, attention is in multihead.py)
     Island                                   a softmax, a loss: torch's own forward, in the format of a role
     Leaf                                     any other module that holds parameters: its own forward, in fp32
+    Code                                     others' modules that hold none: their own forward, reached by reach.py
     Whole                                    the model itself, for what comes out of it
 
 What a convolution or a recurrent kernel gives is in the dtype of its operands, weight gradients too: no kernel of
@@ -18,7 +19,7 @@ else a weight gradient is fp32 from the sum on.
 import inspect
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass
 from functools import cache
 from types import FunctionType
 from typing import Any
@@ -41,9 +42,11 @@ from halfstep.torch.layers import (
     linear,
     owned,
     rounded,
+    unreached,
 )
 from halfstep.torch.multihead import MultiheadAttention
 from halfstep.torch.norms import BatchNorm, GroupNorm, InstanceNorm, LayerNorm, RMSNorm
+from halfstep.torch.reach import Reach, within
 
 _KERNEL = "no kernel sums a gradient of halves into fp32"
 
@@ -54,6 +57,10 @@ class TransposedLinear(Matmul):
     def forward(self, x: Tensor) -> Tensor:
         """The layer's output."""
         return linear(x, self.weight, self.bias, self.casts, transposed=True)
+
+    def matrix_sizes(self) -> list[tuple[int, int]]:
+        """(inputs, outputs) of the matrix."""
+        return [(self.weight.shape[0], self.weight.shape[1])]
 
     def whole_because(self, name: str) -> str:
         """The weight is multiplied as it is."""
@@ -68,6 +75,7 @@ class TransposedLinear(Matmul):
 class Convolution(Layer):
     """`nn.Conv1d`, `2d`, `3d`: operands and result in compute."""
 
+    @unreached
     def forward(self, x: Tensor) -> Tensor:
         """The layer's output."""
         casts = self.casts
@@ -85,6 +93,7 @@ class Convolution(Layer):
 class Transposed(Convolution):
     """`nn.ConvTranspose1d`, `2d`, `3d`: operands and result in compute."""
 
+    @unreached
     def forward(self, x: Tensor, output_size: list[int] | None = None) -> Tensor:
         """The layer's output, of the size that is asked for."""
         dims = len(self.kernel_size)
@@ -121,6 +130,7 @@ class Embedding(Layer):
 class EmbeddingBag(Embedding):
     """`nn.EmbeddingBag`: rows of the master, summed in the dtype it is held in, then cast to compute."""
 
+    @unreached
     def forward(
         self, index: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None
     ) -> Tensor:
@@ -153,6 +163,7 @@ class Recurrent(Layer):
 
     _flat_weights: list[Tensor]
 
+    @unreached
     def forward(self, x: Any, hx: Any = None) -> Any:
         """The outputs, and the last state."""
         casts, held = self.casts, list(self._flat_weights)
@@ -214,11 +225,12 @@ ISLANDS: dict[type, str] = {
 
 @dataclass(frozen=True)
 class Setting:
-    """What `Island` and `Leaf` know of the module that they stand in front of."""
+    """What `Island`, `Leaf`, `Code` and `Whole` know of the module that they stand in front of."""
 
     casts: Casts
     role: str  # of an island; empty elsewhere
     widen: bool  # a leaf that holds fp32 parameters, which many functions of torch let meet nothing narrower
+    reach: Reach | None = None  # what reaches the functions of its own code; None: nothing does
 
     def __deepcopy__(self, _: Any) -> "Setting":
         return self
@@ -229,6 +241,7 @@ class Island(nn.Module):
 
     halfstep: Setting
 
+    @unreached
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the module makes of its inputs."""
         casts, role = self.halfstep.casts, self.halfstep.role
@@ -255,15 +268,34 @@ class Leaf(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the module makes of its inputs."""
-        casts = self.halfstep.casts
-        if self.halfstep.widen:
+        setting = self.halfstep
+        if setting.widen:
             args, kwargs = mapped(lambda x: x.float(), (args, kwargs))
-        return mapped(lambda y: enter(y, casts) if y.dim() else y, super().forward(*args, **kwargs))
+        y = within(setting.reach, super().forward, args, kwargs)
+        return mapped(lambda y: enter(y, setting.casts) if y.dim() else y, y)
 
     def extra_repr(self) -> str:
         """As the module tells it, and what is inside and comes out."""
         told = f"as written, {self.halfstep.casts.precision.compute} out"
         return ", ".join(filter(None, [super().extra_repr(), told]))
+
+
+class Experts(Leaf):
+    """The matrices of a mixture's experts in one module: products in compute, of what comes in as it comes."""
+
+
+class Recipe(Leaf):
+    """A layer of another package that brings a recipe of its own for narrow operands: nothing in it is reached."""
+
+
+class Code(nn.Module):
+    """Somebody's own forward, between modules: what it computes by functions is reached."""
+
+    halfstep: Setting
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """What the module makes of its inputs."""
+        return within(self.halfstep.reach, super().forward, args, kwargs)
 
 
 class Whole(nn.Module):
@@ -272,13 +304,14 @@ class Whole(nn.Module):
     Such a number is a loss, and one that the model took of narrow logits must not look like fp32.
     """
 
-    halfstep_model: Casts
+    halfstep_model: Setting
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the model makes of its inputs."""
         refuse_autocast()
-        casts = self.halfstep_model
-        return mapped(lambda y: island(y, "loss", casts) if y.dim() else y, super().forward(*args, **kwargs))
+        setting = self.halfstep_model
+        y = within(setting.reach, super().forward, args, kwargs)
+        return mapped(lambda y: island(y, "loss", setting.casts) if y.dim() else y, y)
 
 
 def refuse_autocast() -> None:
@@ -310,6 +343,8 @@ def mapped(fn: Callable[[Tensor], Tensor], tree: Any) -> Any:
         return {key: mapped(fn, value) for key, value in tree.items()}
     if type(tree) in (list, tuple):
         return type(tree)([mapped(fn, value) for value in tree])
+    if isinstance(tree, dict) and is_dataclass(tree):  # as the outputs of Hugging Face's models are
+        return type(tree)(**{key: mapped(fn, value) for key, value in tree.items()})
     return tree
 
 

@@ -15,12 +15,22 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from halfstep.core.errors import HalfstepError
-from halfstep.torch.layers import Matmul, attention, enter, linear, owned, rounded, weighted_attention
+from halfstep.torch.layers import (
+    Matmul,
+    attention,
+    enter,
+    linear,
+    owned,
+    rounded,
+    unreached,
+    weighted_attention,
+)
 
 
 class MultiheadAttention(Matmul):
     """`nn.MultiheadAttention`; its output projection is a Linear of its own."""
 
+    @unreached
     def forward(
         self,
         query: Tensor,

@@ -9,7 +9,7 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor
 
-from halfstep.torch.layers import Layer, island, layer_norm, leave, own, rms_norm
+from halfstep.torch.layers import Layer, island, layer_norm, leave, own, rms_norm, unreached
 
 
 class Normalization(Layer):
@@ -43,6 +43,7 @@ class RMSNorm(Normalization):
 class GroupNorm(Normalization):
     """`nn.GroupNorm` as an island."""
 
+    @unreached
     def forward(self, x: Tensor) -> Tensor:
         """The normalized input."""
         y = F.group_norm(island(x, "norm", self.casts), self.num_groups, *_gains(self), self.eps)
@@ -52,6 +53,7 @@ class GroupNorm(Normalization):
 class BatchNorm(Normalization):
     """`nn.BatchNorm1d`, `2d`, `3d` as an island; running statistics are fp32."""
 
+    @unreached
     def forward(self, x: Tensor) -> Tensor:
         """The normalized input; in training, statistics move towards those of the batch."""
         self._check_input_dim(x)
@@ -70,6 +72,7 @@ class BatchNorm(Normalization):
 class InstanceNorm(Normalization):
     """`nn.InstanceNorm1d`, `2d`, `3d` as an island; running statistics are fp32."""
 
+    @unreached
     def forward(self, x: Tensor) -> Tensor:
         """The normalized input."""
         return leave(super().forward(island(x, "norm", self.casts)), "norm", self.casts)

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from halfstep.core.errors import HalfstepError
 from halfstep.core.formats import FP32, Format
 from halfstep.torch.dtypes import dtype_of
+from halfstep.torch.foreign import refuse_wrapped_optimizer
 from halfstep.torch.gradients import values_of
 from halfstep.torch.masters import Masters
 from halfstep.torch.optim import Optimizer
@@ -256,6 +257,7 @@ def check_optimizers(given: Any, model: nn.Module, *, narrow: bool) -> list[torc
 
 
 def _check_kind(optimizer: Any, *, narrow: bool) -> None:
+    refuse_wrapped_optimizer(optimizer)
     if isinstance(optimizer, torch.amp.GradScaler):
         raise HalfstepError(
             "a GradScaler was given where an optimizer belongs: a run scales the loss itself, by the policy",

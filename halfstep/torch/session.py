@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from halfstep.config.run import OptimizerConfig, RunConfig
+from halfstep.config.weights import Weights, initial_weights
 from halfstep.core.policy import Policy
 from halfstep.core.stored import Stored
 from halfstep.torch.apply import apply, set_precision
@@ -42,6 +43,7 @@ class Session:
         policy: Policy,
         device: str | None = None,
         schedule: Schedule | None = None,
+        weights: Weights | None = None,
     ):
         self.config = config
         self.schedule = schedule
@@ -51,9 +53,14 @@ class Session:
         self._pin_matmuls()
         torch.manual_seed(config.seed)
         self.model = Decoder(config.model)
-        self.model.initialize(config.seed)
+        self.model.set_weights(initial_weights(config.model, config.seed) if weights is None else weights)
         self.model.to(self.device)
-        self.converted = apply(self.model, policy, self.model.module_names())
+        tokens, names = config.training.batch * config.model.context, self.model.module_names()
+        self.converted = apply(self.model, policy, names, tokens=tokens, compiled=config.training.compile)
+        measured = self.converted.measured
+        self.notes = [] if measured is None else [f"measured: {measured.told}"]
+        if measured is not None and self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.device)  # `memory` is of training
         clip_norm = config.training.clip_norm
         optimizers = build_optimizers(self.model, config.optimizer)
         self.run = Run(self.model, optimizers, policy, clip_norm, applied=self.converted, seed=config.seed)
@@ -96,7 +103,7 @@ class Session:
             total += self._loss(tokens[:, :-1], tokens[:, 1:])
             count += batch[:, 1:].size
         if evaluated != self.policy:
-            set_precision(self.model, self.policy, self.model.module_names())
+            set_precision(self.model, self.policy, self.model.module_names(), self.converted.measured)
         return float(total), count
 
     @torch.no_grad()

@@ -4,6 +4,8 @@ Names are those of core.stored, and
 
     remainder.<parameter>                   the int16 half of a split master; `model.<parameter>` is its bf16 half
     average.<parameter>                     the fp32 average of a master, where a run keeps them
+    amax.<layer>                            what its delayed operands are scaled by (delayed.py)
+    narrow.<layer>                          1 where a layer that was measured is narrow, 0 where it stayed wide
 
 Loading checks names, shapes and dtypes before it changes anything: fp32 moments never come back bf16, which is
 what `Optimizer.load_state_dict` makes of them where the parameter is bf16. torch's own optimizers make their state
@@ -22,6 +24,7 @@ from halfstep.core.errors import HalfstepError
 from halfstep.core.formats import FP32
 from halfstep.core.scaling import ScaleState
 from halfstep.core.stored import Description, Stored, check_same
+from halfstep.torch.apply import adopt
 from halfstep.torch.cast import join
 from halfstep.torch.dtypes import dtype_of
 from halfstep.torch.halves import note_write
@@ -56,6 +59,9 @@ def state_of(run: "Run") -> dict[str, Tensor]:
     run.masters.settle()
     found |= {f"remainder.{name}": lo for name, lo in run.masters.remainders.items()}
     found |= {f"average.{name}": average for name, average in run.ema.items()}
+    if run.amaxes is not None:
+        found |= {f"amax.{name}": history for name, history in run.amaxes.named().items()}
+    found |= {f"narrow.{name}": torch.tensor(flag, dtype=torch.uint8) for name, flag in _narrow(run).items()}
     for name, value in _entries(run):
         if isinstance(value, Tensor):
             found[name] = value
@@ -71,13 +77,14 @@ def state_of(run: "Run") -> dict[str, Tensor]:
 def load_state(run: "Run", given: Mapping[str, Tensor]) -> None:
     """Puts a state back. One of another model, optimizer or precision is refused whole."""
     state = state_of(run)
+    _check_amax(run, given)
     lazy = tuple(f"optimizer.{i}." for i, o in enumerate(run.optimizers) if not isinstance(o, Optimizer))
     fixed = [{n: t for n, t in side.items() if not n.startswith(lazy)} for side in (state, given)]
     # Random state of a device that the run did not have, or has no more, is no part of what it computed.
     check_same(*(_described(side) for side in fixed), optional=["rng.cuda"])
     made = _checked_entries(run, {n: t for n, t in given.items() if lazy and n.startswith(lazy)})
     for name in fixed[0]:
-        if not name.startswith(("rng.", "scale.")):  # an earlier StepResult may still hold the scale
+        if not name.startswith(("rng.", "scale.", "narrow.")):  # an earlier StepResult may still hold the scale
             state[name].copy_(given[name])
     for p in run.masters.names:
         note_write(p)
@@ -87,6 +94,10 @@ def load_state(run: "Run", given: Mapping[str, Tensor]) -> None:
         for (p, key), value in entries.items():
             optimizer.state[p][key] = value
     run.scale_state = ScaleState(*(given[f"scale.{f}"].to(run.device, copy=True) for f in ScaleState._fields))
+    narrow = {name: bool(given[f"narrow.{name}"]) for name in _narrow(run)}
+    if narrow != _narrow(run):
+        assert run.converted is not None
+        run.converted = adopt(run.model, run.converted, narrow)
     run.statistics.remember()
     run.forget()
     torch.set_rng_state(given["rng.cpu"].cpu())
@@ -177,6 +188,23 @@ def restored(record: Stored) -> Tensor:
     if not data:
         return torch.empty(shape, dtype=_DTYPES[name])
     return torch.frombuffer(bytearray(data), dtype=_DTYPES[name]).reshape(shape)
+
+
+def _narrow(run: "Run") -> dict[str, bool]:
+    """Which of the layers that were measured are narrow: a run that goes on must not find it out again."""
+    measured = None if run.converted is None else run.converted.measured
+    return {} if measured is None else measured.narrow
+
+
+def _check_amax(run: "Run", given: Mapping[str, Tensor]) -> None:
+    missing = [] if run.amaxes is None else [name for name in run.amaxes.pasts if f"amax.{name}" not in given]
+    if missing:
+        raise HalfstepError(
+            f"the state has no amax history of `{missing[0]}` ({len(missing)} layers lack theirs), by which its "
+            "delayed operands are scaled",
+            hint="go on from a run with `delayed`, leave `delayed` out of the policy, or start from the weights "
+            "alone: load_weights(run, tensors) of halfstep.torch.state",
+        )
 
 
 def _buffers(run: "Run") -> Iterator[tuple[str, Tensor]]:

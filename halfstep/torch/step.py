@@ -33,7 +33,9 @@ from halfstep.torch.checks import check_moments, check_replicas, check_settings
 from halfstep.torch.convert import check_model
 from halfstep.torch.gradients import CAST, Gradients, checked_pair, divisor, values_of
 from halfstep.torch.masters import Averages, Masters, Statistics
+from halfstep.torch.narrow import TOKENS
 from halfstep.torch.optim import Optimizer
+from halfstep.torch.record import Reached, record
 from halfstep.torch.seam import Stock, check_optimizers, driver_of
 from halfstep.torch.summary import summarize
 from halfstep.torch.sums import Sums, check_fp32
@@ -63,16 +65,20 @@ def prepare(
     clip_norm: float = 0.0,
     seed: int = 0,
     ema: float = 0.0,
+    tokens: int = TOKENS,
 ) -> "Run":
     """Gives any model and any optimizers of torch a policy, in place; `Run.unprepare` gives the model back.
 
     Load weights, move the model to its device and make the optimizers first; compile and wrap (DDP) after.
     Gradients that are left from before are dropped: nobody knows their scale. `seed` is for stochastic rounding;
-    all replicas must agree on it. `ema` is the decay of an average of the masters, 0 for none.
+    all replicas must agree on it. `ema` is the decay of an average of the masters, 0 for none. `tokens` of a
+    micro-batch are what layers are timed with where rules say `measured`.
     """
     policy = as_policy(policy)
     check_model(model)
     check_settings(clip_norm, seed, ema)
+    if not tokens >= 1:
+        raise HalfstepError(f"tokens={tokens!r}: a micro-batch has some", hint="batch times sequence length")
     params = [value for rule in policy.rules for _, value in rule.changes if isinstance(value, Param)]
     narrow = any(param.split or param.format != FP32 for param in (policy.param, *params))
     optimizers = check_optimizers(optimizer, model, narrow=narrow)
@@ -81,7 +87,7 @@ def prepare(
     check_fp32([base_precision(policy), *precisions(policy, names_of(model, None)).values()])
     for p in model.parameters():
         p.grad = None
-    applied = apply(model, policy)
+    applied = apply(model, policy, tokens=tokens)
     return Run(model, optimizers, policy, clip_norm, applied=applied, seed=seed, ema=ema)
 
 
@@ -112,8 +118,10 @@ class Run:
         trained = [p for p in self.parameters if p.requires_grad]
         self.averages = Averages(self.masters, trained, ema) if ema else None
         self.statistics = Statistics(model)
+        self.amaxes = None if applied is None else applied.amaxes
         self.sums = Sums(self.device)
         self._gradients = Gradients(policy)
+        self.reached: Reached | None = None  # what `reach` found last
         self._open = True
         self._in_use = False  # by evaluation with averages
         self._skipped: Tensor | None = None
@@ -158,7 +166,7 @@ class Run:
         self._check_open()
         self._check_unchanged()
         self.masters.settle()
-        grads, weights = self._gradients.of(self.parameters), self._gradients.weights
+        grads, weights = self._gradients.of(self.parameters, self.model), self._gradients.weights
         for driver in self.drivers:
             driver.check(grads)  # before the first of them has moved anything
         values = [values_of(g) for g in grads.values()]
@@ -178,6 +186,8 @@ class Run:
         self.scale_state = verdict.state
         self.applied += finite.to(torch.int32)
         self.statistics.settle(finite)
+        if self.amaxes is not None:
+            self.amaxes.update(finite)
         if self.averages is not None:
             self.averages.update(finite.float())
         loss = torch.as_tensor(self._gradients.losses) / weights
@@ -297,6 +307,20 @@ class Run:
         self._open = False
         return self.model
 
+    def blame(self, loss_fn: LossFn, micro_batches: Iterable[Any]) -> blame.Cause:
+        """The first tensor of a step that is not finite, and in which pass, also where the model hides it (T5).
+
+        Runs the step again, eagerly, and changes nothing.
+        """
+        self._check_open()
+        return blame.find(self.model, loss_fn, micro_batches, self.scale_state.scale)
+
+    def reach(self, loss_fn: LossFn, batch: Any) -> Reached:
+        """How each function of the model's own code runs, and why: one forward pass, which changes nothing."""
+        self._check_open()
+        self.reached = record(self.model, loss_fn, batch)
+        return self.reached
+
     def summary(self) -> str:
         """What was converted and what was not, with reasons; masters; what each optimizer costs."""
         return "\n".join(summarize(self))
@@ -304,6 +328,8 @@ class Run:
     def forget(self) -> None:
         """Drops gradients that were accumulated and not used."""
         self._gradients.clear([*self.model.parameters()])
+        if self.amaxes is not None:
+            self.amaxes.forget()
 
     def _masters(self, seed: int) -> Masters:
         names: dict[Tensor, str] = {p: name for name, p in self.model.named_parameters()}

@@ -7,7 +7,13 @@ is told the same way, with the reason that `apply` gave.
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+import torch
+from torch import nn
+
+from halfstep.core.formats import FP16, Format
 from halfstep.core.roles import print_value
+from halfstep.torch.foreign import kept_wide
+from halfstep.torch.layers import Layer
 from halfstep.torch.seam import label
 from halfstep.torch.sums import fp32_is_fp32
 
@@ -19,7 +25,8 @@ SHOWN = 3
 
 def summarize(run: "Run") -> list[str]:
     """The lines of `Run.summary`."""
-    return [str(run.policy), *_modules(run), *_masters(run), *_gradients(run), *_optimizers(run)]
+    parts = (_modules, _given, _functions, _measured, _masters, _gradients, _optimizers)
+    return [str(run.policy), *(line for part in parts for line in part(run))]
 
 
 def _modules(run: "Run") -> Iterator[str]:
@@ -32,6 +39,46 @@ def _modules(run: "Run") -> Iterator[str]:
     yield f"  converted {run.converted.modules} of {total} modules"
     for (kind, form), names in groups.items():
         yield f"  {len(names)} {kind} ({_some(names)}): {form}"
+
+
+def _measured(run: "Run") -> Iterator[str]:
+    if run.converted is not None and run.converted.measured is not None:
+        yield f"  measured: {run.converted.measured.told}"
+    if run.amaxes is not None:
+        count, past = len(run.amaxes.pasts), run.amaxes.history.shape[-1]
+        yield f"  delayed: {count} matmuls are scaled by the largest amax of their last {past} updates"
+
+
+def _given(run: "Run") -> Iterator[str]:
+    """What the model brings with it that a policy does not change, and somebody should know of."""
+    if run.converted is None:
+        return
+    narrow = [name for name, b in run.model.named_buffers() if b.dtype in (torch.bfloat16, torch.float16)]
+    if narrow:
+        told = "were rounded before they came here, and stay so; a model that is loaded in fp32 has them whole"
+        yield f"  {len(narrow)} buffers ({_some(narrow)}) {told}"
+    modules = dict(run.model.named_modules())
+    kept = [n for n in kept_wide(run.model) if _computes_in(modules[n], FP16)]
+    if kept:
+        rule = f"`**.{kept[0].rpartition('.')[2]}: compute=fp32`"
+        yield f"  {len(kept)} modules ({_some(kept)}) that their authors keep in fp32 are in fp16 here: {rule}"
+
+
+def _computes_in(module: nn.Module, fmt: Format) -> bool:
+    return isinstance(module, Layer) and module.precision.compute == fmt
+
+
+def _functions(run: "Run") -> Iterator[str]:
+    if run.converted is None:
+        return
+    if run.reached is None:
+        yield "  functions of the model's own code: run.reach(loss_fn, batch) lists how each runs"
+        return
+    counts = {True: 0, False: 0}
+    for row in run.reached.rows:
+        counts[row.how == "reached"] += row.calls
+    yield f"  functions of the model's own code: {counts[True]} calls reached, {counts[False]} run as they are"
+    yield from (f"  {line}" for line in str(run.reached).splitlines())
 
 
 def _masters(run: "Run") -> Iterator[str]:

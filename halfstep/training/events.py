@@ -4,7 +4,8 @@ Every line has `event`, its kind, and `time`, Unix seconds. The kinds and their 
 
     start        halfstep (version), config (table), policy (text), choice ({preset, reason} or null),
                  backend ({name, version}), device ({kind, name}), parameters, tokens_per_step,
-                 resumed_from (step or null),
+                 resumed_from (step or null), init ({path, layout, sha256, notes} or null: where the first
+                 weights came from),
                  data ({description, digest, train_tokens, validation_tokens, bigram_bits})
     step         step, loss, tokens (so far), seconds (so far), tokens_per_second, learning_rate,
                  grad_norm, scale, skipped (steps so far), memory (bytes)

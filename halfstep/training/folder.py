@@ -59,6 +59,14 @@ def check_same_run(folder: Path, config: RunConfig) -> None:
         raise ConfigError(f"`{folder}` cannot be written", hint="change its permissions")
 
 
+def with_origin(folder: Path, config: RunConfig) -> RunConfig:
+    """The configuration of a run that goes on, with where its first weights came from unless it says so itself."""
+    before = read_config(folder)
+    if config.init not in ("", before.init):
+        return config  # another: `check_same_run` says so
+    return dataclasses.replace(config, init=before.init, init_digest=config.init_digest or before.init_digest)
+
+
 def rewrite(folder: Path, config: RunConfig) -> None:
     """Writes the configuration that a run goes on with."""
     _write(folder / CONFIG, to_toml(config))

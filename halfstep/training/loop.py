@@ -29,6 +29,7 @@ from halfstep.training import checkpoint, folder
 from halfstep.training.data import Batches, Corpus, Prefetch, load_corpus
 from halfstep.training.evaluation import Evaluation, bigram_of, check_held_out, evaluate
 from halfstep.training.events import Events
+from halfstep.training.pretrained import Pretrained, open_pretrained
 from halfstep.training.progress import progress
 from halfstep.training.schedule import factor
 from halfstep.training.session import Tokens, backend_version, open_session
@@ -102,6 +103,8 @@ class Loop:
         device: str | None = None,
         warnings: Iterable[str] = (),
     ):
+        if resume:
+            config = folder.with_origin(out, config)
         self.config, self.policy, self.out, self.choice = config, policy, out, choice
         self.warnings = list(warnings)
         self.corpus: Corpus = load_corpus(config.data.source, config.data.validation, config.model.vocabulary)
@@ -115,7 +118,11 @@ class Loop:
             name=f"`{config.data.source}`",
         )
         check_held_out(self.corpus, config)
-        self.session = open_session(config, policy, device)
+        self.origin: dict[str, Any] | None = None  # of the first weights, where they were not drawn
+        self.pretrained = self._pretrained() if config.init and not resume else None
+        first = None if self.pretrained is None else self.pretrained.weights()
+        self.session = open_session(config, policy, device, weights=first)
+        self.warnings += getattr(self.session, "notes", [])  # what was decided by measurement as it was opened
         self.start = self._open(resume)
 
     def run(self) -> Outcome:
@@ -252,6 +259,19 @@ class Loop:
             )
         return Outcome(self.out, tally.step, finished, tally.watch.seconds, speed, found)
 
+    def _pretrained(self) -> Pretrained:
+        """The first weights, from where the configuration says, and what there is to tell of them."""
+        config = self.config
+        found = open_pretrained(config.init, config.model, config.init_digest)
+        self.config = dataclasses.replace(config, init_digest=found.digest)
+        self.origin = found.record()
+        if found.layout.name != "halfstep" and self.corpus.bytes_per_token == 1:
+            self.warnings.append(
+                f"the data are bytes, and the weights of `{config.init}` know the tokens of their own tokenizer; "
+                "--set data.source=... names shards of those"
+            )
+        return found
+
     def _open(self, resume: bool) -> int:
         """Makes or reopens the folder; the step to start after."""
         if not resume:
@@ -266,6 +286,7 @@ class Loop:
         self.session.load({name: (a.dtype, a.shape, bytes(a.data)) for name, a in arrays.items()})
         if self.choice is None and manifest["choice"] is not None:
             self.choice = Choice(**manifest["choice"])
+        self.origin = manifest.get("init")
         folder.rewrite(self.out, self._resolved())
         return int(manifest["step"])
 
@@ -288,6 +309,7 @@ class Loop:
             "choice": self._told_choice(),
             "device": self.session.description.name,
             "config": dataclasses.asdict(self.config),
+            "init": self.origin,
             "data": {
                 "digest": self.corpus.digest,
                 "description": self.corpus.description,
@@ -321,6 +343,7 @@ class Loop:
             parameters=self.config.model.num_parameters,
             tokens_per_step=self._tokens_per_step,
             resumed_from=self.start or None,
+            init=self.origin,
             data={
                 "description": self.corpus.description,
                 "digest": self.corpus.digest,

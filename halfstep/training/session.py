@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from halfstep.config.run import RunConfig
+from halfstep.config.weights import Weights
 from halfstep.core.devices import Device
 from halfstep.core.errors import HalfstepError
 from halfstep.core.policy import Policy
@@ -62,8 +63,18 @@ class Session(Protocol):
         """The most bytes held so far."""
 
 
-def open_session(config: RunConfig, policy: Policy, device: str | None = None, *, train: bool = True) -> Session:
-    """The session of the configured backend. A missing framework says how to install it."""
+def open_session(
+    config: RunConfig,
+    policy: Policy,
+    device: str | None = None,
+    *,
+    train: bool = True,
+    weights: Weights | None = None,
+) -> Session:
+    """The session of the configured backend, with the given first weights or those of its seed.
+
+    A missing framework says how to install it.
+    """
     try:
         module = import_module(f"halfstep.{config.backend}.session")
     except ModuleNotFoundError as error:
@@ -82,7 +93,7 @@ def open_session(config: RunConfig, policy: Policy, device: str | None = None, *
             xp=xp,
         )
 
-    session: Session = module.Session(config, policy, device, schedule if train else None)
+    session: Session = module.Session(config, policy, device, schedule if train else None, weights)
     return session
 
 

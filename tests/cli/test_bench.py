@@ -143,13 +143,14 @@ def test_exit_codes(arms, bars, code, race, capsys):
         (
             ["--arms", "autocats"],
             "error: unknown arm `autocats`; arms are fp32, tf32, autocast-eager, autocast, autocast-fp16, accelerate, "
-            "fabric, hf, casted, pure-bf16, halfstep, halfstep-fp32-masters, halfstep-stock, halfstep-fp16\n\n"
+            "fabric, hf, casted, pure-bf16, halfstep, halfstep-fp32-masters, halfstep-stock, halfstep-fp16, "
+            "halfstep-fp8, halfstep-fp8-all\n\n"
             "hint: did you mean `autocast`?\n",
         ),
         (
             ["--bars", "--width", "64"],
             "error: the bars are for GPT-2 124M, whose width is 768, and it is 64 here\n\n"
-            "hint: leave --bars out, or the sizes\n",
+            "hint: leave --bars out, or the sizes; those of fp8 are also for a width of 2048 and more\n",
         ),
         (["--picture", "race.png"], "error: a picture is `.svg` or `.html`, not `race.png`\n"),
         (

@@ -109,7 +109,7 @@ def test_policy_shows_every_role_and_the_rules(capsys):
     assert values["compute"] == "bf16"
     assert values["param"] == "fp32"
     assert values["scale"] == "none"
-    assert values["**"] == "compute=e4m3,grad=e5m2"
+    assert values["**"] == "compute=e4m3:measured,grad=e5m2"
     assert err.strip() == "fp8-mixed"
 
 
@@ -134,7 +134,7 @@ def test_policy_for_a_recipe_has_one_row_a_parameter(capsys):
     assert run(["policy", "fp8-mixed; lm_head: compute=fp32", "--model", "tiny", "--json"]) == 0
     data = json.loads(capsys.readouterr().out)
     assert list(data)[:-1] == list(parameter_shapes(load("tiny").model))
-    assert data["blocks.0.mlp.up.weight"]["values"]["compute"] == "e4m3"
+    assert data["blocks.0.mlp.up.weight"]["values"]["compute"] == "e4m3:measured"
     assert data["blocks.0.attn_norm.weight"]["values"]["compute"] == "bf16"
     assert data["lm_head.weight (tied to embed.weight)"]["values"]["compute"] == "fp32"
     assert data["lm_head.weight (tied to embed.weight)"]["rules"] == {"compute": "lm_head", "grad": "lm_head"}
@@ -188,7 +188,7 @@ BAD = {
     ),
     "recipe": (
         ["policy", "fp32", "--model", "tinny"],
-        "error: unknown recipe `tinny`; recipes are tiny, gpt2\n\nhint: did you mean `tiny`?\n",
+        "error: unknown recipe `tinny`; recipes are tiny, gpt2, qwen3\n\nhint: did you mean `tiny`?\n",
     ),
     "command": (
         ["polcy"],

@@ -86,12 +86,30 @@ def test_a_slow_policy_is_obeyed_with_a_warning(small, tmp_path, capsys, monkeyp
 
 
 def test_fp8_without_hardware_is_refused_and_the_emulated_form_runs(small, tmp_path, capsys):
-    assert run(["train", *small, "--policy", "fp8-mixed", "--out", str(tmp_path / "run")]) == 2
+    policy = "bf16-mixed,compute=e3m2"
+    assert run(["train", *small, "--policy", policy, "--out", str(tmp_path / "run")]) == 2
     err = capsys.readouterr().err
-    assert "error: e4m3 cannot run on cpu: no CPU multiplies e4m3" in err
+    assert "error: e3m2 cannot run on cpu: no matrix unit multiplies e3m2" in err
     assert "emulate=true" in err
     assert not (tmp_path / "run").exists()
-    assert run(["train", *small, "--policy", "fp8-mixed,emulate=true", "--out", str(tmp_path / "run")]) == 0
+    assert run(["train", *small, "--policy", f"{policy},emulate=true", "--out", str(tmp_path / "run")]) == 0
+
+
+@pytest.mark.parametrize("emulate", ["", ",emulate=true"], ids=["native", "emulated"])
+def test_what_was_measured_is_told_and_recorded(small, tmp_path, capsys, emulate):
+    """On a CPU fp8 is never faster: a run in fp8-mixed is then one in bf16, and must not look like fp8."""
+    if not emulate:
+        pytest.importorskip("torch")
+        from halfstep.core.formats import E4M3
+        from halfstep.torch.dtypes import supported
+
+        if not (found := supported(E4M3, "cpu")):
+            pytest.skip(found.reason)
+    assert run(["train", *small, "--policy", f"fp8-mixed{emulate}", "--out", str(tmp_path / "run")]) == 0
+    messages = [e["message"] for e in read_events(tmp_path / "run" / "events.jsonl") if e["event"] == "warning"]
+    (told,) = [message for message in messages if message.startswith("measured: ")]
+    assert told in capsys.readouterr().err
+    assert ("since it is emulated" if emulate else "stay bf16") in told
 
 
 def test_resume_goes_on_with_the_policy_that_ran(small, tmp_path, capsys, monkeypatch):

@@ -10,6 +10,8 @@ results are held to bounds that follow from the format:
 What differs on purpose is listed in docs/backends.md, each row with its reason and the test that shows it.
 """
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -584,7 +586,8 @@ QWEN = ModelConfig(
     tied=False,
     zero_init=False,
 )
-MODELS = {"small": SMALL, "golf": GOLF, "gpt2": GPT2, "qwen": QWEN}
+EXACT = replace(GPT2, layers=1, mlp="gelu_exact", qk_norm="gain", norm_epsilon=1e-2)
+MODELS = {"small": SMALL, "golf": GOLF, "gpt2": GPT2, "qwen": QWEN, "exact": EXACT}
 TOKENS = np.random.default_rng(11).integers(0, 64, (2, 17))
 
 
@@ -720,9 +723,9 @@ def test_stochastic_rounding_takes_the_same_words_everywhere(backend, torch_back
 @pytest.mark.parametrize(
     ("policy", "said"),
     [
-        ("fp8-mixed", "emulate=true"),
+        ("bf16-mixed,compute=e3m2", "emulate=true"),
         ("bf16-mixed; nowhere.*: compute=fp32", "nowhere"),
-        ("bf16-mixed,compute=e4m3:delayed,emulate=true", "delayed"),
+        ("bf16-mixed,compute=e4m3:row:delayed,emulate=true", "delayed"),
         ("bf16-mixed,matmul=fp32:fast", "fast"),
         ("bf16-mixed,buffers=bf16", "buffers"),
         ("bf16-mixed; blocks.0.attn_norm: compute=e4m3", "names no matmul|emulate=true"),

@@ -162,7 +162,8 @@ def test_a_preset_prints_as_itself(name):
         ("bf16-mixed,eval=bf16", "bf16-mixed"),
         ("fp16-mixed", "compute=fp16,scale=dynamic:init=65536:growth=2:backoff=0.5:interval=2000:floor=1"),
         ("bf16-mixed,compute=e4m3", "bf16-mixed; **: compute=e4m3"),
-        ("bf16-mixed,compute=e4m3,grad=e5m2,eval=bf16", "fp8-mixed"),
+        ("bf16-mixed,compute=e4m3:measured,grad=e5m2,eval=bf16", "fp8-mixed"),
+        ("bf16-mixed,compute=e4m3,grad=e5m2,eval=bf16", "fp8-mixed,compute=e4m3"),
         ("fp8-mixed,compute=e4m3:row:delayed", "fp8-mixed; **: compute=e4m3:delayed:row"),
         ("bf16-mixed,compute=e4m3:tensor:current", "bf16-mixed; **: compute=e4m3fn"),
         ("bf16-mixed; a: compute=fp32; b: norm=bf16", "bf16-mixed; b: norm=bf16; a: compute=fp32"),
@@ -201,7 +202,7 @@ def test_presets_expand_to_the_table_of_the_design():
     assert table["export"] == [FP32, FP32, BF16, FP32, FP32]
     assert table["eval"] == [*[Evaluation()] * 4, Evaluation(BF16)]
     assert table["scale"] == [NoScale(), NoScale(), NoScale(), DynamicScale(), NoScale()]
-    assert [str(rule) for rule in PRESETS["fp8-mixed"].rules] == ["**: compute=e4m3,grad=e5m2"]
+    assert [str(rule) for rule in PRESETS["fp8-mixed"].rules] == ["**: compute=e4m3:measured,grad=e5m2"]
 
 
 def test_auto_is_a_base_only_where_something_was_measured():

@@ -52,6 +52,7 @@ CONFIGS = {
         embedding_shortcut="scalar",
         zero_init=False,
     ),
+    "exact": replace(TINY, layers=1, mlp="gelu_exact", qk_norm="plain", norm_epsilon=1e-2),
 }
 configs = pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 

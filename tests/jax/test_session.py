@@ -193,7 +193,6 @@ REFUSED = [
     ("bf16-mixed,reduce=bf16", "reduce=bf16"),
     ("bf16-mixed,matmul=fp32:fast", "fast"),
     ("bf16-mixed,emulate=true,compute=e4m3:delayed", "delayed"),
-    ("bf16-mixed,emulate=true,compute=e4m3:measured", "measured"),
     ("bf16-mixed; blocks.0.mlp.up: grad=fp32; lm_head: compute=fp32", "activation's own dtype"),
     ("bf16-mixed,emulate=true; blocks.0.mlp: compute=e4m3", "names no matmul"),
     ("bf16-mixed,emulate=true; **.attn: compute=e4m3", "names no matmul"),

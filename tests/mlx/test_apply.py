@@ -442,7 +442,6 @@ REFUSED = [
     ("bf16-mixed; blocks.*.up: grad=fp32", "activation's own format"),
     ("bf16-mixed,matmul=fp32:fast", "fast"),
     ("bf16-mixed,emulate=true,compute=e4m3:delayed", "delayed"),
-    ("bf16-mixed,emulate=true,compute=e4m3:measured", "measured"),
     ("bf16-mixed,buffers=bf16", "buffers=bf16"),
     ("bf16-mixed,router=bf16", "router=bf16"),
     ("bf16-mixed,reduce=bf16", "reduce=bf16"),

@@ -611,3 +611,12 @@ def test_a_browser_runs_nothing_that_a_run_brought(browser, tmp_path):
     document, complaints = browser(render(hostile_run(), HOSTILE), tmp_path)
     assert complaints == []
     assert re.search(r'<html lang="en" class="live">', document)
+
+
+def test_first_weights_from_elsewhere_are_named_with_their_digest():
+    first, *others = run(20)
+    origin = {"path": "gpt2/<small>", "layout": "gpt2", "sha256": "ab12", "notes": ["12 tensors are held in bf16"]}
+    said = "First weights: gpt2 from gpt2/<small>, SHA-256 ab12; 12 tensors are held in bf16"
+    assert said in Page(render([first | {"init": origin}, *others], "x")).text
+    assert "First weights" not in Page(render([first | {"init": None}, *others], "x")).text
+    assert "First weights" not in Page(render([first, *others], "x")).text

@@ -216,12 +216,13 @@ def test_without_torch_it_says_what_to_install(monkeypatch):
 def test_the_default_arms_hold_both_sides_of_every_bar():
     assert set(bench.DEFAULT_ARMS) <= set(ARMS)
     assert {name for bar in BARS for name in (bar.ours, bar.theirs)} <= set(bench.DEFAULT_ARMS)
-    assert all(ARMS[bar.ours].ours and not ARMS[bar.theirs].ours for bar in BARS)
+    # fp8 is held against our own bf16: it is no bar for a peer to be slower than that.
+    assert all(ARMS[bar.ours].ours and ARMS[bar.theirs].ours == (bar.ours == "halfstep-fp8") for bar in BARS)
 
 
-def raced(micro_batches=1, missing=(), **arms):
+def raced(micro_batches=1, missing=(), width=768, **arms):
     """A result in which each arm has the given (seconds, memory)."""
-    setting = Setting(CEILING, None, 12, 768, 12, 50304, 1024, 32, micro_batches, None, 0, "", "")
+    setting = Setting(CEILING, None, 12, width, 12, 50304, 1024, 32, micro_batches, None, 0, "", "")
     standings = [ArmResult(n, "", ARMS[n].ours, seconds=(s,), memory=m) for n, (s, m) in arms.items()]
     standings += [ArmResult(n, "", ARMS[n].ours, missing=f"{n} is not installed") for n in missing]
     return BenchResult(setting, "a GPU", "cuda", "text", tuple(standings), (4e14,), 1, 1, "")
@@ -255,6 +256,23 @@ def test_peers_may_not_be_faster_anywhere():
         ("halfstep-fp16", "autocast-fp16", "speed"): False,
         ("halfstep", "fabric", "speed"): True,
     }
+
+
+def test_fp8_may_lose_nothing_and_must_gain_where_the_model_is_wide():
+    bar = ("halfstep-fp8", "halfstep", "speed")
+    for width, seconds, reached in [
+        (768, 1.0, True),
+        (768, 0.999, False),
+        (2048, 1.15, True),
+        (4096, 1.149, False),
+    ]:
+        arms = {"halfstep-fp8": (1.0, 1), "halfstep": (seconds, 1), "autocast": (1.0, 1)}
+        found = verdicts(raced(width=width, **arms))
+        assert found[bar] is reached
+        assert (("halfstep", "autocast", "speed") in found) == (width == 768)
+    check_applicable(["halfstep", "halfstep-fp8"], "cuda", GPT2 | {"width": 2048, "layers": 24})
+    with pytest.raises(HalfstepError, match="no bar compares any two of autocast, halfstep at a width of 2048"):
+        check_applicable(["autocast", "halfstep"], "cuda", GPT2 | {"width": 2048})
 
 
 def test_a_bar_whose_arm_is_missing_is_not_checked_and_says_why():

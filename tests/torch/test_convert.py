@@ -5,6 +5,7 @@ import inspect
 
 import pytest
 import torch
+import torch._dynamo.testing
 import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint

@@ -74,7 +74,51 @@ def test_a_cpu_without_instructions_runs_it_and_says_that_it_is_slow():
     )
 
 
-@pytest.mark.parametrize("fmt", [E4M3, E5M2, TF32, Format.parse("e3m4ieee")], ids=str)
+@pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=str)
+def test_an_8_bit_format_is_supported_where_a_small_product_is_right(fmt, monkeypatch):
+    """What torch does on this CPU is torch's to say; each answer has its reason."""
+    dtypes._try_product.cache_clear()
+    real = torch._scaled_mm
+
+    def refuse(*given, **rest):
+        raise NotImplementedError("no kernel here\nand a long story")
+
+    for product, ok, said in [
+        (lambda a, b, *rest, **more: torch.full((16, 16), 16.0), True, "slower than bf16: good for tests"),
+        (
+            lambda a, b, *rest, **more: torch.full((16, 16), 32.0),
+            False,
+            "says: sixteen times 1 x 1 is 32; `emulate",
+        ),
+        (refuse, False, "says: no kernel here; `emulate=true` runs it emulated"),
+    ]:
+        monkeypatch.setattr(torch, "_scaled_mm", product)
+        found = supported(fmt, "cpu")
+        assert found.ok is ok
+        assert found.reason.startswith(f"no CPU multiplies {fmt}; torch ")
+        assert said in found.reason
+        assert supported(fmt, "cpu", emulate=True)
+        dtypes._try_product.cache_clear()
+    monkeypatch.setattr(torch, "_scaled_mm", real)
+    supported(fmt, "cpu")
+    before = dtypes._try_product.cache_info().misses
+    supported(fmt, "cpu")
+    assert dtypes._try_product.cache_info().misses == before
+
+
+def test_a_gpu_that_is_too_old_is_not_asked(one_gpu, monkeypatch):
+    monkeypatch.setattr(torch.version, "hip", None)
+    monkeypatch.setattr(dtypes, "_try_product", None)
+    found = supported(E4M3, "cuda")
+    assert found == Support(False, "compute capability 8.6; e4m3 needs 8.9; `emulate=true` runs it emulated")
+    monkeypatch.setattr(Properties, "minor", 9)
+    asked = []
+    monkeypatch.setattr(dtypes, "_try_product", lambda *given: asked.append(given) or "")
+    assert supported(E5M2, "cuda") == Support(True, "compute capability 8.9; e5m2 needs 8.9")
+    assert asked[0][:2] == (torch.float8_e5m2, torch.float8_e4m3fn)  # no hardware multiplies two e5m2
+
+
+@pytest.mark.parametrize("fmt", [TF32, Format.parse("e3m4ieee"), Format.parse("e3m2")], ids=str)
 def test_what_a_cpu_refuses_names_the_switch_that_runs_it(fmt):
     found = supported(fmt, "cpu")
     assert not found

@@ -6,8 +6,10 @@ import torch
 
 from halfstep.config.load import load
 from halfstep.core import philox, rounding
-from halfstep.core.formats import BF16
+from halfstep.core.errors import PolicyError
+from halfstep.core.formats import BF16, E4M3
 from halfstep.core.policy import Policy
+from halfstep.torch.dtypes import supported
 from halfstep.torch.muon import Muon
 from halfstep.torch.optim import AdamW
 from halfstep.torch.session import Session
@@ -84,6 +86,60 @@ def test_weight_gradients_are_fp32_from_the_sum_on():
     # 64 exact products summed in fp32; tensor cores align them to the largest, hence a factor of two
     assert ((w.grad.double() - exact).abs() <= 2 * 64 * 2.0**-23 * magnitude).all()
     assert not torch.equal(w.grad, w.grad.bfloat16().float())
+
+
+# --- fp8 -----------------------------------------------------------------------------------------------------
+
+FP8 = [
+    "fp8-mixed,compute=e4m3",
+    "fp8-mixed,compute=e4m3,param=fp32:split",
+    "bf16-mixed,compute=e4m3:row,grad=e4m3:row",
+    "bf16-mixed,compute=e4m3:delayed,grad=e5m2:delayed",
+    "fp8-mixed,compute=e4m3,matmul=fp32:fast",
+]
+
+
+@pytest.fixture
+def fp8():
+    if not (found := supported(E4M3, "cuda")):
+        pytest.skip(found.reason)
+
+
+@pytest.mark.parametrize("policy", FP8)
+def test_fp8_learns_waits_for_nothing_and_agrees_with_its_emulation(fp8, policy):
+    s = session(policy, "optimizer.rate=0.01", "optimizer.name=adamw")
+    losses = [s.read(s.step(batch(s)))["loss"] for _ in range(3)]
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        results = [s.step(batch(s)) for _ in range(9)]
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    losses += [s.read(result)["loss"] for result in results]
+    assert losses[-1] < losses[0] - 0.5
+    emulated = session(f"{policy.replace(',matmul=fp32:fast', '')},emulate=true", "optimizer.name=adamw")
+    # Operands are the same; sums of some 14 bits tip roundings to bf16, and those the codes of the next layer.
+    assert losses[0] == pytest.approx(emulated.read(emulated.step(batch(emulated)))["loss"], rel=4 * BF16.epsilon)
+
+
+@pytest.mark.parametrize("policy", FP8[:3])
+def test_compiled_fp8_is_the_same_loss(fp8, policy):
+    eager, compiled = session(policy), session(policy, "training.compile=true")
+    left, right = (s.read(s.step(batch(s))) for s in (eager, compiled))
+    assert left["loss"] == pytest.approx(right["loss"], rel=4 * BF16.epsilon)
+    assert left["grad_norm"] == pytest.approx(right["grad_norm"], rel=2.0**-3)  # a rounding of e5m2 is 2^-3
+
+
+def test_the_preset_measures_and_tells(fp8):
+    model = net(256)
+    run = prepare(model, AdamW(model.parameters()), "fp8-mixed", tokens=4096)
+    assert "measured: " in run.summary()
+    assert " ms in bf16" in run.summary()
+
+
+def test_two_e5m2_are_refused_with_torchs_own_words(fp8):
+    model = net()
+    with pytest.raises(PolicyError, match="a matmul of e5m2 and e5m2"):
+        prepare(model, AdamW(model.parameters()), "bf16-mixed,compute=e5m2")
 
 
 # --- prepare -------------------------------------------------------------------------------------------------

@@ -1,13 +1,26 @@
 """Real matmuls are tiny here: a CPU without bf16 instructions runs them hundreds of times slower."""
 
 import time
+from dataclasses import replace
 
 import pytest
 import torch
 
+from halfstep.core.choice import choose
 from halfstep.core.formats import BF16, E4M3, E5M2, FP16, FP32, TF32
+from halfstep.core.policy import Policy
+from halfstep.core.precision import Precision, precisions
 from halfstep.torch import measure as module
-from halfstep.torch.measure import ACCELERATOR_SHAPES, CPU_SHAPES, FORMATS, devices, measure, supported
+from halfstep.torch.measure import (
+    ACCELERATOR_SHAPES,
+    CPU_SHAPES,
+    FORMATS,
+    LayerWork,
+    devices,
+    measure,
+    supported,
+    time_layer,
+)
 
 TINY = ((8, 8, 8), (16, 16, 32))
 
@@ -79,6 +92,40 @@ def test_what_was_set_about_tf32_is_put_back(monkeypatch):
 
 def test_the_cpu_is_always_there_and_last():
     assert devices()[-1] == "cpu"
+
+
+def test_layers_take_turns_and_the_median_counts():
+    """Three turns on a CPU, in each of which both forms are timed once, after three passes that are not."""
+    seconds = iter([1.0, 3.0, 50.0, 5.0, 2.0, 4.0])
+    now, ticks = [0.0], [0]
+
+    def clock():
+        ticks[0] += 1
+        if ticks[0] % 2 == 0:
+            now[0] += next(seconds)
+        return now[0]
+
+    work = LayerWork(16, 16, 16, bias=False, split=False, device=torch.device("cpu"))
+    assert time_layer(work, (Precision(), Precision()), clock=clock) == [2.0, 4.0]
+    assert ticks[0] == 12
+
+
+@pytest.mark.skipif(not supported(E4M3, "cpu"), reason=supported(E4M3, "cpu").reason)
+def test_a_probe_of_a_cpu_times_fp8_where_torch_has_it_and_never_chooses_it():
+    timings = measure("cpu", [FP32, BF16, E4M3, E5M2], budget=2.0, shapes=[(16, 16, 32)])
+    assert {timing.format for timing in timings} == {FP32, BF16, E4M3, E5M2}
+    quick = [replace(t, seconds=(1e-9,)) if t.format in (E4M3, E5M2) else t for t in timings]
+    assert choose(quick, {fmt: supported(fmt, "cpu") for fmt in FORMATS}).preset != "fp8-mixed"
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_layer_on_a_gpu_is_compiled_and_fp8_pays_where_it_is_wide():
+    narrow = precisions(Policy.parse("fp8-mixed"), ["a"])["a"]
+    if not supported(E4M3, "cuda"):
+        pytest.skip(supported(E4M3, "cuda").reason)
+    work = LayerWork(4096, 4096, 16384, bias=False, split=True, device=torch.device("cuda"), compiled=True)
+    wide, fp8 = time_layer(work, (narrow.widened(), narrow))
+    assert fp8 < wide
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

@@ -171,7 +171,7 @@ def test_masters_are_held_as_the_policy_says():
 @pytest.mark.parametrize(
     ("policy", "said", "hint"),
     [
-        ("fp8-mixed", "e4m3 cannot run on cpu", "emulate=true"),
+        ("bf16-mixed,compute=e3m2", "e3m2 cannot run on cpu", "emulate=true"),
         ("compute=tf32", "tf32 cannot run on cpu", "emulate=true"),
         ("bf16-mixed,grad=fp32", "keeps the gradient of an activation", "grad=bf16"),
         ("bf16-mixed; nothing.*: compute=fp32", "matches none", None),

@@ -44,6 +44,10 @@ ARMS = {
     "halfstep-fp32-masters": Recipe("prepare with halfstep's AdamW, whole fp32 masters", ours=True),
     "halfstep-stock": Recipe("prepare with torch's fused AdamW through the seam, split masters", ours=True),
     "halfstep-fp16": Recipe("prepare in fp16 with dynamic scaling, halfstep's AdamW", ours=True),
+    "halfstep-fp8": Recipe(
+        "prepare in fp8-mixed, fp8 where it is measured to be faster, split masters", ours=True
+    ),
+    "halfstep-fp8-all": Recipe("the same with every matmul in fp8, faster or not", ours=True),
 }
 
 

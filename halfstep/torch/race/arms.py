@@ -20,6 +20,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from halfstep.core.errors import HalfstepError
+from halfstep.core.formats import E4M3
+from halfstep.torch.dtypes import supported
 from halfstep.torch.race import BETAS, CLIP_NORM, DECAY, RATE, Setting
 from halfstep.torch.race.model import GPT2
 
@@ -302,8 +304,8 @@ class Halfstep(Stock):
         """Prepare, then compile."""
         from halfstep.torch import prepare
 
-        seed = self.setting.seed
-        self.run = prepare(self.model, self.optimizer, self.policy, clip_norm=CLIP_NORM, seed=seed)
+        seed, tokens = self.setting.seed, self.setting.batch * self.setting.context
+        self.run = prepare(self.model, self.optimizer, self.policy, clip_norm=CLIP_NORM, seed=seed, tokens=tokens)
         self.forward = self.compiled(self.model)
 
     def step(self, micro_batches: Sequence[Batch]) -> Tensor:
@@ -335,6 +337,37 @@ class HalfstepFp16(Halfstep):
     policy = "fp16-mixed"
 
 
+class HalfstepFp8(Halfstep):
+    """In fp8, layer by layer where that is faster; evaluated in bf16, as the preset has it."""
+
+    policy = "fp8-mixed,param=fp32:split"
+
+    def set_up(self) -> None:
+        """Where the device has fp8."""
+        found = supported(E4M3, self.device)
+        if not found:
+            raise MissingError(found.reason)
+        super().set_up()
+
+    @torch.no_grad()
+    def evaluate(self, batch: Batch) -> Tensor:
+        """The mean loss of a batch in the policy's evaluation form."""
+        from halfstep.torch.apply import set_precision
+
+        policy, converted = self.run.policy, self.run.converted
+        assert converted is not None
+        set_precision(self.model, policy.evaluation())
+        loss = super().evaluate(batch)
+        set_precision(self.model, policy, measured=converted.measured)
+        return loss
+
+
+class HalfstepFp8All(HalfstepFp8):
+    """Every matmul in fp8."""
+
+    policy = "fp8-mixed,param=fp32:split,compute=e4m3"
+
+
 MAKERS: dict[str, type[Stock]] = {
     "fp32": Stock,
     "tf32": TF32,
@@ -350,6 +383,8 @@ MAKERS: dict[str, type[Stock]] = {
     "halfstep-fp32-masters": HalfstepFp32Masters,
     "halfstep-stock": HalfstepStock,
     "halfstep-fp16": HalfstepFp16,
+    "halfstep-fp8": HalfstepFp8,
+    "halfstep-fp8-all": HalfstepFp8All,
 }
 
 

@@ -1,0 +1,102 @@
+"""Writes the tables of docs/models.md from tiny models of each family; a test keeps them current.
+
+python docs/models.py
+"""
+
+import importlib.util
+import re
+import sys
+from collections.abc import Iterable
+from importlib.metadata import version
+from pathlib import Path
+
+import torch
+
+from halfstep.torch.functions import IN_COMPUTE
+from halfstep.torch.record import Row
+from halfstep.torch.step import Run, prepare
+
+HERE = Path(__file__).parent
+KINDS = {
+    "layers": ("multiplies", "computes", "looks up", "projects"),
+    "islands": ("is an island",),
+    "routers": ("is a router",),
+    "experts": ("is a leaf of experts",),
+    "leaves": ("is a leaf, it",),
+}
+_VERSIONS = r"transformers [\d.]+\d and diffusers [\d.]+\d"
+
+
+def zoo():
+    """benchmarks/zoo.py."""
+    if "halfstep_zoo" not in sys.modules:
+        spec = importlib.util.spec_from_file_location("halfstep_zoo", HERE.parent / "benchmarks" / "zoo.py")
+        sys.modules["halfstep_zoo"] = module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+    return sys.modules["halfstep_zoo"]
+
+
+def page() -> str:
+    """The page as it is, with tables as they should be."""
+    text = (HERE / "models.md").read_text(encoding="utf-8")
+    for name, rows in tables().items():
+        start, end = f"<!-- {name} -->\n", f"\n<!-- end of {name} -->"
+        before, _, rest = text.partition(start)
+        text = before + start + markdown(rows) + end + rest.partition(end)[2]
+    return re.sub(_VERSIONS, installed(), text)
+
+
+def tables() -> dict[str, list[list[str]]]:
+    """What becomes of the modules of each family, and of its functions."""
+    modules = [["model", *KINDS]]
+    functions = [["model", "reached", "in compute", "as they are"]]
+    for family in zoo().FAMILIES.values():
+        rows: list[Row] = []
+        for attention in zoo().ATTENTION:
+            model, loss = family.make(attention)
+            run = prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), "bf16-mixed")
+            rows += run.reach(lambda _, model=model, loss=loss: loss(model), None).rows
+        modules.append([family.name, *(_kinds(run, words) for words in KINDS.values())])
+        functions.append([family.name, *_functions(rows)])
+    return {"modules": modules, "functions": functions}
+
+
+def markdown(rows: list[list[str]]) -> str:
+    """A table; the first row is its head."""
+    marked = [rows[0], ["---"] * len(rows[0]), *rows[1:]]
+    return "\n".join("| " + " | ".join(row) + " |" for row in marked)
+
+
+def installed() -> str:
+    """The versions that are here, as the page names them."""
+    return f"transformers {version('transformers')} and diffusers {version('diffusers')}"
+
+
+def written_with() -> str:
+    """The versions that the page names."""
+    return re.search(_VERSIONS, (HERE / "models.md").read_text(encoding="utf-8"))[0]
+
+
+def _kinds(run: Run, words: tuple[str, ...]) -> str:
+    found: dict[str, int] = {}
+    for _, kind, form in run.converted.changes:
+        if form.startswith(words):
+            found[kind] = found.get(kind, 0) + 1
+    return ", ".join(f"{count} {kind}" for kind, count in found.items())
+
+
+def _functions(rows: Iterable[Row]) -> list[str]:
+    columns: list[dict[str, None]] = [{}, {}, {}]
+    for row in rows:
+        name = f"`{row.function.rpartition('.')[2]}`"
+        if row.how == "reached":
+            columns[0][name] = None
+        elif row.why == IN_COMPUTE:
+            columns[1][name] = None
+        else:
+            columns[2][f"{name}: {row.why}"] = None
+    return [", ".join(columns[0]), ", ".join(columns[1]), "; ".join(columns[2])]
+
+
+if __name__ == "__main__":
+    (HERE / "models.md").write_text(page(), encoding="utf-8")

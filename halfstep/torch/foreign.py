@@ -1,0 +1,149 @@
+"""What is known of models that other packages made, by the names of their classes: none of them is imported.
+
+routers     what decides which expert of a mixture sees a token: the role `router`, fp32 inside and out. A router
+            is a module whose class is called one, or a Linear named `gate` or `router` beside `experts`
+experts     the matrices of all experts in one module, as Hugging Face has them since transformers 5
+recipes     layers of torchao and Transformer Engine, which bring their own casts
+wrappers    what must come off before a model is prepared: it casts as well, or keeps what it found
+"""
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from halfstep.core.errors import HalfstepError
+from halfstep.core.formats import FP32
+from halfstep.core.precision import Precision
+from halfstep.core.roles import Operand
+
+ORDER = "the order is prepare, then compile, then wrap: prepare(model, ...), torch.compile(model), DDP(model)"
+# Classes that hold a model and keep what they found in it: what they did, and how the model is got back.
+WRAPPERS = {
+    "OptimizedModule": ("compiled", ORDER),
+    "DistributedDataParallel": ("wrapped by DDP", ORDER),
+    "DataParallel": ("wrapped by DataParallel", ORDER),
+    "FullyShardedDataParallel": ("wrapped by FSDP", ORDER),
+    "FSDPModule": ("wrapped by FSDP", ORDER),
+    "DeepSpeedEngine": ("wrapped by DeepSpeed", "prepare(engine.module, ...) takes the model itself"),
+    "_FabricModule": (
+        "set up by Fabric",
+        "prepare(model.module, ...) takes the model itself; let Fabric not see it (docs/migration.md)",
+    ),
+}
+_OPTIMIZERS = {"AcceleratedOptimizer": "Accelerate", "_FabricOptimizer": "Fabric"}
+_UNWRAP = (
+    "prepare the model, and let Accelerate not see it (docs/migration.md); "
+    "accelerator.unwrap_model(model, keep_fp32_wrapper=False) gives it back"
+)
+_ROUTER, _EXPERTS = re.compile(r"(Router|Gating|MoEGate)$"), re.compile(r"Experts$")
+# Packages whose layers come with recipes of their own, by the modules that their classes are in.
+_RECIPES = {"torchao.float8": "torchao", "transformer_engine": "Transformer Engine"}
+
+
+def routers(model: nn.Module) -> set[str]:
+    """The names of routers, and of all that is in them."""
+    found: set[str] = set()
+    for name, module in model.named_modules():
+        if _ROUTER.search(type(module).__name__) or name.rpartition(".")[0] in found:
+            found.add(name)
+        children = dict(module.named_children())
+        if "experts" in children:
+            gates = [key for key in ("gate", "router") if isinstance(children.get(key), nn.Linear)]
+            found |= {f"{name}.{key}" if name else key for key in gates}
+    return found - {""}
+
+
+def with_routers(found: Mapping[str, Precision], base: Precision, names: set[str]) -> dict[str, Precision]:
+    """The precisions of modules, routers in fp32 whatever they are computed from and used in."""
+    return {**found, **{name: _wide(found.get(name, base)) for name in names}}
+
+
+def _wide(precision: Precision) -> Precision:
+    fp32, operand = {"compute": FP32, "grad": FP32, "norm": FP32, "softmax": FP32}, Operand(FP32)
+    return replace(precision, **fp32, operand=operand, grad_operand=operand)  # type: ignore[arg-type]
+
+
+def is_experts(module: nn.Module) -> bool:
+    """Whether a module holds the matrices of all experts of a mixture itself."""
+    named = _EXPERTS.search(type(module).__name__) is not None
+    return named and any(p.dim() == 3 for p in module.parameters(recurse=False))
+
+
+def recipe_of(module: nn.Module) -> str:
+    """Whose layer a module is that brings a recipe of its own, and which; empty of any other."""
+    where = type(module).__module__
+    package = next((told for start, told in _RECIPES.items() if f"{where}.".startswith(f"{start}.")), "")
+    if not package:
+        return ""
+    meta = getattr(module, "fp8_meta", None)
+    recipe = meta.get("recipe") if isinstance(meta, dict) else getattr(module, "config", None)
+    return f"{package}'s, with {'the recipe of its own context' if recipe is None else recipe}"
+
+
+def kept_wide(model: nn.Module) -> list[str]:
+    """Modules that the authors of a Hugging Face model keep in fp32, as `wo` of T5, which overflows fp16."""
+    parts = {part for module in model.modules() for part in getattr(module, "_keep_in_fp32_modules", None) or ()}
+    return [n for n, m in model.named_modules() if n.rpartition(".")[2] in parts and [*m.parameters()]]
+
+
+def refuse_wrapped(model: nn.Module) -> None:
+    """Refuses a model, or a part of one, that something stands around already."""
+    for name, module in model.named_modules():
+        told = f"`{name}`" if name else f"the model, a {type(module).__name__},"
+        for base in type(module).__mro__:
+            if base.__name__ in WRAPPERS:
+                what, hint = WRAPPERS[base.__name__]
+                raise HalfstepError(f"{told} is {what} already, and keeps what it found then", hint=hint)
+        if module._compiled_call_impl is not None:
+            raise HalfstepError(f"{told} is compiled already, and keeps what it found then", hint=ORDER)
+        if "_original_forward" in module.__dict__:
+            raise HalfstepError(
+                f"{told} was prepared by Accelerate already: it runs under torch.autocast", hint=_UNWRAP
+            )
+        if autocast_around(getattr(module, "forward", None)):
+            raise HalfstepError(
+                f"the forward of {told.rstrip(',')} is decorated by torch.autocast, which would cast as well",
+                hint="take the decorator off: the modules cast by themselves",
+            )
+        if module is model and is_replaced(module):
+            raise HalfstepError(
+                f"the forward of {told.rstrip(',')} was replaced on this one object",
+                hint="write it into a class, `class Mine(Model): def forward(...)`, and prepare one of that",
+            )
+
+
+def refuse_wrapped_optimizer(optimizer: Any) -> None:
+    """Refuses an optimizer that another package steps."""
+    for base in type(optimizer).__mro__:
+        if base.__name__ in _OPTIMIZERS:
+            whose = _OPTIMIZERS[base.__name__]
+            raise HalfstepError(
+                f"the optimizer was prepared by {whose} already, which steps it when it wants to",
+                hint=f"hand over the one that was given to {whose}, `optimizer.optimizer`, and let it not see it",
+            )
+
+
+def is_replaced(module: nn.Module) -> bool:
+    """Whether a module has a forward of its own object that is not the one of its class."""
+    own = module.__dict__.get("forward")
+    return own is not None and getattr(own, "__func__", None) is not type(module).forward
+
+
+def autocast_around(forward: Callable[..., Any] | None) -> bool:
+    """Whether a function was decorated by an autocast that is on."""
+    for function in _layers_of(forward):
+        if getattr(getattr(function, "__code__", None), "co_name", "") == "decorate_autocast":
+            cells = [cell.cell_contents for cell in function.__closure__ or ()]
+            if any(isinstance(value, torch.autocast) and value._enabled for value in cells):
+                return True
+    return False
+
+
+def _layers_of(function: Any) -> Iterator[Any]:
+    while function is not None:
+        yield getattr(function, "__func__", function)
+        function = getattr(function, "__wrapped__", None)

@@ -1,0 +1,283 @@
+"""Which matmuls may have narrow operands, and which are worth it: decided before anything is changed.
+
+**What cannot run is refused**, by name and with the rule that excludes it: a pair of formats that the device does
+not multiply (two e5m2 on NVIDIA), a size that is no multiple of 16, fast accumulation where there is none.
+
+**What is not worth it stays wide**, where a rule says `measured` (`compute=e4m3:measured`). An fp8 matmul takes
+about half the time of a bf16 one, and its casts and transposed copies take time that a bf16 layer does not: below
+some width the layer as a whole is slower. So each layer that a rule names is timed, forward and backward, by its
+size, in both precisions, and one that is not faster by WORTH stays in the format of the activations. The whole
+layer does: `grad` may be narrow without `measured`, and goes along. The sizes that a model works most in are timed
+first. What is not reached within BUDGET seconds, or does not fit into memory, stays wide too. Both times are told.
+
+Emulated, nothing is timed: every matmul that rules name is narrow, and the summary says so.
+"""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from halfstep.core.errors import PolicyError
+from halfstep.core.formats import E4M3, Format
+from halfstep.core.ladder import Clock
+from halfstep.core.precision import Precision
+from halfstep.core.refusal import EMULATE
+from halfstep.core.roles import Param, is_narrow
+from halfstep.torch.convert import Plan
+from halfstep.torch.delayed import Amaxes
+from halfstep.torch.dtypes import ROWS_INTO_FP32, dtype_of, product_failure
+from halfstep.torch.fp8 import MULTIPLE
+from halfstep.torch.layers import Matmul
+from halfstep.torch.measure import LayerWork, time_layer
+from halfstep.torch.multihead import MultiheadAttention
+
+TOKENS = 16384
+"""Tokens of a micro-batch, where nobody says how many there are."""
+CPU_TOKENS = 256  # a CPU would take minutes for more, and its answer does not depend on it
+BUDGET = 90.0
+"""Seconds that measuring may take; one size that was begun is finished."""
+WORTH = 1.02
+"""How many times faster a narrow layer must be: timings of the same work differ by about as much."""
+
+# (a layer, its two precisions: wide and narrow) -> seconds of a training pass in each
+Timer = Callable[[LayerWork, Sequence[Precision]], list[float]]
+
+
+@dataclass
+class Measured:
+    """Which layers were to be measured, and what became of each: by name, whether it is narrow, and why."""
+
+    narrow: dict[str, bool] = field(default_factory=dict)
+    notes: dict[str, str] = field(default_factory=dict)
+    told: str = ""  # how it was done, in a line
+
+    @property
+    def kept_wide(self) -> list[str]:
+        """The layers that stay in the format of the activations."""
+        return [name for name, narrow in self.narrow.items() if not narrow]
+
+    def settle(self, found: Mapping[str, Precision]) -> dict[str, Precision]:
+        """The precisions, wide where a layer is kept wide."""
+        wide = set(self.kept_wide)
+        return {name: p.widened() if name in wide else p for name, p in found.items()}
+
+
+def check_narrow(
+    plans: Sequence[Plan], found: Mapping[str, Precision], base: Precision, device: torch.device
+) -> None:
+    """Refuses narrow operands that the device or a layer cannot take, and modifiers that would change nothing."""
+    layers = {plan: found.get(plan.name, base) for plan in _matmuls(plans)}
+    narrow = {plan: precision for plan, precision in layers.items() if precision.narrow}
+    for plan, precision in narrow.items():
+        _check_delayed(plan, precision)
+    native = {plan: precision for plan, precision in narrow.items() if not precision.emulate}
+    for precision in dict.fromkeys(native.values()):
+        _check_pairs(precision, device)
+    _check_sizes({plan: precision for plan, precision in native.items() if _pairs(precision)})
+
+
+def check_fast(
+    plans: Sequence[Plan], found: Mapping[str, Precision], base: Precision, device: torch.device
+) -> None:
+    """Refuses fast accumulation where it would change nothing, or nobody knows what it would change."""
+    wanted = [base, *found.values()]
+    if not any(precision.matmul.fast for precision in wanted):
+        return
+    told, hint = "`matmul=fp32:fast`", "leave `fast` out: matmuls sum in fp32"
+    reached = [found[plan.name] for plan in _matmuls(plans) if plan.name in found]
+    if base.emulate:
+        raise PolicyError(f"{told} is what some hardware does inside, and is not emulated", hint=hint)
+    if not any(precision.matmul.fast and is_narrow(precision.operand.format) for precision in reached):
+        raise PolicyError(f"{told} is for forward matmuls of fp8 operands, and it reaches none", hint=hint)
+    if device.type != "cuda":
+        raise PolicyError(f"{told} is a way of NVIDIA's kernels to sum, and this is {device}", hint=hint)
+
+
+def measure_all(
+    plans: Sequence[Plan],
+    found: Mapping[str, Precision],
+    held: Mapping[Tensor, Param],
+    tokens: int,
+    *,
+    compiled: bool = True,
+    timer: Timer = time_layer,
+    clock: Clock = time.perf_counter,
+) -> Measured | None:
+    """Times every layer that a rule says `measured` of, size by size; None where no rule does.
+
+    `compiled`: as torch.compile will make them. On a CPU, which is here for tests, they are not.
+    """
+    layers = {plan: found[plan.name] for plan in _matmuls(plans) if plan.name in found}
+    layers = {plan: precision for plan, precision in layers.items() if precision.measured and precision.narrow}
+    if not layers:
+        return None
+    if all(precision.emulate for precision in layers.values()):
+        return Measured(told=f"nothing, since it is emulated: all {len(layers)} matmuls of the rules are narrow")
+    works = {plan: [(work, layers[plan]) for work in _works(plan, held, tokens, compiled)] for plan in layers}
+    amounts: dict[_Key, int] = {}
+    for keys in works.values():
+        for key in keys:
+            amounts[key] = amounts.get(key, 0) + key[0].inputs * key[0].outputs
+    begun = clock()
+    times = {}
+    for work, precision in sorted(amounts, key=lambda key: -amounts[key]):
+        late = clock() - begun >= BUDGET
+        times[work, precision] = f"not timed within {BUDGET:g} s" if late else _timed(timer, work, precision)
+    measured = Measured()
+    for plan, keys in works.items():
+        told = _verdict([times[key] for key in keys], keys)
+        measured.narrow[plan.name], measured.notes[plan.name] = told
+    measured.told = _told(measured, list(amounts), clock() - begun)
+    return measured
+
+
+def hang_pasts(plans: Sequence[Plan], found: Mapping[str, Precision], device: torch.device) -> Amaxes | None:
+    """Gives each layer whose operands are delayed a history; None where there is none."""
+    layers = [plan for plan in _matmuls(plans) if plan.name in found and found[plan.name].delayed]
+    if not layers:
+        return None
+    amaxes = Amaxes([plan.name for plan in layers], device)
+    for plan in layers:
+        plan.module.__dict__["halfstep_past"] = amaxes.pasts[plan.name]
+    return amaxes
+
+
+def learn_rows(device: torch.device) -> None:
+    """Finds out whether products that are scaled by rows have a kernel into fp32, before code is compiled."""
+    if device.type not in ROWS_INTO_FP32:
+        ROWS_INTO_FP32[device.type] = not product_failure(E4M3, E4M3, device, rows=True, dtype=torch.float32)
+
+
+_Key = tuple[LayerWork, Precision]
+
+
+def _matmuls(plans: Sequence[Plan]) -> list[Plan]:
+    return [plan for plan in plans if plan.kind is not None and issubclass(plan.kind, Matmul)]
+
+
+def _sizes(plan: Plan) -> list[tuple[int, int]]:
+    """(inputs, outputs) of each matrix that a layer multiplies by."""
+    return cast(type[Matmul], plan.kind).matrix_sizes(cast(Matmul, plan.module))
+
+
+def _works(plan: Plan, held: Mapping[Tensor, Param], tokens: int, compiled: bool) -> list[LayerWork]:
+    parameters = list(plan.module.parameters(recurse=False))
+    split = any(held[p].split for p in (parameters or held) if p in held)  # a tied head holds none itself
+    bias = any(p.dim() == 1 for p in parameters)
+    device = next(iter(held)).device if not parameters else parameters[0].device
+    if device.type == "cpu":
+        tokens, compiled = min(tokens, CPU_TOKENS), False
+    return [LayerWork(inputs, outputs, tokens, bias, split, device, compiled) for inputs, outputs in _sizes(plan)]
+
+
+def _timed(timer: Timer, work: LayerWork, precision: Precision) -> tuple[float, float] | str:
+    """Seconds in the wide and in the narrow form, or why there are none."""
+    try:
+        wide, narrow = timer(work, (precision.widened(), precision))
+    except torch.OutOfMemoryError:
+        return f"not timed: {work.tokens} tokens take more memory than there is"
+    except RuntimeError as error:  # of a kernel, or of the compiler
+        return f"not timed: {(str(error).strip() or type(error).__name__).splitlines()[0]}"
+    return wide, narrow
+
+
+def _verdict(times: list[tuple[float, float] | str], keys: list[_Key]) -> tuple[bool, str]:
+    """Whether a layer is narrow, and why, in words."""
+    failures = [told for told in times if isinstance(told, str)]
+    precision = keys[0][1]
+    if failures:
+        return False, f"{failures[0]}, so it stays {precision.compute}"
+    wide, narrow = (sum(seconds[side] for seconds in times if not isinstance(seconds, str)) for side in (0, 1))
+    told = f"{_ms(narrow)} in {_narrow_formats(precision)}, {_ms(wide)} in {precision.compute}"
+    return narrow * WORTH <= wide, f"measured: {told}"
+
+
+def _told(measured: Measured, keys: Sequence[_Key], seconds: float) -> str:
+    """What was measured, in a line."""
+    work, precision = keys[0]
+    narrow, wide = _narrow_formats(precision), precision.compute
+    count, total = sum(measured.narrow.values()), len(measured.narrow)
+    form = "compiled" if work.compiled else "eager"
+    how = f"{len(keys)} sizes timed {form} in {seconds:.1f} s of at most {BUDGET:g} s, at {work.tokens} tokens"
+    if count == total:
+        return f"all {total} matmuls that rules name are faster in {narrow} than in {wide} ({how})"
+    if count == 0:
+        return f"none of the {total} matmuls that rules name is faster in {narrow}, so all stay {wide} ({how})"
+    return f"{count} of the {total} matmuls that rules name are faster in {narrow}, the others stay {wide} ({how})"
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.3g} ms"
+
+
+def _narrow_formats(precision: Precision) -> str:
+    return " and ".join(dict.fromkeys(str(o.format) for o in precision.operands if is_narrow(o.format)))
+
+
+def _pairs(precision: Precision) -> list[tuple[Format, Format, bool, torch.dtype]]:
+    """The products of two narrow formats that a layer makes: whether by rows, and the dtype of the result."""
+    forward, backward = precision.operands
+    made = [
+        (forward, forward, precision.compute),
+        (backward, forward, precision.grad),
+        (backward, forward, precision.grad_weight),
+    ]
+    return [
+        (a.format, b.format, "row" in (a.granularity, b.granularity), dtype_of(out))
+        for a, b, out in made
+        if is_narrow(a.format) and is_narrow(b.format)
+    ]
+
+
+def _check_pairs(precision: Precision, device: torch.device) -> None:
+    for a, b, rows, dtype in _pairs(precision):
+        learn_rows(device)
+        if rows and dtype == torch.float32 and not ROWS_INTO_FP32[device.type]:
+            rows = False  # its scales are undone after the sum
+        failure = product_failure(a, b, device, rows=rows, dtype=dtype)
+        if failure:
+            scales = "a scale a row" if rows else "a scale a tensor"
+            raise PolicyError(
+                f"a matmul of {a} and {b} with {scales} cannot run on {device}: {failure}",
+                hint=f"e4m3 forward and e5m2 or e4m3 backward run where any fp8 does; or {EMULATE}",
+            )
+
+
+def _check_sizes(layers: Mapping[Plan, Precision]) -> None:
+    """Refuses, all at once, the layers whose sizes no fp8 matmul takes."""
+    bad: dict[str, str] = {}
+    for plan, precision in layers.items():
+        for inputs, outputs in _sizes(plan):
+            wrong = [f"in_features is {inputs}"] * (inputs % MULTIPLE > 0)
+            wrong += [f"out_features is {outputs}"] * (outputs % MULTIPLE > 0)
+            if wrong:
+                told = f"`{plan.name}` cannot run in {_narrow_formats(precision)}: {' and '.join(wrong)}"
+                bad.setdefault(plan.name, told)
+    if bad:
+        first, *others = bad.values()
+        more = f" (and {len(others)} more: {', '.join(f'`{name}`' for name in [*bad][1:])})" if others else ""
+        wide = next(iter(layers.values())).compute
+        rules = "; ".join(f"{name}: compute={wide}" for name in bad)
+        raise PolicyError(
+            f"{first}, an fp8 matmul needs a multiple of {MULTIPLE}{more}",
+            hint=f"keep it in {wide} with a rule, `; {rules}`, or pad the layer",
+        )
+
+
+def _check_delayed(plan: Plan, precision: Precision) -> None:
+    for operand in precision.operands:
+        if operand.amax == "delayed" and operand.granularity == "row":
+            raise PolicyError(
+                f"`{operand.format}:row:delayed` at `{plan.name}`: a row of activations is a token, and the next "
+                "update has others in its place",
+                hint=f"write `{operand.format}:row`, or `{operand.format}:delayed` with one scale a tensor",
+            )
+    if precision.delayed and issubclass(cast(type, plan.kind), MultiheadAttention):
+        raise PolicyError(
+            f"`{plan.name}` projects queries, keys and values, and a delayed amax is that of one matmul",
+            hint=f"scale it by its own amax with a rule, `; {plan.name}: compute=..., grad=...` without `delayed`",
+        )

@@ -1,0 +1,154 @@
+"""Products that a model's own code writes as functions, where a weight is among the operands.
+
+Autograd keeps the gradient of an operand in the dtype of the operand. A weight that is cast to bf16 has a
+gradient that was rounded to bf16, then widened. Here, as in matmul.py, activations have gradients in `grad`
+and weights in `grad_weight`, fp32 as a rule, straight from the fp32 sum; and every product is in compute:
+
+    x W, W x, W of two dimensions      a linear layer
+    batches of W                       one matmul a batch, forward and backward
+    einsum of two                      its letters are sorted into batch, rows, sum and columns: one of the above
+    grouped_mm                         rows of x, sorted by expert, each group by its own matrix
+
+The gradient of grouped matrices is summed in fp32 on a CPU. On a GPU torch's kernel gives it in the dtype of its
+operands: it is rounded once, after the sum, then widened, as those of convolutions are (modules.py).
+
+`weights` says which of the operands are weights. A weight that is the half of a split master comes here widened.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from halfstep.torch.cast import carried
+from halfstep.torch.layers import Casts, enter, linear
+from halfstep.torch.matmul import in_compute, matmul
+
+Two = tuple[bool, bool]
+
+
+def product(a: Tensor, b: Tensor, weights: Two, casts: Casts) -> Tensor:
+    """torch.matmul(a, b) of operands of any dimensions, at least one of which is a weight."""
+    if weights[1] and b.dim() <= 2:
+        return linear(a, b, None, casts, transposed=True) if b.dim() == 2 else _by_vector(a, b, casts)
+    if weights[0] and a.dim() <= 2:
+        if a.dim() == 1:
+            return _by_vector(b.mT, a, casts)
+        return linear(b, a, None, casts) if b.dim() == 1 else linear(b.mT, a, None, casts).mT
+    left, right = (a.unsqueeze(0) if a.dim() == 1 else a), (b.unsqueeze(1) if b.dim() == 1 else b)
+    batch = torch.broadcast_shapes(left.shape[:-2], right.shape[:-2])
+    left, right = left.expand(*batch, -1, -1), right.expand(*batch, -1, -1)
+    y = batched(left.flatten(0, -3), right.flatten(0, -3), weights, casts)
+    y = y.view(*batch, *y.shape[-2:])
+    y = y.squeeze(-2) if a.dim() == 1 else y
+    return y.squeeze(-1) if b.dim() == 1 else y
+
+
+def batched(a: Tensor, b: Tensor, weights: Two, casts: Casts) -> Tensor:
+    """torch.bmm(a, b), of activations in any dtype and of weights in fp32."""
+    if casts.plain:
+        return torch.bmm(a.float(), b.float())
+    a, b = (t if weight else enter(t, casts) for t, weight in zip((a, b), weights, strict=True))
+    return _Batched.apply(a, b, weights, casts)  # type: ignore[no-any-return]
+
+
+def grouped(x: Tensor, w: Tensor, offsets: Tensor, casts: Casts) -> Tensor:
+    """torch.nn.functional.grouped_mm(x, w, offs=offsets): rows up to offsets[0] by w[0], and so on."""
+    if casts.plain:
+        return torch._grouped_mm(x.float(), w.float(), offs=offsets)
+    return _Grouped.apply(enter(x, casts), w, offsets, casts)  # type: ignore[no-any-return]
+
+
+def einsum(equation: str, a: Tensor, b: Tensor, weights: Two, casts: Casts) -> Tensor | None:
+    """torch.einsum(equation, a, b), or None where it is no matmul: a letter twice, summed alone, or dots."""
+    inputs, _, out = equation.replace(" ", "").partition("->")
+    left, _, right = inputs.partition(",")
+    if "->" not in equation:
+        out = "".join(sorted(c for c in {*left, *right} if inputs.count(c) == 1))
+    letters = (left, right, out)
+    sums = [c for c in left if c in right and c not in out]
+    once = all(len(set(part)) == len(part) for part in letters) and {*left, *right} == {*out, *sums}
+    if not once or "." in equation:
+        return None
+    batch = [c for c in left if c in right and c in out]
+    rows, columns = [c for c in left if c not in right], [c for c in right if c not in left]
+    size = dict(zip(left + right, (*a.shape, *b.shape), strict=True))
+    a = a.permute([left.index(c) for c in (*batch, *rows, *sums)])
+    b = b.permute([right.index(c) for c in (*batch, *sums, *columns)])
+    shapes = [_sizes(size, part) for part in (batch, rows, sums, columns)]
+    numbers = [shape.numel() for shape in shapes]
+    if batch:
+        a, b = a.reshape(numbers[0], numbers[1], numbers[2]), b.reshape(numbers[0], numbers[2], numbers[3])
+        y = batched(a, b, weights, casts)
+    else:
+        y = product(a.reshape(numbers[1], numbers[2]), b.reshape(numbers[2], numbers[3]), weights, casts)
+    made = [*batch, *rows, *columns]
+    return y.reshape(*shapes[0], *shapes[1], *shapes[3]).permute([made.index(c) for c in out])
+
+
+class _Batched(torch.autograd.Function):
+    """a b of batches; the gradient of a weight is in its own format from the sum on."""
+
+    @staticmethod
+    def forward(ctx: Any, a: Tensor, b: Tensor, weights: Two, casts: Casts) -> Tensor:
+        a, b = in_compute(a, casts), in_compute(b, casts)
+        ctx.save_for_backward(a, b)
+        ctx.weights, ctx.casts = weights, casts
+        return _carried(matmul(a, b, casts.compute), casts, casts.precision.compute)
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+        a, b = ctx.saved_tensors
+        casts = ctx.casts
+        g = _carried(g, casts, casts.precision.grad)
+        grad_a = _gradient(g, b.mT, ctx.weights[0], casts) if ctx.needs_input_grad[0] else None
+        grad_b = _gradient(a.mT, g, ctx.weights[1], casts) if ctx.needs_input_grad[1] else None
+        return grad_a, grad_b, None, None
+
+
+class _Grouped(torch.autograd.Function):
+    """Groups of rows, each by its own matrix."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor, offsets: Tensor, casts: Casts) -> Tensor:
+        w = in_compute(w, casts)
+        ctx.save_for_backward(x, w, offsets)
+        ctx.casts = casts
+        return _carried(torch._grouped_mm(x, w, offs=offsets), casts, casts.precision.compute)
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+        x, w, offsets = ctx.saved_tensors
+        casts, precision = ctx.casts, ctx.casts.precision
+        g = _carried(g, casts, precision.grad).contiguous()  # the kernel takes no expanded gradient
+        grad_x = grad_w = None
+        if ctx.needs_input_grad[0]:
+            grad_x = _carried(torch._grouped_mm(g, w.mT, offs=offsets), casts, precision.grad)
+        if ctx.needs_input_grad[1]:
+            narrow = x.is_cuda or torch.compiler.is_compiling()  # what is compiled is bf16, on a CPU too
+            rows, columns = (x, g) if narrow else (x.float(), g.float())
+            grad_w = torch._grouped_mm(rows.mT, columns, offs=offsets).to(casts.grad_weight)
+            grad_w = _carried(grad_w, casts, precision.grad_weight)
+        return grad_x, grad_w, None, None
+
+
+def _gradient(a: Tensor, b: Tensor, weight: bool, casts: Casts) -> Tensor:
+    precision = casts.precision
+    if weight:
+        return _carried(matmul(a, b, casts.grad_weight), casts, precision.grad_weight)
+    return _carried(matmul(a, b, casts.grad), casts, precision.grad)
+
+
+def _by_vector(x: Tensor, vector: Tensor, casts: Casts) -> Tensor:
+    return linear(x, vector.unsqueeze(0), None, casts).squeeze(-1)
+
+
+def _carried(x: Tensor, casts: Casts, fmt: Any) -> Tensor:
+    return carried(x, fmt) if casts.emulate else x
+
+
+def _sizes(size: dict[str, int], letters: list[str]) -> torch.Size:
+    return torch.Size([size[c] for c in letters])

@@ -1,0 +1,131 @@
+"""What became of each function of a pass: what `run.reach(loss_fn, batch)` lists.
+
+One forward pass is run, eagerly and for real, with a watcher on the mode of reach.py, and nothing that lasts is
+changed. Fake tensors would cost less and would not do: mixtures branch on what their routers decide.
+
+Listed is every product, attention, island and look-up of the model's own code, how it ran and why. Of what no role
+reaches, the functions that lose by it are: sums of narrow numbers, as hand-written norms have them, and arithmetic
+that an fp32 tensor promotes. What layers do is in `run.summary()`.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import nn
+from torch.overrides import resolve_name
+
+from halfstep.torch.blame import as_it_was
+from halfstep.torch.functions import IN_COMPUTE, NARROW, NOTHING_MET, SENSITIVE, Entry, meets, tensors_of
+from halfstep.torch.reach import WATCHERS, Reach
+
+SHOWN = 3
+
+
+class Row(NamedTuple):
+    """A function, as one module called it."""
+
+    function: str
+    module: str
+    how: Literal["reached", "as it is"]
+    why: str
+    calls: int = 1
+
+
+@dataclass(frozen=True)
+class Reached:
+    """The functions of a pass."""
+
+    rows: tuple[Row, ...]
+
+    @property
+    def missed(self) -> tuple[Row, ...]:
+        """What the policy did not reach, and is not in compute by itself."""
+        return tuple(row for row in self.rows if row.how == "as it is" and row.why != IN_COMPUTE)
+
+    def __str__(self) -> str:
+        groups: dict[tuple[str, str, str], list[Row]] = {}
+        for row in self.rows:
+            groups.setdefault((row.how, row.function, row.why), []).append(row)
+        return "\n".join(_line(*key, rows) for key, rows in sorted(groups.items(), reverse=True))
+
+
+def record(model: nn.Module, loss_fn: Callable[[Any], Any], batch: Any) -> Reached:
+    """Runs one forward pass and lists its functions."""
+    counts: dict[Row, int] = {}
+    inside: list[str] = []
+
+    def watch(mode: Reach, func: Any, args: Any, kwargs: Any, entry: Entry | None, why: str) -> None:
+        told = _told(mode, func, args, kwargs, entry, why)
+        if told is not None:
+            row = Row(_function(func), inside[-1] if inside else "", *told)
+            counts[row] = counts.get(row, 0) + 1
+
+    WATCHERS.append(watch)
+    try:
+        with (
+            torch.compiler.set_stance("force_eager"),
+            torch.enable_grad(),
+            as_it_was(model),
+            _named(model, inside),
+        ):
+            loss_fn(batch)
+    finally:
+        WATCHERS.remove(watch)
+    return Reached(tuple(row._replace(calls=calls) for row, calls in counts.items()))
+
+
+def _told(
+    mode: Reach, func: Any, args: Any, kwargs: Any, entry: Entry | None, why: str
+) -> tuple[Literal["reached", "as it is"], str] | None:
+    """How a function runs and why; None where there is nothing to tell."""
+    if entry is not None and not why:
+        return "reached", entry.told
+    if entry is not None and why != NOTHING_MET and not meets(entry):
+        return "as it is", why
+    dtypes = {t.dtype for t in tensors_of(args, kwargs) if t.dim() and t.is_floating_point()}
+    if entry is None:
+        narrow = func in SENSITIVE and any(dtype in NARROW for dtype in dtypes)
+        return ("as it is", f"computed in {_name(dtypes)}, no role reaches it") if narrow else None
+    promoted = meets(entry) and torch.float32 in dtypes and any(dtype in NARROW for dtype in dtypes)
+    return (
+        ("as it is", "an fp32 tensor that is no parameter makes it fp32") if promoted and not mode.wide else None
+    )
+
+
+def _function(func: Any) -> str:
+    known = resolve_name(func)
+    return known if known and "<" not in known else getattr(func, "__name__", str(func))
+
+
+def _name(dtypes: set[torch.dtype]) -> str:
+    return " and ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
+
+
+@contextmanager
+def _named(model: nn.Module, inside: list[str]) -> Iterator[None]:
+    """Keeps the name of the module that is running on a stack."""
+    handles: list[Any] = []
+    for name, module in model.named_modules():
+
+        def enter(module: nn.Module, args: Any, name: str = name) -> None:
+            inside.append(name or "the model")
+
+        def leave(module: nn.Module, args: Any, out: Any) -> None:
+            inside.pop()
+
+        handles.append(module.register_forward_pre_hook(enter))
+        handles.append(module.register_forward_hook(leave, always_call=True))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _line(how: str, function: str, why: str, rows: list[Row]) -> str:
+    modules = [row.module for row in rows]
+    some = ", ".join(modules[:SHOWN]) + (f", and {len(modules) - SHOWN} more" if len(modules) > SHOWN else "")
+    return f"  {sum(row.calls for row in rows)} {function} ({some}): {how}, {why}"

@@ -1,0 +1,288 @@
+"""First weights from elsewhere: a model of transformers, or a run of ours, as our decoder's parameters in fp32.
+
+    halfstep train gpt2 --init openai-gpt2/             config.json and model.safetensors, or its shards
+    halfstep train gpt2 --init weights.safetensors      a file alone; what it does not say is taken from the recipe
+    halfstep train gpt2 --init runs/earlier             the newest checkpoint of a run of ours, its weights alone
+
+What is in the file must be the model of the recipe. config.json is held against the recipe, setting by setting;
+then every parameter of ours must be there in its shape, and every tensor of theirs must be used, or be one that is
+left out on purpose. Whatever does not fit is refused by name, with the `--set` that makes it fit. The one liberty
+is the number of rows: a vocabulary may be padded (layouts.resized), and learned positions beyond the context are
+cut. Both are said.
+
+Only headers are read until `weights()` is walked through, one parameter at a time: beside the model itself, memory
+is needed for its largest tensor. layouts.py says how others lay a model out, weightfiles.py how a file is read.
+"""
+
+import contextlib
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple, final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from halfstep.config.load import recipe_names
+from halfstep.config.model import ModelConfig, parameter_shapes
+from halfstep.config.schema import build
+from halfstep.core.errors import ConfigError
+from halfstep.training import checkpoint, folder, weightfiles
+from halfstep.training.layouts import LAYOUTS, Layout, Own, Settings, Source, Tensors, resolved
+from halfstep.training.weightfiles import Tensor, WeightsError
+
+CONFIG = "config.json"
+# Settings whose zero stands for a number that follows from others.
+FOLLOWING = ("kv_heads", "head_width", "mlp_width", "norm_epsilon")
+
+
+@final
+@dataclass(frozen=True)
+class Pretrained:
+    """Weights that fit a model."""
+
+    path: str
+    digest: str
+    notes: tuple[str, ...]
+    layout: Layout
+    model: ModelConfig
+    tensors: Tensors
+
+    def weights(self) -> Iterator[tuple[str, NDArray[np.float32]]]:
+        """The name and value of every parameter, each read when it is asked for."""
+        sources = self.layout.sources(self.model)
+        for name, shape in parameter_shapes(self.model).items():
+            numbers = self.layout.read(self.tensors, sources[name].name)
+            finite = np.isfinite(numbers)
+            if not finite.all():
+                raise WeightsError(
+                    f"`{self.tensors[sources[name].name].name}` of `{self.path}` holds numbers that are not "
+                    f"finite: {int((~finite).sum()):,} of {numbers.size:,}",
+                    hint="they come from a run that diverged, or the file is damaged: fetch or write it again",
+                )
+            yield name, sources[name].take(numbers, shape)
+
+    def record(self) -> dict[str, Any]:
+        """Where the weights came from, for events and checkpoints."""
+        return {"path": self.path, "layout": self.layout.name, "sha256": self.digest, "notes": list(self.notes)}
+
+    @property
+    def description(self) -> str:
+        """Where the weights came from, and what was done to them."""
+        return "; ".join([f"of {self.layout.name}, `{self.path}`, SHA-256 {self.digest[:12]}…", *self.notes])
+
+
+class _Found(NamedTuple):
+    """What is at a path."""
+
+    place: Path
+    tensors: dict[str, Tensor]
+    config: dict[str, Any] | None  # what describes the model
+    sha256: str = ""  # what it must be
+
+
+def open_pretrained(path: str, model: ModelConfig, digest: str = "") -> Pretrained:
+    """The weights at a path, checked against the model and, where one is given, against a digest."""
+    found = _found(path)
+    layout = _layout_of(found)
+    tensors = layout.plain(found.tensors)
+    _check_settings(found.place, layout, model, _expected(found, layout, tensors))
+    used = _check_tensors(found.place, layout, model, tensors)
+    notes = layout.notes(found.config) if found.config else []
+    if found.config is None and not isinstance(layout, Own):
+        unchecked = "heads, activation, epsilon and rope base are the recipe's, unchecked"
+        notes.append(f"no {CONFIG} describes it: {unchecked}")
+    notes += _told_rows(layout, model, tensors) + _told_formats(tensors, used)
+    notes += _told_skipped(layout, tensors, used)
+    sha256 = weightfiles.digest(found.tensors.values())
+    _check_digest(found, sha256, digest)
+    return Pretrained(path, sha256, tuple(notes), layout, model, tensors)
+
+
+def _found(path: str) -> _Found:
+    """The tensors at a path, and what describes them if anything does."""
+    try:
+        place = Path(path).expanduser()
+        exists = place.exists()
+    except (OSError, RuntimeError, ValueError) as error:  # a name too long, ~nobody, a zero in it
+        raise WeightsError(f"`{path}` cannot be read: {error}", hint="write the path out") from None
+    if not exists:
+        raise WeightsError(
+            f"there is no file or folder `{path}` to take weights from",
+            hint="what is on a hub must be fetched first: `hf download openai-community/gpt2 --local-dir gpt2`",
+        )
+    if (place / folder.CONFIG).exists():
+        newest = checkpoint.latest(place / folder.CHECKPOINTS)
+        if newest is None:
+            raise WeightsError(f"the run in `{place}` has no checkpoint", hint="name a run that has one")
+        place = newest
+    if place.name == checkpoint.STATE and (place.parent / checkpoint.MANIFEST).exists():
+        place = place.parent
+    if (place / checkpoint.MANIFEST).exists():
+        manifest = checkpoint.read_manifest(place)
+        tensors = weightfiles.open_file(place / checkpoint.STATE)
+        config = {**manifest["config"]["model"], "model_type": Own.name}
+        return _Found(place, tensors, config, manifest["files"][checkpoint.STATE]["sha256"])
+    tensors = weightfiles.open_folder(place) if place.is_dir() else weightfiles.open_file(place)
+    beside = (place if place.is_dir() else place.parent) / CONFIG
+    told = weightfiles.read_json(beside) if beside.exists() else {}
+    return _Found(place, tensors, told if "model_type" in told else None)
+
+
+def _layout_of(found: _Found) -> Layout:
+    """The layout that the description names; without one, that which the tensors' names give away."""
+    known = [layout for layout in LAYOUTS if not isinstance(layout, Own)]
+    if found.config is None:
+        fitting = [layout for layout in LAYOUTS if layout.mark in layout.plain(found.tensors)]
+        told = f"has no tensor that tells what it is, as `{known[0].mark}`"
+    else:
+        kind = found.config["model_type"]
+        fitting = [layout for layout in LAYOUTS if layout.name == kind]
+        told = f"is a model of type `{kind}`"
+        if "quantization_config" in found.config:
+            raise WeightsError(f"the weights of `{found.place}` are quantized", hint="take those that are not")
+    if not fitting:
+        raise WeightsError(
+            f"`{found.place}` {told}; weights are read of {', '.join(layout.name for layout in known)} and of our "
+            "own decoder",
+            hint="any other model is trained as its own library has it, by `prepare` of halfstep.torch",
+        )
+    return fitting[0]
+
+
+def _expected(found: _Found, layout: Layout, tensors: Tensors) -> Settings:
+    """The settings that a model must have to be the one in the file."""
+    head, embedding = tensors.get("lm_head.weight"), tensors.get(layout.embedding)
+    same = head is not None and embedding is not None and head.equals(embedding)
+    shown = {**layout.shown(tensors), "tied": head is None or same}
+    if found.config is None:
+        return shown
+    try:
+        told = layout.told(found.config)
+        made = build(ModelConfig, told, "model.")
+    except (TypeError, AttributeError, ConfigError) as error:
+        said = error.message if isinstance(error, ConfigError) else error
+        raise WeightsError(
+            f"{CONFIG} of `{found.place}` describes no model: {said}", hint="fetch or write it again"
+        ) from None
+    if made.tied and not shown["tied"]:
+        raise WeightsError(
+            f"{CONFIG} of `{found.place}` says that head and embedding are one, and `lm_head.weight` is another",
+            hint="write it again with tie_word_embeddings = false, and use --set model.tied=false",
+        )
+    return {**shown, **{key: getattr(made, key) for key in told}}
+
+
+def _check_settings(place: Path, layout: Layout, model: ModelConfig, expected: Settings) -> None:
+    """Refuses a model that differs, with the settings that make it fit."""
+    off = _different(model, expected)
+    # Some follow from others: an MLP of four times the width fits as soon as the width does.
+    stated = {key: value for key, value in off.items() if key not in FOLLOWING or getattr(model, key)}
+    with contextlib.suppress(ConfigError):
+        off = stated | _different(replace(model, **stated), expected)
+    if off:
+        here = resolved(model)
+        told = [f"model.{key} is {_text(there)} there and {_text(here[key])} here" for key, there in off.items()]
+        # Another kind of model, not another size: there is a recipe of that kind.
+        kind = {"norm", "positions"} & off.keys() and layout.name in recipe_names()
+        better = f"begin with the recipe, `halfstep train {layout.name} --init {place}`, or " if kind else ""
+        raise WeightsError(
+            f"`{place}` does not fit the recipe: {', '.join(told)}",
+            hint=f"{better}use " + " ".join(f"--set model.{key}={_text(there)}" for key, there in off.items()),
+        )
+
+
+def _different(model: ModelConfig, expected: Settings) -> Settings:
+    """The settings a model lacks to fit. It may have more tokens than the file, and a shorter context."""
+    here = resolved(model)
+    loose = {
+        "vocabulary": here["vocabulary"] >= expected.get("vocabulary", 0),
+        "context": here["context"] <= expected.get("context", here["context"]),
+    }
+    return {key: there for key, there in expected.items() if not loose.get(key, here[key] == there)}
+
+
+def _check_tensors(place: Path, layout: Layout, model: ModelConfig, tensors: Tensors) -> set[str]:
+    """Every parameter of ours is there in its shape, and nothing of theirs is left over; the names in use."""
+    used = {"lm_head.weight"} if model.tied else set()  # equal to the embedding, else it was refused
+    sources = layout.sources(model)
+    for name, shape in parameter_shapes(model).items():
+        if name not in sources:
+            raise WeightsError(
+                f"`{name}` of the recipe's model is nothing that {layout.name} has",
+                hint=f"start from a recipe of that model, as `halfstep train {layout.name}`",
+            )
+        source = sources[name]
+        if source.name not in tensors:
+            raise WeightsError(
+                f"`{place}` has no tensor `{source.name}`, which is `{name}` here",
+                hint="of a model in several files, name the folder that holds them all with their index",
+            )
+        _check_tensor(place, tensors[source.name], name, source, shape)
+        used.update(layout.pieces(tensors, source.name))
+    over = [name for name in tensors if name not in used and not layout.skipped(name)]
+    if over:
+        raise WeightsError(
+            f"`{tensors[over[0]].name}` of `{place}` has no place in our decoder ({len(over)} such tensors)",
+            hint="the file holds more than a language model: write it again without",
+        )
+    return used & tensors.keys()
+
+
+def _check_tensor(place: Path, tensor: Tensor, name: str, source: Source, shape: tuple[int, ...]) -> None:
+    if not source.fits(tensor.shape, shape):
+        raise WeightsError(
+            f"`{tensor.name}` of `{place}` has the shape {tensor.shape}, expected {source.shape(shape)} for "
+            f"`{name}`",
+            hint="the file does not hold one whole model: fetch or write it again",
+        )
+    tensor.check_format()
+
+
+def _check_digest(found: _Found, sha256: str, wanted: str) -> None:
+    if found.sha256 and found.sha256 != sha256:
+        raise checkpoint.DamagedCheckpointError(
+            f"`{found.place}` is damaged: the SHA-256 of {checkpoint.STATE} is {sha256}, expected {found.sha256}",
+            hint="restore it, or name another checkpoint",
+        )
+    if wanted and wanted.lower() != sha256:
+        raise WeightsError(
+            f"`{found.place}` has the SHA-256 {sha256}, and init_digest is {wanted}",
+            hint="these are other weights: fetch those that are meant, or take these by `--set init_digest=`",
+        )
+
+
+def _told_rows(layout: Layout, model: ModelConfig, tensors: Tensors) -> list[str]:
+    """What is said where a table has another number of rows."""
+    sources, notes = layout.sources(model), []
+    rows = tensors[sources["embed.weight"].name].shape[0]
+    if rows < model.vocabulary:
+        notes.append(
+            f"{model.vocabulary - rows:,} of {model.vocabulary:,} rows of the vocabulary are padding, each the "
+            f"mean of the others (none with --set model.vocabulary={rows})"
+        )
+    if model.positions == "learned":
+        rows = tensors[sources["positions.weight"].name].shape[0]
+        if rows > model.context:
+            notes.append(f"the first {model.context:,} of {rows:,} positions are taken")
+    return notes
+
+
+def _told_formats(tensors: Tensors, used: set[str]) -> list[str]:
+    """What is said of weights that are not held in fp32."""
+    split = {name for name in used if f"remainder.{name}" in used}
+    whole = [tensors[name].dtype for name in used - split if tensors[name].dtype in weightfiles.WIDENED]
+    words = Counter(weightfiles.WIDENED[dtype][1] for dtype in whole if dtype != "F32")
+    told = [f"{count} tensors are held in {word} and widened to fp32, exactly" for word, count in words.items()]
+    return told + ([f"{len(split)} split masters are joined, exactly"] if split else [])
+
+
+def _told_skipped(layout: Layout, tensors: Tensors, used: set[str]) -> list[str]:
+    """What is said of tensors that are left out."""
+    reasons = Counter(layout.skipped(name) for name in tensors if name not in used)
+    return [f"{count} tensors are left out: {reason}" for reason, count in reasons.items()]
+
+
+def _text(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)

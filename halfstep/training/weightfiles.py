@@ -1,0 +1,204 @@
+"""Weights on a disk: one safetensors file, or several with an index, read a tensor at a time and without a pickle.
+
+    folder/model.safetensors                      all in one
+    folder/model.safetensors.index.json           {"weight_map": {tensor: file}}, files beside it
+    file.safetensors                              any file, alone
+
+Whatever is held in fp32, bf16 or fp16 is read as fp32: both halves are subsets of it, so widening is exact (a bf16
+number is the upper half of an fp32 pattern). Anything else would be rounded or has a scale that stands elsewhere,
+and is refused by name.
+
+**The digest** is the SHA-256 of the file, as `sha256sum` prints it and model hubs list it. Of several files it is
+that of the lines which `sha256sum` prints for them, in the order of their names:
+
+    sha256sum model-0000*.safetensors | sha256sum
+
+Everything is checked by header and size before a number is read; numbers that are not finite are refused when they
+are.
+"""
+
+import hashlib
+import json
+import struct
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from halfstep.core.errors import HalfstepError
+
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
+AS_SAFETENSORS = (
+    "load it where you trust it, with the library it is of, and write it again as safetensors: "
+    "`model.save_pretrained(FOLDER)` does"
+)
+
+# The dtypes that widen to fp32 exactly: how their bytes are read, and what the words say.
+WIDENED = {"F32": ("<f4", "fp32"), "BF16": ("<u2", "bf16"), "F16": ("<f2", "fp16")}
+
+
+class WeightsError(HalfstepError):
+    """Weights that cannot be read, or do not fit the model."""
+
+
+@final
+@dataclass(frozen=True)
+class Tensor:
+    """A tensor in a file: what it is called there, and where its bytes are."""
+
+    name: str
+    file: Path
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+
+    def read(self) -> NDArray[np.float32]:
+        """The numbers, in fp32."""
+        raw = self.bits(WIDENED[self.dtype][0])
+        if self.dtype == "BF16":
+            return (raw.astype(np.uint32) << 16).view(np.float32)
+        return raw.astype(np.float32, copy=False)
+
+    def bits(self, carrier: str) -> NDArray[Any]:
+        """The bytes, as a dtype of numpy; it has no bf16."""
+        count = int(np.prod(self.shape, dtype=np.int64))
+        return np.fromfile(self.file, carrier, count, offset=self.offset).reshape(self.shape)
+
+    def equals(self, other: "Tensor") -> bool:
+        """Whether another tensor holds the same numbers in the same format."""
+        self.check_format()
+        alike = (self.dtype, self.shape) == (other.dtype, other.shape)
+        return alike and bool((self.read() == other.read()).all())
+
+    def check_format(self) -> None:
+        """Refuses a format that does not widen to fp32."""
+        if self.dtype not in WIDENED:
+            raise WeightsError(
+                f"`{self.name}` in `{self.file}` is held in {self.dtype}; weights are read from "
+                f"{', '.join(WIDENED)}",
+                hint="write the model again in float32 or bfloat16, unquantized",
+            )
+
+
+def open_file(file: Path) -> dict[str, Tensor]:
+    """The tensors of one safetensors file."""
+    refuse_pickle(file)
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(file, framework="numpy"):
+            pass  # checks that header, offsets and size agree
+        with open(file, "rb") as opened:
+            (length,) = struct.unpack("<Q", opened.read(8))
+            header = json.loads(opened.read(length))
+    except (SafetensorError, ValueError, struct.error) as error:
+        raise WeightsError(f"`{file}` does not read as safetensors: {error}", hint=_what_it_is(file)) from None
+    except OSError as error:
+        raise WeightsError(f"`{file}` cannot be read: {error.strerror or error}") from None
+    header.pop("__metadata__", None)
+    return {
+        name: Tensor(name, file, entry["dtype"], tuple(entry["shape"]), 8 + length + entry["data_offsets"][0])
+        for name, entry in header.items()
+    }
+
+
+def open_folder(folder: Path) -> dict[str, Tensor]:
+    """The tensors of a folder in Hugging Face layout."""
+    if (folder / SINGLE).exists():
+        return open_file(folder / SINGLE)
+    if not (folder / INDEX).exists():
+        raise _empty(folder)
+    found: dict[str, Tensor] = {}
+    where = _read_index(folder / INDEX)
+    for file in sorted(set(where.values())):
+        if not (folder / file).exists():
+            raise WeightsError(
+                f"`{folder / INDEX}` names `{file}`, and there is no such file beside it",
+                hint="fetch all files of the model again",
+            )
+        # What the index does not name is kept too: whoever asks decides what may be left unused.
+        found |= {name: t for name, t in open_file(folder / file).items() if where.get(name, file) == file}
+    if missing := sorted(where.keys() - found.keys()):
+        raise WeightsError(
+            f"`{folder / INDEX}` says that `{missing[0]}` is in `{where[missing[0]]}`, and it is not",
+            hint="index and files are not of the same model: fetch them again",
+        )
+    return found
+
+
+def digest(tensors: Iterable[Tensor]) -> str:
+    """SHA-256 of the file that holds the tensors, or of the lines that `sha256sum` prints for several."""
+    files = sorted({tensor.file for tensor in tensors}, key=lambda file: file.name)
+    sums = []
+    for file in files:
+        with open(file, "rb") as opened:
+            sums.append(hashlib.file_digest(opened, "sha256").hexdigest())
+    if len(files) == 1:
+        return sums[0]
+    lines = "".join(f"{found}  {file.name}\n" for found, file in zip(sums, files, strict=True))
+    return hashlib.sha256(lines.encode()).hexdigest()
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """A JSON file that holds a table."""
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise WeightsError(f"`{file}` is not JSON: {error}", hint="fetch or write it again") from None
+    except OSError as error:
+        raise WeightsError(f"`{file}` cannot be read: {error.strerror or error}") from None
+    if not isinstance(found, dict):
+        raise WeightsError(f"`{file}` holds no table", hint="fetch or write it again")
+    return found
+
+
+def refuse_pickle(file: Path) -> None:
+    """A pickle runs code when it is loaded, so none is."""
+    if file.suffix.lower() in PICKLES:
+        raise WeightsError(f"`{file}` is a pickle, which runs code when it is loaded", hint=AS_SAFETENSORS)
+
+
+def _read_index(index: Path) -> Mapping[str, str]:
+    where = read_json(index).get("weight_map")
+    if not isinstance(where, dict) or not where or not all(isinstance(file, str) for file in where.values()):
+        raise WeightsError(f"`{index}` has no `weight_map` of tensors to files", hint="fetch it again")
+    for name, file in where.items():
+        if Path(file).name != file or file in (".", ".."):
+            raise WeightsError(
+                f"`{index}` puts `{name}` in `{file}`, which is not a file beside it",
+                hint="an index that points outside its folder is not followed",
+            )
+        refuse_pickle(index.parent / file)
+    return where
+
+
+def _empty(folder: Path) -> WeightsError:
+    """Why a folder gives no weights."""
+    names = sorted(entry.name for entry in folder.iterdir())
+    pickles = [name for name in names if name.endswith(PICKLES) or name.endswith(".bin.index.json")]
+    if pickles:
+        return WeightsError(
+            f"`{folder}` holds its weights as a pickle, `{pickles[0]}`, which runs code when it is loaded",
+            hint=AS_SAFETENSORS,
+        )
+    others = [name for name in names if name.endswith(".safetensors")]
+    if others:
+        hint = f"name the file itself, as `--init {folder / others[0]}`"
+    else:
+        hint = "a folder in Hugging Face layout holds model.safetensors, or shards and their index"
+    return WeightsError(f"`{folder}` holds neither {SINGLE} nor {INDEX}", hint=hint)
+
+
+def _what_it_is(file: Path) -> str:
+    """What a file that should be safetensors looks like, by its first bytes."""
+    with open(file, "rb") as opened:
+        start = opened.read(64)
+    if start.startswith((b"PK\x03\x04", b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")):
+        return f"it looks like a pickle; {AS_SAFETENSORS}"
+    if start.startswith(b"version https://git-lfs"):
+        return "it is the pointer that git keeps of a large file: `git lfs pull` fetches the file itself"
+    return "it is truncated, damaged or of another kind: fetch or write it again as safetensors"

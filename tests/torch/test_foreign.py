@@ -1,0 +1,275 @@
+"""What other packages did to a model or an optimizer: refused with the remedy, or shown for what it is."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from halfstep.core.errors import HalfstepError, PolicyError
+from halfstep.torch.foreign import routers
+from halfstep.torch.step import prepare
+
+
+def model():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 8))
+
+
+def adamw(given):
+    return torch.optim.AdamW(given.parameters(), lr=1e-3)
+
+
+def refused(given, optimizer=None, policy="bf16-mixed"):
+    with pytest.raises(HalfstepError) as caught:
+        prepare(given, optimizer or adamw(given), policy)
+    assert caught.value.hint
+    return caught.value
+
+
+# --- wrappers
+
+
+@pytest.mark.parametrize(
+    ("kind", "told", "remedy"),
+    [
+        ("DistributedDataParallel", "wrapped by DDP", "prepare, then compile, then wrap"),
+        ("FullyShardedDataParallel", "wrapped by FSDP", "prepare, then compile, then wrap"),
+        ("FSDPModule", "wrapped by FSDP", "prepare, then compile, then wrap"),
+        ("DeepSpeedEngine", "wrapped by DeepSpeed", "prepare(engine.module, ...)"),
+        ("_FabricModule", "set up by Fabric", "prepare(model.module, ...)"),
+    ],
+)
+def test_a_wrapper_is_known_by_the_name_of_its_class(kind, told, remedy):
+    class Base(nn.Module):
+        def __init__(self, module):
+            super().__init__()
+            self.module = module
+
+        def forward(self, x):
+            return self.module(x)
+
+    made = type("Mine", (type(kind, (Base,), {}),), {})
+    error = refused(made(model()))
+    assert told in error.message
+    assert remedy in error.hint
+    inside = nn.Sequential(nn.Linear(8, 8), made(model()))
+    assert "`1`" in refused(inside).message
+
+
+def test_a_real_ddp_is_refused(tmp_path):
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        wrapped = nn.parallel.DistributedDataParallel(model())
+        assert "wrapped by DDP already" in refused(wrapped).message
+        sharded = model()
+        torch.distributed.fsdp.fully_shard(sharded, mesh=torch.distributed.init_device_mesh("cpu", (1,)))
+        assert "wrapped by FSDP already" in refused(sharded).message
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+class Decorated(nn.Module):
+    """A forward under autocast, as people write it."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    @torch.autocast("cpu", torch.bfloat16)
+    def forward(self, x):
+        return self.linear(x)
+
+
+def test_a_forward_that_autocast_decorates_is_refused():
+    error = refused(Decorated())
+    assert "decorated by torch.autocast" in error.message
+    assert "take the decorator off" in error.hint
+    assert "`0`" in refused(nn.Sequential(Decorated(), nn.Linear(8, 8))).message
+    patched = model()
+    patched.forward = torch.autocast("cpu", torch.bfloat16)(patched.forward)
+    assert "decorated by torch.autocast" in refused(patched).message
+
+
+def test_an_autocast_that_is_off_is_no_reason():
+    class Off(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+
+        @torch.autocast("cpu", enabled=False)
+        def forward(self, x):
+            return self.linear(x)
+
+    given = Off()
+    run = prepare(given, adamw(given), "bf16-mixed")
+    run.step(lambda x: given(x).square().mean(), [torch.ones(2, 8)])
+
+
+def test_a_forward_that_was_replaced_on_the_model_itself_is_refused():
+    given = model()
+    given.forward = lambda x: x
+    error = refused(given)
+    assert "was replaced on this one object" in error.message
+    assert "class Mine" in error.hint
+
+
+# --- Accelerate
+
+
+@pytest.fixture
+def accelerator():
+    accelerate = pytest.importorskip("accelerate", reason="accelerate is not installed")
+    state = accelerate.state.AcceleratorState
+
+    def make(precision):
+        state._reset_state(reset_partial_state=True)
+        return accelerate.Accelerator(mixed_precision=precision, cpu=True)
+
+    yield make
+    state._reset_state(reset_partial_state=True)
+
+
+def test_a_model_that_accelerate_prepared_is_refused_and_the_remedy_works(accelerator):
+    accelerate = accelerator("bf16")
+    given = model()
+    first = adamw(given)
+    ours, optimizer = accelerate.prepare(given, first)
+    error = refused(ours, first)
+    assert "prepared by Accelerate already" in error.message
+    assert "accelerator.unwrap_model(model, keep_fp32_wrapper=False)" in error.hint
+    again = accelerate.unwrap_model(ours, keep_fp32_wrapper=False)
+    error = refused(again, optimizer)
+    assert "the optimizer was prepared by Accelerate already" in error.message
+    assert "`optimizer.optimizer`" in error.hint
+    run = prepare(again, optimizer.optimizer, "bf16-mixed")
+    seen = []
+    again[0].register_forward_hook(lambda m, args, out: seen.append(out.dtype))
+    result = run.step(lambda x: again(x).square().mean(), [torch.ones(2, 8)])
+    assert seen == [torch.bfloat16]
+    assert result.loss.dtype == torch.float32
+    assert "forward" in run.unprepare().__dict__  # where Accelerate had left it
+
+
+def test_a_model_that_accelerate_left_alone_is_taken(accelerator):
+    given = model()
+    ours, optimizer = accelerator("no").prepare(given, adamw(given))
+    assert "Accelerate" in refused(ours, optimizer).message
+    prepare(ours, optimizer.optimizer, "bf16-mixed")
+
+
+def test_an_optimizer_that_fabric_set_up_is_refused():
+    class _FabricOptimizer:
+        pass
+
+    made = type("FabricAdamW", (_FabricOptimizer, torch.optim.AdamW), {})
+    given = model()
+    assert "the optimizer was prepared by Fabric already" in refused(given, made(given.parameters())).message
+
+
+# --- layers that bring recipes of their own
+
+
+class Float8Linear(nn.Linear):
+    """A stand-in for the one of torchao: a linear layer that rounds its operands itself."""
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.config = "Float8LinearConfig(cast_config_input=e4m3)"
+
+    def forward(self, x):
+        self.seen = (x.dtype, self.weight.dtype)
+        return F.linear(x, self.weight, self.bias)
+
+
+Float8Linear.__module__ = "torchao.float8.float8_linear"
+
+
+class Inner(nn.Linear):
+    pass
+
+
+class LayerNormMLP(nn.Module):
+    """A stand-in for a layer of Transformer Engine, which has parts."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight, self.part = nn.Parameter(torch.eye(8)), Inner(8, 8)
+        self.fp8_meta = {"recipe": "DelayedScaling(margin=0, format=HYBRID)"}
+
+    def forward(self, x):
+        self.seen = self.part(x).dtype
+        return F.softmax(F.linear(self.part(x), self.weight), -1)
+
+
+LayerNormMLP.__module__ = "transformer_engine.pytorch.module.layernorm_mlp"
+
+
+@pytest.mark.parametrize("policy", ["bf16-mixed,param=fp32:split", "fp8-mixed,emulate=true"])
+def test_layers_with_recipes_of_their_own_are_leaves_and_told(policy):
+    torch.manual_seed(0)
+    first, second = Float8Linear(8, 8), LayerNormMLP()
+    theirs = copy.deepcopy((first, second))
+    given = nn.Sequential(first, second, nn.Linear(8, 8))
+    run = prepare(given, adamw(given), policy)
+    x = torch.randn(2, 8).bfloat16()
+    given(x)
+    assert first.seen == (torch.float32, torch.float32)
+    assert second.seen == torch.float32
+    assert type(second.part) is Inner
+    assert first.weight.dtype == second.weight.dtype == second.part.weight.dtype == torch.float32
+    dtype = torch.float32 if "emulate" in policy else torch.bfloat16
+    assert first(x).dtype == second(x.to(dtype)).dtype == dtype
+    if dtype == torch.bfloat16:
+        assert torch.equal(second(x), theirs[1](x.float()).bfloat16())  # nothing in it was reached
+        assert torch.equal(first(x), theirs[0](x.float()).bfloat16())
+    forms = {change.name: change.form for change in run.converted.changes}
+    assert forms["0"].startswith("is torchao's, with Float8LinearConfig(cast_config_input=e4m3): runs as written")
+    assert forms["1"].startswith("is Transformer Engine's, with DelayedScaling(margin=0, format=HYBRID): runs as")
+    assert "torchao's, with Float8LinearConfig" in run.summary()
+
+
+def test_a_recipe_that_a_context_gives_is_told_as_that():
+    second = LayerNormMLP()
+    second.fp8_meta = {}
+    given = nn.Sequential(second, nn.Linear(8, 8))
+    run = prepare(given, adamw(given), "bf16-mixed")
+    assert "with the recipe of its own context" in run.summary()
+
+
+def test_a_rule_that_names_nothing_but_such_a_layer_is_refused():
+    given = nn.Sequential(Float8Linear(8, 8), nn.Linear(8, 8))
+    with pytest.raises(PolicyError, match="names no matmul"):
+        prepare(given, adamw(given), "bf16-mixed,emulate=true; 0: compute=e4m3")
+
+
+# --- routers
+
+
+def test_routers_are_known_by_class_and_by_place():
+    class TopKRouter(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(4, 2)
+
+    class Block(nn.Module):
+        def __init__(self, inside):
+            super().__init__()
+            self.gate, self.gate_proj, self.experts = inside, nn.Linear(4, 4), nn.ModuleList([nn.Linear(4, 4)])
+
+    class Gated(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.gate = nn.Linear(4, 4)  # no experts: an ordinary gate
+
+    given = nn.ModuleDict({"a": Block(nn.Linear(4, 2)), "b": Block(TopKRouter()), "c": Gated()})
+    assert routers(given) == {"a.gate", "b.gate", "b.gate.layer"}
+
+
+@pytest.mark.parametrize("policy", ["bf16-mixed,router=bf16", "bf16-mixed; **: router=bf16"])
+def test_a_router_in_bf16_is_refused(policy):
+    given = model()
+    with pytest.raises(PolicyError, match="router=bf16") as caught:
+        prepare(given, adamw(given), policy)
+    assert "routers are fp32" in caught.value.hint

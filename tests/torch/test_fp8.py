@@ -1,0 +1,351 @@
+"""fp8 on a CPU: torch multiplies 8-bit floats there too, so the native path is the one that a GPU runs."""
+
+import copy
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from halfstep.core import rounding
+from halfstep.core.formats import BF16, E4M3, E5M2
+from halfstep.core.policy import Policy
+from halfstep.core.precision import Precision, precisions
+from halfstep.core.roles import Accumulator, Operand
+from halfstep.torch.dtypes import ROWS_INTO_FP32, supported
+from halfstep.torch.fp8 import lower
+from halfstep.torch.halves import make_half
+from halfstep.torch.layers import casts_of, linear
+from halfstep.torch.step import prepare
+
+pytestmark = pytest.mark.skipif(not supported(E4M3, "cpu"), reason=supported(E4M3, "cpu").reason)
+
+FP8 = "bf16-mixed,compute=e4m3,grad=e5m2"
+ROWS = "bf16-mixed,compute=e4m3:row,grad=e4m3:row"
+POLICIES = [FP8, ROWS, "bf16-mixed,compute=e4m3,grad=e4m3:row", "bf16-mixed,compute=e4m3", "bf16-mixed,grad=e5m2"]
+U32 = 2.0**-24
+
+
+def draw(*shape, seed=0, scale=1.0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)) * scale
+
+
+def bf16(x):
+    return x.bfloat16().float()
+
+
+def casts(policy, emulate=False):
+    return casts_of(precisions(Policy.parse(policy + ",emulate=true" * emulate), ["a"])["a"])
+
+
+def hostile():
+    """(name, matrix): what a cast gets wrong first."""
+    outlier = draw(32, 48)
+    outlier[3, 5] = 1e30
+    bad = {"inf": float("inf"), "-inf": -float("inf"), "nan": float("nan")}
+    yield "random", draw(32, 48)
+    yield "one row of zeros", draw(32, 48) * (torch.arange(32) != 4)[:, None]
+    yield "zeros", torch.zeros(32, 48)
+    yield "subnormals", draw(32, 48, scale=2.0**-130)
+    yield "an outlier", outlier
+    yield "rows of every size", draw(32, 48) * 2.0 ** torch.arange(-60, 68, 4)[:, None]
+    yield "ties and the largest", (torch.arange(32 * 48).reshape(32, 48) - 700.0) * 0.5
+    for name, value in bad.items():
+        x = draw(32, 48)
+        x[7, 7] = value
+        yield name, x
+
+
+@pytest.mark.parametrize("granularity", ["tensor", "row"])
+@pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=str)
+@pytest.mark.parametrize(("name", "x"), list(hostile()), ids=[name for name, _ in hostile()])
+def test_operands_and_scales_are_those_of_the_reference_natively_and_emulated(name, x, fmt, granularity):
+    operand = Operand(fmt, granularity=granularity)
+    x = x.bfloat16()
+    wide = x.float().numpy()
+    amax = np.abs(wide).max(axis=-1, keepdims=True) if granularity == "row" else np.abs(wide).max()
+    with np.errstate(divide="ignore", invalid="ignore"):
+        power = np.clip(np.floor(np.log2(np.float64(fmt.max) / np.where(amax == 0, fmt.max, amax))), -126, 126)
+    scale = np.where(np.isfinite(amax), 2.0 ** np.nan_to_num(power), np.nan).astype(np.float32)
+    expected = rounding.cast(wide * scale, fmt, overflow="saturate")
+    for emulate in (False, True):
+        values, inv_scale = lower(x.float() if emulate else x, operand, casts(FP8, emulate))
+        assert values.dtype == (
+            torch.float32 if emulate else {E4M3: torch.float8_e4m3fn, E5M2: torch.float8_e5m2}[fmt]
+        )
+        assert np.array_equal(inv_scale.reshape(scale.shape).numpy(), 1 / scale, equal_nan=True), name
+        assert np.array_equal(values.float().numpy(), expected, equal_nan=True), name
+        if np.isfinite(wide).all():
+            assert np.abs(values.float().numpy()).max() <= fmt.max
+
+
+def test_compiled_casts_make_the_same_codes_and_a_scale_that_its_inverse_undoes():
+    """Inductor fuses amax, scale, clamp and conversion into one or two loops; not one code may differ.
+
+    What it fuses with the operation before is not rounded to bf16, in which 448.9 is 448: a scale of the one and
+    an inverse of the other would be off by two.
+    """
+    x = torch.cat([x for _, x in hostile() if x.isfinite().all()]).bfloat16()
+    wide = draw(32, 16).clamp(-1, 1)
+    wide[0, 0] = 1.0
+    operands = [Operand(E4M3), Operand(E5M2, granularity="row")]
+    fused_with = [Operand(E4M3), Operand(E4M3, granularity="row")]
+
+    def cast(x, wide):
+        made = [t for operand in operands for t in lower(x, operand, CASTS)]
+        return made, [lower((wide * 448.9).bfloat16(), operand, CASTS) for operand in fused_with]
+
+    made, fused = torch.compile(cast, fullgraph=True)(x, wide)
+    for eager, compiled in zip(cast(x, wide)[0], made, strict=True):
+        assert eager.dtype == compiled.dtype
+        assert torch.equal(eager.reshape(-1).view(torch.uint8), compiled.reshape(-1).view(torch.uint8))
+    for values, inv_scale in fused:
+        assert (
+            (values.float() * inv_scale - wide * 448.9).abs() <= 2.0**-4 * (wide * 448.9).abs() + 2.0**-10
+        ).all()
+
+
+CASTS = casts(FP8)
+
+
+def passed(policy, emulate, tokens=19, inputs=32, outputs=48, bias=None, weight=None, shape=None, x=None, g=None):
+    """A layer, forward and backward: y and the gradients of x, the weight and the bias, as fp32."""
+    c = casts(policy, emulate)
+    x = draw(tokens, inputs) if x is None else x
+    x = bf16(x).requires_grad_() if shape is None else bf16(x).reshape(shape).requires_grad_()
+    w = (draw(outputs, inputs, seed=1, scale=0.1) if weight is None else weight.clone()).requires_grad_()
+    b = None if bias is None else bias.clone().requires_grad_()
+    y = linear(x, w, b, c)
+    g = bf16(draw(*y.shape, seed=2, scale=1e-3) if g is None else g.reshape(y.shape))
+    y.backward(g.to(y.dtype))
+    assert w.grad.dtype == torch.float32
+    return y.detach().float(), x.grad.float(), w.grad, None if b is None else b.grad
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_native_matmuls_are_the_emulated_ones_but_for_the_order_of_a_sum(policy):
+    native, emulated = passed(policy, False, bias=draw(48, seed=5)), passed(policy, True, bias=draw(48, seed=5))
+    x, w, g = bf16(draw(19, 32)), bf16(draw(48, 32, seed=1, scale=0.1)), bf16(draw(19, 48, seed=2, scale=1e-3))
+    # No operand is more than twice what it was: the sums of magnitudes bound what an order can change.
+    magnitudes = [4 * x.abs() @ w.abs().t(), 4 * g.abs() @ w.abs(), 4 * g.abs().t() @ x.abs()]
+    for found, wanted, magnitude, terms, unit in zip(
+        native, emulated, magnitudes, (32, 48, 19), (BF16.epsilon,) * 2 + (0,), strict=False
+    ):
+        bound = 2 * terms * U32 * magnitude + unit * wanted.abs()
+        assert ((found - wanted).abs() <= bound).all()
+    assert torch.equal(native[3], emulated[3])
+    assert not torch.equal(native[2], bf16(native[2]))  # fp32 from the sum on
+
+
+def calls(monkeypatch, run):
+    """The arguments of each scaled product that `run` makes."""
+    found, real = [], torch._scaled_mm
+
+    def spy(a, b, scale_a, scale_b, **rest):
+        found.append((a, b, scale_a, scale_b, rest))
+        return real(a, b, scale_a, scale_b, **rest)
+
+    monkeypatch.setattr(torch, "_scaled_mm", spy)
+    run()
+    return found
+
+
+@pytest.mark.parametrize("policy", [FP8, ROWS])
+def test_the_hardware_gets_its_layout_sizes_and_results(policy, monkeypatch):
+    monkeypatch.setitem(ROWS_INTO_FP32, "cpu", True)
+    output, grad_input, grad_weight = calls(monkeypatch, lambda: passed(policy, False))
+    for a, b, scale_a, scale_b, rest in (output, grad_input, grad_weight):
+        assert a.stride() == (a.shape[1], 1)
+        assert b.stride() == (1, b.shape[0])
+        assert a.shape[1] % 16 == b.shape[1] % 16 == 0
+        assert scale_a.dtype == scale_b.dtype == torch.float32
+        by_rows = policy == ROWS
+        assert scale_a.shape == ((a.shape[0], 1) if by_rows else ())
+        assert scale_b.shape == ((1, b.shape[1]) if by_rows else ())
+        assert scale_a.is_contiguous()
+        assert scale_b.is_contiguous()
+        assert rest["use_fast_accum"] is False
+    assert [call[0].shape for call in (output, grad_input, grad_weight)] == [(19, 32), (19, 48), (48, 32)]
+    assert [call[4]["out_dtype"] for call in (output, grad_input, grad_weight)] == [
+        torch.bfloat16,
+        torch.bfloat16,
+        torch.float32,
+    ]
+    forward, backward = (torch.float8_e4m3fn, torch.float8_e5m2 if policy == FP8 else torch.float8_e4m3fn)
+    assert {call[1].dtype for call in (output, grad_input, grad_weight)} == {forward}
+    assert [call[0].dtype for call in (output, grad_input, grad_weight)] == [forward, backward, backward]
+
+
+def test_fast_accumulation_is_for_the_forward_matmul_alone(monkeypatch):
+    c = casts_of(replace(CASTS.precision, matmul=Accumulator(fast=True)))
+    x, w = draw(16, 16).requires_grad_(), draw(16, 16, seed=1).requires_grad_()
+    found = calls(monkeypatch, lambda: linear(x, w, None, c).sum().backward())
+    assert [rest["use_fast_accum"] for *_, rest in found] == [True, False, False]
+
+
+def test_scales_of_rows_may_come_after_the_sum(monkeypatch):
+    """Where no kernel gives fp32 with scales of rows: powers of two, so not a bit differs."""
+    found = []
+    for direct in (True, False):
+        monkeypatch.setitem(ROWS_INTO_FP32, "cpu", direct)
+        made = calls(monkeypatch, lambda: found.append(passed(ROWS, False)))
+        assert made[2][2].dim() == (2 if direct else 0)
+    for one, other in zip(*found, strict=True):
+        assert (one is None and other is None) or torch.equal(one, other)
+
+
+@pytest.mark.parametrize("policy", [FP8, ROWS])
+@pytest.mark.parametrize("tokens", [1, 15, 16, 17])
+def test_tokens_that_fill_no_sixteen_are_as_many_zeros_more(policy, tokens):
+    y, grad_x, grad_w, _ = passed(policy, False, tokens)
+    x, g = (
+        torch.cat([t, torch.zeros(32 - tokens, t.shape[1])])
+        for t in (draw(tokens, 32), draw(tokens, 48, seed=2) * 1e-3)
+    )
+    filled = passed(policy, False, x=x, g=g)
+    assert torch.equal(y, filled[0][:tokens])
+    assert torch.equal(grad_x, filled[1][:tokens])
+    assert ((grad_w - filled[2]).abs() <= 2 * 32 * U32 * 4 * bf16(g).abs().t() @ bf16(x).abs()).all()
+
+
+@pytest.mark.parametrize("emulate", [False, True])
+@pytest.mark.parametrize("policy", [FP8, ROWS])
+def test_any_shape_of_tokens(policy, emulate):
+    flat = passed(policy, emulate, tokens=12)
+    for shape in [(3, 4, 32), (2, 1, 6, 32)]:
+        y, grad_x, grad_w, _ = passed(policy, emulate, tokens=12, shape=shape)
+        assert y.shape == (*shape[:-1], 48)
+        assert torch.equal(y.flatten(0, -2), flat[0])
+        assert torch.equal(grad_x.flatten(0, -2), flat[1])
+        assert torch.equal(grad_w, flat[2])
+    assert passed(policy, emulate, tokens=1, shape=(32,))[0].shape == (48,)
+
+
+@pytest.mark.parametrize("emulate", [False, True])
+@pytest.mark.parametrize("policy", [FP8, ROWS])
+def test_no_tokens_at_all(policy, emulate):
+    """What an expert of a mixture may get."""
+    y, grad_x, grad_w, grad_b = passed(policy, emulate, tokens=0, bias=torch.ones(48))
+    assert y.shape == (0, 48)
+    assert grad_x.shape == (0, 32)
+    assert torch.equal(grad_w, torch.zeros(48, 32))
+    assert torch.equal(grad_b, torch.zeros(48))
+
+
+def test_x_is_kept_as_codes_where_they_are_the_same_in_both_products():
+    def kept(policy):
+        dtypes = []
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda t: dtypes.append((t.dtype, t.numel())) or t, lambda t: t
+        ):
+            linear(draw(32, 48).requires_grad_(), draw(64, 48).requires_grad_(), None, casts(policy))
+        return dtypes
+
+    assert (torch.float8_e4m3fn, 32 * 48) in kept(FP8)
+    assert (torch.bfloat16, 32 * 48) not in kept(FP8)
+    assert (torch.bfloat16, 32 * 48) in kept(ROWS)
+
+
+def test_a_split_master_is_multiplied_by_its_half_and_has_an_fp32_gradient(monkeypatch):
+    wide = draw(48, 32, seed=1, scale=0.1)
+    half = nn.Parameter(wide.bfloat16())
+    make_half(half, torch.zeros_like(half, dtype=torch.int16))
+    x = draw(19, 32)
+    made = calls(monkeypatch, lambda: linear(x, half, None, CASTS).float().square().sum().backward())
+    codes = lower(half.detach(), CASTS.precision.operand, CASTS).values
+    assert torch.equal(made[0][1].view(torch.uint8), codes.t().view(torch.uint8))
+    assert half.grad.dtype == torch.float32
+    assert not torch.equal(half.grad, bf16(half.grad))
+
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.mid = nn.Embedding(32, 16), nn.Linear(16, 16)
+        self.head = nn.Linear(16, 32, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, index):
+        return self.head(torch.tanh(self.mid(self.embed(index))))
+
+
+def trained(policy, steps=3, model=None, batches=None, **options):
+    torch.manual_seed(0)
+    model = Tied() if model is None else model
+    run = prepare(model, torch.optim.SGD(model.parameters(), lr=0.1, fused=True), policy, **options)
+    index = torch.arange(24).reshape(2, 12) % 32
+    batches = [index] * steps if batches is None else batches
+    loss = lambda b: nn.functional.cross_entropy(model(b).flatten(0, 1), (b.flatten() + 1) % 32)  # noqa: E731
+    results = [run.step(loss, [batch]) for batch in batches]
+    return run, results
+
+
+@pytest.mark.parametrize("scales", ["", ":row"])
+def test_tied_and_split_weights_train_the_same_natively_and_emulated(scales):
+    policy = f"bf16-mixed,param=fp32:split,compute=e4m3{scales},grad=e5m2{scales}"
+    (native, ours), (_, theirs) = trained(policy), trained(f"{policy},emulate=true")
+    losses = [[float(r.loss) for r in results] for results in (ours, theirs)]
+    assert losses[0] == pytest.approx(losses[1], rel=4 * BF16.epsilon)
+    assert losses[0][-1] < losses[0][0]
+    assert "multiplies in e4m3" in native.summary()
+    assert native.model.embed.weight.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("bad", [float("inf"), float("nan")], ids=str)
+@pytest.mark.parametrize("where", ["x", "weight", "gradient"])
+@pytest.mark.parametrize("policy", [FP8, ROWS, "bf16-mixed,compute=e4m3:delayed,grad=e5m2:delayed"])
+@pytest.mark.parametrize("emulate", ["", ",emulate=true"], ids=["native", "emulated"])
+def test_what_is_not_finite_skips_the_step(policy, emulate, where, bad):
+    """Saturation would make a number like any other of it."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
+    run = prepare(model, torch.optim.SGD(model.parameters(), lr=0.1, fused=True), policy + emulate)
+    x = draw(16, 16)
+    assert not bool(run.step(lambda b: model(b).square().mean(), [x]).skipped)
+    if where == "x":
+        x[3, 3] = bad
+    if where == "weight":
+        model[1].weight.data[2, 2] = bad
+    before = [p.detach().clone() for p in model.parameters()]
+    spoil = torch.ones(16, 16)
+    spoil[5, 5] = bad if where == "gradient" else 1.0
+    result = run.step(lambda b: (model(b).square() * spoil).mean(), [x])
+    assert bool(result.skipped)
+    for p, old in zip(model.parameters(), before, strict=True):
+        assert torch.equal(p, old) or where == "weight"
+
+
+@pytest.mark.parametrize("policy", [FP8, ROWS])
+def test_zeros_have_a_finite_scale_and_zero_gradients(policy):
+    y, grad_x, grad_w, _ = passed(policy, False, x=torch.zeros(16, 32), g=torch.zeros(16, 48))
+    for found in (y, grad_x, grad_w):
+        assert torch.equal(found, torch.zeros_like(found))
+
+
+@pytest.mark.parametrize("policy", [FP8, ROWS, "bf16-mixed,compute=e4m3:delayed,grad=e5m2:delayed"])
+def test_it_is_one_graph_that_no_scale_compiles_again(policy):
+    """With AOTAutograd's own eager kernels nothing is fused, so compiled and not it is the same, bit for bit."""
+    torch._dynamo.reset()
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    found = []
+    for compiled in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 16))
+        run = prepare(model, torch.optim.SGD(model.parameters(), lr=0.1, fused=True), f"{policy},param=fp32:split")
+        forward = torch.compile(model, fullgraph=True, backend=counter) if compiled else model
+        xs = [draw(19, 16, seed=i, scale=10.0**i) for i in range(4)]
+        losses = [run.step(lambda b: forward(b).square().mean(), [x]).loss for x in xs]  # noqa: B023
+        found.append(torch.stack([*losses, *(w.sum() for w in run.weights().values())]))
+    assert torch.equal(*found)
+    assert counter.frame_count == 1
+
+
+def test_a_copy_of_a_model_is_as_narrow():
+    run, _ = trained(FP8, steps=1)
+    twin = copy.deepcopy(run.model)
+    index = torch.arange(12)
+    assert torch.equal(twin(index), run.model(index))
+    assert twin.mid.precision == run.model.mid.precision == run.model.mid.casts.precision
+    assert twin.mid.precision.operand == Operand(E4M3)
+    assert isinstance(twin.mid.precision, Precision)

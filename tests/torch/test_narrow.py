@@ -1,0 +1,290 @@
+"""What narrow operands are refused, and what is measured; the timer is played, so that any device can be here."""
+
+import pytest
+import torch
+from torch import nn
+
+from halfstep.config.load import load
+from halfstep.core.errors import HalfstepError, PolicyError
+from halfstep.core.formats import E4M3, E5M2
+from halfstep.core.policy import Policy
+from halfstep.core.precision import precisions
+from halfstep.core.roles import Operand
+from halfstep.torch import narrow
+from halfstep.torch.apply import apply, set_precision
+from halfstep.torch.convert import plans_of
+from halfstep.torch.dtypes import supported
+from halfstep.torch.measure import LayerWork, time_layer
+from halfstep.torch.narrow import BUDGET, CPU_TOKENS, TOKENS, measure_all
+from halfstep.torch.session import Session
+from halfstep.torch.state import load_state, restored, state_of, stored
+from halfstep.torch.step import Run, prepare
+
+needs_fp8 = pytest.mark.skipif(not supported(E4M3, "cpu"), reason=supported(E4M3, "cpu").reason)
+MEASURED = "bf16-mixed,compute=e4m3:measured,grad=e5m2"
+
+
+class Net(nn.Module):
+    def __init__(self, wide=64, classes=16):
+        super().__init__()
+        self.up, self.down = nn.Linear(16, wide), nn.Linear(wide, 16, bias=False)
+        self.again, self.head = nn.Linear(16, wide), nn.Linear(16, classes)
+
+    def forward(self, x):
+        return self.head(self.down(torch.relu(self.up(x) + self.again(x))))
+
+
+class Device:
+    """A timer: bf16 takes 1 ms, fp8 what it is told by size; it remembers what it was asked."""
+
+    def __init__(self, seconds=None, otherwise=2e-3):
+        self.seconds, self.otherwise, self.asked = seconds or {}, otherwise, []
+
+    def __call__(self, work, precisions):
+        self.asked.append((work, precisions))
+        found = self.seconds.get((work.inputs, work.outputs), self.otherwise)
+        if isinstance(found, Exception):
+            raise found
+        return [1e-3, found]
+
+
+def prepared(policy=MEASURED, net=None, device=None, **options):
+    net = Net() if net is None else net
+    applied = apply(net, Policy.parse(policy), timer=device or Device(), **options)
+    return Run(net, [torch.optim.SGD(net.parameters(), lr=0.1, fused=True)], Policy.parse(policy), applied=applied)
+
+
+def narrow_layers(model):
+    return {name for name, m in model.named_modules() if isinstance(m, nn.Linear) and m.precision.narrow}
+
+
+# --- what is measured
+
+
+@needs_fp8
+def test_a_layer_is_narrow_where_that_is_faster_and_the_summary_has_both_times():
+    device = Device({(16, 64): 0.4e-3, (64, 16): 0.99e-3})
+    run = prepared(device=device)
+    assert narrow_layers(run.model) == {"up", "again"}
+    # By size, the most work first: up and again are one size, twice.
+    assert [(work.inputs, work.outputs) for work, _ in device.asked] == [(16, 64), (64, 16), (16, 16)]
+    text = run.summary()
+    assert "2 Linear (up, again): multiplies in e4m3 forward and e5m2 backward, weight gradients in fp32 " in text
+    assert "(measured: 0.4 ms in e4m3 and e5m2, 1 ms in bf16)" in text
+    assert (
+        "1 Linear (down): multiplies in bf16, weight gradients in fp32 (measured: 0.99 ms in e4m3 and e5m2" in text
+    )
+    assert "measured: 2 of the 4 matmuls that rules name are faster in e4m3 and e5m2, the others stay bf16" in text
+    assert f"3 sizes timed eager in 0.0 s of at most {BUDGET:g} s" in text
+
+
+@needs_fp8
+@pytest.mark.parametrize(
+    ("otherwise", "layers", "told"),
+    [
+        (
+            0.1e-3,
+            {"up", "down", "again", "head"},
+            "all 4 matmuls that rules name are faster in e4m3 and e5m2 than in",
+        ),
+        (2e-3, set(), "none of the 4 matmuls that rules name is faster in e4m3 and e5m2, so all stay bf16"),
+    ],
+)
+def test_a_fast_device_and_a_slow_one(otherwise, layers, told):
+    run = prepared(device=Device(otherwise=otherwise))
+    assert narrow_layers(run.model) == layers
+    assert told in run.summary()
+
+
+@needs_fp8
+def test_a_layer_is_timed_as_it_will_run():
+    device = Device()
+    prepared("bf16-mixed,param=fp32:split,compute=e4m3:row:measured", device=device, tokens=77)
+    work, (wide, narrow_form) = device.asked[0]
+    assert work == LayerWork(16, 64, 77, bias=True, split=True, device=torch.device("cpu"))
+    assert wide.operand == wide.grad_operand == Operand(wide.compute)
+    assert narrow_form.operand == Operand(E4M3, granularity="row", measured=True)
+    assert not next(work for work, _ in device.asked if work.inputs == 64).bias
+    prepared(device=(other := Device()))
+    assert other.asked[0][0].tokens == min(TOKENS, CPU_TOKENS)
+    assert not other.asked[0][0].split
+
+
+@needs_fp8
+def test_only_what_a_rule_says_it_of_is_measured():
+    device = Device()
+    run = prepared("bf16-mixed; up: compute=e4m3:measured; down: compute=e4m3", device=device)
+    assert len(device.asked) == 1
+    assert narrow_layers(run.model) == {"down"}
+    assert apply(Net(), Policy.parse("bf16-mixed; up: compute=e4m3"), timer=device).measured is None
+
+
+def test_emulated_nothing_is_measured_and_all_is_narrow():
+    device = Device()
+    run = prepared(f"{MEASURED},emulate=true", device=device)
+    assert not device.asked
+    assert len(narrow_layers(run.model)) == 4
+    assert "measured: nothing, since it is emulated: all 4 matmuls of the rules are narrow" in run.summary()
+
+
+@needs_fp8
+def test_what_cannot_be_timed_stays_wide_and_says_why():
+    device = Device({(16, 64): torch.OutOfMemoryError("2 GiB")}, otherwise=0.5e-3)
+    run = prepared(device=device)
+    assert narrow_layers(run.model) == {"down", "head"}
+    assert "not timed: 256 tokens take more memory than there is, so it stays bf16" in run.summary()
+
+
+@needs_fp8
+def test_the_budget_ends_it():
+    seconds = iter([0.0, 0.0, BUDGET / 2, BUDGET, BUDGET])
+    found = precisions(Policy.parse(MEASURED), ["up", "down", "again", "head"])
+    device = Device(otherwise=0.5e-3)
+    measured = measure_all(plans_of(Net()), found, {}, 64, timer=device, clock=lambda: next(seconds))
+    assert len(device.asked) == 2
+    assert measured.narrow == {"up": True, "down": True, "again": True, "head": False}
+    assert measured.notes["head"] == f"not timed within {BUDGET:g} s, so it stays bf16"
+
+
+@needs_fp8
+def test_a_resumed_run_takes_over_what_was_measured():
+    """Another day, another verdict: the run that goes on must not be another run."""
+    first = prepared(device=Device({(16, 64): 0.4e-3}))
+    saved = {name: stored(t) for name, t in state_of(first).items()}
+    second = prepared(device=Device({(16, 16): 0.4e-3}))
+    assert narrow_layers(second.model) == {"head"}
+    load_state(second, {name: restored(record) for name, record in saved.items()})
+    assert narrow_layers(second.model) == {"up", "again"}
+    assert "up, again): multiplies in e4m3 forward and e5m2 backward" in second.summary()
+    assert "as in the run that goes on here" in second.summary()
+    x = torch.randn(32, 16, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(first.model(x), second.model(x))
+
+
+@needs_fp8
+def test_evaluation_and_back_keeps_what_was_measured():
+    run = prepared(device=Device({(16, 64): 0.4e-3}))
+    set_precision(run.model, Policy.parse("bf16-mixed"))
+    assert not narrow_layers(run.model)
+    set_precision(run.model, run.policy, measured=run.converted.measured)
+    assert narrow_layers(run.model) == {"up", "again"}
+
+
+@needs_fp8
+def test_a_session_measures_its_own_micro_batch(monkeypatch):
+    device = Device({(32, 128): 0.4e-3})
+    monkeypatch.setattr(apply, "__kwdefaults__", {**apply.__kwdefaults__, "timer": device})
+    sizes = ["model.layers=1", "model.width=32", "model.heads=2", "model.context=16", "training.batch=3"]
+    session = Session(load("tiny", sizes), Policy.parse("fp8-mixed"), "cpu")
+    assert {work.tokens for work, _ in device.asked} == {48}
+    assert (32, 256) in {(work.inputs, work.outputs) for work, _ in device.asked}  # the head is the embedding
+    before = {n: m.precision for n, m in session.model.named_modules() if hasattr(m, "precision")}
+    session.evaluate([torch.zeros(1, 17, dtype=torch.int32).numpy()])
+    assert before == {n: m.precision for n, m in session.model.named_modules() if hasattr(m, "precision")}
+    assert session.model.blocks[0].mlp.up.precision.narrow
+    assert not session.model.blocks[0].attn.q.precision.narrow
+    assert session.notes[0].startswith("measured: ")
+
+
+@needs_fp8
+def test_a_real_timer_times_both_forms_of_a_layer():
+    for split in (False, True):
+        work = LayerWork(16, 32, 24, bias=True, split=split, device=torch.device("cpu"))
+        state = torch.random.get_rng_state()
+        narrow_form = precision_of(f"{MEASURED},matmul=fp32")
+        times = time_layer(
+            work, (narrow_form.widened(), narrow_form, precision_of("bf16-mixed,compute=e4m3:delayed"))
+        )
+        assert len(times) == 3
+        assert all(0 < seconds < 1 for seconds in times)
+        assert torch.equal(state, torch.random.get_rng_state())
+
+
+def precision_of(policy):
+    return precisions(Policy.parse(policy), ["a"])["a"]
+
+
+@needs_fp8
+def test_the_preset_is_measured():
+    net = Net()
+    run = prepare(net, torch.optim.SGD(net.parameters(), lr=0.1), "fp8-mixed", tokens=64)
+    assert "measured: " in run.summary()
+    with pytest.raises(HalfstepError, match="tokens=0"):
+        prepare(Net(), torch.optim.SGD(net.parameters(), lr=0.1), "fp8-mixed", tokens=0)
+
+
+# --- what is refused
+
+
+@needs_fp8
+@pytest.mark.parametrize("policy", ["bf16-mixed,compute=e4m3,grad=e5m2", MEASURED])
+def test_sizes_that_no_kernel_takes_are_refused_by_name_all_at_once(policy):
+    with pytest.raises(PolicyError) as caught:
+        prepared(policy, Net(wide=40, classes=10))
+    assert "`up` cannot run in e4m3 and e5m2: out_features is 40, an fp8 matmul needs a multiple of 16" in str(
+        caught.value
+    )
+    assert "and 3 more: `down`, `again`, `head`" in str(caught.value)
+    rules = caught.value.hint.split("`")[1]
+    assert rules == "; up: compute=bf16; down: compute=bf16; again: compute=bf16; head: compute=bf16"
+    with pytest.raises(PolicyError, match=r"`down` cannot run in .*: in_features is 40"):
+        prepared(f"{policy}; up: compute=bf16; again: compute=bf16", Net(wide=40))
+    # Whom the rule does not name may be of any size.
+    run = prepared("bf16-mixed; down: compute=e4m3", Net(classes=10))
+    assert narrow_layers(run.model) == {"down"}
+
+
+@needs_fp8
+def test_the_rule_that_a_refusal_names_makes_it_run():
+    with pytest.raises(PolicyError) as caught:
+        prepared("bf16-mixed,compute=e4m3", Net(classes=10))
+    rules = caught.value.hint.split("`")[1]
+    assert narrow_layers(prepared(f"bf16-mixed,compute=e4m3{rules}", Net(classes=10)).model) == {
+        "up",
+        "down",
+        "again",
+    }
+
+
+def test_emulated_any_size_runs():
+    assert len(narrow_layers(prepared("bf16-mixed,compute=e4m3,emulate=true", Net(40, 10)).model)) == 4
+
+
+@needs_fp8
+def test_a_narrow_operand_that_meets_a_wide_one_alone_may_have_any_size():
+    assert len(narrow_layers(prepared("bf16-mixed,grad=e5m2", Net(40, 10)).model)) == 4
+
+
+@needs_fp8
+def test_a_pair_that_the_device_does_not_multiply_is_refused_with_its_reason(monkeypatch):
+    """As NVIDIA has it: two e5m2 are none."""
+    asked = []
+
+    def failure(left, right, device, *, rows=False, dtype=torch.bfloat16):
+        asked.append((str(left), str(right), rows, dtype))
+        return "Multiplication of two Float8_e5m2 matrices is not supported" if left == right == E5M2 else ""
+
+    monkeypatch.setattr(narrow, "product_failure", failure)
+    with pytest.raises(PolicyError, match=r"a matmul of e5m2 and e5m2 .* on cpu: Multiplication of two") as caught:
+        prepared("bf16-mixed,compute=e5m2")
+    assert "emulate=true" in caught.value.hint
+    prepared("bf16-mixed,compute=e4m3,grad=e5m2")
+    assert ("e5m2", "e4m3", False, torch.float32) in asked
+
+
+@pytest.mark.parametrize(
+    ("policy", "said"),
+    [
+        ("bf16-mixed,matmul=fp32:fast", "it reaches none"),
+        ("bf16-mixed,grad=e5m2,matmul=fp32:fast", "it reaches none"),
+        ("bf16-mixed,compute=e4m3,matmul=fp32:fast,emulate=true", "is not emulated"),
+        pytest.param("bf16-mixed,compute=e4m3,matmul=fp32:fast", "and this is cpu", marks=needs_fp8),
+        ("bf16-mixed,compute=e3m2", "e3m2 cannot run on cpu"),
+    ],
+)
+def test_what_would_change_nothing_is_refused(policy, said):
+    net = Net()
+    with pytest.raises(PolicyError, match=said) as caught:
+        prepared(policy, net)
+    assert caught.value.hint
+    assert type(net.up) is nn.Linear

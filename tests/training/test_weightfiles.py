@@ -1,0 +1,158 @@
+"""Files of weights: what is read is what was written, and what is no safetensors is refused with the remedy."""
+
+import hashlib
+import json
+
+import ml_dtypes
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from halfstep.training.weightfiles import WeightsError, digest, open_file, open_folder
+
+NUMBERS = np.random.default_rng(0).standard_normal((3, 5)).astype(np.float32)
+
+
+def save_index(path, weight_map):
+    (path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+
+
+@pytest.mark.parametrize(
+    "dtype", [np.float32, np.float16, ml_dtypes.bfloat16], ids=lambda dtype: np.dtype(dtype).name
+)
+def test_every_pattern_of_a_half_widens_to_its_own_number(dtype, tmp_path):
+    if np.dtype(dtype).itemsize == 2:
+        held = np.arange(2**16, dtype=np.uint16).view(dtype).reshape(256, 256)
+    else:
+        held = NUMBERS
+    save_file({"first": np.ones(3, np.float32), "it": held}, tmp_path / "a.safetensors")
+    read = open_file(tmp_path / "a.safetensors")["it"].read()
+    assert read.dtype == np.float32
+    assert np.array_equal(read, held.astype(np.float32), equal_nan=True)
+    assert (np.signbit(read) == np.signbit(held.astype(np.float32))).all()
+
+
+def test_a_scalar_and_an_empty_tensor_are_read(tmp_path):
+    save_file({"one": np.array(2.5, np.float32), "none": np.zeros((0, 4), np.float32)}, tmp_path / "a.safetensors")
+    found = open_file(tmp_path / "a.safetensors")
+    assert found["one"].read() == np.float32(2.5)
+    assert found["none"].read().shape == (0, 4)
+
+
+def test_tensors_are_equal_in_format_and_numbers_or_not(tmp_path):
+    tensors = {
+        "a": NUMBERS,
+        "b": NUMBERS.copy(),
+        "c": NUMBERS.astype(np.float16),
+        "d": NUMBERS.T.copy(),
+        "e": -NUMBERS,
+    }
+    save_file(tensors, tmp_path / "a.safetensors")
+    found = open_file(tmp_path / "a.safetensors")
+    assert [found["a"].equals(found[name]) for name in "bcde"] == [True, False, False, False]
+
+
+def test_what_would_be_rounded_is_refused(tmp_path):
+    save_file({"a": np.zeros(3)}, tmp_path / "a.safetensors")
+    with pytest.raises(WeightsError, match=r"`a` in .* is held in F64") as caught:
+        open_file(tmp_path / "a.safetensors")["a"].check_format()
+    assert "float32 or bfloat16" in caught.value.hint
+
+
+def test_the_digest_is_that_of_sha256sum(tmp_path):
+    parts = {"b.safetensors": {"x": NUMBERS}, "a.safetensors": {"y": -NUMBERS}}
+    for file, part in parts.items():
+        save_file(part, tmp_path / file)
+    sums = {file: hashlib.sha256((tmp_path / file).read_bytes()).hexdigest() for file in sorted(parts)}
+    assert digest(open_file(tmp_path / "a.safetensors").values()) == sums["a.safetensors"]
+    save_index(tmp_path, {"x": "b.safetensors", "y": "a.safetensors"})
+    found = open_folder(tmp_path)
+    lines = "".join(f"{value}  {file}\n" for file, value in sums.items())
+    assert digest(found.values()) == hashlib.sha256(lines.encode()).hexdigest()
+    assert (found["y"].read() == -NUMBERS).all()
+
+
+def test_where_the_index_names_one_of_two_that_one_is_read_and_what_it_does_not_name_is_kept(tmp_path):
+    save_file({"x": NUMBERS, "z": NUMBERS}, tmp_path / "a.safetensors")
+    save_file({"x": -NUMBERS, "y": NUMBERS}, tmp_path / "b.safetensors")
+    save_index(tmp_path, {"x": "a.safetensors", "y": "b.safetensors"})
+    found = open_folder(tmp_path)
+    assert found.keys() == {"x", "y", "z"}
+    assert (found["x"].read() == NUMBERS).all()
+
+
+def saved(path, name="model.safetensors"):
+    save_file({"x": NUMBERS}, path / name)
+    return path / name
+
+
+def truncated(path):
+    file = saved(path)
+    file.write_bytes(file.read_bytes()[:-1])
+
+
+# name: (what the folder holds, what is said, what the hint holds)
+BROKEN = {
+    "pickles": (
+        lambda path: (path / "pytorch_model.bin").write_bytes(b"\x80\x04"),
+        "holds its weights as a pickle, `pytorch_model.bin`",
+        "save_pretrained",
+    ),
+    "nothing": (lambda path: None, "holds neither model.safetensors nor", "Hugging Face layout"),
+    "another name": (
+        lambda path: saved(path, "x.safetensors"),
+        "holds neither model.safetensors",
+        "x.safetensors",
+    ),
+    "an archive under a false name": (
+        lambda path: (path / "model.safetensors").write_bytes(b"PK\x03\x04" + bytes(100)),
+        "does not read as safetensors",
+        "looks like a pickle",
+    ),
+    "a pointer of git": (
+        lambda path: (path / "model.safetensors").write_text(
+            f"version https://git-lfs.github.com/spec/v1\n{'x' * 90}"
+        ),
+        "does not read as safetensors",
+        "git lfs pull",
+    ),
+    "truncated": (truncated, "does not read as safetensors", "truncated, damaged"),
+    "empty": (lambda path: (path / "model.safetensors").touch(), "does not read as safetensors", "truncated"),
+    "a folder in its place": (lambda path: (path / "model.safetensors").mkdir(), "model.safetensors`", ""),
+    "an index that leads outside": (
+        lambda path: save_index(path, {"x": "../model.safetensors"}),
+        "puts `x` in `../model.safetensors`",
+        "not followed",
+    ),
+    "an absolute index": (
+        lambda path: save_index(path, {"x": "/etc/passwd"}),
+        "puts `x` in `/etc/",
+        "not followed",
+    ),
+    "an index of pickles": (lambda path: save_index(path, {"x": "a.bin"}), "is a pickle", "save_pretrained"),
+    "a shard that is not there": (lambda path: save_index(path, {"x": "a.safetensors"}), "no such file", "again"),
+    "an index that lies": (
+        lambda path: (saved(path, "a.safetensors"), save_index(path, {"y": "a.safetensors"})),
+        "says that `y` is in `a.safetensors`, and it is not",
+        "again",
+    ),
+    "an index of nothing": (lambda path: save_index(path, {}), "has no `weight_map`", "again"),
+    "an index of numbers": (lambda path: save_index(path, {"x": 1}), "has no `weight_map`", "again"),
+}
+
+
+@pytest.mark.parametrize(("make", "said", "hint"), BROKEN.values(), ids=BROKEN)
+def test_what_cannot_be_read_is_refused_with_the_remedy(make, said, hint, tmp_path):
+    make(tmp_path)
+    with pytest.raises(WeightsError, match=said) as caught:
+        open_folder(tmp_path)
+    assert hint in (caught.value.hint or "")
+
+
+@pytest.mark.parametrize("suffix", ["bin", "pt", "PTH", "ckpt"])
+def test_a_pickle_is_refused_by_its_name(suffix, tmp_path):
+    path = tmp_path / f"model.{suffix}"
+    path.write_bytes(b"\x80\x04")
+    with pytest.raises(WeightsError, match="is a pickle, which runs code when it is loaded") as caught:
+        open_file(path)
+    assert "save_pretrained" in caught.value.hint
