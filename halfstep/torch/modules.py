@@ -328,7 +328,8 @@ def mixed(kind: Any, original: Any) -> type:
     """A class with `kind` in front of a module's own class; it keeps the name and the signature of that."""
     told = {key: getattr(original, key) for key in ("__module__", "__qualname__", "__doc__")}
     made = type(original.__name__, (kind, original), {**told, "halfstep_made": True})
-    if inspect.signature(kind.forward) != inspect.signature(original.forward):
+    theirs = _signature(original.forward)
+    if theirs is not None and _signature(kind.forward) != theirs:
         made.forward = _with_signature(kind.forward, original.forward)  # type: ignore[attr-defined]
     return made
 
@@ -354,6 +355,14 @@ def _operands(module: Any) -> tuple[Tensor, Tensor | None]:
     return enter(owned(module.weight, casts), casts), (
         None if module.bias is None else enter(owned(module.bias, casts), casts)
     )
+
+
+def _signature(function: Callable[..., Any]) -> inspect.Signature | None:
+    """What a function says that it takes; None where it does not say."""
+    try:
+        return inspect.signature(function)
+    except (TypeError, ValueError):  # as functions that are not written in Python
+        return None
 
 
 def _with_signature(function: FunctionType, like: Callable[..., Any]) -> FunctionType:

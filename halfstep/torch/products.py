@@ -15,15 +15,37 @@ operands: it is rounded once, after the sum, then widened, as those of convoluti
 `weights` says which of the operands are weights. A weight that is the half of a split master comes here widened.
 """
 
-from typing import Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from halfstep.torch.cast import carried
-from halfstep.torch.layers import Casts, enter, linear
+from halfstep.torch.entries import (
+    FLOATS,
+    IN_COMPUTE,
+    IN_LEAF,
+    NARROW,
+    NO_GRADIENT,
+    NO_PARAMETER,
+    NOT_COMPILED,
+    OTHER_DTYPE,
+    OUT,
+    PARAMETERS,
+    Entry,
+    is_weight,
+    mapped,
+    tensors_of,
+    whole,
+)
+from halfstep.torch.halves import is_half
+from halfstep.torch.layers import Casts, enter, linear, rounded
 from halfstep.torch.matmul import in_compute, matmul
+
+if TYPE_CHECKING:
+    from halfstep.torch.reach import Reach
 
 Two = tuple[bool, bool]
 
@@ -152,3 +174,157 @@ def _carried(x: Tensor, casts: Casts, fmt: Any) -> Tensor:
 
 def _sizes(size: dict[str, int], letters: list[str]) -> torch.Size:
     return torch.Size([size[c] for c in letters])
+
+
+REVERSED = {Tensor.__rmatmul__}
+
+
+# --- how a model writes them
+
+
+def _product_alone(mode: "Reach", args: Any, kwargs: Any) -> str:
+    return OUT if kwargs.get("out") is not None else _why_alone(mode, [*tensors_of(args, kwargs)])
+
+
+def _kernel_alone(mode: "Reach", args: Any, kwargs: Any) -> str:
+    """The same of a kernel that rounds the gradients of weights: a leaf keeps it in fp32."""
+    return IN_LEAF if mode.wide else _product_alone(mode, args, kwargs)
+
+
+def _linear_alone(mode: "Reach", args: Any, kwargs: Any) -> str:
+    """The same of (x, weight, bias): what is handed over as a weight is one, unless a leaf is as written."""
+    x, weight, *bias = tensors_of(args, kwargs)
+    why = _why_alone(mode, [x, weight], bias)
+    return "" if why in (NO_PARAMETER, NO_GRADIENT) and not mode.wide else why
+
+
+def _added_alone(mode: "Reach", args: Any, kwargs: Any) -> str:
+    """The same of (c, a, b), for c + a b."""
+    c, *pair = tensors_of(args, kwargs)
+    return OUT if kwargs.get("out") is not None else _why_alone(mode, pair, [c])
+
+
+def _why_alone(mode: "Reach", operands: list[Tensor], added: Sequence[Tensor] = ()) -> str:
+    """Why a product of these, to which others are added, is left as it is."""
+    casts = mode.casts
+    if any(t.dtype is not operands[0].dtype for t in added):
+        return ""
+    if any(t.dtype not in FLOATS for t in operands):
+        return OTHER_DTYPE
+    if all(t.dtype is casts.compute for t in operands) and not casts.emulate:
+        if any(is_half(t) for t in operands):
+            return ""
+        return IN_COMPUTE
+    if any(t.dtype in NARROW for t in operands):
+        return ""
+    weights = [is_weight(t) for t in operands]
+    if all(weights):
+        return PARAMETERS
+    if any(weights):
+        return ""
+    if not casts.emulate:
+        return NO_PARAMETER
+    if mode.wide:
+        return IN_LEAF
+    return "" if any(t.requires_grad for t in operands) else NO_GRADIENT
+
+
+def _operands(mode: "Reach", *given: Tensor) -> tuple[list[Tensor], Two]:
+    """Two operands, halves widened, and which of them has an fp32 gradient that is not to be rounded."""
+    found = [whole(t) for t in given]
+    mixed = not mode.casts.emulate and any(t.dtype in NARROW for t in found)
+    one, two = (
+        t.dtype is torch.float32 and (o is not t or is_weight(o) or (mixed and o.requires_grad))
+        for t, o in zip(found, given, strict=True)
+    )
+    return found, (one, two)
+
+
+def _cast_all(mode: "Reach", func: Any, args: Any, kwargs: Any) -> Any:
+    """The function of operands in compute."""
+    casts = mode.casts
+    args, kwargs = mapped(lambda t: enter(whole(t), casts), (args, kwargs))
+    return _given(mode, rounded(func(*args, **kwargs), casts))
+
+
+def _given(mode: "Reach", y: Tensor) -> Tensor:
+    """A result in compute, in the dtype that a leaf goes on with."""
+    return y.float() if mode.wide else y
+
+
+def _linear(mode: "Reach", func: Any, args: Any, kwargs: Any) -> Tensor:
+    given = {**dict(zip(("input", "weight", "bias"), args, strict=False)), **kwargs}
+    x, weight, bias = given["input"], given["weight"], given.get("bias")
+    if weight.dim() == 1:
+        return _given(mode, linear(x, weight.unsqueeze(0), bias, mode.casts).squeeze(-1))
+    return _given(mode, linear(x, weight, bias, mode.casts))
+
+
+def _matmul(mode: "Reach", func: Any, args: Any, kwargs: Any) -> Tensor:
+    (a, b), weights = _operands(mode, *tensors_of(args, kwargs))
+    if not any(weights):
+        return _cast_all(mode, func, args, kwargs)
+    if func in REVERSED:
+        a, b, weights = b, a, (weights[1], weights[0])
+    return _given(mode, product(a, b, weights, mode.casts))
+
+
+def _added_matmul(mode: "Reach", func: Any, args: Any, kwargs: Any) -> Tensor:
+    """beta c + alpha a b."""
+    options = dict(kwargs)
+    beta, alpha = options.pop("beta", 1), options.pop("alpha", 1)
+    c, *pair = tensors_of(args, options)
+    (a, b), weights = _operands(mode, *pair)
+    casts = mode.casts
+    if not any(weights):
+        return _cast_all(mode, func, args, kwargs)
+    if weights[1] and b.dim() == 2 and c.dim() == 1 and alpha == beta == 1:
+        return _given(mode, linear(a, b, c, casts, transposed=True))
+    y = product(a, b, weights, casts).float() * alpha
+    return _given(mode, enter(y if beta == 0 else y + whole(c).float() * beta, casts))
+
+
+def _einsum(mode: "Reach", func: Any, args: Any, kwargs: Any) -> Tensor:
+    equation, *given = args
+    given = [*tensors_of(given)]
+    if len(given) == 2 and isinstance(equation, str):
+        (a, b), weights = _operands(mode, *given)
+        y = einsum(equation, a, b, weights, mode.casts) if any(weights) else None
+        if y is not None:
+            return _given(mode, y)
+    return _cast_all(mode, func, args, kwargs)
+
+
+def _grouped_alone(mode: "Reach", args: Any, kwargs: Any) -> str:
+    if torch.compiler.is_compiling() and mode.casts.compute is not torch.bfloat16:
+        return NOT_COMPILED
+    return _why_alone(mode, [*args[:2]])
+
+
+def _grouped(mode: "Reach", func: Any, args: Any, kwargs: Any) -> Tensor:
+    (x, w), offsets = args[:2], (args[2] if len(args) > 2 else kwargs.get("offs"))
+    others = [*args[3:], *(value for key, value in kwargs.items() if key != "offs")]
+    if offsets is None or (x.dim(), w.dim()) != (2, 3) or any(value is not None for value in others):
+        return _cast_all(mode, func, args, kwargs)
+    return _given(mode, grouped(x, whole(w), offsets, mode.casts))
+
+
+def _widened_alone(mode: "Reach", args: Any, kwargs: Any) -> str:
+    dtypes = {t.dtype for t in tensors_of(args, kwargs) if t.dtype in FLOATS}
+    return "" if torch.float32 in dtypes and len(dtypes) > 1 else IN_COMPUTE
+
+
+def _widen_all(mode: "Reach", func: Any, args: Any, kwargs: Any) -> Any:
+    """A function of many products, none of which can be told apart: in fp32."""
+    args, kwargs = mapped(lambda t: whole(t).float(), (args, kwargs))
+    return mapped(lambda y: enter(y, mode.casts), func(*args, **kwargs))
+
+
+_CASTS = "operands in compute"
+LINEAR = Entry(_linear_alone, _linear, f"{_CASTS}, an fp32 weight gradient")
+MATMUL = Entry(_product_alone, _matmul, _CASTS)
+ADDED = Entry(_added_alone, _added_matmul, _CASTS)
+EINSUM = Entry(_product_alone, _einsum, _CASTS)
+GROUPED = Entry(_grouped_alone, _grouped, _CASTS)
+KERNEL = Entry(_kernel_alone, _cast_all, f"{_CASTS}, weight gradients too, then fp32")
+WIDENED = Entry(_widened_alone, _widen_all, "fp32 throughout, compute out")

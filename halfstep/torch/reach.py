@@ -30,7 +30,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from halfstep.core.formats import FP32
-from halfstep.torch.functions import NOTHING_MET, TABLE, VIEWS, learn
+from halfstep.torch.entries import NOTHING_MET
+from halfstep.torch.functions import TABLE, VIEWS, learn
 from halfstep.torch.layers import Casts
 
 PLAIN = (Tensor, nn.Parameter, nn.Buffer)

@@ -18,7 +18,8 @@ from torch import nn
 from torch.overrides import resolve_name
 
 from halfstep.torch.blame import as_it_was
-from halfstep.torch.functions import IN_COMPUTE, NARROW, NOTHING_MET, SENSITIVE, Entry, meets, tensors_of
+from halfstep.torch.entries import IN_COMPUTE, NARROW, NOTHING_MET, Entry, tensors_of
+from halfstep.torch.functions import SENSITIVE, meets
 from halfstep.torch.reach import WATCHERS, Reach
 
 SHOWN = 3

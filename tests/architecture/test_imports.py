@@ -46,6 +46,7 @@ ONE_BACKEND_ONLY: dict[str, str] = {
     "reach.py": "torch: functions between modules are reached by a mode; JAX interprets them, MLX has no way in",
     "functions.py": "as above: what is done with each",
     "products.py": "as above: matmuls, einsum and grouped_mm of parameters",
+    "entries.py": "as above: what both are made of",
     "record.py": "as above: the table of what was reached",
     "foreign.py": "torch: models of other packages, known by the names of their classes",
     "islands.py": "torch: its functions and modules have no fp32 inside; there is a torch.nn to stand in for",

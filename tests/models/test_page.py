@@ -1,0 +1,20 @@
+"""docs/models.md says what becomes of these models today."""
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_the_page_is_current():
+    for package in ("transformers", "diffusers"):
+        pytest.importorskip(package, reason=f"{package} is not installed")
+    spec = importlib.util.spec_from_file_location("halfstep_docs_models", ROOT / "docs" / "models.py")
+    models = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(models)
+    if models.installed() != models.written_with():
+        pytest.skip(f"the page is of {models.written_with()}, and here is {models.installed()}")
+    written = (ROOT / "docs" / "models.md").read_text(encoding="utf-8")
+    assert written == models.page(), "run `python docs/models.py`"
