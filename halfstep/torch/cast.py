@@ -249,14 +249,15 @@ def _scales(amax: Tensor, fmt: Format) -> tuple[Tensor, Tensor]:
     # where m > M.
     power = ((plan_of(fmt).top - pattern) >> 23).clamp(-126, 126)
     power = torch.where(pattern == 0, 0, power)
-    scale = torch.where(pattern >= _INF, math.nan, ((power + 127) << 23).view(torch.float32))
+    # NaN as bits: a NaN constant differs from itself, and a compiler would take no two casts of one x for one.
+    scale = torch.where(pattern >= _INF, _NAN, (power + 127) << 23).view(torch.float32)
     if torch.compiler.is_compiling():
         # `as_strided` makes inductor store what it is of. Else the scale is computed anew for each element, and
         # where that makes too long an expression, inductor stores the scaled tensor, in fp32.
         scale = scale.as_strided(scale.shape, scale.stride())
     # Exponents that add up to twice the bias.
-    inv_scale = (_TWICE_BIAS - scale.view(torch.int32)).view(torch.float32)
-    return scale, torch.where(scale.isnan(), math.nan, inv_scale)
+    bits = scale.view(torch.int32)
+    return scale, torch.where(bits == _NAN, _NAN, _TWICE_BIAS - bits).view(torch.float32)
 
 
 def _round_patterns(x: Tensor, plan: Plan, overflow: Overflow, rounding: Rounding, bits: Tensor | None) -> Tensor:

@@ -176,6 +176,15 @@ def _view(mode: "Reach", func: Any, args: Any, kwargs: Any) -> Any:
     return func(*args, **kwargs)
 
 
+def _dtype_alone(mode: "Reach", args: Any, kwargs: Any) -> str:
+    narrow = mode.casts.compute is torch.bfloat16 or not is_half(args[0])
+    return NOTHING_MET if narrow else ""
+
+
+def _dtype(mode: "Reach", func: Any, args: Any, kwargs: Any) -> torch.dtype:
+    return mode.casts.compute
+
+
 def _is_half(given: Any) -> bool:
     return isinstance(given, Tensor) and is_half(given)
 
@@ -233,6 +242,8 @@ VIEWS: dict[Any, Entry] = {
         [*_named(_VIEWS, *_METHODS), *(getattr(Tensor, name).__get__ for name in ("T", "mT", "H", "mH"))],
         Entry(_view_alone, _view, "of the whole master"),
     ),
+    # Code that casts its input to a weight's dtype, as T5's, means the dtype that the weight computes in.
+    Tensor.dtype.__get__: Entry(_dtype_alone, _dtype, "that of compute"),  # type: ignore[attr-defined]
 }
 
 

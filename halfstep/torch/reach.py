@@ -47,7 +47,7 @@ class Reach(TorchFunctionMode):
         self.casts, self.wide, self.halves = casts, wide, halves
         precision = casts.precision
         islands = (precision.norm, precision.softmax, precision.loss)
-        self.inert = casts.plain and set(islands) == {FP32}
+        self.inert = casts.plain and set(islands) == {FP32} and not halves
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Any function of torch that is called while the mode is on."""

@@ -261,7 +261,8 @@ class Run:
             yield
         finally:
             if evaluated != self.policy:
-                set_precision(self.model, self.policy)
+                measured = None if self.converted is None else self.converted.measured
+                set_precision(self.model, self.policy, measured=measured)
 
     def weights(self) -> dict[str, Tensor]:
         """Every parameter of the model by its name, its master in fp32 where it has one; copies."""

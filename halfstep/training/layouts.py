@@ -310,6 +310,8 @@ class Own(Layout):
         "average.": "averages of weights",
         "scale.": "the loss scale",
         "rng.": "random state",
+        "amax.": "the history that delayed operands were scaled by",
+        "narrow.": "which layers were measured to be faster in fp8",
         "applied": "the count of updates",
     }
 

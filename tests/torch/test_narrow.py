@@ -79,6 +79,16 @@ def test_a_layer_is_narrow_where_that_is_faster_and_the_summary_has_both_times()
 
 
 @needs_fp8
+def test_evaluation_leaves_what_was_measured_as_it_was():
+    """fp8-mixed evaluates in bf16; after it, layers that were slower in fp8 must not come back narrow."""
+    run = prepared("fp8-mixed", device=Device({(16, 64): 0.4e-3, (64, 16): 0.99e-3}))
+    before = narrow_layers(run.model)
+    with run.evaluation():
+        assert not narrow_layers(run.model)
+    assert narrow_layers(run.model) == before == {"up", "again"}
+
+
+@needs_fp8
 @pytest.mark.parametrize(
     ("otherwise", "layers", "told"),
     [

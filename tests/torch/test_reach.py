@@ -273,6 +273,15 @@ def test_however_a_half_is_looked_at_it_is_the_whole(fn):
     assert not torch.equal(found[0][1], carried(found[0][1], BF16))
 
 
+@pytest.mark.parametrize("policy", ["fp32", "fp16-mixed", "bf16-mixed"])
+def test_code_that_casts_to_the_dtype_of_a_half_keeps_its_input(policy):
+    """T5 casts to `self.wo.weight.dtype`, which is bf16 where masters are split, whatever compute is."""
+    code = within(lambda m, x: x.to(m.part.weight.dtype), f"{policy},param=fp32:split")
+    x = draw(4, 8).to(code.part.casts.compute)
+    assert code.part.weight.dtype == torch.bfloat16
+    assert torch.equal(code(x), x)
+
+
 def test_products_of_mixed_dtypes_are_in_compute():
     code = within(lambda m, a, b: (a @ b, torch.einsum("ij,jk->ik", a, b), torch.tensordot(a, b, 1)), "bf16-mixed")
     a, b = draw(4, 8), draw(8, 3, seed=1)
