@@ -12,6 +12,7 @@ import argparse
 import statistics
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -19,12 +20,13 @@ import torch
 from halfstep.config.load import load
 from halfstep.core.policy import Policy
 from halfstep.core.stats import UpdateStats
-from halfstep.torch.optim import Optimizer
+from halfstep.torch.masters import Masters
 from halfstep.training.loop import Loop
 
 SEEDS = (0, 1, 2)
 JUDGED = ("bf16-mixed", "fp16-mixed", "fp8-mixed")
 REPORTED = ("bf16-true",)
+Tensors = Sequence[torch.Tensor]
 
 
 class LostUpdates:
@@ -32,20 +34,22 @@ class LostUpdates:
 
     def __enter__(self) -> "LostUpdates":
         self.stats = UpdateStats.empty("bf16")
-        self.write = Optimizer._write
+        self.put = Masters.put
         counter = self
 
-        def counted(optimizer: Optimizer, parameter: torch.Tensor, wide: torch.Tensor, step: torch.Tensor) -> None:
-            before = parameter.detach().float().cpu()
-            update = wide.detach().cpu() - before
-            counter.stats += UpdateStats.of(before.numpy(), update.numpy(), "bf16")
-            counter.write(optimizer, parameter, wide, step)
+        def counted(masters: Masters, parameters: Tensors, wide: Tensors, counts: Tensors) -> None:
+            for p, w in zip(parameters, wide, strict=True):
+                if not masters.is_whole(p):
+                    before = p.detach().float().cpu()
+                    update = w.detach().cpu() - before
+                    counter.stats += UpdateStats.of(before.numpy(), update.numpy(), "bf16")
+            counter.put(masters, parameters, wide, counts)
 
-        Optimizer._write = counted
+        Masters.put = counted
         return self
 
     def __exit__(self, *_: object) -> None:
-        Optimizer._write = self.write
+        Masters.put = self.put
 
 
 def train(policy: str, seed: int, options: argparse.Namespace) -> float:

@@ -21,7 +21,7 @@ from halfstep.core.precision import Precision
 from halfstep.core.roles import Param, is_narrow, print_value
 from halfstep.torch.foreign import ORDER, is_experts, is_replaced, recipe_of, refuse_wrapped, routers
 from halfstep.torch.halves import is_half
-from halfstep.torch.layers import Casts, Layer, Matmul, casts_of
+from halfstep.torch.layers import Casts, Layer, Matmul, casts_of, refuse_autocast
 from halfstep.torch.modules import (
     ISLANDS,
     KINDS,
@@ -37,7 +37,6 @@ from halfstep.torch.modules import (
     Setting,
     Whole,
     mixed,
-    refuse_autocast,
 )
 from halfstep.torch.multihead import MultiheadAttention
 from halfstep.torch.norms import BatchNorm, InstanceNorm, Normalization
@@ -160,7 +159,7 @@ def check_model(model: nn.Module) -> None:
     """Refuses a model that is not as it was built, or that no policy can be given."""
     if not isinstance(model, nn.Module):
         raise HalfstepError(f"the model is a {type(model).__name__}, not an nn.Module")
-    refuse_autocast()
+    refuse_autocast("cpu", "cuda", "xpu", "mps")
     for name, module in model.named_modules():
         told = f"`{name}`" if name else f"the model, a {type(module).__name__},"
         if hasattr(type(module), "halfstep_made") or "halfstep_prepared" in module.__dict__:

@@ -142,9 +142,9 @@ def unreached(function: Callable[_P, _R]) -> Callable[_P, _R]:
     return call
 
 
-def refuse_autocast(device: str) -> None:
-    """Refuses to run where torch would cast as well."""
-    if torch.is_autocast_enabled(device):
+def refuse_autocast(*devices: str) -> None:
+    """Refuses to run where torch would cast as well, on one of these kinds of device."""
+    if any(torch.is_autocast_enabled(device) for device in devices):
         raise HalfstepError(
             "a module with a policy is used under torch.autocast, which would cast inside its islands",
             hint="leave torch.autocast out: the modules cast by themselves",

@@ -29,7 +29,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
-from halfstep.core.errors import HalfstepError
 from halfstep.torch.layers import (
     CastedLinear,
     Casts,
@@ -41,6 +40,7 @@ from halfstep.torch.layers import (
     leave,
     linear,
     owned,
+    refuse_autocast,
     rounded,
     unreached,
 )
@@ -308,19 +308,10 @@ class Whole(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the model makes of its inputs."""
-        refuse_autocast()
+        refuse_autocast("cpu", "cuda", "xpu", "mps")
         setting = self.halfstep_model
         y = within(setting.reach, super().forward, args, kwargs)
         return mapped(lambda y: island(y, "loss", setting.casts) if y.dim() else y, y)
-
-
-def refuse_autocast() -> None:
-    """Refuses to run where torch would cast as well."""
-    if any(torch.is_autocast_enabled(device) for device in ("cpu", "cuda", "xpu", "mps")):
-        raise HalfstepError(
-            "a model with a policy is used under torch.autocast, which would cast inside its islands",
-            hint="leave torch.autocast out: the modules cast by themselves",
-        )
 
 
 @cache

@@ -183,14 +183,6 @@ class Optimizer(torch.optim.Optimizer):
         """What the moments of a parameter are held in."""
         return dtype_of(self.moments.get(self.names[parameter], FP32))
 
-    def _widened(self, parameter: Tensor) -> Tensor:
-        """What to update: the parameter itself where it is an fp32 master, else a copy that is rounded back."""
-        return self.masters.wide([parameter])[0]
-
-    def _write(self, parameter: Tensor, wide: Tensor, step: Tensor) -> None:
-        """Stores an fp32 result in the format its master is held in."""
-        self.masters.put([parameter], [wide], [step])
-
 
 class AdamW(Optimizer):
     """AdamW; each group may have its own `lr` and `weight_decay`."""

@@ -173,10 +173,10 @@ class TorchToy:
             def step(self, grads, *, found_inf=None, scale=None):
                 for p, g in grads.items():
                     g = g * scale
-                    wide = self._widened(p)
+                    (wide,) = self.masters.wide([p])
                     wide.sub_(t.where(found_inf > 0, 0.0, rate * g))
                     if wide is not p:
-                        self._write(p, wide, t.ones(()))
+                        self.masters.put([p], [wide], [t.ones(())])
 
         class Model(t.nn.Module):
             def __init__(self):
