@@ -31,9 +31,10 @@ bench: $(VENV)/.dev
 	$(BIN)/python benchmarks/overhead.py
 	$(BIN)/python benchmarks/presets.py
 
-# Reference pages come out of the schema.
+# Reference pages come out of the schema, the tables of docs/models.md out of models that are prepared.
 docs: $(VENV)/.dev
 	$(BIN)/python docs/generate.py
+	$(BIN)/python docs/models.py
 
 clean:
 	rm -rf $(VENV)

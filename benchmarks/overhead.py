@@ -23,7 +23,7 @@ from halfstep.core.policy import Policy
 from halfstep.torch.model import Decoder
 from halfstep.training.data import Prefetch
 from halfstep.training.events import Events
-from halfstep.training.loop import Loop, _Tally
+from halfstep.training.loop import Loop
 from halfstep.training.progress import progress
 from halfstep.training.signals import stop_requests
 
@@ -74,15 +74,15 @@ def main() -> int:
     overrides += ["training.validate_every=1000000", "training.save_every=1000000"]
     with tempfile.TemporaryDirectory() as folder:
         loop = Loop(load("tiny", overrides), Policy.parse("fp32"), Path(folder) / "run")
-        loop.tally = _Tally(0)
         bare = bare_arm(loop, options.steps)
         times: dict[str, list[float]] = {"ours": [], "bare": []}
         with (
             Events(Path(folder) / "run" / "events.jsonl") as loop.events,
-            progress(total) as loop.bar,
+            progress(total) as bar,
             stop_requests() as stop,
             Prefetch(loop.batches.at, 0, total) as batches,
         ):
+            loop.attend(stop, bar)
 
             def ours() -> None:
                 loop._steps(itertools.islice(batches, options.steps), stop)

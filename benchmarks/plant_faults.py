@@ -41,7 +41,7 @@ def listed() -> list[Fault]:
 def passes(tree: Path, test: str) -> bool:
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *test.split()]
     done = subprocess.run(command, cwd=tree, env=_environment(tree), capture_output=True, text=True, check=False)
-    if done.returncode not in (0, 1):
+    if done.returncode > 1:  # below 0 it was killed, as by an address that a kernel must not have: red as well
         raise SystemExit(f"pytest {test} could not run:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
     return done.returncode == 0
 

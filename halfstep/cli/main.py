@@ -11,7 +11,7 @@ import sys
 from cyclopts import App, CycloptsError
 
 from halfstep import __version__
-from halfstep.cli import bench, formats, policy, probe, train
+from halfstep.cli import artifact, bench, data, formats, policy, probe, train
 from halfstep.cli.output import print_error
 from halfstep.core.errors import HalfstepError
 
@@ -23,6 +23,8 @@ app = App(
 app.command(train.train)
 app.command(train.evaluate, name="eval")
 app.command(train.sample)
+app.command(artifact.artifact)
+app.command(data.app)
 app.command(probe.probe)
 app.command(formats.formats)
 app.command(policy.policy)

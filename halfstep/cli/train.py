@@ -1,6 +1,7 @@
 """`halfstep train`, `halfstep eval` and `halfstep sample`: from a recipe to a run, and back from a run."""
 
 import dataclasses
+import os
 import sys
 import time
 from pathlib import Path
@@ -25,6 +26,8 @@ def train(
     init: str | None = None,
     out: Path | None = None,
     resume: Flag = False,
+    allow_older: Flag = False,
+    deadline: float | None = None,
     json: Flag = False,
 ) -> int:
     """Train a recipe, in a precision that is chosen by measurement unless you name one.
@@ -35,8 +38,8 @@ def train(
     Parameters
     ----------
     recipe
-        tiny (the default: a byte-level model, two minutes on two CPU cores), gpt2, qwen3, or a file that ends in
-        .toml.
+        tiny (the default: a byte-level model, two minutes on two CPU cores), gpt2, qwen3, speedrun, golf, or a
+        file that ends in .toml.
     policy
         The precision: auto, a preset such as bf16-mixed, or more (`halfstep policy --help`).
     backend
@@ -52,14 +55,21 @@ def train(
         The run folder; runs/RECIPE-DATE-TIME without it.
     resume
         Go on with the run in --out, or with the newest one in runs/.
+    allow_older
+        With --resume: where the newest checkpoint is damaged, set it aside and go on from the one before it.
+    deadline
+        Seconds between SIGTERM and the end of the machine: no save is started that would not end in time. Without
+        it, HALFSTEP_DEADLINE says so; without both, the last save takes as long as it takes.
     json
         Print the outcome as JSON.
     """
     from halfstep.config.load import DEFAULT_RECIPE, load
-    from halfstep.training import folder
+    from halfstep.tools.probe import measure_ceiling
+    from halfstep.training import determinism, folder
     from halfstep.training.loop import Loop
 
     _check_init(init, resume)
+    deadline = _deadline(deadline, allow_older, resume)
     where = _run_folder(recipe, out, resume)
     named = [
         *([f"init={init}", "init_digest="] if init is not None else []),
@@ -69,16 +79,28 @@ def train(
     ]
     # Where no recipe is named, a run that goes on knows its own.
     config = load(recipe or (str(where / folder.CONFIG) if resume else DEFAULT_RECIPE), named)
-    resolved, choice, warnings = _resolve_policy(config, device, where if resume else None)
+    determinism.prepare(config, where)  # before anything is measured
+    resolved, choice, warnings = _resolve_policy(config, device, where if resume else None, allow_older)
     print_words(f"{config.title or where.name}\nprecision {resolved}" + (f": {choice.reason}" if choice else ""))
-    loop = Loop(config, resolved, where, choice=choice, resume=resume, device=device, warnings=warnings)
+    loop = Loop(
+        config,
+        resolved,
+        where,
+        choice=choice,
+        resume=resume,
+        device=device,
+        warnings=warnings,
+        allow_older=allow_older,
+        deadline=deadline,
+        ceiling=measure_ceiling(config, resolved, device, where / folder.EVENTS if resume else None),
+    )
     if loop.pretrained is not None:
         print_words(f"weights {loop.pretrained.description}")
     print_words(f"data {loop.corpus.description}\nrun folder {where}")
     outcome = loop.run()
     page = _write_report(where / folder.EVENTS, where / folder.REPORT)
-    _tell(outcome, page, json)
-    return 0
+    _tell(outcome, loop.ceiling, page, json)
+    return 0 if (outcome.saved or 0) == outcome.step else 1
 
 
 def settings() -> str:
@@ -90,7 +112,16 @@ def settings() -> str:
     return "Settings, with their defaults where a recipe does not say otherwise:\n\n" + "\n\n".join(lines)
 
 
-def evaluate(run: Path, /, *, policy: str | None = None, device: str | None = None, json: Flag = False) -> None:
+def evaluate(
+    run: Path,
+    /,
+    *,
+    policy: str | None = None,
+    weights: Literal["model", "ema"] | None = None,
+    data: str | None = None,
+    device: str | None = None,
+    json: Flag = False,
+) -> None:
     """Measure a checkpoint on held-out text, in the policy it was trained with or another.
 
     Parameters
@@ -99,6 +130,11 @@ def evaluate(run: Path, /, *, policy: str | None = None, device: str | None = No
         A run folder (its newest checkpoint), or a checkpoint's own folder.
     policy
         The precision to evaluate in; the one it was trained with unless named.
+    weights
+        `model` for the weights as they were last updated, `ema` for their moving average; the average unless
+        named, if the run kept one.
+    data
+        Where the data is now, if it moved; else data.source of the run.
     device
         Where to run.
     json
@@ -107,12 +143,13 @@ def evaluate(run: Path, /, *, policy: str | None = None, device: str | None = No
     from halfstep.training.data import load_corpus
     from halfstep.training.evaluation import evaluate as measure
 
-    config, session, manifest = _open_checkpoint(run, policy, device)
+    config, session, manifest, _ = open_checkpoint(run, policy, device, weights, data)
     corpus = load_corpus(config.data.source, config.data.validation, config.model.vocabulary)
     if corpus.digest != manifest["data"]["digest"]:
         print_words(f"warning: the data changed since the checkpoint; it was {manifest['data']['description']}")
     found = measure(session, corpus, config)
-    result = {"step": manifest["step"], "policy": str(session.policy), **dataclasses.asdict(found)}
+    told = {"step": manifest["step"], "policy": str(session.policy), "weights": weights or kept(config)}
+    result = {**told, **dataclasses.asdict(found)}
     if json:
         print_json(result)
     else:
@@ -128,6 +165,7 @@ def sample(
     temperature: float = 0.8,
     top_k: int = 40,
     seed: int = 0,
+    data: str | None = None,
     device: str | None = None,
 ) -> None:
     """Write text with a trained model.
@@ -146,27 +184,27 @@ def sample(
         Sample among this many tokens at most; 0 is all.
     seed
         The same seed writes the same text.
+    data
+        Where the data is now, if it moved; else data.source of the run.
     device
         Where to run.
     """
     from halfstep.core.errors import ConfigError
-    from halfstep.training.sampling import generate
+    from halfstep.training.sampling import generate, prompt_tokens, tokenizer_of, written
 
     if not (length >= 1 and (temperature == 0 or 0.01 <= temperature <= 100) and top_k >= 0 and 0 <= seed < 2**63):
         raise ConfigError(
             f"--length {length}, --temperature {temperature}, --top-k {top_k} and --seed {seed}: length must be "
             "1 or more, temperature 0 or from 0.01 to 100, top-k 0 or more, and the seed a whole number from 0"
         )
-    _, session, manifest = _open_checkpoint(run, None, device)
-    if manifest["data"]["bytes_per_token"] != 1:
-        raise ConfigError(
-            "the model's tokens are not bytes, and only bytes can be written as text yet",
-            hint="train on text, as the recipes do unless told otherwise",
-        )
-    start = list(prompt.encode(errors="surrogateescape")) or [10]
-    sys.stdout.buffer.write(bytes(start))
-    for token in generate(session, start, length, temperature, top_k, seed, alphabet=256):
-        sys.stdout.buffer.write(bytes([token]))
+    config, session, manifest, _ = open_checkpoint(run, None, device, data=data)
+    tokenizer = tokenizer_of(config.data.source, manifest["data"])
+    given = prompt.encode(errors="surrogateescape") or b"\n"
+    start = prompt_tokens(tokenizer, given)
+    sys.stdout.buffer.write(given)
+    tokens = generate(session, start, length, temperature, top_k, seed, alphabet=tokenizer.vocabulary)
+    for text in written(tokenizer, tokens):
+        sys.stdout.buffer.write(text)
         sys.stdout.buffer.flush()
     sys.stdout.buffer.write(b"\n")
     sys.stdout.buffer.flush()
@@ -199,28 +237,50 @@ def _run_folder(recipe: str | None, out: Path | None, resume: bool) -> Path:
     return found
 
 
-def _resolve_policy(config: Any, device: str | None, resumed: Path | None) -> tuple[Any, Any, list[str]]:
+def _deadline(given: float | None, allow_older: bool, resume: bool) -> float | None:
+    """The seconds that a signal leaves, from the flag or the environment; and a flag that means nothing alone."""
+    from halfstep.core.errors import ConfigError
+
+    if allow_older and not resume:
+        raise ConfigError("--allow-older chooses what to go on from", hint="add --resume")
+    text = os.environ.get("HALFSTEP_DEADLINE")
+    try:
+        found = float(text) if given is None and text else given
+    except ValueError:
+        found = -1.0
+    if found is not None and not 0 < found < 1e6:
+        told = f"--deadline {given:g}" if given is not None else f"HALFSTEP_DEADLINE={text}"
+        raise ConfigError(f"{told}: it must be a number of seconds above 0", hint="leave it out for no limit")
+    return found
+
+
+def _resolve_policy(
+    config: Any, device: str | None, resumed: Path | None, allow_older: bool
+) -> tuple[Any, Any, list[str]]:
     """The policy that runs, the measurement behind it if it was `auto`, and what to warn of."""
     from halfstep.core.policy import Policy, read
     from halfstep.tools.probe import resolve
 
     if resumed is not None and read(config.policy).base == "auto":
         # Measured when the run began; measuring again could choose another precision midway.
-        return Policy.parse(_saved_policy(resumed)), None, []
+        return Policy.parse(_saved_policy(resumed, allow_older)), None, []
     return resolve(config, device)
 
 
-def _saved_policy(run: Path) -> str:
+def _saved_policy(run: Path, allow_older: bool) -> str:
     from halfstep.core.errors import ConfigError
     from halfstep.training import checkpoint, folder
 
-    found = checkpoint.latest(run / folder.CHECKPOINTS)
+    found = checkpoint.latest(run / folder.CHECKPOINTS, allow_older=allow_older)
     if found is None:
         raise ConfigError(f"`{run}` holds no checkpoint to resume from", hint="start anew with --out")
     return str(checkpoint.read_manifest(found)["policy"])
 
 
-def _open_checkpoint(run: Path, policy: str | None, device: str | None) -> tuple[Any, Any, dict[str, Any]]:
+def open_checkpoint(
+    run: Path, policy: str | None, device: str | None, weights: str | None = None, data: str | None = None
+) -> tuple[Any, Any, dict[str, Any], dict[str, Any]]:
+    """The configuration of a checkpoint, a session that holds its weights, its manifest, and the weights."""
     from halfstep.config.run import RunConfig
     from halfstep.config.schema import build
     from halfstep.core.errors import ConfigError
@@ -228,31 +288,61 @@ def _open_checkpoint(run: Path, policy: str | None, device: str | None) -> tuple
     from halfstep.training import checkpoint, folder
     from halfstep.training.session import open_session
 
-    found = run if run.name.startswith("step-") else checkpoint.latest(run / folder.CHECKPOINTS)
+    found = run if is_checkpoint(run) else checkpoint.latest(run / folder.CHECKPOINTS)
     if found is None or not found.exists():
         raise ConfigError(f"`{run}` holds no checkpoint", hint="name a run folder, as runs/tiny-...")
     arrays, manifest = checkpoint.load(found)
     config = build(RunConfig, manifest["config"])
+    if data is not None:
+        config = dataclasses.replace(config, data=dataclasses.replace(config.data, source=data))
+    state = {name: (a.dtype, a.shape, a.data) for name, a in arrays.items()}
+    if (weights or kept(config)) == "ema":
+        if not config.training.ema:
+            raise ConfigError(
+                f"--weights ema: the run of `{found}` kept no average of its weights",
+                hint="--weights model; `training.ema = 0.999` keeps one while training",
+            )
+        # An average is whole, in fp32: it takes the place of a weight and of what was split from it.
+        state = {f"model.{n.removeprefix('average.')}": v for n, v in state.items() if n.startswith("average.")}
     session = open_session(config, Policy.parse(policy or manifest["policy"]), device, train=False)
-    session.load_weights({name: (a.dtype, a.shape, bytes(a.data)) for name, a in arrays.items()})
-    return config, session, manifest
+    session.load_weights(state)
+    return config, session, manifest, state
+
+
+def is_checkpoint(path: Path) -> bool:
+    """Whether a path names a checkpoint and not a run, which may be called `step-` too."""
+    from halfstep.training import folder
+
+    return path.name.startswith("step-") and not (path / folder.CHECKPOINTS).is_dir()
+
+
+def kept(config: Any) -> str:
+    """The weights that a run is judged by."""
+    return "ema" if config.training.ema else "model"
 
 
 def _write_report(events: Path, page: Path) -> Path:
     from halfstep.report.page import write
 
-    write(events, page)
+    try:
+        write(events, page)
+    except OSError as error:  # the run itself is saved, or has said that it is not
+        print_words(f"warning: `{page}` cannot be written: {error.strerror or error}")
     return page
 
 
-def _tell(outcome: Any, page: Path, json: bool) -> None:
-    held_out = outcome.held_out
+def _tell(outcome: Any, ceiling: Any, page: Path, json: bool) -> None:
+    from halfstep.training.meters import told
+
+    held_out, totals = outcome.held_out, outcome.totals
     data = {
         "folder": str(outcome.folder),
         "step": outcome.step,
         "finished": outcome.finished,
         "seconds": outcome.seconds,
         "tokens_per_second": outcome.tokens_per_second,
+        "ceiling": ceiling.record(),
+        **(totals or {}),
         "validation_loss": held_out and held_out.loss,
         "bits_per_byte": held_out and held_out.bits_per_byte,
         "bigram_bits": held_out and held_out.bigram_bits,
@@ -268,6 +358,8 @@ def _tell(outcome: Any, page: Path, json: bool) -> None:
             f"{outcome.step} steps in {outcome.seconds:.1f} s, {outcome.tokens_per_second:,.0f} tokens/s",
         ),
     ]
+    if totals is not None:
+        rows.append(("model FLOPs utilization", told(totals, ceiling)))
     if held_out is not None:
         rows.append(("held-out loss", f"{held_out.loss:.4f}"))
     if held_out is not None and held_out.ratio is not None:

@@ -56,10 +56,13 @@ class ModelConfig:
     """Normalizes queries and keys head by head; `gain` with a learned gain."""
     q_gain: bool = False
     """A learned factor on the queries of each head."""
+    q_gain_start: Annotated[float, Bounds(above=0)] = 1.0
+    """What the learned factors on queries start at."""
     softcap: Rate = 0.0
     """Logits become cap * tanh(logits / cap); 0 is off."""
     unet_skips: bool = False
-    """Adds the output of block i to the input of block layers - 1 - i, with learned weights."""
+    """Adds the outputs of the first half of the blocks to the inputs of the second half, the last of them first,
+    with learned weights; of an odd number of blocks the last gets none."""
     value_residual: bool = False
     """Mixes the first block's values into every block's, with a learned weight."""
     embedding_shortcut: Literal["none", "scalar", "channel"] = "none"
@@ -70,6 +73,10 @@ class ModelConfig:
     """Whether the embedding is also the output head."""
     zero_init: bool = True
     """Whether the projections that write to the residual stream start at zero."""
+    zero_head: bool = False
+    """Whether an output head of its own starts at zero: the first loss is then the logarithm of the vocabulary."""
+    embedding_std: Annotated[float, Bounds(above=0)] = 0.02
+    """Standard deviation of the first embedding."""
 
     def __post_init__(self) -> None:
         if self.head_width == 0 and self.width % self.heads:
@@ -86,6 +93,11 @@ class ModelConfig:
             raise ConfigError(
                 f"rotary positions rotate pairs, and a head has {self.size_of_head} features",
                 hint="set model.head_width to an even number",
+            )
+        if self.tied and self.zero_head:
+            raise ConfigError(
+                "model.zero_head is set, and the head is the embedding, which cannot start at zero",
+                hint="set model.tied = false, or leave zero_head out",
             )
 
     @property
@@ -111,6 +123,11 @@ class ModelConfig:
     def num_skips(self) -> int:
         """Pairs of blocks that a U-net skip joins."""
         return self.layers // 2 if self.unet_skips else 0
+
+    def skip_into(self, layer: int) -> int | None:
+        """The block whose output a U-net skip adds to the input of this one, which is its row of weights too."""
+        source = 2 * self.num_skips - 1 - layer
+        return source if 0 <= source < self.num_skips else None
 
     @property
     def num_parameters(self) -> int:

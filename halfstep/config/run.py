@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
 from halfstep.config.model import ModelConfig
-from halfstep.config.schema import Bounds, Decay, Positive, Rate, Seed, Share
+from halfstep.config.schema import Bounds, Count, Decay, Positive, Rate, Seed, Share
 from halfstep.core.errors import ConfigError, HalfstepError
 from halfstep.core.policy import read
 
@@ -14,10 +14,10 @@ class DataConfig:
     """What is read."""
 
     source: str = "stdlib"
-    """`stdlib` (the text of this Python's own standard library), a text file, a folder of text, or token
-    shards (`*.bin`)."""
+    """`stdlib` (the text of this Python's own standard library), a text file, a folder of text, token shards
+    (`*.bin`), or the folder that `halfstep data pack` wrote."""
     validation: Annotated[float, Bounds(above=0, at_most=0.5)] = 0.1
-    """Share of the documents that is held out."""
+    """Share of the documents that is held out; packed data holds out what it was packed with."""
 
 
 @dataclass(frozen=True)
@@ -42,8 +42,30 @@ class TrainingConfig:
     """Held-out tokens of one look."""
     save_every: Positive = 500
     """Steps between two checkpoints."""
+    keep_last: Positive = 2
+    """The newest checkpoints that stay."""
+    keep_every: Count = 0
+    """Checkpoints of steps that are multiples of this stay too; 0 is none."""
+    keep_best: bool = False
+    """Whether the checkpoint with the lowest held-out loss stays too; it is saved at a step with a look."""
+    rollback: Rate = 0.0
+    """Go back to the last good checkpoint, and past the data since, when the loss of 3 steps in a row is more than
+    this many nats above the recent median; 0 is off."""
+    deterministic: bool = False
+    """Whether the same run gives the same bits again on an NVIDIA GPU too; slower. On a CPU it always does."""
     compile: bool = False
     """Whether the step is compiled by the framework."""
+    loggers: tuple[Literal["tensorboard", "trackio", "wandb"], ...] = ()
+    """Where the events of the run are shown besides its own page, each by a package of its own; W&B is offline
+    unless WANDB_MODE says otherwise."""
+    measure_ceiling: bool = True
+    """Whether the fastest matmul of this device is timed before the run, which utilization is a share of."""
+    recompute_blocks: bool = False
+    """Whether the backward pass runs each block's forward again instead of keeping its activations (gradient
+    checkpointing): much less memory for about a third more time, and the same gradients."""
+    ema: Decay = 0.0
+    """Decay of a moving average of the weights, kept in fp32 beside them, saved, and evaluated in their place;
+    0.999 averages over about a thousand updates, 0 is off."""
 
     @property
     def warmup_steps(self) -> int:
@@ -58,7 +80,13 @@ class OptimizerConfig:
     name: Literal["adamw", "muon"] = "adamw"
     """AdamW for all, or Muon for the matrices inside blocks and AdamW for the rest."""
     rate: Annotated[float, Bounds(above=0)] = 3e-3
-    """Learning rate of AdamW."""
+    """Learning rate of AdamW, for all that has no rate of its own below."""
+    embedding_rate: Rate = 0.0
+    """AdamW's rate for embeddings, a tied head among them; 0 is `rate`."""
+    head_rate: Rate = 0.0
+    """AdamW's rate for an output head that is not tied; 0 is `rate`."""
+    scalar_rate: Rate = 0.0
+    """AdamW's rate for gains, biases, learned factors and mixes; 0 is `rate`."""
     betas: tuple[Decay, Decay] = (0.9, 0.95)
     """Decay of AdamW's two moments."""
     epsilon: Annotated[float, Bounds(above=0)] = 1e-8
@@ -66,9 +94,25 @@ class OptimizerConfig:
     weight_decay: Rate = 0.1
     """Decoupled decay of the matrices that AdamW updates; gains, biases and scalars do not decay."""
     muon_rate: Annotated[float, Bounds(above=0)] = 0.02
-    """Learning rate of Muon."""
+    """Learning rate of Muon, for the matrices inside blocks."""
     muon_momentum: Decay = 0.95
     """Momentum of Muon."""
+    muon_momentum_start: Decay = 0.85
+    """Momentum of Muon at the first update, where it warms up."""
+    muon_momentum_warmup: Count = 0
+    """Updates in which the momentum rises from `muon_momentum_start` to `muon_momentum`; 0 is none."""
+    muon_weight_decay: Rate = 0.0
+    """Decoupled decay of the matrices that Muon updates."""
+
+
+@dataclass(frozen=True)
+class ArtifactConfig:
+    """What a finished run leaves behind besides its checkpoints."""
+
+    format: Literal["none", "int8-zlib"] = "none"
+    """`int8-zlib`: matrices in int8 with a scale a row, the rest in fp16, compressed; loaded back and scored."""
+    limit: Count = 0
+    """Bytes the artifact may have; one that is larger is written all the same, and said so. 0 is no limit."""
 
 
 @dataclass(frozen=True)
@@ -92,6 +136,7 @@ class RunConfig:
     data: DataConfig = field(default_factory=DataConfig)
     training: TrainingConfig = field(default_factory=TrainingConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    artifact: ArtifactConfig = field(default_factory=ArtifactConfig)
 
     def __post_init__(self) -> None:
         try:
@@ -108,4 +153,9 @@ class RunConfig:
                 f"training.warmup {self.training.warmup} and training.warmdown {self.training.warmdown} "
                 "are shares of one run and add up to more than 1",
                 hint="lower one of them",
+            )
+        if self.model.tied and self.optimizer.head_rate:
+            raise ConfigError(
+                f"optimizer.head_rate is {self.optimizer.head_rate:g}, and the head is the embedding",
+                hint="set optimizer.embedding_rate, or model.tied = false",
             )

@@ -119,6 +119,8 @@ def describe(hint: Any) -> str:
     words = {int: "a whole number", float: "a number", str: "text", bool: "true or false"}
     if kind in words:
         return words[kind] + (f", {bounds}" if bounds else "")
+    if get_origin(kind) is tuple and get_args(kind)[-1] is Ellipsis:
+        return f"a list of any of {one_of(str(value) for value in get_args(get_args(kind)[0]))}"
     if get_origin(kind) is tuple:
         return f"a list of {len(get_args(kind))} numbers"
     return "a table"
@@ -169,6 +171,10 @@ def _check(hint: Any, value: Any, key: str) -> Any:
         return value
     if get_origin(kind) is tuple:
         kinds = get_args(kind)
+        if kinds[-1] is Ellipsis:  # as many as there are
+            if not isinstance(value, list | tuple):
+                raise _wrong(key, value, describe(kind), hint=f"write {key} = [...]")
+            return tuple(_check(kinds[0], item, f"{key}[{i}]") for i, item in enumerate(value))
         if not isinstance(value, list | tuple) or len(value) != len(kinds):
             raise _wrong(key, value, describe(kind))
         return tuple(

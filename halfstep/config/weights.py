@@ -5,8 +5,9 @@ backends, ranks and subsets of the model agree bit for bit without talking to ea
 
     matrices                          normal, variance 1 / (3 fan_in), which keeps the scale of activations
     those that write to the stream    zero, or divided by sqrt(2 layers), so that the stream grows as one block
-    embeddings                        normal, 0.02
-    gains, factors                    one;   biases   zero
+    embeddings                        normal, `embedding_std`
+    an output head                    as a matrix, or zero
+    gains, factors                    one, on queries `q_gain_start`;   biases   zero
     residual_mix                      (1, 0): the stream itself;   value_mix   0.5
 """
 
@@ -18,8 +19,6 @@ from numpy.typing import NDArray
 
 from halfstep.config.model import ModelConfig, Shape, parameter_shapes
 from halfstep.core.philox import tensor_id
-
-EMBEDDING_STD = 0.02
 
 # Every parameter of a model once, by name, in fp32.
 Weights = Iterable[tuple[str, NDArray[np.float32]]]
@@ -39,12 +38,14 @@ def _initial(model: ModelConfig, seed: int, name: str, shape: Shape) -> NDArray[
         return np.full(shape, 0.5, np.float32)
     if kind == "bias":
         return np.zeros(shape, np.float32)
+    if kind == "q_gain":
+        return np.full(shape, model.q_gain_start, np.float32)
     if len(shape) < 2 or kind == "skip_weights":
         return np.ones(shape, np.float32)
     writes = layer in ("o", "down")
-    if writes and model.zero_init:
+    if (writes and model.zero_init) or (layer == "lm_head" and model.zero_head):
         return np.zeros(shape, np.float32)
-    std = EMBEDDING_STD if layer in ("embed", "positions") else 1 / math.sqrt(3 * shape[1])
+    std = model.embedding_std if layer in ("embed", "positions") else 1 / math.sqrt(3 * shape[1])
     if writes:
         std /= math.sqrt(2 * model.layers)
     generator = np.random.Generator(np.random.Philox(key=[seed, tensor_id(name)]))

@@ -6,8 +6,9 @@ One block, with every switch on (each is off or plain unless the recipe says so)
     x <- x + attn_scale * attention(norm(x))      values mixed with the first block's; queries and keys normalized
     x <- x + mlp_scale * mlp(norm(x))             down(gelu(up x)), down(relu(up x)^2), down(silu(gate x) * up x)
 
-U-net skips add the output of block i, times a learned weight, to the input of block layers - 1 - i. The
-residual stream is in the compute format; norms, softmax and the loss are islands (layers.py).
+U-net skips add the outputs of the first half of the blocks, times learned weights, to the inputs of the second
+half, the last of them first; of an odd number of blocks the last gets none. The residual stream is in the compute
+format; norms, softmax and the loss are islands (layers.py).
 
 Unlike in torch, the decoder holds no parameters and is not changed by a policy: it is a function of
 {qualified name: array}, and `with_policy` gives another function of the same parameters.
@@ -61,9 +62,12 @@ class Decoder(Layer):
         config: ModelConfig,
         precisions: Mapping[str, Precision] | None = None,
         base: Precision = _FP32,
+        *,
+        recompute: bool = False,
     ):
         super().__init__("", base)
         self.config = config
+        self.recompute = recompute  # whether the backward pass runs blocks again instead of keeping what they made
         found = dict(precisions or {})
 
         def at(name: str) -> Precision:
@@ -89,11 +93,12 @@ class Decoder(Layer):
         skips: list[Array] = []
         cos_TK, sin_TK = (jnp.asarray(table[: tokens_BT.shape[1]]) for table in self.angles)
         for layer, block in enumerate(self.blocks):
-            mirror = config.layers - 1 - layer
-            if mirror < config.num_skips:
-                weight_BTD = spread(params["skip_weights"][mirror], x_BTD.shape, casts)
-                x_BTD = rounded(x_BTD + rounded(weight_BTD * skips[mirror], casts), casts)
-            x_BTD, values = block(params, x_BTD, x0_BTD, first_values, (cos_TK, sin_TK))
+            source = config.skip_into(layer)
+            if source is not None:
+                weight_BTD = spread(params["skip_weights"][source], x_BTD.shape, casts)
+                x_BTD = rounded(x_BTD + rounded(weight_BTD * skips[source], casts), casts)
+            through = jax.checkpoint(block) if self.recompute else block
+            x_BTD, values = through(params, x_BTD, x0_BTD, first_values, (cos_TK, sin_TK))
             first_values = values if first_values is None else first_values
             if layer < config.num_skips:
                 skips.append(x_BTD)
@@ -116,7 +121,7 @@ class Decoder(Layer):
         """The same function of the same parameters in a policy's precision; a rule that is wrong is an error."""
         loose = [name for name in parameter_shapes(self.config) if "." not in name]
         found = precisions(policy, [*self.module_names(), *loose])
-        return Decoder(self.config, found, base_precision(policy))
+        return Decoder(self.config, found, base_precision(policy), recompute=self.recompute)
 
     def initialize(self, seed: int) -> dict[str, Array]:
         """Every parameter at its first value, the same on every backend, in fp32."""

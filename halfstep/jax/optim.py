@@ -15,7 +15,7 @@ step.py stores them as the policy says. Nor does it know of skipped steps: step.
 the count of a schedule is the count of applied updates.
 """
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -23,6 +23,8 @@ import jax.numpy as jnp
 import optax  # type: ignore[import-untyped]
 from jax import Array, lax
 
+from halfstep.config.groups import parameter_groups
+from halfstep.config.model import ModelConfig
 from halfstep.config.run import OptimizerConfig
 from halfstep.core.errors import HalfstepError
 from halfstep.core.formats import FP32, TF32, Format
@@ -37,19 +39,23 @@ Schedule = Callable[[Any, Any], Any]
 
 
 class MuonState(NamedTuple):
-    """The momentum of each matrix."""
+    """The momentum of each matrix, and the updates applied so far."""
 
     momentum: Any
+    applied: Array
 
 
 def adamw(
-    rate: float = 1e-3,
+    rate: float | Mapping[str, float] = 1e-3,
     betas: tuple[float, float] = (0.9, 0.95),
     eps: float = 1e-8,
     weight_decay: float = 0.0,
     schedule: Schedule | None = None,
 ) -> optax.GradientTransformation:
-    """AdamW, in which matrices decay (two dimensions, a name that ends in `.weight`) and the rest does not."""
+    """AdamW, in which matrices decay (two dimensions, a name that ends in `.weight`) and the rest does not.
+
+    The rate is one for all, or one for each name.
+    """
     return optax.chain(
         optax.scale_by_adam(b1=betas[0], b2=betas[1], eps=eps),
         optax.add_decayed_weights(weight_decay, mask=decays),
@@ -65,30 +71,49 @@ def muon(
     *,
     emulate: bool = False,
     schedule: Schedule | None = None,
+    momentum_schedule: Schedule | None = None,
 ) -> optax.GradientTransformation:
-    """Muon with Nesterov momentum, for matrices; its iteration is in the format of that name."""
+    """Muon with Nesterov momentum, for matrices; its iteration is in the format of that name.
+
+    A `momentum_schedule` gives the momentum itself, in place of `momentum`.
+    """
     return optax.chain(
-        _orthogonalized_momentum(momentum, iteration, emulate),
+        _orthogonalized_momentum(momentum_schedule or (lambda applied, xp: momentum), iteration, emulate),
         optax.add_decayed_weights(weight_decay),
         _at_rate(rate, schedule),
     )
 
 
 def build_optimizers(
-    matrices: Collection[str], config: OptimizerConfig, policy: Policy, schedule: Schedule | None = None
+    model: ModelConfig,
+    config: OptimizerConfig,
+    policy: Policy,
+    schedule: Schedule | None = None,
+    momentum: Schedule | None = None,
 ) -> optax.GradientTransformation:
-    """AdamW for all, or Muon for the matrices of these names and AdamW for the rest, of which matrices decay.
+    """Muon for the matrices in blocks where the recipe says so, and AdamW for the rest, each group at its rate.
 
     Parameters are a dictionary by name.
     """
-    adam = adamw(config.rate, config.betas, config.epsilon, config.weight_decay, schedule)
+    found = parameter_groups(model, config)
+    rates = {name: group.rate for group in found if not group.muon for name in group.names}
+    rate: float | Mapping[str, float] = rates if len({*rates.values()}) > 1 else next(iter(rates.values()))
+    adam = adamw(rate, config.betas, config.epsilon, config.weight_decay, schedule)
     if config.name == "adamw":
         return adam
-    iteration = policy.compute.format
-    ours = muon(config.muon_rate, config.muon_momentum, 0.0, iteration, emulate=policy.emulate, schedule=schedule)
+    group = next(group for group in found if group.muon)
+    ours = muon(
+        group.rate,
+        config.muon_momentum,
+        group.weight_decay,
+        policy.compute.format,
+        emulate=policy.emulate,
+        schedule=schedule,
+        momentum_schedule=momentum,
+    )
     return optax.multi_transform(
         {"muon": ours, "adamw": adam},
-        lambda params: {name: "muon" if name in matrices else "adamw" for name in params},
+        lambda params: {name: "muon" if name in group.names else "adamw" for name in params},
     )
 
 
@@ -123,7 +148,9 @@ def orthogonalize(matrices: Array, iteration: Format, steps: int = 5, *, emulate
     return x.mT if tall else x
 
 
-def _orthogonalized_momentum(momentum: float, iteration: Format, emulate: bool) -> optax.GradientTransformation:
+def _orthogonalized_momentum(
+    momentum_at: Schedule, iteration: Format, emulate: bool
+) -> optax.GradientTransformation:
     def init(params: Any) -> MuonState:
         flat = jax.tree_util.tree_leaves_with_path(params)
         for name, (_, leaf) in zip(names_of([path for path, _ in flat]), flat, strict=True):
@@ -132,9 +159,10 @@ def _orthogonalized_momentum(momentum: float, iteration: Format, emulate: bool) 
                     f"Muon updates matrices; `{name}` has {leaf.ndim} dimensions",
                     hint="give the rest to AdamW, as build_optimizers does with optax.multi_transform",
                 )
-        return MuonState(jax.tree.map(jnp.zeros_like, params))
+        return MuonState(jax.tree.map(jnp.zeros_like, params), jnp.zeros((), jnp.int32))
 
     def update(grads: Any, state: MuonState, params: Any = None) -> tuple[Any, MuonState]:
+        momentum = momentum_at(state.applied, jnp)
         moved = jax.tree.map(lambda old, g: momentum * old + g, state.momentum, grads)
         ahead = jax.tree.map(lambda g, m: g + momentum * m, grads, moved)
         leaves, treedef = jax.tree.flatten(ahead)
@@ -147,12 +175,22 @@ def _orthogonalized_momentum(momentum: float, iteration: Format, emulate: bool) 
             found = found * max(1.0, rows / columns) ** 0.5
             for index, place in enumerate(places):
                 leaves[place] = found[index]
-        return jax.tree.unflatten(treedef, leaves), MuonState(moved)
+        return jax.tree.unflatten(treedef, leaves), MuonState(moved, state.applied + 1)
 
     return optax.GradientTransformation(init, update)
 
 
-def _at_rate(rate: float, schedule: Schedule | None) -> optax.GradientTransformation:
-    if schedule is None:
-        return optax.scale(-rate)
-    return optax.scale_by_schedule(lambda applied: -rate * schedule(applied, jnp))
+def _at_rate(rate: float | Mapping[str, float], schedule: Schedule | None) -> optax.GradientTransformation:
+    if not isinstance(rate, Mapping):
+        if schedule is None:
+            return optax.scale(-rate)
+        return optax.scale_by_schedule(lambda applied: -rate * schedule(applied, jnp))
+    scheduled = optax.identity() if schedule is None else optax.scale_by_schedule(lambda n: schedule(n, jnp))
+    return optax.chain(scheduled, optax.stateless(lambda updates, _: _scaled(updates, rate)))
+
+
+def _scaled(updates: Any, rates: Mapping[str, float]) -> Any:
+    """Each update times minus the rate of its name."""
+    flat, treedef = jax.tree_util.tree_flatten_with_path(updates)
+    names = names_of([path for path, _ in flat])
+    return jax.tree.unflatten(treedef, [-rates[n] * u for n, (_, u) in zip(names, flat, strict=True)])

@@ -27,16 +27,18 @@ from halfstep.config.weights import Weights, initial_weights
 from halfstep.core.errors import HalfstepError
 from halfstep.core.policy import Policy
 from halfstep.core.refusal import check_reach
-from halfstep.core.stored import Stored
+from halfstep.core.stored import Held, Snapshot, Stored
 from halfstep.jax.dtypes import as_device, describe
 from halfstep.jax.layers import COMPILER_OPTIONS
 from halfstep.jax.measure import devices
 from halfstep.jax.model import Decoder
 from halfstep.jax.optim import Schedule, build_optimizers
-from halfstep.jax.state import load_state, restored, state_of, stored
+from halfstep.jax.state import bytes_of, load_state, restored, state_of, stored
 from halfstep.jax.step import StepResult, Weighted, check, init, make_step
 
 Tokens = NDArray[np.int32]
+
+AVERAGE = "average."  # before the name of a parameter in a state: the average of its master
 
 version = jax.__version__
 
@@ -51,19 +53,22 @@ class Session:
         device: str | None = None,
         schedule: Schedule | None = None,
         weights: Weights | None = None,
+        momentum: Schedule | None = None,
     ):
         self.config = config
         self.policy = policy
         self.device = as_device(device or devices()[0])
         self.description = describe(self.device)
-        plain = Decoder(config.model)
-        optimizer = build_optimizers(set(plain.matrices()), config.optimizer, policy, schedule)
+        plain = Decoder(config.model, recompute=config.training.recompute_blocks)
+        optimizer = build_optimizers(config.model, config.optimizer, policy, schedule, momentum)
         names = plain.module_names()
         multiplied = [name for name in parameter_shapes(config.model) if is_matmul(name)]
         with self._here():
             first = plain.set_weights(initial_weights(config.model, config.seed) if weights is None else weights)
             params = jax.device_put(first, self.device)
             self.run = init(params, optimizer, policy, seed=config.seed, names=names)
+            self.averages = _copied(self.run.params) if config.training.ema else None
+        self._average = jax.jit(partial(_averaged, config.training.ema), donate_argnums=0)
         check_reach(policy, {*map(owner, multiplied), "lm_head"}, map(owner, parameter_shapes(config.model)))
         self.model = plain.with_policy(policy)
         self.micro_batches = config.training.micro_batches
@@ -90,9 +95,12 @@ class Session:
                 f"{len(micro_batches)} micro-batches were given, and the step was made for {self.micro_batches}",
                 hint=f"set training.micro_batches={len(micro_batches)}",
             )
+        self._last = micro_batches
         tokens = self._to_device(micro_batches if self.micro_batches > 1 else micro_batches[0])
         with self._here():
             self.run, result = self._step(self.run, tokens)
+            if self.averages is not None:
+                self.averages = self._average(self.averages, self.run.params, result.skipped)
         return result
 
     def read(self, result: StepResult) -> dict[str, float]:
@@ -101,16 +109,29 @@ class Session:
         values = jax.device_get([getattr(result, name) for name in names])
         read = {name: float(value) for name, value in zip(names, values, strict=True)}
         if read.pop("stuck"):
-            check(result)
+            check(result, self.blame(self._last))
         return read
 
-    def evaluate(self, batches: Iterable[Tokens]) -> tuple[float, int]:
-        """The sum of losses over batches, and the number of tokens, in the policy's evaluation form."""
+    def device_time(self, result: StepResult) -> tuple[float, float | None] | None:
+        """None: JAX has no clock of the device's own that is read without waiting."""
+        return None
+
+    @property
+    def untimed(self) -> str:
+        """Why `device_time` knows nothing here."""
+        return "JAX times no steps on the device"
+
+    def evaluate(self, batches: Iterable[Tokens], *, averaged: bool = True) -> tuple[float, int]:
+        """The sum of losses over batches, and the number of tokens, in the policy's evaluation form.
+
+        With the averages of the weights where the run keeps them, unless `averaged` is False.
+        """
         losses, count = [], 0
+        params = self.averages if averaged and self.averages is not None else self.run.params
         for batch in batches:
             tokens = self._to_device(batch)
             with self._here():
-                losses.append(self._evaluated(self.run.params, tokens[:, :-1], tokens[:, 1:]))
+                losses.append(self._evaluated(params, tokens[:, :-1], tokens[:, 1:]))
             count += batch[:, 1:].size
         # Summed in fp64 on the host: JAX has none unless it is asked for everywhere.
         return sum(map(float, jax.device_get(losses))), count
@@ -125,13 +146,44 @@ class Session:
 
     def state(self) -> dict[str, Stored]:
         """Everything that the next step depends on."""
-        return {name: stored(array) for name, array in jax.device_get(state_of(self.run)).items()}
+        averages = {f"{AVERAGE}{name}": array for name, array in (self.averages or {}).items()}
+        return {name: stored(array) for name, array in jax.device_get(state_of(self.run) | averages).items()}
 
-    def load(self, state: Mapping[str, Stored]) -> None:
+    def snapshot(self) -> Snapshot:
+        """A copy of the state, launched and not waited for: the next step takes the arrays themselves over."""
+        averages = {f"{AVERAGE}{name}": array for name, array in (self.averages or {}).items()}
+        with self._here():
+            copies = {name: jnp.copy(array) for name, array in (state_of(self.run) | averages).items()}
+        return lambda: {name: bytes_of(array) for name, array in jax.device_get(copies).items()}
+
+    def blame(self, micro_batches: Tokens) -> str:
+        """The first weight that is not finite; where all are, whether the loss is."""
+        for name, array in self.run.params.items():
+            if not bool(jnp.isfinite(array).all()):
+                return f"the weight `{name}` itself"
+        with self._here():
+            losses = [
+                self.model.loss(self.run.params, *(self._to_device(t) for t in (b[:, :-1], b[:, 1:])))
+                for b in micro_batches
+            ]
+        finite = all(bool(jnp.isfinite(loss)) for loss in losses)
+        return "backward: the loss is finite, a gradient is not" if finite else "forward: the loss"
+
+    def load(self, state: Mapping[str, Held]) -> None:
         """Puts a state back, or refuses it whole."""
-        self.run = load_state(self.run, {name: restored(record) for name, record in state.items()})
+        given = {name: restored(record) for name, record in state.items()}
+        averages = {n.removeprefix(AVERAGE): given.pop(n) for n in [*given] if n.startswith(AVERAGE)}
+        if averages.keys() != (self.averages or {}).keys():
+            have, has = ("averages", "none") if averages else ("no averages", "some")
+            raise HalfstepError(
+                f"the checkpoint holds {have} of the weights, and the run keeps {has}",
+                hint="resume with the training.ema it was saved with",
+            )
+        self.run = load_state(self.run, given)
+        if self.averages is not None:
+            self.averages = {n: jax.device_put(averages[n], old.sharding) for n, old in self.averages.items()}
 
-    def load_weights(self, state: Mapping[str, Stored]) -> None:
+    def load_weights(self, state: Mapping[str, Held]) -> None:
         """Takes the weights of a state and leaves the rest: for evaluation and sampling."""
         ours = state_of(self.run)
         given = {name: restored(record) for name, record in state.items() if name.startswith("model.")}
@@ -168,3 +220,16 @@ def _on_masters(fn: Callable[..., Array], params: Mapping[str, Array], *rest: An
     """A function of the decoder's, on masters as the step gives them to it: in fp32."""
     with jax.default_matmul_precision("highest"):
         return fn({name: master.astype(jnp.float32) for name, master in params.items()}, *rest)
+
+
+def _copied(params: Mapping[str, Array]) -> dict[str, Array]:
+    """fp32 copies: the next step uses the parameters up."""
+    return {name: jnp.array(master, jnp.float32, copy=True) for name, master in params.items()}
+
+
+def _averaged(
+    decay: float, averages: dict[str, Array], params: Mapping[str, Array], skipped: Array
+) -> dict[str, Array]:
+    """a <- a + (1 - decay) (w - a), on applied updates only."""
+    share = jnp.where(skipped, 0.0, 1.0 - decay)
+    return {name: a + share * (params[name].astype(jnp.float32) - a) for name, a in averages.items()}

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from halfstep.core.errors import HalfstepError
 from halfstep.core.scaling import ScaleState
-from halfstep.core.stored import Description, Stored, check_same
+from halfstep.core.stored import Description, Held, Stored, check_same
 from halfstep.jax.apply import Leaves
 from halfstep.jax.step import State
 
@@ -72,7 +72,13 @@ def stored(array: Any) -> Stored:
     return DTYPE_NAMES[host.dtype], host.shape, host.astype(host.dtype.newbyteorder("<"), copy=False).tobytes()
 
 
-def restored(record: Stored) -> NDArray[Any]:
+def bytes_of(host: NDArray[Any]) -> Held:
+    """The bytes of an array on the host, where they are."""
+    flat = np.ascontiguousarray(host).astype(host.dtype.newbyteorder("<"), copy=False).reshape(-1)
+    return DTYPE_NAMES[host.dtype], host.shape, flat.view(np.uint8).data
+
+
+def restored(record: Held) -> NDArray[Any]:
     """The array that `stored` wrote, on the host."""
     name, shape, data = record
     if name not in _DTYPES:

@@ -172,11 +172,12 @@ def make_step(
     return jax.jit(step, donate_argnums=0, compiler_options=COMPILER_OPTIONS)
 
 
-def check(result: StepResult) -> None:
-    """Stops a run that no scale can save. Reads from the device."""
+def check(result: StepResult, cause: str = "") -> None:
+    """Stops a run that no scale can save, and says the cause where it is known. Reads from the device."""
     if bool(result.stuck):
         raise ScalingError(
-            f"gradients are not finite although the loss scale is at its floor, {float(result.scale):g}",
+            f"gradients are not finite although the loss scale is at its floor, {float(result.scale):g}"
+            + (f"; {cause}" if cause else ""),
             hint="the forward pass overflows: use bf16, or give the layers that do `compute=fp32` by a rule",
         )
 

@@ -6,10 +6,10 @@ One block, with every switch on (each is off or plain unless the recipe says so)
     x <- x + attn_scale * attention(norm(x))      values mixed with the first block's; queries and keys normalized
     x <- x + mlp_scale * mlp(norm(x))             down(gelu(up x)), down(relu(up x)^2), down(silu(gate x) * up x)
 
-U-net skips add the output of block i, times a learned weight, to the input of block layers - 1 - i. The
-residual stream is in the compute format; norms, softmax and the loss are islands (layers.py). GELU and SiLU are
-computed in fp32 and rounded once, as torch's kernels do; made of MLX's operations in bf16 they would be rounded at
-every one.
+U-net skips add the outputs of the first half of the blocks, times learned weights, to the inputs of the second
+half, the last of them first; of an odd number of blocks the last gets none. The residual stream is in the compute
+format; norms, softmax and the loss are islands (layers.py). GELU and SiLU are computed in fp32 and rounded once,
+as torch's kernels do; made of MLX's operations in bf16 they would be rounded at every one.
 
 Tables of rotary positions are attributes with a leading underscore, which MLX does not count among parameters.
 
@@ -21,6 +21,7 @@ from collections.abc import Iterator
 
 import mlx.core as mx
 import numpy as np
+from mlx.nn.utils import checkpoint
 from mlx.utils import tree_flatten, tree_unflatten
 
 from halfstep.config.model import ModelConfig, module_names, parameter_shapes
@@ -58,6 +59,7 @@ class Decoder(Layer):
         self.final_norm = _norm(config)
         self.lm_head = Head(config)
         self._cos_TK, self._sin_TK = rope_tables(config)
+        self.recompute = False  # whether the backward pass runs blocks again instead of keeping what they made
         assert {name: tuple(p.shape) for name, p in self.named_parameters()} == parameter_shapes(config)
 
     def __call__(self, tokens_BT: mx.array) -> mx.array:
@@ -72,11 +74,12 @@ class Decoder(Layer):
         skips: list[mx.array] = []
         angles = (self._cos_TK[: tokens_BT.shape[1]], self._sin_TK[: tokens_BT.shape[1]])
         for layer, block in enumerate(self.blocks):
-            mirror = config.layers - 1 - layer
-            if self.skip_weights is not None and mirror < config.num_skips:
-                weight_D = enter(owned(self.skip_weights, casts)[mirror], casts)
-                x_BTD = rounded(x_BTD + times(skips[mirror], weight_D, casts), casts)
-            x_BTD, values = block(x_BTD, x0_BTD, first_values, angles)
+            source = config.skip_into(layer)
+            if self.skip_weights is not None and source is not None:
+                weight_D = enter(owned(self.skip_weights, casts)[source], casts)
+                x_BTD = rounded(x_BTD + times(skips[source], weight_D, casts), casts)
+            through = checkpoint(block) if self.recompute else block
+            x_BTD, values = through(x_BTD, x0_BTD, first_values, angles)
             first_values = values if first_values is None else first_values
             if layer < config.num_skips:
                 skips.append(x_BTD)

@@ -74,8 +74,17 @@ class Muon(Optimizer):
     ):
         super().__init__()
         self._maybe_schedule("learning_rate", learning_rate)
-        self.momentum, self.weight_decay = momentum, weight_decay
+        self.momentum, self.weight_decay = mx.array(momentum), weight_decay
         self.iteration, self.emulate = iteration, emulate
+
+    @property
+    def momentum(self) -> mx.array:
+        """The momentum: part of the state, as the rate is, so that a new one compiles nothing anew."""
+        return self.state["momentum"]
+
+    @momentum.setter
+    def momentum(self, momentum: mx.array) -> None:
+        self.state["momentum"] = momentum
 
     def init_single(self, parameter: mx.array, state: dict[str, Any]) -> None:
         """The state of a matrix before its first update."""

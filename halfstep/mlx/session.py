@@ -6,7 +6,8 @@ and reads results when it wants to print them. Each backend has this file with t
 
 import resource
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import mlx.core as mx
@@ -14,10 +15,12 @@ import numpy as np
 from mlx.optimizers import MultiOptimizer
 from numpy.typing import NDArray
 
+from halfstep.config.groups import parameter_groups
 from halfstep.config.run import OptimizerConfig, RunConfig
 from halfstep.config.weights import Weights, initial_weights
+from halfstep.core.errors import HalfstepError
 from halfstep.core.policy import Policy
-from halfstep.core.stored import Stored
+from halfstep.core.stored import Held, Snapshot, Stored
 from halfstep.mlx.apply import apply, set_precision
 from halfstep.mlx.dtypes import as_device, describe
 from halfstep.mlx.measure import devices
@@ -29,6 +32,8 @@ from halfstep.mlx.step import Run, StepResult, to_compile
 Tokens = NDArray[np.int32]
 # (updates applied so far, array namespace) -> what the learning rates are multiplied by, on the device
 Schedule = Callable[[Any, Any], Any]
+
+AVERAGE = "average."  # before the name of a parameter in a state: the average of its master
 
 version: str = mx.__version__  # type: ignore[attr-defined]
 
@@ -43,15 +48,17 @@ class Session:
         device: str | None = None,
         schedule: Schedule | None = None,
         weights: Weights | None = None,
+        momentum: Schedule | None = None,
     ):
         self.config = config
-        self.schedule = schedule
+        self.schedule, self.momentum = schedule, momentum
         self.policy = policy
         self.device = as_device(device or devices()[0])
         self.description = describe(self.device)
         with mx.stream(self.device):
             mx.random.seed(config.seed)
             self.model = Decoder(config.model)
+            self.model.recompute = config.training.recompute_blocks
             self.model.set_weights(initial_weights(config.model, config.seed) if weights is None else weights)
             self.converted = apply(self.model, policy, self.model.module_names())
             optimizer = build_optimizers(self.model, config.optimizer, policy)
@@ -63,6 +70,7 @@ class Session:
                 seed=config.seed,
                 compile=to_compile(config.training.compile),
             )
+            self.averages = self.run.masters.wide() if config.training.ema else None
         self._rates = [optimizer.learning_rate for optimizer in self.run.optimizers]
 
     @property
@@ -72,12 +80,20 @@ class Session:
 
     def step(self, micro_batches: Tokens) -> StepResult:
         """One update from tokens of shape (micro-batches, batch, context + 1). Waits for nothing."""
+        self._last = micro_batches
         with mx.stream(self.device):
             if self.schedule is not None:
                 factor = self.schedule(self.run.applied, mx)
                 for optimizer, rate in zip(self.run.optimizers, self._rates, strict=True):
                     optimizer.learning_rate = rate * factor
-            return self.run.step(_sum_and_count, [mx.array(tokens) for tokens in micro_batches])
+            if self.momentum is not None:
+                for optimizer in self.run.optimizers:
+                    if isinstance(optimizer, Muon):
+                        optimizer.momentum = self.momentum(self.run.applied, mx)
+            result = self.run.step(_sum_and_count, [mx.array(tokens) for tokens in micro_batches])
+            if self.averages is not None:
+                self._average(result.skipped)
+            return result
 
     def read(self, result: StepResult) -> dict[str, float]:
         """A step's numbers; waits for the device once."""
@@ -85,11 +101,23 @@ class Session:
         values = np.array(mx.stack([getattr(result, name).astype(mx.float32) for name in names]))
         read = dict(zip(names, values.tolist(), strict=True))
         if read.pop("stuck"):
-            self.run.check(result)
+            self.run.check(result, self.blame(self._last))
         return read
 
-    def evaluate(self, batches: Iterable[Tokens]) -> tuple[float, int]:
-        """The sum of losses over batches, and the number of tokens, in the policy's evaluation form."""
+    def device_time(self, result: StepResult) -> tuple[float, float | None] | None:
+        """None: MLX has no clock of the device's own."""
+        return None
+
+    @property
+    def untimed(self) -> str:
+        """Why `device_time` knows nothing here."""
+        return "MLX times no steps on the device"
+
+    def evaluate(self, batches: Iterable[Tokens], *, averaged: bool = True) -> tuple[float, int]:
+        """The sum of losses over batches, and the number of tokens, in the policy's evaluation form.
+
+        With the averages of the weights where the run keeps them, unless `averaged` is False.
+        """
         evaluated = self.policy.evaluation()
         losses: list[mx.array] = []
         count = 0
@@ -97,7 +125,7 @@ class Session:
             if evaluated != self.policy:
                 set_precision(self.model, evaluated, self.model.module_names())
             try:
-                with self.run.masters.in_use():
+                with self._averaged() if averaged else nullcontext(), self.run.masters.in_use():
                     for batch in batches:
                         loss, tokens = _sum_and_count(self.model, mx.array(batch))
                         mx.async_eval(loss)
@@ -116,14 +144,39 @@ class Session:
 
     def state(self) -> dict[str, Stored]:
         """Everything that the next step depends on."""
-        return {name: stored(array) for name, array in state_of(self.run).items()}
+        averages = {f"{AVERAGE}{name}": array for name, array in (self.averages or {}).items()}
+        return {name: stored(array) for name, array in (state_of(self.run) | averages).items()}
 
-    def load(self, state: Mapping[str, Stored]) -> None:
+    def snapshot(self) -> Snapshot:
+        """A copy of the state. Taken at once: host and device share their memory, and one thread evaluates."""
+        copies: dict[str, Held] = dict(self.state())
+        return lambda: copies
+
+    def blame(self, micro_batches: Tokens) -> str:
+        """The first weight that is not finite; where all are, whether the loss is."""
+        with mx.stream(self.device), self.run.masters.in_use():
+            for name, array in self.model.named_parameters():
+                if not mx.isfinite(array).all().item():
+                    return f"the weight `{name}` itself"
+            losses = [_sum_and_count(self.model, mx.array(tokens))[0] for tokens in micro_batches]
+            finite = all(mx.isfinite(loss).item() for loss in losses)
+        return "backward: the loss is finite, a gradient is not" if finite else "forward: the loss"
+
+    def load(self, state: Mapping[str, Held]) -> None:
         """Puts a state back, or refuses it whole."""
         with mx.stream(self.device):
-            load_state(self.run, {name: restored(record) for name, record in state.items()})
+            given = {name: restored(record) for name, record in state.items()}
+            averages = {n.removeprefix(AVERAGE): given.pop(n) for n in [*given] if n.startswith(AVERAGE)}
+            if averages.keys() != (self.averages or {}).keys():
+                have, has = ("averages", "none") if averages else ("no averages", "some")
+                raise HalfstepError(
+                    f"the checkpoint holds {have} of the weights, and the run keeps {has}",
+                    hint="resume with the training.ema it was saved with",
+                )
+            load_state(self.run, given)
+            self.averages = averages or None
 
-    def load_weights(self, state: Mapping[str, Stored]) -> None:
+    def load_weights(self, state: Mapping[str, Held]) -> None:
         """Takes the weights of a state and leaves the rest: for evaluation and sampling."""
         weights = {k: restored(v) for k, v in state.items() if k.startswith(("model.", "remainder."))}
         with mx.stream(self.device):
@@ -140,21 +193,43 @@ class Session:
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         return peak if sys.platform == "darwin" else peak * 1024  # macOS counts bytes, Linux kilobytes
 
+    def _average(self, skipped: mx.array) -> None:
+        """a <- a + (1 - decay) (w - a), on applied updates only."""
+        assert self.averages is not None
+        share = mx.where(skipped, 0.0, 1.0 - self.config.training.ema)
+        wide = self.run.masters.wide()
+        self.averages = {name: a + share * (wide[name] - a) for name, a in self.averages.items()}
+        mx.async_eval(self.averages)
+
+    @contextmanager
+    def _averaged(self) -> Iterator[None]:
+        """Inside, the masters are the averages, where there are any; after, they are back, exactly."""
+        if self.averages is None:
+            yield
+            return
+        masters = self.run.masters
+        before = {name: place.array for name, place in masters.places.items()}
+        remainders = dict(masters.remainders)
+        masters.set(self.averages)
+        try:
+            yield
+        finally:
+            masters.put(before)
+            masters.remainders.update(remainders)
+
 
 def build_optimizers(model: Decoder, config: OptimizerConfig, policy: Policy) -> Optimizer:
-    """AdamW for all, or Muon for the matrices in blocks and AdamW for the rest, of which matrices alone decay."""
-    matrices = {name for name, _ in model.matrices()} if config.name == "muon" else set()
-    rest = {name: array for name, array in model.named_parameters() if name not in matrices}
-    decaying = {name for name, array in rest.items() if name.endswith(".weight") and array.ndim == 2}
-    built: list[tuple[set[str], Optimizer]] = []
-    if matrices:
-        muon = Muon(config.muon_rate, config.muon_momentum, 0.0, policy.compute.format, policy.emulate)
-        built.append((matrices, muon))
-    for names, decay in ((decaying, config.weight_decay), (rest.keys() - decaying, 0.0)):
-        if names:
-            built.append((names, AdamW(config.rate, config.betas, config.epsilon, decay)))
-    filters = [lambda name, _, names=names: name in names for names, _ in built[:-1]]
-    return MultiOptimizer([optimizer for _, optimizer in built], filters)
+    """Muon for the matrices in blocks where the recipe says so, and AdamW for the rest, each group its own."""
+    built: list[Optimizer] = []
+    found = parameter_groups(model.config, config)
+    for group in found:
+        if group.muon:
+            formats = (policy.compute.format, policy.emulate)
+            built.append(Muon(group.rate, config.muon_momentum, group.weight_decay, *formats))
+        else:
+            built.append(AdamW(group.rate, config.betas, config.epsilon, group.weight_decay))
+    filters = [lambda name, _, names=set(group.names): name in names for group in found[:-1]]
+    return MultiOptimizer(built, filters)
 
 
 def _sum_and_count(model: Any, tokens: mx.array) -> tuple[mx.array, float]:

@@ -17,7 +17,7 @@ import numpy as np
 
 from halfstep.core.errors import HalfstepError
 from halfstep.core.scaling import ScaleState
-from halfstep.core.stored import Description, Stored, check_same
+from halfstep.core.stored import Description, Held, Stored, check_same
 from halfstep.mlx.cast import join
 
 if TYPE_CHECKING:
@@ -87,7 +87,7 @@ def stored(array: mx.array) -> Stored:
     return name, tuple(array.shape), np.array(flat).astype(carrier, copy=False).tobytes()
 
 
-def restored(record: Stored) -> mx.array:
+def restored(record: Held) -> mx.array:
     """The array that `stored` wrote."""
     name, shape, data = record
     if name not in _DTYPES:

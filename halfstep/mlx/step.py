@@ -217,11 +217,12 @@ class Run:
         mx.async_eval(self._live(), list(vars(result).values()))
         return result
 
-    def check(self, result: StepResult) -> None:
-        """Stops a run that no scale can save. Reads from the device."""
+    def check(self, result: StepResult, cause: str = "") -> None:
+        """Stops a run that no scale can save, and says the cause where it is known. Reads from the device."""
         if result.stuck.item():
             raise ScalingError(
-                f"gradients are not finite although the loss scale is at its floor, {result.scale.item():g}",
+                f"gradients are not finite although the loss scale is at its floor, {result.scale.item():g}"
+                + (f"; {cause}" if cause else ""),
                 hint="the forward pass overflows: use bf16, or give the layers that do `compute=fp32` by a rule",
             )
 

@@ -16,6 +16,7 @@ from halfstep.report.charts import Chart, charts, figure, scaled, why_unscaled
 from halfstep.report.history import Event, History, nested, read_history
 from halfstep.report.markup import Html, content_hash, join, json_element, raw_element, tag
 from halfstep.report.precision import precision, read_policy
+from halfstep.report.spending import spending
 from halfstep.report.summary import headline, particulars, status, tiles
 from halfstep.training.events import read_events
 
@@ -39,6 +40,7 @@ def render(events: Sequence[Event], title: str) -> str:
             tiles(history),
             precision(history, policy),
             _charts(history, policy, drawn),
+            spending(history),
             _run(history),
         ),
         _footer(history),

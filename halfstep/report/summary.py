@@ -7,6 +7,7 @@ from statistics import median
 from halfstep.report.figures import count, duration, moment, number, plain, plural, size
 from halfstep.report.history import Event, History, nested
 from halfstep.report.markup import Html, join, tag
+from halfstep.report.spending import percent, utilization
 
 
 def headline(history: History) -> Html:
@@ -102,16 +103,16 @@ def tiles(history: History) -> Html:
     speeds = [value for _, value in history.column("tokens_per_second").finite]
     memory = [value for _, value in history.column("memory").finite]
     tokens = number(history.start.get("tokens_per_step")) * history.last_step
-    parameters = number(history.start.get("parameters"))
+    used, of = utilization(history) or (None, "")
     shown = [
         _tile("bits per byte, held out", bits, plain, f"bigram entropy {plain(bigram)}" if bigram > 0 else ""),
         _tile("held-out loss", validation_loss(history), plain, _at(list(history.validations))),
         _tile("training loss", training_loss(history), plain, _at(list(history.steps))),
         _tile("tokens a second", median(speeds) if speeds else None, count, "median of the steps"),
+        _tile("model FLOPs utilization", used, percent, of),
         _tile("time", history.seconds, duration, f"{count(tokens)} tokens"),
         _tile("skipped steps", sum(history.skips().values()), plain, f"of {history.last_step:,}"),
         _tile("peak memory", max(memory, default=None), size, "highest that a step recorded"),
-        _tile("parameters", parameters, count, f"{plain(parameters)} in all"),
     ]
     return tag("dl", *shown, class_="tiles")
 

@@ -21,17 +21,24 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 from halfstep.config.run import RunConfig
-from halfstep.core.choice import Choice, Support, Timing, choose, gain
+from halfstep.core.choice import Choice, Shape, Support, Timing, choose, gain
 from halfstep.core.devices import Device
 from halfstep.core.errors import HalfstepError, did_you_mean, one_of
 from halfstep.core.formats import BF16, FP16, FP32, TF32, Format
 from halfstep.core.policy import PRESETS, Policy, read
 from halfstep.core.roles import Operand, is_narrow
+from halfstep.training.ceiling import Ceiling, recorded
 
 BACKENDS = ("torch", "jax", "mlx")
+
+# What a ceiling is measured at, and for how many seconds; on a CPU matmuls are at their best when they are small.
+CEILING: tuple[Shape, ...] = ((1024, 1024, 1024), (4096, 4096, 4096), (8192, 8192, 8192))
+CPU_CEILING: tuple[Shape, ...] = ((32, 32, 128), (128, 128, 512), (512, 512, 2048))
+BUDGET, CPU_BUDGET = 1.5, 0.3
 
 
 @dataclass(frozen=True)
@@ -141,6 +148,29 @@ def warnings_for(
     timings = _measure_block(module, device, [FP32, *formats], config, budget)
     gains = [found for fmt in formats if (found := gain(timings, fmt)) is not None]
     return [f"{found}; it runs as asked" for found in gains if found.ratio < 1]
+
+
+def measure_ceiling(config: RunConfig, policy: Policy, device: str | None, known: Path | None = None) -> Ceiling:
+    """What the device does at best in the policy's compute format; or what the events in `known` say it does."""
+    if not config.training.measure_ceiling:
+        return Ceiling(None, "training.measure_ceiling is false")
+    if policy.emulate:
+        return Ceiling(None, f"{policy.compute.format} is emulated, and no hardware multiplies it")
+    module = _need(config.backend)
+    device = device or module.devices()[0]
+    hardware, fmt = module.describe(device), policy.compute.format
+    found = recorded(known, hardware.name) if known is not None else None
+    if found is not None:
+        return found
+    support = module.supported(fmt, device)
+    if not support:
+        return Ceiling(None, f"{fmt} is not supported: {support.reason}")
+    budget, shapes = (CPU_BUDGET, CPU_CEILING) if hardware.kind == "cpu" else (BUDGET, CEILING)
+    timings = [t for t in module.measure(device, [fmt], budget=budget, shapes=shapes) if t.format == fmt]
+    if not timings:
+        return Ceiling(None, f"no matmul in {fmt} could be timed within {budget:g} s")
+    best = max(timings, key=lambda timing: timing.flops)
+    return Ceiling(best.flops, f"{fmt} matmuls at {'x'.join(map(str, best.shape))}, timed on {hardware.name}")
 
 
 def _measure_block(

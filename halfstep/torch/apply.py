@@ -130,12 +130,13 @@ def apply(
     masters, kept_whole = _split_where_used(masters, parameters, plans)
     held: dict[Tensor, Param] = {parameters[name]: param for name, param in masters.items()}
     check_held(plans, held)
-    measured = measure_all(plans, found, held, tokens, compiled=compiled, timer=timer)
-    found = found if measured is None else measured.settle(found)
+    ruled = found
+    measured = measure_all(plans, ruled, held, tokens, compiled=compiled, timer=timer)
+    found = ruled if measured is None else measured.settle(ruled)
     widened = [name for name, p in parameters.items() if p.dtype != torch.float32 and masters[name].format == FP32]
     widened += _widen_statistics(plans)
     remainders = _hold_all(parameters, masters, policy, plans)
-    amaxes = hang_pasts(plans, found, next(iter(parameters.values())).device)
+    amaxes = hang_pasts(plans, ruled, next(iter(parameters.values())).device)
     originals = convert(model, plans, found, base)
     notes = {} if measured is None else measured.notes
     changes = [c for p in plans if (c := change_of(p, found.get(p.name, base), notes.get(p.name, "")))]
@@ -185,12 +186,10 @@ def set_precision(
 def adopt(model: nn.Module, applied: Applied, narrow: Mapping[str, bool]) -> Applied:
     """Takes over which of the measured layers are narrow, from a run that goes on here."""
     assert applied.measured is not None
-    changed = [name for name, value in narrow.items() if applied.measured.narrow[name] != value]
+    changed = applied.measured.adopt(narrow)
     modules = dict(model.named_modules())
     base = base_precision(applied.policy)
     found = with_routers(precisions(applied.policy, names_of(model, None)), base, routers(model))
-    applied.measured.narrow.update(narrow)
-    applied.measured.notes.update(dict.fromkeys(changed, "as in the run that goes on here"))
     settled = applied.measured.settle(found)
     for name in changed:
         give(modules[name], settled[name], base)

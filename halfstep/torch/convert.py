@@ -19,9 +19,18 @@ from halfstep.core.errors import HalfstepError, PolicyError
 from halfstep.core.formats import FP32
 from halfstep.core.precision import Precision
 from halfstep.core.roles import Param, is_narrow, print_value
-from halfstep.torch.foreign import ORDER, is_experts, is_replaced, recipe_of, refuse_wrapped, routers
+from halfstep.torch.foreign import (
+    ORDER,
+    is_experts,
+    is_replaced,
+    odd_parameter,
+    recipe_of,
+    refuse_wrapped,
+    routers,
+)
 from halfstep.torch.halves import is_half
 from halfstep.torch.layers import Casts, Layer, Matmul, casts_of, refuse_autocast
+from halfstep.torch.made import mixed
 from halfstep.torch.modules import (
     ISLANDS,
     KINDS,
@@ -36,7 +45,6 @@ from halfstep.torch.modules import (
     Recurrent,
     Setting,
     Whole,
-    mixed,
 )
 from halfstep.torch.multihead import MultiheadAttention
 from halfstep.torch.norms import BatchNorm, InstanceNorm, Normalization
@@ -235,6 +243,9 @@ def _plan(name: str, module: nn.Module, model: nn.Module) -> Plan:
     recipe = recipe_of(module)
     if recipe:
         return Plan(name, module, Recipe, why=recipe)
+    odd = "" if module is model else odd_parameter(module)
+    if odd:
+        return Plan(name, module, Leaf, why=f"holds {odd}, which multiplies by itself")
     if base is not None and not own_forward and not _clashes(module):
         return Plan(name, module, KINDS.get(base, Island), ISLANDS.get(base, ""))
     why = f"has a forward of its own, not that of nn.{base.__name__}" if own_forward else ""
@@ -331,6 +342,13 @@ def _check_parameter(name: str, parameter: Tensor) -> None:
         )
     if any(base.__name__ == "DTensor" for base in type(parameter.data).__mro__):
         raise HalfstepError(f"`{name}` is sharded already", hint=ORDER)
+    if parameter.requires_grad and type(parameter.data) is not Tensor:
+        kind = type(parameter.data).__name__
+        raise HalfstepError(
+            f"`{name}` is trained, and of the class {kind}, which rounds by rules of its own",
+            hint="freeze it with requires_grad_(False) and train adapters, or prepare the model before it is "
+            "quantized",
+        )
     if parameter.requires_grad and parameter.dtype == torch.float64:
         raise HalfstepError(
             f"`{name}` is float64, and no policy has a format for that",

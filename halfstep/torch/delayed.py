@@ -16,6 +16,7 @@ that delayed scaling takes no less time than current scaling: one graph serves t
 for the tensor's own amax.
 """
 
+import copy
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -63,6 +64,15 @@ class Amaxes:
         self.history = torch.zeros(len(names), OPERANDS, HISTORY, device=device)
         self.pending = torch.zeros(len(names), OPERANDS, device=device)
         self.pasts = {n: Past(h, p) for n, h, p in zip(names, self.history, self.pending, strict=True)}
+
+    def __deepcopy__(self, memo: Any) -> "Amaxes":
+        twin = Amaxes((), self.history.device)
+        twin.history, twin.pending = self.history.clone(), self.pending.clone()
+        twin.pasts = copy.deepcopy(self.pasts, memo)  # a model that is copied with it may have copied them before
+        for past, history, pending in zip(twin.pasts.values(), twin.history, twin.pending, strict=True):
+            past.history.set_(history)
+            past.pending.set_(pending)
+        return twin
 
     def named(self) -> dict[str, Tensor]:
         """The history of each layer, by its name; the live tensors."""

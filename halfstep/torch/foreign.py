@@ -41,7 +41,7 @@ _UNWRAP = (
 )
 _ROUTER, _EXPERTS = re.compile(r"(Router|Gating|MoEGate)$"), re.compile(r"Experts$")
 # Packages whose layers come with recipes of their own, by the modules that their classes are in.
-_RECIPES = {"torchao.float8": "torchao", "transformer_engine": "Transformer Engine"}
+_RECIPES = {"torchao": "torchao", "transformer_engine": "Transformer Engine"}
 
 
 def routers(model: nn.Module) -> set[str]:
@@ -81,7 +81,32 @@ def recipe_of(module: nn.Module) -> str:
         return ""
     meta = getattr(module, "fp8_meta", None)
     recipe = meta.get("recipe") if isinstance(meta, dict) else getattr(module, "config", None)
-    return f"{package}'s, with {'the recipe of its own context' if recipe is None else recipe}"
+    unknown = "the recipe of its own context" if isinstance(meta, dict) else "a recipe of its own"
+    return f"{package}'s, with {unknown if recipe is None else _told(recipe)}"
+
+
+def _told(recipe: Any) -> str:
+    """A recipe in words; torchao's is a dataclass of dataclasses, 1500 characters as it prints itself."""
+    casts = {key.removeprefix("cast_config_"): value for key, value in getattr(recipe, "__dict__", {}).items()}
+    names = [name for name in ("input", "weight", "grad_output") if hasattr(casts.get(name), "target_dtype")]
+    if len(names) < 3:
+        return str(recipe)
+    words = {name: _cast(casts[name]) for name in casts if hasattr(casts[name], "target_dtype")}
+    others = [n for n in words if n not in names and words[n] != words[n.partition("_for_")[0]]]
+    told = [f"{name.replace('_for_', ' for ')} {words[name]}" for name in (*names, *others)]
+    return ", ".join([*told, *(["emulated"] if getattr(recipe, "emulate", False) else [])])
+
+
+def _cast(config: Any) -> str:
+    scaling = [str(getattr(config, key).value) for key in ("scaling_type", "scaling_granularity")]
+    dtype = str(config.target_dtype).removeprefix("torch.float8_").removesuffix("fn")
+    return "wide" if scaling[0] == "disabled" else " ".join([dtype, *scaling])
+
+
+def odd_parameter(module: nn.Module) -> str:
+    """A parameter of a module whose tensor is of a class with operations of its own, as quantized ones have."""
+    found = [(n, p) for n, p in module.named_parameters(recurse=False) if type(p.data) is not torch.Tensor]
+    return f"`{found[0][0]}`, of the class {type(found[0][1].data).__name__}" if found else ""
 
 
 def kept_wide(model: nn.Module) -> list[str]:

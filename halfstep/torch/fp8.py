@@ -35,6 +35,7 @@ Amax and cast are plain operations, and compilers fuse them with what precedes. 
 it was rounded to bf16, as everything fused does. Emulated, operands are numbers of the format in fp32.
 """
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -71,7 +72,21 @@ def narrow_linear(x: Tensor, numbers: Tensor, owner: Tensor, bias: Tensor | None
     history, probe = (None, None) if past is None else (past.history, past.probe)
     if probe is not None and not (x.requires_grad or owner.requires_grad):
         probe = probe.detach()  # nothing here is trained, and nothing behind it
-    return _Narrow.apply(x, numbers, owner, bias, history, probe, casts)  # type: ignore[no-any-return]
+    assert casts.in_graph is not None
+    return casts.in_graph(x, numbers, owner, bias, history, probe)
+
+
+def in_graph(casts: "Casts") -> Callable[..., Tensor]:
+    """The three matmuls with these casts, for dynamo to put into its graph as they are.
+
+    What is in there is traced all the same, by autograd as it runs. That dynamo would interpret every line of it,
+    for every layer, made most of the time that an fp8 model took to compile.
+    """
+
+    def call(*tensors: Tensor | None) -> Tensor:
+        return _Narrow.apply(*tensors, casts)  # type: ignore[no-any-return]
+
+    return torch.compiler.allow_in_graph(call)
 
 
 def lower(x: Tensor, operand: Operand, casts: "Casts", amax: Tensor | None = None) -> Lowered:
@@ -89,11 +104,18 @@ def lower(x: Tensor, operand: Operand, casts: "Casts", amax: Tensor | None = Non
 
 
 def product(
-    a: Lowered, b: Lowered, out: Format, dtype: torch.dtype, casts: "Casts", *, fast: bool = False
+    a: Lowered,
+    b: Lowered,
+    out: Format,
+    dtype: torch.dtype,
+    casts: "Casts",
+    *,
+    bias: Tensor | None = None,
+    fast: bool = False,
 ) -> Tensor:
-    """a b^T, summed in fp32 and unscaled there, then rounded to `out`, which natively is `dtype`."""
+    """a b^T, summed in fp32 and unscaled there, then rounded to `out`, which natively is `dtype`; and a bias."""
     if not casts.emulate and a.inv_scale is not None and b.inv_scale is not None:
-        return _scaled_product(a.values, b.values.t(), a.inv_scale, b.inv_scale, dtype, fast)
+        return _scaled_product(a.values, b.values.t(), a.inv_scale, b.inv_scale, bias, dtype, fast)
     left, right = a.values, b.values
     if not casts.emulate:
         wide = left.dtype if a.inv_scale is None else right.dtype
@@ -103,11 +125,34 @@ def product(
         y = y * a.inv_scale
     if b.inv_scale is not None:
         y = y * b.inv_scale.reshape(1, -1)
-    return carried(y, out) if casts.emulate else y.to(dtype)
+    y = carried(y, out) if casts.emulate else y.to(dtype)
+    if bias is None:
+        return y
+    return carried(y + bias, out) if casts.emulate else y + bias
 
 
-def _scaled_product(a: Tensor, b: Tensor, a_inv: Tensor, b_inv: Tensor, dtype: torch.dtype, fast: bool) -> Tensor:
-    """torch's own product of a row-major and a column-major matrix of 8-bit numbers, unscaled in its epilogue."""
+def _scaled_product(
+    a: Tensor,
+    b: Tensor,
+    a_inv: Tensor,
+    b_inv: Tensor,
+    bias: Tensor | None,
+    dtype: torch.dtype,
+    fast: bool,
+) -> Tensor:
+    """torch's own product of a row-major and a column-major matrix of 8-bit numbers, unscaled in its epilogue.
+
+    There an NVIDIA GPU adds the bias as well, to the fp32 sum: a rounding less than elsewhere.
+    """
+    if a_inv.dim() == 0 and b_inv.dim() == 0 and a.is_cuda and bias is not None and bias.dtype == dtype:
+        return torch._scaled_mm(a, b, a_inv, b_inv, bias, out_dtype=dtype, use_fast_accum=fast)
+    y = _unbiased_product(a, b, a_inv, b_inv, dtype, fast)
+    return y if bias is None else y + bias
+
+
+def _unbiased_product(
+    a: Tensor, b: Tensor, a_inv: Tensor, b_inv: Tensor, dtype: torch.dtype, fast: bool
+) -> Tensor:
     if a_inv.dim() == 0 and b_inv.dim() == 0:
         return torch._scaled_mm(a, b, a_inv, b_inv, out_dtype=dtype, use_fast_accum=fast)
     # A kernel takes a scale for each row of both, or one of both.
@@ -140,14 +185,12 @@ class _Narrow(torch.autograd.Function):
         x_amax, x_now = _amax(rows, p.operand, past, 0)
         w_amax, w_now = _amax(w, p.operand, past, 1)
         a, b = lower(rows, p.operand, casts, x_amax), lower(w, p.operand, casts, w_amax)
-        y = product(_first(a, tokens), b, p.compute, casts.compute, casts, fast=casts.fast)
+        added = None if bias is None else in_compute(bias, casts)
+        y = product(_first(a, tokens), b, p.compute, casts.compute, casts, bias=added, fast=casts.fast)
         scales = [a.inv_scale, w_amax] if _has_one_scale(p.operand) else []
         amaxes = [] if past is None else [past, torch.stack([x_now, w_now])]
         ctx.save_for_backward(rows if _has_row_scales(p.operand) else a.values, numbers, *scales, *amaxes)
         ctx.casts = casts
-        if bias is not None:
-            y = y + in_compute(bias, casts)
-            y = carried(y, p.compute) if casts.emulate else y
         return y.view(*x.shape[:-1], numbers.shape[0])
 
     @staticmethod

@@ -36,11 +36,17 @@ class Gradients:
     def __init__(self, policy: Policy):
         self.policy = policy
         self.format = dtype_of(policy.accumulate)
+        self._shapes: dict[Tensor, torch.Size] = {}  # of the model's parameters, as they were at first
+        self._strange: list[Tensor] = []  # parameters that the model had not then, and that had a gradient
         self.clear([])
 
     def clear(self, parameters: Sequence[Tensor]) -> None:
-        """Forgets everything, autograd's own gradients too."""
+        """Forgets everything, autograd's own gradients too. `parameters` are all that the model has."""
+        if not self._shapes:
+            self._shapes = {p: p.shape for p in parameters}
         for p in parameters:
+            if p.grad is not None and p not in self._shapes:
+                self._strange.append(p)
             p.grad = None
         self._sums: dict[Tensor, Tensor] = {}
         self._first_weight: Tensor | float | None = None
@@ -92,19 +98,45 @@ class Gradients:
             grad = self._sums.get(p, p.grad)
             if grad is not None:
                 found[p] = grad.coalesce() if grad.is_sparse else grad
+        if not found and set(parameters).isdisjoint(model.parameters()):
+            raise HalfstepError(
+                "the model holds none of the parameters that it was prepared with: they were replaced since, "
+                "as FSDP's fully_shard does",
+                hint="FSDP is not implemented yet; DDP(model) keeps parameters, and takes `bf16-mixed`",
+            )
+        self._check_unchanged(parameters, model)
         if not found:
-            known = set(parameters)
-            if not any(p in known for p in model.parameters()):
-                raise HalfstepError(
-                    "the model holds none of the parameters that it was prepared with: they were replaced since, "
-                    "as FSDP's fully_shard does",
-                    hint="FSDP is not implemented yet; DDP(model) keeps parameters, and takes `bf16-mixed`",
-                )
             raise HalfstepError(
                 "no parameter of the optimizers has a gradient",
                 hint="the loss does not depend on them, or they are frozen",
             )
         return found
+
+    def _check_unchanged(self, parameters: Sequence[Tensor], model: nn.Module) -> None:
+        """Refuses parameters that were resized or came with a module that is new, before anything is updated.
+
+        Moments have the shape from before, and fused kernels go through memory by the one or the other.
+        """
+        changed = [p for p in parameters if p.shape != self._shapes.get(p, p.shape)]
+        if any(p.grad is None and p not in self._sums for p in parameters):  # another may be in its place
+            self._strange += [p for p in model.parameters() if p.grad is not None and p not in self._shapes]
+        if not changed and not self._strange:
+            return
+        names: dict[Tensor, str] = {p: name for name, p in model.named_parameters()}
+        again = "run.unprepare(), change the model, make its optimizer anew, and prepare both"
+        if changed:
+            told = f"had the shape {tuple(self._shapes[changed[0]])} when the model was prepared"
+            raise HalfstepError(
+                f"`{names.get(changed[0], 'a parameter')}` {told}, and has {tuple(changed[0].shape)} now",
+                hint=again,
+            )
+        self._strange, strange = [], self._strange
+        if left := [names[p] for p in strange if p in names]:
+            raise HalfstepError(
+                f"`{left[0]}` was not there when the model was prepared, and is not trained "
+                f"({len(left)} such parameters)",
+                hint=again,
+            )
 
     def _checked(self, loss: Tensor) -> Tensor:
         if not isinstance(loss, Tensor):

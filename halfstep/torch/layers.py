@@ -28,7 +28,7 @@ Shapes: B batch, T tokens of a sequence, D width, H heads, K features of a head.
 
 import copy
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache, wraps
 from typing import Any, ParamSpec, TypeVar
 
@@ -44,7 +44,7 @@ from halfstep.core.precision import Precision, base_precision
 from halfstep.torch.cast import carried
 from halfstep.torch.delayed import Past
 from halfstep.torch.dtypes import dtype_of
-from halfstep.torch.fp8 import narrow_linear
+from halfstep.torch.fp8 import in_graph, narrow_linear
 from halfstep.torch.halves import Holder, is_half, used, widened
 from halfstep.torch.matmul import look_up, multiply, scores
 
@@ -69,6 +69,11 @@ class Casts:
     fast: bool = False  # forward matmuls of narrow operands may sum in less than fp32
     wide: "Casts | None" = None  # of narrow operands: the same layer with operands in compute
     past: Past | None = None  # of one layer: what its delayed operands are scaled by
+    in_graph: Callable[..., Tensor] | None = field(default=None, init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        if self.wide is not None:
+            object.__setattr__(self, "in_graph", in_graph(self))
 
     def __deepcopy__(self, memo: Any) -> "Casts":
         return self if self.past is None else copy.deepcopy(self.past, memo).hung_on(replace(self, past=None))

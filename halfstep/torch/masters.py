@@ -74,8 +74,15 @@ class Masters:
         return self.names.get(parameter, "") in self.remainders
 
     def settle(self) -> None:
-        """Drops the remainders of halves that somebody wrote to."""
-        for p in self.names if self.remainders else ():
+        """Drops the remainders of halves that somebody wrote to, and refuses halves that somebody resized."""
+        for p, name in self.names.items() if self.remainders else ():
+            lo = self.remainders.get(name)
+            if lo is not None and p.shape != lo.shape:
+                raise HalfstepError(
+                    f"`{name}` had the shape {tuple(lo.shape)} when the model was prepared, and has "
+                    f"{tuple(p.shape)} now: what its half leaves out is of the first",
+                    hint="prepare the model after resizing it; what is here is rounded to bf16 by now",
+                )
             settle(p)
 
     @torch.no_grad()

@@ -13,7 +13,9 @@ compiled step does not wait for; there the matmuls decide.
 
 `time_layer` times one linear layer, forward and backward, in two precisions: what decides which matmuls are worth
 fp8 operands (narrow.py). It stands between two activation functions, so that amax and casts fuse with what
-precedes as they do in a model, and is compiled where the model will be.
+precedes as they do in a model, and is compiled where the model will be. Compiled on a GPU, the device's own time
+counts: a layer alone takes the host longer to launch than the device to run, and a model's layers do not wait for
+that.
 """
 
 import time
@@ -71,6 +73,9 @@ CPU_SHAPES: tuple[Shape, ...] = (
 )
 
 
+# What a GPU's clock counts in a second, at most: a slower one pauses longer. And seconds that it pauses at most.
+CYCLES, LONGEST_PAUSE = 2.0e9, 1.0
+
 # A format whose matmuls are this many times slower than fp32's is out of the race: no block need be waited for.
 TOO_SLOW = 4
 
@@ -108,7 +113,10 @@ def measure(
         # torch warns of slow kernels; that they are slow is what the timing says.
         warnings.simplefilter("ignore")
         bench.start(FP32, (16, 16, 16))(1)
-        return climb(bench.start, formats, shapes, budget=budget, clock=clock)
+        timings = climb(bench.start, formats, shapes, budget=budget, clock=clock)
+    if device.type == "cuda":
+        torch.cuda.empty_cache()  # the model, which comes after, needs blocks of other sizes
+    return timings
 
 
 def measure_block(
@@ -178,11 +186,16 @@ def time_layer(
         runs = [bench.start_layer(work, precision) for precision in precisions]
         for run in runs:
             run(3)  # compiles, and finds out which kernels to take
+        _wait(work.device)
         for _ in range(rounds):
             for run, seconds in zip(runs, taken, strict=True):
-                begun = clock()
-                run(count)
-                seconds.append((clock() - begun) / count)
+                if work.compiled and work.device.type == "cuda":
+                    seconds.append(_device_seconds(run, count))
+                else:
+                    begun = clock()
+                    run(count)
+                    _wait(work.device)
+                    seconds.append((clock() - begun) / count)
     del runs, run
     if work.device.type == "cuda":
         torch.cuda.empty_cache()  # the model, which comes after, needs blocks of other sizes
@@ -243,7 +256,7 @@ class _Bench:
         return run
 
     def start_layer(self, work: LayerWork, precision: Precision) -> Run:
-        """A linear layer between two activation functions, and what trains it so many times and waits."""
+        """A linear layer between two activation functions, and what trains it so many times. It does not wait."""
         layer = CastedLinear(work.inputs, work.outputs, work.bias, device=self.device)
         if work.split:
             layer.weight = nn.Parameter(layer.weight.detach().bfloat16())
@@ -267,7 +280,6 @@ class _Bench:
                     model(x).backward(g)
                     model.zero_grad(set_to_none=True)
                     x.grad = None
-            _wait(self.device)
 
         _wait(self.device)
         return run
@@ -299,6 +311,21 @@ def _fp8(a: Tensor, b: Tensor, fmt: Format) -> Callable[[], Tensor]:
     one = torch.ones((), device=a.device)
     tensorwise = functional.ScalingType.TensorWise
     return lambda: functional.scaled_mm(lp_a, lp_b, one, tensorwise, one, tensorwise)
+
+
+def _device_seconds(run: Run, count: int) -> float:
+    """Seconds of a GPU for each pass. They are queued behind a pause, so that none waits for the host."""
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda.synchronize()
+    begun = time.perf_counter()
+    run(count)
+    launched = time.perf_counter() - begun
+    torch.cuda._sleep(int(CYCLES * min(2 * launched, LONGEST_PAUSE)))
+    start.record()
+    run(count)
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) / 1000 / count
 
 
 def _wait(device: torch.device) -> None:

@@ -6,17 +6,20 @@ One block, with every switch on (each is off or plain unless the recipe says so)
     x <- x + attn_scale * attention(norm(x))      values mixed with the first block's; queries and keys normalized
     x <- x + mlp_scale * mlp(norm(x))             down(gelu(up x)), down(relu(up x)^2), down(silu(gate x) * up x)
 
-U-net skips add the output of block i, times a learned weight, to the input of block layers - 1 - i. The
-residual stream is in the compute format; norms, softmax and the loss are islands (layers.py).
+U-net skips add the outputs of the first half of the blocks, times learned weights, to the inputs of the second
+half, the last of them first; of an odd number of blocks the last gets none. The residual stream is in the compute
+format; norms, softmax and the loss are islands (layers.py).
 
 Shapes: B batch, T tokens of a sequence, D width, H heads, K features of a head, V vocabulary.
 """
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from halfstep.config.model import ModelConfig, module_names, parameter_shapes
 from halfstep.config.weights import Weights, initial_weights
@@ -55,6 +58,7 @@ class Decoder(Layer):
         cos_TK, sin_TK = rope_tables(config)
         self.register_buffer("cos_TK", cos_TK, persistent=False)
         self.register_buffer("sin_TK", sin_TK, persistent=False)
+        self.recompute = False  # whether the backward pass runs blocks again instead of keeping what they made
         assert {name: tuple(p.shape) for name, p in self.named_parameters()} == parameter_shapes(config)
 
     def forward(self, tokens_BT: Tensor) -> Tensor:
@@ -69,15 +73,21 @@ class Decoder(Layer):
         skips: list[Tensor] = []
         angles = (self.cos_TK[: tokens_BT.shape[1]], self.sin_TK[: tokens_BT.shape[1]])
         for layer, block in enumerate(self.blocks):
-            mirror = config.layers - 1 - layer
-            if self.skip_weights is not None and mirror < config.num_skips:
-                weight_D = enter(owned(self.skip_weights, casts)[mirror], casts)
-                x_BTD = rounded(x_BTD + rounded(weight_D * skips[mirror], casts), casts)
-            x_BTD, values = block(x_BTD, x0_BTD, first_values, angles)
+            source = config.skip_into(layer)
+            if self.skip_weights is not None and source is not None:
+                weight_D = enter(owned(self.skip_weights, casts)[source], casts)
+                x_BTD = rounded(x_BTD + rounded(weight_D * skips[source], casts), casts)
+            x_BTD, values = self._through(block, x_BTD, x0_BTD, first_values, angles)
             first_values = values if first_values is None else first_values
             if layer < config.num_skips:
                 skips.append(x_BTD)
         return self.lm_head(self.final_norm(x_BTD), self.embed.weight)  # type: ignore[no-any-return]
+
+    def _through(self, block: nn.Module, *given: Any) -> tuple[Tensor, Tensor]:
+        """A block, kept or run again. Nothing in it is random, so there is no state to put back for that."""
+        if not (self.recompute and torch.is_grad_enabled()):
+            return block(*given)  # type: ignore[no-any-return]
+        return checkpoint(block, *given, use_reentrant=False, preserve_rng_state=False)  # type: ignore[no-any-return]
 
     def loss(self, tokens_BT: Tensor, targets_BT: Tensor) -> Tensor:
         """The sum over all targets of the negative log-likelihood, in the loss format."""

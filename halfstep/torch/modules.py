@@ -16,12 +16,9 @@ torch sums them into fp32. They are rounded to the compute format once, after th
 else a weight gradient is fp32 from the sum on.
 """
 
-import inspect
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, is_dataclass
-from functools import cache
-from types import FunctionType
 from typing import Any
 
 import torch
@@ -314,17 +311,6 @@ class Whole(nn.Module):
         return mapped(lambda y: island(y, "loss", setting.casts) if y.dim() else y, y)
 
 
-@cache
-def mixed(kind: Any, original: Any) -> type:
-    """A class with `kind` in front of a module's own class; it keeps the name and the signature of that."""
-    told = {key: getattr(original, key) for key in ("__module__", "__qualname__", "__doc__")}
-    made = type(original.__name__, (kind, original), {**told, "halfstep_made": True})
-    theirs = _signature(original.forward)
-    if theirs is not None and _signature(kind.forward) != theirs:
-        made.forward = _with_signature(kind.forward, original.forward)  # type: ignore[attr-defined]
-    return made
-
-
 def mapped(fn: Callable[[Tensor], Tensor], tree: Any) -> Any:
     """A tree of plain containers with its tensors of fp32, bf16 and fp16 changed, and everything else as it is."""
     if isinstance(tree, Tensor):
@@ -346,21 +332,3 @@ def _operands(module: Any) -> tuple[Tensor, Tensor | None]:
     return enter(owned(module.weight, casts), casts), (
         None if module.bias is None else enter(owned(module.bias, casts), casts)
     )
-
-
-def _signature(function: Callable[..., Any]) -> inspect.Signature | None:
-    """What a function says that it takes; None where it does not say."""
-    try:
-        return inspect.signature(function)
-    except (TypeError, ValueError):  # as functions that are not written in Python
-        return None
-
-
-def _with_signature(function: FunctionType, like: Callable[..., Any]) -> FunctionType:
-    """The same function as another object, which says that it has another signature: some callers read it."""
-    made = FunctionType(
-        function.__code__, function.__globals__, function.__name__, function.__defaults__, function.__closure__
-    )
-    made.__signature__ = inspect.signature(like)  # type: ignore[attr-defined]
-    made.__doc__ = like.__doc__
-    return made

@@ -27,7 +27,7 @@ class Muon(Optimizer):
     """Muon with Nesterov momentum, for matrices; those of one shape are updated in one batch."""
 
     slots = ("momentum",)
-    _kept = (*Optimizer._kept, "own", "iteration", "emulate")
+    _kept = (*Optimizer._kept, "own", "iteration", "emulate", "_momentum")
 
     def __init__(
         self,
@@ -42,6 +42,7 @@ class Muon(Optimizer):
         defaults = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}
         self.own = parse(iteration) if isinstance(iteration, str) else iteration
         self.iteration, self.emulate = self.own or FP32, emulate
+        self._momentum: Tensor | None = None
         super().__init__(params, defaults, **formats)
 
     def _cannot(self, parameter: Tensor) -> tuple[str, str] | None:
@@ -55,6 +56,10 @@ class Muon(Optimizer):
         """Takes the formats of a policy; the iteration runs in `compute` unless it has a format of its own."""
         super().bind(masters, moments, compute, emulate=emulate)
         self.iteration, self.emulate = self.own or compute, emulate
+
+    def set_momentum(self, momentum: Tensor) -> None:
+        """Sets every group's momentum to a device scalar: a schedule of ours counts where the updates are."""
+        self._momentum = momentum
 
     @torch.no_grad()
     def step(  # type: ignore[override]
@@ -76,8 +81,9 @@ class Muon(Optimizer):
         self, params: list[Tensor], grads: Tensor, group: dict[str, Any], found_inf: Tensor | None
     ) -> None:
         old = torch.stack([self.state[p]["momentum"] for p in params]).float()
-        momentum = group["momentum"] * old + grads
-        update = orthogonalize(grads + group["momentum"] * momentum, self.iteration, emulate=self.emulate)
+        kept = group["momentum"] if self._momentum is None else self._momentum
+        momentum = kept * old + grads
+        update = orthogonalize(grads + kept * momentum, self.iteration, emulate=self.emulate)
         rows, columns = params[0].shape
         update = update.float() * max(1.0, rows / columns) ** 0.5
         applied = torch.ones((), device=grads.device) if found_inf is None else 1 - found_inf

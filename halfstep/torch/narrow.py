@@ -51,14 +51,35 @@ Timer = Callable[[LayerWork, Sequence[Precision]], list[float]]
 class Measured:
     """Which layers were to be measured, and what became of each: by name, whether it is narrow, and why."""
 
-    narrow: dict[str, bool] = field(default_factory=dict)
+    narrow: dict[str, bool] = field(default_factory=dict)  # what runs
     notes: dict[str, str] = field(default_factory=dict)
-    told: str = ""  # how it was done, in a line
+    here: str = ""  # how it was done here and what came out, in a line
+    adopted: dict[str, str] = field(default_factory=dict)  # layers as another run had them: what they were here
 
     @property
     def kept_wide(self) -> list[str]:
         """The layers that stay in the format of the activations."""
         return [name for name, narrow in self.narrow.items() if not narrow]
+
+    @property
+    def told(self) -> str:
+        """What runs and why, in a line."""
+        if not self.adopted:
+            return self.here
+        count, total, others = sum(self.narrow.values()), len(self.narrow), len(self.adopted)
+        runs = f"{count} of the {total} matmuls that rules name are narrow, adopted from the run that goes on here"
+        return f"{runs}; timed here, {others} of them would be otherwise: {self.here}"
+
+    def adopt(self, narrow: Mapping[str, bool]) -> list[str]:
+        """Takes over which layers are narrow, from a run that goes on here; the names of those that change."""
+        changed = [name for name, value in narrow.items() if self.narrow[name] != value]
+        for name in changed:
+            self.narrow[name] = narrow[name]
+            before = self.adopted.pop(name, None)  # it changed before, so now it is as it was here
+            if before is None:
+                self.adopted[name] = self.notes[name]
+            self.notes[name] = before or f"as in the run that goes on here; here {self.notes[name]}"
+        return changed
 
     def settle(self, found: Mapping[str, Precision]) -> dict[str, Precision]:
         """The precisions, wide where a layer is kept wide."""
@@ -116,7 +137,7 @@ def measure_all(
     if not layers:
         return None
     if all(precision.emulate for precision in layers.values()):
-        return Measured(told=f"nothing, since it is emulated: all {len(layers)} matmuls of the rules are narrow")
+        return Measured(here=f"nothing, since it is emulated: all {len(layers)} matmuls of the rules are narrow")
     works = {plan: [(work, layers[plan]) for work in _works(plan, held, tokens, compiled)] for plan in layers}
     amounts: dict[_Key, int] = {}
     for keys in works.values():
@@ -131,12 +152,16 @@ def measure_all(
     for plan, keys in works.items():
         told = _verdict([times[key] for key in keys], keys)
         measured.narrow[plan.name], measured.notes[plan.name] = told
-    measured.told = _told(measured, list(amounts), clock() - begun)
+    measured.here = _told(measured, list(amounts), clock() - begun)
     return measured
 
 
 def hang_pasts(plans: Sequence[Plan], found: Mapping[str, Precision], device: torch.device) -> Amaxes | None:
-    """Gives each layer whose operands are delayed a history; None where there is none."""
+    """Gives each layer whose operands are delayed a history; None where there is none.
+
+    `found` is what rules say, whatever was measured: a checkpoint may know better which of the layers are narrow,
+    and brings the histories of those. One that stays wide has zeros.
+    """
     layers = [plan for plan in _matmuls(plans) if plan.name in found and found[plan.name].delayed]
     if not layers:
         return None

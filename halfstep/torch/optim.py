@@ -208,12 +208,12 @@ class AdamW(Optimizer):
         """One update of every parameter that has a gradient, unless `found_inf` is 1."""
         grads = self._begin(grads)
         for index, group in enumerate(self.param_groups):
-            # The parameters that our kernel takes, by how they are held: a launch each.
+            # The parameters that our kernel takes, by the dtype of their moments: a launch each.
             alike: dict[Any, list[Tensor]] = {}
             others: list[Tensor] = []
             for p in (p for p in group["params"] if p in grads):
                 if self._reaches(p, grads[p]):
-                    alike.setdefault((index, self.masters.is_split(p), self._dtype(p)), []).append(p)
+                    alike.setdefault((index, self._dtype(p)), []).append(p)
                 else:
                     others.append(p)
             for key, params in alike.items():
@@ -227,6 +227,7 @@ class AdamW(Optimizer):
         """Whether the kernel of ours takes a parameter: fp32 numbers, whole or split, where it can get at them."""
         whole = parameter.dtype == torch.float32 and self.masters.is_whole(parameter)
         known = grad.dtype == torch.float32 and self._dtype(parameter) in (torch.float32, torch.bfloat16)
+        known = known and self.state[parameter]["step"].dtype == torch.float32
         tensors = (parameter, grad, *(self.state[parameter][slot] for slot in self.slots))
         return known and (whole or self.masters.is_split(parameter)) and all(reaches(t) for t in tensors)
 
@@ -239,17 +240,17 @@ class AdamW(Optimizer):
         found_inf: Tensor | None,
         scale: Tensor | None,
     ) -> None:
-        """The kernel of ours, on all tensors that are held alike."""
+        """The kernel of ours, on all tensors whose moments are held alike."""
         from halfstep.torch.kernels.adamw import Update  # Triton is there: the parameters are reached
 
-        # The tables of the kernel, for each set of parameters that are held alike; a copy makes its own.
+        # The tables of the kernel, for each set of parameters of a launch; a copy makes its own.
         update = self.__dict__.setdefault("_updates", {}).setdefault(key, Update())
         states = [self.state[p] for p in params]
         remainders = self.masters.remainders
         device = params[0].device
         update(
             [p.detach() for p in params],
-            [remainders[self.masters.names[p]] for p in params] if self.masters.is_split(params[0]) else [],
+            [remainders[self.masters.names[p]] if self.masters.is_split(p) else None for p in params],
             [grads[p] for p in params],
             *([state[slot] for state in states] for slot in self.slots),
             [state["step"] for state in states],

@@ -89,13 +89,19 @@ class Stock(Driver):
     _making = False
 
     def refuse_alone(self, *_: Any) -> None:
-        """Before any step: one that the run does not make would be made on bf16 halves, and lost."""
-        if not self._making:
-            raise HalfstepError(
-                f"{label(self.optimizer)}.step() was called by itself, and parameters are held narrower than "
-                "their masters: small updates would be lost",
-                hint="run.update() makes the step, on the masters",
-            )
+        """Before any step: one that the run does not make would be made on bf16 halves, or on scaled gradients."""
+        if self._making:
+            return
+        narrow = any(not self.masters.is_whole(p) for p in self.parameters)
+        why = (
+            "parameters are held narrower than their masters: small updates would be lost"
+            if narrow
+            else "this policy scales the loss: its gradients are not scaled, or never unscaled"
+        )
+        raise HalfstepError(
+            f"{label(self.optimizer)}.step() was called by itself, and {why}",
+            hint="run.update() makes the step, on the masters",
+        )
 
     def make(self, grads: Grads, scale: Tensor, count: Tensor) -> None:
         """The optimizer's own step, on fp32 masters, gradients and moments."""

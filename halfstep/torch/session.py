@@ -6,7 +6,8 @@ and reads results when it wants to print them. Each backend has this file with t
 
 import resource
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -14,17 +15,19 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from halfstep.config.groups import parameter_groups
 from halfstep.config.run import OptimizerConfig, RunConfig
 from halfstep.config.weights import Weights, initial_weights
 from halfstep.core.policy import Policy
-from halfstep.core.stored import Stored
+from halfstep.core.stored import Held, Snapshot, Stored
 from halfstep.torch.apply import apply, set_precision
 from halfstep.torch.dtypes import as_device, describe
 from halfstep.torch.measure import devices
 from halfstep.torch.model import Decoder
 from halfstep.torch.muon import Muon
 from halfstep.torch.optim import AdamW, Optimizer
-from halfstep.torch.state import load_state, load_weights, restored, state_of, stored
+from halfstep.torch.spans import Spans
+from halfstep.torch.state import Copies, load_state, load_weights, restored, state_of, stored
 from halfstep.torch.step import Run, StepResult
 
 Tokens = NDArray[np.int32]
@@ -44,28 +47,37 @@ class Session:
         device: str | None = None,
         schedule: Schedule | None = None,
         weights: Weights | None = None,
+        momentum: Schedule | None = None,
     ):
         self.config = config
-        self.schedule = schedule
+        self.schedule, self.momentum = schedule, momentum
         self.policy = policy
         self.device = as_device(device or devices()[0])
         self.description = describe(self.device)  # also refuses a device that is not here
         self._pin_matmuls()
+        self._make_deterministic()
+        self._copies, self._spans = Copies(), Spans(self.device)
         torch.manual_seed(config.seed)
         self.model = Decoder(config.model)
+        self.model.recompute = config.training.recompute_blocks
         self.model.set_weights(initial_weights(config.model, config.seed) if weights is None else weights)
         self.model.to(self.device)
         tokens, names = config.training.batch * config.model.context, self.model.module_names()
         self.converted = apply(self.model, policy, names, tokens=tokens, compiled=config.training.compile)
-        measured = self.converted.measured
-        self.notes = [] if measured is None else [f"measured: {measured.told}"]
-        if measured is not None and self.device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(self.device)  # `memory` is of training
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.device)  # `memory` is of training, not of what was measured
         clip_norm = config.training.clip_norm
         optimizers = build_optimizers(self.model, config.optimizer)
-        self.run = Run(self.model, optimizers, policy, clip_norm, applied=self.converted, seed=config.seed)
+        seed, ema = config.seed, config.training.ema
+        self.run = Run(self.model, optimizers, policy, clip_norm, applied=self.converted, seed=seed, ema=ema)
         self._optimizers = optimizers
         self._loss = torch.compile(self.model.loss) if config.training.compile else self.model.loss
+
+    @property
+    def notes(self) -> list[str]:
+        """What was decided by measurement, here or in the run that goes on here."""
+        measured = self.converted.measured
+        return [] if measured is None else [f"measured: {measured.told}"]
 
     @property
     def asynchronous(self) -> bool:
@@ -74,10 +86,18 @@ class Session:
 
     def step(self, micro_batches: Tokens) -> StepResult:
         """One update from tokens of shape (micro-batches, batch, context + 1). Waits for nothing."""
+        return self._spans.around(lambda: self._step(micro_batches))
+
+    def _step(self, micro_batches: Tokens) -> StepResult:
         if self.schedule is not None:
             rate = self.schedule(self.run.applied, torch)
             for optimizer in self._optimizers:
                 optimizer.set_factor(rate)
+        if self.momentum is not None:
+            momentum = self.momentum(self.run.applied, torch)
+            for optimizer in self._optimizers:
+                if isinstance(optimizer, Muon):
+                    optimizer.set_momentum(momentum)
         tokens = self._to_device(micro_batches)
         return self.run.step(self._sum_and_count, tokens.unbind())
 
@@ -90,20 +110,28 @@ class Session:
             self.run.check(result)
         return read
 
+    def device_time(self, result: StepResult) -> tuple[float, float | None] | None:
+        """(seconds a step that was read took the device, seconds without one before it), or None; no wait."""
+        return self._spans.take(result)
+
+    @property
+    def untimed(self) -> str:
+        """Why `device_time` knows nothing here; empty where it does."""
+        return self._spans.untimed
+
     @torch.no_grad()
-    def evaluate(self, batches: Iterable[Tokens]) -> tuple[float, int]:
-        """The sum of losses over batches, and the number of tokens, in the policy's evaluation form."""
-        evaluated = self.policy.evaluation()
-        if evaluated != self.policy:
-            set_precision(self.model, evaluated, self.model.module_names())
+    def evaluate(self, batches: Iterable[Tokens], *, averaged: bool = True) -> tuple[float, int]:
+        """The sum of losses over batches, and the number of tokens, in the policy's evaluation form.
+
+        With the averages of the weights where the run keeps them, unless `averaged` is False.
+        """
         total = torch.zeros((), dtype=torch.float64 if self.device.type != "mps" else torch.float32)
         total, count = total.to(self.device), 0
-        for batch in batches:
-            tokens = self._to_device(batch)
-            total += self._loss(tokens[:, :-1], tokens[:, 1:])
-            count += batch[:, 1:].size
-        if evaluated != self.policy:
-            set_precision(self.model, self.policy, self.model.module_names(), self.converted.measured)
+        with self._evaluating(averaged and self.run.averages is not None):
+            for batch in batches:
+                tokens = self._to_device(batch)
+                total += self._loss(tokens[:, :-1], tokens[:, 1:])
+                count += batch[:, 1:].size
         return float(total), count
 
     @torch.no_grad()
@@ -116,11 +144,19 @@ class Session:
         """Everything that the next step depends on."""
         return {name: stored(tensor) for name, tensor in state_of(self.run).items()}
 
-    def load(self, state: Mapping[str, Stored]) -> None:
+    def snapshot(self) -> Snapshot:
+        """A copy of the state, launched and not waited for; the snapshot before must be done with."""
+        return self._copies.take(state_of(self.run))
+
+    def blame(self, micro_batches: Tokens) -> str:
+        """The first tensor of a step that is not finite, and in which pass: the step is run again, eagerly."""
+        return str(self.run.blame(self._sum_and_count, self._to_device(micro_batches).unbind()))
+
+    def load(self, state: Mapping[str, Held]) -> None:
         """Puts a state back, or refuses it whole."""
         load_state(self.run, {name: restored(record) for name, record in state.items()})
 
-    def load_weights(self, state: Mapping[str, Stored]) -> None:
+    def load_weights(self, state: Mapping[str, Held]) -> None:
         """Takes the weights of a state and leaves the rest: for evaluation and sampling."""
         wanted = ("model.", "remainder.")
         load_weights(self.run, {name: restored(v) for name, v in state.items() if name.startswith(wanted)})
@@ -136,6 +172,19 @@ class Session:
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         return peak if sys.platform == "darwin" else peak * 1024  # macOS counts bytes, Linux kilobytes
 
+    @contextmanager
+    def _evaluating(self, averaged: bool) -> Iterator[None]:
+        """Inside, the model computes as the policy's `eval` role says, with the averages where they are wanted."""
+        evaluated, names = self.policy.evaluation(), self.model.module_names()
+        if evaluated != self.policy:
+            set_precision(self.model, evaluated, names)
+        try:
+            with self.run.averaged() if averaged else nullcontext():
+                yield
+        finally:
+            if evaluated != self.policy:
+                set_precision(self.model, self.policy, names, self.converted.measured)
+
     def _sum_and_count(self, tokens: Tensor) -> tuple[Tensor, float]:
         return self._loss(tokens[:, :-1], tokens[:, 1:]), float(tokens[:, 1:].numel())
 
@@ -149,23 +198,28 @@ class Session:
         """fp32 is fp32; that bf16 and fp16 matmuls sum in fp32 is seen to by the run."""
         torch.set_float32_matmul_precision("highest")
 
+    def _make_deterministic(self) -> None:
+        """Kernels that give the same bits each time, where the configuration asks for it."""
+        if not self.config.training.deterministic:
+            return
+        torch.use_deterministic_algorithms(True)
+        if self.config.training.compile:
+            from torch._inductor import config as inductor
+
+            inductor.deterministic = True  # its environment variable comes too late where torch is imported
+        # We read no memory before it is written; filling it would cost time.
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+
 
 def build_optimizers(model: Decoder, config: OptimizerConfig) -> list[Optimizer]:
-    """AdamW for all, or Muon for the matrices in blocks and AdamW for the rest, of which matrices alone decay."""
-    named = list(model.named_parameters())
-    built: list[Optimizer] = []
-    if config.name == "muon":
-        matrices = list(model.matrices())
-        built.append(Muon(matrices, lr=config.muon_rate, momentum=config.muon_momentum))
-        taken = {name for name, _ in matrices}
-        named = [(name, p) for name, p in named if name not in taken]
-    matrix = [(name.endswith(".weight") and p.ndim == 2) for name, p in named]
-    decaying = [pair for pair, decays in zip(named, matrix, strict=True) if decays]
-    steady = [pair for pair, decays in zip(named, matrix, strict=True) if not decays]
-    groups = [
-        {"params": params, "weight_decay": decay}
-        for params, decay in ((decaying, config.weight_decay), (steady, 0.0))
-        if params
-    ]
-    built.append(AdamW(groups, lr=config.rate, betas=config.betas, eps=config.epsilon))
+    """Muon for the matrices in blocks where the recipe says so, and AdamW for the rest, in groups of their own."""
+    named, built = dict(model.named_parameters()), list[Optimizer]()
+    adam: list[dict[str, Any]] = []
+    for group in parameter_groups(model.config, config):
+        pairs = [(name, named[name]) for name in group.names]
+        if group.muon:
+            built.append(Muon(pairs, group.rate, config.muon_momentum, group.weight_decay))
+        else:
+            adam.append({"params": pairs, "lr": group.rate, "weight_decay": group.weight_decay})
+    built.append(AdamW(adam, lr=config.rate, betas=config.betas, eps=config.epsilon))
     return built

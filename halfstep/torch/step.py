@@ -26,7 +26,7 @@ from halfstep.core.formats import FP32
 from halfstep.core.policy import Policy, as_policy
 from halfstep.core.precision import base_precision, precisions
 from halfstep.core.roles import Param
-from halfstep.core.scaling import DynamicScale, ScaleState
+from halfstep.core.scaling import DynamicScale, NoScale, ScaleState
 from halfstep.torch import blame, state
 from halfstep.torch.apply import Applied, apply, names_of, restore, set_precision
 from halfstep.torch.checks import check_moments, check_replicas, check_settings
@@ -345,12 +345,12 @@ class Run:
         """Hands the formats to the optimizers; the hooks that keep them as they are."""
         self._bind(applied)
         handles = self.masters.watch(self.model)
-        if any(not self.masters.is_whole(p) for p in self.parameters):
-            others = [o for o in self.optimizers if not isinstance(o, Optimizer)]
-            handles += [optimizer.register_load_state_dict_pre_hook(_refuse_load) for optimizer in others]
-            handles += [
-                d.optimizer.register_step_pre_hook(d.refuse_alone) for d in self.drivers if isinstance(d, Stock)
-            ]
+        stock = [driver for driver in self.drivers if isinstance(driver, Stock)]
+        narrow = any(not self.masters.is_whole(p) for p in self.parameters)
+        if narrow:
+            handles += [d.optimizer.register_load_state_dict_pre_hook(_refuse_load) for d in stock]
+        if narrow or not isinstance(self.policy.scale, NoScale):
+            handles += [driver.optimizer.register_step_pre_hook(driver.refuse_alone) for driver in stock]
         return handles
 
     def _bind(self, applied: Applied) -> None:

@@ -5,7 +5,7 @@ is told the same way, with the reason that `apply` gave.
 """
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import nn
@@ -45,7 +45,8 @@ def _measured(run: "Run") -> Iterator[str]:
     if run.converted is not None and run.converted.measured is not None:
         yield f"  measured: {run.converted.measured.told}"
     if run.amaxes is not None:
-        count, past = len(run.amaxes.pasts), run.amaxes.history.shape[-1]
+        modules, past = dict(run.model.named_modules()), run.amaxes.history.shape[-1]
+        count = sum(cast(Layer, modules[name]).precision.delayed for name in run.amaxes.pasts)
         yield f"  delayed: {count} matmuls are scaled by the largest amax of their last {past} updates"
 
 

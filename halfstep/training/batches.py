@@ -8,22 +8,31 @@ target in exactly one window. Update s (counted from 0) takes, with B windows an
 
 of one endless sequence, in which each epoch is a new order of all windows. An epoch that ends inside an
 update continues with the next. So a resumed run needs the number of updates and nothing else: no window is
-repeated and none is left out.
+repeated and none is left out. With R ranks each takes its R-th part of the same B windows, so a run may also go
+on with another number of them.
 
-The order is the stable argsort of W words of Philox keyed by (seed, epoch). Sorting words, rather than asking
-numpy's Generator to shuffle, keeps it the same across numpy's versions: they promise the words, not the
-shuffle.
+There are two orders, and the number of windows decides which; a checkpoint says which it was (`order`):
+
+    sorted   up to 2^20 windows: the stable argsort of W words of Philox keyed by (seed, epoch). Sorting words,
+             rather than asking numpy's Generator to shuffle, keeps it the same across numpy's versions: they
+             promise the words, not the shuffle.
+    keyed    beyond: a permutation that gives the place of one window without those of the others, so that a set
+             of any size costs no memory and no time to sort (`halfstep.training.permutation`).
 """
 
-from collections.abc import Iterator
-from typing import TypeAlias, TypedDict, final
+from collections.abc import Iterator, Mapping
+from typing import Any, TypeAlias, TypedDict, final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from halfstep.training.corpus import DataError, Tokens
+from halfstep.training.permutation import Permutation
+from halfstep.training.shards import ShardedTokens
 
 TokenBatch: TypeAlias = NDArray[np.int32]
+
+SORTED_AT_MOST = 1 << 20
 
 _COUNTED_AT_ONCE = 1 << 20
 _DENSE_VOCABULARY = 4096
@@ -36,6 +45,14 @@ class Position(TypedDict):
     epoch: int  # whole passes over the windows
     window: int  # windows taken of the pass after those
     tokens: int  # targets seen in all
+    order: str  # of the windows of a pass: sorted or keyed
+
+
+class Place(TypedDict):
+    """Where windows begin, for reports of faults."""
+
+    file: str  # a shard's path, or what errors call the text
+    offsets: list[int]  # in tokens
 
 
 @final
@@ -52,11 +69,12 @@ class Batches:
         seed: int,
         name: str = "the training text",
     ):
-        self.tokens, self.context, self.seed = tokens, context, seed
+        self.tokens, self.context, self.seed, self.name = tokens, context, seed, name
         self.shape = (micro_batches, batch, context + 1)
         self.num_windows = _count_windows(tokens, context, name)
         self.windows_per_step = batch * micro_batches
-        self._cached: tuple[int, NDArray[np.int64]] | None = None  # the order of the last epoch asked for
+        self.order = "sorted" if self.num_windows <= SORTED_AT_MOST else "keyed"
+        self._cached: tuple[int, NDArray[np.int64] | Permutation] | None = None  # of the last epoch asked for
         if self.windows_per_step > self.num_windows:
             raise DataError(
                 f"an update of {batch} x {micro_batches} = {self.windows_per_step} sequences is more than "
@@ -64,32 +82,84 @@ class Batches:
                 hint="lower training.batch or training.micro_batches, or give more text",
             )
 
-    def at(self, step: int) -> TokenBatch:
+    def at(self, step: int, rank: int = 0, ranks: int = 1) -> TokenBatch:
         """The tokens of the update after `step` updates, as (micro_batches, batch, context + 1).
 
         Inputs are [..., :-1] and targets [..., 1:]. int32 holds every vocabulary in half of int64's bytes;
-        a framework that wants int64 for targets widens them on the device.
+        a framework that wants int64 for targets widens them on the device. One of several ranks gets its part:
+        whole micro-batches where their number allows, else rows of each.
         """
-        first = step * self.windows_per_step
-        places = range(first, first + self.windows_per_step)
-        out = np.empty((len(places), self.context + 1), dtype=np.int32)
-        for row, place in enumerate(places):
-            epoch, index = divmod(place, self.num_windows)
-            start = int(self._order(epoch)[index]) * self.context
-            out[row] = self.tokens[start : start + self.context + 1]
-        return out.reshape(self.shape)
+        mine = self.rows(rank, ranks)
+        starts = self._starts(step)[mine].ravel().tolist()
+        out = np.empty((len(starts), self.context + 1), dtype=np.int32)
+        if isinstance(self.tokens, ShardedTokens):
+            self.tokens.read_into(out, starts)
+        else:
+            for row, start in enumerate(starts):
+                out[row] = self.tokens[start : start + self.context + 1]
+        return out.reshape(*mine.shape, self.context + 1)
+
+    def rows(self, rank: int, ranks: int) -> NDArray[np.int64]:
+        """Which windows of an update are a rank's, as (micro_batches, batch) of it."""
+        micro, batch, _ = self.shape
+        if not 0 <= rank < ranks:
+            raise ValueError(f"there is no rank {rank} of {ranks}")
+        windows = np.arange(self.windows_per_step, dtype=np.int64).reshape(micro, batch)
+        if micro % ranks == 0:
+            return np.split(windows, ranks)[rank]
+        if batch % ranks == 0:
+            return np.split(windows, ranks, axis=1)[rank]
+        raise DataError(
+            f"{micro} micro-batches of {batch} sequences cannot be shared by {ranks} ranks",
+            hint="make training.micro_batches or training.batch a multiple of the number of ranks",
+        )
+
+    def locate(self, step: int) -> list[Place]:
+        """Where the windows of the update after `step` updates begin, file by file."""
+        found = dict[str, list[int]]()
+        locate = getattr(self.tokens, "locate", None) or (lambda start: (self.name, start))
+        for start in self._starts(step).tolist():
+            file, offset = locate(start)
+            found.setdefault(file, []).append(offset)
+        return [{"file": file, "offsets": offsets} for file, offsets in found.items()]
 
     def position(self, step: int) -> Position:
         """Where a run stands after `step` updates."""
         taken = step * self.windows_per_step
         epoch, window = divmod(taken, self.num_windows)
-        return {"epoch": epoch, "window": window, "tokens": taken * self.context}
+        return {"epoch": epoch, "window": window, "tokens": taken * self.context, "order": self.order}
 
-    def _order(self, epoch: int) -> NDArray[np.int64]:
-        if self._cached is None or self._cached[0] != epoch:
+    def check_position(self, found: Mapping[str, Any]) -> None:
+        """Refuses to go on from a position that was counted in another order than this one."""
+        order = found.get("order", "sorted")  # what there was before it was written down
+        if order != self.order:
+            raise DataError(
+                f"the run took its data in the order `{order}`, and this version of halfstep would go on in "
+                f"`{self.order}`: windows would be repeated and left out",
+                hint="go on with the version of halfstep that began the run, or start anew with --out",
+            )
+
+    def _starts(self, step: int) -> NDArray[np.int64]:
+        """Where the windows of an update begin."""
+        first = step * self.windows_per_step
+        places = np.arange(first, first + self.windows_per_step, dtype=np.int64)
+        epochs, indices = np.divmod(places, self.num_windows)
+        windows = np.empty_like(places)
+        for epoch in range(int(epochs[0]), int(epochs[-1]) + 1):
+            chosen = epochs == epoch
+            windows[chosen] = self._order(epoch)[indices[chosen]]
+        return windows * self.context
+
+    def _order(self, epoch: int) -> NDArray[np.int64] | Permutation:
+        cached = self._cached  # read once: `locate` is called while a thread makes batches of another epoch
+        if cached is None or cached[0] != epoch:
             generator = np.random.Philox(key=np.array([self.seed & _WORD, epoch], dtype=np.uint64))
-            self._cached = epoch, np.argsort(generator.random_raw(self.num_windows), kind="stable")
-        return self._cached[1]
+            if self.order == "keyed":
+                cached = epoch, Permutation(self.num_windows, generator)
+            else:
+                cached = epoch, np.argsort(generator.random_raw(self.num_windows), kind="stable")
+            self._cached = cached
+        return cached[1]
 
 
 def validation_batches(

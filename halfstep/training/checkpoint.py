@@ -7,8 +7,8 @@
 **Whole or absent.** A save writes into a sibling folder `step-000500.partial`, flushes files and folder to
 the disk, renames the folder, and flushes the parent. A rename is one act: whenever the process or the machine
 dies, `step-NNNNNN` either is not there or is complete, and earlier ones were never touched. What a killed
-save left is removed by the next one. Pruning renames first too, so a half-deleted folder never looks like a
-checkpoint. One run writes to a folder at a time.
+save left is removed by the next one. Removing renames first too, so a half-deleted folder never looks like a
+checkpoint. One run writes to a folder at a time (lock.py).
 
 **Verified.** The manifest is
 
@@ -19,29 +19,34 @@ checkpoint. One run writes to a folder at a time.
      "digest": ...}                           SHA-256 of all the rest, as JSON with sorted keys and no spaces
 
 so a change of any bit that means something, in either file, is found and named. A resumed run that is wrong
-in one bit is worse than one that stops.
+in one bit is worse than one that stops. A damaged newest checkpoint is an error too: the one before it is taken
+only where the user allows it, and the damaged one is then set aside as `step-NNNNNN.damaged`, never removed.
 
-**Bytes, not arrays.** An `Array` is a dtype's name in safetensors, a shape, and little-endian bytes. numpy
-has no bf16, and no framework is imported here; each backend's `state` turns its tensors into these and back.
-Loading holds the file and its tensors in memory at once.
+**No code.** Nothing here unpickles. A manifest that names another file than `state.safetensors`, and a pickle that
+lies in the folder, are refused by name.
+
+Loading holds the file and its tensors (arrays.py) in memory at once.
 
 Everywhere here, `folder` is the folder of checkpoints, RUN/checkpoints.
 """
 
+import errno
 import hashlib
 import json
-import math
 import os
 import re
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from halfstep.core.errors import HalfstepError, one_of
+from halfstep.training.arrays import DTYPES, Array
+from halfstep.training.arrays import CheckpointError as CheckpointError
+from halfstep.training.arrays import DamagedCheckpointError as DamagedCheckpointError
+from halfstep.training.weightfiles import PICKLES
 
 FORMAT = 1
 STATE, MANIFEST = "state.safetensors", "manifest.json"
@@ -49,52 +54,6 @@ OWN_KEYS = ("format", "step", "files", "tensors", "digest")
 
 _FOLDER = re.compile(r"step-(\d{6,})")
 _LEFTOVER = re.compile(r"step-\d{6,}\.(partial|removed)")
-
-# safetensors' name in files: (its name in the API that writes them, bytes an element)
-DTYPES: Mapping[str, tuple[str, int]] = {
-    "BOOL": ("bool", 1),
-    "U8": ("uint8", 1),
-    "I8": ("int8", 1),
-    "F8_E4M3": ("float8_e4m3fn", 1),
-    "F8_E5M2": ("float8_e5m2", 1),
-    "U16": ("uint16", 2),
-    "I16": ("int16", 2),
-    "F16": ("float16", 2),
-    "BF16": ("bfloat16", 2),
-    "U32": ("uint32", 4),
-    "I32": ("int32", 4),
-    "F32": ("float32", 4),
-    "U64": ("uint64", 8),
-    "I64": ("int64", 8),
-    "F64": ("float64", 8),
-}
-
-
-class CheckpointError(HalfstepError):
-    """A checkpoint that cannot be written or read."""
-
-
-class DamagedCheckpointError(CheckpointError):
-    """A checkpoint that is not what was written."""
-
-
-@dataclass(frozen=True)
-class Array:
-    """A tensor as bytes: row-major, little-endian."""
-
-    dtype: str
-    shape: tuple[int, ...]
-    data: bytes | memoryview = field(repr=False)
-
-    def __post_init__(self) -> None:
-        if self.dtype not in DTYPES:
-            raise CheckpointError(f"no checkpoint holds dtype `{self.dtype}`; it must be {one_of(DTYPES)}")
-        expected = math.prod(self.shape) * DTYPES[self.dtype][1]
-        found = memoryview(self.data).nbytes
-        if found != expected:
-            raise CheckpointError(
-                f"an array of {self.dtype} and shape {list(self.shape)} has {found} bytes, expected {expected}"
-            )
 
 
 def save(folder: Path, step: int, arrays: Mapping[str, Array], meta: Mapping[str, Any]) -> Path:
@@ -106,7 +65,9 @@ def save(folder: Path, step: int, arrays: Mapping[str, Array], meta: Mapping[str
     target = folder / f"step-{step:06d}"
     partial = target.with_name(f"{target.name}.partial")
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        if not folder.is_dir():
+            folder.mkdir(parents=True)
+            _flush(folder.parent)
         remove_leftovers(folder)
         os.mkdir(partial)
         written = _write_files(partial, step, arrays, meta)
@@ -115,7 +76,7 @@ def save(folder: Path, step: int, arrays: Mapping[str, Array], meta: Mapping[str
             shutil.rmtree(partial)
             return target
         if target.exists():
-            os.rename(target, target.with_name(f"{target.name}.removed"))  # damaged: this one replaces it
+            set_aside(target)  # damaged: this one takes its place
         os.rename(partial, target)
         _flush(folder)
     except OSError as error:
@@ -158,39 +119,80 @@ def load(path: Path) -> tuple[dict[str, Array], dict[str, Any]]:
     return arrays, manifest
 
 
-def latest(folder: Path) -> Path | None:
-    """The complete checkpoint with the highest step, or None.
+def latest(folder: Path, *, allow_older: bool = False) -> Path | None:
+    """The checkpoint with the highest step, or None; one that is not complete is an error, unless that is allowed.
 
     Complete is: a manifest that verifies, and files of the sizes it says. What is inside them, `load` checks.
-    A checkpoint of another format is an error, not passed over: it may be the one that counts.
     """
-    complete = [path for path in _step_folders(folder) if _is_complete(path)]
-    return complete[-1] if complete else None
+    found = step_folders(folder)
+    while allow_older and len(found) > 1 and not is_complete(found[-1]):
+        found.pop()
+    if found:
+        _check_complete(found[-1])
+    return found[-1] if found else None
 
 
-def prune(folder: Path, keep: int) -> list[Path]:
-    """Removes all complete checkpoints but the `keep` latest; returns what was removed.
+def load_latest(
+    folder: Path, *, allow_older: bool = False
+) -> tuple[dict[str, Array], dict[str, Any], list[DamagedCheckpointError]] | None:
+    """The newest checkpoint, verified, or None where there is none, and what was passed over to get there.
 
-    What is not complete is left for its owner to look at, and does not count.
+    With `allow_older`, damaged ones are set aside until one is whole; when none is, the newest one's error stands.
     """
-    if keep < 1:
-        raise ValueError(f"prune must keep 1 checkpoint or more, not {keep}")
-    old = [path for path in _step_folders(folder) if _is_complete(path)][:-keep]
-    for path in old:
-        removed = path.with_name(f"{path.name}.removed")
+    passed: list[DamagedCheckpointError] = []
+    damaged: list[Path] = []
+    for path in reversed(step_folders(folder)):
         try:
-            os.rename(path, removed)
-            shutil.rmtree(removed)
-        except OSError as error:
-            raise CheckpointError(f"checkpoint `{path}` cannot be removed: {error.strerror or error}") from None
-    return old
+            arrays, manifest = load(path)
+        except DamagedCheckpointError as error:
+            if not allow_older:
+                raise
+            passed.append(error)
+            damaged.append(path)
+            continue
+        for bad in damaged:
+            set_aside(bad)
+        return arrays, manifest, passed
+    if passed:
+        raise passed[0]
+    return None
+
+
+def set_aside(path: Path) -> Path:
+    """Renames a damaged checkpoint, so that it is none any more and can still be looked at."""
+    target = path.with_name(f"{path.name}.damaged")
+    for number in range(2, 1000):
+        if not target.exists():
+            break
+        target = path.with_name(f"{path.name}.damaged-{number}")
+    os.rename(path, target)
+    return target
+
+
+def discard(path: Path) -> None:
+    """Removes a checkpoint. A death on the way leaves the whole of it, or nothing that looks like one."""
+    removed = path.with_name(f"{path.name}.removed")
+    try:
+        os.rename(path, removed)
+        _remove(removed)
+    except OSError as error:
+        raise CheckpointError(f"checkpoint `{path}` cannot be removed: {error.strerror or error}") from None
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Removes what killed saves and prunes left."""
+    """Removes what killed saves and prunes left; what cannot be, as a file open on NFS, hinders no save."""
     for entry in sorted(folder.iterdir()):
         if _LEFTOVER.fullmatch(entry.name):
-            shutil.rmtree(entry)
+            with suppress(OSError):
+                _remove(entry)
+
+
+def _remove(path: Path) -> None:
+    """Removes a folder, or a link to one: its owner moved it to another disk, and keeps it there."""
+    if path.is_symlink():
+        path.unlink()
+    else:
+        shutil.rmtree(path)
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
@@ -198,6 +200,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
     if not path.is_dir():
         raise CheckpointError(f"there is no checkpoint `{path}`", hint="name a folder `step-NNNNNN`")
     file = path / MANIFEST
+    _refuse_pickles(path)
     try:
         manifest = json.loads(_read(file))
     except (ValueError, RecursionError) as error:
@@ -207,15 +210,31 @@ def read_manifest(path: Path) -> dict[str, Any]:
     if manifest["format"] != FORMAT:
         raise CheckpointError(
             f"`{file}` has format {manifest['format']!r}, this halfstep reads format {FORMAT}",
-            hint="load it with the halfstep that wrote it",
+            hint="load it with the halfstep that wrote it: `pip install --upgrade halfstep` if that is newer",
         )
     if (found := _digest(manifest)) != manifest.get("digest"):
         raise _damaged(file, f"its digest is {found}, expected {manifest.get('digest')!r}")
-    if missing := [key for key in OWN_KEYS if key not in manifest] or set(manifest["files"]) ^ {STATE}:
-        raise _damaged(file, f"it says nothing, or too much, of {', '.join(sorted(missing))}")
+    if missing := [key for key in OWN_KEYS if key not in manifest]:
+        raise _damaged(file, f"it says nothing of {', '.join(sorted(missing))}")
+    files = manifest["files"]
+    if not isinstance(manifest["tensors"], dict) or not _describes_files(files):
+        raise _damaged(file, "its tables of files and tensors are not what halfstep writes")
+    if STATE not in files:
+        raise _damaged(file, f"it says nothing of {STATE}")
+    if others := set(files) - {STATE}:
+        raise CheckpointError(
+            f"`{file}` points to `{sorted(others)[0]}`; a checkpoint is {STATE} in its own folder, and no other",
+            hint="no halfstep wrote it: do not load what you do not trust; remove the folder",
+        )
     if not (named := _FOLDER.fullmatch(path.name)) or int(named[1]) != manifest["step"]:
         raise _damaged(path, f"it holds step {manifest['step']}, expected the step in its name")
     return manifest
+
+
+def _describes_files(files: Any) -> bool:
+    return isinstance(files, dict) and all(
+        isinstance(told, dict) and told.keys() == {"sha256", "bytes"} for told in files.values()
+    )
 
 
 def table(arrays: Mapping[str, Array]) -> dict[str, dict[str, Any]]:
@@ -226,6 +245,8 @@ def table(arrays: Mapping[str, Array]) -> dict[str, dict[str, Any]]:
 def _write_files(partial: Path, step: int, arrays: Mapping[str, Array], meta: Mapping[str, Any]) -> dict[str, Any]:
     """Both files, flushed to the disk; returns the manifest."""
     _write_state(partial / STATE, arrays)
+    # safetensors lets the owner alone read what it writes; here the umask decides, as for the folder.
+    os.chmod(partial / STATE, partial.stat().st_mode & 0o666)
     _flush(partial / STATE)
     manifest = _manifest(step, _describe_file(partial / STATE), arrays, meta)
     with open(partial / MANIFEST, "wb") as file:
@@ -304,20 +325,43 @@ def _check_table(file: Path, expected: Mapping[str, Any], found: Mapping[str, An
             )
 
 
-def _step_folders(folder: Path) -> list[Path]:
+def step_folders(folder: Path) -> list[Path]:
+    """The folders of checkpoints, complete or not, in the order of their steps."""
     found = folder.iterdir() if folder.is_dir() else []
-    return sorted(
-        (path for path in found if _FOLDER.fullmatch(path.name) and path.is_dir()),
-        key=lambda path: int(path.name.removeprefix("step-")),
-    )
+    return sorted((path for path in found if _FOLDER.fullmatch(path.name) and path.is_dir()), key=step_of)
 
 
-def _is_complete(path: Path) -> bool:
+def step_of(path: Path) -> int:
+    """The step in the name of a checkpoint's folder."""
+    return int(path.name.removeprefix("step-"))
+
+
+def is_complete(path: Path) -> bool:
+    """Whether a checkpoint has a manifest that verifies, and files of the sizes it says."""
     try:
-        files = read_manifest(path)["files"]
-        return all((path / name).stat().st_size == told["bytes"] for name, told in files.items())
+        _check_complete(path)
     except (DamagedCheckpointError, OSError):
         return False
+    return True
+
+
+def _check_complete(path: Path) -> None:
+    for name, told in read_manifest(path)["files"].items():
+        try:
+            size = (path / name).stat().st_size
+        except FileNotFoundError:
+            raise _damaged(path, f"`{name}` is missing") from None
+        if size != told["bytes"]:
+            raise _damaged(path / name, f"it has {size} bytes, expected {told['bytes']}")
+
+
+def _refuse_pickles(path: Path) -> None:
+    for entry in sorted(path.iterdir()):
+        if entry.suffix.lower() in PICKLES:
+            raise CheckpointError(
+                f"`{entry}` is a pickle, which runs code when it is loaded, and is no part of a checkpoint",
+                hint="remove it: a checkpoint is safetensors and JSON",
+            )
 
 
 def _is_intact(path: Path) -> bool:
@@ -335,13 +379,15 @@ def _read(file: Path) -> bytes:
     except FileNotFoundError:
         raise _damaged(file.parent, f"`{file.name}` is missing") from None
     except OSError as error:
+        if error.errno == errno.EIO:  # the disk gave up on a block
+            raise _damaged(file, "the disk cannot read it (I/O error)") from None
         raise CheckpointError(f"`{file}` cannot be read: {error.strerror or error}") from None
 
 
 def _damaged(place: Path, said: str) -> DamagedCheckpointError:
     return DamagedCheckpointError(
         f"`{place}` is damaged: {said}",
-        hint="restore it, or move its folder away: --resume then takes the checkpoint before it",
+        hint="restore it; --resume --allow-older goes on from the one before it; to read another, name its folder",
     )
 
 

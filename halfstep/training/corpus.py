@@ -15,14 +15,17 @@ share, what was held out stays held out (but for that last rule).
 from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from halfstep.core.errors import HalfstepError
 
-TokenArray: TypeAlias = NDArray[Any]  # one-dimensional, uint8 or uint16
+if TYPE_CHECKING:
+    from halfstep.training.token_bytes import TokenBytes
+
+TokenArray: TypeAlias = NDArray[Any]  # one-dimensional; uint8, uint16 or uint32
 
 
 class DataError(HalfstepError):
@@ -45,8 +48,9 @@ class Corpus:
     validation: Tokens
     description: str  # one line, for people
     digest: str  # the identity of both sides: a run resumes only on data of the same digest
-    bytes_per_token: float | None  # 1 for text; None for shards, whose tokenizer is unknown
+    bytes_per_token: float | None  # of held-out text: 1 for bytes; None for shards, whose tokenizer is unknown
     num_documents: int | None  # None for shards: counting would read them all
+    token_bytes: "TokenBytes | None" = None  # the bytes of each token, where they are known and not all 1
 
 
 class Document(NamedTuple):

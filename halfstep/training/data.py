@@ -3,12 +3,13 @@
     corpus      what a corpus is, and which documents are held out
     text        text files as documents of bytes
     shards      token shards, memory-mapped
+    packed      token shards that `halfstep data pack` wrote, with their index
     batches     which tokens an update sees: a function of seed and step; validation; the bigram yardstick
     prefetch    the next batches, made while the device works
 
-`load_corpus` decides by what the source *is*, never by what would happen to work: a name ending in .bin is
-token shards, a folder that holds such files directly is a folder of token shards, and neither falls back to
-text when a shard is damaged.
+`load_corpus` decides by what the source *is*, never by what would happen to work: a name ending in .bin is token
+shards, a folder that holds such files directly is a folder of token shards, one with the index of a packing is
+packed data, and none falls back to text when a shard is damaged.
 """
 
 import glob
@@ -17,7 +18,9 @@ from pathlib import Path
 from halfstep.core.errors import did_you_mean
 from halfstep.training.batches import Batches, bigram_bits, validation_batches
 from halfstep.training.corpus import Corpus, DataError, Tokens, from_documents
+from halfstep.training.packed import packed_corpus
 from halfstep.training.prefetch import Prefetch
+from halfstep.training.shardindex import is_packed
 from halfstep.training.shards import shards_corpus
 from halfstep.training.text import file_documents, folder_documents, glob_documents, stdlib_documents
 
@@ -54,6 +57,8 @@ def load_corpus(source: str, validation: float, vocabulary: int) -> Corpus:
             raise _missing(source, path)
         return _load_several(matched, validation, vocabulary, source)
     if path.is_dir():
+        if is_packed(path):
+            return packed_corpus(path, validation, vocabulary)
         if shards := sorted(path.glob("*.bin")):
             return shards_corpus(shards, validation, vocabulary, source)
         documents, told = folder_documents(path)
@@ -86,7 +91,9 @@ def _exists(path: Path, source: str) -> bool:
 
 
 def _missing(source: str, path: Path) -> DataError:
-    otherwise = "`stdlib` needs no download; else a text file, a folder of text, or token shards (`*.bin`)"
+    otherwise = (
+        "`stdlib` needs no download; else a text file, a folder of text, token shards (`*.bin`), or packed data"
+    )
     if not source:
         return DataError("data.source is empty", hint=otherwise)
     if glob.has_magic(source):

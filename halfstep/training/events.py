@@ -5,15 +5,28 @@ Every line has `event`, its kind, and `time`, Unix seconds. The kinds and their 
     start        halfstep (version), config (table), policy (text), choice ({preset, reason} or null),
                  backend ({name, version}), device ({kind, name}), parameters, tokens_per_step,
                  resumed_from (step or null), init ({path, layout, sha256, notes} or null: where the first
-                 weights came from),
+                 weights came from), flops_per_token, ceiling ({flops a second or null, told}: ceiling.py),
                  data ({description, digest, train_tokens, validation_tokens, bigram_bits})
     step         step, loss, tokens (so far), seconds (so far), tokens_per_second, learning_rate,
-                 grad_norm, scale, skipped (steps so far), memory (bytes)
+                 grad_norm, scale, skipped (steps so far), memory (the most bytes so far),
+                 mfu (model FLOPs utilization, 1 is the ceiling, or null), input_wait (seconds that the loop
+                 waited for the batch)
     validation   step, loss, bits_per_byte (or null), tokens
-    checkpoint   step, path, seconds, bytes
+    checkpoint   step, path, seconds (from when it was due until it was complete), waited (of these, how long
+                 training stood still), bytes, held_out (the loss of a look at the same step, or null)
+    save_failed  step, message; earlier checkpoints are whole, training goes on, the next save is the next try
+    skip         step, loss, grad_norm, in_a_row, scale, where ([{file, offsets}]): an update whose gradients
+                 were not finite and was left out, and the data it saw
+    spike        step, loss, median, in_a_row, where: a loss above the recent ones by more than training.rollback
+    rollback     step (it happened at), to (step of the checkpoint), skipped_data (updates' worth), message
+    artifact     path, bytes, limit (or null), over (bytes), loss_before, loss_after, bits_per_byte_before,
+                 bits_per_byte_after (or null)
     warning      message
-    stop         step, reason
+    stop         step, reason, saved (step of the newest complete checkpoint, or null)
     end          step, seconds, loss, validation_loss, bits_per_byte, tokens_per_second
+                 Both say where the time of their session went (meters.py): spent ({wall, training, first_step,
+                 input, saving, evaluation, other} in seconds), mfu, busy (share or null), busy_unknown (why it
+                 is null), memory (the most bytes held)
 
 `step` counts updates done: the first is 1. Losses are nats a token. A resumed run appends to the same file,
 from a new `start` on; steps between its `resumed_from` and the kill then occur twice, and the later line
@@ -25,6 +38,10 @@ everything reads back as what it was.
 
 A line is flushed as soon as it is written. A killed writer can leave one unfinished line at the end: readers
 pass over it and the next writer removes it. An unreadable line anywhere else is damage, and an error.
+
+**A full disk does not stop training.** What cannot be written waits in memory, in order, and is tried again with
+each event that follows, from the very byte at which the disk gave up. Beyond 16 MiB events are dropped, and a
+warning says how many, as soon as it can. What still waits when the writer is closed is lost: it is told.
 """
 
 import json
@@ -40,6 +57,8 @@ import numpy as np
 
 from halfstep.core.errors import HalfstepError
 
+WAITING_AT_MOST = 16 << 20  # bytes
+
 _WORD = re.compile(r"'*(nan|inf|-inf)")
 
 
@@ -54,9 +73,13 @@ class Events:
     def __init__(self, path: Path, *, clock: Callable[[], float] = time.time):
         self.path = path
         self._clock = clock
+        self._waiting = b""  # what is not on the disk yet
+        self._dropped = 0
+        self.failure: OSError | None = None  # why the last try failed; None when all is written
+        self.listener: Callable[[Mapping[str, Any]], None] | None = None  # is told each event, as it was given
         try:
             _remove_torn_line(path)
-            self._file = open(path, "ab")  # noqa: SIM115 - closed by close()
+            self._file = open(path, "ab", buffering=0)  # noqa: SIM115 - closed by close()
         except OSError as error:
             raise EventsError(
                 f"events cannot be written to `{path}`: {error.strerror or error}",
@@ -64,7 +87,7 @@ class Events:
             ) from None
 
     def write(self, kind: str, /, **fields: Any) -> None:
-        """Appends one event, and flushes it."""
+        """Appends one event, and flushes it; where the disk refuses, it waits for the next try."""
         if taken := {"event", "time"} & fields.keys():
             raise ValueError(f"`{taken.pop()}` is a field of every event and cannot be given")
         line = {"event": kind, "time": self._clock()} | {
@@ -72,12 +95,37 @@ class Events:
         }
         text = json.dumps(line, ensure_ascii=False, allow_nan=False)
         # Half a surrogate pair, as in an odd file name, has no UTF-8; this makes it JSON's own \ud800.
-        self._file.write(text.encode("utf-8", errors="backslashreplace") + b"\n")
-        self._file.flush()
+        self._append(text.encode("utf-8", errors="backslashreplace") + b"\n")
+        if self.listener is not None:
+            self.listener(fields | {"event": kind, "time": line["time"]})
+        if self._dropped and self.failure is None:
+            dropped, self._dropped = self._dropped, 0
+            self.write("warning", message=f"{dropped} events before this one could not be written and are lost")
+
+    def retry(self) -> bool:
+        """Tries to write what waits; whether nothing waits any more."""
+        try:
+            while self._waiting:
+                self._waiting = self._waiting[self._file.write(self._waiting) or 0 :]
+            self.failure = None
+        except OSError as error:
+            self.failure = error
+        return self.failure is None
 
     def close(self) -> None:
-        """Closes the file. Idempotent."""
-        self._file.close()
+        """Closes the file, after a last try. Idempotent."""
+        if not self._file.closed:
+            self.retry()
+            self._file.close()
+
+    def _append(self, line: bytes) -> None:
+        if self._waiting:
+            self.retry()
+        if len(self._waiting) + len(line) > WAITING_AT_MOST:
+            self._dropped += 1
+        else:
+            self._waiting += line
+        self.retry()
 
     def __enter__(self) -> "Events":
         return self

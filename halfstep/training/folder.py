@@ -1,9 +1,12 @@
 """The folder of a run, and which runs may go on in it.
 
     run.toml          the resolved configuration
+    lock              held by the process that writes here (lock.py)
     events.jsonl      what happened, append-only
     checkpoints/      step-NNNNNN/
     report.html       written at the end
+    loggers.json      the id of the run to its loggers, which write to tensorboard/ and wandb/
+    cache/            what was compiled and tuned, under `training.deterministic`
 
 A folder belongs to one run. A new run refuses a folder that holds one; a resumed run must be the same run: the
 same configuration but for how often it looks and saves, and the same policy (which the checkpoint knows).
@@ -17,6 +20,10 @@ from typing import Any
 from halfstep.config.load import load, to_toml
 from halfstep.config.run import RunConfig
 from halfstep.core.errors import ConfigError
+from halfstep.training.checkpoint import step_folders
+from halfstep.training.durable import write_whole
+from halfstep.training.events import read_events
+from halfstep.training.lock import RunLock
 
 CONFIG, EVENTS, CHECKPOINTS, REPORT = "run.toml", "events.jsonl", "checkpoints", "report.html"
 # What may differ between a run and its continuation: none of these changes an update that was made.
@@ -26,20 +33,45 @@ FREE = {
     "training.validate_every",
     "training.validation_tokens",
     "training.save_every",
+    "training.keep_last",
+    "training.keep_every",
+    "training.keep_best",
+    "training.rollback",
     "training.compile",
+    "training.loggers",
+    "training.measure_ceiling",
 }
+
+
+def lock(folder: Path, *, new: bool) -> RunLock:
+    """Takes the folder of a run for this process; it is made for a new one."""
+    if not new:
+        read_config(folder)  # what is no run is said before what cannot be written
+    try:
+        if new:
+            folder.mkdir(parents=True, exist_ok=True)
+        return RunLock(folder)
+    except OSError as error:
+        hint = "name another folder by --out" if new else "change its permissions"
+        raise ConfigError(f"`{folder}` cannot be written: {error.strerror}", hint=hint) from None
+
+
+def has_ended(folder: Path) -> bool:
+    """Whether the record of a run says that it came to its end."""
+    return any(event["event"] == "end" for event in read_events(folder / EVENTS))
 
 
 def create(folder: Path, config: RunConfig) -> None:
     """Makes the folder of a new run and writes its configuration."""
-    if (folder / CONFIG).exists() or (folder / EVENTS).exists():
+    # Checkpoints alone are a run too: its later ones would outlive, and push out, those of this one.
+    if (folder / CONFIG).exists() or (folder / EVENTS).exists() or step_folders(folder / CHECKPOINTS):
         raise ConfigError(
             f"`{folder}` already holds a run",
             hint="go on with it by --resume, or name another folder by --out",
         )
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        _write(folder / CONFIG, to_toml(config))
+        write_whole(folder / CONFIG, to_toml(config).encode())
     except OSError as error:
         raise ConfigError(
             f"`{folder}` cannot be written: {error.strerror}", hint="name another folder by --out"
@@ -53,7 +85,8 @@ def check_same_run(folder: Path, config: RunConfig) -> None:
         if key not in FREE:
             raise ConfigError(
                 f"`{folder}` holds another run: {key} was {was!r} and is now {now!r}",
-                hint="resume with what it was started with, or start anew with --out",
+                hint="resume with what it was started with, or start anew with another --out; "
+                f"`--init {folder}` begins with its weights",
             )
     if not os.access(folder, os.W_OK):
         raise ConfigError(f"`{folder}` cannot be written", hint="change its permissions")
@@ -68,8 +101,16 @@ def with_origin(folder: Path, config: RunConfig) -> RunConfig:
 
 
 def rewrite(folder: Path, config: RunConfig) -> None:
-    """Writes the configuration that a run goes on with."""
-    _write(folder / CONFIG, to_toml(config))
+    """Writes the configuration that a run goes on with, where it changed: a full disk stops no other."""
+    if read_config(folder) == config:
+        return
+    try:
+        write_whole(folder / CONFIG, to_toml(config).encode())
+    except OSError as error:
+        raise ConfigError(
+            f"`{folder / CONFIG}` cannot be written: {error.strerror}",
+            hint="free space; or go on with the settings as they were, which writes nothing",
+        ) from None
 
 
 def read_config(folder: Path) -> RunConfig:
@@ -96,9 +137,3 @@ def _flatten(table: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     for key, value in table.items():
         flat |= _flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
     return flat
-
-
-def _write(path: Path, text: str) -> None:
-    temporary = path.with_suffix(".new")
-    temporary.write_text(text, encoding="utf-8")
-    os.replace(temporary, path)

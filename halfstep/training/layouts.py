@@ -276,8 +276,11 @@ class Qwen3(Layout):
         if kinds - {"full_attention"}:
             raise _unlike("layer_types", sorted(kinds - {"full_attention"})[0])
         rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-        if (kind := rope.get("rope_type", rope.get("type", "default"))) != "default":
-            raise _unlike("rope_type", kind)
+        for told in (rope, config.get("rope_scaling") or {}):
+            if (kind := told.get("rope_type", told.get("type", "default"))) != "default":
+                raise _unlike("rope_type", kind)
+            _refuse(told, {"partial_rotary_factor": 1.0})
+        _refuse(config, {"partial_rotary_factor": 1.0})  # where versions before rope_parameters had it
         heads = config.get("num_attention_heads", 32)
         return {
             "vocabulary": config.get("vocab_size", 151936),

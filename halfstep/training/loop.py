@@ -6,34 +6,42 @@ work while the host prints: reading waits for a step that is over, never for the
 
 Everything that decides an update (weights, moments, scale, random state, position in the data) is in the
 checkpoint, and the data is a function of (seed, step): a resumed run continues as if it had never stopped.
+
+Checkpoints are written by a thread (saving.py, keeping.py). A step that went wrong is told, and the run goes on,
+goes back or stops (faults.py). The folder is locked from opening it to the end of `run` (lock.py).
 """
 
 import dataclasses
-import math
-import platform
-import time
-from collections import deque
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from halfstep import __version__
+from halfstep.config.flops import flops_per_token
 from halfstep.config.run import RunConfig
 from halfstep.core.choice import Choice
-from halfstep.core.errors import ConfigError, ScalingError
+from halfstep.core.errors import ConfigError, HalfstepError, ScalingError
 from halfstep.core.policy import Policy
-from halfstep.training import checkpoint, folder
+from halfstep.training import artifact, checkpoint, determinism, folder, loggers
+from halfstep.training.ceiling import UNMEASURED, Ceiling
 from halfstep.training.data import Batches, Corpus, Prefetch, load_corpus
-from halfstep.training.evaluation import Evaluation, bigram_of, check_held_out, evaluate
+from halfstep.training.evaluation import Evaluation, check_held_out, evaluate
 from halfstep.training.events import Events
+from halfstep.training.faults import Guard
+from halfstep.training.judge import Judge, RollBackError
+from halfstep.training.keeping import Keeper
+from halfstep.training.meters import Meters
 from halfstep.training.pretrained import Pretrained, open_pretrained
-from halfstep.training.progress import progress
+from halfstep.training.progress import Progress, progress
+from halfstep.training.provenance import changes, check_manifest, describe_data, describe_run, describe_start
+from halfstep.training.retention import Retention, unseen
+from halfstep.training.saving import Saver
 from halfstep.training.schedule import factor
-from halfstep.training.session import Tokens, backend_version, open_session
-from halfstep.training.signals import stop_requests
+from halfstep.training.session import Tokens, open_session
+from halfstep.training.signals import StopRequest, stop_requests
+from halfstep.training.tally import Tally
 
 
 @dataclass(frozen=True)
@@ -46,47 +54,8 @@ class Outcome:
     seconds: float
     tokens_per_second: float
     held_out: Evaluation | None  # None where it was stopped: whoever asks to stop does not wait for a look
-
-
-# A dynamic scale falls from its start to its floor in 16 such steps; nothing else recovers by waiting.
-HOPELESS = 50
-
-
-class _Watch:
-    """Time spent training, and the speed over the last few steps.
-
-    Where results are read a step late, two can be read at once: the time between two reads says little of one
-    step, and the speed is that of several.
-    """
-
-    def __init__(self, steps: int = 10):
-        self.seconds = 0.0
-        self._reads: deque[tuple[float, int]] = deque(maxlen=steps + 1)
-
-    def start(self, step: int) -> None:
-        """Training goes on after a pause."""
-        self._reads.clear()
-        self._reads.append((time.perf_counter(), step))
-
-    def read(self, step: int) -> float:
-        """A step was read; steps a second."""
-        now = time.perf_counter()
-        self.seconds += now - self._reads[-1][0]
-        self._reads.append((now, step))
-        first, before = self._reads[0]
-        return (step - before) / (now - first)
-
-
-@dataclass
-class _Tally:
-    """What the loop counts while it runs."""
-
-    step: int
-    skipped: int = 0
-    in_a_row: int = 0
-    tokens: int = 0
-    loss: float = math.nan
-    watch: "_Watch" = field(default_factory=lambda: _Watch())
+    saved: int | None  # the step of the newest complete checkpoint
+    totals: dict[str, Any] | None = None  # where the time went (meters.py); None where no step was to be taken
 
 
 class Loop:
@@ -102,11 +71,16 @@ class Loop:
         resume: bool = False,
         device: str | None = None,
         warnings: Iterable[str] = (),
+        allow_older: bool = False,
+        deadline: float | None = None,
+        ceiling: Ceiling = UNMEASURED,
     ):
         if resume:
             config = folder.with_origin(out, config)
         self.config, self.policy, self.out, self.choice = config, policy, out, choice
-        self.warnings = list(warnings)
+        self.warnings, self.deadline, self.ceiling = list(warnings), deadline, ceiling
+        loggers.check(config.training.loggers)
+        determinism.prepare(config, out)
         self.corpus: Corpus = load_corpus(config.data.source, config.data.validation, config.model.vocabulary)
         training, context = config.training, config.model.context
         self.batches = Batches(
@@ -122,53 +96,115 @@ class Loop:
         self.pretrained = self._pretrained() if config.init and not resume else None
         first = None if self.pretrained is None else self.pretrained.weights()
         self.session = open_session(config, policy, device, weights=first)
-        self.warnings += getattr(self.session, "notes", [])  # what was decided by measurement as it was opened
-        self.start = self._open(resume)
+        determinism.check(self.config, self.session.description.kind)
+        self.guard = Guard(training.rollback)
+        self.start = self._open(resume, allow_older)
+        keep = Retention(training.keep_last, training.keep_every, training.keep_best)
+        self.saver = Saver(out / folder.CHECKPOINTS, keep, self.start or None)
+        self.warnings += unseen(training)
+        self.warnings += getattr(self.session, "notes", [])  # what was decided by measurement, or a checkpoint
 
     def run(self) -> Outcome:
         """Trains to the end, or until someone asks to stop."""
-        if self.start == self.config.training.steps:  # finished before; nothing is added to its record
-            return Outcome(self.out, self.start, True, 0.0, 0.0, evaluate(self.session, self.corpus, self.config))
-        with Events(self.out / folder.EVENTS) as self.events:
-            self._announce()
-            return self._run()
+        try:
+            if self.start == self.config.training.steps and folder.has_ended(self.out):
+                found = evaluate(self.session, self.corpus, self.config)  # nothing is added to its record
+                return Outcome(self.out, self.start, True, 0.0, 0.0, found, self.start)
+            with Events(self.out / folder.EVENTS) as self.events, self._board() as self.board:
+                self.events.listener = self.board.take
+                self._announce()
+                return self._run()
+        finally:
+            # What a deadline or a second SIGINT left behind still writes: then the lock ends with the process.
+            if not self.saver.is_busy:
+                self.lock.release()
 
     def _run(self) -> Outcome:
-        total = self.config.training.steps
-        skipped = self.start - self.session.applied()
-        self.tally = tally = _Tally(self.start, skipped, tokens=self.start * self._tokens_per_step)
-        with stop_requests() as stop, progress(total, start=self.start) as self.bar:
+        with stop_requests() as stop, progress(self.config.training.steps, start=self.start) as bar:
+            self.attend(stop, bar)
             for message in self.warnings:
                 self.bar.note(f"warning: {message}")
-            with Prefetch(self.batches.at, self.start, total) as batches:
-                self._steps(batches, stop)
-            finished = tally.step == total
-            if tally.step > self.start and not self._is_saved(tally.step):
-                self._save()
+            self.board.warn = self._warn
+            try:
+                self._train()
+                with self.meters.part("saving"):
+                    saved = self.keeper.save_last(self.tally.step)
+            except HalfstepError as error:
+                self.keeper.settle()  # what is being written is not lost
+                self.events.write(
+                    "stop",
+                    step=self.tally.step,
+                    reason=error.message,
+                    saved=self.saver.saved_step,
+                    **self.meters.totals(),
+                )
+                raise
+            except Exception:
+                self.keeper.settle()
+                raise
+            finished = saved and self.last_look is not None
             if not finished:
-                self.events.write("stop", step=tally.step, reason=stop.requested or "stopped")
-                self.bar.note(f"stopped by {stop.requested} after step {tally.step}; --resume goes on")
+                self._tell_stop(saved)
             return self._finish(finished)
+
+    def attend(self, stop: StopRequest, bar: Progress) -> None:
+        """Sets up what counts, saves and judges while steps are taken; benchmarks take theirs with `_steps`."""
+        self.stop, self.bar = stop, bar
+        self.tally = self._tally_at(self.start)
+        self.meters = Meters(self.config, self.ceiling, self.session, self.tally.watch)
+        self.last_look: Evaluation | None = None  # at the last step
+        told = (self.events, bar, self._describe)
+        self.keeper = Keeper(self.saver, self.session, self.guard, *told, stop, self.deadline)
+        self.judge = Judge(self.guard, self.batches, self.session, self.keeper)
+
+    def _train(self) -> None:
+        """All steps, from the start and, after a rollback, from a checkpoint on."""
+        total, tally = self.config.training.steps, self.tally
+        while True:
+            try:
+                with Prefetch(self._batch, tally.step, total) as batches:
+                    self._steps(batches, self.stop)
+                break
+            except RollBackError:
+                at = self._tally_at(self.keeper.roll_back(tally.step))
+                tally.step, tally.skipped, tally.tokens = at.step, at.skipped, at.tokens
+        if tally.step == self.start == total:
+            self.last_look = self._validate()  # it was stopped or killed between its last step and its end
+
+    def _batch(self, step: int) -> Tokens:
+        """The tokens of the update after `step` updates, past what rollbacks left out."""
+        return self.batches.at(step + self.guard.shift)
+
+    def _tell_stop(self, saved: bool) -> None:
+        """Somebody asked to stop."""
+        step, newest, why = self.tally.step, self.saver.saved_step, self.stop.requested
+        self.events.write("stop", step=step, reason=why or "stopped", saved=newest, **self.meters.totals())
+        self.bar.note(f"stopped by {why} after step {step}; --resume goes on")
+        if not saved:
+            self.bar.note(f"NOT SAVED in time: --resume goes on after step {newest or 0}")
 
     def _steps(self, batches: Iterable[Tokens], stop: Any) -> None:
         """Launches step after step; `pending` is the one whose numbers were not read yet."""
         training, pending = self.config.training, None
         self.tally.watch.start(self.tally.step)
-        for batch in batches:
+        for batch in self.meters.fed(batches):
             result = self.session.step(batch)
             if pending is not None:
                 self._record(pending)
             pending = result
             done = self.tally.step + 1
-            look = done % training.validate_every == 0 and done < training.steps
-            save = done % training.save_every == 0 or done == training.steps
+            last = done == training.steps
+            look = done % training.validate_every == 0 or last
+            save = done % training.save_every == 0 or last
             if look or save or stop.requested or not self.session.asynchronous:
                 self._record(pending)
                 pending = None
-                if look:
-                    self._validate()
+                found = self._validate() if look else None
                 if save:
-                    self._save()
+                    with self.meters.part("saving"):
+                        self.keeper.save(done, None if found is None else found.loss)
+                if last:
+                    self.last_look = found
                 if look or save:
                     self.tally.watch.start(self.tally.step)  # looking and saving are not training
             if stop.requested:
@@ -178,13 +214,16 @@ class Loop:
 
     def _record(self, result: Any) -> None:
         """Reads a step that is over, and tells of it."""
-        numbers = self.session.read(result)
         tally = self.tally
+        try:
+            numbers = self.session.read(result)
+        except ScalingError:  # no loss scale helps
+            self.judge.keep_one(tally.step + 1)
+            raise
         tally.step += 1
         steps_per_second = tally.watch.read(tally.step)
         tally.tokens += self._tokens_per_step
         tally.skipped += int(numbers["skipped"])
-        tally.in_a_row = tally.in_a_row + 1 if numbers["skipped"] else 0
         tally.loss = numbers["loss"]
         speed = self._tokens_per_step * steps_per_second
         memory = self.session.memory()
@@ -208,6 +247,7 @@ class Loop:
             scale=numbers["scale"],
             skipped=tally.skipped,
             memory=memory,
+            **self.meters.read(result, steps_per_second),
         )
         self.bar.update(
             tally.step,
@@ -217,14 +257,15 @@ class Loop:
             scale=numbers["scale"],
             skipped=tally.skipped,
         )
-        if tally.in_a_row == HOPELESS:
-            raise ScalingError(
-                f"the gradients of {HOPELESS} steps in a row were not finite, up to step {tally.step}",
-                hint="lower the learning rate; under fp16, let the scale fall with `scale=dynamic`",
-            )
+        self.keeper.tell()
+        self.judge.see(tally.step, numbers)
 
-    def _validate(self) -> Evaluation:
-        found = evaluate(self.session, self.corpus, self.config)
+    def _validate(self) -> Evaluation | None:
+        stop = self.stop
+        with self.meters.part("evaluation"):
+            found = evaluate(self.session, self.corpus, self.config, is_over=lambda: stop.requested)
+        if stop.requested:
+            return None  # whoever asks to stop does not wait for the rest of it
         step = self.tally.step
         self.events.write(
             "validation", step=step, loss=found.loss, bits_per_byte=found.bits_per_byte, tokens=found.tokens
@@ -232,21 +273,13 @@ class Loop:
         self.bar.note(f"step {step}: {found}")
         return found
 
-    def _save(self) -> None:
-        started = time.perf_counter()
-        step = self.tally.step
-        arrays = {name: checkpoint.Array(*record) for name, record in self.session.state().items()}
-        path = checkpoint.save(self.out / folder.CHECKPOINTS, step, arrays, self._meta(step))
-        checkpoint.prune(self.out / folder.CHECKPOINTS, keep=2)
-        size = sum(len(array.data) for array in arrays.values())
-        took = time.perf_counter() - started
-        self.events.write("checkpoint", step=step, path=str(path.relative_to(self.out)), seconds=took, bytes=size)
-
     def _finish(self, finished: bool) -> Outcome:
-        found = self._validate() if finished else None
-        tally = self.tally
+        found, tally = self.last_look if finished else None, self.tally
         trained = tally.tokens - self.start * self._tokens_per_step
         speed = trained / tally.watch.seconds if tally.watch.seconds else 0.0
+        if found is not None:
+            artifact.conclude(self.session, self.corpus, self.config, self.out, found, self.events, self.bar)
+        totals = self.meters.totals()
         if found is not None:
             self.events.write(
                 "end",
@@ -256,8 +289,10 @@ class Loop:
                 validation_loss=found.loss,
                 bits_per_byte=found.bits_per_byte,
                 tokens_per_second=speed,
+                **totals,
             )
-        return Outcome(self.out, tally.step, finished, tally.watch.seconds, speed, found)
+        newest = self.saver.saved_step
+        return Outcome(self.out, tally.step, finished, tally.watch.seconds, speed, found, newest, totals)
 
     def _pretrained(self) -> Pretrained:
         """The first weights, from where the configuration says, and what there is to tell of them."""
@@ -272,92 +307,75 @@ class Loop:
             )
         return found
 
-    def _open(self, resume: bool) -> int:
-        """Makes or reopens the folder; the step to start after."""
-        if not resume:
+    def _open(self, resume: bool, allow_older: bool) -> int:
+        """Makes or reopens the folder, and locks it; the step to start after."""
+        self.lock = folder.lock(self.out, new=not resume)
+        self.warnings += [self.lock.warning] if self.lock.warning else []
+        try:
+            if resume:
+                return self._go_on(allow_older)
             folder.create(self.out, self._resolved())
-            return 0
+        except BaseException:
+            self.lock.release()
+            raise
+        return 0
+
+    def _go_on(self, allow_older: bool) -> int:
+        """Takes over the newest checkpoint; its step."""
         folder.check_same_run(self.out, self.config)
-        found = checkpoint.latest(self.out / folder.CHECKPOINTS)
+        found = checkpoint.load_latest(self.out / folder.CHECKPOINTS, allow_older=allow_older)
         if found is None:
             raise ConfigError(f"`{self.out}` holds no checkpoint to resume from", hint="start anew with --out")
-        arrays, manifest = checkpoint.load(found)
-        self._check_manifest(manifest, found)
-        self.session.load({name: (a.dtype, a.shape, bytes(a.data)) for name, a in arrays.items()})
+        arrays, manifest, passed = found
+        step = int(manifest["step"])
+        self.warnings += [f"{e.message}; it was set aside, and the run goes on after step {step}" for e in passed]
+        check_manifest(manifest, self.out / folder.CHECKPOINTS / f"step-{step:06d}", self.policy, self.corpus)
+        self.batches.check_position(manifest["data"]["position"])
+        self.session.load({name: (a.dtype, a.shape, a.data) for name, a in arrays.items()})
+        self.guard.load(manifest["guard"])
         if self.choice is None and manifest["choice"] is not None:
             self.choice = Choice(**manifest["choice"])
         self.origin = manifest.get("init")
+        self.warnings += changes(manifest, self._describe(step, None))
         folder.rewrite(self.out, self._resolved())
-        return int(manifest["step"])
+        return step
 
-    def _check_manifest(self, manifest: Mapping[str, Any], found: Path) -> None:
-        if manifest["policy"] != str(self.policy):
-            raise ConfigError(
-                f"`{found}` was saved under policy `{manifest['policy']}`, and this run has `{self.policy}`",
-                hint=f"resume with --policy '{manifest['policy']}'",
-            )
-        if manifest["data"]["digest"] != self.corpus.digest:
-            raise ConfigError(
-                f"`{found}` was saved with other data: {manifest['data']['description']}; "
-                f"now it is {self.corpus.description}",
-                hint="resume with the data it was started with, or start anew with --out",
-            )
-
-    def _meta(self, step: int) -> dict[str, Any]:
+    def _describe(self, step: int, held_out: float | None) -> dict[str, Any]:
+        """What the manifest of a checkpoint says."""
+        device = self.session.description.name
         return {
-            "policy": str(self.policy),
-            "choice": self._told_choice(),
-            "device": self.session.description.name,
-            "config": dataclasses.asdict(self.config),
-            "init": self.origin,
-            "data": {
-                "digest": self.corpus.digest,
-                "description": self.corpus.description,
-                "position": self.batches.position(step),
-                "bytes_per_token": self.corpus.bytes_per_token,
-            },
-            "versions": {
-                "halfstep": __version__,
-                "python": platform.python_version(),
-                self.config.backend: backend_version(self.config),
-            },
+            **describe_run(self.config, self.policy, self.choice, self.origin, device),
+            "data": describe_data(self.corpus, self.batches, step, self.guard.shift),
+            "held_out": held_out,
+            "guard": self.guard.state(),
         }
 
-    def _told_choice(self) -> dict[str, str] | None:
-        return None if self.choice is None else {"preset": self.choice.preset, "reason": self.choice.reason}
+    def _tally_at(self, step: int) -> Tally:
+        return Tally(step, step - self.session.applied(), tokens=step * self._tokens_per_step)
 
     def _resolved(self) -> RunConfig:
         """The configuration with the policy that runs in place of `auto`."""
         return dataclasses.replace(self.config, policy=str(self.policy))
 
+    def _board(self) -> loggers.Board:
+        return loggers.Board(self.config.training.loggers, self.out, self.start or None, self.warnings.append)
+
+    def _warn(self, message: str) -> None:
+        self.events.write("warning", message=message)
+        self.bar.note(f"warning: {message}")
+
     def _announce(self) -> None:
-        described = self.session.description
         self.events.write(
             "start",
-            halfstep=__version__,
-            config=dataclasses.asdict(self.config),
-            policy=str(self.policy),
-            choice=self._told_choice(),
-            backend={"name": self.config.backend, "version": backend_version(self.config)},
-            device={"kind": described.kind, "name": described.name},
-            parameters=self.config.model.num_parameters,
+            **describe_start(self.config, self.policy, self.choice, self.session.description, self.corpus),
             tokens_per_step=self._tokens_per_step,
             resumed_from=self.start or None,
             init=self.origin,
-            data={
-                "description": self.corpus.description,
-                "digest": self.corpus.digest,
-                "train_tokens": len(self.corpus.train),
-                "validation_tokens": len(self.corpus.validation),
-                "bigram_bits": bigram_of(self.corpus, self.config),
-            },
+            flops_per_token=flops_per_token(self.config.model),
+            ceiling=self.ceiling.record(),
         )
         for message in self.warnings:
             self.events.write("warning", message=message)
-
-    def _is_saved(self, step: int) -> bool:
-        found = checkpoint.latest(self.out / folder.CHECKPOINTS)
-        return found is not None and found.name == f"step-{step:06d}"
 
     @property
     def _tokens_per_step(self) -> int:

@@ -87,6 +87,7 @@ def open_pretrained(path: str, model: ModelConfig, digest: str = "") -> Pretrain
     found = _found(path)
     layout = _layout_of(found)
     tensors = layout.plain(found.tensors)
+    _check_twice(found, tensors)
     _check_settings(found.place, layout, model, _expected(found, layout, tensors))
     used = _check_tensors(found.place, layout, model, tensors)
     notes = layout.notes(found.config) if found.config else []
@@ -102,6 +103,8 @@ def open_pretrained(path: str, model: ModelConfig, digest: str = "") -> Pretrain
 
 def _found(path: str) -> _Found:
     """The tensors at a path, and what describes them if anything does."""
+    if not path.strip():
+        raise WeightsError("the path to take weights from is empty", hint="name a file, a folder, or a run")
     try:
         place = Path(path).expanduser()
         exists = place.exists()
@@ -172,6 +175,17 @@ def _expected(found: _Found, layout: Layout, tensors: Tensors) -> Settings:
             hint="write it again with tie_word_embeddings = false, and use --set model.tied=false",
         )
     return {**shown, **{key: getattr(made, key) for key in told}}
+
+
+def _check_twice(found: _Found, tensors: Tensors) -> None:
+    """Refuses one tensor under two names, with the prefix of its layout and without."""
+    kept = {tensor.name for tensor in tensors.values()}
+    for name in found.tensors.keys() - kept:
+        short = next(key for key in tensors if name.endswith(key) and tensors[key].name != name)
+        raise WeightsError(
+            f"`{name}` and `{tensors[short].name}` of `{found.place}` are the same parameter",
+            hint="the file holds parts of two models: write it again with one of them",
+        )
 
 
 def _check_settings(place: Path, layout: Layout, model: ModelConfig, expected: Settings) -> None:

@@ -8,6 +8,9 @@ not flooded. The scale is shown when it is not 1 and skipped steps when there ar
 
 Numbers given here are host numbers; reading them from a device is the caller's decision. The time left is
 reckoned from the first update on, so that compiling, which the first one waits for, does not enter.
+
+A log on a disk that is full refuses lines, and so does a terminal that went away; they are left out, and training
+goes on.
 """
 
 import math
@@ -16,6 +19,7 @@ import sys
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING, TextIO, final
 
@@ -91,7 +95,8 @@ class PlainProgress(Progress):
 
     def note(self, text: str) -> None:
         """A line of its own."""
-        print(text, file=self.stream, flush=True)
+        with suppress(OSError):
+            print(text, file=self.stream, flush=True)
 
     def _show(self, step: int, now: float, text: str) -> None:
         tenth = self._tenth(step)
@@ -103,7 +108,7 @@ class PlainProgress(Progress):
         )
         if due:
             self._last_line, self._last_tenth = now, tenth
-            print(f"step {step}/{self.total}  {text}".rstrip(), file=self.stream, flush=True)
+            self.note(f"step {step}/{self.total}  {text}".rstrip())
 
     def _tenth(self, step: int) -> int:
         return step * LINES_BY_STEPS // max(1, self.total)
@@ -139,17 +144,20 @@ class LiveProgress(Progress):
 
     def note(self, text: str) -> None:
         """A line above the bar."""
-        self._bar.console.print(text, markup=False, highlight=False, soft_wrap=True)
+        with suppress(OSError):
+            self._bar.console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def _show(self, step: int, now: float, text: str) -> None:
-        self._bar.update(self._task, completed=step, description=text, refresh=step >= self.total)
+        with suppress(OSError):
+            self._bar.update(self._task, completed=step, description=text, refresh=step >= self.total)
 
     def __enter__(self) -> "LiveProgress":
         self._bar.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._bar.stop()
+        with suppress(OSError):
+            self._bar.stop()
 
 
 def progress(

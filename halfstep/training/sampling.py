@@ -3,11 +3,52 @@
 Drawn in numpy, so that one seed writes one text on every backend, as far as their logits agree.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 
+from halfstep.training.corpus import DataError
 from halfstep.training.session import Session
+from halfstep.training.shardindex import INDEX, is_packed, read_index
+from halfstep.training.tokenizing import BytesTokenizer, Tokenizer, open_saved
+
+
+def tokenizer_of(source: str, data: Mapping[str, Any]) -> Tokenizer:
+    """The tokenizer of a run: that of its packed data, or bytes. `data` is what the checkpoint says of it."""
+    folder = Path(source).expanduser()
+    if folder.is_dir() and is_packed(folder):
+        index = read_index(folder)
+        if not str(data["digest"]).startswith(index.digest):
+            raise DataError(
+                f"`{folder}` is not the data that the run learned from: {data['description']}",
+                hint="put that data back: its tokenizer reads what the model writes",
+            )
+        return open_saved(folder, index.tokenizer)
+    if data["bytes_per_token"] == 1:
+        return BytesTokenizer()
+    raise DataError(
+        f"the tokenizer of the run is not known: there is no {INDEX} with one in `{source}`",
+        hint="train on data that `halfstep data pack` wrote; name that data by --data if it moved",
+    )
+
+
+def prompt_tokens(tokenizer: Tokenizer, prompt: bytes) -> list[int]:
+    """A prompt as tokens, after the separator that documents begin with. Bytes take any bytes."""
+    if isinstance(tokenizer, BytesTokenizer):
+        return list(prompt)
+    tokens = [int(token) for token in tokenizer.encode([prompt.decode(errors="replace")])[0]]
+    return tokens if tokenizer.separator is None else [tokenizer.separator, *tokens]
+
+
+def written(tokenizer: Tokenizer, tokens: Iterable[int]) -> Iterator[bytes]:
+    """Tokens as text, each as it comes where it has a text of its own, else all at the end."""
+    if tokenizer.pieces is None:
+        yield tokenizer.decode(tokens)
+        return
+    for token in tokens:
+        yield tokenizer.pieces[token]
 
 
 def generate(

@@ -1,4 +1,4 @@
-"""The learning rate over a run: warm up, stay, warm down.
+"""What changes over a run: the learning rate, which warms up, stays and warms down, and Muon's momentum.
 
 With n updates applied so far, S steps, a warmup of w steps and a warmdown of d = round(share * S) steps, the
 next update's rate is the optimizer's rate times
@@ -18,6 +18,8 @@ n counts *applied* updates, those that loss scaling did not skip, so a skipped s
 instead of bending it. That count lives on the device. So the law is arithmetic, comparison and `xp.where` and
 nothing else, as in core.scaling: it runs traced on any array namespace and never asks an array for its truth.
 n may be an integer or a float scalar (fp32 counts exactly to 2^24); the strict array API divides floats only.
+
+Muon's momentum rises along a straight line, from `start` at the first update to `end` after `warmup` of them.
 """
 
 from typing import Any
@@ -38,3 +40,10 @@ def factor(step: Scalar, *, steps: int, warmup: int, warmdown_share: float, xp: 
     left = xp.where(step < steps - 1, steps - step, 1)
     fall = xp.where(left < down, left / down, 1.0)
     return xp.where(fall < rise, fall, rise)
+
+
+def momentum(step: Scalar, *, start: float, end: float, warmup: int, xp: Namespace) -> Scalar:
+    """Muon's momentum after `step` applied updates; a scalar of `xp`."""
+    assert warmup >= 1
+    share = xp.where(step < warmup, step / warmup, 1.0)
+    return (1 - share) * start + share * end

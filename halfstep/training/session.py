@@ -5,6 +5,7 @@ It takes tokens as numpy arrays and gives numbers; nothing above it knows a fram
 """
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from importlib import import_module
 from typing import Any, Protocol
 
@@ -16,8 +17,8 @@ from halfstep.config.weights import Weights
 from halfstep.core.devices import Device
 from halfstep.core.errors import HalfstepError
 from halfstep.core.policy import Policy
-from halfstep.core.stored import Stored
-from halfstep.training.schedule import factor
+from halfstep.core.stored import Held, Snapshot, Stored
+from halfstep.training.schedule import factor, momentum
 
 Tokens = NDArray[np.int32]
 
@@ -41,8 +42,15 @@ class Session(Protocol):
     def read(self, result: Any) -> dict[str, float]:
         """A result's loss, grad_norm, scale and skipped (0 or 1); raises if the run cannot go on."""
 
-    def evaluate(self, batches: Iterable[Tokens]) -> tuple[float, int]:
-        """The sum of losses, and the number of tokens."""
+    def device_time(self, result: Any) -> tuple[float, float | None] | None:
+        """(seconds a step that was read took the device, seconds without one before it), or None; no wait."""
+
+    @property
+    def untimed(self) -> str:
+        """Why `device_time` knows nothing here; empty where it does."""
+
+    def evaluate(self, batches: Iterable[Tokens], *, averaged: bool = True) -> tuple[float, int]:
+        """The sum of losses, and the number of tokens; with averages of the weights where the run keeps them."""
 
     def logits(self, tokens: Sequence[int]) -> NDArray[np.float32]:
         """What the model expects after the tokens, one number for each of the vocabulary."""
@@ -50,13 +58,19 @@ class Session(Protocol):
     def state(self) -> dict[str, Stored]:
         """Everything the next step depends on."""
 
-    def load(self, state: Mapping[str, Stored]) -> None:
+    def snapshot(self) -> Snapshot:
+        """A copy of the state that a thread can write while training goes on; the one before must be done with."""
+
+    def blame(self, micro_batches: Tokens) -> str:
+        """The first tensor of a step that is not finite, as far as the backend can tell."""
+
+    def load(self, state: Mapping[str, Held]) -> None:
         """Puts a state back."""
 
     def applied(self) -> int:
         """How many updates were applied, skipped ones left out; waits for the device."""
 
-    def load_weights(self, state: Mapping[str, Stored]) -> None:
+    def load_weights(self, state: Mapping[str, Held]) -> None:
         """Takes the weights of a state alone."""
 
     def memory(self) -> int:
@@ -82,7 +96,9 @@ def open_session(
             f"backend `{config.backend}` is not available: there is no module `{error.name}`",
             hint=f"pip install 'halfstep[{config.backend}]'",
         ) from None
-    training = config.training
+    if not train:  # there are no averages of weights that do not move
+        config = replace(config, training=replace(config.training, ema=0.0))
+    training, optimizer = config.training, config.optimizer
 
     def schedule(applied: Any, xp: Any) -> Any:
         return factor(
@@ -93,7 +109,14 @@ def open_session(
             xp=xp,
         )
 
-    session: Session = module.Session(config, policy, device, schedule if train else None, weights)
+    def warming(applied: Any, xp: Any) -> Any:
+        start, end = optimizer.muon_momentum_start, optimizer.muon_momentum
+        return momentum(applied, start=start, end=end, warmup=optimizer.muon_momentum_warmup, xp=xp)
+
+    warms = train and optimizer.name == "muon" and optimizer.muon_momentum_warmup > 0
+    session: Session = module.Session(
+        config, policy, device, schedule if train else None, weights, momentum=warming if warms else None
+    )
     return session
 
 

@@ -1,20 +1,27 @@
-"""Token shards: files of uint16 tokens behind a header of 256 int32 words, all little-endian.
+"""Token shards: files of tokens behind a header of 256 int32 words, all little-endian.
 
     word 0    magic, 20240520                  then, from byte 1024:
-    word 1    version, 1                       tokens, two bytes each
+    word 1    version, 1 or 2                  tokens, two bytes each (version 1) or four (version 2)
     word 2    number of tokens
     others    unused
 
-Shards are memory-mapped: opening a thousand of them reads a thousand headers. What cannot be checked by
-header and size is checked when it is read: a token beyond the vocabulary, which on an accelerator would be an
-access outside the embedding, is an error that names shard and offset. The first 2^26 tokens are checked
-before the run begins, so that a wrong tokenizer is found at once.
+Version 1 is what others write too; version 2 is for vocabularies beyond 65,536, and ours alone.
 
-A shard with the word `val` (or `valid`, `validation`) in its name is held out. When none is, the last share
+Shards are memory-mapped: opening a thousand of them reads a thousand headers. Windows are read in random order, so
+the kernel is told to read nothing around them (it may read megabytes ahead, for two kilobytes), and which windows
+come next is told before they are read, so that a disk brings a batch at once and not window after window.
+
+What cannot be checked by header and size is checked when it is read: a token beyond the vocabulary, which on an
+accelerator would be an access outside the embedding, is an error that names shard and offset. The first 2^26
+tokens are checked before the run begins, so that a wrong tokenizer is found at once.
+
+A folder that `halfstep data pack` wrote has an index, and is opened by `halfstep.training.packed`. Without one, a
+shard with the word `val` (or `valid`, `validation`) in its name is held out. When none is, the last share
 of the tokens is held out, from the next document on if it begins within reach: document starts are marked by
 GPT-2's <|endoftext|>, 50256.
 """
 
+import mmap
 import re
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
@@ -22,19 +29,21 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from itertools import accumulate
 from pathlib import Path
-from typing import final
+from typing import Any, final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from halfstep.training.corpus import Corpus, DataError, TokenArray
 
-MAGIC, VERSION = 20240520, 1
+MAGIC = 20240520
+DTYPES: dict[int, np.dtype[Any]] = {1: np.dtype("<u2"), 2: np.dtype("<u4")}  # by version
 HEADER_WORDS = 256
 HEADER_BYTES = 4 * HEADER_WORDS
 DOCUMENT_START = 50256
 
 SCANNED_AT_ONCE = 1 << 22
+READ_AT_ONCE = 1 << 16  # bytes from which on a slice is asked for before it is read
 SCANNED_AT_LOAD = 1 << 26
 BOUNDARY_REACH = 1 << 20
 SAMPLED_PAGES, PAGE = 16, 4096
@@ -47,12 +56,21 @@ class Shard:
     """A part of one file's tokens; `first` is the offset of tokens[0] in the file."""
 
     path: Path
-    tokens: NDArray[np.uint16]
+    tokens: NDArray[Any]  # uint16 or uint32
     first: int = 0
+    mapped: mmap.mmap | None = None
 
     def part(self, low: int, high: int) -> "Shard":
         """Tokens low to high of this part."""
-        return Shard(self.path, self.tokens[low:high], self.first + low)
+        return Shard(self.path, self.tokens[low:high], self.first + low, self.mapped)
+
+    def expect(self, low: int, high: int) -> None:
+        """Says that tokens low to high are read soon; returns at once."""
+        if self.mapped is not None and hasattr(self.mapped, "madvise"):
+            size = self.tokens.itemsize
+            begin = HEADER_BYTES + (self.first + low) * size
+            aligned = begin - begin % mmap.PAGESIZE
+            self.mapped.madvise(mmap.MADV_WILLNEED, aligned, begin + (high - low) * size - aligned)
 
 
 @final
@@ -71,36 +89,73 @@ class ShardedTokens:
         low, high, stride = span.indices(len(self))
         if stride != 1:
             raise ValueError("a slice of shards has no step")
-        parts = [self._checked(shard) for shard in self._parts(low, high)]
+        parts = [self._checked(*part) for part in self._parts(low, high)]
         if len(parts) == 1:
             return parts[0]
         return np.concatenate(parts) if parts else np.empty(0, dtype=np.uint16)
 
     def part(self, low: int, high: int) -> "ShardedTokens":
         """Tokens low to high, still mapped and not read."""
-        return ShardedTokens(list(self._parts(low, high)), self.vocabulary)
+        parts = [self.shards[index].part(first, end) for index, first, end in self._parts(low, high)]
+        return ShardedTokens(parts, self.vocabulary)
+
+    def locate(self, place: int) -> tuple[str, int]:
+        """The file that holds a token, and the token's offset in it."""
+        index = bisect_right(self._starts, place) - 1
+        shard = self.shards[index]
+        return str(shard.path), shard.first + place - self._starts[index]
+
+    def read_into(self, out: NDArray[Any], starts: Sequence[int]) -> None:
+        """Fills the rows of `out` with the tokens that begin at `starts`.
+
+        All are asked for before the first is read, and checked at once: half of the time of a slice a row.
+        """
+        length = out.shape[1]
+        for start in starts:
+            for index, low, high in self._parts(start, start + length):
+                self.shards[index].expect(low, high)
+        for row, start in zip(out, starts, strict=True):
+            index = bisect_right(self._starts, start) - 1
+            low = start - self._starts[index]
+            tokens = self.shards[index].tokens[low : low + length]
+            row[:] = tokens if len(tokens) == length else self[start : start + length]
+        if int(out.min()) < 0 or int(out.max()) >= self.vocabulary:  # below 0: a uint32 beyond int32
+            for start in starts:
+                self[start : start + length]  # says which, and where
 
     def scan(self, limit: int) -> None:
         """Checks the first `limit` tokens against the vocabulary, a chunk at a time."""
         for low in range(0, min(limit, len(self)), SCANNED_AT_ONCE):
             self[low : min(low + SCANNED_AT_ONCE, limit)]
 
-    def _parts(self, low: int, high: int) -> Iterator[Shard]:
+    def _parts(self, low: int, high: int) -> Iterator[tuple[int, int, int]]:
+        """Which shards tokens low to high are in, and from where to where."""
         index = bisect_right(self._starts, low) - 1
         while low < high:
             start, end = self._starts[index], self._starts[index + 1]
-            yield self.shards[index].part(low - start, min(high, end) - start)
+            yield index, low - start, min(high, end) - start
             low, index = end, index + 1
 
-    def _checked(self, shard: Shard) -> TokenArray:
-        if self.vocabulary <= 0xFFFF and int(shard.tokens.max()) >= self.vocabulary:
-            at = int(shard.tokens.argmax())
+    def _checked(self, index: int, low: int, high: int) -> TokenArray:
+        tokens = self.shards[index].tokens[low:high]
+        if tokens.nbytes >= READ_AT_ONCE:
+            self.shards[index].expect(low, high)
+        if self.vocabulary < 1 << 8 * tokens.itemsize and int(tokens.max()) >= self.vocabulary:
+            at, shard = int(tokens.argmax()), self.shards[index]
             raise DataError(
-                f"`{shard.path}` holds token {int(shard.tokens[at])} at offset {shard.first + at}, and the "
+                f"`{shard.path}` holds token {int(tokens[at])} at offset {shard.first + low + at}, and the "
                 f"vocabulary has {self.vocabulary} tokens, 0 to {self.vocabulary - 1}",
-                hint="set model.vocabulary to that of the tokenizer the shards were made with",
+                hint="set model.vocabulary to that of the tokenizer the shards were made with; if it is that, the "
+                "shard is damaged, and `halfstep data verify` says where",
             )
-        return shard.tokens
+        return tokens
+
+
+def header(num_tokens: int, dtype: np.dtype[Any]) -> bytes:
+    """The 1,024 bytes before the tokens of a shard."""
+    words = np.zeros(HEADER_WORDS, dtype="<i4")
+    words[:3] = MAGIC, next(version for version, known in DTYPES.items() if known == dtype), num_tokens
+    return words.tobytes()
 
 
 def open_shard(path: Path) -> Shard:
@@ -122,21 +177,33 @@ def open_shard(path: Path) -> Shard:
             f"`{path}` is no token shard: its magic number is {magic}, expected {MAGIC}",
             hint="a shard starts with 256 int32 words: 20240520, 1, the number of tokens",
         )
-    if version != VERSION:
+    if version not in DTYPES:
         raise DataError(
-            f"shard `{path}` has version {version}, expected {VERSION} (uint16 tokens)",
-            hint="write the shards again in version 1",
+            f"shard `{path}` has version {version}, expected 1 (uint16 tokens) or 2 (uint32 tokens)",
+            hint="write the shards again in version 1 or 2",
         )
     if num_tokens < 1:
         raise DataError(f"shard `{path}` says it holds {num_tokens} tokens", hint="leave empty shards out")
-    expected = HEADER_BYTES + 2 * num_tokens
+    dtype = DTYPES[version]
+    expected = HEADER_BYTES + dtype.itemsize * num_tokens
     if size != expected:
         fault = "truncated" if size < expected else "longer than its header says"
         raise DataError(
             f"shard `{path}` is {fault}: it has {size} bytes, expected {expected} for {num_tokens} tokens",
             hint="fetch or write it again",
         )
-    return Shard(path, np.memmap(path, dtype="<u2", mode="r", offset=HEADER_BYTES, shape=(num_tokens,)))
+    return _mapped(path, num_tokens, dtype)
+
+
+def _mapped(path: Path, num_tokens: int, dtype: np.dtype[Any]) -> Shard:
+    """The tokens in place. Windows are read in random order, so the kernel is told not to read around them."""
+    with open(path, "rb") as file:
+        mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    if hasattr(mapped, "madvise"):
+        mapped.madvise(mmap.MADV_RANDOM)
+    # Not np.memmap: a slice of one is one too, which costs ten times as much as a slice of an array.
+    tokens = np.frombuffer(mapped, dtype=dtype, count=num_tokens, offset=HEADER_BYTES)
+    return Shard(path, tokens, mapped=mapped)
 
 
 def shards_corpus(paths: Sequence[Path], share: float, vocabulary: int, source: str) -> Corpus:
@@ -170,12 +237,12 @@ def shards_corpus(paths: Sequence[Path], share: float, vocabulary: int, source: 
     )
 
 
-def cutting_point(tokens: ShardedTokens, share: float) -> int:
+def cutting_point(tokens: ShardedTokens, share: float, separator: int | None = DOCUMENT_START) -> int:
     """Where the held-out tail begins: at the document that starts next, when one does within reach."""
     size = max(1, round(share * len(tokens)))
     at = max(1, len(tokens) - size)
     reach = min(BOUNDARY_REACH, size // 2)
-    starts = np.flatnonzero(tokens[at : at + reach] == DOCUMENT_START)
+    starts = np.flatnonzero(tokens[at : at + reach] == separator) if separator is not None else np.empty(0)
     return at + int(starts[0]) if len(starts) else at
 
 
@@ -183,10 +250,11 @@ def shards_digest(shards: Sequence[Shard], num_train: int) -> str:
     """The identity of shards: names, sizes, sampled pages (first and last among them), and the split."""
     identity = blake2b(digest_size=16)
     for shard in shards:
-        num_bytes = 2 * len(shard.tokens)
+        itemsize = shard.tokens.itemsize
+        num_bytes = itemsize * len(shard.tokens)
         identity.update(f"{shard.path.name}\0{num_bytes}\0".encode())
         last = max(0, num_bytes - PAGE)
-        for place in {round(last * page / (SAMPLED_PAGES - 1)) // 2: None for page in range(SAMPLED_PAGES)}:
-            identity.update(shard.tokens[place : place + PAGE // 2].tobytes())
+        for place in {round(last * page / (SAMPLED_PAGES - 1)) // itemsize: None for page in range(SAMPLED_PAGES)}:
+            identity.update(shard.tokens[place : place + PAGE // itemsize].tobytes())
     identity.update(str(num_train).encode())
     return identity.hexdigest()

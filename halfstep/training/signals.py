@@ -2,22 +2,25 @@
 
 A step must not be torn in half, so a signal only leaves a mark, and the loop looks at it between steps:
 
-    SIGINT or SIGTERM      `requested` becomes its name; the loop saves a checkpoint and returns
-    SIGINT after that      KeyboardInterrupt, at once
+    SIGINT, SIGTERM or SIGHUP    `requested` becomes its name; the loop saves a checkpoint and returns
+    SIGINT after that            KeyboardInterrupt, at once
 
-SIGTERM is what schedulers send before they take a machine away, often more than once, so a repeated SIGTERM
-changes nothing. A signal that was ignored when we came (as under nohup) stays ignored. Python runs
-handlers in the main thread alone; in any other thread nothing is installed and `requested` stays None.
+SIGHUP comes when a terminal goes away, as with a lost connection. SIGTERM is what schedulers send before they take
+a machine away, often more than once, so a repeated SIGTERM changes nothing. They leave some seconds:
+`left(deadline)` says how many there are still, and the loop starts no save that would not end in them. A signal
+that was ignored when we came (as under nohup) stays ignored. Python runs handlers in the main thread alone; in any
+other thread nothing is installed and `requested` stays None.
 """
 
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 from typing import final
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 @final
@@ -26,11 +29,17 @@ class StopRequest:
 
     requested: str | None = None
     """The name of the first signal that came, as "SIGTERM"."""
+    at: float = 0.0
+    """When it came, on the clock of time.monotonic()."""
+
+    def left(self, deadline: float | None) -> float | None:
+        """The seconds that are left of a deadline that began with the signal; None where there is none."""
+        return None if deadline is None or self.requested is None else self.at + deadline - time.monotonic()
 
     def receive(self, number: int, frame: FrameType | None = None) -> None:
-        """The handler of both signals."""
+        """The handler of the signals."""
         if self.requested is None:
-            self.requested = signal.Signals(number).name
+            self.requested, self.at = signal.Signals(number).name, time.monotonic()
         elif number == signal.SIGINT:
             raise KeyboardInterrupt
 

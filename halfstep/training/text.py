@@ -35,11 +35,7 @@ _NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
 def stdlib_documents() -> tuple[list[Document], str]:
     """The text that every Python installation carries."""
     root = Path(sysconfig.get_path("stdlib"))
-    paths = [
-        path
-        for path in walk(root, skip=_NOT_LIBRARY)
-        if path.suffix == ".py" and not path.name.startswith("_sysconfigdata")
-    ]
+    paths = library_paths(root)
     if not paths:
         raise DataError(
             f"this Python keeps no standard library as text in `{root}`",
@@ -47,6 +43,15 @@ def stdlib_documents() -> tuple[list[Document], str]:
         )
     documents, skipped = read_texts(paths, root)
     return documents, _described(f"the standard library of Python {platform.python_version()}", documents, skipped)
+
+
+def library_paths(root: Path) -> list[Path]:
+    """The text of a standard library, without its tests and what is installed beside it."""
+    return [
+        path
+        for path in walk(root, skip=_NOT_LIBRARY)
+        if path.suffix == ".py" and not path.name.startswith("_sysconfigdata")
+    ]
 
 
 def folder_documents(folder: Path) -> tuple[list[Document], str]:
@@ -78,7 +83,7 @@ def cut(content: bytes) -> list[bytes]:
     size = max(1, min(PIECE, len(content) // MIN_PIECES))
     pieces, start = [], 0
     while start < len(content):
-        end = _end_of_piece(content, start + size, start + 2 * size)
+        end = end_of_piece(content, start + size, start + 2 * size)
         pieces.append(content[start:end])
         start = end
     return pieces
@@ -138,7 +143,7 @@ def _described(told: str, documents: list[Document], skipped: dict[str, int]) ->
     return f"{told} ({', '.join(counts)})"
 
 
-def _end_of_piece(content: bytes, low: int, high: int) -> int:
+def end_of_piece(content: bytes, low: int, high: int) -> int:
     """Where a piece that must end in [low, high] ends, or the end of the text where that comes first."""
     if high >= len(content):
         return len(content)

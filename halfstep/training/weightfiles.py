@@ -32,6 +32,7 @@ from halfstep.core.errors import HalfstepError
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
+DESCRIPTIONS = (".json", ".toml")
 AS_SAFETENSORS = (
     "load it where you trust it, with the library it is of, and write it again as safetensors: "
     "`model.save_pretrained(FOLDER)` does"
@@ -87,6 +88,12 @@ class Tensor:
 def open_file(file: Path) -> dict[str, Tensor]:
     """The tensors of one safetensors file."""
     refuse_pickle(file)
+    if file.is_dir():
+        raise WeightsError(f"`{file}` is a folder, and a file of weights is meant", hint="fetch or write it again")
+    if file.suffix in DESCRIPTIONS:
+        raise WeightsError(
+            f"`{file}` describes weights and holds none", hint=f"name the folder that holds both, `{file.parent}`"
+        )
     from safetensors import SafetensorError, safe_open
 
     try:
@@ -115,14 +122,19 @@ def open_folder(folder: Path) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
     where = _read_index(folder / INDEX)
     for file in sorted(set(where.values())):
-        if not (folder / file).exists():
+        if not _is_file(folder / file):
             raise WeightsError(
                 f"`{folder / INDEX}` names `{file}`, and there is no such file beside it",
                 hint="fetch all files of the model again",
             )
-        # What the index does not name is kept too: whoever asks decides what may be left unused.
-        found |= {name: t for name, t in open_file(folder / file).items() if where.get(name, file) == file}
-    if missing := sorted(where.keys() - found.keys()):
+        held = open_file(folder / file)
+        if twice := sorted(held.keys() & found.keys()):
+            raise WeightsError(
+                f"`{twice[0]}` is in `{found[twice[0]].file.name}` and in `{file}` of `{folder}`",
+                hint="the files are not of one model: fetch or write them again",
+            )
+        found |= held  # what the index does not name too: whoever asks decides what may be left unused
+    if missing := sorted(name for name in where if name not in found or found[name].file.name != where[name]):
         raise WeightsError(
             f"`{folder / INDEX}` says that `{missing[0]}` is in `{where[missing[0]]}`, and it is not",
             hint="index and files are not of the same model: fetch them again",
@@ -167,7 +179,7 @@ def _read_index(index: Path) -> Mapping[str, str]:
     if not isinstance(where, dict) or not where or not all(isinstance(file, str) for file in where.values()):
         raise WeightsError(f"`{index}` has no `weight_map` of tensors to files", hint="fetch it again")
     for name, file in where.items():
-        if Path(file).name != file or file in (".", ".."):
+        if not file or Path(file).name != file or file in (".", ".."):
             raise WeightsError(
                 f"`{index}` puts `{name}` in `{file}`, which is not a file beside it",
                 hint="an index that points outside its folder is not followed",
@@ -176,9 +188,22 @@ def _read_index(index: Path) -> Mapping[str, str]:
     return where
 
 
+def _is_file(file: Path) -> bool:
+    """Whether there is a file; a name that no file can have has none."""
+    try:
+        return file.is_file()
+    except (OSError, ValueError):
+        return False
+
+
 def _empty(folder: Path) -> WeightsError:
     """Why a folder gives no weights."""
     names = sorted(entry.name for entry in folder.iterdir())
+    if SINGLE in names:
+        return WeightsError(
+            f"`{folder / SINGLE}` is a link to a file that is not there",
+            hint="a hub's cache keeps files elsewhere: copy them with `cp -rL`, or fetch them again",
+        )
     pickles = [name for name in names if name.endswith(PICKLES) or name.endswith(".bin.index.json")]
     if pickles:
         return WeightsError(

@@ -188,11 +188,12 @@ BAD = {
     ),
     "recipe": (
         ["policy", "fp32", "--model", "tinny"],
-        "error: unknown recipe `tinny`; recipes are tiny, gpt2, qwen3\n\nhint: did you mean `tiny`?\n",
+        "error: unknown recipe `tinny`; recipes are tiny, golf, gpt2, qwen3, speedrun\n\n"
+        "hint: did you mean `tiny`?\n",
     ),
     "command": (
         ["polcy"],
-        'error: unknown command "polcy". Did you mean "policy"? Available commands: train, eval, sample, probe, formats, policy, bench.\n\n'
+        'error: unknown command "polcy". Did you mean "policy"? Available commands: train, eval, sample, artifact, data, probe, formats, policy, ...\n\n'
         "hint: `halfstep --help` says what can be given\n",
     ),
     "option": (

@@ -1,6 +1,7 @@
 """`halfstep train`, `eval` and `sample` as people type them."""
 
 import json
+import re
 
 import pytest
 
@@ -124,6 +125,28 @@ def test_resume_goes_on_with_the_policy_that_ran(small, tmp_path, capsys, monkey
     assert read_events(tmp_path / "run" / "events.jsonl")[-1]["event"] == "end"
 
 
+def test_a_damaged_checkpoint_is_named_with_the_flag_that_allows_the_one_before(small, tmp_path, capsys):
+    out = ["--out", str(tmp_path / "run")]
+    assert run(["train", *small, *out, "--policy", "fp32", "--set", "training.save_every=1"]) == 0
+    (tmp_path / "run" / "checkpoints" / "step-000003" / "state.safetensors").write_bytes(b"")
+    capsys.readouterr()
+    resume = ["train", "--resume", "--device", "cpu", *out]
+    assert run(resume) == 2
+    err = capsys.readouterr().err
+    assert "step-000003/state.safetensors` is damaged" in err
+    assert "--resume --allow-older" in err
+    assert run([*resume, "--allow-older"]) == 0
+    assert "it was set aside, and the run goes on after step 2" in capsys.readouterr().err
+
+
+def test_the_deadline_may_come_from_the_environment(small, tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("HALFSTEP_DEADLINE", "soon")
+    assert run(["train", *small, "--policy", "fp32", "--out", str(tmp_path / "run")]) == 2
+    assert "HALFSTEP_DEADLINE=soon: it must be a number" in capsys.readouterr().err
+    monkeypatch.setenv("HALFSTEP_DEADLINE", "30")
+    assert run(["train", *small, "--policy", "fp32", "--out", str(tmp_path / "run")]) == 0
+
+
 def test_resume_without_a_folder_takes_the_newest(small, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(command, "RUNS", tmp_path)
     assert run(["train", "--resume"]) == 2
@@ -165,6 +188,8 @@ BAD = {
     "device": (["train", "--policy", "fp32", "--device", "toaster"], "`toaster` is no torch device", "cpu"),
     "no run": (["eval", "/no/such"], "holds no checkpoint", "run folder"),
     "length": (["sample", "/no/such", "--length", "0"], "length must be 1 or more", ""),
+    "older": (["train", "--allow-older"], "--allow-older chooses what to go on from", "--resume"),
+    "deadline": (["train", "--deadline", "-1"], "--deadline -1: it must be a number of seconds above 0", ""),
 }
 
 
@@ -193,3 +218,35 @@ def test_help_lists_every_setting_of_the_schema(capsys):
     assert run(["train", "--help"]) == 0
     shown = capsys.readouterr().out
     assert all(row.key in shown for row in rows(RunConfig))
+
+
+def test_a_run_tells_its_utilization_and_records_what_it_was_measured_against(small, tmp_path, capsys):
+    out = tmp_path / "run"
+    assert run(["train", *small, "--policy", "fp32", "--out", str(out), "--set", "training.steps=4"]) == 0
+    told = " ".join(capsys.readouterr().out.split())
+    assert re.search(
+        r"model FLOPs utilization [\d.e-]+ % of [\d.e+]+ .FLOP/s; lost to input [\d.]+ %, to saving", told
+    )
+    ceiling = read_events(out / "events.jsonl")[0]["ceiling"]
+    assert ceiling["flops"] > 0
+    assert ceiling["told"].startswith("fp32 matmuls")
+
+
+def test_a_resumed_run_is_measured_against_what_it_was_before(small, tmp_path, capsys, monkeypatch):
+    out = tmp_path / "run"
+    assert run(["train", *small, "--policy", "fp32", "--out", str(out), "--json"]) == 0
+    first = json.loads(capsys.readouterr().out)
+    assert first["mfu"] > 0
+    assert first["spent"]["wall"] > 0
+    monkeypatch.setattr("halfstep.torch.measure.measure", lambda *_, **__: pytest.fail("measured again"))
+    assert run(["train", *small, "--policy", "fp32", "--out", str(out), "--resume", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["ceiling"] == first["ceiling"]
+
+
+def test_a_logger_that_is_not_installed_is_a_mistake_of_the_command_line(small, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("halfstep.training.loggers.find_spec", lambda name: None)
+    out = tmp_path / "run"
+    given = ["--set", 'training.loggers=["wandb"]', "--set", "training.measure_ceiling=false"]
+    assert run(["train", *small, "--policy", "fp32", "--out", str(out), *given]) == 2
+    assert "pip install 'halfstep[wandb]'" in capsys.readouterr().err
+    assert not out.exists()

@@ -4,38 +4,10 @@ import pytest
 
 from halfstep.config.load import load
 from halfstep.config.model import ModelConfig, is_matmul, module_names, owner, parameter_shapes
+from halfstep.config.weights import initial_weights
+from halfstep.core.errors import ConfigError
 
-SPEEDRUN = ModelConfig(
-    vocabulary=50304,
-    context=1024,
-    layers=12,
-    width=768,
-    heads=6,
-    mlp="relu2",
-    norm_gain=False,
-    qk_norm="plain",
-    softcap=30,
-    value_residual=True,
-    embedding_shortcut="scalar",
-    tied=False,
-)
-GOLF = ModelConfig(
-    vocabulary=1024,
-    context=1024,
-    layers=9,
-    width=512,
-    heads=8,
-    kv_heads=4,
-    mlp="relu2",
-    mlp_width=1024,
-    norm_gain=False,
-    qk_norm="plain",
-    q_gain=True,
-    softcap=30,
-    unet_skips=True,
-    embedding_shortcut="channel",
-    branch_scale=True,
-)
+SPEEDRUN, GOLF = load("speedrun").model, load("golf").model
 
 
 @pytest.mark.parametrize(
@@ -43,6 +15,7 @@ GOLF = ModelConfig(
     [
         (SPEEDRUN, 12 * 12 * 768**2 + 2 * 50304 * 768 + 36),
         (SPEEDRUN, 162_201_636),
+        (GOLF, 17_039_360 + 9 * (512 + 512 + 1024 + 8) + 4 * 512),
         (GOLF, 17_059_912),
         # OpenAI's GPT-2 small has 124,439,808 with 50,257 tokens; 47 rows more make 50,304
         (load("gpt2").model, 124_439_808 + 47 * 768),
@@ -70,3 +43,47 @@ def test_matmuls_are_the_matrices_that_multiply():
     assert len(matrices) == 12 * 6 + 1
     assert all(len(shapes[name]) == 2 for name in matrices)
     assert "embed.weight" not in matrices
+
+
+@pytest.mark.parametrize("name", ["gpt2", "qwen3", "speedrun", "golf"])
+def test_a_recipe_sees_half_a_million_tokens_a_step(name):
+    training, model = load(name).training, load(name).model
+    assert training.batch * training.micro_batches * model.context == 524_288
+
+
+@pytest.mark.parametrize(("name", "steps", "warmdown"), [("speedrun", 3242, 926), ("golf", 13780, 1200)])
+def test_schedules_are_those_of_the_sources(name, steps, warmdown):
+    training, optimizer = load(name).training, load(name).optimizer
+    assert (training.steps, round(training.warmdown * steps), training.warmup) == (steps, warmdown, 0)
+    assert (optimizer.muon_momentum_start, optimizer.muon_momentum, optimizer.muon_momentum_warmup) == (
+        0.85,
+        0.95,
+        500,
+    )
+
+
+@pytest.mark.parametrize(
+    ("layers", "pairs"),
+    [(9, {4: 3, 5: 2, 6: 1, 7: 0}), (4, {2: 1, 3: 0}), (3, {1: 0}), (1, {})],
+)
+def test_skips_go_from_the_first_half_to_the_second_last_in_first_out(layers, pairs):
+    model = ModelConfig(layers=layers, unet_skips=True)
+    found = {layer: model.skip_into(layer) for layer in range(layers)}
+    assert {layer: source for layer, source in found.items() if source is not None} == pairs
+    assert not any(ModelConfig(layers=layers).skip_into(layer) is not None for layer in range(layers))
+
+
+def test_first_weights_are_those_of_the_sources():
+    speedrun = dict(initial_weights(replace(SPEEDRUN, vocabulary=512, width=96, layers=1), 0))
+    assert not speedrun["lm_head.weight"].any()
+    assert speedrun["embed.weight"].std() == pytest.approx(1.0, rel=0.02)
+    golf = dict(initial_weights(replace(GOLF, width=64, layers=1), 0))
+    assert golf["embed.weight"].std() == pytest.approx(0.005, rel=0.02)
+    assert (golf["blocks.0.attn.q_gain"] == 1.5).all()
+    assert not golf["blocks.0.attn.o.weight"].any()
+    assert golf["blocks.0.attn.q.weight"].std() == pytest.approx((3 * 64) ** -0.5, rel=0.05)
+
+
+def test_a_tied_head_cannot_start_at_zero():
+    with pytest.raises(ConfigError, match="zero_head"):
+        ModelConfig(tied=True, zero_head=True)

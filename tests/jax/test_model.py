@@ -39,6 +39,7 @@ CONFIGS = {
         branch_scale=True,
         embedding_norm=True,
         tied=False,
+        zero_head=True,
     ),
     "otherwise": replace(
         TINY,

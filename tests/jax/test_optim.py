@@ -6,6 +6,7 @@ import numpy as np
 import optax
 import pytest
 
+from halfstep.config.model import ModelConfig, parameter_shapes
 from halfstep.config.run import OptimizerConfig
 from halfstep.core.errors import HalfstepError
 from halfstep.core.formats import BF16, FP16, FP32, parse
@@ -154,18 +155,29 @@ def test_muon_takes_matrices_only():
         muon().init({"gain": jnp.ones(4)})
 
 
-def test_a_session_updates_matrices_of_blocks_by_muon_and_the_rest_by_adamw():
-    params = {
-        "embed.weight": jnp.ones((4, 4)),
-        "blocks.0.up.weight": jnp.asarray(normal(4, 4)),
-        "gain": jnp.ones(4),
-    }
-    config = OptimizerConfig(name="muon", rate=0.1, muon_rate=0.5, weight_decay=0.0)
-    optimizer = build_optimizers({"blocks.0.up.weight"}, config, Policy())
-    grads = jax.tree.map(jnp.ones_like, params)
-    updates, _ = optimizer.update(grads, optimizer.init(params), params)
-    assert np.asarray(updates["gain"]).tolist() == pytest.approx([-0.1] * 4, rel=2.0**-20)
-    assert np.asarray(updates["embed.weight"]).ravel().tolist() == pytest.approx([-0.1] * 16, rel=2.0**-20)
-    assert (
-        np.abs(np.asarray(updates["blocks.0.up.weight"])).max() < 0.5 * 1.3 / 4 * 1.01
-    )  # a rank-one matrix of ones
+def test_a_session_updates_each_group_at_its_own_rate():
+    model = ModelConfig(vocabulary=8, context=4, layers=1, width=4, heads=1, tied=False)
+    config = OptimizerConfig(
+        name="muon", rate=9.0, embedding_rate=0.1, head_rate=0.2, scalar_rate=0.3, muon_rate=0.5, weight_decay=0.0
+    )
+    params = {name: jnp.ones(shape) for name, shape in parameter_shapes(model).items()}
+    optimizer = build_optimizers(model, config, Policy(), lambda applied, xp: 0.5)
+    updates, _ = optimizer.update(jax.tree.map(jnp.ones_like, params), optimizer.init(params), params)
+    for name, rate in {"embed.weight": 0.1, "lm_head.weight": 0.2, "final_norm.weight": 0.3}.items():
+        # Adam's first update is one, whatever the gradient
+        assert np.asarray(updates[name]).ravel() == pytest.approx(-0.5 * rate, rel=2.0**-20), name
+    orthogonal = np.abs(np.asarray(updates["blocks.0.attn.q.weight"]))  # of a rank-one matrix of ones
+    assert 0.5 * 0.5 * 0.6 / 4 < orthogonal.min() <= orthogonal.max() < 0.5 * 0.5 * 1.3 / 4
+
+
+def test_the_momentum_may_follow_a_schedule_of_applied_updates():
+    params = {"w": jnp.zeros((2, 2))}
+    grads = {"w": jnp.asarray(normal(2, 2))}
+    scheduled = muon(momentum_schedule=lambda applied, xp: xp.where(applied < 1, 0.5, 0.9))
+    plain = [muon(momentum=0.5), muon(momentum=0.9)]
+    states = [optimizer.init(params) for optimizer in (scheduled, plain[0])]
+    for step in range(2):
+        updates, states[0] = scheduled.update(grads, states[0], params)
+        expected, states[1] = plain[step].update(grads, states[1], params)
+        assert np.array_equal(updates["w"], expected["w"])
+        assert np.array_equal(states[0][0].momentum["w"], states[1][0].momentum["w"])

@@ -18,3 +18,10 @@ def test_the_page_is_current():
         pytest.skip(f"the page is of {models.written_with()}, and here is {models.installed()}")
     written = (ROOT / "docs" / "models.md").read_text(encoding="utf-8")
     assert written == models.page(), "run `python docs/models.py`"
+
+
+def test_make_docs_writes_every_page_that_code_writes():
+    target = (ROOT / "Makefile").read_text(encoding="utf-8").partition("\ndocs:")[2].partition("\n\n")[0]
+    generators = {path.name for path in (ROOT / "docs").glob("*.py")}
+    assert generators == {"generate.py", "models.py"}
+    assert all(f"python docs/{name}\n" in f"{target}\n" for name in generators)

@@ -244,6 +244,121 @@ def test_a_rule_that_names_nothing_but_such_a_layer_is_refused():
         prepare(given, adamw(given), "bf16-mixed,emulate=true; 0: compute=e4m3")
 
 
+class Quantized(torch.Tensor):
+    """A stand-in for a weight of 8-bit numbers: it knows `F.linear`, and nothing else that multiplies."""
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        if func is F.linear:
+            x, weight, *bias = (a.as_subclass(torch.Tensor) if isinstance(a, cls) else a for a in args)
+            return F.linear(x, weight.mul(16).round() / 16, *bias)
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+def quantized(requires_grad):
+    given = model()
+    weight = given[0].weight.detach().as_subclass(Quantized)
+    given[0].weight = nn.Parameter(weight, requires_grad=requires_grad)
+    assert type(given[0].weight.data) is Quantized
+    return given
+
+
+def test_a_layer_with_a_weight_that_multiplies_by_itself_is_a_leaf():
+    """Hazard: a frozen base in 8 bits. A layer of ours would take its weight for a plain matrix."""
+    given, x = quantized(False), torch.randn(4, 8)
+    theirs = given[0](x).bfloat16()
+    run = prepare(given, adamw(given), "bf16-mixed")
+    assert torch.equal(given[0](x), theirs)
+    told = "is a leaf, it holds `weight`, of the class Quantized, which multiplies by itself: runs as written"
+    assert told in run.summary()
+    assert not bool(run.step(lambda x: given(x).square().mean(), [x]).skipped)
+    assert type(given[0].weight.data) is Quantized
+
+
+def test_a_trained_weight_that_rounds_by_itself_is_refused():
+    error = refused(quantized(True))
+    assert "`0.weight` is trained, and of the class Quantized, which rounds by rules of its own" in error.message
+    assert "requires_grad_(False)" in error.hint
+
+
+# --- the packages themselves, where they are installed
+
+
+@pytest.fixture
+def torchao():
+    return pytest.importorskip("torchao", reason="torchao is not installed")
+
+
+@pytest.mark.parametrize(
+    ("recipe", "told"),
+    [
+        (
+            "tensorwise",
+            "input e4m3 dynamic tensorwise, weight e4m3 dynamic tensorwise, grad_output e5m2 dynamic tensorwise",
+        ),
+        (
+            "rowwise_with_gw_hp",
+            "input e4m3 dynamic axiswise, weight e4m3 dynamic axiswise, grad_output e4m3 dynamic axiswise, "
+            "input for grad_weight wide, weight for grad_input e4m3 dynamic tensorwise, "
+            "grad_output for grad_weight wide",
+        ),
+    ],
+)
+def test_layers_of_torchao_are_leaves_whose_recipe_is_told(torchao, recipe, told):
+    from dataclasses import replace
+
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+    torch.manual_seed(0)
+    given = nn.Sequential(nn.Linear(32, 32), nn.LayerNorm(32), nn.Linear(32, 16))
+    config = replace(Float8LinearConfig.from_recipe_name(recipe), emulate=True)
+    convert_to_float8_training(given, config=config, module_filter_fn=lambda _, name: name == "0")
+    kind, theirs = type(given[0]), copy.deepcopy(given[0])
+    run = prepare(given, adamw(given), "bf16-mixed,param=fp32:split")
+    assert f"1 Float8Linear (0): is torchao's, with {told}, emulated: runs as written" in run.summary()
+    assert "fp8" not in str(run.converted.masters["0.weight"])
+    x = torch.randn(16, 32).bfloat16()
+    assert torch.equal(given[0](x), theirs(x.float()).bfloat16())
+    assert not bool(run.step(lambda x: given(x).square().mean(), [x]).skipped)
+    assert type(run.unprepare()[0]) is kind
+
+
+def test_a_base_that_torchao_quantized_is_left_to_it(torchao):
+    from torchao.quantization import Int8WeightOnlyConfig, quantize_
+
+    torch.manual_seed(0)
+    given = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 16))
+    given[0].requires_grad_(False)
+    quantize_(given[0], Int8WeightOnlyConfig())
+    theirs = copy.deepcopy(given[0])
+    run = prepare(given, adamw(given), "bf16-mixed")
+    x = torch.randn(16, 32)
+    assert torch.equal(given[0](x), theirs(x).bfloat16())
+    assert "holds `weight`, of the class Int8Tensor, which multiplies by itself" in run.summary()
+    assert not bool(run.step(lambda x: given(x).square().mean(), [x]).skipped)
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true"])
+def test_what_fabric_set_up_is_refused_and_the_remedy_works(precision):
+    lightning = pytest.importorskip("lightning.fabric", reason="lightning is not installed")
+    fabric = lightning.Fabric(accelerator="cpu", devices=1, precision=precision)
+    given = model()
+    first = adamw(given)
+    wrapped, optimizer = fabric.setup(given, first)
+    error = refused(wrapped, first)
+    assert "the model, a _FabricModule, is set up by Fabric already" in error.message
+    assert "prepare(model.module, ...)" in error.hint
+    assert "`0` is set up by Fabric" in refused(nn.Sequential(wrapped), first).message
+    error = refused(wrapped.module, optimizer)
+    assert "the optimizer was prepared by Fabric already" in error.message
+    assert "`optimizer.optimizer`" in error.hint
+    run = prepare(wrapped.module, optimizer.optimizer, "bf16-mixed")
+    assert not bool(run.step(lambda x: given(x).square().mean(), [torch.ones(2, 8)]).skipped)
+    if precision == "bf16-mixed":  # whoever goes on calling the wrapper is told
+        with pytest.raises(HalfstepError, match=r"under torch\.autocast"):
+            wrapped(torch.ones(2, 8))
+
+
 # --- routers
 
 

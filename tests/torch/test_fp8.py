@@ -326,8 +326,10 @@ def test_zeros_have_a_finite_scale_and_zero_gradients(policy):
 @pytest.mark.parametrize("policy", [FP8, ROWS, "bf16-mixed,compute=e4m3:delayed,grad=e5m2:delayed"])
 def test_it_is_one_graph_that_no_scale_compiles_again(policy):
     """With AOTAutograd's own eager kernels nothing is fused, so compiled and not it is the same, bit for bit."""
+    from torch._dynamo.testing import CompileCounterWithBackend
+
     torch._dynamo.reset()
-    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    counter = CompileCounterWithBackend("aot_eager")
     found = []
     for compiled in (False, True):
         torch.manual_seed(0)
@@ -349,3 +351,48 @@ def test_a_copy_of_a_model_is_as_narrow():
     assert twin.mid.precision == run.model.mid.precision == run.model.mid.casts.precision
     assert twin.mid.precision.operand == Operand(E4M3)
     assert isinstance(twin.mid.precision, Precision)
+
+
+class Branches(nn.Module):
+    """Layers on one x, as queries, keys and values are made."""
+
+    def __init__(self):
+        super().__init__()
+        self.q, self.k = nn.Linear(16, 32, bias=False), nn.Linear(16, 32, bias=False)
+
+    def forward(self, x):
+        return self.q(x) + self.k(x)
+
+
+@pytest.mark.parametrize(
+    ("policy", "forward", "backward"),
+    [
+        (FP8, (1, 1), (1, 1)),
+        # A past of its own scales each, so each casts for itself; what x is now is looked at once.
+        ("bf16-mixed,compute=e4m3:delayed,grad=e5m2:delayed", (2, 1), (2, 1)),
+    ],
+)
+def test_layers_on_one_x_share_its_cast_in_compiled_code(policy, forward, backward):
+    """AOTAutograd takes equal operations for one, unless they are of a NaN constant, which differs from itself."""
+    from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
+    from torch._dynamo.backends.common import aot_autograd
+
+    graphs = []
+
+    def keep(graph, _):
+        graphs.append(graph.graph)
+        return make_boxed_func(graph.forward)
+
+    model = Branches()
+    prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), policy)
+    backend = aot_autograd(fw_compiler=keep, bw_compiler=keep, partition_fn=min_cut_rematerialization_partition)
+    torch._dynamo.reset()
+    x = draw(48, 16).bfloat16().requires_grad_()
+    torch.compile(model, fullgraph=True, backend=backend)(x).sum().backward()
+    for graph, width, expected in zip(graphs, (16, 32), (forward, backward), strict=True):
+        made = [n for n in graph.nodes if isinstance(n.meta.get("val"), torch.Tensor)]
+        casts = [n for n in made if n.target is torch.ops.aten._to_copy.default and n.meta["val"].itemsize == 1]
+        looks = [n for n in made if n.target is torch.ops.aten.amax.default]
+        of_x = [n for n in casts if n.meta["val"].shape == (48, width)]
+        looks_at_x = [n for n in looks if n.args[0].meta["val"].shape == (48, width)]
+        assert (len(of_x), len(looks_at_x)) == expected

@@ -88,6 +88,23 @@ def test_weight_gradients_are_fp32_from_the_sum_on():
     assert not torch.equal(w.grad, w.grad.bfloat16().float())
 
 
+@pytest.mark.parametrize("policy", ["bf16-mixed", "fp8-mixed,compute=e4m3", "bf16-mixed,compute=e4m3:row"])
+def test_a_bias_is_added_once_and_before_the_rounding_where_the_kernel_can(policy):
+    """Of a product that is zero, the bias is left, whole; of one that is not, at most both roundings are lost."""
+    from halfstep.core.precision import precisions
+    from halfstep.torch.layers import casts_of, linear
+
+    casts = casts_of(precisions(Policy.parse(policy), ["up"])["up"])
+    w, b = torch.randn(48, 32, device="cuda"), torch.randn(48, device="cuda", requires_grad=True)
+    x = torch.randn(64, 32, device="cuda", dtype=torch.bfloat16)
+    assert torch.equal(linear(torch.zeros_like(x), w, b, casts), b.bfloat16().expand(64, 48))
+    without, y = linear(x, w, None, casts).double(), linear(x, w, b, casts)
+    y.sum().backward()
+    bound = BF16.epsilon * (without.abs() + y.abs().double())
+    assert ((y.double() - without - b.bfloat16().double()).abs() <= bound).all()
+    assert torch.equal(b.grad, torch.full_like(b, 64.0))
+
+
 # --- fp8 -----------------------------------------------------------------------------------------------------
 
 FP8 = [
@@ -279,3 +296,22 @@ def test_moving_the_device_state_through_a_file_goes_on_bit_for_bit():
         for run in runs:
             run.step(loss_of(run.model), [x])
         assert all(torch.equal(w, other.weights()[n]) for n, w in one.weights().items()), name
+
+
+@pytest.mark.parametrize("policy", ["bf16-mixed,param=fp32:split", "fp16-mixed"])
+def test_a_snapshot_waits_for_nothing_and_is_of_its_own_moment(policy):
+    s = session(policy)
+    s.read(s.step(batch(s)))
+    s.snapshot()()  # pins its memory
+    before = s.state()
+    torch.cuda.synchronize()
+    try:
+        torch.cuda.set_sync_debug_mode("error")
+        snapshot = s.snapshot()
+        for step in range(1, 4):
+            s.step(batch(s, step))
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    found = {name: (dtype, shape, bytes(data)) for name, (dtype, shape, data) in snapshot().items()}
+    assert found == before
+    assert s.state()["applied"] != before["applied"]

@@ -137,6 +137,24 @@ def test_a_step_that_the_run_does_not_make_is_refused_where_it_would_be_lost():
     optimizer.step()  # the model holds its masters again
 
 
+def test_a_step_by_hand_is_refused_where_the_loss_is_scaled_and_made_where_it_is_not():
+    x = torch.randn(3, 4)
+    for policy, scaled in (("fp16-mixed", True), ("bf16-mixed", False)):
+        model = nn.Linear(4, 4)
+        optimizer = torch.optim.AdamW(model.parameters())
+        run = prepare(model, optimizer, policy)
+        run.step(lambda x, model=model: model(x).float().square().mean(), [x])
+        model(x).float().square().mean().backward()
+        if not scaled:
+            optimizer.step()
+            continue
+        with pytest.raises(HalfstepError, match="this policy scales the loss") as raised:
+            optimizer.step()
+        assert "run.update()" in raised.value.hint
+        run.unprepare()
+        optimizer.step()
+
+
 def test_a_model_given_back_takes_any_dtype():
     """grad_dtype, which halves need, must not outlive them."""
     run = trained()

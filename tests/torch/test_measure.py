@@ -16,6 +16,7 @@ from halfstep.torch.measure import (
     CPU_SHAPES,
     FORMATS,
     LayerWork,
+    _device_seconds,
     devices,
     measure,
     supported,
@@ -126,6 +127,19 @@ def test_a_layer_on_a_gpu_is_compiled_and_fp8_pays_where_it_is_wide():
     work = LayerWork(4096, 4096, 16384, bias=False, split=True, device=torch.device("cuda"), compiled=True)
     wide, fp8 = time_layer(work, (narrow.widened(), narrow))
     assert fp8 < wide
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_what_the_host_takes_to_launch_does_not_count():
+    x = torch.ones(64, device="cuda")
+
+    def run(count):
+        for _ in range(count):
+            time.sleep(0.002)
+            x.mul_(1.0)
+
+    run(3)
+    assert _device_seconds(run, 10) < 0.0005
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

@@ -166,9 +166,59 @@ def test_a_resumed_run_takes_over_what_was_measured():
     load_state(second, {name: restored(record) for name, record in saved.items()})
     assert narrow_layers(second.model) == {"up", "again"}
     assert "up, again): multiplies in e4m3 forward and e5m2 backward" in second.summary()
-    assert "as in the run that goes on here" in second.summary()
+    assert "(as in the run that goes on here; here measured: 2 ms in e4m3 and e5m2, 1 ms" in second.summary()
     x = torch.randn(32, 16, generator=torch.Generator().manual_seed(0))
     assert torch.equal(first.model(x), second.model(x))
+
+
+@needs_fp8
+def test_the_summary_tells_what_runs_after_a_checkpoint_was_adopted():
+    first, second = prepared(device=Device({(16, 64): 0.4e-3})), prepared(device=Device({(16, 16): 0.4e-3}))
+    timed, own = second.summary(), state_of(second)
+    load_state(second, state_of(first))
+    told = second.converted.measured.told
+    assert told.startswith("2 of the 4 matmuls that rules name are narrow, adopted from the run that goes on here")
+    assert "timed here, 3 of them would be otherwise: 1 of the 4 matmuls that rules name are faster in" in told
+    assert f"measured: {told}" in second.summary()
+    load_state(second, own)  # what was found here is no one else's
+    assert second.summary() == timed
+    load_state(first, state_of(first))
+    assert "adopted" not in first.summary()
+
+
+DELAYED = "bf16-mixed,compute=e4m3:delayed:measured,grad=e5m2:delayed"
+WIDE_LAYERS = {(16, 64): 0.4e-3}  # up and again
+OTHERS = {(64, 16): 0.4e-3, (16, 16): 0.4e-3}  # down and head
+
+
+def steps(run, numbers):
+    """Updates with batches of their own, each of another size of numbers, so that histories matter."""
+    for number in numbers:
+        x = torch.randn(32, 16, generator=torch.Generator().manual_seed(number)) * 4.0 ** (number % 3)
+        run.step(lambda x: run.model(x).square().mean(), [x])
+
+
+@needs_fp8
+@pytest.mark.parametrize("now", [OTHERS, {**WIDE_LAYERS, **OTHERS}, {}], ids=["other", "all", "none"])
+@pytest.mark.parametrize("then", [WIDE_LAYERS, {**WIDE_LAYERS, **OTHERS}, {}], ids=["some", "all", "none"])
+def test_a_delayed_run_goes_on_bit_for_bit_whatever_is_faster_now(then, now):
+    """Layers that were narrow then and are slower now, and the other way around, with the histories of then."""
+    torch.manual_seed(0)
+    whole = prepared(DELAYED, device=Device(then))
+    steps(whole, range(3))
+    saved = {name: stored(t) for name, t in state_of(whole).items()}
+    resumed = prepared(DELAYED, device=Device(now))
+    load_state(resumed, {name: restored(record) for name, record in saved.items()})
+    assert narrow_layers(resumed.model) == narrow_layers(whole.model)
+    for run in (whole, resumed):
+        steps(run, range(3, 6))
+    after = [{n: t.clone() for n, t in state_of(run).items()} for run in (whole, resumed)]
+    assert after[0].keys() == after[1].keys()
+    assert not [name for name, t in after[0].items() if not torch.equal(t, after[1][name])]
+    used = {name for name, t in resumed.amaxes.named().items() if t.any()}
+    assert used == narrow_layers(resumed.model)
+    count = len(used)
+    assert f"delayed: {count} matmuls are scaled by the largest amax" in resumed.summary()
 
 
 @needs_fp8
@@ -193,7 +243,13 @@ def test_a_session_measures_its_own_micro_batch(monkeypatch):
     assert before == {n: m.precision for n, m in session.model.named_modules() if hasattr(m, "precision")}
     assert session.model.blocks[0].mlp.up.precision.narrow
     assert not session.model.blocks[0].attn.q.precision.narrow
-    assert session.notes[0].startswith("measured: ")
+    assert session.notes[0].startswith("measured: 1 of the 7 matmuls that rules name are faster")
+    monkeypatch.setattr(apply, "__kwdefaults__", {**apply.__kwdefaults__, "timer": Device({(32, 256): 0.4e-3})})
+    resumed = Session(load("tiny", sizes), Policy.parse("fp8-mixed"), "cpu")
+    assert resumed.model.lm_head.precision.narrow
+    resumed.load(session.state())
+    assert before == {n: m.precision for n, m in resumed.model.named_modules() if hasattr(m, "precision")}
+    assert "adopted from the run that goes on here" in resumed.notes[0]
 
 
 @needs_fp8

@@ -74,6 +74,72 @@ def test_the_order_is_pinned():
     assert (feed.at(1)[0, :, 0] // 3).tolist() == [3, 1, 6, 2, 5, 4, 0, 7]
 
 
+@given(settings_of(), st.integers(0, 2**64), st.integers(0, 60), st.integers(1, 6))
+def test_ranks_share_the_windows_of_an_update(given_, seed, step, ranks):
+    tokens, args, _ = given_
+    feed = Batches(tokens, **args, seed=seed)
+    whole = feed.at(step)
+    if args["batch"] % ranks and args["micro_batches"] % ranks:
+        with pytest.raises(DataError, match=f"cannot be shared by {ranks} ranks"):
+            feed.at(step, 0, ranks)
+        return
+    parts = [feed.at(step, rank, ranks) for rank in range(ranks)]
+    assert all(part.size == whole.size // ranks for part in parts)
+    assert all(part.shape[0] * part.shape[1] * ranks == feed.windows_per_step for part in parts)
+    taken = np.concatenate([feed.rows(rank, ranks).ravel() for rank in range(ranks)])
+    assert sorted(taken.tolist()) == list(range(feed.windows_per_step))
+    rows = whole.reshape(feed.windows_per_step, -1)
+    together = np.concatenate([part.reshape(-1, args["context"] + 1) for part in parts])
+    assert np.array_equal(together, rows[taken])
+
+
+def test_a_rank_has_whole_micro_batches_or_rows_of_each():
+    feed = Batches(line(200), context=3, batch=4, micro_batches=3, seed=0)
+    assert feed.rows(1, 3).tolist() == [[4, 5, 6, 7]]
+    assert feed.rows(1, 2).tolist() == [[2, 3], [6, 7], [10, 11]]
+    with pytest.raises(ValueError, match="no rank 2 of 2"):
+        feed.rows(2, 2)
+
+
+def test_another_number_of_ranks_repeats_and_skips_nothing():
+    """Four ranks for a while, then two, then one: together an epoch has every window once."""
+    feed = Batches(line(96 * 3 + 1), context=3, batch=4, micro_batches=2, seed=5)
+    taken = []
+    for step in range(12):
+        ranks = 4 if step < 4 else 2 if step < 9 else 1
+        for rank in range(ranks):
+            taken += (feed.at(step, rank, ranks)[..., 0].ravel() // 3).tolist()
+    assert sorted(taken) == list(range(96))
+
+
+def test_very_many_windows_are_ordered_by_key(monkeypatch):
+    monkeypatch.setattr(batches, "SORTED_AT_MOST", 30)
+    args = {"context": 2, "batch": 4, "micro_batches": 2, "seed": 3}
+    assert Batches(line(30 * 2 + 1), **args).order == "sorted"
+    feed = Batches(line(40 * 2 + 1), **args)
+    assert feed.order == feed.position(3)["order"] == "keyed"
+    epochs = [
+        [int(row[0]) // 2 for step in range(5) for row in feed.at(5 * e + step).reshape(8, -1)] for e in (0, 1)
+    ]
+    assert all(sorted(epoch) == list(range(40)) for epoch in epochs)
+    assert epochs[0] != epochs[1]
+    assert np.array_equal(Batches(line(40 * 2 + 1), **args).at(7), feed.at(7))
+    places = feed.locate(7)
+    assert places == [{"file": "the training text", "offsets": feed.at(7)[..., 0].ravel().tolist()}]
+
+
+def test_a_run_does_not_go_on_in_another_order(monkeypatch):
+    args = {"context": 2, "batch": 4, "micro_batches": 2, "seed": 3}
+    old = Batches(line(81), **args)
+    old.check_position(old.position(3))
+    old.check_position({"epoch": 0, "window": 3, "tokens": 6})  # before the order was written down
+    monkeypatch.setattr(batches, "SORTED_AT_MOST", 30)
+    with pytest.raises(
+        DataError, match="in the order `sorted`, and this version of halfstep would go on in `keyed`"
+    ):
+        Batches(line(81), **args).check_position(old.position(3))
+
+
 @given(settings_of(), st.integers(0, 300))
 def test_the_position_says_where_the_run_stands(given_, step):
     tokens, args, num_windows = given_

@@ -22,9 +22,10 @@ from halfstep.training.checkpoint import (
     DamagedCheckpointError,
     latest,
     load,
-    prune,
+    load_latest,
     save,
 )
+from halfstep.training.retention import Retention, prune
 
 META = {"policy": "bf16-mixed", "config": {"betas": (0.9, 0.95)}, "data": {"position": {"epoch": 0}}}
 
@@ -226,14 +227,14 @@ def test_a_death_while_pruning_leaves_only_whole_checkpoints(tmp_path, monkeypat
         return tmp_path / name
 
     counted = fresh("count")
-    total = len(calls_of(monkeypatch, lambda: prune(counted, 1)))
+    total = len(calls_of(monkeypatch, lambda: prune(counted, Retention(1))))
     assert total >= 6
     for fatal in range(total):
         folder = fresh(f"death-{fatal}")
         with monkeypatch.context() as patch:
             Mortal(patch, fatal)
             with pytest.raises(Killed):
-                prune(folder, 1)
+                prune(folder, Retention(1))
         for path in folder.glob("step-??????"):
             assert same(load(path)[0], arrays_of(int(path.name[-1])))
         save(folder, 4, arrays_of(4), META)
@@ -255,6 +256,7 @@ def test_files_and_folders_are_on_the_disk_before_and_after_the_rename(tmp_path,
     monkeypatch.setattr(os, "rename", lambda *args: (synced.append("RENAME"), rename(*args)))
     save(tmp_path / "checkpoints", 5, arrays_of(5), META)
     assert synced == [
+        tmp_path.name,  # a new folder's own name lives in its parent
         "state.safetensors",
         "manifest.json",
         "step-000005.partial",
@@ -334,7 +336,7 @@ def test_a_flipped_bit_of_any_byte_of_the_state_is_found(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["state.safetensors", "manifest.json"])
-def test_every_truncation_is_found_and_passed_over_by_latest(tmp_path, name):
+def test_every_truncation_is_found_and_passed_over_by_latest_only_where_that_is_allowed(tmp_path, name):
     first = save(tmp_path, 1, arrays_of(1), META)
     path = save(tmp_path, 2, arrays_of(2), META)
     good = (path / name).read_bytes()
@@ -344,7 +346,9 @@ def test_every_truncation_is_found_and_passed_over_by_latest(tmp_path, name):
         with pytest.raises(DamagedCheckpointError, match=name):
             load(path)
         if size % 16 == 0:
-            assert latest(tmp_path) == first
+            with pytest.raises(DamagedCheckpointError, match=f"step-000002.*{name}"):
+                latest(tmp_path)
+            assert latest(tmp_path, allow_older=True) == first
     (path / name).write_bytes(good + b"x")
     with pytest.raises(DamagedCheckpointError, match=name):
         load(path)
@@ -356,7 +360,44 @@ def test_a_missing_file_is_named(tmp_path, name):
     (path / name).unlink()
     with pytest.raises(DamagedCheckpointError, match=f"step-000001.*{name}.* is missing"):
         load(path)
-    assert latest(tmp_path) is None
+    for allowed in (False, True):  # there is no other to go back to
+        with pytest.raises(DamagedCheckpointError, match=f"step-000001.*{name}.* is missing"):
+            latest(tmp_path, allow_older=allowed)
+
+
+@pytest.mark.parametrize("name", ["state.safetensors", "manifest.json"])
+def test_a_damaged_newest_one_is_named_and_the_one_before_is_taken_only_where_that_is_allowed(tmp_path, name):
+    for step in (1, 2, 3):
+        save(tmp_path, step, arrays_of(step), META)
+    for step in (2, 3):
+        bad = bytearray((tmp_path / f"step-00000{step}" / name).read_bytes())
+        bad[len(bad) // 2] ^= 4
+        (tmp_path / f"step-00000{step}" / name).write_bytes(bad)
+    with pytest.raises(DamagedCheckpointError, match=f"step-000003/{name}") as caught:
+        load_latest(tmp_path)
+    assert "--allow-older" in caught.value.hint
+    assert len(list(tmp_path.glob("step-??????"))) == 3  # nothing was touched
+    arrays, manifest, passed = load_latest(tmp_path, allow_older=True)
+    assert manifest["step"] == 1
+    assert same(arrays, arrays_of(1))
+    assert ["step-000003" in passed[0].message, "step-000002" in passed[1].message] == [True, True]
+    names = sorted(entry.name for entry in tmp_path.iterdir())
+    assert names == ["step-000001", "step-000002.damaged", "step-000003.damaged"]
+    assert bytes(bad) == (tmp_path / "step-000003.damaged" / name).read_bytes()
+    # A second time, beside the first.
+    save(tmp_path, 3, arrays_of(3), META)
+    (tmp_path / "step-000003" / name).unlink()
+    assert load_latest(tmp_path, allow_older=True)[1]["step"] == 1
+    assert (tmp_path / "step-000003.damaged-2").is_dir()
+
+
+def test_where_none_is_whole_all_are_left_alone(tmp_path):
+    assert load_latest(tmp_path) is None
+    for step in (1, 2):
+        (save(tmp_path, step, arrays_of(step), META) / "manifest.json").unlink()
+    with pytest.raises(DamagedCheckpointError, match="step-000002"):
+        load_latest(tmp_path, allow_older=True)
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["step-000001", "step-000002"]
 
 
 def rewrite(path, **changes):
@@ -391,8 +432,77 @@ def test_a_manifest_that_names_other_files_is_refused(tmp_path):
     path = save(tmp_path, 1, arrays_of(1), META)
     files = json.loads((path / "manifest.json").read_text())["files"]
     rewrite(path, files=files | {"../../secret": {"sha256": "", "bytes": 0}})
-    with pytest.raises(DamagedCheckpointError, match="secret"):
+    with pytest.raises(CheckpointError, match=r"points to `\.\./\.\./secret`.*in its own folder"):
         load(path)
+    rewrite(path, files={"other.safetensors": files["state.safetensors"]})
+    with pytest.raises(DamagedCheckpointError, match=r"says nothing of state\.safetensors"):
+        load(path)
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        {"files": 3},
+        {"files": None},
+        {"files": ["state.safetensors"]},
+        {"files": {"state.safetensors": 3}},
+        {"files": {"state.safetensors": {"bytes": 1}}},
+        {"files": {"/etc/passwd": {"sha256": "", "bytes": 0}}},
+        {"tensors": 3},
+        {"step": "1"},
+        {"step": None},
+    ],
+)
+def test_a_manifest_that_no_halfstep_wrote_is_an_error_of_ours(tmp_path, odd):
+    path = save(tmp_path, 1, arrays_of(1), META)
+    rewrite(path, **odd)
+    with pytest.raises(CheckpointError, match="step-000001"):
+        load(path)
+
+
+def test_a_checkpoint_that_was_moved_and_linked_is_read_and_pruned_as_a_link(tmp_path):
+    folder, elsewhere = tmp_path / "checkpoints", tmp_path / "other disk"
+    path = save(folder, 1, arrays_of(1), META)
+    path.rename(elsewhere)
+    path.symlink_to(elsewhere)
+    assert same(load(path)[0], arrays_of(1))
+    save(folder, 2, arrays_of(2), META)
+    assert prune(folder, Retention(1)) == [path]
+    assert [entry.name for entry in folder.iterdir()] == ["step-000002"]
+    assert (elsewhere / "state.safetensors").exists()  # what its owner moved is his
+
+
+def test_a_leftover_that_cannot_be_removed_hinders_no_save(tmp_path, monkeypatch):
+    left = tmp_path / "step-000001.removed"
+    left.mkdir()
+    (left / ".nfs0001").write_text("open elsewhere")
+    real = checkpoint.shutil.rmtree
+
+    def rmtree(path, *args, **options):
+        if path == left:
+            raise OSError(errno.EBUSY, os.strerror(errno.EBUSY), str(path))
+        real(path, *args, **options)
+
+    monkeypatch.setattr(checkpoint.shutil, "rmtree", rmtree)
+    assert same(load(save(tmp_path, 2, arrays_of(2), META))[0], arrays_of(2))
+
+
+def test_a_save_over_a_damaged_checkpoint_sets_it_aside(tmp_path):
+    path = save(tmp_path, 1, arrays_of(1), META)
+    (path / "state.safetensors").write_bytes(b"torn")
+    save(tmp_path, 1, arrays_of(1), META)
+    assert same(load(path)[0], arrays_of(1))
+    assert (tmp_path / "step-000001.damaged" / "state.safetensors").read_bytes() == b"torn"
+
+
+def test_who_may_read_is_what_the_umask_says(tmp_path):
+    before = os.umask(0o027)
+    try:
+        path = save(tmp_path, 1, arrays_of(1), META)
+    finally:
+        os.umask(before)
+    modes = {file.name: file.stat().st_mode & 0o777 for file in path.iterdir()}
+    assert modes == {"state.safetensors": 0o640, "manifest.json": 0o640}
 
 
 def test_a_renamed_folder_is_refused(tmp_path):
@@ -418,21 +528,10 @@ def test_latest_is_by_number_and_ignores_what_is_none(tmp_path):
     assert latest(tmp_path) is None
     for step in (999_999, 1_000_000, 5):
         save(tmp_path, step, arrays_of(0), META)
-    (tmp_path / "step-9999999").mkdir()
     (tmp_path / "step-8888888").write_text("")
+    (tmp_path / "step-9999999.partial").mkdir()
     shutil.copytree(tmp_path / "step-000005", tmp_path / "step-000005-copy")
     assert latest(tmp_path).name == "step-1000000"
-
-
-def test_prune_keeps_the_latest_and_what_is_not_whole(tmp_path):
-    for step in (1, 2, 3, 4):
-        save(tmp_path, step, arrays_of(step), META)
-    (tmp_path / "step-000004" / "manifest.json").unlink()
-    assert [path.name for path in prune(tmp_path, 2)] == ["step-000001"]
-    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["step-000002", "step-000003", "step-000004"]
-    assert prune(tmp_path, 5) == []
-    with pytest.raises(ValueError, match="1 checkpoint or more"):
-        prune(tmp_path, 0)
 
 
 def test_what_a_checkpoint_cannot_hold_is_refused(tmp_path):
@@ -445,6 +544,15 @@ def test_what_a_checkpoint_cannot_hold_is_refused(tmp_path):
     with pytest.raises(ValueError, match="`tensors` is the checkpoint's own"):
         save(tmp_path, 1, {}, {"tensors": {}})
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", ["optimizer.pt", "model.pth", "pytorch_model.bin", "state.PKL"])
+def test_a_pickle_beside_the_state_is_refused_by_name(tmp_path, name):
+    path = save(tmp_path, 1, arrays_of(1), META)
+    (path / name).write_bytes(b"")
+    for act in (lambda: load(path), lambda: load_latest(tmp_path, allow_older=True)):
+        with pytest.raises(CheckpointError, match=f"{name}` is a pickle, which runs code"):
+            act()
 
 
 def test_pickles_are_not_read(tmp_path):

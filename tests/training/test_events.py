@@ -1,5 +1,6 @@
 """events.jsonl: reads back as written, survives a killed writer, refuses damage."""
 
+import errno
 import json
 import math
 
@@ -129,3 +130,63 @@ def test_paths_that_cannot_be_are_named(tmp_path):
         Events(tmp_path / "nowhere" / "events.jsonl")
     with pytest.raises(EventsError, match="gone"):
         read_events(tmp_path / "gone.jsonl")
+
+
+class Disk:
+    """A file that takes `room` bytes and then refuses, until there is room again."""
+
+    closed = False
+
+    def __init__(self, path, room):
+        self.file, self.room = open(path, "ab", buffering=0), room  # noqa: SIM115
+
+    def write(self, data):
+        if self.room == 0:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        part = data[: self.room]
+        self.room -= len(part)
+        return self.file.write(part)
+
+    def close(self):
+        self.closed = True
+        self.file.close()
+
+
+@pytest.mark.parametrize("room", [0, 1, 40, 60])
+def test_a_full_disk_delays_events_and_loses_none(tmp_path, room):
+    path = tmp_path / "e.jsonl"
+    log = Events(path, clock=lambda: 1.0)
+    log._file.close()
+    log._file = Disk(path, room)
+    for step in range(4):
+        log.write("step", step=step)
+    assert log.failure is not None
+    assert not log.retry()
+    assert len(read_events(path)) == min(1, room // 44)  # a torn line is passed over
+    log._file.room = 10**6
+    log.write("step", step=4)
+    assert log.failure is None
+    assert [event["step"] for event in read_events(path)] == [0, 1, 2, 3, 4]
+    log._file.room = 0
+    log.write("step", step=5)
+    log._file.room = 10**6
+    log.close()  # the last try
+    assert read_events(path)[-1]["step"] == 5
+
+
+def test_what_waits_is_bounded_and_what_was_dropped_is_counted(tmp_path, monkeypatch):
+    monkeypatch.setattr("halfstep.training.events.WAITING_AT_MOST", 200)
+    path = tmp_path / "e.jsonl"
+    with Events(path, clock=lambda: 1.0) as log:
+        log._file.close()
+        log._file = Disk(path, 5)
+        for step in range(10):
+            log.write("step", step=step)
+        log._file.room = 10**6
+        log.write("step", step=10)
+        log.write("step", step=11)
+    events = read_events(path)
+    steps = [event["step"] for event in events if event["event"] == "step"]
+    assert steps == [0, 1, 2, 3, 10, 11]
+    (warning,) = [event for event in events if event["event"] == "warning"]
+    assert warning["message"].startswith("6 events ")

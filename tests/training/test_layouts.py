@@ -198,6 +198,19 @@ BAD_QWEN3 = {
     "rope base": ({"rope_theta": 10000}, "rope_base is 10000.0 there and 1000000.0 here"),
     "longer": ({"max_position_embeddings": 8}, "context is 8 there and 16 here"),
     "groups": ({"num_key_value_heads": 4}, "kv_heads is 4 there and 2 here"),
+    "part of a head": (
+        {"rope_parameters": {"partial_rotary_factor": 0.5}},
+        "partial_rotary_factor = 0.5, which no",
+    ),
+    "part of a head, as it was": (
+        {"partial_rotary_factor": 0.25},
+        "partial_rotary_factor = 0.25, which no setting",
+    ),
+    "part of a head, scaled": ({"rope_scaling": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor = 0.5"),
+    "yarn beside a default": (
+        {"rope_parameters": {"rope_type": "default"}, "rope_scaling": {"type": "yarn"}},
+        "rope_type = 'yarn'",
+    ),
     "no table": ({"rope_scaling": ["yarn"]}, "describes no model"),
 }
 
@@ -230,9 +243,47 @@ def test_what_qwen3_can_be_and_our_decoder_not_is_refused(changes, said, tmp_pat
         open_pretrained(str(tmp_path), model)
 
 
+def test_a_head_that_is_rotated_whole_is_ours(tmp_path):
+    whole = {"rope_parameters": {**QWEN3.get("rope_parameters", {}), "partial_rotary_factor": 1.0}}
+    write(tmp_path, qwen3_tensors(), {**QWEN3, **whole, "partial_rotary_factor": 1})
+    assert weights_at(tmp_path, TINY_QWEN3).keys() == parameter_shapes(TINY_QWEN3).keys()
+
+
 ODD = {
     "nothing there": (lambda path: path / "gpt2", "there is no file or folder", "hf download"),
     "a name too long": (lambda path: "a" * 5000, "cannot be read", "write the path out"),
+    "a file name too long": (
+        lambda path: path / f"{'a' * 300}.safetensors",
+        "File name too long",
+        "write the path",
+    ),
+    "no path": (lambda path: "", "the path to take weights from is empty", "name a file"),
+    "a space": (lambda path: " ", "the path to take weights from is empty", "name a file"),
+    "config.json itself": (
+        lambda path: write(path) / "config.json",
+        "config.json` describes weights and holds none",
+        "name the folder that holds both, `",
+    ),
+    "the index itself": (
+        lambda path: (write(path) / "model.safetensors").rename(path / "model.safetensors.index.json"),
+        "index.json` describes weights and holds none",
+        "name the folder that holds both, `",
+    ),
+    "a pickle": (
+        lambda path: (write(path) / "model.safetensors").rename(path / "pytorch_model.bin"),
+        "pytorch_model.bin` is a pickle, which runs code when it is loaded",
+        "write it again as safetensors: `model.save_pretrained",
+    ),
+    "a folder of pickles": (
+        lambda path: (write(path) / "model.safetensors").rename(path / "consolidated.00.pth") and path,
+        "holds its weights as a pickle, `consolidated.00.pth`",
+        "write it again as safetensors",
+    ),
+    "one parameter by two names": (
+        lambda path: write(path, tensors_of() | {"transformer.wpe.weight": tensors_of()["wpe.weight"] + 1}),
+        "`(transformer.)?wpe.weight` and `(transformer.)?wpe.weight` of .* are the same parameter",
+        "parts of two models",
+    ),
     "nobody's home": (lambda path: "~nobody-of-that-name/x", "cannot be read", "write the path out"),
     "no tensors": (lambda path: write(path, {"x": NAN}, None), "no tensor that tells what it is", "prepare"),
     "config.json is no JSON": (

@@ -1,5 +1,6 @@
 """Whole runs on the CPU: they end, resume bit for bit, stop when asked, and refuse what is not theirs."""
 
+import errno
 import json
 import os
 import signal
@@ -114,6 +115,9 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(text, tmp_path, poli
 
 def run_in_background(text, out, *extra):
     code = (
+        # Whoever runs the tests may ignore SIGINT, as a shell does for what it runs in the background, and a run
+        # ignores what was ignored when it came.
+        "import signal\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n"
         "import sys\nfrom pathlib import Path\n"
         "from halfstep.config.load import load\nfrom halfstep.core.policy import Policy\n"
         "from halfstep.training.loop import Loop\n"
@@ -127,14 +131,16 @@ def run_in_background(text, out, *extra):
     )
 
 
-def wait_for_steps(out, count):
-    deadline = time.monotonic() + 60
+def wait_for_steps(process, out, count):
+    """Waits for steps as long as the process lives: on a busy machine its imports alone may take a minute."""
+    deadline = time.monotonic() + 300
     path = out / "events.jsonl"
-    while time.monotonic() < deadline:
+    while process.poll() is None and time.monotonic() < deadline:
         if path.exists() and path.read_text().count('"event": "step"') >= count:
             return
         time.sleep(0.02)
-    raise AssertionError("the run did not get going")
+    process.kill()
+    raise AssertionError(f"the run did not get going: {process.communicate()[1]}")
 
 
 @pytest.mark.parametrize("kind", [signal.SIGTERM, signal.SIGINT])
@@ -142,9 +148,12 @@ def test_a_signal_saves_and_leaves_cleanly_and_the_run_can_go_on(text, tmp_path,
     out = tmp_path / "run"
     many = ["training.steps=100000", "training.save_every=100000", "training.validate_every=100000"]
     process = run_in_background(text, out, *many)
-    wait_for_steps(out, 5)
-    process.send_signal(kind)
-    stdout, stderr = process.communicate(timeout=60)
+    try:
+        wait_for_steps(process, out, 5)
+        process.send_signal(kind)
+        stdout, stderr = process.communicate(timeout=300)
+    finally:
+        process.kill()  # where it did not leave, it must not train on for an hour
     assert process.returncode == 0, stderr
     step, finished = stdout.split()
     assert finished == "False"
@@ -162,6 +171,43 @@ def test_a_folder_that_holds_a_run_is_not_written_over(text, tmp_path):
         start(text, tmp_path / "run")
     assert "--resume" in caught.value.hint
     assert (tmp_path / "run" / "events.jsonl").read_bytes() == before
+
+
+def test_checkpoints_alone_are_a_run_that_is_not_written_over(text, tmp_path):
+    out = tmp_path / "run"
+    start(text, out).run()
+    for name in ("run.toml", "events.jsonl"):
+        (out / name).unlink()
+    with pytest.raises(ConfigError, match="already holds a run"):
+        start(text, out)
+
+
+def test_a_checkpoint_of_a_halfstep_that_wrote_less_is_refused_with_a_way_on(text, tmp_path):
+    out = tmp_path / "run"
+    start(text, out).run()
+    path = out / "checkpoints" / "step-000006" / "manifest.json"
+    manifest = json.loads(path.read_text())
+    del manifest["guard"]
+    manifest["digest"] = checkpoint._digest(manifest)
+    path.write_text(json.dumps(manifest))
+    with pytest.raises(ConfigError, match="says nothing of `guard`") as caught:
+        start(text, out, resume=True)
+    assert f"--init {path.parent}" in caught.value.hint
+
+
+def test_a_full_disk_does_not_hinder_a_resume_and_a_new_setting_is_refused(text, tmp_path, monkeypatch):
+    out = tmp_path / "run"
+    run_until(start(text, out), 4)
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    before = (out / "run.toml").read_bytes()
+    monkeypatch.setattr("halfstep.training.folder.write_whole", full)
+    assert start(text, out, resume=True).start == 4
+    with pytest.raises(ConfigError, match=r"run\.toml` cannot be written: No space left"):
+        start(text, out, "training.save_every=1", resume=True)
+    assert (out / "run.toml").read_bytes() == before
 
 
 def test_a_folder_that_cannot_be_written_is_named(text, tmp_path):
@@ -265,10 +311,17 @@ def test_a_damaged_checkpoint_is_replaced_when_its_step_is_reached_again(text, t
     newest = out / "checkpoints" / "step-000006" / "state.safetensors"
     whole = newest.read_bytes()
     newest.write_bytes(whole[:-100])
-    again = start(text, out, resume=True)
+    with pytest.raises(checkpoint.DamagedCheckpointError, match="step-000006") as caught:
+        start(text, out, resume=True)
+    assert "--allow-older" in caught.value.hint
+    again = start(text, out, resume=True, allow_older=True)
     assert again.start == 4
     again.run()
     assert newest.read_bytes() == whole
+    (told,) = [e["message"] for e in read_events(out / "events.jsonl") if e["event"] == "warning"]
+    assert "step-000006" in told
+    assert "after step 4" in told
+    assert (out / "checkpoints" / "step-000006.damaged").is_dir()
 
 
 def test_the_reason_of_a_choice_is_in_the_checkpoint_and_survives_a_resume(text, tmp_path):

@@ -1,6 +1,7 @@
 """What a run says while it goes on, in a log and on a terminal."""
 
 import io
+import os
 import re
 
 import pytest
@@ -116,3 +117,30 @@ def test_a_terminal_shows_a_bar_and_notes_above_it(monkeypatch, capsys):
 )
 def test_bytes_in_words(number, text):
     assert in_bytes(number) == text
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs a file that is always full")
+def test_a_log_on_a_full_disk_does_not_stop_the_run():
+    with open("/dev/full", "w") as stream:
+        shown = progress(10, stream=stream)
+        with shown:
+            shown.note("said")
+            shown.update(10, loss=1.0)
+        with pytest.raises(OSError, match="No space left"):
+            print("", file=stream, flush=True)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())  # so that closing can flush
+
+
+class Gone(Terminal):
+    def write(self, text):
+        raise OSError(5, "Input/output error")
+
+
+def test_a_terminal_that_went_away_ends_no_run(monkeypatch):
+    monkeypatch.setenv("TERM", "xterm")
+    terminal = Terminal()
+    with progress(3, stream=terminal) as bar:
+        bar.update(1, loss=1.0)
+        terminal.__class__ = Gone
+        bar.note("saved")
+        bar.update(3, loss=1.0)

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from halfstep.training.schedule import factor
+from halfstep.training.schedule import factor, momentum
 
 
 class Traced:
@@ -105,3 +105,11 @@ def test_a_device_scalar_stays_one():
     strict = NAMESPACES["strict"][1](3)
     found = factor(strict, steps=9, warmup=2, warmdown_share=0.5, xp=array_api_strict)
     assert found.dtype == array_api_strict.float32
+
+
+@pytest.mark.parametrize("name", NAMESPACES)
+def test_momentum_rises_in_a_straight_line_and_stays(name):
+    xp, make = NAMESPACES[name]
+    found = [momentum(make(n), start=0.85, end=0.95, warmup=500, xp=xp) for n in (0, 1, 250, 499, 500, 9000)]
+    expected = [0.85, 0.8502, 0.9, 0.9498, 0.95, 0.95]
+    assert [float(_plain(value)) for value in found] == pytest.approx(expected, rel=2**-22)

@@ -1,5 +1,7 @@
 """Token shards: read in place as one line of tokens, split, identified, and damage named."""
 
+import mmap
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -15,7 +17,8 @@ START = 50256
 def write_shard(path, tokens, *, magic=20240520, version=1, count=None, tail=b""):
     header = np.zeros(256, dtype="<i4")
     header[:3] = magic, version, len(tokens) if count is None else count
-    path.write_bytes(header.tobytes() + np.asarray(tokens, dtype="<u2").tobytes() + tail)
+    kind = "<u4" if version == 2 else "<u2"
+    path.write_bytes(header.tobytes() + np.asarray(tokens, dtype=kind).tobytes() + tail)
     return path
 
 
@@ -92,7 +95,11 @@ def test_shards_slice_like_one_array(parts, low, high):
 
 def test_shards_are_mapped_not_read(tmp_path):
     corpus = load_corpus(str(write_shard(tmp_path / "a.bin", numbers(1, 5000))), 0.1, 50257)
-    assert isinstance(corpus.train.shards[0].tokens, np.memmap)
+    tokens = corpus.train.shards[0].tokens
+    while isinstance(tokens, np.ndarray):
+        assert not tokens.flags.writeable
+        tokens = tokens.base
+    assert isinstance(tokens.obj if isinstance(tokens, memoryview) else tokens, mmap.mmap)
     with pytest.raises(ValueError, match="no step"):
         corpus.train[::2]
 
@@ -105,6 +112,34 @@ def test_batches_come_out_of_shards(tmp_path):
     args = {"context": 7, "batch": 3, "micro_batches": 2, "seed": 1}
     sharded, plain = Batches(corpus.train, **args), Batches(tokens[:4000], **args)
     assert all(np.array_equal(sharded.at(step), plain.at(step)) for step in range(120))
+
+
+def test_a_damaged_window_is_named_when_its_batch_is_read(tmp_path, monkeypatch):
+    monkeypatch.setattr(shards, "SCANNED_AT_LOAD", 10)
+    for version, bad in ((1, 600), (2, 2**31 + 5)):
+        tokens = numbers(1, 3000, high=500).astype(np.uint32)
+        tokens[2000] = bad
+        write_shard(tmp_path / "train.bin", tokens, version=version)
+        write_shard(tmp_path / "val.bin", numbers(2, 200, high=500))
+        corpus = load_corpus(str(tmp_path), 0.1, 512)
+        feed = Batches(corpus.train, context=9, batch=4, micro_batches=1, seed=0)
+        with pytest.raises(DataError, match=rf"train\.bin` holds token {bad} at offset 2000"):
+            [feed.at(step) for step in range(83)]
+
+
+def test_version_2_has_four_bytes_a_token(tmp_path):
+    tokens = np.random.default_rng(0).integers(0, 200_000, 3000)
+    corpus = load_corpus(str(write_shard(tmp_path / "a.bin", tokens, version=2)), 0.1, 200_000)
+    assert corpus.train[:].dtype == np.uint32
+    assert np.array_equal(np.concatenate([corpus.train[:], corpus.validation[:]]), tokens)
+    assert corpus.train.locate(2500) == (str(tmp_path / "a.bin"), 2500)
+    tokens[1234] = 2**31
+    write_shard(tmp_path / "a.bin", tokens, version=2)
+    with pytest.raises(DataError, match=rf"token {2**31} at offset 1234, and the vocabulary has 200000"):
+        load_corpus(str(tmp_path), 0.1, 200_000)
+    (tmp_path / "a.bin").write_bytes((tmp_path / "a.bin").read_bytes()[:-2])
+    with pytest.raises(DataError, match=r"truncated: it has 13022 bytes, expected 13024 for 3000 tokens"):
+        load_corpus(str(tmp_path), 0.1, 200_000)
 
 
 # --- identity ----------------------------------------------------------------------------------------------

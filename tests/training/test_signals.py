@@ -6,18 +6,30 @@ import threading
 
 import pytest
 
-from halfstep.training.signals import stop_requests
+from halfstep.training.signals import SIGNALS, stop_requests
+
+
+@pytest.fixture(autouse=True)
+def not_ignored():
+    """Whoever runs the tests may ignore SIGINT, as a shell does for what it runs in the background."""
+    before = [(number, signal.getsignal(number)) for number in SIGNALS]
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    for number, handler in before:
+        signal.signal(number, handler)
 
 
 def handlers():
-    return [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    return [signal.getsignal(number) for number in SIGNALS]
 
 
 def send(number):
     os.kill(os.getpid(), number)
 
 
-@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGHUP"])
 def test_the_first_signal_is_a_request(name):
     before = handlers()
     with stop_requests() as stop:

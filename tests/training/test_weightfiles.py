@@ -72,13 +72,22 @@ def test_the_digest_is_that_of_sha256sum(tmp_path):
     assert (found["y"].read() == -NUMBERS).all()
 
 
-def test_where_the_index_names_one_of_two_that_one_is_read_and_what_it_does_not_name_is_kept(tmp_path):
+def test_what_the_index_does_not_name_is_kept(tmp_path):
+    save_file({"x": NUMBERS, "z": NUMBERS}, tmp_path / "a.safetensors")
+    save_file({"y": -NUMBERS}, tmp_path / "b.safetensors")
+    save_index(tmp_path, {"x": "a.safetensors", "y": "b.safetensors"})
+    assert open_folder(tmp_path).keys() == {"x", "y", "z"}
+
+
+@pytest.mark.parametrize("named", ["a.safetensors", "b.safetensors", None])
+def test_a_tensor_in_two_files_is_refused_whichever_the_index_names(named, tmp_path):
+    """Readers disagree on which one counts: some follow the index, some take the last."""
     save_file({"x": NUMBERS, "z": NUMBERS}, tmp_path / "a.safetensors")
     save_file({"x": -NUMBERS, "y": NUMBERS}, tmp_path / "b.safetensors")
-    save_index(tmp_path, {"x": "a.safetensors", "y": "b.safetensors"})
-    found = open_folder(tmp_path)
-    assert found.keys() == {"x", "y", "z"}
-    assert (found["x"].read() == NUMBERS).all()
+    save_index(tmp_path, {"z": "a.safetensors", "y": "b.safetensors", **({"x": named} if named else {})})
+    with pytest.raises(WeightsError, match=r"`x` is in `a\.safetensors` and in `b\.safetensors` of") as caught:
+        open_folder(tmp_path)
+    assert "not of one model" in caught.value.hint
 
 
 def saved(path, name="model.safetensors"):
@@ -118,7 +127,11 @@ BROKEN = {
     ),
     "truncated": (truncated, "does not read as safetensors", "truncated, damaged"),
     "empty": (lambda path: (path / "model.safetensors").touch(), "does not read as safetensors", "truncated"),
-    "a folder in its place": (lambda path: (path / "model.safetensors").mkdir(), "model.safetensors`", ""),
+    "a folder in its place": (
+        lambda path: (path / "model.safetensors").mkdir(),
+        "model.safetensors` is a folder, and a file of weights is meant",
+        "again",
+    ),
     "an index that leads outside": (
         lambda path: save_index(path, {"x": "../model.safetensors"}),
         "puts `x` in `../model.safetensors`",
@@ -135,6 +148,36 @@ BROKEN = {
         lambda path: (saved(path, "a.safetensors"), save_index(path, {"y": "a.safetensors"})),
         "says that `y` is in `a.safetensors`, and it is not",
         "again",
+    ),
+    "an index that swaps two files": (
+        lambda path: (
+            save_file({"x": NUMBERS}, path / "a.safetensors"),
+            save_file({"y": NUMBERS}, path / "b.safetensors"),
+            save_index(path, {"x": "b.safetensors", "y": "a.safetensors"}),
+        ),
+        "says that `x` is in `b.safetensors`, and it is not",
+        "not of the same model",
+    ),
+    "an index of no name": (
+        lambda path: save_index(path, {"x": ""}),
+        "puts `x` in ``, which is not a file beside it",
+        "not followed",
+    ),
+    "an index of its own folder": (lambda path: save_index(path, {"x": "."}), "puts `x` in `.`", "not followed"),
+    "an index of a folder": (
+        lambda path: ((path / "a.safetensors").mkdir(), save_index(path, {"x": "a.safetensors"})),
+        "names `a.safetensors`, and there is no such file beside it",
+        "fetch all files",
+    ),
+    "an index of a name that no file can have": (
+        lambda path: save_index(path, {"x": f"{'n' * 300}.safetensors"}),
+        f"names `{'n' * 300}.safetensors`, and there is no such file beside it",
+        "fetch all files",
+    ),
+    "a link that leads nowhere": (
+        lambda path: (path / "model.safetensors").symlink_to("../blobs/abc"),
+        "model.safetensors` is a link to a file that is not there",
+        "cp -rL",
     ),
     "an index of nothing": (lambda path: save_index(path, {}), "has no `weight_map`", "again"),
     "an index of numbers": (lambda path: save_index(path, {"x": 1}), "has no `weight_map`", "again"),

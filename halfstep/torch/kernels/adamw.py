@@ -10,13 +10,18 @@ with split ones 28 as well, and the factor that unscales and clips costs no pass
 
 **Every operation is rounded to fp32 on its own**, in this order: no fused multiply-add, exact square root and
 division. So the bits are those of the formula on any device and for whole and split masters alike; the kernel is
-bound by memory and loses nothing by it. The corrections of the moments are computed in fp64 and rounded once.
+bound by memory and loses nothing by it. The corrections of the moments are computed in fp64, powers by repeated
+squaring, and rounded once.
+
+**Two launches.** One counts the step of each tensor and makes its corrections, which torch would do in some thirty
+kernels of one number; the other updates. Both find `found_inf` on the device and do nothing where it is 1.
 
 **Tables.** Every tensor is reached by its address. A program takes one chunk of one tensor; which, is in two
 tables that depend on the sizes alone. Addresses are sent again when one has changed, from pinned memory: nothing
-waits. A program that finds `found_inf` set returns at once.
+waits.
 """
 
+import struct
 from collections.abc import Sequence
 
 import torch
@@ -26,14 +31,14 @@ from torch import Tensor
 
 # Numbers that a program updates, and its warps: a sweep on an H200 is in docs/measurements/race.md.
 CHUNK, WARPS = 512, 4
+# Tensors that a program counts.
+COUNTED = 128
 # The rows of the table of addresses. A kernel reads globals only where they are constants of Triton's.
-PARAMETER, REMAINDER, GRAD, FIRST, SECOND = (tl.constexpr(row) for row in range(5))
-# What is known of one tensor, row by row.
-Columns = list[tuple[Tensor, Tensor, Tensor, Tensor, Tensor]]
+PARAMETER, REMAINDER, GRAD, FIRST, SECOND, STEP, BETAS = (tl.constexpr(row) for row in range(7))
 
 
 class Update:
-    """The tables of one list of tensors, and the launch."""
+    """The tables of one list of tensors, and the launches."""
 
     def __init__(self) -> None:
         self._sizes: tuple[int, ...] = ()
@@ -42,7 +47,7 @@ class Update:
     def __call__(
         self,
         parameters: Sequence[Tensor],
-        remainders: Sequence[Tensor],
+        remainders: Sequence[Tensor | None],
         grads: Sequence[Tensor],
         first: Sequence[Tensor],
         second: Sequence[Tensor],
@@ -55,22 +60,28 @@ class Update:
         eps: float,
         decay: float,
     ) -> None:
-        """Updates everything in place unless `found_inf` is 1. No remainders: the parameters are fp32 masters."""
-        held = remainders or parameters  # an address that is not used, and is one
-        columns: Columns = list(zip(parameters, held, grads, first, second, strict=True))
-        self._point(columns)
+        """Updates everything in place unless `found_inf` is 1. Without a remainder, a parameter is the master."""
+        self._point(parameters, [parameters, remainders, grads, first, second, steps], betas)
         if not self._owners.numel():
             return
-        # A list of one tensor: one tensor alone is read by the host (torch 2.11).
-        torch._foreach_add_(list(steps), [1 - found_inf] * len(steps))
-        counts = torch.stack(list(steps)).double()
+        tensors = len(parameters)
+        _count[(triton.cdiv(tensors, COUNTED),)](
+            self._table,
+            self._paces,
+            self._roots,
+            rate,
+            found_inf,
+            tensors,
+            COUNTED=COUNTED,
+            enable_fp_fusion=False,
+        )
         _adamw[(self._owners.numel(),)](
             self._table,
             self._counts,
             self._owners,
             self._chunks,
-            (1 - torch.pow(betas[0], counts)).float(),
-            (1 / torch.sqrt(1 - torch.pow(betas[1], counts))).float(),
+            self._paces,
+            self._roots,
             rate,
             factor,
             found_inf,
@@ -80,26 +91,30 @@ class Update:
             1 - betas[1],
             eps,
             decay,
-            len(parameters),
-            SPLIT=bool(remainders),
+            tensors,
             NARROW=first[0].dtype == torch.bfloat16,
             CHUNK=CHUNK,
             num_warps=WARPS,
             enable_fp_fusion=False,
         )
 
-    def _point(self, columns: Columns) -> None:
+    def _point(
+        self, parameters: Sequence[Tensor], rows: Sequence[Sequence[Tensor | None]], betas: tuple[float, float]
+    ) -> None:
         """Brings the tables up to date."""
-        device = columns[0][0].device
-        sizes = tuple(column[0].numel() for column in columns)
+        device = parameters[0].device
+        sizes = tuple(parameter.numel() for parameter in parameters)
         if sizes != self._sizes:
             chunks = [-(-size // CHUNK) for size in sizes]
             owners = torch.repeat_interleave(torch.arange(len(sizes)), torch.tensor(chunks))
             within = torch.cat([torch.arange(count) for count in chunks])
             self._owners, self._chunks = _sent(owners.int(), device), _sent(within.int(), device)
             self._counts = _sent(torch.tensor(sizes), device)
+            self._paces, self._roots = (torch.empty(len(sizes), device=device) for _ in range(2))
             self._sizes, self._addresses = sizes, ()
-        addresses = tuple(tensor.data_ptr() for row in zip(*columns, strict=True) for tensor in row)
+        addresses = tuple(0 if tensor is None else tensor.data_ptr() for row in rows for tensor in row)
+        # The betas as they are in fp64: a number that is handed to a kernel is an fp32 one.
+        addresses += struct.unpack("<2q", struct.pack("<2d", *betas))
         if addresses != self._addresses:
             self._table, self._addresses = _sent(torch.tensor(addresses), device), addresses
 
@@ -110,9 +125,37 @@ def _sent(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 @triton.jit
+def _count(table, paces, roots, rate, found_inf, tensors, COUNTED: tl.constexpr):
+    """One more step of each tensor, and what its moments are corrected by."""
+    if tl.load(found_inf) == 0:
+        at = tl.program_id(0) * COUNTED + tl.arange(0, COUNTED)
+        mask = at < tensors
+        steps = tl.load(table + STEP * tensors + at, mask).to(tl.pointer_type(tl.float32))
+        count = tl.load(steps, mask, other=0.0) + 1.0
+        tl.store(steps, count, mask)
+        rest1 = (1.0 - _power(table + BETAS * tensors, count)).to(tl.float32)
+        rest2 = 1.0 - _power(table + BETAS * tensors + 1, count)
+        tl.store(paces + at, tl.div_rn(tl.load(rate), rest1), mask)
+        tl.store(roots + at, (1.0 / tl.sqrt(rest2)).to(tl.float32), mask)
+
+
+@triton.jit
+def _power(base, count):
+    """base^count in fp64, of a base that is stored as its bits; a count below 2^24, where fp32 stops counting."""
+    square = tl.load(base).to(tl.float64, bitcast=True)
+    left = count.to(tl.int32)
+    power = tl.full(count.shape, 1.0, tl.float64)
+    for _ in range(25):
+        power = tl.where((left & 1) != 0, power * square, power)
+        square = square * square
+        left = left >> 1
+    return power
+
+
+@triton.jit
 def _adamw(
-    table, sizes, owners, chunks, corrections, roots, rate, factor, found_inf, b1, rest1, b2, rest2, eps, decay,
-    tensors, SPLIT: tl.constexpr, NARROW: tl.constexpr, CHUNK: tl.constexpr,
+    table, sizes, owners, chunks, paces, roots, rate, factor, found_inf, b1, rest1, b2, rest2, eps, decay,
+    tensors, NARROW: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     if tl.load(found_inf) == 0:
         program = tl.program_id(0)
@@ -120,16 +163,23 @@ def _adamw(
         start = tl.load(chunks + program).to(tl.int64) * CHUNK
         size = tl.load(sizes + mine)
         shrink = 1.0 - tl.load(rate) * decay
-        pace = tl.div_rn(tl.load(rate), tl.load(corrections + mine))
+        pace = tl.load(paces + mine)
         root = tl.load(roots + mine)
         scale = tl.load(factor)
         # Without a mask, loads are as wide as they can be.
-        if start + CHUNK <= size:
+        if tl.load(table + REMAINDER * tensors + mine) != 0:
+            if start + CHUNK <= size:
+                _chunk(table, mine, start, size, shrink, pace, root, scale, b1, rest1, b2, rest2, eps, tensors,
+                       True, NARROW, CHUNK, False)  # fmt: skip
+            else:
+                _chunk(table, mine, start, size, shrink, pace, root, scale, b1, rest1, b2, rest2, eps, tensors,
+                       True, NARROW, CHUNK, True)  # fmt: skip
+        elif start + CHUNK <= size:
             _chunk(table, mine, start, size, shrink, pace, root, scale, b1, rest1, b2, rest2, eps, tensors,
-                   SPLIT, NARROW, CHUNK, False)  # fmt: skip
+                   False, NARROW, CHUNK, False)  # fmt: skip
         else:
             _chunk(table, mine, start, size, shrink, pace, root, scale, b1, rest1, b2, rest2, eps, tensors,
-                   SPLIT, NARROW, CHUNK, True)  # fmt: skip
+                   False, NARROW, CHUNK, True)  # fmt: skip
 
 
 @triton.jit

@@ -58,7 +58,9 @@ def empty(shapes, dtype=torch.float32):
 def test_every_bit_is_that_of_the_formula(kernel, held):
     wide = [draw(shape, i) for i, shape in enumerate(SHAPES)]
     expected = [(w.cpu().numpy().copy(), 0 * w.cpu().numpy(), 0 * w.cpu().numpy()) for w in wide]
-    params, remainders = map(list, zip(*map(split, wide), strict=True)) if held == "split" else (wide, [])
+    params, remainders = (
+        map(list, zip(*map(split, wide), strict=True)) if held == "split" else (wide, [None] * len(wide))
+    )
     first, second, steps = empty(SHAPES), empty(SHAPES), empty([()] * len(SHAPES))
     update = kernel.Update()
     for t in range(1, 6):
@@ -72,7 +74,7 @@ def test_every_bit_is_that_of_the_formula(kernel, held):
             formula(*old, g.cpu().numpy(), t, rate=rate, factor=factor, **SETTINGS)
             for old, g in zip(expected, grads, strict=True)
         ]
-    found = [join(*pair) for pair in zip(params, remainders, strict=True)] if remainders else params
+    found = [join(*pair) for pair in zip(params, remainders, strict=True)] if held == "split" else params
     for i, (w, m, v) in enumerate(expected):
         assert (found[i].cpu().numpy() == w).all()
         assert (first[i].cpu().numpy() == m).all()
@@ -84,7 +86,7 @@ def test_where_gradients_were_not_finite_nothing_moves(kernel):
     params, steps, moments = [draw((70,), 0)], empty([()]), [draw((70,), 1)]
     before = [t.clone() for t in (*params, *moments)]
     kernel.Update()(
-        params, [], [torch.full_like(params[0], torch.nan)], moments, moments, steps,
+        params, [None], [torch.full_like(params[0], torch.nan)], moments, moments, steps,
         rate=scalar(0.1), factor=scalar(1.0), found_inf=scalar(1.0), **SETTINGS,
     )  # fmt: skip
     assert all(torch.equal(a, b) for a, b in zip(before, (*params, *moments), strict=True))
@@ -125,7 +127,7 @@ def test_tensors_that_moved_are_found_again(kernel):
     for t in range(3):
         kept.append(torch.full((8,), float(t), device=DEVICE))
         update(
-            params, [], kept[-1:], first, second, steps,
+            params, [None], kept[-1:], first, second, steps,
             rate=scalar(0.1), factor=scalar(1.0), found_inf=scalar(0.0), **SETTINGS,
         )  # fmt: skip
     rest = np.float32(1 - 0.9)
@@ -202,7 +204,7 @@ def roomy(values, dtype):
     return torch.zeros(4 * values.numel(), dtype=dtype, device=DEVICE)[: values.numel()].copy_(values)
 
 
-def test_parameters_that_are_held_differently_do_not_share_a_launch():
+def test_parameters_that_are_held_differently_are_told_apart():
     forms = [(True, BF16), (True, FP32), (False, FP32)]  # narrow ones first: read as such, none is left
     one, two = ([torch.nn.Parameter(draw((70,), i)) for i in range(3)] for _ in range(2))
 

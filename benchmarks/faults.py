@@ -1,0 +1,377 @@
+"""What a run survives: kills at any instant, damaged checkpoints, a full disk, a folder that turns read-only.
+
+    python benchmarks/faults.py [--kills 100] [--steps 60] [--seed 0] [--only kills|damage|disk] [--device cpu]
+
+**Kills.** A small run is killed by SIGKILL again and again and resumed each time. Half of the instants are drawn
+evenly over a run, from opening the folder to the last step; half are aimed: the killer waits until a save is under
+way and strikes within a few milliseconds. After each kill every checkpoint in the folder is verified by its
+digests, by code that shares nothing with ours; the next session must go on from the newest of them, and none that
+was told as complete may be missing. A run that came to its end must hold the weights of an uninterrupted one, bit
+for bit, and a new one begins. Sessions are forked from a process that has imported all and computed nothing.
+
+**Damage.** Every byte of the manifest and of the header, and bytes of every tensor, are flipped; files are cut at
+every border, lengthened, removed and exchanged. Each must be refused with the file's name, or mean the same.
+
+**Disk.** A real full disk (a small tmpfs that is filled to the last byte in the middle of a run, and freed later)
+and a folder that is mounted read-only for a while. Without the right to mount, a limit on the size of files stands
+in for the first and permissions for the second; the table says which.
+
+Exit code 1 if anything was lost. On a GPU: --device cuda --set training.deterministic=true.
+"""
+
+import argparse
+import contextlib
+import hashlib
+import json
+import os
+import random
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+from damaged_files import damage
+
+from halfstep.config.load import load as load_config
+from halfstep.core.policy import Policy
+from halfstep.training import checkpoint
+from halfstep.training.checkpoint import load
+from halfstep.training.events import read_events
+from halfstep.training.loop import Loop
+
+SMALL = [
+    "model.context=32",
+    "model.layers=2",
+    "model.width=64",
+    "model.heads=2",
+    "training.batch=2",
+    "training.micro_batches=2",
+    "training.validate_every=20",
+    "training.validation_tokens=128",
+    "training.save_every=2",
+    "training.keep_every=20",
+]
+
+
+class Bench:
+    """A folder to work in, a text to learn from, and how a session is started."""
+
+    def __init__(self, folder: Path, device: str, overrides: list[str], steps: int):
+        self.folder, self.device, self.steps = folder, device, steps
+        self.text = folder / "text.txt"
+        self.text.write_text("\n\n".join(f"def f{i}(x):\n    return x * {i} + {i * i}" for i in range(2000)))
+        self.overrides = [f"data.source={self.text}", *SMALL, f"training.steps={steps}", *overrides]
+
+    def loop(self, out: Path, resume: bool) -> Loop:
+        """A run, opened."""
+        return Loop(
+            load_config("tiny", self.overrides), Policy.parse("fp32"), out, device=self.device, resume=resume
+        )
+
+    def session(self, out: Path, act: Callable[[Loop], None] | None = None) -> int:
+        """A process that starts or resumes the run in a folder; its id. `act` may meddle before it runs."""
+        resume = any(checkpoint.is_complete(path) for path in checkpoint.step_folders(out / "checkpoints"))
+        if not resume:
+            shutil.rmtree(out, ignore_errors=True)  # killed before its first checkpoint: it starts anew
+        if child := os.fork():
+            return child
+        code = 1
+        try:
+            self._quiet(out)
+            loop = self.loop(out, resume)
+            (out / "started").write_text(str(loop.start))
+            if act is not None:
+                act(loop)
+            code = 0 if loop.run().finished else 3
+        except BaseException as error:
+            print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
+        finally:
+            os._exit(code)
+
+    def _quiet(self, out: Path) -> None:
+        with open(out.with_suffix(".log"), "ab") as log:
+            os.dup2(log.fileno(), 2)
+        import torch
+
+        torch.set_num_threads(1)
+
+    def uninterrupted(self) -> tuple[dict[str, bytes], float]:
+        """The state that a run must end with, and how long it takes."""
+        out = self.folder / "uninterrupted"
+        started = time.monotonic()
+        assert os.waitpid(self.session(out), 0)[1] == 0, out.with_suffix(".log").read_text()
+        return final_state(out), time.monotonic() - started
+
+
+def final_state(out: Path) -> dict[str, bytes]:
+    arrays, manifest = load(checkpoint.step_folders(out / "checkpoints")[-1])
+    return {"step": str(manifest["step"]).encode()} | {
+        n: bytes(a.data) for n, a in arrays.items() if not n.startswith("rng.")
+    }
+
+
+def verified(out: Path) -> tuple[list[int], list[str]]:
+    """The steps of the checkpoints in a folder that are whole, and what is wrong with others. By hand."""
+    whole, wrong = [], []
+    for path in sorted((out / "checkpoints").glob("step-*")) if (out / "checkpoints").exists() else []:
+        if not path.name.removeprefix("step-").isdigit():
+            continue  # what a kill left of a save or a removal
+        try:
+            manifest = json.loads((path / "manifest.json").read_bytes())
+            content = (path / "state.safetensors").read_bytes()
+            told = manifest["files"]["state.safetensors"]
+            assert (len(content), hashlib.sha256(content).hexdigest()) == (told["bytes"], told["sha256"])
+            length = int.from_bytes(content[:8], "little")
+            header = json.loads(content[8 : 8 + length])
+            assert max(entry["data_offsets"][1] for entry in header.values()) == len(content) - 8 - length
+            whole.append(int(manifest["step"]))
+        except (OSError, ValueError, KeyError, AssertionError) as error:
+            wrong.append(f"{path.name}: {error!r}")
+    return sorted(whole), wrong
+
+
+def kill_at(child: int, out: Path, aimed: bool, seconds: float, rng: random.Random) -> str | None:
+    """Kills a session at an instant; what it was doing, or None if it had ended before."""
+    give_up = time.monotonic() + 30
+    stale = partials(out)  # what the kill before left: the next save removes it
+    if aimed:
+        skipped = rng.randrange(8)  # not always the first save of a session
+        seen: set[tuple[str, int]] = set()
+        while time.monotonic() < give_up and os.waitpid(child, os.WNOHANG)[0] == 0:
+            seen |= partials(out) - stale
+            if len({name for name, _ in seen}) > skipped:
+                time.sleep(rng.random() * 0.004)
+                break
+            time.sleep(0.0002)
+        else:
+            return None
+    else:
+        time.sleep(rng.random() * seconds)
+    try:
+        os.kill(child, signal.SIGKILL)
+        _, status = os.waitpid(child, 0)
+    except (ProcessLookupError, ChildProcessError):
+        return None
+    if not os.WIFSIGNALED(status):
+        return None
+    return "saving" if partials(out) - stale else "training"
+
+
+def partials(out: Path) -> set[tuple[str, int]]:
+    """The unfinished saves in a run folder, each with the instant at which a file was last made in it."""
+    found = set()
+    for path in out.glob("checkpoints/*.partial"):
+        with contextlib.suppress(FileNotFoundError):
+            found.add((path.name, path.stat().st_mtime_ns))
+    return found
+
+
+def kills(bench: Bench, count: int, seed: int) -> dict[str, object]:
+    """Kills and resumes until `count` kills struck; what was found."""
+    expected, seconds = bench.uninterrupted()
+    rng, struck = random.Random(seed), Counter[str]()
+    faults: list[str] = []
+    runs = ended = resumed = 0
+    out, newest = bench.folder / "run-0", None
+
+    def check_end() -> None:
+        nonlocal ended
+        ended += 1
+        if final_state(out) != expected:
+            faults.append(f"{out.name}: the weights differ from those of the uninterrupted run")
+
+    while sum(struck.values()) < count:
+        (out / "started").unlink(missing_ok=True)
+        child = bench.session(out)
+        what = kill_at(child, out, rng.random() < 0.5, seconds, rng)
+        if (out / "started").exists() and newest is not None:
+            resumed += 1
+            if (out / "started").read_text() not in ("", str(newest)):
+                faults.append(f"{out.name}: resumed at {(out / 'started').read_text()}, expected {newest}")
+        if what is None:
+            if (out / "events.jsonl").exists() and read_events(out / "events.jsonl")[-1]["event"] == "end":
+                check_end()
+            else:
+                faults.append(f"{out.name}: a session failed: {out.with_suffix('.log').read_text()[-300:]}")
+            runs, newest = runs + 1, None
+            shutil.rmtree(out)
+            out = bench.folder / f"run-{runs}"
+            continue
+        struck[what] += 1
+        whole, wrong = verified(out)
+        faults += [f"half-written: {one}" for one in wrong]
+        told = [e["step"] for e in events_of(out) if e["event"] == "checkpoint"]
+        if told and (not whole or whole[-1] < told[-1]):
+            faults.append(f"lost: step {told[-1]} was told as saved, the newest is {whole[-1:]}")
+        if newest is not None and (not whole or whole[-1] < newest):
+            faults.append(f"lost: step {newest} was there before the kill")
+        newest = whole[-1] if whole else None
+    os.waitpid(bench.session(out), 0)
+    check_end()
+    return {"struck": dict(struck), "resumed": resumed, "runs": ended, "faults": faults}
+
+
+def events_of(out: Path) -> list[dict[str, object]]:
+    return read_events(out / "events.jsonl") if (out / "events.jsonl").exists() else []
+
+
+def may_mount(folder: Path) -> bool:
+    probe = folder / "probe"
+    probe.mkdir()
+    done = subprocess.run(["mount", "-t", "tmpfs", "tmpfs", probe], capture_output=True)
+    if done.returncode == 0:
+        subprocess.run(["umount", probe], check=True)
+    return done.returncode == 0
+
+
+def meddle(loop: Loop, begin: Callable[[], object], end: Callable[[], object], first: int, last: int) -> None:
+    """Calls `begin` before step `first` and `end` after step `last`, whatever happens."""
+    launch = loop.session.step
+
+    def step(batch: object) -> object:
+        if loop.tally.step == first:
+            begin()
+        if loop.tally.step == last:
+            end()
+        return launch(batch)
+
+    loop.session.step = step  # type: ignore[method-assign]
+
+
+def survive(bench: Bench, name: str, out: Path, act: Callable[[Loop], None]) -> dict[str, object]:
+    expected = final_state(bench.folder / "uninterrupted")
+    code = os.waitpid(bench.session(out, act), 0)[1]
+    faults = [] if code == 0 else [f"{name}: the run failed: {out.with_suffix('.log').read_text()[-300:]}"]
+    events = events_of(out)
+    failed = [e for e in events if e["event"] == "save_failed"]
+    steps = [e["step"] for e in events if e["event"] == "step"]
+    _, wrong = verified(out)
+    faults += [f"{name}: half-written: {one}" for one in wrong]
+    if not failed:
+        faults.append(f"{name}: nothing was refused, so nothing was survived")
+    if steps != list(range(1, bench.steps + 1)):
+        faults.append(f"{name}: {bench.steps - len(steps)} steps are missing in the record")
+    if final_state(out) != expected:
+        faults.append(f"{name}: the weights differ from those of the uninterrupted run")
+    why = str(failed[0]["message"]).partition(": ")[2].partition(" (")[0] if failed else ""
+    return {
+        "failed": len(failed),
+        "saved": sum(e["event"] == "checkpoint" for e in events),
+        "why": why,
+        "faults": faults,
+    }
+
+
+def disk(bench: Bench) -> dict[str, dict[str, object]]:
+    """A full disk and a read-only folder, for a third of a run each."""
+    if not (bench.folder / "uninterrupted").exists():
+        bench.uninterrupted()
+    mounting, first, last = may_mount(bench.folder), bench.steps // 3, 2 * bench.steps // 3
+    small = bench.folder / "small"
+    small.mkdir()
+    if mounting:
+        subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64m", "tmpfs", small], check=True)
+    hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
+    ballast = small / "ballast"
+
+    def fill() -> None:
+        with open(ballast, "wb", buffering=0) as file, contextlib.suppress(OSError):
+            while file.write(bytes(4096)):
+                pass
+
+    def full(loop: Loop) -> None:
+        if mounting:
+            meddle(loop, fill, ballast.unlink, first, last)
+        else:
+            limit = resource.RLIMIT_FSIZE
+            meddle(loop, lambda: resource.setrlimit(limit, (1, hard)),
+                   lambda: resource.setrlimit(limit, (hard, hard)), first, last)  # fmt: skip
+
+    out = bench.folder / "read-only"
+
+    def lock(loop: Loop) -> None:
+        if mounting:
+            loop.keeper.settle()  # a mount with an open file does not turn read-only
+            subprocess.run(["mount", "--bind", out, out], check=True)
+            subprocess.run(["mount", "-o", "remount,bind,ro", out], check=True)
+        else:
+            (out / "checkpoints").chmod(0o555)
+
+    def unlock() -> None:
+        if mounting:
+            subprocess.run(["umount", "-l", out], check=True)
+        else:
+            (out / "checkpoints").chmod(0o755)
+
+    how = ("a tmpfs, filled to the last byte", "a read-only bind mount") if mounting else (
+        "RLIMIT_FSIZE (no right to mount)", "permissions (no right to mount)")  # fmt: skip
+    try:
+        results = {f"full disk: {how[0]}": survive(bench, "full disk", small / "run", full)}
+        if mounting or os.geteuid() != 0:
+            results[f"read-only folder: {how[1]}"] = survive(
+                bench, "read-only", out, lambda loop: meddle(loop, lambda: lock(loop), unlock, first, last)
+            )
+    finally:
+        if mounting:
+            subprocess.run(["umount", "-l", small], check=True)
+            subprocess.run(["umount", "-l", out], capture_output=True)
+    return results
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="what a run survives")
+    parser.add_argument("--kills", type=int, default=100)
+    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--only", choices=("kills", "damage", "disk"))
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--set", dest="overrides", action="append", default=[])
+    options = parser.parse_args()
+    import torch  # before the first fork, with all that a session imports; nothing is computed here
+    import torch._dynamo
+
+    import halfstep.torch.session  # noqa: F401
+
+    rows: list[tuple[str, str]] = []
+    faults: list[str] = []
+    with tempfile.TemporaryDirectory() as folder:
+        bench = Bench(Path(folder), options.device, options.overrides, options.steps)
+        if options.only in (None, "kills"):
+            found = kills(bench, options.kills, options.seed)
+            struck = found["struck"]
+            rows.append((f"kills (seed {options.seed})", f"{options.kills}: {struck}"))
+            rows.append(("sessions that resumed, at the newest checkpoint", str(found["resumed"])))
+            rows.append(("runs that ended, bit-identical to the uninterrupted one", str(found["runs"])))
+            faults += found["faults"]
+        if options.only in (None, "damage"):
+            if not (bench.folder / "uninterrupted").exists():
+                bench.uninterrupted()
+            folders = checkpoint.step_folders(bench.folder / "uninterrupted" / "checkpoints")
+            found = damage(*folders[-2:], bench.folder / "copy")
+            for kind, number in found["found"].items():
+                rest = found["same"].get(kind, 0)
+                rows.append((kind, f"{number} found" + (f", {rest} mean the same" if rest else "")))
+            faults += found["faults"]
+        if options.only in (None, "disk"):
+            for name, found in disk(bench).items():
+                told = f"{found['failed']} saves refused ({found['why']}), {found['saved']} made, same weights"
+                rows.append((name, told))
+                faults += found["faults"]
+    print(f"torch {torch.__version__}, {options.device}, Python {sys.version.split()[0]}")
+    width = max(len(name) for name, _ in rows)
+    for name, told in rows:
+        print(f"{name:<{width}}  {told}")
+    print(f"{'lost, half-written or not found':<{width}}  {len(faults)}")
+    for fault in faults:
+        print(f"  {fault}")
+    return 1 if faults else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,427 @@
+"""`speedrun` and `golf` on an NVIDIA GPU: halfstep's bf16-mixed against the autocast form of the same recipe.
+
+    python benchmarks/recipes.py --recipe speedrun [--steps 200] [--source-steps 60] [--json FILE]
+    python benchmarks/recipes.py --recipe golf [--steps 200] [--source-steps 200]
+
+Each arm is a process of its own; they take turns of `--turn` updates on the same tokens from the same first
+weights, so that what the device does in a minute it does to both. `source` is the recipe as its source trains it
+(recipe_sources.py), `halfstep` is the recipe as `halfstep train` runs it. Both run the first steps of the recipe's
+own schedule. The source may be given fewer updates, for they cost a second each: its turns are then spread over
+those of the other, and the held-out loss is compared after as many updates of each.
+
+Time is of an update, by device events, the first of each turn left out; memory is the most that was allocated.
+`golf` ends with its int8 + zlib artifact, scored on the same held-out tokens.
+Tokens are made if `--tokens` names none (recipe_tokens.py). What PERF anchors say is printed beside.
+"""
+
+import argparse
+import json
+import math
+import os
+import statistics
+import sys
+import tempfile
+import time
+import traceback
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+import recipe_tokens
+
+from halfstep.config.load import load
+from halfstep.config.run import RunConfig
+from halfstep.core.errors import HalfstepError
+from halfstep.tools.workers import FailedError, Worker
+
+Answer = dict[str, Any]
+# Of the source on an H200: milliseconds an update of 524,288 tokens, MiB.
+ANCHORS = {"speedrun": (1091.0, 35463), "golf": (313.5, 10940)}
+TOLERANCE = 0.03
+SOURCE_STEPS = 60  # of speedrun: they take a second each
+ARMS = ("halfstep", "source")
+SPARE_SECONDS = 30.0  # kept for the last looks
+
+
+def main() -> int:
+    options = arguments()
+    if options.worker:
+        return serve(options)
+    started = time.perf_counter()
+    config = configuration(options)
+    with tempfile.TemporaryDirectory() as made:
+        options.tokens = options.tokens or Path(made) / "tokens"
+        # 50,257 as GPT-2 has them: the rest of 50,304 is padding
+        vocabulary = min(config.model.vocabulary, 50257)
+        told = recipe_tokens.make(options.tokens, vocabulary, options.megabytes)
+        say(f"tokens: {told}, {time.perf_counter() - started:.0f} s")
+        found = race(options, started, Path(made))
+    found |= {"recipe": options.recipe, "tokens": told, "tokens_per_step": tokens_per_step(config)}
+    found["seconds"] = time.perf_counter() - started
+    if options.json:
+        options.json.write_text(json.dumps(found, indent=1))
+    print("\n".join(table(found, options.recipe)))
+    return 0
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--recipe", choices=ANCHORS, default="speedrun")
+    parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS))
+    parser.add_argument("--steps", type=int, default=200, help="updates of halfstep")
+    parser.add_argument(
+        "--source-steps", type=int, default=None, help="updates of the source; as many without it, of speedrun 60"
+    )
+    parser.add_argument("--turn", type=int, default=10, help="updates of one turn")
+    parser.add_argument("--seconds", type=float, default=540.0, help="stop in time, with what there is")
+    parser.add_argument("--policy", default="bf16-mixed", help="of halfstep")
+    parser.add_argument("--held-out", type=int, default=1 << 20, help="tokens of a look")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--tokens", type=Path, help="a folder of recipe_tokens.py, made if it is not there")
+    parser.add_argument("--megabytes", type=int, default=200, help="of text, at most")
+    parser.add_argument("--set", action="append", default=[], dest="overrides", help="a setting of the recipe")
+    parser.add_argument("--no-tuning", action="store_true", help="the source without coordinate descent")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--worker", choices=ARMS, help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+def configuration(options: argparse.Namespace) -> RunConfig:
+    config = load(options.recipe, options.overrides)
+    training = replace(config.training, validation_tokens=options.held_out)
+    data = replace(config.data, source=str(options.tokens or ""))
+    return replace(config, training=training, data=data)
+
+
+def tokens_per_step(config: RunConfig) -> int:
+    return config.training.batch * config.training.micro_batches * config.model.context
+
+
+def race(options: argparse.Namespace, started: float, logs: Path) -> Answer:
+    """Turn by turn: next is whoever has the smallest share of its updates."""
+    by_default = min(options.steps, SOURCE_STEPS) if options.recipe == "speedrun" else options.steps
+    wanted = {"halfstep": options.steps, "source": options.source_steps or by_default}
+    wanted = {arm: wanted[arm] for arm in options.arms}
+    common = min(wanted.values())
+    command = [sys.executable, __file__, "--tokens", str(options.tokens), *passed_on()]
+    workers: dict[str, Worker] = {}
+    arms: dict[str, Answer] = {arm: {"seconds": [], "losses": [], "looks": {}} for arm in wanted}
+    try:
+        for arm in wanted:  # one after another: compiling takes all cores
+            workers[arm] = Worker([*command, "--worker", arm], logs / f"{arm}.log", os.environ)
+            arms[arm] |= workers[arm].hear(300.0)
+        while left := [arm for arm in wanted if len(arms[arm]["losses"]) < wanted[arm] and arm in workers]:
+            arm = min(left, key=lambda name: len(arms[name]["losses"]) / wanted[name])
+            try:
+                if not take_turn(arm, workers[arm], arms[arm], wanted[arm], common, options, started):
+                    break
+            except FailedError as error:  # what the others found is kept
+                arms[arm]["failed"] = error.message
+                workers.pop(arm).end()
+                say(f"{arm} failed: {error.message}")
+        for arm, worker in workers.items():
+            if arms[arm]["losses"]:
+                arms[arm] |= worker.ask({"do": "finish"}, max(left_of(options, started), 0.0) + 2 * SPARE_SECONDS)
+    finally:
+        for worker in workers.values():
+            worker.close()
+    return {"arms": arms, "common": common}
+
+
+def take_turn(
+    name: str, worker: Worker, arm: Answer, wanted: int, common: int, options: argparse.Namespace, started: float
+) -> bool:
+    """One turn of an arm, up to the update after which all are looked at; whether there is time for another."""
+    done = len(arm["losses"])
+    until = min(done + options.turn, wanted, common if done < common else wanted)
+    left = left_of(options, started)
+    if left < 2 * options.turn * (statistics.median(arm["seconds"]) if arm["seconds"] else 0.0):
+        say(f"{options.seconds:.0f} s are nearly over")
+        return False
+    answer = worker.ask({"do": "train", "steps": until - done}, max(left, 1.0))
+    arm["seconds"] += answer["seconds"]
+    arm["losses"] += answer["losses"]
+    arm["memory"] = answer["memory"]
+    if until in (common, wanted):
+        arm["looks"][until] = worker.ask({"do": "look"}, 120.0)["loss"]
+    pace = f"{1000 * statistics.median(arm['seconds']):.1f} ms" if arm["seconds"] else "not timed yet"
+    say(f"{name}: {until} of {wanted} updates, loss {arm['losses'][-1]:.4f}, {pace}")
+    return True
+
+
+def left_of(options: argparse.Namespace, started: float) -> float:
+    return float(options.seconds - SPARE_SECONDS - (time.perf_counter() - started))
+
+
+def passed_on() -> list[str]:
+    """The options, for a worker: those that name files are its parent's alone."""
+    kept, skip = list[str](), False
+    for word in sys.argv[1:]:
+        if skip:
+            skip = False
+        elif word in ("--json", "--tokens"):
+            skip = True
+        elif not word.startswith(("--json=", "--tokens=")):
+            kept.append(word)
+    return kept
+
+
+def table(found: Answer, recipe: str) -> list[str]:
+    """What came out, in lines."""
+    lines = [f"{recipe}: {found['tokens_per_step']:,} tokens an update", ""]
+    lines.append(
+        f"{'arm':10} {'updates':>8} {'ms/update':>10} {'spread':>8} {'MiB':>8}  held-out loss after updates"
+    )
+    pace = {}
+    for name, arm in found["arms"].items():
+        if not arm["seconds"]:
+            told = arm.get("failed", "no update was timed: one turn more is needed")
+            lines.append(f"{name:10} {len(arm['losses']):8} {told}")
+            continue
+        pace[name] = 1000 * statistics.median(arm["seconds"])
+        low, high = (1000 * value for value in (min(arm["seconds"]), max(arm["seconds"])))
+        looks = ", ".join(f"{loss:.4f} ({steps})" for steps, loss in arm["looks"].items())
+        memory = arm["memory"] / 2**20
+        lines.append(
+            f"{name:10} {len(arm['losses']):8} {pace[name]:10.1f} {high - low:8.1f} {memory:8,.0f}  {looks}"
+        )
+    if len(pace) == 2:
+        arms = found["arms"]
+        memory = arms["halfstep"]["memory"] / arms["source"]["memory"] - 1
+        lines += [
+            "",
+            f"halfstep against source: time {pace['halfstep'] / pace['source'] - 1:+.1%}, memory {memory:+.1%}",
+        ]
+    if "source" in pace:
+        anchor, memory = ANCHORS[recipe]
+        off = pace["source"] / anchor - 1
+        verdict = "within" if abs(off) <= TOLERANCE else "NOT within"
+        lines.append(
+            f"the source against its anchor, {anchor} ms and {memory:,} MiB: time {off:+.1%}, {verdict} 3 %"
+        )
+    artifact = found["arms"].get("halfstep", {}).get("artifact")
+    if artifact:
+        before, after = artifact["bits_per_byte_before"], artifact["bits_per_byte_after"]
+        lines.append(
+            f"int8 + zlib: {artifact['bytes']:,} of {artifact['limit']:,} bytes; {before:.4f} -> {after:.4f} bpb"
+        )
+    return lines
+
+
+# --- the workers -------------------------------------------------------------------------------------------------
+
+
+def serve(options: argparse.Namespace) -> int:
+    """Answers in lines of JSON; whatever else is printed goes to stderr."""
+    line, sys.stdout = sys.stdout, sys.stderr
+    try:
+        arm = {"halfstep": Halfstep, "source": Source}[options.worker](options)
+        print(json.dumps(arm.hello()), file=line, flush=True)
+        for request in map(json.loads, sys.stdin):
+            print(json.dumps(arm.answer(request)), file=line, flush=True)
+    except Exception as error:
+        traceback.print_exc()
+        hint = error.hint if isinstance(error, HalfstepError) else None
+        told = {
+            "failed": f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}",
+            "hint": hint,
+        }
+        print(json.dumps(told), file=line, flush=True)
+        return 1
+    return 0
+
+
+class Trainer:
+    """What both arms share: tokens, turns, clocks."""
+
+    def __init__(self, options: argparse.Namespace):
+        import torch
+
+        from halfstep.training.data import Batches, load_corpus
+
+        self.options, self.config = options, configuration(options)
+        self.device = torch.device(options.device)
+        config, training = self.config, self.config.training
+        self.corpus = load_corpus(config.data.source, config.data.validation, config.model.vocabulary)
+        self.batches = Batches(
+            self.corpus.train,
+            context=config.model.context,
+            batch=training.batch,
+            micro_batches=training.micro_batches,
+            seed=config.seed,
+        )
+        self.done, self.memory = 0, 1
+        self.set_up()
+
+    def hello(self) -> Answer:
+        """Where it runs, and on what."""
+        import torch
+
+        name = torch.cuda.get_device_name() if self.device.type == "cuda" else "CPU"
+        return {"device": name, "torch": torch.__version__, "train_tokens": len(self.corpus.train)}
+
+    def answer(self, request: Answer) -> Answer:
+        """What a request gives."""
+        if request["do"] == "train":
+            return self.train(request["steps"])
+        if request["do"] == "look":
+            return {"loss": self.look()}
+        return self.finish()
+
+    def train(self, steps: int) -> Answer:
+        """A turn: seconds of its updates but the first, and the losses of all."""
+        import torch
+
+        from halfstep.training.data import Prefetch
+
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats()  # looks are not training
+        marks, losses = [self.mark()], []
+        with Prefetch(self.batches.at, self.done, self.done + steps) as batches:
+            for tokens in batches:
+                losses.append(self.update(tokens))
+                marks.append(self.mark())
+                self.done += 1
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+            seconds = [before.elapsed_time(after) / 1000 for before, after in pairwise(marks[1:])]
+            self.memory = max(self.memory, torch.cuda.max_memory_allocated())
+        else:
+            seconds = [after - before for before, after in pairwise(marks[1:])]
+        first = self.done == steps  # the first turn compiles, at its second update too
+        told = {"losses": [float(x) for x in losses], "memory": self.memory}
+        return {"seconds": seconds[2:] if first else seconds, **told}
+
+    def mark(self) -> Any:
+        """A moment, on the device's own clock."""
+        import torch
+
+        if self.device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def finish(self) -> Answer:
+        """What is told after the last turn."""
+        return {}
+
+    def set_up(self) -> None:
+        """Makes the model."""
+        raise NotImplementedError
+
+    def update(self, tokens: Any) -> Any:
+        """One update; its loss, unread."""
+        raise NotImplementedError
+
+    def look(self) -> float:
+        """The held-out loss."""
+        raise NotImplementedError
+
+
+class Halfstep(Trainer):
+    """As `halfstep train` does."""
+
+    def set_up(self) -> None:
+        """Makes the model."""
+        from halfstep.core.policy import Policy
+        from halfstep.training.session import open_session
+
+        self.session = open_session(self.config, Policy.parse(self.options.policy), self.options.device)
+
+    def update(self, tokens: Any) -> Any:
+        """One update; its loss, unread."""
+        return self.session.step(tokens).loss
+
+    def look(self) -> float:
+        """The held-out loss."""
+        from halfstep.training.evaluation import evaluate
+
+        return evaluate(self.session, self.corpus, self.config).loss
+
+    def finish(self) -> Answer:
+        """What is told after the last turn."""
+        if self.config.artifact.format == "none":
+            return {}
+        from halfstep.training.artifact import masters, score
+        from halfstep.training.evaluation import evaluate
+
+        before = evaluate(self.session, self.corpus, self.config)
+        weights = masters(self.session.state(), self.config.model, averaged=False)
+        with tempfile.TemporaryDirectory() as folder:
+            found = score(self.session, self.corpus, self.config, Path(folder) / "model", before, weights).record()
+        told = json.loads((self.options.tokens / recipe_tokens.SUMMARY).read_text())
+        bits = told["val_tokens"] / told["val_bytes"] / math.log(2)  # of a nat a token, on the held-out text
+        return {
+            "artifact": {
+                **found,
+                "bits_per_byte_before": found["loss_before"] * bits,
+                "bits_per_byte_after": found["loss_after"] * bits,
+            }
+        }
+
+
+class Source(Trainer):
+    """As the recipe's source does."""
+
+    def set_up(self) -> None:
+        """Makes the model."""
+        from recipe_sources import Arm
+
+        from halfstep.config.weights import initial_weights
+
+        weights = dict(initial_weights(self.config.model, self.config.seed))
+        self.arm = Arm(self.config, weights, self.device, tuned=not self.options.no_tuning)
+
+    def update(self, tokens: Any) -> Any:
+        """One update; its loss, unread."""
+        import numpy as np
+
+        from halfstep.training.schedule import factor
+
+        training = self.config.training
+        rate = factor(
+            np.float32(self.done),
+            steps=training.steps,
+            warmup=training.warmup_steps,
+            warmdown_share=training.warmdown,
+            xp=np,
+        )
+        return self.arm.step(self.done, [self.batch(part) for part in tokens], float(rate))
+
+    def look(self) -> float:
+        """The held-out loss."""
+        from halfstep.training.data import validation_batches
+
+        total, count = 0.0, 0
+        given = validation_batches(
+            self.corpus.validation,
+            context=self.config.model.context,
+            batch=self.config.training.batch,
+            limit_tokens=self.config.training.validation_tokens,
+        )
+        for windows in given:
+            total += float(self.arm.evaluate(self.batch(windows))) * windows[:, 1:].size
+            count += windows[:, 1:].size
+        return total / count
+
+    def batch(self, windows: Any) -> Any:
+        """Inputs and targets, on the device."""
+        import numpy as np
+        import torch
+
+        tokens = torch.from_numpy(np.ascontiguousarray(windows))
+        if self.device.type == "cuda":
+            tokens = tokens.pin_memory().to(self.device, non_blocking=True)
+        tokens = tokens.long()
+        return tokens[:, :-1], tokens[:, 1:]
+
+
+def say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,283 @@
+"""A finished model in as few bytes as int8 and zlib give, loaded back and scored before anyone relies on it.
+
+    matrices        int8, with one fp16 scale a row:  w ~ q * scale,  q = round(w / scale),  |q| <= 127
+    everything else fp16, to nearest: gains, factors, mixes, some 20,000 numbers of `golf`
+
+The scale is the row's largest magnitude over 127, rounded **up** to fp16, and q is taken with the scale that is
+stored. So nothing is clipped and no weight is off by more than half of its scale. (The source clips at the
+99.99984th percentile of a row, which for rows of a thousand numbers is their largest, and divides by a scale that
+it then rounds, which moves a large weight by another 0.06 of it. It also keeps small tensors in fp32.)
+
+The file runs no code when it is read. It is, in this order:
+
+    8 bytes      HSINT8Z and the version, 1
+    32 bytes     SHA-256 of all that follows
+    8 bytes      length of the safetensors file, little-endian
+    the rest     that file, compressed by zlib at level 9: `<parameter>` in I8 or F16, `<parameter>.scale` in F16,
+                 and under `halfstep` of its metadata the model's configuration in JSON
+
+The same weights give the same bytes, with one version of zlib. A limit is a limit of the file; what a contest
+counts besides, as its training script, is up to whoever enters one.
+"""
+
+import hashlib
+import json
+import zlib
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from halfstep.config.model import ModelConfig, Shape, parameter_shapes
+from halfstep.config.run import RunConfig
+from halfstep.config.schema import build
+from halfstep.config.weights import Weights
+from halfstep.core.errors import HalfstepError
+from halfstep.core.split import join
+from halfstep.core.stored import Stored
+from halfstep.training.corpus import Corpus
+from halfstep.training.durable import write_whole
+from halfstep.training.evaluation import Evaluation, evaluate
+from halfstep.training.session import Session
+
+NAME = "model.int8z"
+MAGIC, VERSION = b"HSINT8Z", 1
+HEADER_BYTES = 8 + 32 + 8
+SCALE = ".scale"
+LEVELS = 127
+FP16_MAX = 65504.0
+
+Floats = NDArray[np.float32]
+Arrays = dict[str, NDArray[Any]]
+
+
+class ArtifactError(HalfstepError):
+    """An artifact that cannot be made or read."""
+
+
+@dataclass(frozen=True)
+class Scored:
+    """An artifact, and what it costs: the same held-out tokens before and after."""
+
+    path: Path
+    bytes: int
+    limit: int  # 0 where there is none
+    before: Evaluation
+    after: Evaluation
+
+    @property
+    def over(self) -> int:
+        """By how many bytes it is too large; 0 where it fits."""
+        return max(0, self.bytes - self.limit) if self.limit else 0
+
+    def record(self) -> dict[str, Any]:
+        """As events and JSON have it."""
+        return {
+            "path": str(self.path),
+            "bytes": self.bytes,
+            "limit": self.limit or None,
+            "over": self.over,
+            "loss_before": self.before.loss,
+            "loss_after": self.after.loss,
+            "bits_per_byte_before": self.before.bits_per_byte,
+            "bits_per_byte_after": self.after.bits_per_byte,
+        }
+
+    def __str__(self) -> str:
+        size = f"artifact `{self.path}`: {self.bytes:,} bytes"
+        if self.limit:
+            told = f"OVER by {self.over:,}" if self.over else f"{self.limit - self.bytes:,} to spare"
+            size += f" of {self.limit:,}, {told}"
+        if self.before.bits_per_byte is not None and self.after.bits_per_byte is not None:
+            return f"{size}; bits per byte {self.before.bits_per_byte:.4f} -> {self.after.bits_per_byte:.4f}"
+        return f"{size}; held-out loss {self.before.loss:.4f} -> {self.after.loss:.4f}"
+
+
+def encode(weights: Weights, model: ModelConfig) -> bytes:
+    """The bytes of an artifact."""
+    from safetensors.numpy import save
+
+    arrays: Arrays = {}
+    for name, value in weights:
+        arrays |= _narrowed(name, value)
+    expected = {n for name, shape in parameter_shapes(model).items() for n in _names(name, shape)}
+    assert arrays.keys() == expected, "the weights are the model's"
+    plain = save(arrays, {"halfstep": json.dumps(asdict(model), sort_keys=True)})
+    rest = len(plain).to_bytes(8, "little") + zlib.compress(plain, 9)
+    return MAGIC + bytes([VERSION]) + hashlib.sha256(rest).digest() + rest
+
+
+def decode(data: bytes, name: str = "artifact") -> tuple[ModelConfig, dict[str, Floats]]:
+    """The model and its weights in fp32; what is not whole, or not an artifact, is refused."""
+    plain = _checked_payload(data, name)
+    model, arrays = _parsed(plain, name)
+    weights = {}
+    for parameter, shape in parameter_shapes(model).items():
+        value = arrays[parameter].astype(np.float32)
+        if _is_matrix(parameter, shape):
+            value *= arrays[parameter + SCALE].astype(np.float32)[:, None]  # exact: 7 bits times 11
+        weights[parameter] = value
+    return model, weights
+
+
+def masters(state: Mapping[str, Stored], model: ModelConfig, *, averaged: bool) -> Iterator[tuple[str, Floats]]:
+    """The weights in a session's state, or their averages, in fp32."""
+    for name in parameter_shapes(model):
+        held = state[f"average.{name}" if averaged else f"model.{name}"]
+        rest = None if averaged else state.get(f"remainder.{name}")
+        yield name, _wide(held, rest)
+
+
+def score(
+    session: Session,
+    corpus: Corpus,
+    config: RunConfig,
+    path: Path,
+    before: Evaluation,
+    weights: Iterable[tuple[str, Floats]],
+) -> Scored:
+    """Writes weights as an artifact, reads it back, and looks at the held-out tokens of `before` with it.
+
+    The session is given the weights that were read, and has its own state again afterwards.
+    """
+    _write(path, encode(weights, config.model))
+    data = path.read_bytes()
+    _, found = decode(data, str(path))
+    state = session.state()
+    session.load_weights({f"model.{name}": ("F32", value.shape, value.tobytes()) for name, value in found.items()})
+    try:
+        after = evaluate(session, corpus, config, averaged=False)
+    finally:
+        session.load(state)
+    return Scored(path, len(data), config.artifact.limit, before, after)
+
+
+def conclude(
+    session: Session, corpus: Corpus, config: RunConfig, out: Path, before: Evaluation, events: Any, bar: Any
+) -> None:
+    """At the end of a run: the artifact that its recipe asks for, scored and told of.
+
+    One that is too large is a warning, in the events and on the screen: the run is worth what it is all the same.
+    """
+    if config.artifact.format == "none":
+        return
+    weights = masters(session.state(), config.model, averaged=config.training.ema > 0)
+    try:
+        found = score(session, corpus, config, out / NAME, before, weights)
+    except ArtifactError as error:  # the checkpoint is there, and whoever trained for days keeps the run
+        events.write("warning", message=f"there is no artifact: {error.message}")
+        bar.note(f"warning: there is no artifact: {error.message}")
+        return
+    events.write("artifact", **{**found.record(), "path": NAME})
+    bar.note(str(found))
+    if found.over:
+        told = f"the artifact has {found.bytes:,} bytes, {found.over:,} more than artifact.limit {found.limit:,}"
+        events.write("warning", message=told)
+        bar.note(f"warning: {told}")
+
+
+def _narrowed(name: str, value: Floats) -> Arrays:
+    """What is stored of a parameter."""
+    if not np.isfinite(value).all():
+        raise ArtifactError(
+            f"`{name}` holds numbers that are not finite", hint="make the artifact of an earlier checkpoint"
+        )
+    if not _is_matrix(name, value.shape):
+        if value.size and np.abs(value).max() > FP16_MAX:
+            raise ArtifactError(
+                f"`{name}` holds {np.abs(value).max():g}, and fp16 ends at {FP16_MAX:g}",
+                hint="a factor that large has diverged: make the artifact of an earlier checkpoint",
+            )
+        return {name: value.astype("<f2")}
+    numbers, scale = quantize(value)
+    if not np.isfinite(scale).all():
+        raise ArtifactError(f"a row of `{name}` has numbers beyond {LEVELS * FP16_MAX:g}")
+    return {name: numbers, name + SCALE: scale}
+
+
+def quantize(matrix: Floats) -> tuple[NDArray[np.int8], NDArray[np.float16]]:
+    """The nearest multiples of each row's scale, and the scales."""
+    amax = np.abs(matrix.astype(np.float64)).max(axis=1)
+    with np.errstate(over="ignore"):
+        nearest = (amax / LEVELS).astype("<f2")
+        below = nearest.astype(np.float64) * LEVELS < amax
+        scale = np.where(below, np.nextafter(nearest, np.float16(np.inf)), nearest).astype("<f2")
+    divisor = np.where(scale > 0, scale.astype(np.float64), 1.0)  # a row of zeros has no scale
+    return np.rint(matrix / divisor[:, None]).astype(np.int8), scale
+
+
+def _is_matrix(name: str, shape: Shape) -> bool:
+    return name.endswith(".weight") and len(shape) == 2
+
+
+def _names(name: str, shape: Shape) -> list[str]:
+    return [name, name + SCALE] if _is_matrix(name, shape) else [name]
+
+
+def _wide(held: Stored, rest: Stored | None) -> Floats:
+    dtype, shape, data = held
+    if dtype == "BF16":
+        codes = np.frombuffer(data, "<u2").reshape(shape)
+        if rest is None:
+            return (codes.astype(np.uint32) << 16).view(np.float32)
+        return join(codes, np.frombuffer(rest[2], "<i2").reshape(shape))
+    kinds = {"F32": "<f4", "F16": "<f2"}
+    return np.frombuffer(data, kinds[dtype]).reshape(shape).astype(np.float32)
+
+
+def _checked_payload(data: bytes, name: str) -> bytes:
+    """The safetensors file inside, if every byte is as it was written."""
+    if data[:7] != MAGIC:
+        raise ArtifactError(f"`{name}` is no artifact of halfstep", hint="`halfstep artifact RUN` writes one")
+    if len(data) < HEADER_BYTES:
+        raise ArtifactError(f"`{name}` is truncated: it has {len(data)} bytes", hint="write or fetch it again")
+    if data[7] != VERSION:
+        raise ArtifactError(
+            f"`{name}` is an artifact of version {data[7]}, and this halfstep reads version {VERSION}",
+            hint="pip install --upgrade halfstep",
+        )
+    if hashlib.sha256(data[40:]).digest() != data[8:40]:
+        raise ArtifactError(f"`{name}` is damaged: its digest is not its own", hint="write or fetch it again")
+    length = int.from_bytes(data[40:48], "little")
+    try:
+        opened = zlib.decompressobj()
+        plain = opened.decompress(data[HEADER_BYTES:], length + 1)
+    except (zlib.error, OverflowError) as error:
+        raise ArtifactError(f"`{name}` is damaged: {error}", hint="write or fetch it again") from None
+    if len(plain) != length or not opened.eof or opened.unused_data:
+        raise ArtifactError(
+            f"`{name}` is damaged: it does not hold {length} bytes", hint="write or fetch it again"
+        )
+    return plain
+
+
+def _parsed(plain: bytes, name: str) -> tuple[ModelConfig, Arrays]:
+    """The model, and the arrays as they are stored, which must be the model's."""
+    from safetensors import SafetensorError
+    from safetensors.numpy import load
+
+    try:
+        header = json.loads(plain[8 : 8 + int.from_bytes(plain[:8], "little")])
+        model = build(ModelConfig, json.loads(header["__metadata__"]["halfstep"]), "model.")
+        arrays = load(plain)
+    except (SafetensorError, HalfstepError, ValueError, KeyError, TypeError) as error:
+        raise ArtifactError(f"`{name}` cannot be read: {error}", hint="write it again") from None
+    expected: dict[str, tuple[str, Shape]] = {}
+    for parameter, shape in parameter_shapes(model).items():
+        matrix = _is_matrix(parameter, shape)
+        expected[parameter] = ("i1" if matrix else "f2", shape)
+        if matrix:
+            expected[parameter + SCALE] = ("f2", shape[:1])
+    if {key: (array.dtype.str[1:], array.shape) for key, array in arrays.items()} != expected:
+        raise ArtifactError(f"`{name}` does not hold the tensors of the model it describes", hint="write it again")
+    return model, arrays
+
+
+def _write(path: Path, data: bytes) -> None:
+    try:
+        write_whole(path, data)
+    except OSError as error:
+        raise ArtifactError(f"`{path}` cannot be written: {error.strerror or error}") from None

@@ -1,0 +1,34 @@
+"""Files that are whole or absent: written beside their place, flushed to the disk, and renamed.
+
+A rename is one act. Whenever the process or the machine dies, the name either is not there (or still means the
+file before) or means all of the new one. The folder is flushed too: a rename lives in it.
+"""
+
+import os
+from pathlib import Path
+
+PARTIAL = ".partial"
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """Writes a file whole, in place of the one that may be there."""
+    partial = path.with_name(path.name + PARTIAL)
+    try:
+        with open(partial, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(partial, path)
+    except OSError:
+        partial.unlink(missing_ok=True)  # on a full disk it is the first thing to go
+        raise
+    flush_folder(path.parent)
+
+
+def flush_folder(folder: Path) -> None:
+    """Makes the names in a folder last."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,70 @@
+"""What comes of a step that went wrong: it is told with the data it saw; the run goes on, goes back or stops.
+
+    gradients not finite, once       the update was skipped on the device; an event names shards and offsets
+    HOPELESS times in a row          the run stops: the step is run again to name the first bad tensor; the newest
+                                     checkpoint from before is kept
+    a loss that stays up             back to the newest checkpoint from before, where the run asks for it
+
+faults.py keeps the count; keeping.py has the checkpoints.
+"""
+
+import math
+from collections.abc import Mapping
+from typing import final
+
+from halfstep.core.errors import ScalingError
+from halfstep.training.data import Batches
+from halfstep.training.faults import Guard
+from halfstep.training.keeping import Keeper
+from halfstep.training.session import Session
+
+
+class RollBackError(Exception):
+    """The loss has jumped and stays up: the steps since the last good checkpoint are given up."""
+
+
+@final
+class Judge:
+    """Looks at the numbers of each step."""
+
+    def __init__(self, guard: Guard, batches: Batches, session: Session, keeper: Keeper):
+        self.guard, self.batches, self.session, self.keeper = guard, batches, session, keeper
+
+    def see(self, step: int, numbers: Mapping[str, float]) -> None:
+        """Takes a step; raises RollBackError where it is to be given up, ScalingError where nothing helps."""
+        guard = self.guard
+        fault = guard.see(step, numbers)
+        if fault is None:
+            return
+        where = self.batches.locate(step - 1 + guard.shift)
+        told = {"step": step, "loss": numbers["loss"], "where": where}
+        if fault == "spike":
+            self.keeper.events.write("spike", median=guard.spikes.median, in_a_row=guard.spikes.streak, **told)
+            if guard.spikes.is_due and self.keeper.can_roll_back(step):
+                raise RollBackError
+            return
+        told |= {"grad_norm": numbers["grad_norm"], "scale": numbers["scale"]}
+        self.keeper.events.write("skip", in_a_row=guard.in_a_row, **told)
+        # Under a dynamic scale an overflow is how the scale is found; a loss that is not finite is news.
+        if guard.in_a_row == 1 and not (numbers["scale"] > 1 and math.isfinite(numbers["loss"])):
+            place = f"`{where[0]['file'].strip('`')}` at token {where[0]['offsets'][0]}"
+            self.keeper.bar.note(f"step {step} was not finite and was skipped; its data begin in {place}")
+        if guard.is_hopeless:
+            raise self._hopeless(step)
+
+    def keep_one(self, step: int) -> None:
+        """Saves a run that is about to stop, where nothing was saved yet: skipped updates changed nothing."""
+        self.keeper.settle()
+        if self.keeper.saver.saved_step is None:
+            self.keeper.save(step)
+
+    def _hopeless(self, step: int) -> ScalingError:
+        self.keep_one(step)
+        cause = self.session.blame(self.batches.at(step - 1 + self.guard.shift))
+        self.keeper.settle()
+        good = self.keeper.newest_good()
+        kept = f"start anew from the weights before it, `--init {good}`, with" if good else "start anew with"
+        return ScalingError(
+            f"the gradients of {self.guard.in_a_row} steps in a row were not finite, up to step {step}; {cause}",
+            hint=f"{kept} a lower optimizer.rate; under fp16, let the scale fall with `scale=dynamic`",
+        )

@@ -1,0 +1,181 @@
+"""The checkpoints of a run that goes on: when one was saved or could not be, the last one, and going back.
+
+saving.py writes them; here their fate is told, as events and as words, and acted on.
+
+**The last one.** A run that ends, or that somebody stops, waits for its last step to be saved. When that fails, as
+on a full disk, it is tried again every few seconds for five minutes: somebody may free space, and what is lost
+otherwise is all that was trained since. After a signal with a deadline, no save is started that would not end in
+time by the measure of the longest one so far: half a checkpoint is none, and the time may be used better. Nothing
+here waits past the deadline, whenever the signal comes.
+"""
+
+import math
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, final
+
+from halfstep.training import checkpoint
+from halfstep.training.events import Events
+from halfstep.training.faults import Guard
+from halfstep.training.progress import Progress
+from halfstep.training.retention import complete
+from halfstep.training.saving import Saved, Saver
+from halfstep.training.session import Session
+from halfstep.training.signals import StopRequest
+
+PATIENCE, PAUSE = 300.0, 5.0  # seconds in which the last save is tried again, and between two tries
+GLANCE = 0.1  # seconds between two looks at the deadline while something is waited for
+LONG = 1.0  # seconds that training may wait for a save before it is told
+
+
+@final
+class Keeper:
+    """Saves, tells of it, and goes back. `describe(step, held_out)` is what a manifest says."""
+
+    def __init__(
+        self,
+        saver: Saver,
+        session: Session,
+        guard: Guard,
+        events: Events,
+        bar: Progress,
+        describe: Callable[[int, float | None], Mapping[str, Any]],
+        stop: StopRequest,
+        deadline: float | None = None,
+    ):
+        self.saver, self.session, self.guard = saver, session, guard
+        self.events, self.bar, self.describe = events, bar, describe
+        self.stop, self.deadline = stop, deadline
+        self.failed: Saved | None = None  # the newest save, where it failed
+        self._looked: dict[int, float] = {}
+        self._told_wait = False
+        self._waiting = False  # whether events do
+
+    def save(self, step: int, held_out: float | None = None) -> None:
+        """Has the state after `step` updates written. A save that is under way is waited for; where that takes
+        until the deadline, this one is left out."""
+        if held_out is not None and math.isfinite(held_out):
+            self._looked[step] = held_out
+        due, busy = time.perf_counter(), self.saver.is_busy
+        if not self.settle():
+            return
+        meta = self.describe(step, self._looked.get(step))
+        waited = self.saver.save(step, self.session.snapshot, meta, self.guard.protected, due)
+        if busy and waited > LONG and not self._told_wait:
+            self._told_wait = True
+            self._warn(
+                "saving takes longer than the steps between two checkpoints, and training waits for it; "
+                "raise training.save_every, or save to a faster disk"
+            )
+
+    def tell(self) -> None:
+        """Tells of the saves that ended since the last call, and of events that the disk does not take."""
+        for saved in self.saver.poll():
+            self._tell(saved)
+        failure = self.events.failure
+        if (failure is not None) != self._waiting:
+            self._waiting = failure is not None
+            refused = f"NOT WRITTEN: {failure}: events wait in memory" if failure else "events are written again"
+            self.bar.note(refused)
+
+    def settle(self) -> bool:
+        """Waits until nothing is being written, or the deadline is over, and tells of it; whether nothing is."""
+        while not self.saver.wait(GLANCE):
+            if self._left() <= 0:
+                break
+        self.tell()
+        return not self.saver.is_busy
+
+    def save_last(self, step: int) -> bool:
+        """Waits until the state after `step` updates is saved; whether it was, in time.
+
+        Where nobody asked to stop, a save that keeps failing is an error in the end.
+        """
+        give_up, held_out = math.inf, self._looked.get(step)
+        while self.settle():
+            if self.saver.saved_step == step or step == 0:
+                return True
+            if self.failed is not None and self.failed.step == step:  # an earlier one's failure says little
+                give_up = min(give_up, time.monotonic() + PATIENCE)
+                if time.monotonic() + PAUSE > give_up:
+                    if self.stop.requested:
+                        return False
+                    assert self.failed.trouble is not None
+                    raise self.failed.trouble
+                self._pause()
+            if self._left() < self.saver.longest:
+                return False
+            self.save(step, held_out)
+        return False
+
+    def _left(self) -> float:
+        """The seconds until the deadline, if a signal came that has one."""
+        left = self.stop.left(self.deadline)
+        return math.inf if left is None else left
+
+    def _pause(self) -> None:
+        over = time.monotonic() + PAUSE
+        while (rest := min(over - time.monotonic(), self._left())) > 0:
+            time.sleep(min(rest, GLANCE))
+
+    def can_roll_back(self, at: int) -> bool:
+        """Whether there is a checkpoint from before a spike; where not, the losses from now on are the measure."""
+        if not self.settle():
+            return False
+        if self.newest_good() is not None:
+            return True
+        self.guard.spikes.reset()
+        self._warn(f"the loss spiked up to step {at}, and there is no checkpoint from before to go back to")
+        return False
+
+    def roll_back(self, at: int) -> int:
+        """Goes back to the newest checkpoint from before the spike; its step."""
+        good = self.newest_good()
+        assert good is not None  # can_roll_back said so
+        arrays, manifest = checkpoint.load(good)
+        to = int(manifest["step"])
+        left_out = self.guard.go_back(at, to, manifest["guard"])
+        # The newest first: a death in between leaves a run that spikes again, and goes back again.
+        for path in reversed(checkpoint.step_folders(self.saver.folder)):
+            if checkpoint.step_of(path) > to:
+                checkpoint.discard(path)
+        self.session.load({name: (a.dtype, a.shape, a.data) for name, a in arrays.items()})
+        self.saver.saved_step = to
+        message = f"the loss spiked: back from step {at} to the checkpoint of step {to}, past the data since"
+        self.events.write("rollback", step=at, to=to, skipped_data=left_out, message=message)
+        self.bar.note(message)
+        return to
+
+    def newest_good(self) -> Path | None:
+        """The newest checkpoint whose weights are known to be good."""
+        found = [path for step, path in complete(self.saver.folder).items() if step <= self.guard.good]
+        return found[-1] if found else None
+
+    def _tell(self, saved: Saved) -> None:
+        if saved.path is None:
+            self.failed = saved
+            self.events.write("save_failed", step=saved.step, message=str(saved.trouble))
+            self.bar.note(f"NOT SAVED: {saved.trouble}; training goes on, the next save is the next try")
+            return
+        self.failed = None
+        self.events.write(
+            "checkpoint",
+            step=saved.step,
+            path=_beside(saved.path),
+            seconds=saved.seconds,
+            waited=saved.waited,
+            bytes=saved.bytes,
+            held_out=self._looked.pop(saved.step, None),
+        )
+        if saved.trouble is not None:
+            self._warn(str(saved.trouble))
+
+    def _warn(self, message: str) -> None:
+        self.events.write("warning", message=message)
+        self.bar.note(f"warning: {message}")
+
+
+def _beside(path: Path) -> str:
+    """A checkpoint's path as seen from the run folder."""
+    return str(path.relative_to(path.parent.parent))

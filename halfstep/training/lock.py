@@ -1,0 +1,80 @@
+"""One writer a run folder: a lock that a dead process cannot keep.
+
+Two runs that save to one folder would each prune what the other needs. So a run holds `RUN/lock` by flock(2) from
+the moment it opens its folder until it ends. The kernel drops the lock with the process, however it died: after a
+kill -9 or a power cut nothing is stale, and no clean-up by hand is needed. The file says who holds it (pid, host,
+since when), for the message alone; it is never removed, because removing a lock file races with the next one.
+
+**Network folders.** On NFS Linux turns flock into a lock of the server, which other machines see; one that a lost
+machine held is freed when its lease ends (NFSv4, about 90 seconds). A mount with `local_lock=flock` sees its own
+machine alone. Where a filesystem knows no locks at all, the run goes on and a warning says so: refusing would take
+the folder from its only user.
+"""
+
+import errno
+import fcntl
+import json
+import os
+import socket
+import time
+import weakref
+from pathlib import Path
+from typing import final
+
+from halfstep.core.errors import HalfstepError
+
+LOCK = "lock"
+_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EINVAL)
+
+
+class LockedError(HalfstepError):
+    """A run folder that another process writes to."""
+
+
+@final
+class RunLock:
+    """The right to write to a run folder, until `release`, until it is forgotten, or until the process ends."""
+
+    def __init__(self, folder: Path):
+        self.warning: str | None = None
+        path = folder / LOCK
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        self._release = weakref.finalize(self, os.close, descriptor)
+        # A process forked from this one would hold it on, and outlive it.
+        os.register_at_fork(after_in_child=self._release)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self._release()
+            raise _in_use(folder) from None
+        except OSError as error:
+            if error.errno not in _NO_LOCKS:
+                self._release()
+                raise
+            self.warning = (
+                f"`{folder}` is on a filesystem without locks ({error.strerror}): nothing stops a second run there"
+            )
+        _sign(descriptor)
+
+    def release(self) -> None:
+        """Lets others write. Idempotent."""
+        self._release()
+
+
+def _sign(descriptor: int) -> None:
+    told = {"pid": os.getpid(), "host": socket.gethostname(), "since": time.strftime("%Y-%m-%d %H:%M:%S")}
+    try:
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, json.dumps(told).encode() + b"\n", 0)
+    except OSError:
+        pass  # a full disk: the lock holds, and who has it stays unsaid
+
+
+def _in_use(folder: Path) -> LockedError:
+    try:
+        told = json.loads((folder / LOCK).read_bytes())
+        holder = f"process {told['pid']} on {told['host']} writes to it since {told['since']}"
+        hint = f"wait for it, or stop it there with `kill {told['pid']}`: it saves and leaves"
+    except (OSError, ValueError, TypeError, KeyError):
+        holder, hint = "another process writes to it", "wait for it, or stop it: it saves and leaves"
+    return LockedError(f"`{folder}` is in use: {holder}", hint=f"{hint}; or name another folder by --out")

@@ -1,0 +1,60 @@
+"""TensorBoard: event files in RUN/tensorboard, by the package's own writer.
+
+The package `tensorboard` both writes and shows, and loads no framework; torch.utils.tensorboard is for torch
+alone, and tensorboardX writes but does not show.
+
+A session that goes on writes a file of its own beside the others, which begins with a mark: what was written of
+later steps is void. TensorBoard then shows each step once, as it was taken last.
+"""
+
+import time
+from collections.abc import Mapping
+from typing import Any, final
+
+from halfstep.training.loggers import Where
+
+SECONDS_BETWEEN_FLUSHES = 10.0
+
+
+def open_logger(where: Where) -> "TensorBoard":
+    """A writer into the run's folder."""
+    return TensorBoard(where)
+
+
+@final
+class TensorBoard:
+    """One event file."""
+
+    def __init__(self, where: Where):
+        from tensorboard.compat.proto import event_pb2, summary_pb2
+        from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+        self._event, self._summary, self._session_log = event_pb2.Event, summary_pb2.Summary, event_pb2.SessionLog
+        self._writer = EventFileWriter(str(where.folder / "tensorboard"))
+        self._flushed = time.monotonic()
+        if where.resumed_from is not None:
+            self.went_back(where.resumed_from)
+
+    def start(self, event: Mapping[str, Any]) -> None:
+        """Nothing: the settings lie beside, in run.toml."""
+
+    def curve(self, step: int, time: float, values: Mapping[str, float]) -> None:
+        """A point of each curve."""
+        points = [self._summary.Value(tag=name, simple_value=value) for name, value in values.items()]
+        self._writer.add_event(self._event(wall_time=time, step=step, summary=self._summary(value=points)))
+        self._flush_now_and_then()
+
+    def went_back(self, step: int) -> None:
+        """Voids what was written of later steps."""
+        mark = self._session_log(status=self._session_log.START)
+        self._writer.add_event(self._event(wall_time=time.time(), step=step + 1, session_log=mark))
+
+    def close(self, totals: Mapping[str, float], *, failed: bool) -> None:
+        """Writes what is left."""
+        self._writer.close()
+
+    def _flush_now_and_then(self) -> None:
+        """A kill loses what was not flushed; flushing every step would wait for the disk."""
+        if time.monotonic() - self._flushed >= SECONDS_BETWEEN_FLUSHES:
+            self._writer.flush()
+            self._flushed = time.monotonic()

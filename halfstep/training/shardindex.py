@@ -1,0 +1,203 @@
+"""The index of packed data: what its shards are, what made them, and the digests that prove both.
+
+    DIR/index.json            this
+    DIR/train_000000.bin      token shards, as `halfstep.training.shards` describes them; val_* are held out
+    DIR/tokenizer.json        the tokenizer (or tokenizer.model, tokenizer.tiktoken.json; bytes have none)
+    DIR/token_bytes.npy       the bytes that each token stands for, where they are known
+
+Opening packed data must cost no reading of it, so the index is checked in two ways. At every opening: its own
+digest, the names and sizes of all shards, their headers, four pages of each, the tokenizer; a shard that is
+missing, cut short, or in the place of another is found in milliseconds. When asked (`halfstep data verify`): every
+byte, against the SHA-256 of the whole shard, and where that fails against the digests of its regions of 16 MiB,
+which say where the damage is.
+
+The index holds no times and no paths but the sources' names as they were given, so that packing the same text
+twice gives the same bytes.
+"""
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from halfstep.training.corpus import DataError
+from halfstep.training.durable import write_whole
+from halfstep.training.tokenizing import PACKED_INDEX, Identity
+
+FORMAT = 1
+# Stands at the beginning of what is sealed: a folder of text may well hold an index.json of its own.
+MARK = "halfstep packed data"
+INDEX, STATE, TOKEN_BYTES = PACKED_INDEX, "packing.json", "token_bytes.npy"
+REGION = 1 << 24
+PAGE, SAMPLED = 4096, 4
+
+
+@dataclass(frozen=True)
+class ShardRecord:
+    """One shard. `bytes` is the text its tokens stand for, None where that is not known."""
+
+    name: str
+    tokens: int
+    bytes: int | None
+    documents: int  # that begin in it
+    sha256: str
+    pages: str
+    regions: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class SideRecord:
+    """All shards of a side. `text_bytes` is the UTF-8 of its documents as they were read."""
+
+    tokens: int
+    documents: int
+    text_bytes: int
+    token_bytes: int | None
+    shards: tuple[ShardRecord, ...]
+
+
+@dataclass(frozen=True)
+class Index:
+    """What packed data is."""
+
+    version: str  # of halfstep
+    tokenizer: Identity
+    packing: Mapping[str, Any]  # what was asked for: sources, field, only, validation, shard_tokens
+    skipped: Mapping[str, int]  # files and documents that are not in it, by what they were
+    token_bytes: str | None  # SHA-256 of the table
+    train: SideRecord
+    val: SideRecord
+    digest: str = ""
+
+    @property
+    def shards(self) -> tuple[ShardRecord, ...]:
+        """Those of both sides."""
+        return self.train.shards + self.val.shards
+
+
+def write_index(folder: Path, index: Index) -> Index:
+    """Writes the index; the digest it was given comes back with it."""
+    written = sealed({key: value for key, value in dataclasses.asdict(index).items() if key != "digest"})
+    write_whole(folder / INDEX, written)
+    return dataclasses.replace(index, digest=json.loads(written)["digest"])
+
+
+def read_index(folder: Path) -> Index:
+    """The index of a folder; one that was changed by hand or by damage is refused."""
+    path = folder / INDEX
+    if not path.is_file() and (folder / STATE).is_file():
+        raise DataError(
+            f"the packing of `{folder}` is not finished",
+            hint="run the same `halfstep data pack` again: it goes on",
+        )
+    table = unsealed(path)
+    try:
+        return Index(
+            version=table["version"],
+            tokenizer=Identity(**table["tokenizer"]),
+            packing=table["packing"],
+            skipped=table["skipped"],
+            token_bytes=table["token_bytes"],
+            train=_side(table["train"]),
+            val=_side(table["val"]),
+            digest=table["digest"],
+        )
+    except (KeyError, TypeError) as error:
+        raise DataError(f"`{path}` lacks what an index holds: {error}", hint="pack again") from None
+
+
+def is_packed(folder: Path) -> bool:
+    """Whether a folder is what `halfstep data pack` wrote, or has begun to write."""
+    if (folder / INDEX).is_file() and any(folder.glob("*.bin")):
+        return True
+    return any(_is_marked(folder / name) for name in (INDEX, STATE))
+
+
+def _is_marked(path: Path) -> bool:
+    try:
+        with open(path, "rb") as file:
+            return MARK.encode() in file.read(64)
+    except OSError:
+        return False
+
+
+def sealed(table: Mapping[str, Any]) -> bytes:
+    """A table as JSON with the digest of all the rest in it."""
+    marked = {"kind": MARK, "format": FORMAT, **table}
+    return json.dumps({**marked, "digest": _digest(marked)}, indent=1).encode() + b"\n"
+
+
+def unsealed(path: Path) -> dict[str, Any]:
+    """The table back, if it is what was sealed."""
+    try:
+        table = json.loads(path.read_bytes())
+    except OSError as error:
+        raise DataError(
+            f"`{path}` cannot be read: {error.strerror or error}",
+            hint="name a folder that `halfstep data pack` wrote",
+        ) from None
+    except ValueError as error:
+        raise DataError(f"`{path}` is no JSON: {error}", hint="copy it back, or pack again") from None
+    if not isinstance(table, dict) or table.get("digest") != _digest(table):
+        raise DataError(
+            f"`{path}` was changed after it was written: its digest does not fit",
+            hint="copy it back, or pack again",
+        )
+    if table.get("format") != FORMAT:
+        raise DataError(
+            f"`{path}` has format {table.get('format')}, and this halfstep reads {FORMAT}",
+            hint="use the version of halfstep that wrote it, or pack again",
+        )
+    return table
+
+
+def _digest(table: Mapping[str, Any]) -> str:
+    rest = {key: value for key, value in table.items() if key != "digest"}
+    return hashlib.sha256(json.dumps(rest, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
+def shard_records(tables: Iterable[Mapping[str, Any]]) -> tuple[ShardRecord, ...]:
+    """Shards out of JSON."""
+    return tuple(ShardRecord(**{**table, "regions": tuple(table["regions"])}) for table in tables)
+
+
+def _side(table: Mapping[str, Any]) -> SideRecord:
+    return SideRecord(**{**table, "shards": shard_records(table["shards"])})
+
+
+# --- a shard's digests --------------------------------------------------------------------------------------
+
+
+def digests(path: Path) -> tuple[str, tuple[str, ...]]:
+    """The SHA-256 of a file, and a digest of each region of it."""
+    whole, regions = hashlib.sha256(), []
+    for content in read_regions(path):
+        whole.update(content)
+        regions.append(region_digest(content))
+    return whole.hexdigest(), tuple(regions)
+
+
+def read_regions(path: Path) -> Iterator[bytes]:
+    """A file, a region at a time."""
+    with open(path, "rb") as file:
+        while content := file.read(REGION):
+            yield content
+
+
+def region_digest(content: bytes) -> str:
+    """The digest of one region."""
+    return hashlib.blake2b(content, digest_size=8).hexdigest()
+
+
+def page_digest(path: Path) -> str:
+    """The digest of four pages of a file, the first and the last among them: what a mixed-up shard differs in."""
+    identity = hashlib.blake2b(digest_size=16)
+    with open(path, "rb", buffering=0) as file:
+        last = max(0, file.seek(0, 2) - PAGE)
+        for sample in range(SAMPLED):
+            file.seek(last * sample // (SAMPLED - 1))
+            identity.update(file.read(PAGE))
+    return identity.hexdigest()

@@ -1,0 +1,166 @@
+"""Token shards as they are written: each whole or under a name of its own that says it is not.
+
+A side of a packing (train, val) is one line of tokens, cut into shards of exactly the size that was asked for, the
+last one maybe smaller. The shard that grows is `NAME.bin.partial`, behind a header that says it holds no tokens.
+
+`commit` is the moment from which a killed packing goes on: what was written is flushed, full shards get their
+header, their digests and their name, and the state that comes back says how many tokens of the growing one count.
+Whatever was written after a commit is cut off by `resume`; a shard that got its name after it, too.
+"""
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from halfstep.training.corpus import DataError, TokenArray
+from halfstep.training.durable import PARTIAL, flush_folder
+from halfstep.training.shardindex import ShardRecord, SideRecord, digests, page_digest, shard_records
+from halfstep.training.shards import HEADER_BYTES, header
+from halfstep.training.token_bytes import TokenBytes
+
+
+@final
+class ShardWriter:
+    """The shards of one side."""
+
+    def __init__(
+        self, folder: Path, side: str, dtype: np.dtype[np.unsignedinteger], size: int, table: TokenBytes | None
+    ):
+        self.folder, self.side, self.dtype, self.size, self.table = folder, side, dtype, size, table
+        self.text_bytes = 0
+        self._done: list[ShardRecord] = []
+        self._full: list[tuple[int, int, int | None]] = []  # tokens, documents, bytes; named by the next commit
+        self._tokens, self._documents = 0, 0  # of the growing shard
+        self._bytes: int | None = None if table is None else 0
+        self._last = 0  # the token before the next one
+        self._file: Any = None
+
+    def append(self, tokens: TokenArray, starts: NDArray[np.int64]) -> None:
+        """Adds tokens; documents begin at `starts` among them."""
+        low = 0
+        while low < len(tokens):
+            high = min(len(tokens), low + self.size - self._tokens)
+            self._write(tokens[low:high], int(np.count_nonzero((starts >= low) & (starts < high))))
+            low = high
+            if self._tokens == self.size:
+                self._close()
+
+    def commit(self, *, final: bool = False) -> dict[str, Any]:
+        """Makes everything so far last; the state to resume from. `final` names the growing shard too."""
+        if self._file is not None:
+            self._flush()
+            if final:
+                self._close()
+        for tokens, documents, size in self._full:
+            self._done.append(self._named(tokens, documents, size))
+        self._full.clear()
+        flush_folder(self.folder)
+        return {
+            "shards": [vars(record) for record in self._done],
+            "tokens": self._tokens,
+            "documents": self._documents,
+            "bytes": self._bytes,
+            "text_bytes": self.text_bytes,
+            "last": self._last,
+        }
+
+    def resume(self, state: Mapping[str, Any]) -> None:
+        """Goes on from the state that a commit gave."""
+        self._done = list(shard_records(state["shards"]))
+        self._tokens, self._documents, self._bytes = state["tokens"], state["documents"], state["bytes"]
+        self.text_bytes, self._last = state["text_bytes"], state["last"]
+        for record in self._done:
+            self._check_size(self.folder / record.name, record.tokens, exact=True)
+        growing = self._name(len(self._done))
+        later = sorted(
+            path for path in self.folder.glob(f"{self.side}_*") if path.name.removesuffix(PARTIAL) >= growing
+        )
+        for path in later:  # named or begun after the commit
+            if path.name.removesuffix(PARTIAL) > growing or not self._tokens:
+                path.unlink()
+            elif not path.name.endswith(PARTIAL):
+                os.replace(path, path.with_name(path.name + PARTIAL))
+        if self._tokens:
+            path = self.folder / (growing + PARTIAL)
+            self._check_size(path, self._tokens, exact=False)
+            os.truncate(path, HEADER_BYTES + self._tokens * self.dtype.itemsize)
+            self._file = open(path, "ab")  # noqa: SIM115
+
+    def close(self) -> None:
+        """Lets go of the file that grows."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens so far."""
+        return self._tokens + sum(tokens for tokens, *_ in self._full) + sum(each.tokens for each in self._done)
+
+    @property
+    def has_full(self) -> bool:
+        """Whether a shard waits for a commit to get its name."""
+        return bool(self._full)
+
+    def record(self) -> SideRecord:
+        """What was written, after the final commit."""
+        sizes = [record.bytes for record in self._done]
+        return SideRecord(
+            tokens=self.num_tokens,
+            documents=sum(record.documents for record in self._done),
+            text_bytes=self.text_bytes,
+            token_bytes=None if self.table is None else sum(size or 0 for size in sizes),
+            shards=tuple(self._done),
+        )
+
+    def _write(self, tokens: TokenArray, documents: int) -> None:
+        if self._file is None:
+            path = self.folder / (self._name(len(self._done) + len(self._full)) + PARTIAL)
+            self._file = open(path, "wb")  # noqa: SIM115
+            self._file.write(header(0, self.dtype))
+        self._file.write(tokens.tobytes())
+        if self.table is not None and self._bytes is not None:
+            before = np.concatenate([np.array([self._last], dtype=tokens.dtype), tokens[:-1]])
+            self._bytes += self.table.count(before, tokens)
+        self._last = int(tokens[-1])
+        self._tokens, self._documents = self._tokens + len(tokens), self._documents + documents
+
+    def _flush(self) -> None:
+        self._file.flush()
+        os.fsync(self._file.fileno())
+
+    def _close(self) -> None:
+        """The growing shard is full: the next commit names it."""
+        self._flush()
+        self.close()
+        self._full.append((self._tokens, self._documents, self._bytes))
+        self._tokens, self._documents = 0, 0
+        self._bytes = None if self.table is None else 0
+
+    def _named(self, tokens: int, documents: int, size: int | None) -> ShardRecord:
+        path = self.folder / self._name(len(self._done))
+        partial = path.with_name(path.name + PARTIAL)
+        with open(partial, "r+b") as file:
+            file.write(header(tokens, self.dtype))
+            file.flush()
+            os.fsync(file.fileno())
+        sha256, regions = digests(partial)
+        pages = page_digest(partial)
+        os.replace(partial, path)
+        return ShardRecord(path.name, tokens, size, documents, sha256, pages, regions)
+
+    def _name(self, number: int) -> str:
+        return f"{self.side}_{number:06d}.bin"
+
+    def _check_size(self, path: Path, tokens: int, *, exact: bool) -> None:
+        expected = HEADER_BYTES + tokens * self.dtype.itemsize
+        found = path.stat().st_size if path.is_file() else 0
+        if found < expected or (exact and found != expected):
+            raise DataError(
+                f"`{path}` has {found} bytes, and the packing that began here left {expected}",
+                hint=f"remove the folder `{self.folder}` and pack again",
+            )

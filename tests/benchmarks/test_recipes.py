@@ -1,0 +1,152 @@
+"""The sources of `speedrun` and `golf` in plain torch compute what the recipes compute, and train alike."""
+
+import importlib.util
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from halfstep.config.load import load
+from halfstep.config.weights import initial_weights
+from halfstep.core.policy import Policy
+from halfstep.torch.model import Decoder
+from halfstep.training.data import load_corpus
+from halfstep.training.session import open_session
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+SHARED = ["model.vocabulary=64", "model.context=16", "model.width=32", "training.batch=2"]
+SHARED += ["training.micro_batches=2", "training.compile=false"]
+SMALL = {
+    "speedrun": ["model.layers=3", "model.heads=2"],
+    "golf": ["model.layers=5", "model.heads=4", "model.kv_heads=2", "model.mlp_width=64"],
+}
+
+
+def script(name):
+    if name not in sys.modules:
+        spec = importlib.util.spec_from_file_location(name, BENCHMARKS / f"{name}.py")
+        sys.modules[name] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(sys.modules[name])
+    return sys.modules[name]
+
+
+@pytest.fixture(scope="module")
+def sources():
+    return script("recipe_sources")
+
+
+def config_of(recipe):
+    return load(recipe, [*SHARED, *SMALL[recipe]])
+
+
+def awake(model):
+    """First weights with noise on each: what is zero or one would hide a wrong formula."""
+    noise = np.random.default_rng(0)
+    return {
+        n: np.asarray(v + 0.3 * noise.standard_normal(v.shape), np.float32) for n, v in initial_weights(model, 0)
+    }
+
+
+def source_of(sources, recipe, weights, tables=torch.float32):
+    model = {"speedrun": sources.Speedrun, "golf": sources.Golf}[recipe](config_of(recipe).model)
+    model.table_dtype = tables
+    model.load_state_dict({name: torch.from_numpy(value) for name, value in weights.items()})
+    return model
+
+
+@pytest.mark.parametrize("recipe", SMALL)
+def test_the_recipe_is_the_function_of_its_source(recipe, sources):
+    """Loss and every gradient in fp32: some fifty sums of at most 128 terms one after another, signs at random."""
+    config = config_of(recipe).model
+    weights = awake(config)
+    ours, theirs = Decoder(config), source_of(sources, recipe, weights)
+    ours.set_weights(weights.items())
+    tokens = torch.from_numpy(np.random.default_rng(1).integers(0, 64, (3, 17)))
+    found = ours.loss(tokens[:, :-1], tokens[:, 1:]) / tokens[:, 1:].numel()
+    expected = theirs(tokens[:, :-1], tokens[:, 1:])
+    assert float(found.detach()) == pytest.approx(float(expected.detach()), rel=1e-6)
+    found.backward()
+    expected.backward()
+    named = dict(theirs.named_parameters())
+    assert named.keys() == dict(ours.named_parameters()).keys()
+    for name, p in ours.named_parameters():
+        if name == "blocks.0.attn.value_mix":  # the first block mixes its values with themselves
+            assert named[name].grad.abs() < 1e-5
+            continue
+        assert torch.linalg.norm(p.grad - named[name].grad) <= 2e-5 * torch.linalg.norm(p.grad), name
+
+
+@torch.no_grad()
+def test_the_other_way_to_turn_is_the_same_with_halves_exchanged(sources, monkeypatch):
+    """The sources turn by the negative angle."""
+    weights = awake(config_of("speedrun").model)
+    tokens = torch.from_numpy(np.random.default_rng(1).integers(0, 64, (3, 17)))
+    expected = source_of(sources, "speedrun", weights)(tokens[:, :-1], tokens[:, 1:])
+    turned = sources.turned
+    monkeypatch.setattr(sources, "turned", lambda x, cos, sin: turned(x, cos, -sin))
+    other = source_of(sources, "speedrun", weights)(tokens[:, :-1], tokens[:, 1:])
+    assert abs(float(other - expected)) > 1e-4
+    for name in weights:
+        if name.endswith(("attn.q.weight", "attn.k.weight")):
+            heads = weights[name].reshape(2, 2, 8, 32)  # heads, halves, features of a half
+            weights[name] = np.ascontiguousarray(heads[:, ::-1]).reshape(32, 32)
+    exchanged = source_of(sources, "speedrun", weights)(tokens[:, :-1], tokens[:, 1:])
+    assert float(exchanged) == pytest.approx(float(expected), rel=1e-6)
+
+
+@pytest.mark.parametrize("recipe", SMALL)
+def test_the_recipe_trains_as_its_source(recipe, sources):
+    """Three updates with the source's own optimizers, in bf16: the same losses to a rounding of the logits."""
+    config = load(recipe, [*SHARED, *SMALL[recipe], "model.layers=2", "model.context=8", "training.batch=1"])
+    if recipe == "speedrun":
+        config = replace(config, optimizer=replace(config.optimizer, head_rate=0.05))  # of a head as small as this
+    rng = np.random.default_rng(2)
+    batches = [rng.integers(0, 8, (2, 1, 9)).astype(np.int32) for _ in range(4)]
+    session = open_session(config, Policy.parse("bf16-mixed"), "cpu")
+    found = [session.read(session.step(batch))["loss"] for batch in batches]
+    arm = sources.Arm(config, dict(initial_weights(config.model, config.seed)), torch.device("cpu"))
+    try:
+        expected = []
+        for done, batch in enumerate(batches):
+            parts = [torch.from_numpy(part).long() for part in batch]
+            expected.append(float(arm.step(done, [(t[:, :-1], t[:, 1:]) for t in parts], 1.0)))
+    finally:
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
+    assert found == pytest.approx(expected, rel=2**-7)
+    assert abs(found[-1] - found[0]) > 0.05  # the weights did move
+
+
+def test_tokens_are_packed_from_source_text(tmp_path):
+    pytest.importorskip("tokenizers")
+    for i in range(120):
+        (tmp_path / f"m{i:03}.py").write_text(f"def f{i}(x):\n    return x + {i}  # größer\n" * 3)
+    told = script("recipe_tokens").make(tmp_path / "out", 300, 1, [tmp_path])
+    corpus = load_corpus(str(tmp_path / "out"), 0.1, 300)
+    assert (len(corpus.train), len(corpus.validation)) == (told["train_tokens"], told["val_tokens"])
+    sizes = [len((tmp_path / f"m{i:03}.py").read_bytes()) for i in range(120)]
+    assert told["val_bytes"] == sum(sizes[::50])
+    assert told["train_bytes"] + told["val_bytes"] == sum(sizes)
+    assert told == json.loads((tmp_path / "out" / "tokens.json").read_text())
+    assert script("recipe_tokens").make(tmp_path / "out", 300) == told  # as it is
+
+
+def test_the_table_says_what_was_measured(monkeypatch):
+    script("recipe_tokens")
+    recipes = script("recipes")
+    arm = {"losses": [3.0] * 4, "looks": {4: 2.5}, "memory": 35463 << 20}
+    found = {
+        "tokens_per_step": 524288,
+        "arms": {"halfstep": {**arm, "seconds": [1.0, 1.1]}, "source": {**arm, "seconds": [1.09, 1.1]}},
+    }
+    told = "\n".join(recipes.table(found, "speedrun"))
+    assert "time -4.1%, memory +0.0%" in told
+    assert "time +0.4%, within 3 %" in told
+    found["arms"]["source"]["seconds"] = [1.3]
+    assert "NOT within 3 %" in "\n".join(recipes.table(found, "speedrun"))
+    monkeypatch.setattr(sys, "argv", ["x", "--recipe", "golf", "--tokens", "a", "--json=b", "--steps", "3"])
+    assert recipes.passed_on() == ["--recipe", "golf", "--steps", "3"]

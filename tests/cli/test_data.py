@@ -1,0 +1,171 @@
+"""`halfstep data` as people type it, and a run on what it packed."""
+
+import json
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from halfstep.cli.main import run
+from halfstep.cli.meter import meter
+from halfstep.training.shardindex import read_index
+
+WORDS = ["the", "quick", "brown", "fox", "jumps", "over", "lazy", "dogs", "and", "runs", "far", "away"]
+
+
+@pytest.fixture
+def text(tmp_path):
+    rng = np.random.default_rng(0)
+    path = tmp_path / "text.jsonl"
+    path.write_text("".join(json.dumps({"text": " ".join(rng.choice(WORDS, 60))}) + "\n" for _ in range(200)))
+    return str(path)
+
+
+@pytest.fixture
+def packed(text, tmp_path):
+    pytest.importorskip("tokenizers")
+    tokenizer = str(tmp_path / "tokenizer.json")
+    assert run(["data", "train-tokenizer", text, "--out", tokenizer, "--vocabulary", "300"]) == 0
+    assert run(pack_command(text, tmp_path)) == 0
+    return str(tmp_path / "packed")
+
+
+def pack_command(text, folder):
+    options = ["--validation", "0.2", "--workers", "1", "--shard-tokens", "4000"]
+    return ["data", "pack", text, "--out", f"{folder}/packed", "--tokenizer", f"{folder}/tokenizer.json", *options]
+
+
+SMALL = ["model.context=16", "model.layers=1", "model.width=16", "model.heads=2", "training.batch=2",
+         "training.steps=3", "training.validation_tokens=64", "model.vocabulary=384"]  # fmt: skip
+
+
+def train(source, out, *settings):
+    chosen = [word for each in (*SMALL, f"data.source={source}", *settings) for word in ("--set", each)]
+    return run(["train", "tiny", "--policy", "fp32", "--device", "cpu", "--out", str(out), *chosen])
+
+
+def test_from_text_to_a_run_to_text(packed, text, tmp_path, capfd):
+    assert run(pack_command(text, tmp_path)) == 0  # done already: it tells the same again
+    told = capfd.readouterr()
+    assert "bytes a token" in told.out
+    assert f"data.source={packed}" in told.err
+    assert "does not give the text back" not in told.err
+    out = tmp_path / "run"
+    assert train(packed, out) == 0
+    told = capfd.readouterr()
+    assert "held-out bits per byte" in told.out
+    assert "packed shards" in told.err
+    sampling = ["sample", str(out), "--device", "cpu", "--prompt", "the quick", "--length", "12", "--seed", "3"]
+    assert run(sampling) == 0
+    first = capfd.readouterr().out
+    assert first.startswith("the quick")
+    assert run(sampling) == 0
+    assert capfd.readouterr().out == first
+    assert run(["eval", str(out), "--device", "cpu", "--json"]) == 0
+    assert json.loads(capfd.readouterr().out)["bits_per_byte"] > 0
+
+
+def test_a_run_does_not_write_or_go_on_with_other_data(packed, text, tmp_path, capsys):
+    out = tmp_path / "run"
+    assert train(packed, out) == 0
+    os.rename(packed, packed + ".old")
+    capsys.readouterr()
+    assert run(["sample", str(out), "--device", "cpu"]) == 2
+    assert "the tokenizer of the run is not known" in capsys.readouterr().err
+    options = ["--validation", "0.3", "--workers", "1", "--tokenizer", str(tmp_path / "tokenizer.json")]
+    assert run(["data", "pack", text, "--out", packed, *options]) == 0
+    assert run(["sample", str(out), "--device", "cpu"]) == 2
+    assert "is not the data that the run learned from" in capsys.readouterr().err
+    assert run(["train", "--resume", "--out", str(out), "--device", "cpu"]) == 2
+    assert "was saved with other data" in capsys.readouterr().err
+
+
+def test_data_that_moved_is_found_where_it_is_said_to_be(packed, tmp_path, capfdbinary):
+    out, moved = tmp_path / "step-by-step", str(tmp_path / "moved")
+    assert train(packed, out) == 0
+    Path(packed).rename(moved)
+    for command in ("eval", "sample", "artifact"):
+        capfdbinary.readouterr()
+        assert run([command, str(out), "--device", "cpu"]) == 2
+        assert run([command, str(out), "--device", "cpu", "--data", moved]) == 0
+        assert b"the data changed" not in capfdbinary.readouterr().err
+
+
+def test_a_tokenizer_that_does_not_fit_the_model_is_refused(packed, tmp_path, capsys):
+    assert train(packed, tmp_path / "run", "model.vocabulary=256") == 2
+    told = capsys.readouterr().err
+    assert "tokenizer tokenizer.json of 300 tokens, and model.vocabulary is 256" in told
+    assert "--set model.vocabulary=384" in told
+
+
+def test_a_tokenizer_that_changed_since_is_refused(packed, tmp_path, capsys):
+    with open(os.path.join(packed, "tokenizer.json"), "a") as file:
+        file.write(" ")
+    assert train(packed, tmp_path / "run") == 2
+    assert "is not the tokenizer that the data was packed with" in capsys.readouterr().err
+    assert run(["data", "verify", packed]) == 1
+
+
+def test_show_and_verify(packed, capsys):
+    assert run(["data", "show", packed]) == 0
+    told = capsys.readouterr().out
+    index = read_index(Path(packed))
+    for shard in index.shards:
+        assert shard.name in told
+        assert f"{shard.tokens:,}" in told
+    assert index.digest in told
+    assert run(["data", "show", packed, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["digest"] == index.digest
+    assert run(["data", "verify", packed]) == 0
+    assert "every byte" in capsys.readouterr().err
+    path = os.path.join(packed, "train_000001.bin")
+    with open(path, "r+b") as file:
+        file.seek(3000)
+        file.write(b"\xff\xff")
+    assert run(["data", "verify", packed]) == 1
+    assert "train_000001.bin" in capsys.readouterr().out
+    assert run(["data", "verify", packed, "--json"]) == 1
+    (damage,) = json.loads(capsys.readouterr().out)
+    assert (damage["file"], damage["first"], damage["last"]) == ("train_000001.bin", 0, 9024)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["pack", "TEXT", "--out", "OUT", "--tokenizer", "bytes", "--workers", "0"], "--workers is 0"),
+        (["pack", "--out", "OUT", "--tokenizer", "bytes"], "there is no source to read"),
+        (["pack", "TEXT", "--out", "OUT", "--tokenizer", "nowhere"], "there is no tokenizer `nowhere`"),
+        (["pack", "TEXT", "--out", "OUT", "--tokenizer", "bytes", "--validation", "0.9"], "--validation is 0.9"),
+        (["pack", "TEXT", "--out", "TEXT/x", "--tokenizer", "bytes"], "cannot be written"),
+        (["show", "OUT"], "cannot be read"),
+        (["verify", "OUT"], "cannot be read"),
+    ],
+)
+def test_what_cannot_be_done_is_refused(arguments, said, text, tmp_path, capsys):
+    places = {"TEXT": text, "OUT": str(tmp_path / "out")}
+    named = [places.get(word, word.replace("TEXT", text)) for word in arguments]
+    assert run(["data", *named]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_a_broken_line_is_told_out_of_a_worker(text, tmp_path, capsys):
+    with open(text, "a") as file:
+        file.write('{"text": \n')
+    assert run(["data", "pack", text, "--out", str(tmp_path / "o"), "--tokenizer", "bytes", "--workers", "1"]) == 2
+    told = capsys.readouterr().err
+    assert f"error: `{text}`:201 is no JSON" in told
+    assert "hint: mend or remove the line" in told
+
+
+def test_the_meter_reckons_from_where_it_began(capsys):
+    now = [0.0]
+    with meter("packing", clock=lambda: now[0]) as told:
+        for now[0], *seen in [(0.0, 1000, 4000, 500), (10.0, 2000, 4000, 700), (12.0, 3000, 4000, 900),
+                              (20.0, 4000, 4000, 1100)]:  # fmt: skip
+            told(*seen)
+    assert capsys.readouterr().err.splitlines() == [
+        "packing  1000 bytes of 3.9 KiB  25.0%  500 tokens",
+        "packing  2.0 KiB of 3.9 KiB  50.0%  700 tokens  20 tokens/s  0:00:20 left",
+        "packing  3.9 KiB of 3.9 KiB  100.0%  1,100 tokens  30 tokens/s",
+    ]

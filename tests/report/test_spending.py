@@ -1,0 +1,95 @@
+"""Where the time went, as the page tells it: parts that fill the whole, and what is not known."""
+
+import re
+
+import pytest
+
+from halfstep.report.history import read_history
+from halfstep.report.page import render
+from halfstep.report.spending import spending, utilization
+from halfstep.training.ceiling import Ceiling
+
+SPENT = {
+    "wall": 100.0,
+    "training": 80.0,
+    "first_step": 10.0,
+    "input": 5.0,
+    "saving": 3.0,
+    "evaluation": 15.0,
+    "other": 2.0,
+}
+
+
+def start(time=0.0, ceiling=None, **more):
+    ceiling = ceiling or Ceiling(745e12, "bf16 <matmuls>")
+    return {
+        "event": "start",
+        "time": time,
+        "config": {},
+        "policy": "fp32",
+        "flops_per_token": 854_654_976,
+        "ceiling": ceiling.record(),
+        "resumed_from": None,
+    } | more
+
+
+def end(kind="end", **more):
+    told = {"mfu": 0.41, "busy": 0.997, "busy_unknown": None, "spent": SPENT}
+    return {"event": kind, "time": 100.0, "step": 5, "seconds": 80.0} | told | more
+
+
+def shown(*events):
+    found = spending(read_history(events))
+    return None if found is None else " ".join(re.sub("<[^>]*>", " ", found).split())
+
+
+def test_parts_have_their_time_and_share():
+    text = shown(start(), end())
+    for words in (
+        "steps 1 min 05 s 65 %",
+        "first step 10 s 10 %",
+        "input 5 s 5 %",
+        "saving 3 s 3 %",
+        "other 2 s 2 %",
+    ):
+        assert words in text
+    assert "utilization is 41 % of 745 TFLOP/s (bf16 &lt;matmuls&gt;), at 854.7M FLOPs a token" in text
+    assert "A step was on the device 99.7 % of the training time." in text
+
+
+def test_the_bar_is_whole():
+    found = spending(read_history([start(), end()]))
+    widths = [float(width) for width in re.findall(r'width="([\d.]+)"', found)]
+    assert widths == [65, 10, 5, 3, 15, 2]
+    assert 'aria-label="steps 65 %' in found
+
+
+def test_sessions_are_added_up_and_one_that_was_killed_is_told():
+    killed = start(time=200.0, resumed_from=5)
+    again = start(time=300.0, resumed_from=5)
+    last = end(mfu=0.2, spent=SPENT | {"training": 160.0, "first_step": 90.0})
+    text = shown(start(), end("stop"), killed, again, last)
+    assert "steps 2 min 10 s 46.4 %" in text
+    assert "not in the table: 1 of 3." in text
+    mean, _ = utilization(read_history([start(), end("stop"), again, last]))
+    assert mean == pytest.approx((0.41 * 80 + 0.2 * 160) / 240)
+
+
+def test_what_is_not_known_is_said():
+    text = shown(
+        start(ceiling=Ceiling(None, "bf16 is emulated")), end(mfu=None, busy=None, busy_unknown="no events")
+    )
+    assert "utilization is not known: bf16 is emulated." in text
+    assert "not known: no events." in text
+
+
+@pytest.mark.parametrize("events", [[start()], [start(), end(spent=None)], [start(), end(spent={})]])
+def test_without_totals_there_is_no_section(events):
+    assert shown(*events) is None
+
+
+def test_the_page_has_the_section_and_the_tile():
+    page = render([start(), end()], "run")
+    assert "Where the time went" in page
+    assert "<dt>model FLOPs utilization</dt><dd>41 %</dd>" in page
+    assert "model FLOPs utilization</dt>" not in render([start(), end(mfu=None)], "run")

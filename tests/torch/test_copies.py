@@ -1,0 +1,122 @@
+"""Copies of what has a policy: twins go on by themselves, and pickles are refused with the remedy."""
+
+import copy
+import io
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+from halfstep.core.errors import HalfstepError
+from halfstep.torch import AdamW
+from halfstep.torch.state import state_of
+from halfstep.torch.step import prepare
+
+POLICIES = (
+    "bf16-mixed",
+    "bf16-mixed,param=fp32:split",
+    "fp16-mixed,emulate=true",
+    "bf16-mixed,compute=e4m3:delayed,grad=e5m2:delayed,emulate=true",
+)
+
+
+class Net(nn.Module):
+    """Layers, an island, a leaf, and code of its own; tied weights."""
+
+    def __init__(self):
+        super().__init__()
+        self.table, self.inside = nn.Embedding(16, 16), nn.Sequential(nn.Linear(16, 16), nn.LayerNorm(16))
+        self.gain, self.head = Gain(), nn.Linear(16, 16, bias=False)
+        self.head.weight = self.table.weight
+
+    def forward(self, x):
+        return self.head(self.gain(self.inside(self.table(x)))).float()
+
+
+class Gain(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.gain = nn.Parameter(torch.ones(16))
+
+    def forward(self, x):
+        return x * self.gain
+
+
+def prepared(policy, kind=torch.optim.AdamW):
+    torch.manual_seed(0)
+    model = Net()
+    return prepare(model, kind(model.parameters(), lr=1e-2), policy)
+
+
+def steps(run, count=2, scale=1.0):
+    x = torch.arange(16).view(2, 8)
+    for number in range(count):
+        run.step(lambda x: run.model(x).square().mean() * scale * 4.0**number, [x])  # noqa: B023
+
+
+def bits(run):
+    return {name: t.clone() for name, t in state_of(run).items() if not name.startswith("rng.")}
+
+
+def same(one, other):
+    assert one.keys() == other.keys()
+    return not [name for name in one if not torch.equal(one[name], other[name])]
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, AdamW], ids=["stock", "ours"])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_copy_of_a_run_goes_on_by_itself_bit_for_bit(policy, kind):
+    run = prepared(policy, kind)
+    steps(run)
+    twin, before = copy.deepcopy(run), bits(run)
+    assert same(bits(twin), before)
+    steps(twin, scale=64.0)
+    assert same(bits(run), before)  # nothing is shared
+    steps(run, scale=64.0)
+    assert same(bits(run), bits(twin))
+    assert twin.model.head.weight is twin.model.table.weight
+    expected = {name: w.clone() for name, w in run.weights().items()}
+    plain = twin.unprepare()
+    assert type(plain) is Net
+    assert all(torch.equal(p, expected[name]) for name, p in plain.named_parameters())
+    steps(run)  # the other one is none the wiser
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_copy_of_a_model_computes_the_same(policy, copied):
+    run = prepared(policy)
+    steps(run)
+    twin, x = copied(run.model), torch.arange(8)
+    assert type(twin) is type(run.model)
+    assert torch.equal(twin(x), run.model(x))
+    state = run.model.state_dict()
+    assert all(torch.equal(t, state[name]) for name, t in twin.state_dict().items())
+    assert {t.dtype for t in state.values()} == {torch.float32}
+
+
+@pytest.mark.parametrize(
+    "pickled",
+    [
+        lambda run: torch.save(run.model, io.BytesIO()),
+        lambda run: pickle.dumps(run.model),
+        lambda run: pickle.dumps(run.model, protocol=0),
+        lambda run: pickle.dumps(run.model.gain),
+        lambda run: torch.save({"step": 1, "model": run.model.inside}, io.BytesIO()),
+        pickle.dumps,
+    ],
+    ids=["torch.save", "pickle", "protocol 0", "a part", "in a dict", "the run"],
+)
+def test_a_pickle_is_refused_with_what_to_do(pickled):
+    run = prepared("bf16-mixed,param=fp32:split")
+    with pytest.raises(HalfstepError, match="that has a policy has no pickle") as caught:
+        pickled(run)
+    assert isinstance(caught.value, TypeError)  # as caches of compilers expect of what has none
+    for remedy in ("model.state_dict()", "run.state_dict()", "run.unprepare()", "copy.deepcopy"):
+        assert remedy in caught.value.hint
+    torch.save(run.model.state_dict(), io.BytesIO())
+    torch.save(run.state_dict(), io.BytesIO())
+    model = run.unprepare()
+    again = pickle.loads(pickle.dumps(model))
+    assert type(again) is Net

@@ -1,0 +1,102 @@
+"""One writer a folder; a dead one holds nothing."""
+
+import errno
+import fcntl
+import os
+import signal
+import socket
+import subprocess
+import sys
+
+import pytest
+
+from halfstep.training.lock import LOCK, LockedError, RunLock
+
+HOLD = """
+import sys, time
+from pathlib import Path
+from halfstep.training.lock import RunLock
+lock = RunLock(Path(sys.argv[1]))
+print("held", flush=True)
+time.sleep(60)
+"""
+
+
+def test_a_second_writer_is_refused_with_who_holds_it(tmp_path):
+    lock = RunLock(tmp_path)
+    with pytest.raises(LockedError, match=f"in use: process {os.getpid()} on {socket.gethostname()}") as caught:
+        RunLock(tmp_path)
+    assert f"kill {os.getpid()}" in caught.value.hint
+    assert "--out" in caught.value.hint
+    lock.release()
+    lock.release()
+    RunLock(tmp_path).release()
+
+
+def test_a_killed_process_frees_it_and_its_file_is_no_obstacle(tmp_path):
+    process = subprocess.Popen([sys.executable, "-c", HOLD, tmp_path], stdout=subprocess.PIPE, text=True)
+    assert process.stdout.readline() == "held\n"
+    with pytest.raises(LockedError, match=f"process {process.pid} "):
+        RunLock(tmp_path)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    process.stdout.close()
+    assert (tmp_path / LOCK).exists()
+    RunLock(tmp_path).release()
+
+
+FORK = """
+import os, sys, time
+from pathlib import Path
+from halfstep.training.lock import RunLock
+lock = RunLock(Path(sys.argv[1]))
+if (brief := os.fork()) == 0:
+    sys.exit()  # with all that an exit does
+os.waitpid(brief, 0)
+if os.fork() == 0:
+    print(os.getpid(), flush=True)
+    time.sleep(20)
+    os._exit(0)
+time.sleep(60)
+"""
+
+
+def test_a_fork_of_a_killed_process_holds_nothing_and_its_end_frees_nothing(tmp_path):
+    process = subprocess.Popen([sys.executable, "-c", FORK, tmp_path], stdout=subprocess.PIPE, text=True)
+    child = int(process.stdout.readline())
+    try:
+        with pytest.raises(LockedError, match=f"process {process.pid} "):
+            RunLock(tmp_path)
+        process.kill()
+        process.wait()
+        process.stdout.close()
+        RunLock(tmp_path).release()
+    finally:
+        os.kill(child, signal.SIGKILL)
+
+
+def test_one_that_is_forgotten_is_free(tmp_path):
+    RunLock(tmp_path)
+    RunLock(tmp_path).release()
+
+
+def test_a_holder_that_cannot_be_read_is_still_one(tmp_path):
+    lock = RunLock(tmp_path)
+    (tmp_path / LOCK).write_text("[1]")
+    with pytest.raises(LockedError, match="another process"):
+        RunLock(tmp_path)
+    lock.release()
+
+
+def test_a_filesystem_without_locks_is_warned_of_and_another_error_is_not_hidden(tmp_path, monkeypatch):
+    def fail(code):
+        def flock(*_):
+            raise OSError(code, os.strerror(code))
+
+        return flock
+
+    monkeypatch.setattr(fcntl, "flock", fail(errno.ENOLCK))
+    assert "without locks" in RunLock(tmp_path).warning
+    monkeypatch.setattr(fcntl, "flock", fail(errno.EIO))
+    with pytest.raises(OSError, match="error"):
+        RunLock(tmp_path)

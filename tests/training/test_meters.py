@@ -1,0 +1,226 @@
+"""Where time goes: parts add up, waits are counted where they were lost, and nothing unknown is a number."""
+
+import contextlib
+import itertools
+
+import pytest
+
+from halfstep.config.load import load
+from halfstep.core.errors import HalfstepError
+from halfstep.core.policy import Policy
+from halfstep.training.ceiling import UNMEASURED, Ceiling, in_flops, recorded
+from halfstep.training.events import Events, read_events
+from halfstep.training.loop import Loop
+from halfstep.training.meters import Meters, told
+from halfstep.training.tally import Watch
+
+SMALL = [
+    "model.context=16",
+    "model.layers=1",
+    "model.width=16",
+    "model.heads=2",
+    "training.batch=2",
+    "training.micro_batches=2",
+    "training.steps=6",
+    "training.validate_every=3",
+    "training.validation_tokens=64",
+    "training.save_every=2",
+]
+
+
+class Clock:
+    """A clock that moves when it is told to."""
+
+    def __init__(self):
+        self.now = 100.0
+
+    def __call__(self):
+        return self.now
+
+
+class Session:
+    """A device that says how long steps took it."""
+
+    untimed = "nobody looked"
+
+    def __init__(self, *times):
+        self.times = iter(times) if times else itertools.repeat(None)
+
+    def device_time(self, result):
+        return next(self.times)
+
+    def memory(self):
+        return 77
+
+
+@pytest.fixture
+def clock():
+    return Clock()
+
+
+def meters(clock, *times, ceiling=UNMEASURED):
+    return Meters(load("tiny", SMALL), ceiling, Session(*times), Watch(), clock=clock)
+
+
+def slow(clock, waits):
+    for wait in waits:
+        clock.now += wait
+        yield wait
+
+
+def steps(found, clock, waits, seconds):
+    """Takes steps: each waits for its batch, then computes for so long."""
+    told = []
+    for wait, taken in zip(found.fed(slow(clock, waits)), seconds, strict=True):
+        clock.now += taken
+        found.watch.seconds += wait + taken
+        told.append(found.read("result", 2.0))
+    return told
+
+
+def test_a_wait_for_input_is_told_with_its_step_and_in_the_totals(clock):
+    found = meters(clock)
+    assert [t["input_wait"] for t in steps(found, clock, [0.5, 0.25], [1, 1])] == [0.5, 0.25]
+    assert found.totals()["spent"]["input"] == 0.75
+
+
+def test_what_the_device_did_meanwhile_is_not_lost(clock):
+    found = meters(clock, (1.0, None), (1.0, 0.125), (1.0, 9.0))
+    told = steps(found, clock, [0.5, 0.5, 0.5], [1, 1, 1])
+    assert [t["input_wait"] for t in told] == [0.5, 0.5, 0.5]
+    # unknown: all of the wait; a short pause of the device: that; a long one, as after a look: the wait.
+    assert found.totals()["spent"]["input"] == 0.5 + 0.125 + 0.5
+
+
+def test_waits_of_steps_that_were_given_up_are_not_those_of_others(clock):
+    found = meters(clock)
+    fed = found.fed(slow(clock, [5.0, 5.0]))
+    next(fed), next(fed)  # launched, and never read: the run goes back
+    assert [t["input_wait"] for t in steps(found, clock, [0.25], [1])] == [0.25]
+
+
+def test_parts_add_up_to_the_wall(clock):
+    found = meters(clock)
+    steps(found, clock, [0.5, 0.0, 0.0], [4.0, 1.0, 1.0])
+    with found.part("saving"):
+        clock.now += 2
+    with contextlib.suppress(RuntimeError), found.part("evaluation"):
+        clock.now += 3
+        raise RuntimeError  # what failed took its time all the same
+    clock.now += 1
+    spent = found.totals()["spent"]
+    assert spent == {
+        "wall": 12.5,
+        "training": 6.5,
+        "first_step": 4.5,
+        "input": 0.5,
+        "saving": 2.0,
+        "evaluation": 3.0,
+        "other": 1.0,
+    }
+
+
+def test_busy_and_utilization_are_of_the_steps_after_the_first(clock):
+    found = meters(clock, (9.0, None), (0.5, 0.0), (1.0, 0.0), ceiling=Ceiling(1e9, "by hand"))
+    events = steps(found, clock, [0, 0, 0], [10.0, 1.0, 1.0])
+    per_step = found.flops_per_step
+    assert per_step == 64 * (6 * (12 * 16 * 16 + 256 * 16) + 12 * 16 * 16)
+    assert events[0]["mfu"] == pytest.approx(2.0 * per_step / 1e9)  # by the speed it was given
+    totals = found.totals()
+    assert totals["busy"] == pytest.approx(1.5 / 2.0)
+    assert totals["busy_unknown"] is None
+    assert totals["mfu"] == pytest.approx(2 / 2.0 * per_step / 1e9)
+    assert totals["memory"] == 77
+
+
+def test_what_is_not_known_is_null_with_the_reason(clock):
+    found = meters(clock, (1.0, None), (1.0, 0.0), None)
+    events = steps(found, clock, [0, 0, 0], [1, 1, 1])
+    totals = found.totals()
+    assert {e["mfu"] for e in events} == {None}
+    assert (totals["mfu"], totals["busy"]) == (None, None)
+    assert totals["busy_unknown"] == "nobody looked"
+    assert told(totals, UNMEASURED).startswith("unknown: nobody measured")
+
+
+def test_before_any_step_there_are_totals_too(clock):
+    totals = meters(clock).totals()
+    assert (totals["mfu"], totals["busy"], totals["spent"]["wall"]) == (None, None, 0.0)
+    assert "lost to input 0.0 %" in told(totals, UNMEASURED)
+
+
+def test_the_line_says_share_ceiling_and_losses():
+    totals = {"mfu": 0.41, "busy": 0.997, "spent": {"wall": 1000.0, "input": 1.0, "saving": 3.0}}
+    line = told(totals, Ceiling(745e12, "bf16"))
+    assert line == "41 % of 745 TFLOP/s; lost to input 0.1 %, to saving 0.3 %; device busy 99.7 %"
+
+
+@pytest.mark.parametrize(
+    ("number", "text"),
+    [(2.5e15, "2.5 PFLOP/s"), (745.3e12, "745 TFLOP/s"), (6.2e10, "62 GFLOP/s"), (5e6, "5 MFLOP/s")],
+)
+def test_flops_have_a_unit(number, text):
+    assert in_flops(number) == text
+
+
+def test_a_recorded_ceiling_is_of_the_same_device_and_the_newest(tmp_path):
+    path = tmp_path / "events.jsonl"
+    with Events(path) as events:
+        for flops, name in ((1e12, "one"), (2e12, "one"), (None, "one"), (3e12, "other")):
+            events.write("start", device={"kind": "cpu", "name": name}, ceiling=Ceiling(flops, "fp32").record())
+        events.write("start", device={"kind": "cpu", "name": "one"})  # of a version without ceilings
+    with open(path, "ab") as file:
+        file.write(b'{"event": "start", "device": {"name": "one"}, "ceil')  # a kill
+    assert recorded(path, "one") == Ceiling(2e12, "fp32")
+    assert recorded(path, "third") is None
+    with pytest.raises(HalfstepError, match="cannot be read"):
+        recorded(tmp_path / "none", "one")
+
+
+@pytest.fixture
+def text(tmp_path):
+    path = tmp_path / "text.txt"
+    path.write_text("\n\n".join(f"def f{i}(x):\n    return x * {i} + {i * i}" for i in range(400)))
+    return path
+
+
+def test_a_run_records_all_of_it(text, tmp_path):
+    config = load("tiny", [f"data.source={text}", *SMALL])
+    ceiling = Ceiling(1e9, "by hand")
+    loop = Loop(config, Policy.parse("fp32"), tmp_path / "run", device="cpu", ceiling=ceiling)
+    outcome = loop.run()
+    events = read_events(tmp_path / "run" / "events.jsonl")
+    start, end = events[0], events[-1]
+    assert start["ceiling"] == {"flops": 1e9, "told": "by hand"}
+    per_token = 6 * (12 * 16 * 16 + 256 * 16) + 12 * 16 * 16
+    assert start["flops_per_token"] == per_token
+    for event in events:
+        if event["event"] == "step":
+            assert event["mfu"] == pytest.approx(event["tokens_per_second"] * per_token / 1e9)
+            assert event["input_wait"] >= 0
+    spent = end["spent"]
+    assert spent["training"] == end["seconds"]
+    assert all(spent[part] > 0 for part in ("first_step", "input", "saving", "evaluation"))
+    parts = spent["training"] + spent["saving"] + spent["evaluation"] + spent["other"]
+    assert parts == pytest.approx(spent["wall"])
+    waited = sum(e["waited"] for e in events if e["event"] == "checkpoint")
+    assert spent["saving"] >= waited
+    assert end["mfu"] > 0
+    assert (end["busy"], end["busy_unknown"]) == (None, "torch times no steps on cpu")
+    assert outcome.totals["spent"] == spent
+
+
+def test_a_run_that_is_stopped_tells_its_totals(text, tmp_path):
+    config = load("tiny", [f"data.source={text}", *SMALL])
+    loop = Loop(config, Policy.parse("fp32"), tmp_path / "run", device="cpu")
+    launch = loop.session.step
+
+    def step(batch):
+        loop.stop.requested = "SIGTERM"
+        return launch(batch)
+
+    loop.session.step = step
+    assert not loop.run().finished
+    stop = read_events(tmp_path / "run" / "events.jsonl")[-1]
+    assert stop["event"] == "stop"
+    assert stop["spent"]["saving"] > 0

@@ -1,0 +1,179 @@
+"""Packed data: opened by its index in no time, and every kind of damage found, at opening or by `verify`."""
+
+import json
+import os
+import re
+import shutil
+import time
+
+import numpy as np
+import pytest
+
+from halfstep.training import packed as packed_module
+from halfstep.training import shardindex
+from halfstep.training.corpus import DataError
+from halfstep.training.data import Batches, load_corpus
+from halfstep.training.packed import verify
+from halfstep.training.packing import Asked, pack
+from halfstep.training.shardindex import Index, ShardRecord, SideRecord, page_digest, read_index, write_index
+from halfstep.training.shards import header
+from halfstep.training.sources import find_sources
+from halfstep.training.tokenizing import BytesTokenizer
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("packed")
+    source = folder / "text.jsonl"
+    rng = np.random.default_rng(0)
+    lines = [json.dumps({"text": " ".join(map(str, rng.integers(0, 10**6, 30)))}) for _ in range(400)]
+    source.write_text("\n".join(lines))
+    asked = Asked(validation=0.2, shard_tokens=20_000)
+    pack(find_sources([str(source)]), folder / "out", BytesTokenizer(), asked, workers=0)
+    return folder / "out"
+
+
+@pytest.fixture
+def folder(original, tmp_path):
+    return shutil.copytree(original, tmp_path / "out")
+
+
+def refused(folder, vocabulary=256):
+    with pytest.raises(DataError) as caught:
+        load_corpus(str(folder), 0.1, vocabulary)
+    return caught.value
+
+
+def test_it_is_mapped_and_known_by_its_index(folder):
+    corpus = load_corpus(str(folder), 0.1, 256)
+    index = read_index(folder)
+    assert corpus.digest == index.digest
+    assert (len(corpus.train), len(corpus.validation)) == (index.train.tokens, index.val.tokens)
+    assert all(shard.mapped is not None for shard in corpus.train.shards)
+    assert corpus.num_documents == 400
+    assert "packed shards" in corpus.description
+    assert corpus.train.locate(20_005) == (str(folder / "train_000001.bin"), 5)
+    moved = folder.rename(folder.with_name("elsewhere"))
+    assert load_corpus(str(moved), 0.1, 256).digest == index.digest
+
+
+def test_the_tokenizer_must_fit_the_vocabulary(folder):
+    error = refused(folder, 255)
+    assert "tokenizer bytes of 256 tokens, and model.vocabulary is 255" in error.message
+    assert "model.vocabulary=256" in error.hint
+    assert len(load_corpus(str(folder), 0.1, 50304).train)
+
+
+def flip(path, at):
+    content = bytearray(path.read_bytes())
+    content[at] ^= 0xFF
+    path.write_bytes(content)
+
+
+def edit(path):
+    path.write_text(path.read_text().replace('"documents": ', '"documents": 1', 1))
+
+
+OPENING = {
+    "missing": (lambda f: (f / "train_000001.bin").unlink(), r"train_000001.bin` is missing"),
+    "truncated": (lambda f: os.truncate(f / "train_000001.bin", 3000), r"train_000001.bin` is truncated"),
+    "shortened": (lambda f: (f / "train_000001.bin").write_bytes(header(2, np.dtype("<u2")) + bytes(4)),
+                  r"train_000001.bin` holds 2 tokens, and the index says 20000"),
+    "header": (lambda f: flip(f / "train_000001.bin", 0), r"train_000001.bin` is no token shard"),
+    "first page": (lambda f: flip(f / "train_000001.bin", 1500), r"train_000001.bin` is not the one"),
+    "swapped": (lambda f: shutil.copy(f / "train_000000.bin", f / "train_000001.bin"),
+                r"train_000001.bin` is not the one that was packed"),
+    "stray": (lambda f: shutil.copy(f / "train_000000.bin", f / "train_000099.bin"),
+              r"train_000099.bin` is not in the index"),
+    "index": (lambda f: edit(f / "index.json"), r"index.json` was changed"),
+    "table": (lambda f: flip(f / "token_bytes.npy", 200), r"token_bytes.npy` was changed"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("damage", OPENING)
+def test_damage_is_named_at_opening_or_by_verify(folder, damage):
+    does, said = OPENING[damage]
+    does(folder)
+    error = refused(folder)
+    assert re.search(said.replace(".", r"\."), error.message), error.message
+    assert error.hint
+    if damage == "index":
+        with pytest.raises(DataError):
+            verify(folder)
+    else:
+        assert verify(folder)
+
+
+@pytest.mark.parametrize("region", range(0, 41_024, 1_637))
+def test_verify_finds_every_flipped_byte_and_names_its_region(folder, region, monkeypatch, original):
+    path = folder / "train_000001.bin"
+    flip(path, region)
+    found = [each for each in verify(folder) if each.first is not None]
+    assert [(each.file, each.first, each.last) for each in found] == [("train_000001.bin", 0, 41_024)]
+
+
+def test_the_region_is_that_of_the_damage(tmp_path, monkeypatch):
+    monkeypatch.setattr(shardindex, "REGION", 4096)
+    source = tmp_path / "t.jsonl"
+    source.write_text("\n".join(json.dumps({"text": "word " * 200 + str(n)}) for n in range(60)))
+    out = tmp_path / "out"
+    pack(find_sources([str(source)]), out, BytesTokenizer(), Asked(validation=0.3), workers=0)
+    told = []
+    assert verify(out, lambda done, total: told.append((done, total))) == []
+    assert told[-1][0] == told[-1][1] == sum(path.stat().st_size for path in out.glob("*.bin"))
+    flip(out / "train_000000.bin", 4096 * 5 + 17)
+    (damage,) = verify(out)
+    assert damage.what == "is damaged between bytes 20,480 and 24,576 (tokens 9,728 to 11,776)"
+    os.truncate(out / "train_000000.bin", 4096 * 7)
+    assert any(each.what == "ends at byte 28672" for each in verify(out))
+
+
+def test_an_index_of_a_newer_format_is_refused(folder, monkeypatch):
+    monkeypatch.setattr(shardindex, "FORMAT", 2)
+    index = read_index_as(folder, 1)
+    write_index(folder, index)
+    monkeypatch.setattr(shardindex, "FORMAT", 1)
+    assert "has format 2, and this halfstep reads 1" in refused(folder).message
+
+
+def read_index_as(folder, form):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shardindex, "FORMAT", form)
+        return read_index(folder)
+
+
+def test_a_folder_of_text_may_have_an_index_of_its_own(tmp_path):
+    (tmp_path / "index.json").write_text(json.dumps({"pages": ["a", "b"]}) + "\n" * 300)
+    for n in range(20):
+        (tmp_path / f"{n}.txt").write_text(f"text {n} " * 30)
+    assert load_corpus(str(tmp_path), 0.3, 256).bytes_per_token == 1.0
+
+
+def test_ten_gigabytes_open_at_once_and_cost_no_memory(tmp_path):
+    """50 shards of 100 M tokens that lie on the disk as holes; opened, and a batch taken, in under a second."""
+    resource = pytest.importorskip("resource")
+    records, tokens = [], 100_000_000
+    first = tmp_path / "train_000000.bin"
+    first.write_bytes(header(tokens, np.dtype("<u2")))
+    os.truncate(first, 1024 + 2 * tokens)
+    pages = page_digest(first)
+    for number in range(50):
+        path = tmp_path / f"train_{number:06d}.bin"
+        path.write_bytes(header(tokens, np.dtype("<u2")))
+        os.truncate(path, 1024 + 2 * tokens)
+        records.append(ShardRecord(path.name, tokens, tokens, 1, "", pages, ()))
+    side = SideRecord(50 * tokens, 50, 50 * tokens, 50 * tokens, tuple(records))
+    nothing = SideRecord(0, 0, 0, 0, ())
+    write_index(tmp_path, Index("0", BytesTokenizer().identity(), {}, {}, None, side, nothing))
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    started = time.perf_counter()
+    corpus = load_corpus(str(tmp_path), 0.001, 256)
+    feed = Batches(corpus.train, context=1024, batch=32, micro_batches=16, seed=0)
+    batch = feed.at(0)
+    assert time.perf_counter() - started < 1
+    grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024
+    assert batch.shape == (16, 32, 1025)
+    assert feed.order == "keyed"
+    touched = 512 * 17 * 4096  # a fault maps up to 16 pages of a window, and a window may lie on two
+    assert grown < touched + 4 * batch.nbytes + (1 << 24), grown
+    assert packed_module.packed_tokenizer(tmp_path).kind == "bytes"

@@ -1,0 +1,326 @@
+"""Packing: the same bytes whatever the workers and however often it was killed; never two packings in a folder."""
+
+import errno
+import hashlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+
+from halfstep.training import packing, reading
+from halfstep.training.corpus import DataError, hash_share
+from halfstep.training.data import load_corpus
+from halfstep.training.packing import Asked, pack
+from halfstep.training.shardindex import read_index
+from halfstep.training.sources import find_sources
+from halfstep.training.tokenizing import BytesTokenizer, open_tokenizer
+
+WORDS = ["the", "quick", "brown", "fox", "jumps", "naïve", "🙂", "def", "return"]
+ASKED = Asked(validation=0.2, shard_tokens=700)
+
+
+def texts(number=120):
+    rng = np.random.default_rng(0)
+    return [" ".join(rng.choice(WORDS, rng.integers(3, 40))) + f" {n}" for n in range(number)]
+
+
+@pytest.fixture
+def source(tmp_path, monkeypatch):
+    """A source of many blocks. Nothing is flushed: what the tests kill is a process, not the machine."""
+    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
+    monkeypatch.setattr(reading, "BLOCK", 800)
+    path = tmp_path / "text.jsonl"
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts()))
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def tokenizer_file(tmp_path_factory):
+    pytest.importorskip("tokenizers")
+    from halfstep.training.bpe import train_tokenizer
+
+    folder = tmp_path_factory.mktemp("tokenizer")
+    (folder / "text.txt").write_text("\n\n".join(texts()))
+    train_tokenizer(find_sources([str(folder / "text.txt")]), folder / "tokenizer.json", 300)
+    return str(folder / "tokenizer.json")
+
+
+def packed(source, out, tokenizer=None, asked=ASKED, workers=0, meter=None):
+    return pack(find_sources([source]), out, tokenizer or BytesTokenizer(), asked, workers=workers, meter=meter)
+
+
+def files(folder):
+    """Every file and its content, but for the lock, which says who wrote."""
+    return {
+        path.name: hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in folder.iterdir()
+        if path.name != "lock"
+    }
+
+
+def test_what_is_packed_is_the_text_each_document_on_its_side(source, tmp_path, tokenizer_file):
+    tokenizer = open_tokenizer(tokenizer_file)
+    index = packed(source, tmp_path / "out", tokenizer)
+    corpus = load_corpus(str(tmp_path / "out"), 0.1, 300)
+    for side, held_out in ((corpus.train, False), (corpus.validation, True)):
+        wanted = [text for text in texts() if (hash_share(text.encode() + b"\n") < 0.2) == held_out]
+        tokens = side[:]
+        starts = np.flatnonzero(tokens == tokenizer.separator)
+        assert starts[0] == 0
+        assert [tokenizer.decode(part[1:]).decode() for part in np.split(tokens, starts[1:])] == wanted
+    assert index.train.documents + index.val.documents == len(texts())
+    for side in (index.train, index.val):
+        assert side.text_bytes == side.token_bytes == sum(shard.bytes for shard in side.shards)
+        assert [shard.tokens for shard in side.shards[:-1]] == [700] * (len(side.shards) - 1)
+        assert side.documents == sum(shard.documents for shard in side.shards)
+    assert len(index.train.shards) > 2
+    assert not (tmp_path / "out" / "packing.json").exists()
+
+
+def test_bytes_hold_out_what_text_itself_holds_out(tmp_path):
+    folder = tmp_path / "text"
+    folder.mkdir()
+    for n, text in enumerate(texts()):
+        (folder / f"{n:03}.txt").write_text(text + "\n" * (n % 2))
+    packed(str(folder), tmp_path / "out")
+    one, other = (load_corpus(str(path), 0.2, 256) for path in (folder, tmp_path / "out"))
+    for side in ("train", "validation"):
+        assert np.array_equal(getattr(one, side)[:], getattr(other, side)[:])
+    assert other.bytes_per_token == 1.0
+
+
+def test_the_number_of_workers_changes_nothing(source, tmp_path, tokenizer_file):
+    tokenizer = open_tokenizer(tokenizer_file)
+    packed(source, tmp_path / "none", tokenizer)
+    packed(source, tmp_path / "two", tokenizer, workers=2)
+    assert files(tmp_path / "none") == files(tmp_path / "two")
+
+
+class Killed(BaseException):
+    """As a kill: nothing catches it."""
+
+
+def after(number):
+    seen = []
+
+    def meter(*_):
+        seen.append(1)
+        if len(seen) == number:
+            raise Killed
+
+    return meter
+
+
+@pytest.mark.parametrize("seconds", [0.0, 1e9])
+def test_a_packing_that_was_stopped_anywhere_ends_in_the_same_bytes(source, tmp_path, monkeypatch, seconds):
+    monkeypatch.setattr(packing, "SECONDS_BETWEEN_COMMITS", seconds)
+    whole = packed(source, tmp_path / "whole")
+    out, stops = tmp_path / "out", 0
+    for number in [1, 2, 1, 3, 2, 7, 5, 1, 4, 30]:
+        try:
+            packed(source, out, meter=after(number))
+            break
+        except Killed:
+            stops += 1
+            with pytest.raises(DataError, match="is not finished"):
+                load_corpus(str(out), 0.1, 256)
+    assert stops > 5
+    assert packed(source, out) == whole
+    assert files(out) == files(tmp_path / "whole")
+
+
+@pytest.mark.parametrize("instant", ["rename", "state", "index"])
+def test_a_kill_at_every_write_loses_nothing(source, tmp_path, monkeypatch, instant):
+    """The n-th call of what makes a file last is the last one, for every n."""
+    monkeypatch.setattr(packing, "SECONDS_BETWEEN_COMMITS", 0.0)
+    packed(source, tmp_path / "whole")
+    module, name = {"rename": (os, "replace"), "state": (packing, "write_whole"), "index": (os, "fsync")}[instant]
+    real, number, finished = getattr(module, name), 1, False
+    while not finished:
+        number += 1 + number // 2
+        calls = []
+
+        def dying(*arguments, calls=calls, number=number):
+            calls.append(1)
+            if len(calls) == number:
+                raise Killed
+            return real(*arguments)
+
+        out = tmp_path / f"out{number}"
+        monkeypatch.setattr(module, name, dying)
+        try:
+            packed(source, out)
+            finished = True
+        except Killed:
+            pass
+        monkeypatch.setattr(module, name, real)
+        packed(source, out)
+        assert files(out) == files(tmp_path / "whole")
+        shutil.rmtree(out)
+    assert number > 10
+
+
+def test_kill_9_of_the_command(source, tmp_path, monkeypatch):
+    monkeypatch.undo()  # blocks of their usual size, in a process of its own
+    path = tmp_path / "long.jsonl"
+    path.write_text("".join(json.dumps({"text": text * 40}) + "\n" for text in texts(3000)))
+    out = tmp_path / "out"
+    command = [sys.executable, "-m", "halfstep", "data", "pack", str(path), "--out", str(out), "--tokenizer",
+               "bytes", "--workers", "1", "--shard-tokens", "500000", "--validation", "0.2"]  # fmt: skip
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    deadline = time.monotonic() + 60
+    while not (out / "train_000001.bin").exists() and time.monotonic() < deadline:
+        time.sleep(0.005)
+    process.send_signal(signal.SIGKILL)
+    assert process.wait() == -9
+    asked = Asked(validation=0.2, shard_tokens=500_000)
+    assert (out / "packing.json").exists()
+    before = (out / "train_000000.bin").stat().st_mtime_ns
+    packed(str(path), out, asked=asked)
+    packed(str(path), tmp_path / "whole", asked=asked)
+    assert files(out) == files(tmp_path / "whole")
+    assert (out / "train_000000.bin").stat().st_mtime_ns == before  # what was finished is not done again
+
+
+def test_a_finished_packing_is_left_alone(source, tmp_path):
+    first = packed(source, tmp_path / "out")
+    before = files(tmp_path / "out")
+    assert packed(source, tmp_path / "out", meter=lambda *_: pytest.fail("read again")) == first
+    assert files(tmp_path / "out") == before
+
+
+@pytest.mark.parametrize("finished", [True, False])
+@pytest.mark.parametrize("change", ["tokenizer", "text", "validation", "shard_tokens", "field"])
+def test_a_folder_with_another_packing_is_refused_and_what_differs_is_named(
+    source, tmp_path, change, finished, tokenizer_file, monkeypatch
+):
+    monkeypatch.setattr(packing, "SECONDS_BETWEEN_COMMITS", 0.0)
+    out = tmp_path / "out"
+    try:
+        packed(source, out, meter=None if finished else after(3))
+    except Killed:
+        assert not finished
+    before, asked, tokenizer = files(out), dict(vars(ASKED)), None
+    if change == "tokenizer":
+        tokenizer, said = (
+            open_tokenizer(tokenizer_file),
+            "the tokenizer's kind was bytes and is now tokenizer.json",
+        )
+    elif change == "text":
+        with open(source, "a") as file:
+            file.write('{"text": "more"}\n')
+        said = f"source `{source}` (bytes) was "
+    else:
+        asked[change] = {"validation": 0.3, "shard_tokens": 800, "field": "body"}[change]
+        said = f"--{change.replace('_', '-')} was {getattr(ASKED, change)} and is now {asked[change]}"
+    with pytest.raises(DataError) as caught:
+        packed(source, out, tokenizer, Asked(**asked))
+    assert said in caught.value.message
+    assert files(out) == before
+
+
+def test_what_got_no_token_down_is_in_nobodys_way(source, tmp_path, tokenizer_file):
+    with pytest.raises(DataError, match="no field `body`"):
+        packed(source, tmp_path / "out", open_tokenizer(tokenizer_file), Asked(field="body"))
+    packed(source, tmp_path / "out")
+    packed(source, tmp_path / "straight")
+    assert files(tmp_path / "out") == files(tmp_path / "straight")
+
+
+def test_a_full_disk_says_that_the_packing_goes_on(source, tmp_path, monkeypatch):
+    from halfstep.training.shardwriter import ShardWriter
+
+    def full(*arguments):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ShardWriter, "_flush", full)
+        with pytest.raises(DataError, match="out` stopped: No space left on device") as caught:
+            packed(source, tmp_path / "out")
+    assert "the same command goes on" in caught.value.hint
+    packed(source, tmp_path / "out")
+    packed(source, tmp_path / "straight")
+    assert files(tmp_path / "out") == files(tmp_path / "straight")
+
+
+def test_a_source_that_grows_while_it_is_packed_is_named(source, tmp_path):
+    def grow(done, total, tokens):
+        with open(source, "a") as file:
+            file.write('{"text": "more"}\n')
+
+    with pytest.raises(DataError, match=r"text\.jsonl` had \d+ bytes .* it changed while it was packed"):
+        packed(source, tmp_path / "out", meter=grow)
+
+
+def test_a_folder_is_not_packed_into_itself(tmp_path):
+    (tmp_path / "a.txt").write_text("text\n")
+    with pytest.raises(DataError, match="out` lies in the source"):
+        packed(str(tmp_path), tmp_path / "sub" / "out")
+    assert not (tmp_path / "sub").exists()
+
+
+def test_a_folder_with_other_files_is_refused(source, tmp_path):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "thesis.tex").write_text("x")
+    with pytest.raises(DataError, match=r"holds other files, as `thesis\.tex`"):
+        packed(source, tmp_path / "out")
+
+
+def test_a_shard_that_was_lost_while_the_packing_stood_still_is_named(source, tmp_path, monkeypatch):
+    monkeypatch.setattr(packing, "SECONDS_BETWEEN_COMMITS", 0.0)
+    with pytest.raises(Killed):
+        packed(source, tmp_path / "out", meter=after(6))
+    os.truncate(tmp_path / "out" / "train_000000.bin", 1100)
+    with pytest.raises(DataError, match=r"train_000000\.bin` has 1100 bytes, and the packing .* left 2424"):
+        packed(source, tmp_path / "out")
+
+
+def test_a_side_without_documents_says_which_share_would_do(tmp_path):
+    path = tmp_path / "few.jsonl"
+    path.write_text("".join(json.dumps({"text": f"text {n}"}) + "\n" for n in range(5)))
+    smallest = min(hash_share(f"text {n}\n".encode()) for n in range(5))
+    with pytest.raises(DataError, match=r"no document falls into the share of 0\.01") as caught:
+        packed(str(path), tmp_path / "out", asked=Asked(validation=0.01))
+    assert f"--validation {smallest * 1.001:.3g}" in caught.value.hint
+    assert not files(tmp_path / "out")  # so that the share that is enough can be asked for at once
+    index = packed(str(path), tmp_path / "all", asked=Asked(validation=0))
+    assert (index.train.documents, index.val.tokens) == (5, 0)
+    corpus = load_corpus(str(tmp_path / "all"), 0.25, 256)
+    assert len(corpus.train) + len(corpus.validation) == index.train.tokens
+    assert corpus.digest != load_corpus(str(tmp_path / "all"), 0.5, 256).digest
+    path.write_text('{"text": ""}\n')
+    with pytest.raises(DataError, match=r"no text in the sources \(skipped: 1 empty\)"):
+        packed(str(path), tmp_path / "none")
+
+
+def test_what_cannot_be_asked_for():
+    for wrong in ({"validation": 0.6}, {"validation": -0.1}, {"shard_tokens": 0}, {"shard_tokens": 2**31}):
+        with pytest.raises(DataError, match=next(iter(wrong)).replace("_", "-")):
+            Asked(**wrong)
+
+
+def test_a_large_vocabulary_is_packed_in_four_bytes_a_token(source, tmp_path):
+    class Wide(BytesTokenizer.__base__):
+        kind, file = "bytes", None
+
+        def encode(self, found):
+            return [np.frombuffer(text.encode(), np.uint8).astype(np.uint32) + 70_000 for text in found]
+
+        def _pieces(self):
+            return None
+
+    index = packed(source, tmp_path / "out", Wide("wide", b"", 80_000, 79_999))
+    assert index.train.token_bytes is None
+    corpus = load_corpus(str(tmp_path / "out"), 0.1, 80_000)
+    tokens = corpus.train[:]
+    assert tokens.dtype == np.uint32
+    assert set(np.unique(tokens[tokens != 79_999]) - 70_000) <= set(range(256))
+    header = np.fromfile(tmp_path / "out" / "train_000000.bin", dtype="<i4", count=3)
+    assert header.tolist() == [20240520, 2, 700]
+    assert read_index(tmp_path / "out").tokenizer.vocabulary == 80_000

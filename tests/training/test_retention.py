@@ -1,0 +1,93 @@
+"""What stays: the last, every so many, the best, the protected, and whatever is not whole."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from halfstep.training.checkpoint import Array, save
+from halfstep.training.retention import Retention, best, kept, prune
+
+
+def make(folder, **losses):
+    for name, loss in losses.items():
+        step = int(name.removeprefix("s"))
+        save(folder, step, {"w": Array("U8", (1,), bytes([step]))}, {"held_out": loss})
+
+
+def names(folder):
+    return sorted(int(entry.name.removeprefix("step-")) for entry in folder.iterdir())
+
+
+def test_the_last_ones_and_every_so_many_stay(tmp_path):
+    make(tmp_path, **{f"s{step}": None for step in range(1, 9)})
+    removed = prune(tmp_path, Retention(last=2, every=3))
+    assert names(tmp_path) == [3, 6, 7, 8]
+    assert [int(path.name[-1]) for path in removed] == [1, 2, 4, 5]
+    assert prune(tmp_path, Retention(last=2, every=3)) == []
+
+
+def test_the_best_stays_and_is_found_again(tmp_path):
+    make(tmp_path, s1=2.0, s2=1.5, s3=None, s4=1.5, s5=3.0)
+    assert best(tmp_path).name == "step-000002"  # the earlier of two equal ones
+    prune(tmp_path, Retention(last=1, best=True))
+    assert names(tmp_path) == [2, 5]
+    make(tmp_path, s6=1.0)
+    prune(tmp_path, Retention(last=1, best=True))
+    assert names(tmp_path) == [6]
+    assert best(tmp_path).name == "step-000006"
+    prune(tmp_path, Retention(last=1))
+    assert best(tmp_path / "nowhere") is None
+
+
+def test_what_is_protected_stays_however_many_bad_ones_follow(tmp_path):
+    make(tmp_path, **{f"s{step}": None for step in (2, 4, 6, 8)})
+    prune(tmp_path, Retention(last=1), protected=5)
+    assert names(tmp_path) == [4, 8]
+
+
+def test_what_is_not_whole_is_left_and_does_not_count(tmp_path):
+    make(tmp_path, s1=None, s2=None, s3=None, s4=None)
+    (tmp_path / "step-000004" / "manifest.json").unlink()
+    (tmp_path / "step-000001" / "state.safetensors").write_bytes(b"")
+    assert [path.name for path in prune(tmp_path, Retention(1))] == ["step-000002"]
+    assert names(tmp_path) == [1, 3, 4]
+    assert prune(tmp_path, Retention(5)) == []
+
+
+def test_what_is_refused_on_load_stops_no_prune(tmp_path):
+    make(tmp_path, s1=1.0, s2=2.0, s3=3.0, s4=4.0)
+    (tmp_path / "step-000001" / "weights.pt").write_bytes(b"exported by hand")
+    manifest = tmp_path / "step-000002" / "manifest.json"
+    manifest.write_text(manifest.read_text().replace('"format": 1', '"format": 2'))
+    assert [path.name for path in prune(tmp_path, Retention(1))] == ["step-000003"]
+    assert names(tmp_path) == [1, 2, 4]
+    assert best(tmp_path).name == "step-000004"
+
+
+@given(
+    st.sets(st.integers(0, 60), min_size=1),
+    st.integers(1, 4),
+    st.integers(0, 7),
+    st.booleans(),
+    st.none() | st.integers(0, 60),
+)
+def test_the_newest_always_stays_and_each_that_stays_has_a_reason(steps, last, every, by_best, protected):
+    chosen = min(steps)
+    stay = kept(steps, Retention(last, every, by_best), chosen, protected)
+    assert max(steps) in stay
+    assert stay <= steps
+    ordered = sorted(steps)
+    good = max((s for s in steps if protected is not None and s <= protected), default=None)
+    for step in steps:
+        reasons = (
+            step in ordered[-last:],
+            every > 0 and step % every == 0,
+            by_best and step == chosen,
+            step == good,
+        )
+        assert (step in stay) == any(reasons)
+
+
+def test_keeping_none_is_refused():
+    with pytest.raises(ValueError, match="1 checkpoint or more"):
+        Retention(0)

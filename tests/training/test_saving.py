@@ -1,0 +1,263 @@
+"""Checkpoints written beside training: the step does not wait, one at a time, and failures are told."""
+
+import errno
+import os
+import threading
+import time
+
+import numpy as np
+import pytest
+
+from halfstep.config.load import load
+from halfstep.core.policy import Policy
+from halfstep.training import checkpoint
+from halfstep.training.events import Events, read_events
+from halfstep.training.faults import Guard
+from halfstep.training.keeping import Keeper
+from halfstep.training.retention import Retention
+from halfstep.training.saving import Saver
+from halfstep.training.session import open_session
+from halfstep.training.signals import StopRequest
+
+
+def taken(step):
+    """What a session's snapshot gives."""
+    return lambda: lambda: {"w": ("U8", (3,), memoryview(bytes([step] * 3)))}
+
+
+@pytest.fixture
+def slow(monkeypatch):
+    """A disk that waits until it is let go."""
+    gate, real = threading.Event(), checkpoint.save
+
+    def save(*args):
+        assert gate.wait(10)
+        return real(*args)
+
+    monkeypatch.setattr(checkpoint, "save", save)
+    return gate
+
+
+def full(*_, **__):
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "here")
+
+
+def test_a_save_does_not_hold_the_caller_and_is_told_when_it_is_complete(tmp_path, slow):
+    saver = Saver(tmp_path, Retention())
+    waited = saver.save(1, taken(1), {})
+    assert waited < 0.5
+    assert saver.is_busy
+    assert saver.poll() == []
+    assert not saver.wait(0.01)
+    assert saver.saved_step is None
+    slow.set()
+    assert saver.wait(10)
+    (saved,) = saver.poll()
+    assert (saved.step, saved.bytes, saved.trouble, saved.waited) == (1, 3, None, waited)
+    assert saved.seconds >= waited
+    assert saver.saved_step == 1
+    assert bytes(checkpoint.load(saved.path)[0]["w"].data) == bytes([1] * 3)
+
+
+def test_the_next_one_waits_for_the_one_before_and_the_time_is_counted(tmp_path, slow):
+    saver = Saver(tmp_path, Retention())
+    saver.save(1, taken(1), {})
+    threading.Timer(0.2, slow.set).start()
+
+    def take():
+        assert (tmp_path / "step-000001").is_dir()  # its buffers are free now
+        return taken(2)()
+
+    waited = saver.save(2, take, {})
+    assert 0.1 < waited == pytest.approx(saver.waited, abs=0.1)
+    assert saver.wait(10)
+    assert [saved.step for saved in saver.poll()] == [1, 2]
+
+
+def test_a_full_disk_is_reported_and_what_was_saved_before_stays(tmp_path, monkeypatch):
+    saver = Saver(tmp_path, Retention(1))
+    saver.save(1, taken(1), {})
+    saver.wait()
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", full)
+        saver.save(2, taken(2), {})
+        saver.wait()
+    first, second = saver.poll()
+    assert first.path.name == "step-000001"
+    assert second.path is None
+    assert "No space left" in second.trouble.message
+    assert saver.saved_step == 1
+    assert [entry.name for entry in tmp_path.iterdir()] == ["step-000001"]
+    saver.save(3, taken(3), {})
+    saver.wait()
+    assert saver.poll()[0].path.name == "step-000003"
+
+
+def test_a_prune_that_fails_is_told_and_the_save_counts(tmp_path, monkeypatch):
+    saver = Saver(tmp_path, Retention(1))
+    monkeypatch.setattr(checkpoint.shutil, "rmtree", full)
+    for step in (1, 2):
+        saver.save(step, taken(step), {})
+    saver.wait()
+    last = saver.poll()[-1]
+    assert last.path.name == "step-000002"
+    assert "cannot be removed" in last.trouble.message
+    assert saver.saved_step == 2
+
+
+def test_a_defect_of_ours_is_raised_and_not_taken_for_a_full_disk(tmp_path):
+    saver = Saver(tmp_path, Retention())
+    saver.save(1, lambda: lambda: 1 / 0, {})
+    saver.wait()
+    with pytest.raises(ZeroDivisionError):
+        saver.poll()
+
+
+@pytest.mark.parametrize("ema", [0.0, 0.9])
+@pytest.mark.parametrize(
+    ("backend", "policy"), [("torch", "bf16-mixed,emulate=true"), ("jax", "fp32"), ("mlx", "fp32")]
+)
+def test_a_snapshot_is_of_its_own_moment_whatever_steps_follow(backend, policy, ema):
+    pytest.importorskip("mlx.core" if backend == "mlx" else backend)
+    small = ["context=16", "layers=1", "width=16", "heads=2"]
+    settings = [f"backend={backend}", *(f"model.{one}" for one in small), "training.batch=2"]
+    settings.append(f"training.ema={ema}")
+    session = open_session(load("tiny", settings), Policy.parse(policy), "cpu")
+    tokens = np.random.default_rng(0).integers(0, 256, (1, 2, 17)).astype(np.int32)
+    for _ in range(2):  # the second time the memory is used again
+        session.step(tokens)
+        before, snapshot = session.state(), session.snapshot()
+        session.read(session.step(tokens))
+        assert {name: (dtype, shape, bytes(data)) for name, (dtype, shape, data) in snapshot().items()} == before
+        assert session.state() != before
+
+
+class Bar:
+    def __init__(self):
+        self.notes = []
+
+    def note(self, text):
+        self.notes.append(text)
+
+
+class Session:
+    snapshot = staticmethod(taken(7))
+
+
+@pytest.fixture
+def keeper(tmp_path):
+    (tmp_path / "run").mkdir()
+    with Events(tmp_path / "run" / "events.jsonl") as events:
+        saver = Saver(tmp_path / "run" / "checkpoints", Retention())
+        describe = lambda step, held_out: {"held_out": held_out}  # noqa: E731
+        yield Keeper(saver, Session(), Guard(0.0), events, Bar(), describe, StopRequest())
+
+
+def told(keeper):
+    return read_events(keeper.events.path)
+
+
+def ask(keeper, deadline=None, seconds_ago=0.0):
+    """Somebody asked to stop."""
+    keeper.stop.receive(15)
+    keeper.stop.at = time.monotonic() - seconds_ago
+    keeper.deadline = deadline
+    return keeper
+
+
+def test_a_checkpoint_is_an_event_with_what_it_cost(keeper):
+    keeper.save(5, 2.5)
+    keeper.settle()
+    (event,) = told(keeper)
+    assert (event["event"], event["step"], event["path"]) == ("checkpoint", 5, "checkpoints/step-000005")
+    assert (event["bytes"], event["held_out"]) == (3, 2.5)
+    assert 0 <= event["waited"] <= event["seconds"]
+    assert checkpoint.load(keeper.saver.folder / "step-000005")[1]["held_out"] == 2.5
+
+
+def test_a_save_that_fails_is_loud_and_the_last_one_is_tried_until_it_succeeds(keeper, monkeypatch):
+    monkeypatch.setattr("halfstep.training.keeping.PAUSE", 0.05)
+    real, tries = os.fsync, []
+
+    def fsync(descriptor):
+        tries.append(descriptor)
+        if len(tries) < 3:
+            full()
+        real(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    assert keeper.save_last(4)
+    assert [event["event"] for event in told(keeper)] == ["save_failed", "save_failed", "checkpoint"]
+    assert "No space left" in told(keeper)[0]["message"]
+    assert keeper.bar.notes[0].startswith("NOT SAVED: ")
+    assert keeper.failed is None
+
+
+def test_a_disk_that_stays_full_is_an_error_in_the_end(keeper, monkeypatch):
+    monkeypatch.setattr("halfstep.training.keeping.PAUSE", 0.01)
+    monkeypatch.setattr("halfstep.training.keeping.PATIENCE", 0.05)
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(checkpoint.CheckpointError, match="No space left"):
+        keeper.save_last(4)
+    assert not ask(keeper).save_last(4)  # who asked to stop is told, not failed
+
+
+def test_after_a_signal_nothing_is_started_that_would_not_end_in_time(keeper, slow):
+    keeper.saver.longest = 5.0
+    assert not ask(keeper, 10.0, seconds_ago=6.0).save_last(4)
+    assert not keeper.saver.is_busy
+    keeper.saver.longest = 0.1
+    started = time.monotonic()
+    assert not ask(keeper, 10.0, seconds_ago=9.7).save_last(4)  # started, and the disk is slow
+    assert 0.2 < time.monotonic() - started < 1.5
+    assert keeper.saver.is_busy
+    slow.set()
+    assert ask(keeper, 10.0).save_last(4)
+    assert keeper.saver.saved_step == 4
+
+
+@pytest.mark.parametrize("act", [lambda keeper: keeper.save_last(5), lambda keeper: keeper.save(5)])
+def test_a_signal_that_comes_while_a_save_is_waited_for_has_its_deadline_too(keeper, slow, act):
+    keeper.save(4)
+    threading.Timer(0.1, ask, (keeper, 0.2)).start()
+    started = time.monotonic()
+    assert not act(keeper)
+    assert time.monotonic() - started < 2
+    assert keeper.saver.is_busy
+    slow.set()
+    keeper.saver.wait()
+    assert [path.name for path in keeper.saver.folder.iterdir()] == ["step-000004"]
+
+
+def test_an_earlier_failure_does_not_delay_the_last_save(keeper, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", full)
+        keeper.save(3)
+        assert keeper.settle()
+    started = time.monotonic()
+    assert ask(keeper, 3.0).save_last(4)
+    assert time.monotonic() - started < 2
+
+
+def test_a_disk_that_stays_full_is_not_waited_for_past_the_deadline(keeper, monkeypatch):
+    monkeypatch.setattr(os, "fsync", full)
+    started = time.monotonic()
+    assert not ask(keeper, 0.4).save_last(4)
+    assert time.monotonic() - started < 2
+
+
+def test_no_memory_for_a_save_is_a_save_that_failed(keeper):
+    def read():
+        raise MemoryError
+
+    keeper.session.snapshot = lambda: read
+    keeper.save(4)
+    keeper.settle()
+    (event,) = told(keeper)
+    assert event["event"] == "save_failed"
+    assert "no memory" in event["message"]
+
+
+def test_nothing_is_saved_of_a_run_without_a_step(keeper):
+    assert keeper.save_last(0)
+    assert told(keeper) == []

@@ -1,0 +1,335 @@
+"""Tokenizers: text goes in and comes back, specials in text are text, and the bytes of tokens add up."""
+
+import base64
+import io
+import json
+import sys
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from halfstep.training.corpus import DataError
+from halfstep.training.token_bytes import TokenBytes
+from halfstep.training.tokenizer_kinds import HuggingFace, SentencePiece, Tiktoken
+from halfstep.training.tokenizing import BytesTokenizer, open_saved, open_tokenizer
+
+TEXTS = ["def f(x):\n    return x * 2\n", "the quick brown fox — naïve café 🙂", "  two  spaces\t\n\n", "a", ""]
+WORDS = [
+    "the",
+    "quick",
+    "brown",
+    "fox",
+    "jumps",
+    "over",
+    "lazy",
+    "dogs",
+    "and",
+    "runs",
+    "far",
+    "away",
+    "def",
+    "self",
+]
+
+
+@pytest.fixture(scope="module")
+def bpe():
+    """A small byte-level tokenizer.json, as the content of its file."""
+    library = pytest.importorskip("tokenizers")
+    tokenizer = library.Tokenizer(library.models.BPE())
+    tokenizer.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = library.decoders.ByteLevel()
+    trainer = library.trainers.BpeTrainer(
+        vocab_size=320,
+        special_tokens=["<|endoftext|>"],
+        initial_alphabet=library.pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator([" ".join(WORDS)] * 20, trainer)
+    return tokenizer.to_str().encode()
+
+
+@pytest.fixture(scope="module")
+def sentencepiece_model():
+    library = pytest.importorskip("sentencepiece")
+    rng = np.random.default_rng(0)
+    lines = [" ".join(rng.choice(WORDS, 6)) for _ in range(200)]
+    model = io.BytesIO()
+    library.SentencePieceTrainer.train(
+        sentence_iterator=iter(lines),
+        model_writer=model,
+        vocab_size=310,
+        model_type="bpe",
+        byte_fallback=True,
+        normalization_rule_name="identity",
+        remove_extra_whitespaces=False,
+        minloglevel=2,
+    )
+    return model.getvalue()
+
+
+def tiktoken_content():
+    ranks = [[base64.b64encode(bytes([n])).decode(), n] for n in range(256)]
+    ranks += [[base64.b64encode(word).decode(), 256 + n] for n, word in enumerate([b"th", b"the", b" f"])]
+    written = {
+        "name": "mini",
+        "pattern": r"\s?\w+|\s+|[^\s\w]+",
+        "special": {"<|endoftext|>": 259},
+        "ranks": ranks,
+    }
+    return json.dumps(written).encode()
+
+
+def total_bytes(tokenizer, text):
+    """The bytes of a text's tokens after a separator, by the table."""
+    tokens = tokenizer.encode([text])[0].astype(np.int64)
+    first = np.array([tokenizer.separator] if tokenizer.separator is not None else [0])
+    return tokenizer.token_bytes.count(np.concatenate([first, tokens[:-1]])[: len(tokens)], tokens)
+
+
+def check_round_trip(tokenizer, text):
+    tokens = tokenizer.encode([text])[0]
+    assert tokenizer.decode(tokens.tolist()) == text.encode()
+    assert total_bytes(tokenizer, text) == len(text.encode())
+    assert not len(tokens) or int(tokens.max()) < tokenizer.vocabulary
+    assert tokenizer.separator not in tokens.tolist()
+
+
+@given(st.text(max_size=60) | st.sampled_from(TEXTS))
+def test_bytes_are_bytes(text):
+    tokenizer = open_tokenizer("bytes")
+    assert tokenizer.encode([text])[0].tolist() == list(text.encode())
+    check_round_trip(tokenizer, text)
+    assert (tokenizer.vocabulary, tokenizer.separator, tokenizer.identity().file) == (256, None, None)
+
+
+@given(text=st.text(max_size=60) | st.sampled_from([*TEXTS, "x<|endoftext|>y"]))
+def test_a_byte_level_tokenizer_gives_every_text_back(bpe, text):
+    check_round_trip(HuggingFace("t", bpe, 0), text)
+
+
+@given(text=st.text(alphabet="abc défou🙂 ", max_size=40))
+def test_sentencepiece_counts_the_space_it_puts_before_a_text_as_none(sentencepiece_model, text):
+    tokenizer = SentencePiece("m", sentencepiece_model, 1)
+    assert tokenizer.adds_space
+    assert total_bytes(tokenizer, text) == len(text.encode())
+    assert tokenizer.decode(tokenizer.encode([text])[0].tolist()) == text.encode()
+
+
+@given(text=st.text(max_size=60) | st.sampled_from([*TEXTS, "the <|endoftext|> fox"]))
+def test_a_tiktoken_encoding_comes_back_from_its_file(text):
+    pytest.importorskip("tiktoken")
+    tokenizer = Tiktoken("tiktoken:mini", tiktoken_content(), 259)
+    check_round_trip(tokenizer, text)
+    assert tokenizer.vocabulary == 260
+    assert tokenizer.token_bytes.length[[256, 257, 259]].tolist() == [2, 3, 0]
+
+
+def test_a_tokenizer_json_neither_cuts_pads_nor_adds(bpe, tmp_path):
+    library = pytest.importorskip("tokenizers")
+    odd = library.Tokenizer.from_str(bpe.decode())
+    odd.enable_truncation(3)
+    odd.enable_padding(length=50)
+    odd.post_processor = library.processors.TemplateProcessing("<|endoftext|> $A", None, [("<|endoftext|>", 0)])
+    (tmp_path / "tokenizer.json").write_text(odd.to_str())
+    tokenizer = open_tokenizer(str(tmp_path))
+    check_round_trip(tokenizer, "the quick brown fox jumps over lazy dogs")
+
+
+def test_metaspace_tokens_are_read_from_their_decoder():
+    pytest.importorskip("tokenizers")
+    vocabulary = {"<unk>": 0, "</s>": 1, "\u2581": 2, "a": 3, "b": 4, "\u2581a": 5, "<0xC3>": 6, "<0xA9>": 7}
+    written = {
+        "version": "1.0",
+        "added_tokens": [
+            {"id": 0, "content": "<unk>", "special": True, "single_word": False, "lstrip": False, "rstrip": False,
+             "normalized": False},
+            {"id": 1, "content": "</s>", "special": True, "single_word": False, "lstrip": False, "rstrip": False,
+             "normalized": False},
+        ],
+        "normalizer": {"type": "Sequence", "normalizers": [
+            {"type": "Prepend", "prepend": "\u2581"},
+            {"type": "Replace", "pattern": {"String": " "}, "content": "\u2581"}]},
+        "pre_tokenizer": None, "post_processor": None, "truncation": None, "padding": None,
+        "decoder": {"type": "Sequence", "decoders": [
+            {"type": "Replace", "pattern": {"String": "\u2581"}, "content": " "}, {"type": "ByteFallback"},
+            {"type": "Fuse"}, {"type": "Strip", "content": " ", "start": 1, "stop": 0}]},
+        "model": {"type": "BPE", "vocab": vocabulary, "merges": [["\u2581", "a"]], "unk_token": "<unk>",
+                  "byte_fallback": True, "fuse_unk": True},
+    }  # fmt: skip
+    tokenizer = HuggingFace("m", json.dumps(written).encode(), 1)
+    assert tokenizer.pieces == [b"", b"", b" ", b"a", b"b", b" a", b"\xc3", b"\xa9"]
+    for text in ("ab", "a b", "é a", " a"):
+        check_round_trip(tokenizer, text)
+
+
+def test_no_text_spells_a_special_token_of_a_unigram_model(tmp_path):
+    library = pytest.importorskip("tokenizers")
+    words = [("<unk>", 0.0), ("</s>", 0.0), ("\u2581", -2.0), *((letter, -3.0) for letter in "abs</>")]
+    tokenizer = library.Tokenizer(library.models.Unigram(words, unk_id=0, byte_fallback=False))
+    tokenizer.pre_tokenizer = library.pre_tokenizers.Metaspace()
+    tokenizer.decoder = library.decoders.Metaspace()
+    tokenizer.add_special_tokens(["<unk>", "</s>"])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    found = open_tokenizer(str(tmp_path))
+    assert (found.separator, found.vocabulary) == (1, 9)
+    check_round_trip(found, "a</s>b")
+    # What is unknown has no bytes, but the space after it was written.
+    assert total_bytes(found, "a? b") == len("a b")
+
+
+def test_a_token_that_looks_like_a_byte_is_none():
+    library = pytest.importorskip("tokenizers")
+    pieces = {"<0xzz>": 0, "<0x0A>": 1, "\u2581a": 2, "</s>": 3}
+    tokenizer = library.Tokenizer(library.models.BPE(pieces, []))
+    tokenizer.decoder = library.decoders.Metaspace()
+    found = HuggingFace("t", tokenizer.to_str().encode(), None)
+    assert found.pieces == [b"<0xzz>", b"\n", b" a", b"</s>"]
+
+
+def test_a_packed_folder_gives_its_own_separator(bpe, tmp_path):
+    from halfstep.training.packing import Asked, pack
+    from halfstep.training.sources import find_sources
+
+    (tmp_path / "tokenizer.json").write_bytes(bpe)
+    (tmp_path / "text.txt").write_text("the quick brown fox\n" * 9)
+    without = open_tokenizer(str(tmp_path / "tokenizer.json"), "none")
+    pack(find_sources([str(tmp_path / "text.txt")]), tmp_path / "out", without, Asked(validation=0), workers=0)
+    for spec in (tmp_path / "out", tmp_path / "out" / "index.json"):
+        assert open_tokenizer(str(spec)).separator is None
+        assert open_tokenizer(str(spec), "<|endoftext|>").separator == 0
+
+
+def test_a_tokenizer_whose_tokens_have_no_text_of_their_own_says_so():
+    pytest.importorskip("tokenizers")
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    words = Tokenizer(models.WordPiece({"[UNK]": 0, "[SEP]": 1, "far": 2, "##away": 3}, unk_token="[UNK]"))
+    words.pre_tokenizer, words.decoder = pre_tokenizers.Whitespace(), decoders.WordPiece()
+    tokenizer = HuggingFace("w", words.to_str().encode(), 1)
+    assert tokenizer.pieces is tokenizer.token_bytes is None
+    assert tokenizer.encode(["faraway far"])[0].tolist() == [2, 3, 2]
+    assert tokenizer.decode([2, 3, 2]) == b"faraway far"
+
+
+# --- finding one ---------------------------------------------------------------------------------------------
+
+
+def test_what_was_saved_is_the_same_tokenizer(bpe, sentencepiece_model, tmp_path):
+    pytest.importorskip("tiktoken")
+    for tokenizer in (
+        HuggingFace("a", bpe, 0),
+        SentencePiece("b", sentencepiece_model, 1),
+        Tiktoken("c", tiktoken_content(), 259),
+        BytesTokenizer(),
+    ):
+        folder = tmp_path / tokenizer.kind
+        folder.mkdir()
+        tokenizer.save(folder)
+        again = open_saved(folder, tokenizer.identity())
+        assert again.identity() == tokenizer.identity()
+        assert again.encode(TEXTS)[0].tolist() == tokenizer.encode(TEXTS)[0].tolist()
+
+
+def test_a_saved_tokenizer_that_changed_is_refused(bpe, tmp_path):
+    tokenizer = HuggingFace("a", bpe, 0)
+    tokenizer.save(tmp_path)
+    (tmp_path / "tokenizer.json").write_bytes(bpe + b" ")
+    with pytest.raises(DataError, match="not the tokenizer that the data was packed with"):
+        open_saved(tmp_path, tokenizer.identity())
+    (tmp_path / "tokenizer.json").unlink()
+    with pytest.raises(DataError, match=r"tokenizer\.json` cannot be read"):
+        open_saved(tmp_path, tokenizer.identity())
+
+
+def test_the_separator_is_the_end_of_text_that_is_named(bpe, tmp_path):
+    path = tmp_path / "tokenizer.json"
+    path.write_bytes(bpe)
+    assert open_tokenizer(str(path)).separator == 0
+    assert open_tokenizer(str(path), "none").separator is None
+    fox = open_tokenizer(str(path), "the").separator
+    assert open_tokenizer(str(path)).pieces[fox] == b"the"
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": {"content": "the"}}))
+    assert open_tokenizer(str(tmp_path)).separator == fox  # what the model's own configuration says
+    with pytest.raises(DataError, match=r"no token `<\|endoftxt\|>`") as caught:
+        open_tokenizer(str(path), "<|endoftxt|>")
+    assert "<|endoftext|>" in caught.value.hint
+
+
+def test_sentencepiece_begins_documents_with_its_beginning(sentencepiece_model, tmp_path):
+    (tmp_path / "tokenizer.model").write_bytes(sentencepiece_model)
+    assert open_tokenizer(str(tmp_path)).separator == 1
+    assert open_tokenizer(str(tmp_path / "tokenizer.model"), "</s>").separator == 2
+
+
+REFUSED = {
+    "absent": ("nowhere.json", "there is no tokenizer `nowhere.json`"),
+    "folder": ("", "no tokenizer in the folder"),
+    "name": ("odd.txt", "no tokenizer that is known by its name"),
+    "json": ("broken.json", "`broken.json` is no tokenizer.json"),
+    "model": ("broken.model", "`broken.model` is no sentencepiece model"),
+    "encoding": ("tiktoken:gpt3", "tiktoken has no encoding `gpt3`"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_no_tokenizer_is_refused(name, tmp_path, monkeypatch):
+    for package in ("tokenizers", "sentencepiece", "tiktoken"):
+        pytest.importorskip(package)
+    monkeypatch.chdir(tmp_path)
+    for file in ("odd.txt", "broken.json", "broken.model"):
+        (tmp_path / file).write_text("{}")
+    spec, said = REFUSED[name]
+    with pytest.raises(DataError, match=said):
+        open_tokenizer(spec or str(tmp_path))
+
+
+def test_a_tokenizer_without_an_end_of_text_asks_for_one(tmp_path):
+    library = pytest.importorskip("tokenizers")
+    path = tmp_path / "tokenizer.json"
+    path.write_text(library.Tokenizer(library.models.WordLevel({"a": 0}, unk_token="a")).to_str())
+    with pytest.raises(DataError, match="no token that is known to end a text") as caught:
+        open_tokenizer(str(path))
+    assert "--separator none" in caught.value.hint
+
+
+def test_tiktoken_without_a_network_says_how_to_get_its_file(monkeypatch):
+    tiktoken = pytest.importorskip("tiktoken")
+
+    def fetch(name):
+        raise ConnectionError("no network")
+
+    monkeypatch.setattr(tiktoken, "get_encoding", fetch)
+    with pytest.raises(DataError, match="keeps no file of `gpt2` in its cache and cannot fetch it") as caught:
+        open_tokenizer("tiktoken:gpt2")
+    assert "TIKTOKEN_CACHE_DIR" in caught.value.hint
+
+
+@pytest.mark.parametrize("package", ["tokenizers", "sentencepiece", "tiktoken"])
+def test_a_missing_package_says_how_to_install_it(package, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, package, None)
+    name = {"tokenizers": "t.json", "sentencepiece": "t.model", "tiktoken": "tiktoken:gpt2"}[package]
+    (tmp_path / name).write_text("{}")
+    with pytest.raises(DataError, match=f"needs the package `{package}`") as caught:
+        open_tokenizer(name if ":" in name else str(tmp_path / name))
+    assert caught.value.hint == "pip install 'halfstep[data]'"
+
+
+# --- the table -----------------------------------------------------------------------------------------------
+
+
+def test_the_table_comes_back_and_damage_is_refused():
+    table = TokenBytes.of([b"", b" the", b"x"], adds_space=True, separator=0)
+    again = TokenBytes.from_npy(table.to_npy(), "t.npy")
+    assert [again.length.tolist(), again.space.tolist(), again.boundary.tolist()] == [
+        [0, 4, 1], [False, True, False], [True, False, False],
+    ]  # fmt: skip
+    assert again.count(np.array([0, 2]), np.array([1, 1])) == 3 + 4  # after a boundary the space was not written
+    with pytest.raises(DataError, match=r"`t\.npy` is no table"):
+        TokenBytes.from_npy(b"junk", "t.npy")
+    odd = io.BytesIO()
+    np.save(odd, np.zeros(3))
+    with pytest.raises(DataError, match=r"`t\.npy` holds float64 of shape \[3\]"):
+        TokenBytes.from_npy(odd.getvalue(), "t.npy")
