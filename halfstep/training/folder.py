@@ -9,7 +9,7 @@
     cache/            what was compiled and tuned, under `training.deterministic`
 
 A folder belongs to one run. A new run refuses a folder that holds one; a resumed run must be the same run: the
-same configuration but for how often it looks and saves, and the same policy (which the checkpoint knows).
+same configuration but for how often it looks and saves, and the same policy and data (which the checkpoint knows).
 """
 
 import dataclasses
@@ -30,6 +30,7 @@ CONFIG, EVENTS, CHECKPOINTS, REPORT = "run.toml", "events.jsonl", "checkpoints",
 FREE = {
     "policy",
     "title",
+    "data.source",  # data may move: their digest is in the checkpoint
     "training.validate_every",
     "training.validation_tokens",
     "training.save_every",

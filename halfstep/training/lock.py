@@ -74,7 +74,7 @@ def _in_use(folder: Path) -> LockedError:
     try:
         told = json.loads((folder / LOCK).read_bytes())
         holder = f"process {told['pid']} on {told['host']} writes to it since {told['since']}"
-        hint = f"wait for it, or stop it there with `kill {told['pid']}`: it saves and leaves"
+        hint = f"wait for it, or stop it there with `kill {told['pid']}`: it leaves, and nothing is lost"
     except (OSError, ValueError, TypeError, KeyError):
-        holder, hint = "another process writes to it", "wait for it, or stop it: it saves and leaves"
+        holder, hint = "another process writes to it", "wait for it, or stop it: nothing is lost"
     return LockedError(f"`{folder}` is in use: {holder}", hint=f"{hint}; or name another folder by --out")

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -70,6 +71,16 @@ def run_until(loop, steps):
     loop.session.step = step
     with pytest.raises(InterruptedByTestError):
         loop.run()
+
+
+def test_data_may_move_and_may_not_change(text, tmp_path):
+    out, moved, other = tmp_path / "run", tmp_path / "moved.txt", tmp_path / "other.txt"
+    run_until(start(text, out, "training.save_every=2"), 3)
+    other.write_text(Path(text).read_text() + "\n\nmore")
+    Path(text).rename(moved)
+    with pytest.raises(ConfigError, match="other data"):
+        start(str(other), out, "training.save_every=2", resume=True)
+    assert start(str(moved), out, "training.save_every=2", resume=True).start == 2
 
 
 def test_a_run_leaves_its_folder_with_everything_in_it(text, tmp_path):
