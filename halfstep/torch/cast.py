@@ -41,6 +41,7 @@ from halfstep.core.plan import Plan, check_rule, check_word, plan_of
 from halfstep.core.roles import Operand
 from halfstep.core.rounding import Rounding
 from halfstep.torch.dtypes import dtype_of
+from halfstep.torch.tracing import compiling
 
 _SIGN = -(2**31)
 _MAGNITUDE = 2**31 - 1
@@ -82,7 +83,7 @@ def carried(x: Tensor, fmt: Format) -> Tensor:
     """
     if fmt == FP32:
         return x
-    if fmt in (BF16, FP16) and not torch.compiler.is_compiling():
+    if fmt in (BF16, FP16) and not compiling():
         return x.to(dtype_of(fmt)).float()
     return quantize(x, fmt, overflow="inf")
 
@@ -97,11 +98,11 @@ def to_native(x: Tensor, fmt: Format, *, overflow: Overflow) -> Tensor:
     dtype = dtype_of(fmt)
     hp = _as_fp32(x, fmt)
     check_rule(fmt, overflow)
-    compiling, narrow = torch.compiler.is_compiling(), fmt.bits <= 8
-    if overflow == "saturate" and (narrow or not compiling):
+    compiled, narrow = compiling(), fmt.bits <= 8
+    if overflow == "saturate" and (narrow or not compiled):
         largest = plan_of(fmt).largest
         return hp.clamp(-largest, largest).to(dtype)
-    if overflow == "inf" and not narrow and not compiling:
+    if overflow == "inf" and not narrow and not compiled:
         return hp.to(dtype)
     return quantize(hp, fmt, overflow=overflow).to(dtype)
 
@@ -155,7 +156,7 @@ def quantize_scaled(
 def amax_of(x: Tensor, operand: Operand) -> Tensor:
     """The largest magnitude of the tensor or of each row, as the operand's granularity asks, in fp32."""
     magnitude = x.detach().abs()
-    if torch.compiler.is_compiling():
+    if compiling():
         # Fused code has the maximum of what was not rounded to bf16 yet. Of a bf16 maximum it rounds the one that
         # it stores, not the one that it goes on with: forward and backward would be scaled by two numbers.
         magnitude = magnitude.float()
@@ -251,7 +252,7 @@ def _scales(amax: Tensor, fmt: Format) -> tuple[Tensor, Tensor]:
     power = torch.where(pattern == 0, 0, power)
     # NaN as bits: a NaN constant differs from itself, and a compiler would take no two casts of one x for one.
     scale = torch.where(pattern >= _INF, _NAN, (power + 127) << 23).view(torch.float32)
-    if torch.compiler.is_compiling():
+    if compiling():
         # `as_strided` makes inductor store what it is of. Else the scale is computed anew for each element, and
         # where that makes too long an expression, inductor stores the scaled tensor, in fp32.
         scale = scale.as_strided(scale.shape, scale.stride())

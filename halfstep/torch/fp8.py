@@ -48,6 +48,7 @@ from halfstep.core.roles import Operand, is_narrow
 from halfstep.torch.cast import amax_of, carried, quantize_scaled
 from halfstep.torch.dtypes import DTYPES, ROWS_INTO_FP32, dtype_of
 from halfstep.torch.matmul import in_compute, matmul, multiply, rows_of
+from halfstep.torch.tracing import compiling, traced
 
 if TYPE_CHECKING:
     from halfstep.torch.layers import Casts
@@ -73,7 +74,7 @@ def narrow_linear(x: Tensor, numbers: Tensor, owner: Tensor, bias: Tensor | None
     if probe is not None and not (x.requires_grad or owner.requires_grad):
         probe = probe.detach()  # nothing here is trained, and nothing behind it
     assert casts.in_graph is not None
-    return casts.in_graph(x, numbers, owner, bias, history, probe)
+    return casts.in_graph(x, numbers, owner, bias, history, probe, compiling())
 
 
 def in_graph(casts: "Casts") -> Callable[..., Tensor]:
@@ -83,8 +84,8 @@ def in_graph(casts: "Casts") -> Callable[..., Tensor]:
     for every layer, made most of the time that an fp8 model took to compile.
     """
 
-    def call(*tensors: Tensor | None) -> Tensor:
-        return _Narrow.apply(*tensors, casts)  # type: ignore[no-any-return]
+    def call(*given: Any) -> Tensor:
+        return _Narrow.apply(*given, casts)  # type: ignore[no-any-return]
 
     return torch.compiler.allow_in_graph(call)
 
@@ -98,7 +99,7 @@ def lower(x: Tensor, operand: Operand, casts: "Casts", amax: Tensor | None = Non
     elif operand.amax == "delayed":
         x = x.masked_fill(x.isinf(), float("nan"))  # an amax of earlier updates knows nothing of it
     # Eager, torch's own conversion is many times faster than ours, and makes the same numbers.
-    native = not casts.emulate or (operand.format in DTYPES and not torch.compiler.is_compiling())
+    native = not casts.emulate or (operand.format in DTYPES and not compiling())
     values, inv_scale = quantize_scaled(x, operand, amax=amax, native=native)
     return Lowered(values.float() if casts.emulate else values.contiguous(), inv_scale)
 
@@ -177,47 +178,53 @@ class _Narrow(torch.autograd.Function):
         bias: Tensor | None,
         history: Tensor | None,
         probe: Tensor | None,
+        compiled: bool,
         casts: "Casts",
     ) -> Tensor:
-        p, tokens = casts.precision, rows_of(x).shape[0]
-        rows, w = _filled(rows_of(x), casts), in_compute(numbers, casts)
-        past = None if history is None else history.amax(dim=1)
-        x_amax, x_now = _amax(rows, p.operand, past, 0)
-        w_amax, w_now = _amax(w, p.operand, past, 1)
-        a, b = lower(rows, p.operand, casts, x_amax), lower(w, p.operand, casts, w_amax)
-        added = None if bias is None else in_compute(bias, casts)
-        y = product(_first(a, tokens), b, p.compute, casts.compute, casts, bias=added, fast=casts.fast)
-        scales = [a.inv_scale, w_amax] if _has_one_scale(p.operand) else []
-        amaxes = [] if past is None else [past, torch.stack([x_now, w_now])]
-        ctx.save_for_backward(rows if _has_row_scales(p.operand) else a.values, numbers, *scales, *amaxes)
-        ctx.casts = casts
+        ctx.casts, ctx.compiled = casts, compiled
+        with traced(compiled):
+            p, tokens = casts.precision, rows_of(x).shape[0]
+            rows, w = _filled(rows_of(x), casts), in_compute(numbers, casts)
+            past = None if history is None else history.amax(dim=1)
+            x_amax, x_now = _amax(rows, p.operand, past, 0)
+            w_amax, w_now = _amax(w, p.operand, past, 1)
+            a, b = lower(rows, p.operand, casts, x_amax), lower(w, p.operand, casts, w_amax)
+            added = None if bias is None else in_compute(bias, casts)
+            y = product(_first(a, tokens), b, p.compute, casts.compute, casts, bias=added, fast=casts.fast)
+            scales = [a.inv_scale, w_amax] if _has_one_scale(p.operand) else []
+            amaxes = [] if past is None else [past, torch.stack([x_now, w_now])]
+            ctx.save_for_backward(rows if _has_row_scales(p.operand) else a.values, numbers, *scales, *amaxes)
         return y.view(*x.shape[:-1], numbers.shape[0])
 
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
-        casts, p = ctx.casts, ctx.casts.precision
-        kept, numbers, *rest = ctx.saved_tensors
-        x_inv, w_amax = rest[:2] if _has_one_scale(p.operand) else (None, None)
-        past, now = rest[-2:] if casts.past is not None else (None, None)
-        shape, tokens = (*g.shape[:-1], numbers.shape[1]), rows_of(g).shape[0]
-        g = rows_of(carried(g, p.grad) if casts.emulate else g)
-        grad_input = grad_weight = grad_bias = grad_probe = None
-        if ctx.needs_input_grad[3]:
-            wide = g.sum(0, dtype=torch.float32)
-            grad_bias = carried(wide, p.grad_weight) if casts.emulate else wide.to(casts.grad_weight)
-        g = _filled(g, casts)
-        g_amax, g_now = _amax(g, p.grad_operand, past, 2)
-        a = lower(g, p.grad_operand, casts, g_amax)
-        if ctx.needs_input_grad[0]:
-            b = lower(in_compute(numbers, casts).t(), p.operand, casts, w_amax)
-            grad_input = product(_first(a, tokens), b, p.grad, casts.grad, casts).view(shape)
-        if ctx.needs_input_grad[2]:
-            turned = _turned(a, g, p.grad_operand, casts), _turned(Lowered(kept, x_inv), kept, p.operand, casts)
-            grad_weight = product(*turned, p.grad_weight, casts.grad_weight, casts)
-        if now is not None:
-            grad_probe = torch.cat([now, g_now.reshape(1)])
-        return grad_input, None, grad_weight, grad_bias, None, grad_probe, None
+        with traced(ctx.compiled):
+            casts, p = ctx.casts, ctx.casts.precision
+            kept, numbers, *rest = ctx.saved_tensors
+            x_inv, w_amax = rest[:2] if _has_one_scale(p.operand) else (None, None)
+            past, now = rest[-2:] if casts.past is not None else (None, None)
+            shape, tokens = (*g.shape[:-1], numbers.shape[1]), rows_of(g).shape[0]
+            g = rows_of(carried(g, p.grad) if casts.emulate else g)
+            grad_input = grad_weight = grad_bias = grad_probe = None
+            if ctx.needs_input_grad[3]:
+                wide = g.sum(0, dtype=torch.float32)
+                grad_bias = carried(wide, p.grad_weight) if casts.emulate else wide.to(casts.grad_weight)
+            g = _filled(g, casts)
+            g_amax, g_now = _amax(g, p.grad_operand, past, 2)
+            a = lower(g, p.grad_operand, casts, g_amax)
+            if ctx.needs_input_grad[0]:
+                b = lower(in_compute(numbers, casts).t(), p.operand, casts, w_amax)
+                grad_input = product(_first(a, tokens), b, p.grad, casts.grad, casts).view(shape)
+            if ctx.needs_input_grad[2]:
+                turned = (
+                    _turned(a, g, p.grad_operand, casts),
+                    _turned(Lowered(kept, x_inv), kept, p.operand, casts),
+                )
+                grad_weight = product(*turned, p.grad_weight, casts.grad_weight, casts)
+            if now is not None:
+                grad_probe = torch.cat([now, g_now.reshape(1)])
+        return grad_input, None, grad_weight, grad_bias, None, grad_probe, None, None
 
 
 def _amax(x: Tensor, operand: Operand, past: Tensor | None, index: int) -> tuple[Tensor | None, Tensor]:

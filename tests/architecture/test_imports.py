@@ -29,6 +29,7 @@ ONE_BACKEND_ONLY: dict[str, str] = {
     "lazy.py": "JAX: a parameter that is cast where it is used, for the interpreter",
     "checks.py": "torch, JAX: there is much that users hand over and that cannot be taken",
     "matmul.py": "torch, JAX: the matmuls outgrew layers.py; MLX's have fewer forms",
+    "tracing.py": "torch: what dynamo puts into its graph as it is must be told that it is compiled",
     "fp8.py": "torch: the hardware's own fp8 matmul, and its three layouts; elsewhere XLA, or emulation, has it",
     "delayed.py": "torch: as above, where scales come from earlier updates",
     "narrow.py": "torch: as above, what it refuses, and what is worth it",

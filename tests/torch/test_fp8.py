@@ -2,6 +2,7 @@
 
 import copy
 from dataclasses import replace
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -13,11 +14,14 @@ from halfstep.core.formats import BF16, E4M3, E5M2
 from halfstep.core.policy import Policy
 from halfstep.core.precision import Precision, precisions
 from halfstep.core.roles import Accumulator, Operand
+from halfstep.torch import fp8
+from halfstep.torch.cast import amax_of
 from halfstep.torch.dtypes import ROWS_INTO_FP32, supported
 from halfstep.torch.fp8 import lower
 from halfstep.torch.halves import make_half
 from halfstep.torch.layers import casts_of, linear
 from halfstep.torch.step import prepare
+from halfstep.torch.tracing import compiling
 
 pytestmark = pytest.mark.skipif(not supported(E4M3, "cpu"), reason=supported(E4M3, "cpu").reason)
 
@@ -396,3 +400,27 @@ def test_layers_on_one_x_share_its_cast_in_compiled_code(policy, forward, backwa
         of_x = [n for n in casts if n.meta["val"].shape == (48, width)]
         looks_at_x = [n for n in looks if n.args[0].meta["val"].shape == (48, width)]
         assert (len(of_x), len(looks_at_x)) == expected
+
+
+def test_what_dynamo_takes_as_it_is_knows_that_it_is_compiled(monkeypatch):
+    """Where autograd traces what dynamo left alone, torch 2.11 says that nothing is compiled: so it does here."""
+    seen = []
+
+    def watched(x, operand):
+        with mock.patch.object(torch.compiler, "_is_compiling_flag", False):
+            seen.append(compiling())
+            return amax_of(x, operand)
+
+    monkeypatch.setattr(fp8, "amax_of", watched)
+    x, w = bf16(draw(16, 32)).requires_grad_(), draw(48, 32, seed=1).requires_grad_()
+
+    def passes():
+        return linear(x, w, None, CASTS).float().square().sum()
+
+    torch.compile(passes, backend="aot_eager", fullgraph=True)().backward()
+    assert len(seen) >= 3  # x, the weight and the gradient, each as often as it was traced
+    assert all(seen)
+    seen.clear()
+    passes().backward()
+    assert len(seen) == 3
+    assert not any(seen)
