@@ -9,7 +9,8 @@ weights, so that what the device does in a minute it does to both. `source` is t
 own schedule. The source may be given fewer updates, for they cost a second each: its turns are then spread over
 those of the other, and the held-out loss is compared after as many updates of each.
 
-Time is of an update, by device events, the first of each turn left out; memory is the most that was allocated.
+Time is of an update, by device events, the first of each turn left out; memory is the most that was allocated in
+any turn but the first, which compiles.
 `golf` ends with its int8 + zlib artifact, scored on the same held-out tokens.
 Tokens are made if `--tokens` names none (recipe_tokens.py). What PERF anchors say is printed beside.
 """
@@ -287,10 +288,11 @@ class Trainer:
         if self.device.type == "cuda":
             torch.cuda.synchronize()
             seconds = [before.elapsed_time(after) / 1000 for before, after in pairwise(marks[1:])]
-            self.memory = max(self.memory, torch.cuda.max_memory_allocated())
         else:
             seconds = [after - before for before, after in pairwise(marks[1:])]
-        first = self.done == steps  # the first turn compiles, at its second update too
+        first = self.done == steps  # it compiles, at its second update too, and tries kernels on copies
+        if self.device.type == "cuda" and not first:
+            self.memory = max(self.memory, torch.cuda.max_memory_allocated())
         told = {"losses": [float(x) for x in losses], "memory": self.memory}
         return {"seconds": seconds[2:] if first else seconds, **told}
 

@@ -2,12 +2,14 @@
 
     python benchmarks/seeds.py [--policies fp32 bf16-mixed fp16-mixed] [--seeds 0 1 2] [--steps 500]
         [--layers 12] [--width 768] [--heads 12] [--context 1024] [--batch 8] [--log FILE] [--device cuda]
+        [--against docs/measurements/seeds.jsonl]
 
 The model is the race's (GPT-2-124M as people write it), the text is bytes of the standard library, and a seed
 draws the first weights and the order of the batches, the same for every policy. AdamW with 5 % warmup and a linear
 way down to a tenth. A policy passes when the mean of its held-out losses lies within the spread of fp32's seeds
 (their largest minus their smallest) of fp32's mean. `--log` keeps every tenth training loss and each held-out one,
-a line of JSON each. Exit code 1 if a policy fails.
+a line of JSON each; `--against` takes fp32's held-out losses of the same seeds from such a log, for they take
+longest by far. Exit code 1 if a policy fails.
 """
 
 import argparse
@@ -70,6 +72,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--log")
+    parser.add_argument("--against", help="a log whose fp32 is held against")
     numbers = {"steps": 500, "layers": 12, "width": 768, "heads": 12, "context": 1024, "batch": 8}
     for name, value in numbers.items():
         parser.add_argument(f"--{name}", type=int, default=value)
@@ -80,7 +83,7 @@ def main() -> int:
     options = arguments()
     corpus = load_corpus("stdlib", 0.1, VOCABULARY)
     print(f"torch {torch.__version__}, {options.device}; {corpus.description}", flush=True)
-    found: dict[str, list[float]] = {}
+    found: dict[str, list[float]] = recorded(options.against, options.seeds) if options.against else {}
     with open(options.log or "/dev/null", "w", encoding="utf-8") as log:
         for seed in options.seeds:
             for policy in options.policies:
@@ -91,6 +94,16 @@ def main() -> int:
                 print(f"{told}, {event['skipped']} skipped, last scale {event['scale']:g}", flush=True)
                 torch.compiler.reset()
     return judge(found)
+
+
+def recorded(log: str, seeds: list[int]) -> dict[str, list[float]]:
+    """fp32's held-out losses of a log, in the order of the seeds."""
+    with open(log, encoding="utf-8") as file:
+        events = [json.loads(line) for line in file]
+    losses = {e["seed"]: e["held_out"] for e in events if e["policy"] == "fp32" and "held_out" in e}
+    if missing := [seed for seed in seeds if seed not in losses]:
+        raise SystemExit(f"{log} has no held-out loss of fp32 with seed {missing[0]}")
+    return {"fp32": [losses[seed] for seed in seeds]}
 
 
 def judge(found: dict[str, list[float]]) -> int:

@@ -104,7 +104,7 @@ class Session:
         return result
 
     def read(self, result: StepResult) -> dict[str, float]:
-        """A step's numbers; waits for the device once."""
+        """A step's numbers; waits for that step, and not for one that was launched after it."""
         names = ("loss", "skipped", "scale", "grad_norm", "stuck")
         values = jax.device_get([getattr(result, name) for name in names])
         read = {name: float(value) for name, value in zip(names, values, strict=True)}

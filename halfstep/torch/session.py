@@ -25,6 +25,7 @@ from halfstep.torch.dtypes import as_device, describe
 from halfstep.torch.measure import devices
 from halfstep.torch.model import Decoder
 from halfstep.torch.muon import Muon
+from halfstep.torch.numbers import Numbers
 from halfstep.torch.optim import AdamW, Optimizer
 from halfstep.torch.spans import Spans
 from halfstep.torch.state import Copies, load_state, load_weights, restored, state_of, stored
@@ -56,7 +57,7 @@ class Session:
         self.description = describe(self.device)  # also refuses a device that is not here
         self._pin_matmuls()
         self._make_deterministic()
-        self._copies, self._spans = Copies(), Spans(self.device)
+        self._copies, self._spans, self._numbers = Copies(), Spans(self.device), Numbers(self.device)
         torch.manual_seed(config.seed)
         self.model = Decoder(config.model)
         self.model.recompute = config.training.recompute_blocks
@@ -86,7 +87,9 @@ class Session:
 
     def step(self, micro_batches: Tokens) -> StepResult:
         """One update from tokens of shape (micro-batches, batch, context + 1). Waits for nothing."""
-        return self._spans.around(lambda: self._step(micro_batches))
+        result = self._spans.around(lambda: self._step(micro_batches))
+        self._numbers.send(result)
+        return result
 
     def _step(self, micro_batches: Tokens) -> StepResult:
         if self.schedule is not None:
@@ -102,10 +105,8 @@ class Session:
         return self.run.step(self._sum_and_count, tokens.unbind())
 
     def read(self, result: StepResult) -> dict[str, float]:
-        """A step's numbers; waits for the device once."""
-        names = ("loss", "skipped", "scale", "grad_norm", "stuck")
-        values = torch.stack([getattr(result, name).float() for name in names]).tolist()
-        read = dict(zip(names, values, strict=True))
+        """A step's numbers; waits for that step, and not for one that was launched after it."""
+        read = self._numbers.take(result)
         if read.pop("stuck"):
             self.run.check(result)
         return read

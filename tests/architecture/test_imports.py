@@ -53,6 +53,7 @@ ONE_BACKEND_ONLY: dict[str, str] = {
     "foreign.py": "torch: models of other packages, known by the names of their classes",
     "islands.py": "torch: its functions and modules have no fp32 inside; there is a torch.nn to stand in for",
     "muon.py": "torch: optim.py would have outgrown a file; the others have it in there",
+    "numbers.py": "torch: a copy that is queued behind its own step; JAX and MLX wait for an array, not a queue",
     "spans.py": "torch: CUDA's events time a step without a wait; JAX and MLX have none",
     "sums.py": "torch: what matmuls sum in is a switch of the process there",
     "kernels/__init__.py": "torch: JAX compiles a whole step, and MLX has no such kernels yet",

@@ -13,7 +13,7 @@ from halfstep.core.roles import Operand
 from halfstep.torch import narrow
 from halfstep.torch.apply import apply, set_precision
 from halfstep.torch.convert import plans_of
-from halfstep.torch.dtypes import supported
+from halfstep.torch.dtypes import product_failure, supported
 from halfstep.torch.measure import LayerWork, time_layer
 from halfstep.torch.narrow import BUDGET, CPU_TOKENS, TOKENS, measure_all
 from halfstep.torch.session import Session
@@ -21,6 +21,8 @@ from halfstep.torch.state import load_state, restored, state_of, stored
 from halfstep.torch.step import Run, prepare
 
 needs_fp8 = pytest.mark.skipif(not supported(E4M3, "cpu"), reason=supported(E4M3, "cpu").reason)
+WITHOUT_ROWS = product_failure(E4M3, E4M3, torch.device("cpu"), rows=True) if supported(E4M3, "cpu") else "no fp8"
+needs_rows = pytest.mark.skipif(bool(WITHOUT_ROWS), reason=WITHOUT_ROWS)  # torch 2.11 has them on GPUs alone
 MEASURED = "bf16-mixed,compute=e4m3:measured,grad=e5m2"
 
 
@@ -106,7 +108,7 @@ def test_a_fast_device_and_a_slow_one(otherwise, layers, told):
     assert told in run.summary()
 
 
-@needs_fp8
+@needs_rows
 def test_a_layer_is_timed_as_it_will_run():
     device = Device()
     prepared("bf16-mixed,param=fp32:split,compute=e4m3:row:measured", device=device, tokens=77)
@@ -118,6 +120,18 @@ def test_a_layer_is_timed_as_it_will_run():
     prepared(device=(other := Device()))
     assert other.asked[0][0].tokens == min(TOKENS, CPU_TOKENS)
     assert not other.asked[0][0].split
+
+
+@needs_fp8
+def test_scales_a_row_without_a_kernel_are_refused_with_the_way_out(monkeypatch):
+    def played(left, right, device, *, rows=False, dtype=torch.bfloat16):
+        return "only per-tensor scaling" if rows else ""
+
+    monkeypatch.setattr(narrow, "product_failure", played)
+    monkeypatch.setitem(narrow.ROWS_INTO_FP32, "cpu", False)
+    with pytest.raises(PolicyError, match="a scale a row cannot run on cpu: only per-tensor") as error:
+        prepared("bf16-mixed,compute=e4m3:row,grad=e5m2")
+    assert error.value.hint.startswith("leave out `:row`; or add `emulate=true`")
 
 
 @needs_fp8

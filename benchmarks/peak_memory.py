@@ -1,0 +1,87 @@
+"""What lies in memory when a step needs the most of it: the race's GPT-2, a policy at a time, on an NVIDIA GPU.
+
+    python benchmarks/peak_memory.py [--policies bf16-mixed fp8-mixed,compute=e4m3] [--layers 2] [--width 768]
+        [--batch 32] [--top 6]
+
+torch's allocator tells of every allocation and release of one compiled step after three; replayed, they say what
+lived at the peak, and in which line of which code it was made.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from halfstep.torch import AdamW, prepare
+from halfstep.torch.race.model import GPT2
+
+VOCABULARY, CONTEXT, HEAD = 50304, 1024, 64
+
+
+def history(policy: str, options: argparse.Namespace) -> tuple[int, list[dict[str, Any]]]:
+    """Bytes before a step, and what the allocator did in it."""
+    torch.manual_seed(0)
+    shape = {"layers": options.layers, "width": options.width, "heads": options.width // HEAD}
+    model = GPT2(vocabulary=VOCABULARY, context=CONTEXT, **shape).cuda()
+    run = prepare(model, AdamW(model.parameters(), lr=1e-4), policy, clip_norm=1.0)
+    forward = torch.compile(model)
+    tokens = torch.randint(0, VOCABULARY, (options.batch, CONTEXT), device="cuda")
+    for number in range(4):
+        if number == 3:
+            torch.cuda.synchronize()
+            before = torch.cuda.memory_allocated()
+            torch.cuda.memory._record_memory_history(max_entries=1 << 20, stacks="python")
+        run.step(lambda pair: forward(*pair), [(tokens, tokens)])
+    torch.cuda.synchronize()
+    events = torch.cuda.memory._snapshot()["device_traces"][torch.cuda.current_device()]
+    torch.cuda.memory._record_memory_history(enabled=None)
+    return before, events
+
+
+def at_peak(events: list[dict[str, Any]]) -> tuple[int, list[dict[str, Any]]]:
+    """The most bytes that were allocated on top of what was there, and the allocations that they are."""
+    live: dict[int, dict[str, Any]] = {}
+    now, most, found = 0, 0, list[dict[str, Any]]()
+    for event in events:
+        if event["action"] == "alloc":
+            live[event["addr"]] = event
+            now += event["size"]
+            if now > most:
+                most, found = now, list(live.values())
+        elif event["action"] == "free_completed" and (freed := live.pop(event["addr"], None)):
+            now -= freed["size"]
+    return most, found
+
+
+def made_in(event: dict[str, Any]) -> str:
+    """The line that asked for the memory: of code that inductor wrote, or else the innermost one."""
+    frames = event["frames"] or [{"filename": "?", "line": 0}]
+    frame = next((f for f in frames if "inductor" in f["filename"] and "/torch/_" not in f["filename"]), frames[0])
+    path = Path(frame["filename"])
+    lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
+    return lines[frame["line"] - 1].strip() if 0 < frame["line"] <= len(lines) else f"{path.name}:{frame['line']}"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--policies", nargs="+", default=["bf16-mixed", "fp8-mixed,compute=e4m3"])
+    for name, value in {"layers": 2, "width": 768, "batch": 32, "top": 6}.items():
+        parser.add_argument(f"--{name}", type=int, default=value)
+    options = parser.parse_args()
+    if not torch.cuda.is_available():
+        print("needs an NVIDIA GPU: torch tells of no other allocator", file=sys.stderr)
+        return 2
+    for policy in options.policies:
+        before, events = history(policy, options)
+        most, found = at_peak(events)
+        print(f"\n{policy}: {before / 2**20:,.0f} MiB before a step, {most / 2**20:,.0f} more at its peak")
+        for event in sorted(found, key=lambda event: -event["size"])[: options.top]:
+            print(f"{event['size'] / 2**20:8,.0f} MiB  {made_in(event)[:120]}")
+        torch.compiler.reset()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
