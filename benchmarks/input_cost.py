@@ -10,10 +10,10 @@ Two arms take turns in one process, with one model:
     held    the same step on batches that lie on the device
 
 No batch comes twice in either: what is learned by heart has other gradients, and a GPU's speed depends on them.
-Without --data, shards of random tokens are written first. A turn begins with steps that are not timed, so that what
-the thread made while the other arm ran is used up. Exit code 1 where the median of `fed` is more than 1 % above
-that of `held`. On a CPU it runs too (`--recipe tiny --device cpu --gigabytes 0.01 --steps 2 --rounds 2`) and says
-little: the thread takes a core from the step.
+Without --data, shards of random tokens are written first. A turn begins with steps that are not timed, so that
+what the thread made while the other arm ran is used up. Exit code 1 where the median of `fed` is more than 1 %
+above that of `held`. On a CPU it runs too (`--recipe tiny --device cpu --gigabytes 0.01 --steps 2 --rounds 2`) and
+says little: the thread takes a core from the step.
 """
 
 import argparse
