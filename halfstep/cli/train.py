@@ -71,6 +71,7 @@ def train(
     _check_init(init, resume)
     deadline = _deadline(deadline, allow_older, resume)
     where = _run_folder(recipe, out, resume)
+    folder.check_free(where, new=not resume)
     named = [
         *([f"init={init}", "init_digest="] if init is not None else []),
         *overrides,

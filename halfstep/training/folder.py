@@ -57,6 +57,14 @@ def lock(folder: Path, *, new: bool) -> RunLock:
         raise ConfigError(f"`{folder}` cannot be written: {error.strerror}", hint=hint) from None
 
 
+def check_free(folder: Path, *, new: bool) -> None:
+    """Refuses what `lock` and `create` would refuse, before anything is measured on a device that others may use."""
+    if not new:
+        lock(folder, new=False).release()
+    else:
+        _check_empty(folder)
+
+
 def has_ended(folder: Path) -> bool:
     """Whether the record of a run says that it came to its end."""
     return any(event["event"] == "end" for event in read_events(folder / EVENTS))
@@ -64,12 +72,7 @@ def has_ended(folder: Path) -> bool:
 
 def create(folder: Path, config: RunConfig) -> None:
     """Makes the folder of a new run and writes its configuration."""
-    # Checkpoints alone are a run too: its later ones would outlive, and push out, those of this one.
-    if (folder / CONFIG).exists() or (folder / EVENTS).exists() or step_folders(folder / CHECKPOINTS):
-        raise ConfigError(
-            f"`{folder}` already holds a run",
-            hint="go on with it by --resume, or name another folder by --out",
-        )
+    _check_empty(folder)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         write_whole(folder / CONFIG, to_toml(config).encode())
@@ -77,6 +80,15 @@ def create(folder: Path, config: RunConfig) -> None:
         raise ConfigError(
             f"`{folder}` cannot be written: {error.strerror}", hint="name another folder by --out"
         ) from None
+
+
+def _check_empty(folder: Path) -> None:
+    # Checkpoints alone are a run too: its later ones would outlive, and push out, those of this one.
+    if (folder / CONFIG).exists() or (folder / EVENTS).exists() or step_folders(folder / CHECKPOINTS):
+        raise ConfigError(
+            f"`{folder}` already holds a run",
+            hint="go on with it by --resume, or name another folder by --out",
+        )
 
 
 def check_same_run(folder: Path, config: RunConfig) -> None:

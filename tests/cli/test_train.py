@@ -211,6 +211,23 @@ def test_another_run_is_not_written_over(trained, small, capsys):
     assert (trained / "events.jsonl").read_bytes() == before
 
 
+@pytest.mark.parametrize("resume", [True, False])
+def test_nothing_is_measured_for_a_folder_that_cannot_be_had(trained, small, capsys, monkeypatch, resume):
+    """A second run would take the device's memory from the first before it is refused."""
+    from halfstep.tools import probe
+    from halfstep.training.lock import RunLock
+
+    def measured(*given, **named):
+        raise AssertionError("the device was used")
+
+    monkeypatch.setattr(probe, "resolve", measured)
+    monkeypatch.setattr(probe, "measure_ceiling", measured)
+    held = RunLock(trained)
+    assert run(["train", *small, "--out", str(trained), *["--resume"] * resume]) == 2
+    assert ("is in use" if resume else "already holds a run") in capsys.readouterr().err
+    held.release()
+
+
 def test_help_lists_every_setting_of_the_schema(capsys):
     from halfstep.config.run import RunConfig
     from halfstep.config.schema import rows
