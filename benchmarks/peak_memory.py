@@ -1,7 +1,8 @@
-"""What lies in memory when a step needs the most of it: the race's GPT-2, a policy at a time, on an NVIDIA GPU.
+"""What lies in memory when a step needs the most of it: the race's GPT-2 or a recipe, on an NVIDIA GPU.
 
     python benchmarks/peak_memory.py [--policies bf16-mixed fp8-mixed,compute=e4m3] [--layers 2] [--width 768]
         [--batch 32] [--top 6]
+    python benchmarks/peak_memory.py --recipe golf [--policies bf16-mixed] [--set training.micro_batches=1 ...]
 
 torch's allocator tells of every allocation and release of one compiled step after three; replayed, they say what
 lived at the peak, and in which line of which code it was made.
@@ -9,31 +10,51 @@ lived at the peak, and in which line of which code it was made.
 
 import argparse
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
+from halfstep.config.load import load
+from halfstep.core.policy import Policy
 from halfstep.torch import AdamW, prepare
 from halfstep.torch.race.model import GPT2
+from halfstep.training.session import open_session
 
 VOCABULARY, CONTEXT, HEAD = 50304, 1024, 64
 
 
-def history(policy: str, options: argparse.Namespace) -> tuple[int, list[dict[str, Any]]]:
-    """Bytes before a step, and what the allocator did in it."""
+def of_race(policy: str, options: argparse.Namespace) -> Callable[[], Any]:
+    """A step of the race's model."""
     torch.manual_seed(0)
     shape = {"layers": options.layers, "width": options.width, "heads": options.width // HEAD}
     model = GPT2(vocabulary=VOCABULARY, context=CONTEXT, **shape).cuda()
     run = prepare(model, AdamW(model.parameters(), lr=1e-4), policy, clip_norm=1.0)
     forward = torch.compile(model)
     tokens = torch.randint(0, VOCABULARY, (options.batch, CONTEXT), device="cuda")
-    for number in range(4):
-        if number == 3:
-            torch.cuda.synchronize()
-            before = torch.cuda.memory_allocated()
-            torch.cuda.memory._record_memory_history(max_entries=1 << 20, stacks="python")
-        run.step(lambda pair: forward(*pair), [(tokens, tokens)])
+    return lambda: run.step(lambda pair: forward(*pair), [(tokens, tokens)])
+
+
+def of_recipe(policy: str, options: argparse.Namespace) -> Callable[[], Any]:
+    """A step of a recipe, as `halfstep train` takes it, on random tokens."""
+    config = load(options.recipe, options.overrides)
+    session = open_session(config, Policy.parse(policy), "cuda")
+    training, model = config.training, config.model
+    shape = (training.micro_batches, training.batch, model.context + 1)
+    tokens = np.random.default_rng(0).integers(0, model.vocabulary, shape).astype(np.int32)
+    return lambda: session.step(tokens)
+
+
+def history(step: Callable[[], Any]) -> tuple[int, list[dict[str, Any]]]:
+    """Bytes before the fourth step, and what the allocator did in it."""
+    for _ in range(3):
+        step()
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.memory._record_memory_history(max_entries=1 << 20, stacks="python")
+    step()
     torch.cuda.synchronize()
     events = torch.cuda.memory._snapshot()["device_traces"][torch.cuda.current_device()]
     torch.cuda.memory._record_memory_history(enabled=None)
@@ -69,12 +90,14 @@ def main() -> int:
     parser.add_argument("--policies", nargs="+", default=["bf16-mixed", "fp8-mixed,compute=e4m3"])
     for name, value in {"layers": 2, "width": 768, "batch": 32, "top": 6}.items():
         parser.add_argument(f"--{name}", type=int, default=value)
+    parser.add_argument("--recipe", help="a recipe instead of the race's model")
+    parser.add_argument("--set", action="append", default=[], dest="overrides", help="a setting of the recipe")
     options = parser.parse_args()
     if not torch.cuda.is_available():
         print("needs an NVIDIA GPU: torch tells of no other allocator", file=sys.stderr)
         return 2
     for policy in options.policies:
-        before, events = history(policy, options)
+        before, events = history((of_recipe if options.recipe else of_race)(policy, options))
         most, found = at_peak(events)
         print(f"\n{policy}: {before / 2**20:,.0f} MiB before a step, {most / 2**20:,.0f} more at its peak")
         for event in sorted(found, key=lambda event: -event["size"])[: options.top]:
