@@ -64,6 +64,7 @@ def train(
         Print the outcome as JSON.
     """
     from halfstep.config.load import DEFAULT_RECIPE, load
+    from halfstep.core.errors import HalfstepError
     from halfstep.tools.probe import measure_ceiling
     from halfstep.training import determinism, folder
     from halfstep.training.loop import Loop
@@ -98,7 +99,12 @@ def train(
     if loop.pretrained is not None:
         print_words(f"weights {loop.pretrained.description}")
     print_words(f"data {loop.corpus.description}\nrun folder {where}")
-    outcome = loop.run()
+    try:
+        outcome = loop.run()
+    except HalfstepError:
+        if _write_report(where / folder.EVENTS, where / folder.REPORT):
+            print_words(f"page {where / folder.REPORT}")
+        raise
     page = _write_report(where / folder.EVENTS, where / folder.REPORT)
     _tell(outcome, loop.ceiling, page, json)
     return 0 if (outcome.saved or 0) == outcome.step else 1
@@ -322,17 +328,24 @@ def kept(config: Any) -> str:
     return "ema" if config.training.ema else "model"
 
 
-def _write_report(events: Path, page: Path) -> Path:
+def _write_report(events: Path, page: Path) -> Path | None:
+    """Writes the page; where it is, or None where that failed. The run is saved, or has said that it is not."""
+    from halfstep.core.errors import HalfstepError
     from halfstep.report.page import write
 
     try:
         write(events, page)
-    except OSError as error:  # the run itself is saved, or has said that it is not
-        print_words(f"warning: `{page}` cannot be written: {error.strerror or error}")
-    return page
+    except OSError as error:
+        why = error.strerror or str(error)
+    except HalfstepError as error:  # of events that a full disk did not take, or that are damaged
+        why = error.message
+    else:
+        return page
+    print_words(f"warning: `{page}` cannot be written: {why}")
+    return None
 
 
-def _tell(outcome: Any, ceiling: Any, page: Path, json: bool) -> None:
+def _tell(outcome: Any, ceiling: Any, page: Path | None, json: bool) -> None:
     from halfstep.training.meters import told
 
     held_out, totals = outcome.held_out, outcome.totals
@@ -348,7 +361,7 @@ def _tell(outcome: Any, ceiling: Any, page: Path, json: bool) -> None:
         "bits_per_byte": held_out and held_out.bits_per_byte,
         "bigram_bits": held_out and held_out.bigram_bits,
         "ratio": held_out and held_out.ratio,
-        "report": str(page),
+        "report": None if page is None else str(page),
     }
     if json:
         print_json(data)
@@ -369,7 +382,8 @@ def _tell(outcome: Any, ceiling: Any, page: Path, json: bool) -> None:
             ("bigram entropy of the same text", f"{held_out.bigram_bits:.4f}"),
             ("ratio", f"{held_out.ratio:.3f}"),
         ]
-    rows += [("page", str(page)), ("see what it learned", f"halfstep sample {outcome.folder}")]
+    rows += [] if page is None else [("page", str(page))]
+    rows.append(("see what it learned", f"halfstep sample {outcome.folder}"))
     print_table(("", ""), rows)
 
 

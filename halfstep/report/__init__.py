@@ -2,5 +2,6 @@
 
 `page.render` makes the page from events and `page.write` puts it beside them. On the way, `history` says what
 of the events counts, `figures` how numbers are told, `series` what a chart shows of a long run, `charts`,
-`summary`, `precision` and `tables` make the parts, and `markup` escapes all that is not ours.
+`happenings`, `summary`, `precision`, `spending` and `tables` make the parts, and `markup` escapes all that is not
+ours.
 """

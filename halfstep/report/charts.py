@@ -5,7 +5,7 @@ scripts, paper), a key with the last values and a caption computed here.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import Any, Literal
@@ -18,7 +18,7 @@ from halfstep.report.history import History, nested
 from halfstep.report.markup import Html, join, tag
 from halfstep.report.series import LIMIT, SMOOTH_LIMIT, Series, as_data, smooth
 
-Look = Literal["main", "raw", "smooth", "held-out", "reference", "mark"]
+Look = Literal["main", "raw", "smooth", "held-out", "reference", "mark", "event"]
 # From this many steps on, the smooth line is shown at first; below, it says no more than the steps do.
 SMOOTH_FROM = 100
 
@@ -62,10 +62,10 @@ _WRITTEN: dict[str, Callable[[float], str]] = {
 }
 
 
-def charts(history: History, policy: Policy | None) -> list[Chart]:
-    """The charts that the events can fill."""
+def charts(history: History, policy: Policy | None, marks: Sequence[int] = ()) -> list[Chart]:
+    """The charts that the events can fill; `marks` are steps at which something happened."""
     made = [
-        _loss(history),
+        _loss(history, marks),
         _single(history, "tokens_per_second", "throughput", "Throughput", "tokens a second", "count"),
         _single(history, "grad_norm", "gradient", "Gradient norm", "norm", "plain", log="always"),
         _single(history, "learning_rate", "rate", "Learning rate", "rate", "plain"),
@@ -122,7 +122,7 @@ def figure(chart: Chart) -> Html:
 
 def _key(line: Line, index: int, chart: Chart) -> Html:
     values = line.series.values
-    last = f"{len(values):,}" if line.look == "mark" else _WRITTEN[chart.unit](values[-1])
+    last = f"{len(values):,}" if line.look in ("mark", "event") else _WRITTEN[chart.unit](values[-1])
     return tag(
         "li",
         tag("span", class_=f"swatch {line.look}", aria_hidden="true"),
@@ -135,7 +135,7 @@ def _switch(name: str, label: str, on: bool) -> Html:
     return tag("button", label, type="button", class_="switch", data_switch=name, aria_pressed=str(on).lower())
 
 
-def _loss(history: History) -> Chart | None:
+def _loss(history: History, marks: Sequence[int]) -> Chart | None:
     train, held_out = history.column("loss"), history.held_out("loss")
     if not train.finite and not held_out.finite:
         return None
@@ -149,7 +149,11 @@ def _loss(history: History) -> Chart | None:
         steps = [*train.steps, *held_out.steps]
         lines.append(Line("bigram entropy", "reference", Series([min(steps), max(steps)], [bigram, bigram])))
         caption += f" The bigram entropy of the text is {plain(bigram)}."
-    return Chart("loss", "Loss", "plain", tuple(lines), f"{caption} All in nats a token.", log="choice", wide=True)
+    caption += " All in nats a token."
+    if marks:
+        lines.append(Line("what happened", "event", Series(marks, [math.nan] * len(marks))))
+        caption += " Upright lines stand where something happened; the section below tells what."
+    return Chart("loss", "Loss", "plain", tuple(lines), caption, log="choice", wide=True)
 
 
 def bigram_loss(history: History) -> float:

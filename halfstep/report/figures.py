@@ -74,6 +74,11 @@ def moment(unix: float) -> str:
     return datetime.fromtimestamp(unix, UTC).strftime("%Y-%m-%d %H:%M UTC")
 
 
+def occasions(amount: int, first: float) -> str:
+    """When something was, or how often and when first."""
+    return moment(first) if amount == 1 else f"{amount:,} times, first {moment(first)}"
+
+
 def plural(amount: int, word: str) -> str:
     """`1 step`, `1,200 steps`."""
     return f"{amount:,} {word}" if amount == 1 else f"{amount:,} {word}s"

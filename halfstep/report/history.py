@@ -5,9 +5,11 @@ rule is that the later ones count:
 
     a start that resumes      the first step it takes, s, puts away every step from s on that came before
     a start that does not     puts away everything: the folder was used again
+    a rollback                puts away every step after the one it went back to
 
 Held-out looks and checkpoints are put away with the steps they followed. Warnings stay: what was seen in a
-session that was abandoned was seen.
+session that was abandoned was seen. Here are those from before the first step, and each time one of them is said
+again, as a resume does; the others are among what happened (happenings.py).
 """
 
 from collections.abc import Iterable, Mapping
@@ -164,9 +166,21 @@ def _take(history: History, event: Event) -> None:
     elif kind == "checkpoint":
         history.checkpoints[int(event["step"])] = event
     elif kind == "warning":
-        history.warnings.append(event)
+        if _is_of_the_start(history, event):
+            history.warnings.append(event)
+    elif kind == "rollback":
+        to = number(event.get("to"))
+        if to == to:
+            history.put_away_from(int(to) + 1)
     elif kind == "end" or (kind == "stop" and session.outcome is None):
         session.outcome = event
+
+
+def _is_of_the_start(history: History, event: Event) -> bool:
+    """Whether a warning came before the first step, or repeats one that did."""
+    if len(history.sessions) == 1 and history.sessions[0].first_step is None:
+        return True
+    return any(known.get("message") == event.get("message") for known in history.warnings)
 
 
 def nested(table: Any, *keys: str) -> Any:

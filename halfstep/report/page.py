@@ -13,6 +13,7 @@ from pathlib import Path
 from halfstep.core.policy import Policy
 from halfstep.report import tables
 from halfstep.report.charts import Chart, charts, figure, scaled, why_unscaled
+from halfstep.report.happenings import happened, happenings
 from halfstep.report.history import Event, History, nested, read_history
 from halfstep.report.markup import Html, content_hash, join, json_element, raw_element, tag
 from halfstep.report.precision import precision, read_policy
@@ -25,7 +26,8 @@ def render(events: Sequence[Event], title: str) -> str:
     """The report of a run as one HTML document."""
     history = read_history(events)
     policy = read_policy(history)
-    drawn = charts(history, policy)
+    story = happenings(events, history)
+    drawn = charts(history, policy, story.marks)
     body = tag(
         "body",
         tag(
@@ -40,6 +42,7 @@ def render(events: Sequence[Event], title: str) -> str:
             tiles(history),
             precision(history, policy),
             _charts(history, policy, drawn),
+            happened(story),
             spending(history),
             _run(history),
         ),

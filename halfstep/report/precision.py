@@ -1,4 +1,4 @@
-"""The section on precision: what was asked for, what ran and why, role by role, and every warning.
+"""The section on precision: what was asked for, what ran and why, role by role, and what was warned of at first.
 
 The reason of a choice is shown as it was recorded, word for word.
 """
@@ -7,7 +7,7 @@ from halfstep.core.errors import HalfstepError
 from halfstep.core.formats import Format
 from halfstep.core.policy import Policy
 from halfstep.core.roles import ROLES, Value, print_value
-from halfstep.report.figures import moment, number, plural
+from halfstep.report.figures import number, occasions, plural
 from halfstep.report.history import History, nested
 from halfstep.report.markup import Html, join, tag, with_code
 from halfstep.report.tables import SHOWN, table
@@ -50,19 +50,15 @@ def _chosen(history: History) -> Html:
 def _warnings(history: History) -> Html:
     """Each message once, with how often it came and when first; at most SHOWN of them."""
     if not history.warnings:
-        return tag("p", "The run gave no warnings.")
+        return tag("p", "It began without a warning.")
     times: dict[str, list[float]] = {}
     for event in history.warnings:
         times.setdefault(str(event.get("message")), []).append(number(event.get("time")))
-    items = [tag("li", message, " ", tag("small", _when(at))) for message, at in times.items()]
+    items = [tag("li", message, " ", tag("small", occasions(len(at), at[0]))) for message, at in times.items()]
     if len(items) > SHOWN:
         items[SHOWN:] = [tag("li", f"and {plural(len(items) - SHOWN, 'other message')}, in events.jsonl")]
     title = tag("h3", plural(len(history.warnings), "warning"))
     return tag("div", title, tag("ul", *items), class_="warnings")
-
-
-def _when(times: list[float]) -> str:
-    return moment(times[0]) if len(times) == 1 else f"{len(times):,} times, first {moment(times[0])}"
 
 
 def _roles(policy: Policy) -> Html:

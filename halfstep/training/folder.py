@@ -58,7 +58,7 @@ def lock(folder: Path, *, new: bool) -> RunLock:
 
 
 def check_free(folder: Path, *, new: bool) -> None:
-    """Refuses what `lock` and `create` would refuse, before anything is measured on a device that others may use."""
+    """Refuses what `lock` and `create` would, before anything is measured on a device that others may use."""
     if not new:
         lock(folder, new=False).release()
     else:

@@ -1,5 +1,6 @@
 """`halfstep train`, `eval` and `sample` as people type them."""
 
+import errno
 import json
 import re
 
@@ -52,10 +53,41 @@ def test_a_run_tells_what_it_did_and_leaves_a_page(small, tmp_path, capsys):
     assert "<html" in (out / "report.html").read_text()
 
 
+@pytest.mark.parametrize("fault", ["no place", "no events"])
+def test_a_page_that_could_not_be_written_is_not_among_what_there_is(small, tmp_path, capsys, monkeypatch, fault):
+    from halfstep.report import page
+    from halfstep.training.events import EventsError
+
+    def refuse(*_):
+        raise OSError(errno.ENOSPC, "no space is left") if fault == "no place" else EventsError("no space is left")
+
+    monkeypatch.setattr(page, "write", refuse)
+    out = tmp_path / "run"
+    assert run(["train", *small, "--policy", "fp32", "--out", str(out)]) == 0
+    told, words = capsys.readouterr()
+    assert f"warning: `{out / 'report.html'}` cannot be written: no space is left" in words
+    assert "held-out bits per byte" in told
+    assert "report.html" not in told
+    assert not re.search(r"^ *page\b", told, re.MULTILINE)
+    assert run(["train", *small, "--policy", "fp32", "--out", str(tmp_path / "other"), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["report"] is None
+
+
+def test_a_run_that_stops_by_an_error_leaves_a_page_too(small, tmp_path, capsys):
+    out = tmp_path / "run"
+    hopeless = ["--set", "optimizer.rate=1e30", "--set", "training.steps=100"]
+    assert run(["train", *small, *hopeless, "--policy", "fp32", "--out", str(out)]) != 0
+    words = capsys.readouterr().err
+    assert "steps in a row were not finite" in words
+    assert f"page {out / 'report.html'}" in words.replace("\n", "")
+    assert "update skipped" in (out / "report.html").read_text()
+
+
 def test_json_is_data_alone(small, tmp_path, capsys):
     assert run(["train", *small, "--policy", "fp32", "--out", str(tmp_path / "run"), "--json"]) == 0
     data = json.loads(capsys.readouterr().out)
     assert data["finished"] is True
+    assert data["report"] == str(tmp_path / "run" / "report.html")
     assert data["step"] == 3
     assert data["ratio"] == pytest.approx(data["bits_per_byte"] / data["bigram_bits"])
 

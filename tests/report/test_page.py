@@ -123,6 +123,27 @@ def checkpoint(number, time):
     }
 
 
+def eventful():
+    """A run to which one of everything happened: a NaN, a spike and a rollback, a full disk, a stop, a resume."""
+
+    def told(kind, number, **more):
+        return {"event": kind, "time": BEGAN + number / 4, "step": number, **more}
+
+    where = [{"file": "shards/b.bin", "offsets": [512, 8192]}]
+    return [
+        *run(29, finished=False),
+        step(30, BEGAN + 7.5, loss=math.nan, grad_norm=math.nan, skipped=1),
+        told("skip", 30, loss=math.nan, grad_norm=math.nan, in_a_row=1, scale=1.0, where=where),
+        step(31, BEGAN + 7.75, loss=9.0, skipped=1),
+        told("spike", 31, loss=9.0, median=2.0, in_a_row=1, where=where),
+        told("rollback", 31, to=20, skipped_data=11, message="back from step 31 to the checkpoint of step 20"),
+        *[step(number, BEGAN + 8) for number in range(21, 41)],
+        told("save_failed", 40, message="no space is left in `runs/x`"),
+        told("stop", 40, reason="SIGTERM", saved=20),
+        *run(40, first=21, resumed_from=20, time=BEGAN + 3600, seed=1),
+    ]
+
+
 VOID = {"meta", "br", "hr", "col"}
 
 
@@ -187,6 +208,7 @@ RUNS = {
     ],
     "just started": [start("bf16-mixed")],
     "one step": run(1, "bf16-mixed", finished=False),
+    "eventful": eventful(),
 }
 
 
@@ -226,7 +248,7 @@ def test_the_chart_library_comes_with_its_license(page):
 
 
 def test_sections_are_there_in_order_and_headings_skip_no_level(page):
-    assert page.parts["h2"] == ["Precision", "Course of the run", "The run", "Repeat it"]
+    assert page.parts["h2"] == ["Precision", "Course of the run", "What happened", "The run", "Repeat it"]
     levels = [int(name[1]) for name, _ in page.elements if re.fullmatch("h[1-6]", name)]
     assert levels[0] == 1
     assert all(after - before <= 1 for before, after in pairwise(levels))
@@ -317,17 +339,22 @@ def test_a_resumed_run_keeps_the_reason_it_was_started_with():
 
 def test_warnings_are_told_and_so_is_their_absence():
     events = run(20)
+    events.insert(1, {"event": "warning", "time": BEGAN, "message": "bf16 is slow here"})
     events.insert(3, {"event": "warning", "time": BEGAN, "message": "the scale is low and falling"})
     page = Page(render(events, "x"))
-    assert "1 warning" in page.text
-    assert "the scale is low and falling 2025-10-09 08:53 UTC" in page.text
-    assert "The run gave no warnings." in Page(render(run(20), "x")).text
+    before, after = page.text.split("What happened")
+    assert "1 warning" in before
+    assert "bf16 is slow here 2025-10-09 08:53 UTC" in before
+    assert "the scale is low and falling 2025-10-09 08:53 UTC" in after
+    calm = Page(render(run(20), "x")).text
+    assert "It began without a warning." in calm
+    assert "Nothing out of the ordinary." in calm
 
 
 def test_a_warning_that_is_repeated_is_told_once():
     events = run(20)
-    events[3:3] = [{"event": "warning", "time": BEGAN + i, "message": "again"} for i in range(300)]
-    events[3:3] = [{"event": "warning", "time": BEGAN, "message": f"message {i}"} for i in range(30)]
+    events[1:1] = [{"event": "warning", "time": BEGAN + i, "message": "again"} for i in range(300)]
+    events[1:1] = [{"event": "warning", "time": BEGAN, "message": f"message {i}"} for i in range(30)]
     page = Page(render(events, "x"))
     assert "330 warnings" in page.text
     assert "message 19" in page.text
@@ -487,6 +514,8 @@ def poison(value):
     """The same event with every text in it hostile, keys of the configuration too."""
     if isinstance(value, dict):
         return {key: poison(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [poison(item) for item in value]
     return HOSTILE if isinstance(value, str) else value
 
 
@@ -494,6 +523,11 @@ def hostile_run():
     kinds = [
         *run(40, choice={"preset": "fp32", "reason": "r"}, finished=False),
         {"event": "warning", "time": BEGAN, "message": "m"},
+        {"event": "skip", "time": BEGAN, "step": 38, "where": [{"file": "f", "offsets": [16, "o"]}]},
+        {"event": "spike", "time": BEGAN, "step": 39, "where": [{"file": "f", "offsets": [16, "o"]}]},
+        {"event": "save_failed", "time": BEGAN, "step": 40, "message": "m"},
+        checkpoint(40, BEGAN),
+        {"event": "rollback", "time": BEGAN, "step": 40, "to": 40, "message": "m"},
         {"event": "stop", "time": BEGAN, "step": 40, "reason": "r"},
         start(resumed_from=40),
         step(41, BEGAN + 50),
@@ -509,6 +543,9 @@ def test_text_of_a_run_is_text_on_the_page():
     html = render(hostile_run(), HOSTILE)
     page, calm = Page(html), Page(render(RUNS["fp32"], "x"))
     assert page.faults == []
+    happened = page.text.split("What happened")[1].split("; data: ")
+    assert len(happened) == 3
+    assert all(place.startswith(HOSTILE.strip("`")) for place in happened[1:])
     assert {name for name, _ in page.elements} <= {name for name, _ in calm.elements} | {"small"}
     assert len(page.raw["script"]) == 2
     assert not [a for _, a in page.elements if any(key.startswith("on") for key in a)]
@@ -596,7 +633,7 @@ def browser():
     return visit
 
 
-@pytest.mark.parametrize("name", ["fp16", "one step", "just started"])
+@pytest.mark.parametrize("name", ["fp16", "one step", "just started", "eventful"])
 def test_a_browser_draws_every_chart_without_complaint(browser, name, tmp_path):
     html = render(RUNS[name], name)
     document, complaints = browser(html, tmp_path)

@@ -108,12 +108,34 @@
           return x.length > 60 ? line : { ...line, points: dots(6, ink("--paper")) };
         case "reference":
           return { ...line, width: 1.25, dash: [5, 4] };
+        case "event": // it has a step and no value: `upright` draws it
+          return { ...line, paths: () => null, points: { show: false } };
         case "mark":
           return { ...line, paths: () => null, points: { ...dots(8), width: 0 } };
         default: // a loss scale holds until it changes: steps, not slopes
           return chart.unit === "power" ? { ...line, paths: uPlot.paths.stepped({ align: 1 }) } : line;
       }
     });
+  }
+
+  // What happened stands over the whole height, behind the lines.
+  function upright(chart, ink) {
+    const steps = chart.lines.filter(({ look }) => look === "event").flatMap(({ x }) => x);
+    return ({ bbox, ctx, valToPos }) => {
+      ctx.save();
+      ctx.strokeStyle = ink("--mark");
+      ctx.lineWidth = uPlot.pxRatio;
+      ctx.setLineDash([3 * uPlot.pxRatio, 3 * uPlot.pxRatio]);
+      ctx.beginPath();
+      for (const step of steps) {
+        const x = Math.round(valToPos(step, "x", true)) + 0.5;
+        if (x < bbox.left || x > bbox.left + bbox.width + 1) continue; // outside of what is looked at closer
+        ctx.moveTo(x, bbox.top);
+        ctx.lineTo(x, bbox.top + bbox.height);
+      }
+      ctx.stroke();
+      ctx.restore();
+    };
   }
 
   // The nearest point of a line: lines of one chart need not have a value at the same steps.
@@ -137,7 +159,7 @@
       at.textContent = index == null ? "" : `step ${u.data[0][index].toLocaleString("en-US")}`;
       for (const cell of cells) {
         const line = Number(cell.dataset.line) + 1;
-        if (index == null || chart.lines[line - 1].look === "mark") {
+        if (index == null || ["mark", "event"].includes(chart.lines[line - 1].look)) {
           cell.textContent = cell.dataset.last;
           continue;
         }
@@ -195,7 +217,7 @@
         // A reference has no point of its own under the cursor.
         points: { size: (_, line) => (chart.lines[line - 1].look === "reference" ? 0 : 7), width: 1.5 },
       },
-      hooks: { setCursor: [follow(figure, chart)] },
+      hooks: { setCursor: [follow(figure, chart)], drawAxes: [upright(chart, ink)] },
     };
     drawn.get(figure)?.destroy();
     drawn.set(figure, new uPlot(options, data, plot));
