@@ -275,12 +275,11 @@ def _resolve_policy(
 
 
 def _saved_policy(run: Path, allow_older: bool) -> str:
-    from halfstep.core.errors import ConfigError
     from halfstep.training import checkpoint, folder
 
     found = checkpoint.latest(run / folder.CHECKPOINTS, allow_older=allow_older)
-    if found is None:
-        raise ConfigError(f"`{run}` holds no checkpoint to resume from", hint="start anew with --out")
+    if found is None:  # it begins again, in the precision that it began in
+        return folder.read_config(run).policy
     return str(checkpoint.read_manifest(found)["policy"])
 
 
@@ -293,12 +292,17 @@ def open_checkpoint(
     from halfstep.core.errors import ConfigError
     from halfstep.core.policy import Policy
     from halfstep.training import checkpoint, folder
+    from halfstep.training.provenance import check_readable
     from halfstep.training.session import open_session
 
-    found = run if is_checkpoint(run) else checkpoint.latest(run / folder.CHECKPOINTS)
-    if found is None or not found.exists():
+    if is_checkpoint(run) and run.exists():
+        opened: Any = (run, *checkpoint.load(run))
+    else:
+        opened = checkpoint.load_newest(run / folder.CHECKPOINTS)
+    if opened is None:
         raise ConfigError(f"`{run}` holds no checkpoint", hint="name a run folder, as runs/tiny-...")
-    arrays, manifest = checkpoint.load(found)
+    found, arrays, manifest = opened
+    check_readable(manifest, found)
     config = build(RunConfig, manifest["config"])
     if data is not None:
         config = dataclasses.replace(config, data=dataclasses.replace(config.data, source=data))

@@ -65,8 +65,13 @@ def save(folder: Path, step: int, arrays: Mapping[str, Array], meta: Mapping[str
     target = folder / f"step-{step:06d}"
     partial = target.with_name(f"{target.name}.partial")
     try:
+        if not folder.parent.is_dir():
+            raise CheckpointError(
+                f"checkpoint `{target}` cannot be written: `{folder.parent}` was moved or removed",
+                hint="move the run folder back: the next save is the next try",
+            )
         if not folder.is_dir():
-            folder.mkdir(parents=True)
+            folder.mkdir()
             _flush(folder.parent)
         remove_leftovers(folder)
         os.mkdir(partial)
@@ -155,6 +160,20 @@ def load_latest(
         return arrays, manifest, passed
     if passed:
         raise passed[0]
+    return None
+
+
+def load_newest(folder: Path) -> tuple[Path, dict[str, Array], dict[str, Any]] | None:
+    """The newest checkpoint of a run that may be going on, and where it is; None where there is none.
+
+    One that is pruned while it is read gives way to the one that pruned it.
+    """
+    while found := step_folders(folder):
+        try:
+            return found[-1], *load(found[-1])
+        except (CheckpointError, FileNotFoundError):
+            if found[-1].exists():
+                raise
     return None
 
 

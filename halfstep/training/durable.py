@@ -14,7 +14,8 @@ def write_whole(path: Path, content: bytes) -> None:
     """Writes a file whole, in place of the one that may be there."""
     partial = path.with_name(path.name + PARTIAL)
     try:
-        with open(partial, "wb") as file:
+        partial.unlink(missing_ok=True)  # what a death left, or a link to elsewhere
+        with open(partial, "xb") as file:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())

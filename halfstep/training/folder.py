@@ -13,7 +13,9 @@ same configuration but for how often it looks and saves, and the same policy and
 """
 
 import dataclasses
+import json
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -103,6 +105,17 @@ def check_same_run(folder: Path, config: RunConfig) -> None:
             )
     if not os.access(folder, os.W_OK):
         raise ConfigError(f"`{folder}` cannot be written", hint="change its permissions")
+
+
+def check_same_settings(saved: Path, before: Mapping[str, Any], config: RunConfig) -> None:
+    """Refuses settings that are not those of a checkpoint: run.toml may have been edited since."""
+    was, now = _flatten(dict(before)), _flatten(json.loads(json.dumps(dataclasses.asdict(config))))
+    for key in now:
+        if key not in FREE and key in was and was[key] != now[key]:
+            raise ConfigError(
+                f"`{saved}` was saved with {key} = {was[key]!r}, and the run has {now[key]!r}",
+                hint=f"set it back in {CONFIG}, or start anew with `--init {saved}` and another --out",
+            )
 
 
 def with_origin(folder: Path, config: RunConfig) -> RunConfig:

@@ -51,6 +51,7 @@ class Keeper:
         self._looked: dict[int, float] = {}
         self._told_wait = False
         self._waiting = False  # whether events do
+        self._is_last = False  # whether no step comes any more
 
     def save(self, step: int, held_out: float | None = None) -> None:
         """Has the state after `step` updates written. A save that is under way is waited for; where that takes
@@ -92,7 +93,7 @@ class Keeper:
 
         Where nobody asked to stop, a save that keeps failing is an error in the end.
         """
-        give_up, held_out = math.inf, self._looked.get(step)
+        give_up, held_out, self._is_last = math.inf, self._looked.get(step), True
         while self.settle():
             if self.saver.saved_step == step or step == 0:
                 return True
@@ -156,7 +157,8 @@ class Keeper:
         if saved.path is None:
             self.failed = saved
             self.events.write("save_failed", step=saved.step, message=str(saved.trouble))
-            self.bar.note(f"NOT SAVED: {saved.trouble}; training goes on, the next save is the next try")
+            then = "it is tried again" if self._is_last else "training goes on, the next save is the next try"
+            self.bar.note(f"NOT SAVED: {saved.trouble}; {then}")
             return
         self.failed = None
         self.events.write(

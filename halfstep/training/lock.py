@@ -38,7 +38,7 @@ class RunLock:
     def __init__(self, folder: Path):
         self.warning: str | None = None
         path = folder / LOCK
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)  # a link would lead elsewhere
         self._release = weakref.finalize(self, os.close, descriptor)
         # A process forked from this one would hold it on, and outlive it.
         os.register_at_fork(after_in_child=self._release)

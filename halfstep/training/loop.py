@@ -12,7 +12,7 @@ goes back or stops (faults.py). The folder is locked from opening it to the end 
 """
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,10 +22,11 @@ import numpy as np
 from halfstep.config.flops import flops_per_token
 from halfstep.config.run import RunConfig
 from halfstep.core.choice import Choice
-from halfstep.core.errors import ConfigError, HalfstepError, ScalingError
+from halfstep.core.errors import HalfstepError, ScalingError
 from halfstep.core.policy import Policy
 from halfstep.training import artifact, checkpoint, determinism, folder, loggers
 from halfstep.training.ceiling import UNMEASURED, Ceiling
+from halfstep.training.corpus import DataError
 from halfstep.training.data import Batches, Corpus, Prefetch, load_corpus
 from halfstep.training.evaluation import Evaluation, check_held_out, evaluate
 from halfstep.training.events import Events
@@ -93,7 +94,9 @@ class Loop:
         )
         check_held_out(self.corpus, config)
         self.origin: dict[str, Any] | None = None  # of the first weights, where they were not drawn
-        self.pretrained = self._pretrained() if config.init and not resume else None
+        self._owes_look = False  # whether the look at the step that it goes on from was broken off
+        begun = resume and bool(checkpoint.step_folders(out / folder.CHECKPOINTS))
+        self.pretrained = self._pretrained() if config.init and not begun else None
         first = None if self.pretrained is None else self.pretrained.weights()
         self.session = open_session(config, policy, device, weights=first)
         determinism.check(self.config, self.session.description.kind)
@@ -153,6 +156,7 @@ class Loop:
         self.tally = self._tally_at(self.start)
         self.meters = Meters(self.config, self.ceiling, self.session, self.tally.watch)
         self.last_look: Evaluation | None = None  # at the last step
+        self._unreadable: DataError | None = None
         told = (self.events, bar, self._describe)
         self.keeper = Keeper(self.saver, self.session, self.guard, *told, stop, self.deadline)
         self.judge = Judge(self.guard, self.batches, self.session, self.keeper)
@@ -160,16 +164,27 @@ class Loop:
     def _train(self) -> None:
         """All steps, from the start and, after a rollback, from a checkpoint on."""
         total, tally = self.config.training.steps, self.tally
+        if self._owes_look and self.start < total:
+            self._validate()  # the one that a signal broke off
         while True:
             try:
                 with Prefetch(self._batch, tally.step, total) as batches:
                     self._steps(batches, self.stop)
                 break
+            except DataError:
+                self._keep_what_there_is()
+                raise
             except RollBackError:
                 at = self._tally_at(self.keeper.roll_back(tally.step))
                 tally.step, tally.skipped, tally.tokens = at.step, at.skipped, at.tokens
         if tally.step == self.start == total:
             self.last_look = self._validate()  # it was stopped or killed between its last step and its end
+
+    def _keep_what_there_is(self) -> None:
+        """Saves a run that data ends which cannot be read: its own state is sound."""
+        if self.saver.saved_step != self.tally.step:
+            self.keeper.save(self.tally.step)
+            self.keeper.settle()
 
     def _batch(self, step: int) -> Tokens:
         """The tokens of the update after `step` updates, past what rollbacks left out."""
@@ -187,7 +202,7 @@ class Loop:
         """Launches step after step; `pending` is the one whose numbers were not read yet."""
         training, pending = self.config.training, None
         self.tally.watch.start(self.tally.step)
-        for batch in self.meters.fed(batches):
+        for batch in self._readable(self.meters.fed(batches)):
             result = self.session.step(batch)
             if pending is not None:
                 self._record(pending)
@@ -211,6 +226,15 @@ class Loop:
                 break
         if pending is not None:
             self._record(pending)
+        if self._unreadable is not None:
+            raise self._unreadable
+
+    def _readable(self, batches: Iterable[Tokens]) -> Iterator[Tokens]:
+        """The batches up to one that cannot be read, so that what was launched before it is still counted."""
+        try:
+            yield from batches
+        except DataError as error:
+            self._unreadable = error
 
     def _record(self, result: Any) -> None:
         """Reads a step that is over, and tells of it."""
@@ -325,17 +349,22 @@ class Loop:
         folder.check_same_run(self.out, self.config)
         found = checkpoint.load_latest(self.out / folder.CHECKPOINTS, allow_older=allow_older)
         if found is None:
-            raise ConfigError(f"`{self.out}` holds no checkpoint to resume from", hint="start anew with --out")
+            self.warnings.append(f"`{self.out}` holds no checkpoint yet: the run begins again with its first step")
+            folder.rewrite(self.out, self._resolved())
+            return 0
         arrays, manifest, passed = found
         step = int(manifest["step"])
         self.warnings += [f"{e.message}; it was set aside, and the run goes on after step {step}" for e in passed]
-        check_manifest(manifest, self.out / folder.CHECKPOINTS / f"step-{step:06d}", self.policy, self.corpus)
+        saved = self.out / folder.CHECKPOINTS / f"step-{step:06d}"
+        check_manifest(manifest, saved, self.policy, self.corpus)
+        folder.check_same_settings(saved, manifest["config"], self.config)
         self.batches.check_position(manifest["data"]["position"])
         self.session.load({name: (a.dtype, a.shape, a.data) for name, a in arrays.items()})
         self.guard.load(manifest["guard"])
         if self.choice is None and manifest["choice"] is not None:
             self.choice = Choice(**manifest["choice"])
         self.origin = manifest.get("init")
+        self._owes_look = manifest.get("held_out") is None and step % self.config.training.validate_every == 0
         self.warnings += changes(manifest, self._describe(step, None))
         folder.rewrite(self.out, self._resolved())
         return step

@@ -16,7 +16,7 @@ Formats of tensors are in the manifest's own table, and the scaler's state is am
 
 import dataclasses
 import platform
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,15 @@ from halfstep.core.policy import Policy
 from halfstep.training.data import Batches, Corpus
 from halfstep.training.evaluation import bigram_of
 from halfstep.training.session import backend_version
+
+# The tables of a manifest that are read here and elsewhere, and what they must hold.
+_TABLES = {
+    "config": (),
+    "versions": (),
+    "choice": ("preset", "reason"),
+    "data": ("digest", "description", "position"),
+    "guard": ("good", "in_a_row", "shift", "went_back", "spikes"),
+}
 
 
 def describe_run(
@@ -97,13 +106,31 @@ def told_choice(choice: Choice | None) -> dict[str, str] | None:
     return None if choice is None else {"preset": choice.preset, "reason": choice.reason}
 
 
+def check_readable(manifest: Mapping[str, Any], found: Path) -> None:
+    """Refuses a manifest that verifies and that no halfstep wrote."""
+    wrong = [] if isinstance(manifest.get("policy", ""), str) else ["policy"]
+    wrong += [key for key, names in _TABLES.items() if not _holds(manifest.get(key), names)]
+    if not wrong and not isinstance(manifest.get("data", {}).get("position", {}), dict):
+        wrong = ["data"]
+    if wrong:
+        raise ConfigError(
+            f"`{found}`: what its manifest says of `{wrong[0]}` is not what halfstep writes",
+            hint="no halfstep wrote it: do not load what you do not trust; name another checkpoint",
+        )
+
+
+def _holds(table: Any, names: Sequence[str]) -> bool:
+    return table is None or (isinstance(table, dict) and all(name in table for name in names))
+
+
 def check_manifest(manifest: Mapping[str, Any], found: Path, policy: Policy, corpus: Corpus) -> None:
     """Refuses to go on from a checkpoint of another policy or other data, or of what was no run like this."""
-    if missing := [key for key in ("policy", "choice", "data", "guard") if key not in manifest]:
+    if missing := [key for key in ("policy", "choice", "config", "data", "guard") if key not in manifest]:
         raise ConfigError(
             f"`{found}` cannot be gone on from: its manifest says nothing of `{missing[0]}`",
             hint=f"an earlier halfstep wrote it; start anew from its weights with `--init {found}`",
         )
+    check_readable(manifest, found)
     if manifest["policy"] != str(policy):
         raise ConfigError(
             f"`{found}` was saved under policy `{manifest['policy']}`, and this run has `{policy}`",

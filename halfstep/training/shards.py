@@ -64,6 +64,14 @@ class Shard:
         """Tokens low to high of this part."""
         return Shard(self.path, self.tokens[low:high], self.first + low, self.mapped)
 
+    def check(self) -> None:
+        """Refuses a file that was cut short since it was mapped: reading past its end would kill the process."""
+        if self.mapped is not None and (now := self.mapped.size()) < (size := len(self.mapped)):
+            raise DataError(
+                f"shard `{self.path}` was cut short while it was in use: it has {now} bytes, and had {size}",
+                hint="put it back as it was, then go on with --resume",
+            )
+
     def expect(self, low: int, high: int) -> None:
         """Says that tokens low to high are read soon; returns at once."""
         if self.mapped is not None and hasattr(self.mapped, "madvise"):
@@ -113,6 +121,7 @@ class ShardedTokens:
         length = out.shape[1]
         for start in starts:
             for index, low, high in self._parts(start, start + length):
+                self.shards[index].check()
                 self.shards[index].expect(low, high)
         for row, start in zip(out, starts, strict=True):
             index = bisect_right(self._starts, start) - 1
@@ -137,6 +146,7 @@ class ShardedTokens:
             low, index = end, index + 1
 
     def _checked(self, index: int, low: int, high: int) -> TokenArray:
+        self.shards[index].check()
         tokens = self.shards[index].tokens[low:high]
         if tokens.nbytes >= READ_AT_ONCE:
             self.shards[index].expect(low, high)

@@ -184,6 +184,7 @@ def calls_of(monkeypatch, act):
 def test_a_death_at_any_call_leaves_the_previous_checkpoint_or_the_new_one(tmp_path, monkeypatch):
     def fresh(name):
         folder = tmp_path / name / "checkpoints"
+        folder.parent.mkdir()
         save(folder, 1, arrays_of(1), META)
         (folder / "step-000007.partial").mkdir()
         (folder / "step-000007.partial" / "state.safetensors").write_bytes(b"half")

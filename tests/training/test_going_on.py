@@ -1,0 +1,280 @@
+"""Going on after what nobody planned: no checkpoint yet, edited settings, data or folders that went away."""
+
+import json
+import os
+import signal
+
+import numpy as np
+import pytest
+
+from halfstep.config.load import load
+from halfstep.core.errors import ConfigError
+from halfstep.core.policy import Policy
+from halfstep.training import checkpoint, folder
+from halfstep.training.corpus import DataError
+from halfstep.training.durable import write_whole
+from halfstep.training.events import read_events
+from halfstep.training.loop import Loop
+from halfstep.training.shards import open_shard
+
+SMALL = [
+    "model.context=16",
+    "model.layers=1",
+    "model.width=16",
+    "model.heads=2",
+    "training.batch=2",
+    "training.micro_batches=1",
+    "training.steps=12",
+    "training.validate_every=100",
+    "training.validation_tokens=64",
+    "training.save_every=4",
+]
+
+
+@pytest.fixture
+def text(tmp_path):
+    path = tmp_path / "text.txt"
+    path.write_text("\n\n".join(f"def f{i}(x):\n    return x * {i} + {i * i}" for i in range(400)))
+    return str(path)
+
+
+def start(source, out, *extra, **options):
+    config = load("tiny", [f"data.source={source}", *SMALL, *extra])
+    return Loop(config, Policy.parse("fp32"), out, device="cpu", **options)
+
+
+def again(out):
+    """As `halfstep train --resume` does where no recipe is named: with the settings of the folder."""
+    return Loop(load(str(out / folder.CONFIG)), Policy.parse("fp32"), out, device="cpu", resume=True)
+
+
+def final_state(out):
+    arrays, manifest = checkpoint.load(checkpoint.latest(out / folder.CHECKPOINTS))
+    return {name: bytes(a.data) for name, a in arrays.items() if name != "rng.cpu"}, manifest
+
+
+def told(out, *kinds):
+    return [event for event in read_events(out / folder.EVENTS) if event["event"] in kinds]
+
+
+class KilledByTestError(Exception):
+    pass
+
+
+def kill_at(loop, steps):
+    launch = loop.session.step
+
+    def step(batch):
+        if loop.tally.step == steps:
+            raise KilledByTestError
+        return launch(batch)
+
+    loop.session.step = step
+    with pytest.raises(KilledByTestError):
+        loop.run()
+    loop.lock.release()
+
+
+def test_a_run_that_died_before_its_first_checkpoint_begins_again(text, tmp_path):
+    plain, out = tmp_path / "plain", tmp_path / "run"
+    start(text, plain).run()
+    kill_at(start(text, out), 3)
+    loop = again(out)
+    assert loop.start == 0
+    assert "holds no checkpoint yet: the run begins again" in loop.warnings[0]
+    assert loop.run().finished
+    assert final_state(out)[0] == final_state(plain)[0]
+    assert [event["resumed_from"] for event in told(out, "start")] == [None, None]
+
+
+def test_one_that_began_with_given_weights_begins_with_them_again(text, tmp_path):
+    first, plain, out = tmp_path / "first", tmp_path / "plain", tmp_path / "run"
+    start(text, first, "seed=3").run()
+    start(text, plain, f"init={first}").run()
+    kill_at(start(text, out, f"init={first}"), 3)
+    assert again(out).run().finished
+    assert final_state(out)[0] == final_state(plain)[0]
+    assert final_state(out)[1]["init"] == final_state(plain)[1]["init"]
+
+
+@pytest.mark.parametrize(
+    ("was", "now", "key"),
+    [
+        ("batch = 2", "batch = 4", "training.batch"),
+        ("seed = 0", "seed = 7", "seed"),
+        ("steps = 12", "steps = 6", "training.steps"),
+        ("rate = ", "rate = 1", "optimizer.rate"),
+    ],
+)
+def test_settings_that_were_edited_by_hand_are_refused(text, tmp_path, was, now, key):
+    out = tmp_path / "run"
+    kill_at(start(text, out), 9)
+    path = out / folder.CONFIG
+    lines = path.read_text().splitlines()
+    (place,) = [n for n, line in enumerate(lines) if line.startswith(was)]
+    lines[place] = lines[place].replace(was, now, 1)
+    path.write_text("\n".join(lines))
+    with pytest.raises(ConfigError, match=rf"step-000008` was saved with {key} = ") as caught:
+        again(out)
+    assert "set it back in run.toml" in caught.value.hint
+
+
+def write_shards(folder, numbers):
+    folder.mkdir()
+    for name, tokens in numbers.items():
+        header = np.zeros(256, "<i4")
+        header[:3] = 20240520, 1, len(tokens)
+        (folder / f"{name}.bin").write_bytes(header.tobytes() + np.asarray(tokens, "<u2").tobytes())
+    return folder
+
+
+@pytest.fixture
+def shards(tmp_path):
+    draw = np.random.default_rng(0).integers
+    return write_shards(tmp_path / "shards", {"a": draw(0, 200, 4000), "b_val": draw(0, 200, 400)})
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_data_that_cannot_be_read_costs_no_step_that_was_taken(shards, tmp_path, monkeypatch, late):
+    plain, out = tmp_path / "plain", tmp_path / "run"
+    start(shards, plain, "training.save_every=100").run()
+    loop = start(shards, out, "training.save_every=100")
+    monkeypatch.setattr(type(loop.session), "asynchronous", late)
+    at = loop.batches.at
+
+    def broken(step):
+        if step == 7:
+            raise DataError("a shard is damaged")
+        return at(step)
+
+    loop.batches.at = broken
+    with pytest.raises(DataError):
+        loop.run()
+    assert checkpoint.latest(out / folder.CHECKPOINTS).name == "step-000007"
+    (stop,) = told(out, "stop")
+    assert (stop["step"], stop["saved"]) == (7, 7)
+    assert again(out).run().finished
+    assert final_state(out)[0] == final_state(plain)[0]
+
+
+def test_a_shard_that_is_cut_short_in_use_is_an_error_and_no_bus_error(shards, tmp_path):
+    loop = start(shards, tmp_path / "run")
+    launch, path = loop.session.step, shards / "a.bin"
+
+    def step(batch):
+        if loop.tally.step == 3:
+            os.truncate(path, 2000)
+        return launch(batch)
+
+    loop.session.step = step
+    with pytest.raises(DataError, match=r"a\.bin` was cut short while it was in use: it has 2000 bytes, and had"):
+        loop.run()
+    assert told(tmp_path / "run", "stop")[0]["saved"] >= 4
+
+
+def test_what_is_read_of_a_cut_shard_is_refused_by_slices_too(shards):
+    from halfstep.training.shards import ShardedTokens
+
+    tokens = ShardedTokens([open_shard(shards / "a.bin")], 256)
+    os.truncate(shards / "a.bin", 1100)
+    with pytest.raises(DataError, match="cut short"):
+        tokens[3000:3010]
+
+
+def test_a_run_folder_that_is_moved_away_is_not_made_again(text, tmp_path, capsys):
+    out, moved = tmp_path / "run", tmp_path / "moved"
+    loop = start(text, out)
+    launch = loop.session.step
+
+    def step(batch):
+        if loop.tally.step == 5:
+            loop.saver.wait()
+            out.rename(moved)
+        if loop.tally.step == 9:
+            loop.saver.wait()
+            moved.rename(out)
+        return launch(batch)
+
+    loop.session.step = step
+    assert loop.run().finished
+    assert [(e["step"], "was moved or removed" in e["message"]) for e in told(out, "save_failed")] == [(8, True)]
+    assert "NOT SAVED" in capsys.readouterr().err
+    assert checkpoint.latest(out / folder.CHECKPOINTS).name == "step-000012"
+
+
+def test_a_look_that_a_signal_broke_off_is_taken_by_the_session_after(text, tmp_path, monkeypatch):
+    out, extra = tmp_path / "run", ("training.validate_every=4",)
+    loop = start(text, out, *extra)
+    evaluate = loop.session.evaluate
+
+    def looked(batches, **given):
+        if loop.tally.step == 8:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return evaluate(batches, **given)
+
+    loop.session.evaluate = looked
+    assert not loop.run().finished
+    assert [event["step"] for event in told(out, "validation")] == [4]
+    assert again(out).run().finished
+    assert [event["step"] for event in told(out, "validation")] == [4, 8, 12]
+
+
+def test_links_in_a_run_folder_lead_nowhere(text, tmp_path):
+    out, precious = tmp_path / "run", tmp_path / "precious"
+    start(text, out).run()
+    precious.write_text("mine")
+    (out / "lock").unlink()
+    (out / "lock").symlink_to(precious)
+    with pytest.raises(ConfigError, match="cannot be written"):
+        again(out)
+    assert precious.read_text() == "mine"
+    (out / "run.toml.partial").symlink_to(precious)
+    write_whole(out / "run.toml", b"new")
+    assert precious.read_text() == "mine"
+    assert (out / "run.toml").read_bytes() == b"new"
+
+
+def test_a_checkpoint_that_is_pruned_while_it_is_read_gives_way_to_the_next(text, tmp_path, monkeypatch):
+    out = tmp_path / "run"
+    start(text, out, "training.keep_last=2").run()
+    here, real = out / folder.CHECKPOINTS, checkpoint.load
+    expected = real(here / "step-000008")[1]
+
+    def pruned(path):
+        if path.name == "step-000012":
+            checkpoint.discard(path)
+        return real(path)
+
+    monkeypatch.setattr(checkpoint, "load", pruned)
+    found, _, manifest = checkpoint.load_newest(here)
+    assert (found.name, manifest) == ("step-000008", expected)
+    (found / checkpoint.STATE).write_bytes(b"")
+    with pytest.raises(checkpoint.DamagedCheckpointError):
+        checkpoint.load_newest(here)
+    checkpoint.discard(found)
+    assert checkpoint.load_newest(here) is None
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        {"guard": {}},
+        {"guard": 3},
+        {"data": {}},
+        {"choice": {"a": 1}},
+        {"versions": 3},
+        {"policy": 5},
+        {"config": []},
+        {"data": {"digest": "", "description": "", "position": 3}},
+    ],
+    ids=str,
+)
+def test_a_manifest_that_verifies_and_is_none_of_ours_is_refused(text, tmp_path, odd):
+    out = tmp_path / "run"
+    start(text, out).run()
+    path = checkpoint.latest(out / folder.CHECKPOINTS)
+    manifest = json.loads((path / checkpoint.MANIFEST).read_text()) | odd
+    manifest["digest"] = checkpoint._digest(manifest)
+    (path / checkpoint.MANIFEST).write_text(json.dumps(manifest))
+    with pytest.raises(ConfigError, match=rf"what its manifest says of `{next(iter(odd))}` is not what halfstep"):
+        again(out)
