@@ -2,6 +2,7 @@
 
     corpus      what a corpus is, and which documents are held out
     text        text files as documents of bytes
+    walking     which files lie below a folder
     shards      token shards, memory-mapped
     packed      token shards that `halfstep data pack` wrote, with their index
     batches     which tokens an update sees: a function of seed and step; validation; the bigram yardstick
@@ -36,6 +37,7 @@ __all__ = [
 ]
 
 STDLIB = "stdlib"
+_NAMED_BY = "name it by `--set data.source=PATH` (train), `--data PATH` (eval, sample, artifact)"
 
 
 def load_corpus(source: str, validation: float, vocabulary: int) -> Corpus:
@@ -60,10 +62,10 @@ def load_corpus(source: str, validation: float, vocabulary: int) -> Corpus:
         if is_packed(path):
             return packed_corpus(path, validation, vocabulary)
         if shards := sorted(path.glob("*.bin")):
-            return shards_corpus(shards, validation, vocabulary, source)
+            return _load_shards(shards, validation, vocabulary, source)
         documents, told = folder_documents(path)
     elif path.suffix == ".bin":
-        return shards_corpus([path], validation, vocabulary, source)
+        return _load_shards([path], validation, vocabulary, source)
     else:
         documents, told = file_documents(path)
     return from_documents(documents, validation, vocabulary, source, told)
@@ -78,9 +80,16 @@ def _load_several(paths: list[Path], validation: float, vocabulary: int, source:
             hint="shards and text are not mixed: use a glob that matches one kind, as `folder/*.bin`",
         )
     if shards:
-        return shards_corpus(shards, validation, vocabulary, source)
+        return _load_shards(shards, validation, vocabulary, source)
     documents, told = glob_documents(paths, source)
     return from_documents(documents, validation, vocabulary, source, told)
+
+
+def _load_shards(paths: list[Path], validation: float, vocabulary: int, source: str) -> Corpus:
+    for path in paths:
+        if path.exists() and not path.is_file():  # a pipe would be waited for
+            raise DataError(f"`{path}` is named as a token shard and is no file", hint="remove or rename it")
+    return shards_corpus(paths, validation, vocabulary, source)
 
 
 def _exists(path: Path, source: str) -> bool:
@@ -95,11 +104,21 @@ def _missing(source: str, path: Path) -> DataError:
         "`stdlib` needs no download; else a text file, a folder of text, token shards (`*.bin`), or packed data"
     )
     if not source:
-        return DataError("data.source is empty", hint=otherwise)
+        return DataError("data.source is empty", hint=f"{otherwise}; {_NAMED_BY}")
     if glob.has_magic(source):
-        return DataError(f"no file matches `{source}`", hint=otherwise)
+        return DataError(f"no file matches `{source}`{_looked_from(path)}", hint=f"{otherwise}; {_NAMED_BY}")
     beside = {STDLIB: STDLIB} if path.parent == Path() else {}
     if path.parent.is_dir():
         beside |= {entry.name: str(entry) for entry in path.parent.iterdir()}
-    hint = did_you_mean(path.name, beside, otherwise)
-    return DataError(f"there is no file or folder `{source}`", hint=hint)
+    hint = did_you_mean(path.name, beside, f"{otherwise};")
+    return DataError(f"there is no file or folder `{source}`{_looked_from(path)}", hint=f"{hint} {_NAMED_BY}")
+
+
+def _looked_from(path: Path) -> str:
+    """Where a relative path was looked up: a run keeps it as it was typed, perhaps in another folder."""
+    if path.is_absolute():
+        return ""
+    try:
+        return f" in `{Path.cwd()}`"
+    except OSError:  # somebody removed it
+        return ""

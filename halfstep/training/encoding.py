@@ -13,12 +13,14 @@ import multiprocessing
 import os
 import signal
 import threading
-from collections import Counter
-from collections.abc import Iterator
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,10 +35,10 @@ SHORT = 1024
 
 
 class SidedText(NamedTuple):
-    """A document, where in [0, 1) its content falls, and whether it must not be joined to others by a newline."""
+    """A document, where in [0, 1) its content falls (the pieces of a long text: from where to where), its side."""
 
     text: str
-    share: float
+    shares: tuple[float, float]
     held_out: bool
     whole: bool  # a document of its own, not a part of a longer text
 
@@ -70,7 +72,7 @@ class Encoder:
         """The tokens of a block."""
         skipped: Counter[str] = Counter()
         found = list(documents(block, self.field, self.validation, skipped))
-        shares = [each.share for each in found]
+        shares = [share for each in found for share in each.shares]
         tokens = self.tokenizer.encode([self._written(each) for each in found])
         sides = {}
         for side, held_out in zip(SIDES, (False, True), strict=True):
@@ -109,7 +111,7 @@ def documents(block: Block, field: str, validation: float, skipped: Counter[str]
             skipped["empty"] += 1
             continue
         share = hash_share(content if content.endswith(b"\n") else content + b"\n")
-        yield SidedText(text, share, share < validation, True)
+        yield SidedText(text, (share, share), share < validation, True)
 
 
 def _texts(block: Block, field: str, skipped: Counter[str]) -> Iterator[tuple[str, bytes]]:
@@ -179,10 +181,9 @@ def _runs(block: Block, validation: float) -> Iterator[SidedText]:
     shared = [(piece, hash_share(piece)) for piece in pieces]
     for held_out, group in groupby(shared, key=lambda each: each[1] < validation):
         run = list(group)
-        extreme = min if held_out else max
-        yield SidedText(
-            b"".join(piece for piece, _ in run).decode(), extreme(share for _, share in run), held_out, False
-        )
+        shares = [share for _, share in run]
+        text = b"".join(piece for piece, _ in run).decode()
+        yield SidedText(text, (min(shares), max(shares)), held_out, False)
 
 
 def _decoded(content: bytes) -> str | None:
@@ -197,6 +198,44 @@ def _not_utf8(where: str) -> DataError:
 
 
 # --- in a process of its own --------------------------------------------------------------------------------
+
+
+def encoded_blocks(
+    todo: Iterable[Block], encoder: Encoder, folder: Path, workers: int
+) -> Iterator[tuple[Block, Encoded]]:
+    """Blocks with their tokens, in order. Workers open the tokenizer that `folder` holds; 0 is this process."""
+    if workers < 1:
+        yield from ((block, encoder.encode(block)) for block in todo)
+        return
+    arguments = (str(folder), encoder.tokenizer.identity(), encoder.field, encoder.validation)
+    yield from in_order(todo, workers, arguments)
+
+
+def in_order(todo: Iterable[Block], workers: int, arguments: tuple[Any, ...]) -> Iterator[tuple[Block, Encoded]]:
+    """Blocks with their tokens, in order, by processes of their own; `arguments` are those of `begin`."""
+    # Spawned, not forked: a fork copies locks that threads of this process hold at that moment.
+    pool = ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), begin, arguments)
+    window: deque[tuple[Block, Future[Encoded]]] = deque()
+    try:
+        for block in todo:
+            window.append((block, pool.submit(work, block)))
+            if len(window) > 2 * workers + 2:
+                yield _taken(window)
+        while window:
+            yield _taken(window)
+    except BrokenProcessPool:
+        raise DataError(
+            "a worker of the packing died, perhaps for want of memory",
+            hint="lower --workers; the same command goes on where it stopped",
+        ) from None
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)
+
+
+def _taken(window: deque[tuple[Block, Future[Encoded]]]) -> tuple[Block, Encoded]:
+    block, future = window.popleft()
+    return block, future.result()
+
 
 _encoder: Encoder | None = None
 

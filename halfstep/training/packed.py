@@ -29,15 +29,17 @@ from halfstep.training.shards import HEADER_BYTES, Shard, ShardedTokens, cutting
 from halfstep.training.token_bytes import TokenBytes
 from halfstep.training.tokenizing import Tokenizer, check_saved, open_saved
 
+MEND = "copy it back, or give the same `halfstep data pack` again: it makes what is lost again"
+
 
 def packed_corpus(folder: Path, share: float, vocabulary: int) -> Corpus:
     """The corpus in a folder that was packed."""
     index = read_index(folder)
     _check_vocabulary(folder, index, vocabulary)
     check_saved(folder, index.tokenizer)
-    _check_names(folder, index)
-    train = ShardedTokens([_open(folder, record) for record in index.train.shards], vocabulary)
-    validation = ShardedTokens([_open(folder, record) for record in index.val.shards], vocabulary)
+    check_names(folder, index)
+    train = ShardedTokens([open_listed(folder, record) for record in index.train.shards], vocabulary)
+    validation = ShardedTokens([open_listed(folder, record) for record in index.val.shards], vocabulary)
     digest = index.digest
     if not len(validation):
         at = cutting_point(train, share, index.tokenizer.separator)
@@ -68,13 +70,11 @@ def read_token_bytes(folder: Path, index: Index) -> TokenBytes | None:
     try:
         content = path.read_bytes()
     except OSError as error:
-        raise DataError(
-            f"`{path}` cannot be read: {error.strerror or error}", hint="pack the data again"
-        ) from None
+        raise DataError(f"`{path}` cannot be read: {error.strerror or error}", hint=MEND) from None
     if hashlib.sha256(content).hexdigest() != index.token_bytes:
         raise DataError(
             f"`{path}` was changed after it was written: its SHA-256 is not the index's",
-            hint="pack the data again",
+            hint=MEND,
         )
     return TokenBytes.from_npy(content, str(path))
 
@@ -98,7 +98,8 @@ def _check_vocabulary(folder: Path, index: Index, vocabulary: int) -> None:
         )
 
 
-def _check_names(folder: Path, index: Index) -> None:
+def check_names(folder: Path, index: Index) -> None:
+    """Refuses a shard that the index does not list: it may be of another packing."""
     if stray := _stray(folder, index):
         raise DataError(
             f"`{folder / stray[0]}` is not in the index of its folder",
@@ -111,20 +112,21 @@ def _stray(folder: Path, index: Index) -> list[str]:
     return sorted(path.name for path in folder.glob("*.bin") if path.name not in listed)
 
 
-def _open(folder: Path, record: ShardRecord) -> Shard:
+def open_listed(folder: Path, record: ShardRecord) -> Shard:
+    """A shard of the index, checked as far as that costs no reading of it."""
     path = folder / record.name
     if not path.is_file():
-        raise DataError(f"shard `{path}` is missing; the index lists it", hint="copy it back, or pack again")
+        raise DataError(f"shard `{path}` is missing; the index lists it", hint=MEND)
     shard = open_shard(path)
     if len(shard.tokens) != record.tokens:
         raise DataError(
             f"shard `{path}` holds {len(shard.tokens)} tokens, and the index says {record.tokens}",
-            hint="copy it back, or pack again",
+            hint=MEND,
         )
     if page_digest(path) != record.pages:
         raise DataError(
             f"shard `{path}` is not the one that was packed: pages of it differ",
-            hint=f"`halfstep data verify {folder}` says what is damaged, and where",
+            hint=f"{MEND}; `halfstep data verify {folder}` says what is damaged, and where",
         )
     return shard
 

@@ -10,19 +10,17 @@ worker that is ahead waits for its turn in a window of a few blocks, which also 
 Every few seconds, and after each block in which a shard became full, `packing.json` is replaced by one that says
 what is finished and where reading goes on. A packing that was killed is begun again with the same command, goes on
 from there, and ends in the same bytes. A folder that holds another packing is refused: mixing two would be found
-by nobody.
+by nobody. A finished one is looked at, and what was lost of it is made again (mending.py).
 """
 
 import dataclasses
 import hashlib
-import multiprocessing
 import re
 import time
-from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from decimal import Decimal
 from itertools import chain
 from pathlib import Path
 from typing import Any, TypeAlias, final
@@ -30,8 +28,10 @@ from typing import Any, TypeAlias, final
 from halfstep import __version__
 from halfstep.training.corpus import DataError
 from halfstep.training.durable import PARTIAL, write_whole
-from halfstep.training.encoding import SIDES, Encoded, Encoder, begin, token_type, work
+from halfstep.training.encoding import SIDES, Encoded, Encoder, encoded_blocks, token_type
 from halfstep.training.lock import LOCK, RunLock
+from halfstep.training.mending import lost_shards, mend_shards, mend_tables
+from halfstep.training.packed import check_names
 from halfstep.training.reading import Block, Position, blocks
 from halfstep.training.shardindex import (
     INDEX,
@@ -47,6 +47,7 @@ from halfstep.training.shardindex import (
 from halfstep.training.shardwriter import ShardWriter
 from halfstep.training.sources import STDLIB, Source, SourceFile
 from halfstep.training.tokenizing import Tokenizer
+from halfstep.training.walking import told as words
 
 SECONDS_BETWEEN_COMMITS = 5.0
 # The header of a shard counts its tokens in an int32.
@@ -86,20 +87,27 @@ def pack(
     workers: int,
     meter: Meter | None = None,
 ) -> Index:
-    """Packs sources into a folder, or goes on with it; 0 workers encode in this process."""
+    """Packs sources into a folder, or goes on with it, or mends it; 0 workers encode in this process.
+
+    The index that comes back counts in `skipped` what is no file of the sources too, as folders of runs that lie
+    in them. The one on the disk does not: it is of the same text whatever else was put beside it.
+    """
     _check_outside(sources, out)
     _make(out)
     lock = RunLock(out)
     try:
         plan = _plan(sources, tokenizer, asked)
-        found = _finished(out, plan)
-        if found is not None:
-            return found
-        packing = _Packing(sources, out, tokenizer, asked, plan)
-        try:
-            return packing.run(workers, meter or (lambda done, total, tokens: None))
-        finally:
-            packing.close()
+        told = meter or (lambda done, total, tokens: None)
+        index = _finished(out, plan)
+        if index is not None:
+            _mend(sources, out, tokenizer, asked, index, workers, told)
+        else:
+            packing = _Packing(sources, out, tokenizer, asked, plan)
+            try:
+                index = packing.run(workers, told)
+            finally:
+                packing.close()
+        return dataclasses.replace(index, skipped={**index.skipped, **_passed(sources)})
     except OSError as error:
         raise DataError(
             f"packing into `{out}` stopped: {error.strerror or error}",
@@ -116,7 +124,7 @@ class _Packing:
     def __init__(
         self, sources: Sequence[Source], out: Path, tokenizer: Tokenizer, asked: Asked, plan: dict[str, Any]
     ):
-        self.files: list[SourceFile] = list(chain.from_iterable(source.files for source in sources))
+        self.files, self.passed = _files(sources), _passed(sources)
         self.out, self.tokenizer, self.asked = out, tokenizer, asked
         self.plan = plan
         table = tokenizer.token_bytes
@@ -132,7 +140,8 @@ class _Packing:
         total = sum(file.size for file in self.files)
         committed = time.monotonic()
         meter(self.done, total, self._num_tokens)
-        for block, encoded in self._encoded(workers):
+        todo = blocks(self.files, self.position, self.asked.field)
+        for block, encoded in encoded_blocks(todo, _encoder(self.tokenizer, self.asked), self.out, workers):
             named = self._take(block, encoded)
             meter(self.done, total, self._num_tokens)
             if named or time.monotonic() - committed >= SECONDS_BETWEEN_COMMITS:
@@ -176,18 +185,6 @@ class _Packing:
         _discard(self.out, state["plan"])
         return None
 
-    def _encoded(self, workers: int) -> Iterator[tuple[Block, Encoded]]:
-        todo = blocks(self.files, self.position, self.asked.field)
-        if workers < 1:
-            encoder = Encoder(self.tokenizer, self.asked.field, self.asked.validation)
-            yield from ((block, encoder.encode(block)) for block in todo)
-            return
-        yield from in_order(
-            todo,
-            workers,
-            (str(self.out), self.tokenizer.identity(), self.asked.field, self.asked.validation),
-        )
-
     def _take(self, block: Block, encoded: Encoded) -> bool:
         """Writes the tokens of a block; whether a shard became full."""
         for side, writer in self.writers.items():
@@ -224,23 +221,20 @@ class _Packing:
     def _check_sides(self) -> None:
         """Both sides must exist, unless nothing was to be held out. If not, nothing is kept: all must change."""
         train, val = (self.writers[side].num_tokens for side in SIDES)
-        smallest, largest = self.shares
         if not train and not val:
-            skipped = ", ".join(f"{number} {kind}" for kind, number in self.skipped.items()) or "nothing"
+            skipped = ", ".join(words(self.skipped + self.passed)) or "nothing"
             _discard(self.out, self.plan)
             raise DataError(f"there is no text in the sources (skipped: {skipped})", hint="name other sources")
         if (train and val) or (train and not self.asked.validation):
             return
         self.close()
         _discard(self.out, self.plan)
-        if val:
-            said, hint = "all documents fall", f"`--validation {largest * 0.999:.3g}` leaves some to learn from"
-        else:
-            enough = smallest * 1.001 + 1e-9
-            more = f"`--validation {enough:.3g}` is enough" if enough <= 0.5 else "give more text"
-            said, hint = "no document falls", f"{more}, or `--validation 0` to hold out the last tokens instead"
+        said = "all documents fall" if val else "no document falls"
+        between = share_between(*self.shares)
+        more = "give more text" if between is None else f"`--validation {between}` leaves text on both sides"
         raise DataError(
-            f"{said} into the share of {self.asked.validation} that is held out", hint=f"{hint}; nothing was kept"
+            f"{said} into the share of {self.asked.validation} that is held out",
+            hint=f"{more}, or `--validation 0` to hold out the last tokens instead; nothing was kept",
         )
 
     def _end(self) -> Index:
@@ -262,30 +256,56 @@ class _Packing:
         return index
 
 
-def in_order(todo: Iterable[Block], workers: int, arguments: tuple[Any, ...]) -> Iterator[tuple[Block, Encoded]]:
-    """Blocks with their tokens, in order, by processes of their own."""
-    # Spawned, not forked: a fork copies locks that threads of this process hold at that moment.
-    pool = ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), begin, arguments)
-    window: deque[tuple[Block, Future[Encoded]]] = deque()
-    try:
-        for block in todo:
-            window.append((block, pool.submit(work, block)))
-            if len(window) > 2 * workers + 2:
-                yield _taken(window)
-        while window:
-            yield _taken(window)
-    except BrokenProcessPool:
-        raise DataError(
-            "a worker of the packing died, perhaps for want of memory",
-            hint="lower --workers; the same command goes on where it stopped",
-        ) from None
-    finally:
-        pool.shutdown(wait=True, cancel_futures=True)
+def share_between(smallest: float, largest: float) -> str | None:
+    """A short share that holds out the smallest document and not the largest; None where there is none."""
+    exact = Decimal(smallest)
+    for digits in range(3, 18):
+        step = Decimal(1).scaleb(exact.adjusted() + 1 - digits)
+        share = (exact // step + 1) * step
+        if smallest < float(share) <= min(largest, 0.5):
+            return f"{share.normalize():f}"
+    return None
 
 
-def _taken(window: deque[tuple[Block, Future[Encoded]]]) -> tuple[Block, Encoded]:
-    block, future = window.popleft()
-    return block, future.result()
+def _files(sources: Sequence[Source]) -> list[SourceFile]:
+    return list(chain.from_iterable(source.files for source in sources))
+
+
+def _passed(sources: Sequence[Source]) -> Counter[str]:
+    return sum((Counter(source.skipped) for source in sources), Counter[str]())
+
+
+def _mend(
+    sources: Sequence[Source],
+    out: Path,
+    tokenizer: Tokenizer,
+    asked: Asked,
+    index: Index,
+    workers: int,
+    meter: Meter,
+) -> None:
+    """Makes again what a finished packing has lost; nothing is read where nothing is."""
+    check_names(out, index)
+    mend_tables(out, index, tokenizer)
+    lost = lost_shards(out, index)
+    if not lost:
+        return
+    files = _files(sources)
+    total, tokens = sum(file.size for file in files), 0
+
+    def counted() -> Iterator[Encoded]:
+        nonlocal tokens
+        todo = blocks(files, Position(), asked.field)
+        for block, encoded in encoded_blocks(todo, _encoder(tokenizer, asked), out, workers):
+            yield encoded
+            tokens += sum(len(part.tokens) for part in encoded.sides.values())
+            meter(block.done, total, tokens)
+
+    mend_shards(out, index, lost, counted())
+
+
+def _encoder(tokenizer: Tokenizer, asked: Asked) -> Encoder:
+    return Encoder(tokenizer, asked.field, asked.validation)
 
 
 def _plan(sources: Sequence[Source], tokenizer: Tokenizer, asked: Asked) -> dict[str, Any]:

@@ -18,6 +18,7 @@ twice gives the same bytes.
 import dataclasses
 import hashlib
 import json
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,6 +34,8 @@ MARK = "halfstep packed data"
 INDEX, STATE, TOKEN_BYTES = PACKED_INDEX, "packing.json", "token_bytes.npy"
 REGION = 1 << 24
 PAGE, SAMPLED = 4096, 4
+_NAME = re.compile(r"\w[\w.-]*")
+_ANEW = "copy it back, or remove the folder and pack again"
 
 
 @dataclass(frozen=True)
@@ -97,26 +100,31 @@ def read_index(folder: Path) -> Index:
     try:
         return Index(
             version=table["version"],
-            tokenizer=Identity(**table["tokenizer"]),
+            tokenizer=_tokenizer(table["tokenizer"], path),
             packing=table["packing"],
             skipped=table["skipped"],
             token_bytes=table["token_bytes"],
-            train=_side(table["train"]),
-            val=_side(table["val"]),
+            train=_side(table["train"], path),
+            val=_side(table["val"], path),
             digest=table["digest"],
         )
     except (KeyError, TypeError) as error:
-        raise DataError(f"`{path}` lacks what an index holds: {error}", hint="pack again") from None
+        raise DataError(f"`{path}` lacks what an index holds: {error}", hint=_ANEW) from None
 
 
 def is_packed(folder: Path) -> bool:
     """Whether a folder is what `halfstep data pack` wrote, or has begun to write."""
     if (folder / INDEX).is_file() and any(folder.glob("*.bin")):
         return True
-    return any(_is_marked(folder / name) for name in (INDEX, STATE))
+    return is_marked(folder)
 
 
-def _is_marked(path: Path) -> bool:
+def is_marked(folder: Path) -> bool:
+    """Whether a folder says of itself that it is packed data, begun or finished."""
+    return any(_has_mark(folder / name) for name in (INDEX, STATE))
+
+
+def _has_mark(path: Path) -> bool:
     try:
         with open(path, "rb") as file:
             return MARK.encode() in file.read(64)
@@ -140,16 +148,16 @@ def unsealed(path: Path) -> dict[str, Any]:
             hint="name a folder that `halfstep data pack` wrote",
         ) from None
     except ValueError as error:
-        raise DataError(f"`{path}` is no JSON: {error}", hint="copy it back, or pack again") from None
+        raise DataError(f"`{path}` is no JSON: {error}", hint=_ANEW) from None
     if not isinstance(table, dict) or table.get("digest") != _digest(table):
         raise DataError(
             f"`{path}` was changed after it was written: its digest does not fit",
-            hint="copy it back, or pack again",
+            hint=_ANEW,
         )
     if table.get("format") != FORMAT:
         raise DataError(
             f"`{path}` has format {table.get('format')}, and this halfstep reads {FORMAT}",
-            hint="use the version of halfstep that wrote it, or pack again",
+            hint="use the version of halfstep that wrote it, or pack into another folder",
         )
     return table
 
@@ -159,13 +167,32 @@ def _digest(table: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(rest, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
-def shard_records(tables: Iterable[Mapping[str, Any]]) -> tuple[ShardRecord, ...]:
-    """Shards out of JSON."""
-    return tuple(ShardRecord(**{**table, "regions": tuple(table["regions"])}) for table in tables)
+def shard_records(tables: Iterable[Mapping[str, Any]], path: Path) -> tuple[ShardRecord, ...]:
+    """Shards out of the JSON at a path."""
+    records = tuple(ShardRecord(**{**table, "regions": tuple(table["regions"])}) for table in tables)
+    for record in records:
+        _check_name(record.name, path)
+    return records
 
 
-def _side(table: Mapping[str, Any]) -> SideRecord:
-    return SideRecord(**{**table, "shards": shard_records(table["shards"])})
+def _side(table: Mapping[str, Any], path: Path) -> SideRecord:
+    return SideRecord(**{**table, "shards": shard_records(table["shards"], path)})
+
+
+def _tokenizer(table: Mapping[str, Any], path: Path) -> Identity:
+    identity = Identity(**table)
+    if identity.file is not None:
+        _check_name(identity.file, path)
+    return identity
+
+
+def _check_name(name: str, path: Path) -> None:
+    """Refuses what is no name of a file beside the index."""
+    if not _NAME.fullmatch(name):
+        raise DataError(
+            f"`{path}` points to `{name}`; packed data is the files in its own folder, and no other",
+            hint="no halfstep wrote it: do not read what you do not trust; remove the folder",
+        )
 
 
 # --- a shard's digests --------------------------------------------------------------------------------------

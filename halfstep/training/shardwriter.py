@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from halfstep.training.corpus import DataError, TokenArray
 from halfstep.training.durable import PARTIAL, flush_folder
-from halfstep.training.shardindex import ShardRecord, SideRecord, digests, page_digest, shard_records
+from halfstep.training.shardindex import STATE, ShardRecord, SideRecord, digests, page_digest, shard_records
 from halfstep.training.shards import HEADER_BYTES, header
 from halfstep.training.token_bytes import TokenBytes
 
@@ -70,7 +70,7 @@ class ShardWriter:
 
     def resume(self, state: Mapping[str, Any]) -> None:
         """Goes on from the state that a commit gave."""
-        self._done = list(shard_records(state["shards"]))
+        self._done = list(shard_records(state["shards"], self.folder / STATE))
         self._tokens, self._documents, self._bytes = state["tokens"], state["documents"], state["bytes"]
         self.text_bytes, self._last = state["text_bytes"], state["last"]
         for record in self._done:

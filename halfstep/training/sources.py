@@ -4,7 +4,7 @@
     *.jsonl, *.ndjson          a JSON object a line, the document in one of its fields; .gz and .zst too
     *.parquet, *.arrow         a table, the document in one of its columns
     a Hugging Face dataset     the folder that `save_to_disk` writes; its arrow files are read as they are
-    any other folder           every file below it, each by its own name, as `halfstep.training.text` walks
+    any other folder           every file below it, each by its own name, as `halfstep.training.walking` finds them
     any other file             text
 
 What a file *is* is decided by its name alone, never by what would happen to parse. The order is that of the
@@ -15,8 +15,8 @@ first and last pages: a pack that goes on must go on with the same text.
 import glob
 import json
 import sysconfig
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from fnmatch import fnmatch
 from hashlib import blake2b
 from pathlib import Path
@@ -25,7 +25,8 @@ from typing import Literal, TypeAlias
 from halfstep.core.errors import did_you_mean
 from halfstep.training.corpus import DataError
 from halfstep.training.shardindex import is_packed
-from halfstep.training.text import library_paths, walk
+from halfstep.training.text import library_paths
+from halfstep.training.walking import regular, told, walk
 
 Kind: TypeAlias = Literal["text", "jsonl", "parquet", "arrow"]
 
@@ -56,10 +57,11 @@ class SourceFile:
 
 @dataclass(frozen=True)
 class Source:
-    """What one argument names."""
+    """What one argument names. `skipped` counts what is no file of it, as folders of runs that lie in it."""
 
     given: str
     files: tuple[SourceFile, ...]
+    skipped: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def num_bytes(self) -> int:
@@ -86,7 +88,10 @@ def find_sources(given: Sequence[str], only: str | None = None) -> list[Source]:
     for source in sources:
         if not source.files:
             matching = f" that matches `{only}`" if only else ""
-            raise DataError(f"source `{source.given}` holds no file{matching}", hint="name another source")
+            skipped = f" (skipped: {', '.join(told(source.skipped))})" if source.skipped else ""
+            raise DataError(
+                f"source `{source.given}` holds no file{matching}{skipped}", hint="name another source"
+            )
         if not source.num_bytes:
             raise DataError(f"source `{source.given}` is empty", hint="give a source with text in it")
     return sources
@@ -104,7 +109,7 @@ def _find(given: str, only: str | None) -> Source:
         return Source(given, _files(library_paths(root), root, only))
     path = Path(given).expanduser()
     if path.is_dir():
-        return Source(given, _folder(path, only))
+        return _folder(given, path, only)
     if path.is_file():
         return Source(given, (_named(path),))
     matched = sorted(Path(match) for match in glob.glob(str(path), recursive=True)) if given else []
@@ -114,10 +119,11 @@ def _find(given: str, only: str | None) -> Source:
             f"there is no source `{given}`",
             hint=did_you_mean(path.name, beside, "name a text file, a folder, *.jsonl, *.parquet, or `stdlib`"),
         )
-    return Source(given, tuple(_named(each) for each in matched if each.is_file()))
+    found = regular(matched)
+    return Source(given, tuple(_named(each) for each in found.files), found.skipped)
 
 
-def _folder(folder: Path, only: str | None) -> tuple[SourceFile, ...]:
+def _folder(given: str, folder: Path, only: str | None) -> Source:
     if (folder / "dataset_dict.json").is_file():
         splits = sorted(entry.name for entry in folder.iterdir() if (entry / "state.json").is_file())
         raise DataError(
@@ -125,10 +131,11 @@ def _folder(folder: Path, only: str | None) -> tuple[SourceFile, ...]:
             hint=f"name one, as `{folder / (splits[0] if splits else 'train')}`",
         )
     if (folder / "state.json").is_file() and (folder / "dataset_info.json").is_file():
-        return _saved_dataset(folder)
+        return Source(given, _saved_dataset(folder))
     if is_packed(folder):
         raise DataError(f"`{folder}` holds token shards, which are packed already", hint="name the text itself")
-    return _files([path for path in walk(folder) if path.is_file()], folder, only)
+    found = walk(folder)
+    return Source(given, _files(found.files, folder, only), found.skipped)
 
 
 def _saved_dataset(folder: Path) -> tuple[SourceFile, ...]:

@@ -5,30 +5,31 @@ files read the same tokens:
 
     stdlib      every *.py of the running Python's standard library, without its tests and what is installed
                 beside it, and without _sysconfigdata, which differs from build to build
-    a folder    every file below it that is text; what starts with a dot, and __pycache__, is passed over
+    a folder    every file below it that is text, as `halfstep.training.walking` finds them
     a glob      every file it matches that is text
     a file      cut into documents at blank lines, about 4 KiB each, so that some of it can be held out
 
 A file is text when it decodes as UTF-8 and holds no NUL byte. Others are skipped and counted in the
-description; a file that is given by name must be text. Nothing stands between two documents, which would be
-bytes nobody wrote in a count of bits per byte; only a file that does not end its last line gets a newline,
-so that it does not run into the next. The pieces of one file get nothing and add up to it.
+description, as is what the walk leaves out; a file that is given by name must be text. Nothing stands between two
+documents, which would be bytes nobody wrote in a count of bits per byte; only a file that does not end its last
+line gets a newline, so that it does not run into the next. The pieces of one file get nothing and add up to it.
 """
 
-import os
 import platform
 import re
 import sysconfig
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from halfstep.training.corpus import DataError, Document
+from halfstep.training.walking import Walked, regular, walk
+from halfstep.training.walking import told as words
 
 PIECE = 4096
 # Fewer pieces than this, and a share of 10 % may well hold out nothing: small files are cut finer.
 MIN_PIECES = 16
 
-_SKIPPED_FOLDERS = {"__pycache__"}
 _NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
 
 
@@ -49,7 +50,7 @@ def library_paths(root: Path) -> list[Path]:
     """The text of a standard library, without its tests and what is installed beside it."""
     return [
         path
-        for path in walk(root, skip=_NOT_LIBRARY)
+        for path in walk(root, skip=_NOT_LIBRARY).files
         if path.suffix == ".py" and not path.name.startswith("_sysconfigdata")
     ]
 
@@ -61,7 +62,7 @@ def folder_documents(folder: Path) -> tuple[list[Document], str]:
 
 def glob_documents(paths: list[Path], pattern: str) -> tuple[list[Document], str]:
     """Every text among what a glob matched."""
-    return _several([path for path in paths if path.is_file()], None, f"files `{pattern}`")
+    return _several(regular(paths), None, f"files `{pattern}`")
 
 
 def file_documents(path: Path) -> tuple[list[Document], str]:
@@ -89,16 +90,6 @@ def cut(content: bytes) -> list[bytes]:
     return pieces
 
 
-def walk(root: Path, skip: Iterable[str] = ()) -> list[Path]:
-    """The files below a folder, by relative path, without dot files, caches and the folders in `skip`."""
-    skipped = {*skip, *_SKIPPED_FOLDERS}
-    found: list[Path] = []
-    for folder, subfolders, files in os.walk(root):
-        subfolders[:] = [name for name in subfolders if name not in skipped and not name.startswith(".")]
-        found += [Path(folder, name) for name in files if not name.startswith(".")]
-    return sorted(found, key=lambda path: path.relative_to(root).as_posix())
-
-
 def read_texts(paths: Iterable[Path], root: Path | None) -> tuple[list[Document], dict[str, int]]:
     """The texts among some files, and how many of the others there were, by what they are."""
     documents: list[Document] = []
@@ -113,8 +104,9 @@ def read_texts(paths: Iterable[Path], root: Path | None) -> tuple[list[Document]
     return documents, skipped
 
 
-def _several(paths: list[Path], root: Path | None, told: str) -> tuple[list[Document], str]:
-    documents, skipped = read_texts(paths, root)
+def _several(found: Walked, root: Path | None, told: str) -> tuple[list[Document], str]:
+    documents, unread = read_texts(found.files, root)
+    skipped = Counter(unread) + Counter(found.skipped)
     if not documents:
         raise DataError(
             f"there is no text in {_described(told, documents, skipped)}",
@@ -138,8 +130,8 @@ def _read(path: Path) -> bytes | str:
     return content
 
 
-def _described(told: str, documents: list[Document], skipped: dict[str, int]) -> str:
-    counts = [f"{len(documents)} texts", *(f"{number} {kind} skipped" for kind, number in skipped.items())]
+def _described(told: str, documents: list[Document], skipped: Mapping[str, int]) -> str:
+    counts = [f"{len(documents)} texts", *(f"{each} skipped" for each in words(skipped))]
     return f"{told} ({', '.join(counts)})"
 
 

@@ -92,6 +92,78 @@ def test_data_that_moved_is_found_where_it_is_said_to_be(packed, tmp_path, capfd
         assert b"the data changed" not in capfdbinary.readouterr().err
 
 
+def test_a_run_in_the_folder_of_its_text_goes_on(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    for n in range(20):
+        (tmp_path / f"{n}.txt").write_text(f"some text {n} " * 40 + "\n")
+    assert train(".", "runs/one") == 0
+    assert "(20 texts)" in capsys.readouterr().err
+    assert run(["train", "--resume", "--out", "runs/one", "--device", "cpu"]) == 0
+    assert "(20 texts, 1 run folder skipped)" in capsys.readouterr().err
+    assert run(["eval", "runs/one", "--device", "cpu"]) == 0
+    assert "the data changed" not in capsys.readouterr().err
+    assert train(".", "runs/two") == 0
+    assert "(20 texts, 1 run folder skipped)" in capsys.readouterr().err
+    digests = [
+        json.loads((tmp_path / "runs" / name / "events.jsonl").read_text().splitlines()[0])["data"]["digest"]
+        for name in ("one", "two")
+    ]
+    assert digests[0] == digests[1]
+
+
+def test_data_that_is_looked_for_from_another_folder(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "t.txt").write_text("some text\n\n" * 400)
+    assert train("t.txt", "one") == 0
+    (tmp_path / "sub").mkdir()
+    monkeypatch.chdir(tmp_path / "sub")
+    for command, said, named in (
+        (["train", "--resume", "--out", "../one"], "--set data.source=PATH", ["--set", "data.source=../t.txt"]),
+        (["eval", "../one"], "--data PATH", ["--data", "../t.txt"]),
+        (["artifact", "../one"], "--data PATH", ["--data", "../t.txt"]),
+    ):
+        capsys.readouterr()
+        assert run([*command, "--device", "cpu"]) == 2
+        told = capsys.readouterr().err
+        assert f"`t.txt` in `{tmp_path / 'sub'}`" in told
+        assert said in told
+        assert run([*command, *named, "--device", "cpu"]) == 0
+
+
+def test_packing_again_makes_what_was_lost_again(packed, text, tmp_path, capsys):
+    assert train(packed, tmp_path / "run") == 0
+    Path(packed, "train_000002.bin").unlink()
+    Path(packed, "token_bytes.npy").write_bytes(b"x")
+    capsys.readouterr()
+    assert train(packed, tmp_path / "other") == 2
+    assert "give the same `halfstep data pack` again" in capsys.readouterr().err
+    assert run(["data", "verify", packed]) == 1
+    assert run(pack_command(text, tmp_path)) == 0
+    assert run(["data", "verify", packed]) == 0
+    assert train(packed, tmp_path / "other") == 0
+    assert run(["train", "--resume", "--out", str(tmp_path / "run"), "--device", "cpu"]) == 0
+
+
+def test_what_a_folder_holds_beside_text_is_told(tmp_path, capsys):
+    folder = tmp_path / "text"
+    (folder / "runs").mkdir(parents=True)
+    for n in range(20):
+        (folder / f"{n}.txt").write_text(f"some text {n} " * 40 + "\n")
+    (folder / "image").write_bytes(b"\0")
+    (folder / "runs" / "run.toml").write_text("")
+    (folder / "runs" / "events.jsonl").write_text("")
+    (folder / "gone").symlink_to("nowhere")
+    out = str(tmp_path / "out")
+    options = ["--tokenizer", "bytes", "--workers", "1", "--validation", "0.3"]
+    assert run(["data", "pack", str(folder), "--out", out, *options]) == 0
+    assert "skipped: 1 binary, 1 dangling link, 1 run folder" in capsys.readouterr().err
+    assert run(["data", "show", out]) == 0
+    assert "1 binary" in capsys.readouterr().out
+    index = read_index(Path(out))
+    assert index.train.documents + index.val.documents == 20
+    assert index.packing["sources"][0]["files"] == 21
+
+
 def test_a_tokenizer_that_does_not_fit_the_model_is_refused(packed, tmp_path, capsys):
     assert train(packed, tmp_path / "run", "model.vocabulary=256") == 2
     told = capsys.readouterr().err

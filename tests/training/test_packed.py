@@ -1,5 +1,6 @@
 """Packed data: opened by its index in no time, and every kind of damage found, at opening or by `verify`."""
 
+import dataclasses
 import json
 import os
 import re
@@ -18,7 +19,7 @@ from halfstep.training.packing import Asked, pack
 from halfstep.training.shardindex import Index, ShardRecord, SideRecord, page_digest, read_index, write_index
 from halfstep.training.shards import header
 from halfstep.training.sources import find_sources
-from halfstep.training.tokenizing import BytesTokenizer
+from halfstep.training.tokenizing import BytesTokenizer, open_tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -104,6 +105,24 @@ def test_damage_is_named_at_opening_or_by_verify(folder, damage):
         assert verify(folder)
 
 
+def test_another_tokenizer_beside_the_shards_is_refused_at_opening(tmp_path):
+    pytest.importorskip("tokenizers")
+    from halfstep.training.bpe import train_tokenizer
+
+    source = tmp_path / "t.jsonl"
+    source.write_text("\n".join(json.dumps({"text": f"a text of {n} words"}) for n in range(60)))
+    sources = find_sources([str(source)])
+    train_tokenizer(sources, tmp_path / "tokenizer.json", 280)
+    out = tmp_path / "out"
+    pack(sources, out, open_tokenizer(str(tmp_path / "tokenizer.json")), Asked(validation=0.3), workers=0)
+    assert load_corpus(str(out), 0.1, 280)
+    path = out / "tokenizer.json"
+    path.write_bytes(path.read_bytes() + b"\n")
+    error = refused(out, 280)
+    assert "tokenizer.json` is not the tokenizer that the data was packed with" in error.message
+    assert [(each.file, each.first) for each in verify(out)] == [("tokenizer.json", None)]
+
+
 @pytest.mark.parametrize("region", range(0, 41_024, 1_637))
 def test_verify_finds_every_flipped_byte_and_names_its_region(folder, region, monkeypatch, original):
     path = folder / "train_000001.bin"
@@ -140,6 +159,37 @@ def read_index_as(folder, form):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(shardindex, "FORMAT", form)
         return read_index(folder)
+
+
+@pytest.mark.parametrize(
+    "name", ["../outside/x.bin", "/x.bin", "sub/x.bin", "..", "", "train\0.bin", "./train_000001.bin"]
+)
+@pytest.mark.parametrize("what", ["shard", "tokenizer"])
+def test_an_index_that_points_out_of_its_folder_is_refused(folder, name, what):
+    index = read_index(folder)
+    if what == "shard":
+        first, second, *others = index.train.shards
+        moved = folder.parent / "outside" / "x.bin"
+        moved.parent.mkdir()
+        (folder / second.name).rename(moved)
+        shards = (first, dataclasses.replace(second, name=name), *others)
+        changed = dataclasses.replace(index, train=dataclasses.replace(index.train, shards=shards))
+    else:
+        changed = dataclasses.replace(index, tokenizer=dataclasses.replace(index.tokenizer, file=name))
+    write_index(folder, changed)
+    error = refused(folder)
+    assert f"index.json` points to `{name}`; packed data is the files in its own folder" in error.message
+    assert "do not read what you do not trust" in error.hint
+    with pytest.raises(DataError, match="points to"):
+        verify(folder)
+
+
+def test_a_shard_may_be_a_link_to_another_disk(folder):
+    elsewhere = folder.parent / "disk.bin"
+    (folder / "train_000001.bin").rename(elsewhere)
+    (folder / "train_000001.bin").symlink_to(elsewhere)
+    assert len(load_corpus(str(folder), 0.1, 256).train)
+    assert not verify(folder)
 
 
 def test_a_folder_of_text_may_have_an_index_of_its_own(tmp_path):

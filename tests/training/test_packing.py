@@ -4,6 +4,7 @@ import errno
 import hashlib
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -287,7 +288,8 @@ def test_a_side_without_documents_says_which_share_would_do(tmp_path):
     smallest = min(hash_share(f"text {n}\n".encode()) for n in range(5))
     with pytest.raises(DataError, match=r"no document falls into the share of 0\.01") as caught:
         packed(str(path), tmp_path / "out", asked=Asked(validation=0.01))
-    assert f"--validation {smallest * 1.001:.3g}" in caught.value.hint
+    told = float(re.search(r"`--validation (\S+)` leaves text on both sides", caught.value.hint)[1])
+    assert smallest < told < smallest * 1.01
     assert not files(tmp_path / "out")  # so that the share that is enough can be asked for at once
     index = packed(str(path), tmp_path / "all", asked=Asked(validation=0))
     assert (index.train.documents, index.val.tokens) == (5, 0)
@@ -297,6 +299,68 @@ def test_a_side_without_documents_says_which_share_would_do(tmp_path):
     path.write_text('{"text": ""}\n')
     with pytest.raises(DataError, match=r"no text in the sources \(skipped: 1 empty\)"):
         packed(str(path), tmp_path / "none")
+
+
+def one_text(seed):
+    return f"{seed} " + "word " * 400
+
+
+def three_records(seed):
+    return "".join(json.dumps({"text": f"{seed} {n}"}) + "\n" for n in range(3))
+
+
+@pytest.mark.parametrize(
+    ("name", "made", "validation"),
+    [("a.jsonl", three_records, 1e-6), ("a.jsonl", three_records, 0.5), ("a.txt", one_text, 1e-6)],
+)
+def test_the_share_that_is_told_is_enough(tmp_path, name, made, validation):
+    """Of documents and of the pieces of a text, whichever side is empty."""
+    told = 0
+    for seed in range(60):
+        path, out = tmp_path / name, tmp_path / f"out{seed}"
+        path.write_text(made(seed))
+        try:
+            packed(str(path), out, asked=Asked(validation=validation))
+        except DataError as error:
+            share = re.search(r"`--validation (0\.\d+)` leaves text on both sides", error.hint)
+        else:
+            continue
+        if share:
+            told += 1
+            index = packed(str(path), out, asked=Asked(validation=float(share[1])))
+            assert index.train.tokens
+            assert index.val.tokens
+    assert told > 2
+
+
+def test_one_document_is_on_one_side_whatever_the_share(tmp_path):
+    path = tmp_path / "one.txt"
+    for n in range(20):
+        path.write_text(f"one short document {n}")
+        with pytest.raises(DataError, match="no document falls") as caught:
+            packed(str(path), tmp_path / "out", asked=Asked(validation=1e-9))
+        assert caught.value.hint.startswith("give more text, or `--validation 0`")
+
+
+def test_what_is_no_file_of_a_source_is_told_and_changes_nothing(tmp_path):
+    folder = tmp_path / "text"
+    folder.mkdir()
+    for n, text in enumerate(texts(20)):
+        (folder / f"{n:03}.txt").write_text(text)
+    (folder / "image").write_bytes(b"\0")
+    asked = Asked(validation=0.3)
+    first = packed(str(folder), tmp_path / "one", asked=asked)
+    assert first.skipped == {"binary": 1}
+    (folder / "runs" / "a").mkdir(parents=True)
+    (folder / "runs" / "a" / "run.toml").write_text("")
+    (folder / "runs" / "a" / "events.jsonl").write_text("")
+    (folder / "gone").symlink_to(tmp_path / "nowhere")
+    os.mkfifo(folder / "pipe")
+    second = packed(str(folder), tmp_path / "two", asked=asked)
+    assert second.skipped == {"binary": 1, "run folder": 1, "dangling link": 1, "special file": 1}
+    assert files(tmp_path / "one") == files(tmp_path / "two")
+    assert packed(str(folder), tmp_path / "one", asked=asked) == second
+    assert read_index(tmp_path / "two") == first
 
 
 def test_what_cannot_be_asked_for():

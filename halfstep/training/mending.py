@@ -1,0 +1,138 @@
+"""Files of a finished packing that were lost or damaged, made again by the same `halfstep data pack`.
+
+What is looked at is what opening looks at: the tokenizer, the table of bytes, and of each shard its header, size
+and four pages. Damage that only `halfstep data verify` finds is made again once the file is removed.
+
+A shard is a part of its side's line of tokens, and the index says from where to where. So the sources are encoded
+again up to the end of the last shard that is lost; what belongs to lost ones is written, under a name of its own,
+and takes its place when its SHA-256 is the one in the index. Shards that are whole are not touched and the index
+stays: mended data is the data it was, and a run on it goes on.
+"""
+
+import hashlib
+import os
+from collections import deque
+from collections.abc import Iterable
+from itertools import accumulate
+from pathlib import Path
+from typing import Any, final
+
+import numpy as np
+
+from halfstep.training.corpus import DataError, TokenArray
+from halfstep.training.durable import PARTIAL, flush_folder, write_whole
+from halfstep.training.encoding import SIDES, Encoded, token_type
+from halfstep.training.packed import open_listed, read_token_bytes
+from halfstep.training.shardindex import TOKEN_BYTES, Index, ShardRecord, SideRecord, digests
+from halfstep.training.shards import header
+from halfstep.training.tokenizing import Tokenizer, check_saved
+
+
+def mend_tables(folder: Path, index: Index, tokenizer: Tokenizer) -> None:
+    """Writes the tokenizer and the table of bytes again where they are not what the index says."""
+    try:
+        check_saved(folder, index.tokenizer)
+    except DataError:
+        tokenizer.save(folder)
+    try:
+        read_token_bytes(folder, index)
+    except DataError:
+        table = tokenizer.token_bytes
+        content = b"" if table is None else table.to_npy()
+        if hashlib.sha256(content).hexdigest() != index.token_bytes:
+            raise _other(folder, folder / TOKEN_BYTES) from None
+        write_whole(folder / TOKEN_BYTES, content)
+
+
+def lost_shards(folder: Path, index: Index) -> list[ShardRecord]:
+    """The shards that opening would refuse."""
+    return [record for record in index.shards if not _is_whole(folder, record)]
+
+
+def mend_shards(folder: Path, index: Index, lost: list[ShardRecord], encoded: Iterable[Encoded]) -> None:
+    """Writes lost shards again, out of all blocks of the sources; no more of them are taken than are needed."""
+    dtype = token_type(index.tokenizer.vocabulary)
+    lines = {
+        side: _Line(folder, record, lost, dtype)
+        for side, record in zip(SIDES, (index.train, index.val), strict=True)
+    }
+    try:
+        for block in encoded:
+            for side, line in lines.items():
+                line.take(block.sides[side].tokens)
+            if all(line.is_done for line in lines.values()):
+                return
+    finally:
+        for line in lines.values():
+            line.close()
+    raise _other(folder, next(folder / record.name for record in lost if not _is_whole(folder, record)))
+
+
+@final
+class _Line:
+    """The tokens of one side as they go by. Those of lost shards are written, one shard after the other."""
+
+    def __init__(self, folder: Path, side: SideRecord, lost: list[ShardRecord], dtype: np.dtype[Any]):
+        ends = accumulate(record.tokens for record in side.shards)
+        self._todo = deque(
+            (end - record.tokens, end, record)
+            for end, record in zip(ends, side.shards, strict=True)
+            if record in lost
+        )
+        self._folder, self._dtype, self._at = folder, dtype, 0
+        self._file: Any = None
+
+    @property
+    def is_done(self) -> bool:
+        """Whether nothing is lost any more."""
+        return not self._todo
+
+    def take(self, tokens: TokenArray) -> None:
+        """Lets tokens go by."""
+        first, self._at = self._at, self._at + len(tokens)
+        while self._todo and self._todo[0][0] < self._at:
+            low, high, record = self._todo[0]
+            self._write(record, tokens[max(0, low - first) : high - first])
+            if self._at < high:
+                break
+            self._finish(record)
+            self._todo.popleft()
+
+    def close(self) -> None:
+        """Lets go of a shard that did not become whole."""
+        if self._file is not None:
+            self._file.close()
+            os.unlink(self._file.name)
+            self._file = None
+
+    def _write(self, record: ShardRecord, tokens: TokenArray) -> None:
+        if self._file is None:
+            self._file = open(self._folder / (record.name + PARTIAL), "wb")  # noqa: SIM115
+            self._file.write(header(record.tokens, self._dtype))
+        self._file.write(tokens.tobytes())
+
+    def _finish(self, record: ShardRecord) -> None:
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        path = self._folder / record.name
+        if digests(Path(self._file.name))[0] != record.sha256:
+            raise _other(self._folder, path)
+        self._file.close()
+        os.replace(self._file.name, path)
+        self._file = None
+        flush_folder(self._folder)
+
+
+def _is_whole(folder: Path, record: ShardRecord) -> bool:
+    try:
+        open_listed(folder, record)
+    except DataError:
+        return False
+    return True
+
+
+def _other(folder: Path, path: Path) -> DataError:
+    return DataError(
+        f"`{path}` is lost, and cannot be made again: the sources or the tokenizer's package give other bytes now",
+        hint=f"copy it back, or remove the folder `{folder}` and pack again, for new runs",
+    )
