@@ -227,9 +227,10 @@ def test_of_very_many_the_last_are_shown_and_all_are_counted():
 
 def test_steps_that_a_rollback_gave_up_do_not_count():
     back = {"event": "rollback", "step": 13, "to": 8, "skipped_data": 5, "message": "back"}
-    history = read_history(timed(start(), steps(1, 13), saved(8), saved(12), back, steps(9, 10)))
-    assert [*history.steps] == [*range(1, 11)]
-    assert [*history.checkpoints] == [8]
+    for last in (8, 10):  # ended before another step was taken, and after two
+        history = read_history(timed(start(), steps(1, 13), saved(8), saved(12), back, steps(9, last)))
+        assert [*history.steps] == [*range(1, last + 1)]
+        assert [*history.checkpoints] == [8]
 
 
 def test_the_loss_chart_has_a_mark_at_each_step_that_something_happened_at():

@@ -74,6 +74,28 @@ def test_steps_that_nobody_reads_are_forgotten():
     assert numbers.take(results[0])["loss"] == 0.0
 
 
+class Event:
+    """An event of a device, at which a copy has arrived."""
+
+    def record(self, stream):
+        self.arrive = None
+
+    def synchronize(self):
+        self.arrive()
+
+
+def test_numbers_are_not_read_before_they_have_arrived(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
+    numbers, one = Numbers(torch.device("cuda")), result(1.0)
+    numbers.send(one)
+    ((_, copy, event),) = numbers._sent
+    sent = copy.clone()
+    copy.zero_()
+    event.arrive = lambda: copy.copy_(sent)
+    assert numbers.take(one)["loss"] == 1.0
+
+
 @CUDA
 def test_reading_a_step_does_not_wait_for_what_was_launched_after_it(session):
     for _ in range(3):

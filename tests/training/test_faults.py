@@ -5,6 +5,7 @@ import math
 import os
 import signal
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -12,7 +13,8 @@ import pytest
 from halfstep.config.load import load
 from halfstep.core.errors import ConfigError, HalfstepError
 from halfstep.core.policy import Policy
-from halfstep.training import artifact, checkpoint, determinism, folder
+from halfstep.training import artifact, batches, checkpoint, determinism, folder
+from halfstep.training.corpus import DataError
 from halfstep.training.events import read_events
 from halfstep.training.lock import LockedError
 from halfstep.training.loop import Loop
@@ -208,6 +210,43 @@ def test_a_spike_rolls_back_past_its_data_and_is_the_same_when_it_is_resumed(tex
         assert final_state(out)[1]["data"] == manifest["data"]
 
 
+def test_a_rollback_leaves_the_run_that_never_saw_the_data(text, tmp_path):
+    assert poison(start(text, tmp_path / "spiked", ROLLBACK), range(10, 13), 10.0).run().finished
+    spared = start(text, tmp_path / "spared", ROLLBACK)
+    at = spared.batches.at
+    spared.batches.at = lambda step: at(step if step < 8 else step + 5)
+    assert spared.run().finished
+    assert final_state(tmp_path / "spiked")[0] == final_state(tmp_path / "spared")[0]
+    tokens = [told(tmp_path / name, "step")[-1]["tokens"] for name in ("spiked", "spared")]
+    assert tokens == [20 * 2 * 16] * 2
+
+
+def test_a_rollback_waits_for_the_checkpoint_that_is_being_written(text, tmp_path, monkeypatch):
+    out, saves, real = tmp_path / "run", [], checkpoint.save
+
+    def slow(folder, step, *rest):
+        saves.append(step)
+        if saves.count(12) == 1:  # of the spike, which comes to its end at step 13
+            time.sleep(0.3)
+        return real(folder, step, *rest)
+
+    monkeypatch.setattr(checkpoint, "save", slow)
+    assert poison(start(text, out, ROLLBACK), range(10, 13), 10.0).run().finished
+    assert saves == [4, 8, 12, 12, 16, 20]
+    assert told(out, "save_failed") == []
+
+
+def test_after_a_rollback_bad_data_is_told_and_looked_into_where_it_is(text, tmp_path):
+    out, bad, seen = tmp_path / "run", range(5, 55), []
+    loop = poison(start(text, out, "training.steps=100"), bad, math.nan)
+    loop.guard.shift = 5  # as a rollback leaves it
+    loop.session.blame = lambda batch: seen.append(batch) or "forward: there"
+    with pytest.raises(HalfstepError, match="up to step 50; forward: there"):
+        loop.run()
+    assert [event["where"] for event in told(out, "skip")] == [loop.batches.locate(index) for index in bad]
+    assert np.array_equal(seen[0], loop.batches.at(bad[-1]))
+
+
 def test_data_that_was_left_out_once_is_left_out_for_good(text, tmp_path):
     out = tmp_path / "run"
     assert poison(start(text, out, ROLLBACK), range(10, 16), 10.0).run().finished
@@ -217,13 +256,14 @@ def test_data_that_was_left_out_once_is_left_out_for_good(text, tmp_path):
 
 
 def test_where_steps_are_read_late_a_rollback_is_the_same(text, tmp_path, monkeypatch):
-    spiking, states = range(10, 13), []
+    spiking, found = range(10, 13), []
     for name, late in (("at once", False), ("late", True)):
         loop = poison(start(text, tmp_path / name, ROLLBACK), spiking, 10.0)
         monkeypatch.setattr(type(loop.session), "asynchronous", late)
         assert loop.run().finished
-        states.append(final_state(tmp_path / name)[0])
-    assert states[0] == states[1]
+        state, manifest = final_state(tmp_path / name)
+        found.append((state, manifest["data"], manifest["guard"]))
+    assert found[0] == found[1]
 
 
 def test_without_being_asked_a_spike_changes_nothing(text, tmp_path):
@@ -240,10 +280,13 @@ def test_a_spike_with_nothing_to_go_back_to_is_told_and_the_run_goes_on(text, tm
 
 
 def test_spikes_that_go_on_stop_the_run_in_the_end(text, tmp_path):
-    loop = poison(start(text, tmp_path / "run", ROLLBACK, "training.steps=40"), range(10, 60), 10.0)
+    out = tmp_path / "run"
+    loop = poison(start(text, out, ROLLBACK, "training.steps=40"), range(10, 60), 10.0)
     with pytest.raises(HalfstepError, match="spiked again after 3 rollbacks to step 8"):
         loop.run()
-    assert checkpoint.latest(tmp_path / "run" / "checkpoints").name == "step-000008"
+    assert checkpoint.latest(out / "checkpoints").name == "step-000008"
+    (stop,) = told(out, "stop")
+    assert stop["saved"] == 8  # and not the one of step 12, which a rollback removed
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EROFS])
@@ -358,6 +401,14 @@ def test_a_best_that_is_never_looked_at_is_warned_of(text, tmp_path):
     assert "first meet at step 20" in warning["message"]
     start(text, tmp_path / "fine", "training.keep_best=true", "training.validate_every=8").run()
     assert told(tmp_path / "fine", "warning") == []
+
+
+def test_going_on_in_another_order_of_the_data_is_refused(text, tmp_path, monkeypatch):
+    out = tmp_path / "run"
+    interrupt_when(start(text, out), lambda loop: loop.tally.step == 5)
+    monkeypatch.setattr(batches, "SORTED_AT_MOST", 10)
+    with pytest.raises(DataError, match=r"in the order `sorted`.* would go on in `keyed`"):
+        start(text, out, resume=True)
 
 
 def test_going_on_with_other_software_is_warned_of(text, tmp_path, monkeypatch):

@@ -88,6 +88,18 @@ def test_a_holder_that_cannot_be_read_is_still_one(tmp_path):
     lock.release()
 
 
+def test_on_a_full_disk_it_holds_and_who_has_it_stays_unsaid(tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "pwrite", full)
+    lock = RunLock(tmp_path)
+    assert lock.warning is None
+    with pytest.raises(LockedError, match="another process"):
+        RunLock(tmp_path)
+    lock.release()
+
+
 def test_a_filesystem_without_locks_is_warned_of_and_another_error_is_not_hidden(tmp_path, monkeypatch):
     def fail(code):
         def flock(*_):

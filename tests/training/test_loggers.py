@@ -4,6 +4,7 @@ The real packages write, and what they wrote is read back; where one is not inst
 """
 
 import contextlib
+import errno
 import json
 import math
 import os
@@ -232,10 +233,25 @@ def test_going_back_is_told(tmp_path):
     assert recorder.told == [("back", 4)]
 
 
-def test_a_damaged_identity_is_named(tmp_path):
-    (tmp_path / "loggers.json").write_text("{}")
-    with pytest.raises(HalfstepError, match="holds no id"):
-        Board(("tensorboard",), tmp_path, None, warn=pytest.fail)
+@pytest.mark.parametrize("left", ["{}", "", "3", '{"id"'])
+def test_a_damaged_identity_is_told_and_stops_no_run(tmp_path, planted, left):
+    planted(Recorder())
+    (tmp_path / "loggers.json").write_text(left)
+    told = []
+    Board(("wandb",), tmp_path, 4, warn=told.append)
+    assert "loggers.json` is damaged and holds no id" in told[0]
+    assert len(json.loads((tmp_path / "loggers.json").read_text())["id"]) == 8
+
+
+def test_an_identity_that_a_full_disk_does_not_take_is_told(tmp_path, planted, monkeypatch):
+    def full(path, content):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("halfstep.training.loggers.write_whole", full)
+    planted(Recorder())
+    told = []
+    assert Board(("wandb",), tmp_path, 4, warn=told.append).loggers
+    assert "cannot be written (No space left on device)" in told[0]
 
 
 def test_without_loggers_nothing_is_written_or_imported(start, tmp_path):

@@ -17,6 +17,7 @@ import pytest
 from halfstep.training import packing, reading
 from halfstep.training.corpus import DataError, hash_share
 from halfstep.training.data import load_corpus
+from halfstep.training.lock import LockedError
 from halfstep.training.packing import Asked, pack
 from halfstep.training.shardindex import read_index
 from halfstep.training.sources import find_sources
@@ -264,6 +265,19 @@ def test_a_folder_is_not_packed_into_itself(tmp_path):
     with pytest.raises(DataError, match="out` lies in the source"):
         packed(str(tmp_path), tmp_path / "sub" / "out")
     assert not (tmp_path / "sub").exists()
+
+
+def test_a_folder_that_is_being_packed_is_refused_to_another(source, tmp_path):
+    refused = []
+
+    def meter(*_):
+        with pytest.raises(LockedError, match="out` is in use"):
+            packed(source, tmp_path / "out")
+        refused.append(1)
+
+    first = packed(source, tmp_path / "out", meter=meter)
+    assert refused
+    assert packed(source, tmp_path / "out") == first
 
 
 def test_a_folder_with_other_files_is_refused(source, tmp_path):

@@ -37,6 +37,12 @@ def test_three_in_a_row_are_needed_and_one_good_step_starts_again():
     assert spikes.median == 3.0  # spikes are not remembered
 
 
+def test_a_loss_that_stays_up_never_becomes_what_it_is_held_against():
+    spikes = primed()
+    assert all(spikes.see(9.0) for _ in range(2 * REMEMBERED))
+    assert spikes.median == 3.0
+
+
 def test_too_few_losses_decide_nothing_and_off_is_off():
     young = primed(losses=(3.0,) * (NEEDED - 1))
     assert not young.see(1e9)

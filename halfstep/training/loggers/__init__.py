@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any, Protocol, final
 
 from halfstep.core.errors import ConfigError, HalfstepError
+from halfstep.training.durable import write_whole
 
 IDENTITY = "loggers.json"  # in the run folder
 
@@ -98,7 +99,7 @@ class Board:
         self._totals: dict[str, float] = {}
         if not names:
             return
-        where = Where(folder, _identity(folder), resumed_from)
+        where = Where(folder, _identity(folder, warn), resumed_from)
         for name in dict.fromkeys(names):
             try:
                 with redirect_stdout(sys.stderr):  # stdout is for data
@@ -158,19 +159,21 @@ def _pass_on(logger: Logger, event: Mapping[str, Any]) -> None:
         logger.curve(int(event["step"]), float(event["time"]), values)
 
 
-def _identity(folder: Path) -> str:
-    """The id of the run among others, made when a logger is first asked for."""
+def _identity(folder: Path, warn: Callable[[str], None]) -> str:
+    """The id of the run among others, made when a logger is first asked for; a lost one stops no run."""
     path = folder / IDENTITY
     try:
-        return str(json.loads(path.read_text(encoding="utf-8"))["id"])
+        return str(json.loads(path.read_bytes())["id"])
     except FileNotFoundError:
-        made = uuid.uuid4().hex[:8]
-        path.write_text(json.dumps({"id": made}) + "\n", encoding="utf-8")
-        return made
-    except (ValueError, KeyError, TypeError):
-        raise HalfstepError(
-            f"`{path}` is damaged: it holds no id", hint="remove it; loggers then begin a run of their own"
-        ) from None
+        pass
+    except (OSError, ValueError, KeyError, TypeError):
+        warn(f"`{path}` is damaged and holds no id: loggers begin a run of their own")
+    made = uuid.uuid4().hex[:8]
+    try:
+        write_whole(path, json.dumps({"id": made}).encode() + b"\n")
+    except OSError as error:
+        warn(f"`{path}` cannot be written ({error.strerror}): after a resume, loggers begin a run of their own")
+    return made
 
 
 def _said(error: Exception) -> str:
