@@ -1,17 +1,16 @@
 """`halfstep artifact`: a trained model in int8 and zlib, loaded back and scored."""
 
-from pathlib import Path
 from typing import Literal
 
-from halfstep.cli.output import Flag, print_json, print_table, print_words
+from halfstep.cli.output import Flag, Place, print_json, print_table, print_words
 from halfstep.cli.train import is_checkpoint, kept, open_checkpoint
 
 
 def artifact(
-    run: Path,
+    run: Place,
     /,
     *,
-    out: Path | None = None,
+    out: Place | None = None,
     limit: int | None = None,
     policy: str | None = None,
     weights: Literal["model", "ema"] | None = None,

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
-from halfstep.cli.output import Flag, print_json, print_table, print_words
+from halfstep.cli.output import Flag, Place, print_json, print_table, print_words
 from halfstep.core.errors import HalfstepError
 
 if TYPE_CHECKING:
@@ -32,8 +32,8 @@ def bench(
     source: str = "stdlib",
     seconds: float | None = None,
     at_once: int = 4,
-    save: Path | None = None,
-    picture: Path | None = None,
+    save: Place | None = None,
+    picture: Place | None = None,
     bars: Flag = False,
     json: Flag = False,
 ) -> int:

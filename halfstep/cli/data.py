@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from cyclopts import App
 
-from halfstep.cli.output import Flag, print_json, print_table, print_words
+from halfstep.cli.output import Flag, Place, check_named, print_json, print_table, print_words
 
 if TYPE_CHECKING:
     from halfstep.training.shardindex import Index, SideRecord
@@ -20,7 +20,7 @@ LOSSLESS = 1e-3
 @app.command
 def pack(
     *sources: str,
-    out: Path,
+    out: Place,
     tokenizer: str,
     workers: int | None = None,
     shard_tokens: int = 100_000_000,
@@ -69,6 +69,8 @@ def pack(
     number = _cores() if workers is None else workers
     if number < 1:
         raise ConfigError(f"--workers is {number}; at least one must work")
+    check_named("a source", *sources)
+    check_named("--tokenizer", tokenizer)
     asked = Asked(field, only, validation, shard_tokens)
     opened = open_tokenizer(tokenizer, separator)
     found = find_sources(sources, only)
@@ -88,7 +90,7 @@ def pack(
 @app.command(name="train-tokenizer")
 def train_tokenizer(
     *sources: str,
-    out: Path,
+    out: Place,
     vocabulary: int = 50257,
     field: str = "text",
     validation: float = 0.01,
@@ -115,6 +117,7 @@ def train_tokenizer(
     from halfstep.training.bpe import train_tokenizer as run
     from halfstep.training.sources import find_sources
 
+    check_named("a source", *sources)
     found = find_sources(sources, only)
     with meter("reading") as told:
         number = run(found, out, vocabulary, field=field, validation=validation, meter=told)
@@ -125,7 +128,7 @@ def train_tokenizer(
 
 
 @app.command
-def verify(folder: Path, /, *, json: Flag = False) -> int:
+def verify(folder: Place, /, *, json: Flag = False) -> int:
     """Check every byte of packed data against its index. Exit code 1 where something is damaged.
 
     Parameters
@@ -150,7 +153,7 @@ def verify(folder: Path, /, *, json: Flag = False) -> int:
 
 
 @app.command
-def show(folder: Path, /, *, json: Flag = False) -> None:
+def show(folder: Place, /, *, json: Flag = False) -> None:
     """Show what was packed: tokenizer, shards, tokens, documents, bytes.
 
     Parameters

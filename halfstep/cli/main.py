@@ -1,18 +1,20 @@
 """`halfstep`: the commands, how their errors look, and what the exit code says.
 
-Data goes to stdout and words to stderr. Exit codes: 0 fine, 1 found something, 2 misused. The parser and
-every `--help` are derived from the signatures and docstrings of the commands; a command's module imports what
-it needs when it runs, so that `halfstep --help` loads no framework and not even numpy.
+Data goes to stdout and words to stderr. Exit codes: 0 fine, 1 found something, 2 misused. Words may be lost, to a
+full disk or a pipe that nobody reads, and the command goes on. So may the data of `halfstep train`, which are in
+the run's folder too: its exit code tells what became of the run alone (outcome.py).
+
+The parser and every `--help` are derived from the signatures and docstrings of the commands; a command's module
+imports what it needs when it runs, so that `halfstep --help` loads no framework and not even numpy.
 """
 
-import os
 import sys
 
 from cyclopts import App, CycloptsError
 
 from halfstep import __version__
 from halfstep.cli import artifact, bench, data, formats, policy, probe, train
-from halfstep.cli.output import print_error
+from halfstep.cli.output import hold_descriptors, leave, losing_words, print_error, print_failure
 from halfstep.core.errors import HalfstepError
 
 app = App(
@@ -33,28 +35,32 @@ app.command(bench.bench)
 
 def main(arguments: list[str] | None = None) -> None:
     """Runs the command line and leaves with its exit code."""
+    hold_descriptors()
     sys.exit(run(sys.argv[1:] if arguments is None else arguments))
 
 
 def run(arguments: list[str]) -> int:
     """Runs the command line; the exit code comes back."""
-    if arguments[:1] == ["train"] and {"--help", "-h"} & set(arguments):
+    trains = arguments[:1] == ["train"]
+    if trains and {"--help", "-h"} & set(arguments):
         app["train"].help_epilogue = train.settings()  # made when asked for: it reads the whole schema
+    with losing_words(data=trains):
+        return _run(arguments, trains)
+
+
+def _run(arguments: list[str], trains: bool) -> int:
     try:
         code = app(arguments, exit_on_error=False, print_error=False, result_action="return_value")
     except CycloptsError as error:
         command = " ".join(["halfstep", *(error.command_chain or ())])
         print_error(_lower_first(str(error)), f"`{command} --help` says what can be given")
         return 2
-    except HalfstepError as error:
-        print_error(error.message, error.hint)
-        return 2
-    except BrokenPipeError:
-        # Whoever read our output has seen enough; what is still buffered has nowhere to go.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
-    except OSError as error:
-        print_error(f"{error.strerror or error}" + (f": `{error.filename}`" if error.filename else ""))
+    except (HalfstepError, OSError) as error:
+        if isinstance(error, BrokenPipeError) and not trains:
+            # Whoever read our output has seen enough; what is still buffered has nowhere to go.
+            leave(sys.stdout)
+            return 0
+        print_failure(error)
         return 2
     return code if isinstance(code, int) else 0
 

@@ -4,12 +4,15 @@ import dataclasses
 import os
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from itertools import count
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from cyclopts import Parameter
 
-from halfstep.cli.output import Flag, print_json, print_table, print_words
+from halfstep.cli.output import Flag, Place, check_named, print_json, print_table, print_words
 
 RUNS = Path("runs")
 Overrides = Annotated[tuple[str, ...], Parameter(name="--set", negative="", show_default=False)]
@@ -24,7 +27,7 @@ def train(
     device: str | None = None,
     overrides: Overrides = (),
     init: str | None = None,
-    out: Path | None = None,
+    out: Place | None = None,
     resume: Flag = False,
     allow_older: Flag = False,
     deadline: float | None = None,
@@ -54,60 +57,57 @@ def train(
     out
         The run folder; runs/RECIPE-DATE-TIME without it.
     resume
-        Go on with the run in --out, or with the newest one in runs/.
+        Go on with the run in --out; without it, with the run in runs/ that was trained last, of the recipe if one
+        is named.
     allow_older
         With --resume: where the newest checkpoint is damaged, set it aside and go on from the one before it.
     deadline
-        Seconds between SIGTERM and the end of the machine: no save is started that would not end in time. Without
-        it, HALFSTEP_DEADLINE says so; without both, the last save takes as long as it takes.
+        Seconds between SIGTERM and the end of the machine: no save is started that would not end in time, and the
+        page is left to the next session. Without it, HALFSTEP_DEADLINE says so; without both, the last save takes
+        as long as it takes.
     json
         Print the outcome as JSON.
     """
+    from halfstep.cli import outcome
     from halfstep.config.load import DEFAULT_RECIPE, load
-    from halfstep.core.errors import HalfstepError
     from halfstep.tools.probe import measure_ceiling
     from halfstep.training import determinism, folder
     from halfstep.training.loop import Loop
 
     _check_init(init, resume)
+    if recipe is not None:
+        check_named("the recipe", recipe)
     deadline = _deadline(deadline, allow_older, resume)
-    where = _run_folder(recipe, out, resume)
-    folder.check_free(where, new=not resume)
     named = [
         *([f"init={init}", "init_digest="] if init is not None else []),
         *overrides,
         *([f"policy={policy}"] if policy else []),
         *([f"backend={backend}"] if backend else []),
     ]
-    # Where no recipe is named, a run that goes on knows its own.
-    config = load(recipe or (str(where / folder.CONFIG) if resume else DEFAULT_RECIPE), named)
-    determinism.prepare(config, where)  # before anything is measured
-    resolved, choice, warnings = _resolve_policy(config, device, where if resume else None, allow_older)
-    print_words(f"{config.title or where.name}\nprecision {resolved}" + (f": {choice.reason}" if choice else ""))
-    loop = Loop(
-        config,
-        resolved,
-        where,
-        choice=choice,
-        resume=resume,
-        device=device,
-        warnings=warnings,
-        allow_older=allow_older,
-        deadline=deadline,
-        ceiling=measure_ceiling(config, resolved, device, where / folder.EVENTS if resume else None),
-    )
+    with _run_folder(recipe, out, resume) as where:
+        folder.check_free(where, new=not resume)
+        # Where no recipe is named, a run that goes on knows its own.
+        config = load(recipe or (str(where / folder.CONFIG) if resume else DEFAULT_RECIPE), named)
+        determinism.prepare(config, where)  # before anything is measured
+        resolved, choice, warnings = _resolve_policy(config, device, where if resume else None, allow_older)
+        reason = f": {choice.reason}" if choice else ""
+        print_words(f"{config.title or where.name}\nprecision {resolved}{reason}")
+        loop = Loop(
+            config,
+            resolved,
+            where,
+            choice=choice,
+            resume=resume,
+            device=device,
+            warnings=warnings,
+            allow_older=allow_older,
+            deadline=deadline,
+            ceiling=measure_ceiling(config, resolved, device, where / folder.EVENTS if resume else None),
+        )
     if loop.pretrained is not None:
         print_words(f"weights {loop.pretrained.description}")
     print_words(f"data {loop.corpus.description}\nrun folder {where}")
-    try:
-        outcome = loop.run()
-    except HalfstepError:
-        if _write_report(where / folder.EVENTS, where / folder.REPORT):
-            print_words(f"page {where / folder.REPORT}")
-        raise
-    page = _write_report(where / folder.EVENTS, where / folder.REPORT)
-    _tell(outcome, loop.ceiling, page, json)
-    return 0 if (outcome.saved or 0) == outcome.step else 1
+    return outcome.run(loop, json=json)
 
 
 def settings() -> str:
@@ -120,7 +120,7 @@ def settings() -> str:
 
 
 def evaluate(
-    run: Path,
+    run: Place,
     /,
     *,
     policy: str | None = None,
@@ -164,7 +164,7 @@ def evaluate(
 
 
 def sample(
-    run: Path,
+    run: Place,
     /,
     *,
     prompt: str = "def ",
@@ -229,19 +229,49 @@ def _check_init(init: str | None, resume: bool) -> None:
         raise ConfigError("--init is empty", hint="name a safetensors file, a folder that holds one, or a run")
 
 
-def _run_folder(recipe: str | None, out: Path | None, resume: bool) -> Path:
+@contextmanager
+def _run_folder(recipe: str | None, out: Path | None, resume: bool) -> Iterator[Path]:
+    """The folder of the run; one that was made for it is removed again where the run does not begin."""
     from halfstep.config.load import DEFAULT_RECIPE
     from halfstep.core.errors import ConfigError
     from halfstep.training import folder
 
-    if out is not None:
-        return out
-    if not resume:
-        return RUNS / f"{Path(recipe or DEFAULT_RECIPE).stem}-{time.strftime('%Y%m%d-%H%M%S')}"
-    found = folder.newest(RUNS, Path(recipe).stem if recipe else "*")
+    if out is None and not resume:
+        with _new_folder(Path(recipe or DEFAULT_RECIPE).stem) as made:
+            yield made
+        return
+    found = folder.newest(RUNS, Path(recipe).stem if recipe else None) if out is None else out
     if found is None:
         raise ConfigError(f"there is no such run in {RUNS}/ to resume", hint="name its folder by --out")
-    return found
+    yield found
+
+
+@contextmanager
+def _new_folder(name: str) -> Iterator[Path]:
+    """A folder of this process alone: whoever starts in the same second makes another."""
+    from halfstep.core.errors import ConfigError
+
+    first, had_runs = RUNS / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}", RUNS.exists()
+    for number in count(1):
+        made = first if number == 1 else first.with_name(f"{first.name}-{number}")
+        try:
+            made.mkdir(parents=True)
+            break
+        except FileExistsError:
+            if not RUNS.is_dir():
+                raise
+        except OSError as error:
+            raise ConfigError(
+                f"`{made}` cannot be written: {error.strerror}", hint="name another folder by --out"
+            ) from None
+    try:
+        yield made
+    except BaseException:
+        with suppress(OSError):  # it is not empty where the run began
+            made.rmdir()
+            if not had_runs:
+                RUNS.rmdir()
+        raise
 
 
 def _deadline(given: float | None, allow_older: bool, resume: bool) -> float | None:
@@ -330,65 +360,6 @@ def is_checkpoint(path: Path) -> bool:
 def kept(config: Any) -> str:
     """The weights that a run is judged by."""
     return "ema" if config.training.ema else "model"
-
-
-def _write_report(events: Path, page: Path) -> Path | None:
-    """Writes the page; where it is, or None where that failed. The run is saved, or has said that it is not."""
-    from halfstep.core.errors import HalfstepError
-    from halfstep.report.page import write
-
-    try:
-        write(events, page)
-    except OSError as error:
-        why = error.strerror or str(error)
-    except HalfstepError as error:  # of events that a full disk did not take, or that are damaged
-        why = error.message
-    else:
-        return page
-    print_words(f"warning: `{page}` cannot be written: {why}")
-    return None
-
-
-def _tell(outcome: Any, ceiling: Any, page: Path | None, json: bool) -> None:
-    from halfstep.training.meters import told
-
-    held_out, totals = outcome.held_out, outcome.totals
-    data = {
-        "folder": str(outcome.folder),
-        "step": outcome.step,
-        "finished": outcome.finished,
-        "seconds": outcome.seconds,
-        "tokens_per_second": outcome.tokens_per_second,
-        "ceiling": ceiling.record(),
-        **(totals or {}),
-        "validation_loss": held_out and held_out.loss,
-        "bits_per_byte": held_out and held_out.bits_per_byte,
-        "bigram_bits": held_out and held_out.bigram_bits,
-        "ratio": held_out and held_out.ratio,
-        "report": None if page is None else str(page),
-    }
-    if json:
-        print_json(data)
-        return
-    rows = [
-        (
-            "trained",
-            f"{outcome.step} steps in {outcome.seconds:.1f} s, {outcome.tokens_per_second:,.0f} tokens/s",
-        ),
-    ]
-    if totals is not None:
-        rows.append(("model FLOPs utilization", told(totals, ceiling)))
-    if held_out is not None:
-        rows.append(("held-out loss", f"{held_out.loss:.4f}"))
-    if held_out is not None and held_out.ratio is not None:
-        rows += [
-            ("held-out bits per byte", f"{held_out.bits_per_byte:.4f}"),
-            ("bigram entropy of the same text", f"{held_out.bigram_bits:.4f}"),
-            ("ratio", f"{held_out.ratio:.3f}"),
-        ]
-    rows += [] if page is None else [("page", str(page))]
-    rows.append(("see what it learned", f"halfstep sample {outcome.folder}"))
-    print_table(("", ""), rows)
 
 
 def _shown(value: Any) -> str:

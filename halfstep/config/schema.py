@@ -54,6 +54,9 @@ Decay = Annotated[float, Bounds(at_least=0, below=1)]
 Seed = Annotated[int, Bounds(at_least=0, below=2**63)]
 
 
+_ENDLESS = 2**63  # arrays and frameworks cannot count so far
+
+
 @dataclass(frozen=True)
 class Row:
     """One setting, as help and docs show it."""
@@ -181,7 +184,13 @@ def _check(hint: Any, value: Any, key: str) -> Any:
             _check(inner, item, f"{key}[{i}]") for i, (inner, item) in enumerate(zip(kinds, value, strict=True))
         )
     if kind is float and isinstance(value, int) and not isinstance(value, bool):
-        value = float(value)
+        try:
+            value = float(value)
+        except OverflowError:
+            raise _wrong(key, value, describe(hint)) from None
+    if kind is int and isinstance(value, int) and not -_ENDLESS <= value < _ENDLESS:
+        limit = "" if bounds is not None and bounds.below is not None else ", and below 2^63"
+        raise _wrong(key, value, describe(hint) + limit)
     # bool is an int in Python, and `steps = true` is a mistake all the same
     if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
         raise _wrong(key, value, describe(hint))

@@ -7,8 +7,9 @@ scripts, paper), a key with the last values and a caption computed here.
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from statistics import median
 from typing import Any, Literal
+
+import numpy as np
 
 from halfstep.core.policy import Policy
 from halfstep.core.roles import Operand, is_narrow
@@ -79,7 +80,7 @@ def scaled(history: History, policy: Policy | None) -> bool:
     """Whether a loss scale is in use: by the policy, or by what was recorded where no policy can be read."""
     if policy is not None:
         return not isinstance(policy.scale, NoScale)
-    return any(scale != 1 for _, scale in history.column("scale").finite)
+    return bool((history.column("scale").numbers != 1).any())
 
 
 def why_unscaled(policy: Policy) -> str:
@@ -137,11 +138,11 @@ def _switch(name: str, label: str, on: bool) -> Html:
 
 def _loss(history: History, marks: Sequence[int]) -> Chart | None:
     train, held_out = history.column("loss"), history.held_out("loss")
-    if not train.finite and not held_out.finite:
+    if not len(train.numbers) and not len(held_out.numbers):
         return None
-    lines = list(_noisy("training", train))
+    lines = list(_noisy("training", train, history.steps.even("loss")))
     caption = _course("The training loss", train, plain)
-    if held_out.finite:
+    if len(held_out.numbers):
         lines.append(Line("held-out", "held-out", held_out))
         caption += " " + _course("The held-out loss", held_out, plain)
     bigram = bigram_loss(history)
@@ -176,29 +177,29 @@ def _single(
     unit: Literal["plain", "count", "size"],
     log: Literal["never", "always"] = "never",
 ) -> Chart | None:
-    series = history.column(column)
-    if not series.finite:
+    series, even = history.column(column), history.steps.even(column)
+    if not len(series.numbers):
         return None
     written = _WRITTEN[unit]
     caption = _course(title, series, written)
     if column == "tokens_per_second":
-        caption += f" Half of the steps ran above {written(median(v for _, v in series.finite))}."
+        caption += f" Half of the steps ran above {written(float(np.median(even.numbers)))}."
     noisy = column in ("tokens_per_second", "grad_norm")
-    lines = _noisy(label, series) if noisy else (Line(label, "main", series),)
+    lines = _noisy(label, series, even) if noisy else (Line(label, "main", series),)
     return Chart(identifier, title, unit, lines, caption, log)
 
 
-def _noisy(label: str, series: Series) -> tuple[Line, Line]:
+def _noisy(label: str, series: Series, even: Series) -> tuple[Line, Line]:
     """Every step, and a smooth line over it that can be switched off."""
-    return Line(label, "raw", series), Line("smooth", "smooth", smooth(series))
+    return Line(label, "raw", series), Line("smooth", "smooth", smooth(even))
 
 
 def _scale(history: History) -> Chart | None:
     series = history.column("scale")
-    if not series.finite:
+    if not len(series.numbers):
         return None
-    skips, values = history.skips(), dict(zip(series.steps, series.values, strict=True))
-    marks = Series(list(skips), [values[step] for step in skips])
+    skips = history.skips()
+    marks = Series(list(skips), np.asarray(series.values)[np.searchsorted(series.steps, list(skips))])
     total = sum(skips.values())
     caption = f"{_course('The loss scale', series, power_of_two)} "
     if total:
@@ -214,9 +215,11 @@ def _scale(history: History) -> Chart | None:
 
 def _course(subject: str, series: Series, written: Callable[[float], str]) -> str:
     """First, last, smallest and largest, in a sentence; and what could not be drawn."""
-    finite = series.finite
-    (first_at, first), (last_at, last) = finite[0], finite[-1]
-    low, high = min(finite, key=lambda p: p[1]), max(finite, key=lambda p: p[1])
+    points, numbers = np.flatnonzero(np.isfinite(series.values)), series.numbers
+    chosen = points[0], points[-1], points[numbers.argmin()], points[numbers.argmax()]
+    (first_at, first), (last_at, last), low, high = (
+        (int(series.steps[place]), float(series.values[place])) for place in chosen
+    )
     if first_at == last_at:
         told = f"{subject} was {written(first)} at step {first_at:,}."
     elif low[1] == high[1]:
@@ -228,7 +231,8 @@ def _course(subject: str, series: Series, written: Callable[[float], str]) -> st
             f"{high[0]:,}."
         )
     gaps = series.num_gaps
-    return f"{told} {plural(gaps, 'value')} {_was(gaps)} not finite and left a gap." if gaps else told
+    counted = plural(gaps, "value") if series.whole else f"At least {plural(gaps, 'value')}"
+    return f"{told} {counted} {_was(gaps)} not finite and left a gap." if gaps else told
 
 
 def _was(amount: int) -> str:

@@ -50,6 +50,7 @@ class Happening:
     time: float
     details: Html
     times: int = 1
+    words: str = ""  # what a warning said
 
     @property
     def what(self) -> str:
@@ -77,15 +78,10 @@ class Story:
 
 def happenings(events: Iterable[Event], history: History) -> Story:
     """What happened to the run that `history` tells of; both are made of the same events."""
-    said = {str(event.get("message")) for event in history.warnings}
-    teller = None
+    teller = Teller()
     for event in events:
-        begins = event.get("event") == "start"
-        if begins and (teller is None or event.get("resumed_from") is None):
-            teller = _Teller(said)
-        if teller is not None:
-            teller.take(event)
-    return teller.story if teller is not None else Story()
+        teller.take(event)
+    return teller.story(history)
 
 
 def happened(story: Story) -> Html:
@@ -131,19 +127,35 @@ def _table(story: Story) -> Html:
 
 
 @final
-class _Teller:
-    """Takes the events of a run one after the other; those with the messages in `said` are told elsewhere."""
+class Teller:
+    """Takes the events of a run one by one, so that they need not be in memory together."""
 
-    def __init__(self, said: set[str]):
-        self.story = Story()
-        self._said = said
+    def __init__(self) -> None:
+        self._begun = False
+        self._forget()
+
+    def _forget(self) -> None:
+        self._story = Story()
         self._open: dict[tuple[str, str], Happening] = {}  # rows that may grow, by kind and words
         self._step = 0  # the last that was told
         self._newest = 0  # step of the newest checkpoint
         self._running = False  # whether a session has begun that told no end
 
+    def story(self, history: History) -> Story:
+        """What happened, without the warnings that the history has: they are told elsewhere."""
+        said = {str(event.get("message")) for event in history.warnings}
+        rows = [row for row in self._story.rows if row.kind != "warning" or row.words not in said]
+        return Story(rows, self._story.overflows)
+
     def take(self, event: Event) -> None:
-        """Adds what an event tells."""
+        """Adds what an event tells; a start that resumes nothing begins anew."""
+        if event.get("event") == "start" and (event.get("resumed_from") is None or not self._begun):
+            self._begun = True
+            self._forget()
+        if self._begun:
+            self._take(event)
+
+    def _take(self, event: Event) -> None:
         step = _whole(event.get("step"), self._step)
         match event.get("event"):
             case "start":
@@ -162,7 +174,7 @@ class _Teller:
                 self._newest = min(self._newest, self._step)
             case "save_failed":
                 self._grow("save_failed", step, event, _message(event))
-            case "warning" if str(event.get("message")) not in self._said:
+            case "warning":
                 self._grow("warning", self._step, event, _message(event), str(event.get("message")))
             case "stop" | "end" as kind:
                 self._running = False
@@ -195,7 +207,7 @@ class _Teller:
         loss = number(event.get("loss"))
         # The loop is silent about these, by the same rule (halfstep.training.judge).
         if number(event.get("scale")) > 1 and math.isfinite(loss):
-            self.story.overflows += 1
+            self._story.overflows += 1
             return
         norm = plain(number(event.get("grad_norm")))
         self._streak(
@@ -211,13 +223,14 @@ class _Teller:
         """Adds to the row of this kind and these words that is open, or opens one."""
         row = self._open.get((kind, words))
         if row is None:
-            self._open[kind, words] = self._row(kind, step, event, details)
+            self._open[kind, words] = row = self._row(kind, step, event, details)
+            row.words = words
         else:
             row.last, row.times = max(row.last, step), row.times + 1
 
     def _row(self, kind: str, step: int, event: Event, details: Html) -> Happening:
-        self.story.rows.append(Happening(kind, step, step, number(event.get("time")), details))
-        return self.story.rows[-1]
+        self._story.rows.append(Happening(kind, step, step, number(event.get("time")), details))
+        return self._story.rows[-1]
 
 
 def _message(event: Event) -> Html:

@@ -14,9 +14,12 @@ again, as a resume does; the others are among what happened (happenings.py).
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, final
+
+import numpy as np
 
 from halfstep.core.errors import HalfstepError
+from halfstep.report.course import Course
 from halfstep.report.figures import number
 from halfstep.report.series import Series
 
@@ -56,7 +59,7 @@ class History:
     """What counts of a run, in order of steps."""
 
     sessions: list[Session] = field(default_factory=list)
-    steps: dict[int, Event] = field(default_factory=dict)
+    steps: Course = field(default_factory=Course)
     validations: dict[int, Event] = field(default_factory=dict)
     checkpoints: dict[int, Event] = field(default_factory=dict)
     warnings: list[Event] = field(default_factory=list)
@@ -92,7 +95,7 @@ class History:
     @property
     def last_step(self) -> int:
         """The last step taken; 0 is none."""
-        return max(self.steps, default=0)
+        return self.steps.last
 
     @property
     def seconds(self) -> float:
@@ -101,7 +104,7 @@ class History:
 
     def column(self, name: str) -> Series:
         """One field of the steps, over steps."""
-        return Series(list(self.steps), [number(event.get(name)) for event in self.steps.values()])
+        return self.steps.column(name)
 
     def held_out(self, name: str) -> Series:
         """One field of the looks at held-out text, over steps."""
@@ -110,42 +113,58 @@ class History:
 
     def skips(self) -> dict[int, int]:
         """Steps that were skipped, by the step whose event first counts them."""
-        found, before = {}, 0.0
-        for step, event in self.steps.items():
-            total = number(event.get("skipped"))
-            # A count that falls started again with a session.
-            more = total - before if total >= before else total
-            if more > 0:
-                found[step] = int(more)
-            before = total if total == total else before
-        return found
+        counts = self.column("skipped")
+        known = np.isfinite(counts.values)
+        steps, totals = np.asarray(counts.steps)[known], np.asarray(counts.values)[known]
+        before = np.concatenate([[0.0], totals[:-1]])
+        # A count that falls started again with a session.
+        more = np.where(totals >= before, totals - before, totals)
+        rose = more > 0
+        return dict(zip(steps[rose].tolist(), more[rose].astype(int).tolist(), strict=True))
 
     def put_away_from(self, step: int) -> None:
         """Forgets what was told of a step and of all after it."""
-        for kept in (self.steps, self.validations, self.checkpoints):
+        self.steps.put_away_from(step)
+        for kept in (self.validations, self.checkpoints):
             for late in [s for s in kept if s >= step]:
                 del kept[late]
 
 
 def read_history(events: Iterable[Event]) -> History:
     """What counts of a run's events; an error where no run was started."""
-    history = History()
+    reader = Reader()
     for event in events:
-        kind = event.get("event")
-        if kind == "start":
+        reader.take(event)
+    return reader.history()
+
+
+@final
+class Reader:
+    """Takes the events of a run one by one, so that they need not be in memory together."""
+
+    def __init__(self) -> None:
+        self._history = History()
+
+    def take(self, event: Event) -> None:
+        """Adds one event; those before the first start belong to no run."""
+        if event.get("event") == "start":
             if event.get("resumed_from") is None:
-                history = History()
-            history.sessions.append(Session(event, number(event.get("time"))))
-        elif history.sessions:
-            _take(history, event)
-    if not history.sessions:
-        raise HalfstepError(
-            "there is no `start` among the events: no run was started here",
-            hint="give the events.jsonl of a run's folder, as `halfstep train` writes it",
-        )
-    for name in ("steps", "validations", "checkpoints"):
-        setattr(history, name, dict(sorted(getattr(history, name).items())))
-    return history
+                self._history = History()
+            self._history.sessions.append(Session(event, number(event.get("time"))))
+        elif self._history.sessions:
+            _take(self._history, event)
+
+    def history(self) -> History:
+        """What counts of them."""
+        history = self._history
+        if not history.sessions:
+            raise HalfstepError(
+                "there is no `start` among the events: no run was started here",
+                hint="give the events.jsonl of a run's folder, as `halfstep train` writes it",
+            )
+        for name in ("validations", "checkpoints"):
+            setattr(history, name, dict(sorted(getattr(history, name).items())))
+        return history
 
 
 def _take(history: History, event: Event) -> None:
@@ -159,8 +178,10 @@ def _take(history: History, event: Event) -> None:
         if session.first_step is None:
             session.first_step = step
             history.put_away_from(step)
+        elif session.last_step is not None and step <= session.last_step:
+            history.put_away_from(step)  # a rollback's own line, or that of a start, may be lost
         session.last_step = step
-        history.steps[step] = event
+        history.steps.add(step, event)
     elif kind == "validation":
         history.validations[int(event["step"])] = event
     elif kind == "checkpoint":

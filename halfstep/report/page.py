@@ -6,27 +6,30 @@ styles run whose digests it names, and lets nothing be fetched. Even a hole in t
 """
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from importlib import resources
 from pathlib import Path
 
 from halfstep.core.policy import Policy
 from halfstep.report import tables
 from halfstep.report.charts import Chart, charts, figure, scaled, why_unscaled
-from halfstep.report.happenings import happened, happenings
-from halfstep.report.history import Event, History, nested, read_history
+from halfstep.report.happenings import Teller, happened
+from halfstep.report.history import Event, History, Reader, nested
 from halfstep.report.markup import Html, content_hash, join, json_element, raw_element, tag
 from halfstep.report.precision import precision, read_policy
 from halfstep.report.spending import spending
 from halfstep.report.summary import headline, particulars, status, tiles
-from halfstep.training.events import read_events
+from halfstep.training.events import stream_events
 
 
-def render(events: Sequence[Event], title: str) -> str:
-    """The report of a run as one HTML document."""
-    history = read_history(events)
-    policy = read_policy(history)
-    story = happenings(events, history)
+def render(events: Iterable[Event], title: str) -> str:
+    """The report of a run as one HTML document; events are taken one by one, for those of a long run are many."""
+    reader, teller = Reader(), Teller()
+    for event in events:
+        reader.take(event)
+        teller.take(event)
+    history = reader.history()
+    policy, story = read_policy(history), teller.story(history)
     drawn = charts(history, policy, story.marks)
     body = tag(
         "body",
@@ -56,7 +59,7 @@ def render(events: Sequence[Event], title: str) -> str:
 def write(events_path: Path, page_path: Path) -> None:
     """Writes the report of `events_path` to `page_path`: the old page or the new one, never a part of it."""
     # The folder's name is what tells one report from the next in a row of tabs.
-    page = render(read_events(events_path), events_path.resolve().parent.name or "run")
+    page = render(stream_events(events_path), events_path.resolve().parent.name or "run")
     beside = page_path.with_name(f".{page_path.name}.{os.getpid()}")
     try:
         # JSON can hold half a surrogate pair, UTF-8 cannot.

@@ -29,8 +29,15 @@ _DIGITS = 6
 class Series:
     """Values over steps, in order of steps; NaN where there is none."""
 
-    steps: Sequence[int]
-    values: Sequence[float]
+    steps: Sequence[int] | NDArray[np.int64]
+    values: Sequence[float] | NDArray[np.float64]
+    whole: bool = True  # False where it is a selection, with every extreme, of a longer one
+
+    @property
+    def numbers(self) -> NDArray[np.float64]:
+        """The finite values."""
+        values = np.asarray(self.values, dtype=np.float64)
+        return values[np.isfinite(values)]
 
     @property
     def finite(self) -> list[tuple[int, float]]:
@@ -40,7 +47,7 @@ class Series:
     @property
     def num_gaps(self) -> int:
         """Values that are not finite."""
-        return len(self.values) - len(self.finite)
+        return len(self.values) - len(self.numbers)
 
 
 def downsample(series: Series, limit: int = LIMIT) -> Series:
@@ -70,13 +77,13 @@ def smooth(series: Series) -> Series:
     reach = np.minimum(max(2, round(total * WINDOW / 2)), np.minimum(place, total - 1 - place))
     first, last = place - reach, place + reach + 1
     mean = (sums[last] - sums[first]) / np.maximum(counts[last] - counts[first], 1)
-    return Series(series.steps, np.where(finite, mean, math.nan).tolist())
+    return Series(series.steps, np.where(finite, mean, math.nan), series.whole)
 
 
 def as_data(series: Series, limit: int = LIMIT) -> dict[str, list[int] | list[float | None]]:
     """For JSON: `x` and `y`, null for a gap."""
     short = downsample(series, limit)
-    return {"x": list(short.steps), "y": [_rounded(value) for value in short.values]}
+    return {"x": [int(step) for step in short.steps], "y": [_rounded(float(value)) for value in short.values]}
 
 
 def _extremes(values: NDArray[np.float64], finite: NDArray[np.bool_], offset: int) -> set[int]:

@@ -1,8 +1,9 @@
 """The top of the page: the run in one sentence, where it stands, and its key figures."""
 
 import math
-from collections.abc import Callable, Mapping
-from statistics import median
+from collections.abc import Callable
+
+import numpy as np
 
 from halfstep.report.figures import count, duration, moment, number, plain, plural, size
 from halfstep.report.history import Event, History, nested
@@ -100,19 +101,18 @@ def _origin(start: Event) -> Html | None:
 def tiles(history: History) -> Html:
     """The key figures, each with what it is to be compared with."""
     bits, bigram = bits_per_byte(history), number(nested(history.start, "data", "bigram_bits"))
-    speeds = [value for _, value in history.column("tokens_per_second").finite]
-    memory = [value for _, value in history.column("memory").finite]
+    speeds, memory = history.steps.even("tokens_per_second").numbers, history.column("memory").numbers
     tokens = number(history.start.get("tokens_per_step")) * history.last_step
     used, of = utilization(history) or (None, "")
     shown = [
         _tile("bits per byte, held out", bits, plain, f"bigram entropy {plain(bigram)}" if bigram > 0 else ""),
-        _tile("held-out loss", validation_loss(history), plain, _at(list(history.validations))),
-        _tile("training loss", training_loss(history), plain, _at(list(history.steps))),
-        _tile("tokens a second", median(speeds) if speeds else None, count, "median of the steps"),
+        _tile("held-out loss", validation_loss(history), plain, _at(max(history.validations, default=0))),
+        _tile("training loss", training_loss(history), plain, _at(history.last_step)),
+        _tile("tokens a second", float(np.median(speeds)) if len(speeds) else None, count, "median of the steps"),
         _tile("model FLOPs utilization", used, percent, of),
         _tile("time", history.seconds, duration, f"{count(tokens)} tokens"),
         _tile("skipped steps", sum(history.skips().values()), plain, f"of {history.last_step:,}"),
-        _tile("peak memory", max(memory, default=None), size, "highest that a step recorded"),
+        _tile("peak memory", float(memory.max()) if len(memory) else None, size, "highest that a step recorded"),
     ]
     return tag("dl", *shown, class_="tiles")
 
@@ -126,28 +126,32 @@ def _tile(name: str, value: float | None, written: Callable[[float], str], note:
 
 def bits_per_byte(history: History) -> float | None:
     """The last score of held-out text, in bits a byte; None where there is none."""
-    return _latest(history, "bits_per_byte", history.validations, "bits_per_byte")
+    return _at_end(history, "bits_per_byte", _last_look(history, "bits_per_byte"))
 
 
 def validation_loss(history: History) -> float | None:
     """The last loss on held-out text."""
-    return _latest(history, "validation_loss", history.validations, "loss")
+    return _at_end(history, "validation_loss", _last_look(history, "loss"))
 
 
 def training_loss(history: History) -> float | None:
     """The loss of the last step."""
-    return _latest(history, "loss", history.steps, "loss")
+    return _at_end(history, "loss", history.steps.latest("loss"))
 
 
-def _latest(history: History, at_end: str, events: Mapping[int, Event], name: str) -> float | None:
+def _at_end(history: History, name: str, otherwise: float | None) -> float | None:
     """What the end says, or else the last event: a NaN is told as such, and is not passed over."""
-    said = [*(event.get(name) for event in events.values()), (history.end or {}).get(at_end)]
-    known = [number(value) for value in said if value is not None]
-    return known[-1] if known else None
+    said = (history.end or {}).get(name)
+    return otherwise if said is None else number(said)
 
 
-def _at(steps: list[int]) -> str:
-    return f"at step {steps[-1]:,}" if steps else ""
+def _last_look(history: History, name: str) -> float | None:
+    said = (event.get(name) for event in reversed(history.validations.values()))
+    return next((number(value) for value in said if value is not None), None)
+
+
+def _at(step: int) -> str:
+    return f"at step {step:,}" if step else ""
 
 
 def _times(amount: int) -> str:

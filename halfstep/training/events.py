@@ -49,15 +49,16 @@ import math
 import os
 import re
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, final
+from typing import Any, BinaryIO, final
 
 import numpy as np
 
 from halfstep.core.errors import HalfstepError
 
 WAITING_AT_MOST = 16 << 20  # bytes
+BLOCK = 64 << 10  # bytes that are read at once from the end of a file
 
 _WORD = re.compile(r"'*(nan|inf|-inf)")
 
@@ -78,8 +79,10 @@ class Events:
         self.failure: OSError | None = None  # why the last try failed; None when all is written
         self.listener: Callable[[Mapping[str, Any]], None] | None = None  # is told each event, as it was given
         try:
+            # A link would lead to a file that is somebody else's.
+            opened = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+            self._file = os.fdopen(opened, "ab", buffering=0)  # closed by close()
             _remove_torn_line(path)
-            self._file = open(path, "ab", buffering=0)  # noqa: SIM115 - closed by close()
         except OSError as error:
             raise EventsError(
                 f"events cannot be written to `{path}`: {error.strerror or error}",
@@ -112,6 +115,11 @@ class Events:
             self.failure = error
         return self.failure is None
 
+    @property
+    def unwritten(self) -> int:
+        """How many events are not on the disk."""
+        return self._waiting.count(b"\n") + self._dropped
+
     def close(self) -> None:
         """Closes the file, after a last try. Idempotent."""
         if not self._file.closed:
@@ -136,26 +144,62 @@ class Events:
 
 def read_events(path: Path) -> list[dict[str, Any]]:
     """The events of a file, oldest first, without an unfinished last line."""
+    return list(stream_events(path))
+
+
+def stream_events(path: Path) -> Iterator[dict[str, Any]]:
+    """The same, one by one: those of a long run take more memory than a run should be asked for."""
     try:
-        content = Path(path).read_bytes()
+        with open(path, "rb") as file:
+            for number, line in enumerate(file, 1):
+                if line.endswith(b"\n") or _is_whole(line):
+                    yield _parse(line, path, number)
     except OSError as error:
-        raise EventsError(f"events cannot be read from `{path}`: {error.strerror or error}") from None
-    *lines, last = content.split(b"\n")
-    events = [_parse(line, f"{path}:{number}") for number, line in enumerate(lines, 1)]
-    return [*events, _parse(last, f"{path}:{len(events) + 1}")] if _is_whole(last) else events
+        raise _unreadable(path, error) from None
 
 
-def _parse(line: bytes, place: str) -> dict[str, Any]:
+def newest_first(path: Path) -> Iterator[dict[str, Any]]:
+    """The events of a file from its end, without an unfinished last line; no more is read than is asked for."""
     try:
-        event = json.loads(line, parse_constant=_refuse_constant)
+        with open(path, "rb") as file:
+            for number, line in enumerate(_backwards(file)):
+                if number > 0 or _is_whole(line):
+                    yield _parse(line, path, -number)
+    except OSError as error:
+        raise _unreadable(path, error) from None
+
+
+def _backwards(file: BinaryIO) -> Iterator[bytes]:
+    """The lines of a file, last first: what stands behind the last newline, be it nothing, then whole lines."""
+    place, rest = file.seek(0, os.SEEK_END), b""
+    while place > 0:
+        size = min(BLOCK, place)
+        place = file.seek(place - size)
+        rest, *lines = (file.read(size) + rest).split(b"\n")
+        yield from reversed(lines)
+    yield rest
+
+
+def _unreadable(path: Path, error: OSError) -> EventsError:
+    return EventsError(f"events cannot be read from `{path}`: {error.strerror or error}")
+
+
+def _parse(line: bytes, path: Path | None = None, number: int = 0) -> dict[str, Any]:
+    """The event of a line, which is the first of `path` if its number is 1, and the last if that is -1."""
+    try:
+        event = _DECODER.decode(line.decode("utf-8", errors="surrogatepass"))
     except (ValueError, RecursionError) as error:  # JSONDecodeError and UnicodeDecodeError among them
-        raise _damaged(place, f"not JSON ({error})") from None
+        raise _damaged(path, number, f"not JSON ({error})") from None
     if not isinstance(event, dict) or not isinstance(event.get("event"), str):
-        raise _damaged(place, "no object with an `event`")
-    return {name: _decode(value) for name, value in event.items()}
+        raise _damaged(path, number, "no object with an `event`")
+    # Most lines hold no word that stands for a number; a backslash may be a letter of one.
+    if b'nan"' in line or b'inf"' in line or b"\\" in line:
+        return {name: _decode(value) for name, value in event.items()}
+    return event
 
 
-def _damaged(place: str, said: str) -> EventsError:
+def _damaged(path: Path | None, number: int, said: str) -> EventsError:
+    place = f"{path}:{number}" if number >= 0 else f"{path}, line {-number} from its end"
     return EventsError(
         f"{place}: this line is {said}",
         hint="a line before the last is damaged; repair or remove it by hand, nothing is guessed",
@@ -166,10 +210,13 @@ def _refuse_constant(name: str) -> float:
     raise ValueError(f"{name} is no JSON")
 
 
+_DECODER = json.JSONDecoder(parse_constant=_refuse_constant)  # made once: that takes as long as a line
+
+
 def _is_whole(line: bytes) -> bool:
     """Whether a line without its newline is an event: a part of an object never parses."""
     try:
-        _parse(line, "")
+        _parse(line)
     except EventsError:
         return False
     return True
@@ -177,11 +224,8 @@ def _is_whole(line: bytes) -> bool:
 
 def _remove_torn_line(path: Path) -> None:
     """Makes the file end in a newline, or be empty."""
-    if not path.exists():
-        return
-    content = path.read_bytes()
-    kept = content.rfind(b"\n") + 1
-    tail = content[kept:]
+    with open(path, "rb") as file:
+        tail, size = next(_backwards(file)), file.seek(0, os.SEEK_END)
     if not tail:
         return
     with open(path, "r+b") as file:
@@ -189,7 +233,7 @@ def _remove_torn_line(path: Path) -> None:
             file.seek(0, os.SEEK_END)
             file.write(b"\n")
         else:
-            file.truncate(kept)
+            file.truncate(size - len(tail))
 
 
 def _encode(value: Any, place: str) -> Any:

@@ -15,6 +15,7 @@ same configuration but for how often it looks and saves, and the same policy and
 import dataclasses
 import json
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from halfstep.config.run import RunConfig
 from halfstep.core.errors import ConfigError
 from halfstep.training.checkpoint import step_folders
 from halfstep.training.durable import write_whole
-from halfstep.training.events import read_events
+from halfstep.training.events import EventsError, newest_first
 from halfstep.training.lock import RunLock
 
 CONFIG, EVENTS, CHECKPOINTS, REPORT = "run.toml", "events.jsonl", "checkpoints", "report.html"
@@ -69,7 +70,10 @@ def check_free(folder: Path, *, new: bool) -> None:
 
 def has_ended(folder: Path) -> bool:
     """Whether the record of a run says that it came to its end."""
-    return any(event["event"] == "end" for event in read_events(folder / EVENTS))
+    for event in newest_first(folder / EVENTS):
+        if event["event"] in ("end", "start"):
+            return bool(event["event"] == "end")
+    return False
 
 
 def create(folder: Path, config: RunConfig) -> None:
@@ -146,10 +150,20 @@ def read_config(folder: Path) -> RunConfig:
     return load(str(folder / CONFIG))
 
 
-def newest(parent: Path, name: str) -> Path | None:
-    """The newest run of a recipe below a folder."""
-    found = [path for path in parent.glob(f"{name}-*") if (path / CONFIG).exists()]
-    return max(found, key=lambda path: path.stat().st_mtime, default=None)
+def newest(parent: Path, name: str | None = None) -> Path | None:
+    """The run below a folder that was trained last: of all, or of a recipe, whose runs are NAME-DATE-TIME."""
+    named = re.compile(".*" if name is None else rf"{re.escape(name)}-\d{{8}}-\d{{6}}(-\d+)?", re.DOTALL)
+    found = [path for path in parent.glob("*") if named.fullmatch(path.name) and (path / CONFIG).exists()]
+    return max(found, key=lambda path: (_last_trained(path), path.name), default=None)
+
+
+def _last_trained(folder: Path) -> float:
+    """When, in seconds since 1970: by its own record, for a folder's time changes with whatever is put there."""
+    try:
+        return float(next(newest_first(folder / EVENTS))["time"])
+    except (EventsError, StopIteration, KeyError, TypeError, ValueError):  # none was written, or it is damaged
+        saved = step_folders(folder / CHECKPOINTS)
+        return (saved[-1] if saved else folder / CONFIG).stat().st_mtime
 
 
 def differences(one: RunConfig, other: RunConfig) -> dict[str, tuple[Any, Any]]:

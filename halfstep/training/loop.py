@@ -129,26 +129,34 @@ class Loop:
                 self.bar.note(f"warning: {message}")
             self.board.warn = self._warn
             try:
-                self._train()
-                with self.meters.part("saving"):
-                    saved = self.keeper.save_last(self.tally.step)
-            except HalfstepError as error:
-                self.keeper.settle()  # what is being written is not lost
-                self.events.write(
-                    "stop",
-                    step=self.tally.step,
-                    reason=error.message,
-                    saved=self.saver.saved_step,
-                    **self.meters.totals(),
-                )
-                raise
-            except Exception:
-                self.keeper.settle()
-                raise
-            finished = saved and self.last_look is not None
-            if not finished:
-                self._tell_stop(saved)
-            return self._finish(finished)
+                return self._run_to_its_end()
+            finally:
+                if not self.events.retry():
+                    number, why = self.events.unwritten, self.events.failure
+                    self.bar.note(f"NOT WRITTEN: the last {number} events are lost: {why}")
+
+    def _run_to_its_end(self) -> Outcome:
+        try:
+            self._train()
+            with self.meters.part("saving"):
+                saved = self.keeper.save_last(self.tally.step)
+        except HalfstepError as error:
+            self.keeper.settle()  # what is being written is not lost
+            self.events.write(
+                "stop",
+                step=self.tally.step,
+                reason=error.message,
+                saved=self.saver.saved_step,
+                **self.meters.totals(),
+            )
+            raise
+        except Exception:
+            self.keeper.settle()
+            raise
+        finished = saved and self.last_look is not None
+        if not finished:
+            self._tell_stop(saved)
+        return self._finish(finished)
 
     def attend(self, stop: StopRequest, bar: Progress) -> None:
         """Sets up what counts, saves and judges while steps are taken; benchmarks take theirs with `_steps`."""

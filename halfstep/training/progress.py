@@ -9,8 +9,8 @@ not flooded. The scale is shown when it is not 1 and skipped steps when there ar
 Numbers given here are host numbers; reading them from a device is the caller's decision. The time left is
 reckoned from the first update on, so that compiling, which the first one waits for, does not enter.
 
-A log on a disk that is full refuses lines, and so does a terminal that went away; they are left out, and training
-goes on.
+A log on a disk that is full refuses lines, and so does a terminal that went away, or a pipe that nobody reads:
+they are left out, and training goes on (`lossy`).
 """
 
 import math
@@ -18,10 +18,10 @@ import os
 import sys
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from datetime import timedelta
-from typing import TYPE_CHECKING, TextIO, final
+from typing import TYPE_CHECKING, Any, TextIO, cast, final
 
 if TYPE_CHECKING:
     from rich.progress import TaskID
@@ -30,6 +30,7 @@ Clock = Callable[[], float]
 
 SECONDS_BETWEEN_LINES = 5.0
 LINES_BY_STEPS = 10
+FOREVER = 1e9  # seconds, thirty years: nobody waits for it
 
 
 class Progress(ABC):
@@ -81,7 +82,8 @@ class Progress(ABC):
         first, then = self._first
         if step <= first or step >= self.total:
             return ""
-        return f"{timedelta(seconds=round((now - then) / (step - first) * (self.total - step)))} left"
+        left = (now - then) / (step - first) * (self.total - step)
+        return f"{timedelta(seconds=round(left))} left" if left < FOREVER else ""
 
 
 @final
@@ -95,8 +97,7 @@ class PlainProgress(Progress):
 
     def note(self, text: str) -> None:
         """A line of its own."""
-        with suppress(OSError):
-            print(text, file=self.stream, flush=True)
+        print(text, file=self.stream, flush=True)
 
     def _show(self, step: int, now: float, text: str) -> None:
         tenth = self._tenth(step)
@@ -144,30 +145,67 @@ class LiveProgress(Progress):
 
     def note(self, text: str) -> None:
         """A line above the bar."""
-        with suppress(OSError):
-            self._bar.console.print(text, markup=False, highlight=False, soft_wrap=True)
+        self._bar.console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def _show(self, step: int, now: float, text: str) -> None:
-        with suppress(OSError):
-            self._bar.update(self._task, completed=step, description=text, refresh=step >= self.total)
+        self._bar.update(self._task, completed=step, description=text, refresh=step >= self.total)
 
     def __enter__(self) -> "LiveProgress":
         self._bar.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        with suppress(OSError):
-            self._bar.stop()
+        self._bar.stop()
 
 
 def progress(
     total: int, start: int = 0, stream: TextIO | None = None, *, clock: Clock = time.monotonic
 ) -> Progress:
     """The progress of a run of `total` updates, `start` of them already done, on stderr or `stream`."""
-    stream = sys.stderr if stream is None else stream
+    stream = lossy(sys.stderr if stream is None else stream)
     # A dumb terminal (as inside an editor) cannot redraw a line.
     kind = LiveProgress if stream.isatty() and os.environ.get("TERM") != "dumb" else PlainProgress
     return kind(total, start, stream, clock)
+
+
+def lossy(stream: TextIO | None) -> TextIO:
+    """A stream that loses what the given one does not take, and raises nothing; all is lost where that is None."""
+    return cast(TextIO, stream if isinstance(stream, _Lossy) else _Lossy(stream))
+
+
+_REFUSALS = (OSError, ValueError)  # ValueError: the stream is closed, or its encoding lacks a letter
+
+
+@final
+class _Lossy:
+    def __init__(self, stream: TextIO | None):
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        if self._stream is not None:
+            with suppress(*_REFUSALS):
+                self._stream.write(text)
+        return len(text)
+
+    def writelines(self, lines: Iterable[str]) -> None:
+        for line in lines:
+            self.write(line)
+
+    def flush(self) -> None:
+        if self._stream is not None:
+            with suppress(*_REFUSALS):
+                self._stream.flush()
+
+    def isatty(self) -> bool:
+        return self._stream is not None and not self._stream.closed and self._stream.isatty()
+
+    def fileno(self) -> int:
+        if self._stream is None:
+            raise OSError("there is no stream, and no descriptor of it")
+        return self._stream.fileno()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
 
 
 def in_bytes(number: float) -> str:

@@ -214,6 +214,13 @@ BAD = {
     "recipe": (["train", "tinny"], "unknown recipe `tinny`", "did you mean `tiny`?"),
     "key": (["train", "--set", "trainng.steps=1"], "unknown setting `trainng.steps`", "training.steps"),
     "type": (["train", "--set", "training.steps=many"], "it must be a whole number", ""),
+    "endless": (
+        ["train", "--set", "training.steps=99999999999999999999"],
+        "`training.steps` is 99999999999999999999; it must be a whole number, at least 1, and below 2^63",
+        "",
+    ),
+    "endless rate": (["train", "--set", f"optimizer.rate=1{'0' * 400}"], "`optimizer.rate` is 1000", ""),
+    "endless seed": (["train", "--set", f"seed=1{'0' * 400}"], "`seed` is 1000", ""),
     "policy": (["train", "--policy", "bf16-mxied"], "unknown preset `bf16-mxied`", "bf16-mixed"),
     "data": (["train", "--policy", "fp32", "--set", "data.source=/no/such"], "/no/such", ""),
     "backend": (["train", "--backend", "tensorflow"], "tensorflow", ""),

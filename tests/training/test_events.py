@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from halfstep.training.events import Events, EventsError, read_events
+from halfstep.training import events as module
+from halfstep.training.events import Events, EventsError, newest_first, read_events, stream_events
 
 
 def write(path, *events, clock=lambda: 12.5):
@@ -190,3 +191,51 @@ def test_what_waits_is_bounded_and_what_was_dropped_is_counted(tmp_path, monkeyp
     assert steps == [0, 1, 2, 3, 10, 11]
     (warning,) = [event for event in events if event["event"] == "warning"]
     assert warning["message"].startswith("6 events ")
+
+
+@pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf])
+def test_a_number_that_is_not_finite_is_one_again_wherever_it_stands(tmp_path, number):
+    path = tmp_path / "events.jsonl"
+    write(path, ("step", {"loss": number}), ("step", {"where": [{"loss": number}]}))
+    one, two = stream_events(path)
+    assert repr(one["loss"]) == repr(two["where"][0]["loss"]) == repr(number)
+
+
+@pytest.mark.parametrize("block", [1, 7, 60, 1 << 16])
+@pytest.mark.parametrize("tail", [b"", b'{"event": "st', b'{"event": "whole"}'])
+def test_from_the_end_they_are_the_same_in_the_other_order(tmp_path, monkeypatch, block, tail):
+    monkeypatch.setattr(module, "BLOCK", block)
+    path = tmp_path / "events.jsonl"
+    write(path, *[("step", {"step": number, "loss": [math.nan, "a\nb"]}) for number in range(12)])
+    path.write_bytes(path.read_bytes() + tail)
+    assert repr([*newest_first(path)]) == repr(read_events(path)[::-1])
+    path.write_bytes(tail)
+    assert [*newest_first(path)] == read_events(path)
+
+
+def test_a_tail_longer_than_a_block_is_removed_or_kept_whole(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "BLOCK", 16)
+    path = tmp_path / "events.jsonl"
+    write(path, ("step", {"step": 1}))
+    one = path.read_bytes()
+    path.write_bytes(one + b'{"event": "warning", "message": "' + b"x" * 100)
+    Events(path).close()
+    assert path.read_bytes() == one
+    path.write_bytes(one + one.rstrip(b"\n"))
+    Events(path).close()
+    assert path.read_bytes() == one + one
+
+
+def test_no_more_is_read_than_is_asked_for(tmp_path):
+    """The record of ten days is 300 MB, and whoever asks for the last event or for the first does not wait."""
+    path = tmp_path / "events.jsonl"
+    write(path, ("step", {"step": 1}))
+    line = path.read_bytes()
+    path.write_bytes(line + b"damaged\n" + line * 5000)
+    assert next(stream_events(path))["step"] == 1
+    assert next(newest_first(path))["step"] == 1
+    Events(path).close()
+    with pytest.raises(EventsError, match=r"events\.jsonl, line 5001 from its end: "):
+        list(newest_first(path))
+    with pytest.raises(EventsError, match="gone"):
+        next(newest_first(tmp_path / "gone.jsonl"))

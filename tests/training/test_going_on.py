@@ -1,7 +1,9 @@
 """Going on after what nobody planned: no checkpoint yet, edited settings, data or folders that went away."""
 
+import errno
 import json
 import os
+import re
 import signal
 
 import numpy as np
@@ -13,7 +15,7 @@ from halfstep.core.policy import Policy
 from halfstep.training import checkpoint, folder
 from halfstep.training.corpus import DataError
 from halfstep.training.durable import write_whole
-from halfstep.training.events import read_events
+from halfstep.training.events import EventsError, read_events
 from halfstep.training.loop import Loop
 from halfstep.training.shards import open_shard
 
@@ -232,6 +234,41 @@ def test_links_in_a_run_folder_lead_nowhere(text, tmp_path):
     write_whole(out / "run.toml", b"new")
     assert precious.read_text() == "mine"
     assert (out / "run.toml").read_bytes() == b"new"
+
+
+def test_a_record_that_is_a_link_is_refused(text, tmp_path):
+    out, precious = tmp_path / "run", tmp_path / "precious"
+    kill_at(start(text, out), 9)
+    precious.write_text("mine, without a newline")
+    (out / folder.EVENTS).unlink()
+    (out / folder.EVENTS).symlink_to(precious)
+    with pytest.raises(EventsError, match="cannot be written"):
+        again(out).run()
+    assert precious.read_text() == "mine, without a newline"
+
+
+def test_events_that_a_disk_never_took_are_told_as_lost(text, tmp_path, capsys):
+    loop = start(text, tmp_path / "run")
+    launch = loop.session.step
+
+    class Full:
+        closed = False
+
+        def write(self, content):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+        def close(self):
+            self.closed = True
+
+    def step(batch):
+        if loop.tally.step == 10:
+            loop.events._file = Full()
+        return launch(batch)
+
+    loop.session.step = step
+    assert loop.run().finished
+    words = capsys.readouterr().err
+    assert re.search(r"NOT WRITTEN: the last \d events are lost: .*No space left on device", words)
 
 
 def test_a_checkpoint_that_is_pruned_while_it_is_read_gives_way_to_the_next(text, tmp_path, monkeypatch):

@@ -144,3 +144,32 @@ def test_a_terminal_that_went_away_ends_no_run(monkeypatch):
         terminal.__class__ = Gone
         bar.note("saved")
         bar.update(3, loss=1.0)
+
+
+@pytest.mark.parametrize("kind", [Gone, io.StringIO])
+def test_a_stream_that_is_gone_from_the_first_ends_no_run(monkeypatch, kind):
+    monkeypatch.setenv("TERM", "xterm")
+    stream = kind()
+    if kind is io.StringIO:
+        stream.close()
+    with progress(3, stream=stream) as bar:
+        bar.update(1, loss=1.0)
+        bar.note("saved")
+
+
+def test_without_a_stream_there_are_no_words(monkeypatch, capsys):
+    monkeypatch.setattr("sys.stderr", None)
+    with progress(3) as bar:
+        bar.update(3, loss=1.0)
+        bar.note("saved")
+    assert capsys.readouterr().out == ""
+
+
+def test_no_time_is_reckoned_for_a_run_without_an_end():
+    assert "left" not in lines(3, 1.0, start=1)[-1]
+    stream, clock = io.StringIO(), Clock()
+    with progress(2**63 - 1, stream=stream, clock=clock) as bar:
+        for step in range(1, 30):
+            clock.now += 1.0
+            bar.update(step)
+    assert "left" not in stream.getvalue()

@@ -1,0 +1,130 @@
+"""How a run of `halfstep train` ends: its page, its summary, and its exit code.
+
+    0    it came to its end, or it was stopped and its last step was saved
+    1    steps were lost: they were trained, and no checkpoint holds them
+    2    it could not begin, or an error stopped it that lost no step
+
+Whether anybody took the words is no part of it.
+"""
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from halfstep.cli.output import print_failure, print_json, print_table, print_words
+
+if TYPE_CHECKING:
+    from halfstep.training.loop import Loop, Outcome
+
+LATER = "left to the next session: after a signal, a deadline leaves no time for it"
+
+
+def run(loop: "Loop", *, json: bool) -> int:
+    """Runs a loop to its end and tells what came of it; the exit code."""
+    from halfstep.core.errors import HalfstepError
+
+    try:
+        outcome = loop.run()
+    except (HalfstepError, OSError) as error:
+        page = _write_page(loop)
+        if page is not None:
+            print_words(f"page {page}")
+        if not _lost_steps(loop):
+            raise
+        print_failure(error)
+        return 1
+    _tell(outcome, loop, _write_page(loop), json)
+    return 0 if (outcome.saved or 0) == outcome.step else 1
+
+
+def _lost_steps(loop: "Loop") -> bool:
+    tally = getattr(loop, "tally", None)  # there is none before a step can be taken
+    return tally is not None and tally.step > (loop.saver.saved_step or 0)
+
+
+def _is_hurried(loop: "Loop") -> bool:
+    """Whether a signal came whose deadline runs: a page of a long run takes longer than it may leave."""
+    stop = getattr(loop, "stop", None)  # there is none where a run had ended before
+    return loop.deadline is not None and stop is not None and stop.requested is not None
+
+
+def _write_page(loop: "Loop") -> Path | None:
+    """Writes the page; where it is, or None where there is none. The run is saved, or has said that it is not."""
+    from halfstep.core.errors import HalfstepError
+    from halfstep.report.page import write
+    from halfstep.training import folder
+
+    if _is_hurried(loop):
+        return None
+    page = loop.out / folder.REPORT
+    try:
+        write(loop.out / folder.EVENTS, page)
+    except OSError as error:
+        why = error.strerror or str(error)
+    except HalfstepError as error:  # of events that a full disk did not take, or that are damaged
+        why = error.message
+    else:
+        return page
+    print_words(f"warning: `{page}` cannot be written: {why}")
+    return None
+
+
+def _tell(outcome: "Outcome", loop: "Loop", page: Path | None, json: bool) -> None:
+    held_out = outcome.held_out
+    data = {
+        "folder": str(outcome.folder),
+        "step": outcome.step,
+        "resumed_from": loop.start or None,
+        "session_steps": _session_steps(outcome, loop),
+        "finished": outcome.finished,
+        "seconds": outcome.seconds,
+        "tokens_per_second": outcome.tokens_per_second,
+        "ceiling": loop.ceiling.record(),
+        **(outcome.totals or {}),
+        "validation_loss": held_out and held_out.loss,
+        "bits_per_byte": held_out and held_out.bits_per_byte,
+        "bigram_bits": held_out and held_out.bigram_bits,
+        "ratio": held_out and held_out.ratio,
+        "report": None if page is None else str(page),
+    }
+    if json:
+        print_json(data)
+    else:
+        print_table(("", ""), _rows(outcome, loop, page))
+
+
+def _rows(outcome: "Outcome", loop: "Loop", page: Path | None) -> list[tuple[str, str]]:
+    from halfstep.training.meters import told
+
+    held_out, totals = outcome.held_out, outcome.totals
+    rows = [("trained", _trained(outcome, loop))]
+    if totals is not None:
+        rows.append(("model FLOPs utilization", told(totals, loop.ceiling)))
+    if held_out is not None:
+        rows.append(("held-out loss", f"{held_out.loss:.4f}"))
+    if held_out is not None and held_out.ratio is not None:
+        rows += [
+            ("held-out bits per byte", f"{held_out.bits_per_byte:.4f}"),
+            ("bigram entropy of the same text", f"{held_out.bigram_bits:.4f}"),
+            ("ratio", f"{held_out.ratio:.3f}"),
+        ]
+    if page is not None or _is_hurried(loop):
+        rows.append(("page", LATER if page is None else str(page)))
+    rows.append(("see what it learned", f"halfstep sample {outcome.folder}"))
+    return rows
+
+
+def _trained(outcome: "Outcome", loop: "Loop") -> str:
+    """The steps, seconds and speed of this session, and the steps of all where there were others."""
+    if outcome.totals is None:
+        return f"nothing now: all {_steps(outcome.step)} were trained before"
+    told = f"{_steps(_session_steps(outcome, loop))} in {outcome.seconds:.1f} s, "
+    told += f"{outcome.tokens_per_second:,.0f} tokens/s"
+    return f"{told}; {_steps(outcome.step)} in all" if loop.start else told
+
+
+def _session_steps(outcome: "Outcome", loop: "Loop") -> int:
+    return max(0, outcome.step - loop.start)  # a rollback can go back behind the start
+
+
+def _steps(number: int) -> str:
+    return f"{number} step" if number == 1 else f"{number} steps"

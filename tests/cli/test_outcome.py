@@ -1,0 +1,130 @@
+"""How a run ends, as people and schedulers see it: the summary, the page, and the exit code."""
+
+import json
+import signal
+
+import pytest
+
+from halfstep.cli import outcome
+from halfstep.cli.main import run
+from halfstep.training.loop import Loop
+
+SMALL = [
+    "model.context=16",
+    "model.layers=1",
+    "model.width=16",
+    "model.heads=2",
+    "training.batch=2",
+    "training.steps=20",
+    "training.save_every=5",
+    "training.validation_tokens=64",
+    "training.measure_ceiling=false",
+]
+
+
+@pytest.fixture
+def arguments(tmp_path):
+    """Of a run of 20 steps that takes a moment, on the CPU."""
+    text = tmp_path / "text.txt"
+    text.write_text("\n\n".join(f"def f{i}(x):\n    return x * {i} + {i * i}" for i in range(400)))
+    chosen = [f"data.source={text}", *SMALL]
+    settings = [word for setting in chosen for word in ("--set", setting)]
+    return ["train", "--policy", "fp32", "--device", "cpu", "--out", str(tmp_path / "run"), *settings]
+
+
+@pytest.fixture
+def stopped_at(monkeypatch):
+    """A function: a SIGTERM comes when that step is over."""
+
+    def plan(step):
+        record = Loop._record
+
+        def recorded(loop, result):
+            record(loop, result)
+            if loop.tally.step == step:
+                signal.raise_signal(signal.SIGTERM)
+
+        monkeypatch.setattr(Loop, "_record", recorded)
+
+    return plan
+
+
+def told(capsys):
+    return " ".join(capsys.readouterr().out.split())
+
+
+def test_after_a_signal_with_a_deadline_the_page_is_left_to_the_next_session(
+    arguments, tmp_path, capsys, monkeypatch, stopped_at
+):
+    page = tmp_path / "run" / "report.html"
+    stopped_at(7)
+    assert run([*arguments, "--deadline", "30"]) == 0
+    assert not page.exists()
+    assert f"page {outcome.LATER}" in told(capsys)
+    stopped_at(9)
+    monkeypatch.setenv("HALFSTEP_DEADLINE", "30")
+    assert run([*arguments, "--resume", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["report"] is None
+    assert not page.exists()
+    assert run([*arguments, "--resume"]) == 0
+    assert str(page) in told(capsys).replace(" ", "")
+    assert page.exists()
+
+
+def test_without_a_deadline_a_signal_leaves_a_page(arguments, tmp_path, capsys, stopped_at):
+    stopped_at(7)
+    assert run(arguments) == 0
+    assert (tmp_path / "run" / "report.html").exists()
+    assert outcome.LATER not in told(capsys)
+
+
+def test_the_summary_is_of_this_session_and_says_what_there_is_in_all(arguments, capsys, stopped_at):
+    stopped_at(7)
+    assert run(arguments) == 0
+    first = told(capsys)
+    assert "trained 7 steps in " in first
+    assert "in all" not in first
+    assert run([*arguments, "--resume", "--set", "training.validate_every=1000"]) == 0
+    second = told(capsys)
+    assert "trained 13 steps in " in second
+    assert "; 20 steps in all" in second
+    assert run([*arguments, "--resume"]) == 0
+    assert "trained nothing now: all 20 steps were trained before" in told(capsys)
+
+
+def test_json_tells_the_steps_of_the_session_and_of_the_run(arguments, capsys, stopped_at):
+    def steps(*more):
+        assert run([*arguments, "--json", *more]) == 0
+        data = json.loads(capsys.readouterr().out)
+        if data["seconds"]:
+            tokens = data["session_steps"] * 2 * 16
+            assert data["tokens_per_second"] == pytest.approx(tokens / data["seconds"])
+        return data["step"], data["resumed_from"], data["session_steps"]
+
+    stopped_at(7)
+    assert steps() == (7, None, 7)
+    assert steps("--resume") == (20, 7, 13)
+    assert steps("--resume") == (20, 20, 0)
+
+
+def test_an_error_of_the_system_that_loses_steps_is_told_likewise(arguments, tmp_path, capsys, monkeypatch):
+    record = Loop._record
+
+    def recorded(loop, result):
+        record(loop, result)
+        if loop.tally.step == 7:
+            raise OSError(5, "Input/output error", "text.txt")
+
+    monkeypatch.setattr(Loop, "_record", recorded)
+    assert run(arguments) == 1
+    assert "error: Input/output error: `text.txt`" in capsys.readouterr().err
+    assert (tmp_path / "run" / "report.html").exists()
+
+
+def test_an_error_that_loses_steps_is_told_by_the_exit_code(arguments, capsys):
+    """50 updates that are not finite end a run; it had saved, and goes no further than that."""
+    hopeless = ["--set", "optimizer.rate=1e30", "--set", "training.steps=100"]
+    assert run([*arguments, *hopeless]) == 1
+    assert "error: " in capsys.readouterr().err
+    assert run([*arguments, *hopeless]) == 2  # the folder holds a run: nothing was trained, and nothing lost
+    assert "already holds a run" in capsys.readouterr().err

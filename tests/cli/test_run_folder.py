@@ -1,0 +1,156 @@
+"""Which folder a run gets, and which one `--resume` goes on with."""
+
+import json
+import os
+import time
+
+import pytest
+
+from halfstep.cli import train as command
+from halfstep.cli.main import run
+from halfstep.training import folder
+
+SMALL = [
+    "model.context=16",
+    "model.layers=1",
+    "model.width=16",
+    "model.heads=2",
+    "training.batch=2",
+    "training.steps=2",
+    "training.validation_tokens=64",
+    "training.measure_ceiling=false",
+]
+
+
+@pytest.fixture
+def settings(tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_text("\n\n".join(f"def f{i}(x):\n    return x * {i} + {i * i}" for i in range(400)))
+    chosen = [f"data.source={text}", *SMALL]
+    return ["--policy", "fp32", "--device", "cpu", *(word for setting in chosen for word in ("--set", setting))]
+
+
+@pytest.fixture
+def runs(tmp_path, monkeypatch):
+    monkeypatch.setattr(command, "RUNS", tmp_path / "runs")
+    return tmp_path / "runs"
+
+
+def make(parent, name, last, *, torn=False):
+    """The folder of a run whose last event was at `last`."""
+    made = parent / name
+    made.mkdir(parents=True)
+    (made / folder.CONFIG).write_text("")
+    lines = [json.dumps({"event": "step", "time": last - back, "step": 9 - back}) for back in (1, 0)]
+    (made / folder.EVENTS).write_text("\n".join(lines) + "\n" + '{"event": "ste' * torn)
+    return made
+
+
+DAY = "20250102-030405"
+
+
+def test_the_newest_run_is_the_one_that_was_trained_last(tmp_path):
+    older = make(tmp_path, f"tiny-{DAY}", 1000.0)
+    newer = make(tmp_path, f"gpt2-{DAY}", 2000.0, torn=True)
+    os.utime(newer, (1, 1))
+    (older / "model.int8z").write_bytes(b"")  # as `halfstep artifact` does: the folder's own time is now
+    assert folder.newest(tmp_path) == newer
+    assert folder.newest(tmp_path, "tiny") == older
+
+
+def test_a_run_without_a_record_is_as_old_as_its_checkpoint(tmp_path):
+    now = time.time()
+    bare = make(tmp_path, f"tiny-{DAY}", now)
+    (bare / folder.EVENTS).write_text("no JSON\n")
+    saved = bare / folder.CHECKPOINTS / "step-000005"
+    saved.mkdir(parents=True)
+    os.utime(saved, (500, 500))
+    made = make(tmp_path, "mine", 600.0)
+    assert folder.newest(tmp_path) == made
+    os.utime(saved, (700, 700))
+    assert folder.newest(tmp_path) == bare
+
+
+@pytest.mark.parametrize("other", ["tiny-big-", "tinys-", "a-tiny-", "tiny-20250102-", "tiny", "TINY-"])
+def test_a_recipe_goes_on_with_its_own_runs_alone(tmp_path, other):
+    ours = make(tmp_path, f"tiny-{DAY}", 1000.0)
+    make(tmp_path, f"{other}{DAY}", 2000.0)
+    make(tmp_path, "tiny-notes", 3000.0)
+    assert folder.newest(tmp_path, "tiny") == ours
+    assert folder.newest(tmp_path, "t[i]ny") is None
+    again = make(tmp_path, f"tiny-{DAY}-2", 4000.0)
+    assert folder.newest(tmp_path, "tiny") == again
+
+
+def test_resume_takes_the_run_that_was_trained_last_and_not_the_one_that_was_touched(settings, runs, capsys):
+    first, second = runs / f"tiny-{DAY}", runs / "tiny-20250102-030406"
+    for where in (first, second):
+        assert run(["train", *settings, "--out", str(where)]) == 0
+    assert run(["artifact", str(first), "--device", "cpu"]) == 0
+    make(runs, f"tiny-big-{DAY}", time.time() + 100)
+    capsys.readouterr()
+    assert run(["train", "tiny", "--resume", *settings]) == 0
+    assert f"run folder {second}" in capsys.readouterr().err
+
+
+def test_runs_that_start_in_one_second_get_folders_of_their_own(settings, runs, monkeypatch):
+    monkeypatch.setattr(time, "strftime", lambda *_: DAY)
+    for _ in range(3):
+        assert run(["train", *settings]) == 0
+    assert sorted(path.name for path in runs.iterdir()) == [f"tiny-{DAY}", f"tiny-{DAY}-2", f"tiny-{DAY}-3"]
+    assert folder.newest(runs, "tiny") == runs / f"tiny-{DAY}-3"
+
+
+def test_a_folder_is_taken_before_the_run_begins(runs):
+    """Two processes that both look first would both find it free."""
+    with command._new_folder("tiny") as one, command._new_folder("tiny") as other:
+        assert one != other
+        assert one.is_dir()
+        assert other.is_dir()
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_a_run_that_does_not_begin_leaves_no_folder(runs, there, capsys):
+    if there:
+        runs.mkdir()
+    assert run(["train", "--policy", "fp32", "--device", "toaster"]) == 2
+    assert runs.exists() == there
+    assert not there or list(runs.iterdir()) == []
+
+
+def test_a_place_where_no_folder_can_be_made_is_named(runs, capsys):
+    runs.write_text("a file")
+    assert run(["train", "--policy", "fp32"]) == 2
+    assert "cannot be written" in capsys.readouterr().err
+
+
+EMPTY = {
+    "train --out": ["train", "--policy", "fp32", "--out", ""],
+    "train --out=": ["train", "--policy", "fp32", "--out="],
+    "train --resume --out": ["train", "--resume", "--out", ""],
+    "recipe": ["train", ""],
+    "eval": ["eval", ""],
+    "sample": ["sample", ""],
+    "artifact": ["artifact", ""],
+    "artifact --out": ["artifact", "run", "--out", ""],
+    "pack": ["data", "pack", "", "--out", "packed", "--tokenizer", "bytes"],
+    "pack --out": ["data", "pack", "text.txt", "--out", "", "--tokenizer", "bytes"],
+    "pack --tokenizer": ["data", "pack", "text.txt", "--out", "packed", "--tokenizer", ""],
+    "train-tokenizer": ["data", "train-tokenizer", "", "--out", "tokenizer.json"],
+    "train-tokenizer --out": ["data", "train-tokenizer", "text.txt", "--out", ""],
+    "verify": ["data", "verify", ""],
+    "show": ["data", "show", ""],
+    "bench --save": ["bench", "--save", ""],
+    "bench --picture": ["bench", "--picture", ""],
+}
+
+
+@pytest.mark.parametrize("arguments", EMPTY.values(), ids=EMPTY)
+def test_an_empty_path_is_a_variable_that_is_not_set_and_not_this_folder(arguments, tmp_path, monkeypatch, capsys):
+    (tmp_path / "text.txt").write_text("words and more words\n" * 200)
+    monkeypatch.chdir(tmp_path)
+    assert run(arguments) == 2
+    err = capsys.readouterr().err
+    assert " is empty\n" in err
+    assert "hint: " in err
+    assert [path.name for path in tmp_path.iterdir()] == ["text.txt"]

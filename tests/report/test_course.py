@@ -1,0 +1,150 @@
+"""The steps of runs of any length: all of them, or as many as their charts need, and every spike."""
+
+import math
+import random
+import tracemalloc
+
+import numpy as np
+import pytest
+
+from halfstep.report import course as module
+from halfstep.report.course import BUCKET, NAMES, Course
+from halfstep.report.history import read_history
+
+LIMIT = 4 * BUCKET
+
+
+def event(step, **more):
+    return {"event": "step", "step": step, "time": float(step), "loss": 2.0 + math.sin(step), **more}
+
+
+def filled(steps, limit=LIMIT, **odd):
+    """A course of `steps` steps; `odd` is what some of them tell, as s123={...}."""
+    made = Course(limit)
+    for step in range(1, steps + 1):
+        made.add(step, event(step, tokens_per_second=1000.0 + step % 7, **odd.get(f"s{step}", {})))
+    return made
+
+
+def at(series):
+    return dict(zip(map(int, series.steps), map(float, series.values), strict=True))
+
+
+def test_a_run_up_to_the_limit_is_kept_as_it_is():
+    made = filled(LIMIT - 1)
+    assert list(made) == list(range(1, LIMIT))
+    for name in NAMES:
+        whole, even = made.column(name), made.even(name)
+        assert whole.whole
+        np.testing.assert_array_equal(whole.values, even.values)
+    assert at(made.column("loss")) == {step: 2.0 + math.sin(step) for step in range(1, LIMIT)}
+
+
+@pytest.mark.parametrize("steps", [LIMIT, 3 * LIMIT + 5, 20 * LIMIT, 100 * LIMIT + 1])
+def test_a_longer_one_keeps_its_ends_its_spikes_and_a_bounded_number_of_steps(steps):
+    spikes = {2: 9.0, LIMIT // 2: -3.0, steps // 3: 7.5, steps - 1: 8.0}
+    made = filled(steps, **{f"s{step}": {"loss": value} for step, value in spikes.items()})
+    loss = at(made.column("loss"))
+    assert {1, steps} <= set(loss)
+    for step, value in spikes.items():
+        assert loss[step] == value
+    assert list(made) == sorted(loss)
+    assert made.last == steps
+    assert not made.column("loss").whole
+    assert len(made) <= 4 * LIMIT
+    assert len(made.even("loss").values) <= 2 * LIMIT
+
+
+def test_every_value_that_is_kept_was_told():
+    steps = 30 * LIMIT
+    for name, told in (("loss", lambda s: 2.0 + math.sin(s)), ("tokens_per_second", lambda s: 1000.0 + s % 7)):
+        for series in (filled(steps).column(name), filled(steps).even(name)):
+            assert all(value == told(step) for step, value in at(series).items())
+
+
+def test_the_even_ones_are_equally_far_from_each_other_and_give_the_median():
+    chance = random.Random(0)
+    made, speeds = Course(LIMIT), []
+    for step in range(1, 40 * LIMIT):
+        speeds.append(chance.lognormvariate(0, 0.5))
+        made.add(step, event(step, tokens_per_second=speeds[-1]))
+    even = made.even("tokens_per_second")
+    assert len(set(np.diff(even.steps))) == 1
+    assert len(even.values) >= LIMIT / 2
+    # The median of n values of a density f at the median m is off by 1 / (2 f(m) sqrt n), here 0.63 / sqrt(n).
+    assert np.median(even.values) == pytest.approx(np.median(speeds), abs=3 * 0.63 / math.sqrt(len(even.values)))
+
+
+def test_a_value_that_is_not_finite_leaves_its_gap():
+    steps = 10 * LIMIT
+    loss = at(filled(steps, s777={"loss": math.nan}, s778={"loss": math.inf}).column("loss"))
+    assert not math.isfinite(loss[777])
+
+
+@pytest.mark.parametrize("steps", [100, 10 * LIMIT])
+@pytest.mark.parametrize("back", [1, 2, 60, LIMIT, 3 * LIMIT, 9 * LIMIT])
+def test_what_is_put_away_is_gone_and_the_rest_stays(steps, back):
+    if back > steps:
+        return
+    made = filled(steps, **{f"s{steps - back}": {"loss": 99.0}, f"s{steps}": {"loss": -99.0}})
+    kept = steps - back
+    made.put_away_from(kept + 1)
+    assert made.last <= kept
+    assert -99.0 not in made.column("loss").values
+    assert kept == 0 or 99.0 in made.column("loss").values
+    made.add(kept + 1, event(kept + 1, loss=5.0))
+    assert made.last == kept + 1
+    assert made.latest("loss") == 5.0
+
+
+def test_the_latest_value_is_that_of_the_last_step_that_told_it():
+    made = filled(3)
+    assert made.latest("memory") is None
+    made.add(4, event(4, loss=math.nan))
+    assert math.isnan(made.latest("loss"))
+    made.put_away_from(3)
+    assert made.latest("loss") == 2.0 + math.sin(2)
+    assert Course().latest("loss") is None
+
+
+def test_skips_are_counted_in_a_long_run_too(monkeypatch):
+    monkeypatch.setattr(Course.__init__, "__defaults__", (LIMIT,))
+    events, skipped = [{"event": "start", "time": 0.0}], 0
+    for step in range(1, 20 * LIMIT):
+        skipped += step % 300 == 0
+        events.append(event(step, skipped=skipped))
+    history = read_history(events)
+    assert not history.column("loss").whole
+    assert sum(history.skips().values()) == skipped
+
+
+def test_a_step_that_is_told_again_counts_as_it_was_told_last():
+    """The line of the rollback in between is lost, as on a full disk."""
+    look = {"event": "validation", "step": 3, "time": 3.0, "loss": 1.0}
+    told = [event(1), event(2), event(3), look, event(2, loss=7.0)]
+    history = read_history([{"event": "start", "time": 0.0}, *told])
+    assert list(history.steps) == [1, 2]
+    assert history.steps.latest("loss") == 7.0
+    assert not history.validations
+
+
+def test_a_page_takes_no_more_memory_for_a_longer_run(monkeypatch):
+    from halfstep.report.page import render
+
+    def events(steps):
+        yield {"event": "start", "time": 0.0, "policy": "fp32"}
+        for step in range(1, steps + 1):
+            yield event(step)
+
+    def peak(steps):
+        tracemalloc.start()
+        render(events(steps), "long")
+        _, most = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        return most
+
+    monkeypatch.setattr(Course.__init__, "__defaults__", (LIMIT,))
+    render(events(1), "what is loaded once")
+    short = peak(10 * LIMIT)
+    assert peak(80 * LIMIT) < 1.5 * short
+    assert module.ROWS * 8 * (1 + len(NAMES)) < 32e6  # bytes, of each selection
