@@ -220,7 +220,9 @@ def _per_token(side: "SideRecord") -> float:
 
 
 def _skipped(index: "Index") -> str:
-    return ", ".join(f"{number} {kind}" for kind, number in index.skipped.items())
+    from halfstep.training.walking import told
+
+    return ", ".join(told(index.skipped))
 
 
 def _as_data(index: "Index") -> object:
