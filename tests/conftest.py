@@ -4,6 +4,8 @@ import contextlib
 import os
 from importlib.metadata import PackageNotFoundError, version
 
+import pytest
+
 # XLA's time to compile is what most tests of JAX take. What is computed stays the same: what is left out is below
 # XLA's own passes, in how loops are written and in LLVM. Compiling takes a third to a sixth of the time.
 _LESS = ["xla_backend_optimization_level=0", "xla_llvm_disable_expensive_passes=true"]
@@ -19,3 +21,11 @@ with contextlib.suppress(ModuleNotFoundError):
     # A slow or busy machine is no failure; what must be fast is timed by its own test.
     settings.register_profile("halfstep", deadline=None)
     settings.load_profile("halfstep")
+
+
+@pytest.fixture
+def text(tmp_path):
+    """A file of text that a small run learns something from: 400 documents, each its own."""
+    path = tmp_path / "text.txt"
+    path.write_text("\n\n".join(f"def f{i}(x):\n    return x * {i} + {i * i}" for i in range(400)))
+    return path

@@ -26,10 +26,8 @@ SMALL = [
 
 
 @pytest.fixture
-def arguments(tmp_path):
+def arguments(text, tmp_path):
     """Of a run that takes a moment, on the CPU."""
-    text = tmp_path / "text.txt"
-    text.write_text("\n\n".join(f"def f{i}(x):\n    return x * {i} + {i * i}" for i in range(400)))
     chosen = [f"data.source={text}", *SMALL]
     settings = [word for setting in chosen for word in ("--set", setting)]
     return ["train", "--policy", "fp32", "--device", "cpu", "--out", str(tmp_path / "run"), *settings]

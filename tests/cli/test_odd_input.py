@@ -19,13 +19,6 @@ def train(out, *extra, text=None):
     return run(["train", "--device", "cpu", "--policy", "fp32", "--out", str(out), *flags])
 
 
-@pytest.fixture
-def text(tmp_path):
-    path = tmp_path / "text.txt"
-    path.write_text("\n\n".join(f"def f{i}(x):\n    return x * {i} + {i * i}" for i in range(300)))
-    return path
-
-
 @pytest.mark.parametrize(
     ("extra", "said"),
     [

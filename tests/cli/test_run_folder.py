@@ -23,9 +23,7 @@ SMALL = [
 
 
 @pytest.fixture
-def settings(tmp_path):
-    text = tmp_path / "text.txt"
-    text.write_text("\n\n".join(f"def f{i}(x):\n    return x * {i} + {i * i}" for i in range(400)))
+def settings(text):
     chosen = [f"data.source={text}", *SMALL]
     return ["--policy", "fp32", "--device", "cpu", *(word for setting in chosen for word in ("--set", setting))]
 

@@ -22,13 +22,6 @@ SMALL = [
 
 
 @pytest.fixture
-def text(tmp_path):
-    path = tmp_path / "text.txt"
-    path.write_text("\n\n".join(f"def f{i}(x):\n    return x * {i} + {i * i}" for i in range(400)))
-    return path
-
-
-@pytest.fixture
 def small(text):
     """The arguments of a run that takes a moment, on the CPU."""
     chosen = [f"data.source={text}", *SMALL]

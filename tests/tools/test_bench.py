@@ -50,13 +50,6 @@ SMALL = {"layers": 2, "width": 64, "context": 16, "batch": 2, "vocabulary": 256}
 
 
 @pytest.fixture
-def text(tmp_path):
-    path = tmp_path / "text.txt"
-    path.write_text("\n\n".join(f"def f{i}(x):\n    return x * {i} + {i * i}" for i in range(400)))
-    return path
-
-
-@pytest.fixture
 def played(monkeypatch, tmp_path, text):
     """Races played workers: gives the result, and what they were asked, in order."""
     script, diary = tmp_path / "played.py", tmp_path / "diary"

@@ -35,13 +35,6 @@ SMALL = [
 ]
 
 
-@pytest.fixture
-def text(tmp_path):
-    path = tmp_path / "text.txt"
-    path.write_text("\n\n".join(f"def f{i}(x):\n    return x * {i} + {i * i}" for i in range(400)))
-    return str(path)
-
-
 def start(text, out, *extra, policy="fp32", **options):
     config = load("tiny", [f"data.source={text}", *SMALL, *extra])
     return Loop(config, Policy.parse(policy), out, device="cpu", **options)

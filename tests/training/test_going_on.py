@@ -33,13 +33,6 @@ SMALL = [
 ]
 
 
-@pytest.fixture
-def text(tmp_path):
-    path = tmp_path / "text.txt"
-    path.write_text("\n\n".join(f"def f{i}(x):\n    return x * {i} + {i * i}" for i in range(400)))
-    return str(path)
-
-
 def start(source, out, *extra, **options):
     config = load("tiny", [f"data.source={source}", *SMALL, *extra])
     return Loop(config, Policy.parse("fp32"), out, device="cpu", **options)

@@ -41,13 +41,6 @@ SMALL = [
 
 
 @pytest.fixture
-def text(tmp_path):
-    path = tmp_path / "text.txt"
-    path.write_text("\n\n".join(f"def f{i}(x):\n    return x * {i} + {i * i}" for i in range(400)))
-    return path
-
-
-@pytest.fixture
 def start(text, tmp_path):
     """Starts a run, or goes on with it, with the loggers that are named."""
 

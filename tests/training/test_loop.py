@@ -34,13 +34,6 @@ SMALL = [
 ]
 
 
-@pytest.fixture
-def text(tmp_path):
-    path = tmp_path / "text.txt"
-    path.write_text("\n\n".join(f"def f{i}(x):\n    return x * {i} + {i * i}" for i in range(400)))
-    return str(path)
-
-
 def config(text, *extra):
     return load("tiny", [f"data.source={text}", *SMALL, *extra])
 

@@ -177,13 +177,6 @@ def test_a_recorded_ceiling_is_of_the_same_device_and_the_newest(tmp_path):
         recorded(tmp_path / "none", "one")
 
 
-@pytest.fixture
-def text(tmp_path):
-    path = tmp_path / "text.txt"
-    path.write_text("\n\n".join(f"def f{i}(x):\n    return x * {i} + {i * i}" for i in range(400)))
-    return path
-
-
 def test_a_run_records_all_of_it(text, tmp_path):
     config = load("tiny", [f"data.source={text}", *SMALL])
     ceiling = Ceiling(1e9, "by hand")

@@ -200,13 +200,6 @@ def test_shards_and_bf16_hold_the_same_numbers(saved, name, form):
         assert (weights["blocks.1.mlp.gate.weight"] == own["model.layers.1.mlp.gate_proj.weight"]).all()
 
 
-@pytest.fixture
-def text(tmp_path):
-    path = tmp_path / "text.txt"
-    path.write_text("\n\n".join(f"def f{i}(x):\n    return x * {i} + {i * i}" for i in range(200)))
-    return path
-
-
 @needs_transformers
 @pytest.mark.parametrize("name", SIZES)
 def test_train_starts_from_it_and_its_first_loss_is_theirs(saved, name, text, tmp_path, capsys):
