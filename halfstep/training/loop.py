@@ -309,8 +309,10 @@ class Loop:
         found, tally = self.last_look if finished else None, self.tally
         trained = tally.tokens - self.start * self._tokens_per_step
         speed = trained / tally.watch.seconds if tally.watch.seconds else 0.0
-        if found is not None:
+        if found is not None and self.stop.left(self.deadline) is None:
             artifact.conclude(self.session, self.corpus, self.config, self.out, found, self.events, self.bar)
+        elif found is not None and self.config.artifact.format != "none":
+            self._warn(f"a deadline runs, and the artifact is left: `halfstep artifact {self.out}` makes it")
         totals = self.meters.totals()
         if found is not None:
             self.events.write(

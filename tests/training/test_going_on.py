@@ -214,6 +214,29 @@ def test_a_look_that_a_signal_broke_off_is_taken_by_the_session_after(text, tmp_
     assert [event["step"] for event in told(out, "validation")] == [4, 8, 12]
 
 
+@pytest.mark.parametrize("deadline", [60.0, None])
+def test_an_artifact_waits_where_a_deadline_runs(text, tmp_path, capsys, deadline):
+    """A scheduler would kill the run in the middle of it; its last step is saved."""
+    out = tmp_path / "run"
+    loop = start(text, out, "artifact.format=int8-zlib", deadline=deadline)
+    attend = loop.attend
+
+    def attended(*given):
+        attend(*given)
+        save = loop.keeper.save_last
+
+        def saved(step):
+            signal.raise_signal(signal.SIGTERM)
+            return save(step)
+
+        loop.keeper.save_last = saved
+
+    loop.attend = attended
+    assert loop.run().finished
+    assert len(told(out, "artifact")) == (deadline is None)
+    assert (f"`halfstep artifact {out}` makes it" in capsys.readouterr().err) == (deadline is not None)
+
+
 def test_links_in_a_run_folder_lead_nowhere(text, tmp_path):
     out, precious = tmp_path / "run", tmp_path / "precious"
     start(text, out).run()
@@ -255,6 +278,7 @@ def test_events_that_a_disk_never_took_are_told_as_lost(text, tmp_path, capsys):
 
     def step(batch):
         if loop.tally.step == 10:
+            loop.events._file.close()
             loop.events._file = Full()
         return launch(batch)
 
