@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 from halfstep.core.choice import Support
-from halfstep.core.errors import PolicyError
+from halfstep.core.errors import FormatError, PolicyError
 from halfstep.core.formats import Format
 from halfstep.core.policy import Policy
 from halfstep.core.precision import Precision
@@ -44,6 +44,20 @@ def check_formats(
                 raise PolicyError(f"{fmt} cannot run on {where}: {support.reason}", hint=EMULATE)
             if fmt not in native:
                 raise PolicyError(f"{fmt} matmuls are not implemented natively yet on {where}", hint=EMULATE)
+
+
+def check_measurable(formats: Iterable[Format], where: str, supported: Callable[[Format], Support]) -> None:
+    """Refuses to time formats that a device cannot run, before the clock starts.
+
+    What is timed inside a budget may not come to its turn, and would then go unrefused.
+    """
+    for fmt in formats:
+        support = supported(fmt)
+        if not support:
+            raise FormatError(
+                f"{fmt} cannot be timed on {where}: {support.reason}",
+                hint="leave it out; `halfstep probe` says which formats a device runs",
+            )
 
 
 def check_reach(policy: Policy, matmuls: Iterable[str], owners: Iterable[str]) -> None:

@@ -31,6 +31,7 @@ from halfstep.core.choice import Shape, Timing, gain
 from halfstep.core.formats import BF16, E4M3, E5M2, FP16, FP32, TF32, Format, parse
 from halfstep.core.ladder import MARGIN, Clock, Run, climb
 from halfstep.core.precision import Precision
+from halfstep.core.refusal import check_measurable
 from halfstep.core.roles import Operand, is_narrow
 from halfstep.jax.dtypes import as_device, describe, dtype_of, supported
 from halfstep.jax.layers import COMPILER_OPTIONS
@@ -75,7 +76,9 @@ def measure(
 
     Starting the device, compiling and making operands come before the clock.
     """
-    bench = _Bench(as_device(device))
+    device, formats = as_device(device), list(formats)
+    check_measurable(formats, str(device), lambda fmt: supported(fmt, device))
+    bench = _Bench(device)
     on_cpu = bench.device.platform == "cpu"
     formats = [FP32, *(fmt for fmt in formats if fmt != FP32)]
     if shapes is None:

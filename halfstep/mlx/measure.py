@@ -24,6 +24,7 @@ from halfstep.core.choice import Shape, Timing, gain
 from halfstep.core.formats import BF16, E4M3, E5M2, FP16, FP32, TF32, Format
 from halfstep.core.ladder import Clock, Run, climb
 from halfstep.core.precision import Precision
+from halfstep.core.refusal import check_measurable
 from halfstep.core.roles import Operand
 from halfstep.mlx.dtypes import as_device, describe, dtype_of, pin_matmuls, supported, version
 from halfstep.mlx.layers import Layer
@@ -71,7 +72,8 @@ def measure(
 
     Starting the device (its libraries, the first kernel) comes before the clock.
     """
-    device = as_device(device)
+    device, formats = as_device(device), list(formats)
+    check_measurable(formats, str(device.type).rpartition(".")[2], lambda fmt: supported(fmt, device))
     pin_matmuls(device)
     if shapes is None:
         shapes = CPU_SHAPES if device.type == mx.cpu else ACCELERATOR_SHAPES

@@ -34,6 +34,7 @@ from halfstep.core.choice import Shape, Timing, gain
 from halfstep.core.formats import BF16, E4M3, E5M2, FP16, FP32, TF32, Format, parse
 from halfstep.core.ladder import Clock, Run, climb
 from halfstep.core.precision import Precision
+from halfstep.core.refusal import check_measurable
 from halfstep.core.roles import Operand, is_narrow
 from halfstep.torch.cast import to_native
 from halfstep.torch.delayed import Amaxes
@@ -105,7 +106,8 @@ def measure(
 
     Starting the device (a CUDA context, the libraries behind it) comes before the clock.
     """
-    device = torch.device(device)
+    device, formats = torch.device(device), list(formats)
+    check_measurable(formats, str(device), lambda fmt: supported(fmt, device))
     if shapes is None:
         shapes = CPU_SHAPES if device.type == "cpu" else ACCELERATOR_SHAPES
     bench = _Bench(device)

@@ -115,6 +115,12 @@ def test_a_budget_that_affords_nothing_times_the_smallest_fp32_and_stops():
     assert [(timing.format, timing.shape) for timing in timings] == [(FP32, CUBES[0])]
 
 
+def test_a_pause_before_the_first_matmul_leaves_fp32_to_compare_with():
+    now = iter([0.0, 0.0, 0.0, *(5.0 + 1e-6 * tick for tick in range(100))])
+    timings = climb(lambda fmt, shape: lambda count: None, [BF16], CUBES, budget=1.0, clock=lambda: next(now))
+    assert [(timing.format, timing.shape) for timing in timings] == [(FP32, CUBES[0])]
+
+
 def test_a_clock_that_does_not_move_gives_timings_all_the_same():
     timings = climb(lambda fmt, shape: lambda count: None, [BF16], CUBES, budget=1.0, clock=lambda: 1.0)
     assert all(second > 0 for timing in timings for second in timing.seconds)

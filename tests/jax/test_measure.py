@@ -9,6 +9,7 @@ import pytest
 
 from halfstep.config.model import ModelConfig
 from halfstep.core.choice import Timing
+from halfstep.core.errors import FormatError
 from halfstep.core.formats import BF16, E4M3, E5M2, FP16, FP32, TF32, parse
 from halfstep.jax import measure as module
 from halfstep.jax.measure import (
@@ -46,13 +47,22 @@ def test_compiling_comes_before_the_clock(monkeypatch):
         prepare(bench, fmt, shape)
 
     def clock():
-        clocked.append(time.perf_counter())
+        clocked.append(time.process_time())  # what else the machine does is not counted
         return clocked[-1]
 
     monkeypatch.setattr(module._Bench, "prepare", told)
     measure("cpu", [FP32, BF16], budget=0.2, shapes=TINY[:1], clock=clock)
     assert prepared == [(FP32, TINY[0], 0), (BF16, TINY[0], 0)]
-    assert clocked[-1] - clocked[0] < 0.2 + 0.5  # the budget, and what a busy machine adds
+    assert clocked[-1] - clocked[0] < 0.2 + 0.5  # the budget, and the last matmul
+
+
+def test_a_format_that_the_device_has_not_is_refused_before_anything_is_timed():
+    def never():
+        raise AssertionError("the clock was read")
+
+    with pytest.raises(FormatError, match="e4m3 cannot be timed on") as caught:
+        measure("cpu", [BF16, E4M3], clock=never)
+    assert "halfstep probe" in caught.value.hint
 
 
 def test_the_clock_is_the_one_given():

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from halfstep.core.choice import choose
+from halfstep.core.errors import FormatError
 from halfstep.core.formats import BF16, E4M3, E5M2, FP16, FP32, TF32
 from halfstep.core.policy import Policy
 from halfstep.core.precision import Precision, precisions
@@ -27,17 +28,19 @@ TINY = ((8, 8, 8), (16, 16, 32))
 
 
 def test_times_come_for_each_format_and_shape():
-    timings = measure("cpu", [FP32, BF16, FP16], budget=2.0, shapes=TINY)
+    # A clock of its own: on a busy machine a launch may take as long as the budget allows for a larger matmul.
+    ticks = iter(range(10**6))
+    timings = measure("cpu", [FP32, BF16, FP16], budget=1e9, shapes=TINY, clock=lambda: 1e-3 * next(ticks))
     assert {(timing.format, timing.shape) for timing in timings} == {
         (fmt, shape) for fmt in (FP32, BF16, FP16) for shape in TINY
     }
-    assert all(0 < timing.typical < 1 for timing in timings)
+    assert all(timing.typical == pytest.approx(1e-3, rel=1) for timing in timings)
 
 
 def test_the_budget_holds_at_the_real_shapes():
-    begun = time.perf_counter()
-    timings = measure("cpu", [FP32], budget=0.3)
-    assert time.perf_counter() - begun < 1.0  # the budget, and what starting and a busy machine add
+    begun = time.process_time()  # what else the machine does is not counted
+    timings = measure("cpu", [FP32], budget=0.3, clock=time.process_time)
+    assert time.process_time() - begun < 1.0  # the budget, and what starting adds
     assert timings[0].shape == CPU_SHAPES[0]
     assert len(timings) > 1
 
@@ -74,6 +77,15 @@ def test_operands_are_random_and_in_the_format(fmt, dtype, monkeypatch):
     for x in (a.float(), b.float()):
         assert x.std() > 0.5
         assert x.unique().numel() > 32
+
+
+def test_a_format_that_the_device_has_not_is_refused_before_anything_is_timed():
+    def never():
+        raise AssertionError("the clock was read")
+
+    with pytest.raises(FormatError, match="tf32 cannot be timed on cpu") as caught:
+        measure("cpu", [BF16, TF32], clock=never)
+    assert "halfstep probe" in caught.value.hint
 
 
 def test_what_was_set_about_tf32_is_put_back(monkeypatch):
@@ -113,7 +125,9 @@ def test_layers_take_turns_and_the_median_counts():
 
 @pytest.mark.skipif(not supported(E4M3, "cpu"), reason=supported(E4M3, "cpu").reason)
 def test_a_probe_of_a_cpu_times_fp8_where_torch_has_it_and_never_chooses_it():
-    timings = measure("cpu", [FP32, BF16, E4M3, E5M2], budget=2.0, shapes=[(16, 16, 32)])
+    ticks = iter(range(10**6))
+    formats = [FP32, BF16, E4M3, E5M2]
+    timings = measure("cpu", formats, budget=1e9, shapes=[(16, 16, 32)], clock=lambda: 1e-3 * next(ticks))
     assert {timing.format for timing in timings} == {FP32, BF16, E4M3, E5M2}
     quick = [replace(t, seconds=(1e-9,)) if t.format in (E4M3, E5M2) else t for t in timings]
     assert choose(quick, {fmt: supported(fmt, "cpu") for fmt in FORMATS}).preset != "fp8-mixed"
