@@ -95,7 +95,6 @@ class Session:
                 f"{len(micro_batches)} micro-batches were given, and the step was made for {self.micro_batches}",
                 hint=f"set training.micro_batches={len(micro_batches)}",
             )
-        self._last = micro_batches
         tokens = self._to_device(micro_batches if self.micro_batches > 1 else micro_batches[0])
         with self._here():
             self.run, result = self._step(self.run, tokens)
@@ -107,10 +106,11 @@ class Session:
         """A step's numbers; waits for that step, and not for one that was launched after it."""
         names = ("loss", "skipped", "scale", "grad_norm", "stuck")
         values = jax.device_get([getattr(result, name) for name in names])
-        read = {name: float(value) for name, value in zip(names, values, strict=True)}
-        if read.pop("stuck"):
-            check(result, self.blame(self._last))
-        return read
+        return {name: float(value) for name, value in zip(names, values, strict=True)}
+
+    def check(self, result: StepResult, micro_batches: Tokens) -> None:
+        """Stops a run that no loss scale can save; the step is run again, to name its first bad tensor."""
+        check(result, self.blame(micro_batches))
 
     def device_time(self, result: StepResult) -> tuple[float, float | None] | None:
         """None: JAX has no clock of the device's own that is read without waiting."""

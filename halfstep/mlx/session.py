@@ -80,7 +80,6 @@ class Session:
 
     def step(self, micro_batches: Tokens) -> StepResult:
         """One update from tokens of shape (micro-batches, batch, context + 1). Waits for nothing."""
-        self._last = micro_batches
         with mx.stream(self.device):
             if self.schedule is not None:
                 factor = self.schedule(self.run.applied, mx)
@@ -98,10 +97,11 @@ class Session:
     def read(self, result: StepResult) -> dict[str, float]:
         """A step's numbers; waits for that step. Nothing is computed here: it would come after the next step."""
         names = ("loss", "skipped", "scale", "grad_norm", "stuck")
-        read = {name: float(getattr(result, name).item()) for name in names}
-        if read.pop("stuck"):
-            self.run.check(result, self.blame(self._last))
-        return read
+        return {name: float(getattr(result, name).item()) for name in names}
+
+    def check(self, result: StepResult, micro_batches: Tokens) -> None:
+        """Stops a run that no loss scale can save; the step is run again, to name its first bad tensor."""
+        self.run.check(result, self.blame(micro_batches))
 
     def device_time(self, result: StepResult) -> tuple[float, float | None] | None:
         """None: MLX has no clock of the device's own."""

@@ -106,10 +106,11 @@ class Session:
 
     def read(self, result: StepResult) -> dict[str, float]:
         """A step's numbers; waits for that step, and not for one that was launched after it."""
-        read = self._numbers.take(result)
-        if read.pop("stuck"):
-            self.run.check(result)
-        return read
+        return self._numbers.take(result)
+
+    def check(self, result: StepResult, micro_batches: Tokens) -> None:
+        """Stops a run that no loss scale can save; the step is run again, to name its first bad tensor."""
+        self.run.check(result, self._sum_and_count, self._to_device(micro_batches).unbind())
 
     def device_time(self, result: StepResult) -> tuple[float, float | None] | None:
         """(seconds a step that was read took the device, seconds without one before it), or None; no wait."""

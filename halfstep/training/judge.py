@@ -1,6 +1,7 @@
 """What comes of a step that went wrong: it is told with the data it saw; the run goes on, goes back or stops.
 
     gradients not finite, once       the update was skipped on the device; an event names shards and offsets
+    a loss scale at its floor        the run stops, with the first bad tensor named and a checkpoint left
     HOPELESS times in a row          the run stops: the step is run again to name the first bad tensor; the newest
                                      checkpoint from before is kept
     a loss that stays up             back to the newest checkpoint from before, where the run asks for it
@@ -10,13 +11,14 @@ faults.py keeps the count; keeping.py has the checkpoints.
 
 import math
 from collections.abc import Mapping
-from typing import final
+from typing import Any, final
 
 from halfstep.core.errors import ScalingError
 from halfstep.training.data import Batches
 from halfstep.training.faults import Guard
 from halfstep.training.keeping import Keeper
 from halfstep.training.session import Session
+from halfstep.training.tally import Tally
 
 
 class RollBackError(Exception):
@@ -27,8 +29,9 @@ class RollBackError(Exception):
 class Judge:
     """Looks at the numbers of each step."""
 
-    def __init__(self, guard: Guard, batches: Batches, session: Session, keeper: Keeper):
+    def __init__(self, guard: Guard, batches: Batches, session: Session, keeper: Keeper, tally: Tally):
         self.guard, self.batches, self.session, self.keeper = guard, batches, session, keeper
+        self.tally = tally
 
     def see(self, step: int, numbers: Mapping[str, float]) -> None:
         """Takes a step; raises RollBackError where it is to be given up, ScalingError where nothing helps."""
@@ -52,14 +55,22 @@ class Judge:
         if guard.is_hopeless:
             raise self._hopeless(step)
 
-    def keep_one(self, step: int) -> None:
-        """Saves a run that is about to stop, where nothing was saved yet: skipped updates changed nothing."""
+    def stop(self, step: int, result: Any) -> None:
+        """Ends a run whose loss scale has nowhere to fall."""
+        self._keep_one()
+        self.session.check(result, self.batches.at(step - 1 + self.guard.shift))
+
+    def _keep_one(self) -> None:
+        """Saves a run that is about to stop, where nothing was saved yet: skipped updates changed nothing.
+
+        A step that was launched and is not read yet may have changed something: the weights are those after it.
+        """
         self.keeper.settle()
         if self.keeper.saver.saved_step is None:
-            self.keeper.save(step)
+            self.keeper.save(self.tally.launched)
 
     def _hopeless(self, step: int) -> ScalingError:
-        self.keep_one(step)
+        self._keep_one()
         cause = self.session.blame(self.batches.at(step - 1 + self.guard.shift))
         self.keeper.settle()
         good = self.keeper.newest_good()

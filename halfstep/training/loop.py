@@ -22,7 +22,7 @@ import numpy as np
 from halfstep.config.flops import flops_per_token
 from halfstep.config.run import RunConfig
 from halfstep.core.choice import Choice
-from halfstep.core.errors import HalfstepError, ScalingError
+from halfstep.core.errors import HalfstepError
 from halfstep.core.policy import Policy
 from halfstep.training import artifact, checkpoint, determinism, folder, loggers
 from halfstep.training.ceiling import UNMEASURED, Ceiling
@@ -167,7 +167,7 @@ class Loop:
         self._unreadable: DataError | None = None
         told = (self.events, bar, self._describe)
         self.keeper = Keeper(self.saver, self.session, self.guard, *told, stop, self.deadline)
-        self.judge = Judge(self.guard, self.batches, self.session, self.keeper)
+        self.judge = Judge(self.guard, self.batches, self.session, self.keeper, self.tally)
 
     def _train(self) -> None:
         """All steps, from the start and, after a rollback, from a checkpoint on."""
@@ -184,7 +184,8 @@ class Loop:
                 raise
             except RollBackError:
                 at = self._tally_at(self.keeper.roll_back(tally.step))
-                tally.step, tally.skipped, tally.tokens = at.step, at.skipped, at.tokens
+                tally.step, tally.launched = at.step, at.launched
+                tally.skipped, tally.tokens = at.skipped, at.tokens
         if tally.step == self.start == total:
             self.last_look = self._validate()  # it was stopped or killed between its last step and its end
 
@@ -212,10 +213,11 @@ class Loop:
         self.tally.watch.start(self.tally.step)
         for batch in self._readable(self.meters.fed(batches)):
             result = self.session.step(batch)
+            self.tally.launched += 1
             if pending is not None:
                 self._record(pending)
             pending = result
-            done = self.tally.step + 1
+            done = self.tally.launched
             last = done == training.steps
             look = done % training.validate_every == 0 or last
             save = done % training.save_every == 0 or last
@@ -247,11 +249,9 @@ class Loop:
     def _record(self, result: Any) -> None:
         """Reads a step that is over, and tells of it."""
         tally = self.tally
-        try:
-            numbers = self.session.read(result)
-        except ScalingError:  # no loss scale helps
-            self.judge.keep_one(tally.step + 1)
-            raise
+        numbers = self.session.read(result)
+        if numbers["stuck"]:
+            self.judge.stop(tally.step + 1, result)
         tally.step += 1
         steps_per_second = tally.watch.read(tally.step)
         tally.tokens += self._tokens_per_step
@@ -390,7 +390,7 @@ class Loop:
         }
 
     def _tally_at(self, step: int) -> Tally:
-        return Tally(step, step - self.session.applied(), tokens=step * self._tokens_per_step)
+        return Tally(step, step, step - self.session.applied(), tokens=step * self._tokens_per_step)
 
     def _resolved(self) -> RunConfig:
         """The configuration with the policy that runs in place of `auto`."""

@@ -40,7 +40,10 @@ class Session(Protocol):
         """Launches one update and returns its result, unread."""
 
     def read(self, result: Any) -> dict[str, float]:
-        """A result's loss, grad_norm, scale and skipped (0 or 1); raises if the run cannot go on."""
+        """A result's loss, grad_norm, scale, skipped and stuck (0 or 1 both); waits for that step alone."""
+
+    def check(self, result: Any, micro_batches: Tokens) -> None:
+        """Raises where no loss scale can save the run (`stuck`), naming the first bad tensor of its tokens."""
 
     def device_time(self, result: Any) -> tuple[float, float | None] | None:
         """(seconds a step that was read took the device, seconds without one before it), or None; no wait."""

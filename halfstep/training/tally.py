@@ -38,7 +38,8 @@ class Watch:
 class Tally:
     """What the loop counts while it runs."""
 
-    step: int
+    step: int  # the newest one whose numbers were read
+    launched: int  # the newest one that the device was given: what the weights are after, or will be
     skipped: int = 0
     tokens: int = 0
     loss: float = math.nan
