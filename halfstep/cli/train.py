@@ -88,6 +88,8 @@ def train(
         folder.check_free(where, new=not resume)
         # Where no recipe is named, a run that goes on knows its own.
         config = load(recipe or (str(where / folder.CONFIG) if resume else DEFAULT_RECIPE), named)
+        if not resume:
+            folder.check_apart(where, config.data.source)
         determinism.prepare(config, where)  # before anything is measured
         resolved, choice, warnings = _resolve_policy(config, device, where if resume else None, allow_older)
         reason = f": {choice.reason}" if choice else ""

@@ -13,10 +13,12 @@ same configuration but for how often it looks and saves, and the same policy and
 """
 
 import dataclasses
+import glob
 import json
 import os
 import re
 from collections.abc import Mapping
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +70,20 @@ def check_free(folder: Path, *, new: bool) -> None:
         _check_empty(folder)
 
 
+def check_apart(folder: Path, source: str) -> None:
+    """Refuses to make a run in the folder of its own data: its record would be among them when it goes on."""
+    named = Path(os.path.expanduser(source))
+    if glob.has_magic(source) and not named.exists():
+        if not fnmatch(CONFIG, named.name):
+            return
+        named = named.parent
+    if source and named.is_dir() and folder.is_dir() and named.samefile(folder):
+        raise ConfigError(
+            f"`{folder}` holds the data of the run, and its record would be among them",
+            hint="name another folder by --out; one inside this one will do",
+        )
+
+
 def has_ended(folder: Path) -> bool:
     """Whether the record of a run says that it came to its end."""
     for event in newest_first(folder / EVENTS):
@@ -79,6 +95,7 @@ def has_ended(folder: Path) -> bool:
 def create(folder: Path, config: RunConfig) -> None:
     """Makes the folder of a new run and writes its configuration."""
     _check_empty(folder)
+    check_apart(folder, config.data.source)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         write_whole(folder / CONFIG, to_toml(config).encode())

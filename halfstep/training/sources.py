@@ -119,7 +119,7 @@ def _find(given: str, only: str | None) -> Source:
             f"there is no source `{given}`",
             hint=did_you_mean(path.name, beside, "name a text file, a folder, *.jsonl, *.parquet, or `stdlib`"),
         )
-    found = regular(matched)
+    found = regular(matched, path)
     return Source(given, tuple(_named(each) for each in found.files), found.skipped)
 
 

@@ -62,7 +62,7 @@ def folder_documents(folder: Path) -> tuple[list[Document], str]:
 
 def glob_documents(paths: list[Path], pattern: str) -> tuple[list[Document], str]:
     """Every text among what a glob matched."""
-    return _several(regular(paths), None, f"files `{pattern}`")
+    return _several(regular(paths, Path(pattern).expanduser()), None, f"files `{pattern}`")
 
 
 def file_documents(path: Path) -> tuple[list[Document], str]:

@@ -12,11 +12,13 @@ what the disk happens to list first changes nothing.
 """
 
 import errno
+import glob
 import os
 import stat
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import final
 
@@ -57,15 +59,25 @@ def walk(root: Path, skip: Iterable[str] = ()) -> Walked:
     return Walked(files, dict(sorted(walker.skipped.items())))
 
 
-def regular(paths: Iterable[Path]) -> Walked:
-    """The files among some paths, in their order; folders are neither files nor left out."""
-    files, skipped = [], Counter[str]()
+def regular(paths: Iterable[Path], pattern: Path) -> Walked:
+    """The files among what a pattern matched, in their order; folders are neither files nor left out.
+
+    What lies in the folder of a run or of packed data is left out, unless the pattern spells that folder out.
+    """
+    named = Path(os.path.realpath(next(each for each in pattern.parents if not glob.has_magic(str(each)))))
+    ours = cache(lambda folder: _ours(str(folder), _names(folder)))
+    files, skipped, left_out = [], Counter[str](), set[Path]()
     for path in paths:
+        above = Path(os.path.realpath(path)).parents
+        written = next((each for each in above if each not in (named, *named.parents) and ours(each)), None)
         what = _what(str(path))
-        if what == FILE:
+        if written is not None:
+            left_out.add(written)
+        elif what == FILE:
             files.append(path)
         elif what != FOLDER:
             skipped[what] += 1
+    skipped.update(filter(None, map(ours, left_out)))
     return Walked(files, dict(sorted(skipped.items())))
 
 

@@ -243,6 +243,20 @@ def test_another_run_is_not_written_over(trained, small, capsys):
     assert (trained / "events.jsonl").read_bytes() == before
 
 
+@pytest.mark.parametrize("source", ["", "/*", "/[!x]*.toml"])
+def test_a_run_is_not_made_among_its_own_data(text, small, capsys, tmp_path, source):
+    data = tmp_path / "data"
+    data.mkdir()
+    for name, line in (("a", "one"), ("b", "two")):
+        (data / f"{name}.toml").write_text(line + text.read_text())
+    named = ["--set", f"data.source={data}{source}"]
+    assert run(["train", *small, *named, "--policy", "fp32", "--out", f"{data}/../data"]) == 2
+    assert "holds the data of the run" in capsys.readouterr().err
+    assert {path.name for path in data.iterdir()} == {"a.toml", "b.toml"}
+    assert run(["train", *small, *named, "--policy", "fp32", "--out", str(data / "run")]) == 0
+    assert run(["train", "--resume", "--out", str(data / "run")]) == 0
+
+
 @pytest.mark.parametrize("resume", [True, False])
 def test_nothing_is_measured_for_a_folder_that_cannot_be_had(trained, small, capsys, monkeypatch, resume):
     """A second run would take the device's memory from the first before it is refused."""

@@ -137,6 +137,12 @@ def test_folders_of_runs_are_no_text(tmp_path, kind, place):
     assert "(5 texts, 1 run folder skipped)" in after.description
     assert read(tmp_path) == [f"{n}.txt" for n in range(5)]
     assert find_sources([str(tmp_path)])[0].skipped == {"run folder": 1}
+    matched = load_corpus(f"{tmp_path}/**/*.[tj]*", 0.3, 256)
+    assert matched.digest == load_corpus(f"{tmp_path}/*.txt", 0.3, 256).digest
+    assert "(5 texts, 1 run folder skipped)" in matched.description
+    assert find_sources([f"{tmp_path}/**/*.[tj]*"])[0].skipped == {"run folder": 1}
+    (spelled,) = find_sources([f"{tmp_path / place}/**/*.txt"])
+    assert [file.name for file in spelled.files] == ["log.txt"]
     error = refused(tmp_path / place)
     assert "is the folder of a run" in error.message
     assert refused(tmp_path / "newest").message.startswith(f"`{tmp_path / 'newest'}` is the folder of a run")
