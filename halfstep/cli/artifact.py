@@ -46,6 +46,7 @@ def artifact(
     from dataclasses import replace
 
     from halfstep.core.errors import ConfigError
+    from halfstep.training import memory
     from halfstep.training.artifact import NAME, masters, score
     from halfstep.training.data import load_corpus
     from halfstep.training.evaluation import evaluate
@@ -59,9 +60,10 @@ def artifact(
     if corpus.digest != manifest["data"]["digest"]:
         print_words(f"warning: the data changed since the checkpoint; it was {manifest['data']['description']}")
     place = out or (run.parent.parent if is_checkpoint(run) else run) / NAME
-    before = evaluate(session, corpus, config)
-    # Of the checkpoint's own numbers: the session may hold them rounded, in the policy to evaluate in.
-    found = score(session, corpus, config, place, before, masters(state, config.model, averaged=False))
+    with memory.told(session.ran_out, lambda: memory.in_scoring(config)):
+        before = evaluate(session, corpus, config)
+        # Of the checkpoint's own numbers: the session may hold them rounded, in the policy to evaluate in.
+        found = score(session, corpus, config, place, before, masters(state, config.model, averaged=False))
     told = {
         "step": manifest["step"],
         "policy": str(session.policy),

@@ -149,6 +149,7 @@ def evaluate(
     json
         Print the data as JSON.
     """
+    from halfstep.training import memory
     from halfstep.training.data import load_corpus
     from halfstep.training.evaluation import evaluate as measure
 
@@ -156,7 +157,8 @@ def evaluate(
     corpus = load_corpus(config.data.source, config.data.validation, config.model.vocabulary)
     if corpus.digest != manifest["data"]["digest"]:
         print_words(f"warning: the data changed since the checkpoint; it was {manifest['data']['description']}")
-    found = measure(session, corpus, config)
+    with memory.told(session.ran_out, lambda: memory.in_scoring(config)):
+        found = measure(session, corpus, config)
     told = {"step": manifest["step"], "policy": str(session.policy), "weights": weights or kept(config)}
     result = {**told, **dataclasses.asdict(found)}
     if json:

@@ -1,12 +1,15 @@
 """What is known of the machine that this process runs on, whatever the framework: asked of the system."""
 
+import os
 import platform
+import resource
 import subprocess
 from pathlib import Path
 
 from halfstep.core.devices import CPU_FEATURES, Device
 
 _CPUINFO = Path("/proc/cpuinfo")
+_LIMIT = Path("/sys/fs/cgroup/memory.max")  # of a container
 
 
 def describe_cpu() -> Device:
@@ -16,6 +19,25 @@ def describe_cpu() -> Device:
     name = fields.get("model name") or sysctl("machdep.cpu.brand_string") or platform.processor() or machine
     flags = fields.get("flags") or fields.get("Features") or ""
     return Device("cpu", name, architecture=machine, features=CPU_FEATURES & set(flags.split()))
+
+
+def memory() -> int | None:
+    """The bytes of memory that this process can have; None where the system does not say."""
+    try:
+        found = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (OSError, ValueError):
+        return None
+    try:
+        limit = _LIMIT.read_text(encoding="ascii").strip()
+    except OSError:
+        limit = ""
+    return min(found, int(limit)) if limit.isdecimal() else found
+
+
+def peak_memory() -> int:
+    """The most bytes that this process held so far."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if platform.system() == "Darwin" else peak * 1024  # macOS counts bytes, Linux kilobytes
 
 
 def _cpuinfo() -> dict[str, str]:

@@ -8,8 +8,6 @@ sampling pads its window to the context, so that one program serves every length
 ahead, but the amax of a narrow operand does see the padding.
 """
 
-import resource
-import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
@@ -28,6 +26,7 @@ from halfstep.core.errors import HalfstepError
 from halfstep.core.policy import Policy
 from halfstep.core.refusal import check_reach
 from halfstep.core.stored import Held, Snapshot, Stored
+from halfstep.jax import memory
 from halfstep.jax.dtypes import as_device, describe
 from halfstep.jax.layers import COMPILER_OPTIONS
 from halfstep.jax.measure import devices
@@ -196,11 +195,15 @@ class Session:
 
     def memory(self) -> int:
         """The most bytes held so far: of the device's allocator, or of the process on a CPU."""
-        stats = self.device.memory_stats()
-        if stats is not None and "peak_bytes_in_use" in stats:
-            return int(stats["peak_bytes_in_use"])
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        return peak if sys.platform == "darwin" else peak * 1024  # macOS counts bytes, Linux kilobytes
+        return memory.peak(self.device)
+
+    def capacity(self) -> int | None:
+        """The bytes that the device has; None where nobody says."""
+        return memory.capacity(self.device)
+
+    def ran_out(self, error: BaseException) -> bool:
+        """Whether an error says that there was not enough memory."""
+        return memory.ran_out(error)
 
     def _here(self) -> AbstractContextManager[Any]:
         """Traced for this device: what is made for another, as a kernel of attention, would not run here."""

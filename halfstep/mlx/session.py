@@ -4,8 +4,6 @@
 and reads results when it wants to print them. Each backend has this file with this class.
 """
 
-import resource
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -21,6 +19,7 @@ from halfstep.config.weights import Weights, initial_weights
 from halfstep.core.errors import HalfstepError
 from halfstep.core.policy import Policy
 from halfstep.core.stored import Held, Snapshot, Stored
+from halfstep.mlx import memory
 from halfstep.mlx.apply import apply, set_precision
 from halfstep.mlx.dtypes import as_device, describe
 from halfstep.mlx.measure import devices
@@ -187,10 +186,15 @@ class Session:
 
     def memory(self) -> int:
         """The most bytes held so far: of the device's allocator, or of the process on a CPU."""
-        if self.device.type == mx.gpu:
-            return mx.get_peak_memory()
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        return peak if sys.platform == "darwin" else peak * 1024  # macOS counts bytes, Linux kilobytes
+        return memory.peak(self.device)
+
+    def capacity(self) -> int | None:
+        """The bytes that the device has; None where nobody says."""
+        return memory.capacity(self.device)
+
+    def ran_out(self, error: BaseException) -> bool:
+        """Whether an error says that there was not enough memory."""
+        return memory.ran_out(error)
 
     def _average(self, skipped: mx.array) -> None:
         """a <- a + (1 - decay) (w - a), on applied updates only."""

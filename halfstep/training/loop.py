@@ -24,7 +24,7 @@ from halfstep.config.run import RunConfig
 from halfstep.core.choice import Choice
 from halfstep.core.errors import HalfstepError
 from halfstep.core.policy import Policy
-from halfstep.training import artifact, checkpoint, determinism, folder, loggers
+from halfstep.training import artifact, checkpoint, determinism, folder, loggers, memory
 from halfstep.training.ceiling import UNMEASURED, Ceiling
 from halfstep.training.corpus import DataError
 from halfstep.training.data import Batches, Corpus, Prefetch, load_corpus
@@ -137,7 +137,8 @@ class Loop:
 
     def _run_to_its_end(self) -> Outcome:
         try:
-            self._train()
+            with memory.told(self.session.ran_out, self._ran_out):
+                self._train()
             with self.meters.part("saving"):
                 saved = self.keeper.save_last(self.tally.step)
         except HalfstepError as error:
@@ -157,6 +158,12 @@ class Loop:
         if not finished:
             self._tell_stop(saved)
         return self._finish(finished)
+
+    def _ran_out(self) -> HalfstepError:
+        """The newest checkpoint stands: a step that did not fit may have changed some weights and not others."""
+        self.keeper.settle()
+        held, capacity = self.session.memory(), self.session.capacity()
+        return memory.in_training(self.config, self.tally.step, held, capacity, self.saver.saved_step)
 
     def attend(self, stop: StopRequest, bar: Progress) -> None:
         """Sets up what counts, saves and judges while steps are taken; benchmarks take theirs with `_steps`."""
@@ -258,7 +265,7 @@ class Loop:
         tally.skipped += int(numbers["skipped"])
         tally.loss = numbers["loss"]
         speed = self._tokens_per_step * steps_per_second
-        memory = self.session.memory()
+        held = self.session.memory()
         training = self.config.training
         rate = factor(
             np.float32(tally.step - 1 - tally.skipped),
@@ -278,14 +285,14 @@ class Loop:
             grad_norm=numbers["grad_norm"],
             scale=numbers["scale"],
             skipped=tally.skipped,
-            memory=memory,
+            memory=held,
             **self.meters.read(result, steps_per_second),
         )
         self.bar.update(
             tally.step,
             loss=numbers["loss"],
             tokens_per_second=speed,
-            memory=memory,
+            memory=held,
             scale=numbers["scale"],
             skipped=tally.skipped,
         )

@@ -18,6 +18,7 @@ from halfstep.core.devices import Device
 from halfstep.core.errors import HalfstepError
 from halfstep.core.policy import Policy
 from halfstep.core.stored import Held, Snapshot, Stored
+from halfstep.training import memory
 from halfstep.training.schedule import factor, momentum
 
 Tokens = NDArray[np.int32]
@@ -79,6 +80,12 @@ class Session(Protocol):
     def memory(self) -> int:
         """The most bytes held so far."""
 
+    def capacity(self) -> int | None:
+        """The bytes that the device has; None where nobody says."""
+
+    def ran_out(self, error: BaseException) -> bool:
+        """Whether an error says that there was not enough memory."""
+
 
 def open_session(
     config: RunConfig,
@@ -90,7 +97,7 @@ def open_session(
 ) -> Session:
     """The session of the configured backend, with the given first weights or those of its seed.
 
-    A missing framework says how to install it.
+    A missing framework says how to install it; a model that the device cannot hold is refused.
     """
     try:
         module = import_module(f"halfstep.{config.backend}.session")
@@ -116,10 +123,15 @@ def open_session(
         start, end = optimizer.muon_momentum_start, optimizer.muon_momentum
         return momentum(applied, start=start, end=end, warmup=optimizer.muon_momentum_warmup, xp=xp)
 
+    place = module.as_device(device or module.devices()[0])
+    module.describe(place)  # refuses a device that is not here
+    capacity = module.memory.capacity(place)
+    memory.check_fits(config, policy, capacity, train=train)
     warms = train and optimizer.name == "muon" and optimizer.muon_momentum_warmup > 0
-    session: Session = module.Session(
-        config, policy, device, schedule if train else None, weights, momentum=warming if warms else None
-    )
+    with memory.told(module.memory.ran_out, lambda: memory.in_making(config, capacity)):
+        session: Session = module.Session(
+            config, policy, device, schedule if train else None, weights, momentum=warming if warms else None
+        )
     return session
 
 

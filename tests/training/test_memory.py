@@ -1,0 +1,158 @@
+"""Memory that is not enough: refused before the model is made, or told with what to do."""
+
+import pytest
+
+from halfstep.config.load import load
+from halfstep.core import host
+from halfstep.core.policy import Policy
+from halfstep.training import checkpoint
+from halfstep.training.events import read_events
+from halfstep.training.loop import Loop
+from halfstep.training.memory import OutOfMemoryError, check_fits, least_bytes
+
+SMALL = [
+    "model.context=16",
+    "model.layers=1",
+    "model.width=16",
+    "model.heads=2",
+    "training.batch=6",
+    "training.micro_batches=2",
+    "training.steps=8",
+    "training.validate_every=100",
+    "training.validation_tokens=64",
+    "training.save_every=3",
+]
+
+
+def start(text, out, *extra, backend="torch", **options):
+    pytest.importorskip("mlx.core" if backend == "mlx" else backend)
+    config = load("tiny", [f"data.source={text}", f"backend={backend}", *SMALL, *extra])
+    return Loop(config, Policy.parse("fp32"), out, device="cpu", **options)
+
+
+@pytest.mark.parametrize(
+    ("policy", "settings", "train", "a_parameter"),
+    [
+        ("fp32", ["optimizer.name=adamw"], True, 4 + 4 + 8),
+        ("bf16-mixed", ["optimizer.name=adamw"], True, 4 + 4 + 8),  # masters, gradients and moments are fp32
+        ("fp32", ["optimizer.name=muon"], True, 4 + 4 + 4),
+        ("bf16-true", [], True, 2 + 2 + 4),
+        ("fp32", [], False, 4),
+        ("bf16-mixed,param=fp32:split", [], False, 4),
+        ("bf16-mixed; lm_head: param=bf16", [], False, 2),
+    ],
+)
+def test_what_a_run_takes_at_the_least(policy, settings, train, a_parameter):
+    config = load("tiny", ["model.tied=false", *settings])
+    found = least_bytes(config, Policy.parse(policy), train=train)
+    assert found == a_parameter * config.model.num_parameters
+
+
+def test_a_model_that_the_device_cannot_hold_is_refused_and_one_that_fits_is_not():
+    config, policy = load("tiny"), Policy.parse("fp32")
+    least = least_bytes(config, policy, train=True)
+    check_fits(config, policy, least, train=True)
+    check_fits(config, policy, None, train=True)
+    check_fits(config, policy, least - 1, train=False)
+    with pytest.raises(
+        OutOfMemoryError, match=r"weights, gradients and moments take .* and the device has"
+    ) as caught:
+        check_fits(config, policy, least - 1, train=True)
+    assert "model.width" in caught.value.hint
+
+
+@pytest.mark.parametrize("backend", ["torch", "jax", "mlx"])
+@pytest.mark.parametrize("width", [2**20, 2**40])  # more than any machine has; beyond what 64 bits count
+def test_it_is_refused_before_anything_is_made(text, tmp_path, backend, width):
+    with pytest.raises(OutOfMemoryError, match="parameters"):
+        start(text, tmp_path / "run", f"model.width={width}", backend=backend)
+    assert not (tmp_path / "run").exists()
+
+
+def fails_at(session, step, fail):
+    taken, launch = [], session.step
+
+    def stepped(batch):
+        taken.append(batch)
+        if len(taken) == step:
+            fail()
+        return launch(batch)
+
+    session.step = stepped
+
+
+def torch_fails():
+    import torch
+
+    torch.empty(2**50)
+
+
+def jax_fails():
+    import jax.numpy as jnp
+
+    jnp.zeros(2**45).block_until_ready()
+
+
+def mlx_fails():
+    raise RuntimeError("[metal::malloc] Attempting to allocate 99 bytes which is greater than the maximum")
+
+
+FAILS = {"torch": torch_fails, "jax": jax_fails, "mlx": mlx_fails}
+
+
+@pytest.mark.parametrize("backend", FAILS)
+def test_a_step_that_does_not_fit_stops_the_run_and_says_what_to_do(text, tmp_path, backend):
+    out = tmp_path / "run"
+    loop = start(text, out, backend=backend)
+    fails_at(loop.session, 6, FAILS[backend])
+    with pytest.raises(
+        OutOfMemoryError, match=r"ran out of memory after step [45]: .* of .*iB were held"
+    ) as caught:
+        loop.run()
+    assert "`--set training.batch=3 --set training.micro_batches=4` makes the same updates" in caught.value.hint
+    assert "training.recompute_blocks=true" in caught.value.hint
+    assert "--resume goes on after step 3" in caught.value.hint
+    assert checkpoint.latest(out / "checkpoints").name == "step-000003"
+    (stop,) = (event for event in read_events(out / "events.jsonl") if event["event"] == "stop")
+    assert "ran out of memory" in stop["reason"]
+    assert stop["saved"] == 3
+    assert start(text, out, backend=backend, resume=True).run().finished
+
+
+def test_what_is_offered_is_what_takes_less(text, tmp_path):
+    loop = start(text, tmp_path / "run", "training.batch=1", "training.recompute_blocks=true")
+    fails_at(loop.session, 1, torch_fails)
+    with pytest.raises(OutOfMemoryError) as caught:
+        loop.run()
+    assert caught.value.hint == "a shorter model.context or a smaller model fits"
+
+
+@pytest.mark.parametrize("backend", FAILS)
+def test_other_errors_are_left_as_they_are(text, tmp_path, backend):
+    loop = start(text, tmp_path / "run", backend=backend)
+
+    def fail():
+        raise RuntimeError("a shape is wrong")
+
+    fails_at(loop.session, 2, fail)
+    with pytest.raises(RuntimeError, match="a shape is wrong"):
+        loop.run()
+
+
+def test_a_model_that_did_not_fit_beside_others_says_so(text, tmp_path, monkeypatch):
+    from halfstep.torch import session
+
+    monkeypatch.setattr(session, "Decoder", lambda config: torch_fails())
+    with pytest.raises(OutOfMemoryError, match=r"while .* parameters were put there"):
+        start(text, tmp_path / "run")
+
+
+def test_the_memory_of_a_container_is_what_it_may_have(tmp_path, monkeypatch):
+    limit = tmp_path / "memory.max"
+    monkeypatch.setattr(host, "_LIMIT", limit)
+    whole = host.memory()
+    limit.write_text("max\n")
+    assert host.memory() == whole
+    limit.write_text("123456\n")
+    assert host.memory() == 123456
+    assert 0 < host.peak_memory() < whole
