@@ -59,7 +59,7 @@ def artifact(
     corpus = load_corpus(config.data.source, config.data.validation, config.model.vocabulary)
     if corpus.digest != manifest["data"]["digest"]:
         print_words(f"warning: the data changed since the checkpoint; it was {manifest['data']['description']}")
-    place = out or (run.parent.parent if is_checkpoint(run) else run) / NAME
+    place = out or (run.resolve().parent.parent if is_checkpoint(run) else run) / NAME
     with memory.told(session.ran_out, lambda: memory.in_scoring(config)):
         before = evaluate(session, corpus, config)
         # Of the checkpoint's own numbers: the session may hold them rounded, in the policy to evaluate in.

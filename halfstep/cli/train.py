@@ -58,7 +58,7 @@ def train(
         The run folder; runs/RECIPE-DATE-TIME without it.
     resume
         Go on with the run in --out; without it, with the run in runs/ that was trained last, of the recipe if one
-        is named.
+        is named. Where both are named and there is no run yet, it begins.
     allow_older
         With --resume: where the newest checkpoint is damaged, set it aside and go on from the one before it.
     deadline
@@ -85,6 +85,10 @@ def train(
         *([f"backend={backend}"] if backend else []),
     ]
     with _run_folder(recipe, out, resume) as where:
+        if resume and recipe is not None and out is not None and not folder.holds_run(out):
+            # It was never begun, or a kill came first: one command will do for the start and for every restart.
+            print_words(f"`{out}` holds no run yet: {recipe} begins")
+            resume = False
         folder.check_free(where, new=not resume)
         # Where no recipe is named, a run that goes on knows its own.
         config = load(recipe or (str(where / folder.CONFIG) if resume else DEFAULT_RECIPE), named)

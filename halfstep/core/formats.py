@@ -165,6 +165,12 @@ FOREIGN: dict[str, str] = {
     "float8_e5m2": "e5m2",
 }
 _SHORT = {full: short for short, full in ALIASES.items()}
+# Names that people use for several formats.
+_FAMILIES = {
+    "fp8": "fp8 is two formats: `e4m3` forward, as `compute=e4m3:measured`, and `e5m2` for gradients; "
+    "the preset `fp8-mixed` has both",
+    "float8": "it is two formats: `e4m3` forward and `e5m2` for gradients; the preset `fp8-mixed` has both",
+}
 _NAME = re.compile(r"e(\d+)m(\d+)(?:b(\d+))?(ieee|fnuz|fn|f)?")
 
 
@@ -178,7 +184,8 @@ def parse(text: str) -> Format:
         raise FormatError(
             f"unknown number format `{text}`; named formats are {', '.join(ALIASES)}, "
             "and any ExMy that states its special values, as e3m4ieee",
-            hint=did_you_mean(name, [*ALIASES, *FOREIGN], otherwise="`halfstep formats` lists them"),
+            hint=_FAMILIES.get(name)
+            or did_you_mean(name, [*ALIASES, *FOREIGN], otherwise="`halfstep formats` lists them"),
         )
     exponent_bits, mantissa_bits, bias, specials = match.groups()
     if specials is None:

@@ -8,6 +8,7 @@ sampling pads its window to the context, so that one program serves every length
 ahead, but the amax of a narrow operand does see the padding.
 """
 
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
@@ -81,6 +82,11 @@ class Session:
         evaluated = plain.with_policy(policy.evaluation())
         self._evaluated = jax.jit(partial(_on_masters, evaluated.loss), compiler_options=COMPILER_OPTIONS)
         self._next = jax.jit(partial(_on_masters, self._logits_at), compiler_options=COMPILER_OPTIONS)
+
+    @property
+    def threads(self) -> int | None:
+        """The threads of a CPU that a sum may be divided among: XLA has one for each core."""
+        return os.cpu_count() if self.device.platform == "cpu" else None
 
     @property
     def asynchronous(self) -> bool:

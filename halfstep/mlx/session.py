@@ -73,6 +73,11 @@ class Session:
         self._rates = [optimizer.learning_rate for optimizer in self.run.optimizers]
 
     @property
+    def threads(self) -> int | None:
+        """None: a kernel of MLX runs on one thread of a CPU."""
+        return None
+
+    @property
     def asynchronous(self) -> bool:
         """Whether `step` returns before the step is done. On a CPU MLX queues little before it waits."""
         return self.device.type != mx.cpu

@@ -25,6 +25,7 @@ from halfstep.report.tables import table
 # What the rows are called, by the event they come from; `saved` and `resume` come from a checkpoint and a start.
 NAMES = {
     "skip": "update skipped",
+    "not_finite": "loss not finite",
     "spike": "loss spike",
     "rollback": "rolled back",
     "save_failed": "save failed",
@@ -166,6 +167,8 @@ class Teller:
                 self._saved(step, event)
             case "skip":
                 self._skip(step, event)
+            case "not_finite":
+                self._streak("not_finite", step, event, _with_data("the gradients were finite", event))
             case "spike":
                 self._streak("spike", step, event, _spike(event))
             case "rollback":

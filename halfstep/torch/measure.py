@@ -192,7 +192,8 @@ def time_layer(
         for _ in range(rounds):
             for run, seconds in zip(runs, taken, strict=True):
                 if work.compiled and work.device.type == "cuda":
-                    seconds.append(_device_seconds(run, count))
+                    with torch.cuda.device(work.device):  # whose stream the events are of
+                        seconds.append(_device_seconds(run, count))
                 else:
                     begun = clock()
                     run(count)

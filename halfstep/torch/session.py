@@ -54,6 +54,8 @@ class Session:
         self.policy = policy
         self.device = as_device(device or devices()[0])
         self.description = describe(self.device)  # also refuses a device that is not here
+        if self.device.type == "cuda" and self.device.index is not None:
+            torch.cuda.set_device(self.device)  # what names no device, as a kernel of a library, means this one
         self._pin_matmuls()
         self._make_deterministic()
         self._copies, self._spans, self._numbers = Copies(), Spans(self.device), Numbers(self.device)
@@ -78,6 +80,11 @@ class Session:
         """What was decided by measurement, here or in the run that goes on here."""
         measured = self.converted.measured
         return [] if measured is None else [f"measured: {measured.told}"]
+
+    @property
+    def threads(self) -> int | None:
+        """The threads of a CPU that a sum may be divided among."""
+        return torch.get_num_threads() if self.device.type == "cpu" else None
 
     @property
     def asynchronous(self) -> bool:

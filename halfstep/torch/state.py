@@ -193,9 +193,9 @@ class Copies:
                 held = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
                 self._held[name] = held
             held.copy_(tensor, non_blocking=tensor.is_cuda)
-        ready = [torch.cuda.Event() for _ in range(any(t.is_cuda for t in state.values()))]
-        for event in ready:
-            event.record()
+        # Of the stream of their own device: an event of another one would not wait for the copies.
+        devices = {tensor.device for tensor in state.values() if tensor.is_cuda}
+        ready = [torch.cuda.current_stream(device).record_event() for device in devices]
 
         def read() -> dict[str, Held]:
             for event in ready:

@@ -38,6 +38,7 @@ from halfstep.config.weights import Weights
 from halfstep.core.errors import HalfstepError
 from halfstep.core.split import join
 from halfstep.core.stored import Stored
+from halfstep.training import memory
 from halfstep.training.corpus import Corpus
 from halfstep.training.durable import write_whole
 from halfstep.training.evaluation import Evaluation, evaluate
@@ -166,8 +167,9 @@ def conclude(
         return
     weights = masters(session.state(), config.model, averaged=config.training.ema > 0)
     try:
-        found = score(session, corpus, config, out / NAME, before, weights)
-    except ArtifactError as error:  # the checkpoint is there, and whoever trained for days keeps the run
+        with memory.told(session.ran_out, lambda: memory.in_scoring(config)):
+            found = score(session, corpus, config, out / NAME, before, weights)
+    except HalfstepError as error:  # the checkpoint is there, and whoever trained for days keeps the run
         events.write("warning", message=f"there is no artifact: {error.message}")
         bar.note(f"warning: there is no artifact: {error.message}")
         return

@@ -42,8 +42,12 @@ def recorded(events: Path, device: str) -> Ceiling | None:
     try:
         with open(events, "rb") as file:
             starts = [line for line in file if line.startswith(_START)]
+    except FileNotFoundError:  # a death before the first event, or a copy of the checkpoints alone
+        return None
     except OSError as error:
-        raise HalfstepError(f"events cannot be read from `{events}`: {error.strerror or error}") from None
+        raise HalfstepError(
+            f"events cannot be read from `{events}`: {error.strerror or error}", hint="change its permissions"
+        ) from None
     for line in reversed(starts):
         found = _read(line, device)
         if found is not None:

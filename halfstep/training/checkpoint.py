@@ -227,6 +227,8 @@ def read_manifest(path: Path) -> dict[str, Any]:
     if not isinstance(manifest, dict) or "format" not in manifest:
         raise _damaged(file, "it states no `format`")
     if manifest["format"] != FORMAT:
+        if _digest({**manifest, "format": FORMAT}) == manifest.get("digest"):
+            raise _damaged(file, f"it states format {manifest['format']!r}, and was written as {FORMAT}")
         raise CheckpointError(
             f"`{file}` has format {manifest['format']!r}, this halfstep reads format {FORMAT}",
             hint="load it with the halfstep that wrote it: `pip install --upgrade halfstep` if that is newer",

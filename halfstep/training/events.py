@@ -17,6 +17,7 @@ Every line has `event`, its kind, and `time`, Unix seconds. The kinds and their 
     save_failed  step, message; earlier checkpoints are whole, training goes on, the next save is the next try
     skip         step, loss, grad_norm, in_a_row, scale, where ([{file, offsets}]): an update whose gradients
                  were not finite and was left out, and the data it saw
+    not_finite   the same of a step whose loss was not finite and whose gradients were: its update was made
     spike        step, loss, median, in_a_row, where: a loss above the recent ones by more than training.rollback
     rollback     step (it happened at), to (step of the checkpoint), skipped_data (updates' worth), message
     artifact     path, bytes, limit (or null), over (bytes), loss_before, loss_after, bits_per_byte_before,

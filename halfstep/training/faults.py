@@ -1,6 +1,7 @@
 """Steps that went wrong: which they are, how many in a row, and what is still good.
 
 A step whose gradients are not finite was skipped on the device; here it is counted and told with the data it saw.
+So is a loss that is not finite though its gradients are: nothing was skipped then, and nothing was learned of use.
 A loss that jumps and stays up is a reason to roll back, where the run asks for it (spikes.py). While either lasts,
 checkpoints that are saved may be worth nothing: the newest one from before is protected from pruning.
 
@@ -12,6 +13,7 @@ All of it is in every checkpoint, with the memory of the spike rule: what a resu
 uninterrupted one would have done.
 """
 
+import math
 from collections import Counter
 from collections.abc import Mapping
 from typing import Any, Literal, final
@@ -24,7 +26,7 @@ HOPELESS = 50
 # Rolling back to one checkpoint more often than this helps no more: it is not the data.
 ROLLBACKS = 3
 
-Fault = Literal["skip", "spike"]
+Fault = Literal["skip", "not_finite", "spike"]
 
 
 class DivergedError(HalfstepError):
@@ -37,7 +39,7 @@ class Guard:
 
     def __init__(self, rollback: float):
         self.spikes = Spikes(rollback)
-        self.in_a_row = 0  # steps that were skipped
+        self.in_a_row = 0  # steps that were skipped, or whose loss was not finite
         self.good = 0
         self.shift = 0
         self._went_back: Counter[int] = Counter()
@@ -47,6 +49,9 @@ class Guard:
         if numbers["skipped"]:
             self.in_a_row += 1
             return "skip"
+        if not math.isfinite(numbers["loss"]):  # and its gradients were: the update was made
+            self.in_a_row += 1
+            return "not_finite"
         self.in_a_row = 0
         if self.spikes.see(numbers["loss"]):
             return "spike"

@@ -15,6 +15,7 @@ same configuration but for how often it looks and saves, and the same policy and
 import dataclasses
 import glob
 import json
+import math
 import os
 import re
 from collections.abc import Mapping
@@ -44,9 +45,12 @@ FREE = {
     "training.keep_best",
     "training.rollback",
     "training.compile",
+    "training.recompute_blocks",
     "training.loggers",
     "training.measure_ceiling",
 }
+
+PIECES = ("training.batch", "training.micro_batches")
 
 
 def lock(folder: Path, *, new: bool) -> RunLock:
@@ -86,6 +90,8 @@ def check_apart(folder: Path, source: str) -> None:
 
 def has_ended(folder: Path) -> bool:
     """Whether the record of a run says that it came to its end."""
+    if not (folder / EVENTS).exists():  # a copy of the checkpoints alone
+        return False
     for event in newest_first(folder / EVENTS):
         if event["event"] in ("end", "start"):
             return bool(event["event"] == "end")
@@ -105,9 +111,14 @@ def create(folder: Path, config: RunConfig) -> None:
         ) from None
 
 
+def holds_run(folder: Path) -> bool:
+    """Whether there is a run in a folder, or what is left of one."""
+    # Checkpoints alone are a run too: its later ones would outlive, and push out, those of a new one.
+    return (folder / CONFIG).exists() or (folder / EVENTS).exists() or bool(step_folders(folder / CHECKPOINTS))
+
+
 def _check_empty(folder: Path) -> None:
-    # Checkpoints alone are a run too: its later ones would outlive, and push out, those of this one.
-    if (folder / CONFIG).exists() or (folder / EVENTS).exists() or step_folders(folder / CHECKPOINTS):
+    if holds_run(folder):
         raise ConfigError(
             f"`{folder}` already holds a run",
             hint="go on with it by --resume, or name another folder by --out",
@@ -116,14 +127,13 @@ def _check_empty(folder: Path) -> None:
 
 def check_same_run(folder: Path, config: RunConfig) -> None:
     """Refuses a configuration that does not continue the run in a folder."""
-    before = read_config(folder)
-    for key, (was, now) in differences(before, config).items():
-        if key not in FREE:
-            raise ConfigError(
-                f"`{folder}` holds another run: {key} was {was!r} and is now {now!r}",
-                hint="resume with what it was started with, or start anew with another --out; "
-                f"`--init {folder}` begins with its weights",
-            )
+    was, now = (_flatten(dataclasses.asdict(each)) for each in (read_config(folder), config))
+    for key in _fixed(was, now):
+        raise ConfigError(
+            f"`{folder}` holds another run: {key} was {was[key]!r} and is now {now[key]!r}",
+            hint="resume with what it was started with, or start anew with another --out; "
+            f"`--init {folder}` begins with its weights",
+        )
     if not os.access(folder, os.W_OK):
         raise ConfigError(f"`{folder}` cannot be written", hint="change its permissions")
 
@@ -131,12 +141,11 @@ def check_same_run(folder: Path, config: RunConfig) -> None:
 def check_same_settings(saved: Path, before: Mapping[str, Any], config: RunConfig) -> None:
     """Refuses settings that are not those of a checkpoint: run.toml may have been edited since."""
     was, now = _flatten(dict(before)), _flatten(json.loads(json.dumps(dataclasses.asdict(config))))
-    for key in now:
-        if key not in FREE and key in was and was[key] != now[key]:
-            raise ConfigError(
-                f"`{saved}` was saved with {key} = {was[key]!r}, and the run has {now[key]!r}",
-                hint=f"set it back in {CONFIG}, or start anew with `--init {saved}` and another --out",
-            )
+    for key in _fixed(was, now):
+        raise ConfigError(
+            f"`{saved}` was saved with {key} = {was[key]!r}, and the run has {now[key]!r}",
+            hint=f"set it back in {CONFIG}, or start anew with `--init {saved}` and another --out",
+        )
 
 
 def with_origin(folder: Path, config: RunConfig) -> RunConfig:
@@ -183,10 +192,12 @@ def _last_trained(folder: Path) -> float:
         return (saved[-1] if saved else folder / CONFIG).stat().st_mtime
 
 
-def differences(one: RunConfig, other: RunConfig) -> dict[str, tuple[Any, Any]]:
-    """The settings in which two configurations differ, by dotted key."""
-    flat = [_flatten(dataclasses.asdict(config)) for config in (one, other)]
-    return {key: (flat[0][key], flat[1][key]) for key in flat[0] if flat[0][key] != flat[1][key]}
+def _fixed(was: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """The settings that differ and may not. An update may be taken in other pieces: it sees the same sequences."""
+    free = set(FREE)
+    if math.prod(was.get(key, 0) for key in PIECES) == math.prod(now[key] for key in PIECES):
+        free.update(PIECES)
+    return [key for key in now if key not in free and key in was and was[key] != now[key]]
 
 
 def _flatten(table: dict[str, Any], prefix: str = "") -> dict[str, Any]:

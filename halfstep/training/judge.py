@@ -1,6 +1,7 @@
 """What comes of a step that went wrong: it is told with the data it saw; the run goes on, goes back or stops.
 
     gradients not finite, once       the update was skipped on the device; an event names shards and offsets
+    the loss alone not finite        the same, but that nothing was skipped
     a loss scale at its floor        the run stops, with the first bad tensor named and a checkpoint left
     HOPELESS times in a row          the run stops: the step is run again to name the first bad tensor; the newest
                                      checkpoint from before is kept
@@ -47,11 +48,12 @@ class Judge:
                 raise RollBackError
             return
         told |= {"grad_norm": numbers["grad_norm"], "scale": numbers["scale"]}
-        self.keeper.events.write("skip", in_a_row=guard.in_a_row, **told)
+        self.keeper.events.write(fault, in_a_row=guard.in_a_row, **told)
         # Under a dynamic scale an overflow is how the scale is found; a loss that is not finite is news.
         if guard.in_a_row == 1 and not (numbers["scale"] > 1 and math.isfinite(numbers["loss"])):
             place = f"`{where[0]['file'].strip('`')}` at token {where[0]['offsets'][0]}"
-            self.keeper.bar.note(f"step {step} was not finite and was skipped; its data begin in {place}")
+            then = "was not finite and was skipped" if fault == "skip" else "had a loss that is not finite"
+            self.keeper.bar.note(f"step {step} {then}; its data begin in {place}")
         if guard.is_hopeless:
             raise self._hopeless(step)
 
@@ -76,6 +78,6 @@ class Judge:
         good = self.keeper.newest_good()
         kept = f"start anew from the weights before it, `--init {good}`, with" if good else "start anew with"
         return ScalingError(
-            f"the gradients of {self.guard.in_a_row} steps in a row were not finite, up to step {step}; {cause}",
+            f"{self.guard.in_a_row} steps in a row were not finite, up to step {step}; {cause}",
             hint=f"{kept} a lower optimizer.rate; under fp16, let the scale fall with `scale=dynamic`",
         )

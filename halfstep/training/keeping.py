@@ -62,7 +62,17 @@ class Keeper:
         if not self.settle():
             return
         meta = self.describe(step, self._looked.get(step))
-        waited = self.saver.save(step, self.session.snapshot, meta, self.guard.protected, due)
+        try:
+            waited = self.saver.save(step, self.session.snapshot, meta, self.guard.protected, due)
+        except Exception as error:
+            if not self.session.ran_out(error):
+                raise
+            took = time.perf_counter() - due
+            why = checkpoint.CheckpointError(
+                f"the checkpoint of step {step}: no memory of the host is left for a copy"
+            )
+            self._tell(Saved(step, None, 0, took, took, why))
+            return
         if busy and waited > LONG and not self._told_wait:
             self._told_wait = True
             self._warn(

@@ -216,7 +216,7 @@ class Loop:
 
     def _steps(self, batches: Iterable[Tokens], stop: Any) -> None:
         """Launches step after step; `pending` is the one whose numbers were not read yet."""
-        training, pending = self.config.training, None
+        training, pending, self._unreadable = self.config.training, None, None
         self.tally.watch.start(self.tally.step)
         for batch in self._readable(self.meters.fed(batches)):
             result = self.session.step(batch)
@@ -267,8 +267,9 @@ class Loop:
         speed = self._tokens_per_step * steps_per_second
         held = self.session.memory()
         training = self.config.training
+        applied = tally.step - 1 - (tally.skipped - int(numbers["skipped"]))  # before this one
         rate = factor(
-            np.float32(tally.step - 1 - tally.skipped),
+            np.float32(applied),
             steps=training.steps,
             warmup=training.warmup_steps,
             warmdown_share=training.warmdown,
@@ -314,7 +315,8 @@ class Loop:
 
     def _finish(self, finished: bool) -> Outcome:
         found, tally = self.last_look if finished else None, self.tally
-        trained = tally.tokens - self.start * self._tokens_per_step
+        # Steps that a rollback gave up were trained too.
+        trained = self.meters.steps * self._tokens_per_step
         speed = trained / tally.watch.seconds if tally.watch.seconds else 0.0
         if found is not None and self.stop.left(self.deadline) is None:
             artifact.conclude(self.session, self.corpus, self.config, self.out, found, self.events, self.bar)
@@ -388,9 +390,8 @@ class Loop:
 
     def _describe(self, step: int, held_out: float | None) -> dict[str, Any]:
         """What the manifest of a checkpoint says."""
-        device = self.session.description.name
         return {
-            **describe_run(self.config, self.policy, self.choice, self.origin, device),
+            **describe_run(self.config, self.policy, self.choice, self.origin, self.session),
             "data": describe_data(self.corpus, self.batches, step, self.guard.shift),
             "held_out": held_out,
             "guard": self.guard.state(),

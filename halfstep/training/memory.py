@@ -66,7 +66,7 @@ def in_training(
 ) -> OutOfMemoryError:
     """Where a step did not fit."""
     has = "" if capacity is None else f" of {in_bytes(capacity)}"
-    resume = "" if saved is None else f"; --resume goes on after step {saved} where more memory is free"
+    resume = "" if saved is None else f"; with --resume it goes on after step {saved}"
     return OutOfMemoryError(
         f"the device ran out of memory after step {step}: {in_bytes(held)}{has} were held",
         hint=f"{' or '.join(_ways(config))}{resume}",

@@ -3,7 +3,7 @@
 The manifest holds, beside the digests of checkpoint.py:
 
     policy, choice       the precision that ran, and the measurement behind it where it was chosen
-    device, versions     what computed it
+    device, versions     what computed it; `threads` of a CPU, where sums hang on their number
     config, init         the settings, and where the first weights came from
     data                 identity of the data, position in it, and how much of it rollbacks left out
     random               every random state there is, and what is drawn without one
@@ -29,8 +29,10 @@ from halfstep.core.errors import ConfigError
 from halfstep.core.policy import Policy
 from halfstep.training.data import Batches, Corpus
 from halfstep.training.evaluation import bigram_of
-from halfstep.training.session import backend_version
+from halfstep.training.session import Session, backend_version
 
+# Settings that a run may change when it goes on, and that other bits come of: sums are taken in another order.
+_SWITCHES = ("compile", "recompute_blocks", "batch", "micro_batches")
 # The tables of a manifest that are read here and elsewhere, and what they must hold.
 _TABLES = {
     "config": (),
@@ -42,13 +44,14 @@ _TABLES = {
 
 
 def describe_run(
-    config: RunConfig, policy: Policy, choice: Choice | None, origin: Mapping[str, Any] | None, device: str
+    config: RunConfig, policy: Policy, choice: Choice | None, origin: Mapping[str, Any] | None, session: Session
 ) -> dict[str, Any]:
     """What does not change from one checkpoint to the next."""
     return {
         "policy": str(policy),
         "choice": told_choice(choice),
-        "device": device,
+        "device": session.description.name,
+        "threads": session.threads,
         "config": dataclasses.asdict(config),
         "init": origin,
         "aliases": {"model.lm_head.weight": "model.embed.weight"} if config.model.tied else {},
@@ -106,6 +109,13 @@ def told_choice(choice: Choice | None) -> dict[str, str] | None:
     return None if choice is None else {"preset": choice.preset, "reason": choice.reason}
 
 
+def _computes(told: Mapping[str, Any]) -> dict[str, Any]:
+    """Everything in a manifest that bits hang on and that a run may change when it goes on."""
+    training = told["config"].get("training", {})
+    switches = {f"training.{name}": training.get(name) for name in _SWITCHES}
+    return {"device": told.get("device"), "threads": told.get("threads"), **told.get("versions", {}), **switches}
+
+
 def check_readable(manifest: Mapping[str, Any], found: Path) -> None:
     """Refuses a manifest that verifies and that no halfstep wrote."""
     wrong = [] if isinstance(manifest.get("policy", ""), str) else ["policy"]
@@ -146,8 +156,9 @@ def check_manifest(manifest: Mapping[str, Any], found: Path, policy: Policy, cor
 
 def changes(manifest: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """What computes now and did not then, as a warning: the same bits are promised by the same software alone."""
-    was, here = ({"device": told.get("device"), **told.get("versions", {})} for told in (manifest, now))
-    found = [f"{name} was {was.get(name)} and is {here[name]}" for name in here if was.get(name) != here[name]]
+    was, here = _computes(manifest), _computes(now)
+    pairs = {name: (then, here.get(name)) for name, then in was.items() if then is not None}
+    found = [f"{name} was {then} and is {now}" for name, (then, now) in pairs.items() if then != now]
     if not found:
         return []
     return [f"since step {manifest['step']} {', '.join(found)}: the bits may differ from an uninterrupted run's"]

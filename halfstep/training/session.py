@@ -34,6 +34,10 @@ class Session(Protocol):
         """The hardware."""
 
     @property
+    def threads(self) -> int | None:
+        """The threads of a CPU that a sum may be divided among; None where the bits do not hang on them."""
+
+    @property
     def asynchronous(self) -> bool:
         """Whether `step` returns before the step is done."""
 

@@ -116,3 +116,11 @@ def test_an_artifact_over_its_limit_is_an_exit_code(trained, tmp_path, capsys):
 def test_a_file_that_cannot_be_written_is_named(trained, tmp_path, capsys):
     assert run(["artifact", str(trained), "--device", "cpu", "--out", str(tmp_path / "no" / "x")]) == 2
     assert "cannot be written" in capsys.readouterr().err
+
+
+def test_the_artifact_of_a_checkpoint_lies_in_the_run_from_wherever_it_is_named(trained, capsys, monkeypatch):
+    (trained / "model.int8z").unlink(missing_ok=True)
+    monkeypatch.chdir(trained / "checkpoints")
+    asked(capsys, "artifact", "step-000003")
+    assert (trained / "model.int8z").is_file()
+    assert not (trained / "checkpoints" / "model.int8z").exists()

@@ -243,6 +243,22 @@ def test_another_run_is_not_written_over(trained, small, capsys):
     assert (trained / "events.jsonl").read_bytes() == before
 
 
+def test_one_command_begins_a_run_and_goes_on_with_it(small, tmp_path, capsys):
+    out = tmp_path / "run"
+    assert run(["train", "--resume", "--out", str(out)]) == 2  # which recipe?
+    assert "holds no run" in capsys.readouterr().err
+    command = ["train", "tiny", *small, "--policy", "fp32", "--resume", "--out", str(out)]
+    out.mkdir()
+    (out / "lock").write_text("")  # of a process that was killed while it started
+    assert run(command) == 0
+    assert f"`{out}` holds no run yet: tiny begins" in capsys.readouterr().err
+    assert run(command) == 0
+    assert "holds no run yet" not in capsys.readouterr().err
+    (out / "run.toml").unlink()
+    assert run(command) == 2  # its checkpoints are there: it is not begun again beside them
+    assert "it has no run.toml" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("source", ["", "/*", "/[!x]*.toml"])
 def test_a_run_is_not_made_among_its_own_data(text, small, capsys, tmp_path, source):
     data = tmp_path / "data"

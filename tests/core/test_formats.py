@@ -104,3 +104,11 @@ def test_what_is_no_format_is_refused_with_the_remedy(text, said, hint):
         parse(text)
     assert said in caught.value.message
     assert hint is None or hint in caught.value.hint
+
+
+@pytest.mark.parametrize("name", ["fp8", "float8", "FP8"])
+def test_a_name_of_several_formats_says_which_they_are(name):
+    with pytest.raises(FormatError) as caught:
+        parse(name)
+    assert "`e4m3` forward" in caught.value.hint
+    assert "`fp8-mixed`" in caught.value.hint

@@ -96,6 +96,13 @@ def test_a_skipped_update_is_told_with_the_place_of_its_data():
     )
 
 
+def test_a_loss_that_is_not_finite_is_told_though_nothing_was_skipped():
+    told = [{**skip(step, in_a_row=step - 2, loss=math.inf), "event": "not_finite"} for step in (3, 4)]
+    ((step, what, details),) = rows(start(), steps(1, 3), told)
+    assert (step, what) == ("3 to 4", "loss not finite")
+    assert "the gradients were finite; data: shards/a.bin at tokens 16, 4096" in details
+
+
 def test_of_many_places_the_first_are_told_and_the_others_counted():
     many = [{"file": f"{name}.bin", "offsets": list(range(0, 64, 8))} for name in "abc"]
     ((_, _, details),) = rows(start(), steps(1, 3), skip(3, where=many))

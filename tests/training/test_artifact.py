@@ -202,6 +202,28 @@ def test_golf_ends_with_an_artifact_that_was_loaded_and_scored(tmp_path, policy,
     assert Path(told["path"]) == Path(artifact.NAME)
 
 
+@pytest.mark.parametrize("words", ["can't allocate memory", "a defect"])
+def test_a_run_whose_artifact_does_not_fit_into_memory_is_kept(tmp_path, monkeypatch, words):
+    def scored(*given):
+        raise RuntimeError(words)
+
+    monkeypatch.setattr(artifact, "score", scored)
+    text = tmp_path / "text.txt"
+    text.write_text("\n\n".join(f"line {i} of {i * i}" for i in range(400)))
+    config = load("golf", [*SMALL, f"data.source={text}"])
+    loop = Loop(config, Policy.parse("fp32"), tmp_path / "run", device="cpu")
+    if words == "a defect":
+        with pytest.raises(RuntimeError, match=words):
+            loop.run()
+        return
+    assert loop.run().finished
+    events = list(read_events(tmp_path / "run" / "events.jsonl"))
+    assert any(
+        "no artifact: the device ran out of memory" in e["message"] for e in events if e["event"] == "warning"
+    )
+    assert events[-1]["event"] == "end"
+
+
 def test_a_run_whose_weights_cannot_be_held_is_kept(tmp_path, monkeypatch):
     monkeypatch.setattr(artifact, "FP16_MAX", 0.5)
     text = tmp_path / "text.txt"

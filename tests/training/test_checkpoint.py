@@ -417,6 +417,17 @@ def test_another_format_is_refused_by_number_even_by_latest(tmp_path):
             act()
 
 
+def test_a_format_that_damage_changed_is_damage(tmp_path):
+    """And not a newer format: --allow-older may go back."""
+    save(tmp_path, 1, arrays_of(1), META)
+    path = save(tmp_path, 2, arrays_of(2), META)
+    text = (path / "manifest.json").read_text()
+    (path / "manifest.json").write_text(text.replace('"format": 1', '"format": 3'))
+    with pytest.raises(DamagedCheckpointError, match="states format 3, and was written as 1"):
+        load(path)
+    assert latest(tmp_path, allow_older=True).name == "step-000001"
+
+
 def test_a_table_that_disagrees_with_the_file_is_named(tmp_path):
     path = save(tmp_path, 1, arrays_of(1), META)
     rewrite(path, tensors={"step": {"dtype": "I64", "shape": []}})

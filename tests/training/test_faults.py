@@ -94,6 +94,20 @@ def test_a_batch_that_is_not_finite_is_skipped_and_told_with_its_place(text, tmp
     assert loop.session.applied() == 5
 
 
+def test_a_loss_that_is_not_finite_counts_though_its_gradients_are(text, tmp_path, capsys):
+    out = tmp_path / "run"
+    loop = start(text, out, "training.steps=80")
+    real = loop.session._loss
+    loop.session._loss = lambda x, y: real(x, y) + (math.inf if loop.tally.step >= 5 else 0.0)
+    with pytest.raises(HalfstepError, match="50 steps in a row were not finite, up to step 55; forward: the loss"):
+        loop.run()
+    events = told(out, "not_finite")
+    assert [event["step"] for event in events] == list(range(6, 56))
+    assert events[0]["where"] == loop.batches.locate(5)
+    assert told(out, "skip") == []
+    assert "step 6 had a loss that is not finite; its data begin in" in capsys.readouterr().err
+
+
 def test_a_token_of_shards_is_found_by_file_and_offset(tmp_path):
     numbers = np.arange(10, dtype=np.uint16)
     parts = [Shard(tmp_path / "a.bin", numbers[2:6], 2), Shard(tmp_path / "b.bin", numbers[:3])]

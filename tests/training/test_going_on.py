@@ -2,6 +2,7 @@
 
 import errno
 import json
+import math
 import os
 import re
 import signal
@@ -13,9 +14,11 @@ from halfstep.config.load import load
 from halfstep.core.errors import ConfigError
 from halfstep.core.policy import Policy
 from halfstep.training import checkpoint, folder
+from halfstep.training.ceiling import recorded
 from halfstep.training.corpus import DataError
 from halfstep.training.durable import write_whole
 from halfstep.training.events import EventsError, read_events
+from halfstep.training.judge import RollBackError
 from halfstep.training.loop import Loop
 from halfstep.training.shards import open_shard
 
@@ -332,3 +335,107 @@ def test_a_manifest_that_verifies_and_is_none_of_ours_is_refused(text, tmp_path,
     (path / checkpoint.MANIFEST).write_text(json.dumps(manifest))
     with pytest.raises(ConfigError, match=rf"what its manifest says of `{next(iter(odd))}` is not what halfstep"):
         again(out)
+
+
+@pytest.mark.parametrize("steps", [6, 12])
+def test_checkpoints_alone_are_enough_to_go_on_from(text, tmp_path, steps):
+    """As where a run was moved without its record."""
+    plain, out = tmp_path / "plain", tmp_path / "run"
+    start(text, plain).run()
+    kill_at(start(text, out), steps) if steps < 12 else start(text, out).run()
+    (out / folder.EVENTS).unlink()
+    assert recorded(out / folder.EVENTS, "any") is None
+    assert again(out).run().finished
+    assert final_state(out)[0] == final_state(plain)[0]
+    assert told(out, "end")
+
+
+def test_a_read_that_failed_once_is_forgotten_by_a_rollback(text, tmp_path, monkeypatch):
+    loop = start(text, tmp_path / "run")
+    monkeypatch.setattr(type(loop.session), "asynchronous", True)
+    at, record, failed = loop.batches.at, loop._record, []
+
+    def broken(step):
+        if step == 7 and not failed:
+            failed.append(step)
+            raise DataError("a disk that came back")
+        return at(step)
+
+    def recorded_late(result):
+        record(result)
+        if loop.tally.step == 7 and len(failed) == 1:
+            failed.append("rolled back")
+            loop.guard.good = 4
+            raise RollBackError
+
+    loop.batches.at, loop._record = broken, recorded_late
+    assert loop.run().finished
+    assert len(failed) == 2
+
+
+def test_steps_that_a_rollback_gave_up_count_for_the_speed(text, tmp_path):
+    out = tmp_path / "run"
+    kill_at(start(text, out), 10)
+    loop = again(out)
+    assert loop.start == 8
+    record, gone = loop._record, []
+
+    def back_once(result):
+        record(result)
+        if loop.tally.step == 10 and not gone:
+            gone.append(1)
+            loop.guard.good = 4
+            raise RollBackError
+
+    loop._record = back_once
+    outcome = loop.run()
+    assert outcome.tokens_per_second * outcome.seconds == pytest.approx((2 + 8) * 2 * 16)
+
+
+def test_the_rate_in_the_record_is_the_one_that_a_skipped_step_had(text, tmp_path):
+    loop = start(text, tmp_path / "run", "training.warmup=0.5")
+    real, taken = loop.session._loss, []
+
+    def loss(x, y):
+        taken.append(1)
+        return real(x, y) * (math.nan if len(taken) in (1, 3) else 1.0)
+
+    loop.session._loss = loss
+    loop.run()
+    rates = [event["learning_rate"] for event in told(tmp_path / "run", "step")][:5]
+    unit = rates[0]
+    assert unit > 0
+    assert rates == pytest.approx([unit, unit, 2 * unit, 2 * unit, 3 * unit])
+
+
+def test_what_changes_bits_is_warned_of(text, tmp_path, monkeypatch):
+    import torch
+
+    out = tmp_path / "run"
+    kill_at(start(text, out), 6)
+    threads = torch.get_num_threads()
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads + 1)
+    loop = start(text, out, "training.recompute_blocks=true", resume=True)
+    (warning,) = loop.warnings
+    assert f"threads was {threads} and is {threads + 1}" in warning
+    assert "training.recompute_blocks was False and is True" in warning
+    loop.lock.release()
+
+
+@pytest.mark.parametrize(("batch", "pieces", "refused"), [(1, 2, False), (2, 2, True), (1, 1, True)])
+def test_an_update_may_be_taken_in_other_pieces_of_the_same_sequences(text, tmp_path, batch, pieces, refused):
+    plain, out = tmp_path / "plain", tmp_path / "run"
+    start(text, plain).run()
+    kill_at(start(text, out), 6)
+    settings = [f"training.batch={batch}", f"training.micro_batches={pieces}"]
+    if refused:
+        with pytest.raises(ConfigError, match=r"training\.(batch|micro_batches) was"):
+            start(text, out, *settings, resume=True)
+        return
+    loop = start(text, out, *settings, resume=True)
+    assert loop.run().finished
+    weights, expected = final_state(out)[0], final_state(plain)[0]
+    for name in expected:
+        if name.startswith("model."):
+            one, other = (np.frombuffer(state[name], np.float32) for state in (weights, expected))
+            assert np.allclose(one, other, atol=1e-3)

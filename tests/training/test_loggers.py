@@ -247,6 +247,27 @@ def test_an_identity_that_a_full_disk_does_not_take_is_told(tmp_path, planted, m
     assert "cannot be written (No space left on device)" in told[0]
 
 
+def test_one_that_cannot_start_takes_no_other_with_it(tmp_path, monkeypatch):
+    there = Recorder()
+
+    def opens(name, where):
+        if name == "wandb":
+            raise RuntimeError("no network")
+        return there
+
+    monkeypatch.setattr(loggers, "_open", opens)
+    warned = []
+    board = Board(("tensorboard", "wandb"), tmp_path, 4, warn=warned.append)
+    assert list(board.loggers) == ["tensorboard"]
+    assert there.told == []
+    assert len(warned) == 1
+    with pytest.raises(
+        HalfstepError, match="`wandb` cannot start"
+    ):  # a new run is refused, and closes what it opened
+        Board(("tensorboard", "wandb"), tmp_path, None, warn=warned.append)
+    assert there.told == [("close", True, {})]
+
+
 def test_without_loggers_nothing_is_written_or_imported(start, tmp_path):
     start().run()
     assert not (tmp_path / "run" / "loggers.json").exists()

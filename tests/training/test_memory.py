@@ -111,12 +111,15 @@ def test_a_step_that_does_not_fit_stops_the_run_and_says_what_to_do(text, tmp_pa
         loop.run()
     assert "`--set training.batch=3 --set training.micro_batches=4` makes the same updates" in caught.value.hint
     assert "training.recompute_blocks=true" in caught.value.hint
-    assert "--resume goes on after step 3" in caught.value.hint
+    assert "with --resume it goes on after step 3" in caught.value.hint
     assert checkpoint.latest(out / "checkpoints").name == "step-000003"
     (stop,) = (event for event in read_events(out / "events.jsonl") if event["event"] == "stop")
     assert "ran out of memory" in stop["reason"]
     assert stop["saved"] == 3
-    assert start(text, out, backend=backend, resume=True).run().finished
+    smaller = ["training.batch=3", "training.micro_batches=4", "training.recompute_blocks=true"]
+    resumed = start(text, out, *smaller, backend=backend, resume=True)  # as the hint says
+    assert any("training.batch was 6 and is 3" in warning for warning in resumed.warnings)
+    assert resumed.run().finished
 
 
 def test_what_is_offered_is_what_takes_less(text, tmp_path):

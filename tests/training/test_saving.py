@@ -143,6 +143,9 @@ class Bar:
 class Session:
     snapshot = staticmethod(taken(7))
 
+    def ran_out(self, error):
+        return "allocate" in str(error)
+
 
 @pytest.fixture
 def keeper(tmp_path):
@@ -256,6 +259,25 @@ def test_no_memory_for_a_save_is_a_save_that_failed(keeper):
     (event,) = told(keeper)
     assert event["event"] == "save_failed"
     assert "no memory" in event["message"]
+
+
+@pytest.mark.parametrize("words", ["can't allocate memory", "a defect"])
+def test_a_copy_that_the_host_has_no_memory_for_is_a_save_that_failed(keeper, words):
+    def take():
+        raise RuntimeError(words)
+
+    keeper.session.snapshot = take
+    if words == "a defect":
+        with pytest.raises(RuntimeError, match=words):
+            keeper.save(3)
+        return
+    keeper.save(3)
+    del keeper.session.snapshot
+    (event,) = told(keeper)
+    assert (event["event"], event["step"]) == ("save_failed", 3)
+    assert "no memory of the host is left for a copy" in event["message"]
+    assert keeper.save_last(4)
+    assert keeper.saver.saved_step == 4
 
 
 def test_nothing_is_saved_of_a_run_without_a_step(keeper):

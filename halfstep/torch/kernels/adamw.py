@@ -65,38 +65,39 @@ class Update:
         if not self._owners.numel():
             return
         tensors = len(parameters)
-        _count[(triton.cdiv(tensors, COUNTED),)](
-            self._table,
-            self._paces,
-            self._roots,
-            rate,
-            found_inf,
-            tensors,
-            COUNTED=COUNTED,
-            enable_fp_fusion=False,
-        )
-        _adamw[(self._owners.numel(),)](
-            self._table,
-            self._counts,
-            self._owners,
-            self._chunks,
-            self._paces,
-            self._roots,
-            rate,
-            factor,
-            found_inf,
-            betas[0],
-            1 - betas[0],
-            betas[1],
-            1 - betas[1],
-            eps,
-            decay,
-            tensors,
-            NARROW=first[0].dtype == torch.bfloat16,
-            CHUNK=CHUNK,
-            num_warps=WARPS,
-            enable_fp_fusion=False,
-        )
+        with torch.cuda.device_of(parameters[0]):  # Triton launches on the current device, wherever tensors lie
+            _count[(triton.cdiv(tensors, COUNTED),)](
+                self._table,
+                self._paces,
+                self._roots,
+                rate,
+                found_inf,
+                tensors,
+                COUNTED=COUNTED,
+                enable_fp_fusion=False,
+            )
+            _adamw[(self._owners.numel(),)](
+                self._table,
+                self._counts,
+                self._owners,
+                self._chunks,
+                self._paces,
+                self._roots,
+                rate,
+                factor,
+                found_inf,
+                betas[0],
+                1 - betas[0],
+                betas[1],
+                1 - betas[1],
+                eps,
+                decay,
+                tensors,
+                NARROW=first[0].dtype == torch.bfloat16,
+                CHUNK=CHUNK,
+                num_warps=WARPS,
+                enable_fp_fusion=False,
+            )
 
     def _point(
         self, parameters: Sequence[Tensor], rows: Sequence[Sequence[Tensor | None]], betas: tuple[float, float]

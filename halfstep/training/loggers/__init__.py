@@ -130,8 +130,8 @@ class Board:
 
     def _not_opened(self, name: str, error: Exception, resumed: bool) -> None:
         """A new run is refused; one that goes on has more to lose than a picture of itself."""
-        self.close(failed=True)
         if not resumed:
+            self.close(failed=True)
             raise HalfstepError(
                 f"the logger `{name}` cannot start: {_said(error)}",
                 hint="leave it out of training.loggers, or see to it and name another folder by --out",
