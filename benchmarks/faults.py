@@ -1,13 +1,16 @@
 """What a run survives: kills at any instant, damaged checkpoints, a full disk, a folder that turns read-only.
 
     python benchmarks/faults.py [--kills 100] [--steps 60] [--seed 0] [--only kills|damage|disk] [--device cpu]
+                                [--command]
 
 **Kills.** A small run is killed by SIGKILL again and again and resumed each time. Half of the instants are drawn
 evenly over a run, from opening the folder to the last step; half are aimed: the killer waits until a save is under
 way and strikes within a few milliseconds. After each kill every checkpoint in the folder is verified by its
 digests, by code that shares nothing with ours; the next session must go on from the newest of them, and none that
 was told as complete may be missing. A run that came to its end must hold the weights of an uninterrupted one, bit
-for bit, and a new one begins. Sessions are forked from a process that has imported all and computed nothing.
+for bit, and a new one begins. Sessions are forked from a process that has imported all and computed nothing: so a
+hundred take minutes. With --command each is `halfstep train tiny --resume --out RUN`, the same command for start and
+restart, and kills come while it starts too.
 
 **Damage.** Every byte of the manifest and of the header, and bytes of every tensor, are flipped; files are cut at
 every border, lengthened, removed and exchanged. Each must be refused with the file's name, or mean the same.
@@ -43,6 +46,7 @@ from halfstep.core.policy import Policy
 from halfstep.training import checkpoint
 from halfstep.training.checkpoint import load
 from halfstep.training.events import read_events
+from halfstep.training.folder import holds_run
 from halfstep.training.loop import Loop
 
 SMALL = [
@@ -62,8 +66,9 @@ SMALL = [
 class Bench:
     """A folder to work in, a text to learn from, and how a session is started."""
 
-    def __init__(self, folder: Path, device: str, overrides: list[str], steps: int):
-        self.folder, self.device, self.steps = folder, device, steps
+    def __init__(self, folder: Path, device: str, overrides: list[str], steps: int, command: bool = False):
+        self.folder, self.device, self.steps, self.command = folder, device, steps, command
+        self._started: list[subprocess.Popen[bytes]] = []
         self.text = folder / "text.txt"
         self.text.write_text("\n\n".join(f"def f{i}(x):\n    return x * {i} + {i * i}" for i in range(2000)))
         self.overrides = [f"data.source={self.text}", *SMALL, f"training.steps={steps}", *overrides]
@@ -76,16 +81,15 @@ class Bench:
 
     def session(self, out: Path, act: Callable[[Loop], None] | None = None) -> int:
         """A process that starts or resumes the run in a folder; its id. `act` may meddle before it runs."""
-        resume = any(checkpoint.is_complete(path) for path in checkpoint.step_folders(out / "checkpoints"))
-        if not resume:
-            shutil.rmtree(out, ignore_errors=True)  # killed before its first checkpoint: it starts anew
+        if self.command and act is None:
+            return self._command(out)
+        resume = holds_run(out)
         if child := os.fork():
             return child
         code = 1
         try:
             self._quiet(out)
             loop = self.loop(out, resume)
-            (out / "started").write_text(str(loop.start))
             if act is not None:
                 act(loop)
             code = 0 if loop.run().finished else 3
@@ -93,6 +97,16 @@ class Bench:
             print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
         finally:
             os._exit(code)
+
+    def _command(self, out: Path) -> int:
+        settings = [word for setting in self.overrides for word in ("--set", setting)]
+        command = [sys.executable, "-m", "halfstep", "train", "tiny", "--resume", "--out", str(out), *settings]
+        with open(out.with_suffix(".log"), "ab") as log:
+            started = subprocess.Popen(
+                [*command, "--policy", "fp32", "--device", self.device], stdout=log, stderr=log
+            )
+        self._started.append(started)  # waited for by its id
+        return started.pid
 
     def _quiet(self, out: Path) -> None:
         with open(out.with_suffix(".log"), "ab") as log:
@@ -111,9 +125,7 @@ class Bench:
 
 def final_state(out: Path) -> dict[str, bytes]:
     arrays, manifest = load(checkpoint.step_folders(out / "checkpoints")[-1])
-    return {"step": str(manifest["step"]).encode()} | {
-        n: bytes(a.data) for n, a in arrays.items() if not n.startswith("rng.")
-    }
+    return {"step": str(manifest["step"]).encode()} | {n: bytes(a.data) for n, a in arrays.items()}
 
 
 def verified(out: Path) -> tuple[list[int], list[str]]:
@@ -187,13 +199,13 @@ def kills(bench: Bench, count: int, seed: int) -> dict[str, object]:
             faults.append(f"{out.name}: the weights differ from those of the uninterrupted run")
 
     while sum(struck.values()) < count:
-        (out / "started").unlink(missing_ok=True)
+        before = len(starts_of(out))
         child = bench.session(out)
         what = kill_at(child, out, rng.random() < 0.5, seconds, rng)
-        if (out / "started").exists() and newest is not None:
+        if len(starts := starts_of(out)) > before and newest is not None:
             resumed += 1
-            if (out / "started").read_text() not in ("", str(newest)):
-                faults.append(f"{out.name}: resumed at {(out / 'started').read_text()}, expected {newest}")
+            if starts[-1]["resumed_from"] != newest:
+                faults.append(f"{out.name}: resumed at {starts[-1]['resumed_from']}, expected {newest}")
         if what is None:
             if (out / "events.jsonl").exists() and read_events(out / "events.jsonl")[-1]["event"] == "end":
                 check_end()
@@ -219,6 +231,10 @@ def kills(bench: Bench, count: int, seed: int) -> dict[str, object]:
 
 def events_of(out: Path) -> list[dict[str, object]]:
     return read_events(out / "events.jsonl") if (out / "events.jsonl").exists() else []
+
+
+def starts_of(out: Path) -> list[dict[str, object]]:
+    return [event for event in events_of(out) if event["event"] == "start"]
 
 
 def may_mount(folder: Path) -> bool:
@@ -331,6 +347,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", choices=("kills", "damage", "disk"))
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--command", action="store_true", help="kill `halfstep train` itself")
     parser.add_argument("--set", dest="overrides", action="append", default=[])
     options = parser.parse_args()
     import torch  # before the first fork, with all that a session imports; nothing is computed here
@@ -341,7 +358,7 @@ def main() -> int:
     rows: list[tuple[str, str]] = []
     faults: list[str] = []
     with tempfile.TemporaryDirectory() as folder:
-        bench = Bench(Path(folder), options.device, options.overrides, options.steps)
+        bench = Bench(Path(folder), options.device, options.overrides, options.steps, options.command)
         if options.only in (None, "kills"):
             found = kills(bench, options.kills, options.seed)
             struck = found["struck"]
