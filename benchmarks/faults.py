@@ -9,8 +9,7 @@ way and strikes within a few milliseconds. After each kill every checkpoint in t
 digests, by code that shares nothing with ours; the next session must go on from the newest of them, and none that
 was told as complete may be missing. A run that came to its end must hold the weights of an uninterrupted one, bit
 for bit, and a new one begins. Sessions are forked from a process that has imported all and computed nothing: so a
-hundred take minutes. With --command each is `halfstep train tiny --resume --out RUN`, the same for start and restart,
-and kills come while it starts too.
+hundred take minutes. With --command each is `halfstep train tiny --resume --out RUN`, from its start on.
 
 **Damage.** Every byte of the manifest and of the header, and bytes of every tensor, are flipped; files are cut at
 every border, lengthened, removed and exchanged. Each must be refused with the file's name, or mean the same.

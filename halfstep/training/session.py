@@ -91,6 +91,17 @@ class Session(Protocol):
         """Whether an error says that there was not enough memory."""
 
 
+def backend_module(backend: str, name: str) -> Any:
+    """A module of a backend; a framework that is not there says how to install it."""
+    try:
+        return import_module(f"halfstep.{backend}.{name}")
+    except ModuleNotFoundError as error:
+        raise HalfstepError(
+            f"backend `{backend}` is not available: there is no module `{error.name}`",
+            hint=f"pip install 'halfstep[{backend}]'",
+        ) from None
+
+
 def open_session(
     config: RunConfig,
     policy: Policy,
@@ -103,13 +114,7 @@ def open_session(
 
     A missing framework says how to install it; a model that the device cannot hold is refused.
     """
-    try:
-        module = import_module(f"halfstep.{config.backend}.session")
-    except ModuleNotFoundError as error:
-        raise HalfstepError(
-            f"backend `{config.backend}` is not available: there is no module `{error.name}`",
-            hint=f"pip install 'halfstep[{config.backend}]'",
-        ) from None
+    module = backend_module(config.backend, "session")
     if not train:  # there are no averages of weights that do not move
         config = replace(config, training=replace(config.training, ema=0.0))
     training, optimizer = config.training, config.optimizer

@@ -12,6 +12,7 @@ more, for 16 positions below the rest.
 
 import hashlib
 import shutil
+import warnings
 from dataclasses import replace
 from importlib.util import find_spec
 
@@ -19,6 +20,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+import halfstep
 from halfstep.cli.main import run
 from halfstep.config.load import load, to_toml
 from halfstep.config.weights import initial_weights
@@ -50,8 +52,12 @@ BACKENDS = ["torch", "jax", "mlx"]
 
 def recipe(name, *extra):
     """A recipe, at a size that takes a moment."""
-    sizes = [f"vocabulary={VOCABULARY}", "context=16", f"layers={LAYERS}", *SIZES[name]]
-    return load(name, [*(f"model.{size}" for size in sizes), *SHORT, *extra])
+    return load(name, [*sizes(name), *SHORT, *extra])
+
+
+def sizes(name):
+    shared = (f"vocabulary={VOCABULARY}", "context=16", f"layers={LAYERS}")
+    return [f"model.{size}" for size in (*shared, *SIZES[name])]
 
 
 def distance(found, expected):
@@ -254,6 +260,58 @@ def test_a_first_step_on_the_other_backends(saved, backend, policy, text):
     expected = loss_of(model, batch)
     unit = BOUND if policy == "fp32" else 2 * 2**-8 * np.sqrt(SERIES)  # as the conformance suite derives
     assert abs(session.read(session.step(batch))["loss"] - expected) <= unit * expected
+
+
+@needs_transformers
+@pytest.mark.parametrize("backend", ["torch", "jax", "mlx"])
+@pytest.mark.parametrize("name", ["gpt2", "qwen3"])
+def test_a_loop_of_ones_own_takes_the_same_weights(saved, name, backend):
+    if find_spec(backend) is None:
+        pytest.skip(f"{backend} is not installed")
+    theirs, path = saved(name)
+    with warnings.catch_warnings(record=True, action="always") as told:
+        made = halfstep.load_model(name, path, backend=backend, settings=sizes(name))
+    assert any("has dropout" in str(one.message) for one in told) == (name == "gpt2")
+    tokens = np.random.default_rng(1).integers(0, VOCABULARY, (2, 16)).astype(np.int32)
+    if backend == "torch":
+        import torch
+
+        found = made(torch.from_numpy(tokens).long()).detach().numpy()
+    elif backend == "jax":
+        found = np.asarray(made[0](made[1], tokens))
+    else:
+        import mlx.core as mx
+
+        found = np.array(made(mx.array(tokens)))
+    expected = logits_of(theirs, tokens)
+    assert distance(found, expected) <= BOUND
+
+
+@needs_transformers
+def test_prepare_trains_what_was_loaded(saved):
+    import torch
+
+    from halfstep.torch import AdamW, prepare
+
+    theirs, path = saved("gpt2")
+    with pytest.warns(UserWarning, match="has dropout"):
+        model = halfstep.load_model("gpt2", str(path), settings=sizes("gpt2"))
+    run = prepare(model, AdamW(model.parameters(), lr=1e-3), "bf16-mixed,emulate=true")
+    batch = np.random.default_rng(1).integers(0, VOCABULARY, (1, 2, 17)).astype(np.int32)
+    tokens = torch.from_numpy(batch[0]).long()
+
+    def loss(tokens):
+        return model.loss(tokens[:, :-1], tokens[:, 1:]) / tokens[:, 1:].numel()
+
+    losses = [float(run.step(loss, [tokens]).loss) for _ in range(20)]
+    expected = loss_of(theirs, batch)
+    assert abs(losses[0] - expected) <= 2 * 2**-8 * np.sqrt(SERIES) * expected
+    assert losses[-1] < losses[0]
+
+
+def test_weights_that_do_not_fit_the_recipe_are_refused_there_too(tmp_path):
+    with pytest.raises(HalfstepError, match="no file or folder"):
+        halfstep.load_model("gpt2", tmp_path / "nothing")
 
 
 @needs_transformers
