@@ -330,6 +330,7 @@ def open_checkpoint(
     from halfstep.core.errors import ConfigError
     from halfstep.core.policy import Policy
     from halfstep.training import checkpoint, folder
+    from halfstep.training.arrays import held
     from halfstep.training.provenance import check_readable
     from halfstep.training.session import open_session
 
@@ -344,7 +345,7 @@ def open_checkpoint(
     config = build(RunConfig, manifest["config"])
     if data is not None:
         config = dataclasses.replace(config, data=dataclasses.replace(config.data, source=data))
-    state = {name: (a.dtype, a.shape, a.data) for name, a in arrays.items()}
+    state = held(arrays)
     if (weights or kept(config)) == "ema":
         if not config.training.ema:
             raise ConfigError(

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from halfstep.core.errors import HalfstepError, one_of
+from halfstep.core.stored import Held
 
 # safetensors' name in files: (its name in the API that writes them, bytes an element)
 DTYPES: Mapping[str, tuple[str, int]] = {
@@ -55,3 +56,8 @@ class Array:
             raise CheckpointError(
                 f"an array of {self.dtype} and shape {list(self.shape)} has {found} bytes, expected {expected}"
             )
+
+
+def held(arrays: Mapping[str, Array]) -> dict[str, Held]:
+    """Arrays as a session takes them."""
+    return {name: (array.dtype, array.shape, array.data) for name, array in arrays.items()}

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, final
 
 from halfstep.training import checkpoint
+from halfstep.training.arrays import held
 from halfstep.training.events import Events
 from halfstep.training.faults import Guard
 from halfstep.training.progress import Progress
@@ -75,7 +76,7 @@ class Keeper:
             return
         if busy and waited > LONG and not self._told_wait:
             self._told_wait = True
-            self._warn(
+            self.warn(
                 "saving takes longer than the steps between two checkpoints, and training waits for it; "
                 "raise training.save_every, or save to a faster disk"
             )
@@ -137,7 +138,7 @@ class Keeper:
         if self.newest_good() is not None:
             return True
         self.guard.spikes.reset()
-        self._warn(f"the loss spiked up to step {at}, and there is no checkpoint from before to go back to")
+        self.warn(f"the loss spiked up to step {at}, and there is no checkpoint from before to go back to")
         return False
 
     def roll_back(self, at: int) -> int:
@@ -151,7 +152,7 @@ class Keeper:
         for path in reversed(checkpoint.step_folders(self.saver.folder)):
             if checkpoint.step_of(path) > to:
                 checkpoint.discard(path)
-        self.session.load({name: (a.dtype, a.shape, a.data) for name, a in arrays.items()})
+        self.session.load(held(arrays))
         self.saver.saved_step = to
         message = f"the loss spiked: back from step {at} to the checkpoint of step {to}, past the data since"
         self.events.write("rollback", step=at, to=to, skipped_data=left_out, message=message)
@@ -181,9 +182,10 @@ class Keeper:
             held_out=self._looked.pop(saved.step, None),
         )
         if saved.trouble is not None:
-            self._warn(str(saved.trouble))
+            self.warn(str(saved.trouble))
 
-    def _warn(self, message: str) -> None:
+    def warn(self, message: str) -> None:
+        """Tells of what a user may want to change."""
         self.events.write("warning", message=message)
         self.bar.note(f"warning: {message}")
 

@@ -25,6 +25,7 @@ from halfstep.core.choice import Choice
 from halfstep.core.errors import HalfstepError
 from halfstep.core.policy import Policy
 from halfstep.training import artifact, checkpoint, determinism, folder, loggers, memory
+from halfstep.training.arrays import held
 from halfstep.training.ceiling import UNMEASURED, Ceiling
 from halfstep.training.corpus import DataError
 from halfstep.training.data import Batches, Corpus, Prefetch, load_corpus
@@ -127,7 +128,7 @@ class Loop:
             self.attend(stop, bar)
             for message in self.warnings:
                 self.bar.note(f"warning: {message}")
-            self.board.warn = self._warn
+            self.board.warn = self.keeper.warn
             try:
                 return self._run_to_its_end()
             finally:
@@ -162,8 +163,8 @@ class Loop:
     def _ran_out(self) -> HalfstepError:
         """The newest checkpoint stands: a step that did not fit may have changed some weights and not others."""
         self.keeper.settle()
-        held, capacity = self.session.memory(), self.session.capacity()
-        return memory.in_training(self.config, self.tally.step, held, capacity, self.saver.saved_step)
+        peak, capacity = self.session.memory(), self.session.capacity()
+        return memory.in_training(self.config, self.tally.step, peak, capacity, self.saver.saved_step)
 
     def attend(self, stop: StopRequest, bar: Progress) -> None:
         """Sets up what counts, saves and judges while steps are taken; benchmarks take theirs with `_steps`."""
@@ -265,7 +266,7 @@ class Loop:
         tally.skipped += int(numbers["skipped"])
         tally.loss = numbers["loss"]
         speed = self._tokens_per_step * steps_per_second
-        held = self.session.memory()
+        peak = self.session.memory()
         training = self.config.training
         applied = tally.step - 1 - (tally.skipped - int(numbers["skipped"]))  # before this one
         rate = factor(
@@ -286,14 +287,14 @@ class Loop:
             grad_norm=numbers["grad_norm"],
             scale=numbers["scale"],
             skipped=tally.skipped,
-            memory=held,
+            memory=peak,
             **self.meters.read(result, steps_per_second),
         )
         self.bar.update(
             tally.step,
             loss=numbers["loss"],
             tokens_per_second=speed,
-            memory=held,
+            memory=peak,
             scale=numbers["scale"],
             skipped=tally.skipped,
         )
@@ -321,7 +322,7 @@ class Loop:
         if found is not None and self.stop.left(self.deadline) is None:
             artifact.conclude(self.session, self.corpus, self.config, self.out, found, self.events, self.bar)
         elif found is not None and self.config.artifact.format != "none":
-            self._warn(f"a deadline runs, and the artifact is left: `halfstep artifact {self.out}` makes it")
+            self.keeper.warn(f"a deadline runs, and the artifact is left: `halfstep artifact {self.out}` makes it")
         totals = self.meters.totals()
         if found is not None:
             self.events.write(
@@ -378,7 +379,7 @@ class Loop:
         check_manifest(manifest, saved, self.policy, self.corpus)
         folder.check_same_settings(saved, manifest["config"], self.config)
         self.batches.check_position(manifest["data"]["position"])
-        self.session.load({name: (a.dtype, a.shape, a.data) for name, a in arrays.items()})
+        self.session.load(held(arrays))
         self.guard.load(manifest["guard"])
         if self.choice is None and manifest["choice"] is not None:
             self.choice = Choice(**manifest["choice"])
@@ -406,10 +407,6 @@ class Loop:
 
     def _board(self) -> loggers.Board:
         return loggers.Board(self.config.training.loggers, self.out, self.start or None, self.warnings.append)
-
-    def _warn(self, message: str) -> None:
-        self.events.write("warning", message=message)
-        self.bar.note(f"warning: {message}")
 
     def _announce(self) -> None:
         self.events.write(
