@@ -1,12 +1,16 @@
 """Files of a finished packing that were lost or damaged, made again by the same `halfstep data pack`.
 
 What is looked at is what opening looks at: the tokenizer, the table of bytes, and of each shard its header, size
-and four pages. Damage that only `halfstep data verify` finds is made again once the file is removed.
+and four pages; and the files of checksums. Damage that only reading or `halfstep data verify` finds is made again
+once the file is removed.
 
 A shard is a part of its side's line of tokens, and the index says from where to where. So the sources are encoded
 again up to the end of the last shard that is lost; what belongs to lost ones is written, under a name of its own,
 and takes its place when its SHA-256 is the one in the index. Shards that are whole are not touched and the index
 stays: mended data is the data it was, and a run on it goes on.
+
+Checksums are made again out of their shard, once all of it was compared with its SHA-256: those of a damaged one
+would have it taken for whole ever after. Where it is damaged, it is a lost one.
 """
 
 import hashlib
@@ -23,13 +27,13 @@ from halfstep.training.corpus import DataError, TokenArray
 from halfstep.training.durable import PARTIAL, flush_folder, write_whole
 from halfstep.training.encoding import SIDES, Encoded, token_type
 from halfstep.training.packed import open_listed, read_token_bytes
-from halfstep.training.shardindex import TOKEN_BYTES, Index, ShardRecord, SideRecord, digests
+from halfstep.training.shardindex import TOKEN_BYTES, Digests, Index, ShardRecord, SideRecord, digests, read_sums
 from halfstep.training.shards import header
 from halfstep.training.tokenizing import Tokenizer, check_saved
 
 
 def mend_tables(folder: Path, index: Index, tokenizer: Tokenizer) -> None:
-    """Writes the tokenizer and the table of bytes again where they are not what the index says."""
+    """Writes the tokenizer, the table of bytes and checksums again where they are not what the index says."""
     try:
         check_saved(folder, index.tokenizer)
     except DataError:
@@ -42,10 +46,34 @@ def mend_tables(folder: Path, index: Index, tokenizer: Tokenizer) -> None:
         if hashlib.sha256(content).hexdigest() != index.token_bytes:
             raise _other(folder, folder / TOKEN_BYTES) from None
         write_whole(folder / TOKEN_BYTES, content)
+    for record in index.shards:
+        if not _has_sums(folder, record):
+            _mend_sums(folder, record)
+
+
+def _mend_sums(folder: Path, record: ShardRecord) -> None:
+    path = folder / record.name
+    found = digests(path) if path.is_file() else None
+    if found is not None and found.sha256 == record.sha256:
+        _write_sums(folder, record, found)
+
+
+def _write_sums(folder: Path, record: ShardRecord, found: Digests) -> None:
+    path = folder / record.sidecar
+    if found.sums != record.sums:
+        raise _other(folder, path)
+    write_whole(path, found.granules)
+
+
+def _has_sums(folder: Path, record: ShardRecord) -> bool:
+    try:
+        return not record.sums or bool(read_sums(folder, record))
+    except DataError:
+        return False
 
 
 def lost_shards(folder: Path, index: Index) -> list[ShardRecord]:
-    """The shards that opening would refuse."""
+    """The shards that opening would refuse, and those whose checksums could not be made again out of them."""
     return [record for record in index.shards if not _is_whole(folder, record)]
 
 
@@ -115,8 +143,11 @@ class _Line:
         self._file.flush()
         os.fsync(self._file.fileno())
         path = self._folder / record.name
-        if digests(Path(self._file.name))[0] != record.sha256:
+        found = digests(Path(self._file.name))
+        if found.sha256 != record.sha256:
             raise _other(self._folder, path)
+        if not _has_sums(self._folder, record):
+            _write_sums(self._folder, record, found)
         self._file.close()
         os.replace(self._file.name, path)
         self._file = None
@@ -128,7 +159,7 @@ def _is_whole(folder: Path, record: ShardRecord) -> bool:
         open_listed(folder, record)
     except DataError:
         return False
-    return True
+    return _has_sums(folder, record)
 
 
 def _other(folder: Path, path: Path) -> DataError:

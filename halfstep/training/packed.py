@@ -2,34 +2,35 @@
 
 What is checked is what costs next to nothing (`halfstep.training.shardindex` says what that is), so that a set of
 any size opens in the time its headers take. That the model's vocabulary holds the tokenizer's needs no look at the
-tokens; a token that is damaged into one beyond it is found when it is read.
+tokens. Damage that opening does not see is found when it is first read (`halfstep.training.granules`).
 
 Held out is what was packed as such; where nothing was, the last share of the tokens, as of any shards.
 
 `verify` reads all: a shard is asked for its size and its SHA-256, and where that fails the digests of its regions
-of 16 MiB name those that changed. What is outside them is what was packed.
+of 16 MiB name those that changed. What is outside them is what was packed. The files of checksums are asked too.
 """
 
 import hashlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from halfstep.training.corpus import Corpus, DataError
+from halfstep.training.granules import Granules
 from halfstep.training.shardindex import (
+    MEND,
     TOKEN_BYTES,
     Index,
     ShardRecord,
     page_digest,
     read_index,
     read_regions,
+    read_sums,
     region_digest,
 )
 from halfstep.training.shards import HEADER_BYTES, Shard, ShardedTokens, cutting_point, open_shard
 from halfstep.training.token_bytes import TokenBytes
 from halfstep.training.tokenizing import Tokenizer, check_saved, open_saved
-
-MEND = "copy it back, or give the same `halfstep data pack` again: it makes what is lost again"
 
 
 def packed_corpus(folder: Path, share: float, vocabulary: int) -> Corpus:
@@ -128,7 +129,10 @@ def open_listed(folder: Path, record: ShardRecord) -> Shard:
             f"shard `{path}` is not the one that was packed: pages of it differ",
             hint=f"{MEND}; `halfstep data verify {folder}` says what is damaged, and where",
         )
-    return shard
+    if not record.sums:
+        return shard  # packed before there were checksums
+    assert shard.mapped is not None
+    return replace(shard, granules=Granules(folder, record, shard.mapped))
 
 
 # --- every byte ---------------------------------------------------------------------------------------------
@@ -167,6 +171,12 @@ def _beside(folder: Path, index: Index) -> Iterator[Damage]:
             check()
         except DataError as error:
             yield Damage(name, error.message)
+    for record in index.shards:
+        if record.sums:
+            try:
+                read_sums(folder, record)
+            except DataError as error:
+                yield Damage(record.sidecar, error.message)
 
 
 def _shard(path: Path, record: ShardRecord, told: Callable[[int], object]) -> Iterator[Damage]:

@@ -52,7 +52,7 @@ from halfstep.training.walking import told as words
 SECONDS_BETWEEN_COMMITS = 5.0
 # The header of a shard counts its tokens in an int32.
 MOST_TOKENS = 2**31 - 1
-_SHARD = re.compile(r"(train|val)_\d{6,}\.bin")
+_SHARD = re.compile(r"(train|val)_\d{6,}\.(bin|crc)")
 # Told while a packing goes on: bytes of the sources that are done, all of them, tokens so far.
 Meter: TypeAlias = Callable[[int, int, int], object]
 

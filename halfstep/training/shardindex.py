@@ -2,12 +2,14 @@
 
     DIR/index.json            this
     DIR/train_000000.bin      token shards, as `halfstep.training.shards` describes them; val_* are held out
+    DIR/train_000000.crc      CRC-32 of each granule (16 KiB from byte 0 on, the last maybe short), little-endian
     DIR/tokenizer.json        the tokenizer (or tokenizer.model, tokenizer.tiktoken.json; bytes have none)
     DIR/token_bytes.npy       the bytes that each token stands for, where they are known
 
-Opening packed data must cost no reading of it, so the index is checked in two ways. At every opening: its own
-digest, the names and sizes of all shards, their headers, four pages of each, the tokenizer; a shard that is
-missing, cut short, or in the place of another is found in milliseconds. When asked (`halfstep data verify`): every
+Opening packed data must cost no reading of it, so what the index says is checked in three ways. At every opening:
+its own digest, the names and sizes of all shards, their headers, four pages of each, the tokenizer; a shard that
+is missing, cut short, or in the place of another is found in milliseconds. When tokens are first read: the
+checksum of each granule they lie in (`halfstep.training.granules`). When asked (`halfstep data verify`): every
 byte, against the SHA-256 of the whole shard, and where that fails against the digests of its regions of 16 MiB,
 which say where the damage is.
 
@@ -19,10 +21,12 @@ import dataclasses
 import hashlib
 import json
 import re
+import struct
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, final
+from zlib import crc32
 
 from halfstep.training.corpus import DataError
 from halfstep.training.durable import write_whole
@@ -32,15 +36,19 @@ FORMAT = 1
 # Stands at the beginning of what is sealed: a folder of text may well hold an index.json of its own.
 MARK = "halfstep packed data"
 INDEX, STATE, TOKEN_BYTES = PACKED_INDEX, "packing.json", "token_bytes.npy"
-REGION = 1 << 24
+REGION, GRANULE = 1 << 24, 1 << 14
 PAGE, SAMPLED = 4096, 4
 _NAME = re.compile(r"\w[\w.-]*")
+MEND = "copy it back, or give the same `halfstep data pack` again: it makes what is lost again"
 _ANEW = "copy it back, or remove the folder and pack again"
 
 
 @dataclass(frozen=True)
 class ShardRecord:
-    """One shard. `bytes` is the text its tokens stand for, None where that is not known."""
+    """One shard. `bytes` is the text its tokens stand for, None where that is not known.
+
+    `sums` is the SHA-256 of the file with its granules' checksums; "" where it was packed before there were any.
+    """
 
     name: str
     tokens: int
@@ -49,6 +57,12 @@ class ShardRecord:
     sha256: str
     pages: str
     regions: tuple[str, ...]
+    sums: str = ""
+
+    @property
+    def sidecar(self) -> str:
+        """The name of the file with the checksums."""
+        return str(Path(self.name).with_suffix(".crc"))
 
 
 @dataclass(frozen=True)
@@ -198,13 +212,64 @@ def _check_name(name: str, path: Path) -> None:
 # --- a shard's digests --------------------------------------------------------------------------------------
 
 
-def digests(path: Path) -> tuple[str, tuple[str, ...]]:
-    """The SHA-256 of a file, and a digest of each region of it."""
-    whole, regions = hashlib.sha256(), []
+@dataclass(frozen=True)
+class Digests:
+    """Those of a whole file."""
+
+    sha256: str
+    regions: tuple[str, ...]
+    granules: bytes  # their checksums, as the sidecar holds them
+
+    @property
+    def sums(self) -> str:
+        """The SHA-256 of the sidecar."""
+        return hashlib.sha256(self.granules).hexdigest()
+
+
+def digests(path: Path) -> Digests:
+    """The SHA-256 of a file, a digest of each region of it, and the checksums of its granules, in one pass."""
+    whole, regions, granules = hashlib.sha256(), [], _GranuleSums()
     for content in read_regions(path):
         whole.update(content)
         regions.append(region_digest(content))
-    return whole.hexdigest(), tuple(regions)
+        granules.update(content)
+    return Digests(whole.hexdigest(), tuple(regions), granules.content())
+
+
+@final
+class _GranuleSums:
+    """The checksums of a file that comes in pieces of any size."""
+
+    def __init__(self) -> None:
+        self._sums = list[int]()
+        self._room = 0  # in the granule that the last sum is of
+
+    def update(self, content: bytes) -> None:
+        """Goes on with the next piece."""
+        rest = memoryview(content)
+        while len(rest):
+            if not self._room:
+                self._sums.append(0)
+                self._room = GRANULE
+            part, rest = rest[: self._room], rest[self._room :]
+            self._sums[-1] = crc32(part, self._sums[-1])
+            self._room -= len(part)
+
+    def content(self) -> bytes:
+        """What the sidecar holds."""
+        return struct.pack(f"<{len(self._sums)}I", *self._sums)
+
+
+def read_sums(folder: Path, record: ShardRecord) -> bytes:
+    """The checksums of a shard's granules, if they are those that the index lists."""
+    path = folder / record.sidecar
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise DataError(f"`{path}` cannot be read: {error.strerror or error}", hint=MEND) from None
+    if hashlib.sha256(content).hexdigest() != record.sums:
+        raise DataError(f"`{path}` was changed after it was written: its SHA-256 is not the index's", hint=MEND)
+    return content
 
 
 def read_regions(path: Path) -> Iterator[bytes]:

@@ -13,7 +13,8 @@ come next is told before they are read, so that a disk brings a batch at once an
 
 What cannot be checked by header and size is checked when it is read: a token beyond the vocabulary, which on an
 accelerator would be an access outside the embedding, is an error that names shard and offset. The first 2^26
-tokens are checked before the run begins, so that a wrong tokenizer is found at once.
+tokens are checked before the run begins, so that a wrong tokenizer is found at once. Of packed shards, the bytes
+themselves are checked before their tokens are handed out (`halfstep.training.granules`).
 
 A folder that `halfstep data pack` wrote has an index, and is opened by `halfstep.training.packed`. Without one, a
 shard with the word `val` (or `valid`, `validation`) in its name is held out. When none is, the last share
@@ -25,7 +26,7 @@ import mmap
 import re
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import blake2b
 from itertools import accumulate
 from pathlib import Path
@@ -35,6 +36,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from halfstep.training.corpus import Corpus, DataError, TokenArray
+from halfstep.training.granules import Granules
 
 MAGIC = 20240520
 DTYPES: dict[int, np.dtype[Any]] = {1: np.dtype("<u2"), 2: np.dtype("<u4")}  # by version
@@ -59,10 +61,11 @@ class Shard:
     tokens: NDArray[Any]  # uint16 or uint32
     first: int = 0
     mapped: mmap.mmap | None = None
+    granules: Granules | None = None  # what is known of the file's bytes; None where no checksums were packed
 
     def part(self, low: int, high: int) -> "Shard":
         """Tokens low to high of this part."""
-        return Shard(self.path, self.tokens[low:high], self.first + low, self.mapped)
+        return replace(self, tokens=self.tokens[low:high], first=self.first + low)
 
     def check(self) -> None:
         """Refuses a file that was cut short since it was mapped: reading past its end would kill the process."""
@@ -75,15 +78,38 @@ class Shard:
     def expect(self, low: int, high: int) -> None:
         """Says that tokens low to high are read soon; returns at once."""
         if self.mapped is not None and hasattr(self.mapped, "madvise"):
-            size = self.tokens.itemsize
-            begin = HEADER_BYTES + (self.first + low) * size
+            begin, end = self._span(low, high)
+            if self.granules is not None:
+                begin, end = self.granules.to_read(begin, end)
             aligned = begin - begin % mmap.PAGESIZE
-            self.mapped.madvise(mmap.MADV_WILLNEED, aligned, begin + (high - low) * size - aligned)
+            self.mapped.madvise(mmap.MADV_WILLNEED, aligned, end - aligned)
+
+    def prove(self, low: int, high: int) -> None:
+        """Refuses tokens low to high where the bytes around them are not what was packed."""
+        if self.granules is None:
+            return
+        begin, end = self._span(low, high)
+        if self.granules.are_good(begin, end):
+            return
+        self.check()  # it may be shorter than when it was asked, and granules reach further than the tokens
+        if damage := self.granules.find_damage(begin, end):
+            first, last = (max(0, byte - HEADER_BYTES) // self.tokens.itemsize for byte in damage)
+            raise DataError(
+                f"shard `{self.path}` is damaged between bytes {damage[0]:,} and {damage[1]:,} "
+                f"(tokens {first:,} to {last:,}): its checksum is not the one it was packed with",
+                hint="copy it back, or remove it and give the same `halfstep data pack` again: it makes what is "
+                f"lost again; `halfstep data verify {self.path.parent}` says what else is damaged",
+            )
+
+    def _span(self, low: int, high: int) -> tuple[int, int]:
+        """The bytes of the file that tokens low to high are."""
+        size = self.tokens.itemsize
+        return HEADER_BYTES + (self.first + low) * size, HEADER_BYTES + (self.first + high) * size
 
 
 @final
 class ShardedTokens:
-    """Shards that read like one array. A slice is checked against the vocabulary before it is handed out."""
+    """Shards that read like one array. A slice is checked before it is handed out: bytes, then vocabulary."""
 
     def __init__(self, shards: Sequence[Shard], vocabulary: int):
         self.shards = tuple(shard for shard in shards if len(shard.tokens))
@@ -127,6 +153,7 @@ class ShardedTokens:
             index = bisect_right(self._starts, start) - 1
             low = start - self._starts[index]
             tokens = self.shards[index].tokens[low : low + length]
+            self.shards[index].prove(low, low + len(tokens))
             row[:] = tokens if len(tokens) == length else self[start : start + length]
         if int(out.min()) < 0 or int(out.max()) >= self.vocabulary:  # below 0: a uint32 beyond int32
             for start in starts:
@@ -150,6 +177,7 @@ class ShardedTokens:
         tokens = self.shards[index].tokens[low:high]
         if tokens.nbytes >= READ_AT_ONCE:
             self.shards[index].expect(low, high)
+        self.shards[index].prove(low, high)
         if self.vocabulary < 1 << 8 * tokens.itemsize and int(tokens.max()) >= self.vocabulary:
             at, shard = int(tokens.argmax()), self.shards[index]
             raise DataError(

@@ -4,8 +4,9 @@ A side of a packing (train, val) is one line of tokens, cut into shards of exact
 last one maybe smaller. The shard that grows is `NAME.bin.partial`, behind a header that says it holds no tokens.
 
 `commit` is the moment from which a killed packing goes on: what was written is flushed, full shards get their
-header, their digests and their name, and the state that comes back says how many tokens of the growing one count.
-Whatever was written after a commit is cut off by `resume`; a shard that got its name after it, too.
+header, their digests, the file with the checksums of their granules, and last their name, and the state that comes
+back says how many tokens of the growing one count. Whatever was written after a commit is cut off by `resume`; a
+shard that got its name after it, and checksums, too.
 """
 
 import os
@@ -17,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from halfstep.training.corpus import DataError, TokenArray
-from halfstep.training.durable import PARTIAL, flush_folder
+from halfstep.training.durable import PARTIAL, flush_folder, write_whole
 from halfstep.training.shardindex import STATE, ShardRecord, SideRecord, digests, page_digest, shard_records
 from halfstep.training.shards import HEADER_BYTES, header
 from halfstep.training.token_bytes import TokenBytes
@@ -76,14 +77,8 @@ class ShardWriter:
         for record in self._done:
             self._check_size(self.folder / record.name, record.tokens, exact=True)
         growing = self._name(len(self._done))
-        later = sorted(
-            path for path in self.folder.glob(f"{self.side}_*") if path.name.removesuffix(PARTIAL) >= growing
-        )
-        for path in later:  # named or begun after the commit
-            if path.name.removesuffix(PARTIAL) > growing or not self._tokens:
-                path.unlink()
-            elif not path.name.endswith(PARTIAL):
-                os.replace(path, path.with_name(path.name + PARTIAL))
+        for path in sorted(self.folder.glob(f"{self.side}_*")):
+            self._take_back(path, growing)
         if self._tokens:
             path = self.folder / (growing + PARTIAL)
             self._check_size(path, self._tokens, exact=False)
@@ -117,6 +112,16 @@ class ShardWriter:
             shards=tuple(self._done),
         )
 
+    def _take_back(self, path: Path, growing: str) -> None:
+        """Undoes what was named or begun after the commit; of the shard that grows, its name and its checksums."""
+        name = path.name.removesuffix(PARTIAL)
+        if Path(name).stem < Path(growing).stem:
+            return
+        if name != growing or not self._tokens:
+            path.unlink()
+        elif path.name == growing:
+            os.replace(path, path.with_name(growing + PARTIAL))
+
     def _write(self, tokens: TokenArray, documents: int) -> None:
         if self._file is None:
             path = self.folder / (self._name(len(self._done) + len(self._full)) + PARTIAL)
@@ -148,10 +153,11 @@ class ShardWriter:
             file.write(header(tokens, self.dtype))
             file.flush()
             os.fsync(file.fileno())
-        sha256, regions = digests(partial)
-        pages = page_digest(partial)
+        found, pages = digests(partial), page_digest(partial)
+        record = ShardRecord(path.name, tokens, size, documents, found.sha256, pages, found.regions, found.sums)
+        write_whole(self.folder / record.sidecar, found.granules)  # first: a shard with a name can be read
         os.replace(partial, path)
-        return ShardRecord(path.name, tokens, size, documents, sha256, pages, regions)
+        return record
 
     def _name(self, number: int) -> str:
         return f"{self.side}_{number:06d}.bin"

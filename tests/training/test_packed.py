@@ -1,11 +1,13 @@
 """Packed data: opened by its index in no time, and every kind of damage found, at opening or by `verify`."""
 
 import dataclasses
+import hashlib
 import json
 import os
 import re
 import shutil
 import time
+import zlib
 
 import numpy as np
 import pytest
@@ -16,7 +18,15 @@ from halfstep.training.corpus import DataError
 from halfstep.training.data import Batches, load_corpus
 from halfstep.training.packed import verify
 from halfstep.training.packing import Asked, pack
-from halfstep.training.shardindex import Index, ShardRecord, SideRecord, page_digest, read_index, write_index
+from halfstep.training.shardindex import (
+    GRANULE,
+    Index,
+    ShardRecord,
+    SideRecord,
+    page_digest,
+    read_index,
+    write_index,
+)
 from halfstep.training.shards import header
 from halfstep.training.sources import find_sources
 from halfstep.training.tokenizing import BytesTokenizer, open_tokenizer
@@ -199,19 +209,31 @@ def test_a_folder_of_text_may_have_an_index_of_its_own(tmp_path):
     assert load_corpus(str(tmp_path), 0.3, 256).bytes_per_token == 1.0
 
 
+def sums_of_holes(path):
+    """The checksums of a shard of zeros, whose granules are all alike but for the first and the last."""
+    with open(path, "rb") as file:
+        first, hole = zlib.crc32(file.read(GRANULE)), zlib.crc32(bytes(GRANULE))
+    whole, rest = divmod(path.stat().st_size, GRANULE)
+    return np.array([first] + [hole] * (whole - 1) + [zlib.crc32(bytes(rest))], dtype="<u4").tobytes()
+
+
 def test_ten_gigabytes_open_at_once_and_cost_no_memory(tmp_path):
-    """50 shards of 100 M tokens that lie on the disk as holes; opened, and a batch taken, in under a second."""
+    """50 shards of 100 M tokens that lie on the disk as holes; opened, and a batch taken, in under a second.
+
+    Their checksums are true: the batch is the first to touch its granules, and every file of them is read for it.
+    """
     resource = pytest.importorskip("resource")
     records, tokens = [], 100_000_000
     first = tmp_path / "train_000000.bin"
     first.write_bytes(header(tokens, np.dtype("<u2")))
     os.truncate(first, 1024 + 2 * tokens)
-    pages = page_digest(first)
+    pages, sums = page_digest(first), sums_of_holes(first)
     for number in range(50):
         path = tmp_path / f"train_{number:06d}.bin"
         path.write_bytes(header(tokens, np.dtype("<u2")))
         os.truncate(path, 1024 + 2 * tokens)
-        records.append(ShardRecord(path.name, tokens, tokens, 1, "", pages, ()))
+        path.with_suffix(".crc").write_bytes(sums)
+        records.append(ShardRecord(path.name, tokens, tokens, 1, "", pages, (), hashlib.sha256(sums).hexdigest()))
     side = SideRecord(50 * tokens, 50, 50 * tokens, 50 * tokens, tuple(records))
     nothing = SideRecord(0, 0, 0, 0, ())
     write_index(tmp_path, Index("0", BytesTokenizer().identity(), {}, {}, None, side, nothing))
@@ -224,6 +246,6 @@ def test_ten_gigabytes_open_at_once_and_cost_no_memory(tmp_path):
     grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024
     assert batch.shape == (16, 32, 1025)
     assert feed.order == "keyed"
-    touched = 512 * 17 * 4096  # a fault maps up to 16 pages of a window, and a window may lie on two
+    touched = 512 * 17 * 4096  # a fault maps up to 16 pages: of a window's, or of those of its granules
     assert grown < touched + 4 * batch.nbytes + (1 << 24), grown
     assert packed_module.packed_tokenizer(tmp_path).kind == "bytes"

@@ -1,0 +1,548 @@
+"""Checksums of granules: no token of a damaged one is handed out, and each is read for it once."""
+
+import dataclasses
+import hashlib
+import json
+import os
+import shutil
+import struct
+import threading
+import zlib
+
+import numpy as np
+import pytest
+
+from halfstep.cli.main import run
+from halfstep.config.load import load
+from halfstep.core.policy import Policy
+from halfstep.training import checkpoint, granules, packing, reading
+from halfstep.training.corpus import DataError
+from halfstep.training.data import Batches, load_corpus, validation_batches
+from halfstep.training.loop import Loop
+from halfstep.training.packed import verify
+from halfstep.training.packing import Asked, pack
+from halfstep.training.shardindex import read_index, sealed, unsealed, write_index
+from halfstep.training.shards import Shard
+from halfstep.training.sources import find_sources
+from halfstep.training.tokenizing import BytesTokenizer
+
+ASKED = Asked(validation=0.2, shard_tokens=20_000)
+SHARD, SIDECAR = "train_000001.bin", "train_000001.crc"  # of 41,024 bytes: three granules, the last one short
+# One place in each granule that opening does not look at, then the first and the last byte of each.
+UNSEEN = [8_000, 20_000, 34_000]
+PLACES = [*UNSEEN, 0, 100, 1_024, 16_383, 16_384, 32_767, 32_768, 41_023]
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory):
+    path = tmp_path_factory.mktemp("source") / "text.jsonl"
+    rng = np.random.default_rng(0)
+    lines = [json.dumps({"text": " ".join(map(str, rng.integers(0, 10**6, 30)))}) for _ in range(400)]
+    path.write_text("\n".join(lines))
+    return str(path)
+
+
+def packed(source, out, meter=None, asked=ASKED, **given):
+    return pack(find_sources([source]), out, BytesTokenizer(), asked, workers=given.get("workers", 0), meter=meter)
+
+
+@pytest.fixture(scope="module")
+def original(source, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("packed")
+    packed(source, folder / "out")
+    return folder / "out"
+
+
+@pytest.fixture
+def folder(original, tmp_path):
+    return shutil.copytree(original, tmp_path / "out")
+
+
+def corpus_of(folder):
+    return load_corpus(str(folder), 0.1, 256)
+
+
+def flip(path, at, bit=1):
+    """Changes one bit in place: a file that is mapped stays the one that is mapped."""
+    with open(path, "r+b") as file:
+        file.seek(at)
+        (value,) = file.read(1)
+        file.seek(at)
+        file.write(bytes([value ^ bit]))
+
+
+def files(folder):
+    return {path.name: path.read_bytes() for path in folder.iterdir() if path.name != "lock"}
+
+
+def by_slice(tokens, start, length):
+    return tokens[start : start + length]
+
+
+def by_rows(tokens, start, length):
+    out = np.empty((1, length), dtype=np.int32)
+    tokens.read_into(out, [start])
+    return out[0]
+
+
+READERS = [by_slice, by_rows]
+
+
+# --- what is written ----------------------------------------------------------------------------------------
+
+
+def test_beside_each_shard_lies_the_checksum_of_each_16_kib_of_it(original):
+    index = read_index(original)
+    assert len(index.train.shards) > 2
+    assert index.val.shards
+    for record in index.shards:
+        content = (original / record.name).read_bytes()
+        sums = [zlib.crc32(content[at : at + 16_384]) for at in range(0, len(content), 16_384)]
+        found = (original / record.name).with_suffix(".crc").read_bytes()
+        assert found == struct.pack(f"<{len(sums)}I", *sums)
+        assert record.sums == hashlib.sha256(found).hexdigest()
+
+
+@pytest.mark.parametrize("region", [1_000, 4_096, 16_384, 50_000])
+def test_a_checksum_does_not_depend_on_how_the_shard_was_read(source, original, tmp_path, region, monkeypatch):
+    monkeypatch.setattr("halfstep.training.shardindex.REGION", region)
+    packed(source, tmp_path / "out")
+    for path in original.glob("*.crc"):
+        assert (tmp_path / "out" / path.name).read_bytes() == path.read_bytes()
+
+
+def test_the_number_of_workers_changes_no_checksum(source, original, tmp_path):
+    packed(source, tmp_path / "out", workers=2)
+    assert files(tmp_path / "out") == files(original)
+
+
+def test_a_shard_has_its_checksums_before_it_has_its_name(source, tmp_path, monkeypatch):
+    replace, seen = os.replace, []
+
+    def renamed(old, new):
+        if str(new).endswith(".bin"):
+            assert os.path.exists(str(new).replace(".bin", ".crc"))
+            seen.append(new)
+        replace(old, new)
+
+    monkeypatch.setattr(os, "replace", renamed)
+    packed(source, tmp_path / "out")
+    assert len(seen) > 3
+
+
+class Killed(BaseException):
+    """As a kill: nothing catches it."""
+
+
+def test_checksums_of_shards_that_were_named_after_the_last_commit_are_cleared(
+    source, original, tmp_path, monkeypatch
+):
+    """Also where the shard that grows had a name already, and of a side that is further than it was."""
+    monkeypatch.setattr(reading, "BLOCK", 6_000)
+    monkeypatch.setattr(packing, "SECONDS_BETWEEN_COMMITS", 0.0)
+    out, seen = tmp_path / "out", []
+
+    def meter(*_):
+        seen.append(1)
+        if (out / SHARD).exists():
+            raise Killed
+
+    with pytest.raises(Killed):
+        packed(source, out, meter)
+    state = unsealed(out / "packing.json")
+    growing = len(state["sides"]["train"]["shards"])
+    assert state["sides"]["train"]["tokens"]
+    stale = [f"train_{growing:06d}.crc", f"train_{growing:06d}.crc.partial", "train_000077.crc", "val_000077.crc"]
+    for name in stale:
+        (out / name).write_bytes(b"stale")
+    kept = (out / SIDECAR).stat().st_mtime_ns
+    with pytest.raises(Killed):
+        packed(source, out, lambda *_: (_ for _ in ()).throw(Killed))
+    assert not [name for name in stale if (out / name).exists()]
+    packed(source, out)
+    assert files(out) == files(original)
+    assert (out / SIDECAR).stat().st_mtime_ns == kept
+
+
+def test_a_packing_that_is_given_up_leaves_no_checksums(source, tmp_path):
+    asked = Asked(validation=1e-9, shard_tokens=20_000)
+    with pytest.raises(DataError, match="no document falls"):
+        packed(source, tmp_path / "out", asked=asked)
+    assert not files(tmp_path / "out")
+    packed(source, tmp_path / "out")
+
+
+# --- what is read -------------------------------------------------------------------------------------------
+
+
+def granule(at):
+    low = at // 16_384 * 16_384
+    return low, min(low + 16_384, 41_024)
+
+
+@pytest.mark.parametrize("read", READERS)
+@pytest.mark.parametrize("at", PLACES)
+def test_damage_anywhere_is_named_when_its_granule_is_read(folder, at, read):
+    tokens = corpus_of(folder).train
+    flip(folder / SHARD, at)
+    low, high = granule(at)
+    first, last = (max(0, byte - 1_024) // 2 for byte in (low, high))
+    for start in range(0, 20_000 - 50, 50):
+        if start + 50 <= first or start >= last:
+            assert len(read(tokens, 20_000 + start, 50)) == 50
+            continue
+        with pytest.raises(DataError) as caught:
+            read(tokens, 20_000 + start, 50)
+        assert caught.value.message == (
+            f"shard `{folder / SHARD}` is damaged between bytes {low:,} and {high:,} (tokens {first:,} to "
+            f"{last:,}): its checksum is not the one it was packed with"
+        )
+        assert "remove it and give the same `halfstep data pack` again" in caught.value.hint
+        assert f"`halfstep data verify {folder}`" in caught.value.hint
+
+
+@pytest.mark.parametrize("at", UNSEEN)
+def test_opening_reads_too_little_to_see_it(folder, at):
+    flip(folder / SHARD, at)
+    tokens = corpus_of(folder).train
+    with pytest.raises(DataError, match="is damaged between bytes"):
+        tokens[:]
+
+
+@pytest.mark.parametrize("read", READERS)
+@pytest.mark.parametrize("at", [UNSEEN[0], UNSEEN[1]])
+def test_a_window_on_two_granules_needs_both(folder, at, read):
+    tokens = corpus_of(folder).train
+    flip(folder / SHARD, at)
+    with pytest.raises(DataError, match="is damaged between bytes"):
+        read(tokens, 20_000 + 7_679, 2)
+    whole = corpus_of(folder).train
+    assert len(read(whole, 20_000 + (7_680 if at < 16_384 else 7_679), 1)) == 1
+
+
+@pytest.mark.parametrize("read", READERS)
+@pytest.mark.parametrize("name", ["train_000000.bin", SHARD])
+def test_a_window_on_two_shards_needs_both(folder, name, read):
+    tokens = corpus_of(folder).train
+    flip(folder / name, 41_000 if name != SHARD else 2_000)
+    with pytest.raises(DataError, match=f"{name}` is damaged"):
+        read(tokens, 19_990, 20)
+
+
+def test_a_granule_that_was_good_is_not_read_again(folder, monkeypatch):
+    """The choice: one look at each, so that it costs nothing after. What a disk does later, a new run finds."""
+    tokens, counted = corpus_of(folder).train, []
+    crc32 = zlib.crc32
+    monkeypatch.setattr(granules, "crc32", lambda content: counted.append(len(content)) or crc32(content))
+    assert len(tokens[20_000:40_000]) == 20_000
+    assert counted == [16_384, 16_384, 8_256]
+    flip(folder / SHARD, UNSEEN[1])
+    assert len(tokens[20_000:40_000]) == len(by_rows(tokens, 20_000, 20_000)) == 20_000
+    assert len(tokens.part(25_000, 30_000)[:]) == 5_000
+    assert len(counted) == 3
+    with pytest.raises(DataError, match="is damaged between bytes 16,384 and 32,768"):
+        corpus_of(folder).train[20_000:40_000]
+
+
+def test_a_damaged_granule_is_refused_as_often_as_it_is_read(folder):
+    tokens = corpus_of(folder).train
+    flip(folder / SHARD, UNSEEN[1])
+    for _ in range(3):
+        with pytest.raises(DataError, match="is damaged between bytes"):
+            tokens[20_000:40_000]
+    flip(folder / SHARD, UNSEEN[1])  # put back
+    assert len(tokens[20_000:40_000]) == 20_000
+
+
+def touches(places):
+    """Whether a window of 65 tokens lies in the second granule of the shard."""
+    (offsets,) = [place["offsets"] for place in places if place["file"].endswith(SHARD)] or [[]]
+    return any(7_680 - 65 < offset < 15_872 for offset in offsets)
+
+
+def test_a_batch_is_not_handed_out_with_a_damaged_window(folder):
+    corpus = corpus_of(folder)
+    feed = Batches(corpus.train, context=64, batch=8, micro_batches=2, seed=0)
+    wanted = [feed.at(step) for step in range(10)]
+    again = Batches(corpus_of(folder).train, context=64, batch=8, micro_batches=2, seed=0)
+    assert all(np.array_equal(again.at(step), batch) for step, batch in enumerate(wanted))
+    flip(folder / SHARD, UNSEEN[1])
+    damaged = Batches(corpus_of(folder).train, context=64, batch=8, micro_batches=2, seed=0)
+    refused = [step for step in range(damaged.num_windows // 16) if touches(damaged.locate(step))]
+    assert 0 < len(refused) < damaged.num_windows // 16
+    for step in range(damaged.num_windows // 16):
+        if step in refused:
+            with pytest.raises(DataError, match=f"{SHARD}` is damaged between bytes 16,384 and 32,768"):
+                damaged.at(step)
+        else:
+            damaged.at(step)
+
+
+def test_the_held_out_side_is_checked_too(folder):
+    corpus = corpus_of(folder)
+    flip(folder / "val_000000.bin", UNSEEN[0])
+    with pytest.raises(DataError, match=r"val_000000\.bin` is damaged between bytes 0 and 16,384"):
+        list(validation_batches(corpus.validation, context=64, batch=8, limit_tokens=10_000))
+
+
+def test_parts_of_a_shard_share_what_is_known(source, tmp_path):
+    packed(source, tmp_path / "out", asked=Asked(validation=0, shard_tokens=100_000))
+    corpus = corpus_of(tmp_path / "out")
+    (train,), (held_out,) = corpus.train.shards, corpus.validation.shards
+    assert train.granules is held_out.granules is not None
+    flip(tmp_path / "out" / "train_000000.bin", 20_000)
+    assert len(corpus.validation[:]) == len(held_out.tokens)  # which are in other granules
+    with pytest.raises(DataError, match=r"train_000000\.bin` is damaged between bytes 16,384 and 32,768"):
+        corpus.train[:]
+    corpus = corpus_of(tmp_path / "out")
+    flip(tmp_path / "out" / "train_000000.bin", 1_024 + 2 * held_out.first + 4_000)
+    with pytest.raises(DataError, match=r"train_000000\.bin` is damaged"):
+        corpus.validation[2_000:2_001]
+
+
+def test_tokens_of_four_bytes_are_counted_as_such(tmp_path):
+    class Wide(BytesTokenizer.__base__):
+        kind, file = "bytes", None
+
+        def encode(self, found):
+            return [np.frombuffer(text.encode(), np.uint8).astype(np.uint32) + 70_000 for text in found]
+
+        def _pieces(self):
+            return None
+
+    path = tmp_path / "text.jsonl"
+    path.write_text("".join(json.dumps({"text": f"{n} words " * 40}) + "\n" for n in range(60)))
+    tokenizer = Wide("wide", b"", 80_000, 79_999)
+    pack(find_sources([str(path)]), tmp_path / "out", tokenizer, Asked(validation=0.2), workers=0)
+    tokens = load_corpus(str(tmp_path / "out"), 0.1, 80_000).train
+    flip(tmp_path / "out" / "train_000000.bin", 20_000)
+    assert len(tokens[:3_840]) == 3_840
+    with pytest.raises(DataError, match=r"between bytes 16,384 and 32,768 \(tokens 3,840 to 7,936\)"):
+        tokens[3_840:3_841]
+
+
+@pytest.mark.parametrize("read", READERS)
+def test_a_shard_that_is_cut_short_is_found_before_its_checksums_are_asked(folder, read):
+    tokens = corpus_of(folder).train
+    os.truncate(folder / SHARD, 2_000)
+    with pytest.raises(DataError, match=r"train_000001\.bin` was cut short while it was in use"):
+        read(tokens, 35_000, 50)
+
+
+@pytest.mark.parametrize("read", READERS)
+def test_a_shard_that_is_cut_short_in_between_is_found_too(folder, read, monkeypatch):
+    """After its length was asked, and before its granules are read: they reach further than what is asked for."""
+    tokens, check = corpus_of(folder).train, Shard.check
+
+    def checked(shard):
+        check(shard)
+        if shard.path.name == SHARD:
+            os.truncate(shard.path, 2_000)
+
+    monkeypatch.setattr(Shard, "check", checked)
+    with pytest.raises(DataError, match=r"train_000001\.bin` was cut short while it was in use"):
+        read(tokens, 35_000, 50)
+
+
+def test_a_damaged_token_beyond_the_vocabulary_is_called_damage(folder):
+    tokens = corpus_of(folder).train
+    flip(folder / SHARD, 20_001)  # the upper byte of a token
+    for read in READERS:
+        with pytest.raises(DataError, match="is damaged between bytes 16,384 and 32,768"):
+            read(tokens, 20_000 + 9_488, 1)
+
+
+def test_threads_that_read_at_once_read_the_same(folder):
+    tokens, found = corpus_of(folder).train, {}
+
+    def read(number):
+        found[number] = np.concatenate([tokens[low : low + 100] for low in range(0, 60_000, 100)])
+
+    threads = [threading.Thread(target=read, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert all(np.array_equal(found[number], tokens[:60_000]) for number in range(4))
+
+
+# --- the file of checksums ----------------------------------------------------------------------------------
+
+
+OTHER = "its SHA-256 is not the index's"
+LOST = {
+    "missing": (lambda path: path.unlink(), "cannot be read: No such file or directory"),
+    "damaged": (lambda path: flip(path, 5), OTHER),
+    "cut short": (lambda path: os.truncate(path, 8), OTHER),
+    "emptied": (lambda path: os.truncate(path, 0), OTHER),
+    "grown": (lambda path: os.truncate(path, 16), OTHER),
+    "of another": (lambda path: shutil.copy(path.with_name("train_000000.crc"), path), OTHER),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("damage", LOST)
+def test_checksums_that_are_lost_are_named_when_their_shard_is_first_read(folder, damage):
+    does, said = LOST[damage]
+    does(folder / SIDECAR)
+    tokens = corpus_of(folder).train
+    assert len(tokens[:20_000]) == 20_000  # other shards have theirs
+    for read in READERS:
+        with pytest.raises(DataError) as caught:
+            read(tokens, 30_000, 50)
+        assert f"`{folder / SIDECAR}`" in caught.value.message
+        assert said in caught.value.message
+        assert caught.value.hint.startswith("copy it back, or give the same `halfstep data pack` again")
+
+
+def listing(folder, **changed):
+    """The index with another record of the second shard."""
+    index = read_index(folder)
+    first, second, *others = index.train.shards
+    shards = (first, dataclasses.replace(second, **changed), *others)
+    write_index(folder, dataclasses.replace(index, train=dataclasses.replace(index.train, shards=shards)))
+
+
+def test_checksums_of_another_number_of_granules_are_refused_though_listed(folder):
+    os.truncate(folder / SIDECAR, 8)
+    listing(folder, sums=hashlib.sha256((folder / SIDECAR).read_bytes()).hexdigest())
+    with pytest.raises(DataError, match=r"train_000001\.crc` holds 8 bytes, .* 3 granules"):
+        corpus_of(folder).train[38_000:38_001]
+
+
+def test_opening_reads_no_checksums(folder):
+    for path in folder.glob("*.crc"):
+        path.unlink()
+    assert len(corpus_of(folder).train)
+
+
+def test_what_was_packed_before_there_were_checksums_is_read_as_it_was(folder, source):
+    table = unsealed(folder / "index.json")
+    for side in ("train", "val"):
+        for record in table[side]["shards"]:
+            del record["sums"]
+    table = {key: value for key, value in table.items() if key not in ("kind", "format", "digest")}
+    (folder / "index.json").write_bytes(sealed(table))
+    for path in folder.glob("*.crc"):
+        path.unlink()
+    before = files(folder)
+    assert verify(folder) == []
+    packed(source, folder, lambda *_: pytest.fail("read again"))
+    assert files(folder) == before
+    flip(folder / SHARD, UNSEEN[1])
+    tokens = corpus_of(folder).train
+    assert all(len(read(tokens, 29_000, 500)) == 500 for read in READERS)
+
+
+def test_checksums_of_no_shard_are_in_nobodys_way(folder, source):
+    (folder / "train_000077.crc").write_bytes(b"stray")
+    assert verify(folder) == []
+    assert len(corpus_of(folder).train[:])
+    packed(source, folder, lambda *_: pytest.fail("read again"))
+
+
+# --- verify, and making again -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("damage", LOST)
+def test_verify_names_checksums_that_are_lost(folder, damage):
+    does, said = LOST[damage]
+    does(folder / SIDECAR)
+    (found,) = verify(folder)
+    assert found.file == SIDECAR
+    assert said in found.what
+
+
+@pytest.mark.parametrize("damage", LOST)
+def test_checksums_that_are_lost_are_made_again_out_of_their_shard(folder, original, source, damage):
+    LOST[damage][0](folder / SIDECAR)
+    kept = {path.name: path.stat().st_mtime_ns for path in folder.iterdir() if path.name not in (SIDECAR, "lock")}
+    packed(source, folder, lambda *_: pytest.fail("the sources are not needed"))
+    assert files(folder) == files(original)
+    assert {name: (folder / name).stat().st_mtime_ns for name in kept} == kept
+    assert verify(folder) == []
+
+
+def test_checksums_are_not_made_of_a_shard_that_is_damaged(folder, original, source):
+    """It would be taken for whole ever after. The shard is made again first."""
+    (folder / SIDECAR).unlink()
+    flip(folder / SHARD, UNSEEN[1])
+    packed(source, folder)
+    assert files(folder) == files(original)
+
+
+@pytest.mark.parametrize("lost", [[SHARD], [SHARD, SIDECAR], ["val_000000.bin", "val_000000.crc", SIDECAR]])
+def test_a_shard_is_made_again_with_its_checksums(folder, original, source, lost):
+    for name in lost:
+        (folder / name).unlink()
+    packed(source, folder)
+    assert files(folder) == files(original)
+
+
+def test_a_shard_that_a_reader_refused_is_made_again_once_it_is_removed(folder, original, source):
+    flip(folder / SHARD, UNSEEN[1])
+    with pytest.raises(DataError, match="is damaged"):
+        corpus_of(folder).train[:]
+    (folder / SHARD).unlink()
+    packed(source, folder)
+    assert files(folder) == files(original)
+    assert len(corpus_of(folder).train[:])
+
+
+# --- a run --------------------------------------------------------------------------------------------------
+
+
+SMALL = [
+    "model.context=16",
+    "model.layers=1",
+    "model.width=16",
+    "model.heads=2",
+    "training.batch=2",
+    "training.micro_batches=1",
+    "training.steps=12",
+    "training.validate_every=100",
+    "training.validation_tokens=64",
+    "training.save_every=100",
+]
+
+
+def state(out):
+    arrays, _ = checkpoint.load(checkpoint.latest(out / "checkpoints"))
+    return {name: bytes(array.data) for name, array in arrays.items() if name != "rng.cpu"}
+
+
+def untouched_until(batches, step):
+    """A byte that no window of the updates before `step` lies beside, and one of that update does."""
+    size = 16_384
+    touched = [{(1_024 + 2 * at) // size for at in batches.locate(each)[0]["offsets"]} for each in range(step + 1)]
+    return min(touched[step] - set().union(*touched[:step])) * size + 5_000
+
+
+def test_a_run_stops_at_damage_with_what_it_has_and_goes_on_when_it_is_put_back(source, tmp_path, capsys):
+    data, plain, out = tmp_path / "data", tmp_path / "plain", tmp_path / "run"
+    packed(source, data, asked=Asked(validation=0.2))
+    settings = [f"data.source={data}", *SMALL]
+    loop = Loop(load("tiny", settings), Policy.parse("fp32"), plain, device="cpu")
+    loop.run()
+    at = max(range(12), key=lambda step: step if _is_new(loop.batches, step) else -1)
+    byte = untouched_until(loop.batches, at)
+    flip(data / "train_000000.bin", byte)
+    assert len(corpus_of(data).train)  # opening does not see it
+    command = ["train", "tiny", "--policy", "fp32", "--device", "cpu", "--out", str(out)]
+    chosen = [word for setting in settings for word in ("--set", setting)]
+    capsys.readouterr()
+    assert run([*command, *chosen]) == 2
+    words = " ".join(capsys.readouterr().err.split())
+    low = byte - 5_000
+    assert f"train_000000.bin` is damaged between bytes {low:,} and " in words.replace("\n", " ")
+    assert "halfstep data verify" in words
+    assert checkpoint.latest(out / "checkpoints").name == f"step-{at:06d}"
+    flip(data / "train_000000.bin", byte)
+    assert run([*command, *chosen, "--resume"]) == 0
+    assert state(out) == state(plain)
+
+
+def _is_new(batches, step):
+    try:
+        return untouched_until(batches, step) > 0
+    except ValueError:
+        return False
