@@ -46,6 +46,7 @@ import numpy as np
 from halfstep.training.arrays import DTYPES, Array
 from halfstep.training.arrays import CheckpointError as CheckpointError
 from halfstep.training.arrays import DamagedCheckpointError as DamagedCheckpointError
+from halfstep.training.durable import flush
 from halfstep.training.weightfiles import PICKLES
 
 FORMAT = 1
@@ -72,7 +73,7 @@ def save(folder: Path, step: int, arrays: Mapping[str, Array], meta: Mapping[str
             )
         if not folder.is_dir():
             folder.mkdir()
-            _flush(folder.parent)
+            flush(folder.parent)
         remove_leftovers(folder)
         os.mkdir(partial)
         written = _write_files(partial, step, arrays, meta)
@@ -83,7 +84,7 @@ def save(folder: Path, step: int, arrays: Mapping[str, Array], meta: Mapping[str
         if target.exists():
             set_aside(target)  # damaged: this one takes its place
         os.rename(partial, target)
-        _flush(folder)
+        flush(folder)
     except OSError as error:
         shutil.rmtree(partial, ignore_errors=True)
         place = error.filename or folder
@@ -268,13 +269,13 @@ def _write_files(partial: Path, step: int, arrays: Mapping[str, Array], meta: Ma
     _write_state(partial / STATE, arrays)
     # safetensors lets the owner alone read what it writes; here the umask decides, as for the folder.
     os.chmod(partial / STATE, partial.stat().st_mode & 0o666)
-    _flush(partial / STATE)
+    flush(partial / STATE)
     manifest = _manifest(step, _describe_file(partial / STATE), arrays, meta)
     with open(partial / MANIFEST, "wb") as file:
         file.write(json.dumps(manifest, indent=1, ensure_ascii=False).encode() + b"\n")
         file.flush()
         os.fsync(file.fileno())
-    _flush(partial)
+    flush(partial)
     return manifest
 
 
@@ -410,12 +411,3 @@ def _damaged(place: Path, said: str) -> DamagedCheckpointError:
         f"`{place}` is damaged: {said}",
         hint="restore it; --resume --allow-older goes on from the one before it; to read another, name its folder",
     )
-
-
-def _flush(path: Path) -> None:
-    """Waits until a file's bytes, or a folder's names, are on the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -23,12 +23,12 @@ def write_whole(path: Path, content: bytes) -> None:
     except OSError:
         partial.unlink(missing_ok=True)  # on a full disk it is the first thing to go
         raise
-    flush_folder(path.parent)
+    flush(path.parent)
 
 
-def flush_folder(folder: Path) -> None:
-    """Makes the names in a folder last."""
-    descriptor = os.open(folder, os.O_RDONLY)
+def flush(path: Path) -> None:
+    """Waits until a file's bytes, or the names in a folder, are on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:

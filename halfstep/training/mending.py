@@ -24,7 +24,7 @@ from typing import Any, final
 import numpy as np
 
 from halfstep.training.corpus import DataError, TokenArray
-from halfstep.training.durable import PARTIAL, flush_folder, write_whole
+from halfstep.training.durable import PARTIAL, flush, write_whole
 from halfstep.training.encoding import SIDES, Encoded, token_type
 from halfstep.training.packed import open_listed, read_token_bytes
 from halfstep.training.shardindex import TOKEN_BYTES, Digests, Index, ShardRecord, SideRecord, digests, read_sums
@@ -151,7 +151,7 @@ class _Line:
         self._file.close()
         os.replace(self._file.name, path)
         self._file = None
-        flush_folder(self._folder)
+        flush(self._folder)
 
 
 def _is_whole(folder: Path, record: ShardRecord) -> bool:

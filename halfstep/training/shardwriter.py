@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from halfstep.training.corpus import DataError, TokenArray
-from halfstep.training.durable import PARTIAL, flush_folder, write_whole
+from halfstep.training.durable import PARTIAL, flush, write_whole
 from halfstep.training.shardindex import STATE, ShardRecord, SideRecord, digests, page_digest, shard_records
 from halfstep.training.shards import HEADER_BYTES, header
 from halfstep.training.token_bytes import TokenBytes
@@ -59,7 +59,7 @@ class ShardWriter:
         for tokens, documents, size in self._full:
             self._done.append(self._named(tokens, documents, size))
         self._full.clear()
-        flush_folder(self.folder)
+        flush(self.folder)
         return {
             "shards": [vars(record) for record in self._done],
             "tokens": self._tokens,
