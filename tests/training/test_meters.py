@@ -173,8 +173,9 @@ def test_a_recorded_ceiling_is_of_the_same_device_and_the_newest(tmp_path):
         file.write(b'{"event": "start", "device": {"name": "one"}, "ceil')  # a kill
     assert recorded(path, "one") == Ceiling(2e12, "fp32")
     assert recorded(path, "third") is None
+    assert recorded(tmp_path / "none", "one") is None  # checkpoints that were moved without their record
     with pytest.raises(HalfstepError, match="cannot be read"):
-        recorded(tmp_path / "none", "one")
+        recorded(tmp_path, "one")
 
 
 def test_a_run_records_all_of_it(text, tmp_path):
