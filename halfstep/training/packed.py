@@ -7,17 +7,23 @@ tokens. Damage that opening does not see is found when it is first read (`halfst
 Held out is what was packed as such; where nothing was, the last share of the tokens, as of any shards.
 
 `verify` reads all: a shard is asked for its size and its SHA-256, and where that fails the digests of its regions
-of 16 MiB name those that changed. What is outside them is what was packed. The files of checksums are asked too.
+of 16 MiB name those that changed, and checksums the 16 KiB in them. What is outside is what was packed. The files
+of checksums are asked too.
 """
 
 import hashlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from zlib import crc32
+
+import numpy as np
+from numpy.typing import NDArray
 
 from halfstep.training.corpus import Corpus, DataError
 from halfstep.training.granules import Granules
 from halfstep.training.shardindex import (
+    GRANULE,
     MEND,
     TOKEN_BYTES,
     Index,
@@ -187,17 +193,39 @@ def _shard(path: Path, record: ShardRecord, told: Callable[[int], object]) -> It
     except DataError as error:
         yield Damage(path.name, error.message)
     whole, changed, done, number = hashlib.sha256(), list[Damage](), 0, 0
+    sums = _sums(path.parent, record)
     for number, content in enumerate(read_regions(path), 1):
         whole.update(content)
         first, done = done, done + len(content)
         expected = record.regions[number - 1] if number <= len(record.regions) else None
         if region_digest(content) != expected:
-            changed.append(Damage(path.name, _region(path, record, first, done), first, done))
+            spans = _narrowed(content, first, sums)
+            changed += [Damage(path.name, _region(path, record, low, high), low, high) for low, high in spans]
         told(done)
     if number < len(record.regions):
         changed.append(Damage(path.name, f"ends at byte {done}", done, None))
     if changed or whole.hexdigest() != record.sha256:
         yield from changed or [Damage(path.name, "its SHA-256 is not the index's")]
+
+
+def _sums(folder: Path, record: ShardRecord) -> NDArray[np.uint32]:
+    """The checksums of a shard's granules; none where they are lost, which is told elsewhere."""
+    try:
+        return np.frombuffer(read_sums(folder, record) if record.sums else b"", dtype="<u4")
+    except (DataError, ValueError):
+        return np.empty(0, dtype="<u4")
+
+
+def _narrowed(content: bytes, first: int, sums: NDArray[np.uint32]) -> list[tuple[int, int]]:
+    """From where to where a region that begins at byte `first` is damaged, as far as checksums of granules say."""
+    end, spans = first + len(content), list[tuple[int, int]]()
+    if not first % GRANULE:
+        for low in range(first, end, GRANULE):
+            granule, number = content[low - first : low - first + GRANULE], low // GRANULE
+            if number < len(sums) and crc32(granule) != sums[number]:
+                begin = spans.pop()[0] if spans and spans[-1][1] == low else low
+                spans.append((begin, low + len(granule)))
+    return spans or [(first, end)]
 
 
 def _region(path: Path, record: ShardRecord, first: int, last: int) -> str:

@@ -21,7 +21,7 @@ from halfstep.training.data import Batches, load_corpus, validation_batches
 from halfstep.training.loop import Loop
 from halfstep.training.packed import verify
 from halfstep.training.packing import Asked, pack
-from halfstep.training.shardindex import read_index, sealed, unsealed, write_index
+from halfstep.training.shardindex import GRANULE, read_index, sealed, unsealed, write_index
 from halfstep.training.shards import Shard
 from halfstep.training.sources import find_sources
 from halfstep.training.tokenizing import BytesTokenizer
@@ -450,6 +450,22 @@ def test_verify_names_checksums_that_are_lost(folder, damage):
     (found,) = verify(folder)
     assert found.file == SIDECAR
     assert said in found.what
+
+
+def test_verify_says_where_to_the_granule(folder):
+    def spans():
+        return [(damage.first, damage.last) for damage in verify(folder) if damage.first is not None]
+
+    size = (folder / SHARD).stat().st_size
+    flip(folder / SHARD, 0)
+    flip(folder / SHARD, size - 1)
+    assert spans() == [(0, GRANULE), (2 * GRANULE, size)]
+    flip(folder / SHARD, GRANULE)
+    assert spans() == [(0, size)]  # neighbors are one
+    flip(folder / SHARD, 0)
+    assert spans() == [(GRANULE, size)]
+    (folder / SIDECAR).unlink()
+    assert spans() == [(0, size)]  # as far as the regions tell
 
 
 @pytest.mark.parametrize("damage", LOST)

@@ -133,12 +133,15 @@ def test_another_tokenizer_beside_the_shards_is_refused_at_opening(tmp_path):
     assert [(each.file, each.first) for each in verify(out)] == [("tokenizer.json", None)]
 
 
-@pytest.mark.parametrize("region", range(0, 41_024, 1_637))
-def test_verify_finds_every_flipped_byte_and_names_its_region(folder, region, monkeypatch, original):
+@pytest.mark.parametrize("place", range(0, 41_024, 1_637))
+def test_verify_finds_every_flipped_byte_and_names_its_granule(folder, place):
     path = folder / "train_000001.bin"
-    flip(path, region)
+    flip(path, place)
     found = [each for each in verify(folder) if each.first is not None]
-    assert [(each.file, each.first, each.last) for each in found] == [("train_000001.bin", 0, 41_024)]
+    low = place // GRANULE * GRANULE
+    assert [(each.file, each.first, each.last) for each in found] == [
+        ("train_000001.bin", low, min(low + GRANULE, 41_024))
+    ]
 
 
 def test_the_region_is_that_of_the_damage(tmp_path, monkeypatch):
