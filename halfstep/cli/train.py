@@ -303,10 +303,16 @@ def _resolve_policy(
     config: Any, device: str | None, resumed: Path | None, allow_older: bool
 ) -> tuple[Any, Any, list[str]]:
     """The policy that runs, the measurement behind it if it was `auto`, and what to warn of."""
-    from halfstep.core.policy import Policy, read
+    from halfstep.core.errors import PolicyError
+    from halfstep.core.policy import PRESETS, Policy, read
     from halfstep.tools.probe import resolve
+    from halfstep.training.session import check_device
 
-    if resumed is not None and read(config.policy).base == "auto":
+    spelling = read(config.policy)
+    with suppress(PolicyError):  # of items that fp32 cannot have, and what is chosen may
+        # Before a block is measured that does not fit. Whatever `auto` may choose has masters as wide as fp32's.
+        check_device(config, spelling.build(PRESETS["fp32"]), device)
+    if resumed is not None and spelling.base == "auto":
         # Measured when the run began; measuring again could choose another precision midway.
         return Policy.parse(_saved_policy(resumed, allow_older)), None, []
     return resolve(config, device)

@@ -102,6 +102,16 @@ def backend_module(backend: str, name: str) -> Any:
         ) from None
 
 
+def check_device(config: RunConfig, policy: Policy, device: str | None, *, train: bool = True) -> int | None:
+    """Refuses a device that is not here, and one that cannot hold the model; how many bytes it has."""
+    module = backend_module(config.backend, "session")
+    place = module.as_device(device or module.devices()[0])
+    module.describe(place)
+    capacity: int | None = module.memory.capacity(place)
+    memory.check_fits(config, policy, capacity, train=train)
+    return capacity
+
+
 def open_session(
     config: RunConfig,
     policy: Policy,
@@ -132,10 +142,7 @@ def open_session(
         start, end = optimizer.muon_momentum_start, optimizer.muon_momentum
         return momentum(applied, start=start, end=end, warmup=optimizer.muon_momentum_warmup, xp=xp)
 
-    place = module.as_device(device or module.devices()[0])
-    module.describe(place)  # refuses a device that is not here
-    capacity = module.memory.capacity(place)
-    memory.check_fits(config, policy, capacity, train=train)
+    capacity = check_device(config, policy, device, train=train)
     warms = train and optimizer.name == "muon" and optimizer.muon_momentum_warmup > 0
     with memory.told(module.memory.ran_out, lambda: memory.in_making(config, capacity)):
         session: Session = module.Session(

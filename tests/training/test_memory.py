@@ -2,6 +2,7 @@
 
 import pytest
 
+from halfstep.cli.main import run
 from halfstep.config.load import load
 from halfstep.core import host
 from halfstep.core.policy import Policy
@@ -66,6 +67,17 @@ def test_a_model_that_the_device_cannot_hold_is_refused_and_one_that_fits_is_not
 def test_it_is_refused_before_anything_is_made(text, tmp_path, backend, width):
     with pytest.raises(OutOfMemoryError, match="parameters"):
         start(text, tmp_path / "run", f"model.width={width}", backend=backend)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("policy", ["auto", "auto,norm=bf16", "bf16-mixed"])
+def test_it_is_refused_before_anything_is_measured(text, tmp_path, monkeypatch, capsys, policy):
+    pytest.importorskip("torch")
+    monkeypatch.chdir(tmp_path)
+    words = ["train", "tiny", "--policy", policy, "--device", "cpu", "--out", "run"]
+    settings = ["model.width=131072", "model.heads=1024", f"data.source={text}"]
+    assert run([*words, *(word for setting in settings for word in ("--set", setting))]) == 2
+    assert "weights, gradients and moments take" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
 
 
