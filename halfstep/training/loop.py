@@ -25,7 +25,6 @@ from halfstep.core.choice import Choice
 from halfstep.core.errors import HalfstepError
 from halfstep.core.policy import Policy
 from halfstep.training import artifact, checkpoint, determinism, folder, loggers, memory
-from halfstep.training.arrays import held
 from halfstep.training.ceiling import UNMEASURED, Ceiling
 from halfstep.training.corpus import DataError
 from halfstep.training.data import Batches, Corpus, Prefetch, load_corpus
@@ -35,9 +34,10 @@ from halfstep.training.faults import Guard
 from halfstep.training.judge import Judge, RollBackError
 from halfstep.training.keeping import Keeper
 from halfstep.training.meters import Meters
+from halfstep.training.opening import Subject, open_run
 from halfstep.training.pretrained import Pretrained, open_pretrained
 from halfstep.training.progress import Progress, progress
-from halfstep.training.provenance import changes, check_manifest, describe_data, describe_run, describe_start
+from halfstep.training.provenance import describe_start
 from halfstep.training.retention import Retention, unseen
 from halfstep.training.saving import Saver
 from halfstep.training.schedule import factor
@@ -79,7 +79,7 @@ class Loop:
     ):
         if resume:
             config = folder.with_origin(out, config)
-        self.config, self.policy, self.out, self.choice = config, policy, out, choice
+        self.config, self.policy, self.out = config, policy, out
         self.warnings, self.deadline, self.ceiling = list(warnings), deadline, ceiling
         loggers.check(config.training.loggers)
         determinism.prepare(config, out)
@@ -94,15 +94,18 @@ class Loop:
             name=f"`{config.data.source}`",
         )
         check_held_out(self.corpus, config)
-        self.origin: dict[str, Any] | None = None  # of the first weights, where they were not drawn
-        self._owes_look = False  # whether the look at the step that it goes on from was broken off
-        begun = resume and bool(checkpoint.step_folders(out / folder.CHECKPOINTS))
-        self.pretrained = self._pretrained() if config.init and not begun else None
+        saved = resume and bool(checkpoint.step_folders(out / folder.CHECKPOINTS))
+        self.pretrained = self._pretrained() if config.init and not saved else None
         first = None if self.pretrained is None else self.pretrained.weights()
         self.session = open_session(config, policy, device, weights=first)
         determinism.check(self.config, self.session.description.kind)
         self.guard = Guard(training.rollback)
-        self.start = self._open(resume, allow_older)
+        origin = None if self.pretrained is None else self.pretrained.record()
+        parts = (self.corpus, self.batches, self.session, self.guard)
+        self.subject = Subject(self.config, policy, *parts, choice=choice, origin=origin)
+        begun = open_run(self.subject, out, resume=resume, allow_older=allow_older)
+        self.lock, self.start, self._owes_look = begun.lock, begun.step, begun.owes_look
+        self.warnings += begun.warnings
         keep = Retention(training.keep_last, training.keep_every, training.keep_best)
         self.saver = Saver(out / folder.CHECKPOINTS, keep, self.start or None)
         self.warnings += unseen(training)
@@ -173,7 +176,7 @@ class Loop:
         self.meters = Meters(self.config, self.ceiling, self.session, self.tally.watch)
         self.last_look: Evaluation | None = None  # at the last step
         self._unreadable: DataError | None = None
-        told = (self.events, bar, self._describe)
+        told = (self.events, bar, self.subject.describe)
         self.keeper = Keeper(self.saver, self.session, self.guard, *told, stop, self.deadline)
         self.judge = Judge(self.guard, self.batches, self.session, self.keeper, self.tally)
 
@@ -343,7 +346,6 @@ class Loop:
         config = self.config
         found = open_pretrained(config.init, config.model, config.init_digest)
         self.config = dataclasses.replace(config, init_digest=found.digest)
-        self.origin = found.record()
         if found.layout.name != "halfstep" and self.corpus.bytes_per_token == 1:
             self.warnings.append(
                 f"the data are bytes, and the weights of `{config.init}` know the tokens of their own tokenizer; "
@@ -351,59 +353,8 @@ class Loop:
             )
         return found
 
-    def _open(self, resume: bool, allow_older: bool) -> int:
-        """Makes or reopens the folder, and locks it; the step to start after."""
-        self.lock = folder.lock(self.out, new=not resume)
-        self.warnings += [self.lock.warning] if self.lock.warning else []
-        try:
-            if resume:
-                return self._go_on(allow_older)
-            folder.create(self.out, self._resolved())
-        except BaseException:
-            self.lock.release()
-            raise
-        return 0
-
-    def _go_on(self, allow_older: bool) -> int:
-        """Takes over the newest checkpoint; its step."""
-        folder.check_same_run(self.out, self.config)
-        found = checkpoint.load_latest(self.out / folder.CHECKPOINTS, allow_older=allow_older)
-        if found is None:
-            self.warnings.append(f"`{self.out}` holds no checkpoint yet: the run begins again with its first step")
-            folder.rewrite(self.out, self._resolved())
-            return 0
-        arrays, manifest, passed = found
-        step = int(manifest["step"])
-        self.warnings += [f"{e.message}; it was set aside, and the run goes on after step {step}" for e in passed]
-        saved = self.out / folder.CHECKPOINTS / f"step-{step:06d}"
-        check_manifest(manifest, saved, self.policy, self.corpus)
-        folder.check_same_settings(saved, manifest["config"], self.config)
-        self.batches.check_position(manifest["data"]["position"])
-        self.session.load(held(arrays))
-        self.guard.load(manifest["guard"])
-        if self.choice is None and manifest["choice"] is not None:
-            self.choice = Choice(**manifest["choice"])
-        self.origin = manifest.get("init")
-        self._owes_look = manifest.get("held_out") is None and step % self.config.training.validate_every == 0
-        self.warnings += changes(manifest, self._describe(step, None))
-        folder.rewrite(self.out, self._resolved())
-        return step
-
-    def _describe(self, step: int, held_out: float | None) -> dict[str, Any]:
-        """What the manifest of a checkpoint says."""
-        return {
-            **describe_run(self.config, self.policy, self.choice, self.origin, self.session),
-            "data": describe_data(self.corpus, self.batches, step, self.guard.shift),
-            "held_out": held_out,
-            "guard": self.guard.state(),
-        }
-
     def _tally_at(self, step: int) -> Tally:
         return Tally(step, step, step - self.session.applied(), tokens=step * self._tokens_per_step)
-
-    def _resolved(self) -> RunConfig:
-        """The configuration with the policy that runs in place of `auto`."""
-        return dataclasses.replace(self.config, policy=str(self.policy))
 
     def _board(self) -> loggers.Board:
         return loggers.Board(self.config.training.loggers, self.out, self.start or None, self.warnings.append)
@@ -411,10 +362,10 @@ class Loop:
     def _announce(self) -> None:
         self.events.write(
             "start",
-            **describe_start(self.config, self.policy, self.choice, self.session.description, self.corpus),
+            **describe_start(self.config, self.policy, self.subject.choice, self.session.description, self.corpus),
             tokens_per_step=self._tokens_per_step,
             resumed_from=self.start or None,
-            init=self.origin,
+            init=self.subject.origin,
             flops_per_token=flops_per_token(self.config.model),
             ceiling=self.ceiling.record(),
         )

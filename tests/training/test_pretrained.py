@@ -410,13 +410,13 @@ def test_a_resumed_run_remembers_where_its_weights_came_from(ours, tmp_path):
     save_file(dict(initial_weights(ours.model, 5)), weights)
     given = replace(ours, init=str(weights), training=replace(ours.training, steps=3, save_every=2))
     loop = start(given, tmp_path / "run")
-    record = loop.origin
+    record = loop.subject.origin
     loop.run()
     shutil.rmtree(tmp_path / "run" / "checkpoints" / "step-000003")
     weights.unlink()
     again = start(replace(given, init=""), tmp_path / "run", resume=True)  # as `train RECIPE --resume` says it
     assert again.start == 2
-    assert again.origin == record
+    assert again.subject.origin == record
     again.run()
     begun = [
         event["init"] for event in read_events(tmp_path / "run" / "events.jsonl") if event["event"] == "start"
