@@ -2,7 +2,6 @@
 
 import os
 import platform
-import resource
 import subprocess
 from pathlib import Path
 
@@ -25,7 +24,7 @@ def memory() -> int | None:
     """The bytes of memory that this process can have; None where the system does not say."""
     try:
         found = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (OSError, ValueError):
+    except (AttributeError, OSError, ValueError):  # Windows has no sysconf
         return None
     try:
         limit = _LIMIT.read_text(encoding="ascii").strip()
@@ -34,8 +33,15 @@ def memory() -> int | None:
     return min(found, int(limit)) if limit.isdecimal() else found
 
 
+def threads() -> int | None:
+    """The cores that this process may use; None where the system does not say."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+
+
 def peak_memory() -> int:
     """The most bytes that this process held so far."""
+    import resource  # Windows has none, and a probe of it must run there
+
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if platform.system() == "Darwin" else peak * 1024  # macOS counts bytes, Linux kilobytes
 

@@ -8,7 +8,6 @@ sampling pads its window to the context, so that one program serves every length
 ahead, but the amax of a narrow operand does see the padding.
 """
 
-import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
@@ -23,6 +22,7 @@ from numpy.typing import NDArray
 from halfstep.config.model import is_matmul, owner, parameter_shapes
 from halfstep.config.run import RunConfig
 from halfstep.config.weights import Weights, initial_weights
+from halfstep.core import host
 from halfstep.core.errors import HalfstepError
 from halfstep.core.policy import Policy
 from halfstep.core.refusal import check_reach
@@ -86,7 +86,7 @@ class Session:
     @property
     def threads(self) -> int | None:
         """The threads of a CPU that a sum may be divided among: XLA has one for each core."""
-        return os.cpu_count() if self.device.platform == "cpu" else None
+        return host.threads() if self.device.platform == "cpu" else None
 
     @property
     def asynchronous(self) -> bool:

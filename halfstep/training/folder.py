@@ -50,6 +50,7 @@ FREE = {
     "training.measure_ceiling",
 }
 
+# What may differ where the product stays: an update sees the same sequences, in other pieces.
 PIECES = ("training.batch", "training.micro_batches")
 
 

@@ -434,8 +434,9 @@ def test_an_update_may_be_taken_in_other_pieces_of_the_same_sequences(text, tmp_
         return
     loop = start(text, out, *settings, resume=True)
     assert loop.run().finished
-    weights, expected = final_state(out)[0], final_state(plain)[0]
-    for name in expected:
-        if name.startswith("model."):
-            one, other = (np.frombuffer(state[name], np.float32) for state in (weights, expected))
-            assert np.allclose(one, other, atol=1e-3)
+    # From the weights of step 4, the loss of step 5 is of the same 32 tokens, whose sum is added up in another order,
+    # as may be those inside: some 20 in a series, of 256 at most, as in the conformance suite.
+    found, expected = (
+        next(e["loss"] for e in reversed(told(run, "step")) if e["step"] == 5) for run in (out, plain)
+    )
+    assert abs(found - expected) <= (32 + math.sqrt(20 * 256)) * 2**-24 * expected
