@@ -434,8 +434,8 @@ def test_an_update_may_be_taken_in_other_pieces_of_the_same_sequences(text, tmp_
         return
     loop = start(text, out, *settings, resume=True)
     assert loop.run().finished
-    # From the weights of step 4, the loss of step 5 is of the same 32 tokens, which are added up in another order, as
-    # may be the sums inside: some 20 in a series, of 256 at most, as in the conformance suite.
+    # From the weights of step 4, the loss of step 5 is of the same 32 tokens, added up in another order, as may be
+    # the sums inside: some 20 in a series, of 256 at most, as in the conformance suite.
     found, expected = (
         next(e["loss"] for e in reversed(told(run, "step")) if e["step"] == 5) for run in (out, plain)
     )
