@@ -84,6 +84,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--megabytes", type=int, default=200, help="of text, at most")
     parser.add_argument("--set", action="append", default=[], dest="overrides", help="a setting of the recipe")
     parser.add_argument("--no-tuning", action="store_true", help="the source without coordinate descent")
+    parser.add_argument("--recompute-far", action="store_true", help="halfstep with less memory, and slower")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--worker", choices=ARMS, help=argparse.SUPPRESS)
     return parser.parse_args()
@@ -331,6 +332,10 @@ class Halfstep(Trainer):
         from halfstep.core.policy import Policy
         from halfstep.training.session import open_session
 
+        if self.options.recompute_far:  # less memory, more time: docs/measurements/recipes.md
+            import torch._functorch.config as partitioning
+
+            partitioning.ban_recompute_used_far_apart = False
         self.session = open_session(self.config, Policy.parse(self.options.policy), self.options.device)
 
     def update(self, tokens: Any) -> Any:

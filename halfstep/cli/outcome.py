@@ -119,6 +119,8 @@ def _trained(outcome: "Outcome", loop: "Loop") -> str:
         return f"nothing now: all {_steps(outcome.step)} were trained before"
     told = f"{_steps(_session_steps(outcome, loop))} in {outcome.seconds:.1f} s, "
     told += f"{outcome.tokens_per_second:,.0f} tokens/s"
+    if _session_steps(outcome, loop) > 2:
+        told += f" after the first ({outcome.totals['spent']['first_step']:.1f} s)"
     return f"{told}; {_steps(outcome.step)} in all" if loop.start else told
 
 

@@ -24,7 +24,7 @@ Every line has `event`, its kind, and `time`, Unix seconds. The kinds and their 
                  bits_per_byte_after (or null)
     warning      message
     stop         step, reason, saved (step of the newest complete checkpoint, or null)
-    end          step, seconds, loss, validation_loss, bits_per_byte, tokens_per_second
+    end          step, seconds, loss, validation_loss, bits_per_byte, tokens_per_second (after the first step)
                  Both say where the time of their session went (meters.py): spent ({wall, training, first_step,
                  input, saving, evaluation, other} in seconds), mfu, busy (share or null), busy_unknown (why it
                  is null), memory (the most bytes held)

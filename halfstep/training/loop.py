@@ -54,7 +54,7 @@ class Outcome:
     step: int
     finished: bool
     seconds: float
-    tokens_per_second: float
+    tokens_per_second: float  # after the first step
     held_out: Evaluation | None  # None where it was stopped: whoever asks to stop does not wait for a look
     saved: int | None  # the step of the newest complete checkpoint
     totals: dict[str, Any] | None = None  # where the time went (meters.py); None where no step was to be taken
@@ -319,9 +319,7 @@ class Loop:
 
     def _finish(self, finished: bool) -> Outcome:
         found, tally = self.last_look if finished else None, self.tally
-        # Steps that a rollback gave up were trained too.
-        trained = self.meters.steps * self._tokens_per_step
-        speed = trained / tally.watch.seconds if tally.watch.seconds else 0.0
+        speed = self._tokens_per_step * self.meters.speed()
         if found is not None and self.stop.left(self.deadline) is None:
             artifact.conclude(self.session, self.corpus, self.config, self.out, found, self.events, self.bar)
         elif found is not None and self.config.artifact.format != "none":

@@ -3,8 +3,8 @@
     wall = training + saving + evaluation + other
            training = first step + steps;   lost to input is a part of it
 
-*First step*: it compiles, tunes and warms up, in every session; utilization and busy share are of the steps
-after it. *Input*: the loop waits for a batch. A device that works on its own has the step before to do
+*First step*: it compiles, tunes and warms up, in every session; speed, utilization and busy share are of the
+steps after it. *Input*: the loop waits for a batch. A device that works on its own has the step before to do
 meanwhile, so what is lost is the shorter of the wait and the device's own pause before the step. Where the pause
 is not known, the wait counts: at most that much is lost. *Saving* is the time that training stands still for it,
 the wait for the last checkpoint among it. *Other*: going back, the artifact, and what lies between.
@@ -93,22 +93,33 @@ class Meters:
             self._busy = None if spent is None else self._busy + spent[0]
         return {"mfu": self._utilization(steps_per_second), "input_wait": wait}
 
+    def speed(self) -> float:
+        """Steps a second after the first, those that a rollback gave up among them; of all where there are few."""
+        steps, seconds = self.steps, self.watch.seconds
+        if self._settled:
+            steps, seconds = steps - 1, seconds - self._first
+        return steps / seconds if seconds > 0 else 0.0
+
     def totals(self) -> dict[str, Any]:
         """What the event of a stop or an end says."""
         wall, training = self._clock() - self._began, self.watch.seconds
-        later = training - self._first
-        known = self.steps > 1 and later > 0
         other = max(0.0, wall - training - self.lost["saving"] - self.lost["evaluation"])
-        busy = min(1.0, self._busy / later) if known and self._busy is not None else None
+        later, busy = training - self._first, self._busy if self._settled else None
+        busy = None if busy is None else min(1.0, busy / later)
         return {
             "spent": {
                 "wall": wall, "training": training, "first_step": self._first, **self.lost, "other": other
             },
-            "mfu": self._utilization((self.steps - 1) / later) if known else None,
+            "mfu": self._utilization(self.speed()) if self._settled else None,
             "busy": busy,
             "busy_unknown": None if busy is not None else self.session.untimed or "too few steps",
             "memory": self.session.memory(),
         }  # fmt: skip
+
+    @property
+    def _settled(self) -> bool:
+        """Whether the steps after the first say something: two can be read at once."""
+        return self.steps > 2 and self.watch.seconds > self._first
 
     def _utilization(self, steps_per_second: float) -> float | None:
         if self.ceiling.flops is None:

@@ -12,11 +12,13 @@ class Watch:
     """Time spent training, and the speed over the last few steps.
 
     Where results are read a step late, two can be read at once: the time between two reads says little of one
-    step, and the speed is that of several.
+    step, and the speed is that of several. The very first step compiles; as soon as there are two after it, the
+    speed is theirs.
     """
 
     def __init__(self, steps: int = 10):
         self.seconds = 0.0
+        self._taken = 0
         self._reads: deque[tuple[float, int]] = deque(maxlen=steps + 1)
 
     def start(self, step: int) -> None:
@@ -29,6 +31,9 @@ class Watch:
         now = time.perf_counter()
         self.seconds += now - self._reads[-1][0]
         self._reads.append((now, step))
+        self._taken += 1
+        if self._taken == 3 and len(self._reads) == 4:  # no pause since the start
+            self._reads.popleft()
         first, before = self._reads[0]
         return (step - before) / (now - first)
 

@@ -1,6 +1,7 @@
 """How a run ends, as people and schedulers see it: the summary, the page, and the exit code."""
 
 import json
+import re
 import signal
 
 import pytest
@@ -81,6 +82,7 @@ def test_the_summary_is_of_this_session_and_says_what_there_is_in_all(arguments,
     assert run(arguments) == 0
     first = told(capsys)
     assert "trained 7 steps in " in first
+    assert re.search(r" tokens/s after the first \(\d+\.\d s\)", first)
     assert "in all" not in first
     assert run([*arguments, "--resume", "--set", "training.validate_every=1000"]) == 0
     second = told(capsys)
@@ -95,8 +97,8 @@ def test_json_tells_the_steps_of_the_session_and_of_the_run(arguments, capsys, s
         assert run([*arguments, "--json", *more]) == 0
         data = json.loads(capsys.readouterr().out)
         if data["seconds"]:
-            tokens = data["session_steps"] * 2 * 16
-            assert data["tokens_per_second"] == pytest.approx(tokens / data["seconds"])
+            tokens, later = (data["session_steps"] - 1) * 2 * 16, data["seconds"] - data["spent"]["first_step"]
+            assert data["tokens_per_second"] == pytest.approx(tokens / later)
         return data["step"], data["resumed_from"], data["session_steps"]
 
     stopped_at(7)

@@ -133,6 +133,42 @@ def test_busy_and_utilization_are_of_the_steps_after_the_first(clock):
     assert totals["memory"] == 77
 
 
+def test_speed_leaves_the_first_step_out_where_others_say_something(clock):
+    found = meters(clock)
+    assert found.speed() == 0.0
+    steps(found, clock, [0.0, 0.0], [10.0, 0.0])  # two that were read at once
+    assert found.speed() == pytest.approx(2 / 10.0)
+    assert found.totals()["mfu"] is None
+    steps(found, clock, [0.0, 0.0], [1.0, 3.0])
+    assert found.speed() == pytest.approx(3 / 4.0)
+
+
+def test_the_speed_while_it_runs_forgets_the_first_step(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr("halfstep.training.tally.time.perf_counter", lambda: now[0])
+    watch, told = Watch(), []
+    watch.start(0)
+    for step, seconds in enumerate((20.0, 1.0, 1.0, 2.0), 1):
+        now[0] += seconds
+        told.append(watch.read(step))
+    assert told == [1 / 20, 2 / 21, 2 / 2, 3 / 4]
+    watch.start(4)  # a pause: all after it counts, a third step of the run or not
+    for step, seconds in enumerate((4.0, 4.0, 4.0), 5):
+        now[0] += seconds
+        assert watch.read(step) == 1 / 4
+    assert watch.seconds == 24 + 12
+
+
+def test_a_pause_before_the_third_step_leaves_nothing_to_forget(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr("halfstep.training.tally.time.perf_counter", lambda: now[0])
+    watch = Watch()
+    for step, seconds in enumerate((20.0, 1.0, 2.0, 2.0)):
+        watch.start(step)
+        now[0] += seconds
+        assert watch.read(step + 1) == 1 / seconds
+
+
 def test_what_is_not_known_is_null_with_the_reason(clock):
     found = meters(clock, (1.0, None), (1.0, 0.0), None)
     events = steps(found, clock, [0, 0, 0], [1, 1, 1])
