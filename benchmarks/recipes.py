@@ -17,15 +17,12 @@ Tokens are made if `--tokens` names none (recipe_tokens.py). What PERF anchors s
 
 import argparse
 import json
-import math
 import os
 import statistics
 import sys
 import tempfile
 import time
-import traceback
 from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +31,6 @@ import recipe_tokens
 
 from halfstep.config.load import load
 from halfstep.config.run import RunConfig
-from halfstep.core.errors import HalfstepError
 from halfstep.tools.workers import FailedError, Worker
 
 Answer = dict[str, Any]
@@ -49,7 +45,9 @@ SPARE_SECONDS = 30.0  # kept for the last looks
 def main() -> int:
     options = arguments()
     if options.worker:
-        return serve(options)
+        import recipe_arms  # with torch, which the others do not need
+
+        return recipe_arms.serve(options, configuration(options))
     started = time.perf_counter()
     config = configuration(options)
     with tempfile.TemporaryDirectory() as made:
@@ -210,220 +208,6 @@ def table(found: Answer, recipe: str) -> list[str]:
             f"int8 + zlib: {artifact['bytes']:,} of {artifact['limit']:,} bytes; {before:.4f} -> {after:.4f} bpb"
         )
     return lines
-
-
-# --- the workers -------------------------------------------------------------------------------------------------
-
-
-def serve(options: argparse.Namespace) -> int:
-    """Answers in lines of JSON; whatever else is printed goes to stderr."""
-    line, sys.stdout = sys.stdout, sys.stderr
-    try:
-        arm = {"halfstep": Halfstep, "source": Source}[options.worker](options)
-        print(json.dumps(arm.hello()), file=line, flush=True)
-        for request in map(json.loads, sys.stdin):
-            print(json.dumps(arm.answer(request)), file=line, flush=True)
-    except Exception as error:
-        traceback.print_exc()
-        hint = error.hint if isinstance(error, HalfstepError) else None
-        told = {
-            "failed": f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}",
-            "hint": hint,
-        }
-        print(json.dumps(told), file=line, flush=True)
-        return 1
-    return 0
-
-
-class Trainer:
-    """What both arms share: tokens, turns, clocks."""
-
-    def __init__(self, options: argparse.Namespace):
-        import torch
-
-        from halfstep.training.data import Batches, load_corpus
-
-        self.options, self.config = options, configuration(options)
-        self.device = torch.device(options.device)
-        config, training = self.config, self.config.training
-        self.corpus = load_corpus(config.data.source, config.data.validation, config.model.vocabulary)
-        self.batches = Batches(
-            self.corpus.train,
-            context=config.model.context,
-            batch=training.batch,
-            micro_batches=training.micro_batches,
-            seed=config.seed,
-        )
-        self.done, self.memory = 0, 1
-        self.set_up()
-
-    def hello(self) -> Answer:
-        """Where it runs, and on what."""
-        import torch
-
-        name = torch.cuda.get_device_name() if self.device.type == "cuda" else "CPU"
-        return {"device": name, "torch": torch.__version__, "train_tokens": len(self.corpus.train)}
-
-    def answer(self, request: Answer) -> Answer:
-        """What a request gives."""
-        if request["do"] == "train":
-            return self.train(request["steps"])
-        if request["do"] == "look":
-            return {"loss": self.look()}
-        return self.finish()
-
-    def train(self, steps: int) -> Answer:
-        """A turn: seconds of its updates but the first, and the losses of all."""
-        import torch
-
-        from halfstep.training.data import Prefetch
-
-        if self.device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats()  # looks are not training
-        marks, losses = [self.mark()], []
-        with Prefetch(self.batches.at, self.done, self.done + steps) as batches:
-            for tokens in batches:
-                losses.append(self.update(tokens))
-                marks.append(self.mark())
-                self.done += 1
-        if self.device.type == "cuda":
-            torch.cuda.synchronize()
-            seconds = [before.elapsed_time(after) / 1000 for before, after in pairwise(marks[1:])]
-        else:
-            seconds = [after - before for before, after in pairwise(marks[1:])]
-        first = self.done == steps  # it compiles, at its second update too, and tries kernels on copies
-        if self.device.type == "cuda" and not first:
-            self.memory = max(self.memory, torch.cuda.max_memory_allocated())
-        told = {"losses": [float(x) for x in losses], "memory": self.memory}
-        return {"seconds": seconds[2:] if first else seconds, **told}
-
-    def mark(self) -> Any:
-        """A moment, on the device's own clock."""
-        import torch
-
-        if self.device.type != "cuda":
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
-    def finish(self) -> Answer:
-        """What is told after the last turn."""
-        return {}
-
-    def set_up(self) -> None:
-        """Makes the model."""
-        raise NotImplementedError
-
-    def update(self, tokens: Any) -> Any:
-        """One update; its loss, unread."""
-        raise NotImplementedError
-
-    def look(self) -> float:
-        """The held-out loss."""
-        raise NotImplementedError
-
-
-class Halfstep(Trainer):
-    """As `halfstep train` does."""
-
-    def set_up(self) -> None:
-        """Makes the model."""
-        from halfstep.core.policy import Policy
-        from halfstep.training.session import open_session
-
-        if self.options.recompute_far:  # less memory, more time: docs/measurements/recipes.md
-            import torch._functorch.config as partitioning
-
-            partitioning.ban_recompute_used_far_apart = False
-        self.session = open_session(self.config, Policy.parse(self.options.policy), self.options.device)
-
-    def update(self, tokens: Any) -> Any:
-        """One update; its loss, unread."""
-        return self.session.step(tokens).loss
-
-    def look(self) -> float:
-        """The held-out loss."""
-        from halfstep.training.evaluation import evaluate
-
-        return evaluate(self.session, self.corpus, self.config).loss
-
-    def finish(self) -> Answer:
-        """What is told after the last turn."""
-        if self.config.artifact.format == "none":
-            return {}
-        from halfstep.training.artifact import masters, score
-        from halfstep.training.evaluation import evaluate
-
-        before = evaluate(self.session, self.corpus, self.config)
-        weights = masters(self.session.state(), self.config.model, averaged=False)
-        with tempfile.TemporaryDirectory() as folder:
-            found = score(self.session, self.corpus, self.config, Path(folder) / "model", before, weights).record()
-        told = json.loads((self.options.tokens / recipe_tokens.SUMMARY).read_text())
-        bits = told["val_tokens"] / told["val_bytes"] / math.log(2)  # of a nat a token, on the held-out text
-        return {
-            "artifact": {
-                **found,
-                "bits_per_byte_before": found["loss_before"] * bits,
-                "bits_per_byte_after": found["loss_after"] * bits,
-            }
-        }
-
-
-class Source(Trainer):
-    """As the recipe's source does."""
-
-    def set_up(self) -> None:
-        """Makes the model."""
-        from recipe_sources import Arm
-
-        from halfstep.config.weights import initial_weights
-
-        weights = dict(initial_weights(self.config.model, self.config.seed))
-        self.arm = Arm(self.config, weights, self.device, tuned=not self.options.no_tuning)
-
-    def update(self, tokens: Any) -> Any:
-        """One update; its loss, unread."""
-        import numpy as np
-
-        from halfstep.training.schedule import factor
-
-        training = self.config.training
-        rate = factor(
-            np.float32(self.done),
-            steps=training.steps,
-            warmup=training.warmup_steps,
-            warmdown_share=training.warmdown,
-            xp=np,
-        )
-        return self.arm.step(self.done, [self.batch(part) for part in tokens], float(rate))
-
-    def look(self) -> float:
-        """The held-out loss."""
-        from halfstep.training.data import validation_batches
-
-        total, count = 0.0, 0
-        given = validation_batches(
-            self.corpus.validation,
-            context=self.config.model.context,
-            batch=self.config.training.batch,
-            limit_tokens=self.config.training.validation_tokens,
-        )
-        for windows in given:
-            total += float(self.arm.evaluate(self.batch(windows))) * windows[:, 1:].size
-            count += windows[:, 1:].size
-        return total / count
-
-    def batch(self, windows: Any) -> Any:
-        """Inputs and targets, on the device."""
-        import numpy as np
-        import torch
-
-        tokens = torch.from_numpy(np.ascontiguousarray(windows))
-        if self.device.type == "cuda":
-            tokens = tokens.pin_memory().to(self.device, non_blocking=True)
-        tokens = tokens.long()
-        return tokens[:, :-1], tokens[:, 1:]
 
 
 def say(text: str) -> None:

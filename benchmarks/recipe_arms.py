@@ -1,0 +1,205 @@
+"""The two arms of recipes.py, each a process of its own: the recipe as halfstep trains it, as its source does."""
+
+import argparse
+import json
+import math
+import sys
+import tempfile
+import time
+import traceback
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import recipe_tokens
+import torch
+import torch._functorch.config as partitioning
+from recipe_sources import Arm
+
+from halfstep.config.run import RunConfig
+from halfstep.config.weights import initial_weights
+from halfstep.core.errors import HalfstepError
+from halfstep.core.policy import Policy
+from halfstep.training.artifact import masters, score
+from halfstep.training.data import Batches, Prefetch, load_corpus, validation_batches
+from halfstep.training.evaluation import evaluate
+from halfstep.training.schedule import factor
+from halfstep.training.session import open_session
+
+Answer = dict[str, Any]
+
+
+def serve(options: argparse.Namespace, config: RunConfig) -> int:
+    """Answers in lines of JSON; whatever else is printed goes to stderr."""
+    line, sys.stdout = sys.stdout, sys.stderr
+    try:
+        arm = {"halfstep": Halfstep, "source": Source}[options.worker](options, config)
+        print(json.dumps(arm.hello()), file=line, flush=True)
+        for request in map(json.loads, sys.stdin):
+            print(json.dumps(arm.answer(request)), file=line, flush=True)
+    except Exception as error:
+        traceback.print_exc()
+        hint = error.hint if isinstance(error, HalfstepError) else None
+        told = {
+            "failed": f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}",
+            "hint": hint,
+        }
+        print(json.dumps(told), file=line, flush=True)
+        return 1
+    return 0
+
+
+class Trainer:
+    """What both arms share: tokens, turns, clocks."""
+
+    def __init__(self, options: argparse.Namespace, config: RunConfig):
+        self.options, self.config, training = options, config, config.training
+        self.device = torch.device(options.device)
+        self.corpus = load_corpus(config.data.source, config.data.validation, config.model.vocabulary)
+        self.batches = Batches(
+            self.corpus.train,
+            context=config.model.context,
+            batch=training.batch,
+            micro_batches=training.micro_batches,
+            seed=config.seed,
+        )
+        self.done, self.memory = 0, 1
+        self.set_up()
+
+    def hello(self) -> Answer:
+        """Where it runs, and on what."""
+        name = torch.cuda.get_device_name() if self.device.type == "cuda" else "CPU"
+        return {"device": name, "torch": torch.__version__, "train_tokens": len(self.corpus.train)}
+
+    def answer(self, request: Answer) -> Answer:
+        """What a request gives."""
+        if request["do"] == "train":
+            return self.train(request["steps"])
+        if request["do"] == "look":
+            return {"loss": self.look()}
+        return self.finish()
+
+    def train(self, steps: int) -> Answer:
+        """A turn: seconds of its updates but the first, and the losses of all."""
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats()  # looks are not training
+        marks, losses = [self.mark()], []
+        with Prefetch(self.batches.at, self.done, self.done + steps) as batches:
+            for tokens in batches:
+                losses.append(self.update(tokens))
+                marks.append(self.mark())
+                self.done += 1
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+            seconds = [before.elapsed_time(after) / 1000 for before, after in pairwise(marks[1:])]
+        else:
+            seconds = [after - before for before, after in pairwise(marks[1:])]
+        first = self.done == steps  # it compiles, at its second update too, and tries kernels on copies
+        if self.device.type == "cuda" and not first:
+            self.memory = max(self.memory, torch.cuda.max_memory_allocated())
+        told = {"losses": [float(x) for x in losses], "memory": self.memory}
+        return {"seconds": seconds[2:] if first else seconds, **told}
+
+    def mark(self) -> Any:
+        """A moment, on the device's own clock."""
+        if self.device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def finish(self) -> Answer:
+        """What is told after the last turn."""
+        return {}
+
+    def set_up(self) -> None:
+        """Makes the model."""
+        raise NotImplementedError
+
+    def update(self, tokens: Any) -> Any:
+        """One update; its loss, unread."""
+        raise NotImplementedError
+
+    def look(self) -> float:
+        """The held-out loss."""
+        raise NotImplementedError
+
+
+class Halfstep(Trainer):
+    """As `halfstep train` does."""
+
+    def set_up(self) -> None:
+        """Makes the model."""
+        if self.options.recompute_far:  # less memory, more time: docs/measurements/recipes.md
+            partitioning.ban_recompute_used_far_apart = False
+        self.session = open_session(self.config, Policy.parse(self.options.policy), self.options.device)
+
+    def update(self, tokens: Any) -> Any:
+        """One update; its loss, unread."""
+        return self.session.step(tokens).loss
+
+    def look(self) -> float:
+        """The held-out loss."""
+        return evaluate(self.session, self.corpus, self.config).loss
+
+    def finish(self) -> Answer:
+        """What is told after the last turn."""
+        if self.config.artifact.format == "none":
+            return {}
+        before = evaluate(self.session, self.corpus, self.config)
+        weights = masters(self.session.state(), self.config.model, averaged=False)
+        with tempfile.TemporaryDirectory() as folder:
+            found = score(self.session, self.corpus, self.config, Path(folder) / "model", before, weights).record()
+        told = json.loads((self.options.tokens / recipe_tokens.SUMMARY).read_text())
+        bits = told["val_tokens"] / told["val_bytes"] / math.log(2)  # of a nat a token, on the held-out text
+        return {
+            "artifact": {
+                **found,
+                "bits_per_byte_before": found["loss_before"] * bits,
+                "bits_per_byte_after": found["loss_after"] * bits,
+            }
+        }
+
+
+class Source(Trainer):
+    """As the recipe's source does."""
+
+    def set_up(self) -> None:
+        """Makes the model."""
+        weights = dict(initial_weights(self.config.model, self.config.seed))
+        self.arm = Arm(self.config, weights, self.device, tuned=not self.options.no_tuning)
+
+    def update(self, tokens: Any) -> Any:
+        """One update; its loss, unread."""
+        training = self.config.training
+        rate = factor(
+            np.float32(self.done),
+            steps=training.steps,
+            warmup=training.warmup_steps,
+            warmdown_share=training.warmdown,
+            xp=np,
+        )
+        return self.arm.step(self.done, [self.batch(part) for part in tokens], float(rate))
+
+    def look(self) -> float:
+        """The held-out loss."""
+        total, count = 0.0, 0
+        given = validation_batches(
+            self.corpus.validation,
+            context=self.config.model.context,
+            batch=self.config.training.batch,
+            limit_tokens=self.config.training.validation_tokens,
+        )
+        for windows in given:
+            total += float(self.arm.evaluate(self.batch(windows))) * windows[:, 1:].size
+            count += windows[:, 1:].size
+        return total / count
+
+    def batch(self, windows: Any) -> Any:
+        """Inputs and targets, on the device."""
+        tokens = torch.from_numpy(np.ascontiguousarray(windows))
+        if self.device.type == "cuda":
+            tokens = tokens.pin_memory().to(self.device, non_blocking=True)
+        tokens = tokens.long()
+        return tokens[:, :-1], tokens[:, 1:]
