@@ -89,7 +89,7 @@ def train(
             # It was never begun, or a kill came first: one command will do for the start and for every restart.
             print_words(f"`{out}` holds no run yet: {recipe} begins")
             resume = False
-        folder.check_free(where, new=not resume)
+        restored = folder.check_free(where, new=not resume)
         # Where no recipe is named, a run that goes on knows its own.
         config = load(recipe or (str(where / folder.CONFIG) if resume else DEFAULT_RECIPE), named)
         if not resume:
@@ -105,7 +105,7 @@ def train(
             choice=choice,
             resume=resume,
             device=device,
-            warnings=warnings,
+            warnings=[*restored, *warnings],
             allow_older=allow_older,
             deadline=deadline,
             ceiling=measure_ceiling(config, resolved, device, where / folder.EVENTS if resume else None),
@@ -258,12 +258,13 @@ def _run_folder(recipe: str | None, out: Path | None, resume: bool) -> Iterator[
 def _new_folder(name: str) -> Iterator[Path]:
     """A folder of this process alone: whoever starts in the same second makes another."""
     from halfstep.core.errors import ConfigError
+    from halfstep.training.durable import make_folder
 
     first, had_runs = RUNS / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}", RUNS.exists()
     for number in count(1):
         made = first if number == 1 else first.with_name(f"{first.name}-{number}")
         try:
-            made.mkdir(parents=True)
+            make_folder(made, exist_ok=False)
             break
         except FileExistsError:
             if not RUNS.is_dir():

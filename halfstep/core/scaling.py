@@ -98,6 +98,15 @@ class StaticScale(Scale):
         return Verdict(1.0 / state.scale, state)
 
 
+def way_out(where: str, rule: str = "a rule with `compute=fp32`") -> str:
+    """What helps where gradients are not finite at the scale's floor, by the pass in which it begins, if known."""
+    return {
+        "": f"use bf16, which needs no scale, or {rule} keeps the layers that overflow in range",
+        "forward": f"no loss scale reaches the forward pass: use bf16, or {rule} keeps it in range",
+        "backward": f"a lower `scale=dynamic:floor=` goes on; bf16 needs no scale; {rule} keeps it in fp32",
+    }.get(where, "check the batches; use bf16, which needs no scale")
+
+
 @final
 @dataclass(frozen=True)
 class DynamicScale(Scale):

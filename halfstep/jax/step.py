@@ -40,7 +40,7 @@ from halfstep.core.formats import FP32, Format
 from halfstep.core.philox import tensor_id
 from halfstep.core.policy import Policy, as_policy
 from halfstep.core.rounding import Rounding
-from halfstep.core.scaling import ScaleState
+from halfstep.core.scaling import ScaleState, way_out
 from halfstep.jax.apply import Applied, Leaves, apply
 from halfstep.jax.cast import carried, quantize, random_bits
 from halfstep.jax.checks import check_leading, check_loss, check_optimizer, check_settings
@@ -178,7 +178,7 @@ def check(result: StepResult, cause: str = "") -> None:
         raise ScalingError(
             f"gradients are not finite although the loss scale is at its floor, {float(result.scale):g}"
             + (f"; {cause}" if cause else ""),
-            hint="the forward pass overflows: use bf16, or give the layers that do `compute=fp32` by a rule",
+            hint=way_out(cause.partition(":")[0]),
         )
 
 

@@ -41,7 +41,7 @@ from halfstep.core.errors import HalfstepError, PolicyError, ScalingError
 from halfstep.core.formats import FP32
 from halfstep.core.policy import Policy, as_policy
 from halfstep.core.roles import print_value
-from halfstep.core.scaling import ScaleState
+from halfstep.core.scaling import ScaleState, way_out
 from halfstep.mlx.apply import Applied, Place, apply, arrays, public, restore, trainable
 from halfstep.mlx.dtypes import dtype_of
 from halfstep.mlx.masters import Masters
@@ -223,7 +223,7 @@ class Run:
             raise ScalingError(
                 f"gradients are not finite although the loss scale is at its floor, {result.scale.item():g}"
                 + (f"; {cause}" if cause else ""),
-                hint="the forward pass overflows: use bf16, or give the layers that do `compute=fp32` by a rule",
+                hint=way_out(cause.partition(":")[0]),
             )
 
     @property

@@ -26,7 +26,7 @@ from halfstep.core.formats import FP32
 from halfstep.core.policy import Policy, as_policy
 from halfstep.core.precision import base_precision, precisions
 from halfstep.core.roles import Param
-from halfstep.core.scaling import DynamicScale, NoScale, ScaleState
+from halfstep.core.scaling import DynamicScale, NoScale, ScaleState, way_out
 from halfstep.torch import blame, state
 from halfstep.torch.apply import Applied, apply, names_of, restore, set_precision
 from halfstep.torch.checks import check_moments, check_replicas, check_settings
@@ -213,12 +213,7 @@ class Run:
         given = (loss_fn, micro_batches) if loss_fn is not None else self._last
         cause = blame.find(self.model, given[0], given[1] or [], result.scale)  # type: ignore[index, arg-type]
         rule = f"`{cause.module}: compute=fp32`" if cause.module else "a rule with `compute=fp32`"
-        hint = {
-            "forward": f"no loss scale reaches the forward pass: use bf16, or {rule} keeps it in range",
-            "backward": f"a lower `scale=dynamic:floor=` goes on; bf16 needs no scale; {rule} keeps it in fp32",
-            "nowhere": "check the batches; use bf16, which needs no scale",
-        }[cause.where]
-        raise ScalingError(f"{told}; {cause}", hint=hint)
+        raise ScalingError(f"{told}; {cause}", hint=way_out(cause.where, rule))
 
     def scheduler_step(self, scheduler: Any, *args: Any) -> bool:
         """Steps a scheduler of torch's if the last update was applied; whether it was. Reads the flag: a sync.

@@ -46,7 +46,7 @@ import numpy as np
 from halfstep.training.arrays import DTYPES, Array
 from halfstep.training.arrays import CheckpointError as CheckpointError
 from halfstep.training.arrays import DamagedCheckpointError as DamagedCheckpointError
-from halfstep.training.durable import flush
+from halfstep.training.durable import flush, write_whole
 from halfstep.training.weightfiles import PICKLES
 
 FORMAT = 1
@@ -178,6 +178,17 @@ def load_newest(folder: Path) -> tuple[Path, dict[str, Array], dict[str, Any]] |
     return None
 
 
+def note(path: Path, **facts: Any) -> None:
+    """Adds to the manifest of a checkpoint what was found out after it was saved."""
+    if taken := [key for key in facts if key in OWN_KEYS]:
+        raise ValueError(f"`{taken[0]}` is the checkpoint's own key and cannot be noted")
+    manifest = {**read_manifest(path), **facts}
+    try:
+        write_whole(path / MANIFEST, _as_text({**manifest, "digest": _digest(manifest)}))
+    except OSError as error:
+        raise CheckpointError(f"`{path / MANIFEST}` cannot be written: {error.strerror or error}") from None
+
+
 def set_aside(path: Path) -> Path:
     """Renames a damaged checkpoint, so that it is none any more and can still be looked at."""
     target = path.with_name(f"{path.name}.damaged")
@@ -272,7 +283,7 @@ def _write_files(partial: Path, step: int, arrays: Mapping[str, Array], meta: Ma
     flush(partial / STATE)
     manifest = _manifest(step, _describe_file(partial / STATE), arrays, meta)
     with open(partial / MANIFEST, "wb") as file:
-        file.write(json.dumps(manifest, indent=1, ensure_ascii=False).encode() + b"\n")
+        file.write(_as_text(manifest))
         file.flush()
         os.fsync(file.fileno())
     flush(partial)
@@ -312,6 +323,10 @@ def _manifest(
     # Read back, so that the digest is of what a reader will see (a tuple becomes a list).
     manifest = json.loads(text)
     return {**manifest, "digest": _digest(manifest)}
+
+
+def _as_text(manifest: Mapping[str, Any]) -> bytes:
+    return json.dumps(manifest, indent=1, ensure_ascii=False).encode() + b"\n"
 
 
 def _digest(manifest: Mapping[str, Any]) -> str:

@@ -5,6 +5,7 @@ file before) or means all of the new one. The folder is flushed too: a rename li
 """
 
 import os
+from contextlib import suppress
 from pathlib import Path
 
 PARTIAL = ".partial"
@@ -24,6 +25,15 @@ def write_whole(path: Path, content: bytes) -> None:
         partial.unlink(missing_ok=True)  # on a full disk it is the first thing to go
         raise
     flush(path.parent)
+
+
+def make_folder(path: Path, *, exist_ok: bool = True) -> None:
+    """Makes a folder and those it lies in, each name on the disk before anything is put there."""
+    missing = [here for here in (path, *path.parents) if not here.exists()]
+    path.mkdir(parents=True, exist_ok=exist_ok)
+    for made in reversed(missing):
+        with suppress(PermissionError):  # names may be made where none may be read
+            flush(made.parent)
 
 
 def flush(path: Path) -> None:

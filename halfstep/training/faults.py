@@ -3,10 +3,11 @@
 A step whose gradients are not finite was skipped on the device; here it is counted and told with the data it saw.
 So is a loss that is not finite though its gradients are: nothing was skipped then, and nothing was learned of use.
 A loss that jumps and stays up is a reason to roll back, where the run asks for it (spikes.py). While either lasts,
-checkpoints that are saved may be worth nothing: the newest one from before is protected from pruning.
+checkpoints that are saved may be worth nothing: the newest one that is known to be good is never pruned.
 
     good        the newest step whose weights are known to be good: the step after it was neither skipped nor a
-                spike. The weights of a step that looked good are not: its own update may have ruined them.
+                spike. The weights of a step that looked good are not: its own update may have ruined them. Where
+                nothing is gone back to, a look at held-out text that is finite says so at once.
     shift       updates' worth of data that rollbacks left out: the update after s sees the data of s + shift
 
 All of it is in every checkpoint, with the memory of the spike rule: what a resumed run does is what the
@@ -58,10 +59,10 @@ class Guard:
         self.good = step - 1
         return None
 
-    @property
-    def protected(self) -> int | None:
-        """The step up to which checkpoints are good, where later ones may not be."""
-        return self.good if self.in_a_row or self.spikes.streak else None
+    def looked(self, step: int) -> None:
+        """Held-out text had a finite loss after a step: no weight is ruined, though the loss may have jumped."""
+        if not self.spikes.threshold:
+            self.good = step
 
     @property
     def is_hopeless(self) -> bool:

@@ -25,9 +25,10 @@ from typing import Any
 
 from halfstep.config.load import load, to_toml
 from halfstep.config.run import RunConfig
+from halfstep.config.schema import build
 from halfstep.core.errors import ConfigError
-from halfstep.training.checkpoint import step_folders
-from halfstep.training.durable import write_whole
+from halfstep.training.checkpoint import read_manifest, step_folders
+from halfstep.training.durable import make_folder, write_whole
 from halfstep.training.events import EventsError, newest_first
 from halfstep.training.lock import RunLock
 
@@ -56,23 +57,59 @@ PIECES = ("training.batch", "training.micro_batches")
 
 def lock(folder: Path, *, new: bool) -> RunLock:
     """Takes the folder of a run for this process; it is made for a new one."""
-    if not new:
+    if not new and not _can_restore(folder):
         read_config(folder)  # what is no run is said before what cannot be written
     try:
         if new:
-            folder.mkdir(parents=True, exist_ok=True)
+            make_folder(folder)
         return RunLock(folder)
     except OSError as error:
         hint = "name another folder by --out" if new else "change its permissions"
         raise ConfigError(f"`{folder}` cannot be written: {error.strerror}", hint=hint) from None
 
 
-def check_free(folder: Path, *, new: bool) -> None:
-    """Refuses what `lock` and `create` would, before anything is measured on a device that others may use."""
-    if not new:
-        lock(folder, new=False).release()
-    else:
+def check_free(folder: Path, *, new: bool) -> list[str]:
+    """Refuses what `lock` and `create` would, before anything is measured on a device that others may use.
+
+    A run.toml that is gone is written again, as the newest checkpoint knows it; returns what there is to tell.
+    """
+    if new:
         _check_empty(folder)
+        return []
+    held = lock(folder, new=False)
+    try:
+        return _restore(folder) if _can_restore(folder) else []
+    finally:
+        held.release()
+
+
+def _can_restore(folder: Path) -> bool:
+    """Whether a run lost its configuration, and not its checkpoints."""
+    return not (folder / CONFIG).exists() and bool(step_folders(folder / CHECKPOINTS))
+
+
+def _restore(folder: Path) -> list[str]:
+    newest = step_folders(folder / CHECKPOINTS)[-1]
+    manifest = read_manifest(newest)
+    config = build(RunConfig, {**manifest["config"], "policy": manifest["policy"]})
+    _write(folder, config, hint="change its permissions, or free space")
+    return [f"`{folder}` had no {CONFIG}: it was written again as `{newest}` knows it"]
+
+
+def check_not_lost(folder: Path) -> None:
+    """Refuses to begin a run again whose checkpoints were there once: their disk may not be mounted."""
+    where = folder / CHECKPOINTS
+    steps = (e["step"] for e in newest_first(folder / EVENTS) if e["event"] == "checkpoint")
+    step = next(steps, None) if (folder / EVENTS).exists() else None
+    if where.is_symlink() and not where.exists():
+        what = f"`{where}` is a link to `{os.readlink(where)}`, which is not there"
+    elif step is not None:
+        what = f"`{where}` holds no checkpoint, and the record of the run says that step {step} was saved there"
+    else:
+        return
+    raise ConfigError(
+        what, hint="mount the disk, or put them back; with --resume --allow-older the run begins again at step 0"
+    )
 
 
 def check_apart(folder: Path, source: str) -> None:
@@ -103,13 +140,15 @@ def create(folder: Path, config: RunConfig) -> None:
     """Makes the folder of a new run and writes its configuration."""
     _check_empty(folder)
     check_apart(folder, config.data.source)
+    _write(folder, config, hint="name another folder by --out")
+
+
+def _write(folder: Path, config: RunConfig, hint: str) -> None:
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        make_folder(folder)
         write_whole(folder / CONFIG, to_toml(config).encode())
     except OSError as error:
-        raise ConfigError(
-            f"`{folder}` cannot be written: {error.strerror}", hint="name another folder by --out"
-        ) from None
+        raise ConfigError(f"`{folder}` cannot be written: {error.strerror}", hint=hint) from None
 
 
 def holds_run(folder: Path) -> bool:

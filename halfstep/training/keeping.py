@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import Any, final
 
 from halfstep.training import checkpoint
-from halfstep.training.arrays import held
+from halfstep.training.arrays import Array, CheckpointError, DamagedCheckpointError, held
 from halfstep.training.events import Events
 from halfstep.training.faults import Guard
 from halfstep.training.progress import Progress
-from halfstep.training.retention import complete
+from halfstep.training.retention import complete, good_step
 from halfstep.training.saving import Saved, Saver
 from halfstep.training.session import Session
 from halfstep.training.signals import StopRequest
@@ -59,19 +59,18 @@ class Keeper:
         until the deadline, this one is left out."""
         if held_out is not None and math.isfinite(held_out):
             self._looked[step] = held_out
+            self.guard.looked(step)
         due, busy = time.perf_counter(), self.saver.is_busy
         if not self.settle():
             return
         meta = self.describe(step, self._looked.get(step))
         try:
-            waited = self.saver.save(step, self.session.snapshot, meta, self.guard.protected, due)
+            waited = self.saver.save(step, self.session.snapshot, meta, self.guard.good, due)
         except Exception as error:
             if not self.session.ran_out(error):
                 raise
             took = time.perf_counter() - due
-            why = checkpoint.CheckpointError(
-                f"the checkpoint of step {step}: no memory of the host is left for a copy"
-            )
+            why = CheckpointError(f"the checkpoint of step {step}: no memory of the host is left for a copy")
             self._tell(Saved(step, None, 0, took, took, why))
             return
         if busy and waited > LONG and not self._told_wait:
@@ -142,10 +141,8 @@ class Keeper:
         return False
 
     def roll_back(self, at: int) -> int:
-        """Goes back to the newest checkpoint from before the spike; its step."""
-        good = self.newest_good()
-        assert good is not None  # can_roll_back said so
-        arrays, manifest = checkpoint.load(good)
+        """Goes back to the newest checkpoint from before the spike that is whole; its step."""
+        arrays, manifest = self._load_good()
         to = int(manifest["step"])
         left_out = self.guard.go_back(at, to, manifest["guard"])
         # The newest first: a death in between leaves a run that spikes again, and goes back again.
@@ -154,15 +151,40 @@ class Keeper:
                 checkpoint.discard(path)
         self.session.load(held(arrays))
         self.saver.saved_step = to
+        self._looked = {step: loss for step, loss in self._looked.items() if step <= to}
         message = f"the loss spiked: back from step {at} to the checkpoint of step {to}, past the data since"
         self.events.write("rollback", step=at, to=to, skipped_data=left_out, message=message)
         self.bar.note(message)
         return to
 
+    def _load_good(self) -> tuple[dict[str, Array], dict[str, Any]]:
+        """The newest good checkpoint; damaged ones are set aside on the way to it."""
+        first: DamagedCheckpointError | None = None
+        while (good := self.newest_good()) is not None:
+            try:
+                return checkpoint.load(good)
+            except DamagedCheckpointError as error:
+                first = first or error
+                checkpoint.set_aside(good)
+                self.warn(f"{error.message}; it was set aside")
+        assert first is not None  # can_roll_back said that there is one
+        raise first
+
     def newest_good(self) -> Path | None:
-        """The newest checkpoint whose weights are known to be good."""
-        found = [path for step, path in complete(self.saver.folder).items() if step <= self.guard.good]
-        return found[-1] if found else None
+        """The newest checkpoint whose weights are known to be good, of those that were due."""
+        found = complete(self.saver.folder)
+        step = good_step(found, self.guard.good)
+        return None if step is None else found[step]
+
+    def note_look(self, step: int, held_out: float) -> None:
+        """Writes into a checkpoint what a look at it found, where a signal had broken that off."""
+        path = self.saver.folder / f"step-{step:06d}"
+        try:
+            if math.isfinite(held_out) and checkpoint.read_manifest(path).get("held_out") is None:
+                checkpoint.note(path, held_out=held_out)
+                self.guard.looked(step)
+        except CheckpointError as error:  # a full disk: the look is in the events all the same
+            self.warn(error.message)
 
     def _tell(self, saved: Saved) -> None:
         if saved.path is None:

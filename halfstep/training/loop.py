@@ -79,7 +79,7 @@ class Loop:
     ):
         if resume:
             config = folder.with_origin(out, config)
-        self.config, self.policy, self.out = config, policy, out
+        self.config, self.policy, self.out, self._goes_on = config, policy, out, resume
         self.warnings, self.deadline, self.ceiling = list(warnings), deadline, ceiling
         loggers.check(config.training.loggers)
         determinism.prepare(config, out)
@@ -183,11 +183,11 @@ class Loop:
     def _train(self) -> None:
         """All steps, from the start and, after a rollback, from a checkpoint on."""
         total, tally = self.config.training.steps, self.tally
-        if self._owes_look and self.start < total:
-            self._validate()  # the one that a signal broke off
+        if self._owes_look and self.start < total and not self._look_again():
+            return
         while True:
             try:
-                with Prefetch(self._batch, tally.step, total) as batches:
+                with Prefetch(self._batch, tally.step, total, is_over=self._is_over) as batches:
                     self._steps(batches, self.stop)
                 break
             except DataError:
@@ -198,11 +198,21 @@ class Loop:
                 tally.step, tally.launched = at.step, at.launched
                 tally.skipped, tally.tokens = at.skipped, at.tokens
         if tally.step == self.start == total:
-            self.last_look = self._validate()  # it was stopped or killed between its last step and its end
+            self.last_look = self._look_again()  # it was stopped or killed between its last step and its end
+
+    def _is_over(self) -> bool:
+        return bool(self.stop.requested)
+
+    def _look_again(self) -> Evaluation | None:
+        """The look at the step that a run goes on from, which a signal broke off; None where another does."""
+        found = self._validate()
+        if found is not None:
+            self.keeper.note_look(self.start, found.loss)
+        return found
 
     def _keep_what_there_is(self) -> None:
         """Saves a run that data ends which cannot be read: its own state is sound."""
-        if self.saver.saved_step != self.tally.step:
+        if self.tally.step and self.saver.saved_step != self.tally.step:
             self.keeper.save(self.tally.step)
             self.keeper.settle()
 
@@ -355,7 +365,8 @@ class Loop:
         return Tally(step, step, step - self.session.applied(), tokens=step * self._tokens_per_step)
 
     def _board(self) -> loggers.Board:
-        return loggers.Board(self.config.training.loggers, self.out, self.start or None, self.warnings.append)
+        gone_on = self.start if self._goes_on else None  # from 0 where it died before its first checkpoint
+        return loggers.Board(self.config.training.loggers, self.out, gone_on, self.warnings.append)
 
     def _announce(self) -> None:
         self.events.write(

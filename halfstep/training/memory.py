@@ -91,13 +91,15 @@ def in_making(config: RunConfig, capacity: int | None) -> OutOfMemoryError:
 
 
 def _ways(config: RunConfig) -> list[str]:
-    """What takes less memory and makes the same updates."""
+    """What takes less memory and learns from the same data."""
     training = config.training
     ways = []
     if training.batch > 1:
         least = next(divisor for divisor in range(2, training.batch + 1) if training.batch % divisor == 0)
         smaller, more = training.batch // least, training.micro_batches * least
-        ways.append(f"`--set training.batch={smaller} --set training.micro_batches={more}` makes the same updates")
+        ways.append(
+            f"`--set training.batch={smaller} --set training.micro_batches={more}` makes updates of the same data"
+        )
     if not training.recompute_blocks:
         ways.append("`--set training.recompute_blocks=true` keeps fewer activations")
     return ways or ["a shorter model.context or a smaller model fits"]

@@ -4,6 +4,9 @@
 and not yet taken. Because fetch is a function of the number alone, what was made ahead and never taken is no
 loss: a resumed run makes it again.
 
+Whoever waits for an item is not held by one that takes long: where `is_over` says so, the items end, and closing
+waits for no fetch.
+
 An exception in fetch reaches the caller at the place of the item it happened in, after all items before it.
 The thread ends when the last item is made, when fetch fails, when the Prefetch is closed, or when it is
 forgotten: the thread holds the shared state, never the Prefetch itself.
@@ -16,6 +19,7 @@ from collections.abc import Callable, Iterator
 from typing import Generic, TypeVar, final
 
 T = TypeVar("T")
+GLANCE = 0.1  # seconds between two looks at `is_over`
 
 
 class _Shared(Generic[T]):
@@ -39,9 +43,17 @@ class _Shared(Generic[T]):
 class Prefetch(Generic[T]):
     """Items made ahead. Use it as a context manager, or close it."""
 
-    def __init__(self, fetch: Callable[[int], T], start: int, stop: int, depth: int = 2):
+    def __init__(
+        self,
+        fetch: Callable[[int], T],
+        start: int,
+        stop: int,
+        depth: int = 2,
+        is_over: Callable[[], bool] = lambda: False,
+    ):
         if depth < 1:
             raise ValueError(f"a prefetch of depth {depth} makes nothing ahead")
+        self._is_over = is_over
         self._shared: _Shared[T] = _Shared()
         self._thread = threading.Thread(
             target=_work, args=(self._shared, fetch, start, stop, depth), name="prefetch", daemon=True
@@ -55,7 +67,9 @@ class Prefetch(Generic[T]):
     def __next__(self) -> T:
         shared = self._shared
         with shared.changed:
-            shared.changed.wait_for(lambda: shared.ready or shared.finished or shared.closed)
+            while not shared.changed.wait_for(lambda: shared.ready or shared.finished or shared.closed, GLANCE):
+                if self._is_over():
+                    raise StopIteration
             if shared.ready:
                 item = shared.ready.popleft()
                 shared.changed.notify_all()
@@ -74,7 +88,8 @@ class Prefetch(Generic[T]):
     def close(self) -> None:
         """Ends the thread and waits for it: for the one fetch it may be in, and no more. Idempotent."""
         self._shared.close()
-        self._thread.join()
+        while self._thread.is_alive() and not self._is_over():
+            self._thread.join(GLANCE)
 
 
 def _work(shared: _Shared[T], fetch: Callable[[int], T], start: int, stop: int, depth: int) -> None:

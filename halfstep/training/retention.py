@@ -3,9 +3,12 @@
     stays(step)  <=>  among the `last` newest, or step % every == 0, or the best, or protected
 
 The best is the one with the lowest held-out loss among those that were saved at a step at which a look was taken;
-its loss is in its manifest, so it is found again whoever asks. Protected is the newest one from before a run of
-bad steps: while gradients are not finite or the loss has jumped, what comes after may be worth nothing, and must
-not push out the one that is good (faults.py).
+its loss is in its manifest, so it is found again whoever asks. Protected is the newest one that is known to be
+good (faults.py): what comes after may be worth nothing, and must not push it out. With `last` = 1 it is the one
+before the newest, unless a look has shown that the newest one's weights are good.
+
+**The good one is of the schedule.** Whoever stops a run leaves a checkpoint where none was due. A rollback goes
+past it, to one that the run would have had anyway: so a run that was stopped decides as one that was not.
 
 The newest complete checkpoint always stays, since `last` is 1 or more. What is not complete, or was not written by
 this halfstep alone (another format, a pickle put beside the state), is left for its owner to look at, and counts
@@ -63,11 +66,11 @@ def kept(
     return stay | set(before[-1:])
 
 
-def prune(folder: Path, retention: Retention, protected: int | None = None) -> list[Path]:
+def prune(folder: Path, retention: Retention, good: int | None = None) -> list[Path]:
     """Removes the complete checkpoints that do not stay; returns what was removed."""
     found = complete(folder)
     best = best_step(found) if retention.best else None
-    stay = kept(found, retention, best, protected)
+    stay = kept(found, retention, best, None if good is None else good_step(found, good))
     old = [path for step, path in found.items() if step not in stay]
     for path in old:
         discard(path)
@@ -84,6 +87,19 @@ def _is_ours(path: Path) -> bool:
         return is_complete(path)
     except CheckpointError:
         return False
+
+
+def good_step(found: Mapping[int, Path], good: int) -> int | None:
+    """The newest checkpoint up to a step, of those that were due where there is one."""
+    before = {step: path for step, path in found.items() if step <= good}
+    return max([step for step, path in before.items() if _was_due(path)] or before, default=None)
+
+
+def _was_due(path: Path) -> bool:
+    """Whether the schedule of its own time asked for a checkpoint, and not somebody who stopped the run."""
+    manifest = read_manifest(path)
+    every = manifest.get("config", {}).get("training", {}).get("save_every", 1)
+    return bool(manifest["step"] % every == 0)
 
 
 def best_step(found: Mapping[int, Path]) -> int | None:

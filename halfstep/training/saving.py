@@ -61,7 +61,7 @@ class Saver:
         step: int,
         take: Callable[[], Snapshot],
         meta: Mapping[str, Any],
-        protected: int | None = None,
+        good: int | None = None,
         due: float | None = None,
     ) -> float:
         """Takes a snapshot and has it written; returns the seconds that this held the caller, since it was `due`.
@@ -74,7 +74,7 @@ class Saver:
         waited = time.perf_counter() - started
         self.waited += waited
         self._thread = threading.Thread(
-            target=self._write, args=(step, read, meta, protected, started, waited), name="checkpoint", daemon=True
+            target=self._write, args=(step, read, meta, good, started, waited), name="checkpoint", daemon=True
         )
         self._thread.start()
         return waited
@@ -107,7 +107,7 @@ class Saver:
         step: int,
         read: Snapshot,
         meta: Mapping[str, Any],
-        protected: int | None,
+        good: int | None,
         started: float,
         waited: float,
     ) -> None:
@@ -117,7 +117,7 @@ class Saver:
             arrays = {name: Array(*record) for name, record in read().items()}
             size = sum(memoryview(array.data).nbytes for array in arrays.values())
             path = checkpoint.save(self.folder, step, arrays, meta)
-            prune(self.folder, self.retention, protected)
+            prune(self.folder, self.retention, good)
         except HalfstepError as error:
             trouble = error
         except (OSError, MemoryError) as error:

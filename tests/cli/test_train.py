@@ -254,9 +254,17 @@ def test_one_command_begins_a_run_and_goes_on_with_it(small, tmp_path, capsys):
     assert f"`{out}` holds no run yet: tiny begins" in capsys.readouterr().err
     assert run(command) == 0
     assert "holds no run yet" not in capsys.readouterr().err
+    before = (out / "run.toml").read_bytes()
+    for again in (command, ["train", "--resume", "--out", str(out)]):
+        (out / "run.toml").unlink()
+        assert run(again) == 0  # its checkpoints know it: it is not begun again beside them
+        assert (out / "run.toml").read_bytes() == before
     (out / "run.toml").unlink()
-    assert run(command) == 2  # its checkpoints are there: it is not begun again beside them
-    assert "it has no run.toml" in capsys.readouterr().err
+    manifest = out / "checkpoints" / "step-000003" / "manifest.json"
+    manifest.write_bytes(manifest.read_bytes()[:100])
+    assert run(command) == 2
+    assert "manifest.json` is damaged" in capsys.readouterr().err
+    assert not (out / "run.toml").exists()
 
 
 @pytest.mark.parametrize("source", ["", "/*", "/[!x]*.toml"])

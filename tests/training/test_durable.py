@@ -5,7 +5,8 @@ import os
 
 import pytest
 
-from halfstep.training.durable import write_whole
+from halfstep.training import durable
+from halfstep.training.durable import make_folder, write_whole
 
 
 def test_a_file_is_on_the_disk_before_its_name_and_its_name_before_the_call_returns(tmp_path, monkeypatch):
@@ -25,6 +26,17 @@ def test_a_file_is_on_the_disk_before_its_name_and_its_name_before_the_call_retu
     write_whole(tmp_path / "a.json", b"whole")
     assert done == [("file", 5), ("name", None), ("folder", None)]
     assert (tmp_path / "a.json").read_bytes() == b"whole"
+
+
+def test_the_names_of_new_folders_are_on_the_disk_before_anything_in_them(tmp_path, monkeypatch):
+    flushed = []
+    monkeypatch.setattr(durable, "flush", flushed.append)
+    make_folder(tmp_path / "a" / "b" / "c")
+    assert flushed == [tmp_path, tmp_path / "a", tmp_path / "a" / "b"]
+    make_folder(tmp_path / "a" / "b" / "c")
+    assert len(flushed) == 3
+    with pytest.raises(FileExistsError):
+        make_folder(tmp_path / "a", exist_ok=False)
 
 
 @pytest.mark.parametrize("name", ["fsync", "replace"])

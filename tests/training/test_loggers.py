@@ -330,6 +330,15 @@ def test_tensorboard_shows_each_step_once_as_it_was_taken_last(start, events, tm
     assert found["train/tokens_per_second"][4] == (5, as_float32(speeds[5]))  # the later of two fifth steps
 
 
+@pytest.mark.skipif(find_spec("tensorboard") is None, reason="needs tensorboard")
+def test_tensorboard_forgets_a_session_that_died_before_its_first_checkpoint(start, tmp_path):
+    stop_after(start("tensorboard"), 1)
+    assert not (tmp_path / "run" / "checkpoints").exists()
+    start("tensorboard", resume=True).run()
+    found = read_tensorboard(tmp_path / "run" / "tensorboard")
+    assert [step for step, _ in found["train/loss"]] == [1, 2, 3, 4, 5, 6]
+
+
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # TensorBoard's own thread
 @pytest.mark.skipif(find_spec("tensorboard") is None, reason="needs tensorboard")
 def test_a_disk_that_refuses_tensorboards_file_stops_no_run(start, events, monkeypatch):

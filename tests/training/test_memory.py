@@ -121,7 +121,10 @@ def test_a_step_that_does_not_fit_stops_the_run_and_says_what_to_do(text, tmp_pa
         OutOfMemoryError, match=r"ran out of memory after step [45]: .* of .*iB were held"
     ) as caught:
         loop.run()
-    assert "`--set training.batch=3 --set training.micro_batches=4` makes the same updates" in caught.value.hint
+    assert (
+        "`--set training.batch=3 --set training.micro_batches=4` makes updates of the same data"
+        in caught.value.hint
+    )
     assert "training.recompute_blocks=true" in caught.value.hint
     assert "with --resume it goes on after step 3" in caught.value.hint
     assert checkpoint.latest(out / "checkpoints").name == "step-000003"

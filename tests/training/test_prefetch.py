@@ -82,6 +82,18 @@ def test_it_closes_when_the_block_fails():
     assert threads() == []
 
 
+def test_whoever_is_to_stop_waits_for_no_fetch():
+    release, over = threading.Event(), []
+    began = time.monotonic()
+    with Prefetch(lambda n: n if n < 2 else release.wait(20), 0, 5, is_over=lambda: bool(over)) as items:
+        until(lambda: len(items._shared.ready) == 2)
+        threading.Timer(0.05, over.append, [1]).start()
+        assert list(items) == [0, 1]
+    assert time.monotonic() - began < 10
+    assert len(threads()) == 1  # in its fetch; it ends with it
+    release.set()
+
+
 def test_closing_wakes_a_waiting_reader():
     release = threading.Event()
     items = Prefetch(lambda n: release.wait(5), 0, 1)

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from halfstep.training.checkpoint import Array, save
-from halfstep.training.retention import Retention, best, kept, prune
+from halfstep.training.retention import Retention, best, complete, good_step, kept, prune
 
 
 def make(folder, **losses):
@@ -41,8 +41,26 @@ def test_the_best_stays_and_is_found_again(tmp_path):
 
 def test_what_is_protected_stays_however_many_bad_ones_follow(tmp_path):
     make(tmp_path, **{f"s{step}": None for step in (2, 4, 6, 8)})
-    prune(tmp_path, Retention(last=1), protected=5)
+    prune(tmp_path, Retention(last=1), good=5)
     assert names(tmp_path) == [4, 8]
+
+
+def test_one_that_was_due_is_kept_before_one_that_a_stop_left(tmp_path):
+    def made(*steps):
+        for step in steps:
+            config = {"training": {"save_every": 10}}
+            save(tmp_path, step, {"w": Array("U8", (1,), bytes([step]))}, {"held_out": None, "config": config})
+
+    made(10, 20, 21, 30)
+    prune(tmp_path, Retention(last=1), good=29)
+    assert names(tmp_path) == [20, 30]
+    made(33, 34)
+    prune(tmp_path, Retention(last=1), good=29)
+    assert names(tmp_path) == [20, 34]
+    (tmp_path / "step-000020").rename(tmp_path / "step-000020.damaged")
+    made(35)
+    assert good_step(complete(tmp_path), 34) == 34  # none was due: better that than none
+    assert good_step(complete(tmp_path), 33) is None
 
 
 def test_what_is_not_whole_is_left_and_does_not_count(tmp_path):

@@ -73,17 +73,22 @@ def step(loss=3.0, skipped=0):
     return {"loss": loss, "skipped": skipped}
 
 
-def test_what_is_good_is_protected_while_it_goes_wrong():
+def test_what_is_good_stays_so_while_it_goes_wrong():
     guard = Guard(1.0)
     for number in range(1, 11):
         assert guard.see(number, step()) is None
-    assert guard.protected is None
+    assert guard.good == 9  # the update of step 10 may have ruined what it left
     assert guard.see(11, step(skipped=1)) == "skip"
-    assert guard.protected == 9  # the update of step 10 may be what ruined step 11
+    assert guard.good == 9
     assert guard.see(12, step()) is None
-    assert (guard.protected, guard.good, guard.in_a_row) == (None, 11, 0)
+    assert (guard.good, guard.in_a_row) == (11, 0)
     assert guard.see(13, step(loss=9.0)) == "spike"
-    assert guard.protected == 11
+    assert guard.good == 11
+    guard.looked(13)
+    assert guard.good == 11  # a finite look does not undo a spike
+    without = Guard(0.0)
+    without.looked(13)
+    assert without.good == 13
 
 
 def test_hopeless_is_a_long_row_and_not_many_in_all():

@@ -1,0 +1,350 @@
+"""What a run has is not lost by what looks harmless: a stop, a look, pruning, a disk that is not mounted."""
+
+import math
+import os
+import signal
+import threading
+import time
+
+import numpy as np
+import pytest
+
+from halfstep.config.load import load
+from halfstep.core.errors import ConfigError, HalfstepError
+from halfstep.core.policy import Policy
+from halfstep.training import checkpoint, folder
+from halfstep.training.arrays import DamagedCheckpointError
+from halfstep.training.events import read_events
+from halfstep.training.loop import Loop
+
+SMALL = [
+    "model.context=16",
+    "model.layers=1",
+    "model.width=16",
+    "model.heads=2",
+    "training.batch=2",
+    "training.micro_batches=1",
+    "training.steps=20",
+    "training.validate_every=100",
+    "training.validation_tokens=64",
+    "training.save_every=4",
+]
+ROLLBACK = "training.rollback=2.0"
+
+
+def start(text, out, *extra, policy="fp32", **options):
+    config = load("tiny", [f"data.source={text}", *SMALL, *extra])
+    return Loop(config, Policy.parse(policy), out, device="cpu", **options)
+
+
+def final_state(out):
+    arrays, manifest = checkpoint.load(checkpoint.latest(out / folder.CHECKPOINTS))
+    return {name: bytes(a.data) for name, a in arrays.items() if name != "rng.cpu"}, manifest
+
+
+def told(out, *kinds):
+    return [event for event in read_events(out / folder.EVENTS) if event["event"] in kinds]
+
+
+def left(out):
+    return [checkpoint.step_of(path) for path in checkpoint.step_folders(out / folder.CHECKPOINTS)]
+
+
+def poison(loop, indices, factor):
+    """Multiplies the loss of some data, wherever and whenever it is seen."""
+    bad = {loop.batches.at(index)[0, :, :-1].tobytes() for index in indices}
+    real = loop.session._loss
+    loop.session._loss = lambda x, y: real(x, y) * (factor if x.numpy().astype(np.int32).tobytes() in bad else 1.0)
+    return loop
+
+
+def at_step(loop, number, act):
+    """Does something as a step is launched, once."""
+    launch, done = loop.session.step, []
+
+    def step(batch):
+        if loop.tally.step == number - 1 and not done:
+            done.append(1)
+            act()
+        return launch(batch)
+
+    loop.session.step = step
+    return loop
+
+
+def signals_in_look(loop, number):
+    """Has a signal come in the middle of the look after a step."""
+    evaluate = loop.session.evaluate
+
+    def looked(batches, **given):
+        if loop.tally.step == number:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return evaluate(batches, **given)
+
+    loop.session.evaluate = looked
+    return loop
+
+
+def stop():
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+# --- the good one
+
+
+def ruin_by_update(loop, number):
+    """The update of a step leaves weights that are not finite; its own loss was."""
+    launch = loop.session.step
+
+    def step(batch):
+        result = launch(batch)
+        if loop.tally.step == number - 1:
+            loop.session.model.blocks[0].mlp.up.weight.data[:] = math.nan
+        return result
+
+    loop.session.step = step
+    return loop
+
+
+def test_keeping_one_keeps_the_good_one_too(text, tmp_path):
+    out = tmp_path / "run"
+    loop = start(text, out, "training.steps=100", "training.save_every=10", "training.keep_last=1")
+    with pytest.raises(HalfstepError, match="50 steps in a row") as caught:
+        ruin_by_update(loop, 20).run()
+    assert left(out) == [10, 60]
+    assert f"--init {out / 'checkpoints' / 'step-000010'}" in caught.value.hint
+
+
+def test_a_look_shows_that_the_newest_is_good_and_one_is_enough(text, tmp_path):
+    out = tmp_path / "run"
+    seen, loop = [], start(text, out, "training.keep_last=1", "training.validate_every=8")
+    save = loop.saver.save
+
+    def saved(step, *rest):
+        loop.saver.wait()
+        seen.append((step, left(out)))
+        return save(step, *rest)
+
+    loop.saver.save = saved
+    assert loop.run().finished
+    # The look at 8 lets 4 go; the one of 12 is not known to be good when it is saved, and 8 stays beside it.
+    assert seen == [(4, []), (8, [4]), (12, [8]), (16, [8, 12]), (20, [16])]
+    assert left(out) == [20]
+
+
+def test_keeping_one_leaves_something_to_roll_back_to(text, tmp_path):
+    out = tmp_path / "run"
+    loop = poison(start(text, out, ROLLBACK, "training.keep_last=1"), range(8, 11), 10.0)  # steps 9, 10, 11
+    assert loop.run().finished
+    (rollback,) = told(out, "rollback")
+    assert (rollback["step"], rollback["to"]) == (11, 4)  # the update of 8 may be what ruined 9
+
+
+@pytest.mark.parametrize("stopped_at", [9, 10, 11])
+def test_a_run_that_was_stopped_rolls_back_to_where_the_other_does(text, tmp_path, stopped_at):
+    spiking, whole, out = range(12, 15), tmp_path / "whole", tmp_path / "run"
+    settings = (ROLLBACK, "training.save_every=8", "training.steps=24")
+    assert poison(start(text, whole, *settings), spiking, 10.0).run().finished
+    loop = at_step(poison(start(text, out, *settings), spiking, 10.0), stopped_at, stop)
+    assert not loop.run().finished
+    assert left(out) == [8, stopped_at]
+    assert poison(start(text, out, *settings, resume=True), spiking, 10.0).run().finished
+    assert [e["to"] for e in told(out, "rollback")] == [e["to"] for e in told(whole, "rollback")] == [8]
+    (state, manifest), (expected, plain) = final_state(out), final_state(whole)
+    assert state == expected
+    assert manifest["data"] == plain["data"]
+
+
+def flip(path):
+    content = bytearray((path / "state.safetensors").read_bytes())
+    content[-1] ^= 1
+    (path / "state.safetensors").write_bytes(content)
+
+
+def test_a_rollback_goes_past_a_damaged_one(text, tmp_path):
+    out = tmp_path / "run"
+    loop = poison(start(text, out, ROLLBACK, "training.keep_last=5"), range(13, 16), 10.0)  # steps 14, 15, 16
+    at_step(loop, 15, lambda: (loop.saver.wait(), flip(out / "checkpoints" / "step-000012")))
+    assert loop.run().finished
+    (rollback,) = told(out, "rollback")
+    assert rollback["to"] == 8
+    assert (out / "checkpoints" / "step-000012.damaged").is_dir()
+    assert "step-000012" in told(out, "warning")[0]["message"]
+
+
+def test_where_none_is_whole_the_first_damage_is_named_and_the_run_can_go_on(text, tmp_path):
+    out = tmp_path / "run"
+    settings = (ROLLBACK, "training.keep_last=5", "training.steps=24")
+    loop = poison(start(text, out, *settings), range(13, 16), 10.0)
+
+    def damage():
+        loop.saver.wait()
+        for step in (4, 8, 12):
+            flip(out / "checkpoints" / f"step-{step:06d}")
+
+    with pytest.raises(DamagedCheckpointError, match="step-000012"):
+        at_step(loop, 15, damage).run()
+    assert [path.name[-8:] for path in (out / "checkpoints").glob("*.damaged")] == [".damaged"] * 3
+    loop.lock.release()
+
+
+# --- looks
+
+
+def faked(losses, monkeypatch):
+    """Looks find what is given, by step."""
+    from halfstep.training import loop as module
+
+    real = module.evaluate
+
+    def evaluate(session, *rest, **options):
+        found = real(session, *rest, **options)
+        return type(found)(losses[session.applied()], found.tokens, None, found.bigram_bits)
+
+    monkeypatch.setattr(module, "evaluate", evaluate)
+
+
+def test_a_look_that_was_broken_off_still_makes_its_checkpoint_the_best(text, tmp_path, monkeypatch):
+    faked({4: 3.0, 8: 1.0, 12: 2.0, 16: 2.5, 20: 2.0}, monkeypatch)
+    settings = ("training.validate_every=4", "training.keep_best=true", "training.keep_last=1")
+    out = tmp_path / "run"
+    assert not signals_in_look(start(text, out, *settings), 8).run().finished
+    path = out / "checkpoints" / "step-000008"
+    before, manifest = checkpoint.load(path)
+    assert manifest["held_out"] is None
+    assert start(text, out, *settings, resume=True).run().finished
+    assert left(out) == [8, 20]
+    after, manifest = checkpoint.load(path)  # verified, with the digest of what it says now
+    assert manifest["held_out"] == 1.0
+    assert {n: bytes(a.data) for n, a in after.items()} == {n: bytes(a.data) for n, a in before.items()}
+
+
+def test_the_last_look_reaches_the_last_checkpoint(text, tmp_path):
+    out = tmp_path / "run"
+    assert not signals_in_look(start(text, out), 20).run().finished
+    assert final_state(out)[1]["held_out"] is None
+    outcome = start(text, out, resume=True).run()
+    assert outcome.finished
+    assert final_state(out)[1]["held_out"] == outcome.held_out.loss
+
+
+def test_a_look_that_is_broken_off_twice_is_still_owed(text, tmp_path):
+    out, every = tmp_path / "run", "training.validate_every=8"
+    assert not signals_in_look(start(text, out, every), 8).run().finished
+    outcome = signals_in_look(start(text, out, every, resume=True), 8).run()
+    assert (outcome.finished, outcome.step) == (False, 8)
+    assert start(text, out, every, resume=True).run().finished
+    assert [event["step"] for event in told(out, "validation")] == [8, 16, 20]
+
+
+def test_a_disk_that_refuses_the_note_of_a_look_stops_nothing(text, tmp_path, monkeypatch):
+    out, every = tmp_path / "run", "training.validate_every=8"
+    assert not signals_in_look(start(text, out, every), 8).run().finished
+
+    def full(path, content):
+        raise OSError(28, "No space left on device")
+
+    loop = start(text, out, every, resume=True)
+    monkeypatch.setattr(checkpoint, "write_whole", full)
+    assert loop.run().finished
+    assert "manifest.json` cannot be written: No space left" in told(out, "warning")[0]["message"]
+
+
+def test_what_a_look_found_is_forgotten_with_the_weights_that_a_rollback_gave_up(text, tmp_path):
+    loop = start(text, tmp_path / "run", ROLLBACK)
+    at_step(loop, 11, lambda: loop.keeper._looked.update({4: 3.0, 12: 1.0}))
+    poison(loop, range(10, 13), 10.0)
+    assert loop.run().finished
+    assert [(e["step"], e["held_out"]) for e in told(tmp_path / "run", "checkpoint")][2:5] == [
+        (12, 1.0),
+        (12, None),
+        (16, None),
+    ]
+
+
+def test_a_note_is_no_way_to_change_what_a_checkpoint_is(text, tmp_path):
+    start(text, tmp_path / "run", "training.steps=4").run()
+    with pytest.raises(ValueError, match="`step` is the checkpoint's own key"):
+        checkpoint.note(tmp_path / "run" / "checkpoints" / "step-000004", step=5)
+
+
+# --- a batch that does not come
+
+
+def test_a_signal_does_not_wait_for_data(text, tmp_path):
+    out = tmp_path / "run"
+    loop = start(text, out, deadline=30.0)
+    at, release, began = loop.batches.at, threading.Event(), time.monotonic()
+
+    def slow(step):
+        if step == 6:
+            while loop.tally.step < 6:
+                time.sleep(0.001)
+            stop()  # lands in the main thread, which waits for this batch
+            release.wait(60)
+        return at(step)
+
+    loop.batches.at = slow
+    outcome = loop.run()
+    release.set()
+    assert time.monotonic() - began < 50
+    assert (outcome.finished, outcome.step, outcome.saved) == (False, 6, 6)
+    assert start(text, out, resume=True).start == 6
+
+
+# --- checkpoints that are not there
+
+
+@pytest.mark.parametrize("way", ["removed", "empty", "dangling"])
+def test_checkpoints_that_were_there_once_are_missed(text, tmp_path, way):
+    out = tmp_path / "run"
+    start(text, out).run()
+    where, away = out / "checkpoints", tmp_path / "other disk"
+    where.rename(away)
+    if way == "empty":
+        where.mkdir()
+    if way == "dangling":
+        where.symlink_to(tmp_path / "not mounted")
+    said = "is a link to .*not mounted" if way == "dangling" else "says that step 20 was saved there"
+    with pytest.raises(ConfigError, match=said) as caught:
+        start(text, out, resume=True)
+    assert "--allow-older" in caught.value.hint
+    if way == "dangling":
+        (tmp_path / "not mounted").mkdir()
+    assert start(text, out, resume=True, allow_older=True).start == 0
+
+
+def test_a_link_that_leads_nowhere_is_no_place_to_begin(text, tmp_path):
+    out = tmp_path / "run"
+    loop = start(text, out)
+    loop.lock.release()
+    (out / "checkpoints").symlink_to(tmp_path / "nowhere")
+    with pytest.raises(ConfigError, match="which is not there"):
+        start(text, out, resume=True)
+
+
+def test_data_that_cannot_be_read_at_the_first_step_leaves_no_checkpoint(text, tmp_path):
+    from halfstep.training.corpus import DataError
+
+    loop = start(text, tmp_path / "run")
+
+    def broken(step):
+        raise DataError("a shard is damaged")
+
+    loop.batches.at = broken
+    with pytest.raises(DataError):
+        loop.run()
+    assert left(tmp_path / "run") == []
+
+
+# --- what is told
+
+
+@pytest.mark.parametrize("backend", ["torch", "jax", "mlx"])
+def test_a_scale_at_its_floor_says_what_helps_by_the_pass(text, tmp_path, backend):
+    pytest.importorskip("mlx.core" if backend == "mlx" else backend)
+    policy = "fp16-mixed,emulate=true,scale=dynamic:init=16777216:floor=16777216"  # gradients beyond fp16
+    loop = start(text, tmp_path / "run", f"backend={backend}", policy=policy)
+    with pytest.raises(HalfstepError, match=r"at its floor, .*; backward: ") as caught:
+        loop.run()
+    assert "a lower `scale=dynamic:floor=` goes on; bf16 needs no scale" in caught.value.hint
