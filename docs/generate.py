@@ -22,7 +22,7 @@ def table(columns: list[str], lines: list[list[str]]) -> str:
 
 def settings() -> str:
     """Every setting of a run."""
-    lines = [[f"`{row.key}`", row.kind, f"`{_toml(row.default)}`", row.help] for row in rows(RunConfig)]
+    lines = [[f"`{row.key}`", row.kind, f"`{row.shown}`", row.help] for row in rows(RunConfig)]
     return (
         "# Settings\n\nEvery setting of a run, as a recipe file or `--set` gives it. Generated from "
         "`halfstep/config/run.py`.\n\n" + table(["setting", "type", "default", "what it is"], lines) + "\n"
@@ -66,14 +66,6 @@ def formats() -> str:
 
 
 PAGES = {"settings.md": settings, "policies.md": policies, "formats.md": formats}
-
-
-def _toml(value: object) -> str:
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, tuple):
-        return str(list(value))
-    return f'"{value}"' if isinstance(value, str) else str(value)
 
 
 def _rules(rules: tuple[object, ...]) -> str:

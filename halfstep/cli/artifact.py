@@ -1,5 +1,7 @@
 """`halfstep artifact`: a trained model in int8 and zlib, loaded back and scored."""
 
+import os
+from pathlib import Path
 from typing import Literal
 
 from halfstep.cli.output import Flag, Place, print_json, print_table, print_words
@@ -28,7 +30,8 @@ def artifact(
     run
         A run folder (its newest checkpoint), or a checkpoint's own folder.
     out
-        The file to write; model.int8z in the run folder without it.
+        The file to write; model.int8z in the run folder without it. An older artifact is replaced, and nothing
+        else is.
     limit
         Bytes the file may have; the recipe's limit unless named. 0 is no limit.
     policy
@@ -47,19 +50,21 @@ def artifact(
 
     from halfstep.core.errors import ConfigError
     from halfstep.training import memory
-    from halfstep.training.artifact import NAME, masters, score
+    from halfstep.training.artifact import NAME, check_place, masters, score
     from halfstep.training.data import load_corpus
     from halfstep.training.evaluation import evaluate
 
     if limit is not None and limit < 0:
         raise ConfigError(f"--limit {limit}: a number of bytes is not negative", hint="0 is no limit")
+    home = _home(run)
+    place = out or home / NAME
+    check_place(place, home)
     config, session, manifest, state = open_checkpoint(run, policy, device, weights, data)
     if limit is not None:
         config = replace(config, artifact=replace(config.artifact, limit=limit))
     corpus = load_corpus(config.data.source, config.data.validation, config.model.vocabulary)
     if corpus.digest != manifest["data"]["digest"]:
         print_words(f"warning: the data changed since the checkpoint; it was {manifest['data']['description']}")
-    place = out or (run.resolve().parent.parent if is_checkpoint(run) else run) / NAME
     with memory.told(session.ran_out, lambda: memory.in_scoring(config)):
         before = evaluate(session, corpus, config)
         # Of the checkpoint's own numbers: the session may hold them rounded, in the policy to evaluate in.
@@ -76,6 +81,14 @@ def artifact(
         rows = [(name.replace("_", " "), _shown(value)) for name, value in told.items()]
         print_table(("", "value"), rows)
     return 1 if found.over else 0
+
+
+def _home(run: Path) -> Path:
+    """The run folder, or the one a checkpoint lies in; a checkpoint that was copied elsewhere is its own."""
+    from halfstep.training import folder
+
+    here = Path(os.path.abspath(run))  # of `.` too; a folder of checkpoints that is a link stays in its run
+    return here.parent.parent if is_checkpoint(run) and here.parent.name == folder.CHECKPOINTS else run
 
 
 def _shown(value: object) -> str:

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 app = App(name="data", help="Pack text into token shards, train a tokenizer, check what was packed.")
 # A tokenizer whose tokens stand for fewer or more bytes than the text by more than this is told of.
 LOSSLESS = 1e-3
+# Smaller shards than this are a slip: a thousand files of a corpus that fits in one.
+FEWEST_TOKENS = 1000
 
 
 @app.command
@@ -69,17 +71,25 @@ def pack(
     number = _cores() if workers is None else workers
     if number < 1:
         raise ConfigError(f"--workers is {number}; at least one must work")
+    if 0 < shard_tokens < FEWEST_TOKENS:
+        raise ConfigError(
+            f"--shard-tokens is {shard_tokens}: each shard is a file, and so small ones would be very many",
+            hint=f"name {FEWEST_TOKENS:,} or more; left out, a shard holds 100,000,000",
+        )
     check_named("a source", *sources)
     check_named("--tokenizer", tokenizer)
     asked = Asked(field, only, validation, shard_tokens)
     opened = open_tokenizer(tokenizer, separator)
     found = find_sources(sources, only)
+    before = _times(out)
     try:
         with meter("packing") as told:
             index = run(found, out, opened, asked, workers=number, meter=told)
     except KeyboardInterrupt:
         print_words(f"stopped; the same command goes on with `{out}`")
         return 130
+    if _times(out) == before:
+        print_words(f"nothing was left to do: `{out}` is finished")
     if json:
         print_json(_as_data(index))
     else:
@@ -190,6 +200,13 @@ def show(folder: Place, /, *, json: Flag = False) -> None:
         for each in index.shards
     ]
     print_table(columns, shards, right=columns[1:])
+
+
+def _times(out: Path) -> dict[str, int]:
+    """When each file of packed data was written; the lock is by every command."""
+    from halfstep.training.lock import LOCK
+
+    return {path.name: path.stat().st_mtime_ns for path in out.glob("*") if path.name != LOCK}
 
 
 def _tell(out: Path, index: "Index") -> None:

@@ -1,36 +1,10 @@
-"""`halfstep`: the commands, how their errors look, and what the exit code says.
+"""Where `halfstep` begins: the commands (app.py) are imported where Ctrl-C is a word and no traceback."""
 
-Data goes to stdout and words to stderr. Exit codes: 0 fine, 1 found something, 2 misused. Words may be lost, to a
-full disk or a pipe that nobody reads, and the command goes on. So may the data of `halfstep train`, which are in
-the run's folder too: its exit code tells what became of the run alone (outcome.py).
-
-The parser and every `--help` are derived from the signatures and docstrings of the commands; a command's module
-imports what it needs when it runs, so that `halfstep --help` loads no framework and not even numpy.
-"""
-
+import os
 import sys
+from contextlib import suppress
 
-from cyclopts import App, CycloptsError
-
-from halfstep import __version__
-from halfstep.cli import artifact, bench, data, formats, policy, probe, train
-from halfstep.cli.output import hold_descriptors, leave, losing_words, print_error, print_failure
-from halfstep.core.errors import HalfstepError
-
-app = App(
-    name="halfstep",
-    version=__version__,
-    help="Train transformers in half precision, and prove that nothing was lost.",
-)
-app.command(train.train)
-app.command(train.evaluate, name="eval")
-app.command(train.sample)
-app.command(artifact.artifact)
-app.command(data.app)
-app.command(probe.probe)
-app.command(formats.formats)
-app.command(policy.policy)
-app.command(bench.bench)
+INTERRUPTED = 130  # as shells have it: 128 and the number of the signal
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -41,29 +15,32 @@ def main(arguments: list[str] | None = None) -> None:
 
 def run(arguments: list[str]) -> int:
     """Runs the command line; the exit code comes back."""
-    trains = arguments[:1] == ["train"]
-    if trains and {"--help", "-h"} & set(arguments):
-        app["train"].help_epilogue = train.settings()  # made when asked for: it reads the whole schema
-    with losing_words(data=trains):
-        return _run(arguments, trains)
-
-
-def _run(arguments: list[str], trains: bool) -> int:
     try:
-        code = app(arguments, exit_on_error=False, print_error=False, result_action="return_value")
-    except CycloptsError as error:
-        command = " ".join(["halfstep", *(error.command_chain or ())])
-        print_error(_lower_first(str(error)), f"`{command} --help` says what can be given")
-        return 2
-    except (HalfstepError, OSError) as error:
-        if isinstance(error, BrokenPipeError) and not trains:
-            # Whoever read our output has seen enough; what is still buffered has nowhere to go.
-            leave(sys.stdout)
-            return 0
-        print_failure(error)
-        return 2
-    return code if isinstance(code, int) else 0
+        from halfstep.cli import app
+
+        return app.run(arguments)
+    except KeyboardInterrupt:
+        return interrupted()
 
 
-def _lower_first(text: str) -> str:
-    return text[:1].lower() + text[1:]
+def interrupted() -> int:
+    """Says that somebody pressed Ctrl-C; the exit code of it."""
+    with suppress(OSError, ValueError, AttributeError):  # full, closed, or none
+        sys.stderr.write("interrupted\n")
+    return INTERRUPTED
+
+
+def hold_descriptors() -> None:
+    """Opens the null device in place of standard streams that are closed.
+
+    The next file to be opened would get the number of one, and with it what libraries write to that number.
+    """
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            found = os.open(os.devnull, os.O_RDWR)
+            if found != number:
+                os.dup2(found, number)
+                os.close(found)
+            os.set_inheritable(number, True)

@@ -34,22 +34,6 @@ Place = Annotated[Path, Parameter(converter=_named_path)]
 """A path of the command line; an empty one is refused."""
 
 
-def hold_descriptors() -> None:
-    """Opens the null device in place of standard streams that are closed.
-
-    The next file to be opened would get the number of one, and with it what libraries write to that number.
-    """
-    for number in range(3):
-        try:
-            os.fstat(number)
-        except OSError:
-            found = os.open(os.devnull, os.O_RDWR)
-            if found != number:
-                os.dup2(found, number)
-                os.close(found)
-            os.set_inheritable(number, True)
-
-
 @contextmanager
 def losing_words(*, data: bool) -> Iterator[None]:
     """Loses what stderr does not take while the block runs, and goes on; with `data`, what stdout does not too."""

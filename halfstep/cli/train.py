@@ -71,7 +71,8 @@ def train(
     from halfstep.cli import outcome
     from halfstep.config.load import DEFAULT_RECIPE, load
     from halfstep.tools.probe import measure_ceiling
-    from halfstep.training import determinism, folder
+    from halfstep.training import determinism, folder, loggers
+    from halfstep.training.data import load_corpus
     from halfstep.training.loop import Loop
 
     _check_init(init, resume)
@@ -90,14 +91,20 @@ def train(
             print_words(f"`{out}` holds no run yet: {recipe} begins")
             resume = False
         restored = folder.check_free(where, new=not resume)
-        # Where no recipe is named, a run that goes on knows its own.
-        config = load(recipe or (str(where / folder.CONFIG) if resume else DEFAULT_RECIPE), named)
-        if not resume:
+        # A run that goes on knows its own settings, where the recipe was named to find it or not at all.
+        own = resume and (recipe is None or (out is None and not recipe.endswith(".toml")))
+        config = load(str(where / folder.CONFIG) if own else recipe or DEFAULT_RECIPE, named)
+        print_words(config.title or where.name)
+        if resume:
+            folder.check_same_run(where, folder.with_origin(where, config))
+        else:
             folder.check_apart(where, config.data.source)
+        loggers.check(config.training.loggers)
+        corpus = load_corpus(config.data.source, config.data.validation, config.model.vocabulary)
         determinism.prepare(config, where)  # before anything is measured
         resolved, choice, warnings = _resolve_policy(config, device, where if resume else None, allow_older)
         reason = f": {choice.reason}" if choice else ""
-        print_words(f"{config.title or where.name}\nprecision {resolved}{reason}")
+        print_words(f"precision {resolved}{reason}")
         loop = Loop(
             config,
             resolved,
@@ -108,6 +115,7 @@ def train(
             warnings=[*restored, *warnings],
             allow_older=allow_older,
             deadline=deadline,
+            corpus=corpus,
             ceiling=measure_ceiling(config, resolved, device, where / folder.EVENTS if resume else None),
         )
     if loop.pretrained is not None:
@@ -121,7 +129,7 @@ def settings() -> str:
     from halfstep.config.run import RunConfig
     from halfstep.config.schema import rows
 
-    lines = [f"{row.key} = {row.default!r}: {row.help}" for row in rows(RunConfig)]
+    lines = [f"{row.key} = {row.shown}: {row.help}" for row in rows(RunConfig)]
     return "Settings, with their defaults where a recipe does not say otherwise:\n\n" + "\n\n".join(lines)
 
 
@@ -180,6 +188,7 @@ def sample(
     temperature: float = 0.8,
     top_k: int = 40,
     seed: int = 0,
+    weights: Literal["model", "ema"] | None = None,
     data: str | None = None,
     device: str | None = None,
 ) -> None:
@@ -199,20 +208,18 @@ def sample(
         Sample among this many tokens at most; 0 is all.
     seed
         The same seed writes the same text.
+    weights
+        `model` for the weights as they were last updated, `ema` for their moving average; the average unless
+        named, if the run kept one.
     data
         Where the data is now, if it moved; else data.source of the run.
     device
         Where to run.
     """
-    from halfstep.core.errors import ConfigError
-    from halfstep.training.sampling import generate, prompt_tokens, tokenizer_of, written
+    from halfstep.training.sampling import check_asked, generate, prompt_tokens, tokenizer_of, written
 
-    if not (length >= 1 and (temperature == 0 or 0.01 <= temperature <= 100) and top_k >= 0 and 0 <= seed < 2**63):
-        raise ConfigError(
-            f"--length {length}, --temperature {temperature}, --top-k {top_k} and --seed {seed}: length must be "
-            "1 or more, temperature 0 or from 0.01 to 100, top-k 0 or more, and the seed a whole number from 0"
-        )
-    config, session, manifest, _ = open_checkpoint(run, None, device, data=data)
+    check_asked(length, temperature, top_k, seed)
+    config, session, manifest, _ = open_checkpoint(run, None, device, weights, data)
     tokenizer = tokenizer_of(config.data.source, manifest["data"])
     given = prompt.encode(errors="surrogateescape") or b"\n"
     start = prompt_tokens(tokenizer, given)
@@ -341,12 +348,16 @@ def open_checkpoint(
     from halfstep.training.provenance import check_readable
     from halfstep.training.session import open_session
 
-    if is_checkpoint(run) and run.exists():
+    hint = "name a run folder, as runs/tiny-..., or a checkpoint's own"
+    if not run.is_dir():
+        what = f"`{run}` is a file" if run.exists() else f"there is no such folder: `{run}`"
+        raise ConfigError(what, hint=hint)
+    if is_checkpoint(run):
         opened: Any = (run, *checkpoint.load(run))
     else:
         opened = checkpoint.load_newest(run / folder.CHECKPOINTS)
     if opened is None:
-        raise ConfigError(f"`{run}` holds no checkpoint", hint="name a run folder, as runs/tiny-...")
+        raise ConfigError(f"`{run}` holds no checkpoint", hint=hint)
     found, arrays, manifest = opened
     check_readable(manifest, found)
     config = build(RunConfig, manifest["config"])
@@ -367,10 +378,13 @@ def open_checkpoint(
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Whether a path names a checkpoint and not a run, which may be called `step-` too."""
-    from halfstep.training import folder
+    """Whether a path names a checkpoint, or a copy of one, and not a run, which may be called `step-` too."""
+    from halfstep.training import checkpoint, folder
 
-    return path.name.startswith("step-") and not (path / folder.CHECKPOINTS).is_dir()
+    if (path / folder.CHECKPOINTS).is_dir():
+        return False
+    holds = all((path / name).is_file() for name in (checkpoint.MANIFEST, checkpoint.STATE))
+    return holds or path.name.startswith("step-")
 
 
 def kept(config: Any) -> str:

@@ -6,6 +6,7 @@ order: the schema's defaults, the recipe, each `--set` from left to right. The p
 configuration holds its text form.
 """
 
+import ast
 import dataclasses
 import re
 import tomllib
@@ -61,10 +62,11 @@ def parse_toml(text: str, name: str) -> dict[str, Any]:
         place = re.search(r"\(at (?:line (\d+), column (\d+)|end of document)\)", str(error))
         at = f"{place[1]}:{place[2]}" if place and place[1] else f"{text.count(chr(10)) + 1}:1"
         said = re.sub(r"\s*\(at .*\)$", "", str(error))
-        raise ConfigError(
-            f"{name}:{at}: this is not TOML: {said[:1].lower() + said[1:]}",
-            hint='a line is `key = value`, with text in quotes: source = "stdlib"',
-        ) from None
+        hint = 'a line is `key = value`, with text in quotes: source = "stdlib"'
+        if section := re.match(r"Cannot (?:declare|\w+(?: \w+)? namespace) (\(.*\))", said):  # a tuple of Python
+            said = said.replace(section[1], f"[{'.'.join(ast.literal_eval(section[1]))}]")
+            hint = "write a section, as [model], once, and all of its settings below it"
+        raise ConfigError(f"{name}:{at}: this is not TOML: {said[:1].lower() + said[1:]}", hint=hint) from None
 
 
 def apply_override(table: dict[str, Any], override: str) -> None:
@@ -138,5 +140,13 @@ def _read_text(path: str) -> str:
         return Path(path).read_text(encoding="utf-8")
     except FileNotFoundError:
         raise ConfigError(f"there is no file `{path}`", hint=f"recipes are {', '.join(recipe_names())}") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"`{path}` cannot be read: {error}") from None
+    except IsADirectoryError:
+        raise ConfigError(f"`{path}` is a folder, not a file", hint="name the file in it") from None
+    except UnicodeDecodeError as error:
+        line, byte = error.object.count(b"\n", 0, error.start) + 1, error.object[error.start]
+        raise ConfigError(f"{path}:{line}: this is not UTF-8: byte {byte:#04x}", hint="save it as UTF-8") from None
+    except (OSError, ValueError) as error:
+        said = getattr(error, "strerror", None) or error
+        raise ConfigError(
+            f"`{path}` cannot be read: {said}", hint="change its permissions, or name another"
+        ) from None

@@ -104,6 +104,11 @@ class OptimizerConfig:
     muon_weight_decay: Rate = 0.0
     """Decoupled decay of the matrices that Muon updates."""
 
+    @property
+    def matrix_rate(self) -> float:
+        """The rate of the matrices inside blocks: what a run is told to have; the others move along with it."""
+        return self.muon_rate if self.name == "muon" else self.rate
+
 
 @dataclass(frozen=True)
 class ArtifactConfig:

@@ -66,6 +66,15 @@ class Row:
     default: Any
     help: str
 
+    @property
+    def shown(self) -> str:
+        """The default as a recipe or `--set` would say it."""
+        if isinstance(self.default, bool):
+            return str(self.default).lower()
+        if isinstance(self.default, tuple):
+            return str(list(self.default))
+        return f'"{self.default}"' if isinstance(self.default, str) else str(self.default)
+
 
 def build(cls: type[T], table: Mapping[str, Any], prefix: str = "") -> T:
     """A section from a table. Unknown keys and values of another type are errors."""

@@ -43,6 +43,8 @@ def join(*children: Child, between: str = "") -> Html:
 def with_code(text: str) -> Html:
     """Text whose words in backquotes are code, as help strings write them."""
     pieces = text.split("`")
+    if len(pieces) % 2 == 0:  # the last one has no other: it is a character
+        pieces[-2:] = ["`".join(pieces[-2:])]
     return join(*[tag("code", piece) if place % 2 else piece for place, piece in enumerate(pieces)])
 
 

@@ -7,7 +7,7 @@ import numpy as np
 
 from halfstep.report.figures import count, duration, moment, number, plain, plural, size
 from halfstep.report.history import Event, History, nested
-from halfstep.report.markup import Html, join, tag
+from halfstep.report.markup import Html, join, tag, with_code
 from halfstep.report.spending import percent, utilization
 
 
@@ -21,7 +21,9 @@ def headline(history: History) -> Html:
         subject,
         verb,
         _short_policy(history),
-        f" {_how_long(history)} on {_source(history)}. ",
+        f" {_how_long(history)} on ",
+        with_code(_source(history)),
+        ". ",
         tag("strong", _result(history)),
     )
 
@@ -66,7 +68,7 @@ def status(history: History) -> Html | None:
     stop = history.stop
     if stop is not None:
         told = f" at step {int(stop.get('step') or history.last_step):,}: {stop.get('reason')}"
-        return tag("p", tag("strong", "This run was stopped"), told, class_="status", role="note")
+        return tag("p", tag("strong", "This run was stopped"), with_code(told), class_="status", role="note")
     seen = moment(history.sessions[-1].last_time)
     told = f": its events end at step {history.last_step:,}, {seen}. It is running still, or it was killed."
     return tag("p", tag("strong", "This run is unfinished"), told, class_="status", role="note")
@@ -82,9 +84,9 @@ def particulars(history: History) -> Html:
         parts.append(f"resumed {_times(len(history.sessions) - 1)}")
     title, data = nested(history.config, "title"), nested(start, "data", "description")
     return join(
-        tag("p", f"{title}.".replace("..", ".")) if title else None,
+        tag("p", f"Recipe: {title}") if title else None,  # its own words: settings of it may have changed
         tag("p", *[tag("span", part) for part in parts], class_="particulars"),
-        tag("p", f"Data: {data}", class_="particulars") if data else None,
+        tag("p", with_code(f"Data: {data}"), class_="particulars") if data else None,
         _origin(start),
     )
 
@@ -95,7 +97,7 @@ def _origin(start: Event) -> Html | None:
     if not path:
         return None
     told = "; ".join([f"{layout} from {path}, SHA-256 {digest}", *map(str, nested(start, "init", "notes") or [])])
-    return tag("p", f"First weights: {told}", class_="particulars")
+    return tag("p", with_code(f"First weights: {told}"), class_="particulars")
 
 
 def tiles(history: History) -> Html:

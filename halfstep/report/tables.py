@@ -109,7 +109,7 @@ def _span(session: Session) -> str:
 def _ended(session: Session) -> str:
     if session.outcome is None:
         return "no word"
-    return "the end" if session.outcome["event"] == "end" else str(session.outcome.get("reason"))
+    return "the end" if session.outcome["event"] == "end" else with_code(str(session.outcome.get("reason")))
 
 
 def checkpoints(history: History) -> Html:

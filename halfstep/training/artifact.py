@@ -22,6 +22,7 @@ counts besides, as its training script, is up to whoever enters one.
 
 import hashlib
 import json
+import os
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
@@ -38,10 +39,12 @@ from halfstep.config.weights import Weights
 from halfstep.core.errors import HalfstepError
 from halfstep.core.split import join
 from halfstep.core.stored import Stored
-from halfstep.training import memory
+from halfstep.training import folder, memory
 from halfstep.training.corpus import Corpus
 from halfstep.training.durable import write_whole
 from halfstep.training.evaluation import Evaluation, evaluate
+from halfstep.training.lock import LOCK
+from halfstep.training.loggers import IDENTITY
 from halfstep.training.session import Session
 
 NAME = "model.int8z"
@@ -50,6 +53,8 @@ HEADER_BYTES = 8 + 32 + 8
 SCALE = ".scale"
 LEVELS = 127
 FP16_MAX = 65504.0
+# What a run writes itself, and may not have written yet.
+RUN_FILES = (folder.CONFIG, folder.EVENTS, folder.REPORT, LOCK, IDENTITY)
 
 Floats = NDArray[np.float32]
 Arrays = dict[str, NDArray[Any]]
@@ -130,6 +135,30 @@ def masters(state: Mapping[str, Stored], model: ModelConfig, *, averaged: bool) 
         held = state[f"average.{name}" if averaged else f"model.{name}"]
         rest = None if averaged else state.get(f"remainder.{name}")
         yield name, _wide(held, rest)
+
+
+def check_place(path: Path, run: Path) -> None:
+    """Refuses to write an artifact where anything else is, or belongs: a run may have no other copy of it."""
+    hint = "name another file by --out"
+    where, home, saved = (Path(os.path.realpath(each)) for each in (path, run, run / folder.CHECKPOINTS))
+    if where in [home / name for name in RUN_FILES] or saved in where.parents:
+        raise ArtifactError(f"`{path}` is a place of the run itself", hint=hint)
+    if path.is_dir():
+        raise ArtifactError(f"`{path}` is a folder", hint=hint)
+    if path.exists() and not is_artifact(path):
+        raise ArtifactError(f"`{path}` is there already, and is no artifact", hint=f"{hint}, or move it away")
+    if path.parent != run and not path.parent.is_dir():
+        raise ArtifactError(
+            f"`{path}` cannot be written: there is no folder `{path.parent}`", hint=f"make it, or {hint}"
+        )
+
+
+def is_artifact(path: Path) -> bool:
+    """Whether a file begins as an artifact does, of any version."""
+    if not path.is_file():
+        return False  # a pipe would be waited for
+    with open(path, "rb") as file:
+        return file.read(len(MAGIC)) == MAGIC
 
 
 def score(

@@ -229,7 +229,7 @@ def _remove(path: Path) -> None:
 def read_manifest(path: Path) -> dict[str, Any]:
     """The manifest of a checkpoint's folder, verified by its own digest."""
     if not path.is_dir():
-        raise CheckpointError(f"there is no checkpoint `{path}`", hint="name a folder `step-NNNNNN`")
+        raise CheckpointError(f"there is no checkpoint `{path}`", hint="name a folder that holds one")
     file = path / MANIFEST
     _refuse_pickles(path)
     try:
@@ -259,7 +259,8 @@ def read_manifest(path: Path) -> dict[str, Any]:
             f"`{file}` points to `{sorted(others)[0]}`; a checkpoint is {STATE} in its own folder, and no other",
             hint="no halfstep wrote it: do not load what you do not trust; remove the folder",
         )
-    if not (named := _FOLDER.fullmatch(path.name)) or int(named[1]) != manifest["step"]:
+    # A copy may have any name; one that says a step (`step-000500.damaged` too) says which was meant to be here.
+    if (named := _FOLDER.match(Path(os.path.abspath(path)).name)) and int(named[1]) != manifest["step"]:
         raise _damaged(path, f"it holds step {manifest['step']}, expected the step in its name")
     return manifest
 

@@ -2,6 +2,7 @@
 
     corpus      what a corpus is, and which documents are held out
     text        text files as documents of bytes
+    kinds       what a file holds, by its name
     walking     which files lie below a folder
     shards      token shards, memory-mapped
     packed      token shards that `halfstep data pack` wrote, with their index
@@ -10,7 +11,7 @@
 
 `load_corpus` decides by what the source *is*, never by what would happen to work: a name ending in .bin is token
 shards, a folder that holds such files directly is a folder of token shards, one with the index of a packing is
-packed data, and none falls back to text when a shard is damaged.
+packed data, whose shards are not read without it, and none falls back to text when a shard is damaged.
 """
 
 import glob
@@ -21,7 +22,7 @@ from halfstep.training.batches import Batches, bigram_bits, validation_batches
 from halfstep.training.corpus import Corpus, DataError, Tokens, from_documents
 from halfstep.training.packed import packed_corpus
 from halfstep.training.prefetch import Prefetch
-from halfstep.training.shardindex import is_packed
+from halfstep.training.shardindex import is_marked, is_packed
 from halfstep.training.shards import shards_corpus
 from halfstep.training.text import file_documents, folder_documents, glob_documents, stdlib_documents
 
@@ -89,6 +90,12 @@ def _load_shards(paths: list[Path], validation: float, vocabulary: int, source: 
     for path in paths:
         if path.exists() and not path.is_file():  # a pipe would be waited for
             raise DataError(f"`{path}` is named as a token shard and is no file", hint="remove or rename it")
+    if all(is_marked(folder) for folder in {path.parent for path in paths}):
+        raise DataError(
+            f"`{source}` reads packed shards past the index of their folder: without its checksums and its "
+            "tokenizer",
+            hint=f"name the folder itself, as `--set data.source={paths[0].parent}`",
+        )
     return shards_corpus(paths, validation, vocabulary, source)
 
 

@@ -151,7 +151,7 @@ def _rows(block: Block, field: str, skipped: Counter[str]) -> Iterator[tuple[str
 def _as_text(value: object, where: str, field: str) -> tuple[str, bytes]:
     if not isinstance(value, str):
         raise DataError(
-            f"{where}: `{field}` is {type(value).__name__}, not text",
+            f"{where}: `{field}` is {'null' if value is None else type(value).__name__}, not text",
             hint="mend or remove it, or name another --field",
         )
     try:

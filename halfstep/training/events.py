@@ -7,10 +7,10 @@ Every line has `event`, its kind, and `time`, Unix seconds. The kinds and their 
                  resumed_from (step or null), init ({path, layout, sha256, notes} or null: where the first
                  weights came from), flops_per_token, ceiling ({flops a second or null, told}: ceiling.py),
                  data ({description, digest, train_tokens, validation_tokens, bigram_bits})
-    step         step, loss, tokens (so far), seconds (so far), tokens_per_second, learning_rate,
-                 grad_norm, scale, skipped (steps so far), memory (the most bytes so far),
-                 mfu (model FLOPs utilization, 1 is the ceiling, or null), input_wait (seconds that the loop
-                 waited for the batch)
+    step         step, loss, tokens (so far), seconds (so far), tokens_per_second, learning_rate (of the
+                 matrices inside blocks; those of other groups rise and fall with it), grad_norm, scale,
+                 skipped (steps so far), memory (the most bytes so far), mfu (model FLOPs utilization, 1 is the
+                 ceiling, or null), input_wait (seconds that the loop waited for the batch)
     validation   step, loss, bits_per_byte (or null), tokens
     checkpoint   step, path, seconds (from when it was due until it was complete), waited (of these, how long
                  training stood still), bytes, held_out (the loss of a look at the same step, or null)

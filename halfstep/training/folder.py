@@ -75,6 +75,7 @@ def check_free(folder: Path, *, new: bool) -> list[str]:
     """
     if new:
         _check_empty(folder)
+        _check_can_be_made(folder)
         return []
     held = lock(folder, new=False)
     try:
@@ -165,14 +166,26 @@ def _check_empty(folder: Path) -> None:
         )
 
 
+def _check_can_be_made(folder: Path) -> None:
+    """Says at once what making the folder would say after the device was measured."""
+    there = next(place for place in (folder, *folder.absolute().parents) if os.path.lexists(place))
+    why = None
+    if not there.is_dir():
+        why = f"`{there}` is no folder"
+    elif not os.access(there, os.W_OK | os.X_OK):
+        why = f"nothing can be written to `{there}`"
+    if why is not None:
+        raise ConfigError(f"`{folder}` cannot be written: {why}", hint="name another folder by --out")
+
+
 def check_same_run(folder: Path, config: RunConfig) -> None:
     """Refuses a configuration that does not continue the run in a folder."""
     was, now = (_flatten(dataclasses.asdict(each)) for each in (read_config(folder), config))
     for key in _fixed(was, now):
         raise ConfigError(
             f"`{folder}` holds another run: {key} was {was[key]!r} and is now {now[key]!r}",
-            hint="resume with what it was started with, or start anew with another --out; "
-            f"`--init {folder}` begins with its weights",
+            hint=f"`--resume --out {folder}` without a recipe goes on with what it was started with; "
+            f"another --out starts anew, and `--init {folder}` begins with its weights",
         )
     if not os.access(folder, os.W_OK):
         raise ConfigError(f"`{folder}` cannot be written", hint="change its permissions")

@@ -3,7 +3,8 @@
 Two runs that save to one folder would each prune what the other needs. So a run holds `RUN/lock` by flock(2) from
 the moment it opens its folder until it ends. The kernel drops the lock with the process, however it died: after a
 kill -9 or a power cut nothing is stale, and no clean-up by hand is needed. The file says who holds it (pid, host,
-since when), for the message alone; it is never removed, because removing a lock file races with the next one.
+since when), for the message alone. A run never removes it. A packing that kept nothing removes its own while it
+holds it; who had opened that file by then holds a lock on nothing, and is refused like one who came too early.
 
 **Network folders.** On NFS Linux turns flock into a lock of the server, which other machines see; one that a lost
 machine held is freed when its lease ends (NFSv4, about 90 seconds). A mount with `local_lock=flock` sees its own
@@ -54,11 +55,31 @@ class RunLock:
             self.warning = (
                 f"`{folder}` is on a filesystem without locks ({error.strerror}): nothing stops a second run there"
             )
+        if not _is_at(descriptor, path):
+            self._release()
+            raise _in_use(folder)
         _sign(descriptor)
 
     def release(self) -> None:
         """Lets others write. Idempotent."""
         self._release()
+
+
+def is_signed(path: Path) -> bool:
+    """Whether a file is a lock of ours, held or not."""
+    try:
+        with open(path, "rb") as file:
+            told = json.loads(file.read(1000))
+    except (OSError, ValueError):
+        return False
+    return isinstance(told, dict) and set(told) == {"pid", "host", "since"}
+
+
+def _is_at(descriptor: int, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(descriptor), os.stat(path))
+    except FileNotFoundError:
+        return False
 
 
 def _sign(descriptor: int) -> None:

@@ -76,6 +76,7 @@ class Loop:
         allow_older: bool = False,
         deadline: float | None = None,
         ceiling: Ceiling = UNMEASURED,
+        corpus: Corpus | None = None,
     ):
         if resume:
             config = folder.with_origin(out, config)
@@ -83,7 +84,8 @@ class Loop:
         self.warnings, self.deadline, self.ceiling = list(warnings), deadline, ceiling
         loggers.check(config.training.loggers)
         determinism.prepare(config, out)
-        self.corpus: Corpus = load_corpus(config.data.source, config.data.validation, config.model.vocabulary)
+        told = config.data
+        self.corpus = corpus or load_corpus(told.source, told.validation, config.model.vocabulary)
         training, context = config.training, config.model.context
         self.batches = Batches(
             self.corpus.train,
@@ -296,7 +298,7 @@ class Loop:
             tokens=tally.tokens,
             seconds=tally.watch.seconds,
             tokens_per_second=speed,
-            learning_rate=float(rate) * self.config.optimizer.rate,
+            learning_rate=float(rate) * self.config.optimizer.matrix_rate,
             grad_norm=numbers["grad_norm"],
             scale=numbers["scale"],
             skipped=tally.skipped,

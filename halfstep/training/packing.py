@@ -10,7 +10,8 @@ worker that is ahead waits for its turn in a window of a few blocks, which also 
 Every few seconds, and after each block in which a shard became full, `packing.json` is replaced by one that says
 what is finished and where reading goes on. A packing that was killed is begun again with the same command, goes on
 from there, and ends in the same bytes. A folder that holds another packing is refused: mixing two would be found
-by nobody. A finished one is looked at, and what was lost of it is made again (mending.py).
+by nobody. A finished one is looked at, and what was lost of it is made again (mending.py). A packing that is
+refused, or that got no token down, leaves what it found.
 """
 
 import dataclasses
@@ -19,6 +20,7 @@ import re
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from decimal import Decimal
 from itertools import chain
@@ -38,6 +40,7 @@ from halfstep.training.shardindex import (
     STATE,
     TOKEN_BYTES,
     Index,
+    is_marked,
     is_packed,
     read_index,
     sealed,
@@ -93,7 +96,9 @@ def pack(
     in them. The one on the disk does not: it is of the same text whatever else was put beside it.
     """
     _check_outside(sources, out)
-    _make(out)
+    if out.is_dir() and not is_packed(out):
+        _check_empty(out)  # before a lock is put there
+    made = _make(out)
     lock = RunLock(out)
     try:
         plan = _plan(sources, tokenizer, asked)
@@ -105,6 +110,9 @@ def pack(
             packing = _Packing(sources, out, tokenizer, asked, plan)
             try:
                 index = packing.run(workers, told)
+            except DataError:
+                packing.drop()
+                raise
             finally:
                 packing.close()
         return dataclasses.replace(index, skipped={**index.skipped, **_passed(sources)})
@@ -114,6 +122,8 @@ def pack(
             hint="make room or see to the disk; the same command goes on where it stopped",
         ) from None
     finally:
+        if not is_marked(out):  # nothing was kept
+            _take_back(made)
         lock.release()
 
 
@@ -160,6 +170,12 @@ class _Packing:
         for writer in self.writers.values():
             writer.close()
 
+    def drop(self) -> None:
+        """Removes what has no token on the disk: what goes on from there begins anew."""
+        self.close()
+        if (self.out / STATE).is_file() and not _has_tokens(unsealed(self.out / STATE)):
+            _discard(self.out, self.plan)
+
     def _begin(self) -> None:
         state = self._earlier()
         if state is not None:
@@ -179,7 +195,7 @@ class _Packing:
         if not (self.out / STATE).is_file():
             return None
         state = unsealed(self.out / STATE)
-        if any(side["shards"] or side["tokens"] for side in state["sides"].values()):
+        if _has_tokens(state):
             _check_same(self.out, state["plan"], self.plan)
             return state
         _discard(self.out, state["plan"])
@@ -215,7 +231,8 @@ class _Packing:
                 raise DataError(
                     f"`{file.path}` had {file.size} bytes when it was looked at and has {size} now: it changed "
                     "while it was packed",
-                    hint=f"remove the folder `{self.out}` and pack again when nobody writes to the sources",
+                    hint="pack again when nobody writes to the sources, into another folder, or after removing "
+                    f"`{self.out}`",
                 )
 
     def _check_sides(self) -> None:
@@ -318,13 +335,27 @@ def _plan(sources: Sequence[Source], tokenizer: Tokenizer, asked: Asked) -> dict
     return {"tokenizer": identity, "packing": {"sources": told, **dataclasses.asdict(asked)}}
 
 
-def _make(out: Path) -> None:
+def _has_tokens(state: dict[str, Any]) -> bool:
+    return any(side["shards"] or side["tokens"] for side in state["sides"].values())
+
+
+def _make(out: Path) -> list[Path]:
+    """Makes the folder; the paths that are there by this packing alone, innermost first, its lock among them."""
     try:
+        made = [path for path in (out / LOCK, out, *out.parents) if not path.exists()]
         out.mkdir(parents=True, exist_ok=True)
+        return made
     except OSError as error:
         raise DataError(
             f"`{out}` cannot be written: {error.strerror or error}", hint="name another folder by --out"
         ) from None
+
+
+def _take_back(made: list[Path]) -> None:
+    """Removes the lock, which must be held, and empty folders."""
+    for path in made:
+        with suppress(OSError):
+            path.rmdir() if path.is_dir() else path.unlink()
 
 
 def _finished(out: Path, plan: dict[str, Any]) -> Index | None:

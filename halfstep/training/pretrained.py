@@ -29,6 +29,7 @@ from halfstep.config.model import ModelConfig, parameter_shapes
 from halfstep.config.schema import build
 from halfstep.core.errors import ConfigError
 from halfstep.training import checkpoint, folder, weightfiles
+from halfstep.training.artifact import is_artifact
 from halfstep.training.layouts import LAYOUTS, Layout, Own, Settings, Source, Tensors, resolved
 from halfstep.training.weightfiles import Tensor, WeightsError
 
@@ -127,6 +128,10 @@ def _found(path: str) -> _Found:
         tensors = weightfiles.open_file(place / checkpoint.STATE)
         config = {**manifest["config"]["model"], "model_type": Own.name}
         return _Found(place, tensors, config, manifest["files"][checkpoint.STATE]["sha256"])
+    if is_artifact(place):
+        raise WeightsError(
+            f"`{place}` is an artifact, which holds rounded weights", hint="name the run, or its checkpoint"
+        )
     tensors = weightfiles.open_folder(place) if place.is_dir() else weightfiles.open_file(place)
     beside = (place if place.is_dir() else place.parent) / CONFIG
     told = weightfiles.read_json(beside) if beside.exists() else {}

@@ -214,7 +214,7 @@ def _texts_of(path: Path, rows: Any, first: int) -> list[str | None]:
 
 def _check_column(path: Path, schema: Any, field: str, arrow: Any) -> None:
     if field not in schema.names:
-        raise missing_field(str(path), field, schema.names)
+        raise missing_field(f"`{path}`", field, schema.names)
     found = schema.field(field).type
     inner = found.value_type if arrow.types.is_dictionary(found) else found
     if not (

@@ -9,10 +9,34 @@ from typing import Any
 
 import numpy as np
 
+from halfstep.core.errors import ConfigError
 from halfstep.training.corpus import DataError
 from halfstep.training.session import Session
 from halfstep.training.shardindex import INDEX, is_packed, read_index
 from halfstep.training.tokenizing import BytesTokenizer, Tokenizer, open_saved
+
+
+def check_asked(length: int, temperature: float, top_k: int, seed: int) -> None:
+    """Refuses what no text can be drawn by, each by its name."""
+    wrong = [
+        f"{name} {given}: it must be {allowed}"
+        for name, given, allowed, right in (
+            ("--length", length, "1 or more", length >= 1),
+            (
+                "--temperature",
+                temperature,
+                "0, or from 0.01 to 100",
+                temperature == 0 or 0.01 <= temperature <= 100,
+            ),
+            ("--top-k", top_k, "0 or more", top_k >= 0),
+            ("--seed", seed, "from 0 to 2^63 - 1", 0 <= seed < 2**63),
+        )
+        if not right
+    ]
+    if wrong:
+        raise ConfigError(
+            "; ".join(wrong), hint="`halfstep sample --help` says what each is and what it is without"
+        )
 
 
 def tokenizer_of(source: str, data: Mapping[str, Any]) -> Tokenizer:

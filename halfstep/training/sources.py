@@ -14,34 +14,23 @@ first and last pages: a pack that goes on must go on with the same text.
 
 import glob
 import json
+import os
 import sysconfig
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
 from hashlib import blake2b
 from pathlib import Path
-from typing import Literal, TypeAlias
 
 from halfstep.core.errors import did_you_mean
 from halfstep.training.corpus import DataError
+from halfstep.training.kinds import Kind, has_splits, is_dataset, kind_of
 from halfstep.training.shardindex import is_packed
 from halfstep.training.text import library_paths
 from halfstep.training.walking import regular, told, walk
 
-Kind: TypeAlias = Literal["text", "jsonl", "parquet", "arrow"]
-
 STDLIB = "stdlib"
 PAGE = 4096
-_SUFFIXES: dict[str, Kind] = {
-    ".jsonl": "jsonl",
-    ".ndjson": "jsonl",
-    ".jsonl.gz": "jsonl",
-    ".ndjson.gz": "jsonl",
-    ".jsonl.zst": "jsonl",
-    ".ndjson.zst": "jsonl",
-    ".parquet": "parquet",
-    ".arrow": "arrow",
-}
 
 
 @dataclass(frozen=True)
@@ -87,20 +76,30 @@ def find_sources(given: Sequence[str], only: str | None = None) -> list[Source]:
     sources = [_find(each, only) for each in given]
     for source in sources:
         if not source.files:
-            matching = f" that matches `{only}`" if only else ""
+            matching = f" that matches --only `{only}`" if only else ""
             skipped = f" (skipped: {', '.join(told(source.skipped))})" if source.skipped else ""
             raise DataError(
-                f"source `{source.given}` holds no file{matching}{skipped}", hint="name another source"
+                f"source `{source.given}` holds no file{matching}{skipped}",
+                hint="name another pattern by --only, or leave it out" if only else "name another source",
             )
         if not source.num_bytes:
             raise DataError(f"source `{source.given}` is empty", hint="give a source with text in it")
+    _check_once(sources)
     return sources
 
 
-def kind_of(path: Path) -> Kind:
-    """What a file is, by its name."""
-    name = path.name.lower()
-    return next((kind for suffix, kind in _SUFFIXES.items() if name.endswith(suffix)), "text")
+def _check_once(sources: Sequence[Source]) -> None:
+    """Refuses a file that two sources name: its text would count twice."""
+    known: dict[str, str] = {}
+    for source in sources if len(sources) > 1 else ():
+        places = {os.path.realpath(file.path): file.path for file in source.files}
+        for place, path in places.items():
+            if place in known:
+                raise DataError(
+                    f"`{path}` is named twice: by source `{known[place]}` and by source `{source.given}`",
+                    hint="name each file once",
+                )
+        known |= dict.fromkeys(places, source.given)
 
 
 def _find(given: str, only: str | None) -> Source:
@@ -124,13 +123,13 @@ def _find(given: str, only: str | None) -> Source:
 
 
 def _folder(given: str, folder: Path, only: str | None) -> Source:
-    if (folder / "dataset_dict.json").is_file():
+    if has_splits(folder):
         splits = sorted(entry.name for entry in folder.iterdir() if (entry / "state.json").is_file())
         raise DataError(
             f"`{folder}` is a Hugging Face dataset of several splits: {', '.join(splits) or 'none'}",
             hint=f"name one, as `{folder / (splits[0] if splits else 'train')}`",
         )
-    if (folder / "state.json").is_file() and (folder / "dataset_info.json").is_file():
+    if is_dataset(folder):
         return Source(given, _saved_dataset(folder))
     if is_packed(folder):
         raise DataError(f"`{folder}` holds token shards, which are packed already", hint="name the text itself")

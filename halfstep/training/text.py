@@ -9,6 +9,9 @@ files read the same tokens:
     a glob      every file it matches that is text
     a file      cut into documents at blank lines, about 4 KiB each, so that some of it can be held out
 
+Records (JSONL, tables, datasets) are no text, and neither is a folder or a glob of nothing else: what is written
+around their texts would be learned too. `halfstep data pack` reads them.
+
 A file is text when it decodes as UTF-8 and holds no NUL byte. Others are skipped and counted in the
 description, as is what the walk leaves out; a file that is given by name must be text. Nothing stands between two
 documents, which would be bytes nobody wrote in a count of bits per byte; only a file that does not end its last
@@ -23,6 +26,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from halfstep.training.corpus import DataError, Document
+from halfstep.training.kinds import NAMES, has_splits, is_compressed, is_dataset, kind_of
 from halfstep.training.walking import Walked, regular, walk
 from halfstep.training.walking import told as words
 
@@ -57,21 +61,26 @@ def library_paths(root: Path) -> list[Path]:
 
 def folder_documents(folder: Path) -> tuple[list[Document], str]:
     """Every text below a folder."""
-    return _several(walk(folder), folder, f"folder `{folder}`")
+    if is_dataset(folder) or has_splits(folder):
+        raise _records(f"`{folder}` is a Hugging Face dataset", str(folder))
+    return _several(walk(folder), folder, f"folder `{folder}`", str(folder))
 
 
 def glob_documents(paths: list[Path], pattern: str) -> tuple[list[Document], str]:
     """Every text among what a glob matched."""
-    return _several(regular(paths, Path(pattern).expanduser()), None, f"files `{pattern}`")
+    return _several(regular(paths, Path(pattern).expanduser()), None, f"files `{pattern}`", pattern)
 
 
 def file_documents(path: Path) -> tuple[list[Document], str]:
     """One text, cut into documents."""
+    if (kind := kind_of(path)) != "text":
+        raise _records(f"`{path}` is {NAMES[kind]}", str(path))
     content = _read(path)
     if isinstance(content, str):
+        otherwise = "token shards must be named `*.bin`; convert other text to UTF-8"
         raise DataError(
             f"`{path}` is {content}; it must be UTF-8 text",
-            hint="token shards must be named `*.bin`; convert other text to UTF-8",
+            hint="unpack it, as by gunzip or unzstd" if is_compressed(path) else otherwise,
         )
     if not content.strip():
         raise DataError(f"`{path}` is empty", hint="give a file with text in it")
@@ -104,7 +113,10 @@ def read_texts(paths: Iterable[Path], root: Path | None) -> tuple[list[Document]
     return documents, skipped
 
 
-def _several(found: Walked, root: Path | None, told: str) -> tuple[list[Document], str]:
+def _several(found: Walked, root: Path | None, told: str, source: str) -> tuple[list[Document], str]:
+    kinds = {kind_of(path) for path in found.files}
+    if kinds and "text" not in kinds:
+        raise _records(f"`{source}` holds {' and '.join(NAMES[kind] for kind in sorted(kinds))}", source)
     documents, unread = read_texts(found.files, root)
     skipped = Counter(unread) + Counter(found.skipped)
     if not documents:
@@ -113,6 +125,14 @@ def _several(found: Walked, root: Path | None, told: str) -> tuple[list[Document
             hint="text is any UTF-8 file that is not empty; dot files are passed over",
         )
     return documents, _described(told, documents, skipped)
+
+
+def _records(told: str, source: str) -> DataError:
+    return DataError(
+        f"{told}, and a run reads text or token shards",
+        hint=f"`halfstep data pack {source} --tokenizer bytes --out packed` makes token shards of it, for "
+        "`--set data.source=packed`; `halfstep data pack --help` names other tokenizers",
+    )
 
 
 def _read(path: Path) -> bytes | str:

@@ -56,7 +56,8 @@ class HuggingFace(Tokenizer):
     @classmethod
     def read(cls, path: Path, separator: str | None) -> "HuggingFace":
         """From a file; the separator is the end-of-text that the file or the configuration beside it names."""
-        found = cls(path.name, path.read_bytes(), None)
+        found = cls(str(path), path.read_bytes(), None)
+        found.name = path.name  # an index holds no paths
         names = END_OF_TEXT if separator is None else (separator,)
         if separator is None and (told := _end_of_text_beside(path)):
             names = (told, *names)
@@ -109,7 +110,8 @@ class SentencePiece(Tokenizer):
     @classmethod
     def read(cls, path: Path, separator: str | None) -> "SentencePiece":
         """From a file."""
-        found = cls(path.name, path.read_bytes(), None)
+        found = cls(str(path), path.read_bytes(), None)
+        found.name = path.name  # an index holds no paths
         model = found._model
         if separator is None:
             known = [number for number in (model.bos_id(), model.eos_id()) if number >= 0]
@@ -178,7 +180,9 @@ class Tiktoken(Tokenizer):
     @classmethod
     def read(cls, path: Path, separator: str | None) -> "Tiktoken":
         """One that was saved."""
-        return cls._with_separator(path.name, path.read_bytes(), separator)
+        found = cls._with_separator(str(path), path.read_bytes(), separator)
+        found.name = path.name
+        return found
 
     @classmethod
     def _with_separator(cls, name: str, content: bytes, separator: str | None) -> "Tiktoken":

@@ -24,6 +24,7 @@ from typing import ClassVar, final
 import numpy as np
 from numpy.typing import NDArray
 
+from halfstep.core.errors import did_you_mean
 from halfstep.training.corpus import DataError
 from halfstep.training.durable import write_whole
 from halfstep.training.token_bytes import TokenBytes
@@ -139,7 +140,7 @@ def open_tokenizer(spec: str, separator: str | None = None) -> Tokenizer:
             return open_saved(path, read_index(path).tokenizer)
         path = _in_folder(path)
     if not path.is_file():
-        raise DataError(f"there is no tokenizer `{spec}`", hint=_CHOICES)
+        raise DataError(f"there is no tokenizer `{spec}`", hint=did_you_mean(path.name, _names(path), _CHOICES))
     if path.name == kinds.Tiktoken.file:
         return kinds.Tiktoken.read(path, separator)
     if path.suffix == ".json":
@@ -190,6 +191,13 @@ def needed(package: str, what: str) -> ModuleType:
             f"{what} needs the package `{package.partition('.')[0]}`, which is not installed",
             hint="pip install 'halfstep[data]'",
         ) from None
+
+
+def _names(path: Path) -> list[str]:
+    """What a name that leads nowhere may have been meant to be."""
+    beside = path.parent.iterdir() if path.parent.is_dir() else ()
+    files = [entry.name for entry in beside if entry.suffix in (".json", ".model") or entry.is_dir()]
+    return [BytesTokenizer.kind, "tiktoken:gpt2", *files]
 
 
 def _in_folder(folder: Path) -> Path:

@@ -23,8 +23,9 @@ from pathlib import Path
 from typing import final
 
 from halfstep.training.corpus import DataError
+from halfstep.training.durable import PARTIAL
 from halfstep.training.folder import CHECKPOINTS, CONFIG, EVENTS
-from halfstep.training.lock import LOCK
+from halfstep.training.lock import LOCK, is_signed
 from halfstep.training.shardindex import INDEX, STATE, is_marked
 
 FILE, FOLDER, LINK = "file", "folder", "link"
@@ -45,10 +46,16 @@ class Walked:
 def walk(root: Path, skip: Iterable[str] = ()) -> Walked:
     """The files below a folder by relative path, without dot files, caches and the folders in `skip`."""
     walker = _Walker({*skip, *_SKIPPED_FOLDERS})
-    if _is_run(_names(root)):
+    names = _names(root)
+    if _is_run(names):
         raise DataError(
             f"`{root}` is the folder of a run: its own record would be among the data",
             hint="put the text into a folder of its own, and name that one",
+        )
+    if _is_locked_alone(str(root), names):
+        raise DataError(
+            f"`{root}` holds no text: the packing in it did not come to its end",
+            hint="give the same `halfstep data pack` again",
         )
     walker.enter(str(root), os.path.realpath(root))
     while walker.links:  # those of a linked folder come after all that led there
@@ -177,7 +184,14 @@ def _ours(path: str, names: set[str]) -> str | None:
     """What halfstep wrote a folder as, if it did."""
     if _is_run(names):
         return RUN
-    return PACKED if (INDEX in names or STATE in names) and is_marked(Path(path)) else None
+    if (INDEX in names or STATE in names) and is_marked(Path(path)):
+        return PACKED
+    return PACKED if _is_locked_alone(path, names) else None
+
+
+def _is_locked_alone(path: str, names: set[str]) -> bool:
+    """Whether a folder holds nothing but what a packing writes before its first token."""
+    return LOCK in names and names <= {LOCK, STATE + PARTIAL} and is_signed(Path(path, LOCK))
 
 
 def _is_run(names: set[str]) -> bool:

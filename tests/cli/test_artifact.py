@@ -1,6 +1,7 @@
 """`halfstep eval` in any policy and with averages, and `halfstep artifact`, as people type them."""
 
 import json
+import shutil
 
 import pytest
 
@@ -124,3 +125,108 @@ def test_the_artifact_of_a_checkpoint_lies_in_the_run_from_wherever_it_is_named(
     asked(capsys, "artifact", "step-000003")
     assert (trained / "model.int8z").is_file()
     assert not (trained / "checkpoints" / "model.int8z").exists()
+
+
+PROTECTED = ["run.toml", "events.jsonl", "lock", "loggers.json", "report.html", "checkpoints/new"]
+STANDING = ["checkpoints/step-000003/state.safetensors", "checkpoints/step-000003", "../text.txt"]
+
+
+@pytest.fixture
+def untouched(monkeypatch):
+    """No checkpoint is read: what is refused is refused before the work."""
+
+    def opened(*given):
+        raise AssertionError("the work began")
+
+    monkeypatch.setattr("halfstep.cli.artifact.open_checkpoint", opened)
+
+
+@pytest.mark.parametrize("name", [*PROTECTED, *STANDING])
+@pytest.mark.parametrize("named", [".", "checkpoints/step-000003"])
+def test_an_artifact_takes_the_place_of_nothing_else(trained, untouched, capsys, named, name):
+    place = trained / name
+    before = place.read_bytes() if place.is_file() else None
+    assert run(["artifact", str(trained / named), "--out", str(place)]) == 2
+    err = capsys.readouterr().err
+    assert f"error: `{place}` " in err
+    assert "name another file by --out" in err
+    assert before == (place.read_bytes() if place.is_file() else None)
+
+
+def test_a_file_of_a_run_that_is_not_there_yet_is_not_taken_either(trained, untouched, capsys, tmp_path):
+    (tmp_path / "link").symlink_to(trained / "checkpoints")
+    for place in (tmp_path / "link" / "x", trained / ".." / trained.name / "checkpoints" / "x"):
+        assert run(["artifact", str(trained), "--out", str(place)]) == 2
+        assert "is a place of the run" in capsys.readouterr().err
+
+
+def test_an_artifact_in_the_folder_of_a_run_is_not_a_users_file(trained, untouched, capsys):
+    (trained / "model.int8z").write_text("mine")
+    assert run(["artifact", str(trained)]) == 2
+    assert "is there already, and is no artifact" in capsys.readouterr().err
+    assert (trained / "model.int8z").read_text() == "mine"
+    (trained / "model.int8z").unlink()
+
+
+def test_an_older_artifact_is_replaced(trained, tmp_path, capsys):
+    place = tmp_path / "x"
+    place.write_bytes(b"HSINT8Z\1 of another run")
+    assert asked(capsys, "artifact", trained, "--out", place)[0] == 0
+    assert decode(place.read_bytes())[0].layers == 2
+
+
+def test_text_is_sampled_from_averages_or_weights_as_asked_for(trained, tmp_path, capfdbinary):
+    def sampled(place, *extra):
+        assert run(["sample", str(place), "--device", "cpu", "--length", "60", *extra]) == 0
+        return capfdbinary.readouterr().out
+
+    assert sampled(trained, "--weights", "ema") == sampled(trained)
+    assert sampled(trained, "--weights", "model") != sampled(trained)
+    copy = shutil.copytree(trained / "checkpoints" / "step-000003", tmp_path / "best")
+    assert sampled(copy) == sampled(trained)
+
+
+def test_a_copy_of_a_checkpoint_is_one_whatever_its_name(trained, tmp_path, capsys, monkeypatch):
+    best = shutil.copytree(trained / "checkpoints" / "step-000003", tmp_path / "best")
+    _, before = asked(capsys, "eval", trained)
+    assert asked(capsys, "eval", best) == (0, before)
+    monkeypatch.chdir(best)
+    assert asked(capsys, "eval", ".") == (0, before)
+    assert asked(capsys, "artifact", best)[1]["path"] == str(best / "model.int8z")  # not above it: it is no run
+    assert asked(capsys, "eval", best) == (0, before)
+
+
+@pytest.mark.parametrize("name", ["step-000003", "step-000003.damaged", "best"])
+def test_a_copy_of_a_checkpoint_that_is_damaged_is_refused(trained, tmp_path, capsys, name):
+    copy = shutil.copytree(trained / "checkpoints" / "step-000003", tmp_path / name)
+    state = bytearray((copy / "state.safetensors").read_bytes())
+    state[-1] ^= 1
+    (copy / "state.safetensors").write_bytes(state)
+    assert run(["eval", str(copy), "--device", "cpu"]) == 2
+    assert "is damaged: its SHA-256 is" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["step-000009", "step-000009.damaged"])
+def test_a_checkpoint_under_the_name_of_another_step_is_refused(trained, tmp_path, capsys, monkeypatch, name):
+    copy = shutil.copytree(trained / "checkpoints" / "step-000003", tmp_path / name)
+    monkeypatch.chdir(copy)
+    for named in (str(copy), "."):
+        assert run(["eval", named, "--device", "cpu"]) == 2
+        assert "it holds step 3, expected the step in its name" in capsys.readouterr().err
+
+
+def test_a_folder_that_is_not_there_is_not_said_to_be_empty(tmp_path, capsys):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "file").touch()
+    said = {
+        "empty": "holds no checkpoint",
+        "gone": "there is no such folder",
+        "step-000001": "there is no such folder",
+        "file": "is a file",
+    }
+    for name, words in said.items():
+        for command in ("eval", "sample", "artifact"):
+            assert run([command, str(tmp_path / name), "--device", "cpu"]) == 2
+            err = capsys.readouterr().err
+            assert words in err
+            assert "name a run folder" in err

@@ -1,6 +1,7 @@
 """The command line as people meet it: whole outputs, exit codes, and what is loaded."""
 
 import json
+import os
 import subprocess
 import sys
 
@@ -202,8 +203,19 @@ BAD = {
     ),
     "missing argument": (
         ["policy"],
-        'error: command "policy" parameter SPEC requires an argument.\n\n'
-        "hint: `halfstep policy --help` says what can be given\n",
+        "error: `halfstep policy` needs SPEC\n\n"
+        "hint: SPEC: the policy, in quotes where it has spaces or a star; `halfstep policy --help` says more\n",
+    ),
+    "missing option": (
+        ["data", "pack", "x", "--out", "y"],
+        "error: `halfstep data pack` needs --tokenizer\n\n"
+        "hint: --tokenizer: bytes, a tokenizer.json, a sentencepiece *.model, a folder with one of them, or "
+        "tiktoken:NAME; `halfstep data pack --help` says more\n",
+    ),
+    "missing value": (
+        ["data", "pack", "x", "--tokenizer", "bytes", "--out"],
+        "error: --out is given without a value\n\n"
+        "hint: --out: the folder to write; `halfstep data pack --help` says more\n",
     ),
 }
 
@@ -221,3 +233,50 @@ def test_the_installed_command_exits_with_the_code():
     assert done.returncode == 2
     assert done.stderr.startswith("error: unknown number format")
     assert "Traceback" not in done.stderr
+
+
+WAITING = {
+    "eval": ("halfstep.training.checkpoint", "load_newest", ["eval", "."]),
+    "sample": ("halfstep.training.checkpoint", "load_newest", ["sample", "."]),
+    "artifact": ("halfstep.training.checkpoint", "load_newest", ["artifact", "."]),
+    "probe": ("halfstep.tools.probe", "run", ["probe"]),
+    "train": ("halfstep.config.load", "load", ["train", "--out", "x"]),
+    "tokenizer": ("halfstep.training.sources", "find_sources", ["data", "train-tokenizer", "x", "--out", "y"]),
+}
+
+
+@pytest.mark.parametrize(("module", "name", "arguments"), WAITING.values(), ids=WAITING)
+def test_a_command_that_is_interrupted_says_so_in_one_line(module, name, arguments, capsys, monkeypatch, tmp_path):
+    def interrupted(*given, **named):
+        raise KeyboardInterrupt
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(f"{module}.{name}", interrupted)
+    assert run(arguments) == 130
+    assert capsys.readouterr() == ("", "interrupted\n")
+
+
+IMPORTS = ["halfstep.cli.app", "cyclopts", "halfstep.core.formats"]
+
+
+@pytest.mark.parametrize(
+    ("entry", "module"),
+    [("-m", "halfstep.cli.main"), *((entry, name) for entry in ("-m", "-c") for name in IMPORTS)],
+)
+def test_an_interrupt_while_modules_are_imported_is_no_traceback(tmp_path, module, entry):
+    """As by Ctrl-C in the first moment. The script that pip makes does what `-c` does here."""
+    (tmp_path / "sitecustomize.py").write_text(
+        "import os, signal, sys\n"
+        "class Finder:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        f"        if name == {module!r}:\n"
+        "            os.kill(os.getpid(), signal.SIGINT)\n"
+        "sys.meta_path.insert(0, Finder())\n"
+    )
+    script = "import sys; from halfstep.cli.main import main; sys.argv[1:] = ['formats']; sys.exit(main())"
+    words = {"-m": ["-m", "halfstep", "formats"], "-c": ["-c", script]}[entry]
+    path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
+    done = subprocess.run(
+        [sys.executable, *words], capture_output=True, text=True, env=os.environ | {"PYTHONPATH": path}
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "interrupted\n")

@@ -46,8 +46,10 @@ def train(source, out, *settings):
 
 
 def test_from_text_to_a_run_to_text(packed, text, tmp_path, capfd):
+    assert "nothing was left to do" not in capfd.readouterr().err
     assert run(pack_command(text, tmp_path)) == 0  # done already: it tells the same again
     told = capfd.readouterr()
+    assert f"nothing was left to do: `{packed}` is finished" in told.err
     assert "bytes a token" in told.out
     assert f"data.source={packed}" in told.err
     assert "does not give the text back" not in told.err
@@ -138,7 +140,9 @@ def test_packing_again_makes_what_was_lost_again(packed, text, tmp_path, capsys)
     assert train(packed, tmp_path / "other") == 2
     assert "give the same `halfstep data pack` again" in capsys.readouterr().err
     assert run(["data", "verify", packed]) == 1
+    capsys.readouterr()
     assert run(pack_command(text, tmp_path)) == 0
+    assert "nothing was left to do" not in capsys.readouterr().err
     assert run(["data", "verify", packed]) == 0
     assert train(packed, tmp_path / "other") == 0
     assert run(["train", "--resume", "--out", str(tmp_path / "run"), "--device", "cpu"]) == 0
@@ -210,6 +214,11 @@ def test_show_and_verify(packed, capsys):
         (["pack", "TEXT", "--out", "OUT", "--tokenizer", "nowhere"], "there is no tokenizer `nowhere`"),
         (["pack", "TEXT", "--out", "OUT", "--tokenizer", "bytes", "--validation", "0.9"], "--validation is 0.9"),
         (["pack", "TEXT", "--out", "TEXT/x", "--tokenizer", "bytes"], "cannot be written"),
+        (
+            ["pack", "TEXT", "--out", "OUT", "--tokenizer", "bytes", "--shard-tokens", "999"],
+            "--shard-tokens is 999",
+        ),
+        (["pack", "TEXT", "TEXT", "--out", "OUT", "--tokenizer", "bytes"], "is named twice"),
         (["show", "OUT"], "cannot be read"),
         (["verify", "OUT"], "cannot be read"),
     ],

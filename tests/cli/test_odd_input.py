@@ -75,11 +75,19 @@ def test_a_vocabulary_larger_than_bytes_still_samples_bytes(text, tmp_path, capf
     assert run(["sample", str(tmp_path / "run"), "--device", "cpu", "--length", "20"]) == 0
 
 
-@pytest.mark.parametrize("extra", [["--temperature", "nan"], ["--temperature", "1e-320"], ["--seed", "-1"]])
-def test_sampling_that_cannot_be(extra, text, tmp_path, capsys):
-    assert train(tmp_path / "run", text=text) == 0
-    assert run(["sample", str(tmp_path / "run"), *extra]) == 2
-    assert "temperature 0 or from 0.01" in capsys.readouterr().err
+WRONG = {
+    "--length -3": ["--length -3: it must be 1 or more"],
+    "--temperature nan": ["--temperature nan: it must be 0, or from 0.01 to 100"],
+    "--temperature 1e-320": ["--temperature 1e-320: it must be 0, or from 0.01 to 100"],
+    "--seed -1": ["--seed -1: it must be from 0 to 2^63 - 1"],
+    "--length 0 --top-k -1": ["--length 0: it must be 1 or more", "--top-k -1: it must be 0 or more"],
+}
+
+
+@pytest.mark.parametrize(("extra", "said"), WRONG.items(), ids=WRONG)
+def test_sampling_that_cannot_be_names_what_is_wrong_alone(extra, said, capsys):
+    assert run(["sample", "/no/such", *extra.split()]) == 2
+    assert capsys.readouterr().err.startswith(f"error: {'; '.join(said)}\n")
 
 
 def test_a_reader_that_has_seen_enough_and_a_prompt_of_any_bytes(text, tmp_path):

@@ -218,8 +218,8 @@ BAD = {
     "data": (["train", "--policy", "fp32", "--set", "data.source=/no/such"], "/no/such", ""),
     "backend": (["train", "--backend", "tensorflow"], "tensorflow", ""),
     "device": (["train", "--policy", "fp32", "--device", "toaster"], "`toaster` is no torch device", "cpu"),
-    "no run": (["eval", "/no/such"], "holds no checkpoint", "run folder"),
-    "length": (["sample", "/no/such", "--length", "0"], "length must be 1 or more", ""),
+    "no run": (["eval", "/no/such"], "there is no such folder: `/no/such`", "run folder"),
+    "length": (["sample", "/no/such", "--length", "0"], "--length 0: it must be 1 or more", ""),
     "older": (["train", "--allow-older"], "--allow-older chooses what to go on from", "--resume"),
     "deadline": (["train", "--deadline", "-1"], "--deadline -1: it must be a number of seconds above 0", ""),
 }
@@ -265,6 +265,48 @@ def test_one_command_begins_a_run_and_goes_on_with_it(small, tmp_path, capsys):
     assert run(command) == 2
     assert "manifest.json` is damaged" in capsys.readouterr().err
     assert not (out / "run.toml").exists()
+
+
+def test_a_recipe_that_finds_a_run_leaves_it_its_settings(small, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(command, "RUNS", tmp_path)
+    assert run(["train", "tiny", *small, "--policy", "fp32"]) == 0
+    assert run(["train", "tiny", "--resume"]) == 0
+    assert "nothing now: all 3 steps were trained before" in capsys.readouterr().out
+    assert run(["train", "tiny", "--resume", "--set", "model.width=32"]) == 2
+    assert "model.width was 16 and is now 32" in capsys.readouterr().err
+    (out,) = tmp_path.glob("tiny-*")
+    assert run(["train", "tiny", "--resume", "--out", str(out)]) == 2
+    assert f"`--resume --out {out}` without a recipe goes on" in " ".join(capsys.readouterr().err.split())
+
+
+CHEAP = {
+    "data": (["--set", "data.source=nowhere"], "nowhere"),
+    "a logger": (["--set", 'training.loggers=["trackio"]'], "is not installed"),
+    "a file": (["--out", "file"], "`file` cannot be written: `file` is no folder"),
+    "in a file": (["--out", "file/a/b"], "is no folder"),
+    "settings": (["--resume", "--out", "run", "--set", "training.steps=9"], "training.steps was 3 and is now 9"),
+}
+
+
+@pytest.mark.parametrize(("wrong", "said"), CHEAP.values(), ids=CHEAP)
+def test_a_mistake_is_said_before_anything_is_measured(wrong, said, small, tmp_path, capsys, monkeypatch):
+    from halfstep.training import loggers
+
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").write_text("")
+    if "--resume" in wrong:
+        assert run(["train", "tiny", *small, "--policy", "fp32", "--out", "run"]) == 0
+    monkeypatch.setattr(command, "_resolve_policy", lambda *_: pytest.fail("it was measured"))
+    monkeypatch.setattr(loggers, "find_spec", lambda name: None)
+    assert run(["train", *([] if "--resume" in wrong else ["tiny"]), *small, *wrong]) == 2
+    assert said in " ".join(capsys.readouterr().err.split())
+
+
+def test_help_shows_settings_as_they_are_typed(capsys):
+    assert run(["train", "--help"]) == 0
+    told = capsys.readouterr().out
+    assert "training.compile = false" in told
+    assert "training.loggers = []" in told
 
 
 @pytest.mark.parametrize("source", ["", "/*", "/[!x]*.toml"])

@@ -5,7 +5,7 @@ import pytest
 from halfstep.config.load import load, recipe_names, to_toml
 from halfstep.config.run import RunConfig
 from halfstep.config.schema import rows
-from halfstep.core.errors import ConfigError, HalfstepError
+from halfstep.core.errors import ConfigError
 from halfstep.core.policy import Policy
 
 
@@ -129,12 +129,36 @@ def test_what_is_no_recipe(tmp_path):
     assert "did you mean `tiny`?" in caught.value.hint
     with pytest.raises(ConfigError, match="there is no file"):
         load(str(tmp_path / "none.toml"))
-    (tmp_path / "bytes.toml").write_bytes(b"\xff\xfe")
-    with pytest.raises(ConfigError, match="cannot be read"):
+    (tmp_path / "bytes.toml").write_bytes(b'title = "x"\ndata = "\xff"')
+    with pytest.raises(ConfigError, match=r"bytes\.toml:2: this is not UTF-8: byte 0xff") as caught:
         load(str(tmp_path / "bytes.toml"))
+    assert "save it as UTF-8" in caught.value.hint
     (tmp_path / "folder.toml").mkdir()
-    with pytest.raises(HalfstepError, match="cannot be read"):
+    with pytest.raises(ConfigError, match=r"folder\.toml` is a folder") as caught:
         load(str(tmp_path / "folder.toml"))
+    assert "name the file in it" in caught.value.hint
+    (tmp_path / "loop.toml").symlink_to("loop.toml")
+    with pytest.raises(ConfigError, match=r"loop\.toml` cannot be read: Too many levels") as caught:
+        load(str(tmp_path / "loop.toml"))
+    assert caught.value.hint
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("[model]\nlayers = 1\n[model]\n", "run.toml:3:7: this is not TOML: cannot declare [model] twice"),
+        ("[a.b]\n[a.b]\n", "cannot declare [a.b] twice"),
+        ("a = {}\n[a.b]\n", "cannot declare [a.b] twice"),
+        ("[a.b.c]\n[a]\nb.c.d = 1\n", "cannot redefine namespace [a.b.c]"),
+        ("a = {}\na.b = 1\n", "cannot mutate immutable namespace [a]"),
+        ('["don\'t"]\n["don\'t"]\n', "cannot declare [don't] twice"),
+    ],
+)
+def test_a_section_is_written_as_a_file_has_it(tmp_path, text, said):
+    with pytest.raises(ConfigError) as caught:
+        load(write(tmp_path, text))
+    assert said in caught.value.message
+    assert "as [model], once" in caught.value.hint
 
 
 def test_sections_are_frozen():

@@ -23,6 +23,7 @@ def test_attributes_are_escaped_and_named():
 
 def test_words_in_backquotes_are_code():
     assert with_code("0 is `a < b`, else `c`.") == "0 is <code>a &lt; b</code>, else <code>c</code>."
+    assert with_code("`a` and 5` of it") == "<code>a</code> and 5` of it"  # one alone begins nothing
 
 
 def test_data_cannot_end_its_element_and_reads_back():

@@ -657,3 +657,25 @@ def test_first_weights_from_elsewhere_are_named_with_their_digest():
     assert said in Page(render([first | {"init": origin}, *others], "x")).text
     assert "First weights" not in Page(render([first | {"init": None}, *others], "x")).text
     assert "First weights" not in Page(render([first, *others], "x")).text
+
+
+def test_names_in_backquotes_are_code_wherever_they_stand():
+    first, second = run(20, finished=False), run(20, first=21, resumed_from=20, finished=False)
+    second[0]["data"]["description"] = "2 packed shards `d<m>g`: 100 tokens of `x`"
+    second[0]["init"] = {"path": "a", "layout": "gpt2", "sha256": "0", "notes": ["`lm_head` is left out"]}
+    stop = {"event": "stop", "time": BEGAN + 9, "step": 20, "reason": "`weights` are not finite"}
+    html = render([*first, stop, *second, {**stop, "step": 40}], "x")
+    assert " on 2 packed shards <code>d&lt;m&gt;g</code>. " in html
+    assert "Data: 2 packed shards <code>d&lt;m&gt;g</code>: 100 tokens of <code>x</code></p>" in html
+    assert "<code>lm_head</code> is left out</p>" in html
+    assert "at step 40: <code>weights</code> are not finite</p>" in html
+    assert html.count("<td><code>weights</code> are not finite</td>") >= 2
+    body = html[html.index("<body") : html.index("<script")]
+    assert "`" not in body
+
+
+def test_the_title_is_the_recipes_and_says_nothing_of_the_model():
+    title = load("gpt2").title
+    begun = run(20)
+    begun[0]["config"]["title"] = title
+    assert f"<p>Recipe: {title}</p>" in render(begun, "x")

@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import shutil
+from pathlib import Path
 
 import ml_dtypes
 import numpy as np
@@ -522,6 +523,17 @@ def test_a_renamed_folder_is_refused(tmp_path):
     moved = path.rename(path.with_name("step-000009"))
     with pytest.raises(DamagedCheckpointError, match="holds step 1"):
         load(moved)
+    with pytest.raises(DamagedCheckpointError, match="holds step 1"):
+        load(moved.rename(path.with_name("step-000009.damaged")))
+
+
+def test_a_folder_whose_name_says_no_step_is_read_by_its_manifest(tmp_path, monkeypatch):
+    path = save(tmp_path, 1, arrays_of(1), META)
+    moved = path.rename(tmp_path / "best")
+    assert same(load(moved)[0], arrays_of(1))
+    assert latest(tmp_path) is None  # it is no checkpoint of the run, and is not gone on from
+    monkeypatch.chdir(moved)
+    assert load(Path("."))[1]["step"] == 1
 
 
 def test_saving_a_step_twice(tmp_path):

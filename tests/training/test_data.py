@@ -1,5 +1,6 @@
 """From a source to a corpus: what is read, in which order, which side it falls on, and what is refused."""
 
+import gzip
 import subprocess
 import sys
 import sysconfig
@@ -275,6 +276,49 @@ def test_shards_are_never_read_as_text(tmp_path):
     mixed = refused(f"{tmp_path}/*")
     assert "train.bin" in mixed.message
     assert "matches token shards" in mixed.message
+
+
+RECORDS = {
+    "a.jsonl": (b'{"text": "one"}\n' * 40, "JSONL"),
+    "a.ndjson": (b'{"text": "one"}\n' * 40, "JSONL"),
+    "a.JSONL": (b'{"text": "one"}\n' * 40, "JSONL"),
+    "a.jsonl.gz": (gzip.compress(b'{"text": "one"}\n' * 40), "JSONL"),
+    "a.parquet": (b"PAR1\0\0PAR1", "parquet"),
+    "a.arrow": (b"ARROW1\0\0", "an arrow table"),
+}
+
+
+@pytest.mark.parametrize("name", RECORDS)
+def test_records_are_to_be_packed_and_not_read_as_text(name, tmp_path):
+    content, said = RECORDS[name]
+    folder = tree(tmp_path / "data", {name: content, "sub/" + name: content})
+    for source, told in ((folder / name, "is"), (folder, "holds"), (f"{folder}/*.*", "holds")):
+        error = refused(source)
+        assert f"{told} {said}, " in error.message
+        assert (
+            f"`halfstep data pack {source} --tokenizer bytes --out packed` makes token shards of it" in error.hint
+        )
+
+
+def test_a_folder_of_text_may_hold_records_too(tmp_path):
+    tree(tmp_path, {"a.txt": prose(1), "b.jsonl": '{"text": "x"}\n'})
+    assert load_corpus(str(tmp_path), 0.1, 256).num_documents == 2
+
+
+@pytest.mark.parametrize(
+    "files",
+    [{"state.json": "{}", "dataset_info.json": "{}"}, {"dataset_dict.json": "{}", "train/state.json": "{}"}],
+)
+def test_a_dataset_is_to_be_packed(files, tmp_path):
+    folder = tree(tmp_path / "ds", files | {"README.md": prose(1)})
+    error = refused(folder)
+    assert f"`{folder}` is a Hugging Face dataset" in error.message
+    assert "`halfstep data pack" in error.hint
+
+
+def test_a_compressed_text_is_to_be_unpacked(tmp_path):
+    tree(tmp_path, {"book.txt.gz": gzip.compress(prose(1).encode())})
+    assert "unpack it" in refused(tmp_path / "book.txt.gz").hint
 
 
 @settings(max_examples=20, deadline=None)

@@ -33,6 +33,21 @@ def test_a_second_writer_is_refused_with_who_holds_it(tmp_path):
     RunLock(tmp_path).release()
 
 
+def test_a_lock_that_was_removed_before_it_was_taken_is_none(tmp_path, monkeypatch):
+    """Whoever held it has left nothing behind: the next may hold another file of that name already."""
+    real = fcntl.flock
+
+    def flock(descriptor, how):
+        (tmp_path / LOCK).unlink()
+        real(descriptor, how)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(fcntl, "flock", flock)
+        with pytest.raises(LockedError, match="in use"):
+            RunLock(tmp_path)
+    RunLock(tmp_path).release()
+
+
 def test_a_killed_process_frees_it_and_its_file_is_no_obstacle(tmp_path):
     process = subprocess.Popen([sys.executable, "-c", HOLD, tmp_path], stdout=subprocess.PIPE, text=True)
     assert process.stdout.readline() == "held\n"

@@ -13,7 +13,7 @@ from halfstep.config.load import load
 from halfstep.core.errors import ConfigError, HalfstepError
 from halfstep.core.policy import Policy
 from halfstep.training import checkpoint, folder
-from halfstep.training.arrays import DamagedCheckpointError
+from halfstep.training.arrays import CheckpointError, DamagedCheckpointError
 from halfstep.training.events import read_events
 from halfstep.training.loop import Loop
 
@@ -250,16 +250,22 @@ def test_a_disk_that_refuses_the_note_of_a_look_stops_nothing(text, tmp_path, mo
     assert "manifest.json` cannot be written: No space left" in told(out, "warning")[0]["message"]
 
 
-def test_what_a_look_found_is_forgotten_with_the_weights_that_a_rollback_gave_up(text, tmp_path):
-    loop = start(text, tmp_path / "run", ROLLBACK)
-    at_step(loop, 11, lambda: loop.keeper._looked.update({4: 3.0, 12: 1.0}))
+def test_what_a_look_found_is_forgotten_with_the_weights_that_a_rollback_gave_up(text, tmp_path, monkeypatch):
+    loop, save, refused = start(text, tmp_path / "run", ROLLBACK), checkpoint.save, []
+
+    def once(folder, step, *rest):
+        if step == 12 and not refused:
+            refused.append(step)
+            raise CheckpointError("a full disk")
+        return save(folder, step, *rest)
+
+    monkeypatch.setattr(checkpoint, "save", once)
+    at_step(loop, 11, lambda: loop.keeper._looked.update({12: 1.0}))
     poison(loop, range(10, 13), 10.0)
     assert loop.run().finished
-    assert [(e["step"], e["held_out"]) for e in told(tmp_path / "run", "checkpoint")][2:5] == [
-        (12, 1.0),
-        (12, None),
-        (16, None),
-    ]
+    assert [event["step"] for event in told(tmp_path / "run", "save_failed")] == [12]
+    found = {event["step"]: event["held_out"] for event in told(tmp_path / "run", "checkpoint")}
+    assert (found[12], found[16]) == (None, None)
 
 
 def test_a_note_is_no_way_to_change_what_a_checkpoint_is(text, tmp_path):

@@ -252,3 +252,17 @@ def test_ten_gigabytes_open_at_once_and_cost_no_memory(tmp_path):
     touched = 512 * 17 * 4096  # a fault maps up to 16 pages: of a window's, or of those of its granules
     assert grown < touched + 4 * batch.nbytes + (1 << 24), grown
     assert packed_module.packed_tokenizer(tmp_path).kind == "bytes"
+
+
+@pytest.mark.parametrize("state", ["index.json", "packing.json"])
+def test_shards_are_not_read_past_their_index(folder, tmp_path, state):
+    if state == "packing.json":
+        (folder / "index.json").rename(folder / state)
+    for source in (f"{folder}/*.bin", f"{folder}/train_*.bin", folder / "train_000000.bin", f"{tmp_path}/*/*.bin"):
+        error = refused(source)
+        assert "past the index" in error.message
+        assert f"`--set data.source={folder}`" in error.hint
+    (folder / state).unlink()  # shards of others
+    assert load_corpus(f"{folder}/*.bin", 0.1, 256).bytes_per_token is None
+    (folder / "index.json").write_text("{}")  # an index of others
+    assert load_corpus(f"{folder}/*.bin", 0.1, 256).bytes_per_token is None

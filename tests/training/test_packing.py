@@ -285,6 +285,27 @@ def test_a_folder_with_other_files_is_refused(source, tmp_path):
     (tmp_path / "out" / "thesis.tex").write_text("x")
     with pytest.raises(DataError, match=r"holds other files, as `thesis\.tex`"):
         packed(source, tmp_path / "out")
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["thesis.tex"]
+
+
+def test_a_folder_with_an_index_and_shards_of_others_is_left_as_it_was(source, tmp_path):
+    (tmp_path / "out").mkdir()
+    for name in ("index.json", "a.bin"):
+        (tmp_path / "out" / name).write_text("{}")
+    before = files(tmp_path / "out")
+    with pytest.raises(DataError):
+        packed(source, tmp_path / "out")
+    assert files(tmp_path / "out") == before
+    assert not (tmp_path / "out" / "lock").exists()
+
+
+def test_a_file_of_that_name_in_a_folder_of_others_is_not_written_to(source, tmp_path):
+    (tmp_path / "out").mkdir()
+    for name in ("lock", "thesis.tex"):
+        (tmp_path / "out" / name).write_text("mine")
+    with pytest.raises(DataError, match="holds other files"):
+        packed(source, tmp_path / "out")
+    assert (tmp_path / "out" / "lock").read_text() == "mine"
 
 
 def test_a_shard_that_was_lost_while_the_packing_stood_still_is_named(source, tmp_path, monkeypatch):
@@ -304,7 +325,7 @@ def test_a_side_without_documents_says_which_share_would_do(tmp_path):
         packed(str(path), tmp_path / "out", asked=Asked(validation=0.01))
     told = float(re.search(r"`--validation (\S+)` leaves text on both sides", caught.value.hint)[1])
     assert smallest < told < smallest * 1.01
-    assert not files(tmp_path / "out")  # so that the share that is enough can be asked for at once
+    assert not (tmp_path / "out").exists()  # so that the share that is enough can be asked for at once
     index = packed(str(path), tmp_path / "all", asked=Asked(validation=0))
     assert (index.train.documents, index.val.tokens) == (5, 0)
     corpus = load_corpus(str(tmp_path / "all"), 0.25, 256)
@@ -313,6 +334,20 @@ def test_a_side_without_documents_says_which_share_would_do(tmp_path):
     path.write_text('{"text": ""}\n')
     with pytest.raises(DataError, match=r"no text in the sources \(skipped: 1 empty\)"):
         packed(str(path), tmp_path / "none")
+    assert not (tmp_path / "none").exists()
+
+
+@pytest.mark.parametrize("content", ['{"text": "one"}\n', '{"text": ""}\n', '{"text": 3}\n', '{"body": "x"}\n'])
+def test_a_packing_that_kept_nothing_leaves_nothing(content, tmp_path):
+    path = tmp_path / "few.jsonl"
+    path.write_text(content)
+    with pytest.raises(DataError):
+        packed(str(path), tmp_path / "new" / "deep" / "out", asked=Asked(validation=1e-9))
+    assert not (tmp_path / "new").exists()
+    (tmp_path / "there").mkdir()
+    with pytest.raises(DataError):
+        packed(str(path), tmp_path / "there", asked=Asked(validation=1e-9))
+    assert list((tmp_path / "there").iterdir()) == []  # a folder that was there stays
 
 
 def one_text(seed):

@@ -27,10 +27,12 @@ from halfstep.config.weights import initial_weights
 from halfstep.core.errors import ConfigError, HalfstepError
 from halfstep.core.policy import Policy
 from halfstep.training import checkpoint, folder
+from halfstep.training.artifact import encode
 from halfstep.training.events import read_events
 from halfstep.training.loop import Loop
 from halfstep.training.pretrained import open_pretrained
 from halfstep.training.session import open_session
+from halfstep.training.weightfiles import WeightsError
 
 LAYERS, LONGEST = 2, 128
 SERIES = 16 * LAYERS + 4  # some 16 a block, as in the conformance suite
@@ -356,7 +358,8 @@ def test_a_run_of_ours_is_a_place_to_start_from(ours, tmp_path, policy):
         {name: (a.dtype, a.shape, bytes(a.data)) for name, a in final(tmp_path / "first").items()}
     )
     expected = {name: bytes(record[2]) for name, record in session.state().items() if name.startswith("model.")}
-    for place in (tmp_path / "first", newest, newest / "state.safetensors"):
+    copy = shutil.copytree(newest, tmp_path / "best")
+    for place in (tmp_path / "first", newest, newest / "state.safetensors", copy):
         found = open_pretrained(str(place), ours.model)
         assert {f"model.{name}": value.tobytes() for name, value in found.weights()} == expected
         assert found.layout.name == "halfstep"
@@ -371,6 +374,15 @@ def test_weights_alone_are_read_by_our_names(ours, tmp_path):
     save_file(weights, tmp_path / "export.safetensors")
     found = dict(open_pretrained(str(tmp_path / "export.safetensors"), ours.model).weights())
     assert {name: value.tobytes() for name, value in found.items()} == {n: w.tobytes() for n, w in weights.items()}
+
+
+def test_an_artifact_is_no_place_to_start_from(ours, tmp_path):
+    place = tmp_path / "model.int8z"
+    place.write_bytes(encode(initial_weights(ours.model, 5), ours.model))
+    with pytest.raises(WeightsError) as caught:
+        open_pretrained(str(place), ours.model)
+    assert caught.value.message == f"`{place}` is an artifact, which holds rounded weights"
+    assert "name the run, or its checkpoint" in caught.value.hint
 
 
 def test_a_damaged_checkpoint_is_no_place_to_start_from(ours, tmp_path):

@@ -171,7 +171,7 @@ BROKEN = {
     "object": (b'{"text": "a"}\n[1]\n', "is no JSON object", 2),
     "field": (b'{"text": "a"}\n{"txt": "b", "id": 1}\n', "no field `text`; there are `txt`, `id`", 2),
     "type": (b'{"text": "a"}\n{"text": 3}\n', "`text` is int, not text", 2),
-    "null": (b'{"text": null}\n', "`text` is NoneType, not text", 1),
+    "null": (b'{"text": null}\n', "`text` is null, not text", 1),
     "utf-8": (b'{"text": "a"}\n{"text": "\xe9"}\n', "byte 10 of the line: not UTF-8", 2),
     "surrogate": (
         b'{"text": "a"}\n{"text": "b\\ud800"}\n',
@@ -207,13 +207,14 @@ def test_damage_is_named_by_file_and_byte(tmp_path, monkeypatch):
 
 def test_tables_without_text_are_refused(tmp_path):
     path = write_parquet(tmp_path / "a.parquet")
-    assert "no field `content`; there are `id`, `text`" in refused(path, field="content").message
+    told = f"`{path}`: there is no field `content`; there are `id`, `text`"
+    assert refused(path, field="content").message == told
     assert "column `id` is int64, not text" in refused(path, field="id").message
     table = arrow_table(["a", None])
     import pyarrow.parquet
 
     pyarrow.parquet.write_table(table, path)
-    assert f"`{path}`, row 1: `text` is NoneType, not text" in refused(path).message
+    assert f"`{path}`, row 1: `text` is null, not text" in refused(path).message
     path.write_bytes(b"PAR1 nothing")
     assert f"`{path}` is damaged" in refused(path).message
 
@@ -292,10 +293,24 @@ def test_sources_that_are_not_there_or_hold_nothing(tmp_path):
     assert "there is no source" in error.message
     assert error.hint == "did you mean `words.txt`?"
     assert "is empty" in refused(tmp_path / "empty.txt").message
-    assert "holds no file that matches `*.py`" in refused(tmp_path, only="*.py").message
+    error = refused(tmp_path, only="*.py")
+    assert "holds no file that matches --only `*.py`" in error.message
+    assert "--only" in error.hint
     (tmp_path / "a.bin").write_bytes(b"x")
     assert "packed already" in refused(tmp_path / "a.bin").message
     assert "no source to read" in refused().message
+
+
+def test_a_file_is_named_once(tmp_path):
+    (tmp_path / "sub").mkdir()
+    for name in ("a.txt", "sub/b.txt"):
+        (tmp_path / name).write_text(name)
+    (tmp_path / "link.txt").symlink_to("a.txt")
+    for given in (("a.txt", "a.txt"), ("sub", "sub/b.txt"), ("a.txt", "link.txt"), ("sub", "*/b.txt")):
+        with pytest.raises(DataError, match="is named twice") as caught:
+            find_sources([str(tmp_path / each) for each in given])
+        assert all(f"`{tmp_path / each}`" in caught.value.message for each in given)
+    assert len(find_sources([str(tmp_path / "a.txt"), str(tmp_path / "sub")])) == 2
 
 
 def test_a_source_is_known_again_wherever_it_lies(tmp_path):

@@ -262,6 +262,7 @@ def test_sentencepiece_begins_documents_with_its_beginning(sentencepiece_model, 
     (tmp_path / "tokenizer.model").write_bytes(sentencepiece_model)
     assert open_tokenizer(str(tmp_path)).separator == 1
     assert open_tokenizer(str(tmp_path / "tokenizer.model"), "</s>").separator == 2
+    assert open_tokenizer(str(tmp_path)).name == "tokenizer.model"  # an index holds no path
 
 
 REFUSED = {
@@ -284,6 +285,29 @@ def test_what_is_no_tokenizer_is_refused(name, tmp_path, monkeypatch):
     spec, said = REFUSED[name]
     with pytest.raises(DataError, match=said):
         open_tokenizer(spec or str(tmp_path))
+
+
+def test_a_broken_tokenizer_in_a_folder_is_named_by_its_path(tmp_path):
+    for package, name in (("tokenizers", "tokenizer.json"), ("sentencepiece", "tokenizer.model"),
+                          ("tiktoken", "tokenizer.tiktoken.json")):  # fmt: skip
+        pytest.importorskip(package)
+        path = tmp_path / package / name
+        path.parent.mkdir()
+        path.write_text("{}")
+        with pytest.raises(DataError, match=f"`{path}` is no "):
+            open_tokenizer(str(path.parent))
+
+
+def test_a_name_that_is_nearly_one_gets_it(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "tokens.json").write_text("{}")
+    for wrong, meant in (("byte", "bytes"), ("token.json", "tokens.json"), ("tiktoken", "tiktoken:gpt2")):
+        with pytest.raises(DataError, match=f"there is no tokenizer `{wrong}`") as caught:
+            open_tokenizer(wrong)
+        assert caught.value.hint.startswith(f"did you mean `{meant}`?")
+    with pytest.raises(DataError) as caught:
+        open_tokenizer("nowhere")
+    assert caught.value.hint.startswith("a tokenizer is `bytes`")
 
 
 def test_a_tokenizer_without_an_end_of_text_asks_for_one(tmp_path):

@@ -7,6 +7,7 @@ import socket
 import pytest
 
 from halfstep.training.data import DataError, load_corpus
+from halfstep.training.lock import RunLock
 from halfstep.training.shardindex import sealed
 from halfstep.training.sources import find_sources
 from halfstep.training.walking import walk
@@ -159,6 +160,22 @@ def test_folders_that_only_look_like_runs_are_text(tmp_path):
         tmp_path, {"one/run.toml": "a = 1", "two/events.jsonl": "{}", "three/checkpoints/x": "y", "four/lock": "z"}
     )
     assert len(read(tmp_path)) == load_corpus(str(tmp_path), 0.3, 256).num_documents == 4
+
+
+@pytest.mark.parametrize("partial", [False, True])
+def test_a_folder_that_holds_a_lock_alone_is_no_text(tmp_path, partial):
+    tree(tmp_path, {f"{n}.txt": prose(n) for n in range(5)})
+    before = load_corpus(str(tmp_path), 0.3, 256)
+    folder = tree(tmp_path / "packed", {"packing.json.partial": "{"} if partial else {})
+    folder.mkdir(exist_ok=True)
+    RunLock(folder).release()
+    error = refused(folder)
+    assert "did not come to its end" in error.message
+    assert "give the same `halfstep data pack` again" in error.hint
+    with pytest.raises(DataError, match="did not come to its end"):
+        find_sources([str(folder)])
+    assert load_corpus(str(tmp_path), 0.3, 256).digest == before.digest
+    assert find_sources([str(tmp_path)])[0].skipped == {"packed folder": 1}
 
 
 @pytest.mark.parametrize("name", ["index.json", "packing.json"])
