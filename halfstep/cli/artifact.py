@@ -84,11 +84,13 @@ def artifact(
 
 
 def _home(run: Path) -> Path:
-    """The run folder, or the one a checkpoint lies in; a checkpoint that was copied elsewhere is its own."""
+    """The run folder, also of a checkpoint in it; of one that lies elsewhere, the folder beside it."""
     from halfstep.training import folder
 
     here = Path(os.path.abspath(run))  # of `.` too; a folder of checkpoints that is a link stays in its run
-    return here.parent.parent if is_checkpoint(run) and here.parent.name == folder.CHECKPOINTS else run
+    if not is_checkpoint(run):
+        return run
+    return here.parent.parent if here.parent.name == folder.CHECKPOINTS else here.parent
 
 
 def _shown(value: object) -> str:

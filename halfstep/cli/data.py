@@ -206,7 +206,7 @@ def _times(out: Path) -> dict[str, int]:
     """When each file of packed data was written; the lock is by every command."""
     from halfstep.training.lock import LOCK
 
-    return {path.name: path.stat().st_mtime_ns for path in out.glob("*") if path.name != LOCK}
+    return {path.name: path.lstat().st_mtime_ns for path in out.glob("*") if path.name != LOCK}
 
 
 def _tell(out: Path, index: "Index") -> None:

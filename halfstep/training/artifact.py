@@ -145,7 +145,7 @@ def check_place(path: Path, run: Path) -> None:
         raise ArtifactError(f"`{path}` is a place of the run itself", hint=hint)
     if path.is_dir():
         raise ArtifactError(f"`{path}` is a folder", hint=hint)
-    if path.exists() and not is_artifact(path):
+    if path.exists() and path.stat().st_size and not is_artifact(path):
         raise ArtifactError(f"`{path}` is there already, and is no artifact", hint=f"{hint}, or move it away")
     if path.parent != run and not path.parent.is_dir():
         raise ArtifactError(

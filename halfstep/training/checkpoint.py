@@ -134,8 +134,22 @@ def latest(folder: Path, *, allow_older: bool = False) -> Path | None:
     while allow_older and len(found) > 1 and not is_complete(found[-1]):
         found.pop()
     if found:
-        _check_complete(found[-1])
+        check_complete(found[-1])
     return found[-1] if found else None
+
+
+def newest_manifest(folder: Path, *, allow_older: bool) -> tuple[Path, dict[str, Any]]:
+    """The newest checkpoint of a folder that has some, and its manifest; with `allow_older`, one that reads."""
+    first: DamagedCheckpointError | None = None
+    for path in reversed(step_folders(folder)):
+        try:
+            return path, read_manifest(path)
+        except DamagedCheckpointError as error:
+            first = first or error
+            if not allow_older:
+                break
+    assert first is not None
+    raise first
 
 
 def load_latest(
@@ -377,20 +391,23 @@ def step_of(path: Path) -> int:
 def is_complete(path: Path) -> bool:
     """Whether a checkpoint has a manifest that verifies, and files of the sizes it says."""
     try:
-        _check_complete(path)
+        check_complete(path)
     except (DamagedCheckpointError, OSError):
         return False
     return True
 
 
-def _check_complete(path: Path) -> None:
-    for name, told in read_manifest(path)["files"].items():
+def check_complete(path: Path) -> dict[str, Any]:
+    """The manifest of a checkpoint whose files have the sizes that it says."""
+    manifest = read_manifest(path)
+    for name, told in manifest["files"].items():
         try:
             size = (path / name).stat().st_size
         except FileNotFoundError:
             raise _damaged(path, f"`{name}` is missing") from None
         if size != told["bytes"]:
             raise _damaged(path / name, f"it has {size} bytes, expected {told['bytes']}")
+    return manifest
 
 
 def _refuse_pickles(path: Path) -> None:

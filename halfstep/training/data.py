@@ -90,11 +90,11 @@ def _load_shards(paths: list[Path], validation: float, vocabulary: int, source: 
     for path in paths:
         if path.exists() and not path.is_file():  # a pipe would be waited for
             raise DataError(f"`{path}` is named as a token shard and is no file", hint="remove or rename it")
-    if all(is_marked(folder) for folder in {path.parent for path in paths}):
+    if packed := [path.parent for path in paths if is_marked(path.parent)]:
         raise DataError(
             f"`{source}` reads packed shards past the index of their folder: without its checksums and its "
             "tokenizer",
-            hint=f"name the folder itself, as `--set data.source={paths[0].parent}`",
+            hint=f"name the folder itself, as `--set data.source={packed[0]}`",
         )
     return shards_corpus(paths, validation, vocabulary, source)
 

@@ -27,7 +27,7 @@ from halfstep.config.load import load, to_toml
 from halfstep.config.run import RunConfig
 from halfstep.config.schema import build
 from halfstep.core.errors import ConfigError
-from halfstep.training.checkpoint import read_manifest, step_folders
+from halfstep.training.checkpoint import newest_manifest, step_folders
 from halfstep.training.durable import make_folder, write_whole
 from halfstep.training.events import EventsError, newest_first
 from halfstep.training.lock import RunLock
@@ -68,7 +68,7 @@ def lock(folder: Path, *, new: bool) -> RunLock:
         raise ConfigError(f"`{folder}` cannot be written: {error.strerror}", hint=hint) from None
 
 
-def check_free(folder: Path, *, new: bool) -> list[str]:
+def check_free(folder: Path, *, new: bool, allow_older: bool = False) -> list[str]:
     """Refuses what `lock` and `create` would, before anything is measured on a device that others may use.
 
     A run.toml that is gone is written again, as the newest checkpoint knows it; returns what there is to tell.
@@ -79,7 +79,7 @@ def check_free(folder: Path, *, new: bool) -> list[str]:
         return []
     held = lock(folder, new=False)
     try:
-        return _restore(folder) if _can_restore(folder) else []
+        return _restore(folder, allow_older) if _can_restore(folder) else []
     finally:
         held.release()
 
@@ -89,28 +89,39 @@ def _can_restore(folder: Path) -> bool:
     return not (folder / CONFIG).exists() and bool(step_folders(folder / CHECKPOINTS))
 
 
-def _restore(folder: Path) -> list[str]:
-    newest = step_folders(folder / CHECKPOINTS)[-1]
-    manifest = read_manifest(newest)
+def _restore(folder: Path, allow_older: bool) -> list[str]:
+    newest, manifest = newest_manifest(folder / CHECKPOINTS, allow_older=allow_older)
     config = build(RunConfig, {**manifest["config"], "policy": manifest["policy"]})
     _write(folder, config, hint="change its permissions, or free space")
     return [f"`{folder}` had no {CONFIG}: it was written again as `{newest}` knows it"]
 
 
-def check_not_lost(folder: Path) -> None:
+def check_not_lost(folder: Path, *, allow_older: bool) -> None:
     """Refuses to begin a run again whose checkpoints were there once: their disk may not be mounted."""
     where = folder / CHECKPOINTS
-    steps = (e["step"] for e in newest_first(folder / EVENTS) if e["event"] == "checkpoint")
-    step = next(steps, None) if (folder / EVENTS).exists() else None
     if where.is_symlink() and not where.exists():
-        what = f"`{where}` is a link to `{os.readlink(where)}`, which is not there"
-    elif step is not None:
-        what = f"`{where}` holds no checkpoint, and the record of the run says that step {step} was saved there"
-    else:
-        return
-    raise ConfigError(
-        what, hint="mount the disk, or put them back; with --resume --allow-older the run begins again at step 0"
-    )
+        raise ConfigError(
+            f"`{where}` is a link to `{os.readlink(where)}`, which is not there",
+            hint="mount the disk; or remove the link, if what it held is gone",
+        )
+    step = None if allow_older else _last_saved(folder)
+    if step is not None:
+        raise ConfigError(
+            f"`{where}` holds no checkpoint, and the record of the run says that step {step} was saved there",
+            hint="mount the disk, or put them back; with --resume --allow-older the run begins again at step 0",
+        )
+
+
+def _last_saved(folder: Path) -> int | None:
+    """The step of the last checkpoint on record since the run began, or was begun again."""
+    if not (folder / EVENTS).exists():
+        return None
+    for event in newest_first(folder / EVENTS):
+        if event["event"] == "checkpoint":
+            return int(event["step"])
+        if event["event"] == "start" and event["resumed_from"] is None:
+            return None
+    return None
 
 
 def check_apart(folder: Path, source: str) -> None:

@@ -20,7 +20,7 @@ from halfstep.training.arrays import Array, CheckpointError, DamagedCheckpointEr
 from halfstep.training.events import Events
 from halfstep.training.faults import Guard
 from halfstep.training.progress import Progress
-from halfstep.training.retention import complete, good_step
+from halfstep.training.retention import due_step, good_step, survey
 from halfstep.training.saving import Saved, Saver
 from halfstep.training.session import Session
 from halfstep.training.signals import StopRequest
@@ -134,7 +134,7 @@ class Keeper:
         """Whether there is a checkpoint from before a spike; where not, the losses from now on are the measure."""
         if not self.settle():
             return False
-        if self.newest_good() is not None:
+        if due_step(survey(self.saver.folder), self.guard.good) is not None:
             return True
         self.guard.spikes.reset()
         self.warn(f"the loss spiked up to step {at}, and there is no checkpoint from before to go back to")
@@ -158,23 +158,23 @@ class Keeper:
         return to
 
     def _load_good(self) -> tuple[dict[str, Array], dict[str, Any]]:
-        """The newest good checkpoint; damaged ones are set aside on the way to it."""
+        """The newest good checkpoint that was due; damaged ones are set aside on the way to it."""
         first: DamagedCheckpointError | None = None
-        while (good := self.newest_good()) is not None:
+        while (step := due_step(found := survey(self.saver.folder), self.guard.good)) is not None:
             try:
-                return checkpoint.load(good)
+                return checkpoint.load(found[step].path)
             except DamagedCheckpointError as error:
                 first = first or error
-                checkpoint.set_aside(good)
+                checkpoint.set_aside(found[step].path)
                 self.warn(f"{error.message}; it was set aside")
         assert first is not None  # can_roll_back said that there is one
         raise first
 
     def newest_good(self) -> Path | None:
-        """The newest checkpoint whose weights are known to be good, of those that were due."""
-        found = complete(self.saver.folder)
+        """The newest checkpoint whose weights are known to be good, of those that were due where there is one."""
+        found = survey(self.saver.folder)
         step = good_step(found, self.guard.good)
-        return None if step is None else found[step]
+        return None if step is None else found[step].path
 
     def note_look(self, step: int, held_out: float) -> None:
         """Writes into a checkpoint what a look at it found, where a signal had broken that off."""

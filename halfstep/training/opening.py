@@ -80,8 +80,7 @@ def _go_on(subject: Subject, out: Path, allow_older: bool, warnings: list[str]) 
     folder.check_same_run(out, config)
     found = checkpoint.load_latest(out / folder.CHECKPOINTS, allow_older=allow_older)
     if found is None:
-        if not allow_older:
-            folder.check_not_lost(out)
+        folder.check_not_lost(out, allow_older=allow_older)
         warnings.append(f"`{out}` holds no checkpoint yet: the run begins again with its first step")
         folder.rewrite(out, subject.resolved())
         return 0, False

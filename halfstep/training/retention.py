@@ -1,14 +1,14 @@
 """Which checkpoints stay: the last few, every so many steps, and the best.
 
-    stays(step)  <=>  among the `last` newest, or step % every == 0, or the best, or protected
+    stays(step)  <=>  the newest, among the `last` that were due, step % every == 0, the best, or protected
 
 The best is the one with the lowest held-out loss among those that were saved at a step at which a look was taken;
 its loss is in its manifest, so it is found again whoever asks. Protected is the newest one that is known to be
 good (faults.py): what comes after may be worth nothing, and must not push it out. With `last` = 1 it is the one
 before the newest, unless a look has shown that the newest one's weights are good.
 
-**The good one is of the schedule.** Whoever stops a run leaves a checkpoint where none was due. A rollback goes
-past it, to one that the run would have had anyway: so a run that was stopped decides as one that was not.
+**Stops change nothing.** Whoever stops a run leaves a checkpoint where none was due. It is no rollback's goal, and
+not one of the `last`: it stays until there is a newer one. So a run that was stopped has what another has.
 
 The newest complete checkpoint always stays, since `last` is 1 or more. What is not complete, or was not written by
 this halfstep alone (another format, a pickle put beside the state), is left for its owner to look at, and counts
@@ -16,14 +16,14 @@ for nothing.
 """
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import final
 
 from halfstep.config.run import TrainingConfig
 from halfstep.training.arrays import CheckpointError
-from halfstep.training.checkpoint import discard, is_complete, read_manifest, step_folders, step_of
+from halfstep.training.checkpoint import check_complete, discard, step_folders, step_of
 
 
 @final
@@ -52,12 +52,43 @@ def unseen(training: TrainingConfig) -> list[str]:
     ]
 
 
+@final
+@dataclass(frozen=True)
+class Seen:
+    """A complete checkpoint, and what its manifest says that decides whether it stays."""
+
+    path: Path
+    due: bool  # the schedule of its own time asked for it, and not somebody who stopped the run
+    held_out: float | None
+
+
+def survey(folder: Path) -> dict[int, Seen]:
+    """The checkpoints by their steps; one that would be refused is none."""
+    found = {}
+    for path in step_folders(folder):
+        try:
+            manifest = check_complete(path)
+        except (CheckpointError, OSError):
+            continue
+        step, loss = manifest["step"], manifest.get("held_out")
+        training = manifest.get("config", {}).get("training", {})
+        due = step % training.get("save_every", 1) == 0 or step == training.get("steps")
+        known = loss if isinstance(loss, float) and math.isfinite(loss) else None
+        found[step_of(path)] = Seen(path, due, known)
+    return found
+
+
 def kept(
-    steps: Iterable[int], retention: Retention, best: int | None = None, protected: int | None = None
+    steps: Iterable[int],
+    retention: Retention,
+    best: int | None = None,
+    protected: int | None = None,
+    undue: Collection[int] = (),
 ) -> set[int]:
     """The steps whose checkpoints stay. `protected` is a step: the newest checkpoint up to it stays."""
     ordered = sorted(steps)
-    stay = set(ordered[-retention.last :])
+    due = [step for step in ordered if step not in undue]
+    stay = set(due[-retention.last :]) | set(ordered[-1:])
     if retention.every:
         stay |= {step for step in ordered if step % retention.every == 0}
     if retention.best and best is not None:
@@ -68,49 +99,35 @@ def kept(
 
 def prune(folder: Path, retention: Retention, good: int | None = None) -> list[Path]:
     """Removes the complete checkpoints that do not stay; returns what was removed."""
-    found = complete(folder)
+    found = survey(folder)
     best = best_step(found) if retention.best else None
-    stay = kept(found, retention, best, None if good is None else good_step(found, good))
-    old = [path for step, path in found.items() if step not in stay]
+    protected = None if good is None else good_step(found, good)
+    stay = kept(found, retention, best, protected, [step for step, seen in found.items() if not seen.due])
+    old = [seen.path for step, seen in found.items() if step not in stay]
     for path in old:
         discard(path)
     return old
 
 
-def complete(folder: Path) -> dict[int, Path]:
-    """The checkpoints by their steps; one that would be refused is none."""
-    return {step_of(path): path for path in step_folders(folder) if _is_ours(path)}
+def due_step(found: Mapping[int, Seen], good: int) -> int | None:
+    """The newest checkpoint up to a step of those that were due: what a rollback goes to."""
+    return max((step for step, seen in found.items() if step <= good and seen.due), default=None)
 
 
-def _is_ours(path: Path) -> bool:
-    try:
-        return is_complete(path)
-    except CheckpointError:
-        return False
+def good_step(found: Mapping[int, Seen], good: int) -> int | None:
+    """The same, or where none was due, the newest that there is."""
+    due = due_step(found, good)
+    return max((step for step in found if step <= good), default=None) if due is None else due
 
 
-def good_step(found: Mapping[int, Path], good: int) -> int | None:
-    """The newest checkpoint up to a step, of those that were due where there is one."""
-    before = {step: path for step, path in found.items() if step <= good}
-    return max([step for step, path in before.items() if _was_due(path)] or before, default=None)
-
-
-def _was_due(path: Path) -> bool:
-    """Whether the schedule of its own time asked for a checkpoint, and not somebody who stopped the run."""
-    manifest = read_manifest(path)
-    every = manifest.get("config", {}).get("training", {}).get("save_every", 1)
-    return bool(manifest["step"] % every == 0)
-
-
-def best_step(found: Mapping[int, Path]) -> int | None:
+def best_step(found: Mapping[int, Seen]) -> int | None:
     """The step of the checkpoint with the lowest held-out loss, the earlier of two equal ones."""
-    losses = {step: read_manifest(path).get("held_out") for step, path in found.items()}
-    known = [(loss, step) for step, loss in losses.items() if isinstance(loss, float) and math.isfinite(loss)]
+    known = [(seen.held_out, step) for step, seen in found.items() if seen.held_out is not None]
     return min(known)[1] if known else None
 
 
 def best(folder: Path) -> Path | None:
     """The complete checkpoint with the lowest held-out loss, or None where none was looked at."""
-    found = complete(folder)
+    found = survey(folder)
     step = best_step(found)
-    return None if step is None else found[step]
+    return None if step is None else found[step].path

@@ -114,11 +114,12 @@ def read_texts(paths: Iterable[Path], root: Path | None) -> tuple[list[Document]
 
 
 def _several(found: Walked, root: Path | None, told: str, source: str) -> tuple[list[Document], str]:
-    kinds = {kind_of(path) for path in found.files}
+    kinds = Counter(kind_of(path) for path in found.files)
     if kinds and "text" not in kinds:
         raise _records(f"`{source}` holds {' and '.join(NAMES[kind] for kind in sorted(kinds))}", source)
-    documents, unread = read_texts(found.files, root)
-    skipped = Counter(unread) + Counter(found.skipped)
+    documents, unread = read_texts([path for path in found.files if kind_of(path) == "text"], root)
+    records = Counter({NAMES[kind]: number for kind, number in kinds.items() if kind != "text"})
+    skipped = Counter(unread) + Counter(found.skipped) + records
     if not documents:
         raise DataError(
             f"there is no text in {_described(told, documents, skipped)}",

@@ -192,7 +192,9 @@ def test_a_copy_of_a_checkpoint_is_one_whatever_its_name(trained, tmp_path, caps
     assert asked(capsys, "eval", best) == (0, before)
     monkeypatch.chdir(best)
     assert asked(capsys, "eval", ".") == (0, before)
-    assert asked(capsys, "artifact", best)[1]["path"] == str(best / "model.int8z")  # not above it: it is no run
+    assert asked(capsys, "artifact", best)[1]["path"] == str(tmp_path / "model.int8z")  # beside it
+    (tmp_path / "made").touch()  # as by mktemp
+    assert asked(capsys, "artifact", best, "--out", tmp_path / "made")[0] == 0
     assert asked(capsys, "eval", best) == (0, before)
 
 

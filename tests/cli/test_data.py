@@ -47,6 +47,7 @@ def train(source, out, *settings):
 
 def test_from_text_to_a_run_to_text(packed, text, tmp_path, capfd):
     assert "nothing was left to do" not in capfd.readouterr().err
+    Path(packed, "link").symlink_to(tmp_path / "nowhere")
     assert run(pack_command(text, tmp_path)) == 0  # done already: it tells the same again
     told = capfd.readouterr()
     assert f"nothing was left to do: `{packed}` is finished" in told.err

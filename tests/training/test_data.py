@@ -300,9 +300,12 @@ def test_records_are_to_be_packed_and_not_read_as_text(name, tmp_path):
         )
 
 
-def test_a_folder_of_text_may_hold_records_too(tmp_path):
-    tree(tmp_path, {"a.txt": prose(1), "b.jsonl": '{"text": "x"}\n'})
-    assert load_corpus(str(tmp_path), 0.1, 256).num_documents == 2
+def test_records_among_text_are_left_out_and_told(tmp_path):
+    tree(tmp_path, {f"{n}.txt": prose(n) for n in range(3)} | {"b.jsonl": '{"text": "x"}\n', "c.ndjson": "{}\n"})
+    corpus = load_corpus(str(tmp_path), 0.1, 256)
+    assert corpus.num_documents == 3
+    assert "2 JSONL skipped" in corpus.description
+    assert b"{" not in bytes(np.asarray(corpus.train[:]).astype(np.uint8))
 
 
 @pytest.mark.parametrize(

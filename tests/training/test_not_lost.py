@@ -155,6 +155,32 @@ def test_a_run_that_was_stopped_rolls_back_to_where_the_other_does(text, tmp_pat
     assert manifest["data"] == plain["data"]
 
 
+def test_a_stop_before_the_first_checkpoint_is_nothing_to_roll_back_to(text, tmp_path):
+    spiking, whole, out = range(12, 15), tmp_path / "whole", tmp_path / "run"
+    settings = (ROLLBACK, "training.save_every=16", "training.steps=24")
+    assert poison(start(text, whole, *settings), spiking, 10.0).run().finished
+    assert not at_step(poison(start(text, out, *settings), spiking, 10.0), 9, stop).run().finished
+    assert poison(start(text, out, *settings, resume=True), spiking, 10.0).run().finished
+    assert told(whole, "rollback") == told(out, "rollback") == []
+    assert final_state(out)[0] == final_state(whole)[0]
+
+
+def test_a_stop_in_bad_steps_pushes_out_no_checkpoint_that_was_due(text, tmp_path):
+    """Step 9 is skipped, so at the stop after it the checkpoint of 8 is not known to be good yet."""
+    whole, out = tmp_path / "whole", tmp_path / "run"
+    settings = (ROLLBACK, "training.keep_last=1", "training.steps=24")
+
+    def bad(loop):
+        return poison(poison(loop, [8], math.nan), range(10, 13), 10.0)
+
+    assert bad(start(text, whole, *settings)).run().finished
+    assert not at_step(bad(start(text, out, *settings)), 9, stop).run().finished
+    assert left(out) == [4, 8, 9]
+    assert bad(start(text, out, *settings, resume=True)).run().finished
+    assert [e["to"] for e in told(out, "rollback")] == [e["to"] for e in told(whole, "rollback")] == [8]
+    assert final_state(out)[0] == final_state(whole)[0]
+
+
 def flip(path):
     content = bytearray((path / "state.safetensors").read_bytes())
     content[-1] ^= 1
@@ -314,10 +340,33 @@ def test_checkpoints_that_were_there_once_are_missed(text, tmp_path, way):
     said = "is a link to .*not mounted" if way == "dangling" else "says that step 20 was saved there"
     with pytest.raises(ConfigError, match=said) as caught:
         start(text, out, resume=True)
-    assert "--allow-older" in caught.value.hint
     if way == "dangling":
-        (tmp_path / "not mounted").mkdir()
-    assert start(text, out, resume=True, allow_older=True).start == 0
+        with pytest.raises(ConfigError, match=said):
+            start(text, out, resume=True, allow_older=True)  # nothing could be saved there
+        where.unlink()
+    else:
+        assert "--allow-older" in caught.value.hint
+    again = start(text, out, resume=True, allow_older=True)
+    assert again.start == 0
+    at_step(again, 3, lambda: 1 / 0)  # it dies before its first checkpoint
+    with pytest.raises(ZeroDivisionError):
+        again.run()
+    assert start(text, out, resume=True).run().finished
+
+
+def test_a_run_toml_that_is_gone_is_restored_from_an_older_one_where_that_is_allowed(text, tmp_path):
+    out = tmp_path / "run"
+    start(text, out).run()
+    before = (out / folder.CONFIG).read_bytes()
+    (out / folder.CONFIG).unlink()
+    manifest = out / "checkpoints" / "step-000020" / "manifest.json"
+    manifest.write_bytes(manifest.read_bytes()[:100])
+    with pytest.raises(DamagedCheckpointError, match="step-000020"):
+        folder.check_free(out, new=False)
+    (told,) = folder.check_free(out, new=False, allow_older=True)
+    assert "step-000016` knows it" in told
+    assert (out / folder.CONFIG).read_bytes() == before
+    assert folder.check_free(out, new=False) == []
 
 
 def test_a_link_that_leads_nowhere_is_no_place_to_begin(text, tmp_path):

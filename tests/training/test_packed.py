@@ -262,6 +262,10 @@ def test_shards_are_not_read_past_their_index(folder, tmp_path, state):
         error = refused(source)
         assert "past the index" in error.message
         assert f"`--set data.source={folder}`" in error.hint
+    others = tmp_path / "others"
+    others.mkdir()
+    (others / "a.bin").write_bytes((folder / "train_000000.bin").read_bytes())
+    assert "past the index" in refused(f"{tmp_path}/*/*.bin").message  # one folder of ours is enough
     (folder / state).unlink()  # shards of others
     assert load_corpus(f"{folder}/*.bin", 0.1, 256).bytes_per_token is None
     (folder / "index.json").write_text("{}")  # an index of others

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from halfstep.training.checkpoint import Array, save
-from halfstep.training.retention import Retention, best, complete, good_step, kept, prune
+from halfstep.training.retention import Retention, best, due_step, good_step, kept, prune, survey
 
 
 def make(folder, **losses):
@@ -56,11 +56,21 @@ def test_one_that_was_due_is_kept_before_one_that_a_stop_left(tmp_path):
     assert names(tmp_path) == [20, 30]
     made(33, 34)
     prune(tmp_path, Retention(last=1), good=29)
-    assert names(tmp_path) == [20, 34]
-    (tmp_path / "step-000020").rename(tmp_path / "step-000020.damaged")
-    made(35)
-    assert good_step(complete(tmp_path), 34) == 34  # none was due: better that than none
-    assert good_step(complete(tmp_path), 33) is None
+    assert names(tmp_path) == [20, 30, 34]  # the newest, and one that was due
+    found = survey(tmp_path)
+    assert [step for step, seen in found.items() if seen.due] == [20, 30]
+    assert (due_step(found, 40), good_step(found, 40)) == (30, 30)
+    assert (due_step(found, 29), due_step(found, 19), good_step(found, 19)) == (20, None, None)
+    stopped = {34: found[34]}
+    assert (due_step(stopped, 34), good_step(stopped, 34)) == (None, 34)  # for pruning better that than none
+
+
+def test_the_last_step_is_due_whatever_the_schedule(tmp_path):
+    config = {"training": {"save_every": 10, "steps": 25}}
+    for step in (20, 25):
+        save(tmp_path, step, {"w": Array("U8", (1,), bytes([step]))}, {"held_out": None, "config": config})
+    prune(tmp_path, Retention(last=1), good=25)
+    assert names(tmp_path) == [25]
 
 
 def test_what_is_not_whole_is_left_and_does_not_count(tmp_path):

@@ -159,7 +159,8 @@ def test_folders_that_only_look_like_runs_are_text(tmp_path):
     tree(
         tmp_path, {"one/run.toml": "a = 1", "two/events.jsonl": "{}", "three/checkpoints/x": "y", "four/lock": "z"}
     )
-    assert len(read(tmp_path)) == load_corpus(str(tmp_path), 0.3, 256).num_documents == 4
+    assert len(read(tmp_path)) == 4
+    assert load_corpus(str(tmp_path), 0.3, 256).num_documents == 3  # JSONL is no text, whatever it is called
 
 
 @pytest.mark.parametrize("partial", [False, True])
