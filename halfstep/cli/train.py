@@ -90,7 +90,8 @@ def train(
             # It was never begun, or a kill came first: one command will do for the start and for every restart.
             print_words(f"`{out}` holds no run yet: {recipe} begins")
             resume = False
-        restored = folder.check_free(where, new=not resume, allow_older=allow_older)
+        for message in folder.check_free(where, new=not resume, allow_older=allow_older):
+            print_words(f"warning: {message}")
         # A run that goes on knows its own settings, where the recipe was named to find it or not at all.
         own = resume and (recipe is None or (out is None and not recipe.endswith(".toml")))
         config = load(str(where / folder.CONFIG) if own else recipe or DEFAULT_RECIPE, named)
@@ -112,7 +113,7 @@ def train(
             choice=choice,
             resume=resume,
             device=device,
-            warnings=[*restored, *warnings],
+            warnings=warnings,
             allow_older=allow_older,
             deadline=deadline,
             corpus=corpus,

@@ -259,6 +259,7 @@ def test_one_command_begins_a_run_and_goes_on_with_it(small, tmp_path, capsys):
         (out / "run.toml").unlink()
         assert run(again) == 0  # its checkpoints know it: it is not begun again beside them
         assert (out / "run.toml").read_bytes() == before
+        assert "had no run.toml: it was written again" in " ".join(capsys.readouterr().err.split())
     (out / "run.toml").unlink()
     manifest = out / "checkpoints" / "step-000003" / "manifest.json"
     manifest.write_bytes(manifest.read_bytes()[:100])
