@@ -29,7 +29,7 @@ from typing import Any, TypeAlias, final
 
 from halfstep import __version__
 from halfstep.training.corpus import DataError
-from halfstep.training.durable import PARTIAL, write_whole
+from halfstep.training.durable import PARTIAL, make_folder, write_whole
 from halfstep.training.encoding import SIDES, Encoded, Encoder, encoded_blocks, token_type
 from halfstep.training.lock import LOCK, RunLock
 from halfstep.training.mending import lost_shards, mend_shards, mend_tables
@@ -343,7 +343,7 @@ def _make(out: Path) -> list[Path]:
     """Makes the folder; the paths that are there by this packing alone, innermost first, its lock among them."""
     try:
         made = [path for path in (out / LOCK, out, *out.parents) if not path.exists()]
-        out.mkdir(parents=True, exist_ok=True)
+        make_folder(out)
         return made
     except OSError as error:
         raise DataError(
