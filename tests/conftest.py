@@ -1,10 +1,13 @@
 """Settings of the whole suite."""
 
 import contextlib
+import math
 import os
 from importlib.metadata import PackageNotFoundError, version
 
 import pytest
+
+from halfstep.training import keeping
 
 # XLA's time to compile is what most tests of JAX take. What is computed stays the same: what is left out is below
 # XLA's own passes, in how loops are written and in LLVM. Compiling takes a third to a sixth of the time.
@@ -21,6 +24,9 @@ with contextlib.suppress(ModuleNotFoundError):
     # A slow or busy machine is no failure; what must be fast is timed by its own test.
     settings.register_profile("halfstep", deadline=None)
     settings.load_profile("halfstep")
+
+# Nor is a slow disk: the warning of one would stand among those that tests count. Its own test sets this itself.
+keeping.LONG = math.inf
 
 
 @pytest.fixture

@@ -350,6 +350,13 @@ def test_checkpoints_alone_are_enough_to_go_on_from(text, tmp_path, steps):
     assert told(out, "end")
 
 
+def give_up(loop, good):
+    """Gives up the steps since the checkpoint of a good one, as the judge does: once it is written."""
+    loop.guard.good = good
+    assert loop.keeper.can_roll_back(loop.tally.step)
+    raise RollBackError
+
+
 def test_a_read_that_failed_once_is_forgotten_by_a_rollback(text, tmp_path, monkeypatch):
     loop = start(text, tmp_path / "run")
     monkeypatch.setattr(type(loop.session), "asynchronous", True)
@@ -365,8 +372,7 @@ def test_a_read_that_failed_once_is_forgotten_by_a_rollback(text, tmp_path, monk
         record(result)
         if loop.tally.step == 7 and len(failed) == 1:
             failed.append("rolled back")
-            loop.guard.good = 4
-            raise RollBackError
+            give_up(loop, good=4)
 
     loop.batches.at, loop._record = broken, recorded_late
     assert loop.run().finished
@@ -384,8 +390,7 @@ def test_steps_that_a_rollback_gave_up_count_for_the_speed(text, tmp_path):
         record(result)
         if loop.tally.step == 10 and not gone:
             gone.append(1)
-            loop.guard.good = 4
-            raise RollBackError
+            give_up(loop, good=4)
 
     loop._record = back_once
     outcome = loop.run()

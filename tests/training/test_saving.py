@@ -10,7 +10,7 @@ import pytest
 
 from halfstep.config.load import load
 from halfstep.core.policy import Policy
-from halfstep.training import checkpoint
+from halfstep.training import checkpoint, keeping
 from halfstep.training.events import Events, read_events
 from halfstep.training.faults import Guard
 from halfstep.training.keeping import Keeper
@@ -45,8 +45,7 @@ def full(*_, **__):
 def test_a_save_does_not_hold_the_caller_and_is_told_when_it_is_complete(tmp_path, slow):
     saver = Saver(tmp_path, Retention())
     waited = saver.save(1, taken(1), {})
-    assert waited < 0.5
-    assert saver.is_busy
+    assert saver.is_busy  # the disk was not let go yet
     assert saver.poll() == []
     assert not saver.wait(0.01)
     assert saver.saved_step is None
@@ -176,6 +175,33 @@ def test_a_checkpoint_is_an_event_with_what_it_cost(keeper):
     assert (event["bytes"], event["held_out"]) == (3, 2.5)
     assert 0 <= event["waited"] <= event["seconds"]
     assert checkpoint.load(keeper.saver.folder / "step-000005")[1]["held_out"] == 2.5
+
+
+@pytest.mark.parametrize(("enough", "number"), [(0.0, 1), (60.0, 0)])
+def test_saves_that_training_waits_for_are_warned_of_once(keeper, monkeypatch, enough, number):
+    monkeypatch.setattr(keeping, "LONG", enough)
+    turns, real, settle = threading.Semaphore(0), checkpoint.save, keeper.settle
+
+    def save(*args):
+        assert turns.acquire(timeout=60)
+        return real(*args)
+
+    def wait():  # a disk that is done with one only when the next one waits for it
+        if keeper.saver.is_busy:
+            turns.release()
+        return settle()
+
+    monkeypatch.setattr(checkpoint, "save", save)
+    monkeypatch.setattr(keeper, "settle", wait)
+    keeper.save(1)
+    assert told(keeper) == []  # taking the snapshot is no waiting for a disk
+    for step in 2, 3, 4:
+        keeper.save(step)
+    keeper.settle()
+    warnings = [event["message"] for event in told(keeper) if event["event"] == "warning"]
+    assert len(warnings) == number
+    assert all("raise training.save_every" in message for message in warnings)
+    assert [event["step"] for event in told(keeper) if event["event"] == "checkpoint"] == [1, 2, 3, 4]
 
 
 def test_a_save_that_fails_is_loud_and_the_last_one_is_tried_until_it_succeeds(keeper, monkeypatch):
