@@ -62,7 +62,8 @@ class Tensor:
         raw = self.bits(WIDENED[self.dtype][0])
         if self.dtype == "BF16":
             return (raw.astype(np.uint32) << 16).view(np.float32)
-        return raw.astype(np.float32, copy=False)
+        with np.errstate(invalid="ignore"):  # of a signaling NaN, on ARM: a NaN like any other
+            return raw.astype(np.float32, copy=False)
 
     def bits(self, carrier: str) -> NDArray[Any]:
         """The bytes, as a dtype of numpy; it has no bf16."""

@@ -123,7 +123,8 @@ SPECIAL = floats(
 def test_every_code_means_what_the_oracle_says(name):
     format = Format.parse(name)
     codes = np.arange(2**format.bits).astype(np.uint8 if format.bits <= 8 else np.uint16)
-    expected = codes.view(ORACLES[name]).astype(np.float32)
+    with np.errstate(invalid="ignore"):  # signaling NaN, on ARM
+        expected = codes.view(ORACLES[name]).astype(np.float32)
     values = decode(codes, name)
     assert_same(values, expected, codes)
     assert np.array_equal(np.signbit(values), np.signbit(expected))
