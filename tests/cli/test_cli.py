@@ -267,6 +267,7 @@ def test_an_interrupt_while_modules_are_imported_is_no_traceback(tmp_path, modul
     """As by Ctrl-C in the first moment. The script that pip makes does what `-c` does here."""
     (tmp_path / "sitecustomize.py").write_text(
         "import os, signal, sys\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a shell's `&` has it ignored
         "class Finder:\n"
         "    def find_spec(self, name, path=None, target=None):\n"
         f"        if name == {module!r}:\n"
