@@ -124,10 +124,3 @@ def best_step(found: Mapping[int, Seen]) -> int | None:
     """The step of the checkpoint with the lowest held-out loss, the earlier of two equal ones."""
     known = [(seen.held_out, step) for step, seen in found.items() if seen.held_out is not None]
     return min(known)[1] if known else None
-
-
-def best(folder: Path) -> Path | None:
-    """The complete checkpoint with the lowest held-out loss, or None where none was looked at."""
-    found = survey(folder)
-    step = best_step(found)
-    return None if step is None else found[step].path

@@ -18,7 +18,7 @@ from halfstep.training.corpus import DataError
 from halfstep.training.events import read_events
 from halfstep.training.lock import LockedError
 from halfstep.training.loop import Loop
-from halfstep.training.retention import best
+from halfstep.training.retention import best_step, survey
 from halfstep.training.shards import Shard, ShardedTokens
 
 SMALL = [
@@ -424,7 +424,7 @@ def test_the_best_is_kept_and_recorded(text, tmp_path, monkeypatch):
     out = tmp_path / "run"
     start(text, out, "training.validate_every=4", "training.keep_best=true", "training.keep_last=1").run()
     assert sorted(path.name for path in (out / "checkpoints").iterdir()) == ["step-000008", "step-000020"]
-    assert best(out / "checkpoints").name == "step-000008"
+    assert best_step(survey(out / "checkpoints")) == 8
     assert [event["held_out"] for event in told(out, "checkpoint")] == [3.0, 1.0, 2.0, 2.5, 2.0]
 
 

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from halfstep.training.checkpoint import Array, save
-from halfstep.training.retention import Retention, best, due_step, good_step, kept, prune, survey
+from halfstep.training.retention import Retention, best_step, due_step, good_step, kept, prune, survey
 
 
 def make(folder, **losses):
@@ -28,15 +28,15 @@ def test_the_last_ones_and_every_so_many_stay(tmp_path):
 
 def test_the_best_stays_and_is_found_again(tmp_path):
     make(tmp_path, s1=2.0, s2=1.5, s3=None, s4=1.5, s5=3.0)
-    assert best(tmp_path).name == "step-000002"  # the earlier of two equal ones
+    assert best_step(survey(tmp_path)) == 2  # the earlier of two equal ones
     prune(tmp_path, Retention(last=1, best=True))
     assert names(tmp_path) == [2, 5]
     make(tmp_path, s6=1.0)
     prune(tmp_path, Retention(last=1, best=True))
     assert names(tmp_path) == [6]
-    assert best(tmp_path).name == "step-000006"
+    assert best_step(survey(tmp_path)) == 6
     prune(tmp_path, Retention(last=1))
-    assert best(tmp_path / "nowhere") is None
+    assert best_step(survey(tmp_path / "nowhere")) is None
 
 
 def test_what_is_protected_stays_however_many_bad_ones_follow(tmp_path):
@@ -89,7 +89,7 @@ def test_what_is_refused_on_load_stops_no_prune(tmp_path):
     manifest.write_text(manifest.read_text().replace('"format": 1', '"format": 2'))
     assert [path.name for path in prune(tmp_path, Retention(1))] == ["step-000003"]
     assert names(tmp_path) == [1, 2, 4]
-    assert best(tmp_path).name == "step-000004"
+    assert best_step(survey(tmp_path)) == 4
 
 
 @given(
