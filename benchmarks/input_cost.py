@@ -32,7 +32,7 @@ import torch
 from halfstep.config.load import load
 from halfstep.config.run import RunConfig
 from halfstep.core.policy import Policy
-from halfstep.training.data import Batches, Prefetch, load_corpus
+from halfstep.training.data.load import Batches, Prefetch, load_corpus
 from halfstep.training.encoding import token_type
 from halfstep.training.session import open_session
 from halfstep.training.shardindex import Index, write_index

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import numpy as np
 
-from halfstep.training.data import Batches, load_corpus
+from halfstep.training.data.load import Batches, load_corpus
 from halfstep.training.shardindex import GRANULE, Index, ShardRecord, SideRecord, page_digest, write_index
 from halfstep.training.shards import HEADER_BYTES, header
 from halfstep.training.tokenizing import BytesTokenizer

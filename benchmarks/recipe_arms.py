@@ -22,7 +22,7 @@ from halfstep.config.weights import initial_weights
 from halfstep.core.errors import HalfstepError
 from halfstep.core.policy import Policy
 from halfstep.training.artifact import masters, score
-from halfstep.training.data import Batches, Prefetch, load_corpus, validation_batches
+from halfstep.training.data.load import Batches, Prefetch, load_corpus, validation_batches
 from halfstep.training.evaluation import evaluate
 from halfstep.training.schedule import factor
 from halfstep.training.session import open_session

@@ -23,7 +23,7 @@ from pathlib import Path
 
 from halfstep.config.load import load
 from halfstep.core.policy import Policy
-from halfstep.training.data import Prefetch
+from halfstep.training.data.load import Prefetch
 from halfstep.training.events import Events
 from halfstep.training.loop import Loop
 from halfstep.training.progress import progress

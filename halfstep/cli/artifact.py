@@ -51,7 +51,7 @@ def artifact(
     from halfstep.core.errors import ConfigError
     from halfstep.training import memory
     from halfstep.training.artifact import NAME, check_place, masters, score
-    from halfstep.training.data import load_corpus
+    from halfstep.training.data.load import load_corpus
     from halfstep.training.evaluation import evaluate
 
     if limit is not None and limit < 0:

@@ -72,7 +72,7 @@ def train(
     from halfstep.config.load import DEFAULT_RECIPE, load
     from halfstep.tools.probe import measure_ceiling
     from halfstep.training import determinism, folder, loggers
-    from halfstep.training.data import load_corpus
+    from halfstep.training.data.load import load_corpus
     from halfstep.training.loop import Loop
 
     _check_init(init, resume)
@@ -163,7 +163,7 @@ def evaluate(
         Print the data as JSON.
     """
     from halfstep.training import memory
-    from halfstep.training.data import load_corpus
+    from halfstep.training.data.load import load_corpus
     from halfstep.training.evaluation import evaluate as measure
 
     config, session, manifest, _ = open_checkpoint(run, policy, device, weights, data)

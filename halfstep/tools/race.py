@@ -112,7 +112,7 @@ class Race:
         """The tokens of every update and the held-out text, as files that all workers read."""
         import numpy as np
 
-        from halfstep.training.data import Batches, load_corpus, validation_batches
+        from halfstep.training.data.load import Batches, load_corpus, validation_batches
 
         s = self.setting
         corpus = load_corpus(source, VALIDATION_SHARE, s.vocabulary)

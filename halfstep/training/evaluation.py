@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from halfstep.config.run import RunConfig
 from halfstep.training.batches import TokenBatch
-from halfstep.training.data import Corpus, bigram_bits, validation_batches
+from halfstep.training.data.load import Corpus, bigram_bits, validation_batches
 from halfstep.training.session import Session
 
 

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from typing import Any, final
 
 from halfstep.core.errors import ScalingError
-from halfstep.training.data import Batches
+from halfstep.training.data.load import Batches
 from halfstep.training.faults import Guard
 from halfstep.training.keeping import Keeper
 from halfstep.training.session import Session

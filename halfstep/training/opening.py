@@ -14,7 +14,7 @@ from halfstep.core.choice import Choice
 from halfstep.core.policy import Policy
 from halfstep.training import checkpoint, folder
 from halfstep.training.arrays import held
-from halfstep.training.data import Batches, Corpus
+from halfstep.training.data.load import Batches, Corpus
 from halfstep.training.faults import Guard
 from halfstep.training.lock import RunLock
 from halfstep.training.provenance import changes, check_manifest, describe_data, describe_run

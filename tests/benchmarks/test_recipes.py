@@ -14,7 +14,7 @@ from halfstep.config.load import load
 from halfstep.config.weights import initial_weights
 from halfstep.core.policy import Policy
 from halfstep.torch.model import Decoder
-from halfstep.training.data import load_corpus
+from halfstep.training.data.load import load_corpus
 from halfstep.training.session import open_session
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"

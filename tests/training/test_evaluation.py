@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from halfstep.training.corpus import Corpus
-from halfstep.training.data import load_corpus
+from halfstep.training.data.load import load_corpus
 from halfstep.training.evaluation import bigram_of, evaluate
 from halfstep.training.packing import Asked, pack
 from halfstep.training.sources import find_sources

@@ -17,7 +17,7 @@ from halfstep.config.load import load
 from halfstep.core.policy import Policy
 from halfstep.training import checkpoint, granules, packing, reading
 from halfstep.training.corpus import DataError
-from halfstep.training.data import Batches, load_corpus, validation_batches
+from halfstep.training.data.load import Batches, load_corpus, validation_batches
 from halfstep.training.loop import Loop
 from halfstep.training.packed import verify
 from halfstep.training.packing import Asked, pack

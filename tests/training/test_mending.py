@@ -11,7 +11,7 @@ import pytest
 
 from halfstep.training import packing, reading
 from halfstep.training.corpus import DataError, hash_share
-from halfstep.training.data import load_corpus
+from halfstep.training.data.load import load_corpus
 from halfstep.training.packing import Asked, pack
 from halfstep.training.sources import find_sources
 from halfstep.training.tokenizing import BytesTokenizer, open_tokenizer

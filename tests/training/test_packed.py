@@ -15,7 +15,7 @@ import pytest
 from halfstep.training import packed as packed_module
 from halfstep.training import shardindex
 from halfstep.training.corpus import DataError
-from halfstep.training.data import Batches, load_corpus
+from halfstep.training.data.load import Batches, load_corpus
 from halfstep.training.packed import verify
 from halfstep.training.packing import Asked, pack
 from halfstep.training.shardindex import (

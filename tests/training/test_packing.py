@@ -16,7 +16,7 @@ import pytest
 
 from halfstep.training import packing, reading
 from halfstep.training.corpus import DataError, hash_share
-from halfstep.training.data import load_corpus
+from halfstep.training.data.load import load_corpus
 from halfstep.training.lock import LockedError
 from halfstep.training.packing import Asked, pack
 from halfstep.training.shardindex import read_index

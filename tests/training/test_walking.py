@@ -6,7 +6,7 @@ import socket
 
 import pytest
 
-from halfstep.training.data import DataError, load_corpus
+from halfstep.training.data.load import DataError, load_corpus
 from halfstep.training.lock import RunLock
 from halfstep.training.shardindex import sealed
 from halfstep.training.sources import find_sources

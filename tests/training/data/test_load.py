@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from halfstep.training.corpus import Document, hash_share, split
-from halfstep.training.data import DataError, load_corpus
+from halfstep.training.data.load import DataError, load_corpus
 from halfstep.training.text import cut, stdlib_documents
 
 WORDS = ["the", "quick", "brown", "fox", "jumps", "over", "lazy", "dogs", "and", "runs", "far", "away"]
@@ -110,7 +110,7 @@ def test_tests_and_what_is_installed_are_no_standard_library():
 
 
 def test_the_digest_is_the_same_in_another_process():
-    code = "from halfstep.training.data import load_corpus; print(load_corpus('stdlib', 0.1, 256).digest)"
+    code = "from halfstep.training.data.load import load_corpus; print(load_corpus('stdlib', 0.1, 256).digest)"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert run.stdout.strip() == load_corpus("stdlib", 0.1, 256).digest
 

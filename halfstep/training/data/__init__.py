@@ -1,0 +1,1 @@
+"""What a run reads: from a source to the tokens of each update."""
