@@ -32,12 +32,12 @@ import torch
 from halfstep.config.load import load
 from halfstep.config.run import RunConfig
 from halfstep.core.policy import Policy
+from halfstep.training.data.index import Index, write_index
 from halfstep.training.data.load import Batches, Prefetch, load_corpus
+from halfstep.training.data.tokenizers import BytesTokenizer
 from halfstep.training.encoding import token_type
 from halfstep.training.session import open_session
-from halfstep.training.shardindex import Index, write_index
 from halfstep.training.shardwriter import ShardWriter
-from halfstep.training.tokenizing import BytesTokenizer
 
 BAR = 0.01
 UNTIMED = 3

@@ -19,10 +19,10 @@ from pathlib import Path
 
 import numpy as np
 
+from halfstep.training.data.index import GRANULE, Index, ShardRecord, SideRecord, page_digest, write_index
 from halfstep.training.data.load import Batches, load_corpus
-from halfstep.training.shardindex import GRANULE, Index, ShardRecord, SideRecord, page_digest, write_index
-from halfstep.training.shards import HEADER_BYTES, header
-from halfstep.training.tokenizing import BytesTokenizer
+from halfstep.training.data.shards import HEADER_BYTES, header
+from halfstep.training.data.tokenizers import BytesTokenizer
 
 TOKENS = 100_000_000
 BAR = 1.0

@@ -29,11 +29,11 @@ from pathlib import Path
 from typing import Any
 
 from halfstep.training.bpe import train_tokenizer
+from halfstep.training.data.tokenizers import open_tokenizer
 from halfstep.training.encoding import documents
 from halfstep.training.packing import Asked, pack
 from halfstep.training.reading import Position, blocks
 from halfstep.training.sources import Source, find_sources
-from halfstep.training.tokenizing import open_tokenizer
 
 BAR = 0.80
 

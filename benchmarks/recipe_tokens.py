@@ -78,7 +78,7 @@ def sources(roots: list[Path], megabytes: int) -> Iterator[str]:
 
 
 def write_shard(path: Path, tokens: np.ndarray) -> None:
-    """One shard of uint16 tokens, as both sources have them and halfstep.training.shards reads them."""
+    """One shard of uint16 tokens, as both sources have them and halfstep.training.data.shards reads them."""
     header = np.zeros(256, "<i4")
     header[:3] = 20240520, 1, len(tokens)
     with open(path, "wb") as file:

@@ -10,7 +10,7 @@ from cyclopts import App
 from halfstep.cli.output import Flag, Place, check_named, print_json, print_table, print_words
 
 if TYPE_CHECKING:
-    from halfstep.training.shardindex import Index, SideRecord
+    from halfstep.training.data.index import Index, SideRecord
 
 app = App(name="data", help="Pack text into token shards, train a tokenizer, check what was packed.")
 # A tokenizer whose tokens stand for fewer or more bytes than the text by more than this is told of.
@@ -63,10 +63,10 @@ def pack(
     """
     from halfstep.cli.meter import meter
     from halfstep.core.errors import ConfigError
+    from halfstep.training.data.tokenizers import open_tokenizer
     from halfstep.training.packing import Asked
     from halfstep.training.packing import pack as run
     from halfstep.training.sources import find_sources
-    from halfstep.training.tokenizing import open_tokenizer
 
     number = _cores() if workers is None else workers
     if number < 1:
@@ -149,7 +149,7 @@ def verify(folder: Place, /, *, json: Flag = False) -> int:
         Print what was found as JSON.
     """
     from halfstep.cli.meter import meter
-    from halfstep.training.packed import verify as run
+    from halfstep.training.data.packed import verify as run
 
     with meter("reading") as told:
         found = run(folder, lambda done, total: told(done, total, 0))
@@ -173,7 +173,7 @@ def show(folder: Place, /, *, json: Flag = False) -> None:
     json
         Print the index as JSON.
     """
-    from halfstep.training.shardindex import read_index
+    from halfstep.training.data.index import read_index
 
     index = read_index(folder)
     if json:
@@ -237,7 +237,7 @@ def _per_token(side: "SideRecord") -> float:
 
 
 def _skipped(index: "Index") -> str:
-    from halfstep.training.walking import told
+    from halfstep.training.data.walk import told
 
     return ", ".join(told(index.skipped))
 

@@ -40,7 +40,7 @@ from halfstep.core.errors import HalfstepError
 from halfstep.core.split import join
 from halfstep.core.stored import Stored
 from halfstep.training import folder, memory
-from halfstep.training.corpus import Corpus
+from halfstep.training.data.corpus import Corpus
 from halfstep.training.durable import write_whole
 from halfstep.training.evaluation import Evaluation, evaluate
 from halfstep.training.lock import LOCK

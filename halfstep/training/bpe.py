@@ -14,13 +14,13 @@ from collections.abc import Iterator, Sequence
 from itertools import chain
 from pathlib import Path
 
-from halfstep.training.corpus import DataError
+from halfstep.training.data.corpus import DataError
+from halfstep.training.data.tokenizers import needed
 from halfstep.training.durable import write_whole
 from halfstep.training.encoding import documents
 from halfstep.training.packing import Meter, check_share
 from halfstep.training.reading import Position, blocks
 from halfstep.training.sources import Source
-from halfstep.training.tokenizing import needed
 
 END_OF_TEXT = "<|endoftext|>"
 SMALLEST = 257  # the bytes and <|endoftext|>

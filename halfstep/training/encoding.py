@@ -1,6 +1,6 @@
 """A block of text as tokens, each document on its side: what the workers of a pack do.
 
-A document's side is decided by its content as `halfstep.training.corpus` says, and by nothing else: not by the
+A document's side is decided by its content as `halfstep.training.data.corpus` says, and by nothing else: not by the
 tokenizer, the file it is in or the number of workers. The content that is hashed ends in a newline, whether the
 document does or not, as it is when text is trained on without packing: both hold out the same documents.
 
@@ -25,10 +25,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from halfstep.training.corpus import DataError, TokenArray, hash_share
+from halfstep.training.data.corpus import DataError, TokenArray, hash_share
+from halfstep.training.data.text import cut
+from halfstep.training.data.tokenizers import Identity, Tokenizer, open_saved
 from halfstep.training.reading import Block, missing_field
-from halfstep.training.text import cut
-from halfstep.training.tokenizing import Identity, Tokenizer, open_saved
 
 SIDES = ("train", "val")
 SHORT = 1024

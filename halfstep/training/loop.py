@@ -26,7 +26,7 @@ from halfstep.core.errors import HalfstepError
 from halfstep.core.policy import Policy
 from halfstep.training import artifact, checkpoint, determinism, folder, loggers, memory
 from halfstep.training.ceiling import UNMEASURED, Ceiling
-from halfstep.training.corpus import DataError
+from halfstep.training.data.corpus import DataError
 from halfstep.training.data.load import Batches, Corpus, Prefetch, load_corpus
 from halfstep.training.evaluation import Evaluation, check_held_out, evaluate
 from halfstep.training.events import Events

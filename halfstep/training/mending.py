@@ -23,13 +23,13 @@ from typing import Any, final
 
 import numpy as np
 
-from halfstep.training.corpus import DataError, TokenArray
+from halfstep.training.data.corpus import DataError, TokenArray
+from halfstep.training.data.index import TOKEN_BYTES, Digests, Index, ShardRecord, SideRecord, digests, read_sums
+from halfstep.training.data.packed import open_listed, read_token_bytes
+from halfstep.training.data.shards import header
+from halfstep.training.data.tokenizers import Tokenizer, check_saved
 from halfstep.training.durable import PARTIAL, flush, write_whole
 from halfstep.training.encoding import SIDES, Encoded, token_type
-from halfstep.training.packed import open_listed, read_token_bytes
-from halfstep.training.shardindex import TOKEN_BYTES, Digests, Index, ShardRecord, SideRecord, digests, read_sums
-from halfstep.training.shards import header
-from halfstep.training.tokenizing import Tokenizer, check_saved
 
 
 def mend_tables(folder: Path, index: Index, tokenizer: Tokenizer) -> None:

@@ -28,14 +28,8 @@ from pathlib import Path
 from typing import Any, TypeAlias, final
 
 from halfstep import __version__
-from halfstep.training.corpus import DataError
-from halfstep.training.durable import PARTIAL, make_folder, write_whole
-from halfstep.training.encoding import SIDES, Encoded, Encoder, encoded_blocks, token_type
-from halfstep.training.lock import LOCK, RunLock
-from halfstep.training.mending import lost_shards, mend_shards, mend_tables
-from halfstep.training.packed import check_names
-from halfstep.training.reading import Block, Position, blocks
-from halfstep.training.shardindex import (
+from halfstep.training.data.corpus import DataError
+from halfstep.training.data.index import (
     INDEX,
     STATE,
     TOKEN_BYTES,
@@ -47,10 +41,16 @@ from halfstep.training.shardindex import (
     unsealed,
     write_index,
 )
+from halfstep.training.data.packed import check_names
+from halfstep.training.data.tokenizers import Tokenizer
+from halfstep.training.data.walk import told as words
+from halfstep.training.durable import PARTIAL, make_folder, write_whole
+from halfstep.training.encoding import SIDES, Encoded, Encoder, encoded_blocks, token_type
+from halfstep.training.lock import LOCK, RunLock
+from halfstep.training.mending import lost_shards, mend_shards, mend_tables
+from halfstep.training.reading import Block, Position, blocks
 from halfstep.training.shardwriter import ShardWriter
 from halfstep.training.sources import STDLIB, Source, SourceFile
-from halfstep.training.tokenizing import Tokenizer
-from halfstep.training.walking import told as words
 
 SECONDS_BETWEEN_COMMITS = 5.0
 # The header of a shard counts its tokens in an int32.

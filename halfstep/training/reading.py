@@ -25,10 +25,10 @@ from itertools import accumulate
 from pathlib import Path
 from typing import IO, Any, Literal, TypeAlias, cast
 
-from halfstep.training.corpus import DataError
+from halfstep.training.data.corpus import DataError
+from halfstep.training.data.text import end_of_piece
+from halfstep.training.data.tokenizers import needed
 from halfstep.training.sources import SourceFile
-from halfstep.training.text import end_of_piece
-from halfstep.training.tokenizing import needed
 
 BLOCK = 1 << 20
 LONG = 1 << 20

@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 
 from halfstep.core.errors import ConfigError
-from halfstep.training.corpus import DataError
+from halfstep.training.data.corpus import DataError
+from halfstep.training.data.index import INDEX, is_packed, read_index
+from halfstep.training.data.tokenizers import BytesTokenizer, Tokenizer, open_saved
 from halfstep.training.session import Session
-from halfstep.training.shardindex import INDEX, is_packed, read_index
-from halfstep.training.tokenizing import BytesTokenizer, Tokenizer, open_saved
 
 
 def check_asked(length: int, temperature: float, top_k: int, seed: int) -> None:

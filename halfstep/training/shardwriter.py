@@ -17,11 +17,11 @@ from typing import Any, final
 import numpy as np
 from numpy.typing import NDArray
 
-from halfstep.training.corpus import DataError, TokenArray
+from halfstep.training.data.corpus import DataError, TokenArray
+from halfstep.training.data.index import STATE, ShardRecord, SideRecord, digests, page_digest, shard_records
+from halfstep.training.data.shards import HEADER_BYTES, header
+from halfstep.training.data.token_bytes import TokenBytes
 from halfstep.training.durable import PARTIAL, flush, write_whole
-from halfstep.training.shardindex import STATE, ShardRecord, SideRecord, digests, page_digest, shard_records
-from halfstep.training.shards import HEADER_BYTES, header
-from halfstep.training.token_bytes import TokenBytes
 
 
 @final

@@ -4,7 +4,7 @@
     *.jsonl, *.ndjson          a JSON object a line, the document in one of its fields; .gz and .zst too
     *.parquet, *.arrow         a table, the document in one of its columns
     a Hugging Face dataset     the folder that `save_to_disk` writes; its arrow files are read as they are
-    any other folder           every file below it, each by its own name, as `halfstep.training.walking` finds them
+    any other folder           every file below it, each by its own name, as `halfstep.training.data.walk` finds them
     any other file             text
 
 What a file *is* is decided by its name alone, never by what would happen to parse. The order is that of the
@@ -23,11 +23,11 @@ from hashlib import blake2b
 from pathlib import Path
 
 from halfstep.core.errors import did_you_mean
-from halfstep.training.corpus import DataError
-from halfstep.training.kinds import Kind, has_splits, is_dataset, kind_of
-from halfstep.training.shardindex import is_packed
-from halfstep.training.text import library_paths
-from halfstep.training.walking import regular, told, walk
+from halfstep.training.data.corpus import DataError
+from halfstep.training.data.file_kinds import Kind, has_splits, is_dataset, kind_of
+from halfstep.training.data.index import is_packed
+from halfstep.training.data.text import library_paths
+from halfstep.training.data.walk import regular, told, walk
 
 STDLIB = "stdlib"
 PAGE = 4096

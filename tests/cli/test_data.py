@@ -9,7 +9,7 @@ import pytest
 
 from halfstep.cli.main import run
 from halfstep.cli.meter import meter
-from halfstep.training.shardindex import read_index
+from halfstep.training.data.index import read_index
 
 WORDS = ["the", "quick", "brown", "fox", "jumps", "over", "lazy", "dogs", "and", "runs", "far", "away"]
 

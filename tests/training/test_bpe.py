@@ -5,9 +5,9 @@ import json
 import numpy as np
 import pytest
 
-from halfstep.training.corpus import DataError, hash_share
+from halfstep.training.data.corpus import DataError, hash_share
+from halfstep.training.data.tokenizers import open_tokenizer
 from halfstep.training.sources import find_sources
-from halfstep.training.tokenizing import open_tokenizer
 
 pytest.importorskip("tokenizers")
 

@@ -7,13 +7,13 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from halfstep.training.corpus import Corpus
+from halfstep.training.data.corpus import Corpus
 from halfstep.training.data.load import load_corpus
+from halfstep.training.data.token_bytes import TokenBytes
+from halfstep.training.data.tokenizers import open_tokenizer
 from halfstep.training.evaluation import bigram_of, evaluate
 from halfstep.training.packing import Asked, pack
 from halfstep.training.sources import find_sources
-from halfstep.training.token_bytes import TokenBytes
-from halfstep.training.tokenizing import open_tokenizer
 
 WORDS = ["the", "quick", "brown", "fox", "jumps", "over", "lazy", "dogs", "and", "runs", "far", "away"]
 
@@ -81,7 +81,7 @@ def test_a_uniform_model_pays_for_every_token_and_gains_by_bytes(corpora):
 
 
 def test_the_bigram_yardstick_is_per_byte_too(corpora):
-    from halfstep.training.batches import bigram_bits
+    from halfstep.training.data.batches import bigram_bits
 
     corpus = corpora["tokenizer.json"]
     windows = (len(corpus.validation) - 1) // 16

@@ -13,13 +13,14 @@ import pytest
 from halfstep.config.load import load
 from halfstep.core.errors import ConfigError, HalfstepError
 from halfstep.core.policy import Policy
-from halfstep.training import artifact, batches, checkpoint, determinism, folder
-from halfstep.training.corpus import DataError
+from halfstep.training import artifact, checkpoint, determinism, folder
+from halfstep.training.data import batches
+from halfstep.training.data.corpus import DataError
+from halfstep.training.data.shards import Shard, ShardedTokens
 from halfstep.training.events import read_events
 from halfstep.training.lock import LockedError
 from halfstep.training.loop import Loop
 from halfstep.training.retention import best_step, survey
-from halfstep.training.shards import Shard, ShardedTokens
 
 SMALL = [
     "model.context=16",

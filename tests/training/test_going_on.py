@@ -15,12 +15,12 @@ from halfstep.core.errors import ConfigError
 from halfstep.core.policy import Policy
 from halfstep.training import checkpoint, folder
 from halfstep.training.ceiling import recorded
-from halfstep.training.corpus import DataError
+from halfstep.training.data.corpus import DataError
+from halfstep.training.data.shards import open_shard
 from halfstep.training.durable import write_whole
 from halfstep.training.events import EventsError, read_events
 from halfstep.training.judge import RollBackError
 from halfstep.training.loop import Loop
-from halfstep.training.shards import open_shard
 
 SMALL = [
     "model.context=16",
@@ -171,7 +171,7 @@ def test_a_shard_that_is_cut_short_in_use_is_an_error_and_no_bus_error(shards, t
 
 
 def test_what_is_read_of_a_cut_shard_is_refused_by_slices_too(shards):
-    from halfstep.training.shards import ShardedTokens
+    from halfstep.training.data.shards import ShardedTokens
 
     tokens = ShardedTokens([open_shard(shards / "a.bin")], 256)
     os.truncate(shards / "a.bin", 1100)

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 
 from halfstep.training import packing, reading
-from halfstep.training.corpus import DataError, hash_share
+from halfstep.training.data.corpus import DataError, hash_share
 from halfstep.training.data.load import load_corpus
+from halfstep.training.data.tokenizers import BytesTokenizer, open_tokenizer
 from halfstep.training.packing import Asked, pack
 from halfstep.training.sources import find_sources
-from halfstep.training.tokenizing import BytesTokenizer, open_tokenizer
 
 WORDS = ["the", "quick", "brown", "fox", "jumps", "naïve", "🙂", "def", "return"]
 

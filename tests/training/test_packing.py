@@ -15,13 +15,13 @@ import numpy as np
 import pytest
 
 from halfstep.training import packing, reading
-from halfstep.training.corpus import DataError, hash_share
+from halfstep.training.data.corpus import DataError, hash_share
+from halfstep.training.data.index import read_index
 from halfstep.training.data.load import load_corpus
+from halfstep.training.data.tokenizers import BytesTokenizer, open_tokenizer
 from halfstep.training.lock import LockedError
 from halfstep.training.packing import Asked, pack
-from halfstep.training.shardindex import read_index
 from halfstep.training.sources import find_sources
-from halfstep.training.tokenizing import BytesTokenizer, open_tokenizer
 
 WORDS = ["the", "quick", "brown", "fox", "jumps", "naïve", "🙂", "def", "return"]
 ASKED = Asked(validation=0.2, shard_tokens=700)

@@ -9,9 +9,9 @@ from itertools import count
 import pytest
 
 from halfstep.training import packing, reading
+from halfstep.training.data.tokenizers import BytesTokenizer
 from halfstep.training.packing import Asked, pack
 from halfstep.training.sources import find_sources
-from halfstep.training.tokenizing import BytesTokenizer
 
 
 class PowerCutError(BaseException):

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from halfstep.training import reading
-from halfstep.training.corpus import DataError
+from halfstep.training.data.corpus import DataError
 from halfstep.training.encoding import documents
 from halfstep.training.reading import Position, blocks
 from halfstep.training.sources import find_sources

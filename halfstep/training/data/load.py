@@ -18,13 +18,13 @@ import glob
 from pathlib import Path
 
 from halfstep.core.errors import did_you_mean
-from halfstep.training.batches import Batches, bigram_bits, validation_batches
-from halfstep.training.corpus import Corpus, DataError, Tokens, from_documents
-from halfstep.training.packed import packed_corpus
-from halfstep.training.prefetch import Prefetch
-from halfstep.training.shardindex import is_marked, is_packed
-from halfstep.training.shards import shards_corpus
-from halfstep.training.text import file_documents, folder_documents, glob_documents, stdlib_documents
+from halfstep.training.data.batches import Batches, bigram_bits, validation_batches
+from halfstep.training.data.corpus import Corpus, DataError, Tokens, from_documents
+from halfstep.training.data.index import is_marked, is_packed
+from halfstep.training.data.packed import packed_corpus
+from halfstep.training.data.prefetch import Prefetch
+from halfstep.training.data.shards import shards_corpus
+from halfstep.training.data.text import file_documents, folder_documents, glob_documents, stdlib_documents
 
 __all__ = [
     "Batches",

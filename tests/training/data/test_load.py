@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from halfstep.training.corpus import Document, hash_share, split
+from halfstep.training.data.corpus import Document, hash_share, split
 from halfstep.training.data.load import DataError, load_corpus
-from halfstep.training.text import cut, stdlib_documents
+from halfstep.training.data.text import cut, stdlib_documents
 
 WORDS = ["the", "quick", "brown", "fox", "jumps", "over", "lazy", "dogs", "and", "runs", "far", "away"]
 

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from halfstep.training.corpus import DataError
-from halfstep.training.token_bytes import TokenBytes
-from halfstep.training.tokenizer_kinds import HuggingFace, SentencePiece, Tiktoken
-from halfstep.training.tokenizing import BytesTokenizer, open_saved, open_tokenizer
+from halfstep.training.data.corpus import DataError
+from halfstep.training.data.token_bytes import TokenBytes
+from halfstep.training.data.tokenizer_libraries import HuggingFace, SentencePiece, Tiktoken
+from halfstep.training.data.tokenizers import BytesTokenizer, open_saved, open_tokenizer
 
 TEXTS = ["def f(x):\n    return x * 2\n", "the quick brown fox — naïve café 🙂", "  two  spaces\t\n\n", "a", ""]
 WORDS = [

@@ -17,7 +17,7 @@ There are two orders, and the number of windows decides which; a checkpoint says
              rather than asking numpy's Generator to shuffle, keeps it the same across numpy's versions: they
              promise the words, not the shuffle.
     keyed    beyond: a permutation that gives the place of one window without those of the others, so that a set
-             of any size costs no memory and no time to sort (`halfstep.training.permutation`).
+             of any size costs no memory and no time to sort (`halfstep.training.data.permutation`).
 """
 
 from collections.abc import Iterator, Mapping
@@ -26,9 +26,9 @@ from typing import Any, TypeAlias, TypedDict, final
 import numpy as np
 from numpy.typing import NDArray
 
-from halfstep.training.corpus import DataError, Tokens
-from halfstep.training.permutation import Permutation
-from halfstep.training.shards import ShardedTokens
+from halfstep.training.data.corpus import DataError, Tokens
+from halfstep.training.data.permutation import Permutation
+from halfstep.training.data.shards import ShardedTokens
 
 TokenBatch: TypeAlias = NDArray[np.int32]
 

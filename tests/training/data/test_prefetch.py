@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from halfstep.training.prefetch import Prefetch
+from halfstep.training.data.prefetch import Prefetch
 
 
 def threads():

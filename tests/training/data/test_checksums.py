@@ -15,16 +15,17 @@ import pytest
 from halfstep.cli.main import run
 from halfstep.config.load import load
 from halfstep.core.policy import Policy
-from halfstep.training import checkpoint, granules, packing, reading
-from halfstep.training.corpus import DataError
+from halfstep.training import checkpoint, packing, reading
+from halfstep.training.data import checksums
+from halfstep.training.data.corpus import DataError
+from halfstep.training.data.index import GRANULE, read_index, sealed, unsealed, write_index
 from halfstep.training.data.load import Batches, load_corpus, validation_batches
+from halfstep.training.data.packed import verify
+from halfstep.training.data.shards import Shard
+from halfstep.training.data.tokenizers import BytesTokenizer
 from halfstep.training.loop import Loop
-from halfstep.training.packed import verify
 from halfstep.training.packing import Asked, pack
-from halfstep.training.shardindex import GRANULE, read_index, sealed, unsealed, write_index
-from halfstep.training.shards import Shard
 from halfstep.training.sources import find_sources
-from halfstep.training.tokenizing import BytesTokenizer
 
 ASKED = Asked(validation=0.2, shard_tokens=20_000)
 SHARD, SIDECAR = "train_000001.bin", "train_000001.crc"  # of 41,024 bytes: three granules, the last one short
@@ -105,7 +106,7 @@ def test_beside_each_shard_lies_the_checksum_of_each_16_kib_of_it(original):
 
 @pytest.mark.parametrize("region", [1_000, 4_096, 16_384, 50_000])
 def test_a_checksum_does_not_depend_on_how_the_shard_was_read(source, original, tmp_path, region, monkeypatch):
-    monkeypatch.setattr("halfstep.training.shardindex.REGION", region)
+    monkeypatch.setattr("halfstep.training.data.index.REGION", region)
     packed(source, tmp_path / "out")
     for path in original.glob("*.crc"):
         assert (tmp_path / "out" / path.name).read_bytes() == path.read_bytes()
@@ -233,7 +234,7 @@ def test_a_granule_that_was_good_is_not_read_again(folder, monkeypatch):
     """The choice: one look at each, so that it costs nothing after. What a disk does later, a new run finds."""
     tokens, counted = corpus_of(folder).train, []
     crc32 = zlib.crc32
-    monkeypatch.setattr(granules, "crc32", lambda content: counted.append(len(content)) or crc32(content))
+    monkeypatch.setattr(checksums, "crc32", lambda content: counted.append(len(content)) or crc32(content))
     assert len(tokens[20_000:40_000]) == 20_000
     assert counted == [16_384, 16_384, 8_256]
     flip(folder / SHARD, UNSEEN[1])

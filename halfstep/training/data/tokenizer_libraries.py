@@ -21,8 +21,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from halfstep.core.errors import did_you_mean, one_of
-from halfstep.training.corpus import DataError
-from halfstep.training.tokenizing import NO_SEPARATOR, Tokenizer, needed
+from halfstep.training.data.corpus import DataError
+from halfstep.training.data.tokenizers import NO_SEPARATOR, Tokenizer, needed
 
 # What end-of-text is called, in the order in which it is looked for.
 END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "<s>", "<bos>", "[SEP]")

@@ -25,9 +25,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from halfstep.core.errors import did_you_mean
-from halfstep.training.corpus import DataError
+from halfstep.training.data.corpus import DataError
+from halfstep.training.data.token_bytes import TokenBytes
 from halfstep.training.durable import write_whole
-from halfstep.training.token_bytes import TokenBytes
 
 NO_SEPARATOR = "none"
 PACKED_INDEX = "index.json"
@@ -122,7 +122,7 @@ class BytesTokenizer(Tokenizer):
 
 def open_tokenizer(spec: str, separator: str | None = None) -> Tokenizer:
     """The tokenizer that a command names. `separator` is the text of the token between documents, or `none`."""
-    from halfstep.training import tokenizer_kinds as kinds
+    from halfstep.training.data import tokenizer_libraries as kinds
 
     if spec == BytesTokenizer.kind:
         if separator not in (None, NO_SEPARATOR):
@@ -134,7 +134,7 @@ def open_tokenizer(spec: str, separator: str | None = None) -> Tokenizer:
     if path.name == PACKED_INDEX and path.is_file():
         path = path.parent
     if path.is_dir():
-        from halfstep.training.shardindex import is_packed, read_index
+        from halfstep.training.data.index import is_packed, read_index
 
         if separator is None and is_packed(path):
             return open_saved(path, read_index(path).tokenizer)
@@ -152,7 +152,7 @@ def open_tokenizer(spec: str, separator: str | None = None) -> Tokenizer:
 
 def open_saved(folder: Path, identity: Identity) -> Tokenizer:
     """The tokenizer that packed data was made with, from the file beside it."""
-    from halfstep.training import tokenizer_kinds as kinds
+    from halfstep.training.data import tokenizer_libraries as kinds
 
     if identity.kind == BytesTokenizer.kind:
         return BytesTokenizer()

@@ -22,7 +22,7 @@ from io import BytesIO
 import numpy as np
 from numpy.typing import NDArray
 
-from halfstep.training.corpus import DataError, TokenArray
+from halfstep.training.data.corpus import DataError, TokenArray
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,8 @@
 """Packed data as a corpus: opened by its index, mapped, and not read.
 
-What is checked is what costs next to nothing (`halfstep.training.shardindex` says what that is), so that a set of
+What is checked is what costs next to nothing (`halfstep.training.data.index` says what that is), so that a set of
 any size opens in the time its headers take. That the model's vocabulary holds the tokenizer's needs no look at the
-tokens. Damage that opening does not see is found when it is first read (`halfstep.training.granules`).
+tokens. Damage that opening does not see is found when it is first read (`halfstep.training.data.checksums`).
 
 Held out is what was packed as such; where nothing was, the last share of the tokens, as of any shards.
 
@@ -20,9 +20,9 @@ from zlib import crc32
 import numpy as np
 from numpy.typing import NDArray
 
-from halfstep.training.corpus import Corpus, DataError
-from halfstep.training.granules import Granules
-from halfstep.training.shardindex import (
+from halfstep.training.data.checksums import Granules
+from halfstep.training.data.corpus import Corpus, DataError
+from halfstep.training.data.index import (
     GRANULE,
     MEND,
     TOKEN_BYTES,
@@ -34,9 +34,9 @@ from halfstep.training.shardindex import (
     read_sums,
     region_digest,
 )
-from halfstep.training.shards import HEADER_BYTES, Shard, ShardedTokens, cutting_point, open_shard
-from halfstep.training.token_bytes import TokenBytes
-from halfstep.training.tokenizing import Tokenizer, check_saved, open_saved
+from halfstep.training.data.shards import HEADER_BYTES, Shard, ShardedTokens, cutting_point, open_shard
+from halfstep.training.data.token_bytes import TokenBytes
+from halfstep.training.data.tokenizers import Tokenizer, check_saved, open_saved
 
 
 def packed_corpus(folder: Path, share: float, vocabulary: int) -> Corpus:

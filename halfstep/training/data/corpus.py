@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from halfstep.core.errors import HalfstepError
 
 if TYPE_CHECKING:
-    from halfstep.training.token_bytes import TokenBytes
+    from halfstep.training.data.token_bytes import TokenBytes
 
 TokenArray: TypeAlias = NDArray[Any]  # one-dimensional; uint8, uint16 or uint32
 

@@ -5,7 +5,7 @@ files read the same tokens:
 
     stdlib      every *.py of the running Python's standard library, without its tests and what is installed
                 beside it, and without _sysconfigdata, which differs from build to build
-    a folder    every file below it that is text, as `halfstep.training.walking` finds them
+    a folder    every file below it that is text, as `halfstep.training.data.walk` finds them
     a glob      every file it matches that is text
     a file      cut into documents at blank lines, about 4 KiB each, so that some of it can be held out
 
@@ -25,10 +25,10 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from halfstep.training.corpus import DataError, Document
-from halfstep.training.kinds import NAMES, has_splits, is_compressed, is_dataset, kind_of
-from halfstep.training.walking import Walked, regular, walk
-from halfstep.training.walking import told as words
+from halfstep.training.data.corpus import DataError, Document
+from halfstep.training.data.file_kinds import NAMES, has_splits, is_compressed, is_dataset, kind_of
+from halfstep.training.data.walk import Walked, regular, walk
+from halfstep.training.data.walk import told as words
 
 PIECE = 4096
 # Fewer pieces than this, and a share of 10 % may well hold out nothing: small files are cut finer.

@@ -1,7 +1,7 @@
 """The index of packed data: what its shards are, what made them, and the digests that prove both.
 
     DIR/index.json            this
-    DIR/train_000000.bin      token shards, as `halfstep.training.shards` describes them; val_* are held out
+    DIR/train_000000.bin      token shards, as `halfstep.training.data.shards` describes them; val_* are held out
     DIR/train_000000.crc      CRC-32 of each granule (16 KiB from byte 0 on, the last maybe short), little-endian
     DIR/tokenizer.json        the tokenizer (or tokenizer.model, tokenizer.tiktoken.json; bytes have none)
     DIR/token_bytes.npy       the bytes that each token stands for, where they are known
@@ -9,7 +9,7 @@
 Opening packed data must cost no reading of it, so what the index says is checked in three ways. At every opening:
 its own digest, the names and sizes of all shards, their headers, four pages of each, the tokenizer; a shard that
 is missing, cut short, or in the place of another is found in milliseconds. When tokens are first read: the
-checksum of each granule they lie in (`halfstep.training.granules`). When asked (`halfstep data verify`): every
+checksum of each granule they lie in (`halfstep.training.data.checksums`). When asked (`halfstep data verify`): every
 byte, against the SHA-256 of the whole shard, and where that fails against the digests of its regions of 16 MiB,
 which say where the damage is.
 
@@ -28,9 +28,9 @@ from pathlib import Path
 from typing import Any, final
 from zlib import crc32
 
-from halfstep.training.corpus import DataError
+from halfstep.training.data.corpus import DataError
+from halfstep.training.data.tokenizers import PACKED_INDEX, Identity
 from halfstep.training.durable import write_whole
-from halfstep.training.tokenizing import PACKED_INDEX, Identity
 
 FORMAT = 1
 # Stands at the beginning of what is sealed: a folder of text may well hold an index.json of its own.

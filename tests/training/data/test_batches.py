@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from halfstep.training import batches
-from halfstep.training.batches import Batches, bigram_bits, validation_batches
-from halfstep.training.corpus import DataError
+from halfstep.training.data import batches
+from halfstep.training.data.batches import Batches, bigram_bits, validation_batches
+from halfstep.training.data.corpus import DataError
 
 
 def line(size):

@@ -20,8 +20,8 @@ from zlib import crc32
 
 import numpy as np
 
-from halfstep.training.corpus import DataError
-from halfstep.training.shardindex import GRANULE, MEND, ShardRecord, read_sums
+from halfstep.training.data.corpus import DataError
+from halfstep.training.data.index import GRANULE, MEND, ShardRecord, read_sums
 
 
 @final

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from halfstep.training import shards
+from halfstep.training.data import shards
 from halfstep.training.data.load import Batches, DataError, load_corpus
-from halfstep.training.shards import Shard, ShardedTokens, open_shard
+from halfstep.training.data.shards import Shard, ShardedTokens, open_shard
 
 START = 50256
 

@@ -14,9 +14,9 @@ come next is told before they are read, so that a disk brings a batch at once an
 What cannot be checked by header and size is checked when it is read: a token beyond the vocabulary, which on an
 accelerator would be an access outside the embedding, is an error that names shard and offset. The first 2^26
 tokens are checked before the run begins, so that a wrong tokenizer is found at once. Of packed shards, the bytes
-themselves are checked before their tokens are handed out (`halfstep.training.granules`).
+themselves are checked before their tokens are handed out (`halfstep.training.data.checksums`).
 
-A folder that `halfstep data pack` wrote has an index, and is opened by `halfstep.training.packed`. Without one, a
+A folder that `halfstep data pack` wrote has an index, and is opened by `halfstep.training.data.packed`. Without one, a
 shard with the word `val` (or `valid`, `validation`) in its name is held out. When none is, the last share
 of the tokens is held out, from the next document on if it begins within reach: document starts are marked by
 GPT-2's <|endoftext|>, 50256.
@@ -35,8 +35,8 @@ from typing import Any, final
 import numpy as np
 from numpy.typing import NDArray
 
-from halfstep.training.corpus import Corpus, DataError, TokenArray
-from halfstep.training.granules import Granules
+from halfstep.training.data.checksums import Granules
+from halfstep.training.data.corpus import Corpus, DataError, TokenArray
 
 MAGIC = 20240520
 DTYPES: dict[int, np.dtype[Any]] = {1: np.dtype("<u2"), 2: np.dtype("<u4")}  # by version

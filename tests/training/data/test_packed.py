@@ -12,13 +12,10 @@ import zlib
 import numpy as np
 import pytest
 
-from halfstep.training import packed as packed_module
-from halfstep.training import shardindex
-from halfstep.training.corpus import DataError
-from halfstep.training.data.load import Batches, load_corpus
-from halfstep.training.packed import verify
-from halfstep.training.packing import Asked, pack
-from halfstep.training.shardindex import (
+from halfstep.training.data import index as shardindex
+from halfstep.training.data import packed as packed_module
+from halfstep.training.data.corpus import DataError
+from halfstep.training.data.index import (
     GRANULE,
     Index,
     ShardRecord,
@@ -27,9 +24,12 @@ from halfstep.training.shardindex import (
     read_index,
     write_index,
 )
-from halfstep.training.shards import header
+from halfstep.training.data.load import Batches, load_corpus
+from halfstep.training.data.packed import verify
+from halfstep.training.data.shards import header
+from halfstep.training.data.tokenizers import BytesTokenizer, open_tokenizer
+from halfstep.training.packing import Asked, pack
 from halfstep.training.sources import find_sources
-from halfstep.training.tokenizing import BytesTokenizer, open_tokenizer
 
 
 @pytest.fixture(scope="module")

@@ -6,11 +6,11 @@ import socket
 
 import pytest
 
+from halfstep.training.data.index import sealed
 from halfstep.training.data.load import DataError, load_corpus
+from halfstep.training.data.walk import walk
 from halfstep.training.lock import RunLock
-from halfstep.training.shardindex import sealed
 from halfstep.training.sources import find_sources
-from halfstep.training.walking import walk
 
 
 def prose(seed):
