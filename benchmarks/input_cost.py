@@ -34,10 +34,10 @@ from halfstep.config.run import RunConfig
 from halfstep.core.policy import Policy
 from halfstep.training.data.index import Index, write_index
 from halfstep.training.data.load import Batches, Prefetch, load_corpus
+from halfstep.training.data.pack.encode import token_type
+from halfstep.training.data.pack.writer import ShardWriter
 from halfstep.training.data.tokenizers import BytesTokenizer
-from halfstep.training.encoding import token_type
 from halfstep.training.session import open_session
-from halfstep.training.shardwriter import ShardWriter
 
 BAR = 0.01
 UNTIMED = 3

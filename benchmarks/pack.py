@@ -28,12 +28,12 @@ from multiprocessing.synchronize import Barrier
 from pathlib import Path
 from typing import Any
 
-from halfstep.training.bpe import train_tokenizer
+from halfstep.training.data.pack.blocks import Position, blocks
+from halfstep.training.data.pack.encode import documents
+from halfstep.training.data.pack.pack import Asked, pack
+from halfstep.training.data.pack.sources import Source, find_sources
+from halfstep.training.data.pack.train_tokenizer import train_tokenizer
 from halfstep.training.data.tokenizers import open_tokenizer
-from halfstep.training.encoding import documents
-from halfstep.training.packing import Asked, pack
-from halfstep.training.reading import Position, blocks
-from halfstep.training.sources import Source, find_sources
 
 BAR = 0.80
 

@@ -63,10 +63,10 @@ def pack(
     """
     from halfstep.cli.meter import meter
     from halfstep.core.errors import ConfigError
+    from halfstep.training.data.pack.pack import Asked
+    from halfstep.training.data.pack.pack import pack as run
+    from halfstep.training.data.pack.sources import find_sources
     from halfstep.training.data.tokenizers import open_tokenizer
-    from halfstep.training.packing import Asked
-    from halfstep.training.packing import pack as run
-    from halfstep.training.sources import find_sources
 
     number = _cores() if workers is None else workers
     if number < 1:
@@ -124,8 +124,8 @@ def train_tokenizer(
         Of the files in folders, only those that match this pattern.
     """
     from halfstep.cli.meter import meter
-    from halfstep.training.bpe import train_tokenizer as run
-    from halfstep.training.sources import find_sources
+    from halfstep.training.data.pack.sources import find_sources
+    from halfstep.training.data.pack.train_tokenizer import train_tokenizer as run
 
     check_named("a source", *sources)
     found = find_sources(sources, only)

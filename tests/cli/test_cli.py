@@ -241,7 +241,11 @@ WAITING = {
     "artifact": ("halfstep.training.checkpoint", "load_newest", ["artifact", "."]),
     "probe": ("halfstep.tools.probe", "run", ["probe"]),
     "train": ("halfstep.config.load", "load", ["train", "--out", "x"]),
-    "tokenizer": ("halfstep.training.sources", "find_sources", ["data", "train-tokenizer", "x", "--out", "y"]),
+    "tokenizer": (
+        "halfstep.training.data.pack.sources",
+        "find_sources",
+        ["data", "train-tokenizer", "x", "--out", "y"],
+    ),
 }
 
 

@@ -9,11 +9,11 @@ import pytest
 
 from halfstep.training.data.corpus import Corpus
 from halfstep.training.data.load import load_corpus
+from halfstep.training.data.pack.pack import Asked, pack
+from halfstep.training.data.pack.sources import find_sources
 from halfstep.training.data.token_bytes import TokenBytes
 from halfstep.training.data.tokenizers import open_tokenizer
 from halfstep.training.evaluation import bigram_of, evaluate
-from halfstep.training.packing import Asked, pack
-from halfstep.training.sources import find_sources
 
 WORDS = ["the", "quick", "brown", "fox", "jumps", "over", "lazy", "dogs", "and", "runs", "far", "away"]
 
@@ -43,7 +43,7 @@ class Model:
 def corpora(tmp_path_factory):
     """One text by bytes and by a BPE."""
     pytest.importorskip("tokenizers")
-    from halfstep.training.bpe import train_tokenizer
+    from halfstep.training.data.pack.train_tokenizer import train_tokenizer
 
     folder = tmp_path_factory.mktemp("text")
     rng = np.random.default_rng(0)

@@ -8,10 +8,11 @@ from itertools import count
 
 import pytest
 
-from halfstep.training import packing, reading
+from halfstep.training.data.pack import blocks
+from halfstep.training.data.pack import pack as packing
+from halfstep.training.data.pack.pack import Asked, pack
+from halfstep.training.data.pack.sources import find_sources
 from halfstep.training.data.tokenizers import BytesTokenizer
-from halfstep.training.packing import Asked, pack
-from halfstep.training.sources import find_sources
 
 
 class PowerCutError(BaseException):
@@ -77,7 +78,7 @@ def source(tmp_path, monkeypatch):
     """A source of some blocks, after each of which there is a commit. Outside of a Disk nothing is flushed."""
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)
     monkeypatch.setattr(packing, "SECONDS_BETWEEN_COMMITS", 0.0)
-    monkeypatch.setattr(reading, "BLOCK", 600)
+    monkeypatch.setattr(blocks, "BLOCK", 600)
     path = tmp_path / "text.jsonl"
     path.write_text("".join(json.dumps({"text": f"{n} times " * 5}) + "\n" for n in range(80)))
     return find_sources([str(path)])

@@ -15,17 +15,19 @@ import pytest
 from halfstep.cli.main import run
 from halfstep.config.load import load
 from halfstep.core.policy import Policy
-from halfstep.training import checkpoint, packing, reading
+from halfstep.training import checkpoint
 from halfstep.training.data import checksums
 from halfstep.training.data.corpus import DataError
 from halfstep.training.data.index import GRANULE, read_index, sealed, unsealed, write_index
 from halfstep.training.data.load import Batches, load_corpus, validation_batches
+from halfstep.training.data.pack import blocks
+from halfstep.training.data.pack import pack as packing
+from halfstep.training.data.pack.pack import Asked, pack
+from halfstep.training.data.pack.sources import find_sources
 from halfstep.training.data.packed import verify
 from halfstep.training.data.shards import Shard
 from halfstep.training.data.tokenizers import BytesTokenizer
 from halfstep.training.loop import Loop
-from halfstep.training.packing import Asked, pack
-from halfstep.training.sources import find_sources
 
 ASKED = Asked(validation=0.2, shard_tokens=20_000)
 SHARD, SIDECAR = "train_000001.bin", "train_000001.crc"  # of 41,024 bytes: three granules, the last one short
@@ -139,7 +141,7 @@ def test_checksums_of_shards_that_were_named_after_the_last_commit_are_cleared(
     source, original, tmp_path, monkeypatch
 ):
     """Also where the shard that grows had a name already, and of a side that is further than it was."""
-    monkeypatch.setattr(reading, "BLOCK", 6_000)
+    monkeypatch.setattr(blocks, "BLOCK", 6_000)
     monkeypatch.setattr(packing, "SECONDS_BETWEEN_COMMITS", 0.0)
     out, seen = tmp_path / "out", []
 

@@ -25,11 +25,11 @@ from halfstep.training.data.index import (
     write_index,
 )
 from halfstep.training.data.load import Batches, load_corpus
+from halfstep.training.data.pack.pack import Asked, pack
+from halfstep.training.data.pack.sources import find_sources
 from halfstep.training.data.packed import verify
 from halfstep.training.data.shards import header
 from halfstep.training.data.tokenizers import BytesTokenizer, open_tokenizer
-from halfstep.training.packing import Asked, pack
-from halfstep.training.sources import find_sources
 
 
 @pytest.fixture(scope="module")
@@ -117,7 +117,7 @@ def test_damage_is_named_at_opening_or_by_verify(folder, damage):
 
 def test_another_tokenizer_beside_the_shards_is_refused_at_opening(tmp_path):
     pytest.importorskip("tokenizers")
-    from halfstep.training.bpe import train_tokenizer
+    from halfstep.training.data.pack.train_tokenizer import train_tokenizer
 
     source = tmp_path / "t.jsonl"
     source.write_text("\n".join(json.dumps({"text": f"a text of {n} words"}) for n in range(60)))

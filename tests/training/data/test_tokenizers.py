@@ -190,8 +190,8 @@ def test_a_token_that_looks_like_a_byte_is_none():
 
 
 def test_a_packed_folder_gives_its_own_separator(bpe, tmp_path):
-    from halfstep.training.packing import Asked, pack
-    from halfstep.training.sources import find_sources
+    from halfstep.training.data.pack.pack import Asked, pack
+    from halfstep.training.data.pack.sources import find_sources
 
     (tmp_path / "tokenizer.json").write_bytes(bpe)
     (tmp_path / "text.txt").write_text("the quick brown fox\n" * 9)

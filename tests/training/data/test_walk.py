@@ -8,9 +8,9 @@ import pytest
 
 from halfstep.training.data.index import sealed
 from halfstep.training.data.load import DataError, load_corpus
+from halfstep.training.data.pack.sources import find_sources
 from halfstep.training.data.walk import walk
 from halfstep.training.lock import RunLock
-from halfstep.training.sources import find_sources
 
 
 def prose(seed):

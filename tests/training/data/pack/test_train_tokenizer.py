@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 
 from halfstep.training.data.corpus import DataError, hash_share
+from halfstep.training.data.pack.sources import find_sources
 from halfstep.training.data.tokenizers import open_tokenizer
-from halfstep.training.sources import find_sources
 
 pytest.importorskip("tokenizers")
 
-from halfstep.training.bpe import train_tokenizer
+from halfstep.training.data.pack.train_tokenizer import train_tokenizer
 
 
 def write(path, texts):

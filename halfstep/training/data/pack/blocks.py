@@ -26,9 +26,9 @@ from pathlib import Path
 from typing import IO, Any, Literal, TypeAlias, cast
 
 from halfstep.training.data.corpus import DataError
+from halfstep.training.data.pack.sources import SourceFile
 from halfstep.training.data.text import end_of_piece
 from halfstep.training.data.tokenizers import needed
-from halfstep.training.sources import SourceFile
 
 BLOCK = 1 << 20
 LONG = 1 << 20

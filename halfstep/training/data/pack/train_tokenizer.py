@@ -15,12 +15,12 @@ from itertools import chain
 from pathlib import Path
 
 from halfstep.training.data.corpus import DataError
+from halfstep.training.data.pack.blocks import Position, blocks
+from halfstep.training.data.pack.encode import documents
+from halfstep.training.data.pack.pack import Meter, check_share
+from halfstep.training.data.pack.sources import Source
 from halfstep.training.data.tokenizers import needed
 from halfstep.training.durable import write_whole
-from halfstep.training.encoding import documents
-from halfstep.training.packing import Meter, check_share
-from halfstep.training.reading import Position, blocks
-from halfstep.training.sources import Source
 
 END_OF_TEXT = "<|endoftext|>"
 SMALLEST = 257  # the bytes and <|endoftext|>

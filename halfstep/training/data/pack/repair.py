@@ -25,11 +25,11 @@ import numpy as np
 
 from halfstep.training.data.corpus import DataError, TokenArray
 from halfstep.training.data.index import TOKEN_BYTES, Digests, Index, ShardRecord, SideRecord, digests, read_sums
+from halfstep.training.data.pack.encode import SIDES, Encoded, token_type
 from halfstep.training.data.packed import open_listed, read_token_bytes
 from halfstep.training.data.shards import header
 from halfstep.training.data.tokenizers import Tokenizer, check_saved
 from halfstep.training.durable import PARTIAL, flush, write_whole
-from halfstep.training.encoding import SIDES, Encoded, token_type
 
 
 def mend_tables(folder: Path, index: Index, tokenizer: Tokenizer) -> None:

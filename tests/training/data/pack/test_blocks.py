@@ -10,11 +10,11 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from halfstep.training import reading
 from halfstep.training.data.corpus import DataError
-from halfstep.training.encoding import documents
-from halfstep.training.reading import Position, blocks
-from halfstep.training.sources import find_sources
+from halfstep.training.data.pack import blocks as reading
+from halfstep.training.data.pack.blocks import Position, blocks
+from halfstep.training.data.pack.encode import documents
+from halfstep.training.data.pack.sources import find_sources
 
 TEXTS = [f"document {n}: " + "word " * (n % 7) + "é" * (n % 3) + "\n" * (n % 2) for n in range(60)]
 

@@ -14,14 +14,15 @@ import time
 import numpy as np
 import pytest
 
-from halfstep.training import packing, reading
 from halfstep.training.data.corpus import DataError, hash_share
 from halfstep.training.data.index import read_index
 from halfstep.training.data.load import load_corpus
+from halfstep.training.data.pack import blocks
+from halfstep.training.data.pack import pack as packing
+from halfstep.training.data.pack.pack import Asked, pack
+from halfstep.training.data.pack.sources import find_sources
 from halfstep.training.data.tokenizers import BytesTokenizer, open_tokenizer
 from halfstep.training.lock import LockedError
-from halfstep.training.packing import Asked, pack
-from halfstep.training.sources import find_sources
 
 WORDS = ["the", "quick", "brown", "fox", "jumps", "naïve", "🙂", "def", "return"]
 ASKED = Asked(validation=0.2, shard_tokens=700)
@@ -36,7 +37,7 @@ def texts(number=120):
 def source(tmp_path, monkeypatch):
     """A source of many blocks. Nothing is flushed: what the tests kill is a process, not the machine."""
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)
-    monkeypatch.setattr(reading, "BLOCK", 800)
+    monkeypatch.setattr(blocks, "BLOCK", 800)
     path = tmp_path / "text.jsonl"
     path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts()))
     return str(path)
@@ -45,7 +46,7 @@ def source(tmp_path, monkeypatch):
 @pytest.fixture(scope="module")
 def tokenizer_file(tmp_path_factory):
     pytest.importorskip("tokenizers")
-    from halfstep.training.bpe import train_tokenizer
+    from halfstep.training.data.pack.train_tokenizer import train_tokenizer
 
     folder = tmp_path_factory.mktemp("tokenizer")
     (folder / "text.txt").write_text("\n\n".join(texts()))
@@ -236,7 +237,7 @@ def test_what_got_no_token_down_is_in_nobodys_way(source, tmp_path, tokenizer_fi
 
 
 def test_a_full_disk_says_that_the_packing_goes_on(source, tmp_path, monkeypatch):
-    from halfstep.training.shardwriter import ShardWriter
+    from halfstep.training.data.pack.writer import ShardWriter
 
     def full(*arguments):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

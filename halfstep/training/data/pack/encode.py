@@ -26,9 +26,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from halfstep.training.data.corpus import DataError, TokenArray, hash_share
+from halfstep.training.data.pack.blocks import Block, missing_field
 from halfstep.training.data.text import cut
 from halfstep.training.data.tokenizers import Identity, Tokenizer, open_saved
-from halfstep.training.reading import Block, missing_field
 
 SIDES = ("train", "val")
 SHORT = 1024

@@ -10,7 +10,7 @@ worker that is ahead waits for its turn in a window of a few blocks, which also 
 Every few seconds, and after each block in which a shard became full, `packing.json` is replaced by one that says
 what is finished and where reading goes on. A packing that was killed is begun again with the same command, goes on
 from there, and ends in the same bytes. A folder that holds another packing is refused: mixing two would be found
-by nobody. A finished one is looked at, and what was lost of it is made again (mending.py). A packing that is
+by nobody. A finished one is looked at, and what was lost of it is made again (repair.py). A packing that is
 refused, or that got no token down, leaves what it found.
 """
 
@@ -41,16 +41,16 @@ from halfstep.training.data.index import (
     unsealed,
     write_index,
 )
+from halfstep.training.data.pack.blocks import Block, Position, blocks
+from halfstep.training.data.pack.encode import SIDES, Encoded, Encoder, encoded_blocks, token_type
+from halfstep.training.data.pack.repair import lost_shards, mend_shards, mend_tables
+from halfstep.training.data.pack.sources import STDLIB, Source, SourceFile
+from halfstep.training.data.pack.writer import ShardWriter
 from halfstep.training.data.packed import check_names
 from halfstep.training.data.tokenizers import Tokenizer
 from halfstep.training.data.walk import told as words
 from halfstep.training.durable import PARTIAL, make_folder, write_whole
-from halfstep.training.encoding import SIDES, Encoded, Encoder, encoded_blocks, token_type
 from halfstep.training.lock import LOCK, RunLock
-from halfstep.training.mending import lost_shards, mend_shards, mend_tables
-from halfstep.training.reading import Block, Position, blocks
-from halfstep.training.shardwriter import ShardWriter
-from halfstep.training.sources import STDLIB, Source, SourceFile
 
 SECONDS_BETWEEN_COMMITS = 5.0
 # The header of a shard counts its tokens in an int32.

@@ -9,12 +9,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from halfstep.training import packing, reading
 from halfstep.training.data.corpus import DataError, hash_share
 from halfstep.training.data.load import load_corpus
+from halfstep.training.data.pack import blocks
+from halfstep.training.data.pack import pack as packing
+from halfstep.training.data.pack.pack import Asked, pack
+from halfstep.training.data.pack.sources import find_sources
 from halfstep.training.data.tokenizers import BytesTokenizer, open_tokenizer
-from halfstep.training.packing import Asked, pack
-from halfstep.training.sources import find_sources
 
 WORDS = ["the", "quick", "brown", "fox", "jumps", "naïve", "🙂", "def", "return"]
 
@@ -28,7 +29,7 @@ def texts():
 def source(tmp_path, monkeypatch):
     """A source of many blocks."""
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)
-    monkeypatch.setattr(reading, "BLOCK", 800)
+    monkeypatch.setattr(blocks, "BLOCK", 800)
     path = tmp_path / "text.jsonl"
     path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts()))
     return str(path)
@@ -37,7 +38,7 @@ def source(tmp_path, monkeypatch):
 @pytest.fixture(scope="module")
 def tokenizer_file(tmp_path_factory):
     pytest.importorskip("tokenizers")
-    from halfstep.training.bpe import train_tokenizer
+    from halfstep.training.data.pack.train_tokenizer import train_tokenizer
 
     folder = tmp_path_factory.mktemp("tokenizer")
     (folder / "text.txt").write_text("\n\n".join(texts()))

@@ -1,0 +1,1 @@
+"""`halfstep data pack`: text, JSONL, parquet or a dataset to token shards with an index."""
