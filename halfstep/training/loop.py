@@ -7,7 +7,7 @@ work while the host prints: reading waits for a step that is over, never for the
 Everything that decides an update (weights, moments, scale, random state, position in the data) is in the
 checkpoint, and the data is a function of (seed, step): a resumed run continues as if it had never stopped.
 
-Checkpoints are written by a thread (saving.py, keeping.py). A step that went wrong is told, and the run goes on,
+Checkpoints are written by a thread (writer.py, keeping.py). A step that went wrong is told, and the run goes on,
 goes back or stops (faults.py). The folder is locked from opening it to the end of `run` (lock.py).
 """
 
@@ -24,8 +24,11 @@ from halfstep.config.run import RunConfig
 from halfstep.core.choice import Choice
 from halfstep.core.errors import HalfstepError
 from halfstep.core.policy import Policy
-from halfstep.training import artifact, checkpoint, determinism, folder, loggers, memory
+from halfstep.training import artifact, determinism, folder, loggers, memory
 from halfstep.training.ceiling import UNMEASURED, Ceiling
+from halfstep.training.checkpoints import files
+from halfstep.training.checkpoints.retention import Retention, unseen
+from halfstep.training.checkpoints.writer import Saver
 from halfstep.training.data.corpus import DataError
 from halfstep.training.data.load import Batches, Corpus, Prefetch, load_corpus
 from halfstep.training.evaluation import Evaluation, check_held_out, evaluate
@@ -38,8 +41,6 @@ from halfstep.training.opening import Subject, open_run
 from halfstep.training.pretrained import Pretrained, open_pretrained
 from halfstep.training.progress import Progress, progress
 from halfstep.training.provenance import describe_start
-from halfstep.training.retention import Retention, unseen
-from halfstep.training.saving import Saver
 from halfstep.training.schedule import factor
 from halfstep.training.session import Tokens, open_session
 from halfstep.training.signals import StopRequest, stop_requests
@@ -96,7 +97,7 @@ class Loop:
             name=f"`{config.data.source}`",
         )
         check_held_out(self.corpus, config)
-        saved = resume and bool(checkpoint.step_folders(out / folder.CHECKPOINTS))
+        saved = resume and bool(files.step_folders(out / folder.CHECKPOINTS))
         self.pretrained = self._pretrained() if config.init and not saved else None
         first = None if self.pretrained is None else self.pretrained.weights()
         self.session = open_session(config, policy, device, weights=first)

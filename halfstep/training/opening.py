@@ -12,8 +12,9 @@ from typing import Any
 from halfstep.config.run import RunConfig
 from halfstep.core.choice import Choice
 from halfstep.core.policy import Policy
-from halfstep.training import checkpoint, folder
-from halfstep.training.arrays import held
+from halfstep.training import folder
+from halfstep.training.checkpoints import files
+from halfstep.training.checkpoints.arrays import held
 from halfstep.training.data.load import Batches, Corpus
 from halfstep.training.faults import Guard
 from halfstep.training.lock import RunLock
@@ -78,7 +79,7 @@ def _go_on(subject: Subject, out: Path, allow_older: bool, warnings: list[str]) 
     """Takes over the newest checkpoint; its step, and whether a look at it is owed."""
     config = subject.config
     folder.check_same_run(out, config)
-    found = checkpoint.load_latest(out / folder.CHECKPOINTS, allow_older=allow_older)
+    found = files.load_latest(out / folder.CHECKPOINTS, allow_older=allow_older)
     if found is None:
         folder.check_not_lost(out, allow_older=allow_older)
         warnings.append(f"`{out}` holds no checkpoint yet: the run begins again with its first step")

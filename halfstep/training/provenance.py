@@ -1,6 +1,6 @@
 """What a checkpoint says of the run that wrote it, and whether a run may go on from it.
 
-The manifest holds, beside the digests of checkpoint.py:
+The manifest holds, beside the digests of files.py:
 
     policy, choice       the precision that ran, and the measurement behind it where it was chosen
     device, versions     what computed it; `threads` of a CPU, where sums hang on their number

@@ -17,8 +17,9 @@ from halfstep.config.model import ModelConfig, parameter_shapes
 from halfstep.config.weights import initial_weights
 from halfstep.core.policy import Policy
 from halfstep.core.split import split
-from halfstep.training import artifact, checkpoint
+from halfstep.training import artifact
 from halfstep.training.artifact import ArtifactError, decode, encode, masters, quantize
+from halfstep.training.checkpoints import files
 from halfstep.training.events import read_events
 from halfstep.training.loop import Loop
 
@@ -182,7 +183,7 @@ def test_golf_ends_with_an_artifact_that_was_loaded_and_scored(tmp_path, policy,
     loop = Loop(load("golf", given), Policy.parse(policy), tmp_path / "run", device="cpu")
     held = loop.run().held_out
     saved = loop.session.state()
-    kept, _ = checkpoint.load(checkpoint.latest(tmp_path / "run" / "checkpoints"))
+    kept, _ = files.load(files.latest(tmp_path / "run" / "checkpoints"))
     # what was narrowed is not what the session goes on with
     assert all(bytes(kept[name].data) == bytes(data) for name, (_, _, data) in saved.items() if name != "rng.cpu")
     events = list(read_events(tmp_path / "run" / "events.jsonl"))

@@ -13,14 +13,15 @@ import pytest
 from halfstep.config.load import load
 from halfstep.core.errors import ConfigError, HalfstepError
 from halfstep.core.policy import Policy
-from halfstep.training import artifact, checkpoint, determinism, folder
+from halfstep.training import artifact, determinism, folder
+from halfstep.training.checkpoints import files
+from halfstep.training.checkpoints.retention import best_step, survey
 from halfstep.training.data import batches
 from halfstep.training.data.corpus import DataError
 from halfstep.training.data.shards import Shard, ShardedTokens
 from halfstep.training.events import read_events
 from halfstep.training.lock import LockedError
 from halfstep.training.loop import Loop
-from halfstep.training.retention import best_step, survey
 
 SMALL = [
     "model.context=16",
@@ -42,7 +43,7 @@ def start(text, out, *extra, policy="fp32", **options):
 
 
 def final_state(out):
-    arrays, manifest = checkpoint.load(checkpoint.latest(out / folder.CHECKPOINTS))
+    arrays, manifest = files.load(files.latest(out / folder.CHECKPOINTS))
     return {name: bytes(a.data) for name, a in arrays.items() if name != "rng.cpu"}, manifest
 
 
@@ -155,7 +156,7 @@ def test_an_update_that_ruins_the_weights_it_saves_does_not_push_out_the_ones_be
     loop.session.step = step
     with pytest.raises(HalfstepError, match="50 steps in a row") as caught:
         loop.run()
-    left = {p.name: checkpoint.load(p)[0] for p in checkpoint.step_folders(out / "checkpoints")}
+    left = {p.name: files.load(p)[0] for p in files.step_folders(out / "checkpoints")}
     assert [*left] == ["step-000010", "step-000050", "step-000060"]
     weight = np.frombuffer(left["step-000010"]["model.blocks.0.mlp.up.weight"].data, np.float32)
     assert np.isfinite(weight).all()
@@ -167,7 +168,7 @@ def test_a_run_that_never_was_finite_leaves_a_checkpoint_too(text, tmp_path):
     loop.session.model.embed.weight.data[:] = math.nan
     with pytest.raises(HalfstepError, match=r"forward: embed"):
         loop.run()
-    assert checkpoint.latest(tmp_path / "run" / "checkpoints").name == "step-000050"
+    assert files.latest(tmp_path / "run" / "checkpoints").name == "step-000050"
 
 
 def test_a_checkpoint_left_behind_says_the_step_that_its_weights_are_after(text, tmp_path, monkeypatch):
@@ -194,7 +195,7 @@ def test_where_no_scale_helps_the_tensor_is_named_and_a_checkpoint_left(text, tm
     with pytest.raises(HalfstepError, match=r"at its floor, 1; .*embed"):
         loop.run()
     launched = 3 if loop.session.asynchronous else 2
-    assert checkpoint.latest(tmp_path / "run" / "checkpoints").name == f"step-{launched:06d}"
+    assert files.latest(tmp_path / "run" / "checkpoints").name == f"step-{launched:06d}"
     (stop,) = told(tmp_path / "run", "stop")
     assert stop["saved"] == launched
 
@@ -256,7 +257,7 @@ def test_a_rollback_leaves_the_run_that_never_saw_the_data(text, tmp_path):
 
 
 def test_a_rollback_waits_for_the_checkpoint_that_is_being_written(text, tmp_path, monkeypatch):
-    out, saves, real = tmp_path / "run", [], checkpoint.save
+    out, saves, real = tmp_path / "run", [], files.save
 
     def slow(folder, step, *rest):
         saves.append(step)
@@ -264,7 +265,7 @@ def test_a_rollback_waits_for_the_checkpoint_that_is_being_written(text, tmp_pat
             time.sleep(0.3)
         return real(folder, step, *rest)
 
-    monkeypatch.setattr(checkpoint, "save", slow)
+    monkeypatch.setattr(files, "save", slow)
     assert poison(start(text, out, ROLLBACK), range(10, 13), 10.0).run().finished
     assert saves == [4, 8, 12, 12, 16, 20]
     assert told(out, "save_failed") == []
@@ -318,7 +319,7 @@ def test_spikes_that_go_on_stop_the_run_in_the_end(text, tmp_path):
     loop = poison(start(text, out, ROLLBACK, "training.steps=40"), range(10, 60), 10.0)
     with pytest.raises(HalfstepError, match="spiked again after 3 rollbacks to step 8"):
         loop.run()
-    assert checkpoint.latest(out / "checkpoints").name == "step-000008"
+    assert files.latest(out / "checkpoints").name == "step-000008"
     (stop,) = told(out, "stop")
     assert stop["saved"] == 8  # and not the one of step 12, which a rollback removed
 
@@ -381,13 +382,13 @@ def test_a_folder_in_use_is_refused_until_its_run_is_over(text, tmp_path):
 
 
 def test_a_folder_stays_in_use_while_what_a_deadline_left_behind_is_still_written(text, tmp_path, monkeypatch):
-    gate, real = threading.Event(), checkpoint.save
+    gate, real = threading.Event(), files.save
 
     def slow(*args):
         assert gate.wait(20)
         return real(*args)
 
-    monkeypatch.setattr(checkpoint, "save", slow)
+    monkeypatch.setattr(files, "save", slow)
     loop = start(text, tmp_path / "run", "training.save_every=1", deadline=0.2)
     launch = loop.session.step
 

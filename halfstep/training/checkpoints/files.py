@@ -43,9 +43,9 @@ from typing import Any
 
 import numpy as np
 
-from halfstep.training.arrays import DTYPES, Array
-from halfstep.training.arrays import CheckpointError as CheckpointError
-from halfstep.training.arrays import DamagedCheckpointError as DamagedCheckpointError
+from halfstep.training.checkpoints.arrays import DTYPES, Array
+from halfstep.training.checkpoints.arrays import CheckpointError as CheckpointError
+from halfstep.training.checkpoints.arrays import DamagedCheckpointError as DamagedCheckpointError
 from halfstep.training.durable import flush, write_whole
 from halfstep.training.weightfiles import PICKLES
 

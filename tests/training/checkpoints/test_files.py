@@ -15,8 +15,8 @@ import safetensors
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from halfstep.training import checkpoint
-from halfstep.training.checkpoint import (
+from halfstep.training.checkpoints import files as checkpoint
+from halfstep.training.checkpoints.files import (
     DTYPES,
     Array,
     CheckpointError,
@@ -26,7 +26,7 @@ from halfstep.training.checkpoint import (
     load_latest,
     save,
 )
-from halfstep.training.retention import Retention, prune
+from halfstep.training.checkpoints.retention import Retention, prune
 
 META = {"policy": "bf16-mixed", "config": {"betas": (0.9, 0.95)}, "data": {"position": {"epoch": 0}}}
 

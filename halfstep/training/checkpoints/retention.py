@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import final
 
 from halfstep.config.run import TrainingConfig
-from halfstep.training.arrays import CheckpointError
-from halfstep.training.checkpoint import check_complete, discard, step_folders, step_of
+from halfstep.training.checkpoints.arrays import CheckpointError
+from halfstep.training.checkpoints.files import check_complete, discard, step_folders, step_of
 
 
 @final
