@@ -24,10 +24,10 @@ from pathlib import Path
 from halfstep.config.load import load
 from halfstep.core.policy import Policy
 from halfstep.training.data.load import Prefetch
-from halfstep.training.events import Events
 from halfstep.training.loop import Loop
-from halfstep.training.progress import progress
 from halfstep.training.signals import stop_requests
+from halfstep.training.telemetry.events import Events
+from halfstep.training.telemetry.progress import progress
 
 BAR = 0.02
 NEVER = 10**9

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 from typing import TextIO
 
-from halfstep.training.progress import in_bytes
+from halfstep.training.telemetry.progress import in_bytes
 
 SECONDS_BETWEEN_LINES = 5.0
 Told = Callable[[int, int, int], None]

@@ -93,7 +93,7 @@ def _tell(outcome: "Outcome", loop: "Loop", page: Path | None, json: bool) -> No
 
 
 def _rows(outcome: "Outcome", loop: "Loop", page: Path | None) -> list[tuple[str, str]]:
-    from halfstep.training.meters import told
+    from halfstep.training.telemetry.meters import told
 
     held_out, totals = outcome.held_out, outcome.totals
     rows = [("trained", _trained(outcome, loop))]

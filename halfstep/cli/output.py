@@ -12,7 +12,7 @@ from typing import Annotated, Any, TextIO
 from cyclopts import Parameter
 
 from halfstep.core.errors import ConfigError, HalfstepError
-from halfstep.training.progress import lossy
+from halfstep.training.telemetry.progress import lossy
 
 Flag = Annotated[bool, Parameter(negative="", show_default=False)]
 """A switch of the command line that is off unless named."""

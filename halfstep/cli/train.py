@@ -71,9 +71,10 @@ def train(
     from halfstep.cli import outcome
     from halfstep.config.load import DEFAULT_RECIPE, load
     from halfstep.tools.probe import measure_ceiling
-    from halfstep.training import determinism, folder, loggers
+    from halfstep.training import determinism, folder
     from halfstep.training.data.load import load_corpus
     from halfstep.training.loop import Loop
+    from halfstep.training.telemetry import loggers
 
     _check_init(init, resume)
     if recipe is not None:

@@ -19,7 +19,7 @@ from halfstep.report.markup import Html, content_hash, join, json_element, raw_e
 from halfstep.report.precision import precision, read_policy
 from halfstep.report.spending import spending
 from halfstep.report.summary import headline, particulars, status, tiles
-from halfstep.training.events import stream_events
+from halfstep.training.telemetry.events import stream_events
 
 
 def render(events: Iterable[Event], title: str) -> str:

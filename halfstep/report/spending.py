@@ -1,6 +1,6 @@
 """Where the time of the run went: one bar, and the same as a table.
 
-Each session that came to a stop or an end tells its totals (halfstep.training.meters); they are added up. A
+Each session that came to a stop or an end tells its totals (halfstep.training.telemetry.meters); they are added up. A
 session that was killed told none, and the table says how many are in it. Input is a part of training, so the bar
 shows the training that is left without it: its pieces are apart and fill the wall time.
 """
@@ -12,7 +12,7 @@ from halfstep.report.figures import count, duration, number, plain
 from halfstep.report.history import History, nested
 from halfstep.report.markup import Html, join, tag
 from halfstep.report.tables import table
-from halfstep.training.ceiling import in_flops
+from halfstep.training.telemetry.ceiling import in_flops
 
 # (the name of a part, its color's class, what it is), in the order of the bar.
 PARTS = (

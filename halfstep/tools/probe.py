@@ -31,7 +31,7 @@ from halfstep.core.errors import HalfstepError, did_you_mean, one_of
 from halfstep.core.formats import BF16, FP16, FP32, TF32, Format
 from halfstep.core.policy import PRESETS, Policy, read
 from halfstep.core.roles import Operand, is_narrow
-from halfstep.training.ceiling import Ceiling, recorded
+from halfstep.training.telemetry.ceiling import Ceiling, recorded
 
 BACKENDS = ("torch", "jax", "mlx")
 

@@ -44,8 +44,8 @@ from halfstep.training.data.corpus import Corpus
 from halfstep.training.durable import write_whole
 from halfstep.training.evaluation import Evaluation, evaluate
 from halfstep.training.lock import LOCK
-from halfstep.training.loggers import IDENTITY
 from halfstep.training.session import Session
+from halfstep.training.telemetry.loggers import IDENTITY
 
 NAME = "model.int8z"
 MAGIC, VERSION = b"HSINT8Z", 1

@@ -29,8 +29,8 @@ from halfstep.config.schema import build
 from halfstep.core.errors import ConfigError
 from halfstep.training.checkpoints.files import newest_manifest, step_folders
 from halfstep.training.durable import make_folder, write_whole
-from halfstep.training.events import EventsError, newest_first
 from halfstep.training.lock import RunLock
+from halfstep.training.telemetry.events import EventsError, newest_first
 
 CONFIG, EVENTS, CHECKPOINTS, REPORT = "run.toml", "events.jsonl", "checkpoints", "report.html"
 # What may differ between a run and its continuation: none of these changes an update that was made.

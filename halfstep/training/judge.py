@@ -19,7 +19,7 @@ from halfstep.training.data.load import Batches
 from halfstep.training.faults import Guard
 from halfstep.training.keeping import Keeper
 from halfstep.training.session import Session
-from halfstep.training.tally import Tally
+from halfstep.training.telemetry.tally import Tally
 
 
 class RollBackError(Exception):

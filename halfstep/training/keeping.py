@@ -19,11 +19,11 @@ from halfstep.training.checkpoints import files
 from halfstep.training.checkpoints.arrays import Array, CheckpointError, DamagedCheckpointError, held
 from halfstep.training.checkpoints.retention import due_step, good_step, survey
 from halfstep.training.checkpoints.writer import Saved, Saver
-from halfstep.training.events import Events
 from halfstep.training.faults import Guard
-from halfstep.training.progress import Progress
 from halfstep.training.session import Session
 from halfstep.training.signals import StopRequest
+from halfstep.training.telemetry.events import Events
+from halfstep.training.telemetry.progress import Progress
 
 PATIENCE, PAUSE = 300.0, 5.0  # seconds in which the last save is tried again, and between two tries
 GLANCE = 0.1  # seconds between two looks at the deadline while something is waited for

@@ -24,27 +24,28 @@ from halfstep.config.run import RunConfig
 from halfstep.core.choice import Choice
 from halfstep.core.errors import HalfstepError
 from halfstep.core.policy import Policy
-from halfstep.training import artifact, determinism, folder, loggers, memory
-from halfstep.training.ceiling import UNMEASURED, Ceiling
+from halfstep.training import artifact, determinism, folder, memory
 from halfstep.training.checkpoints import files
 from halfstep.training.checkpoints.retention import Retention, unseen
 from halfstep.training.checkpoints.writer import Saver
 from halfstep.training.data.corpus import DataError
 from halfstep.training.data.load import Batches, Corpus, Prefetch, load_corpus
 from halfstep.training.evaluation import Evaluation, check_held_out, evaluate
-from halfstep.training.events import Events
 from halfstep.training.faults import Guard
 from halfstep.training.judge import Judge, RollBackError
 from halfstep.training.keeping import Keeper
-from halfstep.training.meters import Meters
 from halfstep.training.opening import Subject, open_run
 from halfstep.training.pretrained import Pretrained, open_pretrained
-from halfstep.training.progress import Progress, progress
 from halfstep.training.provenance import describe_start
 from halfstep.training.schedule import factor
 from halfstep.training.session import Tokens, open_session
 from halfstep.training.signals import StopRequest, stop_requests
-from halfstep.training.tally import Tally
+from halfstep.training.telemetry import loggers
+from halfstep.training.telemetry.ceiling import UNMEASURED, Ceiling
+from halfstep.training.telemetry.events import Events
+from halfstep.training.telemetry.meters import Meters
+from halfstep.training.telemetry.progress import Progress, progress
+from halfstep.training.telemetry.tally import Tally
 
 
 @dataclass(frozen=True)

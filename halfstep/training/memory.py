@@ -15,7 +15,7 @@ from halfstep.core.errors import HalfstepError
 from halfstep.core.formats import Format
 from halfstep.core.policy import Policy
 from halfstep.core.roles import Param
-from halfstep.training.progress import in_bytes
+from halfstep.training.telemetry.progress import in_bytes
 
 # How many moments an optimizer keeps of a weight, at the least: Muon has one of matrices, and two of the rest.
 _MOMENTS = {"adamw": 2, "muon": 1}

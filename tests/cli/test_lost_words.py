@@ -11,7 +11,7 @@ import sys
 import pytest
 
 from halfstep.cli.main import run
-from halfstep.training.events import read_events
+from halfstep.training.telemetry.events import read_events
 
 SMALL = [
     "model.context=16",

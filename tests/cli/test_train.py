@@ -8,7 +8,7 @@ import pytest
 
 from halfstep.cli import train as command
 from halfstep.cli.main import run
-from halfstep.training.events import read_events
+from halfstep.training.telemetry.events import read_events
 
 SMALL = [
     "model.context=16",
@@ -49,7 +49,7 @@ def test_a_run_tells_what_it_did_and_leaves_a_page(small, tmp_path, capsys):
 @pytest.mark.parametrize("fault", ["no place", "no events"])
 def test_a_page_that_could_not_be_written_is_not_among_what_there_is(small, tmp_path, capsys, monkeypatch, fault):
     from halfstep.report import page
-    from halfstep.training.events import EventsError
+    from halfstep.training.telemetry.events import EventsError
 
     def refuse(*_):
         raise OSError(errno.ENOSPC, "no space is left") if fault == "no place" else EventsError("no space is left")
@@ -291,7 +291,7 @@ CHEAP = {
 
 @pytest.mark.parametrize(("wrong", "said"), CHEAP.values(), ids=CHEAP)
 def test_a_mistake_is_said_before_anything_is_measured(wrong, said, small, tmp_path, capsys, monkeypatch):
-    from halfstep.training import loggers
+    from halfstep.training.telemetry import loggers
 
     monkeypatch.chdir(tmp_path)
     (tmp_path / "file").write_text("")
@@ -374,7 +374,7 @@ def test_a_resumed_run_is_measured_against_what_it_was_before(small, tmp_path, c
 
 
 def test_a_logger_that_is_not_installed_is_a_mistake_of_the_command_line(small, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("halfstep.training.loggers.find_spec", lambda name: None)
+    monkeypatch.setattr("halfstep.training.telemetry.loggers.find_spec", lambda name: None)
     out = tmp_path / "run"
     given = ["--set", 'training.loggers=["wandb"]', "--set", "training.measure_ceiling=false"]
     assert run(["train", *small, "--policy", "fp32", "--out", str(out), *given]) == 2

@@ -11,9 +11,9 @@ from halfstep.core.policy import Policy
 from halfstep.report.happenings import NAMES, ORDINARY, SHOWN, happened, happenings
 from halfstep.report.history import read_history
 from halfstep.report.page import render
-from halfstep.training import events as record
-from halfstep.training.events import read_events
 from halfstep.training.loop import Loop
+from halfstep.training.telemetry import events as record
+from halfstep.training.telemetry.events import read_events
 
 NAN = math.nan
 WHERE = [{"file": "shards/a.bin", "offsets": [16, 4096]}]

@@ -20,7 +20,7 @@ from halfstep.config.load import load
 from halfstep.core.errors import HalfstepError
 from halfstep.core.roles import ROLES
 from halfstep.report.page import render, write
-from halfstep.training.events import Events
+from halfstep.training.telemetry.events import Events
 
 BEGAN = 1_760_000_000.0
 STEPS = load("tiny").training.steps

@@ -7,7 +7,7 @@ import pytest
 from halfstep.report.history import read_history
 from halfstep.report.page import render
 from halfstep.report.spending import spending, utilization
-from halfstep.training.ceiling import Ceiling
+from halfstep.training.telemetry.ceiling import Ceiling
 
 SPENT = {
     "wall": 100.0,

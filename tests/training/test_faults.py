@@ -19,9 +19,9 @@ from halfstep.training.checkpoints.retention import best_step, survey
 from halfstep.training.data import batches
 from halfstep.training.data.corpus import DataError
 from halfstep.training.data.shards import Shard, ShardedTokens
-from halfstep.training.events import read_events
 from halfstep.training.lock import LockedError
 from halfstep.training.loop import Loop
+from halfstep.training.telemetry.events import read_events
 
 SMALL = [
     "model.context=16",

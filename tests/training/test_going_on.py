@@ -14,14 +14,14 @@ from halfstep.config.load import load
 from halfstep.core.errors import ConfigError
 from halfstep.core.policy import Policy
 from halfstep.training import folder
-from halfstep.training.ceiling import recorded
 from halfstep.training.checkpoints import files
 from halfstep.training.data.corpus import DataError
 from halfstep.training.data.shards import open_shard
 from halfstep.training.durable import write_whole
-from halfstep.training.events import EventsError, read_events
 from halfstep.training.judge import RollBackError
 from halfstep.training.loop import Loop
+from halfstep.training.telemetry.ceiling import recorded
+from halfstep.training.telemetry.events import EventsError, read_events
 
 SMALL = [
     "model.context=16",

@@ -17,9 +17,9 @@ from halfstep.core.errors import ConfigError, HalfstepError
 from halfstep.core.policy import Policy
 from halfstep.training import folder
 from halfstep.training.checkpoints import files
-from halfstep.training.events import read_events
 from halfstep.training.loop import Loop
 from halfstep.training.session import open_session
+from halfstep.training.telemetry.events import read_events
 
 SMALL = [
     "model.context=16",

@@ -7,9 +7,9 @@ from halfstep.config.load import load
 from halfstep.core import host
 from halfstep.core.policy import Policy
 from halfstep.training.checkpoints import files
-from halfstep.training.events import read_events
 from halfstep.training.loop import Loop
 from halfstep.training.memory import OutOfMemoryError, check_fits, least_bytes
+from halfstep.training.telemetry.events import read_events
 
 SMALL = [
     "model.context=16",

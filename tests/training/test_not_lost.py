@@ -15,8 +15,8 @@ from halfstep.core.policy import Policy
 from halfstep.training import folder
 from halfstep.training.checkpoints import files
 from halfstep.training.checkpoints.arrays import CheckpointError, DamagedCheckpointError
-from halfstep.training.events import read_events
 from halfstep.training.loop import Loop
+from halfstep.training.telemetry.events import read_events
 
 SMALL = [
     "model.context=16",

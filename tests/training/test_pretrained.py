@@ -29,10 +29,10 @@ from halfstep.core.policy import Policy
 from halfstep.training import folder
 from halfstep.training.artifact import encode
 from halfstep.training.checkpoints import files
-from halfstep.training.events import read_events
 from halfstep.training.loop import Loop
 from halfstep.training.pretrained import open_pretrained
 from halfstep.training.session import open_session
+from halfstep.training.telemetry.events import read_events
 from halfstep.training.weightfiles import WeightsError
 
 LAYERS, LONGEST = 2, 128

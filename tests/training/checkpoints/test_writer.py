@@ -14,11 +14,11 @@ from halfstep.training import keeping
 from halfstep.training.checkpoints import files
 from halfstep.training.checkpoints.retention import Retention
 from halfstep.training.checkpoints.writer import Saver
-from halfstep.training.events import Events, read_events
 from halfstep.training.faults import Guard
 from halfstep.training.keeping import Keeper
 from halfstep.training.session import open_session
 from halfstep.training.signals import StopRequest
+from halfstep.training.telemetry.events import Events, read_events
 
 
 def taken(step):

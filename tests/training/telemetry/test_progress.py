@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from halfstep.training.progress import LiveProgress, PlainProgress, in_bytes, progress
+from halfstep.training.telemetry.progress import LiveProgress, PlainProgress, in_bytes, progress
 
 
 class Clock:

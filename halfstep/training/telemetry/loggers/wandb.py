@@ -11,7 +11,7 @@ import os
 from collections.abc import Mapping
 from typing import Any, final
 
-from halfstep.training.loggers import Where
+from halfstep.training.telemetry.loggers import Where
 
 PROJECT = "halfstep"
 

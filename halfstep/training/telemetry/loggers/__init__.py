@@ -146,7 +146,7 @@ class Board:
 
 
 def _open(name: str, where: Where) -> Logger:
-    logger: Logger = import_module(f"halfstep.training.loggers.{name}").open_logger(where)
+    logger: Logger = import_module(f"halfstep.training.telemetry.loggers.{name}").open_logger(where)
     return logger
 
 

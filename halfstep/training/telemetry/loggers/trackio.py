@@ -10,7 +10,7 @@ trackio writes in a thread and tells of its own failures without raising them.
 from collections.abc import Mapping
 from typing import Any, final
 
-from halfstep.training.loggers import Where, finite
+from halfstep.training.telemetry.loggers import Where, finite
 
 PROJECT = "halfstep"
 

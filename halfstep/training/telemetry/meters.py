@@ -25,9 +25,9 @@ from typing import Any, Literal, TypeVar, final
 
 from halfstep.config.flops import flops_per_token
 from halfstep.config.run import RunConfig
-from halfstep.training.ceiling import Ceiling
 from halfstep.training.session import Session
-from halfstep.training.tally import Watch
+from halfstep.training.telemetry.ceiling import Ceiling
+from halfstep.training.telemetry.tally import Watch
 
 T = TypeVar("T")
 Part = Literal["saving", "evaluation"]

@@ -21,10 +21,10 @@ import pytest
 from halfstep.config.load import load
 from halfstep.core.errors import ConfigError, HalfstepError
 from halfstep.core.policy import Policy
-from halfstep.training import loggers
-from halfstep.training.events import Events, read_events
-from halfstep.training.loggers import Board, curve_of, numbers_of
 from halfstep.training.loop import Loop
+from halfstep.training.telemetry import loggers
+from halfstep.training.telemetry.events import Events, read_events
+from halfstep.training.telemetry.loggers import Board, curve_of, numbers_of
 
 ROOT = Path(__file__).parents[2]
 SMALL = [
@@ -240,7 +240,7 @@ def test_an_identity_that_a_full_disk_does_not_take_is_told(tmp_path, planted, m
     def full(path, content):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr("halfstep.training.loggers.write_whole", full)
+    monkeypatch.setattr("halfstep.training.telemetry.loggers.write_whole", full)
     planted(Recorder())
     told = []
     assert Board(("wandb",), tmp_path, 4, warn=told.append).loggers

@@ -8,11 +8,11 @@ import pytest
 from halfstep.config.load import load
 from halfstep.core.errors import HalfstepError
 from halfstep.core.policy import Policy
-from halfstep.training.ceiling import UNMEASURED, Ceiling, in_flops, recorded
-from halfstep.training.events import Events, read_events
 from halfstep.training.loop import Loop
-from halfstep.training.meters import Meters, told
-from halfstep.training.tally import Watch
+from halfstep.training.telemetry.ceiling import UNMEASURED, Ceiling, in_flops, recorded
+from halfstep.training.telemetry.events import Events, read_events
+from halfstep.training.telemetry.meters import Meters, told
+from halfstep.training.telemetry.tally import Watch
 
 SMALL = [
     "model.context=16",
@@ -145,7 +145,7 @@ def test_speed_leaves_the_first_step_out_where_others_say_something(clock):
 
 def test_the_speed_while_it_runs_forgets_the_first_step(monkeypatch):
     now = [0.0]
-    monkeypatch.setattr("halfstep.training.tally.time.perf_counter", lambda: now[0])
+    monkeypatch.setattr("halfstep.training.telemetry.tally.time.perf_counter", lambda: now[0])
     watch, told = Watch(), []
     watch.start(0)
     for step, seconds in enumerate((20.0, 1.0, 1.0, 2.0), 1):
@@ -161,7 +161,7 @@ def test_the_speed_while_it_runs_forgets_the_first_step(monkeypatch):
 
 def test_a_pause_before_the_third_step_leaves_nothing_to_forget(monkeypatch):
     now = [0.0]
-    monkeypatch.setattr("halfstep.training.tally.time.perf_counter", lambda: now[0])
+    monkeypatch.setattr("halfstep.training.telemetry.tally.time.perf_counter", lambda: now[0])
     watch = Watch()
     for step, seconds in enumerate((20.0, 1.0, 2.0, 2.0)):
         watch.start(step)

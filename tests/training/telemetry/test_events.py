@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from halfstep.training import events as module
-from halfstep.training.events import Events, EventsError, newest_first, read_events, stream_events
+from halfstep.training.telemetry import events as module
+from halfstep.training.telemetry.events import Events, EventsError, newest_first, read_events, stream_events
 
 
 def write(path, *events, clock=lambda: 12.5):
@@ -176,7 +176,7 @@ def test_a_full_disk_delays_events_and_loses_none(tmp_path, room):
 
 
 def test_what_waits_is_bounded_and_what_was_dropped_is_counted(tmp_path, monkeypatch):
-    monkeypatch.setattr("halfstep.training.events.WAITING_AT_MOST", 200)
+    monkeypatch.setattr("halfstep.training.telemetry.events.WAITING_AT_MOST", 200)
     path = tmp_path / "e.jsonl"
     with Events(path, clock=lambda: 1.0) as log:
         log._file.close()

@@ -1,0 +1,1 @@
+"""What a run records and shows: events, time and utilization, progress, loggers."""
