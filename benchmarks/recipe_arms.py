@@ -21,11 +21,11 @@ from halfstep.config.run import RunConfig
 from halfstep.config.weights import initial_weights
 from halfstep.core.errors import HalfstepError
 from halfstep.core.policy import Policy
-from halfstep.training.artifact import masters, score
 from halfstep.training.data.load import Batches, Prefetch, load_corpus, validation_batches
 from halfstep.training.evaluation import evaluate
 from halfstep.training.schedule import factor
 from halfstep.training.session import open_session
+from halfstep.training.weights.artifact import masters, score
 
 Answer = dict[str, Any]
 

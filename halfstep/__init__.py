@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from halfstep.core.policy import Policy as Policy
     from halfstep.core.rounding import cast as cast
     from halfstep.core.stats import TensorStats as TensorStats
-    from halfstep.training.decoders import load_model as load_model
+    from halfstep.training.weights.decoders import load_model as load_model
 
 _HOMES = {
     "Choice": "halfstep.core.choice",
@@ -27,7 +27,7 @@ _HOMES = {
     "TensorStats": "halfstep.core.stats",
     "cast": "halfstep.core.rounding",
     "choose": "halfstep.core.choice",
-    "load_model": "halfstep.training.decoders",
+    "load_model": "halfstep.training.weights.decoders",
 }
 
 __all__ = ["__version__", *_HOMES]

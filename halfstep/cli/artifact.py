@@ -50,9 +50,9 @@ def artifact(
 
     from halfstep.core.errors import ConfigError
     from halfstep.training import memory
-    from halfstep.training.artifact import NAME, check_place, masters, score
     from halfstep.training.data.load import load_corpus
     from halfstep.training.evaluation import evaluate
+    from halfstep.training.weights.artifact import NAME, check_place, masters, score
 
     if limit is not None and limit < 0:
         raise ConfigError(f"--limit {limit}: a number of bytes is not negative", hint="0 is no limit")

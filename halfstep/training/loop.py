@@ -24,7 +24,7 @@ from halfstep.config.run import RunConfig
 from halfstep.core.choice import Choice
 from halfstep.core.errors import HalfstepError
 from halfstep.core.policy import Policy
-from halfstep.training import artifact, determinism, folder, memory
+from halfstep.training import determinism, folder, memory
 from halfstep.training.checkpoints import files
 from halfstep.training.checkpoints.retention import Retention, unseen
 from halfstep.training.checkpoints.writer import Saver
@@ -35,7 +35,6 @@ from halfstep.training.faults import Guard
 from halfstep.training.judge import Judge, RollBackError
 from halfstep.training.keeping import Keeper
 from halfstep.training.opening import Subject, open_run
-from halfstep.training.pretrained import Pretrained, open_pretrained
 from halfstep.training.provenance import describe_start
 from halfstep.training.schedule import factor
 from halfstep.training.session import Tokens, open_session
@@ -46,6 +45,8 @@ from halfstep.training.telemetry.events import Events
 from halfstep.training.telemetry.meters import Meters
 from halfstep.training.telemetry.progress import Progress, progress
 from halfstep.training.telemetry.tally import Tally
+from halfstep.training.weights import artifact
+from halfstep.training.weights.pretrained import Pretrained, open_pretrained
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import shutil
 import pytest
 
 from halfstep.cli.main import run
-from halfstep.training.artifact import decode
+from halfstep.training.weights.artifact import decode
 
 GIVEN = [
     "model.vocabulary=256",

@@ -13,7 +13,7 @@ import pytest
 from halfstep.config.load import load
 from halfstep.core.errors import ConfigError, HalfstepError
 from halfstep.core.policy import Policy
-from halfstep.training import artifact, determinism, folder
+from halfstep.training import determinism, folder
 from halfstep.training.checkpoints import files
 from halfstep.training.checkpoints.retention import best_step, survey
 from halfstep.training.data import batches
@@ -22,6 +22,7 @@ from halfstep.training.data.shards import Shard, ShardedTokens
 from halfstep.training.lock import LockedError
 from halfstep.training.loop import Loop
 from halfstep.training.telemetry.events import read_events
+from halfstep.training.weights import artifact
 
 SMALL = [
     "model.context=16",

@@ -47,7 +47,7 @@ from halfstep.training.checkpoints.arrays import DTYPES, Array
 from halfstep.training.checkpoints.arrays import CheckpointError as CheckpointError
 from halfstep.training.checkpoints.arrays import DamagedCheckpointError as DamagedCheckpointError
 from halfstep.training.durable import flush, write_whole
-from halfstep.training.weightfiles import PICKLES
+from halfstep.training.weights.safetensors import PICKLES
 
 FORMAT = 1
 STATE, MANIFEST = "state.safetensors", "manifest.json"

@@ -37,7 +37,7 @@ from numpy.typing import NDArray
 from halfstep.config.model import ModelConfig, Shape, parameter_shapes
 from halfstep.config.schema import build
 from halfstep.core.split import join
-from halfstep.training.weightfiles import Tensor, WeightsError
+from halfstep.training.weights.safetensors import Tensor, WeightsError
 
 Settings = dict[str, Any]
 Table = Mapping[str, Any]

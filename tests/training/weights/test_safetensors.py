@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from halfstep.training.weightfiles import WeightsError, digest, open_file, open_folder
+from halfstep.training.weights.safetensors import WeightsError, digest, open_file, open_folder
 
 NUMBERS = np.random.default_rng(0).standard_normal((3, 5)).astype(np.float32)
 

@@ -11,7 +11,7 @@ is the number of rows: a vocabulary may be padded (layouts.resized), and learned
 cut. Both are said.
 
 Only headers are read until `weights()` is walked through, one parameter at a time: beside the model itself, memory
-is needed for its largest tensor. layouts.py says how others lay a model out, weightfiles.py how a file is read.
+is needed for its largest tensor. layouts.py says how others lay a model out, safetensors.py how a file is read.
 """
 
 import contextlib
@@ -28,11 +28,12 @@ from halfstep.config.load import recipe_names
 from halfstep.config.model import ModelConfig, parameter_shapes
 from halfstep.config.schema import build
 from halfstep.core.errors import ConfigError
-from halfstep.training import folder, weightfiles
-from halfstep.training.artifact import is_artifact
+from halfstep.training import folder
 from halfstep.training.checkpoints import files
-from halfstep.training.layouts import LAYOUTS, Layout, Own, Settings, Source, Tensors, resolved
-from halfstep.training.weightfiles import Tensor, WeightsError
+from halfstep.training.weights import safetensors
+from halfstep.training.weights.artifact import is_artifact
+from halfstep.training.weights.layouts import LAYOUTS, Layout, Own, Settings, Source, Tensors, resolved
+from halfstep.training.weights.safetensors import Tensor, WeightsError
 
 CONFIG = "config.json"
 # Settings whose zero stands for a number that follows from others.
@@ -98,7 +99,7 @@ def open_pretrained(path: str, model: ModelConfig, digest: str = "") -> Pretrain
         notes.append(f"no {CONFIG} describes it: {unchecked}")
     notes += _told_rows(layout, model, tensors) + _told_formats(tensors, used)
     notes += _told_skipped(layout, tensors, used)
-    sha256 = weightfiles.digest(found.tensors.values())
+    sha256 = safetensors.digest(found.tensors.values())
     _check_digest(found, sha256, digest)
     return Pretrained(path, sha256, tuple(notes), layout, model, tensors)
 
@@ -126,16 +127,16 @@ def _found(path: str) -> _Found:
         place = place.parent
     if (place / files.MANIFEST).exists():
         manifest = files.read_manifest(place)
-        tensors = weightfiles.open_file(place / files.STATE)
+        tensors = safetensors.open_file(place / files.STATE)
         config = {**manifest["config"]["model"], "model_type": Own.name}
         return _Found(place, tensors, config, manifest["files"][files.STATE]["sha256"])
     if is_artifact(place):
         raise WeightsError(
             f"`{place}` is an artifact, which holds rounded weights", hint="name the run, or its checkpoint"
         )
-    tensors = weightfiles.open_folder(place) if place.is_dir() else weightfiles.open_file(place)
+    tensors = safetensors.open_folder(place) if place.is_dir() else safetensors.open_file(place)
     beside = (place if place.is_dir() else place.parent) / CONFIG
-    told = weightfiles.read_json(beside) if beside.exists() else {}
+    told = safetensors.read_json(beside) if beside.exists() else {}
     return _Found(place, tensors, told if "model_type" in told else None)
 
 
@@ -292,8 +293,8 @@ def _told_rows(layout: Layout, model: ModelConfig, tensors: Tensors) -> list[str
 def _told_formats(tensors: Tensors, used: set[str]) -> list[str]:
     """What is said of weights that are not held in fp32."""
     split = {name for name in used if f"remainder.{name}" in used}
-    whole = [tensors[name].dtype for name in used - split if tensors[name].dtype in weightfiles.WIDENED]
-    words = Counter(weightfiles.WIDENED[dtype][1] for dtype in whole if dtype != "F32")
+    whole = [tensors[name].dtype for name in used - split if tensors[name].dtype in safetensors.WIDENED]
+    words = Counter(safetensors.WIDENED[dtype][1] for dtype in whole if dtype != "F32")
     told = [f"{count} tensors are held in {word} and widened to fp32, exactly" for word, count in words.items()]
     return told + ([f"{len(split)} split masters are joined, exactly"] if split else [])
 

@@ -27,13 +27,13 @@ from halfstep.config.weights import initial_weights
 from halfstep.core.errors import ConfigError, HalfstepError
 from halfstep.core.policy import Policy
 from halfstep.training import folder
-from halfstep.training.artifact import encode
 from halfstep.training.checkpoints import files
 from halfstep.training.loop import Loop
-from halfstep.training.pretrained import open_pretrained
 from halfstep.training.session import open_session
 from halfstep.training.telemetry.events import read_events
-from halfstep.training.weightfiles import WeightsError
+from halfstep.training.weights.artifact import encode
+from halfstep.training.weights.pretrained import open_pretrained
+from halfstep.training.weights.safetensors import WeightsError
 
 LAYERS, LONGEST = 2, 128
 SERIES = 16 * LAYERS + 4  # some 16 a block, as in the conformance suite

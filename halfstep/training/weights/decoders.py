@@ -14,8 +14,8 @@ from os import PathLike, fspath
 from typing import Any
 
 from halfstep.config.load import load
-from halfstep.training.pretrained import open_pretrained
 from halfstep.training.session import backend_module
+from halfstep.training.weights.pretrained import open_pretrained
 
 
 def load_model(

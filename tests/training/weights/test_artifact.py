@@ -17,11 +17,11 @@ from halfstep.config.model import ModelConfig, parameter_shapes
 from halfstep.config.weights import initial_weights
 from halfstep.core.policy import Policy
 from halfstep.core.split import split
-from halfstep.training import artifact
-from halfstep.training.artifact import ArtifactError, decode, encode, masters, quantize
 from halfstep.training.checkpoints import files
 from halfstep.training.loop import Loop
 from halfstep.training.telemetry.events import read_events
+from halfstep.training.weights import artifact
+from halfstep.training.weights.artifact import ArtifactError, decode, encode, masters, quantize
 
 MODEL = replace(
     load("golf").model, vocabulary=32, context=8, layers=3, width=16, heads=4, kv_heads=2, mlp_width=32

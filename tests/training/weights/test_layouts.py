@@ -11,7 +11,7 @@ from safetensors.numpy import save_file
 from halfstep.config.load import load
 from halfstep.config.model import parameter_shapes
 from halfstep.core.errors import HalfstepError
-from halfstep.training.pretrained import open_pretrained
+from halfstep.training.weights.pretrained import open_pretrained
 
 LAYERS, VOCABULARY = 2, 128
 SIZES = [f"vocabulary={VOCABULARY}", "context=16", f"layers={LAYERS}", "width=32", "heads=4"]

@@ -1,0 +1,1 @@
+"""Weights that come from elsewhere, and models that leave: pretrained weights, layouts, artifacts."""
