@@ -44,8 +44,8 @@ from halfstep.config.load import load as load_config
 from halfstep.core.policy import Policy
 from halfstep.training.checkpoints import files
 from halfstep.training.checkpoints.files import load
-from halfstep.training.folder import holds_run
 from halfstep.training.loop import Loop
+from halfstep.training.run.folder import holds_run
 from halfstep.training.telemetry.events import read_events
 
 SMALL = [

@@ -23,7 +23,7 @@ from halfstep.core.policy import Policy
 from halfstep.torch.model import Decoder
 from halfstep.training.data.load import Prefetch
 from halfstep.training.loop import Loop
-from halfstep.training.signals import stop_requests
+from halfstep.training.run.signals import stop_requests
 from halfstep.training.telemetry.events import Events
 from halfstep.training.telemetry.progress import progress
 

@@ -7,7 +7,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 import pytest
 
-from halfstep.training import keeping
+from halfstep.training.run import checkpointing
 
 # XLA's time to compile is what most tests of JAX take. What is computed stays the same: what is left out is below
 # XLA's own passes, in how loops are written and in LLVM. Compiling takes a third to a sixth of the time.
@@ -26,7 +26,7 @@ with contextlib.suppress(ModuleNotFoundError):
     settings.load_profile("halfstep")
 
 # Nor is a slow disk: the warning of one would stand among those that tests count. Its own test sets this itself.
-keeping.LONG = math.inf
+checkpointing.LONG = math.inf
 
 
 @pytest.fixture

@@ -85,7 +85,7 @@ def artifact(
 
 def _home(run: Path) -> Path:
     """The run folder, also of a checkpoint in it; of one that lies elsewhere, the folder beside it."""
-    from halfstep.training import folder
+    from halfstep.training.run import folder
 
     here = Path(os.path.abspath(run))  # of `.` too; a folder of checkpoints that is a link stays in its run
     if not is_checkpoint(run):

@@ -51,7 +51,7 @@ def _write_page(loop: "Loop") -> Path | None:
     """Writes the page; where it is, or None where there is none. The run is saved, or has said that it is not."""
     from halfstep.core.errors import HalfstepError
     from halfstep.report.page import write
-    from halfstep.training import folder
+    from halfstep.training.run import folder
 
     if _is_hurried(loop):
         return None

@@ -71,9 +71,9 @@ def train(
     from halfstep.cli import outcome
     from halfstep.config.load import DEFAULT_RECIPE, load
     from halfstep.tools.probe import measure_ceiling
-    from halfstep.training import determinism, folder
     from halfstep.training.data.load import load_corpus
     from halfstep.training.loop import Loop
+    from halfstep.training.run import determinism, folder
     from halfstep.training.telemetry import loggers
 
     _check_init(init, resume)
@@ -251,7 +251,7 @@ def _run_folder(recipe: str | None, out: Path | None, resume: bool) -> Iterator[
     """The folder of the run; one that was made for it is removed again where the run does not begin."""
     from halfstep.config.load import DEFAULT_RECIPE
     from halfstep.core.errors import ConfigError
-    from halfstep.training import folder
+    from halfstep.training.run import folder
 
     if out is None and not resume:
         with _new_folder(Path(recipe or DEFAULT_RECIPE).stem) as made:
@@ -329,8 +329,8 @@ def _resolve_policy(
 
 
 def _saved_policy(run: Path, allow_older: bool) -> str:
-    from halfstep.training import folder
     from halfstep.training.checkpoints import files
+    from halfstep.training.run import folder
 
     found = files.latest(run / folder.CHECKPOINTS, allow_older=allow_older)
     if found is None:  # it begins again, in the precision that it began in
@@ -346,10 +346,10 @@ def open_checkpoint(
     from halfstep.config.schema import build
     from halfstep.core.errors import ConfigError
     from halfstep.core.policy import Policy
-    from halfstep.training import folder
     from halfstep.training.checkpoints import files
     from halfstep.training.checkpoints.arrays import held
-    from halfstep.training.provenance import check_readable
+    from halfstep.training.run import folder
+    from halfstep.training.run.manifest import check_readable
     from halfstep.training.session import open_session
 
     hint = "name a run folder, as runs/tiny-..., or a checkpoint's own"
@@ -383,8 +383,8 @@ def open_checkpoint(
 
 def is_checkpoint(path: Path) -> bool:
     """Whether a path names a checkpoint, or a copy of one, and not a run, which may be called `step-` too."""
-    from halfstep.training import folder
     from halfstep.training.checkpoints import files
+    from halfstep.training.run import folder
 
     if (path / folder.CHECKPOINTS).is_dir():
         return False

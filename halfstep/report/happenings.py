@@ -208,7 +208,7 @@ class Teller:
 
     def _skip(self, step: int, event: Event) -> None:
         loss = number(event.get("loss"))
-        # The loop is silent about these, by the same rule (halfstep.training.judge).
+        # The loop is silent about these, by the same rule (halfstep.training.run.response).
         if number(event.get("scale")) > 1 and math.isfinite(loss):
             self._story.overflows += 1
             return

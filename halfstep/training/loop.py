@@ -7,8 +7,8 @@ work while the host prints: reading waits for a step that is over, never for the
 Everything that decides an update (weights, moments, scale, random state, position in the data) is in the
 checkpoint, and the data is a function of (seed, step): a resumed run continues as if it had never stopped.
 
-Checkpoints are written by a thread (writer.py, keeping.py). A step that went wrong is told, and the run goes on,
-goes back or stops (faults.py). The folder is locked from opening it to the end of `run` (lock.py).
+Checkpoints are written by a thread (writer.py, checkpointing.py). A step that went wrong is told, and the run goes on,
+goes back or stops (health.py). The folder is locked from opening it to the end of `run` (lock.py).
 """
 
 import dataclasses
@@ -24,21 +24,22 @@ from halfstep.config.run import RunConfig
 from halfstep.core.choice import Choice
 from halfstep.core.errors import HalfstepError
 from halfstep.core.policy import Policy
-from halfstep.training import determinism, folder, memory
+from halfstep.training import memory
 from halfstep.training.checkpoints import files
 from halfstep.training.checkpoints.retention import Retention, unseen
 from halfstep.training.checkpoints.writer import Saver
 from halfstep.training.data.corpus import DataError
 from halfstep.training.data.load import Batches, Corpus, Prefetch, load_corpus
 from halfstep.training.evaluation import Evaluation, check_held_out, evaluate
-from halfstep.training.faults import Guard
-from halfstep.training.judge import Judge, RollBackError
-from halfstep.training.keeping import Keeper
-from halfstep.training.opening import Subject, open_run
-from halfstep.training.provenance import describe_start
+from halfstep.training.run import determinism, folder
+from halfstep.training.run.checkpointing import Keeper
+from halfstep.training.run.health import Guard
+from halfstep.training.run.manifest import describe_start
+from halfstep.training.run.response import Judge, RollBackError
+from halfstep.training.run.resume import Subject, open_run
+from halfstep.training.run.signals import StopRequest, stop_requests
 from halfstep.training.schedule import factor
 from halfstep.training.session import Tokens, open_session
-from halfstep.training.signals import StopRequest, stop_requests
 from halfstep.training.telemetry import loggers
 from halfstep.training.telemetry.ceiling import UNMEASURED, Ceiling
 from halfstep.training.telemetry.events import Events

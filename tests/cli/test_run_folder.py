@@ -8,7 +8,7 @@ import pytest
 
 from halfstep.cli import train as command
 from halfstep.cli.main import run
-from halfstep.training import folder
+from halfstep.training.run import folder
 
 SMALL = [
     "model.context=16",

@@ -15,9 +15,9 @@ from halfstep.config.load import load
 from halfstep.core.choice import Choice
 from halfstep.core.errors import ConfigError, HalfstepError
 from halfstep.core.policy import Policy
-from halfstep.training import folder
 from halfstep.training.checkpoints import files
 from halfstep.training.loop import Loop
+from halfstep.training.run import folder
 from halfstep.training.session import open_session
 from halfstep.training.telemetry.events import read_events
 
@@ -208,7 +208,7 @@ def test_a_full_disk_does_not_hinder_a_resume_and_a_new_setting_is_refused(text,
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     before = (out / "run.toml").read_bytes()
-    monkeypatch.setattr("halfstep.training.folder.write_whole", full)
+    monkeypatch.setattr("halfstep.training.run.folder.write_whole", full)
     assert start(text, out, resume=True).start == 4
     with pytest.raises(ConfigError, match=r"run\.toml` cannot be written: No space left"):
         start(text, out, "training.save_every=1", resume=True)

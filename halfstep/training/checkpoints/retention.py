@@ -4,7 +4,7 @@
 
 The best is the one with the lowest held-out loss among those that were saved at a step at which a look was taken;
 its loss is in its manifest, so it is found again whoever asks. Protected is the newest one that is known to be
-good (faults.py): what comes after may be worth nothing, and must not push it out. With `last` = 1 it is the one
+good (health.py): what comes after may be worth nothing, and must not push it out. With `last` = 1 it is the one
 before the newest, unless a look has shown that the newest one's weights are good.
 
 **Stops change nothing.** Whoever stops a run leaves a checkpoint where none was due. It is no rollback's goal, and

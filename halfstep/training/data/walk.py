@@ -25,8 +25,8 @@ from typing import final
 from halfstep.training.data.corpus import DataError
 from halfstep.training.data.index import INDEX, STATE, is_marked
 from halfstep.training.durable import PARTIAL
-from halfstep.training.folder import CHECKPOINTS, CONFIG, EVENTS
 from halfstep.training.lock import LOCK, is_signed
+from halfstep.training.run.folder import CHECKPOINTS, CONFIG, EVENTS
 
 FILE, FOLDER, LINK = "file", "folder", "link"
 # What is left out and counted.

@@ -28,8 +28,8 @@ from halfstep.config.load import recipe_names
 from halfstep.config.model import ModelConfig, parameter_shapes
 from halfstep.config.schema import build
 from halfstep.core.errors import ConfigError
-from halfstep.training import folder
 from halfstep.training.checkpoints import files
+from halfstep.training.run import folder
 from halfstep.training.weights import safetensors
 from halfstep.training.weights.artifact import is_artifact
 from halfstep.training.weights.layouts import LAYOUTS, Layout, Own, Settings, Source, Tensors, resolved

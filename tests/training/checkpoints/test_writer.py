@@ -10,14 +10,14 @@ import pytest
 
 from halfstep.config.load import load
 from halfstep.core.policy import Policy
-from halfstep.training import keeping
 from halfstep.training.checkpoints import files
 from halfstep.training.checkpoints.retention import Retention
 from halfstep.training.checkpoints.writer import Saver
-from halfstep.training.faults import Guard
-from halfstep.training.keeping import Keeper
+from halfstep.training.run import checkpointing
+from halfstep.training.run.checkpointing import Keeper
+from halfstep.training.run.health import Guard
+from halfstep.training.run.signals import StopRequest
 from halfstep.training.session import open_session
-from halfstep.training.signals import StopRequest
 from halfstep.training.telemetry.events import Events, read_events
 
 
@@ -180,7 +180,7 @@ def test_a_checkpoint_is_an_event_with_what_it_cost(keeper):
 
 @pytest.mark.parametrize(("enough", "number"), [(0.0, 1), (60.0, 0)])
 def test_saves_that_training_waits_for_are_warned_of_once(keeper, monkeypatch, enough, number):
-    monkeypatch.setattr(keeping, "LONG", enough)
+    monkeypatch.setattr(checkpointing, "LONG", enough)
     turns, real, settle = threading.Semaphore(0), files.save, keeper.settle
 
     def save(*args):
@@ -206,7 +206,7 @@ def test_saves_that_training_waits_for_are_warned_of_once(keeper, monkeypatch, e
 
 
 def test_a_save_that_fails_is_loud_and_the_last_one_is_tried_until_it_succeeds(keeper, monkeypatch):
-    monkeypatch.setattr("halfstep.training.keeping.PAUSE", 0.05)
+    monkeypatch.setattr("halfstep.training.run.checkpointing.PAUSE", 0.05)
     real, tries = os.fsync, []
 
     def fsync(descriptor):
@@ -224,8 +224,8 @@ def test_a_save_that_fails_is_loud_and_the_last_one_is_tried_until_it_succeeds(k
 
 
 def test_a_disk_that_stays_full_is_an_error_in_the_end(keeper, monkeypatch):
-    monkeypatch.setattr("halfstep.training.keeping.PAUSE", 0.01)
-    monkeypatch.setattr("halfstep.training.keeping.PATIENCE", 0.05)
+    monkeypatch.setattr("halfstep.training.run.checkpointing.PAUSE", 0.01)
+    monkeypatch.setattr("halfstep.training.run.checkpointing.PATIENCE", 0.05)
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(files.CheckpointError, match="No space left"):
         keeper.save_last(4)

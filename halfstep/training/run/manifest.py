@@ -9,7 +9,7 @@ The manifest holds, beside the digests of files.py:
     random               every random state there is, and what is drawn without one
     aliases              tensors that are saved once under another name: tied weights
     held_out             the loss of a look at this very step, or null
-    guard                which step was good, and the memory of the spike rule (faults.py)
+    guard                which step was good, and the memory of the spike rule (health.py)
 
 Formats of tensors are in the manifest's own table, and the scaler's state is among the tensors (core.stored).
 """

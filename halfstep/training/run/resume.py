@@ -12,13 +12,13 @@ from typing import Any
 from halfstep.config.run import RunConfig
 from halfstep.core.choice import Choice
 from halfstep.core.policy import Policy
-from halfstep.training import folder
 from halfstep.training.checkpoints import files
 from halfstep.training.checkpoints.arrays import held
 from halfstep.training.data.load import Batches, Corpus
-from halfstep.training.faults import Guard
 from halfstep.training.lock import RunLock
-from halfstep.training.provenance import changes, check_manifest, describe_data, describe_run
+from halfstep.training.run import folder
+from halfstep.training.run.health import Guard
+from halfstep.training.run.manifest import changes, check_manifest, describe_data, describe_run
 from halfstep.training.session import Session
 
 

@@ -12,10 +12,10 @@ import pytest
 from halfstep.config.load import load
 from halfstep.core.errors import ConfigError, HalfstepError
 from halfstep.core.policy import Policy
-from halfstep.training import folder
 from halfstep.training.checkpoints import files
 from halfstep.training.checkpoints.arrays import CheckpointError, DamagedCheckpointError
 from halfstep.training.loop import Loop
+from halfstep.training.run import folder
 from halfstep.training.telemetry.events import read_events
 
 SMALL = [

@@ -13,7 +13,6 @@ import pytest
 from halfstep.config.load import load
 from halfstep.core.errors import ConfigError, HalfstepError
 from halfstep.core.policy import Policy
-from halfstep.training import determinism, folder
 from halfstep.training.checkpoints import files
 from halfstep.training.checkpoints.retention import best_step, survey
 from halfstep.training.data import batches
@@ -21,6 +20,7 @@ from halfstep.training.data.corpus import DataError
 from halfstep.training.data.shards import Shard, ShardedTokens
 from halfstep.training.lock import LockedError
 from halfstep.training.loop import Loop
+from halfstep.training.run import determinism, folder
 from halfstep.training.telemetry.events import read_events
 from halfstep.training.weights import artifact
 

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from halfstep.training.faults import HOPELESS, ROLLBACKS, DivergedError, Guard
-from halfstep.training.spikes import IN_A_ROW, NEEDED, REMEMBERED, Spikes
+from halfstep.training.run.health import HOPELESS, ROLLBACKS, DivergedError, Guard
+from halfstep.training.run.spikes import IN_A_ROW, NEEDED, REMEMBERED, Spikes
 
 
 def primed(threshold=1.0, losses=(3.0,) * NEEDED):

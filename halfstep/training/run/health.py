@@ -20,7 +20,7 @@ from collections.abc import Mapping
 from typing import Any, Literal, final
 
 from halfstep.core.errors import HalfstepError
-from halfstep.training.spikes import Spikes
+from halfstep.training.run.spikes import Spikes
 
 # A dynamic scale falls from its start to its floor in 16 such steps; nothing else recovers by waiting.
 HOPELESS = 50

@@ -5,7 +5,7 @@ With m the median of the last 32 losses that did not spike (8 at least), a step 
     loss > m + threshold          in nats a token
 
 and a run rolls back after 3 spiking steps in a row. A single spike is common and heals by itself; a median is
-not moved by it. A loss that is not finite is no spike: its update was skipped, and faults.py counts those.
+not moved by it. A loss that is not finite is no spike: its update was skipped, and health.py counts those.
 A threshold of 0 is off.
 
 The rule sees losses alone and its memory is part of the checkpoint, so a resumed run decides as the uninterrupted

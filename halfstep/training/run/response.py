@@ -7,7 +7,7 @@
                                      checkpoint from before is kept
     a loss that stays up             back to the newest checkpoint from before, where the run asks for it
 
-faults.py keeps the count; keeping.py has the checkpoints.
+health.py keeps the count; checkpointing.py has the checkpoints.
 """
 
 import math
@@ -16,8 +16,8 @@ from typing import Any, final
 
 from halfstep.core.errors import ScalingError
 from halfstep.training.data.load import Batches
-from halfstep.training.faults import Guard
-from halfstep.training.keeping import Keeper
+from halfstep.training.run.checkpointing import Keeper
+from halfstep.training.run.health import Guard
 from halfstep.training.session import Session
 from halfstep.training.telemetry.tally import Tally
 

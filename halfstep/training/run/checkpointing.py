@@ -19,9 +19,9 @@ from halfstep.training.checkpoints import files
 from halfstep.training.checkpoints.arrays import Array, CheckpointError, DamagedCheckpointError, held
 from halfstep.training.checkpoints.retention import due_step, good_step, survey
 from halfstep.training.checkpoints.writer import Saved, Saver
-from halfstep.training.faults import Guard
+from halfstep.training.run.health import Guard
+from halfstep.training.run.signals import StopRequest
 from halfstep.training.session import Session
-from halfstep.training.signals import StopRequest
 from halfstep.training.telemetry.events import Events
 from halfstep.training.telemetry.progress import Progress
 

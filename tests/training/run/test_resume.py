@@ -13,13 +13,13 @@ import pytest
 from halfstep.config.load import load
 from halfstep.core.errors import ConfigError
 from halfstep.core.policy import Policy
-from halfstep.training import folder
 from halfstep.training.checkpoints import files
 from halfstep.training.data.corpus import DataError
 from halfstep.training.data.shards import open_shard
 from halfstep.training.durable import write_whole
-from halfstep.training.judge import RollBackError
 from halfstep.training.loop import Loop
+from halfstep.training.run import folder
+from halfstep.training.run.response import RollBackError
 from halfstep.training.telemetry.ceiling import recorded
 from halfstep.training.telemetry.events import EventsError, read_events
 

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from halfstep.training.signals import SIGNALS, stop_requests
+from halfstep.training.run.signals import SIGNALS, stop_requests
 
 
 @pytest.fixture(autouse=True)
