@@ -267,7 +267,7 @@ def _run_folder(recipe: str | None, out: Path | None, resume: bool) -> Iterator[
 def _new_folder(name: str) -> Iterator[Path]:
     """A folder of this process alone: whoever starts in the same second makes another."""
     from halfstep.core.errors import ConfigError
-    from halfstep.training.durable import make_folder
+    from halfstep.training.files import make_folder
 
     first, had_runs = RUNS / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}", RUNS.exists()
     for number in count(1):

@@ -46,7 +46,7 @@ import numpy as np
 from halfstep.training.checkpoints.arrays import DTYPES, Array
 from halfstep.training.checkpoints.arrays import CheckpointError as CheckpointError
 from halfstep.training.checkpoints.arrays import DamagedCheckpointError as DamagedCheckpointError
-from halfstep.training.durable import flush, write_whole
+from halfstep.training.files import flush, write_whole
 from halfstep.training.weights.safetensors import PICKLES
 
 FORMAT = 1

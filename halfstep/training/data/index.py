@@ -30,7 +30,7 @@ from zlib import crc32
 
 from halfstep.training.data.corpus import DataError
 from halfstep.training.data.tokenizers import PACKED_INDEX, Identity
-from halfstep.training.durable import write_whole
+from halfstep.training.files import write_whole
 
 FORMAT = 1
 # Stands at the beginning of what is sealed: a folder of text may well hold an index.json of its own.

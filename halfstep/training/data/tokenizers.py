@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from halfstep.core.errors import did_you_mean
 from halfstep.training.data.corpus import DataError
 from halfstep.training.data.token_bytes import TokenBytes
-from halfstep.training.durable import write_whole
+from halfstep.training.files import write_whole
 
 NO_SEPARATOR = "none"
 PACKED_INDEX = "index.json"

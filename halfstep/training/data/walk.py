@@ -24,7 +24,7 @@ from typing import final
 
 from halfstep.training.data.corpus import DataError
 from halfstep.training.data.index import INDEX, STATE, is_marked
-from halfstep.training.durable import PARTIAL
+from halfstep.training.files import PARTIAL
 from halfstep.training.lock import LOCK, is_signed
 from halfstep.training.run.folder import CHECKPOINTS, CONFIG, EVENTS
 

@@ -41,8 +41,8 @@ from halfstep.core.split import join
 from halfstep.core.stored import Stored
 from halfstep.training import memory
 from halfstep.training.data.corpus import Corpus
-from halfstep.training.durable import write_whole
 from halfstep.training.evaluation import Evaluation, evaluate
+from halfstep.training.files import write_whole
 from halfstep.training.lock import LOCK
 from halfstep.training.run import folder
 from halfstep.training.session import Session

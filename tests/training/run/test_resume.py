@@ -16,7 +16,7 @@ from halfstep.core.policy import Policy
 from halfstep.training.checkpoints import files
 from halfstep.training.data.corpus import DataError
 from halfstep.training.data.shards import open_shard
-from halfstep.training.durable import write_whole
+from halfstep.training.files import write_whole
 from halfstep.training.loop import Loop
 from halfstep.training.run import folder
 from halfstep.training.run.response import RollBackError

@@ -49,7 +49,7 @@ from halfstep.training.data.pack.writer import ShardWriter
 from halfstep.training.data.packed import check_names
 from halfstep.training.data.tokenizers import Tokenizer
 from halfstep.training.data.walk import told as words
-from halfstep.training.durable import PARTIAL, make_folder, write_whole
+from halfstep.training.files import PARTIAL, make_folder, write_whole
 from halfstep.training.lock import LOCK, RunLock
 
 SECONDS_BETWEEN_COMMITS = 5.0

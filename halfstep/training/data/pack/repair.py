@@ -29,7 +29,7 @@ from halfstep.training.data.pack.encode import SIDES, Encoded, token_type
 from halfstep.training.data.packed import open_listed, read_token_bytes
 from halfstep.training.data.shards import header
 from halfstep.training.data.tokenizers import Tokenizer, check_saved
-from halfstep.training.durable import PARTIAL, flush, write_whole
+from halfstep.training.files import PARTIAL, flush, write_whole
 
 
 def mend_tables(folder: Path, index: Index, tokenizer: Tokenizer) -> None:

@@ -20,7 +20,7 @@ from halfstep.training.data.pack.encode import documents
 from halfstep.training.data.pack.pack import Meter, check_share
 from halfstep.training.data.pack.sources import Source
 from halfstep.training.data.tokenizers import needed
-from halfstep.training.durable import write_whole
+from halfstep.training.files import write_whole
 
 END_OF_TEXT = "<|endoftext|>"
 SMALLEST = 257  # the bytes and <|endoftext|>

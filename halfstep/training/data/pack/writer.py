@@ -21,7 +21,7 @@ from halfstep.training.data.corpus import DataError, TokenArray
 from halfstep.training.data.index import STATE, ShardRecord, SideRecord, digests, page_digest, shard_records
 from halfstep.training.data.shards import HEADER_BYTES, header
 from halfstep.training.data.token_bytes import TokenBytes
-from halfstep.training.durable import PARTIAL, flush, write_whole
+from halfstep.training.files import PARTIAL, flush, write_whole
 
 
 @final

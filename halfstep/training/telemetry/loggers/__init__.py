@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, Protocol, final
 
 from halfstep.core.errors import ConfigError, HalfstepError
-from halfstep.training.durable import write_whole
+from halfstep.training.files import write_whole
 
 IDENTITY = "loggers.json"  # in the run folder
 

@@ -5,8 +5,8 @@ import os
 
 import pytest
 
-from halfstep.training import durable
-from halfstep.training.durable import make_folder, write_whole
+from halfstep.training import files
+from halfstep.training.files import make_folder, write_whole
 
 
 def test_a_file_is_on_the_disk_before_its_name_and_its_name_before_the_call_returns(tmp_path, monkeypatch):
@@ -30,7 +30,7 @@ def test_a_file_is_on_the_disk_before_its_name_and_its_name_before_the_call_retu
 
 def test_the_names_of_new_folders_are_on_the_disk_before_anything_in_them(tmp_path, monkeypatch):
     flushed = []
-    monkeypatch.setattr(durable, "flush", flushed.append)
+    monkeypatch.setattr(files, "flush", flushed.append)
     make_folder(tmp_path / "a" / "b" / "c")
     assert flushed == [tmp_path, tmp_path / "a", tmp_path / "a" / "b"]
     make_folder(tmp_path / "a" / "b" / "c")
