@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from halfstep.training.checkpoints.files import Array, CheckpointError, load, load_latest
+from halfstep.training.checkpoints.checkpoint import Array, CheckpointError, load, load_latest
 
 Case = tuple[str, Callable[[], object]]
 

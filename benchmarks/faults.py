@@ -42,8 +42,8 @@ from damaged_files import damage
 
 from halfstep.config.load import load as load_config
 from halfstep.core.policy import Policy
-from halfstep.training.checkpoints import files
-from halfstep.training.checkpoints.files import load
+from halfstep.training.checkpoints import checkpoint
+from halfstep.training.checkpoints.checkpoint import load
 from halfstep.training.loop import Loop
 from halfstep.training.run.folder import holds_run
 from halfstep.training.telemetry.events import read_events
@@ -123,7 +123,7 @@ class Bench:
 
 
 def final_state(out: Path) -> dict[str, bytes]:
-    arrays, manifest = load(files.step_folders(out / "checkpoints")[-1])
+    arrays, manifest = load(checkpoint.step_folders(out / "checkpoints")[-1])
     return {"step": str(manifest["step"]).encode()} | {n: bytes(a.data) for n, a in arrays.items()}
 
 
@@ -368,7 +368,7 @@ def main() -> int:
         if options.only in (None, "damage"):
             if not (bench.folder / "uninterrupted").exists():
                 bench.uninterrupted()
-            folders = files.step_folders(bench.folder / "uninterrupted" / "checkpoints")
+            folders = checkpoint.step_folders(bench.folder / "uninterrupted" / "checkpoints")
             found = damage(*folders[-2:], bench.folder / "copy")
             for kind, number in found["found"].items():
                 rest = found["same"].get(kind, 0)

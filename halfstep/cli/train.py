@@ -329,13 +329,13 @@ def _resolve_policy(
 
 
 def _saved_policy(run: Path, allow_older: bool) -> str:
-    from halfstep.training.checkpoints import files
+    from halfstep.training.checkpoints import checkpoint
     from halfstep.training.run import folder
 
-    found = files.latest(run / folder.CHECKPOINTS, allow_older=allow_older)
+    found = checkpoint.latest(run / folder.CHECKPOINTS, allow_older=allow_older)
     if found is None:  # it begins again, in the precision that it began in
         return folder.read_config(run).policy
-    return str(files.read_manifest(found)["policy"])
+    return str(checkpoint.read_manifest(found)["policy"])
 
 
 def open_checkpoint(
@@ -346,7 +346,7 @@ def open_checkpoint(
     from halfstep.config.schema import build
     from halfstep.core.errors import ConfigError
     from halfstep.core.policy import Policy
-    from halfstep.training.checkpoints import files
+    from halfstep.training.checkpoints import checkpoint
     from halfstep.training.checkpoints.arrays import held
     from halfstep.training.run import folder
     from halfstep.training.run.manifest import check_readable
@@ -357,9 +357,9 @@ def open_checkpoint(
         what = f"`{run}` is a file" if run.exists() else f"there is no such folder: `{run}`"
         raise ConfigError(what, hint=hint)
     if is_checkpoint(run):
-        opened: Any = (run, *files.load(run))
+        opened: Any = (run, *checkpoint.load(run))
     else:
-        opened = files.load_newest(run / folder.CHECKPOINTS)
+        opened = checkpoint.load_newest(run / folder.CHECKPOINTS)
     if opened is None:
         raise ConfigError(f"`{run}` holds no checkpoint", hint=hint)
     found, arrays, manifest = opened
@@ -383,12 +383,12 @@ def open_checkpoint(
 
 def is_checkpoint(path: Path) -> bool:
     """Whether a path names a checkpoint, or a copy of one, and not a run, which may be called `step-` too."""
-    from halfstep.training.checkpoints import files
+    from halfstep.training.checkpoints import checkpoint
     from halfstep.training.run import folder
 
     if (path / folder.CHECKPOINTS).is_dir():
         return False
-    holds = all((path / name).is_file() for name in (files.MANIFEST, files.STATE))
+    holds = all((path / name).is_file() for name in (checkpoint.MANIFEST, checkpoint.STATE))
     return holds or path.name.startswith("step-")
 
 

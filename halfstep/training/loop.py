@@ -25,7 +25,7 @@ from halfstep.core.choice import Choice
 from halfstep.core.errors import HalfstepError
 from halfstep.core.policy import Policy
 from halfstep.training import memory
-from halfstep.training.checkpoints import files
+from halfstep.training.checkpoints import checkpoint
 from halfstep.training.checkpoints.retention import Retention, unseen
 from halfstep.training.checkpoints.writer import Saver
 from halfstep.training.data.corpus import DataError
@@ -100,7 +100,7 @@ class Loop:
             name=f"`{config.data.source}`",
         )
         check_held_out(self.corpus, config)
-        saved = resume and bool(files.step_folders(out / folder.CHECKPOINTS))
+        saved = resume and bool(checkpoint.step_folders(out / folder.CHECKPOINTS))
         self.pretrained = self._pretrained() if config.init and not saved else None
         first = None if self.pretrained is None else self.pretrained.weights()
         self.session = open_session(config, policy, device, weights=first)

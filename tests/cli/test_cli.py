@@ -236,9 +236,9 @@ def test_the_installed_command_exits_with_the_code():
 
 
 WAITING = {
-    "eval": ("halfstep.training.checkpoints.files", "load_newest", ["eval", "."]),
-    "sample": ("halfstep.training.checkpoints.files", "load_newest", ["sample", "."]),
-    "artifact": ("halfstep.training.checkpoints.files", "load_newest", ["artifact", "."]),
+    "eval": ("halfstep.training.checkpoints.checkpoint", "load_newest", ["eval", "."]),
+    "sample": ("halfstep.training.checkpoints.checkpoint", "load_newest", ["sample", "."]),
+    "artifact": ("halfstep.training.checkpoints.checkpoint", "load_newest", ["artifact", "."]),
     "probe": ("halfstep.tools.probe", "run", ["probe"]),
     "train": ("halfstep.config.load", "load", ["train", "--out", "x"]),
     "tokenizer": (

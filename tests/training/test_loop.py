@@ -15,7 +15,7 @@ from halfstep.config.load import load
 from halfstep.core.choice import Choice
 from halfstep.core.errors import ConfigError, HalfstepError
 from halfstep.core.policy import Policy
-from halfstep.training.checkpoints import files
+from halfstep.training.checkpoints import checkpoint
 from halfstep.training.loop import Loop
 from halfstep.training.run import folder
 from halfstep.training.session import open_session
@@ -44,7 +44,7 @@ def start(text, out, *extra, policy="fp32", **options):
 
 
 def final_state(out):
-    arrays, manifest = files.load(files.latest(out / folder.CHECKPOINTS))
+    arrays, manifest = checkpoint.load(checkpoint.latest(out / folder.CHECKPOINTS))
     return {name: (a.dtype, a.shape, bytes(a.data)) for name, a in arrays.items() if name != "rng.cpu"}, manifest
 
 
@@ -162,7 +162,7 @@ def test_a_signal_saves_and_leaves_cleanly_and_the_run_can_go_on(text, tmp_path,
     assert process.returncode == 0, stderr
     step, finished = stdout.split()
     assert finished == "False"
-    assert files.latest(out / "checkpoints").name == f"step-{int(step):06d}"
+    assert checkpoint.latest(out / "checkpoints").name == f"step-{int(step):06d}"
     assert read_events(out / "events.jsonl")[-1]["event"] == "stop"
     assert kind.name in stderr
     loop = start(text, out, *many, resume=True)
@@ -193,7 +193,7 @@ def test_a_checkpoint_of_a_halfstep_that_wrote_less_is_refused_with_a_way_on(tex
     path = out / "checkpoints" / "step-000006" / "manifest.json"
     manifest = json.loads(path.read_text())
     del manifest["guard"]
-    manifest["digest"] = files._digest(manifest)
+    manifest["digest"] = checkpoint._digest(manifest)
     path.write_text(json.dumps(manifest))
     with pytest.raises(ConfigError, match="says nothing of `guard`") as caught:
         start(text, out, resume=True)
@@ -313,7 +313,7 @@ def test_a_damaged_checkpoint_is_replaced_when_its_step_is_reached_again(text, t
     newest = out / "checkpoints" / "step-000006" / "state.safetensors"
     whole = newest.read_bytes()
     newest.write_bytes(whole[:-100])
-    with pytest.raises(files.DamagedCheckpointError, match="step-000006") as caught:
+    with pytest.raises(checkpoint.DamagedCheckpointError, match="step-000006") as caught:
         start(text, out, resume=True)
     assert "--allow-older" in caught.value.hint
     again = start(text, out, resume=True, allow_older=True)

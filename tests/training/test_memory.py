@@ -6,7 +6,7 @@ from halfstep.cli.main import run
 from halfstep.config.load import load
 from halfstep.core import host
 from halfstep.core.policy import Policy
-from halfstep.training.checkpoints import files
+from halfstep.training.checkpoints import checkpoint
 from halfstep.training.loop import Loop
 from halfstep.training.memory import OutOfMemoryError, check_fits, least_bytes
 from halfstep.training.telemetry.events import read_events
@@ -127,7 +127,7 @@ def test_a_step_that_does_not_fit_stops_the_run_and_says_what_to_do(text, tmp_pa
     )
     assert "training.recompute_blocks=true" in caught.value.hint
     assert "with --resume it goes on after step 3" in caught.value.hint
-    assert files.latest(out / "checkpoints").name == "step-000003"
+    assert checkpoint.latest(out / "checkpoints").name == "step-000003"
     (stop,) = (event for event in read_events(out / "events.jsonl") if event["event"] == "stop")
     assert "ran out of memory" in stop["reason"]
     assert stop["saved"] == 3

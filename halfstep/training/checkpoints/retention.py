@@ -23,7 +23,7 @@ from typing import final
 
 from halfstep.config.run import TrainingConfig
 from halfstep.training.checkpoints.arrays import CheckpointError
-from halfstep.training.checkpoints.files import check_complete, discard, step_folders, step_of
+from halfstep.training.checkpoints.checkpoint import check_complete, discard, step_folders, step_of
 
 
 @final

@@ -26,7 +26,7 @@ from typing import Any, final
 
 from halfstep.core.errors import HalfstepError
 from halfstep.core.stored import Snapshot
-from halfstep.training.checkpoints import files
+from halfstep.training.checkpoints import checkpoint
 from halfstep.training.checkpoints.arrays import Array, CheckpointError
 from halfstep.training.checkpoints.retention import Retention, prune
 
@@ -116,7 +116,7 @@ class Saver:
         try:
             arrays = {name: Array(*record) for name, record in read().items()}
             size = sum(memoryview(array.data).nbytes for array in arrays.values())
-            path = files.save(self.folder, step, arrays, meta)
+            path = checkpoint.save(self.folder, step, arrays, meta)
             prune(self.folder, self.retention, good)
         except HalfstepError as error:
             trouble = error

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, final
 
-from halfstep.training.checkpoints import files
+from halfstep.training.checkpoints import checkpoint
 from halfstep.training.checkpoints.arrays import Array, CheckpointError, DamagedCheckpointError, held
 from halfstep.training.checkpoints.retention import due_step, good_step, survey
 from halfstep.training.checkpoints.writer import Saved, Saver
@@ -146,9 +146,9 @@ class Keeper:
         to = int(manifest["step"])
         left_out = self.guard.go_back(at, to, manifest["guard"])
         # The newest first: a death in between leaves a run that spikes again, and goes back again.
-        for path in reversed(files.step_folders(self.saver.folder)):
-            if files.step_of(path) > to:
-                files.discard(path)
+        for path in reversed(checkpoint.step_folders(self.saver.folder)):
+            if checkpoint.step_of(path) > to:
+                checkpoint.discard(path)
         self.session.load(held(arrays))
         self.saver.saved_step = to
         self._looked = {step: loss for step, loss in self._looked.items() if step <= to}
@@ -162,10 +162,10 @@ class Keeper:
         first: DamagedCheckpointError | None = None
         while (step := due_step(found := survey(self.saver.folder), self.guard.good)) is not None:
             try:
-                return files.load(found[step].path)
+                return checkpoint.load(found[step].path)
             except DamagedCheckpointError as error:
                 first = first or error
-                files.set_aside(found[step].path)
+                checkpoint.set_aside(found[step].path)
                 self.warn(f"{error.message}; it was set aside")
         assert first is not None  # can_roll_back said that there is one
         raise first
@@ -180,8 +180,8 @@ class Keeper:
         """Writes into a checkpoint what a look at it found, where a signal had broken that off."""
         path = self.saver.folder / f"step-{step:06d}"
         try:
-            if math.isfinite(held_out) and files.read_manifest(path).get("held_out") is None:
-                files.note(path, held_out=held_out)
+            if math.isfinite(held_out) and checkpoint.read_manifest(path).get("held_out") is None:
+                checkpoint.note(path, held_out=held_out)
                 self.guard.looked(step)
         except CheckpointError as error:  # a full disk: the look is in the events all the same
             self.warn(error.message)

@@ -27,7 +27,7 @@ from halfstep.config.load import load, to_toml
 from halfstep.config.run import RunConfig
 from halfstep.config.schema import build
 from halfstep.core.errors import ConfigError
-from halfstep.training.checkpoints.files import newest_manifest, step_folders
+from halfstep.training.checkpoints.checkpoint import newest_manifest, step_folders
 from halfstep.training.files import make_folder, write_whole
 from halfstep.training.lock import RunLock
 from halfstep.training.telemetry.events import EventsError, newest_first

@@ -12,7 +12,7 @@ from typing import Any
 from halfstep.config.run import RunConfig
 from halfstep.core.choice import Choice
 from halfstep.core.policy import Policy
-from halfstep.training.checkpoints import files
+from halfstep.training.checkpoints import checkpoint
 from halfstep.training.checkpoints.arrays import held
 from halfstep.training.data.load import Batches, Corpus
 from halfstep.training.lock import RunLock
@@ -79,7 +79,7 @@ def _go_on(subject: Subject, out: Path, allow_older: bool, warnings: list[str]) 
     """Takes over the newest checkpoint; its step, and whether a look at it is owed."""
     config = subject.config
     folder.check_same_run(out, config)
-    found = files.load_latest(out / folder.CHECKPOINTS, allow_older=allow_older)
+    found = checkpoint.load_latest(out / folder.CHECKPOINTS, allow_older=allow_older)
     if found is None:
         folder.check_not_lost(out, allow_older=allow_older)
         warnings.append(f"`{out}` holds no checkpoint yet: the run begins again with its first step")

@@ -28,7 +28,7 @@ from halfstep.config.load import recipe_names
 from halfstep.config.model import ModelConfig, parameter_shapes
 from halfstep.config.schema import build
 from halfstep.core.errors import ConfigError
-from halfstep.training.checkpoints import files
+from halfstep.training.checkpoints import checkpoint
 from halfstep.training.run import folder
 from halfstep.training.weights import safetensors
 from halfstep.training.weights.artifact import is_artifact
@@ -119,17 +119,17 @@ def _found(path: str) -> _Found:
             hint="what is on a hub must be fetched first: `hf download openai-community/gpt2 --local-dir gpt2`",
         )
     if (place / folder.CONFIG).exists():
-        newest = files.latest(place / folder.CHECKPOINTS)
+        newest = checkpoint.latest(place / folder.CHECKPOINTS)
         if newest is None:
             raise WeightsError(f"the run in `{place}` has no checkpoint", hint="name a run that has one")
         place = newest
-    if place.name == files.STATE and (place.parent / files.MANIFEST).exists():
+    if place.name == checkpoint.STATE and (place.parent / checkpoint.MANIFEST).exists():
         place = place.parent
-    if (place / files.MANIFEST).exists():
-        manifest = files.read_manifest(place)
-        tensors = safetensors.open_file(place / files.STATE)
+    if (place / checkpoint.MANIFEST).exists():
+        manifest = checkpoint.read_manifest(place)
+        tensors = safetensors.open_file(place / checkpoint.STATE)
         config = {**manifest["config"]["model"], "model_type": Own.name}
-        return _Found(place, tensors, config, manifest["files"][files.STATE]["sha256"])
+        return _Found(place, tensors, config, manifest["files"][checkpoint.STATE]["sha256"])
     if is_artifact(place):
         raise WeightsError(
             f"`{place}` is an artifact, which holds rounded weights", hint="name the run, or its checkpoint"
@@ -263,8 +263,8 @@ def _check_tensor(place: Path, tensor: Tensor, name: str, source: Source, shape:
 
 def _check_digest(found: _Found, sha256: str, wanted: str) -> None:
     if found.sha256 and found.sha256 != sha256:
-        raise files.DamagedCheckpointError(
-            f"`{found.place}` is damaged: the SHA-256 of {files.STATE} is {sha256}, expected {found.sha256}",
+        raise checkpoint.DamagedCheckpointError(
+            f"`{found.place}` is damaged: the SHA-256 of {checkpoint.STATE} is {sha256}, expected {found.sha256}",
             hint="restore it, or name another checkpoint",
         )
     if wanted and wanted.lower() != sha256:

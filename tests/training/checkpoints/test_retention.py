@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from halfstep.training.checkpoints.files import Array, save
+from halfstep.training.checkpoints.checkpoint import Array, save
 from halfstep.training.checkpoints.retention import Retention, best_step, due_step, good_step, kept, prune, survey
 
 

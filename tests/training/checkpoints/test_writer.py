@@ -10,7 +10,7 @@ import pytest
 
 from halfstep.config.load import load
 from halfstep.core.policy import Policy
-from halfstep.training.checkpoints import files
+from halfstep.training.checkpoints import checkpoint
 from halfstep.training.checkpoints.retention import Retention
 from halfstep.training.checkpoints.writer import Saver
 from halfstep.training.run import checkpointing
@@ -29,13 +29,13 @@ def taken(step):
 @pytest.fixture
 def slow(monkeypatch):
     """A disk that waits until it is let go."""
-    gate, real = threading.Event(), files.save
+    gate, real = threading.Event(), checkpoint.save
 
     def save(*args):
         assert gate.wait(10)
         return real(*args)
 
-    monkeypatch.setattr(files, "save", save)
+    monkeypatch.setattr(checkpoint, "save", save)
     return gate
 
 
@@ -56,7 +56,7 @@ def test_a_save_does_not_hold_the_caller_and_is_told_when_it_is_complete(tmp_pat
     assert (saved.step, saved.bytes, saved.trouble, saved.waited) == (1, 3, None, waited)
     assert saved.seconds >= waited
     assert saver.saved_step == 1
-    assert bytes(files.load(saved.path)[0]["w"].data) == bytes([1] * 3)
+    assert bytes(checkpoint.load(saved.path)[0]["w"].data) == bytes([1] * 3)
 
 
 def test_the_next_one_waits_for_the_one_before_and_the_time_is_counted(tmp_path, slow):
@@ -95,7 +95,7 @@ def test_a_full_disk_is_reported_and_what_was_saved_before_stays(tmp_path, monke
 
 def test_a_prune_that_fails_is_told_and_the_save_counts(tmp_path, monkeypatch):
     saver = Saver(tmp_path, Retention(1))
-    monkeypatch.setattr(files.shutil, "rmtree", full)
+    monkeypatch.setattr(checkpoint.shutil, "rmtree", full)
     for step in (1, 2):
         saver.save(step, taken(step), {})
     saver.wait()
@@ -175,13 +175,13 @@ def test_a_checkpoint_is_an_event_with_what_it_cost(keeper):
     assert (event["event"], event["step"], event["path"]) == ("checkpoint", 5, "checkpoints/step-000005")
     assert (event["bytes"], event["held_out"]) == (3, 2.5)
     assert 0 <= event["waited"] <= event["seconds"]
-    assert files.load(keeper.saver.folder / "step-000005")[1]["held_out"] == 2.5
+    assert checkpoint.load(keeper.saver.folder / "step-000005")[1]["held_out"] == 2.5
 
 
 @pytest.mark.parametrize(("enough", "number"), [(0.0, 1), (60.0, 0)])
 def test_saves_that_training_waits_for_are_warned_of_once(keeper, monkeypatch, enough, number):
     monkeypatch.setattr(checkpointing, "LONG", enough)
-    turns, real, settle = threading.Semaphore(0), files.save, keeper.settle
+    turns, real, settle = threading.Semaphore(0), checkpoint.save, keeper.settle
 
     def save(*args):
         assert turns.acquire(timeout=60)
@@ -192,7 +192,7 @@ def test_saves_that_training_waits_for_are_warned_of_once(keeper, monkeypatch, e
             turns.release()
         return settle()
 
-    monkeypatch.setattr(files, "save", save)
+    monkeypatch.setattr(checkpoint, "save", save)
     monkeypatch.setattr(keeper, "settle", wait)
     keeper.save(1)
     assert told(keeper) == []  # taking the snapshot is no waiting for a disk
@@ -227,7 +227,7 @@ def test_a_disk_that_stays_full_is_an_error_in_the_end(keeper, monkeypatch):
     monkeypatch.setattr("halfstep.training.run.checkpointing.PAUSE", 0.01)
     monkeypatch.setattr("halfstep.training.run.checkpointing.PATIENCE", 0.05)
     monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(files.CheckpointError, match="No space left"):
+    with pytest.raises(checkpoint.CheckpointError, match="No space left"):
         keeper.save_last(4)
     assert not ask(keeper).save_last(4)  # who asked to stop is told, not failed
 

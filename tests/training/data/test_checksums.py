@@ -15,7 +15,7 @@ import pytest
 from halfstep.cli.main import run
 from halfstep.config.load import load
 from halfstep.core.policy import Policy
-from halfstep.training.checkpoints import files as checkpoint
+from halfstep.training.checkpoints import checkpoint
 from halfstep.training.data import checksums
 from halfstep.training.data.corpus import DataError
 from halfstep.training.data.index import GRANULE, read_index, sealed, unsealed, write_index

@@ -13,7 +13,7 @@ import pytest
 from halfstep.config.load import load
 from halfstep.core.errors import ConfigError, HalfstepError
 from halfstep.core.policy import Policy
-from halfstep.training.checkpoints import files
+from halfstep.training.checkpoints import checkpoint
 from halfstep.training.checkpoints.retention import best_step, survey
 from halfstep.training.data import batches
 from halfstep.training.data.corpus import DataError
@@ -44,7 +44,7 @@ def start(text, out, *extra, policy="fp32", **options):
 
 
 def final_state(out):
-    arrays, manifest = files.load(files.latest(out / folder.CHECKPOINTS))
+    arrays, manifest = checkpoint.load(checkpoint.latest(out / folder.CHECKPOINTS))
     return {name: bytes(a.data) for name, a in arrays.items() if name != "rng.cpu"}, manifest
 
 
@@ -157,7 +157,7 @@ def test_an_update_that_ruins_the_weights_it_saves_does_not_push_out_the_ones_be
     loop.session.step = step
     with pytest.raises(HalfstepError, match="50 steps in a row") as caught:
         loop.run()
-    left = {p.name: files.load(p)[0] for p in files.step_folders(out / "checkpoints")}
+    left = {p.name: checkpoint.load(p)[0] for p in checkpoint.step_folders(out / "checkpoints")}
     assert [*left] == ["step-000010", "step-000050", "step-000060"]
     weight = np.frombuffer(left["step-000010"]["model.blocks.0.mlp.up.weight"].data, np.float32)
     assert np.isfinite(weight).all()
@@ -169,7 +169,7 @@ def test_a_run_that_never_was_finite_leaves_a_checkpoint_too(text, tmp_path):
     loop.session.model.embed.weight.data[:] = math.nan
     with pytest.raises(HalfstepError, match=r"forward: embed"):
         loop.run()
-    assert files.latest(tmp_path / "run" / "checkpoints").name == "step-000050"
+    assert checkpoint.latest(tmp_path / "run" / "checkpoints").name == "step-000050"
 
 
 def test_a_checkpoint_left_behind_says_the_step_that_its_weights_are_after(text, tmp_path, monkeypatch):
@@ -196,7 +196,7 @@ def test_where_no_scale_helps_the_tensor_is_named_and_a_checkpoint_left(text, tm
     with pytest.raises(HalfstepError, match=r"at its floor, 1; .*embed"):
         loop.run()
     launched = 3 if loop.session.asynchronous else 2
-    assert files.latest(tmp_path / "run" / "checkpoints").name == f"step-{launched:06d}"
+    assert checkpoint.latest(tmp_path / "run" / "checkpoints").name == f"step-{launched:06d}"
     (stop,) = told(tmp_path / "run", "stop")
     assert stop["saved"] == launched
 
@@ -258,7 +258,7 @@ def test_a_rollback_leaves_the_run_that_never_saw_the_data(text, tmp_path):
 
 
 def test_a_rollback_waits_for_the_checkpoint_that_is_being_written(text, tmp_path, monkeypatch):
-    out, saves, real = tmp_path / "run", [], files.save
+    out, saves, real = tmp_path / "run", [], checkpoint.save
 
     def slow(folder, step, *rest):
         saves.append(step)
@@ -266,7 +266,7 @@ def test_a_rollback_waits_for_the_checkpoint_that_is_being_written(text, tmp_pat
             time.sleep(0.3)
         return real(folder, step, *rest)
 
-    monkeypatch.setattr(files, "save", slow)
+    monkeypatch.setattr(checkpoint, "save", slow)
     assert poison(start(text, out, ROLLBACK), range(10, 13), 10.0).run().finished
     assert saves == [4, 8, 12, 12, 16, 20]
     assert told(out, "save_failed") == []
@@ -320,7 +320,7 @@ def test_spikes_that_go_on_stop_the_run_in_the_end(text, tmp_path):
     loop = poison(start(text, out, ROLLBACK, "training.steps=40"), range(10, 60), 10.0)
     with pytest.raises(HalfstepError, match="spiked again after 3 rollbacks to step 8"):
         loop.run()
-    assert files.latest(out / "checkpoints").name == "step-000008"
+    assert checkpoint.latest(out / "checkpoints").name == "step-000008"
     (stop,) = told(out, "stop")
     assert stop["saved"] == 8  # and not the one of step 12, which a rollback removed
 
@@ -383,13 +383,13 @@ def test_a_folder_in_use_is_refused_until_its_run_is_over(text, tmp_path):
 
 
 def test_a_folder_stays_in_use_while_what_a_deadline_left_behind_is_still_written(text, tmp_path, monkeypatch):
-    gate, real = threading.Event(), files.save
+    gate, real = threading.Event(), checkpoint.save
 
     def slow(*args):
         assert gate.wait(20)
         return real(*args)
 
-    monkeypatch.setattr(files, "save", slow)
+    monkeypatch.setattr(checkpoint, "save", slow)
     loop = start(text, tmp_path / "run", "training.save_every=1", deadline=0.2)
     launch = loop.session.step
 

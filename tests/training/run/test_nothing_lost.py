@@ -12,7 +12,7 @@ import pytest
 from halfstep.config.load import load
 from halfstep.core.errors import ConfigError, HalfstepError
 from halfstep.core.policy import Policy
-from halfstep.training.checkpoints import files
+from halfstep.training.checkpoints import checkpoint
 from halfstep.training.checkpoints.arrays import CheckpointError, DamagedCheckpointError
 from halfstep.training.loop import Loop
 from halfstep.training.run import folder
@@ -39,7 +39,7 @@ def start(text, out, *extra, policy="fp32", **options):
 
 
 def final_state(out):
-    arrays, manifest = files.load(files.latest(out / folder.CHECKPOINTS))
+    arrays, manifest = checkpoint.load(checkpoint.latest(out / folder.CHECKPOINTS))
     return {name: bytes(a.data) for name, a in arrays.items() if name != "rng.cpu"}, manifest
 
 
@@ -48,7 +48,7 @@ def told(out, *kinds):
 
 
 def left(out):
-    return [files.step_of(path) for path in files.step_folders(out / folder.CHECKPOINTS)]
+    return [checkpoint.step_of(path) for path in checkpoint.step_folders(out / folder.CHECKPOINTS)]
 
 
 def poison(loop, indices, factor):
@@ -237,11 +237,11 @@ def test_a_look_that_was_broken_off_still_makes_its_checkpoint_the_best(text, tm
     out = tmp_path / "run"
     assert not signals_in_look(start(text, out, *settings), 8).run().finished
     path = out / "checkpoints" / "step-000008"
-    before, manifest = files.load(path)
+    before, manifest = checkpoint.load(path)
     assert manifest["held_out"] is None
     assert start(text, out, *settings, resume=True).run().finished
     assert left(out) == [8, 20]
-    after, manifest = files.load(path)  # verified, with the digest of what it says now
+    after, manifest = checkpoint.load(path)  # verified, with the digest of what it says now
     assert manifest["held_out"] == 1.0
     assert {n: bytes(a.data) for n, a in after.items()} == {n: bytes(a.data) for n, a in before.items()}
 
@@ -272,13 +272,13 @@ def test_a_disk_that_refuses_the_note_of_a_look_stops_nothing(text, tmp_path, mo
         raise OSError(28, "No space left on device")
 
     loop = start(text, out, every, resume=True)
-    monkeypatch.setattr(files, "write_whole", full)
+    monkeypatch.setattr(checkpoint, "write_whole", full)
     assert loop.run().finished
     assert "manifest.json` cannot be written: No space left" in told(out, "warning")[0]["message"]
 
 
 def test_what_a_look_found_is_forgotten_with_the_weights_that_a_rollback_gave_up(text, tmp_path, monkeypatch):
-    loop, save, refused = start(text, tmp_path / "run", ROLLBACK), files.save, []
+    loop, save, refused = start(text, tmp_path / "run", ROLLBACK), checkpoint.save, []
 
     def once(folder, step, *rest):
         if step == 12 and not refused:
@@ -286,7 +286,7 @@ def test_what_a_look_found_is_forgotten_with_the_weights_that_a_rollback_gave_up
             raise CheckpointError("a full disk")
         return save(folder, step, *rest)
 
-    monkeypatch.setattr(files, "save", once)
+    monkeypatch.setattr(checkpoint, "save", once)
     at_step(loop, 11, lambda: loop.keeper._looked.update({12: 1.0}))
     poison(loop, range(10, 13), 10.0)
     assert loop.run().finished
@@ -298,7 +298,7 @@ def test_what_a_look_found_is_forgotten_with_the_weights_that_a_rollback_gave_up
 def test_a_note_is_no_way_to_change_what_a_checkpoint_is(text, tmp_path):
     start(text, tmp_path / "run", "training.steps=4").run()
     with pytest.raises(ValueError, match="`step` is the checkpoint's own key"):
-        files.note(tmp_path / "run" / "checkpoints" / "step-000004", step=5)
+        checkpoint.note(tmp_path / "run" / "checkpoints" / "step-000004", step=5)
 
 
 # --- a batch that does not come

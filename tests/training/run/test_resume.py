@@ -13,7 +13,7 @@ import pytest
 from halfstep.config.load import load
 from halfstep.core.errors import ConfigError
 from halfstep.core.policy import Policy
-from halfstep.training.checkpoints import files
+from halfstep.training.checkpoints import checkpoint
 from halfstep.training.data.corpus import DataError
 from halfstep.training.data.shards import open_shard
 from halfstep.training.files import write_whole
@@ -48,7 +48,7 @@ def again(out):
 
 
 def final_state(out):
-    arrays, manifest = files.load(files.latest(out / folder.CHECKPOINTS))
+    arrays, manifest = checkpoint.load(checkpoint.latest(out / folder.CHECKPOINTS))
     return {name: bytes(a.data) for name, a in arrays.items() if name != "rng.cpu"}, manifest
 
 
@@ -149,7 +149,7 @@ def test_data_that_cannot_be_read_costs_no_step_that_was_taken(shards, tmp_path,
     loop.batches.at = broken
     with pytest.raises(DataError):
         loop.run()
-    assert files.latest(out / folder.CHECKPOINTS).name == "step-000007"
+    assert checkpoint.latest(out / folder.CHECKPOINTS).name == "step-000007"
     (stop,) = told(out, "stop")
     assert (stop["step"], stop["saved"]) == (7, 7)
     assert again(out).run().finished
@@ -198,7 +198,7 @@ def test_a_run_folder_that_is_moved_away_is_not_made_again(text, tmp_path, capsy
     assert loop.run().finished
     assert [(e["step"], "was moved or removed" in e["message"]) for e in told(out, "save_failed")] == [(8, True)]
     assert "NOT SAVED" in capsys.readouterr().err
-    assert files.latest(out / folder.CHECKPOINTS).name == "step-000012"
+    assert checkpoint.latest(out / folder.CHECKPOINTS).name == "step-000012"
 
 
 def test_a_look_that_a_signal_broke_off_is_taken_by_the_session_after(text, tmp_path, monkeypatch):
@@ -295,22 +295,22 @@ def test_events_that_a_disk_never_took_are_told_as_lost(text, tmp_path, capsys):
 def test_a_checkpoint_that_is_pruned_while_it_is_read_gives_way_to_the_next(text, tmp_path, monkeypatch):
     out = tmp_path / "run"
     start(text, out, "training.keep_last=2").run()
-    here, real = out / folder.CHECKPOINTS, files.load
+    here, real = out / folder.CHECKPOINTS, checkpoint.load
     expected = real(here / "step-000008")[1]
 
     def pruned(path):
         if path.name == "step-000012":
-            files.discard(path)
+            checkpoint.discard(path)
         return real(path)
 
-    monkeypatch.setattr(files, "load", pruned)
-    found, _, manifest = files.load_newest(here)
+    monkeypatch.setattr(checkpoint, "load", pruned)
+    found, _, manifest = checkpoint.load_newest(here)
     assert (found.name, manifest) == ("step-000008", expected)
-    (found / files.STATE).write_bytes(b"")
-    with pytest.raises(files.DamagedCheckpointError):
-        files.load_newest(here)
-    files.discard(found)
-    assert files.load_newest(here) is None
+    (found / checkpoint.STATE).write_bytes(b"")
+    with pytest.raises(checkpoint.DamagedCheckpointError):
+        checkpoint.load_newest(here)
+    checkpoint.discard(found)
+    assert checkpoint.load_newest(here) is None
 
 
 @pytest.mark.parametrize(
@@ -330,10 +330,10 @@ def test_a_checkpoint_that_is_pruned_while_it_is_read_gives_way_to_the_next(text
 def test_a_manifest_that_verifies_and_is_none_of_ours_is_refused(text, tmp_path, odd):
     out = tmp_path / "run"
     start(text, out).run()
-    path = files.latest(out / folder.CHECKPOINTS)
-    manifest = json.loads((path / files.MANIFEST).read_text()) | odd
-    manifest["digest"] = files._digest(manifest)
-    (path / files.MANIFEST).write_text(json.dumps(manifest))
+    path = checkpoint.latest(out / folder.CHECKPOINTS)
+    manifest = json.loads((path / checkpoint.MANIFEST).read_text()) | odd
+    manifest["digest"] = checkpoint._digest(manifest)
+    (path / checkpoint.MANIFEST).write_text(json.dumps(manifest))
     with pytest.raises(ConfigError, match=rf"what its manifest says of `{next(iter(odd))}` is not what halfstep"):
         again(out)
 

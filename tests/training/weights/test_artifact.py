@@ -17,7 +17,7 @@ from halfstep.config.model import ModelConfig, parameter_shapes
 from halfstep.config.weights import initial_weights
 from halfstep.core.policy import Policy
 from halfstep.core.split import split
-from halfstep.training.checkpoints import files
+from halfstep.training.checkpoints import checkpoint
 from halfstep.training.loop import Loop
 from halfstep.training.telemetry.events import read_events
 from halfstep.training.weights import artifact
@@ -183,7 +183,7 @@ def test_golf_ends_with_an_artifact_that_was_loaded_and_scored(tmp_path, policy,
     loop = Loop(load("golf", given), Policy.parse(policy), tmp_path / "run", device="cpu")
     held = loop.run().held_out
     saved = loop.session.state()
-    kept, _ = files.load(files.latest(tmp_path / "run" / "checkpoints"))
+    kept, _ = checkpoint.load(checkpoint.latest(tmp_path / "run" / "checkpoints"))
     # what was narrowed is not what the session goes on with
     assert all(bytes(kept[name].data) == bytes(data) for name, (_, _, data) in saved.items() if name != "rng.cpu")
     events = list(read_events(tmp_path / "run" / "events.jsonl"))

@@ -26,7 +26,7 @@ from halfstep.config.load import load, to_toml
 from halfstep.config.weights import initial_weights
 from halfstep.core.errors import ConfigError, HalfstepError
 from halfstep.core.policy import Policy
-from halfstep.training.checkpoints import files
+from halfstep.training.checkpoints import checkpoint
 from halfstep.training.loop import Loop
 from halfstep.training.run import folder
 from halfstep.training.session import open_session
@@ -338,7 +338,7 @@ def start(config, out, policy="fp32", **options):
 
 
 def final(out):
-    arrays, _ = files.load(files.latest(out / folder.CHECKPOINTS))
+    arrays, _ = checkpoint.load(checkpoint.latest(out / folder.CHECKPOINTS))
     return arrays
 
 
@@ -353,7 +353,7 @@ def ours(text):
 @pytest.mark.parametrize("policy", ["fp32", "bf16-mixed,emulate=true,param=fp32:split"])
 def test_a_run_of_ours_is_a_place_to_start_from(ours, tmp_path, policy):
     start(ours, tmp_path / "first", policy).run()
-    newest = files.latest(tmp_path / "first" / "checkpoints")
+    newest = checkpoint.latest(tmp_path / "first" / "checkpoints")
     session = open_session(ours, Policy.parse("fp32"), "cpu", train=False)
     session.load_weights(
         {name: (a.dtype, a.shape, bytes(a.data)) for name, a in final(tmp_path / "first").items()}
@@ -388,7 +388,7 @@ def test_an_artifact_is_no_place_to_start_from(ours, tmp_path):
 
 def test_a_damaged_checkpoint_is_no_place_to_start_from(ours, tmp_path):
     start(ours, tmp_path / "run").run()
-    state = files.latest(tmp_path / "run" / "checkpoints") / "state.safetensors"
+    state = checkpoint.latest(tmp_path / "run" / "checkpoints") / "state.safetensors"
     content = bytearray(state.read_bytes())
     content[-1] ^= 1
     state.write_bytes(content)

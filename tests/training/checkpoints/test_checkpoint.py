@@ -15,8 +15,8 @@ import safetensors
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from halfstep.training.checkpoints import files as checkpoint
-from halfstep.training.checkpoints.files import (
+from halfstep.training.checkpoints import checkpoint
+from halfstep.training.checkpoints.checkpoint import (
     DTYPES,
     Array,
     CheckpointError,
