@@ -39,7 +39,7 @@ from halfstep.core.refusal import EMULATE, check_formats, check_implemented, che
 from halfstep.core.roles import Param, Value, print_value
 from halfstep.core.rules import Resolved
 from halfstep.torch.cast import carried, split
-from halfstep.torch.convert import (
+from halfstep.torch.convert.plan import (
     FLOATS,
     Change,
     Originals,

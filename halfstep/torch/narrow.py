@@ -27,7 +27,7 @@ from halfstep.core.ladder import Clock
 from halfstep.core.precision import Precision
 from halfstep.core.refusal import EMULATE
 from halfstep.core.roles import Param, is_narrow
-from halfstep.torch.convert import Plan
+from halfstep.torch.convert.plan import Plan
 from halfstep.torch.delayed import Amaxes
 from halfstep.torch.dtypes import ROWS_INTO_FP32, dtype_of, product_failure
 from halfstep.torch.fp8 import MULTIPLE

@@ -15,9 +15,9 @@ from torch.nn.utils.rnn import pack_padded_sequence
 from halfstep.core.errors import PolicyError
 from halfstep.core.formats import BF16, FP16
 from halfstep.core.policy import Policy
-from halfstep.torch import convert
 from halfstep.torch.apply import apply
 from halfstep.torch.cast import carried
+from halfstep.torch.convert.plan import plan
 
 MIXED = {
     "bf16": ("bf16-mixed", BF16, torch.bfloat16),
@@ -449,7 +449,7 @@ def test_a_kernel_that_lacks_the_format_is_refused_by_name(monkeypatch):
     def lacking(kind, dtype, device):
         return "" if dtype == torch.float32 else "not implemented for 'Half'"
 
-    monkeypatch.setattr(convert, "_try_recurrent", lacking)
+    monkeypatch.setattr(plan, "_try_recurrent", lacking)
     with pytest.raises(PolicyError, match=r"`layer`: torch has no GRU in fp16 on cpu") as caught:
         within(nn.GRU(3, 4), "fp16-mixed")
     assert "layer: compute=fp32" in caught.value.hint

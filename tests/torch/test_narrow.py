@@ -12,7 +12,7 @@ from halfstep.core.precision import precisions
 from halfstep.core.roles import Operand
 from halfstep.torch import narrow
 from halfstep.torch.apply import apply, set_precision
-from halfstep.torch.convert import plans_of
+from halfstep.torch.convert.plan import plans_of
 from halfstep.torch.dtypes import product_failure, supported
 from halfstep.torch.measure import LayerWork, time_layer
 from halfstep.torch.narrow import BUDGET, CPU_TOKENS, TOKENS, measure_all
