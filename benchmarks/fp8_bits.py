@@ -40,10 +40,10 @@ from halfstep.core.formats import BF16, E4M3, E5M2, FP32, Format
 from halfstep.core.precision import Precision
 from halfstep.core.roles import Accumulator, Operand
 from halfstep.torch.cast import quantize_scaled
+from halfstep.torch.convert.fp8_choice import learn_rows
 from halfstep.torch.dtypes import describe, supported
 from halfstep.torch.fp8 import Lowered, lower, product
 from halfstep.torch.layers import Casts, casts_of
-from halfstep.torch.narrow import learn_rows
 
 WIDTHS = (16, 48, 768, 4096)
 TOKENS = (1, 16, 17, 250)

@@ -18,7 +18,8 @@ os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 import torch
 from torch import nn
 
-from halfstep.torch import AdamW, modules, prepare
+from halfstep.torch import AdamW, prepare
+from halfstep.torch.convert import modules
 from halfstep.torch.reach import WATCHERS, within
 
 ROUNDS = 15

@@ -11,7 +11,7 @@ Any `nn.Module` will do. A module is changed by its class (modules.py); `restore
     LayerNorm, BatchNorm, Softmax, ...       are islands: fp32 inside, compute out
     CrossEntropyLoss, MSELoss, ...           are islands: fp32 inside and out
     other modules that hold parameters       are leaves: they run as written, in fp32, and give compute
-    routers of mixtures                      fp32 inside and out; their experts multiply in compute (foreign.py)
+    routers of mixtures                      fp32 inside and out; their experts multiply in compute (known_packages.py)
     the model itself                         gives what it returns in the loss format
 
 A subclass that somebody else wrote is treated as what it is a subclass of, unless it has a forward of its own:
@@ -39,6 +39,17 @@ from halfstep.core.refusal import EMULATE, check_formats, check_implemented, che
 from halfstep.core.roles import Param, Value, print_value
 from halfstep.core.rules import Resolved
 from halfstep.torch.cast import carried, split
+from halfstep.torch.convert.fp8_choice import (
+    TOKENS,
+    Measured,
+    Timer,
+    check_fast,
+    check_narrow,
+    hang_pasts,
+    measure_all,
+)
+from halfstep.torch.convert.known_packages import routers, with_routers
+from halfstep.torch.convert.modules import Island, Leaf
 from halfstep.torch.convert.plan import (
     FLOATS,
     Change,
@@ -56,12 +67,9 @@ from halfstep.torch.convert.plan import (
 )
 from halfstep.torch.delayed import Amaxes
 from halfstep.torch.dtypes import DTYPES, dtype_of, supported
-from halfstep.torch.foreign import routers, with_routers
 from halfstep.torch.halves import Holder, make_half, make_whole
 from halfstep.torch.layers import Layer, Matmul
 from halfstep.torch.measure import time_layer
-from halfstep.torch.modules import Island, Leaf
-from halfstep.torch.narrow import TOKENS, Measured, Timer, check_fast, check_narrow, hang_pasts, measure_all
 
 __all__ = ["Applied", "Change", "adopt", "apply", "check_supported", "hold", "restore", "set_precision", "whole"]
 

@@ -12,7 +12,7 @@ around it slower. On an accelerator a small block would time how fast the host l
 compiled step does not wait for; there the matmuls decide.
 
 `time_layer` times one linear layer, forward and backward, in two precisions: what decides which matmuls are worth
-fp8 operands (narrow.py). It stands between two activation functions, so that amax and casts fuse with what
+fp8 operands (fp8_choice.py). It stands between two activation functions, so that amax and casts fuse with what
 precedes as they do in a model, and is compiled where the model will be. Compiled on a GPU, the device's own time
 counts: a layer alone takes the host longer to launch than the device to run, and a model's layers do not wait for
 that.

@@ -26,8 +26,8 @@ from torch import Tensor, nn
 
 from halfstep.core.errors import HalfstepError
 from halfstep.core.formats import FP32, Format
+from halfstep.torch.convert.known_packages import refuse_wrapped_optimizer
 from halfstep.torch.dtypes import dtype_of
-from halfstep.torch.foreign import refuse_wrapped_optimizer
 from halfstep.torch.gradients import values_of
 from halfstep.torch.masters import Masters
 from halfstep.torch.optim import Optimizer

@@ -30,10 +30,10 @@ from halfstep.core.scaling import DynamicScale, NoScale, ScaleState, way_out
 from halfstep.torch import blame, state
 from halfstep.torch.apply import Applied, apply, names_of, restore, set_precision
 from halfstep.torch.checks import check_moments, check_replicas, check_settings
+from halfstep.torch.convert.fp8_choice import TOKENS
 from halfstep.torch.convert.plan import check_model
 from halfstep.torch.gradients import CAST, Gradients, checked_pair, divisor, values_of
 from halfstep.torch.masters import Averages, Masters, Statistics
-from halfstep.torch.narrow import TOKENS
 from halfstep.torch.optim import Optimizer
 from halfstep.torch.record import Reached, record
 from halfstep.torch.seam import Stock, check_optimizers, driver_of

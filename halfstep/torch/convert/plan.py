@@ -19,7 +19,8 @@ from halfstep.core.errors import HalfstepError, PolicyError
 from halfstep.core.formats import FP32
 from halfstep.core.precision import Precision
 from halfstep.core.roles import Param, is_narrow, print_value
-from halfstep.torch.foreign import (
+from halfstep.torch.convert.attention import MultiheadAttention
+from halfstep.torch.convert.known_packages import (
     ORDER,
     is_experts,
     is_replaced,
@@ -28,10 +29,7 @@ from halfstep.torch.foreign import (
     refuse_wrapped,
     routers,
 )
-from halfstep.torch.halves import is_half
-from halfstep.torch.layers import Casts, Layer, Matmul, casts_of, refuse_autocast
-from halfstep.torch.made import mixed
-from halfstep.torch.modules import (
+from halfstep.torch.convert.modules import (
     ISLANDS,
     KINDS,
     NAMED,
@@ -46,8 +44,10 @@ from halfstep.torch.modules import (
     Setting,
     Whole,
 )
-from halfstep.torch.multihead import MultiheadAttention
-from halfstep.torch.norms import BatchNorm, InstanceNorm, Normalization
+from halfstep.torch.convert.norms import BatchNorm, InstanceNorm, Normalization
+from halfstep.torch.convert.subclass import mixed
+from halfstep.torch.halves import is_half
+from halfstep.torch.layers import Casts, Layer, Matmul, casts_of, refuse_autocast
 from halfstep.torch.reach import Reach, learn, mode_of
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)

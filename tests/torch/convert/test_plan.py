@@ -15,9 +15,9 @@ from halfstep.core.formats import BF16
 from halfstep.core.policy import Policy
 from halfstep.torch.apply import apply, restore
 from halfstep.torch.cast import carried, join
+from halfstep.torch.convert.modules import ISLANDS, KINDS
 from halfstep.torch.halves import note_write
 from halfstep.torch.layers import Layer
-from halfstep.torch.modules import ISLANDS, KINDS
 
 
 def draw(*shape, seed=0):

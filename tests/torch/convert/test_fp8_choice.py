@@ -10,12 +10,12 @@ from halfstep.core.formats import E4M3, E5M2
 from halfstep.core.policy import Policy
 from halfstep.core.precision import precisions
 from halfstep.core.roles import Operand
-from halfstep.torch import narrow
 from halfstep.torch.apply import apply, set_precision
+from halfstep.torch.convert import fp8_choice
+from halfstep.torch.convert.fp8_choice import BUDGET, CPU_TOKENS, TOKENS, measure_all
 from halfstep.torch.convert.plan import plans_of
 from halfstep.torch.dtypes import product_failure, supported
 from halfstep.torch.measure import LayerWork, time_layer
-from halfstep.torch.narrow import BUDGET, CPU_TOKENS, TOKENS, measure_all
 from halfstep.torch.session import Session
 from halfstep.torch.state import load_state, restored, state_of, stored
 from halfstep.torch.step import Run, prepare
@@ -127,8 +127,8 @@ def test_scales_a_row_without_a_kernel_are_refused_with_the_way_out(monkeypatch)
     def played(left, right, device, *, rows=False, dtype=torch.bfloat16):
         return "only per-tensor scaling" if rows else ""
 
-    monkeypatch.setattr(narrow, "product_failure", played)
-    monkeypatch.setitem(narrow.ROWS_INTO_FP32, "cpu", False)
+    monkeypatch.setattr(fp8_choice, "product_failure", played)
+    monkeypatch.setitem(fp8_choice.ROWS_INTO_FP32, "cpu", False)
     with pytest.raises(PolicyError, match="a scale a row cannot run on cpu: only per-tensor") as error:
         prepared("bf16-mixed,compute=e4m3:row,grad=e5m2")
     assert error.value.hint.startswith("leave out `:row`; or add `emulate=true`")
@@ -344,7 +344,7 @@ def test_a_pair_that_the_device_does_not_multiply_is_refused_with_its_reason(mon
         asked.append((str(left), str(right), rows, dtype))
         return "Multiplication of two Float8_e5m2 matrices is not supported" if left == right == E5M2 else ""
 
-    monkeypatch.setattr(narrow, "product_failure", failure)
+    monkeypatch.setattr(fp8_choice, "product_failure", failure)
     with pytest.raises(PolicyError, match=r"a matmul of e5m2 and e5m2 .* on cpu: Multiplication of two") as caught:
         prepared("bf16-mixed,compute=e5m2")
     assert "emulate=true" in caught.value.hint

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from halfstep.core.errors import HalfstepError, PolicyError
-from halfstep.torch.foreign import routers
+from halfstep.torch.convert.known_packages import routers
 from halfstep.torch.step import prepare
 
 

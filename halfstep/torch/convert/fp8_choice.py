@@ -27,13 +27,13 @@ from halfstep.core.ladder import Clock
 from halfstep.core.precision import Precision
 from halfstep.core.refusal import EMULATE
 from halfstep.core.roles import Param, is_narrow
+from halfstep.torch.convert.attention import MultiheadAttention
 from halfstep.torch.convert.plan import Plan
 from halfstep.torch.delayed import Amaxes
 from halfstep.torch.dtypes import ROWS_INTO_FP32, dtype_of, product_failure
 from halfstep.torch.fp8 import MULTIPLE
 from halfstep.torch.layers import Matmul
 from halfstep.torch.measure import LayerWork, time_layer
-from halfstep.torch.multihead import MultiheadAttention
 
 TOKENS = 16384
 """Tokens of a micro-batch, where nobody says how many there are."""

@@ -5,7 +5,7 @@ Parameters and buffers stay where they are, under their names, `isinstance` hold
 printing the model tells what it now is. Five kinds of class do it.
 
     Convolution, Embedding, ...              for one class of torch.nn each; layers as those of layers.py
-                                             (norms are in norms.py, attention is in multihead.py)
+                                             (norms are in norms.py, attention is in attention.py)
     Island                                   a softmax, a loss: torch's own forward, in the format of a role
     Leaf                                     any other module that holds parameters: its own forward, in fp32
     Code                                     others' modules that hold none: their own forward, reached by reach.py
@@ -26,6 +26,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
+from halfstep.torch.convert.attention import MultiheadAttention
+from halfstep.torch.convert.norms import BatchNorm, GroupNorm, InstanceNorm, LayerNorm, RMSNorm
 from halfstep.torch.layers import (
     CastedLinear,
     Casts,
@@ -41,8 +43,6 @@ from halfstep.torch.layers import (
     rounded,
     unreached,
 )
-from halfstep.torch.multihead import MultiheadAttention
-from halfstep.torch.norms import BatchNorm, GroupNorm, InstanceNorm, LayerNorm, RMSNorm
 from halfstep.torch.reach import Reach, within
 
 _KERNEL = "no kernel sums a gradient of halves into fp32"
