@@ -2,7 +2,7 @@
 
 Modules change their class (modules.py). What is between them, `F.softmax(q @ k.mT)`, a norm as a function, a
 product with a parameter, is in nobody's class, and would run in whatever it is given. Inside the forward of a
-module that somebody else wrote a `Reach` is on. It sees each function of torch before it runs, and functions.py
+module that somebody else wrote a `Reach` is on. It sees each function of torch before it runs, and table.py
 says what is done with it.
 
 **Where it is on.** The model enters it, and so does every module in it that others wrote, unless it is on: what is
@@ -31,7 +31,7 @@ from torch.overrides import TorchFunctionMode
 
 from halfstep.core.formats import FP32
 from halfstep.torch.entries import NOTHING_MET
-from halfstep.torch.functions import TABLE, VIEWS, learn
+from halfstep.torch.functions.table import TABLE, VIEWS, learn
 from halfstep.torch.layers import Casts
 
 PLAIN = (Tensor, nn.Parameter, nn.Buffer)

@@ -19,7 +19,7 @@ from torch.overrides import resolve_name
 
 from halfstep.torch.blame import as_it_was
 from halfstep.torch.entries import IN_COMPUTE, NARROW, NOTHING_MET, Entry, tensors_of
-from halfstep.torch.functions import SENSITIVE, meets
+from halfstep.torch.functions.table import SENSITIVE, meets
 from halfstep.torch.reach import WATCHERS, Reach
 
 SHOWN = 3

@@ -15,9 +15,10 @@ from torch.utils.checkpoint import checkpoint
 from halfstep.core.errors import HalfstepError, PolicyError
 from halfstep.core.formats import BF16, FP16
 from halfstep.core.policy import Policy
-from halfstep.torch import entries, functions, reach
+from halfstep.torch import entries, reach
 from halfstep.torch.apply import apply, set_precision
 from halfstep.torch.cast import carried
+from halfstep.torch.functions.table import table as functions
 from halfstep.torch.layers import CastedLinear, casts_for, softmax
 from halfstep.torch.step import prepare
 
