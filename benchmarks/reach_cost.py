@@ -20,7 +20,7 @@ from torch import nn
 
 from halfstep.torch import AdamW, prepare
 from halfstep.torch.convert import modules
-from halfstep.torch.reach import WATCHERS, within
+from halfstep.torch.functions.mode import WATCHERS, within
 
 ROUNDS = 15
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from halfstep.torch.entries import IN_COMPUTE
+from halfstep.torch.functions.entry import IN_COMPUTE
 from halfstep.torch.record import Row
 from halfstep.torch.step import Run, prepare
 

@@ -16,7 +16,7 @@ Any `nn.Module` will do. A module is changed by its class (modules.py); `restore
 
 A subclass that somebody else wrote is treated as what it is a subclass of, unless it has a forward of its own:
 then it is a leaf. `Applied.changes` has a row for each module that was changed and for each that was not, with the
-reason. What a model computes by functions of its own, as `F.softmax(x)`, is reached as well (reach.py).
+reason. What a model computes by functions of its own, as `F.softmax(x)`, is reached as well (mode.py).
 
 A parameter is held as the policy says (`hold`) and keeps its identity: its data are replaced. A matrix is split
 only where every module that holds it can use its bf16 half (halves.py). Frozen parameters, and those that are none

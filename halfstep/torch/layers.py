@@ -137,7 +137,7 @@ _R = TypeVar("_R")
 
 
 def unreached(function: Callable[_P, _R]) -> Callable[_P, _R]:
-    """A function of ours, which says itself what is cast: no function mode (reach.py) sees what it calls."""
+    """A function of ours, which says itself what is cast: no function mode (mode.py) sees what it calls."""
 
     @wraps(function)
     def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:

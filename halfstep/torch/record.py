@@ -1,6 +1,6 @@
 """What became of each function of a pass: what `run.reach(loss_fn, batch)` lists.
 
-One forward pass is run, eagerly and for real, with a watcher on the mode of reach.py, and nothing that lasts is
+One forward pass is run, eagerly and for real, with a watcher on the mode of mode.py, and nothing that lasts is
 changed. Fake tensors would cost less and would not do: mixtures branch on what their routers decide.
 
 Listed is every product, attention, island and look-up of the model's own code, how it ran and why. Of what no role
@@ -18,9 +18,9 @@ from torch import nn
 from torch.overrides import resolve_name
 
 from halfstep.torch.blame import as_it_was
-from halfstep.torch.entries import IN_COMPUTE, NARROW, NOTHING_MET, Entry, tensors_of
+from halfstep.torch.functions.entry import IN_COMPUTE, NARROW, NOTHING_MET, Entry, tensors_of
+from halfstep.torch.functions.mode import WATCHERS, Reach
 from halfstep.torch.functions.table import SENSITIVE, meets
-from halfstep.torch.reach import WATCHERS, Reach
 
 SHOWN = 3
 

@@ -8,7 +8,7 @@ printing the model tells what it now is. Five kinds of class do it.
                                              (norms are in norms.py, attention is in attention.py)
     Island                                   a softmax, a loss: torch's own forward, in the format of a role
     Leaf                                     any other module that holds parameters: its own forward, in fp32
-    Code                                     others' modules that hold none: their own forward, reached by reach.py
+    Code                                     others' modules that hold none: their own forward, reached by mode.py
     Whole                                    the model itself, for what comes out of it
 
 What a convolution or a recurrent kernel gives is in the dtype of its operands, weight gradients too: no kernel of
@@ -28,6 +28,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from halfstep.torch.convert.attention import MultiheadAttention
 from halfstep.torch.convert.norms import BatchNorm, GroupNorm, InstanceNorm, LayerNorm, RMSNorm
+from halfstep.torch.functions.mode import Reach, within
 from halfstep.torch.layers import (
     CastedLinear,
     Casts,
@@ -43,7 +44,6 @@ from halfstep.torch.layers import (
     rounded,
     unreached,
 )
-from halfstep.torch.reach import Reach, within
 
 _KERNEL = "no kernel sums a gradient of halves into fp32"
 

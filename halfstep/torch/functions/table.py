@@ -1,4 +1,4 @@
-"""What is done with a function of torch that a model's own code calls (reach.py), family by family.
+"""What is done with a function of torch that a model's own code calls (mode.py), family by family.
 
     softmax, log_softmax, logsumexp    in the softmax format, compute out
     layer_norm, rms_norm, normalize... in the norm format, compute out
@@ -26,7 +26,7 @@ from torch import Tensor
 
 from halfstep.core.errors import PolicyError
 from halfstep.core.formats import FP32
-from halfstep.torch.entries import (
+from halfstep.torch.functions.entry import (
     FLOATS,
     GIVEN_FP32,
     IN_COMPUTE,
@@ -41,12 +41,12 @@ from halfstep.torch.entries import (
     tensors_of,
     whole,
 )
+from halfstep.torch.functions.products import ADDED, EINSUM, GROUPED, KERNEL, LINEAR, MATMUL, WIDENED
 from halfstep.torch.halves import is_half
 from halfstep.torch.layers import additive, embedding, enter, island, leave, rounded, weighted_attention
-from halfstep.torch.products import ADDED, EINSUM, GROUPED, KERNEL, LINEAR, MATMUL, WIDENED
 
 if TYPE_CHECKING:
-    from halfstep.torch.reach import Reach
+    from halfstep.torch.functions.mode import Reach
 
 # --- islands
 

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from halfstep.torch.cast import carried
-from halfstep.torch.entries import (
+from halfstep.torch.functions.entry import (
     FLOATS,
     IN_COMPUTE,
     IN_LEAF,
@@ -45,7 +45,7 @@ from halfstep.torch.layers import Casts, enter, linear, rounded
 from halfstep.torch.matmul import in_compute, matmul
 
 if TYPE_CHECKING:
-    from halfstep.torch.reach import Reach
+    from halfstep.torch.functions.mode import Reach
 
 Two = tuple[bool, bool]
 

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from halfstep.core.formats import FP32
-from halfstep.torch.entries import NOTHING_MET
+from halfstep.torch.functions.entry import NOTHING_MET
 from halfstep.torch.functions.table import TABLE, VIEWS, learn
 from halfstep.torch.layers import Casts
 

@@ -15,9 +15,10 @@ from torch.utils.checkpoint import checkpoint
 from halfstep.core.errors import HalfstepError, PolicyError
 from halfstep.core.formats import BF16, FP16
 from halfstep.core.policy import Policy
-from halfstep.torch import entries, reach
 from halfstep.torch.apply import apply, set_precision
 from halfstep.torch.cast import carried
+from halfstep.torch.functions import entry as entries
+from halfstep.torch.functions import mode
 from halfstep.torch.functions.table import table as functions
 from halfstep.torch.layers import CastedLinear, casts_for, softmax
 from halfstep.torch.step import prepare
@@ -673,7 +674,7 @@ def test_a_recording_changes_nothing():
     assert torch.equal(torch.get_rng_state(), random)
     assert all(torch.equal(a, b) for a, b in zip(buffers, model.buffers(), strict=True))
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
-    assert not reach.WATCHERS
+    assert not mode.WATCHERS
 
 
 def test_the_summary_says_where_the_list_is_and_then_has_it():

@@ -1,4 +1,4 @@
-"""How a function of torch is met (reach.py): what is done with it, why not, and what its arguments are."""
+"""How a function of torch is met (mode.py): what is done with it, why not, and what its arguments are."""
 
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from halfstep.torch.halves import is_half, widened
 
 if TYPE_CHECKING:
-    from halfstep.torch.reach import Reach
+    from halfstep.torch.functions.mode import Reach
 
 NARROW = (torch.bfloat16, torch.float16)
 FLOATS = (torch.float32, *NARROW)
