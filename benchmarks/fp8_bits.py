@@ -42,7 +42,7 @@ from halfstep.core.roles import Accumulator, Operand
 from halfstep.torch.cast import quantize_scaled
 from halfstep.torch.convert.fp8_choice import learn_rows
 from halfstep.torch.dtypes import describe, supported
-from halfstep.torch.fp8 import Lowered, lower, product
+from halfstep.torch.fp8.linear import Lowered, lower, product
 from halfstep.torch.layers import Casts, casts_of
 
 WIDTHS = (16, 48, 768, 4096)

@@ -1,6 +1,6 @@
 """The matmuls of a casted layer, forward and backward: what autograd is told to do instead of its own rules.
 
-Here operands are in 16 bits or more; those of narrower operands, which have scales of their own, are in fp8.py.
+Here operands are in 16 bits or more; those of narrower operands, which have scales of their own, are in linear.py.
 
 Autograd keeps the gradient of an operand in the operand's dtype: a weight that is cast to bf16 for the matmul gets
 a gradient that was rounded to bf16, and widened after. Here it is said where a gradient is rounded: that of an

@@ -312,7 +312,7 @@ def _fp8(a: Tensor, b: Tensor, fmt: Format) -> Callable[[], Tensor]:
     other = parse("e4m3fnuz") if fmt.specials == "fnuz" else E4M3
     lp_a, lp_b = to_native(a, fmt, overflow="saturate"), to_native(b, other, overflow="saturate")
     one = torch.ones((), device=a.device)
-    # As fp8.py multiplies: torch 2.11's functional.scaled_mm has no kernel on a CPU.
+    # As linear.py multiplies: torch 2.11's functional.scaled_mm has no kernel on a CPU.
     return lambda: torch._scaled_mm(lp_a, lp_b, one, one, out_dtype=torch.bfloat16)
 
 

@@ -1,7 +1,7 @@
 """Whether what runs now is being compiled.
 
 `torch.compiler.is_compiling()` says so where dynamo interprets the code. What dynamo puts into its graph as it is
-(fp8.py) runs later, when autograd traces that graph, and there torch 2.11 says no and 2.13 yes. So the caller,
+(linear.py) runs later, when autograd traces that graph, and there torch 2.11 says no and 2.13 yes. So the caller,
 whom dynamo interprets, says it, and it holds for what is called inside.
 """
 

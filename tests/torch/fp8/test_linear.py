@@ -14,10 +14,10 @@ from halfstep.core.formats import BF16, E4M3, E5M2
 from halfstep.core.policy import Policy
 from halfstep.core.precision import Precision, precisions
 from halfstep.core.roles import Accumulator, Operand
-from halfstep.torch import fp8
 from halfstep.torch.cast import amax_of
 from halfstep.torch.dtypes import ROWS_INTO_FP32, product_failure, supported
-from halfstep.torch.fp8 import lower
+from halfstep.torch.fp8.linear import linear as fp8
+from halfstep.torch.fp8.linear import lower
 from halfstep.torch.halves import make_half
 from halfstep.torch.layers import casts_of, linear
 from halfstep.torch.step import prepare

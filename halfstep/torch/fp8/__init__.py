@@ -1,0 +1,1 @@
+"""fp8 matmuls: current and delayed scaling, native and emulated."""
