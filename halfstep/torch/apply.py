@@ -65,8 +65,8 @@ from halfstep.torch.convert.plan import (
     restore_all,
     statistics,
 )
-from halfstep.torch.delayed import Amaxes
 from halfstep.torch.dtypes import DTYPES, dtype_of, supported
+from halfstep.torch.fp8.delayed import Amaxes
 from halfstep.torch.halves import Holder, make_half, make_whole
 from halfstep.torch.layers import Layer, Matmul
 from halfstep.torch.measure import time_layer

@@ -42,8 +42,8 @@ from halfstep.core.formats import BF16, FP32, Format
 from halfstep.core.policy import Policy, as_policy
 from halfstep.core.precision import Precision, base_precision
 from halfstep.torch.cast import carried
-from halfstep.torch.delayed import Past
 from halfstep.torch.dtypes import dtype_of
+from halfstep.torch.fp8.delayed import Past
 from halfstep.torch.fp8.linear import in_graph, narrow_linear
 from halfstep.torch.halves import Holder, is_half, used, widened
 from halfstep.torch.matmul import look_up, multiply, scores

@@ -37,8 +37,8 @@ from halfstep.core.precision import Precision
 from halfstep.core.refusal import check_measurable
 from halfstep.core.roles import Operand, is_narrow
 from halfstep.torch.cast import to_native
-from halfstep.torch.delayed import Amaxes
 from halfstep.torch.dtypes import describe, dtype_of, supported
+from halfstep.torch.fp8.delayed import Amaxes
 from halfstep.torch.halves import make_half
 from halfstep.torch.layers import CastedLinear, Casts, Layer, enter
 from halfstep.torch.model import Block, rope_tables

@@ -29,8 +29,8 @@ from halfstep.core.refusal import EMULATE
 from halfstep.core.roles import Param, is_narrow
 from halfstep.torch.convert.attention import MultiheadAttention
 from halfstep.torch.convert.plan import Plan
-from halfstep.torch.delayed import Amaxes
 from halfstep.torch.dtypes import ROWS_INTO_FP32, dtype_of, product_failure
+from halfstep.torch.fp8.delayed import Amaxes
 from halfstep.torch.fp8.linear import MULTIPLE
 from halfstep.torch.layers import Matmul
 from halfstep.torch.measure import LayerWork, time_layer

@@ -9,8 +9,8 @@ from torch import nn
 from halfstep.core.errors import HalfstepError, PolicyError
 from halfstep.core.formats import E4M3, E5M2
 from halfstep.torch.cast import scale_for
-from halfstep.torch.delayed import HISTORY
 from halfstep.torch.dtypes import supported
+from halfstep.torch.fp8.delayed import HISTORY
 from halfstep.torch.state import load_state, restored, state_of, stored
 from halfstep.torch.step import prepare
 
