@@ -32,13 +32,13 @@ if TYPE_CHECKING:
     from halfstep.torch.layers import casts_for as casts_for
     from halfstep.torch.layers import linear as linear
     from halfstep.torch.muon import Muon as Muon
-    from halfstep.torch.optim import AdamW as AdamW
+    from halfstep.torch.optim.adamw import AdamW as AdamW
     from halfstep.torch.step import Run as Run
     from halfstep.torch.step import StepResult as StepResult
     from halfstep.torch.step import prepare as prepare
 
 _HOMES = {
-    "AdamW": "halfstep.torch.optim",
+    "AdamW": "halfstep.torch.optim.adamw",
     "CastedLinear": "halfstep.torch.layers",
     "CrossEntropyLoss": "halfstep.torch.islands",
     "LayerNorm": "halfstep.torch.islands",

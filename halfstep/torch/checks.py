@@ -14,7 +14,7 @@ from halfstep.core.errors import HalfstepError, PolicyError
 from halfstep.core.policy import Policy
 from halfstep.torch.apply import names_of
 from halfstep.torch.masters import check_decay
-from halfstep.torch.optim import Optimizer
+from halfstep.torch.optim.adamw import Optimizer
 
 
 def check_settings(clip_norm: Any, seed: Any, ema: float) -> None:

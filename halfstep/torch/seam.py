@@ -30,7 +30,7 @@ from halfstep.torch.convert.known_packages import refuse_wrapped_optimizer
 from halfstep.torch.dtypes import dtype_of
 from halfstep.torch.gradients import values_of
 from halfstep.torch.masters import Masters
-from halfstep.torch.optim import Optimizer
+from halfstep.torch.optim.adamw import Optimizer
 
 Grads = Mapping[Tensor, Tensor]
 
@@ -68,7 +68,7 @@ class Driver(ABC):
 
 
 class Ours(Driver):
-    """An optimizer of optim.py."""
+    """An optimizer of adamw.py."""
 
     optimizer: Optimizer
     cost = "no sync"

@@ -34,7 +34,7 @@ from halfstep.torch.convert.fp8_choice import TOKENS
 from halfstep.torch.convert.plan import check_model
 from halfstep.torch.gradients import CAST, Gradients, checked_pair, divisor, values_of
 from halfstep.torch.masters import Averages, Masters, Statistics
-from halfstep.torch.optim import Optimizer
+from halfstep.torch.optim.adamw import Optimizer
 from halfstep.torch.record import Reached, record
 from halfstep.torch.seam import Stock, check_optimizers, driver_of
 from halfstep.torch.summary import summarize

@@ -22,7 +22,7 @@ from halfstep.core.errors import HalfstepError, ScalingError
 from halfstep.core.formats import FP32
 from halfstep.core.scaling import DynamicScale, ScaleState
 from halfstep.torch.dtypes import dtype_of
-from halfstep.torch.optim import Optimizer
+from halfstep.torch.optim.adamw import Optimizer
 from halfstep.torch.seam import held_by, is_moment, label
 
 if TYPE_CHECKING:

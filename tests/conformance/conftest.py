@@ -167,7 +167,7 @@ class Torch(Backend):
 class TorchToy:
     def __init__(self, backend, policy, weight, rate, clip_norm):
         t = backend.torch
-        optim = import_module("halfstep.torch.optim")
+        optim = import_module("halfstep.torch.optim.adamw")
 
         class Sgd(optim.Optimizer):
             def step(self, grads, *, found_inf=None, scale=None):

@@ -6,7 +6,7 @@ from torch import nn
 
 from halfstep.core.errors import ScalingError
 from halfstep.torch.blame import find
-from halfstep.torch.optim import AdamW
+from halfstep.torch.optim.adamw import AdamW
 from halfstep.torch.step import prepare
 
 

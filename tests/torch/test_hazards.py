@@ -22,12 +22,11 @@ from halfstep.core.formats import BF16
 from halfstep.core.philox import random_bits, tensor_id
 from halfstep.core.policy import Policy
 from halfstep.core.rounding import cast
-from halfstep.torch import optim
 from halfstep.torch.cast import carried
 from halfstep.torch.layers import casts_for, rotate
 from halfstep.torch.model import rope_tables
 from halfstep.torch.muon import Muon
-from halfstep.torch.optim import AdamW
+from halfstep.torch.optim.adamw import AdamW, adamw
 from halfstep.torch.session import Session
 from halfstep.torch.step import prepare
 from halfstep.torch.sums import Sums
@@ -459,7 +458,7 @@ def test_another_rate_builds_no_second_graph(monkeypatch):
     torch._dynamo.reset()
     counted = CompileCounter()
     compiled = torch.compile(lambda wide, lr: [w * lr for w in wide], backend=counted, fullgraph=True)
-    monkeypatch.setattr(optim, "adamw", lambda wide, *_, lr, **__: compiled(wide, lr))
+    monkeypatch.setattr(adamw, "adamw", lambda wide, *_, lr, **__: compiled(wide, lr))
     model = Weights(1.0, 2.0)
     ours = AdamW(model.parameters())
     run = prepare(model, ours, "bf16-mixed")

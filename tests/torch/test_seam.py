@@ -12,7 +12,7 @@ from halfstep.core.formats import BF16, FP32
 from halfstep.core.roles import Param
 from halfstep.torch.cast import split
 from halfstep.torch.masters import Masters
-from halfstep.torch.optim import AdamW
+from halfstep.torch.optim.adamw import AdamW
 from halfstep.torch.seam import Asked, Ours, Told, Undone, check_optimizers, driver_of, label
 
 COUNT = torch.ones((), dtype=torch.int32)

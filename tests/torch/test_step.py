@@ -7,7 +7,7 @@ from halfstep.core.errors import HalfstepError, ScalingError
 from halfstep.core.policy import Policy
 from halfstep.core.precision import base_precision
 from halfstep.torch.layers import CastedLinear
-from halfstep.torch.optim import AdamW
+from halfstep.torch.optim.adamw import AdamW
 from halfstep.torch.step import Run
 
 FP16 = "compute=fp16,emulate=true,scale=dynamic:init=1024:interval=3:floor=256"

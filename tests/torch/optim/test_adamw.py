@@ -10,7 +10,7 @@ from halfstep.core.roles import Param
 from halfstep.torch.cast import split
 from halfstep.torch.masters import Masters
 from halfstep.torch.muon import Muon, orthogonalize
-from halfstep.torch.optim import AdamW
+from halfstep.torch.optim.adamw import AdamW
 
 
 def parameter(*shape, seed=0, dtype=torch.float32):
