@@ -20,7 +20,7 @@ import torch
 from halfstep.config.load import load
 from halfstep.core.policy import Policy
 from halfstep.core.stats import UpdateStats
-from halfstep.torch.masters import Masters
+from halfstep.torch.optim.masters import Masters
 from halfstep.training.loop import Loop
 
 SEEDS = (0, 1, 2)

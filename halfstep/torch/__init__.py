@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from halfstep.torch.layers import attention as attention
     from halfstep.torch.layers import casts_for as casts_for
     from halfstep.torch.layers import linear as linear
-    from halfstep.torch.muon import Muon as Muon
     from halfstep.torch.optim.adamw import AdamW as AdamW
+    from halfstep.torch.optim.muon import Muon as Muon
     from halfstep.torch.step import Run as Run
     from halfstep.torch.step import StepResult as StepResult
     from halfstep.torch.step import prepare as prepare
@@ -42,7 +42,7 @@ _HOMES = {
     "CastedLinear": "halfstep.torch.layers",
     "CrossEntropyLoss": "halfstep.torch.islands",
     "LayerNorm": "halfstep.torch.islands",
-    "Muon": "halfstep.torch.muon",
+    "Muon": "halfstep.torch.optim.muon",
     "Norm": "halfstep.torch.layers",
     "RMSNorm": "halfstep.torch.islands",
     "Run": "halfstep.torch.step",

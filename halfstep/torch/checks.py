@@ -1,6 +1,6 @@
 """What `prepare` is handed, and cannot take: refused before the model is touched.
 
-The model itself is looked at in plan.py, the optimizers in seam.py, and the policy in apply.py.
+The model itself is looked at in plan.py, the optimizers in drivers.py, and the policy in apply.py.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,8 +13,8 @@ from halfstep.config.model import owner
 from halfstep.core.errors import HalfstepError, PolicyError
 from halfstep.core.policy import Policy
 from halfstep.torch.apply import names_of
-from halfstep.torch.masters import check_decay
 from halfstep.torch.optim.adamw import Optimizer
+from halfstep.torch.optim.masters import check_decay
 
 
 def check_settings(clip_norm: Any, seed: Any, ema: float) -> None:

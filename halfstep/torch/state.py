@@ -29,7 +29,7 @@ from halfstep.torch.cast import join
 from halfstep.torch.dtypes import dtype_of
 from halfstep.torch.halves import note_write
 from halfstep.torch.optim.adamw import Optimizer
-from halfstep.torch.seam import held_by, is_moment, label
+from halfstep.torch.optim.drivers import held_by, is_moment, label
 
 if TYPE_CHECKING:
     from halfstep.torch.step import Run

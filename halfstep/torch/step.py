@@ -9,7 +9,7 @@ beyond 1.8e19, which no step survives.
 
 Nothing here reads a number from the device: losses, norms, scales and flags are device scalars until someone
 asks. A step that is not finite changes nothing but the scale, under every policy: not the parameters, not the
-optimizer's state, not running statistics. Where an optimizer cannot be told so on the device, seam.py reads the
+optimizer's state, not running statistics. Where an optimizer cannot be told so on the device, drivers.py reads the
 flag, and `summary` says so.
 """
 
@@ -32,11 +32,11 @@ from halfstep.torch.apply import Applied, apply, names_of, restore, set_precisio
 from halfstep.torch.checks import check_moments, check_replicas, check_settings
 from halfstep.torch.convert.fp8_choice import TOKENS
 from halfstep.torch.convert.plan import check_model
-from halfstep.torch.gradients import CAST, Gradients, checked_pair, divisor, values_of
-from halfstep.torch.masters import Averages, Masters, Statistics
 from halfstep.torch.optim.adamw import Optimizer
+from halfstep.torch.optim.drivers import Stock, check_optimizers, driver_of
+from halfstep.torch.optim.gradients import CAST, Gradients, checked_pair, divisor, values_of
+from halfstep.torch.optim.masters import Averages, Masters, Statistics
 from halfstep.torch.record import Reached, record
-from halfstep.torch.seam import Stock, check_optimizers, driver_of
 from halfstep.torch.summary import summarize
 from halfstep.torch.sums import Sums, check_fp32
 from halfstep.torch.takeover import State, take_over

@@ -14,7 +14,7 @@ from halfstep.core.formats import FP16, Format
 from halfstep.core.roles import print_value
 from halfstep.torch.convert.known_packages import kept_wide
 from halfstep.torch.layers import Layer
-from halfstep.torch.seam import label
+from halfstep.torch.optim.drivers import label
 from halfstep.torch.sums import fp32_is_fp32
 
 if TYPE_CHECKING:

@@ -23,7 +23,7 @@ from halfstep.core.formats import FP32
 from halfstep.core.scaling import DynamicScale, ScaleState
 from halfstep.torch.dtypes import dtype_of
 from halfstep.torch.optim.adamw import Optimizer
-from halfstep.torch.seam import held_by, is_moment, label
+from halfstep.torch.optim.drivers import held_by, is_moment, label
 
 if TYPE_CHECKING:
     from halfstep.torch.step import Run

@@ -10,8 +10,8 @@ from halfstep.core.errors import PolicyError
 from halfstep.core.formats import BF16, E4M3
 from halfstep.core.policy import Policy
 from halfstep.torch.dtypes import supported
-from halfstep.torch.muon import Muon
 from halfstep.torch.optim.adamw import AdamW
+from halfstep.torch.optim.muon import Muon
 from halfstep.torch.session import Session
 from halfstep.torch.step import prepare
 

@@ -25,8 +25,8 @@ from halfstep.core.rounding import cast
 from halfstep.torch.cast import carried
 from halfstep.torch.layers import casts_for, rotate
 from halfstep.torch.model import rope_tables
-from halfstep.torch.muon import Muon
 from halfstep.torch.optim.adamw import AdamW, adamw
+from halfstep.torch.optim.muon import Muon
 from halfstep.torch.session import Session
 from halfstep.torch.step import prepare
 from halfstep.torch.sums import Sums

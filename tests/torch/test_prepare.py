@@ -10,8 +10,8 @@ from torch.utils.checkpoint import checkpoint
 
 from halfstep.core.errors import HalfstepError, PolicyError
 from halfstep.core.policy import Policy
-from halfstep.torch.muon import Muon
 from halfstep.torch.optim.adamw import AdamW
+from halfstep.torch.optim.muon import Muon
 from halfstep.torch.step import prepare
 
 

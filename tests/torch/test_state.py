@@ -8,8 +8,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from halfstep.core.errors import HalfstepError, ScalingError
-from halfstep.torch.muon import Muon
 from halfstep.torch.optim.adamw import AdamW
+from halfstep.torch.optim.muon import Muon
 from halfstep.torch.step import prepare
 
 

@@ -36,7 +36,7 @@ from halfstep.core.formats import FP32, Format, parse
 from halfstep.core.roles import Param, parse_value
 from halfstep.torch.dtypes import dtype_of, format_of
 from halfstep.torch.kernels import reaches
-from halfstep.torch.masters import Masters
+from halfstep.torch.optim.masters import Masters
 
 # The gradient of each parameter; it may be wider than the parameter, which `.grad` may not.
 Grads = Mapping[Tensor, Tensor]

@@ -12,8 +12,8 @@ from halfstep.core.formats import BF16, FP32
 from halfstep.core.roles import Param
 from halfstep.torch import kernels
 from halfstep.torch.cast import carried, join, split
-from halfstep.torch.masters import Masters
 from halfstep.torch.optim.adamw import adamw as optim
+from halfstep.torch.optim.masters import Masters
 
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -8,9 +8,9 @@ from halfstep.core.errors import HalfstepError
 from halfstep.core.formats import BF16, FP32
 from halfstep.core.roles import Param
 from halfstep.torch.cast import split
-from halfstep.torch.masters import Masters
-from halfstep.torch.muon import Muon, orthogonalize
 from halfstep.torch.optim.adamw import AdamW
+from halfstep.torch.optim.masters import Masters
+from halfstep.torch.optim.muon import Muon, orthogonalize
 
 
 def parameter(*shape, seed=0, dtype=torch.float32):

@@ -11,9 +11,9 @@ from halfstep.core.errors import HalfstepError
 from halfstep.core.formats import BF16, FP32
 from halfstep.core.roles import Param
 from halfstep.torch.cast import split
-from halfstep.torch.masters import Masters
 from halfstep.torch.optim.adamw import AdamW
-from halfstep.torch.seam import Asked, Ours, Told, Undone, check_optimizers, driver_of, label
+from halfstep.torch.optim.drivers import Asked, Ours, Told, Undone, check_optimizers, driver_of, label
+from halfstep.torch.optim.masters import Masters
 
 COUNT = torch.ones((), dtype=torch.int32)
 FINE, BAD, ONE = torch.zeros(()), torch.ones(()), torch.ones(())

@@ -17,8 +17,8 @@ from torch import Tensor
 from halfstep.core.formats import FP32, Format, parse
 from halfstep.torch.cast import carried
 from halfstep.torch.dtypes import dtype_of
-from halfstep.torch.masters import Masters
 from halfstep.torch.optim.adamw import Grads, Optimizer, Params
+from halfstep.torch.optim.masters import Masters
 
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)  # Jordan et al., 2024
 

@@ -8,7 +8,7 @@ from halfstep.core.errors import HalfstepError
 from halfstep.core.formats import BF16, FP32
 from halfstep.core.roles import Param
 from halfstep.torch.cast import split
-from halfstep.torch.masters import Averages, Masters, Statistics
+from halfstep.torch.optim.masters import Averages, Masters, Statistics
 
 COUNT = torch.ones((), dtype=torch.int32)
 
