@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from halfstep.torch.functions.entry import IN_COMPUTE
-from halfstep.torch.record import Row
+from halfstep.torch.run.reached import Row
 from halfstep.torch.step import Run, prepare
 
 HERE = Path(__file__).parent

@@ -23,10 +23,10 @@ from halfstep.torch.apply import apply, set_precision
 from halfstep.torch.dtypes import as_device, describe
 from halfstep.torch.measure import devices
 from halfstep.torch.model import Decoder
-from halfstep.torch.numbers import Numbers
 from halfstep.torch.optim.adamw import AdamW, Optimizer
 from halfstep.torch.optim.muon import Muon
-from halfstep.torch.spans import Spans
+from halfstep.torch.run.readback import Numbers
+from halfstep.torch.run.spans import Spans
 from halfstep.torch.state import Copies, load_state, load_weights, restored, state_of, stored
 from halfstep.torch.step import Run, StepResult
 

@@ -27,19 +27,20 @@ from halfstep.core.policy import Policy, as_policy
 from halfstep.core.precision import base_precision, precisions
 from halfstep.core.roles import Param
 from halfstep.core.scaling import DynamicScale, NoScale, ScaleState, way_out
-from halfstep.torch import blame, state
+from halfstep.torch import state
 from halfstep.torch.apply import Applied, apply, names_of, restore, set_precision
-from halfstep.torch.checks import check_moments, check_replicas, check_settings
 from halfstep.torch.convert.fp8_choice import TOKENS
 from halfstep.torch.convert.plan import check_model
 from halfstep.torch.optim.adamw import Optimizer
 from halfstep.torch.optim.drivers import Stock, check_optimizers, driver_of
 from halfstep.torch.optim.gradients import CAST, Gradients, checked_pair, divisor, values_of
 from halfstep.torch.optim.masters import Averages, Masters, Statistics
-from halfstep.torch.record import Reached, record
-from halfstep.torch.summary import summarize
-from halfstep.torch.sums import Sums, check_fp32
-from halfstep.torch.takeover import State, take_over
+from halfstep.torch.run import nonfinite
+from halfstep.torch.run.accumulation import Sums, check_fp32
+from halfstep.torch.run.checks import check_moments, check_replicas, check_settings
+from halfstep.torch.run.from_amp import State, take_over
+from halfstep.torch.run.reached import Reached, record
+from halfstep.torch.run.summary import summarize
 
 # loss_fn(batch) -> the mean loss, or (the sum of losses, the number of tokens)
 Loss = Tensor | tuple[Tensor, Tensor | float]
@@ -211,7 +212,7 @@ class Run:
                 told, hint="run.check(result, loss_fn, micro_batches) runs the step again and names the tensor"
             )
         given = (loss_fn, micro_batches) if loss_fn is not None else self._last
-        cause = blame.find(self.model, given[0], given[1] or [], result.scale)  # type: ignore[index, arg-type]
+        cause = nonfinite.find(self.model, given[0], given[1] or [], result.scale)  # type: ignore[index, arg-type]
         rule = f"`{cause.module}: compute=fp32`" if cause.module else "a rule with `compute=fp32`"
         raise ScalingError(f"{told}; {cause}", hint=way_out(cause.where, rule))
 
@@ -303,13 +304,13 @@ class Run:
         self._open = False
         return self.model
 
-    def blame(self, loss_fn: LossFn, micro_batches: Iterable[Any]) -> blame.Cause:
+    def blame(self, loss_fn: LossFn, micro_batches: Iterable[Any]) -> nonfinite.Cause:
         """The first tensor of a step that is not finite, and in which pass, also where the model hides it (T5).
 
         Runs the step again, eagerly, and changes nothing.
         """
         self._check_open()
-        return blame.find(self.model, loss_fn, micro_batches, self.scale_state.scale)
+        return nonfinite.find(self.model, loss_fn, micro_batches, self.scale_state.scale)
 
     def reach(self, loss_fn: LossFn, batch: Any) -> Reached:
         """How each function of the model's own code runs, and why: one forward pass, which changes nothing."""

@@ -27,9 +27,9 @@ from halfstep.torch.layers import casts_for, rotate
 from halfstep.torch.model import rope_tables
 from halfstep.torch.optim.adamw import AdamW, adamw
 from halfstep.torch.optim.muon import Muon
+from halfstep.torch.run.accumulation import Sums
 from halfstep.torch.session import Session
 from halfstep.torch.step import prepare
-from halfstep.torch.sums import Sums
 
 LAW = "fp16-mixed,scale=dynamic:init=1024:interval=3:floor=256"
 

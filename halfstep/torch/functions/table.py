@@ -13,7 +13,7 @@
 
 What is left as it is: a product of fp32 tensors none of which is a parameter (angles of rotary positions), one of
 parameters alone (fp32: it is cast where it meets an activation), an island that is handed fp32 already, anything
-else. `run.reach(loss_fn, batch)` lists each function of a pass, with how it ran and why (record.py).
+else. `run.reach(loss_fn, batch)` lists each function of a pass, with how it ran and why (reached.py).
 
 `Entry.alone` says why a function is left as it is; `Entry.run` runs it otherwise, with every mode off.
 """

@@ -5,8 +5,8 @@ import torch
 
 from halfstep.config.load import load
 from halfstep.core.policy import Policy
+from halfstep.torch.run.spans import UNREAD, Spans
 from halfstep.torch.session import Session
-from halfstep.torch.spans import UNREAD, Spans
 
 CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 

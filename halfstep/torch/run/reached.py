@@ -17,10 +17,10 @@ import torch
 from torch import nn
 from torch.overrides import resolve_name
 
-from halfstep.torch.blame import as_it_was
 from halfstep.torch.functions.entry import IN_COMPUTE, NARROW, NOTHING_MET, Entry, tensors_of
 from halfstep.torch.functions.mode import WATCHERS, Reach
 from halfstep.torch.functions.table import SENSITIVE, meets
+from halfstep.torch.run.nonfinite import as_it_was
 
 SHOWN = 3
 

@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from halfstep.config.load import load
 from halfstep.core.policy import Policy
-from halfstep.torch.numbers import NAMES, UNREAD, Numbers
+from halfstep.torch.run.readback import NAMES, UNREAD, Numbers
 from halfstep.torch.session import Session
 
 SMALL = ["model.width=32", "model.heads=2", "model.layers=1", "model.context=16", "training.batch=2"]

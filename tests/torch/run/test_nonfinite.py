@@ -5,8 +5,8 @@ import torch
 from torch import nn
 
 from halfstep.core.errors import ScalingError
-from halfstep.torch.blame import find
 from halfstep.torch.optim.adamw import AdamW
+from halfstep.torch.run.nonfinite import find
 from halfstep.torch.step import prepare
 
 
