@@ -19,7 +19,7 @@ then it is a leaf. `Applied.changes` has a row for each module that was changed 
 reason. What a model computes by functions of its own, as `F.softmax(x)`, is reached as well (mode.py).
 
 A parameter is held as the policy says (`hold`) and keeps its identity: its data are replaced. A matrix is split
-only where every module that holds it can use its bf16 half (halves.py). Frozen parameters, and those that are none
+only where every module that holds it can use its bf16 half (split.py). Frozen parameters, and those that are none
 of fp32, bf16 and fp16, stay as they are: nobody owns a master of them.
 """
 
@@ -67,9 +67,9 @@ from halfstep.torch.convert.plan import (
 )
 from halfstep.torch.dtypes import DTYPES, dtype_of, supported
 from halfstep.torch.fp8.delayed import Amaxes
-from halfstep.torch.halves import Holder, make_half, make_whole
 from halfstep.torch.layers import Layer, Matmul
 from halfstep.torch.measure import time_layer
+from halfstep.torch.split import Holder, make_half, make_whole
 
 __all__ = ["Applied", "Change", "adopt", "apply", "check_supported", "hold", "restore", "set_precision", "whole"]
 

@@ -10,7 +10,7 @@ incoming gradient g of (tokens, out):
 Each sums in fp32. Both operands are cast to the layer's own formats; none is derived from what the weight or
 the input happens to be. Plain autograd would round grad_weight to the operands' dtype before the cast to the
 master widens it again; here an fp32 weight gradient is fp32 from the sum on (matmul.py), also where the weight is
-the bf16 half of a split master (halves.py). So are the gradients of a bias and of the rows of an embedding.
+the bf16 half of a split master (split.py). So are the gradients of a bias and of the rows of an embedding.
 
 **An island** (norm, softmax, loss) is fp32 inside, backward too: it widens its input, and autograd narrows the
 gradient only on the way out. Norms return the compute format, the loss returns fp32. Attention takes the softmax
@@ -45,8 +45,8 @@ from halfstep.torch.cast import carried
 from halfstep.torch.dtypes import dtype_of
 from halfstep.torch.fp8.delayed import Past
 from halfstep.torch.fp8.linear import in_graph, narrow_linear
-from halfstep.torch.halves import Holder, is_half, used, widened
 from halfstep.torch.matmul import look_up, multiply, scores
+from halfstep.torch.split import Holder, is_half, used, widened
 
 
 @dataclass(frozen=True)

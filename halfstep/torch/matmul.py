@@ -7,7 +7,7 @@ a gradient that was rounded to bf16, and widened after. Here it is said where a 
 activation to `grad`, that of a weight to `grad_weight`, fp32 as a rule, straight from the fp32 sum.
 
 A weight comes in two: its `numbers`, which are multiplied, and its `owner`, the tensor that the gradient belongs
-to. They differ where the numbers are the bf16 half of a split master (halves.py).
+to. They differ where the numbers are the bf16 half of a split master (split.py).
 
 None of this is differentiable twice: torch refuses the gradient of a gradient, and says that it is this.
 """

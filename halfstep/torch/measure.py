@@ -39,9 +39,9 @@ from halfstep.core.roles import Operand, is_narrow
 from halfstep.torch.cast import to_native
 from halfstep.torch.dtypes import describe, dtype_of, supported
 from halfstep.torch.fp8.delayed import Amaxes
-from halfstep.torch.halves import make_half
 from halfstep.torch.layers import CastedLinear, Casts, Layer, enter
 from halfstep.torch.model import Block, rope_tables
+from halfstep.torch.split import make_half
 
 __all__ = [
     "FORMATS",

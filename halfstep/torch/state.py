@@ -27,9 +27,9 @@ from halfstep.core.stored import Description, Held, Snapshot, Stored, check_same
 from halfstep.torch.apply import adopt
 from halfstep.torch.cast import join
 from halfstep.torch.dtypes import dtype_of
-from halfstep.torch.halves import note_write
 from halfstep.torch.optim.adamw import Optimizer
 from halfstep.torch.optim.drivers import held_by, is_moment, label
+from halfstep.torch.split import note_write
 
 if TYPE_CHECKING:
     from halfstep.torch.step import Run

@@ -12,7 +12,7 @@ from halfstep.core.policy import Policy
 from halfstep.core.roles import Param
 from halfstep.torch.apply import Change, apply, hold, restore, set_precision, whole
 from halfstep.torch.cast import carried, join, split
-from halfstep.torch.halves import is_half
+from halfstep.torch.split import is_half
 
 SPLIT = "bf16-mixed,param=fp32:split"
 

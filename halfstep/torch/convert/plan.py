@@ -47,8 +47,8 @@ from halfstep.torch.convert.modules import (
 from halfstep.torch.convert.norms import BatchNorm, InstanceNorm, Normalization
 from halfstep.torch.convert.subclass import mixed
 from halfstep.torch.functions.mode import Reach, learn, mode_of
-from halfstep.torch.halves import is_half
 from halfstep.torch.layers import Casts, Layer, Matmul, casts_of, refuse_autocast
+from halfstep.torch.split import is_half
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 # Attributes by which torch takes its kernels for inference, and the value without them.

@@ -6,7 +6,7 @@ A made class has the name, the signature and the documentation of the module's o
 handed the class itself. And
 
 **`model.dtype`**, which models of Hugging Face say by their first parameter and write into their configuration, is
-that of the master where the parameter is a half (halves.py). A state dict has the master in fp32; with bf16 in the
+that of the master where the parameter is a half (split.py). A state dict has the master in fp32; with bf16 in the
 configuration, whoever loads it would round it.
 """
 
@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from halfstep.core.errors import HalfstepError
-from halfstep.torch.halves import is_half
+from halfstep.torch.split import is_half
 
 
 class UnpicklableError(HalfstepError, TypeError):

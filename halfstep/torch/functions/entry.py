@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from halfstep.torch.halves import is_half, widened
+from halfstep.torch.split import is_half, widened
 
 if TYPE_CHECKING:
     from halfstep.torch.functions.mode import Reach

@@ -40,9 +40,9 @@ from halfstep.torch.functions.entry import (
     tensors_of,
     whole,
 )
-from halfstep.torch.halves import is_half
 from halfstep.torch.layers import Casts, enter, linear, rounded
 from halfstep.torch.matmul import in_compute, matmul
+from halfstep.torch.split import is_half
 
 if TYPE_CHECKING:
     from halfstep.torch.functions.mode import Reach

@@ -42,8 +42,8 @@ from halfstep.torch.functions.entry import (
     whole,
 )
 from halfstep.torch.functions.products import ADDED, EINSUM, GROUPED, KERNEL, LINEAR, MATMUL, WIDENED
-from halfstep.torch.halves import is_half
 from halfstep.torch.layers import additive, embedding, enter, island, leave, rounded, weighted_attention
+from halfstep.torch.split import is_half
 
 if TYPE_CHECKING:
     from halfstep.torch.functions.mode import Reach

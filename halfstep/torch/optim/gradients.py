@@ -10,7 +10,7 @@ is weighted against the first,
 
 autograd sums in the dtype of the parameter. Where that is not the accumulate format, each gradient is taken from
 it after its backward pass and added to a sum of ours: a bf16 sum of 256 and ones stays at 256. Gradients that are
-wider than their parameter (halves.py) are taken away as well: torch.compile refuses a parameter that has one.
+wider than their parameter (split.py) are taken away as well: torch.compile refuses a parameter that has one.
 
 Sparse gradients stay sparse; their norm and their factor are those of their values, once the entries of a row that
 was looked up twice are summed. That waits for the device, as torch's sparse optimizers do themselves.

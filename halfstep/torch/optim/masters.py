@@ -33,7 +33,7 @@ from halfstep.core.formats import BF16, FP16, FP32, Format
 from halfstep.core.philox import tensor_id
 from halfstep.core.roles import Param
 from halfstep.torch.cast import carried, join, quantize, random_bits, split
-from halfstep.torch.halves import note_write, settle
+from halfstep.torch.split import note_write, settle
 
 _BY_DTYPE = {torch.float32: Param(FP32), torch.bfloat16: Param(BF16), torch.float16: Param(FP16)}
 

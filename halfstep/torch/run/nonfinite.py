@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from halfstep.torch.halves import STAND_IN
+from halfstep.torch.split import STAND_IN
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,8 @@ from halfstep.core.policy import Policy
 from halfstep.torch.apply import apply, restore
 from halfstep.torch.cast import carried, join
 from halfstep.torch.convert.modules import ISLANDS, KINDS
-from halfstep.torch.halves import note_write
 from halfstep.torch.layers import Layer
+from halfstep.torch.split import note_write
 
 
 def draw(*shape, seed=0):

@@ -18,8 +18,8 @@ from halfstep.torch.cast import amax_of
 from halfstep.torch.dtypes import ROWS_INTO_FP32, product_failure, supported
 from halfstep.torch.fp8.linear import linear as fp8
 from halfstep.torch.fp8.linear import lower
-from halfstep.torch.halves import make_half
 from halfstep.torch.layers import casts_of, linear
+from halfstep.torch.split import make_half
 from halfstep.torch.step import prepare
 from halfstep.torch.tracing import compiling
 
