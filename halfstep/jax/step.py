@@ -45,7 +45,7 @@ from halfstep.jax.apply import Applied, Leaves, apply
 from halfstep.jax.cast import carried, quantize, random_bits
 from halfstep.jax.checks import check_leading, check_loss, check_optimizer, check_settings
 from halfstep.jax.dtypes import dtype_of
-from halfstep.jax.interpret import cast_inside, checked
+from halfstep.jax.functions.interpret import cast_inside, checked
 from halfstep.jax.layers import COMPILER_OPTIONS
 
 LossFn = Callable[..., Any]

@@ -27,8 +27,16 @@ from jax.extend.core import jaxprs_in_params
 from halfstep.config.model import owner as module_of
 from halfstep.core.errors import PolicyError
 from halfstep.jax.apply import lost_by
+from halfstep.jax.functions.primitives import (
+    ARITHMETIC,
+    COMPARISON,
+    LAYOUT,
+    bind,
+    is_conversion,
+    is_float,
+    line_of,
+)
 from halfstep.jax.layers import Casts
-from halfstep.jax.primitives import ARITHMETIC, COMPARISON, LAYOUT, bind, is_conversion, is_float, line_of
 
 
 @dataclass(frozen=True)

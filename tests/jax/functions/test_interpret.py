@@ -11,7 +11,7 @@ from halfstep.core.errors import PolicyError
 from halfstep.core.policy import Policy
 from halfstep.jax import casts_for, linear, rms_norm
 from halfstep.jax.apply import Leaves, apply
-from halfstep.jax.interpret import cast_inside
+from halfstep.jax.functions.interpret import cast_inside
 from halfstep.jax.layers import COMPILER_OPTIONS
 
 

@@ -49,8 +49,7 @@ from halfstep.jax.apply import (
     check_rules,
 )
 from halfstep.jax.dtypes import DType, dtype_of, format_of
-from halfstep.jax.layers import casts_of, dot_general, enter, owned, rounded
-from halfstep.jax.lazy import (
+from halfstep.jax.functions.lazy import (
     Owner,
     Value,
     check_made,
@@ -61,7 +60,7 @@ from halfstep.jax.lazy import (
     shared_owner,
     wide_owner,
 )
-from halfstep.jax.primitives import (
+from halfstep.jax.functions.primitives import (
     ARITHMETIC,
     BROADCASTING,
     COMPARISON,
@@ -80,6 +79,7 @@ from halfstep.jax.primitives import (
     multiplies,
     parts_of_scan,
 )
+from halfstep.jax.layers import casts_of, dot_general, enter, owned, rounded
 
 _FLOAT32 = jnp.dtype(jnp.float32)
 
