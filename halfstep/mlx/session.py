@@ -24,7 +24,7 @@ from halfstep.mlx.apply import apply, set_precision
 from halfstep.mlx.dtypes import as_device, describe
 from halfstep.mlx.measure import devices
 from halfstep.mlx.model import Decoder
-from halfstep.mlx.optim import AdamW, Muon, Optimizer
+from halfstep.mlx.optim.optimizers import AdamW, Muon, Optimizer
 from halfstep.mlx.state import load_state, load_weights, restored, state_of, stored
 from halfstep.mlx.step import Run, StepResult, to_compile
 

@@ -15,7 +15,7 @@ from halfstep.core.policy import Policy
 from halfstep.mlx import CastedLinear, prepare
 from halfstep.mlx.apply import apply, set_precision, walk
 from halfstep.mlx.layers import Layer
-from halfstep.mlx.optim import AdamW
+from halfstep.mlx.optim.optimizers import AdamW
 
 
 def draw(*shape, seed=0):

@@ -13,7 +13,7 @@ from halfstep.core.errors import HalfstepError, PolicyError
 from halfstep.core.formats import E4M3
 from halfstep.mlx import prepare
 from halfstep.mlx.cast import quantize
-from halfstep.mlx.optim import AdamW
+from halfstep.mlx.optim.optimizers import AdamW
 from halfstep.mlx.state import load_state, state_of
 
 FP16 = "compute=fp16,emulate=true,scale=dynamic:init=1024:interval=2:floor=256"

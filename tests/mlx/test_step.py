@@ -12,7 +12,7 @@ from halfstep.core.philox import tensor_id
 from halfstep.core.rounding import cast
 from halfstep.mlx import prepare
 from halfstep.mlx.cast import join, random_bits
-from halfstep.mlx.optim import AdamW
+from halfstep.mlx.optim.optimizers import AdamW
 
 FP16 = "compute=fp16,emulate=true,scale=dynamic:init=1024:interval=3:floor=256"
 # Two fp32 sums of the same terms in another order: at most 36 positive terms, and a few products around them.

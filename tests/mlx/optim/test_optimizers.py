@@ -7,7 +7,7 @@ import pytest
 
 from halfstep.core.errors import HalfstepError
 from halfstep.core.formats import BF16, FP16, FP32
-from halfstep.mlx.optim import NEWTON_SCHULZ, AdamW, Muon, orthogonalize
+from halfstep.mlx.optim.optimizers import NEWTON_SCHULZ, AdamW, Muon, orthogonalize
 
 ULP = 2.0**-24
 
