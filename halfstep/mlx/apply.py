@@ -3,7 +3,7 @@
 `apply` is the one place where a policy meets an MLX model. It checks that the device can run what is asked for
 before it changes anything, and refuses with the reason where it cannot: nothing is substituted.
 
-Any `mlx.nn` model will do. A module is changed by its class (modules.py); `restore` puts the first class back.
+Any `mlx.nn` model will do. A module is changed by its class (convert.py); `restore` puts the first class back.
 
     halfstep's own layers              are given their precision
     Linear, Embedding                  multiply and look up in their own precision; weight gradients are fp32
@@ -36,9 +36,7 @@ from halfstep.core.precision import Precision, base_precision, precisions
 from halfstep.core.refusal import EMULATE, check_formats, check_implemented, check_reach
 from halfstep.core.roles import Accumulator, Operand, Param, Value, is_narrow, print_value
 from halfstep.mlx.cast import carried, split
-from halfstep.mlx.dtypes import dtype_of, pin_matmuls, supported
-from halfstep.mlx.layers import Layer, Matmul, casts_of
-from halfstep.mlx.modules import (
+from halfstep.mlx.convert import (
     ISLANDS,
     KINDS,
     Around,
@@ -52,6 +50,8 @@ from halfstep.mlx.modules import (
     Whole,
     own_arrays,
 )
+from halfstep.mlx.dtypes import dtype_of, pin_matmuls, supported
+from halfstep.mlx.layers import Layer, Matmul, casts_of
 
 # What layers.py multiplies natively.
 NATIVE = (FP32, BF16, FP16)

@@ -44,7 +44,7 @@ from halfstep.core.roles import print_value
 from halfstep.core.scaling import ScaleState, way_out
 from halfstep.mlx.apply import Applied, Place, apply, arrays, public, restore, trainable
 from halfstep.mlx.dtypes import dtype_of
-from halfstep.mlx.masters import Masters
+from halfstep.mlx.optim.masters import Masters
 from halfstep.mlx.optim.optimizers import leaves_of
 from halfstep.mlx.state import load_state, state_of
 
