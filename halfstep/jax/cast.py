@@ -34,9 +34,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
+from halfstep.core.cast_constants import Plan, check_rule, check_word, plan_of
 from halfstep.core.errors import RoundingError
 from halfstep.core.formats import BF16, FP32, Format, Overflow
-from halfstep.core.plan import Plan, check_rule, check_word, plan_of
 from halfstep.core.roles import Operand
 from halfstep.core.rounding import Rounding
 from halfstep.jax.dtypes import dtype_of

@@ -26,7 +26,7 @@ from halfstep.core import host
 from halfstep.core.errors import HalfstepError
 from halfstep.core.policy import Policy
 from halfstep.core.refusal import check_reach
-from halfstep.core.stored import Held, Snapshot, Stored
+from halfstep.core.state_format import Held, Snapshot, Stored
 from halfstep.jax import memory
 from halfstep.jax.dtypes import as_device, describe
 from halfstep.jax.layers import COMPILER_OPTIONS

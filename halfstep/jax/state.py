@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from halfstep.core.errors import HalfstepError
 from halfstep.core.scaling import ScaleState
-from halfstep.core.stored import Description, Held, Stored, check_same
+from halfstep.core.state_format import Description, Held, Stored, check_same
 from halfstep.jax.apply import Leaves
 from halfstep.jax.step import State
 

@@ -38,9 +38,9 @@ from collections.abc import Sequence
 
 import mlx.core as mx
 
+from halfstep.core.cast_constants import Plan, check_rule, check_word, plan_of
 from halfstep.core.errors import RoundingError
 from halfstep.core.formats import BF16, FP16, FP32, Format, Overflow
-from halfstep.core.plan import Plan, check_rule, check_word, plan_of
 from halfstep.core.roles import Operand, is_narrow
 from halfstep.core.rounding import Rounding
 from halfstep.mlx.dtypes import dtype_of

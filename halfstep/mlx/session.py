@@ -18,7 +18,7 @@ from halfstep.config.run import OptimizerConfig, RunConfig
 from halfstep.config.weights import Weights, initial_weights
 from halfstep.core.errors import HalfstepError
 from halfstep.core.policy import Policy
-from halfstep.core.stored import Held, Snapshot, Stored
+from halfstep.core.state_format import Held, Snapshot, Stored
 from halfstep.mlx import memory
 from halfstep.mlx.apply import apply, set_precision
 from halfstep.mlx.dtypes import as_device, describe

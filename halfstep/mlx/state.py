@@ -17,7 +17,7 @@ import numpy as np
 
 from halfstep.core.errors import HalfstepError
 from halfstep.core.scaling import ScaleState
-from halfstep.core.stored import Description, Held, Stored, check_same
+from halfstep.core.state_format import Description, Held, Stored, check_same
 from halfstep.mlx.cast import join
 
 if TYPE_CHECKING:

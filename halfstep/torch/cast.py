@@ -35,9 +35,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from halfstep.core.cast_constants import Plan, check_rule, check_word, plan_of
 from halfstep.core.errors import RoundingError
 from halfstep.core.formats import BF16, FP16, FP32, Format, Overflow
-from halfstep.core.plan import Plan, check_rule, check_word, plan_of
 from halfstep.core.roles import Operand
 from halfstep.core.rounding import Rounding
 from halfstep.torch.dtypes import dtype_of

@@ -17,7 +17,7 @@ from halfstep.config.groups import parameter_groups
 from halfstep.config.run import OptimizerConfig, RunConfig
 from halfstep.config.weights import Weights, initial_weights
 from halfstep.core.policy import Policy
-from halfstep.core.stored import Held, Snapshot, Stored
+from halfstep.core.state_format import Held, Snapshot, Stored
 from halfstep.torch import memory
 from halfstep.torch.apply import apply, set_precision
 from halfstep.torch.dtypes import as_device, describe

@@ -23,7 +23,7 @@ from torch import Tensor
 from halfstep.core.errors import HalfstepError
 from halfstep.core.formats import FP32
 from halfstep.core.scaling import ScaleState
-from halfstep.core.stored import Description, Held, Snapshot, Stored, check_same
+from halfstep.core.state_format import Description, Held, Snapshot, Stored, check_same
 from halfstep.torch.apply import adopt
 from halfstep.torch.cast import join
 from halfstep.torch.dtypes import dtype_of

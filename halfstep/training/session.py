@@ -17,7 +17,7 @@ from halfstep.config.weights import Weights
 from halfstep.core.devices import Device
 from halfstep.core.errors import HalfstepError
 from halfstep.core.policy import Policy
-from halfstep.core.stored import Held, Snapshot, Stored
+from halfstep.core.state_format import Held, Snapshot, Stored
 from halfstep.training import memory
 from halfstep.training.schedule import factor, momentum
 

@@ -10,9 +10,9 @@ import pytest
 
 from halfstep.core import philox, rounding
 from halfstep.core import split as core_split
+from halfstep.core.cast_constants import plan_of
 from halfstep.core.errors import FormatError, RoundingError
 from halfstep.core.formats import ALIASES, BF16, FP16, FP32, Format
-from halfstep.core.plan import plan_of
 from halfstep.core.roles import Operand
 from halfstep.core.rounding import Rounding
 from halfstep.mlx.cast import (

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from halfstep.core import philox, rounding
+from halfstep.core.cast_constants import plan_of
 from halfstep.core.errors import FormatError, RoundingError
 from halfstep.core.formats import ALIASES, Format
-from halfstep.core.plan import plan_of
 from halfstep.core.roles import Operand
 from halfstep.core.rounding import Rounding
 from halfstep.torch.cast import (

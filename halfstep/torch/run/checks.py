@@ -1,6 +1,6 @@
 """What `prepare` is handed, and cannot take: refused before the model is touched.
 
-The model itself is looked at in plan.py, the optimizers in drivers.py, and the policy in apply.py.
+The model itself is looked at in cast_constants.py, the optimizers in drivers.py, and the policy in apply.py.
 """
 
 from collections.abc import Mapping, Sequence

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from halfstep.core.errors import HalfstepError, one_of
-from halfstep.core.stored import Held
+from halfstep.core.state_format import Held
 
 # safetensors' name in files: (its name in the API that writes them, bytes an element)
 DTYPES: Mapping[str, tuple[str, int]] = {

@@ -25,7 +25,7 @@ from queue import SimpleQueue
 from typing import Any, final
 
 from halfstep.core.errors import HalfstepError
-from halfstep.core.stored import Snapshot
+from halfstep.core.state_format import Snapshot
 from halfstep.training.checkpoints import checkpoint
 from halfstep.training.checkpoints.arrays import Array, CheckpointError
 from halfstep.training.checkpoints.retention import Retention, prune

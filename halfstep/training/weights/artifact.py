@@ -38,7 +38,7 @@ from halfstep.config.schema import build
 from halfstep.config.weights import Weights
 from halfstep.core.errors import HalfstepError
 from halfstep.core.split import join
-from halfstep.core.stored import Stored
+from halfstep.core.state_format import Stored
 from halfstep.training import memory
 from halfstep.training.data.corpus import Corpus
 from halfstep.training.evaluation import Evaluation, evaluate
