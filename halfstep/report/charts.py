@@ -14,9 +14,9 @@ import numpy as np
 from halfstep.core.policy import Policy
 from halfstep.core.roles import Operand, is_narrow
 from halfstep.core.scaling import NoScale
-from halfstep.report.figures import count, number, plain, plural, power_of_two, size
 from halfstep.report.history import History, nested
 from halfstep.report.markup import Html, join, tag
+from halfstep.report.number_format import count, number, plain, plural, power_of_two, size
 from halfstep.report.series import LIMIT, SMOOTH_LIMIT, Series, as_data, smooth
 
 Look = Literal["main", "raw", "smooth", "held-out", "reference", "mark", "event"]

@@ -9,7 +9,7 @@ rule is that the later ones count:
 
 Held-out looks and checkpoints are put away with the steps they followed. Warnings stay: what was seen in a
 session that was abandoned was seen. Here are those from before the first step, and each time one of them is said
-again, as a resume does; the others are among what happened (happenings.py).
+again, as a resume does; the others are among what happened (incidents.py).
 """
 
 from collections.abc import Iterable, Mapping
@@ -19,9 +19,9 @@ from typing import Any, final
 import numpy as np
 
 from halfstep.core.errors import HalfstepError
-from halfstep.report.course import Course
-from halfstep.report.figures import number
+from halfstep.report.number_format import number
 from halfstep.report.series import Series
+from halfstep.report.step_history import Course
 
 Event = Mapping[str, Any]
 

@@ -13,12 +13,12 @@ from pathlib import Path
 from halfstep.core.policy import Policy
 from halfstep.report import tables
 from halfstep.report.charts import Chart, charts, figure, scaled, why_unscaled
-from halfstep.report.happenings import Teller, happened
 from halfstep.report.history import Event, History, Reader, nested
+from halfstep.report.incidents import Teller, happened
 from halfstep.report.markup import Html, content_hash, join, json_element, raw_element, tag
 from halfstep.report.precision import precision, read_policy
-from halfstep.report.spending import spending
 from halfstep.report.summary import headline, particulars, status, tiles
+from halfstep.report.time_breakdown import spending
 from halfstep.training.telemetry.events import stream_events
 
 

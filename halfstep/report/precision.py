@@ -7,9 +7,9 @@ from halfstep.core.errors import HalfstepError
 from halfstep.core.formats import Format
 from halfstep.core.policy import Policy
 from halfstep.core.roles import ROLES, Value, print_value
-from halfstep.report.figures import number, occasions, plural
 from halfstep.report.history import History, nested
 from halfstep.report.markup import Html, join, tag, with_code
+from halfstep.report.number_format import number, occasions, plural
 from halfstep.report.tables import SHOWN, table
 
 

@@ -5,8 +5,8 @@ what it shows. A thin line over the end of a bar goes from the slowest round to 
 is a page of its own.
 """
 
-from halfstep.report.figures import count
 from halfstep.report.markup import Html, join, raw_element, tag
+from halfstep.report.number_format import count
 from halfstep.tools.standings import ArmResult, BenchResult
 
 WIDTH, ROW, BAR = 980, 34, 20

@@ -5,10 +5,10 @@ from collections.abc import Callable
 
 import numpy as np
 
-from halfstep.report.figures import count, duration, moment, number, plain, plural, size
 from halfstep.report.history import Event, History, nested
 from halfstep.report.markup import Html, join, tag, with_code
-from halfstep.report.spending import percent, utilization
+from halfstep.report.number_format import count, duration, moment, number, plain, plural, size
+from halfstep.report.time_breakdown import percent, utilization
 
 
 def headline(history: History) -> Html:

@@ -9,9 +9,9 @@ from typing import Any
 from halfstep.config.load import load, recipe_names
 from halfstep.config.run import RunConfig
 from halfstep.config.schema import Row, rows
-from halfstep.report.figures import duration, moment, number, size
 from halfstep.report.history import History, Session
 from halfstep.report.markup import Html, join, tag, with_code
+from halfstep.report.number_format import duration, moment, number, size
 
 # Lists that grow with a run are cut to this many rows: a page is read, the folder has the rest.
 SHOWN = 20

@@ -17,9 +17,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, final
 
-from halfstep.report.figures import number, occasions, plain, plural
 from halfstep.report.history import Event, History
 from halfstep.report.markup import Html, join, tag, with_code
+from halfstep.report.number_format import number, occasions, plain, plural
 from halfstep.report.tables import table
 
 # What the rows are called, by the event they come from; `saved` and `resume` come from a checkpoint and a start.

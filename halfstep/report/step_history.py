@@ -18,7 +18,7 @@ from typing import Any, final
 import numpy as np
 from numpy.typing import NDArray
 
-from halfstep.report.figures import number
+from halfstep.report.number_format import number
 from halfstep.report.series import Series
 
 NAMES = ("loss", "tokens_per_second", "grad_norm", "learning_rate", "scale", "memory", "skipped")

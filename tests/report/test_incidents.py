@@ -8,8 +8,8 @@ import pytest
 
 from halfstep.config.load import load
 from halfstep.core.policy import Policy
-from halfstep.report.happenings import NAMES, ORDINARY, SHOWN, happened, happenings
 from halfstep.report.history import read_history
+from halfstep.report.incidents import NAMES, ORDINARY, SHOWN, happened, happenings
 from halfstep.report.page import render
 from halfstep.training.loop import Loop
 from halfstep.training.telemetry import events as record

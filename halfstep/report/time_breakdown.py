@@ -8,9 +8,9 @@ shows the training that is left without it: its pieces are apart and fill the wa
 from collections.abc import Mapping
 from typing import Any
 
-from halfstep.report.figures import count, duration, number, plain
 from halfstep.report.history import History, nested
 from halfstep.report.markup import Html, join, tag
+from halfstep.report.number_format import count, duration, number, plain
 from halfstep.report.tables import table
 from halfstep.training.telemetry.ceiling import in_flops
 

@@ -6,7 +6,7 @@ import pytest
 
 from halfstep.report.history import read_history
 from halfstep.report.page import render
-from halfstep.report.spending import spending, utilization
+from halfstep.report.time_breakdown import spending, utilization
 from halfstep.training.telemetry.ceiling import Ceiling
 
 SPENT = {

@@ -7,9 +7,9 @@ import tracemalloc
 import numpy as np
 import pytest
 
-from halfstep.report import course as module
-from halfstep.report.course import BUCKET, NAMES, Course
+from halfstep.report import step_history as module
 from halfstep.report.history import read_history
+from halfstep.report.step_history import BUCKET, NAMES, Course
 
 LIMIT = 4 * BUCKET
 
