@@ -84,7 +84,7 @@ def bench(
         Print the data as JSON.
     """
     from halfstep.tools.bars import check_applicable, judge
-    from halfstep.tools.bench import checked_arms, run
+    from halfstep.tools.bench.run import checked_arms, run
 
     names = checked_arms(arms)
     sizes = {"layers": layers, "width": width, "context": context, "vocabulary": vocabulary}

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from halfstep.cli.main import run
-from halfstep.tools import bench
+from halfstep.tools.bench.run import run as bench
 from halfstep.tools.standings import ArmResult, BenchResult
 from halfstep.torch.race import ARMS, CEILING, Setting
 

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 from halfstep.core.errors import HalfstepError
-from halfstep.tools import bench, race
+from halfstep.tools import race
 from halfstep.tools.bars import BARS, GPT2, check_applicable, judge
+from halfstep.tools.bench.run import run
 from halfstep.tools.standings import ArmResult, BenchResult
 from halfstep.tools.workers import FailedError, MissingError, Worker
 from halfstep.torch.race import ARMS, CEILING, WARM_STEPS, Setting
@@ -68,7 +69,7 @@ def played(monkeypatch, tmp_path, text):
 
         monkeypatch.setattr(race, "command", command)
         diary.write_text("")
-        result = bench.run(arms, source=str(text), **SMALL | options)
+        result = run.run(arms, source=str(text), **SMALL | options)
         return result, [tuple(line.split()) for line in diary.read_text().splitlines()]
 
     return go
@@ -196,19 +197,19 @@ def test_every_arm_reads_the_same_tokens_and_the_held_out_text_is_none_of_them(p
 )
 def test_what_cannot_be_raced_is_refused(options, said):
     with pytest.raises(HalfstepError, match=said):
-        bench.run(**options)
+        run.run(**options)
 
 
 def test_without_torch_it_says_what_to_install(monkeypatch):
-    monkeypatch.setattr(bench, "find_spec", lambda name: None)
+    monkeypatch.setattr(run, "find_spec", lambda name: None)
     with pytest.raises(HalfstepError, match="torch is not installed") as caught:
-        bench.run()
+        run.run()
     assert caught.value.hint == "pip install 'halfstep[torch]'"
 
 
 def test_the_default_arms_hold_both_sides_of_every_bar():
-    assert set(bench.DEFAULT_ARMS) <= set(ARMS)
-    assert {name for bar in BARS for name in (bar.ours, bar.theirs)} <= set(bench.DEFAULT_ARMS)
+    assert set(run.DEFAULT_ARMS) <= set(ARMS)
+    assert {name for bar in BARS for name in (bar.ours, bar.theirs)} <= set(run.DEFAULT_ARMS)
     # fp8 is held against our own bf16: it is no bar for a peer to be slower than that.
     assert all(ARMS[bar.ours].ours and ARMS[bar.theirs].ours == (bar.ours == "halfstep-fp8") for bar in BARS)
 
@@ -279,13 +280,13 @@ def test_a_bar_whose_arm_is_missing_is_not_checked_and_says_why():
 @pytest.mark.parametrize(
     ("arms", "device", "sizes", "said"),
     [
-        (bench.DEFAULT_ARMS, "cpu", {}, "the bars are for one NVIDIA GPU, and the device is `cpu`"),
-        (bench.DEFAULT_ARMS, None, {"width": 64}, "whose width is 768, and it is 64 here"),
+        (run.DEFAULT_ARMS, "cpu", {}, "the bars are for one NVIDIA GPU, and the device is `cpu`"),
+        (run.DEFAULT_ARMS, None, {"width": 64}, "whose width is 768, and it is 64 here"),
         (["fp32", "halfstep"], "cuda:1", {}, "no bar compares any two of fp32, halfstep"),
     ],
 )
 def test_bars_that_say_nothing_are_refused(arms, device, sizes, said):
-    check_applicable(bench.DEFAULT_ARMS, "cuda:1", GPT2)
+    check_applicable(run.DEFAULT_ARMS, "cuda:1", GPT2)
     with pytest.raises(HalfstepError, match=said):
         check_applicable(arms, device, GPT2 | sizes)
 
@@ -319,7 +320,7 @@ def test_what_a_worker_lacks_is_no_failure(tmp_path):
 
 def test_no_framework_is_loaded_by_the_tool():
     code = (
-        "import sys, halfstep.tools.bench, halfstep.tools.bars, halfstep.report.race\n"
+        "import sys, halfstep.tools.bench.run, halfstep.tools.bars, halfstep.report.race\n"
         "assert not {'torch', 'jax', 'mlx', 'numpy'} & set(sys.modules), 'a framework'\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
@@ -327,7 +328,7 @@ def test_no_framework_is_loaded_by_the_tool():
 
 def test_real_workers(text):
     pytest.importorskip("torch")
-    result = bench.run(["fp32", "autocast"], source=str(text), device="cpu", rounds=2, steps=2, **SMALL)
+    result = run.run(["fp32", "autocast"], source=str(text), device="cpu", rounds=2, steps=2, **SMALL)
     assert (result.device, result.kind, result.rounds) == ("CPU", "cpu", 2)
     fp32, autocast = result.arms
     assert (fp32.failed, autocast.failed) == ("", "")
@@ -347,5 +348,5 @@ def test_a_real_worker_refuses_a_device_that_is_not_there(text):
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
     with pytest.raises(HalfstepError, match="there is no NVIDIA GPU here to race on") as caught:
-        bench.run(["fp32"], source=str(text), **SMALL)
+        run.run(["fp32"], source=str(text), **SMALL)
     assert "--device cpu" in caught.value.hint

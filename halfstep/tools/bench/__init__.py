@@ -1,0 +1,1 @@
+"""The race: recipes that train one model in turn, in one run."""
