@@ -19,8 +19,8 @@ import torch
 
 from halfstep.config.load import load
 from halfstep.core.policy import Policy
+from halfstep.tools.bench.arms.model import GPT2
 from halfstep.torch import AdamW, prepare
-from halfstep.torch.race.model import GPT2
 from halfstep.training.session import open_session
 
 VOCABULARY, CONTEXT, HEAD = 50304, 1024, 64

@@ -31,7 +31,7 @@ import recipe_tokens
 
 from halfstep.config.load import load
 from halfstep.config.run import RunConfig
-from halfstep.tools.workers import FailedError, Worker
+from halfstep.tools.bench.workers import FailedError, Worker
 
 Answer = dict[str, Any]
 # Of the source on an H200: milliseconds an update of 524,288 tokens, MiB.

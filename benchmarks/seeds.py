@@ -22,8 +22,8 @@ from typing import Any
 
 import torch
 
+from halfstep.tools.bench.arms.model import GPT2
 from halfstep.torch import AdamW, prepare
-from halfstep.torch.race.model import GPT2
 from halfstep.training.data.load import Batches, Corpus, load_corpus, validation_batches
 
 VOCABULARY, RATE, CLIP_NORM, HELD_OUT = 50304, 6e-4, 1.0, 65536

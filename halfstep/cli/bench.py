@@ -9,8 +9,8 @@ from halfstep.cli.output import Flag, Place, print_json, print_table, print_word
 from halfstep.core.errors import HalfstepError
 
 if TYPE_CHECKING:
-    from halfstep.tools.bars import Verdict
-    from halfstep.tools.standings import ArmResult, BenchResult
+    from halfstep.tools.bench.bars import Verdict
+    from halfstep.tools.bench.standings import ArmResult, BenchResult
 
 Arms = Annotated[tuple[str, ...], Parameter(consume_multiple=True, negative="", show_default=False)]
 PICTURES = (".svg", ".html")
@@ -83,7 +83,7 @@ def bench(
     json
         Print the data as JSON.
     """
-    from halfstep.tools.bars import check_applicable, judge
+    from halfstep.tools.bench.bars import check_applicable, judge
     from halfstep.tools.bench.run import checked_arms, run
 
     names = checked_arms(arms)

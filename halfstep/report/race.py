@@ -7,7 +7,7 @@ is a page of its own.
 
 from halfstep.report.markup import Html, join, raw_element, tag
 from halfstep.report.number_format import count
-from halfstep.tools.standings import ArmResult, BenchResult
+from halfstep.tools.bench.standings import ArmResult, BenchResult
 
 WIDTH, ROW, BAR = 980, 34, 20
 TOP, BOTTOM = 92, 44

@@ -6,7 +6,7 @@ import pytest
 
 from halfstep.cli.main import run
 from halfstep.tools.bench.run import run as bench
-from halfstep.tools.standings import ArmResult, BenchResult
+from halfstep.tools.bench.standings import ArmResult, BenchResult
 from halfstep.torch.race import ARMS, CEILING, Setting
 
 
@@ -161,7 +161,7 @@ def test_exit_codes(arms, bars, code, race, capsys):
     ],
 )
 def test_mistakes_are_told_before_anything_starts(arguments, expected, capsys, monkeypatch):
-    monkeypatch.setattr("halfstep.tools.race.Worker", None)
+    monkeypatch.setattr("halfstep.tools.bench.race.Worker", None)
     assert run(["bench", *arguments]) == 2
     out, err = capsys.readouterr()
     assert (out, err) == ("", expected)

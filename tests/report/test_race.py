@@ -5,7 +5,7 @@ from xml.etree import ElementTree
 import pytest
 
 from halfstep.report.race import SPEED_LENGTH, html, svg
-from halfstep.tools.standings import ArmResult, BenchResult
+from halfstep.tools.bench.standings import ArmResult, BenchResult
 from halfstep.torch.race import CEILING, Setting
 
 SPACE = "{http://www.w3.org/2000/svg}"

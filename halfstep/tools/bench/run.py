@@ -1,6 +1,6 @@
 """The race: how fast recipes train one model, in one run, beside what they lose.
 
-Each arm is a process of its own (`halfstep.torch.race.worker`), which holds its model and waits its turn. So its
+Each arm is a process of its own (`halfstep.tools.bench.arms.worker`), which holds its model and waits its turn. So its
 peak memory is its own, and the arms are interleaved, one working at a time. Every arm sees the same batches from
 the same first weights.
 
@@ -17,8 +17,8 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from halfstep.core.errors import HalfstepError, did_you_mean
-from halfstep.tools.race import Race
-from halfstep.tools.standings import BenchResult
+from halfstep.tools.bench.race import Race
+from halfstep.tools.bench.standings import BenchResult
 from halfstep.torch.race import ARMS, CEILING, Setting
 
 # What runs when nothing is named: the arms that the bars compare, and the strongest stock recipe.

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from halfstep.core.errors import HalfstepError
-from halfstep.tools import race
-from halfstep.tools.bars import BARS, GPT2, check_applicable, judge
+from halfstep.tools.bench import race
+from halfstep.tools.bench.bars import BARS, GPT2, check_applicable, judge
 from halfstep.tools.bench.run import run
-from halfstep.tools.standings import ArmResult, BenchResult
-from halfstep.tools.workers import FailedError, MissingError, Worker
+from halfstep.tools.bench.standings import ArmResult, BenchResult
+from halfstep.tools.bench.workers import FailedError, MissingError, Worker
 from halfstep.torch.race import ARMS, CEILING, WARM_STEPS, Setting
 
 # Answers as a worker of halfstep.torch.race does, of times that are made up; writes down when it was asked.
@@ -301,7 +301,7 @@ def test_a_worker_that_is_gone_says_so_each_time(tmp_path):
 
 
 def test_a_worker_that_will_not_stop_is_ended(tmp_path, monkeypatch):
-    monkeypatch.setattr("halfstep.tools.workers.PATIENCE", 0.1)
+    monkeypatch.setattr("halfstep.tools.bench.workers.PATIENCE", 0.1)
     worker = Worker([sys.executable, "-S", "-c", "import time; time.sleep(60)"], tmp_path / "log", {})
     with pytest.raises(FailedError, match="no answer within 0 s"):
         worker.hear(0.05)
@@ -320,7 +320,7 @@ def test_what_a_worker_lacks_is_no_failure(tmp_path):
 
 def test_no_framework_is_loaded_by_the_tool():
     code = (
-        "import sys, halfstep.tools.bench.run, halfstep.tools.bars, halfstep.report.race\n"
+        "import sys, halfstep.tools.bench.run, halfstep.tools.bench.bars, halfstep.report.race\n"
         "assert not {'torch', 'jax', 'mlx', 'numpy'} & set(sys.modules), 'a framework'\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

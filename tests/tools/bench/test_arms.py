@@ -12,9 +12,10 @@ import pytest
 import torch
 
 from halfstep.core.errors import HalfstepError
+from halfstep.tools.bench.arms import recipes, worker
+from halfstep.tools.bench.arms.model import GPT2
 from halfstep.torch import race
-from halfstep.torch.race import ARMS, CEILING, CLIP_NORM, Setting, arms, worker
-from halfstep.torch.race.model import GPT2
+from halfstep.torch.race import ARMS, CEILING, CLIP_NORM, Setting
 
 CPU = torch.device("cpu")
 # Where each recipe is far from fp32 by its format alone; fp32 itself is not far from itself.
@@ -51,8 +52,8 @@ def make(name, **changed):
         AcceleratorState._reset_state(reset_partial_state=True)
         GradientState._reset_state()
     try:
-        return arms.MAKERS[name](setting(name, **changed), CPU, False)
-    except arms.MissingError as error:
+        return recipes.MAKERS[name](setting(name, **changed), CPU, False)
+    except recipes.MissingError as error:
         pytest.skip(error.message)
 
 
@@ -78,9 +79,9 @@ def weights(arm):
 
 
 def test_every_arm_is_told_of_and_can_be_made():
-    assert list(arms.MAKERS) == list(ARMS)
+    assert list(recipes.MAKERS) == list(ARMS)
     assert {name for name, recipe in ARMS.items() if recipe.ours} == {
-        name for name, maker in arms.MAKERS.items() if issubclass(maker, arms.Halfstep)
+        name for name, maker in recipes.MAKERS.items() if issubclass(maker, recipes.Halfstep)
     }
     assert {name: ARMS[name].package for name in ARMS if ARMS[name].package} == PEERS
 
@@ -129,7 +130,7 @@ def test_a_step_that_is_not_finite_changes_nothing(name):
 @pytest.mark.parametrize("name", ARMS)
 def test_micro_batches_are_one_update_of_their_mean(name, monkeypatch):
     norms = []
-    monkeypatch.setattr(arms, "_found_inf", lambda norm: (norms.append(float(norm)), torch.zeros(()))[1])
+    monkeypatch.setattr(recipes, "_found_inf", lambda norm: (norms.append(float(norm)), torch.zeros(()))[1])
     inputs, targets = batch(size=8)
     halves = [(inputs[:4], targets[:4]), (inputs[4:], targets[4:])]
     losses, moved = [], []
@@ -174,13 +175,13 @@ def test_the_model_of_transformers_has_the_same_weights():
 
 
 def test_a_package_that_is_not_there_is_missing_and_not_replaced(monkeypatch):
-    monkeypatch.setattr(arms, "find_spec", lambda name: None)
+    monkeypatch.setattr(recipes, "find_spec", lambda name: None)
     for name, package in PEERS.items():
-        with pytest.raises(arms.MissingError, match=f"{package} is not installed") as caught:
-            arms.MAKERS[name](setting(name), CPU, False)
+        with pytest.raises(recipes.MissingError, match=f"{package} is not installed") as caught:
+            recipes.MAKERS[name](setting(name), CPU, False)
         assert caught.value.hint == f"pip install {package}"
-    with pytest.raises(arms.MissingError, match="TF32 is a format of NVIDIA's GPUs"):
-        arms.MAKERS["tf32"](setting("tf32"), CPU, False)
+    with pytest.raises(recipes.MissingError, match="TF32 is a format of NVIDIA's GPUs"):
+        recipes.MAKERS["tf32"](setting("tf32"), CPU, False)
 
 
 @pytest.fixture

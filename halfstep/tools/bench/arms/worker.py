@@ -1,6 +1,6 @@
 """The process of one arm: it holds its model, waits its turn, trains, measures.
 
-    python -m halfstep.torch.race.worker '{"arm": "autocast", ...}'
+    python -m halfstep.tools.bench.arms.worker '{"arm": "autocast", ...}'
 
 Messages are lines of JSON, one answer to each request and one before the first:
 
@@ -30,8 +30,8 @@ import torch
 from numpy.typing import NDArray
 
 from halfstep.core.errors import HalfstepError
+from halfstep.tools.bench.arms.recipes import MAKERS, Batch, MissingError
 from halfstep.torch.race import ARMS, CEILING, CEILING_SIZE, Setting
-from halfstep.torch.race.arms import MAKERS, Batch, MissingError
 
 # Matmuls of the ceiling in one timed step: long enough to be a measurement, about 15 ms on an H200.
 PRODUCTS = 10

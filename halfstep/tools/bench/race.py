@@ -17,8 +17,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from halfstep.tools.standings import ArmResult, BenchResult
-from halfstep.tools.workers import FailedError, MissingError, Worker
+from halfstep.tools.bench.standings import ArmResult, BenchResult
+from halfstep.tools.bench.workers import FailedError, MissingError, Worker
 from halfstep.torch.race import ARMS, CEILING, WARM_STEPS, Setting
 
 VALIDATION_SHARE, HELD_OUT_WINDOWS = 0.1, 64
@@ -30,7 +30,7 @@ GRACE = 30.0
 
 def command(setting: Setting) -> list[str]:
     """How the process of an arm is started."""
-    return [sys.executable, "-m", "halfstep.torch.race.worker", json.dumps(asdict(setting))]
+    return [sys.executable, "-m", "halfstep.tools.bench.arms.worker", json.dumps(asdict(setting))]
 
 
 class Race:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from halfstep.core.errors import HalfstepError
-from halfstep.tools.standings import BenchResult
+from halfstep.tools.bench.standings import BenchResult
 
 GPT2 = {"layers": 12, "width": 768, "context": 1024, "vocabulary": 50304}
 # From this width on a model counts as wide: with 24 layers it has 1.3 billion parameters.
