@@ -5,8 +5,8 @@ from xml.etree import ElementTree
 import pytest
 
 from halfstep.report.race import SPEED_LENGTH, html, svg
+from halfstep.tools.bench.contract import CEILING, Setting
 from halfstep.tools.bench.standings import ArmResult, BenchResult
-from halfstep.torch.race import CEILING, Setting
 
 SPACE = "{http://www.w3.org/2000/svg}"
 

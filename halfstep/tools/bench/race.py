@@ -17,9 +17,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from halfstep.tools.bench.contract import ARMS, CEILING, WARM_STEPS, Setting
 from halfstep.tools.bench.standings import ArmResult, BenchResult
 from halfstep.tools.bench.workers import FailedError, MissingError, Worker
-from halfstep.torch.race import ARMS, CEILING, WARM_STEPS, Setting
 
 VALIDATION_SHARE, HELD_OUT_WINDOWS = 0.1, 64
 # About what the last words of an arm take, held-out text and all; kept free of what time there is.

@@ -17,9 +17,9 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from halfstep.core.errors import HalfstepError, did_you_mean
+from halfstep.tools.bench.contract import ARMS, CEILING, Setting
 from halfstep.tools.bench.race import Race
 from halfstep.tools.bench.standings import BenchResult
-from halfstep.torch.race import ARMS, CEILING, Setting
 
 # What runs when nothing is named: the arms that the bars compare, and the strongest stock recipe.
 DEFAULT_ARMS = (

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, field
 from statistics import median
 from typing import Any
 
-from halfstep.torch.race import Setting
+from halfstep.tools.bench.contract import Setting
 
 BASELINE = "autocast"
 # Of a setting: what is no setting of the race but how a worker is told of it.

@@ -14,8 +14,8 @@ import torch
 from halfstep.core.errors import HalfstepError
 from halfstep.tools.bench.arms import recipes, worker
 from halfstep.tools.bench.arms.model import GPT2
+from halfstep.tools.bench.contract import ARMS, CEILING, CLIP_NORM, Setting
 from halfstep.torch import race
-from halfstep.torch.race import ARMS, CEILING, CLIP_NORM, Setting
 
 CPU = torch.device("cpu")
 # Where each recipe is far from fp32 by its format alone; fp32 itself is not far from itself.
@@ -227,7 +227,7 @@ def test_a_device_that_cannot_be_raced_on(device, said):
 
 def test_what_others_print_does_not_come_between_the_answers(files):
     code = (
-        "import sys\nfrom halfstep.torch.race import worker\n"
+        "import sys\nfrom halfstep.tools.bench.contract import worker\n"
         "start = worker.start\n"
         "def loud(setting):\n    print('hello from a library')\n    return start(setting)\n"
         "worker.start = loud\n"

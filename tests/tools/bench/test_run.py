@@ -11,12 +11,12 @@ import pytest
 from halfstep.core.errors import HalfstepError
 from halfstep.tools.bench import race
 from halfstep.tools.bench.bars import BARS, GPT2, check_applicable, judge
+from halfstep.tools.bench.contract import ARMS, CEILING, WARM_STEPS, Setting
 from halfstep.tools.bench.run import run
 from halfstep.tools.bench.standings import ArmResult, BenchResult
 from halfstep.tools.bench.workers import FailedError, MissingError, Worker
-from halfstep.torch.race import ARMS, CEILING, WARM_STEPS, Setting
 
-# Answers as a worker of halfstep.torch.race does, of times that are made up; writes down when it was asked.
+# Answers as a worker of halfstep.tools.bench.contract does, of times that are made up; writes down when it was asked.
 PLAYED = """
 import json, os, sys, time
 setting = json.loads(sys.argv[1])

@@ -22,8 +22,8 @@ from torch.nn import functional as F
 from halfstep.core.errors import HalfstepError
 from halfstep.core.formats import E4M3
 from halfstep.tools.bench.arms.model import GPT2
+from halfstep.tools.bench.contract import BETAS, CLIP_NORM, DECAY, RATE, Setting
 from halfstep.torch.dtypes import supported
-from halfstep.torch.race import BETAS, CLIP_NORM, DECAY, RATE, Setting
 
 Batch = tuple[Tensor, Tensor]  # inputs and targets of a micro-batch
 ADAMW: dict[str, Any] = {"lr": RATE, "betas": BETAS, "weight_decay": DECAY}

@@ -31,7 +31,7 @@ from numpy.typing import NDArray
 
 from halfstep.core.errors import HalfstepError
 from halfstep.tools.bench.arms.recipes import MAKERS, Batch, MissingError
-from halfstep.torch.race import ARMS, CEILING, CEILING_SIZE, Setting
+from halfstep.tools.bench.contract import ARMS, CEILING, CEILING_SIZE, Setting
 
 # Matmuls of the ceiling in one timed step: long enough to be a measurement, about 15 ms on an H200.
 PRODUCTS = 10
