@@ -5,7 +5,7 @@
         [--json FILE] [--picture FILE.svg] [--bars]
 
 Every option is that of `halfstep bench`, but for `--json`, which names a file here: `--save` of the command.
-`halfstep/tools/bench/run.py` says how the race is run, `halfstep/tools/bench/arms` holds the model and the recipes.
+`halfstep/tools/bench/run.py` runs the race, `halfstep/tools/bench/arms` holds the model and the recipes.
 """
 
 import sys

@@ -1,6 +1,6 @@
 """Where the time of the run went: one bar, and the same as a table.
 
-Each session that came to a stop or an end tells its totals (halfstep.training.telemetry.meters); they are added up. A
+Each session that stopped or finished records its totals (training/telemetry/meters.py); they are added up. A
 session that was killed told none, and the table says how many are in it. Input is a part of training, so the bar
 shows the training that is left without it: its pieces are apart and fill the wall time.
 """

@@ -11,7 +11,7 @@ Any `nn.Module` will do. A module is changed by its class (modules.py); `restore
     LayerNorm, BatchNorm, Softmax, ...       are islands: fp32 inside, compute out
     CrossEntropyLoss, MSELoss, ...           are islands: fp32 inside and out
     other modules that hold parameters       are leaves: they run as written, in fp32, and give compute
-    routers of mixtures                      fp32 inside and out; their experts multiply in compute (known_packages.py)
+    routers of mixtures                      fp32 inside and out; their experts multiply in compute
     the model itself                         gives what it returns in the loss format
 
 A subclass that somebody else wrote is treated as what it is a subclass of, unless it has a forward of its own:

@@ -5,7 +5,7 @@ Bits per byte compare models with different tokenizers:
 
     sum of -log2 p(token)  /  bytes of the very tokens that were predicted
 
-The bytes are counted token by token (`halfstep.training.data.token_bytes`), as the batches go by; where those of one
+The bytes are counted token by token (data/token_bytes.py), as the batches go by; where those of one
 token are not known, by the average over all held-out text. The yardstick is the order-1 conditional entropy of the
 same tokens, in bits per byte too where bytes are known: what a model would need that knows the token before, and
 this text's own pair counts. With a large vocabulary most pairs come once, and their own counts know too much: then

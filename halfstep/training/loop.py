@@ -7,8 +7,8 @@ work while the host prints: reading waits for a step that is over, never for the
 Everything that decides an update (weights, moments, scale, random state, position in the data) is in the
 checkpoint, and the data is a function of (seed, step): a resumed run continues as if it had never stopped.
 
-Checkpoints are written by a thread (writer.py, checkpointing.py). A step that went wrong is told, and the run goes on,
-goes back or stops (health.py). The folder is locked from opening it to the end of `run` (lock.py).
+Checkpoints are written by a thread (writer.py, checkpointing.py). After a bad step the run continues,
+rolls back or stops (health.py). The folder is locked from opening it to the end of `run` (lock.py).
 """
 
 import dataclasses

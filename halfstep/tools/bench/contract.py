@@ -4,8 +4,8 @@
     arms        the recipes: how each is set up, and what one update is
     worker      the process of one arm: holds it, waits its turn, trains, measures
 
-`halfstep.tools.bench.run` starts the workers and lets them take turns. This module is what both sides agree on; like
-`halfstep.torch` itself it imports no framework.
+`halfstep.tools.bench.run` starts the workers and lets them take turns. This module is what both sides agree on, and
+imports no framework.
 """
 
 from dataclasses import dataclass

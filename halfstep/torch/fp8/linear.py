@@ -21,8 +21,8 @@ cast anew: it is there anyway.
 **Delayed** (`:delayed`) operands are scaled by the largest amax of earlier updates (delayed.py), or by their own
 as long as there is none. A number beyond saturates; an infinity does not, it becomes NaN.
 
-**Sizes.** `in` and `out` must be multiples of 16, which is checked when a model is prepared (fp8_choice.py). Tokens
-need not be: where they are summed over, rows of zeros fill them up, which adds exact zeros to the sum.
+**Sizes.** `in` and `out` must be multiples of 16, which is checked when a model is prepared (fp8_choice.py).
+Tokens need not be: where they are summed over, rows of zeros fill them up, which adds exact zeros to the sum.
 
 **Sums** are fp32 emulated and natively on a CPU. An NVIDIA tensor core aligns the products of an instruction to
 the largest and keeps some 14 bits; cuBLAS adds such partial sums in fp32, unless fast accumulation is asked for

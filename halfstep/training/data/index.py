@@ -9,7 +9,7 @@
 Opening packed data must cost no reading of it, so what the index says is checked in three ways. At every opening:
 its own digest, the names and sizes of all shards, their headers, four pages of each, the tokenizer; a shard that
 is missing, cut short, or in the place of another is found in milliseconds. When tokens are first read: the
-checksum of each granule they lie in (`halfstep.training.data.checksums`). When asked (`halfstep data verify`): every
+checksum of each granule they lie in (checksums.py). When asked (`halfstep data verify`): every
 byte, against the SHA-256 of the whole shard, and where that fails against the digests of its regions of 16 MiB,
 which say where the damage is.
 

@@ -16,7 +16,7 @@ accelerator would be an access outside the embedding, is an error that names sha
 tokens are checked before the run begins, so that a wrong tokenizer is found at once. Of packed shards, the bytes
 themselves are checked before their tokens are handed out (`halfstep.training.data.checksums`).
 
-A folder that `halfstep data pack` wrote has an index, and is opened by `halfstep.training.data.packed`. Without one, a
+A folder that `halfstep data pack` wrote has an index, and is opened by packed.py. Without one, a
 shard with the word `val` (or `valid`, `validation`) in its name is held out. When none is, the last share
 of the tokens is held out, from the next document on if it begins within reach: document starts are marked by
 GPT-2's <|endoftext|>, 50256.

@@ -16,7 +16,7 @@ from halfstep.tools.bench.run import run
 from halfstep.tools.bench.standings import ArmResult, BenchResult
 from halfstep.tools.bench.workers import FailedError, MissingError, Worker
 
-# Answers as a worker of halfstep.tools.bench.contract does, of times that are made up; writes down when it was asked.
+# Answers like a worker of the race, with made-up times; records when it was asked.
 PLAYED = """
 import json, os, sys, time
 setting = json.loads(sys.argv[1])

@@ -1,6 +1,6 @@
 """A block of text as tokens, each document on its side: what the workers of a pack do.
 
-A document's side is decided by its content as `halfstep.training.data.corpus` says, and by nothing else: not by the
+A document's side is decided by its content as data/corpus.py says, and by nothing else: not by the
 tokenizer, the file it is in or the number of workers. The content that is hashed ends in a newline, whether the
 document does or not, as it is when text is trained on without packing: both hold out the same documents.
 

@@ -4,7 +4,7 @@
     *.jsonl, *.ndjson          a JSON object a line, the document in one of its fields; .gz and .zst too
     *.parquet, *.arrow         a table, the document in one of its columns
     a Hugging Face dataset     the folder that `save_to_disk` writes; its arrow files are read as they are
-    any other folder           every file below it, each by its own name, as `halfstep.training.data.walk` finds them
+    any other folder           every file below it, each by its own name, as data/walk.py finds them
     any other file             text
 
 What a file *is* is decided by its name alone, never by what would happen to parse. The order is that of the
