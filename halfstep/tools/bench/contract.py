@@ -4,7 +4,7 @@
     arms        the recipes: how each is set up, and what one update is
     worker      the process of one arm: holds it, waits its turn, trains, measures
 
-`halfstep.tools.bench.run` starts the workers and lets them take turns. This module is what both sides agree on, and
+`halfstep.tools.bench.run` starts the workers and lets them take turns. Both sides agree on this module, which
 imports no framework.
 """
 

@@ -1,8 +1,8 @@
 """The race: how fast recipes train one model, in one run, beside what they lose.
 
 Each arm is a process of its own (`halfstep.tools.bench.arms.worker`), which holds its model and waits its turn. So
-its peak memory is its own, and the arms are interleaved, one working at a time. Every arm sees the same batches from
-the same first weights.
+its peak memory is its own, and the arms are interleaved, one working at a time. Every arm sees the same batches
+from the same first weights.
 
     standings   what is found: speed, spread, share of the matmul ceiling, memory, held-out loss
     race        the turns
