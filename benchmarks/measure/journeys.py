@@ -12,7 +12,6 @@ Calls are counted by `sys.setprofile`, opened files by an audit hook, so the num
 
 import argparse
 import contextlib
-import dataclasses
 import io
 import json
 import os
