@@ -26,7 +26,7 @@ from halfstep.training.data.corpus import DataError
 from halfstep.training.data.index import INDEX, STATE, is_marked
 from halfstep.training.files import PARTIAL
 from halfstep.training.lock import LOCK, is_signed
-from halfstep.training.run.folder import CHECKPOINTS, CONFIG, EVENTS
+from halfstep.training.paths import CHECKPOINTS, CONFIG, EVENTS
 
 FILE, FOLDER, LINK = "file", "folder", "link"
 # What is left out and counted.
