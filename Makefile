@@ -27,9 +27,9 @@ format: $(VENV)/.dev
 
 # The long proofs; docs/measurements/ keeps what they printed.
 bench: $(VENV)/.dev
-	$(BIN)/python benchmarks/split_all.py
-	$(BIN)/python benchmarks/overhead.py
-	$(BIN)/python benchmarks/presets.py
+	$(BIN)/python benchmarks/prove/split_all.py
+	$(BIN)/python benchmarks/measure/overhead.py
+	$(BIN)/python benchmarks/measure/presets.py
 
 # Reference pages come out of the schema, the tables of docs/models.md out of models that are prepared.
 docs: $(VENV)/.dev

@@ -29,7 +29,7 @@ exactly like all others; only the bf16 in use is infinite, as it is with the nat
 and hi is 0x8000: -0.0, so a diverged weight looks like a zero. It rounds 0x7F800001 to 0x7F80: infinity. So a
 NaN gets hi = the quiet NaN 0x7FC0 with its own sign, and lo = 0. It loses its payload and stays NaN.
 
-benchmarks/split_all.py tries all 2^32 patterns.
+benchmarks/prove/split_all.py tries all 2^32 patterns.
 """
 
 from typing import Any

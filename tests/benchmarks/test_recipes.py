@@ -17,7 +17,7 @@ from halfstep.torch.model import Decoder
 from halfstep.training.data.load import load_corpus
 from halfstep.training.session import open_session
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+RACE = Path(__file__).parents[2] / "benchmarks" / "race"
 SHARED = ["model.vocabulary=64", "model.context=16", "model.width=32", "training.batch=2"]
 SHARED += ["training.micro_batches=2", "training.compile=false"]
 SMALL = {
@@ -28,7 +28,7 @@ SMALL = {
 
 def script(name):
     if name not in sys.modules:
-        spec = importlib.util.spec_from_file_location(name, BENCHMARKS / f"{name}.py")
+        spec = importlib.util.spec_from_file_location(name, RACE / f"{name}.py")
         sys.modules[name] = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(sys.modules[name])
     return sys.modules[name]

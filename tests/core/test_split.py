@@ -1,4 +1,4 @@
-"""Masters in two halves. benchmarks/split_all.py tries every pattern; here every kind of pattern is tried."""
+"""Split masters: every kind of pattern. benchmarks/prove/split_all.py tries every pattern."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Every planted fault still fits the source, so that benchmarks/plant_faults.py plants what it says."""
+"""Every planted fault still fits the source, so that benchmarks/prove/plant_faults.py plants what it says."""
 
 import ast
 import tomllib
@@ -9,7 +9,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 LISTED = [
     (file.stem, entry)
-    for file in sorted((ROOT / "benchmarks" / "faults").glob("*.toml"))
+    for file in sorted((ROOT / "benchmarks" / "prove" / "faults").glob("*.toml"))
     for entry in tomllib.loads(file.read_text("utf-8"))["fault"]
 ]
 

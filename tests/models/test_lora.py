@@ -16,9 +16,9 @@ STEPS = 10
 
 
 def bench():
-    """benchmarks/lora.py, loaded once."""
+    """benchmarks/measure/lora.py, loaded once."""
     if "halfstep_lora" not in sys.modules:
-        path = Path(__file__).parents[2] / "benchmarks" / "lora.py"
+        path = Path(__file__).parents[2] / "benchmarks" / "measure" / "lora.py"
         spec = importlib.util.spec_from_file_location("halfstep_lora", path)
         sys.modules["halfstep_lora"] = module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)

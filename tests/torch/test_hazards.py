@@ -1,8 +1,7 @@
 """What goes wrong in mixed precision, row by row, and does not here.
 
-Each test is of one row, and turns red when the guard is taken out: benchmarks/plant_faults.py does that. Rows of
-"Casting" and "Hardware and choice" that a module's own tests hold are not repeated: benchmarks/faults/torch.toml
-names the test of each.
+Each test covers one hazard and turns red when its guard is removed: benchmarks/prove/hazards.py does that, and names
+the tests of the hazards that a module's own tests cover.
 """
 
 from types import SimpleNamespace

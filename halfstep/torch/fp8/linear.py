@@ -26,7 +26,7 @@ Tokens need not be: where they are summed over, rows of zeros fill them up, whic
 
 **Sums** are fp32 emulated and natively on a CPU. An NVIDIA tensor core aligns the products of an instruction to
 the largest and keeps some 14 bits; cuBLAS adds such partial sums in fp32, unless fast accumulation is asked for
-(`matmul=fp32:fast`), which is for the forward matmul alone. benchmarks/fp8_bits.py holds them to a bound.
+(`matmul=fp32:fast`), which is for the forward matmul alone. benchmarks/prove/fp8_bits.py holds them to a bound.
 
 **An operand that meets a wide one** (`compute=e4m3` without `grad`): no hardware multiplies such a pair. Its
 numbers are exact in the wide format, which multiplies them; the scale is undone after the sum.

@@ -18,7 +18,7 @@ reached all the same. A product of activations is known by its gradient: without
 it is, and what it enters rounds it. What is between, a sum or an activation function, is not rounded itself.
 
 torch.compile traces through all of this with fullgraph=True. Eager, each function that a module's own code calls
-goes through a call of Python; benchmarks/reach_cost.py measures what that is.
+goes through a call of Python; benchmarks/measure/reach_cost.py measures what that is.
 """
 
 from collections.abc import Callable

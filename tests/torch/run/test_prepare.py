@@ -79,7 +79,7 @@ ALL = OURS | STOCK
 
 @pytest.mark.parametrize("name", ALL)
 def test_a_hundred_split_steps_are_a_hundred_fp32_steps_bit_for_bit(name):
-    """Where compute is fp32: the joined master is what multiplies. benchmarks/split_steps.py makes a thousand."""
+    """With fp32 compute the joined master multiplies. benchmarks/prove/split_steps.py takes a thousand steps."""
     whole, losses = trained("fp32", ALL[name], 100, clip_norm=1.0)
     split, others = trained("param=fp32:split", ALL[name], 100, clip_norm=1.0)
     assert losses == others

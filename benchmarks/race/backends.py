@@ -1,6 +1,6 @@
 """The same recipe on several backends and policies, interleaved in one run: throughput, memory, loss.
 
-    python benchmarks/backends.py [--recipe gpt2] [--set training.micro_batches=2]
+    python benchmarks/race/backends.py [--recipe gpt2] [--set training.micro_batches=2]
         [--arms torch:bf16-mixed jax:bf16-mixed jax:fp32] [--rounds 5] [--steps 4] [--json FILE]
 
 Each arm is a process of its own, which holds its model and optimizer and waits to be told how many steps to train

@@ -1,6 +1,6 @@
 """Does a policy learn what fp32 learns? A GPT-2 of torch's own layers through `prepare`, several seeds of each.
 
-    python benchmarks/seeds.py [--policies fp32 bf16-mixed fp16-mixed] [--seeds 0 1 2] [--steps 500]
+    python benchmarks/race/seeds.py [--policies fp32 bf16-mixed fp16-mixed] [--seeds 0 1 2] [--steps 500]
         [--layers 12] [--width 768] [--heads 12] [--context 1024] [--batch 8] [--log FILE] [--device cuda]
         [--against docs/measurements/seeds.jsonl]
 

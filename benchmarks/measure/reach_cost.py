@@ -1,6 +1,6 @@
 """What it costs in eager code that functions are reached: a training step with the mode of reach.py, and without.
 
-    python benchmarks/reach_cost.py [--device cuda] [--width 768] [--layers 12] [--tokens 1024] [--batch 8]
+    python benchmarks/measure/reach_cost.py [--device cuda] [--width 768] [--layers 12] [--tokens 1024] [--batch 8]
 
 Steps of Hugging Face's GPT-2 and Llama under bf16-mixed, in turns, the best of 15 each. "without" runs a forward
 as if the mode were not there: layers cast as ever, functions run in what they are given. The difference is work of

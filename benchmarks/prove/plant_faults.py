@@ -1,8 +1,8 @@
 """Takes each guard out, one at a time, and expects its test to turn red.
 
-    python benchmarks/plant_faults.py [--only WORD]
+    python benchmarks/prove/plant_faults.py [--only WORD]
 
-benchmarks/faults/*.toml list them. A fault is one edit of the source: the guard's own line, replaced by what
+benchmarks/prove/faults/*.toml list them. A fault is one edit of the source: the guard's own line, replaced by what
 others do. Each is planted in a copy of the tree, and the test that holds the guard is run there: it must pass
 without the fault and fail with it. Exit code 1 if any fault goes unnoticed. tests/docs/test_faults.py checks that
 every edit still fits the source.
@@ -18,7 +18,7 @@ import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Fault:
 
 def listed() -> list[Fault]:
     """Every fault of every list."""
-    files = sorted((ROOT / "benchmarks" / "faults").glob("*.toml"))
+    files = sorted((ROOT / "benchmarks" / "prove" / "faults").glob("*.toml"))
     return [Fault(**entry) for file in files for entry in tomllib.loads(file.read_text("utf-8"))["fault"]]
 
 

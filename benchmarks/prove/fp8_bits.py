@@ -1,6 +1,6 @@
 """Native fp8 against the emulated form of the same recipe, on any device that multiplies fp8.
 
-    python benchmarks/fp8_bits.py [--device cuda]
+    python benchmarks/prove/fp8_bits.py [--device cuda]
 
 **Operands and scales** must be equal bit for bit, eager and compiled by torch.compile, to the emulation, which
 makes them of bit patterns without torch's own conversion: for tensors that casts get wrong first (zeros,

@@ -1,6 +1,6 @@
 """What input costs a step: batches out of packed data against batches that lie on the device already.
 
-    python benchmarks/input_cost.py [--recipe gpt2] [--policy bf16-mixed] [--data DIR] [--gigabytes 2]
+    python benchmarks/measure/input_cost.py [--recipe gpt2] [--policy bf16-mixed] [--data DIR] [--gigabytes 2]
                                     [--rounds 6] [--steps 10] [--device cuda] [--set training.compile=false ...]
 
 Two arms take turns in one process, with one model:

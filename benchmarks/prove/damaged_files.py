@@ -1,4 +1,4 @@
-"""Every way in which the files of a checkpoint can be damaged, and whether loading finds it; faults.py runs it."""
+"""Every way in which the files of a checkpoint can be damaged, and whether loading finds it; kills.py runs it."""
 
 import contextlib
 import json

@@ -1,8 +1,9 @@
 """What lies in memory when a step needs the most of it: the race's GPT-2 or a recipe, on an NVIDIA GPU.
 
-    python benchmarks/peak_memory.py [--policies bf16-mixed fp8-mixed,compute=e4m3] [--layers 2] [--width 768]
-        [--batch 32] [--top 6]
-    python benchmarks/peak_memory.py --recipe golf [--policies bf16-mixed] [--set training.micro_batches=1 ...]
+    python benchmarks/measure/peak_memory.py [--policies bf16-mixed fp8-mixed,compute=e4m3] [--layers 2]
+        [--width 768] [--batch 32] [--top 6]
+    python benchmarks/measure/peak_memory.py --recipe golf [--policies bf16-mixed]
+        [--set training.micro_batches=1 ...]
 
 torch's allocator tells of every allocation and release of one compiled step after three; replayed, they say what
 lived at the peak, and in which line of which code it was made.

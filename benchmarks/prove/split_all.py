@@ -1,4 +1,4 @@
-"""Splits and joins every fp32 pattern there is: `python benchmarks/split_all.py`, some minutes on one core.
+"""Splits and joins every fp32 pattern there is: `python benchmarks/prove/split_all.py`, some minutes on one core.
 
 Progress goes to stderr, the result to stdout; the exit code is 1 if any pattern fails. What must hold:
 

@@ -1,6 +1,6 @@
 """`halfstep train` on each backend, same recipe, steps and seed: the held-out losses beside torch's.
 
-    python benchmarks/same_loss.py [--steps 400] [--policy fp32] [--backends torch jax mlx]
+    python benchmarks/prove/same_loss.py [--steps 400] [--policy fp32] [--backends torch jax mlx]
 
 The first weights and the batches are the same bits. What differs is the order of sums, which every step amplifies:
 so the runs part, as two seeds do, only less. The bound is a quarter of what another seed does to this recipe after

@@ -1,7 +1,7 @@
 """What a run survives: kills at any instant, damaged checkpoints, a full disk, a folder that turns read-only.
 
-    python benchmarks/faults.py [--kills 100] [--steps 60] [--seed 0] [--only kills|damage|disk] [--device cpu]
-                                [--command]
+    python benchmarks/prove/kills.py [--kills 100] [--steps 60] [--seed 0] [--only kills|damage|disk]
+        [--device cpu] [--command]
 
 **Kills.** A small run is killed by SIGKILL again and again and resumed each time. Half of the instants are drawn
 evenly over a run, from opening the folder to the last step; half are aimed: the killer waits until a save is under

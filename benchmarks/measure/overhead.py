@@ -1,6 +1,6 @@
 """What our loop costs: its throughput over a bare PyTorch loop of the same model, interleaved in one run.
 
-    python benchmarks/overhead.py [--chunks 12] [--steps 20]
+    python benchmarks/measure/overhead.py [--chunks 12] [--steps 20]
 
 The bare arm is what one would write by hand: a batch, the loss, backward, clip, torch.optim.AdamW, zero_grad. Our
 arm is what `halfstep train` runs: prefetch, finite check, unscale, clip, the same AdamW with a schedule, the

@@ -1,6 +1,6 @@
 """A thousand steps on split masters against a thousand on fp32 masters: the same bits, for every optimizer.
 
-    python benchmarks/split_steps.py [--steps 1000] [--device cuda] [--only "halfstep AdamW" "AdamW fused"]
+    python benchmarks/prove/split_steps.py [--steps 1000] [--device cuda] [--only "halfstep AdamW" "AdamW fused"]
 
 A small language model with a tied head is trained on random tokens twice by each optimizer, with compute in fp32,
 where the joined master is what multiplies. Losses, masters and the state of the optimizer must agree in every bit.

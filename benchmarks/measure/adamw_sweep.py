@@ -1,6 +1,6 @@
 """AdamW's kernel alone, on GPT-2's shapes, by chunk and warps, beside torch's fused one.
 
-    python benchmarks/adamw_sweep.py [--repeats 30] [--layers 12]
+    python benchmarks/measure/adamw_sweep.py [--repeats 30] [--layers 12]
 
 torch's kernel neither joins and splits nor unscales; what unscaling costs by itself is `mul`, and `norm` is what
 clipping needs. Milliseconds of the device, and of the host in parentheses. Needs an NVIDIA GPU; with

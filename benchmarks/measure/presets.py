@@ -1,6 +1,6 @@
 """What each preset costs in quality: `tiny` in fp32 and in every preset, three seeds each, same steps and data.
 
-    python benchmarks/presets.py [--device cpu] [--steps 400] [--native] [--only fp32 bf16-true]
+    python benchmarks/measure/presets.py [--device cpu] [--steps 400] [--native] [--only fp32 bf16-true]
 
 A preset passes when its mean held-out bits per byte lies within the spread of fp32's three seeds (their largest
 minus their smallest) of fp32's mean. bf16-true, which keeps no masters, is reported beside them with the

@@ -1,6 +1,7 @@
 """What saving costs: throughput with a checkpoint a minute over throughput with none, interleaved in one run.
 
-    python benchmarks/saving_cost.py [RECIPE] [--windows 3] [--seconds 40] [--every 60] [--out DIR] [--set K=V ...]
+    python benchmarks/measure/saving_cost.py [RECIPE] [--windows 3] [--seconds 40] [--every 60]
+        [--out DIR] [--set K=V ...]
 
 One loop trains the recipe, in windows of so many seconds: one that saves in it, one that does not, the order
 turned each time. A window of 40 seconds with a save is what a run with a checkpoint each 40 seconds sees, so the
@@ -10,7 +11,7 @@ written. Exit code 1 if the cost is 2 % or more.
 
 On a GPU, with the precision that `auto` would choose there:
 
-    python benchmarks/saving_cost.py gpt2 --policy bf16-mixed --out /a/real/disk
+    python benchmarks/measure/saving_cost.py gpt2 --policy bf16-mixed --out /a/real/disk
 """
 
 import argparse

@@ -1,6 +1,6 @@
 """LoRA on a frozen bf16 base against LoRA on an fp32 copy of the same numbers: the same training, to roundings.
 
-    python benchmarks/lora.py [--steps 200] [--device cpu] [--model gpt2 llama]
+    python benchmarks/measure/lora.py [--steps 200] [--device cpu] [--model gpt2 llama]
 
 Adapters of Peft are trained on a tiny model twice, under bf16-mixed, from the same start on the same tokens: once
 on a base that is held in bf16, once in fp32, as the same numbers. Layers of torch.nn multiply and normalize by the
@@ -28,7 +28,7 @@ from halfstep.core.stats import UpdateStats
 from halfstep.torch import AdamW, prepare
 from halfstep.torch.cast import carried
 
-sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parents[1]))
 import zoo
 
 TARGETS = {"gpt2": ["c_attn", "c_fc"], "llama": ["q_proj", "v_proj", "down_proj"]}

@@ -1,6 +1,6 @@
 """Real tokens without a network: the Python source of installed packages, packed by a BPE that is trained on it.
 
-    python benchmarks/recipe_tokens.py FOLDER [--vocabulary 50257] [--megabytes 200]
+    python benchmarks/race/recipe_tokens.py FOLDER [--vocabulary 50257] [--megabytes 200]
 
 Writes FOLDER/train_000.bin, FOLDER/val_000.bin (every 50th file) and FOLDER/tokens.json, which says how many bytes
 of text the tokens of each stand for: a byte-level BPE loses none. A folder that is complete is used as it is.

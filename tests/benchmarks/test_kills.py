@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-SCRIPT = Path(__file__).parents[2] / "benchmarks" / "faults.py"
+SCRIPT = Path(__file__).parents[2] / "benchmarks" / "prove" / "kills.py"
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="sessions are forked after the framework is imported")
 def test_ten_kills_lose_nothing():
     pytest.importorskip("torch")
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(SCRIPT.parents[1])}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(SCRIPT.parents[2])}
     command = [sys.executable, SCRIPT, "--only", "kills", "--kills", "10", "--steps", "24", "--seed", "1"]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr

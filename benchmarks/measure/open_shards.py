@@ -1,6 +1,6 @@
 """How long a set of packed shards takes to open, and how much memory it takes.
 
-    python benchmarks/open_shards.py [--gigabytes 10] [--rounds 5] [--batches 20]
+    python benchmarks/measure/open_shards.py [--gigabytes 10] [--rounds 5] [--batches 20]
 
 The shards are files of holes with true headers, checksums and a true index: what is read of them is there, and
 they take no room on the disk. Each round opens them in this process, and takes batches of 512 windows of 1,025

@@ -1,6 +1,6 @@
 """`halfstep data pack` against its own tokenizer: what reading, sides, writing and digests cost.
 
-    python benchmarks/pack.py SOURCE... [--only '*.py'] [--tokenizer FILE] [--workers 2] [--rounds 3]
+    python benchmarks/measure/pack.py SOURCE... [--only '*.py'] [--tokenizer FILE] [--workers 2] [--rounds 3]
                               [--limit 100e6]
 
 Three arms take turns on the same documents with the same number of processes:

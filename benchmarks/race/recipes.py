@@ -1,7 +1,7 @@
 """`speedrun` and `golf` on an NVIDIA GPU: halfstep's bf16-mixed against the autocast form of the same recipe.
 
-    python benchmarks/recipes.py --recipe speedrun [--steps 200] [--source-steps 60] [--json FILE]
-    python benchmarks/recipes.py --recipe golf [--steps 200] [--source-steps 200]
+    python benchmarks/race/recipes.py --recipe speedrun [--steps 200] [--source-steps 60] [--json FILE]
+    python benchmarks/race/recipes.py --recipe golf [--steps 200] [--source-steps 200]
 
 Each arm is a process of its own; they take turns of `--turn` updates on the same tokens from the same first
 weights, so that what the device does in a minute it does to both. `source` is the recipe as its source trains it
