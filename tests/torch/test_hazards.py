@@ -1,7 +1,7 @@
 """What goes wrong in mixed precision, row by row, and does not here.
 
-Each test covers one hazard and turns red when its guard is removed: benchmarks/prove/hazards.py does that, and names
-the tests of the hazards that a module's own tests cover.
+Each test covers one hazard and turns red when its guard is removed: benchmarks/prove/hazards.py does that, and
+names the tests of the hazards that a module's own tests cover.
 """
 
 from types import SimpleNamespace
