@@ -147,18 +147,26 @@ def unreached(function: Callable[_P, _R]) -> Callable[_P, _R]:
     return call
 
 
-def refuse_autocast(*devices: str) -> None:
-    """Refuses to run where torch would cast as well, on one of these kinds of device."""
-    if any(torch.is_autocast_enabled(device) for device in devices):
-        raise HalfstepError(
-            "a module with a policy is used under torch.autocast, which would cast inside its islands",
-            hint="leave torch.autocast out: the modules cast by themselves",
-        )
+def check_autocast(*devices: str) -> None:
+    """Refuses to run if torch would cast as well, on one of these kinds of device."""
+    for device in devices:
+        if torch.is_autocast_enabled(device):
+            raise autocast_error()
+
+
+def autocast_error() -> HalfstepError:
+    """Returns the error for a module that is used under torch.autocast."""
+    return HalfstepError(
+        "a module with a policy is used under torch.autocast, which would cast inside its islands",
+        hint="leave torch.autocast out: the modules cast by themselves",
+    )
 
 
 def enter(x: Tensor, casts: Casts) -> Tensor:
     """An activation in the compute format of the module it enters."""
-    refuse_autocast(x.device.type)
+    # Asked here without a Python call: it runs some forty times per micro-batch of a small model.
+    if torch.is_autocast_enabled(x.device.type):
+        raise autocast_error()
     return rounded(x.to(casts.compute), casts)
 
 
@@ -182,7 +190,7 @@ def owned(parameter: Tensor, casts: Casts) -> Tensor:
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, casts: Casts, *, transposed: bool = False) -> Tensor:
     """x W^T + b with the operands, sums and results of `casts`; x W + b of a matrix that is held transposed."""
     if casts.plain:
-        refuse_autocast(x.device.type)
+        check_autocast(x.device.type)
         weight = owned(weight, casts).float()
         return F.linear(x.float(), weight.t() if transposed else weight, None if bias is None else bias.float())
     numbers, owner = used(weight, casts.whole)

@@ -34,13 +34,13 @@ from halfstep.torch.layers import (
     Casts,
     Layer,
     Matmul,
+    check_autocast,
     embedding,
     enter,
     island,
     leave,
     linear,
     owned,
-    refuse_autocast,
     rounded,
     unreached,
 )
@@ -305,7 +305,7 @@ class Whole(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the model makes of its inputs."""
-        refuse_autocast("cpu", "cuda", "xpu", "mps")
+        check_autocast("cpu", "cuda", "xpu", "mps")
         setting = self.halfstep_model
         y = within(setting.reach, super().forward, args, kwargs)
         return mapped(lambda y: island(y, "loss", setting.casts) if y.dim() else y, y)

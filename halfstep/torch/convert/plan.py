@@ -47,7 +47,7 @@ from halfstep.torch.convert.modules import (
 from halfstep.torch.convert.norms import BatchNorm, InstanceNorm, Normalization
 from halfstep.torch.convert.subclass import mixed
 from halfstep.torch.functions.mode import Reach, learn, mode_of
-from halfstep.torch.layers import Casts, Layer, Matmul, casts_of, refuse_autocast
+from halfstep.torch.layers import Casts, Layer, Matmul, casts_of, check_autocast
 from halfstep.torch.split import is_half
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -167,7 +167,7 @@ def check_model(model: nn.Module) -> None:
     """Refuses a model that is not as it was built, or that no policy can be given."""
     if not isinstance(model, nn.Module):
         raise HalfstepError(f"the model is a {type(model).__name__}, not an nn.Module")
-    refuse_autocast("cpu", "cuda", "xpu", "mps")
+    check_autocast("cpu", "cuda", "xpu", "mps")
     for name, module in model.named_modules():
         told = f"`{name}`" if name else f"the model, a {type(module).__name__},"
         if hasattr(type(module), "halfstep_made") or "halfstep_prepared" in module.__dict__:
