@@ -21,6 +21,7 @@ from halfstep.core.choice import Support
 from halfstep.core.errors import HalfstepError, did_you_mean, one_of
 from halfstep.core.formats import BF16, E4M3, E5M2, FP16, FP32, TF32, Format, parse
 
+EMULATED = "`emulate=true` runs it emulated"
 Kind = Literal["nvidia", "amd", "intel", "apple", "tpu", "cpu"]
 
 E4M3FNUZ, E5M2FNUZ = parse("e4m3fnuz"), parse("e5m2fnuz")
@@ -73,6 +74,21 @@ def native(fmt: Format, device: Device) -> Support:
     if fmt not in MULTIPLIED:
         return Support(False, f"no matrix unit multiplies {fmt}, it can only be emulated")
     return _RULES[device.kind](fmt, device)
+
+
+def computes(fmt: Format, device: Device, framework: str, slow: str) -> Support:
+    """Whether a framework computes in the format on a device; `slow` is a caveat for CPUs without instructions."""
+    support = native(fmt, device)
+    if device.kind == "cpu" and fmt in (BF16, FP16):
+        return Support(True, support.reason + ("" if support else f"; {slow}"))
+    if support and fmt == TF32 and device.kind != "nvidia":
+        support = Support(False, f"{framework} offers tf32 on NVIDIA only, though {support.reason}")
+    return support if support else Support(False, f"{support.reason}; {EMULATED}")
+
+
+def emulated(fmt: Format, arrays: str) -> Support:
+    """What `supported` answers when emulation is asked for."""
+    return Support(True, f"emulated: {fmt} numbers in fp32 {arrays}, multiplied and summed in fp32")
 
 
 def _nvidia(fmt: Format, device: Device) -> Support:

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from halfstep.core.choice import Support
 from halfstep.core.errors import FormatError, PolicyError
-from halfstep.core.formats import Format
+from halfstep.core.formats import TF32, Format
 from halfstep.core.policy import Policy
 from halfstep.core.precision import Precision
 from halfstep.core.roles import Operand, Value, is_narrow, print_value
@@ -44,6 +44,25 @@ def check_formats(
                 raise PolicyError(f"{fmt} cannot run on {where}: {support.reason}", hint=EMULATE)
             if fmt not in native:
                 raise PolicyError(f"{fmt} matmuls are not implemented natively yet on {where}", hint=EMULATE)
+
+
+def no_dtype(fmt: Format, framework: str, arrays: str, known: Iterable[Format]) -> FormatError:
+    """Returns the error for a format that no dtype of the framework holds; `arrays` is what it calls tensors."""
+    why = f"it is a way to multiply fp32 {arrays}"
+    if fmt != TF32:
+        why = f"{framework} has dtypes for {', '.join(map(str, known))}"
+    return FormatError(
+        f"{fmt} has no {framework} dtype: {why}",
+        hint=f"keep the {arrays} in float32; cast.quantize rounds them to the format's numbers",
+    )
+
+
+def no_format(dtype: object, arrays: str, known: Iterable[object]) -> FormatError:
+    """Returns the error for a dtype that is not a format of a policy."""
+    return FormatError(
+        f"{dtype} is not a format that a policy knows; those are {', '.join(map(str, known))}",
+        hint=f"integer and boolean {arrays} are not cast; float64 is wider than any format here",
+    )
 
 
 def check_measurable(formats: Iterable[Format], where: str, supported: Callable[[Format], Support]) -> None:

@@ -21,10 +21,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from halfstep.core.choice import Support
-from halfstep.core.devices import Device, native
-from halfstep.core.errors import FormatError, HalfstepError, one_of
-from halfstep.core.formats import BF16, FP16, FP32, TF32, Format, parse
+from halfstep.core.devices import Device, computes, emulated
+from halfstep.core.errors import HalfstepError, one_of
+from halfstep.core.formats import BF16, FP16, FP32, Format, parse
 from halfstep.core.host import describe_cpu
+from halfstep.core.refusal import no_dtype, no_format
 
 DType = np.dtype[Any]
 
@@ -38,7 +39,6 @@ DTYPES: dict[Format, DType] = {
     parse("e5m2fnuz"): jnp.dtype(jnp.float8_e5m2fnuz),
 }
 _FORMATS = {dtype: fmt for fmt, dtype in DTYPES.items()}
-_EMULATED = "`emulate=true` runs it emulated"
 _PLATFORMS = ("cpu", "cuda", "gpu", "rocm", "tpu")
 _NAME = re.compile(r"([a-z]+)(?::(\d+))?")
 
@@ -46,25 +46,16 @@ _NAME = re.compile(r"([a-z]+)(?::(\d+))?")
 def dtype_of(fmt: Format) -> DType:
     """The JAX dtype that holds the format."""
     if fmt not in DTYPES:
-        names = ", ".join(map(str, DTYPES))
-        why = "it is a way to multiply fp32 arrays" if fmt == TF32 else f"JAX has those of {names}"
-        raise FormatError(
-            f"{fmt} has no JAX dtype: {why}",
-            hint="keep the array in jnp.float32; cast.quantize rounds it to the format's numbers",
-        )
+        raise no_dtype(fmt, "JAX", "arrays", DTYPES)
     return DTYPES[fmt]
 
 
 def format_of(dtype: Any) -> Format:
     """The format of a JAX dtype."""
-    found = jnp.dtype(dtype)
-    if found not in _FORMATS:
-        names = ", ".join(str(known) for known in _FORMATS)
-        raise FormatError(
-            f"{found} is none of the formats a policy knows; they are {names}",
-            hint="integer and boolean arrays are not cast; float64 is wider than any format here",
-        )
-    return _FORMATS[found]
+    dtype = jnp.dtype(dtype)
+    if dtype not in _FORMATS:
+        raise no_format(dtype, "arrays", _FORMATS)
+    return _FORMATS[dtype]
 
 
 def describe(device: jax.Device | str) -> Device:
@@ -95,22 +86,14 @@ def describe(device: jax.Device | str) -> Device:
 def supported(fmt: Format, device: jax.Device | str, *, emulate: bool = False) -> Support:
     """Whether JAX computes in the format on the device, and why (not)."""
     if emulate:
-        return Support(True, f"emulated: {fmt} numbers in fp32 arrays, multiplied and summed in fp32")
-    found = describe(device)
-    return answer(fmt, found, on_cpu=found.kind == "cpu")
+        return emulated(fmt, "arrays")
+    return answer(fmt, describe(device))
 
 
-def answer(fmt: Format, device: Device, *, on_cpu: bool) -> Support:
+def answer(fmt: Format, device: Device) -> Support:
     """`supported` for a device that is described rather than present."""
-    found = native(fmt, device)
-    if on_cpu and fmt in (BF16, FP16):
-        slow = "" if found else "; XLA converts its operands to fp32 and back, so it may gain nothing"
-        return Support(True, found.reason + slow)
-    if found and fmt == TF32 and device.kind != "nvidia":
-        found = Support(False, f"JAX offers tf32 on NVIDIA only, though {found.reason}")
-    if not found:
-        return Support(False, f"{found.reason}; {_EMULATED}")
-    return found
+    slow = "XLA converts its operands to fp32 and back, so it may gain nothing"
+    return computes(fmt, device, "JAX", slow)
 
 
 def as_device(device: jax.Device | str) -> jax.Device:

@@ -1,23 +1,17 @@
 """Matmul micro-benchmarks in JAX, inside a time budget: what core.choice decides by.
 
-core.ladder says which sizes may be started. Here are the operands and the multiplication as a step has them:
-random numbers (zeros draw less power, and a device runs them faster), tokens x width x 4 width as in an MLP,
-the result in the format of the operands, or in bf16 for fp8. "fp32" is timed as fp32: the precision of every
-matmul is stated.
+core.measure says what is timed on every backend, core.ladder which sizes may be started; here are the operands
+and the multiplications. "fp32" is timed as fp32: the precision of every matmul is stated.
 
-`measure` times the matmul alone, which compares formats. `measure_block` times what a policy makes of it: a
-block of the decoder, forward and backward, with its casts and islands. That is what `policy = "auto"` decides
-by on a CPU, at the recipe's own shape: there a bf16 matmul can be faster than an fp32 one and the small block
-around it slower. On an accelerator the matmuls decide.
-
-Unlike in torch, everything is compiled, a second or more for a block and for whatever XLA tunes on a GPU. So there
-are fewer shapes, all of them are compiled before the clock starts, and a block has one size: the largest that the
-matmuls say can be afforded.
+Unlike in torch, everything is compiled, which takes a second or more for a block and for whatever XLA tunes on a
+GPU. So there are fewer shapes, all of them are compiled before the clock starts, and a block has one size: the
+largest that is affordable, judging by the matmuls.
 """
 
 import math
 import time
 from collections.abc import Callable, Iterable, Sequence
+from functools import cache
 from typing import Any
 
 import jax
@@ -27,9 +21,10 @@ from jax import Array, lax
 from numpy.typing import NDArray
 
 from halfstep.config.model import ModelConfig, parameter_shapes
-from halfstep.core.choice import Shape, Timing, gain
-from halfstep.core.formats import BF16, E4M3, E5M2, FP16, FP32, TF32, Format, parse
+from halfstep.core.choice import Shape, Timing
+from halfstep.core.formats import BF16, E4M3, FP32, TF32, Format, parse
 from halfstep.core.ladder import MARGIN, Clock, Run, climb
+from halfstep.core.measure import FORMATS, MATMUL_SHARE, block_limits, time_blocks
 from halfstep.core.precision import Precision
 from halfstep.core.refusal import check_measurable
 from halfstep.core.roles import Operand, is_narrow
@@ -39,8 +34,6 @@ from halfstep.jax.model import Block, rope_tables
 
 __all__ = ["FORMATS", "describe", "devices", "measure", "measure_block", "supported", "version"]
 
-FORMATS = (FP32, TF32, BF16, FP16, E4M3, E5M2)
-"""The formats a probe asks about."""
 # GPT-2's MLP, at as many tokens as an fp8 matmul needs to take longer than its launch (H200). XLA tunes each
 # format for seconds, so there is no second one.
 ACCELERATOR_SHAPES: tuple[Shape, ...] = ((16384, 768, 3072),)
@@ -48,8 +41,6 @@ CPU_SHAPES: tuple[Shape, ...] = ((128, 128, 512), (512, 512, 2048), (1024, 768, 
 
 # Without instructions for bf16 and fp16 XLA widens them, and is not hundreds of times slower, as others are.
 SLOWEST, SLOWEST_NATIVE = 16.0, 4.0
-# A format whose matmuls are this many times slower than fp32's is out of the race: no block need be waited for.
-TOO_SLOW = 4
 # A block takes longer than its matmuls: on a CPU twice as long, and more where it is small.
 AROUND = 3.0
 
@@ -104,26 +95,14 @@ def measure_block(
     if bench.device.platform != "cpu":
         return measure(bench.device, formats, budget=budget, clock=clock)
     formats = list(dict.fromkeys([FP32, *formats]))
-    # Where no block in a format can be afforded, the matmuls are the answer.
-    matmuls = measure(bench.device, formats, budget=budget / 3, clock=clock)
-    gains = {fmt: found.ratio for fmt in formats if (found := gain(matmuls, fmt)) is not None}
-    fast = [fmt for fmt, ratio in gains.items() if ratio > 1 / TOO_SLOW]
-    slowest = {fmt: max(2.0, 2 / ratio) for fmt, ratio in gains.items()}
+    matmuls = measure(bench.device, formats, budget=budget * MATMUL_SHARE, clock=clock)
+    limits = block_limits(matmuls, formats)
     # core.ladder starts a format if two runs, of a time that it guesses from fp32's, fit into its share.
-    share = budget * 2 / 3 / 2 / len(fast)
-    seconds = share / (2 * MARGIN * max(slowest[fmt] for fmt in fast))
-    count = affordable(matmuls, model, tokens, seconds)
-    started = {fmt: bench.start_block(fmt, model, count) for fmt in fast}
-    blocks = climb(
-        lambda fmt, shape: started[fmt],
-        fast,
-        [(count, model.width, model.size_of_mlp)],
-        budget=budget * 2 / 3,
-        clock=clock,
-        work="training steps of a block",
-        slowest=slowest,
-    )
-    return [*matmuls, *blocks]
+    share = budget * (1 - MATMUL_SHARE) / 2 / len(limits)
+    count = affordable(matmuls, model, tokens, share / (2 * MARGIN * max(limits.values())))
+    compiled = cache(lambda fmt, count: bench.start_block(fmt, model, count))
+    shapes = [(count, model.width, model.size_of_mlp)]
+    return [*matmuls, *time_blocks(compiled, limits, shapes, budget=budget, clock=clock)]
 
 
 def affordable(matmuls: Sequence[Timing], model: ModelConfig, tokens: int, seconds: float) -> int:

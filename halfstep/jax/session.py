@@ -23,6 +23,7 @@ from halfstep.config.model import is_matmul, owner, parameter_shapes
 from halfstep.config.run import RunConfig
 from halfstep.config.weights import Weights, initial_weights
 from halfstep.core import host
+from halfstep.core.averages import averaged, pop_from_state, to_state
 from halfstep.core.errors import HalfstepError
 from halfstep.core.policy import Policy
 from halfstep.core.refusal import check_reach
@@ -37,8 +38,6 @@ from halfstep.jax.state import bytes_of, load_state, restored, state_of, stored
 from halfstep.jax.step import StepResult, Weighted, check, init, make_step
 
 Tokens = NDArray[np.int32]
-
-AVERAGE = "average."  # before the name of a parameter in a state: the average of its master
 
 version = jax.__version__
 
@@ -68,7 +67,7 @@ class Session:
             params = jax.device_put(first, self.device)
             self.run = init(params, optimizer, policy, seed=config.seed, names=names)
             self.averages = _copied(self.run.params) if config.training.ema else None
-        self._average = jax.jit(partial(_averaged, config.training.ema), donate_argnums=0)
+        self._average = jax.jit(partial(_average, config.training.ema), donate_argnums=0)
         check_reach(policy, {*map(owner, multiplied), "lm_head"}, map(owner, parameter_shapes(config.model)))
         self.model = plain.with_policy(policy)
         self.micro_batches = config.training.micro_batches
@@ -151,14 +150,14 @@ class Session:
 
     def state(self) -> dict[str, Stored]:
         """Everything that the next step depends on."""
-        averages = {f"{AVERAGE}{name}": array for name, array in (self.averages or {}).items()}
-        return {name: stored(array) for name, array in jax.device_get(state_of(self.run) | averages).items()}
+        state = jax.device_get(state_of(self.run) | to_state(self.averages))
+        return {name: stored(array) for name, array in state.items()}
 
     def snapshot(self) -> Snapshot:
         """A copy of the state, launched and not waited for: the next step takes the arrays themselves over."""
-        averages = {f"{AVERAGE}{name}": array for name, array in (self.averages or {}).items()}
         with self._here():
-            copies = {name: jnp.copy(array) for name, array in (state_of(self.run) | averages).items()}
+            state = state_of(self.run) | to_state(self.averages)
+            copies = {name: jnp.copy(array) for name, array in state.items()}
         return lambda: {name: bytes_of(array) for name, array in jax.device_get(copies).items()}
 
     def blame(self, micro_batches: Tokens) -> str:
@@ -177,13 +176,7 @@ class Session:
     def load(self, state: Mapping[str, Held]) -> None:
         """Puts a state back, or refuses it whole."""
         given = {name: restored(record) for name, record in state.items()}
-        averages = {n.removeprefix(AVERAGE): given.pop(n) for n in [*given] if n.startswith(AVERAGE)}
-        if averages.keys() != (self.averages or {}).keys():
-            have, has = ("averages", "none") if averages else ("no averages", "some")
-            raise HalfstepError(
-                f"the checkpoint holds {have} of the weights, and the run keeps {has}",
-                hint="resume with the training.ema it was saved with",
-            )
+        averages = pop_from_state(given, self.averages)
         self.run = load_state(self.run, given)
         if self.averages is not None:
             self.averages = {n: jax.device_put(averages[n], old.sharding) for n, old in self.averages.items()}
@@ -236,9 +229,8 @@ def _copied(params: Mapping[str, Array]) -> dict[str, Array]:
     return {name: jnp.array(master, jnp.float32, copy=True) for name, master in params.items()}
 
 
-def _averaged(
+def _average(
     decay: float, averages: dict[str, Array], params: Mapping[str, Array], skipped: Array
 ) -> dict[str, Array]:
-    """a <- a + (1 - decay) (w - a), on applied updates only."""
-    share = jnp.where(skipped, 0.0, 1.0 - decay)
-    return {name: a + share * (params[name].astype(jnp.float32) - a) for name, a in averages.items()}
+    masters = {name: params[name].astype(jnp.float32) for name in averages}
+    return averaged(averages, masters, jnp.where(skipped, 0.0, 1.0 - decay))

@@ -21,39 +21,30 @@ import os
 import mlx.core as mx
 
 from halfstep.core.choice import Support
-from halfstep.core.devices import Device, native
-from halfstep.core.errors import FormatError, HalfstepError
-from halfstep.core.formats import BF16, FP16, FP32, TF32, Format
+from halfstep.core.devices import EMULATED, Device, computes, emulated
+from halfstep.core.errors import HalfstepError
+from halfstep.core.formats import BF16, FP16, FP32, Format
 from halfstep.core.host import apple_generation, describe_cpu, sysctl
+from halfstep.core.refusal import no_dtype, no_format
 from halfstep.core.roles import is_narrow
 
 DTYPES: dict[Format, mx.Dtype] = {FP32: mx.float32, BF16: mx.bfloat16, FP16: mx.float16}
 _FORMATS = {dtype: fmt for fmt, dtype in DTYPES.items()}
 _KINDS = {"cpu": mx.cpu, "gpu": mx.gpu}
-_EMULATED = "`emulate=true` runs it emulated"
 _TF32 = "MLX_ENABLE_TF32"
 
 
 def dtype_of(fmt: Format) -> mx.Dtype:
     """The MLX dtype that holds the format."""
     if fmt not in DTYPES:
-        names = ", ".join(map(str, DTYPES))
-        why = "it is a way to multiply fp32 arrays" if fmt == TF32 else f"MLX has those of {names}"
-        raise FormatError(
-            f"{fmt} has no MLX dtype: {why}",
-            hint="keep the array in mx.float32; cast.quantize rounds it to the format's numbers",
-        )
+        raise no_dtype(fmt, "MLX", "arrays", DTYPES)
     return DTYPES[fmt]
 
 
 def format_of(dtype: mx.Dtype) -> Format:
     """The format of an MLX dtype."""
     if dtype not in _FORMATS:
-        names = ", ".join(str(known) for known in _FORMATS)
-        raise FormatError(
-            f"{dtype} is none of the formats a policy knows; they are {names}",
-            hint="integer and boolean arrays are not cast; float64 is wider than any format here",
-        )
+        raise no_format(dtype, "arrays", _FORMATS)
     return _FORMATS[dtype]
 
 
@@ -73,22 +64,19 @@ def describe(device: mx.Device | str) -> Device:
 def supported(fmt: Format, device: mx.Device | str, *, emulate: bool = False) -> Support:
     """Whether MLX computes in the format on the device, and why (not)."""
     if emulate:
-        return Support(True, f"emulated: {fmt} numbers in fp32 arrays, multiplied and summed in fp32")
-    return answer(fmt, describe(device), on_cpu=as_device(device).type == mx.cpu)
+        return emulated(fmt, "arrays")
+    return answer(fmt, describe(device))
 
 
-def answer(fmt: Format, device: Device, *, on_cpu: bool) -> Support:
+def answer(fmt: Format, device: Device) -> Support:
     """`supported` for a device that is described rather than present."""
     if is_narrow(fmt):
-        return Support(False, f"MLX has no fp8 type, and so none for {fmt}; {_EMULATED}")
+        return Support(False, f"MLX has no fp8 type, and so none for {fmt}; {EMULATED}")
     if fmt not in DTYPES:
-        return Support(False, f"MLX offers no {fmt} matmul; {_EMULATED}")
-    if on_cpu and fmt != FP32:
+        return Support(False, f"MLX offers no {fmt} matmul; {EMULATED}")
+    if device.kind == "cpu" and fmt != FP32:
         return Support(True, f"MLX multiplies {fmt} on every CPU, widened to fp32; only timing it says if it pays")
-    found = native(fmt, device)
-    if not found:
-        return Support(False, f"{found.reason}; {_EMULATED}")
-    return found
+    return computes(fmt, device, "MLX", slow="")
 
 
 def as_device(device: mx.Device | str) -> mx.Device:

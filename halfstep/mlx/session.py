@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from halfstep.config.groups import parameter_groups
 from halfstep.config.run import OptimizerConfig, RunConfig
 from halfstep.config.weights import Weights, initial_weights
-from halfstep.core.errors import HalfstepError
+from halfstep.core.averages import averaged, pop_from_state, to_state
 from halfstep.core.policy import Policy
 from halfstep.core.state_format import Held, Snapshot, Stored
 from halfstep.mlx import memory
@@ -31,8 +31,6 @@ from halfstep.mlx.step import Run, StepResult, to_compile
 Tokens = NDArray[np.int32]
 # (updates applied so far, array namespace) -> what the learning rates are multiplied by, on the device
 Schedule = Callable[[Any, Any], Any]
-
-AVERAGE = "average."  # before the name of a parameter in a state: the average of its master
 
 version: str = mx.__version__  # type: ignore[attr-defined]
 
@@ -147,8 +145,7 @@ class Session:
 
     def state(self) -> dict[str, Stored]:
         """Everything that the next step depends on."""
-        averages = {f"{AVERAGE}{name}": array for name, array in (self.averages or {}).items()}
-        return {name: stored(array) for name, array in (state_of(self.run) | averages).items()}
+        return {name: stored(array) for name, array in (state_of(self.run) | to_state(self.averages)).items()}
 
     def snapshot(self) -> Snapshot:
         """A copy of the state. Taken at once: host and device share their memory, and one thread evaluates."""
@@ -169,13 +166,7 @@ class Session:
         """Puts a state back, or refuses it whole."""
         with mx.stream(self.device):
             given = {name: restored(record) for name, record in state.items()}
-            averages = {n.removeprefix(AVERAGE): given.pop(n) for n in [*given] if n.startswith(AVERAGE)}
-            if averages.keys() != (self.averages or {}).keys():
-                have, has = ("averages", "none") if averages else ("no averages", "some")
-                raise HalfstepError(
-                    f"the checkpoint holds {have} of the weights, and the run keeps {has}",
-                    hint="resume with the training.ema it was saved with",
-                )
+            averages = pop_from_state(given, self.averages)
             load_state(self.run, given)
             self.averages = averages or None
 
@@ -202,11 +193,10 @@ class Session:
         return memory.ran_out(error)
 
     def _average(self, skipped: mx.array) -> None:
-        """a <- a + (1 - decay) (w - a), on applied updates only."""
+        """Moves the averages toward the masters, unless the update was skipped."""
         assert self.averages is not None
         share = mx.where(skipped, 0.0, 1.0 - self.config.training.ema)
-        wide = self.run.masters.wide()
-        self.averages = {name: a + share * (wide[name] - a) for name, a in self.averages.items()}
+        self.averages = averaged(self.averages, self.run.masters.wide(), share)
         mx.async_eval(self.averages)
 
     @contextmanager

@@ -15,10 +15,11 @@ from functools import cache
 import torch
 
 from halfstep.core.choice import Support
-from halfstep.core.devices import Device, native
-from halfstep.core.errors import FormatError, HalfstepError
-from halfstep.core.formats import BF16, E4M3, FP16, FP32, TF32, Format, parse
+from halfstep.core.devices import EMULATED, Device, computes, emulated, native
+from halfstep.core.errors import HalfstepError
+from halfstep.core.formats import BF16, E4M3, FP16, FP32, Format, parse
 from halfstep.core.host import apple_generation, describe_cpu, sysctl
+from halfstep.core.refusal import no_dtype, no_format
 from halfstep.core.roles import is_narrow
 
 DTYPES: dict[Format, torch.dtype] = {
@@ -34,29 +35,19 @@ _FORMATS = {dtype: fmt for fmt, dtype in DTYPES.items()}
 # By kind of device: whether 8-bit operands with a scale a row have a kernel whose result is fp32. Filled when a
 # model is prepared: compiled code can read it, and could not try.
 ROWS_INTO_FP32: dict[str, bool] = {}
-_EMULATED = "`emulate=true` runs it emulated"
 
 
 def dtype_of(fmt: Format) -> torch.dtype:
     """The torch dtype that holds the format."""
     if fmt not in DTYPES:
-        names = ", ".join(map(str, DTYPES))
-        why = "it is a way to multiply fp32 tensors" if fmt == TF32 else f"torch has those of {names}"
-        raise FormatError(
-            f"{fmt} has no torch dtype: {why}",
-            hint="keep the tensor in torch.float32; cast.quantize rounds it to the format's numbers",
-        )
+        raise no_dtype(fmt, "torch", "tensors", DTYPES)
     return DTYPES[fmt]
 
 
 def format_of(dtype: torch.dtype) -> Format:
     """The format of a torch dtype."""
     if dtype not in _FORMATS:
-        names = ", ".join(str(known) for known in _FORMATS)
-        raise FormatError(
-            f"{dtype} is none of the formats a policy knows; they are {names}",
-            hint="integer and boolean tensors are not cast; float64 is wider than any format here",
-        )
+        raise no_format(dtype, "tensors", _FORMATS)
     return _FORMATS[dtype]
 
 
@@ -85,26 +76,17 @@ def describe(device: torch.device | str) -> Device:
 def supported(fmt: Format, device: torch.device | str, *, emulate: bool = False) -> Support:
     """Whether torch computes in the format on the device, and why (not)."""
     if emulate:
-        return Support(True, f"emulated: {fmt} numbers in fp32 tensors, multiplied and summed in fp32")
+        return emulated(fmt, "tensors")
     device = as_device(device)
-    on_cpu = device.type == "cpu"
-    found = answer(fmt, describe(device), on_cpu=on_cpu)
-    if is_narrow(fmt) and fmt in DTYPES and (found or on_cpu):
+    support = answer(fmt, describe(device))
+    if is_narrow(fmt) and fmt in DTYPES and (support or device.type == "cpu"):
         return _tried(fmt, device, native(fmt, describe(device)))
-    return found
+    return support
 
 
-def answer(fmt: Format, device: Device, *, on_cpu: bool) -> Support:
+def answer(fmt: Format, device: Device) -> Support:
     """`supported` for a device that is described rather than present."""
-    found = native(fmt, device)
-    if on_cpu and fmt in (BF16, FP16):
-        slow = "" if found else "; torch runs it all the same, perhaps far slower than fp32"
-        return Support(True, found.reason + slow)
-    if found and fmt == TF32 and device.kind != "nvidia":
-        found = Support(False, f"torch offers tf32 on NVIDIA only, though {found.reason}")
-    if not found:
-        return Support(False, f"{found.reason}; {_EMULATED}")
-    return found
+    return computes(fmt, device, "torch", "torch runs it anyway, perhaps far slower than fp32")
 
 
 def product_failure(
@@ -138,7 +120,7 @@ def _tried(fmt: Format, device: torch.device, found: Support) -> Support:
     """`supported` of an 8-bit format, by a product with one of e4m3: no hardware multiplies two of e5m2."""
     failure = product_failure(fmt, parse("e4m3fnuz") if fmt.specials == "fnuz" else E4M3, device)
     if failure:
-        return Support(False, f"{found.reason}; torch {torch.__version__} says: {failure}; {_EMULATED}")
+        return Support(False, f"{found.reason}; torch {torch.__version__} says: {failure}; {EMULATED}")
     slow = "" if found else "; torch widens it and multiplies all the same, slower than bf16: good for tests"
     return Support(True, found.reason + slow)
 

@@ -1,15 +1,8 @@
 """Matmul micro-benchmarks in torch, inside a time budget: what core.choice decides by.
 
-core.ladder says which sizes may be started. Here are the operands and the multiplication as a step has them:
-random numbers (zeros draw less power, and a device runs them faster), tokens x width x 4 width as in an MLP,
-the result in the format of the operands, or in bf16 for fp8. "fp32" is timed as fp32: TF32 is switched off
-for it, on for `tf32`, and left as it was found.
-
-`measure` times the matmul alone, which compares formats. `measure_block` times what a policy makes of it: a
-block of the decoder, forward and backward, with its casts and islands. That is what `policy = "auto"` decides
-by on a CPU, at the recipe's own shape: there a bf16 matmul can be faster than an fp32 one and the small block
-around it slower. On an accelerator a small block would time how fast the host launches kernels, which a
-compiled step does not wait for; there the matmuls decide.
+core.measure says what is timed on every backend, core.ladder which sizes may be started; here are the operands
+and the multiplications. "fp32" is timed as fp32: TF32 is switched off for it, on for `tf32`, and restored
+afterwards.
 
 `time_layer` times one linear layer, forward and backward, in two precisions: what decides which matmuls are worth
 fp8 operands (fp8_choice.py). It stands between two activation functions, so that amax and casts fuse with what
@@ -30,9 +23,18 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from halfstep.config.model import ModelConfig
-from halfstep.core.choice import Shape, Timing, gain
-from halfstep.core.formats import BF16, E4M3, E5M2, FP16, FP32, TF32, Format, parse
+from halfstep.core.choice import Shape, Timing
+from halfstep.core.formats import E4M3, FP32, TF32, Format, parse
 from halfstep.core.ladder import Clock, Run, climb
+from halfstep.core.measure import (
+    ACCELERATOR_SHAPES,
+    CPU_SHAPES,
+    FORMATS,
+    MATMUL_SHARE,
+    block_limits,
+    halved,
+    time_blocks,
+)
 from halfstep.core.precision import Precision
 from halfstep.core.refusal import check_measurable
 from halfstep.core.roles import Operand, is_narrow
@@ -55,30 +57,8 @@ __all__ = [
     "version",
 ]
 
-FORMATS = (FP32, TF32, BF16, FP16, E4M3, E5M2)
-"""The formats a probe asks about."""
-# GPT-2's MLP. At 4096 tokens an fp8 matmul takes no longer than its launch (H200), hence four times as many.
-ACCELERATOR_SHAPES: tuple[Shape, ...] = (
-    (256, 256, 1024),
-    (1024, 512, 2048),
-    (4096, 768, 3072),
-    (16384, 768, 3072),
-)
-CPU_SHAPES: tuple[Shape, ...] = (
-    (32, 32, 128),
-    (64, 64, 256),
-    (128, 128, 512),
-    (256, 256, 1024),
-    (512, 512, 2048),
-    (1024, 768, 3072),
-)
-
-
 # What a GPU's clock counts in a second, at most: a slower one pauses longer. And seconds that it pauses at most.
 CYCLES, LONGEST_PAUSE = 2.0e9, 1.0
-
-# A format whose matmuls are this many times slower than fp32's is out of the race: no block need be waited for.
-TOO_SLOW = 4
 
 
 def devices() -> list[str]:
@@ -134,31 +114,14 @@ def measure_block(
     device = torch.device(device)
     if device.type != "cpu":
         return measure(device, formats, budget=budget, clock=clock)
-    bench = _Bench(device)
     formats = list(formats)
-
-    def start(fmt: Format, shape: Shape) -> Run:
-        return bench.start_block(fmt, model, shape[0])
-
-    # A block of few tokens is mostly launches, which say nothing of how slow a format's matmuls are: these come
-    # first, and where no block in the format can be afforded, they are the answer.
-    matmuls = measure(device, formats, budget=budget / 3, clock=clock)
-    gains = {fmt: found.ratio for fmt in formats if (found := gain(matmuls, fmt)) is not None}
-    fast = [fmt for fmt, ratio in gains.items() if ratio > 1 / TOO_SLOW]
-    halved = [tokens >> halves for halves in range(20) if tokens >> halves >= 8] or [tokens]
-    ladder = [(count, model.width, model.size_of_mlp) for count in halved]
+    matmuls = measure(device, formats, budget=budget * MATMUL_SHARE, clock=clock)
+    bench, limits = _Bench(device), block_limits(matmuls, formats)
+    shapes = [(count, model.width, model.size_of_mlp) for count in halved(tokens)]
     with warnings.catch_warnings(), _float32_as_found():
         warnings.simplefilter("ignore")
-        for fmt in fast:
-            start(fmt, ladder[-1])(1)  # the first backward of a process takes longer than all that is timed
-        blocks = climb(
-            start,
-            fast,
-            ladder[::-1],
-            budget=budget * 2 / 3,
-            clock=clock,
-            work="training steps of a block",
-            slowest={fmt: max(2.0, 2 / ratio) for fmt, ratio in gains.items()},
+        blocks = time_blocks(
+            lambda fmt, count: bench.start_block(fmt, model, count), limits, shapes, budget=budget, clock=clock
         )
     return [*matmuls, *blocks]
 

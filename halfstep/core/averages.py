@@ -1,0 +1,35 @@
+"""Exponential moving averages of masters, in fp32, as a run keeps them and a checkpoint holds them.
+
+average <- average + (1 - decay) (master - average)        on applied updates only
+"""
+
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+from halfstep.core.errors import HalfstepError
+
+T = TypeVar("T")
+
+PREFIX = "average."  # before the name of a parameter in a state: the average of its master
+
+
+def averaged(averages: Mapping[str, Any], masters: Mapping[str, Any], share: Any) -> dict[str, Any]:
+    """Moves fp32 averages toward fp32 masters; `share` is 1 - decay, or 0 where the update was skipped."""
+    return {name: a + share * (masters[name] - a) for name, a in averages.items()}
+
+
+def to_state(averages: Mapping[str, T] | None) -> dict[str, T]:
+    """Returns the averages by their names in a state."""
+    return {f"{PREFIX}{name}": average for name, average in (averages or {}).items()}
+
+
+def pop_from_state(state: dict[str, T], ours: Mapping[str, object] | None) -> dict[str, T]:
+    """Removes the averages from a state and returns them; refuses those of a run with other averages."""
+    given = {name.removeprefix(PREFIX): state.pop(name) for name in [*state] if name.startswith(PREFIX)}
+    if given.keys() != (ours or {}).keys():
+        have, has = ("averages", "none") if given else ("no averages", "some")
+        raise HalfstepError(
+            f"the checkpoint holds {have} of the weights, and the run keeps {has}",
+            hint="resume with the training.ema it was saved with",
+        )
+    return given

@@ -1,0 +1,76 @@
+"""What `measure` times on every backend: formats, shapes, and the blocks that `policy = "auto"` decides by.
+
+`measure` times the matmul alone, which compares formats: random operands (zeros draw less power, and a device
+runs them faster), tokens x width x 4 width as in an MLP, the result in the format of the operands, or in bf16
+for fp8.
+
+`measure_block` times what a policy makes of it: a block of the decoder, forward and backward, with its casts
+and islands, at the recipe's own shape. This decides on a CPU, where a bf16 matmul can be faster than an fp32
+one and the small block around it slower. On an accelerator a small block would time how fast the host launches
+kernels, which a compiled step does not wait for; there the matmuls decide.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+from halfstep.core.choice import Shape, Timing, gain
+from halfstep.core.formats import BF16, E4M3, E5M2, FP16, FP32, TF32, Format
+from halfstep.core.ladder import Clock, Run, climb
+
+FORMATS = (FP32, TF32, BF16, FP16, E4M3, E5M2)
+"""The formats that a probe asks about."""
+# GPT-2's MLP. At 4096 tokens an fp8 matmul takes no longer than its launch (H200), hence four times as many.
+ACCELERATOR_SHAPES: tuple[Shape, ...] = (
+    (256, 256, 1024),
+    (1024, 512, 2048),
+    (4096, 768, 3072),
+    (16384, 768, 3072),
+)
+CPU_SHAPES: tuple[Shape, ...] = (
+    (32, 32, 128),
+    (64, 64, 256),
+    (128, 128, 512),
+    (256, 256, 1024),
+    (512, 512, 2048),
+    (1024, 768, 3072),
+)
+# No block is timed in a format whose matmuls are this many times slower than fp32's: it cannot win.
+TOO_SLOW = 4
+# Of the time budget of `measure_block`; the blocks get the rest.
+MATMUL_SHARE = 1 / 3
+
+
+def block_limits(matmuls: Sequence[Timing], formats: Iterable[Format]) -> dict[Format, float]:
+    """Returns the formats worth a block, each with how many times slower than fp32 its block may turn out.
+
+    A block of few tokens is mostly launches, which do not show how slow a format's matmuls are, so the matmuls are
+    timed first; if no block in a format is affordable, they are the answer.
+    """
+    gains = {fmt: known.ratio for fmt in formats if (known := gain(matmuls, fmt)) is not None}
+    return {fmt: max(2.0, 2 / ratio) for fmt, ratio in gains.items() if ratio > 1 / TOO_SLOW}
+
+
+def halved(tokens: int) -> list[int]:
+    """Returns `tokens`, a half, a quarter, ... of it, the smallest first, down to 8 tokens."""
+    return [tokens >> halves for halves in range(20) if tokens >> halves >= 8][::-1] or [tokens]
+
+
+def time_blocks(
+    start: Callable[[Format, int], Run],
+    limits: Mapping[Format, float],
+    shapes: Sequence[Shape],
+    *,
+    budget: float,
+    clock: Clock,
+) -> list[Timing]:
+    """Times a block in each format of `limits`, at shapes (tokens, width, MLP width) from small to large."""
+    for fmt in limits:
+        start(fmt, shapes[0][0])(1)  # the first backward pass of a process takes longer than all that is timed
+    return climb(
+        lambda fmt, shape: start(fmt, shape[0]),
+        limits,
+        shapes,
+        budget=budget * (1 - MATMUL_SHARE),
+        clock=clock,
+        work="training steps of a block",
+        slowest=limits,
+    )
