@@ -79,7 +79,7 @@ def written_with() -> str:
 
 def _kinds(run: Run, words: tuple[str, ...]) -> str:
     found: dict[str, int] = {}
-    for _, kind, form in run.converted.changes:
+    for _, kind, form in run.conversion.changes:
         if form.startswith(words):
             found[kind] = found.get(kind, 0) + 1
     return ", ".join(f"{count} {kind}" for kind, count in found.items())

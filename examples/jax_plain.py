@@ -46,7 +46,7 @@ def train(policy: str) -> float:
         state, result = step(state, {"x": x, "y": np.sin(x)})  # nothing waits for the device
     print(state)
     print(
-        f"  loss {float(result.loss):.6f}, scale {float(result.scale):g}, {int(state.applied)} updates applied\n"
+        f"  loss {float(result.loss):.6f}, scale {float(result.scale):g}, {int(state.num_applied)} updates applied\n"
     )
     return float(result.loss)
 

@@ -75,7 +75,7 @@ def train(name: str, policy: str, steps: int, device: str) -> tuple[list[float],
         result = run.step(loss, tokens.unbind())
         losses.append(torch.where(result.skipped, -1.0, result.loss))
     state = {k: v for k, v in run.state_dict()["tensors"].items() if k.startswith("optimizer.")}
-    return torch.stack(losses).tolist(), {**run.weights(), **state}, int(run.applied)
+    return torch.stack(losses).tolist(), {**run.weights(), **state}, int(run.num_applied)
 
 
 def main() -> int:

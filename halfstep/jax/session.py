@@ -190,7 +190,7 @@ class Session:
 
     def applied(self) -> int:
         """How many updates were applied, skipped ones left out; waits for the device."""
-        return int(self.run.applied)
+        return int(self.run.num_applied)
 
     def memory(self) -> int:
         """The most bytes held so far: of the device's allocator, or of the process on a CPU."""

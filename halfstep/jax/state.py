@@ -46,7 +46,7 @@ def state_of(state: State) -> dict[str, Array]:
     found = {f"model.{name}": _plain(leaf) for name, leaf in Leaves(state.params).values.items()}
     found |= {name: _plain(leaf) for name, leaf in _optimizer(state).items()}
     found |= {f"scale.{field}": value for field, value in state.scale._asdict().items()}
-    found["applied"] = state.applied
+    found["applied"] = state.num_applied
     return found
 
 
@@ -62,7 +62,7 @@ def load_state(state: State, given: Mapping[str, Any]) -> State:
         params=jax.tree.unflatten(leaves.treedef, params),
         opt_state=jax.tree.unflatten(jax.tree.structure(state.opt_state), moments),
         scale=ScaleState(*(_like(given[f"scale.{f}"], getattr(state.scale, f)) for f in ScaleState._fields)),
-        applied=_like(given["applied"], state.applied),
+        num_applied=_like(given["applied"], state.num_applied),
     )
 
 

@@ -54,7 +54,7 @@ Step = Callable[..., "tuple[State, StepResult]"]
 
 @partial(
     jax.tree_util.register_dataclass,
-    data_fields=["params", "opt_state", "scale", "applied"],
+    data_fields=["params", "opt_state", "scale", "num_applied"],
     meta_fields=["policy", "seed", "names", "widened"],
 )
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class State:
     params: Any  # the masters, each in the format it is held in
     opt_state: Any
     scale: ScaleState
-    applied: Array  # int32: updates that were not skipped
+    num_applied: Array  # int32: updates that were not skipped
     policy: Policy
     seed: int  # of stochastic rounding
     names: tuple[str, ...] = ()  # modules without parameters that rules may match
@@ -125,7 +125,7 @@ def init(
         params=leaves.rebuilt(held),
         opt_state=opt_state,
         scale=_scalars(policy.scale.init()),
-        applied=jnp.zeros((), jnp.int32),
+        num_applied=jnp.zeros((), jnp.int32),
         policy=policy,
         seed=seed,
         names=tuple(names),
@@ -300,7 +300,7 @@ def _updated(
         params=kept(params, state.params),
         opt_state=kept(opt_state, state.opt_state),
         scale=verdict.state,
-        applied=state.applied + finite.astype(jnp.int32),
+        num_applied=state.num_applied + finite.astype(jnp.int32),
     )
     return following, StepResult(loss, ~finite, used.scale, norm, verdict.state.stuck, aux)
 
@@ -318,7 +318,9 @@ def _stepped(
     moments = _moments(leaves, state.opt_state, applied, _widened)
     updates, moments = optimizer.update(leaves.bare(grads), moments, leaves.bare(masters), value=loss)
     moved = {name: masters[name] + u.astype(jnp.float32) for name, u in leaves.read(updates).items()}
-    held = {name: _held(name, x, applied, seed=state.seed, step=state.applied + 1) for name, x in moved.items()}
+    held = {
+        name: _held(name, x, applied, seed=state.seed, step=state.num_applied + 1) for name, x in moved.items()
+    }
     return leaves.rebuilt(held), _moments(leaves, moments, applied, _narrowed)
 
 

@@ -57,12 +57,12 @@ class Session:
             self.model = Decoder(config.model)
             self.model.recompute = config.training.recompute_blocks
             self.model.set_weights(initial_weights(config.model, config.seed) if weights is None else weights)
-            self.converted = apply(self.model, policy, self.model.module_names())
+            self.conversion = apply(self.model, policy, self.model.module_names())
             optimizer = build_optimizers(self.model, config.optimizer, policy)
             self.run = Run(
                 self.model,
                 optimizer,
-                self.converted,
+                self.conversion,
                 config.training.clip_norm,
                 seed=config.seed,
                 compile=to_compile(config.training.compile),
@@ -84,13 +84,13 @@ class Session:
         """One update from tokens of shape (micro-batches, batch, context + 1). Waits for nothing."""
         with mx.stream(self.device):
             if self.schedule is not None:
-                factor = self.schedule(self.run.applied, mx)
+                factor = self.schedule(self.run.num_applied, mx)
                 for optimizer, rate in zip(self.run.optimizers, self._rates, strict=True):
                     optimizer.learning_rate = rate * factor
             if self.momentum is not None:
                 for optimizer in self.run.optimizers:
                     if isinstance(optimizer, Muon):
-                        optimizer.momentum = self.momentum(self.run.applied, mx)
+                        optimizer.momentum = self.momentum(self.run.num_applied, mx)
             result = self.run.step(_sum_and_count, [mx.array(tokens) for tokens in micro_batches])
             if self.averages is not None:
                 self._average(result.skipped)
@@ -178,7 +178,7 @@ class Session:
 
     def applied(self) -> int:
         """How many updates were applied, skipped ones left out; waits for the device."""
-        return int(np.array(self.run.applied))
+        return int(np.array(self.run.num_applied))
 
     def memory(self) -> int:
         """The most bytes held so far: of the device's allocator, or of the process on a CPU."""

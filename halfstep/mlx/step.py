@@ -103,8 +103,8 @@ def prepare(
                 hint="prepare(model, optimizer, policy)",
             )
     compiled = to_compile(compile)
-    converted = apply(model, policy, cast_inputs=cast_inputs)
-    return Run(model, optimizer, converted, clip_norm, seed=seed, compile=compiled)
+    conversion = apply(model, policy, cast_inputs=cast_inputs)
+    return Run(model, optimizer, conversion, clip_norm, seed=seed, compile=compiled)
 
 
 class Run:
@@ -114,18 +114,18 @@ class Run:
         self,
         model: Module,
         optimizer: mlx.optimizers.Optimizer,
-        converted: Applied,
+        conversion: Applied,
         clip_norm: float = 0.0,
         *,
         seed: int = 0,
         compile: bool = False,
     ):
-        self.model, self.optimizer, self.converted = model, optimizer, converted
+        self.model, self.optimizer, self.conversion = model, optimizer, conversion
         self.optimizers = leaves_of(optimizer)
-        self.policy = converted.policy
+        self.policy = conversion.policy
         self.clip_norm = clip_norm
         self.compile = compile
-        self.masters = Masters(converted, seed)
+        self.masters = Masters(conversion, seed)
         init = self.policy.scale.init()._asdict()
         self.scalars = {name: mx.array(init[name], dtype) for name, dtype in _SCALARS.items()}
         self.scalars["applied"] = mx.array(0, mx.int32)
@@ -134,10 +134,10 @@ class Run:
         self._sum: Gradients | None = None
         # Arrays that are not trained: where they are, what they were before the step, and the names of those that
         # the forward pass replaces, as running statistics.
-        self._others = {n: place for n, place in arrays(model).items() if n not in converted.places}
+        self._others = {n: place for n, place in arrays(model).items() if n not in conversion.places}
         self._before: dict[str, mx.array] = {}
         self._replaced: set[str] = set()
-        self._known = {name: (id(p.container), p.array.dtype) for name, p in converted.places.items()}
+        self._known = {name: (id(p.container), p.array.dtype) for name, p in conversion.places.items()}
         self._open = True
         optimizer.init(tree_unflatten(list(self.masters.wide().items())))
         self._cast_moments()
@@ -149,7 +149,7 @@ class Run:
         return ScaleState(*(self.scalars[name] for name in ScaleState._fields))
 
     @property
-    def applied(self) -> mx.array:
+    def num_applied(self) -> mx.array:
         """Updates that were not skipped."""
         return self.scalars["applied"]
 
@@ -244,7 +244,7 @@ class Run:
         """The model in its own classes again, with its masters in fp32, exactly. The run is over."""
         self._check_open()
         wide = self.masters.wide()
-        restore(self.converted)
+        restore(self.conversion)
         self.masters.put(wide)
         self.forget()
         self._open = False
@@ -257,7 +257,7 @@ class Run:
         kinds = ", ".join(type(optimizer).__name__ for optimizer in self.optimizers)
         return "\n".join(
             [
-                *self.converted.lines(),
+                *self.conversion.lines(),
                 f"  gradients are {summed}; loss scale: {print_value(self.policy.scale)}",
                 f"  {kinds}: fp32 masters and gradients; a skipped step costs no sync",
                 f"  the step is {'compiled' if self.compile else 'not compiled'}",
@@ -342,7 +342,7 @@ class Run:
         self._step_optimizer({n: g.astype(mx.float32) * factor for n, g in total["arrays"].items()}, finite)
         following = verdict.state._asdict()
         self.scalars.update({name: mx.array(following[name]).astype(d) for name, d in _SCALARS.items()})
-        self.scalars["applied"] = self.applied + finite.astype(mx.int32)
+        self.scalars["applied"] = self.num_applied + finite.astype(mx.int32)
         return total["loss"] / total["weights"], finite, norm
 
     def _step_optimizer(self, grads: dict[str, mx.array], finite: mx.array) -> None:
@@ -356,15 +356,15 @@ class Run:
         for place, old in zip(states, before, strict=True):
             if place.array is not old:
                 place.put(mx.where(finite, place.array, old))
-        self.masters.update(updated, finite, (self.applied + 1).astype(mx.uint32))
+        self.masters.update(updated, finite, (self.num_applied + 1).astype(mx.uint32))
 
     def _cast_moments(self, *, widen: bool = False) -> None:
         """Optimizer state that has its parameter's shape, in the moments format, or in fp32 for the update."""
         for optimizer in self.optimizers:
             for name, place in arrays(optimizer.state).items():
-                parameter = self.converted.places.get(name.rpartition(".")[0])
+                parameter = self.conversion.places.get(name.rpartition(".")[0])
                 if parameter is not None and place.array.shape == parameter.array.shape:
-                    fmt = FP32 if widen else self.converted.moments[name.rpartition(".")[0]]
+                    fmt = FP32 if widen else self.conversion.moments[name.rpartition(".")[0]]
                     place.put(place.array.astype(dtype_of(fmt)))
 
 

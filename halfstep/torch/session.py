@@ -65,20 +65,20 @@ class Session:
         self.model.set_weights(initial_weights(config.model, config.seed) if weights is None else weights)
         self.model.to(self.device)
         tokens, names = config.training.batch * config.model.context, self.model.module_names()
-        self.converted = apply(self.model, policy, names, tokens=tokens, compiled=config.training.compile)
+        self.conversion = apply(self.model, policy, names, tokens=tokens, compiled=config.training.compile)
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)  # `memory` is of training, not of what was measured
         clip_norm = config.training.clip_norm
         optimizers = build_optimizers(self.model, config.optimizer)
         seed, ema = config.seed, config.training.ema
-        self.run = Run(self.model, optimizers, policy, clip_norm, applied=self.converted, seed=seed, ema=ema)
+        self.run = Run(self.model, optimizers, policy, clip_norm, conversion=self.conversion, seed=seed, ema=ema)
         self._optimizers = optimizers
         self._loss = torch.compile(self.model.loss) if config.training.compile else self.model.loss
 
     @property
     def notes(self) -> list[str]:
         """What was decided by measurement, here or in the run that goes on here."""
-        measured = self.converted.measured
+        measured = self.conversion.measured
         return [] if measured is None else [f"measured: {measured.told}"]
 
     @property
@@ -99,11 +99,11 @@ class Session:
 
     def _step(self, micro_batches: Tokens) -> StepResult:
         if self.schedule is not None:
-            rate = self.schedule(self.run.applied, torch)
+            rate = self.schedule(self.run.num_applied, torch)
             for optimizer in self._optimizers:
                 optimizer.set_factor(rate)
         if self.momentum is not None:
-            momentum = self.momentum(self.run.applied, torch)
+            momentum = self.momentum(self.run.num_applied, torch)
             for optimizer in self._optimizers:
                 if isinstance(optimizer, Muon):
                     optimizer.set_momentum(momentum)
@@ -171,7 +171,7 @@ class Session:
 
     def applied(self) -> int:
         """How many updates were applied, skipped ones left out; waits for the device."""
-        return int(self.run.applied)
+        return int(self.run.num_applied)
 
     def memory(self) -> int:
         """The most bytes held so far: of the device's allocator, or of the process on a CPU."""
@@ -196,7 +196,7 @@ class Session:
                 yield
         finally:
             if evaluated != self.policy:
-                set_precision(self.model, self.policy, names, self.converted.measured)
+                set_precision(self.model, self.policy, names, self.conversion.measured)
 
     def _sum_and_count(self, tokens: Tensor) -> tuple[Tensor, float]:
         return self._loss(tokens[:, :-1], tokens[:, 1:]), float(tokens[:, 1:].numel())

@@ -66,7 +66,7 @@ def state_of(run: "Run") -> dict[str, Tensor]:
         if isinstance(value, Tensor):
             found[name] = value
     found |= {f"scale.{field}": value for field, value in run.scale_state._asdict().items()}
-    found["applied"] = run.applied
+    found["applied"] = run.num_applied
     found["rng.cpu"] = torch.get_rng_state()
     if run.device.type == "cuda":
         found["rng.cuda"] = torch.cuda.get_rng_state(run.device)
@@ -96,8 +96,8 @@ def load_state(run: "Run", given: Mapping[str, Tensor]) -> None:
     run.scale_state = ScaleState(*(given[f"scale.{f}"].to(run.device, copy=True) for f in ScaleState._fields))
     narrow = {name: bool(given[f"narrow.{name}"]) for name in _narrow(run)}
     if narrow != _narrow(run):
-        assert run.converted is not None
-        run.converted = adopt(run.model, run.converted, narrow)
+        assert run.conversion is not None
+        run.conversion = adopt(run.model, run.conversion, narrow)
     run.statistics.remember()
     run.forget()
     torch.set_rng_state(given["rng.cpu"].cpu())
@@ -119,7 +119,7 @@ def load_weights(run: "Run", given: Mapping[str, Tensor]) -> None:
                 f"`{name}` has the shape {tuple(hi.shape)} in the state and {tuple(p.shape)} in the model",
                 hint="load it with the model it was saved with",
             )
-    run.masters.assign([*wide], [*wide.values()], run.applied)
+    run.masters.assign([*wide], [*wide.values()], run.num_applied)
     for name, buffer in _buffers(run):
         if f"model.{name}" in given:
             buffer.copy_(given[f"model.{name}"])
@@ -229,7 +229,7 @@ def restored(record: Held) -> Tensor:
 
 def _narrow(run: "Run") -> dict[str, bool]:
     """Which of the layers that were measured are narrow: a run that goes on must not find it out again."""
-    measured = None if run.converted is None else run.converted.measured
+    measured = None if run.conversion is None else run.conversion.measured
     return {} if measured is None else measured.narrow
 
 
@@ -286,7 +286,7 @@ def _checked_entries(
         held = optimizer.state.get(p, {}).get(key)
         wanted = held.dtype if isinstance(held, Tensor) else value.dtype
         if is_moment(p, value):
-            moments = run.converted.moments if run.converted is not None else {}
+            moments = run.conversion.moments if run.conversion is not None else {}
             wanted = dtype_of(moments.get(parameter, FP32))
         if value.dtype != wanted:
             told = {key: (DTYPE_NAMES.get(d, str(d)), tuple(value.shape)) for key, d in ((name, wanted),)}

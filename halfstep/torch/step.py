@@ -88,8 +88,8 @@ def prepare(
     check_fp32([base_precision(policy), *precisions(policy, names_of(model, None)).values()])
     for p in model.parameters():
         p.grad = None
-    applied = apply(model, policy, tokens=tokens)
-    return Run(model, optimizers, policy, clip_norm, applied=applied, seed=seed, ema=ema)
+    conversion = apply(model, policy, tokens=tokens)
+    return Run(model, optimizers, policy, clip_norm, conversion=conversion, seed=seed, ema=ema)
 
 
 class Run:
@@ -102,24 +102,24 @@ class Run:
         policy: Policy,
         clip_norm: float = 0.0,
         *,
-        applied: Applied | None = None,
+        conversion: Applied | None = None,
         seed: int = 0,
         ema: float = 0.0,
     ):
         self.model, self.optimizers, self.policy = model, list(optimizers), policy
         self.clip_norm = clip_norm
-        self.converted = applied
+        self.conversion = conversion
         self.masters = self._masters(seed)
-        moments = {} if applied is None else applied.moments
+        moments = {} if conversion is None else conversion.moments
         self.drivers = [driver_of(optimizer, self.masters, moments) for optimizer in self.optimizers]
         self.parameters = self._held()
         self.device = self.parameters[0].device
         self.scale_state = self.scalars(policy.scale.init())
-        self.applied = torch.zeros((), dtype=torch.int32, device=self.device)  # updates that were not skipped
+        self.num_applied = torch.zeros((), dtype=torch.int32, device=self.device)  # updates that were not skipped
         trained = [p for p in self.parameters if p.requires_grad]
         self.averages = Averages(self.masters, trained, ema) if ema else None
         self.statistics = Statistics(model)
-        self.amaxes = None if applied is None else applied.amaxes
+        self.amaxes = None if conversion is None else conversion.amaxes
         self.sums = Sums(self.device)
         self._gradients = Gradients(policy)
         self.reached: Reached | None = None  # what `reach` found last
@@ -127,7 +127,7 @@ class Run:
         self._in_use = False  # by evaluation with averages
         self._skipped: Tensor | None = None
         self._last: tuple[LossFn, list[Any]] | None = None
-        self._handles = [] if applied is None else self._settle(applied)
+        self._handles = [] if conversion is None else self._settle(conversion)
         self.forget()
 
     def step(self, loss_fn: LossFn, micro_batches: Iterable[Any]) -> StepResult:
@@ -183,9 +183,9 @@ class Run:
             factor = factor * (self.clip_norm / norm).clamp(max=1.0)
         found_inf = 1 - finite.float()
         for driver in self.drivers:
-            driver.step(grads, factor, found_inf, self.applied + 1)
+            driver.step(grads, factor, found_inf, self.num_applied + 1)
         self.scale_state = verdict.state
-        self.applied += finite.to(torch.int32)
+        self.num_applied += finite.to(torch.int32)
         self.statistics.settle(finite)
         if self.amaxes is not None:
             self.amaxes.update(finite)
@@ -241,7 +241,7 @@ class Run:
         self._check_open()
         self._in_use = True
         try:
-            with self.averages.used(self.applied):
+            with self.averages.used(self.num_applied):
                 yield
         finally:
             self._in_use = False
@@ -257,7 +257,7 @@ class Run:
             yield
         finally:
             if evaluated != self.policy:
-                measured = None if self.converted is None else self.converted.measured
+                measured = None if self.conversion is None else self.conversion.measured
                 set_precision(self.model, self.policy, measured=measured)
 
     def weights(self) -> dict[str, Tensor]:
@@ -288,8 +288,8 @@ class Run:
         self._check_open()
         masters = dict(zip(self.masters.names, self.masters.wide([*self.masters.names]), strict=True))
         self.forget()
-        if self.converted is not None:
-            restore(self.converted)
+        if self.conversion is not None:
+            restore(self.conversion)
         for p, w in masters.items():
             if w is not p:
                 p.data = w
@@ -330,16 +330,16 @@ class Run:
 
     def _masters(self, seed: int) -> Masters:
         names: dict[Tensor, str] = {p: name for name, p in self.model.named_parameters()}
-        if self.converted is not None:
-            return Masters(names, self.converted.masters, self.converted.remainders, seed=seed, complete=True)
+        if self.conversion is not None:
+            return Masters(names, self.conversion.masters, self.conversion.remainders, seed=seed, complete=True)
         held: dict[str, Param] = {}
         for optimizer in self.optimizers:
             held |= optimizer.masters.held if isinstance(optimizer, Optimizer) else {}
         return Masters(names, held, seed=seed)
 
-    def _settle(self, applied: Applied) -> list[Any]:
+    def _settle(self, conversion: Applied) -> list[Any]:
         """Hands the formats to the optimizers; the hooks that keep them as they are."""
-        self._bind(applied)
+        self._bind(conversion)
         handles = self.masters.watch(self.model)
         stock = [driver for driver in self.drivers if isinstance(driver, Stock)]
         narrow = any(not self.masters.is_whole(p) for p in self.parameters)
@@ -349,11 +349,11 @@ class Run:
             handles += [driver.optimizer.register_step_pre_hook(driver.refuse_alone) for driver in stock]
         return handles
 
-    def _bind(self, applied: Applied) -> None:
+    def _bind(self, conversion: Applied) -> None:
         for driver in self.drivers:
             if isinstance(driver.optimizer, Optimizer):
                 compute = self.policy.compute.format
-                driver.optimizer.bind(self.masters, applied.moments, compute, emulate=self.policy.emulate)
+                driver.optimizer.bind(self.masters, conversion.moments, compute, emulate=self.policy.emulate)
             driver.cast_moments()
 
     def _held(self) -> list[Tensor]:
@@ -369,8 +369,8 @@ class Run:
         if count != len(self.parameters):
             check_optimizers(self.optimizers, self.model, narrow=False)
             self.parameters = self._held()
-            if self.converted is not None:
-                self._bind(self.converted)
+            if self.conversion is not None:
+                self._bind(self.conversion)
         for p, dtype in zip(self.parameters, self._dtypes, strict=True):
             if p.requires_grad and (p.dtype != dtype or self._has_no_master(p)):
                 raise HalfstepError(
@@ -381,7 +381,7 @@ class Run:
     def _has_no_master(self, parameter: Tensor) -> bool:
         """Whether a policy was given, and not for this parameter, which is narrower than a master may be."""
         narrow = parameter.dtype in CAST and parameter.dtype != torch.float32
-        return narrow and self.converted is not None and self.masters.names[parameter] not in self.masters.held
+        return narrow and self.conversion is not None and self.masters.names[parameter] not in self.masters.held
 
     def _check_open(self) -> None:
         check_replicas(split=bool(self.masters.remainders))

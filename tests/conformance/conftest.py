@@ -206,7 +206,7 @@ class TorchToy:
         return self.backend._told(self.model.layer.weight)
 
     def applied(self):
-        return int(self.run.applied)
+        return int(self.run.num_applied)
 
 
 class Jax(Backend):
@@ -312,7 +312,7 @@ class JaxToy:
         return self.backend._told(self.state.params["layer"]["weight"])
 
     def applied(self):
-        return int(self.state.applied)
+        return int(self.state.num_applied)
 
 
 class Mlx(Backend):
@@ -422,7 +422,7 @@ class MlxToy:
         return self.backend._told(self.model.layer.weight)
 
     def applied(self):
-        return int(self.run.applied.item())
+        return int(self.run.num_applied.item())
 
 
 def _read(result) -> Result:

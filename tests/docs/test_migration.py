@@ -105,7 +105,7 @@ def test_the_trainer_resumes_by_its_own_checkpoint(tmp_path, monkeypatch):
     again = made["After"](model())
     trainer = made["lightning"].Trainer(max_epochs=2, **options)
     trainer.fit(again, made["loader"], ckpt_path="last.ckpt")
-    assert int(again.run.applied) == 2 * len(made["batches"])
+    assert int(again.run.num_applied) == 2 * len(made["batches"])
 
 
 def test_what_the_take_over_prints_is_what_the_page_says(tmp_path, monkeypatch, capsys):

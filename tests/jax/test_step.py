@@ -127,10 +127,10 @@ def test_a_step_that_is_not_finite_is_skipped_under_every_policy(policy):
         state, result = step(state, {"x": data(4), "factor": bad})
         assert bool(result.skipped)
         assert jax.tree.all(jax.tree.map(np.array_equal, before, jax.device_get((state.params, state.opt_state))))
-        assert int(state.applied) == 0
+        assert int(state.num_applied) == 0
     state, result = step(state, {"x": data(4), "factor": 1.0})
     assert not bool(result.skipped)
-    assert int(state.applied) == 1
+    assert int(state.num_applied) == 1
     assert not np.array_equal(before[0]["weight"], state.params["weight"])
 
 

@@ -102,7 +102,7 @@ def test_any_model_learns_and_comes_back_as_it_was(policy):
 def test_unprepare_gives_the_masters_back_exactly():
     run = prepared("bf16-mixed")
     run.step(cross_entropy, [TOKENS])
-    held = {name: place.array for name, place in run.converted.places.items()}
+    held = {name: place.array for name, place in run.conversion.places.items()}
     for name, array in tree_flatten(run.unprepare().parameters()):
         assert mx.array_equal(array, held[name])
         assert not mx.array_equal(array, bf16(array).astype(mx.float32)) or array.ndim == 0
@@ -352,7 +352,7 @@ def test_a_module_that_is_held_twice_is_trained_once():
 
     mx.random.seed(0)
     run = prepared("fp32", Twice())
-    assert list(run.converted.masters) == ["first.weight"]
+    assert list(run.conversion.masters) == ["first.weight"]
     x, w = draw(3, 4), run.model.first.weight
     grad = run.value_and_grad(lambda m, x: mx.square(m(x)).sum())(x)[1].arrays["first.weight"]
     expected = mx.grad(lambda w: mx.square(x @ w.T @ w.T).sum())(w)

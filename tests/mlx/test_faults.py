@@ -137,7 +137,7 @@ def test_a_skipped_step_is_seen_by_schedules():
     for bad in (1.0, float("inf"), 1.0):
         run.step(lambda model, x, bad=bad: model(x).sum() * bad, [data()])
         rates.append(run.optimizer.learning_rate.item())
-        counts.append((run.optimizer.step.item(), run.applied.item()))
+        counts.append((run.optimizer.step.item(), run.num_applied.item()))
     assert counts == [(1, 1), (1, 1), (2, 2)]
     assert rates == pytest.approx([0.1, 0.1, 0.05])
 

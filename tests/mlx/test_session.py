@@ -103,7 +103,7 @@ def test_weights_alone_serve_evaluation_and_sampling(policy):
     trained, fresh = session(policy), session("fp32")
     trained.step(batch(0, trained))
     fresh.load_weights(trained.state())
-    for name, place in trained.run.converted.places.items():
+    for name, place in trained.run.conversion.places.items():
         lo = trained.run.masters.remainders.get(name)
         wide = place.array if lo is None else join(place.array, lo)
         assert mx.array_equal(weights(fresh)[name], wide)

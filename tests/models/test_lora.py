@@ -53,8 +53,8 @@ def test_the_base_stays_as_it_is_held_and_adapters_get_masters(policy):
     held = dict(model.named_parameters())
     assert {held[n].dtype for n in base} == {torch.bfloat16}
     assert {n: held[n].data_ptr() for n in base} == base  # no copy was made
-    assert all("lora_" in name for name in run.converted.masters)
-    assert len(run.converted.masters) == len(trained)
+    assert all("lora_" in name for name in run.conversion.masters)
+    assert len(run.conversion.masters) == len(trained)
     tokens = next(lora.batches(1, "cpu"))
     run.step(lambda t: model(input_ids=t, labels=t).loss, [tokens])
     assert {n: held[n].data_ptr() for n in base} == base

@@ -201,7 +201,7 @@ def test_a_model_that_was_loaded_narrow_is_widened_and_told(name, given, policy)
     before = {n: p.detach().to(given).float() for n, p in model.named_parameters()}
     torch.nn.Module.to(model, given)  # diffusers warns of its own
     run = prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-5), policy)
-    assert sorted(run.converted.widened) == sorted(trained)
+    assert sorted(run.conversion.widened) == sorted(trained)
     assert f"widened to fp32 masters: {len(trained)} parameters" in run.summary()
     assert all(torch.equal(w, before[n]) for n, w in run.weights().items())
     result = run.step(lambda _: loss_fn(model), [0])
@@ -267,7 +267,7 @@ def test_routers_are_fp32_inside_and_out():
         assert logits.dtype == shares.dtype == torch.float32
     for (x, (logits, _, _)), layer in zip(seen, model.model.layers, strict=True):
         assert torch.equal(logits, F.linear(x.float(), layer.mlp.gate.weight))
-    forms = {change.name: change.form for change in run.converted.changes}
+    forms = {change.name: change.form for change in run.conversion.changes}
     assert forms["model.layers.0.mlp.gate"] == "is a router: fp32 inside and out"
 
 

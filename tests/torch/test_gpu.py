@@ -279,7 +279,7 @@ def test_another_rate_or_scale_compiles_nothing(policy, name):
         for rate in (1e-2, 1e-4, 3e-5):
             optimizer.param_groups[0]["lr"] = rate
             run.step(lambda b: forward(b).float().square().mean(), [x])
-    assert int(run.applied) == 5
+    assert int(run.num_applied) == 5
 
 
 def test_moving_the_device_state_through_a_file_goes_on_bit_for_bit():

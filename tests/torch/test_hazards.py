@@ -128,7 +128,7 @@ def test_a_skip_is_visible_to_schedules():
     for value in (1.0, float("nan"), 1.0):
         run.step(loss_of(model), [torch.tensor([value])])
         run.scheduler_step(scheduler)
-    assert int(run.applied) == 2  # what our schedules count by
+    assert int(run.num_applied) == 2  # what our schedules count by
     assert scheduler.last_epoch == 2
 
 

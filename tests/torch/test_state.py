@@ -193,7 +193,7 @@ def test_a_run_goes_on_where_torchs_adamw_stopped(policy, name):
     run = prepare(mine, makes[name](mine), policy)
     said = run.load_torch_amp(given)
     assert "5 parameters after 3 updates" in said
-    assert int(run.applied) == 3
+    assert int(run.num_applied) == 3
     group = run.optimizers[0].param_groups[0]
     assert (group["lr"], tuple(group["betas"]), group["weight_decay"]) == (0.02, (0.9, 0.999), 0.3)
     torch.manual_seed(8)
@@ -261,5 +261,5 @@ def test_what_cannot_be_taken_over_is_refused_whole(policy, call, said):
     with pytest.raises((HalfstepError, ScalingError), match=said) as raised:
         call(run, optimizer.state_dict(), scaler)
     assert raised.value.hint
-    assert int(run.applied) == 0
+    assert int(run.num_applied) == 0
     assert float(run.scale_state.scale) == float(run.policy.scale.init().scale)

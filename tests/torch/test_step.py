@@ -102,9 +102,9 @@ def test_a_step_that_is_not_finite_is_skipped_under_every_policy(policy, bad):
     result = r.step(lambda x: r.model(x).float().square().sum() * bad, [data(4)])
     assert bool(result.skipped)
     assert torch.equal(r.model.weight, before)
-    assert int(r.applied) == 0
+    assert int(r.num_applied) == 0
     assert not bool(r.step(loss_of(r), [data(4)]).skipped)
-    assert int(r.applied) == 1
+    assert int(r.num_applied) == 1
     assert not torch.equal(r.model.weight, before)
 
 

@@ -283,7 +283,7 @@ def test_a_missing_framework_says_how_to_install_it(text, backend, missing, monk
 def test_skipped_steps_are_counted_across_a_resume(text, tmp_path):
     policy = "fp16-mixed,emulate=true"
     loop = start(text, tmp_path / "run", policy=policy)
-    loop.session.run.applied -= 2  # as if two steps had been skipped
+    loop.session.run.num_applied -= 2  # as if two steps had been skipped
     run_until(loop, 4)
     again = start(text, tmp_path / "run", policy=policy, resume=True)
     assert again.session.applied() == 2

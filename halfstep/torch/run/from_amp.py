@@ -48,7 +48,7 @@ def take_over(run: "Run", optimizers: State | Sequence[State | None], scaler: St
     told = []
     for optimizer, saved, matched in pairs:
         steps = _put(run, optimizer, saved, matched)
-        run.applied.fill_(max(steps, int(run.applied)))
+        run.num_applied.fill_(max(steps, int(run.num_applied)))
         told.append(f"{label(optimizer)}: {len(matched)} parameters after {steps} updates")
     if scale is not None and scaler is not None:
         run.scale_state = scale
@@ -117,7 +117,7 @@ def _check_entry(run: "Run", optimizer: torch.optim.Optimizer, parameter: Tensor
 
 @torch.no_grad()
 def _put(run: "Run", optimizer: torch.optim.Optimizer, saved: State, matched: dict[Tensor, dict[str, Any]]) -> int:
-    moments = run.converted.moments if run.converted is not None else {}
+    moments = run.conversion.moments if run.conversion is not None else {}
     steps = 0
     for group, theirs in zip(optimizer.param_groups, saved["param_groups"], strict=True):
         group.update({k: v for k, v in theirs.items() if k in group and k not in _OWN})

@@ -30,20 +30,20 @@ def summarize(run: "Run") -> list[str]:
 
 
 def _modules(run: "Run") -> Iterator[str]:
-    if run.converted is None:
+    if run.conversion is None:
         return
     groups: dict[tuple[str, str], list[str]] = {}
-    for name, kind, form in run.converted.changes:
+    for name, kind, form in run.conversion.changes:
         groups.setdefault((kind, form), []).append(name or "the model")
     total = sum(len(names) for (kind, _), names in groups.items() if kind != "Parameter")
-    yield f"  converted {run.converted.modules} of {total} modules"
+    yield f"  converted {run.conversion.modules} of {total} modules"
     for (kind, form), names in groups.items():
         yield f"  {len(names)} {kind} ({_some(names)}): {form}"
 
 
 def _measured(run: "Run") -> Iterator[str]:
-    if run.converted is not None and run.converted.measured is not None:
-        yield f"  measured: {run.converted.measured.told}"
+    if run.conversion is not None and run.conversion.measured is not None:
+        yield f"  measured: {run.conversion.measured.told}"
     if run.amaxes is not None:
         modules, past = dict(run.model.named_modules()), run.amaxes.history.shape[-1]
         count = sum(cast(Layer, modules[name]).precision.delayed for name in run.amaxes.pasts)
@@ -52,7 +52,7 @@ def _measured(run: "Run") -> Iterator[str]:
 
 def _given(run: "Run") -> Iterator[str]:
     """What the model brings with it that a policy does not change, and somebody should know of."""
-    if run.converted is None:
+    if run.conversion is None:
         return
     narrow = [name for name, b in run.model.named_buffers() if b.dtype in (torch.bfloat16, torch.float16)]
     if narrow:
@@ -70,7 +70,7 @@ def _computes_in(module: nn.Module, fmt: Format) -> bool:
 
 
 def _functions(run: "Run") -> Iterator[str]:
-    if run.converted is None:
+    if run.conversion is None:
         return
     if run.reached is None:
         yield "  functions of the model's own code: run.reach(loss_fn, batch) lists how each runs"
@@ -89,8 +89,8 @@ def _masters(run: "Run") -> Iterator[str]:
             held.setdefault(_held(run, name), []).append(p.numel())
     for form, sizes in held.items():
         yield f"  masters: {len(sizes)} parameters, {sum(sizes):,} numbers, in {form}"
-    if run.converted is not None and run.converted.widened:
-        names = list(run.converted.widened)
+    if run.conversion is not None and run.conversion.widened:
+        names = list(run.conversion.widened)
         yield f"  widened to fp32 masters: {len(names)} parameters that came narrower ({_some(names)})"
     taken = set(run.parameters)
     idle = [n for p, n in run.masters.names.items() if p.requires_grad and p not in taken]

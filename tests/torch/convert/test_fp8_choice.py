@@ -53,7 +53,9 @@ class Device:
 def prepared(policy=MEASURED, net=None, device=None, **options):
     net = Net() if net is None else net
     applied = apply(net, Policy.parse(policy), timer=device or Device(), **options)
-    return Run(net, [torch.optim.SGD(net.parameters(), lr=0.1, fused=True)], Policy.parse(policy), applied=applied)
+    return Run(
+        net, [torch.optim.SGD(net.parameters(), lr=0.1, fused=True)], Policy.parse(policy), conversion=applied
+    )
 
 
 def narrow_layers(model):
@@ -190,7 +192,7 @@ def test_the_summary_tells_what_runs_after_a_checkpoint_was_adopted():
     first, second = prepared(device=Device({(16, 64): 0.4e-3})), prepared(device=Device({(16, 16): 0.4e-3}))
     timed, own = second.summary(), state_of(second)
     load_state(second, state_of(first))
-    told = second.converted.measured.told
+    told = second.conversion.measured.told
     assert told.startswith("2 of the 4 matmuls that rules name are narrow, adopted from the run that goes on here")
     assert "timed here, 3 of them would be otherwise: 1 of the 4 matmuls that rules name are faster in" in told
     assert f"measured: {told}" in second.summary()
@@ -240,7 +242,7 @@ def test_evaluation_and_back_keeps_what_was_measured():
     run = prepared(device=Device({(16, 64): 0.4e-3}))
     set_precision(run.model, Policy.parse("bf16-mixed"))
     assert not narrow_layers(run.model)
-    set_precision(run.model, run.policy, measured=run.converted.measured)
+    set_precision(run.model, run.policy, measured=run.conversion.measured)
     assert narrow_layers(run.model) == {"up", "again"}
 
 

@@ -224,7 +224,7 @@ def test_layers_with_recipes_of_their_own_are_leaves_and_told(policy):
     if dtype == torch.bfloat16:
         assert torch.equal(second(x), theirs[1](x.float()).bfloat16())  # nothing in it was reached
         assert torch.equal(first(x), theirs[0](x.float()).bfloat16())
-    forms = {change.name: change.form for change in run.converted.changes}
+    forms = {change.name: change.form for change in run.conversion.changes}
     assert forms["0"].startswith("is torchao's, with Float8LinearConfig(cast_config_input=e4m3): runs as written")
     assert forms["1"].startswith("is Transformer Engine's, with DelayedScaling(margin=0, format=HYBRID): runs as")
     assert "torchao's, with Float8LinearConfig" in run.summary()
@@ -316,7 +316,7 @@ def test_layers_of_torchao_are_leaves_whose_recipe_is_told(torchao, recipe, told
     kind, theirs = type(given[0]), copy.deepcopy(given[0])
     run = prepare(given, adamw(given), "bf16-mixed,param=fp32:split")
     assert f"1 Float8Linear (0): is torchao's, with {told}, emulated: runs as written" in run.summary()
-    assert "fp8" not in str(run.converted.masters["0.weight"])
+    assert "fp8" not in str(run.conversion.masters["0.weight"])
     x = torch.randn(16, 32).bfloat16()
     assert torch.equal(given[0](x), theirs(x.float()).bfloat16())
     assert not bool(run.step(lambda x: given(x).square().mean(), [x]).skipped)

@@ -118,7 +118,7 @@ def test_fp32_is_what_the_optimizer_does_alone(name):
 def test_every_optimizer_learns_under_every_policy(policy, name):
     run, losses = trained(policy, ALL[name], 12, ema=0.5)
     assert sum(losses[-3:]) < sum(losses[:3])
-    assert policy == "fp16-mixed" or int(run.applied) == 12
+    assert policy == "fp16-mixed" or int(run.num_applied) == 12
     narrow = torch.bfloat16 if "bf16-true" in policy else torch.float32
     assert run.model.norm.weight.dtype == narrow
 

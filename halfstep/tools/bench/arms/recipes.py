@@ -354,7 +354,7 @@ class HalfstepFp8(Halfstep):
         """The mean loss of a batch in the policy's evaluation form."""
         from halfstep.torch.apply import set_precision
 
-        policy, converted = self.run.policy, self.run.converted
+        policy, converted = self.run.policy, self.run.conversion
         assert converted is not None
         set_precision(self.model, policy.evaluation())
         loss = super().evaluate(batch)
