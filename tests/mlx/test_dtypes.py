@@ -1,12 +1,10 @@
 import subprocess
 import sys
-from importlib import import_module
 
 import mlx.core as mx
 import numpy as np
 import pytest
 
-import halfstep.mlx
 from halfstep.core.choice import Support
 from halfstep.core.devices import Device
 from halfstep.core.errors import FormatError, HalfstepError
@@ -154,23 +152,3 @@ def test_asking_about_the_cpu_starts_no_gpu():
         "cast.quantize(mx.ones(3), BF16, overflow='inf')\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
-
-
-# --- the package -----------------------------------------------------------------------------------------
-
-
-def test_every_public_name_is_there_and_loaded_when_it_is_used():
-    for name in halfstep.mlx.__all__:
-        assert getattr(halfstep.mlx, name) is getattr(import_module(halfstep.mlx._HOMES[name]), name)
-    assert set(halfstep.mlx.__all__) == set(dir(halfstep.mlx))
-    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
-        halfstep.mlx.nothing  # noqa: B018
-    code = "import sys, halfstep.mlx; assert not [name for name in sys.modules if name.partition('.')[0] == 'mlx']"
-    subprocess.run([sys.executable, "-c", code], check=True)
-
-
-def test_without_mlx_it_says_how_to_install_it(monkeypatch):
-    monkeypatch.setitem(sys.modules, "mlx.core", None)
-    with pytest.raises(HalfstepError, match=r"`halfstep\.mlx\.linear` needs mlx, which") as caught:
-        halfstep.mlx.linear  # noqa: B018
-    assert caught.value.hint == "pip install 'halfstep[mlx]'"

@@ -264,20 +264,6 @@ def test_layers_compile_whole(precision):
     assert torch.equal(model.linear.weight.grad, eager)
 
 
-def test_the_public_names_are_loaded_when_they_are_used():
-    import subprocess
-    import sys
-
-    import halfstep.torch
-
-    assert {"CastedLinear", "Norm", "linear", "rms_norm", "layer_norm", "softmax"} <= set(dir(halfstep.torch))
-    assert all(getattr(halfstep.torch, name) is not None for name in dir(halfstep.torch))
-    with pytest.raises(AttributeError, match="has no attribute 'casted'"):
-        _ = halfstep.torch.casted
-    code = "import sys, halfstep.torch; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
-
-
 def test_casts_for_a_policy_are_those_of_its_base():
     assert casts_for("bf16-mixed") is NATIVE
     assert casts_for(Policy.parse("bf16-mixed,emulate=true")) is EMULATED

@@ -1,0 +1,12 @@
+from .cast import quantize as quantize
+from .layers import CastedLinear as CastedLinear
+from .layers import Norm as Norm
+from .layers import attention as attention
+from .layers import cross_entropy as cross_entropy
+from .layers import layer_norm as layer_norm
+from .layers import linear as linear
+from .layers import rms_norm as rms_norm
+from .layers import softmax as softmax
+from .step import Run as Run
+from .step import StepResult as StepResult
+from .step import prepare as prepare

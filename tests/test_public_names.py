@@ -1,0 +1,40 @@
+"""The public names of halfstep and its backends are loaded when used; a missing framework has a remedy."""
+
+import subprocess
+import sys
+
+import pytest
+
+BACKENDS = {"torch": "torch", "jax": "jax", "mlx": "mlx.core"}
+
+
+def run_python(code):
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize("package", ["halfstep", *(f"halfstep.{name}" for name in BACKENDS)])
+def test_every_public_name_is_loaded_when_it_is_used(package):
+    run_python(
+        f"import sys, {package} as package\n"
+        "assert not {'torch', 'jax', 'mlx', 'numpy'} & sys.modules.keys()\n"
+        "assert len(package.__all__) > 5 and set(package.__all__) == set(dir(package))\n"
+        "for name in package.__all__: assert getattr(package, name).__name__ == name, name\n"
+        "try: package.nothing\n"
+        "except AttributeError as error: assert 'nothing' in str(error)\n"
+        "else: raise SystemExit(1)\n"
+    )
+
+
+@pytest.mark.parametrize(("backend", "framework"), BACKENDS.items())
+def test_without_its_framework_a_backend_says_how_to_install_it(backend, framework):
+    run_python(
+        "import sys\n"
+        f"sys.modules['{framework}'] = None\n"
+        f"import halfstep.{backend} as package\n"
+        "from halfstep.core.errors import HalfstepError\n"
+        "try: package.quantize\n"
+        "except HalfstepError as error:\n"
+        f"    assert '`halfstep.{backend}.quantize` needs {backend}, which cannot be' in str(error), error\n"
+        f"    assert error.hint == \"pip install 'halfstep[{backend}]'\"\n"
+        "else: raise SystemExit(1)\n"
+    )
