@@ -5,6 +5,6 @@ from .core.formats import Format as Format
 from .core.policy import Policy as Policy
 from .core.rounding import cast as cast
 from .core.stats import TensorStats as TensorStats
-from .training.weights.decoders import load_model as load_model
+from .training.weights.pretrained import load_model as load_model
 
 __version__: str

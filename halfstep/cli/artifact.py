@@ -85,12 +85,12 @@ def artifact(
 
 def _home(run: Path) -> Path:
     """The run folder, also of a checkpoint in it; of one that lies elsewhere, the folder beside it."""
-    from halfstep.training.run import folder
+    from halfstep.training import paths
 
     here = Path(os.path.abspath(run))  # of `.` too; a folder of checkpoints that is a link stays in its run
     if not is_checkpoint(run):
         return run
-    return here.parent.parent if here.parent.name == folder.CHECKPOINTS else here.parent
+    return here.parent.parent if here.parent.name == paths.CHECKPOINTS else here.parent
 
 
 def _shown(value: object) -> str:

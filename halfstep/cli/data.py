@@ -204,7 +204,7 @@ def show(folder: Place, /, *, json: Flag = False) -> None:
 
 def _times(out: Path) -> dict[str, int]:
     """When each file of packed data was written; the lock is by every command."""
-    from halfstep.training.lock import LOCK
+    from halfstep.training.paths import LOCK
 
     return {path.name: path.lstat().st_mtime_ns for path in out.glob("*") if path.name != LOCK}
 

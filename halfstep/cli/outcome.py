@@ -51,13 +51,13 @@ def _write_page(loop: "Loop") -> Path | None:
     """Writes the page; where it is, or None where there is none. The run is saved, or has said that it is not."""
     from halfstep.core.errors import HalfstepError
     from halfstep.report.page import write
-    from halfstep.training.run import folder
+    from halfstep.training import paths
 
     if _is_hurried(loop):
         return None
-    page = loop.out / folder.REPORT
+    page = loop.out / paths.REPORT
     try:
-        write(loop.out / folder.EVENTS, page)
+        write(loop.out / paths.EVENTS, page)
     except OSError as error:
         why = error.strerror or str(error)
     except HalfstepError as error:  # of events that a full disk did not take, or that are damaged
@@ -93,12 +93,12 @@ def _tell(outcome: "Outcome", loop: "Loop", page: Path | None, json: bool) -> No
 
 
 def _rows(outcome: "Outcome", loop: "Loop", page: Path | None) -> list[tuple[str, str]]:
-    from halfstep.training.telemetry.meters import told
+    from halfstep.training.telemetry.meters import describe_totals
 
     held_out, totals = outcome.held_out, outcome.totals
     rows = [("trained", _trained(outcome, loop))]
     if totals is not None:
-        rows.append(("model FLOPs utilization", told(totals, loop.ceiling)))
+        rows.append(("model FLOPs utilization", describe_totals(totals, loop.ceiling)))
     if held_out is not None:
         rows.append(("held-out loss", f"{held_out.loss:.4f}"))
     if held_out is not None and held_out.ratio is not None:

@@ -71,6 +71,7 @@ def train(
     from halfstep.cli import outcome
     from halfstep.config.load import DEFAULT_RECIPE, load
     from halfstep.tools.probe import measure_ceiling
+    from halfstep.training import paths
     from halfstep.training.data.load import load_corpus
     from halfstep.training.loop import Loop
     from halfstep.training.run import determinism, folder
@@ -95,7 +96,7 @@ def train(
             print_words(f"warning: {message}")
         # A run that goes on knows its own settings, where the recipe was named to find it or not at all.
         own = resume and (recipe is None or (out is None and not recipe.endswith(".toml")))
-        config = load(str(where / folder.CONFIG) if own else recipe or DEFAULT_RECIPE, named)
+        config = load(str(where / paths.CONFIG) if own else recipe or DEFAULT_RECIPE, named)
         print_words(config.title or where.name)
         if resume:
             folder.check_same_run(where, folder.with_origin(where, config))
@@ -118,7 +119,7 @@ def train(
             allow_older=allow_older,
             deadline=deadline,
             corpus=corpus,
-            ceiling=measure_ceiling(config, resolved, device, where / folder.EVENTS if resume else None),
+            ceiling=measure_ceiling(config, resolved, device, where / paths.EVENTS if resume else None),
         )
     if loop.pretrained is not None:
         print_words(f"weights {loop.pretrained.description}")
@@ -329,10 +330,11 @@ def _resolve_policy(
 
 
 def _saved_policy(run: Path, allow_older: bool) -> str:
+    from halfstep.training import paths
     from halfstep.training.checkpoints import checkpoint
     from halfstep.training.run import folder
 
-    found = checkpoint.latest(run / folder.CHECKPOINTS, allow_older=allow_older)
+    found = checkpoint.latest(run / paths.CHECKPOINTS, allow_older=allow_older)
     if found is None:  # it begins again, in the precision that it began in
         return folder.read_config(run).policy
     return str(checkpoint.read_manifest(found)["policy"])
@@ -346,9 +348,9 @@ def open_checkpoint(
     from halfstep.config.schema import build
     from halfstep.core.errors import ConfigError
     from halfstep.core.policy import Policy
+    from halfstep.training import paths
     from halfstep.training.checkpoints import checkpoint
     from halfstep.training.checkpoints.arrays import held
-    from halfstep.training.run import folder
     from halfstep.training.run.manifest import check_readable
     from halfstep.training.session import open_session
 
@@ -359,7 +361,7 @@ def open_checkpoint(
     if is_checkpoint(run):
         opened: Any = (run, *checkpoint.load(run))
     else:
-        opened = checkpoint.load_newest(run / folder.CHECKPOINTS)
+        opened = checkpoint.load_newest(run / paths.CHECKPOINTS)
     if opened is None:
         raise ConfigError(f"`{run}` holds no checkpoint", hint=hint)
     found, arrays, manifest = opened
@@ -383,10 +385,10 @@ def open_checkpoint(
 
 def is_checkpoint(path: Path) -> bool:
     """Whether a path names a checkpoint, or a copy of one, and not a run, which may be called `step-` too."""
+    from halfstep.training import paths
     from halfstep.training.checkpoints import checkpoint
-    from halfstep.training.run import folder
 
-    if (path / folder.CHECKPOINTS).is_dir():
+    if (path / paths.CHECKPOINTS).is_dir():
         return False
     holds = all((path / name).is_file() for name in (checkpoint.MANIFEST, checkpoint.STATE))
     return holds or path.name.startswith("step-")

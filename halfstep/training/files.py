@@ -1,21 +1,49 @@
-"""Files that are whole or absent: written beside their place, flushed to the disk, and renamed.
+"""Durable files, and the lock of a folder.
 
-A rename is one act. Whenever the process or the machine dies, the name either is not there (or still means the
-file before) or means all of the new one. The folder is flushed too: a rename lives in it.
+**Durable.** A file is written under a temporary name, flushed to disk, and renamed. A rename is atomic: whenever
+the process or the machine dies, the name means the old file (or none) or all of the new one. The folder is
+flushed too, because that is where the rename is recorded.
+
+**One writer per folder.** Two runs that save to one folder would each prune what the other needs. So a run holds
+`RUN/lock` by flock(2) (the package `filelock`) from opening its folder until it ends. The kernel drops the lock
+with the process, however it died: nothing is stale after a kill -9 or a power cut. The file names the holder
+(pid, host, since when) for the error message alone. A run never removes it; a packing that kept nothing removes
+its own while it holds it.
+
+On NFS, Linux turns flock into a lock on the server, which other machines see; a lost machine's lock is freed
+when its lease ends (NFSv4, about 90 seconds). A mount with `local_lock=flock` sees its own machine alone. On a
+filesystem without locks the run continues with a warning: refusing would take the folder from its only user.
 """
 
+import errno
+import json
 import os
+import socket
+import time
 from contextlib import suppress
 from pathlib import Path
+from typing import final
+
+from filelock import FileLock, Timeout
+
+from halfstep.core.errors import HalfstepError
+from halfstep.training.paths import LOCK
 
 PARTIAL = ".partial"
+# Files that may be a pickle, which runs code when it is loaded: nothing is read from them.
+PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
+_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EINVAL)
+
+
+class LockedError(HalfstepError):
+    """A folder that another process writes to."""
 
 
 def write_whole(path: Path, content: bytes) -> None:
-    """Writes a file whole, in place of the one that may be there."""
+    """Writes a file, replacing any that is there; a reader sees all of the old one or all of the new one."""
     partial = path.with_name(path.name + PARTIAL)
     try:
-        partial.unlink(missing_ok=True)  # what a death left, or a link to elsewhere
+        partial.unlink(missing_ok=True)  # left by a kill, or a link to somewhere else
         with open(partial, "xb") as file:
             file.write(content)
             file.flush()
@@ -28,12 +56,12 @@ def write_whole(path: Path, content: bytes) -> None:
 
 
 def make_folder(path: Path, *, exist_ok: bool = True) -> None:
-    """Makes a folder and those it lies in, each name on the disk before anything is put there."""
+    """Makes a folder and its missing parents, each name flushed to disk before anything is put there."""
     missing = [here for here in (path, *path.parents) if not here.exists()]
     path.mkdir(parents=True, exist_ok=exist_ok)
-    for made in reversed(missing):
-        with suppress(PermissionError):  # names may be made where none may be read
-            flush(made.parent)
+    for folder in reversed(missing):
+        with suppress(PermissionError):  # a folder may be writable and not readable
+            flush(folder.parent)
 
 
 def flush(path: Path) -> None:
@@ -43,3 +71,53 @@ def flush(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+@final
+class RunLock:
+    """The right to write to a folder, until `release`, until it is forgotten, or until the process ends."""
+
+    def __init__(self, folder: Path):
+        self.warning: str | None = None
+        self._lock = FileLock(folder / LOCK, thread_local=False, fallback_to_soft=False, on_acquired=_sign)
+        try:
+            self._lock.acquire(blocking=False)
+        except Timeout:
+            raise _in_use(folder) from None
+        except OSError as error:
+            if error.errno not in _NO_LOCKS:
+                raise
+            self.warning = (
+                f"`{folder}` is on a filesystem without locks ({error.strerror}): nothing stops a second run there"
+            )
+
+    def release(self) -> None:
+        """Lets others write. Idempotent."""
+        self._lock.release()
+
+
+def is_lock(path: Path) -> bool:
+    """Whether a file is a lock that halfstep wrote, held or not."""
+    try:
+        with open(path, "rb") as file:
+            holder = json.loads(file.read(1000))
+    except (OSError, ValueError):
+        return False
+    return isinstance(holder, dict) and set(holder) == {"pid", "host", "since"}
+
+
+def _sign(descriptor: int) -> None:
+    holder = {"pid": os.getpid(), "host": socket.gethostname(), "since": time.strftime("%Y-%m-%d %H:%M:%S")}
+    with suppress(OSError):  # on a full disk the lock still holds; its holder is then unknown
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, json.dumps(holder).encode() + b"\n", 0)
+
+
+def _in_use(folder: Path) -> LockedError:
+    try:
+        holder = json.loads((folder / LOCK).read_bytes())
+        who = f"process {holder['pid']} on {holder['host']} has been writing to it since {holder['since']}"
+        hint = f"wait for it, or stop it there with `kill {holder['pid']}`: it saves before it exits"
+    except (OSError, ValueError, TypeError, KeyError):
+        who, hint = "another process is writing to it", "wait for it, or stop it: it saves before it exits"
+    return LockedError(f"`{folder}` is in use: {who}", hint=f"{hint}; or name another folder with --out")

@@ -24,7 +24,7 @@ from halfstep.config.run import RunConfig
 from halfstep.core.choice import Choice
 from halfstep.core.errors import HalfstepError
 from halfstep.core.policy import Policy
-from halfstep.training import memory
+from halfstep.training import memory, paths
 from halfstep.training.checkpoints import checkpoint
 from halfstep.training.checkpoints.retention import Retention, unseen
 from halfstep.training.checkpoints.writer import Saver
@@ -33,7 +33,7 @@ from halfstep.training.data.load import Batches, Corpus, Prefetch, load_corpus
 from halfstep.training.evaluation import Evaluation, check_held_out, evaluate
 from halfstep.training.run import determinism, folder
 from halfstep.training.run.checkpointing import Keeper
-from halfstep.training.run.health import Guard
+from halfstep.training.run.health import Health
 from halfstep.training.run.manifest import describe_start
 from halfstep.training.run.response import Judge, RollBackError
 from halfstep.training.run.resume import Subject, open_run
@@ -43,9 +43,8 @@ from halfstep.training.session import Tokens, open_session
 from halfstep.training.telemetry import loggers
 from halfstep.training.telemetry.ceiling import UNMEASURED, Ceiling
 from halfstep.training.telemetry.events import Events
-from halfstep.training.telemetry.meters import Meters
+from halfstep.training.telemetry.meters import Meters, Tally
 from halfstep.training.telemetry.progress import Progress, progress
-from halfstep.training.telemetry.tally import Tally
 from halfstep.training.weights import artifact
 from halfstep.training.weights.pretrained import Pretrained, open_pretrained
 
@@ -100,20 +99,20 @@ class Loop:
             name=f"`{config.data.source}`",
         )
         check_held_out(self.corpus, config)
-        saved = resume and bool(checkpoint.step_folders(out / folder.CHECKPOINTS))
+        saved = resume and bool(checkpoint.step_folders(out / paths.CHECKPOINTS))
         self.pretrained = self._pretrained() if config.init and not saved else None
         first = None if self.pretrained is None else self.pretrained.weights()
         self.session = open_session(config, policy, device, weights=first)
         determinism.check(self.config, self.session.description.kind)
-        self.guard = Guard(training.rollback)
+        self.health = Health(training.rollback)
         origin = None if self.pretrained is None else self.pretrained.record()
-        parts = (self.corpus, self.batches, self.session, self.guard)
+        parts = (self.corpus, self.batches, self.session, self.health)
         self.subject = Subject(self.config, policy, *parts, choice=choice, origin=origin)
         begun = open_run(self.subject, out, resume=resume, allow_older=allow_older)
         self.lock, self.start, self._owes_look = begun.lock, begun.step, begun.owes_look
         self.warnings += begun.warnings
         keep = Retention(training.keep_last, training.keep_every, training.keep_best)
-        self.saver = Saver(out / folder.CHECKPOINTS, keep, self.start or None)
+        self.saver = Saver(out / paths.CHECKPOINTS, keep, self.start or None)
         self.warnings += unseen(training)
         self.warnings += getattr(self.session, "notes", [])  # what was decided by measurement, or a checkpoint
 
@@ -123,7 +122,7 @@ class Loop:
             if self.start == self.config.training.steps and folder.has_ended(self.out):
                 found = evaluate(self.session, self.corpus, self.config)  # nothing is added to its record
                 return Outcome(self.out, self.start, True, 0.0, 0.0, found, self.start)
-            with Events(self.out / folder.EVENTS) as self.events, self._board() as self.board:
+            with Events(self.out / paths.EVENTS) as self.events, self._board() as self.board:
                 self.events.listener = self.board.take
                 self._announce()
                 return self._run()
@@ -183,8 +182,8 @@ class Loop:
         self.last_look: Evaluation | None = None  # at the last step
         self._unreadable: DataError | None = None
         told = (self.events, bar, self.subject.describe)
-        self.keeper = Keeper(self.saver, self.session, self.guard, *told, stop, self.deadline)
-        self.judge = Judge(self.guard, self.batches, self.session, self.keeper, self.tally)
+        self.keeper = Keeper(self.saver, self.session, self.health, *told, stop, self.deadline)
+        self.judge = Judge(self.health, self.batches, self.session, self.keeper, self.tally)
 
     def _train(self) -> None:
         """All steps, from the start and, after a rollback, from a checkpoint on."""
@@ -224,7 +223,7 @@ class Loop:
 
     def _batch(self, step: int) -> Tokens:
         """The tokens of the update after `step` updates, past what rollbacks left out."""
-        return self.batches.at(step + self.guard.shift)
+        return self.batches.at(step + self.health.shift)
 
     def _tell_stop(self, saved: bool) -> None:
         """Somebody asked to stop."""

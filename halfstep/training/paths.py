@@ -1,6 +1,13 @@
-"""The names of the files and folders inside a run folder."""
+"""The names inside a run folder.
 
-CONFIG = "run.toml"  # the resolved configuration
-EVENTS = "events.jsonl"  # what happened, append-only
-CHECKPOINTS = "checkpoints"  # step-NNNNNN/
-REPORT = "report.html"  # the page, written at the end
+run.toml          the resolved configuration
+lock              held by the process that writes here
+events.jsonl      what happened, append-only
+checkpoints/      step-NNNNNN/
+report.html       written at the end
+loggers.json      the id that loggers know the run by; they write to tensorboard/ and wandb/
+cache/            what was compiled and tuned, under `training.deterministic`
+"""
+
+CONFIG, EVENTS, CHECKPOINTS, REPORT = "run.toml", "events.jsonl", "checkpoints", "report.html"
+LOCK, LOGGERS, CACHE = "lock", "loggers.json", "cache"

@@ -8,6 +8,7 @@ import pytest
 
 from halfstep.cli import train as command
 from halfstep.cli.main import run
+from halfstep.training import paths
 from halfstep.training.run import folder
 
 SMALL = [
@@ -38,9 +39,9 @@ def make(parent, name, last, *, torn=False):
     """The folder of a run whose last event was at `last`."""
     made = parent / name
     made.mkdir(parents=True)
-    (made / folder.CONFIG).write_text("")
+    (made / paths.CONFIG).write_text("")
     lines = [json.dumps({"event": "step", "time": last - back, "step": 9 - back}) for back in (1, 0)]
-    (made / folder.EVENTS).write_text("\n".join(lines) + "\n" + '{"event": "ste' * torn)
+    (made / paths.EVENTS).write_text("\n".join(lines) + "\n" + '{"event": "ste' * torn)
     return made
 
 
@@ -59,8 +60,8 @@ def test_the_newest_run_is_the_one_that_was_trained_last(tmp_path):
 def test_a_run_without_a_record_is_as_old_as_its_checkpoint(tmp_path):
     now = time.time()
     bare = make(tmp_path, f"tiny-{DAY}", now)
-    (bare / folder.EVENTS).write_text("no JSON\n")
-    saved = bare / folder.CHECKPOINTS / "step-000005"
+    (bare / paths.EVENTS).write_text("no JSON\n")
+    saved = bare / paths.CHECKPOINTS / "step-000005"
     saved.mkdir(parents=True)
     os.utime(saved, (500, 500))
     made = make(tmp_path, "mine", 600.0)

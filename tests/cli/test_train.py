@@ -328,7 +328,7 @@ def test_a_run_is_not_made_among_its_own_data(text, small, capsys, tmp_path, sou
 def test_nothing_is_measured_for_a_folder_that_cannot_be_had(trained, small, capsys, monkeypatch, resume):
     """A second run would take the device's memory from the first before it is refused."""
     from halfstep.tools import probe
-    from halfstep.training.lock import RunLock
+    from halfstep.training.files import RunLock
 
     def measured(*given, **named):
         raise AssertionError("the device was used")

@@ -10,12 +10,13 @@ import sys
 
 import pytest
 
-from halfstep.training.lock import LOCK, LockedError, RunLock
+from halfstep.training.files import LockedError, RunLock
+from halfstep.training.paths import LOCK
 
 HOLD = """
 import sys, time
 from pathlib import Path
-from halfstep.training.lock import RunLock
+from halfstep.training.files import RunLock
 lock = RunLock(Path(sys.argv[1]))
 print("held", flush=True)
 time.sleep(60)
@@ -63,7 +64,7 @@ def test_a_killed_process_frees_it_and_its_file_is_no_obstacle(tmp_path):
 FORK = """
 import os, sys, time
 from pathlib import Path
-from halfstep.training.lock import RunLock
+from halfstep.training.files import RunLock
 lock = RunLock(Path(sys.argv[1]))
 if (brief := os.fork()) == 0:
     sys.exit()  # with all that an exit does

@@ -15,9 +15,9 @@ from halfstep.config.load import load
 from halfstep.core.choice import Choice
 from halfstep.core.errors import ConfigError, HalfstepError
 from halfstep.core.policy import Policy
+from halfstep.training import paths
 from halfstep.training.checkpoints import checkpoint
 from halfstep.training.loop import Loop
-from halfstep.training.run import folder
 from halfstep.training.session import open_session
 from halfstep.training.telemetry.events import read_events
 
@@ -44,7 +44,7 @@ def start(text, out, *extra, policy="fp32", **options):
 
 
 def final_state(out):
-    arrays, manifest = checkpoint.load(checkpoint.latest(out / folder.CHECKPOINTS))
+    arrays, manifest = checkpoint.load(checkpoint.latest(out / paths.CHECKPOINTS))
     return {name: (a.dtype, a.shape, bytes(a.data)) for name, a in arrays.items() if name != "rng.cpu"}, manifest
 
 

@@ -46,8 +46,7 @@ import numpy as np
 from halfstep.training.checkpoints.arrays import DTYPES, Array
 from halfstep.training.checkpoints.arrays import CheckpointError as CheckpointError
 from halfstep.training.checkpoints.arrays import DamagedCheckpointError as DamagedCheckpointError
-from halfstep.training.files import flush, write_whole
-from halfstep.training.weights.safetensors import PICKLES
+from halfstep.training.files import PICKLES, flush, write_whole
 
 FORMAT = 1
 STATE, MANIFEST = "state.safetensors", "manifest.json"

@@ -24,9 +24,8 @@ from typing import final
 
 from halfstep.training.data.corpus import DataError
 from halfstep.training.data.index import INDEX, STATE, is_marked
-from halfstep.training.files import PARTIAL
-from halfstep.training.lock import LOCK, is_signed
-from halfstep.training.paths import CHECKPOINTS, CONFIG, EVENTS
+from halfstep.training.files import PARTIAL, is_lock
+from halfstep.training.paths import CHECKPOINTS, CONFIG, EVENTS, LOCK
 
 FILE, FOLDER, LINK = "file", "folder", "link"
 # What is left out and counted.
@@ -191,7 +190,7 @@ def _ours(path: str, names: set[str]) -> str | None:
 
 def _is_locked_alone(path: str, names: set[str]) -> bool:
     """Whether a folder holds nothing but what a packing writes before its first token."""
-    return LOCK in names and names <= {LOCK, STATE + PARTIAL} and is_signed(Path(path, LOCK))
+    return LOCK in names and names <= {LOCK, STATE + PARTIAL} and is_lock(Path(path, LOCK))
 
 
 def _is_run(names: set[str]) -> bool:

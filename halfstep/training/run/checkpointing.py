@@ -19,7 +19,7 @@ from halfstep.training.checkpoints import checkpoint
 from halfstep.training.checkpoints.arrays import Array, CheckpointError, DamagedCheckpointError, held
 from halfstep.training.checkpoints.retention import due_step, good_step, survey
 from halfstep.training.checkpoints.writer import Saved, Saver
-from halfstep.training.run.health import Guard
+from halfstep.training.run.health import Health
 from halfstep.training.run.signals import StopRequest
 from halfstep.training.session import Session
 from halfstep.training.telemetry.events import Events
@@ -38,14 +38,14 @@ class Keeper:
         self,
         saver: Saver,
         session: Session,
-        guard: Guard,
+        health: Health,
         events: Events,
         bar: Progress,
         describe: Callable[[int, float | None], Mapping[str, Any]],
         stop: StopRequest,
         deadline: float | None = None,
     ):
-        self.saver, self.session, self.guard = saver, session, guard
+        self.saver, self.session, self.health = saver, session, health
         self.events, self.bar, self.describe = events, bar, describe
         self.stop, self.deadline = stop, deadline
         self.failed: Saved | None = None  # the newest save, where it failed
@@ -59,13 +59,13 @@ class Keeper:
         until the deadline, this one is left out."""
         if held_out is not None and math.isfinite(held_out):
             self._looked[step] = held_out
-            self.guard.looked(step)
+            self.health.evaluated(step)
         due, busy = time.perf_counter(), self.saver.is_busy
         if not self.settle():
             return
         meta = self.describe(step, self._looked.get(step))
         try:
-            waited = self.saver.save(step, self.session.snapshot, meta, self.guard.good, due)
+            waited = self.saver.save(step, self.session.snapshot, meta, self.health.good, due)
         except Exception as error:
             if not self.session.ran_out(error):
                 raise
@@ -134,9 +134,9 @@ class Keeper:
         """Whether there is a checkpoint from before a spike; where not, the losses from now on are the measure."""
         if not self.settle():
             return False
-        if due_step(survey(self.saver.folder), self.guard.good) is not None:
+        if due_step(survey(self.saver.folder), self.health.good) is not None:
             return True
-        self.guard.spikes.reset()
+        self.health.spikes.reset()
         self.warn(f"the loss spiked up to step {at}, and there is no checkpoint from before to go back to")
         return False
 
@@ -144,7 +144,7 @@ class Keeper:
         """Goes back to the newest checkpoint from before the spike that is whole; its step."""
         arrays, manifest = self._load_good()
         to = int(manifest["step"])
-        left_out = self.guard.go_back(at, to, manifest["guard"])
+        left_out = self.health.roll_back(at, to, manifest["guard"])
         # The newest first: a death in between leaves a run that spikes again, and goes back again.
         for path in reversed(checkpoint.step_folders(self.saver.folder)):
             if checkpoint.step_of(path) > to:
@@ -160,7 +160,7 @@ class Keeper:
     def _load_good(self) -> tuple[dict[str, Array], dict[str, Any]]:
         """The newest good checkpoint that was due; damaged ones are set aside on the way to it."""
         first: DamagedCheckpointError | None = None
-        while (step := due_step(found := survey(self.saver.folder), self.guard.good)) is not None:
+        while (step := due_step(found := survey(self.saver.folder), self.health.good)) is not None:
             try:
                 return checkpoint.load(found[step].path)
             except DamagedCheckpointError as error:
@@ -173,7 +173,7 @@ class Keeper:
     def newest_good(self) -> Path | None:
         """The newest checkpoint whose weights are known to be good, of those that were due where there is one."""
         found = survey(self.saver.folder)
-        step = good_step(found, self.guard.good)
+        step = good_step(found, self.health.good)
         return None if step is None else found[step].path
 
     def note_look(self, step: int, held_out: float) -> None:
@@ -182,7 +182,7 @@ class Keeper:
         try:
             if math.isfinite(held_out) and checkpoint.read_manifest(path).get("held_out") is None:
                 checkpoint.note(path, held_out=held_out)
-                self.guard.looked(step)
+                self.health.evaluated(step)
         except CheckpointError as error:  # a full disk: the look is in the events all the same
             self.warn(error.message)
 

@@ -19,8 +19,8 @@ from pathlib import Path
 
 from halfstep.config.run import RunConfig
 from halfstep.core.errors import ConfigError
+from halfstep.training.paths import CACHE
 
-CACHE = "cache"
 WORKSPACES = (":4096:8", ":16:8")
 
 

@@ -28,12 +28,8 @@ from halfstep.config.run import RunConfig
 from halfstep.config.schema import build
 from halfstep.core.errors import ConfigError
 from halfstep.training.checkpoints.checkpoint import newest_manifest, step_folders
-from halfstep.training.files import make_folder, write_whole
-from halfstep.training.lock import RunLock
-from halfstep.training.paths import CHECKPOINTS as CHECKPOINTS
-from halfstep.training.paths import CONFIG as CONFIG
-from halfstep.training.paths import EVENTS as EVENTS
-from halfstep.training.paths import REPORT as REPORT
+from halfstep.training.files import RunLock, make_folder, write_whole
+from halfstep.training.paths import CHECKPOINTS, CONFIG, EVENTS
 from halfstep.training.telemetry.events import EventsError, newest_first
 
 # What may differ between a run and its continuation: none of these changes an update that was made.

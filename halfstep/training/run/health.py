@@ -1,41 +1,96 @@
-"""Steps that went wrong: which they are, how many in a row, and what is still good.
+"""Bad steps: which steps went wrong, how many in a row, and which checkpoint is still good.
 
-A step whose gradients are not finite was skipped on the device; here it is counted and told with the data it saw.
-So is a loss that is not finite though its gradients are: nothing was skipped then, and nothing was learned of use.
-A loss that jumps and stays up is a reason to roll back, where the run asks for it (spikes.py). While either lasts,
-checkpoints that are saved may be worth nothing: the newest one that is known to be good is never pruned.
+**Not finite.** A step whose gradients are not finite was skipped on the device; it is counted here. A step whose
+loss alone is not finite counts too: nothing was skipped, and nothing useful was learned.
+
+**Spikes.** With m the median of the last 32 losses that did not spike (8 at least), a step spikes when
+
+    loss > m + threshold          in nats per token
+
+and a run rolls back after 3 spiking steps in a row, if `training.rollback` sets a threshold. A single spike is
+common and heals by itself, and does not move a median. A loss that is not finite is not a spike.
+
+**Good.** While steps are bad, new checkpoints may be worthless, so the newest one known to be good is never
+pruned:
 
     good        the newest step whose weights are known to be good: the step after it was neither skipped nor a
-                spike. The weights of a step that looked good are not: its own update may have ruined them. Where
-                nothing is gone back to, a look at held-out text that is finite says so at once.
+                spike. A step that looked good does not prove its own weights, because its update may have ruined
+                them. If rollback is off, a finite evaluation proves them at once.
     shift       updates' worth of data that rollbacks left out: the update after s sees the data of s + shift
 
-All of it is in every checkpoint, with the memory of the spike rule: what a resumed run does is what the
-uninterrupted one would have done.
+All of it is in every checkpoint, so a resumed run decides as the uninterrupted one would have.
 """
 
 import math
-from collections import Counter
+import statistics
+from collections import Counter, deque
 from collections.abc import Mapping
 from typing import Any, Literal, final
 
 from halfstep.core.errors import HalfstepError
-from halfstep.training.run.spikes import Spikes
 
 # A dynamic scale falls from its start to its floor in 16 such steps; nothing else recovers by waiting.
 HOPELESS = 50
-# Rolling back to one checkpoint more often than this helps no more: it is not the data.
+# After so many rollbacks to one checkpoint the data is not to blame.
 ROLLBACKS = 3
+# Losses that the median is of, losses it needs, and spikes in a row before a rollback.
+REMEMBERED, NEEDED, IN_A_ROW = 32, 8, 3
 
 Fault = Literal["skip", "not_finite", "spike"]
 
 
 class DivergedError(HalfstepError):
-    """A run whose loss does not come back."""
+    """A run whose loss does not recover."""
 
 
 @final
-class Guard:
+class Spikes:
+    """The losses so far, and how many in a row spiked."""
+
+    def __init__(self, threshold: float):
+        self.threshold = threshold
+        self.streak = 0
+        self._recent: deque[float] = deque(maxlen=REMEMBERED)
+
+    @property
+    def median(self) -> float | None:
+        """The median that a loss is compared with; None while too few losses are known."""
+        return statistics.median(self._recent) if len(self._recent) >= NEEDED else None
+
+    def observe(self, loss: float) -> bool:
+        """Records the loss of a step; returns whether it spikes."""
+        if not self.threshold or not math.isfinite(loss):
+            return False
+        median = self.median
+        if median is not None and loss > median + self.threshold:
+            self.streak += 1
+            return True
+        self.streak = 0
+        self._recent.append(loss)
+        return False
+
+    @property
+    def is_due(self) -> bool:
+        """Whether the run should roll back now."""
+        return self.streak >= IN_A_ROW
+
+    def reset(self) -> None:
+        """Forgets all losses; the next ones are the new normal."""
+        self.streak = 0
+        self._recent.clear()
+
+    def state(self) -> dict[str, Any]:
+        """Returns what a checkpoint keeps."""
+        return {"recent": list(self._recent), "streak": self.streak}
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Restores what `state` returned."""
+        self._recent = deque(state["recent"], maxlen=REMEMBERED)
+        self.streak = int(state["streak"])
+
+
+@final
+class Health:
     """What is known of the health of a run."""
 
     def __init__(self, rollback: float):
@@ -43,57 +98,57 @@ class Guard:
         self.in_a_row = 0  # steps that were skipped, or whose loss was not finite
         self.good = 0
         self.shift = 0
-        self._went_back: Counter[int] = Counter()
+        self._rollbacks: Counter[int] = Counter()
 
-    def see(self, step: int, numbers: Mapping[str, float]) -> Fault | None:
-        """Takes the numbers of a step; what is wrong with it."""
+    def observe(self, step: int, numbers: Mapping[str, float]) -> Fault | None:
+        """Records the numbers of a step; returns what is wrong with it."""
         if numbers["skipped"]:
             self.in_a_row += 1
             return "skip"
-        if not math.isfinite(numbers["loss"]):  # and its gradients were: the update was made
+        if not math.isfinite(numbers["loss"]):  # its gradients were finite: the update was applied
             self.in_a_row += 1
             return "not_finite"
         self.in_a_row = 0
-        if self.spikes.see(numbers["loss"]):
+        if self.spikes.observe(numbers["loss"]):
             return "spike"
         self.good = step - 1
         return None
 
-    def looked(self, step: int) -> None:
-        """Held-out text had a finite loss after a step: no weight is ruined, though the loss may have jumped."""
+    def evaluated(self, step: int) -> None:
+        """Records a finite held-out loss after a step: no weight is ruined, though the loss may have jumped."""
         if not self.spikes.threshold:
             self.good = step
 
     @property
     def is_hopeless(self) -> bool:
-        """Whether no waiting will help."""
+        """Whether waiting will not help."""
         return self.in_a_row >= HOPELESS
 
-    def go_back(self, at: int, to: int, state: Mapping[str, Any]) -> int:
-        """Goes back from a step to another, with its `state`; how many updates' worth of data that leaves out."""
-        shift, went_back = self.shift + at - to, self._went_back + Counter([to])
-        if went_back[to] > ROLLBACKS:
+    def roll_back(self, at: int, to: int, state: Mapping[str, Any]) -> int:
+        """Goes from step `at` back to `to` with its `state`; returns the updates' worth of data skipped."""
+        shift, rollbacks = self.shift + at - to, self._rollbacks + Counter([to])
+        if rollbacks[to] > ROLLBACKS:
             raise DivergedError(
                 f"the loss spiked again after {ROLLBACKS} rollbacks to step {to}, each past other data",
                 hint="lower the learning rate, or raise training.rollback if the loss may rise so far",
             )
         self.load(state)
-        # Data that was left out stays so, and the step gone back to is known to be good by now.
-        self.good, self.shift, self._went_back = to, shift, went_back
+        # Skipped data stays skipped, and the step returned to is known to be good by now.
+        self.good, self.shift, self._rollbacks = to, shift, rollbacks
         return at - to
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps of it."""
+        """Returns what a checkpoint keeps."""
         return {
             "good": self.good,
             "in_a_row": self.in_a_row,
             "shift": self.shift,
-            "went_back": [*self._went_back.elements()],
+            "went_back": [*self._rollbacks.elements()],
             "spikes": self.spikes.state(),
         }
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Puts back what `state` gave."""
+        """Restores what `state` returned."""
         self.good, self.in_a_row, self.shift = (int(state[key]) for key in ("good", "in_a_row", "shift"))
-        self._went_back = Counter(int(step) for step in state["went_back"])
+        self._rollbacks = Counter(int(step) for step in state["went_back"])
         self.spikes.load(state["spikes"])

@@ -17,9 +17,9 @@ from typing import Any, final
 from halfstep.core.errors import ScalingError
 from halfstep.training.data.load import Batches
 from halfstep.training.run.checkpointing import Keeper
-from halfstep.training.run.health import Guard
+from halfstep.training.run.health import Health
 from halfstep.training.session import Session
-from halfstep.training.telemetry.tally import Tally
+from halfstep.training.telemetry.meters import Tally
 
 
 class RollBackError(Exception):
@@ -30,37 +30,37 @@ class RollBackError(Exception):
 class Judge:
     """Looks at the numbers of each step."""
 
-    def __init__(self, guard: Guard, batches: Batches, session: Session, keeper: Keeper, tally: Tally):
-        self.guard, self.batches, self.session, self.keeper = guard, batches, session, keeper
+    def __init__(self, health: Health, batches: Batches, session: Session, keeper: Keeper, tally: Tally):
+        self.health, self.batches, self.session, self.keeper = health, batches, session, keeper
         self.tally = tally
 
     def see(self, step: int, numbers: Mapping[str, float]) -> None:
         """Takes a step; raises RollBackError where it is to be given up, ScalingError where nothing helps."""
-        guard = self.guard
-        fault = guard.see(step, numbers)
+        health = self.health
+        fault = health.observe(step, numbers)
         if fault is None:
             return
-        where = self.batches.locate(step - 1 + guard.shift)
+        where = self.batches.locate(step - 1 + health.shift)
         told = {"step": step, "loss": numbers["loss"], "where": where}
         if fault == "spike":
-            self.keeper.events.write("spike", median=guard.spikes.median, in_a_row=guard.spikes.streak, **told)
-            if guard.spikes.is_due and self.keeper.can_roll_back(step):
+            self.keeper.events.write("spike", median=health.spikes.median, in_a_row=health.spikes.streak, **told)
+            if health.spikes.is_due and self.keeper.can_roll_back(step):
                 raise RollBackError
             return
         told |= {"grad_norm": numbers["grad_norm"], "scale": numbers["scale"]}
-        self.keeper.events.write(fault, in_a_row=guard.in_a_row, **told)
+        self.keeper.events.write(fault, in_a_row=health.in_a_row, **told)
         # Under a dynamic scale an overflow is how the scale is found; a loss that is not finite is news.
-        if guard.in_a_row == 1 and not (numbers["scale"] > 1 and math.isfinite(numbers["loss"])):
+        if health.in_a_row == 1 and not (numbers["scale"] > 1 and math.isfinite(numbers["loss"])):
             place = f"`{where[0]['file'].strip('`')}` at token {where[0]['offsets'][0]}"
             then = "was not finite and was skipped" if fault == "skip" else "had a loss that is not finite"
             self.keeper.bar.note(f"step {step} {then}; its data begin in {place}")
-        if guard.is_hopeless:
+        if health.is_hopeless:
             raise self._hopeless(step)
 
     def stop(self, step: int, result: Any) -> None:
         """Ends a run whose loss scale has nowhere to fall."""
         self._keep_one()
-        self.session.check(result, self.batches.at(step - 1 + self.guard.shift))
+        self.session.check(result, self.batches.at(step - 1 + self.health.shift))
 
     def _keep_one(self) -> None:
         """Saves a run that is about to stop, where nothing was saved yet: skipped updates changed nothing.
@@ -73,11 +73,11 @@ class Judge:
 
     def _hopeless(self, step: int) -> ScalingError:
         self._keep_one()
-        cause = self.session.blame(self.batches.at(step - 1 + self.guard.shift))
+        cause = self.session.blame(self.batches.at(step - 1 + self.health.shift))
         self.keeper.settle()
         good = self.keeper.newest_good()
         kept = f"start anew from the weights before it, `--init {good}`, with" if good else "start anew with"
         return ScalingError(
-            f"{self.guard.in_a_row} steps in a row were not finite, up to step {step}; {cause}",
+            f"{self.health.in_a_row} steps in a row were not finite, up to step {step}; {cause}",
             hint=f"{kept} a lower optimizer.rate; under fp16, let the scale fall with `scale=dynamic`",
         )

@@ -12,12 +12,13 @@ from typing import Any
 from halfstep.config.run import RunConfig
 from halfstep.core.choice import Choice
 from halfstep.core.policy import Policy
+from halfstep.training import paths
 from halfstep.training.checkpoints import checkpoint
 from halfstep.training.checkpoints.arrays import held
 from halfstep.training.data.load import Batches, Corpus
-from halfstep.training.lock import RunLock
+from halfstep.training.files import RunLock
 from halfstep.training.run import folder
-from halfstep.training.run.health import Guard
+from halfstep.training.run.health import Health
 from halfstep.training.run.manifest import changes, check_manifest, describe_data, describe_run
 from halfstep.training.session import Session
 
@@ -31,7 +32,7 @@ class Subject:
     corpus: Corpus
     batches: Batches
     session: Session
-    guard: Guard
+    health: Health
     choice: Choice | None  # the measurement behind the policy, where there was one
     origin: dict[str, Any] | None  # of the first weights, where they were not drawn
 
@@ -39,9 +40,9 @@ class Subject:
         """What the manifest of a checkpoint says."""
         return {
             **describe_run(self.config, self.policy, self.choice, self.origin, self.session),
-            "data": describe_data(self.corpus, self.batches, step, self.guard.shift),
+            "data": describe_data(self.corpus, self.batches, step, self.health.shift),
             "held_out": held_out,
-            "guard": self.guard.state(),
+            "guard": self.health.state(),
         }
 
     def resolved(self) -> RunConfig:
@@ -79,7 +80,7 @@ def _go_on(subject: Subject, out: Path, allow_older: bool, warnings: list[str]) 
     """Takes over the newest checkpoint; its step, and whether a look at it is owed."""
     config = subject.config
     folder.check_same_run(out, config)
-    found = checkpoint.load_latest(out / folder.CHECKPOINTS, allow_older=allow_older)
+    found = checkpoint.load_latest(out / paths.CHECKPOINTS, allow_older=allow_older)
     if found is None:
         folder.check_not_lost(out, allow_older=allow_older)
         warnings.append(f"`{out}` holds no checkpoint yet: the run begins again with its first step")
@@ -88,12 +89,12 @@ def _go_on(subject: Subject, out: Path, allow_older: bool, warnings: list[str]) 
     arrays, manifest, passed = found
     step = int(manifest["step"])
     warnings += [f"{e.message}; it was set aside, and the run goes on after step {step}" for e in passed]
-    saved = out / folder.CHECKPOINTS / f"step-{step:06d}"
+    saved = out / paths.CHECKPOINTS / f"step-{step:06d}"
     check_manifest(manifest, saved, subject.policy, subject.corpus)
     folder.check_same_settings(saved, manifest["config"], config)
     subject.batches.check_position(manifest["data"]["position"])
     subject.session.load(held(arrays))
-    subject.guard.load(manifest["guard"])
+    subject.health.load(manifest["guard"])
     if subject.choice is None and manifest["choice"] is not None:
         subject.choice = Choice(**manifest["choice"])
     subject.origin = manifest.get("init")

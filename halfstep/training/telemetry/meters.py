@@ -1,36 +1,90 @@
-"""Where the time of a run goes, and what the device does with it.
+"""Where the time of a run goes, and how busy the device is.
 
     wall = training + saving + evaluation + other
            training = first step + steps;   lost to input is a part of it
 
 *First step*: it compiles, tunes and warms up, in every session; speed, utilization and busy share are of the
-steps after it. *Input*: the loop waits for a batch. A device that works on its own has the step before to do
-meanwhile, so what is lost is the shorter of the wait and the device's own pause before the step. Where the pause
-is not known, the wait counts: at most that much is lost. *Saving* is the time that training stands still for it,
-the wait for the last checkpoint among it. *Other*: going back, the artifact, and what lies between.
+steps after it. *Input*: the loop waits for a batch. An asynchronous device still has the step before to do, so
+what is lost is the shorter of the wait and the device's own pause before the step. If the pause is unknown, the
+whole wait counts: at most that much is lost. *Saving* is the time that training stands still for it, including
+the wait for the last checkpoint. *Other*: rolling back, the artifact, and everything in between.
 
-*Model FLOPs utilization* is tokens a second x FLOPs a token (halfstep.config.flops) / ceiling (ceiling.py).
+*Model FLOPs utilization* is tokens per second x FLOPs per token (halfstep.config.flops) / ceiling (ceiling.py).
 
 *Busy share* is the share of the training time in which a step was on the device, by two events that the device
-stamps as it comes to them. Reading them waits for nothing: the step's numbers were read before. A pause between
-two kernels of one step is not seen, so the share is an upper bound; what it shows is a device that waits between
-steps.
+timestamps. Reading them waits for nothing, because the step's numbers were read before. A pause between two
+kernels of one step is not seen, so the share is an upper bound; it shows a device that waits between steps.
 """
 
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, Literal, TypeVar, final
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol, TypeVar, final
 
 from halfstep.config.flops import flops_per_token
 from halfstep.config.run import RunConfig
-from halfstep.training.session import Session
 from halfstep.training.telemetry.ceiling import Ceiling
-from halfstep.training.telemetry.tally import Watch
 
 T = TypeVar("T")
 Part = Literal["saving", "evaluation"]
+
+
+class Timed(Protocol):
+    """The part of a session that is metered (session.py)."""
+
+    @property
+    def untimed(self) -> str: ...  # noqa: D102
+
+    def device_time(self, result: Any) -> tuple[float, float | None] | None: ...  # noqa: D102
+
+    def memory(self) -> int: ...  # noqa: D102
+
+
+@final
+class Watch:
+    """Time spent training, and the speed over the last few steps.
+
+    If results are read a step late, two can be read at once: the time between two reads says little about one
+    step, so the speed is that of several. The first step compiles; as soon as there are two after it, the speed is
+    theirs.
+    """
+
+    def __init__(self, steps: int = 10):
+        self.seconds = 0.0
+        self._taken = 0
+        self._reads: deque[tuple[float, int]] = deque(maxlen=steps + 1)
+
+    def start(self, step: int) -> None:
+        """Starts timing after a pause."""
+        self._reads.clear()
+        self._reads.append((time.perf_counter(), step))
+
+    def read(self, step: int) -> float:
+        """Records that a step was read; returns steps per second."""
+        now = time.perf_counter()
+        self.seconds += now - self._reads[-1][0]
+        self._reads.append((now, step))
+        self._taken += 1
+        if self._taken == 3 and len(self._reads) == 4:  # no pause since the start
+            self._reads.popleft()
+        first, before = self._reads[0]
+        return (step - before) / (now - first)
+
+
+@final
+@dataclass
+class Tally:
+    """What the loop counts while it runs."""
+
+    step: int  # the newest one whose numbers were read
+    launched: int  # the newest one launched on the device: the weights are after it, or will be
+    skipped: int = 0
+    tokens: int = 0
+    loss: float = math.nan
+    watch: Watch = field(default_factory=Watch)
 
 
 @final
@@ -41,7 +95,7 @@ class Meters:
         self,
         config: RunConfig,
         ceiling: Ceiling,
-        session: Session,
+        session: Timed,
         watch: Watch,
         *,
         clock: Callable[[], float] = time.perf_counter,
@@ -54,13 +108,17 @@ class Meters:
         self.lost: dict[str, float] = {"input": 0.0, "saving": 0.0, "evaluation": 0.0}
         self.steps = 0
         self._first = 0.0  # seconds of the first step
-        self._busy: float | None = 0.0  # of the steps after it; None where one of them is not known
+        self._busy: float | None = 0.0  # of the steps after it; None if one of them is unknown
         self._waits: deque[float] = deque()  # for the batches of steps that were not read yet
         self._clock, self._began = clock, clock()
 
+    def start(self) -> None:
+        """Starts the wall clock."""
+        self._began = self._clock()
+
     def fed(self, batches: Iterable[T]) -> Iterator[T]:
-        """The batches, and how long each was waited for."""
-        self._waits.clear()  # of steps that were given up
+        """Yields the batches, and times the wait for each."""
+        self._waits.clear()  # of steps that a rollback gave up
         iterator = iter(batches)
         while True:
             begun = self._clock()
@@ -81,7 +139,7 @@ class Meters:
             self.lost[name] += self._clock() - begun
 
     def read(self, result: Any, steps_per_second: float) -> dict[str, float | None]:
-        """Takes a step whose numbers were read; what its event says of it."""
+        """Records a step whose numbers were read; returns the fields of its event."""
         wait = self._waits.popleft()
         spent = self.session.device_time(result)
         idle = None if spent is None else spent[1]
@@ -94,14 +152,14 @@ class Meters:
         return {"mfu": self._utilization(steps_per_second), "input_wait": wait}
 
     def speed(self) -> float:
-        """Steps a second after the first, those that a rollback gave up among them; of all where there are few."""
+        """Returns steps per second after the first, with those a rollback gave up; of all if there are few."""
         steps, seconds = self.steps, self.watch.seconds
         if self._settled:
             steps, seconds = steps - 1, seconds - self._first
         return steps / seconds if seconds > 0 else 0.0
 
     def totals(self) -> dict[str, Any]:
-        """What the event of a stop or an end says."""
+        """Returns the fields of a `stop` or `end` event."""
         wall, training = self._clock() - self._began, self.watch.seconds
         other = max(0.0, wall - training - self.lost["saving"] - self.lost["evaluation"])
         later, busy = training - self._first, self._busy if self._settled else None
@@ -118,7 +176,7 @@ class Meters:
 
     @property
     def _settled(self) -> bool:
-        """Whether the steps after the first say something: two can be read at once."""
+        """Whether there are enough steps after the first: two can be read at once."""
         return self.steps > 2 and self.watch.seconds > self._first
 
     def _utilization(self, steps_per_second: float) -> float | None:
@@ -127,8 +185,8 @@ class Meters:
         return steps_per_second * self.flops_per_step / self.ceiling.flops
 
 
-def told(totals: dict[str, Any], ceiling: Ceiling) -> str:
-    """Totals in one line: `41 % of 745 TFLOP/s; lost to input 0.1 %, to saving 0.3 %`."""
+def describe_totals(totals: dict[str, Any], ceiling: Ceiling) -> str:
+    """Returns totals in one line: `41 % of 745 TFLOP/s; lost to input 0.1 %, to saving 0.3 %`."""
     spent = totals["spent"]
     lost = ", ".join(
         f"to {name} {100 * spent[name] / spent['wall'] if spent['wall'] else 0.0:.1f} %"

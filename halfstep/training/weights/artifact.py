@@ -39,14 +39,11 @@ from halfstep.config.weights import Weights
 from halfstep.core.errors import HalfstepError
 from halfstep.core.split import join
 from halfstep.core.state_format import Stored
-from halfstep.training import memory
+from halfstep.training import memory, paths
 from halfstep.training.data.corpus import Corpus
 from halfstep.training.evaluation import Evaluation, evaluate
 from halfstep.training.files import write_whole
-from halfstep.training.lock import LOCK
-from halfstep.training.run import folder
 from halfstep.training.session import Session
-from halfstep.training.telemetry.loggers import IDENTITY
 
 NAME = "model.int8z"
 MAGIC, VERSION = b"HSINT8Z", 1
@@ -55,7 +52,7 @@ SCALE = ".scale"
 LEVELS = 127
 FP16_MAX = 65504.0
 # What a run writes itself, and may not have written yet.
-RUN_FILES = (folder.CONFIG, folder.EVENTS, folder.REPORT, LOCK, IDENTITY)
+RUN_FILES = (paths.CONFIG, paths.EVENTS, paths.REPORT, paths.LOCK, paths.LOGGERS)
 
 Floats = NDArray[np.float32]
 Arrays = dict[str, NDArray[Any]]
@@ -141,7 +138,7 @@ def masters(state: Mapping[str, Stored], model: ModelConfig, *, averaged: bool) 
 def check_place(path: Path, run: Path) -> None:
     """Refuses to write an artifact where anything else is, or belongs: a run may have no other copy of it."""
     hint = "name another file by --out"
-    where, home, saved = (Path(os.path.realpath(each)) for each in (path, run, run / folder.CHECKPOINTS))
+    where, home, saved = (Path(os.path.realpath(each)) for each in (path, run, run / paths.CHECKPOINTS))
     if where in [home / name for name in RUN_FILES] or saved in where.parents:
         raise ArtifactError(f"`{path}` is a place of the run itself", hint=hint)
     if path.is_dir():

@@ -1,35 +1,41 @@
-"""First weights from elsewhere: a model of transformers, or a run of ours, as our decoder's parameters in fp32.
+"""Initial weights from elsewhere: a transformers model, or one of our runs, as our decoder's parameters in fp32.
 
     halfstep train gpt2 --init openai-gpt2/             config.json and model.safetensors, or its shards
-    halfstep train gpt2 --init weights.safetensors      a file alone; what it does not say is taken from the recipe
-    halfstep train gpt2 --init runs/earlier             the newest checkpoint of a run of ours, its weights alone
+    halfstep train gpt2 --init weights.safetensors      a file alone; what it does not state is the recipe's
+    halfstep train gpt2 --init runs/earlier             the weights of the newest checkpoint of a run
 
-What is in the file must be the model of the recipe. config.json is held against the recipe, setting by setting;
-then every parameter of ours must be there in its shape, and every tensor of theirs must be used, or be one that is
-left out on purpose. Whatever does not fit is refused by name, with the `--set` that makes it fit. The one liberty
-is the number of rows: a vocabulary may be padded (layouts.resized), and learned positions beyond the context are
-cut. Both are said.
+    model = halfstep.load_model("gpt2", "openai-gpt2/")                            # a torch module, for `prepare`
+    model = halfstep.load_model("qwen3", "Qwen3-0.6B/", backend="mlx")
+    model, params = halfstep.load_model("qwen3", "Qwen3-0.6B/", backend="jax")     # a pytree, for `init`
 
-Only headers are read until `weights()` is walked through, one parameter at a time: beside the model itself, memory
-is needed for its largest tensor. layouts.py says how others lay a model out, safetensors.py how a file is read.
+The file must hold the recipe's model. config.json is compared with the recipe, setting by setting; then each of
+our parameters must be there in its shape, and each of their tensors must be used or be skipped on purpose. What
+does not fit is refused by name, with the `--set` that makes it fit. Only the number of rows may differ: a
+vocabulary may be padded (layouts.resized), and learned positions beyond the context are cut. Both are reported.
+
+Only headers are read until `weights()` is iterated, one parameter at a time: apart from the model itself, memory
+is needed for its largest tensor. layouts.py has the layouts of other libraries, safetensors.py reads the files.
 """
 
 import contextlib
+import warnings
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from os import PathLike, fspath
 from pathlib import Path
 from typing import Any, NamedTuple, final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from halfstep.config.load import recipe_names
+from halfstep.config.load import load, recipe_names
 from halfstep.config.model import ModelConfig, parameter_shapes
 from halfstep.config.schema import build
 from halfstep.core.errors import ConfigError
+from halfstep.training import paths
 from halfstep.training.checkpoints import checkpoint
-from halfstep.training.run import folder
+from halfstep.training.session import backend_module
 from halfstep.training.weights import safetensors
 from halfstep.training.weights.artifact import is_artifact
 from halfstep.training.weights.layouts import LAYOUTS, Layout, Own, Settings, Source, Tensors, resolved
@@ -104,6 +110,24 @@ def open_pretrained(path: str, model: ModelConfig, digest: str = "") -> Pretrain
     return Pretrained(path, sha256, tuple(notes), layout, model, tensors)
 
 
+def load_model(
+    recipe: str, weights: str | PathLike[str], *, backend: str = "", settings: Sequence[str] = ()
+) -> Any:
+    """Returns the fp32 model of a recipe (a name or a TOML file) with the weights at a path, for your own loop.
+
+    For JAX it is a pair, with the pytree. The weights may be anything `halfstep train --init` takes. `settings`
+    change the recipe, as `--set` does: `["model.vocabulary=50257"]`. The backend is the recipe's unless named.
+    What was padded, skipped or widened is a Python warning.
+    """
+    config = load(recipe, [*settings, *([f"backend={backend}"] if backend else [])])
+    found = open_pretrained(fspath(weights), config.model)
+    for note in found.notes:
+        warnings.warn(f"{found.path}: {note}", stacklevel=2)
+    model = backend_module(config.backend, "model").Decoder(config.model)
+    params = model.set_weights(found.weights())
+    return (model, params) if config.backend == "jax" else model
+
+
 def _found(path: str) -> _Found:
     """The tensors at a path, and what describes them if anything does."""
     if not path.strip():
@@ -118,8 +142,8 @@ def _found(path: str) -> _Found:
             f"there is no file or folder `{path}` to take weights from",
             hint="what is on a hub must be fetched first: `hf download openai-community/gpt2 --local-dir gpt2`",
         )
-    if (place / folder.CONFIG).exists():
-        newest = checkpoint.latest(place / folder.CHECKPOINTS)
+    if (place / paths.CONFIG).exists():
+        newest = checkpoint.latest(place / paths.CHECKPOINTS)
         if newest is None:
             raise WeightsError(f"the run in `{place}` has no checkpoint", hint="name a run that has one")
         place = newest

@@ -29,9 +29,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from halfstep.core.errors import HalfstepError
+from halfstep.training.files import PICKLES
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 DESCRIPTIONS = (".json", ".toml")
 AS_SAFETENSORS = (
     "load it where you trust it, with the library it is of, and write it again as safetensors: "
@@ -205,7 +205,7 @@ def _empty(folder: Path) -> WeightsError:
             f"`{folder / SINGLE}` is a link to a file that is not there",
             hint="a hub's cache keeps files elsewhere: copy them with `cp -rL`, or fetch them again",
         )
-    pickles = [name for name in names if name.endswith(PICKLES) or name.endswith(".bin.index.json")]
+    pickles = [name for name in names if name.endswith((*PICKLES, ".bin.index.json"))]
     if pickles:
         return WeightsError(
             f"`{folder}` holds its weights as a pickle, `{pickles[0]}`, which runs code when it is loaded",

@@ -15,7 +15,7 @@ from halfstep.training.checkpoints.retention import Retention
 from halfstep.training.checkpoints.writer import Saver
 from halfstep.training.run import checkpointing
 from halfstep.training.run.checkpointing import Keeper
-from halfstep.training.run.health import Guard
+from halfstep.training.run.health import Health
 from halfstep.training.run.signals import StopRequest
 from halfstep.training.session import open_session
 from halfstep.training.telemetry.events import Events, read_events
@@ -153,7 +153,7 @@ def keeper(tmp_path):
     with Events(tmp_path / "run" / "events.jsonl") as events:
         saver = Saver(tmp_path / "run" / "checkpoints", Retention())
         describe = lambda step, held_out: {"held_out": held_out}  # noqa: E731
-        yield Keeper(saver, Session(), Guard(0.0), events, Bar(), describe, StopRequest())
+        yield Keeper(saver, Session(), Health(0.0), events, Bar(), describe, StopRequest())
 
 
 def told(keeper):

@@ -10,7 +10,7 @@ from halfstep.training.data.index import sealed
 from halfstep.training.data.load import DataError, load_corpus
 from halfstep.training.data.pack.sources import find_sources
 from halfstep.training.data.walk import walk
-from halfstep.training.lock import RunLock
+from halfstep.training.files import RunLock
 
 
 def prose(seed):

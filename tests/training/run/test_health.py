@@ -13,14 +13,15 @@ import pytest
 from halfstep.config.load import load
 from halfstep.core.errors import ConfigError, HalfstepError
 from halfstep.core.policy import Policy
+from halfstep.training import paths
 from halfstep.training.checkpoints import checkpoint
 from halfstep.training.checkpoints.retention import best_step, survey
 from halfstep.training.data import batches
 from halfstep.training.data.corpus import DataError
 from halfstep.training.data.shards import Shard, ShardedTokens
-from halfstep.training.lock import LockedError
+from halfstep.training.files import LockedError
 from halfstep.training.loop import Loop
-from halfstep.training.run import determinism, folder
+from halfstep.training.run import determinism
 from halfstep.training.telemetry.events import read_events
 from halfstep.training.weights import artifact
 
@@ -44,7 +45,7 @@ def start(text, out, *extra, policy="fp32", **options):
 
 
 def final_state(out):
-    arrays, manifest = checkpoint.load(checkpoint.latest(out / folder.CHECKPOINTS))
+    arrays, manifest = checkpoint.load(checkpoint.latest(out / paths.CHECKPOINTS))
     return {name: bytes(a.data) for name, a in arrays.items() if name != "rng.cpu"}, manifest
 
 
@@ -275,7 +276,7 @@ def test_a_rollback_waits_for_the_checkpoint_that_is_being_written(text, tmp_pat
 def test_after_a_rollback_bad_data_is_told_and_looked_into_where_it_is(text, tmp_path):
     out, bad, seen = tmp_path / "run", range(5, 55), []
     loop = poison(start(text, out, "training.steps=100"), bad, math.nan)
-    loop.guard.shift = 5  # as a rollback leaves it
+    loop.health.shift = 5  # as a rollback leaves it
     loop.session.blame = lambda batch: seen.append(batch) or "forward: there"
     with pytest.raises(HalfstepError, match="up to step 50; forward: there"):
         loop.run()

@@ -12,6 +12,7 @@ import pytest
 from halfstep.config.load import load
 from halfstep.core.errors import ConfigError, HalfstepError
 from halfstep.core.policy import Policy
+from halfstep.training import paths
 from halfstep.training.checkpoints import checkpoint
 from halfstep.training.checkpoints.arrays import CheckpointError, DamagedCheckpointError
 from halfstep.training.loop import Loop
@@ -39,16 +40,16 @@ def start(text, out, *extra, policy="fp32", **options):
 
 
 def final_state(out):
-    arrays, manifest = checkpoint.load(checkpoint.latest(out / folder.CHECKPOINTS))
+    arrays, manifest = checkpoint.load(checkpoint.latest(out / paths.CHECKPOINTS))
     return {name: bytes(a.data) for name, a in arrays.items() if name != "rng.cpu"}, manifest
 
 
 def told(out, *kinds):
-    return [event for event in read_events(out / folder.EVENTS) if event["event"] in kinds]
+    return [event for event in read_events(out / paths.EVENTS) if event["event"] in kinds]
 
 
 def left(out):
-    return [checkpoint.step_of(path) for path in checkpoint.step_folders(out / folder.CHECKPOINTS)]
+    return [checkpoint.step_of(path) for path in checkpoint.step_folders(out / paths.CHECKPOINTS)]
 
 
 def poison(loop, indices, factor):
@@ -358,15 +359,15 @@ def test_checkpoints_that_were_there_once_are_missed(text, tmp_path, way):
 def test_a_run_toml_that_is_gone_is_restored_from_an_older_one_where_that_is_allowed(text, tmp_path):
     out = tmp_path / "run"
     start(text, out).run()
-    before = (out / folder.CONFIG).read_bytes()
-    (out / folder.CONFIG).unlink()
+    before = (out / paths.CONFIG).read_bytes()
+    (out / paths.CONFIG).unlink()
     manifest = out / "checkpoints" / "step-000020" / "manifest.json"
     manifest.write_bytes(manifest.read_bytes()[:100])
     with pytest.raises(DamagedCheckpointError, match="step-000020"):
         folder.check_free(out, new=False)
     (told,) = folder.check_free(out, new=False, allow_older=True)
     assert "step-000016` knows it" in told
-    assert (out / folder.CONFIG).read_bytes() == before
+    assert (out / paths.CONFIG).read_bytes() == before
     assert folder.check_free(out, new=False) == []
 
 

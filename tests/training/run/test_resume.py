@@ -13,12 +13,12 @@ import pytest
 from halfstep.config.load import load
 from halfstep.core.errors import ConfigError
 from halfstep.core.policy import Policy
+from halfstep.training import paths
 from halfstep.training.checkpoints import checkpoint
 from halfstep.training.data.corpus import DataError
 from halfstep.training.data.shards import open_shard
 from halfstep.training.files import write_whole
 from halfstep.training.loop import Loop
-from halfstep.training.run import folder
 from halfstep.training.run.response import RollBackError
 from halfstep.training.telemetry.ceiling import recorded
 from halfstep.training.telemetry.events import EventsError, read_events
@@ -44,16 +44,16 @@ def start(source, out, *extra, **options):
 
 def again(out):
     """As `halfstep train --resume` does where no recipe is named: with the settings of the folder."""
-    return Loop(load(str(out / folder.CONFIG)), Policy.parse("fp32"), out, device="cpu", resume=True)
+    return Loop(load(str(out / paths.CONFIG)), Policy.parse("fp32"), out, device="cpu", resume=True)
 
 
 def final_state(out):
-    arrays, manifest = checkpoint.load(checkpoint.latest(out / folder.CHECKPOINTS))
+    arrays, manifest = checkpoint.load(checkpoint.latest(out / paths.CHECKPOINTS))
     return {name: bytes(a.data) for name, a in arrays.items() if name != "rng.cpu"}, manifest
 
 
 def told(out, *kinds):
-    return [event for event in read_events(out / folder.EVENTS) if event["event"] in kinds]
+    return [event for event in read_events(out / paths.EVENTS) if event["event"] in kinds]
 
 
 class KilledByTestError(Exception):
@@ -108,7 +108,7 @@ def test_one_that_began_with_given_weights_begins_with_them_again(text, tmp_path
 def test_settings_that_were_edited_by_hand_are_refused(text, tmp_path, was, now, key):
     out = tmp_path / "run"
     kill_at(start(text, out), 9)
-    path = out / folder.CONFIG
+    path = out / paths.CONFIG
     lines = path.read_text().splitlines()
     (place,) = [n for n, line in enumerate(lines) if line.startswith(was)]
     lines[place] = lines[place].replace(was, now, 1)
@@ -149,7 +149,7 @@ def test_data_that_cannot_be_read_costs_no_step_that_was_taken(shards, tmp_path,
     loop.batches.at = broken
     with pytest.raises(DataError):
         loop.run()
-    assert checkpoint.latest(out / folder.CHECKPOINTS).name == "step-000007"
+    assert checkpoint.latest(out / paths.CHECKPOINTS).name == "step-000007"
     (stop,) = told(out, "stop")
     assert (stop["step"], stop["saved"]) == (7, 7)
     assert again(out).run().finished
@@ -198,7 +198,7 @@ def test_a_run_folder_that_is_moved_away_is_not_made_again(text, tmp_path, capsy
     assert loop.run().finished
     assert [(e["step"], "was moved or removed" in e["message"]) for e in told(out, "save_failed")] == [(8, True)]
     assert "NOT SAVED" in capsys.readouterr().err
-    assert checkpoint.latest(out / folder.CHECKPOINTS).name == "step-000012"
+    assert checkpoint.latest(out / paths.CHECKPOINTS).name == "step-000012"
 
 
 def test_a_look_that_a_signal_broke_off_is_taken_by_the_session_after(text, tmp_path, monkeypatch):
@@ -260,8 +260,8 @@ def test_a_record_that_is_a_link_is_refused(text, tmp_path):
     out, precious = tmp_path / "run", tmp_path / "precious"
     kill_at(start(text, out), 9)
     precious.write_text("mine, without a newline")
-    (out / folder.EVENTS).unlink()
-    (out / folder.EVENTS).symlink_to(precious)
+    (out / paths.EVENTS).unlink()
+    (out / paths.EVENTS).symlink_to(precious)
     with pytest.raises(EventsError, match="cannot be written"):
         again(out).run()
     assert precious.read_text() == "mine, without a newline"
@@ -295,7 +295,7 @@ def test_events_that_a_disk_never_took_are_told_as_lost(text, tmp_path, capsys):
 def test_a_checkpoint_that_is_pruned_while_it_is_read_gives_way_to_the_next(text, tmp_path, monkeypatch):
     out = tmp_path / "run"
     start(text, out, "training.keep_last=2").run()
-    here, real = out / folder.CHECKPOINTS, checkpoint.load
+    here, real = out / paths.CHECKPOINTS, checkpoint.load
     expected = real(here / "step-000008")[1]
 
     def pruned(path):
@@ -330,7 +330,7 @@ def test_a_checkpoint_that_is_pruned_while_it_is_read_gives_way_to_the_next(text
 def test_a_manifest_that_verifies_and_is_none_of_ours_is_refused(text, tmp_path, odd):
     out = tmp_path / "run"
     start(text, out).run()
-    path = checkpoint.latest(out / folder.CHECKPOINTS)
+    path = checkpoint.latest(out / paths.CHECKPOINTS)
     manifest = json.loads((path / checkpoint.MANIFEST).read_text()) | odd
     manifest["digest"] = checkpoint._digest(manifest)
     (path / checkpoint.MANIFEST).write_text(json.dumps(manifest))
@@ -344,8 +344,8 @@ def test_checkpoints_alone_are_enough_to_go_on_from(text, tmp_path, steps):
     plain, out = tmp_path / "plain", tmp_path / "run"
     start(text, plain).run()
     kill_at(start(text, out), steps) if steps < 12 else start(text, out).run()
-    (out / folder.EVENTS).unlink()
-    assert recorded(out / folder.EVENTS, "any") is None
+    (out / paths.EVENTS).unlink()
+    assert recorded(out / paths.EVENTS, "any") is None
     assert again(out).run().finished
     assert final_state(out)[0] == final_state(plain)[0]
     assert told(out, "end")
@@ -353,7 +353,7 @@ def test_checkpoints_alone_are_enough_to_go_on_from(text, tmp_path, steps):
 
 def give_up(loop, good):
     """Gives up the steps since the checkpoint of a good one, as the judge does: once it is written."""
-    loop.guard.good = good
+    loop.health.good = good
     assert loop.keeper.can_roll_back(loop.tally.step)
     raise RollBackError
 

@@ -7,54 +7,62 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from halfstep.training.run.health import HOPELESS, ROLLBACKS, DivergedError, Guard
-from halfstep.training.run.spikes import IN_A_ROW, NEEDED, REMEMBERED, Spikes
+from halfstep.training.run.health import (
+    HOPELESS,
+    IN_A_ROW,
+    NEEDED,
+    REMEMBERED,
+    ROLLBACKS,
+    DivergedError,
+    Health,
+    Spikes,
+)
 
 
 def primed(threshold=1.0, losses=(3.0,) * NEEDED):
     spikes = Spikes(threshold)
     for loss in losses:
-        assert not spikes.see(loss)
+        assert not spikes.observe(loss)
     return spikes
 
 
 def test_it_is_the_median_that_a_loss_is_held_against():
     losses = [2.0] * 5 + [2.9] * 4
     assert primed(losses=losses).median == 2.0
-    assert not primed(losses=losses).see(3.0)
-    assert primed(losses=losses).see(3.001)
+    assert not primed(losses=losses).observe(3.0)
+    assert primed(losses=losses).observe(3.001)
 
 
 def test_three_in_a_row_are_needed_and_one_good_step_starts_again():
     spikes = primed()
-    assert [spikes.see(9.0) for _ in range(IN_A_ROW - 1)] == [True] * (IN_A_ROW - 1)
+    assert [spikes.observe(9.0) for _ in range(IN_A_ROW - 1)] == [True] * (IN_A_ROW - 1)
     assert not spikes.is_due
-    assert not spikes.see(3.5)
+    assert not spikes.observe(3.5)
     assert spikes.streak == 0
     for _ in range(IN_A_ROW):
-        spikes.see(9.0)
+        spikes.observe(9.0)
     assert spikes.is_due
     assert spikes.median == 3.0  # spikes are not remembered
 
 
 def test_a_loss_that_stays_up_never_becomes_what_it_is_held_against():
     spikes = primed()
-    assert all(spikes.see(9.0) for _ in range(2 * REMEMBERED))
+    assert all(spikes.observe(9.0) for _ in range(2 * REMEMBERED))
     assert spikes.median == 3.0
 
 
 def test_too_few_losses_decide_nothing_and_off_is_off():
     young = primed(losses=(3.0,) * (NEEDED - 1))
-    assert not young.see(1e9)
-    assert not primed(threshold=0.0).see(1e9)
+    assert not young.observe(1e9)
+    assert not primed(threshold=0.0).observe(1e9)
     assert primed(threshold=0.0).median is None
 
 
 def test_a_loss_that_is_not_finite_is_no_spike_and_no_comfort():
     spikes = primed()
-    spikes.see(9.0)
-    assert not spikes.see(math.nan)
-    assert not spikes.see(math.inf)
+    spikes.observe(9.0)
+    assert not spikes.observe(math.nan)
+    assert not spikes.observe(math.inf)
     assert spikes.streak == 1
 
 
@@ -62,10 +70,10 @@ def test_a_loss_that_is_not_finite_is_no_spike_and_no_comfort():
 def test_a_restored_memory_decides_as_the_first_would(before, after):
     one = Spikes(1.0)
     for loss in before:
-        one.see(loss)
+        one.observe(loss)
     other = Spikes(1.0)
     other.load(json.loads(json.dumps(one.state())))
-    assert [one.see(loss) for loss in after] == [other.see(loss) for loss in after]
+    assert [one.observe(loss) for loss in after] == [other.observe(loss) for loss in after]
     assert one.state() == other.state()
 
 
@@ -74,54 +82,54 @@ def step(loss=3.0, skipped=0):
 
 
 def test_what_is_good_stays_so_while_it_goes_wrong():
-    guard = Guard(1.0)
+    health = Health(1.0)
     for number in range(1, 11):
-        assert guard.see(number, step()) is None
-    assert guard.good == 9  # the update of step 10 may have ruined what it left
-    assert guard.see(11, step(skipped=1)) == "skip"
-    assert guard.good == 9
-    assert guard.see(12, step()) is None
-    assert (guard.good, guard.in_a_row) == (11, 0)
-    assert guard.see(13, step(loss=9.0)) == "spike"
-    assert guard.good == 11
-    guard.looked(13)
-    assert guard.good == 11  # a finite look does not undo a spike
-    without = Guard(0.0)
-    without.looked(13)
+        assert health.observe(number, step()) is None
+    assert health.good == 9  # the update of step 10 may have ruined what it left
+    assert health.observe(11, step(skipped=1)) == "skip"
+    assert health.good == 9
+    assert health.observe(12, step()) is None
+    assert (health.good, health.in_a_row) == (11, 0)
+    assert health.observe(13, step(loss=9.0)) == "spike"
+    assert health.good == 11
+    health.evaluated(13)
+    assert health.good == 11  # a finite look does not undo a spike
+    without = Health(0.0)
+    without.evaluated(13)
     assert without.good == 13
 
 
 def test_hopeless_is_a_long_row_and_not_many_in_all():
-    guard = Guard(0.0)
+    health = Health(0.0)
     for number in range(HOPELESS - 1):
-        guard.see(number, step(skipped=1))
-    assert not guard.is_hopeless
-    guard.see(HOPELESS, step())
-    guard.see(HOPELESS + 1, step(skipped=1))
-    assert not guard.is_hopeless
+        health.observe(number, step(skipped=1))
+    assert not health.is_hopeless
+    health.observe(HOPELESS, step())
+    health.observe(HOPELESS + 1, step(skipped=1))
+    assert not health.is_hopeless
 
 
 def test_data_that_was_left_out_adds_up_and_the_same_place_is_not_gone_back_to_for_ever():
-    guard = Guard(1.0)
-    saved = guard.state()
-    assert guard.go_back(13, 8, saved) == 5
-    assert guard.good == 8
-    assert guard.go_back(20, 16, saved) == 4
-    assert guard.shift == 9
+    health = Health(1.0)
+    saved = health.state()
+    assert health.roll_back(13, 8, saved) == 5
+    assert health.good == 8
+    assert health.roll_back(20, 16, saved) == 4
+    assert health.shift == 9
     for _ in range(ROLLBACKS - 1):
-        resumed = Guard(1.0)  # a kill in between does not start the count again
-        resumed.load(json.loads(json.dumps(guard.state())))
-        guard = resumed
-        guard.go_back(20, 16, saved)
+        resumed = Health(1.0)  # a kill in between does not start the count again
+        resumed.load(json.loads(json.dumps(health.state())))
+        health = resumed
+        health.roll_back(20, 16, saved)
     with pytest.raises(DivergedError, match="after 3 rollbacks to step 16"):
-        guard.go_back(20, 16, saved)
+        health.roll_back(20, 16, saved)
 
 
 def test_a_row_of_bad_steps_goes_on_after_a_resume():
-    guard = Guard(0.0)
+    health = Health(0.0)
     for number in range(1, HOPELESS):
-        guard.see(number, step(skipped=1))
-    resumed = Guard(0.0)
-    resumed.load(json.loads(json.dumps(guard.state())))
-    resumed.see(HOPELESS, step(skipped=1))
+        health.observe(number, step(skipped=1))
+    resumed = Health(0.0)
+    resumed.load(json.loads(json.dumps(health.state())))
+    resumed.observe(HOPELESS, step(skipped=1))
     assert resumed.is_hopeless

@@ -11,8 +11,7 @@ from halfstep.core.policy import Policy
 from halfstep.training.loop import Loop
 from halfstep.training.telemetry.ceiling import UNMEASURED, Ceiling, in_flops, recorded
 from halfstep.training.telemetry.events import Events, read_events
-from halfstep.training.telemetry.meters import Meters, told
-from halfstep.training.telemetry.tally import Watch
+from halfstep.training.telemetry.meters import Meters, Watch, describe_totals
 
 SMALL = [
     "model.context=16",
@@ -145,7 +144,7 @@ def test_speed_leaves_the_first_step_out_where_others_say_something(clock):
 
 def test_the_speed_while_it_runs_forgets_the_first_step(monkeypatch):
     now = [0.0]
-    monkeypatch.setattr("halfstep.training.telemetry.tally.time.perf_counter", lambda: now[0])
+    monkeypatch.setattr("halfstep.training.telemetry.meters.time.perf_counter", lambda: now[0])
     watch, told = Watch(), []
     watch.start(0)
     for step, seconds in enumerate((20.0, 1.0, 1.0, 2.0), 1):
@@ -161,7 +160,7 @@ def test_the_speed_while_it_runs_forgets_the_first_step(monkeypatch):
 
 def test_a_pause_before_the_third_step_leaves_nothing_to_forget(monkeypatch):
     now = [0.0]
-    monkeypatch.setattr("halfstep.training.telemetry.tally.time.perf_counter", lambda: now[0])
+    monkeypatch.setattr("halfstep.training.telemetry.meters.time.perf_counter", lambda: now[0])
     watch = Watch()
     for step, seconds in enumerate((20.0, 1.0, 2.0, 2.0)):
         watch.start(step)
@@ -176,18 +175,18 @@ def test_what_is_not_known_is_null_with_the_reason(clock):
     assert {e["mfu"] for e in events} == {None}
     assert (totals["mfu"], totals["busy"]) == (None, None)
     assert totals["busy_unknown"] == "nobody looked"
-    assert told(totals, UNMEASURED).startswith("unknown: nobody measured")
+    assert describe_totals(totals, UNMEASURED).startswith("unknown: nobody measured")
 
 
 def test_before_any_step_there_are_totals_too(clock):
     totals = meters(clock).totals()
     assert (totals["mfu"], totals["busy"], totals["spent"]["wall"]) == (None, None, 0.0)
-    assert "lost to input 0.0 %" in told(totals, UNMEASURED)
+    assert "lost to input 0.0 %" in describe_totals(totals, UNMEASURED)
 
 
 def test_the_line_says_share_ceiling_and_losses():
     totals = {"mfu": 0.41, "busy": 0.997, "spent": {"wall": 1000.0, "input": 1.0, "saving": 3.0}}
-    line = told(totals, Ceiling(745e12, "bf16"))
+    line = describe_totals(totals, Ceiling(745e12, "bf16"))
     assert line == "41 % of 745 TFLOP/s; lost to input 0.1 %, to saving 0.3 %; device busy 99.7 %"
 
 

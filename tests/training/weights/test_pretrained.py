@@ -26,9 +26,9 @@ from halfstep.config.load import load, to_toml
 from halfstep.config.weights import initial_weights
 from halfstep.core.errors import ConfigError, HalfstepError
 from halfstep.core.policy import Policy
+from halfstep.training import paths
 from halfstep.training.checkpoints import checkpoint
 from halfstep.training.loop import Loop
-from halfstep.training.run import folder
 from halfstep.training.session import open_session
 from halfstep.training.telemetry.events import read_events
 from halfstep.training.weights.artifact import encode
@@ -338,7 +338,7 @@ def start(config, out, policy="fp32", **options):
 
 
 def final(out):
-    arrays, _ = checkpoint.load(checkpoint.latest(out / folder.CHECKPOINTS))
+    arrays, _ = checkpoint.load(checkpoint.latest(out / paths.CHECKPOINTS))
     return arrays
 
 

@@ -49,8 +49,8 @@ from halfstep.training.data.pack.writer import ShardWriter
 from halfstep.training.data.packed import check_names
 from halfstep.training.data.tokenizers import Tokenizer
 from halfstep.training.data.walk import told as words
-from halfstep.training.files import PARTIAL, make_folder, write_whole
-from halfstep.training.lock import LOCK, RunLock
+from halfstep.training.files import PARTIAL, RunLock, make_folder, write_whole
+from halfstep.training.paths import LOCK
 
 SECONDS_BETWEEN_COMMITS = 5.0
 # The header of a shard counts its tokens in an int32.

@@ -25,8 +25,7 @@ from typing import Any, Protocol, final
 
 from halfstep.core.errors import ConfigError, HalfstepError
 from halfstep.training.files import write_whole
-
-IDENTITY = "loggers.json"  # in the run folder
+from halfstep.training.paths import LOGGERS
 
 # The events that are curves, and what they are called: `train/loss`, `validation/loss`.
 CURVES = {"step": "train", "validation": "validation", "checkpoint": "checkpoint"}
@@ -161,7 +160,7 @@ def _pass_on(logger: Logger, event: Mapping[str, Any]) -> None:
 
 def _identity(folder: Path, warn: Callable[[str], None]) -> str:
     """The id of the run among others, made when a logger is first asked for; a lost one stops no run."""
-    path = folder / IDENTITY
+    path = folder / LOGGERS
     try:
         return str(json.loads(path.read_bytes())["id"])
     except FileNotFoundError:

@@ -22,7 +22,7 @@ from halfstep.training.data.pack import pack as packing
 from halfstep.training.data.pack.pack import Asked, pack
 from halfstep.training.data.pack.sources import find_sources
 from halfstep.training.data.tokenizers import BytesTokenizer, open_tokenizer
-from halfstep.training.lock import LockedError
+from halfstep.training.files import LockedError
 
 WORDS = ["the", "quick", "brown", "fox", "jumps", "naïve", "🙂", "def", "return"]
 ASKED = Asked(validation=0.2, shard_tokens=700)
