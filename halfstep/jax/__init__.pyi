@@ -1,12 +1,12 @@
 from .cast import quantize as quantize
 from .layers import attention as attention
-from .layers import casts_for as casts_for
 from .layers import cross_entropy as cross_entropy
 from .layers import dot_general as dot_general
 from .layers import layer_norm as layer_norm
 from .layers import linear as linear
 from .layers import rms_norm as rms_norm
 from .layers import softmax as softmax
+from .lowering import casts_for as casts_for
 from .step import State as State
 from .step import StepResult as StepResult
 from .step import Weighted as Weighted

@@ -45,7 +45,7 @@ from halfstep.core.refusal import EMULATE, check_formats, check_implemented, che
 from halfstep.core.roles import Accumulator, Operand, Param, Value, is_narrow
 from halfstep.jax.dtypes import DType, as_device, dtype_of, format_of, supported
 from halfstep.jax.functions.primitives import ISLANDS, PRODUCT, is_ours, line_of, multiplies
-from halfstep.jax.layers import NATIVE
+from halfstep.jax.lowering import NATIVE
 
 _TRAINED = ("float32", "bfloat16", "float16")
 # What holds a single array and is no module: the leaf of a Flax nnx variable.

@@ -31,14 +31,11 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from halfstep.core.formats import BF16, FP16, FP32, Format
-from halfstep.core.policy import Policy, as_policy
-from halfstep.core.precision import Precision, base_precision
+from halfstep.core.precision import Precision
 from halfstep.jax.cast import carried
 from halfstep.jax.dtypes import as_device, describe, dtype_of
-from halfstep.jax.matmul import NATIVE as NATIVE
-from halfstep.jax.matmul import Casts as Casts
+from halfstep.jax.lowering import Casts, casts_of
 from halfstep.jax.matmul import as_dimensions, casted_dot, in_compute, plain_dot, product
-from halfstep.jax.matmul import casts_of as casts_of
 
 Params = Mapping[str, Array]
 """All parameters of a model, by their qualified names."""
@@ -46,11 +43,6 @@ Params = Mapping[str, Array]
 COMPILER_OPTIONS = {"xla_allow_excess_precision": False}
 """For the jit of a step: XLA then rounds where it is told to. By default it drops a conversion to bf16 that is
 undone soon after, and on a GPU then stores fp32 activations (GPT-2 124M, H200: 64.5 ms a step, 62.8 with this)."""
-
-
-def casts_for(policy: Policy | str) -> Casts:
-    """What a policy means where no rule applies."""
-    return casts_of(base_precision(as_policy(policy)))
 
 
 def enter(x: Array, casts: Casts) -> Array:

@@ -21,8 +21,7 @@ fp8 operands to cuBLAS; `Precision.HIGHEST` is its word for sums without fast ac
 **Emulated**, operands are carried in fp32: products of such numbers are exact, and summed in fp32.
 """
 
-from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import jax
@@ -30,61 +29,17 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from halfstep.core.formats import FP32, TF32, Format
-from halfstep.core.precision import Precision
 from halfstep.core.roles import Operand, is_narrow
 from halfstep.jax.cast import amax_of, carried, quantize_scaled
-from halfstep.jax.dtypes import DTYPES, DType, dtype_of
+from halfstep.jax.dtypes import DType
+from halfstep.jax.lowering import Casts, carrier_of
 
 Axes = tuple[int, ...]
 Dimensions = tuple[tuple[Axes, Axes], tuple[Axes, Axes]]
 """((contracted of the left, of the right), (batch of the left, of the right)), as in lax.dot_general."""
 
-NATIVE = (*DTYPES, TF32)
-"""What the matmuls here run natively, where the device does; any other format is emulated."""
-
 _FULL = lax.Precision.HIGHEST
 _FLOAT32 = jnp.dtype(jnp.float32)
-
-
-@dataclass(frozen=True)
-class Casts:
-    """A precision in JAX's terms."""
-
-    precision: Precision
-    emulate: bool
-    plain: bool  # fp32 throughout: JAX's own matmul will do
-    compute: DType
-    operand: DType
-    grad: DType
-    grad_operand: DType
-    grad_weight: DType
-    norm: DType
-    softmax: DType
-    loss: DType
-    fused_softmax: bool  # fused attention keeps scores and softmax in fp32 whatever its inputs are
-
-
-@cache
-def casts_of(precision: Precision) -> Casts:
-    """What a precision means here. Emulated, every array is carried in fp32, and TF32 always is."""
-
-    def carrier(fmt: Format) -> DType:
-        return _FLOAT32 if precision.emulate else _dtype(fmt)
-
-    return Casts(
-        precision=precision,
-        emulate=precision.emulate,
-        plain=precision.formats == (FP32,) and precision.grad_weight == FP32,
-        compute=carrier(precision.compute),
-        operand=carrier(precision.operand.format),
-        grad=carrier(precision.grad),
-        grad_operand=carrier(precision.grad_operand.format),
-        grad_weight=carrier(precision.grad_weight),
-        norm=carrier(precision.norm),
-        softmax=carrier(precision.softmax),
-        loss=carrier(precision.loss),
-        fused_softmax=precision.softmax == FP32,
-    )
 
 
 def as_dimensions(dimension_numbers: Any) -> Dimensions:
@@ -188,7 +143,7 @@ def _matmul(
     formats = tuple(operand.format for operand in operands)
     if not casts.emulate and not any(is_narrow(fmt) for fmt in formats):
         tf32 = set(formats) == {TF32}
-        return _sum_of_products(_held(a, formats[0]), _held(b, formats[1]), dims, _dtype(out), tf32=tf32)
+        return _sum_of_products(_held(a, formats[0]), _held(b, formats[1]), dims, carrier_of(out), tf32=tf32)
     (a, a_inv), (b, b_inv) = (
         _lower(t, operand, axes, casts.emulate) for t, operand, axes in zip((a, b), operands, dims[0], strict=True)
     )
@@ -202,12 +157,7 @@ def _matmul(
 
 
 def _held(x: Array, fmt: Format) -> Array:
-    return x.astype(_dtype(fmt))
-
-
-def _dtype(fmt: Format) -> DType:
-    """TF32 is a way to multiply fp32 arrays."""
-    return _FLOAT32 if fmt == TF32 else dtype_of(fmt)
+    return x.astype(carrier_of(fmt))
 
 
 def _sum_of_products(a: Array, b: Array, dims: Dimensions, out: DType, *, tf32: bool = False) -> Array:

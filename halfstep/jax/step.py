@@ -43,10 +43,10 @@ from halfstep.core.rounding import Rounding
 from halfstep.core.scaling import ScaleState, way_out
 from halfstep.jax.apply import Applied, Leaves, apply
 from halfstep.jax.cast import carried, quantize, random_bits
-from halfstep.jax.checks import check_leading, check_loss, check_optimizer, check_settings
 from halfstep.jax.dtypes import dtype_of
 from halfstep.jax.functions.interpret import cast_inside, checked
 from halfstep.jax.layers import COMPILER_OPTIONS
+from halfstep.jax.run.checks import check_leading, check_loss, check_optimizer, check_settings
 
 LossFn = Callable[..., Any]
 Step = Callable[..., "tuple[State, StepResult]"]

@@ -7,6 +7,7 @@ from .layers import layer_norm as layer_norm
 from .layers import linear as linear
 from .layers import rms_norm as rms_norm
 from .layers import softmax as softmax
+from .lowering import casts_for as casts_for
 from .step import Run as Run
 from .step import StepResult as StepResult
 from .step import prepare as prepare

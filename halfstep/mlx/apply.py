@@ -30,7 +30,7 @@ from mlx.nn.layers.base import Module
 from mlx.utils import tree_flatten
 
 from halfstep.core.errors import HalfstepError, PolicyError
-from halfstep.core.formats import BF16, FP16, FP32, Format
+from halfstep.core.formats import FP32, Format
 from halfstep.core.policy import Policy
 from halfstep.core.precision import Precision, base_precision, precisions
 from halfstep.core.refusal import EMULATE, check_formats, check_implemented, check_reach
@@ -51,10 +51,9 @@ from halfstep.mlx.convert import (
     own_arrays,
 )
 from halfstep.mlx.dtypes import dtype_of, pin_matmuls, supported
-from halfstep.mlx.layers import Layer, Matmul, casts_of
+from halfstep.mlx.layers import Layer, Matmul
+from halfstep.mlx.lowering import NATIVE, casts_of
 
-# What layers.py multiplies natively.
-NATIVE = (FP32, BF16, FP16)
 # What a module is given; none of these is an array, so none is a parameter.
 _ATTRIBUTES = ("casts", "name", "streams", "halfstep", "halfstep_model")
 

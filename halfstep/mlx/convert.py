@@ -15,27 +15,27 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import mlx.core as mx
-from mlx.nn.layers import activations, embedding, normalization, positional_encoding, transformer
-from mlx.nn.layers import linear as linear_layers
+from mlx.nn.layers import activations, normalization, positional_encoding, transformer
+from mlx.nn.layers import embedding as embeddings
+from mlx.nn.layers import linear as linears
 from mlx.nn.layers.base import Module
 from mlx.utils import tree_flatten
 
 from halfstep.mlx.layers import (
-    Casts,
     Layer,
     Matmul,
-    casts_of,
+    embedding,
     enter,
     expect,
     layer_norm,
     linear,
-    lookup,
     owned,
     rms_norm,
 )
+from halfstep.mlx.lowering import Casts, casts_of
 
 
-class Linear(Matmul, linear_layers.Linear):
+class Linear(Matmul, linears.Linear):
     """`nn.Linear` as the casted matmul."""
 
     def __call__(self, x: mx.array) -> mx.array:
@@ -44,22 +44,22 @@ class Linear(Matmul, linear_layers.Linear):
 
     def _extra_repr(self) -> str:
         form = " emulated" if self.precision.emulate else ""
-        return f"{linear_layers.Linear._extra_repr(self)}, {self.precision.operand.format} operands{form}"
+        return f"{linears.Linear._extra_repr(self)}, {self.precision.operand.format} operands{form}"
 
 
-class Embedding(Layer, embedding.Embedding):
+class Embedding(Layer, embeddings.Embedding):
     """`nn.Embedding`: rows of the master, cast to compute; as a tied head, the casted matmul."""
 
     def __call__(self, x: mx.array) -> mx.array:
         """The rows of the index."""
-        return lookup(self.weight, x, self.casts)
+        return embedding(self.weight, x, self.casts)
 
     def as_linear(self, x: mx.array) -> mx.array:
         """Logits of a tied head."""
         return linear(self.arrived(x), self.weight, None, self.casts)
 
     def _extra_repr(self) -> str:
-        return f"{embedding.Embedding._extra_repr(self)}, {self.precision.compute} out"
+        return f"{embeddings.Embedding._extra_repr(self)}, {self.precision.compute} out"
 
 
 class RMSNorm(Layer, normalization.RMSNorm):
@@ -96,8 +96,8 @@ class MultiHeadAttention(Layer, transformer.MultiHeadAttention):
 
 
 KINDS: dict[type, type] = {
-    linear_layers.Linear: Linear,
-    embedding.Embedding: Embedding,
+    linears.Linear: Linear,
+    embeddings.Embedding: Embedding,
     normalization.RMSNorm: RMSNorm,
     normalization.LayerNorm: LayerNorm,
     transformer.MultiHeadAttention: MultiHeadAttention,

@@ -34,9 +34,7 @@ layer that knows which dtypes the model's stream has (`Layer.streams`) refuses a
 Shapes: B batch, T tokens of a sequence, D width, H heads, K features of a head.
 """
 
-from collections.abc import Callable
 from copy import deepcopy
-from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -46,53 +44,9 @@ from mlx.nn.layers.base import Module
 from halfstep.core.errors import PolicyError
 from halfstep.core.formats import FP32, Format
 from halfstep.core.precision import Precision
-from halfstep.core.roles import Operand, is_narrow
-from halfstep.mlx.cast import carried, quantize_scaled
-from halfstep.mlx.dtypes import dtype_of
-
-
-@dataclass(frozen=True)
-class Casts:
-    """A precision in MLX's terms."""
-
-    precision: Precision
-    emulate: bool
-    plain: bool  # fp32 throughout: MLX's own matmul will do
-    compute: mx.Dtype
-    operand: mx.Dtype
-    grad: mx.Dtype
-    grad_operand: mx.Dtype
-    grad_weight: mx.Dtype
-    norm: mx.Dtype
-    softmax: mx.Dtype
-    loss: mx.Dtype
-    fused_softmax: bool  # attention keeps scores and softmax in fp32 whatever its inputs are
-
-    def __deepcopy__(self, _: dict[int, Any]) -> "Casts":
-        return self  # frozen, and MLX's dtypes cannot be copied
-
-
-@cache
-def casts_of(precision: Precision) -> Casts:
-    """What a precision means here. Emulated, every tensor is carried in fp32."""
-
-    def carrier(fmt: Format) -> mx.Dtype:
-        return mx.float32 if precision.emulate else dtype_of(fmt)
-
-    return Casts(
-        precision=precision,
-        emulate=precision.emulate,
-        plain=precision.formats == (FP32,) and precision.grad_weight == FP32,
-        compute=carrier(precision.compute),
-        operand=carrier(precision.operand.format),
-        grad=carrier(precision.grad),
-        grad_operand=carrier(precision.grad_operand.format),
-        grad_weight=carrier(precision.grad_weight),
-        norm=carrier(precision.norm),
-        softmax=carrier(precision.softmax),
-        loss=carrier(precision.loss),
-        fused_softmax=precision.softmax == FP32,
-    )
+from halfstep.mlx.cast import carried
+from halfstep.mlx.lowering import Casts, casts_of
+from halfstep.mlx.matmul import held, look_up, multiply, narrowed, rounding, with_gradient
 
 
 class Layer(Module):
@@ -150,7 +104,7 @@ def rounded(x: mx.array, casts: Casts) -> mx.array:
     """The result of an operation in the compute format: as it is natively, rounded where it is emulated."""
     if not casts.emulate or casts.plain:
         return x
-    return _rounding(casts.precision.compute, casts.precision.grad)(x)
+    return rounding(casts.precision.compute, casts.precision.grad)(x)
 
 
 def owned(parameter: mx.array, casts: Casts) -> mx.array:
@@ -170,9 +124,9 @@ def plus(x: mx.array, addend: mx.array, casts: Casts) -> mx.array:
     return enter(x.astype(mx.float32) + addend.astype(mx.float32), casts)
 
 
-def lookup(weight: mx.array, index: mx.array, casts: Casts) -> mx.array:
+def embedding(weight: mx.array, index: mx.array, casts: Casts) -> mx.array:
     """Rows of a table in compute; their gradients are summed in fp32, whatever the table is held in."""
-    return enter(_looking_up(casts.precision.grad_weight)(weight, index), casts)
+    return enter(look_up(weight, index, casts), casts)
 
 
 def linear(x: mx.array, weight: mx.array, bias: mx.array | None, casts: Casts) -> mx.array:
@@ -180,7 +134,7 @@ def linear(x: mx.array, weight: mx.array, bias: mx.array | None, casts: Casts) -
     if casts.plain and weight.dtype == mx.float32:
         y = x.astype(mx.float32) @ weight.T
     else:
-        y = _multiplying(casts.precision)(enter(x, casts), weight)
+        y = multiply(enter(x, casts), weight, casts)
     return (
         y if bias is None else plus(y, _biasing(casts.precision.compute, casts.precision.grad_weight)(bias), casts)
     )
@@ -231,7 +185,7 @@ def cross_entropy(logits: mx.array, targets: mx.array, casts: Casts, softcap: fl
         inside = softcap * mx.tanh(inside / softcap)
     chosen = mx.take_along_axis(inside, targets[..., None], axis=-1).squeeze(-1)
     total = (mx.logsumexp(inside, axis=-1) - chosen).sum()
-    return _narrowed(total, casts.loss, fmt, casts)
+    return narrowed(total, casts.loss, fmt, casts)
 
 
 def rotate(x_BHTK: mx.array, cos_TK: mx.array, sin_TK: mx.array, casts: Casts) -> mx.array:
@@ -290,114 +244,26 @@ class Norm(Layer):
 
 def _inside(x: Any, dtype: mx.Dtype, fmt: Format, casts: Casts) -> Any:
     """A tensor (or None) with the numbers of the format that an island computes in, in fp32."""
-    return None if x is None else _narrowed(x, dtype, fmt, casts).astype(mx.float32)
+    return None if x is None else narrowed(x, dtype, fmt, casts).astype(mx.float32)
 
 
 def _outside(x: mx.array, dtype: mx.Dtype, fmt: Format, casts: Casts) -> mx.array:
     """What an island made, in its own format first and then in compute."""
-    return enter(_narrowed(x, dtype, fmt, casts), casts)
-
-
-def _narrowed(x: mx.array, dtype: mx.Dtype, fmt: Format, casts: Casts) -> mx.array:
-    """A tensor with the numbers of a format, in the dtype that carries it."""
-    x = x.astype(dtype)
-    return _rounding(fmt, fmt)(x) if casts.emulate and fmt != FP32 else x
-
-
-def _with_gradient(function: Callable[..., mx.array], backward: Callable[..., Any]) -> Any:
-    """A function whose gradient is stated: (arguments, gradient of the result, result) -> theirs."""
-    made = mx.custom_function(function)
-    made.vjp(backward)
-    return made
-
-
-@cache
-def _rounding(value: Format, grad: Format) -> Any:
-    """Rounds the value forward and the gradient backward, as storing both in narrow tensors would."""
-    return _with_gradient(lambda x: carried(x, value), lambda _, g, __: carried(g, grad))
+    return enter(narrowed(x, dtype, fmt, casts), casts)
 
 
 @cache
 def _owning(fmt: Format) -> Any:
     """A parameter in fp32, and its gradient in the format of weight gradients."""
-    return _with_gradient(lambda p: p.astype(mx.float32), lambda p, g, _: held(carried(g, fmt), p, fmt))
+    return with_gradient(lambda p: p.astype(mx.float32), lambda p, g, _: held(carried(g, fmt), p, fmt))
 
 
 @cache
 def _biasing(compute: Format, fmt: Format) -> Any:
     """A bias with numbers of compute, in fp32: a cast to bf16 would round the sum of its gradients once more."""
-    return _with_gradient(
+    return with_gradient(
         lambda p: carried(p.astype(mx.float32), compute), lambda p, g, _: held(carried(g, fmt), p, fmt)
     )
-
-
-@cache
-def _looking_up(fmt: Format) -> Any:
-    """Rows of a table in fp32. MLX would sum their gradients in the dtype of the table."""
-
-    def backward(primals: tuple[mx.array, mx.array], g: mx.array, _: mx.array) -> tuple[mx.array, mx.array]:
-        weight, index = primals
-        total = mx.zeros(weight.shape).at[index.reshape(-1)].add(g.reshape(-1, weight.shape[-1]))
-        return held(carried(total, fmt), weight, fmt), mx.zeros_like(index)
-
-    return _with_gradient(lambda weight, index: weight[index].astype(mx.float32), backward)
-
-
-def held(g: mx.array, parameter: mx.array, fmt: Format) -> mx.array:
-    """A weight gradient with numbers of its format: in fp32 where the parameter is, else in the format's dtype."""
-    return g.astype(mx.float32 if parameter.dtype == mx.float32 else dtype_of(fmt))
-
-
-@cache
-def _multiplying(p: Precision) -> Any:
-    """The three matmuls of a linear layer without bias; x comes in the compute format."""
-    casts = casts_of(p)
-
-    def forward(x: mx.array, weight: mx.array) -> mx.array:
-        w = _narrowed(weight, casts.compute, p.compute, casts)
-        if casts.emulate:
-            return _emulated_matmul(x, w.T, p.operand, p.operand, p.compute)
-        return _matmul(x.astype(casts.operand), w.T.astype(casts.operand), casts.compute)
-
-    def backward(primals: tuple[mx.array, mx.array], g: mx.array, _: mx.array) -> tuple[mx.array, mx.array]:
-        (x, weight), w = primals, _narrowed(primals[1], casts.compute, p.compute, casts)
-        rows, g = x.reshape(-1, x.shape[-1]), g.reshape(-1, g.shape[-1])
-        if casts.emulate:
-            g = carried(g, p.grad)
-            grad_input = _emulated_matmul(g, w, p.grad_operand, p.operand, p.grad)
-            grad_weight = _emulated_matmul(g.T, rows, p.grad_operand, p.operand, p.grad_weight)
-        else:
-            g = g.astype(casts.grad_operand)
-            grad_input = _matmul(g, w.astype(casts.operand), casts.grad)
-            grad_weight = _matmul(g.T, rows.astype(casts.operand), casts.grad_weight)
-        return grad_input.reshape(x.shape), held(grad_weight, weight, p.grad_weight)
-
-    return _with_gradient(forward, backward)
-
-
-def _matmul(a: mx.array, b: mx.array, out: mx.Dtype) -> mx.array:
-    """a b summed in fp32, its result in `out`."""
-    if out == a.dtype == b.dtype:
-        return a @ b
-    return (a.astype(mx.float32) @ b.astype(mx.float32)).astype(out)
-
-
-def _emulated_matmul(a: mx.array, b: mx.array, a_operand: Operand, b_operand: Operand, out: Format) -> mx.array:
-    a, a_inv = _lower(a, a_operand)
-    b, b_inv = _lower(b.T, b_operand)
-    y = a @ b.T
-    if a_inv is not None:
-        y = y * a_inv
-    if b_inv is not None:
-        y = y * b_inv.reshape(-1)
-    return carried(y, out)
-
-
-def _lower(x: mx.array, operand: Operand) -> tuple[mx.array, mx.array | None]:
-    """An operand's values in its format, and what undoes their scale (a column for rows), emulated."""
-    if is_narrow(operand.format):
-        return quantize_scaled(x, operand)
-    return carried(x, operand.format), None
 
 
 def _narrow_attention(q: mx.array, k: mx.array, v: mx.array, casts: Casts) -> mx.array:

@@ -33,9 +33,9 @@ from halfstep.mlx.layers import (
     Norm,
     attention,
     cross_entropy,
+    embedding,
     enter,
     linear,
-    lookup,
     owned,
     plus,
     rms_norm,
@@ -224,7 +224,7 @@ class Embedding(Layer):
 
     def __call__(self, index: mx.array) -> mx.array:
         """The rows of the index."""
-        return lookup(self.weight, index, self.casts)
+        return embedding(self.weight, index, self.casts)
 
     def rows(self, count: int) -> mx.array:
         """The first rows, for positions."""

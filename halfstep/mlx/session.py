@@ -25,8 +25,9 @@ from halfstep.mlx.dtypes import as_device, describe
 from halfstep.mlx.measure import devices
 from halfstep.mlx.model import Decoder
 from halfstep.mlx.optim.optimizers import AdamW, Muon, Optimizer
-from halfstep.mlx.state import load_state, load_weights, restored, state_of, stored
-from halfstep.mlx.step import Run, StepResult, to_compile
+from halfstep.mlx.run.checks import resolve_compile
+from halfstep.mlx.state import load_weights, restored, stored
+from halfstep.mlx.step import Run, StepResult
 
 Tokens = NDArray[np.int32]
 # (updates applied so far, array namespace) -> what the learning rates are multiplied by, on the device
@@ -65,7 +66,7 @@ class Session:
                 self.conversion,
                 config.training.clip_norm,
                 seed=config.seed,
-                compile=to_compile(config.training.compile),
+                compile=resolve_compile(config.training.compile),
             )
             self.averages = self.run.masters.wide() if config.training.ema else None
         self._rates = [optimizer.learning_rate for optimizer in self.run.optimizers]
@@ -145,7 +146,7 @@ class Session:
 
     def state(self) -> dict[str, Stored]:
         """Everything that the next step depends on."""
-        return {name: stored(array) for name, array in (state_of(self.run) | to_state(self.averages)).items()}
+        return {name: stored(array) for name, array in (self.run.state | to_state(self.averages)).items()}
 
     def snapshot(self) -> Snapshot:
         """A copy of the state. Taken at once: host and device share their memory, and one thread evaluates."""
@@ -167,14 +168,14 @@ class Session:
         with mx.stream(self.device):
             given = {name: restored(record) for name, record in state.items()}
             averages = pop_from_state(given, self.averages)
-            load_state(self.run, given)
+            self.run.load(given)
             self.averages = averages or None
 
     def load_weights(self, state: Mapping[str, Held]) -> None:
         """Takes the weights of a state and leaves the rest: for evaluation and sampling."""
         weights = {k: restored(v) for k, v in state.items() if k.startswith(("model.", "remainder."))}
         with mx.stream(self.device):
-            load_weights(self.run, weights)
+            load_weights(self.run.masters, weights)
 
     def applied(self) -> int:
         """How many updates were applied, skipped ones left out; waits for the device."""

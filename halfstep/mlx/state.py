@@ -10,7 +10,7 @@ Loading checks names, shapes and dtypes before it changes anything: fp32 moments
 """
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import NamedTuple
 
 import mlx.core as mx
 import numpy as np
@@ -18,10 +18,9 @@ import numpy as np
 from halfstep.core.errors import HalfstepError
 from halfstep.core.scaling import ScaleState
 from halfstep.core.state_format import Description, Held, Stored, check_same
+from halfstep.mlx.apply import Place
 from halfstep.mlx.cast import join
-
-if TYPE_CHECKING:
-    from halfstep.mlx.step import Run
+from halfstep.mlx.optim.masters import Masters
 
 # Names of dtypes in a safetensors header, and the numpy dtype that carries the bytes.
 DTYPE_NAMES = {
@@ -42,33 +41,40 @@ DTYPE_NAMES = {
 _DTYPES = {name: (dtype, carrier) for dtype, (name, carrier) in DTYPE_NAMES.items()}
 
 
-def state_of(run: "Run") -> dict[str, mx.array]:
-    """Every array that the next step depends on. They are the live ones, not copies."""
-    state = {name: place.array for name, place in run.places().items()}
-    state |= {f"remainder.{name}": array for name, array in run.masters.remainders.items()}
-    state |= {f"scale.{field}": run.scalars[field] for field in ScaleState._fields}
-    state["applied"] = run.scalars["applied"]
+class Live(NamedTuple):
+    """Where a run keeps the arrays that its next step depends on."""
+
+    places: dict[str, Place]  # of the model and of the optimizer, by the names of core.state_format
+    remainders: dict[str, mx.array]  # of split masters, by parameter
+    scalars: dict[str, mx.array]  # the state of the scale, and `applied`
+
+
+def state_of(live: Live) -> dict[str, mx.array]:
+    """Returns every array that the next step depends on: the live ones, not copies."""
+    state = {name: place.array for name, place in live.places.items()}
+    state |= {f"remainder.{name}": array for name, array in live.remainders.items()}
+    state |= {f"scale.{field}": live.scalars[field] for field in ScaleState._fields}
+    state["applied"] = live.scalars["applied"]
     state["rng.mlx"] = mx.random.state[0]  # type: ignore[index]
     return state
 
 
-def load_state(run: "Run", given: Mapping[str, mx.array]) -> None:
-    """Puts a state back. One of another model, optimizer or precision is refused whole."""
-    check_same(_described(state_of(run)), _described(given))
-    for name, place in run.places().items():
+def load_state(live: Live, given: Mapping[str, mx.array]) -> None:
+    """Restores a state, bit for bit. One of another model, optimizer or precision is refused whole."""
+    check_same(_described(state_of(live)), _described(given))
+    for name, place in live.places.items():
         place.put(given[name])
-    run.masters.remainders.update({name: given[f"remainder.{name}"] for name in run.masters.remainders})
-    run.scalars.update({field: given[f"scale.{field}"] for field in ScaleState._fields})
-    run.scalars["applied"] = given["applied"]
-    run.forget()
+    live.remainders.update({name: given[f"remainder.{name}"] for name in live.remainders})
+    live.scalars.update({field: given[f"scale.{field}"] for field in ScaleState._fields})
+    live.scalars["applied"] = given["applied"]
     high, low = (int(word) for word in np.array(given["rng.mlx"]))
     mx.random.seed(high << 32 | low)
 
 
-def load_weights(run: "Run", given: Mapping[str, mx.array]) -> None:
-    """Takes the weights of a state, however its masters were held, and stores them as this run holds its own."""
+def load_weights(masters: Masters, given: Mapping[str, mx.array]) -> None:
+    """Loads the weights of a state, however its masters were held, and holds them as this run does."""
     wide = {}
-    for name, place in run.masters.places.items():
+    for name, place in masters.places.items():
         hi, lo = given[f"model.{name}"], given.get(f"remainder.{name}")
         wide[name] = hi.astype(mx.float32) if lo is None else join(hi, lo)
         if wide[name].shape != place.array.shape:
@@ -76,7 +82,7 @@ def load_weights(run: "Run", given: Mapping[str, mx.array]) -> None:
                 f"`{name}` has the shape {hi.shape} in the checkpoint and {place.array.shape} in the model",
                 hint="load it with the model it was saved with",
             )
-    run.masters.set(wide)
+    masters.set(wide)
 
 
 def stored(array: mx.array) -> Stored:

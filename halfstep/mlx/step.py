@@ -26,8 +26,6 @@ first step of the `tiny` recipe takes 33 s, and the others as long as before (1.
 3.1 s against 2.8 s in fp32, the least of four). So `compile=None` compiles on a GPU only, unmeasured.
 """
 
-import os
-import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -37,7 +35,7 @@ import mlx.optimizers
 from mlx.nn.layers.base import Module
 from mlx.utils import tree_flatten, tree_unflatten
 
-from halfstep.core.errors import HalfstepError, PolicyError, ScalingError
+from halfstep.core.errors import HalfstepError, ScalingError
 from halfstep.core.formats import FP32
 from halfstep.core.policy import Policy, as_policy
 from halfstep.core.roles import print_value
@@ -46,7 +44,8 @@ from halfstep.mlx.apply import Applied, Place, apply, arrays, public, restore, t
 from halfstep.mlx.dtypes import dtype_of
 from halfstep.mlx.optim.masters import Masters
 from halfstep.mlx.optim.optimizers import leaves_of
-from halfstep.mlx.state import load_state, state_of
+from halfstep.mlx.run.checks import check_loss, check_weight, resolve_compile
+from halfstep.mlx.state import Live, load_state, state_of
 
 # loss_fn(model, batch) -> the mean loss, or (the sum of losses, the number of tokens)
 LossFn = Callable[[Module, Any], Any]
@@ -102,7 +101,7 @@ def prepare(
                 f"the {word} is a {type(given).__name__}, not an {kind.__module__.partition('.layers')[0]} one",
                 hint="prepare(model, optimizer, policy)",
             )
-    compiled = to_compile(compile)
+    compiled = resolve_compile(compile)
     conversion = apply(model, policy, cast_inputs=cast_inputs)
     return Run(model, optimizer, conversion, clip_norm, seed=seed, compile=compiled)
 
@@ -229,12 +228,13 @@ class Run:
     @property
     def state(self) -> dict[str, mx.array]:
         """Every array that the next step depends on, by the names of state.py: mx.save_safetensors takes them."""
-        return state_of(self)
+        return state_of(Live(self._places(), self.masters.remainders, self.scalars))
 
     def load(self, state: Mapping[str, mx.array]) -> None:
         """Puts a state back, bit for bit. One of another model, optimizer or precision is refused whole."""
         self._check_open()
-        load_state(self, state)
+        load_state(Live(self._places(), self.masters.remainders, self.scalars), state)
+        self.forget()
 
     def forget(self) -> None:
         """Drops gradients that were handed over and not used."""
@@ -275,12 +275,12 @@ class Run:
             mx.random.state,
         ]
 
-    def places(self) -> dict[str, Place]:
-        """Where the arrays of the model and of the optimizer are, by the names of core.stored."""
-        found = {f"model.{name}": place for name, place in arrays(self.model).items() if public(name)}
+    def _places(self) -> dict[str, Place]:
+        """Where the arrays of the model and of the optimizer are, by the names of core.state_format."""
+        places = {f"model.{name}": place for name, place in arrays(self.model).items() if public(name)}
         for index, optimizer in enumerate(self.optimizers):
-            found |= {f"optimizer.{index}.{name}": place for name, place in arrays(optimizer.state).items()}
-        return found
+            places |= {f"optimizer.{index}.{name}": place for name, place in arrays(optimizer.state).items()}
+        return places
 
     def _check_open(self) -> None:
         if not self._open:
@@ -314,9 +314,9 @@ class Run:
             self.masters.put(used)
             given = loss_fn(self.model, batch)
             total, weight = given if isinstance(given, tuple) and len(given) == 2 else (given, 1.0)
-            weight = _checked_weight(weight)
+            weight = check_weight(weight)
             # No tokens, no gradient; 0 / 0 would spoil those of the other micro-batches.
-            loss = _checked(total, self.policy).astype(mx.float32) / mx.where(weight == 0, 1.0, weight)
+            loss = check_loss(total, self.policy).astype(mx.float32) / mx.where(weight == 0, 1.0, weight)
             return mx.where(weight == 0, 0.0, loss * scale), loss, weight
 
         def differentiate(batch: Any) -> tuple[mx.array, mx.array, dict[str, mx.array]]:
@@ -366,49 +366,3 @@ class Run:
                 if parameter is not None and place.array.shape == parameter.array.shape:
                     fmt = FP32 if widen else self.conversion.moments[name.rpartition(".")[0]]
                     place.put(place.array.astype(dtype_of(fmt)))
-
-
-def to_compile(asked: bool | None) -> bool:
-    """Whether the step is compiled; None is where it pays. What MLX would silently leave undone is refused."""
-    on_cpu = mx.default_device().type == mx.cpu
-    if not asked:
-        return asked is None and not on_cpu
-    if os.environ.get("MLX_DISABLE_COMPILE"):
-        raise HalfstepError(
-            "compile=True, and MLX_DISABLE_COMPILE is set", hint="unset it, or leave `compile` out"
-        )
-    if on_cpu and shutil.which("g++") is None:
-        raise HalfstepError(
-            "compile=True, and there is no g++: MLX's CPU backend compiles by it, and without it runs uncompiled",
-            hint="install g++ (Debian: apt install g++; macOS: xcode-select --install), or leave `compile` out",
-        )
-    return True
-
-
-def _checked_weight(weight: Any) -> mx.array:
-    if isinstance(weight, mx.array):
-        if weight.ndim:
-            raise HalfstepError(
-                f"the weight of a loss has the shape {weight.shape}; it must be one number", hint="sum the mask"
-            )
-    elif isinstance(weight, bool) or not isinstance(weight, int | float) or not weight >= 0:
-        raise HalfstepError(f"weight={weight!r}: it is a number of tokens, 0 or more", hint="0 adds nothing")
-    return mx.array(weight).astype(mx.float32)
-
-
-def _checked(loss: mx.array, policy: Policy) -> mx.array:
-    if not isinstance(loss, mx.array) or loss.ndim or not mx.issubdtype(loss.dtype, mx.floating):
-        found = isinstance(loss, mx.array)
-        told = f"{loss.dtype} of shape {loss.shape}" if found else f"a {type(loss).__name__}"
-        raise HalfstepError(
-            f"the loss function gave {told}; a loss is one floating scalar",
-            hint="return its mean, or (sum, count)",
-        )
-    wanted = mx.float32 if policy.emulate else dtype_of(policy.loss)
-    if loss.dtype.size < wanted.size:
-        raise PolicyError(
-            f"the loss came out in {loss.dtype}, and the policy says loss={policy.loss}",
-            hint="the model's outputs are widened when it is called; widen what the loss takes from its parts, "
-            "as logits.astype(mx.float32)",
-        )
-    return loss

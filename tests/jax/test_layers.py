@@ -21,8 +21,6 @@ from halfstep.jax.layers import (
     CastedLinear,
     Norm,
     attention,
-    casts_for,
-    casts_of,
     cross_entropy,
     dot_general,
     enter,
@@ -35,6 +33,7 @@ from halfstep.jax.layers import (
     softmax,
     spread,
 )
+from halfstep.jax.lowering import casts_for, casts_of
 
 # As a step is compiled. Op by op, every operation of every shape is compiled on its own, which takes far longer.
 quick = partial(jax.jit, compiler_options=COMPILER_OPTIONS)

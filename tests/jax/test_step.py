@@ -210,7 +210,7 @@ def test_aux_and_keys_come_one_a_micro_batch():
         (lambda params, x: x @ params["weight"][0], "float32 of shape \\(4,\\)"),
         (lambda params, x: jnp.int32(3), "int32 of shape"),
         (lambda params, x: (jnp.zeros(3), x), "float32 of shape \\(3,\\)"),
-        (lambda params, x: {"loss": x.sum()}, "gave dict"),
+        (lambda params, x: {"loss": x.sum()}, "returned dict"),
     ],
 )
 def test_what_is_no_loss_is_refused(loss, said):
@@ -223,7 +223,7 @@ def test_a_narrow_loss_needs_a_policy_that_says_so():
         return jnp.square(x @ params["weight"].T).mean()
 
     step = make_step(narrow, recorder())
-    with pytest.raises(PolicyError, match="the loss is bfloat16, and the policy says loss=fp32"):
+    with pytest.raises(PolicyError, match="the loss is bfloat16, but the policy says loss=fp32"):
         jax.eval_shape(step, init(weights(), recorder(), "bf16-mixed"), data(4))
     jax.eval_shape(step, init(weights(), recorder(), "bf16-mixed,loss=bf16"), data(4))
 
@@ -324,10 +324,10 @@ def test_a_micro_batch_without_tokens_counts_for_nothing(empty):
 @pytest.mark.parametrize(
     ("call", "said"),
     [
-        (lambda p, o: make_step(masked, o, micro_batches=0), "one at least"),
+        (lambda p, o: make_step(masked, o, micro_batches=0), "at least one"),
         (lambda p, o: make_step(masked, o, clip_norm=-1.0), "not negative"),
         (lambda p, o: make_step(masked, o, clip_norm=float("nan")), "not negative"),
-        (lambda p, o: make_step(masked, "adam"), "no optax transform"),
+        (lambda p, o: make_step(masked, "adam"), "not an optax transform"),
         (lambda p, o: init(p, o, 5), "policy is a int"),
         (lambda p, o: make_step(masked, optax.sgd(1.0))(init(p, o, "fp32"), None), "another optimizer"),
         (lambda p, o: make_step(lambda *_: Weighted(1.0, jnp.ones(3)), o)(init(p, o, "fp32"), None), "one number"),

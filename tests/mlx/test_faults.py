@@ -14,7 +14,6 @@ from halfstep.core.formats import E4M3
 from halfstep.mlx import prepare
 from halfstep.mlx.cast import quantize
 from halfstep.mlx.optim.optimizers import AdamW
-from halfstep.mlx.state import load_state, state_of
 
 FP16 = "compute=fp16,emulate=true,scale=dynamic:init=1024:interval=2:floor=256"
 
@@ -79,11 +78,11 @@ def test_moments_of_a_bf16_model_are_fp32():
 
 def test_moments_do_not_change_their_dtype_on_load():
     run = prepare(ones(), AdamW(), "bf16-mixed")
-    given = dict(state_of(run))
+    given = dict(run.state)
     name = "optimizer.0.weight.m"
     given[name] = given[name].astype(mx.bfloat16)
     with pytest.raises(HalfstepError, match="bfloat16 of shape"):
-        load_state(run, given)
+        run.load(given)
     assert run.optimizer.state["weight"]["m"].dtype == mx.float32
 
 
@@ -146,7 +145,7 @@ def test_the_scale_is_part_of_the_state():
     run, other = (prepare(ones(), AdamW(), FP16) for _ in range(2))
     for _ in range(3):
         run.step(squares, [data() * 0.1])
-    load_state(other, state_of(run))
+    other.load(run.state)
     assert other.scale_state.scale.item() == run.scale_state.scale.item() == 2048
     assert other.scale_state.good_steps.item() == 1
 

@@ -18,13 +18,12 @@ from halfstep.mlx.layers import (
     CastedLinear,
     Norm,
     attention,
-    casts_of,
     cross_entropy,
+    embedding,
     enter,
     expect,
     layer_norm,
     linear,
-    lookup,
     owned,
     plus,
     rms_norm,
@@ -33,6 +32,7 @@ from halfstep.mlx.layers import (
     softmax,
     times,
 )
+from halfstep.mlx.lowering import casts_of
 
 
 def of(policy):
@@ -162,11 +162,11 @@ def test_factors_and_biases_have_gradients_summed_in_fp32(operation):
 def test_rows_of_a_table_have_gradients_summed_in_fp32(dtype):
     """A thousand gradients of one row: in bf16 the sum would stop growing at 256."""
     table, index = draw(4, 8).astype(dtype), mx.array([[2] * 500, [2] * 499 + [0]])
-    y, grad = gradients(lambda table: lookup(table, index, NATIVE), mx.ones((2, 500, 8)), table)
+    y, grad = gradients(lambda table: embedding(table, index, NATIVE), mx.ones((2, 500, 8)), table)
     assert equal(y, table.astype(mx.bfloat16)[index])
     expected = mx.broadcast_to(mx.array([1.0, 0.0, 999.0, 0.0])[:, None], (4, 8))
     assert equal(grad, expected)
-    _, grad = gradients(lambda table: lookup(table, index, of("bf16-true")), mx.ones((2, 500, 8)), table)
+    _, grad = gradients(lambda table: embedding(table, index, of("bf16-true")), mx.ones((2, 500, 8)), table)
     assert equal(grad, expected.astype(mx.bfloat16).astype(dtype))
 
 

@@ -15,7 +15,8 @@ from halfstep.core.formats import BF16, FP16
 from halfstep.core.policy import Policy
 from halfstep.core.precision import base_precision, precisions
 from halfstep.core.roles import print_value
-from halfstep.mlx.layers import casts_of, enter
+from halfstep.mlx.layers import enter
+from halfstep.mlx.lowering import casts_of
 from halfstep.mlx.model import Decoder, _gelu, _silu
 from halfstep.torch.model import Decoder as TorchDecoder
 

@@ -9,7 +9,7 @@ from mlx import nn
 from halfstep.core.errors import HalfstepError
 from halfstep.mlx import prepare
 from halfstep.mlx.cast import join
-from halfstep.mlx.state import DTYPE_NAMES, load_state, load_weights, restored, state_of, stored
+from halfstep.mlx.state import DTYPE_NAMES, load_weights, restored, stored
 
 
 def draw(*shape, seed=0):
@@ -42,23 +42,23 @@ def test_a_state_put_back_goes_on_bit_for_bit(policy):
     mx.random.seed(1)
     one = run(policy)
     train(one, range(3))
-    saved = through_bytes(state_of(one))
+    saved = through_bytes(one.state)
     other = run(policy)
     train(other, [9])  # elsewhere, so that anything left out of the state would show
     mx.random.seed(99)
-    load_state(other, saved)
+    other.load(saved)
     right = train(other, range(3, 6))
-    ours = through_bytes(state_of(other))
-    load_state(one, saved)  # there is one random key in a process: this run's dropout goes on from it
+    ours = through_bytes(other.state)
+    one.load(saved)  # there is one random key in a process: this run's dropout goes on from it
     assert train(one, range(3, 6)) == right
-    theirs = state_of(one)
+    theirs = one.state
     assert all(
         mx.array_equal(ours[name], theirs[name]) and ours[name].dtype == theirs[name].dtype for name in theirs
     )
 
 
 def test_names_are_those_of_every_backend_and_what_mlx_adds():
-    names = set(state_of(run("bf16-mixed,param=fp32:split")))
+    names = set(run("bf16-mixed,param=fp32:split").state)
     assert names == {
         "model.layers.0.weight",
         "model.layers.0.bias",
@@ -75,7 +75,6 @@ def test_names_are_those_of_every_backend_and_what_mlx_adds():
         "applied",
         "rng.mlx",
     }
-    assert run().state.keys() == state_of(run()).keys()
 
 
 def test_mlx_writes_and_reads_it_as_it_is(tmp_path):
@@ -97,20 +96,20 @@ def test_mlx_writes_and_reads_it_as_it_is(tmp_path):
     ],
 )
 def test_a_state_of_another_model_optimizer_or_precision_is_refused_whole(other, said):
-    given = through_bytes(state_of(run()))
+    given = through_bytes(run().state)
     target = run(**other)
-    before = through_bytes(state_of(target))
+    before = through_bytes(target.state)
     with pytest.raises(HalfstepError, match=said):
-        load_state(target, given)
-    after = state_of(target)
+        target.load(given)
+    after = target.state
     assert all(mx.array_equal(before[name], after[name]) for name in before)
 
 
 def test_gradients_from_before_are_forgotten_when_a_state_is_put_back():
     r = run(drop=0.0)
-    saved = through_bytes(state_of(r))
+    saved = through_bytes(r.state)
     r.accumulate(r.value_and_grad(lambda model, x: model(x).sum())(draw(3, 4))[1])
-    load_state(r, saved)
+    r.load(saved)
     with pytest.raises(HalfstepError, match="no gradients"):
         r.update()
 
@@ -120,7 +119,7 @@ def test_gradients_from_before_are_forgotten_when_a_state_is_put_back():
 def test_weights_alone_pass_between_forms(theirs, ours):
     source, target = run(theirs), run(ours)
     train(source, range(2))
-    load_weights(target, through_bytes(state_of(source)))
+    load_weights(target.masters, through_bytes(source.state))
     wide = {}
     for r in (source, target):
         hi, lo = r.model.layers[0].weight, r.masters.remainders.get("layers.0.weight")
@@ -132,7 +131,7 @@ def test_weights_alone_pass_between_forms(theirs, ours):
 
 def test_weights_of_another_shape_are_refused():
     with pytest.raises(HalfstepError, match=r"`layers\.0\.weight` has the shape"):
-        load_weights(run(), state_of(run(width=6)))
+        load_weights(run().masters, run(width=6).state)
 
 
 @pytest.mark.parametrize("dtype", list(DTYPE_NAMES), ids=str)

@@ -79,7 +79,8 @@ from halfstep.jax.functions.primitives import (
     multiplies,
     parts_of_scan,
 )
-from halfstep.jax.layers import casts_of, dot_general, enter, owned, rounded
+from halfstep.jax.layers import dot_general, enter, owned, rounded
+from halfstep.jax.lowering import casts_of
 
 _FLOAT32 = jnp.dtype(jnp.float32)
 

@@ -36,7 +36,7 @@ from halfstep.jax.functions.primitives import (
     is_float,
     line_of,
 )
-from halfstep.jax.layers import Casts
+from halfstep.jax.lowering import Casts
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,9 @@ from jax.extend.source_info_util import summarize
 from halfstep.core.formats import Format
 from halfstep.jax.cast import carried
 from halfstep.jax.dtypes import dtype_of
-from halfstep.jax.layers import Casts
+from halfstep.jax.lowering import Casts
+
+_OURS = Path(__file__).parents[1]  # halfstep/jax
 
 
 def _words(*lines: str) -> frozenset[str]:
@@ -76,7 +78,7 @@ def is_ours(eqn: Any) -> bool:
     """Whether an equation is a layer of this package, which states its casts and gradients by itself."""
     about = (getattr(inner, "debug_info", None) for inner in jaxprs_in_params(eqn.params))
     files = [str(getattr(each, "func_filename", "") or "") for each in about]
-    return bool(files) and all(Path(file).parent == Path(__file__).parent for file in files)
+    return bool(files) and all(_OURS in Path(file).parents for file in files)
 
 
 def multiplies(eqn: Any) -> bool:

@@ -1,4 +1,4 @@
-"""What users hand to `init` and `make_step`, refused where it cannot work, when the step is made or traced."""
+"""Checks of what users hand to `init` and `make_step`, when the step is built or traced."""
 
 from typing import Any
 
@@ -12,64 +12,65 @@ from halfstep.jax.apply import Leaves
 from halfstep.jax.dtypes import dtype_of, format_of
 
 
-def check_loss(given: Any, policy: Policy) -> None:
-    """Refuses what is no loss: `given` is what the loss function returns, as shapes and dtypes."""
-    loss = given[0] if isinstance(given, tuple) and len(given) == 2 else given
+def check_loss(returned: Any, policy: Policy) -> None:
+    """Refuses what is not a loss: `returned` is what the loss function returns, as shapes and dtypes."""
+    loss = returned[0] if isinstance(returned, tuple) and len(returned) == 2 else returned
     if hasattr(loss, "weight"):  # a Weighted, of step.py
         if jnp.shape(loss.weight) != ():
             raise HalfstepError(
-                f"the weight of a loss is one number, and the loss function gave shape {jnp.shape(loss.weight)}",
+                f"the weight of a loss is one number, but it has shape {jnp.shape(loss.weight)}",
                 hint="sum it: Weighted(losses.sum(), mask.sum())",
             )
         loss = loss.total
     shape, dtype = getattr(loss, "shape", None), getattr(loss, "dtype", None)
     if dtype is None or shape != () or not jnp.issubdtype(dtype, jnp.floating):
-        told = type(loss).__name__ if dtype is None else f"{dtype} of shape {shape}"
+        given = type(loss).__name__ if dtype is None else f"{dtype} of shape {shape}"
         raise HalfstepError(
-            f"the loss function gave {told}; a loss is one floating scalar",
-            hint="return its mean, or Weighted(sum, count), or either in a tuple with something else: (loss, aux)",
+            f"the loss function returned {given}; a loss is one floating scalar",
+            hint="return its mean, or Weighted(sum, count), or either in a tuple with a second value: (loss, aux)",
         )
     if dtype not in (jnp.float32, dtype_of(policy.loss)):
         raise PolicyError(
-            f"the loss is {dtype}, and the policy says loss={policy.loss}",
+            f"the loss is {dtype}, but the policy says loss={policy.loss}",
             hint="return it in fp32: convert predictions with `.astype(jnp.float32)` before the loss; or accept "
             f"it with `loss={format_of(dtype)}`",
         )
 
 
 def check_settings(optimizer: Any, clip_norm: float = 0.0, micro_batches: int | None = None) -> None:
-    """Refuses what no step can be made of."""
+    """Refuses settings that no step can be built from."""
     if not (hasattr(optimizer, "init") and hasattr(optimizer, "update")):
         raise HalfstepError(
-            f"the optimizer is a {type(optimizer).__name__}, no optax transform", hint="as optax.adamw(1e-3)"
+            f"the optimizer is a {type(optimizer).__name__}, not an optax transform",
+            hint="for example optax.adamw(1e-3)",
         )
     if not clip_norm >= 0.0:
         raise HalfstepError(f"clip_norm={clip_norm!r}: a norm is not negative", hint="0 clips nothing")
     if micro_batches is not None and (isinstance(micro_batches, bool) or micro_batches < 1):
         raise HalfstepError(
-            f"micro_batches={micro_batches!r}: an update has one at least",
+            f"micro_batches={micro_batches!r}: an update needs at least one",
             hint="None takes the batch as it is; n takes every leaf along a leading axis of n",
         )
 
 
 def check_optimizer(optimizer: optax.GradientTransformation, leaves: Leaves, opt_state: Any) -> None:
-    """Refuses a state whose optimizer was another: optax transforms read their state as they find it."""
+    """Refuses the state of another optimizer: optax transforms read their state without checking it."""
     wide = {name: jax.ShapeDtypeStruct(leaf.shape, jnp.float32) for name, leaf in leaves.trained.items()}
     expected: Any = jax.tree.structure(jax.eval_shape(optimizer.init, leaves.bare(wide)))
     if expected != jax.tree.structure(opt_state):
         raise HalfstepError(
-            "the state was made with another optimizer than the step",
-            hint="give init and make_step the same transform",
+            "the state was initialized with another optimizer than the step uses",
+            hint="pass the same transform to init and make_step",
         )
 
 
 def check_leading(batch: Any, count: int) -> None:
-    """Refuses a batch that has no leading axis of so many micro-batches."""
+    """Refuses a batch that lacks a leading axis of so many micro-batches."""
     for path, leaf in jax.tree_util.tree_leaves_with_path(batch):
         if jnp.ndim(leaf) == 0 or jnp.shape(leaf)[0] != count:
-            where = jax.tree_util.keystr(path, simple=True, separator=".")
-            told = f"leaf `{where}` of the batch" if where else "the batch"
+            name = jax.tree_util.keystr(path, simple=True, separator=".")
+            where = f"leaf `{name}` of the batch" if name else "the batch"
             raise HalfstepError(
-                f"{told} has shape {jnp.shape(leaf)}, and there are {count} micro-batches",
+                f"{where} has shape {jnp.shape(leaf)}, but there are {count} micro-batches",
                 hint=f"every leaf of the batch needs a leading axis of {count}",
             )

@@ -1,0 +1,61 @@
+"""A precision in a framework's own terms: which dtype carries each role of a module.
+
+Every layer of a backend reads a `Casts`. Its fields are the same everywhere; each backend's lowering.py fills them
+with its own dtypes, and adds what only that framework needs.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Generic, Self, TypeVar
+
+from halfstep.core.formats import FP32, Format
+from halfstep.core.precision import Precision
+
+DType = TypeVar("DType")
+
+
+@dataclass(frozen=True)
+class Casts(Generic[DType]):
+    """The dtypes of one module. Compiled code reads them and never hashes a format."""
+
+    precision: Precision
+    emulate: bool
+    plain: bool  # fp32 throughout: the framework's own matmul will do
+    compute: DType
+    operand: DType
+    grad: DType
+    grad_operand: DType
+    grad_weight: DType
+    norm: DType
+    softmax: DType
+    loss: DType
+    fused_softmax: bool  # fused attention keeps scores and softmax in fp32 whatever its inputs are
+
+    @classmethod
+    def lower(cls, precision: Precision, dtype_of: Callable[[Format], DType], **own: Any) -> Self:
+        """Returns what a precision means in a framework. Emulated, every array is carried in fp32.
+
+        `own` are the fields that a backend adds.
+        """
+
+        def carrier(fmt: Format) -> DType:
+            return dtype_of(FP32 if precision.emulate else fmt)
+
+        return cls(
+            precision=precision,
+            emulate=precision.emulate,
+            plain=precision.formats == (FP32,) and precision.grad_weight == FP32,
+            compute=carrier(precision.compute),
+            operand=carrier(precision.operand.format),
+            grad=carrier(precision.grad),
+            grad_operand=carrier(precision.grad_operand.format),
+            grad_weight=carrier(precision.grad_weight),
+            norm=carrier(precision.norm),
+            softmax=carrier(precision.softmax),
+            loss=carrier(precision.loss),
+            fused_softmax=precision.softmax == FP32,
+            **own,
+        )
+
+    def __deepcopy__(self, _: dict[int, Any]) -> Self:
+        return self  # frozen, and the dtypes of some frameworks cannot be copied

@@ -1,0 +1,1 @@
+"""What surrounds a step: the checks of what users hand over."""

@@ -1,0 +1,59 @@
+"""Checks of what users hand to `prepare` and `step`."""
+
+import os
+import shutil
+from typing import Any
+
+import mlx.core as mx
+
+from halfstep.core.errors import HalfstepError, PolicyError
+from halfstep.core.policy import Policy
+from halfstep.mlx.dtypes import dtype_of
+
+
+def resolve_compile(asked: bool | None) -> bool:
+    """Returns whether to compile the step: None means where it pays. Refuses what MLX would silently not do."""
+    on_cpu = mx.default_device().type == mx.cpu
+    if not asked:
+        return asked is None and not on_cpu
+    if os.environ.get("MLX_DISABLE_COMPILE"):
+        raise HalfstepError(
+            "compile=True, but MLX_DISABLE_COMPILE is set", hint="unset it, or leave `compile` out"
+        )
+    if on_cpu and shutil.which("g++") is None:
+        raise HalfstepError(
+            "compile=True, but there is no g++: without it MLX runs uncompiled on a CPU, and says nothing",
+            hint="install g++ (Debian: apt install g++; macOS: xcode-select --install), or leave `compile` out",
+        )
+    return True
+
+
+def check_weight(weight: Any) -> mx.array:
+    """Returns the weight of a loss in fp32, or refuses what is not one number of tokens."""
+    if isinstance(weight, mx.array):
+        if weight.ndim:
+            raise HalfstepError(
+                f"the weight of a loss has the shape {weight.shape}; it must be one number", hint="sum the mask"
+            )
+    elif isinstance(weight, bool) or not isinstance(weight, int | float) or not weight >= 0:
+        raise HalfstepError(f"weight={weight!r}: it is a number of tokens, 0 or more", hint="0 adds nothing")
+    return mx.array(weight).astype(mx.float32)
+
+
+def check_loss(loss: Any, policy: Policy) -> mx.array:
+    """Returns the loss, or refuses one that is not a floating scalar in the policy's loss format."""
+    if not isinstance(loss, mx.array) or loss.ndim or not mx.issubdtype(loss.dtype, mx.floating):
+        is_array = isinstance(loss, mx.array)
+        given = f"{loss.dtype} of shape {loss.shape}" if is_array else f"a {type(loss).__name__}"
+        raise HalfstepError(
+            f"the loss function returned {given}; a loss is one floating scalar",
+            hint="return its mean, or (sum, count)",
+        )
+    wanted = mx.float32 if policy.emulate else dtype_of(policy.loss)
+    if loss.dtype.size < wanted.size:
+        raise PolicyError(
+            f"the loss is {loss.dtype}, but the policy says loss={policy.loss}",
+            hint="the model's outputs are widened when you call it; widen what the loss takes from its parts with "
+            "logits.astype(mx.float32)",
+        )
+    return loss
