@@ -25,7 +25,7 @@ from halfstep.training.data.load import Prefetch
 from halfstep.training.loop import Loop
 from halfstep.training.run.signals import stop_requests
 from halfstep.training.telemetry.events import Events
-from halfstep.training.telemetry.progress import progress
+from halfstep.training.telemetry.progress import StepProgress
 
 BAR = 0.95
 
@@ -78,7 +78,7 @@ def main() -> int:
         times: dict[str, list[float]] = {"ours": [], "bare": []}
         with (
             Events(Path(folder) / "run" / "events.jsonl") as loop.events,
-            progress(total) as bar,
+            StepProgress(total) as bar,
             stop_requests() as stop,
             Prefetch(loop.batches.at, 0, total) as batches,
         ):

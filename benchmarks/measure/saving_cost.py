@@ -28,7 +28,7 @@ from halfstep.training.data.load import Prefetch
 from halfstep.training.loop import Loop
 from halfstep.training.run.signals import stop_requests
 from halfstep.training.telemetry.events import Events
-from halfstep.training.telemetry.progress import progress
+from halfstep.training.telemetry.progress import StepProgress
 
 BAR = 0.02
 NEVER = 10**9
@@ -82,7 +82,7 @@ def main() -> int:
         took: list[float] = []
         with (
             Events(out / "events.jsonl") as loop.events,
-            progress(NEVER) as bar,
+            StepProgress(NEVER) as bar,
             stop_requests() as stop,
             Prefetch(loop.batches.at, 0, NEVER) as batches,
         ):

@@ -44,7 +44,7 @@ from halfstep.training.telemetry import loggers
 from halfstep.training.telemetry.ceiling import UNMEASURED, Ceiling
 from halfstep.training.telemetry.events import Events
 from halfstep.training.telemetry.meters import Meters, Tally
-from halfstep.training.telemetry.progress import Progress, progress
+from halfstep.training.telemetry.progress import StepProgress
 from halfstep.training.weights import artifact
 from halfstep.training.weights.pretrained import Pretrained, open_pretrained
 
@@ -132,7 +132,7 @@ class Loop:
                 self.lock.release()
 
     def _run(self) -> Outcome:
-        with stop_requests() as stop, progress(self.config.training.steps, start=self.start) as bar:
+        with stop_requests() as stop, StepProgress(self.config.training.steps, start=self.start) as bar:
             self.attend(stop, bar)
             for message in self.warnings:
                 self.bar.note(f"warning: {message}")
@@ -174,7 +174,7 @@ class Loop:
         peak, capacity = self.session.memory(), self.session.capacity()
         return memory.in_training(self.config, self.tally.step, peak, capacity, self.saver.saved_step)
 
-    def attend(self, stop: StopRequest, bar: Progress) -> None:
+    def attend(self, stop: StopRequest, bar: StepProgress) -> None:
         """Sets up what counts, saves and judges while steps are taken; benchmarks take theirs with `_steps`."""
         self.stop, self.bar = stop, bar
         self.tally = self._tally_at(self.start)

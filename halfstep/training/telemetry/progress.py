@@ -1,44 +1,109 @@
-"""How far a run is, on stderr: a live bar on a terminal, plain lines everywhere else.
+"""Progress on stderr: a live bar on a terminal, plain lines everywhere else.
 
     step 120/1000  loss 3.214  45,120 tokens/s  0:01:20 left  1.2 GiB  scale 65536  2 skipped
+    packing  120.5 MiB of 1.2 GiB  9.7%  31,204,112 tokens  410,000 tokens/s  0:04:31 left
 
-A plain line is written for the first step and the last, whenever 5 seconds have passed since the last line,
-and whenever a tenth of the steps is done: a log of a short run shows its course, and that of a long one is
-not flooded. The scale is shown when it is not 1 and skipped steps when there are some: they are news.
+A plain line is printed for the first update and the last, every 5 seconds, and for every tenth of the steps: the
+log of a short run shows its course, and that of a long one is not flooded. The scale is shown when it is not 1,
+and skipped steps when there are any.
 
-Numbers given here are host numbers; reading them from a device is the caller's decision. The time left is
-reckoned from the first update on, so that compiling, which the first one waits for, does not enter.
+Speed and time left count from the first update on: neither compiling nor what an earlier session did counts.
 
-A log on a disk that is full refuses lines, and so does a terminal that went away, or a pipe that nobody reads:
-they are left out, and training goes on (`lossy`).
+A full disk, a closed terminal or a pipe without a reader loses lines; nothing stops for them (`lossy`).
 """
 
 import math
 import os
 import sys
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, TextIO, cast, final
-
-if TYPE_CHECKING:
-    from rich.progress import TaskID
+from typing import Any, Self, TextIO, cast, final
 
 Clock = Callable[[], float]
 
 SECONDS_BETWEEN_LINES = 5.0
-LINES_BY_STEPS = 10
-FOREVER = 1e9  # seconds, thirty years: nobody waits for it
+FOREVER = 1e9  # seconds, thirty years: not worth showing
 
 
-class Progress(ABC):
-    """What is shown while a run goes on. A context manager; `progress` chooses the kind."""
+class Progress:
+    """Shows how much of a whole is done. A context manager; subclasses say what is counted."""
 
-    def __init__(self, total: int, stream: TextIO, clock: Clock):
-        self.total, self.stream, self.clock = total, stream, clock
-        self._first: tuple[int, float] | None = None  # the first update seen: its step, and when
+    tenths = 0  # how many lines a fast run prints in any case
+
+    def __init__(self, total: int, start: int = 0, stream: TextIO | None = None, *, clock: Clock = time.monotonic):
+        self.total, self.clock = total, clock
+        self._stream = lossy(sys.stderr if stream is None else stream)
+        self._first: tuple[float, int] | None = None  # the first update: when, and how much was done
+        self._last_line: float | None = None
+        self._last_tenth = 0
+        # A dumb terminal (such as one inside an editor) cannot redraw a line.
+        self.is_live = self._stream.isatty() and os.environ.get("TERM") != "dumb"
+        if self.is_live:
+            self._bar = _rich_bar(self._stream)
+            self._task = self._bar.add_task("", total=total, completed=start, label=self._label(start))
+
+    def note(self, text: str) -> None:
+        """Prints a line of its own, above the bar if there is one."""
+        if self.is_live:
+            self._bar.console.print(text, markup=False, highlight=False, soft_wrap=True)
+        else:
+            print(text, file=self._stream, flush=True)
+
+    def _label(self, done: int) -> str:
+        """Returns how much is done, in the unit that is counted."""
+        raise NotImplementedError
+
+    def _seconds(self, done: int) -> float:
+        """Returns the seconds since the first update."""
+        now = self.clock()
+        self._first = self._first or (now, done)
+        return now - self._first[0]
+
+    def _time_left(self, done: int) -> str:
+        assert self._first is not None
+        began, first = self._first
+        if not first < done < self.total:
+            return ""
+        left = (self.clock() - began) / (done - first) * (self.total - done)
+        return f"{timedelta(seconds=round(left))} left" if left < FOREVER else ""
+
+    def _show(self, done: int, parts: Iterable[str]) -> None:
+        text, now, tenth = "  ".join(filter(None, parts)), self.clock(), self.tenths * done // max(1, self.total)
+        if self.is_live:
+            self._bar.update(
+                self._task,
+                completed=done,
+                total=self.total,
+                description=text,
+                label=self._label(done),
+                refresh=done >= self.total,
+            )
+        elif (
+            self._last_line is None
+            or now - self._last_line >= SECONDS_BETWEEN_LINES
+            or tenth > self._last_tenth
+            or done >= self.total
+        ):
+            self._last_line, self._last_tenth = now, tenth
+            self.note(f"{self._label(done)}  {text}".rstrip())
+
+    def __enter__(self) -> Self:
+        if self.is_live:
+            self._bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.is_live:
+            self._bar.stop()
+
+
+@final
+class StepProgress(Progress):
+    """The progress of a run of `total` updates, `start` of them already done."""
+
+    tenths = 10
 
     def update(
         self,
@@ -50,126 +115,65 @@ class Progress(ABC):
         scale: float | None = None,
         skipped: int = 0,
     ) -> None:
-        """Shows that `step` updates are done. None is a number that is not known."""
-        now = self.clock()
-        self._first = self._first or (step, now)
-        parts = [
-            f"loss {loss:.4g}" if loss is not None else "",
-            f"{tokens_per_second:,.0f} tokens/s" if tokens_per_second is not None else "",
-            self._time_left(step, now),
-            in_bytes(memory) if memory is not None else "",
-            f"scale {scale:g}" if scale is not None and scale != 1 else "",
-            f"{skipped} skipped" if skipped > 0 else "",
-        ]
-        self._show(step, now, "  ".join(part for part in parts if part))
+        """Shows that `step` updates are done. None is a number that is unknown."""
+        self._seconds(step)
+        self._show(
+            step,
+            (
+                f"loss {loss:.4g}" if loss is not None else "",
+                f"{tokens_per_second:,.0f} tokens/s" if tokens_per_second is not None else "",
+                self._time_left(step),
+                in_bytes(memory) if memory is not None else "",
+                f"scale {scale:g}" if scale is not None and scale != 1 else "",
+                f"{skipped} skipped" if skipped > 0 else "",
+            ),
+        )
 
-    @abstractmethod
-    def note(self, text: str) -> None:
-        """Says something between the steps."""
-
-    @abstractmethod
-    def _show(self, step: int, now: float, text: str) -> None:
-        """Shows a step and its numbers, or not."""
-
-    @abstractmethod
-    def __enter__(self) -> "Progress": ...
-
-    @abstractmethod
-    def __exit__(self, *_: object) -> None: ...
-
-    def _time_left(self, step: int, now: float) -> str:
-        assert self._first is not None
-        first, then = self._first
-        if step <= first or step >= self.total:
-            return ""
-        left = (now - then) / (step - first) * (self.total - step)
-        return f"{timedelta(seconds=round(left))} left" if left < FOREVER else ""
+    def _label(self, done: int) -> str:
+        return f"step {done}/{self.total}"
 
 
 @final
-class PlainProgress(Progress):
-    """Lines, for logs and pipes."""
+class BytesProgress(Progress):
+    """The progress of a command that reads bytes; call it with bytes done, bytes in all, and tokens so far."""
 
-    def __init__(self, total: int, start: int, stream: TextIO, clock: Clock):
-        super().__init__(total, stream, clock)
-        self._last_line: float | None = None
-        self._last_tenth = 0
+    def __init__(self, word: str, stream: TextIO | None = None, *, clock: Clock = time.monotonic):
+        self._word, self._tokens_before = word, 0
+        super().__init__(0, stream=stream, clock=clock)
 
-    def note(self, text: str) -> None:
-        """A line of its own."""
-        print(text, file=self.stream, flush=True)
+    def __call__(self, done: int, total: int, tokens: int = 0) -> None:
+        """Shows how far it is; 0 tokens are not shown."""
+        self.total = total
+        if self._first is None:
+            self._tokens_before = tokens
+        took, new = self._seconds(done), tokens - self._tokens_before
+        speed = f"{new / took:,.0f} tokens/s" if took > 0 and new > 0 else ""
+        share = f"{100 * done / max(1, total):.1f}%"
+        self._show(done, (share, f"{tokens:,} tokens" if tokens else "", speed, self._time_left(done)))
 
-    def _show(self, step: int, now: float, text: str) -> None:
-        tenth = self._tenth(step)
-        due = (
-            self._last_line is None
-            or now - self._last_line >= SECONDS_BETWEEN_LINES
-            or tenth > self._last_tenth
-            or step >= self.total
-        )
-        if due:
-            self._last_line, self._last_tenth = now, tenth
-            self.note(f"step {step}/{self.total}  {text}".rstrip())
-
-    def _tenth(self, step: int) -> int:
-        return step * LINES_BY_STEPS // max(1, self.total)
-
-    def __enter__(self) -> "PlainProgress":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        pass
+    def _label(self, done: int) -> str:
+        return f"{self._word}  {in_bytes(done)} of {in_bytes(self.total)}"
 
 
-@final
-class LiveProgress(Progress):
-    """A bar that is redrawn in place, for people at a terminal."""
+def _rich_bar(stream: TextIO) -> Any:
+    from rich.console import Console
+    from rich.progress import BarColumn, TextColumn
+    from rich.progress import Progress as RichProgress
 
-    def __init__(self, total: int, start: int, stream: TextIO, clock: Clock):
-        super().__init__(total, stream, clock)
-        from rich.console import Console
-        from rich.progress import BarColumn, TextColumn
-        from rich.progress import Progress as RichProgress
-
-        self._bar = RichProgress(
-            TextColumn("step {task.completed}/{task.total}"),
-            BarColumn(bar_width=None),
-            TextColumn("{task.description}", markup=False),
-            console=Console(file=stream),
-            refresh_per_second=4,
-            redirect_stdout=False,  # stdout is for data; it never moves to stderr
-            redirect_stderr=False,  # the stream may be stderr itself
-            expand=True,
-        )
-        self._task: TaskID = self._bar.add_task("", total=total, completed=start)
-
-    def note(self, text: str) -> None:
-        """A line above the bar."""
-        self._bar.console.print(text, markup=False, highlight=False, soft_wrap=True)
-
-    def _show(self, step: int, now: float, text: str) -> None:
-        self._bar.update(self._task, completed=step, description=text, refresh=step >= self.total)
-
-    def __enter__(self) -> "LiveProgress":
-        self._bar.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._bar.stop()
-
-
-def progress(
-    total: int, start: int = 0, stream: TextIO | None = None, *, clock: Clock = time.monotonic
-) -> Progress:
-    """The progress of a run of `total` updates, `start` of them already done, on stderr or `stream`."""
-    stream = lossy(sys.stderr if stream is None else stream)
-    # A dumb terminal (as inside an editor) cannot redraw a line.
-    kind = LiveProgress if stream.isatty() and os.environ.get("TERM") != "dumb" else PlainProgress
-    return kind(total, start, stream, clock)
+    return RichProgress(
+        TextColumn("{task.fields[label]}", markup=False),
+        BarColumn(bar_width=None),
+        TextColumn("{task.description}", markup=False),
+        console=Console(file=stream),
+        refresh_per_second=4,
+        redirect_stdout=False,  # stdout is for data; it never moves to stderr
+        redirect_stderr=False,  # the stream may be stderr itself
+        expand=True,
+    )
 
 
 def lossy(stream: TextIO | None) -> TextIO:
-    """A stream that loses what the given one does not take, and raises nothing; all is lost where that is None."""
+    """Returns a stream that drops what the given one refuses, and never raises; None drops everything."""
     return cast(TextIO, stream if isinstance(stream, _Lossy) else _Lossy(stream))
 
 
@@ -209,7 +213,7 @@ class _Lossy:
 
 
 def in_bytes(number: float) -> str:
-    """A number of bytes in the unit that suits it: `1.2 GiB`."""
+    """Returns a number of bytes in the unit that suits it: `1.2 GiB`."""
     units = ("bytes", "KiB", "MiB", "GiB", "TiB", "PiB")
     power = min(int(math.log2(number) // 10), len(units) - 1) if number >= 1 else 0
     return f"{number:.0f} bytes" if power == 0 else f"{number / 1024**power:.1f} {units[power]}"

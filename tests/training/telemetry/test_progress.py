@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from halfstep.training.telemetry.progress import LiveProgress, PlainProgress, in_bytes, progress
+from halfstep.training.telemetry.progress import BytesProgress, StepProgress, in_bytes
 
 
 class Clock:
@@ -24,7 +24,7 @@ class Terminal(io.StringIO):
 
 def lines(total, seconds_a_step, start=0, **numbers):
     stream, clock = io.StringIO(), Clock()
-    with progress(total, start=start, stream=stream, clock=clock) as bar:
+    with StepProgress(total, start=start, stream=stream, clock=clock) as bar:
         for step in range(start + 1, total + 1):
             clock.now += seconds_a_step
             bar.update(step, **numbers)
@@ -64,21 +64,21 @@ def test_no_news_is_not_shown_and_a_bad_loss_is():
 
 def test_notes_are_lines():
     stream = io.StringIO()
-    with progress(10, stream=stream) as bar:
+    with StepProgress(10, stream=stream) as bar:
         bar.note("a [bracketed] note")
     assert stream.getvalue() == "a [bracketed] note\n"
 
 
 def test_the_stream_decides_the_kind(monkeypatch):
     monkeypatch.setenv("TERM", "xterm")
-    assert isinstance(progress(1, stream=Terminal()), LiveProgress)
-    assert isinstance(progress(1, stream=io.StringIO()), PlainProgress)
+    assert StepProgress(1, stream=Terminal()).is_live
+    assert not StepProgress(1, stream=io.StringIO()).is_live
     monkeypatch.setenv("TERM", "dumb")
-    assert isinstance(progress(1, stream=Terminal()), PlainProgress)
+    assert not StepProgress(1, stream=Terminal()).is_live
 
 
 def test_stderr_is_the_stream_and_stdout_stays_clean(capsys):
-    with progress(1) as bar:
+    with StepProgress(1) as bar:
         bar.update(1, loss=2.0)
         bar.note("done")
     captured = capsys.readouterr()
@@ -90,7 +90,7 @@ def test_a_terminal_shows_a_bar_and_notes_above_it(monkeypatch, capsys):
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", "120")
     stream = Terminal()
-    with progress(50, start=10, stream=stream) as bar:
+    with StepProgress(50, start=10, stream=stream) as bar:
         bar.update(20, loss=3.25, tokens_per_second=1000.0, scale=1.0, memory=2**20)
         bar.note("saved [step 20]")
         print("data")
@@ -122,7 +122,7 @@ def test_bytes_in_words(number, text):
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs a file that is always full")
 def test_a_log_on_a_full_disk_does_not_stop_the_run():
     with open("/dev/full", "w") as stream:
-        shown = progress(10, stream=stream)
+        shown = StepProgress(10, stream=stream)
         with shown:
             shown.note("said")
             shown.update(10, loss=1.0)
@@ -139,7 +139,7 @@ class Gone(Terminal):
 def test_a_terminal_that_went_away_ends_no_run(monkeypatch):
     monkeypatch.setenv("TERM", "xterm")
     terminal = Terminal()
-    with progress(3, stream=terminal) as bar:
+    with StepProgress(3, stream=terminal) as bar:
         bar.update(1, loss=1.0)
         terminal.__class__ = Gone
         bar.note("saved")
@@ -152,14 +152,14 @@ def test_a_stream_that_is_gone_from_the_first_ends_no_run(monkeypatch, kind):
     stream = kind()
     if kind is io.StringIO:
         stream.close()
-    with progress(3, stream=stream) as bar:
+    with StepProgress(3, stream=stream) as bar:
         bar.update(1, loss=1.0)
         bar.note("saved")
 
 
 def test_without_a_stream_there_are_no_words(monkeypatch, capsys):
     monkeypatch.setattr("sys.stderr", None)
-    with progress(3) as bar:
+    with StepProgress(3) as bar:
         bar.update(3, loss=1.0)
         bar.note("saved")
     assert capsys.readouterr().out == ""
@@ -168,8 +168,32 @@ def test_without_a_stream_there_are_no_words(monkeypatch, capsys):
 def test_no_time_is_reckoned_for_a_run_without_an_end():
     assert "left" not in lines(3, 1.0, start=1)[-1]
     stream, clock = io.StringIO(), Clock()
-    with progress(2**63 - 1, stream=stream, clock=clock) as bar:
+    with StepProgress(2**63 - 1, stream=stream, clock=clock) as bar:
         for step in range(1, 30):
             clock.now += 1.0
             bar.update(step)
     assert "left" not in stream.getvalue()
+
+
+def test_bytes_are_timed_from_the_first_update(capsys):
+    now = [0.0]
+    with BytesProgress("packing", clock=lambda: now[0]) as show:
+        for now[0], *seen in [(0.0, 1000, 4000, 500), (10.0, 2000, 4000, 700), (12.0, 3000, 4000, 900),
+                              (20.0, 4000, 4000, 1100)]:  # fmt: skip
+            show(*seen)
+    assert capsys.readouterr().err.splitlines() == [
+        "packing  1000 bytes of 3.9 KiB  25.0%  500 tokens",
+        "packing  2.0 KiB of 3.9 KiB  50.0%  700 tokens  20 tokens/s  0:00:20 left",
+        "packing  3.9 KiB of 3.9 KiB  100.0%  1,100 tokens  30 tokens/s",
+    ]
+
+
+def test_a_terminal_shows_a_bar_of_bytes(monkeypatch):
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "120")
+    stream = Terminal()
+    with BytesProgress("packing", stream) as show:
+        show(4000, 4000, 1100)
+    last = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", stream.getvalue()).rstrip().splitlines()[-1]
+    assert "packing  3.9 KiB of 3.9 KiB" in last
+    assert "100.0%  1,100 tokens" in last
