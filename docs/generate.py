@@ -1,9 +1,17 @@
-"""Writes the reference pages that come out of the schema; a test keeps them current.
+"""Writes the reference pages that come from the code; a test keeps them current.
 
 python docs/generate.py
 """
 
+import ast
+import dataclasses
+import inspect
+import textwrap
+import types
+from collections.abc import Iterator
+from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 from halfstep.config.run import RunConfig
 from halfstep.config.schema import rows
@@ -13,38 +21,67 @@ from halfstep.core.roles import ROLES, print_value
 
 HERE = Path(__file__).parent
 
+# The public names, in the order of the page: what most people need comes first.
+API = {
+    "halfstep": ["Policy", "cast", "Format", "load_model", "choose", "Choice", "TensorStats", "HalfstepError"],
+    "halfstep.torch": [
+        *("prepare", "Run", "StepResult", "AdamW", "Muon"),
+        *("CastedLinear", "Norm", "LayerNorm", "RMSNorm", "Softmax", "CrossEntropyLoss"),
+        *("casts_for", "linear", "attention", "layer_norm", "rms_norm", "softmax", "cross_entropy", "quantize"),
+    ],
+    "halfstep.jax": [
+        *("init", "make_step", "State", "StepResult", "Weighted", "check", "summary"),
+        *("casts_for", "dot_general", "linear", "attention"),
+        *("layer_norm", "rms_norm", "softmax", "cross_entropy", "quantize"),
+    ],
+    "halfstep.mlx": [
+        *("prepare", "Run", "StepResult", "CastedLinear", "Norm"),
+        *("linear", "attention", "layer_norm", "rms_norm", "softmax", "cross_entropy", "quantize"),
+    ],
+}
+# The methods a page shows, of the classes whose methods a user calls; None is every public one.
+METHODS: dict[str, list[str] | None] = {
+    "Policy": None,
+    "Format": None,
+    "TensorStats": None,
+    "Run": None,
+    "AdamW": ["set_factor"],
+    "Muon": ["set_factor", "set_momentum"],
+}
+INTERNAL = {"Run": {"scalars", "places"}}  # between a run and the modules of its backend
+
 
 def table(columns: list[str], lines: list[list[str]]) -> str:
-    """A Markdown table."""
+    """Returns a Markdown table."""
     marked = [columns, ["---"] * len(columns), *lines]
     return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in marked)
 
 
 def settings() -> str:
-    """Every setting of a run."""
+    """Returns the page of settings."""
     lines = [[f"`{row.key}`", row.kind, f"`{row.shown}`", row.help] for row in rows(RunConfig)]
     return (
-        "# Settings\n\nEvery setting of a run, as a recipe file or `--set` gives it. Generated from "
+        "# Settings\n\nEvery setting of a run, as written in a recipe file or given with `--set`. Generated from "
         "`halfstep/config/run.py`.\n\n" + table(["setting", "type", "default", "what it is"], lines) + "\n"
     )
 
 
 def policies() -> str:
-    """Roles and presets."""
+    """Returns the page of roles and presets."""
     lines = [
         [f"`{role}`", ROLES[role].meaning, *(f"`{print_value(getattr(p, role))}`" for p in PRESETS.values())]
         for role in ROLES
     ]
     lines.append(["rules", "other values for some modules", *(_rules(p.rules) for p in PRESETS.values())])
     return (
-        "# Roles and presets\n\nA policy gives one format to each role; a preset is a column of this table. "
-        "Generated from `halfstep/core/roles.py` and `halfstep/core/policy.py`, which say how policies are "
-        "written.\n\n" + table(["role", "what it is", *PRESETS], lines) + "\n"
+        "# Roles and presets\n\nA policy assigns one format to each role; a preset is a column of this table. "
+        "Generated from `halfstep/core/roles.py` and `halfstep/core/policy.py`, which explain how to write a "
+        "policy.\n\n" + table(["role", "what it is", *PRESETS], lines) + "\n"
     )
 
 
 def formats() -> str:
-    """The number formats that have a name of their own."""
+    """Returns the page of number formats."""
     lines = [
         [
             f"`{fmt}`",
@@ -60,12 +97,107 @@ def formats() -> str:
     ]
     columns = ["format", "bits", "layout", "largest", "smallest normal", "smallest", "epsilon", "overflow"]
     return (
-        "# Number formats\n\nThe formats with a name of their own; `halfstep formats e3m4ieee` shows any "
-        "other. Generated from `halfstep/core/formats.py`.\n\n" + table(columns, lines) + "\n"
+        "# Number formats\n\nThe named formats; `halfstep formats e3m4ieee` shows any other. Generated from "
+        "`halfstep/core/formats.py`.\n\n" + table(columns, lines) + "\n"
     )
 
 
-PAGES = {"settings.md": settings, "policies.md": policies, "formats.md": formats}
+def api() -> str:
+    """Returns the reference of the public Python names: signatures and docstrings, as the code has them."""
+    parts = [
+        "# API reference",
+        "The public names of each package, with signatures and docstrings from the code. Import a name from the "
+        "package that heads its section. The command line has its own help: `halfstep --help`.",
+    ]
+    for package, names in API.items():
+        module = import_module(package)
+        parts.append(f"## {package}")
+        for name in names:
+            parts += _entry(name, getattr(module, name))
+    return "\n\n".join(parts) + "\n"
+
+
+PAGES = {"settings.md": settings, "policies.md": policies, "formats.md": formats, "api.md": api}
+
+
+def _entry(name: str, what: Any) -> Iterator[str]:
+    yield f"### {name}"
+    if not inspect.isclass(what):
+        yield _code(_signature(what))
+    elif dataclasses.is_dataclass(what):
+        yield _code(_fields(what))
+    elif "__init__" in vars(what) and name != "Run":  # `prepare` makes a Run
+        yield _code(_signature(what.__init__, name))
+    yield inspect.cleandoc(what.__doc__ or "")
+    for attribute in _methods(name, what):
+        value = inspect.getattr_static(what, attribute)
+        function = value.fget if isinstance(value, property) else inspect.unwrap(getattr(what, attribute))
+        kinds = {property: "@property\n", classmethod: "@classmethod\n"}
+        yield f"#### {name}.{attribute}"
+        yield _code(kinds.get(type(value), "") + _signature(function))
+        yield inspect.cleandoc(function.__doc__ or "")
+
+
+def _methods(name: str, kind: type) -> list[str]:
+    """Returns the methods and properties of a class that the page shows, in the order of the source."""
+    chosen = METHODS.get(name, [])
+    if chosen is not None:
+        return chosen
+    kinds = (types.FunctionType, property, classmethod)
+    public = [key for key, value in vars(kind).items() if isinstance(value, kinds) and not key.startswith("_")]
+    return [key for key in public if key not in INTERNAL.get(name, ())]
+
+
+def _parse(what: Any) -> Any:
+    return ast.parse(textwrap.dedent(inspect.getsource(what))).body[0]
+
+
+def _signature(function: Any, name: str | None = None) -> str:
+    """Returns a signature as the source writes it, which does not depend on versions of the frameworks."""
+    node = _parse(function)
+    parts = list(_arguments(node.args))
+    returns = f" -> {_text(node.returns)}" if node.returns is not None and name is None else ""
+    line = f"{name or node.name}({', '.join(parts)}){returns}"
+    if len(line) <= 100:
+        return line
+    wrapped = "".join(f"    {part},\n" for part in parts)
+    return f"{name or node.name}(\n{wrapped}){returns}"
+
+
+def _arguments(given: ast.arguments) -> Iterator[str]:
+    padding = [None] * (len(given.args) - len(given.defaults))
+    for argument, default in zip(given.args, [*padding, *given.defaults], strict=True):
+        if argument.arg not in ("self", "cls"):
+            yield _argument(argument, default)
+    if given.vararg or given.kwonlyargs:
+        yield f"*{_argument(given.vararg, None) if given.vararg else ''}"
+    for argument, default in zip(given.kwonlyargs, given.kw_defaults, strict=True):
+        yield _argument(argument, default)
+    if given.kwarg:
+        yield f"**{_argument(given.kwarg, None)}"
+
+
+def _argument(given: ast.arg, default: ast.expr | None) -> str:
+    kind = "" if given.annotation is None else f": {_text(given.annotation)}"
+    spaced = " = " if kind else "="
+    return given.arg + kind + ("" if default is None else spaced + ast.unparse(default).replace("'", '"'))
+
+
+def _text(annotation: ast.expr) -> str:
+    """Returns an annotation without the quotes of a forward reference."""
+    return annotation.value if isinstance(annotation, ast.Constant) else ast.unparse(annotation)
+
+
+def _fields(kind: type) -> str:
+    """Returns a dataclass's fields with their comments, as the source writes them."""
+    lines = textwrap.dedent(inspect.getsource(kind)).splitlines()
+    fields = [item for item in _parse(kind).body if isinstance(item, ast.AnnAssign)]
+    text = textwrap.dedent("\n".join(line for f in fields for line in lines[f.lineno - 1 : f.end_lineno]))
+    return f"class {kind.__name__}:\n{textwrap.indent(text, '    ')}"
+
+
+def _code(text: str) -> str:
+    return f"```python\n{text}\n```"
 
 
 def _rules(rules: tuple[object, ...]) -> str:
