@@ -1,4 +1,4 @@
-"""The migration guide: every block runs, in the order of its section, and every refusal is told in its words."""
+"""The migration guide: every block runs, in the order of its section, and every refusal has the page's words."""
 
 import copy
 import re
@@ -19,9 +19,9 @@ SECTIONS = {
 }
 (OPENING,) = re.findall(r"```python\n(.*?)```", PAGE.split("\n## ")[0], flags=re.S)
 BLOCKS = [(title, place) for title, blocks in SECTIONS.items() for place in range(len(blocks))]
-# Blocks that go on with what the block before them left, and those that only show what others do.
-GO_ON = {("From torch.amp in fp16, with a GradScaler", 2), ("Several micro-batches, and a loop of your own", 1)}
-GO_ON |= {("Moving a job that is running", 1)}
+# Blocks that continue from the block before them.
+CONTINUED = {("From torch.amp in fp16, with a GradScaler", 2), ("Several micro-batches, and your own loop", 1)}
+CONTINUED |= {("Moving a job that is running", 1)}
 
 
 def model():
@@ -55,10 +55,10 @@ def run_blocks(blocks, made):
 def test_a_block_runs(title, place, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     blocks, first = SECTIONS[title], place
-    while (title, first) in GO_ON:
+    while (title, first) in CONTINUED:
         first -= 1
     made = scope()
-    if "torch.compile" in blocks[place]:  # minutes of C++ for a line that says in which order; the race compiles
+    if "torch.compile" in blocks[place]:  # takes minutes of C++, and only the order matters here; the race compiles
         made["torch"] = _without_compiling()
     before = copy.deepcopy(made["model"].state_dict())
     run_blocks(blocks[first : place + 1], made)
@@ -92,7 +92,7 @@ def test_before_and_after_learn_the_same():
         with torch.no_grad():
             losses.append(float(made["loss_fn"](made["batches"][0])))
     untrained = float(scope()["loss_fn"](batches()[0]).detach())
-    # Eight small steps: what both have gained is the same to within what bf16 tells apart at this loss.
+    # Eight small steps: both have learned the same, to the resolution of bf16 at this loss.
     assert losses[0] < untrained
     assert losses[0] == pytest.approx(losses[1], rel=2**-8)
 
@@ -108,7 +108,7 @@ def test_the_trainer_resumes_by_its_own_checkpoint(tmp_path, monkeypatch):
     assert int(again.run.num_applied) == 2 * len(made["batches"])
 
 
-def test_what_the_take_over_prints_is_what_the_page_says(tmp_path, monkeypatch, capsys):
+def test_load_torch_amp_prints_what_the_page_shows(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     blocks = SECTIONS["Moving a job that is running"]
     run_blocks(blocks, scope())
@@ -120,7 +120,7 @@ def test_what_the_take_over_prints_is_what_the_page_says(tmp_path, monkeypatch, 
 
 
 def _refusals():
-    """What each row of the last table says, beside code that must be told so."""
+    """What each row of the last table says, and code that must get that message."""
     from halfstep.torch import prepare
 
     def adamw(given):
@@ -181,13 +181,13 @@ def _refusals():
     ]
 
 
-def test_refusals_are_told_in_the_words_of_the_page():
-    table = PAGE.split("| what you write | what you are told |\n|---|---|\n")[1]
+def test_refusals_have_the_words_of_the_page():
+    table = PAGE.split("| what you write | what the error says |\n|---|---|\n")[1]
     rows = [line.strip("|").split(" | ")[1].strip() for line in table.strip().splitlines()]
     refusals = _refusals()
     assert len(rows) == len(refusals)
-    for told, refused in zip(rows, refusals, strict=True):
+    for message, refused in zip(rows, refusals, strict=True):
         with pytest.raises(HalfstepError) as caught:
             refused()
-        assert told in caught.value.message
-        assert caught.value.hint, told
+        assert message in caught.value.message
+        assert caught.value.hint, message
