@@ -37,18 +37,18 @@ def batches(count=8):
 
 def scope():
     loader = torch.utils.data.DataLoader(batches(), batch_size=None)
-    made = {"model": model(), "batches": batches(), "device": "cpu", "loader": loader}
-    exec(OPENING, made)
-    return made
+    names = {"model": model(), "batches": batches(), "device": "cpu", "loader": loader}
+    exec(OPENING, names)
+    return names
 
 
-def run_blocks(blocks, made):
+def run_blocks(blocks, names):
     for block in blocks:
         for package in re.findall(r"^(?:from|import) (accelerate|lightning)", block, flags=re.M):
             if find_spec(package) is None:
                 pytest.skip(f"{package} is not installed")
-        exec(compile(block, "docs/migration.md", "exec"), made)
-    return made
+        exec(compile(block, "docs/migration.md", "exec"), names)
+    return names
 
 
 @pytest.mark.parametrize(("title", "place"), BLOCKS, ids=[f"{title}, {place}" for title, place in BLOCKS])
@@ -57,13 +57,15 @@ def test_a_block_runs(title, place, tmp_path, monkeypatch):
     blocks, first = SECTIONS[title], place
     while (title, first) in CONTINUED:
         first -= 1
-    made = scope()
-    if "torch.compile" in blocks[place]:  # takes minutes of C++, and only the order matters here; the race compiles
-        made["torch"] = _without_compiling()
-    before = copy.deepcopy(made["model"].state_dict())
-    run_blocks(blocks[first : place + 1], made)
-    assert any(not torch.equal(before[name], value) for name, value in made["model"].state_dict().items())
-    result = made.get("result")
+    names = scope()
+    if (
+        "torch.compile" in blocks[place]
+    ):  # takes minutes of C++, and only the order matters here; the race compiles
+        names["torch"] = _without_compiling()
+    before = copy.deepcopy(names["model"].state_dict())
+    run_blocks(blocks[first : place + 1], names)
+    assert any(not torch.equal(before[name], value) for name, value in names["model"].state_dict().items())
+    result = names.get("result")
     if result is not None:
         assert torch.isfinite(result.loss)
         assert not bool(result.skipped)
@@ -88,9 +90,9 @@ def test_before_and_after_learn_the_same():
     before, after, *_ = SECTIONS["From torch.amp in bf16"]
     losses = []
     for block in (before, after):
-        made = run_blocks([block], scope())
+        names = run_blocks([block], scope())
         with torch.no_grad():
-            losses.append(float(made["loss_fn"](made["batches"][0])))
+            losses.append(float(names["loss_fn"](names["batches"][0])))
     untrained = float(scope()["loss_fn"](batches()[0]).detach())
     # Eight small steps: both have learned the same, to the resolution of bf16 at this loss.
     assert losses[0] < untrained
@@ -99,13 +101,13 @@ def test_before_and_after_learn_the_same():
 
 def test_the_trainer_resumes_by_its_own_checkpoint(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    made = run_blocks(SECTIONS["From the Lightning Trainer"][1:], scope())
-    made["trainer"].save_checkpoint("last.ckpt")
-    options = {"precision": "32-true", "accelerator": "cpu", **made["quiet"]}
-    again = made["After"](model())
-    trainer = made["lightning"].Trainer(max_epochs=2, **options)
-    trainer.fit(again, made["loader"], ckpt_path="last.ckpt")
-    assert int(again.run.num_applied) == 2 * len(made["batches"])
+    names = run_blocks(SECTIONS["From the Lightning Trainer"][1:], scope())
+    names["trainer"].save_checkpoint("last.ckpt")
+    options = {"precision": "32-true", "accelerator": "cpu", **names["quiet"]}
+    again = names["After"](model())
+    trainer = names["lightning"].Trainer(max_epochs=2, **options)
+    trainer.fit(again, names["loader"], ckpt_path="last.ckpt")
+    assert int(again.run.num_applied) == 2 * len(names["batches"])
 
 
 def test_load_torch_amp_prints_what_the_page_shows(tmp_path, monkeypatch, capsys):
@@ -114,9 +116,9 @@ def test_load_torch_amp_prints_what_the_page_shows(tmp_path, monkeypatch, capsys
     run_blocks(blocks, scope())
     shown = [line.removeprefix("# ") for line in blocks[-1].splitlines() if line.startswith("# ")]
     count = str(len(list(model().parameters())))
-    said = capsys.readouterr().out.splitlines()
-    assert [re.sub(r"\d+ parameters", "6 parameters", line) for line in said] == shown
-    assert f"{count} parameters" in said[0]
+    printed = capsys.readouterr().out.splitlines()
+    assert [re.sub(r"\d+ parameters", "6 parameters", line) for line in printed] == shown
+    assert f"{count} parameters" in printed[0]
 
 
 def _refusals():
@@ -127,42 +129,42 @@ def _refusals():
         return torch.optim.AdamW(given.parameters())
 
     def prepared(policy="bf16-mixed"):
-        made = model()
-        return made, prepare(made, adamw(made), policy)
+        net = model()
+        return net, prepare(net, adamw(net), policy)
 
     def twice():
-        made, _ = prepared()
-        prepare(made, adamw(made), "bf16-mixed")
+        net, _ = prepared()
+        prepare(net, adamw(net), "bf16-mixed")
 
     def scaled():
         prepared()[1].load_torch_amp(adamw(model()).state_dict(), torch.amp.GradScaler("cpu").state_dict())
 
     def shared():
-        made = model()
-        prepare(made, [adamw(made), adamw(made)], "fp32")
+        net = model()
+        prepare(net, [adamw(net), adamw(net)], "fp32")
 
     def narrow_loss():
-        made, run = prepared()
-        run.backward(made(batches()[0][0]).bfloat16().mean())
+        net, run = prepared()
+        run.backward(net(batches()[0][0]).bfloat16().mean())
 
     def stock_load():
-        made = model()
-        optimizer = adamw(made)
-        prepare(made, optimizer, "bf16-mixed,param=fp32:split")
+        net = model()
+        optimizer = adamw(net)
+        prepare(net, optimizer, "bf16-mixed,param=fp32:split")
         optimizer.load_state_dict(adamw(model()).state_dict())
 
     def other_policy():
         prepared()[1].load_state_dict(prepared("fp32")[1].state_dict())
 
     def cast_after():
-        made, run = prepared()
-        run.backward(made(batches()[0][0]).mean())
-        made.half()
+        net, run = prepared()
+        run.backward(net(batches()[0][0]).mean())
+        net.half()
         run.update()
 
     def wrapped():
-        made = model()
-        prepare(torch.compile(made), adamw(made), "bf16-mixed")
+        net = model()
+        prepare(torch.compile(net), adamw(net), "bf16-mixed")
 
     plain = model()
     return [

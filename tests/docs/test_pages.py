@@ -1,15 +1,20 @@
-"""The reference pages are what the schema says today, and links in the documentation lead somewhere."""
+"""The generated pages are current, the README's code runs, and what pages name exists: links, paths and tests."""
 
 import importlib.util
 import re
+from importlib import import_module
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[2]
+PAGES = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")]
+# Pages of today; CHANGELOG.md and the measurements name what there was.
+CURRENT = [page for page in PAGES if page.name != "CHANGELOG.md" and "measurements" not in page.parts]
 
 
-def generator():
+@pytest.fixture(scope="module")
+def generate():
     spec = importlib.util.spec_from_file_location("halfstep_docs_generate", ROOT / "docs" / "generate.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -17,25 +22,39 @@ def generator():
 
 
 @pytest.mark.parametrize("name", ["settings.md", "policies.md", "formats.md"])
-def test_a_page_is_current(name):
-    page = generator().PAGES[name]()
+def test_a_page_is_current(name, generate):
+    page = generate.PAGES[name]()
     assert (ROOT / "docs" / name).read_text(encoding="utf-8") == page, "run `python docs/generate.py`"
 
 
-@pytest.mark.parametrize("page", [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")], ids=lambda p: p.name)
+@pytest.mark.parametrize("package", ["halfstep", "halfstep.torch", "halfstep.jax", "halfstep.mlx"])
+def test_the_api_page_has_every_public_name(package, generate):
+    assert sorted(generate.API[package]) == sorted({*import_module(package).__all__} - {"__version__"})
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
 def test_links_lead_somewhere(page):
     for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", page.read_text(encoding="utf-8")):
         if "://" not in target:
             assert (page.parent / target).exists(), target
 
 
-def test_the_readme_examples_run_and_say_what_is_true():
+@pytest.mark.parametrize("page", CURRENT, ids=lambda p: p.name)
+def test_paths_and_tests_that_a_page_names_exist(page):
+    text = page.read_text(encoding="utf-8")
+    for path in re.findall(r"(?<![\w/.])(?:halfstep|tests|docs|examples|benchmarks)/[\w./-]*\w/?", text):
+        assert (ROOT / path).exists(), path
+    tests = "\n".join(path.read_text(encoding="utf-8") for path in ROOT.glob("tests/**/*.py"))
+    for name in re.findall(r"\btest_\w+(?=`| |$)", text):
+        assert f"def {name}(" in tests or any(ROOT.glob(f"tests/**/{name}.py")), name
+
+
+def test_the_readme_examples_run_and_say_what_is_true(capsys):
     text = (ROOT / "README.md").read_text(encoding="utf-8")
-    first, *others = re.findall(r"```python\n(.*?)```", text, flags=re.S)
-    *lines, last = first.strip().splitlines()
-    shown = re.search(r"# (\[.*\])", last)[1]
-    scope = {}
-    exec("\n".join(lines), scope)
-    assert str(eval(last, scope).tolist()) == shown
-    for block in others:
-        exec(block, {})
+    for block in re.findall(r"```python\n(.*?)```", text, flags=re.S):
+        scope = {}
+        exec(block, scope)
+        *_, last = block.strip().splitlines()
+        if shown := re.search(r"# (\[.*\])", last):
+            assert str(eval(last, scope).tolist()) == shown[1]
+    assert "converted 3 of" in capsys.readouterr().out
