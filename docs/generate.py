@@ -36,7 +36,7 @@ API = {
     ],
     "halfstep.mlx": [
         *("prepare", "Run", "StepResult", "CastedLinear", "Norm"),
-        *("linear", "attention", "layer_norm", "rms_norm", "softmax", "cross_entropy", "quantize"),
+        *("casts_for", "linear", "attention", "layer_norm", "rms_norm", "softmax", "cross_entropy", "quantize"),
     ],
 }
 # The methods a page shows, of the classes whose methods a user calls; None is every public one.

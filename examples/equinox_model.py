@@ -1,6 +1,6 @@
-"""An Equinox module under a precision policy: its arrays are the state's, its functions stay outside.
+"""An Equinox module under a precision policy: its arrays are in the state, its functions stay outside.
 
-pip install 'halfstep[jax]' equinox
+pip install '.[jax]' equinox
 python examples/equinox_model.py
 """
 
@@ -16,13 +16,13 @@ STEPS = 150
 
 
 def train(policy: str) -> float:
-    """Trains an MLP with dropout to multiply two numbers, and returns its last loss."""
+    """Trains an MLP on noisy inputs to multiply two numbers, and returns its last loss."""
     model = eqx.nn.MLP(2, 1, 64, 2, activation=jax.nn.silu, key=jax.random.key(0))
-    # Functions, as the activation, are leaves of an Equinox module. Only arrays can be trained.
+    # Functions such as the activation are leaves of an Equinox module. Only arrays can be trained.
     params, static = eqx.partition(model, eqx.is_array)
 
     def loss_fn(params: eqx.Module, batch: dict, rng: jax.Array) -> jax.Array:
-        """Written for one example, and mapped over the batch; noise on the inputs uses the step's key."""
+        """Computes the loss, mapping the model over the batch; the step's key draws noise on the inputs."""
         noise = 0.01 * jax.random.normal(rng, batch["x"].shape, batch["x"].dtype)
         predicted = jax.vmap(eqx.combine(params, static))(batch["x"] + noise)[:, 0]
         return jnp.mean((predicted.astype(jnp.float32) - batch["y"].astype(jnp.float32)) ** 2)

@@ -1,6 +1,6 @@
-"""A Flax linen module under a precision policy: the module is as it is, its parameters are the state's.
+"""A Flax linen module under a precision policy: the module is unchanged, its parameters are in the state.
 
-pip install 'halfstep[jax]' flax
+pip install '.[jax]' flax
 python examples/flax_linen.py
 """
 
@@ -15,19 +15,19 @@ VOCABULARY, LENGTH, WIDTH, STEPS = 16, 8, 32, 100
 
 
 def attend(q: jax.Array, k: jax.Array, v: jax.Array, **_: object) -> jax.Array:
-    """Attention with its softmax in fp32. Flax's own takes it in the dtype of the stream, and would be refused."""
+    """Computes attention with softmax in fp32. Flax's own uses the dtype of the stream, and is refused."""
     scores = jnp.einsum("bqhd,bkhd->bhqk", q, k).astype(jnp.float32) * q.shape[-1] ** -0.5
     return jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores).astype(q.dtype), v)
 
 
 class Reverser(nn.Module):
-    """Embeddings of tokens and places, one block of attention and MLP, and a head."""
+    """Embeddings of tokens and positions, one block of attention and MLP, and a head."""
 
     @nn.compact
     def __call__(self, tokens: jax.Array) -> jax.Array:
-        """Logits for every place."""
-        places = self.param("places", nn.initializers.normal(0.1), (LENGTH, WIDTH))
-        x = nn.Embed(VOCABULARY, WIDTH, name="embed")(tokens) + places
+        """Returns the logits of every position."""
+        positions = self.param("positions", nn.initializers.normal(0.1), (LENGTH, WIDTH))
+        x = nn.Embed(VOCABULARY, WIDTH, name="embed")(tokens) + positions
         x = x + nn.MultiHeadDotProductAttention(4, attention_fn=attend)(nn.LayerNorm()(x))
         h = nn.gelu(nn.Dense(4 * WIDTH)(nn.LayerNorm()(x)))
         return nn.Dense(VOCABULARY, name="head")(x + nn.Dense(WIDTH)(h))
@@ -37,13 +37,13 @@ MODEL = Reverser()
 
 
 def loss_fn(params: dict, tokens: jax.Array) -> jax.Array:
-    """The mean loss of saying the tokens backwards, in fp32."""
+    """Returns the mean loss of writing the tokens backwards, in fp32."""
     logits = MODEL.apply({"params": params}, tokens).astype(jnp.float32)
     return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, ::-1]).mean()
 
 
 def train(policy: str) -> float:
-    """Trains in a policy, and returns the last loss."""
+    """Trains under a policy and returns the last loss."""
     keys = jax.random.split(jax.random.key(0), STEPS + 1)
     params = jax.jit(MODEL.init)(keys[0], jnp.zeros((1, LENGTH), jnp.int32))["params"]
     optimizer = optax.adamw(1e-2)

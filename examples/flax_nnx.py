@@ -1,9 +1,9 @@
 """A Flax nnx module under a precision policy: split into its graph and its state, and merged inside the loss.
 
-    pip install 'halfstep[jax]' flax
+    pip install '.[jax]' flax
     python examples/flax_nnx.py
 
-Counters and keys of generators are leaves of the state too: they pass through untouched.
+Counters and generator keys are leaves of the state too; they pass through untouched.
 """
 
 import jax
@@ -18,7 +18,7 @@ WIDTH, STEPS = 32, 120
 
 
 class Classifier(nnx.Module):
-    """Which of three rings a point is in."""
+    """Decides which of three rings a point is in."""
 
     def __init__(self, rngs: nnx.Rngs):
         self.enter = nnx.Linear(2, WIDTH, rngs=rngs)
@@ -27,13 +27,13 @@ class Classifier(nnx.Module):
         self.head = nnx.Linear(WIDTH, 3, rngs=rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Logits."""
+        """Returns the logits."""
         x = self.enter(x)
         return self.head(x + nnx.gelu(self.hidden(self.norm(nnx.gelu(x)))))
 
 
 def train(policy: str) -> float:
-    """Trains in a policy, and returns the share of points that are classified rightly."""
+    """Trains under a policy and returns the share of points that are classified correctly."""
     graph, params = nnx.split(Classifier(nnx.Rngs(0)))
 
     def loss_fn(params: nnx.State, batch: dict) -> tuple[jax.Array, jax.Array]:

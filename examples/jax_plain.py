@@ -1,9 +1,9 @@
-"""Plain functions under a precision policy: a dictionary of parameters, any optax optimizer, and three lines.
+"""Plain functions under a precision policy: a dictionary of parameters, an optax optimizer, and three lines.
 
-    pip install 'halfstep[jax]'
+    pip install '.[jax]'
     python examples/jax_plain.py
 
-A small MLP learns the sine, in fp32, in bf16, and in fp16 with a loss scale, summed over micro-batches.
+A small MLP learns the sine, in fp32, in bf16, and in fp16 with a loss scale, over two micro-batches per update.
 """
 
 import jax
@@ -17,7 +17,7 @@ WIDTH, STEPS = 64, 200
 
 
 def parameters(seed: int) -> dict:
-    """Two hidden layers."""
+    """Returns the parameters of two hidden layers and an output."""
     keys = jax.random.split(jax.random.key(seed), 3)
     sizes = [(1, WIDTH), (WIDTH, WIDTH), (WIDTH, 1)]
     return {
@@ -27,7 +27,7 @@ def parameters(seed: int) -> dict:
 
 
 def loss_fn(params: dict, batch: dict) -> jax.Array:
-    """Nothing here knows of precision, but for the loss, which is computed in fp32 and says so."""
+    """Computes the loss; the only cast is the loss itself, which must be fp32."""
     h = batch["x"]
     for name in ("layer0", "layer1"):
         h = jnp.tanh(h @ params[name]["w"] + params[name]["b"])
@@ -36,7 +36,7 @@ def loss_fn(params: dict, batch: dict) -> jax.Array:
 
 
 def train(policy: str) -> float:
-    """Trains in a policy, and returns the last loss."""
+    """Trains under a policy and returns the last loss."""
     optimizer = optax.adam(optax.cosine_decay_schedule(1e-2, STEPS))
     state = init(parameters(0), optimizer, policy)
     step = make_step(loss_fn, optimizer, clip_norm=1.0, micro_batches=2)
@@ -45,9 +45,8 @@ def train(policy: str) -> float:
         x = rng.uniform(-3, 3, (2, 64, 1)).astype(np.float32)
         state, result = step(state, {"x": x, "y": np.sin(x)})  # nothing waits for the device
     print(state)
-    print(
-        f"  loss {float(result.loss):.6f}, scale {float(result.scale):g}, {int(state.num_applied)} updates applied\n"
-    )
+    applied = int(state.num_applied)
+    print(f"  loss {float(result.loss):.6f}, scale {float(result.scale):g}, {applied} updates applied\n")
     return float(result.loss)
 
 

@@ -1,6 +1,6 @@
-"""One mixed-precision training step, written out by hand in JAX; and the same step through halfstep.jax.
+"""One mixed-precision training step, written by hand in JAX, and the same step with halfstep.jax.
 
-    pip install 'halfstep[jax]' flax
+    pip install '.[jax]' flax
     python examples/jax_step.py
 
 Masters are fp32 and outside the loss. Inside it parameters, inputs and targets are cast to bf16, the loss is
@@ -18,7 +18,7 @@ from halfstep.jax import init, make_step
 
 
 def step(seed: float, x: jax.Array, y: jax.Array, lr: float, loss_scale: float) -> jax.Array:
-    """One update of a `Dense(1)` on (x, y) by gradient descent; the loss after it, in fp32, of shape (1,)."""
+    """Makes one gradient descent update of a `Dense(1)` on (x, y); returns the loss after it, fp32, shape (1,)."""
     model = nn.Dense(1)
     x, y = jnp.asarray(x), jnp.asarray(y)
     params = model.init(jax.random.PRNGKey(int(seed)), x.astype(jnp.float32))["params"]
@@ -36,7 +36,7 @@ def step(seed: float, x: jax.Array, y: jax.Array, lr: float, loss_scale: float) 
 
 
 def step_by_halfstep(seed: float, x: jax.Array, y: jax.Array, lr: float) -> jax.Array:
-    """The same update under a policy: no cast and no scale in sight, and weight gradients that stay fp32."""
+    """Makes the same update under a policy: no explicit cast or scale, and weight gradients stay fp32."""
     model = nn.Dense(1)
     params = model.init(jax.random.PRNGKey(int(seed)), x)["params"]
 
@@ -46,14 +46,14 @@ def step_by_halfstep(seed: float, x: jax.Array, y: jax.Array, lr: float) -> jax.
 
     optimizer = optax.sgd(lr)
     update = make_step(loss_fn, optimizer)
-    # loss=bf16, as above: by default a loss that is not computed in fp32 is refused
+    # loss=bf16, as above: by default, a loss that is not computed in fp32 is refused
     state, _ = update(init(params, optimizer, "bf16-mixed,loss=bf16"), {"x": x, "y": y})
     _, result = update(state, {"x": x, "y": y})
     return result.loss.reshape(1)
 
 
 def main() -> None:
-    """A table over scales. In bf16, which has fp32's range, a power of two changes nothing."""
+    """Prints a table over scales. In bf16, which has fp32's range, a power of two changes nothing."""
     rng = np.random.default_rng(0)
     x = rng.standard_normal((32, 4)).astype(np.float32)
     y = (x @ np.float32([1, -2, 0.5, 3]) + 0.1).astype(np.float32)

@@ -1,9 +1,9 @@
 """Any model and any optimizer of MLX under a precision policy, in three lines: prepare, step, read.
 
-    pip install 'halfstep[mlx]'
+    pip install '.[mlx]'
     python examples/mlx_prepare.py
 
-A small transformer of `mlx.nn` learns to say its input backwards, once in bf16 and once in fp16 with a loss scale.
+A small transformer of `mlx.nn` learns to write its input backwards, in bf16 and in fp16 with a loss scale.
 """
 
 import mlx.core as mx
@@ -15,30 +15,30 @@ VOCABULARY, LENGTH, WIDTH = 16, 8, 32
 
 
 class Reverser(nn.Module):
-    """Embeddings of tokens and places, two encoder layers, and the embedding again as the head."""
+    """Embeddings of tokens and positions, two encoder layers, and the embedding again as the head."""
 
     def __init__(self) -> None:
         super().__init__()
         self.embed = nn.Embedding(VOCABULARY, WIDTH)
-        self.places = nn.Embedding(LENGTH, WIDTH)
+        self.positions = nn.Embedding(LENGTH, WIDTH)
         self.layers = [nn.TransformerEncoderLayer(WIDTH, 4, 2 * WIDTH) for _ in range(2)]
         self.norm = nn.RMSNorm(WIDTH)
 
     def __call__(self, tokens: mx.array) -> mx.array:
-        """Logits for every place."""
-        x = self.embed(tokens) + self.places(mx.arange(LENGTH))
+        """Returns the logits of every position."""
+        x = self.embed(tokens) + self.positions(mx.arange(LENGTH))
         for layer in self.layers:
             x = layer(x, mask=None)
         return self.embed.as_linear(self.norm(x))
 
 
 def loss_fn(model: nn.Module, tokens: mx.array) -> mx.array:
-    """The mean loss of saying the tokens backwards; the model's outputs come in fp32."""
+    """Returns the mean loss of writing the tokens backwards; the model's outputs are fp32."""
     return nn.losses.cross_entropy(model(tokens), tokens[:, ::-1]).mean()
 
 
 def train(policy: str, steps: int = 100) -> float:
-    """Trains in a policy, and returns the last loss."""
+    """Trains under a policy and returns the last loss."""
     mx.random.seed(0)
     run = prepare(Reverser(), optimizers.AdamW(3e-3), policy, clip_norm=1.0)
     print(run.summary())

@@ -2,9 +2,9 @@
 
     python examples/three_backends.py [POLICY] [--width 64] [--layers 2]
 
-Weights come from one seed and are the same bits everywhere. What differs is the order in which sums are added, and
-in half precision the ties that this decides. Differences are held against PyTorch in fp32, so that what precision
-costs and what a backend costs stand side by side.
+Weights come from one seed and have the same bits everywhere. What differs is the order in which sums are added,
+and in half precision the ties that this decides. Differences are relative to PyTorch in fp32, so the table shows what
+precision costs next to what a backend costs.
 """
 
 import argparse
@@ -25,7 +25,7 @@ Pass = Callable[[np.ndarray, np.ndarray], tuple[float, Arrays]]
 
 
 def on_torch(config: ModelConfig, policy: Policy, weights: Arrays) -> Pass:
-    """The decoder on PyTorch."""
+    """Returns the decoder's forward and backward pass on PyTorch."""
     import torch
 
     from halfstep.torch.apply import apply
@@ -45,7 +45,7 @@ def on_torch(config: ModelConfig, policy: Policy, weights: Arrays) -> Pass:
 
 
 def on_jax(config: ModelConfig, policy: Policy, weights: Arrays) -> Pass:
-    """The decoder on JAX."""
+    """Returns the decoder's forward and backward pass on JAX."""
     import jax
 
     from halfstep.jax.model import Decoder
@@ -63,7 +63,7 @@ def on_jax(config: ModelConfig, policy: Policy, weights: Arrays) -> Pass:
 
 
 def on_mlx(config: ModelConfig, policy: Policy, weights: Arrays) -> Pass:
-    """The decoder on MLX."""
+    """Returns the decoder's forward and backward pass on MLX."""
     import mlx.core as mx
     from mlx import nn
     from mlx.utils import tree_flatten, tree_unflatten
@@ -86,9 +86,9 @@ def on_mlx(config: ModelConfig, policy: Policy, weights: Arrays) -> Pass:
 BACKENDS = {"torch": on_torch, "jax": on_jax, "mlx": on_mlx}
 
 
-def difference(found: Arrays, expected: Arrays) -> float:
-    """The norm of the difference of all gradients over the norm of the expected ones."""
-    off = sum(np.square(np.float64(found[name]) - expected[name]).sum() for name in expected)
+def difference(grads: Arrays, expected: Arrays) -> float:
+    """Returns the norm of the difference of all gradients, relative to the norm of the expected ones."""
+    off = sum(np.square(np.float64(grads[name]) - expected[name]).sum() for name in expected)
     whole = sum(np.square(np.float64(grad)).sum() for grad in expected.values())
     return float(np.sqrt(off / whole))
 

@@ -58,9 +58,7 @@ def test_a_block_runs(title, place, tmp_path, monkeypatch):
     while (title, first) in CONTINUED:
         first -= 1
     names = scope()
-    if (
-        "torch.compile" in blocks[place]
-    ):  # takes minutes of C++, and only the order matters here; the race compiles
+    if "torch.compile" in blocks[place]:  # it takes minutes, and only the order matters here; the race compiles
         names["torch"] = _without_compiling()
     before = copy.deepcopy(names["model"].state_dict())
     run_blocks(blocks[first : place + 1], names)

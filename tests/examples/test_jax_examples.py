@@ -1,4 +1,4 @@
-"""The JAX examples run, learn, and the written-out step is the one that was asked for."""
+"""The JAX examples run and learn, and the step written by hand computes what it should."""
 
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
@@ -27,7 +27,7 @@ def half(x):
 
 
 def by_hand(kernel, bias, x, y, lr):
-    """The step in numpy, each operation rounded to bf16; the loss before and after it."""
+    """Returns the loss before and after the step in numpy, with each operation rounded to bf16."""
 
     def loss(kernel, bias):
         error = half(half(half(half(x) @ half(kernel)) + half(bias)).reshape(-1) - half(y))
@@ -40,24 +40,24 @@ def by_hand(kernel, bias, x, y, lr):
     return float(before), float(loss(kernel, bias)[1])
 
 
-def test_the_step_written_out_has_the_form_that_was_asked_for():
+def test_the_step_by_hand_equals_the_step_in_numpy():
     import flax.linen as nn
     import jax
 
     step = example("jax_step").step
     x, y = data()
     lr = 0.1
-    found = step(3.0, x, y, lr, 128.0)
-    assert found.shape == (1,)
-    assert found.dtype == jnp.float32
+    loss = step(3.0, x, y, lr, 128.0)
+    assert loss.shape == (1,)
+    assert loss.dtype == jnp.float32
     params = nn.Dense(1).init(jax.random.PRNGKey(3), x)["params"]
     before, after = by_hand(np.asarray(params["kernel"]), np.asarray(params["bias"]), x, y, lr)
-    # the loss is a bf16 number, and a mean of 16 in another order may be a neighbor of another
-    assert float(found[0]) == float(half(found)[0])
-    assert float(found[0]) == pytest.approx(after, rel=4 * 2.0**-8)
-    assert float(found[0]) < before
-    # a power of two moves exponents only; any other scale rounds the gradients once more, by 2^-8 at most
-    assert float(step(3.0, x, y, lr, 65536.0)[0]) == float(found[0])
+    # the loss is a bf16 number; a mean of 16 in another order may round to a neighbor
+    assert float(loss[0]) == float(half(loss)[0])
+    assert float(loss[0]) == pytest.approx(after, rel=4 * 2.0**-8)
+    assert float(loss[0]) < before
+    # a power of two changes exponents only; any other scale rounds the gradients once more, by 2^-8 at most
+    assert float(step(3.0, x, y, lr, 65536.0)[0]) == float(loss[0])
     for scale in (1.0, 3.0, 1000.0):
         assert float(step(3.0, jnp.asarray(x), jnp.asarray(y), lr, scale)[0]) == pytest.approx(
             after, rel=4 * 2.0**-8
@@ -87,7 +87,7 @@ def test_an_example_learns(name, policy, below, capsys):
     assert "loss" in printed
 
 
-def test_rings_are_told_apart(capsys):
+def test_the_classifier_learns_the_rings(capsys):
     assert example("flax_nnx").train("bf16-mixed") > 0.9
     assert "right" in capsys.readouterr().out
 

@@ -1,4 +1,4 @@
-"""The examples for MLX run, learn, and are as short as they are said to be."""
+"""The MLX example runs, learns and is short."""
 
 import runpy
 from pathlib import Path
@@ -15,9 +15,9 @@ def test_any_model_and_optimizer_of_mlx_learn(policy, capsys):
     train = runpy.run_path(str(EXAMPLE))["train"]
     first, last = train(policy, 1), train(policy, 25)
     assert last < first - 0.3
-    told = capsys.readouterr().out
-    assert "12 Linear" in told
-    assert "after 25 steps" in told
+    printed = capsys.readouterr().out
+    assert "12 Linear" in printed
+    assert "after 25 steps" in printed
 
 
 def test_the_example_is_short():

@@ -16,7 +16,7 @@ def test_the_table_has_every_backend_and_they_agree(capsys):
         (name, policy) for policy in ("fp32", "bf16-mixed") for name in ("torch", "jax", "mlx")
     ]
     for _, policy, _, off, gradients, _ in rows:
-        # some twenty results in a row, each rounded once: in fp32 after a sum of 64 terms
+        # some twenty operations in sequence, each rounding once: in fp32 after a sum of 64 terms
         bound = 20 * 64**0.5 * 2.0**-24 if policy == "fp32" else 2 * 2.0**-8 * 20**0.5
         assert abs(float(off)) <= bound
         assert float(gradients) <= bound
