@@ -3,8 +3,8 @@
     python examples/three_backends.py [POLICY] [--width 64] [--layers 2]
 
 Weights come from one seed and have the same bits everywhere. What differs is the order in which sums are added,
-and in half precision the ties that this decides. Differences are relative to PyTorch in fp32, so the table shows what
-precision costs next to what a backend costs.
+and in half precision the ties that this decides. Differences are relative to PyTorch in fp32, so the table shows
+what precision costs next to what a backend costs.
 """
 
 import argparse
