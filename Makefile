@@ -1,20 +1,35 @@
-# Two commands do everything: `make train` and `make test`. Each target makes .venv and installs what it needs, once.
+# `make train` trains; `make test` tests. Each target makes .venv on first use and installs what it needs.
 PYTHON ?= python3
 BACKEND ?= torch
 RECIPE ?=
 ARGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
+# As many workers as cores, at most four: each imports three frameworks. A worker that is done takes tests from another.
+PYTEST := -m pytest -q -n auto --maxprocesses 4 --dist worksteal
 
-.PHONY: train test lint format bench docs clean
+.PHONY: train test check prove lint format bench docs clean
 
-# A transformer learns, in a precision chosen by measurement: `make train`, `make train RECIPE=gpt2 ARGS='--out x'`,
-# `make train BACKEND=jax`.
+# Train a small transformer, in a precision chosen by measurement: `make train`,
+# `make train RECIPE=gpt2 ARGS='--out x'`, `make train BACKEND=jax`.
 train: $(VENV)/.$(BACKEND)
 	$(BIN)/halfstep train $(RECIPE) --backend $(BACKEND) $(ARGS)
 
+# Every test but the exhaustive and the slow: at most five minutes on two cores.
 test: $(VENV)/.dev
-	$(BIN)/pytest -q
+	$(BIN)/python $(PYTEST) -m 'not prove'
+
+# What to run before every commit: at most one minute.
+check: lint
+	$(BIN)/python $(PYTEST) -m 'not prove' tests/core tests/config tests/report tests/architecture
+
+# Everything exhaustive or slow: the tests marked `prove`, tests without assertions in the package, every bit pattern
+# of split masters, a hundred kills and damaged files, and each known hazard, planted.
+prove: $(VENV)/.dev
+	$(BIN)/python $(PYTEST) -m prove
+	$(BIN)/python -O $(PYTEST) -m 'not prove' tests/core tests/config tests/training
+	$(BIN)/python benchmarks/prove/split_all.py
+	$(BIN)/python benchmarks/prove/kills.py
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
@@ -25,13 +40,12 @@ format: $(VENV)/.dev
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-# The long proofs; docs/measurements/ keeps what they printed.
+# Measurements without a GPU; docs/measurements/ keeps what they printed.
 bench: $(VENV)/.dev
-	$(BIN)/python benchmarks/prove/split_all.py
 	$(BIN)/python benchmarks/measure/overhead.py
 	$(BIN)/python benchmarks/measure/presets.py
 
-# Reference pages come out of the schema, the tables of docs/models.md out of models that are prepared.
+# Write the pages that are generated: reference pages from the schema, tables of docs/models.md from prepared models.
 docs: $(VENV)/.dev
 	$(BIN)/python docs/generate.py
 	$(BIN)/python docs/models.py
@@ -39,7 +53,7 @@ docs: $(VENV)/.dev
 clean:
 	rm -rf $(VENV)
 
-# A stamp for each set of extras: remade when what it was made from changes.
+# One stamp per set of extras, made again when the files it depends on change.
 $(VENV)/.torch $(VENV)/.jax $(VENV)/.mlx: $(VENV)/.%: pyproject.toml constraints.txt | $(BIN)/python
 	$(BIN)/pip install -q -c constraints.txt -e '.[$*]'
 	touch $@
