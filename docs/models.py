@@ -28,7 +28,7 @@ _VERSIONS = r"transformers [\d.]+\d and diffusers [\d.]+\d"
 
 
 def zoo():
-    """benchmarks/zoo.py."""
+    """Returns the module benchmarks/zoo.py."""
     if "halfstep_zoo" not in sys.modules:
         spec = importlib.util.spec_from_file_location("halfstep_zoo", HERE.parent / "benchmarks" / "zoo.py")
         sys.modules["halfstep_zoo"] = module = importlib.util.module_from_spec(spec)
@@ -37,7 +37,7 @@ def zoo():
 
 
 def page() -> str:
-    """The page as it is, with tables as they should be."""
+    """Returns the page with its tables computed again."""
     text = (HERE / "models.md").read_text(encoding="utf-8")
     for name, rows in tables().items():
         start, end = f"<!-- {name} -->\n", f"\n<!-- end of {name} -->"
@@ -47,7 +47,7 @@ def page() -> str:
 
 
 def tables() -> dict[str, list[list[str]]]:
-    """What becomes of the modules of each family, and of its functions."""
+    """Returns how the modules and the functions of each family run."""
     modules = [["model", *KINDS]]
     functions = [["model", "reached", "in compute", "as they are"]]
     for family in zoo().FAMILIES.values():
@@ -62,27 +62,27 @@ def tables() -> dict[str, list[list[str]]]:
 
 
 def markdown(rows: list[list[str]]) -> str:
-    """A table; the first row is its head."""
+    """Returns a Markdown table; the first row is its head."""
     marked = [rows[0], ["---"] * len(rows[0]), *rows[1:]]
     return "\n".join("| " + " | ".join(row) + " |" for row in marked)
 
 
 def installed() -> str:
-    """The versions that are here, as the page names them."""
+    """Returns the installed versions, as the page names them."""
     return f"transformers {version('transformers')} and diffusers {version('diffusers')}"
 
 
 def written_with() -> str:
-    """The versions that the page names."""
+    """Returns the versions that the page names."""
     return re.search(_VERSIONS, (HERE / "models.md").read_text(encoding="utf-8"))[0]
 
 
 def _kinds(run: Run, words: tuple[str, ...]) -> str:
-    found: dict[str, int] = {}
+    counts: dict[str, int] = {}
     for _, kind, form in run.conversion.changes:
         if form.startswith(words):
-            found[kind] = found.get(kind, 0) + 1
-    return ", ".join(f"{count} {kind}" for kind, count in found.items())
+            counts[kind] = counts.get(kind, 0) + 1
+    return ", ".join(f"{count} {kind}" for kind, count in counts.items())
 
 
 def _functions(rows: Iterable[Row]) -> list[str]:
