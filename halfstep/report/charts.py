@@ -1,7 +1,7 @@
 """The charts of a run, each with a sentence that says the same in numbers.
 
-A chart is data for the page's script and, for who reads without it (a screen reader, a browser without
-scripts, paper), a key with the last values and a caption computed here.
+A chart is data for the page's script and, for readers without it (a screen reader, a browser without scripts,
+paper), a key with the last values and a caption computed here.
 """
 
 import math
@@ -15,12 +15,11 @@ from halfstep.core.policy import Policy
 from halfstep.core.roles import Operand, is_narrow
 from halfstep.core.scaling import NoScale
 from halfstep.report.history import History, nested
-from halfstep.report.markup import Html, join, tag
 from halfstep.report.number_format import count, number, plain, plural, power_of_two, size
 from halfstep.report.series import LIMIT, SMOOTH_LIMIT, Series, as_data, smooth
 
 Look = Literal["main", "raw", "smooth", "held-out", "reference", "mark", "event"]
-# From this many steps on, the smooth line is shown at first; below, it says no more than the steps do.
+# From this many steps on, the smooth line is shown at first; below, it adds nothing to the steps.
 SMOOTH_FROM = 100
 
 
@@ -35,7 +34,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Chart:
-    """One chart: `unit` chooses how its numbers are written, `log` whether its axis is logarithmic."""
+    """One chart: `unit` says how its numbers are written, `log` whether its axis is logarithmic."""
 
     id: str
     title: str
@@ -46,13 +45,28 @@ class Chart:
     wide: bool = False
 
     def data(self) -> dict[str, Any]:
-        """What the page's script draws."""
+        """Returns what the page's script draws."""
         lines = [
             {"label": line.label, "look": line.look}
             | as_data(line.series, SMOOTH_LIMIT if line.look == "smooth" else LIMIT)
             for line in self.lines
         ]
         return {"unit": self.unit, "log": self.log == "always", "lines": lines}
+
+    @property
+    def has_smooth(self) -> bool:
+        """Whether it has a smooth line, which can be switched off."""
+        return any(line.look == "smooth" for line in self.lines)
+
+    @property
+    def smooth_first(self) -> bool:
+        """Whether the smooth line is shown at first."""
+        return len(self.lines[0].series.steps) >= SMOOTH_FROM
+
+    def last(self, line: Line) -> str:
+        """Returns the last value of a line, or how many marks it has."""
+        values = line.series.values
+        return f"{len(values):,}" if line.look in ("mark", "event") else _WRITTEN[self.unit](values[-1])
 
 
 _WRITTEN: dict[str, Callable[[float], str]] = {
@@ -64,27 +78,27 @@ _WRITTEN: dict[str, Callable[[float], str]] = {
 
 
 def charts(history: History, policy: Policy | None, marks: Sequence[int] = ()) -> list[Chart]:
-    """The charts that the events can fill; `marks` are steps at which something happened."""
-    made = [
+    """Returns the charts for which there are numbers; `marks` are the steps of incidents."""
+    drawn = [
         _loss(history, marks),
-        _single(history, "tokens_per_second", "throughput", "Throughput", "tokens a second", "count"),
+        _single(history, "tokens_per_second", "throughput", "Throughput", "tokens per second", "count"),
         _single(history, "grad_norm", "gradient", "Gradient norm", "norm", "plain", log="always"),
         _single(history, "learning_rate", "rate", "Learning rate", "rate", "plain"),
         _scale(history) if scaled(history, policy) else None,
         _single(history, "memory", "memory", "Memory", "in use", "size"),
     ]
-    return [chart for chart in made if chart is not None]
+    return [chart for chart in drawn if chart is not None]
 
 
 def scaled(history: History, policy: Policy | None) -> bool:
-    """Whether a loss scale is in use: by the policy, or by what was recorded where no policy can be read."""
+    """Whether a loss scale is in use: by the policy, or by what was recorded if no policy can be read."""
     if policy is not None:
         return not isinstance(policy.scale, NoScale)
     return bool((history.column("scale").numbers != 1).any())
 
 
 def why_unscaled(policy: Policy) -> str:
-    """Why a run without a loss scale needs none."""
+    """Says why a run without a loss scale needs none."""
     operands = [
         value.format
         for changes in [policy.roles().items(), *(rule.changes for rule in policy.rules)]
@@ -95,45 +109,9 @@ def why_unscaled(policy: Policy) -> str:
     narrow = sorted({str(fmt) for fmt in operands if is_narrow(fmt)})
     parts = [f"{_listed(wide)} {_has(wide)} fp32's range" if wide else ""]
     if narrow:
-        parts.append(f"{_listed(narrow)} operands have scales of their own")
-    told = " and ".join(part for part in parts if part)
-    return f"No loss scale: {told or 'everything is computed in fp32, where no gradient is lost to range'}."
-
-
-def figure(chart: Chart) -> Html:
-    """The chart's place on the page: title, switches, key, plot and caption."""
-    looks = {line.look for line in chart.lines}
-    switches = [
-        _switch("smooth", "smooth", len(chart.lines[0].series.steps) >= SMOOTH_FROM)
-        if "smooth" in looks
-        else None,
-        _switch("log", "log scale", False) if chart.log == "choice" else None,
-    ]
-    caption_id = f"caption-{chart.id}"
-    return tag(
-        "figure",
-        tag("div", tag("h3", chart.title), tag("div", *switches, class_="switches"), class_="figure-head"),
-        tag("ul", *[_key(line, i, chart) for i, line in enumerate(chart.lines)], class_="key"),
-        tag("div", class_="plot", role="img", aria_label=chart.title, aria_describedby=caption_id),
-        tag("figcaption", chart.caption, id=caption_id),
-        class_="wide" if chart.wide else None,
-        data_chart=chart.id,
-    )
-
-
-def _key(line: Line, index: int, chart: Chart) -> Html:
-    values = line.series.values
-    last = f"{len(values):,}" if line.look in ("mark", "event") else _WRITTEN[chart.unit](values[-1])
-    return tag(
-        "li",
-        tag("span", class_=f"swatch {line.look}", aria_hidden="true"),
-        join(line.label, " "),
-        tag("span", last, class_="value", data_line=str(index)),
-    )
-
-
-def _switch(name: str, label: str, on: bool) -> Html:
-    return tag("button", label, type="button", class_="switch", data_switch=name, aria_pressed=str(on).lower())
+        parts.append(f"{_listed(narrow)} operands have their own scales")
+    reasons = " and ".join(part for part in parts if part)
+    return f"No loss scale: {reasons or 'everything is computed in fp32, where no gradient is lost to range'}."
 
 
 def _loss(history: History, marks: Sequence[int]) -> Chart | None:
@@ -141,26 +119,26 @@ def _loss(history: History, marks: Sequence[int]) -> Chart | None:
     if not len(train.numbers) and not len(held_out.numbers):
         return None
     lines = list(_noisy("training", train, history.steps.even("loss")))
-    caption = _course("The training loss", train, plain)
+    caption = _describe("The training loss", train, plain)
     if len(held_out.numbers):
         lines.append(Line("held-out", "held-out", held_out))
-        caption += " " + _course("The held-out loss", held_out, plain)
+        caption += " " + _describe("The held-out loss", held_out, plain)
     bigram = bigram_loss(history)
     if math.isfinite(bigram):
         steps = [*train.steps, *held_out.steps]
         lines.append(Line("bigram entropy", "reference", Series([min(steps), max(steps)], [bigram, bigram])))
         caption += f" The bigram entropy of the text is {plain(bigram)}."
-    caption += " All in nats a token."
+    caption += " All in nats per token."
     if marks:
-        lines.append(Line("what happened", "event", Series(marks, [math.nan] * len(marks))))
-        caption += " Upright lines stand where something happened; the section below tells what."
+        lines.append(Line("incidents", "event", Series(marks, [math.nan] * len(marks))))
+        caption += " Vertical lines mark incidents, which the next section lists."
     return Chart("loss", "Loss", "plain", tuple(lines), caption, log="choice", wide=True)
 
 
 def bigram_loss(history: History) -> float:
-    """The bigram entropy in the unit of the loss, nats a token; NaN where bits a byte are not known.
+    """Returns the bigram entropy in the unit of the loss, nats per token; NaN if bits per byte are not known.
 
-    A look at held-out text that gives both tells how many nats of loss a bit per byte is.
+    An evaluation that has both gives the nats of loss per bit per byte.
     """
     bits = number(nested(history.start, "data", "bigram_bits"))
     pairs = zip(history.held_out("loss").values, history.held_out("bits_per_byte").values, strict=True)
@@ -181,7 +159,7 @@ def _single(
     if not len(series.numbers):
         return None
     written = _WRITTEN[unit]
-    caption = _course(title, series, written)
+    caption = _describe(title, series, written)
     if column == "tokens_per_second":
         caption += f" Half of the steps ran above {written(float(np.median(even.numbers)))}."
     noisy = column in ("tokens_per_second", "grad_norm")
@@ -201,10 +179,10 @@ def _scale(history: History) -> Chart | None:
     skips = history.skips()
     marks = Series(list(skips), np.asarray(series.values)[np.searchsorted(series.steps, list(skips))])
     total = sum(skips.values())
-    caption = f"{_course('The loss scale', series, power_of_two)} "
+    caption = f"{_describe('The loss scale', series, power_of_two)} "
     if total:
         caption += (
-            f"{plural(total, 'step')} {'was' if total == 1 else 'were'} skipped because gradients were not "
+            f"{plural(total, 'step')} {_was(total)} skipped because gradients were not "
             f"finite, the first by step {min(skips):,} and the last by step {max(skips):,}."
         )
     else:
@@ -213,26 +191,26 @@ def _scale(history: History) -> Chart | None:
     return Chart("scale", "Loss scale", "power", tuple(lines), caption, log="always")
 
 
-def _course(subject: str, series: Series, written: Callable[[float], str]) -> str:
-    """First, last, smallest and largest, in a sentence; and what could not be drawn."""
+def _describe(subject: str, series: Series, written: Callable[[float], str]) -> str:
+    """Says the first, last, smallest and largest value, and how many could not be drawn."""
     points, numbers = np.flatnonzero(np.isfinite(series.values)), series.numbers
     chosen = points[0], points[-1], points[numbers.argmin()], points[numbers.argmax()]
     (first_at, first), (last_at, last), low, high = (
         (int(series.steps[place]), float(series.values[place])) for place in chosen
     )
     if first_at == last_at:
-        told = f"{subject} was {written(first)} at step {first_at:,}."
+        text = f"{subject} was {written(first)} at step {first_at:,}."
     elif low[1] == high[1]:
-        told = f"{subject} stayed at {written(first)} from step {first_at:,} to step {last_at:,}."
+        text = f"{subject} stayed at {written(first)} from step {first_at:,} to step {last_at:,}."
     else:
-        told = (
+        text = (
             f"{subject} went from {written(first)} at step {first_at:,} to {written(last)} at step "
             f"{last_at:,}; lowest {written(low[1])} at step {low[0]:,}, highest {written(high[1])} at step "
             f"{high[0]:,}."
         )
     gaps = series.num_gaps
     counted = plural(gaps, "value") if series.whole else f"At least {plural(gaps, 'value')}"
-    return f"{told} {counted} {_was(gaps)} not finite and left a gap." if gaps else told
+    return f"{text} {counted} {_was(gaps)} not finite and left a gap." if gaps else text
 
 
 def _was(amount: int) -> str:

@@ -1,15 +1,15 @@
-"""How numbers are told: as few digits as say something, units a reader knows, NaN in words."""
+"""How numbers are written: as few digits as matter, units a reader knows, NaN in words."""
 
 import math
 from datetime import UTC, datetime
 from typing import Any
 
-# Every number on the page that stands alone has this many significant digits.
+# Significant digits of a number that stands alone.
 DIGITS = 4
 
 
 def number(value: Any) -> float:
-    """A number out of an event; what is absent or no number is NaN, which charts show as a gap."""
+    """Returns a number of an event; NaN, which charts show as a gap, for what is absent or not a number."""
     if isinstance(value, bool) or value is None:
         return math.nan
     try:
@@ -19,7 +19,7 @@ def number(value: Any) -> float:
 
 
 def plain(value: float, digits: int = DIGITS) -> str:
-    """`1.398`, `12,345`, `3e-05`; what is not finite is said."""
+    """`1.398`, `12,345`, `3e-05`, `not a number`."""
     if not math.isfinite(value):
         return _not_finite(value)
     if value == int(value) and abs(value) < 1e15:
@@ -37,6 +37,11 @@ def count(value: float, digits: int = 3) -> str:
         if float(f"{abs(value):.{digits}g}") >= size:
             return f"{_fixed(value / size, digits)}{letter}"
     return plain(value, digits)
+
+
+def percent(share: float) -> str:
+    """`41.3 %`."""
+    return f"{plain(100 * share, 3)} %"
 
 
 def size(value: float) -> str:
@@ -68,14 +73,14 @@ def duration(seconds: float) -> str:
 
 
 def moment(unix: float) -> str:
-    """A time of day anyone can place: UTC, to the minute."""
+    """`2025-10-09 08:53 UTC`."""
     if not math.isfinite(unix):
         return "an unknown time"
     return datetime.fromtimestamp(unix, UTC).strftime("%Y-%m-%d %H:%M UTC")
 
 
 def occasions(amount: int, first: float) -> str:
-    """When something was, or how often and when first."""
+    """When something happened, or how often and when first."""
     return moment(first) if amount == 1 else f"{amount:,} times, first {moment(first)}"
 
 
@@ -93,7 +98,7 @@ def power_of_two(value: float) -> str:
 
 
 def _fixed(value: float, digits: int) -> str:
-    """`124`, `1.5`, `1023`: significant digits, a whole number where they do not suffice, no idle zeros."""
+    """`124`, `1.5`, `1023`: significant digits, or a whole number if it has more; no trailing zeros."""
     return f"{value:.0f}" if abs(value) >= 10**digits else f"{value:.{digits}g}"
 
 

@@ -1,8 +1,8 @@
 """What a chart shows of a long run: at most LIMIT points that keep every spike, and a smooth line.
 
-A series is cut into buckets of neighbors, and of each bucket the smallest and the largest value stay, in
-their order: a spike of one step is as tall in the chart of a million steps as it was. Where a bucket holds a
-value that is not finite, a gap stays as well. Averaging would be shorter and would hide what a report is for.
+A series is cut into buckets of neighbors, and the smallest and the largest value of each bucket stay, in their
+order: a spike of one step is just as tall in the chart of a million steps. If a bucket holds a value that is not
+finite, a gap stays as well. Averaging would be shorter and would hide what a report is for.
 
 The smooth line is the mean over a window centered on each step, narrowed at both ends so that it stays
 centered; an exponential average would lag behind a falling loss.
@@ -27,11 +27,11 @@ _DIGITS = 6
 
 @dataclass(frozen=True)
 class Series:
-    """Values over steps, in order of steps; NaN where there is none."""
+    """Values over steps, in order of steps; NaN for a gap."""
 
     steps: Sequence[int] | NDArray[np.int64]
     values: Sequence[float] | NDArray[np.float64]
-    whole: bool = True  # False where it is a selection, with every extreme, of a longer one
+    whole: bool = True  # False if it is a selection, with every extreme, of a longer series
 
     @property
     def numbers(self) -> NDArray[np.float64]:
@@ -40,18 +40,13 @@ class Series:
         return values[np.isfinite(values)]
 
     @property
-    def finite(self) -> list[tuple[int, float]]:
-        """(step, value) of the finite ones."""
-        return [(s, v) for s, v in zip(self.steps, self.values, strict=True) if math.isfinite(v)]
-
-    @property
     def num_gaps(self) -> int:
-        """Values that are not finite."""
+        """How many values are not finite."""
         return len(self.values) - len(self.numbers)
 
 
 def downsample(series: Series, limit: int = LIMIT) -> Series:
-    """At most `limit` points: both ends, and of each bucket the extremes and one gap where there is one."""
+    """Returns at most `limit` points: both ends, and the extremes and a gap of each bucket."""
     total = len(series.values)
     if total <= limit:
         return series
@@ -67,7 +62,7 @@ def downsample(series: Series, limit: int = LIMIT) -> Series:
 
 
 def smooth(series: Series) -> Series:
-    """The centered mean of the finite values around each step; a gap stays a gap."""
+    """Returns the centered mean of the finite values around each step; a gap stays a gap."""
     values = np.asarray(series.values, dtype=np.float64)
     total = len(values)
     finite = np.isfinite(values)
@@ -81,7 +76,7 @@ def smooth(series: Series) -> Series:
 
 
 def as_data(series: Series, limit: int = LIMIT) -> dict[str, list[int] | list[float | None]]:
-    """For JSON: `x` and `y`, null for a gap."""
+    """Returns `x` and `y` for JSON, null for a gap."""
     short = downsample(series, limit)
     return {"x": [int(step) for step in short.steps], "y": [_rounded(float(value)) for value in short.values]}
 

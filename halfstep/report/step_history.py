@@ -1,13 +1,13 @@
-"""The steps of a run as columns of numbers: all of them, or of a very long run as many as its charts can show.
+"""The steps of a run as columns of numbers: all of them, or for a very long run as many as its charts can show.
 
 The event of a step takes two kilobytes of memory, and the page needs seven of its numbers. Up to ROWS steps are
-kept as they are. Of a longer run two selections stay, each at most about as long:
+kept as they are. Of a longer run, two selections are kept, each at most about as long:
 
     even     every second step, then every fourth, and so on: what means and medians are taken from
     peaks    of each bucket of neighbors the steps at which a number is smallest, largest, or first not finite;
              a bucket is BUCKET steps, and twice as many when there are too many of them
 
-So a page takes the same memory however long the run was, and a spike of one step is in its charts all the same.
+So a page takes the same memory however long the run was, and its charts still show a spike of one step.
 """
 
 from array import array
@@ -31,7 +31,7 @@ Rows = NDArray[np.float64]
 
 
 @final
-class Course:
+class StepHistory:
     """The steps that count, in their order."""
 
     def __init__(self, rows: int = ROWS):
@@ -39,8 +39,8 @@ class Course:
         self._fresh = array("d")  # rows one after the other, each step of them
         self._even = self._peaks = np.empty((0, _WIDTH))
         self._stride, self._width = 1, BUCKET  # of `even`, and of a bucket of `peaks`, in steps
-        self._last: Any = None  # the last event, unless it was put away
-        self._made: tuple[Rows, Rows] | None = None
+        self._last: Any = None  # the last event, unless it was dropped
+        self._cached: tuple[Rows, Rows] | None = None
 
     def add(self, step: int, event: Any) -> None:
         """Adds a step, which must come after those that are here."""
@@ -48,39 +48,39 @@ class Course:
         fresh.append(step)
         # Most are plain numbers, and there may be millions: `number` is for the others.
         fresh.extend([value if type(value) is float else number(value) for value in map(event.get, NAMES)])
-        self._last, self._made = event, None
+        self._last, self._cached = event, None
         if len(fresh) >= self._limit * _WIDTH:
-            self._settle()
+            self._select()
 
-    def put_away_from(self, step: int) -> None:
+    def drop_from(self, step: int) -> None:
         """Forgets a step and all after it."""
         fresh = self._fresh
         kept = bisect_left(range(len(fresh) // _WIDTH), step, key=lambda row: int(fresh[row * _WIDTH]))
         if kept * _WIDTH < len(fresh) or (kept == 0 and len(self._peaks)):
             del fresh[kept * _WIDTH :]
-            self._last = self._made = None
+            self._last = self._cached = None
         if kept == 0:
             self._even, self._peaks = (rows[rows[:, 0] < step] for rows in (self._even, self._peaks))
 
     def column(self, name: str) -> Series:
-        """One number over steps, with every extreme."""
+        """Returns one number over steps, with every extreme."""
         return self._series(self._rows[0], name)
 
     def even(self, name: str) -> Series:
-        """One number over steps that are equally far from each other."""
+        """Returns one number over evenly spaced steps."""
         return self._series(self._rows[1], name)
 
     def latest(self, name: str) -> float | None:
-        """A number of the last step that tells it; NaN where it was none."""
-        said = None if self._last is None else self._last.get(name)
-        if said is not None:
-            return number(said)
+        """Returns a number of the last step that has it; NaN if it was not a number."""
+        recorded = None if self._last is None else self._last.get(name)
+        if recorded is not None:
+            return number(recorded)
         known = self.column(name).numbers
         return float(known[-1]) if len(known) else None
 
     @property
     def last(self) -> int:
-        """The last step; 0 is none."""
+        """The last step, or 0."""
         rows = self._rows[0]
         return int(rows[-1, 0]) if len(rows) else 0
 
@@ -96,17 +96,17 @@ class Course:
     @property
     def _rows(self) -> tuple[Rows, Rows]:
         """All rows in order of steps, and the even ones."""
-        if self._made is None:
+        if self._cached is None:
             fresh = self._copy()
             if not len(self._peaks):
-                self._made = fresh, fresh
+                self._cached = fresh, fresh
             else:
                 every = np.concatenate([self._even, self._peaks, fresh])
                 _, places = np.unique(every[:, 0], return_index=True)
-                self._made = every[places], np.concatenate([self._even, self._on_stride(fresh)])
-        return self._made
+                self._cached = every[places], np.concatenate([self._even, self._on_stride(fresh)])
+        return self._cached
 
-    def _settle(self) -> None:
+    def _select(self) -> None:
         rows = self._copy()
         del self._fresh[:]
         self._peaks = np.concatenate([self._peaks, _extremes(rows, self._width)])
@@ -127,7 +127,7 @@ class Course:
 
 
 def _extremes(rows: Rows, width: int) -> Rows:
-    """The first row, the last, and the extremes of each bucket of so many steps, in every column."""
+    """Returns the first row, the last, and the extremes of each bucket of `width` steps, in every column."""
     bucket = (rows[:, 0] - 1) // width
     ends = np.flatnonzero(np.diff(bucket, append=np.inf))  # the last row of each bucket
     starts = np.concatenate([[0], ends[:-1] + 1])

@@ -2,41 +2,25 @@
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import numpy as np
 
-from halfstep.report.history import Event, History, nested
-from halfstep.report.markup import Html, join, tag, with_code
-from halfstep.report.number_format import count, duration, moment, number, plain, plural, size
-from halfstep.report.time_breakdown import percent, utilization
+from halfstep.report.history import History, nested
+from halfstep.report.number_format import count, duration, moment, number, percent, plain, plural, size
+from halfstep.report.time_breakdown import utilization
 
 
-def headline(history: History) -> Html:
-    """What trained, in which precision, on what, how long, and what came of it."""
-    start = history.start
-    subject = f"A decoder of {count(number(start.get('parameters')))} parameters "
-    verb = "trained in " if history.end else "has trained in "
-    return tag(
-        "h1",
-        subject,
-        verb,
-        _short_policy(history),
-        f" {_how_long(history)} on ",
-        with_code(_source(history)),
-        ". ",
-        tag("strong", _result(history)),
-    )
-
-
-def _short_policy(history: History) -> Html:
-    """The policy without its rules, which may be many; the section on precision has them."""
-    base, *rules = str(history.start.get("policy")).split(";")
-    return join(tag("code", base.strip()), f" with {plural(len(rules), 'rule')}" if rules else None)
-
-
-def _source(history: History) -> str:
-    """What the data is, without the counts that its description gives after a colon."""
-    return str(nested(history.start, "data", "description") or "text").partition(": ")[0]
+def headline(history: History) -> str:
+    """Says what was trained, in which precision, how long, and on what."""
+    parameters = count(number(history.start.get("parameters")))
+    verb = "trained" if history.end else "has trained"
+    # The policy without its rules, which may be many; the section on precision has them.
+    policy, *rules = str(history.start.get("policy")).split(";")
+    shown = f"`{policy.strip()}`" + (f" with {plural(len(rules), 'rule')}" if rules else "")
+    # What the data is, without the counts that its description gives after a colon.
+    source = str(nested(history.start, "data", "description") or "text").partition(": ")[0]
+    return f"A decoder of {parameters} parameters {verb} in {shown} {_how_long(history)} on {source}."
 
 
 def _how_long(history: History) -> str:
@@ -48,113 +32,114 @@ def _how_long(history: History) -> str:
     return f"for {taken} and {duration(history.seconds)}"
 
 
-def _result(history: History) -> str:
+def result(history: History) -> str:
+    """Says how well the model does on held-out text."""
     bits, bigram = bits_per_byte(history), number(nested(history.start, "data", "bigram_bits"))
     if bits is not None and math.isfinite(bits):
-        told = f"Held-out text takes {plain(bits)} bits per byte"
+        score = f"Held-out text takes {plain(bits)} bits per byte"
         if not bigram > 0:
-            return f"{told}."
-        return f"{told}; its bigram entropy is {plain(bigram)}: a ratio of {plain(bits / bigram, 3)}."
+            return f"{score}."
+        return f"{score}; its bigram entropy is {plain(bigram)}, a ratio of {plain(bits / bigram, 3)}."
     loss = validation_loss(history)
     if loss is not None:
         return f"The loss on held-out text is {plain(loss)}."
     return "No held-out text has been scored yet."
 
 
-def status(history: History) -> Html | None:
-    """A word of warning where the run did not come to its end."""
+@dataclass(frozen=True)
+class Status:
+    """A note on a run that did not reach its end."""
+
+    title: str
+    details: str
+
+
+def status(history: History) -> Status | None:
+    """Returns where an unfinished run stands; None for one that reached its end."""
     if history.end is not None:
         return None
     stop = history.stop
     if stop is not None:
-        told = f" at step {int(stop.get('step') or history.last_step):,}: {stop.get('reason')}"
-        return tag("p", tag("strong", "This run was stopped"), with_code(told), class_="status", role="note")
+        at = int(stop.get("step") or history.last_step)
+        return Status("This run was stopped", f" at step {at:,}: {stop.get('reason')}")
     seen = moment(history.sessions[-1].last_time)
-    told = f": its events end at step {history.last_step:,}, {seen}. It is running still, or it was killed."
-    return tag("p", tag("strong", "This run is unfinished"), told, class_="status", role="note")
+    details = f": its events end at step {history.last_step:,}, {seen}. It is still running, or it was killed."
+    return Status("This run is unfinished", details)
 
 
-def particulars(history: History) -> Html:
-    """The machine, the framework, the time and the recipe's own words, in one quiet line."""
+def particulars(history: History) -> list[str]:
+    """Returns the framework, the machine and the time, for one quiet line."""
     start = history.start
-    backend = f"{nested(start, 'backend', 'name')} {nested(start, 'backend', 'version')}"
-    device = f"{nested(start, 'device', 'name')} ({nested(start, 'device', 'kind')})"
-    parts = [backend, device, f"started {moment(history.sessions[0].began)}"]
-    if len(history.sessions) > 1:
-        parts.append(f"resumed {_times(len(history.sessions) - 1)}")
-    title, data = nested(history.config, "title"), nested(start, "data", "description")
-    return join(
-        tag("p", f"Recipe: {title}") if title else None,  # its own words: settings of it may have changed
-        tag("p", *[tag("span", part) for part in parts], class_="particulars"),
-        tag("p", with_code(f"Data: {data}"), class_="particulars") if data else None,
-        _origin(start),
-    )
+    parts = [
+        f"{nested(start, 'backend', 'name')} {nested(start, 'backend', 'version')}",
+        f"{nested(start, 'device', 'name')} ({nested(start, 'device', 'kind')})",
+        f"started {moment(history.sessions[0].began)}",
+    ]
+    resumed = len(history.sessions) - 1
+    if resumed:
+        parts.append(f"resumed {({1: 'once', 2: 'twice'}).get(resumed, f'{resumed} times')}")
+    return parts
 
 
-def _origin(start: Event) -> Html | None:
-    """Where the first weights came from, if they were not drawn."""
-    path, layout, digest = (nested(start, "init", key) for key in ("path", "layout", "sha256"))
+def initial_weights(history: History) -> str | None:
+    """Says which file the first weights were read from; None if they were drawn at random."""
+    path, layout, digest = (nested(history.start, "init", key) for key in ("path", "layout", "sha256"))
     if not path:
         return None
-    told = "; ".join([f"{layout} from {path}, SHA-256 {digest}", *map(str, nested(start, "init", "notes") or [])])
-    return tag("p", with_code(f"First weights: {told}"), class_="particulars")
+    notes = nested(history.start, "init", "notes") or []
+    return "; ".join([f"{layout} from {path}, SHA-256 {digest}", *map(str, notes)])
 
 
-def tiles(history: History) -> Html:
-    """The key figures, each with what it is to be compared with."""
+@dataclass(frozen=True)
+class Tile:
+    """One key figure, and what to compare it with."""
+
+    name: str
+    value: str
+    note: str
+
+
+def tiles(history: History) -> list[Tile]:
+    """Returns the key figures that were recorded."""
     bits, bigram = bits_per_byte(history), number(nested(history.start, "data", "bigram_bits"))
     speeds, memory = history.steps.even("tokens_per_second").numbers, history.column("memory").numbers
     tokens = number(history.start.get("tokens_per_step")) * history.last_step
     used, of = utilization(history) or (None, "")
-    shown = [
-        _tile("bits per byte, held out", bits, plain, f"bigram entropy {plain(bigram)}" if bigram > 0 else ""),
-        _tile("held-out loss", validation_loss(history), plain, _at(max(history.validations, default=0))),
-        _tile("training loss", training_loss(history), plain, _at(history.last_step)),
-        _tile("tokens a second", float(np.median(speeds)) if len(speeds) else None, count, "median of the steps"),
-        _tile("model FLOPs utilization", used, percent, of),
-        _tile("time", history.seconds, duration, f"{count(tokens)} tokens"),
-        _tile("skipped steps", sum(history.skips().values()), plain, f"of {history.last_step:,}"),
-        _tile("peak memory", float(memory.max()) if len(memory) else None, size, "highest that a step recorded"),
+    evaluated = max(history.validations, default=0)
+    figures: list[tuple[str, float | None, Callable[[float], str], str]] = [
+        ("bits per byte, held out", bits, plain, f"bigram entropy {plain(bigram)}" if bigram > 0 else ""),
+        ("held-out loss", validation_loss(history), plain, f"at step {evaluated:,}" if evaluated else ""),
+        ("training loss", training_loss(history), plain, f"at step {history.last_step:,}"),
+        ("tokens per second", float(np.median(speeds)) if len(speeds) else None, count, "median of the steps"),
+        ("model FLOPs utilization", used, percent, of),
+        ("time", history.seconds, duration, f"{count(tokens)} tokens"),
+        ("skipped steps", sum(history.skips().values()), plain, f"of {history.last_step:,}"),
+        ("peak memory", float(memory.max()) if len(memory) else None, size, "highest that a step recorded"),
     ]
-    return tag("dl", *shown, class_="tiles")
-
-
-def _tile(name: str, value: float | None, written: Callable[[float], str], note: str) -> Html | None:
-    """One figure; no tile where it was not recorded."""
-    if value is None:
-        return None
-    return tag("div", tag("dt", name), tag("dd", written(value)), tag("dd", note, class_="note"))
+    return [Tile(name, shown(value), note) for name, value, shown, note in figures if value is not None]
 
 
 def bits_per_byte(history: History) -> float | None:
-    """The last score of held-out text, in bits a byte; None where there is none."""
-    return _at_end(history, "bits_per_byte", _last_look(history, "bits_per_byte"))
+    """Returns the last score of held-out text in bits per byte; None if there is none."""
+    return _at_end(history, "bits_per_byte", _last_evaluation(history, "bits_per_byte"))
 
 
 def validation_loss(history: History) -> float | None:
-    """The last loss on held-out text."""
-    return _at_end(history, "validation_loss", _last_look(history, "loss"))
+    """Returns the last loss on held-out text."""
+    return _at_end(history, "validation_loss", _last_evaluation(history, "loss"))
 
 
 def training_loss(history: History) -> float | None:
-    """The loss of the last step."""
+    """Returns the loss of the last step."""
     return _at_end(history, "loss", history.steps.latest("loss"))
 
 
 def _at_end(history: History, name: str, otherwise: float | None) -> float | None:
-    """What the end says, or else the last event: a NaN is told as such, and is not passed over."""
-    said = (history.end or {}).get(name)
-    return otherwise if said is None else number(said)
+    """Returns what the end recorded, or else the last event; a NaN is reported as such, not passed over."""
+    recorded = (history.end or {}).get(name)
+    return otherwise if recorded is None else number(recorded)
 
 
-def _last_look(history: History, name: str) -> float | None:
-    said = (event.get(name) for event in reversed(history.validations.values()))
-    return next((number(value) for value in said if value is not None), None)
-
-
-def _at(step: int) -> str:
-    return f"at step {step:,}" if step else ""
-
-
-def _times(amount: int) -> str:
-    return {1: "once", 2: "twice"}.get(amount, f"{amount} times")
+def _last_evaluation(history: History, name: str) -> float | None:
+    recorded = (event.get(name) for event in reversed(history.validations.values()))
+    return next((number(value) for value in recorded if value is not None), None)

@@ -1,119 +1,105 @@
-"""Where the time of the run went: one bar, and the same as a table.
+"""Where the time of the run went: parts that add up to the wall time.
 
-Each session that stopped or finished records its totals (training/telemetry/meters.py); they are added up. A
-session that was killed told none, and the table says how many are in it. Input is a part of training, so the bar
-shows the training that is left without it: its pieces are apart and fill the wall time.
+Each session that stopped or finished records its totals (training/telemetry/meters.py), which are added up. A
+session that was killed recorded none, and a note says how many are missing. Waiting for input is part of training,
+so `steps` is the training time without it.
 """
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from halfstep.report.history import History, nested
-from halfstep.report.markup import Html, join, tag
-from halfstep.report.number_format import count, duration, number, plain
-from halfstep.report.tables import table
+from halfstep.report.number_format import count, number, percent
 from halfstep.training.telemetry.ceiling import in_flops
 
 # (the name of a part, its color's class, what it is), in the order of the bar.
 PARTS = (
-    ("steps", "main", "training, the first step of a session and waits for data aside"),
-    ("first step", "raw", "it compiles and warms up, once a session"),
+    ("steps", "main", "training, without the first step of a session and waits for data"),
+    ("first step", "raw", "compiles and warms up, once per session"),
     ("input", "mark", "lost: training waited for data"),
-    ("saving", "held-out", "lost: training stood still for a checkpoint"),
-    ("evaluation", "reference", "looks at held-out text"),
-    ("other", "other", "going back, the artifact, and what lies between"),
+    ("saving", "held-out", "lost: training waited for a checkpoint"),
+    ("evaluation", "reference", "evaluations on held-out text"),
+    ("other", "other", "rollbacks, the artifact, and all that is in between"),
 )
 
 
+@dataclass(frozen=True)
+class Part:
+    """One part of the bar; `begin` is where it starts, as a share of the wall time like `share`."""
+
+    name: str
+    look: str
+    meaning: str
+    seconds: float
+    begin: float
+    share: float
+
+
+@dataclass(frozen=True)
+class TimeBreakdown:
+    """The parts of the time, and what else is known of it."""
+
+    parts: list[Part]
+    notes: list[str]
+
+    @property
+    def description(self) -> str:
+        """The bar in words."""
+        return ", ".join(f"{part.name} {percent(part.share)}" for part in self.parts)
+
+
+def time_breakdown(history: History) -> TimeBreakdown | None:
+    """Returns where the time went; None if no session recorded its totals."""
+    outcomes = _with_totals(history)
+    spent = _sum([outcome["spent"] for outcome in outcomes])
+    wall = sum(spent.values())
+    if not wall > 0:
+        return None
+    parts, begin = [], 0.0
+    for name, look, meaning in PARTS:
+        share = spent[name] / wall
+        parts.append(Part(name, look, meaning, spent[name], begin, share))
+        begin += share
+    return TimeBreakdown(parts, _notes(history, outcomes))
+
+
 def utilization(history: History) -> tuple[float, str] | None:
-    """Model FLOPs utilization, weighted by the time of sessions, and what it is a share of; None where unknown."""
-    found = [(number(o.get("mfu")), _seconds(o["spent"], "training")) for o in _told(history)]
-    found = [(mfu, weight) for mfu, weight in found if mfu == mfu and weight > 0]
+    """Returns model FLOPs utilization, weighted by the time of sessions, and what it is a share of, if known."""
+    measured = [(number(o.get("mfu")), _seconds(o["spent"], "training")) for o in _with_totals(history)]
+    measured = [(mfu, weight) for mfu, weight in measured if mfu == mfu and weight > 0]
     ceiling = number(nested(history.start, "ceiling", "flops"))
-    if found and ceiling > 0:
-        mean = sum(mfu * weight for mfu, weight in found) / sum(weight for _, weight in found)
+    if measured and ceiling > 0:
+        mean = sum(mfu * weight for mfu, weight in measured) / sum(weight for _, weight in measured)
         return mean, f"of {in_flops(ceiling)}, measured"
     return None
 
 
-def percent(share: float) -> str:
-    """`41.3 %`."""
-    return f"{plain(100 * share, 3)} %"
-
-
-def spending(history: History) -> Html | None:
-    """The section; None where no session told its totals."""
-    told = _told(history)
-    if not told:
-        return None
-    spent = _sum([outcome["spent"] for outcome in told])
-    wall = sum(spent.values())
-    if not wall > 0:
-        return None
-    body = [
-        (
-            join(tag("span", class_=f"part {look}", aria_hidden="true"), name),
-            duration(spent[name]),
-            percent(spent[name] / wall),
-            meaning,
-        )
-        for name, look, meaning in PARTS
-    ]
-    columns = ("part", "time", "share", "what it is")
-    return tag(
-        "section",
-        tag("h2", "Where the time went", id="time"),
-        _bar(spent, wall),
-        table("Time", columns, body, right=("time", "share"), described=True),
-        tag("p", " ".join(_notes(history, told))),
-        aria_labelledby="time",
-    )
-
-
-def _bar(spent: Mapping[str, float], wall: float) -> Html:
-    """One bar of 100 units; the table says the same in numbers."""
-    pieces, x = [], 0.0
-    for name, look, _ in PARTS:
-        width = 100 * spent[name] / wall
-        pieces.append(tag("rect", class_=look, x=f"{x:.3f}", y="0", width=f"{width:.3f}", height="6"))
-        x += width
-    said = ", ".join(f"{name} {percent(spent[name] / wall)}" for name, _, _ in PARTS)
-    return tag(
-        "svg",
-        *pieces,
-        class_="spent",
-        viewBox="0 0 100 6",
-        preserveAspectRatio="none",
-        role="img",
-        aria_label=said,
-    )
-
-
-def _notes(history: History, told: list[Mapping[str, Any]]) -> list[str]:
+def _notes(history: History, outcomes: list[Mapping[str, Any]]) -> list[str]:
     notes = []
     flops, ceiling = number(history.start.get("flops_per_token")), history.start.get("ceiling")
     used = utilization(history)
     if used is not None:
         notes.append(
             f"Model FLOPs utilization is {percent(used[0])} of {in_flops(number(nested(ceiling, 'flops')))} "
-            f"({nested(ceiling, 'told')}), at {count(flops, 4)} FLOPs a token; first steps are left out."
+            f"({nested(ceiling, 'told')}), at {count(flops, 4)} FLOPs per token; first steps are left out."
         )
     elif ceiling is not None:
         notes.append(f"Model FLOPs utilization is not known: {nested(ceiling, 'told')}.")
-    busy = number(told[-1].get("busy"))
+    busy = number(outcomes[-1].get("busy"))
     if busy == busy:
         notes.append(f"A step was on the device {percent(busy)} of the training time.")
     else:
-        notes.append(f"How busy the device was is not known: {told[-1].get('busy_unknown')}.")
-    silent = len(history.sessions) - len(told)
-    if silent:
+        notes.append(f"How busy the device was is not known: {outcomes[-1].get('busy_unknown')}.")
+    missing = len(history.sessions) - len(outcomes)
+    if missing:
         notes.append(
-            f"Sessions that came to no end, and are not in the table: {silent} of {len(history.sessions)}."
+            f"Sessions that ended abruptly, and are not in the table: {missing} of {len(history.sessions)}."
         )
     return notes
 
 
-def _told(history: History) -> list[Mapping[str, Any]]:
+def _with_totals(history: History) -> list[Mapping[str, Any]]:
     outcomes = [session.outcome for session in history.sessions]
     return [o for o in outcomes if o is not None and isinstance(o.get("spent"), Mapping)]
 
@@ -130,5 +116,4 @@ def _sum(tables: list[Mapping[str, Any]]) -> dict[str, float]:
 
 
 def _seconds(spent: Mapping[str, Any], name: str) -> float:
-    found = number(spent.get(name))
-    return found if found > 0 else 0.0
+    return max(0.0, number(spent.get(name)))  # 0 for a NaN too

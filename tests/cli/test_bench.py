@@ -5,8 +5,8 @@ import json
 import pytest
 
 from halfstep.cli.main import run
+from halfstep.tools.bench import run as bench
 from halfstep.tools.bench.contract import ARMS, CEILING, Setting
-from halfstep.tools.bench.run import run as bench
 from halfstep.tools.bench.standings import ArmResult, BenchResult
 
 

@@ -1,4 +1,4 @@
-"""What happened to a run, as the page tells it: one row each, in the order of time, each thing in one place."""
+"""Incidents of a run, as the page shows them: one row each, in the order of time, each in one place."""
 
 import math
 import re
@@ -8,8 +8,9 @@ import pytest
 
 from halfstep.config.load import load
 from halfstep.core.policy import Policy
-from halfstep.report.history import read_history
-from halfstep.report.incidents import NAMES, ORDINARY, SHOWN, happened, happenings
+from halfstep.report.history import History
+from halfstep.report.incidents import NAMES, ORDINARY, SHOWN, IncidentReader
+from halfstep.report.number_format import occasions
 from halfstep.report.page import render
 from halfstep.training.loop import Loop
 from halfstep.training.telemetry import events as record
@@ -31,8 +32,8 @@ def steps(first, last, **more):
 
 
 def skip(step, in_a_row=1, loss=NAN, scale=1.0, where=WHERE):
-    told = {"loss": loss, "grad_norm": NAN, "scale": scale, "where": where}
-    return {"event": "skip", "step": step, "in_a_row": in_a_row, **told}
+    numbers = {"loss": loss, "grad_norm": NAN, "scale": scale}
+    return {"event": "skip", "step": step, "in_a_row": in_a_row, "where": where, **numbers}
 
 
 def spike(step, in_a_row):
@@ -67,27 +68,30 @@ def timed(*events):
     return [{"time": 1_760_000_000.0 + 60 * i, **event} for i, event in enumerate(flat)]
 
 
-def told(*events):
-    events = timed(*events)
-    return happenings(events, read_history(events))
+def read(events):
+    """The history and the incidents of events."""
+    history, reader = History(), IncidentReader()
+    for event in events:
+        history.take(event)
+        reader.take(event)
+    return history, reader.incidents(history.finish())
 
 
-def plainly(html):
-    return " ".join(re.sub("<[^>]*>", "", re.sub("</(h2|p|t[hdr])>", " ", html)).split())
+def incidents(*events):
+    return read(timed(*events))[1]
 
 
 def rows(*events):
     """(step, what, details) of each row, as they read."""
-    return [(row.span, row.what, plainly(row.details)) for row in told(*events).rows]
+    return [(row.span, row.name, row.details.replace("`", "")) for row in incidents(*events).rows]
 
 
-def test_where_nothing_happened_one_calm_line_says_so():
-    calm = happened(told(start(), steps(1, 4), saved(4), {"event": "end", "step": 4}))
-    assert plainly(calm) == "What happened Nothing out of the ordinary."
-    assert "<table" not in calm
+def test_one_line_says_that_nothing_happened():
+    calm = incidents(start(), steps(1, 4), saved(4), {"event": "end", "step": 4})
+    assert (calm.rows, calm.summary) == ([], "Nothing out of the ordinary.")
 
 
-def test_a_skipped_update_is_told_with_the_place_of_its_data():
+def test_a_skipped_update_has_the_place_of_its_data():
     (row,) = rows(start(), steps(1, 3), skip(3))
     assert row == (
         "3",
@@ -96,14 +100,14 @@ def test_a_skipped_update_is_told_with_the_place_of_its_data():
     )
 
 
-def test_a_loss_that_is_not_finite_is_told_though_nothing_was_skipped():
-    told = [{**skip(step, in_a_row=step - 2, loss=math.inf), "event": "not_finite"} for step in (3, 4)]
-    ((step, what, details),) = rows(start(), steps(1, 3), told)
+def test_a_loss_that_is_not_finite_is_a_row_though_nothing_was_skipped():
+    events = [{**skip(step, in_a_row=step - 2, loss=math.inf), "event": "not_finite"} for step in (3, 4)]
+    ((step, what, details),) = rows(start(), steps(1, 3), events)
     assert (step, what) == ("3 to 4", "loss not finite")
     assert "the gradients were finite; data: shards/a.bin at tokens 16, 4096" in details
 
 
-def test_of_many_places_the_first_are_told_and_the_others_counted():
+def test_of_many_places_the_first_are_named_and_the_others_counted():
     many = [{"file": f"{name}.bin", "offsets": list(range(0, 64, 8))} for name in "abc"]
     ((_, _, details),) = rows(start(), steps(1, 3), skip(3, where=many))
     assert details.endswith("; data: a.bin at tokens 0, 8, 16, 24 and 20 more places, in events.jsonl")
@@ -112,12 +116,12 @@ def test_of_many_places_the_first_are_told_and_the_others_counted():
 
 
 def test_what_comes_in_a_row_is_one_row():
-    story = told(start(), steps(1, 5), skip(3), skip(4, 2), skip(5, 3), steps(6, 9), skip(9))
-    assert [(row.span, row.what, row.times) for row in story.rows] == [
+    story = incidents(start(), steps(1, 5), skip(3), skip(4, 2), skip(5, 3), steps(6, 9), skip(9))
+    assert [(row.span, row.name, row.times) for row in story.rows] == [
         ("3 to 5", "update skipped", 3),
         ("9", "update skipped", 1),
     ]
-    assert "3 times, first 2025-10-09 08:59 UTC" in plainly(happened(story))
+    assert occasions(story.rows[0].times, story.rows[0].time) == "3 times, first 2025-10-09 08:59 UTC"
 
 
 def test_a_row_does_not_reach_across_a_resume():
@@ -126,15 +130,15 @@ def test_a_row_does_not_reach_across_a_resume():
     assert spans == [("3 to 4", "update skipped"), ("4", "resumed"), ("5", "update skipped")]
 
 
-def test_an_overflow_under_a_loss_scale_is_counted_and_is_no_row():
-    story = told(start(), steps(1, 9), skip(3, loss=2.0, scale=65536.0), skip(4, 2, loss=2.0, scale=32768.0))
+def test_an_overflow_under_a_loss_scale_is_counted_and_is_not_a_row():
+    story = incidents(start(), steps(1, 9), skip(3, loss=2.0, scale=65536.0), skip(4, 2, loss=2.0, scale=32768.0))
     assert story.rows == []
-    assert "Nothing out of the ordinary. 2 updates overflowed under the loss scale" in plainly(happened(story))
+    assert "Nothing out of the ordinary. 2 updates overflowed under the loss scale" in story.summary
     # A loss that is not finite is no matter of its scale.
-    assert [row.what for row in told(start(), steps(1, 9), skip(3, scale=65536.0)).rows] == ["update skipped"]
+    assert [row.name for row in incidents(start(), steps(1, 9), skip(3, scale=65536.0)).rows] == ["update skipped"]
 
 
-def test_a_spike_and_the_way_back_are_told_in_the_words_of_the_run():
+def test_a_spike_and_a_rollback_have_the_words_of_the_run():
     message = "the loss spiked: back from step 13 to the checkpoint of step 8, past the data since"
     back = {"event": "rollback", "step": 13, "to": 8, "skipped_data": 5, "message": message}
     spikes = [spike(11, 1), spike(12, 2), spike(13, 3)]
@@ -149,10 +153,10 @@ def test_a_spike_and_the_way_back_are_told_in_the_words_of_the_run():
 
 
 def test_a_save_that_failed_and_the_first_that_did_not():
-    found = rows(start(), steps(1, 4), failed(4), steps(5, 8), failed(8), steps(9, 12), saved(12), saved(16))
-    assert found == [
+    events = [failed(4), *steps(5, 8), failed(8), *steps(9, 12), saved(12), saved(16)]
+    assert rows(start(), steps(1, 4), events) == [
         ("4 to 8", "save failed", "step-000004: no space is left"),
-        ("12", "saved again", "checkpoints/step-000012 is complete; failed before it: 2"),
+        ("12", "saved again", "checkpoints/step-000012 is complete; failed saves before it: 2"),
     ]
 
 
@@ -168,55 +172,55 @@ def test_a_stop_says_by_what_and_what_was_saved(newest, words):
     assert rows(start(), steps(1, 8), stop(8, newest)) == [("8", "stopped", words)]
 
 
-def test_a_stop_of_another_version_that_says_less_is_told_as_it_is():
+def test_a_stop_of_another_version_that_says_less_is_shown_as_it_is():
     event = {"event": "stop", "step": 8, "reason": "the scale is stuck at its floor"}
     assert rows(start(), steps(1, 8), event) == [("8", "stopped", "the scale is stuck at its floor")]
 
 
-def test_a_resume_says_from_where_and_what_was_given_up():
+def test_a_resume_says_from_where_and_what_was_lost():
     first = [start(), *steps(1, 8), saved(8)]
     assert rows(first, stop(8, 8), start(8))[-1] == ("8", "resumed", "from the checkpoint of step 8")
     assert rows(first, steps(9, 11), start(8)) == [
         (
             "8",
             "resumed",
-            "from the checkpoint of step 8; the session before it ended without a word; given up: 3 steps",
+            "from the checkpoint of step 8; the session before it ended abruptly; lost: 3 steps",
         )
     ]
 
 
-def test_an_older_checkpoint_that_was_taken_is_told_with_the_reason():
+def test_an_older_checkpoint_is_shown_with_the_reason_it_was_taken():
     passed = "`step-000008/state.safetensors` is damaged; it was set aside, and the run goes on after step 4"
     first = [start(), *steps(1, 8), saved(4), saved(8), stop(8, 8)]
     assert rows(first, start(4), warning(passed), steps(5, 8))[1:] == [
         (
             "4",
             "resumed",
-            "from the checkpoint of step 4; given up: 4 steps; "
-            "passed over: the checkpoint of step 8, which is newer",
+            "from the checkpoint of step 4; lost: 4 steps; ignored: the newer checkpoint of step 8",
         ),
         ("4", "warning", passed.replace("`", "")),
     ]
 
 
-def test_a_checkpoint_that_a_rollback_removed_was_not_passed_over():
+def test_a_checkpoint_that_a_rollback_removed_was_not_ignored():
     back = {"event": "rollback", "step": 13, "to": 8, "skipped_data": 5, "message": "back"}
-    found = rows(start(), steps(1, 13), saved(8), saved(12), back, steps(9, 9), start(8))
-    assert found[-1][2].endswith("without a word; given up: 1 step")
+    shown = rows(start(), steps(1, 13), saved(8), saved(12), back, steps(9, 9), start(8))
+    assert shown[-1][2].endswith("ended abruptly; lost: 1 step")
 
 
-def test_a_warning_stands_in_one_place():
+def test_a_warning_is_shown_in_one_place():
     again = warning("bf16 is slow here")
     events = timed(start(), again, steps(1, 4), warning("a logger failed"), saved(4), start(4), again, steps(5, 6))
-    history = read_history(events)
+    history, shown = read(events)
     assert [event["message"] for event in history.warnings] == ["bf16 is slow here"] * 2
-    found = [(row.span, row.what, plainly(row.details)) for row in happenings(events, history).rows]
-    assert ("4", "warning", "a logger failed") in found
-    assert "bf16 is slow here" not in str(found)
+    assert ("4", "warning", "a logger failed") in [(row.span, row.name, row.details) for row in shown.rows]
+    assert "bf16 is slow here" not in str(shown.rows)
 
 
 def test_a_warning_that_is_repeated_is_one_row():
-    (row,) = told(start(), steps(1, 2), warning("again"), steps(3, 4), warning("again"), warning("again")).rows
+    (row,) = incidents(
+        start(), steps(1, 2), warning("again"), steps(3, 4), warning("again"), warning("again")
+    ).rows
     assert (row.span, row.times) == ("2 to 4", 3)
 
 
@@ -225,38 +229,37 @@ def test_a_folder_used_again_forgets():
 
 
 def test_of_very_many_the_last_are_shown_and_all_are_counted():
-    story = told(start(), steps(1, 999), [skip(2 * n) for n in range(1, 71)], stop(999, 998))
-    text = plainly(happened(story))
-    assert f"the last {SHOWN} of 71" in text
-    assert "In all: update skipped 70, stopped 1." in text
-    assert happened(story).count("<tr>") == SHOWN + 1
+    story = incidents(start(), steps(1, 999), [skip(2 * n) for n in range(1, 71)], stop(999, 998))
+    assert story.caption == f"In the order of time: the last {SHOWN} of 71"
+    assert story.summary == "In total: update skipped 70, stopped 1."
+    assert len(story.shown) == SHOWN
 
 
-def test_steps_that_a_rollback_gave_up_do_not_count():
+def test_steps_that_a_rollback_dropped_do_not_count():
     back = {"event": "rollback", "step": 13, "to": 8, "skipped_data": 5, "message": "back"}
     for last in (8, 10):  # ended before another step was taken, and after two
-        history = read_history(timed(start(), steps(1, 13), saved(8), saved(12), back, steps(9, last)))
+        history, _ = read(timed(start(), steps(1, 13), saved(8), saved(12), back, steps(9, last)))
         assert [*history.steps] == [*range(1, last + 1)]
         assert [*history.checkpoints] == [8]
 
 
-def test_the_loss_chart_has_a_mark_at_each_step_that_something_happened_at():
+def test_the_loss_chart_marks_the_steps_of_incidents():
     back = {"event": "rollback", "step": 8, "to": 4, "skipped_data": 4, "message": "back"}
     events = timed(start(), steps(1, 8), saved(4), skip(6), back, warning("no place of its own"), steps(5, 9))
     html = render(events, "x")
-    assert '{"label":"what happened","look":"event","x":[6,8],"y":[null,null]}' in html
-    assert 'what happened <span class="value" data-line="2">2</span>' in html
-    assert "Upright lines stand where something happened" in html
+    assert '{"label":"incidents","look":"event","x":[6,8],"y":[null,null]}' in html
+    assert 'incidents <span class="value" data-line="2">2</span>' in html
+    assert "Vertical lines mark incidents" in html
     assert '"look":"event"' not in render(timed(start(), steps(1, 8)), "x")
 
 
-def test_every_kind_of_event_is_told_or_known_to_be_ordinary():
+def test_every_kind_of_event_is_an_incident_or_known_to_be_ordinary():
     kinds = re.findall(r"^    (\w+) {2,}\w", record.__doc__, re.MULTILINE)
     assert len(kinds) > 10
     assert sorted(kinds) == sorted({*NAMES, *ORDINARY} - {"saved", "resume"})
 
 
-def test_events_of_odd_form_are_told_as_far_as_they_go():
+def test_malformed_events_are_shown_as_far_as_possible():
     odd = [
         {"event": "skip"},
         {"event": "spike", "step": "many", "where": [{}, None, {"file": 3, "offsets": "x"}]},
@@ -275,7 +278,7 @@ def test_events_of_odd_form_are_told_as_far_as_they_go():
     ]
 
 
-def test_a_real_run_that_skips_and_goes_back_is_told_with_its_own_events(tmp_path):
+def test_a_real_run_that_skips_and_rolls_back(tmp_path):
     pytest.importorskip("torch")
     text = tmp_path / "odd <b>name.txt"
     text.write_text("\n\n".join(f"def f{i}(x):\n    return x * {i} + {i * i}" for i in range(400)))
@@ -295,8 +298,8 @@ def test_a_real_run_that_skips_and_goes_back_is_told_with_its_own_events(tmp_pat
     loop.session._loss = lambda x, y: real(x, y) * factors.get(x.numpy().astype(np.int32).tobytes(), 1.0)
     assert loop.run().finished
     events = read_events(tmp_path / "run" / "events.jsonl")
-    found = happenings(events, read_history(events)).rows
-    whats = [("3", "update skipped"), ("11 to 13", "loss spike"), ("13", "rolled back")]
-    assert [(row.span, row.what) for row in found] == whats
+    _, shown = read(events)
+    expected = [("3", "update skipped"), ("11 to 13", "loss spike"), ("13", "rolled back")]
+    assert [(row.span, row.name) for row in shown.rows] == expected
     (first, *_) = loop.batches.locate(2)
-    assert f"odd &lt;b&gt;name.txt</code> at tokens {first['offsets'][0]}, " in found[0].details
+    assert f"odd <b>name.txt` at tokens {first['offsets'][0]}, " in shown.rows[0].details

@@ -6,7 +6,7 @@ from halfstep.report import number_format
 
 
 @pytest.mark.parametrize(
-    ("value", "told"),
+    ("value", "expected"),
     [
         (None, math.nan),
         (True, math.nan),
@@ -17,12 +17,12 @@ from halfstep.report import number_format
         (0.5, 0.5),
     ],
 )
-def test_number(value, told):
-    assert number_format.number(value) == pytest.approx(told, nan_ok=True)
+def test_number(value, expected):
+    assert number_format.number(value) == pytest.approx(expected, nan_ok=True)
 
 
 @pytest.mark.parametrize(
-    ("written", "value", "told"),
+    ("written", "value", "expected"),
     [
         (number_format.plain, 1.39812, "1.398"),
         (number_format.plain, 12345.6, "12,346"),
@@ -62,8 +62,8 @@ def test_number(value, told):
         (number_format.moment, math.nan, "an unknown time"),
     ],
 )
-def test_numbers_are_told(written, value, told):
-    assert written(value) == told
+def test_numbers_are_written(written, value, expected):
+    assert written(value) == expected
 
 
 def test_plural():

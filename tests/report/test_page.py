@@ -248,7 +248,7 @@ def test_the_chart_library_comes_with_its_license(page):
 
 
 def test_sections_are_there_in_order_and_headings_skip_no_level(page):
-    assert page.parts["h2"] == ["Precision", "Course of the run", "What happened", "The run", "Repeat it"]
+    assert page.parts["h2"] == ["Precision", "Step by step", "What happened", "The run", "Repeat it"]
     levels = [int(name[1]) for name, _ in page.elements if re.fullmatch("h[1-6]", name)]
     assert levels[0] == 1
     assert all(after - before <= 1 for before, after in pairwise(levels))
@@ -292,7 +292,7 @@ def test_the_headline_says_what_trained_in_what_on_what_how_long_and_what_came_o
     assert page.headline == (
         "A decoder of 820k parameters trained in fp32 for 200 steps and 2 min 14 s on standard library of "
         "Python 3.11 (730 texts). "
-        "Held-out text takes 2 bits per byte; its bigram entropy is 4: a ratio of 0.5."
+        "Held-out text takes 2 bits per byte; its bigram entropy is 4, a ratio of 0.5."
     )
     assert "runs/first" in page.text
     assert "(730 texts): 1,000 bytes to learn, 100 held out" in page.text
@@ -302,7 +302,7 @@ def test_the_headline_says_what_trained_in_what_on_what_how_long_and_what_came_o
 def test_the_headline_counts_rules_and_does_not_list_them():
     page = Page(render(FP16, "x"))
     assert "trained in fp16-mixed with 1 rule for" in page.headline
-    assert "It ran in fp16-mixed; lm_head: compute=fp32, as it was asked for." in page.text
+    assert "The run used fp16-mixed; lm_head: compute=fp32, as requested." in page.text
 
 
 def test_without_bits_per_byte_the_loss_is_the_result():
@@ -327,7 +327,7 @@ def test_the_bigram_entropy_is_drawn_in_the_unit_of_the_loss():
 def test_a_choice_shows_its_reason_unchanged():
     page = Page(render(RUNS["fp32"], "x"))
     assert page.parts["blockquote"] == [REASON]
-    assert "Asked for was auto; a measurement chose fp32:" in page.text
+    assert "The configuration asked for auto; a measurement chose fp32:" in page.text
 
 
 def test_a_resumed_run_keeps_the_reason_it_was_started_with():
@@ -347,7 +347,7 @@ def test_warnings_are_told_and_so_is_their_absence():
     assert "bf16 is slow here 2025-10-09 08:53 UTC" in before
     assert "the scale is low and falling 2025-10-09 08:53 UTC" in after
     calm = Page(render(run(20), "x")).text
-    assert "It began without a warning." in calm
+    assert "The run started without warnings." in calm
     assert "Nothing out of the ordinary." in calm
 
 
@@ -385,7 +385,7 @@ def test_rules_have_a_table():
         ("bf16-mixed", "No loss scale: bf16 has fp32's range."),
         (
             "fp8-mixed",
-            "No loss scale: bf16 has fp32's range and e4m3 and e5m2 operands have scales of their own.",
+            "No loss scale: bf16 has fp32's range and e4m3 and e5m2 operands have their own scales.",
         ),
         ("fp16-mixed", None),
     ],
@@ -483,8 +483,8 @@ def test_a_run_that_ends_in_nan_says_so_and_shows_no_older_number():
 
 def test_settings_have_their_help_and_their_default():
     page = Page(render(run(5, overrides=["training.batch=8"]), "x"))
-    assert "training.batch8 default 16Sequences in a micro-batch." in page.text
-    assert "optimizer.betas[0.9, 0.95]Decay of AdamW's two moments." in page.text
+    assert "training.batch 8 default 16 Sequences in a micro-batch." in page.text
+    assert "optimizer.betas [0.9, 0.95] Decay of AdamW's two moments." in page.text
 
 
 @pytest.mark.parametrize(
@@ -556,8 +556,8 @@ def test_text_of_a_run_is_text_on_the_page():
 def test_a_policy_of_another_version_is_shown_and_not_guessed():
     events = [event | ({"policy": "int4-mixed"} if event["event"] == "start" else {}) for event in run(20)]
     text = Page(render(events, "x")).text
-    assert "It ran in int4-mixed" in text
-    assert "this halfstep cannot read the policy: in policy `int4-mixed`: unknown preset" in text
+    assert "The run used int4-mixed" in text
+    assert "this version of halfstep cannot read the policy: in policy `int4-mixed`: unknown preset" in text
 
 
 def test_events_without_a_start_are_no_run():

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from halfstep.report import step_history as module
-from halfstep.report.history import read_history
-from halfstep.report.step_history import BUCKET, NAMES, Course
+from halfstep.report.history import History
+from halfstep.report.step_history import BUCKET, NAMES, StepHistory
 
 LIMIT = 4 * BUCKET
 
@@ -19,11 +19,18 @@ def event(step, **more):
 
 
 def filled(steps, limit=LIMIT, **odd):
-    """A course of `steps` steps; `odd` is what some of them tell, as s123={...}."""
-    made = Course(limit)
+    """A history of `steps` steps; `odd` changes some of them, such as s123={...}."""
+    kept_steps = StepHistory(limit)
     for step in range(1, steps + 1):
-        made.add(step, event(step, tokens_per_second=1000.0 + step % 7, **odd.get(f"s{step}", {})))
-    return made
+        kept_steps.add(step, event(step, tokens_per_second=1000.0 + step % 7, **odd.get(f"s{step}", {})))
+    return kept_steps
+
+
+def read(events):
+    history = History()
+    for one in events:
+        history.take(one)
+    return history.finish()
 
 
 def at(series):
@@ -31,44 +38,44 @@ def at(series):
 
 
 def test_a_run_up_to_the_limit_is_kept_as_it_is():
-    made = filled(LIMIT - 1)
-    assert list(made) == list(range(1, LIMIT))
+    kept_steps = filled(LIMIT - 1)
+    assert list(kept_steps) == list(range(1, LIMIT))
     for name in NAMES:
-        whole, even = made.column(name), made.even(name)
+        whole, even = kept_steps.column(name), kept_steps.even(name)
         assert whole.whole
         np.testing.assert_array_equal(whole.values, even.values)
-    assert at(made.column("loss")) == {step: 2.0 + math.sin(step) for step in range(1, LIMIT)}
+    assert at(kept_steps.column("loss")) == {step: 2.0 + math.sin(step) for step in range(1, LIMIT)}
 
 
 @pytest.mark.parametrize("steps", [LIMIT, 3 * LIMIT + 5, 20 * LIMIT, 100 * LIMIT + 1])
 def test_a_longer_one_keeps_its_ends_its_spikes_and_a_bounded_number_of_steps(steps):
     spikes = {2: 9.0, LIMIT // 2: -3.0, steps // 3: 7.5, steps - 1: 8.0}
-    made = filled(steps, **{f"s{step}": {"loss": value} for step, value in spikes.items()})
-    loss = at(made.column("loss"))
+    kept_steps = filled(steps, **{f"s{step}": {"loss": value} for step, value in spikes.items()})
+    loss = at(kept_steps.column("loss"))
     assert {1, steps} <= set(loss)
     for step, value in spikes.items():
         assert loss[step] == value
-    assert list(made) == sorted(loss)
-    assert made.last == steps
-    assert not made.column("loss").whole
-    assert len(made) <= 4 * LIMIT
-    assert len(made.even("loss").values) <= 2 * LIMIT
+    assert list(kept_steps) == sorted(loss)
+    assert kept_steps.last == steps
+    assert not kept_steps.column("loss").whole
+    assert len(kept_steps) <= 4 * LIMIT
+    assert len(kept_steps.even("loss").values) <= 2 * LIMIT
 
 
-def test_every_value_that_is_kept_was_told():
+def test_every_value_that_is_kept_was_recorded():
     steps = 30 * LIMIT
-    for name, told in (("loss", lambda s: 2.0 + math.sin(s)), ("tokens_per_second", lambda s: 1000.0 + s % 7)):
+    for name, recorded in (("loss", lambda s: 2.0 + math.sin(s)), ("tokens_per_second", lambda s: 1000.0 + s % 7)):
         for series in (filled(steps).column(name), filled(steps).even(name)):
-            assert all(value == told(step) for step, value in at(series).items())
+            assert all(value == recorded(step) for step, value in at(series).items())
 
 
 def test_the_even_ones_are_equally_far_from_each_other_and_give_the_median():
     chance = random.Random(0)
-    made, speeds = Course(LIMIT), []
+    kept_steps, speeds = StepHistory(LIMIT), []
     for step in range(1, 40 * LIMIT):
         speeds.append(chance.lognormvariate(0, 0.5))
-        made.add(step, event(step, tokens_per_second=speeds[-1]))
-    even = made.even("tokens_per_second")
+        kept_steps.add(step, event(step, tokens_per_second=speeds[-1]))
+    even = kept_steps.even("tokens_per_second")
     assert len(set(np.diff(even.steps))) == 1
     assert len(even.values) >= LIMIT / 2
     # The median of n values of a density f at the median m is off by 1 / (2 f(m) sqrt n), here 0.63 / sqrt(n).
@@ -83,46 +90,46 @@ def test_a_value_that_is_not_finite_leaves_its_gap():
 
 @pytest.mark.parametrize("steps", [100, 10 * LIMIT])
 @pytest.mark.parametrize("back", [1, 2, 60, LIMIT, 3 * LIMIT, 9 * LIMIT])
-def test_what_is_put_away_is_gone_and_the_rest_stays(steps, back):
+def test_what_is_dropped_is_gone_and_the_rest_stays(steps, back):
     if back > steps:
         return
-    made = filled(steps, **{f"s{steps - back}": {"loss": 99.0}, f"s{steps}": {"loss": -99.0}})
+    kept_steps = filled(steps, **{f"s{steps - back}": {"loss": 99.0}, f"s{steps}": {"loss": -99.0}})
     kept = steps - back
-    made.put_away_from(kept + 1)
-    assert made.last <= kept
-    assert -99.0 not in made.column("loss").values
-    assert kept == 0 or 99.0 in made.column("loss").values
-    made.add(kept + 1, event(kept + 1, loss=5.0))
-    assert made.last == kept + 1
-    assert made.latest("loss") == 5.0
+    kept_steps.drop_from(kept + 1)
+    assert kept_steps.last <= kept
+    assert -99.0 not in kept_steps.column("loss").values
+    assert kept == 0 or 99.0 in kept_steps.column("loss").values
+    kept_steps.add(kept + 1, event(kept + 1, loss=5.0))
+    assert kept_steps.last == kept + 1
+    assert kept_steps.latest("loss") == 5.0
 
 
-def test_the_latest_value_is_that_of_the_last_step_that_told_it():
-    made = filled(3)
-    assert made.latest("memory") is None
-    made.add(4, event(4, loss=math.nan))
-    assert math.isnan(made.latest("loss"))
-    made.put_away_from(3)
-    assert made.latest("loss") == 2.0 + math.sin(2)
-    assert Course().latest("loss") is None
+def test_the_latest_value_is_that_of_the_last_step_that_has_it():
+    kept_steps = filled(3)
+    assert kept_steps.latest("memory") is None
+    kept_steps.add(4, event(4, loss=math.nan))
+    assert math.isnan(kept_steps.latest("loss"))
+    kept_steps.drop_from(3)
+    assert kept_steps.latest("loss") == 2.0 + math.sin(2)
+    assert StepHistory().latest("loss") is None
 
 
 def test_skips_are_counted_in_a_long_run_too(monkeypatch):
-    monkeypatch.setattr(Course.__init__, "__defaults__", (LIMIT,))
+    monkeypatch.setattr(StepHistory.__init__, "__defaults__", (LIMIT,))
     events, skipped = [{"event": "start", "time": 0.0}], 0
     for step in range(1, 20 * LIMIT):
         skipped += step % 300 == 0
         events.append(event(step, skipped=skipped))
-    history = read_history(events)
+    history = read(events)
     assert not history.column("loss").whole
     assert sum(history.skips().values()) == skipped
 
 
-def test_a_step_that_is_told_again_counts_as_it_was_told_last():
+def test_of_a_step_recorded_twice_the_last_record_counts():
     """The line of the rollback in between is lost, as on a full disk."""
-    look = {"event": "validation", "step": 3, "time": 3.0, "loss": 1.0}
-    told = [event(1), event(2), event(3), look, event(2, loss=7.0)]
-    history = read_history([{"event": "start", "time": 0.0}, *told])
+    evaluation = {"event": "validation", "step": 3, "time": 3.0, "loss": 1.0}
+    repeated = [event(1), event(2), event(3), evaluation, event(2, loss=7.0)]
+    history = read([{"event": "start", "time": 0.0}, *repeated])
     assert list(history.steps) == [1, 2]
     assert history.steps.latest("loss") == 7.0
     assert not history.validations
@@ -143,7 +150,7 @@ def test_a_page_takes_no_more_memory_for_a_longer_run(monkeypatch):
         tracemalloc.stop()
         return most
 
-    monkeypatch.setattr(Course.__init__, "__defaults__", (LIMIT,))
+    monkeypatch.setattr(StepHistory.__init__, "__defaults__", (LIMIT,))
     render(events(1), "what is loaded once")
     short = peak(10 * LIMIT)
     assert peak(80 * LIMIT) < 1.5 * short

@@ -1,12 +1,12 @@
-"""Where the time went, as the page tells it: parts that fill the whole, and what is not known."""
+"""Where the time went, as the page shows it: parts that fill the whole, and what is not known."""
 
 import re
 
 import pytest
 
-from halfstep.report.history import read_history
+from halfstep.report.history import History
 from halfstep.report.page import render
-from halfstep.report.time_breakdown import spending, utilization
+from halfstep.report.time_breakdown import time_breakdown, utilization
 from halfstep.training.telemetry.ceiling import Ceiling
 
 SPENT = {
@@ -34,13 +34,21 @@ def start(time=0.0, ceiling=None, **more):
 
 
 def end(kind="end", **more):
-    told = {"mfu": 0.41, "busy": 0.997, "busy_unknown": None, "spent": SPENT}
-    return {"event": kind, "time": 100.0, "step": 5, "seconds": 80.0} | told | more
+    totals = {"mfu": 0.41, "busy": 0.997, "busy_unknown": None, "spent": SPENT}
+    return {"event": kind, "time": 100.0, "step": 5, "seconds": 80.0} | totals | more
+
+
+def read(*events):
+    history = History()
+    for event in events:
+        history.take(event)
+    return history.finish()
 
 
 def shown(*events):
-    found = spending(read_history(events))
-    return None if found is None else " ".join(re.sub("<[^>]*>", " ", found).split())
+    """The section, as it reads."""
+    html = render(events, "run").partition('<section aria-labelledby="time">')[2].partition("</section>")[0]
+    return " ".join(re.sub("<[^>]*>", " ", html).split())
 
 
 def test_parts_have_their_time_and_share():
@@ -53,29 +61,29 @@ def test_parts_have_their_time_and_share():
         "other 2 s 2 %",
     ):
         assert words in text
-    assert "utilization is 41 % of 745 TFLOP/s (bf16 &lt;matmuls&gt;), at 854.7M FLOPs a token" in text
+    assert "utilization is 41 % of 745 TFLOP/s (bf16 &lt;matmuls&gt;), at 854.7M FLOPs per token" in text
     assert "A step was on the device 99.7 % of the training time." in text
 
 
 def test_the_bar_is_whole():
-    found = spending(read_history([start(), end()]))
-    widths = [float(width) for width in re.findall(r'width="([\d.]+)"', found)]
-    assert widths == [65, 10, 5, 3, 15, 2]
-    assert 'aria-label="steps 65 %' in found
+    breakdown = time_breakdown(read(start(), end()))
+    assert [100 * part.share for part in breakdown.parts] == pytest.approx([65, 10, 5, 3, 15, 2])
+    assert [100 * part.begin for part in breakdown.parts] == pytest.approx([0, 65, 75, 80, 83, 98])
+    assert breakdown.description.startswith("steps 65 %")
 
 
-def test_sessions_are_added_up_and_one_that_was_killed_is_told():
+def test_sessions_are_added_up_and_one_that_was_killed_is_counted():
     killed = start(time=200.0, resumed_from=5)
     again = start(time=300.0, resumed_from=5)
     last = end(mfu=0.2, spent=SPENT | {"training": 160.0, "first_step": 90.0})
     text = shown(start(), end("stop"), killed, again, last)
     assert "steps 2 min 10 s 46.4 %" in text
     assert "not in the table: 1 of 3." in text
-    mean, _ = utilization(read_history([start(), end("stop"), again, last]))
+    mean, _ = utilization(read(start(), end("stop"), again, last))
     assert mean == pytest.approx((0.41 * 80 + 0.2 * 160) / 240)
 
 
-def test_what_is_not_known_is_said():
+def test_what_is_not_known_is_shown_with_the_reason():
     text = shown(
         start(ceiling=Ceiling(None, "bf16 is emulated")), end(mfu=None, busy=None, busy_unknown="no events")
     )
@@ -85,7 +93,8 @@ def test_what_is_not_known_is_said():
 
 @pytest.mark.parametrize("events", [[start()], [start(), end(spent=None)], [start(), end(spent={})]])
 def test_without_totals_there_is_no_section(events):
-    assert shown(*events) is None
+    assert time_breakdown(read(*events)) is None
+    assert shown(*events) == ""
 
 
 def test_the_page_has_the_section_and_the_tile():

@@ -1,0 +1,73 @@
+"""The settings of a run with their meaning, and the command that repeats it."""
+
+import dataclasses
+import json
+import shlex
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from halfstep.config.load import load, recipe_names
+from halfstep.config.run import RunConfig
+from halfstep.config.schema import rows
+from halfstep.report.history import History
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A row of the table of settings; `default` is None if the value is the default."""
+
+    key: str
+    value: str
+    help: str
+    default: str | None
+
+
+def settings(history: History) -> list[Setting]:
+    """Returns every setting; those that differ from the default say what that is."""
+    known = {row.key: row for row in rows(RunConfig)}
+    shown = []
+    for key, value in _flatten(_plain_data(history.config)):
+        default = _plain_data(known[key].default) if key in known else value
+        help = known[key].help if key in known else ""
+        shown.append(Setting(key, as_toml(value), help, None if default == value else as_toml(default)))
+    return shown
+
+
+def command(history: History) -> str:
+    """Returns the command that repeats the run: the nearest recipe, the changes to it, and the policy that ran."""
+    given = dict(_flatten(_plain_data(history.config)))
+    given.pop("policy", None)
+    recipes = {name: dict(_flatten(_plain_data(dataclasses.asdict(load(name))))) for name in recipe_names()}
+    differing = {
+        name: {key: value for key, value in given.items() if key not in base or base[key] != value}
+        for name, base in recipes.items()
+    }
+    nearest = min(differing, key=lambda name: len(differing[name]))
+    # What only names things and changes no number need not be repeated.
+    changes = {key: value for key, value in differing[nearest].items() if key not in ("title", "backend")}
+    words = ["halfstep", "train", nearest, "--policy", str(history.start.get("policy"))]
+    if "backend" in differing[nearest]:
+        words += ["--backend", str(given["backend"])]
+    for key, value in changes.items():
+        words += ["--set", f"{key}={as_toml(value)}"]
+    return shlex.join(words)
+
+
+def as_toml(value: Any) -> str:
+    """A setting as `--set` takes it: text bare, all else as TOML."""
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def _flatten(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yields (dotted key, value) of every setting, in order."""
+    for key, value in config.items():
+        if isinstance(value, Mapping):
+            yield from _flatten(value, f"{prefix}{key}.")
+        else:
+            yield prefix + key, value
+
+
+def _plain_data(value: Any) -> Any:
+    """Returns the value as JSON gives it back: tuples are lists."""
+    return json.loads(json.dumps(value))

@@ -1,0 +1,54 @@
+"""Fills the templates. Jinja escapes all text, and no Python code of the report writes HTML.
+
+Words in backquotes become code, as in help strings: a template writes `{{ text | code }}`.
+"""
+
+import base64
+import hashlib
+from functools import cache
+from typing import Any
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
+
+from halfstep.core.roles import print_value
+from halfstep.report import number_format
+from halfstep.report.precision import tint
+
+
+def fill(name: str, **values: Any) -> str:
+    """Returns the template of that name, filled with values."""
+    return _environment().get_template(name).render(values)
+
+
+def with_code(text: str) -> Markup:
+    """Escapes text and marks its words in backquotes as code."""
+    pieces = text.split("`")
+    if len(pieces) % 2 == 0:  # the last backquote has no partner: it is a character
+        pieces[-2:] = ["`".join(pieces[-2:])]
+    code = Markup("<code>{}</code>")
+    return Markup("").join(code.format(piece) if place % 2 else piece for place, piece in enumerate(pieces))
+
+
+def content_hash(content: str) -> str:
+    """Returns how a Content-Security-Policy names an inline script or style that may run."""
+    digest = hashlib.sha256(content.encode("utf-8")).digest()
+    return f"'sha256-{base64.b64encode(digest).decode('ascii')}'"
+
+
+@cache
+def _environment() -> Environment:
+    environment = Environment(
+        loader=PackageLoader("halfstep.report"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    names = ("count", "duration", "moment", "number", "occasions", "percent", "plural", "size")
+    environment.filters.update({name: getattr(number_format, name) for name in names})
+    # The quotes around a digest are part of it.
+    environment.filters.update(code=with_code, csp_hash=lambda content: Markup(content_hash(content)))
+    environment.filters.update(print_value=print_value, tint=tint)
+    environment.policies["json.dumps_kwargs"] = {"allow_nan": False, "separators": (",", ":")}
+    return environment
