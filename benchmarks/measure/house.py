@@ -2,8 +2,8 @@
 
     python benchmarks/measure/house.py [CHECKOUT]
 
-CHECKOUT is another checkout, such as an older commit, to compare with. The rules, and what counts as an import (inside
-functions and for types too), are those of tests/architecture/test_imports.py of this checkout.
+CHECKOUT is another checkout, such as an older commit, to compare with. The rules, and what counts as an import
+(inside functions and for types too), are those of tests/architecture/test_imports.py of this checkout.
 """
 
 import importlib.util
