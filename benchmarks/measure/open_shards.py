@@ -19,10 +19,12 @@ from pathlib import Path
 
 import numpy as np
 
-from halfstep.training.data.index import GRANULE, Index, ShardRecord, SideRecord, page_digest, write_index
-from halfstep.training.data.load import Batches, load_corpus
+from halfstep.training.data.batches import Batches
+from halfstep.training.data.checksums import CHUNK, page_digest
+from halfstep.training.data.index import Index, ShardRecord, SideRecord, write_index
+from halfstep.training.data.load import load_corpus
 from halfstep.training.data.shards import HEADER_BYTES, header
-from halfstep.training.data.tokenizers import BytesTokenizer
+from halfstep.training.data.tokenizer_base import BytesTokenizer
 
 TOKENS = 100_000_000
 BAR = 1.0
@@ -45,10 +47,10 @@ def write_holes(folder: Path, gigabytes: float) -> None:
 
 
 def sums_of_holes(path: Path) -> bytes:
-    """The checksums of a shard of zeros, whose granules are all alike but for the first and the last."""
+    """The checksums of a shard of zeros, whose chunks are all alike but for the first and the last."""
     with open(path, "rb") as file:
-        first, hole = zlib.crc32(file.read(GRANULE)), zlib.crc32(bytes(GRANULE))
-    whole, rest = divmod(path.stat().st_size, GRANULE)
+        first, hole = zlib.crc32(file.read(CHUNK)), zlib.crc32(bytes(CHUNK))
+    whole, rest = divmod(path.stat().st_size, CHUNK)
     return np.array([first, *[hole] * (whole - 1), zlib.crc32(bytes(rest))], dtype="<u4").tobytes()
 
 

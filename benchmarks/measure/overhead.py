@@ -21,7 +21,7 @@ import torch
 from halfstep.config.load import load
 from halfstep.core.policy import Policy
 from halfstep.torch.model import Decoder
-from halfstep.training.data.load import Prefetch
+from halfstep.training.data.prefetch import Prefetch
 from halfstep.training.loop import Loop
 from halfstep.training.run.signals import stop_requests
 from halfstep.training.telemetry.events import Events

@@ -30,7 +30,7 @@ from typing import Any
 
 from halfstep.training.data.pack.blocks import Position, blocks
 from halfstep.training.data.pack.encode import documents
-from halfstep.training.data.pack.pack import Asked, pack
+from halfstep.training.data.pack.pack import PackRequest, pack
 from halfstep.training.data.pack.sources import Source, find_sources
 from halfstep.training.data.pack.train_tokenizer import train_tokenizer
 from halfstep.training.data.tokenizers import open_tokenizer
@@ -94,7 +94,7 @@ def packed(sources: list[Source], tokenizer: str, workers: int, folder: Path) ->
     """Bytes a second of the whole command, and per second of processor time."""
     shutil.rmtree(folder, ignore_errors=True)
     started, used = time.perf_counter(), processor_time()
-    index = pack(sources, folder, open_tokenizer(tokenizer), Asked(), workers=workers)
+    index = pack(sources, folder, open_tokenizer(tokenizer), PackRequest(), workers=workers)
     seconds, used = time.perf_counter() - started, processor_time() - used
     size = index.train.text_bytes + index.val.text_bytes
     assert size == (index.train.token_bytes or 0) + (index.val.token_bytes or 0)

@@ -25,7 +25,8 @@ def work(recipe: str, overrides: list[str], arm: str, device: str | None) -> Non
     """One arm: reads how many steps to train from stdin, writes what they took to stdout."""
     from halfstep.config.load import load
     from halfstep.core.policy import Policy
-    from halfstep.training.data.load import Batches, load_corpus
+    from halfstep.training.data.batches import Batches
+    from halfstep.training.data.load import load_corpus
     from halfstep.training.session import backend_version, open_session
 
     backend, _, policy = arm.partition(":")

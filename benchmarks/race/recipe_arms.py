@@ -21,7 +21,9 @@ from halfstep.config.run import RunConfig
 from halfstep.config.weights import initial_weights
 from halfstep.core.errors import HalfstepError
 from halfstep.core.policy import Policy
-from halfstep.training.data.load import Batches, Prefetch, load_corpus, validation_batches
+from halfstep.training.data.batches import Batches, validation_batches
+from halfstep.training.data.load import load_corpus
+from halfstep.training.data.prefetch import Prefetch
 from halfstep.training.evaluation import evaluate
 from halfstep.training.schedule import factor
 from halfstep.training.session import open_session

@@ -24,7 +24,9 @@ import torch
 
 from halfstep.tools.bench.arms.model import GPT2
 from halfstep.torch import AdamW, prepare
-from halfstep.training.data.load import Batches, Corpus, load_corpus, validation_batches
+from halfstep.training.data.batches import Batches, validation_batches
+from halfstep.training.data.corpus import Corpus
+from halfstep.training.data.load import load_corpus
 
 VOCABULARY, RATE, CLIP_NORM, HELD_OUT = 50304, 6e-4, 1.0, 65536
 

@@ -63,7 +63,7 @@ def pack(
     """
     from halfstep.cli.meter import meter
     from halfstep.core.errors import ConfigError
-    from halfstep.training.data.pack.pack import Asked
+    from halfstep.training.data.pack.pack import PackRequest
     from halfstep.training.data.pack.pack import pack as run
     from halfstep.training.data.pack.sources import find_sources
     from halfstep.training.data.tokenizers import open_tokenizer
@@ -78,7 +78,7 @@ def pack(
         )
     check_named("a source", *sources)
     check_named("--tokenizer", tokenizer)
-    asked = Asked(field, only, validation, shard_tokens)
+    asked = PackRequest(field, only, validation, shard_tokens)
     opened = open_tokenizer(tokenizer, separator)
     found = find_sources(sources, only)
     before = _times(out)
@@ -237,9 +237,9 @@ def _per_token(side: "SideRecord") -> float:
 
 
 def _skipped(index: "Index") -> str:
-    from halfstep.training.data.walk import told
+    from halfstep.training.data.walk import describe_skipped
 
-    return ", ".join(told(index.skipped))
+    return ", ".join(describe_skipped(index.skipped))
 
 
 def _as_data(index: "Index") -> object:

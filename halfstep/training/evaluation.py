@@ -21,8 +21,8 @@ from typing import Any
 from numpy.typing import NDArray
 
 from halfstep.config.run import RunConfig
-from halfstep.training.data.batches import TokenBatch
-from halfstep.training.data.load import Corpus, bigram_bits, validation_batches
+from halfstep.training.data.batches import TokenBatch, bigram_bits, validation_batches
+from halfstep.training.data.corpus import Corpus
 from halfstep.training.session import Session
 
 

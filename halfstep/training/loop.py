@@ -28,8 +28,11 @@ from halfstep.training import memory, paths
 from halfstep.training.checkpoints import checkpoint
 from halfstep.training.checkpoints.retention import Retention, unseen
 from halfstep.training.checkpoints.writer import Saver
-from halfstep.training.data.corpus import DataError
-from halfstep.training.data.load import Batches, Corpus, Prefetch, load_corpus
+from halfstep.training.data.batches import Batches
+from halfstep.training.data.corpus import Corpus
+from halfstep.training.data.load import load_corpus
+from halfstep.training.data.prefetch import Prefetch
+from halfstep.training.data.types import DataError
 from halfstep.training.evaluation import Evaluation, check_held_out, evaluate
 from halfstep.training.run import determinism, folder
 from halfstep.training.run.checkpointing import Keeper

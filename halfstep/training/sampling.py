@@ -10,9 +10,10 @@ from typing import Any
 import numpy as np
 
 from halfstep.core.errors import ConfigError
-from halfstep.training.data.corpus import DataError
 from halfstep.training.data.index import INDEX, is_packed, read_index
-from halfstep.training.data.tokenizers import BytesTokenizer, Tokenizer, open_saved
+from halfstep.training.data.tokenizer_base import BytesTokenizer, Tokenizer
+from halfstep.training.data.tokenizers import open_saved
+from halfstep.training.data.types import DataError
 from halfstep.training.session import Session
 
 

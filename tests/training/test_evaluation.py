@@ -9,7 +9,7 @@ import pytest
 
 from halfstep.training.data.corpus import Corpus
 from halfstep.training.data.load import load_corpus
-from halfstep.training.data.pack.pack import Asked, pack
+from halfstep.training.data.pack.pack import PackRequest, pack
 from halfstep.training.data.pack.sources import find_sources
 from halfstep.training.data.token_bytes import TokenBytes
 from halfstep.training.data.tokenizers import open_tokenizer
@@ -53,7 +53,7 @@ def corpora(tmp_path_factory):
     train_tokenizer(source, folder / "tokenizer.json", 290, validation=0.2)
     for name in ("bytes", str(folder / "tokenizer.json")):
         tokenizer = open_tokenizer(name)
-        pack(source, folder / "packed" / tokenizer.kind, tokenizer, Asked(validation=0.2), workers=0)
+        pack(source, folder / "packed" / tokenizer.kind, tokenizer, PackRequest(validation=0.2), workers=0)
     return {kind: load_corpus(str(folder / "packed" / kind), 0.1, 512) for kind in ("bytes", "tokenizer.json")}
 
 

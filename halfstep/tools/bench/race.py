@@ -112,7 +112,8 @@ class Race:
         """The tokens of every update and the held-out text, as files that all workers read."""
         import numpy as np
 
-        from halfstep.training.data.load import Batches, load_corpus, validation_batches
+        from halfstep.training.data.batches import Batches, validation_batches
+        from halfstep.training.data.load import load_corpus
 
         s = self.setting
         corpus = load_corpus(source, VALIDATION_SHARE, s.vocabulary)

@@ -1,77 +1,158 @@
-"""The granules of a packed shard: 16 KiB of its file each, from byte 0 on, known to be good or not yet.
+"""The digests of a shard's file, and the checksums that are verified before its tokens are used.
 
-A byte that flips in the middle of a shard makes a token like any other, so a run would learn from it and nobody
-would know. Before tokens are handed out, every granule that they lie in is therefore asked for its CRC-32, once: a
-window of 2 KiB then costs reading 16 (which its neighbors need too, sooner or later), and afterwards a look into a
-table of one byte a granule. What changes on the disk after a granule was found good is not noticed by this
-process: asking each time would read eight times what is used. The next process asks again, and `halfstep data
-verify` all.
+    whole file    SHA-256
+    region        16 MiB each: says where damage is
+    chunk         16 KiB each, from byte 0 (the last may be short): CRC-32, little-endian, in a file of their own
+    pages         four of them: a cheap test for a swapped shard
 
-The file of checksums is read when its shard is first touched, so that opening reads none of them, and must be the
-one that the index lists. It and the table take 5 bytes of memory a granule, a 3,000th of the shards touched.
+A flipped byte in the middle of a shard is a token like any other, and a run would silently learn from it. So
+before tokens are handed out, the checksum of every chunk that holds them is verified, once. A window of 2 KiB then
+costs reading 16 KiB (which its neighbors need as well), and afterwards a lookup in a table of one byte per chunk.
+Damage that happens after a chunk was verified goes unnoticed until the next process reads it: verifying every time
+would read eight times the data that is used.
 
-Several threads may ask at once. The worst that happens is that a granule is read by both.
+The checksum file of a shard is read when the shard is first touched, so opening reads none. It and the table take
+5 bytes of memory per chunk, 1/3,000 of the touched shards.
+
+Threads may verify concurrently; at worst, both read the same chunk.
 """
 
+import hashlib
 import mmap
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import final
 from zlib import crc32
 
 import numpy as np
+from numpy.typing import NDArray
 
-from halfstep.training.data.corpus import DataError
-from halfstep.training.data.index import GRANULE, MEND, ShardRecord, read_sums
+from halfstep.training.data.index import RESTORE, ShardRecord
+from halfstep.training.data.tokenizer_base import TokenizerIdentity
+from halfstep.training.data.types import DataError
+
+REGION, CHUNK = 1 << 24, 1 << 14
+PAGE, NUM_PAGES = 4096, 4
+
+
+@dataclass(frozen=True)
+class Digests:
+    """The digests of a whole file."""
+
+    sha256: str
+    regions: tuple[str, ...]
+    chunks: bytes  # their checksums: the content of the checksum file
+
+    @property
+    def sums(self) -> str:
+        """The SHA-256 of the checksum file."""
+        return hashlib.sha256(self.chunks).hexdigest()
+
+
+def digests(path: Path) -> Digests:
+    """Computes the SHA-256 of a file, the digests of its regions and the checksums of its chunks in one pass."""
+    whole, regions, chunks = hashlib.sha256(), list[str](), list[int]()
+    for content in read_regions(path):
+        whole.update(content)
+        regions.append(region_digest(content))
+        chunks += [crc32(content[low : low + CHUNK]) for low in range(0, len(content), CHUNK)]
+    return Digests(whole.hexdigest(), tuple(regions), np.array(chunks, dtype="<u4").tobytes())
+
+
+def read_regions(path: Path) -> Iterator[bytes]:
+    """Reads a file one region at a time."""
+    with open(path, "rb") as file:
+        while content := file.read(REGION):
+            yield content
+
+
+def region_digest(content: bytes) -> str:
+    """Returns the digest of one region."""
+    return hashlib.blake2b(content, digest_size=8).hexdigest()
+
+
+def page_digest(path: Path) -> str:
+    """Returns the digest of four pages of a file, including the first and the last."""
+    identity = hashlib.blake2b(digest_size=16)
+    with open(path, "rb", buffering=0) as file:
+        last = max(0, file.seek(0, 2) - PAGE)
+        for page in range(NUM_PAGES):
+            file.seek(last * page // (NUM_PAGES - 1))
+            identity.update(file.read(PAGE))
+    return identity.hexdigest()
+
+
+def read_listed(path: Path, sha256: str | None) -> bytes:
+    """Reads a file of packed data whose SHA-256 the index lists."""
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise DataError(f"cannot read `{path}`: {error.strerror or error}", hint=RESTORE) from None
+    if hashlib.sha256(content).hexdigest() != sha256:
+        raise DataError(
+            f"`{path}` was changed after it was written: its SHA-256 differs from the index", hint=RESTORE
+        )
+    return content
+
+
+def read_tokenizer_file(folder: Path, identity: TokenizerIdentity) -> bytes:
+    """Returns the content of the tokenizer file that the data was packed with; empty for bytes."""
+    return read_listed(folder / identity.file, identity.sha256) if identity.file else b""
+
+
+def read_checksums(folder: Path, record: ShardRecord) -> NDArray[np.uint32]:
+    """Returns the checksums of a shard's chunks."""
+    return np.frombuffer(read_listed(folder / record.checksum_file, record.sums), dtype="<u4")
 
 
 @final
-class Granules:
-    """What is known of the bytes of one shard."""
+class ChunkVerifier:
+    """Verifies the chunks of one shard, each once."""
 
     def __init__(self, folder: Path, record: ShardRecord, mapped: mmap.mmap):
         self._folder, self._record, self._mapped = folder, record, mapped
-        self._sums = np.empty(0, dtype="<u4")  # before the first is asked for
-        self._good = bytearray()  # 1 by granule
+        self._checksums: NDArray[np.uint32] = np.empty(0, dtype="<u4")  # read on first use
+        self._verified = bytearray()  # 1 per verified chunk; empty until the checksums are read
 
-    def are_good(self, begin: int, end: int) -> bool:
-        """Whether bytes begin to end lie in granules that were found good."""
-        first, last = begin // GRANULE, -(-end // GRANULE)  # no call: this is asked twice a window
-        return self._good.count(1, first, last) == last - first
+    def is_verified(self, begin: int, end: int) -> bool:
+        """Whether all chunks of bytes begin to end are verified."""
+        first, last = begin // CHUNK, -(-end // CHUNK)  # inlined: this runs twice per window
+        return self._verified.count(1, first, last) == last - first
 
-    def to_read(self, begin: int, end: int) -> tuple[int, int]:
-        """The bytes to be read before bytes begin to end are: whole granules, unless all are good."""
-        if self.are_good(begin, end):
+    def bytes_to_read(self, begin: int, end: int) -> tuple[int, int]:
+        """Returns the byte range to read in order to use bytes begin to end: whole chunks until verified."""
+        if self.is_verified(begin, end):
             return begin, end
-        first, last = _numbers(begin, end)
-        return first * GRANULE, min(last * GRANULE, len(self._mapped))
+        chunks = _chunks(begin, end)
+        return chunks.start * CHUNK, min(chunks.stop * CHUNK, len(self._mapped))
 
     def find_damage(self, begin: int, end: int) -> tuple[int, int] | None:
-        """From where to where the first granule of bytes begin to end lies that is not what was packed."""
-        if not self._good:
-            self._sums = self._read()
-            self._good = bytearray(len(self._sums))
-        good, content = self._good, memoryview(self._mapped)
-        for number in range(*_numbers(begin, end)):
-            if not good[number]:
-                low = number * GRANULE
-                granule = content[low : low + GRANULE]
-                if crc32(granule) != self._sums[number]:
-                    return low, low + len(granule)
-                good[number] = 1
+        """Verifies the chunks of bytes begin to end; returns the byte range of the first damaged one."""
+        if not self._verified:
+            self._checksums = self._read()
+            self._verified = bytearray(len(self._checksums))
+        verified, content = self._verified, memoryview(self._mapped)
+        for number in _chunks(begin, end):
+            if not verified[number]:
+                low = number * CHUNK
+                chunk = content[low : low + CHUNK]
+                if crc32(chunk) != self._checksums[number]:
+                    return low, low + len(chunk)
+                verified[number] = 1
         return None
 
-    def _read(self) -> np.ndarray[tuple[int], np.dtype[np.uint32]]:
-        content = read_sums(self._folder, self._record)
-        _, number = _numbers(0, len(self._mapped))
-        if len(content) != 4 * number:
+    def _read(self) -> NDArray[np.uint32]:
+        checksums, number = read_checksums(self._folder, self._record), len(_chunks(0, len(self._mapped)))
+        if len(checksums) != number:
             raise DataError(
-                f"`{self._folder / self._record.sidecar}` holds {len(content)} bytes, and its shard has {number} "
-                "granules of 4 bytes each there",
-                hint=MEND,
+                f"`{self._folder / self._record.checksum_file}` holds {len(checksums)} checksums, but its shard "
+                f"has {number} chunks",
+                hint=RESTORE,
             )
-        return np.frombuffer(content, dtype="<u4")
+        return checksums
 
 
-def _numbers(begin: int, end: int) -> tuple[int, int]:
-    """The granules that bytes begin to end lie in, from the first to the one after the last."""
-    return begin // GRANULE, -(-end // GRANULE)
+def _chunks(begin: int, end: int) -> range:
+    """Returns the numbers of the chunks that hold bytes begin to end."""
+    return range(begin // CHUNK, -(-end // CHUNK))

@@ -1,31 +1,31 @@
-"""What a file holds, by its name alone: text, or records that `halfstep data pack` reads and a run does not."""
+"""What a file holds, by its name alone: text, or records, which `halfstep data pack` reads and a run does not."""
 
 from pathlib import Path
 from typing import Literal, TypeAlias
 
-Kind: TypeAlias = Literal["text", "jsonl", "parquet", "arrow"]
+FileKind: TypeAlias = Literal["text", "jsonl", "parquet", "arrow"]
 
-_SUFFIXES: dict[str, Kind] = {
-    ".jsonl": "jsonl",
-    ".ndjson": "jsonl",
-    ".jsonl.gz": "jsonl",
-    ".ndjson.gz": "jsonl",
-    ".jsonl.zst": "jsonl",
-    ".ndjson.zst": "jsonl",
+_SUFFIXES: dict[str, FileKind] = {
+    **{name + tail: "jsonl" for name in (".jsonl", ".ndjson") for tail in ("", ".gz", ".zst")},
     ".parquet": "parquet",
     ".arrow": "arrow",
 }
-NAMES: dict[Kind, str] = {"text": "text", "jsonl": "JSONL", "parquet": "parquet", "arrow": "an arrow table"}
+DESCRIPTIONS: dict[FileKind, str] = {
+    "text": "text",
+    "jsonl": "JSONL",
+    "parquet": "parquet",
+    "arrow": "an arrow table",
+}
 
 
-def kind_of(path: Path) -> Kind:
-    """What a file is, by its name."""
+def kind_of(path: Path) -> FileKind:
+    """Returns the kind of a file by its name."""
     name = path.name.lower()
     return next((kind for suffix, kind in _SUFFIXES.items() if name.endswith(suffix)), "text")
 
 
 def is_compressed(path: Path) -> bool:
-    """Whether a file must be unpacked to be read, by its name."""
+    """Whether a file must be decompressed to be read, by its name."""
     return path.suffix.lower() in (".gz", ".zst")
 
 
@@ -35,5 +35,5 @@ def is_dataset(folder: Path) -> bool:
 
 
 def has_splits(folder: Path) -> bool:
-    """Whether a folder holds several such datasets, as splits of one."""
+    """Whether a folder holds several such datasets as splits of one."""
     return (folder / "dataset_dict.json").is_file()

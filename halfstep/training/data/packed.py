@@ -1,62 +1,58 @@
 """Packed data as a corpus: opened by its index, mapped, and not read.
 
-What is checked is what costs next to nothing (`halfstep.training.data.index` says what that is), so that a set of
-any size opens in the time its headers take. That the model's vocabulary holds the tokenizer's needs no look at the
-tokens. Damage that opening does not see is found when it is first read (`halfstep.training.data.checksums`).
+Opening checks only what costs next to nothing (index.py lists it), so that a data set of any size opens in the
+time its headers take. It does not look at tokens: the tokenizer must fit the model's vocabulary. Damage that
+opening misses is found on first read (checksums.py).
 
-Held out is what was packed as such; where nothing was, the last share of the tokens, as of any shards.
+The packed held-out side is held out; if there is none, the last share of the tokens, as with any shards.
 
-`verify` reads all: a shard is asked for its size and its SHA-256, and where that fails the digests of its regions
-of 16 MiB name those that changed, and checksums the 16 KiB in them. What is outside is what was packed. The files
-of checksums are asked too.
+`verify` reads everything: if the SHA-256 of a shard differs, the digests of its 16 MiB regions and then the
+checksums of their 16 KiB chunks narrow the damage down. It checks the checksum files too.
 """
 
-import hashlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from hashlib import sha256
 from pathlib import Path
 from zlib import crc32
 
 import numpy as np
 from numpy.typing import NDArray
 
-from halfstep.training.data.checksums import Granules
-from halfstep.training.data.corpus import Corpus, DataError
-from halfstep.training.data.index import (
-    GRANULE,
-    MEND,
-    TOKEN_BYTES,
-    Index,
-    ShardRecord,
+from halfstep.training.data.checksums import (
+    CHUNK,
+    ChunkVerifier,
     page_digest,
-    read_index,
+    read_checksums,
+    read_listed,
     read_regions,
-    read_sums,
+    read_tokenizer_file,
     region_digest,
 )
-from halfstep.training.data.shards import HEADER_BYTES, Shard, ShardedTokens, cutting_point, open_shard
+from halfstep.training.data.corpus import Corpus
+from halfstep.training.data.index import RESTORE, TOKEN_BYTES, Index, ShardRecord, read_index
+from halfstep.training.data.shards import HEADER_BYTES, Shard, ShardedTokens, open_shard, split_tail
 from halfstep.training.data.token_bytes import TokenBytes
-from halfstep.training.data.tokenizers import Tokenizer, check_saved, open_saved
+from halfstep.training.data.types import DataError
 
 
 def packed_corpus(folder: Path, share: float, vocabulary: int) -> Corpus:
-    """The corpus in a folder that was packed."""
+    """Opens the corpus in a folder of packed data."""
     index = read_index(folder)
     _check_vocabulary(folder, index, vocabulary)
-    check_saved(folder, index.tokenizer)
+    read_tokenizer_file(folder, index.tokenizer)
     check_names(folder, index)
     train = ShardedTokens([open_listed(folder, record) for record in index.train.shards], vocabulary)
     validation = ShardedTokens([open_listed(folder, record) for record in index.val.shards], vocabulary)
     digest = index.digest
     if not len(validation):
-        at = cutting_point(train, share, index.tokenizer.separator)
-        digest = f"{digest}/{at}"
-        train, validation = train.part(0, at), train.part(at, len(train))
-    told = f"{len(train):,} tokens to learn from, {len(validation):,} held out, tokenizer {index.tokenizer.name}"
+        train, validation = split_tail(train, share, index.tokenizer.separator)
+        digest = f"{digest}/{len(train)}"
     return Corpus(
         train=train,
         validation=validation,
-        description=f"{len(index.shards)} packed shards `{folder}`: {told}",
+        description=f"{len(index.shards)} packed shards `{folder}`: {len(train):,} tokens to train on, "
+        f"{len(validation):,} held out, tokenizer {index.tokenizer.name}",
         digest=digest,
         bytes_per_token=_bytes_per_token(index),
         num_documents=index.train.documents + index.val.documents,
@@ -64,30 +60,16 @@ def packed_corpus(folder: Path, share: float, vocabulary: int) -> Corpus:
     )
 
 
-def packed_tokenizer(folder: Path) -> Tokenizer:
-    """The tokenizer that a folder was packed with."""
-    return open_saved(folder, read_index(folder).tokenizer)
-
-
 def read_token_bytes(folder: Path, index: Index) -> TokenBytes | None:
-    """The bytes by token that were written with the shards."""
+    """Reads the table of token lengths that was written with the shards."""
     if index.token_bytes is None:
         return None
     path = folder / TOKEN_BYTES
-    try:
-        content = path.read_bytes()
-    except OSError as error:
-        raise DataError(f"`{path}` cannot be read: {error.strerror or error}", hint=MEND) from None
-    if hashlib.sha256(content).hexdigest() != index.token_bytes:
-        raise DataError(
-            f"`{path}` was changed after it was written: its SHA-256 is not the index's",
-            hint=MEND,
-        )
-    return TokenBytes.from_npy(content, str(path))
+    return TokenBytes.from_npy(read_listed(path, index.token_bytes), str(path))
 
 
 def _bytes_per_token(index: Index) -> float | None:
-    """Of held-out text, or of all where none is apart: an average, exact over all of it."""
+    """Returns the exact average over the held-out text, or over all text if none is held out."""
     if index.tokenizer.kind == "bytes":
         return 1.0
     side = index.val if index.val.tokens else index.train
@@ -98,47 +80,46 @@ def _bytes_per_token(index: Index) -> float | None:
 def _check_vocabulary(folder: Path, index: Index, vocabulary: int) -> None:
     if index.tokenizer.vocabulary > vocabulary:
         raise DataError(
-            f"`{folder}` was packed with the tokenizer {index.tokenizer.name} of {index.tokenizer.vocabulary} "
-            f"tokens, and model.vocabulary is {vocabulary}",
+            f"`{folder}` was packed with the tokenizer {index.tokenizer.name}, which has "
+            f"{index.tokenizer.vocabulary} tokens, but model.vocabulary is {vocabulary}",
             hint=f"use `--set model.vocabulary={-(-index.tokenizer.vocabulary // 128) * 128}`, or pack with a "
             "tokenizer that fits",
         )
 
 
 def check_names(folder: Path, index: Index) -> None:
-    """Refuses a shard that the index does not list: it may be of another packing."""
-    if stray := _stray(folder, index):
+    """Refuses a shard that the index does not list: it may belong to another packing."""
+    if unlisted := _unlisted(folder, index):
         raise DataError(
-            f"`{folder / stray[0]}` is not in the index of its folder",
+            f"`{folder / unlisted[0]}` is not in the index of its folder",
             hint="remove it, or pack into another folder",
         )
 
 
-def _stray(folder: Path, index: Index) -> list[str]:
+def _unlisted(folder: Path, index: Index) -> list[str]:
     listed = {record.name for record in index.shards}
     return sorted(path.name for path in folder.glob("*.bin") if path.name not in listed)
 
 
 def open_listed(folder: Path, record: ShardRecord) -> Shard:
-    """A shard of the index, checked as far as that costs no reading of it."""
+    """Opens a shard of the index, with all checks that do not read it."""
     path = folder / record.name
     if not path.is_file():
-        raise DataError(f"shard `{path}` is missing; the index lists it", hint=MEND)
+        raise DataError(f"shard `{path}` is missing; the index lists it", hint=RESTORE)
     shard = open_shard(path)
     if len(shard.tokens) != record.tokens:
         raise DataError(
-            f"shard `{path}` holds {len(shard.tokens)} tokens, and the index says {record.tokens}",
-            hint=MEND,
+            f"shard `{path}` holds {len(shard.tokens)} tokens, but the index says {record.tokens}", hint=RESTORE
         )
     if page_digest(path) != record.pages:
         raise DataError(
-            f"shard `{path}` is not the one that was packed: pages of it differ",
-            hint=f"{MEND}; `halfstep data verify {folder}` says what is damaged, and where",
+            f"shard `{path}` is not the one that was packed: some of its pages differ",
+            hint=f"{RESTORE}; `halfstep data verify {folder}` says what is damaged, and where",
         )
     if not record.sums:
-        return shard  # packed before there were checksums
+        return shard  # packed by a version without checksums
     assert shard.mapped is not None
-    return replace(shard, granules=Granules(folder, record, shard.mapped))
+    return replace(shard, verifier=ChunkVerifier(folder, record, shard.mapped))
 
 
 # --- every byte ---------------------------------------------------------------------------------------------
@@ -146,7 +127,7 @@ def open_listed(folder: Path, record: ShardRecord) -> Shard:
 
 @dataclass(frozen=True)
 class Damage:
-    """One thing that is not as it was packed; `first` and `last` are bytes of the file where they are known."""
+    """A difference from what was packed; `first` and `last` are bytes of the file, if they are known."""
 
     file: str
     what: str
@@ -154,81 +135,82 @@ class Damage:
     last: int | None = None
 
 
-def verify(folder: Path, told: Callable[[int, int], object] = lambda done, total: None) -> list[Damage]:
-    """What is damaged in a folder of packed data; `told` is called with bytes read and bytes in all."""
+def verify(folder: Path, progress: Callable[[int, int], object] = lambda done, total: None) -> list[Damage]:
+    """Lists the damage in a folder of packed data; calls `progress` with bytes read and total bytes."""
     index = read_index(folder)
-    found = list(_beside(folder, index))
+    damage = list(_verify_tables(folder, index))
     present = [record for record in index.shards if (folder / record.name).is_file()]
-    found += [Damage(record.name, "is missing") for record in index.shards if record not in present]
-    total, before = sum((folder / record.name).stat().st_size for record in present), 0
+    damage += [Damage(record.name, "is missing") for record in index.shards if record not in present]
+    total, done = sum((folder / record.name).stat().st_size for record in present), 0
+
+    def read(num_bytes: int) -> None:
+        nonlocal done
+        done += num_bytes
+        progress(done, total)
+
     for record in present:
-        size = (folder / record.name).stat().st_size
-        found += _shard(folder / record.name, record, lambda done, before=before: told(before + done, total))  # type: ignore[misc]
-        before += size
-    return found + [Damage(name, "is not in the index") for name in _stray(folder, index)]
+        damage += _verify_shard(folder / record.name, record, read)
+    return damage + [Damage(name, "is not in the index") for name in _unlisted(folder, index)]
 
 
-def _beside(folder: Path, index: Index) -> Iterator[Damage]:
-    for name, check in (
-        (index.tokenizer.file or "", lambda: check_saved(folder, index.tokenizer)),
+def _verify_tables(folder: Path, index: Index) -> Iterator[Damage]:
+    checks: list[tuple[str, Callable[[], object]]] = [
+        (index.tokenizer.file or "", lambda: read_tokenizer_file(folder, index.tokenizer)),
         (TOKEN_BYTES, lambda: read_token_bytes(folder, index)),
-    ):
+    ]
+    for record in index.shards:
+        if record.sums:
+            checks.append((record.checksum_file, lambda record=record: read_checksums(folder, record)))  # type: ignore[misc]
+    for name, check in checks:
         try:
             check()
         except DataError as error:
             yield Damage(name, error.message)
-    for record in index.shards:
-        if record.sums:
-            try:
-                read_sums(folder, record)
-            except DataError as error:
-                yield Damage(record.sidecar, error.message)
 
 
-def _shard(path: Path, record: ShardRecord, told: Callable[[int], object]) -> Iterator[Damage]:
+def _verify_shard(path: Path, record: ShardRecord, read: Callable[[int], object]) -> Iterator[Damage]:
     try:
         tokens = len(open_shard(path).tokens)
         if tokens != record.tokens:
-            yield Damage(path.name, f"holds {tokens} tokens, and the index says {record.tokens}")
+            yield Damage(path.name, f"holds {tokens} tokens, but the index says {record.tokens}")
     except DataError as error:
         yield Damage(path.name, error.message)
-    whole, changed, done, number = hashlib.sha256(), list[Damage](), 0, 0
-    sums = _sums(path.parent, record)
+    whole, damage, end, number = sha256(), list[Damage](), 0, 0
+    checksums = _checksums_if_intact(path.parent, record)
     for number, content in enumerate(read_regions(path), 1):
         whole.update(content)
-        first, done = done, done + len(content)
+        first, end = end, end + len(content)
         expected = record.regions[number - 1] if number <= len(record.regions) else None
         if region_digest(content) != expected:
-            spans = _narrowed(content, first, sums)
-            changed += [Damage(path.name, _region(path, record, low, high), low, high) for low, high in spans]
-        told(done)
+            spans = _narrow_down(content, first, checksums)
+            damage += [Damage(path.name, _describe_span(path, record, *span), *span) for span in spans]
+        read(len(content))
     if number < len(record.regions):
-        changed.append(Damage(path.name, f"ends at byte {done}", done, None))
-    if changed or whole.hexdigest() != record.sha256:
-        yield from changed or [Damage(path.name, "its SHA-256 is not the index's")]
+        damage.append(Damage(path.name, f"ends at byte {end}", end, None))
+    if damage or whole.hexdigest() != record.sha256:
+        yield from damage or [Damage(path.name, "its SHA-256 differs from the index")]
 
 
-def _sums(folder: Path, record: ShardRecord) -> NDArray[np.uint32]:
-    """The checksums of a shard's granules; none where they are lost, which is told elsewhere."""
+def _checksums_if_intact(folder: Path, record: ShardRecord) -> NDArray[np.uint32]:
+    """Returns the checksums of a shard's chunks, or none if their file is damaged (which is reported apart)."""
     try:
-        return np.frombuffer(read_sums(folder, record) if record.sums else b"", dtype="<u4")
-    except (DataError, ValueError):
+        return read_checksums(folder, record)
+    except DataError:
         return np.empty(0, dtype="<u4")
 
 
-def _narrowed(content: bytes, first: int, sums: NDArray[np.uint32]) -> list[tuple[int, int]]:
-    """From where to where a region that begins at byte `first` is damaged, as far as checksums of granules say."""
+def _narrow_down(content: bytes, first: int, checksums: NDArray[np.uint32]) -> list[tuple[int, int]]:
+    """Returns the damaged byte ranges of a region that begins at byte `first`, as precisely as chunks allow."""
     end, spans = first + len(content), list[tuple[int, int]]()
-    if not first % GRANULE:
-        for low in range(first, end, GRANULE):
-            granule, number = content[low - first : low - first + GRANULE], low // GRANULE
-            if number < len(sums) and crc32(granule) != sums[number]:
-                begin = spans.pop()[0] if spans and spans[-1][1] == low else low
-                spans.append((begin, low + len(granule)))
+    for low in range(first, end, CHUNK):
+        chunk, number = content[low - first : low - first + CHUNK], low // CHUNK
+        if number < len(checksums) and crc32(chunk) != checksums[number]:
+            begin = spans.pop()[0] if spans and spans[-1][1] == low else low
+            spans.append((begin, low + len(chunk)))
     return spans or [(first, end)]
 
 
-def _region(path: Path, record: ShardRecord, first: int, last: int) -> str:
+def _describe_span(path: Path, record: ShardRecord, first: int, last: int) -> str:
     size = max(1, round((path.stat().st_size - HEADER_BYTES) / max(1, record.tokens)))
     low, high = (max(0, byte - HEADER_BYTES) // size for byte in (first, last))
     return f"is damaged between bytes {first:,} and {last:,} (tokens {low:,} to {min(high, record.tokens):,})"

@@ -1,15 +1,15 @@
-"""An order of n things of which any part can be had at once: a permutation by key, without a table.
+"""A keyed permutation: the order of n items, any part of which can be computed without a table.
 
-A place x is written as a pair of digits, l in Z_a and r in Z_b with a = ceil(sqrt n), b = ceil(n / a), and each
-round adds to one of them a hash of the other (a Feistel network over numbers instead of bits; Black and Rogaway,
-"Ciphers with arbitrary finite domains", 2002):
+A place x is written as two digits, l in Z_a and r in Z_b with a = ceil(sqrt n), b = ceil(n / a), and each round
+adds a hash of one digit to the other (a Feistel network over numbers instead of bits; Black and Rogaway, "Ciphers
+with arbitrary finite domains", 2002):
 
     l <- l + h(r, key)  mod a            r <- r + h(l, key')  mod b
 
-A round is undone by subtracting, so any number of them is a permutation of the a * b pairs. There are up to a - 1
-more of these than things: a place that leads to none of the things is put through again until it leads to one,
-which keeps it a permutation of the n. h is the finalizer of splitmix64. Twelve rounds are many more than an order
-of training data needs; together they take microseconds a window.
+Subtracting undoes a round, so any number of rounds is a permutation of the a * b pairs. There are up to a - 1 more
+pairs than items: a place that leads to no item goes through again until it leads to one, which keeps it a
+permutation of the n. h is the finalizer of splitmix64. Twelve rounds are far more than an order of training data
+needs, and take microseconds per window.
 """
 
 import math
@@ -23,7 +23,7 @@ ROUNDS = 12
 
 @final
 class Permutation:
-    """An order of range(size), by the words of a generator. Indexed by an array of places."""
+    """An order of range(size), keyed by the words of a generator. Index it with an array of places."""
 
     def __init__(self, size: int, words: np.random.Philox):
         self.size = size
@@ -32,12 +32,12 @@ class Permutation:
         self.right = -(-size // self.left)
 
     def __getitem__(self, places: NDArray[np.int64], /) -> NDArray[np.int64]:
-        found = self._once(places.astype(np.uint64))
-        while (outside := found >= self.size).any():
-            found[outside] = self._once(found[outside])
-        return found.astype(np.int64)
+        items = self._permute(places.astype(np.uint64))
+        while (outside := items >= self.size).any():
+            items[outside] = self._permute(items[outside])
+        return items.astype(np.int64)
 
-    def _once(self, places: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    def _permute(self, places: NDArray[np.uint64]) -> NDArray[np.uint64]:
         a, b = np.uint64(self.left), np.uint64(self.right)
         left, right = np.divmod(places, b)
         for even, odd in zip(self.keys[::2], self.keys[1::2], strict=True):
@@ -47,7 +47,7 @@ class Permutation:
 
 
 def _hash(words: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """splitmix64's finalizer, in its upper 32 bits, so that a sum with a digit does not wrap."""
+    """Returns the upper 32 bits of splitmix64's finalizer, so that adding a digit does not wrap."""
     words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return (words ^ (words >> np.uint64(31))) >> np.uint64(32)

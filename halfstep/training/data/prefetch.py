@@ -1,47 +1,31 @@
-"""The next items, made by a thread while the caller works on the last one.
+"""Makes the next items in a thread while the caller works on the current one.
 
-`Prefetch(fetch, start, stop)` yields fetch(start), ..., fetch(stop - 1) in order, with at most `depth` made
-and not yet taken. Because fetch is a function of the number alone, what was made ahead and never taken is no
-loss: a resumed run makes it again.
+`Prefetch(fetch, start, stop)` yields fetch(start), ..., fetch(stop - 1) in order; at most `depth` of them are made
+and not yet taken. Because fetch depends only on the number, unused items are no loss: a resumed run makes them
+again.
 
-Whoever waits for an item is not held by one that takes long: where `is_over` says so, the items end, and closing
-waits for no fetch.
-
-An exception in fetch reaches the caller at the place of the item it happened in, after all items before it.
-The thread ends when the last item is made, when fetch fails, when the Prefetch is closed, or when it is
-forgotten: the thread holds the shared state, never the Prefetch itself.
+An exception in fetch is raised in the caller at the place of its item, after all items before it. The thread ends
+after the last item, when fetch fails, or when the Prefetch is closed or garbage-collected: the thread holds the
+queue of items, never the Prefetch itself.
 """
 
 import threading
 import weakref
-from collections import deque
 from collections.abc import Callable, Iterator
-from typing import Generic, TypeVar, final
+from queue import Empty, SimpleQueue
+from typing import Any, Generic, TypeVar, final
 
 T = TypeVar("T")
-GLANCE = 0.1  # seconds between two looks at `is_over`
-
-
-class _Shared(Generic[T]):
-    """What the two threads see; every field is read and written under `changed`."""
-
-    def __init__(self) -> None:
-        self.changed = threading.Condition()
-        self.ready: deque[T] = deque()
-        self.closed = False
-        self.finished = False
-        self.failure: BaseException | None = None
-
-    def close(self) -> None:
-        with self.changed:
-            self.closed = True
-            self.ready.clear()
-            self.changed.notify_all()
+POLL_SECONDS = 0.1  # how often a waiting caller checks `is_over`
 
 
 @final
 class Prefetch(Generic[T]):
-    """Items made ahead. Use it as a context manager, or close it."""
+    """Items made ahead of time. Use it as a context manager, or close it.
+
+    While the caller waits for a slow item, `is_over` is polled; when it returns True, the items end, and closing
+    does not wait for the running fetch.
+    """
 
     def __init__(
         self,
@@ -52,31 +36,34 @@ class Prefetch(Generic[T]):
         is_over: Callable[[], bool] = lambda: False,
     ):
         if depth < 1:
-            raise ValueError(f"a prefetch of depth {depth} makes nothing ahead")
+            raise ValueError(f"a prefetch of depth {depth} makes nothing ahead of time")
         self._is_over = is_over
-        self._shared: _Shared[T] = _Shared()
+        self._items: SimpleQueue[tuple[T] | BaseException | None] = SimpleQueue()  # None: there are no more
+        self._room, self._closed = threading.Semaphore(depth), threading.Event()
+        shared = (self._items, self._room, self._closed)
         self._thread = threading.Thread(
-            target=_work, args=(self._shared, fetch, start, stop, depth), name="prefetch", daemon=True
+            target=_work, args=(*shared, fetch, start, stop), name="prefetch", daemon=True
         )
-        self._forgotten = weakref.finalize(self, self._shared.close)
+        self._close = weakref.finalize(self, _close, *shared)
         self._thread.start()
 
     def __iter__(self) -> Iterator[T]:
         return self
 
     def __next__(self) -> T:
-        shared = self._shared
-        with shared.changed:
-            while not shared.changed.wait_for(lambda: shared.ready or shared.finished or shared.closed, GLANCE):
+        while not self._closed.is_set():
+            try:
+                item = self._items.get(timeout=POLL_SECONDS)
+            except Empty:
                 if self._is_over():
-                    raise StopIteration
-            if shared.ready:
-                item = shared.ready.popleft()
-                shared.changed.notify_all()
-                return item
-            failure, shared.failure = shared.failure, None
-        if failure is not None:
-            raise failure
+                    break
+                continue
+            if isinstance(item, tuple):
+                self._room.release()
+                return item[0]
+            self._closed.set()
+            if item is not None:
+                raise item
         raise StopIteration
 
     def __enter__(self) -> "Prefetch[T]":
@@ -86,29 +73,32 @@ class Prefetch(Generic[T]):
         self.close()
 
     def close(self) -> None:
-        """Ends the thread and waits for it: for the one fetch it may be in, and no more. Idempotent."""
-        self._shared.close()
+        """Ends the thread and waits for the fetch it is running. Idempotent."""
+        self._close()
         while self._thread.is_alive() and not self._is_over():
-            self._thread.join(GLANCE)
+            self._thread.join(POLL_SECONDS)
 
 
-def _work(shared: _Shared[T], fetch: Callable[[int], T], start: int, stop: int, depth: int) -> None:
+def _work(
+    items: SimpleQueue[tuple[T] | BaseException | None],
+    room: threading.Semaphore,
+    closed: threading.Event,
+    fetch: Callable[[int], T],
+    start: int,
+    stop: int,
+) -> None:
     try:
         for number in range(start, stop):
-            with shared.changed:
-                shared.changed.wait_for(lambda: len(shared.ready) < depth or shared.closed)
-                if shared.closed:
-                    return
-            item = fetch(number)  # outside the lock: the caller takes items meanwhile
-            with shared.changed:
-                if shared.closed:
-                    return
-                shared.ready.append(item)
-                shared.changed.notify_all()
-            del item  # the caller owns it now
+            room.acquire()
+            if closed.is_set():
+                return
+            items.put((fetch(number),))
+        items.put(None)
     except BaseException as error:
-        shared.failure = error
-    finally:
-        with shared.changed:
-            shared.finished = True
-            shared.changed.notify_all()
+        items.put(error)
+
+
+def _close(items: SimpleQueue[Any], room: threading.Semaphore, closed: threading.Event) -> None:
+    closed.set()
+    room.release()  # wakes the thread
+    items.put(None)  # wakes the caller

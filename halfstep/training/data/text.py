@@ -1,21 +1,21 @@
 """Text as documents of bytes: the standard library, a file, a folder, a glob.
 
-Which files, and in which order, is decided by their relative paths alone, so that two machines with the same
-files read the same tokens:
+Relative paths alone decide which files are read, and in which order, so that two machines with the same files read
+the same tokens:
 
-    stdlib      every *.py of the running Python's standard library, without its tests and what is installed
-                beside it, and without _sysconfigdata, which differs from build to build
-    a folder    every file below it that is text, as `halfstep.training.data.walk` finds them
-    a glob      every file it matches that is text
+    stdlib      every *.py of the running Python's standard library, without its tests, installed packages, and
+                _sysconfigdata, which differs from build to build
+    a folder    every text file below it, as walk.py finds them
+    a glob      every text file that it matches
     a file      cut into documents at blank lines, about 4 KiB each, so that some of it can be held out
 
-Records (JSONL, tables, datasets) are no text, and neither is a folder or a glob of nothing else: what is written
-around their texts would be learned too. `halfstep data pack` reads them.
+Records (JSONL, tables, datasets) are not text, nor is a folder or glob that holds only records: a run would learn
+the markup around their texts too. `halfstep data pack` reads them.
 
-A file is text when it decodes as UTF-8 and holds no NUL byte. Others are skipped and counted in the
-description, as is what the walk leaves out; a file that is given by name must be text. Nothing stands between two
-documents, which would be bytes nobody wrote in a count of bits per byte; only a file that does not end its last
-line gets a newline, so that it does not run into the next. The pieces of one file get nothing and add up to it.
+A file is text if it decodes as UTF-8 and holds no NUL byte. Other files are skipped and counted in the
+description, like what the walk skips; a file that is given by name must be text. Nothing is put between documents,
+because bytes that nobody wrote would count in bits per byte; only a file without a newline at its end gets one, so
+that it does not run into the next. The pieces of one file get nothing and add up to it.
 """
 
 import platform
@@ -25,71 +25,73 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from halfstep.training.data.corpus import DataError, Document
-from halfstep.training.data.file_kinds import NAMES, has_splits, is_compressed, is_dataset, kind_of
-from halfstep.training.data.walk import Walked, regular, walk
-from halfstep.training.data.walk import told as words
+from halfstep.training.data.file_kinds import DESCRIPTIONS, has_splits, is_compressed, is_dataset, kind_of
+from halfstep.training.data.types import DataError, Document
+from halfstep.training.data.walk import Walked, describe_skipped, select_files, walk
 
+STDLIB = "stdlib"
 PIECE = 4096
-# Fewer pieces than this, and a share of 10 % may well hold out nothing: small files are cut finer.
+# With fewer pieces than this, a share of 10 % may well hold out nothing: small files are cut finer.
 MIN_PIECES = 16
 
 _NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
+_BLANK_LINE = re.compile(rb"\r?\n\r?\n")
+_LINE_END = re.compile(rb"\n")
 
 
 def stdlib_documents() -> tuple[list[Document], str]:
-    """The text that every Python installation carries."""
+    """Reads the text that every Python installation carries; returns the documents and their description."""
     root = Path(sysconfig.get_path("stdlib"))
     paths = library_paths(root)
     if not paths:
         raise DataError(
-            f"this Python keeps no standard library as text in `{root}`",
+            f"this Python has no standard library as text in `{root}`",
             hint="name a text file or a folder of text with `--set data.source=PATH`",
         )
     documents, skipped = read_texts(paths, root)
-    return documents, _described(f"the standard library of Python {platform.python_version()}", documents, skipped)
+    return documents, _describe(f"the standard library of Python {platform.python_version()}", documents, skipped)
 
 
 def library_paths(root: Path) -> list[Path]:
-    """The text of a standard library, without its tests and what is installed beside it."""
+    """Lists the text of a standard library, without its tests and installed packages."""
     return [
         path
-        for path in walk(root, skip=_NOT_LIBRARY).files
+        for path in walk(root, ignore=_NOT_LIBRARY).files
         if path.suffix == ".py" and not path.name.startswith("_sysconfigdata")
     ]
 
 
 def folder_documents(folder: Path) -> tuple[list[Document], str]:
-    """Every text below a folder."""
+    """Reads every text below a folder."""
     if is_dataset(folder) or has_splits(folder):
-        raise _records(f"`{folder}` is a Hugging Face dataset", str(folder))
-    return _several(walk(folder), folder, f"folder `{folder}`", str(folder))
+        raise _records_error(f"`{folder}` is a Hugging Face dataset", str(folder))
+    return _read_several(walk(folder), folder, f"folder `{folder}`", str(folder))
 
 
 def glob_documents(paths: list[Path], pattern: str) -> tuple[list[Document], str]:
-    """Every text among what a glob matched."""
-    return _several(regular(paths, Path(pattern).expanduser()), None, f"files `{pattern}`", pattern)
+    """Reads every text among the matches of a glob."""
+    return _read_several(select_files(paths, Path(pattern).expanduser()), None, f"files `{pattern}`", pattern)
 
 
 def file_documents(path: Path) -> tuple[list[Document], str]:
-    """One text, cut into documents."""
+    """Reads one text and cuts it into documents."""
     if (kind := kind_of(path)) != "text":
-        raise _records(f"`{path}` is {NAMES[kind]}", str(path))
+        raise _records_error(f"`{path}` is {DESCRIPTIONS[kind]}", str(path))
     content = _read(path)
     if isinstance(content, str):
         otherwise = "token shards must be named `*.bin`; convert other text to UTF-8"
         raise DataError(
             f"`{path}` is {content}; it must be UTF-8 text",
-            hint="unpack it, as by gunzip or unzstd" if is_compressed(path) else otherwise,
+            hint="decompress it, for example with gunzip or unzstd" if is_compressed(path) else otherwise,
         )
     if not content.strip():
-        raise DataError(f"`{path}` is empty", hint="give a file with text in it")
+        raise DataError(f"`{path}` is empty", hint="provide a file with text in it")
     documents = [Document(f"{path}", piece) for piece in cut(content)]
     return documents, f"file `{path}` in {len(documents)} pieces"
 
 
 def cut(content: bytes) -> list[bytes]:
-    """A text in pieces of about 4 KiB, which end at a blank line, else a line, else between characters."""
+    """Cuts a text into pieces of about 4 KiB that end at a blank line, else a line, else between characters."""
     size = max(1, min(PIECE, len(content) // MIN_PIECES))
     pieces, start = [], 0
     while start < len(content):
@@ -99,74 +101,68 @@ def cut(content: bytes) -> list[bytes]:
     return pieces
 
 
+def end_of_piece(content: bytes, low: int, high: int) -> int:
+    """Returns where a piece that must end in [low, high] ends; the end of the text if that comes first."""
+    if high >= len(content):
+        return len(content)
+    for boundary in (_BLANK_LINE, _LINE_END):
+        if match := boundary.search(content, low, high):
+            return match.end()
+    while high > low and content[high] & 0xC0 == 0x80:  # inside a character
+        high -= 1
+    return high
+
+
 def read_texts(paths: Iterable[Path], root: Path | None) -> tuple[list[Document], dict[str, int]]:
-    """The texts among some files, and how many of the others there were, by what they are."""
+    """Reads the texts among some files; also returns how many others there were, by kind."""
     documents: list[Document] = []
-    skipped: dict[str, int] = {}
+    skipped: Counter[str] = Counter()
     for path in paths:
         content = _read(path)
         if isinstance(content, str):
-            skipped[content] = skipped.get(content, 0) + 1
+            skipped[content] += 1
         elif content:
             name = path.relative_to(root).as_posix() if root else str(path)
             documents.append(Document(name, content if content.endswith(b"\n") else content + b"\n"))
-    return documents, skipped
+    return documents, dict(skipped)
 
 
-def _several(found: Walked, root: Path | None, told: str, source: str) -> tuple[list[Document], str]:
-    kinds = Counter(kind_of(path) for path in found.files)
+def _read_several(walked: Walked, root: Path | None, what: str, source: str) -> tuple[list[Document], str]:
+    kinds = Counter(kind_of(path) for path in walked.files)
     if kinds and "text" not in kinds:
-        raise _records(f"`{source}` holds {' and '.join(NAMES[kind] for kind in sorted(kinds))}", source)
-    documents, unread = read_texts([path for path in found.files if kind_of(path) == "text"], root)
-    records = Counter({NAMES[kind]: number for kind, number in kinds.items() if kind != "text"})
-    skipped = Counter(unread) + Counter(found.skipped) + records
+        contents = " and ".join(DESCRIPTIONS[kind] for kind in sorted(kinds))
+        raise _records_error(f"`{source}` holds {contents}", source)
+    documents, unread = read_texts([path for path in walked.files if kind_of(path) == "text"], root)
+    records = Counter({DESCRIPTIONS[kind]: number for kind, number in kinds.items() if kind != "text"})
+    description = _describe(what, documents, Counter(unread) + Counter(walked.skipped) + records)
     if not documents:
         raise DataError(
-            f"there is no text in {_described(told, documents, skipped)}",
-            hint="text is any UTF-8 file that is not empty; dot files are passed over",
+            f"there is no text in {description}",
+            hint="text is any UTF-8 file that is not empty; dot files are ignored",
         )
-    return documents, _described(told, documents, skipped)
+    return documents, description
 
 
-def _records(told: str, source: str) -> DataError:
+def _records_error(problem: str, source: str) -> DataError:
     return DataError(
-        f"{told}, and a run reads text or token shards",
+        f"{problem}, but a run reads text or token shards",
         hint=f"`halfstep data pack {source} --tokenizer bytes --out packed` makes token shards of it, for "
         "`--set data.source=packed`; `halfstep data pack --help` names other tokenizers",
     )
 
 
 def _read(path: Path) -> bytes | str:
-    """A file's text, or in one word what else it is."""
+    """Returns a file's text, or one word for what it is instead."""
     try:
         content = path.read_bytes()
+        content.decode("utf-8")
     except OSError:
         return "unreadable"
-    if b"\0" in content:
-        return "binary"
-    try:
-        content.decode("utf-8")
     except UnicodeDecodeError:
         return "binary"
-    return content
+    return "binary" if b"\0" in content else content
 
 
-def _described(told: str, documents: list[Document], skipped: Mapping[str, int]) -> str:
-    counts = [f"{len(documents)} texts", *(f"{each} skipped" for each in words(skipped))]
-    return f"{told} ({', '.join(counts)})"
-
-
-def end_of_piece(content: bytes, low: int, high: int) -> int:
-    """Where a piece that must end in [low, high] ends, or the end of the text where that comes first."""
-    if high >= len(content):
-        return len(content)
-    for boundary in (_BLANK_LINE, _LINE_END):
-        if found := boundary.search(content, low, high):
-            return found.end()
-    while high > low and content[high] & 0xC0 == 0x80:  # inside a character
-        high -= 1
-    return high
-
-
-_BLANK_LINE = re.compile(rb"\r?\n\r?\n")
-_LINE_END = re.compile(rb"\n")
+def _describe(what: str, documents: list[Document], skipped: Mapping[str, int]) -> str:
+    counts = [f"{len(documents)} texts", *(f"{each} skipped" for each in describe_skipped(skipped))]
+    return f"{what} ({', '.join(counts)})"

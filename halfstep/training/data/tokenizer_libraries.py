@@ -1,13 +1,13 @@
-"""The tokenizers of three libraries, each reduced to what packing, sampling and bits per byte need.
+"""The tokenizers of three libraries, reduced to what packing, sampling and bits per byte need.
 
-What a token stands for is read from how the library writes its vocabulary:
+How a library writes its vocabulary tells what a token stands for:
 
     byte-level      each of 256 characters stands for a byte (GPT-2, Llama 3, Qwen, ...)
     metaspace       a space is written U+2581, a byte <0xNN> (Llama 2, Gemma, sentencepiece itself)
     tiktoken        the bytes themselves
 
-A tokenizer.json of another kind (WordPiece and the like) can be packed, sampled and trained on; the bytes of one
-of its tokens are not known, so its bits per byte are by the average over all held-out text.
+Other kinds of tokenizer.json (WordPiece and the like) work for packing, training and sampling, but the bytes of
+their tokens are unknown, so their bits per byte use the average over all held-out text.
 """
 
 import base64
@@ -21,14 +21,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from halfstep.core.errors import did_you_mean, one_of
-from halfstep.training.data.corpus import DataError
-from halfstep.training.data.tokenizers import NO_SEPARATOR, Tokenizer, needed
+from halfstep.training.data.tokenizer_base import NO_SEPARATOR, Tokenizer, import_optional
+from halfstep.training.data.types import DataError
 
-# What end-of-text is called, in the order in which it is looked for.
+# The names of the end-of-text token, in the order they are tried.
 END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "<s>", "<bos>", "[SEP]")
 
 _SPACE = "\u2581"
-_UNSPELLABLE = "\uffff"  # no character at all, and so in no text
+_UNSPELLABLE = "\uffff"  # not a character, so it occurs in no text
 
 
 @final
@@ -38,34 +38,35 @@ class HuggingFace(Tokenizer):
     kind, file = "tokenizer.json", "tokenizer.json"
 
     def __init__(self, name: str, content: bytes, separator: int | None):
-        library = needed("tokenizers", f"tokenizer `{name}`")
+        library = import_optional("tokenizers", f"tokenizer `{name}`")
         try:
             self._written: dict[str, Any] = json.loads(content)
             self._tokenizer = library.Tokenizer.from_str(_unspellable(self._written) or content.decode())
         except Exception as error:  # the library raises Exception itself
             raise DataError(
-                f"`{name}` is no tokenizer.json: {error}", hint="`halfstep data train-tokenizer` makes one"
+                f"`{name}` is not a valid tokenizer.json: {error}",
+                hint="`halfstep data train-tokenizer` trains a new one",
             ) from None
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self._tokenizer.encode_special_tokens = True  # in a text they are text
-        found: dict[str, int] = self._tokenizer.get_vocab(with_added_tokens=True)
-        self._vocabulary = {token.removeprefix(_UNSPELLABLE): number for token, number in found.items()}
+        tokens: dict[str, int] = self._tokenizer.get_vocab(with_added_tokens=True)
+        self._vocabulary = {token.removeprefix(_UNSPELLABLE): number for token, number in tokens.items()}
         super().__init__(name, content, 1 + max(self._vocabulary.values(), default=-1), separator)
 
     @classmethod
     def read(cls, path: Path, separator: str | None) -> "HuggingFace":
-        """From a file; the separator is the end-of-text that the file or the configuration beside it names."""
-        found = cls(str(path), path.read_bytes(), None)
-        found.name = path.name  # an index holds no paths
-        names = END_OF_TEXT if separator is None else (separator,)
-        if separator is None and (told := _end_of_text_beside(path)):
-            names = (told, *names)
-        found.separator = _separator(found._vocabulary, names, separator, str(path))
-        return found
+        """Opens a file; the separator is the end-of-text that it or its tokenizer_config.json names."""
+        tokenizer = cls(str(path), path.read_bytes(), None)
+        tokenizer.name = path.name  # an index holds no paths
+        names: tuple[str, ...] = END_OF_TEXT
+        if separator is None and (configured := _configured_end_of_text(path)):
+            names = (configured, *names)
+        tokenizer.separator = _separator(tokenizer._vocabulary, names, separator, str(path))
+        return tokenizer
 
     def encode(self, texts: Sequence[str]) -> list[NDArray[np.uint32]]:
-        """The tokens of each text."""
+        """Returns the tokens of each text."""
         encoded = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.array(each.ids, dtype=np.uint32) for each in encoded]
 
@@ -94,37 +95,34 @@ class HuggingFace(Tokenizer):
 
 @final
 class SentencePiece(Tokenizer):
-    """A sentencepiece model. Its documents begin with its beginning-of-sequence, as its users write them."""
+    """A sentencepiece model. Documents begin with its beginning-of-sequence token, as is usual for these."""
 
     kind, file = "sentencepiece", "tokenizer.model"
 
     def __init__(self, name: str, content: bytes, separator: int | None):
-        library = needed("sentencepiece", f"tokenizer `{name}`")
+        library = import_optional("sentencepiece", f"tokenizer `{name}`")
         try:
             self._model = library.SentencePieceProcessor(model_proto=content)
             vocabulary = int(self._model.vocab_size())
         except (RuntimeError, OSError, ValueError) as error:
-            raise DataError(f"`{name}` is no sentencepiece model: {error}", hint="name the *.model file") from None
+            raise DataError(
+                f"`{name}` is not a sentencepiece model: {error}", hint="name the *.model file"
+            ) from None
         super().__init__(name, content, vocabulary, separator)
 
     @classmethod
     def read(cls, path: Path, separator: str | None) -> "SentencePiece":
-        """From a file."""
-        found = cls(str(path), path.read_bytes(), None)
-        found.name = path.name  # an index holds no paths
-        model = found._model
-        if separator is None:
-            known = [number for number in (model.bos_id(), model.eos_id()) if number >= 0]
-            if not known:
-                raise _no_separator(str(path))
-            found.separator = known[0]
-        else:
-            names = {model.id_to_piece(number): number for number in range(found.vocabulary)}
-            found.separator = _separator(names, (separator,), separator, str(path))
-        return found
+        """Opens a file."""
+        tokenizer = cls(str(path), path.read_bytes(), None)
+        tokenizer.name = path.name  # an index holds no paths
+        model = tokenizer._model
+        pieces = {model.id_to_piece(number): number for number in range(tokenizer.vocabulary)}
+        defaults = [model.id_to_piece(number) for number in (model.bos_id(), model.eos_id()) if number >= 0]
+        tokenizer.separator = _separator(pieces, defaults, separator, str(path))
+        return tokenizer
 
     def encode(self, texts: Sequence[str]) -> list[NDArray[np.uint32]]:
-        """The tokens of each text."""
+        """Returns the tokens of each text."""
         encoded = self._model.encode(list(texts), out_type=int, add_bos=False, add_eos=False, num_threads=1)
         return [np.array(each, dtype=np.uint32) for each in encoded]
 
@@ -139,12 +137,12 @@ class SentencePiece(Tokenizer):
 
 @final
 class Tiktoken(Tokenizer):
-    """An encoding of tiktoken; saved as JSON, so that packed data needs neither its cache nor the network."""
+    """A tiktoken encoding, saved as JSON so that packed data needs neither tiktoken's cache nor the network."""
 
     kind, file = "tiktoken", "tokenizer.tiktoken.json"
 
     def __init__(self, name: str, content: bytes, separator: int | None):
-        library = needed("tiktoken", f"tokenizer `{name}`")
+        library = import_optional("tiktoken", f"tokenizer `{name}`")
         try:
             written = json.loads(content)
             ranks = {base64.b64decode(word): rank for word, rank in written["ranks"]}
@@ -154,14 +152,14 @@ class Tiktoken(Tokenizer):
             )
         except (ValueError, KeyError, TypeError) as error:
             raise DataError(
-                f"`{name}` is no saved tiktoken encoding: {error}", hint="name tiktoken:NAME"
+                f"`{name}` is not a saved tiktoken encoding: {error}", hint="use tiktoken:NAME"
             ) from None
         super().__init__(name, content, int(self._encoding.n_vocab), separator)
 
     @classmethod
     def by_name(cls, name: str, separator: str | None) -> "Tiktoken":
-        """One that tiktoken knows, from its cache or the network."""
-        library = needed("tiktoken", f"tokenizer `tiktoken:{name}`")
+        """Opens an encoding that tiktoken knows, from its cache or the network."""
+        library = import_optional("tiktoken", f"tokenizer `tiktoken:{name}`")
         known = library.list_encoding_names()
         if name not in known:
             raise DataError(
@@ -169,30 +167,29 @@ class Tiktoken(Tokenizer):
             )
         try:
             encoding = library.get_encoding(name)
-        except OSError as error:  # what `requests` raises is one
+        except OSError as error:  # includes what `requests` raises
             raise DataError(
-                f"tiktoken keeps no file of `{name}` in its cache and cannot fetch it: {type(error).__name__}",
-                hint=f"where there is a network, run `TIKTOKEN_CACHE_DIR=DIR python -c 'import tiktoken; "
+                f"tiktoken does not have `{name}` in its cache and cannot download it: {type(error).__name__}",
+                hint=f"on a machine with a network, run `TIKTOKEN_CACHE_DIR=DIR python -c 'import tiktoken; "
                 f'tiktoken.get_encoding("{name}")\'`; copy DIR here and set TIKTOKEN_CACHE_DIR to it',
             ) from None
-        return cls._with_separator(f"tiktoken:{name}", _written(encoding), separator)
+        return cls._with_separator(f"tiktoken:{name}", _to_json(encoding), separator)
 
     @classmethod
     def read(cls, path: Path, separator: str | None) -> "Tiktoken":
-        """One that was saved."""
-        found = cls._with_separator(str(path), path.read_bytes(), separator)
-        found.name = path.name
-        return found
+        """Opens a saved encoding."""
+        tokenizer = cls._with_separator(str(path), path.read_bytes(), separator)
+        tokenizer.name = path.name
+        return tokenizer
 
     @classmethod
     def _with_separator(cls, name: str, content: bytes, separator: str | None) -> "Tiktoken":
-        found = cls(name, content, None)
-        names = END_OF_TEXT if separator is None else (separator,)
-        found.separator = _separator(found._special, names, separator, name)
-        return found
+        tokenizer = cls(name, content, None)
+        tokenizer.separator = _separator(tokenizer._special, END_OF_TEXT, separator, name)
+        return tokenizer
 
     def encode(self, texts: Sequence[str]) -> list[NDArray[np.uint32]]:
-        """The tokens of each text."""
+        """Returns the tokens of each text."""
         return [np.array(self._encoding.encode_ordinary(text), dtype=np.uint32) for text in texts]
 
     def _pieces(self) -> list[bytes]:
@@ -202,8 +199,8 @@ class Tiktoken(Tokenizer):
         return pieces
 
 
-def _written(encoding: Any) -> bytes:
-    """An encoding as JSON. Its parts have no public names; they are what its constructor takes."""
+def _to_json(encoding: Any) -> bytes:
+    """Returns an encoding as JSON. Its parts have no public names; they are what its constructor takes."""
     ranks = sorted(encoding._mergeable_ranks.items(), key=lambda pair: pair[1])
     return json.dumps(
         {
@@ -216,39 +213,38 @@ def _written(encoding: Any) -> bytes:
     ).encode()
 
 
-def _separator(vocabulary: Mapping[str, int], names: Sequence[str], asked: str | None, where: str) -> int | None:
-    if asked == NO_SEPARATOR:
+def _separator(
+    vocabulary: Mapping[str, int], defaults: Sequence[str], requested: str | None, where: str
+) -> int | None:
+    """Returns the token that separates documents: the requested one, or the first default that exists."""
+    if requested == NO_SEPARATOR:
         return None
-    for name in names:
+    for name in defaults if requested is None else (requested,):
         if name in vocabulary:
             return vocabulary[name]
-    if asked is None:
-        raise _no_separator(where)
+    if requested is None:
+        raise DataError(
+            f"tokenizer `{where}` has no known end-of-text token",
+            hint=f"name the token to put before each document: --separator TOKEN, or --separator {NO_SEPARATOR}",
+        )
     raise DataError(
-        f"tokenizer `{where}` has no token `{asked}`",
-        hint=did_you_mean(asked, vocabulary, f"--separator {NO_SEPARATOR} puts nothing between documents"),
+        f"tokenizer `{where}` has no token `{requested}`",
+        hint=did_you_mean(requested, vocabulary, f"--separator {NO_SEPARATOR} puts nothing between documents"),
     )
 
 
-def _no_separator(where: str) -> DataError:
-    return DataError(
-        f"tokenizer `{where}` has no token that is known to end a text",
-        hint=f"name the token to put before each document by --separator TOKEN, or --separator {NO_SEPARATOR}",
-    )
-
-
-def _end_of_text_beside(path: Path) -> str | None:
-    """What the tokenizer_config.json in the same folder says ends a text."""
+def _configured_end_of_text(path: Path) -> str | None:
+    """Returns the end-of-text token that the tokenizer_config.json in the same folder names."""
     try:
-        told = json.loads((path.parent / "tokenizer_config.json").read_bytes())["eos_token"]
+        token = json.loads((path.parent / "tokenizer_config.json").read_bytes())["eos_token"]
     except (OSError, ValueError, KeyError, TypeError):
         return None
-    found = told.get("content") if isinstance(told, dict) else told
-    return found if isinstance(found, str) else None
+    text = token.get("content") if isinstance(token, dict) else token
+    return text if isinstance(text, str) else None
 
 
 def _steps(part: Any) -> Iterator[dict[str, Any]]:
-    """A decoder or pre-tokenizer, or those that a sequence is made of."""
+    """Yields a decoder or pre-tokenizer, and those that a sequence consists of."""
     if isinstance(part, dict):
         yield part
         for key in ("decoders", "pretokenizers"):
@@ -261,10 +257,10 @@ def _replaces_space(step: Mapping[str, Any]) -> bool:
 
 
 def _unspellable(written: Any) -> str | None:
-    """The same tokenizer, in which no text can spell a special token; None where none can as it is.
+    """Returns the tokenizer with special tokens that no text can spell, or None if they already are so.
 
-    In a Unigram model each entry of the vocabulary is a word that a text may be cut into, special ones too: a
-    document that mentions `</s>` would end there. (Others reach theirs by merges, or not at all.)
+    In a Unigram model every entry of the vocabulary is a word that a text may be cut into, special ones included:
+    a document that mentions `</s>` would end there. (Other models reach theirs by merges, or not at all.)
     """
     model = written.get("model") if isinstance(written, dict) else None
     if not isinstance(model, dict) or model.get("type") != "Unigram":
@@ -294,7 +290,7 @@ def _byte_level(token: str) -> bytes:
 
 
 def _characters_of_bytes() -> dict[str, int]:
-    """The alphabet of byte-level tokenizers: printable Latin-1 stands for itself, the rest for 256 and on."""
+    """The alphabet of byte-level tokenizers: printable Latin-1 stands for itself, the rest for 256 and up."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [value for value in range(256) if value not in printable]
     return {chr(value): value for value in printable} | {chr(256 + n): value for n, value in enumerate(others)}

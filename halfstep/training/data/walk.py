@@ -1,14 +1,14 @@
-"""Which files lie below a folder: the same walk for text that is packed and for text that is trained on.
+"""Finds the files below a folder, in the same way for packing text and for training on it.
 
-    passed over          names that start with a dot, __pycache__, and what the caller adds
-    left out, counted    folders of runs and of packed data: what halfstep wrote is no text to learn from, and a
-                         run that finds its own record among its data could never go on
-                         links that lead nowhere; pipes, sockets and devices, which may never end
-    followed             links to files and folders. A file is read once, by whatever way it is reached: what lies
-                         in the folder itself by its own name, what only links lead to by the first of them
+    ignored              names that start with a dot, __pycache__, and what the caller adds
+    skipped, counted     folders of runs and of packed data: what halfstep wrote is not text to learn from, and a
+                         run that reads its own record could never resume
+                         dangling links; pipes, sockets and devices, which may never end
+    followed             links to files and folders. Each file is read once: a file in the folder itself under its
+                         own name, a file that only links lead to under the first of them
 
-So a loop of links ends, and a link to what is there anyway adds nothing. The order is that of the relative paths;
-what the disk happens to list first changes nothing.
+So loops of links end, and a link to a file that is already there adds nothing. Files are ordered by relative path,
+whatever order the disk lists them in.
 """
 
 import errno
@@ -22,42 +22,42 @@ from functools import cache
 from pathlib import Path
 from typing import final
 
-from halfstep.training.data.corpus import DataError
 from halfstep.training.data.index import INDEX, STATE, is_marked
+from halfstep.training.data.types import DataError
 from halfstep.training.files import PARTIAL, is_lock
 from halfstep.training.paths import CHECKPOINTS, CONFIG, EVENTS, LOCK
 
 FILE, FOLDER, LINK = "file", "folder", "link"
-# What is left out and counted.
+# What is skipped and counted.
 RUN, PACKED, DANGLING, SPECIAL = _NOUNS = ("run folder", "packed folder", "dangling link", "special file")
 UNREADABLE = "unreadable"
-_SKIPPED_FOLDERS = {"__pycache__"}
+_IGNORED_FOLDERS = {"__pycache__"}
 
 
 @dataclass(frozen=True)
 class Walked:
-    """The files below a folder, and how much was left out, by what it is."""
+    """The files below a folder, and how many entries were skipped, by kind."""
 
     files: list[Path]
     skipped: dict[str, int]
 
 
-def walk(root: Path, skip: Iterable[str] = ()) -> Walked:
-    """The files below a folder by relative path, without dot files, caches and the folders in `skip`."""
-    walker = _Walker({*skip, *_SKIPPED_FOLDERS})
+def walk(root: Path, ignore: Iterable[str] = ()) -> Walked:
+    """Finds the files below a folder, without dot files, caches and the folders in `ignore`."""
+    walker = _Walker({*ignore, *_IGNORED_FOLDERS})
     names = _names(root)
     if _is_run(names):
         raise DataError(
-            f"`{root}` is the folder of a run: its own record would be among the data",
-            hint="put the text into a folder of its own, and name that one",
+            f"`{root}` is a run folder: the run's own record would be part of the data",
+            hint="put the text into a separate folder, and name that one",
         )
-    if _is_locked_alone(str(root), names):
+    if _is_locked_only(str(root), names):
         raise DataError(
-            f"`{root}` holds no text: the packing in it did not come to its end",
-            hint="give the same `halfstep data pack` again",
+            f"`{root}` holds no text, only a packing that did not finish",
+            hint="run the same `halfstep data pack` again",
         )
     walker.enter(str(root), os.path.realpath(root))
-    while walker.links:  # those of a linked folder come after all that led there
+    while walker.links:  # the links of a linked folder come after all those that led there
         links, walker.links = sorted(walker.links), []
         for link in links:
             walker.follow(link)
@@ -65,47 +65,47 @@ def walk(root: Path, skip: Iterable[str] = ()) -> Walked:
     return Walked(files, dict(sorted(walker.skipped.items())))
 
 
-def regular(paths: Iterable[Path], pattern: Path) -> Walked:
-    """The files among what a pattern matched, in their order; folders are neither files nor left out.
+def select_files(paths: Iterable[Path], pattern: Path) -> Walked:
+    """Selects the files among the matches of a pattern, in their order; folders are ignored.
 
-    What lies in the folder of a run or of packed data is left out, unless the pattern spells that folder out.
+    Files in the folder of a run or of packed data are skipped, unless the pattern spells that folder out.
     """
     named = Path(os.path.realpath(next(each for each in pattern.parents if not glob.has_magic(str(each)))))
-    ours = cache(lambda folder: _ours(str(folder), _names(folder)))
-    files, skipped, left_out = [], Counter[str](), set[Path]()
+    written_as = cache(lambda folder: _written_as(str(folder), _names(folder)))
+    files, skipped, skipped_folders = [], Counter[str](), set[Path]()
     for path in paths:
         above = Path(os.path.realpath(path)).parents
-        written = next((each for each in above if each not in (named, *named.parents) and ours(each)), None)
-        what = _what(str(path))
-        if written is not None:
-            left_out.add(written)
-        elif what == FILE:
+        ours = next((each for each in above if each not in (named, *named.parents) and written_as(each)), None)
+        kind = _kind_of_target(str(path))
+        if ours is not None:
+            skipped_folders.add(ours)
+        elif kind == FILE:
             files.append(path)
-        elif what != FOLDER:
-            skipped[what] += 1
-    skipped.update(filter(None, map(ours, left_out)))
+        elif kind != FOLDER:
+            skipped[kind] += 1
+    skipped.update(filter(None, map(written_as, skipped_folders)))
     return Walked(files, dict(sorted(skipped.items())))
 
 
-def told(skipped: Mapping[str, int]) -> list[str]:
-    """What was left out, in words: `2 binary`, `1 run folder`, `3 dangling links`."""
+def describe_skipped(skipped: Mapping[str, int]) -> list[str]:
+    """Returns the skipped entries for people: `2 binary`, `1 run folder`, `3 dangling links`."""
     return [f"{number} {kind}{'s' * (kind in _NOUNS and number != 1)}" for kind, number in skipped.items()]
 
 
 @final
 class _Walker:
-    """What was found so far. `seen` holds real paths: of a file or a folder there is one, however many links."""
+    """The state of a walk. `seen` holds real paths, so that each file and folder is visited once."""
 
-    def __init__(self, skip: set[str]):
-        self.skip = skip
+    def __init__(self, ignore: set[str]):
+        self.ignore = ignore
         self.files: list[str] = []
         self.links: list[str] = []
         self.skipped: Counter[str] = Counter()
         self.seen: set[str] = set()
-        self.left_out: list[str] = []  # folders of runs and of packed data: links into them lead nowhere new
+        self.skipped_folders: list[str] = []  # of runs and packed data: links into them are not followed
 
     def enter(self, path: str, real: str) -> None:
-        """Takes what is in a folder and below it; links are kept for later."""
+        """Takes what is in a folder and below it, and keeps links for later."""
         todo = [(path, real)]
         while todo:
             path, real = todo.pop()
@@ -117,38 +117,38 @@ class _Walker:
             except OSError:
                 self.skipped[UNREADABLE] += 1
                 continue
-            if ours := _ours(path, {entry.name for entry in entries}):
+            if ours := _written_as(path, {entry.name for entry in entries}):
                 self.skipped[ours] += 1
-                self.left_out.append(os.path.join(real, ""))
+                self.skipped_folders.append(os.path.join(real, ""))
                 continue
             for entry in entries:
-                place, what = os.path.join(real, entry.name), _kind(entry)
-                if entry.name.startswith(".") or (what == FOLDER and entry.name in self.skip):
+                place, kind = os.path.join(real, entry.name), _kind_of_entry(entry)
+                if entry.name.startswith(".") or (kind == FOLDER and entry.name in self.ignore):
                     continue
-                if what == LINK:
+                if kind == LINK:
                     self.links.append(entry.path)
-                elif what == FOLDER:
+                elif kind == FOLDER:
                     todo.append((entry.path, place))
                 else:
-                    self._take(entry.path, place, what)
+                    self._take(entry.path, place, kind)
 
     def follow(self, link: str) -> None:
-        """Takes what a link leads to, if nothing led there before."""
-        what, real = _what(link), os.path.realpath(link)
-        if real.startswith(tuple(self.left_out)):
+        """Takes the target of a link, unless it was taken before."""
+        kind, real = _kind_of_target(link), os.path.realpath(link)
+        if real.startswith(tuple(self.skipped_folders)):
             return
-        if what != FOLDER:
-            self._take(link, link if what == DANGLING else real, what)
-        elif os.path.basename(link) not in self.skip:
+        if kind != FOLDER:
+            self._take(link, link if kind == DANGLING else real, kind)
+        elif os.path.basename(link) not in self.ignore:
             self.enter(link, real)
 
-    def _take(self, path: str, real: str, what: str) -> None:
+    def _take(self, path: str, real: str, kind: str) -> None:
         if not self._is_new(real):
             return
-        if what == FILE:
+        if kind == FILE:
             self.files.append(path)
         else:
-            self.skipped[what] += 1
+            self.skipped[kind] += 1
 
     def _is_new(self, real: str) -> bool:
         known = real in self.seen
@@ -156,8 +156,8 @@ class _Walker:
         return not known
 
 
-def _kind(entry: os.DirEntry[str]) -> str:
-    """What an entry is itself; its folder has told it already, on most disks."""
+def _kind_of_entry(entry: os.DirEntry[str]) -> str:
+    """Returns the kind of an entry itself, which on most disks costs no further system call."""
     try:
         if entry.is_symlink():
             return LINK
@@ -168,8 +168,8 @@ def _kind(entry: os.DirEntry[str]) -> str:
         return UNREADABLE
 
 
-def _what(path: str) -> str:
-    """What a path leads to."""
+def _kind_of_target(path: str) -> str:
+    """Returns the kind of what a path leads to."""
     try:
         mode = os.stat(path).st_mode
     except OSError as error:
@@ -179,17 +179,17 @@ def _what(path: str) -> str:
     return FOLDER if stat.S_ISDIR(mode) else SPECIAL
 
 
-def _ours(path: str, names: set[str]) -> str | None:
-    """What halfstep wrote a folder as, if it did."""
+def _written_as(path: str, names: set[str]) -> str | None:
+    """Returns what halfstep wrote a folder as, or None if it did not."""
     if _is_run(names):
         return RUN
     if (INDEX in names or STATE in names) and is_marked(Path(path)):
         return PACKED
-    return PACKED if _is_locked_alone(path, names) else None
+    return PACKED if _is_locked_only(path, names) else None
 
 
-def _is_locked_alone(path: str, names: set[str]) -> bool:
-    """Whether a folder holds nothing but what a packing writes before its first token."""
+def _is_locked_only(path: str, names: set[str]) -> bool:
+    """Whether a folder holds only what a packing writes before its first token."""
     return LOCK in names and names <= {LOCK, STATE + PARTIAL} and is_lock(Path(path, LOCK))
 
 

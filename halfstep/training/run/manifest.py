@@ -27,7 +27,8 @@ from halfstep.core.choice import Choice
 from halfstep.core.devices import Device
 from halfstep.core.errors import ConfigError
 from halfstep.core.policy import Policy
-from halfstep.training.data.load import Batches, Corpus
+from halfstep.training.data.batches import Batches
+from halfstep.training.data.corpus import Corpus
 from halfstep.training.evaluation import bigram_of
 from halfstep.training.session import Session, backend_version
 

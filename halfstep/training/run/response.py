@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from typing import Any, final
 
 from halfstep.core.errors import ScalingError
-from halfstep.training.data.load import Batches
+from halfstep.training.data.batches import Batches
 from halfstep.training.run.checkpointing import Keeper
 from halfstep.training.run.health import Health
 from halfstep.training.session import Session

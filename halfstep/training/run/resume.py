@@ -15,7 +15,8 @@ from halfstep.core.policy import Policy
 from halfstep.training import paths
 from halfstep.training.checkpoints import checkpoint
 from halfstep.training.checkpoints.arrays import held
-from halfstep.training.data.load import Batches, Corpus
+from halfstep.training.data.batches import Batches
+from halfstep.training.data.corpus import Corpus
 from halfstep.training.files import RunLock
 from halfstep.training.run import folder
 from halfstep.training.run.health import Health

@@ -168,7 +168,7 @@ def test_an_arm_that_is_not_ready_in_time_is_ended(played):
 def test_every_arm_reads_the_same_tokens_and_the_held_out_text_is_none_of_them(played, text, tmp_path):
     setting = Setting(CEILING, "cpu", 1, 32, 1, 256, 16, 2, 3, None, 0, "", "")
     going = race.Race([], setting, tmp_path, rounds=2, steps=5, deadline=None, tell=print)
-    assert "bytes to learn from" in going._write_data(str(text))
+    assert "bytes to train on" in going._write_data(str(text))
     tokens, held_out = np.load(going.setting.tokens), np.load(going.setting.held_out)
     assert tokens.shape == (WARM_STEPS + 2 * 6, 3, 2, 17)
     assert held_out.shape[1] == 17

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from halfstep.training.data import batches
 from halfstep.training.data.batches import Batches, bigram_bits, validation_batches
-from halfstep.training.data.corpus import DataError
+from halfstep.training.data.types import DataError
 
 
 def line(size):
@@ -80,7 +80,7 @@ def test_ranks_share_the_windows_of_an_update(given_, seed, step, ranks):
     feed = Batches(tokens, **args, seed=seed)
     whole = feed.at(step)
     if args["batch"] % ranks and args["micro_batches"] % ranks:
-        with pytest.raises(DataError, match=f"cannot be shared by {ranks} ranks"):
+        with pytest.raises(DataError, match=f"cannot be divided among {ranks} ranks"):
             feed.at(step, 0, ranks)
         return
     parts = [feed.at(step, rank, ranks) for rank in range(ranks)]
@@ -135,7 +135,7 @@ def test_a_run_does_not_go_on_in_another_order(monkeypatch):
     old.check_position({"epoch": 0, "window": 3, "tokens": 6})  # before the order was written down
     monkeypatch.setattr(batches, "SORTED_AT_MOST", 30)
     with pytest.raises(
-        DataError, match="in the order `sorted`, and this version of halfstep would go on in `keyed`"
+        DataError, match="in the order `sorted`, but this version of halfstep would continue in `keyed`"
     ):
         Batches(line(81), **args).check_position(old.position(3))
 
@@ -157,7 +157,7 @@ def test_texts_that_are_too_short_are_refused():
     ):
         Batches(line(8), context=8, batch=1, micro_batches=1, seed=0)
     Batches(line(9), context=8, batch=1, micro_batches=1, seed=0)
-    with pytest.raises(DataError, match=r"2 x 2 = 4 sequences is more than `a\.txt` holds: 30 tokens are 3"):
+    with pytest.raises(DataError, match=r"2 x 2 = 4 sequences, but `a\.txt` has only 3: 30 tokens"):
         Batches(line(30), context=8, batch=2, micro_batches=2, seed=0, name="`a.txt`")
     with pytest.raises(DataError, match="the held-out text is shorter than one sequence"):
         validation_batches(line(8), context=8, batch=1, limit_tokens=100)  # before any batch is asked for

@@ -11,9 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from halfstep.training.data.corpus import Document, hash_share, split
-from halfstep.training.data.load import DataError, load_corpus
+from halfstep.training.data.corpus import hash_share, split
+from halfstep.training.data.load import load_corpus
 from halfstep.training.data.text import cut, stdlib_documents
+from halfstep.training.data.types import DataError, Document
 
 WORDS = ["the", "quick", "brown", "fox", "jumps", "over", "lazy", "dogs", "and", "runs", "far", "away"]
 
@@ -213,7 +214,7 @@ def test_a_glob_reads_what_it_matches(tmp_path):
 
 def test_bytes_beyond_the_vocabulary_name_the_file_and_the_place(tmp_path):
     tree(tmp_path, {"a.txt": "plain", "b.txt": "na\u00efve"})
-    with pytest.raises(DataError, match=r"`b\.txt` holds the byte 195 at offset 2, and the vocabulary has 128"):
+    with pytest.raises(DataError, match=r"`b\.txt` contains byte 195 at offset 2, but .* only 128"):
         load_corpus(str(tmp_path), 0.1, 128)
     (tmp_path / "b.txt").write_text("naive")
     assert load_corpus(str(tmp_path), 0.1, 128).num_documents == 2
@@ -240,7 +241,7 @@ def test_a_source_that_is_not_there_gets_the_nearest_name(tmp_path, monkeypatch)
     assert "no file matches" in refused(f"{tmp_path}/*.bin").message
     assert "is empty" in refused("").message
     assert "there is no file or folder" in refused("nowhere/at/all.txt").message
-    with pytest.raises(DataError, match="cannot be read: File name too long"):
+    with pytest.raises(DataError, match=r"cannot read .*: File name too long"):
         load_corpus("x" * 5000, 0.1, 256)
 
 
@@ -271,8 +272,8 @@ def test_empty_and_binary_sources_are_named(tmp_path):
 
 def test_shards_are_never_read_as_text(tmp_path):
     tree(tmp_path, {"README.md": prose(1), "notes.txt": prose(2), "train.bin": prose(3)})
-    assert "train.bin` is no token shard" in refused(tmp_path).message
-    assert "train.bin` is no token shard" in refused(tmp_path / "train.bin").message
+    assert "train.bin` is not a token shard" in refused(tmp_path).message
+    assert "train.bin` is not a token shard" in refused(tmp_path / "train.bin").message
     mixed = refused(f"{tmp_path}/*")
     assert "train.bin" in mixed.message
     assert "matches token shards" in mixed.message
@@ -321,7 +322,7 @@ def test_a_dataset_is_to_be_packed(files, tmp_path):
 
 def test_a_compressed_text_is_to_be_unpacked(tmp_path):
     tree(tmp_path, {"book.txt.gz": gzip.compress(prose(1).encode())})
-    assert "unpack it" in refused(tmp_path / "book.txt.gz").hint
+    assert "decompress it" in refused(tmp_path / "book.txt.gz").hint
 
 
 @settings(max_examples=20, deadline=None)

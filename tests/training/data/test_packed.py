@@ -12,24 +12,19 @@ import zlib
 import numpy as np
 import pytest
 
+from halfstep.training.data import checksums
 from halfstep.training.data import index as shardindex
-from halfstep.training.data import packed as packed_module
-from halfstep.training.data.corpus import DataError
-from halfstep.training.data.index import (
-    GRANULE,
-    Index,
-    ShardRecord,
-    SideRecord,
-    page_digest,
-    read_index,
-    write_index,
-)
-from halfstep.training.data.load import Batches, load_corpus
-from halfstep.training.data.pack.pack import Asked, pack
+from halfstep.training.data.batches import Batches
+from halfstep.training.data.checksums import CHUNK, page_digest
+from halfstep.training.data.index import Index, ShardRecord, SideRecord, read_index, write_index
+from halfstep.training.data.load import load_corpus
+from halfstep.training.data.pack.pack import PackRequest, pack
 from halfstep.training.data.pack.sources import find_sources
 from halfstep.training.data.packed import verify
 from halfstep.training.data.shards import header
-from halfstep.training.data.tokenizers import BytesTokenizer, open_tokenizer
+from halfstep.training.data.tokenizer_base import BytesTokenizer
+from halfstep.training.data.tokenizers import open_tokenizer
+from halfstep.training.data.types import DataError
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +34,7 @@ def original(tmp_path_factory):
     rng = np.random.default_rng(0)
     lines = [json.dumps({"text": " ".join(map(str, rng.integers(0, 10**6, 30)))}) for _ in range(400)]
     source.write_text("\n".join(lines))
-    asked = Asked(validation=0.2, shard_tokens=20_000)
+    asked = PackRequest(validation=0.2, shard_tokens=20_000)
     pack(find_sources([str(source)]), folder / "out", BytesTokenizer(), asked, workers=0)
     return folder / "out"
 
@@ -70,7 +65,7 @@ def test_it_is_mapped_and_known_by_its_index(folder):
 
 def test_the_tokenizer_must_fit_the_vocabulary(folder):
     error = refused(folder, 255)
-    assert "tokenizer bytes of 256 tokens, and model.vocabulary is 255" in error.message
+    assert "tokenizer bytes, which has 256 tokens, but model.vocabulary is 255" in error.message
     assert "model.vocabulary=256" in error.hint
     assert len(load_corpus(str(folder), 0.1, 50304).train)
 
@@ -89,8 +84,8 @@ OPENING = {
     "missing": (lambda f: (f / "train_000001.bin").unlink(), r"train_000001.bin` is missing"),
     "truncated": (lambda f: os.truncate(f / "train_000001.bin", 3000), r"train_000001.bin` is truncated"),
     "shortened": (lambda f: (f / "train_000001.bin").write_bytes(header(2, np.dtype("<u2")) + bytes(4)),
-                  r"train_000001.bin` holds 2 tokens, and the index says 20000"),
-    "header": (lambda f: flip(f / "train_000001.bin", 0), r"train_000001.bin` is no token shard"),
+                  r"train_000001.bin` holds 2 tokens, but the index says 20000"),
+    "header": (lambda f: flip(f / "train_000001.bin", 0), r"train_000001.bin` is not a token shard"),
     "first page": (lambda f: flip(f / "train_000001.bin", 1500), r"train_000001.bin` is not the one"),
     "swapped": (lambda f: shutil.copy(f / "train_000000.bin", f / "train_000001.bin"),
                 r"train_000001.bin` is not the one that was packed"),
@@ -124,40 +119,41 @@ def test_another_tokenizer_beside_the_shards_is_refused_at_opening(tmp_path):
     sources = find_sources([str(source)])
     train_tokenizer(sources, tmp_path / "tokenizer.json", 280)
     out = tmp_path / "out"
-    pack(sources, out, open_tokenizer(str(tmp_path / "tokenizer.json")), Asked(validation=0.3), workers=0)
+    pack(sources, out, open_tokenizer(str(tmp_path / "tokenizer.json")), PackRequest(validation=0.3), workers=0)
     assert load_corpus(str(out), 0.1, 280)
     path = out / "tokenizer.json"
     path.write_bytes(path.read_bytes() + b"\n")
     error = refused(out, 280)
-    assert "tokenizer.json` is not the tokenizer that the data was packed with" in error.message
+    assert "tokenizer.json` was changed after it was written" in error.message
     assert [(each.file, each.first) for each in verify(out)] == [("tokenizer.json", None)]
 
 
 @pytest.mark.parametrize("place", range(0, 41_024, 1_637))
-def test_verify_finds_every_flipped_byte_and_names_its_granule(folder, place):
+def test_verify_finds_every_flipped_byte_and_names_its_chunk(folder, place):
     path = folder / "train_000001.bin"
     flip(path, place)
     found = [each for each in verify(folder) if each.first is not None]
-    low = place // GRANULE * GRANULE
+    low = place // CHUNK * CHUNK
     assert [(each.file, each.first, each.last) for each in found] == [
-        ("train_000001.bin", low, min(low + GRANULE, 41_024))
+        ("train_000001.bin", low, min(low + CHUNK, 41_024))
     ]
 
 
 def test_the_region_is_that_of_the_damage(tmp_path, monkeypatch):
-    monkeypatch.setattr(shardindex, "REGION", 4096)
+    monkeypatch.setattr(checksums, "REGION", 2 * CHUNK)
     source = tmp_path / "t.jsonl"
     source.write_text("\n".join(json.dumps({"text": "word " * 200 + str(n)}) for n in range(60)))
     out = tmp_path / "out"
-    pack(find_sources([str(source)]), out, BytesTokenizer(), Asked(validation=0.3), workers=0)
+    pack(find_sources([str(source)]), out, BytesTokenizer(), PackRequest(validation=0.3), workers=0)
     told = []
     assert verify(out, lambda done, total: told.append((done, total))) == []
     assert told[-1][0] == told[-1][1] == sum(path.stat().st_size for path in out.glob("*.bin"))
-    flip(out / "train_000000.bin", 4096 * 5 + 17)
-    (damage,) = verify(out)
-    assert damage.what == "is damaged between bytes 20,480 and 24,576 (tokens 9,728 to 11,776)"
-    os.truncate(out / "train_000000.bin", 4096 * 7)
-    assert any(each.what == "ends at byte 28672" for each in verify(out))
+    flip(out / "train_000000.bin", 2 * CHUNK + 17)
+    (out / "train_000000.crc").unlink()  # without it, the region is known and the chunk is not
+    (_, damage) = verify(out)
+    assert damage.what == "is damaged between bytes 32,768 and 65,536 (tokens 15,872 to 32,256)"
+    os.truncate(out / "train_000000.bin", CHUNK)
+    assert any(each.what == "ends at byte 16384" for each in verify(out))
 
 
 def test_an_index_of_a_newer_format_is_refused(folder, monkeypatch):
@@ -165,7 +161,7 @@ def test_an_index_of_a_newer_format_is_refused(folder, monkeypatch):
     index = read_index_as(folder, 1)
     write_index(folder, index)
     monkeypatch.setattr(shardindex, "FORMAT", 1)
-    assert "has format 2, and this halfstep reads 1" in refused(folder).message
+    assert "has format 2; this version of halfstep reads format 1" in refused(folder).message
 
 
 def read_index_as(folder, form):
@@ -191,8 +187,8 @@ def test_an_index_that_points_out_of_its_folder_is_refused(folder, name, what):
         changed = dataclasses.replace(index, tokenizer=dataclasses.replace(index.tokenizer, file=name))
     write_index(folder, changed)
     error = refused(folder)
-    assert f"index.json` points to `{name}`; packed data is the files in its own folder" in error.message
-    assert "do not read what you do not trust" in error.hint
+    assert f"index.json` points to `{name}`, which is not a file in its own folder" in error.message
+    assert "do not use data you do not trust" in error.hint
     with pytest.raises(DataError, match="points to"):
         verify(folder)
 
@@ -213,17 +209,17 @@ def test_a_folder_of_text_may_have_an_index_of_its_own(tmp_path):
 
 
 def sums_of_holes(path):
-    """The checksums of a shard of zeros, whose granules are all alike but for the first and the last."""
+    """The checksums of a shard of zeros, whose chunks are all alike but for the first and the last."""
     with open(path, "rb") as file:
-        first, hole = zlib.crc32(file.read(GRANULE)), zlib.crc32(bytes(GRANULE))
-    whole, rest = divmod(path.stat().st_size, GRANULE)
+        first, hole = zlib.crc32(file.read(CHUNK)), zlib.crc32(bytes(CHUNK))
+    whole, rest = divmod(path.stat().st_size, CHUNK)
     return np.array([first] + [hole] * (whole - 1) + [zlib.crc32(bytes(rest))], dtype="<u4").tobytes()
 
 
 def test_ten_gigabytes_open_at_once_and_cost_no_memory(tmp_path):
     """50 shards of 100 M tokens that lie on the disk as holes; opened, and a batch taken, in under a second.
 
-    Their checksums are true: the batch is the first to touch its granules, and every file of them is read for it.
+    Their checksums are true: the batch is the first to touch its chunks, and every file of them is read for it.
     """
     resource = pytest.importorskip("resource")
     records, tokens = [], 100_000_000
@@ -249,9 +245,8 @@ def test_ten_gigabytes_open_at_once_and_cost_no_memory(tmp_path):
     grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024
     assert batch.shape == (16, 32, 1025)
     assert feed.order == "keyed"
-    touched = 512 * 17 * 4096  # a fault maps up to 16 pages: of a window's, or of those of its granules
+    touched = 512 * 17 * 4096  # a fault maps up to 16 pages: of a window's, or of those of its chunks
     assert grown < touched + 4 * batch.nbytes + (1 << 24), grown
-    assert packed_module.packed_tokenizer(tmp_path).kind == "bytes"
 
 
 @pytest.mark.parametrize("state", ["index.json", "packing.json"])
@@ -260,12 +255,12 @@ def test_shards_are_not_read_past_their_index(folder, tmp_path, state):
         (folder / "index.json").rename(folder / state)
     for source in (f"{folder}/*.bin", f"{folder}/train_*.bin", folder / "train_000000.bin", f"{tmp_path}/*/*.bin"):
         error = refused(source)
-        assert "past the index" in error.message
+        assert "without the index" in error.message
         assert f"`--set data.source={folder}`" in error.hint
     others = tmp_path / "others"
     others.mkdir()
     (others / "a.bin").write_bytes((folder / "train_000000.bin").read_bytes())
-    assert "past the index" in refused(f"{tmp_path}/*/*.bin").message  # one folder of ours is enough
+    assert "without the index" in refused(f"{tmp_path}/*/*.bin").message  # one folder of ours is enough
     (folder / state).unlink()  # shards of others
     assert load_corpus(f"{folder}/*.bin", 0.1, 256).bytes_per_token is None
     (folder / "index.json").write_text("{}")  # an index of others

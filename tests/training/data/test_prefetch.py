@@ -1,4 +1,4 @@
-"""Items ahead of time: in order, errors in their place, and no thread left behind."""
+"""Prefetching keeps the order, raises errors in their place, and leaves no thread behind."""
 
 import gc
 import threading
@@ -41,7 +41,7 @@ def test_nothing_to_fetch():
         assert list(items) == []
 
 
-def test_it_works_ahead_but_not_further_than_depth():
+def test_it_works_ahead_up_to_depth():
     made = []
     with Prefetch(made.append, 0, 100, depth=3) as items:
         until(lambda: len(made) == 3)
@@ -51,7 +51,7 @@ def test_it_works_ahead_but_not_further_than_depth():
         until(lambda: len(made) == 4)
 
 
-def test_an_error_comes_in_its_place_with_its_traceback():
+def test_an_error_is_raised_in_its_place_with_its_traceback():
     def fetch(number):
         if number == 2:
             raise OSError("the disk is gone")
@@ -82,15 +82,15 @@ def test_it_closes_when_the_block_fails():
     assert threads() == []
 
 
-def test_whoever_is_to_stop_waits_for_no_fetch():
+def test_a_reader_that_must_stop_does_not_wait_for_a_slow_fetch():
     release, over = threading.Event(), []
     began = time.monotonic()
     with Prefetch(lambda n: n if n < 2 else release.wait(20), 0, 5, is_over=lambda: bool(over)) as items:
-        until(lambda: len(items._shared.ready) == 2)
+        until(lambda: items._items.qsize() == 2)
         threading.Timer(0.05, over.append, [1]).start()
         assert list(items) == [0, 1]
     assert time.monotonic() - began < 10
-    assert len(threads()) == 1  # in its fetch; it ends with it
+    assert len(threads()) == 1  # still in its fetch, and ends after it
     release.set()
 
 
@@ -100,7 +100,7 @@ def test_closing_wakes_a_waiting_reader():
     seen = []
     reader = threading.Thread(target=lambda: seen.extend(items))
     reader.start()
-    items._shared.close()
+    items._close()
     reader.join(5)
     assert not reader.is_alive()
     assert seen == []
@@ -117,6 +117,6 @@ def test_a_forgotten_prefetch_ends_its_thread():
     until(lambda: threads() == [])
 
 
-def test_a_depth_of_nothing_is_refused():
+def test_depth_zero_is_refused():
     with pytest.raises(ValueError, match="depth 0"):
         Prefetch(lambda n: n, 0, 1, depth=0)

@@ -7,8 +7,9 @@ import socket
 import pytest
 
 from halfstep.training.data.index import sealed
-from halfstep.training.data.load import DataError, load_corpus
+from halfstep.training.data.load import load_corpus
 from halfstep.training.data.pack.sources import find_sources
+from halfstep.training.data.types import DataError
 from halfstep.training.data.walk import walk
 from halfstep.training.files import RunLock
 
@@ -107,13 +108,13 @@ def test_pipes_and_sockets_are_passed_over_and_counted(tmp_path, monkeypatch, wi
     server = socket.socket(socket.AF_UNIX)
     server.bind("socket")
     assert "(2 texts, 4 special files skipped)" in load_corpus(f"{tmp_path}/*[!n]", 0.3, 256).description
-    assert "is named as a token shard and is no file" in refused(tmp_path).message
+    assert "has the name of a token shard but is not a file" in refused(tmp_path).message
     (tmp_path / "pipe.bin").rename(tmp_path / "sub")
     assert read(tmp_path) == ["a.txt", "b.txt", "sub/x"]
     assert "(3 texts, 3 special files skipped)" in load_corpus(str(tmp_path), 0.3, 256).description
     os.mkfifo(tmp_path / "pipe.bin")
-    assert "is named as a token shard and is no file" in refused(tmp_path).message
-    assert "is named as a token shard and is no file" in refused(tmp_path / "pipe.bin").message
+    assert "has the name of a token shard but is not a file" in refused(tmp_path).message
+    assert "has the name of a token shard but is not a file" in refused(tmp_path / "pipe.bin").message
     server.close()
 
 
@@ -145,9 +146,9 @@ def test_folders_of_runs_are_no_text(tmp_path, kind, place):
     (spelled,) = find_sources([f"{tmp_path / place}/**/*.txt"])
     assert [file.name for file in spelled.files] == ["log.txt"]
     error = refused(tmp_path / place)
-    assert "is the folder of a run" in error.message
-    assert refused(tmp_path / "newest").message.startswith(f"`{tmp_path / 'newest'}` is the folder of a run")
-    with pytest.raises(DataError, match="is the folder of a run"):
+    assert "is a run folder" in error.message
+    assert refused(tmp_path / "newest").message.startswith(f"`{tmp_path / 'newest'}` is a run folder")
+    with pytest.raises(DataError, match="is a run folder"):
         find_sources([str(tmp_path / place)])
     tree(tmp_path / "only" / "runs", RUNS[kind])
     assert "only` (0 texts, 1 run folder skipped)" in refused(tmp_path / "only").message
@@ -171,9 +172,9 @@ def test_a_folder_that_holds_a_lock_alone_is_no_text(tmp_path, partial):
     folder.mkdir(exist_ok=True)
     RunLock(folder).release()
     error = refused(folder)
-    assert "did not come to its end" in error.message
-    assert "give the same `halfstep data pack` again" in error.hint
-    with pytest.raises(DataError, match="did not come to its end"):
+    assert "did not finish" in error.message
+    assert "run the same `halfstep data pack` again" in error.hint
+    with pytest.raises(DataError, match="did not finish"):
         find_sources([str(folder)])
     assert load_corpus(str(tmp_path), 0.3, 256).digest == before.digest
     assert find_sources([str(tmp_path)])[0].skipped == {"packed folder": 1}

@@ -17,8 +17,8 @@ from halfstep.training import paths
 from halfstep.training.checkpoints import checkpoint
 from halfstep.training.checkpoints.retention import best_step, survey
 from halfstep.training.data import batches
-from halfstep.training.data.corpus import DataError
 from halfstep.training.data.shards import Shard, ShardedTokens
+from halfstep.training.data.types import DataError
 from halfstep.training.files import LockedError
 from halfstep.training.loop import Loop
 from halfstep.training.run import determinism

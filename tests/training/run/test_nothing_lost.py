@@ -381,7 +381,7 @@ def test_a_link_that_leads_nowhere_is_no_place_to_begin(text, tmp_path):
 
 
 def test_data_that_cannot_be_read_at_the_first_step_leaves_no_checkpoint(text, tmp_path):
-    from halfstep.training.data.corpus import DataError
+    from halfstep.training.data.types import DataError
 
     loop = start(text, tmp_path / "run")
 

@@ -10,9 +10,9 @@ import pytest
 
 from halfstep.training.data.pack import blocks
 from halfstep.training.data.pack import pack as packing
-from halfstep.training.data.pack.pack import Asked, pack
+from halfstep.training.data.pack.pack import PackRequest, pack
 from halfstep.training.data.pack.sources import find_sources
-from halfstep.training.data.tokenizers import BytesTokenizer
+from halfstep.training.data.tokenizer_base import BytesTokenizer
 
 
 class PowerCutError(BaseException):
@@ -85,7 +85,7 @@ def source(tmp_path, monkeypatch):
 
 
 def packed(source, out):
-    pack(source, out, BytesTokenizer(), Asked(validation=0.3, shard_tokens=400), workers=0)
+    pack(source, out, BytesTokenizer(), PackRequest(validation=0.3, shard_tokens=400), workers=0)
     return {path.name: path.read_bytes() for path in out.iterdir() if path.name != "lock"}
 
 

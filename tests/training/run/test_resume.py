@@ -15,8 +15,8 @@ from halfstep.core.errors import ConfigError
 from halfstep.core.policy import Policy
 from halfstep.training import paths
 from halfstep.training.checkpoints import checkpoint
-from halfstep.training.data.corpus import DataError
 from halfstep.training.data.shards import open_shard
+from halfstep.training.data.types import DataError
 from halfstep.training.files import write_whole
 from halfstep.training.loop import Loop
 from halfstep.training.run.response import RollBackError
@@ -166,7 +166,7 @@ def test_a_shard_that_is_cut_short_in_use_is_an_error_and_no_bus_error(shards, t
         return launch(batch)
 
     loop.session.step = step
-    with pytest.raises(DataError, match=r"a\.bin` was cut short while it was in use: it has 2000 bytes, and had"):
+    with pytest.raises(DataError, match=r"a\.bin` was truncated while it was in use: it has 2000 bytes and had"):
         loop.run()
     assert told(tmp_path / "run", "stop")[0]["saved"] >= 4
 

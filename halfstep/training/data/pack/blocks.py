@@ -1,47 +1,50 @@
-"""From files to blocks of about a mebibyte, in order; and from a block to its documents.
+"""Reads files as blocks of about a mebibyte, in order.
 
 One process reads, in the order of the sources; many turn blocks into tokens. So a block is cheap to make (a read,
-a count of lines, a column) and holds what a worker needs, and every block says where the next begins. A pack that
-goes on seeks there; which blocks there are never depends on who reads them.
+a count of lines, a column) and holds all a worker needs, and every block says where the next begins: a resumed
+packing seeks there. The blocks do not depend on the number of workers.
 
     texts      small files of a folder, each one document
-    pieces     a part of a long text: a file that was named, or one of more than a mebibyte
+    pieces     part of a long text: a file that was named, or one larger than a mebibyte
     lines      whole lines of a JSONL file
     rows       texts of a table
 
-A long text has no documents of its own, and some of it must be held out. It is cut at blank lines, in pieces of
-about 4 KiB, whose sides are decided one by one; neighbors on one side stay together, so that a separator stands
-only where text was taken out, and at the end of a block.
+A long text has no documents, yet some of it must be held out. It is cut at blank lines into pieces of about 4 KiB
+whose sides are decided one by one; neighbors on the same side stay together, so that separators stand only where
+text was taken out, and at the end of a block.
 """
 
 import codecs
 import gzip
 import io
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from typing import IO, Any, Literal, TypeAlias, cast
 
-from halfstep.training.data.corpus import DataError
 from halfstep.training.data.pack.sources import SourceFile
 from halfstep.training.data.text import end_of_piece
-from halfstep.training.data.tokenizers import needed
+from halfstep.training.data.tokenizer_base import import_optional
+from halfstep.training.data.types import DataError
 
 BLOCK = 1 << 20
 LONG = 1 << 20
-# How far beyond a mebibyte a block of a long text may go to end at a blank line.
+# How far beyond a mebibyte a block of a long text may extend in order to end at a blank line.
 REACH = 1 << 16
 ROWS_AT_ONCE = 256
 
 Payload: TypeAlias = bytes | tuple[bytes, ...] | tuple[str | None, ...]
+# Of a table: the number of rows in a group, and a function that reads its text column in parts.
+RowGroup: TypeAlias = tuple[int, Callable[[], Iterator[Any]]]
 
 
 @dataclass(frozen=True)
 class Position:
-    """Where a block begins: in which file, at which byte or row of it, and on which line."""
+    """Where a block begins: the file, the byte or row in it, and the line."""
 
     file: int = 0
     offset: int = 0
@@ -50,23 +53,23 @@ class Position:
 
 @dataclass(frozen=True)
 class Block:
-    """Some text, with what a message about it must say. `at` is the byte, line or row it begins at."""
+    """Some text, and what errors about it must name. `at` is the byte, line or row it begins at."""
 
     kind: Literal["texts", "pieces", "lines", "rows"]
     name: str
     at: int
     payload: Payload
     after: Position
-    done: int  # bytes of all sources up to its end, for the progress
+    done: int  # bytes of all sources up to its end, for the progress display
 
 
 def blocks(files: Sequence[SourceFile], start: Position, field: str) -> Iterator[Block]:
-    """All blocks from a position on."""
+    """Yields all blocks from a position on."""
     before = [0, *accumulate(file.size for file in files)]
     number, offset, line = start.file, start.offset, start.line
     while number < len(files):
         file = files[number]
-        if file.kind == "text" and not file.named and file.size <= LONG:
+        if _is_small_text(file):
             block = _texts(files, number, before)
             yield block
             number = block.after.file
@@ -76,27 +79,28 @@ def blocks(files: Sequence[SourceFile], start: Position, field: str) -> Iterator
         number, offset, line = number + 1, 0, 1
 
 
+def _is_small_text(file: SourceFile) -> bool:
+    return file.kind == "text" and not file.named and file.size <= LONG
+
+
 def _texts(files: Sequence[SourceFile], first: int, before: Sequence[int]) -> Block:
     texts: list[bytes] = []
     size, number = 0, first
-    while number < len(files) and size < BLOCK:
-        file = files[number]
-        if file.kind != "text" or file.named or file.size > LONG:
-            break
-        content = _content(file.path)
-        texts.append(content)
-        size, number = size + max(1, len(content)), number + 1
+    while number < len(files) and size < BLOCK and _is_small_text(files[number]):
+        with _named_errors(files[number].path):
+            texts.append(files[number].path.read_bytes())
+        size, number = size + max(1, len(texts[-1])), number + 1
     return Block("texts", str(files[first].path), 0, tuple(texts), Position(number), before[number])
 
 
 def _pieces(file: SourceFile, start: Position, before: int, field: str) -> Iterator[Block]:
     if not start.offset and not file.named and not is_text(file.path):
-        # Told like the small ones that are no text: a block of one.
-        yield Block("texts", str(file.path), 0, (b"\0",), _next(start), before + file.size)
+        # A block of one document that is skipped, as small files that are not text are.
+        yield Block("texts", str(file.path), 0, (b"\0",), _next_file(start), before + file.size)
         return
-    with _guarded(file.path), open(file.path, "rb") as opened:
-        offset = start.offset
-        while True:
+    with _named_errors(file.path), open(file.path, "rb") as opened:
+        offset, last = start.offset, False
+        while not last:
             opened.seek(offset)
             content = opened.read(BLOCK + REACH + 1)
             end = end_of_piece(content, BLOCK, BLOCK + REACH)
@@ -104,21 +108,19 @@ def _pieces(file: SourceFile, start: Position, before: int, field: str) -> Itera
                 return
             last = end == len(content)
             at, offset = offset, offset + end
-            after = _next(start) if last else Position(start.file, offset)
+            after = _next_file(start) if last else Position(start.file, offset)
             yield Block("pieces", str(file.path), at, content[:end], after, before + offset)
-            if last:
-                return
 
 
 def _lines(file: SourceFile, start: Position, before: int, field: str) -> Iterator[Block]:
-    with _guarded(file.path), open(file.path, "rb") as raw:
-        opened = _unpacked(raw, file.path)
+    with _named_errors(file.path), open(file.path, "rb") as raw:
+        opened = _decompressed(raw, file.path)
         if opened is raw:
             raw.seek(start.offset)
         else:
             _skip(opened, start.offset)
         offset, line = start.offset, start.line
-        # Not past the size it had: a file that somebody writes to might have no end. `packing` refuses it then.
+        # Not beyond the known size: a file that is being written may never end. `pack` refuses it afterwards.
         while (opened is not raw or offset < file.size) and (content := opened.read(BLOCK)):
             content += opened.readline()
             at, offset, line = line, offset + len(content), line + content.count(b"\n")
@@ -127,114 +129,96 @@ def _lines(file: SourceFile, start: Position, before: int, field: str) -> Iterat
 
 
 def _rows(file: SourceFile, start: Position, before: int, field: str) -> Iterator[Block]:
-    """Rows are counted from 0. A block ends after the row with which it reaches its size."""
-    columns, total = _columns(file, start.offset, field)
-    texts: list[str | None] = []
-    size, row = 0, start.offset
-    for column in columns:
-        for text in column:
-            texts.append(text)
-            size, row = size + len(text or ""), row + 1
-            if size >= BLOCK:
-                yield _row_block(file, start, before, row, total, texts)
-                texts, size = [], 0
-    if texts:
-        yield _row_block(file, start, before, row, total, texts)
+    """Yields rows, counted from 0. A block ends after the row that fills it."""
+    arrow = import_optional("pyarrow", f"reading `{file.path}`")
+    with _named_errors(file.path, arrow.ArrowException):
+        groups = _row_groups(file, field, arrow)
+        total = sum(number for number, _ in groups)
+        texts: list[str | None] = []
+        size, row = 0, start.offset
+        for column in _columns(groups, start.offset):
+            for text in _texts_of(file.path, column, row):
+                texts.append(text)
+                size, row = size + len(text or ""), row + 1
+                if size >= BLOCK or row == total:
+                    after = Position(start.file, row) if row < total else _next_file(start)
+                    done = before + file.size * row // total
+                    yield Block("rows", str(file.path), row - len(texts), tuple(texts), after, done)
+                    texts, size = [], 0
 
 
-def _row_block(
-    file: SourceFile, start: Position, before: int, row: int, total: int, texts: list[str | None]
-) -> Block:
-    after = Position(start.file, row) if row < total else _next(start)
-    done = before + file.size * row // max(1, total)
-    return Block("rows", str(file.path), row - len(texts), tuple(texts), after, done)
-
-
-def _columns(file: SourceFile, first: int, field: str) -> tuple[Iterator[list[str | None]], int]:
-    """The texts of a table from a row on, a batch at a time, and how many rows it has."""
-    arrow = needed("pyarrow", f"reading `{file.path}`")
-    try:
-        if file.kind == "parquet":
-            table = needed("pyarrow.parquet", f"reading `{file.path}`").ParquetFile(file.path)
-            _check_column(file.path, table.schema_arrow, field, arrow)
-            return _parquet_columns(file.path, table, first, field, arrow), table.metadata.num_rows
-        batches, total = _arrow_batches(file.path, field, arrow)
-        return _arrow_columns(file.path, batches, first, field), total
-    except (arrow.ArrowException, OSError) as error:
-        raise _broken(file.path, error) from None
-
-
-def _parquet_columns(path: Path, table: Any, first: int, field: str, arrow: Any) -> Iterator[list[str | None]]:
-    groups = [table.metadata.row_group(group).num_rows for group in range(table.num_row_groups)]
-    skipped = 0
-    while groups and skipped + groups[0] <= first:
-        skipped += groups.pop(0)
-    wanted = list(range(table.num_row_groups - len(groups), table.num_row_groups))
-    try:
-        for batch in table.iter_batches(ROWS_AT_ONCE, row_groups=wanted, columns=[field]) if wanted else ():
-            rows = batch.column(0)[max(0, first - skipped) :]
-            skipped += batch.num_rows
-            yield _texts_of(path, rows, skipped - len(rows))
-    except (arrow.ArrowException, OSError) as error:
-        raise _broken(path, error) from None
-
-
-def _arrow_batches(path: Path, field: str, arrow: Any) -> tuple[list[Any], int]:
-    """The batches of a mapped arrow file, of either form; nothing of them is read yet."""
-    mapped = arrow.memory_map(str(path))
-    if bytes(mapped.read(6)) == b"ARROW1":
-        file = arrow.ipc.open_file(mapped)
-        batches = [file.get_batch(number) for number in range(file.num_record_batches)]
+def _row_groups(file: SourceFile, field: str, arrow: Any) -> list[RowGroup]:
+    """Opens a table. Nothing of it is read yet."""
+    if file.kind == "parquet":
+        table = import_optional("pyarrow.parquet", f"reading `{file.path}`").ParquetFile(file.path)
+        _check_column(file.path, table.schema_arrow, field, arrow)
+        sizes = [table.metadata.row_group(group).num_rows for group in range(table.num_row_groups)]
+        return [(rows, partial(_read_row_group, table, group, field)) for group, rows in enumerate(sizes)]
+    mapped = arrow.memory_map(str(file.path))
+    if bytes(mapped.read(6)) == b"ARROW1":  # an arrow file has one of two forms
+        opened = arrow.ipc.open_file(mapped)
+        batches = [opened.get_batch(number) for number in range(opened.num_record_batches)]
     else:
         mapped.seek(0)
-        file = arrow.ipc.open_stream(mapped)
-        batches = list(file)
-    _check_column(path, file.schema, field, arrow)
-    return batches, sum(batch.num_rows for batch in batches)
+        opened = arrow.ipc.open_stream(mapped)
+        batches = list(opened)
+    _check_column(file.path, opened.schema, field, arrow)
+    return [(batch.num_rows, partial(_slices, batch.column(field))) for batch in batches]
 
 
-def _arrow_columns(path: Path, batches: list[Any], first: int, field: str) -> Iterator[list[str | None]]:
-    skipped = 0
-    for batch in batches:
-        rows = batch.column(field)
-        for low in range(max(0, first - skipped), batch.num_rows, ROWS_AT_ONCE):
-            yield _texts_of(path, rows[low : low + ROWS_AT_ONCE], skipped + low)
-        skipped += batch.num_rows
+def _read_row_group(table: Any, group: int, field: str) -> Iterator[Any]:
+    return (batch.column(0) for batch in table.iter_batches(ROWS_AT_ONCE, row_groups=[group], columns=[field]))
+
+
+def _slices(column: Any) -> Iterator[Any]:
+    return (column[low : low + ROWS_AT_ONCE] for low in range(0, len(column), ROWS_AT_ONCE))
+
+
+def _columns(groups: list[RowGroup], first: int) -> Iterator[Any]:
+    """Yields the text column from row `first` on, in parts."""
+    row = 0
+    for num_rows, read in groups:
+        if row + num_rows <= first:
+            row += num_rows
+            continue
+        for column in read():
+            yield column[max(0, first - row) :]
+            row += len(column)
 
 
 def _texts_of(path: Path, rows: Any, first: int) -> list[str | None]:
-    """The texts of some rows, checked: offsets of a damaged file may point anywhere, and its bytes be no UTF-8."""
+    """Returns the texts of some rows, validated: a damaged file may hold wrong offsets or invalid UTF-8."""
     try:
         rows.validate(full=True)
         return cast("list[str | None]", rows.to_pylist())
-    except ValueError as error:  # ArrowInvalid is one
-        told = f"rows {first} to {first + len(rows) - 1}"
-        raise DataError(f"`{path}`, {told}: {error}", hint="fetch or write it again") from None
+    except ValueError as error:  # includes ArrowInvalid
+        where = f"`{path}`, rows {first} to {first + len(rows) - 1}"
+        raise DataError(f"{where}: {error}", hint="download or write it again") from None
 
 
 def _check_column(path: Path, schema: Any, field: str, arrow: Any) -> None:
     if field not in schema.names:
         raise missing_field(f"`{path}`", field, schema.names)
-    found = schema.field(field).type
-    inner = found.value_type if arrow.types.is_dictionary(found) else found
+    kind = schema.field(field).type
+    inner = kind.value_type if arrow.types.is_dictionary(kind) else kind
     if not (
         arrow.types.is_string(inner) or arrow.types.is_large_string(inner) or arrow.types.is_string_view(inner)
     ):
-        raise DataError(f"`{path}`: column `{field}` is {found}, not text", hint="name another by --field")
+        raise DataError(f"`{path}`: column `{field}` is {kind}, not text", hint="choose another with --field")
 
 
 def missing_field(where: str, field: str, names: Sequence[str]) -> DataError:
-    """A record without the field that was asked for."""
+    """Returns the error for a record without the requested field."""
     shown = ", ".join(f"`{name}`" for name in list(names)[:10]) or "none"
     return DataError(
-        f"{where}: there is no field `{field}`; there are {shown}", hint="name the text by --field NAME"
+        f"{where}: there is no field `{field}`; the fields are {shown}", hint="name the text field with --field"
     )
 
 
 def is_text(path: Path) -> bool:
-    """Whether a file decodes as UTF-8 and holds no NUL byte; stops at the first that does not fit."""
+    """Whether a file decodes as UTF-8 and holds no NUL byte; stops at the first byte that does not fit."""
     decoder = codecs.getincrementaldecoder("utf-8")()
-    with _guarded(path), open(path, "rb") as opened:
+    with _named_errors(path), open(path, "rb") as opened:
         try:
             while content := opened.read(BLOCK):
                 if b"\0" in content:
@@ -246,17 +230,12 @@ def is_text(path: Path) -> bool:
     return True
 
 
-def _content(path: Path) -> bytes:
-    with _guarded(path):
-        return path.read_bytes()
-
-
-def _unpacked(raw: IO[bytes], path: Path) -> IO[bytes]:
+def _decompressed(raw: IO[bytes], path: Path) -> IO[bytes]:
     name = path.name.lower()  # as `kind_of` reads it
     if name.endswith(".gz"):
         return cast(IO[bytes], gzip.GzipFile(fileobj=raw))
     if name.endswith(".zst"):
-        arrow = needed("pyarrow", f"unpacking `{path}`")
+        arrow = import_optional("pyarrow", f"decompressing `{path}`")
         return io.BufferedReader(arrow.CompressedInputStream(raw, "zstd"), BLOCK)
     return raw
 
@@ -266,22 +245,21 @@ def _skip(opened: IO[bytes], count: int) -> None:
         count -= len(opened.read(min(count, BLOCK))) or count
 
 
-def _next(position: Position) -> Position:
+def _next_file(position: Position) -> Position:
     return Position(position.file + 1)
 
 
-def _broken(path: Path, error: BaseException) -> DataError:
-    return DataError(f"`{path}` is damaged, or not what its name says: {error}", hint="fetch or write it again")
-
-
 @contextmanager
-def _guarded(path: Path) -> Iterator[None]:
-    """Tells of a file that cannot be read, or cannot be unpacked, by its name."""
+def _named_errors(path: Path, damage: type[Exception] = EOFError) -> Iterator[None]:
+    """Names the file in errors about reading or decompressing it; `damage` is another error of a broken file."""
     try:
         yield
-    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise _broken(path, error) from None
-    except OSError as error:
-        if error.errno is None:  # not the system's: what pyarrow says of a stream that it cannot unpack
-            raise _broken(path, error) from None
-        raise DataError(f"`{path}` cannot be read: {error.strerror}", hint="see to its permissions") from None
+    except DataError:
+        raise
+    except (EOFError, zlib.error, OSError, damage) as error:
+        # An OSError without a number is not the system's: gzip and pyarrow raise it for a broken stream.
+        if isinstance(error, OSError) and error.errno is not None:
+            raise DataError(f"cannot read `{path}`: {error.strerror}", hint="check its permissions") from None
+        raise DataError(
+            f"`{path}` is damaged, or not what its name says: {error}", hint="download or write it again"
+        ) from None

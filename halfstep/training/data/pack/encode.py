@@ -1,11 +1,11 @@
-"""A block of text as tokens, each document on its side: what the workers of a pack do.
+"""Turns a block of text into tokens, each document on its side: what the workers of a packing do.
 
-A document's side is decided by its content as data/corpus.py says, and by nothing else: not by the
-tokenizer, the file it is in or the number of workers. The content that is hashed ends in a newline, whether the
-document does or not, as it is when text is trained on without packing: both hold out the same documents.
+A document's content alone decides its side (corpus.py): not the tokenizer, the file it is in, or the number of
+workers. The hashed content always ends in a newline, as it does when text is trained on without packing, so that
+both hold out the same documents.
 
-On either side the tokens of a document follow the tokenizer's separator. Where there is none (bytes), a document
-that does not end its last line gets a newline instead, so that it does not run into the next.
+On either side the tokenizer's separator precedes the tokens of each document. If there is none (bytes), a document
+without a newline at its end gets one, so that it does not run into the next.
 """
 
 import json
@@ -20,27 +20,30 @@ from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from halfstep.training.data.corpus import DataError, TokenArray, hash_share
+from halfstep.training.data.corpus import hash_share
 from halfstep.training.data.pack.blocks import Block, missing_field
 from halfstep.training.data.text import cut
-from halfstep.training.data.tokenizers import Identity, Tokenizer, open_saved
+from halfstep.training.data.tokenizer_base import Tokenizer, TokenizerIdentity
+from halfstep.training.data.tokenizers import open_saved
+from halfstep.training.data.types import DataError, TokenArray
 
 SIDES = ("train", "val")
 SHORT = 1024
+_FIX_LINE = "fix or remove the line"
 
 
 class SidedText(NamedTuple):
-    """A document, where in [0, 1) its content falls (the pieces of a long text: from where to where), its side."""
+    """A document, the values in [0, 1) of its content (smallest and largest of its pieces), and its side."""
 
     text: str
     shares: tuple[float, float]
     held_out: bool
-    whole: bool  # a document of its own, not a part of a longer text
+    whole: bool  # a document, not a part of a longer text
 
 
 @dataclass
@@ -62,28 +65,29 @@ class Encoded:
 
 
 class Encoder:
-    """Blocks to tokens of the type that shards hold."""
+    """Encodes blocks as tokens of the type that shards hold."""
 
     def __init__(self, tokenizer: Tokenizer, field: str, validation: float):
         self.tokenizer, self.field, self.validation = tokenizer, field, validation
         self.dtype = token_type(tokenizer.vocabulary)
 
     def encode(self, block: Block) -> Encoded:
-        """The tokens of a block."""
+        """Returns the tokens of a block."""
         skipped: Counter[str] = Counter()
-        found = list(documents(block, self.field, self.validation, skipped))
-        shares = [share for each in found for share in each.shares]
-        tokens = self.tokenizer.encode([self._written(each) for each in found])
+        read = list(documents(block, self.field, self.validation, skipped))
+        texts = [self._terminated(document) for document in read]
+        tokens = self.tokenizer.encode(texts)
         sides = {}
         for side, held_out in zip(SIDES, (False, True), strict=True):
-            chosen = [n for n, each in enumerate(found) if each.held_out == held_out]
-            size = sum(len(self._written(found[n]).encode()) for n in chosen)
+            chosen = [n for n, document in enumerate(read) if document.held_out == held_out]
+            size = sum(len(texts[n].encode()) for n in chosen)
             sides[side] = self._part([tokens[n] for n in chosen], size)
+        shares = [share for document in read for share in document.shares]
         return Encoded(sides, skipped, (min(shares, default=1.0), max(shares, default=0.0)))
 
-    def _written(self, document: SidedText) -> str:
-        needs = self.tokenizer.separator is None and document.whole and not document.text.endswith("\n")
-        return document.text + "\n" if needs else document.text
+    def _terminated(self, document: SidedText) -> str:
+        unfinished = self.tokenizer.separator is None and document.whole and not document.text.endswith("\n")
+        return document.text + "\n" if unfinished else document.text
 
     def _part(self, texts: list[NDArray[np.uint32]], size: int) -> Part:
         separator = self.tokenizer.separator
@@ -96,12 +100,12 @@ class Encoder:
 
 
 def token_type(vocabulary: int) -> np.dtype[np.unsignedinteger]:
-    """What shards of a vocabulary hold: two bytes a token where they are enough."""
+    """Returns the type of tokens in shards: two bytes if the vocabulary fits, else four."""
     return np.dtype("<u2" if vocabulary <= 1 << 16 else "<u4")
 
 
 def documents(block: Block, field: str, validation: float, skipped: Counter[str]) -> Iterator[SidedText]:
-    """The documents of a block. Those that are no text or empty are counted in `skipped`."""
+    """Yields the documents of a block. Those that are empty or not text are counted in `skipped`."""
     if block.kind == "pieces":
         yield from _runs(block, validation)
         return
@@ -117,8 +121,11 @@ def documents(block: Block, field: str, validation: float, skipped: Counter[str]
 def _texts(block: Block, field: str, skipped: Counter[str]) -> Iterator[tuple[str, bytes]]:
     for content in block.payload:
         assert isinstance(content, bytes)
-        text = None if b"\0" in content else _decoded(content)
-        if text is None:
+        try:
+            text = content.decode()
+        except UnicodeDecodeError:
+            text = "\0"
+        if "\0" in text:
             skipped["binary"] += 1
         else:
             yield text, content
@@ -135,9 +142,9 @@ def _lines(block: Block, field: str, skipped: Counter[str]) -> Iterator[tuple[st
         except UnicodeDecodeError as error:
             raise _not_utf8(f"{where}, byte {error.start} of the line") from None
         except (ValueError, RecursionError) as error:
-            raise DataError(f"{where} is no JSON: {error}", hint="mend or remove the line") from None
+            raise DataError(f"{where} is not JSON: {error}", hint=_FIX_LINE) from None
         if not isinstance(record, dict):
-            raise DataError(f"{where} is no JSON object", hint='a line must be as {"text": ...}')
+            raise DataError(f"{where} is not a JSON object", hint='a line must look like {"text": ...}')
         if field not in record:
             raise missing_field(where, field, list(record))
         yield _as_text(record[field], where, field)
@@ -152,31 +159,31 @@ def _as_text(value: object, where: str, field: str) -> tuple[str, bytes]:
     if not isinstance(value, str):
         raise DataError(
             f"{where}: `{field}` is {'null' if value is None else type(value).__name__}, not text",
-            hint="mend or remove it, or name another --field",
+            hint="fix or remove it, or choose another --field",
         )
     try:
         return value, value.encode()
     except UnicodeEncodeError as error:  # half of a surrogate pair, which JSON can spell
         raise DataError(
             f"{where}: character {error.start} of `{field}` is half of a surrogate pair, which UTF-8 cannot hold",
-            hint="mend or remove the line",
+            hint=_FIX_LINE,
         ) from None
 
 
 def _runs(block: Block, validation: float) -> Iterator[SidedText]:
-    """The pieces of a long text, neighbors on one side together."""
+    """Yields the pieces of a long text, with neighbors on the same side joined."""
     assert isinstance(block.payload, bytes)
     at = block.payload.find(b"\0")
     if at >= 0:
         raise DataError(
-            f"`{block.name}` is no text: byte {block.at + at} is NUL",
+            f"`{block.name}` is not text: byte {block.at + at} is NUL",
             hint="name a text file, *.jsonl or *.parquet",
         )
     try:
         block.payload.decode()
     except UnicodeDecodeError as error:
         raise _not_utf8(f"`{block.name}`, byte {block.at + error.start}") from None
-    # What is too short for pieces that end between characters is one.
+    # A text too short for pieces that end between characters is a single piece.
     pieces = cut(block.payload) if len(block.payload) >= SHORT else [block.payload]
     shared = [(piece, hash_share(piece)) for piece in pieces]
     for held_out, group in groupby(shared, key=lambda each: each[1] < validation):
@@ -186,77 +193,64 @@ def _runs(block: Block, validation: float) -> Iterator[SidedText]:
         yield SidedText(text, (min(shares), max(shares)), held_out, False)
 
 
-def _decoded(content: bytes) -> str | None:
-    try:
-        return content.decode()
-    except UnicodeDecodeError:
-        return None
-
-
 def _not_utf8(where: str) -> DataError:
-    return DataError(f"{where}: not UTF-8", hint="convert the file to UTF-8, as by iconv")
+    return DataError(f"{where}: not UTF-8", hint="convert the file to UTF-8, for example with iconv")
 
 
-# --- in a process of its own --------------------------------------------------------------------------------
+# --- in worker processes ------------------------------------------------------------------------------------
 
 
 def encoded_blocks(
     todo: Iterable[Block], encoder: Encoder, folder: Path, workers: int
 ) -> Iterator[tuple[Block, Encoded]]:
-    """Blocks with their tokens, in order. Workers open the tokenizer that `folder` holds; 0 is this process."""
+    """Yields blocks with their tokens, in order. Workers open the tokenizer in `folder`; 0 means this process."""
     if workers < 1:
         yield from ((block, encoder.encode(block)) for block in todo)
         return
     arguments = (str(folder), encoder.tokenizer.identity(), encoder.field, encoder.validation)
-    yield from in_order(todo, workers, arguments)
-
-
-def in_order(todo: Iterable[Block], workers: int, arguments: tuple[Any, ...]) -> Iterator[tuple[Block, Encoded]]:
-    """Blocks with their tokens, in order, by processes of their own; `arguments` are those of `begin`."""
     # Spawned, not forked: a fork copies locks that threads of this process hold at that moment.
-    pool = ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), begin, arguments)
+    pool = ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), _start_worker, arguments)
     window: deque[tuple[Block, Future[Encoded]]] = deque()
     try:
         for block in todo:
-            window.append((block, pool.submit(work, block)))
+            window.append((block, pool.submit(_encode, block)))
             if len(window) > 2 * workers + 2:
-                yield _taken(window)
+                yield _first_of(window)
         while window:
-            yield _taken(window)
+            yield _first_of(window)
     except BrokenProcessPool:
         raise DataError(
-            "a worker of the packing died, perhaps for want of memory",
-            hint="lower --workers; the same command goes on where it stopped",
+            "a packing worker died, perhaps because memory ran out",
+            hint="lower --workers; the same command resumes the packing",
         ) from None
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
 
 
-def _taken(window: deque[tuple[Block, Future[Encoded]]]) -> tuple[Block, Encoded]:
+def _first_of(window: deque[tuple[Block, Future[Encoded]]]) -> tuple[Block, Encoded]:
     block, future = window.popleft()
     return block, future.result()
 
 
-_encoder: Encoder | None = None
+_encoder: Encoder | None = None  # of a worker
 
 
-def begin(folder: str, identity: Identity, field: str, validation: float) -> None:
-    """Makes a new process a worker: it opens the tokenizer and outlives neither its task nor its parent."""
+def _start_worker(folder: str, identity: TokenizerIdentity, field: str, validation: float) -> None:
+    """Prepares a new process: it opens the tokenizer, and ends with its parent."""
     global _encoder
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one process, one core; there are as many as were asked for
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's, which ends its workers
-    threading.Thread(target=_leave_with_parent, daemon=True).start()
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one core per worker
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C and ends its workers
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     _encoder = Encoder(open_saved(Path(folder), identity), field, validation)
 
 
-def work(block: Block) -> Encoded:
-    """The tokens of a block, by the worker's encoder."""
-    assert _encoder is not None, "begin was not called"
+def _encode(block: Block) -> Encoded:
+    assert _encoder is not None
     return _encoder.encode(block)
 
 
-def _leave_with_parent() -> None:
-    """A parent that was killed cannot end its workers, and the pool's queue would keep them waiting for ever."""
+def _end_with_parent() -> None:
+    """A killed parent cannot end its workers, and the pool's queue would keep them waiting forever."""
     parent = multiprocessing.parent_process()
     if parent is not None:
         parent.join()

@@ -1,17 +1,17 @@
-"""`halfstep data pack`: text to token shards, in parallel, so that a killed packing goes on.
+"""`halfstep data pack`: turns text into token shards, in parallel, and resumes if it was killed.
 
     this process     reads blocks in order ---> encodes nothing, writes shards in order
     N workers                 block -> tokens
 
-What comes out depends on the text, the tokenizer and what was asked for, and on nothing else: not on the number of
-workers, nor on how often the packing was stopped. Blocks are made in order and their tokens are taken in order; a
-worker that is ahead waits for its turn in a window of a few blocks, which also bounds the memory.
+The result depends only on the text, the tokenizer and the request: not on the number of workers, nor on how often
+the packing was interrupted. Blocks are made in order and their tokens are taken in order; a worker that is ahead
+waits in a window of a few blocks, which also bounds the memory.
 
-Every few seconds, and after each block in which a shard became full, `packing.json` is replaced by one that says
-what is finished and where reading goes on. A packing that was killed is begun again with the same command, goes on
-from there, and ends in the same bytes. A folder that holds another packing is refused: mixing two would be found
-by nobody. A finished one is looked at, and what was lost of it is made again (repair.py). A packing that is
-refused, or that got no token down, leaves what it found.
+Every few seconds, and after each block that fills a shard, `packing.json` is replaced by one that says what is
+finished and where reading continues. The same command resumes a killed packing from there and ends in the same
+bytes. A folder that holds a different packing is refused: nobody would notice two mixed ones. In a finished one,
+lost files are restored (repair.py). A packing that is refused, or that wrote no token, leaves the folder as it
+was.
 """
 
 import dataclasses
@@ -23,12 +23,12 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from decimal import Decimal
+from functools import cached_property
 from itertools import chain
 from pathlib import Path
 from typing import Any, TypeAlias, final
 
 from halfstep import __version__
-from halfstep.training.data.corpus import DataError
 from halfstep.training.data.index import (
     INDEX,
     STATE,
@@ -42,13 +42,15 @@ from halfstep.training.data.index import (
     write_index,
 )
 from halfstep.training.data.pack.blocks import Block, Position, blocks
-from halfstep.training.data.pack.encode import SIDES, Encoded, Encoder, encoded_blocks, token_type
-from halfstep.training.data.pack.repair import lost_shards, mend_shards, mend_tables
-from halfstep.training.data.pack.sources import STDLIB, Source, SourceFile
+from halfstep.training.data.pack.encode import SIDES, Encoded, Encoder, encoded_blocks
+from halfstep.training.data.pack.repair import find_lost_shards, repair_shards, repair_tables
+from halfstep.training.data.pack.sources import Source, SourceFile
 from halfstep.training.data.pack.writer import ShardWriter
 from halfstep.training.data.packed import check_names
-from halfstep.training.data.tokenizers import Tokenizer
-from halfstep.training.data.walk import told as words
+from halfstep.training.data.text import STDLIB
+from halfstep.training.data.tokenizer_base import Tokenizer
+from halfstep.training.data.types import DataError
+from halfstep.training.data.walk import describe_skipped
 from halfstep.training.files import PARTIAL, RunLock, make_folder, write_whole
 from halfstep.training.paths import LOCK
 
@@ -56,13 +58,13 @@ SECONDS_BETWEEN_COMMITS = 5.0
 # The header of a shard counts its tokens in an int32.
 MOST_TOKENS = 2**31 - 1
 _SHARD = re.compile(r"(train|val)_\d{6,}\.(bin|crc)")
-# Told while a packing goes on: bytes of the sources that are done, all of them, tokens so far.
+# Called during a packing with the bytes of the sources that are done, their total, and the tokens so far.
 Meter: TypeAlias = Callable[[int, int, int], object]
 
 
 @dataclass(frozen=True)
-class Asked:
-    """What a packing is asked for; two that agree in it give the same bytes."""
+class PackRequest:
+    """The options of a packing; equal requests give equal bytes."""
 
     field: str = "text"
     only: str | None = None
@@ -72,89 +74,131 @@ class Asked:
     def __post_init__(self) -> None:
         check_share(self.validation)
         if not 1 <= self.shard_tokens <= MOST_TOKENS:
-            raise DataError(f"--shard-tokens is {self.shard_tokens}; a shard holds 1 to {MOST_TOKENS} tokens")
+            raise DataError(f"--shard-tokens is {self.shard_tokens}; it must be from 1 to {MOST_TOKENS}")
 
 
 def check_share(validation: float) -> None:
-    """Refuses a share of documents to hold out that is none."""
+    """Refuses an invalid share of documents to hold out."""
     if not 0 <= validation <= 0.5:
-        raise DataError(f"--validation is {validation}; it is a share of the documents, from 0 to 0.5")
+        raise DataError(f"--validation is {validation}; it must be a share of the documents from 0 to 0.5")
 
 
 def pack(
     sources: Sequence[Source],
     out: Path,
     tokenizer: Tokenizer,
-    asked: Asked,
+    request: PackRequest,
     *,
     workers: int,
     meter: Meter | None = None,
 ) -> Index:
-    """Packs sources into a folder, or goes on with it, or mends it; 0 workers encode in this process.
+    """Packs sources into a folder, or resumes or repairs a packing there; 0 workers encode in this process.
 
-    The index that comes back counts in `skipped` what is no file of the sources too, as folders of runs that lie
-    in them. The one on the disk does not: it is of the same text whatever else was put beside it.
+    `skipped` of the returned index also counts what is not a file of the sources, such as run folders inside
+    them. The index on disk does not: it describes the same text whatever else is stored next to it.
     """
+    job = _Job(sources, out, tokenizer, request, workers, meter or (lambda done, total, tokens: None))
     _check_outside(sources, out)
     if out.is_dir() and not is_packed(out):
         _check_empty(out)  # before a lock is put there
-    made = _make(out)
+    created = _create(out)
     lock = RunLock(out)
     try:
-        plan = _plan(sources, tokenizer, asked)
-        told = meter or (lambda done, total, tokens: None)
-        index = _finished(out, plan)
+        index = _finished_index(out, job.plan)
         if index is not None:
-            _mend(sources, out, tokenizer, asked, index, workers, told)
+            _repair(job, index)
         else:
-            packing = _Packing(sources, out, tokenizer, asked, plan)
+            packing = _Packing(job)
             try:
-                index = packing.run(workers, told)
+                index = packing.run()
             except DataError:
-                packing.drop()
+                packing.drop_if_empty()
                 raise
             finally:
                 packing.close()
-        return dataclasses.replace(index, skipped={**index.skipped, **_passed(sources)})
+        return dataclasses.replace(index, skipped={**index.skipped, **job.not_files})
     except OSError as error:
         raise DataError(
             f"packing into `{out}` stopped: {error.strerror or error}",
-            hint="make room or see to the disk; the same command goes on where it stopped",
+            hint="free some space or check the disk; the same command resumes the packing",
         ) from None
     finally:
         if not is_marked(out):  # nothing was kept
-            _take_back(made)
+            _remove_created(created)
         lock.release()
 
 
 @final
-class _Packing:
-    """One packing of a folder, from where it stands to its end."""
+@dataclass(frozen=True)
+class _Job:
+    """What is packed, how, and where to."""
 
-    def __init__(
-        self, sources: Sequence[Source], out: Path, tokenizer: Tokenizer, asked: Asked, plan: dict[str, Any]
-    ):
-        self.files, self.passed = _files(sources), _passed(sources)
-        self.out, self.tokenizer, self.asked = out, tokenizer, asked
-        self.plan = plan
-        table = tokenizer.token_bytes
+    sources: Sequence[Source]
+    out: Path
+    tokenizer: Tokenizer
+    request: PackRequest
+    workers: int
+    meter: Meter
+
+    @cached_property
+    def files(self) -> list[SourceFile]:
+        """The files of all sources."""
+        return list(chain.from_iterable(source.files for source in self.sources))
+
+    @property
+    def not_files(self) -> Counter[str]:
+        """How much in the sources is not a file, by kind."""
+        return sum((Counter(source.skipped) for source in self.sources), Counter[str]())
+
+    @cached_property
+    def plan(self) -> dict[str, Any]:
+        """What must agree for two packings to be the same."""
+        sources = [
+            {"given": each.given, "files": len(each.files), "bytes": each.num_bytes, "digest": each.digest()}
+            for each in self.sources
+        ]
+        return {
+            "tokenizer": dataclasses.asdict(self.tokenizer.identity()),
+            "packing": {"sources": sources, **dataclasses.asdict(self.request)},
+        }
+
+    @cached_property
+    def encoder(self) -> Encoder:
+        """The encoder of its blocks."""
+        return Encoder(self.tokenizer, self.request.field, self.request.validation)
+
+    def encode(self, start: Position) -> Iterator[tuple[Block, Encoded]]:
+        """Yields the blocks from a position on, with their tokens."""
+        return encoded_blocks(blocks(self.files, start, self.request.field), self.encoder, self.out, self.workers)
+
+    def show_progress(self, done: int, tokens: int) -> None:
+        """Reports how many bytes of the sources are done."""
+        self.meter(done, sum(file.size for file in self.files), tokens)
+
+
+@final
+class _Packing:
+    """A packing of a folder, from its start or from where an earlier one stopped."""
+
+    def __init__(self, job: _Job):
+        self.job, self.out = job, job.out
+        table = job.tokenizer.token_bytes
         self.table = None if table is None else table.to_npy()
-        dtype = token_type(tokenizer.vocabulary)
-        self.writers = {side: ShardWriter(out, side, dtype, asked.shard_tokens, table) for side in SIDES}
+        size, dtype = job.request.shard_tokens, job.encoder.dtype
+        self.writers = {side: ShardWriter(job.out, side, dtype, size, table) for side in SIDES}
         self.position, self.skipped, self.shares = Position(), Counter[str](), (1.0, 0.0)
-        self.done = 0  # bytes of the sources, for the progress
+        self.done = 0  # bytes of the sources
         self._begin()
 
-    def run(self, workers: int, meter: Meter) -> Index:
+    def run(self) -> Index:
         """Packs what is left."""
-        total = sum(file.size for file in self.files)
         committed = time.monotonic()
-        meter(self.done, total, self._num_tokens)
-        todo = blocks(self.files, self.position, self.asked.field)
-        for block, encoded in encoded_blocks(todo, _encoder(self.tokenizer, self.asked), self.out, workers):
-            named = self._take(block, encoded)
-            meter(self.done, total, self._num_tokens)
-            if named or time.monotonic() - committed >= SECONDS_BETWEEN_COMMITS:
+        self.job.show_progress(self.done, self._num_tokens)
+        for block, encoded in self.job.encode(self.position):
+            self._take(block, encoded)
+            self.job.show_progress(self.done, self._num_tokens)
+            is_full = any(writer.has_full for writer in self.writers.values())
+            if is_full or time.monotonic() - committed >= SECONDS_BETWEEN_COMMITS:
                 self._commit()
                 committed = time.monotonic()
         self._check_sizes()
@@ -166,18 +210,18 @@ class _Packing:
         return sum(writer.num_tokens for writer in self.writers.values())
 
     def close(self) -> None:
-        """Lets go of the files."""
+        """Closes the files."""
         for writer in self.writers.values():
             writer.close()
 
-    def drop(self) -> None:
-        """Removes what has no token on the disk: what goes on from there begins anew."""
+    def drop_if_empty(self) -> None:
+        """Removes a packing that has no token on disk."""
         self.close()
         if (self.out / STATE).is_file() and not _has_tokens(unsealed(self.out / STATE)):
-            _discard(self.out, self.plan)
+            _discard(self.out, self.job.plan)
 
     def _begin(self) -> None:
-        state = self._earlier()
+        state = self._earlier_state()
         if state is not None:
             for side, writer in self.writers.items():
                 writer.resume(state["sides"][side])
@@ -186,23 +230,22 @@ class _Packing:
         else:
             _check_empty(self.out)
             self._commit()
-        self.tokenizer.save(self.out)
+        self.job.tokenizer.save(self.out)
         if self.table is not None:
             write_whole(self.out / TOKEN_BYTES, self.table)
 
-    def _earlier(self) -> dict[str, Any] | None:
-        """What an earlier packing left to go on from. One that got no token down left nothing, whatever it was."""
+    def _earlier_state(self) -> dict[str, Any] | None:
+        """Returns the state to resume from. An earlier packing without tokens is discarded, whatever it was."""
         if not (self.out / STATE).is_file():
             return None
         state = unsealed(self.out / STATE)
         if _has_tokens(state):
-            _check_same(self.out, state["plan"], self.plan)
+            _check_same(self.out, state["plan"], self.job.plan)
             return state
         _discard(self.out, state["plan"])
         return None
 
-    def _take(self, block: Block, encoded: Encoded) -> bool:
-        """Writes the tokens of a block; whether a shard became full."""
+    def _take(self, block: Block, encoded: Encoded) -> None:
         for side, writer in self.writers.items():
             part = encoded.sides[side]
             writer.append(part.tokens, part.starts)
@@ -210,11 +253,10 @@ class _Packing:
         self.position, self.done = block.after, block.done
         self.skipped += encoded.skipped
         self.shares = min(self.shares[0], encoded.shares[0]), max(self.shares[1], encoded.shares[1])
-        return any(writer.has_full for writer in self.writers.values())
 
     def _commit(self, *, final: bool = False) -> None:
         state = {
-            "plan": self.plan,
+            "plan": self.job.plan,
             "sides": {side: writer.commit(final=final) for side, writer in self.writers.items()},
             "position": vars(self.position),
             "done": self.done,
@@ -224,49 +266,47 @@ class _Packing:
         write_whole(self.out / STATE, sealed(state))
 
     def _check_sizes(self) -> None:
-        """What was read must be what was looked at before: a file that grows would be packed in part."""
-        for file in self.files:
+        """Refuses sources that changed meanwhile: a growing file would be packed in part."""
+        for file in self.job.files:
             size = file.path.stat().st_size
             if size != file.size:
                 raise DataError(
-                    f"`{file.path}` had {file.size} bytes when it was looked at and has {size} now: it changed "
-                    "while it was packed",
-                    hint="pack again when nobody writes to the sources, into another folder, or after removing "
+                    f"`{file.path}` changed while it was packed: it had {file.size} bytes and now has {size}",
+                    hint="pack again when nothing writes to the sources, into another folder or after removing "
                     f"`{self.out}`",
                 )
 
     def _check_sides(self) -> None:
-        """Both sides must exist, unless nothing was to be held out. If not, nothing is kept: all must change."""
+        """Refuses an empty side, unless nothing was to be held out, and keeps nothing of the packing."""
         train, val = (self.writers[side].num_tokens for side in SIDES)
-        if not train and not val:
-            skipped = ", ".join(words(self.skipped + self.passed)) or "nothing"
-            _discard(self.out, self.plan)
-            raise DataError(f"there is no text in the sources (skipped: {skipped})", hint="name other sources")
-        if (train and val) or (train and not self.asked.validation):
+        validation = self.job.request.validation
+        if train and (val or not validation):
             return
         self.close()
-        _discard(self.out, self.plan)
-        said = "all documents fall" if val else "no document falls"
+        _discard(self.out, self.job.plan)
+        if not train and not val:
+            skipped = ", ".join(describe_skipped(self.skipped + self.job.not_files)) or "nothing"
+            raise DataError(f"the sources hold no text (skipped: {skipped})", hint="choose other sources")
+        fallen = "all documents fall" if val else "no document falls"
         between = share_between(*self.shares)
-        more = "give more text" if between is None else f"`--validation {between}` leaves text on both sides"
+        more = "provide more text" if between is None else f"`--validation {between}` leaves text on both sides"
         raise DataError(
-            f"{said} into the share of {self.asked.validation} that is held out",
-            hint=f"{more}, or `--validation 0` to hold out the last tokens instead; nothing was kept",
+            f"{fallen} into the held-out share of {validation}",
+            hint=f"{more}, or use `--validation 0` to hold out the last tokens instead; nothing was kept",
         )
 
     def _end(self) -> Index:
         self._commit(final=True)
-        sides = {side: writer.record() for side, writer in self.writers.items()}
         index = write_index(
             self.out,
             Index(
                 version=__version__,
-                tokenizer=self.tokenizer.identity(),
-                packing=self.plan["packing"],
+                tokenizer=self.job.tokenizer.identity(),
+                packing=self.job.plan["packing"],
                 skipped=dict(sorted(self.skipped.items())),
                 token_bytes=None if self.table is None else hashlib.sha256(self.table).hexdigest(),
-                train=sides["train"],
-                val=sides["val"],
+                train=self.writers["train"].record(),
+                val=self.writers["val"].record(),
             ),
         )
         (self.out / STATE).unlink()
@@ -274,7 +314,7 @@ class _Packing:
 
 
 def share_between(smallest: float, largest: float) -> str | None:
-    """A short share that holds out the smallest document and not the largest; None where there is none."""
+    """Returns a short share that holds out the smallest document but not the largest, or None."""
     exact = Decimal(smallest)
     for digits in range(3, 18):
         step = Decimal(1).scaleb(exact.adjusted() + 1 - digits)
@@ -284,139 +324,101 @@ def share_between(smallest: float, largest: float) -> str | None:
     return None
 
 
-def _files(sources: Sequence[Source]) -> list[SourceFile]:
-    return list(chain.from_iterable(source.files for source in sources))
-
-
-def _passed(sources: Sequence[Source]) -> Counter[str]:
-    return sum((Counter(source.skipped) for source in sources), Counter[str]())
-
-
-def _mend(
-    sources: Sequence[Source],
-    out: Path,
-    tokenizer: Tokenizer,
-    asked: Asked,
-    index: Index,
-    workers: int,
-    meter: Meter,
-) -> None:
-    """Makes again what a finished packing has lost; nothing is read where nothing is."""
-    check_names(out, index)
-    mend_tables(out, index, tokenizer)
-    lost = lost_shards(out, index)
+def _repair(job: _Job, index: Index) -> None:
+    """Restores what a finished packing has lost; reads the sources only if a shard is lost."""
+    check_names(job.out, index)
+    repair_tables(job.out, index, job.tokenizer)
+    lost = find_lost_shards(job.out, index)
     if not lost:
         return
-    files = _files(sources)
-    total, tokens = sum(file.size for file in files), 0
 
-    def counted() -> Iterator[Encoded]:
-        nonlocal tokens
-        todo = blocks(files, Position(), asked.field)
-        for block, encoded in encoded_blocks(todo, _encoder(tokenizer, asked), out, workers):
+    def encoded_with_progress() -> Iterator[Encoded]:
+        tokens = 0
+        for block, encoded in job.encode(Position()):
             yield encoded
             tokens += sum(len(part.tokens) for part in encoded.sides.values())
-            meter(block.done, total, tokens)
+            job.show_progress(block.done, tokens)
 
-    mend_shards(out, index, lost, counted())
-
-
-def _encoder(tokenizer: Tokenizer, asked: Asked) -> Encoder:
-    return Encoder(tokenizer, asked.field, asked.validation)
-
-
-def _plan(sources: Sequence[Source], tokenizer: Tokenizer, asked: Asked) -> dict[str, Any]:
-    """What must agree for two packings to be one."""
-    identity = dataclasses.asdict(tokenizer.identity())
-    told = [
-        {"given": each.given, "files": len(each.files), "bytes": each.num_bytes, "digest": each.digest()}
-        for each in sources
-    ]
-    return {"tokenizer": identity, "packing": {"sources": told, **dataclasses.asdict(asked)}}
+    repair_shards(job.out, index, lost, encoded_with_progress())
 
 
 def _has_tokens(state: dict[str, Any]) -> bool:
     return any(side["shards"] or side["tokens"] for side in state["sides"].values())
 
 
-def _make(out: Path) -> list[Path]:
-    """Makes the folder; the paths that are there by this packing alone, innermost first, its lock among them."""
+def _create(out: Path) -> list[Path]:
+    """Creates the folder; returns the paths that only this packing creates, innermost first, with its lock."""
     try:
-        made = [path for path in (out / LOCK, out, *out.parents) if not path.exists()]
+        created = [path for path in (out / LOCK, out, *out.parents) if not path.exists()]
         make_folder(out)
-        return made
+        return created
     except OSError as error:
         raise DataError(
-            f"`{out}` cannot be written: {error.strerror or error}", hint="name another folder by --out"
+            f"cannot write to `{out}`: {error.strerror or error}", hint="choose another folder with --out"
         ) from None
 
 
-def _take_back(made: list[Path]) -> None:
+def _remove_created(created: list[Path]) -> None:
     """Removes the lock, which must be held, and empty folders."""
-    for path in made:
+    for path in created:
         with suppress(OSError):
             path.rmdir() if path.is_dir() else path.unlink()
 
 
-def _finished(out: Path, plan: dict[str, Any]) -> Index | None:
-    """The index of a folder in which this packing is finished already."""
+def _finished_index(out: Path, plan: dict[str, Any]) -> Index | None:
+    """Returns the index of a folder in which this packing is already finished."""
     if not (out / INDEX).is_file() or not is_packed(out):
         return None
     index = read_index(out)
     _check_same(out, {"tokenizer": dataclasses.asdict(index.tokenizer), "packing": index.packing}, plan)
-    (out / STATE).unlink(missing_ok=True)  # killed between the index and this
+    (out / STATE).unlink(missing_ok=True)  # killed between writing the index and this
     return index
 
 
 def _check_outside(sources: Sequence[Source], out: Path) -> None:
-    """Refuses to write where it reads: a packing that goes on would find its own shards among the sources."""
+    """Refuses to write into a source: a resumed packing would find its own shards among the text."""
     for source in sources:
         folder = Path(source.given).expanduser()
         if source.given != STDLIB and folder.is_dir() and out.resolve().is_relative_to(folder.resolve()):
             raise DataError(
-                f"`{out}` lies in the source `{source.given}`", hint="name a folder outside of it by --out"
+                f"`{out}` is inside the source `{source.given}`", hint="choose a folder outside of it with --out"
             )
 
 
 def _discard(out: Path, plan: dict[str, Any]) -> None:
-    """Removes what a packing wrote; what says that it began, last."""
-    beside = (TOKEN_BYTES, plan["tokenizer"]["file"])
+    """Removes what a packing wrote, and last the file that says that it began."""
     for path in out.iterdir():
         name = path.name.removesuffix(PARTIAL)
-        if name in beside or _SHARD.fullmatch(name):
+        if name in (TOKEN_BYTES, plan["tokenizer"]["file"]) or _SHARD.fullmatch(name):
             path.unlink()
     (out / STATE).unlink()
 
 
 def _check_empty(out: Path) -> None:
-    strange = sorted(path.name for path in out.iterdir() if path.name not in (LOCK, STATE + PARTIAL))
-    if strange:
+    others = sorted(path.name for path in out.iterdir() if path.name not in (LOCK, STATE + PARTIAL))
+    if others:
         raise DataError(
-            f"`{out}` holds other files, as `{strange[0]}`", hint="name an empty folder or a new one by --out"
+            f"`{out}` holds other files, such as `{others[0]}`", hint="choose an empty or new folder with --out"
         )
 
 
 def _check_same(out: Path, before: dict[str, Any], now: dict[str, Any]) -> None:
-    """Refuses a folder that holds another packing, and says in what it differs."""
-    for told, was, is_now in _differences(before, now):
-        raise DataError(
-            f"`{out}` holds another packing: {told} was {was} and is now {is_now}",
-            hint="name another folder by --out, or ask for the same to go on with it",
-        )
-
-
-def _differences(before: dict[str, Any], now: dict[str, Any]) -> Iterator[tuple[str, Any, Any]]:
-    for key in ("kind", "sha256", "vocabulary", "separator"):
-        was, is_now = before["tokenizer"][key], now["tokenizer"][key]
+    """Refuses a folder that holds a different packing, and says what differs."""
+    for what, was, is_now in _compared(before, now):
         if was != is_now:
-            yield f"the tokenizer's {key}", was, is_now
-    told, tells = before["packing"], now["packing"]
-    if len(told["sources"]) != len(tells["sources"]):
-        yield "the number of sources", len(told["sources"]), len(tells["sources"])
-    for was, is_now in zip(told["sources"], tells["sources"], strict=False):
+            raise DataError(
+                f"`{out}` holds a different packing: {what} was {was} and is now {is_now}",
+                hint="choose another folder with --out, or repeat the earlier request to resume it",
+            )
+
+
+def _compared(before: dict[str, Any], now: dict[str, Any]) -> Iterator[tuple[str, Any, Any]]:
+    for key in ("kind", "sha256", "vocabulary", "separator"):
+        yield f"the tokenizer's {key}", before["tokenizer"][key], now["tokenizer"][key]
+    old, new = before["packing"], now["packing"]
+    yield "the number of sources", len(old["sources"]), len(new["sources"])
+    for was, is_now in zip(old["sources"], new["sources"], strict=False):
         for key in ("files", "bytes", "digest"):
-            if was[key] != is_now[key]:
-                yield f"source `{is_now['given']}` ({key})", was[key], is_now[key]
+            yield f"source `{is_now['given']}` ({key})", was[key], is_now[key]
     for key in ("field", "only", "validation", "shard_tokens"):
-        if told[key] != tells[key]:
-            yield f"--{key.replace('_', '-')}", told[key], tells[key]
+        yield f"--{key.replace('_', '-')}", old[key], new[key]

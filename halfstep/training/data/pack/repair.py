@@ -1,16 +1,16 @@
-"""Files of a finished packing that were lost or damaged, made again by the same `halfstep data pack`.
+"""Restores lost or damaged files of a finished packing, when the same `halfstep data pack` runs again.
 
-What is looked at is what opening looks at: the tokenizer, the table of bytes, and of each shard its header, size
-and four pages; and the files of checksums. Damage that only reading or `halfstep data verify` finds is made again
-once the file is removed.
+It looks at what opening looks at (the tokenizer, the table of token lengths, and the header, size and four pages
+of each shard) and at the checksum files. Damage that only reading or `halfstep data verify` finds is repaired once
+the file is removed.
 
-A shard is a part of its side's line of tokens, and the index says from where to where. So the sources are encoded
-again up to the end of the last shard that is lost; what belongs to lost ones is written, under a name of its own,
-and takes its place when its SHA-256 is the one in the index. Shards that are whole are not touched and the index
-stays: mended data is the data it was, and a run on it goes on.
+A shard is part of its side's sequence of tokens, and the index says from where to where. So the sources are
+encoded again up to the end of the last lost shard; tokens of lost shards are written under a temporary name, which
+becomes the real one if the SHA-256 matches the index. Intact shards and the index stay untouched: repaired data is
+the same data, and a run can resume on it.
 
-Checksums are made again out of their shard, once all of it was compared with its SHA-256: those of a damaged one
-would have it taken for whole ever after. Where it is damaged, it is a lost one.
+Checksums are computed again from their shard after its SHA-256 was compared: checksums of a damaged shard would
+hide the damage forever. A damaged shard counts as lost.
 """
 
 import hashlib
@@ -23,19 +23,20 @@ from typing import Any, final
 
 import numpy as np
 
-from halfstep.training.data.corpus import DataError, TokenArray
-from halfstep.training.data.index import TOKEN_BYTES, Digests, Index, ShardRecord, SideRecord, digests, read_sums
+from halfstep.training.data.checksums import Digests, digests, read_checksums, read_tokenizer_file
+from halfstep.training.data.index import TOKEN_BYTES, Index, ShardRecord, SideRecord
 from halfstep.training.data.pack.encode import SIDES, Encoded, token_type
 from halfstep.training.data.packed import open_listed, read_token_bytes
 from halfstep.training.data.shards import header
-from halfstep.training.data.tokenizers import Tokenizer, check_saved
+from halfstep.training.data.tokenizer_base import Tokenizer
+from halfstep.training.data.types import DataError, TokenArray
 from halfstep.training.files import PARTIAL, flush, write_whole
 
 
-def mend_tables(folder: Path, index: Index, tokenizer: Tokenizer) -> None:
-    """Writes the tokenizer, the table of bytes and checksums again where they are not what the index says."""
+def repair_tables(folder: Path, index: Index, tokenizer: Tokenizer) -> None:
+    """Writes the tokenizer, the table of token lengths and checksums again if they differ from the index."""
     try:
-        check_saved(folder, index.tokenizer)
+        read_tokenizer_file(folder, index.tokenizer)
     except DataError:
         tokenizer.save(folder)
     try:
@@ -44,61 +45,57 @@ def mend_tables(folder: Path, index: Index, tokenizer: Tokenizer) -> None:
         table = tokenizer.token_bytes
         content = b"" if table is None else table.to_npy()
         if hashlib.sha256(content).hexdigest() != index.token_bytes:
-            raise _other(folder, folder / TOKEN_BYTES) from None
+            raise _cannot_restore(folder, folder / TOKEN_BYTES) from None
         write_whole(folder / TOKEN_BYTES, content)
     for record in index.shards:
-        if not _has_sums(folder, record):
-            _mend_sums(folder, record)
+        path = folder / record.name
+        if not _has_checksums(folder, record) and path.is_file():
+            computed = digests(path)
+            if computed.sha256 == record.sha256:
+                _write_checksums(folder, record, computed)
 
 
-def _mend_sums(folder: Path, record: ShardRecord) -> None:
-    path = folder / record.name
-    found = digests(path) if path.is_file() else None
-    if found is not None and found.sha256 == record.sha256:
-        _write_sums(folder, record, found)
+def _write_checksums(folder: Path, record: ShardRecord, computed: Digests) -> None:
+    path = folder / record.checksum_file
+    if computed.sums != record.sums:
+        raise _cannot_restore(folder, path)
+    write_whole(path, computed.chunks)
 
 
-def _write_sums(folder: Path, record: ShardRecord, found: Digests) -> None:
-    path = folder / record.sidecar
-    if found.sums != record.sums:
-        raise _other(folder, path)
-    write_whole(path, found.granules)
-
-
-def _has_sums(folder: Path, record: ShardRecord) -> bool:
+def _has_checksums(folder: Path, record: ShardRecord) -> bool:
     try:
-        return not record.sums or bool(read_sums(folder, record))
+        return not record.sums or len(read_checksums(folder, record)) > 0
     except DataError:
         return False
 
 
-def lost_shards(folder: Path, index: Index) -> list[ShardRecord]:
-    """The shards that opening would refuse, and those whose checksums could not be made again out of them."""
-    return [record for record in index.shards if not _is_whole(folder, record)]
+def find_lost_shards(folder: Path, index: Index) -> list[ShardRecord]:
+    """Returns the shards that opening would refuse, and those whose checksums could not be restored from them."""
+    return [record for record in index.shards if not _is_intact(folder, record)]
 
 
-def mend_shards(folder: Path, index: Index, lost: list[ShardRecord], encoded: Iterable[Encoded]) -> None:
-    """Writes lost shards again, out of all blocks of the sources; no more of them are taken than are needed."""
+def repair_shards(folder: Path, index: Index, lost: list[ShardRecord], encoded: Iterable[Encoded]) -> None:
+    """Writes lost shards again from the blocks of the sources, and stops reading after the last lost one."""
     dtype = token_type(index.tokenizer.vocabulary)
-    lines = {
-        side: _Line(folder, record, lost, dtype)
+    sides = {
+        side: _SideRepair(folder, record, lost, dtype)
         for side, record in zip(SIDES, (index.train, index.val), strict=True)
     }
     try:
         for block in encoded:
-            for side, line in lines.items():
-                line.take(block.sides[side].tokens)
-            if all(line.is_done for line in lines.values()):
+            for name, side in sides.items():
+                side.take(block.sides[name].tokens)
+            if all(side.is_done for side in sides.values()):
                 return
     finally:
-        for line in lines.values():
-            line.close()
-    raise _other(folder, next(folder / record.name for record in lost if not _is_whole(folder, record)))
+        for side in sides.values():
+            side.close()
+    raise _cannot_restore(folder, next(folder / each.name for each in lost if not _is_intact(folder, each)))
 
 
 @final
-class _Line:
-    """The tokens of one side as they go by. Those of lost shards are written, one shard after the other."""
+class _SideRepair:
+    """Takes all tokens of one side in order, and writes those of lost shards."""
 
     def __init__(self, folder: Path, side: SideRecord, lost: list[ShardRecord], dtype: np.dtype[Any]):
         ends = accumulate(record.tokens for record in side.shards)
@@ -112,11 +109,11 @@ class _Line:
 
     @property
     def is_done(self) -> bool:
-        """Whether nothing is lost any more."""
+        """Whether all lost shards are restored."""
         return not self._todo
 
     def take(self, tokens: TokenArray) -> None:
-        """Lets tokens go by."""
+        """Takes the next tokens."""
         first, self._at = self._at, self._at + len(tokens)
         while self._todo and self._todo[0][0] < self._at:
             low, high, record = self._todo[0]
@@ -127,7 +124,7 @@ class _Line:
             self._todo.popleft()
 
     def close(self) -> None:
-        """Lets go of a shard that did not become whole."""
+        """Removes a shard that was not finished."""
         if self._file is not None:
             self._file.close()
             os.unlink(self._file.name)
@@ -143,27 +140,27 @@ class _Line:
         self._file.flush()
         os.fsync(self._file.fileno())
         path = self._folder / record.name
-        found = digests(Path(self._file.name))
-        if found.sha256 != record.sha256:
-            raise _other(self._folder, path)
-        if not _has_sums(self._folder, record):
-            _write_sums(self._folder, record, found)
+        computed = digests(Path(self._file.name))
+        if computed.sha256 != record.sha256:
+            raise _cannot_restore(self._folder, path)
+        if not _has_checksums(self._folder, record):
+            _write_checksums(self._folder, record, computed)
         self._file.close()
         os.replace(self._file.name, path)
         self._file = None
         flush(self._folder)
 
 
-def _is_whole(folder: Path, record: ShardRecord) -> bool:
+def _is_intact(folder: Path, record: ShardRecord) -> bool:
     try:
         open_listed(folder, record)
     except DataError:
         return False
-    return _has_sums(folder, record)
+    return _has_checksums(folder, record)
 
 
-def _other(folder: Path, path: Path) -> DataError:
+def _cannot_restore(folder: Path, path: Path) -> DataError:
     return DataError(
-        f"`{path}` is lost, and cannot be made again: the sources or the tokenizer's package give other bytes now",
+        f"`{path}` is lost and cannot be restored: the sources or the tokenizer's package now give other bytes",
         hint=f"copy it back, or remove the folder `{folder}` and pack again, for new runs",
     )

@@ -1,15 +1,15 @@
-"""What there is to pack: the files that sources name, what each of them is, and how they are known again.
+"""Finds the files to pack, what each of them is, and how sources are recognized later.
 
     stdlib                     the text of this Python's standard library
-    *.jsonl, *.ndjson          a JSON object a line, the document in one of its fields; .gz and .zst too
+    *.jsonl, *.ndjson          a JSON object per line, the document in one of its fields; .gz and .zst too
     *.parquet, *.arrow         a table, the document in one of its columns
-    a Hugging Face dataset     the folder that `save_to_disk` writes; its arrow files are read as they are
-    any other folder           every file below it, each by its own name, as data/walk.py finds them
+    a Hugging Face dataset     the folder that `save_to_disk` writes; its arrow files are read directly
+    any other folder           every file below it, each by its own name, as walk.py finds them
     any other file             text
 
-What a file *is* is decided by its name alone, never by what would happen to parse. The order is that of the
-sources, and in a folder that of the relative paths. A source is known again by its files' relative names, sizes,
-first and last pages: a pack that goes on must go on with the same text.
+The name alone decides what a file is, never what would happen to parse. Files come in the order of the sources,
+and in a folder in the order of their relative paths. A source is recognized by the relative names, sizes, and
+first and last pages of its files: a packing can only be resumed with the same text.
 """
 
 import glob
@@ -23,30 +23,29 @@ from hashlib import blake2b
 from pathlib import Path
 
 from halfstep.core.errors import did_you_mean
-from halfstep.training.data.corpus import DataError
-from halfstep.training.data.file_kinds import Kind, has_splits, is_dataset, kind_of
+from halfstep.training.data.file_kinds import FileKind, has_splits, is_dataset, kind_of
 from halfstep.training.data.index import is_packed
-from halfstep.training.data.text import library_paths
-from halfstep.training.data.walk import regular, told, walk
+from halfstep.training.data.text import STDLIB, library_paths
+from halfstep.training.data.types import DataError
+from halfstep.training.data.walk import describe_skipped, select_files, walk
 
-STDLIB = "stdlib"
 PAGE = 4096
 
 
 @dataclass(frozen=True)
 class SourceFile:
-    """One file. `name` is relative to its source; `named` is whether the user named the file itself."""
+    """One file. `name` is relative to its source; `named` says whether the user named the file itself."""
 
     path: Path
     name: str
-    kind: Kind
+    kind: FileKind
     size: int
     named: bool
 
 
 @dataclass(frozen=True)
 class Source:
-    """What one argument names. `skipped` counts what is no file of it, as folders of runs that lie in it."""
+    """What one argument names. `skipped` counts what is not one of its files, such as run folders inside it."""
 
     given: str
     files: tuple[SourceFile, ...]
@@ -54,36 +53,36 @@ class Source:
 
     @property
     def num_bytes(self) -> int:
-        """The size of its files."""
+        """The total size of its files."""
         return sum(file.size for file in self.files)
 
     def digest(self) -> str:
-        """The identity of its files, wherever they lie."""
+        """Identifies its files, wherever they are stored."""
         identity = blake2b(digest_size=16)
         for file in self.files:
-            # surrogateescape: a file's name is bytes, and not all of them are UTF-8.
-            told = f"{file.name}\0{file.kind}\0{file.size}\0"
-            identity.update(told.encode(errors="surrogateescape"))
-            for page in _ends(file):
+            # surrogateescape: a file name is bytes, not always UTF-8.
+            entry = f"{file.name}\0{file.kind}\0{file.size}\0"
+            identity.update(entry.encode(errors="surrogateescape"))
+            for page in _end_pages(file):
                 identity.update(page)
         return identity.hexdigest()
 
 
 def find_sources(given: Sequence[str], only: str | None = None) -> list[Source]:
-    """The files that sources name; of those in folders, only such as match the pattern `only`."""
+    """Finds the files that the sources name; in folders, only files that match the pattern `only`."""
     if not given:
-        raise DataError("there is no source to read", hint="name text files, folders, *.jsonl or *.parquet")
+        raise DataError("no source is given", hint="name text files, folders, *.jsonl or *.parquet")
     sources = [_find(each, only) for each in given]
     for source in sources:
         if not source.files:
             matching = f" that matches --only `{only}`" if only else ""
-            skipped = f" (skipped: {', '.join(told(source.skipped))})" if source.skipped else ""
+            skipped = f" (skipped: {', '.join(describe_skipped(source.skipped))})" if source.skipped else ""
             raise DataError(
                 f"source `{source.given}` holds no file{matching}{skipped}",
-                hint="name another pattern by --only, or leave it out" if only else "name another source",
+                hint="change --only, or omit it" if only else "choose another source",
             )
         if not source.num_bytes:
-            raise DataError(f"source `{source.given}` is empty", hint="give a source with text in it")
+            raise DataError(f"source `{source.given}` is empty", hint="provide a source with text in it")
     _check_once(sources)
     return sources
 
@@ -108,74 +107,72 @@ def _find(given: str, only: str | None) -> Source:
         return Source(given, _files(library_paths(root), root, only))
     path = Path(given).expanduser()
     if path.is_dir():
-        return _folder(given, path, only)
+        return _find_in_folder(given, path, only)
     if path.is_file():
-        return Source(given, (_named(path),))
+        return Source(given, (_named_file(path),))
     matched = sorted(Path(match) for match in glob.glob(str(path), recursive=True)) if given else []
     if not matched:
-        beside = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
-        raise DataError(
-            f"there is no source `{given}`",
-            hint=did_you_mean(path.name, beside, "name a text file, a folder, *.jsonl, *.parquet, or `stdlib`"),
-        )
-    found = regular(matched, path)
-    return Source(given, tuple(_named(each) for each in found.files), found.skipped)
+        neighbors = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
+        otherwise = "name a text file, a folder, *.jsonl, *.parquet, or `stdlib`"
+        raise DataError(f"source `{given}` does not exist", hint=did_you_mean(path.name, neighbors, otherwise))
+    selected = select_files(matched, path)
+    return Source(given, tuple(_named_file(each) for each in selected.files), selected.skipped)
 
 
-def _folder(given: str, folder: Path, only: str | None) -> Source:
+def _find_in_folder(given: str, folder: Path, only: str | None) -> Source:
     if has_splits(folder):
         splits = sorted(entry.name for entry in folder.iterdir() if (entry / "state.json").is_file())
         raise DataError(
-            f"`{folder}` is a Hugging Face dataset of several splits: {', '.join(splits) or 'none'}",
-            hint=f"name one, as `{folder / (splits[0] if splits else 'train')}`",
+            f"`{folder}` is a Hugging Face dataset with several splits: {', '.join(splits) or 'none'}",
+            hint=f"name one, such as `{folder / (splits[0] if splits else 'train')}`",
         )
     if is_dataset(folder):
         return Source(given, _saved_dataset(folder))
     if is_packed(folder):
         raise DataError(f"`{folder}` holds token shards, which are packed already", hint="name the text itself")
-    found = walk(folder)
-    return Source(given, _files(found.files, folder, only), found.skipped)
+    walked = walk(folder)
+    return Source(given, _files(walked.files, folder, only), walked.skipped)
 
 
 def _saved_dataset(folder: Path) -> tuple[SourceFile, ...]:
-    """The arrow files of a dataset that `save_to_disk` wrote, in its order."""
+    """Returns the arrow files of a dataset that `save_to_disk` wrote, in its order."""
+    again = "save the dataset to disk again"
     try:
         names = [str(each["filename"]) for each in json.loads((folder / "state.json").read_bytes())["_data_files"]]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise DataError(
-            f"`{folder / 'state.json'}` does not list the files of a dataset: {error}",
-            hint="save it to disk again",
+            f"`{folder / 'state.json'}` does not list the files of a dataset: {error}", hint=again
         ) from None
     for name in names:
         if Path(name).name != name or not (folder / name).is_file():
-            raise DataError(f"`{folder}` lacks `{name}`, which its state.json lists", hint="save it to disk again")
+            raise DataError(f"`{folder}` lacks `{name}`, which its state.json lists", hint=again)
     return tuple(SourceFile(folder / name, name, "arrow", (folder / name).stat().st_size, True) for name in names)
 
 
 def _files(paths: list[Path], root: Path, only: str | None) -> tuple[SourceFile, ...]:
-    found = []
+    files = []
     for path in paths:
         name = path.relative_to(root).as_posix()
         if only is None or fnmatch(name, only) or fnmatch(path.name, only):
-            found.append(SourceFile(path, name, kind_of(path), path.stat().st_size, False))
-    return tuple(found)
+            files.append(SourceFile(path, name, kind_of(path), path.stat().st_size, False))
+    return tuple(files)
 
 
-def _named(path: Path) -> SourceFile:
+def _named_file(path: Path) -> SourceFile:
     if path.suffix == ".bin":
         raise DataError(
-            f"`{path}` is named as a token shard, which is packed already", hint="name the text itself"
+            f"`{path}` has the name of a token shard, which is packed already", hint="name the text itself"
         )
     return SourceFile(path, path.name, kind_of(path), path.stat().st_size, True)
 
 
-def _ends(file: SourceFile) -> tuple[bytes, bytes]:
-    """The first page and the last."""
+def _end_pages(file: SourceFile) -> tuple[bytes, bytes]:
+    """Returns the first page and the last."""
     try:
         with open(file.path, "rb") as opened:
             first = opened.read(PAGE)
             opened.seek(max(0, file.size - PAGE))
             return first, opened.read(PAGE)
     except OSError as error:
-        said = error.strerror or error
-        raise DataError(f"`{file.path}` cannot be read: {said}", hint="see to its permissions") from None
+        reason = error.strerror or error
+        raise DataError(f"cannot read `{file.path}`: {reason}", hint="check its permissions") from None

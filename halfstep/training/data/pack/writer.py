@@ -1,12 +1,12 @@
-"""Token shards as they are written: each whole or under a name of its own that says it is not.
+"""Writes token shards so that a killed packing can resume.
 
-A side of a packing (train, val) is one line of tokens, cut into shards of exactly the size that was asked for, the
-last one maybe smaller. The shard that grows is `NAME.bin.partial`, behind a header that says it holds no tokens.
+A side of a packing (train, val) is one sequence of tokens, cut into shards of exactly the requested size; only the
+last may be smaller. The growing shard is `NAME.bin.partial`, with a header that says it holds no tokens.
 
-`commit` is the moment from which a killed packing goes on: what was written is flushed, full shards get their
-header, their digests, the file with the checksums of their granules, and last their name, and the state that comes
-back says how many tokens of the growing one count. Whatever was written after a commit is cut off by `resume`; a
-shard that got its name after it, and checksums, too.
+`commit` makes a point to resume from: it flushes what was written, gives full shards their header, digests,
+checksum file, and finally their name, and returns a state that says how many tokens of the growing shard count.
+`resume` discards whatever was written after that: it truncates the growing shard and takes back later names and
+checksum files.
 """
 
 import os
@@ -17,16 +17,17 @@ from typing import Any, final
 import numpy as np
 from numpy.typing import NDArray
 
-from halfstep.training.data.corpus import DataError, TokenArray
-from halfstep.training.data.index import STATE, ShardRecord, SideRecord, digests, page_digest, shard_records
+from halfstep.training.data.checksums import digests, page_digest
+from halfstep.training.data.index import STATE, ShardRecord, SideRecord, shard_records
 from halfstep.training.data.shards import HEADER_BYTES, header
 from halfstep.training.data.token_bytes import TokenBytes
+from halfstep.training.data.types import DataError, TokenArray
 from halfstep.training.files import PARTIAL, flush, write_whole
 
 
 @final
 class ShardWriter:
-    """The shards of one side."""
+    """Writes the shards of one side."""
 
     def __init__(
         self, folder: Path, side: str, dtype: np.dtype[np.unsignedinteger], size: int, table: TokenBytes | None
@@ -34,7 +35,7 @@ class ShardWriter:
         self.folder, self.side, self.dtype, self.size, self.table = folder, side, dtype, size, table
         self.text_bytes = 0
         self._done: list[ShardRecord] = []
-        self._full: list[tuple[int, int, int | None]] = []  # tokens, documents, bytes; named by the next commit
+        self._full: list[tuple[int, int, int | None]] = []  # tokens, documents, bytes; the next commit names them
         self._tokens, self._documents = 0, 0  # of the growing shard
         self._bytes: int | None = None if table is None else 0
         self._last = 0  # the token before the next one
@@ -48,16 +49,16 @@ class ShardWriter:
             self._write(tokens[low:high], int(np.count_nonzero((starts >= low) & (starts < high))))
             low = high
             if self._tokens == self.size:
-                self._close()
+                self._finish()
 
     def commit(self, *, final: bool = False) -> dict[str, Any]:
-        """Makes everything so far last; the state to resume from. `final` names the growing shard too."""
+        """Makes everything so far durable and returns the state to resume from. `final` ends the growing shard."""
         if self._file is not None:
             self._flush()
             if final:
-                self._close()
+                self._finish()
         for tokens, documents, size in self._full:
-            self._done.append(self._named(tokens, documents, size))
+            self._done.append(self._give_name(tokens, documents, size))
         self._full.clear()
         flush(self.folder)
         return {
@@ -70,7 +71,7 @@ class ShardWriter:
         }
 
     def resume(self, state: Mapping[str, Any]) -> None:
-        """Goes on from the state that a commit gave."""
+        """Continues from the state that a commit returned."""
         self._done = list(shard_records(state["shards"], self.folder / STATE))
         self._tokens, self._documents, self._bytes = state["tokens"], state["documents"], state["bytes"]
         self.text_bytes, self._last = state["text_bytes"], state["last"]
@@ -86,7 +87,7 @@ class ShardWriter:
             self._file = open(path, "ab")  # noqa: SIM115
 
     def close(self) -> None:
-        """Lets go of the file that grows."""
+        """Closes the growing shard."""
         if self._file is not None:
             self._file.close()
             self._file = None
@@ -98,11 +99,11 @@ class ShardWriter:
 
     @property
     def has_full(self) -> bool:
-        """Whether a shard waits for a commit to get its name."""
+        """Whether a full shard waits for a commit to get its name."""
         return bool(self._full)
 
     def record(self) -> SideRecord:
-        """What was written, after the final commit."""
+        """Returns what was written, after the final commit."""
         sizes = [record.bytes for record in self._done]
         return SideRecord(
             tokens=self.num_tokens,
@@ -113,7 +114,7 @@ class ShardWriter:
         )
 
     def _take_back(self, path: Path, growing: str) -> None:
-        """Undoes what was named or begun after the commit; of the shard that grows, its name and its checksums."""
+        """Undoes what was named or begun after the commit; the growing shard loses its name and checksums."""
         name = path.name.removesuffix(PARTIAL)
         if Path(name).stem < Path(growing).stem:
             return
@@ -138,15 +139,15 @@ class ShardWriter:
         self._file.flush()
         os.fsync(self._file.fileno())
 
-    def _close(self) -> None:
-        """The growing shard is full: the next commit names it."""
+    def _finish(self) -> None:
+        """Ends the growing shard; the next commit names it."""
         self._flush()
         self.close()
         self._full.append((self._tokens, self._documents, self._bytes))
         self._tokens, self._documents = 0, 0
         self._bytes = None if self.table is None else 0
 
-    def _named(self, tokens: int, documents: int, size: int | None) -> ShardRecord:
+    def _give_name(self, tokens: int, documents: int, size: int | None) -> ShardRecord:
         path = self.folder / self._name(len(self._done))
         partial = path.with_name(path.name + PARTIAL)
         with open(partial, "r+b") as file:
@@ -155,7 +156,7 @@ class ShardWriter:
             os.fsync(file.fileno())
         found, pages = digests(partial), page_digest(partial)
         record = ShardRecord(path.name, tokens, size, documents, found.sha256, pages, found.regions, found.sums)
-        write_whole(self.folder / record.sidecar, found.granules)  # first: a shard with a name can be read
+        write_whole(self.folder / record.checksum_file, found.chunks)  # first: a shard with a name can be read
         os.replace(partial, path)
         return record
 
@@ -164,9 +165,9 @@ class ShardWriter:
 
     def _check_size(self, path: Path, tokens: int, *, exact: bool) -> None:
         expected = HEADER_BYTES + tokens * self.dtype.itemsize
-        found = path.stat().st_size if path.is_file() else 0
-        if found < expected or (exact and found != expected):
+        size = path.stat().st_size if path.is_file() else 0
+        if size < expected or (exact and size != expected):
             raise DataError(
-                f"`{path}` has {found} bytes, and the packing that began here left {expected}",
+                f"`{path}` has {size} bytes, but the interrupted packing left {expected}",
                 hint=f"remove the folder `{self.folder}` and pack again",
             )

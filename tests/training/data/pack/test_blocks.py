@@ -10,11 +10,11 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from halfstep.training.data.corpus import DataError
 from halfstep.training.data.pack import blocks as reading
 from halfstep.training.data.pack.blocks import Position, blocks
 from halfstep.training.data.pack.encode import documents
 from halfstep.training.data.pack.sources import find_sources
+from halfstep.training.data.types import DataError
 
 TEXTS = [f"document {n}: " + "word " * (n % 7) + "é" * (n % 3) + "\n" * (n % 2) for n in range(60)]
 
@@ -167,9 +167,9 @@ def refused(*given, **options):
 
 
 BROKEN = {
-    "json": (b'{"text": "a"}\n\n{"text": \n', "is no JSON", 3),
-    "object": (b'{"text": "a"}\n[1]\n', "is no JSON object", 2),
-    "field": (b'{"text": "a"}\n{"txt": "b", "id": 1}\n', "no field `text`; there are `txt`, `id`", 2),
+    "json": (b'{"text": "a"}\n\n{"text": \n', "is not JSON", 3),
+    "object": (b'{"text": "a"}\n[1]\n', "is not a JSON object", 2),
+    "field": (b'{"text": "a"}\n{"txt": "b", "id": 1}\n', "no field `text`; the fields are `txt`, `id`", 2),
     "type": (b'{"text": "a"}\n{"text": 3}\n', "`text` is int, not text", 2),
     "null": (b'{"text": null}\n', "`text` is null, not text", 1),
     "utf-8": (b'{"text": "a"}\n{"text": "\xe9"}\n', "byte 10 of the line: not UTF-8", 2),
@@ -207,7 +207,7 @@ def test_damage_is_named_by_file_and_byte(tmp_path, monkeypatch):
 
 def test_tables_without_text_are_refused(tmp_path):
     path = write_parquet(tmp_path / "a.parquet")
-    told = f"`{path}`: there is no field `content`; there are `id`, `text`"
+    told = f"`{path}`: there is no field `content`; the fields are `id`, `text`"
     assert refused(path, field="content").message == told
     assert "column `id` is int64, not text" in refused(path, field="id").message
     table = arrow_table(["a", None])
@@ -290,7 +290,7 @@ def test_sources_that_are_not_there_or_hold_nothing(tmp_path):
     (tmp_path / "words.txt").write_text("a")
     (tmp_path / "empty.txt").write_text("")
     error = refused(tmp_path / "wrods.txt")
-    assert "there is no source" in error.message
+    assert "does not exist" in error.message
     assert error.hint == "did you mean `words.txt`?"
     assert "is empty" in refused(tmp_path / "empty.txt").message
     error = refused(tmp_path, only="*.py")
@@ -298,7 +298,7 @@ def test_sources_that_are_not_there_or_hold_nothing(tmp_path):
     assert "--only" in error.hint
     (tmp_path / "a.bin").write_bytes(b"x")
     assert "packed already" in refused(tmp_path / "a.bin").message
-    assert "no source to read" in refused().message
+    assert "no source is given" in refused().message
 
 
 def test_a_file_is_named_once(tmp_path):

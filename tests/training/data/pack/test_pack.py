@@ -14,18 +14,20 @@ import time
 import numpy as np
 import pytest
 
-from halfstep.training.data.corpus import DataError, hash_share
+from halfstep.training.data.corpus import hash_share
 from halfstep.training.data.index import read_index
 from halfstep.training.data.load import load_corpus
 from halfstep.training.data.pack import blocks
 from halfstep.training.data.pack import pack as packing
-from halfstep.training.data.pack.pack import Asked, pack
+from halfstep.training.data.pack.pack import PackRequest, pack
 from halfstep.training.data.pack.sources import find_sources
-from halfstep.training.data.tokenizers import BytesTokenizer, open_tokenizer
+from halfstep.training.data.tokenizer_base import BytesTokenizer
+from halfstep.training.data.tokenizers import open_tokenizer
+from halfstep.training.data.types import DataError
 from halfstep.training.files import LockedError
 
 WORDS = ["the", "quick", "brown", "fox", "jumps", "naïve", "🙂", "def", "return"]
-ASKED = Asked(validation=0.2, shard_tokens=700)
+ASKED = PackRequest(validation=0.2, shard_tokens=700)
 
 
 def texts(number=120):
@@ -182,7 +184,7 @@ def test_kill_9_of_the_command(source, tmp_path, monkeypatch):
         time.sleep(0.005)
     process.send_signal(signal.SIGKILL)
     assert process.wait() == -9
-    asked = Asked(validation=0.2, shard_tokens=500_000)
+    asked = PackRequest(validation=0.2, shard_tokens=500_000)
     assert (out / "packing.json").exists()
     before = (out / "train_000000.bin").stat().st_mtime_ns
     packed(str(path), out, asked=asked)
@@ -223,14 +225,14 @@ def test_a_folder_with_another_packing_is_refused_and_what_differs_is_named(
         asked[change] = {"validation": 0.3, "shard_tokens": 800, "field": "body"}[change]
         said = f"--{change.replace('_', '-')} was {getattr(ASKED, change)} and is now {asked[change]}"
     with pytest.raises(DataError) as caught:
-        packed(source, out, tokenizer, Asked(**asked))
+        packed(source, out, tokenizer, PackRequest(**asked))
     assert said in caught.value.message
     assert files(out) == before
 
 
 def test_what_got_no_token_down_is_in_nobodys_way(source, tmp_path, tokenizer_file):
     with pytest.raises(DataError, match="no field `body`"):
-        packed(source, tmp_path / "out", open_tokenizer(tokenizer_file), Asked(field="body"))
+        packed(source, tmp_path / "out", open_tokenizer(tokenizer_file), PackRequest(field="body"))
     packed(source, tmp_path / "out")
     packed(source, tmp_path / "straight")
     assert files(tmp_path / "out") == files(tmp_path / "straight")
@@ -246,7 +248,7 @@ def test_a_full_disk_says_that_the_packing_goes_on(source, tmp_path, monkeypatch
         patch.setattr(ShardWriter, "_flush", full)
         with pytest.raises(DataError, match="out` stopped: No space left on device") as caught:
             packed(source, tmp_path / "out")
-    assert "the same command goes on" in caught.value.hint
+    assert "the same command resumes" in caught.value.hint
     packed(source, tmp_path / "out")
     packed(source, tmp_path / "straight")
     assert files(tmp_path / "out") == files(tmp_path / "straight")
@@ -257,13 +259,13 @@ def test_a_source_that_grows_while_it_is_packed_is_named(source, tmp_path):
         with open(source, "a") as file:
             file.write('{"text": "more"}\n')
 
-    with pytest.raises(DataError, match=r"text\.jsonl` had \d+ bytes .* it changed while it was packed"):
+    with pytest.raises(DataError, match=r"text\.jsonl` changed while it was packed: it had \d+ bytes"):
         packed(source, tmp_path / "out", meter=grow)
 
 
 def test_a_folder_is_not_packed_into_itself(tmp_path):
     (tmp_path / "a.txt").write_text("text\n")
-    with pytest.raises(DataError, match="out` lies in the source"):
+    with pytest.raises(DataError, match="out` is inside the source"):
         packed(str(tmp_path), tmp_path / "sub" / "out")
     assert not (tmp_path / "sub").exists()
 
@@ -284,7 +286,7 @@ def test_a_folder_that_is_being_packed_is_refused_to_another(source, tmp_path):
 def test_a_folder_with_other_files_is_refused(source, tmp_path):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "thesis.tex").write_text("x")
-    with pytest.raises(DataError, match=r"holds other files, as `thesis\.tex`"):
+    with pytest.raises(DataError, match=r"holds other files, such as `thesis\.tex`"):
         packed(source, tmp_path / "out")
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["thesis.tex"]
 
@@ -314,7 +316,7 @@ def test_a_shard_that_was_lost_while_the_packing_stood_still_is_named(source, tm
     with pytest.raises(Killed):
         packed(source, tmp_path / "out", meter=after(6))
     os.truncate(tmp_path / "out" / "train_000000.bin", 1100)
-    with pytest.raises(DataError, match=r"train_000000\.bin` has 1100 bytes, and the packing .* left 2424"):
+    with pytest.raises(DataError, match=r"train_000000\.bin` has 1100 bytes, but the .* packing left 2424"):
         packed(source, tmp_path / "out")
 
 
@@ -322,18 +324,18 @@ def test_a_side_without_documents_says_which_share_would_do(tmp_path):
     path = tmp_path / "few.jsonl"
     path.write_text("".join(json.dumps({"text": f"text {n}"}) + "\n" for n in range(5)))
     smallest = min(hash_share(f"text {n}\n".encode()) for n in range(5))
-    with pytest.raises(DataError, match=r"no document falls into the share of 0\.01") as caught:
-        packed(str(path), tmp_path / "out", asked=Asked(validation=0.01))
+    with pytest.raises(DataError, match=r"no document falls into the held-out share of 0\.01") as caught:
+        packed(str(path), tmp_path / "out", asked=PackRequest(validation=0.01))
     told = float(re.search(r"`--validation (\S+)` leaves text on both sides", caught.value.hint)[1])
     assert smallest < told < smallest * 1.01
     assert not (tmp_path / "out").exists()  # so that the share that is enough can be asked for at once
-    index = packed(str(path), tmp_path / "all", asked=Asked(validation=0))
+    index = packed(str(path), tmp_path / "all", asked=PackRequest(validation=0))
     assert (index.train.documents, index.val.tokens) == (5, 0)
     corpus = load_corpus(str(tmp_path / "all"), 0.25, 256)
     assert len(corpus.train) + len(corpus.validation) == index.train.tokens
     assert corpus.digest != load_corpus(str(tmp_path / "all"), 0.5, 256).digest
     path.write_text('{"text": ""}\n')
-    with pytest.raises(DataError, match=r"no text in the sources \(skipped: 1 empty\)"):
+    with pytest.raises(DataError, match=r"the sources hold no text \(skipped: 1 empty\)"):
         packed(str(path), tmp_path / "none")
     assert not (tmp_path / "none").exists()
 
@@ -343,11 +345,11 @@ def test_a_packing_that_kept_nothing_leaves_nothing(content, tmp_path):
     path = tmp_path / "few.jsonl"
     path.write_text(content)
     with pytest.raises(DataError):
-        packed(str(path), tmp_path / "new" / "deep" / "out", asked=Asked(validation=1e-9))
+        packed(str(path), tmp_path / "new" / "deep" / "out", asked=PackRequest(validation=1e-9))
     assert not (tmp_path / "new").exists()
     (tmp_path / "there").mkdir()
     with pytest.raises(DataError):
-        packed(str(path), tmp_path / "there", asked=Asked(validation=1e-9))
+        packed(str(path), tmp_path / "there", asked=PackRequest(validation=1e-9))
     assert list((tmp_path / "there").iterdir()) == []  # a folder that was there stays
 
 
@@ -370,14 +372,14 @@ def test_the_share_that_is_told_is_enough(tmp_path, name, made, validation):
         path, out = tmp_path / name, tmp_path / f"out{seed}"
         path.write_text(made(seed))
         try:
-            packed(str(path), out, asked=Asked(validation=validation))
+            packed(str(path), out, asked=PackRequest(validation=validation))
         except DataError as error:
             share = re.search(r"`--validation (0\.\d+)` leaves text on both sides", error.hint)
         else:
             continue
         if share:
             told += 1
-            index = packed(str(path), out, asked=Asked(validation=float(share[1])))
+            index = packed(str(path), out, asked=PackRequest(validation=float(share[1])))
             assert index.train.tokens
             assert index.val.tokens
     assert told > 2
@@ -388,8 +390,8 @@ def test_one_document_is_on_one_side_whatever_the_share(tmp_path):
     for n in range(20):
         path.write_text(f"one short document {n}")
         with pytest.raises(DataError, match="no document falls") as caught:
-            packed(str(path), tmp_path / "out", asked=Asked(validation=1e-9))
-        assert caught.value.hint.startswith("give more text, or `--validation 0`")
+            packed(str(path), tmp_path / "out", asked=PackRequest(validation=1e-9))
+        assert caught.value.hint.startswith("provide more text, or use `--validation 0`")
 
 
 def test_what_is_no_file_of_a_source_is_told_and_changes_nothing(tmp_path):
@@ -398,7 +400,7 @@ def test_what_is_no_file_of_a_source_is_told_and_changes_nothing(tmp_path):
     for n, text in enumerate(texts(20)):
         (folder / f"{n:03}.txt").write_text(text)
     (folder / "image").write_bytes(b"\0")
-    asked = Asked(validation=0.3)
+    asked = PackRequest(validation=0.3)
     first = packed(str(folder), tmp_path / "one", asked=asked)
     assert first.skipped == {"binary": 1}
     (folder / "runs" / "a").mkdir(parents=True)
@@ -416,7 +418,7 @@ def test_what_is_no_file_of_a_source_is_told_and_changes_nothing(tmp_path):
 def test_what_cannot_be_asked_for():
     for wrong in ({"validation": 0.6}, {"validation": -0.1}, {"shard_tokens": 0}, {"shard_tokens": 2**31}):
         with pytest.raises(DataError, match=next(iter(wrong)).replace("_", "-")):
-            Asked(**wrong)
+            PackRequest(**wrong)
 
 
 def test_a_large_vocabulary_is_packed_in_four_bytes_a_token(source, tmp_path):

@@ -9,13 +9,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from halfstep.training.data.corpus import DataError, hash_share
+from halfstep.training.data.corpus import hash_share
 from halfstep.training.data.load import load_corpus
 from halfstep.training.data.pack import blocks
 from halfstep.training.data.pack import pack as packing
-from halfstep.training.data.pack.pack import Asked, pack
+from halfstep.training.data.pack.pack import PackRequest, pack
 from halfstep.training.data.pack.sources import find_sources
-from halfstep.training.data.tokenizers import BytesTokenizer, open_tokenizer
+from halfstep.training.data.tokenizer_base import BytesTokenizer
+from halfstep.training.data.tokenizers import open_tokenizer
+from halfstep.training.data.types import DataError
 
 WORDS = ["the", "quick", "brown", "fox", "jumps", "naïve", "🙂", "def", "return"]
 
@@ -47,7 +49,7 @@ def tokenizer_file(tmp_path_factory):
 
 
 def packed(source, out, tokenizer=None, workers=0, meter=None):
-    asked = Asked(validation=0.2, shard_tokens=700)
+    asked = PackRequest(validation=0.2, shard_tokens=700)
     return pack(find_sources([source]), out, tokenizer or BytesTokenizer(), asked, workers=workers, meter=meter)
 
 
@@ -145,7 +147,7 @@ def test_what_cannot_be_made_again_is_told(source, tmp_path, moves):
     lines[number] = lines[number].replace("the", "THE")
     Path(source).write_text("".join(lines))
     for _ in range(2):
-        with pytest.raises(DataError, match=r"_\d+\.bin` is lost, and cannot be made again") as caught:
+        with pytest.raises(DataError, match=r"_\d+\.bin` is lost and cannot be restored") as caught:
             packed(source, out)
         assert f"remove the folder `{out}` and pack again" in caught.value.hint
         assert not list(out.glob("*.partial"))

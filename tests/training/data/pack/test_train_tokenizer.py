@@ -5,9 +5,10 @@ import json
 import numpy as np
 import pytest
 
-from halfstep.training.data.corpus import DataError, hash_share
+from halfstep.training.data.corpus import hash_share
 from halfstep.training.data.pack.sources import find_sources
 from halfstep.training.data.tokenizers import open_tokenizer
+from halfstep.training.data.types import DataError
 
 pytest.importorskip("tokenizers")
 
@@ -54,7 +55,7 @@ def test_it_has_not_seen_what_is_held_out(tmp_path):
 
 def test_what_cannot_be_is_refused(tmp_path):
     source = write(tmp_path / "a.jsonl", ["text"])
-    with pytest.raises(DataError, match=r"--vocabulary is 256; the bytes and .* alone are 257"):
+    with pytest.raises(DataError, match=r"--vocabulary is 256, but the bytes and .* alone take 257"):
         train_tokenizer(source, tmp_path / "t.json", 256)
     with pytest.raises(DataError, match="no text to learn from"):
         train_tokenizer(write(tmp_path / "b.jsonl", [""]), tmp_path / "t.json", 300)

@@ -1,0 +1,123 @@
+"""What a tokenizer is to the rest of halfstep, and the one that needs no library: bytes.
+
+Text stays text: a document that mentions `<|endoftext|>` is encoded letter by letter and never becomes the
+separator, and no tokenizer adds tokens or truncates a text. A tokenizer is identified by the SHA-256 of the file
+that `save` writes. That file is enough to open it again, even without a network.
+"""
+
+import hashlib
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from importlib import import_module
+from pathlib import Path
+from types import ModuleType
+from typing import ClassVar, final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from halfstep.training.data.token_bytes import TokenBytes
+from halfstep.training.data.types import DataError
+from halfstep.training.files import write_whole
+
+NO_SEPARATOR = "none"
+
+
+@dataclass(frozen=True)
+class TokenizerIdentity:
+    """What the index records about a tokenizer."""
+
+    kind: str
+    name: str  # as given; it does not have to match
+    file: str | None  # in the folder of the index; None for bytes
+    sha256: str | None
+    vocabulary: int
+    separator: int | None  # the token before each document
+
+
+class Tokenizer(ABC):
+    """Converts texts to tokens and back."""
+
+    kind: ClassVar[str]
+    file: ClassVar[str | None]  # the name of the file that `save` writes
+
+    def __init__(self, name: str, content: bytes, vocabulary: int, separator: int | None):
+        self.name, self.content, self.vocabulary, self.separator = name, content, vocabulary, separator
+
+    @abstractmethod
+    def encode(self, texts: Sequence[str]) -> list[NDArray[np.uint32]]:
+        """Returns the tokens of each text."""
+
+    @cached_property
+    def pieces(self) -> list[bytes] | None:
+        """The bytes that each token stands for, empty for special tokens; None if they are unknown."""
+        return self._pieces()
+
+    @cached_property
+    def token_bytes(self) -> TokenBytes | None:
+        """The length of each token in bytes, or None if it is unknown."""
+        return None if self.pieces is None else TokenBytes.of(self.pieces, self.adds_space, self.separator)
+
+    @cached_property
+    def adds_space(self) -> bool:
+        """Whether the tokenizer starts a text with a space; determined by a trial."""
+        first = self.encode(["a"])[0][:1]
+        return self.pieces is not None and len(first) == 1 and self.pieces[int(first[0])].startswith(b" ")
+
+    def decode(self, tokens: Iterable[int]) -> bytes:
+        """Returns the text of some tokens; tokens that only pad the vocabulary have none."""
+        if self.pieces is None:
+            return self._decode(list(tokens))
+        text = b"".join(self.pieces[token] if token < len(self.pieces) else b"" for token in tokens)
+        return text[1:] if self.adds_space and text.startswith(b" ") else text
+
+    def identity(self) -> TokenizerIdentity:
+        """Returns what the index records."""
+        digest = hashlib.sha256(self.content).hexdigest() if self.file else None
+        return TokenizerIdentity(self.kind, self.name, self.file, digest, self.vocabulary, self.separator)
+
+    def save(self, folder: Path) -> None:
+        """Writes the tokenizer's file into a folder, unless it is already there."""
+        if self.file is None:
+            return
+        path = folder / self.file
+        if not path.exists() or path.read_bytes() != self.content:
+            write_whole(path, self.content)
+
+    @abstractmethod
+    def _pieces(self) -> list[bytes] | None:
+        """Computes `pieces`."""
+
+    def _decode(self, tokens: list[int]) -> bytes:
+        """Decodes without `pieces`."""
+        raise NotImplementedError
+
+
+@final
+class BytesTokenizer(Tokenizer):
+    """Each byte is a token. There is no separator, which would be a byte that nobody wrote."""
+
+    kind, file = "bytes", None
+
+    def __init__(self) -> None:
+        super().__init__("bytes", b"", 256, None)
+
+    def encode(self, texts: Sequence[str]) -> list[NDArray[np.uint32]]:
+        """Returns the UTF-8 bytes of each text."""
+        return [np.frombuffer(text.encode(), dtype=np.uint8).astype(np.uint32) for text in texts]
+
+    def _pieces(self) -> list[bytes]:
+        return [bytes([value]) for value in range(256)]
+
+
+def import_optional(package: str, purpose: str) -> ModuleType:
+    """Imports an optional package, or says how to install it."""
+    try:
+        return import_module(package)
+    except ModuleNotFoundError:
+        raise DataError(
+            f"{purpose} needs the package `{package.partition('.')[0]}`, which is not installed",
+            hint="pip install 'halfstep[data]'",
+        ) from None
