@@ -43,7 +43,8 @@ from halfstep.torch.cast import quantize_scaled
 from halfstep.torch.convert.fp8_choice import learn_rows
 from halfstep.torch.dtypes import describe, supported
 from halfstep.torch.fp8.linear import Lowered, lower, product
-from halfstep.torch.layers import Casts, casts_of
+from halfstep.torch.layers import casts_of
+from halfstep.torch.lowering import Casts
 
 WIDTHS = (16, 48, 768, 4096)
 TOKENS = (1, 16, 17, 250)

@@ -43,15 +43,14 @@ from halfstep.torch.convert.fp8_choice import (
     TOKENS,
     Measured,
     Timer,
+    add_histories,
     check_fast,
     check_narrow,
-    hang_pasts,
     measure_all,
 )
 from halfstep.torch.convert.known_packages import routers, with_routers
 from halfstep.torch.convert.modules import Island, Leaf
 from halfstep.torch.convert.plan import (
-    FLOATS,
     Change,
     Originals,
     Plan,
@@ -65,11 +64,11 @@ from halfstep.torch.convert.plan import (
     restore_all,
     statistics,
 )
-from halfstep.torch.dtypes import DTYPES, dtype_of, supported
+from halfstep.torch.dtypes import DTYPES, FLOATS, dtype_of, supported
 from halfstep.torch.fp8.delayed import Amaxes
 from halfstep.torch.layers import Layer, Matmul
 from halfstep.torch.measure import time_layer
-from halfstep.torch.split import Holder, make_half, make_whole
+from halfstep.torch.split import Holder, make_split, make_whole
 
 __all__ = ["Applied", "Change", "adopt", "apply", "check_supported", "hold", "restore", "set_precision", "whole"]
 
@@ -144,7 +143,7 @@ def apply(
     widened = [name for name, p in parameters.items() if p.dtype != torch.float32 and masters[name].format == FP32]
     widened += _widen_statistics(plans)
     remainders = _hold_all(parameters, masters, policy, plans)
-    amaxes = hang_pasts(plans, ruled, next(iter(parameters.values())).device)
+    amaxes = add_histories(plans, ruled, next(iter(parameters.values())).device)
     originals = convert(model, plans, found, base)
     notes = {} if measured is None else measured.notes
     changes = [c for p in plans if (c := change_of(p, found.get(p.name, base), notes.get(p.name, "")))]
@@ -209,7 +208,7 @@ def adopt(model: nn.Module, applied: Applied, narrow: Mapping[str, bool]) -> App
 def restore(applied: Applied) -> None:
     """Gives every module its own class and attributes back. The numbers of parameters are not touched."""
     for module, _, _ in applied.originals:
-        for name in module.halves if isinstance(module, Holder) else ():
+        for name in module.remainders if isinstance(module, Holder) else ():
             make_whole(cast(nn.Parameter, module._parameters[name]))
     restore_all(applied.originals)
 
@@ -330,12 +329,12 @@ def _hold_all(
         held, remainder = hold(parameter.data.float(), masters[name], policy)
         parameter.data = held
         if remainder is not None:
-            make_half(parameter, remainder)
+            make_split(parameter, remainder)
             remainders[name] = halves[parameter] = remainder
     for plan in plans:
         for name, held_here in plan.module._parameters.items():
             if held_here is not None and held_here in halves:
-                Holder.add_half(cast(Holder, plan.module), name, halves[held_here])
+                Holder.add_remainder(cast(Holder, plan.module), name, halves[held_here])
     return remainders
 
 

@@ -1,18 +1,18 @@
-"""The matmuls of a casted layer, forward and backward: what autograd is told to do instead of its own rules.
+"""The matmuls of a casted layer, forward and backward: what autograd runs instead of its own rules.
 
-Here operands are in 16 bits or more; those of narrower operands, which have scales of their own, are in linear.py.
+Operands here have 16 bits or more. Narrower operands, which need scales, are in fp8/linear.py.
 
 Autograd keeps the gradient of an operand in the operand's dtype: a weight that is cast to bf16 for the matmul gets
-a gradient that was rounded to bf16, and widened after. Here it is said where a gradient is rounded: that of an
+a gradient that was rounded to bf16 and then widened. Here each gradient is rounded explicitly: that of an
 activation to `grad`, that of a weight to `grad_weight`, fp32 as a rule, straight from the fp32 sum.
 
-A weight comes in two: its `numbers`, which are multiplied, and its `owner`, the tensor that the gradient belongs
-to. They differ where the numbers are the bf16 half of a split master (split.py).
+A weight comes as two tensors: its `values`, which are multiplied, and its `owner`, which gets the gradient. They
+differ where the values are the bf16 half of a split master (split.py).
 
-None of this is differentiable twice: torch refuses the gradient of a gradient, and says that it is this.
+None of this is differentiable twice: torch refuses the gradient of a gradient and names the function.
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -21,89 +21,114 @@ from torch.autograd.function import once_differentiable
 
 from halfstep.core.formats import Format
 from halfstep.torch.cast import carried
-
-if TYPE_CHECKING:
-    from halfstep.torch.layers import Casts
+from halfstep.torch.lowering import Casts
 
 
-def multiply(x: Tensor, numbers: Tensor, owner: Tensor, bias: Tensor | None, casts: "Casts") -> Tensor:
-    """x W^T + b of an x in the compute format."""
-    return _Linear.apply(x, numbers, owner, bias, casts)  # type: ignore[no-any-return]
-
-
-def look_up(
-    index: Tensor, numbers: Tensor, owner: Tensor, padding: int, by_frequency: bool, casts: "Casts"
-) -> Tensor:
-    """Rows of a table, as it holds them; their gradient is summed in fp32."""
-    return _Rows.apply(index, numbers, owner, padding, by_frequency, casts)  # type: ignore[no-any-return]
-
-
-def scores(q: Tensor, k: Tensor, casts: "Casts") -> Tensor:
-    """q k^T in fp32, of batches of matrices in the compute format."""
-    return _Scores.apply(q, k, casts)  # type: ignore[no-any-return]
-
-
-class _Linear(torch.autograd.Function):
-    """The three matmuls of a linear layer."""
+class Linear(torch.autograd.Function):
+    """x W^T + b of an x in the compute format: the three matmuls of a linear layer."""
 
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, numbers: Tensor, owner: Tensor, bias: Tensor | None, casts: "Casts"
-    ) -> Tensor:
-        w = in_compute(numbers, casts)
+    def forward(ctx: Any, x: Tensor, values: Tensor, owner: Tensor, bias: Tensor | None, casts: Casts) -> Tensor:
+        """Returns the result."""
+        w = in_compute(values, casts) if casts.emulate else values.to(casts.compute)
         ctx.save_for_backward(x, w)
         ctx.casts = casts
-        p, rows = casts.precision, rows_of(x)
+        rows = x.flatten(0, -2) if x.dim() > 1 else x.unsqueeze(0)
         if casts.emulate:
-            y = _emulated_matmul(rows, w.t(), p.operand.format, p.operand.format, p.compute)
+            y = _emulated_output(rows, w, bias, casts)
+        elif bias is None:
+            y = matmul(rows.to(casts.operand), w.t().to(casts.operand), casts.compute)
         else:
-            y, bias = _native(rows, w, bias, casts), None
-        if bias is not None:
-            y = carried(y + in_compute(bias, casts), p.compute)
-        return y.view(*x.shape[:-1], numbers.shape[0])
+            y = _biased_output(rows.to(casts.operand), w.t().to(casts.operand), bias, casts)
+        return y.view(*x.shape[:-1], values.shape[0])
 
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+        """Returns the gradient of each input."""
+        casts, (needs_input, _, needs_weight, needs_bias, _) = ctx.casts, ctx.needs_input_grad
+        if casts.emulate:
+            return _emulated_gradients(ctx, g)
         x, w = ctx.saved_tensors
-        casts, p = ctx.casts, ctx.casts.precision
         grad_input = grad_weight = grad_bias = None
-        g = rows_of(g)
-        if ctx.needs_input_grad[0]:
-            grad_input = _grad_input(g, w, casts).view(x.shape)
-        if ctx.needs_input_grad[2]:
-            grad_weight = _grad_weight(g, rows_of(x), casts)
-        if ctx.needs_input_grad[3]:
-            wide = (carried(g, p.grad) if casts.emulate else g).sum(0, dtype=torch.float32)
-            grad_bias = carried(wide, p.grad_weight) if casts.emulate else wide.to(casts.grad_weight)
+        g = g.flatten(0, -2) if g.dim() > 1 else g.unsqueeze(0)
+        operand = g.to(casts.grad_operand)
+        if needs_input:
+            grad_input = matmul(operand, w.to(casts.operand), casts.grad).view(x.shape)
+        if needs_weight:
+            rows = x.flatten(0, -2) if x.dim() > 1 else x.unsqueeze(0)
+            grad_weight = matmul(operand.t(), rows.to(casts.operand), casts.grad_weight)
+        if needs_bias:
+            grad_bias = g.sum(0, dtype=torch.float32).to(casts.grad_weight)
         return grad_input, None, grad_weight, grad_bias, None
 
 
-class _Rows(torch.autograd.Function):
-    """Rows of a table; their gradient is summed in fp32 whatever the table is held in."""
+def _biased_output(x: Tensor, w: Tensor, bias: Tensor, casts: Casts) -> Tensor:
+    """x W + b.
+
+    On an NVIDIA GPU the bias is added to the fp32 sum, before it is rounded. That saves a kernel and a rounding;
+    elsewhere sums are rounded before a bias is added.
+    """
+    bias = bias.to(casts.compute)
+    if x.is_cuda and x.dtype == w.dtype == bias.dtype == casts.compute:
+        return torch.addmm(bias, x, w)
+    return matmul(x, w, casts.compute) + bias
+
+
+def _emulated_output(x: Tensor, w: Tensor, bias: Tensor | None, casts: Casts) -> Tensor:
+    """The same of emulated operands."""
+    p = casts.precision
+    y = _emulated_matmul(x, w.t(), p.operand.format, p.operand.format, p.compute)
+    return y if bias is None else carried(y + in_compute(bias, casts), p.compute)
+
+
+def _emulated_gradients(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+    """What `Linear.backward` returns, of emulated operands."""
+    x, w = ctx.saved_tensors
+    p, needs = ctx.casts.precision, ctx.needs_input_grad
+    grad_input = grad_weight = grad_bias = None
+    g = carried(rows_of(g), p.grad)
+    if needs[0]:
+        grad_input = _emulated_matmul(g, w, p.grad_operand.format, p.operand.format, p.grad).view(x.shape)
+    if needs[2]:
+        formats = (p.grad_operand.format, p.operand.format, p.grad_weight)
+        grad_weight = _emulated_matmul(g.t(), rows_of(x), *formats)
+    if needs[3]:
+        grad_bias = carried(g.sum(0, dtype=torch.float32), p.grad_weight)
+    return grad_input, None, grad_weight, grad_bias, None
+
+
+class Rows(torch.autograd.Function):
+    """Rows of a table, in the dtype it is held in; their gradient is summed in fp32 whatever that is."""
 
     @staticmethod
     def forward(
-        ctx: Any, index: Tensor, numbers: Tensor, owner: Tensor, padding: int, by_frequency: bool, casts: "Casts"
+        ctx: Any, index: Tensor, values: Tensor, owner: Tensor, padding: int, by_frequency: bool, casts: Casts
     ) -> Tensor:
+        """Returns the result."""
         ctx.save_for_backward(index)
-        ctx.arguments = (numbers.shape[0], padding, by_frequency)
+        ctx.arguments = (values.shape[0], padding, by_frequency)
         ctx.casts = casts
-        return F.embedding(index, numbers)
+        return F.embedding(index, values)
 
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+        """Returns the gradient of each input."""
         (index,) = ctx.saved_tensors
         grad = torch.ops.aten.embedding_dense_backward(g.float(), index, *ctx.arguments)
         return None, None, carried(grad, ctx.casts.precision.grad_weight), None, None, None
 
 
-class _Scores(torch.autograd.Function):
-    """Scores of attention; their gradients are those of a matmul in compute."""
+class Scores(torch.autograd.Function):
+    """Scores of attention: q k^T in fp32, of batches of matrices in the compute format.
+
+    Their gradients are those of a matmul in compute.
+    """
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, casts: "Casts") -> Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, casts: Casts) -> Tensor:
+        """Returns the result."""
         ctx.save_for_backward(q, k)
         ctx.casts = casts
         return matmul(q, k.mT, torch.float32)
@@ -111,6 +136,7 @@ class _Scores(torch.autograd.Function):
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor, Tensor, None]:
+        """Returns the gradient of each input."""
         q, k = ctx.saved_tensors
         casts, fmt = ctx.casts, ctx.casts.precision.grad
         if casts.emulate:
@@ -121,53 +147,23 @@ class _Scores(torch.autograd.Function):
 
 
 def rows_of(x: Tensor) -> Tensor:
-    """An activation as a matrix, a row for each token."""
+    """Returns an activation as a matrix, one row per token."""
     return x.flatten(0, -2) if x.dim() > 1 else x.unsqueeze(0)
 
 
-def in_compute(parameter: Tensor, casts: "Casts") -> Tensor:
-    """A parameter in the compute format."""
+def in_compute(parameter: Tensor, casts: Casts) -> Tensor:
+    """Casts a parameter to the compute format."""
     p = parameter.to(casts.compute)
     return carried(p, casts.precision.compute) if casts.emulate else p
 
 
-def _native(x: Tensor, w: Tensor, bias: Tensor | None, casts: "Casts") -> Tensor:
-    """x W^T + b by the framework's matmul.
-
-    On an NVIDIA GPU the bias is added to the fp32 sum, before it is rounded: a kernel less, and a rounding less
-    than elsewhere, where sums are rounded before a bias is added.
-    """
-    x, w = x.to(casts.operand), w.t().to(casts.operand)
-    if bias is None:
-        return matmul(x, w, casts.compute)
-    bias = in_compute(bias, casts)
-    if x.is_cuda and x.dtype == w.dtype == bias.dtype == casts.compute:
-        return torch.addmm(bias, x, w)
-    return matmul(x, w, casts.compute) + bias
-
-
-def _grad_input(g: Tensor, w: Tensor, casts: "Casts") -> Tensor:
-    p = casts.precision
-    if casts.emulate:
-        return _emulated_matmul(carried(g, p.grad), w, p.grad_operand.format, p.operand.format, p.grad)
-    return matmul(g.to(casts.grad_operand), w.to(casts.operand), casts.grad)
-
-
-def _grad_weight(g: Tensor, x: Tensor, casts: "Casts") -> Tensor:
-    p = casts.precision
-    if casts.emulate:
-        g = carried(g, p.grad).t()
-        return _emulated_matmul(g, x, p.grad_operand.format, p.operand.format, p.grad_weight)
-    return matmul(g.to(casts.grad_operand).t(), x.to(casts.operand), casts.grad_weight)
-
-
 def matmul(a: Tensor, b: Tensor, out: torch.dtype) -> Tensor:
-    """a b summed in fp32, its result in `out`."""
+    """Returns a b in `out`, summed in fp32."""
     if out == a.dtype == b.dtype:
         return a @ b
     if a.is_cuda and a.dtype == b.dtype and out == torch.float32:
         return (torch.mm if a.dim() == 2 else torch.bmm)(a, b, out_dtype=torch.float32)
-    # Widened operands make the same exact products and an fp32 sum; CPUs have no mixed-output matmul.
+    # CPUs have no matmul with a wider result. Widened operands make the same exact products and an fp32 sum.
     return (a.float() @ b.float()).to(out)
 
 

@@ -41,9 +41,10 @@ from halfstep.core.roles import Operand, is_narrow
 from halfstep.torch.cast import to_native
 from halfstep.torch.dtypes import describe, dtype_of, supported
 from halfstep.torch.fp8.delayed import Amaxes
-from halfstep.torch.layers import CastedLinear, Casts, Layer, enter
+from halfstep.torch.layers import CastedLinear, Layer
+from halfstep.torch.lowering import Casts, enter
 from halfstep.torch.model import Block, rope_tables
-from halfstep.torch.split import make_half
+from halfstep.torch.split import make_split
 
 __all__ = [
     "FORMATS",
@@ -226,11 +227,10 @@ class _Bench:
         layer = CastedLinear(work.inputs, work.outputs, work.bias, device=self.device)
         if work.split:
             layer.weight = nn.Parameter(layer.weight.detach().bfloat16())
-            make_half(layer.weight, torch.zeros_like(layer.weight, dtype=torch.int16))
+            make_split(layer.weight, torch.zeros_like(layer.weight, dtype=torch.int16))
         layer.precision = precision
         if precision.delayed:
-            layer.__dict__["halfstep_past"] = Amaxes([""], self.device).pasts[""]
-            layer.precision = precision
+            layer.halfstep_history = Amaxes([""], self.device).layers[""]
         model = _Between(layer)
         if work.compiled:
             # A graph for each shape, of which dynamo makes eight by itself: with sizes that vary it would be

@@ -30,13 +30,11 @@ from halfstep.torch.layers import (
     Norm,
     attention,
     cross_entropy,
-    enter,
     linear,
-    owned,
     rms_norm,
     rotate,
-    rounded,
 )
+from halfstep.torch.lowering import enter, owned, rounded
 
 
 class Decoder(Layer):
@@ -243,7 +241,8 @@ class Head(Matmul):
 
     def forward(self, x_BTD: Tensor, tied: Tensor) -> Tensor:
         """Logits."""
-        return linear(x_BTD, tied if self.weight is None else self.weight, None, self.casts)
+        weight = tied if self.weight is None else self.weight
+        return linear(x_BTD, weight, None, self.casts, history=self.halfstep_history)
 
     def matrix_sizes(self) -> list[tuple[int, int]]:
         """Of its own matrix, or the embedding's."""

@@ -234,7 +234,7 @@ def _narrow(run: "Run") -> dict[str, bool]:
 
 
 def _check_amax(run: "Run", given: Mapping[str, Tensor]) -> None:
-    missing = [] if run.amaxes is None else [name for name in run.amaxes.pasts if f"amax.{name}" not in given]
+    missing = [] if run.amaxes is None else [name for name in run.amaxes.layers if f"amax.{name}" not in given]
     if missing:
         raise HalfstepError(
             f"the state has no amax history of `{missing[0]}` ({len(missing)} layers lack theirs), by which its "

@@ -12,7 +12,7 @@ from halfstep.core.policy import Policy
 from halfstep.core.roles import Param
 from halfstep.torch.apply import Change, apply, hold, restore, set_precision, whole
 from halfstep.torch.cast import carried, join, split
-from halfstep.torch.split import is_half
+from halfstep.torch.split import is_split
 
 SPLIT = "bf16-mixed,param=fp32:split"
 
@@ -74,7 +74,7 @@ def test_a_module_that_computes_in_more_than_bf16_uses_the_whole_master(policy):
     one, other = Tied(), Tied()
     applied_to(one, policy), applied_to(other, split_policy)
     index = torch.arange(7)
-    assert is_half(other.embed.weight)
+    assert is_split(other.embed.weight)
     if "emulate" not in policy:
         assert torch.equal(one(index), other(index))
     x = draw(3, 4)

@@ -15,22 +15,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from halfstep.core.errors import HalfstepError
-from halfstep.torch.layers import (
-    Matmul,
-    attention,
-    enter,
-    linear,
-    owned,
-    rounded,
-    unreached,
-    weighted_attention,
-)
+from halfstep.torch.layers import Matmul, attention, linear, weighted_attention
+from halfstep.torch.lowering import bypass_mode, enter, owned, rounded
 
 
 class MultiheadAttention(Matmul):
     """`nn.MultiheadAttention`; its output projection is a Linear of its own."""
 
-    @unreached
+    @bypass_mode
     def forward(
         self,
         query: Tensor,

@@ -156,7 +156,7 @@ def measure_all(
     return measured
 
 
-def hang_pasts(plans: Sequence[Plan], found: Mapping[str, Precision], device: torch.device) -> Amaxes | None:
+def add_histories(plans: Sequence[Plan], found: Mapping[str, Precision], device: torch.device) -> Amaxes | None:
     """Gives each layer whose operands are delayed a history; None where there is none.
 
     `found` is what rules say, whatever was measured: a checkpoint may know better which of the layers are narrow,
@@ -167,7 +167,7 @@ def hang_pasts(plans: Sequence[Plan], found: Mapping[str, Precision], device: to
         return None
     amaxes = Amaxes([plan.name for plan in layers], device)
     for plan in layers:
-        plan.module.__dict__["halfstep_past"] = amaxes.pasts[plan.name]
+        plan.module.__dict__["halfstep_history"] = amaxes.layers[plan.name]
     return amaxes
 
 

@@ -17,32 +17,26 @@ else a weight gradient is fp32 from the sum on.
 """
 
 import warnings
-from collections.abc import Callable
-from dataclasses import dataclass, is_dataclass
+from dataclasses import dataclass
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.utils.rnn import PackedSequence
 
 from halfstep.torch.convert.attention import MultiheadAttention
 from halfstep.torch.convert.norms import BatchNorm, GroupNorm, InstanceNorm, LayerNorm, RMSNorm
-from halfstep.torch.functions.mode import Reach, within
-from halfstep.torch.layers import (
-    CastedLinear,
+from halfstep.torch.functions.entry import mapped
+from halfstep.torch.functions.mode import PolicyMode, within
+from halfstep.torch.layers import CastedLinear, Layer, Matmul, embedding, linear
+from halfstep.torch.lowering import (
     Casts,
-    Layer,
-    Matmul,
+    bypass_mode,
     check_autocast,
-    embedding,
     enter,
     island,
     leave,
-    linear,
     owned,
     rounded,
-    unreached,
 )
 
 _KERNEL = "no kernel sums a gradient of halves into fp32"
@@ -53,7 +47,7 @@ class TransposedLinear(Matmul):
 
     def forward(self, x: Tensor) -> Tensor:
         """The layer's output."""
-        return linear(x, self.weight, self.bias, self.casts, transposed=True)
+        return linear(x, self.weight, self.bias, self.casts, transposed=True, history=self.halfstep_history)
 
     def matrix_sizes(self) -> list[tuple[int, int]]:
         """(inputs, outputs) of the matrix."""
@@ -72,7 +66,7 @@ class TransposedLinear(Matmul):
 class Convolution(Layer):
     """`nn.Conv1d`, `2d`, `3d`: operands and result in compute."""
 
-    @unreached
+    @bypass_mode
     def forward(self, x: Tensor) -> Tensor:
         """The layer's output."""
         casts = self.casts
@@ -90,7 +84,7 @@ class Convolution(Layer):
 class Transposed(Convolution):
     """`nn.ConvTranspose1d`, `2d`, `3d`: operands and result in compute."""
 
-    @unreached
+    @bypass_mode
     def forward(self, x: Tensor, output_size: list[int] | None = None) -> Tensor:
         """The layer's output, of the size that is asked for."""
         dims = len(self.kernel_size)
@@ -127,7 +121,7 @@ class Embedding(Layer):
 class EmbeddingBag(Embedding):
     """`nn.EmbeddingBag`: rows of the master, summed in the dtype it is held in, then cast to compute."""
 
-    @unreached
+    @bypass_mode
     def forward(
         self, index: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None
     ) -> Tensor:
@@ -160,7 +154,7 @@ class Recurrent(Layer):
 
     _flat_weights: list[Tensor]
 
-    @unreached
+    @bypass_mode
     def forward(self, x: Any, hx: Any = None) -> Any:
         """The outputs, and the last state."""
         casts, held = self.casts, list(self._flat_weights)
@@ -227,7 +221,7 @@ class Setting:
     casts: Casts
     role: str  # of an island; empty elsewhere
     widen: bool  # a leaf that holds fp32 parameters, which many functions of torch let meet nothing narrower
-    reach: Reach | None = None  # what reaches the functions of its own code; None: nothing does
+    mode: PolicyMode | None = None  # for the functions that its own code calls
 
     def __deepcopy__(self, _: Any) -> "Setting":
         return self
@@ -238,7 +232,7 @@ class Island(nn.Module):
 
     halfstep: Setting
 
-    @unreached
+    @bypass_mode
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the module makes of its inputs."""
         casts, role = self.halfstep.casts, self.halfstep.role
@@ -268,7 +262,7 @@ class Leaf(nn.Module):
         setting = self.halfstep
         if setting.widen:
             args, kwargs = mapped(lambda x: x.float(), (args, kwargs))
-        y = within(setting.reach, super().forward, args, kwargs)
+        y = within(setting.mode, super().forward, args, kwargs)
         return mapped(lambda y: enter(y, setting.casts) if y.dim() else y, y)
 
     def extra_repr(self) -> str:
@@ -292,7 +286,7 @@ class Code(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the module makes of its inputs."""
-        return within(self.halfstep.reach, super().forward, args, kwargs)
+        return within(self.halfstep.mode, super().forward, args, kwargs)
 
 
 class Whole(nn.Module):
@@ -305,25 +299,10 @@ class Whole(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the model makes of its inputs."""
-        check_autocast("cpu", "cuda", "xpu", "mps")
+        check_autocast()
         setting = self.halfstep_model
-        y = within(setting.reach, super().forward, args, kwargs)
+        y = within(setting.mode, super().forward, args, kwargs)
         return mapped(lambda y: island(y, "loss", setting.casts) if y.dim() else y, y)
-
-
-def mapped(fn: Callable[[Tensor], Tensor], tree: Any) -> Any:
-    """A tree of plain containers with its tensors of fp32, bf16 and fp16 changed, and everything else as it is."""
-    if isinstance(tree, Tensor):
-        return fn(tree) if tree.dtype in (torch.float32, torch.bfloat16, torch.float16) else tree
-    if isinstance(tree, PackedSequence):
-        return tree._replace(data=mapped(fn, tree.data))
-    if type(tree) is dict:
-        return {key: mapped(fn, value) for key, value in tree.items()}
-    if type(tree) in (list, tuple):
-        return type(tree)([mapped(fn, value) for value in tree])
-    if isinstance(tree, dict) and is_dataclass(tree):  # as the outputs of Hugging Face's models are
-        return type(tree)(**{key: mapped(fn, value) for key, value in tree.items()})
-    return tree
 
 
 def _operands(module: Any) -> tuple[Tensor, Tensor | None]:

@@ -9,7 +9,8 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor
 
-from halfstep.torch.layers import Layer, island, layer_norm, leave, own, rms_norm, unreached
+from halfstep.torch.layers import Layer, layer_norm, rms_norm
+from halfstep.torch.lowering import bypass_mode, island, leave, own
 
 
 class Normalization(Layer):
@@ -43,7 +44,7 @@ class RMSNorm(Normalization):
 class GroupNorm(Normalization):
     """`nn.GroupNorm` as an island."""
 
-    @unreached
+    @bypass_mode
     def forward(self, x: Tensor) -> Tensor:
         """The normalized input."""
         y = F.group_norm(island(x, "norm", self.casts), self.num_groups, *_gains(self), self.eps)
@@ -53,7 +54,7 @@ class GroupNorm(Normalization):
 class BatchNorm(Normalization):
     """`nn.BatchNorm1d`, `2d`, `3d` as an island; running statistics are fp32."""
 
-    @unreached
+    @bypass_mode
     def forward(self, x: Tensor) -> Tensor:
         """The normalized input; in training, statistics move towards those of the batch."""
         self._check_input_dim(x)
@@ -72,7 +73,7 @@ class BatchNorm(Normalization):
 class InstanceNorm(Normalization):
     """`nn.InstanceNorm1d`, `2d`, `3d` as an island; running statistics are fp32."""
 
-    @unreached
+    @bypass_mode
     def forward(self, x: Tensor) -> Tensor:
         """The normalized input."""
         return leave(super().forward(island(x, "norm", self.casts)), "norm", self.casts)

@@ -46,18 +46,19 @@ from halfstep.torch.convert.modules import (
 )
 from halfstep.torch.convert.norms import BatchNorm, InstanceNorm, Normalization
 from halfstep.torch.convert.subclass import mixed
-from halfstep.torch.functions.mode import Reach, learn, mode_of
-from halfstep.torch.layers import Casts, Layer, Matmul, casts_of, check_autocast
-from halfstep.torch.split import is_half
+from halfstep.torch.functions.mode import PolicyMode, mode_of
+from halfstep.torch.functions.table import learn
+from halfstep.torch.layers import Layer, Matmul, casts_of
+from halfstep.torch.lowering import Casts, check_autocast
+from halfstep.torch.split import is_split
 
-FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 # Attributes by which torch takes its kernels for inference, and the value without them.
 _FAST_PATHS: dict[type, tuple[str, Any]] = {
     nn.TransformerEncoderLayer: ("activation_relu_or_gelu", 0),
     nn.TransformerEncoder: ("use_nested_tensor", False),
 }
 # What a module is given, and what of it may have been there before; none of it is a parameter or a buffer.
-_GIVEN = ("halfstep", "halfstep_model", "halfstep_halves", "halfstep_past", "halfstep_prepared")
+_GIVEN = ("halfstep", "halfstep_model", "halfstep_remainders", "halfstep_history", "halfstep_prepared")
 _KEPT = ("casts", "forward", *(name for name, _ in _FAST_PATHS.values()))
 _IN_RECIPE = "part of a layer with a recipe of its own"
 WHOLE, TABLES = Param(FP32), (nn.Embedding, nn.EmbeddingBag)
@@ -105,7 +106,7 @@ def plans_of(model: nn.Module) -> list[Plan]:
 def convert(model: nn.Module, plans: list[Plan], found: Mapping[str, Precision], base: Precision) -> Originals:
     """Gives each module the class that casts. Comes after the parameters are held as they will be."""
     originals: Originals = []
-    halves = any(is_half(p) for p in model.parameters())
+    has_split = any(is_split(p) for p in model.parameters())
     learn()
     for plan in plans:
         module, precision = plan.module, found.get(plan.name, base)
@@ -119,39 +120,43 @@ def convert(model: nn.Module, plans: list[Plan], found: Mapping[str, Precision],
         for front in [] if plan.layer else [plan.kind, Whole if module is model else None]:
             if front is not None:
                 module.__class__ = cast(Any, mixed)(front, type(module))
-        give(module, precision, base, plan.role, halves)
+        give(module, precision, base, plan.role, has_split)
     model.__dict__["halfstep_prepared"] = True
     return originals
 
 
 def give(
-    module: nn.Module, precision: Precision, base: Precision, role: str | None = None, halves: bool | None = None
+    module: nn.Module,
+    precision: Precision,
+    base: Precision,
+    role: str | None = None,
+    has_split: bool | None = None,
 ) -> bool:
-    """Gives a module that casts its precision; whether it is one. What is None stays as it was.
+    """Gives a module that casts its precision; returns whether it is one. What is None stays as it was.
 
-    `halves`: some parameters of the model are halves of split masters.
+    `has_split`: some parameters of the model are split masters.
     """
     if isinstance(module, Whole):
         casts, before = casts_of(base), module.__dict__.get("halfstep_model")
-        module.halfstep_model = Setting(casts, "", False, _reach(casts, before, halves))
+        module.halfstep_model = Setting(casts, "", False, _mode(casts, before, has_split))
     if isinstance(module, Layer):
         module.precision = precision
     elif isinstance(module, Island | Leaf | Code):
         before, casts = module.__dict__.get("halfstep"), casts_of(precision)
         held = [*module.parameters(recurse=False)]
         wide = not isinstance(module, Experts) and any(p.dtype == torch.float32 for p in held)
-        reach = _reach(casts, before, halves, wide)
+        mode = _mode(casts, before, has_split, wide)
         small = wide and all(p.dim() < 2 for p in held) and not any(module.children())
         unreached = isinstance(module, Recipe | Island) or small
         role = before.role if role is None and before is not None else role or ""
-        module.halfstep = Setting(casts, role, wide, None if unreached else reach)
+        module.halfstep = Setting(casts, role, wide, None if unreached else mode)
     return isinstance(module, Layer | Island | Leaf)
 
 
-def _reach(casts: Casts, before: Setting | None, halves: bool | None, wide: bool = False) -> Reach:
-    if halves is None:
-        halves = before is not None and before.reach is not None and before.reach.halves
-    return mode_of(casts, wide=wide, halves=halves)
+def _mode(casts: Casts, before: Setting | None, has_split: bool | None, leaf: bool = False) -> PolicyMode:
+    if has_split is None:
+        has_split = before is not None and before.mode is not None and before.mode.scope.has_split
+    return mode_of(casts, leaf=leaf, has_split=has_split)
 
 
 def restore_all(originals: Originals) -> None:
@@ -167,7 +172,7 @@ def check_model(model: nn.Module) -> None:
     """Refuses a model that is not as it was built, or that no policy can be given."""
     if not isinstance(model, nn.Module):
         raise HalfstepError(f"the model is a {type(model).__name__}, not an nn.Module")
-    check_autocast("cpu", "cuda", "xpu", "mps")
+    check_autocast()
     for name, module in model.named_modules():
         told = f"`{name}`" if name else f"the model, a {type(module).__name__},"
         if hasattr(type(module), "halfstep_made") or "halfstep_prepared" in module.__dict__:
@@ -319,7 +324,9 @@ def _base_of(module: nn.Module) -> Any:
 
 def _clashes(module: nn.Module) -> bool:
     """Whether a subclass has attributes of its own by the names that a layer uses."""
-    return any(name in module.__dict__ or hasattr(type(module), name) for name in ("casts", "precision", "halves"))
+    return any(
+        name in module.__dict__ or hasattr(type(module), name) for name in ("casts", "precision", "remainders")
+    )
 
 
 def statistics(plans: Sequence[Plan]) -> Iterator[tuple[str, nn.Module, str, Tensor]]:

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from halfstep.core.errors import HalfstepError
-from halfstep.torch.split import is_half
+from halfstep.torch.split import is_split
 
 
 class UnpicklableError(HalfstepError, TypeError):
@@ -74,7 +74,7 @@ def _dtype_of_master(theirs: property) -> property:
 
     def dtype(self: Any) -> Any:
         first = next((p for p in self.parameters() if p.is_floating_point()), None)
-        return torch.float32 if first is not None and is_half(first) else theirs.__get__(self)
+        return torch.float32 if first is not None and is_split(first) else theirs.__get__(self)
 
     return property(dtype, theirs.fset, theirs.fdel, theirs.__doc__)
 

@@ -1,45 +1,39 @@
-"""Delayed scaling: the amax of earlier updates, for operands that are scaled by it (`compute=e4m3:delayed`).
+"""Delayed scaling: operands that are scaled by the amaxes of earlier updates (`compute=e4m3:delayed`).
 
-For each layer and each of its three operands (x, the weight, the incoming gradient) the largest magnitudes of the
-last HISTORY updates are kept; the largest of them scales the next one. As long as there is none, an operand is
-scaled by its own. With micro-batches an update has the largest of theirs. An update that is skipped leaves the
-history as it was.
+For each layer and each of its three operands (x, the weight, the incoming gradient) the amaxes of the last HISTORY
+updates are kept; the largest of them scales the next update. Until there is one, an operand is scaled by its own
+amax. An update with several micro-batches counts the largest of theirs. A skipped update leaves the history as it
+was.
 
-**How an amax gets out of a backward pass.** Writing to a tensor there would be a side effect inside compiled code.
-Instead each layer has a `probe`, a leaf of three numbers that nothing is computed from, and says that its gradient
-is the three amaxes. Autograd brings them here, compiled or not; a hook keeps the larger of what was there and what
-came, and takes the gradient away. Autograd sums the gradients of a tensor that is used twice: a layer that a pass
-uses n times has the sum of its amaxes, which is no less than the largest, and at most n times it.
+**How an amax leaves a backward pass.** Writing to a tensor there would be a side effect inside compiled code.
+Instead each layer has a `probe`, a leaf of three numbers that nothing is computed from, whose gradient is defined
+to be the three amaxes. Autograd delivers them, compiled or not; a hook keeps the maximum of them and what was
+pending, and removes the gradient. Autograd sums the gradients of a tensor that is used twice: a layer that one
+pass uses n times reports the sum of its amaxes, which is at least the largest and at most n times it.
 
-Nothing is read from the device: the history is a tensor, and what follows from it is computed there. The price is
-that delayed scaling takes no less time than current scaling: one graph serves the first update too, which waits
+Nothing is read from the device: the history is a tensor, and the scales are computed from it there. The price is
+that delayed scaling is no faster than current scaling: one graph serves the first update too, which has to wait
 for the tensor's own amax.
 """
 
 import copy
 from collections.abc import Iterable
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
-
-if TYPE_CHECKING:
-    from halfstep.core.precision import Precision
-    from halfstep.torch.layers import Casts
 
 HISTORY = 16
 """Updates whose amax is remembered."""
 OPERANDS = 3
 
 
-class Past:
-    """The history of one layer: `history` is (OPERANDS, HISTORY), the newest update first."""
+class History:
+    """The amaxes of one layer: `amaxes` is (OPERANDS, HISTORY), the newest update first."""
 
-    def __init__(self, history: Tensor, pending: Tensor):
-        self.history, self.pending = history, pending
-        self.probe = torch.zeros(OPERANDS, device=history.device, requires_grad=True)
-        self._made: dict[Precision, Casts] = {}
+    def __init__(self, amaxes: Tensor, pending: Tensor):
+        self.amaxes, self.pending = amaxes, pending
+        self.probe = torch.zeros(OPERANDS, device=amaxes.device, requires_grad=True)
 
         def take(probe: Tensor) -> None:
             if probe.grad is not None:
@@ -48,12 +42,8 @@ class Past:
 
         self.probe.register_post_accumulate_grad_hook(take)
 
-    def hung_on(self, casts: "Casts") -> "Casts":
-        """The same casts with this past; one object a precision, so that compiled code knows it again."""
-        return self._made.setdefault(casts.precision, replace(casts, past=self))
-
-    def __deepcopy__(self, memo: Any) -> "Past":
-        return Past(self.history.clone(), self.pending.clone())
+    def __deepcopy__(self, memo: Any) -> "History":
+        return History(self.amaxes.clone(), self.pending.clone())
 
 
 class Amaxes:
@@ -63,31 +53,31 @@ class Amaxes:
         names = list(names)
         self.history = torch.zeros(len(names), OPERANDS, HISTORY, device=device)
         self.pending = torch.zeros(len(names), OPERANDS, device=device)
-        self.pasts = {n: Past(h, p) for n, h, p in zip(names, self.history, self.pending, strict=True)}
+        self.layers = {n: History(h, p) for n, h, p in zip(names, self.history, self.pending, strict=True)}
 
     def __deepcopy__(self, memo: Any) -> "Amaxes":
         twin = Amaxes((), self.history.device)
         twin.history, twin.pending = self.history.clone(), self.pending.clone()
-        twin.pasts = copy.deepcopy(self.pasts, memo)  # a model that is copied with it may have copied them before
-        for past, history, pending in zip(twin.pasts.values(), twin.history, twin.pending, strict=True):
-            past.history.set_(history)
-            past.pending.set_(pending)
+        twin.layers = copy.deepcopy(self.layers, memo)  # the model's copy, if there is one, shares them
+        for layer, amaxes, pending in zip(twin.layers.values(), twin.history, twin.pending, strict=True):
+            layer.amaxes.set_(amaxes)
+            layer.pending.set_(pending)
         return twin
 
     def named(self) -> dict[str, Tensor]:
-        """The history of each layer, by its name; the live tensors."""
-        return {name: past.history for name, past in self.pasts.items()}
+        """Returns the history of each layer by its name; the live tensors."""
+        return {name: layer.amaxes for name, layer in self.layers.items()}
 
     @torch.no_grad()
     def update(self, finite: Tensor) -> None:
-        """Remembers what came since the last update, where `finite`, a device scalar, is true."""
+        """Moves the pending amaxes into the history if `finite`, a device scalar, is true."""
         # A step may be finite although an operand was not, if nothing that is trained depends on it.
-        came = torch.nan_to_num(self.pending, nan=0.0, posinf=0.0, neginf=0.0).unsqueeze(-1)
-        moved = torch.cat([came, self.history[..., :-1]], dim=-1)
+        newest = torch.nan_to_num(self.pending, nan=0.0, posinf=0.0, neginf=0.0).unsqueeze(-1)
+        moved = torch.cat([newest, self.history[..., :-1]], dim=-1)
         self.history.copy_(torch.where(finite, moved, self.history))
         self.forget()
 
     @torch.no_grad()
     def forget(self) -> None:
-        """Drops what came and was not used."""
+        """Drops the pending amaxes."""
         self.pending.zero_()

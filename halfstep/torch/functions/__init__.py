@@ -1,1 +1,1 @@
-"""Functions that a model's own code calls: how a policy reaches them."""
+"""How a policy reaches the torch functions that a model's own code calls."""

@@ -1,19 +1,19 @@
-"""How a function of torch is met (mode.py): what is done with it, why not, and what its arguments are."""
+"""How an intercepted torch function is handled: where it is called (`Scope`), what is done (`Entry`), why not."""
 
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, NamedTuple
+from dataclasses import is_dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
 
-from halfstep.torch.split import is_half, widened
-
-if TYPE_CHECKING:
-    from halfstep.torch.functions.mode import Reach
+from halfstep.torch.dtypes import FLOATS
+from halfstep.torch.lowering import Casts
+from halfstep.torch.split import is_split, widened
 
 NARROW = (torch.bfloat16, torch.float16)
-FLOATS = (torch.float32, *NARROW)
-# Why a function is left as it is.
+# Why a function runs unchanged.
 GIVEN_FP32 = "it is given fp32"
 IN_COMPUTE = "it is in compute already"
 NO_PARAMETER = "fp32 operands, none of which is a parameter"
@@ -26,12 +26,20 @@ NOTHING_MET = "no parameter meets an activation"
 NOT_COMPILED = "torch compiles grouped matmuls of bf16 alone"
 
 
+class Scope(NamedTuple):
+    """The module whose code calls a function: its precision, and what else decides how the function runs."""
+
+    casts: Casts
+    leaf: bool  # a leaf whose inputs were widened to fp32
+    has_split: bool  # some parameters of the model are split masters
+
+
 class Entry(NamedTuple):
     """What is done with a function."""
 
-    alone: Callable[["Reach", Any, Any], str]  # why it is left as it is; empty where it is reached
-    run: Callable[["Reach", Any, Any, Any], Any]
-    told: str  # how it runs where it is reached
+    skip_reason: Callable[[Scope, Any, Any], str]  # why it runs unchanged; empty if `run` runs it
+    run: Callable[[Scope, Any, Any, Any], Any]
+    description: str  # how `run` runs it
 
 
 def is_weight(tensor: Tensor) -> bool:
@@ -40,7 +48,7 @@ def is_weight(tensor: Tensor) -> bool:
 
 
 def tensors_of(*trees: Any) -> Iterator[Tensor]:
-    """The tensors among arguments, those in lists too."""
+    """Yields the tensors among arguments, those in lists too."""
     for tree in trees:
         if isinstance(tree, Tensor):
             yield tree
@@ -51,14 +59,20 @@ def tensors_of(*trees: Any) -> Iterator[Tensor]:
 
 
 def mapped(fn: Callable[[Tensor], Tensor], tree: Any) -> Any:
-    """Arguments with their tensors of fp32, bf16 and fp16 changed."""
+    """Applies `fn` to the fp32, bf16 and fp16 tensors in a tree of plain containers; the rest stays as it is."""
     if isinstance(tree, Tensor):
         return fn(tree) if tree.dtype in FLOATS else tree
-    if isinstance(tree, dict):
+    if isinstance(tree, PackedSequence):
+        return tree._replace(data=mapped(fn, tree.data))
+    if type(tree) is dict:
         return {key: mapped(fn, value) for key, value in tree.items()}
-    return type(tree)([mapped(fn, value) for value in tree]) if type(tree) in (list, tuple) else tree
+    if type(tree) in (list, tuple):
+        return type(tree)([mapped(fn, value) for value in tree])
+    if isinstance(tree, dict) and is_dataclass(tree):  # such as the outputs of Hugging Face's models
+        return type(tree)(**{key: mapped(fn, value) for key, value in tree.items()})
+    return tree
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """A half of a split master as an fp32 tensor with an fp32 gradient; any other as it is."""
-    return widened(tensor, whole=True) if is_half(tensor) else tensor
+    """Returns a split master as an fp32 tensor with an fp32 gradient; any other tensor as it is."""
+    return widened(tensor, whole=True) if is_split(tensor) else tensor

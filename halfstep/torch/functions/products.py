@@ -16,15 +16,15 @@ operands: it is rounded once, after the sum, then widened, as those of convoluti
 """
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from halfstep.torch.cast import carried
+from halfstep.torch.dtypes import FLOATS
 from halfstep.torch.functions.entry import (
-    FLOATS,
     IN_COMPUTE,
     IN_LEAF,
     NARROW,
@@ -35,17 +35,16 @@ from halfstep.torch.functions.entry import (
     OUT,
     PARAMETERS,
     Entry,
+    Scope,
     is_weight,
     mapped,
     tensors_of,
     whole,
 )
-from halfstep.torch.layers import Casts, enter, linear, rounded
+from halfstep.torch.layers import linear
+from halfstep.torch.lowering import Casts, enter, rounded
 from halfstep.torch.matmul import in_compute, matmul
-from halfstep.torch.split import is_half
-
-if TYPE_CHECKING:
-    from halfstep.torch.functions.mode import Reach
+from halfstep.torch.split import is_split
 
 Two = tuple[bool, bool]
 
@@ -182,37 +181,37 @@ REVERSED = {Tensor.__rmatmul__}
 # --- how a model writes them
 
 
-def _product_alone(mode: "Reach", args: Any, kwargs: Any) -> str:
-    return OUT if kwargs.get("out") is not None else _why_alone(mode, [*tensors_of(args, kwargs)])
+def _skip_product(scope: Scope, args: Any, kwargs: Any) -> str:
+    return OUT if kwargs.get("out") is not None else _skip_reason(scope, [*tensors_of(args, kwargs)])
 
 
-def _kernel_alone(mode: "Reach", args: Any, kwargs: Any) -> str:
+def _skip_kernel(scope: Scope, args: Any, kwargs: Any) -> str:
     """The same of a kernel that rounds the gradients of weights: a leaf keeps it in fp32."""
-    return IN_LEAF if mode.wide else _product_alone(mode, args, kwargs)
+    return IN_LEAF if scope.leaf else _skip_product(scope, args, kwargs)
 
 
-def _linear_alone(mode: "Reach", args: Any, kwargs: Any) -> str:
+def _skip_linear(scope: Scope, args: Any, kwargs: Any) -> str:
     """The same of (x, weight, bias): what is handed over as a weight is one, unless a leaf is as written."""
     x, weight, *bias = tensors_of(args, kwargs)
-    why = _why_alone(mode, [x, weight], bias)
-    return "" if why in (NO_PARAMETER, NO_GRADIENT) and not mode.wide else why
+    why = _skip_reason(scope, [x, weight], bias)
+    return "" if why in (NO_PARAMETER, NO_GRADIENT) and not scope.leaf else why
 
 
-def _added_alone(mode: "Reach", args: Any, kwargs: Any) -> str:
+def _skip_added(scope: Scope, args: Any, kwargs: Any) -> str:
     """The same of (c, a, b), for c + a b."""
     c, *pair = tensors_of(args, kwargs)
-    return OUT if kwargs.get("out") is not None else _why_alone(mode, pair, [c])
+    return OUT if kwargs.get("out") is not None else _skip_reason(scope, pair, [c])
 
 
-def _why_alone(mode: "Reach", operands: list[Tensor], added: Sequence[Tensor] = ()) -> str:
+def _skip_reason(scope: Scope, operands: list[Tensor], added: Sequence[Tensor] = ()) -> str:
     """Why a product of these, to which others are added, is left as it is."""
-    casts = mode.casts
+    casts = scope.casts
     if any(t.dtype is not operands[0].dtype for t in added):
         return ""
     if any(t.dtype not in FLOATS for t in operands):
         return OTHER_DTYPE
     if all(t.dtype is casts.compute for t in operands) and not casts.emulate:
-        if any(is_half(t) for t in operands):
+        if any(is_split(t) for t in operands):
             return ""
         return IN_COMPUTE
     if any(t.dtype in NARROW for t in operands):
@@ -224,15 +223,15 @@ def _why_alone(mode: "Reach", operands: list[Tensor], added: Sequence[Tensor] = 
         return ""
     if not casts.emulate:
         return NO_PARAMETER
-    if mode.wide:
+    if scope.leaf:
         return IN_LEAF
     return "" if any(t.requires_grad for t in operands) else NO_GRADIENT
 
 
-def _operands(mode: "Reach", *given: Tensor) -> tuple[list[Tensor], Two]:
+def _operands(scope: Scope, *given: Tensor) -> tuple[list[Tensor], Two]:
     """Two operands, halves widened, and which of them has an fp32 gradient that is not to be rounded."""
     found = [whole(t) for t in given]
-    mixed = not mode.casts.emulate and any(t.dtype in NARROW for t in found)
+    mixed = not scope.casts.emulate and any(t.dtype in NARROW for t in found)
     one, two = (
         t.dtype is torch.float32 and (o is not t or is_weight(o) or (mixed and o.requires_grad))
         for t, o in zip(found, given, strict=True)
@@ -240,91 +239,91 @@ def _operands(mode: "Reach", *given: Tensor) -> tuple[list[Tensor], Two]:
     return found, (one, two)
 
 
-def _cast_all(mode: "Reach", func: Any, args: Any, kwargs: Any) -> Any:
+def _cast_all(scope: Scope, func: Any, args: Any, kwargs: Any) -> Any:
     """The function of operands in compute."""
-    casts = mode.casts
+    casts = scope.casts
     args, kwargs = mapped(lambda t: enter(whole(t), casts), (args, kwargs))
-    return _given(mode, rounded(func(*args, **kwargs), casts))
+    return _given(scope, rounded(func(*args, **kwargs), casts))
 
 
-def _given(mode: "Reach", y: Tensor) -> Tensor:
+def _given(scope: Scope, y: Tensor) -> Tensor:
     """A result in compute, in the dtype that a leaf goes on with."""
-    return y.float() if mode.wide else y
+    return y.float() if scope.leaf else y
 
 
-def _linear(mode: "Reach", func: Any, args: Any, kwargs: Any) -> Tensor:
+def _linear(scope: Scope, func: Any, args: Any, kwargs: Any) -> Tensor:
     given = {**dict(zip(("input", "weight", "bias"), args, strict=False)), **kwargs}
     x, weight, bias = given["input"], given["weight"], given.get("bias")
     if weight.dim() == 1:
-        return _given(mode, linear(x, weight.unsqueeze(0), bias, mode.casts).squeeze(-1))
-    return _given(mode, linear(x, weight, bias, mode.casts))
+        return _given(scope, linear(x, weight.unsqueeze(0), bias, scope.casts).squeeze(-1))
+    return _given(scope, linear(x, weight, bias, scope.casts))
 
 
-def _matmul(mode: "Reach", func: Any, args: Any, kwargs: Any) -> Tensor:
-    (a, b), weights = _operands(mode, *tensors_of(args, kwargs))
+def _matmul(scope: Scope, func: Any, args: Any, kwargs: Any) -> Tensor:
+    (a, b), weights = _operands(scope, *tensors_of(args, kwargs))
     if not any(weights):
-        return _cast_all(mode, func, args, kwargs)
+        return _cast_all(scope, func, args, kwargs)
     if func in REVERSED:
         a, b, weights = b, a, (weights[1], weights[0])
-    return _given(mode, product(a, b, weights, mode.casts))
+    return _given(scope, product(a, b, weights, scope.casts))
 
 
-def _added_matmul(mode: "Reach", func: Any, args: Any, kwargs: Any) -> Tensor:
+def _added_matmul(scope: Scope, func: Any, args: Any, kwargs: Any) -> Tensor:
     """beta c + alpha a b."""
     options = dict(kwargs)
     beta, alpha = options.pop("beta", 1), options.pop("alpha", 1)
     c, *pair = tensors_of(args, options)
-    (a, b), weights = _operands(mode, *pair)
-    casts = mode.casts
+    (a, b), weights = _operands(scope, *pair)
+    casts = scope.casts
     if not any(weights):
-        return _cast_all(mode, func, args, kwargs)
+        return _cast_all(scope, func, args, kwargs)
     if weights[1] and b.dim() == 2 and c.dim() == 1 and alpha == beta == 1:
-        return _given(mode, linear(a, b, c, casts, transposed=True))
+        return _given(scope, linear(a, b, c, casts, transposed=True))
     y = product(a, b, weights, casts).float() * alpha
-    return _given(mode, enter(y if beta == 0 else y + whole(c).float() * beta, casts))
+    return _given(scope, enter(y if beta == 0 else y + whole(c).float() * beta, casts))
 
 
-def _einsum(mode: "Reach", func: Any, args: Any, kwargs: Any) -> Tensor:
+def _einsum(scope: Scope, func: Any, args: Any, kwargs: Any) -> Tensor:
     equation, *given = args
     given = [*tensors_of(given)]
     if len(given) == 2 and isinstance(equation, str):
-        (a, b), weights = _operands(mode, *given)
-        y = einsum(equation, a, b, weights, mode.casts) if any(weights) else None
+        (a, b), weights = _operands(scope, *given)
+        y = einsum(equation, a, b, weights, scope.casts) if any(weights) else None
         if y is not None:
-            return _given(mode, y)
-    return _cast_all(mode, func, args, kwargs)
+            return _given(scope, y)
+    return _cast_all(scope, func, args, kwargs)
 
 
-def _grouped_alone(mode: "Reach", args: Any, kwargs: Any) -> str:
-    if torch.compiler.is_compiling() and mode.casts.compute is not torch.bfloat16:
+def _skip_grouped(scope: Scope, args: Any, kwargs: Any) -> str:
+    if torch.compiler.is_compiling() and scope.casts.compute is not torch.bfloat16:
         return NOT_COMPILED
-    return _why_alone(mode, [*args[:2]])
+    return _skip_reason(scope, [*args[:2]])
 
 
-def _grouped(mode: "Reach", func: Any, args: Any, kwargs: Any) -> Tensor:
+def _grouped(scope: Scope, func: Any, args: Any, kwargs: Any) -> Tensor:
     (x, w), offsets = args[:2], (args[2] if len(args) > 2 else kwargs.get("offs"))
     others = [*args[3:], *(value for key, value in kwargs.items() if key != "offs")]
     if offsets is None or (x.dim(), w.dim()) != (2, 3) or any(value is not None for value in others):
-        return _cast_all(mode, func, args, kwargs)
-    return _given(mode, grouped(x, whole(w), offsets, mode.casts))
+        return _cast_all(scope, func, args, kwargs)
+    return _given(scope, grouped(x, whole(w), offsets, scope.casts))
 
 
-def _widened_alone(mode: "Reach", args: Any, kwargs: Any) -> str:
+def _skip_widened(scope: Scope, args: Any, kwargs: Any) -> str:
     dtypes = {t.dtype for t in tensors_of(args, kwargs) if t.dtype in FLOATS}
     return "" if torch.float32 in dtypes and len(dtypes) > 1 else IN_COMPUTE
 
 
-def _widen_all(mode: "Reach", func: Any, args: Any, kwargs: Any) -> Any:
+def _widen_all(scope: Scope, func: Any, args: Any, kwargs: Any) -> Any:
     """A function of many products, none of which can be told apart: in fp32."""
     args, kwargs = mapped(lambda t: whole(t).float(), (args, kwargs))
-    return mapped(lambda y: enter(y, mode.casts), func(*args, **kwargs))
+    return mapped(lambda y: enter(y, scope.casts), func(*args, **kwargs))
 
 
 _CASTS = "operands in compute"
-LINEAR = Entry(_linear_alone, _linear, f"{_CASTS}, an fp32 weight gradient")
-MATMUL = Entry(_product_alone, _matmul, _CASTS)
-ADDED = Entry(_added_alone, _added_matmul, _CASTS)
-EINSUM = Entry(_product_alone, _einsum, _CASTS)
-GROUPED = Entry(_grouped_alone, _grouped, _CASTS)
-KERNEL = Entry(_kernel_alone, _cast_all, f"{_CASTS}, weight gradients too, then fp32")
-WIDENED = Entry(_widened_alone, _widen_all, "fp32 throughout, compute out")
+LINEAR = Entry(_skip_linear, _linear, f"{_CASTS}, an fp32 weight gradient")
+MATMUL = Entry(_skip_product, _matmul, _CASTS)
+ADDED = Entry(_skip_added, _added_matmul, _CASTS)
+EINSUM = Entry(_skip_product, _einsum, _CASTS)
+GROUPED = Entry(_skip_grouped, _grouped, _CASTS)
+KERNEL = Entry(_skip_kernel, _cast_all, f"{_CASTS}, weight gradients too, then fp32")
+WIDENED = Entry(_skip_widened, _widen_all, "fp32 throughout, compute out")

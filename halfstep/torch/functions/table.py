@@ -15,10 +15,10 @@ What is left as it is: a product of fp32 tensors none of which is a parameter (a
 parameters alone (fp32: it is cast where it meets an activation), an island that is handed fp32 already, anything
 else. `run.reach(loss_fn, batch)` lists each function of a pass, with how it ran and why (reached.py).
 
-`Entry.alone` says why a function is left as it is; `Entry.run` runs it otherwise, with every mode off.
+`Entry.skip_reason` says why a function is left as it is; `Entry.run` runs it otherwise, with every mode off.
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -26,8 +26,8 @@ from torch import Tensor
 
 from halfstep.core.errors import PolicyError
 from halfstep.core.formats import FP32
+from halfstep.torch.dtypes import FLOATS
 from halfstep.torch.functions.entry import (
-    FLOATS,
     GIVEN_FP32,
     IN_COMPUTE,
     IN_LEAF,
@@ -36,31 +36,30 @@ from halfstep.torch.functions.entry import (
     NOTHING_MET,
     OUT,
     Entry,
+    Scope,
     is_weight,
     mapped,
     tensors_of,
     whole,
 )
 from halfstep.torch.functions.products import ADDED, EINSUM, GROUPED, KERNEL, LINEAR, MATMUL, WIDENED
-from halfstep.torch.layers import additive, embedding, enter, island, leave, rounded, weighted_attention
-from halfstep.torch.split import is_half
-
-if TYPE_CHECKING:
-    from halfstep.torch.functions.mode import Reach
+from halfstep.torch.layers import additive, embedding, weighted_attention
+from halfstep.torch.lowering import enter, island, leave, rounded
+from halfstep.torch.split import is_split
 
 # --- islands
 
 
 def _island(role: str) -> Entry:
-    def alone(mode: "Reach", args: Any, kwargs: Any) -> str:
-        if getattr(mode.casts.precision, role) != FP32:
-            return IN_LEAF if mode.wide else ""
-        if mode.casts.emulate:
-            return IN_LEAF if mode.wide else ""
+    def skip_reason(scope: Scope, args: Any, kwargs: Any) -> str:
+        if getattr(scope.casts.precision, role) != FP32:
+            return IN_LEAF if scope.leaf else ""
+        if scope.casts.emulate:
+            return IN_LEAF if scope.leaf else ""
         return "" if any(t.dtype in NARROW for t in tensors_of(args, kwargs)) else GIVEN_FP32
 
-    def run(mode: "Reach", func: Any, args: Any, kwargs: Any) -> Any:
-        casts = mode.casts
+    def run(scope: Scope, func: Any, args: Any, kwargs: Any) -> Any:
+        casts = scope.casts
         given = next(tensors_of(args, kwargs))
         asked = next((a for a in (*args, *kwargs.values()) if isinstance(a, torch.dtype)), None)
         if casts.emulate and role != "loss":  # what came here would have been narrow
@@ -74,7 +73,7 @@ def _island(role: str) -> Entry:
         return island(y, role, casts).to(asked or given.dtype)
 
     out = "inside and out" if role == "loss" else "inside, compute out"
-    return Entry(alone, run, f"the {role} format {out}")
+    return Entry(skip_reason, run, f"the {role} format {out}")
 
 
 def _replaced(old: Tensor, new: Tensor, args: Any, kwargs: Any) -> tuple[Any, Any]:
@@ -82,20 +81,20 @@ def _replaced(old: Tensor, new: Tensor, args: Any, kwargs: Any) -> tuple[Any, An
     return found, {key: new if value is old else value for key, value in kwargs.items()}
 
 
-def _attention_alone(mode: "Reach", args: Any, kwargs: Any) -> str:
+def _skip_attention(scope: Scope, args: Any, kwargs: Any) -> str:
     given = [*args, *kwargs.values()]
     dtypes = [t.dtype for t in given if isinstance(t, Tensor)]
-    if mode.wide and torch.float32 in dtypes:
+    if scope.leaf and torch.float32 in dtypes:
         return IN_LEAF
-    if mode.casts.emulate or not mode.casts.fused_softmax:
+    if scope.casts.emulate or not scope.casts.fused_softmax:
         return ""
-    return IN_COMPUTE if all(d is mode.casts.compute or d is torch.bool for d in dtypes) else ""
+    return IN_COMPUTE if all(d is scope.casts.compute or d is torch.bool for d in dtypes) else ""
 
 
-def _attend(mode: "Reach", func: Any, args: Any, kwargs: Any) -> Tensor:
+def _attend(scope: Scope, func: Any, args: Any, kwargs: Any) -> Tensor:
     names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
     given = {**dict(zip(names, args, strict=False)), **kwargs}
-    casts = mode.casts
+    casts = scope.casts
     q, k, v = (enter(given.pop(name), casts) for name in names[:3])
     given["attn_mask"] = additive(given.get("attn_mask"), casts.compute)
     if casts.fused_softmax:
@@ -115,78 +114,78 @@ def _attend(mode: "Reach", func: Any, args: Any, kwargs: Any) -> Tensor:
 # --- a parameter that meets an activation
 
 
-def _rows_alone(mode: "Reach", args: Any, kwargs: Any) -> str:
+def _skip_rows(scope: Scope, args: Any, kwargs: Any) -> str:
     table = next(t for t in tensors_of(args, kwargs) if t.is_floating_point())
-    if mode.wide:
+    if scope.leaf:
         return IN_LEAF
-    return "" if is_half(table) or (table.dtype is torch.float32 and is_weight(table)) else NO_PARAMETER
+    return "" if is_split(table) or (table.dtype is torch.float32 and is_weight(table)) else NO_PARAMETER
 
 
-def _rows(mode: "Reach", func: Any, args: Any, kwargs: Any) -> Tensor:
+def _rows(scope: Scope, func: Any, args: Any, kwargs: Any) -> Tensor:
     names = ("input", "weight", "padding_idx", "max_norm", "norm_type", "scale_grad_by_freq", "sparse")
     given = {**dict(zip(names, args, strict=False)), **kwargs}
-    return embedding(given.pop("input"), given.pop("weight"), mode.casts, **given)
+    return embedding(given.pop("input"), given.pop("weight"), scope.casts, **given)
 
 
-def _two_alone(mode: "Reach", args: Any, kwargs: Any) -> str:
-    if mode.wide:
+def _skip_two(scope: Scope, args: Any, kwargs: Any) -> str:
+    if scope.leaf:
         return IN_LEAF
     a, b = args if len(args) == 2 else [*args, *(kwargs[k] for k in ("input", "other") if k in kwargs), None][:2]
     if isinstance(a, Tensor) and isinstance(b, Tensor):
-        same = a.dtype is b.dtype and not mode.casts.emulate
-        if same and not (mode.halves and (is_half(a) or is_half(b))):
+        same = a.dtype is b.dtype and not scope.casts.emulate
+        if same and not (scope.has_split and (is_split(a) or is_split(b))):
             return NOTHING_MET
-        return _meeting(mode, [a, b])
-    return "" if mode.halves and (_is_half(a) or _is_half(b)) else NOTHING_MET
+        return _meeting(scope, [a, b])
+    return "" if scope.has_split and (_is_split_tensor(a) or _is_split_tensor(b)) else NOTHING_MET
 
 
-def _many_alone(mode: "Reach", args: Any, kwargs: Any) -> str:
-    if mode.wide:
+def _skip_many(scope: Scope, args: Any, kwargs: Any) -> str:
+    if scope.leaf:
         return IN_LEAF
-    return OUT if kwargs.get("out") is not None else _meeting(mode, [*tensors_of(args, kwargs)])
+    return OUT if kwargs.get("out") is not None else _meeting(scope, [*tensors_of(args, kwargs)])
 
 
-def _meeting(mode: "Reach", tensors: list[Tensor]) -> str:
+def _meeting(scope: Scope, tensors: list[Tensor]) -> str:
     """Why tensors that meet in arithmetic are left alone."""
     floats = [t for t in tensors if t.dtype in FLOATS]
-    if mode.halves and any(is_half(t) for t in floats):
+    if scope.has_split and any(is_split(t) for t in floats):
         return ""
-    if not mode.casts.emulate and len({t.dtype for t in floats}) < 2:
+    if not scope.casts.emulate and len({t.dtype for t in floats}) < 2:
         return NOTHING_MET
     others = [t for t in floats if not (t.dtype is torch.float32 and is_weight(t))]
-    promoted = others if mode.casts.emulate else [t for t in others if t.dtype in NARROW]
+    promoted = others if scope.casts.emulate else [t for t in others if t.dtype in NARROW]
     promoting = any(t.dim() for t in floats if t.dtype is torch.float32)
     return "" if promoted and promoting and len(others) < len(floats) else NOTHING_MET
 
 
-def _meet(mode: "Reach", func: Any, args: Any, kwargs: Any) -> Any:
+def _meet(scope: Scope, func: Any, args: Any, kwargs: Any) -> Any:
     floats = [t for t in tensors_of(args, kwargs) if t.dtype in FLOATS]
     alone = all(is_weight(t) for t in floats)
     args, kwargs = mapped(lambda t: whole(t), (args, kwargs))
     y = func(*args, **kwargs)
-    return y if alone else enter(y, mode.casts)
+    return y if alone else enter(y, scope.casts)
 
 
-def _view_alone(mode: "Reach", args: Any, kwargs: Any) -> str:
-    return "" if any(_is_half(t) for t in (*args, kwargs.get("input"))) else NOTHING_MET
+def _skip_view(scope: Scope, args: Any, kwargs: Any) -> str:
+    return "" if any(_is_split_tensor(t) for t in (*args, kwargs.get("input"))) else NOTHING_MET
 
 
-def _view(mode: "Reach", func: Any, args: Any, kwargs: Any) -> Any:
+def _view(scope: Scope, func: Any, args: Any, kwargs: Any) -> Any:
     args, kwargs = mapped(lambda t: whole(t), (args, kwargs))
     return func(*args, **kwargs)
 
 
-def _dtype_alone(mode: "Reach", args: Any, kwargs: Any) -> str:
-    narrow = mode.casts.compute is torch.bfloat16 or not is_half(args[0])
+def _skip_dtype(scope: Scope, args: Any, kwargs: Any) -> str:
+    narrow = scope.casts.compute is torch.bfloat16 or not is_split(args[0])
     return NOTHING_MET if narrow else ""
 
 
-def _dtype(mode: "Reach", func: Any, args: Any, kwargs: Any) -> torch.dtype:
-    return mode.casts.compute
+def _dtype(scope: Scope, func: Any, args: Any, kwargs: Any) -> torch.dtype:
+    return scope.casts.compute
 
 
-def _is_half(given: Any) -> bool:
-    return isinstance(given, Tensor) and is_half(given)
+def _is_split_tensor(given: Any) -> bool:
+    return isinstance(given, Tensor) and is_split(given)
 
 
 # --- the table
@@ -221,7 +220,7 @@ TABLE: dict[Any, Entry] = {
     **dict.fromkeys(_named(_SOFTMAX, F, torch.special, *_METHODS), _island("softmax")),
     **dict.fromkeys(_named(_NORMS, F, torch), _island("norm")),
     **dict.fromkeys(_named(_LOSSES, F, torch), _island("loss")),
-    F.scaled_dot_product_attention: Entry(_attention_alone, _attend, "queries, keys and values in compute"),
+    F.scaled_dot_product_attention: Entry(_skip_attention, _attend, "queries, keys and values in compute"),
     F.linear: LINEAR,
     **dict.fromkeys(_named("matmul __matmul__ __rmatmul__ mm bmm mv", torch.linalg, *_METHODS), MATMUL),
     **dict.fromkeys(_named("addmm baddbmm", *_METHODS), ADDED),
@@ -229,21 +228,21 @@ TABLE: dict[Any, Entry] = {
     **dict.fromkeys(_named("grouped_mm _grouped_mm", F, torch), GROUPED),
     **dict.fromkeys(_named(_KERNELS, F, *_METHODS), KERNEL),
     F.multi_head_attention_forward: WIDENED,
-    F.embedding: Entry(_rows_alone, _rows, "rows of the master, in compute"),
-    **dict.fromkeys(_named(_TWO, *_METHODS), Entry(_two_alone, _meet, "fp32 inside, compute out")),
+    F.embedding: Entry(_skip_rows, _rows, "rows of the master, in compute"),
+    **dict.fromkeys(_named(_TWO, *_METHODS), Entry(_skip_two, _meet, "fp32 inside, compute out")),
     **dict.fromkeys(
         _named("cat concat concatenate stack hstack vstack where lerp addcmul", *_METHODS),
-        Entry(_many_alone, _meet, "fp32 inside, compute out"),
+        Entry(_skip_many, _meet, "fp32 inside, compute out"),
     ),
 }
 # Of models with split masters: what is made of a half is made of the whole, and has an fp32 gradient.
 VIEWS: dict[Any, Entry] = {
     **dict.fromkeys(
         [*_named(_VIEWS, *_METHODS), *(getattr(Tensor, name).__get__ for name in ("T", "mT", "H", "mH"))],
-        Entry(_view_alone, _view, "of the whole master"),
+        Entry(_skip_view, _view, "of the whole master"),
     ),
     # Code that casts its input to a weight's dtype, as T5's, means the dtype that the weight computes in.
-    Tensor.dtype.__get__: Entry(_dtype_alone, _dtype, "that of compute"),  # type: ignore[attr-defined]
+    Tensor.dtype.__get__: Entry(_skip_dtype, _dtype, "that of compute"),  # type: ignore[attr-defined]
 }
 
 

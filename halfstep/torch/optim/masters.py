@@ -33,7 +33,7 @@ from halfstep.core.formats import BF16, FP16, FP32, Format
 from halfstep.core.philox import tensor_id
 from halfstep.core.roles import Param
 from halfstep.torch.cast import carried, join, quantize, random_bits, split
-from halfstep.torch.split import note_write, settle
+from halfstep.torch.split import drop_stale_remainder, note_write
 
 _BY_DTYPE = {torch.float32: Param(FP32), torch.bfloat16: Param(BF16), torch.float16: Param(FP16)}
 
@@ -83,7 +83,7 @@ class Masters:
                     f"{tuple(p.shape)} now: what its half leaves out is of the first",
                     hint="prepare the model after resizing it; what is here is rounded to bf16 by now",
                 )
-            settle(p)
+            drop_stale_remainder(p)
 
     @torch.no_grad()
     def wide(self, parameters: Sequence[Tensor]) -> list[Tensor]:
@@ -91,7 +91,7 @@ class Masters:
         found = {p: p if self.is_whole(p) else None for p in parameters}
         halves = [p for p in parameters if self.is_split(p)]
         for p in halves:
-            settle(p)
+            drop_stale_remainder(p)
         joined = _over_all(_join, halves, [self.remainders[self.names[p]] for p in halves])
         found |= dict(zip(halves, joined, strict=True))
         # A copy also where the dtype is fp32: what is rounded back must not be the parameter.

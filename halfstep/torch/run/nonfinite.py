@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from halfstep.torch.split import STAND_IN
+from halfstep.torch.split import GRAD_OWNER
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class _Watch:
         for name, parameter in model.named_parameters():
             if parameter.requires_grad:
                 hook = self._gradient(f"`{name}`", name.rpartition(".")[0])
-                owner = getattr(parameter, STAND_IN, parameter)  # whose gradient autograd takes
+                owner = getattr(parameter, GRAD_OWNER, parameter)  # whose gradient autograd takes
                 self._handles.append(owner.register_hook(hook))
 
     def remove(self) -> None:

@@ -17,8 +17,8 @@ import torch
 from torch import nn
 from torch.overrides import resolve_name
 
-from halfstep.torch.functions.entry import IN_COMPUTE, NARROW, NOTHING_MET, Entry, tensors_of
-from halfstep.torch.functions.mode import WATCHERS, Reach
+from halfstep.torch.functions.entry import IN_COMPUTE, NARROW, NOTHING_MET, Entry, Scope, tensors_of
+from halfstep.torch.functions.mode import WATCHERS
 from halfstep.torch.functions.table import SENSITIVE, meets
 from halfstep.torch.run.nonfinite import as_it_was
 
@@ -58,8 +58,8 @@ def record(model: nn.Module, loss_fn: Callable[[Any], Any], batch: Any) -> Reach
     counts: dict[Row, int] = {}
     inside: list[str] = []
 
-    def watch(mode: Reach, func: Any, args: Any, kwargs: Any, entry: Entry | None, why: str) -> None:
-        told = _told(mode, func, args, kwargs, entry, why)
+    def watch(scope: Scope, func: Any, args: Any, kwargs: Any, entry: Entry | None, why: str) -> None:
+        told = _told(scope, func, args, kwargs, entry, why)
         if told is not None:
             row = Row(_function(func), inside[-1] if inside else "", *told)
             counts[row] = counts.get(row, 0) + 1
@@ -79,11 +79,11 @@ def record(model: nn.Module, loss_fn: Callable[[Any], Any], batch: Any) -> Reach
 
 
 def _told(
-    mode: Reach, func: Any, args: Any, kwargs: Any, entry: Entry | None, why: str
+    scope: Scope, func: Any, args: Any, kwargs: Any, entry: Entry | None, why: str
 ) -> tuple[Literal["reached", "as it is"], str] | None:
     """How a function runs and why; None where there is nothing to tell."""
     if entry is not None and not why:
-        return "reached", entry.told
+        return "reached", entry.description
     if entry is not None and why != NOTHING_MET and not meets(entry):
         return "as it is", why
     dtypes = {t.dtype for t in tensors_of(args, kwargs) if t.dim() and t.is_floating_point()}
@@ -92,7 +92,7 @@ def _told(
         return ("as it is", f"computed in {_name(dtypes)}, no role reaches it") if narrow else None
     promoted = meets(entry) and torch.float32 in dtypes and any(dtype in NARROW for dtype in dtypes)
     return (
-        ("as it is", "an fp32 tensor that is no parameter makes it fp32") if promoted and not mode.wide else None
+        ("as it is", "an fp32 tensor that is no parameter makes it fp32") if promoted and not scope.leaf else None
     )
 
 

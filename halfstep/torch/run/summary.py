@@ -46,7 +46,7 @@ def _measured(run: "Run") -> Iterator[str]:
         yield f"  measured: {run.conversion.measured.told}"
     if run.amaxes is not None:
         modules, past = dict(run.model.named_modules()), run.amaxes.history.shape[-1]
-        count = sum(cast(Layer, modules[name]).precision.delayed for name in run.amaxes.pasts)
+        count = sum(cast(Layer, modules[name]).precision.delayed for name in run.amaxes.layers)
         yield f"  delayed: {count} matmuls are scaled by the largest amax of their last {past} updates"
 
 

@@ -17,7 +17,7 @@ from halfstep.core.formats import BF16, FP16
 from halfstep.core.policy import Policy
 from halfstep.torch.apply import apply
 from halfstep.torch.cast import carried
-from halfstep.torch.convert.plan import plan
+from halfstep.torch.convert import plan
 
 MIXED = {
     "bf16": ("bf16-mixed", BF16, torch.bfloat16),

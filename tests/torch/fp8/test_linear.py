@@ -16,10 +16,10 @@ from halfstep.core.precision import Precision, precisions
 from halfstep.core.roles import Accumulator, Operand
 from halfstep.torch.cast import amax_of
 from halfstep.torch.dtypes import ROWS_INTO_FP32, product_failure, supported
-from halfstep.torch.fp8.linear import linear as fp8
+from halfstep.torch.fp8 import linear as fp8
 from halfstep.torch.fp8.linear import lower
 from halfstep.torch.layers import casts_of, linear
-from halfstep.torch.split import make_half
+from halfstep.torch.split import make_split
 from halfstep.torch.step import prepare
 from halfstep.torch.tracing import compiling
 
@@ -268,7 +268,7 @@ def test_x_is_kept_as_codes_where_they_are_the_same_in_both_products():
 def test_a_split_master_is_multiplied_by_its_half_and_has_an_fp32_gradient(monkeypatch):
     wide = draw(48, 32, seed=1, scale=0.1)
     half = nn.Parameter(wide.bfloat16())
-    make_half(half, torch.zeros_like(half, dtype=torch.int16))
+    make_split(half, torch.zeros_like(half, dtype=torch.int16))
     x = draw(19, 32)
     made = calls(monkeypatch, lambda: linear(x, half, None, CASTS).float().square().sum().backward())
     codes = lower(half.detach(), CASTS.precision.operand, CASTS).values

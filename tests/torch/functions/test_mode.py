@@ -19,7 +19,7 @@ from halfstep.torch.apply import apply, set_precision
 from halfstep.torch.cast import carried
 from halfstep.torch.functions import entry as entries
 from halfstep.torch.functions import mode
-from halfstep.torch.functions.table import table as functions
+from halfstep.torch.functions import table as functions
 from halfstep.torch.layers import CastedLinear, casts_for, softmax
 from halfstep.torch.step import prepare
 
@@ -357,7 +357,7 @@ def test_kernels_that_round_weight_gradients_take_compute_and_say_so():
     assert torch.equal(y, F.conv1d(x, conv.weight.bfloat16(), conv.bias.bfloat16()))
     y.float().sum().backward()
     assert code.part.weight.grad.dtype == torch.float32
-    assert "weight gradients too" in functions.TABLE[F.conv1d].told
+    assert "weight gradients too" in functions.TABLE[F.conv1d].description
 
 
 # --- parameters that meet activations
@@ -691,7 +691,7 @@ def test_the_summary_says_where_the_list_is_and_then_has_it():
 
 def test_every_function_of_the_table_is_one_of_torchs():
     """A name that torch no longer has would drop out without a word."""
-    found = {entry.told for entry in functions.TABLE.values()}
+    found = {entry.description for entry in functions.TABLE.values()}
     assert len(functions.TABLE) > 100
     assert len(found) >= 8
     for name in ("softmax", "layer_norm", "rms_norm", "cross_entropy", "linear", "scaled_dot_product_attention"):

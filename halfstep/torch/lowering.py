@@ -1,0 +1,139 @@
+"""What a precision means in torch (`Casts`), and the casts at the border of an operation.
+
+Every layer function takes a `Casts` last. It holds dtypes instead of formats, so that compiled code never hashes a
+format and a call derives nothing that was known before. The casts themselves:
+
+    enter       an activation, or a result, to the compute format
+    island      a tensor to the format of a role (`norm`, `softmax`, `loss`); `own` does it to a parameter
+    leave       the result of an island to compute
+    owned       a parameter whose gradient is rounded to the format of weight gradients
+    rounded     emulation only: a result in compute, which natively has its dtype already
+
+Natively each is one `to`. **Emulated**, a tensor is carried in fp32 and holds values of its format; every tensor
+that hardware would store in the format is rounded by the reference cast, and so is its gradient.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from halfstep.core import lowering
+from halfstep.core.errors import HalfstepError
+from halfstep.core.formats import FP32, Format
+from halfstep.torch.cast import carried
+from halfstep.torch.split import is_split, widened
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+
+@dataclass(frozen=True)
+class Casts(lowering.Casts[torch.dtype]):
+    """A precision in torch's terms; `layers.casts_of` makes them."""
+
+    whole: bool  # operands need more of a split master than its bf16 half
+    fp32_grads: bool  # weight gradients are fp32
+    fast: bool  # forward matmuls of narrow operands may sum in less than fp32
+    delayed: bool  # some operands are scaled by amaxes of earlier updates
+    wide: "Casts | None"  # of narrow operands: the same layer with operands in compute
+    # Of narrow operands: the three matmuls, in the form that dynamo puts into its graph (fp8/linear.py).
+    in_graph: Callable[..., Tensor] | None = field(default=None, repr=False, compare=False)
+
+
+def bypass_mode(function: Callable[_P, _R]) -> Callable[_P, _R]:
+    """Hides what a function calls from function modes (functions/mode.py): the function casts by itself."""
+
+    @wraps(function)
+    def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        with torch._C.DisableTorchFunction():
+            return function(*args, **kwargs)
+
+    return call
+
+
+def check_autocast() -> None:
+    """Refuses to run if torch would cast as well, on any kind of device."""
+    for device in ("cpu", "cuda", "xpu", "mps"):
+        if torch.is_autocast_enabled(device):
+            raise autocast_error()
+
+
+def autocast_error() -> HalfstepError:
+    """Returns the error for a module that is used under torch.autocast."""
+    return HalfstepError(
+        "a module with a policy is used under torch.autocast, which would cast inside its islands",
+        hint="leave torch.autocast out: the modules cast by themselves",
+    )
+
+
+def enter(x: Tensor, casts: Casts) -> Tensor:
+    """Casts an activation to the compute format of the module it enters."""
+    # Asked without a Python call: this runs some forty times per micro-batch of a small model.
+    if torch.is_autocast_enabled(x.device.type):
+        raise autocast_error()
+    x = x.to(casts.compute)
+    return rounded(x, casts) if casts.emulate else x
+
+
+def rounded(x: Tensor, casts: Casts) -> Tensor:
+    """Rounds the result of an operation to compute where it is emulated; natively it is in compute already."""
+    if not casts.emulate or casts.plain:
+        return x
+    return _Rounded.apply(x, casts.precision.compute, casts.precision.grad)  # type: ignore[no-any-return]
+
+
+def owned(parameter: Tensor, casts: Casts) -> Tensor:
+    """Returns a parameter, not of a matmul, whose gradient is rounded to the format of weight gradients."""
+    if is_split(parameter):
+        parameter = widened(parameter, casts.whole)
+    if casts.fp32_grads or parameter.dtype != torch.float32:
+        return parameter  # a bf16 parameter has a bf16 gradient as it is
+    return _Rounded.apply(parameter, FP32, casts.precision.grad_weight)  # type: ignore[no-any-return]
+
+
+def island(x: Any, role: str, casts: Casts) -> Any:
+    """Casts a tensor (or None) to the format of an island's role: `norm`, `softmax` or `loss`."""
+    if x is None:
+        return None
+    x = x.to(getattr(casts, role))
+    if not casts.emulate:
+        return x
+    fmt: Format = getattr(casts.precision, role)
+    return x if fmt == FP32 else _Rounded.apply(x, fmt, fmt)
+
+
+def own(parameter: Tensor | None, role: str, casts: Casts) -> Any:
+    """Casts a parameter of an island, or None, to the format that it computes in."""
+    if parameter is None:
+        return None
+    if casts.fp32_grads and not casts.emulate and parameter.dtype is torch.float32:
+        return parameter.to(getattr(casts, role))
+    return island(owned(parameter, casts), role, casts)
+
+
+def leave(x: Tensor, role: str, casts: Casts) -> Tensor:
+    """Casts the result of an island to the island's format first, then to compute."""
+    if casts.emulate:
+        return enter(island(x, role, casts), casts)
+    if torch.is_autocast_enabled(x.device.type):
+        raise autocast_error()
+    return x.to(getattr(casts, role)).to(casts.compute)
+
+
+class _Rounded(torch.autograd.Function):
+    """Rounds the value forward and the gradient backward, as storing both in narrow tensors would."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, value: Format, grad: Format) -> Tensor:
+        ctx.grad = grad
+        return carried(x, value)
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None, None]:
+        return carried(g, ctx.grad), None, None
