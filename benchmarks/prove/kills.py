@@ -365,6 +365,8 @@ def main() -> int:
             rows.append(("sessions that resumed, at the newest checkpoint", str(found["resumed"])))
             rows.append(("runs that ended, bit-identical to the uninterrupted one", str(found["runs"])))
             faults += found["faults"]
+            if options.kills >= 10 and "saving" not in struck:
+                faults.append("no kill struck during a save, so nothing was shown about saves")
         if options.only in (None, "damage"):
             if not (bench.folder / "uninterrupted").exists():
                 bench.uninterrupted()

@@ -130,7 +130,13 @@ LINES = {
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs a file that is always full")
-@pytest.mark.parametrize("line", LINES.values(), ids=LINES)
+@pytest.mark.parametrize(
+    "line",
+    [
+        pytest.param(line, id=name, marks=pytest.mark.prove if name == "full disks" else ())
+        for name, line in LINES.items()
+    ],
+)
 def test_the_exit_code_is_that_of_the_run(arguments, tmp_path, line):
     """In a process of its own: Python flushes what is left when it exits, and makes an error of it."""
     done = shell(line, "-m", "halfstep", *arguments)
@@ -148,6 +154,7 @@ def test_no_file_gets_the_number_of_a_stream_that_is_closed():
     assert shell('"$@" <&- >&- 2>&-', "-c", code).returncode == 7
 
 
+@pytest.mark.prove
 def test_a_terminal_that_goes_away_ends_no_run_that_ignores_the_signal(arguments, tmp_path):
     """As under nohup; the bar is drawn by a thread, which fails first."""
     ours, theirs = pty.openpty()

@@ -103,7 +103,8 @@ def as_is(function):
     return function
 
 
-HOW = pytest.mark.parametrize("how", [as_is, mx.compile], ids=["eager", "compiled"])
+COMPILED = pytest.param(mx.compile, marks=pytest.mark.prove)  # some ten seconds of g++ for each kernel
+HOW = pytest.mark.parametrize("how", [as_is, COMPILED], ids=["eager", "compiled"])
 
 
 @pytest.mark.parametrize("name", EVERY)
@@ -148,6 +149,7 @@ def test_a_million_patterns(name):
         ("e8m2fnuz", "nan", ["nearest-even"]),
     ],
 )
+@pytest.mark.prove
 def test_compiled_it_gives_the_same_bits(name, rule, modes):
     fmt, x = Format.parse(name), np.concatenate([samples(name), million()])
     words = philox.random_bits(x.shape, seed=1, step=2, tensor=3)
@@ -318,6 +320,7 @@ def test_random_words_are_those_of_the_reference(shape, start):
         assert np.array_equal(np.array(found), expected)
 
 
+@pytest.mark.prove
 def test_a_compiled_function_takes_the_step_as_it_comes():
     compiled = mx.compile(lambda step: random_bits((5, 3), seed=2**64 - 1, step=step, tensor=1))
     for step in (0, 1, 7):

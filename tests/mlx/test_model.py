@@ -246,6 +246,7 @@ def test_with_everything_switched_on_it_is_torchs_decoder():
     compare(EVERYTHING, "fp32", 1e-5, 1e-5)
 
 
+@pytest.mark.prove
 def test_compiled_it_is_the_same_function():
     """One plain block, forward: on a CPU each kernel costs a run of the C++ compiler."""
     config = replace(TINY, layers=1, mlp="relu2", norm_gain=False, positions="none")

@@ -398,6 +398,7 @@ def test_running_statistics_move_with_a_step_and_stay_with_a_skipped_one():
     assert not mx.array_equal(r.model.norm.running_mean, mean)
 
 
+@pytest.mark.prove
 def test_a_compiled_step_is_the_step_and_compiles_once():
     """Rates, scales and random numbers change; the functions are traced once."""
     traced = []

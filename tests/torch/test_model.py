@@ -117,7 +117,7 @@ EVERYTHING = replace(
     [
         (EVERYTHING, "bf16-mixed"),
         (replace(TINY, layers=1, norm="layer", bias=True, positions="learned"), "fp16-mixed"),
-        (replace(TINY, layers=1), "bf16-mixed,emulate=true"),
+        pytest.param(replace(TINY, layers=1), "bf16-mixed,emulate=true", marks=pytest.mark.prove),
     ],
     ids=["everything", "gpt2", "emulated"],
 )

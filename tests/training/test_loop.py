@@ -148,7 +148,7 @@ def wait_for_steps(process, out, count):
     raise AssertionError(f"the run did not get going: {process.communicate()[1]}")
 
 
-@pytest.mark.parametrize("kind", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("kind", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.prove)])
 def test_a_signal_saves_and_leaves_cleanly_and_the_run_can_go_on(text, tmp_path, kind):
     out = tmp_path / "run"
     many = ["training.steps=100000", "training.save_every=100000", "training.validate_every=100000"]

@@ -209,6 +209,7 @@ def test_a_worker_goes_through_the_data_once(files):
     assert racer.finish()["held_out"] == pytest.approx(float(mean), rel=1e-6)
 
 
+@pytest.mark.prove
 def test_the_ceiling_is_a_racer(files):
     racer, hello = worker.start(setting(CEILING, **files))
     assert hello["versions"] == {"torch": torch.__version__}
@@ -225,6 +226,7 @@ def test_a_device_that_cannot_be_raced_on(device, said):
         worker.start(setting("fp32", device=device))
 
 
+@pytest.mark.prove
 def test_what_others_print_does_not_come_between_the_answers(files):
     code = (
         "import sys\nfrom halfstep.tools.bench.contract import worker\n"

@@ -326,6 +326,7 @@ def test_no_framework_is_loaded_by_the_tool():
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
+@pytest.mark.prove
 def test_real_workers(text):
     pytest.importorskip("torch")
     result = run.run(["fp32", "autocast"], source=str(text), device="cpu", rounds=2, steps=2, **SMALL)

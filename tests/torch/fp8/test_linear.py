@@ -96,6 +96,7 @@ def test_operands_and_scales_are_those_of_the_reference_natively_and_emulated(na
             assert np.abs(values.float().numpy()).max() <= fmt.max
 
 
+@pytest.mark.prove
 def test_compiled_casts_make_the_same_codes_and_a_scale_that_its_inverse_undoes():
     """Inductor fuses amax, scale, clamp and conversion into one or two loops; not one code may differ.
 

@@ -573,7 +573,7 @@ def test_a_leaf_multiplies_in_compute_and_goes_on_in_fp32():
 # --- compiled
 
 
-@pytest.mark.parametrize("held", ["", ",param=fp32:split"])
+@pytest.mark.parametrize("held", [pytest.param("", marks=pytest.mark.prove), ",param=fp32:split"])
 def test_compiled_whole_it_is_what_it_is_eagerly(held):
     class Model(nn.Module):
         def __init__(self):

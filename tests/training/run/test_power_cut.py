@@ -89,6 +89,7 @@ def packed(source, out):
     return {path.name: path.read_bytes() for path in out.iterdir() if path.name != "lock"}
 
 
+@pytest.mark.prove
 def test_a_power_cut_at_any_write_of_a_packing_loses_nothing(source, tmp_path):
     whole = packed(source, tmp_path / "whole")
     assert {"train_000001.bin", "val_000001.bin"} <= whole.keys()

@@ -171,6 +171,7 @@ def test_a_kill_at_every_write_loses_nothing(source, tmp_path, monkeypatch, inst
     assert number > 10
 
 
+@pytest.mark.prove
 def test_kill_9_of_the_command(source, tmp_path, monkeypatch):
     monkeypatch.undo()  # blocks of their usual size, in a process of its own
     path = tmp_path / "long.jsonl"
@@ -365,6 +366,7 @@ def three_records(seed):
     ("name", "made", "validation"),
     [("a.jsonl", three_records, 1e-6), ("a.jsonl", three_records, 0.5), ("a.txt", one_text, 1e-6)],
 )
+@pytest.mark.prove
 def test_the_share_that_is_told_is_enough(tmp_path, name, made, validation):
     """Of documents and of the pieces of a text, whichever side is empty."""
     told = 0
