@@ -33,10 +33,10 @@ from halfstep.torch.convert.fp8_choice import TOKENS
 from halfstep.torch.convert.plan import check_model
 from halfstep.torch.optim.adamw import Optimizer
 from halfstep.torch.optim.drivers import Stock, check_optimizers, driver_of
-from halfstep.torch.optim.gradients import CAST, Gradients, checked_pair, divisor, values_of
+from halfstep.torch.run.accumulation import CAST, Gradients, checked_pair, divisor, values_of
 from halfstep.torch.optim.masters import Averages, Masters, Statistics
 from halfstep.torch.run import nonfinite
-from halfstep.torch.run.accumulation import Sums, check_fp32
+from halfstep.torch.run.switches import Sums, check_fp32
 from halfstep.torch.run.checks import check_moments, check_replicas, check_settings
 from halfstep.torch.run.from_amp import State, take_over
 from halfstep.torch.run.reached import Reached, record

@@ -26,7 +26,7 @@ from halfstep.torch.layers import casts_for, rotate
 from halfstep.torch.model import rope_tables
 from halfstep.torch.optim.adamw import AdamW, adamw
 from halfstep.torch.optim.muon import Muon
-from halfstep.torch.run.accumulation import Sums
+from halfstep.torch.run.switches import Sums
 from halfstep.torch.session import Session
 from halfstep.torch.step import prepare
 

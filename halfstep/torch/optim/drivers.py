@@ -29,7 +29,7 @@ from halfstep.core.formats import FP32, Format
 from halfstep.torch.convert.known_packages import refuse_wrapped_optimizer
 from halfstep.torch.dtypes import dtype_of
 from halfstep.torch.optim.adamw import Optimizer
-from halfstep.torch.optim.gradients import values_of
+from halfstep.torch.run.accumulation import values_of
 from halfstep.torch.optim.masters import Masters
 
 Grads = Mapping[Tensor, Tensor]

@@ -15,7 +15,7 @@ from halfstep.core.roles import print_value
 from halfstep.torch.convert.known_packages import kept_wide
 from halfstep.torch.layers import Layer
 from halfstep.torch.optim.drivers import label
-from halfstep.torch.run.accumulation import fp32_is_fp32
+from halfstep.torch.run.switches import fp32_is_fp32
 
 if TYPE_CHECKING:
     from halfstep.torch.step import Run
