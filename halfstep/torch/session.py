@@ -25,8 +25,7 @@ from halfstep.torch.measure import devices
 from halfstep.torch.model import Decoder
 from halfstep.torch.optim.adamw import AdamW, Optimizer
 from halfstep.torch.optim.muon import Muon
-from halfstep.torch.run.readback import Numbers
-from halfstep.torch.run.spans import Spans
+from halfstep.torch.run.readback import Readback
 from halfstep.torch.state import Copies, load_state, load_weights, restored, state_of, stored
 from halfstep.torch.step import Run, StepResult
 
@@ -58,7 +57,7 @@ class Session:
             torch.cuda.set_device(self.device)  # what names no device, as a kernel of a library, means this one
         self._pin_matmuls()
         self._make_deterministic()
-        self._copies, self._spans, self._numbers = Copies(), Spans(self.device), Numbers(self.device)
+        self._copies, self._readback = Copies(), Readback(self.device)
         torch.manual_seed(config.seed)
         self.model = Decoder(config.model)
         self.model.recompute = config.training.recompute_blocks
@@ -92,12 +91,8 @@ class Session:
         return self.device.type != "cpu"
 
     def step(self, micro_batches: Tokens) -> StepResult:
-        """One update from tokens of shape (micro-batches, batch, context + 1). Waits for nothing."""
-        result = self._spans.around(lambda: self._step(micro_batches))
-        self._numbers.send(result)
-        return result
-
-    def _step(self, micro_batches: Tokens) -> StepResult:
+        """Makes one update from tokens of shape (micro-batches, batch, context + 1). Does not wait for it."""
+        start = self._readback.start()
         if self.schedule is not None:
             rate = self.schedule(self.run.num_applied, torch)
             for optimizer in self._optimizers:
@@ -108,11 +103,13 @@ class Session:
                 if isinstance(optimizer, Muon):
                     optimizer.set_momentum(momentum)
         tokens = self._to_device(micro_batches)
-        return self.run.step(self._sum_and_count, tokens.unbind())
+        result = self.run.step(self._sum_and_count, tokens.unbind())
+        self._readback.send(result, start)
+        return result
 
     def read(self, result: StepResult) -> dict[str, float]:
         """A step's numbers; waits for that step, and not for one that was launched after it."""
-        return self._numbers.take(result)
+        return self._readback.read(result)
 
     def check(self, result: StepResult, micro_batches: Tokens) -> None:
         """Stops a run that no loss scale can save; the step is run again, to name its first bad tensor."""
@@ -120,12 +117,12 @@ class Session:
 
     def device_time(self, result: StepResult) -> tuple[float, float | None] | None:
         """(seconds a step that was read took the device, seconds without one before it), or None; no wait."""
-        return self._spans.take(result)
+        return self._readback.device_time(result)
 
     @property
     def untimed(self) -> str:
         """Why `device_time` knows nothing here; empty where it does."""
-        return self._spans.untimed
+        return self._readback.untimed
 
     @torch.no_grad()
     def evaluate(self, batches: Iterable[Tokens], *, averaged: bool = True) -> tuple[float, int]:

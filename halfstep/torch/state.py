@@ -15,7 +15,7 @@ at the first step, so what a fresh one lacks is no difference; its formats are c
 """
 
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,10 +29,7 @@ from halfstep.torch.cast import join
 from halfstep.torch.dtypes import dtype_of
 from halfstep.torch.optim.adamw import Optimizer
 from halfstep.torch.optim.drivers import held_by, is_moment, label
-from halfstep.torch.split import note_write
-
-if TYPE_CHECKING:
-    from halfstep.torch.step import Run
+from halfstep.torch.run.parts import RunParts
 
 # Names of dtypes in a safetensors header.
 DTYPE_NAMES = {
@@ -52,13 +49,14 @@ _DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 _NO_SETTING = ("params", "param_names")
 
 
-def state_of(run: "Run") -> dict[str, Tensor]:
+def state_of(run: RunParts) -> dict[str, Tensor]:
     """Every tensor that the next step depends on. They are the live ones, not copies."""
     found = {f"model.{name}": p.detach() for name, p in run.model.named_parameters()}
     found |= {f"model.{name}": buffer for name, buffer in _buffers(run)}
-    run.masters.settle()
+    run.masters.drop_stale_remainders()
     found |= {f"remainder.{name}": lo for name, lo in run.masters.remainders.items()}
-    found |= {f"average.{name}": average for name, average in run.ema.items()}
+    if run.averages is not None:
+        found |= {f"average.{name}": average for name, average in run.averages.named().items()}
     if run.amaxes is not None:
         found |= {f"amax.{name}": history for name, history in run.amaxes.named().items()}
     found |= {f"narrow.{name}": torch.tensor(flag, dtype=torch.uint8) for name, flag in _narrow(run).items()}
@@ -74,7 +72,7 @@ def state_of(run: "Run") -> dict[str, Tensor]:
 
 
 @torch.no_grad()
-def load_state(run: "Run", given: Mapping[str, Tensor]) -> None:
+def load_state(run: RunParts, given: Mapping[str, Tensor]) -> None:
     """Puts a state back. One of another model, optimizer or precision is refused whole."""
     state = state_of(run)
     _check_amax(run, given)
@@ -86,8 +84,7 @@ def load_state(run: "Run", given: Mapping[str, Tensor]) -> None:
     for name in fixed[0]:
         if not name.startswith(("rng.", "scale.", "narrow.")):  # an earlier StepResult may still hold the scale
             state[name].copy_(given[name])
-    for p in run.masters.names:
-        note_write(p)
+    run.masters.note_writes([*run.masters.names])
     for optimizer, entries in made.items():
         for p in held_by(optimizer):
             optimizer.state.pop(p, None)
@@ -98,7 +95,7 @@ def load_state(run: "Run", given: Mapping[str, Tensor]) -> None:
     if narrow != _narrow(run):
         assert run.conversion is not None
         run.conversion = adopt(run.model, run.conversion, narrow)
-    run.statistics.remember()
+    run.buffers.remember()
     run.forget()
     torch.set_rng_state(given["rng.cpu"].cpu())
     if run.device.type == "cuda" and "rng.cuda" in given:
@@ -106,7 +103,7 @@ def load_state(run: "Run", given: Mapping[str, Tensor]) -> None:
 
 
 @torch.no_grad()
-def load_weights(run: "Run", given: Mapping[str, Tensor]) -> None:
+def load_weights(run: RunParts, given: Mapping[str, Tensor]) -> None:
     """Takes the weights of a state, however its masters were held, and stores them as this run holds its own."""
     wide: dict[Tensor, Tensor] = {}
     for name, p in run.model.named_parameters():
@@ -123,10 +120,10 @@ def load_weights(run: "Run", given: Mapping[str, Tensor]) -> None:
     for name, buffer in _buffers(run):
         if f"model.{name}" in given:
             buffer.copy_(given[f"model.{name}"])
-    run.statistics.remember()
+    run.buffers.remember()
 
 
-def to_dict(run: "Run") -> dict[str, Any]:
+def to_dict(run: RunParts) -> dict[str, Any]:
     """A state with its policy and the optimizers' settings, of plain Python values and tensors."""
     numbers = {name: value for name, value in _entries(run) if not isinstance(value, Tensor)}
     settings = [
@@ -138,7 +135,7 @@ def to_dict(run: "Run") -> dict[str, Any]:
     return {**told, "numbers": numbers, "tensors": state_of(run)}
 
 
-def from_dict(run: "Run", given: Mapping[str, Any]) -> None:
+def from_dict(run: RunParts, given: Mapping[str, Any]) -> None:
     """Puts back what `to_dict` gave, or refuses it whole."""
     missing = {"policy", "optimizers", "groups", "numbers", "tensors"} - given.keys()
     if missing:
@@ -227,13 +224,13 @@ def restored(record: Held) -> Tensor:
     return torch.frombuffer(bytearray(data), dtype=_DTYPES[name]).reshape(shape)
 
 
-def _narrow(run: "Run") -> dict[str, bool]:
+def _narrow(run: RunParts) -> dict[str, bool]:
     """Which of the layers that were measured are narrow: a run that goes on must not find it out again."""
     measured = None if run.conversion is None else run.conversion.measured
     return {} if measured is None else measured.narrow
 
 
-def _check_amax(run: "Run", given: Mapping[str, Tensor]) -> None:
+def _check_amax(run: RunParts, given: Mapping[str, Tensor]) -> None:
     missing = [] if run.amaxes is None else [name for name in run.amaxes.layers if f"amax.{name}" not in given]
     if missing:
         raise HalfstepError(
@@ -244,7 +241,7 @@ def _check_amax(run: "Run", given: Mapping[str, Tensor]) -> None:
         )
 
 
-def _buffers(run: "Run") -> Iterator[tuple[str, Tensor]]:
+def _buffers(run: RunParts) -> Iterator[tuple[str, Tensor]]:
     """The buffers that torch would save."""
     for prefix, module in run.model.named_modules():
         for key, buffer in module.named_buffers(recurse=False):
@@ -252,7 +249,7 @@ def _buffers(run: "Run") -> Iterator[tuple[str, Tensor]]:
                 yield f"{prefix}.{key}".lstrip("."), buffer
 
 
-def _entries(run: "Run") -> Iterator[tuple[str, Any]]:
+def _entries(run: RunParts) -> Iterator[tuple[str, Any]]:
     """The state of the optimizers, tensors or not, by name."""
     for index, optimizer in enumerate(run.optimizers):
         if isinstance(optimizer, Optimizer):
@@ -262,7 +259,7 @@ def _entries(run: "Run") -> Iterator[tuple[str, Any]]:
                 yield f"optimizer.{index}.{run.masters.names[p]}.{key}", value
 
 
-def _place(run: "Run", name: str) -> tuple[torch.optim.Optimizer, str, str]:
+def _place(run: RunParts, name: str) -> tuple[torch.optim.Optimizer, str, str]:
     """(optimizer, parameter, key) of a name that `_entries` gave."""
     _, index, rest = name.split(".", 2)
     parameter, _, key = rest.rpartition(".")
@@ -270,7 +267,7 @@ def _place(run: "Run", name: str) -> tuple[torch.optim.Optimizer, str, str]:
 
 
 def _checked_entries(
-    run: "Run", given: Mapping[str, Tensor]
+    run: RunParts, given: Mapping[str, Tensor]
 ) -> dict[torch.optim.Optimizer, dict[tuple[Tensor, str], Tensor]]:
     """The state of torch's own optimizers, as it is to be put back, on the devices they want it on."""
     made = {o: {} for o in run.optimizers if not isinstance(o, Optimizer)}  # type: ignore[var-annotated]

@@ -226,7 +226,7 @@ def test_the_named_sync_is_the_only_one():
 
 
 @pytest.mark.parametrize("fused", [True, False])
-def test_split_steps_through_the_seam_are_fp32_steps_bit_for_bit(fused):
+def test_split_steps_of_stock_optimizers_are_fp32_steps_bit_for_bit(fused):
     """The compiled join and split have the bits of the eager ones: nothing in them is rounded."""
     found = []
     x = torch.randn(32, 64, device="cuda", generator=torch.Generator("cuda").manual_seed(0))

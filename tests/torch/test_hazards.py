@@ -24,9 +24,10 @@ from halfstep.core.rounding import cast
 from halfstep.torch.cast import carried
 from halfstep.torch.layers import casts_for, rotate
 from halfstep.torch.model import rope_tables
-from halfstep.torch.optim.adamw import AdamW, adamw
+from halfstep.torch.optim import adamw
+from halfstep.torch.optim.adamw import AdamW
 from halfstep.torch.optim.muon import Muon
-from halfstep.torch.run.switches import Sums
+from halfstep.torch.run.switches import Switches
 from halfstep.torch.session import Session
 from halfstep.torch.step import prepare
 
@@ -160,7 +161,7 @@ def test_a_scale_with_bf16_is_refused():
         (lambda m: AdamW(m.parameters(), betas=(0.0, 0.0)), "exp_avg"),
         (lambda m: Muon(m.parameters(), momentum=0.5), "momentum"),
     ],
-    ids=["seam", "AdamW", "Muon"],
+    ids=["stock", "AdamW", "Muon"],
 )
 def test_the_scale_is_undone(make, moment):
     """The first moment after one step is the gradient; a rate that adapts would hide a scale."""
@@ -418,7 +419,7 @@ def loose_matmuls():
 
 def test_halves_are_summed_in_fp32(loose_matmuls):
     """torch lets parts of a matmul's sum be rounded to the halves that it multiplies; a run on a GPU does not."""
-    sums = Sums(torch.device("cuda"))
+    sums = Switches(torch.device("cuda"))
     assert not loose_matmuls.allow_bf16_reduced_precision_reduction
     assert not loose_matmuls.allow_fp16_reduced_precision_reduction
     sums.restore()

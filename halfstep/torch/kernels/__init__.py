@@ -4,6 +4,7 @@ Each is imported where it is first needed: Triton comes with torch's builds for 
 Its interpreter (`TRITON_INTERPRET=1`) runs them on a CPU, which is how the tests hold them to their bits.
 """
 
+from collections.abc import Sequence
 from functools import cache
 from importlib.util import find_spec
 
@@ -16,6 +17,6 @@ def has_triton() -> bool:
     return find_spec("triton") is not None
 
 
-def reaches(tensor: Tensor) -> bool:
-    """Whether a kernel may be handed the address of this tensor: dense, contiguous, aligned, on an NVIDIA GPU."""
-    return tensor.is_cuda and tensor.is_contiguous() and tensor.data_ptr() % 16 == 0 and has_triton()
+def reachable(tensors: Sequence[Tensor]) -> list[bool]:
+    """Returns which tensors a kernel may reach by address: dense, contiguous, aligned, on an NVIDIA GPU."""
+    return [t.is_cuda and t.is_contiguous() and t.data_ptr() % 16 == 0 and has_triton() for t in tensors]

@@ -225,6 +225,6 @@ def _chunk(
 
 @triton.jit
 def _pointer(table, ROW: tl.constexpr, mine, tensors, dtype: tl.constexpr):
-    """The tensor whose address is in the table; `kernels.reaches` has seen to its alignment."""
+    """The tensor whose address is in the table; `kernels.reachable` checked its alignment."""
     address = tl.load(table + ROW * tensors + mine).to(tl.pointer_type(dtype))
     return tl.multiple_of(address, 16)

@@ -25,7 +25,7 @@ by `bind`, which `prepare` calls with what the policy says.
 
 import math
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -35,13 +35,15 @@ from halfstep.core.errors import HalfstepError
 from halfstep.core.formats import FP32, Format, parse
 from halfstep.core.roles import Param, parse_value
 from halfstep.torch.dtypes import dtype_of, format_of
-from halfstep.torch.kernels import reaches
-from halfstep.torch.optim.masters import Masters
+from halfstep.torch.kernels import reachable
+from halfstep.torch.optim.masters import Layout, Masters
 
 # The gradient of each parameter; it may be wider than the parameter, which `.grad` may not.
 Grads = Mapping[Tensor, Tensor]
 # As torch takes them: tensors, (name, tensor) pairs, or groups with a list of either under "params".
 Params = Iterable[Any]
+# What our kernel reads moments as.
+MOMENTS = (torch.float32, torch.bfloat16)
 
 
 class Optimizer(torch.optim.Optimizer):
@@ -111,11 +113,13 @@ class Optimizer(torch.optim.Optimizer):
                 state[slot] = state[slot].to(self._dtype(p))
 
     def start(self) -> None:
-        """Makes the state of every parameter that is trained and has none yet."""
+        """Creates the state of every trained parameter that has none yet."""
+        if len(self.state) == len(self.names):
+            return
         for p in self.names:
             if p not in self.state and p.requires_grad:
                 count = torch.zeros((), dtype=torch.float32, device=p.device)
-                # Laid out as the parameter is: fused kernels go through memory, not through indices.
+                # In the parameter's layout: fused kernels walk through memory, not through indices.
                 moments = {k: torch.zeros_like(p.detach(), dtype=self._dtype(p)) for k in self.slots}
                 self.state[p] = {"step": count, **moments}
 
@@ -170,7 +174,7 @@ class Optimizer(torch.optim.Optimizer):
     def check_grads(self, grads: Grads) -> None:
         """Refuses a gradient that is not dense."""
         for p, g in grads.items():
-            if p in self.names and g.is_sparse:
+            if g.is_sparse and p in self.names:
                 raise HalfstepError(
                     f"the gradient of `{self.names[p]}` is sparse, and {type(self).__name__} moves every row",
                     hint="hand it to torch.optim.SparseAdam, or make its embedding with sparse=False",
@@ -205,55 +209,60 @@ class AdamW(Optimizer):
     def step(  # type: ignore[override]
         self, grads: Grads | None = None, *, found_inf: Tensor | None = None, scale: Tensor | None = None
     ) -> None:
-        """One update of every parameter that has a gradient, unless `found_inf` is 1."""
+        """Updates every parameter that has a gradient, unless `found_inf` is 1."""
         grads = self._begin(grads)
         for index, group in enumerate(self.param_groups):
-            # The parameters that our kernel takes, by the dtype of their moments: a launch each.
-            alike: dict[Any, list[Tensor]] = {}
-            others: list[Tensor] = []
-            for p in (p for p in group["params"] if p in grads):
-                if self._reaches(p, grads[p]):
-                    alike.setdefault((index, self._dtype(p)), []).append(p)
-                else:
-                    others.append(p)
-            for key, params in alike.items():
-                self._in_one_pass(key, params, grads, group, found_inf, scale)
-            if others:
-                if scale is not None:
-                    torch._foreach_mul_([grads[p] for p in others], scale)
-                self._by_torch(others, grads, group, found_inf)
+            params = [p for p in group["params"] if p in grads]
+            if params:
+                batch = _Batch(params, [grads[p] for p in params], [self.state[p] for p in params])
+                self._update(index, group, batch, found_inf, scale)
 
-    def _reaches(self, parameter: Tensor, grad: Tensor) -> bool:
-        """Whether the kernel of ours takes a parameter: fp32 numbers, whole or split, where it can get at them."""
-        whole = parameter.dtype == torch.float32 and self.masters.is_whole(parameter)
-        known = grad.dtype == torch.float32 and self._dtype(parameter) in (torch.float32, torch.bfloat16)
-        known = known and self.state[parameter]["step"].dtype == torch.float32
-        tensors = (parameter, grad, *(self.state[parameter][slot] for slot in self.slots))
-        return known and (whole or self.masters.is_split(parameter)) and all(reaches(t) for t in tensors)
+    def _update(
+        self, index: int, group: dict[str, Any], batch: "_Batch", found_inf: Tensor | None, scale: Tensor | None
+    ) -> None:
+        """Updates the parameters of a group: by our kernel where it can reach them, else by torch's."""
+        layout = self.masters.layout(batch.params)
+        reached = reachable(batch.params)
+        if True in reached:
+            # A launch for each dtype of moments.
+            alike: dict[torch.dtype, list[int]] = {}
+            others = []
+            for i, within_reach in enumerate(reached):
+                if within_reach and i not in layout.rounded and _fits_kernel(layout, batch, i):
+                    alike.setdefault(batch.states[i]["exp_avg"].dtype, []).append(i)
+                else:
+                    others.append(i)
+            for dtype, chosen in alike.items():
+                remainders = [layout.remainders[i] for i in chosen]
+                self._in_one_pass((index, dtype), batch.only(chosen), remainders, group, found_inf, scale)
+            batch = batch.only(others)
+        if batch.params:
+            if scale is not None:
+                torch._foreach_mul_(batch.grads, scale)
+            self._by_torch(batch, group, found_inf)
 
     def _in_one_pass(
         self,
         key: Any,
-        params: list[Tensor],
-        grads: Grads,
+        batch: "_Batch",
+        remainders: list[Tensor | None],
         group: dict[str, Any],
         found_inf: Tensor | None,
         scale: Tensor | None,
     ) -> None:
-        """The kernel of ours, on all tensors whose moments are held alike."""
-        from halfstep.torch.kernels.adamw import Update  # Triton is there: the parameters are reached
+        """Runs our kernel on parameters whose moments have the same dtype."""
+        from halfstep.torch.kernels.adamw import Update  # Triton is installed: the parameters are within reach
 
         # The tables of the kernel, for each set of parameters of a launch; a copy makes its own.
         update = self.__dict__.setdefault("_updates", {}).setdefault(key, Update())
-        states = [self.state[p] for p in params]
-        remainders = self.masters.remainders
-        device = params[0].device
+        device = batch.params[0].device
         update(
-            [p.detach() for p in params],
-            [remainders[self.masters.names[p]] if self.masters.is_split(p) else None for p in params],
-            [grads[p] for p in params],
-            *([state[slot] for state in states] for slot in self.slots),
-            [state["step"] for state in states],
+            [p.detach() for p in batch.params],
+            remainders,
+            batch.grads,
+            [state["exp_avg"] for state in batch.states],
+            [state["exp_avg_sq"] for state in batch.states],
+            [state["step"] for state in batch.states],
             rate=self.rate_of(group),
             factor=torch.ones((), device=device) if scale is None else scale,
             found_inf=torch.zeros((), device=device) if found_inf is None else found_inf,
@@ -262,21 +271,20 @@ class AdamW(Optimizer):
             decay=group["weight_decay"],
         )
 
-    def _by_torch(
-        self, params: list[Tensor], grads: Grads, group: dict[str, Any], found_inf: Tensor | None
-    ) -> None:
-        """torch's fused kernel on fp32 masters, joined and stored around it where they are held otherwise."""
-        states = [self.state[p] for p in params]
-        wide = self.masters.wide(params)
-        # .float() is the tensor itself where it is fp32 already.
-        first, second = ([state[slot].float() for state in states] for slot in self.slots)
+    def _by_torch(self, batch: "_Batch", group: dict[str, Any], found_inf: Tensor | None) -> None:
+        """Runs torch's fused kernel on fp32 masters, widened before it and stored after it."""
+        params, grads, states = batch
+        wide, steps = self.masters.wide(params), [state["step"] for state in states]
+        # .float() is the tensor itself if it is fp32 already.
+        first = [state["exp_avg"].float() for state in states]
+        second = [state["exp_avg_sq"].float() for state in states]
         adamw(
             wide,
-            [grads[p].float() for p in params],
+            [g.float() for g in grads],
             first,
             second,
             [],
-            [state["step"] for state in states],
+            steps,
             fused=True,
             found_inf=found_inf,
             amsgrad=False,
@@ -287,11 +295,32 @@ class AdamW(Optimizer):
             eps=group["eps"],
             maximize=False,
         )
-        self.masters.put(params, wide, [state["step"] for state in states])
+        self.masters.put(params, wide, steps)
         for state, m, v in zip(states, first, second, strict=True):
             if m is not state["exp_avg"]:
                 state["exp_avg"].copy_(m)
                 state["exp_avg_sq"].copy_(v)
+
+
+class _Batch(NamedTuple):
+    """Parameters that are updated together, their gradients and their state."""
+
+    params: list[Tensor]
+    grads: list[Tensor]
+    states: list[dict[str, Any]]
+
+    def only(self, chosen: list[int]) -> "_Batch":
+        """Returns the parameters at these positions."""
+        return _Batch(*([column[i] for i in chosen] for column in self))  # type: ignore[arg-type]
+
+
+def _fits_kernel(layout: Layout, batch: _Batch, i: int) -> bool:
+    """Whether our kernel can update a parameter: an fp32 master, whole or split, and tensors within reach."""
+    grad, state = batch.grads[i], batch.states[i]
+    moments = (state["exp_avg"], state["exp_avg_sq"])
+    fp32 = layout.remainders[i] is not None or batch.params[i].dtype == torch.float32
+    known = grad.dtype == state["step"].dtype == torch.float32 and moments[0].dtype in MOMENTS
+    return fp32 and known and all(reachable([grad, *moments]))
 
 
 def check_settings(kind: str, settings: Mapping[str, Any], unknown: Mapping[str, Any]) -> None:

@@ -1,19 +1,20 @@
-"""Any optimizer that follows torch's interface, as a run steps it.
+"""Drivers: how a run steps any optimizer that follows torch's interface.
 
-A step must be skipped when its gradients are not finite. Whether they are is known on the device; asking for it
-makes the host wait until everything before is done. There are four ways, the first that fits is taken:
+A step must be skipped when its gradients are not finite. Whether they are is known on the device; reading it makes
+the host wait until everything before is done. There are four drivers, and the first that fits is taken:
 
-    ours        takes `found_inf` as an argument, and fp32 gradients beside narrower parameters
-    told        `optimizer.found_inf`, the protocol of torch's GradScaler: fused kernels do nothing where it is 1
-    undone      `capturable` optimizers of torch keep all their state on the device: the step is made, and where it
-                should not have been, everything is put back by torch.where. Costs a copy of parameters and state.
-    asked       all others: the flag is read, one sync a step, and the summary says so
+    HalfstepDriver    our optimizers take `found_inf` as an argument, and fp32 gradients of narrower parameters
+    FusedDriver       sets `optimizer.found_inf`, the protocol of torch's GradScaler: fused kernels do nothing
+                      if it is 1
+    RollbackDriver    `capturable` optimizers of torch keep all their state on the device: the step is made, and
+                      torch.where undoes it if it must be skipped. Costs a copy of parameters and state.
+    SyncDriver        all others: the flag is read, one sync per step, and the summary says so
 
-All but ours are handed fp32 masters and fp32 gradients through the seam of masters.py; state of a parameter's
-shape is held in the moments format and widened for the step.
+All but the first get fp32 masters and fp32 gradients (`Masters.opened`); state of a parameter's shape is held in
+the moments format and widened for the step.
 
-Closures are refused: an optimizer that evaluates the loss anew within its step (LBFGS) would do so on gradients
-that nobody unscaled, clipped or found finite.
+Closures are refused: an optimizer that evaluates the loss again within its step (LBFGS) would use gradients that
+were not unscaled, clipped or checked.
 """
 
 import inspect
@@ -28,15 +29,12 @@ from halfstep.core.errors import HalfstepError
 from halfstep.core.formats import FP32, Format
 from halfstep.torch.convert.known_packages import refuse_wrapped_optimizer
 from halfstep.torch.dtypes import dtype_of
-from halfstep.torch.optim.adamw import Optimizer
-from halfstep.torch.run.accumulation import values_of
+from halfstep.torch.optim.adamw import Grads, Optimizer
 from halfstep.torch.optim.masters import Masters
-
-Grads = Mapping[Tensor, Tensor]
 
 
 class Driver(ABC):
-    """One optimizer of a run."""
+    """Steps one optimizer of a run."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, masters: Masters, moments: Mapping[str, Format]):
         self.optimizer, self.masters, self.moments = optimizer, masters, moments
@@ -44,22 +42,22 @@ class Driver(ABC):
     @property
     def parameters(self) -> list[Tensor]:
         """What the optimizer holds now."""
-        return list(held_by(self.optimizer))
+        return held_by(self.optimizer)
 
     @property
     @abstractmethod
     def cost(self) -> str:
-        """What a step waits for, in words, with the reason."""
+        """Describes what a step waits for, with the reason."""
 
     @abstractmethod
     def step(self, grads: Grads, scale: Tensor, found_inf: Tensor, count: Tensor) -> None:
-        """One update by gradients times `scale` unless `found_inf` is 1; `count` is its number, for rounding."""
+        """Updates by gradients times `scale` unless `found_inf` is 1; `count` is its number, for rounding."""
 
     def check(self, grads: Grads) -> None:  # noqa: B027
         """Refuses gradients that the optimizer cannot take."""
 
     def cast_moments(self, *, widen: bool = False) -> None:
-        """State that has its parameter's shape, in the moments format, or in fp32 for the step."""
+        """Casts state that has its parameter's shape to the moments format, or to fp32 for the step."""
         for p in self.parameters:
             fmt = FP32 if widen else self.moments.get(self.masters.names.get(p, ""), FP32)
             for key, value in self.optimizer.state.get(p, {}).items():
@@ -67,30 +65,29 @@ class Driver(ABC):
                     self.optimizer.state[p][key] = value.to(dtype_of(fmt))
 
 
-class Ours(Driver):
-    """An optimizer of adamw.py."""
+class HalfstepDriver(Driver):
+    """Steps an optimizer of ours, which takes the flag as an argument."""
 
     optimizer: Optimizer
     cost = "no sync"
 
     def check(self, grads: Grads) -> None:
-        """Ours take dense gradients."""
+        """Refuses gradients that are not dense."""
         self.optimizer.check_grads(grads)
 
     def step(self, grads: Grads, scale: Tensor, found_inf: Tensor, count: Tensor) -> None:
-        """One update unless `found_inf` is 1."""
-        mine = {p: grads[p] for p in self.parameters if p in grads}
-        self.optimizer.step(mine, found_inf=found_inf, scale=scale)
+        """Updates unless `found_inf` is 1."""
+        self.optimizer.step(grads, found_inf=found_inf, scale=scale)
 
 
-class Stock(Driver):
-    """What is common to optimizers that know nothing of halfstep."""
+class StockDriver(Driver):
+    """What drivers of optimizers that know nothing of halfstep share."""
 
-    _making = False
+    _stepping = False
 
-    def refuse_alone(self, *_: Any) -> None:
-        """Before any step: one that the run does not make would be made on bf16 halves, or on scaled gradients."""
-        if self._making:
+    def refuse_outside_run(self, *_: Any) -> None:
+        """Refuses a step that the run does not make: it would use bf16 halves, or scaled gradients."""
+        if self._stepping:
             return
         narrow = any(not self.masters.is_whole(p) for p in self.parameters)
         why = (
@@ -99,55 +96,56 @@ class Stock(Driver):
             else "this policy scales the loss: its gradients are not scaled, or never unscaled"
         )
         raise HalfstepError(
-            f"{label(self.optimizer)}.step() was called by itself, and {why}",
+            f"{label(self.optimizer)}.step() was called directly, and {why}",
             hint="run.update() makes the step, on the masters",
         )
 
-    def make(self, grads: Grads, scale: Tensor, count: Tensor) -> None:
-        """The optimizer's own step, on fp32 masters, gradients and moments."""
-        torch._foreach_mul_([values_of(grads[p]) for p in self.parameters if p in grads], scale)
-        with self.masters.opened([p for p in self.parameters if p.requires_grad], count):
-            handed = [p for p in self.parameters if p in grads and p.grad is not grads[p]]
-            for p in handed:
+    def run_step(self, grads: Grads, scale: Tensor, count: Tensor) -> None:
+        """Runs the optimizer's own step on fp32 masters, gradients and moments."""
+        parameters = self.parameters
+        torch._foreach_mul_([values_of(grads[p]) for p in parameters if p in grads], scale)
+        with self.masters.opened([p for p in parameters if p.requires_grad], count):
+            given = [p for p in parameters if p in grads and p.grad is not grads[p]]
+            for p in given:
                 p.grad = grads[p].to(p.dtype)
             self.cast_moments(widen=True)
-            self._making = True
+            self._stepping = True
             try:
                 self.optimizer.step()
             finally:
-                self._making = False
+                self._stepping = False
             self.cast_moments()
-            for p in handed:
+            for p in given:
                 p.grad = None
 
 
-class Told(Stock):
-    """A fused optimizer: its kernel reads the flag."""
+class FusedDriver(StockDriver):
+    """Steps a fused optimizer, whose kernel reads the flag."""
 
     @property
     def cost(self) -> str:
-        """What a step waits for."""
-        if any(group.get("momentum") for group in self.optimizer.param_groups) and "dampening" in self._settings:
-            return "no sync, but for the first step: its kernel would start from momentum that nobody wrote"
+        """Describes what a step waits for."""
+        if any(group.get("momentum") for group in self.optimizer.param_groups) and self._is_sgd:
+            return "no sync except in the first step: its kernel would start from uninitialized momentum"
         return "no sync"
 
     @property
-    def _settings(self) -> dict[str, Any]:
-        return self.optimizer.defaults
+    def _is_sgd(self) -> bool:
+        return "dampening" in self.optimizer.defaults
 
     def step(self, grads: Grads, scale: Tensor, found_inf: Tensor, count: Tensor) -> None:
-        """One update unless `found_inf` is 1."""
-        if self._unwritten(grads) and bool(found_inf):
+        """Updates unless `found_inf` is 1."""
+        if self._lacks_momentum(grads) and bool(found_inf):
             return
         self.optimizer.found_inf, self.optimizer.grad_scale = found_inf, None  # type: ignore[attr-defined]
         try:
-            self.make(grads, scale, count)
+            self.run_step(grads, scale, count)
         finally:
             del self.optimizer.found_inf, self.optimizer.grad_scale  # type: ignore[attr-defined]
 
-    def _unwritten(self, grads: Grads) -> bool:
-        """Fused SGD allocates its momentum and leaves the first write to the kernel, which is told not to."""
-        return "dampening" in self._settings and any(
+    def _lacks_momentum(self, grads: Grads) -> bool:
+        """Fused SGD allocates its momentum and leaves the first write to the kernel, which may skip it."""
+        return self._is_sgd and any(
             group["momentum"] and self.optimizer.state.get(p, {}).get("momentum_buffer") is None
             for group in self.optimizer.param_groups
             for p in group["params"]
@@ -155,36 +153,36 @@ class Told(Stock):
         )
 
 
-class Asked(Stock):
-    """An optimizer that cannot be told: the flag is read."""
+class SyncDriver(StockDriver):
+    """Steps an optimizer that cannot skip on the device: the flag is read."""
 
     @property
     def cost(self) -> str:
-        """What a step waits for."""
+        """Describes what a step waits for."""
         offered = [way for way in ("fused", "capturable") if way in self.optimizer.defaults]
         better = f"; {' or '.join(f'{way}=True' for way in offered)} would need none" if offered else ""
-        return f"one sync a step, because it cannot be told on the device to skip one{better}"
+        return f"one sync per step, because it cannot skip a step on the device{better}"
 
     def step(self, grads: Grads, scale: Tensor, found_inf: Tensor, count: Tensor) -> None:
-        """One update unless `found_inf` is 1, which is read."""
+        """Updates unless `found_inf` is 1, which is read."""
         if not bool(found_inf):
-            self.make(grads, scale, count)
+            self.run_step(grads, scale, count)
 
 
-class Undone(Stock):
-    """A capturable optimizer: its step is made, and undone where it should not have been."""
+class RollbackDriver(StockDriver):
+    """Steps a capturable optimizer, and undoes the step on the device if it must be skipped."""
 
-    cost = "no sync after the first step; each is made and, where it must be skipped, undone: a copy of its state"
+    cost = "no sync after the first step; a step that must be skipped is made and undone: a copy of its state"
 
     def step(self, grads: Grads, scale: Tensor, found_inf: Tensor, count: Tensor) -> None:
-        """One update, put back where `found_inf` is 1."""
+        """Updates, and restores everything if `found_inf` is 1."""
         params = [p for p in self.parameters if p in grads]
         if any(not self.optimizer.state.get(p) for p in params):
             if not bool(found_inf):  # the first step makes the state, and cannot unmake it
-                self.make(grads, scale, count)
+                self.run_step(grads, scale, count)
             return
         before = {key: tensor.clone() for key, tensor in self._live(params)}
-        self.make(grads, scale, count)
+        self.run_step(grads, scale, count)
         for key, now in self._live(params):
             now.copy_(torch.where(found_inf > 0, before[key], now))
 
@@ -198,39 +196,44 @@ class Undone(Stock):
 
 
 def driver_of(optimizer: torch.optim.Optimizer, masters: Masters, moments: Mapping[str, Format]) -> Driver:
-    """The cheapest way to step an optimizer that skips when it must."""
-    kind: type[Driver] = Asked
+    """Returns the cheapest driver that can skip a step."""
+    kind: type[Driver] = SyncDriver
     if isinstance(optimizer, Optimizer):
-        kind = Ours
+        kind = HalfstepDriver
     elif getattr(optimizer, "_step_supports_amp_scaling", False) and _everywhere(optimizer, "fused"):
-        kind = Told
+        kind = FusedDriver
     elif type(optimizer).__module__.startswith("torch.optim.") and _everywhere(optimizer, "capturable"):
-        kind = Undone
+        kind = RollbackDriver
     return kind(optimizer, masters, moments)
 
 
 def label(optimizer: torch.optim.Optimizer) -> str:
-    """An optimizer's name with where it is from, as `AdamW (torch, fused)`."""
+    """Returns an optimizer's name and where it is from, such as `AdamW (torch, fused)`."""
     ways = [way for way in ("fused", "foreach", "capturable") if optimizer.defaults.get(way)]
     return f"{type(optimizer).__name__} ({', '.join([type(optimizer).__module__.partition('.')[0], *ways])})"
 
 
-def held_by(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
-    """The parameters of all groups."""
-    for group in optimizer.param_groups:
-        yield from group["params"]
+def held_by(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """Returns the parameters of all groups."""
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def values_of(grad: Tensor) -> Tensor:
+    """Returns the numbers of a gradient, as real ones: its norm and its factor are theirs."""
+    grad = grad._values() if grad.is_sparse else grad
+    return torch.view_as_real(grad) if grad.is_complex() else grad
 
 
 def is_moment(parameter: Tensor, value: Any) -> bool:
-    """Whether a piece of state is of the kind that the moments format is for: floating, and one a number."""
+    """Whether a piece of state has the moments format: floating point, and one value per number."""
     plain = isinstance(value, Tensor) and type(value) in (Tensor, nn.Parameter)
     return plain and value.is_floating_point() and value.ndim > 0 and value.shape == parameter.shape
 
 
 def check_optimizers(given: Any, model: nn.Module, *, narrow: bool) -> list[torch.optim.Optimizer]:
-    """One optimizer or several as a list, or the reason why they cannot be run.
+    """Returns one optimizer or several as a list; refuses those that cannot be run.
 
-    `narrow` says that some masters are not the fp32 parameter itself.
+    `narrow` means that some masters are not the fp32 parameter itself.
     """
     optimizers = list(given) if isinstance(given, Sequence) else [given]
     if not optimizers:
@@ -243,7 +246,7 @@ def check_optimizers(given: Any, model: nn.Module, *, narrow: bool) -> list[torc
             if p not in names:
                 raise HalfstepError(
                     f"{label(optimizer)} holds a parameter of shape {tuple(p.shape)} that the model does not",
-                    hint="make it of model.parameters() of this very model, after it was copied, moved or loaded",
+                    hint="create it from model.parameters() of this model, after it was copied, moved or loaded",
                 )
             if p in taken:
                 raise HalfstepError(
@@ -252,12 +255,12 @@ def check_optimizers(given: Any, model: nn.Module, *, narrow: bool) -> list[torc
                 )
             taken[p] = label(optimizer)
     if not taken:
-        raise HalfstepError("the optimizers hold no parameters", hint="make them of model.parameters()")
+        raise HalfstepError("the optimizers hold no parameters", hint="create them from model.parameters()")
     devices = sorted({str(p.device) for p in taken})
     if len(devices) > 1:
         raise HalfstepError(
             f"the parameters are on {len(devices)} devices: {', '.join(devices)}",
-            hint="a run takes one device; move the model to it before it is prepared",
+            hint="a run uses one device; move the model to it before preparing it",
         )
     return optimizers
 
@@ -266,21 +269,21 @@ def _check_kind(optimizer: Any, *, narrow: bool) -> None:
     refuse_wrapped_optimizer(optimizer)
     if isinstance(optimizer, torch.amp.GradScaler):
         raise HalfstepError(
-            "a GradScaler was given where an optimizer belongs: a run scales the loss itself, by the policy",
-            hint="leave it out; `fp16-mixed` has a dynamic scale, bf16 needs none, and run.load_torch_amp takes "
-            "over the state of this one",
+            "a GradScaler was given instead of an optimizer: a run scales the loss itself, as the policy says",
+            hint="omit it; `fp16-mixed` has a dynamic scale, bf16 needs none, and run.load_torch_amp takes over "
+            "the state of this one",
         )
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise HalfstepError(
-            f"{type(optimizer).__name__} is no torch.optim.Optimizer: nothing says where its parameters are",
+            f"{type(optimizer).__name__} is not a torch.optim.Optimizer: its parameters are unknown",
             hint="prepare(model, optimizer, policy) takes an optimizer or a list of them",
         )
     required = _required(optimizer)
     if required and not isinstance(optimizer, Optimizer):
         raise HalfstepError(
-            f"{label(optimizer)} needs `{required[0]}` for a step: it would evaluate the loss within it, on "
-            "gradients that nobody unscaled, clipped or found finite",
-            hint="use an optimizer whose step() takes nothing, as AdamW or SGD",
+            f"{label(optimizer)} needs `{required[0]}` for a step: it would evaluate the loss within it, with "
+            "gradients that were not unscaled, clipped or checked",
+            hint="use an optimizer whose step() takes no arguments, such as AdamW or SGD",
         )
     if narrow and callable(getattr(optimizer, "train", None)) and callable(getattr(optimizer, "eval", None)):
         raise HalfstepError(
@@ -291,12 +294,12 @@ def _check_kind(optimizer: Any, *, narrow: bool) -> None:
 
 
 def _required(optimizer: torch.optim.Optimizer) -> list[str]:
-    """What its step cannot do without."""
-    # Of the class: a scheduler puts a wrapper on the instance, which takes `self`.
+    """Returns the arguments that its step requires."""
+    # From the class: a scheduler puts a wrapper on the instance, which takes `self`.
     _, *taken = inspect.signature(type(optimizer).step).parameters.values()
     return [p.name for p in taken if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
 
 
 def _everywhere(optimizer: torch.optim.Optimizer, way: str) -> bool:
-    """Whether every group goes that way; `fused` of other projects' optimizers has no such switch."""
+    """Whether every group has the option; `fused` of other projects' optimizers is no option but a fact."""
     return all(group.get(way, way == "fused") for group in optimizer.param_groups)

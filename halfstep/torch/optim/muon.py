@@ -104,16 +104,16 @@ class Muon(Optimizer):
 def orthogonalize(matrices: Tensor, iteration: Format, steps: int = 5, *, emulate: bool = False) -> Tensor:
     """Each matrix of a batch with its singular values pushed to about one, by Newton-Schulz."""
     a, b, c = NEWTON_SCHULZ
-
-    def held(x: Tensor) -> Tensor:
-        if not emulate:
-            return x.to(dtype_of(iteration))
-        return carried(x, iteration)
-
     tall = matrices.shape[-2] > matrices.shape[-1]
     x = matrices.mT if tall else matrices
-    x = held(x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7))
+    x = x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)
+    x = carried(x, iteration) if emulate else x.to(dtype_of(iteration))
     for _ in range(steps):
-        product = held(x @ x.mT)
-        x = held(a * x + held(b * product + c * held(product @ product)) @ x)
+        if emulate:  # rounds what hardware would store
+            product = carried(x @ x.mT, iteration)
+            inner = carried(b * product + c * carried(product @ product, iteration), iteration)
+            x = carried(a * x + inner @ x, iteration)
+        else:
+            product = x @ x.mT
+            x = a * x + (b * product + c * (product @ product)) @ x
     return x.mT if tall else x

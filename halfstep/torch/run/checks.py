@@ -1,6 +1,6 @@
-"""What `prepare` is handed, and cannot take: refused before the model is touched.
+"""Checks of the arguments of `prepare`, before the model is touched.
 
-The model itself is looked at in cast_constants.py, the optimizers in drivers.py, and the policy in apply.py.
+The model itself is checked in convert/plan.py, the optimizers in optim/drivers.py, and the policy in apply.py.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,21 +14,23 @@ from halfstep.core.errors import HalfstepError, PolicyError
 from halfstep.core.policy import Policy
 from halfstep.torch.apply import names_of
 from halfstep.torch.optim.adamw import Optimizer
-from halfstep.torch.optim.masters import check_decay
+from halfstep.torch.optim.ema import check_decay
 
 
-def check_settings(clip_norm: Any, seed: Any, ema: float) -> None:
-    """Refuses settings of a run that are none."""
+def check_settings(clip_norm: Any, seed: Any, ema: float, tokens: int) -> None:
+    """Refuses values that are no settings of a run."""
     if not isinstance(clip_norm, int | float) or not clip_norm >= 0.0:
         raise HalfstepError(f"clip_norm={clip_norm!r}: a norm is a number, not negative", hint="0 clips nothing")
     if not isinstance(seed, int) or seed < 0:
-        raise HalfstepError(f"seed={seed!r}: a seed is a whole number, not negative", hint="as seed=0")
+        raise HalfstepError(f"seed={seed!r}: a seed is a whole number, not negative", hint="such as seed=0")
     if ema:
         check_decay(ema)
+    if not tokens >= 1:
+        raise HalfstepError(f"tokens={tokens!r}: a micro-batch has some", hint="batch times sequence length")
 
 
 def check_moments(optimizers: Sequence[torch.optim.Optimizer], model: nn.Module, policy: Policy) -> None:
-    """Refuses formats of moments that an optimizer was given and the policy contradicts."""
+    """Refuses moments formats of an optimizer that contradict the policy."""
     values, named = policy.resolve(names_of(model, None)), model.named_parameters()
     wanted: Mapping[Tensor, Any] = {p: values[owner(n)].values["moments"] for n, p in named if owner(n) in values}
     for optimizer in optimizers:
@@ -39,12 +41,12 @@ def check_moments(optimizers: Sequence[torch.optim.Optimizer], model: nn.Module,
                 raise PolicyError(
                     f"{type(optimizer).__name__} was given moments={fmt} for `{optimizer.names[p]}`, and the "
                     f"policy says moments={wanted[p]}",
-                    hint=f"say it in the policy, as `bf16-mixed,moments={fmt}`, or leave it out of the optimizer",
+                    hint=f"set it in the policy, `bf16-mixed,moments={fmt}`, or omit it from the optimizer",
                 )
 
 
 def check_replicas(*, split: bool) -> None:
-    """Refuses split masters where gradients must be summed over processes: nobody would sum theirs."""
+    """Refuses split masters if there are several processes: their gradients would not be summed."""
     distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
     if split and distributed and torch.distributed.get_world_size() > 1:
         raise PolicyError(

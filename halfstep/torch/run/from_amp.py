@@ -13,7 +13,7 @@ they are. What is left is in two state dicts.
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,9 +24,7 @@ from halfstep.core.scaling import DynamicScale, ScaleState
 from halfstep.torch.dtypes import dtype_of
 from halfstep.torch.optim.adamw import Optimizer
 from halfstep.torch.optim.drivers import held_by, is_moment, label
-
-if TYPE_CHECKING:
-    from halfstep.torch.step import Run
+from halfstep.torch.run.parts import RunParts
 
 # Of a saved group: what says how a step is made, not which.
 _OWN = ("params", "param_names", "fused", "foreach", "capturable", "differentiable")
@@ -35,7 +33,7 @@ _LIKE_PARAMETERS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer"
 State = Mapping[str, Any]
 
 
-def take_over(run: "Run", optimizers: State | Sequence[State | None], scaler: State | None) -> str:
+def take_over(run: RunParts, optimizers: State | Sequence[State | None], scaler: State | None) -> str:
     """Takes over saved states, or refuses them before anything is changed; what was taken, in words."""
     states = [optimizers] if isinstance(optimizers, Mapping) else list(optimizers)
     if len(states) != len(run.optimizers):
@@ -57,7 +55,7 @@ def take_over(run: "Run", optimizers: State | Sequence[State | None], scaler: St
     return "\n".join(told)
 
 
-def _matched(run: "Run", optimizer: torch.optim.Optimizer, saved: State) -> dict[Tensor, dict[str, Any]]:
+def _matched(run: RunParts, optimizer: torch.optim.Optimizer, saved: State) -> dict[Tensor, dict[str, Any]]:
     """The saved state of each parameter."""
     if not {"state", "param_groups"} <= saved.keys():
         raise HalfstepError(
@@ -99,7 +97,9 @@ def _check_rule(optimizer: torch.optim.Optimizer, groups: Sequence[State]) -> No
             )
 
 
-def _check_entry(run: "Run", optimizer: torch.optim.Optimizer, parameter: Tensor, state: dict[str, Any]) -> None:
+def _check_entry(
+    run: RunParts, optimizer: torch.optim.Optimizer, parameter: Tensor, state: dict[str, Any]
+) -> None:
     name = run.masters.names[parameter]
     if isinstance(optimizer, Optimizer) and state and state.keys() != {"step", *optimizer.slots}:
         odd = sorted(state.keys() ^ {"step", *optimizer.slots})[0]
@@ -116,7 +116,9 @@ def _check_entry(run: "Run", optimizer: torch.optim.Optimizer, parameter: Tensor
 
 
 @torch.no_grad()
-def _put(run: "Run", optimizer: torch.optim.Optimizer, saved: State, matched: dict[Tensor, dict[str, Any]]) -> int:
+def _put(
+    run: RunParts, optimizer: torch.optim.Optimizer, saved: State, matched: dict[Tensor, dict[str, Any]]
+) -> int:
     moments = run.conversion.moments if run.conversion is not None else {}
     steps = 0
     for group, theirs in zip(optimizer.param_groups, saved["param_groups"], strict=True):
@@ -136,7 +138,7 @@ def _put(run: "Run", optimizer: torch.optim.Optimizer, saved: State, matched: di
     return steps
 
 
-def _scale(run: "Run", scaler: State) -> ScaleState:
+def _scale(run: RunParts, scaler: State) -> ScaleState:
     law = run.policy.scale
     if not isinstance(law, DynamicScale):
         raise ScalingError(
@@ -156,7 +158,7 @@ def _scale(run: "Run", scaler: State) -> ScaleState:
     return run.scalars(ScaleState(power, good, law.hysteresis, False))
 
 
-def _odds(run: "Run", scaler: State) -> str:
+def _odds(run: RunParts, scaler: State) -> str:
     law = run.policy.scale
     known = {theirs: getattr(law, ours) for theirs, ours in _LAW.items() if theirs in scaler}
     odds = [f"{theirs}={scaler[theirs]:g}" for theirs, ours in known.items() if scaler[theirs] != ours]

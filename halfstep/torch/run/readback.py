@@ -1,45 +1,78 @@
-"""A step's numbers on their way to the host, sent as the step is launched.
+"""The numbers and the device time of steps that were launched, on their way to the host.
 
-A device works off one queue. Reading a step while the next one runs must not ask the device for anything: what is
-asked then waits behind the next step, and the device has nothing to do while the host launches the one after. So
-the copy is queued right behind the step it is of, into pinned memory, and reading waits for an event of its own.
+A device works off one queue. Reading a step while the next one runs must not ask the device for anything: the
+request would wait behind the next step, and the device would have nothing to do while the host launches the one
+after. So the copy to pinned memory is queued right behind the step itself, and reading waits for that copy's own
+event.
+
+On CUDA (and ROCm, which goes by its name) an event before the step and that event are stamped by the device. Their
+distance is the step's device time; the distance from the end of the step before is how long the device had no
+step. Kernels of one step that wait for the host in between count as busy.
 """
 
 from collections import deque
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor
 
 NAMES = ("loss", "skipped", "scale", "grad_norm", "stuck")
-UNREAD = 8  # a benchmark may never read; older ones are forgotten
+UNREAD = 8  # a benchmark may never read; older steps are forgotten
+
+
+class _Launched(NamedTuple):
+    result: Any
+    numbers: Tensor
+    start: torch.cuda.Event | None = None
+    end: torch.cuda.Event | None = None
 
 
 @final
-class Numbers:
-    """The numbers of steps that were launched and not read yet."""
+class Readback:
+    """A queue of launched steps that were not read yet."""
 
     def __init__(self, device: torch.device):
         self.device = device
-        self._sent: deque[tuple[Any, Tensor, torch.cuda.Event | None]] = deque(maxlen=UNREAD)
+        self.untimed = "" if device.type == "cuda" else f"torch times no steps on {device.type}"
+        self._queue: deque[_Launched] = deque(maxlen=UNREAD)
+        self._read: _Launched | None = None  # the step that was read last
+        self._end: torch.cuda.Event | None = None  # of the step that was timed last
 
-    def send(self, result: Any) -> None:
-        """Queues the copy of a step's numbers behind the step; waits for nothing."""
-        stacked = torch.stack([getattr(result, name).float() for name in NAMES])
-        event = None
+    def start(self) -> torch.cuda.Event | None:
+        """Marks the start of a step on the device, for `send`."""
+        return self._event()
+
+    def send(self, result: Any, start: torch.cuda.Event | None = None) -> None:
+        """Queues the copy of a step's numbers behind the step, without waiting."""
+        numbers = torch.stack([getattr(result, name).float() for name in NAMES])
         if self.device.type == "cuda":
-            stacked = stacked.to("cpu", non_blocking=True)  # pinned: torch makes it so
-            event = torch.cuda.Event()
-            event.record(torch.cuda.current_stream(self.device))
-        self._sent.append((result, stacked, event))
+            numbers = numbers.to("cpu", non_blocking=True)  # torch makes it pinned
+        self._queue.append(_Launched(result, numbers, start, self._event()))
 
-    def take(self, result: Any) -> dict[str, float]:
-        """A step's numbers; waits until that step is done, and not for those after it."""
-        if all(whose is not result for whose, _, _ in self._sent):
+    def read(self, result: Any) -> dict[str, float]:
+        """Returns a step's numbers; waits until that step is done, but not for those after it."""
+        if all(step.result is not result for step in self._queue):
             self.send(result)  # forgotten, or another run's
         while True:
-            whose, values, event = self._sent.popleft()  # steps before it were given up
-            if whose is result:
-                if event is not None:
-                    event.synchronize()
-                return dict(zip(NAMES, values.tolist(), strict=True))
+            step = self._queue.popleft()  # steps before it will not be read
+            if step.result is result:
+                if step.end is not None:
+                    step.end.synchronize()
+                self._read = step
+                return dict(zip(NAMES, step.numbers.tolist(), strict=True))
+
+    def device_time(self, result: Any) -> tuple[float, float | None] | None:
+        """Returns (seconds of the step that was read last, idle seconds before it), or None if unknown."""
+        step, self._read = self._read, None
+        if step is None or step.result is not result or step.start is None or step.end is None:
+            return None
+        before, self._end = self._end, step.end
+        idle = None if before is None else before.elapsed_time(step.start) / 1000
+        return step.start.elapsed_time(step.end) / 1000, idle
+
+    def _event(self) -> torch.cuda.Event | None:
+        if self.device.type != "cuda":
+            return None
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self.device))
+        return event

@@ -5,7 +5,7 @@ is told the same way, with the reason that `apply` gave.
 """
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 import torch
 from torch import nn
@@ -15,21 +15,19 @@ from halfstep.core.roles import print_value
 from halfstep.torch.convert.known_packages import kept_wide
 from halfstep.torch.layers import Layer
 from halfstep.torch.optim.drivers import label
+from halfstep.torch.run.parts import RunParts
 from halfstep.torch.run.switches import fp32_is_fp32
-
-if TYPE_CHECKING:
-    from halfstep.torch.step import Run
 
 SHOWN = 3
 
 
-def summarize(run: "Run") -> list[str]:
+def summarize(run: RunParts) -> list[str]:
     """The lines of `Run.summary`."""
     parts = (_modules, _given, _functions, _measured, _masters, _gradients, _optimizers)
     return [str(run.policy), *(line for part in parts for line in part(run))]
 
 
-def _modules(run: "Run") -> Iterator[str]:
+def _modules(run: RunParts) -> Iterator[str]:
     if run.conversion is None:
         return
     groups: dict[tuple[str, str], list[str]] = {}
@@ -41,7 +39,7 @@ def _modules(run: "Run") -> Iterator[str]:
         yield f"  {len(names)} {kind} ({_some(names)}): {form}"
 
 
-def _measured(run: "Run") -> Iterator[str]:
+def _measured(run: RunParts) -> Iterator[str]:
     if run.conversion is not None and run.conversion.measured is not None:
         yield f"  measured: {run.conversion.measured.told}"
     if run.amaxes is not None:
@@ -50,7 +48,7 @@ def _measured(run: "Run") -> Iterator[str]:
         yield f"  delayed: {count} matmuls are scaled by the largest amax of their last {past} updates"
 
 
-def _given(run: "Run") -> Iterator[str]:
+def _given(run: RunParts) -> Iterator[str]:
     """What the model brings with it that a policy does not change, and somebody should know of."""
     if run.conversion is None:
         return
@@ -69,7 +67,7 @@ def _computes_in(module: nn.Module, fmt: Format) -> bool:
     return isinstance(module, Layer) and module.precision.compute == fmt
 
 
-def _functions(run: "Run") -> Iterator[str]:
+def _functions(run: RunParts) -> Iterator[str]:
     if run.conversion is None:
         return
     if run.reached is None:
@@ -82,7 +80,7 @@ def _functions(run: "Run") -> Iterator[str]:
     yield from (f"  {line}" for line in str(run.reached).splitlines())
 
 
-def _masters(run: "Run") -> Iterator[str]:
+def _masters(run: RunParts) -> Iterator[str]:
     held: dict[str, list[int]] = {}
     for p, name in run.masters.names.items():
         if name in run.masters.held:
@@ -100,17 +98,17 @@ def _masters(run: "Run") -> Iterator[str]:
         yield f"  averages of the masters in fp32, decay {run.averages.decay:g}"
 
 
-def _held(run: "Run", name: str) -> str:
+def _held(run: RunParts, name: str) -> str:
     param = run.masters.held[name]
     if name in run.masters.remainders:
         return "bf16 and a 16-bit remainder, together fp32"
     return print_value(param) + (" (emulated)" if run.policy.emulate else "")
 
 
-def _gradients(run: "Run") -> Iterator[str]:
+def _gradients(run: RunParts) -> Iterator[str]:
     clip = f"clipped to {run.clip_norm:g}" if run.clip_norm else "not clipped"
     scale = print_value(run.policy.scale)
-    if run.sums.before:
+    if run.switches.before:
         yield "  matmuls sum in fp32: torch's reduced-precision reductions are off here until unprepare()"
     if not fp32_is_fp32():
         yield "  fp32 matmuls outside of the policy, as in leaves, may be TF32: so torch was told"
@@ -120,7 +118,7 @@ def _gradients(run: "Run") -> Iterator[str]:
     yield f"  gradients: summed in {run.policy.accumulate}, {clip}; loss scale: {scale}; not finite: skipped"
 
 
-def _optimizers(run: "Run") -> Iterator[str]:
+def _optimizers(run: RunParts) -> Iterator[str]:
     for driver in run.drivers:
         yield f"  {label(driver.optimizer)}: {driver.cost}"
 

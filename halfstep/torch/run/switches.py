@@ -1,9 +1,9 @@
-"""What matmuls sum in: switches of torch's that hold for the whole process, and differ from what a policy says.
+"""torch's process-wide switches for matmuls, which may contradict a policy.
 
 By default torch lets cuBLAS sum parts of a bf16 or fp16 matmul in the operands' own format, and a line that many
 programs begin with, `torch.set_float32_matmul_precision("high")`, makes fp32 matmuls TF32. A policy says fp32
-sums, and "fp32" is fp32. So the first is switched off, which `summary` tells and `unprepare` undoes; the second
-was asked for by somebody, and where the policy multiplies in fp32 it is refused instead.
+sums, and "fp32" is fp32. So the first is switched off, which `summary` reports and `unprepare` undoes; the second
+was the user's choice, and is refused if the policy multiplies in fp32.
 """
 
 from collections.abc import Iterable
@@ -17,8 +17,8 @@ from halfstep.core.precision import Precision
 _REDUCTIONS = ("allow_bf16_reduced_precision_reduction", "allow_fp16_reduced_precision_reduction")
 
 
-class Sums:
-    """The switches as a policy needs them, and as they were."""
+class Switches:
+    """Switches reduced-precision sums off, and remembers how they were."""
 
     def __init__(self, device: torch.device):
         self.before: dict[str, bool] = {}
@@ -28,7 +28,7 @@ class Sums:
             self._set(dict.fromkeys(_REDUCTIONS, False))
 
     def restore(self) -> None:
-        """Puts the switches back."""
+        """Sets the switches as they were."""
         self._set(self.before)
 
     def _set(self, values: dict[str, bool]) -> None:
@@ -42,12 +42,10 @@ def fp32_is_fp32() -> bool:
 
 
 def check_fp32(wanted: Iterable[Precision]) -> None:
-    """Refuses a policy that multiplies in fp32 where torch was told to multiply in less."""
-    narrower = not fp32_is_fp32()
-    if narrower and any(FP32 in precision.formats and not precision.emulate for precision in wanted):
-        told = torch.get_float32_matmul_precision()
+    """Refuses a policy that multiplies in fp32 if torch is set to multiply in less."""
+    if not fp32_is_fp32() and any(FP32 in precision.formats and not precision.emulate for precision in wanted):
         raise PolicyError(
-            f"the policy multiplies in fp32, and with a float32_matmul_precision of `{told}` fp32 matmuls round "
-            "their operands to TF32 or bf16",
+            "the policy multiplies in fp32, and with a float32_matmul_precision of "
+            f"`{torch.get_float32_matmul_precision()}` fp32 matmuls round their operands to TF32 or bf16",
             hint='torch.set_float32_matmul_precision("highest") before prepare()',
         )

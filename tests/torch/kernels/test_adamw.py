@@ -12,7 +12,7 @@ from halfstep.core.formats import BF16, FP32
 from halfstep.core.roles import Param
 from halfstep.torch import kernels
 from halfstep.torch.cast import carried, join, split
-from halfstep.torch.optim.adamw import adamw as optim
+from halfstep.torch.optim import adamw as optim
 from halfstep.torch.optim.masters import Masters
 
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton")
@@ -29,7 +29,7 @@ def kernel(monkeypatch):
 
     monkeypatch.setattr(adamw, "CHUNK", 64)
     if DEVICE == "cpu":
-        monkeypatch.setattr(optim, "reaches", lambda tensor: tensor.is_contiguous())
+        monkeypatch.setattr(optim, "reachable", lambda tensors: [t.is_contiguous() for t in tensors])
     return adamw
 
 
@@ -254,4 +254,4 @@ def test_a_kernel_gets_no_address_that_it_cannot_use(odd, reached):
     tensor = SimpleNamespace(
         is_cuda=known["cuda"], is_contiguous=lambda: known["dense"], data_ptr=lambda: known["at"]
     )
-    assert kernels.reaches(tensor) is reached
+    assert kernels.reachable([tensor]) == [reached]

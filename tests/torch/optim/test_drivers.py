@@ -12,7 +12,15 @@ from halfstep.core.formats import BF16, FP32
 from halfstep.core.roles import Param
 from halfstep.torch.cast import split
 from halfstep.torch.optim.adamw import AdamW
-from halfstep.torch.optim.drivers import Asked, Ours, Told, Undone, check_optimizers, driver_of, label
+from halfstep.torch.optim.drivers import (
+    FusedDriver,
+    HalfstepDriver,
+    RollbackDriver,
+    SyncDriver,
+    check_optimizers,
+    driver_of,
+    label,
+)
 from halfstep.torch.optim.masters import Masters
 
 COUNT = torch.ones((), dtype=torch.int32)
@@ -36,25 +44,25 @@ def half():
 
 
 # torch 2.11's fused Adagrad takes no `found_inf`, 2.13's does.
-ADAGRAD = Told if "_step_supports_amp_scaling" in inspect.getsource(torch.optim.Adagrad) else Asked
+ADAGRAD = FusedDriver if "_step_supports_amp_scaling" in inspect.getsource(torch.optim.Adagrad) else SyncDriver
 STOCK = {
-    "AdamW fused": (lambda p: torch.optim.AdamW([p], lr=0.01, fused=True), Told),
-    "AdamW foreach": (lambda p: torch.optim.AdamW([p], lr=0.01, foreach=True), Asked),
-    "AdamW plain": (lambda p: torch.optim.AdamW([p], lr=0.01, foreach=False), Asked),
-    "Adam amsgrad": (lambda p: torch.optim.Adam([p], lr=0.01, amsgrad=True, fused=True), Told),
-    "SGD": (lambda p: torch.optim.SGD([p], lr=0.01), Asked),
-    "SGD fused": (lambda p: torch.optim.SGD([p], lr=0.01, momentum=0.9, fused=True), Told),
-    "Adagrad": (lambda p: torch.optim.Adagrad([p], lr=0.01), Asked),
+    "AdamW fused": (lambda p: torch.optim.AdamW([p], lr=0.01, fused=True), FusedDriver),
+    "AdamW foreach": (lambda p: torch.optim.AdamW([p], lr=0.01, foreach=True), SyncDriver),
+    "AdamW plain": (lambda p: torch.optim.AdamW([p], lr=0.01, foreach=False), SyncDriver),
+    "Adam amsgrad": (lambda p: torch.optim.Adam([p], lr=0.01, amsgrad=True, fused=True), FusedDriver),
+    "SGD": (lambda p: torch.optim.SGD([p], lr=0.01), SyncDriver),
+    "SGD fused": (lambda p: torch.optim.SGD([p], lr=0.01, momentum=0.9, fused=True), FusedDriver),
+    "Adagrad": (lambda p: torch.optim.Adagrad([p], lr=0.01), SyncDriver),
     "Adagrad fused": (lambda p: torch.optim.Adagrad([p], lr=0.01, fused=True), ADAGRAD),
-    "Adafactor": (lambda p: torch.optim.Adafactor([p], lr=0.01), Asked),
-    "Muon": (lambda p: torch.optim.Muon([p], lr=0.01), Asked),
-    "NAdam": (lambda p: torch.optim.NAdam([p], lr=0.01), Asked),
-    "RAdam": (lambda p: torch.optim.RAdam([p], lr=0.01), Asked),
-    "RMSprop": (lambda p: torch.optim.RMSprop([p], lr=0.01, momentum=0.9), Asked),
-    "Rprop": (lambda p: torch.optim.Rprop([p], lr=0.01), Asked),
-    "Adadelta": (lambda p: torch.optim.Adadelta([p], lr=0.1), Asked),
-    "Adamax": (lambda p: torch.optim.Adamax([p], lr=0.01), Asked),
-    "ASGD": (lambda p: torch.optim.ASGD([p], lr=0.01), Asked),
+    "Adafactor": (lambda p: torch.optim.Adafactor([p], lr=0.01), SyncDriver),
+    "Muon": (lambda p: torch.optim.Muon([p], lr=0.01), SyncDriver),
+    "NAdam": (lambda p: torch.optim.NAdam([p], lr=0.01), SyncDriver),
+    "RAdam": (lambda p: torch.optim.RAdam([p], lr=0.01), SyncDriver),
+    "RMSprop": (lambda p: torch.optim.RMSprop([p], lr=0.01, momentum=0.9), SyncDriver),
+    "Rprop": (lambda p: torch.optim.Rprop([p], lr=0.01), SyncDriver),
+    "Adadelta": (lambda p: torch.optim.Adadelta([p], lr=0.1), SyncDriver),
+    "Adamax": (lambda p: torch.optim.Adamax([p], lr=0.01), SyncDriver),
+    "ASGD": (lambda p: torch.optim.ASGD([p], lr=0.01), SyncDriver),
 }
 
 
@@ -107,7 +115,7 @@ Capturable.__module__ = "torch.optim.imagined"
 def test_a_capturable_step_is_undone_where_it_must_be_skipped(made):
     p, masters = made()
     driver = driver_of(Capturable([p]), masters, {})
-    assert isinstance(driver, Undone)
+    assert isinstance(driver, RollbackDriver)
     for step in range(3):
         driver.step({p: draw(6, 4, seed=step)}, ONE, FINE, COUNT)
     state = driver.optimizer.state[p]
@@ -145,13 +153,13 @@ def test_costs_and_names():
 
     assert told(AdamW([p])) == "AdamW (halfstep): no sync"
     assert told(torch.optim.AdamW([p], fused=True)) == "AdamW (torch, fused): no sync"
-    assert told(torch.optim.Adagrad([p])).startswith("Adagrad (torch): one sync a step, because it cannot be told")
+    assert told(torch.optim.Adagrad([p])).startswith("Adagrad (torch): one sync per step, because it cannot skip")
     assert "fused=True" in told(torch.optim.SGD([p]))
     assert "capturable=True" in told(torch.optim.NAdam([p]))
     assert "would need none" not in told(torch.optim.Muon([p]))
     mixed = torch.optim.SGD([{"params": [p], "fused": False}], lr=0.1, fused=True)
-    assert isinstance(driver_of(mixed, masters, {}), Asked)  # one group would not look at the flag
-    assert isinstance(driver_of(AdamW([p]), masters, {}), Ours)
+    assert isinstance(driver_of(mixed, masters, {}), SyncDriver)  # one group would not look at the flag
+    assert isinstance(driver_of(AdamW([p]), masters, {}), HalfstepDriver)
 
 
 class Foreign(torch.optim.Optimizer):
@@ -168,11 +176,11 @@ class Foreign(torch.optim.Optimizer):
 
 
 @pytest.mark.parametrize("made", [whole, half])
-def test_optimizers_of_others_run_through_the_seam(made):
+def test_optimizers_of_other_projects_step_the_masters(made):
     p, masters = made()
     expected = masters.wide([p])[0].detach() - 0.5 * draw(6, 4, seed=5)
     driver = driver_of(Foreign([p]), masters, {})
-    assert isinstance(driver, Asked)
+    assert isinstance(driver, SyncDriver)
     driver.step({p: draw(6, 4, seed=5)}, ONE, FINE, COUNT)
     assert torch.equal(masters.wide([p])[0], expected)
 
@@ -186,12 +194,12 @@ class ScheduleFree(Foreign):
 
 
 REFUSED = [
-    (lambda m: torch.optim.LBFGS(m.parameters()), "needs `closure`", "step\\(\\) takes nothing"),
+    (lambda m: torch.optim.LBFGS(m.parameters()), "needs `closure`", "step\\(\\) takes no arguments"),
     (lambda m: torch.amp.GradScaler("cpu"), "GradScaler", "load_torch_amp"),
     (lambda m: [torch.optim.SGD(m.parameters()), torch.amp.GradScaler("cpu")], "GradScaler", "bf16 needs none"),
-    (lambda m: "AdamW", "str is no torch.optim.Optimizer", "takes an optimizer"),
+    (lambda m: "AdamW", "str is not a torch.optim.Optimizer", "takes an optimizer"),
     (lambda m: [], "no optimizer", "prepare"),
-    (lambda m: m.parameters(), "generator is no torch.optim.Optimizer", "takes an optimizer"),
+    (lambda m: m.parameters(), "generator is not a torch.optim.Optimizer", "takes an optimizer"),
     (lambda m: torch.optim.SGD([nn.Parameter(torch.ones(3))]), r"shape \(3,\) that the model does not", "copied"),
     (
         lambda m: [torch.optim.SGD(m.parameters()), AdamW([m.bias])],

@@ -1,4 +1,4 @@
-"""Masters: from how they are held to fp32 and back, averages, and what a skipped step gives back."""
+"""Masters: from how they are held to fp32 and back, and their averages."""
 
 import pytest
 import torch
@@ -8,7 +8,8 @@ from halfstep.core.errors import HalfstepError
 from halfstep.core.formats import BF16, FP32
 from halfstep.core.roles import Param
 from halfstep.torch.cast import split
-from halfstep.torch.optim.masters import Averages, Masters, Statistics
+from halfstep.torch.optim.ema import Averages
+from halfstep.torch.optim.masters import Masters
 
 COUNT = torch.ones((), dtype=torch.int32)
 
@@ -73,7 +74,7 @@ def test_stochastic_rounding_is_a_function_of_seed_update_and_name(dtype):
         assert 0.2 < float((first != other).float().mean()) < 0.8  # half of them, were all as likely either way
 
 
-def test_inside_the_seam_the_parameter_is_its_fp32_master_and_after_it_is_held_again():
+def test_an_opened_parameter_is_its_fp32_master_and_is_stored_afterwards():
     p, masters, number = halves()
     identity = id(p)
     with masters.opened([p], COUNT):
@@ -85,7 +86,7 @@ def test_inside_the_seam_the_parameter_is_its_fp32_master_and_after_it_is_held_a
     assert torch.equal(masters.wide([p])[0], number * 3)
 
 
-def test_an_error_inside_the_seam_leaves_everything_as_it_was():
+def test_an_error_while_opened_changes_nothing():
     p, masters, number = halves()
     before = p.data_ptr()
 
@@ -100,7 +101,7 @@ def test_an_error_inside_the_seam_leaves_everything_as_it_was():
     assert torch.equal(masters.wide([p])[0], number)
 
 
-def test_the_seam_takes_a_tensor_that_the_optimizer_put_in_its_place():
+def test_a_tensor_that_the_optimizer_put_in_its_place_is_stored():
     p, masters, number = halves()
     with masters.opened([p], COUNT):
         p.data = p.data + 1
@@ -147,26 +148,3 @@ def test_a_decay_that_averages_nothing_is_refused(decay):
     p = nn.Parameter(draw(3))
     with pytest.raises(HalfstepError, match="between 0 and 1"):
         Averages(Masters({p: "w"}), [p], decay)
-
-
-def test_buffers_that_a_skipped_step_wrote_come_back():
-    model = nn.BatchNorm1d(4)
-    statistics = Statistics(model)
-    model(draw(8, 4))
-    statistics.settle(torch.tensor(True))
-    kept = {name: b.clone() for name, b in model.named_buffers()}
-    assert int(kept["num_batches_tracked"]) == 1
-    model(draw(8, 4) * float("nan"))
-    assert not model.running_mean.isfinite().any()
-    statistics.settle(torch.tensor(False))
-    assert all(torch.equal(b, kept[name]) for name, b in model.named_buffers())
-
-
-def test_buffers_that_the_user_wrote_before_a_step_are_what_it_gives_back():
-    model = nn.BatchNorm1d(4)
-    statistics = Statistics(model)
-    model.running_mean.fill_(5.0)
-    statistics.remember()
-    model(draw(8, 4) * float("nan"))
-    statistics.settle(torch.tensor(False))
-    assert torch.equal(model.running_mean, torch.full((4,), 5.0))

@@ -166,7 +166,7 @@ def test_unprepare_gives_the_masters_back_in_fp32_and_the_optimizer_goes_on(poli
     run.optimizers[0].step()
     assert not torch.equal(model.up.weight, expected["up.weight"])
     for call in (lambda: run.step(loss_of(model), [batch()]), run.update, run.unprepare):
-        with pytest.raises(HalfstepError, match="the run is over"):
+        with pytest.raises(HalfstepError, match="the run has ended"):
             call()
     prepare(model, STOCK["SGD"](model), "bf16-mixed").step(loss_of(model), [batch()])
 
@@ -198,7 +198,7 @@ def test_the_summary_says_what_was_done_and_what_it_costs():
         "clipped to 1",
         "decay 0.99",
         "AdamW (torch, fused): no sync",
-        "Adagrad (torch): one sync a step, because",
+        "Adagrad (torch): one sync per step, because",
         "Bilinear",
     ):
         assert part in said, part

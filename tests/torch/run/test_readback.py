@@ -1,4 +1,4 @@
-"""A step's numbers: sent with the step, so that reading one asks nothing of a device that runs the next."""
+"""Numbers and device time of a step: sent with it, so that reading asks nothing of a device that runs the next."""
 
 import time
 from types import SimpleNamespace
@@ -10,16 +10,23 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from halfstep.config.load import load
 from halfstep.core.policy import Policy
-from halfstep.torch.run.readback import NAMES, UNREAD, Numbers
+from halfstep.torch.run.readback import NAMES, UNREAD, Readback
 from halfstep.torch.session import Session
 
 SMALL = ["model.width=32", "model.heads=2", "model.layers=1", "model.context=16", "training.batch=2"]
 CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 
 
-def result(loss):
+def result(loss=0.0):
     values = {"loss": loss, "skipped": False, "scale": 65536.0, "grad_norm": 2.0, "stuck": False}
     return SimpleNamespace(**{name: torch.tensor(value) for name, value in values.items()})
+
+
+def sent(readback, count):
+    results = [result(float(n)) for n in range(count)]
+    for one in results:
+        readback.send(one)
+    return results
 
 
 class Launches(TorchDispatchMode):
@@ -54,50 +61,97 @@ def test_reading_a_step_launches_nothing(session):
 
 
 def test_each_step_has_its_own_numbers_read_late_or_never():
-    numbers = Numbers(torch.device("cpu"))
-    results = [result(float(n)) for n in range(4)]
-    for one in results[:3]:
-        numbers.send(one)
-    assert numbers.take(results[0])["loss"] == 0.0
-    assert numbers.take(results[2])["loss"] == 2.0  # the one before it was given up
-    assert numbers.take(results[1])["loss"] == 1.0
-    told = {"loss": 3.0, "skipped": 0.0, "scale": 65536.0, "grad_norm": 2.0, "stuck": 0.0}
-    assert numbers.take(results[3]) == told
+    readback = Readback(torch.device("cpu"))
+    results = [*sent(readback, 3), result(3.0)]
+    # The second is read after it was passed over, the last was never sent.
+    assert [readback.read(results[n])["loss"] for n in (0, 2, 1)] == [0.0, 2.0, 1.0]
+    expected = {"loss": 3.0, "skipped": 0.0, "scale": 65536.0, "grad_norm": 2.0, "stuck": 0.0}
+    assert readback.read(results[3]) == expected
 
 
-def test_steps_that_nobody_reads_are_forgotten():
-    numbers = Numbers(torch.device("cpu"))
-    results = [result(float(n)) for n in range(3 * UNREAD)]
-    for one in results:
-        numbers.send(one)
-    assert len(numbers._sent) == UNREAD
-    assert numbers.take(results[0])["loss"] == 0.0
+def test_steps_that_are_never_read_are_forgotten():
+    readback = Readback(torch.device("cpu"))
+    results = sent(readback, 3 * UNREAD)
+    assert len(readback._queue) == UNREAD
+    assert readback.read(results[0])["loss"] == 0.0
+
+
+def test_a_cpu_has_no_device_time_and_says_why(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "Event", None)
+    readback, one = Readback(torch.device("cpu")), result()
+    readback.send(one, readback.start())
+    readback.read(one)
+    assert readback.device_time(one) is None
+    assert readback.untimed == "torch times no steps on cpu"
 
 
 class Event:
-    """An event of a device, at which a copy has arrived."""
+    """An event that the device stamps, in milliseconds, when it reaches it."""
+
+    device_clock = 0.0
+
+    def __init__(self, enable_timing):
+        assert enable_timing
+        self.arrive = lambda: None
 
     def record(self, stream):
-        self.arrive = None
+        self.stamp = Event.device_clock
 
     def synchronize(self):
         self.arrive()
 
+    def elapsed_time(self, other):
+        return other.stamp - self.stamp
 
-def test_numbers_are_not_read_before_they_have_arrived(monkeypatch):
+
+@pytest.fixture
+def readback(monkeypatch):
+    """On a device that is imitated."""
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
-    numbers, one = Numbers(torch.device("cuda")), result(1.0)
-    numbers.send(one)
-    ((_, copy, event),) = numbers._sent
-    sent = copy.clone()
-    copy.zero_()
-    event.arrive = lambda: copy.copy_(sent)
-    assert numbers.take(one)["loss"] == 1.0
+    monkeypatch.setattr(Event, "device_clock", 0.0)
+    return Readback(torch.device("cuda"))
+
+
+def launch(readback, *, idle=0.0, busy=1000.0):
+    Event.device_clock += idle
+    start, one = readback.start(), result()
+    Event.device_clock += busy
+    readback.send(one, start)
+    return one
+
+
+def test_numbers_are_not_read_before_they_have_arrived(readback):
+    one = launch(readback)
+    ((_, copy, _, end),) = readback._queue
+    late = copy.clone()
+    late[0] = 1.0
+    end.arrive = lambda: copy.copy_(late)
+    assert readback.read(one)["loss"] == 1.0
+
+
+def test_a_step_has_its_own_device_time_and_the_idle_time_before_it(readback):
+    first, second = launch(readback), launch(readback, idle=250.0, busy=500.0)
+    assert readback.device_time(first) is None  # not read yet
+    readback.read(first)
+    assert readback.device_time(first) == (1.0, None)
+    readback.read(second)
+    assert readback.device_time(first) is None
+    readback.read(launch(readback))
+    third = launch(readback, idle=100.0)
+    readback.read(third)
+    assert readback.device_time(third) == (1.0, 1.85)  # since the step that was timed last
+    assert readback.device_time(third) is None
+
+
+def test_a_step_that_was_forgotten_has_no_device_time(readback):
+    results = [launch(readback) for _ in range(UNREAD + 1)]
+    readback.read(results[0])
+    assert readback.device_time(results[0]) is None
 
 
 @CUDA
-def test_reading_a_step_does_not_wait_for_what_was_launched_after_it(session):
+def test_reading_a_step_does_not_wait_for_the_next(session):
     for _ in range(3):
         session.read(session.step(tokens()))
     made = session.step(tokens())
@@ -107,3 +161,25 @@ def test_reading_a_step_does_not_wait_for_what_was_launched_after_it(session):
     waited = time.perf_counter() - begun
     torch.cuda.synchronize()
     assert waited < 0.25 * (time.perf_counter() - begun)
+
+
+@CUDA
+def test_device_times_need_no_sync():
+    config = load("tiny", ["model.layers=2", "model.width=64", "model.context=64"])
+    session = Session(config, Policy.parse("bf16-mixed"), "cuda")
+    given = torch.randint(0, 256, (1, 16, 65)).int().numpy()
+    session.read(session.step(given))
+    times = []
+    try:
+        torch.cuda.set_sync_debug_mode("error")
+        results = [session.step(given) for _ in range(3)]
+        for one in results:
+            torch.cuda.set_sync_debug_mode("default")
+            session.read(one)
+            torch.cuda.set_sync_debug_mode("error")
+            times.append(session.device_time(one))
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert session.untimed == ""
+    assert all(busy > 0 for busy, _ in times)
+    assert all(idle >= 0 for _, idle in times[1:])

@@ -1,0 +1,143 @@
+"""What a run consists of: a model, its optimizers, a policy, and the state that its steps change.
+
+`Run` (step.py) adds the verbs. What only reads or restores a run (state.py, summary.py, from_amp.py) takes its
+parts.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from halfstep.core.errors import HalfstepError
+from halfstep.core.policy import Policy
+from halfstep.core.roles import Param
+from halfstep.core.scaling import NoScale, ScaleState
+from halfstep.torch.apply import Applied
+from halfstep.torch.optim.adamw import Optimizer
+from halfstep.torch.optim.drivers import StockDriver, check_optimizers, driver_of
+from halfstep.torch.optim.ema import Averages
+from halfstep.torch.optim.masters import Masters
+from halfstep.torch.run.accumulation import CAST, PREPARE_AGAIN, Accumulation
+from halfstep.torch.run.buffers import Buffers
+from halfstep.torch.run.reached import Reached
+from halfstep.torch.run.switches import Switches
+
+
+class RunParts:
+    """A model, its optimizers and a policy, with everything that a step needs."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizers: Sequence[torch.optim.Optimizer],
+        policy: Policy,
+        clip_norm: float = 0.0,
+        *,
+        conversion: Applied | None = None,
+        seed: int = 0,
+        ema: float = 0.0,
+    ):
+        self.model, self.optimizers, self.policy = model, list(optimizers), policy
+        self.clip_norm = clip_norm
+        self.conversion = conversion
+        self.masters = self._masters(seed)
+        moments = {} if conversion is None else conversion.moments
+        self.drivers = [driver_of(optimizer, self.masters, moments) for optimizer in self.optimizers]
+        self._list_parameters()
+        self.device = self.parameters[0].device
+        self.scale_state = self.scalars(policy.scale.init())
+        self.num_applied = torch.zeros((), dtype=torch.int32, device=self.device)  # updates that were not skipped
+        trained = [p for p in self.parameters if p.requires_grad]
+        self.averages = Averages(self.masters, trained, ema) if ema else None
+        self.buffers = Buffers(model)
+        self.amaxes = None if conversion is None else conversion.amaxes
+        self.switches = Switches(self.device)
+        self.accumulation = Accumulation(policy, model)
+        self.reached: Reached | None = None  # what `reach` found last
+        self.hooks = [] if conversion is None else self._bind_and_hook(conversion)
+
+    def forget(self) -> None:
+        """Drops gradients that were accumulated and not used."""
+        self.accumulation.clear()
+        if self.amaxes is not None:
+            self.amaxes.forget()
+
+    def scalars(self, given: ScaleState) -> ScaleState:
+        """Returns a state of the loss scale as scalars on the run's device."""
+        dtypes = (torch.float32, torch.int32, torch.int32, torch.bool)
+        return ScaleState(
+            *(torch.tensor(v, dtype=d, device=self.device) for v, d in zip(given, dtypes, strict=True))
+        )
+
+    def check_parameters(self) -> None:
+        """Refuses parameters that were added, cast or resized after the policy was applied."""
+        count = 0
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                count += len(group["params"])
+        if count != len(self.parameters):
+            check_optimizers(self.optimizers, self.model, narrow=False)
+            self._list_parameters()
+            if self.conversion is not None:
+                self._bind(self.conversion)
+        for p, dtype, shape, has_master in self._expected:
+            if p.requires_grad and (p.dtype is not dtype or not has_master):
+                raise HalfstepError(
+                    f"`{self.masters.names[p]}` is {p.dtype}, and no master of it is kept",
+                    hint="a policy casts by itself: cast, unfreeze or add it before prepare()",
+                )
+            if p.shape != shape:  # moments have the old shape, and fused kernels walk through memory by either
+                raise HalfstepError(
+                    f"`{self.masters.names[p]}` had the shape {tuple(shape)} when the model was prepared, and has "
+                    f"{tuple(p.shape)} now",
+                    hint=PREPARE_AGAIN,
+                )
+
+    def _list_parameters(self) -> None:
+        """Lists the optimizers' parameters, in the order of the model, with what they must stay like."""
+        taken = {p for driver in self.drivers for p in driver.parameters}
+        self.parameters = [p for p in self.masters.names if p in taken]
+        self._expected = [(p, p.dtype, p.shape, self._has_master(p)) for p in self.parameters]
+
+    def _has_master(self, parameter: Tensor) -> bool:
+        """Whether a parameter that is narrower than fp32 is covered by the policy, if there is one."""
+        narrow = parameter.dtype in CAST and parameter.dtype != torch.float32
+        return not narrow or self.conversion is None or self.masters.names[parameter] in self.masters.held
+
+    def _masters(self, seed: int) -> Masters:
+        names: dict[Tensor, str] = {p: name for name, p in self.model.named_parameters()}
+        if self.conversion is not None:
+            return Masters(names, self.conversion.masters, self.conversion.remainders, seed=seed, complete=True)
+        held: dict[str, Param] = {}
+        for optimizer in self.optimizers:
+            held |= optimizer.masters.held if isinstance(optimizer, Optimizer) else {}
+        return Masters(names, held, seed=seed)
+
+    def _bind_and_hook(self, conversion: Applied) -> list[Any]:
+        """Gives the optimizers their formats, and returns the hooks that protect them."""
+        self._bind(conversion)
+        hooks = self.masters.watch(self.model)
+        stock = [driver for driver in self.drivers if isinstance(driver, StockDriver)]
+        narrow = any(not self.masters.is_whole(p) for p in self.parameters)
+        if narrow:
+            hooks += [d.optimizer.register_load_state_dict_pre_hook(_refuse_load) for d in stock]
+        if narrow or not isinstance(self.policy.scale, NoScale):
+            hooks += [driver.optimizer.register_step_pre_hook(driver.refuse_outside_run) for driver in stock]
+        return hooks
+
+    def _bind(self, conversion: Applied) -> None:
+        for driver in self.drivers:
+            if isinstance(driver.optimizer, Optimizer):
+                compute = self.policy.compute.format
+                driver.optimizer.bind(self.masters, conversion.moments, compute, emulate=self.policy.emulate)
+            driver.cast_moments()
+
+
+def _refuse_load(optimizer: torch.optim.Optimizer, given: dict[str, Any]) -> None:
+    """Refuses `optimizer.load_state_dict`, which would cast moments to the dtype of bf16 parameters."""
+    raise HalfstepError(
+        f"{type(optimizer).__name__}.load_state_dict casts moments to the dtype of the parameters, which is bf16",
+        hint="run.load_state_dict(run's own state), or run.load_torch_amp(the optimizer's state)",
+    )

@@ -1,0 +1,33 @@
+"""Buffers that a skipped step wrote to are restored."""
+
+import torch
+from torch import nn
+
+from halfstep.torch.run.buffers import Buffers
+
+
+def draw(*shape, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def test_buffers_that_a_skipped_step_wrote_come_back():
+    model = nn.BatchNorm1d(4)
+    buffers = Buffers(model)
+    model(draw(8, 4))
+    buffers.restore_unless(torch.tensor(True))
+    kept = {name: b.clone() for name, b in model.named_buffers()}
+    assert int(kept["num_batches_tracked"]) == 1
+    model(draw(8, 4) * float("nan"))
+    assert not model.running_mean.isfinite().any()
+    buffers.restore_unless(torch.tensor(False))
+    assert all(torch.equal(b, kept[name]) for name, b in model.named_buffers())
+
+
+def test_buffers_that_the_user_wrote_before_a_step_are_what_it_gives_back():
+    model = nn.BatchNorm1d(4)
+    buffers = Buffers(model)
+    model.running_mean.fill_(5.0)
+    buffers.remember()
+    model(draw(8, 4) * float("nan"))
+    buffers.restore_unless(torch.tensor(False))
+    assert torch.equal(model.running_mean, torch.full((4,), 5.0))
