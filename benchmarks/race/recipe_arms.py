@@ -3,10 +3,9 @@
 import argparse
 import json
 import math
-import sys
 import tempfile
 import time
-import traceback
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -19,8 +18,8 @@ from recipe_sources import Arm
 
 from halfstep.config.run import RunConfig
 from halfstep.config.weights import initial_weights
-from halfstep.core.errors import HalfstepError
 from halfstep.core.policy import Policy
+from halfstep.tools.bench import workers
 from halfstep.training.data.batches import Batches, validation_batches
 from halfstep.training.data.load import load_corpus
 from halfstep.training.data.prefetch import Prefetch
@@ -33,23 +32,13 @@ Answer = dict[str, Any]
 
 
 def serve(options: argparse.Namespace, config: RunConfig) -> int:
-    """Answers in lines of JSON; whatever else is printed goes to stderr."""
-    line, sys.stdout = sys.stdout, sys.stderr
-    try:
+    """Answers the requests of recipes.py."""
+
+    def start() -> tuple[Answer, Callable[[Answer], Answer]]:
         arm = {"halfstep": Halfstep, "source": Source}[options.worker](options, config)
-        print(json.dumps(arm.hello()), file=line, flush=True)
-        for request in map(json.loads, sys.stdin):
-            print(json.dumps(arm.answer(request)), file=line, flush=True)
-    except Exception as error:
-        traceback.print_exc()
-        hint = error.hint if isinstance(error, HalfstepError) else None
-        told = {
-            "failed": f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}",
-            "hint": hint,
-        }
-        print(json.dumps(told), file=line, flush=True)
-        return 1
-    return 0
+        return arm.hello(), arm.answer
+
+    return workers.serve(start)
 
 
 class Trainer:

@@ -103,7 +103,7 @@ def bench(
         source=source,
         seconds=seconds,
         at_once=at_once,
-        tell=print_words,
+        log=print_words,
     )
     verdicts = judge(result) if bars else ()
     data = result.to_dict() | ({"bars": [verdict.to_dict() for verdict in verdicts]} if bars else {})

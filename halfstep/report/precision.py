@@ -1,9 +1,7 @@
 """What the section on precision shows: the policy that ran, and the warnings from before the first step."""
 
 from halfstep.core.errors import HalfstepError
-from halfstep.core.formats import Format
 from halfstep.core.policy import Policy
-from halfstep.core.roles import Value
 from halfstep.report.history import History
 from halfstep.report.number_format import number
 
@@ -22,9 +20,3 @@ def starting_warnings(history: History) -> dict[str, list[float]]:
     for event in history.warnings:
         times.setdefault(str(event.get("message")), []).append(number(event.get("time")))
     return times
-
-
-def tint(value: Value) -> str:
-    """Returns the class that colors a value by the bits of its format, so that narrow ones stand out."""
-    fmt = value if isinstance(value, Format) else getattr(value, "format", None)
-    return f" bits-{fmt.bits}" if isinstance(fmt, Format) and fmt.bits in (8, 16) else ""

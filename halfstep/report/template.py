@@ -11,9 +11,9 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
-from halfstep.core.roles import print_value
+from halfstep.core.formats import Format
+from halfstep.core.roles import Value, print_value
 from halfstep.report import number_format
-from halfstep.report.precision import tint
 
 
 def fill(name: str, **values: Any) -> str:
@@ -34,6 +34,12 @@ def content_hash(content: str) -> str:
     """Returns how a Content-Security-Policy names an inline script or style that may run."""
     digest = hashlib.sha256(content.encode("utf-8")).digest()
     return f"'sha256-{base64.b64encode(digest).decode('ascii')}'"
+
+
+def tint(value: Value) -> str:
+    """Returns the class that colors a value by the bits of its format, so that narrow ones stand out."""
+    fmt = value if isinstance(value, Format) else getattr(value, "format", None)
+    return f" bits-{fmt.bits}" if isinstance(fmt, Format) and fmt.bits in (8, 16) else ""
 
 
 @cache

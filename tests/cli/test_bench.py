@@ -33,9 +33,9 @@ def race(monkeypatch):
     calls = []
 
     def play(*arms, **facts):
-        def ran(names, *, tell, **options):
+        def ran(names, *, log, **options):
             calls.append((names, options))
-            tell("NVIDIA H200, torch 2.11")
+            log("NVIDIA H200, torch 2.11")
             return played(*arms, **facts)
 
         monkeypatch.setattr(bench, "run", ran)

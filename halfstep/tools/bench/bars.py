@@ -1,11 +1,11 @@
 """What a race must show: halfstep against the usual recipe, ratio by ratio.
 
-    speed    tokens a second of ours over theirs, at least the bound
+    speed    tokens per second of ours over theirs, at least the bound
     memory   peak memory of ours over theirs, at most the bound
 
-The bars were set for a GPT-2 of 124 million parameters on one NVIDIA GPU, that of fp8 also for a width of WIDE and
-more, where fp8 must gain and not only lose nothing. Of another size or on another device they say nothing, and are
-refused. A bar whose two arms did not both run is not checked, and says why.
+The bars hold for a GPT-2 of 124 million parameters on one NVIDIA GPU; those of fp8 also for a width of WIDE and
+more, where fp8 must be faster and not only as fast. For another size or device they are refused. A bar whose two
+arms did not both run is not checked, and says why.
 """
 
 from collections.abc import Sequence
@@ -28,7 +28,7 @@ class Bar:
     theirs: str
     what: Literal["speed", "memory"]
     bound: float
-    only_at: int | None = None  # micro-batches that it holds for; None: any number
+    only_at: int | None = None  # the number of micro-batches it holds for; None: any
     wide: bool = False  # it holds for wide models, and not for GPT-2
 
     def __str__(self) -> str:
@@ -54,7 +54,7 @@ BARS = (
 
 @dataclass(frozen=True)
 class Verdict:
-    """What became of a bar: `reached` is None where it could not be checked, for the reason in `why`."""
+    """The verdict on a bar: `reached` is None if it could not be checked, for the reason in `why`."""
 
     bar: Bar
     ratio: float | None = None
@@ -62,12 +62,12 @@ class Verdict:
     why: str = ""
 
     def to_dict(self) -> dict[str, Any]:
-        """The same as data."""
+        """Returns the same as data."""
         return {"bar": str(self.bar), "ratio": self.ratio, "reached": self.reached, "why": self.why}
 
 
 def check_applicable(arms: Sequence[str], device: str | None, sizes: dict[str, int]) -> None:
-    """Refuses a race to which no bar applies, before it is run."""
+    """Refuses a race to which no bar applies, before it runs."""
     wide = sizes["width"] >= WIDE
     for name, value in GPT2.items():
         if sizes[name] != value and not wide:
@@ -88,7 +88,7 @@ def check_applicable(arms: Sequence[str], device: str | None, sizes: dict[str, i
 
 
 def judge(result: BenchResult) -> tuple[Verdict, ...]:
-    """Each bar that compares two arms of the race."""
+    """Returns the verdict on each bar that compares two arms of the race."""
     entered = {arm.name for arm in result.arms}
     return tuple(
         _judge(bar, result)

@@ -1,11 +1,6 @@
-"""The race: one model trained by the usual recipes and by ours, each in a process of its own.
+"""What the race and its workers agree on: the arms, and the setting that a worker is started with.
 
-    model       a GPT-2 that knows nothing of halfstep
-    arms        the recipes: how each is set up, and what one update is
-    worker      the process of one arm: holds it, waits its turn, trains, measures
-
-`halfstep.tools.bench.run` starts the workers and lets them take turns. Both sides agree on this module, which
-imports no framework.
+It imports no framework.
 """
 
 from dataclasses import dataclass
@@ -13,16 +8,16 @@ from dataclasses import dataclass
 # Every arm clips to this norm and skips a step whose norm is not finite.
 CLIP_NORM = 1.0
 RATE, BETAS, DECAY = 3e-4, (0.9, 0.95), 0.1
-# Updates before the first timed one: the first compiles, the second meets gradients that are there already.
+# Updates before the first timed one: the first compiles, the second finds gradients in place.
 WARM_STEPS = 4
-# The arm that is no recipe: a bf16 matmul of this size, the ceiling of the device.
+# Not a recipe: a bf16 matmul of this size, the ceiling of the device.
 CEILING = "ceiling"
 CEILING_SIZE = 8192
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """An arm, as it is told: what it is, the package it needs besides torch, and whether it is halfstep's."""
+    """An arm: a description, the package it needs besides torch, and whether it is halfstep's."""
 
     words: str
     package: str = ""
@@ -42,7 +37,7 @@ ARMS = {
     "pure-bf16": Recipe("everything in bf16, no master: loses updates"),
     "halfstep": Recipe("prepare with halfstep's AdamW, split fp32 masters", ours=True),
     "halfstep-fp32-masters": Recipe("prepare with halfstep's AdamW, whole fp32 masters", ours=True),
-    "halfstep-stock": Recipe("prepare with torch's fused AdamW through the seam, split masters", ours=True),
+    "halfstep-stock": Recipe("prepare with torch's fused AdamW, split masters", ours=True),
     "halfstep-fp16": Recipe("prepare in fp16 with dynamic scaling, halfstep's AdamW", ours=True),
     "halfstep-fp8": Recipe(
         "prepare in fp8-mixed, fp8 where it is measured to be faster, split masters", ours=True
@@ -53,10 +48,10 @@ ARMS = {
 
 @dataclass(frozen=True)
 class Setting:
-    """What a worker is told at its start; the same for every arm but for `arm` itself."""
+    """What a worker is started with; the same for every arm except `arm` itself."""
 
     arm: str
-    device: str | None  # None: the accelerator there is, and no CPU in its place
+    device: str | None  # None: the NVIDIA GPU, and an error without one
     layers: int
     width: int
     heads: int
@@ -64,16 +59,16 @@ class Setting:
     context: int
     batch: int
     micro_batches: int
-    compile: bool | None  # None: on an accelerator
+    compile: bool | None  # None: only on an accelerator
     seed: int
     tokens: str  # a file of the updates' tokens: (update, micro-batch, sequence, context + 1), uint16
     held_out: str  # a file of held-out sequences: (sequence, context + 1), uint16
 
     def flops_per_token(self) -> int:
-        """Of forward and backward: 6 a weight that multiplies, and attention's two products over the context."""
+        """Counts forward and backward: 6 per weight in a matmul, and attention's two products over the context."""
         weights = 12 * self.layers * self.width**2 + self.vocabulary * self.width
         return 6 * weights + 12 * self.layers * self.width * self.context
 
     def tokens_per_step(self) -> int:
-        """Targets of one update."""
+        """Returns the number of targets in one update."""
         return self.batch * self.micro_batches * self.context

@@ -1,9 +1,9 @@
-"""A race under way: workers that take turns.
+"""Runs a race: workers that take turns.
 
 Arms start and compile several at a time, which is the longest part, and train alone: round by round, the order
-turned each time. (A compiler that times its kernels takes the fastest of several launches, which a neighbor
-disturbs little.) An arm that cannot take part, or fails, is taken out with its reason, and the others go on. All
-have had the same number of turns at the end of a round, and the race stops nowhere else, so their losses compare.
+reversed each time. (A compiler that times its kernels takes the fastest of several launches, which a neighbor
+disturbs little.) An arm that cannot take part, or fails, is taken out with its reason, and the others continue.
+After a round, all have had the same number of turns, and the race stops only then, so their losses compare.
 """
 
 import json
@@ -22,19 +22,19 @@ from halfstep.tools.bench.standings import ArmResult, BenchResult
 from halfstep.tools.bench.workers import FailedError, MissingError, Worker
 
 VALIDATION_SHARE, HELD_OUT_WINDOWS = 0.1, 64
-# About what the last words of an arm take, held-out text and all; kept free of what time there is.
+# About what the last answer of an arm takes, with its evaluation; this much of the time is kept free.
 FINISH_SECONDS = 3.0
-# A turn that was begun in time may end so much later: an arm that says nothing for longer hangs.
+# A turn that began in time may end this much late; an arm that takes longer hangs.
 GRACE = 30.0
 
 
 def command(setting: Setting) -> list[str]:
-    """How the process of an arm is started."""
+    """Returns the command that starts the process of an arm."""
     return [sys.executable, "-m", "halfstep.tools.bench.arms.worker", json.dumps(asdict(setting))]
 
 
 class Race:
-    """The workers, what they have done so far, and the time that is left."""
+    """The workers, their results so far, and the time that is left."""
 
     def __init__(
         self,
@@ -44,23 +44,23 @@ class Race:
         rounds: int,
         steps: int,
         deadline: float | None,
-        tell: Callable[[str], None],
+        log: Callable[[str], None],
         at_once: int = 1,
     ):
         self.setting, self.folder, self.rounds, self.steps = setting, folder, rounds, steps
         self.at_once = at_once
-        self.deadline, self.tell = deadline, tell
+        self.deadline, self.log = deadline, log
         self.standings = {n: ArmResult(n, ARMS[n].words, ARMS[n].ours) for n in names}
         self.workers: dict[str, Worker] = {}
         self.ceiling: list[float] = []
         self.round_seconds = 0.0
 
     def run(self, source: str) -> BenchResult:
-        """Data, workers, rounds, held-out text."""
+        """Writes the data, starts the workers, runs the rounds and scores held-out text."""
         hello = self._start(CEILING)
-        self.tell(f"{hello['device']}, torch {hello['versions']['torch']}")
+        self.log(f"{hello['device']}, torch {hello['versions']['torch']}")
         data = self._write_data(source)
-        self.tell(data)
+        self.log(data)
         self._warm()
         done, stopped = 0, ""
         while done < self.rounds and not stopped:
@@ -68,7 +68,7 @@ class Race:
                 stopped = f"after {done} of {self.rounds} rounds: " + (
                     "the time is up" if self._racing() else "no arm is left"
                 )
-                self.tell(f"stopped {stopped}")
+                self.log(f"stopped {stopped}")
                 break
             self._round(done)
             done += 1
@@ -87,7 +87,7 @@ class Race:
         )
 
     def close(self) -> None:
-        """Lets every worker go."""
+        """Stops every worker."""
         for worker in self.workers.values():
             worker.dismiss()
         for worker in self.workers.values():
@@ -95,7 +95,7 @@ class Race:
 
     def _start(self, name: str) -> dict[str, Any]:
         threads = max(1, (os.cpu_count() or 1) // self.at_once)
-        paths = [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]
+        paths = [str(Path(__file__).parents[3]), os.environ.get("PYTHONPATH", "")]
         environment = {
             "TORCHINDUCTOR_COMPILE_THREADS": str(threads),
             **os.environ,
@@ -109,7 +109,7 @@ class Race:
         return worker.hear(left)
 
     def _write_data(self, source: str) -> str:
-        """The tokens of every update and the held-out text, as files that all workers read."""
+        """Writes the tokens of every update and the held-out text into files that all workers read."""
         import numpy as np
 
         from halfstep.training.data.batches import Batches, validation_batches
@@ -138,9 +138,7 @@ class Race:
         pool = ThreadPoolExecutor(self.at_once)
         try:
             list(pool.map(self._warm_one, self.standings))
-        except (
-            BaseException
-        ):  # Ctrl-C: those that wait must not start, and those that compile must not be waited for
+        except BaseException:  # Ctrl-C: start no more workers, and do not wait for those that compile
             pool.shutdown(wait=False, cancel_futures=True)
             for worker in list(self.workers.values()):
                 worker.end()
@@ -148,24 +146,24 @@ class Race:
         pool.shutdown()
 
     def _warm_one(self, name: str) -> None:
-        begun = time.monotonic()
+        started = time.monotonic()
 
         def start() -> None:
             hello = self._start(name)
             self._note(name, versions=hello["versions"], compiled=hello["compiled"])
             answer = self.workers[name].ask({"do": "train", "steps": WARM_STEPS - 1}, self._left())
-            self._note(name, losses=tuple(answer["losses"]), ready_seconds=time.monotonic() - begun)
+            self._note(name, losses=tuple(answer["losses"]), ready_seconds=time.monotonic() - started)
 
         if self._try(name, start):
-            self.tell(f"{name}: ready after {time.monotonic() - begun:.0f} s")
+            self.log(f"{name}: ready after {time.monotonic() - started:.0f} s")
 
     def _round(self, number: int) -> None:
-        begun = time.monotonic()
+        started = time.monotonic()
         names = [*([CEILING] if CEILING in self.workers else []), *self._racing()]
         for name in names if number % 2 == 0 else names[::-1]:
             self._try(name, partial(self._turn, name))
-        self.round_seconds = time.monotonic() - begun
-        self.tell(f"round {number + 1} of {self.rounds}: {self.round_seconds:.0f} s")
+        self.round_seconds = time.monotonic() - started
+        self.log(f"round {number + 1} of {self.rounds}: {self.round_seconds:.0f} s")
 
     def _turn(self, name: str) -> None:
         left = self._left()
@@ -197,15 +195,15 @@ class Race:
             self._try(name, finish)
 
     def _try(self, name: str, action: Callable[[], None]) -> bool:
-        """Does it, or takes the arm out of the race with the reason."""
+        """Runs the action; if it fails, takes the arm out of the race with the reason."""
         try:
             action()
         except MissingError as error:
             self._note(name, missing=error.message, hint=error.hint)
-            self.tell(f"{name}: {error}")
+            self.log(f"{name}: {error}")
         except FailedError as error:
             self._note(name, failed=error.message, hint=error.hint)
-            self.tell(f"{name}: {error}")
+            self.log(f"{name}: {error}")
             if worker := self.workers.pop(name, None):
                 worker.end()
         else:
@@ -223,6 +221,6 @@ class Race:
         return None if self.deadline is None else self.deadline - time.monotonic()
 
     def _time_for_a_round(self) -> bool:
-        """Whether another round like the last would end in time, and the looks at held-out text after it."""
+        """Whether another round like the last would end in time, and the evaluations after it."""
         left = self._left()
         return left is None or left > self.round_seconds + FINISH_SECONDS * len(self._racing())

@@ -1,12 +1,13 @@
-"""The race: how fast recipes train one model, in one run, beside what they lose.
+"""The race: how fast recipes train one model, in one run, and the loss they reach.
 
-Each arm is a process of its own (`halfstep.tools.bench.arms.worker`), which holds its model and waits its turn. So
-its peak memory is its own, and the arms are interleaved, one working at a time. Every arm sees the same batches
-from the same first weights.
+Each arm is a separate process, which holds its model and waits its turn. So its peak memory is its own, and the
+arms are interleaved, one working at a time. Every arm sees the same batches from the same first weights.
 
-    standings   what is found: speed, spread, share of the matmul ceiling, memory, held-out loss
+    contract    what this side and the workers agree on
+    arms/       the recipes, the model they train, and the process of one arm
+    workers     processes that answer requests
     race        the turns
-    workers     processes that answer
+    standings   the results: speed, spread, share of the matmul ceiling, memory, held-out loss
     bars        what halfstep promises of the ratios
 """
 
@@ -21,7 +22,7 @@ from halfstep.tools.bench.contract import ARMS, CEILING, Setting
 from halfstep.tools.bench.race import Race
 from halfstep.tools.bench.standings import BenchResult
 
-# What runs when nothing is named: the arms that the bars compare, and the strongest stock recipe.
+# The arms that the bars compare, and the strongest stock recipe.
 DEFAULT_ARMS = (
     "autocast",
     "casted",
@@ -52,13 +53,13 @@ def run(
     seconds: float | None = None,
     seed: int = 0,
     at_once: int = 4,
-    tell: Callable[[str], None] = lambda text: None,
+    log: Callable[[str], None] = lambda text: None,
 ) -> BenchResult:
-    """Races the arms, in at most `seconds` where that is given; `tell` hears how it goes.
+    """Races the arms, in at most `seconds` if given; `log` is called with the progress.
 
-    `at_once` arms start and compile at the same time, and each then also holds the memory of a step.
+    `at_once` arms start and compile at the same time, and each then holds the memory of a step.
     """
-    begun = time.monotonic()
+    started = time.monotonic()
     names = checked_arms(arms)
     counts = {"micro_batches": micro_batches, "rounds": rounds, "steps": steps, "at_once": at_once}
     _check(counts | {"layers": layers, "width": width, "context": context, "batch": batch}, seconds, vocabulary)
@@ -82,8 +83,8 @@ def run(
     if width % setting.heads:
         raise HalfstepError(f"the width is {width}; it must be a multiple of 64, or below 128")
     with tempfile.TemporaryDirectory(prefix="halfstep-bench-") as folder:
-        deadline = None if seconds is None else begun + seconds
-        race = Race(names, setting, Path(folder), rounds, steps, deadline, tell, at_once)
+        deadline = None if seconds is None else started + seconds
+        race = Race(names, setting, Path(folder), rounds, steps, deadline, log, at_once)
         try:
             return race.run(source)
         finally:
@@ -91,7 +92,7 @@ def run(
 
 
 def checked_arms(arms: Sequence[str] | None) -> list[str]:
-    """The names of arms, each once; a name that is none is refused."""
+    """Returns the names of arms, each once; refuses unknown names."""
     names = list(dict.fromkeys(arms)) if arms else list(DEFAULT_ARMS)
     for name in names:
         if name not in ARMS:

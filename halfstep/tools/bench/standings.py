@@ -1,12 +1,12 @@
-"""What a race found, as data. With t_r the seconds of a step in round r:
+"""The results of a race. With t_r the seconds of a step in round r:
 
-    speed     tokens of a step / median_r t_r
+    speed     tokens per step / median_r t_r
     spread    (max_r t_r - min_r t_r) / median_r t_r
-    share     speed x FLOPs of a token / median of what an 8192^3 bf16 matmul reached in the same rounds
+    share     speed x FLOPs per token / median of what an 8192^3 bf16 matmul reached in the same rounds
     memory    the largest peak of the rounds
     held_out  the mean loss, after the last round, on text that no arm has seen
 
-A ratio of two arms is that of their medians. The time of another day says nothing; the ratio of one run does.
+A ratio of two arms is that of their medians. Ratios of one run compare; times of different days do not.
 """
 
 from dataclasses import asdict, dataclass, field
@@ -16,13 +16,13 @@ from typing import Any
 from halfstep.tools.bench.contract import Setting
 
 BASELINE = "autocast"
-# Of a setting: what is no setting of the race but how a worker is told of it.
+# Fields of a setting that only tell a worker where its data is.
 _PRIVATE = ("arm", "tokens", "held_out")
 
 
 @dataclass(frozen=True)
 class ArmResult:
-    """What one arm did, or why it did nothing."""
+    """What one arm did, or why it did not run."""
 
     name: str
     words: str
@@ -30,9 +30,9 @@ class ArmResult:
     versions: dict[str, str] = field(default_factory=dict)
     compiled: bool = False
     ready_seconds: float = 0.0  # to start, compile and train the first steps
-    seconds: tuple[float, ...] = ()  # of a step, round by round
-    losses: tuple[float, ...] = ()  # of every update, those that were not timed included
-    memory: int | None = None  # bytes, the peak of what the arm allocated; None where that is not counted
+    seconds: tuple[float, ...] = ()  # per step, round by round
+    losses: tuple[float, ...] = ()  # of every update, timed or not
+    memory: int | None = None  # bytes, the peak of what the arm allocated; None if that is not counted
     held_out: float | None = None
     syncs: int | None = None  # how often a step waits for the device
     kernels: tuple[str, ...] = ()  # of attention
@@ -43,12 +43,12 @@ class ArmResult:
 
     @property
     def raced(self) -> bool:
-        """Whether there is a time."""
+        """Whether it was timed to the end."""
         return bool(self.seconds) and not self.failed
 
     @property
     def typical(self) -> float:
-        """Seconds of a step."""
+        """Seconds per step."""
         return median(self.seconds)
 
     @property
@@ -69,7 +69,7 @@ class BenchResult:
     ceiling: tuple[float, ...]  # FLOP/s, round by round
     rounds: int
     steps: int
-    stopped: str  # why before all rounds were done, or nothing
+    stopped: str  # why it stopped before all rounds were done, or empty
 
     @property
     def raced(self) -> list[ArmResult]:
@@ -78,26 +78,26 @@ class BenchResult:
 
     @property
     def baseline(self) -> ArmResult | None:
-        """What ratios are told against: the usual recipe, or the slowest where it did not run."""
+        """What ratios compare with: the usual recipe, or the slowest arm if that did not run."""
         raced = self.raced
         return next((arm for arm in raced if arm.name == BASELINE), raced[-1] if raced else None)
 
     def arm(self, name: str) -> ArmResult | None:
-        """An arm that has times, by its name."""
+        """Returns an arm that has times, by its name."""
         return next((arm for arm in self.arms if arm.name == name and arm.raced), None)
 
     def speed(self, arm: ArmResult) -> float:
-        """Tokens a second."""
+        """Returns tokens per second."""
         return self.setting.tokens_per_step() / arm.typical
 
     def share(self, arm: ArmResult) -> float | None:
-        """Of the matmul ceiling that was reached in the same run."""
+        """Returns the share of the matmul ceiling that was reached in the same run."""
         if not self.ceiling:
             return None
         return self.speed(arm) * self.setting.flops_per_token() / median(self.ceiling)
 
     def to_dict(self) -> dict[str, Any]:
-        """The same as data."""
+        """Returns the same as data."""
         setting = {key: value for key, value in asdict(self.setting).items() if key not in _PRIVATE}
         return {
             "setting": setting,

@@ -1,29 +1,34 @@
-"""Processes that answer: each is told something in a line of JSON, and answers in one.
+"""Worker processes: each says hello, then answers one request after the other, in JSON.
 
-    (start)   ->  {...}                  what it says of itself
-    request   ->  {...}
-    anything  ->  {"missing", "hint"}    it cannot take part here, and says why
+    (start)   ->  {...}                  its hello
+    request   ->  {...}                  its answer
+    anything  ->  {"missing", "hint"}    it cannot take part on this machine, and why
                   {"failed", "hint"}     it tried and could not
 
-An answer is waited for no longer than the time that is left. Whatever a worker writes to stderr is kept in a file,
-whose last lines tell why one died without a word.
+The parent waits for an answer no longer than it has time. Whatever a worker prints is kept in a file, whose last
+lines explain why a worker died.
 """
 
 import contextlib
 import json
-import queue
+import os
 import subprocess
-import threading
-from collections.abc import Mapping, Sequence
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 from halfstep.core.errors import HalfstepError
 
-# How long a worker that was asked to stop may take before it is ended.
+# How long a worker that has no more requests may take to stop before it is killed.
 PATIENCE = 10.0
-# So many of its last words are repeated in an error.
+# How many of its last lines an error repeats.
 LAST_LINES = 3
+_DESCRIPTOR = "HALFSTEP_WORKER_PIPE"
+
+Message = dict[str, Any]
 
 
 class MissingError(HalfstepError):
@@ -35,37 +40,35 @@ class FailedError(HalfstepError):
 
 
 class Worker:
-    """One such process."""
+    """A worker process, from the parent's side."""
 
     def __init__(self, command: Sequence[str], log: Path, environment: Mapping[str, str]):
         self._log = log
-        self._answers: queue.Queue[str | None] = queue.Queue()
-        with log.open("wb") as errors:
+        self._pipe, theirs = Pipe()
+        with log.open("wb") as output, theirs:
             self._process = subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True, env=environment
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                env={**environment, _DESCRIPTOR: str(theirs.fileno())},
+                pass_fds=[theirs.fileno()],
             )
-        # Reading blocks, and a queue can be waited for with a limit. The thread ends with the process.
-        self._reader = threading.Thread(target=self._read, daemon=True)
-        self._reader.start()
 
-    def ask(self, request: Mapping[str, Any], seconds: float | None = None) -> dict[str, Any]:
-        """The answer to a request."""
-        assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # it is gone; `hear` says why
-            self._process.stdin.write(json.dumps(request) + "\n")
-            self._process.stdin.flush()
+    def ask(self, request: Message, seconds: float | None = None) -> Message:
+        """Returns the answer to a request."""
+        with contextlib.suppress(OSError):  # it is gone; `hear` says why
+            _send(self._pipe, request)
         return self.hear(seconds)
 
-    def hear(self, seconds: float | None = None) -> dict[str, Any]:
-        """The next answer, in at most so many seconds."""
+    def hear(self, seconds: float | None = None) -> Message:
+        """Returns the next answer, if it comes within `seconds`."""
         try:
-            line = self._answers.get(timeout=None if seconds is None else max(0.0, seconds))
-        except queue.Empty:
-            raise FailedError(f"no answer within {seconds:.0f} s", hint="give it more time") from None
-        if line is None:
-            self._answers.put(None)  # nor will there be another answer
-            raise FailedError(f"it stopped with code {self._process.wait()}{self._last_words()}")
-        answer: dict[str, Any] = json.loads(line)
+            if not self._pipe.poll(None if seconds is None else max(0.0, seconds)):
+                raise FailedError(f"no answer within {seconds:.0f} s", hint="give it more time")
+            answer: Message = json.loads(self._pipe.recv_bytes())
+        except (EOFError, OSError):
+            raise FailedError(f"it stopped with code {self._process.wait()}{self._last_words()}") from None
         for kind, word in ((MissingError, "missing"), (FailedError, "failed")):
             if word in answer:
                 raise kind(answer[word], hint=answer.get("hint"))
@@ -73,32 +76,58 @@ class Worker:
 
     def dismiss(self) -> None:
         """Says that there are no more requests."""
-        assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):
-            self._process.stdin.close()
+        self._pipe.close()
 
     def close(self) -> None:
-        """Lets it stop by itself; one that does not is ended."""
+        """Lets it stop by itself; kills it if it does not."""
         self.dismiss()
         try:
             self._process.wait(PATIENCE)
         except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-        self._reader.join(1.0)  # not for ever: a child of the worker may still hold the line
+            self.end()
 
     def end(self) -> None:
-        """Ends it now."""
+        """Kills it."""
+        self.dismiss()
         self._process.kill()
-        self.close()
-
-    def _read(self) -> None:
-        assert self._process.stdout is not None
-        with self._process.stdout as lines:
-            for line in lines:
-                self._answers.put(line)
-        self._answers.put(None)
+        self._process.wait()
 
     def _last_words(self) -> str:
         lines = self._log.read_text(encoding="utf-8", errors="replace").strip().splitlines()[-LAST_LINES:]
         return f": {' | '.join(line.strip() for line in lines)}" if lines else ""
+
+
+def serve(start: Callable[[], tuple[Message, Callable[[Message], Message]]]) -> int:
+    """Runs a worker: says the hello that `start` returns, then answers requests with the function it returns."""
+    with Connection(int(os.environ.pop(_DESCRIPTOR))) as pipe:
+        try:
+            hello, respond = start()
+            _send(pipe, hello)
+            for request in _requests(pipe):
+                _send(pipe, respond(request))
+        except MissingError as error:
+            _send(pipe, {"missing": error.message, "hint": error.hint})
+        except HalfstepError as error:
+            _send(pipe, {"failed": error.message, "hint": error.hint})
+            return 1
+        except Exception as error:
+            traceback.print_exc()
+            _send(pipe, {"failed": _describe(error), "hint": None})
+            return 1
+    return 0
+
+
+def _requests(pipe: Connection) -> Iterator[Message]:
+    with contextlib.suppress(EOFError, ConnectionResetError):  # there are no more
+        while True:
+            yield json.loads(pipe.recv_bytes())
+
+
+def _send(pipe: Connection, message: Message) -> None:
+    pipe.send_bytes(json.dumps(message).encode())
+
+
+def _describe(error: Exception) -> str:
+    """Returns an error in one line: memory errors have many."""
+    first = (str(error).strip() or "no message").splitlines()[0]
+    return f"{type(error).__name__}: {first}"

@@ -1,6 +1,7 @@
-"""The race over workers that are played, and once over real ones."""
+"""The race over fake workers, and once over real ones."""
 
 import json
+import os
 import subprocess
 import sys
 import time
@@ -9,42 +10,36 @@ import numpy as np
 import pytest
 
 from halfstep.core.errors import HalfstepError
-from halfstep.tools.bench import race
+from halfstep.tools.bench import race, run
 from halfstep.tools.bench.bars import BARS, GPT2, check_applicable, judge
 from halfstep.tools.bench.contract import ARMS, CEILING, WARM_STEPS, Setting
-from halfstep.tools.bench.run import run
 from halfstep.tools.bench.standings import ArmResult, BenchResult
 from halfstep.tools.bench.workers import FailedError, MissingError, Worker
 
-# Answers like a worker of the race, with made-up times; records when it was asked.
-PLAYED = """
-import json, os, sys, time
+# Answers like a worker of the race, with invented times; records when it was asked.
+FAKE = """
+import json, sys, time
+from halfstep.tools.bench.workers import FailedError, MissingError, serve
 setting = json.loads(sys.argv[1])
 arm, diary, plays = setting["arm"], sys.argv[2], json.loads(sys.argv[3])
-play = plays.get(arm, {})
-def tell(**answer): print(json.dumps(answer), flush=True)
-def note(word):
-    with open(diary, "a") as file: file.write(f"{arm} {word}\\n")
-if "missing" in play:
-    tell(missing=play["missing"], hint="pip install it"); sys.exit()
-if "dies" in play:
-    sys.stderr.write("one\\ntwo\\nthree\\nfour\\n"); sys.exit(7)
-if "slow" in play: time.sleep(play["slow"])
-tell(device="a toaster", kind="cuda", versions={"torch": "9.9"}, compiled=True)
-turn = 0
-for line in sys.stdin:
-    request = json.loads(line)
-    note(f"{request['do']} {request.get('steps')}")
-    if request["do"] == "finish":
-        tell(held_out=2.5, summary="said", syncs=1, kernels=["flash"]); continue
-    if arm == "ceiling":
-        tell(flops=4e14); continue
-    if turn and play.get("fails_at") == turn: tell(failed="OutOfMemoryError: too much", hint=None); sys.exit(1)
-    if turn and "sleeps" in play: time.sleep(play["sleeps"])
+play, turn = plays.get(arm, {}), 0
+def start():
+    if "missing" in play: raise MissingError(play["missing"], hint="pip install it")
+    if "dies" in play: sys.stderr.write("one\\ntwo\\nthree\\nfour\\n"); sys.stderr.flush(); sys.exit(7)
+    time.sleep(play.get("slow", 0))
+    return {"device": "a toaster", "kind": "cuda", "versions": {"torch": "9.9"}, "compiled": True}, answer
+def answer(request):
+    global turn
+    with open(diary, "a") as file: file.write(f"{arm} {request['do']} {request.get('steps')}\\n")
+    if request["do"] == "finish": return {"held_out": 2.5, "summary": "done", "syncs": 1, "kernels": ["flash"]}
+    if arm == "ceiling": return {"flops": 4e14}
+    if turn and play.get("fails_at") == turn: raise FailedError("OutOfMemoryError: too much")
+    if turn: time.sleep(play.get("sleeps", 0))
     seconds = play.get("seconds", [1.0])
-    tell(seconds=seconds[(turn - 1) % len(seconds)], losses=[float(turn)] * (request["steps"] + 1),
-         memory=play.get("memory", 1000) + turn)
     turn += 1
+    return {"seconds": seconds[(turn - 2) % len(seconds)], "losses": [float(turn - 1)] * (request["steps"] + 1),
+            "memory": play.get("memory", 1000) + turn - 1}
+sys.exit(serve(start))
 """
 
 SMALL = {"layers": 2, "width": 64, "context": 16, "batch": 2, "vocabulary": 256}
@@ -52,22 +47,15 @@ SMALL = {"layers": 2, "width": 64, "context": 16, "batch": 2, "vocabulary": 256}
 
 @pytest.fixture
 def played(monkeypatch, tmp_path, text):
-    """Races played workers: gives the result, and what they were asked, in order."""
-    script, diary = tmp_path / "played.py", tmp_path / "diary"
-    script.write_text(PLAYED)
+    """Races fake workers: returns the result, and what they were asked, in order."""
+    script, diary = tmp_path / "fake.py", tmp_path / "diary"
+    script.write_text(FAKE)
 
     def go(arms, plays=None, **options):
-        def command(setting):
-            return [
-                sys.executable,
-                "-S",
-                str(script),
-                json.dumps(vars(setting)),
-                str(diary),
-                json.dumps(plays or {}),
-            ]
-
-        monkeypatch.setattr(race, "command", command)
+        given = [str(diary), json.dumps(plays or {})]
+        monkeypatch.setattr(
+            race, "command", lambda setting: [sys.executable, str(script), json.dumps(vars(setting)), *given]
+        )
         diary.write_text("")
         result = run.run(arms, source=str(text), **SMALL | options)
         return result, [tuple(line.split()) for line in diary.read_text().splitlines()]
@@ -97,7 +85,7 @@ def test_medians_spreads_ratios_and_shares(played):
     weights = 12 * 2 * 64**2 + 256 * 64
     assert result.share(ours) == pytest.approx((6 * weights + 12 * 2 * 64 * 16) * result.speed(ours) / 4e14)
     assert ours.losses == (0.0,) * 4 + tuple(float(turn) for turn in (1, 2, 3) for _ in range(11))
-    assert (ours.held_out, ours.syncs, ours.kernels, ours.summary) == (2.5, 1, ("flash",), "said")
+    assert (ours.held_out, ours.syncs, ours.kernels, ours.summary) == (2.5, 1, ("flash",), "done")
     data = {arm["name"]: arm for arm in json.loads(json.dumps(result.to_dict(), allow_nan=False))["arms"]}
     assert data["halfstep"]["times_baseline"] == 2.0
     assert data["halfstep"]["memory_of_baseline"] == 1003 / 2003
@@ -114,7 +102,7 @@ def test_flops_of_gpt2_are_those_of_the_anchors():
 def test_a_missing_package_is_reported_and_nothing_takes_its_place(played):
     said = []
     plays = {"accelerate": {"missing": "accelerate is not installed"}}
-    result, _ = played(["accelerate", "autocast"], plays, rounds=1, tell=said.append)
+    result, _ = played(["accelerate", "autocast"], plays, rounds=1, log=said.append)
     accelerate, autocast = result.arms
     assert (accelerate.missing, accelerate.hint, accelerate.raced) == (
         "accelerate is not installed",
@@ -125,7 +113,7 @@ def test_a_missing_package_is_reported_and_nothing_takes_its_place(played):
     assert "accelerate: accelerate is not installed (hint: pip install it)" in said
 
 
-def test_an_arm_that_fails_leaves_with_its_reason_and_the_others_go_on(played):
+def test_an_arm_that_fails_leaves_with_its_reason_and_the_others_continue(played):
     plays = {"casted": {"fails_at": 2}, "fp32": {"dies": True}}
     result, _ = played(["casted", "fp32", "autocast"], plays, rounds=3)
     arms = {arm.name: arm for arm in result.arms}
@@ -148,8 +136,8 @@ def test_the_time_limit_ends_the_race_after_a_whole_round(played, monkeypatch):
     monkeypatch.setattr(race, "FINISH_SECONDS", 0.1)
     begun = time.monotonic()
     plays = {name: {"sleeps": 0.3} for name in ("fp32", "autocast")}
-    result, _ = played(["fp32", "autocast"], plays, rounds=1000, seconds=2.5)
-    assert time.monotonic() - begun < 8  # a busy machine
+    result, _ = played(["fp32", "autocast"], plays, rounds=1000, seconds=4.0)
+    assert time.monotonic() - begun < 12  # a busy machine
     assert result.stopped == f"after {result.rounds} of 1000 rounds: the time is up"
     assert 1 <= result.rounds < 12
     assert {len(arm.seconds) for arm in result.arms} == {result.rounds}
@@ -167,7 +155,7 @@ def test_an_arm_that_is_not_ready_in_time_is_ended(played):
 
 def test_every_arm_reads_the_same_tokens_and_the_held_out_text_is_none_of_them(played, text, tmp_path):
     setting = Setting(CEILING, "cpu", 1, 32, 1, 256, 16, 2, 3, None, 0, "", "")
-    going = race.Race([], setting, tmp_path, rounds=2, steps=5, deadline=None, tell=print)
+    going = race.Race([], setting, tmp_path, rounds=2, steps=5, deadline=None, log=print)
     assert "bytes to train on" in going._write_data(str(text))
     tokens, held_out = np.load(going.setting.tokens), np.load(going.setting.held_out)
     assert tokens.shape == (WARM_STEPS + 2 * 6, 3, 2, 17)
@@ -234,7 +222,7 @@ def test_bars_are_reached_on_their_bound_and_not_below_it():
     assert verdicts(below) == {ours: False, usual: False}
 
 
-def test_bars_of_the_seam_are_for_one_micro_batch_and_that_of_halfstep_for_all():
+def test_bars_of_a_stock_optimizer_are_for_one_micro_batch_and_that_of_halfstep_for_all():
     arms = {"halfstep": (1.0, 1000), "halfstep-stock": (1.0, 1000), "autocast": (1.03, 1000)}
     assert verdicts(raced(8, **arms)) == {("halfstep", "autocast", "speed"): False}
     found = verdicts(raced(1, **arms))
@@ -291,31 +279,53 @@ def test_bars_that_say_nothing_are_refused(arms, device, sizes, said):
         check_applicable(arms, device, GPT2 | sizes)
 
 
+def worker(tmp_path, code):
+    """A worker whose `start` is the code."""
+    begin = "import sys, time\nfrom halfstep.tools.bench.workers import *\ndef start():\n    "
+    return Worker([sys.executable, "-c", f"{begin}{code}\nsys.exit(serve(start))"], tmp_path / "log", os.environ)
+
+
 def test_a_worker_that_is_gone_says_so_each_time(tmp_path):
-    worker = Worker([sys.executable, "-S", "-c", "print('{}')"], tmp_path / "log", {})
-    assert worker.hear(10) == {}
+    gone = worker(tmp_path, "return {}, lambda request: sys.exit(3)")
+    assert gone.hear(10) == {}
     for _ in range(2):
-        with pytest.raises(FailedError, match="it stopped with code 0"):
-            worker.ask({"do": "train"}, 10)
-    worker.close()
+        with pytest.raises(FailedError, match="it stopped with code 3"):
+            gone.ask({"do": "train"}, 10)
+    gone.close()
 
 
 def test_a_worker_that_will_not_stop_is_ended(tmp_path, monkeypatch):
     monkeypatch.setattr("halfstep.tools.bench.workers.PATIENCE", 0.1)
-    worker = Worker([sys.executable, "-S", "-c", "import time; time.sleep(60)"], tmp_path / "log", {})
+    hanging = worker(tmp_path, "time.sleep(60)")
     with pytest.raises(FailedError, match="no answer within 0 s"):
-        worker.hear(0.05)
-    worker.close()
-    assert worker._process.returncode == -9
+        hanging.hear(0.05)
+    hanging.close()
+    assert hanging._process.returncode == -9
 
 
-def test_what_a_worker_lacks_is_no_failure(tmp_path):
-    said = 'print(\'{"missing": "no such package", "hint": "get it"}\')'
-    worker = Worker([sys.executable, "-S", "-c", said], tmp_path / "log", {})
-    with pytest.raises(MissingError, match="no such package") as caught:
-        worker.hear(10)
-    assert caught.value.hint == "get it"
-    worker.close()
+def test_what_a_worker_prints_is_kept_apart_from_its_answers(tmp_path):
+    loud = worker(tmp_path, "print('hello from a library'); return {'a': 1}, lambda request: request")
+    assert (loud.hear(10), loud.ask({"b": 2}, 10)) == ({"a": 1}, {"b": 2})
+    loud.close()
+    assert "hello from a library" in (tmp_path / "log").read_text()
+
+
+@pytest.mark.parametrize(
+    ("raised", "kind", "message"),
+    [
+        ("MissingError('no such package', hint='get it')", MissingError, "no such package"),
+        ("HalfstepError('too wide', hint='get it')", FailedError, "too wide"),
+        ("RuntimeError('out of memory.\\nTried to allocate\\nmuch')", FailedError, "RuntimeError: out of memory."),
+        ("EOFError()", FailedError, "EOFError: no message"),
+    ],
+)
+def test_an_error_of_a_worker_is_one_line(tmp_path, raised, kind, message):
+    failing = worker(tmp_path, f"raise {raised}")
+    with pytest.raises(kind) as caught:
+        failing.hear(10)
+    assert caught.value.message == message
+    assert caught.value.hint == ("get it" if "hint" in raised else None)
+    failing.close()
 
 
 def test_no_framework_is_loaded_by_the_tool():

@@ -1,9 +1,8 @@
 """A GPT-2 as people write it: nn.Linear, nn.Embedding, nn.LayerNorm, torch's attention, a tied head.
 
-It knows nothing of halfstep and imports torch alone. Modules have the names of OpenAI's release, so its weights
-go into transformers' GPT2LMHeadModel by transposing the four matrices of a block, which are stored the other way
-there.
-Called with inputs and targets it gives the mean cross-entropy, taken of fp32 logits.
+It does not use halfstep and imports only torch. Modules have the names of OpenAI's release, so its weights fit
+transformers' GPT2LMHeadModel after transposing the four matrices of a block, which are stored the other way there.
+Called with inputs and targets, it returns the mean cross-entropy of fp32 logits.
 
     B batch, T time, D width, H heads, E width of a head, V vocabulary
 """
@@ -23,7 +22,7 @@ class Attention(nn.Module):
         self.c_proj = nn.Linear(width, width)
 
     def forward(self, x_BTD: Tensor) -> Tensor:
-        """Each position attends to itself and what came before."""
+        """Lets each position attend to itself and those before it."""
         B, T, D = x_BTD.shape
         parts = self.c_attn(x_BTD).split(D, dim=2)
         q_BHTE, k_BHTE, v_BHTE = (part.view(B, T, self.heads, D // self.heads).transpose(1, 2) for part in parts)
@@ -40,7 +39,7 @@ class MLP(nn.Module):
         self.c_proj = nn.Linear(4 * width, width)
 
     def forward(self, x_BTD: Tensor) -> Tensor:
-        """Position by position."""
+        """Applies to each position alone."""
         return self.c_proj(F.gelu(self.c_fc(x_BTD), approximate="tanh"))
 
 
@@ -55,7 +54,7 @@ class Block(nn.Module):
         self.mlp = MLP(width)
 
     def forward(self, x_BTD: Tensor) -> Tensor:
-        """Attention, then the MLP, each added to what it was given."""
+        """Adds attention, then the MLP."""
         x_BTD = x_BTD + self.attn(self.ln_1(x_BTD))
         return x_BTD + self.mlp(self.ln_2(x_BTD))
 
@@ -80,7 +79,7 @@ class GPT2(nn.Module):
                 nn.init.zeros_(parameter)
 
     def forward(self, inputs_BT: Tensor, targets_BT: Tensor) -> Tensor:
-        """The mean loss of predicting the targets."""
+        """Returns the mean loss of predicting the targets."""
         positions_T = torch.arange(inputs_BT.shape[1], device=inputs_BT.device)
         x_BTD = self.wte(inputs_BT) + self.wpe(positions_T)
         for block in self.h:

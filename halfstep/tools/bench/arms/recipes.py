@@ -1,12 +1,12 @@
 """The recipes of the race: how each is set up, and what one update is.
 
-The base class is the fp32 case; each other recipe changes what makes it that recipe and nothing else. All share
-the model, its first weights, the data, AdamW and its settings. All clip to the same norm and leave a step out
-whose norm is not finite. The stock recipes do so in the cheapest way torch has: the fused AdamW takes a device
-scalar `found_inf`, which is how a GradScaler talks to it, so none of them waits for the device. What people
-usually write, `if torch.isfinite(norm)`, waits each step and would make the peers slower than they need to be.
+The base class is the fp32 case; each other recipe changes only what defines it. All share the model, its first
+weights, the data, AdamW and its settings. All clip to the same norm and skip a step whose norm is not finite. The
+stock recipes do so in the cheapest way torch has: the fused AdamW takes a device scalar `found_inf`, as from a
+GradScaler, so none of them waits for the device. What people usually write, `if torch.isfinite(norm)`, waits each
+step and would make the peers slower than they need to be.
 
-Peers are the real packages, set up as their own documentation says, and imported when their arm is made.
+Peers are the real packages, set up as their documentation says, and imported when their arm starts.
 """
 
 from collections.abc import Sequence
@@ -19,22 +19,18 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from halfstep.core.errors import HalfstepError
 from halfstep.core.formats import E4M3
 from halfstep.tools.bench.arms.model import GPT2
 from halfstep.tools.bench.contract import BETAS, CLIP_NORM, DECAY, RATE, Setting
+from halfstep.tools.bench.workers import MissingError
 from halfstep.torch.dtypes import supported
 
 Batch = tuple[Tensor, Tensor]  # inputs and targets of a micro-batch
 ADAMW: dict[str, Any] = {"lr": RATE, "betas": BETAS, "weight_decay": DECAY}
 
 
-class MissingError(HalfstepError):
-    """An arm that cannot take part here: its package is not installed, or the device has no such format."""
-
-
 class Stock:
-    """fp32, as torch trains by default: the base of all."""
+    """fp32, as torch trains by default: the base of all recipes."""
 
     compiles = True
 
@@ -46,28 +42,28 @@ class Stock:
         self.set_up()
 
     def build(self) -> nn.Module:
-        """The model, with its first weights."""
+        """Returns the model, with its first weights."""
         s = self.setting
         return GPT2(layers=s.layers, width=s.width, heads=s.heads, vocabulary=s.vocabulary, context=s.context)
 
     def make_optimizer(self) -> torch.optim.Optimizer:
-        """AdamW over every parameter."""
+        """Returns AdamW over every parameter."""
         return torch.optim.AdamW(self.model.parameters(), fused=True, **ADAMW)
 
     def set_up(self) -> None:
-        """What is called to train: `forward`."""
+        """Sets `forward`, which is called to train."""
         self.forward = self.compiled(self.model)
 
     def compiled(self, model: nn.Module) -> Any:
-        """The model, compiled where that is asked for."""
+        """Returns the model, compiled if asked for."""
         return torch.compile(model) if self.compile else model
 
     def context(self) -> AbstractContextManager[Any]:
-        """Around a forward pass."""
+        """Returns the context of a forward pass."""
         return nullcontext()
 
     def step(self, micro_batches: Sequence[Batch]) -> Tensor:
-        """One update; the mean loss, on the device."""
+        """Trains one update and returns the mean loss, on the device."""
         total = torch.zeros((), device=self.device)
         for batch in micro_batches:
             loss = self.loss(batch) / len(micro_batches)
@@ -77,7 +73,7 @@ class Stock:
         return total
 
     def loss(self, batch: Batch) -> Tensor:
-        """The mean loss of a micro-batch, to train on."""
+        """Returns the mean loss of a micro-batch, to train on."""
         with self.context():
             return self.forward(*batch)
 
@@ -86,7 +82,7 @@ class Stock:
         loss.backward()
 
     def update(self) -> None:
-        """Clip, finite?, step."""
+        """Clips, and steps if the norm is finite."""
         norm = nn.utils.clip_grad_norm_(self.model.parameters(), CLIP_NORM)
         self.optimizer.found_inf = _found_inf(norm)
         self.optimizer.step()
@@ -94,12 +90,12 @@ class Stock:
 
     @torch.no_grad()
     def evaluate(self, batch: Batch) -> Tensor:
-        """The mean loss of a batch, as the recipe computes forward; not compiled: another graph takes time."""
+        """Returns the mean loss of a batch; not compiled, since another graph takes time."""
         with self.context():
             return self.model(*batch)
 
     def summary(self) -> str:
-        """What the recipe says of itself."""
+        """Returns what the recipe reports about itself."""
         return ""
 
 
@@ -107,9 +103,9 @@ class TF32(Stock):
     """fp32 whose matmuls round their operands to TF32."""
 
     def set_up(self) -> None:
-        """The switch is global: each arm is a process of its own."""
+        """Sets a global switch, which is fine: each arm is a separate process."""
         if self.device.type != "cuda":
-            raise MissingError(f"TF32 is a format of NVIDIA's GPUs, and this is {self.device.type}")
+            raise MissingError(f"TF32 needs an NVIDIA GPU, and the device is {self.device.type}")
         torch.set_float32_matmul_precision("high")
         super().set_up()
 
@@ -136,16 +132,16 @@ class AutocastFp16(Autocast):
     dtype = torch.float16
 
     def set_up(self) -> None:
-        """With the scaler's own settings, which are those of halfstep's preset too."""
+        """Uses the scaler's default settings, which are those of halfstep's preset too."""
         super().set_up()
         self.scaler = torch.amp.GradScaler(self.device.type)
 
     def backward(self, loss: Tensor) -> None:
-        """Of the scaled loss."""
+        """Backpropagates the scaled loss."""
         self.scaler.scale(loss).backward()
 
     def update(self) -> None:
-        """The scaler checks that all is finite, and tells the optimizer."""
+        """Lets the scaler skip a step that is not finite."""
         self.scaler.unscale_(self.optimizer)
         nn.utils.clip_grad_norm_(self.model.parameters(), CLIP_NORM)
         self.scaler.step(self.optimizer)
@@ -157,7 +153,7 @@ class Accelerate(Autocast):
     """Hugging Face Accelerate."""
 
     def set_up(self) -> None:
-        """Accelerate compiles what it has prepared."""
+        """Lets Accelerate compile what it prepares."""
         accelerator = _package("accelerate").Accelerator
         self.accelerator = accelerator(
             mixed_precision="bf16",
@@ -168,7 +164,7 @@ class Accelerate(Autocast):
         self.forward, self.wrapped = self.accelerator.prepare(self.model, self.optimizer)
 
     def step(self, micro_batches: Sequence[Batch]) -> Tensor:
-        """Accelerate divides the loss, and knows which micro-batch is the last."""
+        """Lets Accelerate divide the loss and find the last micro-batch."""
         total = torch.zeros((), device=self.device)
         for batch in micro_batches:
             with self.accelerator.accumulate(self.forward):
@@ -187,7 +183,7 @@ class Fabric(Autocast):
     """Lightning Fabric."""
 
     def set_up(self) -> None:
-        """Fabric takes a compiled model apart and compiles it again around what it adds."""
+        """Lets Fabric compile the model again, around what it adds."""
         index = self.device.index or 0
         on_cpu = self.device.type == "cpu"
         self.fabric = _package("lightning.fabric", "lightning_fabric").Fabric(
@@ -197,15 +193,15 @@ class Fabric(Autocast):
         self.forward, self.wrapped = self.fabric.setup(self.compiled(self.model), self.optimizer)
 
     def loss(self, batch: Batch) -> Tensor:
-        """Fabric enters autocast on its own."""
+        """Lets Fabric enter autocast."""
         return self.forward(*batch)
 
     def backward(self, loss: Tensor) -> None:
-        """By Fabric."""
+        """Lets Fabric do it."""
         self.fabric.backward(loss)
 
     def update(self) -> None:
-        """By Fabric; left to itself its clipping reads the norm, to raise an error where it is not finite."""
+        """Keeps Fabric's clipping from reading the norm, as it would to raise an error."""
         norm = self.fabric.clip_gradients(self.forward, self.wrapped, max_norm=CLIP_NORM, error_if_nonfinite=False)
         self.optimizer.found_inf = _found_inf(norm)
         self.wrapped.step()
@@ -216,7 +212,7 @@ class HuggingFace(Autocast):
     """transformers' own GPT-2 with the same weights and the same loss."""
 
     def build(self) -> nn.Module:
-        """The matrices of a block are stored transposed there."""
+        """Transposes the matrices of a block, which are stored the other way there."""
         transformers, s = _package("transformers"), self.setting
         config = transformers.GPT2Config(
             vocab_size=s.vocabulary,
@@ -258,7 +254,7 @@ class Casted(Stock):
     """No autocast: fp32 weights that each layer casts to its input's dtype, and a bf16 residual stream."""
 
     def build(self) -> nn.Module:
-        """The same model with its layers exchanged."""
+        """Exchanges the layers of the model."""
         model = super().build()
         exchanged = {nn.Linear: _Linear, nn.Embedding: _Embedding, nn.LayerNorm: _LayerNorm}
         for module in model.modules():
@@ -285,7 +281,7 @@ class PureBf16(Stock):
     """Weights, gradients and moments in bf16: what a bound on speed looks like, not a way to train."""
 
     def build(self) -> nn.Module:
-        """Rounded once, and from then on by every update."""
+        """Rounds the weights once; every update rounds them again."""
         return super().build().bfloat16()
 
 
@@ -295,13 +291,13 @@ class Halfstep(Stock):
     policy = "bf16-mixed,param=fp32:split"
 
     def make_optimizer(self) -> torch.optim.Optimizer:
-        """Ours."""
+        """Returns our AdamW."""
         from halfstep.torch import AdamW
 
         return AdamW(self.model.parameters(), **ADAMW)
 
     def set_up(self) -> None:
-        """Prepare, then compile."""
+        """Prepares, then compiles."""
         from halfstep.torch import prepare
 
         seed, tokens = self.setting.seed, self.setting.batch * self.setting.context
@@ -309,11 +305,11 @@ class Halfstep(Stock):
         self.forward = self.compiled(self.model)
 
     def step(self, micro_batches: Sequence[Batch]) -> Tensor:
-        """By the run; it clips, checks and steps."""
+        """Lets the run clip, check and step."""
         return self.run.step(lambda batch: self.forward(*batch), micro_batches).loss
 
     def summary(self) -> str:
-        """What was converted."""
+        """Returns what was converted."""
         return self.run.summary()
 
 
@@ -327,7 +323,7 @@ class HalfstepStock(Halfstep):
     """With torch's own fused AdamW: masters are joined for the step and split after it."""
 
     def make_optimizer(self) -> torch.optim.Optimizer:
-        """Theirs."""
+        """Returns torch's AdamW."""
         return Stock.make_optimizer(self)
 
 
@@ -343,15 +339,15 @@ class HalfstepFp8(Halfstep):
     policy = "fp8-mixed,param=fp32:split"
 
     def set_up(self) -> None:
-        """Where the device has fp8."""
-        found = supported(E4M3, self.device)
-        if not found:
-            raise MissingError(found.reason)
+        """Refuses a device without fp8."""
+        support = supported(E4M3, self.device)
+        if not support:
+            raise MissingError(support.reason)
         super().set_up()
 
     @torch.no_grad()
     def evaluate(self, batch: Batch) -> Tensor:
-        """The mean loss of a batch in the policy's evaluation form."""
+        """Returns the mean loss of a batch in the policy's evaluation form."""
         from halfstep.torch.apply import set_precision
 
         policy, converted = self.run.policy, self.run.conversion
@@ -389,12 +385,12 @@ MAKERS: dict[str, type[Stock]] = {
 
 
 def _found_inf(norm: Tensor) -> Tensor:
-    """1 where the norm is not finite: the fused AdamW then changes nothing."""
+    """Returns 1 if the norm is not finite: the fused AdamW then changes nothing."""
     return 1 - torch.isfinite(norm).float()
 
 
 def _package(*names: str) -> Any:
-    """A peer, under the first of its names that is installed; Lightning goes by two."""
+    """Imports a peer by the first of its names that is installed; Lightning has two."""
     for name in names:
         if find_spec(name.partition(".")[0]) is not None:
             return import_module(name)

@@ -2,20 +2,18 @@
 
     python -m halfstep.tools.bench.arms.worker '{"arm": "autocast", ...}'
 
-Messages are lines of JSON, one answer to each request and one before the first:
+It answers each request, and says hello before the first (workers.py):
 
     (start)                    ->  {"device", "kind", "versions", "compiled"}
     {"do": "train", "steps"}   ->  {"seconds", "losses", "memory"}                    seconds of one step
     {"do": "finish"}           ->  {"held_out", "syncs", "kernels", "summary"}
-    any of these               ->  {"missing", "hint"}  or  {"failed", "hint"}        and it is over
 
-Each turn begins with one update that is not timed and ends by giving unused memory back: so the arms need not fit
-on the device together, and each runs as if it were alone. `memory` is the peak of what the arm itself allocated in
-its timed updates. What libraries print goes to stderr: stdout is the line to whoever asks.
+Each turn begins with one update that is not timed and ends by releasing unused memory, so the arms need not fit on
+the device together, and each runs as if it were alone. `memory` is the peak of what the arm itself allocated in
+its timed updates.
 """
 
 import json
-import os
 import re
 import sys
 import time
@@ -30,45 +28,46 @@ import torch
 from numpy.typing import NDArray
 
 from halfstep.core.errors import HalfstepError
-from halfstep.tools.bench.arms.recipes import MAKERS, Batch, MissingError
+from halfstep.tools.bench.arms.recipes import MAKERS, Batch
 from halfstep.tools.bench.contract import ARMS, CEILING, CEILING_SIZE, Setting
+from halfstep.tools.bench.workers import serve
 
 # Matmuls of the ceiling in one timed step: long enough to be a measurement, about 15 ms on an H200.
 PRODUCTS = 10
-# What a name of an attention kernel holds.
+# Part of the name of every attention kernel.
 ATTENTION = re.compile(r"flash|fmha|attention|sdpa", re.IGNORECASE)
 
 Answer = dict[str, Any]
 
 
 class Racer(Protocol):
-    """What takes turns."""
+    """Takes turns."""
 
     def train(self, steps: int) -> Answer:
-        """A turn."""
+        """Takes a turn."""
 
     def finish(self) -> Answer:
-        """What is told after the last turn."""
+        """Returns what is known after the last turn."""
 
 
 class Ceiling:
-    """No arm but the device's own limit: bf16 matrix products of one large size, of random numbers."""
+    """Not an arm but the device's limit: bf16 matmuls of one large size, of random numbers."""
 
     def __init__(self, device: torch.device):
-        # On a CPU a small one: there it stands for nothing but the path through the code.
+        # On a CPU a small one, which only exercises the code.
         size = CEILING_SIZE if device.type != "cpu" else 256
         self.device, self.size = device, size
         self.left, self.right = (torch.randn(size, size, device=device, dtype=torch.bfloat16) for _ in range(2))
         self.product = torch.empty_like(self.left)
 
     def train(self, steps: int) -> Answer:
-        """Multiplies; `flops` is what it reached."""
+        """Multiplies; `flops` is what it achieves per second."""
         self._multiply(PRODUCTS)
         seconds = _timed(lambda: self._multiply(PRODUCTS * steps), self.device)
         return {"flops": 2 * self.size**3 * PRODUCTS * steps / seconds}
 
     def finish(self) -> Answer:
-        """Nothing to tell."""
+        """Returns nothing."""
         return {}
 
     def _multiply(self, count: int) -> None:
@@ -87,7 +86,7 @@ class Trainer:
         self.position = 0
 
     def train(self, steps: int) -> Answer:
-        """One update that is not timed, then `steps` that are."""
+        """Trains one update that is not timed, then `steps` that are."""
         updates = [self._update(self.position + i) for i in range(steps + 1)]
         self.position += steps + 1
         losses = [self.arm.step(updates[0])]
@@ -103,9 +102,9 @@ class Trainer:
         return answer
 
     def finish(self) -> Answer:
-        """The loss on held-out text; then two more updates, one watched for waits and one for kernels."""
+        """Scores held-out text, then trains two more updates, one watched for waits and one for kernels."""
         held_out = np.load(self.setting.held_out)
-        size = max(1, self.setting.batch // 4)  # not compiled, logits take more room
+        size = max(1, self.setting.batch // 4)  # logits take more room when not compiled
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         for first in range(0, len(held_out), size):
             windows = held_out[first : first + size]
@@ -124,30 +123,18 @@ class Trainer:
 
 
 def main(argument: str) -> int:
-    """Answers until there are no more requests."""
-    # Whatever is printed from here on, by whom it may be, must not come between the answers.
-    line = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
-    try:
-        racer, hello = start(Setting(**json.loads(argument)))
-        _tell(line, hello)
-        for text in sys.stdin:
-            request = json.loads(text)
-            _tell(line, racer.finish() if request["do"] == "finish" else racer.train(request["steps"]))
-    except MissingError as error:
-        _tell(line, {"missing": error.message, "hint": error.hint})
-    except HalfstepError as error:
-        _tell(line, {"failed": error.message, "hint": error.hint})
-        return 1
-    except Exception as error:
-        traceback.print_exc()
-        _tell(line, {"failed": _told(error), "hint": None})
-        return 1
-    return 0
+    """Answers requests until there are no more."""
+    setting = Setting(**json.loads(argument))
+
+    def begin() -> tuple[Answer, Callable[[Answer], Answer]]:
+        racer, hello = start(setting)
+        return hello, lambda asked: racer.finish() if asked["do"] == "finish" else racer.train(asked["steps"])
+
+    return serve(begin)
 
 
 def start(setting: Setting) -> tuple[Racer, Answer]:
-    """The racer, and what it says first."""
+    """Returns the racer and its hello."""
     device = _device(setting.device)
     setting = replace(setting, device=str(device))
     hello: Answer = {"device": _device_name(device), "kind": device.type, "versions": {"torch": torch.__version__}}
@@ -171,12 +158,12 @@ def _device(name: str | None) -> torch.device:
     try:
         device = torch.device(name)
     except RuntimeError:
-        raise HalfstepError(f"`{name}` is no torch device", hint="as `cpu`, `cuda` or `cuda:1`") from None
+        raise HalfstepError(f"`{name}` is not a torch device", hint="such as `cpu`, `cuda` or `cuda:1`") from None
     if device.type not in ("cpu", "cuda"):
         raise HalfstepError(f"the race runs on `cuda` or `cpu`, not on `{device.type}`")
     if device.type == "cuda":
         if (device.index or 0) >= torch.cuda.device_count():
-            raise HalfstepError(f"there is no `{name}`: {torch.cuda.device_count()} NVIDIA GPUs are here")
+            raise HalfstepError(f"there is no `{name}`: this machine has {torch.cuda.device_count()} NVIDIA GPUs")
         device = torch.device("cuda", device.index or 0)
         torch.cuda.set_device(device)
     return device
@@ -188,19 +175,19 @@ def _device_name(device: torch.device) -> str:
 
 def _version(package: str) -> str:
     for name in (package, f"{package}.fabric", f"{package}_fabric"):
-        if found := getattr(sys.modules.get(name), "__version__", None):
-            return str(found)
+        if version := getattr(sys.modules.get(name), "__version__", None):
+            return str(version)
     return ""
 
 
 def _batch(windows: NDArray[np.uint16], device: torch.device) -> Batch:
-    """Sequences of context + 1 tokens as inputs and targets, on the device."""
+    """Splits sequences of context + 1 tokens into inputs and targets, on the device."""
     tokens = torch.from_numpy(windows.astype(np.int64)).to(device)
     return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
 
 def _timed(work: Callable[[], Any], device: torch.device) -> float:
-    """Seconds until the device has done the work."""
+    """Returns the seconds until the device has done the work."""
     _wait(device)
     start = time.perf_counter()
     work()
@@ -214,7 +201,7 @@ def _wait(device: torch.device) -> None:
 
 
 def _syncs(work: Callable[[], Any]) -> int:
-    """How often the host waited for the device, by torch's sync debug mode."""
+    """Counts how often the host waits for the device, by torch's sync debug mode."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         torch.cuda.set_sync_debug_mode("warn")
@@ -227,7 +214,7 @@ def _syncs(work: Callable[[], Any]) -> int:
 
 
 def _kernels(work: Callable[[], Any]) -> list[str]:
-    """The names of the attention kernels that ran; none where this machine cannot be profiled."""
+    """Returns the names of the attention kernels that ran; none if this machine cannot be profiled."""
     try:
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
             work()
@@ -236,16 +223,6 @@ def _kernels(work: Callable[[], Any]) -> list[str]:
         traceback.print_exc()
         return []
     return sorted({event.key[:100] for event in profile.key_averages() if ATTENTION.search(event.key)})
-
-
-def _told(error: Exception) -> str:
-    """An error in a line: memory errors go on for many."""
-    first = (str(error).strip() or "no message").splitlines()[0]
-    return f"{type(error).__name__}: {first}"
-
-
-def _tell(line: Any, answer: Answer) -> None:
-    print(json.dumps(answer), file=line, flush=True)
 
 
 if __name__ == "__main__":
