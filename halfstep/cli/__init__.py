@@ -1,1 +1,1 @@
-"""The command line: arguments to a tool, its result to text. Nothing imports it."""
+"""The command line: turns arguments into a call of a tool, and its result into text. Nothing imports it."""

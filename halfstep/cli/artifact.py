@@ -1,4 +1,4 @@
-"""`halfstep artifact`: a trained model in int8 and zlib, loaded back and scored."""
+"""`halfstep artifact`: writes a trained model in int8 and zlib, reads it back, and evaluates it."""
 
 import os
 from pathlib import Path
@@ -20,29 +20,29 @@ def artifact(
     device: str | None = None,
     json: Flag = False,
 ) -> int:
-    """Write a trained model in as few bytes as int8 and zlib give, read it back, and measure what that cost.
+    """Compress a trained model with int8 and zlib, read it back, and measure what that cost.
 
-    Matrices are held in int8 with a scale a row, the rest in fp16. The same held-out tokens are predicted before
-    and after. The exit code is 1 if the file is larger than its limit.
+    Matrices are stored in int8 with a scale per row, the rest in fp16. The same held-out tokens are predicted
+    before and after. The exit code is 1 if the file is larger than its limit.
 
     Parameters
     ----------
     run
-        A run folder (its newest checkpoint), or a checkpoint's own folder.
+        A run folder, for its newest checkpoint, or the folder of a checkpoint.
     out
-        The file to write; model.int8z in the run folder without it. An older artifact is replaced, and nothing
-        else is.
+        The file to write; by default model.int8z in the run folder. Replaces an older artifact, but no other
+        file.
     limit
-        Bytes the file may have; the recipe's limit unless named. 0 is no limit.
+        The most bytes the file may have; by default the recipe's limit. 0 means no limit.
     policy
-        The precision to evaluate in; the one it was trained with unless named.
+        The precision to evaluate in; by default, that of the training.
     weights
-        `model` for the weights as they were last updated, `ema` for their moving average; the average unless
-        named, if the run kept one.
+        `model` for the latest weights, `ema` for their moving average; by default the average, if the run kept
+        one.
     data
-        Where the data is now, if it moved; else data.source of the run.
+        Where the data is now, if it moved since the run.
     device
-        Where to run.
+        The device to run on.
     json
         Print the data as JSON.
     """
@@ -55,7 +55,7 @@ def artifact(
     from halfstep.training.weights.artifact import NAME, check_place, masters, score
 
     if limit is not None and limit < 0:
-        raise ConfigError(f"--limit {limit}: a number of bytes is not negative", hint="0 is no limit")
+        raise ConfigError(f"--limit {limit}: it must be 0 or more bytes", hint="0 means no limit")
     home = _home(run)
     place = out or home / NAME
     check_place(place, home)

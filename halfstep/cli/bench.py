@@ -1,4 +1,4 @@
-"""`halfstep bench`: the usual recipes and halfstep's, raced on one GPU in one run."""
+"""`halfstep bench`: races the usual training recipes and halfstep's on one GPU."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -37,49 +37,49 @@ def bench(
     bars: Flag = False,
     json: Flag = False,
 ) -> int:
-    """Race training recipes against each other: speed, peak memory, and the loss on held-out text beside them.
+    """Race training recipes against each other: speed, peak memory, and the loss on held-out text.
 
-    Each recipe trains the same GPT-2 on the same text in a process of its own, and they take turns. Exit code 1
-    where an arm failed, or with --bars where a bar is not reached.
+    Each recipe (an arm of the race) trains the same GPT-2 on the same text in its own process, and they take
+    turns. The exit code is 1 if an arm fails or, with --bars, if a bar is missed.
 
     Parameters
     ----------
     arms
         fp32, tf32, autocast-eager, autocast (the usual recipe), autocast-fp16, accelerate, fabric, hf, casted,
         pure-bf16, halfstep, halfstep-fp32-masters, halfstep-stock, halfstep-fp16, halfstep-fp8, halfstep-fp8-all;
-        without it, those that the bars compare and casted.
+        by default, casted and those that the bars compare.
     micro_batches
-        Micro-batches of an update.
+        Micro-batches per update.
     rounds
-        How often each arm has its turn.
+        How many turns each arm gets.
     steps
-        Timed updates of a turn.
+        Timed updates per turn.
     layers
-        Of the model.
+        Layers of the model.
     width
-        Of the model; a head is 64 wide.
+        Width of the model; each head is 64 wide.
     context
-        Tokens of a sequence.
+        Tokens per sequence.
     batch
-        Sequences of a micro-batch.
+        Sequences per micro-batch.
     vocabulary
-        Rows of the embedding. Text is read as bytes; the rest of the rows is there for its size.
+        Rows of the embedding. Text is read as bytes; the other rows only add their size.
     device
-        cuda, cuda:1 or cpu; without it an NVIDIA GPU.
+        cuda, cuda:1 or cpu; by default an NVIDIA GPU.
     compile
-        Whether the recipes that compile do; without it, on a GPU.
+        Whether recipes that can compile do; by default, only on a GPU.
     source
         The text: stdlib, a file, a folder, or token shards.
     seconds
-        Stop in this time, and report what was done.
+        Stop after this time, and report what was done.
     at_once
-        Arms that start and compile at the same time; each then also holds the memory of a step.
+        How many arms start and compile at the same time; each needs the memory of a step meanwhile.
     save
         Also write the data as JSON to this file.
     picture
-        Also draw it, to a file that ends in .svg or .html.
+        Also draw the result, to a file that ends in .svg or .html.
     bars
-        Check what halfstep promises of its speed and memory.
+        Check what halfstep promises about its speed and memory.
     json
         Print the data as JSON.
     """
@@ -123,13 +123,13 @@ def _code(result: "BenchResult", verdicts: "tuple[Verdict, ...]", bars: bool) ->
 
 
 def _check_files(save: Path | None, picture: Path | None) -> None:
-    """Refuses what could not be written after the race, before it."""
+    """Refuses files that could not be written, before the race."""
     if picture is not None and picture.suffix not in PICTURES:
-        raise HalfstepError(f"a picture is `.svg` or `.html`, not `{picture}`")
+        raise HalfstepError(f"--picture must end in `.svg` or `.html`: `{picture}`")
     for path in (save, picture):
         if path is not None and (path.is_dir() or not path.parent.is_dir()):
             raise HalfstepError(
-                f"`{path}` cannot be written: "
+                f"cannot write `{path}`: "
                 + ("it is a folder" if path.is_dir() else f"there is no folder `{path.parent}`")
             )
 

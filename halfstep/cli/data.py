@@ -1,4 +1,4 @@
-"""`halfstep data`: text to token shards, new tokenizers, and whether packed data is still what was packed."""
+"""`halfstep data`: packs text into token shards, trains tokenizers, and checks packed data."""
 
 import dataclasses
 import os
@@ -7,15 +7,15 @@ from typing import TYPE_CHECKING
 
 from cyclopts import App
 
-from halfstep.cli.output import Flag, Place, check_named, print_json, print_table, print_words
+from halfstep.cli.output import Flag, Place, check_not_empty, print_json, print_table, print_words
 
 if TYPE_CHECKING:
-    from halfstep.training.data.index import Index, SideRecord
+    from halfstep.training.data.index import Index
 
-app = App(name="data", help="Pack text into token shards, train a tokenizer, check what was packed.")
-# A tokenizer whose tokens stand for fewer or more bytes than the text by more than this is told of.
+app = App(name="data", help="Pack text into token shards, train a tokenizer, check packed data.")
+# Warns if the tokens stand for fewer or more bytes than the text by more than this share.
 LOSSLESS = 1e-3
-# Smaller shards than this are a slip: a thousand files of a corpus that fits in one.
+# Smaller shards are a mistake: thousands of files for a corpus that fits in one.
 FEWEST_TOKENS = 1000
 
 
@@ -32,10 +32,10 @@ def pack(
     separator: str | None = None,
     json: Flag = False,
 ) -> int:
-    """Turn text into token shards that `--set data.source=DIR` trains on.
+    """Turn text into token shards, to train on with `--set data.source=DIR`.
 
-    A packing that was stopped or killed goes on when the same command is given again, and ends in the same bytes,
-    whatever the number of workers.
+    To resume a packing that was stopped or killed, run the same command again. The result is the same, byte for
+    byte, whatever the number of workers.
 
     Parameters
     ----------
@@ -43,57 +43,57 @@ def pack(
         Text files, folders, *.jsonl (.gz, .zst), *.parquet, *.arrow, the folder of a Hugging Face dataset that
         `save_to_disk` wrote, or `stdlib`.
     out
-        The folder to write.
+        The folder to write to.
     tokenizer
-        bytes, a tokenizer.json, a sentencepiece *.model, a folder with one of them, or tiktoken:NAME.
+        bytes, a tokenizer.json, a sentencepiece *.model, a folder that holds one of them, or tiktoken:NAME.
     workers
-        Processes that encode; as many as there are cores unless named.
+        How many processes encode text; by default, one per core.
     shard_tokens
-        Tokens of a shard; the last one of a side may be smaller.
+        Tokens per shard; the last shard of each side may be smaller.
     field
-        Where the text is, in the records of JSONL and tables.
+        The field of JSONL records, or the column of tables, that holds the text.
     validation
-        Share of the documents that is held out, by their content; 0 to 0.5.
+        The share of documents to hold out, chosen by their content; 0 to 0.5.
     only
-        Of the files in folders, only those that match this pattern, as '*.py'.
+        In folders, read only files that match this pattern, such as '*.py'.
     separator
-        The token before each document; the tokenizer's end of text unless named; `none` for none.
+        The token before each document; by default the tokenizer's end of text; `none` for no separator.
     json
         Print the index as JSON.
     """
-    from halfstep.cli.meter import meter
     from halfstep.core.errors import ConfigError
     from halfstep.training.data.pack.pack import PackRequest
     from halfstep.training.data.pack.pack import pack as run
     from halfstep.training.data.pack.sources import find_sources
     from halfstep.training.data.tokenizers import open_tokenizer
+    from halfstep.training.telemetry.progress import BytesProgress
 
     number = _cores() if workers is None else workers
     if number < 1:
-        raise ConfigError(f"--workers is {number}; at least one must work")
+        raise ConfigError(f"--workers is {number}; it must be at least 1")
     if 0 < shard_tokens < FEWEST_TOKENS:
         raise ConfigError(
-            f"--shard-tokens is {shard_tokens}: each shard is a file, and so small ones would be very many",
-            hint=f"name {FEWEST_TOKENS:,} or more; left out, a shard holds 100,000,000",
+            f"--shard-tokens is {shard_tokens}: each shard is a file, and there would be very many",
+            hint=f"use {FEWEST_TOKENS:,} or more; the default is 100,000,000",
         )
-    check_named("a source", *sources)
-    check_named("--tokenizer", tokenizer)
-    asked = PackRequest(field, only, validation, shard_tokens)
+    check_not_empty("a source", *sources)
+    check_not_empty("--tokenizer", tokenizer)
+    request = PackRequest(field, only, validation, shard_tokens)
     opened = open_tokenizer(tokenizer, separator)
-    found = find_sources(sources, only)
-    before = _times(out)
+    files = find_sources(sources, only)
+    before = _modified(out)
     try:
-        with meter("packing") as told:
-            index = run(found, out, opened, asked, workers=number, meter=told)
+        with BytesProgress("packing") as progress:
+            index = run(files, out, opened, request, workers=number, meter=progress)
     except KeyboardInterrupt:
-        print_words(f"stopped; the same command goes on with `{out}`")
+        print_words(f"stopped; to resume `{out}`, run the same command again")
         return 130
-    if _times(out) == before:
-        print_words(f"nothing was left to do: `{out}` is finished")
+    if _modified(out) == before:
+        print_words(f"nothing to do: `{out}` is complete")
     if json:
-        print_json(_as_data(index))
+        print_json(dataclasses.asdict(index))
     else:
-        _tell(out, index)
+        _print_packed(out, index)
     return 0
 
 
@@ -106,7 +106,7 @@ def train_tokenizer(
     validation: float = 0.01,
     only: str | None = None,
 ) -> int:
-    """Learn a byte-level BPE tokenizer from text, with <|endoftext|>; the same text gives the same file.
+    """Train a byte-level BPE tokenizer with <|endoftext|>; the same text gives the same file.
 
     Parameters
     ----------
@@ -115,61 +115,61 @@ def train_tokenizer(
     out
         The tokenizer.json to write.
     vocabulary
-        How many tokens, the 256 bytes and <|endoftext|> among them.
+        The number of tokens, including the 256 bytes and <|endoftext|>.
     field
-        Where the text is, in the records of JSONL and tables.
+        The field of JSONL records, or the column of tables, that holds the text.
     validation
-        Share of the documents that packing will hold out; they are left out here too.
+        The share of documents that packing will hold out; they are left out here too.
     only
-        Of the files in folders, only those that match this pattern.
+        In folders, read only files that match this pattern.
     """
-    from halfstep.cli.meter import meter
     from halfstep.training.data.pack.sources import find_sources
     from halfstep.training.data.pack.train_tokenizer import train_tokenizer as run
+    from halfstep.training.telemetry.progress import BytesProgress
 
-    check_named("a source", *sources)
-    found = find_sources(sources, only)
-    with meter("reading") as told:
-        number = run(found, out, vocabulary, field=field, validation=validation, meter=told)
+    check_not_empty("a source", *sources)
+    files = find_sources(sources, only)
+    with BytesProgress("reading") as progress:
+        number = run(files, out, vocabulary, field=field, validation=validation, meter=progress)
     if number < vocabulary:
-        print_words(f"warning: the text gave {number} tokens, not {vocabulary}: there was nothing left to merge")
+        print_words(f"warning: the text gave only {number} of {vocabulary} tokens: nothing was left to merge")
     print_words(f"{number} tokens: {out}")
     return 0
 
 
 @app.command
 def verify(folder: Place, /, *, json: Flag = False) -> int:
-    """Check every byte of packed data against its index. Exit code 1 where something is damaged.
+    """Check every byte of packed data against its index. The exit code is 1 if something is damaged.
 
     Parameters
     ----------
     folder
-        What `halfstep data pack` wrote.
+        A folder that `halfstep data pack` wrote.
     json
-        Print what was found as JSON.
+        Print the damage as JSON.
     """
-    from halfstep.cli.meter import meter
     from halfstep.training.data.packed import verify as run
+    from halfstep.training.telemetry.progress import BytesProgress
 
-    with meter("reading") as told:
-        found = run(folder, lambda done, total: told(done, total, 0))
+    with BytesProgress("reading") as progress:
+        damage = run(folder, progress)
     if json:
-        print_json([dataclasses.asdict(each) for each in found])
-    elif found:
-        print_table(("file", "what"), [(each.file, each.what) for each in found])
+        print_json([dataclasses.asdict(each) for each in damage])
+    elif damage:
+        print_table(("file", "damage"), [(each.file, each.what) for each in damage])
     else:
-        print_words(f"`{folder}` is what was packed, every byte")
-    return 1 if found else 0
+        print_words(f"`{folder}` is intact: every byte is as it was packed")
+    return 1 if damage else 0
 
 
 @app.command
 def show(folder: Place, /, *, json: Flag = False) -> None:
-    """Show what was packed: tokenizer, shards, tokens, documents, bytes.
+    """Show what a folder of packed data holds: tokenizer, shards, tokens, documents, bytes.
 
     Parameters
     ----------
     folder
-        What `halfstep data pack` wrote.
+        A folder that `halfstep data pack` wrote.
     json
         Print the index as JSON.
     """
@@ -177,7 +177,7 @@ def show(folder: Place, /, *, json: Flag = False) -> None:
 
     index = read_index(folder)
     if json:
-        print_json(_as_data(index))
+        print_json(dataclasses.asdict(index))
         return
     tokenizer = index.tokenizer
     rows = [
@@ -191,59 +191,45 @@ def show(folder: Place, /, *, json: Flag = False) -> None:
     print_table(("", ""), rows)
     columns = ("shard", "tokens", "documents", "bytes of text")
     shards = [
-        (
-            each.name,
-            f"{each.tokens:,}",
-            f"{each.documents:,}",
-            "unknown" if each.bytes is None else f"{each.bytes:,}",
-        )
+        (each.name, *("unknown" if n is None else f"{n:,}" for n in (each.tokens, each.documents, each.bytes)))
         for each in index.shards
     ]
     print_table(columns, shards, right=columns[1:])
 
 
-def _times(out: Path) -> dict[str, int]:
-    """When each file of packed data was written; the lock is by every command."""
+def _modified(out: Path) -> dict[str, int]:
+    """Returns when each file of packed data was written, without the lock, which every command writes."""
     from halfstep.training.paths import LOCK
 
     return {path.name: path.lstat().st_mtime_ns for path in out.glob("*") if path.name != LOCK}
 
 
-def _tell(out: Path, index: "Index") -> None:
-    rows = [
-        (side, f"{found.tokens:,}", f"{found.documents:,}", f"{found.text_bytes:,}", f"{_per_token(found):.3f}")
-        for side, found in (("train", index.train), ("held out", index.val))
-    ]
-    columns = ("", "tokens", "documents", "bytes of text", "bytes a token")
+def _print_packed(out: Path, index: "Index") -> None:
+    rows = []
+    for name, side in (("train", index.train), ("held out", index.val)):
+        counts = [f"{number:,}" for number in (side.tokens, side.documents, side.text_bytes)]
+        rows.append((name, *counts, f"{side.text_bytes / max(1, side.tokens):.3f}"))
+    columns = ("", "tokens", "documents", "bytes of text", "bytes per token")
     print_table(columns, rows, right=columns[1:])
     if skipped := _skipped(index):
         print_words(f"skipped: {skipped}")
     text = index.train.text_bytes + index.val.text_bytes
     if index.train.token_bytes is None or index.val.token_bytes is None:
         print_words(
-            "warning: the bytes of this tokenizer's tokens are not known; bits per byte are by the average"
+            "warning: the byte lengths of this tokenizer's tokens are unknown; bits per byte will use the average"
         )
-    elif abs(index.train.token_bytes + index.val.token_bytes - text) > LOSSLESS * text:
-        kept = index.train.token_bytes + index.val.token_bytes
+    elif abs((kept := index.train.token_bytes + index.val.token_bytes) - text) > LOSSLESS * text:
         print_words(
-            f"warning: the tokenizer does not give the text back: its tokens stand for {kept:,} bytes of {text:,}"
+            f"warning: the tokenizer is not lossless: its tokens stand for {kept:,} bytes, the text has {text:,}"
         )
     vocabulary = -(-index.tokenizer.vocabulary // 128) * 128
-    print_words(f"train on it: halfstep train --set data.source={out} --set model.vocabulary={vocabulary}")
-
-
-def _per_token(side: "SideRecord") -> float:
-    return side.text_bytes / side.tokens if side.tokens else 0.0
+    print_words(f"to train on it: halfstep train --set data.source={out} --set model.vocabulary={vocabulary}")
 
 
 def _skipped(index: "Index") -> str:
     from halfstep.training.data.walk import describe_skipped
 
     return ", ".join(describe_skipped(index.skipped))
-
-
-def _as_data(index: "Index") -> object:
-    return dataclasses.asdict(index)
 
 
 def _cores() -> int:

@@ -7,15 +7,15 @@ from halfstep.core.formats import NAMED, Format
 
 
 def formats(*names: str, json: Flag = False) -> None:
-    """Show number formats: bits, range, precision, and what becomes of a number too large.
+    """Show number formats: bits, range, precision, and what happens on overflow.
 
-    Any ExMy can be named. Its suffix states its special values: `ieee` has infinities and NaN, `fn` only a
-    NaN, `f` neither, `fnuz` a NaN in place of negative zero: e3m4ieee, e4m3fn, e2m1f, e5m2fnuz.
+    You can name any ExMy. Its suffix states its special values: `ieee` has infinities and NaN, `fn` only
+    NaN, `f` neither, `fnuz` NaN in place of negative zero: e3m4ieee, e4m3fn, e2m1f, e5m2fnuz.
 
     Parameters
     ----------
     names
-        Formats to show; without any, those that have a name of their own.
+        The formats to show; by default, all named ones.
     json
         Print the data as JSON.
     """
@@ -39,7 +39,7 @@ def formats(*names: str, json: Flag = False) -> None:
 
 
 def describe(fmt: Format) -> dict[str, Any]:
-    """Everything there is to say of a format, as data."""
+    """Returns all properties of a format."""
     return {
         "name": fmt.name,
         "bits": fmt.bits,

@@ -1,10 +1,10 @@
-"""How a run of `halfstep train` ends: its page, its summary, and its exit code.
+"""How a run of `halfstep train` ends: its report page, its summary, and its exit code.
 
-    0    it came to its end, or it was stopped and its last step was saved
-    1    steps were lost: they were trained, and no checkpoint holds them
-    2    it could not begin, or an error stopped it that lost no step
+    0    it finished, or it was stopped and its last step was saved
+    1    steps were lost: they were trained, but no checkpoint holds them
+    2    it could not start, or an error stopped it without losing a step
 
-Whether anybody took the words is no part of it.
+Messages that could not be printed do not change the code.
 """
 
 from pathlib import Path
@@ -15,11 +15,11 @@ from halfstep.cli.output import print_failure, print_json, print_table, print_wo
 if TYPE_CHECKING:
     from halfstep.training.loop import Loop, Outcome
 
-LATER = "left to the next session: after a signal, a deadline leaves no time for it"
+LATER = "left to the next session: the deadline after a signal leaves no time for it"
 
 
 def run(loop: "Loop", *, json: bool) -> int:
-    """Runs a loop to its end and tells what came of it; the exit code."""
+    """Runs a loop to its end, prints the outcome, and returns the exit code."""
     from halfstep.core.errors import HalfstepError
 
     try:
@@ -48,7 +48,7 @@ def _is_hurried(loop: "Loop") -> bool:
 
 
 def _write_page(loop: "Loop") -> Path | None:
-    """Writes the page; where it is, or None where there is none. The run is saved, or has said that it is not."""
+    """Writes the page and returns its path, or None if there is none."""
     from halfstep.core.errors import HalfstepError
     from halfstep.report.page import write
     from halfstep.training import paths
@@ -60,11 +60,11 @@ def _write_page(loop: "Loop") -> Path | None:
         write(loop.out / paths.EVENTS, page)
     except OSError as error:
         why = error.strerror or str(error)
-    except HalfstepError as error:  # of events that a full disk did not take, or that are damaged
+    except HalfstepError as error:  # the events are incomplete or damaged
         why = error.message
     else:
         return page
-    print_words(f"warning: `{page}` cannot be written: {why}")
+    print_words(f"warning: cannot write `{page}`: {why}")
     return None
 
 
@@ -114,18 +114,18 @@ def _rows(outcome: "Outcome", loop: "Loop", page: Path | None) -> list[tuple[str
 
 
 def _trained(outcome: "Outcome", loop: "Loop") -> str:
-    """The steps, seconds and speed of this session, and the steps of all where there were others."""
+    """Describes the steps, seconds and speed of this session, and the total steps if there were others."""
     if outcome.totals is None:
-        return f"nothing now: all {_steps(outcome.step)} were trained before"
-    told = f"{_steps(_session_steps(outcome, loop))} in {outcome.seconds:.1f} s, "
-    told += f"{outcome.tokens_per_second:,.0f} tokens/s"
+        return f"nothing: all {_steps(outcome.step)} were already trained"
+    text = f"{_steps(_session_steps(outcome, loop))} in {outcome.seconds:.1f} s, "
+    text += f"{outcome.tokens_per_second:,.0f} tokens/s"
     if _session_steps(outcome, loop) > 2:
-        told += f" after the first ({outcome.totals['spent']['first_step']:.1f} s)"
-    return f"{told}; {_steps(outcome.step)} in all" if loop.start else told
+        text += f" after the first step ({outcome.totals['spent']['first_step']:.1f} s)"
+    return f"{text}; {_steps(outcome.step)} in total" if loop.start else text
 
 
 def _session_steps(outcome: "Outcome", loop: "Loop") -> int:
-    return max(0, outcome.step - loop.start)  # a rollback can go back behind the start
+    return max(0, outcome.step - loop.start)  # a rollback can return to before the start
 
 
 def _steps(number: int) -> str:

@@ -1,4 +1,4 @@
-"""`halfstep policy`: what a policy means, role by role, or parameter by parameter."""
+"""`halfstep policy`: shows what a policy means, for each role or for each parameter."""
 
 from collections.abc import Sequence
 from typing import Annotated, Any
@@ -28,11 +28,11 @@ def policy(
     Parameters
     ----------
     spec
-        The policy, in quotes where it has spaces or a star.
+        The policy, in quotes if it contains spaces or a star.
     model
-        A recipe: show what holds for each of its parameters.
+        A recipe: show what applies to each of its parameters.
     module
-        The name of a module: show what holds there. May be repeated.
+        The name of a module: show what applies to it. May be repeated.
     json
         Print the data as JSON.
     """
@@ -50,7 +50,7 @@ def policy(
 
 
 def describe(parsed: Policy) -> dict[str, Any]:
-    """The whole policy as data: its text, the value of each role, and its rules."""
+    """Returns the text of a policy, the value of each role, and its rules."""
     return {
         "policy": str(parsed),
         "roles": {role: _data(value) for role, value in parsed.roles().items()},
@@ -63,7 +63,7 @@ def _data(value: Any) -> Any:
 
 
 def _resolve(parsed: Policy, recipe: str | None, modules: Sequence[str]) -> dict[str, Resolved]:
-    """What holds for each parameter of the recipe, or for each module that was named."""
+    """Returns what applies to each parameter of the recipe, or to each named module."""
     if recipe is None:
         return parsed.resolve(modules)
     from halfstep.config.load import load
@@ -81,7 +81,7 @@ def _resolve(parsed: Policy, recipe: str | None, modules: Sequence[str]) -> dict
     return shown
 
 
-# The roles that a parameter's row shows; the others hold for activations or for the whole run.
+# The roles shown for a parameter; the others apply to activations or to the whole run.
 _COLUMNS = ("param", "compute", "grad", "grad_weight", "moments", "export")
 
 
@@ -90,15 +90,15 @@ def _print_resolved(shown: dict[str, Resolved], *, json: bool) -> None:
         roles = [role for role in ROLES if ROLES[role].in_rules]
         data = {
             name: {
-                "values": {role: _data(found.values[role]) for role in roles},
-                "rules": {role: glob for role, glob in found.sources.items() if glob is not None},
+                "values": {role: _data(resolved.values[role]) for role in roles},
+                "rules": {role: glob for role, glob in resolved.sources.items() if glob is not None},
             }
-            for name, found in shown.items()
+            for name, resolved in shown.items()
         }
         print_json(data)
         return
     rows = []
-    for name, found in shown.items():
-        globs = dict.fromkeys(glob for glob in found.sources.values() if glob is not None)
-        rows.append((name, *(print_value(found.values[role]) for role in _COLUMNS), " ".join(globs)))
+    for name, resolved in shown.items():
+        globs = dict.fromkeys(glob for glob in resolved.sources.values() if glob is not None)
+        rows.append((name, *(print_value(resolved.values[role]) for role in _COLUMNS), " ".join(globs)))
     print_table(("name", *_COLUMNS, "by rule"), rows)

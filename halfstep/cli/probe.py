@@ -1,4 +1,4 @@
-"""`halfstep probe`: what this machine does natively, how fast, and which precision to train in."""
+"""`halfstep probe`: measures what this machine runs natively, how fast, and which precision to train in."""
 
 from typing import TYPE_CHECKING
 
@@ -12,19 +12,19 @@ if TYPE_CHECKING:
 def probe(
     *, backend: str | None = None, device: str | None = None, budget: float = 3.0, json: Flag = False
 ) -> None:
-    """Measure matmuls in each number format, and say which precision to train in, and why.
+    """Measure matmuls in each number format, and recommend a precision to train in, with the reason.
 
-    A format that exists is not a format that pays: some devices run bf16 hundreds of times slower than fp32.
-    No size is started that the time budget cannot afford.
+    A supported format is not always faster: some devices run bf16 hundreds of times slower than fp32. A size
+    that would exceed the time budget is not started.
 
     Parameters
     ----------
     backend
-        torch, jax or mlx; without it, all that are installed.
+        torch, jax or mlx; by default, all that are installed.
     device
-        As the backend names it (cpu, cuda, cuda:1, mps); without it, the fastest kind there is.
+        The device, as the backend names it (cpu, cuda, cuda:1, mps); by default, the fastest kind.
     budget
-        Seconds of measuring in all.
+        Total seconds to measure.
     json
         Print the data as JSON.
     """
@@ -34,8 +34,8 @@ def probe(
     if json:
         print_json(result.to_dict())
         return
-    for found in result.backends:
-        _print_backend(found)
+    for each in result.backends:
+        _print_backend(each)
 
 
 def _print_backend(backend: "BackendResult") -> None:
@@ -47,11 +47,11 @@ def _print_backend(backend: "BackendResult") -> None:
         columns = ("format", "shape", "ms", "TFLOP/s", "times fp32")
         rows = [_row(timing, result.ratio(timing)) for timing in result.compared()]
         print_table(columns, rows, right=columns[2:])
-        support = [(str(fmt), "yes" if found else "no", found.reason) for fmt, found in result.support]
+        support = [(str(fmt), "yes" if native else "no", native.reason) for fmt, native in result.support]
         print_table(("format", "runs", "why"), support)
         print_table(("choice", "why"), [(result.choice.preset, result.choice.reason)])
     if backend.others:
-        print_words(f"also here: {', '.join(backend.others)}; --device measures another")
+        print_words(f"also available: {', '.join(backend.others)}; measure another with --device")
 
 
 def _row(timing: "Timing", ratio: float | None) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""`halfstep train`, `halfstep eval` and `halfstep sample`: from a recipe to a run, and back from a run."""
+"""`halfstep train`, `halfstep eval` and `halfstep sample`."""
 
 import dataclasses
 import os
@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 
 from cyclopts import Parameter
 
-from halfstep.cli.output import Flag, Place, check_named, print_json, print_table, print_words
+from halfstep.cli.output import Flag, Place, check_not_empty, print_json, print_table, print_words
 
 RUNS = Path("runs")
 Overrides = Annotated[tuple[str, ...], Parameter(name="--set", negative="", show_default=False)]
@@ -33,38 +33,37 @@ def train(
     deadline: float | None = None,
     json: Flag = False,
 ) -> int:
-    """Train a recipe, in a precision that is chosen by measurement unless you name one.
+    """Train a recipe, in a precision chosen by measurement unless you name one.
 
-    A recipe is a name or a TOML file of your own; every setting of it can be changed by --set. The run
-    folder holds its configuration, its events, its checkpoints and, at the end, a page to look at.
+    A recipe is a name or your own TOML file; --set changes any of its settings. The run folder holds the
+    configuration, the events, the checkpoints and, at the end, a report page.
 
     Parameters
     ----------
     recipe
-        tiny (the default: a byte-level model, two minutes on two CPU cores), gpt2, qwen3, speedrun, golf, or a
-        file that ends in .toml.
+        tiny (the default: a byte-level model that takes two minutes on two CPU cores), gpt2, qwen3, speedrun,
+        golf, or a file that ends in .toml.
     policy
-        The precision: auto, a preset such as bf16-mixed, or more (`halfstep policy --help`).
+        The precision: auto, a preset such as bf16-mixed, or any policy (see `halfstep policy --help`).
     backend
         The framework.
     device
-        Where to run, as the framework names it: cpu, cuda, cuda:1, mps.
+        The device to run on, as the framework names it: cpu, cuda, cuda:1, mps.
     overrides
-        A setting, as training.steps=100. May be repeated.
+        A setting, such as training.steps=100. May be repeated.
     init
         Start from these weights: a safetensors file, a folder in Hugging Face layout (for gpt2 and qwen3), or a
         run folder.
     out
-        The run folder; runs/RECIPE-DATE-TIME without it.
+        The run folder; by default runs/RECIPE-DATE-TIME.
     resume
-        Go on with the run in --out; without it, with the run in runs/ that was trained last, of the recipe if one
-        is named. Where both are named and there is no run yet, it begins.
+        Resume the run in --out; without --out, the run in runs/ that was trained last (of this recipe, if you
+        name one). If you name both a recipe and --out and there is no run yet, start it.
     allow_older
-        With --resume: where the newest checkpoint is damaged, set it aside and go on from the one before it.
+        With --resume: if the newest checkpoint is damaged, set it aside and resume from the one before it.
     deadline
-        Seconds between SIGTERM and the end of the machine: no save is started that would not end in time, and the
-        page is left to the next session. Without it, HALFSTEP_DEADLINE says so; without both, the last save takes
-        as long as it takes.
+        Seconds between SIGTERM and the shutdown of the machine: a save that would not finish in time is not
+        started, and the report page is left to the next session. The default is HALFSTEP_DEADLINE, or no limit.
     json
         Print the outcome as JSON.
     """
@@ -79,7 +78,7 @@ def train(
 
     _check_init(init, resume)
     if recipe is not None:
-        check_named("the recipe", recipe)
+        check_not_empty("the recipe", recipe)
     deadline = _deadline(deadline, allow_older, resume)
     named = [
         *([f"init={init}", "init_digest="] if init is not None else []),
@@ -128,12 +127,12 @@ def train(
 
 
 def settings() -> str:
-    """Every setting that --set takes, out of the schema."""
+    """Returns every setting that --set takes, from the schema."""
     from halfstep.config.run import RunConfig
     from halfstep.config.schema import rows
 
     lines = [f"{row.key} = {row.shown}: {row.help}" for row in rows(RunConfig)]
-    return "Settings, with their defaults where a recipe does not say otherwise:\n\n" + "\n\n".join(lines)
+    return "Settings, with the defaults that apply unless the recipe says otherwise:\n\n" + "\n\n".join(lines)
 
 
 def evaluate(
@@ -146,21 +145,21 @@ def evaluate(
     device: str | None = None,
     json: Flag = False,
 ) -> None:
-    """Measure a checkpoint on held-out text, in the policy it was trained with or another.
+    """Evaluate a checkpoint on held-out text, in the precision it was trained with or another.
 
     Parameters
     ----------
     run
-        A run folder (its newest checkpoint), or a checkpoint's own folder.
+        A run folder, for its newest checkpoint, or the folder of a checkpoint.
     policy
-        The precision to evaluate in; the one it was trained with unless named.
+        The precision to evaluate in; by default, that of the training.
     weights
-        `model` for the weights as they were last updated, `ema` for their moving average; the average unless
-        named, if the run kept one.
+        `model` for the latest weights, `ema` for their moving average; by default the average, if the run kept
+        one.
     data
-        Where the data is now, if it moved; else data.source of the run.
+        Where the data is now, if it moved since the run.
     device
-        Where to run.
+        The device to run on.
     json
         Print the data as JSON.
     """
@@ -200,24 +199,24 @@ def sample(
     Parameters
     ----------
     run
-        A run folder (its newest checkpoint), or a checkpoint's own folder.
+        A run folder, for its newest checkpoint, or the folder of a checkpoint.
     prompt
-        What the text begins with.
+        How the text begins.
     length
         How many tokens to add.
     temperature
-        0 takes the likeliest token each time; 1 samples as the model believes.
+        0 always takes the likeliest token; 1 samples from the model's own distribution.
     top_k
-        Sample among this many tokens at most; 0 is all.
+        Sample from the most likely tokens only, this many; 0 means all.
     seed
-        The same seed writes the same text.
+        The same seed gives the same text.
     weights
-        `model` for the weights as they were last updated, `ema` for their moving average; the average unless
-        named, if the run kept one.
+        `model` for the latest weights, `ema` for their moving average; by default the average, if the run kept
+        one.
     data
-        Where the data is now, if it moved; else data.source of the run.
+        Where the data is now, if it moved since the run.
     device
-        Where to run.
+        The device to run on.
     """
     from halfstep.training.sampling import check_asked, generate, prompt_tokens, tokenizer_of, written
 
@@ -240,8 +239,8 @@ def _check_init(init: str | None, resume: bool) -> None:
 
     if init is not None and resume:
         raise ConfigError(
-            "--init and --resume: a run that goes on has weights of its own, those of its newest checkpoint",
-            hint=f"leave out --init to go on, or leave out --resume to start anew from `{init}`",
+            "--init and --resume exclude each other: a resumed run takes the weights of its newest checkpoint",
+            hint=f"omit --init to resume, or omit --resume to start a new run from `{init}`",
         )
     if init == "":
         raise ConfigError("--init is empty", hint="name a safetensors file, a folder that holds one, or a run")
@@ -249,65 +248,65 @@ def _check_init(init: str | None, resume: bool) -> None:
 
 @contextmanager
 def _run_folder(recipe: str | None, out: Path | None, resume: bool) -> Iterator[Path]:
-    """The folder of the run; one that was made for it is removed again where the run does not begin."""
+    """Yields the folder of the run; removes a newly created one again if the run does not start."""
     from halfstep.config.load import DEFAULT_RECIPE
     from halfstep.core.errors import ConfigError
     from halfstep.training.run import folder
 
     if out is None and not resume:
-        with _new_folder(Path(recipe or DEFAULT_RECIPE).stem) as made:
-            yield made
+        with _new_folder(Path(recipe or DEFAULT_RECIPE).stem) as created:
+            yield created
         return
-    found = folder.newest(RUNS, Path(recipe).stem if recipe else None) if out is None else out
-    if found is None:
-        raise ConfigError(f"there is no such run in {RUNS}/ to resume", hint="name its folder by --out")
-    yield found
+    existing = folder.newest(RUNS, Path(recipe).stem if recipe else None) if out is None else out
+    if existing is None:
+        raise ConfigError(f"there is no such run to resume in {RUNS}/", hint="name its folder with --out")
+    yield existing
 
 
 @contextmanager
 def _new_folder(name: str) -> Iterator[Path]:
-    """A folder of this process alone: whoever starts in the same second makes another."""
+    """Yields a folder for this process alone: another that starts in the same second creates another folder."""
     from halfstep.core.errors import ConfigError
     from halfstep.training.files import make_folder
 
     first, had_runs = RUNS / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}", RUNS.exists()
     for number in count(1):
-        made = first if number == 1 else first.with_name(f"{first.name}-{number}")
+        created = first if number == 1 else first.with_name(f"{first.name}-{number}")
         try:
-            make_folder(made, exist_ok=False)
+            make_folder(created, exist_ok=False)
             break
         except FileExistsError:
             if not RUNS.is_dir():
                 raise
         except OSError as error:
             raise ConfigError(
-                f"`{made}` cannot be written: {error.strerror}", hint="name another folder by --out"
+                f"cannot create `{created}`: {error.strerror}", hint="choose another folder with --out"
             ) from None
     try:
-        yield made
+        yield created
     except BaseException:
-        with suppress(OSError):  # it is not empty where the run began
-            made.rmdir()
+        with suppress(OSError):  # it is not empty if the run started
+            created.rmdir()
             if not had_runs:
                 RUNS.rmdir()
         raise
 
 
 def _deadline(given: float | None, allow_older: bool, resume: bool) -> float | None:
-    """The seconds that a signal leaves, from the flag or the environment; and a flag that means nothing alone."""
+    """Returns the seconds that a signal leaves, from the flag or the environment; checks --allow-older too."""
     from halfstep.core.errors import ConfigError
 
     if allow_older and not resume:
-        raise ConfigError("--allow-older chooses what to go on from", hint="add --resume")
+        raise ConfigError("--allow-older only makes sense with --resume", hint="add --resume")
     text = os.environ.get("HALFSTEP_DEADLINE")
     try:
-        found = float(text) if given is None and text else given
+        seconds = float(text) if given is None and text else given
     except ValueError:
-        found = -1.0
-    if found is not None and not 0 < found < 1e6:
-        told = f"--deadline {given:g}" if given is not None else f"HALFSTEP_DEADLINE={text}"
-        raise ConfigError(f"{told}: it must be a number of seconds above 0", hint="leave it out for no limit")
-    return found
+        seconds = -1.0
+    if seconds is not None and not 0 < seconds < 1e6:
+        what = f"--deadline {given:g}" if given is not None else f"HALFSTEP_DEADLINE={text}"
+        raise ConfigError(f"{what}: it must be a number of seconds above 0", hint="omit it for no limit")
+    return seconds
 
 
 def _resolve_policy(

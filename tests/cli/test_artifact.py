@@ -111,7 +111,7 @@ def test_an_artifact_over_its_limit_is_an_exit_code(trained, tmp_path, capsys):
     assert (code, told["over"]) == (1, told["bytes"] - 100)
     assert (tmp_path / "x").exists()
     assert run(["artifact", str(trained), "--limit", "-1"]) == 2
-    assert "not negative" in capsys.readouterr().err
+    assert "must be 0 or more bytes" in capsys.readouterr().err
 
 
 def test_a_file_that_cannot_be_written_is_named(trained, tmp_path, capsys):

@@ -152,10 +152,10 @@ def test_exit_codes(arms, bars, code, race, capsys):
             "error: the bars are for GPT-2 124M, whose width is 768, and it is 64 here\n\n"
             "hint: leave --bars out, or the sizes; those of fp8 are also for a width of 2048 and more\n",
         ),
-        (["--picture", "race.png"], "error: a picture is `.svg` or `.html`, not `race.png`\n"),
+        (["--picture", "race.png"], "error: --picture must end in `.svg` or `.html`: `race.png`\n"),
         (
             ["--save", "no/such/race.json"],
-            "error: `no/such/race.json` cannot be written: there is no folder `no/such`\n",
+            "error: cannot write `no/such/race.json`: there is no folder `no/such`\n",
         ),
         (["--steps", "0"], "error: `steps` is 0; it must be 1 or more\n"),
     ],

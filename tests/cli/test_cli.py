@@ -193,27 +193,26 @@ BAD = {
     "command": (
         ["polcy"],
         'error: unknown command "polcy". Did you mean "policy"? Available commands: train, eval, sample, artifact, data, probe, formats, policy, ...\n\n'
-        "hint: `halfstep --help` says what can be given\n",
+        "hint: see `halfstep --help`\n",
     ),
     "option": (
         ["formats", "--jsn"],
-        "error: unknown option: --jsn. Did you mean --json?\n\nhint: `halfstep formats --help` says what can be given\n",
+        "error: unknown option: --jsn. Did you mean --json?\n\nhint: see `halfstep formats --help`\n",
     ),
     "missing argument": (
         ["policy"],
         "error: `halfstep policy` needs SPEC\n\n"
-        "hint: SPEC: the policy, in quotes where it has spaces or a star; `halfstep policy --help` says more\n",
+        "hint: SPEC is the policy, in quotes if it contains spaces or a star; see `halfstep policy --help`\n",
     ),
     "missing option": (
         ["data", "pack", "x", "--out", "y"],
         "error: `halfstep data pack` needs --tokenizer\n\n"
-        "hint: --tokenizer: bytes, a tokenizer.json, a sentencepiece *.model, a folder with one of them, or "
-        "tiktoken:NAME; `halfstep data pack --help` says more\n",
+        "hint: --tokenizer is bytes, a tokenizer.json, a sentencepiece *.model, a folder that holds one of them, or "
+        "tiktoken:NAME; see `halfstep data pack --help`\n",
     ),
     "missing value": (
         ["data", "pack", "x", "--tokenizer", "bytes", "--out"],
-        "error: --out is given without a value\n\n"
-        "hint: --out: the folder to write; `halfstep data pack --help` says more\n",
+        "error: --out needs a value\n\nhint: --out is the folder to write to; see `halfstep data pack --help`\n",
     ),
 }
 

@@ -53,7 +53,7 @@ def test_tables_for_people(asked, capsys):
     ]
     assert err.splitlines() == [
         "torch 2.13.0, cpu: Neoverse-N1 (aarch64)",
-        "also here: cuda; --device measures another",
+        "also available: cuda; measure another with --device",
         "jax is not installed: pip install 'halfstep[jax]'",
     ]
     assert asked == [(None, 3.0, None)]

@@ -11,23 +11,6 @@ from halfstep.cli.main import run
 from halfstep.training import paths
 from halfstep.training.run import folder
 
-SMALL = [
-    "model.context=16",
-    "model.layers=1",
-    "model.width=16",
-    "model.heads=2",
-    "training.batch=2",
-    "training.steps=2",
-    "training.validation_tokens=64",
-    "training.measure_ceiling=false",
-]
-
-
-@pytest.fixture
-def settings(text):
-    chosen = [f"data.source={text}", *SMALL]
-    return ["--policy", "fp32", "--device", "cpu", *(word for setting in chosen for word in ("--set", setting))]
-
 
 @pytest.fixture
 def runs(tmp_path, monkeypatch):
@@ -81,21 +64,21 @@ def test_a_recipe_goes_on_with_its_own_runs_alone(tmp_path, other):
     assert folder.newest(tmp_path, "tiny") == again
 
 
-def test_resume_takes_the_run_that_was_trained_last_and_not_the_one_that_was_touched(settings, runs, capsys):
+def test_resume_takes_the_run_that_was_trained_last_and_not_the_one_that_was_touched(quick, runs, capsys):
     first, second = runs / f"tiny-{DAY}", runs / "tiny-20250102-030406"
     for where in (first, second):
-        assert run(["train", *settings, "--out", str(where)]) == 0
+        assert run(["train", *quick, "--out", str(where)]) == 0
     assert run(["artifact", str(first), "--device", "cpu"]) == 0
     make(runs, f"tiny-big-{DAY}", time.time() + 100)
     capsys.readouterr()
-    assert run(["train", "tiny", "--resume", *settings]) == 0
+    assert run(["train", "tiny", "--resume", *quick]) == 0
     assert f"run folder {second}" in capsys.readouterr().err
 
 
-def test_runs_that_start_in_one_second_get_folders_of_their_own(settings, runs, monkeypatch):
+def test_runs_that_start_in_one_second_get_folders_of_their_own(quick, runs, monkeypatch):
     monkeypatch.setattr(time, "strftime", lambda *_: DAY)
     for _ in range(3):
-        assert run(["train", *settings]) == 0
+        assert run(["train", *quick]) == 0
     assert sorted(path.name for path in runs.iterdir()) == [f"tiny-{DAY}", f"tiny-{DAY}-2", f"tiny-{DAY}-3"]
     assert folder.newest(runs, "tiny") == runs / f"tiny-{DAY}-3"
 
@@ -120,7 +103,7 @@ def test_a_run_that_does_not_begin_leaves_no_folder(runs, there, capsys):
 def test_a_place_where_no_folder_can_be_made_is_named(runs, capsys):
     runs.write_text("a file")
     assert run(["train", "--policy", "fp32"]) == 2
-    assert "cannot be written" in capsys.readouterr().err
+    assert "cannot create" in capsys.readouterr().err
 
 
 EMPTY = {

@@ -10,23 +10,6 @@ from halfstep.cli import train as command
 from halfstep.cli.main import run
 from halfstep.training.telemetry.events import read_events
 
-SMALL = [
-    "model.context=16",
-    "model.layers=1",
-    "model.width=16",
-    "model.heads=2",
-    "training.batch=2",
-    "training.steps=3",
-    "training.validation_tokens=64",
-]
-
-
-@pytest.fixture
-def small(text):
-    """The arguments of a run that takes a moment, on the CPU."""
-    chosen = [f"data.source={text}", *SMALL]
-    return ["--device", "cpu", *(word for setting in chosen for word in ("--set", setting))]
-
 
 @pytest.fixture
 def trained(small, tmp_path):
@@ -58,7 +41,7 @@ def test_a_page_that_could_not_be_written_is_not_among_what_there_is(small, tmp_
     out = tmp_path / "run"
     assert run(["train", *small, "--policy", "fp32", "--out", str(out)]) == 0
     told, words = capsys.readouterr()
-    assert f"warning: `{out / 'report.html'}` cannot be written: no space is left" in words
+    assert f"warning: cannot write `{out / 'report.html'}`: no space is left" in words
     assert "held-out bits per byte" in told
     assert "report.html" not in told
     assert not re.search(r"^ *page\b", told, re.MULTILINE)
@@ -175,7 +158,7 @@ def test_the_deadline_may_come_from_the_environment(small, tmp_path, capsys, mon
 def test_resume_without_a_folder_takes_the_newest(small, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(command, "RUNS", tmp_path)
     assert run(["train", "--resume"]) == 2
-    assert "no such run" in capsys.readouterr().err
+    assert "no such run to resume" in capsys.readouterr().err
     assert run(["train", *small, "--policy", "fp32"]) == 0
     assert run(["train", "--resume", "--device", "cpu"]) == 0
     assert len(list(tmp_path.glob("tiny-*"))) == 1
@@ -220,7 +203,7 @@ BAD = {
     "device": (["train", "--policy", "fp32", "--device", "toaster"], "`toaster` is no torch device", "cpu"),
     "no run": (["eval", "/no/such"], "there is no such folder: `/no/such`", "run folder"),
     "length": (["sample", "/no/such", "--length", "0"], "--length 0: it must be 1 or more", ""),
-    "older": (["train", "--allow-older"], "--allow-older chooses what to go on from", "--resume"),
+    "older": (["train", "--allow-older"], "--allow-older only makes sense with --resume", "--resume"),
     "deadline": (["train", "--deadline", "-1"], "--deadline -1: it must be a number of seconds above 0", ""),
 }
 
@@ -272,7 +255,7 @@ def test_a_recipe_that_finds_a_run_leaves_it_its_settings(small, tmp_path, capsy
     monkeypatch.setattr(command, "RUNS", tmp_path)
     assert run(["train", "tiny", *small, "--policy", "fp32"]) == 0
     assert run(["train", "tiny", "--resume"]) == 0
-    assert "nothing now: all 3 steps were trained before" in capsys.readouterr().out
+    assert "nothing: all 3 steps were already trained" in capsys.readouterr().out
     assert run(["train", "tiny", "--resume", "--set", "model.width=32"]) == 2
     assert "model.width was 16 and is now 32" in capsys.readouterr().err
     (out,) = tmp_path.glob("tiny-*")

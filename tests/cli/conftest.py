@@ -1,0 +1,32 @@
+"""What the tests of the command line share: a run that takes a moment, on the CPU."""
+
+import pytest
+
+SMALL = [
+    "model.context=16",
+    "model.layers=1",
+    "model.width=16",
+    "model.heads=2",
+    "training.batch=2",
+    "training.steps=3",
+    "training.validation_tokens=64",
+]
+
+
+@pytest.fixture
+def small(text):
+    """The device and the --set flags of the run."""
+    settings = [f"data.source={text}", *SMALL]
+    return ["--device", "cpu", *(word for setting in settings for word in ("--set", setting))]
+
+
+@pytest.fixture
+def quick(small):
+    """The same, in fp32 and without measuring the device."""
+    return ["--policy", "fp32", "--set", "training.measure_ceiling=false", *small]
+
+
+@pytest.fixture
+def arguments(quick, tmp_path):
+    """The whole command, which writes to `run`."""
+    return ["train", "--out", str(tmp_path / "run"), *quick]
