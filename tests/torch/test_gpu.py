@@ -215,7 +215,7 @@ def test_the_named_sync_is_the_only_one():
     run = prepare(model, torch.optim.Adagrad(model.parameters()), "bf16-mixed")
     x = torch.randn(32, 64, device="cuda")
     run.step(loss_of(model), [x])
-    assert "one sync a step" in run.summary()
+    assert "one sync per step" in run.summary()
     torch.cuda.set_sync_debug_mode("warn")
     try:
         with pytest.warns(UserWarning, match="called a synchronizing") as warned:

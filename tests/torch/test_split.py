@@ -129,7 +129,7 @@ def test_a_step_that_the_run_does_not_make_is_refused_where_it_would_be_lost():
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
     run = prepare(model, optimizer, SPLIT)
     model(data()).square().mean().backward()
-    with pytest.raises(HalfstepError, match=r"step\(\) was called by itself") as raised:
+    with pytest.raises(HalfstepError, match=r"step\(\) was called directly") as raised:
         optimizer.step()
     assert "run.update()" in raised.value.hint
     run.step(loss_of(model), [data()])
