@@ -58,3 +58,10 @@ def test_the_readme_examples_run_and_say_what_is_true(capsys):
         if shown := re.search(r"# (\[.*\])", last):
             assert str(eval(last, scope).tolist()) == shown[1]
     assert "converted 3 of" in capsys.readouterr().out
+
+
+def test_the_architecture_page_has_every_folder_of_the_package():
+    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    folders = {path.parent.relative_to(ROOT).as_posix() for path in (ROOT / "halfstep").glob("*/**/*.*")}
+    missing = [folder for folder in sorted(folders) if "__pycache__" not in folder and f"{folder}/" not in text]
+    assert missing == []
