@@ -23,9 +23,6 @@ from halfstep.core.policy import Policy
 from halfstep.torch.model import Decoder
 from halfstep.training.data.prefetch import Prefetch
 from halfstep.training.loop import Loop
-from halfstep.training.run.signals import stop_requests
-from halfstep.training.telemetry.events import Events
-from halfstep.training.telemetry.progress import StepProgress
 
 BAR = 0.95
 
@@ -77,15 +74,13 @@ def main() -> int:
         bare = bare_arm(loop, options.steps)
         times: dict[str, list[float]] = {"ours": [], "bare": []}
         with (
-            Events(Path(folder) / "run" / "events.jsonl") as loop.events,
-            StepProgress(total) as bar,
-            stop_requests() as stop,
+            loop.events,
+            loop.bar,
+            loop.stop,
             Prefetch(loop.batches.at, 0, total) as batches,
         ):
-            loop.attend(stop, bar)
-
             def ours() -> None:
-                loop._steps(itertools.islice(batches, options.steps), stop)
+                loop._steps(itertools.islice(batches, options.steps))
 
             for chunk in range(options.chunks + 1):
                 arms = [("ours", ours), ("bare", bare)]

@@ -26,9 +26,6 @@ from halfstep.config.load import load
 from halfstep.core.policy import Policy
 from halfstep.training.data.prefetch import Prefetch
 from halfstep.training.loop import Loop
-from halfstep.training.run.signals import stop_requests
-from halfstep.training.telemetry.events import Events
-from halfstep.training.telemetry.progress import StepProgress
 
 BAR = 0.02
 NEVER = 10**9
@@ -37,16 +34,16 @@ NEVER = 10**9
 class Windows:
     """A run whose saves are begun by the clock."""
 
-    def __init__(self, loop: Loop, batches: Prefetch, stop: object, seconds: float):
-        self.loop, self.batches, self.stop, self.seconds = loop, batches, stop, seconds
+    def __init__(self, loop: Loop, batches: Prefetch, seconds: float):
+        self.loop, self.batches, self.seconds = loop, batches, seconds
 
     def _steps(self, count: int) -> None:
-        self.loop._steps(itertools.islice(self.batches, count), self.stop)
+        self.loop._steps(itertools.islice(self.batches, count))
 
     def run(self, save: bool) -> tuple[float, float]:
         """Trains for a window; steps a second, and how long the save was being written."""
         loop = self.loop
-        loop.keeper.settle()
+        loop.checkpointer.wait()
         self._steps(1)  # ends with its numbers read: the device has nothing left to do
         started, first = time.perf_counter(), loop.tally.step
         begun = written = 0.0
@@ -54,8 +51,8 @@ class Windows:
             self._steps(2)
             if save and not begun and now >= self.seconds / 4:
                 begun = time.perf_counter()
-                loop.keeper.save(loop.tally.step)
-            if begun and not written and not loop.keeper.saver.is_busy:
+                loop.checkpointer.save(loop.tally.step)
+            if begun and not written and not loop.checkpointer.saver.is_busy:
                 written = time.perf_counter() - begun
         speed = (loop.tally.step - first) / (time.perf_counter() - started)
         if save and not written:
@@ -81,16 +78,15 @@ def main() -> int:
         speeds: dict[bool, list[float]] = {True: [], False: []}
         took: list[float] = []
         with (
-            Events(out / "events.jsonl") as loop.events,
-            StepProgress(NEVER) as bar,
-            stop_requests() as stop,
+            loop.events,
+            loop.bar,
+            loop.stop,
             Prefetch(loop.batches.at, 0, NEVER) as batches,
         ):
-            loop.attend(stop, bar)
             saver = loop.saver
-            windows = Windows(loop, batches, stop, options.seconds)
+            windows = Windows(loop, batches, options.seconds)
             windows._steps(5)  # compiles
-            loop.keeper.save(loop.tally.step)  # pins memory
+            loop.checkpointer.save(loop.tally.step)  # pins memory
             waited = [saver.waited]
             for number in range(options.windows):
                 for save in (True, False) if number % 2 else (False, True):

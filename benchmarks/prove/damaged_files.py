@@ -7,7 +7,8 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from halfstep.training.checkpoints.checkpoint import Array, CheckpointError, load, load_latest
+from halfstep.core.state_format import Stored
+from halfstep.training.checkpoints.checkpoint import CheckpointError, load, load_newest
 
 Case = tuple[str, Callable[[], object]]
 
@@ -83,13 +84,13 @@ def damage(older: Path, path: Path, copy: Path) -> dict[str, object]:
                 file.write_bytes(content)
     (path / "state.safetensors").write_bytes(b"")
     with contextlib.suppress(CheckpointError):
-        load_latest(copy)
+        load_newest(copy)
         missed.append("a damaged newest one was passed over")
-    taken = load_latest(copy, allow_older=True)
-    if taken is None or taken[1]["step"] != int(older.name.removeprefix("step-")):
+    taken = load_newest(copy, allow_older=True)
+    if taken is None or taken.manifest["step"] != int(older.name.removeprefix("step-")):
         missed.append("the one before it was not taken where that was allowed")
     return {"found": dict(found), "same": dict(same), "faults": missed}
 
 
-def _equal(one: dict[str, Array], other: dict[str, Array]) -> bool:
+def _equal(one: dict[str, Stored], other: dict[str, Stored]) -> bool:
     return one.keys() == other.keys() and all(bytes(one[n].data) == bytes(other[n].data) for n in one)

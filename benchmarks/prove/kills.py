@@ -46,6 +46,7 @@ from halfstep.training.checkpoints import checkpoint
 from halfstep.training.checkpoints.checkpoint import load
 from halfstep.training.loop import Loop
 from halfstep.training.run.folder import holds_run
+from halfstep.training.run.resume import open_run
 from halfstep.training.telemetry.events import read_events
 
 SMALL = [
@@ -74,9 +75,9 @@ class Bench:
 
     def loop(self, out: Path, resume: bool) -> Loop:
         """A run, opened."""
-        return Loop(
-            load_config("tiny", self.overrides), Policy.parse("fp32"), out, device=self.device, resume=resume
-        )
+        config = load_config("tiny", self.overrides)
+        opened = open_run(out, config) if resume else None
+        return Loop(config, Policy.parse("fp32"), out, device=self.device, opened=opened)
 
     def session(self, out: Path, act: Callable[[Loop], None] | None = None) -> int:
         """A process that starts or resumes the run in a folder; its id. `act` may meddle before it runs."""
@@ -312,7 +313,7 @@ def disk(bench: Bench) -> dict[str, dict[str, object]]:
 
     def lock(loop: Loop) -> None:
         if mounting:
-            loop.keeper.settle()  # a mount with an open file does not turn read-only
+            loop.checkpointer.wait()  # a mount with an open file does not turn read-only
             subprocess.run(["mount", "--bind", out, out], check=True)
             subprocess.run(["mount", "-o", "remount,bind,ro", out], check=True)
         else:

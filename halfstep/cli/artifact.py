@@ -4,8 +4,8 @@ import os
 from pathlib import Path
 from typing import Literal
 
-from halfstep.cli.output import Flag, Place, print_json, print_table, print_words
-from halfstep.cli.train import is_checkpoint, kept, open_checkpoint
+from halfstep.cli.output import Flag, Place, print_json, print_table
+from halfstep.cli.train import warn_of_other_data
 
 
 def artifact(
@@ -52,6 +52,7 @@ def artifact(
     from halfstep.training import memory
     from halfstep.training.data.load import load_corpus
     from halfstep.training.evaluation import evaluate
+    from halfstep.training.run.resume import open_trained
     from halfstep.training.weights.artifact import NAME, check_place, masters, score
 
     if limit is not None and limit < 0:
@@ -59,20 +60,20 @@ def artifact(
     home = _home(run)
     place = out or home / NAME
     check_place(place, home)
-    config, session, manifest, state = open_checkpoint(run, policy, device, weights, data)
+    trained = open_trained(run, policy=policy, device=device, weights=weights, data=data)
+    config, session, manifest = trained.config, trained.session, trained.saved.manifest
     if limit is not None:
         config = replace(config, artifact=replace(config.artifact, limit=limit))
     corpus = load_corpus(config.data.source, config.data.validation, config.model.vocabulary)
-    if corpus.digest != manifest["data"]["digest"]:
-        print_words(f"warning: the data changed since the checkpoint; it was {manifest['data']['description']}")
-    with memory.told(session.ran_out, lambda: memory.in_scoring(config)):
+    warn_of_other_data(corpus, manifest)
+    with memory.convert_oom(session.ran_out, lambda: memory.in_scoring(config)):
         before = evaluate(session, corpus, config)
         # Of the checkpoint's own numbers: the session may hold them rounded, in the policy to evaluate in.
-        found = score(session, corpus, config, place, before, masters(state, config.model, averaged=False))
+        found = score(session, corpus, config, place, before, masters(trained.state, config.model, averaged=False))
     told = {
         "step": manifest["step"],
         "policy": str(session.policy),
-        "weights": weights or kept(config),
+        "weights": trained.weights,
         **found.record(),
     }
     if json:
@@ -86,9 +87,10 @@ def artifact(
 def _home(run: Path) -> Path:
     """The run folder, also of a checkpoint in it; of one that lies elsewhere, the folder beside it."""
     from halfstep.training import paths
+    from halfstep.training.checkpoints import checkpoint
 
     here = Path(os.path.abspath(run))  # of `.` too; a folder of checkpoints that is a link stays in its run
-    if not is_checkpoint(run):
+    if not checkpoint.is_checkpoint(run):
         return run
     return here.parent.parent if here.parent.name == paths.CHECKPOINTS else here.parent
 

@@ -37,14 +37,12 @@ def run(loop: "Loop", *, json: bool) -> int:
 
 
 def _lost_steps(loop: "Loop") -> bool:
-    tally = getattr(loop, "tally", None)  # there is none before a step can be taken
-    return tally is not None and tally.step > (loop.saver.saved_step or 0)
+    return loop.tally.step > (loop.saver.saved_step or 0)
 
 
 def _is_hurried(loop: "Loop") -> bool:
     """Whether a signal came whose deadline runs: a page of a long run takes longer than it may leave."""
-    stop = getattr(loop, "stop", None)  # there is none where a run had ended before
-    return loop.deadline is not None and stop is not None and stop.requested is not None
+    return loop.deadline is not None and loop.stop.requested is not None
 
 
 def _write_page(loop: "Loop") -> Path | None:

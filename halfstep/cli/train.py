@@ -5,7 +5,7 @@ import os
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from itertools import count
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -74,6 +74,7 @@ def train(
     from halfstep.training.data.load import load_corpus
     from halfstep.training.loop import Loop
     from halfstep.training.run import determinism, folder
+    from halfstep.training.run.resume import open_run
     from halfstep.training.telemetry import loggers
 
     _check_init(init, resume)
@@ -86,40 +87,43 @@ def train(
         *([f"policy={policy}"] if policy else []),
         *([f"backend={backend}"] if backend else []),
     ]
-    with _run_folder(recipe, out, resume) as where:
+    with _run_folder(recipe, out, resume) as where, ExitStack() as on_error:
         if resume and recipe is not None and out is not None and not folder.holds_run(out):
             # It was never begun, or a kill came first: one command will do for the start and for every restart.
             print_words(f"`{out}` holds no run yet: {recipe} begins")
             resume = False
-        for message in folder.check_free(where, new=not resume, allow_older=allow_older):
-            print_words(f"warning: {message}")
-        # A run that goes on knows its own settings, where the recipe was named to find it or not at all.
-        own = resume and (recipe is None or (out is None and not recipe.endswith(".toml")))
-        config = load(str(where / paths.CONFIG) if own else recipe or DEFAULT_RECIPE, named)
-        print_words(config.title or where.name)
+        opened = None
         if resume:
-            folder.check_same_run(where, folder.with_origin(where, config))
+            # A run has its own settings, if the recipe was only named to find it, or not at all.
+            own = recipe is None or (out is None and not recipe.endswith(".toml"))
+            given = None if own else load(recipe or DEFAULT_RECIPE, named)
+            opened = open_run(where, given, overrides=named, allow_older=allow_older)
+            on_error.callback(opened.lock.release)
+            config = opened.config
         else:
+            folder.check_free(where)
+            config = load(recipe or DEFAULT_RECIPE, named)
             folder.check_apart(where, config.data.source)
+        print_words(config.title or where.name)
         loggers.check(config.training.loggers)
         corpus = load_corpus(config.data.source, config.data.validation, config.model.vocabulary)
         determinism.prepare(config, where)  # before anything is measured
-        resolved, choice, warnings = _resolve_policy(config, device, where if resume else None, allow_older)
+        resolved, choice, warnings = _resolve_policy(config, device, opened)
         reason = f": {choice.reason}" if choice else ""
         print_words(f"precision {resolved}{reason}")
         loop = Loop(
             config,
             resolved,
             where,
+            opened=opened,
             choice=choice,
-            resume=resume,
             device=device,
             warnings=warnings,
-            allow_older=allow_older,
             deadline=deadline,
             corpus=corpus,
             ceiling=measure_ceiling(config, resolved, device, where / paths.EVENTS if resume else None),
         )
+        on_error.pop_all()
     if loop.pretrained is not None:
         print_words(f"weights {loop.pretrained.description}")
     print_words(f"data {loop.corpus.description}\nrun folder {where}")
@@ -166,14 +170,15 @@ def evaluate(
     from halfstep.training import memory
     from halfstep.training.data.load import load_corpus
     from halfstep.training.evaluation import evaluate as measure
+    from halfstep.training.run.resume import open_trained
 
-    config, session, manifest, _ = open_checkpoint(run, policy, device, weights, data)
+    trained = open_trained(run, policy=policy, device=device, weights=weights, data=data)
+    config, session, manifest = trained.config, trained.session, trained.saved.manifest
     corpus = load_corpus(config.data.source, config.data.validation, config.model.vocabulary)
-    if corpus.digest != manifest["data"]["digest"]:
-        print_words(f"warning: the data changed since the checkpoint; it was {manifest['data']['description']}")
-    with memory.told(session.ran_out, lambda: memory.in_scoring(config)):
+    warn_of_other_data(corpus, manifest)
+    with memory.convert_oom(session.ran_out, lambda: memory.in_scoring(config)):
         found = measure(session, corpus, config)
-    told = {"step": manifest["step"], "policy": str(session.policy), "weights": weights or kept(config)}
+    told = {"step": manifest["step"], "policy": str(session.policy), "weights": trained.weights}
     result = {**told, **dataclasses.asdict(found)}
     if json:
         print_json(result)
@@ -218,15 +223,16 @@ def sample(
     device
         The device to run on.
     """
+    from halfstep.training.run.resume import open_trained
     from halfstep.training.sampling import check_asked, generate, prompt_tokens, tokenizer_of, written
 
     check_asked(length, temperature, top_k, seed)
-    config, session, manifest, _ = open_checkpoint(run, None, device, weights, data)
-    tokenizer = tokenizer_of(config.data.source, manifest["data"])
+    trained = open_trained(run, device=device, weights=weights, data=data)
+    tokenizer = tokenizer_of(trained.config.data.source, trained.saved.manifest["data"])
     given = prompt.encode(errors="surrogateescape") or b"\n"
     start = prompt_tokens(tokenizer, given)
     sys.stdout.buffer.write(given)
-    tokens = generate(session, start, length, temperature, top_k, seed, alphabet=tokenizer.vocabulary)
+    tokens = generate(trained.session, start, length, temperature, top_k, seed, alphabet=tokenizer.vocabulary)
     for text in written(tokenizer, tokens):
         sys.stdout.buffer.write(text)
         sys.stdout.buffer.flush()
@@ -309,10 +315,8 @@ def _deadline(given: float | None, allow_older: bool, resume: bool) -> float | N
     return seconds
 
 
-def _resolve_policy(
-    config: Any, device: str | None, resumed: Path | None, allow_older: bool
-) -> tuple[Any, Any, list[str]]:
-    """The policy that runs, the measurement behind it if it was `auto`, and what to warn of."""
+def _resolve_policy(config: Any, device: str | None, opened: Any) -> tuple[Any, Any, list[str]]:
+    """Returns the policy that runs, the measurement behind it if it was `auto`, and warnings."""
     from halfstep.core.errors import PolicyError
     from halfstep.core.policy import PRESETS, Policy, read
     from halfstep.tools.probe import resolve
@@ -322,80 +326,16 @@ def _resolve_policy(
     with suppress(PolicyError):  # of items that fp32 cannot have, and what is chosen may
         # Before a block is measured that does not fit. Whatever `auto` may choose has masters as wide as fp32's.
         check_device(config, spelling.build(PRESETS["fp32"]), device)
-    if resumed is not None and spelling.base == "auto":
-        # Measured when the run began; measuring again could choose another precision midway.
-        return Policy.parse(_saved_policy(resumed, allow_older)), None, []
-    return resolve(config, device)
-
-
-def _saved_policy(run: Path, allow_older: bool) -> str:
-    from halfstep.training import paths
-    from halfstep.training.checkpoints import checkpoint
-    from halfstep.training.run import folder
-
-    found = checkpoint.latest(run / paths.CHECKPOINTS, allow_older=allow_older)
-    if found is None:  # it begins again, in the precision that it began in
-        return folder.read_config(run).policy
-    return str(checkpoint.read_manifest(found)["policy"])
-
-
-def open_checkpoint(
-    run: Path, policy: str | None, device: str | None, weights: str | None = None, data: str | None = None
-) -> tuple[Any, Any, dict[str, Any], dict[str, Any]]:
-    """The configuration of a checkpoint, a session that holds its weights, its manifest, and the weights."""
-    from halfstep.config.run import RunConfig
-    from halfstep.config.schema import build
-    from halfstep.core.errors import ConfigError
-    from halfstep.core.policy import Policy
-    from halfstep.training import paths
-    from halfstep.training.checkpoints import checkpoint
-    from halfstep.training.checkpoints.arrays import held
-    from halfstep.training.run.manifest import check_readable
-    from halfstep.training.session import open_session
-
-    hint = "name a run folder, as runs/tiny-..., or a checkpoint's own"
-    if not run.is_dir():
-        what = f"`{run}` is a file" if run.exists() else f"there is no such folder: `{run}`"
-        raise ConfigError(what, hint=hint)
-    if is_checkpoint(run):
-        opened: Any = (run, *checkpoint.load(run))
-    else:
-        opened = checkpoint.load_newest(run / paths.CHECKPOINTS)
     if opened is None:
-        raise ConfigError(f"`{run}` holds no checkpoint", hint=hint)
-    found, arrays, manifest = opened
-    check_readable(manifest, found)
-    config = build(RunConfig, manifest["config"])
-    if data is not None:
-        config = dataclasses.replace(config, data=dataclasses.replace(config.data, source=data))
-    state = held(arrays)
-    if (weights or kept(config)) == "ema":
-        if not config.training.ema:
-            raise ConfigError(
-                f"--weights ema: the run of `{found}` kept no average of its weights",
-                hint="--weights model; `training.ema = 0.999` keeps one while training",
-            )
-        # An average is whole, in fp32: it takes the place of a weight and of what was split from it.
-        state = {f"model.{n.removeprefix('average.')}": v for n, v in state.items() if n.startswith("average.")}
-    session = open_session(config, Policy.parse(policy or manifest["policy"]), device, train=False)
-    session.load_weights(state)
-    return config, session, manifest, state
+        return resolve(config, device)
+    # It was measured when the run began; measuring again could choose another precision midway.
+    return Policy.parse(opened.policy) if spelling.base == "auto" else spelling.build(), None, []
 
 
-def is_checkpoint(path: Path) -> bool:
-    """Whether a path names a checkpoint, or a copy of one, and not a run, which may be called `step-` too."""
-    from halfstep.training import paths
-    from halfstep.training.checkpoints import checkpoint
-
-    if (path / paths.CHECKPOINTS).is_dir():
-        return False
-    holds = all((path / name).is_file() for name in (checkpoint.MANIFEST, checkpoint.STATE))
-    return holds or path.name.startswith("step-")
-
-
-def kept(config: Any) -> str:
-    """The weights that a run is judged by."""
-    return "ema" if config.training.ema else "model"
+def warn_of_other_data(corpus: Any, manifest: dict[str, Any]) -> None:
+    """Warns if the data changed since the checkpoint."""
+    if corpus.digest != manifest["data"]["digest"]:
+        print_words(f"warning: the data changed since the checkpoint; it was {manifest['data']['description']}")
 
 
 def _shown(value: Any) -> str:

@@ -40,6 +40,14 @@ def load(recipe: str = DEFAULT_RECIPE, overrides: Sequence[str] = ()) -> RunConf
     return schema.build(RunConfig, table)
 
 
+def override(config: RunConfig, overrides: Sequence[str]) -> RunConfig:
+    """Returns a configuration with `a.b=c` overrides applied."""
+    table = tomllib.loads(to_toml(config))
+    for each in overrides:
+        apply_override(table, each)
+    return schema.build(RunConfig, table)
+
+
 def read_recipe(recipe: str) -> dict[str, Any]:
     """The table of a recipe by name, or of a TOML file by path."""
     if recipe.endswith(".toml"):

@@ -9,15 +9,23 @@ State is flat, {name: (dtype, shape, bytes)}, with the same names on every backe
 """
 
 from collections.abc import Callable, Collection, Mapping
+from typing import NamedTuple
 
 from halfstep.core.errors import HalfstepError
 
-# The dtype is named as in a safetensors header: F32, BF16, I32.
-Stored = tuple[str, tuple[int, ...], bytes]
-Held = tuple[str, tuple[int, ...], bytes | memoryview]
+
+
+class Stored(NamedTuple):
+    """A tensor as bytes, row-major and little-endian, whatever framework it comes from."""
+
+    dtype: str  # as in a safetensors header: F32, BF16, I32
+    shape: tuple[int, ...]
+    data: bytes | memoryview
+
+
 # A copy of a state, taken in the order of the device's work: calling it, in any thread, waits for the copy and
 # gives its bytes. The next snapshot may use the same memory.
-Snapshot = Callable[[], dict[str, Held]]
+Snapshot = Callable[[], dict[str, Stored]]
 Description = tuple[str, tuple[int, ...]]
 
 _WORDS = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16"}

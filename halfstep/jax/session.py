@@ -27,7 +27,7 @@ from halfstep.core.averages import averaged, pop_from_state, to_state
 from halfstep.core.errors import HalfstepError
 from halfstep.core.policy import Policy
 from halfstep.core.refusal import check_reach
-from halfstep.core.state_format import Held, Snapshot, Stored
+from halfstep.core.state_format import Snapshot, Stored
 from halfstep.jax import memory
 from halfstep.jax.dtypes import as_device, describe
 from halfstep.jax.layers import COMPILER_OPTIONS
@@ -173,7 +173,7 @@ class Session:
         finite = all(bool(jnp.isfinite(loss)) for loss in losses)
         return "backward: the loss is finite, a gradient is not" if finite else "forward: the loss"
 
-    def load(self, state: Mapping[str, Held]) -> None:
+    def load(self, state: Mapping[str, Stored]) -> None:
         """Puts a state back, or refuses it whole."""
         given = {name: restored(record) for name, record in state.items()}
         averages = pop_from_state(given, self.averages)
@@ -181,7 +181,7 @@ class Session:
         if self.averages is not None:
             self.averages = {n: jax.device_put(averages[n], old.sharding) for n, old in self.averages.items()}
 
-    def load_weights(self, state: Mapping[str, Held]) -> None:
+    def load_weights(self, state: Mapping[str, Stored]) -> None:
         """Takes the weights of a state and leaves the rest: for evaluation and sampling."""
         ours = state_of(self.run)
         given = {name: restored(record) for name, record in state.items() if name.startswith("model.")}

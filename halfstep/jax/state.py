@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from halfstep.core.errors import HalfstepError
 from halfstep.core.scaling import ScaleState
-from halfstep.core.state_format import Description, Held, Stored, check_same
+from halfstep.core.state_format import Description, Stored, check_same
 from halfstep.jax.apply import Leaves
 from halfstep.jax.step import State
 
@@ -69,16 +69,17 @@ def load_state(state: State, given: Mapping[str, Any]) -> State:
 def stored(array: Any) -> Stored:
     """An array's bytes, little-endian, with its dtype and shape."""
     host = np.asarray(array)
-    return DTYPE_NAMES[host.dtype], host.shape, host.astype(host.dtype.newbyteorder("<"), copy=False).tobytes()
+    data = host.astype(host.dtype.newbyteorder("<"), copy=False).tobytes()
+    return Stored(DTYPE_NAMES[host.dtype], host.shape, data)
 
 
-def bytes_of(host: NDArray[Any]) -> Held:
+def bytes_of(host: NDArray[Any]) -> Stored:
     """The bytes of an array on the host, where they are."""
     flat = np.ascontiguousarray(host).astype(host.dtype.newbyteorder("<"), copy=False).reshape(-1)
-    return DTYPE_NAMES[host.dtype], host.shape, flat.view(np.uint8).data
+    return Stored(DTYPE_NAMES[host.dtype], host.shape, flat.view(np.uint8).data)
 
 
-def restored(record: Held) -> NDArray[Any]:
+def restored(record: Stored) -> NDArray[Any]:
     """The array that `stored` wrote, on the host."""
     name, shape, data = record
     if name not in _DTYPES:

@@ -18,7 +18,7 @@ from halfstep.config.run import OptimizerConfig, RunConfig
 from halfstep.config.weights import Weights, initial_weights
 from halfstep.core.averages import averaged, pop_from_state, to_state
 from halfstep.core.policy import Policy
-from halfstep.core.state_format import Held, Snapshot, Stored
+from halfstep.core.state_format import Snapshot, Stored
 from halfstep.mlx import memory
 from halfstep.mlx.apply import apply, set_precision
 from halfstep.mlx.dtypes import as_device, describe
@@ -150,7 +150,7 @@ class Session:
 
     def snapshot(self) -> Snapshot:
         """A copy of the state. Taken at once: host and device share their memory, and one thread evaluates."""
-        copies: dict[str, Held] = dict(self.state())
+        copies: dict[str, Stored] = dict(self.state())
         return lambda: copies
 
     def blame(self, micro_batches: Tokens) -> str:
@@ -163,7 +163,7 @@ class Session:
             finite = all(mx.isfinite(loss).item() for loss in losses)
         return "backward: the loss is finite, a gradient is not" if finite else "forward: the loss"
 
-    def load(self, state: Mapping[str, Held]) -> None:
+    def load(self, state: Mapping[str, Stored]) -> None:
         """Puts a state back, or refuses it whole."""
         with mx.stream(self.device):
             given = {name: restored(record) for name, record in state.items()}
@@ -171,7 +171,7 @@ class Session:
             self.run.load(given)
             self.averages = averages or None
 
-    def load_weights(self, state: Mapping[str, Held]) -> None:
+    def load_weights(self, state: Mapping[str, Stored]) -> None:
         """Takes the weights of a state and leaves the rest: for evaluation and sampling."""
         weights = {k: restored(v) for k, v in state.items() if k.startswith(("model.", "remainder."))}
         with mx.stream(self.device):

@@ -17,7 +17,7 @@ import numpy as np
 
 from halfstep.core.errors import HalfstepError
 from halfstep.core.scaling import ScaleState
-from halfstep.core.state_format import Description, Held, Stored, check_same
+from halfstep.core.state_format import Description, Stored, check_same
 from halfstep.mlx.apply import Place
 from halfstep.mlx.cast import join
 from halfstep.mlx.optim.masters import Masters
@@ -90,10 +90,10 @@ def stored(array: mx.array) -> Stored:
     name, carrier = DTYPE_NAMES[array.dtype]
     flat = array.reshape(-1)
     flat = flat.view(mx.uint16) if array.dtype == mx.bfloat16 else flat  # numpy knows no bf16
-    return name, tuple(array.shape), np.array(flat).astype(carrier, copy=False).tobytes()
+    return Stored(name, tuple(array.shape), np.array(flat).astype(carrier, copy=False).tobytes())
 
 
-def restored(record: Held) -> mx.array:
+def restored(record: Stored) -> mx.array:
     """The array that `stored` wrote."""
     name, shape, data = record
     if name not in _DTYPES:

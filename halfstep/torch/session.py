@@ -17,7 +17,7 @@ from halfstep.config.groups import parameter_groups
 from halfstep.config.run import OptimizerConfig, RunConfig
 from halfstep.config.weights import Weights, initial_weights
 from halfstep.core.policy import Policy
-from halfstep.core.state_format import Held, Snapshot, Stored
+from halfstep.core.state_format import Snapshot, Stored
 from halfstep.torch import memory
 from halfstep.torch.apply import apply, set_precision
 from halfstep.torch.dtypes import as_device, describe
@@ -157,11 +157,11 @@ class Session:
         """The first tensor of a step that is not finite, and in which pass: the step is run again, eagerly."""
         return str(self.run.blame(self._sum_and_count, self._to_device(micro_batches).unbind()))
 
-    def load(self, state: Mapping[str, Held]) -> None:
+    def load(self, state: Mapping[str, Stored]) -> None:
         """Puts a state back, or refuses it whole."""
         load_state(self.run, {name: restored(record) for name, record in state.items()})
 
-    def load_weights(self, state: Mapping[str, Held]) -> None:
+    def load_weights(self, state: Mapping[str, Stored]) -> None:
         """Takes the weights of a state and leaves the rest: for evaluation and sampling."""
         wanted = ("model.", "remainder.")
         load_weights(self.run, {name: restored(v) for name, v in state.items() if name.startswith(wanted)})

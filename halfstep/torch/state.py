@@ -23,7 +23,7 @@ from torch import Tensor
 from halfstep.core.errors import HalfstepError
 from halfstep.core.formats import FP32
 from halfstep.core.scaling import ScaleState
-from halfstep.core.state_format import Description, Held, Snapshot, Stored, check_same
+from halfstep.core.state_format import Description, Snapshot, Stored, check_same
 from halfstep.torch.apply import adopt
 from halfstep.torch.cast import join
 from halfstep.torch.dtypes import dtype_of
@@ -194,7 +194,7 @@ class Copies:
         devices = {tensor.device for tensor in state.values() if tensor.is_cuda}
         ready = [torch.cuda.current_stream(device).record_event() for device in devices]
 
-        def read() -> dict[str, Held]:
+        def read() -> dict[str, Stored]:
             for event in ready:
                 event.synchronize()
             return {name: _bytes_of(self._held[name]) for name in state}
@@ -202,19 +202,19 @@ class Copies:
         return read
 
 
-def _bytes_of(tensor: Tensor) -> Held:
+def _bytes_of(tensor: Tensor) -> Stored:
     """The bytes of a contiguous tensor on the host, where they are."""
     flat = tensor.reshape(-1).view(torch.uint8).numpy()
-    return DTYPE_NAMES[tensor.dtype], tuple(tensor.shape), flat.data
+    return Stored(DTYPE_NAMES[tensor.dtype], tuple(tensor.shape), flat.data)
 
 
 def stored(tensor: Tensor) -> Stored:
     """A tensor's bytes, little-endian, with its dtype and shape."""
     flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-    return DTYPE_NAMES[tensor.dtype], tuple(tensor.shape), flat.numpy().tobytes()
+    return Stored(DTYPE_NAMES[tensor.dtype], tuple(tensor.shape), flat.numpy().tobytes())
 
 
-def restored(record: Held) -> Tensor:
+def restored(record: Stored) -> Tensor:
     """The tensor that `stored` wrote."""
     name, shape, data = record
     if name not in _DTYPES:

@@ -1,15 +1,14 @@
-"""How well a model predicts held-out text, beside how well pairs of tokens do.
+"""How well a model predicts held-out text, compared with pairs of tokens.
 
-The loss is the mean of -ln p(token) over held-out tokens, in nats a token, and says little without the tokenizer.
-Bits per byte compare models with different tokenizers:
+The loss is the mean of -ln p(token) over held-out tokens, in nats per token, and depends on the tokenizer. Bits
+per byte compare models with different tokenizers:
 
     sum of -log2 p(token)  /  bytes of the very tokens that were predicted
 
-The bytes are counted token by token (data/token_bytes.py), as the batches go by; where those of one
-token are not known, by the average over all held-out text. The yardstick is the order-1 conditional entropy of the
-same tokens, in bits per byte too where bytes are known: what a model would need that knows the token before, and
-this text's own pair counts. With a large vocabulary most pairs come once, and their own counts know too much: then
-it is a bound that no model reaches.
+Bytes are counted token by token (data/token_bytes.py); if the bytes of one token are unknown, by the average
+over all held-out text. The yardstick is the order-1 conditional entropy of the same tokens, in bits per byte too
+if bytes are known: what a model needs that knows the token before and this text's own pair counts. With a large
+vocabulary most pairs occur once, and their own counts know too much: then it is a bound that no model reaches.
 """
 
 import math
@@ -32,8 +31,8 @@ class Evaluation:
 
     loss: float
     tokens: int
-    bits_per_byte: float | None  # None where the bytes of tokens are not known
-    bigram_bits: float  # per byte, or per token where bytes are not known
+    bits_per_byte: float | None  # None if the bytes of tokens are unknown
+    bigram_bits: float  # per byte, or per token if bytes are unknown
 
     @property
     def ratio(self) -> float | None:
@@ -55,9 +54,9 @@ def evaluate(
     averaged: bool = True,
     is_over: Callable[[], object] = lambda: None,
 ) -> Evaluation:
-    """Predicts the held-out text that the configuration asks for; with averages of the weights where there are.
+    """Predicts the held-out text that the configuration asks for, with averaged weights if there are any.
 
-    When `is_over` says so, it ends where it is, and what it found is worth nothing.
+    When `is_over` is true it stops, and the result is worthless.
     """
     counted = _Counted(corpus, takewhile(lambda _: not is_over(), _batches(corpus, config)))
     total, count = session.evaluate(counted, averaged=averaged)
@@ -67,7 +66,7 @@ def evaluate(
 
 
 class _Counted:
-    """Batches as they go by, and how many bytes their targets stand for; 0 where that is not known."""
+    """Batches, and how many bytes their targets stand for; 0 if that is unknown."""
 
     def __init__(self, corpus: Corpus, batches: Iterator[TokenBatch]):
         self.bytes = 0.0
@@ -80,14 +79,14 @@ class _Counted:
 
 
 def _num_bytes(corpus: Corpus, before: NDArray[Any], tokens: NDArray[Any]) -> float:
-    """What some held-out tokens stand for, each after the one before it."""
+    """Returns the bytes that tokens stand for, each after the one before it."""
     if corpus.token_bytes is not None:
         return corpus.token_bytes.count(before, tokens)
     return tokens.size * (corpus.bytes_per_token or 0.0)
 
 
 def check_held_out(corpus: Corpus, config: RunConfig) -> None:
-    """Refuses held-out text that is too short to look at, before anything is trained."""
+    """Refuses held-out text that is too short to evaluate on, before anything is trained."""
     _batches(corpus, config)
 
 
@@ -102,11 +101,11 @@ def _batches(corpus: Corpus, config: RunConfig) -> Iterator[TokenBatch]:
 
 
 def bigram_of(corpus: Corpus, config: RunConfig) -> float:
-    """The yardstick on the tokens that `evaluate` looks at: per byte, or per token where bytes are not known."""
+    """Returns the yardstick on the tokens that `evaluate` predicts, per byte (per token if unknown)."""
     context, available = config.model.context, len(corpus.validation) - 1
     windows = max(1, min(config.training.validation_tokens, available) // context)
     key = corpus.digest, windows * context
-    if key not in _bigrams:  # every look at the same text asks, and counting pairs takes a second a million
+    if key not in _bigrams:  # every evaluation asks, and counting takes a second per million tokens
         tokens = corpus.validation[: windows * context + 1]
         size = _num_bytes(corpus, tokens[:-1], tokens[1:])
         _bigrams.clear()

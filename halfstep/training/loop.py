@@ -1,32 +1,35 @@
-"""The training loop: when to step, look, save and stop.
+"""The training loop: when to step, evaluate, save and stop.
 
 It knows no framework. A backend gives it a `Session`; data, events, checkpoints and progress are framework-free.
-On a device that works on its own, step k is launched before the numbers of step k - 1 are read, so that it has
+On an asynchronous device, step k is launched before the numbers of step k - 1 are read, so that the device has
 work while the host prints: reading waits for a step that is over, never for the one that runs.
 
 Everything that decides an update (weights, moments, scale, random state, position in the data) is in the
 checkpoint, and the data is a function of (seed, step): a resumed run continues as if it had never stopped.
 
-Checkpoints are written by a thread (writer.py, checkpointing.py). After a bad step the run continues,
-rolls back or stops (health.py). The folder is locked from opening it to the end of `run` (lock.py).
+A run passes through these parts:
+
+    resume          a new folder, or the checkpoint of the run in one; the lock is held until `run` returns
+    loop            launches steps, reads them, and calls the others
+    health          counts bad steps; response continues, rolls back or stops
+    checkpointing   decides when to save and reports it; a thread writes (checkpoints/writer)
 """
 
 import dataclasses
 from collections.abc import Iterable, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from halfstep.config.flops import flops_per_token
 from halfstep.config.run import RunConfig
 from halfstep.core.choice import Choice
 from halfstep.core.errors import HalfstepError
 from halfstep.core.policy import Policy
-from halfstep.training import memory, paths
-from halfstep.training.checkpoints import checkpoint
-from halfstep.training.checkpoints.retention import Retention, unseen
+from halfstep.training import memory
+from halfstep.training.checkpoints.retention import Retention, warn_of_keep_best
 from halfstep.training.checkpoints.writer import Saver
 from halfstep.training.data.batches import Batches
 from halfstep.training.data.corpus import Corpus
@@ -34,13 +37,14 @@ from halfstep.training.data.load import load_corpus
 from halfstep.training.data.prefetch import Prefetch
 from halfstep.training.data.types import DataError
 from halfstep.training.evaluation import Evaluation, check_held_out, evaluate
+from halfstep.training.paths import CHECKPOINTS, EVENTS
 from halfstep.training.run import determinism, folder
-from halfstep.training.run.checkpointing import Keeper
+from halfstep.training.run.checkpointing import Checkpointer
 from halfstep.training.run.health import Health
-from halfstep.training.run.manifest import describe_start
-from halfstep.training.run.response import Judge, RollBackError
-from halfstep.training.run.resume import Subject, open_run
-from halfstep.training.run.signals import StopRequest, stop_requests
+from halfstep.training.run.manifest import RunContext
+from halfstep.training.run.response import Responder, RollBackError
+from halfstep.training.run.resume import Opened, create_run
+from halfstep.training.run.signals import StopRequest
 from halfstep.training.schedule import factor
 from halfstep.training.session import Tokens, open_session
 from halfstep.training.telemetry import loggers
@@ -61,13 +65,13 @@ class Outcome:
     finished: bool
     seconds: float
     tokens_per_second: float  # after the first step
-    held_out: Evaluation | None  # None where it was stopped: whoever asks to stop does not wait for a look
+    held_out: Evaluation | None  # None if it was stopped: stopping does not wait for an evaluation
     saved: int | None  # the step of the newest complete checkpoint
-    totals: dict[str, Any] | None = None  # where the time went (meters.py); None where no step was to be taken
+    totals: dict[str, Any] | None = None  # where the time went (meters.py); None if no step was left to take
 
 
 class Loop:
-    """One run, from its folder to its outcome."""
+    """One run, from its folder to its outcome. `opened` is the run to resume; without it a new one begins."""
 
     def __init__(
         self,
@@ -75,168 +79,187 @@ class Loop:
         policy: Policy,
         out: Path,
         *,
+        opened: Opened | None = None,
         choice: Choice | None = None,
-        resume: bool = False,
         device: str | None = None,
         warnings: Iterable[str] = (),
-        allow_older: bool = False,
         deadline: float | None = None,
         ceiling: Ceiling = UNMEASURED,
         corpus: Corpus | None = None,
     ):
-        if resume:
-            config = folder.with_origin(out, config)
-        self.config, self.policy, self.out, self._goes_on = config, policy, out, resume
-        self.warnings, self.deadline, self.ceiling = list(warnings), deadline, ceiling
-        loggers.check(config.training.loggers)
-        determinism.prepare(config, out)
-        told = config.data
-        self.corpus = corpus or load_corpus(told.source, told.validation, config.model.vocabulary)
-        training, context = config.training, config.model.context
-        self.batches = Batches(
-            self.corpus.train,
-            context=context,
-            batch=training.batch,
-            micro_batches=training.micro_batches,
-            seed=config.seed,
-            name=f"`{config.data.source}`",
-        )
-        check_held_out(self.corpus, config)
-        saved = resume and bool(checkpoint.step_folders(out / paths.CHECKPOINTS))
-        self.pretrained = self._pretrained() if config.init and not saved else None
-        first = None if self.pretrained is None else self.pretrained.weights()
-        self.session = open_session(config, policy, device, weights=first)
-        determinism.check(self.config, self.session.description.kind)
-        self.health = Health(training.rollback)
-        origin = None if self.pretrained is None else self.pretrained.record()
-        parts = (self.corpus, self.batches, self.session, self.health)
-        self.subject = Subject(self.config, policy, *parts, choice=choice, origin=origin)
-        begun = open_run(self.subject, out, resume=resume, allow_older=allow_older)
-        self.lock, self.start, self._owes_look = begun.lock, begun.step, begun.owes_look
-        self.warnings += begun.warnings
-        keep = Retention(training.keep_last, training.keep_every, training.keep_best)
-        self.saver = Saver(out / paths.CHECKPOINTS, keep, self.start or None)
-        self.warnings += unseen(training)
+        training, data = config.training, config.data
+        self.out, self.policy, self.deadline, self.ceiling = out, policy, deadline, ceiling
+        self.warnings = list(warnings)
+        with ExitStack() as on_error:  # a refused run releases the lock
+            if opened is not None:
+                on_error.callback(opened.lock.release)
+            loggers.check(training.loggers)
+            determinism.prepare(config, out)
+            self.corpus = corpus or load_corpus(data.source, data.validation, config.model.vocabulary)
+            self.batches = Batches(
+                self.corpus.train,
+                context=config.model.context,
+                batch=training.batch,
+                micro_batches=training.micro_batches,
+                seed=config.seed,
+                name=f"`{data.source}`",
+            )
+            check_held_out(self.corpus, config)
+            begins = opened is None or opened.saved is None
+            self.pretrained = self._open_pretrained(config) if config.init and begins else None
+            weights = origin = None
+            if self.pretrained is not None:
+                config = dataclasses.replace(config, init_digest=self.pretrained.digest)
+                weights, origin = self.pretrained.weights(), self.pretrained.record()
+            self.config = config
+            self.session = open_session(config, policy, device, weights=weights)
+            determinism.check(config, self.session.description.kind)
+            self.health = Health(training.rollback)
+            parts = (self.corpus, self.batches, self.session, self.health)
+            self.context = RunContext(config, policy, *parts, choice=choice, origin=origin)
+            if opened is None:
+                self.lock, self.start = create_run(out, self.context.resolved()), 0
+                self.warnings += [self.lock.warning] if self.lock.warning else []
+            else:
+                self.lock, self.start = opened.lock, opened.restore(self.context)
+                self.warnings += opened.warnings
+            on_error.pop_all()
+        self.warnings += warn_of_keep_best(training)
         self.warnings += getattr(self.session, "notes", [])  # what was decided by measurement, or a checkpoint
+        self._owes_evaluation = opened is not None and opened.owes_evaluation()
+        self._has_ended = self.start == training.steps and folder.has_ended(out)
+        self._unreadable: DataError | None = None
+        self.last_evaluation: Evaluation | None = None  # at the last step
+        self.stop, self.bar = StopRequest(), StepProgress(training.steps, start=self.start)
+        self.tally = self._tally_at(self.start)
+        self.meters = Meters(config, ceiling, self.session, self.tally.watch)
+        self.events = Events(out / EVENTS)
+        resumed_from = None if opened is None else self.start  # 0 if it died before its first checkpoint
+        self.board = loggers.Board(training.loggers, out, resumed_from, self.warnings.append)
+        keep = Retention(training.keep_last, training.keep_every, training.keep_best)
+        self.saver = Saver(out / CHECKPOINTS, keep, self.start or None)
+        self.checkpointer = Checkpointer(
+            self.saver,
+            self.session,
+            self.health,
+            self.events,
+            self.bar,
+            self.context.describe,
+            self.stop,
+            deadline,
+        )
+        self.responder = Responder(self.health, self.batches, self.session, self.checkpointer, self.tally)
 
     def run(self) -> Outcome:
         """Trains to the end, or until someone asks to stop."""
         try:
-            if self.start == self.config.training.steps and folder.has_ended(self.out):
-                found = evaluate(self.session, self.corpus, self.config)  # nothing is added to its record
-                return Outcome(self.out, self.start, True, 0.0, 0.0, found, self.start)
-            with Events(self.out / paths.EVENTS) as self.events, self._board() as self.board:
+            if self._has_ended:
+                self._print_warnings()
+                held_out = evaluate(self.session, self.corpus, self.config)  # nothing is added to its record
+                return Outcome(self.out, self.start, True, 0.0, 0.0, held_out, self.start)
+            with self.events, self.board:
                 self.events.listener = self.board.take
                 self._announce()
-                return self._run()
+                self.board.warn = self.checkpointer.warn
+                with self.stop, self.bar:
+                    return self._run()
         finally:
             # What a deadline or a second SIGINT left behind still writes: then the lock ends with the process.
             if not self.saver.is_busy:
                 self.lock.release()
 
     def _run(self) -> Outcome:
-        with stop_requests() as stop, StepProgress(self.config.training.steps, start=self.start) as bar:
-            self.attend(stop, bar)
-            for message in self.warnings:
-                self.bar.note(f"warning: {message}")
-            self.board.warn = self.keeper.warn
-            try:
-                return self._run_to_its_end()
-            finally:
-                if not self.events.retry():
-                    number, why = self.events.unwritten, self.events.failure
-                    self.bar.note(f"NOT WRITTEN: the last {number} events are lost: {why}")
+        self.meters.start()
+        self._print_warnings()
+        try:
+            return self._run_to_its_end()
+        finally:
+            if not self.events.retry():
+                number, why = self.events.unwritten, self.events.failure
+                self.bar.note(f"NOT WRITTEN: the last {number} events are lost: {why}")
+
+    def _print_warnings(self) -> None:
+        for message in self.warnings:
+            self.bar.note(f"warning: {message}")
 
     def _run_to_its_end(self) -> Outcome:
         try:
-            with memory.told(self.session.ran_out, self._ran_out):
+            with memory.convert_oom(self.session.ran_out, self._ran_out):
                 self._train()
             with self.meters.part("saving"):
-                saved = self.keeper.save_last(self.tally.step)
+                saved = self.checkpointer.save_last(self.tally.step)
         except HalfstepError as error:
-            self.keeper.settle()  # what is being written is not lost
-            self.events.write(
-                "stop",
-                step=self.tally.step,
-                reason=error.message,
-                saved=self.saver.saved_step,
-                **self.meters.totals(),
-            )
+            self.checkpointer.wait()  # a checkpoint that is being written is not lost
+            self._write_stop(error.message)
             raise
         except Exception:
-            self.keeper.settle()
+            self.checkpointer.wait()
             raise
-        finished = saved and self.last_look is not None
+        finished = saved and self.last_evaluation is not None
         if not finished:
-            self._tell_stop(saved)
+            self._report_stop(saved)
         return self._finish(finished)
 
     def _ran_out(self) -> HalfstepError:
         """The newest checkpoint stands: a step that did not fit may have changed some weights and not others."""
-        self.keeper.settle()
+        self.checkpointer.wait()
         peak, capacity = self.session.memory(), self.session.capacity()
         return memory.in_training(self.config, self.tally.step, peak, capacity, self.saver.saved_step)
 
-    def attend(self, stop: StopRequest, bar: StepProgress) -> None:
-        """Sets up what counts, saves and judges while steps are taken; benchmarks take theirs with `_steps`."""
-        self.stop, self.bar = stop, bar
-        self.tally = self._tally_at(self.start)
-        self.meters = Meters(self.config, self.ceiling, self.session, self.tally.watch)
-        self.last_look: Evaluation | None = None  # at the last step
-        self._unreadable: DataError | None = None
-        told = (self.events, bar, self.subject.describe)
-        self.keeper = Keeper(self.saver, self.session, self.health, *told, stop, self.deadline)
-        self.judge = Judge(self.health, self.batches, self.session, self.keeper, self.tally)
-
     def _train(self) -> None:
-        """All steps, from the start and, after a rollback, from a checkpoint on."""
+        """Takes all steps, from the start or, after a rollback, from a checkpoint."""
         total, tally = self.config.training.steps, self.tally
-        if self._owes_look and self.start < total and not self._look_again():
+        if self._owes_evaluation and self.start < total and not self._evaluate_start():
             return
         while True:
             try:
                 with Prefetch(self._batch, tally.step, total, is_over=self._is_over) as batches:
-                    self._steps(batches, self.stop)
+                    self._steps(batches)
                 break
             except DataError:
-                self._keep_what_there_is()
+                self._save_before_error()
                 raise
             except RollBackError:
-                at = self._tally_at(self.keeper.roll_back(tally.step))
+                at = self._tally_at(self.checkpointer.roll_back(tally.step))
                 tally.step, tally.launched = at.step, at.launched
                 tally.skipped, tally.tokens = at.skipped, at.tokens
         if tally.step == self.start == total:
-            self.last_look = self._look_again()  # it was stopped or killed between its last step and its end
+            # It was stopped or killed between its last step and its end.
+            self.last_evaluation = self._evaluate_start()
 
     def _is_over(self) -> bool:
         return bool(self.stop.requested)
 
-    def _look_again(self) -> Evaluation | None:
-        """The look at the step that a run goes on from, which a signal broke off; None where another does."""
-        found = self._validate()
-        if found is not None:
-            self.keeper.note_look(self.start, found.loss)
-        return found
+    def _evaluate_start(self) -> Evaluation | None:
+        """Evaluates the step to resume from, which a signal had interrupted; None if another signal does."""
+        held_out = self._evaluate()
+        if held_out is not None:
+            self.checkpointer.note_held_out(self.start, held_out.loss)
+        return held_out
 
-    def _keep_what_there_is(self) -> None:
-        """Saves a run that data ends which cannot be read: its own state is sound."""
+    def _save_before_error(self) -> None:
+        """Saves the run when its data becomes unreadable; the training state is still valid."""
         if self.tally.step and self.saver.saved_step != self.tally.step:
-            self.keeper.save(self.tally.step)
-            self.keeper.settle()
+            self.checkpointer.save(self.tally.step)
+            self.checkpointer.wait()
 
     def _batch(self, step: int) -> Tokens:
-        """The tokens of the update after `step` updates, past what rollbacks left out."""
+        """Returns the tokens of the update after `step` updates, past what rollbacks skipped."""
         return self.batches.at(step + self.health.shift)
 
-    def _tell_stop(self, saved: bool) -> None:
-        """Somebody asked to stop."""
+    def _report_stop(self, saved: bool) -> None:
+        """Reports that somebody asked to stop."""
         step, newest, why = self.tally.step, self.saver.saved_step, self.stop.requested
-        self.events.write("stop", step=step, reason=why or "stopped", saved=newest, **self.meters.totals())
-        self.bar.note(f"stopped by {why} after step {step}; --resume goes on")
+        self._write_stop(why or "stopped")
+        self.bar.note(f"stopped by {why} after step {step}; --resume continues")
         if not saved:
-            self.bar.note(f"NOT SAVED in time: --resume goes on after step {newest or 0}")
+            self.bar.note(f"NOT SAVED in time: --resume continues after step {newest or 0}")
 
-    def _steps(self, batches: Iterable[Tokens], stop: Any) -> None:
+    def _write_stop(self, reason: str) -> None:
+        totals, saved = self.meters.totals(), self.saver.saved_step
+        self.events.write("stop", step=self.tally.step, reason=reason, saved=saved, **totals)
+
+    def _steps(self, batches: Iterable[Tokens]) -> None:
         """Launches step after step; `pending` is the one whose numbers were not read yet."""
         training, pending, self._unreadable = self.config.training, None, None
         self.tally.watch.start(self.tally.step)
@@ -248,20 +271,20 @@ class Loop:
             pending = result
             done = self.tally.launched
             last = done == training.steps
-            look = done % training.validate_every == 0 or last
-            save = done % training.save_every == 0 or last
-            if look or save or stop.requested or not self.session.asynchronous:
+            evaluates = done % training.validate_every == 0 or last
+            saves = done % training.save_every == 0 or last
+            if evaluates or saves or self.stop.requested or not self.session.asynchronous:
                 self._record(pending)
                 pending = None
-                found = self._validate() if look else None
-                if save:
+                held_out = self._evaluate() if evaluates else None
+                if saves:
                     with self.meters.part("saving"):
-                        self.keeper.save(done, None if found is None else found.loss)
+                        self.checkpointer.save(done, None if held_out is None else held_out.loss)
                 if last:
-                    self.last_look = found
-                if look or save:
-                    self.tally.watch.start(self.tally.step)  # looking and saving are not training
-            if stop.requested:
+                    self.last_evaluation = held_out
+                if evaluates or saves:
+                    self.tally.watch.start(self.tally.step)  # neither is time spent training
+            if self.stop.requested:
                 break
         if pending is not None:
             self._record(pending)
@@ -269,18 +292,18 @@ class Loop:
             raise self._unreadable
 
     def _readable(self, batches: Iterable[Tokens]) -> Iterator[Tokens]:
-        """The batches up to one that cannot be read, so that what was launched before it is still counted."""
+        """Yields batches up to one that cannot be read, so that what was launched before it still counts."""
         try:
             yield from batches
         except DataError as error:
             self._unreadable = error
 
     def _record(self, result: Any) -> None:
-        """Reads a step that is over, and tells of it."""
+        """Reads a step that is over, and reports it."""
         tally = self.tally
         numbers = self.session.read(result)
         if numbers["stuck"]:
-            self.judge.stop(tally.step + 1, result)
+            self.responder.stop(tally.step + 1, result)
         tally.step += 1
         steps_per_second = tally.watch.read(tally.step)
         tally.tokens += self._tokens_per_step
@@ -288,15 +311,6 @@ class Loop:
         tally.loss = numbers["loss"]
         speed = self._tokens_per_step * steps_per_second
         peak = self.session.memory()
-        training = self.config.training
-        applied = tally.step - 1 - (tally.skipped - int(numbers["skipped"]))  # before this one
-        rate = factor(
-            np.float32(applied),
-            steps=training.steps,
-            warmup=training.warmup_steps,
-            warmdown_share=training.warmdown,
-            xp=np,
-        )
         self.events.write(
             "step",
             step=tally.step,
@@ -304,7 +318,7 @@ class Loop:
             tokens=tally.tokens,
             seconds=tally.watch.seconds,
             tokens_per_second=speed,
-            learning_rate=float(rate) * self.config.optimizer.matrix_rate,
+            learning_rate=self._learning_rate(tally.step - 1 - (tally.skipped - int(numbers["skipped"]))),
             grad_norm=numbers["grad_norm"],
             scale=numbers["scale"],
             skipped=tally.skipped,
@@ -319,71 +333,70 @@ class Loop:
             scale=numbers["scale"],
             skipped=tally.skipped,
         )
-        self.keeper.tell()
-        self.judge.see(tally.step, numbers)
+        self.checkpointer.report()
+        self.responder.check(tally.step, numbers)
 
-    def _validate(self) -> Evaluation | None:
-        stop = self.stop
+    def _learning_rate(self, applied: int) -> float:
+        """Returns the rate of the matrices after `applied` updates."""
+        training = self.config.training
+        warmup, warmdown = training.warmup_steps, training.warmdown
+        rate = factor(np.float32(applied), steps=training.steps, warmup=warmup, warmdown_share=warmdown, xp=np)
+        return float(rate) * self.config.optimizer.matrix_rate
+
+    def _evaluate(self) -> Evaluation | None:
+        """Evaluates the model and reports it; None if a signal came, because stopping does not wait for it."""
         with self.meters.part("evaluation"):
-            found = evaluate(self.session, self.corpus, self.config, is_over=lambda: stop.requested)
-        if stop.requested:
-            return None  # whoever asks to stop does not wait for the rest of it
-        step = self.tally.step
-        self.events.write(
-            "validation", step=step, loss=found.loss, bits_per_byte=found.bits_per_byte, tokens=found.tokens
-        )
-        self.bar.note(f"step {step}: {found}")
-        return found
+            held_out = evaluate(self.session, self.corpus, self.config, is_over=self._is_over)
+        if self.stop.requested:
+            return None
+        loss, bits, tokens = held_out.loss, held_out.bits_per_byte, held_out.tokens
+        self.events.write("validation", step=self.tally.step, loss=loss, bits_per_byte=bits, tokens=tokens)
+        self.bar.note(f"step {self.tally.step}: {held_out}")
+        return held_out
 
     def _finish(self, finished: bool) -> Outcome:
-        found, tally = self.last_look if finished else None, self.tally
+        held_out, tally = self.last_evaluation if finished else None, self.tally
         speed = self._tokens_per_step * self.meters.speed()
-        if found is not None and self.stop.left(self.deadline) is None:
-            artifact.conclude(self.session, self.corpus, self.config, self.out, found, self.events, self.bar)
-        elif found is not None and self.config.artifact.format != "none":
-            self.keeper.warn(f"a deadline runs, and the artifact is left: `halfstep artifact {self.out}` makes it")
+        if held_out is not None and self.stop.left(self.deadline) is None:
+            artifact.conclude(self.session, self.corpus, self.config, self.out, held_out, self.events, self.bar)
+        elif held_out is not None and self.config.artifact.format != "none":
+            self.checkpointer.warn(
+                f"the artifact was skipped because of the deadline: `halfstep artifact {self.out}` makes it"
+            )
         totals = self.meters.totals()
-        if found is not None:
+        if held_out is not None:
             self.events.write(
                 "end",
                 step=tally.step,
                 seconds=tally.watch.seconds,
                 loss=tally.loss,
-                validation_loss=found.loss,
-                bits_per_byte=found.bits_per_byte,
+                validation_loss=held_out.loss,
+                bits_per_byte=held_out.bits_per_byte,
                 tokens_per_second=speed,
                 **totals,
             )
         newest = self.saver.saved_step
-        return Outcome(self.out, tally.step, finished, tally.watch.seconds, speed, found, newest, totals)
+        return Outcome(self.out, tally.step, finished, tally.watch.seconds, speed, held_out, newest, totals)
 
-    def _pretrained(self) -> Pretrained:
-        """The first weights, from where the configuration says, and what there is to tell of them."""
-        config = self.config
-        found = open_pretrained(config.init, config.model, config.init_digest)
-        self.config = dataclasses.replace(config, init_digest=found.digest)
-        if found.layout.name != "halfstep" and self.corpus.bytes_per_token == 1:
+    def _open_pretrained(self, config: RunConfig) -> Pretrained:
+        """Opens the initial weights that the configuration names, and warns if the data does not suit them."""
+        pretrained = open_pretrained(config.init, config.model, config.init_digest)
+        if pretrained.layout.name != "halfstep" and self.corpus.bytes_per_token == 1:
             self.warnings.append(
-                f"the data are bytes, and the weights of `{config.init}` know the tokens of their own tokenizer; "
+                f"the data is bytes, and the weights of `{config.init}` expect the tokens of their own tokenizer; "
                 "--set data.source=... names shards of those"
             )
-        return found
+        return pretrained
 
     def _tally_at(self, step: int) -> Tally:
         return Tally(step, step, step - self.session.applied(), tokens=step * self._tokens_per_step)
 
-    def _board(self) -> loggers.Board:
-        gone_on = self.start if self._goes_on else None  # from 0 where it died before its first checkpoint
-        return loggers.Board(self.config.training.loggers, self.out, gone_on, self.warnings.append)
-
     def _announce(self) -> None:
         self.events.write(
             "start",
-            **describe_start(self.config, self.policy, self.subject.choice, self.session.description, self.corpus),
+            **self.context.describe_start(),
             tokens_per_step=self._tokens_per_step,
             resumed_from=self.start or None,
-            init=self.subject.origin,
-            flops_per_token=flops_per_token(self.config.model),
             ceiling=self.ceiling.record(),
         )
         for message in self.warnings:

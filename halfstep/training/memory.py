@@ -1,9 +1,10 @@
-"""Memory that is not enough: said before the model is made where that can be known, and told with the way out.
+"""Running out of memory: refused before the model is built if possible, and reported with the way out.
 
-What a run holds at the least is known beforehand: the weights, and to train them a gradient and moments of each,
-all in the narrowest formats that the policy names. Activations come on top, and their size is not known before.
+The least that a run holds is known beforehand: the weights, and to train them a gradient and moments of each,
+all in the narrowest formats that the policy names. Activations come on top; their size is not known beforehand.
 
-A backend (`halfstep.<backend>.memory`) says how much its device has, and which errors mean that it was not enough.
+A backend (`halfstep.<backend>.memory`) knows how much its device has, and which errors mean that it was not
+enough.
 """
 
 from collections.abc import Callable, Iterator
@@ -17,16 +18,17 @@ from halfstep.core.policy import Policy
 from halfstep.core.roles import Param
 from halfstep.training.telemetry.progress import in_bytes
 
-# How many moments an optimizer keeps of a weight, at the least: Muon has one of matrices, and two of the rest.
+# The fewest moments an optimizer keeps of a weight: Muon has one of matrices, and two of the rest.
 _MOMENTS = {"adamw": 2, "muon": 1}
+_OTHER_DEVICE = "choose a device with more memory with --device; `cpu` always works"
 
 
 class OutOfMemoryError(HalfstepError):
-    """A device whose memory does not hold what is asked of it."""
+    """A device without enough memory."""
 
 
 def least_bytes(config: RunConfig, policy: Policy, *, train: bool) -> int:
-    """What a run holds at the least, activations left out."""
+    """Returns the least that a run holds, without activations."""
     bits = _bits(policy, "param")
     if train:
         bits += min(_bits(policy, "grad_weight"), _bits(policy, "accumulate"))
@@ -35,22 +37,20 @@ def least_bytes(config: RunConfig, policy: Policy, *, train: bool) -> int:
 
 
 def check_fits(config: RunConfig, policy: Policy, capacity: int | None, *, train: bool) -> None:
-    """Refuses a model that a device of this many bytes cannot hold, before it is made."""
+    """Refuses a model that a device of this many bytes cannot hold, before it is built."""
     least = least_bytes(config, policy, train=train)
     if capacity is not None and least > capacity:
         holds = "weights, gradients and moments" if train else "weights"
         raise OutOfMemoryError(
             f"the model has {config.model.num_parameters:,} parameters, whose {holds} take {in_bytes(least)}, "
             f"and the device has {in_bytes(capacity)}",
-            hint="a smaller model fits: model.layers, model.width, model.vocabulary"
-            if train
-            else "name a device that has more by --device; `cpu` is always there",
+            hint="a smaller model fits: model.layers, model.width, model.vocabulary" if train else _OTHER_DEVICE,
         )
 
 
 @contextmanager
-def told(ran_out: Callable[[BaseException], bool], error: Callable[[], HalfstepError]) -> Iterator[None]:
-    """Inside, what a framework raises where memory is not enough becomes an error that says what to do."""
+def convert_oom(ran_out: Callable[[BaseException], bool], error: Callable[[], HalfstepError]) -> Iterator[None]:
+    """Inside, a framework's out-of-memory error becomes one that says what to do."""
     try:
         yield
     except HalfstepError:
@@ -64,9 +64,9 @@ def told(ran_out: Callable[[BaseException], bool], error: Callable[[], HalfstepE
 def in_training(
     config: RunConfig, step: int, held: int, capacity: int | None, saved: int | None
 ) -> OutOfMemoryError:
-    """Where a step did not fit."""
+    """Returns the error of a step that did not fit."""
     has = "" if capacity is None else f" of {in_bytes(capacity)}"
-    resume = "" if saved is None else f"; with --resume it goes on after step {saved}"
+    resume = "" if saved is None else f"; --resume continues after step {saved}"
     return OutOfMemoryError(
         f"the device ran out of memory after step {step}: {in_bytes(held)}{has} were held",
         hint=f"{' or '.join(_ways(config))}{resume}",
@@ -74,24 +74,24 @@ def in_training(
 
 
 def in_scoring(config: RunConfig) -> OutOfMemoryError:
-    """Where held-out text did not fit."""
+    """Returns the error of held-out text that did not fit."""
     return OutOfMemoryError(
         f"the device ran out of memory scoring {config.training.batch} sequences at once",
-        hint="name a device that has more by --device; `cpu` is always there",
+        hint=_OTHER_DEVICE,
     )
 
 
 def in_making(config: RunConfig, capacity: int | None) -> OutOfMemoryError:
-    """Where the model itself did not fit."""
+    """Returns the error of a model that did not fit."""
     has = "" if capacity is None else f", which has {in_bytes(capacity)}"
     return OutOfMemoryError(
-        f"the device{has}, ran out of memory while {config.model.num_parameters:,} parameters were put there",
-        hint="somebody else may use it; a smaller model fits",
+        f"the device{has}, ran out of memory while it received {config.model.num_parameters:,} parameters",
+        hint="another process may be using it; a smaller model fits",
     )
 
 
 def _ways(config: RunConfig) -> list[str]:
-    """What takes less memory and learns from the same data."""
+    """Returns the settings that take less memory and learn from the same data."""
     training = config.training
     ways = []
     if training.batch > 1:
@@ -106,10 +106,10 @@ def _ways(config: RunConfig) -> list[str]:
 
 
 def _bits(policy: Policy, role: str) -> int:
-    """Of the narrowest format that a role has anywhere."""
-    said: list[Any] = [getattr(policy, role)]
-    said += [value for rule in policy.rules for name, value in rule.changes if name == role]
-    return min(_format(value).bits for value in said)
+    """Returns the bits of the narrowest format that a role has anywhere."""
+    values: list[Any] = [getattr(policy, role)]
+    values += [value for rule in policy.rules for name, value in rule.changes if name == role]
+    return min(_format(value).bits for value in values)
 
 
 def _format(value: Format | Param) -> Format:

@@ -1,4 +1,4 @@
-"""Text out of a model: the next token, drawn from its logits, one at a time.
+"""Text from a model: the next token, drawn from its logits, one at a time.
 
 Drawn in numpy, so that one seed writes one text on every backend, as far as their logits agree.
 """
@@ -18,7 +18,7 @@ from halfstep.training.session import Session
 
 
 def check_asked(length: int, temperature: float, top_k: int, seed: int) -> None:
-    """Refuses what no text can be drawn by, each by its name."""
+    """Refuses settings that cannot draw text, each by its name."""
     wrong = [
         f"{name} {given}: it must be {allowed}"
         for name, given, allowed, right in (
@@ -35,32 +35,30 @@ def check_asked(length: int, temperature: float, top_k: int, seed: int) -> None:
         if not right
     ]
     if wrong:
-        raise ConfigError(
-            "; ".join(wrong), hint="`halfstep sample --help` says what each is and what it is without"
-        )
+        raise ConfigError("; ".join(wrong), hint="`halfstep sample --help` explains each and its default")
 
 
 def tokenizer_of(source: str, data: Mapping[str, Any]) -> Tokenizer:
-    """The tokenizer of a run: that of its packed data, or bytes. `data` is what the checkpoint says of it."""
+    """Returns the tokenizer of a run: that of its packed data, or bytes. `data` is from the manifest."""
     folder = Path(source).expanduser()
     if folder.is_dir() and is_packed(folder):
         index = read_index(folder)
         if not str(data["digest"]).startswith(index.digest):
             raise DataError(
                 f"`{folder}` is not the data that the run learned from: {data['description']}",
-                hint="put that data back: its tokenizer reads what the model writes",
+                hint="put that data back: only its tokenizer reads what the model writes",
             )
         return open_saved(folder, index.tokenizer)
     if data["bytes_per_token"] == 1:
         return BytesTokenizer()
     raise DataError(
-        f"the tokenizer of the run is not known: there is no {INDEX} with one in `{source}`",
-        hint="train on data that `halfstep data pack` wrote; name that data by --data if it moved",
+        f"the tokenizer of the run is unknown: there is no {INDEX} with one in `{source}`",
+        hint="train on data that `halfstep data pack` wrote; name that data with --data if it moved",
     )
 
 
 def prompt_tokens(tokenizer: Tokenizer, prompt: bytes) -> list[int]:
-    """A prompt as tokens, after the separator that documents begin with. Bytes take any bytes."""
+    """Returns a prompt as tokens, after the separator that documents begin with. Bytes take any bytes."""
     if isinstance(tokenizer, BytesTokenizer):
         return list(prompt)
     tokens = [int(token) for token in tokenizer.encode([prompt.decode(errors="replace")])[0]]
@@ -68,7 +66,7 @@ def prompt_tokens(tokenizer: Tokenizer, prompt: bytes) -> list[int]:
 
 
 def written(tokenizer: Tokenizer, tokens: Iterable[int]) -> Iterator[bytes]:
-    """Tokens as text, each as it comes where it has a text of its own, else all at the end."""
+    """Yields tokens as text, each at once if it has a text of its own, else all at the end."""
     if tokenizer.pieces is None:
         yield tokenizer.decode(tokens)
         return
@@ -79,7 +77,7 @@ def written(tokenizer: Tokenizer, tokens: Iterable[int]) -> Iterator[bytes]:
 def generate(
     session: Session, prompt: list[int], count: int, temperature: float, top_k: int, seed: int, alphabet: int
 ) -> Iterator[int]:
-    """Tokens below `alphabet` that follow a prompt, one at a time."""
+    """Yields tokens below `alphabet` that follow a prompt."""
     generator = np.random.default_rng(seed)
     tokens = list(prompt)
     for _ in range(count):

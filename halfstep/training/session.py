@@ -1,7 +1,7 @@
 """What a backend offers the training loop, and how to open it.
 
 Each of halfstep.torch, .jax and .mlx has a `session` module with a `Session` class of this shape and a `version`.
-It takes tokens as numpy arrays and gives numbers; nothing above it knows a framework.
+It takes tokens as numpy arrays and returns numbers; nothing above it knows a framework.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -17,7 +17,7 @@ from halfstep.config.weights import Weights
 from halfstep.core.devices import Device
 from halfstep.core.errors import HalfstepError
 from halfstep.core.policy import Policy
-from halfstep.core.state_format import Held, Snapshot, Stored
+from halfstep.core.state_format import Snapshot, Stored
 from halfstep.training import memory
 from halfstep.training.schedule import factor, momentum
 
@@ -35,7 +35,7 @@ class Session(Protocol):
 
     @property
     def threads(self) -> int | None:
-        """The threads of a CPU that a sum may be divided among; None where the bits do not hang on them."""
+        """The threads that a CPU divides sums among; None if results do not depend on the thread count."""
 
     @property
     def asynchronous(self) -> bool:
@@ -45,54 +45,54 @@ class Session(Protocol):
         """Launches one update and returns its result, unread."""
 
     def read(self, result: Any) -> dict[str, float]:
-        """A result's loss, grad_norm, scale, skipped and stuck (0 or 1 both); waits for that step alone."""
+        """Returns loss, grad_norm, scale, skipped and stuck (both 0 or 1) of a result; waits for its step."""
 
     def check(self, result: Any, micro_batches: Tokens) -> None:
-        """Raises where no loss scale can save the run (`stuck`), naming the first bad tensor of its tokens."""
+        """Raises if no loss scale can save the run (`stuck`), naming the first bad tensor of its tokens."""
 
     def device_time(self, result: Any) -> tuple[float, float | None] | None:
-        """(seconds a step that was read took the device, seconds without one before it), or None; no wait."""
+        """Returns (seconds that a step took the device, seconds idle before it), or None; does not wait."""
 
     @property
     def untimed(self) -> str:
-        """Why `device_time` knows nothing here; empty where it does."""
+        """Why `device_time` returns None; empty if it does not."""
 
     def evaluate(self, batches: Iterable[Tokens], *, averaged: bool = True) -> tuple[float, int]:
-        """The sum of losses, and the number of tokens; with averages of the weights where the run keeps them."""
+        """Returns the sum of losses and the number of tokens, with averaged weights if the run keeps them."""
 
     def logits(self, tokens: Sequence[int]) -> NDArray[np.float32]:
-        """What the model expects after the tokens, one number for each of the vocabulary."""
+        """Returns the logits of the token after the given ones."""
 
     def state(self) -> dict[str, Stored]:
-        """Everything the next step depends on."""
+        """Returns everything the next step depends on."""
 
     def snapshot(self) -> Snapshot:
-        """A copy of the state that a thread can write while training goes on; the one before must be done with."""
+        """Copies the state, for a thread to write while training continues; invalidates the copy before."""
 
     def blame(self, micro_batches: Tokens) -> str:
-        """The first tensor of a step that is not finite, as far as the backend can tell."""
+        """Returns the first tensor of a step that is not finite, as far as the backend can tell."""
 
-    def load(self, state: Mapping[str, Held]) -> None:
-        """Puts a state back."""
+    def load(self, state: Mapping[str, Stored]) -> None:
+        """Restores a state."""
 
     def applied(self) -> int:
-        """How many updates were applied, skipped ones left out; waits for the device."""
+        """Returns how many updates were applied and not skipped; waits for the device."""
 
-    def load_weights(self, state: Mapping[str, Held]) -> None:
-        """Takes the weights of a state alone."""
+    def load_weights(self, state: Mapping[str, Stored]) -> None:
+        """Restores only the weights of a state."""
 
     def memory(self) -> int:
-        """The most bytes held so far."""
+        """Returns the most bytes held so far."""
 
     def capacity(self) -> int | None:
-        """The bytes that the device has; None where nobody says."""
+        """Returns the bytes that the device has, None if unknown."""
 
     def ran_out(self, error: BaseException) -> bool:
-        """Whether an error says that there was not enough memory."""
+        """Whether an error means that memory ran out."""
 
 
 def backend_module(backend: str, name: str) -> Any:
-    """A module of a backend; a framework that is not there says how to install it."""
+    """Returns a module of a backend; a missing framework says how to install it."""
     try:
         return import_module(f"halfstep.{backend}.{name}")
     except ModuleNotFoundError as error:
@@ -103,7 +103,7 @@ def backend_module(backend: str, name: str) -> Any:
 
 
 def check_device(config: RunConfig, policy: Policy, device: str | None, *, train: bool = True) -> int | None:
-    """Refuses a device that is not here, and one that cannot hold the model; how many bytes it has."""
+    """Refuses a device that is absent or cannot hold the model; returns how many bytes it has."""
     module = backend_module(config.backend, "session")
     place = module.as_device(device or module.devices()[0])
     module.describe(place)
@@ -120,12 +120,12 @@ def open_session(
     train: bool = True,
     weights: Weights | None = None,
 ) -> Session:
-    """The session of the configured backend, with the given first weights or those of its seed.
+    """Opens a session of the configured backend, with the given initial weights or those of its seed.
 
     A missing framework says how to install it; a model that the device cannot hold is refused.
     """
     module = backend_module(config.backend, "session")
-    if not train:  # there are no averages of weights that do not move
+    if not train:  # weights that do not move have no average
         config = replace(config, training=replace(config.training, ema=0.0))
     training, optimizer = config.training, config.optimizer
 
@@ -144,7 +144,7 @@ def open_session(
 
     capacity = check_device(config, policy, device, train=train)
     warms = train and optimizer.name == "muon" and optimizer.muon_momentum_warmup > 0
-    with memory.told(module.memory.ran_out, lambda: memory.in_making(config, capacity)):
+    with memory.convert_oom(module.memory.ran_out, lambda: memory.in_making(config, capacity)):
         session: Session = module.Session(
             config, policy, device, schedule if train else None, weights, momentum=warming if warms else None
         )
@@ -152,5 +152,5 @@ def open_session(
 
 
 def backend_version(config: RunConfig) -> str:
-    """The version of the framework that runs."""
+    """Returns the version of the framework that runs."""
     return str(import_module(f"halfstep.{config.backend}.session").version)

@@ -135,10 +135,10 @@ STANDING = ["checkpoints/step-000003/state.safetensors", "checkpoints/step-00000
 def untouched(monkeypatch):
     """No checkpoint is read: what is refused is refused before the work."""
 
-    def opened(*given):
+    def opened(*given, **named):
         raise AssertionError("the work began")
 
-    monkeypatch.setattr("halfstep.cli.artifact.open_checkpoint", opened)
+    monkeypatch.setattr("halfstep.training.run.resume.open_trained", opened)
 
 
 @pytest.mark.parametrize("name", [*PROTECTED, *STANDING])

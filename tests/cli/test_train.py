@@ -144,7 +144,7 @@ def test_a_damaged_checkpoint_is_named_with_the_flag_that_allows_the_one_before(
     assert "step-000003/state.safetensors` is damaged" in err
     assert "--resume --allow-older" in err
     assert run([*resume, "--allow-older"]) == 0
-    assert "it was set aside, and the run goes on after step 2" in capsys.readouterr().err
+    assert "it was set aside, and the run resumes after step 2" in capsys.readouterr().err
 
 
 def test_the_deadline_may_come_from_the_environment(small, tmp_path, capsys, monkeypatch):
@@ -242,7 +242,7 @@ def test_one_command_begins_a_run_and_goes_on_with_it(small, tmp_path, capsys):
         (out / "run.toml").unlink()
         assert run(again) == 0  # its checkpoints know it: it is not begun again beside them
         assert (out / "run.toml").read_bytes() == before
-        assert "had no run.toml: it was written again" in " ".join(capsys.readouterr().err.split())
+        assert "had no run.toml: it was restored from" in " ".join(capsys.readouterr().err.split())
     (out / "run.toml").unlink()
     manifest = out / "checkpoints" / "step-000003" / "manifest.json"
     manifest.write_bytes(manifest.read_bytes()[:100])
@@ -260,14 +260,14 @@ def test_a_recipe_that_finds_a_run_leaves_it_its_settings(small, tmp_path, capsy
     assert "model.width was 16 and is now 32" in capsys.readouterr().err
     (out,) = tmp_path.glob("tiny-*")
     assert run(["train", "tiny", "--resume", "--out", str(out)]) == 2
-    assert f"`--resume --out {out}` without a recipe goes on" in " ".join(capsys.readouterr().err.split())
+    assert f"`--resume --out {out}` without a recipe continues" in " ".join(capsys.readouterr().err.split())
 
 
 CHEAP = {
     "data": (["--set", "data.source=nowhere"], "nowhere"),
     "a logger": (["--set", 'training.loggers=["trackio"]'], "is not installed"),
-    "a file": (["--out", "file"], "`file` cannot be written: `file` is no folder"),
-    "in a file": (["--out", "file/a/b"], "is no folder"),
+    "a file": (["--out", "file"], "`file` cannot be written: `file` is not a folder"),
+    "in a file": (["--out", "file/a/b"], "is not a folder"),
     "settings": (["--resume", "--out", "run", "--set", "training.steps=9"], "training.steps was 3 and is now 9"),
 }
 

@@ -190,7 +190,7 @@ def test_a_resume_says_from_where_and_what_was_lost():
 
 
 def test_an_older_checkpoint_is_shown_with_the_reason_it_was_taken():
-    passed = "`step-000008/state.safetensors` is damaged; it was set aside, and the run goes on after step 4"
+    passed = "`step-000008/state.safetensors` is damaged; it was set aside, and the run resumes after step 4"
     first = [start(), *steps(1, 8), saved(4), saved(8), stop(8, 8)]
     assert rows(first, start(4), warning(passed), steps(5, 8))[1:] == [
         (

@@ -15,61 +15,22 @@ from halfstep.config.load import load
 from halfstep.core.choice import Choice
 from halfstep.core.errors import ConfigError, HalfstepError
 from halfstep.core.policy import Policy
-from halfstep.training import paths
 from halfstep.training.checkpoints import checkpoint
-from halfstep.training.loop import Loop
 from halfstep.training.session import open_session
 from halfstep.training.telemetry.events import read_events
+from tests.training.runs import SMALL, final_state, interrupt_at, starter
 
-SMALL = [
-    "model.context=16",
-    "model.layers=1",
-    "model.width=16",
-    "model.heads=2",
-    "training.batch=2",
-    "training.micro_batches=2",
-    "training.steps=6",
-    "training.validate_every=4",
-    "training.validation_tokens=64",
-    "training.save_every=2",
-]
+BASE = ("training.micro_batches=2", "training.steps=6", "training.validate_every=4", "training.save_every=2")
+start = starter(*BASE)
 
 
 def config(text, *extra):
-    return load("tiny", [f"data.source={text}", *SMALL, *extra])
-
-
-def start(text, out, *extra, policy="fp32", **options):
-    return Loop(config(text, *extra), Policy.parse(policy), out, device="cpu", **options)
-
-
-def final_state(out):
-    arrays, manifest = checkpoint.load(checkpoint.latest(out / paths.CHECKPOINTS))
-    return {name: (a.dtype, a.shape, bytes(a.data)) for name, a in arrays.items() if name != "rng.cpu"}, manifest
-
-
-class InterruptedByTestError(Exception):
-    pass
-
-
-def run_until(loop, steps):
-    """Runs a loop that breaks off in the middle of the step after so many."""
-    launch, launched = loop.session.step, []
-
-    def step(batch):
-        if len(launched) == steps:
-            raise InterruptedByTestError
-        launched.append(batch)
-        return launch(batch)
-
-    loop.session.step = step
-    with pytest.raises(InterruptedByTestError):
-        loop.run()
+    return load("tiny", [f"data.source={text}", *SMALL, *BASE, *extra])
 
 
 def test_data_may_move_and_may_not_change(text, tmp_path):
     out, moved, other = tmp_path / "run", tmp_path / "moved.txt", tmp_path / "other.txt"
-    run_until(start(text, out, "training.save_every=2"), 3)
+    interrupt_at(start(text, out, "training.save_every=2"), 3)
     other.write_text(Path(text).read_text() + "\n\nmore")
     Path(text).rename(moved)
     with pytest.raises(ConfigError, match="other data"):
@@ -104,7 +65,7 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(text, tmp_path, poli
     whole, halved = tmp_path / "whole", tmp_path / "halved"
     start(text, whole, *extra, policy=policy).run()
 
-    run_until(start(text, halved, *extra, policy=policy), 5)  # after the checkpoint of step 4
+    interrupt_at(start(text, halved, *extra, policy=policy), 5)  # after the checkpoint of step 4
     again = start(text, halved, *extra, policy=policy, resume=True)
     assert again.start == 4
     outcome = again.run()
@@ -126,7 +87,7 @@ def run_in_background(text, out, *extra):
         "import sys\nfrom pathlib import Path\n"
         "from halfstep.config.load import load\nfrom halfstep.core.policy import Policy\n"
         "from halfstep.training.loop import Loop\n"
-        f"config = load('tiny', {[f'data.source={text}', *SMALL, *extra]!r})\n"
+        f"config = load('tiny', {[f'data.source={text}', *SMALL, *BASE, *extra]!r})\n"
         f"outcome = Loop(config, Policy.parse('fp32'), Path({str(out)!r}), device='cpu').run()\n"
         "print(outcome.step, outcome.finished)\n"
     )
@@ -195,14 +156,14 @@ def test_a_checkpoint_of_a_halfstep_that_wrote_less_is_refused_with_a_way_on(tex
     del manifest["guard"]
     manifest["digest"] = checkpoint._digest(manifest)
     path.write_text(json.dumps(manifest))
-    with pytest.raises(ConfigError, match="says nothing of `guard`") as caught:
+    with pytest.raises(ConfigError, match="has no `guard`") as caught:
         start(text, out, resume=True)
     assert f"--init {path.parent}" in caught.value.hint
 
 
 def test_a_full_disk_does_not_hinder_a_resume_and_a_new_setting_is_refused(text, tmp_path, monkeypatch):
     out = tmp_path / "run"
-    run_until(start(text, out), 4)
+    interrupt_at(start(text, out), 4)
 
     def full(*_):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -284,7 +245,7 @@ def test_skipped_steps_are_counted_across_a_resume(text, tmp_path):
     policy = "fp16-mixed,emulate=true"
     loop = start(text, tmp_path / "run", policy=policy)
     loop.session.run.num_applied -= 2  # as if two steps had been skipped
-    run_until(loop, 4)
+    interrupt_at(loop, 4)
     again = start(text, tmp_path / "run", policy=policy, resume=True)
     assert again.session.applied() == 2
     again.run()
@@ -328,7 +289,7 @@ def test_a_damaged_checkpoint_is_replaced_when_its_step_is_reached_again(text, t
 
 def test_the_reason_of_a_choice_is_in_the_checkpoint_and_survives_a_resume(text, tmp_path):
     out = tmp_path / "run"
-    run_until(start(text, out, choice=Choice("fp32", "bf16 is 287x slower here")), 4)
+    interrupt_at(start(text, out, choice=Choice("fp32", "bf16 is 287x slower here")), 4)
     start(text, out, resume=True).run()
     assert final_state(out)[1]["choice"] == {"preset": "fp32", "reason": "bf16 is 287x slower here"}
     assert read_events(out / "events.jsonl")[-1]["event"] == "end"

@@ -7,28 +7,15 @@ from halfstep.config.load import load
 from halfstep.core import host
 from halfstep.core.policy import Policy
 from halfstep.training.checkpoints import checkpoint
-from halfstep.training.loop import Loop
 from halfstep.training.memory import OutOfMemoryError, check_fits, least_bytes
-from halfstep.training.telemetry.events import read_events
+from tests.training.runs import events_of, starter
 
-SMALL = [
-    "model.context=16",
-    "model.layers=1",
-    "model.width=16",
-    "model.heads=2",
-    "training.batch=6",
-    "training.micro_batches=2",
-    "training.steps=8",
-    "training.validate_every=100",
-    "training.validation_tokens=64",
-    "training.save_every=3",
-]
+begin = starter("training.batch=6", "training.micro_batches=2", "training.steps=8", "training.save_every=3")
 
 
 def start(text, out, *extra, backend="torch", **options):
     pytest.importorskip("mlx.core" if backend == "mlx" else backend)
-    config = load("tiny", [f"data.source={text}", f"backend={backend}", *SMALL, *extra])
-    return Loop(config, Policy.parse("fp32"), out, device="cpu", **options)
+    return begin(text, out, f"backend={backend}", *extra, **options)
 
 
 @pytest.mark.parametrize(
@@ -126,9 +113,9 @@ def test_a_step_that_does_not_fit_stops_the_run_and_says_what_to_do(text, tmp_pa
         in caught.value.hint
     )
     assert "training.recompute_blocks=true" in caught.value.hint
-    assert "with --resume it goes on after step 3" in caught.value.hint
+    assert "--resume continues after step 3" in caught.value.hint
     assert checkpoint.latest(out / "checkpoints").name == "step-000003"
-    (stop,) = (event for event in read_events(out / "events.jsonl") if event["event"] == "stop")
+    (stop,) = events_of(out, "stop")
     assert "ran out of memory" in stop["reason"]
     assert stop["saved"] == 3
     smaller = ["training.batch=3", "training.micro_batches=4", "training.recompute_blocks=true"]
@@ -161,7 +148,7 @@ def test_a_model_that_did_not_fit_beside_others_says_so(text, tmp_path, monkeypa
     from halfstep.torch import session
 
     monkeypatch.setattr(session, "Decoder", lambda config: torch_fails())
-    with pytest.raises(OutOfMemoryError, match=r"while .* parameters were put there"):
+    with pytest.raises(OutOfMemoryError, match=r"while it received .* parameters"):
         start(text, tmp_path / "run")
 
 

@@ -4,11 +4,11 @@
         state.safetensors      every tensor, bit for bit
         manifest.json          what they are, what wrote them, and the digests that prove both
 
-**Whole or absent.** A save writes into a sibling folder `step-000500.partial`, flushes files and folder to
-the disk, renames the folder, and flushes the parent. A rename is one act: whenever the process or the machine
-dies, `step-NNNNNN` either is not there or is complete, and earlier ones were never touched. What a killed
-save left is removed by the next one. Removing renames first too, so a half-deleted folder never looks like a
-checkpoint. One run writes to a folder at a time (lock.py).
+**Whole or absent.** A save writes into a sibling folder `step-000500.partial`, flushes files and folder to disk,
+renames the folder, and flushes the parent. A rename is atomic: whenever the process or the machine dies,
+`step-NNNNNN` either is not there or is complete, and earlier ones were never touched. The next save removes what a
+killed one left. Removing renames first too, so a half-deleted folder never looks like a checkpoint. One run writes
+to a folder at a time (files.RunLock).
 
 **Verified.** The manifest is
 
@@ -18,49 +18,87 @@ checkpoint. One run writes to a folder at a time (lock.py).
      ...,                                     what the caller adds: policy, config, data position, versions
      "digest": ...}                           SHA-256 of all the rest, as JSON with sorted keys and no spaces
 
-so a change of any bit that means something, in either file, is found and named. A resumed run that is wrong
-in one bit is worse than one that stops. A damaged newest checkpoint is an error too: the one before it is taken
-only where the user allows it, and the damaged one is then set aside as `step-NNNNNN.damaged`, never removed.
+so a change of any meaningful bit, in either file, is found and named. A resumed run that is wrong in one bit is
+worse than one that stops. A damaged newest checkpoint is an error too: the one before it is taken only if the user
+allows it, and the damaged one is then renamed to `step-NNNNNN.damaged`, never removed.
 
-**No code.** Nothing here unpickles. A manifest that names another file than `state.safetensors`, and a pickle that
-lies in the folder, are refused by name.
+**No code.** Nothing here unpickles. A manifest that names any file but `state.safetensors`, and a pickle in the
+folder, are refused by name.
 
-Loading holds the file and its tensors (arrays.py) in memory at once.
-
-Everywhere here, `folder` is the folder of checkpoints, RUN/checkpoints.
+Everywhere here, `folder` is the folder of checkpoints, RUN/checkpoints. Loading holds the file and its tensors in
+memory at once.
 """
 
 import errno
 import hashlib
 import json
+import math
 import os
 import re
 import shutil
 from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from halfstep.training.checkpoints.arrays import DTYPES, Array
-from halfstep.training.checkpoints.arrays import CheckpointError as CheckpointError
-from halfstep.training.checkpoints.arrays import DamagedCheckpointError as DamagedCheckpointError
+from halfstep.core.errors import HalfstepError, one_of
+from halfstep.core.state_format import Stored
 from halfstep.training.files import PICKLES, flush, write_whole
+from halfstep.training.paths import CHECKPOINTS
 
 FORMAT = 1
 STATE, MANIFEST = "state.safetensors", "manifest.json"
 OWN_KEYS = ("format", "step", "files", "tensors", "digest")
 
+# safetensors' name in files: (its name in the API that writes them, bytes per element)
+DTYPES: Mapping[str, tuple[str, int]] = {
+    "BOOL": ("bool", 1),
+    "U8": ("uint8", 1),
+    "I8": ("int8", 1),
+    "F8_E4M3": ("float8_e4m3fn", 1),
+    "F8_E5M2": ("float8_e5m2", 1),
+    "U16": ("uint16", 2),
+    "I16": ("int16", 2),
+    "F16": ("float16", 2),
+    "BF16": ("bfloat16", 2),
+    "U32": ("uint32", 4),
+    "I32": ("int32", 4),
+    "F32": ("float32", 4),
+    "U64": ("uint64", 8),
+    "I64": ("int64", 8),
+    "F64": ("float64", 8),
+}
+
 _FOLDER = re.compile(r"step-(\d{6,})")
 _LEFTOVER = re.compile(r"step-\d{6,}\.(partial|removed)")
 
 
-def save(folder: Path, step: int, arrays: Mapping[str, Array], meta: Mapping[str, Any]) -> Path:
-    """Writes a run's checkpoint of a step, and returns its folder.
+class CheckpointError(HalfstepError):
+    """A checkpoint that cannot be written or read."""
 
-    Saving the same tensors for the same step again changes nothing, not even the manifest; other tensors for
-    a step that is there are an error.
+
+class DamagedCheckpointError(CheckpointError):
+    """A checkpoint that is not what was written."""
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A verified checkpoint, and the errors of damaged newer ones that were set aside for it."""
+
+    path: Path
+    arrays: dict[str, Stored]
+    manifest: dict[str, Any]
+    damaged: tuple[DamagedCheckpointError, ...] = ()
+
+
+def save(folder: Path, step: int, arrays: Mapping[str, Stored], meta: Mapping[str, Any]) -> Path:
+    """Writes the checkpoint of a step, and returns its folder.
+
+    Saving the same tensors for the same step again changes nothing, not even the manifest; different tensors for a
+    step that is there are an error.
     """
     target = folder / f"step-{step:06d}"
     partial = target.with_name(f"{target.name}.partial")
@@ -68,12 +106,12 @@ def save(folder: Path, step: int, arrays: Mapping[str, Array], meta: Mapping[str
         if not folder.parent.is_dir():
             raise CheckpointError(
                 f"checkpoint `{target}` cannot be written: `{folder.parent}` was moved or removed",
-                hint="move the run folder back: the next save is the next try",
+                hint="move the run folder back: the next save tries again",
             )
         if not folder.is_dir():
             folder.mkdir()
             flush(folder.parent)
-        remove_leftovers(folder)
+        _remove_leftovers(folder)
         os.mkdir(partial)
         written = _write_files(partial, step, arrays, meta)
         if target.exists() and _is_intact(target):
@@ -97,11 +135,8 @@ def save(folder: Path, step: int, arrays: Mapping[str, Array], meta: Mapping[str
     return target
 
 
-def load(path: Path) -> tuple[dict[str, Array], dict[str, Any]]:
-    """The tensors and the manifest of a checkpoint's folder, verified.
-
-    The arrays' data can be written to and is shared with nobody.
-    """
+def load(path: Path) -> tuple[dict[str, Stored], dict[str, Any]]:
+    """Returns the tensors, writable and unshared, and the manifest of a checkpoint's folder, verified."""
     from safetensors import SafetensorError, deserialize
 
     manifest = read_manifest(path)
@@ -110,91 +145,68 @@ def load(path: Path) -> tuple[dict[str, Array], dict[str, Any]]:
     content = _read(file)
     if len(content) != expected["bytes"]:
         raise _damaged(file, f"it has {len(content)} bytes, expected {expected['bytes']}")
-    if (found := hashlib.sha256(content).hexdigest()) != expected["sha256"]:
-        raise _damaged(file, f"its SHA-256 is {found}, expected {expected['sha256']}")
+    if (sha256 := hashlib.sha256(content).hexdigest()) != expected["sha256"]:
+        raise _damaged(file, f"its SHA-256 is {sha256}, expected {expected['sha256']}")
     try:
         tensors = deserialize(content)  # type: ignore[no-untyped-call]
-        arrays = {
-            name: Array(tensor["dtype"], tuple(tensor["shape"]), memoryview(tensor["data"]))
-            for name, tensor in tensors
-        }
-    except (SafetensorError, CheckpointError) as error:
+    except SafetensorError as error:
         raise _damaged(file, f"it does not read as safetensors ({error})") from None
+    arrays = {name: Stored(t["dtype"], tuple(t["shape"]), memoryview(t["data"])) for name, t in tensors}
     _check_table(path / MANIFEST, manifest["tensors"], table(arrays))
     return arrays, manifest
 
 
-def latest(folder: Path, *, allow_older: bool = False) -> Path | None:
-    """The checkpoint with the highest step, or None; one that is not complete is an error, unless that is allowed.
+def load_newest(folder: Path, *, allow_older: bool = False) -> Loaded | None:
+    """Returns the newest checkpoint, or None if there is none. The run may still be going on.
 
-    Complete is: a manifest that verifies, and files of the sizes it says. What is inside them, `load` checks.
+    One that is pruned while it is read gives way to the next. With `allow_older`, damaged ones are set aside once
+    one that is whole was found; if none is, the newest one's error is raised.
     """
-    found = step_folders(folder)
-    while allow_older and len(found) > 1 and not is_complete(found[-1]):
-        found.pop()
-    if found:
-        check_complete(found[-1])
-    return found[-1] if found else None
-
-
-def newest_manifest(folder: Path, *, allow_older: bool) -> tuple[Path, dict[str, Any]]:
-    """The newest checkpoint of a folder that has some, and its manifest; with `allow_older`, one that reads."""
-    first: DamagedCheckpointError | None = None
-    for path in reversed(step_folders(folder)):
-        try:
-            return path, read_manifest(path)
-        except DamagedCheckpointError as error:
-            first = first or error
-            if not allow_older:
-                break
-    assert first is not None
-    raise first
-
-
-def load_latest(
-    folder: Path, *, allow_older: bool = False
-) -> tuple[dict[str, Array], dict[str, Any], list[DamagedCheckpointError]] | None:
-    """The newest checkpoint, verified, or None where there is none, and what was passed over to get there.
-
-    With `allow_older`, damaged ones are set aside until one is whole; when none is, the newest one's error stands.
-    """
-    passed: list[DamagedCheckpointError] = []
-    damaged: list[Path] = []
-    for path in reversed(step_folders(folder)):
+    damaged: dict[Path, DamagedCheckpointError] = {}
+    while left := [path for path in step_folders(folder) if path not in damaged]:
+        path = left[-1]
         try:
             arrays, manifest = load(path)
-        except DamagedCheckpointError as error:
-            if not allow_older:
+        except (CheckpointError, FileNotFoundError) as error:
+            if not path.exists():
+                continue
+            if not allow_older or not isinstance(error, DamagedCheckpointError):
                 raise
-            passed.append(error)
-            damaged.append(path)
+            damaged[path] = error
             continue
         for bad in damaged:
             set_aside(bad)
-        return arrays, manifest, passed
-    if passed:
-        raise passed[0]
+        return Loaded(path, arrays, manifest, tuple(damaged.values()))
+    if damaged:
+        raise next(iter(damaged.values()))
     return None
 
 
-def load_newest(folder: Path) -> tuple[Path, dict[str, Array], dict[str, Any]] | None:
-    """The newest checkpoint of a run that may be going on, and where it is; None where there is none.
+def load_named(path: Path) -> Loaded | None:
+    """Returns the checkpoint that a path names: a checkpoint's own folder, or a run's (its newest)."""
+    return Loaded(path, *load(path)) if is_checkpoint(path) else load_newest(path / CHECKPOINTS)
 
-    One that is pruned while it is read gives way to the one that pruned it.
+
+def is_checkpoint(path: Path) -> bool:
+    """Whether a path names a checkpoint, or a copy of one, and not a run (which may be called `step-` too)."""
+    if (path / CHECKPOINTS).is_dir():
+        return False
+    return all((path / name).is_file() for name in (MANIFEST, STATE)) or path.name.startswith("step-")
+
+
+def latest(folder: Path) -> Path | None:
+    """Returns the folder of the newest checkpoint, or None; an incomplete one is an error.
+
+    Complete is: a manifest that verifies, and files of the sizes it states. Only `load` checks their contents.
     """
-    while found := step_folders(folder):
-        try:
-            return found[-1], *load(found[-1])
-        except (CheckpointError, FileNotFoundError):
-            if found[-1].exists():
-                raise
-    return None
+    paths = step_folders(folder)
+    if paths:
+        check_complete(paths[-1])
+    return paths[-1] if paths else None
 
 
 def note(path: Path, **facts: Any) -> None:
-    """Adds to the manifest of a checkpoint what was found out after it was saved."""
-    if taken := [key for key in facts if key in OWN_KEYS]:
-        raise ValueError(f"`{taken[0]}` is the checkpoint's own key and cannot be noted")
+    """Adds to the manifest of a checkpoint what was measured after it was saved."""
     manifest = {**read_manifest(path), **facts}
     try:
         write_whole(path / MANIFEST, _as_text({**manifest, "digest": _digest(manifest)}))
@@ -203,7 +215,7 @@ def note(path: Path, **facts: Any) -> None:
 
 
 def set_aside(path: Path) -> Path:
-    """Renames a damaged checkpoint, so that it is none any more and can still be looked at."""
+    """Renames a damaged checkpoint: it no longer counts, and can still be examined."""
     target = path.with_name(f"{path.name}.damaged")
     for number in range(2, 1000):
         if not target.exists():
@@ -223,8 +235,8 @@ def discard(path: Path) -> None:
         raise CheckpointError(f"checkpoint `{path}` cannot be removed: {error.strerror or error}") from None
 
 
-def remove_leftovers(folder: Path) -> None:
-    """Removes what killed saves and prunes left; what cannot be, as a file open on NFS, hinders no save."""
+def _remove_leftovers(folder: Path) -> None:
+    """Removes what killed saves and prunes left; what cannot be removed (a file open on NFS) stops no save."""
     for entry in sorted(folder.iterdir()):
         if _LEFTOVER.fullmatch(entry.name):
             with suppress(OSError):
@@ -232,7 +244,7 @@ def remove_leftovers(folder: Path) -> None:
 
 
 def _remove(path: Path) -> None:
-    """Removes a folder, or a link to one: its owner moved it to another disk, and keeps it there."""
+    """Removes a folder, or a link to one that its owner keeps on another disk."""
     if path.is_symlink():
         path.unlink()
     else:
@@ -240,7 +252,7 @@ def _remove(path: Path) -> None:
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
-    """The manifest of a checkpoint's folder, verified by its own digest."""
+    """Returns the manifest of a checkpoint's folder, verified by its own digest."""
     if not path.is_dir():
         raise CheckpointError(f"there is no checkpoint `{path}`", hint="name a folder that holds one")
     file = path / MANIFEST
@@ -252,27 +264,25 @@ def read_manifest(path: Path) -> dict[str, Any]:
     if not isinstance(manifest, dict) or "format" not in manifest:
         raise _damaged(file, "it states no `format`")
     if manifest["format"] != FORMAT:
-        if _digest({**manifest, "format": FORMAT}) == manifest.get("digest"):
-            raise _damaged(file, f"it states format {manifest['format']!r}, and was written as {FORMAT}")
         raise CheckpointError(
             f"`{file}` has format {manifest['format']!r}, this halfstep reads format {FORMAT}",
             hint="load it with the halfstep that wrote it: `pip install --upgrade halfstep` if that is newer",
         )
-    if (found := _digest(manifest)) != manifest.get("digest"):
-        raise _damaged(file, f"its digest is {found}, expected {manifest.get('digest')!r}")
+    if (digest := _digest(manifest)) != manifest.get("digest"):
+        raise _damaged(file, f"its digest is {digest}, expected {manifest.get('digest')!r}")
     if missing := [key for key in OWN_KEYS if key not in manifest]:
-        raise _damaged(file, f"it says nothing of {', '.join(sorted(missing))}")
+        raise _damaged(file, f"it has no {', '.join(sorted(missing))}")
     files = manifest["files"]
     if not isinstance(manifest["tensors"], dict) or not _describes_files(files):
         raise _damaged(file, "its tables of files and tensors are not what halfstep writes")
     if STATE not in files:
-        raise _damaged(file, f"it says nothing of {STATE}")
+        raise _damaged(file, f"it has no {STATE}")
     if others := set(files) - {STATE}:
         raise CheckpointError(
             f"`{file}` points to `{sorted(others)[0]}`; a checkpoint is {STATE} in its own folder, and no other",
             hint="no halfstep wrote it: do not load what you do not trust; remove the folder",
         )
-    # A copy may have any name; one that says a step (`step-000500.damaged` too) says which was meant to be here.
+    # A copy may have any name; one that states a step (`step-000500.damaged` too) states which was meant.
     if (named := _FOLDER.match(Path(os.path.abspath(path)).name)) and int(named[1]) != manifest["step"]:
         raise _damaged(path, f"it holds step {manifest['step']}, expected the step in its name")
     return manifest
@@ -280,19 +290,21 @@ def read_manifest(path: Path) -> dict[str, Any]:
 
 def _describes_files(files: Any) -> bool:
     return isinstance(files, dict) and all(
-        isinstance(told, dict) and told.keys() == {"sha256", "bytes"} for told in files.values()
+        isinstance(entry, dict) and entry.keys() == {"sha256", "bytes"} for entry in files.values()
     )
 
 
-def table(arrays: Mapping[str, Array]) -> dict[str, dict[str, Any]]:
-    """The manifest's table of tensors."""
-    return {name: {"dtype": array.dtype, "shape": list(array.shape)} for name, array in arrays.items()}
+def table(arrays: Mapping[str, Stored]) -> dict[str, dict[str, Any]]:
+    """Returns the manifest's table of tensors."""
+    return {name: {"dtype": dtype, "shape": list(shape)} for name, (dtype, shape, _) in arrays.items()}
 
 
-def _write_files(partial: Path, step: int, arrays: Mapping[str, Array], meta: Mapping[str, Any]) -> dict[str, Any]:
-    """Both files, flushed to the disk; returns the manifest."""
+def _write_files(
+    partial: Path, step: int, arrays: Mapping[str, Stored], meta: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Writes both files and flushes them to disk; returns the manifest."""
     _write_state(partial / STATE, arrays)
-    # safetensors lets the owner alone read what it writes; here the umask decides, as for the folder.
+    # safetensors lets only the owner read what it writes; here the umask decides, as for the folder.
     os.chmod(partial / STATE, partial.stat().st_mode & 0o666)
     flush(partial / STATE)
     manifest = _manifest(step, _describe_file(partial / STATE), arrays, meta)
@@ -304,20 +316,22 @@ def _write_files(partial: Path, step: int, arrays: Mapping[str, Array], meta: Ma
     return manifest
 
 
-def _write_state(file: Path, arrays: Mapping[str, Array]) -> None:
+def _write_state(file: Path, arrays: Mapping[str, Stored]) -> None:
     from safetensors import SafetensorError, TensorSpec, serialize_file
 
     # The writer takes addresses: `views` keeps what they point at alive until it is done.
-    views = {name: np.frombuffer(array.data, dtype=np.uint8) for name, array in arrays.items()}
-    specs = {
-        name: TensorSpec(
-            dtype=DTYPES[array.dtype][0],
-            shape=array.shape,
-            data_ptr=views[name].ctypes.data,
-            data_len=views[name].nbytes,
+    views, specs = {}, {}
+    for name, (dtype, shape, data) in arrays.items():
+        view = views[name] = np.frombuffer(data, dtype=np.uint8)
+        if dtype not in DTYPES:
+            raise CheckpointError(f"a checkpoint cannot hold dtype `{dtype}`; it must be {one_of(DTYPES)}")
+        if view.nbytes != (size := math.prod(shape) * DTYPES[dtype][1]):
+            raise CheckpointError(
+                f"`{name}` of {dtype} and shape {list(shape)} has {view.nbytes} bytes, expected {size}"
+            )
+        specs[name] = TensorSpec(
+            dtype=DTYPES[dtype][0], shape=shape, data_ptr=view.ctypes.data, data_len=view.nbytes
         )
-        for name, array in arrays.items()
-    }
     try:
         serialize_file(specs, file)
     except SafetensorError as error:
@@ -325,7 +339,7 @@ def _write_state(file: Path, arrays: Mapping[str, Array]) -> None:
 
 
 def _manifest(
-    step: int, state: Mapping[str, Any], arrays: Mapping[str, Array], meta: Mapping[str, Any]
+    step: int, state: Mapping[str, Any], arrays: Mapping[str, Stored], meta: Mapping[str, Any]
 ) -> dict[str, Any]:
     if taken := [key for key in meta if key in OWN_KEYS]:
         raise ValueError(f"`{taken[0]}` is the checkpoint's own key and cannot be in meta")
@@ -333,7 +347,7 @@ def _manifest(
     try:
         text = json.dumps(manifest, allow_nan=False)
     except (TypeError, ValueError) as error:
-        raise CheckpointError(f"the manifest of step {step} is no JSON: {error}") from None
+        raise CheckpointError(f"the manifest of step {step} is not JSON: {error}") from None
     # Read back, so that the digest is of what a reader will see (a tuple becomes a list).
     manifest = json.loads(text)
     return {**manifest, "digest": _digest(manifest)}
@@ -355,13 +369,12 @@ def _describe_file(file: Path) -> dict[str, Any]:
 
 
 def _check_same(target: Path, written: Mapping[str, Any]) -> None:
-    """Refuses to save over a checkpoint with other tensors, or one that cannot be read."""
-    found = read_manifest(target)["files"][STATE]
-    expected = written["files"][STATE]
-    if found != expected:
+    """Refuses to save over a checkpoint with different tensors."""
+    there, here = read_manifest(target)["files"][STATE], written["files"][STATE]
+    if there != here:
         raise CheckpointError(
-            f"`{target}` is there already with other tensors: its SHA-256 is {found['sha256']}, this one's "
-            f"{expected['sha256']}",
+            f"`{target}` is there already with other tensors: its SHA-256 is {there['sha256']}, this one's "
+            f"{here['sha256']}",
             hint="another run wrote it: choose another folder with `--out`, or remove it",
         )
 
@@ -377,35 +390,26 @@ def _check_table(file: Path, expected: Mapping[str, Any], found: Mapping[str, An
 
 
 def step_folders(folder: Path) -> list[Path]:
-    """The folders of checkpoints, complete or not, in the order of their steps."""
-    found = folder.iterdir() if folder.is_dir() else []
-    return sorted((path for path in found if _FOLDER.fullmatch(path.name) and path.is_dir()), key=step_of)
+    """Returns the folders of checkpoints, complete or not, in the order of their steps."""
+    entries = folder.iterdir() if folder.is_dir() else []
+    return sorted((path for path in entries if _FOLDER.fullmatch(path.name) and path.is_dir()), key=step_of)
 
 
 def step_of(path: Path) -> int:
-    """The step in the name of a checkpoint's folder."""
+    """Returns the step in the name of a checkpoint's folder."""
     return int(path.name.removeprefix("step-"))
 
 
-def is_complete(path: Path) -> bool:
-    """Whether a checkpoint has a manifest that verifies, and files of the sizes it says."""
-    try:
-        check_complete(path)
-    except (DamagedCheckpointError, OSError):
-        return False
-    return True
-
-
 def check_complete(path: Path) -> dict[str, Any]:
-    """The manifest of a checkpoint whose files have the sizes that it says."""
+    """Returns the manifest of a checkpoint whose files have the sizes that it states."""
     manifest = read_manifest(path)
-    for name, told in manifest["files"].items():
+    for name, entry in manifest["files"].items():
         try:
             size = (path / name).stat().st_size
         except FileNotFoundError:
             raise _damaged(path, f"`{name}` is missing") from None
-        if size != told["bytes"]:
-            raise _damaged(path / name, f"it has {size} bytes, expected {told['bytes']}")
+        if size != entry["bytes"]:
+            raise _damaged(path / name, f"it has {size} bytes, expected {entry['bytes']}")
     return manifest
 
 
@@ -413,16 +417,16 @@ def _refuse_pickles(path: Path) -> None:
     for entry in sorted(path.iterdir()):
         if entry.suffix.lower() in PICKLES:
             raise CheckpointError(
-                f"`{entry}` is a pickle, which runs code when it is loaded, and is no part of a checkpoint",
+                f"`{entry}` is a pickle, which runs code when it is loaded, and is not part of a checkpoint",
                 hint="remove it: a checkpoint is safetensors and JSON",
             )
 
 
 def _is_intact(path: Path) -> bool:
-    """Whether a checkpoint's files are what its manifest says, to the byte."""
+    """Whether a checkpoint's files are what its manifest states, to the byte."""
     try:
         files = read_manifest(path)["files"]
-        return all(_describe_file(path / name) == told for name, told in files.items())
+        return all(_describe_file(path / name) == entry for name, entry in files.items())
     except (DamagedCheckpointError, OSError):
         return False
 
@@ -438,8 +442,9 @@ def _read(file: Path) -> bytes:
         raise CheckpointError(f"`{file}` cannot be read: {error.strerror or error}") from None
 
 
-def _damaged(place: Path, said: str) -> DamagedCheckpointError:
+def _damaged(place: Path, reason: str) -> DamagedCheckpointError:
     return DamagedCheckpointError(
-        f"`{place}` is damaged: {said}",
-        hint="restore it; --resume --allow-older goes on from the one before it; to read another, name its folder",
+        f"`{place}` is damaged: {reason}",
+        hint="restore it; or continue from the one before it with --resume --allow-older; to read another, name "
+        "its folder",
     )

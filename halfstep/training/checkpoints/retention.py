@@ -1,18 +1,17 @@
-"""Which checkpoints stay: the last few, every so many steps, and the best.
+"""Which checkpoints are kept: the last few, every so many steps, and the best.
 
-    stays(step)  <=>  the newest, among the `last` that were due, step % every == 0, the best, or protected
+    kept(step)  <=>  the newest, among the `last` that were due, step % every == 0, the best, or protected
 
-The best is the one with the lowest held-out loss among those that were saved at a step at which a look was taken;
-its loss is in its manifest, so it is found again whoever asks. Protected is the newest one that is known to be
-good (health.py): what comes after may be worth nothing, and must not push it out. With `last` = 1 it is the one
-before the newest, unless a look has shown that the newest one's weights are good.
+The best has the lowest held-out loss of those that were saved at a step that was evaluated; the loss is in its
+manifest. Protected is the newest one known to be good (health.py): what comes after may be worthless, and must not
+push it out. With `last` = 1 it is the one before the newest, unless an evaluation has shown that the newest one's
+weights are good.
 
-**Stops change nothing.** Whoever stops a run leaves a checkpoint where none was due. It is no rollback's goal, and
-not one of the `last`: it stays until there is a newer one. So a run that was stopped has what another has.
+**Stops change nothing.** Stopping a run leaves a checkpoint that was not due. It is not rolled back to, and not
+one of the `last`: it stays until there is a newer one. So a stopped run keeps what an uninterrupted one keeps.
 
-The newest complete checkpoint always stays, since `last` is 1 or more. What is not complete, or was not written by
-this halfstep alone (another format, a pickle put beside the state), is left for its owner to look at, and counts
-for nothing.
+The newest complete checkpoint always stays, since `last` is 1 or more. What is incomplete, or not written by this
+halfstep alone (another format, a pickle next to the state), is left for its owner to examine, and does not count.
 """
 
 import math
@@ -22,8 +21,13 @@ from pathlib import Path
 from typing import final
 
 from halfstep.config.run import TrainingConfig
-from halfstep.training.checkpoints.arrays import CheckpointError
-from halfstep.training.checkpoints.checkpoint import check_complete, discard, step_folders, step_of
+from halfstep.training.checkpoints.checkpoint import (
+    CheckpointError,
+    check_complete,
+    discard,
+    step_folders,
+    step_of,
+)
 
 
 @final
@@ -35,19 +39,15 @@ class Retention:
     every: int = 0  # 0 is none
     best: bool = False
 
-    def __post_init__(self) -> None:
-        if self.last < 1 or self.every < 0:
-            raise ValueError(f"retention must keep 1 checkpoint or more, not {self.last}, every {self.every}")
 
-
-def unseen(training: TrainingConfig) -> list[str]:
-    """A warning where `keep_best` has no choice: no step before the last is both saved and looked at."""
+def warn_of_keep_best(training: TrainingConfig) -> list[str]:
+    """Returns a warning if `keep_best` has no choice: no step before the last is both saved and evaluated."""
     both = math.lcm(training.save_every, training.validate_every)
     if not training.keep_best or both < training.steps or training.save_every >= training.steps:
         return []
     return [
         f"training.keep_best keeps the last checkpoint alone: it is saved every {training.save_every} steps and "
-        f"looked at every {training.validate_every}, which first meet at step {both}; make one a multiple of the "
+        f"evaluated every {training.validate_every}, which first meet at step {both}; make one a multiple of the "
         "other"
     ]
 
@@ -55,16 +55,16 @@ def unseen(training: TrainingConfig) -> list[str]:
 @final
 @dataclass(frozen=True)
 class Seen:
-    """A complete checkpoint, and what its manifest says that decides whether it stays."""
+    """A complete checkpoint, and what decides whether it is kept."""
 
     path: Path
-    due: bool  # the schedule of its own time asked for it, and not somebody who stopped the run
+    due: bool  # the schedule of its time asked for it, not somebody who stopped the run
     held_out: float | None
 
 
 def survey(folder: Path) -> dict[int, Seen]:
-    """The checkpoints by their steps; one that would be refused is none."""
-    found = {}
+    """Returns the complete checkpoints by step."""
+    seen = {}
     for path in step_folders(folder):
         try:
             manifest = check_complete(path)
@@ -74,8 +74,8 @@ def survey(folder: Path) -> dict[int, Seen]:
         training = manifest.get("config", {}).get("training", {})
         due = step % training.get("save_every", 1) == 0 or step == training.get("steps")
         known = loss if isinstance(loss, float) and math.isfinite(loss) else None
-        found[step_of(path)] = Seen(path, due, known)
-    return found
+        seen[step_of(path)] = Seen(path, due, known)
+    return seen
 
 
 def kept(
@@ -85,7 +85,7 @@ def kept(
     protected: int | None = None,
     undue: Collection[int] = (),
 ) -> set[int]:
-    """The steps whose checkpoints stay. `protected` is a step: the newest checkpoint up to it stays."""
+    """Returns the steps whose checkpoints stay; the newest up to step `protected` is one of them."""
     ordered = sorted(steps)
     due = [step for step in ordered if step not in undue]
     stay = set(due[-retention.last :]) | set(ordered[-1:])
@@ -98,29 +98,29 @@ def kept(
 
 
 def prune(folder: Path, retention: Retention, good: int | None = None) -> list[Path]:
-    """Removes the complete checkpoints that do not stay; returns what was removed."""
-    found = survey(folder)
-    best = best_step(found) if retention.best else None
-    protected = None if good is None else good_step(found, good)
-    stay = kept(found, retention, best, protected, [step for step, seen in found.items() if not seen.due])
-    old = [seen.path for step, seen in found.items() if step not in stay]
+    """Removes the complete checkpoints that are not kept; returns them."""
+    seen = survey(folder)
+    best = best_step(seen) if retention.best else None
+    protected = None if good is None else good_step(seen, good)
+    stay = kept(seen, retention, best, protected, [step for step, one in seen.items() if not one.due])
+    old = [one.path for step, one in seen.items() if step not in stay]
     for path in old:
         discard(path)
     return old
 
 
-def due_step(found: Mapping[int, Seen], good: int) -> int | None:
-    """The newest checkpoint up to a step of those that were due: what a rollback goes to."""
-    return max((step for step, seen in found.items() if step <= good and seen.due), default=None)
+def due_step(seen: Mapping[int, Seen], good: int) -> int | None:
+    """Returns the newest checkpoint up to a step that was due: the one to roll back to."""
+    return max((step for step, one in seen.items() if step <= good and one.due), default=None)
 
 
-def good_step(found: Mapping[int, Seen], good: int) -> int | None:
-    """The same, or where none was due, the newest that there is."""
-    due = due_step(found, good)
-    return max((step for step in found if step <= good), default=None) if due is None else due
+def good_step(seen: Mapping[int, Seen], good: int) -> int | None:
+    """Returns the same, or if none was due, the newest one."""
+    due = due_step(seen, good)
+    return max((step for step in seen if step <= good), default=None) if due is None else due
 
 
-def best_step(found: Mapping[int, Seen]) -> int | None:
-    """The step of the checkpoint with the lowest held-out loss, the earlier of two equal ones."""
-    known = [(seen.held_out, step) for step, seen in found.items() if seen.held_out is not None]
+def best_step(seen: Mapping[int, Seen]) -> int | None:
+    """Returns the step with the lowest held-out loss, the earlier of two equal ones."""
+    known = [(one.held_out, step) for step, one in seen.items() if one.held_out is not None]
     return min(known)[1] if known else None

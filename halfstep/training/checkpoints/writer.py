@@ -1,19 +1,18 @@
-"""Checkpoints written by a thread, while training goes on.
+"""Writes checkpoints in a thread, while training continues.
 
     training thread     wait for the writer | snapshot |  step  step  step ...
     writer                                  | bytes arrive, safetensors, digest, fsync, rename, prune |
 
-A save costs the step what taking a snapshot costs: on a GPU the launch of copies into pinned memory, in the order
-of the stream; on a CPU a copy of the tensors. Writing, hashing and flushing release the interpreter's lock.
+A save costs the step no more than a snapshot: on a GPU the launch of copies into pinned memory, in stream order;
+on a CPU a copy of the tensors. Writing, hashing and flushing release the interpreter's lock.
 
-**One at a time.** When a save is due and the one before is still being written, training waits for it, and the
-time is counted as lost to saving. Leaving the save out would not wait, but then which checkpoints a run leaves
-would hang on the speed of a disk; what was asked for (`training.save_every`) is done, and a warning says when it
-is too often.
+**One at a time.** If a save is due while the one before is still being written, training waits for it, and the
+time counts as lost to saving. Leaving the save out would not wait, but then a run's checkpoints would depend on
+the speed of a disk; `training.save_every` is obeyed, and a warning says when it is too often.
 
-**A save that fails** (a full disk, a folder that became read-only) leaves the checkpoints before it whole. It is
-told, training goes on, and the next one that is due is the next try. Only an error that is no HalfstepError, which
-is a defect of ours, stops the run.
+**A save that fails** (a full disk, a folder that became read-only) leaves earlier checkpoints whole. It is
+reported, training continues, and the next save tries again. Only an unexpected error, which is a defect of ours,
+stops the run.
 """
 
 import threading
@@ -27,14 +26,14 @@ from typing import Any, final
 from halfstep.core.errors import HalfstepError
 from halfstep.core.state_format import Snapshot
 from halfstep.training.checkpoints import checkpoint
-from halfstep.training.checkpoints.arrays import Array, CheckpointError
+from halfstep.training.checkpoints.checkpoint import CheckpointError
 from halfstep.training.checkpoints.retention import Retention, prune
 
 
 @final
 @dataclass(frozen=True)
 class Saved:
-    """How a save went. `path` is None where it failed, and `trouble` says why, or what failed after it."""
+    """How a save went. `path` is None if it failed, and `trouble` is why, or what failed after it."""
 
     step: int
     path: Path | None
@@ -64,9 +63,9 @@ class Saver:
         good: int | None = None,
         due: float | None = None,
     ) -> float:
-        """Takes a snapshot and has it written; returns the seconds that this held the caller, since it was `due`.
+        """Takes a snapshot and writes it in a thread; returns the seconds that training waited since it was `due`.
 
-        The snapshot is taken after the one before was written: they may share their buffers.
+        The snapshot is taken after the one before was written, because they may share their buffers.
         """
         started = time.perf_counter() if due is None else due
         self.wait()
@@ -85,22 +84,22 @@ class Saver:
         return self._thread is not None and self._thread.is_alive()
 
     def wait(self, seconds: float | None = None) -> bool:
-        """Waits until nothing is being written, for so long at most; whether that is so."""
+        """Waits until nothing is being written, or for so many seconds; returns whether nothing is."""
         if self._thread is not None:
             self._thread.join(seconds if seconds is None else max(0.0, seconds))
         return not self.is_busy
 
     def poll(self) -> list[Saved]:
-        """The saves that ended since the last call. Raises what was not foreseen."""
-        found = []
+        """Returns the saves that ended since the last call. Raises unexpected errors."""
+        ended = []
         while not self._done.empty():
-            one = self._done.get()
-            if isinstance(one, BaseException):
-                raise one
-            if one.path is not None:
-                self.saved_step, self.longest = one.step, max(self.longest, one.seconds)
-            found.append(one)
-        return found
+            saved = self._done.get()
+            if isinstance(saved, BaseException):
+                raise saved
+            if saved.path is not None:
+                self.saved_step, self.longest = saved.step, max(self.longest, saved.seconds)
+            ended.append(saved)
+        return ended
 
     def _write(
         self,
@@ -114,14 +113,14 @@ class Saver:
         path, size = None, 0
         trouble: HalfstepError | None = None
         try:
-            arrays = {name: Array(*record) for name, record in read().items()}
-            size = sum(memoryview(array.data).nbytes for array in arrays.values())
+            arrays = read()
+            size = sum(memoryview(data).nbytes for _, _, data in arrays.values())
             path = checkpoint.save(self.folder, step, arrays, meta)
             prune(self.folder, self.retention, good)
         except HalfstepError as error:
             trouble = error
         except (OSError, MemoryError) as error:
-            trouble = CheckpointError(f"the checkpoint of step {step}: {str(error) or 'no memory is left'}")
+            trouble = CheckpointError(f"the checkpoint of step {step}: {str(error) or 'no memory left'}")
         except BaseException as error:
             self._done.put(error)
             return

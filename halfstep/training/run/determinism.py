@@ -1,17 +1,17 @@
 """`training.deterministic`: the same run gives the same bits again, in another process too.
 
-On a CPU every backend does so without being asked. On an NVIDIA GPU three things stand against it, and PyTorch can
-be told about each:
+On a CPU every backend does so by default. On an NVIDIA GPU three things prevent it, and PyTorch has a switch for
+each:
 
     kernels that add in any order     torch.use_deterministic_algorithms(True): another kernel, or an error
     cuBLAS workspaces by stream       CUBLAS_WORKSPACE_CONFIG=:4096:8, read when the first matmul runs
-    kernels chosen by their speed     TORCHINDUCTOR_DETERMINISTIC=1 leaves out benchmarks that decide numbers, and
-                                      what was compiled and tuned is kept in RUN/cache for a resumed run
+    kernels chosen by their speed     TORCHINDUCTOR_DETERMINISTIC=1 skips benchmarks that decide numbers, and what
+                                      was compiled and tuned is kept in RUN/cache for a resumed run
 
 The last two are environment variables that are read early, before a session exists: `halfstep train` measures
 matmuls to choose a precision. So `prepare` is called as soon as the configuration is known. A value that the user
-has set is obeyed where it is deterministic, and refused where it is not. JAX and MLX promise nothing of the kind
-on an accelerator, and are refused there.
+set is obeyed if it is deterministic, and refused otherwise. JAX and MLX promise no determinism on an accelerator,
+and are refused there.
 """
 
 import os
@@ -25,13 +25,13 @@ WORKSPACES = (":4096:8", ":16:8")
 
 
 def prepare(config: RunConfig, folder: Path) -> None:
-    """Sets what must be set before the framework computes. Idempotent; nothing unless it was asked for."""
+    """Sets what must be set before the framework computes, if determinism is requested. Idempotent."""
     if not config.training.deterministic or config.backend != "torch":
         return
     given = os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", WORKSPACES[0])
     if given not in WORKSPACES:
         raise ConfigError(
-            f"training.deterministic = true, and CUBLAS_WORKSPACE_CONFIG is `{given}`, with which matmuls are not",
+            f"training.deterministic = true, but CUBLAS_WORKSPACE_CONFIG is `{given}`, with which matmuls are not",
             hint=f"set it to {WORKSPACES[0]} or {WORKSPACES[1]}, or leave it unset",
         )
     cache = folder.absolute() / CACHE
@@ -41,10 +41,10 @@ def prepare(config: RunConfig, folder: Path) -> None:
 
 
 def check(config: RunConfig, kind: str) -> None:
-    """Refuses a device that cannot do it. `kind` is that of the device: cpu, nvidia, ..."""
+    """Refuses a device that cannot do it. `kind` is the device's: cpu, nvidia, ..."""
     if not config.training.deterministic or kind == "cpu" or (config.backend, kind) == ("torch", "nvidia"):
         return
     raise ConfigError(
-        f"training.deterministic = true, and {config.backend} on {kind} does not promise the same bits twice",
+        f"training.deterministic = true, but {config.backend} on {kind} does not promise the same bits twice",
         hint="use --device cpu, or --backend torch on an NVIDIA GPU; or leave the setting out",
     )

@@ -1,15 +1,8 @@
-"""The folder of a run, and which runs may go on in it.
+"""The folder of a run, and which runs may resume in it.
 
-    run.toml          the resolved configuration
-    lock              held by the process that writes here (lock.py)
-    events.jsonl      what happened, append-only
-    checkpoints/      step-NNNNNN/
-    report.html       written at the end
-    loggers.json      the id of the run to its loggers, which write to tensorboard/ and wandb/
-    cache/            what was compiled and tuned, under `training.deterministic`
-
-A folder belongs to one run. A new run refuses a folder that holds one; a resumed run must be the same run: the
-same configuration but for how often it looks and saves, and the same policy and data (which the checkpoint knows).
+paths.py names what is inside. A folder belongs to one run: a new run refuses a folder that holds one, and a
+resumed run must be the same run, with the same configuration except how often it evaluates and saves, and with
+the same policy and data (which the checkpoint knows).
 """
 
 import dataclasses
@@ -27,8 +20,8 @@ from halfstep.config.load import load, to_toml
 from halfstep.config.run import RunConfig
 from halfstep.config.schema import build
 from halfstep.core.errors import ConfigError
-from halfstep.training.checkpoints.checkpoint import newest_manifest, step_folders
-from halfstep.training.files import RunLock, make_folder, write_whole
+from halfstep.training.checkpoints.checkpoint import step_folders
+from halfstep.training.files import make_folder, write_whole
 from halfstep.training.paths import CHECKPOINTS, CONFIG, EVENTS
 from halfstep.training.telemetry.events import EventsError, newest_first
 
@@ -36,7 +29,7 @@ from halfstep.training.telemetry.events import EventsError, newest_first
 FREE = {
     "policy",
     "title",
-    "data.source",  # data may move: their digest is in the checkpoint
+    "data.source",  # data may move: its digest is in the checkpoint
     "training.validate_every",
     "training.validation_tokens",
     "training.save_every",
@@ -50,53 +43,87 @@ FREE = {
     "training.measure_ceiling",
 }
 
-# What may differ where the product stays: an update sees the same sequences, in other pieces.
+# What may differ while the product stays: an update sees the same sequences, in other pieces.
 PIECES = ("training.batch", "training.micro_batches")
 
 
-def lock(folder: Path, *, new: bool) -> RunLock:
-    """Takes the folder of a run for this process; it is made for a new one."""
-    if not new and not _can_restore(folder):
-        read_config(folder)  # what is no run is said before what cannot be written
+def has_config(folder: Path) -> bool:
+    """Whether a folder has a run.toml."""
+    return (folder / CONFIG).exists()
+
+
+def holds_run(folder: Path) -> bool:
+    """Whether a folder holds a run, or what is left of one."""
+    # Checkpoints alone are a run too: its later ones would outlive, and push out, those of a new one.
+    return has_config(folder) or (folder / EVENTS).exists() or bool(step_folders(folder / CHECKPOINTS))
+
+
+def not_a_run(folder: Path) -> ConfigError:
+    """Returns the error of a folder without a run to resume."""
+    return ConfigError(f"`{folder}` holds no run: it has no {CONFIG}", hint="`halfstep train` makes one")
+
+
+def read_config(folder: Path) -> RunConfig:
+    """Returns the configuration of the run in a folder."""
+    if not has_config(folder):
+        raise not_a_run(folder)
+    return load(str(folder / CONFIG))
+
+
+def write_config(folder: Path, config: RunConfig, hint: str) -> None:
+    """Writes run.toml; `hint` says what to do if that fails."""
     try:
-        if new:
-            make_folder(folder)
-        return RunLock(folder)
+        make_folder(folder)
+        write_whole(folder / CONFIG, to_toml(config).encode())
     except OSError as error:
-        hint = "name another folder by --out" if new else "change its permissions"
-        raise ConfigError(f"`{folder}` cannot be written: {error.strerror}", hint=hint) from None
+        raise ConfigError(f"`{folder / CONFIG}` cannot be written: {error.strerror}", hint=hint) from None
 
 
-def check_free(folder: Path, *, new: bool, allow_older: bool = False) -> list[str]:
-    """Refuses what `lock` and `create` would, before anything is measured on a device that others may use.
-
-    A run.toml that is gone is written again, as the newest checkpoint knows it; returns what there is to tell.
-    """
-    if new:
-        _check_empty(folder)
-        _check_can_be_made(folder)
-        return []
-    held = lock(folder, new=False)
-    try:
-        return _restore(folder, allow_older) if _can_restore(folder) else []
-    finally:
-        held.release()
-
-
-def _can_restore(folder: Path) -> bool:
-    """Whether a run lost its configuration, and not its checkpoints."""
-    return not (folder / CONFIG).exists() and bool(step_folders(folder / CHECKPOINTS))
-
-
-def _restore(folder: Path, allow_older: bool) -> list[str]:
-    newest, manifest = newest_manifest(folder / CHECKPOINTS, allow_older=allow_older)
+def restore_config(folder: Path, manifest: Mapping[str, Any]) -> RunConfig:
+    """Writes a lost run.toml again, as a checkpoint knows it."""
     config = build(RunConfig, {**manifest["config"], "policy": manifest["policy"]})
-    _write(folder, config, hint="change its permissions, or free space")
-    return [f"`{folder}` had no {CONFIG}: it was written again as `{newest}` knows it"]
+    write_config(folder, config, "change its permissions, or free space")
+    return config
+
+
+def check_empty(folder: Path) -> None:
+    """Refuses a folder that holds a run."""
+    if holds_run(folder):
+        raise ConfigError(
+            f"`{folder}` already holds a run",
+            hint="continue it with --resume, or name another folder with --out",
+        )
+
+
+def check_free(folder: Path) -> None:
+    """Refuses early what `create_run` would, before anything is measured on a device that others may use."""
+    check_empty(folder)
+    there = next(place for place in (folder, *folder.absolute().parents) if os.path.lexists(place))
+    if not there.is_dir():
+        reason = f"`{there}` is not a folder"
+    elif not os.access(there, os.W_OK | os.X_OK):
+        reason = f"`{there}` is not writable"
+    else:
+        return
+    raise ConfigError(f"`{folder}` cannot be written: {reason}", hint="name another folder with --out")
+
+
+def check_apart(folder: Path, source: str) -> None:
+    """Refuses a run folder that holds the run's own data: its record would be read as data when it resumes."""
+    named = Path(os.path.expanduser(source))
+    if glob.has_magic(source) and not named.exists():
+        if not fnmatch(CONFIG, named.name):
+            return
+        named = named.parent
+    if source and named.is_dir() and folder.is_dir() and named.samefile(folder):
+        raise ConfigError(
+            f"`{folder}` holds the data of the run, and its record would be read as data",
+            hint="name another folder with --out; one inside this one will do",
+        )
 
 
 def check_not_lost(folder: Path, *, allow_older: bool) -> None:
-    """Refuses to begin a run again whose checkpoints were there once: their disk may not be mounted."""
+    """Refuses to start a run over whose checkpoints are gone: their disk may not be mounted."""
     where = folder / CHECKPOINTS
     if where.is_symlink() and not where.exists():
         raise ConfigError(
@@ -107,12 +134,12 @@ def check_not_lost(folder: Path, *, allow_older: bool) -> None:
     if step is not None:
         raise ConfigError(
             f"`{where}` holds no checkpoint, and the record of the run says that step {step} was saved there",
-            hint="mount the disk, or put them back; with --resume --allow-older the run begins again at step 0",
+            hint="mount the disk, or put them back; with --resume --allow-older the run starts over at step 0",
         )
 
 
 def _last_saved(folder: Path) -> int | None:
-    """The step of the last checkpoint on record since the run began, or was begun again."""
+    """Returns the step of the last checkpoint on record since the run began, or started over."""
     if not (folder / EVENTS).exists():
         return None
     for event in newest_first(folder / EVENTS):
@@ -123,22 +150,8 @@ def _last_saved(folder: Path) -> int | None:
     return None
 
 
-def check_apart(folder: Path, source: str) -> None:
-    """Refuses to make a run in the folder of its own data: its record would be among them when it goes on."""
-    named = Path(os.path.expanduser(source))
-    if glob.has_magic(source) and not named.exists():
-        if not fnmatch(CONFIG, named.name):
-            return
-        named = named.parent
-    if source and named.is_dir() and folder.is_dir() and named.samefile(folder):
-        raise ConfigError(
-            f"`{folder}` holds the data of the run, and its record would be among them",
-            hint="name another folder by --out; one inside this one will do",
-        )
-
-
 def has_ended(folder: Path) -> bool:
-    """Whether the record of a run says that it came to its end."""
+    """Whether the record of a run says that it finished."""
     if not (folder / EVENTS).exists():  # a copy of the checkpoints alone
         return False
     for event in newest_first(folder / EVENTS):
@@ -147,54 +160,13 @@ def has_ended(folder: Path) -> bool:
     return False
 
 
-def create(folder: Path, config: RunConfig) -> None:
-    """Makes the folder of a new run and writes its configuration."""
-    _check_empty(folder)
-    check_apart(folder, config.data.source)
-    _write(folder, config, hint="name another folder by --out")
-
-
-def _write(folder: Path, config: RunConfig, hint: str) -> None:
-    try:
-        make_folder(folder)
-        write_whole(folder / CONFIG, to_toml(config).encode())
-    except OSError as error:
-        raise ConfigError(f"`{folder}` cannot be written: {error.strerror}", hint=hint) from None
-
-
-def holds_run(folder: Path) -> bool:
-    """Whether there is a run in a folder, or what is left of one."""
-    # Checkpoints alone are a run too: its later ones would outlive, and push out, those of a new one.
-    return (folder / CONFIG).exists() or (folder / EVENTS).exists() or bool(step_folders(folder / CHECKPOINTS))
-
-
-def _check_empty(folder: Path) -> None:
-    if holds_run(folder):
-        raise ConfigError(
-            f"`{folder}` already holds a run",
-            hint="go on with it by --resume, or name another folder by --out",
-        )
-
-
-def _check_can_be_made(folder: Path) -> None:
-    """Says at once what making the folder would say after the device was measured."""
-    there = next(place for place in (folder, *folder.absolute().parents) if os.path.lexists(place))
-    why = None
-    if not there.is_dir():
-        why = f"`{there}` is no folder"
-    elif not os.access(there, os.W_OK | os.X_OK):
-        why = f"nothing can be written to `{there}`"
-    if why is not None:
-        raise ConfigError(f"`{folder}` cannot be written: {why}", hint="name another folder by --out")
-
-
-def check_same_run(folder: Path, config: RunConfig) -> None:
-    """Refuses a configuration that does not continue the run in a folder."""
-    was, now = (_flatten(dataclasses.asdict(each)) for each in (read_config(folder), config))
+def check_same_run(folder: Path, written: RunConfig, config: RunConfig) -> None:
+    """Refuses a configuration that does not continue the run whose run.toml was read."""
+    was, now = (_flatten(dataclasses.asdict(each)) for each in (written, config))
     for key in _fixed(was, now):
         raise ConfigError(
             f"`{folder}` holds another run: {key} was {was[key]!r} and is now {now[key]!r}",
-            hint=f"`--resume --out {folder}` without a recipe goes on with what it was started with; "
+            hint=f"`--resume --out {folder}` without a recipe continues with what it was started with; "
             f"another --out starts anew, and `--init {folder}` begins with its weights",
         )
     if not os.access(folder, os.W_OK):
@@ -202,7 +174,7 @@ def check_same_run(folder: Path, config: RunConfig) -> None:
 
 
 def check_same_settings(saved: Path, before: Mapping[str, Any], config: RunConfig) -> None:
-    """Refuses settings that are not those of a checkpoint: run.toml may have been edited since."""
+    """Refuses settings that differ from a checkpoint's: run.toml may have been edited since."""
     was, now = _flatten(dict(before)), _flatten(json.loads(json.dumps(dataclasses.asdict(config))))
     for key in _fixed(was, now):
         raise ConfigError(
@@ -211,43 +183,22 @@ def check_same_settings(saved: Path, before: Mapping[str, Any], config: RunConfi
         )
 
 
-def with_origin(folder: Path, config: RunConfig) -> RunConfig:
-    """The configuration of a run that goes on, with where its first weights came from unless it says so itself."""
-    before = read_config(folder)
-    if config.init not in ("", before.init):
-        return config  # another: `check_same_run` says so
-    return dataclasses.replace(config, init=before.init, init_digest=config.init_digest or before.init_digest)
-
-
-def rewrite(folder: Path, config: RunConfig) -> None:
-    """Writes the configuration that a run goes on with, where it changed: a full disk stops no other."""
-    if read_config(folder) == config:
-        return
-    try:
-        write_whole(folder / CONFIG, to_toml(config).encode())
-    except OSError as error:
-        raise ConfigError(
-            f"`{folder / CONFIG}` cannot be written: {error.strerror}",
-            hint="free space; or go on with the settings as they were, which writes nothing",
-        ) from None
-
-
-def read_config(folder: Path) -> RunConfig:
-    """The configuration of the run in a folder."""
-    if not (folder / CONFIG).exists():
-        raise ConfigError(f"`{folder}` holds no run: it has no {CONFIG}", hint="`halfstep train` makes one")
-    return load(str(folder / CONFIG))
+def with_origin(written: RunConfig, config: RunConfig) -> RunConfig:
+    """Returns the configuration of a resumed run, with the origin of its initial weights unless it has its own."""
+    if config.init not in ("", written.init):
+        return config  # another origin: `check_same_run` refuses it
+    return dataclasses.replace(config, init=written.init, init_digest=config.init_digest or written.init_digest)
 
 
 def newest(parent: Path, name: str | None = None) -> Path | None:
-    """The run below a folder that was trained last: of all, or of a recipe, whose runs are NAME-DATE-TIME."""
+    """Returns the run below a folder that was trained last, of a recipe if named (NAME-DATE-TIME)."""
     named = re.compile(".*" if name is None else rf"{re.escape(name)}-\d{{8}}-\d{{6}}(-\d+)?", re.DOTALL)
-    found = [path for path in parent.glob("*") if named.fullmatch(path.name) and (path / CONFIG).exists()]
-    return max(found, key=lambda path: (_last_trained(path), path.name), default=None)
+    runs = [path for path in parent.glob("*") if named.fullmatch(path.name) and has_config(path)]
+    return max(runs, key=lambda path: (_last_trained(path), path.name), default=None)
 
 
 def _last_trained(folder: Path) -> float:
-    """When, in seconds since 1970: by its own record, for a folder's time changes with whatever is put there."""
+    """Returns the Unix time of its last event, because a folder's own time changes with whatever is put there."""
     try:
         return float(next(newest_first(folder / EVENTS))["time"])
     except (EventsError, StopIteration, KeyError, TypeError, ValueError):  # none was written, or it is damaged
@@ -256,7 +207,7 @@ def _last_trained(folder: Path) -> float:
 
 
 def _fixed(was: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """The settings that differ and may not. An update may be taken in other pieces: it sees the same sequences."""
+    """Returns the settings that differ and may not. An update may be cut into other pieces."""
     free = set(FREE)
     if math.prod(was.get(key, 0) for key in PIECES) == math.prod(now[key] for key in PIECES):
         free.update(PIECES)

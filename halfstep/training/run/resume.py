@@ -1,104 +1,196 @@
-"""How a run begins: in a folder of its own, or where the newest checkpoint of the run in a folder left it.
+"""Beginning a run and resuming it.
 
-That it is the same run, under the same policy and with the same data, is checked here, before a step is taken. The
-folder is locked from then on (lock.py); who is refused lets go of it.
+A new run gets a folder of its own (`create_run`). To resume, `open_run` takes the lock, reads run.toml and the
+newest checkpoint, and checks that it is the same run: each of them once. What it opened is handed on:
+
+    open_run(out)             lock, run.toml, checkpoint -> Opened
+      Opened.config           the settings to resume with, checked against run.toml and the checkpoint
+      Opened.policy           the precision that the run began in
+      Opened.restore(context) checks policy and data, and puts the checkpoint into the session
+
+A refused run releases the lock. Readers of a finished or running run (`halfstep eval`, `sample`, `artifact`) need
+no lock: `open_trained` loads a checkpoint into a session that does not train.
 """
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Literal
 
+from halfstep.config.load import override
 from halfstep.config.run import RunConfig
+from halfstep.config.schema import build
 from halfstep.core.choice import Choice
+from halfstep.core.errors import ConfigError
 from halfstep.core.policy import Policy
-from halfstep.training import paths
+from halfstep.core.state_format import Stored
 from halfstep.training.checkpoints import checkpoint
-from halfstep.training.checkpoints.arrays import held
-from halfstep.training.data.batches import Batches
-from halfstep.training.data.corpus import Corpus
-from halfstep.training.files import RunLock
+from halfstep.training.checkpoints.checkpoint import Loaded
+from halfstep.training.files import RunLock, make_folder
+from halfstep.training.paths import CHECKPOINTS
 from halfstep.training.run import folder
-from halfstep.training.run.health import Health
-from halfstep.training.run.manifest import changes, check_manifest, describe_data, describe_run
-from halfstep.training.session import Session
+from halfstep.training.run.manifest import RunContext, changes, check_readable, check_resumable, check_same
+from halfstep.training.session import Session, open_session
+
+Kind = Literal["model", "ema"]
 
 
 @dataclass
-class Subject:
-    """What is trained, and by what: all that a manifest says of a run but where it stands."""
+class Opened:
+    """A run that this process holds, to resume it."""
 
-    config: RunConfig
-    policy: Policy
-    corpus: Corpus
-    batches: Batches
-    session: Session
-    health: Health
-    choice: Choice | None  # the measurement behind the policy, where there was one
-    origin: dict[str, Any] | None  # of the first weights, where they were not drawn
-
-    def describe(self, step: int, held_out: float | None) -> dict[str, Any]:
-        """What the manifest of a checkpoint says."""
-        return {
-            **describe_run(self.config, self.policy, self.choice, self.origin, self.session),
-            "data": describe_data(self.corpus, self.batches, step, self.health.shift),
-            "held_out": held_out,
-            "guard": self.health.state(),
-        }
-
-    def resolved(self) -> RunConfig:
-        """The configuration with the policy that runs in place of `auto`."""
-        return dataclasses.replace(self.config, policy=str(self.policy))
-
-
-@dataclass(frozen=True)
-class Begun:
-    """Where a run starts."""
-
+    out: Path
     lock: RunLock
-    step: int
-    owes_look: bool  # whether the look at the step that it goes on from was broken off
-    warnings: tuple[str, ...]
+    config: RunConfig  # the settings to resume with
+    written: RunConfig  # those in run.toml
+    saved: Loaded | None  # the newest checkpoint; None if the run died before its first
+    warnings: list[str]
+
+    @property
+    def policy(self) -> str:
+        """The precision that the run began in."""
+        return self.written.policy if self.saved is None else str(self.saved.manifest["policy"])
+
+    def restore(self, context: RunContext) -> int:
+        """Puts the newest checkpoint into the session of a context; returns its step, 0 if there is none.
+
+        Run.toml is written if a setting changed. The tensors are released: a session has its own copy.
+        """
+        saved, step = self.saved, 0
+        if saved is not None:
+            step = int(saved.manifest["step"])
+            check_same(saved.manifest, saved.path, context)
+            context.batches.check_position(saved.manifest["data"]["position"])
+            context.session.load(saved.arrays)
+            saved.arrays.clear()
+            context.health.load(saved.manifest["guard"])
+            if context.choice is None and saved.manifest["choice"] is not None:
+                context.choice = Choice(**saved.manifest["choice"])
+            context.origin = saved.manifest.get("init")
+            self.warnings += changes(saved.manifest, context.describe(step, None))
+        if context.resolved() != self.written:  # a full disk stops no run whose settings are the same
+            folder.write_config(self.out, context.resolved(), "free space; or resume with the settings unchanged")
+        return step
+
+    def owes_evaluation(self) -> bool:
+        """Whether the evaluation of the step to resume from was interrupted."""
+        manifest = {} if self.saved is None else self.saved.manifest
+        every = self.config.training.validate_every
+        return bool(manifest) and manifest.get("held_out") is None and manifest["step"] % every == 0
 
 
-def open_run(subject: Subject, out: Path, *, resume: bool, allow_older: bool) -> Begun:
-    """Makes or reopens the folder of a run, and locks it."""
-    lock = folder.lock(out, new=not resume)
-    warnings = [lock.warning] if lock.warning else []
-    step, owes_look = 0, False
+def create_run(out: Path, config: RunConfig) -> RunLock:
+    """Makes the folder of a new run, locks it, and writes its configuration."""
     try:
-        if resume:
-            step, owes_look = _go_on(subject, out, allow_older, warnings)
-        else:
-            folder.create(out, subject.resolved())
+        make_folder(out)
+        lock = RunLock(out)
+    except OSError as error:
+        raise ConfigError(
+            f"`{out}` cannot be written: {error.strerror}", hint="name another folder with --out"
+        ) from None
+    try:
+        folder.check_empty(out)
+        folder.check_apart(out, config.data.source)
+        folder.write_config(out, config, "name another folder with --out")
     except BaseException:
         lock.release()
         raise
-    return Begun(lock, step, owes_look, tuple(warnings))
+    return lock
 
 
-def _go_on(subject: Subject, out: Path, allow_older: bool, warnings: list[str]) -> tuple[int, bool]:
-    """Takes over the newest checkpoint; its step, and whether a look at it is owed."""
-    config = subject.config
-    folder.check_same_run(out, config)
-    found = checkpoint.load_latest(out / paths.CHECKPOINTS, allow_older=allow_older)
-    if found is None:
+def open_run(
+    out: Path, config: RunConfig | None = None, *, overrides: Sequence[str] = (), allow_older: bool = False
+) -> Opened:
+    """Opens the run in a folder to resume it with `config`, or with its own settings and `overrides`.
+
+    With `allow_older`, a damaged newest checkpoint is set aside for the one before it.
+    """
+    if not folder.has_config(out) and not checkpoint.step_folders(out / CHECKPOINTS):
+        raise folder.not_a_run(out)
+    try:
+        lock = RunLock(out)
+    except OSError as error:
+        raise ConfigError(f"`{out}` cannot be written: {error.strerror}", hint="change its permissions") from None
+    try:
+        return _open(out, lock, config, overrides, allow_older)
+    except BaseException:
+        lock.release()
+        raise
+
+
+def _open(
+    out: Path, lock: RunLock, config: RunConfig | None, overrides: Sequence[str], allow_older: bool
+) -> Opened:
+    warnings = [lock.warning] if lock.warning else []
+    saved = None
+    if folder.has_config(out):
+        written = folder.read_config(out)
+    else:
+        saved = checkpoint.load_newest(out / CHECKPOINTS, allow_older=allow_older)
+        if saved is None:
+            raise folder.not_a_run(out)
+        written = folder.restore_config(out, saved.manifest)
+        warnings.append(f"`{out}` had no run.toml: it was restored from `{saved.path}`")
+    config = folder.with_origin(written, override(written, overrides) if config is None else config)
+    folder.check_same_run(out, written, config)
+    saved = saved or checkpoint.load_newest(out / CHECKPOINTS, allow_older=allow_older)
+    if saved is None:
         folder.check_not_lost(out, allow_older=allow_older)
-        warnings.append(f"`{out}` holds no checkpoint yet: the run begins again with its first step")
-        folder.rewrite(out, subject.resolved())
-        return 0, False
-    arrays, manifest, passed = found
-    step = int(manifest["step"])
-    warnings += [f"{e.message}; it was set aside, and the run goes on after step {step}" for e in passed]
-    saved = out / paths.CHECKPOINTS / f"step-{step:06d}"
-    check_manifest(manifest, saved, subject.policy, subject.corpus)
-    folder.check_same_settings(saved, manifest["config"], config)
-    subject.batches.check_position(manifest["data"]["position"])
-    subject.session.load(held(arrays))
-    subject.health.load(manifest["guard"])
-    if subject.choice is None and manifest["choice"] is not None:
-        subject.choice = Choice(**manifest["choice"])
-    subject.origin = manifest.get("init")
-    warnings += changes(manifest, subject.describe(step, None))
-    folder.rewrite(out, subject.resolved())
-    return step, manifest.get("held_out") is None and step % config.training.validate_every == 0
+        warnings.append(f"`{out}` has no checkpoint yet: the run starts over from its first step")
+    else:
+        step = saved.manifest["step"]
+        then = f"it was set aside, and the run resumes after step {step}"
+        warnings += [f"{error.message}; {then}" for error in saved.damaged]
+        check_resumable(saved.manifest, saved.path)
+        folder.check_same_settings(saved.path, saved.manifest["config"], config)
+    return Opened(out, lock, config, written, saved, warnings)
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A checkpoint in a session that does not train."""
+
+    config: RunConfig
+    session: Session
+    saved: Loaded
+    weights: Kind
+    state: dict[str, Stored]  # the weights as the checkpoint holds them
+
+
+def open_trained(
+    run: Path,
+    *,
+    policy: str | None = None,
+    device: str | None = None,
+    weights: Kind | None = None,
+    data: str | None = None,
+) -> Trained:
+    """Loads the weights of a run folder's newest checkpoint, or of a checkpoint's own folder.
+
+    The average is loaded unless `weights` says otherwise, if the run kept one. `data` is where the data moved to.
+    """
+    hint = "name a run folder, such as runs/tiny-..., or a checkpoint's own"
+    if not run.is_dir():
+        what = f"`{run}` is a file" if run.exists() else f"there is no such folder: `{run}`"
+        raise ConfigError(what, hint=hint)
+    saved = checkpoint.load_named(run)
+    if saved is None:
+        raise ConfigError(f"`{run}` holds no checkpoint", hint=hint)
+    check_readable(saved.manifest, saved.path)
+    config = build(RunConfig, saved.manifest["config"])
+    if data is not None:
+        config = dataclasses.replace(config, data=dataclasses.replace(config.data, source=data))
+    kind: Kind = weights or ("ema" if config.training.ema else "model")
+    state = saved.arrays
+    if kind == "ema":
+        if not config.training.ema:
+            raise ConfigError(
+                f"--weights ema: the run of `{saved.path}` kept no average of its weights",
+                hint="--weights model; `training.ema = 0.999` keeps one while training",
+            )
+        # An average is whole, in fp32: it takes the place of a weight and of what was split from it.
+        state = {f"model.{n.removeprefix('average.')}": v for n, v in state.items() if n.startswith("average.")}
+    session = open_session(config, Policy.parse(policy or saved.manifest["policy"]), device, train=False)
+    session.load_weights(state)
+    return Trained(config, session, saved, kind, state)

@@ -1,11 +1,11 @@
-"""The ceiling of a run: how many FLOPs a second the device does at best in the format that the run computes in.
+"""The ceiling of a run: the most FLOPs per second that the device does in the format the run computes in.
 
-It is measured, by `halfstep.tools.probe`, and not read from a data sheet: the sheet's number holds at clocks
-that the device does not keep. A matmul of large square matrices is timed in the policy's `compute` format. fp8
-operands, which rules give to some matmuls, do not move the ceiling: so an fp8 run compares with a bf16 run, and
-may come above.
+It is measured by `halfstep.tools.probe`, not read from a data sheet: the sheet's number holds at clocks that the
+device does not keep. A matmul of large square matrices is timed in the policy's `compute` format. fp8 operands,
+which rules give to some matmuls, do not move the ceiling: so an fp8 run compares with a bf16 run, and may exceed
+it.
 
-It is measured once, when a run begins; a run that goes on uses what its record says, unless on another device.
+It is measured once, when a run begins; a resumed run uses the recorded value, unless it is on another device.
 """
 
 import json
@@ -21,24 +21,24 @@ _START = b'{"event": "start"'  # how the line of a start begins (events.py)
 
 @dataclass(frozen=True)
 class Ceiling:
-    """FLOPs a second, and what was measured; None, and why nothing was."""
+    """FLOPs per second, and what was measured; or None, and why nothing was."""
 
     flops: float | None
     told: str
 
     def record(self) -> dict[str, Any]:
-        """As the event of a start holds it."""
+        """Returns it as the `start` event holds it."""
         return asdict(self)
 
     def __str__(self) -> str:
         return f"unknown: {self.told}" if self.flops is None else in_flops(self.flops)
 
 
-UNMEASURED = Ceiling(None, "nobody measured what this device does at best; `halfstep train` does")
+UNMEASURED = Ceiling(None, "nobody measured this device; `halfstep train` does")
 
 
 def recorded(events: Path, device: str) -> Ceiling | None:
-    """The ceiling that an earlier session of the run measured on a device of that name, if one did."""
+    """Returns the ceiling that an earlier session of the run measured on a device of that name, if any."""
     try:
         with open(events, "rb") as file:
             starts = [line for line in file if line.startswith(_START)]
@@ -49,9 +49,8 @@ def recorded(events: Path, device: str) -> Ceiling | None:
             f"events cannot be read from `{events}`: {error.strerror or error}", hint="change its permissions"
         ) from None
     for line in reversed(starts):
-        found = _read(line, device)
-        if found is not None:
-            return found
+        if (ceiling := _read(line, device)) is not None:
+            return ceiling
     return None
 
 
@@ -60,14 +59,14 @@ def _read(line: bytes, device: str) -> Ceiling | None:
         start = json.loads(line)
     except ValueError:  # cut off by a kill
         return None
-    said = start.get("ceiling")
-    if start["device"]["name"] != device or not isinstance(said, Mapping) or not said.get("flops"):
+    record = start.get("ceiling")
+    if start["device"]["name"] != device or not isinstance(record, Mapping) or not record.get("flops"):
         return None
-    return Ceiling(float(said["flops"]), str(said["told"]))
+    return Ceiling(float(record["flops"]), str(record["told"]))
 
 
 def in_flops(number: float) -> str:
-    """FLOPs a second in the unit that suits them: `745 TFLOP/s`."""
+    """Returns FLOPs per second in the unit that suits them: `745 TFLOP/s`."""
     for size, letter in ((1e15, "P"), (1e12, "T"), (1e9, "G")):
         if number >= size:
             return f"{number / size:.3g} {letter}FLOP/s"

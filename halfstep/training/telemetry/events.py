@@ -1,11 +1,11 @@
-"""events.jsonl: what happened in a run, one JSON object a line, appended and never rewritten.
+"""events.jsonl: what happened in a run, one JSON object per line, appended and never rewritten.
 
 Every line has `event`, its kind, and `time`, Unix seconds. The kinds and their fields:
 
     start        halfstep (version), config (table), policy (text), choice ({preset, reason} or null),
                  backend ({name, version}), device ({kind, name}), parameters, tokens_per_step,
-                 resumed_from (step or null), init ({path, layout, sha256, notes} or null: where the first
-                 weights came from), flops_per_token, ceiling ({flops a second or null, told}: ceiling.py),
+                 resumed_from (step or null), init ({path, layout, sha256, notes} or null: where the initial
+                 weights came from), flops_per_token, ceiling ({flops per second or null, told}: ceiling.py),
                  data ({description, digest, train_tokens, validation_tokens, bigram_bits})
     step         step, loss, tokens (so far), seconds (so far), tokens_per_second, learning_rate (of the
                  matrices inside blocks; those of other groups rise and fall with it), grad_norm, scale,
@@ -13,11 +13,11 @@ Every line has `event`, its kind, and `time`, Unix seconds. The kinds and their 
                  ceiling, or null), input_wait (seconds that the loop waited for the batch)
     validation   step, loss, bits_per_byte (or null), tokens
     checkpoint   step, path, seconds (from when it was due until it was complete), waited (of these, how long
-                 training stood still), bytes, held_out (the loss of a look at the same step, or null)
-    save_failed  step, message; earlier checkpoints are whole, training goes on, the next save is the next try
-    skip         step, loss, grad_norm, in_a_row, scale, where ([{file, offsets}]): an update whose gradients
-                 were not finite and was left out, and the data it saw
-    not_finite   the same of a step whose loss was not finite and whose gradients were: its update was made
+                 training stood still), bytes, held_out (the loss of an evaluation at the same step, or null)
+    save_failed  step, message; earlier checkpoints are whole, training continues, the next save tries again
+    skip         step, loss, grad_norm, in_a_row, scale, where ([{file, offsets}]): an update that was skipped
+                 because its gradients were not finite, and the data it saw
+    not_finite   the same of a step whose loss was not finite and whose gradients were: its update was applied
     spike        step, loss, median, in_a_row, where: a loss above the recent ones by more than training.rollback
     rollback     step (it happened at), to (step of the checkpoint), skipped_data (updates' worth), message
     artifact     path, bytes, limit (or null), over (bytes), loss_before, loss_after, bits_per_byte_before,
@@ -25,24 +25,23 @@ Every line has `event`, its kind, and `time`, Unix seconds. The kinds and their 
     warning      message
     stop         step, reason, saved (step of the newest complete checkpoint, or null)
     end          step, seconds, loss, validation_loss, bits_per_byte, tokens_per_second (after the first step)
-                 Both say where the time of their session went (meters.py): spent ({wall, training, first_step,
+                 Both state where the time of their session went (meters.py): spent ({wall, training, first_step,
                  input, saving, evaluation, other} in seconds), mfu, busy (share or null), busy_unknown (why it
                  is null), memory (the most bytes held)
 
-`step` counts updates done: the first is 1. Losses are nats a token. A resumed run appends to the same file,
-from a new `start` on; steps between its `resumed_from` and the kill then occur twice, and the later line
-counts.
+`step` counts updates done: the first is 1. Losses are nats per token. A resumed run appends to the same file,
+from a new `start` on; steps between its `resumed_from` and the kill then occur twice, and the later line counts.
 
 JSON has no infinities and no NaN, so they are the texts "nan", "inf" and "-inf"; a text that is one of these
-three words is written with an apostrophe in front ("'nan"), and one more where it has some already, so that
-everything reads back as what it was.
+three words gets an apostrophe in front ("'nan"), and one more if it has some already, so that everything reads
+back as what it was.
 
 A line is flushed as soon as it is written. A killed writer can leave one unfinished line at the end: readers
-pass over it and the next writer removes it. An unreadable line anywhere else is damage, and an error.
+skip it and the next writer removes it. An unreadable line anywhere else is damage, and an error.
 
 **A full disk does not stop training.** What cannot be written waits in memory, in order, and is tried again with
-each event that follows, from the very byte at which the disk gave up. Beyond 16 MiB events are dropped, and a
-warning says how many, as soon as it can. What still waits when the writer is closed is lost: it is told.
+each event that follows, from the very byte at which the disk gave up. What still waits at the end is reported
+lost.
 """
 
 import json
@@ -58,7 +57,6 @@ import numpy as np
 
 from halfstep.core.errors import HalfstepError
 
-WAITING_AT_MOST = 16 << 20  # bytes
 BLOCK = 64 << 10  # bytes that are read at once from the end of a file
 
 _WORD = re.compile(r"'*(nan|inf|-inf)")
@@ -70,28 +68,35 @@ class EventsError(HalfstepError):
 
 @final
 class Events:
-    """The writer of an events file. A context manager; one writer a file."""
+    """The writer of an events file. It is open inside its `with` block; one writer per file."""
 
     def __init__(self, path: Path, *, clock: Callable[[], float] = time.time):
         self.path = path
+        self.failure: OSError | None = None  # why the last try failed; None when all is written
+        self.listener: Callable[[Mapping[str, Any]], None] | None = None  # gets each event, as it was given
         self._clock = clock
         self._waiting = b""  # what is not on the disk yet
-        self._dropped = 0
-        self.failure: OSError | None = None  # why the last try failed; None when all is written
-        self.listener: Callable[[Mapping[str, Any]], None] | None = None  # is told each event, as it was given
+        self._file: Any = None
+
+    def __enter__(self) -> "Events":
         try:
-            # A link would lead to a file that is somebody else's.
-            opened = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW, 0o666)
-            self._file = os.fdopen(opened, "ab", buffering=0)  # closed by close()
-            _remove_torn_line(path)
+            # A link would lead to someone else's file.
+            opened = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+            self._file = os.fdopen(opened, "ab", buffering=0)
+            _remove_torn_line(self.path)
         except OSError as error:
             raise EventsError(
-                f"events cannot be written to `{path}`: {error.strerror or error}",
+                f"events cannot be written to `{self.path}`: {error.strerror or error}",
                 hint="choose a run folder that can be written with `--out`",
             ) from None
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.retry()
+        self._file.close()
 
     def write(self, kind: str, /, **fields: Any) -> None:
-        """Appends one event, and flushes it; where the disk refuses, it waits for the next try."""
+        """Appends one event and flushes it; if the disk refuses, it waits for the next try."""
         if taken := {"event", "time"} & fields.keys():
             raise ValueError(f"`{taken.pop()}` is a field of every event and cannot be given")
         line = {"event": kind, "time": self._clock()} | {
@@ -99,15 +104,13 @@ class Events:
         }
         text = json.dumps(line, ensure_ascii=False, allow_nan=False)
         # Half a surrogate pair, as in an odd file name, has no UTF-8; this makes it JSON's own \ud800.
-        self._append(text.encode("utf-8", errors="backslashreplace") + b"\n")
+        self._waiting += text.encode("utf-8", errors="backslashreplace") + b"\n"
+        self.retry()
         if self.listener is not None:
             self.listener(fields | {"event": kind, "time": line["time"]})
-        if self._dropped and self.failure is None:
-            dropped, self._dropped = self._dropped, 0
-            self.write("warning", message=f"{dropped} events before this one could not be written and are lost")
 
     def retry(self) -> bool:
-        """Tries to write what waits; whether nothing waits any more."""
+        """Tries to write what waits; returns whether nothing waits any more."""
         try:
             while self._waiting:
                 self._waiting = self._waiting[self._file.write(self._waiting) or 0 :]
@@ -119,37 +122,16 @@ class Events:
     @property
     def unwritten(self) -> int:
         """How many events are not on the disk."""
-        return self._waiting.count(b"\n") + self._dropped
-
-    def close(self) -> None:
-        """Closes the file, after a last try. Idempotent."""
-        if not self._file.closed:
-            self.retry()
-            self._file.close()
-
-    def _append(self, line: bytes) -> None:
-        if self._waiting:
-            self.retry()
-        if len(self._waiting) + len(line) > WAITING_AT_MOST:
-            self._dropped += 1
-        else:
-            self._waiting += line
-        self.retry()
-
-    def __enter__(self) -> "Events":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
+        return self._waiting.count(b"\n")
 
 
 def read_events(path: Path) -> list[dict[str, Any]]:
-    """The events of a file, oldest first, without an unfinished last line."""
+    """Returns the events of a file, oldest first, without an unfinished last line."""
     return list(stream_events(path))
 
 
 def stream_events(path: Path) -> Iterator[dict[str, Any]]:
-    """The same, one by one: those of a long run take more memory than a run should be asked for."""
+    """Yields the same one by one: those of a long run take a lot of memory."""
     try:
         with open(path, "rb") as file:
             for number, line in enumerate(file, 1):
@@ -160,7 +142,7 @@ def stream_events(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def newest_first(path: Path) -> Iterator[dict[str, Any]]:
-    """The events of a file from its end, without an unfinished last line; no more is read than is asked for."""
+    """Yields the events of a file from its end, without an unfinished last line; reads no more than needed."""
     try:
         with open(path, "rb") as file:
             for number, line in enumerate(_backwards(file)):
@@ -171,7 +153,7 @@ def newest_first(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def _backwards(file: BinaryIO) -> Iterator[bytes]:
-    """The lines of a file, last first: what stands behind the last newline, be it nothing, then whole lines."""
+    """Yields the lines of a file, last first: what follows the last newline, then whole lines."""
     place, rest = file.seek(0, os.SEEK_END), b""
     while place > 0:
         size = min(BLOCK, place)
@@ -186,32 +168,32 @@ def _unreadable(path: Path, error: OSError) -> EventsError:
 
 
 def _parse(line: bytes, path: Path | None = None, number: int = 0) -> dict[str, Any]:
-    """The event of a line, which is the first of `path` if its number is 1, and the last if that is -1."""
+    """Returns the event of a line: number 1 is the first of `path`, and -1 the last."""
     try:
         event = _DECODER.decode(line.decode("utf-8", errors="surrogatepass"))
     except (ValueError, RecursionError) as error:  # JSONDecodeError and UnicodeDecodeError among them
         raise _damaged(path, number, f"not JSON ({error})") from None
     if not isinstance(event, dict) or not isinstance(event.get("event"), str):
-        raise _damaged(path, number, "no object with an `event`")
-    # Most lines hold no word that stands for a number; a backslash may be a letter of one.
+        raise _damaged(path, number, "not an object with an `event`")
+    # Most lines hold no word that stands for a number; a backslash may spell one.
     if b'nan"' in line or b'inf"' in line or b"\\" in line:
         return {name: _decode(value) for name, value in event.items()}
     return event
 
 
-def _damaged(path: Path | None, number: int, said: str) -> EventsError:
+def _damaged(path: Path | None, number: int, reason: str) -> EventsError:
     place = f"{path}:{number}" if number >= 0 else f"{path}, line {-number} from its end"
     return EventsError(
-        f"{place}: this line is {said}",
-        hint="a line before the last is damaged; repair or remove it by hand, nothing is guessed",
+        f"{place}: this line is {reason}",
+        hint="repair or remove the line by hand; nothing is guessed",
     )
 
 
 def _refuse_constant(name: str) -> float:
-    raise ValueError(f"{name} is no JSON")
+    raise ValueError(f"{name} is not JSON")
 
 
-_DECODER = json.JSONDecoder(parse_constant=_refuse_constant)  # made once: that takes as long as a line
+_DECODER = json.JSONDecoder(parse_constant=_refuse_constant)  # built once: that takes as long as a line
 
 
 def _is_whole(line: bytes) -> bool:
@@ -238,7 +220,7 @@ def _remove_torn_line(path: Path) -> None:
 
 
 def _encode(value: Any, place: str) -> Any:
-    """A value as JSON has it. What lives on a device is refused: writing it would wait for the device."""
+    """Returns a value as JSON has it. Device values are refused: writing them would wait for the device."""
     if isinstance(value, np.generic):
         value = value.item()
     if isinstance(value, float) and not math.isfinite(value):

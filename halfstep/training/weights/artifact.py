@@ -175,7 +175,9 @@ def score(
     data = path.read_bytes()
     _, found = decode(data, str(path))
     state = session.state()
-    session.load_weights({f"model.{name}": ("F32", value.shape, value.tobytes()) for name, value in found.items()})
+    session.load_weights(
+        {f"model.{name}": Stored("F32", value.shape, value.tobytes()) for name, value in found.items()}
+    )
     try:
         after = evaluate(session, corpus, config, averaged=False)
     finally:
@@ -194,7 +196,7 @@ def conclude(
         return
     weights = masters(session.state(), config.model, averaged=config.training.ema > 0)
     try:
-        with memory.told(session.ran_out, lambda: memory.in_scoring(config)):
+        with memory.convert_oom(session.ran_out, lambda: memory.in_scoring(config)):
             found = score(session, corpus, config, out / NAME, before, weights)
     except HalfstepError as error:  # the checkpoint is there, and whoever trained for days keeps the run
         events.write("warning", message=f"there is no artifact: {error.message}")

@@ -1,17 +1,17 @@
 """What stays: the last, every so many, the best, the protected, and whatever is not whole."""
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from halfstep.training.checkpoints.checkpoint import Array, save
+from halfstep.core.state_format import Stored
+from halfstep.training.checkpoints.checkpoint import save
 from halfstep.training.checkpoints.retention import Retention, best_step, due_step, good_step, kept, prune, survey
 
 
 def make(folder, **losses):
     for name, loss in losses.items():
         step = int(name.removeprefix("s"))
-        save(folder, step, {"w": Array("U8", (1,), bytes([step]))}, {"held_out": loss})
+        save(folder, step, {"w": Stored("U8", (1,), bytes([step]))}, {"held_out": loss})
 
 
 def names(folder):
@@ -49,7 +49,7 @@ def test_one_that_was_due_is_kept_before_one_that_a_stop_left(tmp_path):
     def made(*steps):
         for step in steps:
             config = {"training": {"save_every": 10}}
-            save(tmp_path, step, {"w": Array("U8", (1,), bytes([step]))}, {"held_out": None, "config": config})
+            save(tmp_path, step, {"w": Stored("U8", (1,), bytes([step]))}, {"held_out": None, "config": config})
 
     made(10, 20, 21, 30)
     prune(tmp_path, Retention(last=1), good=29)
@@ -68,7 +68,7 @@ def test_one_that_was_due_is_kept_before_one_that_a_stop_left(tmp_path):
 def test_the_last_step_is_due_whatever_the_schedule(tmp_path):
     config = {"training": {"save_every": 10, "steps": 25}}
     for step in (20, 25):
-        save(tmp_path, step, {"w": Array("U8", (1,), bytes([step]))}, {"held_out": None, "config": config})
+        save(tmp_path, step, {"w": Stored("U8", (1,), bytes([step]))}, {"held_out": None, "config": config})
     prune(tmp_path, Retention(last=1), good=25)
     assert names(tmp_path) == [25]
 
@@ -114,8 +114,3 @@ def test_the_newest_always_stays_and_each_that_stays_has_a_reason(steps, last, e
             step == good,
         )
         assert (step in stay) == any(reasons)
-
-
-def test_keeping_none_is_refused():
-    with pytest.raises(ValueError, match="1 checkpoint or more"):
-        Retention(0)

@@ -14,7 +14,7 @@ from halfstep.training.checkpoints import checkpoint
 from halfstep.training.checkpoints.retention import Retention
 from halfstep.training.checkpoints.writer import Saver
 from halfstep.training.run import checkpointing
-from halfstep.training.run.checkpointing import Keeper
+from halfstep.training.run.checkpointing import Checkpointer
 from halfstep.training.run.health import Health
 from halfstep.training.run.signals import StopRequest
 from halfstep.training.session import open_session
@@ -153,64 +153,64 @@ class Session:
 
 
 @pytest.fixture
-def keeper(tmp_path):
+def checkpointer(tmp_path):
     (tmp_path / "run").mkdir()
     with Events(tmp_path / "run" / "events.jsonl") as events:
         saver = Saver(tmp_path / "run" / "checkpoints", Retention())
         describe = lambda step, held_out: {"held_out": held_out}  # noqa: E731
-        yield Keeper(saver, Session(), Health(0.0), events, Bar(), describe, StopRequest())
+        yield Checkpointer(saver, Session(), Health(0.0), events, Bar(), describe, StopRequest())
 
 
-def told(keeper):
-    return read_events(keeper.events.path)
+def events_of(checkpointer):
+    return read_events(checkpointer.events.path)
 
 
-def ask(keeper, deadline=None, seconds_ago=0.0):
+def ask(checkpointer, deadline=None, seconds_ago=0.0):
     """Somebody asked to stop."""
-    keeper.stop.receive(15)
-    keeper.stop.at = time.monotonic() - seconds_ago
-    keeper.deadline = deadline
-    return keeper
+    checkpointer.stop.receive(15)
+    checkpointer.stop.at = time.monotonic() - seconds_ago
+    checkpointer.deadline = deadline
+    return checkpointer
 
 
-def test_a_checkpoint_is_an_event_with_what_it_cost(keeper):
-    keeper.save(5, 2.5)
-    keeper.settle()
-    (event,) = told(keeper)
+def test_a_checkpoint_is_an_event_with_what_it_cost(checkpointer):
+    checkpointer.save(5, 2.5)
+    checkpointer.wait()
+    (event,) = events_of(checkpointer)
     assert (event["event"], event["step"], event["path"]) == ("checkpoint", 5, "checkpoints/step-000005")
     assert (event["bytes"], event["held_out"]) == (3, 2.5)
     assert 0 <= event["waited"] <= event["seconds"]
-    assert checkpoint.load(keeper.saver.folder / "step-000005")[1]["held_out"] == 2.5
+    assert checkpoint.load(checkpointer.saver.folder / "step-000005")[1]["held_out"] == 2.5
 
 
 @pytest.mark.parametrize(("enough", "number"), [(0.0, 1), (60.0, 0)])
-def test_saves_that_training_waits_for_are_warned_of_once(keeper, monkeypatch, enough, number):
+def test_saves_that_training_waits_for_are_warned_of_once(checkpointer, monkeypatch, enough, number):
     monkeypatch.setattr(checkpointing, "LONG", enough)
-    turns, real, settle = threading.Semaphore(0), checkpoint.save, keeper.settle
+    turns, real, settle = threading.Semaphore(0), checkpoint.save, checkpointer.wait
 
     def save(*args):
         assert turns.acquire(timeout=60)
         return real(*args)
 
     def wait():  # a disk that is done with one only when the next one waits for it
-        if keeper.saver.is_busy:
+        if checkpointer.saver.is_busy:
             turns.release()
         return settle()
 
     monkeypatch.setattr(checkpoint, "save", save)
-    monkeypatch.setattr(keeper, "settle", wait)
-    keeper.save(1)
-    assert told(keeper) == []  # taking the snapshot is no waiting for a disk
+    monkeypatch.setattr(checkpointer, "wait", wait)
+    checkpointer.save(1)
+    assert events_of(checkpointer) == []  # taking the snapshot is no waiting for a disk
     for step in 2, 3, 4:
-        keeper.save(step)
-    keeper.settle()
-    warnings = [event["message"] for event in told(keeper) if event["event"] == "warning"]
+        checkpointer.save(step)
+    checkpointer.wait()
+    warnings = [event["message"] for event in events_of(checkpointer) if event["event"] == "warning"]
     assert len(warnings) == number
     assert all("raise training.save_every" in message for message in warnings)
-    assert [event["step"] for event in told(keeper) if event["event"] == "checkpoint"] == [1, 2, 3, 4]
+    assert [event["step"] for event in events_of(checkpointer) if event["event"] == "checkpoint"] == [1, 2, 3, 4]
 
 
-def test_a_save_that_fails_is_loud_and_the_last_one_is_tried_until_it_succeeds(keeper, monkeypatch):
+def test_a_save_that_fails_is_loud_and_the_last_one_is_tried_until_it_succeeds(checkpointer, monkeypatch):
     monkeypatch.setattr("halfstep.training.run.checkpointing.PAUSE", 0.05)
     real, tries = os.fsync, []
 
@@ -221,97 +221,99 @@ def test_a_save_that_fails_is_loud_and_the_last_one_is_tried_until_it_succeeds(k
         real(descriptor)
 
     monkeypatch.setattr(os, "fsync", fsync)
-    assert keeper.save_last(4)
-    assert [event["event"] for event in told(keeper)] == ["save_failed", "save_failed", "checkpoint"]
-    assert "No space left" in told(keeper)[0]["message"]
-    assert keeper.bar.notes[0].startswith("NOT SAVED: ")
-    assert keeper.failed is None
+    assert checkpointer.save_last(4)
+    assert [event["event"] for event in events_of(checkpointer)] == ["save_failed", "save_failed", "checkpoint"]
+    assert "No space left" in events_of(checkpointer)[0]["message"]
+    assert checkpointer.bar.notes[0].startswith("NOT SAVED: ")
+    assert checkpointer.failed is None
 
 
-def test_a_disk_that_stays_full_is_an_error_in_the_end(keeper, monkeypatch):
+def test_a_disk_that_stays_full_is_an_error_in_the_end(checkpointer, monkeypatch):
     monkeypatch.setattr("halfstep.training.run.checkpointing.PAUSE", 0.01)
     monkeypatch.setattr("halfstep.training.run.checkpointing.PATIENCE", 0.05)
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(checkpoint.CheckpointError, match="No space left"):
-        keeper.save_last(4)
-    assert not ask(keeper).save_last(4)  # who asked to stop is told, not failed
+        checkpointer.save_last(4)
+    assert not ask(checkpointer).save_last(4)  # who asked to stop is told, not failed
 
 
-def test_after_a_signal_nothing_is_started_that_would_not_end_in_time(keeper, slow):
-    keeper.saver.longest = 5.0
-    assert not ask(keeper, 10.0, seconds_ago=6.0).save_last(4)
-    assert not keeper.saver.is_busy
-    keeper.saver.longest = 0.1
+def test_after_a_signal_nothing_is_started_that_would_not_end_in_time(checkpointer, slow):
+    checkpointer.saver.longest = 5.0
+    assert not ask(checkpointer, 10.0, seconds_ago=6.0).save_last(4)
+    assert not checkpointer.saver.is_busy
+    checkpointer.saver.longest = 0.1
     started = time.monotonic()
-    assert not ask(keeper, 10.0, seconds_ago=9.7).save_last(4)  # started, and the disk is slow
+    assert not ask(checkpointer, 10.0, seconds_ago=9.7).save_last(4)  # started, and the disk is slow
     assert 0.2 < time.monotonic() - started < 1.5
-    assert keeper.saver.is_busy
+    assert checkpointer.saver.is_busy
     slow.set()
-    assert ask(keeper, 10.0).save_last(4)
-    assert keeper.saver.saved_step == 4
+    assert ask(checkpointer, 10.0).save_last(4)
+    assert checkpointer.saver.saved_step == 4
 
 
-@pytest.mark.parametrize("act", [lambda keeper: keeper.save_last(5), lambda keeper: keeper.save(5)])
-def test_a_signal_that_comes_while_a_save_is_waited_for_has_its_deadline_too(keeper, slow, act):
-    keeper.save(4)
-    threading.Timer(0.1, ask, (keeper, 0.2)).start()
+@pytest.mark.parametrize(
+    "act", [lambda checkpointer: checkpointer.save_last(5), lambda checkpointer: checkpointer.save(5)]
+)
+def test_a_signal_that_comes_while_a_save_is_waited_for_has_its_deadline_too(checkpointer, slow, act):
+    checkpointer.save(4)
+    threading.Timer(0.1, ask, (checkpointer, 0.2)).start()
     started = time.monotonic()
-    assert not act(keeper)
+    assert not act(checkpointer)
     assert time.monotonic() - started < 2
-    assert keeper.saver.is_busy
+    assert checkpointer.saver.is_busy
     slow.set()
-    keeper.saver.wait()
-    assert [path.name for path in keeper.saver.folder.iterdir()] == ["step-000004"]
+    checkpointer.saver.wait()
+    assert [path.name for path in checkpointer.saver.folder.iterdir()] == ["step-000004"]
 
 
-def test_an_earlier_failure_does_not_delay_the_last_save(keeper, monkeypatch):
+def test_an_earlier_failure_does_not_delay_the_last_save(checkpointer, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", full)
-        keeper.save(3)
-        assert keeper.settle()
+        checkpointer.save(3)
+        assert checkpointer.wait()
     started = time.monotonic()
-    assert ask(keeper, 3.0).save_last(4)
+    assert ask(checkpointer, 3.0).save_last(4)
     assert time.monotonic() - started < 2
 
 
-def test_a_disk_that_stays_full_is_not_waited_for_past_the_deadline(keeper, monkeypatch):
+def test_a_disk_that_stays_full_is_not_waited_for_past_the_deadline(checkpointer, monkeypatch):
     monkeypatch.setattr(os, "fsync", full)
     started = time.monotonic()
-    assert not ask(keeper, 0.4).save_last(4)
+    assert not ask(checkpointer, 0.4).save_last(4)
     assert time.monotonic() - started < 2
 
 
-def test_no_memory_for_a_save_is_a_save_that_failed(keeper):
+def test_no_memory_for_a_save_is_a_save_that_failed(checkpointer):
     def read():
         raise MemoryError
 
-    keeper.session.snapshot = lambda: read
-    keeper.save(4)
-    keeper.settle()
-    (event,) = told(keeper)
+    checkpointer.session.snapshot = lambda: read
+    checkpointer.save(4)
+    checkpointer.wait()
+    (event,) = events_of(checkpointer)
     assert event["event"] == "save_failed"
     assert "no memory" in event["message"]
 
 
 @pytest.mark.parametrize("words", ["can't allocate memory", "a defect"])
-def test_a_copy_that_the_host_has_no_memory_for_is_a_save_that_failed(keeper, words):
+def test_a_copy_that_the_host_has_no_memory_for_is_a_save_that_failed(checkpointer, words):
     def take():
         raise RuntimeError(words)
 
-    keeper.session.snapshot = take
+    checkpointer.session.snapshot = take
     if words == "a defect":
         with pytest.raises(RuntimeError, match=words):
-            keeper.save(3)
+            checkpointer.save(3)
         return
-    keeper.save(3)
-    del keeper.session.snapshot
-    (event,) = told(keeper)
+    checkpointer.save(3)
+    del checkpointer.session.snapshot
+    (event,) = events_of(checkpointer)
     assert (event["event"], event["step"]) == ("save_failed", 3)
-    assert "no memory of the host is left for a copy" in event["message"]
-    assert keeper.save_last(4)
-    assert keeper.saver.saved_step == 4
+    assert "the host has no memory left for a copy" in event["message"]
+    assert checkpointer.save_last(4)
+    assert checkpointer.saver.saved_step == 4
 
 
-def test_nothing_is_saved_of_a_run_without_a_step(keeper):
-    assert keeper.save_last(0)
-    assert told(keeper) == []
+def test_nothing_is_saved_of_a_run_without_a_step(checkpointer):
+    assert checkpointer.save_last(0)
+    assert events_of(checkpointer) == []

@@ -1,580 +1,135 @@
-"""What goes wrong while a run goes on: it is told, survived, and changes no bit of what comes out."""
+"""When a loss has jumped: a rule, with its memory in the checkpoint."""
 
-import errno
+import json
 import math
-import os
-import signal
-import threading
-import time
 
-import numpy as np
 import pytest
-
-from halfstep.config.load import load
-from halfstep.core.errors import ConfigError, HalfstepError
-from halfstep.core.policy import Policy
-from halfstep.training import paths
-from halfstep.training.checkpoints import checkpoint
-from halfstep.training.checkpoints.retention import best_step, survey
-from halfstep.training.data import batches
-from halfstep.training.data.shards import Shard, ShardedTokens
-from halfstep.training.data.types import DataError
-from halfstep.training.files import LockedError
-from halfstep.training.loop import Loop
-from halfstep.training.run import determinism
-from halfstep.training.telemetry.events import read_events
-from halfstep.training.weights import artifact
-
-SMALL = [
-    "model.context=16",
-    "model.layers=1",
-    "model.width=16",
-    "model.heads=2",
-    "training.batch=2",
-    "training.micro_batches=1",
-    "training.steps=20",
-    "training.validate_every=100",
-    "training.validation_tokens=64",
-    "training.save_every=4",
-]
-
-
-def start(text, out, *extra, policy="fp32", **options):
-    config = load("tiny", [f"data.source={text}", *SMALL, *extra])
-    return Loop(config, Policy.parse(policy), out, device="cpu", **options)
-
-
-def final_state(out):
-    arrays, manifest = checkpoint.load(checkpoint.latest(out / paths.CHECKPOINTS))
-    return {name: bytes(a.data) for name, a in arrays.items() if name != "rng.cpu"}, manifest
-
-
-def told(out, *kinds):
-    return [event for event in read_events(out / "events.jsonl") if event["event"] in kinds]
-
-
-def poison(loop, indices, factor):
-    """Multiplies the loss of some data, wherever and whenever it is seen."""
-    bad = {loop.batches.at(index)[0, :, :-1].tobytes() for index in indices}
-    real = loop.session._loss
-
-    def loss(x, y):
-        return real(x, y) * (factor if x.numpy().astype(np.int32).tobytes() in bad else 1.0)
-
-    loop.session._loss = loss
-    return loop
-
-
-class InterruptedByTestError(Exception):
-    pass
-
-
-def interrupt_when(loop, condition):
-    launch = loop.session.step
-
-    def step(batch):
-        if condition(loop):
-            raise InterruptedByTestError
-        return launch(batch)
-
-    loop.session.step = step
-    with pytest.raises(InterruptedByTestError):
-        loop.run()
-
-
-def test_a_batch_that_is_not_finite_is_skipped_and_told_with_its_place(text, tmp_path, capsys):
-    out = tmp_path / "run"
-    loop = poison(start(text, out, "training.steps=6"), [2], math.nan)
-    assert loop.run().finished
-    (skip,) = told(out, "skip")
-    assert (skip["step"], skip["in_a_row"]) == (3, 1)
-    assert math.isnan(skip["loss"])
-    ((place),) = skip["where"]
-    assert place["file"] == f"`{text}`"
-    (rows,) = loop.batches.at(2)
-    for offset, row in zip(place["offsets"], rows, strict=True):
-        assert np.array_equal(loop.corpus.train[offset : offset + 17], row)
-    assert f"skipped; its data begin in `{text}` at token {place['offsets'][0]}" in capsys.readouterr().err
-    assert loop.session.applied() == 5
-
-
-def test_a_loss_that_is_not_finite_counts_though_its_gradients_are(text, tmp_path, capsys):
-    out = tmp_path / "run"
-    loop = start(text, out, "training.steps=80")
-    real = loop.session._loss
-    loop.session._loss = lambda x, y: real(x, y) + (math.inf if loop.tally.step >= 5 else 0.0)
-    with pytest.raises(HalfstepError, match="50 steps in a row were not finite, up to step 55; forward: the loss"):
-        loop.run()
-    events = told(out, "not_finite")
-    assert [event["step"] for event in events] == list(range(6, 56))
-    assert events[0]["where"] == loop.batches.locate(5)
-    assert told(out, "skip") == []
-    assert "step 6 had a loss that is not finite; its data begin in" in capsys.readouterr().err
-
-
-def test_a_token_of_shards_is_found_by_file_and_offset(tmp_path):
-    numbers = np.arange(10, dtype=np.uint16)
-    parts = [Shard(tmp_path / "a.bin", numbers[2:6], 2), Shard(tmp_path / "b.bin", numbers[:3])]
-    tokens = ShardedTokens(parts, 100)
-    places = [tokens.locate(place) for place in range(len(tokens))]
-    a, b = str(tmp_path / "a.bin"), str(tmp_path / "b.bin")
-    assert places == [(a, 2), (a, 3), (a, 4), (a, 5), (b, 0), (b, 1), (b, 2)]
-
-
-def test_a_run_that_diverged_names_the_tensor_and_keeps_the_checkpoint_from_before(text, tmp_path):
-    out = tmp_path / "run"
-    loop = start(text, out, "training.steps=100", "training.save_every=5", "training.keep_last=1")
-    launch = loop.session.step
-
-    def step(batch):
-        if loop.tally.step == 12:
-            loop.session.model.blocks[0].mlp.up.weight.data[:] = math.nan
-        return launch(batch)
-
-    loop.session.step = step
-    with pytest.raises(
-        HalfstepError, match=r"50 steps in a row.*up to step 62; forward: blocks\.0\.mlp\.up"
-    ) as caught:
-        loop.run()
-    assert f"--init {out / 'checkpoints' / 'step-000010'}" in caught.value.hint
-    assert sorted(p.name for p in (out / "checkpoints").iterdir()) == ["step-000010", "step-000060"]
-    assert len(told(out, "skip")) == 50
-    (stop,) = told(out, "stop")
-    assert (stop["step"], stop["saved"]) == (62, 60)
-    assert "not finite" in stop["reason"]
-
-
-def test_an_update_that_ruins_the_weights_it_saves_does_not_push_out_the_ones_before(text, tmp_path):
-    out = tmp_path / "run"
-    loop = start(text, out, "training.steps=100", "training.save_every=10")
-    launch = loop.session.step
-
-    def step(batch):
-        result = launch(batch)
-        if loop.tally.step == 19:  # of step 20 the loss is finite, and what it saves is not
-            loop.session.model.blocks[0].mlp.up.weight.data[:] = math.nan
-        return result
-
-    loop.session.step = step
-    with pytest.raises(HalfstepError, match="50 steps in a row") as caught:
-        loop.run()
-    left = {p.name: checkpoint.load(p)[0] for p in checkpoint.step_folders(out / "checkpoints")}
-    assert [*left] == ["step-000010", "step-000050", "step-000060"]
-    weight = np.frombuffer(left["step-000010"]["model.blocks.0.mlp.up.weight"].data, np.float32)
-    assert np.isfinite(weight).all()
-    assert "step-000010" in caught.value.hint
-
-
-def test_a_run_that_never_was_finite_leaves_a_checkpoint_too(text, tmp_path):
-    loop = start(text, tmp_path / "run", "training.steps=100", "training.save_every=99")
-    loop.session.model.embed.weight.data[:] = math.nan
-    with pytest.raises(HalfstepError, match=r"forward: embed"):
-        loop.run()
-    assert checkpoint.latest(tmp_path / "run" / "checkpoints").name == "step-000050"
-
-
-def test_a_checkpoint_left_behind_says_the_step_that_its_weights_are_after(text, tmp_path, monkeypatch):
-    """Where steps are read late, one more was launched, and it may have been a good one."""
-    loop = start(text, tmp_path / "run", "training.steps=100", "training.save_every=99")
-    poison(loop, range(50), math.nan)
-    monkeypatch.setattr(type(loop.session), "asynchronous", True)
-    with pytest.raises(HalfstepError, match="up to step 50"):
-        loop.run()
-    manifest = final_state(tmp_path / "run")[1]
-    assert loop.session.applied() == 1
-    assert (manifest["step"], manifest["data"]["position"]) == (51, loop.batches.position(51))
-
-
-@pytest.mark.parametrize("backend", ["torch", pytest.param("jax", marks=pytest.mark.prove), "mlx"])
-def test_where_no_scale_helps_the_tensor_is_named_and_a_checkpoint_left(text, tmp_path, backend):
-    pytest.importorskip("mlx.core" if backend == "mlx" else backend)
-    policy, extra = "fp16-mixed,emulate=true,scale=dynamic:init=2:floor=1", [f"backend={backend}"]
-    loop = start(text, tmp_path / "run", *extra, policy=policy)
-    state = loop.session.state()
-    dtype, shape, data = state["model.embed.weight"]
-    state["model.embed.weight"] = (dtype, shape, np.full(len(data) // 4, np.nan, np.float32).tobytes())
-    loop.session.load(state)
-    with pytest.raises(HalfstepError, match=r"at its floor, 1; .*embed"):
-        loop.run()
-    launched = 3 if loop.session.asynchronous else 2
-    assert checkpoint.latest(tmp_path / "run" / "checkpoints").name == f"step-{launched:06d}"
-    (stop,) = told(tmp_path / "run", "stop")
-    assert stop["saved"] == launched
-
-
-def test_where_no_scale_helps_the_data_of_that_step_are_looked_into(text, tmp_path, monkeypatch):
-    """And not those of the step that was launched after it, where steps are read late."""
-    policy = "fp16-mixed,emulate=true,scale=dynamic:init=2:floor=1"
-    loop = poison(start(text, tmp_path / "run", policy=policy), range(2), math.nan)
-    monkeypatch.setattr(type(loop.session), "asynchronous", True)
-    seen, check = [], loop.session.check
-    loop.session.check = lambda result, batch: seen.append(batch) or check(result, batch)
-    with pytest.raises(HalfstepError, match="at its floor, 1; forward: the loss itself"):
-        loop.run()
-    assert len(seen) == 1
-    assert np.array_equal(seen[0], loop.batches.at(1))
-
-
-ROLLBACK = "training.rollback=2.0"
-
-
-def test_a_spike_rolls_back_past_its_data_and_is_the_same_when_it_is_resumed(text, tmp_path):
-    spiking = range(10, 13)  # steps 11, 12 and 13; step 12 is saved while it spikes
-    whole = tmp_path / "whole"
-    assert poison(start(text, whole, ROLLBACK), spiking, 10.0).run().finished
-    assert [event["step"] for event in told(whole, "spike")] == [11, 12, 13]
-    (rollback,) = told(whole, "rollback")
-    assert (rollback["step"], rollback["to"], rollback["skipped_data"]) == (13, 8, 5)
-    state, manifest = final_state(whole)
-    assert manifest["data"]["left_out"] == 5
-    assert manifest["data"]["position"]["tokens"] == 25 * 2 * 16
-    assert [e["step"] for e in told(whole, "checkpoint")] == [4, 8, 12, 12, 16, 20]
-
-    def after_rollback(steps):
-        return lambda loop: bool(told(loop.out, "rollback")) and loop.tally.step == steps
-
-    for name, condition, resumed_at in (
-        ("in the spike", lambda loop: loop.tally.step == 12, 12),
-        ("after going back", after_rollback(10), 8),
-        ("later", after_rollback(14), 12),
-    ):
-        out = tmp_path / name
-        interrupt_when(poison(start(text, out, ROLLBACK), spiking, 10.0), condition)
-        again = poison(start(text, out, ROLLBACK, resume=True), spiking, 10.0)
-        assert again.start == resumed_at
-        again.run()
-        assert final_state(out)[0] == state, name
-        assert final_state(out)[1]["data"] == manifest["data"]
-
-
-def test_a_rollback_leaves_the_run_that_never_saw_the_data(text, tmp_path):
-    assert poison(start(text, tmp_path / "spiked", ROLLBACK), range(10, 13), 10.0).run().finished
-    spared = start(text, tmp_path / "spared", ROLLBACK)
-    at = spared.batches.at
-    spared.batches.at = lambda step: at(step if step < 8 else step + 5)
-    assert spared.run().finished
-    assert final_state(tmp_path / "spiked")[0] == final_state(tmp_path / "spared")[0]
-    tokens = [told(tmp_path / name, "step")[-1]["tokens"] for name in ("spiked", "spared")]
-    assert tokens == [20 * 2 * 16] * 2
-
-
-def test_a_rollback_waits_for_the_checkpoint_that_is_being_written(text, tmp_path, monkeypatch):
-    out, saves, real = tmp_path / "run", [], checkpoint.save
-
-    def slow(folder, step, *rest):
-        saves.append(step)
-        if saves.count(12) == 1:  # of the spike, which comes to its end at step 13
-            time.sleep(0.3)
-        return real(folder, step, *rest)
-
-    monkeypatch.setattr(checkpoint, "save", slow)
-    assert poison(start(text, out, ROLLBACK), range(10, 13), 10.0).run().finished
-    assert saves == [4, 8, 12, 12, 16, 20]
-    assert told(out, "save_failed") == []
-
-
-def test_after_a_rollback_bad_data_is_told_and_looked_into_where_it_is(text, tmp_path):
-    out, bad, seen = tmp_path / "run", range(5, 55), []
-    loop = poison(start(text, out, "training.steps=100"), bad, math.nan)
-    loop.health.shift = 5  # as a rollback leaves it
-    loop.session.blame = lambda batch: seen.append(batch) or "forward: there"
-    with pytest.raises(HalfstepError, match="up to step 50; forward: there"):
-        loop.run()
-    assert [event["where"] for event in told(out, "skip")] == [loop.batches.locate(index) for index in bad]
-    assert np.array_equal(seen[0], loop.batches.at(bad[-1]))
-
-
-def test_data_that_was_left_out_once_is_left_out_for_good(text, tmp_path):
-    out = tmp_path / "run"
-    assert poison(start(text, out, ROLLBACK), range(10, 16), 10.0).run().finished
-    rollbacks = [(e["step"], e["to"], e["skipped_data"]) for e in told(out, "rollback")]
-    assert rollbacks == [(13, 8, 5), (11, 8, 3)]
-    assert final_state(out)[1]["data"]["left_out"] == 8
-
-
-def test_where_steps_are_read_late_a_rollback_is_the_same(text, tmp_path, monkeypatch):
-    spiking, found = range(10, 13), []
-    for name, late in (("at once", False), ("late", True)):
-        loop = poison(start(text, tmp_path / name, ROLLBACK), spiking, 10.0)
-        monkeypatch.setattr(type(loop.session), "asynchronous", late)
-        assert loop.run().finished
-        state, manifest = final_state(tmp_path / name)
-        found.append((state, manifest["data"], manifest["guard"]))
-    assert found[0] == found[1]
-
-
-def test_without_being_asked_a_spike_changes_nothing(text, tmp_path):
-    assert poison(start(text, tmp_path / "run"), range(10, 14), 10.0).run().finished
-    assert told(tmp_path / "run", "spike", "rollback") == []
-
-
-def test_a_spike_with_nothing_to_go_back_to_is_told_and_the_run_goes_on(text, tmp_path):
-    out = tmp_path / "run"
-    loop = poison(start(text, out, ROLLBACK, "training.save_every=50"), range(10, 13), 10.0)
-    assert loop.run().finished
-    (warning,) = told(out, "warning")
-    assert "no checkpoint from before" in warning["message"]
-
-
-def test_spikes_that_go_on_stop_the_run_in_the_end(text, tmp_path):
-    out = tmp_path / "run"
-    loop = poison(start(text, out, ROLLBACK, "training.steps=40"), range(10, 60), 10.0)
-    with pytest.raises(HalfstepError, match="spiked again after 3 rollbacks to step 8"):
-        loop.run()
-    assert checkpoint.latest(out / "checkpoints").name == "step-000008"
-    (stop,) = told(out, "stop")
-    assert stop["saved"] == 8  # and not the one of step 12, which a rollback removed
-
-
-@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EROFS])
-def test_a_disk_that_refuses_for_a_while_changes_nothing_but_the_record(text, tmp_path, monkeypatch, capsys, code):
-    plain, out = tmp_path / "plain", tmp_path / "run"
-    start(text, plain).run()
-    loop = start(text, out)
-    real_mkdir, launch = os.mkdir, loop.session.step
-
-    def refused():
-        return 3 <= loop.tally.step < 11
-
-    def mkdir(path, *args, **kwargs):
-        if str(path).endswith(("step-000004.partial", "step-000008.partial")):  # whenever the writer gets there
-            raise OSError(code, os.strerror(code), str(path))
-        return real_mkdir(path, *args, **kwargs)
-
-    def step(batch):
-        file = loop.events._file
-        real = type(file).write
-
-        class Refusing:
-            closed = False
-
-            def write(self, data):
-                if refused():
-                    raise OSError(code, os.strerror(code))
-                return real(file, data)
-
-            def close(self):
-                file.close()
-
-        if not isinstance(file, Refusing) and not hasattr(file, "refusing"):
-            loop.events._file = Refusing()
-            loop.events._file.refusing = True
-        return launch(batch)
-
-    monkeypatch.setattr(os, "mkdir", mkdir)
-    loop.session.step = step
-    assert loop.run().finished
-    err = capsys.readouterr().err
-    assert err.count("NOT WRITTEN: ") == err.count("events are written again") == 1
-    assert err.count("NOT SAVED: ") == 2
-    assert [event["step"] for event in told(out, "save_failed")] == [4, 8]
-    assert os.strerror(code) in told(out, "save_failed")[0]["message"]
-    assert [event["step"] for event in told(out, "checkpoint")] == [12, 16, 20]
-    assert [event["step"] for event in told(out, "step")] == list(range(1, 21))
-    assert final_state(out)[0] == final_state(plain)[0]
-
-
-def test_a_folder_in_use_is_refused_until_its_run_is_over(text, tmp_path):
-    loop = start(text, tmp_path / "run", "training.steps=2")
-    for again in (True, False):
-        with pytest.raises(LockedError, match=f"process {os.getpid()}"):
-            start(text, tmp_path / "run", "training.steps=2", resume=again)
-    loop.run()
-    start(text, tmp_path / "run", "training.steps=2", resume=True).run()
-
-
-def test_a_folder_stays_in_use_while_what_a_deadline_left_behind_is_still_written(text, tmp_path, monkeypatch):
-    gate, real = threading.Event(), checkpoint.save
-
-    def slow(*args):
-        assert gate.wait(20)
-        return real(*args)
-
-    monkeypatch.setattr(checkpoint, "save", slow)
-    loop = start(text, tmp_path / "run", "training.save_every=1", deadline=0.2)
-    launch = loop.session.step
-
-    def step(batch):
-        os.kill(os.getpid(), signal.SIGTERM)
-        return launch(batch)
-
-    loop.session.step = step
-    outcome = loop.run()
-    assert (outcome.step, outcome.saved) == (1, None)
-    with pytest.raises(LockedError):
-        start(text, tmp_path / "run", resume=True)
-    gate.set()
-    loop.saver.wait()
-    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-000001"]
-
-
-def test_a_refused_resume_frees_the_folder(text, tmp_path):
-    start(text, tmp_path / "run", "training.steps=2").run()
-    with pytest.raises(ConfigError) as kept:  # the error holds the frames, and they hold the loop
-        start(text, tmp_path / "run", "training.steps=3", resume=True)
-    start(text, tmp_path / "run", "training.steps=2", resume=True)
-    assert kept is not None
-
-
-def test_the_best_is_kept_and_recorded(text, tmp_path, monkeypatch):
-    losses = iter([3.0, 1.0, 2.0, 2.5, 2.0])
-    real = artifact.evaluate
-
-    def evaluate(*args, **options):
-        found = real(*args, **options)
-        return type(found)(next(losses), found.tokens, None, found.bigram_bits)
-
-    monkeypatch.setattr("halfstep.training.loop.evaluate", evaluate)
-    out = tmp_path / "run"
-    start(text, out, "training.validate_every=4", "training.keep_best=true", "training.keep_last=1").run()
-    assert sorted(path.name for path in (out / "checkpoints").iterdir()) == ["step-000008", "step-000020"]
-    assert best_step(survey(out / "checkpoints")) == 8
-    assert [event["held_out"] for event in told(out, "checkpoint")] == [3.0, 1.0, 2.0, 2.5, 2.0]
-
-
-def test_a_best_that_is_never_looked_at_is_warned_of(text, tmp_path):
-    start(text, tmp_path / "run", "training.keep_best=true", "training.validate_every=5").run()
-    (warning,) = told(tmp_path / "run", "warning")
-    assert "first meet at step 20" in warning["message"]
-    start(text, tmp_path / "fine", "training.keep_best=true", "training.validate_every=8").run()
-    assert told(tmp_path / "fine", "warning") == []
-
-
-def test_going_on_in_another_order_of_the_data_is_refused(text, tmp_path, monkeypatch):
-    out = tmp_path / "run"
-    interrupt_when(start(text, out), lambda loop: loop.tally.step == 5)
-    monkeypatch.setattr(batches, "SORTED_AT_MOST", 10)
-    with pytest.raises(DataError, match=r"in the order `sorted`.* would go on in `keyed`"):
-        start(text, out, resume=True)
-
-
-def test_going_on_with_other_software_is_warned_of(text, tmp_path, monkeypatch):
-    out = tmp_path / "run"
-    interrupt_when(start(text, out), lambda loop: loop.tally.step == 5)
-    monkeypatch.setattr("halfstep.torch.session.version", "99.0")
-    start(text, out, resume=True).run()
-    (warning,) = told(out, "warning")
-    assert "since step 4 torch was" in warning["message"]
-    assert "and is 99.0: the bits may differ" in warning["message"]
-
-
-def test_the_manifest_says_what_is_needed_to_go_on(text, tmp_path):
-    out = tmp_path / "run"
-    start(text, out, "training.steps=4").run()
-    manifest = final_state(out)[1]
-    assert manifest["aliases"] == {"model.lm_head.weight": "model.embed.weight"}
-    assert manifest["random"]["seed"] == 0
-    assert {"halfstep", "python", "numpy", "safetensors", "torch"} <= manifest["versions"].keys()
-    assert "rng.cpu" in manifest["tensors"]
-    assert {"scale.scale", "applied"} <= manifest["tensors"].keys()
-    assert manifest["tensors"]["model.embed.weight"]["dtype"] == "F32"
-    start(text, tmp_path / "untied", "training.steps=4", "model.tied=false").run()
-    assert final_state(tmp_path / "untied")[1]["aliases"] == {}
-
-
-def test_a_run_that_died_between_its_last_step_and_its_end_gets_its_end(text, tmp_path, monkeypatch):
-    out = tmp_path / "run"
-    with monkeypatch.context() as patch:
-        patch.setattr(Loop, "_finish", lambda *_: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
-            start(text, out, "training.steps=4").run()
-    assert told(out, "end") == []
-    outcome = start(text, out, "training.steps=4", resume=True).run()
-    assert outcome.finished
-    assert (outcome.saved, outcome.held_out.tokens) == (4, 64)
-    assert [event["step"] for event in told(out, "end")] == [4]
-
-
-def test_a_look_does_not_keep_a_signal_waiting(text, tmp_path):
-    out = tmp_path / "run"
-    loop = start(text, out, "training.validate_every=3", "training.validation_tokens=640", deadline=20.0)
-    seen, real = [], loop.session._loss
-
-    def loss(x, y):
-        if loop.tally.step == 3:
-            seen.append(x)
-            if len(seen) == 2:
-                os.kill(os.getpid(), signal.SIGTERM)
-        return real(x, y)
-
-    loop.session._loss = loss
-    outcome = loop.run()
-    assert len(seen) == 2  # of 20 batches
-    assert (outcome.finished, outcome.step, outcome.saved) == (False, 3, 3)
-    assert told(out, "validation") == []
-    (stop,) = told(out, "stop")
-    assert (stop["reason"], stop["saved"]) == ("SIGTERM", 3)
-
-
-def test_a_signal_without_time_to_save_says_what_is_lost(text, tmp_path, capsys):
-    loop = start(text, tmp_path / "run", deadline=1e-6)
-    launch = loop.session.step
-
-    def step(batch):
-        if loop.tally.step == 5:
-            loop.keeper.settle()
-            os.kill(os.getpid(), signal.SIGTERM)
-        return launch(batch)
-
-    loop.session.step = step
-    outcome = loop.run()
-    assert (outcome.step, outcome.saved) == (6, 4)
-    assert "NOT SAVED in time: --resume goes on after step 4" in capsys.readouterr().err
-    assert start(text, tmp_path / "run", resume=True).start == 4
-
-
-@pytest.mark.parametrize("backend", [pytest.param("jax", marks=pytest.mark.prove), "mlx"])
-def test_other_backends_resume_bit_for_bit_too(text, tmp_path, backend):
-    pytest.importorskip("mlx.core" if backend == "mlx" else "jax")
-    extra = [f"backend={backend}", "training.steps=5", "training.save_every=2"]
-    whole, halved = tmp_path / "whole", tmp_path / "halved"
-    start(text, whole, *extra).run()
-    interrupt_when(start(text, halved, *extra), lambda loop: loop.tally.step == 2)
-    again = start(text, halved, *extra, resume=True)
-    assert again.start == 2
-    again.run()
-    assert final_state(whole)[0] == final_state(halved)[0]
-
-
-def test_asking_for_the_same_bits_sets_what_is_read_early_and_refuses_what_cannot(tmp_path, monkeypatch):
-    names = [
-        "CUBLAS_WORKSPACE_CONFIG",
-        "TORCHINDUCTOR_DETERMINISTIC",
-        "TORCHINDUCTOR_CACHE_DIR",
-        "TRITON_CACHE_DIR",
-    ]
-    for name in names:
-        monkeypatch.setenv(name, "")
-        monkeypatch.delenv(name)
-    determinism.prepare(load("tiny"), tmp_path)
-    assert not any(name in os.environ for name in names)
-    asked = load("tiny", ["training.deterministic=true"])
-    determinism.prepare(asked, tmp_path / "run")
-    assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
-    assert os.environ["TRITON_CACHE_DIR"] == str(tmp_path / "run" / "cache" / "triton")
-    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":0:0")
-    with pytest.raises(ConfigError, match="CUBLAS_WORKSPACE_CONFIG is `:0:0`"):
-        determinism.prepare(asked, tmp_path)
-    for kind in ("cpu", "nvidia"):
-        determinism.check(asked, kind)
-    with pytest.raises(ConfigError, match="torch on amd does not promise"):
-        determinism.check(asked, "amd")
-    with pytest.raises(ConfigError, match="jax on nvidia does not promise"):
-        determinism.check(load("tiny", ["training.deterministic=true", "backend=jax"]), "nvidia")
-
-
-def test_a_deterministic_run_tells_torch(text, tmp_path, monkeypatch):
-    import torch
-
-    for name in ("CUBLAS_WORKSPACE_CONFIG", "TORCHINDUCTOR_DETERMINISTIC"):
-        monkeypatch.setenv(name, ":16:8" if "CUBLAS" in name else "1")
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    try:
-        start(text, tmp_path / "run", "training.deterministic=true", "training.steps=2").run()
-        assert torch.are_deterministic_algorithms_enabled()
-    finally:
-        torch.use_deterministic_algorithms(False)
-        torch.utils.deterministic.fill_uninitialized_memory = True
-    with pytest.raises(ConfigError, match=r"training\.deterministic was True"):
-        start(text, tmp_path / "run", "training.steps=2", resume=True)
+from hypothesis import given
+from hypothesis import strategies as st
+
+from halfstep.training.run.health import (
+    HOPELESS,
+    IN_A_ROW,
+    NEEDED,
+    REMEMBERED,
+    ROLLBACKS,
+    DivergedError,
+    Health,
+    Spikes,
+)
+
+
+def primed(threshold=1.0, losses=(3.0,) * NEEDED):
+    spikes = Spikes(threshold)
+    for loss in losses:
+        assert not spikes.observe(loss)
+    return spikes
+
+
+def test_it_is_the_median_that_a_loss_is_held_against():
+    losses = [2.0] * 5 + [2.9] * 4
+    assert primed(losses=losses).median == 2.0
+    assert not primed(losses=losses).observe(3.0)
+    assert primed(losses=losses).observe(3.001)
+
+
+def test_three_in_a_row_are_needed_and_one_good_step_starts_again():
+    spikes = primed()
+    assert [spikes.observe(9.0) for _ in range(IN_A_ROW - 1)] == [True] * (IN_A_ROW - 1)
+    assert not spikes.is_due
+    assert not spikes.observe(3.5)
+    assert spikes.streak == 0
+    for _ in range(IN_A_ROW):
+        spikes.observe(9.0)
+    assert spikes.is_due
+    assert spikes.median == 3.0  # spikes are not remembered
+
+
+def test_a_loss_that_stays_up_never_becomes_what_it_is_held_against():
+    spikes = primed()
+    assert all(spikes.observe(9.0) for _ in range(2 * REMEMBERED))
+    assert spikes.median == 3.0
+
+
+def test_too_few_losses_decide_nothing_and_off_is_off():
+    young = primed(losses=(3.0,) * (NEEDED - 1))
+    assert not young.observe(1e9)
+    assert not primed(threshold=0.0).observe(1e9)
+    assert primed(threshold=0.0).median is None
+
+
+def test_a_loss_that_is_not_finite_is_no_spike_and_no_comfort():
+    spikes = primed()
+    spikes.observe(9.0)
+    assert not spikes.observe(math.nan)
+    assert not spikes.observe(math.inf)
+    assert spikes.streak == 1
+
+
+@given(st.lists(st.floats(0, 20), max_size=3 * REMEMBERED), st.lists(st.floats(0, 20), max_size=10))
+def test_a_restored_memory_decides_as_the_first_would(before, after):
+    one = Spikes(1.0)
+    for loss in before:
+        one.observe(loss)
+    other = Spikes(1.0)
+    other.load(json.loads(json.dumps(one.state())))
+    assert [one.observe(loss) for loss in after] == [other.observe(loss) for loss in after]
+    assert one.state() == other.state()
+
+
+def step(loss=3.0, skipped=0):
+    return {"loss": loss, "skipped": skipped}
+
+
+def test_what_is_good_stays_so_while_it_goes_wrong():
+    health = Health(1.0)
+    for number in range(1, 11):
+        assert health.observe(number, step()) is None
+    assert health.good == 9  # the update of step 10 may have ruined what it left
+    assert health.observe(11, step(skipped=1)) == "skip"
+    assert health.good == 9
+    assert health.observe(12, step()) is None
+    assert (health.good, health.in_a_row) == (11, 0)
+    assert health.observe(13, step(loss=9.0)) == "spike"
+    assert health.good == 11
+    health.evaluated(13)
+    assert health.good == 11  # a finite look does not undo a spike
+    without = Health(0.0)
+    without.evaluated(13)
+    assert without.good == 13
+
+
+def test_hopeless_is_a_long_row_and_not_many_in_all():
+    health = Health(0.0)
+    for number in range(HOPELESS - 1):
+        health.observe(number, step(skipped=1))
+    assert not health.is_hopeless
+    health.observe(HOPELESS, step())
+    health.observe(HOPELESS + 1, step(skipped=1))
+    assert not health.is_hopeless
+
+
+def test_data_that_was_left_out_adds_up_and_the_same_place_is_not_gone_back_to_for_ever():
+    health = Health(1.0)
+    saved = health.state()
+    assert health.roll_back(13, 8, saved) == 5
+    assert health.good == 8
+    assert health.roll_back(20, 16, saved) == 4
+    assert health.shift == 9
+    for _ in range(ROLLBACKS - 1):
+        resumed = Health(1.0)  # a kill in between does not start the count again
+        resumed.load(json.loads(json.dumps(health.state())))
+        health = resumed
+        health.roll_back(20, 16, saved)
+    with pytest.raises(DivergedError, match="after 3 rollbacks to step 16"):
+        health.roll_back(20, 16, saved)
+
+
+def test_a_row_of_bad_steps_goes_on_after_a_resume():
+    health = Health(0.0)
+    for number in range(1, HOPELESS):
+        health.observe(number, step(skipped=1))
+    resumed = Health(0.0)
+    resumed.load(json.loads(json.dumps(health.state())))
+    resumed.observe(HOPELESS, step(skipped=1))
+    assert resumed.is_hopeless

@@ -10,88 +10,38 @@ import signal
 import numpy as np
 import pytest
 
-from halfstep.config.load import load
 from halfstep.core.errors import ConfigError
-from halfstep.core.policy import Policy
 from halfstep.training import paths
 from halfstep.training.checkpoints import checkpoint
 from halfstep.training.data.shards import open_shard
 from halfstep.training.data.types import DataError
 from halfstep.training.files import write_whole
-from halfstep.training.loop import Loop
 from halfstep.training.run.response import RollBackError
 from halfstep.training.telemetry.ceiling import recorded
-from halfstep.training.telemetry.events import EventsError, read_events
+from halfstep.training.telemetry.events import EventsError
+from tests.training.runs import events_of, final_state, interrupt_at, resume, starter
 
-SMALL = [
-    "model.context=16",
-    "model.layers=1",
-    "model.width=16",
-    "model.heads=2",
-    "training.batch=2",
-    "training.micro_batches=1",
-    "training.steps=12",
-    "training.validate_every=100",
-    "training.validation_tokens=64",
-    "training.save_every=4",
-]
-
-
-def start(source, out, *extra, **options):
-    config = load("tiny", [f"data.source={source}", *SMALL, *extra])
-    return Loop(config, Policy.parse("fp32"), out, device="cpu", **options)
-
-
-def again(out):
-    """As `halfstep train --resume` does where no recipe is named: with the settings of the folder."""
-    return Loop(load(str(out / paths.CONFIG)), Policy.parse("fp32"), out, device="cpu", resume=True)
-
-
-def final_state(out):
-    arrays, manifest = checkpoint.load(checkpoint.latest(out / paths.CHECKPOINTS))
-    return {name: bytes(a.data) for name, a in arrays.items() if name != "rng.cpu"}, manifest
-
-
-def told(out, *kinds):
-    return [event for event in read_events(out / paths.EVENTS) if event["event"] in kinds]
-
-
-class KilledByTestError(Exception):
-    pass
-
-
-def kill_at(loop, steps):
-    launch = loop.session.step
-
-    def step(batch):
-        if loop.tally.step == steps:
-            raise KilledByTestError
-        return launch(batch)
-
-    loop.session.step = step
-    with pytest.raises(KilledByTestError):
-        loop.run()
-    loop.lock.release()
+start = starter("training.steps=12", "training.save_every=4")
 
 
 def test_a_run_that_died_before_its_first_checkpoint_begins_again(text, tmp_path):
     plain, out = tmp_path / "plain", tmp_path / "run"
     start(text, plain).run()
-    kill_at(start(text, out), 3)
-    loop = again(out)
+    interrupt_at(start(text, out), 3)
+    loop = resume(out)
     assert loop.start == 0
-    assert "holds no checkpoint yet: the run begins again" in loop.warnings[0]
+    assert "has no checkpoint yet: the run starts over" in loop.warnings[0]
     assert loop.run().finished
     assert final_state(out)[0] == final_state(plain)[0]
-    assert [event["resumed_from"] for event in told(out, "start")] == [None, None]
+    assert [event["resumed_from"] for event in events_of(out, "start")] == [None, None]
 
 
 def test_one_that_began_with_given_weights_begins_with_them_again(text, tmp_path):
     first, plain, out = tmp_path / "first", tmp_path / "plain", tmp_path / "run"
     start(text, first, "seed=3").run()
     start(text, plain, f"init={first}").run()
-    kill_at(start(text, out, f"init={first}"), 3)
-    assert again(out).run().finished
+    interrupt_at(start(text, out, f"init={first}"), 3)
+    assert resume(out).run().finished
     assert final_state(out)[0] == final_state(plain)[0]
     assert final_state(out)[1]["init"] == final_state(plain)[1]["init"]
 
@@ -107,14 +57,14 @@ def test_one_that_began_with_given_weights_begins_with_them_again(text, tmp_path
 )
 def test_settings_that_were_edited_by_hand_are_refused(text, tmp_path, was, now, key):
     out = tmp_path / "run"
-    kill_at(start(text, out), 9)
+    interrupt_at(start(text, out), 9)
     path = out / paths.CONFIG
     lines = path.read_text().splitlines()
     (place,) = [n for n, line in enumerate(lines) if line.startswith(was)]
     lines[place] = lines[place].replace(was, now, 1)
     path.write_text("\n".join(lines))
     with pytest.raises(ConfigError, match=rf"step-000008` was saved with {key} = ") as caught:
-        again(out)
+        resume(out)
     assert "set it back in run.toml" in caught.value.hint
 
 
@@ -150,9 +100,9 @@ def test_data_that_cannot_be_read_costs_no_step_that_was_taken(shards, tmp_path,
     with pytest.raises(DataError):
         loop.run()
     assert checkpoint.latest(out / paths.CHECKPOINTS).name == "step-000007"
-    (stop,) = told(out, "stop")
+    (stop,) = events_of(out, "stop")
     assert (stop["step"], stop["saved"]) == (7, 7)
-    assert again(out).run().finished
+    assert resume(out).run().finished
     assert final_state(out)[0] == final_state(plain)[0]
 
 
@@ -168,7 +118,7 @@ def test_a_shard_that_is_cut_short_in_use_is_an_error_and_no_bus_error(shards, t
     loop.session.step = step
     with pytest.raises(DataError, match=r"a\.bin` was truncated while it was in use: it has 2000 bytes and had"):
         loop.run()
-    assert told(tmp_path / "run", "stop")[0]["saved"] >= 4
+    assert events_of(tmp_path / "run", "stop")[0]["saved"] >= 4
 
 
 def test_what_is_read_of_a_cut_shard_is_refused_by_slices_too(shards):
@@ -196,7 +146,9 @@ def test_a_run_folder_that_is_moved_away_is_not_made_again(text, tmp_path, capsy
 
     loop.session.step = step
     assert loop.run().finished
-    assert [(e["step"], "was moved or removed" in e["message"]) for e in told(out, "save_failed")] == [(8, True)]
+    assert [(e["step"], "was moved or removed" in e["message"]) for e in events_of(out, "save_failed")] == [
+        (8, True)
+    ]
     assert "NOT SAVED" in capsys.readouterr().err
     assert checkpoint.latest(out / paths.CHECKPOINTS).name == "step-000012"
 
@@ -213,9 +165,9 @@ def test_a_look_that_a_signal_broke_off_is_taken_by_the_session_after(text, tmp_
 
     loop.session.evaluate = looked
     assert not loop.run().finished
-    assert [event["step"] for event in told(out, "validation")] == [4]
-    assert again(out).run().finished
-    assert [event["step"] for event in told(out, "validation")] == [4, 8, 12]
+    assert [event["step"] for event in events_of(out, "validation")] == [4]
+    assert resume(out).run().finished
+    assert [event["step"] for event in events_of(out, "validation")] == [4, 8, 12]
 
 
 @pytest.mark.parametrize("deadline", [60.0, None])
@@ -223,21 +175,15 @@ def test_an_artifact_waits_where_a_deadline_runs(text, tmp_path, capsys, deadlin
     """A scheduler would kill the run in the middle of it; its last step is saved."""
     out = tmp_path / "run"
     loop = start(text, out, "artifact.format=int8-zlib", deadline=deadline)
-    attend = loop.attend
+    save = loop.checkpointer.save_last
 
-    def attended(*given):
-        attend(*given)
-        save = loop.keeper.save_last
+    def saved(step):
+        signal.raise_signal(signal.SIGTERM)
+        return save(step)
 
-        def saved(step):
-            signal.raise_signal(signal.SIGTERM)
-            return save(step)
-
-        loop.keeper.save_last = saved
-
-    loop.attend = attended
+    loop.checkpointer.save_last = saved
     assert loop.run().finished
-    assert len(told(out, "artifact")) == (deadline is None)
+    assert len(events_of(out, "artifact")) == (deadline is None)
     assert (f"`halfstep artifact {out}` makes it" in capsys.readouterr().err) == (deadline is not None)
 
 
@@ -248,7 +194,7 @@ def test_links_in_a_run_folder_lead_nowhere(text, tmp_path):
     (out / "lock").unlink()
     (out / "lock").symlink_to(precious)
     with pytest.raises(ConfigError, match="cannot be written"):
-        again(out)
+        resume(out)
     assert precious.read_text() == "mine"
     (out / "run.toml.partial").symlink_to(precious)
     write_whole(out / "run.toml", b"new")
@@ -258,12 +204,12 @@ def test_links_in_a_run_folder_lead_nowhere(text, tmp_path):
 
 def test_a_record_that_is_a_link_is_refused(text, tmp_path):
     out, precious = tmp_path / "run", tmp_path / "precious"
-    kill_at(start(text, out), 9)
+    interrupt_at(start(text, out), 9)
     precious.write_text("mine, without a newline")
     (out / paths.EVENTS).unlink()
     (out / paths.EVENTS).symlink_to(precious)
     with pytest.raises(EventsError, match="cannot be written"):
-        again(out).run()
+        resume(out).run()
     assert precious.read_text() == "mine, without a newline"
 
 
@@ -304,12 +250,12 @@ def test_a_checkpoint_that_is_pruned_while_it_is_read_gives_way_to_the_next(text
         return real(path)
 
     monkeypatch.setattr(checkpoint, "load", pruned)
-    found, _, manifest = checkpoint.load_newest(here)
-    assert (found.name, manifest) == ("step-000008", expected)
-    (found / checkpoint.STATE).write_bytes(b"")
+    found = checkpoint.load_newest(here)
+    assert (found.path.name, found.manifest) == ("step-000008", expected)
+    (found.path / checkpoint.STATE).write_bytes(b"")
     with pytest.raises(checkpoint.DamagedCheckpointError):
         checkpoint.load_newest(here)
-    checkpoint.discard(found)
+    checkpoint.discard(found.path)
     assert checkpoint.load_newest(here) is None
 
 
@@ -334,8 +280,8 @@ def test_a_manifest_that_verifies_and_is_none_of_ours_is_refused(text, tmp_path,
     manifest = json.loads((path / checkpoint.MANIFEST).read_text()) | odd
     manifest["digest"] = checkpoint._digest(manifest)
     (path / checkpoint.MANIFEST).write_text(json.dumps(manifest))
-    with pytest.raises(ConfigError, match=rf"what its manifest says of `{next(iter(odd))}` is not what halfstep"):
-        again(out)
+    with pytest.raises(ConfigError, match=rf"`{next(iter(odd))}` in its manifest is not what halfstep"):
+        resume(out)
 
 
 @pytest.mark.parametrize("steps", [6, 12])
@@ -343,18 +289,18 @@ def test_checkpoints_alone_are_enough_to_go_on_from(text, tmp_path, steps):
     """As where a run was moved without its record."""
     plain, out = tmp_path / "plain", tmp_path / "run"
     start(text, plain).run()
-    kill_at(start(text, out), steps) if steps < 12 else start(text, out).run()
+    interrupt_at(start(text, out), steps) if steps < 12 else start(text, out).run()
     (out / paths.EVENTS).unlink()
     assert recorded(out / paths.EVENTS, "any") is None
-    assert again(out).run().finished
+    assert resume(out).run().finished
     assert final_state(out)[0] == final_state(plain)[0]
-    assert told(out, "end")
+    assert events_of(out, "end")
 
 
 def give_up(loop, good):
     """Gives up the steps since the checkpoint of a good one, as the judge does: once it is written."""
     loop.health.good = good
-    assert loop.keeper.can_roll_back(loop.tally.step)
+    assert loop.checkpointer.can_roll_back(loop.tally.step)
     raise RollBackError
 
 
@@ -382,8 +328,8 @@ def test_a_read_that_failed_once_is_forgotten_by_a_rollback(text, tmp_path, monk
 
 def test_steps_that_a_rollback_gave_up_count_for_the_speed(text, tmp_path):
     out = tmp_path / "run"
-    kill_at(start(text, out), 10)
-    loop = again(out)
+    interrupt_at(start(text, out), 10)
+    loop = resume(out)
     assert loop.start == 8
     record, gone = loop._record, []
 
@@ -409,7 +355,7 @@ def test_the_rate_in_the_record_is_the_one_that_a_skipped_step_had(text, tmp_pat
 
     loop.session._loss = loss
     loop.run()
-    rates = [event["learning_rate"] for event in told(tmp_path / "run", "step")][:5]
+    rates = [event["learning_rate"] for event in events_of(tmp_path / "run", "step")][:5]
     unit = rates[0]
     assert unit > 0
     assert rates == pytest.approx([unit, unit, 2 * unit, 2 * unit, 3 * unit])
@@ -419,14 +365,14 @@ def test_the_rate_in_the_record_is_the_one_that_a_skipped_step_had(text, tmp_pat
 def test_the_rate_in_the_record_is_that_of_the_matrices(text, tmp_path, name, rate):
     rates = ("optimizer.rate=0.003", "optimizer.muon_rate=0.04", "optimizer.embedding_rate=0.5")
     start(text, tmp_path / "run", f"optimizer.name={name}", "training.warmup=0.0", *rates).run()
-    assert told(tmp_path / "run", "step")[0]["learning_rate"] == pytest.approx(rate)
+    assert events_of(tmp_path / "run", "step")[0]["learning_rate"] == pytest.approx(rate)
 
 
 def test_what_changes_bits_is_warned_of(text, tmp_path, monkeypatch):
     import torch
 
     out = tmp_path / "run"
-    kill_at(start(text, out), 6)
+    interrupt_at(start(text, out), 6)
     threads = torch.get_num_threads()
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads + 1)
     loop = start(text, out, "training.recompute_blocks=true", resume=True)
@@ -440,7 +386,7 @@ def test_what_changes_bits_is_warned_of(text, tmp_path, monkeypatch):
 def test_an_update_may_be_taken_in_other_pieces_of_the_same_sequences(text, tmp_path, batch, pieces, refused):
     plain, out = tmp_path / "plain", tmp_path / "run"
     start(text, plain).run()
-    kill_at(start(text, out), 6)
+    interrupt_at(start(text, out), 6)
     settings = [f"training.batch={batch}", f"training.micro_batches={pieces}"]
     if refused:
         with pytest.raises(ConfigError, match=r"training\.(batch|micro_batches) was"):
@@ -451,6 +397,6 @@ def test_an_update_may_be_taken_in_other_pieces_of_the_same_sequences(text, tmp_
     # From the weights of step 4, the loss of step 5 is of the same 32 tokens, added up in another order, as may be
     # the sums inside: some 20 in a series, of 256 at most, as in the conformance suite.
     found, expected = (
-        next(e["loss"] for e in reversed(told(run, "step")) if e["step"] == 5) for run in (out, plain)
+        next(e["loss"] for e in reversed(events_of(run, "step")) if e["step"] == 5) for run in (out, plain)
     )
     assert abs(found - expected) <= (32 + math.sqrt(20 * 256)) * 2**-24 * expected

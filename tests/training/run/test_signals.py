@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from halfstep.training.run.signals import SIGNALS, stop_requests
+from halfstep.training.run.signals import SIGNALS, StopRequest
 
 
 @pytest.fixture(autouse=True)
@@ -32,7 +32,7 @@ def send(number):
 @pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGHUP"])
 def test_the_first_signal_is_a_request(name):
     before = handlers()
-    with stop_requests() as stop:
+    with StopRequest() as stop:
         assert stop.requested is None
         send(getattr(signal, name))
         assert stop.requested == name
@@ -41,7 +41,7 @@ def test_the_first_signal_is_a_request(name):
 
 def test_a_second_sigint_interrupts():
     before = handlers()
-    with stop_requests() as stop:
+    with StopRequest() as stop:
         send(signal.SIGINT)
         assert stop.requested == "SIGINT"
         with pytest.raises(KeyboardInterrupt):
@@ -50,7 +50,7 @@ def test_a_second_sigint_interrupts():
 
 
 def test_sigterm_again_changes_nothing_and_sigint_after_it_interrupts():
-    with stop_requests() as stop:
+    with StopRequest() as stop:
         send(signal.SIGTERM)
         send(signal.SIGTERM)
         assert stop.requested == "SIGTERM"
@@ -61,7 +61,7 @@ def test_sigterm_again_changes_nothing_and_sigint_after_it_interrupts():
 
 def test_handlers_come_back_after_an_error():
     before = handlers()
-    with pytest.raises(RuntimeError), stop_requests():
+    with pytest.raises(RuntimeError), StopRequest():
         raise RuntimeError
     assert handlers() == before
 
@@ -69,7 +69,7 @@ def test_handlers_come_back_after_an_error():
 def test_what_was_ignored_stays_ignored():
     before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
     try:
-        with stop_requests() as stop:
+        with StopRequest() as stop:
             send(signal.SIGTERM)
             assert stop.requested is None
         assert signal.getsignal(signal.SIGTERM) == signal.SIG_IGN
@@ -81,7 +81,7 @@ def test_outside_the_main_thread_nothing_is_installed():
     seen = []
 
     def work():
-        with stop_requests() as stop:
+        with StopRequest() as stop:
             seen.append((stop.requested, handlers()))
 
     before = handlers()

@@ -20,33 +20,22 @@ import pytest
 
 from halfstep.config.load import load
 from halfstep.core.errors import ConfigError, HalfstepError
-from halfstep.core.policy import Policy
-from halfstep.training.loop import Loop
 from halfstep.training.telemetry import loggers
 from halfstep.training.telemetry.events import Events, read_events
 from halfstep.training.telemetry.loggers import Board, curve_of, numbers_of
+from tests.training.runs import interrupt_at, starter
 
-ROOT = Path(__file__).parents[2]
-SMALL = [
-    "model.context=16",
-    "model.layers=1",
-    "model.width=16",
-    "model.heads=2",
-    "training.batch=2",
-    "training.steps=6",
-    "training.validate_every=3",
-    "training.validation_tokens=64",
-    "training.save_every=2",
-]
+ROOT = Path(__file__).parents[3]
+BASE = ["training.steps=6", "training.validate_every=3", "training.save_every=2"]
 
 
 @pytest.fixture
 def start(text, tmp_path):
-    """Starts a run, or goes on with it, with the loggers that are named."""
+    """Starts or resumes a run with the loggers that are named."""
 
     def started(*names, resume=False):
-        config = load("tiny", [f"data.source={text}", *SMALL, f"training.loggers={json.dumps(names)}"])
-        return Loop(config, Policy.parse("fp32"), tmp_path / "run", device="cpu", resume=resume)
+        named = f"training.loggers={json.dumps(names)}"
+        return starter(*BASE)(text, tmp_path / "run", named, resume=resume)
 
     return started
 
@@ -150,7 +139,7 @@ def test_a_logger_that_fails_is_left_out_with_one_warning_and_the_run_goes_on(
     assert start("tensorboard", "wandb").run().finished
     told = [e["message"] for e in events() if e["event"] == "warning"]
     assert len(told) == 1
-    assert "`tensorboard` failed and is left out" in told[0]
+    assert "`tensorboard` failed and is dropped" in told[0]
     assert "No space left" in told[0]
     assert "warning: the logger `tensorboard`" in capsys.readouterr().err
     assert len([c for c in other.curves if "train/loss" in c[2]]) == 6  # the other one misses nothing
@@ -169,7 +158,7 @@ def test_a_logger_that_cannot_start_is_refused_and_does_not_keep_a_run_from_goin
 
 def test_a_run_that_goes_on_does_so_without_a_logger_that_cannot_start(start, events, planted, monkeypatch):
     planted(Recorder())
-    stop_after(start("tensorboard"), 5)
+    interrupt_at(start("tensorboard"), 5)
 
     def opens(name, where):
         raise OSError("no route to host")
@@ -177,31 +166,13 @@ def test_a_run_that_goes_on_does_so_without_a_logger_that_cannot_start(start, ev
     monkeypatch.setattr(loggers, "_open", opens)
     assert start("tensorboard", resume=True).run().finished
     (told,) = [e["message"] for e in events() if e["event"] == "warning"]
-    assert "cannot start and is left out" in told
-
-
-class InterruptedByTestError(Exception):
-    pass
-
-
-def stop_after(loop, steps):
-    launch, launched = loop.session.step, []
-
-    def step(batch):
-        if len(launched) == steps:
-            raise InterruptedByTestError
-        launched.append(batch)
-        return launch(batch)
-
-    loop.session.step = step
-    with pytest.raises(InterruptedByTestError):
-        loop.run()
+    assert "cannot start and is dropped" in told
 
 
 def test_a_run_that_goes_on_is_the_same_run_to_its_loggers(start, planted):
     first, second = Recorder(), Recorder()
     opened = planted(first, second)
-    stop_after(start("tensorboard"), 5)  # after the checkpoint of step 4
+    interrupt_at(start("tensorboard"), 5)  # after the checkpoint of step 4
     assert first.told[-1][:2] == ("close", True)
     start("tensorboard", resume=True).run()
     assert opened[0].id == opened[1].id
@@ -212,7 +183,7 @@ def test_a_run_that_goes_on_is_the_same_run_to_its_loggers(start, planted):
 
 def test_a_logger_may_be_added_or_left_out_when_a_run_goes_on(start, planted):
     planted(Recorder())
-    stop_after(start(), 5)
+    interrupt_at(start(), 5)
     assert start("wandb", resume=True).run().finished
 
 
@@ -231,7 +202,8 @@ def test_a_damaged_identity_is_told_and_stops_no_run(tmp_path, planted, left):
     planted(Recorder())
     (tmp_path / "loggers.json").write_text(left)
     told = []
-    Board(("wandb",), tmp_path, 4, warn=told.append)
+    with Board(("wandb",), tmp_path, 4, warn=told.append):
+        pass
     assert "loggers.json` is damaged and holds no id" in told[0]
     assert len(json.loads((tmp_path / "loggers.json").read_text())["id"]) == 8
 
@@ -243,7 +215,8 @@ def test_an_identity_that_a_full_disk_does_not_take_is_told(tmp_path, planted, m
     monkeypatch.setattr("halfstep.training.telemetry.loggers.write_whole", full)
     planted(Recorder())
     told = []
-    assert Board(("wandb",), tmp_path, 4, warn=told.append).loggers
+    with Board(("wandb",), tmp_path, 4, warn=told.append) as board:
+        assert board.loggers
     assert "cannot be written (No space left on device)" in told[0]
 
 
@@ -257,14 +230,13 @@ def test_one_that_cannot_start_takes_no_other_with_it(tmp_path, monkeypatch):
 
     monkeypatch.setattr(loggers, "_open", opens)
     warned = []
-    board = Board(("tensorboard", "wandb"), tmp_path, 4, warn=warned.append)
+    board = Board(("tensorboard", "wandb"), tmp_path, 4, warn=warned.append).__enter__()
     assert list(board.loggers) == ["tensorboard"]
     assert there.told == []
     assert len(warned) == 1
-    with pytest.raises(
-        HalfstepError, match="`wandb` cannot start"
-    ):  # a new run is refused, and closes what it opened
-        Board(("tensorboard", "wandb"), tmp_path, None, warn=warned.append)
+    board = Board(("tensorboard", "wandb"), tmp_path, None, warn=warned.append)
+    with pytest.raises(HalfstepError, match="`wandb` cannot start"):
+        board.__enter__()  # a new run is refused, and closes what it opened
     assert there.told == [("close", True, {})]
 
 
@@ -320,7 +292,7 @@ def as_float32(number):
 
 @pytest.mark.skipif(find_spec("tensorboard") is None, reason="needs tensorboard")
 def test_tensorboard_shows_each_step_once_as_it_was_taken_last(start, events, tmp_path):
-    stop_after(start("tensorboard"), 5)
+    interrupt_at(start("tensorboard"), 5)
     start("tensorboard", resume=True).run()
     found = read_tensorboard(tmp_path / "run" / "tensorboard")
     last = {e["step"]: e["loss"] for e in events() if e["event"] == "step"}
@@ -332,7 +304,7 @@ def test_tensorboard_shows_each_step_once_as_it_was_taken_last(start, events, tm
 
 @pytest.mark.skipif(find_spec("tensorboard") is None, reason="needs tensorboard")
 def test_tensorboard_forgets_a_session_that_died_before_its_first_checkpoint(start, tmp_path):
-    stop_after(start("tensorboard"), 1)
+    interrupt_at(start("tensorboard"), 1)
     assert not (tmp_path / "run" / "checkpoints").exists()
     start("tensorboard", resume=True).run()
     found = read_tensorboard(tmp_path / "run" / "tensorboard")
@@ -389,7 +361,7 @@ def ended(path):
 def test_wandb_works_offline_and_goes_on_in_the_same_run(start, events, tmp_path, monkeypatch):
     for variable in ("WANDB_MODE", "WANDB_PROJECT", "WANDB_API_KEY"):
         monkeypatch.delenv(variable, raising=False)
-    stop_after(start("wandb"), 5)
+    interrupt_at(start("wandb"), 5)
     start("wandb", resume=True).run()
     files = sorted((tmp_path / "run" / "wandb").glob("offline-run-*/*.wandb"))
     assert len(files) == 2
@@ -417,19 +389,14 @@ def test_trackio_keeps_one_run_through_a_resume(text, tmp_path):
 import json, sys
 sys.path.insert(0, {str(ROOT)!r})
 from pathlib import Path
-from halfstep.config.load import load
-from halfstep.core.policy import Policy
-from halfstep.training.loop import Loop
-for steps in (4, 6):
-    config = load("tiny", ["data.source={text}", *{SMALL!r}, 'training.loggers=["trackio"]'])
-    loop = Loop(config, Policy.parse("fp32"), Path({str(tmp_path / "run")!r}), device="cpu", resume=steps == 6)
-    launch = loop.session.step
-    def step(batch, launch=launch, loop=loop):
+from tests.training.runs import before_step, starter
+for resume in (False, True):
+    settings = [*{BASE!r}, 'training.loggers=["trackio"]']
+    loop = starter(*settings)({str(text)!r}, Path({str(tmp_path / "run")!r}), resume=resume)
+    def stop(loop=loop):
         if loop.tally.step == 3:
             loop.stop.requested = "SIGTERM"
-        return launch(batch)
-    loop.session.step = step
-    loop.run()
+    before_step(loop, stop).run()
 """
     environment = {**os.environ, "TRACKIO_DIR": str(tmp_path / "trackio"), "HF_HUB_OFFLINE": "1"}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)

@@ -29,6 +29,7 @@ from halfstep.core.policy import Policy
 from halfstep.training import paths
 from halfstep.training.checkpoints import checkpoint
 from halfstep.training.loop import Loop
+from halfstep.training.run.resume import open_run
 from halfstep.training.session import open_session
 from halfstep.training.telemetry.events import read_events
 from halfstep.training.weights.artifact import encode
@@ -234,7 +235,7 @@ def test_train_starts_from_it_and_its_first_loss_is_theirs(saved, name, text, tm
     assert run(arguments) == 0
     err = capsys.readouterr().err.replace("\n", " ")
     assert f"weights of {name}" in err
-    assert "warning: the data are bytes" in err
+    assert "warning: the data is bytes" in err
     events = read_events(out / "events.jsonl")
     digest = hashlib.sha256((path / "model.safetensors").read_bytes()).hexdigest()
     assert events[0]["init"]["path"] == str(path)
@@ -333,8 +334,10 @@ def test_padding_rows_raise_the_loss_by_their_share_at_most(saved):
 # --- runs of ours --------------------------------------------------------------------------------------------
 
 
-def start(config, out, policy="fp32", **options):
-    return Loop(config, Policy.parse(policy), out, device="cpu", **options)
+def start(config, out, policy="fp32", resume=False, **options):
+    opened = open_run(out, config) if resume else None
+    config = config if opened is None else opened.config
+    return Loop(config, Policy.parse(policy), out, device="cpu", opened=opened, **options)
 
 
 def final(out):
@@ -423,13 +426,13 @@ def test_a_resumed_run_remembers_where_its_weights_came_from(ours, tmp_path):
     save_file(dict(initial_weights(ours.model, 5)), weights)
     given = replace(ours, init=str(weights), training=replace(ours.training, steps=3, save_every=2))
     loop = start(given, tmp_path / "run")
-    record = loop.subject.origin
+    record = loop.context.origin
     loop.run()
     shutil.rmtree(tmp_path / "run" / "checkpoints" / "step-000003")
     weights.unlink()
     again = start(replace(given, init=""), tmp_path / "run", resume=True)  # as `train RECIPE --resume` says it
     assert again.start == 2
-    assert again.subject.origin == record
+    assert again.context.origin == record
     again.run()
     begun = [
         event["init"] for event in read_events(tmp_path / "run" / "events.jsonl") if event["event"] == "start"

@@ -1,14 +1,13 @@
-"""Loggers of others: TensorBoard, trackio and W&B, each optional, behind one small interface.
+"""TensorBoard, trackio and W&B, each optional, behind one small interface.
 
-A logger is told what is written to events.jsonl (it listens there), so its numbers are the same ones and nothing
-is recorded twice in two ways. events.jsonl stays the record: a logger is for looking.
+A logger gets what is written to events.jsonl, so its numbers are the same ones. events.jsonl stays the record.
 
-**Asked for and not installed**: refused before the run begins. **Fails while the run goes on** (a disk, a
-network): it is dropped with one warning, and training goes on.
+**Not installed**: refused before the run begins. **Fails during the run** (a disk, a network): it is dropped with
+one warning, and training continues.
 
-**Resuming** goes on in the same logger's run: its id lies in the run folder. Steps that are taken again, after a
-kill or a rollback, keep their numbers; what a logger does with the older ones is its own matter, and each file
-here says.
+**Resuming** continues the same run in the logger: its id is in the run folder. Steps that are taken again, after a
+kill or a rollback, keep their numbers; what happens to the older ones depends on the logger, and each file here
+says.
 """
 
 import json
@@ -27,14 +26,14 @@ from halfstep.core.errors import ConfigError, HalfstepError
 from halfstep.training.files import write_whole
 from halfstep.training.paths import LOGGERS
 
-# The events that are curves, and what they are called: `train/loss`, `validation/loss`.
+# The events that are curves, and their prefix: `train/loss`, `validation/loss`.
 CURVES = {"step": "train", "validation": "validation", "checkpoint": "checkpoint"}
 PLACES = ("event", "time", "step")
 
 
 @dataclass(frozen=True)
 class Where:
-    """The run that a logger tells of."""
+    """The run that a logger shows."""
 
     folder: Path
     id: str  # the same in every session of the run
@@ -42,35 +41,35 @@ class Where:
 
 
 class Logger(Protocol):
-    """One of the loggers, open."""
+    """An open logger."""
 
     def start(self, event: Mapping[str, Any]) -> None:
-        """A session begins; the event holds the settings."""
+        """Begins a session; the event holds the settings."""
 
     def curve(self, step: int, time: float, values: Mapping[str, float]) -> None:
-        """Numbers of a step."""
+        """Records numbers of a step."""
 
     def went_back(self, step: int) -> None:
-        """The next step is the one after this."""
+        """Records a rollback: the next step is the one after this."""
 
     def close(self, totals: Mapping[str, float], *, failed: bool) -> None:
-        """The session is over; `totals` are the numbers of its end."""
+        """Ends the session; `totals` are its final numbers."""
 
 
 def check(names: Sequence[str]) -> None:
     """Refuses a logger whose package is not installed."""
     for name in names:
-        found = find_spec(name)
+        spec = find_spec(name)
         # W&B leaves a folder `wandb` behind, which Python takes for a package without any file.
-        if found is None or found.origin is None:
+        if spec is None or spec.origin is None:
             raise ConfigError(
-                f'training.loggers names "{name}", and the package `{name}` is not installed',
+                f'training.loggers names "{name}", but the package `{name}` is not installed',
                 hint=f"pip install 'halfstep[{name}]', or leave it out",
             )
 
 
 def curve_of(event: Mapping[str, Any]) -> dict[str, float]:
-    """The numbers of an event, named as loggers show them; what is not known is left out."""
+    """Returns the numbers of an event, named as loggers show them; unknown ones are left out."""
     prefix = CURVES.get(event["event"])
     if prefix is None:
         return {}
@@ -78,33 +77,37 @@ def curve_of(event: Mapping[str, Any]) -> dict[str, float]:
 
 
 def numbers_of(event: Mapping[str, Any]) -> dict[str, float]:
-    """The fields of an event, and of tables in it, that are numbers."""
-    found: dict[str, float] = {}
+    """Returns the fields of an event, and of tables in it, that are numbers."""
+    numbers: dict[str, float] = {}
     for name, value in event.items():
         if isinstance(value, Mapping):
-            found |= {f"{name}_{inner}": number for inner, number in numbers_of(value).items()}
+            numbers |= {f"{name}_{inner}": number for inner, number in numbers_of(value).items()}
         elif name not in PLACES and isinstance(value, int | float) and not isinstance(value, bool):
-            found[name] = float(value)
-    return found
+            numbers[name] = float(value)
+    return numbers
 
 
 @final
 class Board:
-    """The loggers of a run. A context manager; `take` is the listener of its events."""
+    """The loggers of a run, open inside its `with` block; `take` is the listener of its events."""
 
     def __init__(self, names: Sequence[str], folder: Path, resumed_from: int | None, warn: Callable[[str], None]):
-        self.warn = warn  # tells of a logger that was dropped
+        self.names, self.folder, self.resumed_from = names, folder, resumed_from
+        self.warn = warn  # reports a logger that was dropped
         self.loggers: dict[str, Logger] = {}
         self._totals: dict[str, float] = {}
-        if not names:
-            return
-        where = Where(folder, _identity(folder, warn), resumed_from)
-        for name in dict.fromkeys(names):
+
+    def __enter__(self) -> "Board":
+        if not self.names:
+            return self
+        where = Where(self.folder, _identity(self.folder, self.warn), self.resumed_from)
+        for name in dict.fromkeys(self.names):
             try:
                 with redirect_stdout(sys.stderr):  # stdout is for data
                     self.loggers[name] = _open(name, where)
             except Exception as error:
-                self._not_opened(name, error, resumed_from is not None)
+                self._not_opened(name, error)
+        return self
 
     def take(self, event: Mapping[str, Any]) -> None:
         """Passes an event on."""
@@ -123,22 +126,19 @@ class Board:
         try:
             with redirect_stdout(sys.stderr):
                 call()
-        except Exception as error:  # whatever it is, it is no reason to stop training
+        except Exception as error:  # nothing here is worth stopping training for
             self.loggers.pop(name, None)  # first: the warning is an event too
-            self.warn(f"the logger `{name}` failed and is left out from here on: {_said(error)}")
+            self.warn(f"the logger `{name}` failed and is dropped: {_describe(error)}")
 
-    def _not_opened(self, name: str, error: Exception, resumed: bool) -> None:
-        """A new run is refused; one that goes on has more to lose than a picture of itself."""
-        if not resumed:
+    def _not_opened(self, name: str, error: Exception) -> None:
+        """Refuses a new run; a resumed one has more to lose than its curves."""
+        if self.resumed_from is None:
             self.close(failed=True)
             raise HalfstepError(
-                f"the logger `{name}` cannot start: {_said(error)}",
-                hint="leave it out of training.loggers, or see to it and name another folder by --out",
+                f"the logger `{name}` cannot start: {_describe(error)}",
+                hint="leave it out of training.loggers, or fix it and name another folder with --out",
             ) from None
-        self.warn(f"the logger `{name}` cannot start and is left out: {_said(error)}")
-
-    def __enter__(self) -> "Board":
-        return self
+        self.warn(f"the logger `{name}` cannot start and is dropped: {_describe(error)}")
 
     def __exit__(self, kind: object, *_: object) -> None:
         self.close(failed=kind is not None)
@@ -159,26 +159,26 @@ def _pass_on(logger: Logger, event: Mapping[str, Any]) -> None:
 
 
 def _identity(folder: Path, warn: Callable[[str], None]) -> str:
-    """The id of the run among others, made when a logger is first asked for; a lost one stops no run."""
+    """Returns the id of the run, new if there is none; a lost one stops no run."""
     path = folder / LOGGERS
     try:
         return str(json.loads(path.read_bytes())["id"])
     except FileNotFoundError:
         pass
     except (OSError, ValueError, KeyError, TypeError):
-        warn(f"`{path}` is damaged and holds no id: loggers begin a run of their own")
-    made = uuid.uuid4().hex[:8]
+        warn(f"`{path}` is damaged and holds no id: loggers begin a new run")
+    identity = uuid.uuid4().hex[:8]
     try:
-        write_whole(path, json.dumps({"id": made}).encode() + b"\n")
+        write_whole(path, json.dumps({"id": identity}).encode() + b"\n")
     except OSError as error:
-        warn(f"`{path}` cannot be written ({error.strerror}): after a resume, loggers begin a run of their own")
-    return made
+        warn(f"`{path}` cannot be written ({error.strerror}): after a resume, loggers begin a new run")
+    return identity
 
 
-def _said(error: Exception) -> str:
+def _describe(error: Exception) -> str:
     return f"{type(error).__name__}: {error}".splitlines()[0]
 
 
 def finite(values: Mapping[str, float]) -> dict[str, float]:
-    """Those of the values that JSON can hold."""
+    """Returns the values that JSON can hold."""
     return {name: value for name, value in values.items() if math.isfinite(value)}

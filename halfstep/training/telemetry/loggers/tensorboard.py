@@ -3,8 +3,8 @@
 The package `tensorboard` both writes and shows, and loads no framework; torch.utils.tensorboard is for torch
 alone, and tensorboardX writes but does not show.
 
-A session that goes on writes a file of its own beside the others, which begins with a mark: what was written of
-later steps is void. TensorBoard then shows each step once, as it was taken last.
+A resumed session writes another file, which begins with a mark that voids what was written of later steps.
+TensorBoard then shows each step once, as it was taken last.
 """
 
 import time
@@ -17,7 +17,7 @@ SECONDS_BETWEEN_FLUSHES = 10.0
 
 
 def open_logger(where: Where) -> "TensorBoard":
-    """A writer into the run's folder."""
+    """Opens a writer into the run's folder."""
     return TensorBoard(where)
 
 
@@ -36,10 +36,10 @@ class TensorBoard:
             self.went_back(where.resumed_from)
 
     def start(self, event: Mapping[str, Any]) -> None:
-        """Nothing: the settings lie beside, in run.toml."""
+        """Does nothing: the settings are in run.toml."""
 
     def curve(self, step: int, time: float, values: Mapping[str, float]) -> None:
-        """A point of each curve."""
+        """Adds a point to each curve."""
         points = [self._summary.Value(tag=name, simple_value=value) for name, value in values.items()]
         self._writer.add_event(self._event(wall_time=time, step=step, summary=self._summary(value=points)))
         self._flush_now_and_then()
@@ -50,7 +50,7 @@ class TensorBoard:
         self._writer.add_event(self._event(wall_time=time.time(), step=step + 1, session_log=mark))
 
     def close(self, totals: Mapping[str, float], *, failed: bool) -> None:
-        """Writes what is left."""
+        """Writes the rest."""
         self._writer.close()
 
     def _flush_now_and_then(self) -> None:

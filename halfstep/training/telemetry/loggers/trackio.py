@@ -1,10 +1,10 @@
 """trackio: a local database that its dashboard shows, or a Hugging Face Space.
 
-Where it goes is trackio's own matter and that of its variables: `TRACKIO_DIR` (a folder of the user's cache
-without it), `TRACKIO_SPACE_ID`, `TRACKIO_SERVER_URL`. The project is `halfstep`; a run is named by its folder
-and its id. A session that goes on adds to the run of that name; steps that are taken again are there twice.
+Trackio's own variables decide where it goes: `TRACKIO_DIR` (a folder of the user's cache without it),
+`TRACKIO_SPACE_ID`, `TRACKIO_SERVER_URL`. The project is `halfstep`; a run is named by its folder and its id. A
+resumed session adds to the run of that name; steps that are taken again are there twice.
 
-trackio writes in a thread and tells of its own failures without raising them.
+trackio writes in a thread and reports its own failures without raising them.
 """
 
 from collections.abc import Mapping
@@ -16,7 +16,7 @@ PROJECT = "halfstep"
 
 
 def open_logger(where: Where) -> "Trackio":
-    """The run of that name, new or gone on with."""
+    """Opens the run of that name, new or resumed."""
     return Trackio(where)
 
 
@@ -32,7 +32,7 @@ class Trackio:
 
     def start(self, event: Mapping[str, Any]) -> None:
         """Begins, with the settings."""
-        # The machine's own meters cost a thread each, and events have what counts.
+        # The machine's own meters cost a thread each, and events have what matters.
         self._run = self._trackio.init(
             project=PROJECT,
             name=self._name,
@@ -44,11 +44,11 @@ class Trackio:
         )
 
     def curve(self, step: int, time: float, values: Mapping[str, float]) -> None:
-        """A point of each curve; trackio has none that are not finite."""
+        """Adds a point to each curve; trackio takes only finite ones."""
         self._run.log(finite(values), step=step)
 
     def went_back(self, step: int) -> None:
-        """Nothing can be taken back."""
+        """Does nothing: nothing can be taken back."""
 
     def close(self, totals: Mapping[str, float], *, failed: bool) -> None:
         """Waits until all is written."""

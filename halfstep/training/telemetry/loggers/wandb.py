@@ -1,10 +1,10 @@
-"""Weights & Biases: files in RUN/wandb, which `wandb sync` sends; or a server, where the environment says so.
+"""Weights & Biases: files in RUN/wandb, which `wandb sync` sends; or a server, if the environment says so.
 
-Offline unless `WANDB_MODE` names another mode: a run reaches the network when its user said so, and works on
-machines that have none. `WANDB_PROJECT` names the project, `halfstep` without it.
+Offline unless `WANDB_MODE` names another mode: a run uses the network only if its user asked for it.
+`WANDB_PROJECT` names the project, `halfstep` without it.
 
-Every session of a run has the run's id. The x axis of the curves is `step`, a number of ours: W&B's own counter
-refuses to go back, and would leave out the steps that are taken again after a kill. Those are there twice.
+Every session of a run has the run's id. The x axis of the curves is our own `step`: W&B's counter refuses to go
+back, and would drop the steps that are taken again after a kill. Those are there twice.
 """
 
 import os
@@ -17,7 +17,7 @@ PROJECT = "halfstep"
 
 
 def open_logger(where: Where) -> "WandB":
-    """The run with the id of the folder."""
+    """Opens the run with the id of the folder."""
     return WandB(where)
 
 
@@ -35,7 +35,7 @@ class WandB:
             name=where.folder.resolve().name,
             dir=str(where.folder),
             mode=mode,
-            # Offline there is nobody to ask whether the run is known.
+            # Offline nobody knows whether the run exists.
             resume="allow" if mode == "online" else None,
             settings=wandb.Settings(console="off", silent=True),  # what we print is ours to keep
         )
@@ -43,17 +43,17 @@ class WandB:
         self._run.define_metric("*", step_metric="step")
 
     def start(self, event: Mapping[str, Any]) -> None:
-        """The settings."""
+        """Records the settings."""
         self._run.config.update(dict(event["config"]), allow_val_change=True)
 
     def curve(self, step: int, time: float, values: Mapping[str, float]) -> None:
-        """A point of each curve."""
+        """Adds a point to each curve."""
         self._run.log({"step": step, **values})
 
     def went_back(self, step: int) -> None:
-        """Nothing can be taken back."""
+        """Does nothing: nothing can be taken back."""
 
     def close(self, totals: Mapping[str, float], *, failed: bool) -> None:
-        """The totals, and the end."""
+        """Records the totals, and ends the run."""
         self._run.summary.update(dict(totals))
         self._run.finish(exit_code=1 if failed else 0)

@@ -6,72 +6,33 @@ import signal
 import threading
 import time
 
-import numpy as np
 import pytest
 
-from halfstep.config.load import load
 from halfstep.core.errors import ConfigError, HalfstepError
-from halfstep.core.policy import Policy
 from halfstep.training import paths
 from halfstep.training.checkpoints import checkpoint
-from halfstep.training.checkpoints.arrays import CheckpointError, DamagedCheckpointError
-from halfstep.training.loop import Loop
-from halfstep.training.run import folder
-from halfstep.training.telemetry.events import read_events
+from halfstep.training.checkpoints.checkpoint import CheckpointError, DamagedCheckpointError
+from halfstep.training.run.resume import open_run
+from tests.training.runs import before_step, events_of, final_state, poison, starter
 
-SMALL = [
-    "model.context=16",
-    "model.layers=1",
-    "model.width=16",
-    "model.heads=2",
-    "training.batch=2",
-    "training.micro_batches=1",
-    "training.steps=20",
-    "training.validate_every=100",
-    "training.validation_tokens=64",
-    "training.save_every=4",
-]
 ROLLBACK = "training.rollback=2.0"
-
-
-def start(text, out, *extra, policy="fp32", **options):
-    config = load("tiny", [f"data.source={text}", *SMALL, *extra])
-    return Loop(config, Policy.parse(policy), out, device="cpu", **options)
-
-
-def final_state(out):
-    arrays, manifest = checkpoint.load(checkpoint.latest(out / paths.CHECKPOINTS))
-    return {name: bytes(a.data) for name, a in arrays.items() if name != "rng.cpu"}, manifest
-
-
-def told(out, *kinds):
-    return [event for event in read_events(out / paths.EVENTS) if event["event"] in kinds]
+start = starter("training.steps=20", "training.save_every=4")
 
 
 def left(out):
     return [checkpoint.step_of(path) for path in checkpoint.step_folders(out / paths.CHECKPOINTS)]
 
 
-def poison(loop, indices, factor):
-    """Multiplies the loss of some data, wherever and whenever it is seen."""
-    bad = {loop.batches.at(index)[0, :, :-1].tobytes() for index in indices}
-    real = loop.session._loss
-    loop.session._loss = lambda x, y: real(x, y) * (factor if x.numpy().astype(np.int32).tobytes() in bad else 1.0)
-    return loop
-
-
 def at_step(loop, number, act):
     """Does something as a step is launched, once."""
-    launch, done = loop.session.step, []
+    done = []
 
-    def step(batch):
+    def once():
         if loop.tally.step == number - 1 and not done:
             done.append(1)
             act()
-        return launch(batch)
 
-    loop.session.step = step
-    return loop
+    return before_step(loop, once)
 
 
 def signals_in_look(loop, number):
@@ -138,7 +99,7 @@ def test_keeping_one_leaves_something_to_roll_back_to(text, tmp_path):
     out = tmp_path / "run"
     loop = poison(start(text, out, ROLLBACK, "training.keep_last=1"), range(8, 11), 10.0)  # steps 9, 10, 11
     assert loop.run().finished
-    (rollback,) = told(out, "rollback")
+    (rollback,) = events_of(out, "rollback")
     assert (rollback["step"], rollback["to"]) == (11, 4)  # the update of 8 may be what ruined 9
 
 
@@ -151,7 +112,7 @@ def test_a_run_that_was_stopped_rolls_back_to_where_the_other_does(text, tmp_pat
     assert not loop.run().finished
     assert left(out) == [8, stopped_at]
     assert poison(start(text, out, *settings, resume=True), spiking, 10.0).run().finished
-    assert [e["to"] for e in told(out, "rollback")] == [e["to"] for e in told(whole, "rollback")] == [8]
+    assert [e["to"] for e in events_of(out, "rollback")] == [e["to"] for e in events_of(whole, "rollback")] == [8]
     (state, manifest), (expected, plain) = final_state(out), final_state(whole)
     assert state == expected
     assert manifest["data"] == plain["data"]
@@ -163,7 +124,7 @@ def test_a_stop_before_the_first_checkpoint_is_nothing_to_roll_back_to(text, tmp
     assert poison(start(text, whole, *settings), spiking, 10.0).run().finished
     assert not at_step(poison(start(text, out, *settings), spiking, 10.0), 9, stop).run().finished
     assert poison(start(text, out, *settings, resume=True), spiking, 10.0).run().finished
-    assert told(whole, "rollback") == told(out, "rollback") == []
+    assert events_of(whole, "rollback") == events_of(out, "rollback") == []
     assert final_state(out)[0] == final_state(whole)[0]
 
 
@@ -179,7 +140,7 @@ def test_a_stop_in_bad_steps_pushes_out_no_checkpoint_that_was_due(text, tmp_pat
     assert not at_step(bad(start(text, out, *settings)), 9, stop).run().finished
     assert left(out) == [4, 8, 9]
     assert bad(start(text, out, *settings, resume=True)).run().finished
-    assert [e["to"] for e in told(out, "rollback")] == [e["to"] for e in told(whole, "rollback")] == [8]
+    assert [e["to"] for e in events_of(out, "rollback")] == [e["to"] for e in events_of(whole, "rollback")] == [8]
     assert final_state(out)[0] == final_state(whole)[0]
 
 
@@ -194,10 +155,10 @@ def test_a_rollback_goes_past_a_damaged_one(text, tmp_path):
     loop = poison(start(text, out, ROLLBACK, "training.keep_last=5"), range(13, 16), 10.0)  # steps 14, 15, 16
     at_step(loop, 15, lambda: (loop.saver.wait(), flip(out / "checkpoints" / "step-000012")))
     assert loop.run().finished
-    (rollback,) = told(out, "rollback")
+    (rollback,) = events_of(out, "rollback")
     assert rollback["to"] == 8
     assert (out / "checkpoints" / "step-000012.damaged").is_dir()
-    assert "step-000012" in told(out, "warning")[0]["message"]
+    assert "step-000012" in events_of(out, "warning")[0]["message"]
 
 
 def test_where_none_is_whole_the_first_damage_is_named_and_the_run_can_go_on(text, tmp_path):
@@ -262,7 +223,7 @@ def test_a_look_that_is_broken_off_twice_is_still_owed(text, tmp_path):
     outcome = signals_in_look(start(text, out, every, resume=True), 8).run()
     assert (outcome.finished, outcome.step) == (False, 8)
     assert start(text, out, every, resume=True).run().finished
-    assert [event["step"] for event in told(out, "validation")] == [8, 16, 20]
+    assert [event["step"] for event in events_of(out, "validation")] == [8, 16, 20]
 
 
 def test_a_disk_that_refuses_the_note_of_a_look_stops_nothing(text, tmp_path, monkeypatch):
@@ -275,7 +236,7 @@ def test_a_disk_that_refuses_the_note_of_a_look_stops_nothing(text, tmp_path, mo
     loop = start(text, out, every, resume=True)
     monkeypatch.setattr(checkpoint, "write_whole", full)
     assert loop.run().finished
-    assert "manifest.json` cannot be written: No space left" in told(out, "warning")[0]["message"]
+    assert "manifest.json` cannot be written: No space left" in events_of(out, "warning")[0]["message"]
 
 
 def test_what_a_look_found_is_forgotten_with_the_weights_that_a_rollback_gave_up(text, tmp_path, monkeypatch):
@@ -288,18 +249,12 @@ def test_what_a_look_found_is_forgotten_with_the_weights_that_a_rollback_gave_up
         return save(folder, step, *rest)
 
     monkeypatch.setattr(checkpoint, "save", once)
-    at_step(loop, 11, lambda: loop.keeper._looked.update({12: 1.0}))
+    at_step(loop, 11, lambda: loop.checkpointer._held_out.update({12: 1.0}))
     poison(loop, range(10, 13), 10.0)
     assert loop.run().finished
-    assert [event["step"] for event in told(tmp_path / "run", "save_failed")] == [12]
-    found = {event["step"]: event["held_out"] for event in told(tmp_path / "run", "checkpoint")}
+    assert [event["step"] for event in events_of(tmp_path / "run", "save_failed")] == [12]
+    found = {event["step"]: event["held_out"] for event in events_of(tmp_path / "run", "checkpoint")}
     assert (found[12], found[16]) == (None, None)
-
-
-def test_a_note_is_no_way_to_change_what_a_checkpoint_is(text, tmp_path):
-    start(text, tmp_path / "run", "training.steps=4").run()
-    with pytest.raises(ValueError, match="`step` is the checkpoint's own key"):
-        checkpoint.note(tmp_path / "run" / "checkpoints" / "step-000004", step=5)
 
 
 # --- a batch that does not come
@@ -364,11 +319,12 @@ def test_a_run_toml_that_is_gone_is_restored_from_an_older_one_where_that_is_all
     manifest = out / "checkpoints" / "step-000020" / "manifest.json"
     manifest.write_bytes(manifest.read_bytes()[:100])
     with pytest.raises(DamagedCheckpointError, match="step-000020"):
-        folder.check_free(out, new=False)
-    (told,) = folder.check_free(out, new=False, allow_older=True)
-    assert "step-000016` knows it" in told
+        open_run(out)
+    opened = open_run(out, allow_older=True)
+    assert f"had no run.toml: it was restored from `{out / 'checkpoints' / 'step-000016'}`" in opened.warnings[0]
     assert (out / paths.CONFIG).read_bytes() == before
-    assert folder.check_free(out, new=False) == []
+    opened.lock.release()
+    assert open_run(out).warnings == []
 
 
 def test_a_link_that_leads_nowhere_is_no_place_to_begin(text, tmp_path):

@@ -1,0 +1,99 @@
+"""Small runs on the CPU, for tests: starting, resuming and interrupting them, and reading what they left."""
+
+import numpy as np
+import pytest
+
+from halfstep.config.load import load
+from halfstep.core.policy import Policy
+from halfstep.training.checkpoints import checkpoint
+from halfstep.training.loop import Loop
+from halfstep.training.paths import CHECKPOINTS, EVENTS
+from halfstep.training.run.resume import open_run
+from halfstep.training.telemetry.events import read_events
+
+SMALL = [
+    "model.context=16",
+    "model.layers=1",
+    "model.width=16",
+    "model.heads=2",
+    "training.batch=2",
+    "training.micro_batches=1",
+    "training.validate_every=100",
+    "training.validation_tokens=64",
+]
+
+
+def starter(*base):
+    """Returns a function that begins or resumes a small run with some settings."""
+
+    def start(source, out, *settings, policy="fp32", resume=False, allow_older=False, **options):
+        config, opened = load("tiny", [f"data.source={source}", *SMALL, *base, *settings]), None
+        if resume:
+            opened = open_run(out, config, allow_older=allow_older)
+            config = opened.config
+        return Loop(config, Policy.parse(policy), out, device="cpu", opened=opened, **options)
+
+    return start
+
+
+def resume(out, **options):
+    """Resumes a run with its own settings, as `halfstep train --resume` does if no recipe is named."""
+    opened = open_run(out)
+    return Loop(opened.config, Policy.parse(opened.policy), out, device="cpu", opened=opened, **options)
+
+
+def final_state(out):
+    """Returns the tensors of the newest checkpoint without random state, and its manifest."""
+    arrays, manifest = checkpoint.load(checkpoint.latest(out / CHECKPOINTS))
+    return {name: (*a[:2], bytes(a.data)) for name, a in arrays.items() if name != "rng.cpu"}, manifest
+
+
+def events_of(out, *kinds):
+    """Returns the events of some kinds, or all."""
+    return [event for event in read_events(out / EVENTS) if not kinds or event["event"] in kinds]
+
+
+class InterruptedByTestError(Exception):
+    """What a kill is to a run inside a test."""
+
+
+def interrupt_when(loop, condition):
+    """Runs a loop until a condition holds when a step is launched."""
+
+    def act():
+        if condition(loop):
+            raise InterruptedByTestError
+
+    before_step(loop, act)
+    with pytest.raises(InterruptedByTestError):
+        loop.run()
+    loop.lock.release()
+
+
+def interrupt_at(loop, steps):
+    """Runs a loop that breaks off in the middle of the step after so many."""
+    interrupt_when(loop, lambda loop: loop.tally.step == steps)
+
+
+def before_step(loop, act):
+    """Calls `act` before every step is launched."""
+    launch = loop.session.step
+
+    def step(batch):
+        act()
+        return launch(batch)
+
+    loop.session.step = step
+    return loop
+
+
+def poison(loop, indices, factor):
+    """Multiplies the loss of some data, wherever and whenever it is seen."""
+    bad = {loop.batches.at(index)[0, :, :-1].tobytes() for index in indices}
+    real = loop.session._loss
+
+    def loss(x, y):
+        return real(x, y) * (factor if x.numpy().astype(np.int32).tobytes() in bad else 1.0)
+
+    loop.session._loss = loss
+    return loop
