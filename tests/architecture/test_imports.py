@@ -54,13 +54,11 @@ ROOMS = {
     "mlx": BACKEND_ROOMS,
     "training": [
         {"files", "paths", "schedule"},
-        {"data", "checkpoints"},
+        {"data", "checkpoints", "telemetry"},
         {"memory"},
         {"session"},
-        {"telemetry"},
         {"evaluation", "sampling"},
-        {"run"},
-        {"weights"},
+        {"run", "weights"},
         {"loop"},
     ],
 }
