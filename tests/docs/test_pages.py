@@ -13,12 +13,16 @@ PAGES = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")]
 CURRENT = [page for page in PAGES if page.name != "CHANGELOG.md" and "measurements" not in page.parts]
 
 
-@pytest.fixture(scope="module")
-def generate():
-    spec = importlib.util.spec_from_file_location("halfstep_docs_generate", ROOT / "docs" / "generate.py")
+def module_at(path):
+    spec = importlib.util.spec_from_file_location(path.stem, path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.fixture(scope="module")
+def generate():
+    return module_at(ROOT / "docs" / "generate.py")
 
 
 @pytest.mark.parametrize("name", ["settings.md", "policies.md", "formats.md"])
@@ -65,3 +69,13 @@ def test_the_architecture_page_has_every_folder_of_the_package():
     folders = {path.parent.relative_to(ROOT).as_posix() for path in (ROOT / "halfstep").glob("*/**/*.*")}
     missing = [folder for folder in sorted(folders) if "__pycache__" not in folder and f"{folder}/" not in text]
     assert missing == []
+
+
+@pytest.mark.parametrize("package", ["torch", "training"])
+def test_the_architecture_page_has_the_order_of_rooms_that_is_tested(package):
+    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    arrow = re.search(rf"^    {package}:(.*?)(?=\n    \w|\n\n)", text, flags=re.S | re.M)[1]
+    rooms = module_at(ROOT / "tests" / "architecture" / "test_imports.py").ROOMS[package]
+    exists = {path.stem for path in (ROOT / "halfstep" / package).iterdir()}
+    tested = [names & exists for names in rooms if names & exists]
+    assert [set(re.split(r"[,\s]+", names.strip())) for names in arrow.split("<-")] == tested
