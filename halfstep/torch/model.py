@@ -7,7 +7,7 @@ One block, with every switch on (each is off or plain unless the recipe says so)
     x <- x + mlp_scale * mlp(norm(x))             down(gelu(up x)), down(relu(up x)^2), down(silu(gate x) * up x)
 
 U-net skips add the outputs of the first half of the blocks, times learned weights, to the inputs of the second
-half, the last of them first; of an odd number of blocks the last gets none. The residual stream is in the compute
+half, the last of them first; with an odd number of blocks the last block gets none. The residual stream is in the compute
 format; norms, softmax and the loss are islands (layers.py).
 
 Shapes: B batch, T tokens of a sequence, D width, H heads, K features of a head, V vocabulary.
@@ -56,12 +56,13 @@ class Decoder(Layer):
         cos_TK, sin_TK = rope_tables(config)
         self.register_buffer("cos_TK", cos_TK, persistent=False)
         self.register_buffer("sin_TK", sin_TK, persistent=False)
-        self.recompute = False  # whether the backward pass runs blocks again instead of keeping what they made
+        self.skip_sources = [config.skip_into(layer) for layer in range(config.layers)]
+        self.recompute = False  # whether the backward pass runs blocks again instead of keeping their activations
         assert {name: tuple(p.shape) for name, p in self.named_parameters()} == parameter_shapes(config)
 
     def forward(self, tokens_BT: Tensor) -> Tensor:
-        """Logits for the token after each, in the head's compute format, before the softcap."""
-        config, casts = self.config, self.casts
+        """Returns the logits of each next token, in the head's compute format, before the softcap."""
+        casts = self.casts
         x_BTD = self.embed(tokens_BT)
         if self.positions is not None:
             x_BTD = rounded(x_BTD + self.positions.rows(tokens_BT.shape[1]), casts)
@@ -70,50 +71,50 @@ class Decoder(Layer):
         x0_BTD, first_values = x_BTD, None
         skips: list[Tensor] = []
         angles = (self.cos_TK[: tokens_BT.shape[1]], self.sin_TK[: tokens_BT.shape[1]])
-        for layer, block in enumerate(self.blocks):
-            source = config.skip_into(layer)
+        for block, source in zip(self.blocks, self.skip_sources, strict=True):
             if self.skip_weights is not None and source is not None:
                 weight_D = enter(owned(self.skip_weights, casts)[source], casts)
                 x_BTD = rounded(x_BTD + rounded(weight_D * skips[source], casts), casts)
-            x_BTD, values = self._through(block, x_BTD, x0_BTD, first_values, angles)
+            given = (x_BTD, x0_BTD, first_values, angles)
+            x_BTD, values = block(*given) if not self.recompute else self._recomputed(block, *given)
             first_values = values if first_values is None else first_values
-            if layer < config.num_skips:
+            if self.skip_weights is not None and len(skips) < len(self.skip_weights):
                 skips.append(x_BTD)
         return self.lm_head(self.final_norm(x_BTD), self.embed.weight)  # type: ignore[no-any-return]
 
-    def _through(self, block: nn.Module, *given: Any) -> tuple[Tensor, Tensor]:
-        """A block, kept or run again. Nothing in it is random, so there is no state to put back for that."""
-        if not (self.recompute and torch.is_grad_enabled()):
+    def _recomputed(self, block: nn.Module, *given: Any) -> tuple[Tensor, Tensor]:
+        """Runs a block that the backward pass runs again. Nothing in it is random: there is no RNG state to keep."""
+        if not torch.is_grad_enabled():
             return block(*given)  # type: ignore[no-any-return]
         return checkpoint(block, *given, use_reentrant=False, preserve_rng_state=False)  # type: ignore[no-any-return]
 
     def loss(self, tokens_BT: Tensor, targets_BT: Tensor) -> Tensor:
-        """The sum over all targets of the negative log-likelihood, in the loss format."""
+        """Returns the sum over all targets of the negative log-likelihood, in the loss format."""
         return cross_entropy(self(tokens_BT), targets_BT, self.casts, self.config.softcap)
 
     def capped(self, logits: Tensor) -> Tensor:
-        """Logits as the loss sees them: in fp32, after the softcap."""
+        """Returns the logits as the loss sees them: in fp32, after the softcap."""
         cap = self.config.softcap
         return cap * torch.tanh(logits.float() / cap) if cap else logits.float()
 
     def module_names(self) -> list[str]:
-        """The names that rules match."""
+        """Returns the names that rules match."""
         return module_names(self.config)
 
     def initialize(self, seed: int) -> None:
-        """Sets every parameter to its first value, the same on every backend."""
+        """Sets every parameter to its initial value, the same on every backend."""
         self.set_weights(initial_weights(self.config, seed))
 
     @torch.no_grad()
     def set_weights(self, weights: Weights) -> None:
-        """Sets every parameter to the value that is given for its name."""
+        """Sets every parameter to the value given for its name."""
         parameters = dict(self.named_parameters())
         for name, value in weights:
             parameters.pop(name).copy_(torch.from_numpy(value))
-        assert not parameters, "every parameter is given"
+        assert not parameters, "some parameters were not given"
 
     def matrices(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """The matrices inside blocks, which Muon updates."""
+        """Yields the matrices inside blocks, which Muon updates."""
         for name, parameter in self.named_parameters():
             if name.startswith("blocks.") and parameter.ndim == 2 and name.endswith(".weight"):
                 yield name, parameter
@@ -136,7 +137,7 @@ class Block(Layer):
     def forward(
         self, x_BTD: Tensor, x0_BTD: Tensor, first_values: Tensor | None, angles: tuple[Tensor, Tensor]
     ) -> tuple[Tensor, Tensor]:
-        """The stream after the block, and the values of its attention."""
+        """Returns the stream after the block, and the values of its attention."""
         casts = self.casts
         if self.residual_mix is not None:
             mix = enter(owned(self.residual_mix, casts), casts)
@@ -158,8 +159,8 @@ class Attention(Layer):
 
     def __init__(self, config: ModelConfig):
         super().__init__()
-        self.config = config
-        head = config.size_of_head
+        head = self.size_of_head = config.size_of_head
+        self.rotary = config.positions == "rotary"
         self.q = CastedLinear(config.width, config.heads * head, config.bias)
         self.k = CastedLinear(config.width, config.num_kv_heads * head, config.bias)
         self.v = CastedLinear(config.width, config.num_kv_heads * head, config.bias)
@@ -172,24 +173,23 @@ class Attention(Layer):
     def forward(
         self, x_BTD: Tensor, first_values: Tensor | None, angles: tuple[Tensor, Tensor]
     ) -> tuple[Tensor, Tensor]:
-        """What attention adds to the stream, and its values before they were mixed."""
-        casts = self.casts
-        q_BHTK, k_BHTK, v_BHTK = (self._heads(layer(x_BTD)) for layer in (self.q, self.k, self.v))
+        """Returns what attention adds to the stream, and its values before they were mixed."""
+        casts, heads = self.casts, (-1, self.size_of_head)
+        q_BHTK = self.q(x_BTD).unflatten(-1, heads).transpose(1, 2)
+        k_BHTK = self.k(x_BTD).unflatten(-1, heads).transpose(1, 2)
+        v_BHTK = self.v(x_BTD).unflatten(-1, heads).transpose(1, 2)
         values = v_BHTK
         if self.value_mix is not None and first_values is not None:
             mix = enter(owned(self.value_mix, casts), casts)
             v_BHTK = rounded(v_BHTK + rounded(mix * rounded(first_values - v_BHTK, casts), casts), casts)
         if self.q_norm is not None and self.k_norm is not None:
             q_BHTK, k_BHTK = self.q_norm(q_BHTK), self.k_norm(k_BHTK)
-        if self.config.positions == "rotary":
+        if self.rotary:
             q_BHTK, k_BHTK = rotate(q_BHTK, *angles, casts), rotate(k_BHTK, *angles, casts)
         if self.q_gain is not None:
             q_BHTK = rounded(q_BHTK * enter(owned(self.q_gain, casts), casts)[:, None, None], casts)
         y_BHTK = attention(q_BHTK, k_BHTK, v_BHTK, casts)
         return self.o(y_BHTK.transpose(1, 2).flatten(2)), values
-
-    def _heads(self, x_BTD: Tensor) -> Tensor:
-        return x_BTD.unflatten(-1, (-1, self.config.size_of_head)).transpose(1, 2)
 
 
 class MLP(Layer):
@@ -203,7 +203,7 @@ class MLP(Layer):
         self.down = CastedLinear(config.size_of_mlp, config.width, config.bias)
 
     def forward(self, x_BTD: Tensor) -> Tensor:
-        """What the MLP adds to the stream."""
+        """Returns what the MLP adds to the stream."""
         casts = self.casts
         hidden = enter(self.up(x_BTD), casts)
         if self.gate is not None:
@@ -223,11 +223,11 @@ class Embedding(Layer):
         self.weight = nn.Parameter(torch.empty(count, width))
 
     def forward(self, index: Tensor) -> Tensor:
-        """The rows of the index."""
+        """Returns the rows of the index."""
         return enter(F.embedding(index, owned(self.weight, self.casts)), self.casts)
 
     def rows(self, count: int) -> Tensor:
-        """The first rows, for positions."""
+        """Returns the first rows, for positions."""
         return enter(owned(self.weight, self.casts)[:count], self.casts)
 
 
@@ -240,12 +240,12 @@ class Head(Matmul):
         self.weight = None if config.tied else nn.Parameter(torch.empty(config.vocabulary, config.width))
 
     def forward(self, x_BTD: Tensor, tied: Tensor) -> Tensor:
-        """Logits."""
+        """Returns the logits."""
         weight = tied if self.weight is None else self.weight
         return linear(x_BTD, weight, None, self.casts, history=self.halfstep_history)
 
     def matrix_sizes(self) -> list[tuple[int, int]]:
-        """Of its own matrix, or the embedding's."""
+        """Returns the size of its own matrix, or the embedding's."""
         return [self.size]
 
 
@@ -258,12 +258,12 @@ class HeadNorm(Layer):
         self.weight = _maybe(config.qk_norm == "gain", config.size_of_head)
 
     def forward(self, x_BHTK: Tensor) -> Tensor:
-        """The normalized heads."""
+        """Returns the normalized heads."""
         return rms_norm(x_BHTK, self.weight, self.casts, self.eps)
 
 
 def rope_tables(config: ModelConfig) -> tuple[Tensor, Tensor]:
-    """cos and sin of position * base^(-2i/K), twice side by side; angles in fp64, tables in fp32."""
+    """Returns cos and sin of position * base^(-2i/K), twice side by side; angles in fp64, tables in fp32."""
     half = config.size_of_head // 2
     rates = config.rope_base ** -(torch.arange(half, dtype=torch.float64) / half)
     angles = torch.outer(torch.arange(config.context, dtype=torch.float64), rates).repeat(1, 2)
