@@ -1,32 +1,38 @@
 """Casts in torch that agree with core.rounding bit for bit, on any device, under compile, without a sync.
 
-core.rounding defines the result: which neighbor a number becomes in each mode, what overflow makes of it,
-that a NaN stays the quiet NaN of its sign. Here the same result is made of few elementwise operations.
+core.rounding defines the result: which neighbor a number becomes in each mode, what overflow makes of it, and
+that a NaN stays the quiet NaN of its sign. Here the same result is computed by few elementwise operations.
 
-**Eight exponent bits** (tf32, bf16 and their kin). fp32 has the same exponents, so the numbers of the format
-are the fp32 patterns whose last d = 23 - y bits are zero, subnormals included, and rounding is an addition to
-the pattern followed by a mask; a carry moves into the exponent by itself, and past the last one it is inf.
+1. Eight exponent bits (tf32, bf16 and their kin): `_round_patterns`. fp32 has the same exponents, so the numbers
+   of the format are the fp32 patterns whose last d = 23 - y bits are zero, subnormals included. Rounding is an
+   addition to the pattern followed by a mask; a carry moves into the exponent by itself, and beyond the last one
+   it is inf.
 
-**Fewer exponent bits** (fp16, fp8 and their kin). Near x the numbers are multiples of the quantum
+2. Fewer exponent bits (fp16, fp8 and their kin): `_round_quanta`. Near x the numbers are multiples of the
+quantum
 
-    q = max(2^E, 2^Emin) * 2^-y          E is read from the exponent bits of x
+       q = max(2^E, 2^Emin) * 2^-y          E is read from the exponent bits of x
 
-Multiplication by a power of two is exact, so v = |x| / q is exact, its integer part and its fraction are, and
-(integer part + 0 or 1) * q is. Every quantity is a normal number as long as q >= 2^-126, so a device that
-flushes subnormals changes nothing; formats beyond that (with a bias of their own) take the same road in fp64.
-1 / q is made from exponent bits, because compilers may divide approximately, and never multiply so.
+   Multiplication by a power of two is exact, so v = |x| / q is exact, and so are its integer part, its fraction
+   and (integer part + 0 or 1) * q. Every quantity is a normal number as long as q >= 2^-126, so a device that
+   flushes subnormals changes nothing; formats beyond that (with an unusual bias) do the same in fp64. 1 / q is
+   made from exponent bits, because compilers may divide approximately but never multiply so.
 
-**Why not x.to(torch.bfloat16).to(torch.float32)?** It is a little faster in eager mode, and under
-torch.compile it is the identity: inductor keeps fused values in fp32 and drops the pair of conversions
-(measured on torch 2.13). An emulation made of it would train in fp32 without a word. For the same reason
-`to_native` rounds before it converts to 16 bits when it is compiled. A conversion to 8 bits is not dropped: there
-values are clamped and converted, in plain operations that a compiler fuses with what precedes them.
+3. Native dtypes: `to_native`. Why not x.to(torch.bfloat16).to(torch.float32)? It is a little faster in eager mode,
+   but under torch.compile it is the identity: inductor keeps fused values in fp32 and drops the pair of
+   conversions (measured on torch 2.13), so an emulation made of it would silently train in fp32. For the same
+   reason `to_native` rounds before it converts to 16 bits when compiled. A conversion to 8 bits is not dropped:
+   there values are clamped and converted, in plain operations that a compiler fuses with what precedes them.
 
-**Scaling.** A narrow operand is multiplied by a power of two that brings its largest magnitude into the top
-binade of the format. A power of two changes no mantissa, so scaling adds no error of its own, and
-inv_scale = 1 / scale is exact.
+4. Scaled operands: `quantize_scaled`. A narrow operand is multiplied by a power of two that brings its largest
+   magnitude into the top binade of the format. A power of two changes no mantissa, so scaling adds no error, and
+   inv_scale = 1 / scale is exact.
 
-Nothing here is differentiable: results are detached, and a layer that casts states its own gradient.
+5. Split masters: `split` and `join`, as core.split defines them.
+
+6. Random words for stochastic rounding: `random_bits`, as core.philox defines them.
+
+Nothing here is differentiable: results are detached, and a layer that casts defines its own gradient.
 """
 
 import math
@@ -40,7 +46,7 @@ from halfstep.core.errors import RoundingError
 from halfstep.core.formats import BF16, FP16, FP32, Format, Overflow
 from halfstep.core.roles import Operand
 from halfstep.core.rounding import Rounding
-from halfstep.torch.dtypes import dtype_of
+from halfstep.torch.dtypes import FLOATS, dtype_of
 from halfstep.torch.tracing import compiling
 
 _SIGN = -(2**31)
@@ -48,7 +54,6 @@ _MAGNITUDE = 2**31 - 1
 _INF = 0x7F800000
 _NAN = 0x7FC00000
 _TWICE_BIAS = 254 << 23
-_WIDENED = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def quantize(
@@ -61,9 +66,9 @@ def quantize(
 ) -> Tensor:
     """Rounds every element to a number of `fmt`, carried in fp32: the emulated cast.
 
-    `x` is fp32, or bf16 or fp16, which fp32 holds exactly. `bits` is one 32-bit word for each element, in
-    int64, for stochastic rounding only; `random_bits` makes them. A NaN in a format that has none stays NaN
-    here, where core.rounding refuses it: to refuse, the tensor would have to be read.
+    `x` is fp32, or bf16 or fp16, which fp32 holds exactly. `bits`, for stochastic rounding only, is one 32-bit
+    word per element, in int64; `random_bits` makes them. A NaN stays NaN even if the format has none;
+    core.rounding refuses it, but that would mean reading the tensor.
     """
     x = _as_fp32(x, fmt)
     check_rule(fmt, overflow, rounding, random=bits is not None)
@@ -76,10 +81,10 @@ def quantize(
 
 
 def carried(x: Tensor, fmt: Format) -> Tensor:
-    """The emulated cast as hardware does it, in fp32: nearest-even, and infinity beyond the largest number.
+    """Rounds as hardware does, in fp32: to nearest even, and to infinity beyond the largest number.
 
-    There and back through the native dtype makes the same bits, but for a NaN's payload, some 20 times faster. A
-    compiler takes the two conversions for nothing and drops them, so compiled code rounds by `quantize`.
+    In eager mode by way of the native dtype, which gives the same bits, except for a NaN's payload, some 20 times
+    faster. A compiler would drop the two conversions, so compiled code rounds by `quantize`.
     """
     if fmt == FP32:
         return x
@@ -89,11 +94,11 @@ def carried(x: Tensor, fmt: Format) -> Tensor:
 
 
 def to_native(x: Tensor, fmt: Format, *, overflow: Overflow) -> Tensor:
-    """Rounds to nearest, ties to even, into the torch dtype of `fmt`, by the stated rule of overflow.
+    """Rounds to nearest, ties to even, into the torch dtype of `fmt`, with an explicit overflow rule.
 
-    Native fp8 casts disagree beyond the largest number: 1000 becomes NaN in e4m3 on torch 2.11, 448 on 2.13.
-    Here torch's conversion gets nothing that is beyond. A NaN stays NaN; its code is torch's choice, and not the
-    same one in eager and in compiled code.
+    Native fp8 casts disagree beyond the largest number: 1000 becomes NaN in e4m3 on torch 2.11, 448 on 2.13. Here
+    torch's conversion never gets such a number. A NaN stays NaN; torch chooses its code, not the same one in eager
+    and in compiled code.
     """
     dtype = dtype_of(fmt)
     hp = _as_fp32(x, fmt)
@@ -108,57 +113,44 @@ def to_native(x: Tensor, fmt: Format, *, overflow: Overflow) -> Tensor:
 
 
 def scale_for(amax: Tensor, fmt: Format) -> Tensor:
-    """The largest power of two that keeps amax * scale <= fmt.max, elementwise, in fp32.
+    """Returns the largest power of two that keeps amax * scale <= fmt.max, elementwise, in fp32.
 
-    With amax = m * 2^e and fmt.max = M * 2^E (1 <= m, M < 2) it is 2^(E - e), or half of it where m > M. It
-    is 1 for amax 0, and stays within 2^-126 and 2^126, so that its inverse is a normal number too: below
-    about fmt.max * 2^-126 a tensor no longer fills the format, and nothing is lost to overflow.
-    An amax that is inf or NaN has no scale: it gives NaN, and all that is scaled by it becomes NaN.
-    Saturation would otherwise turn an infinity into a number like any other.
+    With amax = m * 2^e and fmt.max = M * 2^E (1 <= m, M < 2) it is 2^(E - e), or half of that if m > M. It is 1
+    for amax 0, and stays within 2^-126 and 2^126, so that its inverse is a normal number too: below about fmt.max
+    * 2^-126 a tensor no longer fills the format, but nothing overflows. An amax of inf or NaN gives the scale NaN,
+    and everything scaled by it becomes NaN; otherwise saturation would turn an infinity into an ordinary number.
     """
     return _scales(amax, fmt)[0]
 
 
 def quantize_scaled(
-    x: Tensor,
-    operand: Operand,
-    *,
-    amax: Tensor | None = None,
-    overflow: Overflow = "saturate",
-    rounding: Rounding = "nearest-even",
-    bits: Tensor | None = None,
-    native: bool = False,
+    x: Tensor, operand: Operand, *, amax: Tensor | None = None, native: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """A matmul operand in a narrow format, and the inv_scale that undoes its scale.
+    """Returns a matmul operand in a narrow format, saturated, and the inv_scale that undoes its scale.
 
-    One scale a tensor (inv_scale is a scalar), or one a row, that is for each index of all dimensions but
-    the last (inv_scale keeps the last with size 1). The scale follows the amax of `x`, unless `amax` is
-    given: it must be for `delayed` operands, where it comes from earlier steps; what is larger overflows by
-    rule.
-    The values are numbers of the format in fp32, or in its torch dtype where `native`; both are the same.
+    There is one scale per tensor (inv_scale is a scalar) or one per row, that is for each index of all dimensions
+    but the last (inv_scale keeps the last with size 1). The scale follows the amax of `x`, unless `amax` is given:
+    `delayed` operands need it, from earlier steps; larger numbers saturate. The values are numbers of the format
+    in fp32, or in its torch dtype if `native`; both are the same.
     """
-    if operand.amax == "delayed" and amax is None:
-        raise RoundingError(
-            f"`{operand.format}:delayed` takes its scale from earlier steps, and no `amax` was given",
-            hint="pass amax=, kept from earlier steps, or use `current`",
-        )
-    hp = _as_fp32(x, operand.format)
     if amax is None:
+        if operand.amax == "delayed":
+            raise RoundingError(
+                f"`{operand.format}:delayed` takes its scale from earlier steps, and no `amax` was given",
+                hint="pass amax=, kept from earlier steps, or use `current`",
+            )
         amax = amax_of(x, operand)
     scale, inv_scale = _scales(amax, operand.format)
-    scaled = hp * scale
-    if native and rounding == "nearest-even" and bits is None:
-        return to_native(scaled, operand.format, overflow=overflow), inv_scale
-    lp = quantize(scaled, operand.format, overflow=overflow, rounding=rounding, bits=bits)
-    return (lp.to(dtype_of(operand.format)) if native else lp), inv_scale
+    scaled = _as_fp32(x, operand.format) * scale
+    return (to_native if native else quantize)(scaled, operand.format, overflow="saturate"), inv_scale
 
 
 def amax_of(x: Tensor, operand: Operand) -> Tensor:
-    """The largest magnitude of the tensor or of each row, as the operand's granularity asks, in fp32."""
+    """Returns the largest magnitude of the tensor or of each row, by the operand's granularity, in fp32."""
     magnitude = x.detach().abs()
     if compiling():
-        # Fused code has the maximum of what was not rounded to bf16 yet. Of a bf16 maximum it rounds the one that
-        # it stores, not the one that it goes on with: forward and backward would be scaled by two numbers.
+        # Fused code takes the maximum before the rounding to bf16. If the maximum were bf16, the code would round
+        # what it stores but not what it continues with: forward and backward would be scaled by two numbers.
         magnitude = magnitude.float()
     if operand.granularity == "row":
         return magnitude.amax(dim=-1, keepdim=True).float()
@@ -168,7 +160,7 @@ def amax_of(x: Tensor, operand: Operand) -> Tensor:
 
 
 def split(x: Tensor) -> tuple[Tensor, Tensor]:
-    """core.split.split on a device: the nearest bf16, ties away from zero, and the int16 that makes it exact."""
+    """Returns the nearest bf16, ties away from zero, and the int16 that makes it exact: core.split on a device."""
     if x.dtype != torch.float32:
         raise RoundingError(
             f"split takes the fp32 master, not {x.dtype}", hint="widen it with x.to(torch.float32)"
@@ -183,7 +175,7 @@ def split(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def join(hi: Tensor, lo: Tensor) -> Tensor:
-    """The fp32 number that `split` took apart."""
+    """Returns the fp32 number that `split` took apart."""
     if (hi.dtype, lo.dtype) != (torch.bfloat16, torch.int16) or hi.shape != lo.shape:
         raise RoundingError(
             f"join takes bfloat16 and int16 of one shape, not {hi.dtype} of {tuple(hi.shape)} and {lo.dtype} of "
@@ -210,10 +202,10 @@ def random_bits(
     start: int = 0,
     device: torch.device | str | None = None,
 ) -> Tensor:
-    """core.philox.random_bits, word for word, in int64 on a device.
+    """Returns the words of core.philox.random_bits, in int64 on a device.
 
-    `step` may be an integer scalar tensor on the device, which is not read; under torch.compile it should be:
-    a Python integer that changes compiles anew at each step.
+    `step` may be an integer scalar tensor on the device, which is not read; under torch.compile it should be one:
+    a Python integer that changes compiles again at each step.
     """
     size = torch.Size([shape] if isinstance(shape, int) else shape)
     count = size.numel()
@@ -234,7 +226,7 @@ def random_bits(
     c3 = step.reshape(()).to(torch.int64) & _WORD
     k0, k1 = seed & _WORD, seed >> 32
     for _ in range(10):
-        # The products wrap modulo 2^64, and their halves are right whatever the sign.
+        # The products wrap modulo 2^64; both of their halves are right whatever the sign.
         product0, product1 = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]
         c0, c1 = ((product1 >> 32) & _WORD) ^ c1 ^ k0, product1 & _WORD
         c2, c3 = ((product0 >> 32) & _WORD) ^ c3 ^ k1, product0 & _WORD
@@ -244,17 +236,17 @@ def random_bits(
 
 
 def _scales(amax: Tensor, fmt: Format) -> tuple[Tensor, Tensor]:
-    """The scale and its inverse, both made of exponent bits: compiled code may divide approximately."""
+    """Returns the scale and its inverse, both made of exponent bits: compiled code may divide approximately."""
     pattern = _as_fp32(amax, fmt).view(torch.int32) & _MAGNITUDE
-    # A pattern is (e + 127) * 2^23 plus the mantissa: the difference of two, floored, is E - e, less one
-    # where m > M.
+    # A pattern is (e + 127) * 2^23 plus the mantissa: the difference of two, floored, is E - e, or one less
+    # if m > M.
     power = ((plan_of(fmt).top - pattern) >> 23).clamp(-126, 126)
     power = torch.where(pattern == 0, 0, power)
-    # NaN as bits: a NaN constant differs from itself, and a compiler would take no two casts of one x for one.
+    # NaN as bits: a NaN constant differs from itself, and a compiler would not merge two casts of the same x.
     scale = torch.where(pattern >= _INF, _NAN, (power + 127) << 23).view(torch.float32)
     if compiling():
-        # `as_strided` makes inductor store what it is of. Else the scale is computed anew for each element, and
-        # where that makes too long an expression, inductor stores the scaled tensor, in fp32.
+        # `as_strided` makes inductor store the scale. Otherwise it would compute the scale again for each element,
+        # or, if that makes the expression too long, store the scaled tensor in fp32.
         scale = scale.as_strided(scale.shape, scale.stride())
     # Exponents that add up to twice the bias.
     bits = scale.view(torch.int32)
@@ -262,7 +254,7 @@ def _scales(amax: Tensor, fmt: Format) -> tuple[Tensor, Tensor]:
 
 
 def _round_patterns(x: Tensor, plan: Plan, overflow: Overflow, rounding: Rounding, bits: Tensor | None) -> Tensor:
-    """The cast to a format with fp32's exponents, on bit patterns."""
+    """Casts to a format with fp32's exponents, on bit patterns."""
     pattern = x.view(torch.int32)
     magnitude = pattern & _MAGNITUDE
     drop = 23 - plan.mantissa_bits
@@ -278,7 +270,7 @@ def _round_patterns(x: Tensor, plan: Plan, overflow: Overflow, rounding: Roundin
         rounded = (magnitude & -unit) + (bits < threshold).to(torch.int32) * unit
     if overflow == "saturate":
         rounded.clamp_(max=largest)
-    # What went beyond the largest number is an infinity already. A NaN is known by the pattern it had:
+    # What is beyond the largest number is an infinity already. A NaN is recognized by the pattern it had before:
     # rounding may have wrapped 0x7FFFFFFF around to zero.
     nan = magnitude > _INF
     if overflow == "nan":
@@ -290,7 +282,7 @@ def _round_patterns(x: Tensor, plan: Plan, overflow: Overflow, rounding: Roundin
 def _round_quanta(
     x: Tensor, plan: Plan, overflow: Overflow, rounding: Rounding, bits: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Magnitudes of the cast to a format with other exponents than fp32's, and where they are to be NaN."""
+    """Returns magnitudes cast to a format with other exponents than fp32's, and where they must become NaN."""
     integers, bias, width = (torch.int32, 127, 23) if plan.fits_fp32 else (torch.int64, 1023, 52)
     wide = x if plan.fits_fp32 else x.double()
     magnitude = wide.abs().clamp_(max=plan.largest if overflow == "saturate" else plan.beyond)
@@ -319,7 +311,7 @@ def _round_quanta(
 
 
 def _with_sign(magnitude: Tensor, x: Tensor, nan: Tensor, fmt: Format) -> Tensor:
-    """Magnitudes with the signs of `x` and canonical NaN, as bits, so that no payload passes."""
+    """Gives magnitudes the signs of `x` and the canonical NaN, as bits, so that no payload passes."""
     pattern = magnitude.view(torch.int32).masked_fill_(nan, _NAN)
     sign = x.view(torch.int32) & _SIGN
     if not fmt.has_negative_zero:
@@ -334,7 +326,7 @@ def _as_fp32(x: Tensor, fmt: Format) -> Tensor:
             f"float64 would be rounded twice, to fp32 and then to {fmt}: near a tie, to the wrong number",
             hint="x.to(torch.float32) accepts the first rounding",
         )
-    if x.dtype not in _WIDENED:
+    if x.dtype not in FLOATS:
         raise RoundingError(
             f"a cast to {fmt} takes fp32, bf16 or fp16 values, not {x.dtype}",
             hint="widen an 8-bit float exactly with x.to(torch.float32); integers are not cast by a policy",

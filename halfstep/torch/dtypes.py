@@ -1,13 +1,13 @@
-"""Formats and torch dtypes, torch devices and what is known of them, and what torch can compute where.
+"""Formats and torch dtypes, torch devices and what is known about them, and what torch can compute where.
 
-`supported` answers for a *compute* format, one that matmul operands have. On an accelerator the hardware
-decides (core.devices): torch would run bf16 on a T4 by converting every operand, and say nothing. On a CPU
-torch has bf16 and fp16 kernels for every machine; with instructions for them they may pay, without they can
-be hundreds of times slower than fp32. Both are the user's to take, so the answer is yes, with that reason.
-8-bit formats are multiplied by `torch._scaled_mm`, whose kernels differ by device, version and pair of formats: a
-small product is tried once, and what torch says against it is the reason. No CPU has instructions for them; where
-torch multiplies them all the same, it widens them first, and a narrow layer there is good for tests alone.
-What cannot run natively can be emulated anywhere, and every refusal names the switch: `emulate=true`.
+`supported` answers for a *compute* format, that of matmul operands. On an accelerator the hardware decides
+(core.devices): torch would run bf16 on a T4 by silently converting every operand. On a CPU torch has bf16 and
+fp16 kernels for every machine; with instructions for them they may pay, without they can be hundreds of times
+slower than fp32. Both are the user's choice, so the answer is yes, with that reason. 8-bit formats are
+multiplied by `torch._scaled_mm`, whose kernels differ by device, version and pair of formats: a small product is
+tried once, and torch's error message is the reason. No CPU has instructions for them; if torch multiplies them
+there, it widens them first, which is only good for tests. What cannot run natively can be emulated anywhere, and
+every refusal names the switch: `emulate=true`.
 """
 
 from functools import cache
@@ -34,27 +34,27 @@ DTYPES: dict[Format, torch.dtype] = {
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 """What parameters and activations are held in; a policy leaves other tensors alone."""
 _FORMATS = {dtype: fmt for fmt, dtype in DTYPES.items()}
-# By kind of device: whether 8-bit operands with a scale a row have a kernel whose result is fp32. Filled when a
-# model is prepared: compiled code can read it, and could not try.
+# By kind of device: whether 8-bit operands with one scale per row have a kernel whose result is fp32. Filled when
+# a model is prepared: compiled code can read it but could not try.
 ROWS_INTO_FP32: dict[str, bool] = {}
 
 
 def dtype_of(fmt: Format) -> torch.dtype:
-    """The torch dtype that holds the format."""
+    """Returns the torch dtype that holds the format."""
     if fmt not in DTYPES:
         raise no_dtype(fmt, "torch", "tensors", DTYPES)
     return DTYPES[fmt]
 
 
 def format_of(dtype: torch.dtype) -> Format:
-    """The format of a torch dtype."""
+    """Returns the format of a torch dtype."""
     if dtype not in _FORMATS:
         raise no_format(dtype, "tensors", _FORMATS)
     return _FORMATS[dtype]
 
 
 def describe(device: torch.device | str) -> Device:
-    """What is known of a torch device. Asking about the CPU starts no other device."""
+    """Returns what is known about a torch device. Asking about the CPU starts no other device."""
     device = as_device(device)
     match device.type:
         case "cpu":
@@ -70,7 +70,7 @@ def describe(device: torch.device | str) -> Device:
             return Device("apple", name, architecture=apple_generation(name))
         case other:
             raise HalfstepError(
-                f"nothing is known of the torch device `{other}`; halfstep runs on cpu, cuda, xpu and mps",
+                f"halfstep knows nothing about the torch device `{other}`; it runs on cpu, cuda, xpu and mps",
                 hint="TPUs run through JAX: `--backend jax`",
             )
 
@@ -87,7 +87,7 @@ def supported(fmt: Format, device: torch.device | str, *, emulate: bool = False)
 
 
 def answer(fmt: Format, device: Device) -> Support:
-    """`supported` for a device that is described rather than present."""
+    """Answers like `supported`, for a device that need not be present."""
     return computes(fmt, device, "torch", "torch runs it anyway, perhaps far slower than fp32")
 
 
@@ -99,7 +99,7 @@ def product_failure(
     rows: bool = False,
     dtype: torch.dtype = torch.bfloat16,
 ) -> str:
-    """What torch says against a product of two 8-bit formats, scaled by rows or whole; empty where it runs."""
+    """Returns why torch cannot multiply two 8-bit formats, scaled per row or per tensor; empty if it can."""
     return _try_product(DTYPES[left], DTYPES[right], device, rows, dtype)
 
 
@@ -110,30 +110,30 @@ def _try_product(
     scale = torch.ones((16, 1) if rows else (), device=device)
     try:
         a, b = (torch.ones(16, 16, device=device).to(narrow) for narrow in (left, right))
-        found = float(torch._scaled_mm(a, b.t(), scale, scale.t(), out_dtype=dtype)[0, 0])
+        result = float(torch._scaled_mm(a, b.t(), scale, scale.t(), out_dtype=dtype)[0, 0])
     except (RuntimeError, ValueError, TypeError, NotImplementedError) as error:
-        told = (str(error).strip() or type(error).__name__).splitlines()[0]
-        return told.rpartition("please report a bug to PyTorch. ")[2]  # a failed assertion, and then what it means
-    # A kernel may take the codes for those of another format.
-    return "" if found == 16.0 else f"sixteen times 1 x 1 is {found:g}"
+        line = (str(error).strip() or type(error).__name__).splitlines()[0]
+        return line.rpartition("please report a bug to PyTorch. ")[2]  # the meaning of a failed assertion
+    # A kernel may mistake the codes for those of another format.
+    return "" if result == 16.0 else f"sixteen times 1 x 1 is {result:g}"
 
 
-def _tried(fmt: Format, device: torch.device, found: Support) -> Support:
-    """`supported` of an 8-bit format, by a product with one of e4m3: no hardware multiplies two of e5m2."""
+def _tried(fmt: Format, device: torch.device, hardware: Support) -> Support:
+    """Tries an 8-bit format in a product with e4m3: no hardware multiplies two of e5m2."""
     failure = product_failure(fmt, parse("e4m3fnuz") if fmt.specials == "fnuz" else E4M3, device)
     if failure:
-        return Support(False, f"{found.reason}; torch {torch.__version__} says: {failure}; {EMULATED}")
-    slow = "" if found else "; torch widens it and multiplies all the same, slower than bf16: good for tests"
-    return Support(True, found.reason + slow)
+        return Support(False, f"{hardware.reason}; torch {torch.__version__} says: {failure}; {EMULATED}")
+    slow = "" if hardware else "; torch widens it and multiplies anyway, slower than bf16: good for tests"
+    return Support(True, hardware.reason + slow)
 
 
 def as_device(device: torch.device | str) -> torch.device:
-    """A torch device by its name; what is no name of one is an error."""
+    """Returns the torch device of a name; an unknown name is an error."""
     try:
         return torch.device(device)
     except RuntimeError:
         raise HalfstepError(
-            f"`{device}` is no torch device", hint="as `cpu`, `cuda`, `cuda:1`, `xpu` or `mps`"
+            f"`{device}` is not a torch device", hint="write `cpu`, `cuda`, `cuda:1`, `xpu` or `mps`"
         ) from None
 
 
@@ -155,13 +155,13 @@ def _describe_cuda(device: torch.device) -> Device:
         )
     properties = torch.cuda.get_device_properties(device)
     if torch.version.hip is not None:
-        # As in gfx90a:sramecc+:xnack-, of which the first part names the instructions.
+        # Such as gfx90a:sramecc+:xnack-, whose first part names the instructions.
         return Device("amd", properties.name, architecture=properties.gcnArchName.split(":")[0])
     return Device("nvidia", properties.name, capability=(properties.major, properties.minor))
 
 
 def _intel_architecture(name: str) -> str:
-    """The names of core.devices, from what Intel calls its products."""
+    """Returns the name in core.devices of one of Intel's products."""
     series = {
         "Data Center GPU Max": "xe-hpc",
         "Arc(TM) B": "xe2",

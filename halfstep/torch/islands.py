@@ -1,11 +1,11 @@
-"""Islands to build with, in place of torch's functions and modules of the same names, with or without a policy.
+"""Islands to build with: torch's functions and modules of the same names, fp32 inside, with or without a policy.
 
     softmax, layer_norm, rms_norm     fp32 inside, backward too; the result in the dtype of the input
     cross_entropy                     fp32 inside and out
 
-The arguments are those of `torch.nn.functional` and `torch.nn`. A model that is made of these computes its sums in
-fp32 whatever its activations are, under torch.compile too. Where `prepare` finds one of the modules it gives it
-the format of its role, as it does torch's own.
+The arguments are those of `torch.nn.functional` and `torch.nn`. A model made of these computes its sums in fp32
+whatever its activations are, under torch.compile too. `prepare` gives these modules the format of their role, as
+it does torch's own.
 """
 
 from collections.abc import Sequence
@@ -51,7 +51,7 @@ class Softmax(nn.Softmax):
     halfstep_island = True
 
     def forward(self, input: Tensor) -> Tensor:
-        """Shares that sum to one."""
+        """Returns shares that sum to one."""
         return softmax(input, -1 if self.dim is None else self.dim)
 
 
@@ -61,7 +61,7 @@ class LayerNorm(nn.LayerNorm):
     halfstep_island = True
 
     def forward(self, input: Tensor) -> Tensor:
-        """The normalized input."""
+        """Returns the normalized input."""
         return layer_norm(input, self.normalized_shape, self.weight, self.bias, self.eps)
 
 
@@ -71,7 +71,7 @@ class RMSNorm(nn.RMSNorm):
     halfstep_island = True
 
     def forward(self, input: Tensor) -> Tensor:
-        """The normalized input."""
+        """Returns the normalized input."""
         return rms_norm(input, self.normalized_shape, self.weight, self.eps)
 
 
@@ -81,10 +81,9 @@ class CrossEntropyLoss(nn.CrossEntropyLoss):
     halfstep_island = True
 
     def forward(self, input: Tensor, target: Tensor) -> Tensor:
-        """The loss."""
-        settings = (self.ignore_index, self.reduction, self.label_smoothing)
-        named = dict(zip(("ignore_index", "reduction", "label_smoothing"), settings, strict=True))
-        return cross_entropy(input, target, self.weight, **named)
+        """Returns the loss."""
+        settings = {name: getattr(self, name) for name in ("ignore_index", "reduction", "label_smoothing")}
+        return cross_entropy(input, target, self.weight, **settings)
 
 
 def _wide(tensor: Tensor | None) -> Tensor | None:

@@ -8,28 +8,28 @@ incoming gradient g of (tokens, out):
     grad_weight = g^T x      operands in `grad_operand`, `operand`,    in `grad_weight`, fp32 as a rule
 
 Each sums in fp32. Both operands are cast to the layer's own formats; neither format is derived from what the
-weight or the input happens to be. Plain autograd would round grad_weight to the operands' dtype before the cast to
-the master widens it again; here an fp32 weight gradient is fp32 from the sum on (matmul.py), also where the weight
-is the bf16 half of a split master (split.py). The same holds for the gradients of a bias and of an embedding's
-rows.
+weight or the input happens to be. Plain autograd would round grad_weight to the operands' dtype before the cast
+to the master widens it again; here an fp32 weight gradient is fp32 from the sum on (matmul.py), also where the
+weight is the bf16 half of a split master (split.py). The same holds for the gradients of a bias and of an
+embedding's rows.
 
 **An island** (norm, softmax, loss) is fp32 inside, backward too: it widens its input, and autograd narrows the
 gradient only on the way out. Norms return the compute format, the loss returns fp32. Attention takes the softmax
 of fp32 scores: in a fused kernel, or in steps if the caller wants the weights themselves.
 
-**Emulated** matmuls of numbers of a format are exact products summed in fp32, in an order that may differ from the
-hardware's. What a fused kernel keeps to itself is not rounded: attention's probabilities stay fp32 here, where
-some kernels narrow them before they meet the values.
+**Emulated** matmuls of numbers of a format are exact products summed in fp32, in an order that may differ from
+the hardware's. What a fused kernel keeps to itself is not rounded: attention's probabilities stay fp32 here,
+where some kernels narrow them before they meet the values.
 
-Every function takes a `Casts` last (lowering.py); `casts_for("bf16-mixed")` makes one. No function mode sees what
-happens inside (functions/mode.py): these functions cast by themselves.
+Every function takes a `Casts` last (lowering.py); `casts_for("bf16-mixed")` makes one. No function mode sees
+what happens inside (functions/mode.py): these functions cast by themselves.
 
 Shapes: B batch, T tokens of a sequence, D width, H heads, K features of a head.
 """
 
 from dataclasses import replace
 from functools import cache
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -253,9 +253,21 @@ class Layer(Holder):
     def precision(self, precision: Precision) -> None:
         self.casts = casts_of(precision)
 
-    def whole_because(self, name: str) -> str:
-        """Returns why a matrix of this name cannot be held split here; empty if it can."""
-        return ""
+    shown: ClassVar = ""  # what printing the model adds about the precision `p` of the module `m`
+    split_name: ClassVar = ""  # the one parameter that may be a split master; empty: any matrix may
+    whole_reason: ClassVar = ""  # why no parameter may
+
+    @classmethod
+    def whole_because(cls, module: nn.Module, name: str) -> str:
+        """Returns why a matrix of this name cannot be held split in such a module; empty if it can."""
+        other = cls.split_name not in ("", name)
+        return cls.whole_reason or (f"it is not the `{cls.split_name}` of the layer" if other else "")
+
+    def extra_repr(self) -> str:
+        """Adds what the module computes in."""
+        emulated = " emulated" if self.precision.emulate else ""
+        text = self.shown.format(p=self.precision, m=self, emulated=emulated)
+        return ", ".join(filter(None, [super().extra_repr(), text]))
 
 
 class Matmul(Layer):
@@ -271,6 +283,9 @@ class Matmul(Layer):
 class CastedLinear(Matmul, nn.Linear):
     """A linear layer that computes in its own precision, whatever its weight and input are held in."""
 
+    shown = "{p.operand.format} operands{emulated}"
+    split_name = "weight"  # what a subclass does with other matrices is unknown
+
     def __init__(self, in_features: int, out_features: int, bias: bool = True, **factory: Any):
         nn.Linear.__init__(self, in_features, out_features, bias, **factory)
         self.precision = Precision()
@@ -279,18 +294,11 @@ class CastedLinear(Matmul, nn.Linear):
         """Returns the layer's output."""
         return linear(x, self.weight, self.bias, self.casts, history=self.halfstep_history)
 
-    def whole_because(self, name: str) -> str:
-        """Only the weight is a matmul's operand; what a subclass does with other matrices is unknown."""
-        return "" if name == "weight" else "it is not the weight of the layer"
-
-    def extra_repr(self) -> str:
-        """Adds what the layer computes in."""
-        form = " emulated" if self.precision.emulate else ""
-        return f"{super().extra_repr()}, {self.precision.operand.format} operands{form}"
-
 
 class Norm(Layer):
     """Root-mean-square or layer normalization, an island."""
+
+    shown = "{m.kind}, {p.norm} inside, {p.compute} out"
 
     def __init__(
         self, width: int, kind: str = "rms", gain: bool = True, bias: bool = False, eps: float | None = None
@@ -306,7 +314,3 @@ class Norm(Layer):
         if self.kind == "layer":
             return layer_norm(x, self.weight, self.bias, self.casts, self.eps)
         return rms_norm(x, self.weight, self.casts, self.eps)
-
-    def extra_repr(self) -> str:
-        """Says what the island computes in."""
-        return f"{self.kind}, {self.precision.norm} inside, {self.precision.compute} out"

@@ -1,7 +1,7 @@
 """What a precision means in torch (`Casts`), and the casts at the border of an operation.
 
-Every layer function takes a `Casts` last. It holds dtypes instead of formats, so that compiled code never hashes a
-format and a call derives nothing that was known before. The casts themselves:
+Every layer function takes a `Casts` last. It holds dtypes instead of formats, so that compiled code never hashes
+a format and a call derives nothing that was known before. The casts themselves:
 
     enter       an activation, or a result, to the compute format
     island      a tensor to the format of a role (`norm`, `softmax`, `loss`); `own` does it to a parameter

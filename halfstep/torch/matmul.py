@@ -2,8 +2,8 @@
 
 Operands here have 16 bits or more. Narrower operands, which need scales, are in fp8/linear.py.
 
-Autograd keeps the gradient of an operand in the operand's dtype: a weight that is cast to bf16 for the matmul gets
-a gradient that was rounded to bf16 and then widened. Here each gradient is rounded explicitly: that of an
+Autograd keeps the gradient of an operand in the operand's dtype: a weight that is cast to bf16 for the matmul
+gets a gradient that was rounded to bf16 and then widened. Here each gradient is rounded explicitly: that of an
 activation to `grad`, that of a weight to `grad_weight`, fp32 as a rule, straight from the fp32 sum.
 
 A weight comes as two tensors: its `values`, which are multiplied, and its `owner`, which gets the gradient. They

@@ -7,8 +7,8 @@ One block, with every switch on (each is off or plain unless the recipe says so)
     x <- x + mlp_scale * mlp(norm(x))             down(gelu(up x)), down(relu(up x)^2), down(silu(gate x) * up x)
 
 U-net skips add the outputs of the first half of the blocks, times learned weights, to the inputs of the second
-half, the last of them first; with an odd number of blocks the last block gets none. The residual stream is in the compute
-format; norms, softmax and the loss are islands (layers.py).
+half, the last of them first; if the number of blocks is odd, the last gets none. The residual stream is in the
+compute format; norms, softmax and the loss are islands (layers.py).
 
 Shapes: B batch, T tokens of a sequence, D width, H heads, K features of a head, V vocabulary.
 """
@@ -83,7 +83,7 @@ class Decoder(Layer):
         return self.lm_head(self.final_norm(x_BTD), self.embed.weight)  # type: ignore[no-any-return]
 
     def _recomputed(self, block: nn.Module, *given: Any) -> tuple[Tensor, Tensor]:
-        """Runs a block that the backward pass runs again. Nothing in it is random: there is no RNG state to keep."""
+        """Runs a block that the backward pass runs again; nothing in it is random, so no RNG state is kept."""
         if not torch.is_grad_enabled():
             return block(*given)  # type: ignore[no-any-return]
         return checkpoint(block, *given, use_reentrant=False, preserve_rng_state=False)  # type: ignore[no-any-return]

@@ -78,7 +78,7 @@ class Session:
     def notes(self) -> list[str]:
         """What was decided by measurement, here or in the run that goes on here."""
         measured = self.conversion.measured
-        return [] if measured is None else [f"measured: {measured.told}"]
+        return [] if measured is None else [f"measured: {measured.description}"]
 
     @property
     def threads(self) -> int | None:

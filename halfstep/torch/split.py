@@ -9,8 +9,8 @@
 
 **Why a grad_owner?** A weight gradient that is summed in fp32 must arrive in fp32. `parameter.grad_dtype =
 float32` is enough for eager autograd, but torch.compile differentiates copies of its inputs that lack it: there
-the gradient is rounded to bf16, then widened, and only its dtype looks right (torch 2.13). The gradient of an fp32
-leaf is never narrowed, compiled or not.
+the gradient is rounded to bf16, then widened, and only its dtype looks right (torch 2.13). The gradient of an
+fp32 leaf is never narrowed, compiled or not.
 
 Hooks on the parameter (`register_hook`, `register_post_accumulate_grad_hook`) run when the gradient is moved.
 `torch.autograd.grad` does not work with split parameters: they are not in the graph, their grad_owner is.

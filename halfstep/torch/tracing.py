@@ -1,8 +1,8 @@
-"""Whether what runs now is being compiled.
+"""Whether the code that runs now is being compiled.
 
-`torch.compiler.is_compiling()` says so where dynamo interprets the code. What dynamo puts into its graph as it is
-(linear.py) runs later, when autograd traces that graph, and there torch 2.11 says no and 2.13 yes. So the caller,
-whom dynamo interprets, says it, and it holds for what is called inside.
+`torch.compiler.is_compiling()` is true where dynamo interprets the code. What dynamo puts into its graph
+unopened (fp8/linear.py) runs later, when autograd traces that graph, and there torch 2.11 returns False and 2.13
+True. So the caller, which dynamo interprets, passes the answer on, and it holds for everything called inside.
 """
 
 import threading
@@ -12,23 +12,23 @@ from contextlib import contextmanager
 import torch
 
 
-class _Here(threading.local):
+class _Local(threading.local):
     traced = False
 
 
-_here = _Here()
+_local = _Local()
 
 
 def compiling() -> bool:
     """Whether this call becomes a part of compiled code."""
-    return torch.compiler.is_compiling() or _here.traced
+    return torch.compiler.is_compiling() or _local.traced
 
 
 @contextmanager
 def traced(on: bool) -> Iterator[None]:
-    """Inside, what runs is being compiled if `on`."""
-    before, _here.traced = _here.traced, on
+    """Makes `compiling` return True inside, if `on`."""
+    before, _local.traced = _local.traced, on
     try:
         yield
     finally:
-        _here.traced = before
+        _local.traced = before

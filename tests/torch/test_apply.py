@@ -410,7 +410,7 @@ def test_a_model_that_cannot_be_prepared_is_refused(make, said, hint):
 def test_a_script_is_refused():
     with pytest.warns(DeprecationWarning, match="torch.jit.script"):
         script = torch.jit.script(nn.Linear(2, 2))
-    with pytest.raises(HalfstepError, match="is a script"):
+    with pytest.raises(HalfstepError, match="is a TorchScript module"):
         applied_to(script, "bf16-mixed")
 
 

@@ -207,9 +207,9 @@ def test_a_device_that_is_not_there():
     with pytest.raises(HalfstepError, match="finds no `cuda` device") as caught:
         describe("cuda")
     assert caught.value.hint
-    with pytest.raises(HalfstepError, match="`gpu` is no torch device"):
+    with pytest.raises(HalfstepError, match="`gpu` is not a torch device"):
         describe("gpu")
-    with pytest.raises(HalfstepError, match="nothing is known of the torch device `meta`"):
+    with pytest.raises(HalfstepError, match="knows nothing about the torch device `meta`"):
         describe("meta")
 
 

@@ -1,9 +1,9 @@
 """`nn.MultiheadAttention` of casted matmuls, with fp32 scores and softmax.
 
-torch's own forward has three ways: a fused kernel for inference that takes the parameters as they are held, so in
-another precision than training; `scaled_dot_product_attention`; and, where the weights are wanted, a softmax in
-the dtype of the operands. Here the projections are those of `layers.linear`, with fp32 weight gradients, and there
-are two ways that give the same numbers but for roundings: fused, or in steps where the weights are wanted.
+torch's own forward has three paths: a fused kernel for inference that takes the parameters as they are held, so
+in another precision than training; `scaled_dot_product_attention`; and, for `need_weights`, a softmax in the
+dtype of the operands. Here the projections are those of `layers.linear`, with fp32 weight gradients, and there
+are two paths that give the same numbers up to rounding: fused, or in steps for `need_weights`.
 
 Shapes: B batch, L queries, S keys, E width, H heads, K features of a head.
 """
@@ -22,6 +22,9 @@ from halfstep.torch.lowering import bypass_mode, enter, owned, rounded
 class MultiheadAttention(Matmul):
     """`nn.MultiheadAttention`; its output projection is a Linear of its own."""
 
+    shown = "{p.operand.format} operands{emulated}, {p.softmax} softmax"
+    whole_reason = "queries, keys and values are projected by parts of it"  # whose gradients would be bf16
+
     @bypass_mode
     def forward(
         self,
@@ -34,7 +37,7 @@ class MultiheadAttention(Matmul):
         average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """What attention gathers from the values, and its weights where they are wanted."""
+        """Returns what attention gathers from the values, and its weights if `need_weights`."""
         batched = query.dim() == 3
         q_BLE, k_BSE, v_BSE = self._projected(query, key, value)
         if not batched:
@@ -43,7 +46,7 @@ class MultiheadAttention(Matmul):
         elif not self.batch_first:
             q_BLE, k_BSE, v_BSE = (t.transpose(0, 1) for t in (q_BLE, k_BSE, v_BSE))
         k_BSE, v_BSE, more = self._extended(k_BSE, v_BSE)
-        # `is_causal` is what attn_mask says as well; where it says all, the fused kernel goes without a mask.
+        # `is_causal` repeats what attn_mask says; if there is no other mask, the fused kernel needs none.
         causal = is_causal and not more and key_padding_mask is None and not need_weights
         if is_causal and attn_mask is None:
             attn_mask = torch.ones(
@@ -65,17 +68,8 @@ class MultiheadAttention(Matmul):
             return out[0], weights
         return (out if self.batch_first else out.transpose(0, 1)), weights
 
-    def whole_because(self, name: str) -> str:
-        """The three projections may be parts of one matrix, and a part of a half has a gradient in bf16."""
-        return "queries, keys and values are projected by parts of it"
-
-    def extra_repr(self) -> str:
-        """What the projections and the softmax are in."""
-        form = " emulated" if self.precision.emulate else ""
-        return f"{self.precision.operand.format} operands{form}, {self.precision.softmax} softmax"
-
     def _projected(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values; what has the same input is one matmul."""
+        """Returns queries, keys and values, from one matmul if they have the same input."""
         bias, casts = self.in_proj_bias, self.casts
         if self.in_proj_weight is not None and query is key and key is value:
             q, k, v = linear(query, self.in_proj_weight, bias, casts).chunk(3, dim=-1)
@@ -90,7 +84,7 @@ class MultiheadAttention(Matmul):
         return q, k, v
 
     def _extended(self, k_BSE: Tensor, v_BSE: Tensor) -> tuple[Tensor, Tensor, int]:
-        """Keys and values with a learned one, or one of zeros, at the end, and how many there are more."""
+        """Appends a learned key and value, or zeros, to each; returns how many were added too."""
         more, batch = 0, k_BSE.shape[0]
         if self.bias_k is not None and self.bias_v is not None:
             pairs = ((k_BSE, self.bias_k), (v_BSE, self.bias_v))
@@ -106,9 +100,9 @@ class MultiheadAttention(Matmul):
 
 
 def _may_attend(given: Tensor | None, padding: Tensor | None, q: Tensor, k: Tensor, more: int) -> Any:
-    """Both masks as one, of B or 1, H or 1, L or 1, S: True where a query may attend, or numbers to be added.
+    """Returns both masks as one, of B or 1, H or 1, L or 1, S: True where a query may attend, or numbers to add.
 
-    torch.nn means the opposite of a boolean: True is where a query must not.
+    In torch.nn a boolean means the opposite: True is where a query must not attend.
     """
     masks = []
     if given is not None:
@@ -119,7 +113,9 @@ def _may_attend(given: Tensor | None, padding: Tensor | None, q: Tensor, k: Tens
         return None
     for mask in masks:
         if mask.dtype != torch.bool and not mask.is_floating_point():
-            raise HalfstepError(f"a mask of {mask.dtype}: it is neither boolean nor numbers to be added")
+            raise HalfstepError(
+                f"an attention mask is {mask.dtype}; it must be boolean, or floating-point numbers to add"
+            )
     masks = [F.pad(mask, (0, more)) for mask in masks]
     if all(mask.dtype == torch.bool for mask in masks):
         return ~masks[0] if len(masks) == 1 else ~(masks[0] | masks[1])

@@ -1,19 +1,22 @@
 """Which matmuls may have narrow operands, and which are worth it: decided before anything is changed.
 
-**What cannot run is refused**, by name and with the rule that excludes it: a pair of formats that the device does
-not multiply (two e5m2 on NVIDIA), a size that is no multiple of 16, fast accumulation where there is none.
+**What cannot run is refused**, by name and with the rule that excludes it: a pair of formats that the device
+does not multiply (two e5m2 on NVIDIA), a size that is not a multiple of 16, fast accumulation where there is
+none.
 
-**What is not worth it stays wide**, where a rule says `measured` (`compute=e4m3:measured`). An fp8 matmul takes
-about half the time of a bf16 one, and its casts and transposed copies take time that a bf16 layer does not: below
-some width the layer as a whole is slower. So each layer that a rule names is timed, forward and backward, by its
-size, in both precisions, and one that is not faster by WORTH stays in the format of the activations. The whole
-layer does: `grad` may be narrow without `measured`, and goes along. The sizes that a model works most in are timed
-first. What is not reached within BUDGET seconds, or does not fit into memory, stays wide too. Both times are told.
+**What is not worth it stays wide**, if a rule says `measured` (`compute=e4m3:measured`). An fp8 matmul takes
+about half the time of a bf16 one, but its casts and transposed copies take time that a bf16 layer does not need:
+below some width the layer as a whole is slower. So each layer that a rule names is timed, forward and backward,
+by its size, in both precisions, and one that is not faster by WORTH stays in the format of the activations. The
+whole layer does, even if `grad` is narrow without `measured`. The sizes in which a model works most are timed
+first. What is not timed within BUDGET seconds, or does not fit into memory, stays wide too. Both times are
+reported. To force fp8 regardless of speed, omit `measured`.
 
-Emulated, nothing is timed: every matmul that rules name is narrow, and the summary says so.
+Emulated layers are not timed: every matmul that rules name is narrow, and the summary says so.
 """
 
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import cast
@@ -28,7 +31,7 @@ from halfstep.core.precision import Precision
 from halfstep.core.refusal import EMULATE
 from halfstep.core.roles import Param, is_narrow
 from halfstep.torch.convert.attention import MultiheadAttention
-from halfstep.torch.convert.plan import Plan
+from halfstep.torch.convert.plan import Plan, matmuls
 from halfstep.torch.dtypes import ROWS_INTO_FP32, dtype_of, product_failure
 from halfstep.torch.fp8.delayed import Amaxes
 from halfstep.torch.fp8.linear import MULTIPLE
@@ -36,10 +39,10 @@ from halfstep.torch.layers import Matmul
 from halfstep.torch.measure import LayerWork, time_layer
 
 TOKENS = 16384
-"""Tokens of a micro-batch, where nobody says how many there are."""
-CPU_TOKENS = 256  # a CPU would take minutes for more, and its answer does not depend on it
+"""Tokens of a micro-batch, if the caller does not give their number."""
+CPU_TOKENS = 256  # a CPU would take minutes for more, and the answer would be the same
 BUDGET = 90.0
-"""Seconds that measuring may take; one size that was begun is finished."""
+"""Seconds that measuring may take; a size that was started is finished."""
 WORTH = 1.02
 """How many times faster a narrow layer must be: timings of the same work differ by about as much."""
 
@@ -49,49 +52,43 @@ Timer = Callable[[LayerWork, Sequence[Precision]], list[float]]
 
 @dataclass
 class Measured:
-    """Which layers were to be measured, and what became of each: by name, whether it is narrow, and why."""
+    """The layers whose rules say `measured`: by name, whether each is narrow, and why."""
 
     narrow: dict[str, bool] = field(default_factory=dict)  # what runs
     notes: dict[str, str] = field(default_factory=dict)
-    here: str = ""  # how it was done here and what came out, in a line
-    adopted: dict[str, str] = field(default_factory=dict)  # layers as another run had them: what they were here
+    here: str = ""  # how it was measured here and the outcome, in a line
+    adopted: dict[str, str] = field(default_factory=dict)  # layers as a resumed run had them: their notes here
 
     @property
-    def kept_wide(self) -> list[str]:
-        """The layers that stay in the format of the activations."""
-        return [name for name, narrow in self.narrow.items() if not narrow]
-
-    @property
-    def told(self) -> str:
-        """What runs and why, in a line."""
+    def description(self) -> str:
+        """Describes what runs and why, in a line."""
         if not self.adopted:
             return self.here
         count, total, others = sum(self.narrow.values()), len(self.narrow), len(self.adopted)
-        runs = f"{count} of the {total} matmuls that rules name are narrow, adopted from the run that goes on here"
-        return f"{runs}; timed here, {others} of them would be otherwise: {self.here}"
+        runs = f"{count} of the {total} matmuls that rules name are narrow, adopted from the run that is resumed"
+        return f"{runs}; timed here, {others} of them would differ: {self.here}"
 
     def adopt(self, narrow: Mapping[str, bool]) -> list[str]:
-        """Takes over which layers are narrow, from a run that goes on here; the names of those that change."""
+        """Takes over which layers are narrow, from a resumed run; returns the names of those that change."""
         changed = [name for name, value in narrow.items() if self.narrow[name] != value]
         for name in changed:
             self.narrow[name] = narrow[name]
-            before = self.adopted.pop(name, None)  # it changed before, so now it is as it was here
+            before = self.adopted.pop(name, None)  # it changed before, so now it is back to what was measured here
             if before is None:
                 self.adopted[name] = self.notes[name]
-            self.notes[name] = before or f"as in the run that goes on here; here {self.notes[name]}"
+            self.notes[name] = before or f"as in the run that is resumed; here {self.notes[name]}"
         return changed
 
-    def settle(self, found: Mapping[str, Precision]) -> dict[str, Precision]:
-        """The precisions, wide where a layer is kept wide."""
-        wide = set(self.kept_wide)
-        return {name: p.widened() if name in wide else p for name, p in found.items()}
+    def widen(self, ruled: Mapping[str, Precision]) -> dict[str, Precision]:
+        """Returns the precisions that rules give, wide for the layers that stay wide."""
+        return {name: p if self.narrow.get(name, True) else p.widened() for name, p in ruled.items()}
 
 
 def check_narrow(
     plans: Sequence[Plan], found: Mapping[str, Precision], base: Precision, device: torch.device
 ) -> None:
-    """Refuses narrow operands that the device or a layer cannot take, and modifiers that would change nothing."""
-    layers = {plan: found.get(plan.name, base) for plan in _matmuls(plans)}
+    """Refuses narrow operands that the device or a layer cannot take, and modifiers without effect."""
+    layers = {plan: found.get(plan.name, base) for plan in matmuls(plans)}
     narrow = {plan: precision for plan, precision in layers.items() if precision.narrow}
     for plan, precision in narrow.items():
         _check_delayed(plan, precision)
@@ -104,18 +101,18 @@ def check_narrow(
 def check_fast(
     plans: Sequence[Plan], found: Mapping[str, Precision], base: Precision, device: torch.device
 ) -> None:
-    """Refuses fast accumulation where it would change nothing, or nobody knows what it would change."""
+    """Refuses fast accumulation where it would have no effect, or an unknown one."""
     wanted = [base, *found.values()]
     if not any(precision.matmul.fast for precision in wanted):
         return
-    told, hint = "`matmul=fp32:fast`", "leave `fast` out: matmuls sum in fp32"
-    reached = [found[plan.name] for plan in _matmuls(plans) if plan.name in found]
+    what, hint = "`matmul=fp32:fast`", "leave `fast` out: matmuls sum in fp32"
+    reached = [found[plan.name] for plan in matmuls(plans) if plan.name in found]
     if base.emulate:
-        raise PolicyError(f"{told} is what some hardware does inside, and is not emulated", hint=hint)
+        raise PolicyError(f"{what} is what some hardware does inside, and is not emulated", hint=hint)
     if not any(precision.matmul.fast and is_narrow(precision.operand.format) for precision in reached):
-        raise PolicyError(f"{told} is for forward matmuls of fp8 operands, and it reaches none", hint=hint)
+        raise PolicyError(f"{what} is for forward matmuls of fp8 operands, and there are none", hint=hint)
     if device.type != "cuda":
-        raise PolicyError(f"{told} is a way of NVIDIA's kernels to sum, and this is {device}", hint=hint)
+        raise PolicyError(f"{what} is how NVIDIA's kernels may sum, and this is {device}", hint=hint)
 
 
 def measure_all(
@@ -128,41 +125,41 @@ def measure_all(
     timer: Timer = time_layer,
     clock: Clock = time.perf_counter,
 ) -> Measured | None:
-    """Times every layer that a rule says `measured` of, size by size; None where no rule does.
+    """Times every layer whose rule says `measured`, size by size; returns None if no rule does.
 
-    `compiled`: as torch.compile will make them. On a CPU, which is here for tests, they are not.
+    `compiled`: by torch.compile. On a CPU, which is for tests, they are not.
     """
-    layers = {plan: found[plan.name] for plan in _matmuls(plans) if plan.name in found}
+    layers = {plan: found[plan.name] for plan in matmuls(plans) if plan.name in found}
     layers = {plan: precision for plan, precision in layers.items() if precision.measured and precision.narrow}
     if not layers:
         return None
     if all(precision.emulate for precision in layers.values()):
         return Measured(here=f"nothing, since it is emulated: all {len(layers)} matmuls of the rules are narrow")
     works = {plan: [(work, layers[plan]) for work in _works(plan, held, tokens, compiled)] for plan in layers}
-    amounts: dict[_Key, int] = {}
+    amounts: Counter[_Key] = Counter()
     for keys in works.values():
         for key in keys:
-            amounts[key] = amounts.get(key, 0) + key[0].inputs * key[0].outputs
-    begun = clock()
+            amounts[key] += key[0].inputs * key[0].outputs
+    start = clock()
     times = {}
-    for work, precision in sorted(amounts, key=lambda key: -amounts[key]):
-        late = clock() - begun >= BUDGET
+    for (work, precision), _ in amounts.most_common():
+        late = clock() - start >= BUDGET
         times[work, precision] = f"not timed within {BUDGET:g} s" if late else _timed(timer, work, precision)
     measured = Measured()
     for plan, keys in works.items():
-        told = _verdict([times[key] for key in keys], keys)
-        measured.narrow[plan.name], measured.notes[plan.name] = told
-    measured.here = _told(measured, list(amounts), clock() - begun)
+        verdict = _verdict([times[key] for key in keys], keys[0][1])
+        measured.narrow[plan.name], measured.notes[plan.name] = verdict
+    measured.here = _outcome(measured, list(amounts), clock() - start)
     return measured
 
 
 def add_histories(plans: Sequence[Plan], found: Mapping[str, Precision], device: torch.device) -> Amaxes | None:
-    """Gives each layer whose operands are delayed a history; None where there is none.
+    """Gives each layer whose operands are delayed a history; returns None if there is no such layer.
 
-    `found` is what rules say, whatever was measured: a checkpoint may know better which of the layers are narrow,
-    and brings the histories of those. One that stays wide has zeros.
+    `found` is what rules say, whatever was measured: a checkpoint may decide otherwise which layers are narrow,
+    and brings the histories of those. A layer that stays wide has zeros.
     """
-    layers = [plan for plan in _matmuls(plans) if plan.name in found and found[plan.name].delayed]
+    layers = [plan for plan in matmuls(plans) if plan.name in found and found[plan.name].delayed]
     if not layers:
         return None
     amaxes = Amaxes([plan.name for plan in layers], device)
@@ -172,7 +169,7 @@ def add_histories(plans: Sequence[Plan], found: Mapping[str, Precision], device:
 
 
 def learn_rows(device: torch.device) -> None:
-    """Finds out whether products that are scaled by rows have a kernel into fp32, before code is compiled."""
+    """Tries whether products with one scale per row have a kernel into fp32, before code is compiled."""
     if device.type not in ROWS_INTO_FP32:
         ROWS_INTO_FP32[device.type] = not product_failure(E4M3, E4M3, device, rows=True, dtype=torch.float32)
 
@@ -180,12 +177,8 @@ def learn_rows(device: torch.device) -> None:
 _Key = tuple[LayerWork, Precision]
 
 
-def _matmuls(plans: Sequence[Plan]) -> list[Plan]:
-    return [plan for plan in plans if plan.kind is not None and issubclass(plan.kind, Matmul)]
-
-
 def _sizes(plan: Plan) -> list[tuple[int, int]]:
-    """(inputs, outputs) of each matrix that a layer multiplies by."""
+    """Returns (inputs, outputs) of each matrix that a layer multiplies by."""
     return cast(type[Matmul], plan.kind).matrix_sizes(cast(Matmul, plan.module))
 
 
@@ -200,7 +193,7 @@ def _works(plan: Plan, held: Mapping[Tensor, Param], tokens: int, compiled: bool
 
 
 def _timed(timer: Timer, work: LayerWork, precision: Precision) -> tuple[float, float] | str:
-    """Seconds in the wide and in the narrow form, or why there are none."""
+    """Returns the seconds in the wide and in the narrow form, or why there are none."""
     try:
         wide, narrow = timer(work, (precision.widened(), precision))
     except torch.OutOfMemoryError:
@@ -210,19 +203,18 @@ def _timed(timer: Timer, work: LayerWork, precision: Precision) -> tuple[float, 
     return wide, narrow
 
 
-def _verdict(times: list[tuple[float, float] | str], keys: list[_Key]) -> tuple[bool, str]:
-    """Whether a layer is narrow, and why, in words."""
-    failures = [told for told in times if isinstance(told, str)]
-    precision = keys[0][1]
+def _verdict(times: list[tuple[float, float] | str], precision: Precision) -> tuple[bool, str]:
+    """Returns whether a layer is narrow, and why."""
+    failures = [failure for failure in times if isinstance(failure, str)]
     if failures:
         return False, f"{failures[0]}, so it stays {precision.compute}"
     wide, narrow = (sum(seconds[side] for seconds in times if not isinstance(seconds, str)) for side in (0, 1))
-    told = f"{_ms(narrow)} in {_narrow_formats(precision)}, {_ms(wide)} in {precision.compute}"
-    return narrow * WORTH <= wide, f"measured: {told}"
+    both = f"{_ms(narrow)} in {_narrow_formats(precision)}, {_ms(wide)} in {precision.compute}"
+    return narrow * WORTH <= wide, f"measured: {both}"
 
 
-def _told(measured: Measured, keys: Sequence[_Key], seconds: float) -> str:
-    """What was measured, in a line."""
+def _outcome(measured: Measured, keys: Sequence[_Key], seconds: float) -> str:
+    """Describes what was measured, in a line."""
     work, precision = keys[0]
     narrow, wide = _narrow_formats(precision), precision.compute
     count, total = sum(measured.narrow.values()), len(measured.narrow)
@@ -244,17 +236,13 @@ def _narrow_formats(precision: Precision) -> str:
 
 
 def _pairs(precision: Precision) -> list[tuple[Format, Format, bool, torch.dtype]]:
-    """The products of two narrow formats that a layer makes: whether by rows, and the dtype of the result."""
+    """Returns the products of two narrow formats in a layer: if scaled per row, and the dtype of the result."""
     forward, backward = precision.operands
-    made = [
-        (forward, forward, precision.compute),
-        (backward, forward, precision.grad),
-        (backward, forward, precision.grad_weight),
-    ]
+    products = [(forward, precision.compute), (backward, precision.grad), (backward, precision.grad_weight)]
     return [
-        (a.format, b.format, "row" in (a.granularity, b.granularity), dtype_of(out))
-        for a, b, out in made
-        if is_narrow(a.format) and is_narrow(b.format)
+        (a.format, forward.format, "row" in (a.granularity, forward.granularity), dtype_of(out))
+        for a, out in products
+        if is_narrow(a.format) and is_narrow(forward.format)
     ]
 
 
@@ -265,7 +253,7 @@ def _check_pairs(precision: Precision, device: torch.device) -> None:
             rows = False  # its scales are undone after the sum
         failure = product_failure(a, b, device, rows=rows, dtype=dtype)
         if failure:
-            scales = "a scale a row" if rows else "a scale a tensor"
+            scales = "one scale per row" if rows else "one scale per tensor"
             whole = rows and not product_failure(a, b, device, dtype=dtype)
             runs = "leave out `:row`" if whole else "e4m3 forward and e5m2 or e4m3 backward run where any fp8 does"
             raise PolicyError(
@@ -282,8 +270,8 @@ def _check_sizes(layers: Mapping[Plan, Precision]) -> None:
             wrong = [f"in_features is {inputs}"] * (inputs % MULTIPLE > 0)
             wrong += [f"out_features is {outputs}"] * (outputs % MULTIPLE > 0)
             if wrong:
-                told = f"`{plan.name}` cannot run in {_narrow_formats(precision)}: {' and '.join(wrong)}"
-                bad.setdefault(plan.name, told)
+                formats = _narrow_formats(precision)
+                bad.setdefault(plan.name, f"`{plan.name}` cannot run in {formats}: {' and '.join(wrong)}")
     if bad:
         first, *others = bad.values()
         more = f" (and {len(others)} more: {', '.join(f'`{name}`' for name in [*bad][1:])})" if others else ""
@@ -300,11 +288,11 @@ def _check_delayed(plan: Plan, precision: Precision) -> None:
         if operand.amax == "delayed" and operand.granularity == "row":
             raise PolicyError(
                 f"`{operand.format}:row:delayed` at `{plan.name}`: a row of activations is a token, and the next "
-                "update has others in its place",
-                hint=f"write `{operand.format}:row`, or `{operand.format}:delayed` with one scale a tensor",
+                "update has other tokens",
+                hint=f"write `{operand.format}:row`, or `{operand.format}:delayed` with one scale per tensor",
             )
     if precision.delayed and issubclass(cast(type, plan.kind), MultiheadAttention):
         raise PolicyError(
-            f"`{plan.name}` projects queries, keys and values, and a delayed amax is that of one matmul",
-            hint=f"scale it by its own amax with a rule, `; {plan.name}: compute=..., grad=...` without `delayed`",
+            f"`{plan.name}` projects queries, keys and values, and a delayed amax belongs to one matmul",
+            hint=f"use the current amax by a rule, `; {plan.name}: compute=..., grad=...` without `delayed`",
         )

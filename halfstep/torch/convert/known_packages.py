@@ -1,10 +1,10 @@
-"""What is known of models that other packages made, by the names of their classes: none of them is imported.
+"""What is known about models of other packages, by the names of their classes: none of them is imported.
 
-routers     what decides which expert of a mixture sees a token: the role `router`, fp32 inside and out. A router
-            is a module whose class is called one, or a Linear named `gate` or `router` beside `experts`
+routers     decide which expert of a mixture sees a token: the role `router`, fp32 inside and out. A router is a
+            module whose class is called one, or a Linear named `gate` or `router` next to `experts`
 experts     the matrices of all experts in one module, as Hugging Face has them since transformers 5
 recipes     layers of torchao and Transformer Engine, which bring their own casts
-wrappers    what must come off before a model is prepared: it casts as well, or keeps what it found
+wrappers    must come off before a model is prepared: they cast as well, or keep what they found
 """
 
 import re
@@ -21,7 +21,7 @@ from halfstep.core.precision import Precision
 from halfstep.core.roles import Operand
 
 ORDER = "the order is prepare, then compile, then wrap: prepare(model, ...), torch.compile(model), DDP(model)"
-# Classes that hold a model and keep what they found in it: what they did, and how the model is got back.
+# Classes that hold a model and keep what they found in it: what they did, and how to get the model back.
 WRAPPERS = {
     "OptimizedModule": ("compiled", ORDER),
     "DistributedDataParallel": ("wrapped by DDP", ORDER),
@@ -31,34 +31,34 @@ WRAPPERS = {
     "DeepSpeedEngine": ("wrapped by DeepSpeed", "prepare(engine.module, ...) takes the model itself"),
     "_FabricModule": (
         "set up by Fabric",
-        "prepare(model.module, ...) takes the model itself; let Fabric not see it (docs/migration.md)",
+        "prepare(model.module, ...) takes the model itself; do not hand it to Fabric (docs/migration.md)",
     ),
 }
 _OPTIMIZERS = {"AcceleratedOptimizer": "Accelerate", "_FabricOptimizer": "Fabric"}
 _UNWRAP = (
-    "prepare the model, and let Accelerate not see it (docs/migration.md); "
+    "prepare the model, and do not hand it to Accelerate (docs/migration.md); "
     "accelerator.unwrap_model(model, keep_fp32_wrapper=False) gives it back"
 )
 _ROUTER, _EXPERTS = re.compile(r"(Router|Gating|MoEGate)$"), re.compile(r"Experts$")
-# Packages whose layers come with recipes of their own, by the modules that their classes are in.
+# Packages whose layers bring their own recipes, by the modules of their classes.
 _RECIPES = {"torchao": "torchao", "transformer_engine": "Transformer Engine"}
 
 
 def routers(model: nn.Module) -> set[str]:
-    """The names of routers, and of all that is in them."""
-    found: set[str] = set()
+    """Returns the names of routers, and of everything in them."""
+    names: set[str] = set()
     for name, module in model.named_modules():
-        if _ROUTER.search(type(module).__name__) or name.rpartition(".")[0] in found:
-            found.add(name)
+        if _ROUTER.search(type(module).__name__) or name.rpartition(".")[0] in names:
+            names.add(name)
         children = dict(module.named_children())
         if "experts" in children:
             gates = [key for key in ("gate", "router") if isinstance(children.get(key), nn.Linear)]
-            found |= {f"{name}.{key}" if name else key for key in gates}
-    return found - {""}
+            names |= {f"{name}.{key}" if name else key for key in gates}
+    return names - {""}
 
 
 def with_routers(found: Mapping[str, Precision], base: Precision, names: set[str]) -> dict[str, Precision]:
-    """The precisions of modules, routers in fp32 whatever they are computed from and used in."""
+    """Returns the precisions of modules, with routers in fp32 whatever their input and use."""
     return {**found, **{name: _wide(found.get(name, base)) for name in names}}
 
 
@@ -74,27 +74,27 @@ def is_experts(module: nn.Module) -> bool:
 
 
 def recipe_of(module: nn.Module) -> str:
-    """Whose layer a module is that brings a recipe of its own, and which; empty of any other."""
+    """Returns whose layer a module is if it brings its own recipe, and which recipe; empty otherwise."""
     where = type(module).__module__
-    package = next((told for start, told in _RECIPES.items() if f"{where}.".startswith(f"{start}.")), "")
+    package = next((name for start, name in _RECIPES.items() if f"{where}.".startswith(f"{start}.")), "")
     if not package:
         return ""
     meta = getattr(module, "fp8_meta", None)
     recipe = meta.get("recipe") if isinstance(meta, dict) else getattr(module, "config", None)
     unknown = "the recipe of its own context" if isinstance(meta, dict) else "a recipe of its own"
-    return f"{package}'s, with {unknown if recipe is None else _told(recipe)}"
+    return f"{package}'s, with {unknown if recipe is None else _describe(recipe)}"
 
 
-def _told(recipe: Any) -> str:
-    """A recipe in words; torchao's is a dataclass of dataclasses, 1500 characters as it prints itself."""
+def _describe(recipe: Any) -> str:
+    """Describes a recipe in a line; torchao's own repr, of nested dataclasses, has 1500 characters."""
     casts = {key.removeprefix("cast_config_"): value for key, value in getattr(recipe, "__dict__", {}).items()}
     names = [name for name in ("input", "weight", "grad_output") if hasattr(casts.get(name), "target_dtype")]
     if len(names) < 3:
         return str(recipe)
     words = {name: _cast(casts[name]) for name in casts if hasattr(casts[name], "target_dtype")}
     others = [n for n in words if n not in names and words[n] != words[n.partition("_for_")[0]]]
-    told = [f"{name.replace('_for_', ' for ')} {words[name]}" for name in (*names, *others)]
-    return ", ".join([*told, *(["emulated"] if getattr(recipe, "emulate", False) else [])])
+    parts = [f"{name.replace('_for_', ' for ')} {words[name]}" for name in (*names, *others)]
+    return ", ".join([*parts, *(["emulated"] if getattr(recipe, "emulate", False) else [])])
 
 
 def _cast(config: Any) -> str:
@@ -104,40 +104,42 @@ def _cast(config: Any) -> str:
 
 
 def odd_parameter(module: nn.Module) -> str:
-    """A parameter of a module whose tensor is of a class with operations of its own, as quantized ones have."""
-    found = [(n, p) for n, p in module.named_parameters(recurse=False) if type(p.data) is not torch.Tensor]
-    return f"`{found[0][0]}`, of the class {type(found[0][1].data).__name__}" if found else ""
+    """Names a parameter whose tensor class has its own operations, such as a quantized one; empty if none."""
+    for name, parameter in module.named_parameters(recurse=False):
+        if type(parameter.data) is not torch.Tensor:
+            return f"`{name}`, of the class {type(parameter.data).__name__}"
+    return ""
 
 
 def kept_wide(model: nn.Module) -> list[str]:
-    """Modules that the authors of a Hugging Face model keep in fp32, as `wo` of T5, which overflows fp16."""
+    """Lists modules that a Hugging Face model's authors keep in fp32, such as `wo` of T5, which overflows fp16."""
     parts = {part for module in model.modules() for part in getattr(module, "_keep_in_fp32_modules", None) or ()}
     return [n for n, m in model.named_modules() if n.rpartition(".")[2] in parts and [*m.parameters()]]
 
 
 def refuse_wrapped(model: nn.Module) -> None:
-    """Refuses a model, or a part of one, that something stands around already."""
+    """Refuses a model, or a part of one, that is wrapped already."""
     for name, module in model.named_modules():
-        told = f"`{name}`" if name else f"the model, a {type(module).__name__},"
+        which = f"`{name}`" if name else f"the model, a {type(module).__name__},"
         for base in type(module).__mro__:
             if base.__name__ in WRAPPERS:
                 what, hint = WRAPPERS[base.__name__]
-                raise HalfstepError(f"{told} is {what} already, and keeps what it found then", hint=hint)
+                raise HalfstepError(f"{which} is {what} already, and keeps what it found then", hint=hint)
         if module._compiled_call_impl is not None:
-            raise HalfstepError(f"{told} is compiled already, and keeps what it found then", hint=ORDER)
+            raise HalfstepError(f"{which} is compiled already, and keeps what it found then", hint=ORDER)
         if "_original_forward" in module.__dict__:
             raise HalfstepError(
-                f"{told} was prepared by Accelerate already: it runs under torch.autocast", hint=_UNWRAP
+                f"{which} was prepared by Accelerate already: it runs under torch.autocast", hint=_UNWRAP
             )
         if autocast_around(getattr(module, "forward", None)):
             raise HalfstepError(
-                f"the forward of {told.rstrip(',')} is decorated by torch.autocast, which would cast as well",
+                f"the forward of {which.rstrip(',')} is decorated by torch.autocast, which would cast as well",
                 hint="take the decorator off: the modules cast by themselves",
             )
         if module is model and is_replaced(module):
             raise HalfstepError(
-                f"the forward of {told.rstrip(',')} was replaced on this one object",
-                hint="write it into a class, `class Mine(Model): def forward(...)`, and prepare one of that",
+                f"the forward of {which.rstrip(',')} was replaced on this one object",
+                hint="write it into a class, `class Mine(Model): def forward(...)`, and prepare one of those",
             )
 
 
@@ -147,19 +149,19 @@ def refuse_wrapped_optimizer(optimizer: Any) -> None:
         if base.__name__ in _OPTIMIZERS:
             whose = _OPTIMIZERS[base.__name__]
             raise HalfstepError(
-                f"the optimizer was prepared by {whose} already, which steps it when it wants to",
-                hint=f"hand over the one that was given to {whose}, `optimizer.optimizer`, and let it not see it",
+                f"the optimizer was prepared by {whose} already, which decides when it steps",
+                hint=f"pass the one that was given to {whose}, `optimizer.optimizer`, and hide it from {whose}",
             )
 
 
 def is_replaced(module: nn.Module) -> bool:
-    """Whether a module has a forward of its own object that is not the one of its class."""
+    """Whether the forward of this one module object was replaced."""
     own = module.__dict__.get("forward")
     return own is not None and getattr(own, "__func__", None) is not type(module).forward
 
 
 def autocast_around(forward: Callable[..., Any] | None) -> bool:
-    """Whether a function was decorated by an autocast that is on."""
+    """Whether a function is decorated by an enabled autocast."""
     for function in _layers_of(forward):
         if getattr(getattr(function, "__code__", None), "co_name", "") == "decorate_autocast":
             cells = [cell.cell_contents for cell in function.__closure__ or ()]

@@ -1,19 +1,19 @@
-"""Modules of `torch.nn` that cast: the classes that take the place of those a model was made of.
+"""Modules of `torch.nn` that cast: the classes that `apply` puts in front of a module's own class.
 
-`apply` changes `module.__class__` to one made of two: a class of this file in front of the module's own.
+`apply` changes `module.__class__` to a class made of two: one of this file in front of the module's own.
 Parameters and buffers stay where they are, under their names, `isinstance` holds, hooks and children stay, and
-printing the model tells what it now is. Five kinds of class do it.
+printing the model shows what it now is. There are five kinds of class:
 
-    Convolution, Embedding, ...              for one class of torch.nn each; layers as those of layers.py
-                                             (norms are in norms.py, attention is in attention.py)
-    Island                                   a softmax, a loss: torch's own forward, in the format of a role
-    Leaf                                     any other module that holds parameters: its own forward, in fp32
-    Code                                     others' modules that hold none: their own forward, reached by mode.py
-    Whole                                    the model itself, for what comes out of it
+    Convolution, Embedding, ...      each for one class of torch.nn; layers like those of layers.py
+                                     (norms are in norms.py, attention is in attention.py)
+    Island                           a softmax, a loss: torch's own forward, in the format of a role
+    Leaf                             any other module that holds parameters: its own forward, in fp32
+    Code                             others' modules that hold none: their own forward, with the function mode on
+    Root                             the model itself, for what it returns
 
-What a convolution or a recurrent kernel gives is in the dtype of its operands, weight gradients too: no kernel of
-torch sums them into fp32. They are rounded to the compute format once, after the sum, then widened. Everywhere
-else a weight gradient is fp32 from the sum on.
+What a convolution or a recurrent kernel returns is in the dtype of its operands, weight gradients too: no kernel
+of torch sums them into fp32. They are rounded to the compute format once, after the sum, then widened.
+Everywhere else a weight gradient is fp32 from the sum on.
 """
 
 import warnings
@@ -43,42 +43,30 @@ _KERNEL = "no kernel sums a gradient of halves into fp32"
 
 
 class TransposedLinear(Matmul):
-    """The `Conv1D` of Hugging Face's GPT-2: a linear layer that holds its matrix the other way."""
+    """The `Conv1D` of Hugging Face's GPT-2: a linear layer that holds its matrix transposed."""
+
+    shown = "{p.operand.format} operands{emulated}"
+    split_name = "weight"
 
     def forward(self, x: Tensor) -> Tensor:
-        """The layer's output."""
+        """Returns the layer's output."""
         return linear(x, self.weight, self.bias, self.casts, transposed=True, history=self.halfstep_history)
 
     def matrix_sizes(self) -> list[tuple[int, int]]:
-        """(inputs, outputs) of the matrix."""
+        """Returns (inputs, outputs) of the matrix."""
         return [(self.weight.shape[0], self.weight.shape[1])]
-
-    def whole_because(self, name: str) -> str:
-        """The weight is multiplied as it is."""
-        return "" if name == "weight" else "it is not the weight of the layer"
-
-    def extra_repr(self) -> str:
-        """As the module tells it, and what the layer computes in."""
-        form = " emulated" if self.precision.emulate else ""
-        return ", ".join(filter(None, [super().extra_repr(), f"{self.precision.operand.format} operands{form}"]))
 
 
 class Convolution(Layer):
     """`nn.Conv1d`, `2d`, `3d`: operands and result in compute."""
 
+    shown = "{p.compute} operands"
+    whole_reason = _KERNEL
+
     @bypass_mode
     def forward(self, x: Tensor) -> Tensor:
-        """The layer's output."""
-        casts = self.casts
-        return rounded(self._conv_forward(enter(x, casts), *_operands(self)), casts)
-
-    def whole_because(self, name: str) -> str:
-        """A convolution takes no halves."""
-        return _KERNEL
-
-    def extra_repr(self) -> str:
-        """As torch tells it, and what the layer computes in."""
-        return f"{super().extra_repr()}, {self.precision.compute} operands"
+        """Returns the layer's output."""
+        return rounded(self._conv_forward(enter(x, self.casts), *_operands(self)), self.casts)
 
 
 class Transposed(Convolution):
@@ -86,7 +74,7 @@ class Transposed(Convolution):
 
     @bypass_mode
     def forward(self, x: Tensor, output_size: list[int] | None = None) -> Tensor:
-        """The layer's output, of the size that is asked for."""
+        """Returns the layer's output, of the given size."""
         dims = len(self.kernel_size)
         convolve = (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)[dims - 1]
         sizes = (self.stride, self.padding, self.kernel_size, dims, self.dilation)
@@ -100,85 +88,63 @@ class Transposed(Convolution):
 class Embedding(Layer):
     """`nn.Embedding`: rows of the master, cast to compute."""
 
+    shown = "{p.compute} out"
+    split_name = "weight"
+
     def forward(self, index: Tensor) -> Tensor:
-        """The rows of the index."""
+        """Returns the rows of the index."""
         options = (self.padding_idx, self.max_norm, self.norm_type, self.scale_grad_by_freq, self.sparse)
         return embedding(index, self.weight, self.casts, *options)
 
-    def whole_because(self, name: str) -> str:
-        """A table whose rows are renormalized in place, or that has sparse gradients, takes no halves."""
-        if self.max_norm is not None:
+    @classmethod
+    def whole_because(cls, module: Any, name: str) -> str:
+        """Returns why a table cannot be split: it is renormalized in place, or has sparse gradients."""
+        if module.max_norm is not None:
             return "max_norm renormalizes the rows of the master in place"
-        if self.sparse:
-            return "its gradient is sparse"
-        return "" if name == "weight" else "it is not the table"
-
-    def extra_repr(self) -> str:
-        """As torch tells it, and what comes out."""
-        return f"{super().extra_repr()}, {self.precision.compute} out"
+        return "its gradient is sparse" if module.sparse else super().whole_because(module, name)
 
 
 class EmbeddingBag(Embedding):
     """`nn.EmbeddingBag`: rows of the master, summed in the dtype it is held in, then cast to compute."""
 
+    whole_reason = "bags are summed in the dtype of the table"
+
     @bypass_mode
     def forward(
         self, index: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None
     ) -> Tensor:
-        """The sum, mean or maximum of each bag."""
+        """Returns the sum, mean or maximum of each bag."""
         table = owned(self.weight, self.casts)
         if per_sample_weights is not None:
             per_sample_weights = per_sample_weights.to(table.dtype)
-        y = F.embedding_bag(
-            index,
-            table,
-            offsets,
-            self.max_norm,
-            self.norm_type,
-            self.scale_grad_by_freq,
-            self.mode,
-            self.sparse,
-            per_sample_weights,
-            self.include_last_offset,
-            self.padding_idx,
-        )
-        return enter(y, self.casts)
-
-    def whole_because(self, name: str) -> str:
-        """Bags are summed in the dtype that the table is held in."""
-        return "bags are summed in the dtype of the table"
+        norm = (self.max_norm, self.norm_type, self.scale_grad_by_freq)
+        rest = (per_sample_weights, self.include_last_offset, self.padding_idx)
+        return enter(F.embedding_bag(index, table, offsets, *norm, self.mode, self.sparse, *rest), self.casts)
 
 
 class Recurrent(Layer):
     """`nn.RNN`, `nn.LSTM`, `nn.GRU`: weights, inputs and states in compute around torch's kernel."""
 
+    shown = "{p.compute} operands"
+    whole_reason = _KERNEL
     _flat_weights: list[Tensor]
 
     @bypass_mode
     def forward(self, x: Any, hx: Any = None) -> Any:
-        """The outputs, and the last state."""
+        """Returns the outputs, and the last state."""
         casts, held = self.casts, list(self._flat_weights)
         self._flat_weights = [enter(owned(w, casts), casts) for w in held]
         try:
             with warnings.catch_warnings():
-                # They are packed at each call, as autocast has it, and flatten_parameters would not help.
+                # They are packed at each call, as under autocast; flatten_parameters would not help.
                 warnings.filterwarnings("ignore", "RNN module weights are not part of single contiguous chunk")
-                return mapped(
-                    lambda y: enter(y, casts), super().forward(*mapped(lambda t: enter(t, casts), (x, hx)))
-                )
+                y = super().forward(*mapped(lambda t: enter(t, casts), (x, hx)))
+                return mapped(lambda t: enter(t, casts), y)
         finally:
             self._flat_weights = held
 
-    def whole_because(self, name: str) -> str:
-        """A recurrent kernel takes no halves."""
-        return _KERNEL
 
-    def extra_repr(self) -> str:
-        """As torch tells it, and what the kernel computes in."""
-        return f"{super().extra_repr()}, {self.precision.compute} operands"
-
-
-# What stands in front of a class of torch.nn.
+# The class that goes in front of a class of torch.nn.
 KINDS: dict[type, type] = {
     nn.Linear: CastedLinear,
     **dict.fromkeys((nn.Conv1d, nn.Conv2d, nn.Conv3d), Convolution),
@@ -193,7 +159,7 @@ KINDS: dict[type, type] = {
     nn.MultiheadAttention: MultiheadAttention,
     **dict.fromkeys((nn.RNN, nn.LSTM, nn.GRU), Recurrent),
 }
-# The same for classes of other packages, which are known by name: nobody needs them installed.
+# The same for classes of other packages, by name: they need not be installed.
 NAMED: dict[str, type] = {"transformers.pytorch_utils.Conv1D": TransposedLinear}
 _LOSSES = (
     *(nn.CrossEntropyLoss, nn.NLLLoss, nn.MSELoss, nn.L1Loss, nn.SmoothL1Loss, nn.HuberLoss, nn.KLDivLoss),
@@ -206,7 +172,7 @@ _LOSSES = (
         nn.TripletMarginWithDistanceLoss,
     ),
 )
-# Modules that run as torch has them, in the format of a role.
+# Modules that run torch's own forward, in the format of a role.
 ISLANDS: dict[type, str] = {
     **dict.fromkeys((nn.Softmax, nn.Softmax2d, nn.Softmin, nn.LogSoftmax), "softmax"),
     **dict.fromkeys((nn.SyncBatchNorm, nn.LocalResponseNorm), "norm"),
@@ -216,11 +182,11 @@ ISLANDS: dict[type, str] = {
 
 @dataclass(frozen=True)
 class Setting:
-    """What `Island`, `Leaf`, `Code` and `Whole` know of the module that they stand in front of."""
+    """What `Island`, `Leaf`, `Code` and `Root` know about the module they are in front of."""
 
     casts: Casts
     role: str  # of an island; empty elsewhere
-    widen: bool  # a leaf that holds fp32 parameters, which many functions of torch let meet nothing narrower
+    widen: bool  # a leaf with fp32 parameters, which many torch functions refuse to combine with anything narrower
     mode: PolicyMode | None = None  # for the functions that its own code calls
 
     def __deepcopy__(self, _: Any) -> "Setting":
@@ -228,13 +194,13 @@ class Setting:
 
 
 class Island(nn.Module):
-    """Torch's own forward in the format of a role; a norm or a softmax gives compute, a loss the loss format."""
+    """Torch's own forward in the format of a role; a norm or a softmax returns compute, a loss the loss format."""
 
     halfstep: Setting
 
     @bypass_mode
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """What the module makes of its inputs."""
+        """Returns the module's output."""
         casts, role = self.halfstep.casts, self.halfstep.role
         # fp32 with numbers of the role's format: class weights and running statistics are fp32.
         args, kwargs = mapped(lambda x: island(x, role, casts).float(), (args, kwargs))
@@ -242,23 +208,23 @@ class Island(nn.Module):
         return mapped(lambda y: out(y, role, casts), super().forward(*args, **kwargs))
 
     def extra_repr(self) -> str:
-        """As torch tells it, and what is inside and comes out."""
+        """Adds the formats inside and out."""
         precision, role = self.halfstep.casts.precision, self.halfstep.role
         inside = getattr(precision, role)
-        told = f"{inside} inside, {inside if role == 'loss' else precision.compute} out"
-        return ", ".join(filter(None, [super().extra_repr(), told]))
+        formats = f"{inside} inside, {inside if role == 'loss' else precision.compute} out"
+        return ", ".join(filter(None, [super().extra_repr(), formats]))
 
 
 class Leaf(nn.Module):
-    """Somebody's own forward, in the dtype of its parameters; what goes out is in compute.
+    """Somebody's own forward, in the dtype of its parameters; the result is in compute.
 
-    A number without dimensions goes out as it is: it is a loss or a scale, and nothing is summed over it.
+    A result without dimensions keeps its dtype: it is a loss or a scale.
     """
 
     halfstep: Setting
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """What the module makes of its inputs."""
+        """Returns the module's output."""
         setting = self.halfstep
         if setting.widen:
             args, kwargs = mapped(lambda x: x.float(), (args, kwargs))
@@ -266,39 +232,39 @@ class Leaf(nn.Module):
         return mapped(lambda y: enter(y, setting.casts) if y.dim() else y, y)
 
     def extra_repr(self) -> str:
-        """As the module tells it, and what is inside and comes out."""
-        told = f"as written, {self.halfstep.casts.precision.compute} out"
-        return ", ".join(filter(None, [super().extra_repr(), told]))
+        """Adds the format of its output."""
+        form = f"as written, {self.halfstep.casts.precision.compute} out"
+        return ", ".join(filter(None, [super().extra_repr(), form]))
 
 
 class Experts(Leaf):
-    """The matrices of a mixture's experts in one module: products in compute, of what comes in as it comes."""
+    """The matrices of a mixture's experts in one module: products in compute, inputs as they come."""
 
 
 class Recipe(Leaf):
-    """A layer of another package that brings a recipe of its own for narrow operands: nothing in it is reached."""
+    """A layer of another package with a recipe of its own for narrow operands: nothing in it is reached."""
 
 
 class Code(nn.Module):
-    """Somebody's own forward, between modules: what it computes by functions is reached."""
+    """Somebody's own forward, between modules: the functions it calls are reached."""
 
     halfstep: Setting
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """What the module makes of its inputs."""
+        """Returns the module's output."""
         return within(self.halfstep.mode, super().forward, args, kwargs)
 
 
-class Whole(nn.Module):
-    """The model itself: what comes out is in the loss format, but for a number without dimensions.
+class Root(nn.Module):
+    """The model itself: what it returns is in the loss format, except for a number without dimensions.
 
-    Such a number is a loss, and one that the model took of narrow logits must not look like fp32.
+    Such a number is a loss, and if the model took it from narrow logits it must not look like fp32.
     """
 
     halfstep_model: Setting
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """What the model makes of its inputs."""
+        """Returns the model's output."""
         check_autocast()
         setting = self.halfstep_model
         y = within(setting.mode, super().forward, args, kwargs)
@@ -306,8 +272,7 @@ class Whole(nn.Module):
 
 
 def _operands(module: Any) -> tuple[Tensor, Tensor | None]:
-    """Weight and bias of a convolution in compute."""
-    casts = module.casts
-    return enter(owned(module.weight, casts), casts), (
-        None if module.bias is None else enter(owned(module.bias, casts), casts)
-    )
+    """Returns weight and bias of a convolution in compute."""
+    casts, bias = module.casts, module.bias
+    weight = enter(owned(module.weight, casts), casts)
+    return weight, None if bias is None else enter(owned(bias, casts), casts)

@@ -1,7 +1,7 @@
 """Norms of `torch.nn` as islands: fp32 inside, backward too, compute out, whatever their parameters are held in.
 
-Gains and biases are cast to the format of the norm; running statistics are fp32. A gain in fp32 that meets a bf16
-activation makes the result fp32, and all that follows it; here the result is in compute, by a cast.
+Gains and biases are cast to the format of the norm; running statistics are fp32. An fp32 gain times a bf16
+activation would make the result fp32, and everything after it; here the result is cast to compute.
 """
 
 from typing import Any
@@ -14,22 +14,17 @@ from halfstep.torch.lowering import bypass_mode, island, leave, own
 
 
 class Normalization(Layer):
-    """What norms share: gains are never halves, and printing says what is inside."""
+    """What norms share."""
 
-    def whole_because(self, name: str) -> str:
-        """Gains and biases are whole."""
-        return "gains and biases are never split"
-
-    def extra_repr(self) -> str:
-        """As torch tells it, and what is inside and comes out."""
-        return f"{super().extra_repr()}, {self.precision.norm} inside, {self.precision.compute} out"
+    shown = "{p.norm} inside, {p.compute} out"
+    whole_reason = "gains and biases are never split"
 
 
 class LayerNorm(Normalization):
     """`nn.LayerNorm` as an island."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """The normalized input."""
+        """Returns the normalized input."""
         return layer_norm(x, self.weight, self.bias, self.casts, self.eps, dims=len(self.normalized_shape))
 
 
@@ -37,7 +32,7 @@ class RMSNorm(Normalization):
     """`nn.RMSNorm` as an island."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """The normalized input."""
+        """Returns the normalized input."""
         return rms_norm(x, self.weight, self.casts, self.eps, dims=len(self.normalized_shape))
 
 
@@ -46,7 +41,7 @@ class GroupNorm(Normalization):
 
     @bypass_mode
     def forward(self, x: Tensor) -> Tensor:
-        """The normalized input."""
+        """Returns the normalized input."""
         y = F.group_norm(island(x, "norm", self.casts), self.num_groups, *_gains(self), self.eps)
         return leave(y, "norm", self.casts)
 
@@ -56,7 +51,7 @@ class BatchNorm(Normalization):
 
     @bypass_mode
     def forward(self, x: Tensor) -> Tensor:
-        """The normalized input; in training, statistics move towards those of the batch."""
+        """Returns the normalized input; in training, moves the running statistics towards those of the batch."""
         self._check_input_dim(x)
         tracked = self.training and self.track_running_stats
         factor = 0.0 if self.momentum is None else self.momentum
@@ -75,7 +70,7 @@ class InstanceNorm(Normalization):
 
     @bypass_mode
     def forward(self, x: Tensor) -> Tensor:
-        """The normalized input."""
+        """Returns the normalized input."""
         return leave(super().forward(island(x, "norm", self.casts)), "norm", self.casts)
 
     def _apply_instance_norm(self, x: Tensor) -> Tensor:
@@ -86,11 +81,11 @@ class InstanceNorm(Normalization):
 
 
 def _gains(module: Any) -> tuple[Any, Any]:
-    """Weight and bias of a norm in the format that it computes in."""
+    """Returns weight and bias of a norm in the format that it computes in."""
     return own(module.weight, "norm", module.casts), own(module.bias, "norm", module.casts)
 
 
 def _wide_gains(module: Any) -> tuple[Any, Any]:
-    """The same in fp32: torch wants them in the dtype of running statistics."""
+    """Returns them in fp32: torch wants the dtype of the running statistics."""
     gain, bias = _gains(module)
     return None if gain is None else gain.float(), None if bias is None else bias.float()

@@ -1,7 +1,7 @@
-"""What each module of a model becomes, and why some do not: decided before anything is changed.
+"""What each module of a model becomes, and why some stay as they are: decided before anything is changed.
 
-    Plan      the class of modules.py that a module is to have in front of its own, or the reason that it has none
-    Change    the same in words, for people
+    Plan      the class of modules.py to put in front of a module's own class, or the reason for none
+    Change    the same as text for people
 
 A model must come as it was built: torch.compile, DDP, FSDP and the like keep what they find, so they come after.
 """
@@ -41,8 +41,8 @@ from halfstep.torch.convert.modules import (
     Leaf,
     Recipe,
     Recurrent,
+    Root,
     Setting,
-    Whole,
 )
 from halfstep.torch.convert.norms import BatchNorm, InstanceNorm, Normalization
 from halfstep.torch.convert.subclass import mixed
@@ -52,12 +52,12 @@ from halfstep.torch.layers import Layer, Matmul, casts_of
 from halfstep.torch.lowering import Casts, check_autocast
 from halfstep.torch.split import is_split
 
-# Attributes by which torch takes its kernels for inference, and the value without them.
+# Attributes that make torch use its kernels for inference, and the value that does not.
 _FAST_PATHS: dict[type, tuple[str, Any]] = {
     nn.TransformerEncoderLayer: ("activation_relu_or_gelu", 0),
     nn.TransformerEncoder: ("use_nested_tensor", False),
 }
-# What a module is given, and what of it may have been there before; none of it is a parameter or a buffer.
+# Attributes that conversion sets, and those that it overwrites; none is a parameter or a buffer.
 _GIVEN = ("halfstep", "halfstep_model", "halfstep_remainders", "halfstep_history", "halfstep_prepared")
 _KEPT = ("casts", "forward", *(name for name, _ in _FAST_PATHS.values()))
 _IN_RECIPE = "part of a layer with a recipe of its own"
@@ -66,7 +66,7 @@ Originals = list[tuple[nn.Module, type, dict[str, Any]]]
 
 
 class Change(NamedTuple):
-    """What became of one module, or of one parameter."""
+    """What was done to one module, or to one parameter."""
 
     name: str
     kind: str
@@ -75,36 +75,36 @@ class Change(NamedTuple):
 
 @dataclass(frozen=True)
 class Plan:
-    """What is to become of one module."""
+    """What will be done to one module."""
 
     name: str
     module: nn.Module
-    kind: type | None  # the class to put in front, or the module's own if it is a layer already; None leaves it
+    kind: type | None  # the class to put in front, or its own class if it is a layer already; None: no change
     role: str = ""  # of an island
-    why: str = ""  # it is a leaf, or is left alone
-    router: bool = False  # its role is that of a router: fp32 inside and out
-
-    @property
-    def layer(self) -> bool:
-        """Whether the module is one of halfstep's own layers."""
-        return self.kind is type(self.module)
+    why: str = ""  # why it is a leaf, or is left alone
+    router: bool = False  # it is a router: fp32 inside and out
 
 
 def plans_of(model: nn.Module) -> list[Plan]:
-    """What is to become of each module of a model; one that is held twice has its first name."""
+    """Returns a plan for each module of a model; one that is held twice has its first name."""
     plans: dict[str, Plan] = {}
-    deciding = routers(model)
+    router_names = routers(model)
     for name, module in model.named_modules():
         above = plans.get(name.rpartition(".")[0])
         if name and above is not None and (above.kind is Recipe or above.why == _IN_RECIPE):
             plans[name] = Plan(name, module, None, why=_IN_RECIPE)
         else:
-            plans[name] = replace(_plan(name, module, model), router=name in deciding)
+            plans[name] = replace(_plan(name, module, model), router=name in router_names)
     return [*plans.values()]
 
 
+def matmuls(plans: Sequence[Plan]) -> list[Plan]:
+    """Returns the plans of modules that multiply by a matrix."""
+    return [plan for plan in plans if plan.kind is not None and issubclass(plan.kind, Matmul)]
+
+
 def convert(model: nn.Module, plans: list[Plan], found: Mapping[str, Precision], base: Precision) -> Originals:
-    """Gives each module the class that casts. Comes after the parameters are held as they will be."""
+    """Gives each module the class that casts; its parameters must be held in their final form already."""
     originals: Originals = []
     has_split = any(is_split(p) for p in model.parameters())
     learn()
@@ -116,8 +116,9 @@ def convert(model: nn.Module, plans: list[Plan], found: Mapping[str, Precision],
         saved = {key: module.__dict__[key] for key in _KEPT if key in module.__dict__}
         originals.append((module, type(module), saved))
         module.__dict__.update(fast)
-        module.__dict__.pop("forward", None)  # that of its class, bound: Accelerate leaves it there
-        for front in [] if plan.layer else [plan.kind, Whole if module is model else None]:
+        module.__dict__.pop("forward", None)  # a bound method of its class, which Accelerate leaves there
+        ours = plan.kind is type(module)
+        for front in [] if ours else [plan.kind, Root if module is model else None]:
             if front is not None:
                 module.__class__ = cast(Any, mixed)(front, type(module))
         give(module, precision, base, plan.role, has_split)
@@ -132,11 +133,11 @@ def give(
     role: str | None = None,
     has_split: bool | None = None,
 ) -> bool:
-    """Gives a module that casts its precision; returns whether it is one. What is None stays as it was.
+    """Gives a module that casts its precision; returns whether it has one. What is None stays as it was.
 
     `has_split`: some parameters of the model are split masters.
     """
-    if isinstance(module, Whole):
+    if isinstance(module, Root):
         casts, before = casts_of(base), module.__dict__.get("halfstep_model")
         module.halfstep_model = Setting(casts, "", False, _mode(casts, before, has_split))
     if isinstance(module, Layer):
@@ -169,20 +170,20 @@ def restore_all(originals: Originals) -> None:
 
 
 def check_model(model: nn.Module) -> None:
-    """Refuses a model that is not as it was built, or that no policy can be given."""
+    """Refuses a model that is not as it was built, or that no policy fits."""
     if not isinstance(model, nn.Module):
         raise HalfstepError(f"the model is a {type(model).__name__}, not an nn.Module")
     check_autocast()
     for name, module in model.named_modules():
-        told = f"`{name}`" if name else f"the model, a {type(module).__name__},"
-        if hasattr(type(module), "halfstep_made") or "halfstep_prepared" in module.__dict__:
+        what = f"`{name}`" if name else f"the model, a {type(module).__name__},"
+        if hasattr(type(module), "halfstep_subclass") or "halfstep_prepared" in module.__dict__:
             raise HalfstepError(
-                f"{told} has a policy already", hint="run.unprepare() gives the model back as it was built"
+                f"{what} has a policy already", hint="run.unprepare() gives the model back as it was built"
             )
         if isinstance(module, torch.jit.ScriptModule):
             raise HalfstepError(
-                f"{told} is a script, and has no forward in Python that could cast",
-                hint="prepare the module that the script was made of",
+                f"{what} is a TorchScript module, which has no Python forward that could cast",
+                hint="prepare the module that was scripted",
             )
     refuse_wrapped(model)
     for name, parameter in model.named_parameters():
@@ -190,7 +191,7 @@ def check_model(model: nn.Module) -> None:
 
 
 def check_kernels(plans: list[Plan], found: Mapping[str, Precision], base: Precision) -> None:
-    """Refuses, by name, a format that a kernel does not take or a role that cannot reach a module."""
+    """Refuses, by name, a format that a recurrent kernel does not take."""
     for plan in plans:
         precision = found.get(plan.name, base)
         if plan.kind is not None and issubclass(plan.kind, Recurrent) and not precision.emulate:
@@ -210,27 +211,26 @@ def check_held(plans: Sequence[Plan], held: Mapping[Tensor, Param]) -> None:
         names = [name for name, p in plan.module.named_parameters(recurse=False) if held.get(p, WHOLE) != WHOLE]
         why = ""
         if isinstance(plan.module, nn.SyncBatchNorm):
-            why = "torch has it for fp32 parameters alone"
+            why = "torch has it for fp32 parameters only"
         elif getattr(plan.module, "max_norm", None) is not None and isinstance(plan.module, TABLES):
             why = "max_norm renormalizes its rows in place, which would round them at each use"
         if names and why:
-            told = print_value(held[plan.module.get_parameter(names[0])])
+            param = print_value(held[plan.module.get_parameter(names[0])])
             raise PolicyError(
-                f"`{plan.name}`, a {type(plan.module).__name__}, cannot have param={told}: {why}",
+                f"`{plan.name}`, a {type(plan.module).__name__}, cannot have param={param}: {why}",
                 hint=f"keep it whole with a rule, `{plan.name}: param=fp32,grad_weight=fp32`",
             )
 
 
 def change_of(plan: Plan, precision: Precision, note: str = "") -> Change | None:
-    """What becomes of a module, in words, with a note if there is one; None where there is nothing to say."""
+    """Describes what is done to a module, with a note if there is one; None if nothing is."""
     if plan.kind in (None, Code) and (not plan.why or plan.why == _IN_RECIPE):
         if isinstance(plan.module, tuple(_FAST_PATHS)):
-            return Change(
-                plan.name, type(plan.module).__name__, "runs as written, its kernels for inference are off"
-            )
+            form = "runs as written, its kernels for inference are off"
+            return Change(plan.name, type(plan.module).__name__, form)
         return None
-    told = _form(plan, precision) + (f" ({note})" if note else "")
-    return Change(plan.name, type(plan.module).__name__, told)
+    form = _form(plan, precision) + (f" ({note})" if note else "")
+    return Change(plan.name, type(plan.module).__name__, form)
 
 
 def _plan(name: str, module: nn.Module, model: nn.Module) -> Plan:
@@ -259,8 +259,8 @@ def _plan(name: str, module: nn.Module, model: nn.Module) -> Plan:
         return Plan(name, module, None if mine or module is model else Code, why=why)
     holds = f"holds {', '.join(f'`{n}`' for n in held[:3])}{', ...' if len(held) > 3 else ''} itself"
     if module is model or isinstance(module, ParametrizationList) or ".parametrizations." in f".{name}.":
-        told = "" if module is model else ", and what they meet is widened to their dtype"
-        return Plan(name, module, None, why=f"left alone: {holds}{told}")
+        effect = "" if module is model else ", and what they meet is widened to their dtype"
+        return Plan(name, module, None, why=f"left alone: {holds}{effect}")
     if forward is nn.Module.forward:
         return Plan(name, module, None, why=f"left alone: {holds}, and has no forward")
     if is_experts(module):
@@ -269,8 +269,9 @@ def _plan(name: str, module: nn.Module, model: nn.Module) -> Plan:
 
 
 def _form(plan: Plan, precision: Precision) -> str:
-    """What a module does from now on."""
+    """Describes what a module does from now on."""
     kind, fmt, emulated = plan.kind, precision.compute, " (emulated)" if precision.emulate else ""
+    missed = f"; {precision.operand.format} is for matmuls" if is_narrow(precision.operand.format) else ""
     if kind is None:
         return plan.why
     if issubclass(kind, Recipe):
@@ -280,15 +281,13 @@ def _form(plan: Plan, precision: Precision) -> str:
     if issubclass(kind, Code):
         return f"runs as written, it {plan.why}: its functions are reached"
     if issubclass(kind, Experts):
-        told = f"multiplies in {fmt}{emulated}, weight gradients in {precision.grad_weight}"
-        return f"is a leaf of experts, it {plan.why}: {told}{_missed(precision)}"
+        product = f"multiplies in {fmt}{emulated}, weight gradients in {precision.grad_weight}"
+        return f"is a leaf of experts, it {plan.why}: {product}{missed}"
     if issubclass(kind, Leaf):
         return f"is a leaf, it {plan.why}: runs as written in the dtype of its parameters, {fmt} out{emulated}"
-    missed = _missed(precision)
     if issubclass(kind, MultiheadAttention):
-        return (
-            f"projects in {precision.operand.format}{emulated}, {precision.softmax} scores and softmax, {fmt} out"
-        )
+        projects = f"projects in {precision.operand.format}{emulated}"
+        return f"{projects}, {precision.softmax} scores and softmax, {fmt} out"
     if issubclass(kind, Matmul):
         return f"multiplies in {_operands(precision)}{emulated}, weight gradients in {precision.grad_weight}"
     if issubclass(kind, Convolution | Recurrent):
@@ -303,34 +302,29 @@ def _form(plan: Plan, precision: Precision) -> str:
     return f"computes in {fmt}{emulated}"
 
 
-def _missed(precision: Precision) -> str:
-    return f"; {precision.operand.format} is for matmuls" if is_narrow(precision.operand.format) else ""
-
-
 def _operands(precision: Precision) -> str:
-    """The operands of a matmul, as a policy writes them; those of the backward pass where they differ."""
+    """Returns the operands of a matmul, as a policy writes them, and those of the backward pass if they differ."""
     if not precision.narrow:
         return str(precision.operand.format)
     forward, backward = (print_value(replace(operand, measured=False)) for operand in precision.operands)
     fast = precision.matmul.fast and is_narrow(precision.operand.format)
-    told = forward + (" (fast accumulation)" if fast else "")
-    return told if backward == told else f"{told} forward and {backward} backward"
+    forward += " (fast accumulation)" if fast else ""
+    return forward if backward == forward else f"{forward} forward and {backward} backward"
 
 
 def _base_of(module: nn.Module) -> Any:
-    """The class of torch.nn that a module is one of, if there is a class here for it."""
+    """Returns the class of torch.nn that a module belongs to, if there is a class here for it."""
     return next((base for base in type(module).__mro__ if base in KINDS or base in ISLANDS), None)
 
 
 def _clashes(module: nn.Module) -> bool:
-    """Whether a subclass has attributes of its own by the names that a layer uses."""
-    return any(
-        name in module.__dict__ or hasattr(type(module), name) for name in ("casts", "precision", "remainders")
-    )
+    """Whether a subclass has attributes with names that a layer uses."""
+    names = ("casts", "precision", "remainders")
+    return any(name in module.__dict__ or hasattr(type(module), name) for name in names)
 
 
 def statistics(plans: Sequence[Plan]) -> Iterator[tuple[str, nn.Module, str, Tensor]]:
-    """The running statistics of norms that are narrower than fp32: their names, where they are, and they."""
+    """Yields the running statistics narrower than fp32: full name, module, name in it, and buffer."""
     for plan in plans:
         if plan.kind is not None and (issubclass(plan.kind, BatchNorm | InstanceNorm) or plan.role == "norm"):
             for name, buffer in plan.module.named_buffers(recurse=False):
@@ -341,7 +335,7 @@ def statistics(plans: Sequence[Plan]) -> Iterator[tuple[str, nn.Module, str, Ten
 def _check_parameter(name: str, parameter: Tensor) -> None:
     if isinstance(parameter, nn.parameter.UninitializedParameter):
         raise HalfstepError(
-            f"`{name}` has no shape yet", hint="run the model once, as lazy modules ask for, then prepare it"
+            f"`{name}` has no shape yet", hint="run the model once, which lazy modules need, then prepare it"
         )
     if parameter.is_meta:
         raise HalfstepError(
@@ -352,7 +346,7 @@ def _check_parameter(name: str, parameter: Tensor) -> None:
     if parameter.requires_grad and type(parameter.data) is not Tensor:
         kind = type(parameter.data).__name__
         raise HalfstepError(
-            f"`{name}` is trained, and of the class {kind}, which rounds by rules of its own",
+            f"`{name}` is trained, and its class {kind} rounds by its own rules",
             hint="freeze it with requires_grad_(False) and train adapters, or prepare the model before it is "
             "quantized",
         )
@@ -365,7 +359,7 @@ def _check_parameter(name: str, parameter: Tensor) -> None:
 
 @cache
 def _try_recurrent(kind: Any, dtype: torch.dtype, device: torch.device) -> str:
-    """The first line of what a small one of its kind raises, forward and backward; empty where it runs."""
+    """Returns the first line of the error that a small module of this kind raises; empty if it trains."""
     devices = [device] if device.type == "cuda" else []
     try:
         with torch.random.fork_rng(devices), torch.enable_grad():

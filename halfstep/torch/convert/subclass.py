@@ -1,13 +1,13 @@
-"""Classes that are made: one of ours in front of a module's own class, so that the module stays what it was.
+"""Subclasses made at run time: one of our classes in front of a module's own, whose nature the module keeps.
 
-A made class has the name, the signature and the documentation of the module's own. It is in no file, so
+A subclass has the name, the signature and the documentation of the module's own class. It exists in no file, so:
 
-**a pickle is refused**, which would look the class up by its name and find the module's own. `copy` is not: it is
-handed the class itself. And
+**Pickling is refused**: unpickling would look the class up by its name and find the module's own. `copy` works: it
+gets the class itself.
 
-**`model.dtype`**, which models of Hugging Face say by their first parameter and write into their configuration, is
-that of the master where the parameter is a half (split.py). A state dict has the master in fp32; with bf16 in the
-configuration, whoever loads it would round it.
+**`model.dtype`**, which Hugging Face models take from their first parameter and write into their configuration, is
+that of the master if the parameter is split (split.py). A state dict has the master in fp32; with bf16 in the
+configuration, loading would round it.
 """
 
 import copyreg
@@ -24,53 +24,53 @@ from halfstep.torch.split import is_split
 
 
 class UnpicklableError(HalfstepError, TypeError):
-    """A module whose class was made here; a TypeError, as everything that has no pickle raises."""
+    """A module of a subclass made here; also a TypeError, like every failed pickle."""
 
 
-class _Made:
-    """A class that was made here, as `copy` hands it over. A pickle would look for it by its name, in vain."""
+class _ByReference:
+    """A subclass as `copy` passes it on. A pickle would look for it by name, in vain."""
 
-    def __init__(self, made: Any):
-        self.made = made
+    def __init__(self, subclass: Any):
+        self.subclass = subclass
 
-    def __deepcopy__(self, _: Any) -> "_Made":
+    def __deepcopy__(self, _: Any) -> "_ByReference":
         return self
 
     def __reduce_ex__(self, _: Any) -> Any:
         raise UnpicklableError(
-            f"a {self.made.__name__} that has a policy has no pickle: torch.save(model) and processes that are "
-            "spawned with it need one",
+            f"a {self.subclass.__name__} with a policy cannot be pickled, which torch.save(model) and spawning "
+            "processes with it need",
             hint="save model.state_dict(), which has the masters in fp32, or run.state_dict(), which has all that "
             "training needs; run.unprepare() gives the model back, and copy.deepcopy copies it as it is",
         )
 
 
-def _remade(kind: _Made) -> Any:
-    return kind.made.__new__(kind.made)
+def _new(reference: _ByReference) -> Any:
+    return reference.subclass.__new__(reference.subclass)
 
 
 @cache
 def mixed(kind: Any, original: Any) -> type:
-    """A class with `kind` in front of a module's own class; it keeps the name and the signature of that."""
+    """Returns a class with `kind` in front of a module's own class, whose name and signature it keeps."""
 
     def reduced(self: Any, protocol: Any) -> Any:
         how, args, *state = original.__reduce_ex__(self, max(protocol, 2))
-        return (_remade, (_Made(type(self)),), *state) if how is copyreg.__newobj__ else (how, args, *state)  # type: ignore[attr-defined]
+        return (_new, (_ByReference(type(self)),), *state) if how is copyreg.__newobj__ else (how, args, *state)  # type: ignore[attr-defined]
 
-    told = {key: getattr(original, key) for key in ("__module__", "__qualname__", "__doc__")}
-    own = {**told, "halfstep_made": True, "__reduce_ex__": reduced}
+    names = {key: getattr(original, key) for key in ("__module__", "__qualname__", "__doc__")}
+    own = {**names, "halfstep_subclass": True, "__reduce_ex__": reduced}
     dtype = inspect.getattr_static(original, "dtype", None)
-    if isinstance(dtype, property) and not hasattr(original, "halfstep_made"):
+    if isinstance(dtype, property) and not hasattr(original, "halfstep_subclass"):
         own["dtype"] = _dtype_of_master(dtype)
-    made = type(original.__name__, (kind, original), own)
+    subclass = type(original.__name__, (kind, original), own)
     theirs = _signature(original.forward)
     if theirs is not None and _signature(kind.forward) != theirs:
-        made.forward = _with_signature(kind.forward, original.forward)  # type: ignore[attr-defined]
-    return made
+        subclass.forward = _with_signature(kind.forward, original.forward)  # type: ignore[attr-defined]
+    return subclass
 
 
 def _dtype_of_master(theirs: property) -> property:
-    """A property `dtype` of a module that says fp32 where the first parameter is the half of an fp32 master."""
+    """Returns a property `dtype` that is fp32 if the module's first parameter is a split master."""
 
     def dtype(self: Any) -> Any:
         first = next((p for p in self.parameters() if p.is_floating_point()), None)
@@ -80,18 +80,17 @@ def _dtype_of_master(theirs: property) -> property:
 
 
 def _signature(function: Callable[..., Any]) -> inspect.Signature | None:
-    """What a function says that it takes; None where it does not say."""
+    """Returns the signature of a function; None if it has none."""
     try:
         return inspect.signature(function)
-    except (TypeError, ValueError):  # as functions that are not written in Python
+    except (TypeError, ValueError):  # such as a function that is not written in Python
         return None
 
 
 def _with_signature(function: FunctionType, like: Callable[..., Any]) -> FunctionType:
-    """The same function as another object, which says that it has another signature: some callers read it."""
-    made = FunctionType(
-        function.__code__, function.__globals__, function.__name__, function.__defaults__, function.__closure__
-    )
-    made.__signature__ = inspect.signature(like)  # type: ignore[attr-defined]
-    made.__doc__ = like.__doc__
-    return made
+    """Returns a copy of a function that shows another signature: some callers read it."""
+    parts = (function.__code__, function.__globals__, function.__name__, function.__defaults__)
+    copy = FunctionType(*parts, function.__closure__)
+    copy.__signature__ = inspect.signature(like)  # type: ignore[attr-defined]
+    copy.__doc__ = like.__doc__
+    return copy

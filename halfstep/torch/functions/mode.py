@@ -5,22 +5,22 @@ norm as a function, a product with a parameter, is in none of these classes and 
 gets. So while the forward of a module that somebody else wrote runs, a `PolicyMode` is on. It sees each torch
 function before it runs, and table.py decides how the function is handled.
 
-**Where it is on.** The model enters it, and so does every module in it that others wrote, unless it is on already.
-So code that runs again in a backward pass (checkpointing), or is called on a part of the model, is reached too.
-halfstep's own layers switch it off: they cast by themselves. Narrow operands (fp8) are for layers; products in
-functions are in compute.
+**Where it is on.** The model enters it, and so does every module in it that others wrote, unless it is on
+already. So code that runs again in a backward pass (checkpointing), or is called on a part of the model, is
+reached too. halfstep's own layers switch it off: they cast by themselves. Narrow operands (fp8) are for layers;
+products in functions are in compute.
 
 **In a leaf**, whose parameters and inputs are fp32, a product with a parameter is in compute and its result is
 widened again, because code that was written for one dtype may refuse two. Everything else there is fp32, as
 written.
 
-**Emulated** tensors are all fp32, so dtypes do not show which are narrow. Islands and products with parameters are
-still reached. A product of activations is recognized by its gradient: without one, in evaluation, it runs
+**Emulated** tensors are all fp32, so dtypes do not show which are narrow. Islands and products with parameters
+are still reached. A product of activations is recognized by its gradient: without one, in evaluation, it runs
 unchanged, and the next layer rounds its result. Sums and activation functions in between are not rounded
 themselves.
 
-torch.compile traces through all of this with fullgraph=True. In eager mode each function that a module's own code
-calls costs one Python call more; benchmarks/measure/reach_cost.py measures it.
+torch.compile traces through all of this with fullgraph=True. In eager mode each function that a module's own
+code calls costs one Python call more; benchmarks/measure/reach_cost.py measures it.
 """
 
 from collections.abc import Callable

@@ -41,7 +41,7 @@ def _modules(run: RunParts) -> Iterator[str]:
 
 def _measured(run: RunParts) -> Iterator[str]:
     if run.conversion is not None and run.conversion.measured is not None:
-        yield f"  measured: {run.conversion.measured.told}"
+        yield f"  measured: {run.conversion.measured.description}"
     if run.amaxes is not None:
         modules, past = dict(run.model.named_modules()), run.amaxes.history.shape[-1]
         count = sum(cast(Layer, modules[name]).precision.delayed for name in run.amaxes.layers)

@@ -177,7 +177,7 @@ def test_the_weights_are_those_of_the_fused_kernel():
 
 def test_what_is_no_mask_is_refused():
     layer, x = within(nn.MultiheadAttention(E, H), "bf16-mixed"), draw(S, B, E)
-    with pytest.raises(HalfstepError, match=r"torch\.int64: it is neither boolean nor numbers"):
+    with pytest.raises(HalfstepError, match=r"torch\.int64; it must be boolean, or floating-point numbers"):
         layer(x, x, x, attn_mask=torch.ones(L, S, dtype=torch.int64))
 
 

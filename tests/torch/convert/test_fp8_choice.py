@@ -131,7 +131,7 @@ def test_scales_a_row_without_a_kernel_are_refused_with_the_way_out(monkeypatch)
 
     monkeypatch.setattr(fp8_choice, "product_failure", played)
     monkeypatch.setitem(fp8_choice.ROWS_INTO_FP32, "cpu", False)
-    with pytest.raises(PolicyError, match="a scale a row cannot run on cpu: only per-tensor") as error:
+    with pytest.raises(PolicyError, match="one scale per row cannot run on cpu: only per-tensor") as error:
         prepared("bf16-mixed,compute=e4m3:row,grad=e5m2")
     assert error.value.hint.startswith("leave out `:row`; or add `emulate=true`")
 
@@ -182,7 +182,7 @@ def test_a_resumed_run_takes_over_what_was_measured():
     load_state(second, {name: restored(record) for name, record in saved.items()})
     assert narrow_layers(second.model) == {"up", "again"}
     assert "up, again): multiplies in e4m3 forward and e5m2 backward" in second.summary()
-    assert "(as in the run that goes on here; here measured: 2 ms in e4m3 and e5m2, 1 ms" in second.summary()
+    assert "(as in the run that is resumed; here measured: 2 ms in e4m3 and e5m2, 1 ms" in second.summary()
     x = torch.randn(32, 16, generator=torch.Generator().manual_seed(0))
     assert torch.equal(first.model(x), second.model(x))
 
@@ -192,9 +192,9 @@ def test_the_summary_tells_what_runs_after_a_checkpoint_was_adopted():
     first, second = prepared(device=Device({(16, 64): 0.4e-3})), prepared(device=Device({(16, 16): 0.4e-3}))
     timed, own = second.summary(), state_of(second)
     load_state(second, state_of(first))
-    told = second.conversion.measured.told
-    assert told.startswith("2 of the 4 matmuls that rules name are narrow, adopted from the run that goes on here")
-    assert "timed here, 3 of them would be otherwise: 1 of the 4 matmuls that rules name are faster in" in told
+    told = second.conversion.measured.description
+    assert told.startswith("2 of the 4 matmuls that rules name are narrow, adopted from the run that is resumed")
+    assert "timed here, 3 of them would differ: 1 of the 4 matmuls that rules name are faster in" in told
     assert f"measured: {told}" in second.summary()
     load_state(second, own)  # what was found here is no one else's
     assert second.summary() == timed
@@ -265,7 +265,7 @@ def test_a_session_measures_its_own_micro_batch(monkeypatch):
     assert resumed.model.lm_head.precision.narrow
     resumed.load(session.state())
     assert before == {n: m.precision for n, m in resumed.model.named_modules() if hasattr(m, "precision")}
-    assert "adopted from the run that goes on here" in resumed.notes[0]
+    assert "adopted from the run that is resumed" in resumed.notes[0]
 
 
 @needs_fp8
@@ -357,8 +357,8 @@ def test_a_pair_that_the_device_does_not_multiply_is_refused_with_its_reason(mon
 @pytest.mark.parametrize(
     ("policy", "said"),
     [
-        ("bf16-mixed,matmul=fp32:fast", "it reaches none"),
-        ("bf16-mixed,grad=e5m2,matmul=fp32:fast", "it reaches none"),
+        ("bf16-mixed,matmul=fp32:fast", "there are none"),
+        ("bf16-mixed,grad=e5m2,matmul=fp32:fast", "there are none"),
         ("bf16-mixed,compute=e4m3,matmul=fp32:fast,emulate=true", "is not emulated"),
         pytest.param("bf16-mixed,compute=e4m3,matmul=fp32:fast", "and this is cpu", marks=needs_fp8),
         ("bf16-mixed,compute=e3m2", "e3m2 cannot run on cpu"),

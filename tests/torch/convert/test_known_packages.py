@@ -277,7 +277,7 @@ def test_a_layer_with_a_weight_that_multiplies_by_itself_is_a_leaf():
 
 def test_a_trained_weight_that_rounds_by_itself_is_refused():
     error = refused(quantized(True))
-    assert "`0.weight` is trained, and of the class Quantized, which rounds by rules of its own" in error.message
+    assert "`0.weight` is trained, and its class Quantized rounds by its own rules" in error.message
     assert "requires_grad_(False)" in error.hint
 
 
