@@ -1,12 +1,12 @@
-"""Matmul micro-benchmarks in torch, inside a time budget: what core.choice decides by.
+"""Matmul micro-benchmarks in torch, within a time budget, for the decisions of core.choice.
 
 core.measure says what is timed on every backend, core.ladder which sizes may be started; here are the operands
 and the multiplications. "fp32" is timed as fp32: TF32 is switched off for it, on for `tf32`, and restored
 afterwards.
 
-`time_layer` times one linear layer, forward and backward, in two precisions: what decides which matmuls are worth
-fp8 operands (fp8_choice.py). It stands between two activation functions, so that amax and casts fuse with what
-precedes as they do in a model, and is compiled where the model will be. Compiled on a GPU, the device's own time
+`time_layer` times one linear layer, forward and backward, in two precisions, to decide which matmuls are worth fp8
+operands (convert/fp8_choice.py). The layer is between two activation functions, so that amax and casts fuse with
+what precedes them as in a model, and it is compiled if the model will be. Compiled on a GPU, only device time
 counts: a layer alone takes the host longer to launch than the device to run, and a model's layers do not wait for
 that.
 """
@@ -58,20 +58,20 @@ __all__ = [
     "version",
 ]
 
-# What a GPU's clock counts in a second, at most: a slower one pauses longer. And seconds that it pauses at most.
+# Cycles per second of the fastest GPU (a slower one pauses longer), and the longest pause in seconds.
 CYCLES, LONGEST_PAUSE = 2.0e9, 1.0
 
 
 def devices() -> list[str]:
-    """The kinds of device torch finds, the fastest first."""
-    found = ["cuda"] if torch.cuda.is_available() else []
-    found += ["xpu"] if torch.xpu.is_available() else []
-    found += ["mps"] if torch.backends.mps.is_available() else []
-    return [*found, "cpu"]
+    """Returns the kinds of device that torch finds, the fastest first."""
+    kinds = ["cuda"] if torch.cuda.is_available() else []
+    kinds += ["xpu"] if torch.xpu.is_available() else []
+    kinds += ["mps"] if torch.backends.mps.is_available() else []
+    return [*kinds, "cpu"]
 
 
 def version() -> str:
-    """The version of torch."""
+    """Returns the version of torch."""
     return str(torch.__version__)
 
 
@@ -85,20 +85,20 @@ def measure(
 ) -> list[Timing]:
     """Times matmuls in each format, which must be supported, for at most `budget` seconds.
 
-    Starting the device (a CUDA context, the libraries behind it) comes before the clock.
+    The clock starts after the device (a CUDA context, the libraries behind it).
     """
     device, formats = torch.device(device), list(formats)
     check_measurable(formats, str(device), lambda fmt: supported(fmt, device))
     if shapes is None:
         shapes = CPU_SHAPES if device.type == "cpu" else ACCELERATOR_SHAPES
     bench = _Bench(device)
-    with warnings.catch_warnings(), torch.no_grad(), _float32_as_found():
-        # torch warns of slow kernels; that they are slow is what the timing says.
+    with warnings.catch_warnings(), torch.no_grad(), _tf32_restored():
+        # torch warns of slow kernels; the timing shows that anyway.
         warnings.simplefilter("ignore")
         bench.start(FP32, (16, 16, 16))(1)
         timings = climb(bench.start, formats, shapes, budget=budget, clock=clock)
     if device.type == "cuda":
-        torch.cuda.empty_cache()  # the model, which comes after, needs blocks of other sizes
+        torch.cuda.empty_cache()  # the model needs blocks of other sizes
     return timings
 
 
@@ -111,7 +111,7 @@ def measure_block(
     budget: float = 3.0,
     clock: Clock = time.perf_counter,
 ) -> list[Timing]:
-    """Times matmuls and, on a CPU, a block of the model on as many tokens as `budget` seconds allow."""
+    """Times matmuls and, on a CPU, a block of the model, with as many tokens as `budget` seconds allow."""
     device = torch.device(device)
     if device.type != "cpu":
         return measure(device, formats, budget=budget, clock=clock)
@@ -119,7 +119,7 @@ def measure_block(
     matmuls = measure(device, formats, budget=budget * MATMUL_SHARE, clock=clock)
     bench, limits = _Bench(device), block_limits(matmuls, formats)
     shapes = [(count, model.width, model.size_of_mlp) for count in halved(tokens)]
-    with warnings.catch_warnings(), _float32_as_found():
+    with warnings.catch_warnings(), _tf32_restored():
         warnings.simplefilter("ignore")
         blocks = time_blocks(
             lambda fmt, count: bench.start_block(fmt, model, count), limits, shapes, budget=budget, clock=clock
@@ -129,13 +129,13 @@ def measure_block(
 
 @dataclass(frozen=True)
 class LayerWork:
-    """A linear layer that is to be timed."""
+    """A linear layer to time."""
 
     inputs: int
     outputs: int
     tokens: int
     bias: bool
-    split: bool  # its weight is the half of a split master
+    split: bool  # its weight is a split master
     device: torch.device
     compiled: bool = False
 
@@ -143,20 +143,20 @@ class LayerWork:
 def time_layer(
     work: LayerWork, precisions: Sequence[Precision], *, clock: Clock = time.perf_counter
 ) -> list[float]:
-    """Seconds of a training pass of the layer in each precision: medians of turns that alternate."""
+    """Returns the seconds of a training pass of the layer in each precision: medians of alternating turns."""
     bench = _Bench(work.device)
     rounds, count = (3, 1) if work.device.type == "cpu" else (7, 10)
     taken: list[list[float]] = [[] for _ in precisions]
-    with warnings.catch_warnings(), torch.enable_grad(), torch.random.fork_rng(), _float32_as_found():
+    with warnings.catch_warnings(), torch.enable_grad(), torch.random.fork_rng(), _tf32_restored():
         warnings.simplefilter("ignore")
         runs = [bench.start_layer(work, precision) for precision in precisions]
         for run in runs:
-            run(3)  # compiles, and finds out which kernels to take
+            run(3)  # compiles, and selects kernels
         _wait(work.device)
         for _ in range(rounds):
             for run, seconds in zip(runs, taken, strict=True):
                 if work.compiled and work.device.type == "cuda":
-                    with torch.cuda.device(work.device):  # whose stream the events are of
+                    with torch.cuda.device(work.device):  # the events are of its stream
                         seconds.append(_device_seconds(run, count))
                 else:
                     begun = clock()
@@ -165,19 +165,19 @@ def time_layer(
                     seconds.append((clock() - begun) / count)
     del runs, run
     if work.device.type == "cuda":
-        torch.cuda.empty_cache()  # the model, which comes after, needs blocks of other sizes
+        torch.cuda.empty_cache()  # the model needs blocks of other sizes
     return [median(seconds) for seconds in taken]
 
 
 class _Bench:
-    """Makes and multiplies operands on one device."""
+    """Creates and multiplies operands on one device."""
 
     def __init__(self, device: torch.device):
         self.device = device
         self.generator = torch.Generator(device).manual_seed(0)
 
     def start(self, fmt: Format, shape: Shape) -> Run:
-        """Operands, and what multiplies them so many times and waits."""
+        """Creates operands; returns a function that multiplies them so many times and waits."""
         m, k, n = shape
         a, b = self._random(m, k), self._random(n, k).t()
         if is_narrow(fmt):
@@ -197,7 +197,7 @@ class _Bench:
         return run
 
     def start_block(self, fmt: Format, model: ModelConfig, tokens: int) -> Run:
-        """A block with fp32 masters, and what trains it so many times and waits."""
+        """Creates a block with fp32 masters; returns a function that trains it so many times and waits."""
         context = min(model.context, tokens)
         batch = tokens // context
         block = Block(model).to(self.device)
@@ -223,7 +223,7 @@ class _Bench:
         return run
 
     def start_layer(self, work: LayerWork, precision: Precision) -> Run:
-        """A linear layer between two activation functions, and what trains it so many times. It does not wait."""
+        """Creates a layer between two activation functions; returns a function that trains it, without waiting."""
         layer = CastedLinear(work.inputs, work.outputs, work.bias, device=self.device)
         if work.split:
             layer.weight = nn.Parameter(layer.weight.detach().bfloat16())
@@ -233,7 +233,7 @@ class _Bench:
             layer.halfstep_history = Amaxes([""], self.device).layers[""]
         model = _Between(layer)
         if work.compiled:
-            # A graph for each shape, of which dynamo makes eight by itself: with sizes that vary it would be
+            # A graph for each shape, of which dynamo allows eight by default: with dynamic sizes it would be
             # another kernel than the model's.
             model.compile(fullgraph=True, dynamic=False)
         x = self._random(work.tokens, work.inputs).to(layer.casts.compute).requires_grad_()
@@ -255,7 +255,7 @@ class _Bench:
 
 
 class _Between(nn.Module):
-    """A layer that stands where it has something before it and after it to fuse with."""
+    """A layer with something before it and after it to fuse with."""
 
     def __init__(self, layer: CastedLinear):
         super().__init__()
@@ -275,12 +275,12 @@ def _fp8(a: Tensor, b: Tensor, fmt: Format) -> Callable[[], Tensor]:
     other = parse("e4m3fnuz") if fmt.specials == "fnuz" else E4M3
     lp_a, lp_b = to_native(a, fmt, overflow="saturate"), to_native(b, other, overflow="saturate")
     one = torch.ones((), device=a.device)
-    # As linear.py multiplies: torch 2.11's functional.scaled_mm has no kernel on a CPU.
+    # As in fp8/linear.py: torch 2.11's functional.scaled_mm has no kernel on a CPU.
     return lambda: torch._scaled_mm(lp_a, lp_b, one, one, out_dtype=torch.bfloat16)
 
 
 def _device_seconds(run: Run, count: int) -> float:
-    """Seconds of a GPU for each pass. They are queued behind a pause, so that none waits for the host."""
+    """Returns the GPU seconds of each pass. They are queued behind a pause, so that none waits for the host."""
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda.synchronize()
     begun = time.perf_counter()
@@ -310,8 +310,8 @@ def _set_tf32(device: torch.device, on: bool) -> None:
 
 
 @contextmanager
-def _float32_as_found() -> Iterator[None]:
-    """Puts the process's own choice about TF32 back."""
+def _tf32_restored() -> Iterator[None]:
+    """Restores the process's own choice about TF32."""
     found = torch.backends.cuda.matmul.fp32_precision
     try:
         yield

@@ -1,11 +1,11 @@
 """What the training loop calls: one run on torch, in numpy arrays and Python numbers.
 
-`halfstep.training.loop` knows no framework. It opens the session of a backend, hands it micro-batches of tokens,
-and reads results when it wants to print them. Each backend has this file with this class.
+`halfstep.training.loop` knows no framework. It opens the session of a backend, passes it micro-batches of tokens,
+and reads results when it needs them. Each backend has this file with this class.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -19,7 +19,7 @@ from halfstep.config.weights import Weights, initial_weights
 from halfstep.core.policy import Policy
 from halfstep.core.state_format import Snapshot, Stored
 from halfstep.torch import memory
-from halfstep.torch.apply import apply, set_precision
+from halfstep.torch.apply import apply
 from halfstep.torch.dtypes import as_device, describe
 from halfstep.torch.measure import devices
 from halfstep.torch.model import Decoder
@@ -52,9 +52,9 @@ class Session:
         self.schedule, self.momentum = schedule, momentum
         self.policy = policy
         self.device = as_device(device or devices()[0])
-        self.description = describe(self.device)  # also refuses a device that is not here
+        self.description = describe(self.device)  # also refuses a missing device
         if self.device.type == "cuda" and self.device.index is not None:
-            torch.cuda.set_device(self.device)  # what names no device, as a kernel of a library, means this one
+            torch.cuda.set_device(self.device)  # for code that names no device, such as kernels of a library
         self._pin_matmuls()
         self._make_deterministic()
         self._copies, self._readback = Copies(), Readback(self.device)
@@ -66,7 +66,7 @@ class Session:
         tokens, names = config.training.batch * config.model.context, self.model.module_names()
         self.conversion = apply(self.model, policy, names, tokens=tokens, compiled=config.training.compile)
         if self.device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(self.device)  # `memory` is of training, not of what was measured
+            torch.cuda.reset_peak_memory_stats(self.device)  # `memory` is about training alone
         clip_norm = config.training.clip_norm
         optimizers = build_optimizers(self.model, config.optimizer)
         seed, ema = config.seed, config.training.ema
@@ -76,13 +76,13 @@ class Session:
 
     @property
     def notes(self) -> list[str]:
-        """What was decided by measurement, here or in the run that goes on here."""
+        """What was decided by measurement, here or in the run that is resumed."""
         measured = self.conversion.measured
         return [] if measured is None else [f"measured: {measured.description}"]
 
     @property
     def threads(self) -> int | None:
-        """The threads of a CPU that a sum may be divided among."""
+        """The number of CPU threads that may share a sum; None on other devices."""
         return torch.get_num_threads() if self.device.type == "cpu" else None
 
     @property
@@ -108,31 +108,32 @@ class Session:
         return result
 
     def read(self, result: StepResult) -> dict[str, float]:
-        """A step's numbers; waits for that step, and not for one that was launched after it."""
+        """Returns a step's numbers; waits for that step, but not for one that was launched after it."""
         return self._readback.read(result)
 
     def check(self, result: StepResult, micro_batches: Tokens) -> None:
-        """Stops a run that no loss scale can save; the step is run again, to name its first bad tensor."""
+        """Raises if no loss scale can save the run; runs the step again to name its first bad tensor."""
         self.run.check(result, self._sum_and_count, self._to_device(micro_batches).unbind())
 
     def device_time(self, result: StepResult) -> tuple[float, float | None] | None:
-        """(seconds a step that was read took the device, seconds without one before it), or None; no wait."""
+        """Returns (device seconds of the step that was read, idle seconds before it), or None. Does not wait."""
         return self._readback.device_time(result)
 
     @property
     def untimed(self) -> str:
-        """Why `device_time` knows nothing here; empty where it does."""
+        """Why `device_time` returns None here; empty if it does not."""
         return self._readback.untimed
 
     @torch.no_grad()
     def evaluate(self, batches: Iterable[Tokens], *, averaged: bool = True) -> tuple[float, int]:
-        """The sum of losses over batches, and the number of tokens, in the policy's evaluation form.
+        """Returns the sum of losses over batches and the number of tokens, in the policy's evaluation form.
 
-        With the averages of the weights where the run keeps them, unless `averaged` is False.
+        Uses the averages of the weights if the run keeps them, unless `averaged` is False.
         """
         total = torch.zeros((), dtype=torch.float64 if self.device.type != "mps" else torch.float32)
         total, count = total.to(self.device), 0
-        with self._evaluating(averaged and self.run.averages is not None):
+        averaged = averaged and self.run.averages is not None
+        with self.run.evaluation(self.model.module_names()), self.run.averaged() if averaged else nullcontext():
             for batch in batches:
                 tokens = self._to_device(batch)
                 total += self._loss(tokens[:, :-1], tokens[:, 1:])
@@ -141,59 +142,46 @@ class Session:
 
     @torch.no_grad()
     def logits(self, tokens: Sequence[int]) -> NDArray[np.float32]:
-        """What the model expects after the tokens, one number for each of the vocabulary, after the softcap."""
+        """Returns the logits of the next token, after the softcap."""
         window = torch.tensor([tokens[-self.config.model.context :]], device=self.device)
         return self.model.capped(self.model(window)[0, -1]).cpu().numpy()
 
     def state(self) -> dict[str, Stored]:
-        """Everything that the next step depends on."""
+        """Returns everything that the next step depends on."""
         return {name: stored(tensor) for name, tensor in state_of(self.run).items()}
 
     def snapshot(self) -> Snapshot:
-        """A copy of the state, launched and not waited for; the snapshot before must be done with."""
+        """Launches a copy of the state without waiting; the previous snapshot must no longer be used."""
         return self._copies.take(state_of(self.run))
 
     def blame(self, micro_batches: Tokens) -> str:
-        """The first tensor of a step that is not finite, and in which pass: the step is run again, eagerly."""
+        """Names the first tensor of a step that is not finite, and its pass, by running the step again."""
         return str(self.run.blame(self._sum_and_count, self._to_device(micro_batches).unbind()))
 
     def load(self, state: Mapping[str, Stored]) -> None:
-        """Puts a state back, or refuses it whole."""
+        """Restores a state, or refuses it entirely."""
         load_state(self.run, {name: restored(record) for name, record in state.items()})
 
     def load_weights(self, state: Mapping[str, Stored]) -> None:
-        """Takes the weights of a state and leaves the rest: for evaluation and sampling."""
+        """Loads only the weights of a state, for evaluation and sampling."""
         wanted = ("model.", "remainder.")
         load_weights(self.run, {name: restored(v) for name, v in state.items() if name.startswith(wanted)})
 
     def applied(self) -> int:
-        """How many updates were applied, skipped ones left out; waits for the device."""
+        """Returns how many updates were applied, without skipped ones; waits for the device."""
         return int(self.run.num_applied)
 
     def memory(self) -> int:
-        """The most bytes held so far: of the device's allocator, or of the process on a CPU."""
+        """Returns the peak of bytes held: by the device's allocator, or by the process on a CPU."""
         return memory.peak(self.device)
 
     def capacity(self) -> int | None:
-        """The bytes that the device has; None where nobody says."""
+        """Returns the bytes that the device has; None if unknown."""
         return memory.capacity(self.device)
 
     def ran_out(self, error: BaseException) -> bool:
-        """Whether an error says that there was not enough memory."""
+        """Whether an error means that there was not enough memory."""
         return memory.ran_out(error)
-
-    @contextmanager
-    def _evaluating(self, averaged: bool) -> Iterator[None]:
-        """Inside, the model computes as the policy's `eval` role says, with the averages where they are wanted."""
-        evaluated, names = self.policy.evaluation(), self.model.module_names()
-        if evaluated != self.policy:
-            set_precision(self.model, evaluated, names)
-        try:
-            with self.run.averaged() if averaged else nullcontext():
-                yield
-        finally:
-            if evaluated != self.policy:
-                set_precision(self.model, self.policy, names, self.conversion.measured)
 
     def _sum_and_count(self, tokens: Tensor) -> tuple[Tensor, float]:
         return self._loss(tokens[:, :-1], tokens[:, 1:]), float(tokens[:, 1:].numel())
@@ -205,24 +193,24 @@ class Session:
         return tensor.to(self.device, torch.int64)
 
     def _pin_matmuls(self) -> None:
-        """fp32 is fp32; that bf16 and fp16 matmuls sum in fp32 is seen to by the run."""
+        """Makes fp32 matmuls fp32; the run makes bf16 and fp16 matmuls sum in fp32."""
         torch.set_float32_matmul_precision("highest")
 
     def _make_deterministic(self) -> None:
-        """Kernels that give the same bits each time, where the configuration asks for it."""
+        """Selects kernels that give the same bits each time, if the configuration asks for it."""
         if not self.config.training.deterministic:
             return
         torch.use_deterministic_algorithms(True)
         if self.config.training.compile:
             from torch._inductor import config as inductor
 
-            inductor.deterministic = True  # its environment variable comes too late where torch is imported
+            inductor.deterministic = True  # its environment variable comes too late once torch is imported
         # We read no memory before it is written; filling it would cost time.
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
 def build_optimizers(model: Decoder, config: OptimizerConfig) -> list[Optimizer]:
-    """Muon for the matrices in blocks where the recipe says so, and AdamW for the rest, in groups of their own."""
+    """Builds Muon for the matrices in blocks if the recipe says so, and AdamW for the rest, in its groups."""
     named, built = dict(model.named_parameters()), list[Optimizer]()
     adam: list[dict[str, Any]] = []
     for group in parameter_groups(model.config, config):

@@ -1,17 +1,17 @@
 """Model, optimizers, scale and random state as flat {name: tensor}, and back, bit for bit.
 
-Names are those of core.stored, and
+Names are those of core.state_format, and
 
     remainder.<parameter>                   the int16 half of a split master; `model.<parameter>` is its bf16 half
-    average.<parameter>                     the fp32 average of a master, where a run keeps them
-    amax.<layer>                            what its delayed operands are scaled by (delayed.py)
-    narrow.<layer>                          1 where a layer that was measured is narrow, 0 where it stayed wide
+    average.<parameter>                     the fp32 average of a master, if the run keeps averages
+    amax.<layer>                            the history by which its delayed operands are scaled (fp8/delayed.py)
+    narrow.<layer>                          1 if a measured layer is narrow, 0 if it stayed wide
 
-Loading checks names, shapes and dtypes before it changes anything: fp32 moments never come back bf16, which is
-what `Optimizer.load_state_dict` makes of them where the parameter is bf16. torch's own optimizers make their state
-at the first step, so what a fresh one lacks is no difference; its formats are checked against the policy's.
+Loading checks names, shapes and dtypes before it changes anything: fp32 moments never come back as bf16, which is
+what `Optimizer.load_state_dict` makes of them if the parameter is bf16. torch's own optimizers create their state
+at the first step, so a fresh one may lack it; its formats are checked against the policy's.
 
-`to_dict` and `from_dict` add what is no tensor: the policy, and the settings of the optimizers' groups.
+`to_dict` and `from_dict` add what is not a tensor: the policy, and the settings of the optimizers' groups.
 """
 
 from collections.abc import Iterator, Mapping
@@ -45,50 +45,50 @@ DTYPE_NAMES = {
     torch.bool: "BOOL",
 }
 _DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
-# Of a group: what is no setting.
+# Keys of a group that are not settings.
 _NO_SETTING = ("params", "param_names")
 
 
 def state_of(run: RunParts) -> dict[str, Tensor]:
-    """Every tensor that the next step depends on. They are the live ones, not copies."""
-    found = {f"model.{name}": p.detach() for name, p in run.model.named_parameters()}
-    found |= {f"model.{name}": buffer for name, buffer in _buffers(run)}
+    """Returns every tensor that the next step depends on: the live ones, not copies."""
+    state = {f"model.{name}": p.detach() for name, p in run.model.named_parameters()}
+    state |= {f"model.{name}": buffer for name, buffer in _buffers(run)}
     run.masters.drop_stale_remainders()
-    found |= {f"remainder.{name}": lo for name, lo in run.masters.remainders.items()}
+    state |= {f"remainder.{name}": lo for name, lo in run.masters.remainders.items()}
     if run.averages is not None:
-        found |= {f"average.{name}": average for name, average in run.averages.named().items()}
+        state |= {f"average.{name}": average for name, average in run.averages.named().items()}
     if run.amaxes is not None:
-        found |= {f"amax.{name}": history for name, history in run.amaxes.named().items()}
-    found |= {f"narrow.{name}": torch.tensor(flag, dtype=torch.uint8) for name, flag in _narrow(run).items()}
+        state |= {f"amax.{name}": history for name, history in run.amaxes.named().items()}
+    state |= {f"narrow.{name}": torch.tensor(flag, dtype=torch.uint8) for name, flag in _narrow(run).items()}
     for name, value in _entries(run):
         if isinstance(value, Tensor):
-            found[name] = value
-    found |= {f"scale.{field}": value for field, value in run.scale_state._asdict().items()}
-    found["applied"] = run.num_applied
-    found["rng.cpu"] = torch.get_rng_state()
+            state[name] = value
+    state |= {f"scale.{field}": value for field, value in run.scale_state._asdict().items()}
+    state["applied"] = run.num_applied
+    state["rng.cpu"] = torch.get_rng_state()
     if run.device.type == "cuda":
-        found["rng.cuda"] = torch.cuda.get_rng_state(run.device)
-    return found
+        state["rng.cuda"] = torch.cuda.get_rng_state(run.device)
+    return state
 
 
 @torch.no_grad()
 def load_state(run: RunParts, given: Mapping[str, Tensor]) -> None:
-    """Puts a state back. One of another model, optimizer or precision is refused whole."""
+    """Restores a state. One of another model, optimizer or precision is refused entirely."""
     state = state_of(run)
     _check_amax(run, given)
     lazy = tuple(f"optimizer.{i}." for i, o in enumerate(run.optimizers) if not isinstance(o, Optimizer))
     fixed = [{n: t for n, t in side.items() if not n.startswith(lazy)} for side in (state, given)]
-    # Random state of a device that the run did not have, or has no more, is no part of what it computed.
+    # The random state of a device that the run did not use, or no longer has, did not affect its results.
     check_same(*(_described(side) for side in fixed), optional=["rng.cuda"])
-    made = _checked_entries(run, {n: t for n, t in given.items() if lazy and n.startswith(lazy)})
+    entries = _checked_entries(run, {n: t for n, t in given.items() if lazy and n.startswith(lazy)})
     for name in fixed[0]:
         if not name.startswith(("rng.", "scale.", "narrow.")):  # an earlier StepResult may still hold the scale
             state[name].copy_(given[name])
     run.masters.note_writes([*run.masters.names])
-    for optimizer, entries in made.items():
+    for optimizer, values in entries.items():
         for p in held_by(optimizer):
             optimizer.state.pop(p, None)
-        for (p, key), value in entries.items():
+        for (p, key), value in values.items():
             optimizer.state[p][key] = value
     run.scale_state = ScaleState(*(given[f"scale.{f}"].to(run.device, copy=True) for f in ScaleState._fields))
     narrow = {name: bool(given[f"narrow.{name}"]) for name in _narrow(run)}
@@ -104,11 +104,13 @@ def load_state(run: RunParts, given: Mapping[str, Tensor]) -> None:
 
 @torch.no_grad()
 def load_weights(run: RunParts, given: Mapping[str, Tensor]) -> None:
-    """Takes the weights of a state, however its masters were held, and stores them as this run holds its own."""
+    """Loads the weights of a state, whatever form its masters had, in the form of this run's masters."""
     wide: dict[Tensor, Tensor] = {}
     for name, p in run.model.named_parameters():
         if f"model.{name}" not in given:
-            raise HalfstepError(f"the state has no `model.{name}`", hint="load it with the model it is of")
+            raise HalfstepError(
+                f"the state has no `model.{name}`", hint="load it with the model it was saved with"
+            )
         hi, lo = given[f"model.{name}"], given.get(f"remainder.{name}")
         wide[p] = (hi.float() if lo is None else join(hi, lo)).to(p.device)
         if hi.shape != p.shape:
@@ -124,42 +126,42 @@ def load_weights(run: RunParts, given: Mapping[str, Tensor]) -> None:
 
 
 def to_dict(run: RunParts) -> dict[str, Any]:
-    """A state with its policy and the optimizers' settings, of plain Python values and tensors."""
+    """Returns a state with its policy and the optimizers' settings, in plain Python values and tensors."""
     numbers = {name: value for name, value in _entries(run) if not isinstance(value, Tensor)}
     settings = [
         [{k: v for k, v in group.items() if k not in _NO_SETTING} for group in optimizer.param_groups]
         for optimizer in run.optimizers
     ]
     kinds = [label(optimizer) for optimizer in run.optimizers]
-    told = {"policy": str(run.policy), "optimizers": kinds, "groups": settings}
-    return {**told, "numbers": numbers, "tensors": state_of(run)}
+    fixed = {"policy": str(run.policy), "optimizers": kinds, "groups": settings}
+    return {**fixed, "numbers": numbers, "tensors": state_of(run)}
 
 
 def from_dict(run: RunParts, given: Mapping[str, Any]) -> None:
-    """Puts back what `to_dict` gave, or refuses it whole."""
+    """Restores what `to_dict` returned, or refuses it entirely."""
     missing = {"policy", "optimizers", "groups", "numbers", "tensors"} - given.keys()
     if missing:
         raise HalfstepError(
-            f"this is no state of a run: it has no `{sorted(missing)[0]}`",
-            hint="run.state_dict() makes one; run.load_torch_amp takes the state of a torch optimizer",
+            f"this is not a state of a run: it has no `{sorted(missing)[0]}`",
+            hint="run.state_dict() returns one; run.load_torch_amp takes the state of a torch optimizer",
         )
     if given["policy"] != str(run.policy):
         raise HalfstepError(
-            f"the state is of the policy `{given['policy']}`, and this run has `{run.policy}`",
-            hint=f'prepare(model, optimizer, "{given["policy"]}"), or take the weights alone: '
+            f"the state has the policy `{given['policy']}`, and this run has `{run.policy}`",
+            hint=f'prepare(model, optimizer, "{given["policy"]}"), or load only the weights: '
             'load_weights(run, state["tensors"]) of halfstep.torch.state',
         )
     kinds = [label(optimizer) for optimizer in run.optimizers]
     shapes = [[len(groups) for groups in given["groups"]], [len(o.param_groups) for o in run.optimizers]]
     if [k.partition(" ")[0] for k in given["optimizers"]] != [k.partition(" ")[0] for k in kinds]:
         raise HalfstepError(
-            f"the state is of {', '.join(given['optimizers'])}, and this run has {', '.join(kinds)}",
-            hint="prepare the run with the optimizers it was saved with, in their order",
+            f"the state is from {', '.join(given['optimizers'])}, and this run has {', '.join(kinds)}",
+            hint="prepare the run with the optimizers it was saved with, in the same order",
         )
     if shapes[0] != shapes[1]:
         raise HalfstepError(
-            f"the state has {shapes[0]} groups of parameters, and this run {shapes[1]}",
-            hint="make the same groups, and add those that were added later, before loading",
+            f"the state has {shapes[0]} groups of parameters, and this run has {shapes[1]}",
+            hint="create the same groups, including those that were added later, before loading",
         )
     load_state(run, given["tensors"])
     names = {name: p for p, name in run.masters.names.items()}
@@ -172,9 +174,9 @@ def from_dict(run: RunParts, given: Mapping[str, Any]) -> None:
 
 
 class Copies:
-    """Copies of a state in memory of the host that is used again each time.
+    """Copies of a state in host memory that is reused for every snapshot.
 
-    From a GPU they are launched in the order of its stream, into pinned memory, so that nobody waits: the updates
+    From a GPU they are launched in the order of its stream, into pinned memory, and nothing waits: the updates
     that follow write after them. A copy on the device first would cost its memory, to spare a stream some 30 ms.
     """
 
@@ -183,14 +185,14 @@ class Copies:
 
     @torch.no_grad()
     def take(self, state: Mapping[str, Tensor]) -> Snapshot:
-        """Launches the copies. Those of the snapshot before are overwritten."""
+        """Launches the copies, over those of the previous snapshot."""
         for name, tensor in state.items():
             held = self._held.get(name)
             if held is None or (held.dtype, held.shape) != (tensor.dtype, tensor.shape):
                 held = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
                 self._held[name] = held
             held.copy_(tensor, non_blocking=tensor.is_cuda)
-        # Of the stream of their own device: an event of another one would not wait for the copies.
+        # On the stream of their own device: an event of another one would not wait for the copies.
         devices = {tensor.device for tensor in state.values() if tensor.is_cuda}
         ready = [torch.cuda.current_stream(device).record_event() for device in devices]
 
@@ -203,19 +205,19 @@ class Copies:
 
 
 def _bytes_of(tensor: Tensor) -> Stored:
-    """The bytes of a contiguous tensor on the host, where they are."""
+    """Returns the bytes of a contiguous tensor on the host, without a copy."""
     flat = tensor.reshape(-1).view(torch.uint8).numpy()
     return Stored(DTYPE_NAMES[tensor.dtype], tuple(tensor.shape), flat.data)
 
 
 def stored(tensor: Tensor) -> Stored:
-    """A tensor's bytes, little-endian, with its dtype and shape."""
+    """Returns a tensor's bytes, little-endian, with its dtype and shape."""
     flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
     return Stored(DTYPE_NAMES[tensor.dtype], tuple(tensor.shape), flat.numpy().tobytes())
 
 
 def restored(record: Stored) -> Tensor:
-    """The tensor that `stored` wrote."""
+    """Returns the tensor that `stored` wrote."""
     name, shape, data = record
     if name not in _DTYPES:
         raise HalfstepError(f"a stored tensor has dtype {name}; known are {', '.join(_DTYPES)}")
@@ -225,7 +227,7 @@ def restored(record: Stored) -> Tensor:
 
 
 def _narrow(run: RunParts) -> dict[str, bool]:
-    """Which of the layers that were measured are narrow: a run that goes on must not find it out again."""
+    """Returns which of the measured layers are narrow: a resumed run must not measure them again."""
     measured = None if run.conversion is None else run.conversion.measured
     return {} if measured is None else measured.narrow
 
@@ -236,13 +238,13 @@ def _check_amax(run: RunParts, given: Mapping[str, Tensor]) -> None:
         raise HalfstepError(
             f"the state has no amax history of `{missing[0]}` ({len(missing)} layers lack theirs), by which its "
             "delayed operands are scaled",
-            hint="go on from a run with `delayed`, leave `delayed` out of the policy, or start from the weights "
-            "alone: load_weights(run, tensors) of halfstep.torch.state",
+            hint="resume a run with `delayed`, omit `delayed` from the policy, or load only the weights: "
+            "load_weights(run, tensors) of halfstep.torch.state",
         )
 
 
 def _buffers(run: RunParts) -> Iterator[tuple[str, Tensor]]:
-    """The buffers that torch would save."""
+    """Yields the buffers that torch would save."""
     for prefix, module in run.model.named_modules():
         for key, buffer in module.named_buffers(recurse=False):
             if key not in module._non_persistent_buffers_set:
@@ -250,7 +252,7 @@ def _buffers(run: RunParts) -> Iterator[tuple[str, Tensor]]:
 
 
 def _entries(run: RunParts) -> Iterator[tuple[str, Any]]:
-    """The state of the optimizers, tensors or not, by name."""
+    """Yields the state of the optimizers, tensors or not, by name."""
     for index, optimizer in enumerate(run.optimizers):
         if isinstance(optimizer, Optimizer):
             optimizer.start()
@@ -260,7 +262,7 @@ def _entries(run: RunParts) -> Iterator[tuple[str, Any]]:
 
 
 def _place(run: RunParts, name: str) -> tuple[torch.optim.Optimizer, str, str]:
-    """(optimizer, parameter, key) of a name that `_entries` gave."""
+    """Returns (optimizer, parameter, key) of a name that `_entries` yielded."""
     _, index, rest = name.split(".", 2)
     parameter, _, key = rest.rpartition(".")
     return run.optimizers[int(index)], parameter, key
@@ -269,15 +271,15 @@ def _place(run: RunParts, name: str) -> tuple[torch.optim.Optimizer, str, str]:
 def _checked_entries(
     run: RunParts, given: Mapping[str, Tensor]
 ) -> dict[torch.optim.Optimizer, dict[tuple[Tensor, str], Tensor]]:
-    """The state of torch's own optimizers, as it is to be put back, on the devices they want it on."""
-    made = {o: {} for o in run.optimizers if not isinstance(o, Optimizer)}  # type: ignore[var-annotated]
+    """Returns the state of torch's own optimizers to restore, on the devices they need it on."""
+    entries = {o: {} for o in run.optimizers if not isinstance(o, Optimizer)}  # type: ignore[var-annotated]
     names = {name: p for p, name in run.masters.names.items()}
     for name, value in given.items():
         optimizer, parameter, key = _place(run, name)
         p = names.get(parameter)
         if p is None or p not in set(held_by(optimizer)):
             raise HalfstepError(
-                f"the checkpoint is of another run: {label(optimizer)} holds no `{parameter}`",
+                f"the checkpoint is from another run: {label(optimizer)} has no `{parameter}`",
                 hint="resume with the model and optimizer it was saved with",
             )
         held = optimizer.state.get(p, {}).get(key)
@@ -286,14 +288,14 @@ def _checked_entries(
             moments = run.conversion.moments if run.conversion is not None else {}
             wanted = dtype_of(moments.get(parameter, FP32))
         if value.dtype != wanted:
-            told = {key: (DTYPE_NAMES.get(d, str(d)), tuple(value.shape)) for key, d in ((name, wanted),)}
-            check_same(told, _described({name: value}))
-        made[optimizer][p, key] = value.to(_device(optimizer, p, key, held), copy=True)
-    return made
+            ours = {name: (DTYPE_NAMES.get(wanted, str(wanted)), tuple(value.shape))}
+            check_same(ours, _described({name: value}))
+        entries[optimizer][p, key] = value.to(_device(optimizer, p, key, held), copy=True)
+    return entries
 
 
 def _device(optimizer: torch.optim.Optimizer, parameter: Tensor, key: str, held: Any) -> torch.device:
-    """Where a piece of state belongs: counts that the host reads are on the host."""
+    """Returns where a piece of state belongs: counts that the host reads are on the host."""
     if isinstance(held, Tensor):
         return held.device
     group = next(g for g in optimizer.param_groups if any(p is parameter for p in g["params"]))

@@ -113,7 +113,7 @@ def test_a_state_with_moments_of_another_format_is_refused_whole(name):
 def test_a_state_of_another_policy_is_refused_with_the_remedy():
     given = saved(prepared("bf16-mixed", "fused"))
     target = prepared("bf16-mixed,param=fp32:split", "fused")
-    with pytest.raises(HalfstepError, match="of the policy `bf16-mixed`, and this run has") as raised:
+    with pytest.raises(HalfstepError, match="has the policy `bf16-mixed`, and this run has") as raised:
         target.load_state_dict(given)
     assert '"bf16-mixed"' in raised.value.hint
     assert "load_weights" in raised.value.hint
@@ -124,15 +124,15 @@ def test_a_state_of_another_policy_is_refused_with_the_remedy():
     [
         (lambda given: {**given, "tensors": {}}, "another run"),
         (lambda given: {k: v for k, v in given.items() if k != "policy"}, "no `policy`"),
-        (lambda given: {**given, "optimizers": ["SGD (torch)"]}, "of SGD"),
+        (lambda given: {**given, "optimizers": ["SGD (torch)"]}, "from SGD"),
         (lambda given: {**given, "groups": [[{}, {}]]}, r"\[2\] groups"),
-        (lambda given: given["tensors"], "no state of a run"),
+        (lambda given: given["tensors"], "not a state of a run"),
         (
             lambda given: {
                 **given,
                 "tensors": {**given["tensors"], "optimizer.0.nowhere.exp_avg": torch.zeros(1)},
             },
-            "holds no `nowhere`",
+            "has no `nowhere`",
         ),
     ],
 )
@@ -230,7 +230,7 @@ def test_the_scale_of_a_gradscaler_goes_on_by_our_law():
     said = run.load_torch_amp([None], odd)
     assert float(run.scale_state.scale) == 32768
     assert int(run.scale_state.good_steps) == 1999
-    assert "growth_interval=100, and the policy's law holds" in said
+    assert "growth_interval=100, but the policy's law holds now" in said
     run.load_torch_amp([None], {**scaler, "scale": 2.0**-9})
     assert float(run.scale_state.scale) == 1.0  # the floor
 
@@ -241,7 +241,7 @@ def test_the_scale_of_a_gradscaler_goes_on_by_our_law():
         ("bf16-mixed", lambda run, o, s: run.load_torch_amp(o, s), "policy says scale=none"),
         ("fp16-mixed", lambda run, o, s: run.load_torch_amp(o, {**s, "scale": 0.0}), "has no floor"),
         ("fp32", lambda run, o, s: run.load_torch_amp([o, o]), "2 optimizer states were given for 1"),
-        ("fp32", lambda run, o, s: run.load_torch_amp({"params": 1}), "no state of a torch optimizer"),
+        ("fp32", lambda run, o, s: run.load_torch_amp({"params": 1}), "not a state of a torch optimizer"),
         ("fp32", lambda run, o, s: run.load_torch_amp({**o, "param_groups": []}), r"hold \[\] parameters"),
         (
             "fp32",

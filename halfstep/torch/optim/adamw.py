@@ -7,20 +7,19 @@
 
 Muon, for matrices, is in muon.py.
 
-The arithmetic is fp32, on the masters of masters.py; torch's own optimizers would compute in the
-parameter's dtype. `found_inf`, a device scalar that is 1 where gradients were not finite, makes the whole update a
-no-op without asking the device. `scale`, another one, multiplies the gradients first: it unscales and clips.
-Rates live on the device as well: rate = lr * factor, where `lr` is what the user or a scheduler of torch's wrote,
-and the factor a schedule of ours.
+The arithmetic is fp32, on masters (masters.py); torch's own optimizers would compute in the parameter's dtype.
+`found_inf`, a device scalar that is 1 if gradients were not finite, makes the whole update a no-op without a sync.
+`scale`, another one, multiplies the gradients first: it unscales and clips. Rates are on the device as well:
+rate = lr * factor, where the user or a torch scheduler sets `lr`, and a schedule of ours the factor.
 
 **AdamW takes one pass** over masters, gradients and moments on an NVIDIA GPU, by a kernel of ours that joins and
-splits as it goes (kernels/adamw.py). Elsewhere, and for masters that are rounded back, torch's fused kernel does
-the arithmetic on masters that are joined before it and split after. Each is bit for bit the same for whole and for
-split masters; between the two the last bit of an update may differ, because torch's kernel fuses multiplications
-into additions.
+splits on the way (kernels/adamw.py). Elsewhere, and for masters that are rounded back, torch's fused kernel does
+the arithmetic on masters that are joined before it and split after. Each gives the same bits for whole and split
+masters; between the two the last bit of an update may differ, because torch's kernel fuses multiplications into
+additions.
 
-Both are made like torch's optimizers, of tensors, (name, tensor) pairs or groups. Which formats they hold is said
-by `bind`, which `prepare` calls with what the policy says.
+Both optimizers are created like torch's, from tensors, (name, tensor) pairs or groups. `prepare` calls `bind` with
+the formats of the policy.
 """
 
 import math
@@ -40,18 +39,18 @@ from halfstep.torch.optim.masters import Layout, Masters
 
 # The gradient of each parameter; it may be wider than the parameter, which `.grad` may not.
 Grads = Mapping[Tensor, Tensor]
-# As torch takes them: tensors, (name, tensor) pairs, or groups with a list of either under "params".
+# Like torch: tensors, (name, tensor) pairs, or groups with a list of either under "params".
 Params = Iterable[Any]
-# What our kernel reads moments as.
+# The dtypes of moments that our kernel reads.
 MOMENTS = (torch.float32, torch.bfloat16)
 
 
 class Optimizer(torch.optim.Optimizer):
     """What both share: named parameters, masters, moments, and rates that live on the device."""
 
-    # Names of the state that is held in the moments format, one tensor of the parameter's shape each.
+    # Names of the state in the moments format, one tensor of the parameter's shape each.
     slots: tuple[str, ...] = ()
-    # What a copy of the optimizer has besides what torch copies.
+    # Attributes of a copy besides those that torch copies.
     _kept: tuple[str, ...] = ("names", "masters", "moments", "given", "_factor")
 
     def __init__(
@@ -71,7 +70,7 @@ class Optimizer(torch.optim.Optimizer):
         held = _by_name(masters, self.names, lambda text: cast(Param, parse_value("param", text)))
         if any(param.split for param in held.values()):
             raise HalfstepError(
-                "split masters need a model that uses their halves",
+                "split masters need a model that can use them",
                 hint="prepare(model, optimizer, policy) makes them",
             )
         self.masters = Masters(self.names, held, seed=seed)
@@ -79,30 +78,29 @@ class Optimizer(torch.optim.Optimizer):
         self.given = {p: self.moments[name] for p, name in self.names.items() if name in self.moments}
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Adds a group, as torch does. A run that was prepared takes new parameters only if it knows them."""
+        """Adds a group, as torch does. A prepared run takes new parameters only if its model has them."""
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         labels = group.get("param_names") or [str(len(self.names) + i) for i in range(len(group["params"]))]
         for p, name in zip(group["params"], labels, strict=True):
-            why = self._cannot(p)
-            if why:
+            if problem := self._problem(p):
                 self.param_groups.pop()
-                raise HalfstepError(f"`{name}` {why[0]}", hint=why[1])
+                raise HalfstepError(f"`{name}` {problem[0]}", hint=problem[1])
         self.names |= dict(zip(group["params"], labels, strict=True))
 
-    def _cannot(self, parameter: Tensor) -> tuple[str, str] | None:
-        """Why a parameter cannot be updated here, and what can be done."""
+    def _problem(self, parameter: Tensor) -> tuple[str, str] | None:
+        """Returns why a parameter cannot be updated here and what to do instead; None if it can."""
         if parameter.is_floating_point():
             return None
-        told = str(parameter.dtype).removeprefix("torch.")
-        return f"is {told}, and {type(self).__name__} is for real numbers", "hand it to torch.optim.AdamW"
+        dtype = str(parameter.dtype).removeprefix("torch.")
+        return f"is {dtype}, and {type(self).__name__} is for real numbers", "give it to torch.optim.AdamW"
 
     def bind(self, masters: Masters, moments: Mapping[str, Format], compute: Format, *, emulate: bool) -> None:
-        """Takes the formats of a policy: how masters and moments are held, and what matmuls compute in."""
+        """Sets the formats of a policy: how masters and moments are held, and what matmuls compute in."""
         self._hold(masters, moments)
 
     def release(self) -> None:
-        """Holds everything as it was before a policy was given."""
+        """Holds everything as before a policy was applied."""
         self._hold(Masters(self.names), {self.names[p]: fmt for p, fmt in self.given.items()})
 
     def _hold(self, masters: Masters, moments: Mapping[str, Format]) -> None:
@@ -126,25 +124,25 @@ class Optimizer(torch.optim.Optimizer):
     def step(  # type: ignore[override]
         self, grads: Grads | None = None, *, found_inf: Tensor | None = None, scale: Tensor | None = None
     ) -> None:
-        """One update of every parameter that has a gradient, times `scale`, unless `found_inf` is 1.
+        """Updates every parameter that has a gradient by the gradient times `scale`, unless `found_inf` is 1.
 
-        Without `grads` they are the parameters' own, as torch has it. With a scale they are used up.
+        By default `grads` are the parameters' own, as in torch. With a scale they are overwritten.
         """
         raise NotImplementedError
 
     def set_factor(self, factor: Tensor | float) -> None:
-        """Sets every group's rate to its base rate times a number, a device scalar as a rule."""
+        """Multiplies every group's rate by a number, usually a device scalar."""
         self._factor = factor
 
     def rate_of(self, group: dict[str, Any]) -> Tensor:
-        """The rate of a group, on the device: a Python float that changes would be read on the host."""
+        """Returns the rate of a group on the device: compiled code would recompile for a float that changes."""
         device = group["params"][0].device
         if isinstance(self._factor, Tensor) or isinstance(group["lr"], Tensor):
             return torch.as_tensor(self._factor * group["lr"]).to(device).float()
-        return torch.full((), group["lr"] * self._factor, device=device)  # filled there, not copied
+        return torch.full((), group["lr"] * self._factor, device=device)  # filled there: a copy would wait
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As torch, but moments stay in the format they are held in: torch casts them to the parameter's dtype."""
+        """Loads as torch does, but moments keep their format: torch casts them to the parameter's dtype."""
         super().load_state_dict(state_dict)
         saved = [index for group in state_dict["param_groups"] for index in group["params"]]
         ours = [p for group in self.param_groups for p in group["params"]]
@@ -154,16 +152,16 @@ class Optimizer(torch.optim.Optimizer):
                 if value.dtype != wanted:
                     raise HalfstepError(
                         f"`{key}` of `{self.names[p]}` is {value.dtype} in the state and {wanted} here",
-                        hint=f"moments={format_of(value.dtype)} in the policy takes it as it is",
+                        hint=f"write moments={format_of(value.dtype)} in the policy to keep it",
                     )
                 self.state[p][key] = value.to(p.device, copy=True)
 
     def _begin(self, grads: Grads | None) -> Grads:
-        """Fills in what the caller left out; refuses what has no dense gradient."""
+        """Returns the gradients, the parameters' own by default; refuses those that are not dense."""
         if grads is not None and not isinstance(grads, Mapping):
             raise HalfstepError(
-                f"step() was given a {type(grads).__name__}; it takes gradients by parameter, or nothing",
-                hint="closures are not evaluated here: take the gradients before, and call step()",
+                f"step() was given a {type(grads).__name__}; it takes gradients by parameter, or no argument",
+                hint="closures are not evaluated here: compute the gradients first, then call step()",
             )
         if grads is None:
             grads = {p: p.grad for p in self.names if p.grad is not None}
@@ -177,14 +175,14 @@ class Optimizer(torch.optim.Optimizer):
             if g.is_sparse and p in self.names:
                 raise HalfstepError(
                     f"the gradient of `{self.names[p]}` is sparse, and {type(self).__name__} moves every row",
-                    hint="hand it to torch.optim.SparseAdam, or make its embedding with sparse=False",
+                    hint="give it to torch.optim.SparseAdam, or create its embedding with sparse=False",
                 )
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), **{key: self.__dict__[key] for key in self._kept}}
 
     def _dtype(self, parameter: Tensor) -> torch.dtype:
-        """What the moments of a parameter are held in."""
+        """Returns the dtype of a parameter's moments."""
         return dtype_of(self.moments.get(self.names[parameter], FP32))
 
 
@@ -324,25 +322,29 @@ def _fits_kernel(layout: Layout, batch: _Batch, i: int) -> bool:
 
 
 def check_settings(kind: str, settings: Mapping[str, Any], unknown: Mapping[str, Any]) -> None:
-    """Refuses settings that are none, or that no optimizer can have."""
+    """Refuses unknown settings and values that no optimizer can have."""
     if unknown:
         name = next(iter(unknown))
         ways = ("fused", "foreach", "capturable", "differentiable")
-        hint = "leave it out: one pass is what it does" if name in ways else "torch.optim has it, through the seam"
+        hint = (
+            "omit it: it takes one pass anyway" if name in ways else "use the optimizer of torch.optim that has it"
+        )
         raise HalfstepError(f"halfstep's {kind} has no setting `{name}`", hint=hint)
     shares = {"momentum": settings.get("momentum", 0.0)}
     shares |= {f"betas[{i}]": beta for i, beta in enumerate(settings.get("betas", ()))}
     for name, value in shares.items():
         if not 0.0 <= value < 1.0:
-            raise HalfstepError(f"{name}={value}: a moving average keeps a share of 0 up to 1", hint="as 0.9")
+            raise HalfstepError(f"{name}={value}: a moving average keeps a share of 0 up to 1", hint="such as 0.9")
     for name in ("lr", "eps", "weight_decay"):
         value = settings.get(name, 0.0)
         if not isinstance(value, Tensor) and not 0.0 <= value < math.inf:
-            raise HalfstepError(f"{name}={value}: it is neither negative nor infinite", hint=f"as {name}=1e-3")
+            raise HalfstepError(
+                f"{name}={value}: it is neither negative nor infinite", hint=f"such as {name}=1e-3"
+            )
 
 
 def _by_name(given: Any, names: Mapping[Tensor, str], read: Callable[[str], Any]) -> dict[str, Any]:
-    """A format for each name: given by name, or one for all."""
+    """Returns a format for each name, given by name or one for all."""
     if given is None:
         return {}
     table = given if isinstance(given, Mapping) else dict.fromkeys(names.values(), given)

@@ -5,7 +5,7 @@ The update is the momentum with its singular values pushed to one by five Newton
     X <- a X + (b A + c A^2) X,    A = X X^T,    times sqrt(max(1, rows / columns))
 
 Matrices of one shape go through them in one batch, a tall one transposed: A is the smaller of the two products.
-The steps are the one part that is not fp32: they run in the policy's compute format, emulated where that is.
+Only the steps are not fp32: they run in the policy's compute format, emulated if the policy is.
 """
 
 from collections.abc import Mapping
@@ -45,27 +45,27 @@ class Muon(Optimizer):
         self._momentum: Tensor | None = None
         super().__init__(params, defaults, **formats)
 
-    def _cannot(self, parameter: Tensor) -> tuple[str, str] | None:
-        """It orthogonalizes: what has no two sides has no singular values to push."""
+    def _problem(self, parameter: Tensor) -> tuple[str, str] | None:
+        """Refuses all but matrices: nothing else has singular values to push."""
         if parameter.ndim == 2:
-            return super()._cannot(parameter)
-        told = f"has the shape {tuple(parameter.shape)}, and Muon updates matrices"
-        return told, "hand it to AdamW: prepare(model, [Muon(matrices), AdamW(the_rest)], policy)"
+            return super()._problem(parameter)
+        problem = f"has the shape {tuple(parameter.shape)}, and Muon updates matrices"
+        return problem, "give it to AdamW: prepare(model, [Muon(matrices), AdamW(the_rest)], policy)"
 
     def bind(self, masters: Masters, moments: Mapping[str, Format], compute: Format, *, emulate: bool) -> None:
-        """Takes the formats of a policy; the iteration runs in `compute` unless it has a format of its own."""
+        """Sets the formats of a policy; the iteration runs in `compute` unless it was given its own format."""
         super().bind(masters, moments, compute, emulate=emulate)
         self.iteration, self.emulate = self.own or compute, emulate
 
     def set_momentum(self, momentum: Tensor) -> None:
-        """Sets every group's momentum to a device scalar: a schedule of ours counts where the updates are."""
+        """Sets every group's momentum to a device scalar: our schedules count updates on the device."""
         self._momentum = momentum
 
     @torch.no_grad()
     def step(  # type: ignore[override]
         self, grads: Grads | None = None, *, found_inf: Tensor | None = None, scale: Tensor | None = None
     ) -> None:
-        """One update of every matrix that has a gradient, unless `found_inf` is 1."""
+        """Updates every matrix that has a gradient, unless `found_inf` is 1."""
         grads = self._begin(grads)
         if scale is not None:
             torch._foreach_mul_([g for p, g in grads.items() if p in self.names], scale)
@@ -102,7 +102,7 @@ class Muon(Optimizer):
 
 
 def orthogonalize(matrices: Tensor, iteration: Format, steps: int = 5, *, emulate: bool = False) -> Tensor:
-    """Each matrix of a batch with its singular values pushed to about one, by Newton-Schulz."""
+    """Pushes the singular values of each matrix of a batch to about one, by Newton-Schulz."""
     a, b, c = NEWTON_SCHULZ
     tall = matrices.shape[-2] > matrices.shape[-1]
     x = matrices.mT if tall else matrices

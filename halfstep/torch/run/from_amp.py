@@ -1,14 +1,14 @@
-"""Moving in from torch.amp: the state of torch's optimizers and of its GradScaler, taken over by a run.
+"""Continuing a torch.amp job: a run takes over the state of torch's optimizers and of its GradScaler.
 
-Weights are no part of this: under autocast the model holds its fp32 masters itself, and `prepare` takes them as
-they are. What is left is in two state dicts.
+Weights need no conversion: under autocast the model holds its fp32 masters itself, and `prepare` takes them as
+they are. The rest is in two state dicts.
 
-    optimizer.state_dict()    moments and counts of parameters, by their place in the groups (or by name, where the
-                              groups have names); settings as rates and decay. Moments are stored in the policy's
-                              moments format. How the step is made (fused, foreach) is this run's own business.
-    scaler.state_dict()       the scale, and how many finite steps it has seen since it last changed. The law that
-                              moves it from here on is the policy's: a scale that is no power of two, or beyond
-                              floor or ceiling, becomes the nearest that is not above it.
+    optimizer.state_dict()    moments and counts of parameters, by their place in the groups (or by name, if the
+                              groups have names); settings such as rates and decay. Moments are stored in the
+                              policy's moments format. How the step is made (fused, foreach) is up to this run.
+    scaler.state_dict()       the scale, and the number of finite steps since it last changed. From here on the
+                              policy's law moves it: a scale that is not a power of two, or beyond floor or
+                              ceiling, becomes the nearest one that is not above it.
 """
 
 import math
@@ -26,7 +26,7 @@ from halfstep.torch.optim.adamw import Optimizer
 from halfstep.torch.optim.drivers import held_by, is_moment, label
 from halfstep.torch.run.parts import RunParts
 
-# Of a saved group: what says how a step is made, not which.
+# Keys of a saved group that say how a step is made, not which.
 _OWN = ("params", "param_names", "fused", "foreach", "capturable", "differentiable")
 _LAW = {"growth_factor": "growth", "backoff_factor": "backoff", "growth_interval": "interval"}
 _LIKE_PARAMETERS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer")
@@ -34,33 +34,33 @@ State = Mapping[str, Any]
 
 
 def take_over(run: RunParts, optimizers: State | Sequence[State | None], scaler: State | None) -> str:
-    """Takes over saved states, or refuses them before anything is changed; what was taken, in words."""
+    """Takes over saved states and describes them, or refuses them before anything is changed."""
     states = [optimizers] if isinstance(optimizers, Mapping) else list(optimizers)
     if len(states) != len(run.optimizers):
         raise HalfstepError(
             f"{len(states)} optimizer states were given for {len(run.optimizers)} optimizers",
-            hint="pass a list with one for each, None where there is none to take",
+            hint="pass a list with one for each, None for an optimizer without a saved state",
         )
     pairs = [(o, s, _matched(run, o, s)) for o, s in zip(run.optimizers, states, strict=True) if s is not None]
     scale = _scale(run, scaler) if scaler else None
-    told = []
+    lines = []
     for optimizer, saved, matched in pairs:
         steps = _put(run, optimizer, saved, matched)
         run.num_applied.fill_(max(steps, int(run.num_applied)))
-        told.append(f"{label(optimizer)}: {len(matched)} parameters after {steps} updates")
+        lines.append(f"{label(optimizer)}: {len(matched)} parameters after {steps} updates")
     if scale is not None and scaler is not None:
         run.scale_state = scale
         good = int(scale.good_steps)
-        told.append(f"loss scale {float(scale.scale):g} after {good} finite steps{_odds(run, scaler)}")
-    return "\n".join(told)
+        lines.append(f"loss scale {float(scale.scale):g} after {good} finite steps{_odds(run, scaler)}")
+    return "\n".join(lines)
 
 
 def _matched(run: RunParts, optimizer: torch.optim.Optimizer, saved: State) -> dict[Tensor, dict[str, Any]]:
-    """The saved state of each parameter."""
+    """Returns the saved state of each parameter."""
     if not {"state", "param_groups"} <= saved.keys():
         raise HalfstepError(
-            "this is no state of a torch optimizer: it lacks `state` or `param_groups`",
-            hint="pass optimizer.state_dict(); what run.state_dict() gave goes to run.load_state_dict",
+            "this is not a state of a torch optimizer: it lacks `state` or `param_groups`",
+            hint="pass optimizer.state_dict(); load what run.state_dict() returned by run.load_state_dict",
         )
     groups = saved["param_groups"]
     _check_rule(optimizer, groups)
@@ -68,7 +68,7 @@ def _matched(run: RunParts, optimizer: torch.optim.Optimizer, saved: State) -> d
     if sizes[0] != sizes[1]:
         raise HalfstepError(
             f"the saved groups hold {sizes[0]} parameters, and those of {label(optimizer)} {sizes[1]}",
-            hint="make the groups as they were when the state was saved",
+            hint="create the groups as they were when the state was saved",
         )
     params = list(held_by(optimizer))
     indices = [index for group in groups for index in group["params"]]
@@ -83,16 +83,16 @@ def _matched(run: RunParts, optimizer: torch.optim.Optimizer, saved: State) -> d
 
 
 def _check_rule(optimizer: torch.optim.Optimizer, groups: Sequence[State]) -> None:
-    """Refuses the state of an update that halfstep's AdamW would not go on with."""
+    """Refuses the state of an update rule that halfstep's AdamW does not have."""
     if not isinstance(optimizer, Optimizer):
         return
     for group in groups:
         odd = "maximize" if group.get("maximize") else "amsgrad" if group.get("amsgrad") else ""
         if not odd and group.get("weight_decay") and group.get("decoupled_weight_decay") is False:
-            odd = f"weight_decay={group['weight_decay']:g}, which is of Adam: added to the gradient"
+            odd = f"weight_decay={group['weight_decay']:g} of Adam, added to the gradient"
         if odd:
             raise HalfstepError(
-                f"the saved state is of {odd}, and {label(optimizer)} has no such thing",
+                f"the saved state is from {odd}, which {label(optimizer)} does not have",
                 hint="keep torch's own optimizer: prepare takes it",
             )
 
@@ -105,13 +105,13 @@ def _check_entry(
         odd = sorted(state.keys() ^ {"step", *optimizer.slots})[0]
         raise HalfstepError(
             f"the saved state of `{name}` and that of {label(optimizer)} differ in `{odd}`",
-            hint="it is of another optimizer, or of amsgrad, which halfstep's AdamW does not have: keep torch's",
+            hint="it is from another optimizer, or amsgrad, which halfstep's AdamW does not have: keep torch's",
         )
     for key, value in state.items():
         if key in _LIKE_PARAMETERS and isinstance(value, Tensor) and value.shape != parameter.shape:
             raise HalfstepError(
                 f"`{key}` of `{name}` has the shape {tuple(value.shape)}, not {tuple(parameter.shape)}",
-                hint="make the groups as they were when the state was saved, with parameters in their order",
+                hint="create the groups as they were when the state was saved, with parameters in the same order",
             )
 
 
@@ -142,18 +142,20 @@ def _scale(run: RunParts, scaler: State) -> ScaleState:
     law = run.policy.scale
     if not isinstance(law, DynamicScale):
         raise ScalingError(
-            f"the state of a GradScaler was given, and the policy says scale={law.word}",
-            hint="leave it out; only fp16 needs a scale, as `fp16-mixed` has",
+            f"the state of a GradScaler was given, but the policy says scale={law.word}",
+            hint="omit it; only fp16 needs a scale, and `fp16-mixed` has one",
         )
     if not isinstance(scaler, Mapping) or "scale" not in scaler:
-        raise HalfstepError("this is no state of a GradScaler: it has no `scale`", hint="pass scaler.state_dict()")
-    found = float(scaler["scale"])
-    if not (math.isfinite(found) and found > 0):
-        raise ScalingError(
-            f"the GradScaler's scale is {found:g}: it has no floor, and its training stood still",
-            hint=f"leave it out, and start from the policy's own, {law.init_scale:g}",
+        raise HalfstepError(
+            "this is not a state of a GradScaler: it has no `scale`", hint="pass scaler.state_dict()"
         )
-    power = min(max(2.0 ** math.floor(math.log2(found)), law.floor), law.ceiling)
+    scale = float(scaler["scale"])
+    if not (math.isfinite(scale) and scale > 0):
+        raise ScalingError(
+            f"the GradScaler's scale is {scale:g}: it has no floor, and its training stood still",
+            hint=f"omit it to start from the policy's own, {law.init_scale:g}",
+        )
+    power = min(max(2.0 ** math.floor(math.log2(scale)), law.floor), law.ceiling)
     good = min(int(scaler.get("_growth_tracker", 0)), law.interval - 1)
     return run.scalars(ScaleState(power, good, law.hysteresis, False))
 
@@ -162,4 +164,4 @@ def _odds(run: RunParts, scaler: State) -> str:
     law = run.policy.scale
     known = {theirs: getattr(law, ours) for theirs, ours in _LAW.items() if theirs in scaler}
     odds = [f"{theirs}={scaler[theirs]:g}" for theirs, ours in known.items() if scaler[theirs] != ours]
-    return f"; the scaler had {', '.join(odds)}, and the policy's law holds" if odds else ""
+    return f"; the scaler had {', '.join(odds)}, but the policy's law holds now" if odds else ""

@@ -1,14 +1,14 @@
-"""Which tensor stopped being finite first, and in which pass: asked when a run cannot go on.
+"""Finds which tensor stopped being finite first, and in which pass, when a run cannot continue.
 
-The last step is run again, eagerly, with hooks on every module. Forward, the first to blame is the module whose
-output is not finite although its inputs are; modules inside others finish first, so it is the innermost. Where
-code between modules did it, the module that holds the code is named, with the one that received the result.
-Backward, it is the first gradient that is not finite, in the order in which autograd makes them.
+The last step is run again, eagerly, with hooks on every module. Forward, the cause is the module whose output is
+not finite although its inputs are; modules inside others finish first, so it is the innermost. If code between
+modules did it, the module that holds the code is named, with the one that received the result. Backward, it is the
+first gradient that is not finite, in the order in which autograd computes them.
 
-The two passes want different cures. The loss scale acts on gradients alone: an activation beyond the format's
-range is beyond it at every scale (T5's and Gemma's MLPs in fp16). So the passes are told apart here.
+The two passes need different cures. The loss scale acts on gradients alone: an activation beyond the format's
+range is beyond it at every scale (T5's and Gemma's MLPs in fp16).
 
-Masks are no failure: -inf in a tensor that needs no gradient is what masks are made of.
+Masks are no failure: they hold -inf, in tensors that need no gradient.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -38,8 +38,8 @@ class Cause:
 def find(
     model: nn.Module, loss_fn: Callable[[Any], Any], micro_batches: Iterable[Any], scale: Tensor | float
 ) -> Cause:
-    """Runs the micro-batches again and names the first tensor that is not finite. Changes nothing that lasts."""
-    with torch.compiler.set_stance("force_eager"), torch.enable_grad(), as_it_was(model):
+    """Runs the micro-batches again and names the first tensor that is not finite. Has no lasting effect."""
+    with torch.compiler.set_stance("force_eager"), torch.enable_grad(), restored(model):
         for batch in micro_batches:
             watch = _Watch(model)
             try:
@@ -53,16 +53,15 @@ def find(
                 watch.remove()
             if watch.cause is not None:
                 return watch.cause
-    told = "run again, the step is finite: dropout, another batch or a later update decide it"
-    return Cause("nowhere", told)
+    return Cause("nowhere", "run again, the step is finite: dropout, another batch or a later update decides it")
 
 
 class _Watch:
-    """Hooks on every module and parameter; the first that is not finite is kept."""
+    """Hooks on every module and parameter that keep the first tensor that is not finite."""
 
     def __init__(self, model: nn.Module):
         self.cause: Cause | None = None
-        self._entered = ""  # the first module that was handed a tensor that is not finite
+        self._entered = ""  # the first module whose input is not finite
         self._handles: list[Any] = []
         for name, module in model.named_modules():
             before, after = self._before(name), self._after(name, module)
@@ -75,7 +74,7 @@ class _Watch:
                 self._handles.append(owner.register_hook(hook))
 
     def remove(self) -> None:
-        """Takes the hooks away."""
+        """Removes the hooks."""
         for handle in self._handles:
             handle.remove()
 
@@ -90,7 +89,7 @@ class _Watch:
         def hook(_: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
             if self.cause is None and not _fine(output):
                 if _fine((args, kwargs)):
-                    self.cause = Cause("forward", self._told(name, module, (args, kwargs)), name)
+                    self.cause = Cause("forward", self._describe(name, module, (args, kwargs)), name)
                 elif not name:
                     self.cause = Cause("forward", "the input of the model")
             for tensor in _tensors(output):
@@ -100,15 +99,15 @@ class _Watch:
 
         return hook
 
-    def _told(self, name: str, module: nn.Module, inputs: Any) -> str:
+    def _describe(self, name: str, module: nn.Module, inputs: Any) -> str:
         largest = max((float(t.detach().abs().max()) for t in _tensors(inputs) if t.numel()), default=None)
-        told = name or "the model"
+        where = name or "the model"
         bad = [key for key, p in module.named_parameters(recurse=False) if not bool(p.isfinite().all())]
         if bad:
-            return f"{told}, whose own `{bad[0]}` is not finite"
+            return f"{where}, whose own `{bad[0]}` is not finite"
         if self._entered:
-            told += f", in its own code before `{self._entered}`"
-        return told if largest is None else f"{told}, largest input {largest:.3g}"
+            where += f", in its own code before `{self._entered}`"
+        return where if largest is None else f"{where}, largest input {largest:.3g}"
 
     def _gradient(self, what: str, module: str) -> Callable[[Tensor], None]:
         def hook(gradient: Tensor) -> None:
@@ -119,7 +118,7 @@ class _Watch:
 
 
 def _fine(tree: Any, *, masks: bool = True) -> bool:
-    """Whether no tensor holds NaN or infinity, the -inf of masks aside."""
+    """Whether no tensor holds NaN or infinity, except the -inf of masks."""
     for tensor in _tensors(tree):
         values = tensor.detach()
         values = values.coalesce().values() if values.is_sparse else values
@@ -138,8 +137,8 @@ def _tensors(tree: Any) -> Iterator[Tensor]:
 
 
 @contextmanager
-def as_it_was(model: nn.Module) -> Iterator[None]:
-    """Puts gradients, buffers and the random state back."""
+def restored(model: nn.Module) -> Iterator[None]:
+    """Restores gradients, buffers and the random state afterwards."""
     gradients = [(p, p.grad) for p in model.parameters()]
     buffers = [(b, b.detach().clone()) for b in model.buffers()]
     devices = sorted({p.device.index or 0 for p in model.parameters() if p.is_cuda})

@@ -1,11 +1,11 @@
-"""What became of each function of a pass: what `run.reach(loss_fn, batch)` lists.
+"""How each function in a model's own code runs: the list of `run.reach(loss_fn, batch)`.
 
-One forward pass is run, eagerly and for real, with a watcher on the mode of mode.py, and nothing that lasts is
-changed. Fake tensors would cost less and would not do: mixtures branch on what their routers decide.
+One forward pass is run, eagerly and for real, with a watcher on the function mode (functions/mode.py), and without
+lasting effects. Fake tensors would cost less and would not do: mixtures branch on what their routers decide.
 
-Listed is every product, attention, island and look-up of the model's own code, how it ran and why. Of what no role
-reaches, the functions that lose by it are: sums of narrow numbers, as hand-written norms have them, and arithmetic
-that an fp32 tensor promotes. What layers do is in `run.summary()`.
+The list has every product, attention, island and look-up of the model's own code, with how it ran and why. Of the
+functions that no role reaches it has those that lose precision: sums of narrow numbers, such as in hand-written
+norms, and arithmetic that an fp32 tensor promotes. `run.summary()` describes what layers do.
 """
 
 from collections.abc import Callable, Iterator
@@ -20,13 +20,13 @@ from torch.overrides import resolve_name
 from halfstep.torch.functions.entry import IN_COMPUTE, NARROW, NOTHING_MET, Entry, Scope, tensors_of
 from halfstep.torch.functions.mode import WATCHERS
 from halfstep.torch.functions.table import SENSITIVE, meets
-from halfstep.torch.run.nonfinite import as_it_was
+from halfstep.torch.run.nonfinite import restored
 
 SHOWN = 3
 
 
 class Row(NamedTuple):
-    """A function, as one module called it."""
+    """A function that one module called."""
 
     function: str
     module: str
@@ -43,7 +43,7 @@ class Reached:
 
     @property
     def missed(self) -> tuple[Row, ...]:
-        """What the policy did not reach, and is not in compute by itself."""
+        """Functions that the policy did not reach and that are not in compute anyway."""
         return tuple(row for row in self.rows if row.how == "as it is" and row.why != IN_COMPUTE)
 
     def __str__(self) -> str:
@@ -59,9 +59,9 @@ def record(model: nn.Module, loss_fn: Callable[[Any], Any], batch: Any) -> Reach
     inside: list[str] = []
 
     def watch(scope: Scope, func: Any, args: Any, kwargs: Any, entry: Entry | None, why: str) -> None:
-        told = _told(scope, func, args, kwargs, entry, why)
-        if told is not None:
-            row = Row(_function(func), inside[-1] if inside else "", *told)
+        how = _how(scope, func, args, kwargs, entry, why)
+        if how is not None:
+            row = Row(_function(func), inside[-1] if inside else "", *how)
             counts[row] = counts.get(row, 0) + 1
 
     WATCHERS.append(watch)
@@ -69,7 +69,7 @@ def record(model: nn.Module, loss_fn: Callable[[Any], Any], batch: Any) -> Reach
         with (
             torch.compiler.set_stance("force_eager"),
             torch.enable_grad(),
-            as_it_was(model),
+            restored(model),
             _named(model, inside),
         ):
             loss_fn(batch)
@@ -78,10 +78,10 @@ def record(model: nn.Module, loss_fn: Callable[[Any], Any], batch: Any) -> Reach
     return Reached(tuple(row._replace(calls=calls) for row, calls in counts.items()))
 
 
-def _told(
+def _how(
     scope: Scope, func: Any, args: Any, kwargs: Any, entry: Entry | None, why: str
 ) -> tuple[Literal["reached", "as it is"], str] | None:
-    """How a function runs and why; None where there is nothing to tell."""
+    """Returns how a function runs and why; None if it is not listed."""
     if entry is not None and not why:
         return "reached", entry.description
     if entry is not None and why != NOTHING_MET and not meets(entry):
@@ -92,7 +92,9 @@ def _told(
         return ("as it is", f"computed in {_name(dtypes)}, no role reaches it") if narrow else None
     promoted = meets(entry) and torch.float32 in dtypes and any(dtype in NARROW for dtype in dtypes)
     return (
-        ("as it is", "an fp32 tensor that is no parameter makes it fp32") if promoted and not scope.leaf else None
+        ("as it is", "an fp32 tensor that is not a parameter makes it fp32")
+        if promoted and not scope.leaf
+        else None
     )
 
 
@@ -107,7 +109,7 @@ def _name(dtypes: set[torch.dtype]) -> str:
 
 @contextmanager
 def _named(model: nn.Module, inside: list[str]) -> Iterator[None]:
-    """Keeps the name of the module that is running on a stack."""
+    """Keeps the names of the modules that are running on a stack."""
     handles: list[Any] = []
     for name, module in model.named_modules():
 

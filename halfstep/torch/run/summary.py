@@ -1,7 +1,7 @@
-"""What a run will do, in lines: conversions with reasons, masters, gradients, and what each optimizer costs.
+"""Describes what a run will do: conversions with reasons, masters, gradients, and what each optimizer costs.
 
-Modules that became the same thing share a line, with how many there are and the names of some; what was left alone
-is told the same way, with the reason that `apply` gave.
+Modules that became the same thing share a line, with their number and the names of some; so do modules that were
+left alone, with the reason that `apply` gave.
 """
 
 from collections.abc import Iterator
@@ -22,7 +22,7 @@ SHOWN = 3
 
 
 def summarize(run: RunParts) -> list[str]:
-    """The lines of `Run.summary`."""
+    """Returns the lines of `Run.summary`."""
     parts = (_modules, _given, _functions, _measured, _masters, _gradients, _optimizers)
     return [str(run.policy), *(line for part in parts for line in part(run))]
 
@@ -49,18 +49,20 @@ def _measured(run: RunParts) -> Iterator[str]:
 
 
 def _given(run: RunParts) -> Iterator[str]:
-    """What the model brings with it that a policy does not change, and somebody should know of."""
+    """What the model brought with it that a policy does not change, and that the user should know."""
     if run.conversion is None:
         return
     narrow = [name for name, b in run.model.named_buffers() if b.dtype in (torch.bfloat16, torch.float16)]
     if narrow:
-        told = "were rounded before they came here, and stay so; a model that is loaded in fp32 has them whole"
-        yield f"  {len(narrow)} buffers ({_some(narrow)}) {told}"
+        yield (
+            f"  {len(narrow)} buffers ({_some(narrow)}) were already rounded, and stay so; a model that is loaded "
+            "in fp32 has them in full"
+        )
     modules = dict(run.model.named_modules())
     kept = [n for n in kept_wide(run.model) if _computes_in(modules[n], FP16)]
     if kept:
         rule = f"`**.{kept[0].rpartition('.')[2]}: compute=fp32`"
-        yield f"  {len(kept)} modules ({_some(kept)}) that their authors keep in fp32 are in fp16 here: {rule}"
+        yield f"  {len(kept)} modules ({_some(kept)}) that their authors keep in fp32 run in fp16 here: {rule}"
 
 
 def _computes_in(module: nn.Module, fmt: Format) -> bool:
@@ -89,7 +91,7 @@ def _masters(run: RunParts) -> Iterator[str]:
         yield f"  masters: {len(sizes)} parameters, {sum(sizes):,} numbers, in {form}"
     if run.conversion is not None and run.conversion.widened:
         names = list(run.conversion.widened)
-        yield f"  widened to fp32 masters: {len(names)} parameters that came narrower ({_some(names)})"
+        yield f"  widened to fp32 masters: {len(names)} parameters that were narrower ({_some(names)})"
     taken = set(run.parameters)
     idle = [n for p, n in run.masters.names.items() if p.requires_grad and p not in taken]
     if idle:
@@ -109,12 +111,12 @@ def _gradients(run: RunParts) -> Iterator[str]:
     clip = f"clipped to {run.clip_norm:g}" if run.clip_norm else "not clipped"
     scale = print_value(run.policy.scale)
     if run.switches.before:
-        yield "  matmuls sum in fp32: torch's reduced-precision reductions are off here until unprepare()"
+        yield "  matmuls sum in fp32: torch's reduced-precision reductions are off until unprepare()"
     if not fp32_is_fp32():
-        yield "  fp32 matmuls outside of the policy, as in leaves, may be TF32: so torch was told"
+        yield "  fp32 matmuls outside of the policy, such as in leaves, may be TF32: that is how torch is set"
     evaluated = run.policy.evaluation()
     if evaluated != run.policy:
-        yield f"  evaluation: in {evaluated.compute.format}, inside of run.evaluation()"
+        yield f"  evaluation: in {evaluated.compute.format}, inside run.evaluation()"
     yield f"  gradients: summed in {run.policy.accumulate}, {clip}; loss scale: {scale}; not finite: skipped"
 
 

@@ -661,7 +661,7 @@ def test_each_function_is_listed_with_how_it_ran_and_why():
     assert {row.why for row in found.missed} == {
         entries.NO_PARAMETER,
         "computed in bfloat16, no role reaches it",
-        "an fp32 tensor that is no parameter makes it fp32",
+        "an fp32 tensor that is not a parameter makes it fp32",
     }
     assert "softmax (the model): reached, the softmax format inside, compute out" in str(found)
 
@@ -685,7 +685,7 @@ def test_the_summary_says_where_the_list_is_and_then_has_it():
     fresh = prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), "bf16-mixed")
     assert "run.reach(loss_fn, batch)" in fresh.summary()
     fresh.unprepare()
-    with pytest.raises(HalfstepError, match="over"):
+    with pytest.raises(HalfstepError, match="the run has ended"):
         fresh.reach(lambda x: model(x).sum(), draw(2, 4))
 
 
