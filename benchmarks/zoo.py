@@ -1,8 +1,8 @@
-"""Models that people really have, a few thousand random weights each: for tests, docs/models.md and benchmarks.
+"""Small versions of widely used models for tests, docs/models.md and benchmarks, with a few thousand weights each.
 
-`FAMILIES[name].make(attention)` gives a model of Hugging Face or diffusers, as its own package builds it, and
-`loss(model)`, the loss of one small batch. `attention` is "sdpa" or "eager", two ways that they have of the same
-thing. Nothing is downloaded. Every call gives the same weights and the same batch.
+`FAMILIES[name].make(attention)` returns a model, built by its own package (transformers or diffusers), and
+`loss(model)`, the loss of one small batch. `attention` is "sdpa" or "eager", two implementations of the same
+function. Nothing is downloaded. Every call gives the same weights and the same batch.
 """
 
 import os
@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # tiny models are told off for their sizes
+os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # it warns about the sizes of tiny models
 os.environ.setdefault("DIFFUSERS_VERBOSITY", "error")
 
 import torch
@@ -33,7 +33,7 @@ class Family:
     build: Callable[[str], tuple[nn.Module, Loss]]
 
     def make(self, attention: str = "sdpa") -> tuple[nn.Module, Loss]:
-        """The model in training mode, and the loss of its batch, with the same random numbers at each call."""
+        """Returns the model in training mode and its loss function, with the same random numbers at every call."""
         torch.manual_seed(0)
         model, loss = self.build(attention)
 
@@ -45,12 +45,12 @@ class Family:
 
 
 def tokens(length: int = 8) -> Tensor:
-    """Two sequences of tokens, none of them special."""
+    """Returns two sequences of ordinary tokens."""
     return torch.randint(3, 48, (2, length), generator=torch.Generator().manual_seed(5))
 
 
 def padding(length: int = 8) -> Tensor:
-    """The mask of two sequences, one of which is shorter."""
+    """Returns the mask of two sequences, one of them shorter."""
     mask = torch.ones(2, length, dtype=torch.long)
     mask[1, length - 3 :] = 0
     return mask

@@ -1,10 +1,10 @@
-"""AdamW's kernel alone, on GPT-2's shapes, by chunk and warps, beside torch's fused one.
+"""Times our AdamW kernel on GPT-2's shapes for several chunk sizes and warps, next to torch's fused AdamW.
 
     python benchmarks/measure/adamw_sweep.py [--repeats 30] [--layers 12]
 
-torch's kernel neither joins and splits nor unscales; what unscaling costs by itself is `mul`, and `norm` is what
-clipping needs. Milliseconds of the device, and of the host in parentheses. Needs an NVIDIA GPU; with
-TRITON_INTERPRET=1 and `--tiny` it runs anywhere, which shows that it runs and nothing else.
+torch's kernel neither joins and splits masters nor unscales; `mul` is the cost of unscaling alone, and `norm`
+the cost of the norm that clipping needs. Prints milliseconds on the device, and on the host in parentheses.
+Needs an NVIDIA GPU. TRITON_INTERPRET=1 with `--tiny` runs it on any machine, only to show that it runs.
 """
 
 import argparse
@@ -20,7 +20,7 @@ FORMS = ((512, 4), (1024, 4), (1024, 8), (2048, 4), (2048, 8), (4096, 8))  # chu
 
 
 def shapes_of(layers: int, width: int, vocabulary: int) -> list[tuple[int, ...]]:
-    """Every tensor of a GPT-2."""
+    """Returns the shape of every tensor of a GPT-2."""
     matrices = [(3 * width, width), (width, width), (4 * width, width), (width, 4 * width)]
     biases = [(3 * width,), (width,), (4 * width,), (width,)]
     block = [*matrices, *biases, *[(width,)] * 4]
@@ -46,7 +46,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=30)
     parser.add_argument("--layers", type=int, default=12)
-    parser.add_argument("--tiny", action="store_true", help="small tensors, on the CPU")
+    parser.add_argument("--tiny", action="store_true", help="use small tensors on the CPU")
     options = parser.parse_args()
     device = "cpu" if options.tiny else "cuda"
     shapes = shapes_of(options.layers, *((8, 32) if options.tiny else (768, 50304)))
@@ -59,15 +59,15 @@ def main() -> None:
     settings = {"rate": half * 2e-4, "factor": half, "found_inf": torch.zeros((), device=device)}
     settings |= {"betas": (0.9, 0.95), "eps": 1e-8, "decay": 0.1}
     for adamw.CHUNK, adamw.WARPS in FORMS:
-        told = []
+        results = []
         for name, held, left in (("split", halves, remainders), ("whole", weights, none)):
             update = adamw.Update()
 
             def work(update=update, held=held, left=left) -> None:
                 update(held, left, grads, first, second, steps, **settings)
 
-            told.append(f"{name} {timed(work, options.repeats, device)}")
-        print(f"chunk {adamw.CHUNK}, {adamw.WARPS} warps: {', '.join(told)}", flush=True)
+            results.append(f"{name} {timed(work, options.repeats, device)}")
+        print(f"chunk {adamw.CHUNK}, {adamw.WARPS} warps: {', '.join(results)}", flush=True)
     parameters = [torch.nn.Parameter(w) for w in weights]
     for p, g in zip(parameters, grads, strict=True):
         p.grad = g

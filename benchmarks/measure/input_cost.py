@@ -1,19 +1,19 @@
-"""What input costs a step: batches out of packed data against batches that lie on the device already.
+"""Measures what reading data costs per step: batches from packed data against batches already on the device.
 
     python benchmarks/measure/input_cost.py [--recipe gpt2] [--policy bf16-mixed] [--data DIR] [--gigabytes 2]
                                     [--rounds 6] [--steps 10] [--device cuda] [--set training.compile=false ...]
 
 Two arms take turns in one process, with one model:
 
-    fed     as training does it: a thread reads windows out of memory-mapped shards in their order, batches go to
-            the device by pinned memory while the step before runs, and a step's numbers are read a step late
-    held    the same step on batches that lie on the device
+    fed     as training does it: a thread reads windows from memory-mapped shards, batches reach the device through
+            pinned memory while the previous step runs, and results are read one step late
+    held    the same step on batches that are already on the device
 
-No batch comes twice in either: what is learned by heart has other gradients, and a GPU's speed depends on them.
-Without --data, shards of random tokens are written first. A turn begins with steps that are not timed, so that
-what the thread made while the other arm ran is used up. Exit code 1 where the median of `fed` is more than 1 %
-above that of `held`. On a CPU it runs too (`--recipe tiny --device cpu --gigabytes 0.01 --steps 2 --rounds 2`) and
-says little: the thread takes a core from the step.
+Neither arm repeats a batch: memorized batches have different gradients, and a GPU's speed depends on them.
+Without --data, the script first writes shards of random tokens. Each turn begins with untimed steps that use up
+the batches prefetched while the other arm ran. Exit code 1 if the median of `fed` is more than 1 % above that of
+`held`. It also runs on a CPU (`--recipe tiny --device cpu --gigabytes 0.01 --steps 2 --rounds 2`), but means
+little there, because the thread takes a core from the step.
 """
 
 import argparse
@@ -46,7 +46,7 @@ UNTIMED = 3
 
 
 def write_random(folder: Path, vocabulary: int, gigabytes: float) -> None:
-    """Packed data of random tokens, with a small held-out part."""
+    """Writes packed data of random tokens, with a small held-out part."""
     dtype, generator = token_type(vocabulary), np.random.default_rng(0)
     left = int(gigabytes * 1e9) // dtype.itemsize
     sides = {}
@@ -63,7 +63,7 @@ def write_random(folder: Path, vocabulary: int, gigabytes: float) -> None:
 
 
 def turn(step: Callable[[], Any], read: Callable[[Any], Any], steps: int, wait: Callable[[], None]) -> float:
-    """Seconds a step, over some steps after some that are not timed."""
+    """Returns seconds per step, measured after some untimed steps."""
     pending = None
     for number in range(UNTIMED + steps):
         if number == UNTIMED:
@@ -98,7 +98,9 @@ def measure(config: RunConfig, policy: str, options: argparse.Namespace) -> int:
     started = time.perf_counter()
     for number in range(20):
         batches.at(number)
-    print(f"a batch of {held[0].numel():,} tokens is read in {(time.perf_counter() - started) / 20 * 1e3:.2f} ms")
+    print(
+        f"reading a batch of {held[0].numel():,} tokens takes {(time.perf_counter() - started) / 20 * 1e3:.2f} ms"
+    )
     seconds: dict[str, list[float]] = {"held": [], "fed": []}
     with Prefetch(batches.at, len(held), 1 << 40) as feed:
         arms = {
@@ -115,19 +117,19 @@ def measure(config: RunConfig, policy: str, options: argparse.Namespace) -> int:
                 seconds[name].append(turn(step, session.read, options.steps, wait))
         if cuda:
             print(f"pinned memory allocated {allocations(cuda) - before} times in {options.rounds} rounds")
-    return tell(seconds)
+    return report(seconds)
 
 
 def allocations(cuda: bool) -> int:
-    """How often pinned memory was asked of the driver."""
-    found = getattr(torch.cuda, "host_memory_stats", dict)() if cuda else {}
-    return int(found.get("num_host_alloc", 0))
+    """Returns how often the driver was asked for pinned memory."""
+    stats = getattr(torch.cuda, "host_memory_stats", dict)() if cuda else {}
+    return int(stats.get("num_host_alloc", 0))
 
 
-def tell(seconds: dict[str, list[float]]) -> int:
-    print(f"\n{'arm':<6}{'ms a step':>12}{'lowest':>10}{'highest':>10}")
-    for name, found in seconds.items():
-        middle, low, high = (1e3 * each for each in (statistics.median(found), min(found), max(found)))
+def report(seconds: dict[str, list[float]]) -> int:
+    print(f"\n{'arm':<6}{'ms per step':>12}{'lowest':>10}{'highest':>10}")
+    for name, taken in seconds.items():
+        middle, low, high = (1e3 * each for each in (statistics.median(taken), min(taken), max(taken)))
         print(f"{name:<6}{middle:>12.3f}{low:>10.3f}{high:>10.3f}")
     cost = statistics.median(seconds["fed"]) / statistics.median(seconds["held"]) - 1
     print(f"\ninput costs {cost:+.2%} of a step; at most {BAR:.0%} is allowed")
@@ -138,7 +140,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--recipe", default="gpt2")
     parser.add_argument("--policy", default="bf16-mixed")
-    parser.add_argument("--data", help="packed data; random tokens without it")
+    parser.add_argument("--data", help="packed data (default: random tokens)")
     parser.add_argument("--gigabytes", type=float, default=2.0)
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--steps", type=int, default=10)

@@ -7,7 +7,8 @@
     save     from the loop's `save` to the end of the thread that writes: files entered
     resume   `halfstep train --resume` of a finished run with more steps to do: times run.toml is opened
 
-Calls are counted by `sys.setprofile`, opened files by an audit hook, so the numbers do not depend on the machine.
+Calls are counted by `sys.setprofile`, opened files by an audit hook, so the numbers do not depend on the
+machine.
 """
 
 import argparse

@@ -1,16 +1,16 @@
-"""LoRA on a frozen bf16 base against LoRA on an fp32 copy of the same numbers: the same training, to roundings.
+"""Checks that LoRA on a frozen bf16 base trains like LoRA on an fp32 copy of the same base.
 
     python benchmarks/measure/lora.py [--steps 200] [--device cpu] [--model gpt2 llama]
 
-Adapters of Peft are trained on a tiny model twice, under bf16-mixed, from the same start on the same tokens: once
-on a base that is held in bf16, once in fp32, as the same numbers. Layers of torch.nn multiply and normalize by the
-same operands either way, so GPT-2, which is made of them, must agree in every bit. Llama's norms are its own code.
-With a gain in bf16 they round before they multiply by it: one rounding more for each norm. So the run on the fp32
-copy is repeated with that rounding drawn at random, every norm's output and gradient times 1 + d, d uniform in
-[-u, u]; the root mean square of what that changes is sigma, and the two runs must agree to 5 sigma.
+The script trains Peft adapters on a tiny model twice under bf16-mixed, from the same start on the same tokens:
+once with the base held in bf16, once with the same numbers held in fp32. Layers of torch.nn use the same
+operands either way, so GPT-2, which is built from them, must agree in every bit. Llama has its own norms. With a
+bf16 gain they round before they multiply by it, which is one more rounding per norm. The script therefore
+repeats the fp32 run with that rounding drawn at random (every norm's output and gradient times 1 + d, d uniform
+in [-u, u]). The root mean square of the change is sigma, and the two runs must agree to 5 sigma.
 
-Counted are updates of adapters that fp32 feels and that left a number as it was: there must be none. Beside it is
-the share that the same updates would have lost if adapters were held in bf16. Exit code 1 if anything fails.
+It also counts adapter updates that fp32 can represent but that changed nothing: there must be none. Next to it
+stands the share that the same updates would lose if the adapters were bf16. Exit code 1 if anything fails.
 """
 
 import argparse
@@ -37,25 +37,25 @@ RATE, SIGMAS, DRAWS = 2e-3, 5.0, 6
 
 @dataclass
 class Trained:
-    """What came of one training."""
+    """The results of one training run."""
 
-    narrow: UpdateStats  # what the same updates would have done to adapters in bf16
+    narrow: UpdateStats  # the same updates applied to bf16 adapters
     losses: list[float] = field(default_factory=list)
     adapters: dict[str, Tensor] = field(default_factory=dict)
     frozen: set[torch.dtype] = field(default_factory=set)
-    lost: int = 0  # updates that an fp32 number feels, and that changed nothing
+    lost: int = 0  # updates that fp32 can represent but that changed nothing
     below: int = 0  # updates below half a unit in the last place of an fp32 number
 
 
 def build(name: str, dtype: torch.dtype) -> nn.Module:
-    """A tiny model of bf16 numbers, held in a dtype, with adapters of the same fp32 numbers."""
+    """Returns a tiny model whose numbers fit bf16, held in `dtype`, with the same fp32 adapters every time."""
     from peft import LoraConfig, get_peft_model
 
     model, _ = zoo.FAMILIES[name].make()
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for p in model.parameters():
-            if p.dim() == 1:  # gains of 1 would hide what is rounded before they multiply
+            if p.dim() == 1:  # gains of 1 would hide the rounding before them
                 p.add_(0.1 * torch.randn(p.shape, generator=generator))
     config = LoraConfig(r=4, lora_alpha=8, target_modules=TARGETS[name], fan_in_fan_out=name == "gpt2")
     peft = get_peft_model(model.bfloat16().to(dtype), config)
@@ -66,15 +66,15 @@ def build(name: str, dtype: torch.dtype) -> nn.Module:
 
 
 def batches(steps: int, device: str) -> Iterator[Tensor]:
-    """Four batches, over and over: something to learn, so that rounding errors do not grow for ever."""
+    """Yields four batches over and over: the model learns them, so rounding errors stop growing."""
     generator = torch.Generator().manual_seed(2)
-    found = torch.randint(3, 48, (4, 2, 8), generator=generator).to(device)
+    tokens = torch.randint(3, 48, (4, 2, 8), generator=generator).to(device)
     for step in range(steps):
-        yield found[step % 4]
+        yield tokens[step % 4]
 
 
 def train(model: nn.Module, steps: int, device: str = "cpu", *, count: bool = True) -> Trained:
-    """Trains the adapters, and counts what their updates did."""
+    """Trains the adapters and counts the effects of their updates."""
     model.to(device)
     named = {name: p for name, p in model.named_parameters() if p.requires_grad}
     optimizer = AdamW(list(named.values()), lr=RATE, weight_decay=0.0)
@@ -87,7 +87,7 @@ def train(model: nn.Module, steps: int, device: str = "cpu", *, count: bool = Tr
             update = _update(optimizer.state[p], step)
             old = before[name]
             out.narrow += UpdateStats.of(carried(old, BF16).cpu().numpy(), update.cpu().numpy(), "bf16")
-            felt = old + update != old  # in fp32, and not in more
+            felt = old + update != old  # in fp32
             out.lost += int(((p.detach() == old) & felt).sum())
             out.below += int((~felt & (update != 0)).sum())
     out.adapters = {name: p.detach().clone() for name, p in named.items()}
@@ -96,14 +96,14 @@ def train(model: nn.Module, steps: int, device: str = "cpu", *, count: bool = Tr
 
 
 def _update(state: dict[str, Tensor], step: int, betas: tuple[float, float] = (0.9, 0.999)) -> Tensor:
-    """What AdamW adds to a number, of its moments after the step."""
+    """Returns the update that AdamW made, computed from its moments after the step."""
     first = state["exp_avg"].double() / (1 - betas[0] ** step)
     second = state["exp_avg_sq"].double() / (1 - betas[1] ** step)
     return (-RATE * first / (second.sqrt() + 1e-8)).float()
 
 
 def perturb_norms(model: nn.Module, seed: int) -> int:
-    """One rounding more for each norm of a model's own, at random, forward and backward; how many there are."""
+    """Adds a random rounding to each of the model's own norms, forward and backward; returns their number."""
     generator, u = torch.Generator().manual_seed(seed), BF16.epsilon / 2
 
     def off(x: Tensor) -> Tensor:
@@ -125,20 +125,20 @@ def perturb_norms(model: nn.Module, seed: int) -> int:
 
 
 def distance(a: Trained, b: Trained) -> tuple[float, float]:
-    """Between the losses of all steps, and between adapters after the last."""
+    """Returns the distance between all losses, and between the final adapters."""
     losses = math.dist(a.losses, b.losses)
     return losses, math.sqrt(sum(float((a.adapters[n] - b.adapters[n]).square().sum()) for n in a.adapters))
 
 
 def bound(name: str, wide: Trained, steps: int, device: str = "cpu") -> tuple[float, float]:
-    """5 sigma of a rounding more for each norm; nothing where there is no norm of a model's own."""
-    found = []
+    """Returns 5 sigma of one more rounding per norm; zero if the model has no norms of its own."""
+    distances = []
     for seed in range(DRAWS):
         model = build(name, torch.float32)
         if not perturb_norms(model, seed):
             return 0.0, 0.0
-        found.append(distance(train(model, steps, device, count=False), wide))
-    return tuple(SIGMAS * math.sqrt(sum(d[i] ** 2 for d in found) / DRAWS) for i in range(2))  # type: ignore[return-value]
+        distances.append(distance(train(model, steps, device, count=False), wide))
+    return tuple(SIGMAS * math.sqrt(sum(d[i] ** 2 for d in distances) / DRAWS) for i in range(2))  # type: ignore[return-value]
 
 
 def main() -> int:
@@ -161,9 +161,9 @@ def main() -> int:
         print(f"{name}: {options.steps} steps, loss {narrow.losses[0]:.4f} to {narrow.losses[-1]:.4f}")
         print(f"  losses apart {losses:.2e} (bound {limits[0]:.2e})")
         print(f"  adapters apart {adapters:.2e} (bound {limits[1]:.2e}), their norm {size:.2f}")
-        told = f"{narrow.lost} of {narrow.narrow.count:,} ({narrow.below} more are below fp32)"
-        print(f"  updates of adapters lost: {told}")
-        print(f"  the same updates of adapters in bf16: {narrow.narrow.lost_fraction:.1%} lost")
+        below = f"({narrow.below} more are too small for fp32)"
+        print(f"  adapter updates lost: {narrow.lost} of {narrow.narrow.count:,} {below}")
+        print(f"  the same updates of bf16 adapters: {narrow.narrow.lost_fraction:.1%} lost")
         print(f"  {'fine' if fine else 'FAILED'}", flush=True)
     return 1 if failed else 0
 

@@ -1,11 +1,10 @@
-"""How long a set of packed shards takes to open, and how much memory it takes.
+"""Measures how long a set of packed shards takes to open, and how much memory it needs.
 
     python benchmarks/measure/open_shards.py [--gigabytes 10] [--rounds 5] [--batches 20]
 
-The shards are files of holes with true headers, checksums and a true index: what is read of them is there, and
-they take no room on the disk. Each round opens them in this process, and takes batches of 512 windows of 1,025
-tokens, as the recipe gpt2 does. Memory is what the process holds resident beyond what it held before. Exit code
-1 where opening takes a second or more.
+The shards are sparse files with real headers, checksums and index, so that they take no disk space. Each round
+opens them in this process and reads batches of 512 windows of 1,025 tokens, as the recipe gpt2 does. Memory is
+the growth of the process's resident set. Exit code 1 if opening takes a second or more.
 """
 
 import argparse
@@ -31,7 +30,7 @@ BAR = 1.0
 
 
 def write_holes(folder: Path, gigabytes: float) -> None:
-    """Shards of zeros that lie nowhere, and their index."""
+    """Writes sparse shards of zeros and their index."""
     dtype, records = np.dtype("<u2"), []
     for number in range(max(1, round(gigabytes * 1e9 / (2 * TOKENS)))):
         path = folder / f"train_{number:06d}.bin"
@@ -47,7 +46,7 @@ def write_holes(folder: Path, gigabytes: float) -> None:
 
 
 def sums_of_holes(path: Path) -> bytes:
-    """The checksums of a shard of zeros, whose chunks are all alike but for the first and the last."""
+    """Returns the checksums of a shard of zeros: only its first and last chunks differ from the others."""
     with open(path, "rb") as file:
         first, hole = zlib.crc32(file.read(CHUNK)), zlib.crc32(bytes(CHUNK))
     whole, rest = divmod(path.stat().st_size, CHUNK)
@@ -55,7 +54,7 @@ def sums_of_holes(path: Path) -> bytes:
 
 
 def resident() -> int:
-    """Bytes that this process holds in memory."""
+    """Returns the bytes that this process holds in memory."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
@@ -81,11 +80,11 @@ def main() -> int:
             print(
                 f"{len(corpus.train):,} tokens opened in {opened * 1e3:.1f} ms, {grown / 1e6:.2f} MB more; "
                 f"a batch in {each * 1e3:.1f} ms; after {options.batches}, {later / 1e6:.1f} MB more "
-                f"({later / windows / 1e3:.1f} kB a window)",
+                f"({later / windows / 1e3:.1f} kB per window)",
                 flush=True,
             )
             worst = max(worst, opened)
-            del corpus, feed  # what was mapped is let go of before the next round counts
+            del corpus, feed  # unmap before the next round measures
     return 0 if worst < BAR else 1
 
 

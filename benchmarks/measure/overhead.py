@@ -1,11 +1,11 @@
-"""What our loop costs: its throughput over a bare PyTorch loop of the same model, interleaved in one run.
+"""Compares the throughput of our loop with a bare PyTorch loop of the same model, interleaved in one run.
 
     python benchmarks/measure/overhead.py [--chunks 12] [--steps 20]
 
-The bare arm is what one would write by hand: a batch, the loss, backward, clip, torch.optim.AdamW, zero_grad. Our
-arm is what `halfstep train` runs: prefetch, finite check, unscale, clip, the same AdamW with a schedule, the
-results read and written as events. Arms alternate in chunks, the order turned each time, and the ratio is
-that of the median times of a step. Exit code 1 below 0.95.
+The bare arm is a hand-written loop: batch, loss, backward, clip, torch.optim.AdamW, zero_grad. Our arm is what
+`halfstep train` runs: prefetch, finite check, unscale, clip, the same AdamW with a schedule, and results written
+as events. The arms alternate in chunks, in reverse order each time. The ratio compares the median times per
+step. Exit code 1 below 0.95.
 """
 
 import argparse
@@ -28,7 +28,7 @@ BAR = 0.95
 
 
 def bare_arm(loop: Loop, steps: int):
-    """A function that trains `steps` steps as a plain loop does."""
+    """Returns a function that trains `steps` steps in a plain loop."""
     config = loop.config
     device = loop.session.device
     model = Decoder(config.model)
@@ -87,13 +87,13 @@ def main() -> int:
                 for name, arm in arms if chunk % 2 else reversed(arms):
                     started = time.perf_counter()
                     arm()
-                    if chunk:  # the first is for warming up
+                    if chunk:  # the first warms up
                         times[name].append((time.perf_counter() - started) / options.steps)
     ms = {name: statistics.median(taken) * 1e3 for name, taken in times.items()}
     ratio = ms["bare"] / ms["ours"]
     spread = {name: f"{min(t) * 1e3:.2f}-{max(t) * 1e3:.2f}" for name, t in times.items()}
     for name in ("bare", "ours"):
-        print(f"{name}  {ms[name]:.2f} ms a step ({spread[name]}), {options.chunks} chunks of {options.steps}")
+        print(f"{name}  {ms[name]:.2f} ms per step ({spread[name]}), {options.chunks} chunks of {options.steps}")
     print(f"throughput of ours over bare: {ratio:.3f} (at least {BAR})")
     return 0 if ratio >= BAR else 1
 

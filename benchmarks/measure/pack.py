@@ -1,17 +1,17 @@
-"""`halfstep data pack` against its own tokenizer: what reading, sides, writing and digests cost.
+"""Compares `halfstep data pack` with its tokenizer alone: the cost of reading, splitting, writing and checksums.
 
     python benchmarks/measure/pack.py SOURCE... [--only '*.py'] [--tokenizer FILE] [--workers 2] [--rounds 3]
                               [--limit 100e6]
 
 Three arms take turns on the same documents with the same number of processes:
 
-    pack                the whole command, from files to checksummed shards, the start of its processes included
+    pack                the whole command, from files to checksummed shards, including the start of its processes
     encode_batch        the tokenizer alone: texts are in memory, tokens are thrown away
-    encode_batch_fast   the same without offsets, which is what packing asks of it
+    encode_batch_fast   the same without offsets, which is what packing calls
 
-Each arm's figure is the median of its rounds in bytes of text a second. Exit code 1 where pack is below 80 % of
-encode_batch. A machine that others use as well slows all arms alike, which is why they take turns; the processor
-time that an arm took, over all its processes, says the same without them.
+An arm's figure is the median of its rounds in bytes of text per second. Exit code 1 if pack is below 80 % of
+encode_batch. The arms take turns so that a busy machine slows all of them alike; the processor time over all
+processes of an arm is independent of other load.
 """
 
 import argparse
@@ -39,7 +39,7 @@ BAR = 0.80
 
 
 def chosen(given: list[str], only: str | None, limit: int) -> list[Source]:
-    """The sources, cut off at a number of bytes."""
+    """Returns the sources, cut off at `limit` bytes."""
     kept, total = [], 0
     for source in find_sources(given, only):
         files = []
@@ -52,7 +52,7 @@ def chosen(given: list[str], only: str | None, limit: int) -> list[Source]:
 
 
 def encode(rank: int, sources: list[Source], tokenizer: str, name: str, barrier: Barrier, answers: Any) -> None:
-    """A process of the tokenizer alone: every n-th block of the text."""
+    """Runs the tokenizer alone on every n-th block of the text, in a process of its own."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     from tokenizers import Tokenizer
 
@@ -72,7 +72,7 @@ def encode(rank: int, sources: list[Source], tokenizer: str, name: str, barrier:
 
 
 def alone(sources: list[Source], tokenizer: str, name: str, workers: int) -> tuple[float, float]:
-    """Bytes a second of the tokenizer alone, and per second of processor time."""
+    """Returns the tokenizer's bytes per second, and per second of processor time."""
     context = multiprocessing.get_context("spawn")
     barrier, answers = context.Barrier(workers), context.Queue()
     processes = [
@@ -91,7 +91,7 @@ def alone(sources: list[Source], tokenizer: str, name: str, workers: int) -> tup
 
 
 def packed(sources: list[Source], tokenizer: str, workers: int, folder: Path) -> tuple[float, float]:
-    """Bytes a second of the whole command, and per second of processor time."""
+    """Returns the whole command's bytes per second, and per second of processor time."""
     shutil.rmtree(folder, ignore_errors=True)
     started, used = time.perf_counter(), processor_time()
     index = pack(sources, folder, open_tokenizer(tokenizer), PackRequest(), workers=workers)
@@ -102,7 +102,7 @@ def packed(sources: list[Source], tokenizer: str, workers: int, folder: Path) ->
 
 
 def processor_time() -> float:
-    """Of this process and of those that it has waited for."""
+    """Returns the processor time of this process and its finished children."""
     kinds = (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
     return sum(found.ru_utime + found.ru_stime for found in map(resource.getrusage, kinds))
 
@@ -111,7 +111,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("sources", nargs="*", default=["stdlib"])
     parser.add_argument("--only")
-    parser.add_argument("--tokenizer", help="a tokenizer.json; without it one of 50,257 tokens is trained")
+    parser.add_argument("--tokenizer", help="a tokenizer.json (default: train one of 50,257 tokens)")
     parser.add_argument("--workers", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--limit", type=float, default=100e6)
@@ -135,10 +135,10 @@ def main() -> int:
                 f"round {number + 1}: " + ", ".join(f"{k} {v[-1][0] / 1e6:.2f} MB/s" for k, v in rates.items()),
                 flush=True,
             )
-    return tell(rates)
+    return report(rates)
 
 
-def tell(rates: dict[str, list[tuple[float, float]]]) -> int:
+def report(rates: dict[str, list[tuple[float, float]]]) -> int:
     middle = {name: statistics.median(rate for rate, _ in found) for name, found in rates.items()}
     efforts = {name: statistics.median(effort for _, effort in found) for name, found in rates.items()}
     print(f"\n{'arm':<20}{'MB/s':>8}{'lowest':>9}{'highest':>9}{'of encode_batch':>18}{'by processor time':>20}")

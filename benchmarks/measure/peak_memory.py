@@ -1,12 +1,12 @@
-"""What lies in memory when a step needs the most of it: the race's GPT-2 or a recipe, on an NVIDIA GPU.
+"""Lists the largest allocations at a step's peak of memory: the race's GPT-2 or a recipe, on an NVIDIA GPU.
 
     python benchmarks/measure/peak_memory.py [--policies bf16-mixed fp8-mixed,compute=e4m3] [--layers 2]
         [--width 768] [--batch 32] [--top 6]
     python benchmarks/measure/peak_memory.py --recipe golf [--policies bf16-mixed]
         [--set training.micro_batches=1 ...]
 
-torch's allocator tells of every allocation and release of one compiled step after three; replayed, they say what
-lived at the peak, and in which line of which code it was made.
+torch's allocator records every allocation and release of one compiled step after three. Replaying the record
+shows what was alive at the peak, and which line of code allocated it.
 """
 
 import argparse
@@ -28,7 +28,7 @@ VOCABULARY, CONTEXT, HEAD = 50304, 1024, 64
 
 
 def of_race(policy: str, options: argparse.Namespace) -> Callable[[], Any]:
-    """A step of the race's model."""
+    """Returns a function that takes a step of the race's model."""
     torch.manual_seed(0)
     shape = {"layers": options.layers, "width": options.width, "heads": options.width // HEAD}
     model = GPT2(vocabulary=VOCABULARY, context=CONTEXT, **shape).cuda()
@@ -39,7 +39,7 @@ def of_race(policy: str, options: argparse.Namespace) -> Callable[[], Any]:
 
 
 def of_recipe(policy: str, options: argparse.Namespace) -> Callable[[], Any]:
-    """A step of a recipe, as `halfstep train` takes it, on random tokens."""
+    """Returns a function that takes a step of a recipe, as `halfstep train` does, on random tokens."""
     config = load(options.recipe, options.overrides)
     session = open_session(config, Policy.parse(policy), "cuda")
     training, model = config.training, config.model
@@ -49,7 +49,7 @@ def of_recipe(policy: str, options: argparse.Namespace) -> Callable[[], Any]:
 
 
 def history(step: Callable[[], Any]) -> tuple[int, list[dict[str, Any]]]:
-    """Bytes before the fourth step, and what the allocator did in it."""
+    """Returns the bytes allocated before the fourth step, and what the allocator did in it."""
     for _ in range(3):
         step()
     torch.cuda.synchronize()
@@ -63,7 +63,7 @@ def history(step: Callable[[], Any]) -> tuple[int, list[dict[str, Any]]]:
 
 
 def at_peak(events: list[dict[str, Any]]) -> tuple[int, list[dict[str, Any]]]:
-    """The most bytes that were allocated on top of what was there, and the allocations that they are."""
+    """Returns the most bytes allocated by the step at any time, and the allocations alive then."""
     live: dict[int, dict[str, Any]] = {}
     now, most, found = 0, 0, list[dict[str, Any]]()
     for event in events:
@@ -77,8 +77,8 @@ def at_peak(events: list[dict[str, Any]]) -> tuple[int, list[dict[str, Any]]]:
     return most, found
 
 
-def made_in(event: dict[str, Any]) -> str:
-    """The line that asked for the memory: of code that inductor wrote, or else the innermost one."""
+def allocated_by(event: dict[str, Any]) -> str:
+    """Returns the line that asked for the memory: one that inductor wrote, or else the innermost one."""
     frames = event["frames"] or [{"filename": "?", "line": 0}]
     frame = next((f for f in frames if "inductor" in f["filename"] and "/torch/_" not in f["filename"]), frames[0])
     path = Path(frame["filename"])
@@ -91,18 +91,18 @@ def main() -> int:
     parser.add_argument("--policies", nargs="+", default=["bf16-mixed", "fp8-mixed,compute=e4m3"])
     for name, value in {"layers": 2, "width": 768, "batch": 32, "top": 6}.items():
         parser.add_argument(f"--{name}", type=int, default=value)
-    parser.add_argument("--recipe", help="a recipe instead of the race's model")
+    parser.add_argument("--recipe", help="measure this recipe instead of the race's model")
     parser.add_argument("--set", action="append", default=[], dest="overrides", help="a setting of the recipe")
     options = parser.parse_args()
     if not torch.cuda.is_available():
-        print("needs an NVIDIA GPU: torch tells of no other allocator", file=sys.stderr)
+        print("needs an NVIDIA GPU: torch records no other allocator", file=sys.stderr)
         return 2
     for policy in options.policies:
         before, events = history((of_recipe if options.recipe else of_race)(policy, options))
         most, found = at_peak(events)
         print(f"\n{policy}: {before / 2**20:,.0f} MiB before a step, {most / 2**20:,.0f} more at its peak")
         for event in sorted(found, key=lambda event: -event["size"])[: options.top]:
-            print(f"{event['size'] / 2**20:8,.0f} MiB  {made_in(event)[:120]}")
+            print(f"{event['size'] / 2**20:8,.0f} MiB  {allocated_by(event)[:120]}")
         torch.compiler.reset()
     return 0
 

@@ -1,11 +1,11 @@
-"""What each preset costs in quality: `tiny` in fp32 and in every preset, three seeds each, same steps and data.
+"""Measures what each preset costs in quality: `tiny` in fp32 and in every preset, three seeds each.
 
     python benchmarks/measure/presets.py [--device cpu] [--steps 400] [--native] [--only fp32 bf16-true]
 
-A preset passes when its mean held-out bits per byte lies within the spread of fp32's three seeds (their largest
-minus their smallest) of fp32's mean. bf16-true, which keeps no masters, is reported beside them with the
-share of its updates that rounding to bf16 lost. Formats are emulated, casts bit for bit, unless --native asks
-for the device's own bf16 and fp16. Exit code 1 if a preset fails.
+All runs take the same steps on the same data. A preset passes if its mean held-out bits per byte differs from
+fp32's mean by no more than the spread of fp32's three seeds (largest minus smallest). bf16-true, which keeps no
+masters, is reported without a verdict, with the share of its updates lost to rounding. Formats are emulated bit
+for bit unless --native asks for the device's own bf16 and fp16. Exit code 1 if a preset fails.
 """
 
 import argparse
@@ -30,7 +30,7 @@ Tensors = Sequence[torch.Tensor]
 
 
 class LostUpdates:
-    """Counts updates of narrow masters that rounding undid, while it is entered."""
+    """Counts, inside a `with` block, the updates of narrow masters that rounding undid."""
 
     def __enter__(self) -> "LostUpdates":
         self.stats = UpdateStats.empty("bf16")

@@ -1,15 +1,15 @@
-"""What saving costs: throughput with a checkpoint a minute over throughput with none, interleaved in one run.
+"""Measures what saving costs: throughput with one checkpoint per minute over throughput with none, in one run.
 
     python benchmarks/measure/saving_cost.py [RECIPE] [--windows 3] [--seconds 40] [--every 60]
         [--out DIR] [--set K=V ...]
 
-One loop trains the recipe, in windows of so many seconds: one that saves in it, one that does not, the order
-turned each time. A window of 40 seconds with a save is what a run with a checkpoint each 40 seconds sees, so the
-cost at one in `every` seconds is (1 - ratio) x seconds / every. A save is begun where its writing ends inside the
-window; the windows wait for the device at both ends, and a window without a save begins when nothing is being
-written. Exit code 1 if the cost is 2 % or more.
+One loop trains the recipe in windows of `--seconds`: one with a save, one without, in reverse order each time. A
+window of 40 seconds with a save is what a run with a checkpoint every 40 seconds sees, so the cost of one save
+in `every` seconds is (1 - ratio) x seconds / every. A save starts early enough to be written inside its window.
+The windows wait for the device at both ends, and a window without a save begins when nothing is being written.
+Exit code 1 if the cost is 2 % or more.
 
-On a GPU, with the precision that `auto` would choose there:
+On a GPU, with the precision that `auto` chooses there:
 
     python benchmarks/measure/saving_cost.py gpt2 --policy bf16-mixed --out /a/real/disk
 """
@@ -32,7 +32,7 @@ NEVER = 10**9
 
 
 class Windows:
-    """A run whose saves are begun by the clock."""
+    """A run that saves by the clock."""
 
     def __init__(self, loop: Loop, batches: Prefetch, seconds: float):
         self.loop, self.batches, self.seconds = loop, batches, seconds
@@ -41,7 +41,7 @@ class Windows:
         self.loop._steps(itertools.islice(self.batches, count))
 
     def run(self, save: bool) -> tuple[float, float]:
-        """Trains for a window; steps a second, and how long the save was being written."""
+        """Trains for one window; returns steps per second, and how long writing the save took."""
         loop = self.loop
         loop.checkpointer.wait()
         self._steps(1)  # ends with its numbers read: the device has nothing left to do
@@ -61,7 +61,7 @@ class Windows:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="what saving costs")
+    parser = argparse.ArgumentParser(description="measure what saving costs")
     parser.add_argument("recipe", nargs="?", default="gpt2")
     parser.add_argument("--windows", type=int, default=3, help="of each kind")
     parser.add_argument("--seconds", type=float, default=40.0)
@@ -105,7 +105,7 @@ def main() -> int:
         print(f"{name:<12} {listed} tokens/s in windows of {options.seconds:g} s")
     print(f"a checkpoint is {size / 2**20 / 2:,.0f} MiB; written in {', '.join(f'{t:.2f}' for t in took)} s")
     still = ", ".join(f"{t * 1e3:.1f}" for t in waited[1:])
-    print(f"training stood still {still} ms ({waited[0] * 1e3:.0f} the first time)")
+    print(f"training waited {still} ms ({waited[0] * 1e3:.0f} the first time)")
     print(f"throughput with / without: {ratio:.4f} of windows with one save each")
     print(f"cost at one checkpoint in {options.every:g} s: {cost:.2%} (below {BAR:.0%})")
     return 0 if cost < BAR else 1

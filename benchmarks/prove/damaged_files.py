@@ -1,4 +1,4 @@
-"""Every way in which the files of a checkpoint can be damaged, and whether loading finds it; kills.py runs it."""
+"""Damages the files of a checkpoint in every way, and checks that loading notices; kills.py runs it."""
 
 import contextlib
 import json
@@ -14,7 +14,7 @@ Case = tuple[str, Callable[[], object]]
 
 
 def damages(path: Path, other: Path) -> Iterator[Case]:
-    """Ways to damage a checkpoint. `other` is one of another step of the same run."""
+    """Yields ways to damage a checkpoint. `other` is a checkpoint of another step of the same run."""
     state, manifest = path / "state.safetensors", path / "manifest.json"
     good = {file: file.read_bytes() for file in (state, manifest)}
     header = 8 + int.from_bytes(good[state][:8], "little")
@@ -60,7 +60,7 @@ def damages(path: Path, other: Path) -> Iterator[Case]:
 
 
 def damage(older: Path, path: Path, copy: Path) -> dict[str, object]:
-    """Damages a copy of a checkpoint in every way; how many of each were found, and which were not."""
+    """Damages a copy of a checkpoint in every way; counts what loading refused, and lists what it missed."""
     for one in (older, path):
         shutil.copytree(one, copy / one.name)
     path = copy / path.name
@@ -70,25 +70,25 @@ def damage(older: Path, path: Path, copy: Path) -> dict[str, object]:
     for kind, act in damages(path, copy / older.name):
         act()
         try:
-            again, told = load(path)
-            if told == manifest and _equal(again, arrays):
+            again, description = load(path)
+            if description == manifest and _equal(again, arrays):
                 same[kind] += 1  # a 1e-05 that became a 1E-05, a space that became a tab
             else:
                 missed.append(kind)
         except CheckpointError as error:
             found[kind] += 1
             if path.name not in error.message:
-                missed.append(f"{kind}: {error.message} names nothing")
+                missed.append(f"{kind}: {error.message} does not name the checkpoint")
         for file, content in whole.items():
             if not file.exists() or file.read_bytes() != content:
                 file.write_bytes(content)
     (path / "state.safetensors").write_bytes(b"")
     with contextlib.suppress(CheckpointError):
         load_newest(copy)
-        missed.append("a damaged newest one was passed over")
+        missed.append("a damaged newest checkpoint was skipped without permission")
     taken = load_newest(copy, allow_older=True)
     if taken is None or taken.manifest["step"] != int(older.name.removeprefix("step-")):
-        missed.append("the one before it was not taken where that was allowed")
+        missed.append("the checkpoint before it was not used although that was allowed")
     return {"found": dict(found), "same": dict(same), "faults": missed}
 
 

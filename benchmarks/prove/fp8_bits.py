@@ -1,11 +1,11 @@
-"""Native fp8 against the emulated form of the same recipe, on any device that multiplies fp8.
+"""Compares native fp8 with the emulated form of the same recipe, on any device that multiplies fp8.
 
     python benchmarks/prove/fp8_bits.py [--device cuda]
 
-**Operands and scales** must be equal bit for bit, eager and compiled by torch.compile, to the emulation, which
-makes them of bit patterns without torch's own conversion: for tensors that casts get wrong first (zeros,
-subnormals, one outlier, rows of every size, infinities, NaN), widths from 16 to 4096 and numbers of tokens that
-no kernel likes. A NaN must be a NaN; which of its codes it has is the framework's choice.
+**Operands and scales** must equal the emulation bit for bit, eager and under torch.compile. The emulation builds
+them from bit patterns, without torch's own conversion. The tensors are those that casts get wrong first (zeros,
+subnormals, one outlier, rows of every size, infinities, NaN), with widths from 16 to 4096 and awkward numbers of
+tokens. A NaN must be a NaN; the framework chooses which of its codes.
 
 **Products** must be what their operands say. With the codes a, b and the scales undone, K products p_k = a_k b_k
 are exact, and so is their sum here, in fp64. Of the magnitudes S = sum |p_k| a device may lose
@@ -23,7 +23,7 @@ once to its format: half a unit of what it is. That is the worst case, in which 
 `kept` is what was seen, beyond that rounding: -log2(error / S). Scales that multiply to a subnormal number are
 not part of it: a kernel undoes them in an order of its own.
 
-Exit code 1 where a bit differs or a bound is broken, 2 where the device has no fp8.
+Exit code 1 if a bit differs or a bound is broken, 2 if the device lacks fp8.
 """
 
 import argparse
@@ -57,7 +57,7 @@ ON_CPU = LAYERS[:2]
 
 
 def kinds(rows: int, width: int, device: torch.device) -> Iterator[tuple[str, Tensor]]:
-    """What casts get wrong first, in bf16."""
+    """Yields the tensors that casts get wrong first, in bf16."""
     generator = torch.Generator(device).manual_seed(rows * 10007 + width)
 
     def draw() -> Tensor:
@@ -85,19 +85,19 @@ def kinds(rows: int, width: int, device: torch.device) -> Iterator[tuple[str, Te
 
 
 def casts(operand: Operand, grad: Operand, emulate: bool, fast: bool = False) -> Casts:
-    """A layer in bf16 with these operands."""
+    """Returns the casts of a bf16 layer with these operands."""
     return casts_of(Precision(BF16, operand, BF16, grad, FP32, Accumulator(fast=fast), emulate=emulate))
 
 
 def differing(a: Tensor, b: Tensor) -> int:
-    """How many numbers differ; two NaN do not, and two zeros of different sign do."""
+    """Counts the numbers that differ; two NaNs are equal, zeros of different sign are not."""
     a, b = a.float(), b.float()
     same = (a.view(torch.int32) == b.view(torch.int32)) | (a.isnan() & b.isnan())
     return int((~same).sum())
 
 
 def operands(device: torch.device) -> Iterator[tuple[str, int, int, int]]:
-    """(what, numbers compared, codes that differ, scales that differ) for each kind of tensor."""
+    """Yields (description, numbers compared, codes that differ, scales that differ) for each kind of tensor."""
     found: dict[str, list[int]] = {}
     for fmt, granularity in itertools.product(FORMATS, GRANULARITIES):
         operand = Operand(fmt, granularity=granularity)
@@ -117,7 +117,7 @@ def operands(device: torch.device) -> Iterator[tuple[str, int, int, int]]:
 
 
 def compare(found: dict[str, list[int]], what: str, native: Lowered, emulated: Lowered) -> None:
-    """Counts what differs between two operands."""
+    """Counts the differences between two operands."""
     counts = found.setdefault(what, [0, 0, 0])
     assert native.inv_scale is not None
     assert emulated.inv_scale is not None
@@ -127,7 +127,7 @@ def compare(found: dict[str, list[int]], what: str, native: Lowered, emulated: L
 
 
 def bound(terms: int, magnitude: Tensor, exact: Tensor, out: Format, on_cpu: bool, fast: bool) -> Tensor:
-    """How far a product may be from the exact one, element by element."""
+    """Returns how far each element of a product may be from the exact one."""
     if on_cpu:
         share = terms * 2.0**-24
     elif fast:
@@ -155,7 +155,7 @@ class Case(NamedTuple):
 
 
 def cases(on_cpu: bool) -> Iterator[Case]:
-    """Forward (e4m3, perhaps fast), grad_input (e5m2) and grad_weight (fp32 out, summed over tokens) alike."""
+    """Yields products of the forward pass (e4m3, also fast), grad_input (e5m2) and grad_weight (fp32 out)."""
     for tokens, inputs, outputs in ON_CPU if on_cpu else LAYERS:
         filled = tokens + -tokens % 16
         for fmt, granularity in itertools.product(FORMATS, GRANULARITIES):
@@ -168,9 +168,9 @@ def cases(on_cpu: bool) -> Iterator[Case]:
 
 
 def check(case: Case, device: torch.device) -> tuple[float, float, int]:
-    """The worst error over its bound, the bits kept of S, and how many results are NaN on one side alone.
+    """Returns the worst error over its bound, the bits kept of S, and how many results are NaN on one side only.
 
-    Of all kinds of tensors on the left, and random ones on the right.
+    The left operand takes every kind of tensor, the right one is random.
     """
     left, right, out, fast = case.left, case.right, case.out, case.fast
     m, k, n = case.rows, case.sum, case.columns
@@ -201,7 +201,7 @@ def check(case: Case, device: torch.device) -> tuple[float, float, int]:
 
 
 def main(arguments: list[str]) -> int:
-    """Prints both tables; whether all is as it must be."""
+    """Prints both tables; returns 1 if anything failed."""
     parser = argparse.ArgumentParser(description="Native fp8 against its emulation, bit for bit.")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     device = torch.device(parser.parse_args(arguments).device)
@@ -224,7 +224,7 @@ def main(arguments: list[str]) -> int:
         bad = ratio > 1 or odd > 0
         failed += bad
         print(f"{case!s:<44}{ratio:>14.4f}{kept:>12.1f}{odd:>12,}{'   FAILED' if bad else ''}")
-    print(f"\n{failed} rows failed" if failed else "\nall is as it must be")
+    print(f"\n{failed} rows failed" if failed else "\nall rows passed")
     return 1 if failed else 0
 
 

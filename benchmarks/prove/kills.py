@@ -1,22 +1,24 @@
-"""What a run survives: kills at any instant, damaged checkpoints, a full disk, a folder that turns read-only.
+"""Checks what a run survives: kills at any moment, damaged checkpoints, a full disk, a read-only folder.
 
     python benchmarks/prove/kills.py [--kills 100] [--steps 60] [--seed 0] [--only kills|damage|disk]
         [--device cpu] [--command]
 
-**Kills.** A small run is killed by SIGKILL again and again and resumed each time. Half of the instants are drawn
-evenly over a run, from opening the folder to the last step; half are aimed: the killer waits until a save is under
-way and strikes within a few milliseconds. After each kill every checkpoint in the folder is verified by its
-digests, by code that shares nothing with ours; the next session must go on from the newest of them, and none that
-was told as complete may be missing. A run that came to its end must hold the weights of an uninterrupted one, bit
-for bit, and a new one begins. Sessions are forked from a process that has imported all and computed nothing: so a
-hundred take minutes. With --command each is `halfstep train tiny --resume --out RUN`, from its start on.
+**Kills.** The script kills a small run with SIGKILL again and again, and resumes it each time. Half of the
+moments are spread evenly over a run, from opening the folder to the last step; half are aimed: the killer waits
+until a save is under way and strikes within a few milliseconds. After each kill it verifies every checkpoint in
+the folder by its digests, with code that shares nothing with ours. The next process must resume from the newest
+checkpoint, and none that was reported as complete may be missing. A finished run must have the weights of an
+uninterrupted one, bit for bit; then a new run begins. Processes are forked from one that has imported everything
+and computed nothing, so a hundred kills take minutes. With --command each process is `halfstep train tiny
+--resume --out RUN`.
 
-**Damage.** Every byte of the manifest and of the header, and bytes of every tensor, are flipped; files are cut at
-every border, lengthened, removed and exchanged. Each must be refused with the file's name, or mean the same.
+**Damage.** The script flips every byte of the manifest and of the header, and bytes of every tensor. It
+truncates files at every boundary, lengthens, removes and exchanges them. Loading must refuse each with the
+file's name, unless the content still means the same.
 
-**Disk.** A real full disk (a small tmpfs that is filled to the last byte in the middle of a run, and freed later)
-and a folder that is mounted read-only for a while. Without the right to mount, a limit on the size of files stands
-in for the first and permissions for the second; the table says which.
+**Disk.** A full disk (a small tmpfs, filled to the last byte in the middle of a run and freed later), and a
+folder that is mounted read-only for a while. Without the right to mount, a limit on file sizes replaces the
+first and permissions replace the second; the table says which.
 
 Exit code 1 if anything was lost. On a GPU: --device cuda --set training.deterministic=true.
 """
@@ -64,7 +66,7 @@ SMALL = [
 
 
 class Bench:
-    """A folder to work in, a text to learn from, and how a session is started."""
+    """A working folder, a text to train on, and how to start a process."""
 
     def __init__(self, folder: Path, device: str, overrides: list[str], steps: int, command: bool = False):
         self.folder, self.device, self.steps, self.command = folder, device, steps, command
@@ -74,13 +76,13 @@ class Bench:
         self.overrides = [f"data.source={self.text}", *SMALL, f"training.steps={steps}", *overrides]
 
     def loop(self, out: Path, resume: bool) -> Loop:
-        """A run, opened."""
+        """Opens a run."""
         config = load_config("tiny", self.overrides)
         opened = open_run(out, config) if resume else None
         return Loop(config, Policy.parse("fp32"), out, device=self.device, opened=opened)
 
     def session(self, out: Path, act: Callable[[Loop], None] | None = None) -> int:
-        """A process that starts or resumes the run in a folder; its id. `act` may meddle before it runs."""
+        """Starts or resumes a run in a new process; returns its id. `act` may change the loop first."""
         if self.command and act is None:
             return self._command(out)
         resume = holds_run(out)
@@ -105,7 +107,7 @@ class Bench:
             started = subprocess.Popen(
                 [*command, "--policy", "fp32", "--device", self.device], stdout=log, stderr=log
             )
-        self._started.append(started)  # waited for by its id
+        self._started.append(started)  # kept: it is waited for by its id
         return started.pid
 
     def _quiet(self, out: Path) -> None:
@@ -116,7 +118,7 @@ class Bench:
         torch.set_num_threads(1)
 
     def uninterrupted(self) -> tuple[dict[str, bytes], float]:
-        """The state that a run must end with, and how long it takes."""
+        """Returns the state that a run must end with, and how long it takes."""
         out = self.folder / "uninterrupted"
         started = time.monotonic()
         assert os.waitpid(self.session(out), 0)[1] == 0, out.with_suffix(".log").read_text()
@@ -129,16 +131,16 @@ def final_state(out: Path) -> dict[str, bytes]:
 
 
 def verified(out: Path) -> tuple[list[int], list[str]]:
-    """The steps of the checkpoints in a folder that are whole, and what is wrong with others. By hand."""
+    """Returns the steps of the complete checkpoints in a folder, and what is wrong with the others."""
     whole, wrong = [], []
     for path in sorted((out / "checkpoints").glob("step-*")) if (out / "checkpoints").exists() else []:
         if not path.name.removeprefix("step-").isdigit():
-            continue  # what a kill left of a save or a removal
+            continue  # left by a killed save or removal
         try:
             manifest = json.loads((path / "manifest.json").read_bytes())
             content = (path / "state.safetensors").read_bytes()
-            told = manifest["files"]["state.safetensors"]
-            assert (len(content), hashlib.sha256(content).hexdigest()) == (told["bytes"], told["sha256"])
+            expected = manifest["files"]["state.safetensors"]
+            assert (len(content), hashlib.sha256(content).hexdigest()) == (expected["bytes"], expected["sha256"])
             length = int.from_bytes(content[:8], "little")
             header = json.loads(content[8 : 8 + length])
             assert max(entry["data_offsets"][1] for entry in header.values()) == len(content) - 8 - length
@@ -149,11 +151,11 @@ def verified(out: Path) -> tuple[list[int], list[str]]:
 
 
 def kill_at(child: int, out: Path, aimed: bool, seconds: float, rng: random.Random) -> str | None:
-    """Kills a session at an instant; what it was doing, or None if it had ended before."""
+    """Kills a process at some moment; returns what it was doing, or None if it had ended before."""
     give_up = time.monotonic() + 30
-    stale = partials(out)  # what the kill before left: the next save removes it
+    stale = partials(out)  # left by the previous kill; the next save removes it
     if aimed:
-        skipped = rng.randrange(8)  # not always the first save of a session
+        skipped = rng.randrange(8)  # not always the first save of a process
         seen: set[tuple[str, int]] = set()
         while time.monotonic() < give_up and os.waitpid(child, os.WNOHANG)[0] == 0:
             seen |= partials(out) - stale
@@ -176,16 +178,16 @@ def kill_at(child: int, out: Path, aimed: bool, seconds: float, rng: random.Rand
 
 
 def partials(out: Path) -> set[tuple[str, int]]:
-    """The unfinished saves in a run folder, each with the instant at which a file was last made in it."""
-    found = set()
+    """Returns the unfinished saves in a run folder, each with the time at which its last file was created."""
+    saves = set()
     for path in out.glob("checkpoints/*.partial"):
         with contextlib.suppress(FileNotFoundError):
-            found.add((path.name, path.stat().st_mtime_ns))
-    return found
+            saves.add((path.name, path.stat().st_mtime_ns))
+    return saves
 
 
 def kills(bench: Bench, count: int, seed: int) -> dict[str, object]:
-    """Kills and resumes until `count` kills struck; what was found."""
+    """Kills and resumes until `count` kills struck; returns what happened."""
     expected, seconds = bench.uninterrupted()
     rng, struck = random.Random(seed), Counter[str]()
     faults: list[str] = []
@@ -210,7 +212,7 @@ def kills(bench: Bench, count: int, seed: int) -> dict[str, object]:
             if (out / "events.jsonl").exists() and read_events(out / "events.jsonl")[-1]["event"] == "end":
                 check_end()
             else:
-                faults.append(f"{out.name}: a session failed: {out.with_suffix('.log').read_text()[-300:]}")
+                faults.append(f"{out.name}: a process failed: {out.with_suffix('.log').read_text()[-300:]}")
             runs, newest = runs + 1, None
             shutil.rmtree(out)
             out = bench.folder / f"run-{runs}"
@@ -218,9 +220,9 @@ def kills(bench: Bench, count: int, seed: int) -> dict[str, object]:
         struck[what] += 1
         whole, wrong = verified(out)
         faults += [f"half-written: {one}" for one in wrong]
-        told = [e["step"] for e in events_of(out) if e["event"] == "checkpoint"]
-        if told and (not whole or whole[-1] < told[-1]):
-            faults.append(f"lost: step {told[-1]} was told as saved, the newest is {whole[-1:]}")
+        saved = [e["step"] for e in events_of(out) if e["event"] == "checkpoint"]
+        if saved and (not whole or whole[-1] < saved[-1]):
+            faults.append(f"lost: step {saved[-1]} was reported as saved, the newest is {whole[-1:]}")
         if newest is not None and (not whole or whole[-1] < newest):
             faults.append(f"lost: step {newest} was there before the kill")
         newest = whole[-1] if whole else None
@@ -246,8 +248,8 @@ def may_mount(folder: Path) -> bool:
     return done.returncode == 0
 
 
-def meddle(loop: Loop, begin: Callable[[], object], end: Callable[[], object], first: int, last: int) -> None:
-    """Calls `begin` before step `first` and `end` after step `last`, whatever happens."""
+def disturb(loop: Loop, begin: Callable[[], object], end: Callable[[], object], first: int, last: int) -> None:
+    """Makes the loop call `begin` before step `first` and `end` after step `last`."""
     launch = loop.session.step
 
     def step(batch: object) -> object:
@@ -270,7 +272,7 @@ def survive(bench: Bench, name: str, out: Path, act: Callable[[Loop], None]) -> 
     _, wrong = verified(out)
     faults += [f"{name}: half-written: {one}" for one in wrong]
     if not failed:
-        faults.append(f"{name}: nothing was refused, so nothing was survived")
+        faults.append(f"{name}: no save failed, so nothing was shown")
     if steps != list(range(1, bench.steps + 1)):
         faults.append(f"{name}: {bench.steps - len(steps)} steps are missing in the record")
     if final_state(out) != expected:
@@ -285,7 +287,7 @@ def survive(bench: Bench, name: str, out: Path, act: Callable[[Loop], None]) -> 
 
 
 def disk(bench: Bench) -> dict[str, dict[str, object]]:
-    """A full disk and a read-only folder, for a third of a run each."""
+    """Runs with a full disk, and with a read-only folder, for a third of the steps each."""
     if not (bench.folder / "uninterrupted").exists():
         bench.uninterrupted()
     mounting, first, last = may_mount(bench.folder), bench.steps // 3, 2 * bench.steps // 3
@@ -303,17 +305,17 @@ def disk(bench: Bench) -> dict[str, dict[str, object]]:
 
     def full(loop: Loop) -> None:
         if mounting:
-            meddle(loop, fill, ballast.unlink, first, last)
+            disturb(loop, fill, ballast.unlink, first, last)
         else:
             limit = resource.RLIMIT_FSIZE
-            meddle(loop, lambda: resource.setrlimit(limit, (1, hard)),
+            disturb(loop, lambda: resource.setrlimit(limit, (1, hard)),
                    lambda: resource.setrlimit(limit, (hard, hard)), first, last)  # fmt: skip
 
     out = bench.folder / "read-only"
 
     def lock(loop: Loop) -> None:
         if mounting:
-            loop.checkpointer.wait()  # a mount with an open file does not turn read-only
+            loop.checkpointer.wait()  # a mount with an open file cannot become read-only
             subprocess.run(["mount", "--bind", out, out], check=True)
             subprocess.run(["mount", "-o", "remount,bind,ro", out], check=True)
         else:
@@ -331,7 +333,7 @@ def disk(bench: Bench) -> dict[str, dict[str, object]]:
         results = {f"full disk: {how[0]}": survive(bench, "full disk", small / "run", full)}
         if mounting or os.geteuid() != 0:
             results[f"read-only folder: {how[1]}"] = survive(
-                bench, "read-only", out, lambda loop: meddle(loop, lambda: lock(loop), unlock, first, last)
+                bench, "read-only", out, lambda loop: disturb(loop, lambda: lock(loop), unlock, first, last)
             )
     finally:
         if mounting:
@@ -341,7 +343,7 @@ def disk(bench: Bench) -> dict[str, dict[str, object]]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="what a run survives")
+    parser = argparse.ArgumentParser(description="check what a run survives")
     parser.add_argument("--kills", type=int, default=100)
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--seed", type=int, default=0)
@@ -360,33 +362,35 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         bench = Bench(Path(folder), options.device, options.overrides, options.steps, options.command)
         if options.only in (None, "kills"):
-            found = kills(bench, options.kills, options.seed)
-            struck = found["struck"]
+            result = kills(bench, options.kills, options.seed)
+            struck = result["struck"]
             rows.append((f"kills (seed {options.seed})", f"{options.kills}: {struck}"))
-            rows.append(("sessions that resumed, at the newest checkpoint", str(found["resumed"])))
-            rows.append(("runs that ended, bit-identical to the uninterrupted one", str(found["runs"])))
-            faults += found["faults"]
+            rows.append(("processes that resumed, at the newest checkpoint", str(result["resumed"])))
+            rows.append(("runs that ended, bit-identical to the uninterrupted one", str(result["runs"])))
+            faults += result["faults"]
             if options.kills >= 10 and "saving" not in struck:
                 faults.append("no kill struck during a save, so nothing was shown about saves")
         if options.only in (None, "damage"):
             if not (bench.folder / "uninterrupted").exists():
                 bench.uninterrupted()
             folders = checkpoint.step_folders(bench.folder / "uninterrupted" / "checkpoints")
-            found = damage(*folders[-2:], bench.folder / "copy")
-            for kind, number in found["found"].items():
-                rest = found["same"].get(kind, 0)
+            result = damage(*folders[-2:], bench.folder / "copy")
+            for kind, number in result["found"].items():
+                rest = result["same"].get(kind, 0)
                 rows.append((kind, f"{number} found" + (f", {rest} mean the same" if rest else "")))
-            faults += found["faults"]
+            faults += result["faults"]
         if options.only in (None, "disk"):
-            for name, found in disk(bench).items():
-                told = f"{found['failed']} saves refused ({found['why']}), {found['saved']} made, same weights"
-                rows.append((name, told))
-                faults += found["faults"]
+            for name, result in disk(bench).items():
+                counts = (
+                    f"{result['failed']} saves failed ({result['why']}), {result['saved']} succeeded, same weights"
+                )
+                rows.append((name, counts))
+                faults += result["faults"]
     print(f"torch {torch.__version__}, {options.device}, Python {sys.version.split()[0]}")
     width = max(len(name) for name, _ in rows)
-    for name, told in rows:
-        print(f"{name:<{width}}  {told}")
-    print(f"{'lost, half-written or not found':<{width}}  {len(faults)}")
+    for name, text in rows:
+        print(f"{name:<{width}}  {text}")
+    print(f"{'lost, half-written or not noticed':<{width}}  {len(faults)}")
     for fault in faults:
         print(f"  {fault}")
     return 1 if faults else 0

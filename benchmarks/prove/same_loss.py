@@ -1,10 +1,10 @@
-"""`halfstep train` on each backend, same recipe, steps and seed: the held-out losses beside torch's.
+"""Compares the held-out losses of `halfstep train` on each backend: same recipe, steps and seed.
 
     python benchmarks/prove/same_loss.py [--steps 400] [--policy fp32] [--backends torch jax mlx]
 
-The first weights and the batches are the same bits. What differs is the order of sums, which every step amplifies:
-so the runs part, as two seeds do, only less. The bound is a quarter of what another seed does to this recipe after
-400 steps in fp32 (0.0416 nats, docs/measurements/presets.md). Exit code 1 beyond it.
+The initial weights and the batches have the same bits. The order of sums differs, and every step amplifies that,
+so the runs diverge, but less than two seeds do. The bound is a quarter of the difference that another seed makes
+to this recipe after 400 steps in fp32 (0.0416 nats, docs/measurements/presets.md). Exit code 1 beyond it.
 """
 
 import argparse
@@ -19,7 +19,7 @@ BOUND = 0.0416 / 4
 
 
 def train(backend: str, policy: str, steps: int, folder: Path) -> dict[str, float]:
-    """The outcome of one run, and the seconds it took."""
+    """Returns the outcome of one run, and the seconds it took."""
     command = [sys.executable, "-m", "halfstep", "train", "tiny", "--backend", backend, "--policy", policy]
     command += ["--set", f"training.steps={steps}", "--out", str(folder / f"{backend}"), "--json"]
     start = time.perf_counter()

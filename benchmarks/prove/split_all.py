@@ -2,8 +2,8 @@
 
     python benchmarks/prove/split_all.py [--sample 64]
 
-`--sample N` checks one chunk in N, spread evenly over all patterns. Progress goes to stderr, the result to stdout.
-Exit code 1 if any pattern fails. What must hold:
+`--sample N` checks one chunk in N, spread evenly over all patterns. Progress goes to stderr, the result to
+stdout. Exit code 1 if any pattern fails. What must hold:
 
     not NaN    join(split(x)) has the bits of x; hi is the nearest-even bf16, or x is an exact tie and hi is
                the neighbor away from zero

@@ -1,10 +1,10 @@
-"""A thousand steps on split masters against a thousand on fp32 masters: the same bits, for every optimizer.
+"""Compares a thousand steps on split masters with a thousand on fp32 masters: the same bits, for every optimizer.
 
     python benchmarks/prove/split_steps.py [--steps 1000] [--device cuda] [--only "halfstep AdamW" "AdamW fused"]
 
-A small language model with a tied head is trained on random tokens twice by each optimizer, with compute in fp32,
-where the joined master is what multiplies. Losses, masters and the state of the optimizer must agree in every bit.
-Micro-batches, clipping and some steps that are not finite are part of it. Exit code 1 if anything differs.
+Each optimizer trains a small language model with a tied head on random tokens twice, with fp32 compute, where the
+joined master multiplies. Losses, masters and optimizer state must agree in every bit. The runs include
+micro-batches, clipping and some non-finite steps. Exit code 1 if anything differs.
 """
 
 import argparse
@@ -23,7 +23,7 @@ WIDTH, VOCABULARY, CONTEXT = 24, 31, 12
 
 
 class Net(nn.Module):
-    """A block between an embedding and a head that share a matrix."""
+    """A block between an embedding and a head that share one matrix."""
 
     def __init__(self) -> None:
         super().__init__()

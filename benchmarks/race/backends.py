@@ -3,10 +3,10 @@
     python benchmarks/race/backends.py [--recipe gpt2] [--set training.micro_batches=2]
         [--arms torch:bf16-mixed jax:bf16-mixed jax:fp32] [--rounds 5] [--steps 4] [--json FILE]
 
-Each arm is a process of its own, which holds its model and optimizer and waits to be told how many steps to train
-next. So an arm's peak memory is its own, no framework takes the device away from another, and the arms take turns:
-round by round, the order turned each time, one arm working at a time. Every arm sees the same batches from the
-same first weights. A ratio is that of the medians of the rounds.
+Each arm is a process that holds its model and optimizer and waits for the number of steps to train next. So an
+arm's peak memory is its own, and no framework takes the device away from another. The arms take turns, one
+working at a time, in reverse order each round. Every arm sees the same batches from the same initial weights. A
+ratio compares the medians over the rounds.
 """
 
 import argparse
@@ -22,7 +22,7 @@ BARS = {("jax:bf16-mixed", "jax:fp32"): 6.0, ("jax:bf16-mixed", "torch:bf16-mixe
 
 
 def work(recipe: str, overrides: list[str], arm: str, device: str | None) -> None:
-    """One arm: reads how many steps to train from stdin, writes what they took to stdout."""
+    """Runs one arm: reads the number of steps to train from stdin, writes their results to stdout."""
     from halfstep.config.load import load
     from halfstep.core.policy import Policy
     from halfstep.training.data.batches import Batches
@@ -42,7 +42,7 @@ def work(recipe: str, overrides: list[str], arm: str, device: str | None) -> Non
         seed=config.seed,
     )
     position, tokens = 0, training.batch * training.micro_batches * config.model.context
-    tell({"version": backend_version(config), "device": session.description.name, "tokens": tokens})
+    send({"version": backend_version(config), "device": session.description.name, "tokens": tokens})
     for line in sys.stdin:
         count = int(line)
         ready = [batches.at(position + i) for i in range(count)]
@@ -51,37 +51,37 @@ def work(recipe: str, overrides: list[str], arm: str, device: str | None) -> Non
         losses = [session.read(result)["loss"] for result in results]
         seconds = time.perf_counter() - start
         position += count
-        tell({"seconds": seconds / count, "losses": losses, "memory": session.memory()})
+        send({"seconds": seconds / count, "losses": losses, "memory": session.memory()})
 
 
-def tell(answer: dict[str, Any]) -> None:
+def send(answer: dict[str, Any]) -> None:
     print(json.dumps(answer), flush=True)
 
 
 class Arm:
-    """A worker, from outside."""
+    """A worker process, seen from its parent."""
 
     def __init__(self, name: str, command: list[str]):
-        # JAX would take three quarters of the device at its first allocation.
+        # Otherwise JAX reserves three quarters of the device's memory at its first allocation.
         environment = {**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
         self.name, self.seconds, self.losses, self.memory = name, [], [], 0
         self.process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
         )
-        self.about = self._hear()
+        self.about = self._receive()
 
     def train(self, steps: int, *, timed: bool = True) -> None:
-        """Has the arm train so many steps, and waits."""
+        """Makes the arm train `steps` steps, and waits for the results."""
         assert self.process.stdin is not None
         self.process.stdin.write(f"{steps}\n")
         self.process.stdin.flush()
-        answer = self._hear()
+        answer = self._receive()
         self.losses += answer["losses"]
         self.memory = answer["memory"]
         if timed:
             self.seconds.append(answer["seconds"])
 
-    def _hear(self) -> dict[str, Any]:
+    def _receive(self) -> dict[str, Any]:
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
         if not line:
@@ -119,10 +119,10 @@ def main() -> int:
 
 
 def report(arms: list[Arm], options: argparse.Namespace) -> int:
-    """The table, the ratios, and whether the bars that apply are reached."""
+    """Prints the table and the ratios; returns 1 if a ratio misses its bar."""
     tokens = arms[0].about["tokens"]
     speed = {arm.name: tokens / statistics.median(arm.seconds) for arm in arms}
-    print(f"\n{options.recipe}, {tokens} tokens a step, {options.rounds} rounds of {options.steps} steps each")
+    print(f"\n{options.recipe}, {tokens} tokens per step, {options.rounds} rounds of {options.steps} steps each")
     print(f"{'arm':<22}{'tokens/s':>12}{'ms/step':>10}{'spread':>8}{'GiB':>8}{'first loss':>12}{'last loss':>11}")
     for arm in arms:
         middle = statistics.median(arm.seconds)

@@ -1,4 +1,4 @@
-"""The two arms of recipes.py, each a process of its own: the recipe as halfstep trains it, as its source does."""
+"""The two arms of recipes.py, each in its own process: the recipe trained by halfstep, and as its source does."""
 
 import argparse
 import json
@@ -42,7 +42,7 @@ def serve(options: argparse.Namespace, config: RunConfig) -> int:
 
 
 class Trainer:
-    """What both arms share: tokens, turns, clocks."""
+    """What both arms share: tokens, turns and clocks."""
 
     def __init__(self, options: argparse.Namespace, config: RunConfig):
         self.options, self.config, training = options, config, config.training
@@ -59,22 +59,22 @@ class Trainer:
         self.set_up()
 
     def hello(self) -> Answer:
-        """Where it runs, and on what."""
+        """Describes the device, the framework and the data."""
         name = torch.cuda.get_device_name() if self.device.type == "cuda" else "CPU"
         return {"device": name, "torch": torch.__version__, "train_tokens": len(self.corpus.train)}
 
     def answer(self, request: Answer) -> Answer:
-        """What a request gives."""
+        """Answers one request."""
         if request["do"] == "train":
             return self.train(request["steps"])
-        if request["do"] == "look":
-            return {"loss": self.look()}
+        if request["do"] == "evaluate":
+            return {"loss": self.evaluate()}
         return self.finish()
 
     def train(self, steps: int) -> Answer:
-        """A turn: seconds of its updates but the first, and the losses of all."""
+        """Trains for one turn; returns the losses, and the seconds of each update but the first."""
         if self.device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats()  # looks are not training
+            torch.cuda.reset_peak_memory_stats()  # evaluation is not training
         marks, losses = [self.mark()], []
         with Prefetch(self.batches.at, self.done, self.done + steps) as batches:
             for tokens in batches:
@@ -86,14 +86,14 @@ class Trainer:
             seconds = [before.elapsed_time(after) / 1000 for before, after in pairwise(marks[1:])]
         else:
             seconds = [after - before for before, after in pairwise(marks[1:])]
-        first = self.done == steps  # it compiles, at its second update too, and tries kernels on copies
+        first = self.done == steps  # compiles, also at its second update, and tries kernels on copies
         if self.device.type == "cuda" and not first:
             self.memory = max(self.memory, torch.cuda.max_memory_allocated())
-        told = {"losses": [float(x) for x in losses], "memory": self.memory}
-        return {"seconds": seconds[2:] if first else seconds, **told}
+        answer = {"losses": [float(x) for x in losses], "memory": self.memory}
+        return {"seconds": seconds[2:] if first else seconds, **answer}
 
     def mark(self) -> Any:
-        """A moment, on the device's own clock."""
+        """Marks the present on the device's clock."""
         if self.device.type != "cuda":
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
@@ -101,68 +101,70 @@ class Trainer:
         return event
 
     def finish(self) -> Answer:
-        """What is told after the last turn."""
+        """Returns what to report after the last turn."""
         return {}
 
     def set_up(self) -> None:
-        """Makes the model."""
+        """Builds the model."""
         raise NotImplementedError
 
     def update(self, tokens: Any) -> Any:
-        """One update; its loss, unread."""
+        """Takes one update; returns its loss, still on the device."""
         raise NotImplementedError
 
-    def look(self) -> float:
-        """The held-out loss."""
+    def evaluate(self) -> float:
+        """Returns the held-out loss."""
         raise NotImplementedError
 
 
 class Halfstep(Trainer):
-    """As `halfstep train` does."""
+    """Trains as `halfstep train` does."""
 
     def set_up(self) -> None:
-        """Makes the model."""
+        """Builds the model."""
         if self.options.recompute_far:  # less memory, more time: docs/measurements/recipes.md
             partitioning.ban_recompute_used_far_apart = False
         self.session = open_session(self.config, Policy.parse(self.options.policy), self.options.device)
 
     def update(self, tokens: Any) -> Any:
-        """One update; its loss, unread."""
+        """Takes one update; returns its loss, still on the device."""
         return self.session.step(tokens).loss
 
-    def look(self) -> float:
-        """The held-out loss."""
+    def evaluate(self) -> float:
+        """Returns the held-out loss."""
         return evaluate(self.session, self.corpus, self.config).loss
 
     def finish(self) -> Answer:
-        """What is told after the last turn."""
+        """Returns what to report after the last turn."""
         if self.config.artifact.format == "none":
             return {}
         before = evaluate(self.session, self.corpus, self.config)
         weights = masters(self.session.state(), self.config.model, averaged=False)
         with tempfile.TemporaryDirectory() as folder:
-            found = score(self.session, self.corpus, self.config, Path(folder) / "model", before, weights).record()
-        told = json.loads((self.options.tokens / recipe_tokens.SUMMARY).read_text())
-        bits = told["val_tokens"] / told["val_bytes"] / math.log(2)  # of a nat a token, on the held-out text
+            scored = score(
+                self.session, self.corpus, self.config, Path(folder) / "model", before, weights
+            ).record()
+        counts = json.loads((self.options.tokens / recipe_tokens.SUMMARY).read_text())
+        bits = counts["val_tokens"] / counts["val_bytes"] / math.log(2)  # bits per byte for one nat per token
         return {
             "artifact": {
-                **found,
-                "bits_per_byte_before": found["loss_before"] * bits,
-                "bits_per_byte_after": found["loss_after"] * bits,
+                **scored,
+                "bits_per_byte_before": scored["loss_before"] * bits,
+                "bits_per_byte_after": scored["loss_after"] * bits,
             }
         }
 
 
 class Source(Trainer):
-    """As the recipe's source does."""
+    """Trains as the recipe's source does."""
 
     def set_up(self) -> None:
-        """Makes the model."""
+        """Builds the model."""
         weights = dict(initial_weights(self.config.model, self.config.seed))
         self.arm = Arm(self.config, weights, self.device, tuned=not self.options.no_tuning)
 
     def update(self, tokens: Any) -> Any:
-        """One update; its loss, unread."""
+        """Takes one update; returns its loss, still on the device."""
         training = self.config.training
         rate = factor(
             np.float32(self.done),
@@ -173,8 +175,8 @@ class Source(Trainer):
         )
         return self.arm.step(self.done, [self.batch(part) for part in tokens], float(rate))
 
-    def look(self) -> float:
-        """The held-out loss."""
+    def evaluate(self) -> float:
+        """Returns the held-out loss."""
         total, count = 0.0, 0
         given = validation_batches(
             self.corpus.validation,
@@ -188,7 +190,7 @@ class Source(Trainer):
         return total / count
 
     def batch(self, windows: Any) -> Any:
-        """Inputs and targets, on the device."""
+        """Returns inputs and targets, on the device."""
         tokens = torch.from_numpy(np.ascontiguousarray(windows))
         if self.device.type == "cuda":
             tokens = tokens.pin_memory().to(self.device, non_blocking=True)

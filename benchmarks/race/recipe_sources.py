@@ -1,7 +1,7 @@
-"""`speedrun` and `golf` as their sources train them: plain torch, autocast, their own Muon; nothing of halfstep's.
+"""`speedrun` and `golf` as their sources train them: plain torch, autocast, their own Muon, and no halfstep.
 
-What the sources do, from their descriptions (modded-nanogpt's record 9, Parameter-Golf's baseline), in our names
-of parameters, so that both sides of a race start from the same weights and tests can hold one against the other:
+This follows the descriptions of the sources (modded-nanogpt's record 9, Parameter-Golf's baseline) with our
+parameter names, so that both sides of a race start from the same weights and tests can compare them:
 
     speedrun   fp32 weights under torch.autocast in bf16, the stream in fp32, logits capped in bf16 and then
                widened; compiled with coordinate descent; DDP of one process; cuDNN attention
@@ -10,8 +10,8 @@ of parameters, so that both sides of a race start from the same weights and test
     both       eight micro-batches summed in fp32; a fused Adam for each kind of parameter; Muon, matrix by matrix,
                five Newton-Schulz steps in bf16, updates collected in one bf16 buffer and applied from there
 
-One thing differs: rotary positions turn as ours do. The sources turn the other way, which is the same function of
-weights whose halves of each head of q and k are exchanged.
+One thing differs: rotary positions rotate in our direction. The sources rotate in the other, which is the same
+function of weights with the halves of each head of q and k exchanged.
 """
 
 from collections.abc import Sequence

@@ -1,9 +1,9 @@
-"""Real tokens without a network: the Python source of installed packages, packed by a BPE that is trained on it.
+"""Makes real tokens without a network: the Python source of installed packages, encoded by a BPE trained on it.
 
     python benchmarks/race/recipe_tokens.py FOLDER [--vocabulary 50257] [--megabytes 200]
 
-Writes FOLDER/train_000.bin, FOLDER/val_000.bin (every 50th file) and FOLDER/tokens.json, which says how many bytes
-of text the tokens of each stand for: a byte-level BPE loses none. A folder that is complete is used as it is.
+Writes FOLDER/train_000.bin, FOLDER/val_000.bin (every 50th file) and FOLDER/tokens.json, which records how many
+bytes of text the tokens of each file encode: a byte-level BPE loses none. A complete folder is used as it is.
 """
 
 import argparse
@@ -22,12 +22,12 @@ AT_ONCE = 512  # files
 
 
 def make(folder: Path, vocabulary: int, megabytes: int = 200, roots: list[Path] | None = None) -> dict[str, int]:
-    """The summary of a folder of tokens, which is made if it is not there."""
+    """Returns the summary of a folder of tokens, which is created if missing."""
     if (folder / SUMMARY).exists():
-        found: dict[str, int] = json.loads((folder / SUMMARY).read_text())
-        if found["vocabulary"] > vocabulary:
-            raise SystemExit(f"{folder} has {found['vocabulary']} tokens, and the model {vocabulary}")
-        return found
+        summary: dict[str, int] = json.loads((folder / SUMMARY).read_text())
+        if summary["vocabulary"] > vocabulary:
+            raise SystemExit(f"{folder} uses {summary['vocabulary']} tokens, more than the model's {vocabulary}")
+        return summary
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     started = time.perf_counter()
@@ -40,27 +40,27 @@ def make(folder: Path, vocabulary: int, megabytes: int = 200, roots: list[Path] 
     trainer = trainers.BpeTrainer(
         vocab_size=vocabulary, special_tokens=[END], initial_alphabet=alphabet, show_progress=False
     )
-    # A third of the text says what is frequent; encoding takes the rest of the time.
+    # A third of the text is enough to find frequent pairs, and most of the time goes into encoding.
     tokenizer.train_from_iterator(texts[::3], trainer)
-    told = {"vocabulary": tokenizer.get_vocab_size(), "train_bytes": 0, "val_bytes": 0}
+    summary = {"vocabulary": tokenizer.get_vocab_size(), "train_bytes": 0, "val_bytes": 0}
     parts: dict[str, list[np.ndarray]] = {"train": [], "val": []}
     for first in range(0, len(texts), AT_ONCE):
         chunk = texts[first : first + AT_ONCE]
         for place, encoded in enumerate(tokenizer.encode_batch(chunk), first):
             side = "val" if place % HELD_OUT_EVERY == 0 else "train"
             parts[side].append(np.asarray([tokenizer.token_to_id(END), *encoded.ids], "<u2"))
-            told[f"{side}_bytes"] += len(chunk[place - first].encode())
+            summary[f"{side}_bytes"] += len(chunk[place - first].encode())
     for side, arrays in parts.items():
         tokens = np.concatenate(arrays)
-        told[f"{side}_tokens"] = len(tokens)
+        summary[f"{side}_tokens"] = len(tokens)
         write_shard(folder / f"{side}_000.bin", tokens)
-    told["seconds"] = round(time.perf_counter() - started)
-    (folder / SUMMARY).write_text(json.dumps(told))  # last: without it the folder is not complete
-    return told
+    summary["seconds"] = round(time.perf_counter() - started)
+    (folder / SUMMARY).write_text(json.dumps(summary))  # last: it marks the folder as complete
+    return summary
 
 
 def sources(roots: list[Path], megabytes: int) -> Iterator[str]:
-    """The text of Python files, in the order of their paths, each content once, up to a size."""
+    """Yields the text of Python files in the order of their paths, each content once, up to a total size."""
     left, seen = megabytes << 20, set[int]()
     for root in roots:
         for path in sorted(root.rglob("*.py")):
@@ -78,7 +78,7 @@ def sources(roots: list[Path], megabytes: int) -> Iterator[str]:
 
 
 def write_shard(path: Path, tokens: np.ndarray) -> None:
-    """One shard of uint16 tokens, as both sources have them and halfstep.training.data.shards reads them."""
+    """Writes one shard of uint16 tokens in the format that both sources and halfstep read."""
     header = np.zeros(256, "<i4")
     header[:3] = 20240520, 1, len(tokens)
     with open(path, "wb") as file:

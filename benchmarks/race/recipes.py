@@ -3,16 +3,15 @@
     python benchmarks/race/recipes.py --recipe speedrun [--steps 200] [--source-steps 60] [--json FILE]
     python benchmarks/race/recipes.py --recipe golf [--steps 200] [--source-steps 200]
 
-Each arm is a process of its own; they take turns of `--turn` updates on the same tokens from the same first
-weights, so that what the device does in a minute it does to both. `source` is the recipe as its source trains it
-(recipe_sources.py), `halfstep` is the recipe as `halfstep train` runs it. Both run the first steps of the recipe's
-own schedule. The source may be given fewer updates, for they cost a second each: its turns are then spread over
-those of the other, and the held-out loss is compared after as many updates of each.
+Each arm is a process. They take turns of `--turn` updates on the same tokens from the same initial weights, so
+that a change of the device's speed affects both. `source` is the recipe as its source trains it
+(recipe_sources.py), `halfstep` is the recipe as `halfstep train` runs it. Both run the first steps of the
+recipe's own schedule. The source may get fewer updates, because each costs a second: its turns are then spread
+over those of the other arm, and the held-out losses are compared after equally many updates.
 
-Time is of an update, by device events, the first of each turn left out; memory is the most that was allocated in
-any turn but the first, which compiles.
-`golf` ends with its int8 + zlib artifact, scored on the same held-out tokens.
-Tokens are made if `--tokens` names none (recipe_tokens.py). What PERF anchors say is printed beside.
+Time is per update, by device events, without the first update of each turn. Memory is the most allocated in any
+turn but the first, which compiles. `golf` ends with its int8 + zlib artifact, scored on the same held-out
+tokens. Without `--tokens`, recipe_tokens.py makes them. The source's earlier figures are printed for comparison.
 """
 
 import argparse
@@ -34,34 +33,34 @@ from halfstep.config.run import RunConfig
 from halfstep.tools.bench.workers import FailedError, Worker
 
 Answer = dict[str, Any]
-# Of the source on an H200: milliseconds an update of 524,288 tokens, MiB.
+# The source on an H200: milliseconds per update of 524,288 tokens, and MiB.
 ANCHORS = {"speedrun": (1091.0, 35463), "golf": (313.5, 10940)}
 TOLERANCE = 0.03
-SOURCE_STEPS = 60  # of speedrun: they take a second each
+SOURCE_STEPS = 60  # for speedrun, whose updates take a second each
 ARMS = ("halfstep", "source")
-SPARE_SECONDS = 30.0  # kept for the last looks
+SPARE_SECONDS = 30.0  # kept for the last evaluations
 
 
 def main() -> int:
     options = arguments()
     if options.worker:
-        import recipe_arms  # with torch, which the others do not need
+        import recipe_arms  # imports torch, which the parent does not need
 
         return recipe_arms.serve(options, configuration(options))
     started = time.perf_counter()
     config = configuration(options)
-    with tempfile.TemporaryDirectory() as made:
-        options.tokens = options.tokens or Path(made) / "tokens"
+    with tempfile.TemporaryDirectory() as folder:
+        options.tokens = options.tokens or Path(folder) / "tokens"
         # 50,257 as GPT-2 has them: the rest of 50,304 is padding
         vocabulary = min(config.model.vocabulary, 50257)
-        told = recipe_tokens.make(options.tokens, vocabulary, options.megabytes)
-        say(f"tokens: {told}, {time.perf_counter() - started:.0f} s")
-        found = race(options, started, Path(made))
-    found |= {"recipe": options.recipe, "tokens": told, "tokens_per_step": tokens_per_step(config)}
-    found["seconds"] = time.perf_counter() - started
+        tokens = recipe_tokens.make(options.tokens, vocabulary, options.megabytes)
+        say(f"tokens: {tokens}, {time.perf_counter() - started:.0f} s")
+        results = race(options, started, Path(folder))
+    results |= {"recipe": options.recipe, "tokens": tokens, "tokens_per_step": tokens_per_step(config)}
+    results["seconds"] = time.perf_counter() - started
     if options.json:
-        options.json.write_text(json.dumps(found, indent=1))
-    print("\n".join(table(found, options.recipe)))
+        options.json.write_text(json.dumps(results, indent=1))
+    print("\n".join(table(results, options.recipe)))
     return 0
 
 
@@ -71,18 +70,20 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS))
     parser.add_argument("--steps", type=int, default=200, help="updates of halfstep")
     parser.add_argument(
-        "--source-steps", type=int, default=None, help="updates of the source; as many without it, of speedrun 60"
+        "--source-steps", type=int, default=None, help="updates of the source (default: as many; speedrun 60)"
     )
     parser.add_argument("--turn", type=int, default=10, help="updates of one turn")
-    parser.add_argument("--seconds", type=float, default=540.0, help="stop in time, with what there is")
-    parser.add_argument("--policy", default="bf16-mixed", help="of halfstep")
-    parser.add_argument("--held-out", type=int, default=1 << 20, help="tokens of a look")
+    parser.add_argument(
+        "--seconds", type=float, default=540.0, help="stop after so many seconds and report what there is"
+    )
+    parser.add_argument("--policy", default="bf16-mixed", help="policy of halfstep")
+    parser.add_argument("--held-out", type=int, default=1 << 20, help="held-out tokens per evaluation")
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--tokens", type=Path, help="a folder of recipe_tokens.py, made if it is not there")
-    parser.add_argument("--megabytes", type=int, default=200, help="of text, at most")
+    parser.add_argument("--tokens", type=Path, help="a folder of recipe_tokens.py (created if missing)")
+    parser.add_argument("--megabytes", type=int, default=200, help="at most so much text")
     parser.add_argument("--set", action="append", default=[], dest="overrides", help="a setting of the recipe")
-    parser.add_argument("--no-tuning", action="store_true", help="the source without coordinate descent")
-    parser.add_argument("--recompute-far", action="store_true", help="halfstep with less memory, and slower")
+    parser.add_argument("--no-tuning", action="store_true", help="compile the source without coordinate descent")
+    parser.add_argument("--recompute-far", action="store_true", help="run halfstep with less memory, but slower")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--worker", choices=ARMS, help=argparse.SUPPRESS)
     return parser.parse_args()
@@ -100,14 +101,14 @@ def tokens_per_step(config: RunConfig) -> int:
 
 
 def race(options: argparse.Namespace, started: float, logs: Path) -> Answer:
-    """Turn by turn: next is whoever has the smallest share of its updates."""
+    """Runs turn by turn: next is the arm with the smallest share of its updates."""
     by_default = min(options.steps, SOURCE_STEPS) if options.recipe == "speedrun" else options.steps
     wanted = {"halfstep": options.steps, "source": options.source_steps or by_default}
     wanted = {arm: wanted[arm] for arm in options.arms}
     common = min(wanted.values())
     command = [sys.executable, __file__, "--tokens", str(options.tokens), *passed_on()]
     workers: dict[str, Worker] = {}
-    arms: dict[str, Answer] = {arm: {"seconds": [], "losses": [], "looks": {}} for arm in wanted}
+    arms: dict[str, Answer] = {arm: {"seconds": [], "losses": [], "evaluations": {}} for arm in wanted}
     try:
         for arm in wanted:  # one after another: compiling takes all cores
             workers[arm] = Worker([*command, "--worker", arm], logs / f"{arm}.log", os.environ)
@@ -117,7 +118,7 @@ def race(options: argparse.Namespace, started: float, logs: Path) -> Answer:
             try:
                 if not take_turn(arm, workers[arm], arms[arm], wanted[arm], common, options, started):
                     break
-            except FailedError as error:  # what the others found is kept
+            except FailedError as error:  # keep the results of the other
                 arms[arm]["failed"] = error.message
                 workers.pop(arm).end()
                 say(f"{arm} failed: {error.message}")
@@ -133,7 +134,7 @@ def race(options: argparse.Namespace, started: float, logs: Path) -> Answer:
 def take_turn(
     name: str, worker: Worker, arm: Answer, wanted: int, common: int, options: argparse.Namespace, started: float
 ) -> bool:
-    """One turn of an arm, up to the update after which all are looked at; whether there is time for another."""
+    """Runs one turn of an arm, at most up to the next evaluation; returns whether there is time for another."""
     done = len(arm["losses"])
     until = min(done + options.turn, wanted, common if done < common else wanted)
     left = left_of(options, started)
@@ -145,7 +146,7 @@ def take_turn(
     arm["losses"] += answer["losses"]
     arm["memory"] = answer["memory"]
     if until in (common, wanted):
-        arm["looks"][until] = worker.ask({"do": "look"}, 120.0)["loss"]
+        arm["evaluations"][until] = worker.ask({"do": "evaluate"}, 120.0)["loss"]
     pace = f"{1000 * statistics.median(arm['seconds']):.1f} ms" if arm["seconds"] else "not timed yet"
     say(f"{name}: {until} of {wanted} updates, loss {arm['losses'][-1]:.4f}, {pace}")
     return True
@@ -156,7 +157,7 @@ def left_of(options: argparse.Namespace, started: float) -> float:
 
 
 def passed_on() -> list[str]:
-    """The options, for a worker: those that name files are its parent's alone."""
+    """Returns the options for a worker: all but those that name files."""
     kept, skip = list[str](), False
     for word in sys.argv[1:]:
         if skip:
@@ -168,27 +169,27 @@ def passed_on() -> list[str]:
     return kept
 
 
-def table(found: Answer, recipe: str) -> list[str]:
-    """What came out, in lines."""
-    lines = [f"{recipe}: {found['tokens_per_step']:,} tokens an update", ""]
+def table(results: Answer, recipe: str) -> list[str]:
+    """Returns the results as lines of text."""
+    lines = [f"{recipe}: {results['tokens_per_step']:,} tokens per update", ""]
     lines.append(
         f"{'arm':10} {'updates':>8} {'ms/update':>10} {'spread':>8} {'MiB':>8}  held-out loss after updates"
     )
     pace = {}
-    for name, arm in found["arms"].items():
+    for name, arm in results["arms"].items():
         if not arm["seconds"]:
-            told = arm.get("failed", "no update was timed: one turn more is needed")
-            lines.append(f"{name:10} {len(arm['losses']):8} {told}")
+            reason = arm.get("failed", "no update was timed: one more turn is needed")
+            lines.append(f"{name:10} {len(arm['losses']):8} {reason}")
             continue
         pace[name] = 1000 * statistics.median(arm["seconds"])
         low, high = (1000 * value for value in (min(arm["seconds"]), max(arm["seconds"])))
-        looks = ", ".join(f"{loss:.4f} ({steps})" for steps, loss in arm["looks"].items())
+        losses = ", ".join(f"{loss:.4f} ({steps})" for steps, loss in arm["evaluations"].items())
         memory = arm["memory"] / 2**20
         lines.append(
-            f"{name:10} {len(arm['losses']):8} {pace[name]:10.1f} {high - low:8.1f} {memory:8,.0f}  {looks}"
+            f"{name:10} {len(arm['losses']):8} {pace[name]:10.1f} {high - low:8.1f} {memory:8,.0f}  {losses}"
         )
     if len(pace) == 2:
-        arms = found["arms"]
+        arms = results["arms"]
         memory = arms["halfstep"]["memory"] / arms["source"]["memory"] - 1
         lines += [
             "",
@@ -201,7 +202,7 @@ def table(found: Answer, recipe: str) -> list[str]:
         lines.append(
             f"the source against its anchor, {anchor} ms and {memory:,} MiB: time {off:+.1%}, {verdict} 3 %"
         )
-    artifact = found["arms"].get("halfstep", {}).get("artifact")
+    artifact = results["arms"].get("halfstep", {}).get("artifact")
     if artifact:
         before, after = artifact["bits_per_byte_before"], artifact["bits_per_byte_after"]
         lines.append(

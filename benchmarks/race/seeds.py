@@ -1,15 +1,15 @@
-"""Does a policy learn what fp32 learns? A GPT-2 of torch's own layers through `prepare`, several seeds of each.
+"""Checks that a policy learns what fp32 learns: a GPT-2 of torch's own layers through `prepare`, several seeds.
 
     python benchmarks/race/seeds.py [--policies fp32 bf16-mixed fp16-mixed] [--seeds 0 1 2] [--steps 500]
         [--layers 12] [--width 768] [--heads 12] [--context 1024] [--batch 8] [--log FILE] [--device cuda]
         [--against docs/measurements/seeds.jsonl]
 
 The model is the race's (GPT-2-124M as people write it), the text is bytes of the standard library, and a seed
-draws the first weights and the order of the batches, the same for every policy. AdamW with 5 % warmup and a linear
-way down to a tenth. A policy passes when the mean of its held-out losses lies within the spread of fp32's seeds
-(their largest minus their smallest) of fp32's mean. `--log` keeps every tenth training loss and each held-out one,
-a line of JSON each; `--against` takes fp32's held-out losses of the same seeds from such a log, for they take
-longest by far. Exit code 1 if a policy fails.
+draws the first weights and the order of the batches, the same for every policy. AdamW with 5 % warmup and a
+linear way down to a tenth. A policy passes when the mean of its held-out losses lies within the spread of fp32's
+seeds (their largest minus their smallest) of fp32's mean. `--log` keeps every tenth training loss and each
+held-out one, a line of JSON each; `--against` takes fp32's held-out losses of the same seeds from such a log,
+for they take longest by far. Exit code 1 if a policy fails.
 """
 
 import argparse
@@ -32,7 +32,7 @@ VOCABULARY, RATE, CLIP_NORM, HELD_OUT = 50304, 6e-4, 1.0, 65536
 
 
 def factor(step: int, steps: int) -> float:
-    """The share of the rate at a step."""
+    """Returns the schedule's factor at a step."""
     warmup = max(1, steps // 20)
     return min((step + 1) / warmup, 1.0 - 0.9 * max(0, step - warmup) / (steps - warmup))
 
@@ -43,7 +43,7 @@ def pairs(tokens: Any, device: str) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def train(policy: str, seed: int, corpus: Corpus, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Trains one model; training losses as they come, the held-out one last."""
+    """Trains one model; yields training losses as they come, and the held-out loss last."""
     torch.manual_seed(seed)
     shape = {name: getattr(options, name) for name in ("layers", "width", "heads", "context")}
     model = GPT2(vocabulary=VOCABULARY, **shape).to(options.device)
@@ -74,7 +74,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--log")
-    parser.add_argument("--against", help="a log whose fp32 is held against")
+    parser.add_argument("--against", help="a log to take fp32's losses from")
     numbers = {"steps": 500, "layers": 12, "width": 768, "heads": 12, "context": 1024, "batch": 8}
     for name, value in numbers.items():
         parser.add_argument(f"--{name}", type=int, default=value)
@@ -92,14 +92,14 @@ def main() -> int:
                 for event in train(policy, seed, corpus, options):
                     print(json.dumps({"policy": policy, "seed": seed, **event}), file=log, flush=True)
                 found.setdefault(policy, []).append(event["held_out"])
-                told = f"{policy}, seed {seed}: held-out {event['held_out']:.4f}, {event['seconds']:.0f} s"
-                print(f"{told}, {event['skipped']} skipped, last scale {event['scale']:g}", flush=True)
+                summary = f"{policy}, seed {seed}: held-out {event['held_out']:.4f}, {event['seconds']:.0f} s"
+                print(f"{summary}, {event['skipped']} skipped, last scale {event['scale']:g}", flush=True)
                 torch.compiler.reset()
     return judge(found)
 
 
 def recorded(log: str, seeds: list[int]) -> dict[str, list[float]]:
-    """fp32's held-out losses of a log, in the order of the seeds."""
+    """Returns fp32's held-out losses from a log, in the order of the seeds."""
     with open(log, encoding="utf-8") as file:
         events = [json.loads(line) for line in file]
     losses = {e["seed"]: e["held_out"] for e in events if e["policy"] == "fp32" and "held_out" in e}
@@ -109,7 +109,7 @@ def recorded(log: str, seeds: list[int]) -> dict[str, list[float]]:
 
 
 def judge(found: dict[str, list[float]]) -> int:
-    """The table; fp32, or else the first policy, is what the others are held to."""
+    """Prints the table; policies are compared with fp32, or else with the first one."""
     base = "fp32" if "fp32" in found else next(iter(found))
     mean, spread = statistics.mean(found[base]), max(found[base]) - min(found[base])
     print(f"\n{'policy':<32}{'held-out loss by seed':<34}{'mean':>8}{f'- {base}':>14}   spread {spread:.4f}")

@@ -1,4 +1,4 @@
-"""The sources of `speedrun` and `golf` in plain torch compute what the recipes compute, and train alike."""
+"""The sources of `speedrun` and `golf` in plain torch compute and train like the recipes."""
 
 import importlib.util
 import json
@@ -44,7 +44,7 @@ def config_of(recipe):
 
 
 def awake(model):
-    """First weights with noise on each: what is zero or one would hide a wrong formula."""
+    """Initial weights plus noise: zeros and ones would hide a wrong formula."""
     noise = np.random.default_rng(0)
     return {
         n: np.asarray(v + 0.3 * noise.standard_normal(v.shape), np.float32) for n, v in initial_weights(model, 0)
@@ -59,17 +59,17 @@ def source_of(sources, recipe, weights, tables=torch.float32):
 
 
 @pytest.mark.parametrize("recipe", SMALL)
-def test_the_recipe_is_the_function_of_its_source(recipe, sources):
-    """Loss and every gradient in fp32: some fifty sums of at most 128 terms one after another, signs at random."""
+def test_the_recipe_computes_what_its_source_computes(recipe, sources):
+    """Loss and gradients in fp32: some fifty sums of at most 128 terms in sequence, with random signs."""
     config = config_of(recipe).model
     weights = awake(config)
     ours, theirs = Decoder(config), source_of(sources, recipe, weights)
     ours.set_weights(weights.items())
     tokens = torch.from_numpy(np.random.default_rng(1).integers(0, 64, (3, 17)))
-    found = ours.loss(tokens[:, :-1], tokens[:, 1:]) / tokens[:, 1:].numel()
+    loss = ours.loss(tokens[:, :-1], tokens[:, 1:]) / tokens[:, 1:].numel()
     expected = theirs(tokens[:, :-1], tokens[:, 1:])
-    assert float(found.detach()) == pytest.approx(float(expected.detach()), rel=1e-6)
-    found.backward()
+    assert float(loss.detach()) == pytest.approx(float(expected.detach()), rel=1e-6)
+    loss.backward()
     expected.backward()
     named = dict(theirs.named_parameters())
     assert named.keys() == dict(ours.named_parameters()).keys()
@@ -81,8 +81,8 @@ def test_the_recipe_is_the_function_of_its_source(recipe, sources):
 
 
 @torch.no_grad()
-def test_the_other_way_to_turn_is_the_same_with_halves_exchanged(sources, monkeypatch):
-    """The sources turn by the negative angle."""
+def test_rotating_the_other_way_equals_exchanging_halves(sources, monkeypatch):
+    """The sources rotate by the negative angle."""
     weights = awake(config_of("speedrun").model)
     tokens = torch.from_numpy(np.random.default_rng(1).integers(0, 64, (3, 17)))
     expected = source_of(sources, "speedrun", weights)(tokens[:, :-1], tokens[:, 1:])
@@ -99,15 +99,15 @@ def test_the_other_way_to_turn_is_the_same_with_halves_exchanged(sources, monkey
 
 
 @pytest.mark.parametrize("recipe", SMALL)
-def test_the_recipe_trains_as_its_source(recipe, sources):
+def test_the_recipe_trains_like_its_source(recipe, sources):
     """Three updates with the source's own optimizers, in bf16: the same losses to a rounding of the logits."""
     config = load(recipe, [*SHARED, *SMALL[recipe], "model.layers=2", "model.context=8", "training.batch=1"])
     if recipe == "speedrun":
-        config = replace(config, optimizer=replace(config.optimizer, head_rate=0.05))  # of a head as small as this
+        config = replace(config, optimizer=replace(config.optimizer, head_rate=0.05))  # for such a small head
     rng = np.random.default_rng(2)
     batches = [rng.integers(0, 8, (2, 1, 9)).astype(np.int32) for _ in range(4)]
     session = open_session(config, Policy.parse("bf16-mixed"), "cpu")
-    found = [session.read(session.step(batch))["loss"] for batch in batches]
+    losses = [session.read(session.step(batch))["loss"] for batch in batches]
     arm = sources.Arm(config, dict(initial_weights(config.model, config.seed)), torch.device("cpu"))
     try:
         expected = []
@@ -117,36 +117,36 @@ def test_the_recipe_trains_as_its_source(recipe, sources):
     finally:
         if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
-    assert found == pytest.approx(expected, rel=2**-7)
-    assert abs(found[-1] - found[0]) > 0.05  # the weights did move
+    assert losses == pytest.approx(expected, rel=2**-7)
+    assert abs(losses[-1] - losses[0]) > 0.05  # the weights did move
 
 
 def test_tokens_are_packed_from_source_text(tmp_path):
     pytest.importorskip("tokenizers")
     for i in range(120):
         (tmp_path / f"m{i:03}.py").write_text(f"def f{i}(x):\n    return x + {i}  # größer\n" * 3)
-    told = script("recipe_tokens").make(tmp_path / "out", 300, 1, [tmp_path])
+    summary = script("recipe_tokens").make(tmp_path / "out", 300, 1, [tmp_path])
     corpus = load_corpus(str(tmp_path / "out"), 0.1, 300)
-    assert (len(corpus.train), len(corpus.validation)) == (told["train_tokens"], told["val_tokens"])
+    assert (len(corpus.train), len(corpus.validation)) == (summary["train_tokens"], summary["val_tokens"])
     sizes = [len((tmp_path / f"m{i:03}.py").read_bytes()) for i in range(120)]
-    assert told["val_bytes"] == sum(sizes[::50])
-    assert told["train_bytes"] + told["val_bytes"] == sum(sizes)
-    assert told == json.loads((tmp_path / "out" / "tokens.json").read_text())
-    assert script("recipe_tokens").make(tmp_path / "out", 300) == told  # as it is
+    assert summary["val_bytes"] == sum(sizes[::50])
+    assert summary["train_bytes"] + summary["val_bytes"] == sum(sizes)
+    assert summary == json.loads((tmp_path / "out" / "tokens.json").read_text())
+    assert script("recipe_tokens").make(tmp_path / "out", 300) == summary  # used as it is
 
 
-def test_the_table_says_what_was_measured(monkeypatch):
+def test_the_table_shows_the_measurements(monkeypatch):
     script("recipe_tokens")
     recipes = script("recipes")
-    arm = {"losses": [3.0] * 4, "looks": {4: 2.5}, "memory": 35463 << 20}
-    found = {
+    arm = {"losses": [3.0] * 4, "evaluations": {4: 2.5}, "memory": 35463 << 20}
+    results = {
         "tokens_per_step": 524288,
         "arms": {"halfstep": {**arm, "seconds": [1.0, 1.1]}, "source": {**arm, "seconds": [1.09, 1.1]}},
     }
-    told = "\n".join(recipes.table(found, "speedrun"))
-    assert "time -4.1%, memory +0.0%" in told
-    assert "time +0.4%, within 3 %" in told
-    found["arms"]["source"]["seconds"] = [1.3]
-    assert "NOT within 3 %" in "\n".join(recipes.table(found, "speedrun"))
+    table = "\n".join(recipes.table(results, "speedrun"))
+    assert "time -4.1%, memory +0.0%" in table
+    assert "time +0.4%, within 3 %" in table
+    results["arms"]["source"]["seconds"] = [1.3]
+    assert "NOT within 3 %" in "\n".join(recipes.table(results, "speedrun"))
     monkeypatch.setattr(sys, "argv", ["x", "--recipe", "golf", "--tokens", "a", "--json=b", "--steps", "3"])
     assert recipes.passed_on() == ["--recipe", "golf", "--steps", "3"]

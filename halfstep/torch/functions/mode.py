@@ -20,7 +20,7 @@ unchanged, and the next layer rounds its result. Sums and activation functions i
 themselves.
 
 torch.compile traces through all of this with fullgraph=True. In eager mode each function that a module's own
-code calls costs one Python call more; benchmarks/measure/reach_cost.py measures it.
+code calls costs one Python call more; benchmarks/measure/interception_cost.py measures it.
 """
 
 from collections.abc import Callable

@@ -1,10 +1,11 @@
-"""What it costs in eager code that functions are reached: a training step with the mode of reach.py, and without.
+"""Measures what intercepting torch functions costs an eager training step: with the function mode, and without.
 
-    python benchmarks/measure/reach_cost.py [--device cuda] [--width 768] [--layers 12] [--tokens 1024] [--batch 8]
+    python benchmarks/measure/interception_cost.py [--device cuda] [--width 768] [--layers 12]
+        [--tokens 1024] [--batch 8]
 
-Steps of Hugging Face's GPT-2 and Llama under bf16-mixed, in turns, the best of 15 each. "without" runs a forward
-as if the mode were not there: layers cast as ever, functions run in what they are given. The difference is work of
-the host; on a GPU that is busy it hides behind kernels. Compiled code has none of it.
+Times steps of Hugging Face's GPT-2 and Llama under bf16-mixed, in turns, the best of 15 each. "without" disables
+the mode: layers still cast, functions run in the dtypes they are given. The difference is work on the host; a
+busy GPU hides it behind its kernels. Compiled code pays none of it.
 """
 
 import argparse
@@ -43,7 +44,7 @@ def without(mode: Any, forward: Callable[..., Any], args: Any, kwargs: Any) -> A
 
 
 def measure(model: nn.Module, options: argparse.Namespace) -> tuple[float, float, int]:
-    """Seconds of a step with and without, and how many functions the mode sees."""
+    """Returns seconds per step with and without the mode, and how many functions it intercepts."""
     model.to(options.device)
     run = prepare(model, AdamW(model.parameters(), lr=1e-4), "bf16-mixed")
     tokens = torch.randint(0, 1024, (options.batch, options.tokens), device=options.device)
@@ -56,7 +57,7 @@ def measure(model: nn.Module, options: argparse.Namespace) -> tuple[float, float
         return time.perf_counter() - begun
 
     seen: list[Any] = []
-    WATCHERS.append(lambda *told: seen.append(told[1]))
+    WATCHERS.append(lambda *event: seen.append(event[1]))
     step()
     WATCHERS.pop()
     times: dict[Any, list[float]] = {within: [], without: []}
@@ -79,7 +80,9 @@ def main() -> None:
     for name, model in models(options).items():
         on, off, calls = measure(model, options)
         each = (on - off) / calls * 1e6
-        print(f"{name}: {on * 1e3:.1f} ms a step, {off * 1e3:.1f} without; {calls} functions, {each:.1f} us each")
+        print(
+            f"{name}: {on * 1e3:.1f} ms per step, {off * 1e3:.1f} without; {calls} functions, {each:.1f} us each"
+        )
 
 
 if __name__ == "__main__":
