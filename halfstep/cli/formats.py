@@ -5,6 +5,12 @@ from typing import Any
 from halfstep.cli.output import Flag, print_json, print_table
 from halfstep.core.formats import NAMED, Format
 
+PROPERTIES = (
+    *("name", "bits", "exponent_bits", "mantissa_bits", "bias", "max", "smallest_normal", "smallest_subnormal"),
+    *("epsilon", "decimal_digits", "has_inf", "has_nan", "native_overflow"),
+)
+HEAD = ("format", "bits", "layout", "largest", "smallest normal", "smallest", "digits", "inf", "NaN", "overflow")
+
 
 def formats(*names: str, json: Flag = False) -> None:
     """Show number formats: bits, range, precision, and what happens on overflow.
@@ -23,38 +29,12 @@ def formats(*names: str, json: Flag = False) -> None:
     if json:
         print_json([describe(fmt) for fmt in chosen])
         return
-    columns = (
-        "format",
-        "bits",
-        "layout",
-        "largest",
-        "smallest normal",
-        "smallest",
-        "digits",
-        "inf",
-        "NaN",
-        "overflow",
-    )
-    print_table(columns, map(_row, chosen), right=columns[3:7])
+    print_table(HEAD, map(_row, chosen), right=HEAD[3:7])
 
 
 def describe(fmt: Format) -> dict[str, Any]:
     """Returns all properties of a format."""
-    return {
-        "name": fmt.name,
-        "bits": fmt.bits,
-        "exponent_bits": fmt.exponent_bits,
-        "mantissa_bits": fmt.mantissa_bits,
-        "bias": fmt.bias,
-        "max": fmt.max,
-        "smallest_normal": fmt.smallest_normal,
-        "smallest_subnormal": fmt.smallest_subnormal,
-        "epsilon": fmt.epsilon,
-        "decimal_digits": fmt.decimal_digits,
-        "has_inf": fmt.has_inf,
-        "has_nan": fmt.has_nan,
-        "native_overflow": fmt.native_overflow,
-    }
+    return {name: getattr(fmt, name) for name in PROPERTIES}
 
 
 def _row(fmt: Format) -> tuple[str, ...]:

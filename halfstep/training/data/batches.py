@@ -34,7 +34,6 @@ TokenBatch: TypeAlias = NDArray[np.int32]
 SORTED_AT_MOST = 1 << 20
 
 _COUNTED_AT_ONCE = 1 << 20
-_DENSE_VOCABULARY = 4096
 _WORD = (1 << 64) - 1
 
 
@@ -185,37 +184,23 @@ def bigram_bits(tokens: Tokens) -> float:
         return 0.0
     spans = [slice(low, low + _COUNTED_AT_ONCE) for low in range(0, len(tokens), _COUNTED_AT_ONCE)]
     vocabulary = 1 + max(int(tokens[span].max()) for span in spans)
-    pairs, counts = (_dense_pairs if vocabulary <= _DENSE_VOCABULARY else _sparse_pairs)(tokens, vocabulary)
+    pairs, counts = _count_pairs(tokens, vocabulary)
     before = pairs // vocabulary
     totals = np.bincount(before, weights=counts, minlength=vocabulary)
     return float(-np.sum(counts * np.log2(counts / totals[before])) / num_pairs) + 0.0  # + 0: never -0.0
 
 
-def _dense_pairs(tokens: Tokens, vocabulary: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Counts each pair ab that occurs, as a * vocabulary + b, in a table of all pairs."""
-    table = np.zeros(vocabulary**2, dtype=np.int64)
-    for chunk in _pairs(tokens, vocabulary):
-        table += np.bincount(chunk, minlength=len(table))
-    pairs = np.flatnonzero(table)
-    return pairs, table[pairs]
-
-
-def _sparse_pairs(tokens: Tokens, vocabulary: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Counts by sorting: memory grows with the pairs that occur, not with all possible ones."""
+def _count_pairs(tokens: Tokens, vocabulary: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Returns each pair ab that occurs, as a * vocabulary + b in ascending order, and how often it does."""
     pairs, counts = np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64)
-    for chunk in _pairs(tokens, vocabulary):
-        new, number = np.unique(chunk, return_counts=True)
+    for low in range(0, len(tokens) - 1, _COUNTED_AT_ONCE):
+        chunk = tokens[low : low + _COUNTED_AT_ONCE + 1].astype(np.int64)
+        new, number = np.unique(chunk[:-1] * vocabulary + chunk[1:], return_counts=True)
         pairs, inverse = np.unique(np.concatenate([pairs, new]), return_inverse=True)
         merged = np.zeros(len(pairs), dtype=np.int64)
         np.add.at(merged, inverse, np.concatenate([counts, number]))
         counts = merged
     return pairs, counts
-
-
-def _pairs(tokens: Tokens, vocabulary: int) -> Iterator[NDArray[np.int64]]:
-    for low in range(0, len(tokens) - 1, _COUNTED_AT_ONCE):
-        chunk = tokens[low : low + _COUNTED_AT_ONCE + 1].astype(np.int64)
-        yield chunk[:-1] * vocabulary + chunk[1:]
 
 
 def _windows(tokens: Tokens, context: int, batch: int, num_windows: int) -> Iterator[TokenBatch]:

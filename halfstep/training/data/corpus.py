@@ -59,7 +59,7 @@ def split(documents: Sequence[Document], share: float, source: str) -> tuple[lis
 
 
 def from_documents(
-    documents: Sequence[Document], share: float, vocabulary: int, source: str, description: str
+    documents: Sequence[Document], description: str, source: str, share: float, vocabulary: int
 ) -> Corpus:
     """Builds a byte-level corpus: each byte is a token, and each side is its documents joined together."""
     if vocabulary < 256:

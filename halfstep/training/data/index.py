@@ -109,16 +109,9 @@ def read_index(folder: Path) -> Index:
         )
     table = unsealed(path)
     try:
-        return Index(
-            version=table["version"],
-            tokenizer=_tokenizer(table["tokenizer"], path),
-            packing=table["packing"],
-            skipped=table["skipped"],
-            token_bytes=table["token_bytes"],
-            train=_side(table["train"], path),
-            val=_side(table["val"], path),
-            digest=table["digest"],
-        )
+        parts = {field.name: table[field.name] for field in dataclasses.fields(Index)}
+        parts |= {side: _side(table[side], path) for side in ("train", "val")}
+        return Index(**parts | {"tokenizer": _tokenizer(table["tokenizer"], path)})
     except (KeyError, TypeError) as error:
         raise DataError(f"`{path}` lacks a part of an index: {error}", hint=_PACK_AGAIN) from None
 

@@ -27,8 +27,7 @@ def load_corpus(source: str, validation: float, vocabulary: int) -> Corpus:
     a glob of either. A file that is named stdlib is reached as `./stdlib`.
     """
     if source == STDLIB:
-        documents, description = stdlib_documents()
-        return from_documents(documents, validation, vocabulary, source, description)
+        return from_documents(*stdlib_documents(), source, validation, vocabulary)
     try:
         path = Path(source).expanduser()
     except RuntimeError as error:  # ~nobody
@@ -38,17 +37,14 @@ def load_corpus(source: str, validation: float, vocabulary: int) -> Corpus:
         if not matched:
             raise _missing(source, path)
         return _load_several(matched, validation, vocabulary, source)
-    if path.is_dir():
-        if is_packed(path):
-            return packed_corpus(path, validation, vocabulary)
-        if shards := sorted(path.glob("*.bin")):
-            return _load_shards(shards, validation, vocabulary, source)
-        documents, description = folder_documents(path)
-    elif path.suffix == ".bin":
+    if path.is_dir() and is_packed(path):
+        return packed_corpus(path, validation, vocabulary)
+    if path.suffix == ".bin" and not path.is_dir():
         return _load_shards([path], validation, vocabulary, source)
-    else:
-        documents, description = file_documents(path)
-    return from_documents(documents, validation, vocabulary, source, description)
+    if path.is_dir() and (shards := sorted(path.glob("*.bin"))):
+        return _load_shards(shards, validation, vocabulary, source)
+    documents = folder_documents(path) if path.is_dir() else file_documents(path)
+    return from_documents(*documents, source, validation, vocabulary)
 
 
 def _load_several(paths: list[Path], validation: float, vocabulary: int, source: str) -> Corpus:
@@ -61,8 +57,7 @@ def _load_several(paths: list[Path], validation: float, vocabulary: int, source:
         )
     if shards:
         return _load_shards(shards, validation, vocabulary, source)
-    documents, description = glob_documents(paths, source)
-    return from_documents(documents, validation, vocabulary, source, description)
+    return from_documents(*glob_documents(paths, source), source, validation, vocabulary)
 
 
 def _load_shards(paths: list[Path], validation: float, vocabulary: int, source: str) -> Corpus:
@@ -101,9 +96,4 @@ def _missing(source: str, path: Path) -> DataError:
 
 def _searched_in(path: Path) -> str:
     """Says where a relative path was searched: a run keeps it as typed, perhaps in another folder."""
-    if path.is_absolute():
-        return ""
-    try:
-        return f" in `{Path.cwd()}`"
-    except OSError:  # the working directory was removed
-        return ""
+    return "" if path.is_absolute() else f" in `{Path.cwd()}`"

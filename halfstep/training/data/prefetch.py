@@ -5,15 +5,13 @@ and not yet taken. Because fetch depends only on the number, unused items are no
 again.
 
 An exception in fetch is raised in the caller at the place of its item, after all items before it. The thread ends
-after the last item, when fetch fails, or when the Prefetch is closed or garbage-collected: the thread holds the
-queue of items, never the Prefetch itself.
+after the last item, when fetch fails, or when the Prefetch is closed.
 """
 
 import threading
-import weakref
 from collections.abc import Callable, Iterator
 from queue import Empty, SimpleQueue
-from typing import Any, Generic, TypeVar, final
+from typing import Generic, TypeVar, final
 
 T = TypeVar("T")
 POLL_SECONDS = 0.1  # how often a waiting caller checks `is_over`
@@ -35,16 +33,10 @@ class Prefetch(Generic[T]):
         depth: int = 2,
         is_over: Callable[[], bool] = lambda: False,
     ):
-        if depth < 1:
-            raise ValueError(f"a prefetch of depth {depth} makes nothing ahead of time")
-        self._is_over = is_over
+        self._fetch, self._numbers, self._is_over = fetch, range(start, stop), is_over
         self._items: SimpleQueue[tuple[T] | BaseException | None] = SimpleQueue()  # None: there are no more
         self._room, self._closed = threading.Semaphore(depth), threading.Event()
-        shared = (self._items, self._room, self._closed)
-        self._thread = threading.Thread(
-            target=_work, args=(*shared, fetch, start, stop), name="prefetch", daemon=True
-        )
-        self._close = weakref.finalize(self, _close, *shared)
+        self._thread = threading.Thread(target=self._work, name="prefetch", daemon=True)
         self._thread.start()
 
     def __iter__(self) -> Iterator[T]:
@@ -74,31 +66,19 @@ class Prefetch(Generic[T]):
 
     def close(self) -> None:
         """Ends the thread and waits for the fetch it is running. Idempotent."""
-        self._close()
+        self._closed.set()
+        self._room.release()  # wakes the thread
+        self._items.put(None)  # wakes a caller that waits in another thread
         while self._thread.is_alive() and not self._is_over():
             self._thread.join(POLL_SECONDS)
 
-
-def _work(
-    items: SimpleQueue[tuple[T] | BaseException | None],
-    room: threading.Semaphore,
-    closed: threading.Event,
-    fetch: Callable[[int], T],
-    start: int,
-    stop: int,
-) -> None:
-    try:
-        for number in range(start, stop):
-            room.acquire()
-            if closed.is_set():
-                return
-            items.put((fetch(number),))
-        items.put(None)
-    except BaseException as error:
-        items.put(error)
-
-
-def _close(items: SimpleQueue[Any], room: threading.Semaphore, closed: threading.Event) -> None:
-    closed.set()
-    room.release()  # wakes the thread
-    items.put(None)  # wakes the caller
+    def _work(self) -> None:
+        try:
+            for number in self._numbers:
+                self._room.acquire()
+                if self._closed.is_set():
+                    return
+                self._items.put((self._fetch(number),))
+            self._items.put(None)
+        except BaseException as error:
+            self._items.put(error)

@@ -198,18 +198,16 @@ def header(num_tokens: int, dtype: np.dtype[Any]) -> bytes:
 
 def open_shard(path: Path) -> Shard:
     """Maps a shard whose header agrees with its size."""
-    again = "download or write it again"
     try:
         size = path.stat().st_size
         with open(path, "rb") as file:
             raw = file.read(HEADER_BYTES)
     except OSError as error:
         raise DataError(f"cannot read shard `{path}`: {error.strerror or error}") from None
+    again = "download or write it again"
     if len(raw) < HEADER_BYTES:
-        raise DataError(
-            f"shard `{path}` is truncated: it has {size} bytes, and the header alone takes {HEADER_BYTES}",
-            hint=again,
-        )
+        header_only = f"it has {size} bytes, and the header alone takes {HEADER_BYTES}"
+        raise DataError(f"shard `{path}` is truncated: {header_only}", hint=again)
     magic, version, num_tokens = (int(word) for word in np.frombuffer(raw, dtype="<i4", count=3))
     if magic != MAGIC:
         raise DataError(
@@ -217,19 +215,16 @@ def open_shard(path: Path) -> Shard:
             hint="a shard starts with 256 int32 words: 20240520, 1, the number of tokens",
         )
     if version not in DTYPES:
-        raise DataError(
-            f"shard `{path}` has version {version}, expected 1 (uint16 tokens) or 2 (uint32 tokens)", hint=again
-        )
+        known = "1 (uint16 tokens) or 2 (uint32 tokens)"
+        raise DataError(f"shard `{path}` has version {version}, expected {known}", hint=again)
     if num_tokens < 1:
         raise DataError(f"shard `{path}` holds {num_tokens} tokens by its header", hint="leave empty shards out")
     dtype = DTYPES[version]
     expected = HEADER_BYTES + dtype.itemsize * num_tokens
     if size != expected:
-        fault = "truncated" if size < expected else "longer than its header says"
-        raise DataError(
-            f"shard `{path}` is {fault}: it has {size} bytes, expected {expected} for {num_tokens} tokens",
-            hint=again,
-        )
+        problem = "truncated" if size < expected else "longer than its header says"
+        sizes = f"it has {size} bytes, expected {expected} for {num_tokens} tokens"
+        raise DataError(f"shard `{path}` is {problem}: {sizes}", hint=again)
     return _map_tokens(path, num_tokens, dtype)
 
 

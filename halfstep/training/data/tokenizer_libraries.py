@@ -13,9 +13,10 @@ their tokens are unknown, so their bits per byte use the average over all held-o
 import base64
 import json
 import re
+from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, final
+from typing import Any, Self, final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,13 +32,58 @@ _SPACE = "\u2581"
 _UNSPELLABLE = "\uffff"  # not a character, so it occurs in no text
 
 
+class LibraryTokenizer(Tokenizer):
+    """A tokenizer that a library reads from a file."""
+
+    def __init__(self, name: str, content: bytes, separator: int | None):
+        super().__init__(name, content, self._open(name, content), separator)
+
+    @classmethod
+    def read(cls, path: Path, separator: str | None) -> Self:
+        """Opens a file. Without a `separator`, the tokenizer's own end of text is used."""
+        tokenizer = cls(str(path), path.read_bytes(), None)
+        tokenizer.choose_separator(separator, path)
+        tokenizer.name = path.name  # an index holds no paths
+        return tokenizer
+
+    def choose_separator(self, requested: str | None, path: Path | None = None) -> None:
+        """Sets the token that separates documents: the requested one, or the first default that exists."""
+        tokens = self._tokens()
+        if requested == NO_SEPARATOR:
+            return
+        for name in self._default_separators(path) if requested is None else (requested,):
+            if name in tokens:
+                self.separator = tokens[name]
+                return
+        if requested is None:
+            raise DataError(
+                f"tokenizer `{self.name}` has no known end-of-text token",
+                hint=f"name the token that starts each document: --separator TOKEN, or --separator {NO_SEPARATOR}",
+            )
+        raise DataError(
+            f"tokenizer `{self.name}` has no token `{requested}`",
+            hint=did_you_mean(requested, tokens, f"--separator {NO_SEPARATOR} puts nothing between documents"),
+        )
+
+    @abstractmethod
+    def _open(self, name: str, content: bytes) -> int:
+        """Opens the content of the file; returns the number of tokens."""
+
+    @abstractmethod
+    def _tokens(self) -> Mapping[str, int]:
+        """Returns the tokens that can separate documents, by name."""
+
+    def _default_separators(self, path: Path | None) -> Sequence[str]:
+        return END_OF_TEXT
+
+
 @final
-class HuggingFace(Tokenizer):
+class HuggingFace(LibraryTokenizer):
     """A tokenizer.json."""
 
     kind, file = "tokenizer.json", "tokenizer.json"
 
-    def __init__(self, name: str, content: bytes, separator: int | None):
+    def _open(self, name: str, content: bytes) -> int:
         library = import_optional("tokenizers", f"tokenizer `{name}`")
         try:
             self._written: dict[str, Any] = json.loads(content)
@@ -52,18 +98,20 @@ class HuggingFace(Tokenizer):
         self._tokenizer.encode_special_tokens = True  # in a text they are text
         tokens: dict[str, int] = self._tokenizer.get_vocab(with_added_tokens=True)
         self._vocabulary = {token.removeprefix(_UNSPELLABLE): number for token, number in tokens.items()}
-        super().__init__(name, content, 1 + max(self._vocabulary.values(), default=-1), separator)
+        return 1 + max(self._vocabulary.values(), default=-1)
 
-    @classmethod
-    def read(cls, path: Path, separator: str | None) -> "HuggingFace":
-        """Opens a file; the separator is the end-of-text that it or its tokenizer_config.json names."""
-        tokenizer = cls(str(path), path.read_bytes(), None)
-        tokenizer.name = path.name  # an index holds no paths
-        names: tuple[str, ...] = END_OF_TEXT
-        if separator is None and (configured := _configured_end_of_text(path)):
-            names = (configured, *names)
-        tokenizer.separator = _separator(tokenizer._vocabulary, names, separator, str(path))
-        return tokenizer
+    def _tokens(self) -> Mapping[str, int]:
+        return self._vocabulary
+
+    def _default_separators(self, path: Path | None) -> Sequence[str]:
+        """Prefers the end of text that the tokenizer_config.json in the same folder names."""
+        try:
+            config = json.loads(((path or Path()).parent / "tokenizer_config.json").read_bytes())
+            token = config["eos_token"]
+        except (OSError, ValueError, KeyError, TypeError):
+            return END_OF_TEXT
+        text = token.get("content") if isinstance(token, dict) else token
+        return (text, *END_OF_TEXT) if isinstance(text, str) else END_OF_TEXT
 
     def encode(self, texts: Sequence[str]) -> list[NDArray[np.uint32]]:
         """Returns the tokens of each text."""
@@ -94,32 +142,27 @@ class HuggingFace(Tokenizer):
 
 
 @final
-class SentencePiece(Tokenizer):
+class SentencePiece(LibraryTokenizer):
     """A sentencepiece model. Documents begin with its beginning-of-sequence token, as is usual for these."""
 
     kind, file = "sentencepiece", "tokenizer.model"
 
-    def __init__(self, name: str, content: bytes, separator: int | None):
+    def _open(self, name: str, content: bytes) -> int:
         library = import_optional("sentencepiece", f"tokenizer `{name}`")
         try:
             self._model = library.SentencePieceProcessor(model_proto=content)
-            vocabulary = int(self._model.vocab_size())
+            return int(self._model.vocab_size())
         except (RuntimeError, OSError, ValueError) as error:
             raise DataError(
                 f"`{name}` is not a sentencepiece model: {error}", hint="name the *.model file"
             ) from None
-        super().__init__(name, content, vocabulary, separator)
 
-    @classmethod
-    def read(cls, path: Path, separator: str | None) -> "SentencePiece":
-        """Opens a file."""
-        tokenizer = cls(str(path), path.read_bytes(), None)
-        tokenizer.name = path.name  # an index holds no paths
-        model = tokenizer._model
-        pieces = {model.id_to_piece(number): number for number in range(tokenizer.vocabulary)}
-        defaults = [model.id_to_piece(number) for number in (model.bos_id(), model.eos_id()) if number >= 0]
-        tokenizer.separator = _separator(pieces, defaults, separator, str(path))
-        return tokenizer
+    def _tokens(self) -> Mapping[str, int]:
+        return {self._model.id_to_piece(number): number for number in range(self.vocabulary)}
+
+    def _default_separators(self, path: Path | None) -> Sequence[str]:
+        ids = (self._model.bos_id(), self._model.eos_id())
+        return [self._model.id_to_piece(number) for number in ids if number >= 0]
 
     def encode(self, texts: Sequence[str]) -> list[NDArray[np.uint32]]:
         """Returns the tokens of each text."""
@@ -136,12 +179,12 @@ class SentencePiece(Tokenizer):
 
 
 @final
-class Tiktoken(Tokenizer):
+class Tiktoken(LibraryTokenizer):
     """A tiktoken encoding, saved as JSON so that packed data needs neither tiktoken's cache nor the network."""
 
     kind, file = "tiktoken", "tokenizer.tiktoken.json"
 
-    def __init__(self, name: str, content: bytes, separator: int | None):
+    def _open(self, name: str, content: bytes) -> int:
         library = import_optional("tiktoken", f"tokenizer `{name}`")
         try:
             written = json.loads(content)
@@ -154,7 +197,10 @@ class Tiktoken(Tokenizer):
             raise DataError(
                 f"`{name}` is not a saved tiktoken encoding: {error}", hint="use tiktoken:NAME"
             ) from None
-        super().__init__(name, content, int(self._encoding.n_vocab), separator)
+        return int(self._encoding.n_vocab)
+
+    def _tokens(self) -> Mapping[str, int]:
+        return self._special
 
     @classmethod
     def by_name(cls, name: str, separator: str | None) -> "Tiktoken":
@@ -173,19 +219,8 @@ class Tiktoken(Tokenizer):
                 hint=f"on a machine with a network, run `TIKTOKEN_CACHE_DIR=DIR python -c 'import tiktoken; "
                 f'tiktoken.get_encoding("{name}")\'`; copy DIR here and set TIKTOKEN_CACHE_DIR to it',
             ) from None
-        return cls._with_separator(f"tiktoken:{name}", _to_json(encoding), separator)
-
-    @classmethod
-    def read(cls, path: Path, separator: str | None) -> "Tiktoken":
-        """Opens a saved encoding."""
-        tokenizer = cls._with_separator(str(path), path.read_bytes(), separator)
-        tokenizer.name = path.name
-        return tokenizer
-
-    @classmethod
-    def _with_separator(cls, name: str, content: bytes, separator: str | None) -> "Tiktoken":
-        tokenizer = cls(name, content, None)
-        tokenizer.separator = _separator(tokenizer._special, END_OF_TEXT, separator, name)
+        tokenizer = cls(f"tiktoken:{name}", _to_json(encoding), None)
+        tokenizer.choose_separator(separator)
         return tokenizer
 
     def encode(self, texts: Sequence[str]) -> list[NDArray[np.uint32]]:
@@ -211,36 +246,6 @@ def _to_json(encoding: Any) -> bytes:
         },
         separators=(",", ":"),
     ).encode()
-
-
-def _separator(
-    vocabulary: Mapping[str, int], defaults: Sequence[str], requested: str | None, where: str
-) -> int | None:
-    """Returns the token that separates documents: the requested one, or the first default that exists."""
-    if requested == NO_SEPARATOR:
-        return None
-    for name in defaults if requested is None else (requested,):
-        if name in vocabulary:
-            return vocabulary[name]
-    if requested is None:
-        raise DataError(
-            f"tokenizer `{where}` has no known end-of-text token",
-            hint=f"name the token to put before each document: --separator TOKEN, or --separator {NO_SEPARATOR}",
-        )
-    raise DataError(
-        f"tokenizer `{where}` has no token `{requested}`",
-        hint=did_you_mean(requested, vocabulary, f"--separator {NO_SEPARATOR} puts nothing between documents"),
-    )
-
-
-def _configured_end_of_text(path: Path) -> str | None:
-    """Returns the end-of-text token that the tokenizer_config.json in the same folder names."""
-    try:
-        token = json.loads((path.parent / "tokenizer_config.json").read_bytes())["eos_token"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
-    text = token.get("content") if isinstance(token, dict) else token
-    return text if isinstance(text, str) else None
 
 
 def _steps(part: Any) -> Iterator[dict[str, Any]]:

@@ -230,7 +230,7 @@ def refused(source):
     return caught.value
 
 
-def test_a_source_that_is_not_there_gets_the_nearest_name(tmp_path, monkeypatch):
+def test_a_missing_source_gets_the_nearest_name(tmp_path, monkeypatch):
     tree(tmp_path, {"shakespeare.txt": "x"})
     error = refused(tmp_path / "shakespear.txt")
     assert "shakespear.txt" in error.message
@@ -246,18 +246,12 @@ def test_a_source_that_is_not_there_gets_the_nearest_name(tmp_path, monkeypatch)
 
 
 @pytest.mark.parametrize("source", ["texts/book.txt", "texts/*.txt", "stdlb"])
-def test_a_source_that_is_not_there_says_from_where_it_was_looked_for_and_how_to_name_it(
-    source, tmp_path, monkeypatch
-):
+def test_a_missing_source_says_where_it_was_searched_and_how_to_name_it(source, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     error = refused(source)
     assert error.message.endswith(f"`{source}` in `{tmp_path}`")
     assert "`--set data.source=PATH` (train)" in error.hint
     assert "`--data PATH` (eval, sample, artifact)" in error.hint
-    (tmp_path / "gone").mkdir()
-    monkeypatch.chdir(tmp_path / "gone")
-    (tmp_path / "gone").rmdir()
-    assert refused(source).message.endswith(f"`{source}`")
 
 
 def test_empty_and_binary_sources_are_named(tmp_path):

@@ -215,9 +215,9 @@ def encoded_blocks(
         for block in todo:
             window.append((block, pool.submit(_encode, block)))
             if len(window) > 2 * workers + 2:
-                yield _first_of(window)
+                yield window[0][0], window.popleft()[1].result()
         while window:
-            yield _first_of(window)
+            yield window[0][0], window.popleft()[1].result()
     except BrokenProcessPool:
         raise DataError(
             "a packing worker died, perhaps because memory ran out",
@@ -225,11 +225,6 @@ def encoded_blocks(
         ) from None
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
-
-
-def _first_of(window: deque[tuple[Block, Future[Encoded]]]) -> tuple[Block, Encoded]:
-    block, future = window.popleft()
-    return block, future.result()
 
 
 _encoder: Encoder | None = None  # of a worker

@@ -23,7 +23,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from decimal import Decimal
-from functools import cached_property
 from itertools import chain
 from pathlib import Path
 from typing import Any, TypeAlias, final
@@ -44,7 +43,7 @@ from halfstep.training.data.index import (
 from halfstep.training.data.pack.blocks import Block, Position, blocks
 from halfstep.training.data.pack.encode import SIDES, Encoded, Encoder, encoded_blocks
 from halfstep.training.data.pack.repair import find_lost_shards, repair_shards, repair_tables
-from halfstep.training.data.pack.sources import Source, SourceFile
+from halfstep.training.data.pack.sources import Source
 from halfstep.training.data.pack.writer import ShardWriter
 from halfstep.training.data.packed import check_names
 from halfstep.training.data.text import STDLIB
@@ -97,26 +96,19 @@ def pack(
     `skipped` of the returned index also counts what is not a file of the sources, such as run folders inside
     them. The index on disk does not: it describes the same text whatever else is stored next to it.
     """
-    job = _Job(sources, out, tokenizer, request, workers, meter or (lambda done, total, tokens: None))
     _check_outside(sources, out)
     if out.is_dir() and not is_packed(out):
         _check_empty(out)  # before a lock is put there
     created = _create(out)
     lock = RunLock(out)
     try:
-        index = _finished_index(out, job.plan)
-        if index is not None:
-            _repair(job, index)
+        packing = _Packing(sources, out, tokenizer, request, workers, meter)
+        index = packing.finished_index()
+        if index is None:
+            index = packing.run()
         else:
-            packing = _Packing(job)
-            try:
-                index = packing.run()
-            except DataError:
-                packing.drop_if_empty()
-                raise
-            finally:
-                packing.close()
-        return dataclasses.replace(index, skipped={**index.skipped, **job.not_files})
+            packing.repair(index)
+        return dataclasses.replace(index, skipped={**index.skipped, **packing.not_files})
     except OSError as error:
         raise DataError(
             f"packing into `{out}` stopped: {error.strerror or error}",
@@ -129,96 +121,93 @@ def pack(
 
 
 @final
-@dataclass(frozen=True)
-class _Job:
-    """What is packed, how, and where to."""
-
-    sources: Sequence[Source]
-    out: Path
-    tokenizer: Tokenizer
-    request: PackRequest
-    workers: int
-    meter: Meter
-
-    @cached_property
-    def files(self) -> list[SourceFile]:
-        """The files of all sources."""
-        return list(chain.from_iterable(source.files for source in self.sources))
-
-    @property
-    def not_files(self) -> Counter[str]:
-        """How much in the sources is not a file, by kind."""
-        return sum((Counter(source.skipped) for source in self.sources), Counter[str]())
-
-    @cached_property
-    def plan(self) -> dict[str, Any]:
-        """What must agree for two packings to be the same."""
-        sources = [
-            {"given": each.given, "files": len(each.files), "bytes": each.num_bytes, "digest": each.digest()}
-            for each in self.sources
-        ]
-        return {
-            "tokenizer": dataclasses.asdict(self.tokenizer.identity()),
-            "packing": {"sources": sources, **dataclasses.asdict(self.request)},
-        }
-
-    @cached_property
-    def encoder(self) -> Encoder:
-        """The encoder of its blocks."""
-        return Encoder(self.tokenizer, self.request.field, self.request.validation)
-
-    def encode(self, start: Position) -> Iterator[tuple[Block, Encoded]]:
-        """Yields the blocks from a position on, with their tokens."""
-        return encoded_blocks(blocks(self.files, start, self.request.field), self.encoder, self.out, self.workers)
-
-    def show_progress(self, done: int, tokens: int) -> None:
-        """Reports how many bytes of the sources are done."""
-        self.meter(done, sum(file.size for file in self.files), tokens)
-
-
-@final
 class _Packing:
     """A packing of a folder, from its start or from where an earlier one stopped."""
 
-    def __init__(self, job: _Job):
-        self.job, self.out = job, job.out
-        table = job.tokenizer.token_bytes
+    def __init__(
+        self,
+        sources: Sequence[Source],
+        out: Path,
+        tokenizer: Tokenizer,
+        request: PackRequest,
+        workers: int,
+        meter: Meter | None,
+    ):
+        self.out, self.tokenizer, self.request, self.workers, self.meter = out, tokenizer, request, workers, meter
+        self.files = list(chain.from_iterable(source.files for source in sources))
+        self.not_files = sum((Counter(source.skipped) for source in sources), Counter[str]())
+        self.encoder = Encoder(tokenizer, request.field, request.validation)
+        self.plan = _plan(sources, tokenizer, request)
+        table = tokenizer.token_bytes
         self.table = None if table is None else table.to_npy()
-        size, dtype = job.request.shard_tokens, job.encoder.dtype
-        self.writers = {side: ShardWriter(job.out, side, dtype, size, table) for side in SIDES}
+        size, dtype = request.shard_tokens, self.encoder.dtype
+        self.writers = {side: ShardWriter(out, side, dtype, size, table) for side in SIDES}
         self.position, self.skipped, self.shares = Position(), Counter[str](), (1.0, 0.0)
         self.done = 0  # bytes of the sources
-        self._begin()
+
+    def finished_index(self) -> Index | None:
+        """Returns the index of the folder if this packing is already finished."""
+        if not (self.out / INDEX).is_file() or not is_packed(self.out):
+            return None
+        index = read_index(self.out)
+        before = {"tokenizer": dataclasses.asdict(index.tokenizer), "packing": index.packing}
+        _check_same(self.out, before, self.plan)
+        (self.out / STATE).unlink(missing_ok=True)  # killed between writing the index and this
+        return index
+
+    def repair(self, index: Index) -> None:
+        """Restores what a finished packing has lost; reads the sources only if a shard is lost."""
+        check_names(self.out, index)
+        repair_tables(self.out, index, self.tokenizer)
+        if lost := find_lost_shards(self.out, index):
+            repair_shards(self.out, index, lost, self._encode_again())
 
     def run(self) -> Index:
         """Packs what is left."""
-        committed = time.monotonic()
-        self.job.show_progress(self.done, self._num_tokens)
-        for block, encoded in self.job.encode(self.position):
-            self._take(block, encoded)
-            self.job.show_progress(self.done, self._num_tokens)
-            is_full = any(writer.has_full for writer in self.writers.values())
-            if is_full or time.monotonic() - committed >= SECONDS_BETWEEN_COMMITS:
-                self._commit()
-                committed = time.monotonic()
-        self._check_sizes()
-        self._check_sides()
-        return self._end()
+        self._begin()
+        try:
+            committed = time.monotonic()
+            self._show_progress(self.done, self._num_tokens)
+            for block, encoded in self._encode(self.position):
+                self._take(block, encoded)
+                self._show_progress(self.done, self._num_tokens)
+                is_full = any(writer.has_full for writer in self.writers.values())
+                if is_full or time.monotonic() - committed >= SECONDS_BETWEEN_COMMITS:
+                    self._commit()
+                    committed = time.monotonic()
+            self._check_sizes()
+            self._check_sides()
+            return self._end()
+        except DataError:
+            self._close()
+            if (self.out / STATE).is_file() and not _has_tokens(unsealed(self.out / STATE)):
+                _discard(self.out, self.plan)
+            raise
+        finally:
+            self._close()
 
     @property
     def _num_tokens(self) -> int:
         return sum(writer.num_tokens for writer in self.writers.values())
 
-    def close(self) -> None:
-        """Closes the files."""
+    def _encode(self, start: Position) -> Iterator[tuple[Block, Encoded]]:
+        todo = blocks(self.files, start, self.request.field)
+        return encoded_blocks(todo, self.encoder, self.out, self.workers)
+
+    def _encode_again(self) -> Iterator[Encoded]:
+        tokens = 0
+        for block, encoded in self._encode(Position()):
+            yield encoded
+            tokens += sum(len(part.tokens) for part in encoded.sides.values())
+            self._show_progress(block.done, tokens)
+
+    def _show_progress(self, done: int, tokens: int) -> None:
+        if self.meter is not None:
+            self.meter(done, sum(file.size for file in self.files), tokens)
+
+    def _close(self) -> None:
         for writer in self.writers.values():
             writer.close()
-
-    def drop_if_empty(self) -> None:
-        """Removes a packing that has no token on disk."""
-        self.close()
-        if (self.out / STATE).is_file() and not _has_tokens(unsealed(self.out / STATE)):
-            _discard(self.out, self.job.plan)
 
     def _begin(self) -> None:
         state = self._earlier_state()
@@ -230,7 +219,7 @@ class _Packing:
         else:
             _check_empty(self.out)
             self._commit()
-        self.job.tokenizer.save(self.out)
+        self.tokenizer.save(self.out)
         if self.table is not None:
             write_whole(self.out / TOKEN_BYTES, self.table)
 
@@ -240,7 +229,7 @@ class _Packing:
             return None
         state = unsealed(self.out / STATE)
         if _has_tokens(state):
-            _check_same(self.out, state["plan"], self.job.plan)
+            _check_same(self.out, state["plan"], self.plan)
             return state
         _discard(self.out, state["plan"])
         return None
@@ -256,7 +245,7 @@ class _Packing:
 
     def _commit(self, *, final: bool = False) -> None:
         state = {
-            "plan": self.job.plan,
+            "plan": self.plan,
             "sides": {side: writer.commit(final=final) for side, writer in self.writers.items()},
             "position": vars(self.position),
             "done": self.done,
@@ -267,7 +256,7 @@ class _Packing:
 
     def _check_sizes(self) -> None:
         """Refuses sources that changed meanwhile: a growing file would be packed in part."""
-        for file in self.job.files:
+        for file in self.files:
             size = file.path.stat().st_size
             if size != file.size:
                 raise DataError(
@@ -279,19 +268,18 @@ class _Packing:
     def _check_sides(self) -> None:
         """Refuses an empty side, unless nothing was to be held out, and keeps nothing of the packing."""
         train, val = (self.writers[side].num_tokens for side in SIDES)
-        validation = self.job.request.validation
-        if train and (val or not validation):
+        if train and (val or not self.request.validation):
             return
-        self.close()
-        _discard(self.out, self.job.plan)
+        self._close()
+        _discard(self.out, self.plan)
         if not train and not val:
-            skipped = ", ".join(describe_skipped(self.skipped + self.job.not_files)) or "nothing"
+            skipped = ", ".join(describe_skipped(self.skipped + self.not_files)) or "nothing"
             raise DataError(f"the sources hold no text (skipped: {skipped})", hint="choose other sources")
         fallen = "all documents fall" if val else "no document falls"
         between = share_between(*self.shares)
         more = "provide more text" if between is None else f"`--validation {between}` leaves text on both sides"
         raise DataError(
-            f"{fallen} into the held-out share of {validation}",
+            f"{fallen} into the held-out share of {self.request.validation}",
             hint=f"{more}, or use `--validation 0` to hold out the last tokens instead; nothing was kept",
         )
 
@@ -301,8 +289,8 @@ class _Packing:
             self.out,
             Index(
                 version=__version__,
-                tokenizer=self.job.tokenizer.identity(),
-                packing=self.job.plan["packing"],
+                tokenizer=self.tokenizer.identity(),
+                packing=self.plan["packing"],
                 skipped=dict(sorted(self.skipped.items())),
                 token_bytes=None if self.table is None else hashlib.sha256(self.table).hexdigest(),
                 train=self.writers["train"].record(),
@@ -311,6 +299,16 @@ class _Packing:
         )
         (self.out / STATE).unlink()
         return index
+
+
+def _plan(sources: Sequence[Source], tokenizer: Tokenizer, request: PackRequest) -> dict[str, Any]:
+    """Returns what must agree for two packings to be the same."""
+    described = [
+        {"given": each.given, "files": len(each.files), "bytes": each.num_bytes, "digest": each.digest()}
+        for each in sources
+    ]
+    identity = dataclasses.asdict(tokenizer.identity())
+    return {"tokenizer": identity, "packing": {"sources": described, **dataclasses.asdict(request)}}
 
 
 def share_between(smallest: float, largest: float) -> str | None:
@@ -322,24 +320,6 @@ def share_between(smallest: float, largest: float) -> str | None:
         if smallest < float(share) <= min(largest, 0.5):
             return f"{share.normalize():f}"
     return None
-
-
-def _repair(job: _Job, index: Index) -> None:
-    """Restores what a finished packing has lost; reads the sources only if a shard is lost."""
-    check_names(job.out, index)
-    repair_tables(job.out, index, job.tokenizer)
-    lost = find_lost_shards(job.out, index)
-    if not lost:
-        return
-
-    def encoded_with_progress() -> Iterator[Encoded]:
-        tokens = 0
-        for block, encoded in job.encode(Position()):
-            yield encoded
-            tokens += sum(len(part.tokens) for part in encoded.sides.values())
-            job.show_progress(block.done, tokens)
-
-    repair_shards(job.out, index, lost, encoded_with_progress())
 
 
 def _has_tokens(state: dict[str, Any]) -> bool:
@@ -363,16 +343,6 @@ def _remove_created(created: list[Path]) -> None:
     for path in created:
         with suppress(OSError):
             path.rmdir() if path.is_dir() else path.unlink()
-
-
-def _finished_index(out: Path, plan: dict[str, Any]) -> Index | None:
-    """Returns the index of a folder in which this packing is already finished."""
-    if not (out / INDEX).is_file() or not is_packed(out):
-        return None
-    index = read_index(out)
-    _check_same(out, {"tokenizer": dataclasses.asdict(index.tokenizer), "packing": index.packing}, plan)
-    (out / STATE).unlink(missing_ok=True)  # killed between writing the index and this
-    return index
 
 
 def _check_outside(sources: Sequence[Source], out: Path) -> None:
