@@ -74,7 +74,7 @@ def test_a_run_does_not_write_or_go_on_with_other_data(packed, text, tmp_path, c
     os.rename(packed, packed + ".old")
     capsys.readouterr()
     assert run(["sample", str(out), "--device", "cpu"]) == 2
-    assert "the tokenizer of the run is not known" in capsys.readouterr().err
+    assert "the tokenizer of the run is unknown" in capsys.readouterr().err
     options = ["--validation", "0.3", "--workers", "1", "--tokenizer", str(tmp_path / "tokenizer.json")]
     assert run(["data", "pack", text, "--out", packed, *options]) == 0
     assert run(["sample", str(out), "--device", "cpu"]) == 2
