@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from halfstep.torch.functions.entry import IN_COMPUTE
+from halfstep.torch.functions.entry import Skip
 from halfstep.torch.run.reached import Row
 from halfstep.torch.step import Run, prepare
 
@@ -91,7 +91,7 @@ def _functions(rows: Iterable[Row]) -> list[str]:
         name = f"`{row.function.rpartition('.')[2]}`"
         if row.how == "reached":
             columns[0][name] = None
-        elif row.why == IN_COMPUTE:
+        elif row.why == Skip.IN_COMPUTE:
             columns[1][name] = None
         else:
             columns[2][f"{name}: {row.why}"] = None

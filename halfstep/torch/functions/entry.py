@@ -13,17 +13,21 @@ from halfstep.torch.lowering import Casts
 from halfstep.torch.split import is_split, widened
 
 NARROW = (torch.bfloat16, torch.float16)
-# Why a function runs unchanged.
-GIVEN_FP32 = "it is given fp32"
-IN_COMPUTE = "it is in compute already"
-NO_PARAMETER = "fp32 operands, none of which is a parameter"
-PARAMETERS = "parameters alone, in fp32"
-IN_LEAF = "inside a leaf, which is fp32"
-NO_GRADIENT = "emulated: nothing says that its fp32 operands are activations"
-OTHER_DTYPE = "an operand is neither fp32, bf16 nor fp16"
-OUT = "it writes to a tensor that is given"
-NOTHING_MET = "no parameter meets an activation"
-NOT_COMPILED = "torch compiles grouped matmuls of bf16 alone"
+
+
+class Skip:
+    """Why a function runs unchanged."""
+
+    GIVEN_FP32 = "it is given fp32"
+    IN_COMPUTE = "it is in compute already"
+    NO_PARAMETER = "fp32 operands, none of which is a parameter"
+    PARAMETERS = "parameters alone, in fp32"
+    IN_LEAF = "inside a leaf, which is fp32"
+    NO_GRADIENT = "emulated: nothing says that its fp32 operands are activations"
+    OTHER_DTYPE = "an operand is neither fp32, bf16 nor fp16"
+    OUT = "it writes to a tensor that is given"
+    NOTHING_MET = "no parameter meets an activation"
+    NOT_COMPILED = "torch compiles grouped matmuls of bf16 alone"
 
 
 class Scope(NamedTuple):

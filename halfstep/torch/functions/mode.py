@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from halfstep.core.formats import FP32
-from halfstep.torch.functions.entry import NOTHING_MET, Scope
+from halfstep.torch.functions.entry import Scope, Skip
 from halfstep.torch.functions.table import TABLE, VIEWS
 from halfstep.torch.lowering import Casts
 
@@ -61,7 +61,7 @@ class PolicyMode(TorchFunctionMode):
         why = "" if entry is None else entry.skip_reason(self.scope, args, kwargs)
         if WATCHERS:
             WATCHERS[-1](self.scope, func, args, kwargs, entry, why)
-        if entry is None or why == NOTHING_MET:
+        if entry is None or why == Skip.NOTHING_MET:
             return func(*args, **kwargs)
         with torch._C.DisableTorchFunction():
             return func(*args, **kwargs) if why else entry.run(self.scope, func, args, kwargs)

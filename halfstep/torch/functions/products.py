@@ -1,18 +1,18 @@
-"""Products that a model's own code writes as functions, where a weight is among the operands.
+"""Products that a model's own code writes as functions, with a weight among the operands.
 
-Autograd keeps the gradient of an operand in the dtype of the operand. A weight that is cast to bf16 has a
-gradient that was rounded to bf16, then widened. Here, as in matmul.py, activations have gradients in `grad`
-and weights in `grad_weight`, fp32 as a rule, straight from the fp32 sum; and every product is in compute:
+Autograd keeps the gradient of an operand in the dtype of the operand: a weight that is cast to bf16 has a gradient
+that was rounded to bf16, then widened. Here, as in matmul.py, activations have gradients in `grad` and weights in
+`grad_weight`, fp32 as a rule, straight from the fp32 sum; and every product is in compute:
 
     x W, W x, W of two dimensions      a linear layer
-    batches of W                       one matmul a batch, forward and backward
+    batches of W                       one matmul per batch, forward and backward
     einsum of two                      its letters are sorted into batch, rows, sum and columns: one of the above
-    grouped_mm                         rows of x, sorted by expert, each group by its own matrix
+    grouped_mm                         rows of x, sorted by expert, each group times its own matrix
 
-The gradient of grouped matrices is summed in fp32 on a CPU. On a GPU torch's kernel gives it in the dtype of its
-operands: it is rounded once, after the sum, then widened, as those of convolutions are (modules.py).
+The gradient of grouped matrices is summed in fp32 on a CPU. On a GPU torch's kernel returns it in the dtype of its
+operands: it is rounded once, after the sum, then widened, like those of convolutions (convert/modules.py).
 
-`weights` says which of the operands are weights. A weight that is the half of a split master comes here widened.
+`weights` says which of the operands are weights. A split master arrives here widened.
 """
 
 from collections.abc import Sequence
@@ -24,23 +24,7 @@ from torch.autograd.function import once_differentiable
 
 from halfstep.torch.cast import carried
 from halfstep.torch.dtypes import FLOATS
-from halfstep.torch.functions.entry import (
-    IN_COMPUTE,
-    IN_LEAF,
-    NARROW,
-    NO_GRADIENT,
-    NO_PARAMETER,
-    NOT_COMPILED,
-    OTHER_DTYPE,
-    OUT,
-    PARAMETERS,
-    Entry,
-    Scope,
-    is_weight,
-    mapped,
-    tensors_of,
-    whole,
-)
+from halfstep.torch.functions.entry import NARROW, Entry, Scope, Skip, is_weight, mapped, tensors_of, whole
 from halfstep.torch.layers import linear
 from halfstep.torch.lowering import Casts, enter, rounded
 from halfstep.torch.matmul import in_compute, matmul
@@ -50,7 +34,7 @@ Two = tuple[bool, bool]
 
 
 def product(a: Tensor, b: Tensor, weights: Two, casts: Casts) -> Tensor:
-    """torch.matmul(a, b) of operands of any dimensions, at least one of which is a weight."""
+    """Returns torch.matmul(a, b) of operands of any dimensions, at least one of which is a weight."""
     if weights[1] and b.dim() <= 2:
         return linear(a, b, None, casts, transposed=True) if b.dim() == 2 else _by_vector(a, b, casts)
     if weights[0] and a.dim() <= 2:
@@ -67,7 +51,7 @@ def product(a: Tensor, b: Tensor, weights: Two, casts: Casts) -> Tensor:
 
 
 def batched(a: Tensor, b: Tensor, weights: Two, casts: Casts) -> Tensor:
-    """torch.bmm(a, b), of activations in any dtype and of weights in fp32."""
+    """Returns torch.bmm(a, b), of activations in any dtype and of weights in fp32."""
     if casts.plain:
         return torch.bmm(a.float(), b.float())
     a, b = (t if weight else enter(t, casts) for t, weight in zip((a, b), weights, strict=True))
@@ -75,14 +59,14 @@ def batched(a: Tensor, b: Tensor, weights: Two, casts: Casts) -> Tensor:
 
 
 def grouped(x: Tensor, w: Tensor, offsets: Tensor, casts: Casts) -> Tensor:
-    """torch.nn.functional.grouped_mm(x, w, offs=offsets): rows up to offsets[0] by w[0], and so on."""
+    """Returns F.grouped_mm(x, w, offs=offsets): rows up to offsets[0] times w[0], and so on."""
     if casts.plain:
         return torch._grouped_mm(x.float(), w.float(), offs=offsets)
     return _Grouped.apply(enter(x, casts), w, offsets, casts)  # type: ignore[no-any-return]
 
 
 def einsum(equation: str, a: Tensor, b: Tensor, weights: Two, casts: Casts) -> Tensor | None:
-    """torch.einsum(equation, a, b), or None where it is no matmul: a letter twice, summed alone, or dots."""
+    """Returns torch.einsum(equation, a, b), or None if it is not a matmul: repeated or lone letters, or dots."""
     inputs, _, out = equation.replace(" ", "").partition("->")
     left, _, right = inputs.partition(",")
     if "->" not in equation:
@@ -97,15 +81,13 @@ def einsum(equation: str, a: Tensor, b: Tensor, weights: Two, casts: Casts) -> T
     size = dict(zip(left + right, (*a.shape, *b.shape), strict=True))
     a = a.permute([left.index(c) for c in (*batch, *rows, *sums)])
     b = b.permute([right.index(c) for c in (*batch, *sums, *columns)])
-    shapes = [_sizes(size, part) for part in (batch, rows, sums, columns)]
-    numbers = [shape.numel() for shape in shapes]
+    nb, nr, ns, nc = (torch.Size([size[c] for c in part]).numel() for part in (batch, rows, sums, columns))
     if batch:
-        a, b = a.reshape(numbers[0], numbers[1], numbers[2]), b.reshape(numbers[0], numbers[2], numbers[3])
-        y = batched(a, b, weights, casts)
+        y = batched(a.reshape(nb, nr, ns), b.reshape(nb, ns, nc), weights, casts)
     else:
-        y = product(a.reshape(numbers[1], numbers[2]), b.reshape(numbers[2], numbers[3]), weights, casts)
-    made = [*batch, *rows, *columns]
-    return y.reshape(*shapes[0], *shapes[1], *shapes[3]).permute([made.index(c) for c in out])
+        y = product(a.reshape(nr, ns), b.reshape(ns, nc), weights, casts)
+    order = [*batch, *rows, *columns]
+    return y.reshape([size[c] for c in order]).permute([order.index(c) for c in out])
 
 
 class _Batched(torch.autograd.Function):
@@ -130,7 +112,7 @@ class _Batched(torch.autograd.Function):
 
 
 class _Grouped(torch.autograd.Function):
-    """Groups of rows, each by its own matrix."""
+    """Groups of rows, each times its own matrix."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, w: Tensor, offsets: Tensor, casts: Casts) -> Tensor:
@@ -144,12 +126,12 @@ class _Grouped(torch.autograd.Function):
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         x, w, offsets = ctx.saved_tensors
         casts, precision = ctx.casts, ctx.casts.precision
-        g = _carried(g, casts, precision.grad).contiguous()  # the kernel takes no expanded gradient
+        g = _carried(g, casts, precision.grad).contiguous()  # the kernel takes no expanded tensor
         grad_x = grad_w = None
         if ctx.needs_input_grad[0]:
             grad_x = _carried(torch._grouped_mm(g, w.mT, offs=offsets), casts, precision.grad)
         if ctx.needs_input_grad[1]:
-            narrow = x.is_cuda or torch.compiler.is_compiling()  # what is compiled is bf16, on a CPU too
+            narrow = x.is_cuda or torch.compiler.is_compiling()  # compiled code is bf16, on a CPU too
             rows, columns = (x, g) if narrow else (x.float(), g.float())
             grad_w = torch._grouped_mm(rows.mT, columns, offs=offsets).to(casts.grad_weight)
             grad_w = _carried(grad_w, casts, precision.grad_weight)
@@ -171,83 +153,74 @@ def _carried(x: Tensor, casts: Casts, fmt: Any) -> Tensor:
     return carried(x, fmt) if casts.emulate else x
 
 
-def _sizes(size: dict[str, int], letters: list[str]) -> torch.Size:
-    return torch.Size([size[c] for c in letters])
-
-
-REVERSED = {Tensor.__rmatmul__}
-
-
-# --- how a model writes them
+# --- how a model writes them, and why some run unchanged
 
 
 def _skip_product(scope: Scope, args: Any, kwargs: Any) -> str:
-    return OUT if kwargs.get("out") is not None else _skip_reason(scope, [*tensors_of(args, kwargs)])
+    return Skip.OUT if kwargs.get("out") is not None else _skip_reason(scope, [*tensors_of(args, kwargs)])
 
 
 def _skip_kernel(scope: Scope, args: Any, kwargs: Any) -> str:
-    """The same of a kernel that rounds the gradients of weights: a leaf keeps it in fp32."""
-    return IN_LEAF if scope.leaf else _skip_product(scope, args, kwargs)
+    """For a kernel that rounds the gradients of weights: a leaf keeps it in fp32."""
+    return Skip.IN_LEAF if scope.leaf else _skip_product(scope, args, kwargs)
 
 
 def _skip_linear(scope: Scope, args: Any, kwargs: Any) -> str:
-    """The same of (x, weight, bias): what is handed over as a weight is one, unless a leaf is as written."""
+    """For (x, weight, bias): what is passed as a weight counts as one, except in a leaf."""
     x, weight, *bias = tensors_of(args, kwargs)
     why = _skip_reason(scope, [x, weight], bias)
-    return "" if why in (NO_PARAMETER, NO_GRADIENT) and not scope.leaf else why
+    return "" if why in (Skip.NO_PARAMETER, Skip.NO_GRADIENT) and not scope.leaf else why
 
 
 def _skip_added(scope: Scope, args: Any, kwargs: Any) -> str:
-    """The same of (c, a, b), for c + a b."""
+    """For (c, a, b), where c + a b is computed."""
     c, *pair = tensors_of(args, kwargs)
-    return OUT if kwargs.get("out") is not None else _skip_reason(scope, pair, [c])
+    return Skip.OUT if kwargs.get("out") is not None else _skip_reason(scope, pair, [c])
 
 
 def _skip_reason(scope: Scope, operands: list[Tensor], added: Sequence[Tensor] = ()) -> str:
-    """Why a product of these, to which others are added, is left as it is."""
+    """Returns why a product of these, to which others are added, runs unchanged."""
     casts = scope.casts
     if any(t.dtype is not operands[0].dtype for t in added):
         return ""
     if any(t.dtype not in FLOATS for t in operands):
-        return OTHER_DTYPE
+        return Skip.OTHER_DTYPE
     if all(t.dtype is casts.compute for t in operands) and not casts.emulate:
-        if any(is_split(t) for t in operands):
-            return ""
-        return IN_COMPUTE
+        return "" if any(is_split(t) for t in operands) else Skip.IN_COMPUTE
     if any(t.dtype in NARROW for t in operands):
         return ""
     weights = [is_weight(t) for t in operands]
     if all(weights):
-        return PARAMETERS
+        return Skip.PARAMETERS
     if any(weights):
         return ""
     if not casts.emulate:
-        return NO_PARAMETER
+        return Skip.NO_PARAMETER
     if scope.leaf:
-        return IN_LEAF
-    return "" if any(t.requires_grad for t in operands) else NO_GRADIENT
+        return Skip.IN_LEAF
+    return "" if any(t.requires_grad for t in operands) else Skip.NO_GRADIENT
 
 
 def _operands(scope: Scope, *given: Tensor) -> tuple[list[Tensor], Two]:
-    """Two operands, halves widened, and which of them has an fp32 gradient that is not to be rounded."""
-    found = [whole(t) for t in given]
-    mixed = not scope.casts.emulate and any(t.dtype in NARROW for t in found)
+    """Returns two operands, split ones widened, and whether the gradient of each must stay fp32."""
+    wide = [whole(t) for t in given]
+    mixed = not scope.casts.emulate and any(t.dtype in NARROW for t in wide)
     one, two = (
         t.dtype is torch.float32 and (o is not t or is_weight(o) or (mixed and o.requires_grad))
-        for t, o in zip(found, given, strict=True)
+        for t, o in zip(wide, given, strict=True)
     )
-    return found, (one, two)
+    return wide, (one, two)
 
 
 def _cast_all(scope: Scope, func: Any, args: Any, kwargs: Any) -> Any:
-    """The function of operands in compute."""
+    """Calls the function with operands in compute."""
     casts = scope.casts
     args, kwargs = mapped(lambda t: enter(whole(t), casts), (args, kwargs))
-    return _given(scope, rounded(func(*args, **kwargs), casts))
+    return _result(scope, rounded(func(*args, **kwargs), casts))
 
 
-def _given(scope: Scope, y: Tensor) -> Tensor:
-    """A result in compute, in the dtype that a leaf goes on with."""
+def _result(scope: Scope, y: Tensor) -> Tensor:
+    """Widens a result in compute if the code of a leaf continues with it."""
     return y.float() if scope.leaf else y
 
 
@@ -255,21 +228,21 @@ def _linear(scope: Scope, func: Any, args: Any, kwargs: Any) -> Tensor:
     given = {**dict(zip(("input", "weight", "bias"), args, strict=False)), **kwargs}
     x, weight, bias = given["input"], given["weight"], given.get("bias")
     if weight.dim() == 1:
-        return _given(scope, linear(x, weight.unsqueeze(0), bias, scope.casts).squeeze(-1))
-    return _given(scope, linear(x, weight, bias, scope.casts))
+        return _result(scope, linear(x, weight.unsqueeze(0), bias, scope.casts).squeeze(-1))
+    return _result(scope, linear(x, weight, bias, scope.casts))
 
 
 def _matmul(scope: Scope, func: Any, args: Any, kwargs: Any) -> Tensor:
     (a, b), weights = _operands(scope, *tensors_of(args, kwargs))
     if not any(weights):
         return _cast_all(scope, func, args, kwargs)
-    if func in REVERSED:
+    if func is Tensor.__rmatmul__:
         a, b, weights = b, a, (weights[1], weights[0])
-    return _given(scope, product(a, b, weights, scope.casts))
+    return _result(scope, product(a, b, weights, scope.casts))
 
 
 def _added_matmul(scope: Scope, func: Any, args: Any, kwargs: Any) -> Tensor:
-    """beta c + alpha a b."""
+    """Returns beta c + alpha a b."""
     options = dict(kwargs)
     beta, alpha = options.pop("beta", 1), options.pop("alpha", 1)
     c, *pair = tensors_of(args, options)
@@ -278,9 +251,9 @@ def _added_matmul(scope: Scope, func: Any, args: Any, kwargs: Any) -> Tensor:
     if not any(weights):
         return _cast_all(scope, func, args, kwargs)
     if weights[1] and b.dim() == 2 and c.dim() == 1 and alpha == beta == 1:
-        return _given(scope, linear(a, b, c, casts, transposed=True))
+        return _result(scope, linear(a, b, c, casts, transposed=True))
     y = product(a, b, weights, casts).float() * alpha
-    return _given(scope, enter(y if beta == 0 else y + whole(c).float() * beta, casts))
+    return _result(scope, enter(y if beta == 0 else y + whole(c).float() * beta, casts))
 
 
 def _einsum(scope: Scope, func: Any, args: Any, kwargs: Any) -> Tensor:
@@ -290,13 +263,13 @@ def _einsum(scope: Scope, func: Any, args: Any, kwargs: Any) -> Tensor:
         (a, b), weights = _operands(scope, *given)
         y = einsum(equation, a, b, weights, scope.casts) if any(weights) else None
         if y is not None:
-            return _given(scope, y)
+            return _result(scope, y)
     return _cast_all(scope, func, args, kwargs)
 
 
 def _skip_grouped(scope: Scope, args: Any, kwargs: Any) -> str:
     if torch.compiler.is_compiling() and scope.casts.compute is not torch.bfloat16:
-        return NOT_COMPILED
+        return Skip.NOT_COMPILED
     return _skip_reason(scope, [*args[:2]])
 
 
@@ -305,16 +278,16 @@ def _grouped(scope: Scope, func: Any, args: Any, kwargs: Any) -> Tensor:
     others = [*args[3:], *(value for key, value in kwargs.items() if key != "offs")]
     if offsets is None or (x.dim(), w.dim()) != (2, 3) or any(value is not None for value in others):
         return _cast_all(scope, func, args, kwargs)
-    return _given(scope, grouped(x, whole(w), offsets, scope.casts))
+    return _result(scope, grouped(x, whole(w), offsets, scope.casts))
 
 
 def _skip_widened(scope: Scope, args: Any, kwargs: Any) -> str:
     dtypes = {t.dtype for t in tensors_of(args, kwargs) if t.dtype in FLOATS}
-    return "" if torch.float32 in dtypes and len(dtypes) > 1 else IN_COMPUTE
+    return "" if torch.float32 in dtypes and len(dtypes) > 1 else Skip.IN_COMPUTE
 
 
 def _widen_all(scope: Scope, func: Any, args: Any, kwargs: Any) -> Any:
-    """A function of many products, none of which can be told apart: in fp32."""
+    """Calls a function of many products, which cannot be told apart, in fp32."""
     args, kwargs = mapped(lambda t: whole(t).float(), (args, kwargs))
     return mapped(lambda y: enter(y, scope.casts), func(*args, **kwargs))
 

@@ -1,4 +1,4 @@
-"""What is done with a function of torch that a model's own code calls (mode.py), family by family.
+"""How the torch functions that a model's own code calls are handled (mode.py), family by family.
 
     softmax, log_softmax, logsumexp    in the softmax format, compute out
     layer_norm, rms_norm, normalize... in the norm format, compute out
@@ -11,11 +11,11 @@
     embedding                          rows of the master, in compute
     x + p, x * p, cat, where, ...      with a parameter p: in fp32, then in compute; p does not promote the stream
 
-What is left as it is: a product of fp32 tensors none of which is a parameter (angles of rotary positions), one of
-parameters alone (fp32: it is cast where it meets an activation), an island that is handed fp32 already, anything
-else. `run.reach(loss_fn, batch)` lists each function of a pass, with how it ran and why (reached.py).
+What runs unchanged: a product of fp32 tensors of which none is a parameter (angles of rotary positions), one of
+parameters only (fp32: it is cast when it meets an activation), an island that gets fp32 already, everything else.
+`run.reach(loss_fn, batch)` lists each function of a pass, how it ran and why (run/reached.py).
 
-`Entry.skip_reason` says why a function is left as it is; `Entry.run` runs it otherwise, with every mode off.
+`Entry.skip_reason` returns why a function runs unchanged; otherwise `Entry.run` runs it, with every mode off.
 """
 
 from typing import Any
@@ -27,21 +27,7 @@ from torch import Tensor
 from halfstep.core.errors import PolicyError
 from halfstep.core.formats import FP32
 from halfstep.torch.dtypes import FLOATS
-from halfstep.torch.functions.entry import (
-    GIVEN_FP32,
-    IN_COMPUTE,
-    IN_LEAF,
-    NARROW,
-    NO_PARAMETER,
-    NOTHING_MET,
-    OUT,
-    Entry,
-    Scope,
-    is_weight,
-    mapped,
-    tensors_of,
-    whole,
-)
+from halfstep.torch.functions.entry import NARROW, Entry, Scope, Skip, is_weight, mapped, tensors_of, whole
 from halfstep.torch.functions.products import ADDED, EINSUM, GROUPED, KERNEL, LINEAR, MATMUL, WIDENED
 from halfstep.torch.layers import additive, embedding, weighted_attention
 from halfstep.torch.lowering import enter, island, leave, rounded
@@ -52,17 +38,15 @@ from halfstep.torch.split import is_split
 
 def _island(role: str) -> Entry:
     def skip_reason(scope: Scope, args: Any, kwargs: Any) -> str:
-        if getattr(scope.casts.precision, role) != FP32:
-            return IN_LEAF if scope.leaf else ""
-        if scope.casts.emulate:
-            return IN_LEAF if scope.leaf else ""
-        return "" if any(t.dtype in NARROW for t in tensors_of(args, kwargs)) else GIVEN_FP32
+        if scope.casts.emulate or getattr(scope.casts.precision, role) != FP32:
+            return Skip.IN_LEAF if scope.leaf else ""
+        return "" if any(t.dtype in NARROW for t in tensors_of(args, kwargs)) else Skip.GIVEN_FP32
 
     def run(scope: Scope, func: Any, args: Any, kwargs: Any) -> Any:
         casts = scope.casts
         given = next(tensors_of(args, kwargs))
         asked = next((a for a in (*args, *kwargs.values()) if isinstance(a, torch.dtype)), None)
-        if casts.emulate and role != "loss":  # what came here would have been narrow
+        if casts.emulate and role != "loss":  # natively its input would have been narrow
             args, kwargs = _replaced(given, enter(given, casts), args, kwargs)
         args, kwargs = mapped(lambda t: island(t, role, casts).float(), (args, kwargs))
         y = func(*args, **kwargs)
@@ -77,18 +61,17 @@ def _island(role: str) -> Entry:
 
 
 def _replaced(old: Tensor, new: Tensor, args: Any, kwargs: Any) -> tuple[Any, Any]:
-    found = [new if a is old else a for a in args]
-    return found, {key: new if value is old else value for key, value in kwargs.items()}
+    return [new if a is old else a for a in args], {k: new if v is old else v for k, v in kwargs.items()}
 
 
 def _skip_attention(scope: Scope, args: Any, kwargs: Any) -> str:
     given = [*args, *kwargs.values()]
     dtypes = [t.dtype for t in given if isinstance(t, Tensor)]
     if scope.leaf and torch.float32 in dtypes:
-        return IN_LEAF
+        return Skip.IN_LEAF
     if scope.casts.emulate or not scope.casts.fused_softmax:
         return ""
-    return IN_COMPUTE if all(d is scope.casts.compute or d is torch.bool for d in dtypes) else ""
+    return Skip.IN_COMPUTE if all(d is scope.casts.compute or d is torch.bool for d in dtypes) else ""
 
 
 def _attend(scope: Scope, func: Any, args: Any, kwargs: Any) -> Tensor:
@@ -102,7 +85,7 @@ def _attend(scope: Scope, func: Any, args: Any, kwargs: Any) -> Tensor:
     if q.dim() not in (3, 4):
         raise PolicyError(
             f"softmax={casts.precision.softmax} does not reach attention of {q.dim()} dimensions",
-            hint="write `softmax=fp32`, which the fused kernel has",
+            hint="write `softmax=fp32`, which the fused kernel supports",
         )
     flat = q.dim() == 3
     q, k, v = (t.unsqueeze(1) if flat else t for t in (q, k, v))
@@ -117,8 +100,8 @@ def _attend(scope: Scope, func: Any, args: Any, kwargs: Any) -> Tensor:
 def _skip_rows(scope: Scope, args: Any, kwargs: Any) -> str:
     table = next(t for t in tensors_of(args, kwargs) if t.is_floating_point())
     if scope.leaf:
-        return IN_LEAF
-    return "" if is_split(table) or (table.dtype is torch.float32 and is_weight(table)) else NO_PARAMETER
+        return Skip.IN_LEAF
+    return "" if is_split(table) or (table.dtype is torch.float32 and is_weight(table)) else Skip.NO_PARAMETER
 
 
 def _rows(scope: Scope, func: Any, args: Any, kwargs: Any) -> Tensor:
@@ -129,55 +112,54 @@ def _rows(scope: Scope, func: Any, args: Any, kwargs: Any) -> Tensor:
 
 def _skip_two(scope: Scope, args: Any, kwargs: Any) -> str:
     if scope.leaf:
-        return IN_LEAF
+        return Skip.IN_LEAF
     a, b = args if len(args) == 2 else [*args, *(kwargs[k] for k in ("input", "other") if k in kwargs), None][:2]
     if isinstance(a, Tensor) and isinstance(b, Tensor):
         same = a.dtype is b.dtype and not scope.casts.emulate
         if same and not (scope.has_split and (is_split(a) or is_split(b))):
-            return NOTHING_MET
+            return Skip.NOTHING_MET
         return _meeting(scope, [a, b])
-    return "" if scope.has_split and (_is_split_tensor(a) or _is_split_tensor(b)) else NOTHING_MET
+    return "" if scope.has_split and (_is_split_tensor(a) or _is_split_tensor(b)) else Skip.NOTHING_MET
 
 
 def _skip_many(scope: Scope, args: Any, kwargs: Any) -> str:
     if scope.leaf:
-        return IN_LEAF
-    return OUT if kwargs.get("out") is not None else _meeting(scope, [*tensors_of(args, kwargs)])
+        return Skip.IN_LEAF
+    return Skip.OUT if kwargs.get("out") is not None else _meeting(scope, [*tensors_of(args, kwargs)])
 
 
 def _meeting(scope: Scope, tensors: list[Tensor]) -> str:
-    """Why tensors that meet in arithmetic are left alone."""
+    """Returns why arithmetic of these tensors runs unchanged."""
     floats = [t for t in tensors if t.dtype in FLOATS]
     if scope.has_split and any(is_split(t) for t in floats):
         return ""
     if not scope.casts.emulate and len({t.dtype for t in floats}) < 2:
-        return NOTHING_MET
+        return Skip.NOTHING_MET
     others = [t for t in floats if not (t.dtype is torch.float32 and is_weight(t))]
     promoted = others if scope.casts.emulate else [t for t in others if t.dtype in NARROW]
     promoting = any(t.dim() for t in floats if t.dtype is torch.float32)
-    return "" if promoted and promoting and len(others) < len(floats) else NOTHING_MET
+    return "" if promoted and promoting and len(others) < len(floats) else Skip.NOTHING_MET
 
 
 def _meet(scope: Scope, func: Any, args: Any, kwargs: Any) -> Any:
     floats = [t for t in tensors_of(args, kwargs) if t.dtype in FLOATS]
-    alone = all(is_weight(t) for t in floats)
-    args, kwargs = mapped(lambda t: whole(t), (args, kwargs))
+    args, kwargs = mapped(whole, (args, kwargs))
     y = func(*args, **kwargs)
-    return y if alone else enter(y, scope.casts)
+    return y if all(is_weight(t) for t in floats) else enter(y, scope.casts)
 
 
 def _skip_view(scope: Scope, args: Any, kwargs: Any) -> str:
-    return "" if any(_is_split_tensor(t) for t in (*args, kwargs.get("input"))) else NOTHING_MET
+    return "" if any(_is_split_tensor(t) for t in (*args, kwargs.get("input"))) else Skip.NOTHING_MET
 
 
 def _view(scope: Scope, func: Any, args: Any, kwargs: Any) -> Any:
-    args, kwargs = mapped(lambda t: whole(t), (args, kwargs))
+    args, kwargs = mapped(whole, (args, kwargs))
     return func(*args, **kwargs)
 
 
 def _skip_dtype(scope: Scope, args: Any, kwargs: Any) -> str:
     narrow = scope.casts.compute is torch.bfloat16 or not is_split(args[0])
-    return NOTHING_MET if narrow else ""
+    return Skip.NOTHING_MET if narrow else ""
 
 
 def _dtype(scope: Scope, func: Any, args: Any, kwargs: Any) -> torch.dtype:
@@ -192,7 +174,7 @@ def _is_split_tensor(given: Any) -> bool:
 
 
 def _named(names: str, *places: Any) -> list[Any]:
-    """The functions of these names, wherever torch has them: `F.softmax`, `torch.softmax`, `Tensor.softmax`."""
+    """Returns the functions of these names, wherever torch has them: `F.softmax`, `torch.softmax`, ..."""
     return [getattr(place, name) for name in names.split() for place in places if hasattr(place, name)]
 
 
@@ -235,18 +217,18 @@ TABLE: dict[Any, Entry] = {
         Entry(_skip_many, _meet, "fp32 inside, compute out"),
     ),
 }
-# Of models with split masters: what is made of a half is made of the whole, and has an fp32 gradient.
+# In models with split masters: views of a split parameter are views of the joined master, with an fp32 gradient.
 VIEWS: dict[Any, Entry] = {
     **dict.fromkeys(
         [*_named(_VIEWS, *_METHODS), *(getattr(Tensor, name).__get__ for name in ("T", "mT", "H", "mH"))],
         Entry(_skip_view, _view, "of the whole master"),
     ),
-    # Code that casts its input to a weight's dtype, as T5's, means the dtype that the weight computes in.
+    # Code that casts its input to a weight's dtype, such as T5's, means the dtype that the weight computes in.
     Tensor.dtype.__get__: Entry(_skip_dtype, _dtype, "that of compute"),  # type: ignore[attr-defined]
 }
 
 
-# What loses in narrow formats and no role has, as hand-written norms are made of it.
+# Functions that lose accuracy in narrow formats and belong to no role, such as the parts of hand-written norms.
 SENSITIVE = frozenset(_named("mean sum var std norm rsqrt exp log cumsum prod", *_METHODS))
 
 
@@ -256,7 +238,7 @@ def meets(entry: Entry) -> bool:
 
 
 def learn() -> None:
-    """Adds Hugging Face's grouped_mm, which they call where torch's does not compile, if it is there."""
+    """Adds Hugging Face's grouped_mm, which they call where torch's does not compile, if it is installed."""
     op = getattr(torch.ops.transformers, "grouped_mm_fallback", None)
     if op is not None:
         TABLE.setdefault(op, GROUPED)

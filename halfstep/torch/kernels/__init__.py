@@ -1,7 +1,7 @@
-"""Kernels of our own, in Triton, where torch and its compiler have none that do the same work in as few passes.
+"""Kernels of our own, in Triton, where torch and its compiler have none that does the same work in as few passes.
 
-Each is imported where it is first needed: Triton comes with torch's builds for NVIDIA GPUs and not with others.
-Its interpreter (`TRITON_INTERPRET=1`) runs them on a CPU, which is how the tests hold them to their bits.
+Each is imported when it is first needed: only torch's builds for NVIDIA GPUs come with Triton. Its interpreter
+(`TRITON_INTERPRET=1`) runs them on a CPU, which is how the tests check their bits.
 """
 
 from collections.abc import Sequence

@@ -1,24 +1,27 @@
 """One pass of AdamW over all tensors of a group: unscale, clip, update, store.
 
 Written by hand because torch has no kernel that updates a split master, and a compiled one over hundreds of
-tensors costs milliseconds of the host. With whole masters a number moves 28 bytes, as with torch's fused kernel;
-with split ones 28 as well, and the factor that unscales and clips costs no pass of its own.
+tensors costs milliseconds of the host. A number moves 28 bytes, with whole masters as in torch's fused kernel
+and with split ones alike, and the factor that unscales and clips costs no extra pass.
 
-    g <- factor g
-    m <- b1 m + (1 - b1) g            v <- b2 v + (1 - b2) g^2
-    w <- w (1 - rate decay) - (rate / (1 - b1^t)) m / (sqrt(v) (1 / sqrt(1 - b2^t)) + eps)
+1. The update, for each number:
 
-**Every operation is rounded to fp32 on its own**, in this order: no fused multiply-add, exact square root and
-division. So the bits are those of the formula on any device and for whole and split masters alike; the kernel is
-bound by memory and loses nothing by it. The corrections of the moments are computed in fp64, powers by repeated
-squaring, and rounded once.
+       g <- factor g
+       m <- b1 m + (1 - b1) g            v <- b2 v + (1 - b2) g^2
+       w <- w (1 - rate decay) - (rate / (1 - b1^t)) m / (sqrt(v) (1 / sqrt(1 - b2^t)) + eps)
 
-**Two launches.** One counts the step of each tensor and makes its corrections, which torch would do in some thirty
-kernels of one number; the other updates. Both find `found_inf` on the device and do nothing where it is 1.
+2. Rounding. Every operation is rounded to fp32 on its own, in this order: no fused multiply-add, exact square root
+   and division. So the bits are those of the formula on any device, for whole and split masters alike; the kernel
+   is bound by memory and loses nothing by it. The bias corrections of the moments are computed in fp64, powers by
+   repeated squaring, and rounded once.
 
-**Tables.** Every tensor is reached by its address. A program takes one chunk of one tensor; which, is in two
-tables that depend on the sizes alone. Addresses are sent again when one has changed, from pinned memory: nothing
-waits.
+3. Two launches. `_count` counts the step of each tensor and computes its corrections, which would take torch some
+   thirty kernels of one number each; `_adamw` updates. Both read `found_inf` on the device and do nothing if it is
+   set.
+
+4. Tables. Every tensor is reached by its address. A program takes one chunk of one tensor; which one is in two
+   tables that depend only on the sizes. Addresses are sent again when one has changed, from pinned memory: nothing
+   waits.
 """
 
 import struct
@@ -29,11 +32,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-# Numbers that a program updates, and its warps: a sweep on an H200 is in docs/measurements/race.md.
+# Numbers that a program updates, and its warps: docs/measurements/race.md has a sweep on an H200.
 CHUNK, WARPS = 512, 4
 # Tensors that a program counts.
 COUNTED = 128
-# The rows of the table of addresses. A kernel reads globals only where they are constants of Triton's.
+# The rows of the table of addresses. A kernel reads a global only if it is a constexpr of Triton.
 PARAMETER, REMAINDER, GRAD, FIRST, SECOND, STEP, BETAS = (tl.constexpr(row) for row in range(7))
 
 
@@ -65,7 +68,9 @@ class Update:
         if not self._owners.numel():
             return
         tensors = len(parameters)
-        with torch.cuda.device_of(parameters[0]):  # Triton launches on the current device, wherever tensors lie
+        with torch.cuda.device_of(
+            parameters[0]
+        ):  # Triton launches on the current device
             _count[(triton.cdiv(tensors, COUNTED),)](
                 self._table,
                 self._paces,
@@ -114,20 +119,20 @@ class Update:
             self._paces, self._roots = (torch.empty(len(sizes), device=device) for _ in range(2))
             self._sizes, self._addresses = sizes, ()
         addresses = tuple(0 if tensor is None else tensor.data_ptr() for row in rows for tensor in row)
-        # The betas as they are in fp64: a number that is handed to a kernel is an fp32 one.
+        # The betas in fp64, as bits: a number that is passed to a kernel becomes fp32.
         addresses += struct.unpack("<2q", struct.pack("<2d", *betas))
         if addresses != self._addresses:
             self._table, self._addresses = _sent(torch.tensor(addresses), device), addresses
 
 
 def _sent(tensor: Tensor, device: torch.device) -> Tensor:
-    """A small tensor on its way to the device, which nobody waits for."""
+    """Sends a small tensor to the device without waiting."""
     return (tensor.pin_memory() if device.type == "cuda" else tensor).to(device, non_blocking=True)
 
 
 @triton.jit
 def _count(table, paces, roots, rate, found_inf, tensors, COUNTED: tl.constexpr):
-    """One more step of each tensor, and what its moments are corrected by."""
+    """Counts one more step of each tensor, and computes the corrections of its moments."""
     if tl.load(found_inf) == 0:
         at = tl.program_id(0) * COUNTED + tl.arange(0, COUNTED)
         mask = at < tensors
@@ -142,7 +147,7 @@ def _count(table, paces, roots, rate, found_inf, tensors, COUNTED: tl.constexpr)
 
 @triton.jit
 def _power(base, count):
-    """base^count in fp64, of a base that is stored as its bits; a count below 2^24, where fp32 stops counting."""
+    """Returns base^count in fp64, of a base stored as its bits; count < 2^24, where fp32 stops counting."""
     square = tl.load(base).to(tl.float64, bitcast=True)
     left = count.to(tl.int32)
     power = tl.full(count.shape, 1.0, tl.float64)
@@ -167,7 +172,7 @@ def _adamw(
         pace = tl.load(paces + mine)
         root = tl.load(roots + mine)
         scale = tl.load(factor)
-        # Without a mask, loads are as wide as they can be.
+        # Loads without a mask are as wide as they can be.
         if tl.load(table + REMAINDER * tensors + mine) != 0:
             if start + CHUNK <= size:
                 _chunk(table, mine, start, size, shrink, pace, root, scale, b1, rest1, b2, rest2, eps, tensors,
@@ -189,6 +194,7 @@ def _chunk(
     SPLIT: tl.constexpr, NARROW: tl.constexpr, CHUNK: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     moment = tl.bfloat16 if NARROW else tl.float32
+    # Addresses of this chunk.
     at = start + tl.arange(0, CHUNK)
     mask = (at < size) if MASKED else None
     grads = _pointer(table, GRAD, mine, tensors, tl.float32) + at
@@ -197,7 +203,7 @@ def _chunk(
     if SPLIT:
         his = _pointer(table, PARAMETER, mine, tensors, tl.int16) + at
         los = _pointer(table, REMAINDER, mine, tensors, tl.int16) + at
-        # halfstep.torch.cast.join, on the same bits.
+        # The master, joined as by halfstep.torch.cast.join.
         upper = tl.load(his, mask).to(tl.int32) << 16
         lower = tl.load(los, mask).to(tl.int32)
         lower = tl.where((upper & 0x7FFFFFFF) == 0, tl.maximum(lower, 0), lower)
@@ -205,6 +211,7 @@ def _chunk(
     else:
         wides = _pointer(table, PARAMETER, mine, tensors, tl.float32) + at
         w = tl.load(wides, mask)
+    # The update: g, then m and v, then w.
     g = tl.load(grads, mask) * scale
     m = b1 * tl.load(firsts, mask).to(tl.float32) + rest1 * g
     v = b2 * tl.load(seconds, mask).to(tl.float32) + rest2 * (g * g)
@@ -212,7 +219,7 @@ def _chunk(
     tl.store(firsts, m.to(moment), mask)
     tl.store(seconds, v.to(moment), mask)
     if SPLIT:
-        # halfstep.torch.cast.split, on the same bits.
+        # Split again as by halfstep.torch.cast.split.
         bits = w.to(tl.int32, bitcast=True)
         nan = (bits & 0x7FFFFFFF) > 0x7F800000
         hi = ((bits >> 15) + 1) >> 1
@@ -225,6 +232,6 @@ def _chunk(
 
 @triton.jit
 def _pointer(table, ROW: tl.constexpr, mine, tensors, dtype: tl.constexpr):
-    """The tensor whose address is in the table; `kernels.reachable` checked its alignment."""
+    """Returns a pointer from the table of addresses; `kernels.reachable` checked its alignment."""
     address = tl.load(table + ROW * tensors + mine).to(tl.pointer_type(dtype))
     return tl.multiple_of(address, 16)

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.overrides import resolve_name
 
-from halfstep.torch.functions.entry import IN_COMPUTE, NARROW, NOTHING_MET, Entry, Scope, tensors_of
+from halfstep.torch.functions.entry import NARROW, Entry, Scope, Skip, tensors_of
 from halfstep.torch.functions.mode import WATCHERS
 from halfstep.torch.functions.table import SENSITIVE, meets
 from halfstep.torch.run.nonfinite import restored
@@ -44,7 +44,7 @@ class Reached:
     @property
     def missed(self) -> tuple[Row, ...]:
         """Functions that the policy did not reach and that are not in compute anyway."""
-        return tuple(row for row in self.rows if row.how == "as it is" and row.why != IN_COMPUTE)
+        return tuple(row for row in self.rows if row.how == "as it is" and row.why != Skip.IN_COMPUTE)
 
     def __str__(self) -> str:
         groups: dict[tuple[str, str, str], list[Row]] = {}
@@ -84,7 +84,7 @@ def _how(
     """Returns how a function runs and why; None if it is not listed."""
     if entry is not None and not why:
         return "reached", entry.description
-    if entry is not None and why != NOTHING_MET and not meets(entry):
+    if entry is not None and why != Skip.NOTHING_MET and not meets(entry):
         return "as it is", why
     dtypes = {t.dtype for t in tensors_of(args, kwargs) if t.dim() and t.is_floating_point()}
     if entry is None:

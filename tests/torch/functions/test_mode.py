@@ -657,9 +657,9 @@ def test_each_function_is_listed_with_how_it_ran_and_why():
     told = {(row.function.rpartition(".")[2], row.how): row for row in found.rows}
     assert told["softmax", "reached"].why == "the softmax format inside, compute out"
     assert told["linear", "reached"].module == "the model"
-    assert told["matmul", "as it is"].why in (entries.IN_COMPUTE, entries.NO_PARAMETER)
+    assert told["matmul", "as it is"].why in (entries.Skip.IN_COMPUTE, entries.Skip.NO_PARAMETER)
     assert {row.why for row in found.missed} == {
-        entries.NO_PARAMETER,
+        entries.Skip.NO_PARAMETER,
         "computed in bfloat16, no role reaches it",
         "an fp32 tensor that is not a parameter makes it fp32",
     }
