@@ -9,6 +9,7 @@ from typing import NamedTuple, get_args
 
 from halfstep.core.errors import FormatError, RoundingError, did_you_mean, one_of
 from halfstep.core.formats import Format, Overflow
+from halfstep.core.roles import Operand
 from halfstep.core.rounding import Rounding
 
 
@@ -83,6 +84,47 @@ def check_rule(
         raise RoundingError(
             f"random bits were given, but `{rounding}` uses none",
             hint="drop `bits`, or ask for rounding=`stochastic`",
+        )
+
+
+def check_source(dtype: str, fmt: Format, widen: str) -> None:
+    """Refuses values that fp32 does not hold exactly; `widen` is the framework's call that converts to fp32."""
+    if dtype == "float64":
+        raise RoundingError(
+            f"float64 would be rounded twice, to fp32 and then to {fmt}: near a tie, to the wrong number",
+            hint=f"{widen} accepts the first rounding",
+        )
+    if dtype not in ("float32", "bfloat16", "float16"):
+        raise RoundingError(
+            f"a cast to {fmt} takes fp32, bf16 or fp16 values, not {dtype}",
+            hint=f"widen an 8-bit float exactly with {widen}; a policy does not cast integers",
+        )
+
+
+def check_bits(rounding: Rounding, given: str, wanted: str) -> None:
+    """Refuses stochastic rounding without one random word per element; both say a dtype and a shape."""
+    if rounding == "stochastic" and given != wanted:
+        raise RoundingError(
+            f"stochastic rounding needs `bits`, {wanted}; given: {given}",
+            hint="random_bits(x.shape, seed=..., step=..., tensor=...) makes them",
+        )
+
+
+def check_amax(operand: Operand, *, given: bool) -> None:
+    """Refuses a delayed operand without the amax of earlier steps."""
+    if operand.amax == "delayed" and not given:
+        raise RoundingError(
+            f"`{operand.format}:delayed` takes its scale from earlier steps, and no `amax` was given",
+            hint="pass amax=, kept from earlier steps, or use `current`",
+        )
+
+
+def check_step(dtype: str, shape: tuple[int, ...], *, integer: bool, count: str) -> None:
+    """Refuses a step on the device that is not one integer; `count` is a dtype to count steps in."""
+    if not integer or math.prod(shape) != 1:
+        raise RoundingError(
+            f"`step` is {dtype} of shape {shape}; random words need one integer",
+            hint=f"count the steps in a scalar of {count}",
         )
 
 

@@ -1,4 +1,4 @@
-"""Policy to parameters: gives every leaf of a pytree its name, its storage format and the precision of its module.
+"""From policy to parameters: gives every leaf of a pytree its name, its storage format and its module's precision.
 
 Parameters are any pytree. A leaf's name is its path, parts joined by dots: dictionary keys, attribute names and
 indices alike, so a nested dictionary, a flat one keyed `blocks.0.attn.q.weight`, a Flax state and an Equinox
@@ -8,23 +8,23 @@ where it is a single word.
     floating leaves          fp32, bf16 or fp16: trained; widened to fp32 for all arithmetic of the optimizer
     integers, booleans,
     keys of generators       pass through untouched
-    all else                 refused: float64 and complex, and what is no array
+    all else                 refused: float64, complex and whatever is not an array
 
-Nothing is changed here: arrays are immutable, so `apply` checks a policy and says what holds for each leaf, and
-refuses with the reason where the device cannot run it. interpret.py makes a loss function compute so, step.py
-stores the results so.
+Nothing changes here: arrays are immutable, so `apply` checks a policy, says what it means for each leaf, and
+refuses with the reason what the device cannot run. interpret.py makes a loss function compute so, step.py stores
+the results so.
 
-**What a function may do.** A function is opaque, and an island in it is code like any other. What can be seen in
-its jaxpr is held against the policy, at trace time, and refused with the primitive, dtype, shape and line:
+**What a function may do.** A function is opaque, and an island in it is code like any other. What its jaxpr shows
+is compared with the policy at trace time, and refused with the primitive, dtype, shape and line:
 
     dot_general, conv_general_dilated    operands in another dtype than compute: an fp32 value promoted the stream
     exp, exp2                            narrower than `softmax`
     rsqrt, sqrt (of more than a scalar)  narrower than `norm`
     log                                  narrower than `loss`
     a primitive that cannot be opened    where it multiplies a parameter whose gradient, operands or rounding the
-                                         policy asks for
+                                         policy determines
 
-tanh, logistic, erf and their like are activations, and run in compute.
+tanh, logistic, erf and the like are activations, and run in compute.
 """
 
 from collections import Counter
@@ -48,7 +48,7 @@ from halfstep.jax.functions.primitives import ISLANDS, PRODUCT, is_ours, line_of
 from halfstep.jax.lowering import NATIVE
 
 _TRAINED = ("float32", "bfloat16", "float16")
-# What holds a single array and is no module: the leaf of a Flax nnx variable.
+# Holds a single array and is not a module: the leaf of a Flax nnx variable.
 _BOX = jax.tree_util.GetAttrKey("value")
 
 
@@ -66,18 +66,18 @@ class Applied:
         held: dict[str, int] = {}
         for param in self.masters.values():
             held[str(param.format)] = held.get(str(param.format), 0) + 1
-        told = ", ".join(f"{count} parameters in {fmt}" for fmt, count in held.items())
-        return f"{self.policy}: {self.modules} modules, {told}"
+        parameters = ", ".join(f"{count} parameters in {fmt}" for fmt, count in held.items())
+        return f"{self.policy}: {self.modules} modules, {parameters}"
 
 
 def apply(params: Any, policy: Policy, names: Sequence[str] = ()) -> Applied:
-    """What the policy says of each trained leaf. `names` are further modules that rules may match."""
+    """Returns what the policy says of each trained leaf. `names` are further modules that rules may match."""
     leaves = Leaves(params)
     modules = list(dict.fromkeys([*names, *modules_of(leaves.names)]))
     values = policy.resolve(modules)
-    # Which modules multiply is seen when the loss function is traced; narrow rules are held against that then.
+    # Which modules multiply shows when the loss function is traced; narrow rules are checked against that then.
     check_reach(policy, modules, {owner(name) for name in leaves.trained})
-    found = precisions(policy, modules)
+    by_module = precisions(policy, modules)
     for form in (policy, policy.evaluation()):
         check_supported([base_precision(form), *precisions(form, modules).values()], leaves.device)
     check_implemented(policy, "jax", _not_implemented)
@@ -86,12 +86,12 @@ def apply(params: Any, policy: Policy, names: Sequence[str] = ()) -> Applied:
         len(modules),
         {name: cast(Param, values[owner(name)].values["param"]) for name in leaves.trained},
         {name: cast(Format, values[owner(name)].values["moments"]) for name in leaves.trained},
-        {name: found[owner(name)] for name in leaves.trained},
+        {name: by_module[owner(name)] for name in leaves.trained},
     )
 
 
 def check_supported(wanted: Sequence[Precision], device: jax.Device) -> None:
-    """Refuses what the device cannot run, with the reason and the form that runs."""
+    """Refuses what the device cannot run, with the reason and the alternative that runs."""
     check_formats(wanted, str(device), lambda fmt: supported(fmt, device), NATIVE)
     for precision in dict.fromkeys(wanted):
         if precision.grad != precision.compute and not precision.emulate:
@@ -106,13 +106,13 @@ def _not_implemented(role: str, value: Value) -> str:
     if isinstance(value, Param) and value.split:
         return "`param=fp32` holds the same numbers in 4 bytes and a cast"
     if isinstance(value, Operand) and value.measured:
-        return f"leave `measured` out, `{role}={value.format}`, and name the matmuls by rules; or {EMULATE}"
+        return f"omit `measured`, `{role}={value.format}`, and name the matmuls by rules; or {EMULATE}"
     if isinstance(value, Operand) and value.amax == "delayed":
         return "`current` scales by this step's own amax"
     if isinstance(value, Accumulator) and value.fast:
         return "matmuls sum in fp32"
     if role in ("buffers", "router", "reduce") and value != FP32:
-        return "these stay fp32: leave the role out"
+        return "these stay fp32: omit the role"
     return ""
 
 
@@ -124,22 +124,22 @@ _REMEDIES = {
 
 
 def check_rules(policy: Policy) -> None:
-    """Refuses rules that give an island to a module of an opaque function, which has none that can be named."""
+    """Refuses rules for the islands of an opaque function, which have no names."""
     for rule in policy.rules:
         for role in ("norm", "softmax"):
             if role in dict(rule.changes):
                 raise PolicyError(
                     f"rule `{rule}` changes `{role}` in a function whose islands have no names",
-                    hint=f"set `{role}` for the whole policy; or make the function of halfstep.jax layers, each "
-                    "with its own precision, and pass cast=False",
+                    hint=f"set `{role}` for the whole policy; or build the function from halfstep.jax layers, "
+                    "each with its own precision, and pass cast=False",
                 )
 
 
 def check_function(jaxpr: Any, applied: Applied) -> None:
-    """Holds a function that casts by itself against the policy; halfstep's own layers are right as they are."""
+    """Compares a function that casts by itself with the policy; halfstep's own layers need no check."""
     policy = applied.policy
-    said = [value for rule in policy.rules for role, value in rule.changes if role == "compute"]
-    wide = [v.format for v in said if isinstance(v, Operand) and not is_narrow(v.format)]
+    ruled = [value for rule in policy.rules for role, value in rule.changes if role == "compute"]
+    wide = [v.format for v in ruled if isinstance(v, Operand) and not is_narrow(v.format)]
     wanted = {_seen_as(fmt) for fmt in (policy.compute.format, *wide)}
     for eqn in jaxpr.eqns:
         check_island(eqn, policy)
@@ -154,36 +154,36 @@ def check_function(jaxpr: Any, applied: Applied) -> None:
 
 
 def check_operand(eqn: Any, aval: Any, wanted: DType, *, ruled: bool, names: Sequence[str] = ()) -> None:
-    """Refuses an operand of a matmul that is not in the compute dtype; `ruled`: a rule may have widened it."""
+    """Refuses a matmul operand that is not in the compute dtype; `ruled`: a rule may have widened it."""
     if aval.dtype == wanted or not jnp.issubdtype(aval.dtype, jnp.floating):
         return
     if ruled and aval.dtype.itemsize > wanted.itemsize:
         return
     by = f" by `{names[0]}`" if names else ""
-    layer = f"`{owner(names[0])}: compute=fp32`" if names else "its layer `compute=fp32`"
+    layer = f"`{owner(names[0])}: compute=fp32`" if names else "`compute=fp32` for its layer"
     wider = aval.dtype.itemsize > wanted.itemsize
-    cause = "an fp32 value promoted it: cast that, make scalars Python numbers" if wider else "drop the cast"
+    cause = "an fp32 value promoted it: cast it, make scalars Python numbers" if wider else "drop the cast"
     raise PolicyError(
-        f"`{eqn.primitive.name}` multiplies {aval.dtype}{list(aval.shape)}{by} at {line_of(eqn)}, and the policy "
+        f"`{eqn.primitive.name}` multiplies {aval.dtype}{list(aval.shape)}{by} at {line_of(eqn)}, but the policy "
         f"computes in {wanted}",
-        hint=f"{cause}, or give {layer} by a rule",
+        hint=f"{cause}, or add the rule {layer}",
     )
 
 
 def check_product(eqn: Any, names: Sequence[str], precision: Precision) -> None:
-    """Refuses a product in which a parameter stands where an activation does, and would lose its wide gradient."""
+    """Refuses a product of two parameters: the one in the activation's place would lose its wide gradient."""
     lost = lost_by(precision)
     if lost:
         raise PolicyError(
-            f"`{eqn.primitive.name}` at {line_of(eqn)} multiplies `{names[0]}` by another parameter, and {lost} "
-            "reach one of the two only",
-            hint="multiply the activations by one, then by the other: (x @ a) @ b; where one is the activation, "
-            "as learned queries are, say so: jax.ad_checkpoint.checkpoint_name(queries, 'activation')",
+            f"`{eqn.primitive.name}` at {line_of(eqn)} multiplies `{names[0]}` by another parameter, but {lost} "
+            "reach only one of the two",
+            hint="multiply the activations by one, then by the other: (x @ a) @ b; if one is the activation, like "
+            "learned queries, mark it: jax.ad_checkpoint.checkpoint_name(queries, 'activation')",
         )
 
 
 def check_convolution(eqn: Any, names: Sequence[str], precision: Precision) -> None:
-    """Refuses operands that no convolution takes."""
+    """Refuses operand formats that no convolution takes."""
     formats = {precision.operand.format, precision.grad_operand.format}
     odd = [fmt for fmt in formats if is_narrow(fmt) or (fmt == TF32 and not precision.emulate)]
     if odd:
@@ -194,27 +194,27 @@ def check_convolution(eqn: Any, names: Sequence[str], precision: Precision) -> N
 
 
 def check_opaque(eqn: Any, aval: Any, names: Sequence[str], precision: Precision) -> None:
-    """Refuses a parameter that enters a primitive which cannot be opened, and would lose what is asked for."""
+    """Refuses a parameter in a primitive that cannot be opened, where the policy would not reach it."""
     name, lost = eqn.primitive.name, lost_by(precision)
     if not lost:
         return
     if name.startswith("custom_vjp_call") and aval.dtype != dtype_of(FP32):
         raise PolicyError(
-            f"`{names[0]}` goes into `{name}` at {line_of(eqn)} as {aval.dtype}, and its gradient comes back so: "
-            f"{lost} would not reach it",
-            hint="hand it over in fp32, with `.astype(jnp.float32)`: layers of halfstep.jax cast by themselves",
+            f"`{names[0]}` enters `{name}` at {line_of(eqn)} as {aval.dtype}, and its gradient "
+            f"would be {aval.dtype} too: {lost} would not reach it",
+            hint="pass it in fp32, with `.astype(jnp.float32)`: layers of halfstep.jax cast by themselves",
         )
     if multiplies(eqn) and not is_ours(eqn):
         raise PolicyError(
-            f"`{names[0]}` goes into `{name}` at {line_of(eqn)}, which multiplies and cannot be opened: {lost} "
+            f"`{names[0]}` enters `{name}` at {line_of(eqn)}, which multiplies and cannot be opened: {lost} "
             "would not reach it",
-            hint="multiply outside of it, write the loop as lax.scan; or make the function of halfstep.jax layers "
-            "and pass cast=False",
+            hint="multiply outside of it, write the loop as lax.scan; or build the function from halfstep.jax "
+            "layers and pass cast=False",
         )
 
 
 def check_island(eqn: Any, policy: Policy) -> None:
-    """Refuses a narrower island than the policy says, also inside what cannot be opened."""
+    """Refuses an island narrower than the policy says, also inside what cannot be opened."""
     role = ISLANDS.get(eqn.primitive.name)
     if role is None:
         for inner in jaxprs_in_params(eqn.params):
@@ -222,11 +222,11 @@ def check_island(eqn: Any, policy: Policy) -> None:
                 check_island(each, policy)
         return
     aval = eqn.invars[0].aval
-    said = [getattr(policy, role), *(v for rule in policy.rules for r, v in rule.changes if r == role)]
-    allowed = {_seen_as(fmt) for fmt in (FP32, *said)}
+    ruled = (value for rule in policy.rules for changed, value in rule.changes if changed == role)
+    allowed = {_seen_as(fmt) for fmt in (FP32, getattr(policy, role), *ruled)}
     if aval.shape and jnp.issubdtype(aval.dtype, jnp.floating) and aval.dtype not in allowed:
         raise PolicyError(
-            f"`{eqn.primitive.name}` of {aval.dtype}{list(aval.shape)} at {line_of(eqn)}, and the policy says "
+            f"`{eqn.primitive.name}` of {aval.dtype}{list(aval.shape)} at {line_of(eqn)}, but the policy says "
             f"{role}={getattr(policy, role)}",
             hint=f"use {_REMEDIES[role]}, convert before it with `.astype(jnp.float32)`, or accept it with "
             f"`{role}={format_of(aval.dtype)}`",
@@ -234,7 +234,7 @@ def check_island(eqn: Any, policy: Policy) -> None:
 
 
 def lost_by(precision: Precision) -> str:
-    """What a parameter would lose if its product were not made by layers.dot_general."""
+    """Returns what a parameter would lose if layers.dot_general did not multiply it; empty if nothing."""
     if precision.emulate:
         return "emulated casts"
     if is_narrow(precision.operand.format):
@@ -249,7 +249,7 @@ def _seen_as(fmt: Format) -> DType:
 
 
 class Leaves:
-    """A pytree by the names of its leaves: which are trained, and how to put others in their place."""
+    """A pytree by the names of its leaves: which are trained, and how to replace them."""
 
     def __init__(self, params: Any):
         flat, self.treedef = jax.tree_util.tree_flatten_with_path(params)
@@ -259,25 +259,25 @@ class Leaves:
         self.trained = {name: leaf for name, leaf in self.values.items() if _is_trained(name, leaf)}
         if not self.trained:
             raise HalfstepError(
-                f"there is nothing to train: none of {len(flat)} leaves is a floating array",
+                f"there is nothing to train: none of the {len(flat)} leaves is a floating array",
                 hint="pass the parameters of the model",
             )
 
     def rebuilt(self, trained: Mapping[str, Any]) -> Any:
-        """The pytree with other trained leaves."""
+        """Returns the pytree with other trained leaves."""
         return jax.tree.unflatten(self.treedef, [trained.get(name, leaf) for name, leaf in self.values.items()])
 
     def bare(self, trained: Mapping[str, Any]) -> Any:
-        """The pytree of trained leaves alone, as an optimizer sees it: None stands for all others."""
+        """Returns the pytree of trained leaves alone, as an optimizer sees it, with None for all others."""
         return jax.tree.unflatten(self.treedef, [trained.get(name) for name in self.names])
 
     def read(self, bare: Any) -> dict[str, Any]:
-        """The trained leaves of a pytree that `bare` made, or that has its shape, by name."""
+        """Returns the trained leaves of a pytree of the structure of `bare`, by name."""
         return dict(zip(self.trained, jax.tree.leaves(bare), strict=True))
 
     @property
     def device(self) -> jax.Device:
-        """Where the parameters are; JAX's default where they are traced."""
+        """The device of the parameters; JAX's default while they are traced."""
         for leaf in self.trained.values():
             if isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer):
                 return min(leaf.devices(), key=lambda device: device.id)
@@ -285,13 +285,13 @@ class Leaves:
         return as_device(config.jax_default_device or jax.local_devices()[0])
 
     def moments_of(self, opt_state: Any) -> list[str | None]:
-        """For each leaf of an optimizer's state the parameter it is a moment of, if it is one.
+        """Returns, for each leaf of an optimizer's state, the parameter it is a moment of, if any.
 
         An optimizer keeps moments in trees like that of the parameters: the path of a moment ends in the path of
-        its parameter, and has its shape.
+        its parameter, and it has the same shape.
         """
         names = dict(zip(self.paths, self.names, strict=True))
-        found: list[str | None] = []
+        owners: list[str | None] = []
         for path, leaf in jax.tree_util.tree_leaves_with_path(opt_state):
             ends = (names.get(path[start:], "") for start in range(len(path) + 1))
             alike = (
@@ -301,12 +301,12 @@ class Leaves:
                 and jnp.shape(leaf) == jnp.shape(self.trained[name])
                 and jnp.issubdtype(jnp.result_type(leaf), jnp.floating)
             )
-            found.append(next(alike, None))
-        return found
+            owners.append(next(alike, None))
+        return owners
 
 
 def names_of(paths: Sequence[tuple[Any, ...]]) -> list[str]:
-    """The name of each leaf; two leaves of one name are an error."""
+    """Returns the name of each leaf; two leaves with one name are an error."""
     siblings = Counter(path[:-1] for path in paths)
     names = []
     for path in paths:
@@ -322,21 +322,21 @@ def names_of(paths: Sequence[tuple[Any, ...]]) -> list[str]:
 
 
 def modules_of(names: Iterable[str]) -> list[str]:
-    """What rules match: every proper prefix of a name, or the name itself where it is one word."""
-    found: dict[str, None] = {}
+    """Returns what rules match: every proper prefix of a name, or the name itself if it is one word."""
+    modules: dict[str, None] = {}
     for name in names:
         steps = name.split(".")
-        found |= dict.fromkeys(".".join(steps[:depth]) for depth in range(1, max(2, len(steps))))
-    return list(found)
+        modules |= dict.fromkeys(".".join(steps[:depth]) for depth in range(1, max(2, len(steps))))
+    return list(modules)
 
 
 def _is_trained(name: str, leaf: Any) -> bool:
     dtype = getattr(leaf, "dtype", None)
     if dtype is None:
         raise HalfstepError(
-            f"`{name}` is {type(leaf).__name__}, no array",
-            hint="keep arrays alone, as `params, static = eqx.partition(model, eqx.is_array)`; numbers that are "
-            "trained must be arrays, jnp.asarray(0.5)",
+            f"`{name}` is {type(leaf).__name__}, not an array",
+            hint="pass arrays alone: `params, static = eqx.partition(model, eqx.is_array)`; numbers to train "
+            "must be arrays: jnp.asarray(0.5)",
         )
     if jnp.issubdtype(dtype, jax.dtypes.prng_key):
         return False
@@ -345,6 +345,6 @@ def _is_trained(name: str, leaf: Any) -> bool:
     if jnp.dtype(dtype).name not in _TRAINED:
         raise HalfstepError(
             f"`{name}` is {dtype}; parameters are trained in float32, bfloat16 or float16",
-            hint=f"convert it, as params[...].astype(jnp.float32): no policy has a format for {dtype}",
+            hint=f"convert it with params[...].astype(jnp.float32): no policy has a format for {dtype}",
         )
     return True

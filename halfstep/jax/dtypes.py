@@ -1,16 +1,17 @@
-"""Formats and JAX dtypes, JAX devices and what is known of them, and what JAX can compute where.
+"""Formats and JAX dtypes, descriptions of JAX devices, and what JAX can compute where.
 
 `supported` answers for a *compute* format, one that matmul operands have. On an accelerator the hardware
-decides (core.devices): XLA would run bf16 on a T4 by converting every operand, and say nothing. On a CPU XLA
-multiplies bf16 and fp16 on every machine, sums in fp32, and pays for the conversions where there are no
-instructions; that is the user's to take, so the answer is yes, with that reason. What cannot run natively can be
-emulated anywhere, and every refusal names the switch: `emulate=true`.
+decides (core.devices): XLA would silently run bf16 on a T4 by converting every operand. On a CPU XLA
+multiplies bf16 and fp16 on every machine, sums in fp32, and pays for the conversions if there are no instructions;
+that is for the user to decide, so the answer is yes, with that reason. What cannot run natively can be emulated
+anywhere, and every refusal names the switch: `emulate=true`.
 
 TF32 is a way to multiply fp32 arrays, which JAX offers on NVIDIA by name
-(`lax.DotAlgorithmPreset.TF32_TF32_F32`). An fp32 matmul whose precision is left open means TF32 there and bf16 on
-a TPU, so layers.py states the precision of every one.
+(`lax.DotAlgorithmPreset.TF32_TF32_F32`). An fp32 matmul without a stated precision means TF32 there and bf16 on a
+TPU, so matmul.py states the precision of every one.
 
-A device is named as in torch, `cuda:1`; the other names of JAX (`gpu`, `tpu`, `rocm`) and its own objects do too.
+A device has a name as in torch, such as `cuda:1`; JAX's other names (`gpu`, `tpu`, `rocm`) and its own objects
+work too.
 """
 
 import re
@@ -44,14 +45,14 @@ _NAME = re.compile(r"([a-z]+)(?::(\d+))?")
 
 
 def dtype_of(fmt: Format) -> DType:
-    """The JAX dtype that holds the format."""
+    """Returns the JAX dtype that holds the format."""
     if fmt not in DTYPES:
         raise no_dtype(fmt, "JAX", "arrays", DTYPES)
     return DTYPES[fmt]
 
 
 def format_of(dtype: Any) -> Format:
-    """The format of a JAX dtype."""
+    """Returns the format of a JAX dtype."""
     dtype = jnp.dtype(dtype)
     if dtype not in _FORMATS:
         raise no_format(dtype, "arrays", _FORMATS)
@@ -59,32 +60,32 @@ def format_of(dtype: Any) -> Format:
 
 
 def describe(device: jax.Device | str) -> Device:
-    """What is known of a JAX device. Asking about the CPU by name starts no device."""
+    """Describes a JAX device. Asking about the CPU by name starts no device."""
     if device == "cpu":
         return describe_cpu()
-    found = as_device(device)
-    capability = str(getattr(found, "compute_capability", None) or "")
-    match found.platform:
+    device = as_device(device)
+    capability = str(getattr(device, "compute_capability", None) or "")
+    match device.platform:
         case "cpu":
             return describe_cpu()
         case "tpu":
-            return Device("tpu", found.device_kind, architecture=_generation(found.device_kind))
+            return Device("tpu", device.device_kind, architecture=_generation(device.device_kind))
         case "gpu" | "cuda" | "rocm" if capability.startswith("gfx"):
-            # As in gfx90a:sramecc+:xnack-, of which the first part names the instructions.
-            return Device("amd", found.device_kind, architecture=capability.split(":")[0])
+            # For example gfx90a:sramecc+:xnack-, of which the first part names the instructions.
+            return Device("amd", device.device_kind, architecture=capability.split(":")[0])
         case "gpu" | "cuda" if capability:
             major, _, minor = capability.partition(".")
-            return Device("nvidia", found.device_kind, capability=(int(major), int(minor)))
+            return Device("nvidia", device.device_kind, capability=(int(major), int(minor)))
         case other:
             raise HalfstepError(
-                f"nothing is known of the JAX device `{found}` on platform `{other}`; "
+                f"the JAX device `{device}` is on the unknown platform `{other}`; "
                 "halfstep runs on cpu, cuda, rocm and tpu",
                 hint="`cpu` is always there",
             )
 
 
 def supported(fmt: Format, device: jax.Device | str, *, emulate: bool = False) -> Support:
-    """Whether JAX computes in the format on the device, and why (not)."""
+    """Returns whether JAX computes in the format on the device, and why (not)."""
     if emulate:
         return emulated(fmt, "arrays")
     return answer(fmt, describe(device))
@@ -97,30 +98,30 @@ def answer(fmt: Format, device: Device) -> Support:
 
 
 def as_device(device: jax.Device | str) -> jax.Device:
-    """A device of this process by its name, as `cpu`, `cuda`, `cuda:1`, `gpu`, `tpu` or `rocm`."""
+    """Returns a device of this process by its name: `cpu`, `cuda`, `cuda:1`, `gpu`, `tpu` or `rocm`."""
     if not isinstance(device, str):
         return device
     match = _NAME.fullmatch(device)
     if match is None or match[1] not in _PLATFORMS:
-        raise HalfstepError(f"`{device}` is no JAX device", hint=f"as {one_of([*_PLATFORMS, 'cuda:1'])}")
+        raise HalfstepError(f"`{device}` is not a JAX device", hint=f"use {one_of([*_PLATFORMS, 'cuda:1'])}")
     platform, index = match[1], int(match[2] or 0)
     try:
-        found = jax.local_devices(backend=platform)
+        devices = jax.local_devices(backend=platform)
     except RuntimeError:
         raise HalfstepError(
             f"JAX {jax.__version__} finds no `{platform}` device here",
             hint="`cpu` is always there; an accelerator needs its driver and a JAX built for it",
         ) from None
-    if index >= len(found):
+    if index >= len(devices):
         raise HalfstepError(
-            f"there is no `{device}`; JAX sees {len(found)} `{platform}` device(s)",
+            f"there is no `{device}`; JAX sees {len(devices)} `{platform}` device(s)",
             hint=f"they are numbered from {platform}:0",
         )
-    return found[index]
+    return devices[index]
 
 
 def _generation(kind: str) -> str:
-    """`v5e` of `TPU v5 lite`, as core.devices names the generations; empty where it is not known."""
+    """Returns a TPU's generation as core.devices names it, `v5e` for `TPU v5 lite`; empty if unknown."""
     match = re.fullmatch(r"TPU ?v?(\d+) ?(lite|[a-z])?.*", kind, re.IGNORECASE)
     if match is None:
         return ""

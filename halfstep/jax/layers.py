@@ -4,9 +4,9 @@
 weight or the input happens to be. It sums in fp32, forward and backward, and an fp32 weight gradient is never
 rounded.
 
-**An island** (norm, softmax, loss) is fp32 inside, backward too: it widens its input, and the gradient is narrowed
-only on the way out. Norms and softmax return the compute format, the loss returns fp32. An island in a narrower
-format computes in fp32 on numbers of that format, rounded where they enter and leave, as kernels do.
+**An island** (norm, softmax, loss) is fp32 inside, backward too: it widens its input and narrows the gradient only
+on the way out. Norms and softmax return the compute format, the loss returns fp32. An island in a narrower format
+computes in fp32 on numbers of that format, rounded where they enter and leave, as kernels do.
 
 **Emulated**, an array is carried in fp32 and holds values of its format. Every array that hardware would store in
 the format is rounded by the reference cast, gradients included; matmuls of such operands are exact products
@@ -15,9 +15,8 @@ rounded: attention's probabilities stay fp32 here, where some kernels narrow the
 Natively, XLA may keep more precision than asked for between two operations that it fuses, never less, unless the
 outermost jit is given `COMPILER_OPTIONS`.
 
-Every function takes a `Casts`, what a precision means in JAX; `casts_for("bf16-mixed")` makes one.
-
-Unlike in torch, modules hold no parameters: they know their names, and are called with all parameters by name.
+Every function takes a `Casts` (lowering.py); `casts_for("bf16-mixed")` makes one. Unlike in torch, modules hold no
+parameters: they know their names, and are called with all parameters by name.
 
 Shapes: B batch, T tokens of a sequence, D width, H heads, K features of a head.
 """
@@ -41,31 +40,32 @@ Params = Mapping[str, Array]
 """All parameters of a model, by their qualified names."""
 
 COMPILER_OPTIONS = {"xla_allow_excess_precision": False}
-"""For the jit of a step: XLA then rounds where it is told to. By default it drops a conversion to bf16 that is
-undone soon after, and on a GPU then stores fp32 activations (GPT-2 124M, H200: 64.5 ms a step, 62.8 with this)."""
+"""For the jit of a step: XLA then rounds wherever the program says so. By default it drops a conversion to bf16
+that is undone soon after, and on a GPU stores fp32 activations (GPT-2 124M, H200: 64.5 ms per step, 62.8 with
+it)."""
 
 
 def enter(x: Array, casts: Casts) -> Array:
-    """An activation in the compute format of the module it enters."""
+    """Casts an activation to the compute format of the module it enters."""
     return rounded(x.astype(casts.compute), casts)
 
 
 def rounded(x: Array, casts: Casts) -> Array:
-    """The result of an operation in the compute format: as it is natively, rounded where it is emulated."""
+    """Returns the result of an operation in the compute format: unchanged natively, rounded where emulated."""
     if not casts.emulate or casts.plain:
         return x
     return _rounded(x, casts.precision.compute, casts.precision.grad)
 
 
 def owned(parameter: Array, casts: Casts) -> Array:
-    """A parameter that is not a matmul's, its gradient rounded to the format of weight gradients."""
+    """Returns a parameter of no matmul, whose gradient is rounded to the format of weight gradients."""
     if casts.precision.grad_weight == FP32 or parameter.dtype != jnp.float32:
         return parameter  # a bf16 parameter has a bf16 gradient as it is
     return _rounded(parameter, FP32, casts.precision.grad_weight)
 
 
 def spread(parameter: Array, shape: Sequence[int], casts: Casts) -> Array:
-    """A small parameter in compute, at the shape of the activations it meets; its gradient is summed in fp32.
+    """Broadcasts a small parameter in compute to the shape of activations; its gradient is summed in fp32.
 
     JAX's own rule for a broadcast sums in the dtype of the activations: over thousands of tokens, a sum in bf16.
     """
@@ -73,7 +73,7 @@ def spread(parameter: Array, shape: Sequence[int], casts: Casts) -> Array:
 
 
 def linear(x: Array, weight: Array, bias: Array | None, casts: Casts) -> Array:
-    """x W^T + b with the operands, sums and results of `casts`."""
+    """Returns x W^T + b with the operands, sums and results of `casts`."""
     rows = x.reshape(-1, x.shape[-1])
     y = dot_general(rows, weight, (((1,), (1,)), ((), ())), casts).reshape(*x.shape[:-1], weight.shape[0])
     return y if bias is None else rounded(y + _bias(owned(bias, casts), y.shape, casts), casts)
@@ -82,7 +82,7 @@ def linear(x: Array, weight: Array, bias: Array | None, casts: Casts) -> Array:
 def dot_general(
     x: Array, weight: Array, dimension_numbers: Any, casts: Casts, *, weight_first: bool = False
 ) -> Array:
-    """`lax.dot_general` of an activation and a weight, or of the weight and the activation if it comes first.
+    """Multiplies an activation and a weight as `lax.dot_general` does, the weight first if so asked.
 
     The result is in compute; the gradient of `x` is in `grad` and then in the dtype of `x`, that of the weight in
     `grad_weight` and then in the weight's own dtype.
@@ -94,17 +94,17 @@ def dot_general(
 
 
 def rms_norm(x: Array, gain: Array | None, casts: Casts, eps: float = 1e-6) -> Array:
-    """x / sqrt(mean(x^2) + eps) * gain: inside in the norm format, out in compute."""
+    """Returns x / sqrt(mean(x^2) + eps) * gain: inside in the norm format, out in compute."""
     return _norm(x, gain, None, casts, False, eps)
 
 
 def layer_norm(x: Array, gain: Array | None, bias: Array | None, casts: Casts, eps: float = 1e-5) -> Array:
-    """(x - mean) / sqrt(variance + eps) * gain + bias: inside in the norm format, out in compute."""
+    """Returns (x - mean) / sqrt(variance + eps) * gain + bias: inside in the norm format, out in compute."""
     return _norm(x, gain, bias, casts, True, eps)
 
 
 def softmax(x: Array, casts: Casts, axis: int = -1) -> Array:
-    """exp(x) / sum(exp(x)): inside in the softmax format, out in compute."""
+    """Returns exp(x) / sum(exp(x)): inside in the softmax format, out in compute."""
     fmt = casts.precision.softmax
     return enter(_inside(jax.nn.softmax(_inside(x, fmt), axis=axis), fmt), casts)
 
@@ -117,9 +117,9 @@ def attention(
     *,
     implementation: Literal["xla", "cudnn"] | None = None,
 ) -> Array:
-    """Causal attention; its softmax is in the softmax format, its result in compute.
+    """Computes causal attention; its softmax is in the softmax format, its result in compute.
 
-    cuDNN's kernel, which never stores the scores, is taken on NVIDIA where it has the shapes; both sum and
+    cuDNN's kernel, which never stores the scores, runs on NVIDIA where it supports the shapes; both sum and
     exponentiate in fp32. `implementation` is for code that is traced for another device than JAX's default one.
     """
     q, k, v = enter(q_BHTK, casts), enter(k_BHTK, casts), enter(v_BHTK, casts)
@@ -133,7 +133,7 @@ def attention(
 
 
 def cross_entropy(logits: Array, targets: Array, casts: Casts, softcap: float = 0.0) -> Array:
-    """The sum of -log softmax(logits)[target] over all targets: inside and out in the loss format."""
+    """Returns the sum of -log softmax(logits)[target] over all targets: inside and out in the loss format."""
     fmt, targets = casts.precision.loss, targets.astype(jnp.int32)
     if fmt == FP32:
         return _negative_log_likelihood(logits, targets, softcap)
@@ -142,7 +142,7 @@ def cross_entropy(logits: Array, targets: Array, casts: Casts, softcap: float = 
 
 
 def rotate(x_BHTK: Array, cos_TK: Array, sin_TK: Array, casts: Casts) -> Array:
-    """Rotary positions: halves of each head turn by the angle of their position; angles are fp32."""
+    """Applies rotary positions: halves of each head turn by the angle of their position; angles are fp32."""
     half = x_BHTK.shape[-1] // 2
     x = x_BHTK.astype(jnp.float32)
     turned = jnp.concatenate([-x[..., half:], x[..., :half]], axis=-1)
@@ -150,12 +150,12 @@ def rotate(x_BHTK: Array, cos_TK: Array, sin_TK: Array, casts: Casts) -> Array:
 
 
 def pointwise(f: Callable[[Array], Array], x: Array, casts: Casts) -> Array:
-    """A nonlinearity: fp32 inside, compute out; what is kept for the backward pass is its input."""
+    """Applies a nonlinearity: fp32 inside, compute out; only its input is kept for the backward pass."""
     return rounded(_pointwise(f, x), casts)
 
 
 class Layer:
-    """A module with a name and a precision of its own."""
+    """A module with its own name and precision."""
 
     def __init__(self, name: str, precision: Precision):
         self.name = name
@@ -163,16 +163,16 @@ class Layer:
 
     @property
     def precision(self) -> Precision:
-        """What the module runs in."""
+        """The formats the module runs in."""
         return self.casts.precision
 
     def parameter(self, params: Params, field: str) -> Array:
-        """A parameter of the module, out of all by name."""
+        """Returns a parameter of the module out of all by name."""
         return params[f"{self.name}.{field}"]
 
 
 class Matmul(Layer):
-    """A module that multiplies activations by a matrix: what narrow operands are for."""
+    """A module that multiplies activations by a matrix, so that narrow operands apply to it."""
 
 
 class CastedLinear(Matmul):
@@ -224,7 +224,7 @@ class Norm(Layer):
 
 
 def _inside(x: Array, fmt: Format) -> Array:
-    """An array in fp32 that holds numbers of the format an island computes in; so does its gradient."""
+    """Returns an fp32 array that holds numbers of the format an island computes in; so does its gradient."""
     x = x.astype(jnp.float32)
     return x if fmt == FP32 else _rounded(x, fmt, fmt)
 
@@ -241,7 +241,7 @@ def _norm(x: Array, gain: Array | None, bias: Array | None, casts: Casts, center
 
 @partial(jax.custom_vjp, nondiff_argnums=(3, 4))
 def _normalized(x: Array, gain: Array | None, bias: Array | None, centered: bool, eps: float) -> Array:
-    """Rows of any dtype normalized in fp32. What is kept for the backward pass is the input, as it came."""
+    """Normalizes rows of any dtype in fp32, and keeps the input unchanged for the backward pass."""
     return _normalized_forward(x, gain, bias, centered, eps)[0]
 
 
@@ -258,7 +258,7 @@ def _normalized_forward(
 
 
 def _normalized_backward(centered: bool, eps: float, kept: Any, g: Array) -> tuple[Any, Any, Any]:
-    """dx = rstd * (h - mean(h) - y * mean(h y)) with y the normalized row and h = g * gain."""
+    """Returns dx = rstd * (h - mean(h) - y * mean(h y)) with y the normalized row and h = g * gain."""
     x, gain, bias, mean, rstd = kept
     x = lax.optimization_barrier(x)  # as in _pointwise_backward
     y = (x.astype(jnp.float32) - mean) * rstd
@@ -309,7 +309,7 @@ def _pointwise_forward(f: Callable[[Array], Array], x: Array) -> tuple[Array, Ar
 
 
 def _pointwise_backward(f: Callable[[Array], Array], x: Array, g: Array) -> tuple[Array]:
-    # Without the barrier XLA finds that it computed this before, and keeps fp32 copies from then on.
+    # Without the barrier XLA notices that it computed this before, and keeps fp32 copies from then on.
     x = lax.optimization_barrier(x)
     return (jax.vjp(f, x.astype(jnp.float32))[1](g.astype(jnp.float32))[0].astype(x.dtype),)
 
@@ -339,7 +339,7 @@ _broadcast.defvjp(_broadcast_forward, _broadcast_backward)
 
 @partial(jax.custom_vjp, nondiff_argnums=(1, 2))
 def _bias(bias: Array, shape: tuple[int, ...], casts: Casts) -> Array:
-    """A bias in compute at the shape it is added to; its gradient, as a weight's, is fp32 from the sum on."""
+    """Broadcasts a bias in compute; its gradient, like a weight's, is fp32 from the sum on."""
     return jnp.broadcast_to(in_compute(bias, casts), shape)
 
 
@@ -355,7 +355,7 @@ _bias.defvjp(_bias_forward, _bias_backward)
 
 
 def _has_cudnn_attention(q: Array) -> bool:
-    """Whether cuDNN attends to such queries on JAX's default device: half precision, heads of 8 to 128."""
+    """Returns whether cuDNN takes such queries on JAX's default device: half precision, heads of 8 to 128."""
     fits = q.shape[-1] % 8 == 0 and q.shape[-1] <= 128
     if not fits or q.dtype not in (dtype_of(BF16), dtype_of(FP16)):
         return False
@@ -365,7 +365,7 @@ def _has_cudnn_attention(q: Array) -> bool:
 
 
 def _attention(q: Array, k: Array, v: Array, casts: Casts) -> Array:
-    """Attention written out, its softmax in any format. Heads H are G groups for each of the heads N of keys."""
+    """Writes attention out, its softmax in any format. Heads H are G groups for each of the heads N of keys."""
     batch, heads, tokens, features = q.shape
     q = q.reshape(batch, k.shape[1], -1, tokens, features)
     scores_BNGTS = product(q, k, (((4,), (3,)), ((0, 1), (0, 1))), FP32, casts) * features**-0.5
@@ -381,7 +381,7 @@ def _attention(q: Array, k: Array, v: Array, casts: Casts) -> Array:
 
 @partial(jax.custom_vjp, nondiff_argnums=(2,))
 def _negative_log_likelihood(logits: Array, targets: Array, softcap: float) -> Array:
-    """Summed over all targets, in fp32, of logits in any dtype; no copy of them in fp32 is asked for."""
+    """Sums over all targets in fp32, for logits in any dtype, without an fp32 copy of them."""
     return _likelihood_forward(logits, targets, softcap)[0]
 
 

@@ -1,22 +1,21 @@
-"""The casted matmul: one contraction, three matmuls, each with the formats of its own.
+"""The casted matmul: one contraction, three matmuls, each in its own formats.
 
 **The three** are named by their results. With x of shape (tokens, in), W of (out, in) and the incoming gradient g
 of (tokens, out):
 
-    output      = x W^T      operands in `operand`,             rounded to `compute`
+    output      = x W^T      operands in `operand`,                    rounded to `compute`
     grad_input  = g W        operands in `grad_operand`, `operand`,    rounded to `grad`
     grad_weight = g^T x      operands in `grad_operand`, `operand`,    in `grad_weight`, fp32 as a rule
 
-`casted_dot` makes them of any contraction that `lax.dot_general` knows, with the weight on either side. That is
-why this file is JAX's alone: in torch a layer is x W^T, and everything else is made of it.
+`casted_dot` derives them from any contraction that `lax.dot_general` takes, with the weight on either side.
 
-**Sums are fp32**, and the precision of every matmul is stated: left open, an fp32 one is TF32 on NVIDIA and bf16
-on a TPU. JAX's own rule would round grad_weight to the operands' dtype before the cast to the master widens it
-again; here an fp32 weight gradient is fp32 from the sum on.
+**Sums are fp32**, and every matmul states its precision: by default, an fp32 one is TF32 on NVIDIA and bf16 on a
+TPU. JAX's own rule would round grad_weight to the operands' dtype before the cast to the master widens it again;
+here an fp32 weight gradient is fp32 from the sum on.
 
 **A narrow operand** has one scale, or one for each index that the matmul at hand does not sum over (`row`): a
 weight has a scale for each output in the first matmul, and one for each input in the second. On NVIDIA XLA hands
-fp8 operands to cuBLAS; `Precision.HIGHEST` is its word for sums without fast accumulation.
+fp8 operands to cuBLAS; `Precision.HIGHEST` turns fast accumulation off.
 
 **Emulated**, operands are carried in fp32: products of such numbers are exact, and summed in fp32.
 """
@@ -43,7 +42,7 @@ _FLOAT32 = jnp.dtype(jnp.float32)
 
 
 def as_dimensions(dimension_numbers: Any) -> Dimensions:
-    """The same, hashable, out of lists or arrays."""
+    """Returns dimension numbers as hashable tuples."""
     (left, right), (left_batch, right_batch) = dimension_numbers
     return (_axes(left), _axes(right)), (_axes(left_batch), _axes(right_batch))
 
@@ -53,14 +52,14 @@ def _axes(axes: Any) -> Axes:
 
 
 def plain_dot(a: Array, b: Array, dims: Dimensions) -> Array:
-    """The matmul in fp32, differentiated by JAX."""
+    """Multiplies in fp32; JAX differentiates it."""
     a, b = a.astype(jnp.float32), b.astype(jnp.float32)
     return lax.dot_general(a, b, dims, precision=_FULL, preferred_element_type=jnp.float32)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))
 def casted_dot(x: Array, weight: Array, dims: Dimensions, casts: Casts, weight_first: bool) -> Array:
-    """The three matmuls; x comes in the compute format, the weight as it is held."""
+    """Multiplies x, in the compute format, by a weight as it is held; its gradients are the other two matmuls."""
     p, w = casts.precision, in_compute(weight, casts)
     pair = (w, x) if weight_first else (x, w)
     return _matmul(*pair, dims, (p.operand, p.operand), p.compute, casts)
@@ -82,7 +81,7 @@ def _casted_backward(
     w, operands = in_compute(weight, casts), (p.grad_operand, p.operand)
     of_x, of_weight = (_flipped(dims), dims) if weight_first else (dims, _flipped(dims))
     grad_input = _transposed(g, w, of_x, not weight_first, operands, p.grad, casts)
-    # A conversion to bf16 and back XLA may drop; a gradient that is held wider than its format is rounded instead.
+    # XLA may drop a conversion to bf16 and back, so a gradient held wider than its format is rounded instead.
     held = FP32 if weight.dtype == jnp.float32 else p.grad_weight
     grad_weight = _transposed(g, x, of_weight, weight_first, operands, held, casts)
     if held != p.grad_weight:
@@ -94,7 +93,7 @@ casted_dot.defvjp(_casted_forward, _casted_backward)
 
 
 def in_compute(parameter: Array, casts: Casts) -> Array:
-    """A parameter's numbers in the compute format."""
+    """Casts a parameter to the compute format."""
     p = parameter.astype(casts.compute)
     return carried(p, casts.precision.compute) if casts.emulate else p
 
@@ -108,10 +107,10 @@ def _transposed(
     out: Format,
     casts: Casts,
 ) -> Array:
-    """The gradient of one operand of a matmul: g contracted with the other operand over the other's own axes.
+    """Returns the gradient of one operand: g contracted with the other operand over the other's own axes.
 
-    `dims` name the axes of the operand at hand before those of the other; `first` is whether it was the left one,
-    so that its own axes come first in g.
+    `dims` name the axes of this operand before those of the other; `first` is whether it was the left one, so that
+    its own axes come first in g.
     """
     (mine, others), (my_batch, other_batch) = dims
     batch = len(my_batch)
@@ -139,7 +138,7 @@ def _kept(rank: int, contracted: Axes, batch: Axes) -> Axes:
 def _matmul(
     a: Array, b: Array, dims: Dimensions, operands: tuple[Operand, Operand], out: Format, casts: Casts
 ) -> Array:
-    """a b in the formats of its operands, summed in fp32, its result in `out`."""
+    """Multiplies in the formats of the operands, sums in fp32 and returns the result in `out`."""
     formats = tuple(operand.format for operand in operands)
     if not casts.emulate and not any(is_narrow(fmt) for fmt in formats):
         tf32 = set(formats) == {TF32}
@@ -161,26 +160,26 @@ def _held(x: Array, fmt: Format) -> Array:
 
 
 def _sum_of_products(a: Array, b: Array, dims: Dimensions, out: DType, *, tf32: bool = False) -> Array:
-    """The matmul itself: exact products of the operands as they are, summed in fp32."""
+    """Sums exact products of the operands as they are, in fp32."""
     precision: Any = lax.DotAlgorithmPreset.TF32_TF32_F32 if tf32 else _FULL
     if a.dtype != b.dtype and not (a.dtype.itemsize == b.dtype.itemsize == 1):
-        # No device multiplies such a pair; fp32 holds both, and makes the same products.
+        # No device multiplies such a pair; fp32 holds both, and gives the same products.
         a, b = a.astype(jnp.float32), b.astype(jnp.float32)
     return lax.dot_general(a, b, dims, precision=precision, preferred_element_type=out)
 
 
 def _lower(x: Array, operand: Operand, axes: Axes, emulate: bool) -> tuple[Array, Array | None]:
-    """An operand's values in its format, and what undoes their scale; a row runs along the contracted axes."""
+    """Returns an operand in its format, and what undoes its scale; a row runs along the contracted axes."""
     fmt = operand.format
     if is_narrow(fmt):
-        # What is `delayed` has an amax of earlier steps, which nobody keeps here, and is refused.
+        # `delayed` needs the amax of earlier steps, which nobody keeps here: quantize_scaled refuses it.
         amax = None if operand.amax == "delayed" else amax_of(x, operand, axes)
         return quantize_scaled(x, operand, amax=amax, native=not emulate)
     return carried(x, fmt) if emulate else _held(x, fmt), None
 
 
 def _aligned(inv_scale: Array, contracted: Axes, batch: Axes, *, before: int, after: int) -> Array:
-    """Scales of an operand at the axes that its rows have in the result: the batch, the left's, the right's."""
+    """Moves an operand's scales to the axes its rows have in the result: the batch, the left's, the right's."""
     if inv_scale.ndim == 0:
         return inv_scale
     kept = _kept(inv_scale.ndim, contracted, batch)
@@ -191,9 +190,9 @@ def _aligned(inv_scale: Array, contracted: Axes, batch: Axes, *, before: int, af
 
 @partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))
 def product(a: Array, b: Array, dims: Dimensions, out: Format, casts: Casts) -> Array:
-    """The matmul of two activations in compute, its result in `out`; gradients meet them in compute.
+    """Multiplies two activations in compute and returns the result in `out`; gradients are in compute too.
 
-    Inside attention nothing is rounded when it is emulated.
+    Emulated, nothing is rounded inside attention.
     """
     fmt = FP32 if casts.emulate else casts.precision.compute
     return _matmul(a, b, dims, (Operand(fmt),) * 2, FP32 if casts.emulate else out, casts)

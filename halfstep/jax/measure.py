@@ -1,4 +1,4 @@
-"""Matmul micro-benchmarks in JAX, inside a time budget: what core.choice decides by.
+"""Matmul micro-benchmarks in JAX, inside a time budget: core.choice decides by them.
 
 core.measure says what is timed on every backend, core.ladder which sizes may be started; here are the operands
 and the multiplications. "fp32" is timed as fp32: the precision of every matmul is stated.
@@ -46,12 +46,12 @@ AROUND = 3.0
 
 
 def devices() -> list[str]:
-    """The kinds of device JAX finds, the fastest first."""
+    """Returns the kinds of device JAX finds, the fastest first."""
     return [*(kind for kind in ("cuda", "rocm", "tpu") if _present(kind)), "cpu"]
 
 
 def version() -> str:
-    """The version of JAX."""
+    """Returns the version of JAX."""
     return str(jax.__version__)
 
 
@@ -65,7 +65,7 @@ def measure(
 ) -> list[Timing]:
     """Times matmuls in each format, which must be supported, for at most `budget` seconds.
 
-    Starting the device, compiling and making operands come before the clock.
+    Starting the device, compiling and creating operands happen before the clock starts.
     """
     device, formats = as_device(device), list(formats)
     check_measurable(formats, str(device), lambda fmt: supported(fmt, device))
@@ -106,7 +106,7 @@ def measure_block(
 
 
 def affordable(matmuls: Sequence[Timing], model: ModelConfig, tokens: int, seconds: float) -> int:
-    """`tokens`, or the half, the quarter, ... of it whose block takes no longer in fp32, by what matmuls take."""
+    """Returns `tokens`, or the half, the quarter, ... of it whose fp32 block takes at most `seconds`."""
     top = max((timing for timing in matmuls if timing.format == FP32), key=lambda timing: math.prod(timing.shape))
     per_operation = top.typical / (2 * math.prod(top.shape))
     weights = sum(math.prod(s) for name, s in _block_shapes(model).items() if len(s) == 2 and "mix" not in name)
@@ -118,7 +118,7 @@ def affordable(matmuls: Sequence[Timing], model: ModelConfig, tokens: int, secon
 
 
 class _Bench:
-    """Makes and multiplies operands on one device."""
+    """Creates and multiplies operands on one device."""
 
     def __init__(self, device: jax.Device):
         self.device = device
@@ -126,7 +126,7 @@ class _Bench:
         self.prepared: dict[tuple[Format, Shape], Run] = {}
 
     def prepare(self, fmt: Format, shape: Shape) -> None:
-        """Makes operands of a format and shape, and compiles what multiplies them."""
+        """Creates operands of a format and shape, and compiles their product."""
         m, k, n = shape
         a, b = (
             self._put(self._random(*size).astype(dtype))
@@ -136,11 +136,11 @@ class _Bench:
         self.prepared[fmt, shape] = self._repeated(lambda: multiply(a, b))
 
     def start(self, fmt: Format, shape: Shape) -> Run:
-        """What multiplies such operands so many times and waits."""
+        """Returns a function that multiplies such operands so many times and waits."""
         return self.prepared[fmt, shape]
 
     def start_block(self, fmt: Format, model: ModelConfig, tokens: int) -> Run:
-        """A block with fp32 masters, compiled, and what trains it so many times and waits."""
+        """Compiles a block with fp32 masters; returns a function that trains it so many times and waits."""
         context = min(model.context, tokens)
         batch = tokens // context
         precision = Precision(compute=fmt, operand=Operand(fmt), grad=fmt, grad_operand=Operand(fmt))
@@ -163,7 +163,7 @@ class _Bench:
         return self._repeated(lambda: step(params, x))
 
     def _repeated(self, once: Callable[[], Any]) -> Run:
-        # A CPU would run several at once, if it were not waited for each.
+        # Without waiting for each, a CPU would run several at once.
         one_by_one = self.device.platform == "cpu"
 
         def run(count: int) -> None:
@@ -180,7 +180,7 @@ class _Bench:
 
 
 def _dtypes(fmt: Format) -> tuple[Any, Any]:
-    """Those of the two operands. A gradient in e5m2 meets a weight in e4m3: no hardware multiplies two e5m2."""
+    """Returns the operands' dtypes. A gradient in e5m2 meets a weight in e4m3: no hardware multiplies two e5m2."""
     if is_narrow(fmt):
         return dtype_of(fmt), dtype_of(parse("e4m3fnuz") if fmt.specials == "fnuz" else E4M3)
     dtype = dtype_of(FP32 if fmt == TF32 else fmt)
@@ -188,7 +188,7 @@ def _dtypes(fmt: Format) -> tuple[Any, Any]:
 
 
 def _matmul(fmt: Format) -> Any:
-    """a b^T of two matrices in the format, summed in fp32."""
+    """Returns a function that computes a b^T in the format, summed in fp32."""
     precision: Any = lax.DotAlgorithmPreset.TF32_TF32_F32 if fmt == TF32 else lax.Precision.HIGHEST
     out = dtype_of(BF16) if is_narrow(fmt) else _dtypes(fmt)[0]
 
@@ -200,7 +200,7 @@ def _matmul(fmt: Format) -> Any:
 
 
 def _block_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """The parameters of one block."""
+    """Returns the parameters of one block."""
     first = "blocks.0."
     return {name.removeprefix(first): s for name, s in parameter_shapes(model).items() if name.startswith(first)}
 

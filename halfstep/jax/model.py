@@ -10,13 +10,13 @@ U-net skips add the outputs of the first half of the blocks, times learned weigh
 half, the last of them first; of an odd number of blocks the last gets none. The residual stream is in the compute
 format; norms, softmax and the loss are islands (layers.py).
 
-Unlike in torch, the decoder holds no parameters and is not changed by a policy: it is a function of
-{qualified name: array}, and `with_policy` gives another function of the same parameters.
+Unlike in torch, the decoder holds no parameters and a policy does not change it: it is a function of
+{qualified name: array}, and `with_policy` returns another function of the same parameters.
 
 Shapes: B batch, T tokens of a sequence, D width, H heads, K features of a head, V vocabulary.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 
 import jax
@@ -26,7 +26,7 @@ from jax import Array
 from numpy.typing import NDArray
 
 from halfstep.config.model import ModelConfig, module_names, parameter_shapes
-from halfstep.config.weights import Weights, initial_weights
+from halfstep.config.weights import Weights
 from halfstep.core.policy import Policy
 from halfstep.core.precision import Precision, base_precision, precisions
 from halfstep.jax.layers import (
@@ -51,7 +51,7 @@ _FP32 = Precision()
 
 Angles = tuple[Array, Array]
 At = Callable[[str], Precision]
-"""What a module runs in, by its name."""
+"""Returns the formats of a module by its name."""
 
 
 class Decoder(Layer):
@@ -67,11 +67,11 @@ class Decoder(Layer):
     ):
         super().__init__("", base)
         self.config = config
-        self.recompute = recompute  # whether the backward pass runs blocks again instead of keeping what they made
-        found = dict(precisions or {})
+        self.recompute = recompute  # the backward pass runs blocks again instead of keeping their activations
+        by_name = dict(precisions or {})
 
         def at(name: str) -> Precision:
-            return found.get(name, base)
+            return by_name.get(name, base)
 
         self.embed = Embedding("embed", at("embed"))
         self.positions = Embedding("positions", at("positions")) if config.positions == "learned" else None
@@ -82,7 +82,7 @@ class Decoder(Layer):
         self.angles = rope_tables(config)
 
     def __call__(self, params: Params, tokens_BT: Array) -> Array:
-        """Logits for the token after each, in the head's compute format, before the softcap."""
+        """Returns logits for the token after each, in the head's compute format, before the softcap."""
         config, casts = self.config, self.casts
         x_BTD = self.embed(params, tokens_BT)
         if self.positions is not None:
@@ -105,39 +105,29 @@ class Decoder(Layer):
         return self.lm_head(params, self.final_norm(params, x_BTD), self.embed)
 
     def loss(self, params: Params, tokens_BT: Array, targets_BT: Array) -> Array:
-        """The sum over all targets of the negative log-likelihood, in the loss format."""
+        """Returns the sum over all targets of the negative log-likelihood, in the loss format."""
         return cross_entropy(self(params, tokens_BT), targets_BT, self.casts, self.config.softcap)
 
     def capped(self, logits: Array) -> Array:
-        """Logits as the loss sees them: in fp32, after the softcap."""
+        """Returns logits as the loss sees them: in fp32, after the softcap."""
         cap, logits = self.config.softcap, logits.astype(jnp.float32)
         return cap * jnp.tanh(logits / cap) if cap else logits
 
     def module_names(self) -> list[str]:
-        """The names that rules match."""
+        """Returns the names that rules match."""
         return module_names(self.config)
 
     def with_policy(self, policy: Policy) -> "Decoder":
-        """The same function of the same parameters in a policy's precision; a rule that is wrong is an error."""
+        """Returns the same function of the same parameters in a policy's precision; a wrong rule is an error."""
         loose = [name for name in parameter_shapes(self.config) if "." not in name]
-        found = precisions(policy, [*self.module_names(), *loose])
-        return Decoder(self.config, found, base_precision(policy), recompute=self.recompute)
-
-    def initialize(self, seed: int) -> dict[str, Array]:
-        """Every parameter at its first value, the same on every backend, in fp32."""
-        return self.set_weights(initial_weights(self.config, seed))
+        by_name = precisions(policy, [*self.module_names(), *loose])
+        return Decoder(self.config, by_name, base_precision(policy), recompute=self.recompute)
 
     def set_weights(self, weights: Weights) -> dict[str, Array]:
-        """Every parameter at the value that is given for its name."""
+        """Returns every parameter at the value given for its name."""
         params = {name: jnp.asarray(value) for name, value in weights}
         assert {name: value.shape for name, value in params.items()} == parameter_shapes(self.config)
         return params
-
-    def matrices(self) -> Iterator[str]:
-        """The names of the matrices inside blocks, which Muon updates."""
-        for name, shape in parameter_shapes(self.config).items():
-            if name.startswith("blocks.") and len(shape) == 2 and name.endswith(".weight"):
-                yield name
 
 
 class Block(Layer):
@@ -159,7 +149,7 @@ class Block(Layer):
         first_values: Array | None,
         angles: Angles,
     ) -> tuple[Array, Array]:
-        """The stream after the block, and the values of its attention."""
+        """Returns the stream after the block, and the values of its attention."""
         casts = self.casts
         if self.config.embedding_shortcut != "none":
             mix = self.parameter(params, "residual_mix")
@@ -196,7 +186,7 @@ class Attention(Layer):
     def __call__(
         self, params: Params, x_BTD: Array, first_values: Array | None, angles: Angles
     ) -> tuple[Array, Array]:
-        """What attention adds to the stream, and its values before they were mixed."""
+        """Returns what attention adds to the stream, and its values before they were mixed."""
         config, casts = self.config, self.casts
         q_BHTK, k_BHTK, v_BHTK = (self._heads(layer(params, x_BTD)) for layer in (self.q, self.k, self.v))
         values = v_BHTK
@@ -228,7 +218,7 @@ class MLP(Layer):
         )
 
     def __call__(self, params: Params, x_BTD: Array) -> Array:
-        """What the MLP adds to the stream."""
+        """Returns what the MLP adds to the stream."""
         casts = self.casts
         hidden = enter(self.up(params, x_BTD), casts)
         if self.kind == "swiglu":
@@ -243,13 +233,13 @@ class Embedding(Layer):
     """Rows of a table, looked up and cast to the compute format."""
 
     def __call__(self, params: Params, index: Array) -> Array:
-        """The rows of the index."""
-        # What is no row makes NaN, not the last row, as an index would.
+        """Returns the rows of the index."""
+        # An index beyond the table gives NaN; plain indexing would give the last row.
         table = owned(self.parameter(params, "weight"), self.casts)
         return enter(jnp.take(table, index, axis=0, mode="fill"), self.casts)
 
     def rows(self, params: Params, shape: tuple[int, ...]) -> Array:
-        """The first rows, for positions, at the shape (B, T, D) of the tokens they are added to."""
+        """Returns the first rows, for positions, at the shape (B, T, D) of the tokens they are added to."""
         return spread(self.parameter(params, "weight")[: shape[1]], shape, self.casts)
 
 
@@ -261,7 +251,7 @@ class Head(Matmul):
         self.tied = config.tied
 
     def __call__(self, params: Params, x_BTD: Array, embed: Embedding) -> Array:
-        """Logits."""
+        """Returns logits."""
         weight = embed.parameter(params, "weight") if self.tied else self.parameter(params, "weight")
         return linear(x_BTD, weight, None, self.casts)
 
@@ -275,13 +265,13 @@ class HeadNorm(Layer):
         self.eps = config.epsilon_of("rms")
 
     def __call__(self, params: Params, x_BHTK: Array) -> Array:
-        """The normalized heads."""
+        """Returns the normalized heads."""
         gain = self.parameter(params, "weight") if self.has_gain else None
         return rms_norm(x_BHTK, gain, self.casts, self.eps)
 
 
 def rope_tables(config: ModelConfig) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-    """cos and sin of position * base^(-2i/K), twice side by side; angles in fp64, tables in fp32, in numpy."""
+    """Returns cos and sin of position * base^(-2i/K), twice side by side, in fp32 of angles in fp64, in numpy."""
     half = config.size_of_head // 2
     rates = config.rope_base ** -(np.arange(half, dtype=np.float64) / half)
     angles = np.tile(np.outer(np.arange(config.context, dtype=np.float64), rates), (1, 2))
@@ -292,7 +282,7 @@ def _relu2(x: Array) -> Array:
     return jnp.square(jax.nn.relu(x))
 
 
-# Named, for one function is traced once: a fresh `partial` would be another at every call.
+# Named, so that each is traced once: a fresh `partial` would be another function at every call.
 _NONLINEARITIES: dict[str, Callable[[Array], Array]] = {
     "gelu": jax.nn.gelu,
     "gelu_exact": partial(jax.nn.gelu, approximate=False),

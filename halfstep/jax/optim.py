@@ -5,14 +5,14 @@
     m <- b1 m + (1 - b1) g          v <- b2 v + (1 - b2) g^2
     w <- w - rate ((m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps) + decay w)
 
-It is made of optax's own pieces. **Muon** (Jordan et al.), for matrices, is ours: the update is the momentum with
+It consists of optax's own pieces. **Muon** (Jordan et al.), for matrices, is ours: the update is the momentum with
 its singular values pushed to one by five Newton-Schulz steps X <- a X + (b A + c A^2) X, A = X X^T, times
 sqrt(max(1, rows / columns)); matrices of one shape go through it in one batch. The steps are the one part that is
-not fp32: they run in the policy's compute format, emulated where that is.
+not fp32: they run in the policy's compute format, emulated if the policy is.
 
 Unlike in torch, an optimizer here knows nothing of formats: it sees fp32 parameters, gradients and moments, and
-step.py stores them as the policy says. Nor does it know of skipped steps: step.py puts its whole state back, so
-the count of a schedule is the count of applied updates.
+step.py stores them as the policy says. Nor does it know of skipped steps: step.py restores its whole state, so the
+count of a schedule is the count of applied updates.
 """
 
 from collections.abc import Callable, Mapping
@@ -52,9 +52,9 @@ def adamw(
     weight_decay: float = 0.0,
     schedule: Schedule | None = None,
 ) -> optax.GradientTransformation:
-    """AdamW, in which matrices decay (two dimensions, a name that ends in `.weight`) and the rest does not.
+    """Returns AdamW; matrices decay (two dimensions, a name that ends in `.weight`), the rest does not.
 
-    The rate is one for all, or one for each name.
+    The rate is one for all, or one per name.
     """
     return optax.chain(
         optax.scale_by_adam(b1=betas[0], b2=betas[1], eps=eps),
@@ -73,9 +73,9 @@ def muon(
     schedule: Schedule | None = None,
     momentum_schedule: Schedule | None = None,
 ) -> optax.GradientTransformation:
-    """Muon with Nesterov momentum, for matrices; its iteration is in the format of that name.
+    """Returns Muon with Nesterov momentum, for matrices; `iteration` is the format of its Newton-Schulz steps.
 
-    A `momentum_schedule` gives the momentum itself, in place of `momentum`.
+    A `momentum_schedule` returns the momentum itself and replaces `momentum`.
     """
     return optax.chain(
         _orthogonalized_momentum(momentum_schedule or (lambda applied, xp: momentum), iteration, emulate),
@@ -91,17 +91,18 @@ def build_optimizers(
     schedule: Schedule | None = None,
     momentum: Schedule | None = None,
 ) -> optax.GradientTransformation:
-    """Muon for the matrices in blocks where the recipe says so, and AdamW for the rest, each group at its rate.
+    """Returns Muon for the matrices in blocks if the recipe says so, and AdamW for the rest, each group at its
+    rate.
 
     Parameters are a dictionary by name.
     """
-    found = parameter_groups(model, config)
-    rates = {name: group.rate for group in found if not group.muon for name in group.names}
+    groups = parameter_groups(model, config)
+    rates = {name: group.rate for group in groups if not group.muon for name in group.names}
     rate: float | Mapping[str, float] = rates if len({*rates.values()}) > 1 else next(iter(rates.values()))
     adam = adamw(rate, config.betas, config.epsilon, config.weight_decay, schedule)
     if config.name == "adamw":
         return adam
-    group = next(group for group in found if group.muon)
+    group = next(group for group in groups if group.muon)
     ours = muon(
         group.rate,
         config.muon_momentum,
@@ -118,15 +119,15 @@ def build_optimizers(
 
 
 def decays(params: Any) -> Any:
-    """Which leaves are matrices that decay."""
+    """Returns which leaves are matrices that decay."""
     flat, treedef = jax.tree_util.tree_flatten_with_path(params)
     names = names_of([path for path, _ in flat])
-    found = [name.endswith(".weight") and leaf.ndim == 2 for name, (_, leaf) in zip(names, flat, strict=True)]
-    return jax.tree.unflatten(treedef, found)
+    mask = [name.endswith(".weight") and leaf.ndim == 2 for name, (_, leaf) in zip(names, flat, strict=True)]
+    return jax.tree.unflatten(treedef, mask)
 
 
 def orthogonalize(matrices: Array, iteration: Format, steps: int = 5, *, emulate: bool = False) -> Array:
-    """Each matrix of a batch with its singular values pushed to about one, by Newton-Schulz."""
+    """Pushes the singular values of each matrix of a batch to about one, by Newton-Schulz."""
     a, b, c = NEWTON_SCHULZ
     tf32 = iteration == TF32 and not emulate
     precision: Any = lax.DotAlgorithmPreset.TF32_TF32_F32 if tf32 else lax.Precision.HIGHEST
@@ -171,10 +172,10 @@ def _orthogonalized_momentum(
             by_shape.setdefault(leaf.shape, []).append(place)
         for (rows, columns), places in by_shape.items():
             batch = jnp.stack([leaves[place] for place in places])
-            found = orthogonalize(batch, iteration, emulate=emulate).astype(jnp.float32)
-            found = found * max(1.0, rows / columns) ** 0.5
+            update = orthogonalize(batch, iteration, emulate=emulate).astype(jnp.float32)
+            update = update * max(1.0, rows / columns) ** 0.5
             for index, place in enumerate(places):
-                leaves[place] = found[index]
+                leaves[place] = update[index]
         return jax.tree.unflatten(treedef, leaves), MuonState(moved, state.applied + 1)
 
     return optax.GradientTransformation(init, update)
@@ -190,7 +191,7 @@ def _at_rate(rate: float | Mapping[str, float], schedule: Schedule | None) -> op
 
 
 def _scaled(updates: Any, rates: Mapping[str, float]) -> Any:
-    """Each update times minus the rate of its name."""
+    """Multiplies each update by minus the rate of its name."""
     flat, treedef = jax.tree_util.tree_flatten_with_path(updates)
     names = names_of([path for path, _ in flat])
     return jax.tree.unflatten(treedef, [-rates[n] * u for n, (_, u) in zip(names, flat, strict=True)])

@@ -1,7 +1,7 @@
 """What the training loop calls: one run on JAX, in numpy arrays and Python numbers.
 
-`halfstep.training.loop` knows no framework. It opens the session of a backend, hands it micro-batches of tokens,
-and reads results when it wants to print them. Each backend has this file with this class.
+`halfstep.training.loop` knows no framework. It opens the session of a backend, passes it micro-batches of tokens,
+and reads results when it prints them. Each backend has this file with this class.
 
 Unlike in torch, the step is always compiled, whatever `training.compile` says: JAX has no other form of it. And
 sampling pads its window to the context, so that one program serves every length; causal attention does not look
@@ -84,19 +84,19 @@ class Session:
 
     @property
     def threads(self) -> int | None:
-        """The threads of a CPU that a sum may be divided among: XLA has one for each core."""
+        """The CPU threads that may share a sum: XLA has one per core. None elsewhere."""
         return host.threads() if self.device.platform == "cpu" else None
 
     @property
     def asynchronous(self) -> bool:
-        """Whether `step` returns before the step is done."""
+        """Whether `step` returns before the step is finished."""
         return True
 
     def step(self, micro_batches: Tokens) -> StepResult:
-        """One update from tokens of shape (micro-batches, batch, context + 1). Waits for nothing."""
+        """Updates once from tokens of shape (micro-batches, batch, context + 1). Does not wait for the device."""
         if len(micro_batches) != self.micro_batches:
             raise HalfstepError(
-                f"{len(micro_batches)} micro-batches were given, and the step was made for {self.micro_batches}",
+                f"{len(micro_batches)} micro-batches were given, but the step is for {self.micro_batches}",
                 hint=f"set training.micro_batches={len(micro_batches)}",
             )
         tokens = self._to_device(micro_batches if self.micro_batches > 1 else micro_batches[0])
@@ -107,28 +107,28 @@ class Session:
         return result
 
     def read(self, result: StepResult) -> dict[str, float]:
-        """A step's numbers; waits for that step, and not for one that was launched after it."""
+        """Reads a step's numbers back; waits for that step, and not for one launched after it."""
         names = ("loss", "skipped", "scale", "grad_norm", "stuck")
         values = jax.device_get([getattr(result, name) for name in names])
         return {name: float(value) for name, value in zip(names, values, strict=True)}
 
     def check(self, result: StepResult, micro_batches: Tokens) -> None:
-        """Stops a run that no loss scale can save; the step is run again, to name its first bad tensor."""
+        """Stops a run that no loss scale can save; runs the step again to name its first bad tensor."""
         check(result, self.blame(micro_batches))
 
     def device_time(self, result: StepResult) -> tuple[float, float | None] | None:
-        """None: JAX has no clock of the device's own that is read without waiting."""
+        """Returns None: JAX has no device clock that can be read without waiting."""
         return None
 
     @property
     def untimed(self) -> str:
-        """Why `device_time` knows nothing here."""
+        """Why `device_time` returns None here."""
         return "JAX times no steps on the device"
 
     def evaluate(self, batches: Iterable[Tokens], *, averaged: bool = True) -> tuple[float, int]:
-        """The sum of losses over batches, and the number of tokens, in the policy's evaluation form.
+        """Returns the sum of losses over batches and the number of tokens, in the policy's evaluation format.
 
-        With the averages of the weights where the run keeps them, unless `averaged` is False.
+        Uses the averages of the weights if the run keeps them, unless `averaged` is False.
         """
         losses, count = [], 0
         params = self.averages if averaged and self.averages is not None else self.run.params
@@ -137,11 +137,11 @@ class Session:
             with self._here():
                 losses.append(self._evaluated(params, tokens[:, :-1], tokens[:, 1:]))
             count += batch[:, 1:].size
-        # Summed in fp64 on the host: JAX has none unless it is asked for everywhere.
+        # Summed in fp64 on the host: JAX has it only if it is enabled everywhere.
         return sum(map(float, jax.device_get(losses))), count
 
     def logits(self, tokens: Sequence[int]) -> NDArray[np.float32]:
-        """What the model expects after the tokens, one number for each of the vocabulary, after the softcap."""
+        """Returns the logits of the token after these, one per entry of the vocabulary, after the softcap."""
         window = list(tokens[-self.config.model.context :])
         padded = np.zeros((1, self.config.model.context), np.int32)
         padded[0, : len(window)] = window
@@ -149,19 +149,19 @@ class Session:
             return np.asarray(self._next(self.run.params, self._to_device(padded), len(window) - 1))
 
     def state(self) -> dict[str, Stored]:
-        """Everything that the next step depends on."""
+        """Returns everything that the next step depends on."""
         state = jax.device_get(state_of(self.run) | to_state(self.averages))
         return {name: stored(array) for name, array in state.items()}
 
     def snapshot(self) -> Snapshot:
-        """A copy of the state, launched and not waited for: the next step takes the arrays themselves over."""
+        """Starts a copy of the state without waiting for it: the next step consumes the arrays themselves."""
         with self._here():
             state = state_of(self.run) | to_state(self.averages)
             copies = {name: jnp.copy(array) for name, array in state.items()}
         return lambda: {name: bytes_of(array) for name, array in jax.device_get(copies).items()}
 
     def blame(self, micro_batches: Tokens) -> str:
-        """The first weight that is not finite; where all are, whether the loss is."""
+        """Names the first weight that is not finite; if all are, says whether the loss is."""
         for name, array in self.run.params.items():
             if not bool(jnp.isfinite(array).all()):
                 return f"the weight `{name}` itself"
@@ -174,7 +174,7 @@ class Session:
         return "backward: the loss is finite, a gradient is not" if finite else "forward: the loss"
 
     def load(self, state: Mapping[str, Stored]) -> None:
-        """Puts a state back, or refuses it whole."""
+        """Restores a state, or refuses it whole."""
         given = {name: restored(record) for name, record in state.items()}
         averages = pop_from_state(given, self.averages)
         self.run = load_state(self.run, given)
@@ -182,30 +182,30 @@ class Session:
             self.averages = {n: jax.device_put(averages[n], old.sharding) for n, old in self.averages.items()}
 
     def load_weights(self, state: Mapping[str, Stored]) -> None:
-        """Takes the weights of a state and leaves the rest: for evaluation and sampling."""
+        """Loads only the weights of a state, for evaluation and sampling."""
         ours = state_of(self.run)
         given = {name: restored(record) for name, record in state.items() if name.startswith("model.")}
         given = {name: x.astype(ours[name].dtype) if name in ours else x for name, x in given.items()}
         self.run = load_state(self.run, {n: x for n, x in ours.items() if not n.startswith("model.")} | given)
 
     def applied(self) -> int:
-        """How many updates were applied, skipped ones left out; waits for the device."""
+        """Returns how many updates were applied, not counting skipped ones; waits for the device."""
         return int(self.run.num_applied)
 
     def memory(self) -> int:
-        """The most bytes held so far: of the device's allocator, or of the process on a CPU."""
+        """Returns the most bytes used so far: by the device's allocator, or by the process on a CPU."""
         return memory.peak(self.device)
 
     def capacity(self) -> int | None:
-        """The bytes that the device has; None where nobody says."""
+        """Returns the bytes that the device has; None if unknown."""
         return memory.capacity(self.device)
 
     def ran_out(self, error: BaseException) -> bool:
-        """Whether an error says that there was not enough memory."""
+        """Returns whether an error means that there was not enough memory."""
         return memory.ran_out(error)
 
     def _here(self) -> AbstractContextManager[Any]:
-        """Traced for this device: what is made for another, as a kernel of attention, would not run here."""
+        """Traces for this device: a program for another, such as a kernel of attention, would not run here."""
         return jax.default_device(self.device)
 
     def _loss(self, params: Mapping[str, Array], tokens: Array) -> Weighted:
@@ -219,13 +219,13 @@ class Session:
 
 
 def _on_masters(fn: Callable[..., Array], params: Mapping[str, Array], *rest: Any) -> Array:
-    """A function of the decoder's, on masters as the step gives them to it: in fp32."""
+    """Calls a function of the decoder with masters in fp32, as the step does."""
     with jax.default_matmul_precision("highest"):
         return fn({name: master.astype(jnp.float32) for name, master in params.items()}, *rest)
 
 
 def _copied(params: Mapping[str, Array]) -> dict[str, Array]:
-    """fp32 copies: the next step uses the parameters up."""
+    """Returns fp32 copies: the next step consumes the parameters."""
     return {name: jnp.array(master, jnp.float32, copy=True) for name, master in params.items()}
 
 

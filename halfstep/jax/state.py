@@ -1,9 +1,9 @@
 """Parameters, optimizer and scale as flat {name: array}, and back, bit for bit.
 
-Names are those of core.stored. A moment is named after its parameter, `optimizer.<where>.<parameter>.<moment>`,
-and what belongs to no parameter (counts) after its path in the optimizer's state. There is no random state: a
-step's random numbers come from the state's seed, its count and the `rng` it is given.
-Loading checks names, shapes and dtypes before it changes anything: fp32 moments never come back bf16.
+Names are those of core.state_format. A moment is named after its parameter,
+`optimizer.<where>.<parameter>.<moment>`, and what belongs to no parameter (counts) after its path in the
+optimizer's state. There is no random state: a step's random numbers come from the state's seed, its count and its
+`rng`. Loading checks names, shapes and dtypes before it changes anything: fp32 moments never come back bf16.
 """
 
 from collections.abc import Mapping
@@ -42,16 +42,15 @@ _DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 
 
 def state_of(state: State) -> dict[str, Array]:
-    """Every array that the next step depends on. They are the live ones, not copies."""
-    found = {f"model.{name}": _plain(leaf) for name, leaf in Leaves(state.params).values.items()}
-    found |= {name: _plain(leaf) for name, leaf in _optimizer(state).items()}
-    found |= {f"scale.{field}": value for field, value in state.scale._asdict().items()}
-    found["applied"] = state.num_applied
-    return found
+    """Returns every array that the next step depends on: the live ones, not copies."""
+    arrays = {f"model.{name}": _plain(leaf) for name, leaf in Leaves(state.params).values.items()}
+    arrays |= {name: _plain(leaf) for name, leaf in _optimizer(state).items()}
+    arrays |= {f"scale.{field}": value for field, value in state.scale._asdict().items()}
+    return arrays | {"applied": state.num_applied}
 
 
 def load_state(state: State, given: Mapping[str, Any]) -> State:
-    """The state with the arrays of another. One of another model, optimizer or precision is refused whole."""
+    """Returns the state with given arrays. Those of another model, optimizer or precision are refused whole."""
     ours = state_of(state)
     check_same(_described(ours), _described(given))
     leaves = Leaves(state.params)
@@ -67,20 +66,20 @@ def load_state(state: State, given: Mapping[str, Any]) -> State:
 
 
 def stored(array: Any) -> Stored:
-    """An array's bytes, little-endian, with its dtype and shape."""
+    """Returns an array's dtype, shape and bytes, little-endian."""
     host = np.asarray(array)
     data = host.astype(host.dtype.newbyteorder("<"), copy=False).tobytes()
     return Stored(DTYPE_NAMES[host.dtype], host.shape, data)
 
 
 def bytes_of(host: NDArray[Any]) -> Stored:
-    """The bytes of an array on the host, where they are."""
+    """Returns the same for an array on the host, without a copy."""
     flat = np.ascontiguousarray(host).astype(host.dtype.newbyteorder("<"), copy=False).reshape(-1)
     return Stored(DTYPE_NAMES[host.dtype], host.shape, flat.view(np.uint8).data)
 
 
 def restored(record: Stored) -> NDArray[Any]:
-    """The array that `stored` wrote, on the host."""
+    """Returns the array that `stored` wrote, on the host."""
     name, shape, data = record
     if name not in _DTYPES:
         raise HalfstepError(f"a stored tensor has dtype {name}; known are {', '.join(_DTYPES)}")
@@ -88,27 +87,27 @@ def restored(record: Stored) -> NDArray[Any]:
 
 
 def _optimizer(state: State) -> dict[str, Any]:
-    """The leaves of the optimizer's state by name, in their order."""
+    """Returns the leaves of the optimizer's state by name, in their order."""
     leaves = Leaves(state.params)
     depths = {name: len(path) for path, name in zip(leaves.paths, leaves.names, strict=True)}
     owners = leaves.moments_of(state.opt_state)
-    found = {}
+    named = {}
     for (path, leaf), name in zip(jax.tree_util.tree_leaves_with_path(state.opt_state), owners, strict=True):
         parts = [jax.tree_util.keystr((key,), simple=True) for key in path]
         if name is not None:
             *where, moment = parts[: len(parts) - depths[name]] or [""]
             parts = [*where, name, moment]
-        found[".".join(["optimizer", *parts])] = leaf
-    return found
+        named[".".join(["optimizer", *parts])] = leaf
+    return named
 
 
 def _plain(leaf: Any) -> Any:
-    """An array of numbers; the key of a generator as its words."""
+    """Returns an array of numbers; for the key of a generator, its words."""
     return jax.random.key_data(leaf) if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf
 
 
 def _like(given: Any, old: Array) -> Array:
-    """An array where, and as, an old one is."""
+    """Places an array where an old one is, with its type."""
     if jnp.issubdtype(old.dtype, jax.dtypes.prng_key):
         return jax.random.wrap_key_data(jnp.asarray(given), impl=jax.random.key_impl(old))
     # A copy: a state that is donated must not take the given arrays with it.

@@ -12,17 +12,17 @@ is weighted against the first,
     accumulated  G = sum_i (w_i / w_1) S g_i              in the accumulate format, fp32
     gradient       = G * inv_scale * w_1 / sum_i w_i      unscaled with the S that was used
 
-then clipped to `clip_norm`, then handed to the optimizer. One norm of G serves the finite check and the
-clipping: it is finite exactly if every gradient is and none is beyond 1.8e19, which no step survives.
+then clipped to `clip_norm`, then passed to the optimizer. One norm of G serves the finite check and the clipping:
+it is finite exactly if every gradient is and none is beyond 1.8e19, which no step survives.
 
 **Masters are outside the loss, casts inside.** The state holds parameters and moments in the formats the policy
-gives them; the loss function sees parameters in their compute format (interpret.py), and the optimizer sees fp32
-parameters, fp32 gradients and fp32 moments, whatever transform it is. A narrower master is widened, updated and
-rounded back, to nearest or stochastically.
+gives them; the loss function sees parameters in their compute format (interpret.py), and any optimizer sees fp32
+parameters, gradients and moments. A narrower master is widened, updated and rounded back, to nearest or
+stochastically.
 
-Nothing here reads a number from the device: losses, norms, scales and flags are device scalars until someone
-asks. A step that is not finite changes nothing but the scale, under every policy. The state carries the policy:
-as a pytree it keeps every field under jit, scan and checkpoints.
+Nothing here reads a number from the device: losses, norms, scales and flags are device scalars until someone reads
+them. A step that is not finite changes only the scale, under every policy. The state carries the policy: as a
+pytree it keeps every field under jit, scan and checkpoints.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -68,7 +68,7 @@ class State:
     policy: Policy
     seed: int  # of stochastic rounding
     names: tuple[str, ...] = ()  # modules without parameters that rules may match
-    widened: tuple[str, ...] = ()  # parameters that were given narrower than their masters are held
+    widened: tuple[str, ...] = ()  # parameters that came narrower than their masters are held
 
     def __str__(self) -> str:
         return summary(self)
@@ -88,7 +88,7 @@ class StepResult:
     scale: Array  # the scale that was used
     grad_norm: Array  # after unscaling, before clipping
     stuck: Array  # bool: not finite, and the scale is at its floor
-    aux: Any = None  # what the loss function gave beside its loss; one a micro-batch, stacked
+    aux: Any = None  # what the loss function returned besides its loss; stacked, one per micro-batch
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["total", "weight"], meta_fields=[])
@@ -108,7 +108,7 @@ def init(
     seed: int = 0,
     names: Sequence[str] = (),
 ) -> State:
-    """The first state. Parameters are copied, so the state may be donated; `names` are modules without any."""
+    """Returns the first state. It copies the parameters and may be donated; `names` are modules without any."""
     policy = as_policy(policy)
     check_settings(optimizer)
     applied = apply(params, policy, names)
@@ -143,25 +143,25 @@ def make_step(
     cast: bool = True,
     cast_batch: bool = True,
 ) -> Step:
-    """A jitted `step(state, batch, rng=None) -> (state, result)` that donates the state.
+    """Returns a jitted `step(state, batch, rng=None) -> (state, result)` that donates the state.
 
-    `loss_fn(params, batch)` gives a mean loss, or `Weighted(sum, count)`, or either in a tuple with something
-    else, which the result has as `aux`; where `rng` is given it is the third argument. With `micro_batches=n`
-    every leaf of the batch has a leading axis of n, and `rng` is folded with the index of the micro-batch.
+    `loss_fn(params, batch)` returns a mean loss, or `Weighted(sum, count)`, or either in a tuple with a second
+    value, which becomes the result's `aux`; `rng`, if given, is the third argument. With `micro_batches=n` every
+    leaf of the batch has a leading axis of n, and `rng` is folded with the index of the micro-batch.
 
-    With `cast` the function may be any: its parameters, and with `cast_batch` the floating leaves of its batch,
+    With `cast` any function will do: its parameters, and with `cast_batch` the floating leaves of its batch,
     appear in their compute format, and its matmuls run as the policy says (interpret.py). Without, it gets the
-    masters in fp32 and casts inside, as functions made of halfstep.jax layers do.
+    masters in fp32 and casts inside, as functions built from halfstep.jax layers do.
 
-    The function below the jit is `step.__wrapped__`: pure, for use inside another jit or scan. The outermost jit
-    should then be given `layers.COMPILER_OPTIONS`, without which XLA may keep more precision than is asked for.
+    The function below the jit is `step.__wrapped__`: pure, for use inside another jit or scan. Give the outermost
+    jit `layers.COMPILER_OPTIONS` then, or XLA may keep more precision than the policy says.
     """
     check_settings(optimizer, clip_norm, micro_batches)
     form = _Form(loss_fn, cast, cast_batch)
     stepper = optax.with_extra_args_support(optimizer)
 
     def step(state: State, batch: Any, rng: Any = None) -> tuple[State, StepResult]:
-        # fp32 is fp32: what is left open means TF32 on some GPUs and bf16 on a TPU.
+        # fp32 is fp32: JAX's default means TF32 on some GPUs and bf16 on a TPU.
         with jax.default_matmul_precision("highest"):
             leaves = Leaves(state.params)
             applied = apply(state.params, state.policy, state.names)
@@ -173,7 +173,7 @@ def make_step(
 
 
 def check(result: StepResult, cause: str = "") -> None:
-    """Stops a run that no scale can save, and says the cause where it is known. Reads from the device."""
+    """Stops a run that no scale can save, and names the cause if it is known. Reads from the device."""
     if bool(result.stuck):
         raise ScalingError(
             f"gradients are not finite although the loss scale is at its floor, {float(result.scale):g}"
@@ -183,16 +183,16 @@ def check(result: StepResult, cause: str = "") -> None:
 
 
 def summary(state: State) -> str:
-    """What the state holds, in a line or two."""
-    told = str(apply(state.params, state.policy, state.names))
+    """Describes what the state holds, in a line or two."""
+    applied = str(apply(state.params, state.policy, state.names))
     if not state.widened:
-        return told
+        return applied
     more = "" if len(state.widened) == 1 else f" and {len(state.widened) - 1} more"
-    return f"{told}\nwidened to their masters' format: {state.widened[0]}{more}"
+    return f"{applied}\nwidened to their masters' format: {state.widened[0]}{more}"
 
 
 class _Form(NamedTuple):
-    """How the loss function is called."""
+    """The loss function, and how to call it."""
 
     loss_fn: LossFn
     cast: bool
@@ -200,7 +200,7 @@ class _Form(NamedTuple):
 
 
 class _Sum(NamedTuple):
-    """What micro-batches add up to, each against the weight of the first."""
+    """The sums over micro-batches, each weighted against the first."""
 
     grads: dict[str, Array]  # scaled, in the accumulate format
     loss: Array
@@ -210,12 +210,12 @@ class _Sum(NamedTuple):
 def _accumulated(
     form: _Form, leaves: Leaves, applied: Applied, scale: Array, batch: Any, rng: Any, count: int | None
 ) -> tuple[_Sum, Any]:
-    """The sums over micro-batches, and what the loss function gave beside."""
+    """Returns the sums over micro-batches, and what the loss function returned besides."""
     masters = {name: leaf.astype(jnp.float32) for name, leaf in leaves.trained.items()}
     fmt = applied.policy.accumulate
 
     def micro_batch(first: Array, part: Any, key: Any) -> tuple[_Sum, Array, Any]:
-        """The gradient of one; `first` is the weight of the first, 0 where this is the one."""
+        """Returns the gradient of one; `first` is the weight of the first, 0 if this is it."""
 
         def objective(masters: dict[str, Array]) -> tuple[Array, Any]:
             loss, weight, aux = _loss(form, leaves, applied, masters, part, key)
@@ -224,7 +224,7 @@ def _accumulated(
             return loss * (share * scale), (share * loss, share, reference, aux)
 
         grads, (loss, share, reference, aux) = jax.grad(objective, has_aux=True)(masters)
-        # `carried` first: XLA may drop a conversion to bf16 and back, and the sum would not be what was asked for.
+        # `carried` first: XLA may drop a conversion to bf16 and back, and the sum would be another.
         narrow = {name: carried(g, fmt).astype(dtype_of(fmt)) for name, g in grads.items()}
         return _Sum(narrow, loss, share), reference, aux
 
@@ -237,8 +237,8 @@ def _accumulated(
         sums, first = carry
         index, part = inputs
         key = None if rng is None else jax.random.fold_in(rng, index)
-        found, first, aux = micro_batch(first, part, key)
-        return (jax.tree.map(jnp.add, sums, found), first), aux
+        more, first, aux = micro_batch(first, part, key)
+        return (jax.tree.map(jnp.add, sums, more), first), aux
 
     nothing = _Sum(
         jax.tree.map(lambda x: jnp.zeros(x.shape, dtype_of(fmt)), masters), jnp.zeros(()), jnp.zeros(())
@@ -250,14 +250,14 @@ def _accumulated(
 def _loss(
     form: _Form, leaves: Leaves, applied: Applied, masters: Mapping[str, Array], batch: Any, rng: Any
 ) -> tuple[Array, Array, Any]:
-    """The mean loss of a micro-batch in fp32, its weight, and what came beside."""
+    """Returns the mean loss of a micro-batch in fp32, its weight, and what the function returned besides."""
     rest = (batch,) if rng is None else (batch, rng)
     if form.cast:
-        given, shape = cast_inside(form.loss_fn, leaves, applied, masters, rest, cast_batch=form.cast_batch)
+        returned, shape = cast_inside(form.loss_fn, leaves, applied, masters, rest, cast_batch=form.cast_batch)
     else:
-        given, shape = checked(form.loss_fn, leaves, applied, masters, rest)
+        returned, shape = checked(form.loss_fn, leaves, applied, masters, rest)
     check_loss(shape, applied.policy)
-    loss, aux = given if isinstance(given, tuple) else (given, None)
+    loss, aux = returned if isinstance(returned, tuple) else (returned, None)
     if isinstance(loss, Weighted):
         weight = lax.stop_gradient(jnp.asarray(loss.weight, jnp.float32))
         return jnp.asarray(loss.total, jnp.float32) / _divisor(weight), weight, aux
@@ -265,7 +265,7 @@ def _loss(
 
 
 def _divisor(weight: Array) -> Array:
-    """A weight to divide by: a micro-batch without tokens has no mean, and its sum is zero."""
+    """Returns a weight to divide by: a micro-batch without tokens has no mean, and its sum is zero."""
     return jnp.where(weight == 0, 1.0, weight)
 
 
@@ -281,7 +281,7 @@ def _updated(
     """Finite? -> unscale -> clip -> step -> rescale."""
     wide = {name: g.astype(jnp.float32) for name, g in sums.grads.items()}
     scaled_norm = jnp.sqrt(sum(jnp.sum(jnp.square(g)) for g in wide.values()))
-    finite = jnp.isfinite(scaled_norm) & (sums.weight > 0)  # nor is there a mean where there is no token at all
+    finite = jnp.isfinite(scaled_norm) & (sums.weight > 0)  # without any token there is no mean either
     used = state.scale
     verdict = state.policy.scale.judge(used, finite, jnp)
     factor = verdict.inv_scale / sums.weight
@@ -313,7 +313,7 @@ def _stepped(
     grads: dict[str, Array],
     loss: Array,
 ) -> tuple[Any, Any]:
-    """Parameters and moments after the optimizer, which sees fp32 throughout, each as it is held."""
+    """Steps the optimizer, which sees fp32 throughout; returns parameters and moments as they are held."""
     masters = {name: leaf.astype(jnp.float32) for name, leaf in leaves.trained.items()}
     moments = _moments(leaves, state.opt_state, applied, _widened)
     updates, moments = optimizer.update(leaves.bare(grads), moments, leaves.bare(masters), value=loss)
@@ -338,7 +338,7 @@ def _held(name: str, wide: Array, applied: Applied, *, seed: int = 0, step: Arra
 
 
 def _moments(leaves: Leaves, opt_state: Any, applied: Applied, convert: Callable[[Array, Format], Array]) -> Any:
-    """The optimizer's state with its moments converted, each by the format that its parameter's are held in."""
+    """Returns the optimizer's state with its moments converted, each to or from its stored format."""
     flat, treedef = jax.tree.flatten(opt_state)
     owners = leaves.moments_of(opt_state)
     return jax.tree.unflatten(
@@ -348,22 +348,22 @@ def _moments(leaves: Leaves, opt_state: Any, applied: Applied, convert: Callable
 
 
 def _narrowed(x: Array, fmt: Format) -> Array:
-    """A moment as it is stored."""
+    """Returns a moment as it is stored."""
     if x.dtype != jnp.float32:
         raise HalfstepError(
-            f"the optimizer keeps a moment in {x.dtype} of its own accord",
-            hint="leave the format to the policy: drop mu_dtype and its like, and write `moments=bf16`",
+            f"the optimizer itself keeps a moment in {x.dtype}",
+            hint="leave the format to the policy: drop mu_dtype and the like, and write `moments=bf16`",
         )
     return carried(x, fmt).astype(dtype_of(fmt))
 
 
 def _widened(x: Array, fmt: Format) -> Array:
-    """A moment as the optimizer sees it."""
+    """Returns a moment as the optimizer sees it."""
     return x.astype(jnp.float32)
 
 
 def _copied(leaf: Any) -> Array:
-    """An array of the state's own: a donated state must not take the caller's with it, nor one array twice."""
+    """Copies an array: a donated state must not take the caller's with it, nor one array twice."""
     leaf = jnp.asarray(leaf)
     if isinstance(leaf, jax.core.Tracer):
         return leaf

@@ -1,24 +1,25 @@
-"""Policy to model: gives every module its precision and every parameter its storage format.
+"""From policy to model: gives every module its precision and every parameter its storage format.
 
-`apply` is the one place where a policy meets an MLX model. It checks that the device can run what is asked for
-before it changes anything, and refuses with the reason where it cannot: nothing is substituted.
+`apply` is the one place where a policy meets an MLX model. It checks that the device can run the policy before it
+changes anything, and refuses with the reason if it cannot: nothing is substituted.
 
-Any `mlx.nn` model will do. A module is changed by its class (convert.py); `restore` puts the first class back.
+Any `mlx.nn` model will do. Changing a module means changing its class (convert.py); `restore` sets the first class
+again.
 
-    halfstep's own layers              are given their precision
+    halfstep's own layers              get their precision
     Linear, Embedding                  multiply and look up in their own precision; weight gradients are fp32
     RMSNorm, LayerNorm, Softmax, ...   are islands: fp32 inside, compute out
-    MultiHeadAttention                 has fp32 scores and softmax; mx.fast's attention rounds scores to the dtype
-                                       of its inputs where it has no fused kernel, as on a CPU
-    other modules that hold arrays     run as they are, on arrays cast to compute around the call; their gradients
-                                       come out in compute before they are widened, and `Applied.changes` says so
+    MultiHeadAttention                 has fp32 scores and softmax; without a fused kernel, as on a CPU, mx.fast's
+                                       attention rounds scores to the dtype of its inputs
+    other modules that hold arrays     run unchanged, on arrays cast to compute around the call; their gradients
+                                       are in compute before they are widened, and `Applied.changes` says so
     the model itself                   its floating inputs are cast to compute, its outputs to the loss format
 
-A subclass of one of these that somebody else wrote counts as another module: it may have another meaning. What a
-model computes by functions of its own, as `mx.softmax(scores)`, is out of reach and runs in what it is given; but
-where an fp32 array promotes the activations, the next module refuses them (layers.py).
+A subclass of one of these counts as another module: it may have another meaning. What a model computes by
+functions, such as `mx.softmax(scores)`, is out of reach and runs in the dtype of its inputs; but if an fp32 array
+promotes the activations, the next module refuses them (layers.py).
 
-Frozen parameters, integers and booleans stay as they are: nobody owns a master of them.
+Frozen parameters, integers and booleans stay unchanged: they have no masters.
 """
 
 from collections.abc import Iterator, Sequence
@@ -54,7 +55,7 @@ from halfstep.mlx.dtypes import dtype_of, pin_matmuls, supported
 from halfstep.mlx.layers import Layer, Matmul
 from halfstep.mlx.lowering import NATIVE, casts_of
 
-# What a module is given; none of these is an array, so none is a parameter.
+# The attributes a module gets; none of these is an array, so none is a parameter.
 _ATTRIBUTES = ("casts", "name", "streams", "halfstep", "halfstep_model")
 
 
@@ -68,16 +69,16 @@ class Place(NamedTuple):
 
     @property
     def array(self) -> mx.array:
-        """What is there now."""
+        """The current array."""
         return self.container[self.key]  # type: ignore[no-any-return]
 
     def put(self, array: mx.array) -> None:
-        """Puts another array there."""
+        """Replaces the array."""
         self.container[self.key] = array
 
 
 class Change(NamedTuple):
-    """What became of one module."""
+    """How one module was changed."""
 
     name: str
     kind: str
@@ -93,8 +94,8 @@ class Applied:
     masters: dict[str, Param]
     moments: dict[str, Format]
     places: dict[str, Place]  # of the parameters that are trained, by name
-    remainders: dict[str, mx.array]  # of split masters: what the bf16 in the model leaves out
-    widened: tuple[str, ...]  # parameters that were given narrower than they are held
+    remainders: dict[str, mx.array]  # of split masters: what the bf16 in the model lacks
+    widened: tuple[str, ...]  # parameters that came narrower than they are held
     frozen: tuple[str, ...]  # floating arrays that are not trained
     changes: tuple[Change, ...]
     originals: list[tuple[Module, type, dict[str, Any]]] = field(repr=False)
@@ -103,11 +104,11 @@ class Applied:
         held: dict[str, int] = {}
         for param in self.masters.values():
             held[str(param.format)] = held.get(str(param.format), 0) + 1
-        told = ", ".join(f"{count} parameters in {fmt}" for fmt, count in held.items())
-        return f"{self.policy}: {self.modules} modules, {told}"
+        parameters = ", ".join(f"{count} parameters in {fmt}" for fmt, count in held.items())
+        return f"{self.policy}: {self.modules} modules, {parameters}"
 
     def lines(self) -> Iterator[str]:
-        """What was done and why, one line for each kind of module and one for each way a parameter is held."""
+        """Describes what was done and why, one line per kind of module and per way a parameter is held."""
         yield f"{self.policy} on mlx, {mx.default_device()}"
         forms: dict[tuple[str, str], list[str]] = {}
         for name, kind, form in self.changes:
@@ -119,15 +120,15 @@ class Applied:
             held[print_value(param)] = held.get(print_value(param), 0) + 1
         yield f"  {len(self.masters)} parameters: " + ", ".join(f"{n} held in {how}" for how, n in held.items())
         if self.widened:
-            yield f"  {len(self.widened)} of them were given narrower and widened: they have fp32 masters now"
+            yield f"  {len(self.widened)} of them came narrower and were widened: they have fp32 masters now"
         if self.frozen:
-            yield f"  {len(self.frozen)} more ({self.frozen[0]}, ...) are not trained and stay as they are"
+            yield f"  {len(self.frozen)} more ({self.frozen[0]}, ...) are not trained and stay unchanged"
 
 
 def apply(
     model: Module, policy: Policy, names: Sequence[str] | None = None, *, cast_inputs: bool = True
 ) -> Applied:
-    """Gives a model a policy. `names` are the modules that rules may match; unless given, all that it has."""
+    """Gives a model a policy. `names` are the modules that rules may match, by default all it has."""
     _check_unprepared(model)
     pin_matmuls(mx.default_device())
     places = trainable(model)
@@ -140,9 +141,9 @@ def apply(
     ]
     check_reach(policy, multiplying, {place.owner for place in places.values()})
     check_supported([base_precision(policy.evaluation()), *precisions(policy.evaluation(), names).values()])
-    found = precisions(policy, names)
-    check_supported([base_precision(policy), *found.values()])
-    originals, changes = _convert(model, modules, policy, found, cast_inputs)
+    by_name = precisions(policy, names)
+    check_supported([base_precision(policy), *by_name.values()])
+    originals, changes = _convert(model, modules, policy, by_name, cast_inputs)
     masters: dict[str, Any] = {name: values[place.owner].values["param"] for name, place in places.items()}
     moments: dict[str, Any] = {name: values[place.owner].values["moments"] for name, place in places.items()}
     widened = tuple(n for n, p in places.items() if p.array.dtype != mx.float32 and masters[n].format == FP32)
@@ -159,12 +160,12 @@ def apply(
 
 
 def public(name: str) -> bool:
-    """Whether an array counts as a parameter, by MLX's convention: others begin with an underscore."""
+    """Returns whether an array counts as a parameter, by MLX's convention: others begin with an underscore."""
     return not any(segment.startswith("_") for segment in name.split("."))
 
 
 def hold(wide: mx.array, param: Param, policy: Policy) -> tuple[mx.array, mx.array | None]:
-    """An fp32 number in the form its master is held in, rounded to nearest, and the remainder of a split one."""
+    """Returns an fp32 master as it is held, rounded to nearest, and the remainder of a split one."""
     if param.split:
         return split(wide)
     if policy.emulate:
@@ -173,18 +174,18 @@ def hold(wide: mx.array, param: Param, policy: Policy) -> tuple[mx.array, mx.arr
 
 
 def whole(param: Param, array: mx.array) -> Param:
-    """How an array is held: gains, biases and scalars are never split."""
+    """Returns how an array is held: gains, biases and scalars are never split."""
     return replace(param, split=False) if array.ndim < 2 else param
 
 
 def set_precision(model: Module, policy: Policy, names: Sequence[str] | None = None) -> int:
-    """Sets what each module computes in, and leaves the parameters alone; how many there are."""
-    found = precisions(policy, [*names_of(model, names), *_loose(trainable(model))])
-    check_supported([base_precision(policy), *found.values()])
-    streams = _streams(policy, found)
+    """Sets the formats of each module and leaves the parameters alone; returns how many modules there are."""
+    by_name = precisions(policy, [*names_of(model, names), *_loose(trainable(model))])
+    check_supported([base_precision(policy), *by_name.values()])
+    streams = _streams(policy, by_name)
     modules = [(name, module) for name, module in walk(model) if isinstance(module, Layer | Around)]
     for name, module in modules:
-        precision = found[name] if name else base_precision(policy)
+        precision = by_name[name] if name else base_precision(policy)
         if isinstance(module, Layer):
             module.precision, module.streams = precision, streams
         else:
@@ -193,7 +194,7 @@ def set_precision(model: Module, policy: Policy, names: Sequence[str] | None = N
 
 
 def restore(converted: Applied) -> None:
-    """Gives every module its own class and attributes back. Parameters are not touched."""
+    """Restores every module's own class and attributes. Parameters are not touched."""
     for module, original, attributes in reversed(converted.originals):
         module.__class__ = original
         for name in _ATTRIBUTES:
@@ -202,7 +203,7 @@ def restore(converted: Applied) -> None:
 
 
 def check_supported(wanted: Sequence[Precision]) -> None:
-    """Refuses what the default device cannot run, with the reason and the form that runs."""
+    """Refuses what the default device cannot run, with the reason and the alternative that runs."""
     device = mx.default_device()
     check_formats(wanted, str(device.type).rpartition(".")[2], lambda fmt: supported(fmt, device), NATIVE)
     for precision in dict.fromkeys(wanted):
@@ -215,7 +216,7 @@ def check_supported(wanted: Sequence[Precision]) -> None:
 
 
 def walk(model: Module) -> Iterator[tuple[str, Module]]:
-    """Every module with its dotted name, in the order of the model; one that is held twice has its first name."""
+    """Yields every module with its dotted name, in the order of the model; one held twice has its first name."""
     seen: set[int] = set()
 
     def visit(name: str, value: Any) -> Iterator[tuple[str, Module]]:
@@ -232,35 +233,35 @@ def walk(model: Module) -> Iterator[tuple[str, Module]]:
 
 
 def arrays(model: dict[str, Any]) -> dict[str, Place]:
-    """Where every array of a model, or of an optimizer's state, is, by its dotted name."""
-    found: dict[str, Place] = {}
+    """Returns the place of every array of a model, or of an optimizer's state, by its dotted name."""
+    places: dict[str, Place] = {}
 
     def visit(name: str, owner: str, module: Any, container: Any) -> None:
         items = container.items() if isinstance(container, dict) else enumerate(container)
         for key, value in items:
             path = f"{name}.{key}" if name else str(key)
             if isinstance(value, mx.array):
-                found[path] = Place(container, key, owner or path, module)
+                places[path] = Place(container, key, owner or path, module)
             elif isinstance(value, dict | list) and not isinstance(value, Module):
                 visit(path, owner, module, value)
 
     if not isinstance(model, Module):
         visit("", "", None, model)
-        return found
+        return places
     for name, module in walk(model):
         visit(name, name, module, module)
-    return found
+    return places
 
 
 def trainable(model: Module) -> dict[str, Place]:
-    """Where the parameters are that gradients are taken of: floating, and not frozen."""
+    """Returns the places of the parameters to train: floating, and not frozen."""
     flat: dict[str, mx.array] = dict(tree_flatten(model.trainable_parameters()))
     places = {name: place for name, place in arrays(model).items() if name in flat}
     for name, place in places.items():
         if place.array.dtype in (mx.float64, mx.complex64):
             raise HalfstepError(
-                f"`{name}` is {str(place.array.dtype).rpartition('.')[2]}, and no policy has a format for that",
-                hint="make it float32, or freeze it: model.freeze(keys=[...])",
+                f"`{name}` is {str(place.array.dtype).rpartition('.')[2]}, which no policy has a format for",
+                hint="convert it to float32, or freeze it: model.freeze(keys=[...])",
             )
     places = {name: place for name, place in places.items() if mx.issubdtype(place.array.dtype, mx.floating)}
     if not places:
@@ -269,7 +270,7 @@ def trainable(model: Module) -> dict[str, Place]:
 
 
 def names_of(model: Module, names: Sequence[str] | None) -> list[str]:
-    """The names that rules may match, but for those of arrays that the model itself holds."""
+    """Returns the names that rules may match, except those of arrays that the model itself holds."""
     return list(names) if names is not None else [name for name, _ in walk(model) if name]
 
 
@@ -278,12 +279,12 @@ def _check_unprepared(model: Module) -> None:
         if isinstance(module, (Around, Whole, *KINDS.values())):
             raise HalfstepError(
                 f"the model has a policy already: `{name or type(module).__name__}` casts",
-                hint="run.unprepare() gives the model back as it was",
+                hint="run.unprepare() restores the model",
             )
 
 
 def _loose(places: dict[str, Place]) -> list[str]:
-    """Parameters that the model itself holds: rules see their own names."""
+    """Returns the parameters that the model itself holds: rules match their own names."""
     return [name for name, place in places.items() if place.owner == name]
 
 
@@ -293,26 +294,26 @@ def _not_implemented(role: str, value: Value) -> str:
     if isinstance(value, Accumulator) and value.fast:
         return "matmuls sum in fp32"
     if role in ("buffers", "router", "reduce") and value != FP32:
-        return "running statistics stay as they are, and there is neither a router nor a second device to sum over"
+        return "running statistics stay unchanged, and there is neither a router nor a second device to sum over"
     return ""
 
 
-def _streams(policy: Policy, found: dict[str, Precision]) -> frozenset[mx.Dtype]:
-    """The dtypes that activations may have: the policy's own, and those that rules give some modules."""
-    return frozenset(casts_of(precision).compute for precision in (base_precision(policy), *found.values()))
+def _streams(policy: Policy, by_name: dict[str, Precision]) -> frozenset[mx.Dtype]:
+    """Returns the dtypes that activations may have: the policy's own, and those that rules give some modules."""
+    return frozenset(casts_of(precision).compute for precision in (base_precision(policy), *by_name.values()))
 
 
 def _convert(
-    model: Module, modules: dict[str, Module], policy: Policy, found: dict[str, Precision], cast_inputs: bool
+    model: Module, modules: dict[str, Module], policy: Policy, by_name: dict[str, Precision], cast_inputs: bool
 ) -> tuple[list[tuple[Module, type, dict[str, Any]]], tuple[Change, ...]]:
-    """Gives each module the class that casts, and says what became of it."""
-    streams, base = _streams(policy, found), base_precision(policy)
-    plans = [(name, module, _kind(module), found[name] if name else base) for name, module in modules.items()]
+    """Gives each module the class that casts; returns the originals and how each module was changed."""
+    streams, base = _streams(policy, by_name), base_precision(policy)
+    plans = [(name, module, _kind(module), by_name[name] if name else base) for name, module in modules.items()]
     for name, _, kind, precision in plans:
         if kind is MultiHeadAttention and precision.softmax != FP32:
             raise PolicyError(
-                f"softmax={precision.softmax} does not reach `{name}`: an nn.MultiHeadAttention has it in fp32",
-                hint=f"keep it there with a rule, `{name}: softmax=fp32`",
+                f"softmax={precision.softmax} does not reach `{name}`: nn.MultiHeadAttention computes it in fp32",
+                hint=f"add the rule `{name}: softmax=fp32`",
             )
     originals, changes = [], []
     for name, module, kind, precision in plans:
@@ -337,12 +338,12 @@ def _convert(
 
 
 def _mixed(mixin: type, own: type) -> type:
-    """A class with the name of a module's own, which it is."""
+    """Returns a subclass of a module's own class, with its name."""
     return type(own.__name__, (mixin, own), {"__module__": own.__module__, "__doc__": own.__doc__})
 
 
 def _kind(module: Module) -> type | None:
-    """The class that a module is to have, or that `Around` is to be mixed into its own; None leaves it alone."""
+    """Returns the class a module is to have, or `Around` to mix into its own; None leaves it unchanged."""
     if isinstance(module, Layer):
         return type(module)
     if type(module) in KINDS:
@@ -351,7 +352,7 @@ def _kind(module: Module) -> type | None:
 
 
 def _form(role: str, kind: type, precision: Precision) -> str:
-    """What a module does from now on, in words."""
+    """Describes what a module does from now on."""
     fmt, emulated = precision.compute, " (emulated)" if precision.emulate else ""
     if issubclass(kind, Matmul):
         return f"multiplies in {precision.operand.format}{emulated}, weight gradients in {precision.grad_weight}"
@@ -366,4 +367,4 @@ def _form(role: str, kind: type, precision: Precision) -> str:
     inside = f"numbers of {fmt} in fp32" if precision.emulate else str(fmt)
     gradients = "" if fmt == FP32 else f", their gradients rounded to {fmt} before they are widened"
     missed = f"; {precision.operand.format} is for matmuls" if is_narrow(precision.operand.format) else ""
-    return f"runs as it is, for halfstep does not know it; arrays it holds are cast to {inside}{gradients}{missed}"
+    return f"runs unchanged, as halfstep does not know it; its own arrays are cast to {inside}{gradients}{missed}"

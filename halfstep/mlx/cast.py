@@ -1,7 +1,7 @@
 """Casts in MLX that agree with core.rounding bit for bit, eager and compiled, lazily.
 
-core.rounding defines the result: which neighbor a number becomes in each mode, what overflow makes of it,
-that a NaN stays the quiet NaN of its sign. Here the same result is made of few elementwise operations.
+core.rounding defines the result: which neighbor a number rounds to in each mode, what overflow turns it into,
+and that a NaN stays the quiet NaN of its sign. This file computes the same result in few elementwise operations.
 
 **Eight exponent bits** (tf32, bf16 and their kin). fp32 has the same exponents, so the numbers of the format
 are the fp32 patterns whose last d = 23 - y bits are zero, subnormals included, and rounding is an addition to
@@ -13,15 +13,15 @@ the pattern followed by a mask; a carry moves into the exponent by itself, and p
 
 Multiplication by a power of two is exact, so v = |x| / q is exact, its integer part and its fraction are, and
 (integer part + 0 or 1) * q is. Every quantity is a normal number as long as q >= 2^-126, so a device that
-flushes subnormals changes nothing. 1 / q is made from exponent bits, because a device may divide approximately,
-and never multiplies so.
+flushes subnormals changes nothing. 1 / q comes from exponent bits, because a device may divide approximately but
+never multiplies so.
 
-**Formats whose quanta are no normal numbers of fp32** (with a bias of their own) go through fp64 in torch. MLX has
-fp64 on the CPU only, so here they take the road of core.rounding itself, in 64-bit integers.
+**Formats whose quanta are not normal in fp32** (with a bias of their own) go through fp64 in torch. MLX has it on
+the CPU only, so here they are rounded as core.rounding does it, in 64-bit integers.
 
-**Native conversions.** x.astype(mx.bfloat16) is rounded to nearest-even and x.astype(mx.float16) is too, on every
-number (on the CPU: tests try the patterns); a NaN stays NaN, though bf16 loses its sign. mx.compile keeps a pair
-of conversions, where torch's compiler drops it. MLX's conversion to fp8 is not used: it makes 448 of a NaN.
+**Native conversions.** x.astype(mx.bfloat16) and x.astype(mx.float16) round to nearest-even on every number (on a
+CPU: tests try the patterns); a NaN stays NaN, though bf16 loses its sign. mx.compile keeps a pair of conversions,
+where torch's compiler drops it. MLX's conversion to fp8 is not used: it turns a NaN into 448.
 
 **Scaling.** A narrow operand is multiplied by a power of two that brings its largest magnitude into the top
 binade of the format. A power of two changes no mantissa, so scaling adds no error of its own, and
@@ -29,8 +29,8 @@ inv_scale = 1 / scale is exact.
 
 **Splitting** an fp32 master into bf16 and a 16-bit remainder is core.split, word for word, on the device.
 
-Nothing here is differentiable: results are detached, and a layer that casts states its own gradient. Nothing here
-is evaluated: arrays stay lazy until someone reads them.
+Nothing here is differentiable: results are detached, and a layer that casts states its own gradient. Nothing is
+evaluated either: arrays stay lazy until someone reads them.
 """
 
 import math
@@ -38,10 +38,19 @@ from collections.abc import Sequence
 
 import mlx.core as mx
 
-from halfstep.core.cast_constants import Plan, check_rule, check_word, plan_of
+from halfstep.core.cast_constants import (
+    Plan,
+    check_amax,
+    check_bits,
+    check_rule,
+    check_source,
+    check_step,
+    check_word,
+    plan_of,
+)
 from halfstep.core.errors import RoundingError
 from halfstep.core.formats import BF16, FP16, FP32, Format, Overflow
-from halfstep.core.roles import Operand, is_narrow
+from halfstep.core.roles import Operand
 from halfstep.core.rounding import Rounding
 from halfstep.mlx.dtypes import dtype_of
 
@@ -49,7 +58,6 @@ _SIGN = -(2**31)
 _MAGNITUDE = 2**31 - 1
 _INF = 0x7F800000
 _NAN = 0x7FC00000
-_WIDENED = (mx.float32, mx.bfloat16, mx.float16)
 
 
 def quantize(
@@ -62,9 +70,9 @@ def quantize(
 ) -> mx.array:
     """Rounds every element to a number of `fmt`, carried in fp32: the emulated cast.
 
-    `x` is fp32, or bf16 or fp16, which fp32 holds exactly. `bits` is one 32-bit word for each element, in
-    uint32, for stochastic rounding only; `random_bits` makes them. A NaN in a format that has none stays NaN
-    here, where core.rounding refuses it: to refuse, the array would have to be read.
+    `x` is fp32, or bf16 or fp16, which fp32 holds exactly. `bits` is one uint32 word per element, for stochastic
+    rounding only; `random_bits` makes them. A NaN in a format without one stays NaN here, where core.rounding
+    refuses it: refusing would mean reading the array.
     """
     x = _as_fp32(x, fmt)
     check_rule(fmt, overflow, rounding, random=bits is not None)
@@ -78,10 +86,10 @@ def quantize(
 
 
 def carried(x: mx.array, fmt: Format) -> mx.array:
-    """The emulated cast as hardware does it, in fp32: nearest-even, and infinity beyond the largest number.
+    """Rounds as hardware does, carried in fp32: nearest-even, and infinity beyond the largest number.
 
-    There and back through the native dtype makes the same bits, but for a NaN's, with fewer operations. That is
-    known of the CPU, where it was tried; on a GPU the rounding is spelled out by `quantize`.
+    A round trip through the native dtype gives the same bits, except for a NaN's, with fewer operations. The tests
+    show it for the CPU; on a GPU `quantize` spells the rounding out.
     """
     if fmt == FP32:
         return x
@@ -90,27 +98,13 @@ def carried(x: mx.array, fmt: Format) -> mx.array:
     return quantize(x, fmt, overflow="inf")
 
 
-def to_native(x: mx.array, fmt: Format, *, overflow: Overflow) -> mx.array:
-    """Rounds to nearest, ties to even, into the MLX dtype of `fmt`, by the stated rule of overflow.
-
-    A NaN stays NaN; its code is MLX's choice.
-    """
-    dtype = dtype_of(fmt)
-    hp = _as_fp32(x, fmt)
-    check_rule(fmt, overflow)
-    if overflow == "inf":
-        return hp.astype(dtype)
-    return quantize(hp, fmt, overflow=overflow).astype(dtype)
-
-
 def scale_for(amax: mx.array, fmt: Format) -> mx.array:
-    """The largest power of two that keeps amax * scale <= fmt.max, elementwise, in fp32.
+    """Returns the largest power of two that keeps amax * scale <= fmt.max, elementwise, in fp32.
 
-    With amax = m * 2^e and fmt.max = M * 2^E (1 <= m, M < 2) it is 2^(E - e), or half of it where m > M. It
-    is 1 for amax 0, and stays within 2^-126 and 2^126, so that its inverse is a normal number too: below
-    about fmt.max * 2^-126 a tensor no longer fills the format, and nothing is lost to overflow.
-    An amax that is inf or NaN has no scale: it gives NaN, and all that is scaled by it becomes NaN.
-    Saturation would otherwise turn an infinity into a number like any other.
+    With amax = m * 2^e and fmt.max = M * 2^E (1 <= m, M < 2) it is 2^(E - e), or half of it where m > M; it is 1
+    for amax 0, and stays within 2^-126 and 2^126, so that its inverse is a normal number too.
+    An amax of inf or NaN has no scale: it gives NaN, and all that is scaled by it becomes NaN. Saturation would
+    otherwise turn an infinity into a number like any other.
     """
     pattern = _as_fp32(amax, fmt).view(mx.int32) & _MAGNITUDE
     # A pattern is (e + 127) * 2^23 plus the mantissa: the difference of two, floored, is E - e, less one
@@ -129,37 +123,25 @@ def quantize_scaled(
     overflow: Overflow = "saturate",
     rounding: Rounding = "nearest-even",
     bits: mx.array | None = None,
-    native: bool = False,
 ) -> tuple[mx.array, mx.array]:
-    """A matmul operand in a narrow format, and the inv_scale that undoes its scale.
+    """Returns a matmul operand in a narrow format, and the inv_scale that undoes its scale.
 
-    One scale a tensor (inv_scale is a scalar), or one a row, that is for each index of all dimensions but
-    the last (inv_scale keeps the last with size 1). The scale follows the amax of `x`, unless `amax` is
-    given: it must be for `delayed` operands, where it comes from earlier steps; what is larger overflows by
-    rule.
-    The values are numbers of the format in fp32. `native` asks for them in its own dtype, which MLX has for no
-    narrow format: it is refused.
+    There is one scale per array (inv_scale is a scalar) or per row, that is for each index of all dimensions
+    but the last (inv_scale keeps the last with size 1). `amax` is that of `x` unless given; `delayed` operands
+    require it, from earlier steps, and what is larger overflows by the rule.
+    The values are numbers of the format in fp32: MLX has no dtype for a narrow one.
     """
-    if native and is_narrow(operand.format):
-        raise RoundingError(
-            f"`{operand.format}` has no dtype in MLX, so its values cannot be native",
-            hint="leave `native` out: the same numbers come in mx.float32",
-        )
-    if operand.amax == "delayed" and amax is None:
-        raise RoundingError(
-            f"`{operand.format}:delayed` takes its scale from earlier steps, and no `amax` was given",
-            hint="pass amax=, kept from earlier steps, or use `current`",
-        )
+    check_amax(operand, given=amax is not None)
     hp = _as_fp32(x, operand.format)
     if amax is None:
         amax = amax_of(hp, operand)
     scale = scale_for(amax, operand.format)
     lp = quantize(hp * scale, operand.format, overflow=overflow, rounding=rounding, bits=bits)
-    return (lp.astype(dtype_of(operand.format)) if native else lp), 1.0 / scale
+    return lp, 1.0 / scale
 
 
 def amax_of(x: mx.array, operand: Operand) -> mx.array:
-    """The largest magnitude of the tensor or of each row, as the operand's granularity asks, in fp32."""
+    """Returns the largest magnitude of the array or of each row, as the operand's granularity asks, in fp32."""
     magnitude = mx.abs(mx.stop_gradient(x))
     if operand.granularity == "row":
         return magnitude.max(axis=-1, keepdims=True).astype(mx.float32)
@@ -209,8 +191,8 @@ def random_bits(
 ) -> mx.array:
     """core.philox.random_bits, word for word, in uint32.
 
-    `step` may be an integer scalar array, which is not read; under mx.compile it should be: a Python integer
-    would be compiled in.
+    `step` may be an integer scalar array, which is not read. Under mx.compile it should be: a Python integer would
+    be compiled in.
     """
     size = (shape,) if isinstance(shape, int) else tuple(shape)
     count = math.prod(size)
@@ -219,13 +201,11 @@ def random_bits(
     if not isinstance(step, mx.array):
         check_word("step", step, 32)
         step = mx.array(step, mx.uint64)
-    elif not mx.issubdtype(step.dtype, mx.integer) or step.size != 1:
-        raise RoundingError(
-            f"`step` is {step.dtype} of shape {step.shape}; random words need one integer",
-            hint="count the steps in a scalar of mx.uint32",
-        )
+    else:
+        integer = mx.issubdtype(step.dtype, mx.integer)
+        check_step(str(step.dtype), step.shape, integer=integer, count="mx.uint32")
     first, last = start // 4, -(-(start + count) // 4)
-    # The keys of the rounds are one array, and all words have one shape, so that compiled rounds share kernels:
+    # The keys of all rounds are one array, and all words have one shape, so that compiled rounds share kernels:
     # numbers would be compiled into each.
     keys = [(part + turn * stride) & _WORD for turn in range(10) for part, stride in _parts(seed)]
     constants = mx.array([*keys, tensor, first], mx.uint64)
@@ -241,14 +221,14 @@ def random_bits(
 
 
 def _parts(seed: int) -> tuple[tuple[int, int], tuple[int, int]]:
-    """The two words of the key, each with what it grows by from round to round."""
+    """Returns the two words of the key, each with what it grows by from round to round."""
     return (seed & _WORD, _KEY_STEPS[0]), (seed >> 32, _KEY_STEPS[1])
 
 
 def _round_patterns(
     x: mx.array, plan: Plan, overflow: Overflow, rounding: Rounding, bits: mx.array | None
 ) -> mx.array:
-    """The cast to a format with fp32's exponents, on bit patterns."""
+    """Rounds to a format with fp32's exponents, on bit patterns."""
     pattern = x.view(mx.int32)
     magnitude = pattern & _MAGNITUDE
     drop = 23 - plan.mantissa_bits
@@ -275,7 +255,7 @@ def _round_patterns(
 def _round_quanta(
     x: mx.array, plan: Plan, overflow: Overflow, rounding: Rounding, bits: mx.array | None
 ) -> mx.array:
-    """Patterns of the magnitudes of the cast to a format with fewer exponents than fp32, NaN among them."""
+    """Rounds to a format with fewer exponents than fp32; returns patterns of magnitudes, NaN among them."""
     magnitude = mx.minimum(mx.abs(x), plan.largest if overflow == "saturate" else plan.beyond)
     # Patterns of powers of two: 2^max(E, Emin), then the quantum, then its inverse.
     power = mx.maximum(magnitude.view(mx.int32) & _INF, (plan.min_exponent + 127) << 23)
@@ -305,7 +285,7 @@ def _round_quanta(
 def _round_integers(
     x: mx.array, plan: Plan, overflow: Overflow, rounding: Rounding, bits: mx.array | None
 ) -> mx.array:
-    """The same in integers, as core.rounding has it: |x| = S 2^(E - 23), and the result is n quanta 2^q.
+    """Does the same in integers, as core.rounding does: |x| = S 2^(E - 23), and the result is n quanta 2^q.
 
     Integers below 2^24 are exact in fp32, whose exponent field is then their logarithm.
     """
@@ -343,12 +323,12 @@ def _round_integers(
 
 
 def _log2(count: mx.array) -> mx.array:
-    """floor(log2 n) of integers 0 < n < 2^25; 0 for 0."""
+    """Returns floor(log2 n) of integers 0 < n < 2^25; 0 for 0."""
     return mx.maximum((count.astype(mx.float32).view(mx.int32) >> 23) - 127, 0)
 
 
 def _with_sign(pattern: mx.array, x: mx.array, fmt: Format) -> mx.array:
-    """Patterns of magnitudes with the signs of `x`."""
+    """Adds the signs of `x` to patterns of magnitudes."""
     sign = x.view(mx.int32) & _SIGN
     if not fmt.has_negative_zero:
         # Zero has no sign, and the code of negative zero is the NaN, which therefore has one.
@@ -357,24 +337,11 @@ def _with_sign(pattern: mx.array, x: mx.array, fmt: Format) -> mx.array:
 
 
 def _as_fp32(x: mx.array, fmt: Format) -> mx.array:
-    """The input as fp32 and detached, if that is what it is or fp32 holds it exactly."""
-    if x.dtype in _WIDENED:
-        return mx.stop_gradient(x).astype(mx.float32)
-    if x.dtype == mx.float64:
-        raise RoundingError(
-            f"float64 would be rounded twice, to fp32 and then to {fmt}: near a tie, to the wrong number",
-            hint="x.astype(mx.float32) accepts the first rounding",
-        )
-    raise RoundingError(
-        f"a cast takes float32, bfloat16 or float16 values, not {x.dtype}",
-        hint="integer and boolean arrays are not cast by a policy",
-    )
+    """Returns the input in fp32 and detached, or refuses what fp32 does not hold exactly."""
+    check_source(str(x.dtype).rpartition(".")[2], fmt, "x.astype(mx.float32)")
+    return mx.stop_gradient(x).astype(mx.float32)
 
 
 def _check_bits(x: mx.array, rounding: Rounding, bits: mx.array | None) -> None:
-    if rounding == "stochastic" and (bits is None or bits.dtype != mx.uint32 or bits.shape != x.shape):
-        given = "none" if bits is None else f"{bits.dtype} of shape {bits.shape}"
-        raise RoundingError(
-            f"stochastic rounding needs `bits`, one 32-bit word in uint32 for each of {x.shape}; given: {given}",
-            hint="random_bits(x.shape, seed=..., step=..., tensor=...) makes them",
-        )
+    given = "none" if bits is None else f"{bits.dtype} of shape {bits.shape}"
+    check_bits(rounding, given, f"{mx.uint32} of shape {x.shape}")

@@ -1,11 +1,11 @@
-"""Modules of `mlx.nn` that cast: the classes that take the place of those a model was made of.
+"""Modules of `mlx.nn` that cast: the classes that replace those of a model.
 
 MLX has no hooks, so `apply` changes `module.__class__`: arrays stay where they are, under their names, and
-printing the model tells what it now is. Three kinds of class do it.
+printing the model shows what it now is. There are three kinds of class.
 
-    Linear, Embedding, RMSNorm, ...    take the place of one class of mlx.nn, and are layers as those of layers.py
+    Linear, Embedding, RMSNorm, ...    replace one class of mlx.nn, and are layers like those of layers.py
     Around                             is mixed into the class of any other module that holds arrays
-    Whole                              is mixed into the class of the model itself, for what goes in and comes out
+    Whole                              is mixed into the class of the model itself, for its inputs and outputs
 
 Shapes: B batch, T tokens of a sequence, H heads, K features of a head.
 """
@@ -39,7 +39,7 @@ class Linear(Matmul, linears.Linear):
     """`nn.Linear` as the casted matmul."""
 
     def __call__(self, x: mx.array) -> mx.array:
-        """The layer's output."""
+        """Returns the layer's output."""
         return linear(self.arrived(x), self.weight, self.get("bias"), self.casts)
 
     def _extra_repr(self) -> str:
@@ -51,11 +51,11 @@ class Embedding(Layer, embeddings.Embedding):
     """`nn.Embedding`: rows of the master, cast to compute; as a tied head, the casted matmul."""
 
     def __call__(self, x: mx.array) -> mx.array:
-        """The rows of the index."""
+        """Returns the rows of the index."""
         return embedding(self.weight, x, self.casts)
 
     def as_linear(self, x: mx.array) -> mx.array:
-        """Logits of a tied head."""
+        """Returns the logits of a tied head."""
         return linear(self.arrived(x), self.weight, None, self.casts)
 
     def _extra_repr(self) -> str:
@@ -66,7 +66,7 @@ class RMSNorm(Layer, normalization.RMSNorm):
     """`nn.RMSNorm` as an island."""
 
     def __call__(self, x: mx.array) -> mx.array:
-        """The normalized input."""
+        """Returns the normalized input."""
         return rms_norm(self.arrived(x), self.weight, self.casts, self.eps)
 
     def _extra_repr(self) -> str:
@@ -77,7 +77,7 @@ class LayerNorm(Layer, normalization.LayerNorm):
     """`nn.LayerNorm` as an island."""
 
     def __call__(self, x: mx.array) -> mx.array:
-        """The normalized input."""
+        """Returns the normalized input."""
         return layer_norm(self.arrived(x), self.get("weight"), self.get("bias"), self.casts, self.eps)
 
     def _extra_repr(self) -> str:
@@ -85,10 +85,10 @@ class LayerNorm(Layer, normalization.LayerNorm):
 
 
 class MultiHeadAttention(Layer, transformer.MultiHeadAttention):
-    """`nn.MultiHeadAttention` with scores and softmax in fp32; its projections are Linears of their own."""
+    """`nn.MultiHeadAttention` with scores and softmax in fp32; its projections are Linear layers themselves."""
 
     def __call__(self, queries: mx.array, keys: mx.array, values: mx.array, mask: Any = None) -> mx.array:
-        """What attention gathers from the values."""
+        """Returns what attention gathers from the values."""
         q, k, v = self.query_proj(queries), self.key_proj(keys), self.value_proj(values)
         q, k, v = (mx.unflatten(t, -1, (self.num_heads, -1)).swapaxes(1, 2).astype(mx.float32) for t in (q, k, v))
         y = mx.fast.scaled_dot_product_attention(q, k, v, scale=q.shape[-1] ** -0.5, mask=mask)
@@ -102,7 +102,7 @@ KINDS: dict[type, type] = {
     normalization.LayerNorm: LayerNorm,
     transformer.MultiHeadAttention: MultiHeadAttention,
 }
-# Modules that run as MLX has them, in the format of a role.
+# Modules that run unchanged, in the format of a role.
 ISLANDS: dict[type, str] = {
     normalization.GroupNorm: "norm",
     normalization.BatchNorm: "norm",
@@ -121,7 +121,7 @@ def _inside_and_out(norm: Layer) -> str:
 
 @dataclass(frozen=True)
 class Setting:
-    """What `Around` knows of the module that it surrounds."""
+    """What `Around` knows of its module."""
 
     name: str
     casts: Casts
@@ -133,7 +133,7 @@ class Setting:
 
     @property
     def inside(self) -> Casts:
-        """What inputs and arrays are cast to for the call."""
+        """The formats that inputs and arrays are cast to for the call."""
         if not self.role:
             return self.casts
         fmt = getattr(self.casts.precision, self.role)
@@ -141,16 +141,16 @@ class Setting:
 
 
 class Around(Module):
-    """Mixed into the class of a module that holds arrays: casts them, and what goes in and out, around the call.
+    """Mixed into the class of a module that holds arrays: casts them, and inputs and outputs, around the call.
 
-    A module that holds others passes on what it is given: they cast for themselves, and a mask or a table among
-    its inputs may be meant to be fp32.
+    A module that holds others passes its inputs on: they cast for themselves, and a mask or a table among its
+    inputs may be meant to be fp32.
     """
 
     halfstep: Setting
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """What the module makes of its inputs."""
+        """Calls the module with everything cast."""
         setting, inside = self.halfstep, self.halfstep.inside
         leaf = not tree_flatten(self.children(), is_leaf=Module.is_module)
         if leaf:
@@ -165,7 +165,7 @@ class Around(Module):
             out = super().__call__(*args, **kwargs)
         finally:
             for (container, key, array), given in zip(held, cast, strict=True):
-                # What the call replaced, as running statistics, stays replaced.
+                # What the call replaced, such as running statistics, stays replaced.
                 container[key] = array if container[key] is given else container[key].astype(array.dtype)
         return mapped(lambda x: enter(x, setting.casts), out) if leaf else out
 
@@ -177,7 +177,7 @@ class Around(Module):
 
 @dataclass(frozen=True)
 class Borders:
-    """What goes into a model and comes out of it."""
+    """How a model's inputs and outputs are cast."""
 
     inputs: Casts
     outputs: Casts
@@ -190,7 +190,7 @@ class Whole(Module):
     halfstep_model: Borders
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """What the model makes of its inputs."""
+        """Calls the model with inputs and outputs cast."""
         borders = self.halfstep_model
         if borders.cast_inputs:
             args, kwargs = mapped(lambda x: enter(x, borders.inputs), (args, kwargs))
@@ -198,7 +198,7 @@ class Whole(Module):
 
 
 def mapped(fn: Callable[[mx.array], mx.array], tree: Any) -> Any:
-    """A tree of plain tuples, lists and dicts with its floating arrays changed, and everything else as it is."""
+    """Applies a function to the floating arrays of plain tuples, lists and dicts, and keeps everything else."""
     if isinstance(tree, mx.array):
         return fn(tree) if mx.issubdtype(tree.dtype, mx.floating) else tree
     if type(tree) is dict:
@@ -209,7 +209,7 @@ def mapped(fn: Callable[[mx.array], mx.array], tree: Any) -> Any:
 
 
 def own_arrays(module: Module) -> Iterator[tuple[Any, Any]]:
-    """(container, key) of the floating arrays that a module holds itself; names with an underscore are private."""
+    """Yields (container, key) of the floating arrays a module holds itself, except names with an underscore."""
 
     def visit(container: Any) -> Iterator[tuple[Any, Any]]:
         items = container.items() if isinstance(container, dict) else enumerate(container)

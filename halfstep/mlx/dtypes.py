@@ -1,7 +1,7 @@
-"""Formats and MLX dtypes, MLX devices and what is known of them, and what MLX can compute where.
+"""Formats and MLX dtypes, descriptions of MLX devices, and what MLX can compute where.
 
 `supported` answers for a *compute* format, one that matmul operands have. On a GPU the hardware decides
-(core.devices): MLX would run bf16 on an M1 by converting every operand, and say nothing. On a CPU MLX multiplies
+(core.devices): MLX would silently run bf16 on an M1 by converting every operand. On a CPU MLX multiplies
 bf16 and fp16 by widening blocks of the operands to fp32, whatever instructions there are, so the answer is yes,
 with that reason.
 
@@ -9,11 +9,11 @@ MLX has three dtypes that a policy may compute in: fp32, bf16 and fp16. It has n
 bytes, and that one turns NaN into 448; so fp8 is never native here, whatever the hardware can do, nor is tf32.
 What cannot run natively can be emulated anywhere, and every refusal names the switch: `emulate=true`.
 
-A device is `cpu` or `gpu`. Which GPU that is, the build of MLX decides: Apple's through Metal, NVIDIA's through
+A device is `cpu` or `gpu`. The build of MLX decides which GPU that is: Apple's through Metal, NVIDIA's through
 CUDA, none in the CPU build that Linux gets by default.
 
-"fp32" is fp32, which on a GPU has to be asked for: unless the environment says MLX_ENABLE_TF32=0 before the first
-matmul, MLX multiplies fp32 arrays in TF32 wherever the hardware can (NVIDIA from Ampere on, Apple's M5).
+"fp32" is fp32, but on a GPU not by default: unless the environment has MLX_ENABLE_TF32=0 before the first matmul,
+MLX multiplies fp32 arrays in TF32 wherever the hardware can (NVIDIA from Ampere on, Apple's M5).
 """
 
 import os
@@ -35,21 +35,21 @@ _TF32 = "MLX_ENABLE_TF32"
 
 
 def dtype_of(fmt: Format) -> mx.Dtype:
-    """The MLX dtype that holds the format."""
+    """Returns the MLX dtype that holds the format."""
     if fmt not in DTYPES:
         raise no_dtype(fmt, "MLX", "arrays", DTYPES)
     return DTYPES[fmt]
 
 
 def format_of(dtype: mx.Dtype) -> Format:
-    """The format of an MLX dtype."""
+    """Returns the format of an MLX dtype."""
     if dtype not in _FORMATS:
         raise no_format(dtype, "arrays", _FORMATS)
     return _FORMATS[dtype]
 
 
 def describe(device: mx.Device | str) -> Device:
-    """What is known of an MLX device. Asking about the CPU starts no other device."""
+    """Describes an MLX device. Asking about the CPU starts no other device."""
     device = as_device(device)
     if device.type == mx.cpu:
         return describe_cpu()
@@ -62,7 +62,7 @@ def describe(device: mx.Device | str) -> Device:
 
 
 def supported(fmt: Format, device: mx.Device | str, *, emulate: bool = False) -> Support:
-    """Whether MLX computes in the format on the device, and why (not)."""
+    """Returns whether MLX computes in the format on the device, and why (not)."""
     if emulate:
         return emulated(fmt, "arrays")
     return answer(fmt, describe(device))
@@ -80,10 +80,10 @@ def answer(fmt: Format, device: Device) -> Support:
 
 
 def as_device(device: mx.Device | str) -> mx.Device:
-    """An MLX device by its name, `cpu` or `gpu`; one that is not there, or no name of one, is an error."""
+    """Returns an MLX device by its name, `cpu` or `gpu`; any other name or a missing device is an error."""
     if isinstance(device, str):
         if device not in _KINDS:
-            raise HalfstepError(f"`{device}` is no MLX device", hint="it is `cpu` or `gpu`")
+            raise HalfstepError(f"`{device}` is not an MLX device", hint="it is `cpu` or `gpu`")
         device = mx.Device(_KINDS[device])
     if device.type == mx.gpu and not (mx.metal.is_available() or mx.cuda.is_available()):
         raise HalfstepError(
@@ -94,12 +94,12 @@ def as_device(device: mx.Device | str) -> mx.Device:
 
 
 def version() -> str:
-    """The version of MLX."""
+    """Returns the version of MLX."""
     return str(mx.__version__)  # type: ignore[attr-defined]
 
 
 def pin_matmuls(device: mx.Device | str) -> None:
-    """Makes fp32 matmuls fp32. To be called before the first one: MLX asks the environment once."""
+    """Makes fp32 matmuls fp32. Call it before the first one: MLX reads the environment once."""
     if as_device(device).type == mx.cpu:
         return
     if os.environ.setdefault(_TF32, "0") != "0":

@@ -1,27 +1,19 @@
 """The casted matmul and the islands, as functions and as modules.
 
-**A linear layer is three matmuls**, named by their results. With x of shape (tokens, in), W of (out, in) and the
-incoming gradient g of (tokens, out):
+**A casted matmul** (matmul.py) casts both operands to the layer's own formats; none is derived from what the
+weight or the input happens to be. It sums in fp32, forward and backward, and an fp32 weight gradient is never
+rounded.
 
-    output      = x W^T      operands in `operand`,             rounded to `compute`
-    grad_input  = g W        operands in `grad_operand`, `operand`,    rounded to `grad`
-    grad_weight = g^T x      operands in `grad_operand`, `operand`,    in `grad_weight`, fp32 as a rule
+**An island** (norm, softmax, loss) is fp32 inside, backward too: it widens its input and narrows the gradient only
+on the way out. Norms return the compute format, the loss returns fp32. What MLX's own functions would do:
 
-Each sums in fp32: MLX's bf16 and fp16 matmuls do. Both operands are cast to the layer's own formats; none is
-derived from what the weight or the input happens to be. A matmul of MLX has one dtype, so an fp32 result of half
-operands comes from widened operands: the same exact products. A weight gradient in fp32 is fp32 from the sum on,
-even where the weight is held in bf16 (the upper half of a split master): MLX lets a gradient be wider.
-
-**An island** (norm, softmax, loss) is fp32 inside, backward too: it widens its input, and the gradient is narrowed
-only on the way out. Norms return the compute format, the loss returns fp32. What MLX's own functions would do:
-
-    attention    where it has no fused kernel (on a CPU, and on a GPU while gradients are taken) the softmax is in
-                 fp32, of scores rounded to the dtype of q and k. So it gets them widened: scores are fp32.
-    norms        they round to the weight's dtype before they multiply by it. So they get fp32, always; an island
-                 asked for in bf16 has bf16 numbers going in and coming out.
-    factors      the gradient of what is broadcast to bf16 activations, a factor or a bias, is a sum: of products
-                 rounded one by one, and itself in bf16 on Metal and on CPUs with an older MLX. So `times` and
-                 `plus` compute in fp32 and round the result.
+    attention    without a fused kernel (on a CPU, and on a GPU while gradients are taken) the softmax is fp32, of
+                 scores rounded to the dtype of q and k. So q and k are widened first: scores are fp32.
+    norms        they round to the weight's dtype before they multiply by it. So they always get fp32; an island in
+                 bf16 has bf16 numbers going in and coming out.
+    factors      the gradient of a factor or a bias that is broadcast to bf16 activations is a sum of products
+                 rounded one by one, itself in bf16 on Metal and on CPUs with an older MLX. So `times` and `plus`
+                 compute in fp32 and round the result.
 
 **Emulated**, a tensor is carried in fp32 and holds values of its format. Every tensor that hardware would store in
 the format is rounded by the reference cast, gradients included; matmuls of such operands are exact products
@@ -29,7 +21,7 @@ summed in fp32, in an order that may differ from the hardware's. What a fused ke
 rounded: attention's probabilities stay fp32 here, where some kernels narrow them before they meet the values.
 
 **Promotion.** In MLX a bf16 array times an fp32 array, even of one element, is fp32, and so is all that follows. A
-layer that knows which dtypes the model's stream has (`Layer.streams`) refuses any other by `expect`.
+layer that knows the dtypes of the model's stream (`Layer.streams`) refuses any other (`expect`).
 
 Shapes: B batch, T tokens of a sequence, D width, H heads, K features of a head.
 """
@@ -50,15 +42,15 @@ from halfstep.mlx.matmul import held, look_up, multiply, narrowed, rounding, wit
 
 
 class Layer(Module):
-    """A module with a precision of its own; fp32 until a policy is applied."""
+    """A module with its own precision; fp32 until a policy is applied."""
 
     casts = casts_of(Precision())
     name: str = ""  # the qualified name, for messages, once the module is in a prepared model
-    streams: frozenset[mx.Dtype] | None = None  # what activations may arrive in; None is anything
+    streams: frozenset[mx.Dtype] | None = None  # the dtypes activations may arrive in; None allows any
 
     @property
     def precision(self) -> Precision:
-        """What the module runs in."""
+        """The formats the module runs in."""
         return self.casts.precision
 
     @precision.setter
@@ -66,22 +58,22 @@ class Layer(Module):
         self.casts = casts_of(precision)
 
     def arrived(self, x: mx.array) -> mx.array:
-        """The same activation, if the model's stream may have its dtype."""
+        """Returns the activation, or refuses a dtype that the model's stream does not have."""
         if self.streams is not None:
             expect(x, self.casts, self.name or type(self).__name__, self.streams)
         return x
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Layer":
-        made = type(self).__new__(type(self))
-        memo[id(self)] = made
-        for key, value in self.__dict__.items():
-            made.__dict__[key] = value if key == "streams" else deepcopy(value, memo)  # as in Casts
-        dict.update(made, {key: deepcopy(value, memo) for key, value in self.items()})
-        return made
+        copied = type(self).__new__(type(self))
+        memo[id(self)] = copied
+        for key, value in self.__dict__.items():  # MLX's dtypes cannot be copied
+            copied.__dict__[key] = value if key == "streams" else deepcopy(value, memo)
+        dict.update(copied, {key: deepcopy(value, memo) for key, value in self.items()})
+        return copied
 
 
 def expect(x: mx.array, casts: Casts, name: str, streams: frozenset[mx.Dtype] | None = None) -> None:
-    """Refuses an activation in a float dtype that is none of `streams`, which unless given is the layer's own."""
+    """Refuses an activation in a float dtype that is not in `streams`, by default the layer's own."""
     allowed = streams if streams is not None else frozenset((casts.compute,))
     if x.dtype in allowed or not mx.issubdtype(x.dtype, mx.floating):
         return
@@ -96,41 +88,41 @@ def expect(x: mx.array, casts: Casts, name: str, streams: frozenset[mx.Dtype] | 
 
 
 def enter(x: mx.array, casts: Casts) -> mx.array:
-    """An activation in the compute format of the module it enters."""
+    """Casts an activation to the compute format of the module it enters."""
     return rounded(x.astype(casts.compute), casts)
 
 
 def rounded(x: mx.array, casts: Casts) -> mx.array:
-    """The result of an operation in the compute format: as it is natively, rounded where it is emulated."""
+    """Returns the result of an operation in the compute format: unchanged natively, rounded where emulated."""
     if not casts.emulate or casts.plain:
         return x
     return rounding(casts.precision.compute, casts.precision.grad)(x)
 
 
 def owned(parameter: mx.array, casts: Casts) -> mx.array:
-    """A parameter that is not a matmul's; its gradient is in `grad_weight`, whatever the parameter is held in."""
+    """Returns a parameter of no matmul, with its gradient in `grad_weight` whatever the parameter is held in."""
     if parameter.dtype == mx.float32 and casts.precision.grad_weight == FP32:
         return parameter
     return _owning(casts.precision.grad_weight)(parameter)
 
 
 def times(x: mx.array, factor: mx.array, casts: Casts) -> mx.array:
-    """An activation times a parameter that is broadcast to it. Half numbers have exact products in fp32."""
+    """Multiplies an activation by a parameter broadcast to it. Half numbers have exact products in fp32."""
     return enter(x.astype(mx.float32) * factor.astype(mx.float32), casts)
 
 
 def plus(x: mx.array, addend: mx.array, casts: Casts) -> mx.array:
-    """An activation plus a parameter that is broadcast to it, whose gradient is summed in fp32 likewise."""
+    """Adds a parameter broadcast to an activation; its gradient is summed in fp32 too."""
     return enter(x.astype(mx.float32) + addend.astype(mx.float32), casts)
 
 
 def embedding(weight: mx.array, index: mx.array, casts: Casts) -> mx.array:
-    """Rows of a table in compute; their gradients are summed in fp32, whatever the table is held in."""
+    """Returns rows of a table in compute; their gradients are summed in fp32, whatever the table is held in."""
     return enter(look_up(weight, index, casts), casts)
 
 
 def linear(x: mx.array, weight: mx.array, bias: mx.array | None, casts: Casts) -> mx.array:
-    """x W^T + b with the operands, sums and results of `casts`."""
+    """Returns x W^T + b with the operands, sums and results of `casts`."""
     if casts.plain and weight.dtype == mx.float32:
         y = x.astype(mx.float32) @ weight.T
     else:
@@ -141,7 +133,7 @@ def linear(x: mx.array, weight: mx.array, bias: mx.array | None, casts: Casts) -
 
 
 def rms_norm(x: mx.array, gain: mx.array | None, casts: Casts, eps: float = 1e-6) -> mx.array:
-    """x / sqrt(mean(x^2) + eps) * gain: inside in the norm format, out in compute."""
+    """Returns x / sqrt(mean(x^2) + eps) * gain: inside in the norm format, out in compute."""
     fmt = casts.precision.norm
     gain = None if gain is None else owned(gain, casts)
     x, gain = _inside(x, casts.norm, fmt, casts), _inside(gain, casts.norm, fmt, casts)
@@ -151,7 +143,7 @@ def rms_norm(x: mx.array, gain: mx.array | None, casts: Casts, eps: float = 1e-6
 def layer_norm(
     x: mx.array, gain: mx.array | None, bias: mx.array | None, casts: Casts, eps: float = 1e-5
 ) -> mx.array:
-    """(x - mean) / sqrt(variance + eps) * gain + bias: inside in the norm format, out in compute."""
+    """Returns (x - mean) / sqrt(variance + eps) * gain + bias: inside in the norm format, out in compute."""
     fmt = casts.precision.norm
     gain, bias = (None if p is None else owned(p, casts) for p in (gain, bias))
     x, gain, bias = (_inside(t, casts.norm, fmt, casts) for t in (x, gain, bias))
@@ -159,14 +151,14 @@ def layer_norm(
 
 
 def softmax(x: mx.array, casts: Casts, axis: int = -1) -> mx.array:
-    """exp(x) over its sum: inside in the softmax format, out in compute."""
+    """Returns exp(x) / sum(exp(x)): inside in the softmax format, out in compute."""
     fmt = casts.precision.softmax
     inside = mx.softmax(_inside(x, casts.softmax, fmt, casts), axis=axis)
     return _outside(inside, casts.softmax, fmt, casts)
 
 
 def attention(q_BHTK: mx.array, k_BHTK: mx.array, v_BHTK: mx.array, casts: Casts) -> mx.array:
-    """Causal attention; its softmax is in the softmax format, its result in compute."""
+    """Computes causal attention; its softmax is in the softmax format, its result in compute."""
     q, k, v = (enter(t, casts) for t in (q_BHTK, k_BHTK, v_BHTK))
     if casts.fused_softmax:
         q, k, v = (t.astype(mx.float32) for t in (q, k, v))
@@ -178,7 +170,7 @@ def attention(q_BHTK: mx.array, k_BHTK: mx.array, v_BHTK: mx.array, casts: Casts
 
 
 def cross_entropy(logits: mx.array, targets: mx.array, casts: Casts, softcap: float = 0.0) -> mx.array:
-    """The sum of -log softmax(logits)[target] over all targets: inside and out in the loss format."""
+    """Returns the sum of -log softmax(logits)[target] over all targets: inside and out in the loss format."""
     fmt = casts.precision.loss
     inside = _inside(logits, casts.loss, fmt, casts)
     if softcap:
@@ -189,7 +181,7 @@ def cross_entropy(logits: mx.array, targets: mx.array, casts: Casts, softcap: fl
 
 
 def rotate(x_BHTK: mx.array, cos_TK: mx.array, sin_TK: mx.array, casts: Casts) -> mx.array:
-    """Rotary positions: halves of each head turn by the angle of their position; angles are fp32."""
+    """Applies rotary positions: halves of each head turn by the angle of their position; angles are fp32."""
     half = x_BHTK.shape[-1] // 2
     x = x_BHTK.astype(mx.float32)
     turned = mx.concatenate([-x[..., half:], x[..., :half]], axis=-1)
@@ -197,7 +189,7 @@ def rotate(x_BHTK: mx.array, cos_TK: mx.array, sin_TK: mx.array, casts: Casts) -
 
 
 class Matmul(Layer):
-    """A module that multiplies activations by a matrix: what narrow operands are for."""
+    """A module that multiplies activations by a matrix, so that narrow operands apply to it."""
 
 
 class CastedLinear(Matmul):
@@ -205,12 +197,12 @@ class CastedLinear(Matmul):
 
     def __init__(self, inputs: int, outputs: int, bias: bool = False):
         super().__init__()
-        bound = inputs**-0.5  # as nn.Linear begins
+        bound = inputs**-0.5  # as nn.Linear initializes
         self.weight = mx.random.uniform(-bound, bound, (outputs, inputs))
         self.bias = mx.zeros((outputs,)) if bias else None
 
     def __call__(self, x: mx.array) -> mx.array:
-        """The layer's output."""
+        """Returns the layer's output."""
         return linear(self.arrived(x), self.weight, self.bias, self.casts)
 
     def _extra_repr(self) -> str:
@@ -232,7 +224,7 @@ class Norm(Layer):
         self.bias = mx.zeros((width,)) if bias and gain and kind == "layer" else None
 
     def __call__(self, x: mx.array) -> mx.array:
-        """The normalized input."""
+        """Returns the normalized input."""
         x = self.arrived(x)
         if self.kind == "layer":
             return layer_norm(x, self.weight, self.bias, self.casts, self.eps)
@@ -243,31 +235,31 @@ class Norm(Layer):
 
 
 def _inside(x: Any, dtype: mx.Dtype, fmt: Format, casts: Casts) -> Any:
-    """A tensor (or None) with the numbers of the format that an island computes in, in fp32."""
+    """Returns an array (or None) with numbers of the format that an island computes in, in fp32."""
     return None if x is None else narrowed(x, dtype, fmt, casts).astype(mx.float32)
 
 
 def _outside(x: mx.array, dtype: mx.Dtype, fmt: Format, casts: Casts) -> mx.array:
-    """What an island made, in its own format first and then in compute."""
+    """Rounds an island's result to its own format and then to compute."""
     return enter(narrowed(x, dtype, fmt, casts), casts)
 
 
 @cache
 def _owning(fmt: Format) -> Any:
-    """A parameter in fp32, and its gradient in the format of weight gradients."""
+    """Widens a parameter to fp32, with its gradient in the format of weight gradients."""
     return with_gradient(lambda p: p.astype(mx.float32), lambda p, g, _: held(carried(g, fmt), p, fmt))
 
 
 @cache
 def _biasing(compute: Format, fmt: Format) -> Any:
-    """A bias with numbers of compute, in fp32: a cast to bf16 would round the sum of its gradients once more."""
+    """Rounds a bias to compute, in fp32: a cast to bf16 would round the sum of its gradients once more."""
     return with_gradient(
         lambda p: carried(p.astype(mx.float32), compute), lambda p, g, _: held(carried(g, fmt), p, fmt)
     )
 
 
 def _narrow_attention(q: mx.array, k: mx.array, v: mx.array, casts: Casts) -> mx.array:
-    """Attention with its softmax in a narrower format than fp32."""
+    """Computes attention with its softmax in a format narrower than fp32."""
     scores = (q @ k.swapaxes(-2, -1)).astype(casts.softmax) * q.shape[-1] ** -0.5
     positions = mx.arange(q.shape[-2])
     future = positions[:, None] < positions[None, :]

@@ -39,7 +39,7 @@ def look_up(weight: mx.array, index: mx.array, casts: Casts) -> mx.array:
 
 @cache
 def _three_matmuls(p: Precision) -> Any:
-    """The three matmuls of a linear layer without bias; x comes in the compute format."""
+    """Returns the matmul of a linear layer without bias, whose gradients are the other two."""
     casts = casts_of(p)
 
     def forward(x: mx.array, weight: mx.array) -> mx.array:
@@ -65,7 +65,7 @@ def _three_matmuls(p: Precision) -> Any:
 
 
 def _matmul(a: mx.array, b: mx.array, out: mx.Dtype) -> mx.array:
-    """a b summed in fp32, its result in `out`."""
+    """Multiplies with sums in fp32, and returns the result in `out`."""
     if out == a.dtype == b.dtype:
         return a @ b
     return (a.astype(mx.float32) @ b.astype(mx.float32)).astype(out)
@@ -83,7 +83,7 @@ def _emulated_matmul(a: mx.array, b: mx.array, a_operand: Operand, b_operand: Op
 
 
 def _lower(x: mx.array, operand: Operand) -> tuple[mx.array, mx.array | None]:
-    """An operand's values in its format, and what undoes their scale (a column for rows), emulated."""
+    """Returns an operand in its format, emulated, and what undoes its scale (a column for rows)."""
     if is_narrow(operand.format):
         return quantize_scaled(x, operand)
     return carried(x, operand.format), None
@@ -91,7 +91,7 @@ def _lower(x: mx.array, operand: Operand) -> tuple[mx.array, mx.array | None]:
 
 @cache
 def _rows(fmt: Format) -> Any:
-    """Rows of a table in fp32. MLX would sum their gradients in the dtype of the table."""
+    """Returns the lookup of rows, with its gradient stated."""
 
     def backward(primals: tuple[mx.array, mx.array], g: mx.array, _: mx.array) -> tuple[mx.array, mx.array]:
         weight, index = primals
@@ -102,24 +102,24 @@ def _rows(fmt: Format) -> Any:
 
 
 def held(g: mx.array, parameter: mx.array, fmt: Format) -> mx.array:
-    """A weight gradient with numbers of its format: in fp32 where the parameter is, else in the format's dtype."""
+    """Returns a weight gradient in fp32 if the parameter is fp32, else in the dtype of its format."""
     return g.astype(mx.float32 if parameter.dtype == mx.float32 else dtype_of(fmt))
 
 
 def narrowed(x: mx.array, dtype: mx.Dtype, fmt: Format, casts: Casts) -> mx.array:
-    """A tensor with the numbers of a format, in the dtype that carries it."""
+    """Casts an array to a format, in the dtype that carries it."""
     x = x.astype(dtype)
     return rounding(fmt, fmt)(x) if casts.emulate and fmt != FP32 else x
 
 
 @cache
 def rounding(value: Format, grad: Format) -> Any:
-    """Rounds the value forward and the gradient backward, as storing both in narrow tensors would."""
+    """Returns a function that rounds the value forward and the gradient backward, as narrow storage would."""
     return with_gradient(lambda x: carried(x, value), lambda _, g, __: carried(g, grad))
 
 
 def with_gradient(function: Callable[..., mx.array], backward: Callable[..., Any]) -> Any:
-    """A function whose gradient is stated: (arguments, gradient of the result, result) -> theirs."""
-    made = mx.custom_function(function)
-    made.vjp(backward)
-    return made
+    """Returns the function with a stated gradient: (arguments, gradient of the result, result) -> theirs."""
+    stated = mx.custom_function(function)
+    stated.vjp(backward)
+    return stated

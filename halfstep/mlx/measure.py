@@ -1,8 +1,8 @@
-"""Matmul micro-benchmarks in MLX, inside a time budget: what core.choice decides by.
+"""Matmul micro-benchmarks in MLX, inside a time budget: core.choice decides by them.
 
 core.measure says what is timed on every backend, core.ladder which sizes may be started; here are the operands
 and the multiplications. "fp32" is timed as fp32: dtypes.pin_matmuls switches TF32 off. MLX is lazy, so each
-product is handed to the device as soon as it exists, and evaluating the last one waits for all.
+product goes to the device as soon as it exists, and evaluating the last one waits for all.
 """
 
 import time
@@ -36,7 +36,7 @@ __all__ = ["FORMATS", "describe", "devices", "measure", "measure_block", "suppor
 
 
 def devices() -> list[str]:
-    """The kinds of device MLX finds, the fastest first."""
+    """Returns the kinds of device MLX finds, the fastest first."""
     return [*(["gpu"] if mx.metal.is_available() or mx.cuda.is_available() else []), "cpu"]
 
 
@@ -50,7 +50,7 @@ def measure(
 ) -> list[Timing]:
     """Times matmuls in each format, which must be supported, for at most `budget` seconds.
 
-    Starting the device (its libraries, the first kernel) comes before the clock.
+    Starting the device (its libraries, the first kernel) happens before the clock starts.
     """
     device, formats = as_device(device), list(formats)
     check_measurable(formats, str(device.type).rpartition(".")[2], lambda fmt: supported(fmt, device))
@@ -86,14 +86,14 @@ def measure_block(
 
 
 class _Bench:
-    """Makes and multiplies operands on one device."""
+    """Creates and multiplies operands on one device."""
 
     def __init__(self, device: mx.Device):
         self.device = device
         self.key = mx.random.key(0)
 
     def start(self, fmt: Format, shape: Shape) -> Run:
-        """Operands, and what multiplies them so many times and waits."""
+        """Creates operands; returns a function that multiplies them so many times and waits."""
         m, k, n = shape
         with mx.stream(self.device):
             a, b = self._random((m, k), fmt), self._random((n, k), fmt)
@@ -101,7 +101,7 @@ class _Bench:
         return self._repeat(_plain(a, b.T))
 
     def start_block(self, fmt: Format, model: ModelConfig, tokens: int) -> Run:
-        """A block with fp32 masters, and what trains it so many times and waits."""
+        """Creates a block with fp32 masters; returns a function that trains it so many times and waits."""
         context = min(model.context, tokens)
         block = Block(model)
         precision = Precision(compute=fmt, operand=Operand(fmt), grad=fmt, grad_operand=Operand(fmt))

@@ -9,7 +9,7 @@ One block, with every switch on (each is off or plain unless the recipe says so)
 U-net skips add the outputs of the first half of the blocks, times learned weights, to the inputs of the second
 half, the last of them first; of an odd number of blocks the last gets none. The residual stream is in the compute
 format; norms, softmax and the loss are islands (layers.py). GELU and SiLU are computed in fp32 and rounded once,
-as torch's kernels do; made of MLX's operations in bf16 they would be rounded at every one.
+as in torch's kernels; MLX's operations in bf16 would round at every one.
 
 Tables of rotary positions are attributes with a leading underscore, which MLX does not count among parameters.
 
@@ -25,7 +25,7 @@ from mlx.nn.utils import checkpoint
 from mlx.utils import tree_flatten, tree_unflatten
 
 from halfstep.config.model import ModelConfig, module_names, parameter_shapes
-from halfstep.config.weights import Weights, initial_weights
+from halfstep.config.weights import Weights
 from halfstep.mlx.layers import (
     CastedLinear,
     Layer,
@@ -59,11 +59,11 @@ class Decoder(Layer):
         self.final_norm = _norm(config)
         self.lm_head = Head(config)
         self._cos_TK, self._sin_TK = rope_tables(config)
-        self.recompute = False  # whether the backward pass runs blocks again instead of keeping what they made
+        self.recompute = False  # the backward pass runs blocks again instead of keeping their activations
         assert {name: tuple(p.shape) for name, p in self.named_parameters()} == parameter_shapes(config)
 
     def __call__(self, tokens_BT: mx.array) -> mx.array:
-        """Logits for the token after each, in the head's compute format, before the softcap."""
+        """Returns logits for the token after each, in the head's compute format, before the softcap."""
         config, casts = self.config, self.casts
         x_BTD = self.embed(tokens_BT)
         if self.positions is not None:
@@ -86,37 +86,27 @@ class Decoder(Layer):
         return self.lm_head(self.final_norm(x_BTD), self.embed.weight)
 
     def loss(self, tokens_BT: mx.array, targets_BT: mx.array) -> mx.array:
-        """The sum over all targets of the negative log-likelihood, in the loss format."""
+        """Returns the sum over all targets of the negative log-likelihood, in the loss format."""
         return cross_entropy(self(tokens_BT), targets_BT, self.casts, self.config.softcap)
 
     def capped(self, logits: mx.array) -> mx.array:
-        """Logits as the loss sees them: in fp32, after the softcap."""
+        """Returns logits as the loss sees them: in fp32, after the softcap."""
         cap, wide = self.config.softcap, logits.astype(mx.float32)
         return cap * mx.tanh(wide / cap) if cap else wide
 
     def module_names(self) -> list[str]:
-        """The names that rules match."""
+        """Returns the names that rules match."""
         return module_names(self.config)
 
-    def initialize(self, seed: int) -> None:
-        """Sets every parameter to its first value, the same on every backend."""
-        self.set_weights(initial_weights(self.config, seed))
-
     def set_weights(self, weights: Weights) -> None:
-        """Sets every parameter to the value that is given for its name."""
+        """Sets every parameter to the value given for its name."""
         given = [(name, mx.array(value)) for name, value in weights]
         assert {name: value.shape for name, value in given} == parameter_shapes(self.config)
         self.update(tree_unflatten(given))
 
     def named_parameters(self) -> Iterator[tuple[str, mx.array]]:
-        """The name and array of every parameter."""
+        """Yields the name and array of every parameter."""
         yield from dict(tree_flatten(self.parameters())).items()
-
-    def matrices(self) -> Iterator[tuple[str, mx.array]]:
-        """The matrices inside blocks, which Muon updates."""
-        for name, parameter in self.named_parameters():
-            if name.startswith("blocks.") and parameter.ndim == 2 and name.endswith(".weight"):
-                yield name, parameter
 
 
 class Block(Layer):
@@ -136,7 +126,7 @@ class Block(Layer):
     def __call__(
         self, x_BTD: mx.array, x0_BTD: mx.array, first_values: mx.array | None, angles: tuple[mx.array, mx.array]
     ) -> tuple[mx.array, mx.array]:
-        """The stream after the block, and the values of its attention."""
+        """Returns the stream after the block, and the values of its attention."""
         casts = self.casts
         if self.residual_mix is not None:
             mix = enter(owned(self.residual_mix, casts), casts)
@@ -172,7 +162,7 @@ class Attention(Layer):
     def __call__(
         self, x_BTD: mx.array, first_values: mx.array | None, angles: tuple[mx.array, mx.array]
     ) -> tuple[mx.array, mx.array]:
-        """What attention adds to the stream, and its values before they were mixed."""
+        """Returns what attention adds to the stream, and its values before they were mixed."""
         casts = self.casts
         q_BHTK, k_BHTK, v_BHTK = (self._heads(layer(x_BTD)) for layer in (self.q, self.k, self.v))
         values = v_BHTK
@@ -203,7 +193,7 @@ class MLP(Layer):
         self.down = CastedLinear(config.size_of_mlp, config.width, config.bias)
 
     def __call__(self, x_BTD: mx.array) -> mx.array:
-        """What the MLP adds to the stream."""
+        """Returns what the MLP adds to the stream."""
         casts = self.casts
         hidden = enter(self.up(x_BTD), casts)
         if self.gate is not None:
@@ -223,11 +213,11 @@ class Embedding(Layer):
         self.weight = mx.zeros((count, width))
 
     def __call__(self, index: mx.array) -> mx.array:
-        """The rows of the index."""
+        """Returns the rows of the index."""
         return embedding(self.weight, index, self.casts)
 
     def rows(self, count: int) -> mx.array:
-        """The first rows, for positions."""
+        """Returns the first rows, for positions."""
         return enter(owned(self.weight, self.casts)[:count], self.casts)
 
 
@@ -239,7 +229,7 @@ class Head(Matmul):
         self.weight = None if config.tied else mx.zeros((config.vocabulary, config.width))
 
     def __call__(self, x_BTD: mx.array, tied: mx.array) -> mx.array:
-        """Logits."""
+        """Returns logits."""
         return linear(self.arrived(x_BTD), tied if self.weight is None else self.weight, None, self.casts)
 
 
@@ -252,12 +242,12 @@ class HeadNorm(Layer):
         self.weight = _maybe(config.qk_norm == "gain", config.size_of_head)
 
     def __call__(self, x_BHTK: mx.array) -> mx.array:
-        """The normalized heads."""
+        """Returns the normalized heads."""
         return rms_norm(self.arrived(x_BHTK), self.weight, self.casts, self.eps)
 
 
 def rope_tables(config: ModelConfig) -> tuple[mx.array, mx.array]:
-    """cos and sin of position * base^(-2i/K), twice side by side; angles in fp64, tables in fp32."""
+    """Returns cos and sin of position * base^(-2i/K), twice side by side, in fp32 of angles in fp64."""
     half = config.size_of_head // 2
     rates = config.rope_base ** -(np.arange(half) / half)
     angles = np.tile(np.outer(np.arange(config.context), rates), (1, 2))
@@ -265,13 +255,13 @@ def rope_tables(config: ModelConfig) -> tuple[mx.array, mx.array]:
 
 
 def _gelu(x: mx.array) -> mx.array:
-    """GELU by its tanh formula, in fp32."""
+    """Returns GELU by its tanh formula, in fp32."""
     x = x.astype(mx.float32)
     return 0.5 * x * (1 + mx.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x * x * x)))
 
 
 def _gelu_exact(x: mx.array) -> mx.array:
-    """GELU by the error function, in fp32."""
+    """Returns GELU by the error function, in fp32."""
     x = x.astype(mx.float32)
     return 0.5 * x * (1 + mx.erf(x * math.sqrt(0.5)))
 

@@ -1,7 +1,7 @@
 """What the training loop calls: one run on MLX, in numpy arrays and Python numbers.
 
-`halfstep.training.loop` knows no framework. It opens the session of a backend, hands it micro-batches of tokens,
-and reads results when it wants to print them. Each backend has this file with this class.
+`halfstep.training.loop` knows no framework. It opens the session of a backend, passes it micro-batches of tokens,
+and reads results when it prints them. Each backend has this file with this class.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -73,16 +73,16 @@ class Session:
 
     @property
     def threads(self) -> int | None:
-        """None: a kernel of MLX runs on one thread of a CPU."""
+        """None: a kernel of MLX runs on one CPU thread."""
         return None
 
     @property
     def asynchronous(self) -> bool:
-        """Whether `step` returns before the step is done. On a CPU MLX queues little before it waits."""
+        """Whether `step` returns before the step is finished. On a CPU MLX queues little before it waits."""
         return self.device.type != mx.cpu
 
     def step(self, micro_batches: Tokens) -> StepResult:
-        """One update from tokens of shape (micro-batches, batch, context + 1). Waits for nothing."""
+        """Updates once from tokens of shape (micro-batches, batch, context + 1). Does not wait for the device."""
         with mx.stream(self.device):
             if self.schedule is not None:
                 factor = self.schedule(self.run.num_applied, mx)
@@ -98,12 +98,12 @@ class Session:
             return result
 
     def read(self, result: StepResult) -> dict[str, float]:
-        """A step's numbers; waits for that step. Nothing is computed here: it would come after the next step."""
+        """Reads a step's numbers back; waits for that step. Computing here would queue after the next one."""
         names = ("loss", "skipped", "scale", "grad_norm", "stuck")
         return {name: float(getattr(result, name).item()) for name in names}
 
     def check(self, result: StepResult, micro_batches: Tokens) -> None:
-        """Stops a run that no loss scale can save; the step is run again, to name its first bad tensor."""
+        """Stops a run that no loss scale can save; runs the step again to name its first bad tensor."""
         self.run.check(result, self.blame(micro_batches))
 
     def device_time(self, result: StepResult) -> tuple[float, float | None] | None:
@@ -112,13 +112,13 @@ class Session:
 
     @property
     def untimed(self) -> str:
-        """Why `device_time` knows nothing here."""
+        """Why `device_time` returns None here."""
         return "MLX times no steps on the device"
 
     def evaluate(self, batches: Iterable[Tokens], *, averaged: bool = True) -> tuple[float, int]:
-        """The sum of losses over batches, and the number of tokens, in the policy's evaluation form.
+        """Returns the sum of losses over batches and the number of tokens, in the policy's evaluation format.
 
-        With the averages of the weights where the run keeps them, unless `averaged` is False.
+        Uses the averages of the weights if the run keeps them, unless `averaged` is False.
         """
         evaluated = self.policy.evaluation()
         losses: list[mx.array] = []
@@ -139,22 +139,22 @@ class Session:
         return sum(float(np.array(loss)) for loss in losses), count
 
     def logits(self, tokens: Sequence[int]) -> NDArray[np.float32]:
-        """What the model expects after the tokens, one number for each of the vocabulary, after the softcap."""
+        """Returns the logits of the token after these, one per entry of the vocabulary, after the softcap."""
         with mx.stream(self.device), self.run.masters.in_use():
             window = mx.array([list(tokens[-self.config.model.context :])])
             return np.array(self.model.capped(self.model(window)[0, -1]))
 
     def state(self) -> dict[str, Stored]:
-        """Everything that the next step depends on."""
+        """Returns everything that the next step depends on."""
         return {name: stored(array) for name, array in (self.run.state | to_state(self.averages)).items()}
 
     def snapshot(self) -> Snapshot:
-        """A copy of the state. Taken at once: host and device share their memory, and one thread evaluates."""
+        """Copies the state at once: host and device share their memory, and one thread evaluates."""
         copies: dict[str, Stored] = dict(self.state())
         return lambda: copies
 
     def blame(self, micro_batches: Tokens) -> str:
-        """The first weight that is not finite; where all are, whether the loss is."""
+        """Names the first weight that is not finite; if all are, says whether the loss is."""
         with mx.stream(self.device), self.run.masters.in_use():
             for name, array in self.model.named_parameters():
                 if not mx.isfinite(array).all().item():
@@ -164,7 +164,7 @@ class Session:
         return "backward: the loss is finite, a gradient is not" if finite else "forward: the loss"
 
     def load(self, state: Mapping[str, Stored]) -> None:
-        """Puts a state back, or refuses it whole."""
+        """Restores a state, or refuses it whole."""
         with mx.stream(self.device):
             given = {name: restored(record) for name, record in state.items()}
             averages = pop_from_state(given, self.averages)
@@ -172,25 +172,25 @@ class Session:
             self.averages = averages or None
 
     def load_weights(self, state: Mapping[str, Stored]) -> None:
-        """Takes the weights of a state and leaves the rest: for evaluation and sampling."""
+        """Loads only the weights of a state, for evaluation and sampling."""
         weights = {k: restored(v) for k, v in state.items() if k.startswith(("model.", "remainder."))}
         with mx.stream(self.device):
             load_weights(self.run.masters, weights)
 
     def applied(self) -> int:
-        """How many updates were applied, skipped ones left out; waits for the device."""
+        """Returns how many updates were applied, not counting skipped ones; waits for the device."""
         return int(np.array(self.run.num_applied))
 
     def memory(self) -> int:
-        """The most bytes held so far: of the device's allocator, or of the process on a CPU."""
+        """Returns the most bytes used so far: by the device's allocator, or by the process on a CPU."""
         return memory.peak(self.device)
 
     def capacity(self) -> int | None:
-        """The bytes that the device has; None where nobody says."""
+        """Returns the bytes that the device has; None if unknown."""
         return memory.capacity(self.device)
 
     def ran_out(self, error: BaseException) -> bool:
-        """Whether an error says that there was not enough memory."""
+        """Returns whether an error means that there was not enough memory."""
         return memory.ran_out(error)
 
     def _average(self, skipped: mx.array) -> None:
@@ -202,7 +202,7 @@ class Session:
 
     @contextmanager
     def _averaged(self) -> Iterator[None]:
-        """Inside, the masters are the averages, where there are any; after, they are back, exactly."""
+        """Swaps the averages in for the masters, if there are any, and restores the masters exactly."""
         if self.averages is None:
             yield
             return
@@ -218,16 +218,16 @@ class Session:
 
 
 def build_optimizers(model: Decoder, config: OptimizerConfig, policy: Policy) -> Optimizer:
-    """Muon for the matrices in blocks where the recipe says so, and AdamW for the rest, each group its own."""
+    """Returns Muon for the matrices in blocks if the recipe says so, and AdamW for the rest, one per group."""
     built: list[Optimizer] = []
-    found = parameter_groups(model.config, config)
-    for group in found:
+    groups = parameter_groups(model.config, config)
+    for group in groups:
         if group.muon:
             formats = (policy.compute.format, policy.emulate)
             built.append(Muon(group.rate, config.muon_momentum, group.weight_decay, *formats))
         else:
             built.append(AdamW(group.rate, config.betas, config.epsilon, group.weight_decay))
-    filters = [lambda name, _, names=set(group.names): name in names for group in found[:-1]]
+    filters = [lambda name, _, names=set(group.names): name in names for group in groups[:-1]]
     return MultiOptimizer(built, filters)
 
 

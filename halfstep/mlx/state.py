@@ -1,9 +1,9 @@
 """Model, optimizer, scale and random state as flat {name: array}, and back, bit for bit.
 
-Names are those of core.stored, and for what MLX alone has:
+Names are those of core.state_format, and for what only MLX has:
 
     remainder.<parameter>                   the int16 half of a split master; `model.<parameter>` is its bf16 half
-    optimizer.<i>.step, .learning_rate      what an optimizer of MLX holds once, for all of its parameters
+    optimizer.<i>.step, .learning_rate      what an MLX optimizer holds once for all of its parameters
     rng.mlx                                 the key of mx.random, two words; one for all devices
 
 Loading checks names, shapes and dtypes before it changes anything: fp32 moments never come back bf16.
@@ -86,20 +86,20 @@ def load_weights(masters: Masters, given: Mapping[str, mx.array]) -> None:
 
 
 def stored(array: mx.array) -> Stored:
-    """An array's bytes, little-endian, with its dtype and shape."""
+    """Returns an array's dtype, shape and bytes, little-endian."""
     name, carrier = DTYPE_NAMES[array.dtype]
     flat = array.reshape(-1)
-    flat = flat.view(mx.uint16) if array.dtype == mx.bfloat16 else flat  # numpy knows no bf16
+    flat = flat.view(mx.uint16) if array.dtype == mx.bfloat16 else flat  # numpy has no bf16
     return Stored(name, tuple(array.shape), np.array(flat).astype(carrier, copy=False).tobytes())
 
 
 def restored(record: Stored) -> mx.array:
-    """The array that `stored` wrote."""
+    """Returns the array that `stored` wrote."""
     name, shape, data = record
     if name not in _DTYPES:
         raise HalfstepError(f"a stored tensor has dtype {name}; known are {', '.join(_DTYPES)}")
     dtype, carrier = _DTYPES[name]
-    # The dtype is said: MLX makes float32 of numpy's float64.
+    # The dtype is explicit: MLX turns numpy's float64 into float32.
     flat = mx.array(np.frombuffer(data, carrier), mx.uint16 if dtype == mx.bfloat16 else dtype)
     return (flat.view(mx.bfloat16) if dtype == mx.bfloat16 else flat).reshape(shape)
 

@@ -8,22 +8,22 @@ is weighted against the first,
     accumulated  G = sum_i (w_i / w_1) S g_i              in the accumulate format, fp32
     gradient       = G * inv_scale * w_1 / sum_i w_i      unscaled with the S that was used
 
-then clipped to `clip_norm`, then handed to the optimizer. One norm of G serves the finite check and the
-clipping: it is finite exactly if every gradient is and none is beyond 1.8e19, which no step survives.
+then clipped to `clip_norm`, then passed to the optimizer. One norm of G serves the finite check and the clipping:
+it is finite exactly if every gradient is and none is beyond 1.8e19, which no step survives.
 
-Every optimizer is given fp32 masters (masters.py) and fp32 gradients, and state that has its parameter's shape is
-stored in the moments format and widened for the update.
+Every optimizer gets fp32 masters (masters.py) and fp32 gradients; state that has its parameter's shape is stored
+in the moments format and widened for the update.
 
-**No tape.** MLX differentiates functions, so gradients are handed over: `value_and_grad` gives them with the scale
-they carry, `update` takes them. Nothing here reads a number from the device. A step that is not finite changes
-nothing but the scale, under every policy: parameters, optimizer state (its count and schedules too) and running
-statistics are chosen by mx.where. Each update, and each micro-batch, is launched by mx.async_eval: arrays are
-lazy, and the graph would grow from step to step otherwise.
+**No tape.** MLX differentiates functions, so the caller passes gradients on: `value_and_grad` returns them with
+the scale they carry, `update` takes them. Nothing here reads a number from the device. A step that is not finite
+changes only the scale, under every policy: mx.where chooses parameters, optimizer state (its count and schedules
+too) and running statistics. mx.async_eval launches each update and each micro-batch: arrays are lazy, and the
+graph would otherwise grow from step to step.
 
-**Compiled**, each of the two halves, gradients and update, is a function of the arrays of model, optimizer and
-scale, so a new rate or scale compiles nothing anew. On a CPU MLX compiles every fused kernel by a call of g++: the
-first step of the `tiny` recipe takes 33 s, and the others as long as before (1.96 s of CPU against 2.08 s in bf16,
-3.1 s against 2.8 s in fp32, the least of four). So `compile=None` compiles on a GPU only, unmeasured.
+**Compiled**, each of the two parts, gradients and update, is a function of the arrays of model, optimizer and
+scale, so a new rate or scale compiles nothing again. On a CPU MLX compiles every fused kernel by a call of g++:
+the first step of the `tiny` recipe takes 33 s, and the others as long as before (1.96 s of CPU against 2.08 s in
+bf16, 3.1 s against 2.8 s in fp32, the least of four). So `compile=None` compiles on a GPU only, unmeasured.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -68,10 +68,10 @@ class Gradients:
     """The gradients of a micro-batch, times the scale, by the name of the parameter; or a sum of such."""
 
     arrays: dict[str, mx.array]
-    scale: mx.array  # that they carry
-    weight: mx.array  # tokens of the first micro-batch, against which the others are weighed
+    scale: mx.array  # the one they carry
+    weight: mx.array  # tokens of the first micro-batch, against which the others are weighted
     weights: mx.array  # sum of the weights, over the first
-    loss: mx.array  # sum of the mean losses, weighed alike
+    loss: mx.array  # sum of the mean losses, with the same weights
 
 
 def prepare(
@@ -84,12 +84,12 @@ def prepare(
     compile: bool | None = None,
     cast_inputs: bool = True,
 ) -> "Run":
-    """Gives any model and any optimizer of MLX a policy, in place; `Run.unprepare` gives the model back.
+    """Gives any MLX model and optimizer a policy, in place; `Run.unprepare` restores the model.
 
-    `cast_inputs`: floating arrays that the model is called with are cast to compute; targets, which only the loss
-    sees, are not. Without it inputs arrive as they are, and a layer that computes in less refuses fp32 ones.
+    `cast_inputs` casts the floating inputs of the model to compute, but not targets, which only the loss sees.
+    Without it inputs arrive unchanged, and a layer that computes in a narrower format refuses fp32 ones.
 
-    `compile`: True compiles the step, or says why it cannot; None does so on a GPU. Hand `step` the same `loss_fn`
+    `compile=True` compiles the step, or says why it cannot; None does so on a GPU. Pass `step` the same `loss_fn`
     each time then: another one is compiled again.
     """
     policy = as_policy(policy)
@@ -107,7 +107,7 @@ def prepare(
 
 
 class Run:
-    """A model, its optimizer and a policy: what training one step needs."""
+    """A model, its optimizer and a policy: everything that one step needs."""
 
     def __init__(
         self,
@@ -131,8 +131,8 @@ class Run:
         self._accumulate = dtype_of(self.policy.accumulate)
         self._compiled: dict[Any, Callable[..., Any]] = {}
         self._sum: Gradients | None = None
-        # Arrays that are not trained: where they are, what they were before the step, and the names of those that
-        # the forward pass replaces, as running statistics.
+        # Arrays that are not trained: their places, their values before the step, and the names of those that the
+        # forward pass replaces, such as running statistics.
         self._others = {n: place for n, place in arrays(model).items() if n not in conversion.places}
         self._before: dict[str, mx.array] = {}
         self._replaced: set[str] = set()
@@ -144,20 +144,20 @@ class Run:
 
     @property
     def scale_state(self) -> ScaleState:
-        """What the law of scaling remembers."""
+        """The state of the loss scale."""
         return ScaleState(*(self.scalars[name] for name in ScaleState._fields))
 
     @property
     def num_applied(self) -> mx.array:
-        """Updates that were not skipped."""
+        """The number of updates that were not skipped."""
         return self.scalars["applied"]
 
     def step(self, loss_fn: LossFn, micro_batches: Iterable[Any]) -> StepResult:
-        """One update from micro-batches; `loss_fn` gives a mean loss, or (sum of losses, number of tokens)."""
+        """Updates once from micro-batches; `loss_fn` returns a mean loss, or (sum of losses, number of tokens)."""
         if isinstance(micro_batches, mx.array | dict):
             raise HalfstepError(
                 f"micro_batches is a {type(micro_batches).__name__}: its rows or keys would be taken for batches",
-                hint="put the one batch into a list: run.step(loss_fn, [batch])",
+                hint="put a single batch into a list: run.step(loss_fn, [batch])",
             )
         differentiate = self.value_and_grad(loss_fn)
         for batch in micro_batches:
@@ -165,7 +165,7 @@ class Run:
         return self.update()
 
     def value_and_grad(self, loss_fn: LossFn) -> Callable[[Any], tuple[mx.array, Gradients]]:
-        """A function of a batch that gives its mean loss and the gradients, which `update` takes."""
+        """Returns a function of a batch that returns its mean loss and the gradients, which `update` takes."""
 
         def differentiate(batch: Any) -> tuple[mx.array, Gradients]:
             self._check_open()
@@ -179,11 +179,11 @@ class Run:
         return differentiate
 
     def accumulate(self, grads: Gradients) -> None:
-        """Adds the gradients of a micro-batch to those that the next update is made of."""
+        """Adds the gradients of a micro-batch to those of the next update."""
         if not isinstance(grads, Gradients):
             raise HalfstepError(
-                f"the gradients are a {type(grads).__name__}, and nothing says which scale they carry",
-                hint="hand over what run.value_and_grad(loss_fn)(batch) gives, as it is",
+                f"the gradients are a {type(grads).__name__}, which does not say which scale they carry",
+                hint="pass what run.value_and_grad(loss_fn)(batch) returns, unchanged",
             )
         held = self._sum
         if held is None:
@@ -197,14 +197,14 @@ class Run:
         mx.async_eval(self._sum.arrays, self._sum.weights, self._sum.loss)
 
     def update(self, grads: "Gradients | Sequence[Gradients] | None" = None) -> StepResult:
-        """Finite? -> unscale -> clip -> step -> rescale, of what was handed over, here or to `accumulate`."""
+        """Finite? -> unscale -> clip -> step -> rescale, with the gradients given here or to `accumulate`."""
         self._check_open()
         for each in () if grads is None else (grads,) if not isinstance(grads, list | tuple) else grads:
             self.accumulate(each)
         if self._sum is None:
             raise HalfstepError(
                 "there are no gradients to update with",
-                hint="call step(), or value_and_grad(loss_fn)(batch) and hand its gradients to update()",
+                hint="call step(), or value_and_grad(loss_fn)(batch) and pass its gradients to update()",
             )
         total, self._sum = self._sum, None
         loss, finite, norm = self._call("update", self._update, dict(vars(total)))
@@ -217,7 +217,7 @@ class Run:
         return result
 
     def check(self, result: StepResult, cause: str = "") -> None:
-        """Stops a run that no scale can save, and says the cause where it is known. Reads from the device."""
+        """Stops a run that no scale can save, and names the cause if it is known. Reads from the device."""
         if result.stuck.item():
             raise ScalingError(
                 f"gradients are not finite although the loss scale is at its floor, {result.scale.item():g}"
@@ -231,17 +231,17 @@ class Run:
         return state_of(Live(self._places(), self.masters.remainders, self.scalars))
 
     def load(self, state: Mapping[str, mx.array]) -> None:
-        """Puts a state back, bit for bit. One of another model, optimizer or precision is refused whole."""
+        """Restores a state, bit for bit. One of another model, optimizer or precision is refused whole."""
         self._check_open()
         load_state(Live(self._places(), self.masters.remainders, self.scalars), state)
         self.forget()
 
     def forget(self) -> None:
-        """Drops gradients that were handed over and not used."""
+        """Drops gradients that were accumulated and not used."""
         self._sum, self._before = None, {}
 
     def unprepare(self) -> Module:
-        """The model in its own classes again, with its masters in fp32, exactly. The run is over."""
+        """Returns the model in its own classes again, with its exact masters in fp32. This ends the run."""
         self._check_open()
         wide = self.masters.wide()
         restore(self.conversion)
@@ -251,7 +251,7 @@ class Run:
         return self.model
 
     def summary(self) -> str:
-        """What was converted and what was not, with reasons, in lines."""
+        """Describes what was converted and what was not, with reasons."""
         clip = f"clipped to {self.clip_norm:g}" if self.clip_norm else "not clipped"
         summed = f"accumulated in {self.policy.accumulate} and {clip}"
         kinds = ", ".join(type(optimizer).__name__ for optimizer in self.optimizers)
@@ -261,12 +261,12 @@ class Run:
                 f"  gradients are {summed}; loss scale: {print_value(self.policy.scale)}",
                 f"  {kinds}: fp32 masters and gradients; a skipped step costs no sync",
                 f"  the step is {'compiled' if self.compile else 'not compiled'}",
-                "  functions that the model calls itself, as mx.softmax, compute in what they are given",
+                "  functions that the model calls, such as mx.softmax, compute in the dtype of their inputs",
             ]
         )
 
     def _live(self) -> list[Any]:
-        """The trees of arrays that a step reads and replaces."""
+        """Returns the trees of arrays that a step reads and replaces."""
         return [
             self.model,
             self.masters.remainders,
@@ -276,7 +276,7 @@ class Run:
         ]
 
     def _places(self) -> dict[str, Place]:
-        """Where the arrays of the model and of the optimizer are, by the names of core.state_format."""
+        """Returns the places of the model's and the optimizer's arrays, by the names of core.state_format."""
         places = {f"model.{name}": place for name, place in arrays(self.model).items() if public(name)}
         for index, optimizer in enumerate(self.optimizers):
             places |= {f"optimizer.{index}.{name}": place for name, place in arrays(optimizer.state).items()}
@@ -284,23 +284,23 @@ class Run:
 
     def _check_open(self) -> None:
         if not self._open:
-            raise HalfstepError("the run is over: unprepare() gave the model back", hint="prepare it again")
+            raise HalfstepError("the run is over: unprepare() restored the model", hint="prepare it again")
 
     def _check_model(self) -> None:
-        """Refuses a model whose parameters are not those that the policy was given for."""
+        """Refuses a model whose parameters are no longer those that were prepared."""
         now = {name: (id(p.container), p.array.dtype) for name, p in trainable(self.model).items()}
         if now != self._known:
             odd = sorted(dict(now.items() ^ self._known.items()))[0]
             raise HalfstepError(
                 f"the model changed since it was prepared: `{odd}` was added, replaced, frozen, unfrozen or cast",
-                hint="change the model and prepare it then; state.load_weights takes weights of other formats",
+                hint="change the model before you prepare it; state.load_weights takes weights of other formats",
             )
 
     def _call(self, key: Any, function: Callable[..., Any], *args: Any) -> Any:
-        """What a function of the live arrays gives, compiled where that was asked for."""
+        """Calls a function of the live arrays, compiled if the run is."""
         if not self.compile:
             return function(*args)
-        # Compiled code keeps containers, not arrays: one that was replaced makes it stale.
+        # Compiled code keeps containers, not arrays: replacing one makes it stale.
         live = self._live()
         key = (key, *map(id, live[:-1]))
         if key not in self._compiled:
@@ -308,14 +308,15 @@ class Run:
         return self._compiled[key](*args)
 
     def _differentiator(self, loss_fn: LossFn) -> Callable[[Any], tuple[mx.array, mx.array, dict[str, mx.array]]]:
-        """Mean loss, weight and gradients of a batch, as a function of the live arrays."""
+        """Returns a function of a batch that returns its mean loss, weight and gradients."""
 
         def scaled(used: dict[str, mx.array], batch: Any, scale: mx.array) -> tuple[mx.array, ...]:
             self.masters.put(used)
-            given = loss_fn(self.model, batch)
-            total, weight = given if isinstance(given, tuple) and len(given) == 2 else (given, 1.0)
+            returned = loss_fn(self.model, batch)
+            is_pair = isinstance(returned, tuple) and len(returned) == 2
+            total, weight = returned if is_pair else (returned, 1.0)
             weight = check_weight(weight)
-            # No tokens, no gradient; 0 / 0 would spoil those of the other micro-batches.
+            # No tokens, no gradient; 0 / 0 would spoil the other micro-batches.
             loss = check_loss(total, self.policy).astype(mx.float32) / mx.where(weight == 0, 1.0, weight)
             return mx.where(weight == 0, 0.0, loss * scale), loss, weight
 
@@ -330,10 +331,10 @@ class Run:
         return differentiate
 
     def _update(self, total: dict[str, Any]) -> tuple[mx.array, mx.array, mx.array]:
-        """Loss, whether the step was finite, and the norm; the live arrays are replaced."""
+        """Replaces the live arrays; returns the loss, whether the step was finite, and the norm."""
         squares = [mx.square(g.astype(mx.float32)).sum() for g in total["arrays"].values()]
         scaled_norm = mx.sqrt(mx.stack(squares).sum())
-        finite = mx.isfinite(scaled_norm / total["weights"])  # of which all may be zero
+        finite = mx.isfinite(scaled_norm / total["weights"])  # all weights may be zero
         verdict = self.policy.scale.judge(self.scale_state, finite, mx)
         factor = 1.0 / (total["scale"] * total["weights"])
         norm = scaled_norm * factor
@@ -346,7 +347,7 @@ class Run:
         return total["loss"] / total["weights"], finite, norm
 
     def _step_optimizer(self, grads: dict[str, mx.array], finite: mx.array) -> None:
-        """One step of the optimizer on fp32 masters and moments; where it is not finite, all is as it was."""
+        """Steps the optimizer on fp32 masters and moments; if not finite, everything stays unchanged."""
         states = [place for o in self.optimizers for place in arrays(o.state).values()]
         before = [place.array for place in states]
         self._cast_moments(widen=True)
@@ -359,7 +360,7 @@ class Run:
         self.masters.update(updated, finite, (self.num_applied + 1).astype(mx.uint32))
 
     def _cast_moments(self, *, widen: bool = False) -> None:
-        """Optimizer state that has its parameter's shape, in the moments format, or in fp32 for the update."""
+        """Casts optimizer state of its parameter's shape to the moments format, or to fp32 for the update."""
         for optimizer in self.optimizers:
             for name, place in arrays(optimizer.state).items():
                 parameter = self.conversion.places.get(name.rpartition(".")[0])

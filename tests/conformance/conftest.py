@@ -1,25 +1,26 @@
 """The backends as the conformance suite sees them: numpy in, numpy out.
 
-An adapter only carries arrays across and names what each framework spells its own way (gradients, a training
-step). What is tested is halfstep's own functions, which have the same names on every backend.
+An adapter carries arrays across and names what each framework spells its own way (gradients, a training step).
+What is tested is halfstep's own functions, which have the same names on every backend.
 """
 
 from dataclasses import dataclass
+from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
 
 from halfstep.core import philox, rounding, split
 from halfstep.core.policy import Policy
-from halfstep.core.scaling import ScaleState
+from halfstep.core.scaling import ScaleState, Verdict
 
 
 @dataclass
 class Result:
-    """One step of the toy, read."""
+    """What one step of the toy model did, read back."""
 
     loss: float
     skipped: bool
@@ -28,18 +29,19 @@ class Result:
     stuck: bool
 
 
+def read(result) -> Result:
+    def number(x):
+        return x.item() if hasattr(x, "item") else x
+
+    return Result(**{name: kind(number(getattr(result, name))) for name, kind in Result.__annotations__.items()})
+
+
 class Reference:
-    """core: casts, words and halves in numpy."""
+    """core: casts, random words, split masters and the scaling law in numpy."""
 
     name = "numpy"
     xp = np
     words = np.uint32
-
-    def array(self, x):
-        return np.asarray(x)
-
-    def numpy(self, x):
-        return np.asarray(x)
 
     def quantize(self, x, fmt, **rule):
         return rounding.cast(x, fmt, **rule)
@@ -62,10 +64,22 @@ class Backend:
     """What the adapters of the three frameworks share."""
 
     name: str
+    words = np.uint32  # the dtype of random words
+    device_name = "cpu"
 
     def __getattr__(self, part):
-        """halfstep's own module of that name: cast, layers, dtypes, apply, step, model, session."""
+        """Imports halfstep's own module of that name: cast, layers, dtypes, apply, step, model, session."""
         return import_module(f"halfstep.{self.name}.{part}")
+
+    def casts(self, precision):
+        return self.layers.casts_of(precision)
+
+    def as_dtype(self, x, fmt):
+        return self.array(x).astype(self.dtypes.dtype_of(fmt))
+
+    def named(self, x):
+        """The name of an array's dtype, and its numbers in numpy."""
+        return str(x.dtype).rpartition(".")[2], self.numpy(x)
 
     def quantize(self, x, fmt, *, bits=None, **rule):
         if bits is not None:
@@ -78,13 +92,9 @@ class Backend:
     def carried(self, x, fmt):
         return self.numpy(self.cast.carried(self.array(x), fmt))
 
-    def native(self, x, fmt, *, overflow):
-        return self.numpy(self.cast.to_native(self.array(x), fmt, overflow=overflow))
-
-    def scale_for(self, amax, fmt):
-        return self.numpy(self.cast.scale_for(self.array(amax), fmt))
-
-    def quantize_scaled(self, x, operand, **given):
+    def quantize_scaled(self, x, operand, *, amax=None, **given):
+        if amax is not None:
+            given["amax"] = self.array(amax)
         values, inv_scale = self.cast.quantize_scaled(self.array(x), operand, **given)
         return self.numpy(values), self.numpy(inv_scale)
 
@@ -94,6 +104,10 @@ class Backend:
 
     def open(self, config, policy: str, schedule=None):
         return self.session.Session(config, Policy.parse(policy), "cpu", schedule)
+
+    def fingerprint(self, session, batch):
+        """What shows that two policies compute differently: losses and weights after a step."""
+        return session.read(session.step(batch)), session.state()
 
 
 class Torch(Backend):
@@ -108,11 +122,14 @@ class Torch(Backend):
         self.torch = self.xp = torch
 
     def array(self, x):
-        return self.torch.from_numpy(np.array(x))
+        return x if self.torch.is_tensor(x) else self.torch.from_numpy(np.array(x))
 
     def numpy(self, x):
         x = x.detach().cpu()
         return (x.float() if x.is_floating_point() else x).numpy()
+
+    def as_dtype(self, x, fmt):
+        return self.array(x).to(self.dtypes.dtype_of(fmt))
 
     def patterns(self, x):
         return x.view(self.torch.int16).numpy().view(np.uint16)
@@ -126,42 +143,38 @@ class Torch(Backend):
         dtypes = (t.float32, t.int32, t.int32, t.bool)
         return ScaleState(*(t.tensor(v, dtype=d) for v, d in zip(state, dtypes, strict=True)))
 
-    def as_dtype(self, x, fmt):
-        return self.array(x).to(self.dtypes.dtype_of(fmt))
+    def compiled(self, law):
+        return self.torch.compile(law, backend="eager")
 
-    def _told(self, x):
-        return str(x.dtype).removeprefix("torch."), self.numpy(x)
-
-    def _vjp(self, call, arrays, cotangent):
-        inputs = [a if self.torch.is_tensor(a) else self.array(a) for a in arrays]
-        leaves = [a.requires_grad_() if a.is_floating_point() else a for a in inputs]
-        y = call(*leaves)
+    def vjp(self, call, arrays, cotangent):
+        """The result, and the gradients of all floating arrays."""
+        inputs = [self.array(a) for a in arrays]
+        floats = [a.requires_grad_() for a in inputs if a.is_floating_point()]
+        y = call(*inputs)
         g = self.torch.ones_like(y) if cotangent is None else self.array(cotangent).to(y.dtype)
-        floats = [a for a in leaves if a.is_floating_point()]
-        return self._told(y), [self._told(g) for g in self.torch.autograd.grad(y, floats, g)]
+        return self.named(y), [self.named(g) for g in self.torch.autograd.grad(y, floats, g)]
 
     def toy(self, policy, weight, *, rate, clip_norm=0.0):
         return TorchToy(self, policy, weight, rate, clip_norm)
 
     def decoder(self, config, policy, weights):
-        t, parsed = self.torch, Policy.parse(policy)
+        """The reference decoder with a policy, and a function that runs it forward and backward."""
+        t = self.torch
         model = self.model.Decoder(config)
         with t.no_grad():
             for name, p in model.named_parameters():
                 p.copy_(t.from_numpy(weights[name]))
-        self.apply.apply(model, parsed, model.module_names())
+        self.apply.apply(model, Policy.parse(policy), model.module_names())
 
         def run(tokens, targets):
             logits = model(t.from_numpy(tokens))
             loss = model.loss(t.from_numpy(tokens), t.from_numpy(targets))
             loss.backward()
             # None where a parameter is not used: the first block has no earlier values to mix
-            grads = {
-                n: self.numpy(t.zeros_like(p) if p.grad is None else p.grad) for n, p in model.named_parameters()
-            }
-            return self.numpy(logits), loss.item(), grads
+            grads = {n: t.zeros_like(p) if p.grad is None else p.grad for n, p in model.named_parameters()}
+            return self.numpy(logits), loss.item(), {n: self.numpy(g) for n, g in grads.items()}
 
-        return run
+        return model, run
 
 
 class TorchToy:
@@ -197,15 +210,15 @@ class TorchToy:
             return (y.float() * self.backend.array(t)).sum(), weight
 
         self.last = self.run.step(loss, micro_batches)
-        return _read(self.last)
+        return read(self.last)
 
     def check(self):
         self.run.check(self.last)
 
     def weight(self):
-        return self.backend._told(self.model.layer.weight)
+        return self.backend.named(self.model.layer.weight)
 
-    def applied(self):
+    def num_applied(self):
         return int(self.run.num_applied)
 
 
@@ -213,105 +226,110 @@ class Jax(Backend):
     """JAX."""
 
     name = "jax"
-    words = np.uint32
 
     def __init__(self):
         import jax
 
         self.jax, self.xp = jax, jax.numpy
+        self.device_name = str(jax.local_devices(backend="cpu")[0])
 
     def array(self, x):
-        return self.jax.numpy.asarray(x)
+        return self.xp.asarray(x)
 
     def numpy(self, x):
-        wide = self.jax.numpy.issubdtype(x.dtype, self.jax.numpy.floating)
-        return np.asarray(x).astype(np.float32) if wide else np.asarray(x)
+        wide = self.xp.issubdtype(x.dtype, self.xp.floating)
+        with np.errstate(invalid="ignore"):  # NaN
+            return np.asarray(x).astype(np.float32) if wide else np.asarray(x)
 
-    def patterns(self, x):
-        return np.asarray(x).view(np.uint16)
-
-    def join(self, hi, lo):
-        hi = self.jax.lax.bitcast_convert_type(self.array(hi), self.jax.numpy.bfloat16)
-        return self.numpy(self.cast.join(hi, self.array(lo)))
+    def quantize(self, x, fmt, **rule):
+        with self.jax.disable_jit():  # op by op, each operation is compiled once for a shape
+            return super().quantize(x, fmt, **rule)
 
     def scalars(self, state):
-        j = self.jax.numpy
+        j = self.xp
         dtypes = (j.float32, j.int32, j.int32, j.bool_)
         return ScaleState(*(j.asarray(v, d) for v, d in zip(state, dtypes, strict=True)))
 
-    def as_dtype(self, x, fmt):
-        return self.array(x).astype(self.dtypes.dtype_of(fmt))
+    def compiled(self, law):
+        return self.jax.jit(law, static_argnums=2)
 
-    def _told(self, x):
-        return str(x.dtype), self.numpy(x)
-
-    def _vjp(self, call, arrays, cotangent):
+    def vjp(self, call, arrays, cotangent):
         inputs = [self.array(a) for a in arrays]
         floats = [i for i, a in enumerate(inputs) if self.xp.issubdtype(a.dtype, self.xp.floating)]
 
-        def of_floats(*given):
+        @self.jax.jit  # op by op, every operation of every shape would be compiled on its own
+        def both(g, *given):
             full = list(inputs)
-            for i, a in zip(floats, given, strict=True):
-                full[i] = a
-            return call(*full)
+            y, back = self.jax.vjp(lambda *a: call(*_replaced(full, floats, a)), *given)
+            return y, back(self.xp.ones_like(y) if g is None else g.astype(y.dtype))
 
-        y, back = self.jax.vjp(of_floats, *(inputs[i] for i in floats))
-        g = self.xp.ones_like(y) if cotangent is None else self.array(cotangent).astype(y.dtype)
-        return self._told(y), [self._told(grad) for grad in back(g)]
+        y, grads = both(cotangent, *(inputs[i] for i in floats))
+        return self.named(y), [self.named(grad) for grad in grads]
 
     def toy(self, policy, weight, *, rate, clip_norm=0.0):
         return JaxToy(self, policy, weight, rate, clip_norm)
 
     def decoder(self, config, policy, weights):
-        apply, parsed = import_module("halfstep.core.precision"), Policy.parse(policy)
-        names = [*self.model.Decoder(config).module_names(), *(n for n in weights if "." not in n)]
-        model = self.model.Decoder(config, apply.precisions(parsed, names), apply.base_precision(parsed))
+        model = self.model.Decoder(config).with_policy(Policy.parse(policy))
         params = {name: self.array(w) for name, w in weights.items()}
 
-        def run(tokens, targets):
-            def both(params, tokens, targets):
-                return model(params, tokens), self.jax.value_and_grad(model.loss)(params, tokens, targets)
+        @self.jax.jit  # one program compiles once
+        def both(params, tokens, targets):
+            return model(params, tokens), self.jax.value_and_grad(model.loss)(params, tokens, targets)
 
-            logits, (loss, grads) = self.jax.jit(both)(params, tokens, targets)  # one program compiles once
+        def run(tokens, targets):
+            logits, (loss, grads) = both(params, tokens, targets)
             return self.numpy(logits), float(loss), {name: self.numpy(g) for name, g in grads.items()}
 
-        return run
+        return model, run
+
+    def fingerprint(self, session, batch):
+        """The program that XLA gets: compiling it takes seconds, and two that differ compute differently."""
+        tokens = batch if session.micro_batches > 1 else batch[0]
+        return session._step.lower(session.run, tokens).as_text(), session.run.scale
+
+
+def _replaced(full, places, given):
+    for place, array in zip(places, given, strict=True):
+        full[place] = array
+    return full
 
 
 class JaxToy:
+    steps: ClassVar[dict[Any, Any]] = {}  # compiled, shared by all toys: the state carries the policy
+
     def __init__(self, backend, policy, weight, rate, clip_norm):
         import optax
 
-        self.backend, self.rate, self.clip_norm = backend, rate, clip_norm
-        self.optimizer = optax.sgd(rate)
+        self.backend, self.key = backend, (rate, clip_norm)
+        self.optimizer = self.steps.setdefault(rate, optax.sgd(rate))
         self.state = backend.step.init({"layer": {"weight": backend.array(weight)}}, self.optimizer, policy)
-        self.steps: dict[int, Any] = {}
 
     def step(self, micro_batches):
         jnp, count = self.backend.xp, len(micro_batches)
-        if count not in self.steps:
+        if (self.key, count) not in self.steps:
 
             def loss(params, batch):
                 y = batch["x"] @ params["layer"]["weight"].T
                 total = (y.astype(jnp.float32) * batch["t"]).sum()
                 return self.backend.step.Weighted(total, batch["weight"])
 
-            self.steps[count] = self.backend.step.make_step(
-                loss, self.optimizer, clip_norm=self.clip_norm, micro_batches=count, cast_batch=False
+            self.steps[self.key, count] = self.backend.step.make_step(
+                loss, self.optimizer, clip_norm=self.key[1], micro_batches=count, cast_batch=False
             )
         compute = self.backend.dtypes.dtype_of(self.state.policy.compute.format)
         x, t, weight = (np.stack([np.float32(batch[i]) for batch in micro_batches]) for i in range(3))
         batch = {"x": jnp.asarray(x).astype(compute), "t": jnp.asarray(t), "weight": jnp.asarray(weight)}
-        self.state, self.last = self.steps[count](self.state, batch)
-        return _read(self.last)
+        self.state, self.last = self.steps[self.key, count](self.state, batch)
+        return read(self.last)
 
     def check(self):
         self.backend.step.check(self.last)
 
     def weight(self):
-        return self.backend._told(self.state.params["layer"]["weight"])
+        return self.backend.named(self.state.params["layer"]["weight"])
 
-    def applied(self):
+    def num_applied(self):
         return int(self.state.num_applied)
 
 
@@ -319,7 +337,6 @@ class Mlx(Backend):
     """MLX."""
 
     name = "mlx"
-    words = np.uint32
 
     def __init__(self):
         import mlx.core as mx
@@ -327,7 +344,7 @@ class Mlx(Backend):
         self.mx = self.xp = mx
 
     def array(self, x):
-        return self.mx.array(np.asarray(x))
+        return x if isinstance(x, self.mx.array) else self.mx.array(np.asarray(x))
 
     def numpy(self, x):
         floats = (self.mx.bfloat16, self.mx.float16)
@@ -344,27 +361,27 @@ class Mlx(Backend):
         dtypes = (m.float32, m.int32, m.int32, m.bool_)
         return ScaleState(*(m.array(v, dtype=d) for v, d in zip(state, dtypes, strict=True)))
 
-    def as_dtype(self, x, fmt):
-        return self.array(x).astype(self.dtypes.dtype_of(fmt))
+    def compiled(self, law):
+        def flat(scale, good, tolerance, stuck, finite):
+            inv_scale, state = law(ScaleState(scale, good, tolerance, stuck), finite, self.mx)
+            return inv_scale, *state
 
-    def _told(self, x):
-        return str(x.dtype).removeprefix("mlx.core."), self.numpy(x)
+        traced = self.mx.compile(flat)
 
-    def _vjp(self, call, arrays, cotangent):
+        def judge(state, finite, xp):
+            inv_scale, *following = traced(*state, finite)
+            return Verdict(inv_scale, ScaleState(*following))
+
+        return judge
+
+    def vjp(self, call, arrays, cotangent):
         mx = self.mx
-        inputs = [a if isinstance(a, mx.array) else self.array(a) for a in arrays]
+        inputs = [self.array(a) for a in arrays]
         floats = [i for i, a in enumerate(inputs) if mx.issubdtype(a.dtype, mx.floating)]
-
-        def of_floats(*given):
-            full = list(inputs)
-            for i, a in zip(floats, given, strict=True):
-                full[i] = a
-            return call(*full)
-
         y = call(*inputs)
         g = mx.ones_like(y) if cotangent is None else self.array(cotangent).astype(y.dtype)
-        _, grads = mx.vjp(of_floats, [inputs[i] for i in floats], [g])
-        return self._told(y), [self._told(grad) for grad in grads]
+        _, grads = mx.vjp(lambda *a: call(*_replaced(list(inputs), floats, a)), [inputs[i] for i in floats], [g])
+        return self.named(y), [self.named(grad) for grad in grads]
 
     def toy(self, policy, weight, *, rate, clip_norm=0.0):
         return MlxToy(self, policy, weight, rate, clip_norm)
@@ -382,7 +399,7 @@ class Mlx(Backend):
             loss, grads = nn.value_and_grad(model, lambda x, y: model.loss(x, y))(tokens, targets)
             return self.numpy(model(tokens)), loss.item(), {n: self.numpy(g) for n, g in tree_flatten(grads)}
 
-        return run
+        return model, run
 
 
 class MlxToy:
@@ -401,68 +418,54 @@ class MlxToy:
 
     def step(self, micro_batches):
         mx = self.backend.mx
-        compute = self.backend.layers.casts_of(self.model.layer.precision).compute
 
         def loss(model, batch):
-            y = model.layer(batch["x"].astype(compute))
+            y = model.layer(batch["x"].astype(model.layer.casts.compute))
             return (y.astype(mx.float32) * batch["t"]).sum(), batch["weight"]
 
-        # As integers where the loss wants them exact: floating leaves of a batch enter in the compute format.
         batches = [
             {"x": mx.array(np.float32(x)), "t": mx.array(np.float32(t)), "weight": mx.array(float(w))}
             for x, t, w in micro_batches
         ]
         self.last = self.run.step(loss, batches)
-        return _read(self.last)
+        return read(self.last)
 
     def check(self):
         self.run.check(self.last)
 
     def weight(self):
-        return self.backend._told(self.model.layer.weight)
+        return self.backend.named(self.model.layer.weight)
 
-    def applied(self):
+    def num_applied(self):
         return int(self.run.num_applied.item())
 
 
-def _read(result) -> Result:
-    def number(x):
-        return x.item() if hasattr(x, "item") else x
-
-    return Result(
-        loss=float(number(result.loss)),
-        skipped=bool(number(result.skipped)),
-        scale=float(number(result.scale)),
-        grad_norm=float(number(result.grad_norm)),
-        stuck=bool(number(result.stuck)),
-    )
+@cache
+def open_backend(name: str):
+    return {"torch": Torch, "jax": Jax, "mlx": Mlx, "numpy": Reference}[name]()
 
 
-FRAMEWORKS = {"torch": Torch, "jax": Jax, "mlx": Mlx}
-_made: dict[str, Any] = {}
+def _backends(*names):
+    """A fixture of these backends; a framework that is not installed is skipped."""
+
+    def backend(request):
+        if find_spec(request.param) is None:
+            pytest.skip(f"{request.param} is not installed: pip install 'halfstep[{request.param}]'")
+        return open_backend(request.param)
+
+    return pytest.fixture(params=names)(backend)
 
 
-def made(name: str):
-    if find_spec(name) is None:
-        pytest.skip(f"{name} is not installed: pip install 'halfstep[{name}]'")
-    if name not in _made:
-        _made[name] = FRAMEWORKS[name]()
-    return _made[name]
-
-
-@pytest.fixture(params=["torch", "jax", "mlx"])
-def backend(request):
-    """Each framework."""
-    return made(request.param)
-
-
-@pytest.fixture(params=["numpy", "torch", "jax", "mlx"])
-def implementation(request):
-    """Each framework, and the reference itself."""
-    return Reference() if request.param == "numpy" else made(request.param)
+backend = _backends("torch", "jax", "mlx")
+implementation = _backends("numpy", "torch", "jax", "mlx")  # with the reference itself
+splitting = _backends("numpy", "torch", "mlx")  # those that hold split masters
+# For what JAX would compile for many seconds: there it is part of `make prove`.
+slow_backend = _backends("torch", pytest.param("jax", marks=pytest.mark.prove), "mlx")
 
 
 @pytest.fixture
 def torch_backend():
     """The one that others are held against where there is no reference in numpy."""
-    return made("torch")
+    if find_spec("torch") is None:
+        pytest.skip("torch is not installed: pip install 'halfstep[torch]'")
+    return open_backend("torch")

@@ -66,9 +66,9 @@ def test_two_leaves_of_one_name_are_refused():
 @pytest.mark.parametrize(
     ("leaf", "said"),
     [
-        (jax.nn.relu, "no array"),
-        ("relu", "is str, no array"),
-        (0.5, "is float, no array"),
+        (jax.nn.relu, "not an array"),
+        ("relu", "is str, not an array"),
+        (0.5, "is float, not an array"),
         (np.float64(1), "`odd` is float64"),
         (np.complex64(1), "`odd` is complex64"),
         (jnp.zeros(2, jnp.float8_e4m3fn), "`odd` is float8_e4m3fn"),

@@ -6,15 +6,14 @@ one. Functions here multiply elementwise, so that no test depends on a guard of 
 
 import jax
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 import optax
-import pytest
 from flax import linen
 
 from halfstep.core.formats import E4M3, E5M2
 from halfstep.core.policy import Policy
-from halfstep.jax.cast import to_native
+from halfstep.core.roles import Operand
+from halfstep.jax.cast import quantize, quantize_scaled
 from halfstep.jax.step import Weighted, init, make_step
 
 FP16 = "fp16-mixed,scale=dynamic:init=1024:interval=2:floor=32"
@@ -47,17 +46,6 @@ def batch(factor=1.0, **more):
     return {"x": np.float32([1, 2, -3, 4]), "factor": np.float32(factor), "token": np.int32(257), **more}
 
 
-def test_gradients_are_divided_by_the_scale_that_multiplied_the_loss():
-    """MPX divided by the scale of the next step: gradient and loss halved on every growth step."""
-    state, step = run(FP16)
-    scales = []
-    for _ in range(5):
-        state, result = step(state, batch())
-        scales.append(float(result.scale))
-        assert np.array_equal(state.opt_state[0], batch()["x"]), scales
-    assert scales == [1024, 1024, 2048, 2048, 4096]  # it did grow
-
-
 def test_the_floor_of_the_scale_is_kept_under_jit():
     """jmp's scale forgot its floor when it was flattened: a floor of 32 fell to 1."""
     state, step = run(FP16)
@@ -77,15 +65,6 @@ def test_the_policy_is_not_lost_from_the_state():
     assert doubled.policy == Policy.parse("bf16-true")
 
 
-def test_clipping_measures_what_the_optimizer_gets():
-    """Clipped before it was unscaled, a gradient of norm 5 under a scale of 1024 shrinks by another 1024."""
-    state, step = run(FP16, clip_norm=1.0)
-    state, result = step(state, batch())
-    norm = np.sqrt(30)
-    assert float(result.grad_norm) == pytest.approx(norm, rel=2.0**-20)
-    assert np.asarray(state.opt_state[0]) == pytest.approx(batch()["x"] / norm, rel=2.0**-20)
-
-
 def test_the_loss_and_what_comes_beside_it_are_not_scaled():
     state, step = run(FP16)
     _, result = step(state, batch(0.5))
@@ -100,14 +79,6 @@ def test_integers_are_not_cast():
     for value in (state.params["n"], result.aux["token"]):
         assert value.dtype == jnp.int32
         assert int(value) == 257
-
-
-def test_gradients_are_widened_before_they_are_added():
-    """In bf16, 256 + 1 is 256: of 400 gradients of 1, added in the dtype they come in, 256 are left."""
-    state, step = run("bf16-mixed", micro_batches=400)
-    ones = jax.tree.map(lambda leaf: np.broadcast_to(leaf, (400, *leaf.shape)), batch(x=np.ones(4, np.float32)))
-    state, _ = step(state, ones)
-    assert np.array_equal(state.opt_state[0], np.ones(4))  # the mean of them
 
 
 def test_a_skipped_step_leaves_no_trace_in_the_optimizer():
@@ -143,10 +114,12 @@ def test_fp8_casts_beyond_the_largest_number_follow_the_stated_rule():
     """XLA's own cast makes NaN of 465, 1000 and infinity in e4m3, and infinity of 61440 in e5m2."""
     x = jnp.asarray([464.0, 465.0, 1000.0, jnp.inf, -1000.0])
     assert np.isnan(np.asarray(x.astype(jnp.float8_e4m3fn), np.float32)[1:]).all()
-    saturated = np.asarray(to_native(x, E4M3, overflow="saturate"))
-    assert saturated.dtype == ml_dtypes.float8_e4m3fn
-    assert saturated.astype(np.float32).tolist() == [448, 448, 448, 448, -448]
-    assert np.asarray(to_native(jnp.asarray([61440.0]), E5M2, overflow="saturate"), np.float32).tolist() == [57344]
+    assert quantize(x, E4M3, overflow="saturate").tolist() == [448, 448, 448, 448, -448]
+    assert quantize(jnp.asarray([61440.0]), E5M2, overflow="saturate").tolist() == [57344]
+    operand = Operand(E4M3, amax="delayed")
+    native, _ = quantize_scaled(x, operand, amax=jnp.float32(448.0), native=True)
+    assert native.dtype == jnp.float8_e4m3fn
+    assert np.asarray(native, np.float32).tolist() == [448, 448, 448, 448, -448]
 
 
 def test_emulated_casts_are_not_dropped_by_the_compiler():

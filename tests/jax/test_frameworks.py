@@ -206,7 +206,7 @@ def test_a_promoted_stream_and_a_narrow_softmax_are_refused(framework):
 
 
 def test_a_model_with_functions_among_its_leaves_is_told_to_part_with_them():
-    with pytest.raises(HalfstepError, match=r"`activation` is .*no array") as caught:
+    with pytest.raises(HalfstepError, match=r"`activation` is .*not an array") as caught:
         init(eqx.nn.MLP(2, 2, 4, 1, key=jax.random.key(0)), OPTIMIZER, "bf16-mixed")
     assert "eqx.partition" in caught.value.hint
 

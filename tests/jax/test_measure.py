@@ -9,7 +9,6 @@ import pytest
 
 from halfstep.config.model import ModelConfig
 from halfstep.core.choice import Timing
-from halfstep.core.errors import FormatError
 from halfstep.core.formats import BF16, E4M3, E5M2, FP16, FP32, TF32, parse
 from halfstep.jax import measure as module
 from halfstep.jax.measure import (
@@ -19,23 +18,12 @@ from halfstep.jax.measure import (
     affordable,
     devices,
     measure,
-    measure_block,
     supported,
     version,
 )
 
 TINY = ((8, 8, 8), (16, 16, 32))
 MODEL = ModelConfig(vocabulary=32, context=16, layers=1, width=16, heads=2)
-
-
-def test_times_come_for_each_format_and_shape():
-    # A clock of its own: on a busy machine a launch may take as long as the budget allows for a larger matmul.
-    ticks = iter(range(10**6))
-    timings = measure("cpu", [BF16, FP16], budget=1e9, shapes=TINY, clock=lambda: 1e-3 * next(ticks))
-    assert {(timing.format, timing.shape) for timing in timings} == {
-        (fmt, shape) for fmt in (FP32, BF16, FP16) for shape in TINY
-    }
-    assert all(timing.typical == pytest.approx(1e-3, rel=1) for timing in timings)
 
 
 def test_compiling_comes_before_the_clock(monkeypatch):
@@ -54,21 +42,6 @@ def test_compiling_comes_before_the_clock(monkeypatch):
     measure("cpu", [FP32, BF16], budget=0.2, shapes=TINY[:1], clock=clock)
     assert prepared == [(FP32, TINY[0], 0), (BF16, TINY[0], 0)]
     assert clocked[-1] - clocked[0] < 0.2 + 0.5  # the budget, and the last matmul
-
-
-def test_a_format_that_the_device_has_not_is_refused_before_anything_is_timed():
-    def never():
-        raise AssertionError("the clock was read")
-
-    with pytest.raises(FormatError, match="e4m3 cannot be timed on") as caught:
-        measure("cpu", [BF16, E4M3], clock=never)
-    assert "halfstep probe" in caught.value.hint
-
-
-def test_the_clock_is_the_one_given():
-    ticks = iter(range(10**6))
-    timings = measure("cpu", [FP32], budget=1e9, shapes=TINY, clock=lambda: float(next(ticks)))
-    assert {second for timing in timings for second in timing.seconds} == {1.0}
 
 
 def test_shapes_grow_and_end_at_an_mlp():
@@ -129,16 +102,6 @@ def test_the_precision_of_every_matmul_is_stated():
         }
     assert "[HIGHEST, HIGHEST]" in texts[FP32]
     assert "lhs_precision_type = tf32" in texts[TF32]
-
-
-def test_a_block_is_timed_at_one_size(monkeypatch):
-    monkeypatch.setattr(module, "CPU_SHAPES", TINY)
-    ticks = iter(range(10**6))
-    timings = measure_block("cpu", [BF16], MODEL, 32, budget=1e9, clock=lambda: 1e-3 * next(ticks))
-    blocks = {t.format: t for t in timings if t.work != "matmuls"}
-    assert set(blocks) == {FP32, BF16}
-    assert {t.shape for t in blocks.values()} == {(32, 16, 64)}
-    assert {t.format for t in timings if t.work == "matmuls"} == {FP32, BF16}
 
 
 @pytest.mark.parametrize(

@@ -132,10 +132,10 @@ def test_the_summary_says_what_was_done_and_why():
     text = prepared("bf16-mixed", model, clip_norm=1.0).summary()
     assert "4 Linear (blocks.0.up, ...): multiplies in bf16, weight gradients in fp32" in text
     assert "2 RMSNorm (blocks.0.norm, ...): is an island: fp32 inside, bf16 out" in text
-    assert "2 Block (blocks.0, ...): runs as it is, for halfstep does not know it" in text
+    assert "2 Block (blocks.0, ...): runs unchanged, as halfstep does not know it" in text
     assert "their gradients rounded to bf16 before they are widened" in text
     assert "13 parameters: 13 held in fp32" in text
-    assert "13 of them were given narrower and widened" in text
+    assert "13 of them came narrower and were widened" in text
     assert "1 more (embed.weight, ...) are not trained" in text
     assert "clipped to 1" in text
     assert "not compiled" in text
@@ -276,7 +276,7 @@ def test_other_modules_run_as_they_are_on_arrays_that_are_cast(module, shape):
     out = module(x)
     assert out.dtype == mx.bfloat16
     assert mx.array_equal(out, expected)
-    assert f"1 {type(module).__name__} (layers.1): runs as it is" in run.summary()
+    assert f"1 {type(module).__name__} (layers.1): runs unchanged" in run.summary()
     result = run.step(lambda m, x: mx.square(m(x)).mean(), [x.astype(mx.float32)])
     assert not result.skipped.item()
     for name, array in module.parameters().items():

@@ -1,44 +1,17 @@
-import subprocess
-import sys
-
 import mlx.core as mx
-import numpy as np
 import pytest
 
 from halfstep.core.choice import Support
 from halfstep.core.devices import Device
-from halfstep.core.errors import FormatError, HalfstepError
-from halfstep.core.formats import BF16, E4M3, E5M2, FP16, FP32, TF32, Format, parse
-from halfstep.core.rounding import decode
+from halfstep.core.errors import HalfstepError
+from halfstep.core.formats import BF16, E4M3, E5M2, FP16, TF32, parse
 from halfstep.mlx import dtypes
-from halfstep.mlx.dtypes import DTYPES, answer, as_device, describe, dtype_of, format_of, pin_matmuls, supported
+from halfstep.mlx.dtypes import answer, as_device, describe, pin_matmuls, supported
 
 M1 = Device("apple", "Apple M1", architecture="m1")
 M3 = Device("apple", "Apple M3 Max", architecture="m3")
 H100 = Device("nvidia", "H100", capability=(9, 0))
 N1 = Device("cpu", "Neoverse-N1", architecture="aarch64", features=frozenset({"asimdhp"}))
-
-
-@pytest.mark.parametrize("fmt", DTYPES, ids=str)
-def test_a_dtype_has_the_codes_of_its_format(fmt):
-    dtype = dtype_of(fmt)
-    assert format_of(dtype) == fmt
-    assert mx.finfo(dtype).max == fmt.max
-    if fmt.bits == 16:
-        codes = np.arange(2**16, dtype=np.uint16)
-        found = np.array(mx.array(codes).view(dtype).astype(mx.float32))
-        assert np.array_equal(found, decode(codes, fmt), equal_nan=True)
-
-
-def test_formats_without_a_dtype_say_why():
-    with pytest.raises(FormatError, match="tf32 has no MLX dtype: it is a way to multiply fp32") as caught:
-        dtype_of(TF32)
-    assert "float32" in caught.value.hint
-    with pytest.raises(FormatError, match="e4m3 has no MLX dtype: MLX has dtypes for fp32, bf16, fp16"):
-        dtype_of(E4M3)
-    for dtype in (mx.int32, mx.bool_, mx.float64):
-        with pytest.raises(FormatError, match=r"is not a format.*mlx.core.bfloat16"):
-            format_of(dtype)
 
 
 @pytest.mark.parametrize(
@@ -77,19 +50,6 @@ def test_tf32_is_not_offered():
     assert found == Support(False, "MLX offers no tf32 matmul; `emulate=true` runs it emulated")
 
 
-@pytest.mark.parametrize("fmt", [E4M3, TF32, Format.parse("e3m4ieee")], ids=str)
-def test_what_a_device_refuses_is_emulated(fmt):
-    assert not supported(fmt, "cpu")
-    emulated = supported(fmt, "cpu", emulate=True)
-    assert emulated
-    assert emulated.reason.startswith("emulated")
-
-
-def test_fp32_runs_everywhere():
-    for device in (M1, M3, H100, N1):
-        assert answer(FP32, device)
-
-
 # --- descriptions ----------------------------------------------------------------------------------------
 
 
@@ -97,7 +57,7 @@ def test_devices_have_two_names():
     assert as_device("cpu").type == mx.cpu
     assert as_device(mx.Device(mx.cpu)).type == mx.cpu
     assert describe("cpu").kind == "cpu"
-    with pytest.raises(HalfstepError, match="`cuda` is no MLX device") as caught:
+    with pytest.raises(HalfstepError, match="`cuda` is not an MLX device") as caught:
         as_device("cuda")
     assert caught.value.hint == "it is `cpu` or `gpu`"
 
@@ -138,17 +98,3 @@ def test_fp32_matmuls_on_a_gpu_are_fp32_or_refused(monkeypatch):
         pin_matmuls("gpu")
     assert "MLX_ENABLE_TF32=0" in caught.value.hint
     monkeypatch.delenv("MLX_ENABLE_TF32")
-
-
-def test_asking_about_the_cpu_starts_no_gpu():
-    code = (
-        "import mlx.core as mx\n"
-        "def refuse(*a, **k): raise RuntimeError('the GPU was asked')\n"
-        "mx.metal.is_available = mx.cuda.is_available = mx.device_info = refuse\n"
-        "from halfstep.mlx import cast, dtypes\n"
-        "from halfstep.core.formats import BF16\n"
-        "dtypes.describe('cpu'); dtypes.supported(BF16, 'cpu')\n"
-        "mx.set_default_device(mx.cpu)\n"
-        "cast.quantize(mx.ones(3), BF16, overflow='inf')\n"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True)

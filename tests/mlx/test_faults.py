@@ -57,7 +57,7 @@ def test_bf16_weights_at_one_never_move_in_mlx_and_do_here():
     assert mx.array_equal(stock.weight, mx.ones((3, 4)))
 
     run = prepare(ones(mx.bfloat16), mlx.optimizers.AdamW(1e-4, weight_decay=0.0), "bf16-mixed")
-    assert "1 of them were given narrower and widened" in run.summary()
+    assert "1 of them came narrower and were widened" in run.summary()
     for _ in range(20):
         run.step(total, [x])
     moved = 1 - run.unprepare().weight
@@ -86,13 +86,6 @@ def test_moments_do_not_change_their_dtype_on_load():
     assert run.optimizer.state["weight"]["m"].dtype == mx.float32
 
 
-def test_a_sum_over_micro_batches_is_not_bf16():
-    """A sum of ones in bf16 stops at 256, where the next number is 258."""
-    run = prepare(ones(outputs=1), Recorder(0.1), "bf16-true")
-    run.step(lambda model, x: model(x).sum(), [mx.ones((1, 4))] * 400)
-    assert mx.array_equal(run.optimizer.seen["weight"], mx.ones((1, 4)))
-
-
 def test_replicas_round_stochastically_alike():
     """Words come from (seed, update, parameter, element), whatever else drew random numbers in the process."""
 
@@ -110,25 +103,6 @@ def test_replicas_round_stochastically_alike():
 # Scaling
 
 
-def test_gradients_are_not_unscaled_with_the_new_scale():
-    plain = prepare(ones(), Recorder(0.01), "compute=fp16,emulate=true,scale=static:value=1")
-    scaled = prepare(ones(), Recorder(0.01), FP16)
-    for step in range(5):  # the scale doubles after every second
-        for run in (plain, scaled):
-            run.step(squares, [data(step) * 0.1])
-        assert mx.array_equal(plain.optimizer.seen["weight"], scaled.optimizer.seen["weight"]), step
-    assert scaled.scale_state.scale.item() == 4096
-
-
-def test_gradients_are_not_clipped_before_they_are_unscaled():
-    run = prepare(ones(), Recorder(0.01), FP16, clip_norm=1e3)
-    plain = prepare(ones(), Recorder(0.01), "compute=fp16,emulate=true,scale=static:value=1", clip_norm=1e3)
-    for each in (run, plain):
-        norm = each.step(squares, [data()]).grad_norm.item()
-        assert 1 < norm < 1e3  # nothing to clip, though 1024 times as much would be
-    assert mx.array_equal(run.optimizer.seen["weight"], plain.optimizer.seen["weight"])
-
-
 def test_a_skipped_step_is_seen_by_schedules():
     """The schedule of MLX counts in the optimizer's state, ours on applied updates; neither advances."""
     run = prepare(ones(), AdamW(lambda step: 0.1 / (1 + step)), FP16)
@@ -139,15 +113,6 @@ def test_a_skipped_step_is_seen_by_schedules():
         counts.append((run.optimizer.step.item(), run.num_applied.item()))
     assert counts == [(1, 1), (1, 1), (2, 2)]
     assert rates == pytest.approx([0.1, 0.1, 0.05])
-
-
-def test_the_scale_is_part_of_the_state():
-    run, other = (prepare(ones(), AdamW(), FP16) for _ in range(2))
-    for _ in range(3):
-        run.step(squares, [data() * 0.1])
-    other.load(run.state)
-    assert other.scale_state.scale.item() == run.scale_state.scale.item() == 2048
-    assert other.scale_state.good_steps.item() == 1
 
 
 def test_one_scale_update_however_many_optimizers():
@@ -209,13 +174,3 @@ def test_the_loss_is_not_computed_in_bf16():
     run = prepare(ones(), AdamW(), "bf16-mixed")
     assert run.step(loss, [data(rows=300)]).loss.item() == pytest.approx(np.log(3), rel=2.0**-20)
     assert seen == [mx.float32]
-
-
-def test_the_gradient_of_a_bias_is_summed_in_fp32():
-    """5000 ones: rounded to bf16 once more, their sum would be 4992."""
-    layer = nn.Linear(2, 2)
-    layer.weight, layer.bias = mx.zeros((2, 2)), mx.zeros((2,))
-    run = prepare(layer, mlx.optimizers.SGD(learning_rate=1.0), "bf16-mixed")
-    run.step(lambda model, x: model(x).astype(mx.float32).sum(), [mx.ones((5000, 2))])
-    assert layer.bias.tolist() == [-5000, -5000]
-    assert layer.weight.tolist() == [[-5000, -5000]] * 2

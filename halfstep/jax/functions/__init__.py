@@ -1,1 +1,1 @@
-"""A loss function as a policy reaches it: its jaxpr, evaluated again with casts."""
+"""How a policy reaches a loss function: its jaxpr, evaluated again with casts."""

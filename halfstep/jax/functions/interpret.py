@@ -5,21 +5,21 @@ compute format, and the jaxpr is evaluated one equation at a time, at trace time
 fp32 master, *not yet cast*, for as long as possible:
 
     layout (transpose, reshape, broadcast, slice, gather, ...), and arithmetic of parameters and constants alone
-                      done on the master, in fp32, and cast where it meets activations (lazy.py); so the sums of
-                      its transpose (a bias over tokens, the rows of an embedding) are sums in fp32. Rows that
-                      were looked up are activations after that
+                      runs on the master, in fp32, and is cast where it meets activations (lazy.py); so the sums of
+                      its transpose (a bias over tokens, the rows of an embedding) are sums in fp32. Looked-up rows
+                      are activations after that
     dot_general       layers.dot_general with the precision that rules give the parameter: narrow operands,
                       fp32 layers and fp32 weight gradients reach any function
-    conv_general_dilated      the same three products; the weight gradient is made of widened operands
+    conv_general_dilated      the same three products; the weight gradient comes from widened operands
     jit, scan, cond, remat    rebuilt around the interpreted body
-    custom_jvp_call   of parameters and constants alone, it and its rule are done on the master
-    all else          the cast is made, and the operation is bound as it stands
+    custom_jvp_call   of parameters and constants alone, it and its rule run on the master
+    all else          masters are cast, and the operation runs as it stands
 
 What the policy asks for and the function does not do is refused, with the primitive, dtype, shape and line.
 
-**Emulated**, dtypes in the jaxpr say where numbers would be narrow, and none is: an array of a narrow dtype is
-carried in fp32, and the result of every operation on such arrays is rounded to it, value and gradient. What cannot
-be opened (custom_jvp_call, while, ...) runs in the narrow dtype itself.
+**Emulated**, dtypes in the jaxpr say where numbers would be narrow, but none is: fp32 carries an array of a narrow
+dtype, and the result of every operation on such arrays is rounded to it, value and gradient. What cannot be opened
+(custom_jvp_call, while, ...) runs in the narrow dtype itself.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -52,9 +52,9 @@ from halfstep.jax.dtypes import DType, dtype_of, format_of
 from halfstep.jax.functions.lazy import (
     Owner,
     Value,
-    check_made,
+    check_narrowed,
     custom_jvp,
-    made_of,
+    find_narrowed,
     merged,
     place_of,
     shared_owner,
@@ -94,7 +94,7 @@ def cast_inside(
     *,
     cast_batch: bool,
 ) -> tuple[Any, Any]:
-    """fn(params, *rest) as the policy says, and its result as shapes and dtypes; `rest[0]` is the batch."""
+    """Calls fn(params, batch, ...) as the policy says; returns its result, also as shapes and dtypes."""
     policy = applied.policy
     check_rules(policy)
     interpreter = Interpreter(policy)
@@ -120,7 +120,7 @@ def cast_inside(
 def checked(
     fn: Callable[..., Any], leaves: Leaves, applied: Applied, masters: Mapping[str, Array], rest: Sequence[Any]
 ) -> tuple[Any, Any]:
-    """fn(params, *rest) on the masters themselves, and its result as shapes: a function that casts inside."""
+    """Calls a function that casts inside, on the masters themselves; returns its result, also as shapes."""
     params = leaves.rebuilt(masters)
     closed, shape = jax.make_jaxpr(fn, return_shape=True)(params, *rest)
     if not applied.policy.emulate:  # emulated, every array is fp32, and the layers know what they hold
@@ -137,26 +137,26 @@ class Interpreter:
         self.policy = policy
         self.base = base_precision(policy)
         self.multiplied: set[str] = set()
-        # "fp32" is fp32, and tf32 is for those who ask for it.
+        # "fp32" is fp32; tf32 runs only if asked for.
         tf32 = self.base.compute == TF32
         self.pinned = lax.DotAlgorithmPreset.TF32_TF32_F32 if tf32 else (lax.Precision.HIGHEST,) * 2
 
     def run(self, jaxpr: Any, consts: Sequence[Any], args: Sequence[Value]) -> list[Any]:
-        """The results of a jaxpr as arrays, casts made."""
+        """Returns the results of a jaxpr as arrays, with masters cast."""
         return self._arrays(jaxpr.outvars, self._evaluate(jaxpr, consts, args))
 
     def seen(self, leaf: Any) -> Any:
-        """A leaf of a batch as the function sees it: in the compute dtype where it is floating, else as it is."""
+        """Returns a leaf of a batch as the function sees it: in the compute dtype if floating, else unchanged."""
         return _like(leaf, appears(self.base)) if is_floating(leaf) else leaf
 
     def entering(self, leaf: Any) -> Any:
-        """The same leaf as it enters: cast, or rounded where that is emulated."""
+        """Returns the same leaf as it enters: cast, or rounded if emulated."""
         if not is_floating(leaf):
             return leaf
         return enter(jnp.asarray(leaf), casts_of(self.base))
 
     def carrier(self, x: Any) -> Any:
-        """An array as it is carried: emulated, in fp32 where its dtype is narrow."""
+        """Returns an array as it is carried: emulated, in fp32 if its dtype is narrow."""
         return x.astype(jnp.float32) if self._is_carried(jnp.result_type(x)) else x
 
     def _evaluate(self, jaxpr: Any, consts: Sequence[Any], args: Sequence[Value]) -> list[Value]:
@@ -165,7 +165,7 @@ class Interpreter:
         def read(atom: Any) -> Value:
             return Value(self.carrier(atom.val), fixed=True) if isinstance(atom, Literal) else env[atom]
 
-        # What is traced was closed over as it was computed, and may be of the batch.
+        # A traced constant was closed over, and may depend on the batch.
         held = [Value(self.carrier(const), fixed=not isinstance(const, jax.core.Tracer)) for const in consts]
         env.update(zip(jaxpr.constvars, held, strict=True))
         env.update(zip(jaxpr.invars, args, strict=True))
@@ -186,35 +186,35 @@ class Interpreter:
         if name in REMAT:
             return self._remat(eqn, values)
         if name in PASSED:
-            found = eqn.primitive.bind(*(value.array for value in values), **eqn.params)
-            return [replace(value, array=array) for value, array in zip(values, found, strict=True)]
+            out = eqn.primitive.bind(*(value.array for value in values), **eqn.params)
+            return [replace(value, array=array) for value, array in zip(values, out, strict=True)]
         return self._on_masters(jaxpr, eqn, values) or self._on_arrays(jaxpr, eqn, values)
 
     def _on_masters(self, jaxpr: Any, eqn: Any, values: list[Value]) -> list[Value] | None:
-        """The equation in fp32 on the masters, if it takes nothing but masters and constants and can be."""
+        """Runs the equation in fp32 on the masters, if it takes only masters and constants."""
         name, arrays = eqn.primitive.name, [value.array for value in values]
         shared = shared_owner(eqn, values)
         if shared is not None:
-            found = bind_wide(eqn, arrays)
+            out = bind_wide(eqn, arrays)
         elif name.startswith("custom_jvp_call") and (opened := custom_jvp(self._evaluate, jaxpr, eqn, values)):
             return opened
         elif name not in PRODUCT | NAMED and (shared := wide_owner(eqn, values)) is not None:
             self._check_opaque(eqn, values)
-            found = bind(jaxpr, eqn, arrays)
+            out = bind(jaxpr, eqn, arrays)
         else:
             return None
         fixed = not shared.looked_up and all(value.fixed or value.owner is not None for value in values)
         return [
             Value(array, shared) if is_float(var) else Value(array, fixed=fixed)
-            for array, var in zip(found, eqn.outvars, strict=True)
+            for array, var in zip(out, eqn.outvars, strict=True)
         ]
 
     def _on_arrays(self, jaxpr: Any, eqn: Any, values: list[Value]) -> list[Value]:
-        """The equation on arrays whose casts are made."""
-        name, made = eqn.primitive.name, None
+        """Runs the equation on arrays, with masters cast."""
+        name, narrowed = eqn.primitive.name, None
         if name in PRODUCT or name == "gather":
             for value in values:
-                check_made(eqn, value.made)
+                check_narrowed(eqn, value.narrowed)
         if name == "dot_general":
             out = [self._dot(eqn, values)]
         elif name == "conv_general_dilated":
@@ -222,11 +222,11 @@ class Interpreter:
         else:
             out = self._bound(jaxpr, eqn, values)
             if name not in NAMED:
-                # What is moved by an index of the batch is still what it was.
+                # What an index of the batch moves stays what it was.
                 of = [v for a, v in zip(eqn.invars, values, strict=True) if is_float(a) or name not in LAYOUT]
-                made = made_of(of, place_of(eqn))
+                narrowed = find_narrowed(of, place_of(eqn))
         ruled, fixed = any(self._is_ruled(value) for value in values), all(value.fixed for value in values)
-        return [Value(array, ruled=ruled, fixed=fixed, made=made) for array in out]
+        return [Value(array, ruled=ruled, fixed=fixed, narrowed=narrowed) for array in out]
 
     def _dot(self, eqn: Any, values: list[Value]) -> Array:
         avals = [atom.aval for atom in eqn.invars]
@@ -242,7 +242,7 @@ class Interpreter:
             check_product(eqn, x.owner.names, x.owner.casts.precision)
         self._check_entering(eqn, x, seen, owner)
         if out.itemsize > max(aval.dtype.itemsize for aval in avals):
-            # The sum is asked for as it is (preferred_element_type): the same operands, a wider result.
+            # preferred_element_type asks for the sum as it is: the same operands, a wider result.
             precision = replace(precision, compute=format_of(out), grad=format_of(out))
         self.multiplied.update(owner.names)
         dims = eqn.params["dimension_numbers"]
@@ -266,13 +266,13 @@ class Interpreter:
         return y if self.emulate else y.astype(eqn.outvars[0].aval.dtype)
 
     def _check_entering(self, eqn: Any, x: Value, seen: Any, layer: Owner) -> None:
-        """An activation enters a layer in the layer's own dtype or in that of the stream."""
+        """Refuses an activation that enters a layer neither in the layer's own dtype nor in that of the stream."""
         if seen.dtype != appears(self.base):
             ruled = self._is_ruled(x)
             check_operand(eqn, seen, appears(layer.casts.precision), ruled=ruled, names=layer.names)
 
     def _product(self, eqn: Any, values: list[Value]) -> Array:
-        """A product of activations, its precision stated; or of a parameter that is one."""
+        """Multiplies activations with a stated precision."""
         arrays = self._arrays(eqn.invars, values)
         if all(array.dtype == jnp.float32 for array in arrays):
             eqn = eqn.replace(params={**eqn.params, "precision": self.pinned})
@@ -281,24 +281,24 @@ class Interpreter:
         return self._on_grid(bind_wide(eqn, arrays)[0], eqn.outvars[0].aval)
 
     def _bound(self, jaxpr: Any, eqn: Any, values: list[Value]) -> list[Any]:
-        """The operation as it stands, on arrays whose casts are made; emulated, with its results rounded."""
+        """Runs the operation as it stands, with masters cast; emulated, rounds its results."""
         check_island(eqn, self.policy)
         self._check_opaque(eqn, values)
         name = eqn.primitive.name
         if name in BROADCASTING:
-            # Stretched while it is a master: the transpose of a stretch is a sum over tokens, here in fp32.
+            # Broadcast while it is a master: the transpose of a broadcast is a sum over tokens, here in fp32.
             shape = eqn.outvars[0].aval.shape
             values = [v if v.owner is None else replace(v, array=jnp.broadcast_to(v.array, shape)) for v in values]
         arrays = self._arrays(eqn.invars, values)
         carried = any(self._is_carried(atom.aval.dtype) for atom in (*eqn.invars, *eqn.outvars))
         if carried and (name in LAYOUT | ARITHMETIC | COMPARISON or name == "convert_element_type"):
-            found = bind_wide(eqn, arrays)
+            out = bind_wide(eqn, arrays)
             rounds = name not in LAYOUT
-            return [self._on_grid(a, v.aval) if rounds else a for a, v in zip(found, eqn.outvars, strict=True)]
+            return [self._on_grid(a, v.aval) if rounds else a for a, v in zip(out, eqn.outvars, strict=True)]
         if carried:
             arrays = [_typed(a, atom.aval) for a, atom in zip(arrays, eqn.invars, strict=True)]
-        found = [self.carrier(array) for array in bind(jaxpr, eqn, arrays)]
-        return [self._on_grid(a, v.aval) for a, v in zip(found, eqn.outvars, strict=True)]
+        out = [self.carrier(array) for array in bind(jaxpr, eqn, arrays)]
+        return [self._on_grid(a, v.aval) for a, v in zip(out, eqn.outvars, strict=True)]
 
     def _check_opaque(self, eqn: Any, values: list[Value]) -> None:
         for atom, owner in ((a, v.owner) for a, v in zip(eqn.invars, values, strict=True) if v.owner is not None):
@@ -309,9 +309,9 @@ class Interpreter:
         first, count = parts_of_scan(eqn)
         last = first + count
         fixed, by = all(value.fixed for value in values), place_of(eqn)
-        # In a loop over parameters and constants alone no state is an activation, unless a matmul makes it one.
-        alone, opens = made_of(values, by), multiplies(eqn)
-        made = [made_of([value], by) if alone and opens else alone for value in values[first:last]]
+        # In a loop over parameters and constants alone no state is an activation, unless a matmul returns it.
+        alone, opens = find_narrowed(values, by), multiplies(eqn)
+        narrowed = [find_narrowed([value], by) if alone and opens else alone for value in values[first:last]]
         ruled = any(self._is_ruled(value) for value in values)
         values = [replace(value, ruled=ruled) for value in values]
         consts, xs = values[:first], values[last:]
@@ -319,7 +319,10 @@ class Interpreter:
         kept: list[Value] = []
 
         def body(carry: list[Any], parts: list[Any]) -> tuple[list[Any], list[Any]]:
-            states = [Value(array, ruled=ruled, fixed=fixed, made=m) for array, m in zip(carry, made, strict=True)]
+            states = [
+                Value(array, ruled=ruled, fixed=fixed, narrowed=each)
+                for array, each in zip(carry, narrowed, strict=True)
+            ]
             rows = [replace(value, array=part) for value, part in zip(xs, parts, strict=True)]
             out = self._evaluate(closed.jaxpr, closed.consts, [*consts, *states, *rows])
             kept[:] = [replace(value, array=None) for value in out]
@@ -334,21 +337,21 @@ class Interpreter:
             unroll=params["unroll"],
         )
         states = [
-            Value(array, ruled=ruled, fixed=fixed, made=made_of([value], by))
+            Value(array, ruled=ruled, fixed=fixed, narrowed=find_narrowed([value], by))
             for value, array in zip(kept[:count], ends, strict=True)
         ]
         return states + [replace(value, array=y, ruled=ruled) for value, y in zip(kept[count:], ys, strict=True)]
 
     def _cond(self, eqn: Any, values: list[Value]) -> list[Value]:
-        """A result is a master if all branches give masters or constants; so they are traced twice."""
+        """Runs branches, traced twice: a result is a master if all of them return masters or constants."""
         index, *operands = values
         arrays = [value.array for value in operands]
-        made = [self._enclosed(branch.jaxpr, branch.consts, operands) for branch in eqn.params["branches"]]
-        for fn, _ in made:
+        branches = [self._enclosed(branch.jaxpr, branch.consts, operands) for branch in eqn.params["branches"]]
+        for fn, _ in branches:
             jax.eval_shape(fn, *arrays)
-        joined = [self._joined(eqn, index, branches) for branches in zip(*(kept for _, kept in made), strict=True)]
+        joined = [self._joined(eqn, index, each) for each in zip(*(kept for _, kept in branches), strict=True)]
 
-        def settled(fn: Callable[..., list[Any]], kept: list[Value]) -> Callable[..., list[Any]]:
+        def as_joined(fn: Callable[..., list[Any]], kept: list[Value]) -> Callable[..., list[Any]]:
             def run(*arrays: Any) -> list[Any]:
                 out = [replace(value, array=array) for array, value in zip(fn(*arrays), kept, strict=True)]
                 return [
@@ -358,17 +361,17 @@ class Interpreter:
 
             return run
 
-        found = lax.switch(index.array, [settled(fn, kept) for fn, kept in made], *arrays)
-        return [replace(value, array=array) for value, array in zip(joined, found, strict=True)]
+        out = lax.switch(index.array, [as_joined(fn, kept) for fn, kept in branches], *arrays)
+        return [replace(value, array=array) for value, array in zip(joined, out, strict=True)]
 
     def _joined(self, eqn: Any, index: Value, branches: Sequence[Value]) -> Value:
-        """What is known of a result that is one of these."""
+        """Returns what is known of a result that is one of these."""
         return Value(
             None,
             owner := merged(branches),
             ruled=any(self._is_ruled(value) for value in branches),
             fixed=index.fixed and all(value.fixed for value in branches),
-            made=None if owner is not None else made_of(branches, place_of(eqn)),
+            narrowed=None if owner is not None else find_narrowed(branches, place_of(eqn)),
         )
 
     def _remat(self, eqn: Any, values: list[Value]) -> list[Value]:
@@ -380,7 +383,7 @@ class Interpreter:
     def _enclosed(
         self, jaxpr: Any, consts: Sequence[Any], values: Sequence[Value]
     ) -> tuple[Callable[..., list[Any]], list[Value]]:
-        """A function of arrays that runs a jaxpr on values like these; once it ran, what is known of them."""
+        """Returns a function of arrays that runs a jaxpr on values like these, and what it then knows of them."""
         kept: list[Value] = []
 
         def fn(*arrays: Any) -> list[Any]:
@@ -402,13 +405,13 @@ class Interpreter:
         return [self._array(value, atom.aval) for value, atom in zip(values, atoms, strict=True)]
 
     def _array(self, value: Value, aval: Any) -> Any:
-        """What the operation gets: a master is cast to the dtype it appears in."""
+        """Returns what the operation gets: a master is cast to the dtype it appears in."""
         if value.owner is None:
             return value.array
         return self._on_grid(value.array, aval) if self.emulate else value.array.astype(aval.dtype)
 
     def _on_grid(self, x: Array, aval: Any) -> Array:
-        """A carried array rounded to the dtype it stands for, value and gradient; any other as it is."""
+        """Rounds a carried array to the dtype it stands for, value and gradient; returns any other unchanged."""
         if not self._is_carried(aval.dtype):
             return x
         fmt = format_of(aval.dtype)
@@ -417,7 +420,7 @@ class Interpreter:
 
 
 def appears(precision: Precision) -> DType:
-    """The dtype in which a function sees what is in the compute format of a precision."""
+    """Returns the dtype in which a function sees the compute format of a precision."""
     if precision.compute == TF32 and not precision.emulate:
         return _FLOAT32  # a way to multiply fp32 arrays
     try:
@@ -425,12 +428,12 @@ def appears(precision: Precision) -> DType:
     except FormatError:
         raise PolicyError(
             f"compute={precision.compute} has no dtype that a function could see",
-            hint="make the function of halfstep.jax layers, which round by themselves, and pass cast=False",
+            hint="build the function from halfstep.jax layers, which round by themselves, and pass cast=False",
         ) from None
 
 
 def _side_of_weight(values: Sequence[Value]) -> int | None:
-    """Which operand of a matmul is the weight, if one is; of two parameters, the one that was not looked up."""
+    """Returns which operand of a matmul is the weight, if any; of two parameters, the one not looked up."""
     parameters = [side for side in (1, 0) if values[side].owner is not None]
     if len(parameters) == 2:
         parameters = [side for side in parameters if not _looked_up(values[side])]
@@ -446,5 +449,5 @@ def _like(x: Any, dtype: DType) -> jax.ShapeDtypeStruct:
 
 
 def _typed(x: Any, aval: Any) -> Any:
-    """A carried array in its own dtype, which holds it exactly."""
+    """Returns a carried array in its own dtype, which holds it exactly."""
     return x.astype(aval.dtype) if jnp.issubdtype(aval.dtype, jnp.floating) else x

@@ -1,19 +1,19 @@
-"""What the interpreter knows of a value: that it is a master, that it is constant, that a weight was lost in it.
+"""What the interpreter knows of a value: whether it is a master, a constant, or a weight that was cast too early.
 
-    of masters    an fp32 array made of parameters and constants alone, not yet cast: `owner`
-    constant      made of literals, iota, closed-over arrays; it depends on no batch and has no gradient: `fixed`
-    made          of parameters and constants alone too, but by a primitive that is not computed on masters: the
-                  cast is made, and the gradient comes back narrow: `made` says of what, by what and where
-    activation    all else: what a batch took part in, and the result of a matmul
+    master        an fp32 array computed from parameters and constants alone, not yet cast: `owner`
+    constant      computed from literals, iota, closed-over arrays; it has neither batch nor gradient: `fixed`
+    narrowed      computed from parameters and constants too, but by a primitive that does not run on masters: it
+                  was cast before, and its gradient is narrow: `narrowed` says of what, by what and where
+    activation    all else: what depends on a batch, and the result of a matmul
 
-**A function of parameters and constants is computed in fp32 on the masters, and cast where it meets activations.**
-So `x @ jnp.tril(w)` has the casts and the fp32 weight gradient of `x @ w`. The function as it is written would
-round after every operation; here there is one rounding, at the end.
+**A function of parameters and constants runs in fp32 on the masters, and its result is cast where it meets
+activations.** So `x @ jnp.tril(w)` has the casts and the fp32 weight gradient of `x @ w`. The function as written
+would round after every operation; here there is one rounding, at the end.
 
-Any primitive is computed so where the function itself widens the parameter before it: all floats are fp32 then.
+Any primitive runs on masters if the function itself widens the parameter before it: then all floats are fp32.
 
-What is made by other means is no weight any more. Where it is multiplied or looked up as one, and the policy asks
-for what it then cannot have, it is refused; a sum or product with an activation is an activation, and is not.
+A narrowed value is not a weight any more. If it is multiplied or looked up as one, and the policy asks for what it
+then cannot have, it is refused; a sum or product with an activation is an activation, and is not.
 """
 
 from collections.abc import Callable, Sequence
@@ -41,17 +41,17 @@ from halfstep.jax.lowering import Casts
 
 @dataclass(frozen=True)
 class Owner:
-    """The parameters that a master, or what was made of masters and constants, comes from; and how it is cast."""
+    """The parameters that a master, or a value computed from masters, comes from; and how it is cast."""
 
     names: tuple[str, ...]
     casts: Casts
     matrix: bool  # one of them has two axes or more, as weights do
-    looked_up: bool = False  # rows by index, as of an embedding: beside another parameter, the activation
+    looked_up: bool = False  # rows by index, as of an embedding: next to another parameter, the activation
 
 
 @dataclass(frozen=True)
-class Made:
-    """A parameter whose cast was made, and by what."""
+class Narrowed:
+    """A parameter that was cast too early, and by what."""
 
     owner: Owner
     by: str
@@ -59,17 +59,17 @@ class Made:
 
 @dataclass(frozen=True)
 class Value:
-    """What stands for a variable of the jaxpr."""
+    """The value of a variable of the jaxpr."""
 
     array: Any  # in the variable's dtype; emulated, in fp32 where that is narrow
     owner: Owner | None = None  # the array is an fp32 master of these parameters, not yet cast
-    ruled: bool = False  # it may be wider than the compute of the whole model: a rule made a layer so
-    fixed: bool = False  # made of constants alone, or of comparisons of parameters with them
-    made: Made | None = None  # of parameters and constants alone, and no master
+    ruled: bool = False  # it may be wider than the compute of the whole model, by a rule
+    fixed: bool = False  # computed from constants alone, or by comparing parameters with them
+    narrowed: Narrowed | None = None  # of parameters and constants alone, and not a master
 
 
 def merged(values: Sequence[Value]) -> Owner | None:
-    """The owner of what is made of masters and constants alone, all of them cast alike."""
+    """Returns the owner of a value computed from masters and constants alone, if all are cast alike."""
     owners = [value.owner for value in values if value.owner is not None]
     if not owners or not all(value.owner is not None or value.fixed for value in values):
         return None
@@ -81,10 +81,10 @@ def merged(values: Sequence[Value]) -> Owner | None:
 
 
 def shared_owner(eqn: Any, values: Sequence[Value]) -> Owner | None:
-    """The owner of the result of an equation that is computed on masters; None where it is not.
+    """Returns the owner of the result of an equation that runs on masters; None if it does not.
 
-    What was looked up is a weight if it is multiplied at once, and an activation after any arithmetic. What a
-    batch selects is looked up too.
+    Looked-up rows are a weight if multiplied at once, and an activation after any arithmetic. What a batch selects
+    counts as looked up.
     """
     name = eqn.primitive.name
     owner = merged([value for atom, value in zip(eqn.invars, values, strict=True) if is_float(atom)])
@@ -99,7 +99,7 @@ def shared_owner(eqn: Any, values: Sequence[Value]) -> Owner | None:
 
 
 def wide_owner(eqn: Any, values: Sequence[Value]) -> Owner | None:
-    """The owner of the results of any other equation, where all floats in it are fp32, as the masters are."""
+    """Returns the owner of the results of any other equation whose floats are all fp32, as masters are."""
     owner = merged([value for atom, value in zip(eqn.invars, values, strict=True) if is_float(atom)])
     return None if owner is None or owner.looked_up or not _is_wide(eqn) else owner
 
@@ -110,35 +110,35 @@ def _is_wide(eqn: Any) -> bool:
     return all(dtype == jnp.float32 for dtype in floats) and all(_is_wide(each) for each in inside)
 
 
-def made_of(values: Sequence[Value], by: str) -> Made | None:
-    """What is lost in a result if it depends on parameters and constants alone, and a weight is among them."""
-    if not all(value.owner is not None or value.fixed or value.made is not None for value in values):
+def find_narrowed(values: Sequence[Value], by: str) -> Narrowed | None:
+    """Returns which weight was cast early in a value that depends on parameters and constants alone, if any."""
+    if not all(value.owner is not None or value.fixed or value.narrowed is not None for value in values):
         return None
-    found = None
+    narrowed = None
     for value in values:
         if value.owner is not None and value.owner.looked_up:
             return None  # an activation
-        if found is None and value.owner is not None and value.owner.matrix:
-            found = Made(value.owner, by)
-        found = found or value.made
-    return found
+        if narrowed is None and value.owner is not None and value.owner.matrix:
+            narrowed = Narrowed(value.owner, by)
+        narrowed = narrowed or value.narrowed
+    return narrowed
 
 
-def check_made(eqn: Any, made: Made | None) -> None:
-    """Refuses a weight that is none any more."""
-    lost = lost_by(made.owner.casts.precision) if made is not None else ""
-    if made is not None and lost:
-        name = made.owner.names[0]
+def check_narrowed(eqn: Any, narrowed: Narrowed | None) -> None:
+    """Refuses a value in a weight's place whose master was lost."""
+    lost = lost_by(narrowed.owner.casts.precision) if narrowed is not None else ""
+    if narrowed is not None and lost:
+        name = narrowed.owner.names[0]
         raise PolicyError(
-            f"{place_of(eqn)} takes what {made.by} made of `{name}`, and {lost} would not reach it",
-            hint="widen the parameter before that with `.astype(jnp.float32)`, and cast what comes out: it is "
-            f"then made in fp32 of the parameter itself; or give `{module_of(name)}` a rule with `compute=fp32`; "
-            "where it is an activation, say so: jax.ad_checkpoint.checkpoint_name(array, 'activation')",
+            f"{place_of(eqn)} takes what {narrowed.by} computed from `{name}`, but {lost} would not reach it",
+            hint="widen the parameter before that with `.astype(jnp.float32)`, and cast the result: it then comes "
+            f"from the parameter itself, in fp32; or give `{module_of(name)}` a rule with `compute=fp32`; if it "
+            "is an activation, mark it: jax.ad_checkpoint.checkpoint_name(array, 'activation')",
         )
 
 
 def place_of(eqn: Any) -> str:
-    """An equation as it is spoken of."""
+    """Describes an equation for messages."""
     return f"`{eqn.primitive.name}` at {line_of(eqn)}"
 
 
@@ -148,7 +148,7 @@ def custom_jvp(
     eqn: Any,
     values: Sequence[Value],
 ) -> list[Value] | None:
-    """A function with a rule of its own, and the rule, on the masters; None where it cannot be.
+    """Runs a function with its own derivative rule, and the rule, on the masters; None if that is impossible.
 
     The rule is what the equation does under jax.jvp, as a jaxpr, evaluated like any other.
     """
@@ -179,9 +179,9 @@ def custom_jvp(
         given = [*(Value(array, owner) for array in (*primals, *tangents)), *fixed]
         out = evaluate(traced.jaxpr, traced.consts, given)
         for value in out:
-            check_made(eqn, value.made)
-        found = [jnp.asarray(value.array, jnp.float32) for value in out]
-        return found[: len(eqn.outvars)], found[len(eqn.outvars) :]
+            check_narrowed(eqn, value.narrowed)
+        wide = [jnp.asarray(value.array, jnp.float32) for value in out]
+        return wide[: len(eqn.outvars)], wide[len(eqn.outvars) :]
 
     jax.eval_shape(primal, *masters)
     if not all(known):

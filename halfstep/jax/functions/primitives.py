@@ -1,10 +1,10 @@
-"""What interpret.py knows of JAX's primitives: which kinds there are, and how an equation of one is bound again.
+"""JAX's primitives for interpret.py: which kinds there are, and how to bind an equation of one again.
 
-Two ways to bind. `bind` runs an equation as it stands, whatever functions it holds. `bind_wide` runs one with fp32
-in place of every narrower float: on masters, which are fp32, and on arrays that are emulated, which are carried in
-it. Only primitives of the lists below are bound so: they take any floating dtype and mean the same in each.
+There are two ways to bind. `bind` runs an equation as it stands, whatever functions it holds. `bind_wide` runs one
+with fp32 in place of every narrower float: on masters, which are fp32, and on emulated arrays, which fp32 carries.
+Only primitives of the lists below are bound so: they take any floating dtype and mean the same in each.
 
-A convolution is three, as a matmul is in layers.py.
+A convolution is three convolutions, as a matmul is three matmuls in matmul.py.
 """
 
 import math
@@ -35,7 +35,7 @@ LAYOUT = _words(
     "transpose reshape broadcast_in_dim squeeze expand_dims slice dynamic_slice gather rev copy concatenate split",
     "pad stop_gradient sharding_constraint reshard scatter dynamic_update_slice tile stack",
 )
-"""Values are moved and not changed."""
+"""Primitives that move values without changing them."""
 
 ARITHMETIC = _words(
     "add sub mul div neg abs sign max min integer_pow pow square sqrt rsqrt cbrt exp exp2 expm1 log log1p tanh",
@@ -57,51 +57,51 @@ _SCATTERS: dict[str, Callable[..., Array]] = {
 COMPARISON = _words("eq ne lt le gt ge is_finite argmax argmin")
 PRODUCT = _words("dot_general conv_general_dilated")
 ISLANDS = {"exp": "softmax", "exp2": "softmax", "rsqrt": "norm", "sqrt": "norm", "log": "loss"}
-"""The role that a primitive is known by."""
+"""The role that a primitive indicates."""
 
 PASSED = _words("optimization_barrier device_put")
-"""Each array comes out as it went in."""
+"""Primitives that return each array unchanged."""
 
 NAMED = _words("name")
-"""checkpoint_name: what it names is an activation."""
+"""checkpoint_name, which marks an activation."""
 
 INLINED = _words("jit pjit closed_call core_call")
 REMAT = _words("remat2 remat checkpoint")
 
 
 def line_of(eqn: Any) -> str:
-    """Where in the user's code an equation comes from."""
+    """Returns where in the user's code an equation comes from."""
     return str(summarize(eqn.source_info))
 
 
 def is_ours(eqn: Any) -> bool:
-    """Whether an equation is a layer of this package, which states its casts and gradients by itself."""
+    """Returns whether an equation is a layer of this package, which states its own casts and gradients."""
     about = (getattr(inner, "debug_info", None) for inner in jaxprs_in_params(eqn.params))
     files = [str(getattr(each, "func_filename", "") or "") for each in about]
     return bool(files) and all(_OURS in Path(file).parents for file in files)
 
 
 def multiplies(eqn: Any) -> bool:
-    """Whether there is a product in what the equation holds."""
+    """Returns whether the functions inside an equation multiply."""
     inside = (each for inner in jaxprs_in_params(eqn.params) for each in inner.eqns)
     return any(each.primitive.name in PRODUCT or multiplies(each) for each in inside)
 
 
 def is_float(atom: Any) -> bool:
-    """Whether a variable or literal holds floats."""
+    """Returns whether a variable or literal holds floats."""
     return jnp.issubdtype(atom.aval.dtype, jnp.floating)
 
 
 def is_conversion(eqn: Any) -> bool:
-    """Whether floats become floats of another dtype."""
+    """Returns whether an equation converts floats to another floating dtype."""
     return eqn.primitive.name == "convert_element_type" and is_float(eqn.invars[0]) and is_float(eqn.outvars[0])
 
 
 def parts_of_scan(eqn: Any) -> tuple[int, int]:
-    """How many constants a scan has, and how many carried values; its other inputs are those it runs along.
+    """Returns how many constants and how many carried values a scan has; it runs along its other inputs.
 
-    Read off the ranks, which lose an axis inside where a scan runs along it: what the equation itself says of its
-    parts is called by other names in jax 0.10 and 0.11.
+    The ranks tell, since an input that a scan runs along loses an axis inside; the equation's own fields have
+    other names in jax 0.10 and 0.11.
     """
     jaxpr = eqn.params["jaxpr"].jaxpr
     along = sum(out.aval.ndim != inside.aval.ndim for out, inside in zip(eqn.invars, jaxpr.invars, strict=True))
@@ -111,36 +111,36 @@ def parts_of_scan(eqn: Any) -> tuple[int, int]:
 
 
 def bind(jaxpr: Any, eqn: Any, arrays: Sequence[Any]) -> list[Any]:
-    """One equation of a jaxpr, evaluated as a jaxpr of its own: primitives differ in how they are called."""
+    """Evaluates one equation as its own jaxpr: primitives differ in how they are called."""
     inputs = {atom: x for atom, x in zip(eqn.invars, arrays, strict=True) if not isinstance(atom, Literal)}
     alone = jaxpr.replace(constvars=(), invars=list(inputs), outvars=eqn.outvars, eqns=[eqn])
     return jax.core.eval_jaxpr(alone, (), *inputs.values())
 
 
 def bind_wide(eqn: Any, arrays: Sequence[Any]) -> list[Any]:
-    """An equation with fp32 in place of every narrower float, in its arrays and in its parameters."""
+    """Evaluates an equation with fp32 in place of every narrower float, in its arrays and its parameters."""
     wide = [jnp.asarray(x, jnp.float32) if is_floating(x) else x for x in arrays]
     kind, _, combined = eqn.primitive.name.partition("-")
     if kind == "scatter" and combined:
-        # It holds the function that combines two numbers, in their dtype: made anew.
-        told = {k: eqn.params[k] for k in ("dimension_numbers", "indices_are_sorted", "unique_indices", "mode")}
-        return [_SCATTERS[combined](*wide, **told)]
+        # It holds the function that combines two numbers, in their dtype, so that is built again.
+        kept = {k: eqn.params[k] for k in ("dimension_numbers", "indices_are_sorted", "unique_indices", "mode")}
+        return [_SCATTERS[combined](*wide, **kept)]
     narrow = {k: v for k, v in eqn.params.items() if isinstance(v, np.dtype) and jnp.issubdtype(v, jnp.floating)}
-    found = eqn.primitive.bind(*wide, **{**eqn.params, **dict.fromkeys(narrow, jnp.dtype(jnp.float32))})
-    return list(found) if eqn.primitive.multiple_results else [found]
+    out = eqn.primitive.bind(*wide, **{**eqn.params, **dict.fromkeys(narrow, jnp.dtype(jnp.float32))})
+    return list(out) if eqn.primitive.multiple_results else [out]
 
 
 def is_floating(x: Any) -> bool:
-    """Whether an array, or a number, is of floats."""
+    """Returns whether an array or a number is floating."""
     return jnp.issubdtype(jnp.result_type(x), jnp.floating)
 
 
 def as_matmul(x: Array, weight: Array, dims: Any, side: int) -> tuple[Array, Array, Any]:
-    """An activation as rows and a weight as a matrix of (in, out), or a stack of each; and the axes.
+    """Returns an activation as rows and a weight as a matrix of (in, out), or a stack of each; and the axes.
 
-    `side` is the operand that is the weight. Otherwise a gradient sums over several axes, or a batch lies between
-    them, which XLA's CPU backend cannot where operands are bf16 and the sum is fp32 (jax 0.10.2). The result of
-    weight and rows is (out, rows), and that of stacks a stack.
+    `side` is the operand that is the weight. Without this a gradient sums over several axes, or a batch is between
+    them, which XLA's CPU backend cannot do with bf16 operands and an fp32 sum (jax 0.10.2). The result of weight
+    and rows is (out, rows), and that of stacks is a stack.
     """
     contracted, batch = dims
     of_x, of_weight = (tuple(contracted[1 - side]), tuple(contracted[side]))
@@ -162,9 +162,10 @@ def _others(rank: int, axes: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def convolve(eqn: Any, x: Array, master: Array, casts: Casts) -> Array:
-    """The three convolutions of a layer; x comes in compute, the result is in it.
+    """Convolves x, in compute, by a weight; its gradients are two more convolutions.
 
-    That of the weight gradient runs on fp32 operands: XLA's convolutions have no wider result than their operands.
+    The one of the weight gradient takes fp32 operands: XLA's convolutions have no wider result than their
+    operands.
     """
     p = casts.precision
 

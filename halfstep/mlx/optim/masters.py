@@ -1,19 +1,19 @@
 """Masters: the fp32 numbers that parameters stand for, however they are held.
 
     fp32          the array in the model is its own master
-    fp32:split    the model holds the nearest bf16, ties away from zero (hi), and an int16 remainder (lo) is kept
-                  here: 4 bytes a number, and the join of both is exact
+    fp32:split    the model holds the nearest bf16, ties away from zero (hi), and `Masters` an int16 remainder
+                  (lo): 4 bytes per number, and the join of both is exact
     bf16          there is none: the parameter is widened, updated and rounded back, to nearest or stochastically,
                   by words that depend on (seed, update, parameter, element) and so agree on every replica
-    emulated      bf16 numbers in fp32 arrays, rounded back alike
+    emulated      bf16 numbers in fp32 arrays, rounded back in the same way
 
 MLX's optimizers have no masters: they compute in the dtype of the parameter, and a bf16 weight at 1 never moves at
-a rate of 1e-4. They are functions of the parameters, though, so they are given the fp32 numbers, and what they
-return is stored.
+a rate of 1e-4. But they are functions of the parameters, so they get the fp32 numbers, and their results are
+stored.
 
-**What the forward pass is given** of a split master: a matmul in bf16 uses hi as it is. Where the whole is needed
-it is joined for the pass and dropped after it: in modules other than matmuls, since a tied head may compute in
-another format than the table it shares, and wherever compute is not bf16.
+**The forward pass** with a split master: a matmul in bf16 uses hi unchanged. Elsewhere the whole is joined for the
+pass and dropped after it: in modules other than matmuls, since a tied head may compute in another format than the
+table it shares, and wherever compute is not bf16.
 """
 
 from collections.abc import Iterator, Mapping
@@ -39,7 +39,7 @@ class Masters:
         self.seed = seed
 
     def wide(self) -> dict[str, mx.array]:
-        """The numbers themselves, in fp32: what an optimizer updates."""
+        """Returns the numbers themselves, in fp32: what an optimizer updates."""
         return {name: self._wide(name, place) for name, place in self.places.items()}
 
     def used(self) -> dict[str, mx.array]:
@@ -52,7 +52,7 @@ class Masters:
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
-        """Inside, the model holds what the forward pass is given; after, what it held before."""
+        """Puts what the forward pass uses into the model, and restores what was there."""
         before = {name: place.array for name, place in self.places.items()}
         self.put(self.used())
         try:
@@ -61,7 +61,7 @@ class Masters:
             self.put(before)
 
     def put(self, arrays: Mapping[str, mx.array]) -> None:
-        """Puts arrays into the model as they are."""
+        """Puts arrays into the model unchanged."""
         for name, array in arrays.items():
             self.places[name].put(array)
 
@@ -74,7 +74,7 @@ class Masters:
                 self.remainders[name] = remainder
 
     def update(self, wide: Mapping[str, mx.array], finite: mx.array, count: mx.array) -> None:
-        """Stores what the optimizer made in update number `count`; where it is not finite, all stays as it was."""
+        """Stores the results of update number `count`; if it is not finite, everything stays unchanged."""
         for name, place in self.places.items():
             held, remainder = self._stored(name, wide[name], count)
             place.put(mx.where(finite, held, place.array))

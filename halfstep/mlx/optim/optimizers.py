@@ -8,14 +8,14 @@
 MLX's own AdamW has the same equations with `bias_correction=True`, which is not its default. It takes 1 - b^t in
 fp32, where the difference cancels: for b = 0.999 and t = 1 it is off by 1.3e-5. Here it is -expm1(t log b).
 
-**Muon** (Jordan et al.), for matrices: the update is the momentum with its singular values pushed to one by
-five Newton-Schulz steps X <- a X + (b A + c A^2) X, A = X X^T, times sqrt(max(1, rows / columns)). The steps
-are the one part that is not fp32: they run in the policy's compute format, emulated where that is. MLX's own Muon
-takes matrices one by one, in the format of the gradient, and its decay passes through the orthogonalization.
+**Muon** (Jordan et al.), for matrices: the update is the momentum with its singular values pushed to one by five
+Newton-Schulz steps X <- a X + (b A + c A^2) X, A = X X^T, times sqrt(max(1, rows / columns)). The steps are the
+one part that is not fp32: they run in the policy's compute format, emulated if the policy is. MLX's own Muon takes
+matrices one by one, in the format of the gradient, and its decay passes through the orthogonalization.
 
-Both are `mlx.optimizers.Optimizer`s: they take fp32 gradients and fp32 parameters and give new ones. Masters,
-moments in other formats and skipped steps are not theirs to know, unlike on torch: an optimizer of MLX is a
-function of its state and the parameters, so step.py does all three around any of them.
+Both are `mlx.optimizers.Optimizer`s: they take fp32 gradients and fp32 parameters and return new ones. Unlike on
+torch, they know nothing of masters, moments in other formats and skipped steps: an MLX optimizer is a function of
+its state and the parameters, so step.py does all three around any of them.
 """
 
 import math
@@ -33,7 +33,7 @@ from halfstep.mlx.dtypes import dtype_of
 
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)  # Jordan et al., 2024
 Optimizer = mlx.optimizers.Optimizer
-# A rate, or a schedule of MLX's: a function of the optimizer's own count of steps.
+# A rate, or an MLX schedule: a function of the optimizer's own count of steps.
 Rate = float | Callable[[mx.array], mx.array]
 
 
@@ -50,7 +50,7 @@ class AdamW(mlx.optimizers.AdamW):
         super().__init__(learning_rate, list(betas), eps, weight_decay, bias_correction=True)
 
     def apply_single(self, gradient: mx.array, parameter: mx.array, state: dict[str, Any]) -> mx.array:
-        """One parameter after the update; `state` is given its new moments."""
+        """Returns one parameter after the update, and puts its new moments into `state`."""
         first, second = self.betas
         state["m"] = first * state["m"] + (1 - first) * gradient
         state["v"] = second * state["v"] + (1 - second) * mx.square(gradient)
@@ -79,7 +79,7 @@ class Muon(Optimizer):
 
     @property
     def momentum(self) -> mx.array:
-        """The momentum: part of the state, as the rate is, so that a new one compiles nothing anew."""
+        """The momentum: part of the state, like the rate, so that a new one compiles nothing again."""
         return self.state["momentum"]
 
     @momentum.setter
@@ -87,19 +87,19 @@ class Muon(Optimizer):
         self.state["momentum"] = momentum
 
     def init_single(self, parameter: mx.array, state: dict[str, Any]) -> None:
-        """The state of a matrix before its first update."""
+        """Initializes the state of a matrix."""
         if parameter.ndim != 2:
             raise HalfstepError(
-                f"Muon updates matrices, and one parameter has the shape {parameter.shape}",
+                f"Muon updates matrices, but one parameter has the shape {parameter.shape}",
                 hint="give the others to AdamW: mlx.optimizers.MultiOptimizer([Muon(...), AdamW(...)], [filter])",
             )
         state["momentum"] = mx.zeros_like(parameter)
 
     def apply_gradients(self, gradients: dict[str, Any], parameters: dict[str, Any]) -> dict[str, Any]:
-        """The matrices after one update, as a tree like that of the gradients."""
+        """Returns the matrices after one update, as a tree like that of the gradients."""
         flat: dict[str, mx.array] = dict(tree_flatten(gradients))
         held: dict[str, mx.array] = dict(tree_flatten(parameters))
-        # MLX's own does the schedule, the count and the first state, and then nothing where there are no leaves.
+        # MLX's own method does the schedule and the count, and nothing more without leaves.
         self.init(gradients)
         super().apply_gradients({}, {})
         by_shape: dict[tuple[int, ...], list[str]] = {}
@@ -124,7 +124,7 @@ class Muon(Optimizer):
 
 
 def orthogonalize(matrices: mx.array, iteration: Format, steps: int = 5, *, emulate: bool = False) -> mx.array:
-    """Each matrix of a batch with its singular values pushed to about one, by Newton-Schulz."""
+    """Pushes the singular values of each matrix of a batch to about one, by Newton-Schulz."""
     a, b, c = NEWTON_SCHULZ
 
     def held(x: mx.array) -> mx.array:
@@ -141,19 +141,19 @@ def orthogonalize(matrices: mx.array, iteration: Format, steps: int = 5, *, emul
 
 
 def leaves_of(optimizer: Optimizer) -> list[Optimizer]:
-    """The optimizers that hold state, of one or of many."""
+    """Returns the optimizers that hold state, of one or of many."""
     if isinstance(optimizer, mlx.optimizers.MultiOptimizer):
         return [leaf for each in optimizer.optimizers for leaf in leaves_of(each)]
     return [optimizer]
 
 
 def _one_minus_power(base: float, step: mx.array) -> mx.array:
-    """1 - base^step in fp32, without the difference."""
+    """Returns 1 - base^step in fp32, without cancellation."""
     return -mx.expm1(step.astype(mx.float32) * math.log(base)) if base else mx.array(1.0)
 
 
 def _at(tree: Any, name: str) -> Any:
-    """The subtree at a dotted name; segments of lists are numbers."""
+    """Returns the subtree at a dotted name; segments of lists are numbers."""
     for segment in name.split("."):
         tree = tree[int(segment)] if isinstance(tree, list | tuple) else tree[segment]
     return tree

@@ -370,15 +370,15 @@ REFUSED = {
     "inside a custom_jvp": (lambda p, x: jax.nn.softplus(x), "`exp` of bfloat16"),
     "inside a loop": (
         lambda p, x: lax.while_loop(lambda c: c.sum() > 1e9, lambda c: c @ p["a"]["w"], x),
-        "`a.w` goes into `while` at .*fp32 weight gradients would not reach it",
+        "`a.w` enters `while` at .*fp32 weight gradients would not reach it",
     ),
     "narrow into a custom_vjp": (
         lambda p, x: opaque(x, p["a"]["w"]),
-        "`a.w` goes into `custom_vjp_call` at .* as bfloat16, and its gradient comes back so",
+        "`a.w` enters `custom_vjp_call` at .* as bfloat16, and its gradient would be bfloat16",
     ),
     "multiplied in a custom_vjp": (
         lambda p, x: opaque(x.astype(jnp.float32), p["a"]["w"].astype(jnp.float32)),
-        "`a.w` goes into `custom_vjp_call` at .*, which multiplies and cannot be opened",
+        "`a.w` enters `custom_vjp_call` at .*, which multiplies and cannot be opened",
     ),
     "of two parameters": (lambda p, x: x @ (p["a"]["w"] @ p["b"]["w"]), "multiplies `a.w` by another parameter"),
 }
@@ -420,7 +420,7 @@ def test_layers_of_halfstep_mix_with_other_code():
 
     for name, found in gradients(loss, PARAMS, normal(4, 8), "bf16-mixed").items():
         assert not on_grid(found), name
-    with pytest.raises(PolicyError, match=r"`b\.w` goes into `custom_vjp_call` at .* as bfloat16"):
+    with pytest.raises(PolicyError, match=r"`b\.w` enters `custom_vjp_call` at .* as bfloat16"):
         shape_of(lambda p, x: linear(x, p["b"]["w"], None, casts), PARAMS, normal(4, 8))
 
 
