@@ -1,26 +1,26 @@
-"""The numbers that a backend makes its casts of, and what a cast refuses, the same on every backend.
+"""The constants of a cast, and what a cast refuses, the same on every backend.
 
-core.rounding defines a cast in numpy; each backend makes the same result of its own elementwise operations, out of
-the constants of a `Plan`.
+core.rounding defines a cast in numpy; each backend computes the same by its own elementwise operations, from these
+constants.
 """
 
 import math
-from typing import NamedTuple, get_args
+from typing import NamedTuple
 
-from halfstep.core.errors import FormatError, RoundingError, did_you_mean, one_of
+from halfstep.core.errors import RoundingError
 from halfstep.core.formats import Format, Overflow
 from halfstep.core.roles import Operand
-from halfstep.core.rounding import Rounding
+from halfstep.core.rounding import Rounding, check_overflow, check_rounding
 
 
-class Plan(NamedTuple):
-    """The numbers that a cast to a format is made with."""
+class CastConstants(NamedTuple):
+    """The constants of a cast to a format."""
 
     mantissa_bits: int
     min_exponent: int
     max_exponent: int
     largest: float
-    beyond: float  # the number that would follow the largest; what is rounded to it has overflowed
+    beyond: float  # the number that would follow the largest; what rounds to it overflows
     like_fp32: bool  # the same exponents as fp32, and the same special values
     fits_fp32: bool  # quanta, their inverses and `beyond` are normal numbers of fp32
 
@@ -30,16 +30,16 @@ class Plan(NamedTuple):
         return ((self.max_exponent + 126) << 23) + int(math.ldexp(self.largest, 23 - self.max_exponent))
 
 
-def plan_of(fmt: Format) -> Plan:
-    """min_exponent, max_exponent and max of the format once more, from constants, as dynamo must have them.
+def cast_constants(fmt: Format) -> CastConstants:
+    """Returns the constants of a format, computed so that dynamo can trace it.
 
-    fmt.max itself is cached under a lock in Python 3.11, which cannot be traced.
+    fmt.max is cached under a lock in Python 3.11, which cannot be traced.
     """
     width, y, bias = _constant(fmt.exponent_bits), _constant(fmt.mantissa_bits), _constant(fmt.bias)
     lowest, highest = 1 - bias, (1 << width) - 1 - bias - (fmt.specials == "ieee")
     step = math.ldexp(1.0, highest - y)
     beyond = math.ldexp(2.0, highest) - (step if fmt.specials == "fn" else 0.0)
-    return Plan(
+    return CastConstants(
         mantissa_bits=y,
         min_exponent=lowest,
         max_exponent=highest,
@@ -54,8 +54,8 @@ _INTEGERS = tuple(range(512))
 
 
 def _constant(value: int) -> int:
-    """The same integer. As soon as dynamo meets two formats it makes their fields symbolic, and no shift or
-    dtype can depend on such a one; an index into a tuple makes it a number again, with a guard on it.
+    """Returns the same integer, as a constant for dynamo, which makes the fields of two formats symbolic; no shift
+    or dtype can depend on a symbol, but an index into a tuple makes it a number again, with a guard.
     """
     return _INTEGERS[value + 256] - 256
 
@@ -63,28 +63,14 @@ def _constant(value: int) -> int:
 def check_rule(
     fmt: Format, overflow: Overflow, rounding: Rounding = "nearest-even", *, random: bool = False
 ) -> None:
-    """Refuses a rule that the format lacks or a device cannot follow; `random` is whether bits came along."""
+    """Refuses a rule that the format lacks or a device cannot follow; `random` says whether bits were given."""
     if overflow == "raise":
         raise RoundingError(
-            "overflow=`raise` is not offered on a device: the tensor would be read at every cast, a sync",
+            "overflow=`raise` is not offered on a device: every cast would read the tensor, a sync",
             hint="core.rounding.cast raises; or state `saturate`, `inf` or `nan` and look at the result",
         )
-    legal = ["saturate"] + ["inf"] * fmt.has_inf + ["nan"] * fmt.has_nan
-    if overflow not in legal:
-        raise FormatError(
-            f"{fmt} cannot overflow by the rule `{overflow}`; it allows {one_of(legal)}",
-            hint=did_you_mean(str(overflow), legal, otherwise="`saturate` works in every format"),
-        )
-    if rounding not in get_args(Rounding):
-        raise RoundingError(
-            f"unknown rounding `{rounding}`; it is {one_of(get_args(Rounding))}",
-            hint=did_you_mean(str(rounding), get_args(Rounding), otherwise="`nearest-even` is what hardware does"),
-        )
-    if random and rounding != "stochastic":
-        raise RoundingError(
-            f"random bits were given, but `{rounding}` uses none",
-            hint="drop `bits`, or ask for rounding=`stochastic`",
-        )
+    check_overflow(fmt, overflow, ["saturate"] + ["inf"] * fmt.has_inf + ["nan"] * fmt.has_nan)
+    check_rounding(rounding, random=random)
 
 
 def check_source(dtype: str, fmt: Format, widen: str) -> None:
@@ -129,7 +115,7 @@ def check_step(dtype: str, shape: tuple[int, ...], *, integer: bool, count: str)
 
 
 def check_word(name: str, value: int, bits: int) -> None:
-    """Refuses what is no unsigned integer of so many bits: a part of a random counter."""
+    """Refuses a part of a random counter that is not an unsigned integer of so many bits."""
     if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**bits:
         raise RoundingError(
             f"`{name}` is {value!r}; random words need an integer from 0 to {2**bits - 1}",

@@ -1,15 +1,15 @@
-"""From measurements to a precision, with the reason.
+"""Chooses a precision from measurements, with the reason.
 
-`supported` in a data sheet says that an instruction exists, not that it pays: some devices answer yes to bf16
-and run it hundreds of times slower than fp32. So a precision is chosen by timing the same work in each format
-at the same shapes (a matmul, or a block of the model forward and backward) and comparing
+"Supported" in a data sheet means that an instruction exists, not that it pays: some devices claim bf16 and run it
+hundreds of times slower than fp32. So a precision is chosen by timing the same work in each format at the same
+shapes (a matmul, or a block of the model forward and backward) and comparing
 
     gain(format) = median time in fp32 / median time in the format,   at the largest shape both were timed at
 
-bf16 is taken when its gain is at least MIN_GAIN; it needs no loss scale. fp16 is taken when bf16 does not
-pay and fp16 does, or when fp16 is faster than bf16 by FP16_MARGIN: its scale and skipped steps cost care.
-Otherwise fp32. fp8 is never chosen here: whether it pays depends on each layer, which is measured when
-a model is prepared. A format that is not supported keeps its reason in the answer.
+bf16 is chosen if its gain is at least MIN_GAIN; it needs no loss scale. fp16 is chosen if bf16 does not pay and
+fp16 does, or if fp16 is faster than bf16 by FP16_MARGIN, to be worth its scale and skipped steps. Otherwise fp32.
+fp8 is never chosen here: whether it pays depends on each layer, which is measured when a model is prepared. A
+format that is not supported keeps its reason in the answer.
 """
 
 import math
@@ -18,11 +18,10 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Literal
 
-from halfstep.core.errors import HalfstepError
 from halfstep.core.formats import BF16, FP16, FP32, Format
 
 # Matmuls are about 0.6 of a step's time on a fast accelerator, less elsewhere, and timings on a busy machine
-# vary by 5 %: below this a gain is nothing that a run would feel.
+# vary by 5 %: a smaller gain makes no difference to a run.
 MIN_GAIN = 1.1
 FP16_MARGIN = 1.25
 
@@ -43,16 +42,12 @@ class Support:
 
 @dataclass(frozen=True)
 class Timing:
-    """Seconds that work of shape (m, k) by (k, n) took in a format, each of several times."""
+    """The seconds that work of shape (m, k) by (k, n) took in a format, several times."""
 
     format: Format
     shape: Shape
     seconds: tuple[float, ...]
     work: Work = "matmuls"
-
-    def __post_init__(self) -> None:
-        if not self.seconds or any(not second > 0 for second in self.seconds):
-            raise HalfstepError(f"a timing of {self.format} at {self.shape} holds no positive time")
 
     @property
     def typical(self) -> float:
@@ -61,7 +56,7 @@ class Timing:
 
     @property
     def flops(self) -> float:
-        """Floating-point operations a second, of matmuls."""
+        """Floating-point operations per second, of matmuls."""
         assert self.work == "matmuls"
         m, k, n = self.shape
         return 2 * m * k * n / self.typical
@@ -91,7 +86,7 @@ class Gain:
 
 @dataclass(frozen=True)
 class Choice:
-    """A preset, why it was chosen, and what the comparison rests on."""
+    """A preset, why it was chosen, and the gains that were compared."""
 
     preset: str
     reason: str
@@ -102,9 +97,9 @@ class Choice:
 
 
 def gain(timings: Iterable[Timing], fmt: Format) -> Gain | None:
-    """The gain of a format at the largest shape that it and fp32 were both timed at, if there is one.
+    """Returns the gain of a format at the largest shape that it and fp32 were both timed at, if there is one.
 
-    A block says more than a matmul: where both were timed, the block counts.
+    A block says more than a matmul: if both were timed, the block counts.
     """
     by_key = {(timing.format, timing.work, timing.shape): timing for timing in timings}
     common = [key for key in by_key if key[0] == fmt and (FP32, *key[1:]) in by_key]
@@ -115,9 +110,9 @@ def gain(timings: Iterable[Timing], fmt: Format) -> Gain | None:
 
 
 def choose(timings: Sequence[Timing], supported: Mapping[Format, Support]) -> Choice:
-    """The preset to train with on the device that was timed."""
+    """Returns the preset to train with on the device that was timed."""
     gains = {fmt: gain(timings, fmt) for fmt in (BF16, FP16) if supported.get(fmt, _UNKNOWN)}
-    known = tuple(found for found in gains.values() if found is not None)
+    known = tuple(known for known in gains.values() if known is not None)
     bf16, fp16 = gains.get(BF16), gains.get(FP16)
 
     if fp16 is not None and fp16.ratio >= MIN_GAIN:
@@ -131,13 +126,13 @@ def choose(timings: Sequence[Timing], supported: Mapping[Format, Support]) -> Ch
     return Choice("fp32", f"{lost[0]}; {lost[1]}", known)
 
 
-_UNKNOWN = Support(False, "nothing is known of it on this device")
+_UNKNOWN = Support(False, "nothing is known about it on this device")
 
 
-def _why_not(fmt: Format, found: Gain | None, supported: Mapping[Format, Support]) -> str:
-    if found is not None:
-        short = "" if found.ratio < 1 else f", short of the {MIN_GAIN}x that pays for its casts"
-        return f"{found}{short}"
+def _why_not(fmt: Format, measured: Gain | None, supported: Mapping[Format, Support]) -> str:
+    if measured is not None:
+        short = "" if measured.ratio < 1 else f", short of the {MIN_GAIN}x that pays for its casts"
+        return f"{measured}{short}"
     support = supported.get(fmt, _UNKNOWN)
     return f"{fmt} was not timed" if support else f"{fmt} is not supported: {support.reason}"
 

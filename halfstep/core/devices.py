@@ -1,10 +1,10 @@
-"""What hardware multiplies natively: the facts, device by device.
+"""What hardware multiplies natively, device by device.
 
-A format is native where the matrix unit (or, on a CPU, the dot product) has instructions that multiply
-numbers of this format and sum the products in fp32, as the `matmul` role asks. Whatever else runs does so by
-other means: a T4 answers yes to bf16 and converts every operand to fp32 first; a TPU makes an fp32 product of
-several bf16 products; a CPU whose fp16 instructions also sum in fp16 must convert. Being native says that an
-instruction exists, not that it pays: core.choice decides that by measurement.
+A format is native if the matrix unit (or, on a CPU, the dot product) has instructions that multiply numbers of
+this format and sum the products in fp32, as the `matmul` role asks. Other formats run by other means: a T4 claims
+bf16 and converts every operand to fp32 first; a TPU makes an fp32 product of several bf16 products; a CPU whose
+fp16 instructions also sum in fp16 must convert. Native means that an instruction exists, not that it pays:
+core.choice decides that by measurement.
 
 Sources: NVIDIA's CUDA C++ Programming Guide, compute capabilities and warp matrix functions; AMD's manuals of
 CDNA 1 to 4 and of RDNA 3 and 4, and ROCm's table of data types; Intel's oneAPI optimization guide (XMX)
@@ -15,32 +15,32 @@ Metal's feature set and published measurements (bf16 is converted in software be
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal
 
 from halfstep.core.choice import Support
-from halfstep.core.errors import HalfstepError, did_you_mean, one_of
+from halfstep.core.errors import one_of
 from halfstep.core.formats import BF16, E4M3, E5M2, FP16, FP32, TF32, Format, parse
 
 EMULATED = "`emulate=true` runs it emulated"
 Kind = Literal["nvidia", "amd", "intel", "apple", "tpu", "cpu"]
 
 E4M3FNUZ, E5M2FNUZ = parse("e4m3fnuz"), parse("e5m2fnuz")
-# The formats that some matrix unit multiplies on its own, without the block scales of the MX formats.
+# The formats that some matrix unit multiplies, without the block scales of the MX formats.
 MULTIPLIED = (FP32, TF32, BF16, FP16, E4M3, E5M2, E4M3FNUZ, E5M2FNUZ)
 
 _CPU_FLAGS: dict[Format, tuple[str, ...]] = {
     BF16: ("amx_bf16", "avx512_bf16", "bf16", "svebf16"),
     FP16: ("amx_fp16", "asimdfhm"),
 }
-# fp16 arithmetic whose sums are fp16 too: it does not count, and the reason says so.
+# fp16 arithmetic whose sums are fp16 too does not count, and the reason says so.
 _FP16_SUMS = ("avx512_fp16", "asimdhp")
 CPU_FEATURES = frozenset({*_CPU_FLAGS[BF16], *_CPU_FLAGS[FP16], *_FP16_SUMS, "i8mm"})
-"""The CPU flags, as Linux names them, that a `Device` keeps."""
+"""The CPU flags, as Linux names them, that a `Device` holds."""
 
 
 @dataclass(frozen=True)
 class Device:
-    """A piece of hardware, as far as precision is concerned."""
+    """A piece of hardware, as far as precision is concerned. NVIDIA's must have a compute capability."""
 
     kind: Kind
     name: str
@@ -51,18 +51,6 @@ class Device:
     features: frozenset[str] = frozenset()
     """CPU flags, as in CPU_FEATURES."""
 
-    def __post_init__(self) -> None:
-        if self.kind not in get_args(Kind):
-            raise HalfstepError(
-                f"unknown kind of device `{self.kind}`; it may be {one_of(get_args(Kind))}",
-                hint=did_you_mean(str(self.kind), get_args(Kind)),
-            )
-        if self.kind == "nvidia" and self.capability is None:
-            raise HalfstepError(
-                f"`{self.name}` is an NVIDIA device without a compute capability",
-                hint="give capability=(major, minor), as (7, 5) for a T4",
-            )
-
     def __str__(self) -> str:
         if self.capability is not None:
             return f"{self.name} (compute capability {_dotted(self.capability)})"
@@ -70,14 +58,14 @@ class Device:
 
 
 def native(fmt: Format, device: Device) -> Support:
-    """Whether the hardware multiplies matrices of this format, and the fact that decides it."""
+    """Returns whether the hardware multiplies matrices of this format, and why (not)."""
     if fmt not in MULTIPLIED:
-        return Support(False, f"no matrix unit multiplies {fmt}, it can only be emulated")
+        return Support(False, f"no matrix unit multiplies {fmt}; it can only be emulated")
     return _RULES[device.kind](fmt, device)
 
 
 def computes(fmt: Format, device: Device, framework: str, slow: str) -> Support:
-    """Whether a framework computes in the format on a device; `slow` is a caveat for CPUs without instructions."""
+    """Returns whether a framework computes in the format; `slow` is a caveat for CPUs without instructions."""
     support = native(fmt, device)
     if device.kind == "cpu" and fmt in (BF16, FP16):
         return Support(True, support.reason + ("" if support else f"; {slow}"))
@@ -87,7 +75,7 @@ def computes(fmt: Format, device: Device, framework: str, slow: str) -> Support:
 
 
 def emulated(fmt: Format, arrays: str) -> Support:
-    """What `supported` answers when emulation is asked for."""
+    """Returns what `supported` answers if emulation is asked for."""
     return Support(True, f"emulated: {fmt} numbers in fp32 {arrays}, multiplied and summed in fp32")
 
 
@@ -95,14 +83,14 @@ def _nvidia(fmt: Format, device: Device) -> Support:
     assert device.capability is not None
     has = f"compute capability {_dotted(device.capability)}"
     if fmt == FP32:
-        return Support(True, f"{has}; every one multiplies fp32")
+        return Support(True, f"{has}; every NVIDIA GPU multiplies fp32")
     if fmt in (E4M3FNUZ, E5M2FNUZ):
-        return Support(False, f"{has}; NVIDIA multiplies {_ocp(fmt)}, and {fmt} is another format")
+        return Support(False, f"{has}; NVIDIA multiplies {_ocp(fmt)}, which is a different format from {fmt}")
     needed = {FP16: (7, 0), BF16: (8, 0), TF32: (8, 0), E4M3: (8, 9), E5M2: (8, 9)}[fmt]
     return Support(device.capability >= needed, f"{has}; {fmt} needs {_dotted(needed)}")
 
 
-# By the beginning of the name; none is the beginning of another.
+# By the beginning of the name.
 _AMD: dict[str, tuple[Format, ...]] = {
     "gfx908": (BF16, FP16),
     "gfx90a": (BF16, FP16),
@@ -121,7 +109,7 @@ def _amd(fmt: Format, device: Device) -> Support:
     for prefix, formats in _AMD.items():
         if device.architecture.startswith(prefix):
             return _listed(fmt, device.architecture, formats)
-    return Support(False, f"{device.architecture} has no matrix instructions that are known here")
+    return Support(False, f"{device.architecture} has no known matrix instructions")
 
 
 _INTEL: dict[str, tuple[Format, ...]] = {
@@ -174,14 +162,14 @@ def _cpu(fmt: Format, device: Device) -> Support:
         return Support(True, "every CPU multiplies fp32")
     if fmt not in _CPU_FLAGS:
         return Support(False, f"no CPU multiplies {fmt}")
-    found = [flag for flag in _CPU_FLAGS[fmt] if flag in device.features]
-    if found:
-        return Support(True, f"the CPU has {found[0]}, which multiplies {fmt} and sums in fp32")
-    wanted = one_of(_CPU_FLAGS[fmt])
-    halves = [flag for flag in _FP16_SUMS if fmt == FP16 and flag in device.features]
-    if halves:
-        return Support(False, f"the CPU's {halves[0]} sums in fp16; fp16 with fp32 sums needs {wanted}")
-    return Support(False, f"the CPU's flags have none of {wanted}")
+    flags = [flag for flag in _CPU_FLAGS[fmt] if flag in device.features]
+    if flags:
+        return Support(True, f"the CPU has {flags[0]}, which multiplies {fmt} and sums in fp32")
+    needed = one_of(_CPU_FLAGS[fmt])
+    sums_in_fp16 = [flag for flag in _FP16_SUMS if fmt == FP16 and flag in device.features]
+    if sums_in_fp16:
+        return Support(False, f"the CPU's {sums_in_fp16[0]} sums in fp16; fp16 with fp32 sums needs {needed}")
+    return Support(False, f"the CPU lacks {needed}")
 
 
 _RULES: dict[Kind, Callable[[Format, Device], Support]] = {
@@ -201,7 +189,7 @@ def _listed(fmt: Format, where: str, formats: tuple[Format, ...]) -> Support:
 
 def _unknown(fmt: Format, device: Device, what: str) -> Support:
     given = f" (`{device.architecture}`)" if device.architecture else ""
-    return Support(False, f"the {what} of {device.name}{given} is not known here, so nothing is known of {fmt}")
+    return Support(False, f"the {what} of {device.name}{given} is not known, and so whether it multiplies {fmt}")
 
 
 def _ocp(fmt: Format) -> str:

@@ -7,7 +7,7 @@ line as
 
     hint: did you mean `norm`?
 
-`assert` is kept for what cannot happen, so that `python -O` changes nothing a user can see.
+`assert` is for what cannot happen, so that `python -O` changes nothing a user can see.
 """
 
 import difflib
@@ -26,16 +26,16 @@ class HalfstepError(Exception):
         return self.message if self.hint is None else f"{self.message} (hint: {self.hint})"
 
     def within(self, place: str) -> "HalfstepError":
-        """The same error, told from further out: `place` is put in front of the message."""
+        """Returns the same error with `place` in front of the message."""
         return type(self)(f"{place}: {self.message}", hint=self.hint)
 
 
 class FormatError(HalfstepError):
-    """A number format that does not exist or cannot do what is asked of it."""
+    """A number format that does not exist or cannot do what was asked."""
 
 
 class RoundingError(HalfstepError):
-    """A cast that cannot be carried out under the rule that was asked for."""
+    """A cast that is impossible under the given rule."""
 
 
 class PolicyError(HalfstepError):
@@ -57,13 +57,13 @@ def one_of(names: Iterable[str]) -> str:
 
 
 def nearest(name: str, legal: Iterable[str]) -> str | None:
-    """The legal name a typo was probably meant to be, or None when nothing is close."""
+    """Returns the legal name that a typo was probably meant to be, or None if nothing is close."""
     # 0.6 is difflib's own cutoff; it accepts one or two slips in a word of five letters or more.
-    found = difflib.get_close_matches(name, list(legal), n=1, cutoff=0.6)
-    return found[0] if found else None
+    matches = difflib.get_close_matches(name, list(legal), n=1, cutoff=0.6)
+    return matches[0] if matches else None
 
 
 def did_you_mean(name: str, legal: Iterable[str], otherwise: str | None = None) -> str | None:
-    """A hint for a name that is not legal."""
-    found = nearest(name, legal)
-    return f"did you mean `{found}`?" if found else otherwise
+    """Returns a hint for a name that is not legal."""
+    match = nearest(name, legal)
+    return f"did you mean `{match}`?" if match else otherwise

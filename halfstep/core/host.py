@@ -1,4 +1,4 @@
-"""What is known of the machine that this process runs on, whatever the framework: asked of the system."""
+"""What the operating system says about the machine that this process runs on."""
 
 import os
 import platform
@@ -12,7 +12,7 @@ _LIMIT = Path("/sys/fs/cgroup/memory.max")  # of a container
 
 
 def describe_cpu() -> Device:
-    """The processor, by what the system says of it."""
+    """Returns what the system says about the processor."""
     machine = {"amd64": "x86_64", "arm64": "aarch64"}.get(platform.machine().lower(), platform.machine().lower())
     fields = _cpuinfo()
     name = fields.get("model name") or sysctl("machdep.cpu.brand_string") or platform.processor() or machine
@@ -21,33 +21,33 @@ def describe_cpu() -> Device:
 
 
 def memory() -> int | None:
-    """The bytes of memory that this process can have; None where the system does not say."""
+    """Returns the bytes of memory that this process can have, or None if unknown."""
     try:
-        found = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        installed = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (AttributeError, OSError, ValueError):  # Windows has no sysconf
         return None
     try:
         limit = _LIMIT.read_text(encoding="ascii").strip()
     except OSError:
         limit = ""
-    return min(found, int(limit)) if limit.isdecimal() else found
+    return min(installed, int(limit)) if limit.isdecimal() else installed
 
 
 def threads() -> int | None:
-    """The cores that this process may use; None where the system does not say."""
+    """Returns how many cores this process may use, or None if unknown."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
 
 
 def peak_memory() -> int:
-    """The most bytes that this process held so far."""
-    import resource  # Windows has none, and a probe of it must run there
+    """Returns the most bytes that this process has held so far."""
+    import resource  # Windows has none, and `halfstep probe` must run there
 
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if platform.system() == "Darwin" else peak * 1024  # macOS counts bytes, Linux kilobytes
 
 
 def _cpuinfo() -> dict[str, str]:
-    """The fields of the first core, where the system is Linux."""
+    """Returns the fields of the first core, on Linux."""
     if not _CPUINFO.exists():
         return {}
     first = _CPUINFO.read_text(encoding="utf-8", errors="replace").split("\n\n")[0]
@@ -56,7 +56,7 @@ def _cpuinfo() -> dict[str, str]:
 
 
 def sysctl(key: str) -> str:
-    """A fact of macOS; empty elsewhere."""
+    """Returns a value that macOS knows; empty elsewhere."""
     if platform.system() != "Darwin":
         return ""
     done = subprocess.run(["sysctl", "-n", key], capture_output=True, text=True, check=False)
@@ -64,6 +64,6 @@ def sysctl(key: str) -> str:
 
 
 def apple_generation(name: str) -> str:
-    """`m3` of `Apple M3 Max`."""
+    """Returns `m3` for `Apple M3 Max`."""
     words = [word.lower() for word in name.split()]
     return next((word for word in words if word[0] == "m" and word[1:].isdecimal()), "")

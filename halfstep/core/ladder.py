@@ -1,17 +1,17 @@
-"""Timing matmuls inside a budget: never start a size that cannot be afforded.
+"""Times matmuls within a budget: never starts a size that is not affordable.
 
-Some devices run a format hundreds of times slower than fp32, so the time of a matmul is not known before it
-ran. But it grows as its operations do, so each format climbs a ladder of sizes from one that is cheap
+Some devices run a format hundreds of times slower than fp32, so the time of a matmul is unknown before it runs.
+But it grows with the number of operations, so each format climbs a ladder of sizes from one that is cheap
 everywhere:
 
-    predicted = MARGIN * time * operations / operations before       for each run, of which a rung needs two
+    predicted = MARGIN * time * operations / operations before       for each run; a rung needs two
 
-and a rung is started only if that fits the format's share of the time that is left. fp32 climbs first, since
-all others are compared with it, and no other climbs higher. Half of the budget is for climbing. The rest
-repeats the highest rung of each format in turns with fp32 at the same shape, so that what else the machine
-does meanwhile falls on both alike.
+A rung is started only if this fits the format's share of the time that is left. fp32 climbs first, since all
+others are compared with it, and no other climbs higher. Half of the budget is for climbing. The rest repeats the
+highest rung of each format in turns with fp32 at the same shape, so that other work of the machine slows both
+alike.
 
-What times and what runs are arguments: the law is the same for every backend, and a test can play a device.
+The clock and the work are arguments: the law is the same for every backend, and a test can fake a device.
 """
 
 import math
@@ -22,16 +22,16 @@ from halfstep.core.choice import Shape, Timing, Work
 from halfstep.core.formats import FP32, Format
 
 Run = Callable[[int], object]
-"""Multiplies that many times, and returns when all are done."""
+"""Does the work that many times, and returns when all are done."""
 Start = Callable[[Format, Shape], Run]
-"""Makes operands in a format and of a shape; what comes back multiplies them."""
+"""Makes operands of a format and shape, and returns what multiplies them."""
 Clock = Callable[[], float]
 
 MARGIN = 1.5
 REPEATS = 7
-# The slowest format seen ran 290 times slower than fp32 (bf16 in torch on a CPU without instructions for it).
+# The slowest format measured ran 290 times slower than fp32 (bf16 in torch on a CPU without instructions for it).
 SLOWEST = 500
-# Below this a timing would be that of the clock and the launch; several matmuls are timed as one.
+# A shorter timing would measure the clock and the launch, so several matmuls are timed together.
 ENOUGH = 2e-3
 MOST_AT_ONCE = 50
 
@@ -48,7 +48,7 @@ def climb(
 ) -> list[Timing]:
     """Times each format at the shapes, from small to large, that the budget in seconds allows.
 
-    `slowest` says how many times slower than fp32 a format may be, where something is known of it already.
+    `slowest` says how many times slower than fp32 a format may be, if that is known.
     """
     race = _Race(start, clock, clock() + budget, slowest or {})
     others = [fmt for fmt in dict.fromkeys(formats) if fmt != FP32]
@@ -73,25 +73,25 @@ class _Race:
         return self.deadline - self.clock()
 
     def climb(self, fmt: Format, shapes: Sequence[Shape], *, share: float) -> int:
-        """Times the format at each shape that fits its share; how many there were."""
+        """Times the format at each shape that fits its share, and returns how many did."""
         end = self.clock() + min(share, self.left())
         overhead, per_operation = 0.0, self._first_guess(fmt, shapes)
         for place, shape in enumerate(shapes):
             predicted = overhead + 2 * MARGIN * per_operation * _operations(shape)
-            if predicted > 0 and self.clock() + predicted > end:  # the first of fp32 is always timed
+            if predicted > 0 and self.clock() + predicted > end:  # the first shape of fp32 is always timed
                 return place
-            begun = self.clock()
+            started = self.clock()
             self.runs[fmt, shape] = self.start(fmt, shape)
             self._timed(fmt, shape, 1)  # warms up: kernels are chosen and compiled, memory is mapped
             once = self._timed(fmt, shape, 1)
             per_operation = once / _operations(shape)
-            overhead = max(0.0, self.clock() - begun - 2 * once)
+            overhead = max(0.0, self.clock() - started - 2 * once)
             count = _enough(once)
             self.seconds[fmt, shape] = [once if count == 1 else self._timed(fmt, shape, count)]
         return len(shapes)
 
     def repeat(self, formats: Sequence[Format]) -> None:
-        """Takes turns at the highest rung of each format, while the budget lasts."""
+        """Times the highest rung of each format again, in turns, while the budget lasts."""
         turns: list[tuple[Format, Shape]] = []
         for fmt in formats:
             shape = self.highest(fmt)
@@ -105,18 +105,18 @@ class _Race:
                     self.seconds[key].append(self._timed(*key, count))
 
     def highest(self, fmt: Format) -> Shape | None:
-        """The largest shape the format was timed at."""
+        """Returns the largest shape the format was timed at."""
         return max((shape for f, shape in self.seconds if f == fmt), key=_operations, default=None)
 
     def _timed(self, fmt: Format, shape: Shape, count: int) -> float:
-        """Seconds a matmul takes, over `count` of them."""
-        begun = self.clock()
+        """Returns the seconds per matmul, over `count` of them."""
+        started = self.clock()
         self.runs[fmt, shape](count)
-        # A clock that did not move has a resolution; a nanosecond stands for it.
-        return max(self.clock() - begun, 1e-9) / count
+        # If the clock did not move, this was below its resolution, and counts as a nanosecond.
+        return max(self.clock() - started, 1e-9) / count
 
     def _first_guess(self, fmt: Format, shapes: Sequence[Shape]) -> float:
-        """Seconds an operation may take where the format was not timed yet; fp32 has to begin somewhere."""
+        """Returns the seconds per operation to assume before the format is timed; 0 for fp32, which is first."""
         if fmt == FP32 or not shapes:
             return 0.0
         return self.slowest.get(fmt, SLOWEST) * min(self.seconds[FP32, shapes[0]]) / _operations(shapes[0])

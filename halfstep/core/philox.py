@@ -1,4 +1,4 @@
-"""Philox4x32-10: random words that depend on where they are used, and on nothing else.
+"""Philox4x32-10: random words that depend only on where they are used.
 
 Stochastic rounding must round the same element the same way on every replica, on every shard and on every
 backend, whatever the order of computation. So the words are not a stream but a function
@@ -59,7 +59,7 @@ _HALF = np.uint64(32)
 def philox4x32(
     counter: tuple[Words, Words, Words, Words], key: tuple[int, int]
 ) -> tuple[Words, Words, Words, Words]:
-    """Four random words for each counter. The words of a counter are arrays of one shape, or broadcast."""
+    """Returns four random words for each counter, whose words are arrays of one shape, or broadcast."""
     # Held in uint64, where a product of two words is whole.
     c0, c1, c2, c3 = np.broadcast_arrays(*(np.asarray(word, np.uint32).astype(np.uint64) for word in counter))
     k0, k1 = key
@@ -72,7 +72,7 @@ def philox4x32(
 
 
 def random_bits(shape: int | tuple[int, ...], *, seed: int, step: int, tensor: int, start: int = 0) -> Words:
-    """One random word for each element of a tensor, or of the run of elements that begins at `start`.
+    """Returns a random word for each element of a tensor, or of a run of elements that begins at `start`.
 
     A shard passes the row-major index of its first element in the whole tensor as `start`, and gets the words
     that the whole tensor has there. A shard that is cut along a later dimension is several runs.
@@ -92,7 +92,7 @@ def random_bits(shape: int | tuple[int, ...], *, seed: int, step: int, tensor: i
 
 
 def tensor_id(name: str) -> int:
-    """32 bits that stand for a qualified name in every process: its 4-byte blake2s, little-endian."""
+    """Returns 32 bits for a qualified name, the same in every process: its 4-byte blake2s, little-endian."""
     return int.from_bytes(blake2s(name.encode(), digest_size=4).digest(), "little")
 
 

@@ -5,27 +5,27 @@ command line and a table form for TOML, and both read back as the same policy:
 
     bf16-mixed                                        a preset
     bf16-mixed,norm=bf16                              a preset, then roles that differ
-    param=fp32,compute=bf16                           no preset: what is not said is fp32
+    param=fp32,compute=bf16                           no preset: all other roles are fp32
     bf16-mixed; blocks.*.mlp.*: compute=e4m3; lm_head: compute=fp32           rules, after semicolons
 
 Presets expand to roles and are forgotten: what is stored, compared, checkpointed and reported is the value
-of every role. `str(policy)` prints from the preset that leaves the fewest differences, so two policies that
-mean the same print the same however they were written.
+of every role. `str(policy)` starts from the preset that leaves the fewest differences, so two policies that mean
+the same print the same.
 
-Activations and their gradients share a format unless `grad` says otherwise: a wide `compute` that is given, in a
-rule too, takes `grad` along, so `compute=bf16` is bf16-mixed.
+Activations and their gradients share a format unless `grad` says otherwise: a wide `compute`, in a rule too, also
+sets `grad`, so `compute=bf16` is bf16-mixed.
 
 Narrow formats (8 bits or less) are for matmul operands alone: activations, the residual stream and the
 results of matmuls stay in the `compute` of the whole model. So a narrow format lives in rules, which name
 the matmuls: `bf16-mixed,compute=e4m3` is short for `bf16-mixed; **: compute=e4m3`, and fp8-mixed is
 bf16-mixed with the rule `**: compute=e4m3:measured,grad=e5m2`.
 
-fp8-mixed says `measured` because a preset is a promise: it is never slower than bf16-mixed. Casts and transposed
-copies cost a layer more than the faster matmul saves it below some width, which differs by device, so the preset
-times each size when a model is prepared and tells both times. Who wants fp8 whatever it costs, to study it, leaves
-the word out: `fp8-mixed,compute=e4m3`. Emulated nothing is timed, and every matmul is narrow.
+fp8-mixed says `measured` because a preset is a promise: it is never slower than bf16-mixed. Below some width,
+which differs by device, casts and transposed copies cost a layer more than the faster matmul saves, so the preset
+times each size when a model is prepared and reports both times. To force fp8 regardless of speed, omit
+`measured`: `fp8-mixed,compute=e4m3`. Under emulation nothing is timed, and every matmul is narrow.
 
-"fp32" is fp32. TF32 on NVIDIA and bf16 passes on TPU are other formats; who wants TF32 asks for `tf32`.
+"fp32" is fp32. TF32 on NVIDIA and bf16 passes on TPU are other formats; to get TF32, ask for `tf32`.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -79,20 +79,20 @@ class Policy:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "rules", merge(self.rules))
-        self._settle_eval()
+        self._simplify_eval()
         self._check_base()
         self._check_scale()
 
     def roles(self) -> dict[str, Value]:
-        """The value of each role for the whole model, rules aside."""
+        """Returns the value of each role for the whole model, without rules."""
         return {name: getattr(self, name) for name in ROLES}
 
     def resolve(self, names: Sequence[str]) -> dict[str, Resolved]:
-        """What holds for each of a model's names. A rule that matches none, or a tie, is an error."""
+        """Returns what holds for each of a model's names. A rule that matches none, or a tie, is an error."""
         return resolve(self.roles(), self.rules, names)
 
     def evaluation(self) -> "Policy":
-        """The policy of evaluation: this one, or, where `eval` names a format, with that one everywhere."""
+        """Returns the policy of evaluation: this one, or with the format of `eval` everywhere."""
         if self.eval.format is None:
             return self
         operand = Operand(self.eval.format)
@@ -110,7 +110,7 @@ class Policy:
 
     @classmethod
     def parse(cls, text: str, *, auto: "Policy | None" = None) -> "Policy":
-        """Reads the text form. `auto` is the policy that the name `auto` stands for, where one was chosen."""
+        """Reads the text form. `auto` is the policy that was chosen for the name `auto`, if any."""
         try:
             return read(text).build(auto)
         except HalfstepError as error:
@@ -118,40 +118,39 @@ class Policy:
 
     @classmethod
     def from_table(cls, table: Mapping[str, Any], *, auto: "Policy | None" = None) -> "Policy":
-        """Reads the table form, as it comes out of TOML."""
+        """Reads the table form, as TOML gives it."""
         return read_table(table).build(auto)
 
     def __str__(self) -> str:
         return str(self._spell())
 
     def to_table(self) -> dict[str, Any]:
-        """The table form: strings and booleans, for TOML or JSON."""
+        """Returns the table form: strings and booleans, for TOML or JSON."""
         return self._spell().to_table()
 
     def _spell(self) -> "Spelling":
-        """The shortest way to write the policy; the earlier preset where two are as short."""
+        """Returns the shortest way to write the policy; of two as short, that of the earlier preset."""
         spellings = [spelling for name in PRESETS if (spelling := self._against(name)) is not None]
         return min(spellings, key=lambda spelling: spelling.length)
 
     def _against(self, preset: str) -> "Spelling | None":
         base = PRESETS[preset]
         differing = {role: value for role, value in self.roles().items() if value != getattr(base, role)}
-        # `compute` takes `grad` along, so what is left to say of `grad` depends on it.
+        # `compute` also sets `grad`, so whether `grad` must be written depends on it.
         followed = {**base.roles(), **with_grad({r: v for r, v in differing.items() if r == "compute"})}
         items = {r: v for r, v in self.roles().items() if v != followed[r] or (r == "compute" and r in differing)}
         ours = {rule.glob: dict(rule.changes) for rule in self.rules}
         for rule in base.rules:
             mine = ours.get(rule.glob, {})
             if not mine.keys() >= dict(rule.changes).keys():
-                return None  # text can add to a preset's rules and change them, not take them away
+                return None  # text can add to a preset's rules and change them, not remove them
             kept = {role: v for role, v in mine.items() if dict(rule.changes).get(role) != v}
-            # What is left to say of `grad` depends on `compute`, which takes it along.
             ours[rule.glob] = {"grad": mine["grad"], **kept} if "compute" in kept and "grad" in mine else kept
         rules = tuple(Rule(glob, tuple(changes.items())) for glob, changes in ours.items() if changes)
         return Spelling(preset, items, rules)
 
-    def _settle_eval(self) -> None:
-        """`eval` in the format of training is `eval=compute` where no rule changes compute."""
+    def _simplify_eval(self) -> None:
+        """Writes an `eval` in the format of training as `eval=compute`, if no rule changes compute."""
         ruled = any(role == "compute" for rule in self.rules for role, _ in rule.changes)
         if self.eval.format == self.compute.format and not ruled:
             object.__setattr__(self, "eval", Evaluation())
@@ -163,7 +162,7 @@ class Policy:
                 raise PolicyError(
                     f"{role}={fmt} cannot hold for a whole model: {fmt} is for matmul operands, "
                     "not for the activations between them",
-                    hint=f'name the matmuls by a rule, as Rule.parse("{EVERYWHERE}", "{role}={fmt}")',
+                    hint=f'name the matmuls in a rule, such as Rule.parse("{EVERYWHERE}", "{role}={fmt}")',
                 )
 
     def _check_scale(self) -> None:
@@ -183,14 +182,14 @@ class Policy:
             formats = one_of(dict.fromkeys(str(fmt) for _, fmt in used))
             raise PolicyError(
                 f"`scale={print_value(self.scale)}` with {formats}: the scale has nothing to protect, "
-                "these formats have fp32's range or scales of their own",
+                "these formats have fp32's range or their own scales",
                 hint="leave it out or write `scale=none`; only fp16 needs a loss scale",
             )
 
 
 @dataclass(frozen=True)
 class Spelling:
-    """A policy as it is written: where it starts from, the roles that differ, the rules that are added."""
+    """A policy as it is written: a preset, the roles that differ, and the added rules."""
 
     base: str
     items: Mapping[str, Value]
@@ -198,15 +197,15 @@ class Spelling:
 
     @property
     def length(self) -> int:
-        """How many things are said beyond the base."""
+        """How many changes there are to the base."""
         return len(self.items) + sum(len(rule.changes) for rule in self.rules)
 
     def build(self, auto: Policy | None = None) -> Policy:
-        """The policy that is meant."""
+        """Returns the policy."""
         base = auto if self.base == "auto" else PRESETS[self.base]
         if base is None:
             raise PolicyError(
-                "`auto` stands for a measurement, and nothing was measured here",
+                "`auto` means a measured choice, and nothing was measured here",
                 hint=f"`halfstep probe` measures; or name {one_of(PRESETS)}",
             )
         wide: dict[str, Value] = {}
@@ -232,7 +231,7 @@ class Spelling:
         return "; ".join([",".join([self.base, *items]), *map(str, self.rules)])
 
     def to_table(self) -> dict[str, Any]:
-        """The same as a table of strings and booleans."""
+        """Returns the same as a table of strings and booleans."""
         table: dict[str, Any] = {"preset": self.base}
         for role, value in self.items.items():
             table[role] = value if isinstance(value, bool) else print_value(value)
@@ -242,11 +241,13 @@ class Spelling:
 
 
 def as_policy(given: "Policy | str") -> Policy:
-    """A policy, or what its text says."""
+    """Returns a policy, given itself or its text."""
     if isinstance(given, str):
         return Policy.parse(given)
     if not isinstance(given, Policy):
-        raise PolicyError(f"the policy is a {type(given).__name__}", hint="a Policy, or its text: `bf16-mixed`")
+        raise PolicyError(
+            f"the policy is a {type(given).__name__}", hint="give a Policy, or its text, such as `bf16-mixed`"
+        )
     return given
 
 
@@ -275,7 +276,9 @@ def read_table(table: Mapping[str, Any]) -> Spelling:
         items[role] = parse_value(role, text)
     rules = table.get("rules", {})
     if not isinstance(rules, Mapping):
-        raise PolicyError(f"policy.rules is {rules!r}; it must be a table", hint='as "lm_head" = "compute=fp32"')
+        raise PolicyError(
+            f"policy.rules is {rules!r}; it must be a table", hint='such as "lm_head" = "compute=fp32"'
+        )
     return Spelling(base, items, tuple(Rule.parse(glob, _string(glob, text)) for glob, text in rules.items()))
 
 
@@ -284,9 +287,9 @@ def _read_rules(parts: Iterable[str]) -> Iterator[Rule]:
     for part in parts:
         glob, colon, changes = (piece.strip() for piece in part.partition(":"))
         if not colon:
-            raise PolicyError(f"`{part.strip()}` is not a rule", hint="as `; lm_head: compute=fp32`")
+            raise PolicyError(f"`{part.strip()}` is not a rule", hint="such as `; lm_head: compute=fp32`")
         if glob in globs:
-            raise PolicyError(f"two rules for `{glob}`", hint="write one, with its roles after one another")
+            raise PolicyError(f"two rules for `{glob}`", hint="write one rule with all of its roles")
         globs.add(glob)
         yield Rule.parse(glob, changes)
 
@@ -296,13 +299,13 @@ def _check_preset(name: str) -> None:
         known = [*PRESETS, "auto"]
         raise PolicyError(
             f"unknown preset `{name}`; presets are {', '.join(known)}, and anything else is role=value",
-            hint=did_you_mean(name, known, otherwise="as `bf16-mixed` or `bf16-mixed,norm=bf16`"),
+            hint=did_you_mean(name, known, otherwise="such as `bf16-mixed` or `bf16-mixed,norm=bf16`"),
         )
 
 
 def _string(key: str, value: Any) -> str:
     if not isinstance(value, str):
-        raise PolicyError(f"policy key `{key}` is {value!r}; it must be a string", hint='as norm = "fp32"')
+        raise PolicyError(f"policy key `{key}` is {value!r}; it must be a string", hint='such as norm = "fp32"')
     return value
 
 

@@ -1,14 +1,13 @@
-"""What one module runs in: a policy, resolved for a name and spelled out for a backend.
+"""The formats of one module: a policy, resolved for a name and spelled out for a backend.
 
-`Policy.resolve` says which value each role has at a module. A backend wants it one step further: the format of
-the activations around the module, and apart from it the format of the operands inside its matmuls, which are the
-same unless a rule made the operands narrow. Then the activations stay in the compute format of the
-whole model:
+`Policy.resolve` says which value each role has at a module. A backend needs the format of the activations around
+the module and that of the operands inside its matmuls. They are the same unless a rule makes the operands narrow;
+then the activations stay in the compute format of the whole model:
 
     bf16-mixed; lm_head: compute=fp32         at lm_head   activations fp32, operands fp32
     bf16-mixed; **.mlp.*: compute=e4m3        in the MLP   activations bf16, operands e4m3
 
-Every backend builds its layers from these records, so that a policy means the same on each.
+Every backend builds its layers from these records, so a policy means the same on each.
 """
 
 from collections.abc import Sequence
@@ -25,7 +24,7 @@ from halfstep.core.rules import Resolved
 class Precision:
     """The formats of one module."""
 
-    compute: Format = FP32  # activations that enter and leave, and what a matmul's result is rounded to
+    compute: Format = FP32  # activations, and what a matmul's result is rounded to
     operand: Operand = Operand(FP32)  # operands of the forward matmul
     grad: Format = FP32  # gradients of activations
     grad_operand: Operand = Operand(FP32)  # the incoming gradient as an operand of the backward matmuls
@@ -44,41 +43,41 @@ class Precision:
 
     @property
     def operands(self) -> tuple[Operand, Operand]:
-        """The operands of the forward matmul, and the gradient that meets them in the backward ones."""
+        """The operands of the forward matmul, and the gradient in the backward ones."""
         return self.operand, self.grad_operand
 
     @property
     def narrow(self) -> bool:
-        """Whether a matmul has an operand that is narrower than the activations, with a scale of its own."""
+        """Whether a matmul has an operand that is narrower than the activations, with its own scale."""
         return any(is_narrow(operand.format) for operand in self.operands)
 
     @property
     def measured(self) -> bool:
-        """Whether the narrow operands are wanted only where they make the layer faster."""
+        """Whether the operands are narrow only if that makes the layer faster."""
         return any(operand.measured for operand in self.operands)
 
     @property
     def delayed(self) -> bool:
-        """Whether a narrow operand is scaled by what earlier updates were like."""
+        """Whether a narrow operand is scaled by the amax of earlier updates."""
         return any(operand.amax == "delayed" for operand in self.operands)
 
     def widened(self) -> "Precision":
-        """The same with operands in the formats of the activations and of their gradients."""
+        """Returns the same with operands in the formats of the activations and of their gradients."""
         return replace(self, operand=Operand(self.compute), grad_operand=Operand(self.grad))
 
 
 def precisions(policy: Policy, names: Sequence[str]) -> dict[str, Precision]:
-    """The formats at each of a model's names, rules applied; what is wrong with the rules is an error."""
-    return {name: _precision(policy, found) for name, found in policy.resolve(names).items()}
+    """Returns the formats at each of a model's names; a rule that matches none, or a tie, is an error."""
+    return {name: _precision(policy, resolved) for name, resolved in policy.resolve(names).items()}
 
 
 def base_precision(policy: Policy) -> Precision:
-    """The formats where no rule applies."""
+    """Returns the formats where no rule applies."""
     return _precision(policy, Resolved(policy.roles(), {}))
 
 
-def _precision(policy: Policy, found: Resolved) -> Precision:
-    values = found.values
+def _precision(policy: Policy, resolved: Resolved) -> Precision:
+    values = resolved.values
     operand, grad = cast(Operand, values["compute"]), cast(Operand, values["grad"])
     return Precision(
         compute=policy.compute.format if is_narrow(operand.format) else operand.format,

@@ -1,7 +1,7 @@
-"""What a backend cannot run, refused by name before anything is changed.
+"""Refuses what a backend cannot run, by name, before anything changes.
 
-A policy can say more than every backend does. Each backend states what it lacks; the words of the refusal, and the
-form that runs instead, are here, the same for all.
+A policy can ask for more than a backend offers. Each backend states what it lacks; the message, and what runs
+instead, are here, the same for all.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -16,25 +16,26 @@ from halfstep.core.roles import Operand, Value, is_narrow, print_value
 
 EMULATE = "add `emulate=true` to the policy: casts bit for bit, matmuls in fp32"
 
-# (role, value) -> what to write instead of a value that is not implemented; empty where it is
+# (role, value) -> what to write instead of a value that is not implemented; empty if it is
 Missing = Callable[[str, Value], str]
 
 
 def check_implemented(policy: Policy, backend: str, missing: Missing) -> None:
-    """Refuses values that the grammar knows and the backend does not run."""
+    """Refuses values that the grammar has and the backend lacks."""
     for changes in (policy.roles(), *(dict(rule.changes) for rule in policy.rules)):
         for role, value in changes.items():
-            # Emulated there is nothing to measure: what would be narrow where it is faster is narrow everywhere.
-            said = replace(value, measured=False) if policy.emulate and isinstance(value, Operand) else value
-            why = missing(role, said)
-            if why:
-                raise PolicyError(f"`{role}={print_value(value)}` is not implemented on {backend} yet", hint=why)
+            # Under emulation nothing is measured: what would be narrow if it is faster is always narrow.
+            asked = replace(value, measured=False) if policy.emulate and isinstance(value, Operand) else value
+            if instead := missing(role, asked):
+                raise PolicyError(
+                    f"`{role}={print_value(value)}` is not implemented on {backend} yet", hint=instead
+                )
 
 
 def check_formats(
     wanted: Iterable[Precision], where: str, supported: Callable[[Format], Support], native: Sequence[Format]
 ) -> None:
-    """Refuses formats that a device cannot run, or that no matmul of the backend takes, unless emulated."""
+    """Refuses formats that the device cannot run, or that no matmul of the backend takes, unless emulated."""
     for precision in dict.fromkeys(wanted):
         if precision.emulate:
             continue
@@ -68,19 +69,19 @@ def no_format(dtype: object, arrays: str, known: Iterable[object]) -> FormatErro
 def check_measurable(formats: Iterable[Format], where: str, supported: Callable[[Format], Support]) -> None:
     """Refuses to time formats that a device cannot run, before the clock starts.
 
-    What is timed inside a budget may not come to its turn, and would then go unrefused.
+    Within a budget, a format may not get its turn, and would then not be refused.
     """
     for fmt in formats:
         support = supported(fmt)
         if not support:
             raise FormatError(
                 f"{fmt} cannot be timed on {where}: {support.reason}",
-                hint="leave it out; `halfstep probe` says which formats a device runs",
+                hint="leave it out; `halfstep probe` lists the formats a device runs",
             )
 
 
 def check_reach(policy: Policy, matmuls: Iterable[str], owners: Iterable[str]) -> None:
-    """Refuses a rule that matches names and still changes nothing there.
+    """Refuses a rule that matches names but changes nothing there.
 
     `matmuls` are the modules that multiply, `owners` those that hold a parameter.
     """
@@ -91,7 +92,7 @@ def check_reach(policy: Policy, matmuls: Iterable[str], owners: Iterable[str]) -
             if narrow and not any(rule.matches(name) for name in matmuls):
                 raise PolicyError(
                     f"rule `{rule}` names no matmul, and {role}={print_value(value)} is for matmul operands",
-                    hint="name the layers that multiply, as `blocks.*.mlp.*` or `lm_head`",
+                    hint="name the layers that multiply, such as `blocks.*.mlp.*` or `lm_head`",
                 )
             if role in ("param", "moments") and not any(rule.matches(name) for name in owners):
                 raise PolicyError(

@@ -5,9 +5,9 @@ and modifiers, `head:modifier:key=number`, and reads back from what it prints:
 
     fp32    bf16:stochastic    fp32:split    e4m3:row:delayed    dynamic:init=65536:interval=2000
 
-The kinds of value are dataclasses, and their grammar is derived from their fields: a `bool` field is a flag
-of its own name, a `Literal` field a flag named after the value, a number is `key=number`. Defaults are not
-printed, so two values that mean the same print the same.
+The kinds of value are dataclasses, and their fields are the grammar: a `bool` field is a flag of the same name,
+a `Literal` field a flag named after the value, a number is `key=number`. Defaults are not printed, so two values
+that mean the same print the same.
 """
 
 from dataclasses import MISSING, dataclass, fields
@@ -22,7 +22,7 @@ from halfstep.core.scaling import LAWS, DynamicScale, Scale
 
 @dataclass(frozen=True)
 class Param:
-    """How the optimizer's own copy of a weight is held."""
+    """How the optimizer holds its copy of a weight."""
 
     format: Format
     split: bool = False  # fp32 kept as bf16 plus a 16-bit remainder; matrices only, exact
@@ -31,12 +31,12 @@ class Param:
     def __post_init__(self) -> None:
         if self.split and self.format != FP32:
             raise PolicyError(
-                f"`{self.format}:split` cannot be: only fp32 splits into bf16 and a 16-bit remainder",
+                f"`{self.format}:split` is impossible: only fp32 splits into bf16 and a 16-bit remainder",
                 hint="write `fp32:split`, or leave the modifier out",
             )
         if self.stochastic and self.format == FP32:
             raise PolicyError(
-                "`fp32:stochastic` cannot be: an fp32 update is not rounded to anything narrower",
+                "`fp32:stochastic` is impossible: an fp32 update is not rounded to anything narrower",
                 hint="write `bf16:stochastic`, or leave the modifier out",
             )
 
@@ -46,17 +46,17 @@ class Operand:
     """The format of matmul operands; how narrow ones are scaled into their range."""
 
     format: Format
-    granularity: Literal["tensor", "row"] = "tensor"  # one scale a tensor, or one a row
+    granularity: Literal["tensor", "row"] = "tensor"  # one scale per tensor, or one per row
     amax: Literal["current", "delayed"] = "current"  # the scale follows this step's amax, or past ones
-    measured: bool = False  # only where it is faster, timed when the model is prepared
+    measured: bool = False  # only if it is faster, timed when the model is prepared
 
     def __post_init__(self) -> None:
         given = _modifiers(self)
         if given and not is_narrow(self.format):
             raise PolicyError(
-                f"`{self.format}:{':'.join(given)}` cannot be: {self.format} operands are not scaled, "
+                f"`{self.format}:{':'.join(given)}` is impossible: {self.format} operands are not scaled, "
                 "only formats of 8 bits or less are",
-                hint=f"write `{self.format}`, or a narrow format as `e4m3:{':'.join(given)}`",
+                hint=f"write `{self.format}`, or a narrow format such as `e4m3:{':'.join(given)}`",
             )
 
 
@@ -70,7 +70,7 @@ class Accumulator:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """The compute format of evaluation; None is "as in training, rules included"."""
+    """The compute format of evaluation; None means as in training, with its rules."""
 
     format: Format | None = None
 
@@ -85,7 +85,7 @@ class Role:
     meaning: str
     kind: type
     allowed: tuple[str, ...] | None = None  # format names; None is any
-    reason: str = ""  # why no others
+    reason: str = ""  # why other formats are not allowed
     in_rules: bool = True  # whether a rule may change it for some modules
 
 
@@ -128,21 +128,19 @@ ROLES: dict[str, Role] = {
         "evaluation needs no narrower format",
         in_rules=False,
     ),
-    "export": Role(
-        "what a finished model is written in; resume state is never rounded", Format, _HALF, "as stored"
-    ),
+    "export": Role("what a finished model is saved in; resume state is never rounded", Format, _HALF, "as stored"),
     "scale": Role("loss scaling", Scale, in_rules=False),
-    "emulate": Role("casts are made bit for bit in fp32, on any hardware", bool, in_rules=False),
+    "emulate": Role("casts are emulated bit for bit in fp32, on any hardware", bool, in_rules=False),
 }
 
 
 def is_narrow(fmt: Format) -> bool:
-    """Whether values reach the format only through a scale of their own (8 bits or less)."""
+    """Whether the format is so narrow that values need their own scale to reach it (8 bits or less)."""
     return fmt.bits <= 8
 
 
 def needs_loss_scale(fmt: Format) -> bool:
-    """Whether gradients fall out of the format's range unless the loss is scaled: fp16 and its kin."""
+    """Whether gradients leave the format's range unless the loss is scaled, as in fp16."""
     return fmt.exponent_bits < 8 and not is_narrow(fmt)
 
 
@@ -196,7 +194,7 @@ def _print_number(number: float) -> str:
 
 @cache
 def _grammar(kind: Any) -> tuple[tuple[str, str, Any, Any], ...]:
-    """(field, key it is written with, type, default) of each modifier a kind of value has."""
+    """Returns (field, key in the text, type, default) of each modifier of a kind of value."""
     hints = get_type_hints(kind)
     rows = [field for field in fields(kind) if field.name != "format"]
     assert all(field.default is not MISSING for field in rows)
@@ -211,7 +209,7 @@ def _read(kind: type, text: str) -> Value:
         return text == "true"
     if kind is Format or kind is Evaluation:
         if words:
-            raise PolicyError(f"modifier `{words[0]}` means nothing here; this role takes a format alone")
+            raise PolicyError(f"modifier `{words[0]}` means nothing here; this role takes only a format")
         if kind is Format:
             return formats.parse(head)
         return Evaluation(None if head == "compute" else formats.parse(head))
@@ -219,8 +217,8 @@ def _read(kind: type, text: str) -> Value:
         laws = {law.word: law for law in LAWS}
         if head not in laws:
             raise PolicyError(
-                f"unknown law of scaling `{head}`; it may be {one_of(laws)}",
-                hint=did_you_mean(head, laws, otherwise=f"fp16 wants `{DynamicScale.word}`, all else `none`"),
+                f"unknown loss scaling `{head}`; it may be {one_of(laws)}",
+                hint=did_you_mean(head, laws, otherwise=f"fp16 needs `{DynamicScale.word}`, other formats `none`"),
             )
         return laws[head](**_read_modifiers(laws[head], words))
     return kind(format=formats.parse(head), **_read_modifiers(kind, words))  # type: ignore[no-any-return]

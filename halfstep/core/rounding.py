@@ -2,8 +2,8 @@
 
 **Codes count magnitudes.** Leave the sign aside and read a code of ExMy as an integer. The codes 0, 1, 2, ...
 are then the numbers of the format in ascending order, across the border of the subnormals and across every
-power of two, because the exponent field stands above the mantissa. So to round a number is to choose between
-two neighboring integers, and a carry out of the mantissa needs no case of its own.
+power of two, because the exponent field is above the mantissa. So to round a number is to choose between two
+neighboring integers, and a carry out of the mantissa is not a special case.
 
 **One number, two scales.** Every nonzero fp32 number is exactly
 
@@ -31,8 +31,8 @@ Once shift > 24, x is below half of the smallest subnormal, and only stochastic 
 zero. There the probability is exact up to shift = 32; beyond, it is the fraction rounded down to a multiple
 of 2^-32, so a number below 2^-32 of the smallest subnormal always becomes zero.
 
-**Overflow** means that the code so found, were the exponent unbounded, is beyond the format's largest number.
-Infinity reads as 2^128, so it overflows every format, and the rule says what becomes of it and of its like:
+**Overflow** means that this code, with an unbounded exponent, is beyond the format's largest number. Infinity
+reads as 2^128, so it overflows every format. The rule says what an overflow becomes:
 
     inf         an infinity of the same sign (formats that have one)
     nan         a NaN (formats that have one)
@@ -50,7 +50,7 @@ zero. In fnuz formats zero has no sign, so what rounds to -0 is +0.
 No floating-point arithmetic is done on values, so a CPU that flushes subnormals changes nothing.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cache
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -88,12 +88,12 @@ def cast(
     format = as_format(format)
     values = as_fp32(x, format)
     _check_rule(format, overflow)
-    words = _check_rounding(values, rounding, bits)
+    words = _random_words(values, rounding, bits)
     _refuse_nan(values, format)
     if overflow == "raise" and (beyond := overflows(values, format, rounding=rounding, bits=bits)).any():
         raise RoundingError(
             f"{_first(beyond, values)} beyond {format}, whose largest number is {format.max:g}",
-            hint="scale the tensor down, or state another rule, as overflow=`saturate`",
+            hint="scale the tensor down, or state another rule, such as overflow=`saturate`",
         )
     result = np.empty(values.size, np.float32)
     patterns = values.reshape(-1).view(np.uint32)
@@ -106,10 +106,10 @@ def cast(
 def overflows(
     x: NDArray[Any], format: Format | str, *, rounding: Rounding = "nearest-even", bits: Words | None = None
 ) -> NDArray[np.bool_]:
-    """True where the overflow rule of `cast` would apply: infinities, and numbers beyond the format."""
+    """Returns where the overflow rule of `cast` applies: at infinities, and numbers beyond the format."""
     format = as_format(format)
     values = as_fp32(x, format)
-    words = _check_rounding(values, rounding, bits)
+    words = _random_words(values, rounding, bits)
     result = np.empty(values.size, np.bool_)
     patterns = values.reshape(-1).view(np.uint32)
     for block in _blocks(values.size):
@@ -120,10 +120,10 @@ def overflows(
 
 
 def encode(values: NDArray[Any], format: Format | str) -> NDArray[np.unsignedinteger[Any]]:
-    """The codes of numbers that `format` holds exactly, in the smallest unsigned type that fits them.
+    """Returns the codes of numbers that `format` holds exactly, in the smallest unsigned type that fits them.
 
-    A code is right-aligned: tf32 has 19 bits in a uint32. A number the format does not have is refused, -0 in
-    an fnuz format included, so that `decode` gives back the same bits (NaN excepted: it becomes canonical).
+    A code is right-aligned: tf32 has 19 bits in a uint32. A number the format lacks is refused, -0 in an fnuz
+    format included, so that `decode` returns the same bits (except for NaN, which becomes canonical).
     """
     format = as_format(format)
     numbers = as_fp32(values, format)
@@ -143,7 +143,7 @@ def encode(values: NDArray[Any], format: Format | str) -> NDArray[np.unsignedint
 
 
 def decode(codes: NDArray[Any], format: Format | str) -> Floats:
-    """The numbers that codes stand for, in fp32: the inverse of `encode`."""
+    """Returns the numbers of codes, in fp32: the inverse of `encode`."""
     format = as_format(format)
     codes, limit = np.asarray(codes), 2**format.bits
     if codes.dtype.kind not in "ui" or (codes.size and not 0 <= int(codes.min()) <= int(codes.max()) < limit):
@@ -161,7 +161,7 @@ def decode(codes: NDArray[Any], format: Format | str) -> Floats:
 def _round(
     patterns: Words, format: Format, overflow: Overflow, rounding: Rounding = "truncate", words: Words = _NONE
 ) -> Integers:
-    """fp32 bit patterns to codes of the format, sign included."""
+    """Turns fp32 bit patterns into codes of the format, sign included."""
     special = _special(format)
     magnitude = patterns.astype(np.int64) & 0x7FFFFFFF
     code = _pack(*_unpack(magnitude, FP32), format, rounding, words)
@@ -179,7 +179,7 @@ def _round(
 
 
 def _read(codes: Integers, format: Format) -> Floats:
-    """Codes of the format, sign included, to fp32 values."""
+    """Turns codes of the format, sign included, into fp32 values."""
     special = _special(format)
     negative, magnitude = codes & special.sign, codes & (special.sign - 1)
     pattern = _pack(*_unpack(magnitude, format), FP32)
@@ -191,7 +191,7 @@ def _read(codes: Integers, format: Format) -> Floats:
 
 
 def _unpack(magnitude: Integers, format: Format) -> tuple[Integers, Integers]:
-    """S and E of codes without sign, for S * 2^(E - 23); zero has S = 0 and an E below all others."""
+    """Returns S and E of codes without sign, for S * 2^(E - 23); zero has S = 0 and an E below all others."""
     field = magnitude >> format.mantissa_bits
     significand = magnitude & (2**format.mantissa_bits - 1)
     significand += np.where(field, 2**format.mantissa_bits, 0)
@@ -208,7 +208,7 @@ def _pack(
     rounding: Rounding = "truncate",
     words: Words = _NONE,
 ) -> Integers:
-    """The codes that S * 2^(E - 23) round to, as if exponents had no end."""
+    """Returns the codes that S * 2^(E - 23) round to, as if exponents were unbounded."""
     clamped = np.maximum(exponent, format.min_exponent)
     shift = np.minimum(23 - format.mantissa_bits + clamped - exponent, _MAX_SHIFT)
     floor = significand >> shift
@@ -227,7 +227,7 @@ def _pack(
 
 
 class _Special(NamedTuple):
-    """Codes with a meaning of their own; `max` is the largest finite number, -1 stands for no code."""
+    """Special codes; `max` is the largest finite number, -1 means that there is no such code."""
 
     max: int
     inf: int
@@ -252,7 +252,7 @@ def _blocks(size: int) -> Iterator[slice]:
 
 
 def as_format(format: Format | str) -> Format:
-    """The format, given itself or its name."""
+    """Returns a format, given itself or its name."""
     return Format.parse(format) if isinstance(format, str) else format
 
 
@@ -261,7 +261,7 @@ def _storage(format: Format) -> type[np.unsignedinteger[Any]]:
 
 
 def as_fp32(x: NDArray[Any], format: Format) -> Floats:
-    """The input as fp32, if that is what it is or fp32 holds it exactly."""
+    """Returns the input as fp32, if fp32 holds it exactly."""
     x = np.asarray(x)
     if x.dtype == np.float32 or x.dtype == np.float16:
         return np.ascontiguousarray(x, np.float32).reshape(x.shape)
@@ -278,7 +278,11 @@ def as_fp32(x: NDArray[Any], format: Format) -> Floats:
 
 def _check_rule(format: Format, overflow: Overflow) -> None:
     lacking = {"inf": not format.has_inf, "nan": not format.has_nan}
-    legal = [rule for rule in get_args(Overflow) if not lacking.get(rule)]
+    check_overflow(format, overflow, [rule for rule in get_args(Overflow) if not lacking.get(rule)])
+
+
+def check_overflow(format: Format, overflow: Overflow, legal: Sequence[str]) -> None:
+    """Refuses an overflow rule that is not legal."""
     if overflow not in legal:
         raise FormatError(
             f"{format} cannot overflow by the rule `{overflow}`; it allows {one_of(legal)}",
@@ -286,19 +290,24 @@ def _check_rule(format: Format, overflow: Overflow) -> None:
         )
 
 
-def _check_rounding(values: Floats, rounding: Rounding, bits: Words | None) -> Words:
-    """The random words in a flat array, which is empty for the modes that need none."""
+def check_rounding(rounding: Rounding, *, random: bool) -> None:
+    """Refuses an unknown rounding, and random bits (if `random`) for a rounding that uses none."""
     if rounding not in get_args(Rounding):
         raise RoundingError(
             f"unknown rounding `{rounding}`; it is {one_of(get_args(Rounding))}",
-            hint=did_you_mean(str(rounding), get_args(Rounding)),
+            hint=did_you_mean(str(rounding), get_args(Rounding), otherwise="`nearest-even` is what hardware does"),
         )
+    if random and rounding != "stochastic":
+        raise RoundingError(
+            f"random bits were given, but `{rounding}` uses none",
+            hint="drop `bits`, or ask for rounding=`stochastic`",
+        )
+
+
+def _random_words(values: Floats, rounding: Rounding, bits: Words | None) -> Words:
+    """Returns the random words in a flat array, which is empty for a rounding that uses none."""
+    check_rounding(rounding, random=bits is not None)
     if rounding != "stochastic":
-        if bits is not None:
-            raise RoundingError(
-                f"random bits were given, but `{rounding}` uses none",
-                hint="drop `bits`, or ask for rounding=`stochastic`",
-            )
         return _NONE
     if bits is None or bits.dtype != np.uint32 or bits.shape != values.shape:
         given = "none" if bits is None else f"{bits.dtype} of shape {bits.shape}"
@@ -314,12 +323,12 @@ def _refuse_nan(values: Floats, format: Format) -> None:
     if not format.has_nan and nan.any():
         raise RoundingError(
             f"{_first(nan, values)} NaN, which {format} does not have",
-            hint="find where it came from; no number can stand for it",
+            hint="find where it came from; no number can replace it",
         )
 
 
 def _first(mask: NDArray[np.bool_], values: Floats) -> str:
-    """How many there are, and the first: `3 of 10 values (the first at index (0, 2): 1000.0) are`."""
+    """Says how many there are, and the first: `3 of 10 values (the first at index (0, 2): 1000.0) are`."""
     flat = int(np.flatnonzero(mask)[0])
     index = tuple(int(i) for i in np.unravel_index(flat, values.shape))
     count, verb = int(mask.sum()), "is" if mask.sum() == 1 else "are"

@@ -5,11 +5,10 @@ A rule is a glob on the qualified name of a module or parameter and the roles it
     blocks.*.mlp.*: compute=e4m3, grad=e5m2
     lm_head: compute=fp32                         and `grad` with it, unless the rule says otherwise
 
-In a glob, `*` stands for any characters within one dot and `**`, as a whole segment, for any number of
-segments, none included. When several rules that change the same role match one name, the rule with more
-literal segments (those without a `*`) wins; the order in which rules are written means nothing. Two that tie
-and disagree are an error, and so is a rule that matches no name at all: either would be a precision that
-somebody believes in and nobody runs.
+In a glob, `*` matches any characters within one segment and `**`, as a whole segment, any number of segments,
+including none. If several rules change the same role at one name, the rule with more literal segments (those
+without a `*`) wins; the order of the rules does not matter. Two that tie and disagree are an error, and so is a
+rule that matches no name: either would be a precision that was asked for and never runs.
 """
 
 import re
@@ -34,12 +33,12 @@ class Rule:
         check_glob(self.glob)
         given = with_grad(dict(self.changes))
         if not given:
-            raise PolicyError(f"rule `{self.glob}` changes nothing", hint="as `lm_head: compute=fp32`")
+            raise PolicyError(f"rule `{self.glob}` changes nothing", hint="such as `lm_head: compute=fp32`")
         object.__setattr__(self, "changes", tuple((role, given[role]) for role in ROLES if role in given))
 
     @classmethod
     def parse(cls, glob: str, text: str) -> "Rule":
-        """A rule from its two halves: the glob, and `role=value,...`."""
+        """Reads a rule from its two parts: the glob, and `role=value,...`."""
         try:
             return cls(glob, tuple(parse_items(text, in_rule=True).items()))
         except PolicyError as error:
@@ -50,7 +49,7 @@ class Rule:
 
     @property
     def changes_text(self) -> str:
-        """The second half of the rule's text; what `compute` takes along is not repeated."""
+        """The second part of the rule's text; a `grad` that `compute` sets is left out."""
         given = dict(self.changes)
         implied = {role for role in given if role == "grad" and with_grad({**given, "grad": None}) == given}
         return ",".join(f"{role}={print_value(value)}" for role, value in self.changes if role not in implied)
@@ -61,34 +60,34 @@ class Rule:
         return sum("*" not in segment for segment in self.glob.split("."))
 
     def matches(self, name: str) -> bool:
-        """Whether the rule speaks of the module or parameter of this name."""
+        """Whether the rule applies to the module or parameter of this name."""
         return _pattern(self.glob).fullmatch("." + name) is not None
 
 
 @dataclass(frozen=True)
 class Resolved:
-    """What holds for one name: the value of each role, and the glob that gave it (None: no rule did)."""
+    """What holds for one name: the value of each role, and the glob it comes from, if any."""
 
     values: Mapping[str, Value]
     sources: Mapping[str, str | None]
 
     def without_matmul(self, base: Mapping[str, Value]) -> "Resolved":
-        """What holds where no matrices are multiplied, as in a norm: narrow operands do not reach it."""
+        """Returns what holds where nothing is multiplied, such as in a norm: narrow operands do not apply."""
         narrow = [r for r, v in self.values.items() if isinstance(v, Operand) and is_narrow(v.format)]
         values = {**self.values, **{role: base[role] for role in narrow}}
         return Resolved(values, {**self.sources, **dict.fromkeys(narrow)})
 
 
 def with_grad(items: Mapping[str, Value | None]) -> dict[str, Value]:
-    """The items, and `grad` in the format of `compute` where that is wide and `grad` is not said.
+    """Returns the items, with `grad` in the format of `compute` if that is wide and `grad` is not given.
 
-    Activations and their gradients share a format; operands narrower than both do not speak of either.
+    Activations and their gradients share a format; narrow operands say nothing about either.
     """
-    said = {role: value for role, value in items.items() if value is not None}
-    compute = said.get("compute")
+    given = {role: value for role, value in items.items() if value is not None}
+    compute = given.get("compute")
     if isinstance(compute, Operand) and not is_narrow(compute.format):
-        return {"grad": compute, **said}
-    return said
+        return {"grad": compute, **given}
+    return given
 
 
 def check_glob(glob: str) -> None:
@@ -96,9 +95,9 @@ def check_glob(glob: str) -> None:
     for segment in glob.split("."):
         if not _SEGMENT.fullmatch(segment) or ("**" in segment and segment != "**"):
             raise PolicyError(
-                f"`{glob}` is no glob on module names: segment `{segment}` is not letters, digits, `_`, `-` "
+                f"`{glob}` is not a glob on module names: segment `{segment}` is not letters, digits, `_`, `-` "
                 "and `*`, nor `**` alone",
-                hint="as `blocks.*.mlp.*`, `**.attn.*` or `lm_head`",
+                hint="such as `blocks.*.mlp.*`, `**.attn.*` or `lm_head`",
             )
 
 
@@ -109,7 +108,7 @@ def parse_items(text: str, *, in_rule: bool) -> dict[str, Value]:
         role, equals, value = item.partition("=")
         role = role.strip()
         if not equals:
-            hint = f"as `{role}=bf16`" if role in ROLES else did_you_mean(role, ROLES)
+            hint = f"such as `{role}=bf16`" if role in ROLES else did_you_mean(role, ROLES)
             raise PolicyError(f"`{item}` is not of the form role=value", hint=hint)
         check_role(role, in_rule=in_rule)
         if role in items:
@@ -119,20 +118,20 @@ def parse_items(text: str, *, in_rule: bool) -> dict[str, Value]:
 
 
 def check_role(role: str, *, in_rule: bool) -> None:
-    """Refuses a name that is no role, or that no rule may change."""
+    """Refuses a name that is not a role, or a role that no rule may change."""
     legal = [name for name, spec in ROLES.items() if spec.in_rules or not in_rule]
     if role not in ROLES:
         raise PolicyError(f"unknown role `{role}`; roles are {', '.join(legal)}", hint=did_you_mean(role, legal))
     if role not in legal:
         raise PolicyError(
-            f"role `{role}` holds for the whole run and cannot differ by module; a rule may change "
+            f"role `{role}` applies to the whole run and cannot differ by module; a rule may change "
             f"{', '.join(legal)}",
             hint=f"set `{role}` outside the rules",
         )
 
 
 def merge(rules: Iterable[Rule]) -> tuple[Rule, ...]:
-    """One rule a glob, sorted by glob; of two changes of one role under one glob the later counts."""
+    """Returns one rule per glob, sorted by glob; of two changes of one role under one glob the later counts."""
     by_glob: dict[str, dict[str, Value]] = {}
     for rule in rules:
         by_glob.setdefault(rule.glob, {}).update(rule.changes)
@@ -140,7 +139,7 @@ def merge(rules: Iterable[Rule]) -> tuple[Rule, ...]:
 
 
 def resolve(base: Mapping[str, Value], rules: Sequence[Rule], names: Sequence[str]) -> dict[str, Resolved]:
-    """What holds for each name. Every rule must match at least one; ties must agree."""
+    """Returns what holds for each name. Every rule must match at least one; ties must agree."""
     for rule in rules:
         if not any(rule.matches(name) for name in names):
             raise PolicyError(
@@ -161,10 +160,10 @@ def _resolve_one(base: Mapping[str, Value], matching: Sequence[Rule], name: str)
         most = max(rule.literals for rule, _ in rivals)
         best = [(rule, value) for rule, value in rivals if rule.literals == most]
         if any(value != best[0][1] for _, value in best):
-            told = " and ".join(f"`{rule.glob}: {role}={print_value(value)}`" for rule, value in best)
+            tied = " and ".join(f"`{rule.glob}: {role}={print_value(value)}`" for rule, value in best)
             raise PolicyError(
-                f"rules {told} disagree about `{name}`, and neither is more specific",
-                hint=f"add a rule with more literal segments, as `{name}: {role}={print_value(best[0][1])}`",
+                f"rules {tied} disagree about `{name}`, and neither is more specific",
+                hint=f"add a rule with more literal segments, such as `{name}: {role}={print_value(best[0][1])}`",
             )
         winners[role], values[role] = best[0]
         sources[role] = winners[role].glob
@@ -175,12 +174,12 @@ def _near_names(glob: str, names: Sequence[str]) -> str:
     near = did_you_mean(glob, names)
     if near is not None or not names:
         return near or "the model has no names"
-    return f"names look like {one_of(names[:3])}; `*` stays within one dot, `**` crosses dots"
+    return f"names look like {one_of(names[:3])}; `*` stays within one segment, `**` crosses dots"
 
 
 @lru_cache(maxsize=1024)
 def _pattern(glob: str) -> re.Pattern[str]:
-    """The glob over names with a dot put in front, which lets every segment be matched with its dot."""
+    """Compiles a glob for names with a dot in front, so that every segment is matched with its dot."""
     parts = []
     for segment in glob.split("."):
         if segment == "**":

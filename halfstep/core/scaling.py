@@ -7,18 +7,17 @@ rounded; the optimizer must see them divided by the same S. The law says what S 
     finite        n <- n + 1;  when n = interval:  S <- min(S * growth, ceiling), n <- 0, h <- hysteresis
     not finite    n <- 0, h <- h - 1;  when h = 0 or less:  S <- max(S * backoff, floor)
 
-A step whose gradients are not finite is skipped by the caller under every law. `hysteresis` is how many
-such steps are borne before the first backoff; a whole interval of finite steps restores it. When a
-backoff is due and S is already at its floor, the state is `stuck`: no scale will help, the run must stop
-and name the tensor.
+The caller skips a step whose gradients are not finite under every law. `hysteresis` is how many such steps are
+tolerated before the first backoff; a whole interval of finite steps restores it. If a backoff is due and S is
+already at its floor, the state is `stuck`: no scale will help, the run must stop and name the tensor.
 
 All of S, growth, backoff, floor and ceiling are powers of two, so that scaling and unscaling change only
 exponents: what comes back is bit for bit what would have come without a scale, wherever nothing
 overflows or underflows.
 
 The state is a tuple of four scalars, so it is a pytree as it stands and no field can be lost under jit. The
-law uses arithmetic, comparison and `xp.where` and nothing else: the same code runs on numpy, torch, jax.numpy
-and mlx.core arrays, traced or not, and never asks an array for its truth.
+law uses only arithmetic, comparison and `xp.where`: the same code runs on numpy, torch, jax.numpy and mlx.core
+arrays, traced or not, and never needs the truth value of an array.
 """
 
 import math
@@ -28,7 +27,7 @@ from typing import Any, ClassVar, NamedTuple, final
 
 from halfstep.core.errors import ScalingError
 
-# Array scalars of whichever framework is in use, and its module of functions; core knows none of them.
+# Array scalars of the framework in use, and its module of functions.
 Scalar = Any
 Namespace = Any
 
@@ -59,11 +58,11 @@ class Scale(ABC):
 
     @abstractmethod
     def init(self) -> ScaleState:
-        """The first state, as Python numbers; a backend makes each one a scalar of its own."""
+        """Returns the first state as Python numbers, which a backend turns into its own scalars."""
 
     @abstractmethod
     def judge(self, state: ScaleState, finite: Scalar, xp: Namespace) -> Verdict:
-        """How to unscale the step that used `state`, and the state of the next. `finite` is a bool scalar."""
+        """Returns how to unscale the step that used `state`, and the next state. `finite` is a bool scalar."""
 
 
 @final
@@ -99,11 +98,11 @@ class StaticScale(Scale):
 
 
 def way_out(where: str, rule: str = "a rule with `compute=fp32`") -> str:
-    """What helps where gradients are not finite at the scale's floor, by the pass in which it begins, if known."""
+    """Says what helps if gradients are not finite at the scale's floor, by the pass where it begins, if known."""
     return {
         "": f"use bf16, which needs no scale, or {rule} keeps the layers that overflow in range",
         "forward": f"no loss scale reaches the forward pass: use bf16, or {rule} keeps it in range",
-        "backward": f"a lower `scale=dynamic:floor=` goes on; bf16 needs no scale; {rule} keeps it in fp32",
+        "backward": f"lower `scale=dynamic:floor=` to continue; bf16 needs no scale; {rule} keeps it in fp32",
     }.get(where, "check the batches; use bf16, which needs no scale")
 
 
@@ -173,7 +172,7 @@ LAWS: tuple[type[Scale], ...] = (NoScale, StaticScale, DynamicScale)
 
 
 def is_power_of_two(value: float) -> bool:
-    """Whether the number changes nothing but exponents."""
+    """Whether multiplying by the number changes only exponents."""
     return value > 0 and math.isfinite(value) and math.frexp(value)[0] == 0.5
 
 
@@ -182,9 +181,11 @@ def _check_powers_of_two(law: Any, *names: str) -> None:
     for name in names:
         value = getattr(law, name)
         if not is_power_of_two(value):
-            near = f"the nearest is {2.0 ** round(math.log2(value)):g}" if 0 < value < math.inf else "as 65536"
+            near = (
+                f"the nearest is {2.0 ** round(math.log2(value)):g}" if 0 < value < math.inf else "such as 65536"
+            )
             raise ScalingError(
-                f"scale {name.removesuffix('_scale')} is {value:g}, which is no power of two: "
+                f"scale {name.removesuffix('_scale')} is {value:g}, which is not a power of two: "
                 "scaling and unscaling would round every gradient",
                 hint=f"use a power of two; {near}",
             )

@@ -1,7 +1,7 @@
-"""fp32 masters held as bf16 and a 16-bit remainder, reference.
+"""fp32 masters held as bf16 and a 16-bit remainder: the reference.
 
-A weight that is used in bf16 and updated in fp32 needs 4 bytes, not 6: the bf16 half serves the matmul as it
-is, and the other half holds what rounding took away. With bits(x) the fp32 pattern read as an integer,
+A weight that is used in bf16 and updated in fp32 needs 4 bytes, not 6: the matmul uses the bf16 half as it is, and
+the other half holds what rounding removed. With bits(x) the fp32 pattern read as an integer,
 
     bits(x) = (hi << 16) + lo        hi: a bf16 code, 16 bits        lo: signed, -32768 <= lo <= 32767
 
@@ -41,7 +41,7 @@ from halfstep.core.errors import RoundingError
 
 
 def split(x: NDArray[np.float32]) -> tuple[NDArray[np.uint16], NDArray[np.int16]]:
-    """The nearest bf16 code, ties away from zero, and the remainder that makes it exact."""
+    """Returns the nearest bf16 code, ties away from zero, and the remainder that makes it exact."""
     x = _expect(x, np.float32, "x", "split takes the fp32 master; widen others with x.astype(np.float32)")
     bits = x.view(np.uint32)
     # (bits + 0x8000) >> 16, halved first so that the sum stays within 32 bits.
@@ -54,10 +54,10 @@ def split(x: NDArray[np.float32]) -> tuple[NDArray[np.uint16], NDArray[np.int16]
 
 
 def join(hi: NDArray[np.uint16], lo: NDArray[np.int16]) -> NDArray[np.float32]:
-    """The fp32 number that `split` took apart.
+    """Returns the fp32 number that `split` took apart.
 
-    A zero has no remainder below it: one that is there was left by a number that somebody set to zero, and with it
-    the bits would be those of a NaN. It counts as none.
+    A zero has no negative remainder: one that is there was left by a number that was set to zero, and with it the
+    bits would be those of a NaN. It is ignored.
     """
     hi = _expect(hi, np.uint16, "hi", "hi holds bf16 codes; view a bf16 array as uint16")
     lo = _expect(lo, np.int16, "lo", "lo is the signed remainder; view it as int16")

@@ -1,4 +1,4 @@
-"""A tensor as a checkpoint holds it, whatever framework made it, and when one state fits another.
+"""A tensor as a checkpoint holds it, from any framework, and when one state fits another.
 
 State is flat, {name: (dtype, shape, bytes)}, with the same names on every backend:
 
@@ -14,7 +14,6 @@ from typing import NamedTuple
 from halfstep.core.errors import HalfstepError
 
 
-
 class Stored(NamedTuple):
     """A tensor as bytes, row-major and little-endian, whatever framework it comes from."""
 
@@ -23,8 +22,8 @@ class Stored(NamedTuple):
     data: bytes | memoryview
 
 
-# A copy of a state, taken in the order of the device's work: calling it, in any thread, waits for the copy and
-# gives its bytes. The next snapshot may use the same memory.
+# A copy of a state, queued on the device: calling it, in any thread, waits for the copy and returns its bytes. The
+# next snapshot may reuse the memory.
 Snapshot = Callable[[], dict[str, Stored]]
 Description = tuple[str, tuple[int, ...]]
 
@@ -34,27 +33,26 @@ _WORDS = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float1
 def check_same(
     ours: Mapping[str, Description], given: Mapping[str, Description], *, optional: Collection[str] = ()
 ) -> None:
-    """Refuses a state of another model, optimizer or precision, whole: names, shapes and dtypes must agree.
+    """Refuses a state of another model, optimizer or precision: names, shapes and dtypes must agree.
 
-    `optional` names need not be on both sides: the random state of a device which the run did not have, or has no
-    more, is no part of what it computed.
+    `optional` names may be on one side only, such as the random state of a device that the run no longer has.
     """
     left, right = (names.keys() - set(optional) for names in (ours, given))
     if left != right:
         odd = sorted(left ^ right)
         where = "the checkpoint lacks" if odd[0] in left else "the run has no"
         raise HalfstepError(
-            f"the checkpoint is of another run: {where} `{odd[0]}` ({len(odd)} names differ)",
+            f"the checkpoint is from another run: {where} `{odd[0]}` ({len(odd)} names differ)",
             hint="resume with the model and optimizer it was saved with",
         )
     for name in sorted(left):
         if not name.startswith("rng.") and tuple(given[name]) != tuple(ours[name]):
             raise HalfstepError(
-                f"`{name}` is {_told(given[name])} in the checkpoint and {_told(ours[name])} in the run",
+                f"`{name}` is {_describe(given[name])} in the checkpoint and {_describe(ours[name])} in the run",
                 hint="resume with the model and policy it was saved with",
             )
 
 
-def _told(description: Description) -> str:
+def _describe(description: Description) -> str:
     dtype, shape = description
     return f"{_WORDS.get(dtype, dtype.lower())} of shape {tuple(shape)}"

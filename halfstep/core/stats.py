@@ -1,7 +1,7 @@
 """What a tensor looks like to a format, in sums that merge.
 
-`TensorStats.of(x, format, scale)` tells what the cast of x * scale to the format would do, without training
-in that format. A statistic of two halves of a tensor, of two ranks or of two steps is the sum of both:
+`TensorStats.of(x, format, scale)` says what the cast of x * scale to the format would do, without training in that
+format. The statistics of two halves of a tensor, two ranks or two steps are the sum of both:
 
     counts          add                       zeros, NaN, infinities, overflow, underflow, subnormal
     amax, amin      the larger, the smaller   of the magnitudes
@@ -16,9 +16,9 @@ sums follows the one number that compares formats whatever the magnitude of the 
 Where nothing overflows or underflows, ExMy gives 6.02 y + 13.5 dB on normally distributed numbers (measured,
 and tested): every mantissa bit halves the error.
 
-Counts speak of the scaled tensor, as the format meets it; amax, amin, exponents and power sums of x itself,
-so that steps with different scales can be merged. Counts merge exactly; power sums as fp64 addition does, to
-a relative 2^-53 an addition.
+Counts describe the scaled tensor, as the format sees it; amax, amin, exponents and power sums describe x itself,
+so that steps with different scales can be merged. Counts merge exactly; power sums to a relative 2^-53 per
+addition.
 
 `UpdateStats` counts lost updates: u != 0 for which the rounded w + u is w again, so that the weight does not
 move. In bf16 that is any update below 1/512 to 1/256 of its weight.
@@ -74,12 +74,12 @@ class TensorStats:
 
     @classmethod
     def empty(cls, format: Format | str) -> "TensorStats":
-        """The statistics of nothing: merging them changes nothing."""
+        """Returns the statistics of nothing: merging them changes nothing."""
         return cls(as_format(format))
 
     @classmethod
     def of(cls, x: NDArray[Any], format: Format | str, scale: float = 1.0) -> "TensorStats":
-        """The statistics of one tensor; `scale` multiplies it before the cast and is undone after it."""
+        """Returns the statistics of one tensor; `scale` multiplies it before the cast and is undone after it."""
         format = as_format(format)
         values = as_fp32(x, format)
         finite = values[np.isfinite(values)]
@@ -108,7 +108,7 @@ class TensorStats:
         )
 
     def merge(self, other: "TensorStats") -> "TensorStats":
-        """The statistics of both together."""
+        """Returns the statistics of both together."""
         _same_format(self.format, other.format)
         sums = {name: getattr(self, name) + getattr(other, name) for name in (*_COUNTS, "signal", "noise")}
         return TensorStats(
@@ -155,7 +155,7 @@ class TensorStats:
         return _fraction(self.nans + self.infs, self.count)
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON without NaN or infinity: no `amin` is null, and `exponents` are {exponent: count}, if any."""
+        """Returns JSON without NaN or infinity: no `amin` is null, and `exponents` are {exponent: count}."""
         written = {name: getattr(self, name) for name in (*_COUNTS, "amax", "signal", "noise")}
         exponents = {str(FIRST_EXPONENT + i): n for i, n in enumerate(self.exponents) if n}
         amin = None if math.isinf(self.amin) else self.amin
@@ -163,7 +163,7 @@ class TensorStats:
 
     @classmethod
     def from_dict(cls, written: Mapping[str, Any]) -> "TensorStats":
-        """What `to_dict` wrote, exactly."""
+        """Reads what `to_dict` wrote, exactly."""
         given = _fields(cls, written)
         given["format"] = Format.parse(given["format"])
         given["amin"] = math.inf if given["amin"] is None else given["amin"]
@@ -174,7 +174,7 @@ class TensorStats:
 
 @dataclass(frozen=True)
 class UpdateStats:
-    """How many updates a weight in this format does not feel."""
+    """How many updates leave a weight in this format as it was."""
 
     format: Format
     count: int = 0
@@ -211,7 +211,7 @@ class UpdateStats:
         return cls(format, count=updates.size, lost=int(lost.sum()))
 
     def merge(self, other: "UpdateStats") -> "UpdateStats":
-        """The statistics of both together."""
+        """Returns the statistics of both together."""
         _same_format(self.format, other.format)
         return UpdateStats(self.format, self.count + other.count, self.lost + other.lost)
 
@@ -224,12 +224,12 @@ class UpdateStats:
         return _fraction(self.lost, self.count)
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON."""
+        """Returns JSON."""
         return {"format": str(self.format), "count": self.count, "lost": self.lost}
 
     @classmethod
     def from_dict(cls, written: Mapping[str, Any]) -> "UpdateStats":
-        """What `to_dict` wrote, exactly."""
+        """Reads what `to_dict` wrote, exactly."""
         given = _fields(cls, written)
         return cls(Format.parse(given["format"]), given["count"], given["lost"])
 
@@ -264,7 +264,7 @@ def _same_format(one: Format, other: Format) -> None:
 
 
 def _fields(cls: type[TensorStats] | type[UpdateStats], written: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of a class as they were written: all of them, and nothing else."""
+    """Returns the fields of a class as they were written; refuses missing or extra ones."""
     expected = [field.name for field in fields(cls)]
     if sorted(written) != sorted(expected):
         raise HalfstepError(

@@ -36,14 +36,14 @@ import numpy as np
 from jax import Array, lax
 
 from halfstep.core.cast_constants import (
-    Plan,
+    CastConstants,
+    cast_constants,
     check_amax,
     check_bits,
     check_rule,
     check_source,
     check_step,
     check_word,
-    plan_of,
 )
 from halfstep.core.formats import BF16, FP32, Format, Overflow
 from halfstep.core.roles import Operand
@@ -189,7 +189,7 @@ def _quantize(
     rounding: Rounding,
 ) -> Array:
     """Casts x * 2^power; `scale` is the power, and where there is none."""
-    plan = plan_of(fmt)
+    plan = cast_constants(fmt)
     pattern = lax.bitcast_convert_type(x, jnp.uint32)
     magnitude = (pattern & _MAGNITUDE).astype(jnp.int32)
     nan = magnitude > _INF
@@ -213,7 +213,7 @@ def _quantize(
     return lax.bitcast_convert_type(rounded.astype(jnp.uint32) | sign, jnp.float32)
 
 
-def _round_patterns(magnitude: Array, plan: Plan, rounding: Rounding, bits: Array | None) -> Array:
+def _round_patterns(magnitude: Array, plan: CastConstants, rounding: Rounding, bits: Array | None) -> Array:
     """Rounds to a format with fp32's exponents; what went beyond it is an infinity already."""
     magnitude = jnp.minimum(magnitude, _INF)
     drop = 23 - plan.mantissa_bits
@@ -231,7 +231,11 @@ def _round_patterns(magnitude: Array, plan: Plan, rounding: Rounding, bits: Arra
 
 
 def _round_quanta(
-    magnitude: Array, scale: tuple[Array, Array] | None, plan: Plan, rounding: Rounding, bits: Array | None
+    magnitude: Array,
+    scale: tuple[Array, Array] | None,
+    plan: CastConstants,
+    rounding: Rounding,
+    bits: Array | None,
 ) -> tuple[Array, Array]:
     """Rounds to any other format; returns patterns, and where the result is beyond its largest number."""
     significand, exponent = _unpack(magnitude, plan, scale)
@@ -251,7 +255,7 @@ def _round_quanta(
     return jnp.where(count == 0, 0, result), beyond | (magnitude >= _INF)
 
 
-def _unpack(magnitude: Array, plan: Plan, scale: tuple[Array, Array] | None) -> tuple[Array, Array]:
+def _unpack(magnitude: Array, plan: CastConstants, scale: tuple[Array, Array] | None) -> tuple[Array, Array]:
     """Returns S and E with |x| * 2^power = S * 2^(E - 23); S is 2^23 or more where rounding depends on it."""
     field = magnitude >> 23
     if scale is None and plan.min_exponent >= -126:
@@ -295,7 +299,7 @@ def _power_for(amax: Array, fmt: Format) -> tuple[Array, Array]:
     """
     pattern = _pattern(amax) & _MAGNITUDE
     # A pattern is (e + 127) * 2^23 plus the mantissa, so the difference of two, floored, is that.
-    power = jnp.clip((plan_of(fmt).top - pattern) >> 23, -126, 126)
+    power = jnp.clip((cast_constants(fmt).top - pattern) >> 23, -126, 126)
     return jnp.where(pattern == 0, 0, power), pattern >= _INF
 
 

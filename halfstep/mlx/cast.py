@@ -39,14 +39,14 @@ from collections.abc import Sequence
 import mlx.core as mx
 
 from halfstep.core.cast_constants import (
-    Plan,
+    CastConstants,
+    cast_constants,
     check_amax,
     check_bits,
     check_rule,
     check_source,
     check_step,
     check_word,
-    plan_of,
 )
 from halfstep.core.errors import RoundingError
 from halfstep.core.formats import BF16, FP16, FP32, Format, Overflow
@@ -77,7 +77,7 @@ def quantize(
     x = _as_fp32(x, fmt)
     check_rule(fmt, overflow, rounding, random=bits is not None)
     _check_bits(x, rounding, bits)
-    plan = plan_of(fmt)
+    plan = cast_constants(fmt)
     if plan.like_fp32:
         return _round_patterns(x, plan, overflow, rounding, bits)
     if plan.fits_fp32:
@@ -109,7 +109,7 @@ def scale_for(amax: mx.array, fmt: Format) -> mx.array:
     pattern = _as_fp32(amax, fmt).view(mx.int32) & _MAGNITUDE
     # A pattern is (e + 127) * 2^23 plus the mantissa: the difference of two, floored, is E - e, less one
     # where m > M.
-    power = (plan_of(fmt).top - pattern) >> 23
+    power = (cast_constants(fmt).top - pattern) >> 23
     scale = ((mx.clip(power, -126, 126) + 127) << 23).view(mx.float32)
     scale = mx.where(pattern == 0, 1.0, scale)
     return mx.where(pattern >= _INF, math.nan, scale)
@@ -226,7 +226,7 @@ def _parts(seed: int) -> tuple[tuple[int, int], tuple[int, int]]:
 
 
 def _round_patterns(
-    x: mx.array, plan: Plan, overflow: Overflow, rounding: Rounding, bits: mx.array | None
+    x: mx.array, plan: CastConstants, overflow: Overflow, rounding: Rounding, bits: mx.array | None
 ) -> mx.array:
     """Rounds to a format with fp32's exponents, on bit patterns."""
     pattern = x.view(mx.int32)
@@ -253,7 +253,7 @@ def _round_patterns(
 
 
 def _round_quanta(
-    x: mx.array, plan: Plan, overflow: Overflow, rounding: Rounding, bits: mx.array | None
+    x: mx.array, plan: CastConstants, overflow: Overflow, rounding: Rounding, bits: mx.array | None
 ) -> mx.array:
     """Rounds to a format with fewer exponents than fp32; returns patterns of magnitudes, NaN among them."""
     magnitude = mx.minimum(mx.abs(x), plan.largest if overflow == "saturate" else plan.beyond)
@@ -283,7 +283,7 @@ def _round_quanta(
 
 
 def _round_integers(
-    x: mx.array, plan: Plan, overflow: Overflow, rounding: Rounding, bits: mx.array | None
+    x: mx.array, plan: CastConstants, overflow: Overflow, rounding: Rounding, bits: mx.array | None
 ) -> mx.array:
     """Does the same in integers, as core.rounding does: |x| = S 2^(E - 23), and the result is n quanta 2^q.
 

@@ -41,7 +41,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from halfstep.core.cast_constants import Plan, check_rule, check_word, plan_of
+from halfstep.core.cast_constants import CastConstants, cast_constants, check_rule, check_word
 from halfstep.core.errors import RoundingError
 from halfstep.core.formats import BF16, FP16, FP32, Format, Overflow
 from halfstep.core.roles import Operand
@@ -73,7 +73,7 @@ def quantize(
     x = _as_fp32(x, fmt)
     check_rule(fmt, overflow, rounding, random=bits is not None)
     _check_bits(x, rounding, bits)
-    plan = plan_of(fmt)
+    plan = cast_constants(fmt)
     if plan.like_fp32:
         return _round_patterns(x, plan, overflow, rounding, bits)
     magnitude, nan = _round_quanta(x, plan, overflow, rounding, bits)
@@ -105,7 +105,7 @@ def to_native(x: Tensor, fmt: Format, *, overflow: Overflow) -> Tensor:
     check_rule(fmt, overflow)
     compiled, narrow = compiling(), fmt.bits <= 8
     if overflow == "saturate" and (narrow or not compiled):
-        largest = plan_of(fmt).largest
+        largest = cast_constants(fmt).largest
         return hp.clamp(-largest, largest).to(dtype)
     if overflow == "inf" and not narrow and not compiled:
         return hp.to(dtype)
@@ -240,7 +240,7 @@ def _scales(amax: Tensor, fmt: Format) -> tuple[Tensor, Tensor]:
     pattern = _as_fp32(amax, fmt).view(torch.int32) & _MAGNITUDE
     # A pattern is (e + 127) * 2^23 plus the mantissa: the difference of two, floored, is E - e, or one less
     # if m > M.
-    power = ((plan_of(fmt).top - pattern) >> 23).clamp(-126, 126)
+    power = ((cast_constants(fmt).top - pattern) >> 23).clamp(-126, 126)
     power = torch.where(pattern == 0, 0, power)
     # NaN as bits: a NaN constant differs from itself, and a compiler would not merge two casts of the same x.
     scale = torch.where(pattern >= _INF, _NAN, (power + 127) << 23).view(torch.float32)
@@ -253,7 +253,9 @@ def _scales(amax: Tensor, fmt: Format) -> tuple[Tensor, Tensor]:
     return scale, torch.where(bits == _NAN, _NAN, _TWICE_BIAS - bits).view(torch.float32)
 
 
-def _round_patterns(x: Tensor, plan: Plan, overflow: Overflow, rounding: Rounding, bits: Tensor | None) -> Tensor:
+def _round_patterns(
+    x: Tensor, plan: CastConstants, overflow: Overflow, rounding: Rounding, bits: Tensor | None
+) -> Tensor:
     """Casts to a format with fp32's exponents, on bit patterns."""
     pattern = x.view(torch.int32)
     magnitude = pattern & _MAGNITUDE
@@ -280,7 +282,7 @@ def _round_patterns(x: Tensor, plan: Plan, overflow: Overflow, rounding: Roundin
 
 
 def _round_quanta(
-    x: Tensor, plan: Plan, overflow: Overflow, rounding: Rounding, bits: Tensor | None
+    x: Tensor, plan: CastConstants, overflow: Overflow, rounding: Rounding, bits: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """Returns magnitudes cast to a format with other exponents than fp32's, and where they must become NaN."""
     integers, bias, width = (torch.int32, 127, 23) if plan.fits_fp32 else (torch.int64, 1023, 52)

@@ -183,7 +183,7 @@ BAD = {
     "rules in conflict": (
         ["policy", "bf16-mixed; a.*: compute=fp32; *.b: compute=bf16", "--module", "a.b"],
         "error: rules `*.b: compute=bf16` and `a.*: compute=fp32` disagree about `a.b`, and neither is more "
-        "specific\n\nhint: add a rule with more literal segments, as `a.b: compute=bf16`\n",
+        "specific\n\nhint: add a rule with more literal segments, such as `a.b: compute=bf16`\n",
     ),
     "recipe": (
         ["policy", "fp32", "--model", "tinny"],

@@ -1,7 +1,6 @@
 import pytest
 
 from halfstep.core.devices import CPU_FEATURES, MULTIPLIED, Device, native
-from halfstep.core.errors import HalfstepError
 from halfstep.core.formats import Format, parse
 
 
@@ -72,7 +71,7 @@ def test_what_each_device_multiplies(device, formats):
 def test_other_formats_are_emulated_everywhere(name, device):
     support = native(Format.parse(name), device)
     assert not support
-    assert f"{name}, it can only be emulated" in support.reason
+    assert f"{name}; it can only be emulated" in support.reason
 
 
 @pytest.mark.parametrize(
@@ -84,7 +83,7 @@ def test_other_formats_are_emulated_everywhere(name, device):
         (
             "e4m3fnuz",
             nvidia("H100", 9, 0),
-            "compute capability 9.0; NVIDIA multiplies e4m3, and e4m3fnuz is another format",
+            "compute capability 9.0; NVIDIA multiplies e4m3, which is a different format from e4m3fnuz",
         ),
         (
             "e4m3",
@@ -100,7 +99,7 @@ def test_other_formats_are_emulated_everywhere(name, device):
         (
             "bf16",
             cpu("aarch64", "asimdhp"),
-            "the CPU's flags have none of `amx_bf16`, `avx512_bf16`, `bf16` or `svebf16`",
+            "the CPU lacks `amx_bf16`, `avx512_bf16`, `bf16` or `svebf16`",
         ),
         (
             "fp16",
@@ -112,7 +111,7 @@ def test_other_formats_are_emulated_everywhere(name, device):
             cpu("x86_64", "avx512_bf16"),
             "the CPU has avx512_bf16, which multiplies bf16 and sums in fp32",
         ),
-        ("bf16", Device("intel", "Xe"), "the architecture of Xe is not known here, so nothing is known of bf16"),
+        ("bf16", Device("intel", "Xe"), "the architecture of Xe is not known, and so whether it multiplies bf16"),
     ],
 )
 def test_the_reason_names_the_fact(fmt, device, reason):
@@ -127,11 +126,3 @@ def test_a_device_reads_well():
     assert str(nvidia("T4", 7, 5)) == "T4 (compute capability 7.5)"
     assert str(Device("amd", "MI300X", architecture="gfx942")) == "MI300X (gfx942)"
     assert str(Device("tpu", "TPU")) == "TPU"
-
-
-def test_mistakes():
-    with pytest.raises(HalfstepError, match="unknown kind of device `nvida`") as caught:
-        Device("nvida", "T4")
-    assert caught.value.hint == "did you mean `nvidia`?"
-    with pytest.raises(HalfstepError, match="without a compute capability"):
-        Device("nvidia", "T4")

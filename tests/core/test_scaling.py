@@ -177,7 +177,7 @@ def test_a_state_saved_and_read_back_goes_on_the_same(law, steps, cut):
 @pytest.mark.parametrize(
     ("make", "said"),
     [
-        (lambda: DynamicScale(growth=1.5), "growth is 1.5, which is no power of two"),
+        (lambda: DynamicScale(growth=1.5), "growth is 1.5, which is not a power of two"),
         (lambda: DynamicScale(init_scale=1000.0), "the nearest is 1024"),
         (lambda: DynamicScale(growth=0.5), "must be above 1"),
         (lambda: DynamicScale(backoff=2.0), "must be below 1"),
@@ -186,10 +186,10 @@ def test_a_state_saved_and_read_back_goes_on_the_same(law, steps, cut):
         (lambda: DynamicScale(ceiling=2.0**126), "leave fp32's normal range"),
         (lambda: DynamicScale(interval=0), "interval is 0"),
         (lambda: DynamicScale(hysteresis=0), "hysteresis is 0"),
-        (lambda: StaticScale(0.0), "no power of two"),
-        (lambda: StaticScale(math.inf), "no power of two"),
-        (lambda: StaticScale(math.nan), "no power of two"),
-        (lambda: StaticScale(-2.0), "no power of two"),
+        (lambda: StaticScale(0.0), "not a power of two"),
+        (lambda: StaticScale(math.inf), "not a power of two"),
+        (lambda: StaticScale(math.nan), "not a power of two"),
+        (lambda: StaticScale(-2.0), "not a power of two"),
         (lambda: StaticScale(2.0**127), "beyond"),
     ],
 )

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from halfstep.core import philox, rounding
-from halfstep.core.cast_constants import plan_of
+from halfstep.core.cast_constants import cast_constants
 from halfstep.core.errors import FormatError, RoundingError
 from halfstep.core.formats import ALIASES, Format
 from halfstep.core.roles import Operand
@@ -276,7 +276,7 @@ def test_an_empty_tensor_has_an_amax(device):
 @pytest.mark.parametrize("name", EVERY)
 def test_the_plan_repeats_the_format(name, device):
     fmt = Format.parse(name)
-    plan = plan_of(fmt)
+    plan = cast_constants(fmt)
     assert plan[:4] == (fmt.mantissa_bits, fmt.min_exponent, fmt.max_exponent, fmt.max)
     assert plan.like_fp32 == (name in ("fp32", "tf32", "bf16"))
     assert plan.fits_fp32 == (name not in STRANGE and not plan.like_fp32)

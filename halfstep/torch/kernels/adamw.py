@@ -68,9 +68,7 @@ class Update:
         if not self._owners.numel():
             return
         tensors = len(parameters)
-        with torch.cuda.device_of(
-            parameters[0]
-        ):  # Triton launches on the current device
+        with torch.cuda.device_of(parameters[0]):  # Triton launches on the current device
             _count[(triton.cdiv(tensors, COUNTED),)](
                 self._table,
                 self._paces,

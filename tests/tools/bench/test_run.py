@@ -16,7 +16,7 @@ from halfstep.tools.bench.contract import ARMS, CEILING, WARM_STEPS, Setting
 from halfstep.tools.bench.standings import ArmResult, BenchResult
 from halfstep.tools.bench.workers import FailedError, MissingError, Worker
 
-# Answers like a worker of the race, with invented times; records when it was asked. Imports little: it starts fast.
+# Answers like a worker of the race, with invented times; records when it was asked. Light, to start fast.
 FAKE = """
 import json, os, sys, time
 from multiprocessing.connection import Connection

@@ -360,4 +360,4 @@ def test_a_scale_at_its_floor_says_what_helps_by_the_pass(text, tmp_path, backen
     loop = start(text, tmp_path / "run", f"backend={backend}", policy=policy)
     with pytest.raises(HalfstepError, match=r"at its floor, .*; backward: ") as caught:
         loop.run()
-    assert "a lower `scale=dynamic:floor=` goes on; bf16 needs no scale" in caught.value.hint
+    assert "lower `scale=dynamic:floor=` to continue; bf16 needs no scale" in caught.value.hint
