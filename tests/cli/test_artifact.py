@@ -149,7 +149,7 @@ def test_an_artifact_takes_the_place_of_nothing_else(trained, untouched, capsys,
     assert run(["artifact", str(trained / named), "--out", str(place)]) == 2
     err = capsys.readouterr().err
     assert f"error: `{place}` " in err
-    assert "name another file by --out" in err
+    assert "name another file with --out" in err
     assert before == (place.read_bytes() if place.is_file() else None)
 
 
@@ -157,13 +157,13 @@ def test_a_file_of_a_run_that_is_not_there_yet_is_not_taken_either(trained, unto
     (tmp_path / "link").symlink_to(trained / "checkpoints")
     for place in (tmp_path / "link" / "x", trained / ".." / trained.name / "checkpoints" / "x"):
         assert run(["artifact", str(trained), "--out", str(place)]) == 2
-        assert "is a place of the run" in capsys.readouterr().err
+        assert "belongs to the run" in capsys.readouterr().err
 
 
 def test_an_artifact_in_the_folder_of_a_run_is_not_a_users_file(trained, untouched, capsys):
     (trained / "model.int8z").write_text("mine")
     assert run(["artifact", str(trained)]) == 2
-    assert "is there already, and is no artifact" in capsys.readouterr().err
+    assert "exists, and is not an artifact" in capsys.readouterr().err
     assert (trained / "model.int8z").read_text() == "mine"
     (trained / "model.int8z").unlink()
 

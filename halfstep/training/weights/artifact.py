@@ -1,12 +1,12 @@
-"""A finished model in as few bytes as int8 and zlib give, loaded back and scored before anyone relies on it.
+"""A finished model in int8 and zlib, loaded back and scored before anyone relies on it.
 
-    matrices        int8, with one fp16 scale a row:  w ~ q * scale,  q = round(w / scale),  |q| <= 127
+    matrices        int8, with one fp16 scale per row:  w ~ q * scale,  q = round(w / scale),  |q| <= 127
     everything else fp16, to nearest: gains, factors, mixes, some 20,000 numbers of `golf`
 
-The scale is the row's largest magnitude over 127, rounded **up** to fp16, and q is taken with the scale that is
-stored. So nothing is clipped and no weight is off by more than half of its scale. (The source clips at the
-99.99984th percentile of a row, which for rows of a thousand numbers is their largest, and divides by a scale that
-it then rounds, which moves a large weight by another 0.06 of it. It also keeps small tensors in fp32.)
+The scale is the row's largest magnitude over 127, rounded **up** to fp16, and q uses the scale that is stored. So
+nothing is clipped and no weight is off by more than half of its scale. (The source clips at the 99.99984th
+percentile of a row, which for rows of a thousand numbers is their largest, and divides by a scale that it then
+rounds, which moves a large weight by another 0.06 of it. It also keeps small tensors in fp32.)
 
 The file runs no code when it is read. It is, in this order:
 
@@ -16,8 +16,8 @@ The file runs no code when it is read. It is, in this order:
     the rest     that file, compressed by zlib at level 9: `<parameter>` in I8 or F16, `<parameter>.scale` in F16,
                  and under `halfstep` of its metadata the model's configuration in JSON
 
-The same weights give the same bytes, with one version of zlib. A limit is a limit of the file; what a contest
-counts besides, as its training script, is up to whoever enters one.
+The same weights give the same bytes, with one version of zlib. A limit applies to this file alone; a contest may
+count more, such as the training script.
 """
 
 import hashlib
@@ -59,26 +59,26 @@ Arrays = dict[str, NDArray[Any]]
 
 
 class ArtifactError(HalfstepError):
-    """An artifact that cannot be made or read."""
+    """An artifact that cannot be written or read."""
 
 
 @dataclass(frozen=True)
 class Scored:
-    """An artifact, and what it costs: the same held-out tokens before and after."""
+    """An artifact, and the held-out loss before and after."""
 
     path: Path
     bytes: int
-    limit: int  # 0 where there is none
+    limit: int  # 0 is none
     before: Evaluation
     after: Evaluation
 
     @property
     def over(self) -> int:
-        """By how many bytes it is too large; 0 where it fits."""
+        """By how many bytes it is too large; 0 if it fits."""
         return max(0, self.bytes - self.limit) if self.limit else 0
 
     def record(self) -> dict[str, Any]:
-        """As events and JSON have it."""
+        """Returns it as events and JSON have it."""
         return {
             "path": str(self.path),
             "bytes": self.bytes,
@@ -93,15 +93,15 @@ class Scored:
     def __str__(self) -> str:
         size = f"artifact `{self.path}`: {self.bytes:,} bytes"
         if self.limit:
-            told = f"OVER by {self.over:,}" if self.over else f"{self.limit - self.bytes:,} to spare"
-            size += f" of {self.limit:,}, {told}"
+            size += f" of {self.limit:,}, "
+            size += f"OVER by {self.over:,}" if self.over else f"{self.limit - self.bytes:,} to spare"
         if self.before.bits_per_byte is not None and self.after.bits_per_byte is not None:
             return f"{size}; bits per byte {self.before.bits_per_byte:.4f} -> {self.after.bits_per_byte:.4f}"
         return f"{size}; held-out loss {self.before.loss:.4f} -> {self.after.loss:.4f}"
 
 
 def encode(weights: Weights, model: ModelConfig) -> bytes:
-    """The bytes of an artifact."""
+    """Returns the bytes of an artifact."""
     from safetensors.numpy import save
 
     arrays: Arrays = {}
@@ -115,7 +115,7 @@ def encode(weights: Weights, model: ModelConfig) -> bytes:
 
 
 def decode(data: bytes, name: str = "artifact") -> tuple[ModelConfig, dict[str, Floats]]:
-    """The model and its weights in fp32; what is not whole, or not an artifact, is refused."""
+    """Returns the model and its weights in fp32; refuses what is damaged or not an artifact."""
     plain = _checked_payload(data, name)
     model, arrays = _parsed(plain, name)
     weights = {}
@@ -128,7 +128,7 @@ def decode(data: bytes, name: str = "artifact") -> tuple[ModelConfig, dict[str, 
 
 
 def masters(state: Mapping[str, Stored], model: ModelConfig, *, averaged: bool) -> Iterator[tuple[str, Floats]]:
-    """The weights in a session's state, or their averages, in fp32."""
+    """Yields the weights in a session's state, or their averages, in fp32."""
     for name in parameter_shapes(model):
         held = state[f"average.{name}" if averaged else f"model.{name}"]
         rest = None if averaged else state.get(f"remainder.{name}")
@@ -136,15 +136,15 @@ def masters(state: Mapping[str, Stored], model: ModelConfig, *, averaged: bool) 
 
 
 def check_place(path: Path, run: Path) -> None:
-    """Refuses to write an artifact where anything else is, or belongs: a run may have no other copy of it."""
-    hint = "name another file by --out"
+    """Refuses to overwrite anything but an artifact: a run may have no other copy of it."""
+    hint = "name another file with --out"
     where, home, saved = (Path(os.path.realpath(each)) for each in (path, run, run / paths.CHECKPOINTS))
     if where in [home / name for name in RUN_FILES] or saved in where.parents:
-        raise ArtifactError(f"`{path}` is a place of the run itself", hint=hint)
+        raise ArtifactError(f"`{path}` belongs to the run itself", hint=hint)
     if path.is_dir():
         raise ArtifactError(f"`{path}` is a folder", hint=hint)
     if path.exists() and path.stat().st_size and not is_artifact(path):
-        raise ArtifactError(f"`{path}` is there already, and is no artifact", hint=f"{hint}, or move it away")
+        raise ArtifactError(f"`{path}` exists, and is not an artifact", hint=f"{hint}, or move it away")
     if path.parent != run and not path.parent.is_dir():
         raise ArtifactError(
             f"`{path}` cannot be written: there is no folder `{path.parent}`", hint=f"make it, or {hint}"
@@ -152,9 +152,9 @@ def check_place(path: Path, run: Path) -> None:
 
 
 def is_artifact(path: Path) -> bool:
-    """Whether a file begins as an artifact does, of any version."""
+    """Whether a file begins like an artifact, of any version."""
     if not path.is_file():
-        return False  # a pipe would be waited for
+        return False  # reading a pipe would block
     with open(path, "rb") as file:
         return file.read(len(MAGIC)) == MAGIC
 
@@ -167,16 +167,16 @@ def score(
     before: Evaluation,
     weights: Iterable[tuple[str, Floats]],
 ) -> Scored:
-    """Writes weights as an artifact, reads it back, and looks at the held-out tokens of `before` with it.
+    """Writes weights as an artifact, reads it back, and evaluates it on the held-out tokens of `before`.
 
-    The session is given the weights that were read, and has its own state again afterwards.
+    The session gets the weights that were read, and its own state back afterwards.
     """
     _write(path, encode(weights, config.model))
     data = path.read_bytes()
-    _, found = decode(data, str(path))
+    _, decoded = decode(data, str(path))
     state = session.state()
     session.load_weights(
-        {f"model.{name}": Stored("F32", value.shape, value.tobytes()) for name, value in found.items()}
+        {f"model.{name}": Stored("F32", value.shape, value.tobytes()) for name, value in decoded.items()}
     )
     try:
         after = evaluate(session, corpus, config, averaged=False)
@@ -188,39 +188,34 @@ def score(
 def conclude(
     session: Session, corpus: Corpus, config: RunConfig, out: Path, before: Evaluation, events: Any, bar: Any
 ) -> None:
-    """At the end of a run: the artifact that its recipe asks for, scored and told of.
-
-    One that is too large is a warning, in the events and on the screen: the run is worth what it is all the same.
-    """
+    """Writes and scores the artifact that a recipe asks for, at the end of a run; too large is a warning."""
     if config.artifact.format == "none":
         return
     weights = masters(session.state(), config.model, averaged=config.training.ema > 0)
     try:
         with memory.convert_oom(session.ran_out, lambda: memory.in_scoring(config)):
-            found = score(session, corpus, config, out / NAME, before, weights)
-    except HalfstepError as error:  # the checkpoint is there, and whoever trained for days keeps the run
-        events.write("warning", message=f"there is no artifact: {error.message}")
-        bar.note(f"warning: there is no artifact: {error.message}")
-        return
-    events.write("artifact", **{**found.record(), "path": NAME})
-    bar.note(str(found))
-    if found.over:
-        told = f"the artifact has {found.bytes:,} bytes, {found.over:,} more than artifact.limit {found.limit:,}"
-        events.write("warning", message=told)
-        bar.note(f"warning: {told}")
+            scored = score(session, corpus, config, out / NAME, before, weights)
+        events.write("artifact", **{**scored.record(), "path": NAME})
+        bar.note(str(scored))
+        if not scored.over:
+            return
+        size, over, limit = scored.bytes, scored.over, scored.limit
+        warning = f"the artifact has {size:,} bytes, {over:,} more than artifact.limit {limit:,}"
+    except HalfstepError as error:  # the checkpoint is there: the run keeps its worth
+        warning = f"there is no artifact: {error.message}"
+    events.write("warning", message=warning)
+    bar.note(f"warning: {warning}")
 
 
 def _narrowed(name: str, value: Floats) -> Arrays:
-    """What is stored of a parameter."""
+    """Returns what is stored of a parameter."""
     if not np.isfinite(value).all():
-        raise ArtifactError(
-            f"`{name}` holds numbers that are not finite", hint="make the artifact of an earlier checkpoint"
-        )
+        raise ArtifactError(f"`{name}` holds numbers that are not finite", hint="use an earlier checkpoint")
     if not _is_matrix(name, value.shape):
         if value.size and np.abs(value).max() > FP16_MAX:
             raise ArtifactError(
                 f"`{name}` holds {np.abs(value).max():g}, and fp16 ends at {FP16_MAX:g}",
-                hint="a factor that large has diverged: make the artifact of an earlier checkpoint",
+                hint="a factor that large has diverged: use an earlier checkpoint",
             )
         return {name: value.astype("<f2")}
     numbers, scale = quantize(value)
@@ -230,7 +225,7 @@ def _narrowed(name: str, value: Floats) -> Arrays:
 
 
 def quantize(matrix: Floats) -> tuple[NDArray[np.int8], NDArray[np.float16]]:
-    """The nearest multiples of each row's scale, and the scales."""
+    """Returns the nearest multiples of each row's scale, and the scales."""
     amax = np.abs(matrix.astype(np.float64)).max(axis=1)
     with np.errstate(over="ignore"):
         nearest = (amax / LEVELS).astype("<f2")
@@ -260,9 +255,9 @@ def _wide(held: Stored, rest: Stored | None) -> Floats:
 
 
 def _checked_payload(data: bytes, name: str) -> bytes:
-    """The safetensors file inside, if every byte is as it was written."""
+    """Returns the safetensors file inside, if every byte is as it was written."""
     if data[:7] != MAGIC:
-        raise ArtifactError(f"`{name}` is no artifact of halfstep", hint="`halfstep artifact RUN` writes one")
+        raise ArtifactError(f"`{name}` is not an artifact of halfstep", hint="`halfstep artifact RUN` writes one")
     if len(data) < HEADER_BYTES:
         raise ArtifactError(f"`{name}` is truncated: it has {len(data)} bytes", hint="write or fetch it again")
     if data[7] != VERSION:
@@ -286,7 +281,7 @@ def _checked_payload(data: bytes, name: str) -> bytes:
 
 
 def _parsed(plain: bytes, name: str) -> tuple[ModelConfig, Arrays]:
-    """The model, and the arrays as they are stored, which must be the model's."""
+    """Returns the model, and the arrays as they are stored, which must be the model's."""
     from safetensors import SafetensorError
     from safetensors.numpy import load
 

@@ -38,7 +38,7 @@ from halfstep.training.checkpoints import checkpoint
 from halfstep.training.session import backend_module
 from halfstep.training.weights import safetensors
 from halfstep.training.weights.artifact import is_artifact
-from halfstep.training.weights.layouts import LAYOUTS, Layout, Own, Settings, Source, Tensors, resolved
+from halfstep.training.weights.layouts import LAYOUTS, OWN, Layout, Settings, Source, Tensors, resolved
 from halfstep.training.weights.safetensors import Tensor, WeightsError
 
 CONFIG = "config.json"
@@ -59,7 +59,7 @@ class Pretrained:
     tensors: Tensors
 
     def weights(self) -> Iterator[tuple[str, NDArray[np.float32]]]:
-        """The name and value of every parameter, each read when it is asked for."""
+        """Yields the name and value of every parameter, reading one at a time."""
         sources = self.layout.sources(self.model)
         for name, shape in parameter_shapes(self.model).items():
             numbers = self.layout.read(self.tensors, sources[name].name)
@@ -68,12 +68,12 @@ class Pretrained:
                 raise WeightsError(
                     f"`{self.tensors[sources[name].name].name}` of `{self.path}` holds numbers that are not "
                     f"finite: {int((~finite).sum()):,} of {numbers.size:,}",
-                    hint="they come from a run that diverged, or the file is damaged: fetch or write it again",
+                    hint="the run diverged, or the file is damaged: fetch or write it again",
                 )
             yield name, sources[name].take(numbers, shape)
 
     def record(self) -> dict[str, Any]:
-        """Where the weights came from, for events and checkpoints."""
+        """Returns where the weights came from, for events and checkpoints."""
         return {"path": self.path, "layout": self.layout.name, "sha256": self.digest, "notes": list(self.notes)}
 
     @property
@@ -82,31 +82,32 @@ class Pretrained:
         return "; ".join([f"of {self.layout.name}, `{self.path}`, SHA-256 {self.digest[:12]}…", *self.notes])
 
 
-class _Found(NamedTuple):
+class _File(NamedTuple):
     """What is at a path."""
 
     place: Path
     tensors: dict[str, Tensor]
     config: dict[str, Any] | None  # what describes the model
-    sha256: str = ""  # what it must be
+    sha256: str = ""  # the digest it must have
 
 
 def open_pretrained(path: str, model: ModelConfig, digest: str = "") -> Pretrained:
-    """The weights at a path, checked against the model and, where one is given, against a digest."""
-    found = _found(path)
-    layout = _layout_of(found)
-    tensors = layout.plain(found.tensors)
-    _check_twice(found, tensors)
-    _check_settings(found.place, layout, model, _expected(found, layout, tensors))
-    used = _check_tensors(found.place, layout, model, tensors)
-    notes = layout.notes(found.config) if found.config else []
-    if found.config is None and not isinstance(layout, Own):
+    """Opens the weights at a path, checked against the model and, if given, against a digest."""
+    file = _open(path)
+    layout = _layout_of(file)
+    tensors = layout.without_prefix(file.tensors)
+    _check_twice(file, tensors)
+    _check_settings(file.place, layout, model, _expected(file, layout, tensors))
+    used = _check_tensors(file.place, layout, model, tensors)
+    notes = layout.notes(file.config) if file.config else []
+    if file.config is None and layout is not OWN:
         unchecked = "heads, activation, epsilon and rope base are the recipe's, unchecked"
         notes.append(f"no {CONFIG} describes it: {unchecked}")
-    notes += _told_rows(layout, model, tensors) + _told_formats(tensors, used)
-    notes += _told_skipped(layout, tensors, used)
-    sha256 = safetensors.digest(found.tensors.values())
-    _check_digest(found, sha256, digest)
+    notes += _describe_rows(layout, model, tensors) + _describe_formats(tensors, used)
+    reasons = Counter(layout.skip_reason(name) for name in tensors if name not in used)
+    notes += [f"{count} tensors are skipped: {reason}" for reason, count in reasons.items()]
+    sha256 = safetensors.digest(file.tensors.values())
+    _check_digest(file, sha256, digest)
     return Pretrained(path, sha256, tuple(notes), layout, model, tensors)
 
 
@@ -128,8 +129,8 @@ def load_model(
     return (model, params) if config.backend == "jax" else model
 
 
-def _found(path: str) -> _Found:
-    """The tensors at a path, and what describes them if anything does."""
+def _open(path: str) -> _File:
+    """Opens the tensors at a path, and what describes them if anything does."""
     if not path.strip():
         raise WeightsError("the path to take weights from is empty", hint="name a file, a folder, or a run")
     try:
@@ -140,7 +141,7 @@ def _found(path: str) -> _Found:
     if not exists:
         raise WeightsError(
             f"there is no file or folder `{path}` to take weights from",
-            hint="what is on a hub must be fetched first: `hf download openai-community/gpt2 --local-dir gpt2`",
+            hint="download it from a hub first: `hf download openai-community/gpt2 --local-dir gpt2`",
         )
     if (place / paths.CONFIG).exists():
         newest = checkpoint.latest(place / paths.CHECKPOINTS)
@@ -152,69 +153,69 @@ def _found(path: str) -> _Found:
     if (place / checkpoint.MANIFEST).exists():
         manifest = checkpoint.read_manifest(place)
         tensors = safetensors.open_file(place / checkpoint.STATE)
-        config = {**manifest["config"]["model"], "model_type": Own.name}
-        return _Found(place, tensors, config, manifest["files"][checkpoint.STATE]["sha256"])
+        config = {**manifest["config"]["model"], "model_type": OWN.name}
+        return _File(place, tensors, config, manifest["files"][checkpoint.STATE]["sha256"])
     if is_artifact(place):
         raise WeightsError(
             f"`{place}` is an artifact, which holds rounded weights", hint="name the run, or its checkpoint"
         )
     tensors = safetensors.open_folder(place) if place.is_dir() else safetensors.open_file(place)
-    beside = (place if place.is_dir() else place.parent) / CONFIG
-    told = safetensors.read_json(beside) if beside.exists() else {}
-    return _Found(place, tensors, told if "model_type" in told else None)
+    description = (place if place.is_dir() else place.parent) / CONFIG
+    config = safetensors.read_json(description) if description.exists() else {}
+    return _File(place, tensors, config if "model_type" in config else None)
 
 
-def _layout_of(found: _Found) -> Layout:
-    """The layout that the description names; without one, that which the tensors' names give away."""
-    known = [layout for layout in LAYOUTS if not isinstance(layout, Own)]
-    if found.config is None:
-        fitting = [layout for layout in LAYOUTS if layout.mark in layout.plain(found.tensors)]
-        told = f"has no tensor that tells what it is, as `{known[0].mark}`"
+def _layout_of(file: _File) -> Layout:
+    """Returns the layout that the description names; without one, the layout that the tensors' names reveal."""
+    known = [layout for layout in LAYOUTS if layout is not OWN]
+    if file.config is None:
+        fitting = [layout for layout in LAYOUTS if layout.mark in layout.without_prefix(file.tensors)]
+        what = f"has no tensor that identifies its model, such as `{known[0].mark}`"
     else:
-        kind = found.config["model_type"]
+        kind = file.config["model_type"]
         fitting = [layout for layout in LAYOUTS if layout.name == kind]
-        told = f"is a model of type `{kind}`"
-        if "quantization_config" in found.config:
-            raise WeightsError(f"the weights of `{found.place}` are quantized", hint="take those that are not")
+        what = f"is a model of type `{kind}`"
+        if "quantization_config" in file.config:
+            raise WeightsError(f"the weights of `{file.place}` are quantized", hint="use the unquantized ones")
     if not fitting:
         raise WeightsError(
-            f"`{found.place}` {told}; weights are read of {', '.join(layout.name for layout in known)} and of our "
+            f"`{file.place}` {what}; weights are read of {', '.join(layout.name for layout in known)} and of our "
             "own decoder",
-            hint="any other model is trained as its own library has it, by `prepare` of halfstep.torch",
+            hint="train any other model with its own library, through `prepare` of halfstep.torch",
         )
     return fitting[0]
 
 
-def _expected(found: _Found, layout: Layout, tensors: Tensors) -> Settings:
-    """The settings that a model must have to be the one in the file."""
+def _expected(file: _File, layout: Layout, tensors: Tensors) -> Settings:
+    """Returns the settings that a model must have to be the one in the file."""
     head, embedding = tensors.get("lm_head.weight"), tensors.get(layout.embedding)
     same = head is not None and embedding is not None and head.equals(embedding)
-    shown = {**layout.shown(tensors), "tied": head is None or same}
-    if found.config is None:
+    shown = {**layout.from_shapes(tensors), "tied": head is None or same}
+    if file.config is None:
         return shown
     try:
-        told = layout.told(found.config)
-        made = build(ModelConfig, told, "model.")
+        stated = layout.from_config(file.config)
+        model = build(ModelConfig, stated, "model.")
     except (TypeError, AttributeError, ConfigError) as error:
-        said = error.message if isinstance(error, ConfigError) else error
+        reason = error.message if isinstance(error, ConfigError) else error
         raise WeightsError(
-            f"{CONFIG} of `{found.place}` describes no model: {said}", hint="fetch or write it again"
+            f"{CONFIG} of `{file.place}` does not describe a model: {reason}", hint="fetch or write it again"
         ) from None
-    if made.tied and not shown["tied"]:
+    if model.tied and not shown["tied"]:
         raise WeightsError(
-            f"{CONFIG} of `{found.place}` says that head and embedding are one, and `lm_head.weight` is another",
+            f"{CONFIG} of `{file.place}` ties head and embedding, but `lm_head.weight` differs from it",
             hint="write it again with tie_word_embeddings = false, and use --set model.tied=false",
         )
-    return {**shown, **{key: getattr(made, key) for key in told}}
+    return {**shown, **{key: getattr(model, key) for key in stated}}
 
 
-def _check_twice(found: _Found, tensors: Tensors) -> None:
+def _check_twice(file: _File, tensors: Tensors) -> None:
     """Refuses one tensor under two names, with the prefix of its layout and without."""
     kept = {tensor.name for tensor in tensors.values()}
-    for name in found.tensors.keys() - kept:
+    for name in file.tensors.keys() - kept:
         short = next(key for key in tensors if name.endswith(key) and tensors[key].name != name)
         raise WeightsError(
-            f"`{name}` and `{tensors[short].name}` of `{found.place}` are the same parameter",
+            f"`{name}` and `{tensors[short].name}` of `{file.place}` are the same parameter",
             hint="the file holds parts of two models: write it again with one of them",
         )
 
@@ -228,18 +229,18 @@ def _check_settings(place: Path, layout: Layout, model: ModelConfig, expected: S
         off = stated | _different(replace(model, **stated), expected)
     if off:
         here = resolved(model)
-        told = [f"model.{key} is {_text(there)} there and {_text(here[key])} here" for key, there in off.items()]
+        differ = [f"model.{key} is {_text(there)} there and {_text(here[key])} here" for key, there in off.items()]
         # Another kind of model, not another size: there is a recipe of that kind.
         kind = {"norm", "positions"} & off.keys() and layout.name in recipe_names()
         better = f"begin with the recipe, `halfstep train {layout.name} --init {place}`, or " if kind else ""
         raise WeightsError(
-            f"`{place}` does not fit the recipe: {', '.join(told)}",
+            f"`{place}` does not fit the recipe: {', '.join(differ)}",
             hint=f"{better}use " + " ".join(f"--set model.{key}={_text(there)}" for key, there in off.items()),
         )
 
 
 def _different(model: ModelConfig, expected: Settings) -> Settings:
-    """The settings a model lacks to fit. It may have more tokens than the file, and a shorter context."""
+    """Returns the settings that keep a model from fitting. Its vocabulary may be larger, its context shorter."""
     here = resolved(model)
     loose = {
         "vocabulary": here["vocabulary"] >= expected.get("vocabulary", 0),
@@ -249,24 +250,24 @@ def _different(model: ModelConfig, expected: Settings) -> Settings:
 
 
 def _check_tensors(place: Path, layout: Layout, model: ModelConfig, tensors: Tensors) -> set[str]:
-    """Every parameter of ours is there in its shape, and nothing of theirs is left over; the names in use."""
+    """Checks that our parameters are there and none of their tensors is left over; returns the names used."""
     used = {"lm_head.weight"} if model.tied else set()  # equal to the embedding, else it was refused
     sources = layout.sources(model)
     for name, shape in parameter_shapes(model).items():
         if name not in sources:
             raise WeightsError(
-                f"`{name}` of the recipe's model is nothing that {layout.name} has",
-                hint=f"start from a recipe of that model, as `halfstep train {layout.name}`",
+                f"`{name}` of the recipe's model does not exist in {layout.name}",
+                hint=f"start from a recipe of that model, such as `halfstep train {layout.name}`",
             )
         source = sources[name]
         if source.name not in tensors:
             raise WeightsError(
                 f"`{place}` has no tensor `{source.name}`, which is `{name}` here",
-                hint="of a model in several files, name the folder that holds them all with their index",
+                hint="if the model has several files, name the folder that holds them all with their index",
             )
         _check_tensor(place, tensors[source.name], name, source, shape)
         used.update(layout.pieces(tensors, source.name))
-    over = [name for name in tensors if name not in used and not layout.skipped(name)]
+    over = [name for name in tensors if name not in used and not layout.skip_reason(name)]
     if over:
         raise WeightsError(
             f"`{tensors[over[0]].name}` of `{place}` has no place in our decoder ({len(over)} such tensors)",
@@ -285,21 +286,21 @@ def _check_tensor(place: Path, tensor: Tensor, name: str, source: Source, shape:
     tensor.check_format()
 
 
-def _check_digest(found: _Found, sha256: str, wanted: str) -> None:
-    if found.sha256 and found.sha256 != sha256:
+def _check_digest(file: _File, sha256: str, wanted: str) -> None:
+    if file.sha256 and file.sha256 != sha256:
         raise checkpoint.DamagedCheckpointError(
-            f"`{found.place}` is damaged: the SHA-256 of {checkpoint.STATE} is {sha256}, expected {found.sha256}",
+            f"`{file.place}` is damaged: the SHA-256 of {checkpoint.STATE} is {sha256}, expected {file.sha256}",
             hint="restore it, or name another checkpoint",
         )
     if wanted and wanted.lower() != sha256:
         raise WeightsError(
-            f"`{found.place}` has the SHA-256 {sha256}, and init_digest is {wanted}",
-            hint="these are other weights: fetch those that are meant, or take these by `--set init_digest=`",
+            f"`{file.place}` has the SHA-256 {sha256}, and init_digest is {wanted}",
+            hint="these are other weights: fetch the right ones, or accept these with `--set init_digest=`",
         )
 
 
-def _told_rows(layout: Layout, model: ModelConfig, tensors: Tensors) -> list[str]:
-    """What is said where a table has another number of rows."""
+def _describe_rows(layout: Layout, model: ModelConfig, tensors: Tensors) -> list[str]:
+    """Returns notes on tables with another number of rows."""
     sources, notes = layout.sources(model), []
     rows = tensors[sources["embed.weight"].name].shape[0]
     if rows < model.vocabulary:
@@ -310,23 +311,17 @@ def _told_rows(layout: Layout, model: ModelConfig, tensors: Tensors) -> list[str
     if model.positions == "learned":
         rows = tensors[sources["positions.weight"].name].shape[0]
         if rows > model.context:
-            notes.append(f"the first {model.context:,} of {rows:,} positions are taken")
+            notes.append(f"the first {model.context:,} of {rows:,} positions are used")
     return notes
 
 
-def _told_formats(tensors: Tensors, used: set[str]) -> list[str]:
-    """What is said of weights that are not held in fp32."""
+def _describe_formats(tensors: Tensors, used: set[str]) -> list[str]:
+    """Returns notes on weights that are not held in fp32."""
     split = {name for name in used if f"remainder.{name}" in used}
     whole = [tensors[name].dtype for name in used - split if tensors[name].dtype in safetensors.WIDENED]
     words = Counter(safetensors.WIDENED[dtype][1] for dtype in whole if dtype != "F32")
-    told = [f"{count} tensors are held in {word} and widened to fp32, exactly" for word, count in words.items()]
-    return told + ([f"{len(split)} split masters are joined, exactly"] if split else [])
-
-
-def _told_skipped(layout: Layout, tensors: Tensors, used: set[str]) -> list[str]:
-    """What is said of tensors that are left out."""
-    reasons = Counter(layout.skipped(name) for name in tensors if name not in used)
-    return [f"{count} tensors are left out: {reason}" for reason, count in reasons.items()]
+    notes = [f"{count} tensors are held in {word} and widened to fp32, exactly" for word, count in words.items()]
+    return notes + ([f"{len(split)} split masters are joined, exactly"] if split else [])
 
 
 def _text(value: Any) -> str:

@@ -1,20 +1,19 @@
 """Weights on a disk: one safetensors file, or several with an index, read a tensor at a time and without a pickle.
 
     folder/model.safetensors                      all in one
-    folder/model.safetensors.index.json           {"weight_map": {tensor: file}}, files beside it
-    file.safetensors                              any file, alone
+    folder/model.safetensors.index.json           {"weight_map": {tensor: file}}, files next to it
+    file.safetensors                              any single file
 
-Whatever is held in fp32, bf16 or fp16 is read as fp32: both halves are subsets of it, so widening is exact (a bf16
-number is the upper half of an fp32 pattern). Anything else would be rounded or has a scale that stands elsewhere,
-and is refused by name.
+fp32, bf16 and fp16 are read as fp32: both half formats are subsets of it, so widening is exact (a bf16 number is
+the upper half of an fp32 pattern). Any other format would be rounded or has its scale elsewhere, and is refused
+by name.
 
 **The digest** is the SHA-256 of the file, as `sha256sum` prints it and model hubs list it. Of several files it is
-that of the lines which `sha256sum` prints for them, in the order of their names:
+that of the lines that `sha256sum` prints for them, in the order of their names:
 
     sha256sum model-0000*.safetensors | sha256sum
 
-Everything is checked by header and size before a number is read; numbers that are not finite are refused when they
-are.
+Everything is checked by header and size before a number is read.
 """
 
 import hashlib
@@ -34,11 +33,11 @@ from halfstep.training.files import PICKLES
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 DESCRIPTIONS = (".json", ".toml")
 AS_SAFETENSORS = (
-    "load it where you trust it, with the library it is of, and write it again as safetensors: "
+    "if you trust it, load it with its own library and write it again as safetensors: "
     "`model.save_pretrained(FOLDER)` does"
 )
 
-# The dtypes that widen to fp32 exactly: how their bytes are read, and what the words say.
+# The dtypes that widen to fp32 exactly: how their bytes are read, and their names in messages.
 WIDENED = {"F32": ("<f4", "fp32"), "BF16": ("<u2", "bf16"), "F16": ("<f2", "fp16")}
 
 
@@ -49,7 +48,7 @@ class WeightsError(HalfstepError):
 @final
 @dataclass(frozen=True)
 class Tensor:
-    """A tensor in a file: what it is called there, and where its bytes are."""
+    """A tensor in a file: its name there, and where its bytes are."""
 
     name: str
     file: Path
@@ -58,23 +57,23 @@ class Tensor:
     offset: int
 
     def read(self) -> NDArray[np.float32]:
-        """The numbers, in fp32."""
+        """Returns the numbers, in fp32."""
         raw = self.bits(WIDENED[self.dtype][0])
         if self.dtype == "BF16":
             return (raw.astype(np.uint32) << 16).view(np.float32)
-        with np.errstate(invalid="ignore"):  # of a signaling NaN, on ARM: a NaN like any other
+        with np.errstate(invalid="ignore"):  # ARM flags a signaling NaN
             return raw.astype(np.float32, copy=False)
 
     def bits(self, carrier: str) -> NDArray[Any]:
-        """The bytes, as a dtype of numpy; it has no bf16."""
+        """Returns the bytes as a dtype of numpy, which has no bf16."""
         count = int(np.prod(self.shape, dtype=np.int64))
         return np.fromfile(self.file, carrier, count, offset=self.offset).reshape(self.shape)
 
     def equals(self, other: "Tensor") -> bool:
         """Whether another tensor holds the same numbers in the same format."""
         self.check_format()
-        alike = (self.dtype, self.shape) == (other.dtype, other.shape)
-        return alike and bool((self.read() == other.read()).all())
+        same = (self.dtype, self.shape) == (other.dtype, other.shape)
+        return same and bool((self.read() == other.read()).all())
 
     def check_format(self) -> None:
         """Refuses a format that does not widen to fp32."""
@@ -87,13 +86,13 @@ class Tensor:
 
 
 def open_file(file: Path) -> dict[str, Tensor]:
-    """The tensors of one safetensors file."""
+    """Returns the tensors of one safetensors file."""
     refuse_pickle(file)
     if file.is_dir():
-        raise WeightsError(f"`{file}` is a folder, and a file of weights is meant", hint="fetch or write it again")
+        raise WeightsError(f"`{file}` is a folder, not a file of weights", hint="fetch or write it again")
     if file.suffix in DESCRIPTIONS:
         raise WeightsError(
-            f"`{file}` describes weights and holds none", hint=f"name the folder that holds both, `{file.parent}`"
+            f"`{file}` describes weights but holds none", hint=f"name the folder that holds both, `{file.parent}`"
         )
     from safetensors import SafetensorError, safe_open
 
@@ -115,36 +114,36 @@ def open_file(file: Path) -> dict[str, Tensor]:
 
 
 def open_folder(folder: Path) -> dict[str, Tensor]:
-    """The tensors of a folder in Hugging Face layout."""
+    """Returns the tensors of a folder in Hugging Face layout."""
     if (folder / SINGLE).exists():
         return open_file(folder / SINGLE)
     if not (folder / INDEX).exists():
         raise _empty(folder)
-    found: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     where = _read_index(folder / INDEX)
     for file in sorted(set(where.values())):
         if not _is_file(folder / file):
             raise WeightsError(
-                f"`{folder / INDEX}` names `{file}`, and there is no such file beside it",
+                f"`{folder / INDEX}` names `{file}`, and there is no such file next to it",
                 hint="fetch all files of the model again",
             )
-        held = open_file(folder / file)
-        if twice := sorted(held.keys() & found.keys()):
+        here = open_file(folder / file)
+        if twice := sorted(here.keys() & tensors.keys()):
             raise WeightsError(
-                f"`{twice[0]}` is in `{found[twice[0]].file.name}` and in `{file}` of `{folder}`",
+                f"`{twice[0]}` is in `{tensors[twice[0]].file.name}` and in `{file}` of `{folder}`",
                 hint="the files are not of one model: fetch or write them again",
             )
-        found |= held  # what the index does not name too: whoever asks decides what may be left unused
-    if missing := sorted(name for name in where if name not in found or found[name].file.name != where[name]):
+        tensors |= here  # including what the index does not name: the caller decides what may be unused
+    if missing := sorted(name for name in where if name not in tensors or tensors[name].file.name != where[name]):
         raise WeightsError(
-            f"`{folder / INDEX}` says that `{missing[0]}` is in `{where[missing[0]]}`, and it is not",
+            f"`{folder / INDEX}` puts `{missing[0]}` in `{where[missing[0]]}`, but it is not there",
             hint="index and files are not of the same model: fetch them again",
         )
-    return found
+    return tensors
 
 
 def digest(tensors: Iterable[Tensor]) -> str:
-    """SHA-256 of the file that holds the tensors, or of the lines that `sha256sum` prints for several."""
+    """Returns the SHA-256 of the file that holds the tensors, or of what `sha256sum` prints for several."""
     files = sorted({tensor.file for tensor in tensors}, key=lambda file: file.name)
     sums = []
     for file in files:
@@ -152,25 +151,25 @@ def digest(tensors: Iterable[Tensor]) -> str:
             sums.append(hashlib.file_digest(opened, "sha256").hexdigest())
     if len(files) == 1:
         return sums[0]
-    lines = "".join(f"{found}  {file.name}\n" for found, file in zip(sums, files, strict=True))
+    lines = "".join(f"{sha256}  {file.name}\n" for sha256, file in zip(sums, files, strict=True))
     return hashlib.sha256(lines.encode()).hexdigest()
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """A JSON file that holds a table."""
+    """Returns the table in a JSON file."""
     try:
-        found = json.loads(file.read_text(encoding="utf-8"))
+        table = json.loads(file.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
         raise WeightsError(f"`{file}` is not JSON: {error}", hint="fetch or write it again") from None
     except OSError as error:
         raise WeightsError(f"`{file}` cannot be read: {error.strerror or error}") from None
-    if not isinstance(found, dict):
+    if not isinstance(table, dict):
         raise WeightsError(f"`{file}` holds no table", hint="fetch or write it again")
-    return found
+    return table
 
 
 def refuse_pickle(file: Path) -> None:
-    """A pickle runs code when it is loaded, so none is."""
+    """Refuses a pickle, which runs code when it is loaded."""
     if file.suffix.lower() in PICKLES:
         raise WeightsError(f"`{file}` is a pickle, which runs code when it is loaded", hint=AS_SAFETENSORS)
 
@@ -182,7 +181,7 @@ def _read_index(index: Path) -> Mapping[str, str]:
     for name, file in where.items():
         if not file or Path(file).name != file or file in (".", ".."):
             raise WeightsError(
-                f"`{index}` puts `{name}` in `{file}`, which is not a file beside it",
+                f"`{index}` puts `{name}` in `{file}`, which is not a file next to it",
                 hint="an index that points outside its folder is not followed",
             )
         refuse_pickle(index.parent / file)
@@ -190,7 +189,7 @@ def _read_index(index: Path) -> Mapping[str, str]:
 
 
 def _is_file(file: Path) -> bool:
-    """Whether there is a file; a name that no file can have has none."""
+    """Whether there is a file; False for an impossible name."""
     try:
         return file.is_file()
     except (OSError, ValueError):
@@ -198,11 +197,11 @@ def _is_file(file: Path) -> bool:
 
 
 def _empty(folder: Path) -> WeightsError:
-    """Why a folder gives no weights."""
+    """Returns the error of a folder without weights."""
     names = sorted(entry.name for entry in folder.iterdir())
     if SINGLE in names:
         return WeightsError(
-            f"`{folder / SINGLE}` is a link to a file that is not there",
+            f"`{folder / SINGLE}` is a link to a missing file",
             hint="a hub's cache keeps files elsewhere: copy them with `cp -rL`, or fetch them again",
         )
     pickles = [name for name in names if name.endswith((*PICKLES, ".bin.index.json"))]
@@ -213,18 +212,18 @@ def _empty(folder: Path) -> WeightsError:
         )
     others = [name for name in names if name.endswith(".safetensors")]
     if others:
-        hint = f"name the file itself, as `--init {folder / others[0]}`"
+        hint = f"name the file itself: `--init {folder / others[0]}`"
     else:
         hint = "a folder in Hugging Face layout holds model.safetensors, or shards and their index"
     return WeightsError(f"`{folder}` holds neither {SINGLE} nor {INDEX}", hint=hint)
 
 
 def _what_it_is(file: Path) -> str:
-    """What a file that should be safetensors looks like, by its first bytes."""
+    """Returns what a file that should be safetensors is, judging by its first bytes."""
     with open(file, "rb") as opened:
         start = opened.read(64)
     if start.startswith((b"PK\x03\x04", b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")):
         return f"it looks like a pickle; {AS_SAFETENSORS}"
     if start.startswith(b"version https://git-lfs"):
-        return "it is the pointer that git keeps of a large file: `git lfs pull` fetches the file itself"
-    return "it is truncated, damaged or of another kind: fetch or write it again as safetensors"
+        return "it is a git LFS pointer: `git lfs pull` fetches the file itself"
+    return "it is truncated, damaged or another kind of file: fetch or write it again as safetensors"

@@ -107,7 +107,7 @@ def opened() -> bytes:
 @pytest.mark.parametrize(
     ("data", "said"),
     [
-        (b"PK\x03\x04" + DATA[4:], "is no artifact"),
+        (b"PK\x03\x04" + DATA[4:], "is not an artifact"),
         (DATA[:7] + b"\x02" + DATA[8:], "version 2, and this halfstep reads version 1"),
         (DATA + b"\0", "digest"),
         (sealed(opened(), 10), "does not hold 10 bytes"),

@@ -66,15 +66,15 @@ def test_masks_and_a_repeated_head_are_left_out_and_said(tmp_path):
         tensors[f"h.{layer}.attn.bias"] = np.ones((1, 1, 16, 16), np.uint8)
         tensors[f"h.{layer}.attn.masked_bias"] = np.array(-1e4, np.float32)
     found = open_pretrained(str(write(tmp_path, tensors, {**CONFIG, "attn_pdrop": 0.1})), TINY)
-    assert "4 tensors are left out: masks of attention, no weights" in found.notes
-    assert "config.json has dropout (attn_pdrop 0.1), and our decoder none" in found.notes
+    assert "4 tensors are skipped: attention masks, not weights" in found.notes
+    assert "config.json has dropout (attn_pdrop 0.1), and our decoder has none" in found.notes
     assert {name for name, _ in found.weights()} == parameter_shapes(TINY).keys()
 
 
 def test_a_shorter_context_takes_the_first_positions_and_says_so(tmp_path):
     found = open_pretrained(str(write(tmp_path)), replace(TINY, context=10))
     assert (dict(found.weights())["positions.weight"] == tensors_of()["wpe.weight"][:10]).all()
-    assert "the first 10 of 16 positions are taken" in found.notes
+    assert "the first 10 of 16 positions are used" in found.notes
 
 
 def test_padding_rows_are_the_mean_of_the_others(tmp_path):
@@ -119,10 +119,14 @@ CONFIGS = {
         "is a model of type `llama`; weights are read of gpt2, qwen3",
         "any",
     ),
-    "quantized": ({"quantization_config": {}}, "are quantized", "take those that are not"),
-    "no number": ({"n_embd": "wide"}, "describes no model", "fetch"),
-    "nothing": ({"n_embd": None}, "describes no model", "fetch"),
-    "not even": ({"n_head": 7}, "describes no model: model.width is 32, which 7 heads do not divide", "fetch"),
+    "quantized": ({"quantization_config": {}}, "are quantized", "use the unquantized ones"),
+    "no number": ({"n_embd": "wide"}, "does not describe a model", "fetch"),
+    "nothing": ({"n_embd": None}, "does not describe a model", "fetch"),
+    "not even": (
+        {"n_head": 7},
+        "does not describe a model: model.width is 32, which 7 heads do not divide",
+        "fetch",
+    ),
 }
 
 
@@ -155,7 +159,7 @@ FAULTS = {
     "not finite": (set_tensor("ln_f.bias", NAN), "`ln_f.bias` of .* numbers that are not finite: 32 of 32"),
     "a head that differs": (
         set_tensor("lm_head.weight", np.zeros((VOCABULARY, 32), np.float32)),
-        "says that head and embedding are one",
+        "ties head and embedding",
     ),
 }
 
@@ -211,7 +215,7 @@ BAD_QWEN3 = {
         {"rope_parameters": {"rope_type": "default"}, "rope_scaling": {"type": "yarn"}},
         "rope_type = 'yarn'",
     ),
-    "no table": ({"rope_scaling": ["yarn"]}, "describes no model"),
+    "no table": ({"rope_scaling": ["yarn"]}, "does not describe a model"),
 }
 
 
@@ -261,12 +265,12 @@ ODD = {
     "a space": (lambda path: " ", "the path to take weights from is empty", "name a file"),
     "config.json itself": (
         lambda path: write(path) / "config.json",
-        "config.json` describes weights and holds none",
+        "config.json` describes weights but holds none",
         "name the folder that holds both, `",
     ),
     "the index itself": (
         lambda path: (write(path) / "model.safetensors").rename(path / "model.safetensors.index.json"),
-        "index.json` describes weights and holds none",
+        "index.json` describes weights but holds none",
         "name the folder that holds both, `",
     ),
     "a pickle": (
@@ -285,14 +289,18 @@ ODD = {
         "parts of two models",
     ),
     "nobody's home": (lambda path: "~nobody-of-that-name/x", "cannot be read", "write the path out"),
-    "no tensors": (lambda path: write(path, {"x": NAN}, None), "no tensor that tells what it is", "prepare"),
+    "no tensors": (lambda path: write(path, {"x": NAN}, None), "no tensor that identifies its model", "prepare"),
     "config.json is no JSON": (
         lambda path: (write(path) / "config.json").write_text("{") and path,
         "is not JSON",
         "",
     ),
     "config.json is no table": (lambda path: write(path, config=[1]), "holds no table", "again"),
-    "no kind of model": (lambda path: write(path, {"x": NAN}, {"n_head": 4}), "no tensor that tells", "prepare"),
+    "no kind of model": (
+        lambda path: write(path, {"x": NAN}, {"n_head": 4}),
+        "no tensor that identifies",
+        "prepare",
+    ),
 }
 
 

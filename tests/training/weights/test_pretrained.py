@@ -367,7 +367,7 @@ def test_a_run_of_ours_is_a_place_to_start_from(ours, tmp_path, policy):
         found = open_pretrained(str(place), ours.model)
         assert {f"model.{name}": value.tobytes() for name, value in found.weights()} == expected
         assert found.layout.name == "halfstep"
-        assert any("moments, which a new run begins anew" in note for note in found.notes)
+        assert any("moments, which a new run starts anew" in note for note in found.notes)
         assert any("split masters are joined" in note for note in found.notes) == ("split" in policy)
     with pytest.raises(HalfstepError, match=r"model\.qk_norm is plain there and none here"):
         open_pretrained(str(newest), replace(ours.model, qk_norm="none"))
@@ -417,8 +417,8 @@ def test_init_and_resume_together_are_refused_with_what_to_leave_out(ours, tmp_p
     arguments = ["train", "--init", "weights.safetensors", "--resume", "--out", str(tmp_path / "run")]
     assert run(arguments) == 2
     err = capsys.readouterr().err
-    assert "--init and --resume: a run that goes on has weights of its own" in err
-    assert "leave out --init to go on" in err
+    assert "--init and --resume exclude each other: a resumed run takes the weights" in err
+    assert "omit --init to resume" in err
 
 
 def test_a_resumed_run_remembers_where_its_weights_came_from(ours, tmp_path):

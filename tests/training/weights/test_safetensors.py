@@ -131,7 +131,7 @@ BROKEN = {
     "empty": (lambda path: (path / "model.safetensors").touch(), "does not read as safetensors", "truncated"),
     "a folder in its place": (
         lambda path: (path / "model.safetensors").mkdir(),
-        "model.safetensors` is a folder, and a file of weights is meant",
+        "model.safetensors` is a folder, not a file of weights",
         "again",
     ),
     "an index that leads outside": (
@@ -148,7 +148,7 @@ BROKEN = {
     "a shard that is not there": (lambda path: save_index(path, {"x": "a.safetensors"}), "no such file", "again"),
     "an index that lies": (
         lambda path: (saved(path, "a.safetensors"), save_index(path, {"y": "a.safetensors"})),
-        "says that `y` is in `a.safetensors`, and it is not",
+        "puts `y` in `a.safetensors`, but it is not there",
         "again",
     ),
     "an index that swaps two files": (
@@ -157,28 +157,28 @@ BROKEN = {
             save_file({"y": NUMBERS}, path / "b.safetensors"),
             save_index(path, {"x": "b.safetensors", "y": "a.safetensors"}),
         ),
-        "says that `x` is in `b.safetensors`, and it is not",
+        "puts `x` in `b.safetensors`, but it is not there",
         "not of the same model",
     ),
     "an index of no name": (
         lambda path: save_index(path, {"x": ""}),
-        "puts `x` in ``, which is not a file beside it",
+        "puts `x` in ``, which is not a file next to it",
         "not followed",
     ),
     "an index of its own folder": (lambda path: save_index(path, {"x": "."}), "puts `x` in `.`", "not followed"),
     "an index of a folder": (
         lambda path: ((path / "a.safetensors").mkdir(), save_index(path, {"x": "a.safetensors"})),
-        "names `a.safetensors`, and there is no such file beside it",
+        "names `a.safetensors`, and there is no such file next to it",
         "fetch all files",
     ),
     "an index of a name that no file can have": (
         lambda path: save_index(path, {"x": f"{'n' * 300}.safetensors"}),
-        f"names `{'n' * 300}.safetensors`, and there is no such file beside it",
+        f"names `{'n' * 300}.safetensors`, and there is no such file next to it",
         "fetch all files",
     ),
     "a link that leads nowhere": (
         lambda path: (path / "model.safetensors").symlink_to("../blobs/abc"),
-        "model.safetensors` is a link to a file that is not there",
+        "model.safetensors` is a link to a missing file",
         "cp -rL",
     ),
     "an index of nothing": (lambda path: save_index(path, {}), "has no `weight_map`", "again"),
