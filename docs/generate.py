@@ -155,7 +155,8 @@ def _parse(what: Any) -> Any:
 def _signature(function: Any, name: str | None = None) -> str:
     """Returns a signature as the source writes it, which does not depend on versions of the frameworks."""
     node = _parse(function)
-    parts = list(_arguments(node.args))
+    constants = {p.name: repr(p.default) for p in inspect.signature(function).parameters.values()}
+    parts = list(_arguments(node.args, constants))
     returns = f" -> {_text(node.returns)}" if node.returns is not None and name is None else ""
     line = f"{name or node.name}({', '.join(parts)}){returns}"
     if len(line) <= 100:
@@ -164,23 +165,26 @@ def _signature(function: Any, name: str | None = None) -> str:
     return f"{name or node.name}(\n{wrapped}){returns}"
 
 
-def _arguments(given: ast.arguments) -> Iterator[str]:
+def _arguments(given: ast.arguments, constants: dict[str, str]) -> Iterator[str]:
     padding = [None] * (len(given.args) - len(given.defaults))
     for argument, default in zip(given.args, [*padding, *given.defaults], strict=True):
         if argument.arg not in ("self", "cls"):
-            yield _argument(argument, default)
+            yield _argument(argument, default, constants)
     if given.vararg or given.kwonlyargs:
-        yield f"*{_argument(given.vararg, None) if given.vararg else ''}"
+        yield f"*{_argument(given.vararg) if given.vararg else ''}"
     for argument, default in zip(given.kwonlyargs, given.kw_defaults, strict=True):
-        yield _argument(argument, default)
+        yield _argument(argument, default, constants)
     if given.kwarg:
-        yield f"**{_argument(given.kwarg, None)}"
+        yield f"**{_argument(given.kwarg)}"
 
 
-def _argument(given: ast.arg, default: ast.expr | None) -> str:
+def _argument(given: ast.arg, default: ast.expr | None = None, constants: dict[str, str] | None = None) -> str:
     kind = "" if given.annotation is None else f": {_text(given.annotation)}"
-    spaced = " = " if kind else "="
-    return given.arg + kind + ("" if default is None else spaced + ast.unparse(default).replace("'", '"'))
+    if default is None:
+        return given.arg + kind
+    # A constant's name says nothing here; its value does.
+    value = constants[given.arg] if constants and isinstance(default, ast.Name) else ast.unparse(default)
+    return given.arg + kind + (" = " if kind else "=") + value.replace("'", '"')
 
 
 def _text(annotation: ast.expr) -> str:
