@@ -126,11 +126,15 @@ def test_a_skip_is_visible_to_schedules():
     ours = AdamW(model.parameters())
     run = prepare(model, ours, "bf16-mixed")
     scheduler = torch.optim.lr_scheduler.StepLR(ours, step_size=1, gamma=0.5)
+    with pytest.raises(HalfstepError, match="no update"):
+        run.scheduler_step(scheduler)
+    moved = []
     for value in (1.0, float("nan"), 1.0):
         run.step(loss_of(model), [torch.tensor([value])])
-        run.scheduler_step(scheduler)
+        moved.append(run.scheduler_step(scheduler))
+    assert moved == [True, False, True]
     assert int(run.num_applied) == 2  # what our schedules count by
-    assert scheduler.last_epoch == 2
+    assert ours.param_groups[0]["lr"] == 1e-3 / 4
 
 
 def test_fp16_parameters_are_trainable():
@@ -430,8 +434,10 @@ def test_halves_are_summed_in_fp32(loose_matmuls):
 def test_fp32_is_fp32(loose_matmuls):
     """ "medium" makes an fp32 matmul one of TF32 on GPUs, and one of bf16 on CPUs that multiply bf16."""
     for policy in ("fp32", "bf16-mixed; layer: compute=fp32"):
-        with pytest.raises(PolicyError, match="multiplies in fp32"):
+        with pytest.raises(PolicyError, match="multiplies in fp32") as raised:
             trained(policy, 0, torch.ones(2))
+        assert "highest" in raised.value.hint
+    trained("bf16-mixed", 0, torch.ones(2))
     Session._pin_matmuls(SimpleNamespace(device=torch.device("cpu")))
     x = torch.full((64, 64), 1 + 2.0**-12)
     assert torch.equal(x @ torch.eye(64), x)

@@ -30,11 +30,11 @@ TINY = ((8, 8, 8), (16, 16, 32))
 def test_times_come_for_each_format_and_shape():
     # A clock of its own: on a busy machine a launch may take as long as the budget allows for a larger matmul.
     ticks = iter(range(10**6))
-    timings = measure("cpu", [FP32, BF16, FP16], budget=1e9, shapes=TINY, clock=lambda: 1e-3 * next(ticks))
+    timings = measure("cpu", [FP32, BF16, FP16], budget=1e9, shapes=TINY, clock=lambda: float(next(ticks)))
     assert {(timing.format, timing.shape) for timing in timings} == {
         (fmt, shape) for fmt in (FP32, BF16, FP16) for shape in TINY
     }
-    assert all(timing.typical == pytest.approx(1e-3, rel=1) for timing in timings)
+    assert {second for timing in timings for second in timing.seconds} == {1.0}
 
 
 def test_the_budget_holds_at_the_real_shapes():
@@ -43,12 +43,6 @@ def test_the_budget_holds_at_the_real_shapes():
     assert time.process_time() - begun < 1.0  # the budget, and what starting adds
     assert timings[0].shape == CPU_SHAPES[0]
     assert len(timings) > 1
-
-
-def test_the_clock_is_the_one_given():
-    ticks = iter(range(10**6))
-    timings = measure("cpu", [FP32], budget=1e9, shapes=TINY, clock=lambda: float(next(ticks)))
-    assert {second for timing in timings for second in timing.seconds} == {1.0}
 
 
 def operands_of(fmt, shape, monkeypatch):
@@ -71,7 +65,7 @@ def test_operands_are_random_and_in_the_format(fmt, dtype, monkeypatch):
         assert x.unique().numel() > 32
 
 
-def test_a_format_that_the_device_has_not_is_refused_before_anything_is_timed():
+def test_a_format_that_the_device_lacks_is_refused_before_anything_is_timed():
     def never():
         raise AssertionError("the clock was read")
 
@@ -80,7 +74,7 @@ def test_a_format_that_the_device_has_not_is_refused_before_anything_is_timed():
     assert "halfstep probe" in caught.value.hint
 
 
-def test_what_was_set_about_tf32_is_put_back(monkeypatch):
+def test_the_process_keeps_its_own_choice_about_tf32(monkeypatch):
     before = torch.backends.cuda.matmul.fp32_precision
     measure("cpu", [FP32], budget=0.1, shapes=TINY[:1])
     assert torch.backends.cuda.matmul.fp32_precision == before

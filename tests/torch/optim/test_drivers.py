@@ -88,16 +88,6 @@ def test_stock_optimizers_take_the_steps_of_fp32_on_split_masters_bit_for_bit(na
     assert all(torch.equal(torch.as_tensor(ours[key]), torch.as_tensor(theirs[key])) for key in theirs)
 
 
-def test_a_fused_sgd_whose_first_step_is_skipped_starts_from_no_momentum():
-    """torch allocates the momentum, its kernel does not write to it, and it is taken for written the next time."""
-    p, masters = whole()
-    driver = driver_of(torch.optim.SGD([p], lr=0.1, momentum=0.9, fused=True), masters, {})
-    driver.step({p: torch.full((6, 4), float("nan"))}, ONE, BAD, COUNT)
-    driver.step({p: torch.ones(6, 4)}, ONE, FINE, COUNT)
-    assert torch.equal(driver.optimizer.state[p]["momentum_buffer"], torch.ones(6, 4))
-    assert "first step" in driver.cost
-
-
 class Capturable(torch.optim.Adagrad):
     """Keeps its count on the device, as those with capturable=True do on a GPU."""
 
@@ -155,6 +145,7 @@ def test_costs_and_names():
     assert told(torch.optim.AdamW([p], fused=True)) == "AdamW (torch, fused): no sync"
     assert told(torch.optim.Adagrad([p])).startswith("Adagrad (torch): one sync per step, because it cannot skip")
     assert "fused=True" in told(torch.optim.SGD([p]))
+    assert "except in the first step" in told(torch.optim.SGD([p], momentum=0.9, fused=True))
     assert "capturable=True" in told(torch.optim.NAdam([p]))
     assert "would need none" not in told(torch.optim.Muon([p]))
     mixed = torch.optim.SGD([{"params": [p], "fused": False}], lr=0.1, fused=True)
