@@ -14,7 +14,7 @@ import sys
 from cyclopts import App, CycloptsError, MissingArgumentError
 
 from halfstep import __version__
-from halfstep.cli import artifact, bench, data, formats, policy, probe, train
+from halfstep.cli import bench, data, formats, policy, probe, train, trained
 from halfstep.cli.output import discard, drop_refused_output, print_error, print_failure
 from halfstep.core.errors import HalfstepError
 
@@ -25,9 +25,9 @@ app = App(
     suppress_keyboard_interrupt=False,  # main.py reports Ctrl-C; this would exit silently
 )
 app.command(train.train)
-app.command(train.evaluate, name="eval")
-app.command(train.sample)
-app.command(artifact.artifact)
+app.command(trained.evaluate, name="eval")
+app.command(trained.sample)
+app.command(trained.artifact)
 app.command(data.app)
 app.command(probe.probe)
 app.command(formats.formats)

@@ -5,7 +5,8 @@ from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
-from halfstep.cli.output import Flag, Place, print_json, print_table, print_words
+from halfstep.cli.arguments import Flag, Json, Place
+from halfstep.cli.output import print_json, print_table, print_words
 from halfstep.core.errors import HalfstepError
 
 if TYPE_CHECKING:
@@ -35,7 +36,7 @@ def bench(
     save: Place | None = None,
     picture: Place | None = None,
     bars: Flag = False,
-    json: Flag = False,
+    json: Json = False,
 ) -> int:
     """Race training recipes against each other: speed, peak memory, and the loss on held-out text.
 
@@ -80,8 +81,6 @@ def bench(
         Also draw the result, to a file that ends in .svg or .html.
     bars
         Check what halfstep promises about its speed and memory.
-    json
-        Print the data as JSON.
     """
     from halfstep.tools.bench.bars import check_applicable, judge
     from halfstep.tools.bench.run import checked_arms, run

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 
 from cyclopts import App
 
-from halfstep.cli.output import Flag, Place, check_not_empty, print_json, print_table, print_words
+from halfstep.cli.arguments import Json, Place, check_not_empty
+from halfstep.cli.output import print_json, print_table, print_words
 
 if TYPE_CHECKING:
     from halfstep.training.data.index import Index
@@ -30,7 +31,7 @@ def pack(
     validation: float = 0.01,
     only: str | None = None,
     separator: str | None = None,
-    json: Flag = False,
+    json: Json = False,
 ) -> int:
     """Turn text into token shards, to train on with `--set data.source=DIR`.
 
@@ -58,8 +59,6 @@ def pack(
         In folders, read only files that match this pattern, such as '*.py'.
     separator
         The token before each document; by default the tokenizer's end of text; `none` for no separator.
-    json
-        Print the index as JSON.
     """
     from halfstep.core.errors import ConfigError
     from halfstep.training.data.pack.pack import PackRequest
@@ -138,15 +137,13 @@ def train_tokenizer(
 
 
 @app.command
-def verify(folder: Place, /, *, json: Flag = False) -> int:
+def verify(folder: Place, /, *, json: Json = False) -> int:
     """Check every byte of packed data against its index. The exit code is 1 if something is damaged.
 
     Parameters
     ----------
     folder
         A folder that `halfstep data pack` wrote.
-    json
-        Print the damage as JSON.
     """
     from halfstep.training.data.packed import verify as run
     from halfstep.training.telemetry.progress import BytesProgress
@@ -163,15 +160,13 @@ def verify(folder: Place, /, *, json: Flag = False) -> int:
 
 
 @app.command
-def show(folder: Place, /, *, json: Flag = False) -> None:
+def show(folder: Place, /, *, json: Json = False) -> None:
     """Show what a folder of packed data holds: tokenizer, shards, tokens, documents, bytes.
 
     Parameters
     ----------
     folder
         A folder that `halfstep data pack` wrote.
-    json
-        Print the index as JSON.
     """
     from halfstep.training.data.index import read_index
 

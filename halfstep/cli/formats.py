@@ -2,7 +2,8 @@
 
 from typing import Any
 
-from halfstep.cli.output import Flag, print_json, print_table
+from halfstep.cli.arguments import Json
+from halfstep.cli.output import print_json, print_table
 from halfstep.core.formats import NAMED, Format
 
 PROPERTIES = (
@@ -12,7 +13,7 @@ PROPERTIES = (
 HEAD = ("format", "bits", "layout", "largest", "smallest normal", "smallest", "digits", "inf", "NaN", "overflow")
 
 
-def formats(*names: str, json: Flag = False) -> None:
+def formats(*names: str, json: Json = False) -> None:
     """Show number formats: bits, range, precision, and what happens on overflow.
 
     You can name any ExMy. Its suffix states its special values: `ieee` has infinities and NaN, `fn` only
@@ -22,8 +23,6 @@ def formats(*names: str, json: Flag = False) -> None:
     ----------
     names
         The formats to show; by default, all named ones.
-    json
-        Print the data as JSON.
     """
     chosen = [Format.parse(name) for name in names] or list(NAMED.values())
     if json:

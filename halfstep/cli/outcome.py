@@ -32,7 +32,7 @@ def run(loop: "Loop", *, json: bool) -> int:
             raise
         print_failure(error)
         return 1
-    _tell(outcome, loop, _write_page(loop), json)
+    _print(outcome, loop, _write_page(loop), json)
     return 0 if (outcome.saved or 0) == outcome.step else 1
 
 
@@ -66,7 +66,7 @@ def _write_page(loop: "Loop") -> Path | None:
     return None
 
 
-def _tell(outcome: "Outcome", loop: "Loop", page: Path | None, json: bool) -> None:
+def _print(outcome: "Outcome", loop: "Loop", page: Path | None, json: bool) -> None:
     held_out = outcome.held_out
     data = {
         "folder": str(outcome.folder),

@@ -6,32 +6,10 @@ import os
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from pathlib import Path
-from typing import Annotated, Any, TextIO
+from typing import Any, TextIO
 
-from cyclopts import Parameter
-
-from halfstep.core.errors import ConfigError, HalfstepError
+from halfstep.core.errors import HalfstepError
 from halfstep.training.telemetry.progress import lossy
-
-Flag = Annotated[bool, Parameter(negative="", show_default=False)]
-"""A switch of the command line that is off by default."""
-
-
-def check_not_empty(name: str, *given: str) -> None:
-    """Refuses an empty argument, which usually comes from an unset shell variable."""
-    if "" in given:
-        raise ConfigError(f"{name} is empty", hint="is a variable not set? The current folder is `.`")
-
-
-def _named_path(_: Any, tokens: Sequence[Any]) -> Path:
-    (token,) = tokens
-    check_not_empty(token.keyword or "a path", token.value)  # Path("") would be the current folder
-    return Path(token.value)
-
-
-Place = Annotated[Path, Parameter(converter=_named_path)]
-"""A path on the command line; an empty one is refused."""
 
 
 @contextmanager

@@ -5,7 +5,8 @@ from typing import Annotated, Any
 
 from cyclopts import Parameter
 
-from halfstep.cli.output import Flag, print_json, print_table, print_words
+from halfstep.cli.arguments import Json
+from halfstep.cli.output import print_json, print_table, print_words
 from halfstep.core.policy import Policy
 from halfstep.core.roles import ROLES, print_value
 from halfstep.core.rules import Resolved
@@ -17,7 +18,7 @@ def policy(
     *,
     model: str | None = None,
     module: Annotated[tuple[str, ...], Parameter(negative="", show_default=False)] = (),
-    json: Flag = False,
+    json: Json = False,
 ) -> None:
     """Show what a policy means: the format of each role, and its rules.
 
@@ -33,8 +34,6 @@ def policy(
         A recipe: show what applies to each of its parameters.
     module
         The name of a module: show what applies to it. May be repeated.
-    json
-        Print the data as JSON.
     """
     parsed = Policy.parse(spec)
     if model is not None or module:

@@ -2,7 +2,8 @@
 
 from typing import TYPE_CHECKING
 
-from halfstep.cli.output import Flag, print_json, print_table, print_words
+from halfstep.cli.arguments import Json
+from halfstep.cli.output import print_json, print_table, print_words
 
 if TYPE_CHECKING:
     from halfstep.core.choice import Timing
@@ -10,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def probe(
-    *, backend: str | None = None, device: str | None = None, budget: float = 3.0, json: Flag = False
+    *, backend: str | None = None, device: str | None = None, budget: float = 3.0, json: Json = False
 ) -> None:
     """Measure matmuls in each number format, and recommend a precision to train in, with the reason.
 
@@ -25,8 +26,6 @@ def probe(
         The device, as the backend names it (cpu, cuda, cuda:1, mps); by default, the fastest kind.
     budget
         Total seconds to measure.
-    json
-        Print the data as JSON.
     """
     from halfstep.tools.probe import run
 

@@ -1,8 +1,6 @@
-"""`halfstep train`, `halfstep eval` and `halfstep sample`."""
+"""`halfstep train`: from a recipe to a run."""
 
-import dataclasses
 import os
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -12,7 +10,8 @@ from typing import Annotated, Any, Literal
 
 from cyclopts import Parameter
 
-from halfstep.cli.output import Flag, Place, check_not_empty, print_json, print_table, print_words
+from halfstep.cli.arguments import Device, Flag, Place, check_not_empty
+from halfstep.cli.output import print_words
 
 RUNS = Path("runs")
 Overrides = Annotated[tuple[str, ...], Parameter(name="--set", negative="", show_default=False)]
@@ -24,7 +23,7 @@ def train(
     *,
     policy: str | None = None,
     backend: Literal["torch", "jax", "mlx"] | None = None,
-    device: str | None = None,
+    device: Device = None,
     overrides: Overrides = (),
     init: str | None = None,
     out: Place | None = None,
@@ -47,8 +46,6 @@ def train(
         The precision: auto, a preset such as bf16-mixed, or any policy (see `halfstep policy --help`).
     backend
         The framework.
-    device
-        The device to run on, as the framework names it: cpu, cuda, cuda:1, mps.
     overrides
         A setting, such as training.steps=100. May be repeated.
     init
@@ -89,8 +86,8 @@ def train(
     ]
     with _run_folder(recipe, out, resume) as where, ExitStack() as on_error:
         if resume and recipe is not None and out is not None and not folder.holds_run(out):
-            # It was never begun, or a kill came first: one command will do for the start and for every restart.
-            print_words(f"`{out}` holds no run yet: {recipe} begins")
+            # The run was never started, or was killed first: one command serves the start and every restart.
+            print_words(f"`{out}` holds no run yet: starting {recipe}")
             resume = False
         opened = None
         if resume:
@@ -137,107 +134,6 @@ def settings() -> str:
 
     lines = [f"{row.key} = {row.shown}: {row.help}" for row in rows(RunConfig)]
     return "Settings, with the defaults that apply unless the recipe says otherwise:\n\n" + "\n\n".join(lines)
-
-
-def evaluate(
-    run: Place,
-    /,
-    *,
-    policy: str | None = None,
-    weights: Literal["model", "ema"] | None = None,
-    data: str | None = None,
-    device: str | None = None,
-    json: Flag = False,
-) -> None:
-    """Evaluate a checkpoint on held-out text, in the precision it was trained with or another.
-
-    Parameters
-    ----------
-    run
-        A run folder, for its newest checkpoint, or the folder of a checkpoint.
-    policy
-        The precision to evaluate in; by default, that of the training.
-    weights
-        `model` for the latest weights, `ema` for their moving average; by default the average, if the run kept
-        one.
-    data
-        Where the data is now, if it moved since the run.
-    device
-        The device to run on.
-    json
-        Print the data as JSON.
-    """
-    from halfstep.training import memory
-    from halfstep.training.data.load import load_corpus
-    from halfstep.training.evaluation import evaluate as measure
-    from halfstep.training.run.resume import open_trained
-
-    trained = open_trained(run, policy=policy, device=device, weights=weights, data=data)
-    config, session, manifest = trained.config, trained.session, trained.saved.manifest
-    corpus = load_corpus(config.data.source, config.data.validation, config.model.vocabulary)
-    warn_of_other_data(corpus, manifest)
-    with memory.convert_oom(session.ran_out, lambda: memory.in_scoring(config)):
-        found = measure(session, corpus, config)
-    told = {"step": manifest["step"], "policy": str(session.policy), "weights": trained.weights}
-    result = {**told, **dataclasses.asdict(found)}
-    if json:
-        print_json(result)
-    else:
-        print_table(("", "value"), [(name.replace("_", " "), _shown(value)) for name, value in result.items()])
-
-
-def sample(
-    run: Place,
-    /,
-    *,
-    prompt: str = "def ",
-    length: int = 300,
-    temperature: float = 0.8,
-    top_k: int = 40,
-    seed: int = 0,
-    weights: Literal["model", "ema"] | None = None,
-    data: str | None = None,
-    device: str | None = None,
-) -> None:
-    """Write text with a trained model.
-
-    Parameters
-    ----------
-    run
-        A run folder, for its newest checkpoint, or the folder of a checkpoint.
-    prompt
-        How the text begins.
-    length
-        How many tokens to add.
-    temperature
-        0 always takes the likeliest token; 1 samples from the model's own distribution.
-    top_k
-        Sample from the most likely tokens only, this many; 0 means all.
-    seed
-        The same seed gives the same text.
-    weights
-        `model` for the latest weights, `ema` for their moving average; by default the average, if the run kept
-        one.
-    data
-        Where the data is now, if it moved since the run.
-    device
-        The device to run on.
-    """
-    from halfstep.training.run.resume import open_trained
-    from halfstep.training.sampling import check_asked, generate, prompt_tokens, tokenizer_of, written
-
-    check_asked(length, temperature, top_k, seed)
-    trained = open_trained(run, device=device, weights=weights, data=data)
-    tokenizer = tokenizer_of(trained.config.data.source, trained.saved.manifest["data"])
-    given = prompt.encode(errors="surrogateescape") or b"\n"
-    start = prompt_tokens(tokenizer, given)
-    sys.stdout.buffer.write(given)
-    tokens = generate(trained.session, start, length, temperature, top_k, seed, alphabet=tokenizer.vocabulary)
-    for text in written(tokenizer, tokens):
-        sys.stdout.buffer.write(text)
-        sys.stdout.buffer.flush()
-    sys.stdout.buffer.write(b"\n")
-    sys.stdout.buffer.flush()
 
 
 def _check_init(init: str | None, resume: bool) -> None:
@@ -323,20 +219,10 @@ def _resolve_policy(config: Any, device: str | None, opened: Any) -> tuple[Any, 
     from halfstep.training.session import check_device
 
     spelling = read(config.policy)
-    with suppress(PolicyError):  # of items that fp32 cannot have, and what is chosen may
-        # Before a block is measured that does not fit. Whatever `auto` may choose has masters as wide as fp32's.
+    with suppress(PolicyError):  # fp32 cannot have some items that the chosen policy can
+        # Before measuring a block that does not fit. Whatever `auto` chooses has masters as wide as fp32's.
         check_device(config, spelling.build(PRESETS["fp32"]), device)
     if opened is None:
         return resolve(config, device)
     # It was measured when the run began; measuring again could choose another precision midway.
     return Policy.parse(opened.policy) if spelling.base == "auto" else spelling.build(), None, []
-
-
-def warn_of_other_data(corpus: Any, manifest: dict[str, Any]) -> None:
-    """Warns if the data changed since the checkpoint."""
-    if corpus.digest != manifest["data"]["digest"]:
-        print_words(f"warning: the data changed since the checkpoint; it was {manifest['data']['description']}")
-
-
-def _shown(value: Any) -> str:
-    return "unknown" if value is None else f"{value:.4f}" if isinstance(value, float) else str(value)

@@ -77,7 +77,7 @@ def test_data_for_programs(asked, capsys):
         ),
         (
             ["probe", "--backend", "torch", "--device", "gpu"],
-            "error: `gpu` is no torch device\n\nhint: as `cpu`, `cuda`, `cuda:1`, `xpu` or `mps`\n",
+            "error: `gpu` is not a torch device\n\nhint: write `cpu`, `cuda`, `cuda:1`, `xpu` or `mps`\n",
         ),
         (
             ["probe", "--backend", "torch", "--budget", "0"],

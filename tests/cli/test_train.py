@@ -200,7 +200,7 @@ BAD = {
     "policy": (["train", "--policy", "bf16-mxied"], "unknown preset `bf16-mxied`", "bf16-mixed"),
     "data": (["train", "--policy", "fp32", "--set", "data.source=/no/such"], "/no/such", ""),
     "backend": (["train", "--backend", "tensorflow"], "tensorflow", ""),
-    "device": (["train", "--policy", "fp32", "--device", "toaster"], "`toaster` is no torch device", "cpu"),
+    "device": (["train", "--policy", "fp32", "--device", "toaster"], "`toaster` is not a torch device", "cpu"),
     "no run": (["eval", "/no/such"], "there is no such folder: `/no/such`", "run folder"),
     "length": (["sample", "/no/such", "--length", "0"], "--length 0: it must be 1 or more", ""),
     "older": (["train", "--allow-older"], "--allow-older only makes sense with --resume", "--resume"),
@@ -234,7 +234,7 @@ def test_one_command_begins_a_run_and_goes_on_with_it(small, tmp_path, capsys):
     out.mkdir()
     (out / "lock").write_text("")  # of a process that was killed while it started
     assert run(command) == 0
-    assert f"`{out}` holds no run yet: tiny begins" in capsys.readouterr().err
+    assert f"`{out}` holds no run yet: starting tiny" in capsys.readouterr().err
     assert run(command) == 0
     assert "holds no run yet" not in capsys.readouterr().err
     before = (out / "run.toml").read_bytes()

@@ -1,0 +1,167 @@
+"""`halfstep eval`, `halfstep sample` and `halfstep artifact`: what works on a trained model."""
+
+import dataclasses
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from halfstep.cli.arguments import Device, EvalPolicy, Json, MovedData, Place, Trained, Weights
+from halfstep.cli.output import print_json, print_table, print_words
+
+if TYPE_CHECKING:
+    from halfstep.training.data.corpus import Corpus
+    from halfstep.training.run.resume import Trained as TrainedModel
+
+
+def evaluate(
+    run: Trained,
+    /,
+    *,
+    policy: EvalPolicy = None,
+    weights: Weights = None,
+    data: MovedData = None,
+    device: Device = None,
+    json: Json = False,
+) -> None:
+    """Evaluate a checkpoint on held-out text, in the precision it was trained with or another."""
+    from halfstep.training import memory
+    from halfstep.training.evaluation import evaluate as measure
+    from halfstep.training.run.resume import open_trained
+
+    trained = open_trained(run, policy=policy, device=device, weights=weights, data=data)
+    corpus = _load_corpus(trained)
+    with memory.convert_oom(trained.session.ran_out, lambda: memory.in_scoring(trained.config)):
+        result = measure(trained.session, corpus, trained.config)
+    _print(trained, dataclasses.asdict(result), json)
+
+
+def sample(
+    run: Trained,
+    /,
+    *,
+    prompt: str = "def ",
+    length: int = 300,
+    temperature: float = 0.8,
+    top_k: int = 40,
+    seed: int = 0,
+    weights: Weights = None,
+    data: MovedData = None,
+    device: Device = None,
+) -> None:
+    """Write text with a trained model.
+
+    Parameters
+    ----------
+    prompt
+        How the text begins.
+    length
+        How many tokens to add.
+    temperature
+        0 always takes the likeliest token; 1 samples from the model's own distribution.
+    top_k
+        Sample only from this many of the likeliest tokens; 0 means all.
+    seed
+        The same seed gives the same text.
+    """
+    from halfstep.training.run.resume import open_trained
+    from halfstep.training.sampling import check_asked, generate, prompt_tokens, tokenizer_of, written
+
+    check_asked(length, temperature, top_k, seed)
+    trained = open_trained(run, device=device, weights=weights, data=data)
+    tokenizer = tokenizer_of(trained.config.data.source, trained.saved.manifest["data"])
+    given = prompt.encode(errors="surrogateescape") or b"\n"
+    start = prompt_tokens(tokenizer, given)
+    sys.stdout.buffer.write(given)
+    tokens = generate(trained.session, start, length, temperature, top_k, seed, alphabet=tokenizer.vocabulary)
+    for text in written(tokenizer, tokens):
+        sys.stdout.buffer.write(text)
+        sys.stdout.buffer.flush()
+    sys.stdout.buffer.write(b"\n")
+    sys.stdout.buffer.flush()
+
+
+def artifact(
+    run: Trained,
+    /,
+    *,
+    out: Place | None = None,
+    limit: int | None = None,
+    policy: EvalPolicy = None,
+    weights: Weights = None,
+    data: MovedData = None,
+    device: Device = None,
+    json: Json = False,
+) -> int:
+    """Compress a trained model with int8 and zlib, read it back, and measure what that cost.
+
+    Matrices are stored in int8 with a scale per row, the rest in fp16. The same held-out tokens are predicted
+    before and after. The exit code is 1 if the file is larger than its limit.
+
+    Parameters
+    ----------
+    out
+        The file to write; by default model.int8z in the run folder. Replaces an older artifact, but no other
+        file.
+    limit
+        The most bytes the file may have; by default the recipe's limit. 0 means no limit.
+    """
+    from halfstep.core.errors import ConfigError
+    from halfstep.training import memory
+    from halfstep.training.evaluation import evaluate as measure
+    from halfstep.training.run.resume import open_trained
+    from halfstep.training.weights.artifact import NAME, check_place, masters, score
+
+    if limit is not None and limit < 0:
+        raise ConfigError(f"--limit {limit}: it must be 0 or more bytes", hint="0 means no limit")
+    home = _home(run)
+    place = out or home / NAME
+    check_place(place, home)
+    trained = open_trained(run, policy=policy, device=device, weights=weights, data=data)
+    config, session, corpus = trained.config, trained.session, _load_corpus(trained)
+    if limit is not None:
+        config = dataclasses.replace(config, artifact=dataclasses.replace(config.artifact, limit=limit))
+    with memory.convert_oom(session.ran_out, lambda: memory.in_scoring(config)):
+        before = measure(session, corpus, config)
+        # From the checkpoint's own numbers: the session may hold them rounded, in the policy to evaluate in.
+        weights_to_write = masters(trained.state, config.model, averaged=False)
+        result = score(session, corpus, config, place, before, weights_to_write)
+    _print(trained, result.record(), json)
+    return 1 if result.over else 0
+
+
+def _load_corpus(trained: "TrainedModel") -> "Corpus":
+    """Opens the data of a run, and warns if it changed since the checkpoint."""
+    from halfstep.training.data.load import load_corpus
+
+    config, before = trained.config, trained.saved.manifest["data"]
+    corpus = load_corpus(config.data.source, config.data.validation, config.model.vocabulary)
+    if corpus.digest != before["digest"]:
+        print_words(f"warning: the data changed since the checkpoint; it was {before['description']}")
+    return corpus
+
+
+def _print(trained: "TrainedModel", result: dict[str, Any], json: bool) -> None:
+    session, manifest = trained.session, trained.saved.manifest
+    data = {"step": manifest["step"], "policy": str(session.policy), "weights": trained.weights, **result}
+    if json:
+        print_json(data)
+    else:
+        print_table(("", "value"), [(name.replace("_", " "), _shown(value)) for name, value in data.items()])
+
+
+def _shown(value: object) -> str:
+    if value is None:
+        return "none"
+    return f"{value:.4f}" if isinstance(value, float) else f"{value:,}" if isinstance(value, int) else str(value)
+
+
+def _home(run: Path) -> Path:
+    """Returns the run folder, also for a checkpoint in it; for a checkpoint elsewhere, the folder it is in."""
+    from halfstep.training import paths
+    from halfstep.training.checkpoints import checkpoint
+
+    here = Path(os.path.abspath(run))  # also of `.`; a folder of checkpoints that is a link stays in its run
+    if not checkpoint.is_checkpoint(run):
+        return run
+    return here.parent.parent if here.parent.name == paths.CHECKPOINTS else here.parent
