@@ -7,52 +7,11 @@ import torch
 from torch import nn
 
 from halfstep.core.errors import HalfstepError
-from halfstep.core.formats import BF16, FP16
+from halfstep.core.formats import BF16
 from halfstep.core.policy import Policy
 from halfstep.torch.apply import apply, restore
 from halfstep.torch.cast import carried
-
-MIXED = {
-    "bf16": ("bf16-mixed", BF16, torch.bfloat16),
-    "fp16": ("fp16-mixed", FP16, torch.float16),
-    "bf16 emulated": ("bf16-mixed,emulate=true", BF16, torch.float32),
-    "fp16 emulated": ("fp16-mixed,emulate=true", FP16, torch.float32),
-}
-mixed = pytest.mark.parametrize(("policy", "fmt", "dtype"), MIXED.values(), ids=MIXED)
-native = pytest.mark.parametrize(("policy", "fmt", "dtype"), list(MIXED.values())[:2], ids=list(MIXED)[:2])
-
-
-def draw(*shape, seed=0):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
-
-
-def exact(module, fmt, scale=0.5):
-    """The module with parameters that the format holds."""
-    with torch.no_grad():
-        for index, p in enumerate(module.parameters()):
-            p.copy_(carried(draw(*p.shape, seed=index + 7) * scale, fmt))
-    return module
-
-
-class Net(nn.Module):
-    """One module in a model, so that it is not the model itself."""
-
-    def __init__(self, layer):
-        super().__init__()
-        self.layer = layer
-
-    def forward(self, *args, **kwargs):
-        return self.layer(*args, **kwargs)
-
-
-def within(module, policy):
-    """A copy of the module under a policy, inside a model."""
-    net = Net(copy.deepcopy(module))
-    if not any(p.requires_grad for p in net.parameters()):
-        net.spare = nn.Linear(1, 1)
-    net.applied = apply(net, Policy.parse(policy))
-    return net.layer
-
+from tests.torch.nets import draw, exact, mixed, within
 
 ATTENTION = {
     "self": ({}, {}, "self"),

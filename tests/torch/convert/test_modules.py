@@ -1,8 +1,7 @@
 """Modules of torch.nn under a policy: formats in and out, forward and backward, against torch's own modules.
 
 Inputs, weights and incoming gradients are numbers of the compute format, so that casting them changes nothing and
-what is left is where a module rounds. Where torch's own module in that dtype, or in fp32, makes the same
-roundings, the bits must agree; elsewhere the bound is counted in roundings of u = epsilon / 2.
+only the module rounds. Where torch's own module in that dtype, or in fp32, makes the same roundings, bits must agree.
 """
 
 import copy
@@ -13,52 +12,14 @@ from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence
 
 from halfstep.core.errors import PolicyError
-from halfstep.core.formats import BF16, FP16
+from halfstep.core.formats import BF16
 from halfstep.core.policy import Policy
 from halfstep.torch.apply import apply
 from halfstep.torch.cast import carried
 from halfstep.torch.convert import plan
-
-MIXED = {
-    "bf16": ("bf16-mixed", BF16, torch.bfloat16),
-    "fp16": ("fp16-mixed", FP16, torch.float16),
-    "bf16 emulated": ("bf16-mixed,emulate=true", BF16, torch.float32),
-    "fp16 emulated": ("fp16-mixed,emulate=true", FP16, torch.float32),
-}
-mixed = pytest.mark.parametrize(("policy", "fmt", "dtype"), MIXED.values(), ids=MIXED)
-native = pytest.mark.parametrize(("policy", "fmt", "dtype"), list(MIXED.values())[:2], ids=list(MIXED)[:2])
-
-
-def draw(*shape, seed=0):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
-
-
-def exact(module, fmt, scale=0.5):
-    """The module with parameters that the format holds."""
-    with torch.no_grad():
-        for index, p in enumerate(module.parameters()):
-            p.copy_(carried(draw(*p.shape, seed=index + 7) * scale, fmt))
-    return module
-
-
-class Net(nn.Module):
-    """One module in a model, so that it is not the model itself."""
-
-    def __init__(self, layer):
-        super().__init__()
-        self.layer = layer
-
-    def forward(self, *args, **kwargs):
-        return self.layer(*args, **kwargs)
-
-
-def within(module, policy):
-    """A copy of the module under a policy, inside a model."""
-    net = Net(copy.deepcopy(module))
-    if not any(p.requires_grad for p in net.parameters()):
-        net.spare = nn.Linear(1, 1)
-    net.applied = apply(net, Policy.parse(policy))
-    return net.layer
+from halfstep.torch.layers import casts_for
+from halfstep.torch.layers import linear as casted_linear
+from tests.torch.nets import Net, draw, exact, mixed, native, same, within
 
 
 def run(module, x, g, **kwargs):
@@ -74,29 +35,28 @@ def run(module, x, g, **kwargs):
 
 
 @mixed
-def test_a_linear_rounds_its_output_and_keeps_fp32_gradients(policy, fmt, dtype):
-    linear = exact(nn.Linear(16, 8), fmt)
-    x, g = carried(draw(5, 16), fmt), carried(draw(5, 8, seed=1), fmt)
-    y, x_grad, grads = run(within(linear, policy), x.to(dtype), g)
-    wide = run(copy.deepcopy(linear).double(), x.double(), g.double())
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_linear_is_the_casted_one(policy, fmt, dtype, bias):
+    """Whose roundings tests/conformance checks."""
+    linear = nn.Linear(16, 8, bias)
+    x, g = draw(5, 16).to(dtype), carried(draw(5, 8, seed=1), fmt)
+    y, x_grad, grads = run(within(linear, policy), x, g)
+    casts = casts_for(policy)
+    theirs = run(Called(linear, lambda m, x: casted_linear(x, m.weight, m.bias, casts)), x, g)
     assert y.dtype == x_grad.dtype == dtype
-    assert grads["weight"].dtype == grads["bias"].dtype == torch.float32
-    u, u32 = fmt.epsilon / 2, 2.0**-24
-    product, total = x.double().abs() @ linear.weight.detach().double().abs().t(), wide[0].abs()
-    # a product is rounded, and its sum with the bias
-    assert ((y.double() - wide[0]).abs() <= u * (product + total) + 2 * 16 * u32 * product + u * u * total).all()
-    assert_once_rounded(x_grad, wide[1], g.double().abs() @ linear.weight.detach().double().abs(), 8, fmt)
-    # sums of five exact products in fp32, not rounded again
-    magnitude = g.double().abs().t() @ x.double().abs()
-    assert ((grads["weight"].double() - wide[2]["weight"]).abs() <= 5 * u32 * magnitude).all()
-    assert ((grads["bias"].double() - wide[2]["bias"]).abs() <= 5 * u32 * g.double().abs().sum(0)).all()
+    assert same((y, x_grad, *grads.values()), (*theirs[:2], *theirs[2].values()))
     assert not torch.equal(grads["weight"], carried(grads["weight"], fmt))
 
 
-def assert_once_rounded(result, exact, magnitude, terms, fmt):
-    summed = terms * 2.0**-24 * magnitude
-    assert ((result.double() - exact).abs() <= summed + (exact.abs() + summed) * fmt.epsilon / 2).all()
-    assert torch.equal(result.float(), carried(result.float(), fmt))
+class Called(nn.Module):
+    """The parameters of a module, and a function of it."""
+
+    def __init__(self, module, fn):
+        super().__init__()
+        self.module, self.fn = module, fn
+
+    def forward(self, x):
+        return self.fn(self.module, x)
 
 
 @pytest.mark.parametrize("shape", [(16,), (0, 16), (2, 3, 16), (2, 0, 3, 16)])
@@ -325,32 +285,28 @@ def assert_same_buffers(layer, wide):
         assert torch.equal(buffers[name], buffer), name
 
 
-def test_statistics_of_a_narrow_model_are_widened_and_told():
-    norm = nn.BatchNorm1d(4).bfloat16()
-    net = Net(norm)
+def test_statistics_of_a_narrow_model_are_widened_and_listed():
+    net = Net(nn.BatchNorm1d(4).bfloat16())
     applied = apply(net, Policy.parse("bf16-mixed"))
     assert {b.dtype for b in net.buffers()} == {torch.float32, torch.int64}
     assert {"layer.weight", "layer.running_mean", "layer.running_var"} <= set(applied.widened)
 
 
-def test_norms_of_bf16_parameters_still_compute_in_fp32():
-    for make, shape in list(NORMS.values())[:14]:
-        norm = exact(make(), BF16)
-        layer, x = within(norm, "bf16-true"), carried(draw(*shape), BF16)
-        assert torch.equal(layer(x.bfloat16()), norm(x).detach().bfloat16())
-    with pytest.raises(PolicyError, match=r"SyncBatchNorm.*param=bf16"):
-        within(nn.SyncBatchNorm(4), "bf16-true")
+@norms
+def test_a_norm_of_bf16_parameters_still_computes_in_fp32(make, shape):
+    norm = exact(make(), BF16)
+    if isinstance(norm, nn.SyncBatchNorm):
+        with pytest.raises(PolicyError, match=r"SyncBatchNorm.*param=bf16"):
+            within(norm, "bf16-true")
+        return
+    layer, x = within(norm, "bf16-true"), carried(draw(*shape), BF16)
+    assert torch.equal(layer(x.bfloat16()), norm(x).detach().bfloat16())
 
 
 def test_a_norm_asked_for_in_bf16_is_another_number():
     x = draw(4, 4, 6) * 100
-    for norm in (
-        nn.LayerNorm(6),
-        nn.GroupNorm(2, 4),
-        nn.BatchNorm1d(4),
-        nn.InstanceNorm1d(4),
-        nn.LocalResponseNorm(2),
-    ):
+    kinds = (nn.LayerNorm(6), nn.GroupNorm(2, 4), nn.BatchNorm1d(4), nn.InstanceNorm1d(4), nn.LocalResponseNorm(2))
+    for norm in kinds:
         wide, narrow = within(norm, "fp32"), within(norm, "fp32,norm=bf16")
         assert narrow(x).dtype == torch.float32
         assert not torch.equal(narrow(x), wide(x)), norm
@@ -419,8 +375,7 @@ def test_a_recurrent_kernel_is_torchs_in_the_compute_dtype(make, options, policy
     ours, hidden = layer(x)
     wide, their_hidden = theirs(x.to(dtype))
     assert torch.equal(ours, wide)
-    states = zip(*((hidden, their_hidden) if make is nn.LSTM else ((hidden,), (their_hidden,))), strict=True)
-    assert all(torch.equal(a, b) for a, b in states)
+    assert same(*((hidden, their_hidden) if make is nn.LSTM else ((hidden,), (their_hidden,))))
     g = draw(*ours.shape, seed=1).to(dtype)
     ours.backward(g), wide.backward(g)
     for (name, p), q in zip(layer.named_parameters(), theirs.parameters(), strict=True):

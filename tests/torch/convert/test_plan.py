@@ -1,4 +1,4 @@
-"""Models that others wrote: what becomes of their modules, and of the model as a whole."""
+"""Models that others wrote: what their modules become, and the model as a whole."""
 
 import copy
 import inspect
@@ -18,31 +18,7 @@ from halfstep.torch.cast import carried, join
 from halfstep.torch.convert.modules import ISLANDS, KINDS
 from halfstep.torch.layers import Layer
 from halfstep.torch.split import note_write
-
-
-def draw(*shape, seed=0):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
-
-
-class Net(nn.Module):
-    """One module in a model, so that it is not the model itself."""
-
-    def __init__(self, layer):
-        super().__init__()
-        self.layer = layer
-
-    def forward(self, *args, **kwargs):
-        return self.layer(*args, **kwargs)
-
-
-def within(module, policy):
-    """A copy of the module under a policy, inside a model."""
-    net = Net(copy.deepcopy(module))
-    if not any(p.requires_grad for p in net.parameters()):
-        net.spare = nn.Linear(1, 1)
-    net.applied = apply(net, Policy.parse(policy))
-    return net.layer
-
+from tests.torch.nets import Net, draw, same, within
 
 # --- what others wrote
 
@@ -120,12 +96,14 @@ def test_a_leaf_runs_as_written_in_fp32_and_gives_compute(make, arguments):
     assert "as written, bf16 out" in repr(layer)
 
 
-def test_leaves_are_told_with_the_reason():
-    net = nn.Sequential(Scaled(4, 4), Gamma(4))
-    applied = apply(net, Policy.parse("bf16-mixed"))
-    forms = {change.name: change.form for change in applied.changes}
+def test_leaves_are_listed_with_the_reason():
+    net = nn.Sequential(Scaled(4, 4), Gamma(4), nn.Linear(4, 4))
+    net[2].forward = lambda x: x
+    forms = {change.name: change.form for change in apply(net, Policy.parse("bf16-mixed")).changes}
     assert "a forward of its own, not that of nn.Linear" in forms["0"]
     assert "holds `weight` itself" in forms["1"]
+    assert "replaced" in forms["2"]
+    assert type(net[2]) is nn.Linear
 
 
 def test_a_gain_that_promotes_does_not_promote_the_stream():
@@ -153,14 +131,6 @@ def test_a_leaf_of_narrow_frozen_parameters_runs_as_it_is():
 def test_a_number_leaves_a_leaf_as_it_is():
     layer = within(Temperature(), "fp16-mixed")
     assert layer(draw(2, 4).half()).dtype == torch.float32
-
-
-def test_a_forward_that_was_replaced_is_left_and_told():
-    net = Net(nn.Linear(4, 4))
-    net.layer.forward = lambda x: x
-    applied = apply(net, Policy.parse("bf16-mixed"))
-    assert type(net.layer) is nn.Linear
-    assert "replaced" in applied.changes[0].form
 
 
 def test_parametrized_weights_keep_their_fp32_gradients():
@@ -302,7 +272,7 @@ def test_checkpointed_gradients_are_the_same(reentrant):
         apply(model, Policy.parse("bf16-mixed,param=fp32:split"))
         model(draw(16, 8), again).square().sum().backward()
         grads.append([p.grad for p in model.parameters()])
-    assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
+    assert same(*grads)
 
 
 def test_a_model_is_within_its_roundings_of_fp32():
@@ -371,9 +341,7 @@ def test_a_state_dict_has_the_masters_and_loads_them():
     assert list(model.state_dict()) == list(first.state_dict())
     for name, value in first.state_dict().items():
         assert torch.equal(model.state_dict()[name], value), name
-    other = {
-        name: value * 1.7 if value.is_floating_point() else value for name, value in first.state_dict().items()
-    }
+    other = {n: value * 1.7 if value.is_floating_point() else value for n, value in first.state_dict().items()}
     model.load_state_dict(other)
     for name, value in other.items():
         assert torch.equal(model.state_dict()[name], value), name
@@ -405,13 +373,12 @@ def test_what_a_model_returns_is_in_the_loss_format_but_for_numbers():
     assert isinstance(model, Two)
 
 
-@pytest.mark.parametrize("device", ["cpu"])
-def test_autocast_around_a_model_with_a_policy_is_refused(device):
+def test_autocast_around_a_model_with_a_policy_is_refused():
     model = nn.Sequential(nn.Linear(4, 4))
-    with torch.autocast(device, torch.bfloat16), pytest.raises(HalfstepError, match="autocast"):
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(HalfstepError, match="autocast"):
         apply(model, Policy.parse("bf16-mixed"))
     apply(model, Policy.parse("bf16-mixed"))
-    with torch.autocast(device, torch.bfloat16), pytest.raises(HalfstepError, match="autocast") as caught:
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(HalfstepError, match="autocast") as caught:
         model(draw(2, 4))
     assert "leave torch.autocast out" in caught.value.hint
 

@@ -22,6 +22,7 @@ from halfstep.torch.layers import casts_of, linear
 from halfstep.torch.split import make_split
 from halfstep.torch.step import prepare
 from halfstep.torch.tracing import compiling
+from tests.torch.nets import U32, bf16, draw
 
 pytestmark = pytest.mark.skipif(not supported(E4M3, "cpu"), reason=supported(E4M3, "cpu").reason)
 
@@ -40,15 +41,6 @@ def policies(*texts):
 POLICIES = policies(
     FP8, ROWS, "bf16-mixed,compute=e4m3,grad=e4m3:row", "bf16-mixed,compute=e4m3", "bf16-mixed,grad=e5m2"
 )
-U32 = 2.0**-24
-
-
-def draw(*shape, seed=0, scale=1.0):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)) * scale
-
-
-def bf16(x):
-    return x.bfloat16().float()
 
 
 def casts(policy, emulate=False):

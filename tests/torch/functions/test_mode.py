@@ -1,7 +1,7 @@
-"""What a model's own code computes by functions: reached by the policy, or left as it is and told why.
+"""The functions that a model's own code calls: reached by the policy, or run unchanged with the reason.
 
-Operands are numbers of the compute format, so that casting them changes nothing; what must be bits is. Where a sum
-has an open order, the bound is that of fp32 sums.
+Operands are numbers of the compute format, so that casting them changes nothing and most results are equal bit for
+bit. If the order of a sum is open, the bound is that of fp32 sums.
 """
 
 import copy
@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from halfstep.core.errors import HalfstepError, PolicyError
-from halfstep.core.formats import BF16, FP16
+from halfstep.core.formats import BF16
 from halfstep.core.policy import Policy
 from halfstep.torch.apply import apply, set_precision
 from halfstep.torch.cast import carried
@@ -22,30 +22,7 @@ from halfstep.torch.functions import mode
 from halfstep.torch.functions import table as functions
 from halfstep.torch.layers import CastedLinear, casts_for, softmax
 from halfstep.torch.step import prepare
-
-MIXED = {
-    "bf16": ("bf16-mixed", BF16, torch.bfloat16),
-    "fp16": ("fp16-mixed", FP16, torch.float16),
-    "bf16 emulated": ("bf16-mixed,emulate=true", BF16, torch.float32),
-    "fp16 emulated": ("fp16-mixed,emulate=true", FP16, torch.float32),
-}
-mixed = pytest.mark.parametrize(("policy", "fmt", "dtype"), MIXED.values(), ids=MIXED)
-U32 = 2.0**-24
-
-
-def draw(*shape, seed=0):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
-
-
-class Net(nn.Module):
-    """A module inside a model, so that what it gives is not widened on the way out."""
-
-    def __init__(self, inner):
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, *args, **kwargs):
-        return self.inner(*args, **kwargs)
+from tests.torch.nets import U32, Net, draw, mixed, same
 
 
 class Free(nn.Module):
@@ -64,18 +41,18 @@ def within(fn, policy, part=None):
     """Code in a model under a policy."""
     net = Net(Free(fn, part))
     net.applied = apply(net, Policy.parse(policy))
-    return net.inner
+    return net.layer
 
 
 def both(fn, x, policy, dtype, g=None):
     """Value and gradient of a function of one tensor, under the policy and in fp32."""
-    found = []
+    results = []
     for run, given in ((within(lambda m, x: fn(x), policy), x.to(dtype)), (fn, x)):
         given = given.clone().requires_grad_()
         y = run(given)
         y.backward((draw(*y.shape, seed=9) if g is None else g).to(y.dtype))
-        found.append((y.detach(), given.grad))
-    return found
+        results.append((y.detach(), given.grad))
+    return results
 
 
 # --- islands
@@ -127,7 +104,7 @@ def test_a_function_that_is_a_loss_is_fp32_inside_and_out(fn, policy, fmt, dtype
         assert torch.equal(x_grad, their_grad.to(dtype))
 
 
-def test_an_island_that_is_handed_fp32_or_asked_for_it_gives_it():
+def test_an_island_that_gets_fp32_or_is_asked_for_it_returns_it():
     code = within(lambda m, x: (F.softmax(x.float(), -1), F.softmax(x, -1, dtype=torch.float32)), "bf16-mixed")
     x = draw(4, 8).bfloat16()
     for y in code(x):
@@ -232,51 +209,34 @@ def test_a_product_with_a_parameter_is_in_compute_with_an_fp32_weight_gradient(f
     assert ((given.grad.double() - wide[0].grad).abs() <= 2 * fmt.epsilon * backed).all()
 
 
-@pytest.mark.parametrize("held", [",param=fp32:split"])
-@pytest.mark.parametrize("policy", ["bf16-mixed", "fp16-mixed"])
-@pytest.mark.parametrize("fn", [*PRODUCTS.values()][:6], ids=[*PRODUCTS][:6])
-def test_a_view_of_a_split_master_has_the_gradient_of_the_whole(fn, policy, held):
-    narrow = torch.bfloat16 if policy == "bf16-mixed" else torch.float16
-    x, g = draw(3, 5, 8, seed=1).to(narrow), draw(3, 5, 6, seed=2)
-    found = []
-    for masters in (held, ""):
-        part = nn.Linear(8, 6)
-        part.weight.data = draw(6, 8)
-        code = within(lambda m, x: fn(x, m.part.weight.t()), policy + masters, part)
-        y = code(x)
-        y.backward(g.to(y.dtype))
-        found.append((y, part.weight.grad))
-        assert part.weight.dtype == (torch.bfloat16 if masters else torch.float32)
-    assert found[0][1].dtype == torch.float32
-    assert torch.equal(found[0][0], found[1][0])
-    assert torch.equal(found[0][1], found[1][1])
+# how a model looks at a parameter of (8, 8) that may be split, x of (3, 5, 8)
+VIEWS = {
+    **{name: lambda x, w, fn=fn: fn(x, w.t()[:, :6]) for name, fn in [*PRODUCTS.items()][:6]},
+    "T": lambda x, w: x @ w.T,
+    "rows": lambda x, w: F.linear(x, w[:3]),
+    "columns": lambda x, w: x @ w.mT[:, 1:],
+    "float": lambda x, w: x @ w.float().t(),
+}
 
 
-@pytest.mark.parametrize(
-    "fn",
-    [
-        lambda x, w: x @ w.T,
-        lambda x, w: F.linear(x, w[:3]),
-        lambda x, w: x @ w.mT[:, 1:],
-        lambda x, w: x @ w.float().t(),
-    ],
-    ids=["T", "rows", "columns", "float"],
-)
-def test_however_a_half_is_looked_at_it_is_the_whole(fn):
-    found = []
+@pytest.mark.parametrize(("policy", "narrow"), [("bf16-mixed", torch.bfloat16), ("fp16-mixed", torch.float16)])
+@pytest.mark.parametrize("fn", VIEWS.values(), ids=VIEWS)
+def test_a_view_of_a_split_master_is_a_view_of_the_whole(fn, policy, narrow):
+    results = []
     for masters in (",param=fp32:split", ""):
         part = nn.Linear(8, 8)
         part.weight.data = draw(8, 8)
-        y = within(lambda m, x: fn(x, m.part.weight), f"bf16-mixed{masters}", part)(draw(4, 8, seed=1).bfloat16())
-        y.backward(draw(*y.shape, seed=2).bfloat16())
-        found.append((y, part.weight.grad))
-    assert torch.equal(found[0][0], found[1][0])
-    assert torch.equal(found[0][1], found[1][1])
-    assert not torch.equal(found[0][1], carried(found[0][1], BF16))
+        y = within(lambda m, x: fn(x, m.part.weight), policy + masters, part)(draw(3, 5, 8, seed=1).to(narrow))
+        y.backward(draw(*y.shape, seed=2).to(y.dtype))
+        results.append((y, part.weight.grad))
+        assert part.weight.dtype == (torch.bfloat16 if masters else torch.float32)
+        assert part.weight.grad.dtype == torch.float32
+    assert same(*results)
+    assert not torch.equal(results[0][1], carried(results[0][1], BF16))
 
 
 @pytest.mark.parametrize("policy", ["fp32", "fp16-mixed", "bf16-mixed"])
-def test_code_that_casts_to_the_dtype_of_a_half_keeps_its_input(policy):
+def test_code_that_casts_to_the_dtype_of_a_split_parameter_keeps_its_input(policy):
     """T5 casts to `self.wo.weight.dtype`, which is bf16 where masters are split, whatever compute is."""
     code = within(lambda m, x: x.to(m.part.weight.dtype), f"{policy},param=fp32:split")
     x = draw(4, 8).to(code.part.casts.compute)
@@ -294,14 +254,12 @@ def test_products_of_mixed_dtypes_are_in_compute():
 
 
 def test_products_of_fp32_activations_stay_fp32():
-    """Angles of rotary positions: position 4095 is no number of bf16."""
-    code = within(lambda m, a, b: (a @ b, a * b.mT), "bf16-mixed")
+    """Angles of rotary positions: bf16 has no 4095."""
     positions, frequencies = torch.arange(4090, 4096.0)[:, None], 1.0 / 10.0 ** torch.arange(4.0)[None]
     for policy in ("bf16-mixed", "bf16-mixed,emulate=true"):
         angles = within(lambda m, a, b: a @ b, policy)(positions, frequencies)
         assert angles.dtype == torch.float32
         assert torch.equal(angles, positions @ frequencies)
-    assert code(draw(4, 4), draw(4, 4))[0].dtype == torch.float32
 
 
 def test_a_product_of_parameters_alone_stays_fp32():
@@ -313,7 +271,7 @@ def test_a_product_of_parameters_alone_stays_fp32():
 
 
 def test_the_weights_of_a_function_need_not_be_parameters_themselves():
-    """Rows of experts that are gathered by an index are no views, and have fp32 gradients all the same."""
+    """Rows of experts that are gathered by an index are no views, and still have fp32 gradients."""
     stacked = nn.Linear(8, 8)
     index = torch.tensor([1, 0])
     code = within(
@@ -462,7 +420,7 @@ def test_what_is_computed_again_in_a_backward_pass_is_reached(again):
         model(draw(4, 8).requires_grad_()).square().sum().backward()
         grads.append([p.grad for p in model.parameters()])
         assert {p.dtype for p in model.second.seen} == {torch.bfloat16}
-    assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
+    assert same(*grads)
     assert torch._C._len_torch_function_stack() == 0
 
 
@@ -470,7 +428,7 @@ def test_a_part_of_the_model_is_reached_by_itself():
     model = Net(Net(Free(lambda m, x: x @ m.part.weight)))
     apply(model, Policy.parse("bf16-mixed"))
     x = draw(4, 8).bfloat16()
-    assert model.inner(x).dtype == model.inner.inner(x).dtype == torch.bfloat16
+    assert model.layer(x).dtype == model.layer.layer(x).dtype == torch.bfloat16
     assert torch._C._len_torch_function_stack() == 0
 
 
@@ -481,10 +439,11 @@ def test_an_error_leaves_no_mode_behind():
     assert torch._C._len_torch_function_stack() == 0
 
 
-def test_layers_of_ours_are_not_reached():
-    """They hand torch what they mean: fp32 where a rule says so, bf16 where one asks for it."""
-    part = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 8))
-    policy = "bf16-mixed; inner.part.0: compute=fp32; inner.part.1: norm=bf16"
+@pytest.mark.parametrize("kind", [nn.Linear, CastedLinear])
+def test_layers_of_ours_are_not_reached(kind):
+    """They cast by themselves: fp32 if a rule says so, bf16 if another asks for it."""
+    part = nn.Sequential(kind(8, 8), nn.LayerNorm(8), nn.Linear(8, 8))
+    policy = "bf16-mixed; layer.part.0: compute=fp32; layer.part.1: norm=bf16"
     code = within(lambda m, x: (m.part[0](x), m.part[1](x), softmax(x, casts_for("fp32"))), policy, part)
     x = draw(4, 8)
     y, normed, probabilities = code(x)
@@ -492,12 +451,6 @@ def test_layers_of_ours_are_not_reached():
     assert torch.equal(y, part[0](x))
     assert torch.equal(probabilities, F.softmax(x, -1))
     assert torch.equal(normed, F.layer_norm(x.bfloat16(), (8,)))
-
-
-def test_a_layer_of_ours_in_a_model_of_theirs_runs_by_its_own_precision():
-    net = Net(Free(lambda m, x: m.part(x), CastedLinear(8, 8)))
-    apply(net, Policy.parse("bf16-mixed; inner.part: compute=fp32"))
-    assert net.inner(draw(2, 8)).dtype == torch.float32
 
 
 def test_rules_reach_the_functions_of_the_module_they_name():
@@ -558,16 +511,16 @@ class Projection(nn.Module):
         return out * self.gain
 
 
-def test_a_leaf_multiplies_in_compute_and_goes_on_in_fp32():
+def test_a_leaf_multiplies_in_compute_and_continues_in_fp32():
     net = Net(Projection())
     apply(net, Policy.parse("bf16-mixed"))
     x = carried(draw(4, 8, seed=1), BF16)
-    y = net.inner(x.bfloat16())
-    assert net.inner.given == torch.float32
-    product = (x @ carried(net.inner.weight.detach(), BF16).t()).bfloat16().float()
-    assert torch.equal(y, (product * net.inner.gain).detach().bfloat16())
+    y = net.layer(x.bfloat16())
+    assert net.layer.given == torch.float32
+    product = (x @ carried(net.layer.weight.detach(), BF16).t()).bfloat16().float()
+    assert torch.equal(y, (product * net.layer.gain).detach().bfloat16())
     y.backward(draw(4, 8, seed=2).bfloat16())
-    assert not torch.equal(net.inner.weight.grad, carried(net.inner.weight.grad, BF16))
+    assert not torch.equal(net.layer.weight.grad, carried(net.layer.weight.grad, BF16))
 
 
 # --- compiled
@@ -637,7 +590,7 @@ def test_a_loss_that_compiled_code_keeps_narrow_is_refused():
     assert "compiled forward" in caught.value.hint
 
 
-# --- what is told
+# --- what is listed
 
 
 def reached(fn, policy="bf16-mixed", x=None):
@@ -672,7 +625,7 @@ def test_a_recording_changes_nothing():
     buffers, random = [b.clone() for b in model.buffers()], torch.get_rng_state()
     run.reach(lambda x: model(x).sum(), draw(8, 4))
     assert torch.equal(torch.get_rng_state(), random)
-    assert all(torch.equal(a, b) for a, b in zip(buffers, model.buffers(), strict=True))
+    assert same(buffers, model.buffers())
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
     assert not mode.WATCHERS
 
@@ -690,10 +643,9 @@ def test_the_summary_says_where_the_list_is_and_then_has_it():
 
 
 def test_every_function_of_the_table_is_one_of_torchs():
-    """A name that torch no longer has would drop out without a word."""
-    found = {entry.description for entry in functions.TABLE.values()}
+    """A name that torch no longer has would drop out silently."""
     assert len(functions.TABLE) > 100
-    assert len(found) >= 8
+    assert len({entry.description for entry in functions.TABLE.values()}) >= 8
     for name in ("softmax", "layer_norm", "rms_norm", "cross_entropy", "linear", "scaled_dot_product_attention"):
         assert getattr(F, name) in functions.TABLE
     for name in ("matmul", "bmm", "baddbmm", "einsum", "addmm", "softmax", "cat"):
