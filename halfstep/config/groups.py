@@ -1,10 +1,10 @@
 """Which optimizer updates which parameter, at which rate, the same on every backend.
 
-    Muon     the matrices inside blocks, where the recipe asks for it
+    Muon     the matrices inside blocks, if the recipe asks for it
     AdamW    embeddings, the output head, scalars (gains, biases, factors, mixes), and block matrices otherwise
 
-Each of AdamW's kinds may have a rate of its own; of them, matrices decay. Parameters that are updated alike are
-one group: a recipe without rates of its own has two for AdamW, matrices first.
+Each of AdamW's kinds may have its own rate; only matrices decay. Parameters that are updated alike are one
+group: a recipe with one rate has two groups for AdamW, matrices first.
 """
 
 from dataclasses import dataclass
@@ -24,17 +24,17 @@ class Group:
 
 
 def parameter_groups(model: ModelConfig, config: OptimizerConfig) -> list[Group]:
-    """Every parameter of the decoder in one group: Muon's first, then matrices, then the rest."""
-    found: dict[tuple[bool, bool, float, float], list[str]] = {}
+    """Returns the groups: Muon's first, then matrices, then the rest."""
+    groups: dict[tuple[bool, bool, float, float], list[str]] = {}
     for name, shape in parameter_shapes(model).items():
-        found.setdefault(_settings(name, shape, config), []).append(name)
+        groups.setdefault(_settings(name, shape, config), []).append(name)
     # Sorting is stable: among the groups of one kind the order is that of the forward pass.
-    ordered = sorted(found.items(), key=lambda item: item[0][:2], reverse=True)
+    ordered = sorted(groups.items(), key=lambda item: item[0][:2], reverse=True)
     return [Group(tuple(names), muon, rate, decay) for (muon, _, rate, decay), names in ordered]
 
 
 def _settings(name: str, shape: Shape, config: OptimizerConfig) -> tuple[bool, bool, float, float]:
-    """Whether Muon updates it, whether it is a matrix, its rate and its decay."""
+    """Returns whether Muon updates it, whether it is a matrix, its rate and its decay."""
     if not (name.endswith(".weight") and len(shape) == 2):
         return False, False, config.scalar_rate or config.rate, 0.0
     if name.startswith("blocks.") and config.name == "muon":

@@ -1,4 +1,4 @@
-"""Recipes, TOML files and `--set` to a `RunConfig`, and back to TOML.
+"""Reads recipes, TOML files and `--set` into a `RunConfig`, and writes it as TOML.
 
 A run is described by a recipe (a name that comes with halfstep, or a file) and overrides, applied in this
 order: the schema's defaults, the recipe, each `--set` from left to right. The policy may be a text (`policy =
@@ -24,14 +24,14 @@ DEFAULT_RECIPE = "tiny"
 
 
 def recipe_names() -> list[str]:
-    """The recipes that come with halfstep, the default first."""
+    """Returns the recipes that come with halfstep, the default first."""
     folder = resources.files("halfstep.config") / "recipes"
     names = sorted(entry.name.removesuffix(".toml") for entry in folder.iterdir() if entry.name.endswith(".toml"))
     return sorted(names, key=lambda name: name != DEFAULT_RECIPE)
 
 
 def load(recipe: str = DEFAULT_RECIPE, overrides: Sequence[str] = ()) -> RunConfig:
-    """The run that a recipe's name or file and `a.b=c` overrides describe."""
+    """Returns the run that a recipe's name or file and `a.b=c` overrides describe."""
     table = read_recipe(recipe)
     if "policy" in table:
         table["policy"] = _policy_text(table["policy"], recipe)
@@ -49,39 +49,41 @@ def override(config: RunConfig, overrides: Sequence[str]) -> RunConfig:
 
 
 def read_recipe(recipe: str) -> dict[str, Any]:
-    """The table of a recipe by name, or of a TOML file by path."""
+    """Returns the table of a recipe, given its name or the path of a TOML file."""
     if recipe.endswith(".toml"):
         return parse_toml(_read_text(recipe), recipe)
     if recipe not in recipe_names():
         known = recipe_names()
         raise ConfigError(
             f"unknown recipe `{recipe}`; recipes are {', '.join(known)}",
-            hint=did_you_mean(recipe, known, otherwise="a file of your own must end in .toml"),
+            hint=did_you_mean(recipe, known, otherwise="the name of a file must end in .toml"),
         )
     text = (resources.files("halfstep.config") / "recipes" / f"{recipe}.toml").read_text(encoding="utf-8")
     return parse_toml(text, f"{recipe}.toml")
 
 
 def parse_toml(text: str, name: str) -> dict[str, Any]:
-    """A TOML document as a table; an error names file, line and column."""
+    """Reads a TOML document; an error names file, line and column."""
     try:
         return tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         place = re.search(r"\(at (?:line (\d+), column (\d+)|end of document)\)", str(error))
         at = f"{place[1]}:{place[2]}" if place and place[1] else f"{text.count(chr(10)) + 1}:1"
-        said = re.sub(r"\s*\(at .*\)$", "", str(error))
+        reason = re.sub(r"\s*\(at .*\)$", "", str(error))
         hint = 'a line is `key = value`, with text in quotes: source = "stdlib"'
-        if section := re.match(r"Cannot (?:declare|\w+(?: \w+)? namespace) (\(.*\))", said):  # a tuple of Python
-            said = said.replace(section[1], f"[{'.'.join(ast.literal_eval(section[1]))}]")
-            hint = "write a section, as [model], once, and all of its settings below it"
-        raise ConfigError(f"{name}:{at}: this is not TOML: {said[:1].lower() + said[1:]}", hint=hint) from None
+        if section := re.match(r"Cannot (?:declare|\w+(?: \w+)? namespace) (\(.*\))", reason):  # a tuple of Python
+            reason = reason.replace(section[1], f"[{'.'.join(ast.literal_eval(section[1]))}]")
+            hint = "write a section such as [model] once, with all of its settings below it"
+        raise ConfigError(f"{name}:{at}: this is not TOML: {reason[:1].lower() + reason[1:]}", hint=hint) from None
 
 
 def apply_override(table: dict[str, Any], override: str) -> None:
     """Applies one `--set a.b=c` to a table. The value is TOML; what does not parse as TOML is text."""
     dotted, equals, text = override.partition("=")
     if not equals or not dotted:
-        raise ConfigError(f"`--set {override}` is not of the form key=value", hint="as `--set training.steps=100`")
+        raise ConfigError(
+            f"`--set {override}` is not of the form key=value", hint="such as `--set training.steps=100`"
+        )
     dotted = dotted.strip().replace('"', "")
     if dotted.startswith("policy."):
         table["policy"] = _override_policy(str(table.get("policy", "auto")), dotted.removeprefix("policy."), text)
@@ -94,19 +96,19 @@ def apply_override(table: dict[str, Any], override: str) -> None:
         if not isinstance(table, dict):
             raise ConfigError(f"`{step}` is {table!r} in the recipe; it must be a table of settings")
     if _step(section, last, dotted) is not None:
-        raise ConfigError(f"`{dotted}` is a section, not a setting", hint=f"set one of its keys, as `{dotted}.…`")
+        raise ConfigError(f"`{dotted}` is a section, not a setting", hint=f"set one of its keys: `{dotted}.…`")
     table[last] = text.strip().strip('"') if schema.is_text(section, last) else _toml_value(text)
 
 
 def to_toml(config: RunConfig) -> str:
-    """The whole configuration as TOML, every field written out; `load` reads it back as the same run."""
+    """Returns the whole configuration as TOML; `load` reads it back as the same run."""
     import tomli_w
 
     return tomli_w.dumps(dataclasses.asdict(config))
 
 
 def _step(section: Any, name: str, dotted: str) -> type | None:
-    """The section below `name`, or None where `name` is a setting; an error where it is neither."""
+    """Returns the section of that name, or None if `name` is a setting; refuses other names."""
     if section is None or name not in {field.name for field in dataclasses.fields(section)}:
         raise schema.unknown_key(dotted, [row.key for row in schema.rows(RunConfig)])
     return schema.section_of(section, name)
@@ -120,7 +122,7 @@ def _toml_value(text: str) -> Any:
 
 
 def _override_policy(text: str, key: str, value: str) -> str:
-    """The policy's text with one role, rule or its preset replaced."""
+    """Returns the policy's text with one role, rule or its preset replaced."""
     try:
         table = policy.read(text).to_table()
         value = value.strip().strip('"')
@@ -134,7 +136,7 @@ def _override_policy(text: str, key: str, value: str) -> str:
 
 
 def _policy_text(given: Any, name: str) -> Any:
-    """The text form of a policy that a file gives as a table; the schema checks all else."""
+    """Returns the text form of a policy that a file gives as a table; the schema checks everything else."""
     if not isinstance(given, Mapping):
         return given
     try:
@@ -154,7 +156,6 @@ def _read_text(path: str) -> str:
         line, byte = error.object.count(b"\n", 0, error.start) + 1, error.object[error.start]
         raise ConfigError(f"{path}:{line}: this is not UTF-8: byte {byte:#04x}", hint="save it as UTF-8") from None
     except (OSError, ValueError) as error:
-        said = getattr(error, "strerror", None) or error
-        raise ConfigError(
-            f"`{path}` cannot be read: {said}", hint="change its permissions, or name another"
-        ) from None
+        reason = getattr(error, "strerror", None) or error
+        hint = "change its permissions, or name another"
+        raise ConfigError(f"`{path}` cannot be read: {reason}", hint=hint) from None

@@ -1,8 +1,7 @@
-"""The reference decoder, as numbers and switches, and the parameters they imply.
+"""The reference decoder as numbers and switches, and the parameters they imply.
 
-One description serves every backend: the names and shapes of `parameter_shapes` are what each of them
-builds, what rules match, what checkpoints hold and what memory plans count. A linear layer from n to m holds
-`weight` of shape (m, n), as in PyTorch.
+One description serves every backend: the names and shapes of `parameter_shapes` are what each of them builds, what
+rules match and what checkpoints hold. A linear layer from n to m has a `weight` of shape (m, n), as in PyTorch.
 """
 
 import math
@@ -20,9 +19,9 @@ class ModelConfig:
     """A decoder-only transformer."""
 
     vocabulary: Positive = 256
-    """Tokens there are; 256 is bytes."""
+    """How many different tokens there are; 256 is bytes."""
     context: Positive = 256
-    """Tokens a sequence holds at most."""
+    """The most tokens in a sequence."""
     layers: Positive = 4
     """Blocks of attention and MLP."""
     width: Positive = 128
@@ -30,12 +29,11 @@ class ModelConfig:
     heads: Positive = 4
     """Attention heads."""
     kv_heads: Count = 0
-    """Heads of keys and values, shared among the others; 0 is as many as `heads`."""
+    """Heads of keys and values, shared by the query heads; 0 is as many as `heads`."""
     head_width: Count = 0
     """Features of a head; 0 is `width / heads`."""
     mlp: Literal["gelu", "gelu_exact", "relu2", "swiglu"] = "gelu"
-    """What the MLP applies: GELU by its tanh formula or by the error function, squared ReLU, or a gate with
-    SiLU."""
+    """The MLP's activation: GELU by its tanh formula or by the error function, squared ReLU, or a SiLU gate."""
     mlp_width: Count = 0
     """Features inside the MLP; 0 is four times `width`."""
     bias: bool = False
@@ -49,34 +47,34 @@ class ModelConfig:
     embedding_norm: bool = False
     """Whether the embedding is normalized before the first block."""
     positions: Literal["rotary", "learned", "none"] = "rotary"
-    """How a token knows its place."""
+    """How a token gets its position."""
     rope_base: Annotated[float, Bounds(above=0)] = 10000.0
     """Longest wavelength of rotary positions, over two pi."""
     qk_norm: Literal["none", "plain", "gain"] = "none"
-    """Normalizes queries and keys head by head; `gain` with a learned gain."""
+    """Normalizes the queries and keys of each head; `gain` with a learned gain."""
     q_gain: bool = False
     """A learned factor on the queries of each head."""
     q_gain_start: Annotated[float, Bounds(above=0)] = 1.0
-    """What the learned factors on queries start at."""
+    """Initial value of the learned factors on queries."""
     softcap: Rate = 0.0
     """Logits become cap * tanh(logits / cap); 0 is off."""
     unet_skips: bool = False
-    """Adds the outputs of the first half of the blocks to the inputs of the second half, the last of them first,
-    with learned weights; of an odd number of blocks the last gets none."""
+    """Adds the outputs of the first half of the blocks to the inputs of the second half, in reverse order, with
+    learned weights; of an odd number of blocks the last gets none."""
     value_residual: bool = False
     """Mixes the first block's values into every block's, with a learned weight."""
     embedding_shortcut: Literal["none", "scalar", "channel"] = "none"
-    """Mixes the embedding into every block's input, with learned weights: two numbers, or two a channel."""
+    """Mixes the embedding into every block's input, with learned weights: two numbers, or two per channel."""
     branch_scale: bool = False
-    """A learned factor a channel on what attention and MLP add."""
+    """A learned factor per channel on what attention and MLP add."""
     tied: bool = True
     """Whether the embedding is also the output head."""
     zero_init: bool = True
     """Whether the projections that write to the residual stream start at zero."""
     zero_head: bool = False
-    """Whether an output head of its own starts at zero: the first loss is then the logarithm of the vocabulary."""
+    """Whether an untied output head starts at zero: the first loss is then the logarithm of the vocabulary."""
     embedding_std: Annotated[float, Bounds(above=0)] = 0.02
-    """Standard deviation of the first embedding."""
+    """Standard deviation of the initial embedding."""
 
     def __post_init__(self) -> None:
         if self.head_width == 0 and self.width % self.heads:
@@ -96,7 +94,7 @@ class ModelConfig:
             )
         if self.tied and self.zero_head:
             raise ConfigError(
-                "model.zero_head is set, and the head is the embedding, which cannot start at zero",
+                "model.zero_head is set, but the head is tied to the embedding, which cannot start at zero",
                 hint="set model.tied = false, or leave zero_head out",
             )
 
@@ -116,27 +114,27 @@ class ModelConfig:
         return self.mlp_width or 4 * self.width
 
     def epsilon_of(self, norm: Literal["rms", "layer"]) -> float:
-        """What a norm adds under its root."""
+        """Returns what a norm adds under its root."""
         return self.norm_epsilon or {"rms": 1e-6, "layer": 1e-5}[norm]
 
     @property
     def num_skips(self) -> int:
-        """Pairs of blocks that a U-net skip joins."""
+        """How many pairs of blocks a U-net skip joins."""
         return self.layers // 2 if self.unet_skips else 0
 
     def skip_into(self, layer: int) -> int | None:
-        """The block whose output a U-net skip adds to the input of this one, which is its row of weights too."""
+        """Returns the block whose output a U-net skip adds to the input of this one; also its row of weights."""
         source = 2 * self.num_skips - 1 - layer
         return source if 0 <= source < self.num_skips else None
 
     @property
     def num_parameters(self) -> int:
-        """Numbers that are learned; a tied head counts once."""
+        """How many numbers are learned; a tied head counts once."""
         return sum(math.prod(shape) for shape in parameter_shapes(self).values())
 
 
 def parameter_shapes(model: ModelConfig) -> dict[str, Shape]:
-    """The name and shape of every parameter, in the order of the forward pass."""
+    """Returns the name and shape of every parameter, in the order of the forward pass."""
     shapes: dict[str, Shape] = {"embed.weight": (model.vocabulary, model.width)}
     if model.positions == "learned":
         shapes["positions.weight"] = (model.context, model.width)
@@ -153,7 +151,7 @@ def parameter_shapes(model: ModelConfig) -> dict[str, Shape]:
 
 
 def module_names(model: ModelConfig) -> list[str]:
-    """What rules match: the decoder's modules, containers and norms without a gain among them."""
+    """Returns what rules match: the decoder's modules, including containers and norms without a gain."""
     gains = replace(model, norm_gain=True, qk_norm="none" if model.qk_norm == "none" else "gain")
     names: dict[str, None] = {}
     for parameter in [*parameter_shapes(gains), "lm_head.weight"]:
@@ -169,7 +167,7 @@ def is_matmul(parameter: str) -> bool:
 
 
 def owner(parameter: str) -> str:
-    """The name that rules see for a parameter: its module's, or its own where the model itself holds it."""
+    """Returns the name that rules match for a parameter: its module's, or its own if the model itself holds it."""
     return parameter.rpartition(".")[0] or parameter
 
 

@@ -1,4 +1,4 @@
-"""What a run is. Defaults, help, docs and TOML files all come from these fields."""
+"""The configuration of a run. Defaults, help, docs and TOML files all come from these fields."""
 
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
@@ -11,65 +11,65 @@ from halfstep.core.policy import read
 
 @dataclass(frozen=True)
 class DataConfig:
-    """What is read."""
+    """The data."""
 
     source: str = "stdlib"
-    """`stdlib` (the text of this Python's own standard library), a text file, a folder of text, token shards
-    (`*.bin`), or the folder that `halfstep data pack` wrote."""
+    """`stdlib` (the text of Python's standard library), a text file, a folder of text, token shards (`*.bin`), or
+    the folder that `halfstep data pack` wrote."""
     validation: Annotated[float, Bounds(above=0, at_most=0.5)] = 0.1
-    """Share of the documents that is held out; packed data holds out what it was packed with."""
+    """Share of the documents that is held out; packed data keeps the split it was packed with."""
 
 
 @dataclass(frozen=True)
 class TrainingConfig:
-    """How long, and how much at once."""
+    """How long to train, and on how much at once."""
 
     steps: Positive = 1000
     """Updates of the weights."""
     batch: Positive = 16
     """Sequences in a micro-batch."""
     micro_batches: Positive = 1
-    """Micro-batches that are summed into one update."""
+    """Micro-batches per update."""
     clip_norm: Rate = 1.0
     """Gradients are scaled down to this norm; 0 is off."""
     warmup: Share = 0.02
-    """Share of the steps, at the beginning, in which the learning rate rises from near zero."""
+    """Share of the steps, at the start, in which the learning rate rises from near zero."""
     warmdown: Share = 0.4
     """Share of the steps, at the end, in which the learning rate falls to near zero."""
     validate_every: Positive = 250
-    """Steps between two looks at held-out text."""
+    """Steps between two evaluations on held-out text."""
     validation_tokens: Positive = 65536
-    """Held-out tokens of one look."""
+    """Held-out tokens per evaluation."""
     save_every: Positive = 500
     """Steps between two checkpoints."""
     keep_last: Positive = 2
-    """The newest checkpoints that stay."""
+    """How many of the newest checkpoints are kept."""
     keep_every: Count = 0
-    """Checkpoints of steps that are multiples of this stay too; 0 is none."""
+    """Also keeps the checkpoints of steps that are multiples of this; 0 is none."""
     keep_best: bool = False
-    """Whether the checkpoint with the lowest held-out loss stays too; it is saved at a step with a look."""
+    """Also keeps the checkpoint with the lowest held-out loss, which is saved right after an evaluation."""
     rollback: Rate = 0.0
-    """Go back to the last good checkpoint, and past the data since, when the loss of 3 steps in a row is more than
-    this many nats above the recent median; 0 is off."""
+    """Rolls back to the last good checkpoint, and skips the data since, if the loss of 3 consecutive steps is more
+    than this many nats above the recent median; 0 is off."""
     deterministic: bool = False
-    """Whether the same run gives the same bits again on an NVIDIA GPU too; slower. On a CPU it always does."""
+    """Whether a repeated run has the same bits on an NVIDIA GPU too; slower. On a CPU it always does."""
     compile: bool = False
     """Whether the step is compiled by the framework."""
     loggers: tuple[Literal["tensorboard", "trackio", "wandb"], ...] = ()
-    """Where the events of the run are shown besides its own page, each by a package of its own; W&B is offline
-    unless WANDB_MODE says otherwise."""
+    """Where else the run's events are shown; each needs its package. W&B is offline unless WANDB_MODE says
+    otherwise."""
     measure_ceiling: bool = True
-    """Whether the fastest matmul of this device is timed before the run, which utilization is a share of."""
+    """Whether to time this device's fastest matmul before the run; utilization is a share of it."""
     recompute_blocks: bool = False
-    """Whether the backward pass runs each block's forward again instead of keeping its activations (gradient
-    checkpointing): much less memory for about a third more time, and the same gradients."""
+    """Whether the backward pass runs each block's forward again instead of storing its activations (gradient
+    checkpointing): much less memory, about a third more time, and the same gradients."""
     ema: Decay = 0.0
-    """Decay of a moving average of the weights, kept in fp32 beside them, saved, and evaluated in their place;
-    0.999 averages over about a thousand updates, 0 is off."""
+    """Decay of a moving average of the weights, kept in fp32, saved, and evaluated in their place; 0.999 averages
+    over about a thousand updates, 0 is off."""
 
     @property
     def warmup_steps(self) -> int:
-        """Steps of the warmup."""
+        """How many steps the warmup takes."""
         return round(self.warmup * self.steps)
 
 
@@ -80,9 +80,9 @@ class OptimizerConfig:
     name: Literal["adamw", "muon"] = "adamw"
     """AdamW for all, or Muon for the matrices inside blocks and AdamW for the rest."""
     rate: Annotated[float, Bounds(above=0)] = 3e-3
-    """Learning rate of AdamW, for all that has no rate of its own below."""
+    """Learning rate of AdamW, for all parameters without a more specific rate below."""
     embedding_rate: Rate = 0.0
-    """AdamW's rate for embeddings, a tied head among them; 0 is `rate`."""
+    """AdamW's rate for embeddings, including a tied head; 0 is `rate`."""
     head_rate: Rate = 0.0
     """AdamW's rate for an output head that is not tied; 0 is `rate`."""
     scalar_rate: Rate = 0.0
@@ -98,7 +98,7 @@ class OptimizerConfig:
     muon_momentum: Decay = 0.95
     """Momentum of Muon."""
     muon_momentum_start: Decay = 0.85
-    """Momentum of Muon at the first update, where it warms up."""
+    """Momentum of Muon at the first update, if it warms up."""
     muon_momentum_warmup: Count = 0
     """Updates in which the momentum rises from `muon_momentum_start` to `muon_momentum`; 0 is none."""
     muon_weight_decay: Rate = 0.0
@@ -106,23 +106,23 @@ class OptimizerConfig:
 
     @property
     def matrix_rate(self) -> float:
-        """The rate of the matrices inside blocks: what a run is told to have; the others move along with it."""
+        """The rate of the matrices inside blocks, which is reported as the learning rate; the others follow it."""
         return self.muon_rate if self.name == "muon" else self.rate
 
 
 @dataclass(frozen=True)
 class ArtifactConfig:
-    """What a finished run leaves behind besides its checkpoints."""
+    """What a finished run writes besides its checkpoints."""
 
     format: Literal["none", "int8-zlib"] = "none"
-    """`int8-zlib`: matrices in int8 with a scale a row, the rest in fp16, compressed; loaded back and scored."""
+    """`int8-zlib`: matrices in int8 with a scale per row, the rest in fp16, compressed; loaded back and scored."""
     limit: Count = 0
-    """Bytes the artifact may have; one that is larger is written all the same, and said so. 0 is no limit."""
+    """The most bytes the artifact should have; a larger one is still written, and reported. 0 is no limit."""
 
 
 @dataclass(frozen=True)
 class RunConfig:
-    """One run: everything that decides what it computes."""
+    """One run: everything that determines what it computes."""
 
     title: str = ""
     """One line that says what the recipe is for."""
@@ -131,12 +131,12 @@ class RunConfig:
     policy: str = "auto"
     """The precision: `auto` measures this machine; else a preset, roles, rules (`halfstep policy --help`)."""
     seed: Seed = 0
-    """Decides initial weights, the order of the data and stochastic rounding."""
+    """Determines initial weights, the order of the data and stochastic rounding."""
     init: str = ""
-    """Where the first weights come from: a safetensors file, a folder in Hugging Face layout, or a run folder;
-    without it they are drawn from the seed."""
+    """Where the initial weights come from: a safetensors file, a folder in Hugging Face layout, or a run folder;
+    by default they are drawn from the seed."""
     init_digest: str = ""
-    """SHA-256 that the weights of `init` must have; a run writes down what it found."""
+    """SHA-256 that the weights of `init` must have; a run records theirs here."""
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     training: TrainingConfig = field(default_factory=TrainingConfig)
@@ -150,8 +150,8 @@ class RunConfig:
             raise ConfigError(f'policy = "{self.policy}": {error.message}', hint=error.hint) from None
         if self.init_digest and not self.init:
             raise ConfigError(
-                f'init_digest is "{self.init_digest}", and there is no `init` that it could be of',
-                hint="name the weights by --init, or leave init_digest out",
+                f'init_digest is "{self.init_digest}", but there is no `init`',
+                hint="name the weights with --init, or leave init_digest out",
             )
         if self.training.warmup + self.training.warmdown > 1:
             raise ConfigError(
@@ -161,6 +161,6 @@ class RunConfig:
             )
         if self.model.tied and self.optimizer.head_rate:
             raise ConfigError(
-                f"optimizer.head_rate is {self.optimizer.head_rate:g}, and the head is the embedding",
+                f"optimizer.head_rate is {self.optimizer.head_rate:g}, but the head is tied to the embedding",
                 hint="set optimizer.embedding_rate, or model.tied = false",
             )

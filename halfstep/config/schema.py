@@ -1,17 +1,16 @@
-"""From dataclasses to configuration: types are the checks, the string under a field is its help.
+"""Turns dataclasses into configuration: types are the checks, the string under a field is its help.
 
-A section is a frozen dataclass. This module reads a table (from TOML) into one, strictly, and lists its
-fields for help and docs; it knows nothing of what the fields mean. Written by hand because the errors are
-the point: each names the dotted key, what was given, what is allowed and the nearest legal key.
+A section is a frozen dataclass. This module reads a table (from TOML) into one, strictly, and lists its fields for
+help and docs. It is written by hand for its errors: each names the dotted key, what was given, what is allowed and
+the nearest legal key.
 """
 
 import dataclasses
 import math
-import types
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
-from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from halfstep.core.errors import ConfigError, did_you_mean, nearest, one_of
 
@@ -37,13 +36,8 @@ class Bounds:
         )
 
     def __str__(self) -> str:
-        told = [
-            ("at least", self.at_least),
-            ("above", self.above),
-            ("at most", self.at_most),
-            ("below", self.below),
-        ]
-        return " and ".join(f"{word} {limit:g}" for word, limit in told if limit is not None)
+        limits = dataclasses.asdict(self).items()
+        return " and ".join(f"{name.replace('_', ' ')} {limit:g}" for name, limit in limits if limit is not None)
 
 
 Count = Annotated[int, Bounds(at_least=0)]
@@ -54,7 +48,7 @@ Decay = Annotated[float, Bounds(at_least=0, below=1)]
 Seed = Annotated[int, Bounds(at_least=0, below=2**63)]
 
 
-_ENDLESS = 2**63  # arrays and frameworks cannot count so far
+_ENDLESS = 2**63  # arrays and frameworks cannot count that far
 
 
 @dataclass(frozen=True)
@@ -68,7 +62,7 @@ class Row:
 
     @property
     def shown(self) -> str:
-        """The default as a recipe or `--set` would say it."""
+        """The default as a recipe or `--set` writes it."""
         if isinstance(self.default, bool):
             return str(self.default).lower()
         if isinstance(self.default, tuple):
@@ -77,33 +71,29 @@ class Row:
 
 
 def build(cls: type[T], table: Mapping[str, Any], prefix: str = "") -> T:
-    """A section from a table. Unknown keys and values of another type are errors."""
+    """Builds a section from a table. Unknown keys and values of another type are errors."""
     hints = get_type_hints(cls, include_extras=True)
     known = [field.name for field in dataclasses.fields(cls)]  # type: ignore[arg-type]
     for key in table:
         if key not in known:
             raise unknown_key(prefix + key, [prefix + name for name in known])
-    values = {key: _check(hints[key], value, prefix + key) for key, value in table.items()}
-    missing = [name for name in _required(cls) if name not in values]
-    if missing:
-        raise ConfigError(f"`{prefix}{missing[0]}` is missing and has no default", hint="set it")
-    return cls(**values)
+    return cls(**{key: _check(hints[key], value, prefix + key) for key, value in table.items()})
 
 
 def unknown_key(key: str, legal: list[str]) -> ConfigError:
-    """The error for a key that is not in the schema."""
+    """Returns the error for a key that is not in the schema."""
     section, _, last = key.rpartition(".")
-    # Where the section is right, only the last part can be the slip: a shared prefix is no likeness.
-    beside = {name.rpartition(".")[2]: name for name in legal if name.rpartition(".")[0] == section}
-    found = nearest(last, beside) if beside else nearest(key, legal)
-    if found is None:
-        known = ", ".join(beside.values() or legal)
+    # If the section is right, only the last part can be wrong: a shared prefix does not make names similar.
+    siblings = {name.rpartition(".")[2]: name for name in legal if name.rpartition(".")[0] == section}
+    match = nearest(last, siblings) if siblings else nearest(key, legal)
+    if match is None:
+        known = ", ".join(siblings.values() or legal)
         return ConfigError(f"unknown setting `{key}`", hint=f"the settings are {known}")
-    return ConfigError(f"unknown setting `{key}`", hint=f"did you mean `{beside.get(found, found)}`?")
+    return ConfigError(f"unknown setting `{key}`", hint=f"did you mean `{siblings.get(match, match)}`?")
 
 
 def rows(cls: type, prefix: str = "") -> Iterator[Row]:
-    """Every setting below a section, depth first, in the order it is declared."""
+    """Yields every setting of a section, depth first, in the order of declaration."""
     hints = get_type_hints(cls, include_extras=True)
     helps = field_help(cls)
     for field in dataclasses.fields(cls):
@@ -111,12 +101,12 @@ def rows(cls: type, prefix: str = "") -> Iterator[Row]:
         if dataclasses.is_dataclass(hint):
             yield from rows(hint, f"{prefix}{field.name}.")  # type: ignore[arg-type]
         else:
-            yield Row(prefix + field.name, describe(hint), _default(field), helps[field.name])
+            yield Row(prefix + field.name, describe(hint), field.default, helps[field.name])
 
 
 @cache
 def field_help(cls: type) -> dict[str, str]:
-    """The string under each field."""
+    """Returns the string under each field."""
     from docstring_parser import parse_from_object
 
     params = parse_from_object(cls).params
@@ -124,7 +114,7 @@ def field_help(cls: type) -> dict[str, str]:
 
 
 def describe(hint: Any) -> str:
-    """A type in words."""
+    """Describes a type."""
     kind, bounds = _unwrap(hint)
     if get_origin(kind) is Literal:
         return one_of(str(value) for value in get_args(kind))
@@ -139,7 +129,7 @@ def describe(hint: Any) -> str:
 
 
 def section_of(cls: type, name: str) -> type | None:
-    """The dataclass a field holds, or None where the field is a plain setting."""
+    """Returns the dataclass of a field, or None if the field is a plain setting."""
     kind, _ = _unwrap(get_type_hints(cls)[name])
     return kind if dataclasses.is_dataclass(kind) else None  # type: ignore[return-value]
 
@@ -148,17 +138,6 @@ def is_text(cls: type, name: str) -> bool:
     """Whether a field holds text, which needs no quotes on a command line."""
     kind, _ = _unwrap(get_type_hints(cls)[name])
     return kind is str or get_origin(kind) is Literal
-
-
-def _required(cls: Any) -> list[str]:
-    missing = dataclasses.MISSING
-    return [f.name for f in dataclasses.fields(cls) if f.default is missing and f.default_factory is missing]
-
-
-def _default(field: "dataclasses.Field[Any]") -> Any:
-    if field.default_factory is not dataclasses.MISSING:
-        return field.default_factory()
-    return None if field.default is dataclasses.MISSING else field.default
 
 
 def _unwrap(hint: Any) -> tuple[Any, Bounds | None]:
@@ -174,8 +153,6 @@ def _check(hint: Any, value: Any, key: str) -> Any:
         if not isinstance(value, Mapping):
             raise _wrong(key, value, "a table of settings")
         return build(kind, value, key + ".")  # type: ignore[arg-type]
-    if get_origin(kind) in (Union, types.UnionType):
-        return value  # the section itself checks what it accepts in several forms
     if get_origin(kind) is Literal:
         if value not in get_args(kind):
             legal = [str(allowed) for allowed in get_args(kind)]
@@ -183,7 +160,7 @@ def _check(hint: Any, value: Any, key: str) -> Any:
         return value
     if get_origin(kind) is tuple:
         kinds = get_args(kind)
-        if kinds[-1] is Ellipsis:  # as many as there are
+        if kinds[-1] is Ellipsis:  # any number of them
             if not isinstance(value, list | tuple):
                 raise _wrong(key, value, describe(kind), hint=f"write {key} = [...]")
             return tuple(_check(kinds[0], item, f"{key}[{i}]") for i, item in enumerate(value))
@@ -200,7 +177,7 @@ def _check(hint: Any, value: Any, key: str) -> Any:
     if kind is int and isinstance(value, int) and not -_ENDLESS <= value < _ENDLESS:
         limit = "" if bounds is not None and bounds.below is not None else ", and below 2^63"
         raise _wrong(key, value, describe(hint) + limit)
-    # bool is an int in Python, and `steps = true` is a mistake all the same
+    # bool is an int in Python, but `steps = true` is a mistake
     if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
         raise _wrong(key, value, describe(hint))
     if bounds is not None and value not in bounds:

@@ -1,7 +1,7 @@
-"""The first weights of the reference decoder, the same on every backend.
+"""The initial weights of the reference decoder, the same on every backend.
 
-A weight is a function of (seed, name): drawn in numpy from a counter-based generator keyed by both, so
-backends, ranks and subsets of the model agree bit for bit without talking to each other.
+A weight is a function of (seed, name): drawn in numpy from a counter-based generator keyed by both, so backends,
+ranks and subsets of the model agree bit for bit.
 
     matrices                          normal, variance 1 / (3 fan_in), which keeps the scale of activations
     those that write to the stream    zero, or divided by sqrt(2 layers), so that the stream grows as one block
@@ -25,7 +25,7 @@ Weights = Iterable[tuple[str, NDArray[np.float32]]]
 
 
 def initial_weights(model: ModelConfig, seed: int) -> Iterator[tuple[str, NDArray[np.float32]]]:
-    """The name and first value of every parameter."""
+    """Yields the name and initial value of every parameter."""
     for name, shape in parameter_shapes(model).items():
         yield name, _initial(model, seed, name, shape)
 

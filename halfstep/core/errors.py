@@ -11,7 +11,9 @@ line as
 """
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from importlib import import_module
+from typing import Any
 
 
 class HalfstepError(Exception):
@@ -67,3 +69,24 @@ def did_you_mean(name: str, legal: Iterable[str], otherwise: str | None = None) 
     """Returns a hint for a name that is not legal."""
     match = nearest(name, legal)
     return f"did you mean `{match}`?" if match else otherwise
+
+
+def explain_missing(load: Callable[[str], Any], package: str, *frameworks: str) -> Callable[[str], Any]:
+    """Wraps a backend's `__getattr__`: without its framework, the error names the extra to install."""
+
+    def load_or_explain(name: str) -> Any:
+        try:
+            return load(name)
+        except ImportError:
+            for framework in frameworks:
+                try:
+                    import_module(framework)
+                except ImportError as error:  # it is missing, or it is there without the library of a device
+                    needed = framework.partition(".")[0]
+                    raise HalfstepError(
+                        f"`{package}.{name}` needs {needed}, which cannot be imported: {error}",
+                        hint=f"pip install 'halfstep[{package.rpartition('.')[2]}]'",
+                    ) from error
+            raise
+
+    return load_or_explain

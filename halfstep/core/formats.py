@@ -5,17 +5,17 @@ A format ExMy has one sign bit, x exponent bits and y mantissa bits. With bias b
     e > 0   (-1)^s * 2^(e - b) * (1 + m / 2^y)        a normal number
     e = 0   (-1)^s * 2^(1 - b) * (m / 2^y)            a subnormal number, or zero
 
-and what the largest codes mean is a choice, which the suffix of the name states:
+and the suffix of the name says what the largest codes mean:
 
     ieee    the top exponent is reserved: m = 0 is an infinity, every other m a NaN       b = 2^(x-1) - 1
     fn      no infinity; only the all-ones code is a NaN                                   b = 2^(x-1) - 1
     f       neither infinity nor NaN: every code is a finite number                        b = 2^(x-1) - 1
     fnuz    no infinity; the code of negative zero is the NaN, so zero has no sign         b = 2^(x-1)
 
-Names follow ml_dtypes (`e4m3fn`, `e4m3b11fnuz` with bias 11), except that it writes `fn` for the formats
-that have no NaN at all, which are `f` here. A bare ExMy is accepted only where a published standard
-gives it one meaning (OCP FP8: e4m3, e5m2; OCP MX: e3m2, e2m3, e2m1); anywhere else the name must state it,
-because a guess would be a silent substitution: e4m3 ends at 448 as `fn` and at 240 as `ieee`.
+Names follow ml_dtypes (`e4m3fn`, `e4m3b11fnuz` with bias 11), except that it writes `fn` for formats without a
+NaN, which are `f` here. A bare ExMy is accepted only if a published standard gives it one meaning (OCP FP8: e4m3,
+e5m2; OCP MX: e3m2, e2m3, e2m1); otherwise the name must state it, because a guess would be a silent substitution:
+e4m3 ends at 448 as `fn` and at 240 as `ieee`.
 
 Everything here is exact in Python floats: no format is wider than fp32.
 """
@@ -40,20 +40,20 @@ class Format:
     mantissa_bits: int
     specials: Specials = "ieee"
     bias: int = -1
-    """Exponent bias; -1 stands for the usual one of the family."""
+    """Exponent bias; -1 means the usual one of the family."""
 
     def __post_init__(self) -> None:
         if self.bias == -1:
             object.__setattr__(self, "bias", _usual_bias(self.exponent_bits, self.specials))
         if not (2 <= self.exponent_bits <= 8 and 1 <= self.mantissa_bits <= 23):
             raise FormatError(
-                f"`e{self.exponent_bits}m{self.mantissa_bits}` is outside what is supported: "
-                "2 to 8 exponent bits and 1 to 23 mantissa bits",
+                f"`e{self.exponent_bits}m{self.mantissa_bits}` is not supported: "
+                "a format has 2 to 8 exponent bits and 1 to 23 mantissa bits",
                 hint="fp32 is e8m23, the widest format here",
             )
         if self.min_exponent - self.mantissa_bits < -149 or self.max_exponent > 127:
             raise FormatError(
-                f"`{self.name}` has values that fp32 does not (exponents {self.min_exponent} to "
+                f"`{self.name}` has values that fp32 lacks (exponents {self.min_exponent} to "
                 f"{self.max_exponent}); every format must fit inside fp32",
                 hint="use a bias nearer to the middle, or fewer exponent bits",
             )
@@ -71,12 +71,12 @@ class Format:
 
     @classmethod
     def parse(cls, text: str) -> "Format":
-        """The format a name stands for."""
+        """Returns the format of a name."""
         return parse(text)
 
     @property
     def bits(self) -> int:
-        """Bits a value has: sign, exponent and mantissa (19 for tf32, which is stored in 32)."""
+        """The bits of a value: sign, exponent and mantissa (19 for tf32, which is stored in 32)."""
         return 1 + self.exponent_bits + self.mantissa_bits
 
     @property
@@ -130,12 +130,12 @@ class Format:
 
     @property
     def decimal_digits(self) -> float:
-        """Precision in decimal digits: log10 of the significands there are."""
+        """Precision in decimal digits: log10 of the number of significands."""
         return (self.mantissa_bits + 1) * math.log10(2)
 
     @property
     def native_overflow(self) -> Overflow:
-        """What arithmetic in the format itself makes of a number too large for it."""
+        """What arithmetic in the format makes of a number too large for it."""
         return "inf" if self.has_inf else "nan" if self.has_nan else "saturate"
 
 
@@ -167,7 +167,7 @@ FOREIGN: dict[str, str] = {
 _SHORT = {full: short for short, full in ALIASES.items()}
 # Names that people use for several formats.
 _FAMILIES = {
-    "fp8": "fp8 is two formats: `e4m3` forward, as `compute=e4m3:measured`, and `e5m2` for gradients; "
+    "fp8": "fp8 is two formats: `e4m3` forward, such as `compute=e4m3:measured`, and `e5m2` for gradients; "
     "the preset `fp8-mixed` has both",
     "float8": "it is two formats: `e4m3` forward and `e5m2` for gradients; the preset `fp8-mixed` has both",
 }
@@ -183,7 +183,7 @@ def parse(text: str) -> Format:
     if match is None:
         raise FormatError(
             f"unknown number format `{text}`; named formats are {', '.join(ALIASES)}, "
-            "and any ExMy that states its special values, as e3m4ieee",
+            "and any ExMy that states its special values, such as e3m4ieee",
             hint=_FAMILIES.get(name)
             or did_you_mean(name, [*ALIASES, *FOREIGN], otherwise="`halfstep formats` lists them"),
         )

@@ -12,7 +12,7 @@ Islands and matmuls with formats of their own reach a loss function through the 
 
 import lazy_loader
 
-from halfstep.core.frameworks import explain_missing
+from halfstep.core.errors import explain_missing
 
 _load, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
 __getattr__ = explain_missing(_load, __name__, "jax", "optax")

@@ -1,20 +1,20 @@
-"""What this machine does natively, how fast, and which precision to train in.
+"""Finds what this machine runs natively, how fast, and which precision to train in.
 
-For each backend and device: the hardware, matmul times by format, what is supported and why, and the choice
-that core.choice makes of them. The answer belongs to the backend: on one CPU a bf16 matmul took 290 times as
-long as an fp32 one in torch, and no longer in JAX.
+For each backend and device: the hardware, matmul times by format, what is supported and why, and the choice that
+core.choice makes. The answer depends on the backend: on one CPU a bf16 matmul took 290 times as long as an fp32
+one in torch, and no longer in JAX.
 
 A backend is a module `halfstep.<name>.measure` with
 
     FORMATS                              the formats to ask about
     version() -> str                     of the framework
-    devices() -> list[str]               what there is, the one to train on first
+    devices() -> list[str]               the one to train on first
     describe(device) -> Device
     supported(fmt, device) -> Support
     measure(device, formats, *, budget) -> list[Timing]                      a matmul: compares formats
     measure_block(device, formats, model, tokens, *, budget) -> list[Timing]  a block: decides a policy
 
-imported when it is asked, so that this module loads no framework.
+imported when needed, so that this module loads no framework.
 """
 
 from collections.abc import Sequence
@@ -35,7 +35,7 @@ from halfstep.training.telemetry.ceiling import Ceiling, recorded
 
 BACKENDS = ("torch", "jax", "mlx")
 
-# What a ceiling is measured at, and for how many seconds; on a CPU matmuls are at their best when they are small.
+# What a ceiling is measured at, and for how many seconds; on a CPU small matmuls are the fastest.
 CEILING: tuple[Shape, ...] = ((1024, 1024, 1024), (4096, 4096, 4096), (8192, 8192, 8192))
 CPU_CEILING: tuple[Shape, ...] = ((32, 32, 128), (128, 128, 512), (512, 512, 2048))
 BUDGET, CPU_BUDGET = 1.5, 0.3
@@ -52,16 +52,16 @@ class DeviceResult:
     choice: Choice
 
     def ratio(self, timing: Timing) -> float | None:
-        """How many times faster than fp32 at the same shape; None where fp32 was not timed there."""
+        """Returns how many times faster than fp32 it is at the same shape, if fp32 was timed there."""
         for other in self.timings:
             if other.format == FP32 and other.shape == timing.shape:
                 return other.typical / timing.typical
         return None
 
     def compared(self) -> list[Timing]:
-        """The timings that decide: each format at the largest shape it shares with fp32, and fp32 there."""
+        """Returns the deciding timings: each format at the largest shape it shares with fp32, and fp32 there."""
         formats = {timing.format for timing in self.timings} - {FP32}
-        shared = {fmt: found.shape for fmt in formats if (found := gain(self.timings, fmt)) is not None}
+        shared = {fmt: known.shape for fmt in formats if (known := gain(self.timings, fmt)) is not None}
         alone = gain(self.timings, FP32)
         at = set(shared.values()) or ({alone.shape} if alone else set())
         return [
@@ -73,12 +73,12 @@ class DeviceResult:
 
 @dataclass(frozen=True)
 class BackendResult:
-    """What one backend has to say, or why it has nothing."""
+    """The answer of one backend, or why it has none."""
 
     name: str
     version: str = ""
     devices: tuple[DeviceResult, ...] = ()
-    others: tuple[str, ...] = ()  # devices that are there and were not asked
+    others: tuple[str, ...] = ()  # devices that were not asked
     missing: str = ""
     install: str = ""
 
@@ -90,41 +90,40 @@ class ProbeResult:
     backends: tuple[BackendResult, ...]
 
     def to_dict(self) -> dict[str, Any]:
-        """The same as data."""
+        """Returns the same as data."""
         return {"backends": [_backend_data(backend) for backend in self.backends]}
 
 
 def run(backends: Sequence[str] | None = None, budget: float = 3.0, *, device: str | None = None) -> ProbeResult:
-    """Asks each backend, or those named, for at most `budget` seconds of measuring in all.
+    """Asks each backend, or those named, within `budget` seconds of measuring in total.
 
-    A backend that was named and is not there is an error; one that was not is reported as missing.
+    A backend that was named and is not installed is an error; another is reported as missing.
     """
     names = list(dict.fromkeys(backends)) if backends else list(BACKENDS)
     modules = {name: _load(name) for name in names}
-    present = [name for name, found in modules.items() if not isinstance(found, BackendResult)]
-    if backends and len(present) < len(names):
-        absent = next(found for found in modules.values() if isinstance(found, BackendResult))
-        raise HalfstepError(absent.missing, hint=absent.install)
-    share = _checked(budget) / max(1, len(present))
+    absent = [module for module in modules.values() if isinstance(module, BackendResult)]
+    if backends and absent:
+        raise HalfstepError(absent[0].missing, hint=absent[0].install)
+    share = _checked(budget) / max(1, len(names) - len(absent))
     return ProbeResult(
         tuple(
-            found if isinstance(found, BackendResult) else _ask(name, found, device, share)
-            for name, found in modules.items()
+            module if isinstance(module, BackendResult) else _ask(name, module, device, share)
+            for name, module in modules.items()
         )
     )
 
 
 def choose_policy(backend: str, device: str | None, config: RunConfig, budget: float = 3.0) -> Choice:
-    """The preset to train with, by measurement of the recipe's own block: what `policy = "auto"` stands for."""
+    """Returns the preset to train with by measuring the recipe's block: what `policy = "auto"` means."""
     module = _need(backend)
     device = device or module.devices()[0]
     support = {fmt: module.supported(fmt, device) for fmt in (FP32, BF16, FP16)}
-    formats = [fmt for fmt, found in support.items() if found]
+    formats = [fmt for fmt, ok in support.items() if ok]
     return choose(_measure_block(module, device, formats, config, budget), support)
 
 
 def resolve(config: RunConfig, device: str | None = None) -> tuple[Policy, Choice | None, list[str]]:
-    """The policy of a run, the choice behind it where it was `auto`, and what to warn of where it was not."""
+    """Returns the policy of a run, the choice if it was `auto`, and warnings if it was not."""
     spelling = read(config.policy)
     if spelling.base == "auto":
         choice = choose_policy(config.backend, device, config)
@@ -136,7 +135,7 @@ def resolve(config: RunConfig, device: str | None = None) -> tuple[Policy, Choic
 def warnings_for(
     policy: Policy, backend: str, device: str | None, config: RunConfig, budget: float = 3.0
 ) -> list[str]:
-    """What to say before a policy runs that was named, not chosen: formats that are slower here than fp32."""
+    """Returns warnings about a policy that was named, not chosen: formats that are slower here than fp32."""
     if policy.emulate:
         return []
     module = _need(backend)
@@ -146,22 +145,22 @@ def warnings_for(
     if not formats:
         return []
     timings = _measure_block(module, device, [FP32, *formats], config, budget)
-    gains = [found for fmt in formats if (found := gain(timings, fmt)) is not None]
-    return [f"{found}; it runs as asked" for found in gains if found.ratio < 1]
+    gains = [known for fmt in formats if (known := gain(timings, fmt)) is not None]
+    return [f"{slow}; it runs as asked" for slow in gains if slow.ratio < 1]
 
 
 def measure_ceiling(config: RunConfig, policy: Policy, device: str | None, known: Path | None = None) -> Ceiling:
-    """What the device does at best in the policy's compute format; or what the events in `known` say it does."""
+    """Returns the device's best speed in the policy's compute format, or what the events in `known` recorded."""
     if not config.training.measure_ceiling:
         return Ceiling(None, "training.measure_ceiling is false")
     if policy.emulate:
-        return Ceiling(None, f"{policy.compute.format} is emulated, and no hardware multiplies it")
+        return Ceiling(None, f"{policy.compute.format} is emulated: no hardware multiplies it")
     module = _need(config.backend)
     device = device or module.devices()[0]
     hardware, fmt = module.describe(device), policy.compute.format
-    found = recorded(known, hardware.name) if known is not None else None
-    if found is not None:
-        return found
+    earlier = recorded(known, hardware.name) if known is not None else None
+    if earlier is not None:
+        return earlier
     support = module.supported(fmt, device)
     if not support:
         return Ceiling(None, f"{fmt} is not supported: {support.reason}")
@@ -182,42 +181,33 @@ def _measure_block(
 
 
 def _ask(name: str, module: Any, device: str | None, budget: float) -> BackendResult:
-    found = module.devices()
-    device = device or found[0]
+    devices = module.devices()
+    device = device or devices[0]
     support = tuple((fmt, module.supported(fmt, device)) for fmt in module.FORMATS)
-    formats = [fmt for fmt, answer in support if answer]
+    formats = [fmt for fmt, ok in support if ok]
     timings = tuple(module.measure(device, formats, budget=budget))
     choice = choose(timings, dict(support))
     result = DeviceResult(device, module.describe(device), timings, support, choice)
-    others = tuple(other for other in found if other != device.partition(":")[0])
+    others = tuple(other for other in devices if other != device.partition(":")[0])
     return BackendResult(name, module.version(), (result,), others)
 
 
 def _load(name: str) -> Any:
-    """The module of a backend, or a result that says why there is none."""
+    """Returns the module of a backend, or a result that says why there is none."""
     if name not in BACKENDS:
         raise HalfstepError(
             f"unknown backend `{name}`; it may be {one_of(BACKENDS)}", hint=did_you_mean(name, BACKENDS)
         )
     if find_spec(name) is None:
         return BackendResult(name, missing=f"{name} is not installed", install=f"pip install 'halfstep[{name}]'")
-    try:
-        return import_module(f"halfstep.{name}.measure")
-    except ModuleNotFoundError as error:
-        if not (error.name or "").startswith("halfstep."):
-            raise
-        return BackendResult(
-            name,
-            missing=f"this version of halfstep does not measure {name}",
-            install="`pip install -U halfstep` gets the newest",
-        )
+    return import_module(f"halfstep.{name}.measure")
 
 
 def _need(name: str) -> Any:
-    found = _load(name)
-    if isinstance(found, BackendResult):
-        raise HalfstepError(found.missing, hint=found.install)
-    return found
+    module = _load(name)
+    if isinstance(module, BackendResult):
+        raise HalfstepError(module.missing, hint=module.install)
+    return module
 
 
 def _checked(budget: float) -> float:
@@ -256,7 +246,7 @@ def _device_data(result: DeviceResult) -> dict[str, Any]:
         "capability": None if hardware.capability is None else list(hardware.capability),
         "architecture": hardware.architecture,
         "features": sorted(hardware.features),
-        "support": {str(fmt): {"ok": found.ok, "reason": found.reason} for fmt, found in result.support},
+        "support": {str(fmt): {"ok": support.ok, "reason": support.reason} for fmt, support in result.support},
         "timings": [
             {
                 "format": str(timing.format),

@@ -13,7 +13,7 @@ Importing this package imports no framework: each public name is loaded when it 
 
 import lazy_loader
 
-from halfstep.core.frameworks import explain_missing
+from halfstep.core.errors import explain_missing
 
 _load, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
 __getattr__ = explain_missing(_load, __name__, "torch")

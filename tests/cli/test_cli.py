@@ -152,7 +152,7 @@ BAD = {
     "format": (
         ["formats", "bf61"],
         "error: unknown number format `bf61`; named formats are fp32, tf32, bf16, fp16, e5m2, e4m3, e3m2, e2m3, "
-        "e2m1, and any ExMy that states its special values, as e3m4ieee\n\nhint: did you mean `bf16`?\n",
+        "e2m1, and any ExMy that states its special values, such as e3m4ieee\n\nhint: did you mean `bf16`?\n",
     ),
     "role": (
         ["policy", "bf16-mixed,nrom=bf16"],

@@ -63,5 +63,5 @@ def test_the_recipes_of_the_sources():
 
 
 def test_a_rate_for_a_head_that_is_the_embedding_is_refused():
-    with pytest.raises(ConfigError, match="the head is the embedding"):
+    with pytest.raises(ConfigError, match="the head is tied to the embedding"):
         RunConfig(optimizer=OptimizerConfig(head_rate=0.1))

@@ -158,7 +158,7 @@ def test_a_section_is_written_as_a_file_has_it(tmp_path, text, said):
     with pytest.raises(ConfigError) as caught:
         load(write(tmp_path, text))
     assert said in caught.value.message
-    assert "as [model], once" in caught.value.hint
+    assert "such as [model] once" in caught.value.hint
 
 
 def test_sections_are_frozen():

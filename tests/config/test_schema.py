@@ -29,7 +29,7 @@ class Inner:
 class Outer:
     """All."""
 
-    name: str
+    name: str = ""
     """A name."""
     inner: Inner = field(default_factory=Inner)
 
@@ -52,7 +52,6 @@ def test_a_table_becomes_the_section():
         ({"name": "x", "inner": {"zzz": 1}}, "unknown setting `inner.zzz`", "inner.steps"),
         ({"name": "x", "inner": 3}, "`inner` is 3; it must be a table of settings", None),
         ({"name": 3}, "`name` is 3; it must be text", None),
-        ({}, "`name` is missing", None),
         ({"name": "x", "inner": {"steps": "7"}}, '`inner.steps` is "7"; it must be a whole number', None),
         ({"name": "x", "inner": {"steps": 7.0}}, "`inner.steps` is 7.0; it must be a whole number", None),
         ({"name": "x", "inner": {"steps": True}}, "`inner.steps` is True; it must be a whole number", None),

@@ -95,7 +95,7 @@ def test_names_of_other_libraries_are_understood(name):
         ("e3m4", "does not say whether it has infinities and NaN", "e3m4ieee"),
         ("e9m3ieee", "2 to 8 exponent bits", None),
         ("e4m0fn", "1 to 23 mantissa bits", None),
-        ("e8m23fnuz", "has values that fp32 does not", None),
+        ("e8m23fnuz", "has values that fp32 lacks", None),
         ("", "unknown number format", "halfstep formats"),
     ],
 )

@@ -1,4 +1,4 @@
-"""The probe over backends that are played, and once over the real torch."""
+"""The probe over fake backends, and once over the real torch."""
 
 import json
 import subprocess
@@ -21,7 +21,7 @@ SMALL, LARGE = (64, 64, 256), (256, 256, 1024)
 N1 = Device("cpu", "Neoverse-N1", architecture="aarch64", features=frozenset({"asimdhp"}))
 
 
-class Played:
+class Fake:
     """A backend on a CPU without bf16 instructions: 287 times slower than fp32, affordable only when small."""
 
     FORMATS = FORMATS
@@ -61,16 +61,9 @@ TINY = load("tiny")
 
 @pytest.fixture
 def played(monkeypatch):
-    backend = Played()
-    modules = {"halfstep.torch.measure": backend}
-
-    def load(name):
-        if name not in modules:
-            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
-        return modules[name]
-
-    monkeypatch.setattr(probe, "find_spec", lambda name: None if name == "mlx" else SimpleNamespace())
-    monkeypatch.setattr(probe, "import_module", load)
+    backend = Fake()
+    monkeypatch.setattr(probe, "find_spec", lambda name: SimpleNamespace() if name == "torch" else None)
+    monkeypatch.setattr(probe, "import_module", {"halfstep.torch.measure": backend}.__getitem__)
     return backend
 
 
@@ -90,7 +83,7 @@ def test_a_fast_bf16_is_chosen(played):
     assert played.blocks == (TINY.model, TINY.training.batch * TINY.model.context)
 
 
-def test_what_is_compared_is_each_format_where_it_met_fp32(played):
+def test_each_format_is_compared_at_the_largest_shape_it_shares_with_fp32(played):
     result = probe.run(["torch"]).backends[0].devices[0]
     assert [(str(t.format), t.shape) for t in result.compared()] == [
         ("fp32", SMALL),
@@ -110,7 +103,7 @@ def test_backends_that_are_not_there_are_reported_and_take_no_time(played):
     assert (torch.version, torch.others) == ("9.9", ("toaster",))
     assert mlx.missing == "mlx is not installed"
     assert mlx.install == "pip install 'halfstep[mlx]'"
-    assert "does not measure jax" in jax.missing
+    assert jax.missing == "jax is not installed"
     assert played.budgets == [2.0]
 
 
@@ -125,17 +118,8 @@ def test_a_backend_that_was_named_must_be_there(played):
     assert caught.value.hint == "did you mean `torch`?"
 
 
-def test_an_import_error_inside_a_backend_is_not_hidden(played, monkeypatch):
-    def broken(name):
-        raise ModuleNotFoundError("No module named 'sympy'", name="sympy")
-
-    monkeypatch.setattr(probe, "import_module", broken)
-    with pytest.raises(ModuleNotFoundError, match="sympy"):
-        probe.run(["torch"])
-
-
 @pytest.mark.parametrize("budget", [0, -1.0, float("nan"), float("inf"), 1e6])
-def test_a_budget_that_is_none(budget, played):
+def test_an_impossible_budget_is_refused(budget, played):
     with pytest.raises(HalfstepError, match="time budget"):
         probe.run(["torch"], budget)
     with pytest.raises(HalfstepError, match="time budget"):
@@ -175,11 +159,11 @@ def test_the_choice_is_made_on_the_device_that_is_named(played):
         ("fp32,eval=bf16", ["bf16"]),
     ],
 )
-def test_a_named_policy_that_is_slower_here_is_obeyed_and_warned_of_with_the_ratio(policy, warned, played):
-    found = probe.warnings_for(Policy.parse(policy), "torch", None, TINY)
-    assert [text.split()[0] for text in found] == warned
+def test_a_named_policy_that_is_slower_here_runs_with_a_warning(policy, warned, played):
+    warnings = probe.warnings_for(Policy.parse(policy), "torch", None, TINY)
+    assert [text.split()[0] for text in warnings] == warned
     ratios = {"bf16": "287x slower", "fp16": "1e+03x slower"}
-    assert all(ratios[text.split()[0]] in text for text in found)
+    assert all(ratios[text.split()[0]] in text for text in warnings)
     played.slower = 0.5
     assert probe.warnings_for(Policy.parse("bf16-mixed"), "torch", None, TINY) == []
 
