@@ -24,14 +24,6 @@ def prose(seed, lines=40):
     return "".join(" ".join(rng.choice(WORDS, 8)) + f" {seed}.{n}\n" + "\n" * (n % 5 == 4) for n in range(lines))
 
 
-def tree(folder, files):
-    for name, content in files.items():
-        path = folder / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(content.encode() if isinstance(content, str) else content)
-    return folder
-
-
 # --- splitting ---------------------------------------------------------------------------------------------
 
 contents = st.lists(st.binary(min_size=1, max_size=6), min_size=2, max_size=30).filter(lambda c: len(set(c)) > 1)
@@ -177,7 +169,7 @@ def test_a_small_file_still_has_two_sides(tmp_path):
     assert len(corpus.validation)
 
 
-def test_a_folder_reads_text_in_order_of_paths_and_counts_the_rest(tmp_path):
+def test_a_folder_reads_text_in_order_of_paths_and_counts_the_rest(tree, tmp_path):
     files = {f"{n % 3}/doc{n}.md": f"document {n}" for n in range(30)}
     tree(tmp_path, files | {"é.txt": "naïve\n", "empty.txt": ""})
     tree(
@@ -196,7 +188,7 @@ def test_a_folder_reads_text_in_order_of_paths_and_counts_the_rest(tmp_path):
         assert places == sorted(places)
 
 
-def test_the_digest_is_of_the_content(tmp_path):
+def test_the_digest_is_of_the_content(tree, tmp_path):
     one = tree(tmp_path / "one", {f"{n}.txt": prose(n) for n in range(9)})
     same = tree(tmp_path / "same", {f"{n}.txt": prose(n) for n in range(9)})
     other = tree(tmp_path / "other", {f"{n}.txt": prose(n + (n == 8) * 100) for n in range(9)})
@@ -206,13 +198,13 @@ def test_the_digest_is_of_the_content(tmp_path):
     assert load_corpus(str(same), 0.2, 256).digest != digests[0]
 
 
-def test_a_glob_reads_what_it_matches(tmp_path):
+def test_a_glob_reads_what_it_matches(tree, tmp_path):
     tree(tmp_path, {"a.txt": prose(1), "b.txt": prose(2), "sub/c.txt": prose(3), "d.md": prose(4)})
     assert load_corpus(f"{tmp_path}/*.txt", 0.1, 256).num_documents == 2
     assert load_corpus(f"{tmp_path}/**/*.txt", 0.1, 256).num_documents == 3
 
 
-def test_bytes_beyond_the_vocabulary_name_the_file_and_the_place(tmp_path):
+def test_bytes_beyond_the_vocabulary_name_the_file_and_the_place(tree, tmp_path):
     tree(tmp_path, {"a.txt": "plain", "b.txt": "na\u00efve"})
     with pytest.raises(DataError, match=r"`b\.txt` contains byte 195 at offset 2, but .* only 128"):
         load_corpus(str(tmp_path), 0.1, 128)
@@ -230,7 +222,7 @@ def refused(source):
     return caught.value
 
 
-def test_a_missing_source_gets_the_nearest_name(tmp_path, monkeypatch):
+def test_a_missing_source_gets_the_nearest_name(tree, tmp_path, monkeypatch):
     tree(tmp_path, {"shakespeare.txt": "x"})
     error = refused(tmp_path / "shakespear.txt")
     assert "shakespear.txt" in error.message
@@ -254,7 +246,7 @@ def test_a_missing_source_says_where_it_was_searched_and_how_to_name_it(source, 
     assert "`--data PATH` (eval, sample, artifact)" in error.hint
 
 
-def test_empty_and_binary_sources_are_named(tmp_path):
+def test_empty_and_binary_sources_are_named(tree, tmp_path):
     tree(tmp_path, {"empty.txt": "", "blank.txt": "\n \n", "image.png": b"\xff\xd8\xff", "only/x.png": b"\xff"})
     assert "empty.txt` is empty" in refused(tmp_path / "empty.txt").message
     assert "blank.txt` is empty" in refused(tmp_path / "blank.txt").message
@@ -264,7 +256,7 @@ def test_empty_and_binary_sources_are_named(tmp_path):
     assert "no text" in refused(tmp_path / "void").message
 
 
-def test_shards_are_never_read_as_text(tmp_path):
+def test_shards_are_never_read_as_text(tree, tmp_path):
     tree(tmp_path, {"README.md": prose(1), "notes.txt": prose(2), "train.bin": prose(3)})
     assert "train.bin` is not a token shard" in refused(tmp_path).message
     assert "train.bin` is not a token shard" in refused(tmp_path / "train.bin").message
@@ -284,7 +276,7 @@ RECORDS = {
 
 
 @pytest.mark.parametrize("name", RECORDS)
-def test_records_are_to_be_packed_and_not_read_as_text(name, tmp_path):
+def test_records_are_to_be_packed_and_not_read_as_text(tree, name, tmp_path):
     content, said = RECORDS[name]
     folder = tree(tmp_path / "data", {name: content, "sub/" + name: content})
     for source, told in ((folder / name, "is"), (folder, "holds"), (f"{folder}/*.*", "holds")):
@@ -295,7 +287,7 @@ def test_records_are_to_be_packed_and_not_read_as_text(name, tmp_path):
         )
 
 
-def test_records_among_text_are_left_out_and_told(tmp_path):
+def test_records_among_text_are_left_out_and_told(tree, tmp_path):
     tree(tmp_path, {f"{n}.txt": prose(n) for n in range(3)} | {"b.jsonl": '{"text": "x"}\n', "c.ndjson": "{}\n"})
     corpus = load_corpus(str(tmp_path), 0.1, 256)
     assert corpus.num_documents == 3
@@ -307,21 +299,21 @@ def test_records_among_text_are_left_out_and_told(tmp_path):
     "files",
     [{"state.json": "{}", "dataset_info.json": "{}"}, {"dataset_dict.json": "{}", "train/state.json": "{}"}],
 )
-def test_a_dataset_is_to_be_packed(files, tmp_path):
+def test_a_dataset_is_to_be_packed(tree, files, tmp_path):
     folder = tree(tmp_path / "ds", files | {"README.md": prose(1)})
     error = refused(folder)
     assert f"`{folder}` is a Hugging Face dataset" in error.message
     assert "`halfstep data pack" in error.hint
 
 
-def test_a_compressed_text_is_to_be_unpacked(tmp_path):
+def test_a_compressed_text_is_to_be_unpacked(tree, tmp_path):
     tree(tmp_path, {"book.txt.gz": gzip.compress(prose(1).encode())})
     assert "decompress it" in refused(tmp_path / "book.txt.gz").hint
 
 
 @settings(max_examples=20, deadline=None)
 @given(st.lists(st.text(min_size=1, max_size=50), min_size=2, max_size=8), shares)
-def test_any_folder_of_text_loads_or_is_refused(tmp_path_factory, texts, share):
+def test_any_folder_of_text_loads_or_is_refused(tree, tmp_path_factory, texts, share):
     folder = tree(tmp_path_factory.mktemp("data"), {f"{n}.txt": text for n, text in enumerate(texts)})
     try:
         corpus = load_corpus(str(folder), share, 256)

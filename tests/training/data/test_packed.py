@@ -27,23 +27,6 @@ from halfstep.training.data.tokenizers import open_tokenizer
 from halfstep.training.data.types import DataError
 
 
-@pytest.fixture(scope="module")
-def original(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("packed")
-    source = folder / "text.jsonl"
-    rng = np.random.default_rng(0)
-    lines = [json.dumps({"text": " ".join(map(str, rng.integers(0, 10**6, 30)))}) for _ in range(400)]
-    source.write_text("\n".join(lines))
-    asked = PackRequest(validation=0.2, shard_tokens=20_000)
-    pack(find_sources([str(source)]), folder / "out", BytesTokenizer(), asked, workers=0)
-    return folder / "out"
-
-
-@pytest.fixture
-def folder(original, tmp_path):
-    return shutil.copytree(original, tmp_path / "out")
-
-
 def refused(folder, vocabulary=256):
     with pytest.raises(DataError) as caught:
         load_corpus(str(folder), 0.1, vocabulary)
@@ -70,36 +53,30 @@ def test_the_tokenizer_must_fit_the_vocabulary(folder):
     assert len(load_corpus(str(folder), 0.1, 50304).train)
 
 
-def flip(path, at):
-    content = bytearray(path.read_bytes())
-    content[at] ^= 0xFF
-    path.write_bytes(content)
-
-
 def edit(path):
     path.write_text(path.read_text().replace('"documents": ', '"documents": 1', 1))
 
 
 OPENING = {
-    "missing": (lambda f: (f / "train_000001.bin").unlink(), r"train_000001.bin` is missing"),
-    "truncated": (lambda f: os.truncate(f / "train_000001.bin", 3000), r"train_000001.bin` is truncated"),
-    "shortened": (lambda f: (f / "train_000001.bin").write_bytes(header(2, np.dtype("<u2")) + bytes(4)),
+    "missing": (lambda f, flip: (f / "train_000001.bin").unlink(), r"train_000001.bin` is missing"),
+    "truncated": (lambda f, flip: os.truncate(f / "train_000001.bin", 3000), r"train_000001.bin` is truncated"),
+    "shortened": (lambda f, flip: (f / "train_000001.bin").write_bytes(header(2, np.dtype("<u2")) + bytes(4)),
                   r"train_000001.bin` holds 2 tokens, but the index says 20000"),
-    "header": (lambda f: flip(f / "train_000001.bin", 0), r"train_000001.bin` is not a token shard"),
-    "first page": (lambda f: flip(f / "train_000001.bin", 1500), r"train_000001.bin` is not the one"),
-    "swapped": (lambda f: shutil.copy(f / "train_000000.bin", f / "train_000001.bin"),
+    "header": (lambda f, flip: flip(f / "train_000001.bin", 0), r"train_000001.bin` is not a token shard"),
+    "first page": (lambda f, flip: flip(f / "train_000001.bin", 1500), r"train_000001.bin` is not the one"),
+    "swapped": (lambda f, flip: shutil.copy(f / "train_000000.bin", f / "train_000001.bin"),
                 r"train_000001.bin` is not the one that was packed"),
-    "stray": (lambda f: shutil.copy(f / "train_000000.bin", f / "train_000099.bin"),
+    "stray": (lambda f, flip: shutil.copy(f / "train_000000.bin", f / "train_000099.bin"),
               r"train_000099.bin` is not in the index"),
-    "index": (lambda f: edit(f / "index.json"), r"index.json` was changed"),
-    "table": (lambda f: flip(f / "token_bytes.npy", 200), r"token_bytes.npy` was changed"),
+    "index": (lambda f, flip: edit(f / "index.json"), r"index.json` was changed"),
+    "table": (lambda f, flip: flip(f / "token_bytes.npy", 200), r"token_bytes.npy` was changed"),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("damage", OPENING)
-def test_damage_is_named_at_opening_or_by_verify(folder, damage):
+def test_damage_is_named_at_opening_or_by_verify(flip, folder, damage):
     does, said = OPENING[damage]
-    does(folder)
+    does(folder, flip)
     error = refused(folder)
     assert re.search(said.replace(".", r"\."), error.message), error.message
     assert error.hint
@@ -129,7 +106,7 @@ def test_another_tokenizer_beside_the_shards_is_refused_at_opening(tmp_path):
 
 
 @pytest.mark.parametrize("place", range(0, 41_024, 1_637))
-def test_verify_finds_every_flipped_byte_and_names_its_chunk(folder, place):
+def test_verify_finds_every_flipped_byte_and_names_its_chunk(flip, folder, place):
     path = folder / "train_000001.bin"
     flip(path, place)
     found = [each for each in verify(folder) if each.first is not None]
@@ -139,7 +116,7 @@ def test_verify_finds_every_flipped_byte_and_names_its_chunk(folder, place):
     ]
 
 
-def test_the_region_is_that_of_the_damage(tmp_path, monkeypatch):
+def test_the_region_is_that_of_the_damage(flip, tmp_path, monkeypatch):
     monkeypatch.setattr(checksums, "REGION", 2 * CHUNK)
     source = tmp_path / "t.jsonl"
     source.write_text("\n".join(json.dumps({"text": "word " * 200 + str(n)}) for n in range(60)))

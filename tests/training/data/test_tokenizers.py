@@ -17,22 +17,7 @@ from halfstep.training.data.tokenizers import open_saved, open_tokenizer
 from halfstep.training.data.types import DataError
 
 TEXTS = ["def f(x):\n    return x * 2\n", "the quick brown fox — naïve café 🙂", "  two  spaces\t\n\n", "a", ""]
-WORDS = [
-    "the",
-    "quick",
-    "brown",
-    "fox",
-    "jumps",
-    "over",
-    "lazy",
-    "dogs",
-    "and",
-    "runs",
-    "far",
-    "away",
-    "def",
-    "self",
-]
+WORDS = ["the", "quick", "brown", "fox", "jumps", "over", "lazy", "dogs", "and", "runs", "far", "def", "self"]
 
 
 @pytest.fixture(scope="module")

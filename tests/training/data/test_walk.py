@@ -18,14 +18,6 @@ def prose(seed):
     return "".join(f"line {n} of text {seed}, with words\n" for n in range(20 + seed))
 
 
-def tree(folder, files):
-    for name, content in files.items():
-        path = folder / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(content.encode() if isinstance(content, str) else content)
-    return folder
-
-
 def refused(source):
     with pytest.raises(DataError) as caught:
         load_corpus(str(source), 0.1, 256)
@@ -40,7 +32,7 @@ def read(folder):
     return found
 
 
-def test_links_are_followed_and_nothing_is_read_twice(tmp_path):
+def test_links_are_followed_and_nothing_is_read_twice(tree, tmp_path):
     folder = tree(tmp_path / "own", {"b.txt": prose(1), "sub/c.txt": prose(2)})
     digest = load_corpus(str(folder), 0.3, 256).digest
     (folder / "sub" / "loop").symlink_to(folder)
@@ -60,7 +52,7 @@ def test_links_are_followed_and_nothing_is_read_twice(tmp_path):
     assert "hard.txt" in read(folder)
 
 
-def test_a_linked_folder_reads_as_one_that_lies_there(tmp_path):
+def test_a_linked_folder_reads_as_one_that_lies_there(tree, tmp_path):
     whole = tree(tmp_path / "whole", {f"{n % 3}/{n}.txt": prose(n) for n in range(12)})
     linked = tree(tmp_path / "linked", {})
     linked.mkdir()
@@ -72,7 +64,7 @@ def test_a_linked_folder_reads_as_one_that_lies_there(tmp_path):
     assert load_corpus(str(tmp_path / "way"), 0.3, 256).digest == digests[0]
 
 
-def test_links_that_lead_nowhere_are_told(tmp_path):
+def test_links_that_lead_nowhere_are_told(tree, tmp_path):
     tree(tmp_path, {"a.txt": prose(1), "b.txt": prose(2), ".hidden": "x"})
     (tmp_path / "gone.txt").symlink_to(tmp_path / "nowhere")
     (tmp_path / "self").symlink_to(tmp_path / "self")
@@ -99,7 +91,7 @@ def within_seconds():
     signal.signal(signal.SIGALRM, before)
 
 
-def test_pipes_and_sockets_are_passed_over_and_counted(tmp_path, monkeypatch, within_seconds):
+def test_pipes_and_sockets_are_passed_over_and_counted(tree, tmp_path, monkeypatch, within_seconds):
     tree(tmp_path, {"a.txt": prose(1), "b.txt": prose(2), "pipe.bin/x": "text of a folder"})
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "way").symlink_to(tmp_path / "pipe")  # the same one
@@ -127,7 +119,7 @@ RUNS = {
 
 @pytest.mark.parametrize("place", ["runs/one", "a/deep/place"])
 @pytest.mark.parametrize("kind", RUNS)
-def test_folders_of_runs_are_no_text(tmp_path, kind, place):
+def test_folders_of_runs_are_no_text(tree, tmp_path, kind, place):
     tree(tmp_path, {f"{n}.txt": prose(n) for n in range(5)})
     before = load_corpus(str(tmp_path), 0.3, 256)
     tree(tmp_path / place, RUNS[kind] | {"wandb/deeper/log.txt": "x"})
@@ -156,7 +148,7 @@ def test_folders_of_runs_are_no_text(tmp_path, kind, place):
         find_sources([str(tmp_path / "only")])
 
 
-def test_folders_that_only_look_like_runs_are_text(tmp_path):
+def test_folders_that_only_look_like_runs_are_text(tree, tmp_path):
     tree(
         tmp_path, {"one/run.toml": "a = 1", "two/events.jsonl": "{}", "three/checkpoints/x": "y", "four/lock": "z"}
     )
@@ -165,7 +157,7 @@ def test_folders_that_only_look_like_runs_are_text(tmp_path):
 
 
 @pytest.mark.parametrize("partial", [False, True])
-def test_a_folder_that_holds_a_lock_alone_is_no_text(tmp_path, partial):
+def test_a_folder_that_holds_a_lock_alone_is_no_text(tree, tmp_path, partial):
     tree(tmp_path, {f"{n}.txt": prose(n) for n in range(5)})
     before = load_corpus(str(tmp_path), 0.3, 256)
     folder = tree(tmp_path / "packed", {"packing.json.partial": "{"} if partial else {})
@@ -181,7 +173,7 @@ def test_a_folder_that_holds_a_lock_alone_is_no_text(tmp_path, partial):
 
 
 @pytest.mark.parametrize("name", ["index.json", "packing.json"])
-def test_packed_folders_are_no_text(tmp_path, name):
+def test_packed_folders_are_no_text(tree, tmp_path, name):
     tree(tmp_path, {f"{n}.txt": prose(n) for n in range(5)} | {"site/index.json": "[]", "site/a.bin": b"\0"})
     before = load_corpus(str(tmp_path), 0.3, 256)
     assert before.num_documents == 6  # an index and a *.bin of its own
@@ -192,7 +184,7 @@ def test_packed_folders_are_no_text(tmp_path, name):
     assert find_sources([str(tmp_path)])[0].skipped == {"packed folder": 1}
 
 
-def test_folders_that_may_not_be_entered_are_told(tmp_path, monkeypatch):
+def test_folders_that_may_not_be_entered_are_told(tree, tmp_path, monkeypatch):
     tree(tmp_path, {"a.txt": prose(1), "b.txt": prose(2), "sub/c.txt": prose(3)})
     real = os.scandir
 
