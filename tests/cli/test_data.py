@@ -168,21 +168,6 @@ def test_what_a_folder_holds_beside_text_is_told(tmp_path, capsys):
     assert index.packing["sources"][0]["files"] == 21
 
 
-def test_a_tokenizer_that_does_not_fit_the_model_is_refused(packed, tmp_path, capsys):
-    assert train(packed, tmp_path / "run", "model.vocabulary=256") == 2
-    told = capsys.readouterr().err
-    assert "tokenizer tokenizer.json, which has 300 tokens, but model.vocabulary is 256" in told
-    assert "--set model.vocabulary=384" in told
-
-
-def test_a_tokenizer_that_changed_since_is_refused(packed, tmp_path, capsys):
-    with open(os.path.join(packed, "tokenizer.json"), "a") as file:
-        file.write(" ")
-    assert train(packed, tmp_path / "run") == 2
-    assert "tokenizer.json` was changed after it was written" in capsys.readouterr().err
-    assert run(["data", "verify", packed]) == 1
-
-
 def test_show_and_verify(packed, capsys):
     assert run(["data", "show", packed]) == 0
     told = capsys.readouterr().out

@@ -62,22 +62,18 @@ def test_without_a_deadline_a_signal_leaves_a_page(arguments, tmp_path, capsys, 
     assert outcome.LATER not in told(capsys)
 
 
-def test_the_summary_is_of_this_session_and_says_what_there_is_in_all(arguments, capsys, stopped_at):
+def test_the_summary_is_of_this_session_and_gives_the_total(arguments, capsys, stopped_at):
+    """In words and as JSON."""
+    later = ["--resume", "--set", "training.validate_every=1000"]
+    said = [r"trained 7 steps in .* tokens/s after the first step \(\d+\.\d s\)(?!; )", r"trained 13 steps in .*; 20 steps in total",
+            "trained nothing: all 20 steps were already trained"]  # fmt: skip
     stopped_at(7)
-    assert run(arguments) == 0
-    first = told(capsys)
-    assert "trained 7 steps in " in first
-    assert re.search(r" tokens/s after the first step \(\d+\.\d s\)", first)
-    assert "in total" not in first
-    assert run([*arguments, "--resume", "--set", "training.validate_every=1000"]) == 0
-    second = told(capsys)
-    assert "trained 13 steps in " in second
-    assert "; 20 steps in total" in second
-    assert run([*arguments, "--resume"]) == 0
-    assert "trained nothing: all 20 steps were already trained" in told(capsys)
+    for more, words in zip(([], later, later), said, strict=True):
+        assert run([*arguments, *more]) == 0
+        assert re.search(words, told(capsys))
 
 
-def test_json_tells_the_steps_of_the_session_and_of_the_run(arguments, capsys, stopped_at):
+def test_json_has_the_steps_of_the_session_and_of_the_run(arguments, capsys, stopped_at):
     def steps(*more):
         assert run([*arguments, "--json", *more]) == 0
         data = json.loads(capsys.readouterr().out)

@@ -209,8 +209,3 @@ def test_bigrams_agree_with_the_definition(high, chunk, data):
         found = bigram_bits(np.array(tokens, dtype=np.uint16))
     assert found == pytest.approx(entropy(tokens), rel=1e-12, abs=1e-12)
     assert found >= 0
-
-
-def test_random_bytes_cost_what_they_hold():
-    tokens = np.random.default_rng(0).integers(0, 4, 100_000).astype(np.uint8)
-    assert bigram_bits(tokens) == pytest.approx(2.0, abs=1e-3)

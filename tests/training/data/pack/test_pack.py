@@ -28,7 +28,7 @@ from halfstep.training.data.types import DataError
 from halfstep.training.files import LockedError
 
 WORDS = ["the", "quick", "brown", "fox", "jumps", "naïve", "🙂", "def", "return"]
-ASKED = PackRequest(validation=0.2, shard_tokens=700)
+REQUEST = PackRequest(validation=0.2, shard_tokens=700)
 
 
 def texts(number=120):
@@ -57,8 +57,8 @@ def tokenizer_file(tmp_path_factory):
     return str(folder / "tokenizer.json")
 
 
-def packed(source, out, tokenizer=None, asked=ASKED, workers=0, meter=None):
-    return pack(find_sources([source]), out, tokenizer or BytesTokenizer(), asked, workers=workers, meter=meter)
+def packed(source, out, tokenizer=None, request=REQUEST, workers=0, meter=None):
+    return pack(find_sources([source]), out, tokenizer or BytesTokenizer(), request, workers=workers, meter=meter)
 
 
 def sha256(path):
@@ -124,7 +124,7 @@ def after(number):
 
 
 @pytest.mark.parametrize("seconds", [0.0, 1e9])
-def test_a_packing_that_was_stopped_anywhere_ends_in_the_same_bytes(source, tmp_path, monkeypatch, seconds):
+def test_a_packing_stopped_anywhere_ends_in_the_same_bytes(source, tmp_path, monkeypatch, seconds):
     monkeypatch.setattr(packing, "SECONDS_BETWEEN_COMMITS", seconds)
     whole = packed(source, tmp_path / "whole")
     out, stops = tmp_path / "out", 0
@@ -186,11 +186,11 @@ def test_kill_9_of_the_command(source, tmp_path, monkeypatch):
         time.sleep(0.005)
     process.send_signal(signal.SIGKILL)
     assert process.wait() == -9
-    asked = PackRequest(validation=0.2, shard_tokens=500_000)
+    request = PackRequest(validation=0.2, shard_tokens=500_000)
     assert (out / "packing.json").exists()
     before = (out / "train_000000.bin").stat().st_mtime_ns
-    packed(str(path), out, asked=asked)
-    packed(str(path), tmp_path / "whole", asked=asked)
+    packed(str(path), out, request=request)
+    packed(str(path), tmp_path / "whole", request=request)
     assert files(out) == files(tmp_path / "whole")
     assert (out / "train_000000.bin").stat().st_mtime_ns == before  # what was finished is not done again
 
@@ -213,7 +213,7 @@ def test_a_folder_with_another_packing_is_refused_and_what_differs_is_named(
         packed(source, out, meter=None if finished else after(3))
     except Killed:
         assert not finished
-    before, asked, tokenizer = files(out), dict(vars(ASKED)), None
+    before, request, tokenizer = files(out), dict(vars(REQUEST)), None
     if change == "tokenizer":
         tokenizer, said = (
             open_tokenizer(tokenizer_file),
@@ -224,15 +224,15 @@ def test_a_folder_with_another_packing_is_refused_and_what_differs_is_named(
             file.write('{"text": "more"}\n')
         said = f"source `{source}` (bytes) was "
     else:
-        asked[change] = {"validation": 0.3, "shard_tokens": 800, "field": "body"}[change]
-        said = f"--{change.replace('_', '-')} was {getattr(ASKED, change)} and is now {asked[change]}"
+        request[change] = {"validation": 0.3, "shard_tokens": 800, "field": "body"}[change]
+        said = f"--{change.replace('_', '-')} was {getattr(REQUEST, change)} and is now {request[change]}"
     with pytest.raises(DataError) as caught:
-        packed(source, out, tokenizer, PackRequest(**asked))
+        packed(source, out, tokenizer, PackRequest(**request))
     assert said in caught.value.message
     assert files(out) == before
 
 
-def test_what_got_no_token_down_is_in_nobodys_way(source, tmp_path, tokenizer_file):
+def test_a_packing_without_tokens_does_not_block_the_next(source, tmp_path, tokenizer_file):
     with pytest.raises(DataError, match="no field `body`"):
         packed(source, tmp_path / "out", open_tokenizer(tokenizer_file), PackRequest(field="body"))
     packed(source, tmp_path / "out")
@@ -240,7 +240,7 @@ def test_what_got_no_token_down_is_in_nobodys_way(source, tmp_path, tokenizer_fi
     assert files(tmp_path / "out") == files(tmp_path / "straight")
 
 
-def test_a_full_disk_says_that_the_packing_goes_on(source, tmp_path, monkeypatch):
+def test_after_a_full_disk_the_packing_can_be_resumed(source, tmp_path, monkeypatch):
     from halfstep.training.data.pack.writer import ShardWriter
 
     def full(*arguments):
@@ -272,7 +272,7 @@ def test_a_folder_is_not_packed_into_itself(tmp_path):
     assert not (tmp_path / "sub").exists()
 
 
-def test_a_folder_that_is_being_packed_is_refused_to_another(source, tmp_path):
+def test_a_folder_that_is_being_packed_is_locked(source, tmp_path):
     refused = []
 
     def meter(*_):
@@ -285,35 +285,19 @@ def test_a_folder_that_is_being_packed_is_refused_to_another(source, tmp_path):
     assert packed(source, tmp_path / "out") == first
 
 
-def test_a_folder_with_other_files_is_refused(source, tmp_path):
+@pytest.mark.parametrize("names", [("thesis.tex",), ("lock", "thesis.tex"), ("index.json", "a.bin")])
+def test_a_folder_with_files_of_others_is_refused_and_left_as_it_was(source, tmp_path, names):
     (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "thesis.tex").write_text("x")
-    with pytest.raises(DataError, match=r"holds other files, such as `thesis\.tex`"):
-        packed(source, tmp_path / "out")
-    assert [path.name for path in (tmp_path / "out").iterdir()] == ["thesis.tex"]
-
-
-def test_a_folder_with_an_index_and_shards_of_others_is_left_as_it_was(source, tmp_path):
-    (tmp_path / "out").mkdir()
-    for name in ("index.json", "a.bin"):
+    for name in names:
         (tmp_path / "out" / name).write_text("{}")
-    before = files(tmp_path / "out")
-    with pytest.raises(DataError):
+    with pytest.raises(
+        DataError, match=r"holds other files, such as `thesis\.tex`" if "thesis.tex" in names else "index"
+    ):
         packed(source, tmp_path / "out")
-    assert files(tmp_path / "out") == before
-    assert not (tmp_path / "out" / "lock").exists()
+    assert {path.name: path.read_text() for path in (tmp_path / "out").iterdir()} == dict.fromkeys(names, "{}")
 
 
-def test_a_file_of_that_name_in_a_folder_of_others_is_not_written_to(source, tmp_path):
-    (tmp_path / "out").mkdir()
-    for name in ("lock", "thesis.tex"):
-        (tmp_path / "out" / name).write_text("mine")
-    with pytest.raises(DataError, match="holds other files"):
-        packed(source, tmp_path / "out")
-    assert (tmp_path / "out" / "lock").read_text() == "mine"
-
-
-def test_a_shard_that_was_lost_while_the_packing_stood_still_is_named(source, tmp_path, monkeypatch):
+def test_a_shard_damaged_before_the_packing_resumes_is_named(source, tmp_path, monkeypatch):
     monkeypatch.setattr(packing, "SECONDS_BETWEEN_COMMITS", 0.0)
     with pytest.raises(Killed):
         packed(source, tmp_path / "out", meter=after(6))
@@ -322,20 +306,25 @@ def test_a_shard_that_was_lost_while_the_packing_stood_still_is_named(source, tm
         packed(source, tmp_path / "out")
 
 
-def test_a_side_without_documents_says_which_share_would_do(tmp_path):
+def test_an_empty_side_says_which_share_would_do(tmp_path):
     path = tmp_path / "few.jsonl"
     path.write_text("".join(json.dumps({"text": f"text {n}"}) + "\n" for n in range(5)))
     smallest = min(hash_share(f"text {n}\n".encode()) for n in range(5))
     with pytest.raises(DataError, match=r"no document falls into the held-out share of 0\.01") as caught:
-        packed(str(path), tmp_path / "out", asked=PackRequest(validation=0.01))
+        packed(str(path), tmp_path / "out", request=PackRequest(validation=0.01))
     told = float(re.search(r"`--validation (\S+)` leaves text on both sides", caught.value.hint)[1])
     assert smallest < told < smallest * 1.01
     assert not (tmp_path / "out").exists()  # so that the share that is enough can be asked for at once
-    index = packed(str(path), tmp_path / "all", asked=PackRequest(validation=0))
+    index = packed(str(path), tmp_path / "all", request=PackRequest(validation=0))
     assert (index.train.documents, index.val.tokens) == (5, 0)
     corpus = load_corpus(str(tmp_path / "all"), 0.25, 256)
     assert len(corpus.train) + len(corpus.validation) == index.train.tokens
     assert corpus.digest != load_corpus(str(tmp_path / "all"), 0.5, 256).digest
+    for n in range(5):
+        path.write_text(json.dumps({"text": f"one short document {n}"}))
+        with pytest.raises(DataError, match="no document falls") as caught:
+            packed(str(path), tmp_path / "one", request=PackRequest(validation=1e-9))
+        assert caught.value.hint.startswith("provide more text, or use `--validation 0`")  # no share would do
     path.write_text('{"text": ""}\n')
     with pytest.raises(DataError, match=r"the sources hold no text \(skipped: 1 empty\)"):
         packed(str(path), tmp_path / "none")
@@ -343,15 +332,15 @@ def test_a_side_without_documents_says_which_share_would_do(tmp_path):
 
 
 @pytest.mark.parametrize("content", ['{"text": "one"}\n', '{"text": ""}\n', '{"text": 3}\n', '{"body": "x"}\n'])
-def test_a_packing_that_kept_nothing_leaves_nothing(content, tmp_path):
+def test_a_refused_packing_leaves_nothing(content, tmp_path):
     path = tmp_path / "few.jsonl"
     path.write_text(content)
     with pytest.raises(DataError):
-        packed(str(path), tmp_path / "new" / "deep" / "out", asked=PackRequest(validation=1e-9))
+        packed(str(path), tmp_path / "new" / "deep" / "out", request=PackRequest(validation=1e-9))
     assert not (tmp_path / "new").exists()
     (tmp_path / "there").mkdir()
     with pytest.raises(DataError):
-        packed(str(path), tmp_path / "there", asked=PackRequest(validation=1e-9))
+        packed(str(path), tmp_path / "there", request=PackRequest(validation=1e-9))
     assert list((tmp_path / "there").iterdir()) == []  # a folder that was there stays
 
 
@@ -368,57 +357,48 @@ def three_records(seed):
     [("a.jsonl", three_records, 1e-6), ("a.jsonl", three_records, 0.5), ("a.txt", one_text, 1e-6)],
 )
 @pytest.mark.prove
-def test_the_share_that_is_told_is_enough(tmp_path, name, made, validation):
+def test_the_suggested_share_is_enough(tmp_path, name, made, validation):
     """Of documents and of the pieces of a text, whichever side is empty."""
     told = 0
     for seed in range(60):
         path, out = tmp_path / name, tmp_path / f"out{seed}"
         path.write_text(made(seed))
         try:
-            packed(str(path), out, asked=PackRequest(validation=validation))
+            packed(str(path), out, request=PackRequest(validation=validation))
         except DataError as error:
             share = re.search(r"`--validation (0\.\d+)` leaves text on both sides", error.hint)
         else:
             continue
         if share:
             told += 1
-            index = packed(str(path), out, asked=PackRequest(validation=float(share[1])))
+            index = packed(str(path), out, request=PackRequest(validation=float(share[1])))
             assert index.train.tokens
             assert index.val.tokens
     assert told > 2
 
 
-def test_one_document_is_on_one_side_whatever_the_share(tmp_path):
-    path = tmp_path / "one.txt"
-    for n in range(20):
-        path.write_text(f"one short document {n}")
-        with pytest.raises(DataError, match="no document falls") as caught:
-            packed(str(path), tmp_path / "out", asked=PackRequest(validation=1e-9))
-        assert caught.value.hint.startswith("provide more text, or use `--validation 0`")
-
-
-def test_what_is_no_file_of_a_source_is_told_and_changes_nothing(tmp_path):
+def test_what_is_not_a_file_is_counted_and_changes_nothing(tmp_path):
     folder = tmp_path / "text"
     folder.mkdir()
     for n, text in enumerate(texts(20)):
         (folder / f"{n:03}.txt").write_text(text)
     (folder / "image").write_bytes(b"\0")
-    asked = PackRequest(validation=0.3)
-    first = packed(str(folder), tmp_path / "one", asked=asked)
+    request = PackRequest(validation=0.3)
+    first = packed(str(folder), tmp_path / "one", request=request)
     assert first.skipped == {"binary": 1}
     (folder / "runs" / "a").mkdir(parents=True)
     (folder / "runs" / "a" / "run.toml").write_text("")
     (folder / "runs" / "a" / "events.jsonl").write_text("")
     (folder / "gone").symlink_to(tmp_path / "nowhere")
     os.mkfifo(folder / "pipe")
-    second = packed(str(folder), tmp_path / "two", asked=asked)
+    second = packed(str(folder), tmp_path / "two", request=request)
     assert second.skipped == {"binary": 1, "run folder": 1, "dangling link": 1, "special file": 1}
     assert files(tmp_path / "one") == files(tmp_path / "two")
-    assert packed(str(folder), tmp_path / "one", asked=asked) == second
+    assert packed(str(folder), tmp_path / "one", request=request) == second
     assert read_index(tmp_path / "two") == first
 
 
-def test_what_cannot_be_asked_for():
+def test_invalid_requests_are_refused():
     for wrong in ({"validation": 0.6}, {"validation": -0.1}, {"shard_tokens": 0}, {"shard_tokens": 2**31}):
         with pytest.raises(DataError, match=next(iter(wrong)).replace("_", "-")):
             PackRequest(**wrong)
@@ -443,6 +423,10 @@ def test_a_large_vocabulary_is_packed_in_four_bytes_a_token(source, tmp_path):
     header = np.fromfile(tmp_path / "out" / "train_000000.bin", dtype="<i4", count=3)
     assert header.tolist() == [20240520, 2, 700]
     assert read_index(tmp_path / "out").tokenizer.vocabulary == 80_000
+    unread = load_corpus(str(tmp_path / "out"), 0.1, 80_000).train
+    overwrite(tmp_path / "out" / "train_000001.bin", 1_024 + 4 * 300)
+    with pytest.raises(DataError, match=r"between bytes 0 and 3,824 \(tokens 0 to 700\)"):
+        unread[700:1_400]
 
 
 # --- repair -------------------------------------------------------------------------------------------------
@@ -470,7 +454,7 @@ def overwrite(path, at):
 
 
 @pytest.mark.parametrize(("damage", "workers"), [*((each, 0) for each in LOST), ("shard", 1), ("all", 1)])
-def test_what_was_lost_of_a_finished_packing_is_made_again(
+def test_lost_files_of_a_finished_packing_are_restored(
     source, tmp_path, damage, workers, tokenizer_file, monkeypatch
 ):
     out, tokenizer = tmp_path / "out", open_tokenizer(tokenizer_file)
@@ -488,7 +472,7 @@ def test_what_was_lost_of_a_finished_packing_is_made_again(
     assert {name: (out / name).stat().st_mtime_ns for name in kept} == kept  # what was whole is not touched
 
 
-def test_no_more_is_read_than_what_was_lost_needs(source, tmp_path):
+def test_repair_reads_no_further_than_it_must(source, tmp_path):
     packed(source, tmp_path / "out")
     (tmp_path / "out" / "train_000000.bin").unlink()
     seen = []
@@ -496,7 +480,7 @@ def test_no_more_is_read_than_what_was_lost_needs(source, tmp_path):
     assert seen[-1][0] < seen[-1][1] / 2
 
 
-def test_a_mending_that_was_killed_is_done_again(source, tmp_path):
+def test_a_killed_repair_is_repeated(source, tmp_path):
     packed(source, tmp_path / "out")
     before = files(tmp_path / "out")
     (tmp_path / "out" / "train_000002.bin").unlink()
@@ -508,7 +492,7 @@ def test_a_mending_that_was_killed_is_done_again(source, tmp_path):
 
 
 @pytest.mark.parametrize("moves", [True, False])
-def test_what_cannot_be_made_again_is_told(source, tmp_path, moves):
+def test_what_cannot_be_restored_is_named(source, tmp_path, moves):
     """A text is known by its size and ends; with `moves`, a document in its middle changed its side too."""
     out, lines = tmp_path / "out", Path(source).read_text().splitlines(keepends=True)
     packed(source, out)
@@ -530,7 +514,7 @@ def changes_side(text):
     return len(sides) == 2
 
 
-def test_a_finished_packing_with_a_stray_shard_or_a_damaged_index_says_what_to_do(source, tmp_path):
+def test_an_unlisted_shard_or_a_damaged_index_says_what_to_do(source, tmp_path):
     out = tmp_path / "out"
     packed(source, out)
     shutil.copy(out / "train_000000.bin", out / "train_000099.bin")
