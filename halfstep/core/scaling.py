@@ -15,6 +15,14 @@ All of S, growth, backoff, floor and ceiling are powers of two, so that scaling 
 exponents: what comes back is bit for bit what would have come without a scale, wherever nothing
 overflows or underflows.
 
+**Micro-batches.** With w_i the weight (tokens) of micro-batch i, l_i its mean loss and g_i the gradient of l_i,
+the gradient of the mean over all tokens is sum_i w_i g_i / sum_i w_i. The total is known only after the last
+micro-batch, and summing un-normalized losses would multiply fp16 gradients by thousands. So each micro-batch is
+weighted against the first:
+
+    accumulated  G = sum_i (w_i / w_1) S g_i              in the accumulate format, fp32
+    gradient       = G * inv_scale * w_1 / sum_i w_i      unscaled with the S that was used
+
 The state is a tuple of four scalars, so it is a pytree as it stands and no field can be lost under jit. The
 law uses only arithmetic, comparison and `xp.where`: the same code runs on numpy, torch, jax.numpy and mlx.core
 arrays, traced or not, and never needs the truth value of an array.

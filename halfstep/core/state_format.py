@@ -27,6 +27,14 @@ class Stored(NamedTuple):
 Snapshot = Callable[[], dict[str, Stored]]
 Description = tuple[str, tuple[int, ...]]
 
+# Names of dtypes in a safetensors header, by the names that numpy and the frameworks have for them.
+DTYPE_NAMES = {
+    **{f"float{bits}": f"F{bits}" for bits in (64, 32, 16)},
+    "bfloat16": "BF16",
+    **{f"int{bits}": f"I{bits}" for bits in (64, 32, 16, 8)},
+    **{f"uint{bits}": f"U{bits}" for bits in (64, 32, 16, 8)},
+    "bool": "BOOL",
+}
 _WORDS = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 
 

@@ -5,9 +5,7 @@ and that a NaN stays the quiet NaN of its sign. This file computes the same resu
 reference does: XLA flushes subnormals on a CPU (1e-40 + 0 is 0 there) and has no fp64 unless asked, but integers
 are integers.
 
-**Eight exponent bits** (tf32, bf16 and their kin). fp32 has the same exponents, so the numbers of the format
-are the fp32 patterns whose last d = 23 - y bits are zero, subnormals included, and rounding is an addition to
-the pattern followed by a mask; a carry moves into the exponent by itself, and past the last one it is inf.
+**Eight exponent bits** (tf32, bf16 and their kin): an addition to the pattern and a mask (core.cast_constants).
 
 **Other exponents** (fp16, fp8 and any with a bias of their own). With |x| = S * 2^(E - 23) and the quantum 2^q,
 q = max(E, Emin) - y, the number of quanta is n = S >> shift, plus 0 or 1 for what was shifted out, and the result
@@ -19,9 +17,7 @@ precision than asked for (`xla_allow_excess_precision`) and drops the pair of co
 `lax.reduce_precision`, which keeps subnormals with 8 exponent bits and flushes them with fewer (measured on
 jax 0.10), so `carried` uses it for bf16 alone.
 
-**Scaling.** A narrow operand is multiplied by a power of two that brings its largest magnitude into the top
-binade of the format. A power of two changes no mantissa: it is added to E before rounding, so scaling adds no
-error of its own, and inv_scale = 1 / scale is exact.
+**Scaling.** The power of two of a narrow operand is added to E before rounding, so that no product is flushed.
 
 Nothing here is differentiable: gradients through a cast are zero, and a layer that casts states its own.
 """

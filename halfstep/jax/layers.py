@@ -8,10 +8,6 @@ rounded.
 on the way out. Norms and softmax return the compute format, the loss returns fp32. An island in a narrower format
 computes in fp32 on numbers of that format, rounded where they enter and leave, as kernels do.
 
-**Emulated**, an array is carried in fp32 and holds values of its format. Every array that hardware would store in
-the format is rounded by the reference cast, gradients included; matmuls of such operands are exact products
-summed in fp32, in an order that may differ from the hardware's. What a fused kernel keeps to itself is not
-rounded: attention's probabilities stay fp32 here, where some kernels narrow them before they meet the values.
 Natively, XLA may keep more precision than asked for between two operations that it fuses, never less, unless the
 outermost jit is given `COMPILER_OPTIONS`.
 
@@ -288,24 +284,12 @@ def _rounded(x: Array, value: Format, grad: Format) -> Array:
     return carried(x, value)
 
 
-def _rounded_forward(x: Array, value: Format, grad: Format) -> tuple[Array, None]:
-    return carried(x, value), None
-
-
-def _rounded_backward(value: Format, grad: Format, _: None, g: Array) -> tuple[Array]:
-    return (carried(g, grad),)
-
-
-_rounded.defvjp(_rounded_forward, _rounded_backward)
+_rounded.defvjp(lambda x, value, grad: (carried(x, value), None), lambda _, grad, __, g: (carried(g, grad),))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _pointwise(f: Callable[[Array], Array], x: Array) -> Array:
     return f(x.astype(jnp.float32)).astype(x.dtype)
-
-
-def _pointwise_forward(f: Callable[[Array], Array], x: Array) -> tuple[Array, Array]:
-    return _pointwise(f, x), x
 
 
 def _pointwise_backward(f: Callable[[Array], Array], x: Array, g: Array) -> tuple[Array]:
@@ -314,16 +298,12 @@ def _pointwise_backward(f: Callable[[Array], Array], x: Array, g: Array) -> tupl
     return (jax.vjp(f, x.astype(jnp.float32))[1](g.astype(jnp.float32))[0].astype(x.dtype),)
 
 
-_pointwise.defvjp(_pointwise_forward, _pointwise_backward)
+_pointwise.defvjp(lambda f, x: (_pointwise(f, x), x), _pointwise_backward)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(1,))
 def _broadcast(x: Array, shape: tuple[int, ...]) -> Array:
     return jnp.broadcast_to(x, shape)
-
-
-def _broadcast_forward(x: Array, shape: tuple[int, ...]) -> tuple[Array, Array]:
-    return jnp.broadcast_to(x, shape), x
 
 
 def _broadcast_backward(shape: tuple[int, ...], x: Array, g: Array) -> tuple[Array]:
@@ -334,7 +314,7 @@ def _broadcast_backward(shape: tuple[int, ...], x: Array, g: Array) -> tuple[Arr
     return (jnp.sum(rows, axis=summed, keepdims=True).astype(x.dtype),)
 
 
-_broadcast.defvjp(_broadcast_forward, _broadcast_backward)
+_broadcast.defvjp(lambda x, shape: (jnp.broadcast_to(x, shape), x), _broadcast_backward)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(1, 2))
@@ -343,15 +323,10 @@ def _bias(bias: Array, shape: tuple[int, ...], casts: Casts) -> Array:
     return jnp.broadcast_to(in_compute(bias, casts), shape)
 
 
-def _bias_forward(bias: Array, shape: tuple[int, ...], casts: Casts) -> tuple[Array, Array]:
-    return _bias(bias, shape, casts), bias
-
-
-def _bias_backward(shape: tuple[int, ...], casts: Casts, bias: Array, g: Array) -> tuple[Array]:
-    return _broadcast_backward(shape, bias, g)
-
-
-_bias.defvjp(_bias_forward, _bias_backward)
+_bias.defvjp(
+    lambda bias, shape, casts: (_bias(bias, shape, casts), bias),
+    lambda shape, _, bias, g: _broadcast_backward(shape, bias, g),
+)
 
 
 def _has_cudnn_attention(q: Array) -> bool:

@@ -65,12 +65,6 @@ def casted_dot(x: Array, weight: Array, dims: Dimensions, casts: Casts, weight_f
     return _matmul(*pair, dims, (p.operand, p.operand), p.compute, casts)
 
 
-def _casted_forward(
-    x: Array, weight: Array, dims: Dimensions, casts: Casts, weight_first: bool
-) -> tuple[Array, tuple[Array, Array]]:
-    return casted_dot(x, weight, dims, casts, weight_first), (x, weight)
-
-
 def _casted_backward(
     dims: Dimensions, casts: Casts, weight_first: bool, kept: tuple[Array, Array], g: Array
 ) -> tuple[Array, Array]:
@@ -89,7 +83,7 @@ def _casted_backward(
     return grad_input.astype(x.dtype), grad_weight.astype(weight.dtype)
 
 
-casted_dot.defvjp(_casted_forward, _casted_backward)
+casted_dot.defvjp(lambda x, weight, *rest: (casted_dot(x, weight, *rest), (x, weight)), _casted_backward)
 
 
 def in_compute(parameter: Array, casts: Casts) -> Array:
@@ -198,12 +192,6 @@ def product(a: Array, b: Array, dims: Dimensions, out: Format, casts: Casts) -> 
     return _matmul(a, b, dims, (Operand(fmt),) * 2, FP32 if casts.emulate else out, casts)
 
 
-def _product_forward(
-    a: Array, b: Array, dims: Dimensions, out: Format, casts: Casts
-) -> tuple[Array, tuple[Array, Array]]:
-    return product(a, b, dims, out, casts), (a, b)
-
-
 def _product_backward(
     dims: Dimensions, out: Format, casts: Casts, kept: tuple[Array, Array], g: Array
 ) -> tuple[Array, Array]:
@@ -215,4 +203,4 @@ def _product_backward(
     )
 
 
-product.defvjp(_product_forward, _product_backward)
+product.defvjp(lambda a, b, *rest: (product(a, b, *rest), (a, b)), _product_backward)

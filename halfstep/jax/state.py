@@ -16,28 +16,14 @@ import numpy as np
 from jax import Array
 from numpy.typing import NDArray
 
+from halfstep.core import state_format
 from halfstep.core.errors import HalfstepError
 from halfstep.core.scaling import ScaleState
 from halfstep.core.state_format import Description, Stored, check_same
 from halfstep.jax.apply import Leaves
 from halfstep.jax.step import State
 
-# Names of dtypes in a safetensors header.
-DTYPE_NAMES: dict[np.dtype[Any], str] = {
-    jnp.dtype(jnp.float32): "F32",
-    jnp.dtype(jnp.bfloat16): "BF16",
-    jnp.dtype(jnp.float16): "F16",
-    np.dtype(np.float64): "F64",
-    np.dtype(np.int64): "I64",
-    np.dtype(np.int32): "I32",
-    np.dtype(np.int16): "I16",
-    np.dtype(np.int8): "I8",
-    np.dtype(np.uint64): "U64",
-    np.dtype(np.uint32): "U32",
-    np.dtype(np.uint16): "U16",
-    np.dtype(np.uint8): "U8",
-    np.dtype(np.bool_): "BOOL",
-}
+DTYPE_NAMES = {jnp.dtype(kind): name for kind, name in state_format.DTYPE_NAMES.items()}
 _DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 
 

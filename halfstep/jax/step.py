@@ -4,16 +4,9 @@
     step = make_step(loss_fn, optimizer)             loss_fn(params, batch[, rng]) -> loss | Weighted | (..., aux)
     state, result = step(state, batch)               jitted, and the state is donated: the old one is used up
 
-With S the scale, w_i the weight (tokens) of micro-batch i, l_i its mean loss and g_i the gradient of l_i, the
-gradient of the mean over all tokens is sum_i w_i g_i / sum_i w_i. The total is known only after the last
-micro-batch, and summing un-normalized losses would multiply fp16 gradients by thousands. So each micro-batch
-is weighted against the first,
-
-    accumulated  G = sum_i (w_i / w_1) S g_i              in the accumulate format, fp32
-    gradient       = G * inv_scale * w_1 / sum_i w_i      unscaled with the S that was used
-
-then clipped to `clip_norm`, then passed to the optimizer. One norm of G serves the finite check and the clipping:
-it is finite exactly if every gradient is and none is beyond 1.8e19, which no step survives.
+core.scaling says how micro-batches are weighted, summed and unscaled. The gradient is then clipped to `clip_norm`
+and passed to the optimizer. One norm serves the finite check and the clipping: it is finite exactly if every
+gradient is and none is beyond 1.8e19, which no step survives.
 
 **Masters are outside the loss, casts inside.** The state holds parameters and moments in the formats the policy
 gives them; the loss function sees parameters in their compute format (interpret.py), and any optimizer sees fp32
@@ -74,11 +67,7 @@ class State:
         return summary(self)
 
 
-@partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["loss", "skipped", "scale", "grad_norm", "stuck", "aux"],
-    meta_fields=[],
-)
+@jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class StepResult:
     """What one update did, as device scalars: reading one waits for the device."""
@@ -91,7 +80,7 @@ class StepResult:
     aux: Any = None  # what the loss function returned besides its loss; stacked, one per micro-batch
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=["total", "weight"], meta_fields=[])
+@jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Weighted:
     """A sum of losses and how many there are (tokens), where micro-batches differ in size."""

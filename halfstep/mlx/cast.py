@@ -3,9 +3,7 @@
 core.rounding defines the result: which neighbor a number rounds to in each mode, what overflow turns it into,
 and that a NaN stays the quiet NaN of its sign. This file computes the same result in few elementwise operations.
 
-**Eight exponent bits** (tf32, bf16 and their kin). fp32 has the same exponents, so the numbers of the format
-are the fp32 patterns whose last d = 23 - y bits are zero, subnormals included, and rounding is an addition to
-the pattern followed by a mask; a carry moves into the exponent by itself, and past the last one it is inf.
+**Eight exponent bits** (tf32, bf16 and their kin): an addition to the pattern and a mask (core.cast_constants).
 
 **Fewer exponent bits** (fp16, fp8 and their kin). Near x the numbers are multiples of the quantum
 
@@ -22,10 +20,6 @@ the CPU only, so here they are rounded as core.rounding does it, in 64-bit integ
 **Native conversions.** x.astype(mx.bfloat16) and x.astype(mx.float16) round to nearest-even on every number (on a
 CPU: tests try the patterns); a NaN stays NaN, though bf16 loses its sign. mx.compile keeps a pair of conversions,
 where torch's compiler drops it. MLX's conversion to fp8 is not used: it turns a NaN into 448.
-
-**Scaling.** A narrow operand is multiplied by a power of two that brings its largest magnitude into the top
-binade of the format. A power of two changes no mantissa, so scaling adds no error of its own, and
-inv_scale = 1 / scale is exact.
 
 **Splitting** an fp32 master into bf16 and a 16-bit remainder is core.split, word for word, on the device.
 

@@ -15,11 +15,6 @@ on the way out. Norms return the compute format, the loss returns fp32. What MLX
                  rounded one by one, itself in bf16 on Metal and on CPUs with an older MLX. So `times` and `plus`
                  compute in fp32 and round the result.
 
-**Emulated**, a tensor is carried in fp32 and holds values of its format. Every tensor that hardware would store in
-the format is rounded by the reference cast, gradients included; matmuls of such operands are exact products
-summed in fp32, in an order that may differ from the hardware's. What a fused kernel keeps to itself is not
-rounded: attention's probabilities stay fp32 here, where some kernels narrow them before they meet the values.
-
 **Promotion.** In MLX a bf16 array times an fp32 array, even of one element, is fp32, and so is all that follows. A
 layer that knows the dtypes of the model's stream (`Layer.streams`) refuses any other (`expect`).
 

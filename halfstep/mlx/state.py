@@ -15,6 +15,7 @@ from typing import NamedTuple
 import mlx.core as mx
 import numpy as np
 
+from halfstep.core import state_format
 from halfstep.core.errors import HalfstepError
 from halfstep.core.scaling import ScaleState
 from halfstep.core.state_format import Description, Stored, check_same
@@ -22,21 +23,10 @@ from halfstep.mlx.apply import Place
 from halfstep.mlx.cast import join
 from halfstep.mlx.optim.masters import Masters
 
-# Names of dtypes in a safetensors header, and the numpy dtype that carries the bytes.
+# For each dtype its name in a safetensors header, and the numpy dtype that carries the bytes.
 DTYPE_NAMES = {
-    mx.float32: ("F32", "<f4"),
-    mx.bfloat16: ("BF16", "<u2"),
-    mx.float16: ("F16", "<f2"),
-    mx.float64: ("F64", "<f8"),
-    mx.int64: ("I64", "<i8"),
-    mx.int32: ("I32", "<i4"),
-    mx.int16: ("I16", "<i2"),
-    mx.int8: ("I8", "i1"),
-    mx.uint64: ("U64", "<u8"),
-    mx.uint32: ("U32", "<u4"),
-    mx.uint16: ("U16", "<u2"),
-    mx.uint8: ("U8", "u1"),
-    mx.bool_: ("BOOL", "?"),
+    getattr(mx, "bool_" if kind == "bool" else kind): (name, "<u2" if name == "BF16" else np.dtype(kind).str)
+    for kind, name in state_format.DTYPE_NAMES.items()
 }
 _DTYPES = {name: (dtype, carrier) for dtype, (name, carrier) in DTYPE_NAMES.items()}
 

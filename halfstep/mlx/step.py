@@ -1,15 +1,8 @@
 """One update: accumulate, is it finite?, unscale, clip, step, rescale.
 
-With S the scale, w_i the weight (tokens) of micro-batch i, l_i its mean loss and g_i the gradient of l_i, the
-gradient of the mean over all tokens is sum_i w_i g_i / sum_i w_i. The total is known only after the last
-micro-batch, and summing un-normalized losses would multiply fp16 gradients by thousands. So each micro-batch
-is weighted against the first,
-
-    accumulated  G = sum_i (w_i / w_1) S g_i              in the accumulate format, fp32
-    gradient       = G * inv_scale * w_1 / sum_i w_i      unscaled with the S that was used
-
-then clipped to `clip_norm`, then passed to the optimizer. One norm of G serves the finite check and the clipping:
-it is finite exactly if every gradient is and none is beyond 1.8e19, which no step survives.
+core.scaling says how micro-batches are weighted, summed and unscaled. The gradient is then clipped to `clip_norm`
+and passed to the optimizer. One norm serves the finite check and the clipping: it is finite exactly if every
+gradient is and none is beyond 1.8e19, which no step survives.
 
 Every optimizer gets fp32 masters (masters.py) and fp32 gradients; state that has its parameter's shape is stored
 in the moments format and widened for the update.

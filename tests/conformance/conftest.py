@@ -465,7 +465,7 @@ slow_backend = _backends("torch", pytest.param("jax", marks=pytest.mark.prove), 
 
 @pytest.fixture
 def torch_backend():
-    """The one that others are held against where there is no reference in numpy."""
+    """The one that others are compared with where there is no reference in numpy."""
     if find_spec("torch") is None:
         pytest.skip("torch is not installed: pip install 'halfstep[torch]'")
     return open_backend("torch")

@@ -112,7 +112,7 @@ def trained(backend, policy, optimizer, steps):
 def test_twenty_steps_of_training(backend, torch_backend, policy, optimizer):
     """The same weights to begin with, bit for bit, and then the same losses at every step.
 
-    In half precision to one rounding of the format: the logits that a loss is made of are known no better. In fp32
+    In half precision to one rounding of the format: the logits of a loss are not known any better. In fp32
     to one rounding for each of a series of results, though the weights are those of twenty steps.
     """
     first, losses, session = trained(backend, policy, optimizer, 20)

@@ -54,7 +54,7 @@ def test_leaves_of_frameworks_are_named_by_their_modules():
     model = eqx.filter(eqx.nn.MLP(2, 2, 4, 1, key=jax.random.key(0)), eqx.is_array)
     assert names(model)[:2] == ["layers.0.weight", "layers.0.bias"]
     assert names(np.float32(1)) == ["params"]
-    # a field of that name beside others is no box around an array
+    # a field of that name next to others is not a box around an array
     assert names({"a": Pair(np.float32(1), np.float32(2))}) == ["a.value", "a.scale"]
 
 
@@ -112,7 +112,7 @@ def test_rules_reach_the_leaves_of_a_module(params):
         ("compute=tf32", "tf32 cannot run"),
     ],
 )
-def test_what_cannot_run_is_refused_before_anything_is_made(policy, said):
+def test_what_cannot_run_is_refused_before_anything_is_created(policy, said):
     with pytest.raises(PolicyError, match=said):
         init(TREE, optax.sgd(0.1), policy)
 

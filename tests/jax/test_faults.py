@@ -20,7 +20,7 @@ FP16 = "fp16-mixed,scale=dynamic:init=1024:interval=2:floor=32"
 
 
 def recorder():
-    """Gradient descent that keeps the gradients it was handed, as something that is no moment."""
+    """Gradient descent that keeps its gradients, as something that is not a moment."""
     return optax.GradientTransformation(
         lambda params: jnp.zeros((1, 4)),
         lambda grads, state, params: (jax.tree.map(lambda g: -0.01 * g, grads), grads["w"][None]),
@@ -65,7 +65,7 @@ def test_the_policy_is_not_lost_from_the_state():
     assert doubled.policy == Policy.parse("bf16-true")
 
 
-def test_the_loss_and_what_comes_beside_it_are_not_scaled():
+def test_the_loss_and_aux_are_not_scaled():
     state, step = run(FP16)
     _, result = step(state, batch(0.5))
     assert float(result.loss) == 2.0
@@ -73,7 +73,7 @@ def test_the_loss_and_what_comes_beside_it_are_not_scaled():
 
 
 def test_integers_are_not_cast():
-    """257 is no number of bf16: a token or a counter that is cast becomes another."""
+    """257 is not a bf16 number: a token or a counter that is cast becomes another."""
     state, step = run("bf16-mixed")
     state, result = step(state, batch())
     for value in (state.params["n"], result.aux["token"]):
@@ -82,7 +82,7 @@ def test_integers_are_not_cast():
 
 
 def test_a_skipped_step_leaves_no_trace_in_the_optimizer():
-    """Zeroing the gradients of a bad step is no skip: moments decay and counters advance."""
+    """Zeroing the gradients of a bad step is not a skip: moments decay and counters advance."""
     optimizer = optax.adam(0.1)
     step = make_step(loss_fn, optimizer)
     state = init({"w": jnp.ones(4)}, optimizer, "bf16-mixed")

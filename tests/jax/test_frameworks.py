@@ -134,7 +134,7 @@ def equinox():
 FRAMEWORKS = {"plain": plain, "linen": flax_linen, "nnx": flax_nnx, "equinox": equinox}
 
 
-# Gradient descent that keeps the gradients it was handed, as something that is no moment.
+# Gradient descent that keeps its gradients, as something that is not a moment.
 OPTIMIZER = optax.GradientTransformation(
     lambda params: jax.tree.map(lambda p: jnp.zeros((1, *p.shape)), params),
     lambda grads, state, params: (
@@ -205,7 +205,7 @@ def test_a_promoted_stream_and_a_narrow_softmax_are_refused(framework):
         traced(narrow)
 
 
-def test_a_model_with_functions_among_its_leaves_is_told_to_part_with_them():
+def test_a_model_with_functions_among_its_leaves_is_refused_with_the_remedy():
     with pytest.raises(HalfstepError, match=r"`activation` is .*not an array") as caught:
         init(eqx.nn.MLP(2, 2, 4, 1, key=jax.random.key(0)), OPTIMIZER, "bf16-mixed")
     assert "eqx.partition" in caught.value.hint

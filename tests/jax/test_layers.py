@@ -204,7 +204,7 @@ def test_a_delayed_scale_is_refused_not_made_of_this_step():
         jax.eval_shape(lambda x, w: linear(x, w, None, casts), draw(5, 16), draw(6, 16))
 
 
-def test_no_rows_are_no_error():
+def test_an_empty_batch_is_not_an_error():
     for casts in (FULL, NATIVE, EMULATED):
         shapes = jax.eval_shape(lambda x, w, b, c=casts: linear(x, w, b, c), draw(2, 0, 8), draw(6, 8), draw(6))
         assert shapes.shape == (2, 0, 6)
@@ -334,7 +334,7 @@ def test_a_nonlinearity_is_fp32_inside():
         assert_rounded_once(grad, exact_grad)
 
 
-def test_printing_tells_the_truth():
+def test_printing_shows_the_formats():
     assert "bf16 operands)" in repr(CastedLinear("up", NATIVE.precision))
     assert "bf16 operands emulated" in repr(CastedLinear("up", EMULATED.precision))
     assert "fp32 inside, bf16 out" in repr(Norm("norm", NATIVE.precision))

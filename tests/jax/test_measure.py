@@ -30,7 +30,7 @@ def test_compiling_comes_before_the_clock(monkeypatch):
     prepared, clocked = [], []
     prepare = module._Bench.prepare
 
-    def told(bench, fmt, shape):
+    def recorded(bench, fmt, shape):
         prepared.append((fmt, shape, len(clocked)))
         prepare(bench, fmt, shape)
 
@@ -38,7 +38,7 @@ def test_compiling_comes_before_the_clock(monkeypatch):
         clocked.append(time.process_time())  # what else the machine does is not counted
         return clocked[-1]
 
-    monkeypatch.setattr(module._Bench, "prepare", told)
+    monkeypatch.setattr(module._Bench, "prepare", recorded)
     measure("cpu", [FP32, BF16], budget=0.2, shapes=TINY[:1], clock=clock)
     assert prepared == [(FP32, TINY[0], 0), (BF16, TINY[0], 0)]
     assert clocked[-1] - clocked[0] < 0.2 + 0.5  # the budget, and the last matmul

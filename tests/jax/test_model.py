@@ -88,7 +88,7 @@ def layers_of(module):
 def test_modules_parameters_and_first_weights_are_those_of_the_description(config):
     decoder = Decoder(config)
     names = {layer.name for layer in layers_of(decoder)}
-    # Containers without a precision have a name all the same, and modules that are switched off do no harm.
+    # Containers without a precision have names too, and modules that are switched off do no harm.
     assert set(module_names(config)) <= names | {"blocks"}
     assert decoder.module_names() == module_names(config)
     params = decoder.set_weights(initial_weights(config, 3))

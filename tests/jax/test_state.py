@@ -60,7 +60,7 @@ def test_names_are_those_of_every_backend():
     }
 
 
-def test_a_state_put_back_goes_on_bit_for_bit():
+def test_a_restored_state_continues_bit_for_bit():
     one = trained(2)
     saved = {name: stored(array) for name, array in state_of(one).items()}
     other = load_state(trained(1), {name: restored(record) for name, record in saved.items()})

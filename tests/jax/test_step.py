@@ -17,7 +17,7 @@ RATE = 0.1
 
 
 def recorder():
-    """Plain gradient descent that keeps the gradients it was handed, as something that is no moment."""
+    """Plain gradient descent that keeps its gradients, as something that is not a moment."""
     return optax.GradientTransformation(
         lambda params: jax.tree.map(lambda p: jnp.zeros((1, *p.shape)), params),
         lambda grads, state, params: (
@@ -95,7 +95,7 @@ def test_the_step_below_the_jit_is_pure_and_runs_in_a_scan():
     assert together.policy.scale.floor == 256
 
 
-def test_aux_and_keys_come_one_a_micro_batch():
+def test_aux_and_keys_come_one_per_micro_batch():
     def noisy(params, x, rng):
         return (x @ params["weight"].T).sum(), {"drawn": jax.random.uniform(rng), "rows": x[0]}
 
@@ -116,7 +116,7 @@ def test_aux_and_keys_come_one_a_micro_batch():
         (lambda params, x: {"loss": x.sum()}, "returned dict"),
     ],
 )
-def test_what_is_no_loss_is_refused(loss, said):
+def test_what_is_not_a_loss_is_refused(loss, said):
     with pytest.raises(HalfstepError, match=said):
         jax.eval_shape(make_step(loss, recorder()), init(weights(), recorder(), "fp32"), data(4))
 
@@ -196,7 +196,7 @@ def test_bf16_moments_are_stored_in_bf16_and_computed_in_fp32():
     assert np.array_equal(narrow.params["weight"], wide.params["weight"])
 
 
-def test_an_optimizer_with_formats_of_its_own_is_refused():
+def test_an_optimizer_with_its_own_formats_is_refused():
     with pytest.raises(HalfstepError, match="itself keeps a moment in bfloat16"):
         init(weights(), optax.adam(1e-3, mu_dtype=jnp.bfloat16), "bf16-mixed")
 

@@ -83,7 +83,7 @@ POLICIES = [
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_any_model_learns_and_comes_back_as_it_was(policy):
+def test_any_model_learns_and_is_restored(policy):
     model = net()
     names = [name for name, _ in tree_flatten(model.parameters())]
     classes = [type(module) for _, module in walk(model)]
@@ -99,7 +99,7 @@ def test_any_model_learns_and_comes_back_as_it_was(policy):
     assert model(TOKENS).dtype == mx.float32
 
 
-def test_unprepare_gives_the_masters_back_exactly():
+def test_unprepare_restores_the_masters_exactly():
     run = prepared("bf16-mixed")
     run.step(cross_entropy, [TOKENS])
     held = {name: place.array for name, place in run.conversion.places.items()}
@@ -108,7 +108,7 @@ def test_unprepare_gives_the_masters_back_exactly():
         assert not mx.array_equal(array, bf16(array).astype(mx.float32)) or array.ndim == 0
 
 
-def test_attributes_that_modules_have_already_are_given_back():
+def test_attributes_that_modules_had_before_are_restored():
     model = net()
     model.name, model.blocks[0].up.name = "my net", "up"
     run = prepared("bf16-mixed", model)
@@ -118,7 +118,7 @@ def test_attributes_that_modules_have_already_are_given_back():
     assert not hasattr(model.blocks[0].up, "casts")
 
 
-def test_printing_the_model_tells_the_truth():
+def test_printing_the_model_shows_the_formats():
     text = str(prepared("bf16-mixed; blocks.1.up: compute=fp32").model)
     assert "(up): Linear(input_dims=8, output_dims=16, bias=True, bf16 operands)" in text
     assert "(up): Linear(input_dims=8, output_dims=16, bias=True, fp32 operands)" in text
@@ -207,7 +207,7 @@ def test_islands_are_fp32_inside_and_compute_out(module, shape):
     assert mx.array_equal(out, expected)
 
 
-def test_an_island_may_be_asked_for_in_less():
+def test_an_island_may_be_narrower():
     x = bf16(draw(6, 8) * 3)
     found = []
     for policy in ("bf16-mixed", "bf16-mixed,softmax=bf16"):
@@ -224,7 +224,7 @@ def test_attention_has_fp32_scores_and_softmax_where_mlx_rounds_them():
     mask = nn.MultiHeadAttention.create_additive_causal_mask(12)  # fp32, as everybody makes it
     wide = [layer.weight for layer in (model.query_proj, model.key_proj, model.value_proj)]
     prepared("bf16-mixed; out_proj: compute=fp32", model)
-    model.out_proj.weight = mx.eye(16)  # and fp32, so that the result of attention is seen as it is
+    model.out_proj.weight = mx.eye(16)  # and fp32, so that the result of attention shows unchanged
     out = np.array(model(x, x, x, mask).astype(mx.float32), np.float64)[0]
 
     q, k, v = (np.array((x @ bf16(w).T).astype(mx.float32), np.float64).reshape(12, 2, 8) for w in wide)

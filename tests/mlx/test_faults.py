@@ -152,7 +152,7 @@ def test_an_fp32_scalar_does_not_promote_the_stream():
 
 
 def test_a_nan_stays_one_in_fp8():
-    """MLX's own conversion makes 448 of it: a diverged run would go on."""
+    """MLX's own conversion turns it into 448: a diverged run would continue."""
     bad = mx.array([float("nan"), 1.0, 2.0, 3.0])
     assert mx.from_fp8(mx.to_fp8(bad), mx.float32)[0].item() == 448
     assert mx.isnan(quantize(bad, E4M3, overflow="saturate"))[0].item()

@@ -203,7 +203,7 @@ def test_a_layer_is_copied_with_its_precision():
     assert mx.abs(layer.weight).max() > 0
 
 
-def test_printing_tells_the_truth():
+def test_printing_shows_the_formats():
     layer = CastedLinear(8, 4)
     layer.precision = NATIVE.precision
     assert "8 -> 4, bf16 operands" in repr(layer)
@@ -224,7 +224,7 @@ def test_an_fp32_array_that_promotes_the_stream_is_an_error():
     layer = CastedLinear(8, 4)
     layer.precision = NATIVE.precision
     x = draw(3, 8).astype(mx.bfloat16)
-    assert layer(x * mx.array(0.5)).dtype == mx.bfloat16  # told nothing, it casts what comes
+    assert layer(x * mx.array(0.5)).dtype == mx.bfloat16  # without streams it casts any input
     layer.name, layer.streams = "blocks.0.attn.q", frozenset({mx.bfloat16})
     assert layer(x * 0.5).dtype == mx.bfloat16
     with pytest.raises(PolicyError) as caught:
@@ -244,7 +244,7 @@ def test_norms_expect_the_stream_too():
 def test_what_the_model_has_elsewhere_is_let_through():
     """A head in fp32 under bf16: its stream is fp32, and both are the model's."""
     expect(draw(3), NATIVE, "a", frozenset({mx.bfloat16, mx.float32}))
-    expect(mx.array([1, 2]), NATIVE, "a")  # integers are no activations
+    expect(mx.array([1, 2]), NATIVE, "a")  # integers are not activations
     expect(draw(3).astype(mx.bfloat16), NATIVE, "a")
     expect(draw(3), EMULATED, "a")  # emulated, everything is carried in fp32
     with pytest.raises(

@@ -1,4 +1,4 @@
-"""The decoder in MLX: what its stream is made of. tests/conformance/test_model.py compares it with torch's."""
+"""The decoder in MLX: the dtypes of its stream. tests/conformance/test_model.py compares it with torch's."""
 
 from dataclasses import replace
 from functools import cache
@@ -123,7 +123,7 @@ def test_native_and_emulated_are_one_policy(config, policy, fmt):
 @configs
 @pytest.mark.parametrize("policy", ["bf16-mixed", "bf16-mixed,emulate=true"])
 def test_the_stream_is_in_compute_everywhere(config, policy, monkeypatch):
-    """Every layer is told which dtype may arrive, and refuses another: a promotion anywhere would be found."""
+    """Every layer knows which dtype may arrive and refuses another, so a promotion anywhere would show."""
     model = build(config, policy)
     compute = mx.float32 if "emulate" in policy else mx.bfloat16
     for name, module in model.named_modules():

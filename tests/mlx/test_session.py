@@ -43,7 +43,7 @@ def test_evaluation_may_be_wider_than_training_and_sees_the_whole_of_split_maste
     batches = [batch(1, wide)[0]]
     assert wide.evaluate(batches) == split.evaluate(batches)  # of the same first weights
     assert weights(split)["blocks.0.mlp.up.weight"].dtype == mx.bfloat16
-    split.read(split.step(batch(0, split)))  # and training goes on in bf16
+    split.read(split.step(batch(0, split)))  # and training continues in bf16
     assert split.evaluate([]) == (0, 0)
 
 

@@ -38,7 +38,7 @@ POLICIES = ["fp32", "bf16-mixed,param=fp32:split,moments=bf16", "bf16-true,param
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_a_state_put_back_goes_on_bit_for_bit(policy):
+def test_a_restored_state_continues_bit_for_bit(policy):
     mx.random.seed(1)
     one = run(policy)
     train(one, range(3))
@@ -49,7 +49,7 @@ def test_a_state_put_back_goes_on_bit_for_bit(policy):
     other.load(saved)
     right = train(other, range(3, 6))
     ours = through_bytes(other.state)
-    one.load(saved)  # there is one random key in a process: this run's dropout goes on from it
+    one.load(saved)  # there is one random key in a process: this run's dropout continues from it
     assert train(one, range(3, 6)) == right
     theirs = one.state
     assert all(
@@ -77,7 +77,7 @@ def test_names_are_those_of_every_backend_and_what_mlx_adds():
     }
 
 
-def test_mlx_writes_and_reads_it_as_it_is(tmp_path):
+def test_mlx_saves_and_loads_it_directly(tmp_path):
     one, other = (run("bf16-mixed,param=fp32:split", drop=0.0) for _ in range(2))
     train(one, range(2))
     mx.save_safetensors(str(tmp_path / "state.safetensors"), one.state)
@@ -105,7 +105,7 @@ def test_a_state_of_another_model_optimizer_or_precision_is_refused_whole(other,
     assert all(mx.array_equal(before[name], after[name]) for name in before)
 
 
-def test_gradients_from_before_are_forgotten_when_a_state_is_put_back():
+def test_restoring_a_state_drops_earlier_gradients():
     r = run(drop=0.0)
     saved = through_bytes(r.state)
     r.accumulate(r.value_and_grad(lambda model, x: model(x).sum())(draw(3, 4))[1])
@@ -147,7 +147,7 @@ def test_stored_arrays_come_back_with_their_bits(dtype, shape):
         assert mx.array_equal(back, array)
 
 
-def test_a_number_that_is_not_one_keeps_its_bits():
+def test_a_nan_keeps_its_bits():
     patterns = mx.array(np.array([0x7FC1, 0xFF80, 0x8000, 0x0001], np.uint16))
     assert mx.array_equal(restored(stored(patterns.view(mx.bfloat16))).view(mx.uint16), patterns)
     assert stored(patterns.view(mx.bfloat16))[2] == np.array(patterns).tobytes()

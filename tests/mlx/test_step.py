@@ -147,7 +147,7 @@ def test_the_two_verbs_are_the_step():
     assert mx.array_equal(seen(one), seen(three))
 
 
-def test_a_loss_that_is_no_number_or_too_narrow_is_refused():
+def test_a_loss_that_is_not_a_scalar_or_too_narrow_is_refused():
     r = run("bf16-mixed")
     with pytest.raises(HalfstepError, match="shape"):
         r.step(lambda model, x: model(x), [data(4)])
@@ -172,7 +172,7 @@ def test_a_step_without_any_token_is_skipped():
     assert mx.array_equal(r.model.weight, before)
 
 
-def test_what_is_no_norm_and_no_number_of_tokens_is_refused():
+def test_a_negative_norm_or_number_of_tokens_is_refused():
     with pytest.raises(HalfstepError, match=r"clip_norm=-1\.0"):
         run(clip_norm=-1.0)
     with pytest.raises(HalfstepError, match="weight=-2"):
@@ -384,7 +384,7 @@ def test_compiling_where_mlx_would_silently_not_is_refused(monkeypatch, tmp_path
 
 
 @pytest.mark.parametrize(("model", "optimizer"), [(print, AdamW()), (linear(), print)])
-def test_what_is_no_model_or_optimizer_of_mlx_is_refused(model, optimizer):
+def test_what_is_not_a_model_or_optimizer_of_mlx_is_refused(model, optimizer):
     with pytest.raises(HalfstepError, match="builtin_function_or_method"):
         prepare(model, optimizer, "fp32")
 
@@ -419,7 +419,7 @@ def test_a_model_that_changed_since_is_refused(change):
         (lambda m, x: (m(x).sum(), -1), "number of tokens"),
     ],
 )
-def test_what_is_no_loss_is_refused(loss, said):
+def test_what_is_not_a_loss_is_refused(loss, said):
     run = prepare(nn.Linear(2, 2), mlx.optimizers.SGD(learning_rate=0.1), "bf16-mixed")
     with pytest.raises(HalfstepError, match=said):
         run.step(loss, [mx.ones((3, 2))])

@@ -192,8 +192,8 @@ NO_WEIGHTS = {
 
 
 @pytest.mark.parametrize("case", NO_WEIGHTS)
-def test_what_another_primitive_makes_of_a_weight_is_no_weight(case):
-    said = r"at .*test_interpret.py:\d+.* takes what `(sort|scan|cond)` at .* made of `a.w`, and "
+def test_what_another_primitive_computes_from_a_weight_is_not_a_weight(case):
+    said = r"at .*test_interpret.py:\d+.* takes what `(sort|scan|cond)` at .* computed from `a.w`, but "
     with pytest.raises(PolicyError, match=said + "fp32 weight gradients would not reach it"):
         shape_of(NO_WEIGHTS[case], PARAMS, normal(4, 8))
     with pytest.raises(PolicyError, match=said + "emulated casts"):
@@ -206,7 +206,7 @@ ACTIVATIONS = {
     "a table": lambda p, x: (x + jnp.sort(p["b"]["w"])[:4]) @ p["a"]["w"],
     "named": lambda p, x: x @ checkpoint_name(jnp.sort(p["b"]["w"]), "activation") @ p["a"]["w"],
     "looked up": lambda p, x: jnp.sort(jnp.tanh(p["b"]["w"][jnp.argmax(x, 1)])) @ p["a"]["w"],
-    "looked up beside a table": lambda p, x: (p["b"]["w"][jnp.argmax(x, 1)] + p["a"]["w"][:4]) @ p["a"]["w"],
+    "looked up next to a table": lambda p, x: (p["b"]["w"][jnp.argmax(x, 1)] + p["a"]["w"][:4]) @ p["a"]["w"],
     "sorted, and selected by the batch": lambda p, x: (
         jnp.where(x > 0, jnp.sort(p["b"]["w"])[:4], 0.0) @ p["a"]["w"]
     ),
@@ -262,7 +262,7 @@ def test_stacks_of_weights_are_multiplied_on_any_backend(case, weight_first):
 
 
 def test_gradients_of_biases_and_of_embeddings_are_summed_in_fp32():
-    """A sum of 1001 ones in bf16 stops at 256, and 1001 itself is no bf16 number."""
+    """A sum of 1001 ones in bf16 stops at 256, and 1001 itself is not a bf16 number."""
 
     def loss(params, batch):
         x = jnp.tanh(params["embed"]["weight"][batch]) * 0.0 + 1.0
@@ -404,7 +404,7 @@ def test_what_the_remedies_say_is_accepted():
     def remedied(p, x):
         queries = checkpoint_name(p["a"]["w"], "activation")
         y = jax.nn.softmax((x @ p["a"]["w"]).astype(jnp.float32)).astype(x.dtype)
-        y = y / jnp.sqrt(jnp.asarray(8, y.dtype))  # the root of a number is no norm
+        y = y / jnp.sqrt(jnp.asarray(8, y.dtype))  # the root of a number is not a norm
         return (2.0 * y @ p["b"]["w"]).sum() + (queries @ p["b"]["w"]).sum()
 
     shape_of(remedied, PARAMS, normal(4, 8))
