@@ -85,14 +85,6 @@ def test_a_state_put_back_goes_on_bit_for_bit(policy, name):
         assert torch.equal(value, right["tensors"][key]), key
 
 
-def test_buffers_are_part_of_the_state():
-    one, other = prepared("fp32", "ours"), prepared("fp32", "ours")
-    train(one, range(2))
-    other.load_state_dict(saved(one))
-    assert torch.equal(other.model.norm.running_mean, one.model.norm.running_mean)
-    assert int(other.model.norm.num_batches_tracked) == 2
-
-
 @pytest.mark.parametrize("name", ["ours", "fused", "foreach"])
 def test_a_state_with_moments_of_another_format_is_refused_whole(name):
     run = prepared("bf16-mixed,param=fp32:split", name)

@@ -36,15 +36,6 @@ def loss_of(run):
     return lambda x: (run.model(x).float().square().sum(), float(len(x)))
 
 
-def test_a_mean_loss_counts_each_micro_batch_alike():
-    r = run()
-    x = data(12)
-    result = r.step(lambda b: r.model(b).square().mean(), [x[:2], x[2:]])
-    with torch.no_grad():
-        expected = sum(run().model(b).square().mean() for b in (x[:2], x[2:])) / 2
-    assert float(result.loss) == pytest.approx(float(expected), rel=SUMMED)
-
-
 def test_results_stay_tensors_until_read():
     r = run()
     result = r.step(loss_of(r), [data(1)])
@@ -55,19 +46,6 @@ def test_results_stay_tensors_until_read():
 def test_update_without_backward_is_refused():
     with pytest.raises(HalfstepError, match="no gradients"):
         run().update()
-
-
-def test_gradients_do_not_leak_into_the_next_step():
-    r, fresh = run(), run()
-    with torch.no_grad():
-        fresh.model.weight.copy_(r.model.weight)
-    r.backward(r.model(data(4)).square().sum())
-    r.update()
-    with torch.no_grad():
-        r.model.weight.copy_(fresh.model.weight)
-    r.step(loss_of(r), [data(4, seed=5)])
-    fresh.step(loss_of(fresh), [data(4, seed=5)])
-    assert torch.equal(r.optimizers[0].seen["weight"], fresh.optimizers[0].seen["weight"])
 
 
 def test_a_micro_batch_without_tokens_adds_nothing():

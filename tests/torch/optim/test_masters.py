@@ -108,18 +108,6 @@ def test_a_tensor_that_the_optimizer_put_in_its_place_is_stored():
     assert torch.equal(masters.wide([p])[0], number + 1)
 
 
-def test_averages_follow_applied_updates_alone():
-    p, masters, number = halves()
-    averages = Averages(masters, [p], 0.75)
-    assert torch.equal(averages.named()["w"], number)
-    new = number + 4
-    masters.put([p], [new], [COUNT])
-    averages.update(torch.zeros(()))
-    assert torch.equal(averages.named()["w"], number)
-    averages.update(torch.ones(()))
-    assert torch.equal(averages.named()["w"], number + 0.25 * (new - number))
-
-
 @pytest.mark.parametrize("held", ["split", "fp32", "bf16"])
 def test_averages_are_used_as_masters_are_held_and_the_masters_come_back_exactly(held):
     if held == "split":

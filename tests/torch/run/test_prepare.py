@@ -125,15 +125,6 @@ def test_every_optimizer_learns_under_every_policy(policy, name):
     assert run.model.norm.weight.dtype == narrow
 
 
-@pytest.mark.parametrize("name", STOCK)
-def test_stochastic_rounding_of_any_optimizer_agrees_on_every_replica(name):
-    one, other, seeded = (
-        trained("bf16-true,param=bf16:stochastic", STOCK[name], 3, seed=seed)[0].weights() for seed in (7, 7, 8)
-    )
-    assert all(torch.equal(one[key], other[key]) for key in one)
-    assert any(not torch.equal(one[key], seeded[key]) for key in one)
-
-
 def test_the_two_verbs_are_the_step():
     run, losses = trained("bf16-mixed", OURS["AdamW"], 3, clip_norm=0.5)
     model = Net()
@@ -154,9 +145,10 @@ def test_parameters_keep_their_identity_and_one_scale_serves_several_optimizers(
     assert scales == [1024, 1024, 2048, 2048, 4096]
 
 
+@pytest.mark.parametrize("name", ["fused", "AdamW"])
 @pytest.mark.parametrize("policy", ["fp32", "bf16-mixed", "bf16-mixed,param=fp32:split", "bf16-true"])
-def test_unprepare_gives_the_masters_back_in_fp32_and_the_optimizer_goes_on(policy):
-    run, _ = trained(policy, STOCK["fused"], 3)
+def test_unprepare_returns_the_masters_in_fp32_and_the_optimizer_still_works(policy, name):
+    run, _ = trained(policy, ALL[name], 3)
     expected = run.weights()
     model = run.unprepare()
     assert type(model) is Net
@@ -164,21 +156,11 @@ def test_unprepare_gives_the_masters_back_in_fp32_and_the_optimizer_goes_on(poli
     assert all(torch.equal(p, expected[n]) and p.dtype == torch.float32 for n, p in model.named_parameters())
     loss_of(model)(batch()).backward()
     run.optimizers[0].step()
-    assert not torch.equal(model.up.weight, expected["up.weight"])
+    assert 0 < float((model.up.weight.detach() - expected["up.weight"]).abs().max()) < 0.1
     for call in (lambda: run.step(loss_of(model), [batch()]), run.update, run.unprepare):
         with pytest.raises(HalfstepError, match="the run has ended"):
             call()
     prepare(model, STOCK["SGD"](model), "bf16-mixed").step(loss_of(model), [batch()])
-
-
-def test_unprepared_ours_goes_on_as_well():
-    run, _ = trained("bf16-mixed,param=fp32:split", OURS["AdamW"], 2)
-    model = run.unprepare()
-    loss_of(model)(batch()).backward()
-    before = model.up.weight.detach().clone()
-    run.optimizers[0].step()
-    assert model.up.weight.dtype == torch.float32
-    assert 0 < float((model.up.weight.detach() - before).abs().max()) < 0.1
 
 
 def test_the_summary_says_what_was_done_and_what_it_costs():
@@ -357,7 +339,6 @@ REFUSED = [
     (lambda m: prepare(m, [AdamW([m.up.weight]), AdamW([m.up.weight])], "fp32"), HalfstepError, "move twice"),
     (lambda m: prepare(m, AdamW(m.parameters()), "fp32", clip_norm=-1.0), HalfstepError, "clip_norm=-1.0"),
     (lambda m: prepare(m, AdamW(m.parameters()), "fp32", clip_norm=float("nan")), HalfstepError, "clip_norm=nan"),
-    (lambda m: prepare(m, AdamW(m.parameters()), "fp32", ema=1.5), HalfstepError, "between 0 and 1"),
     (lambda m: prepare(m.forward, AdamW(m.parameters()), "fp32"), HalfstepError, "not an nn.Module"),
     (lambda m: prepare(torch.compile(m), AdamW(m.parameters()), "fp32"), HalfstepError, "compiled already"),
 ]
