@@ -110,7 +110,7 @@ def test_a_copy_of_a_model_computes_the_same(policy, copied):
 )
 def test_a_pickle_is_refused_with_what_to_do(pickled):
     run = prepared("bf16-mixed,param=fp32:split")
-    with pytest.raises(HalfstepError, match="that has a policy has no pickle") as caught:
+    with pytest.raises(HalfstepError, match="with a policy cannot be pickled") as caught:
         pickled(run)
     assert isinstance(caught.value, TypeError)  # as caches of compilers expect of what has none
     for remedy in ("model.state_dict()", "run.state_dict()", "run.unprepare()", "copy.deepcopy"):
