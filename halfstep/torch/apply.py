@@ -167,13 +167,13 @@ def _devices(model: nn.Module) -> set[torch.device]:
     return {parameter.device for parameter in model.parameters()}
 
 
-def _check_precisions(model: nn.Module, plans: list[Plan], found: Mapping[str, Precision], policy: Policy) -> None:
+def _check_precisions(model: nn.Module, plans: list[Plan], ruled: Mapping[str, Precision], policy: Policy) -> None:
     """Refuses what a device or a kernel cannot run."""
     base = base_precision(policy)
     for device in _devices(model):
-        check_supported([base, *found.values()], device)
-        check_narrow(plans, found, base, device)
-    check_kernels(plans, found, base)
+        check_supported([base, *ruled.values()], device)
+        check_narrow(plans, ruled, base, device)
+    check_kernels(plans, ruled, base)
 
 
 def hold(wide: Tensor, param: Param, policy: Policy) -> tuple[Tensor, Tensor | None]:
@@ -197,11 +197,11 @@ def set_precision(
 
     `measured` is what `apply` measured, if rules say `measured`: without it all those layers would be narrow.
     """
-    base, found = base_precision(policy), _precisions(model, policy, names)
-    found = found if measured is None else measured.widen(found)
+    base, chosen = base_precision(policy), _precisions(model, policy, names)
+    chosen = chosen if measured is None else measured.widen(chosen)
     for device in _devices(model):
-        check_supported([base, *found.values()], device)
-    return sum([give(module, found.get(name, base), base) for name, module in model.named_modules()])
+        check_supported([base, *chosen.values()], device)
+    return sum([give(module, chosen.get(name, base), base) for name, module in model.named_modules()])
 
 
 def adopt(model: nn.Module, applied: Applied, narrow: Mapping[str, bool]) -> Applied:

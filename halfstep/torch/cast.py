@@ -57,12 +57,7 @@ _TWICE_BIAS = 254 << 23
 
 
 def quantize(
-    x: Tensor,
-    fmt: Format,
-    *,
-    overflow: Overflow,
-    rounding: Rounding = "nearest-even",
-    bits: Tensor | None = None,
+    x: Tensor, fmt: Format, *, overflow: Overflow, rounding: Rounding = "nearest-even", bits: Tensor | None = None
 ) -> Tensor:
     """Rounds every element to a number of `fmt`, carried in fp32: the emulated cast.
 

@@ -92,12 +92,7 @@ def answer(fmt: Format, device: Device) -> Support:
 
 
 def product_failure(
-    left: Format,
-    right: Format,
-    device: torch.device,
-    *,
-    rows: bool = False,
-    dtype: torch.dtype = torch.bfloat16,
+    left: Format, right: Format, device: torch.device, *, rows: bool = False, dtype: torch.dtype = torch.bfloat16
 ) -> str:
     """Returns why torch cannot multiply two 8-bit formats, scaled per row or per tensor; empty if it can."""
     return _try_product(DTYPES[left], DTYPES[right], device, rows, dtype)

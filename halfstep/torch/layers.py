@@ -41,17 +41,7 @@ from halfstep.core.precision import Precision, base_precision
 from halfstep.torch.dtypes import dtype_of
 from halfstep.torch.fp8.delayed import History
 from halfstep.torch.fp8.linear import in_graph, narrow_linear
-from halfstep.torch.lowering import (
-    Casts,
-    autocast_error,
-    bypass_mode,
-    enter,
-    island,
-    leave,
-    own,
-    owned,
-    rounded,
-)
+from halfstep.torch.lowering import Casts, autocast_error, bypass_mode, enter, island, leave, own, owned, rounded
 from halfstep.torch.matmul import Linear, Rows, Scores
 from halfstep.torch.split import Holder, is_split, operand_of
 

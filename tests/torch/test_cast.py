@@ -17,14 +17,7 @@ from halfstep.core.errors import FormatError, RoundingError
 from halfstep.core.formats import ALIASES, Format
 from halfstep.core.roles import Operand
 from halfstep.core.rounding import Rounding
-from halfstep.torch.cast import (
-    amax_of,
-    quantize,
-    quantize_scaled,
-    random_bits,
-    scale_for,
-    to_native,
-)
+from halfstep.torch.cast import amax_of, quantize, quantize_scaled, random_bits, scale_for, to_native
 from halfstep.torch.dtypes import DTYPES
 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]

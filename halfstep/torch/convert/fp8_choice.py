@@ -85,10 +85,10 @@ class Measured:
 
 
 def check_narrow(
-    plans: Sequence[Plan], found: Mapping[str, Precision], base: Precision, device: torch.device
+    plans: Sequence[Plan], ruled: Mapping[str, Precision], base: Precision, device: torch.device
 ) -> None:
     """Refuses narrow operands that the device or a layer cannot take, and modifiers without effect."""
-    layers = {plan: found.get(plan.name, base) for plan in matmuls(plans)}
+    layers = {plan: ruled.get(plan.name, base) for plan in matmuls(plans)}
     narrow = {plan: precision for plan, precision in layers.items() if precision.narrow}
     for plan, precision in narrow.items():
         _check_delayed(plan, precision)
@@ -99,14 +99,14 @@ def check_narrow(
 
 
 def check_fast(
-    plans: Sequence[Plan], found: Mapping[str, Precision], base: Precision, device: torch.device
+    plans: Sequence[Plan], ruled: Mapping[str, Precision], base: Precision, device: torch.device
 ) -> None:
     """Refuses fast accumulation where it would have no effect, or an unknown one."""
-    wanted = [base, *found.values()]
+    wanted = [base, *ruled.values()]
     if not any(precision.matmul.fast for precision in wanted):
         return
     what, hint = "`matmul=fp32:fast`", "leave `fast` out: matmuls sum in fp32"
-    reached = [found[plan.name] for plan in matmuls(plans) if plan.name in found]
+    reached = [ruled[plan.name] for plan in matmuls(plans) if plan.name in ruled]
     if base.emulate:
         raise PolicyError(f"{what} is what some hardware does inside, and is not emulated", hint=hint)
     if not any(precision.matmul.fast and is_narrow(precision.operand.format) for precision in reached):
@@ -117,7 +117,7 @@ def check_fast(
 
 def measure_all(
     plans: Sequence[Plan],
-    found: Mapping[str, Precision],
+    ruled: Mapping[str, Precision],
     held: Mapping[Tensor, Param],
     tokens: int,
     *,
@@ -129,7 +129,7 @@ def measure_all(
 
     `compiled`: by torch.compile. On a CPU, which is for tests, they are not.
     """
-    layers = {plan: found[plan.name] for plan in matmuls(plans) if plan.name in found}
+    layers = {plan: ruled[plan.name] for plan in matmuls(plans) if plan.name in ruled}
     layers = {plan: precision for plan, precision in layers.items() if precision.measured and precision.narrow}
     if not layers:
         return None
@@ -153,13 +153,13 @@ def measure_all(
     return measured
 
 
-def add_histories(plans: Sequence[Plan], found: Mapping[str, Precision], device: torch.device) -> Amaxes | None:
+def add_histories(plans: Sequence[Plan], ruled: Mapping[str, Precision], device: torch.device) -> Amaxes | None:
     """Gives each layer whose operands are delayed a history; returns None if there is no such layer.
 
-    `found` is what rules say, whatever was measured: a checkpoint may decide otherwise which layers are narrow,
+    `ruled` is what rules say, whatever was measured: a checkpoint may decide otherwise which layers are narrow,
     and brings the histories of those. A layer that stays wide has zeros.
     """
-    layers = [plan for plan in matmuls(plans) if plan.name in found and found[plan.name].delayed]
+    layers = [plan for plan in matmuls(plans) if plan.name in ruled and ruled[plan.name].delayed]
     if not layers:
         return None
     amaxes = Amaxes([plan.name for plan in layers], device)

@@ -57,9 +57,9 @@ def routers(model: nn.Module) -> set[str]:
     return names - {""}
 
 
-def with_routers(found: Mapping[str, Precision], base: Precision, names: set[str]) -> dict[str, Precision]:
+def with_routers(ruled: Mapping[str, Precision], base: Precision, names: set[str]) -> dict[str, Precision]:
     """Returns the precisions of modules, with routers in fp32 whatever their input and use."""
-    return {**found, **{name: _wide(found.get(name, base)) for name in names}}
+    return {**ruled, **{name: _wide(ruled.get(name, base)) for name in names}}
 
 
 def _wide(precision: Precision) -> Precision:

@@ -28,16 +28,7 @@ from halfstep.torch.convert.norms import BatchNorm, GroupNorm, InstanceNorm, Lay
 from halfstep.torch.functions.entry import mapped
 from halfstep.torch.functions.mode import PolicyMode, within
 from halfstep.torch.layers import CastedLinear, Layer, Matmul, embedding, linear
-from halfstep.torch.lowering import (
-    Casts,
-    bypass_mode,
-    check_autocast,
-    enter,
-    island,
-    leave,
-    owned,
-    rounded,
-)
+from halfstep.torch.lowering import Casts, bypass_mode, check_autocast, enter, island, leave, owned, rounded
 
 _KERNEL = "no kernel sums a gradient of halves into fp32"
 
@@ -162,21 +153,16 @@ KINDS: dict[type, type] = {
 # The same for classes of other packages, by name: they need not be installed.
 NAMED: dict[str, type] = {"transformers.pytorch_utils.Conv1D": TransposedLinear}
 _LOSSES = (
-    *(nn.CrossEntropyLoss, nn.NLLLoss, nn.MSELoss, nn.L1Loss, nn.SmoothL1Loss, nn.HuberLoss, nn.KLDivLoss),
-    *(nn.BCELoss, nn.BCEWithLogitsLoss, nn.PoissonNLLLoss, nn.GaussianNLLLoss, nn.CTCLoss, nn.SoftMarginLoss),
-    *(nn.HingeEmbeddingLoss, nn.CosineEmbeddingLoss, nn.MarginRankingLoss, nn.MultiMarginLoss),
-    *(
-        nn.MultiLabelMarginLoss,
-        nn.MultiLabelSoftMarginLoss,
-        nn.TripletMarginLoss,
-        nn.TripletMarginWithDistanceLoss,
-    ),
+    "BCELoss BCEWithLogitsLoss CosineEmbeddingLoss CrossEntropyLoss CTCLoss GaussianNLLLoss HingeEmbeddingLoss "
+    "HuberLoss KLDivLoss L1Loss MarginRankingLoss MSELoss MultiLabelMarginLoss MultiLabelSoftMarginLoss "
+    "MultiMarginLoss NLLLoss PoissonNLLLoss SmoothL1Loss SoftMarginLoss TripletMarginLoss "
+    "TripletMarginWithDistanceLoss"
 )
 # Modules that run torch's own forward, in the format of a role.
 ISLANDS: dict[type, str] = {
     **dict.fromkeys((nn.Softmax, nn.Softmax2d, nn.Softmin, nn.LogSoftmax), "softmax"),
     **dict.fromkeys((nn.SyncBatchNorm, nn.LocalResponseNorm), "norm"),
-    **dict.fromkeys(_LOSSES, "loss"),
+    **{getattr(nn, name): "loss" for name in _LOSSES.split()},
 }
 
 

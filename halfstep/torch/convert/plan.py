@@ -103,13 +103,13 @@ def matmuls(plans: Sequence[Plan]) -> list[Plan]:
     return [plan for plan in plans if plan.kind is not None and issubclass(plan.kind, Matmul)]
 
 
-def convert(model: nn.Module, plans: list[Plan], found: Mapping[str, Precision], base: Precision) -> Originals:
+def convert(model: nn.Module, plans: list[Plan], ruled: Mapping[str, Precision], base: Precision) -> Originals:
     """Gives each module the class that casts; its parameters must be held in their final form already."""
     originals: Originals = []
     has_split = any(is_split(p) for p in model.parameters())
     learn()
     for plan in plans:
-        module, precision = plan.module, found.get(plan.name, base)
+        module, precision = plan.module, ruled.get(plan.name, base)
         fast = [pair for kind, pair in _FAST_PATHS.items() if isinstance(module, kind)]
         if plan.kind is None and not fast and module is not model:
             continue
@@ -190,10 +190,10 @@ def check_model(model: nn.Module) -> None:
         _check_parameter(name, parameter)
 
 
-def check_kernels(plans: list[Plan], found: Mapping[str, Precision], base: Precision) -> None:
+def check_kernels(plans: list[Plan], ruled: Mapping[str, Precision], base: Precision) -> None:
     """Refuses, by name, a format that a recurrent kernel does not take."""
     for plan in plans:
-        precision = found.get(plan.name, base)
+        precision = ruled.get(plan.name, base)
         if plan.kind is not None and issubclass(plan.kind, Recurrent) and not precision.emulate:
             device = next(plan.module.parameters()).device
             failure = _try_recurrent(_base_of(plan.module), casts_of(precision).compute, device)

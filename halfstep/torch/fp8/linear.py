@@ -144,37 +144,26 @@ def product(
 
 
 def _scaled_product(
-    a: Tensor,
-    b: Tensor,
-    a_inv: Tensor,
-    b_inv: Tensor,
-    bias: Tensor | None,
-    dtype: torch.dtype,
-    fast: bool,
+    a: Tensor, b: Tensor, a_inv: Tensor, b_inv: Tensor, bias: Tensor | None, dtype: torch.dtype, fast: bool
 ) -> Tensor:
-    """torch's own product of a row-major and a column-major 8-bit matrix, unscaled in its epilogue.
-
-    An NVIDIA GPU adds the bias there too, to the fp32 sum: one rounding fewer than elsewhere.
-    """
-    if a_inv.dim() == 0 and b_inv.dim() == 0 and a.is_cuda and bias is not None and bias.dtype == dtype:
-        return torch._scaled_mm(a, b, a_inv, b_inv, bias, out_dtype=dtype, use_fast_accum=fast)
-    y = _unbiased_product(a, b, a_inv, b_inv, dtype, fast)
-    return y if bias is None else y + bias
-
-
-def _unbiased_product(
-    a: Tensor, b: Tensor, a_inv: Tensor, b_inv: Tensor, dtype: torch.dtype, fast: bool
-) -> Tensor:
+    """torch's own product of a row-major and a column-major 8-bit matrix, unscaled in its epilogue."""
+    settings: dict[str, Any] = {"out_dtype": dtype, "use_fast_accum": fast}
     if a_inv.dim() == 0 and b_inv.dim() == 0:
-        return torch._scaled_mm(a, b, a_inv, b_inv, out_dtype=dtype, use_fast_accum=fast)
-    # A kernel takes one scale per row of both operands, or one scale for each operand.
-    a_inv = a_inv.reshape(-1, 1).expand(a.shape[0], 1).contiguous()
-    b_inv = b_inv.reshape(1, -1).expand(1, b.shape[1]).contiguous()
-    if dtype != torch.float32 or ROWS_INTO_FP32.get(a.device.type, False):
-        return torch._scaled_mm(a, b, a_inv, b_inv, out_dtype=dtype, use_fast_accum=fast)
-    # Powers of two commute with every rounding of the sum, so they may come after it.
-    one = torch.ones((), device=a.device)
-    return torch._scaled_mm(a, b, one, one, out_dtype=dtype, use_fast_accum=fast) * a_inv * b_inv
+        if a.is_cuda and bias is not None and bias.dtype == dtype:
+            # An NVIDIA GPU adds the bias to the fp32 sum: one rounding fewer than elsewhere.
+            return torch._scaled_mm(a, b, a_inv, b_inv, bias, **settings)
+        y = torch._scaled_mm(a, b, a_inv, b_inv, **settings)
+    else:
+        # A kernel takes one scale per row of both operands, or one scale for each operand.
+        a_inv = a_inv.reshape(-1, 1).expand(a.shape[0], 1).contiguous()
+        b_inv = b_inv.reshape(1, -1).expand(1, b.shape[1]).contiguous()
+        if dtype != torch.float32 or ROWS_INTO_FP32.get(a.device.type, False):
+            y = torch._scaled_mm(a, b, a_inv, b_inv, **settings)
+        else:
+            # Powers of two commute with every rounding of the sum, so they may come after it.
+            one = torch.ones((), device=a.device)
+            y = torch._scaled_mm(a, b, one, one, **settings) * a_inv * b_inv
+    return y if bias is None else y + bias
 
 
 # --- the three matmuls, forward and backward

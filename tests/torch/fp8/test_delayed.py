@@ -158,7 +158,7 @@ def test_a_state_without_the_history_is_refused_with_the_remedy():
     state = {name: t for name, t in state_of(run).items() if not name.startswith("amax.")}
     with pytest.raises(HalfstepError, match="no amax history of `0`") as caught:
         load_state(run, state)
-    assert "leave `delayed` out" in caught.value.hint
+    assert "omit `delayed`" in caught.value.hint
     assert "load_weights" in caught.value.hint
 
 
