@@ -73,7 +73,7 @@ def test_an_encoder_and_decoder_generates(name):
 @pytest.mark.parametrize("policy", ["bf16-mixed", SPLIT, "bf16-true"])
 @pytest.mark.parametrize("name", NAMES)
 def test_what_save_pretrained_writes_is_loaded_again_exactly_as_it_is_by_default(name, policy, tmp_path):
-    """Hazard: a configuration that says bf16 beside masters in fp32, which are then rounded as they are loaded."""
+    """Hazard: a configuration that says bf16 although masters are fp32, which loading would then round."""
     run, loss = prepared(name, policy)
     run.step(loss, [0])
     run.model.save_pretrained(tmp_path)

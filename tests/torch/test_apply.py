@@ -113,10 +113,10 @@ def test_a_matrix_that_is_used_in_another_way_stays_whole_and_is_told(make, reas
     model = nn.ModuleDict({"layer": make(), "linear": nn.Linear(2, 2)})
     applied = applied_to(model, SPLIT)
     assert list(applied.remainders)[-1] == "linear.weight"
-    told = {change.name: change.form for change in applied.changes if change.kind == "Parameter"}
-    assert told
-    assert all(name.startswith("layer.") and reason in form for name, form in told.items())
-    for name in told:
+    forms = {change.name: change.form for change in applied.changes if change.kind == "Parameter"}
+    assert forms
+    assert all(name.startswith("layer.") and reason in form for name, form in forms.items())
+    for name in forms:
         assert applied.masters[name] == Param(FP32)
         assert model.get_parameter(name).dtype == torch.float32
 
@@ -196,10 +196,10 @@ def test_odd_parameters_are_left_alone_and_told():
     assert model.count.dtype == torch.int64
     assert model.table.dtype == torch.float32
     assert set(applied.masters) == {"linear.weight", "linear.bias", "scale", "none"}
-    told = {change.name: change.form for change in applied.changes}
-    assert told["phase"] == "left alone: no policy has a format for complex64"
-    assert "int64" in told["count"]
-    assert "holds `scale`, `none` itself" in told[""]
+    forms = {change.name: change.form for change in applied.changes}
+    assert forms["phase"] == "left alone: no policy has a format for complex64"
+    assert "int64" in forms["count"]
+    assert "holds `scale`, `none` itself" in forms[""]
     model(draw(2, 4)).sum().backward()
     assert model.scale.grad.dtype == torch.float32
 

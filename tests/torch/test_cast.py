@@ -238,7 +238,7 @@ def test_the_plan_repeats_the_format(name, device):
 # --- compile ---------------------------------------------------------------------------------------------
 
 
-# One function over several formats: dynamo makes what differs between them symbolic, unless it is told not to.
+# One function over several formats: dynamo makes what differs between them symbolic, unless forbidden.
 @pytest.mark.parametrize("name", ["bf16", "fp16", "e4m3", "e8m2fnuz"])
 def test_compiles_whole_and_gives_the_same_bits(name, device):
     fmt = Format.parse(name)

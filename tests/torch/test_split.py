@@ -50,7 +50,7 @@ def test_what_is_written_to_a_half_is_its_master(write):
 
 
 def test_a_mask_through_data_makes_no_nan():
-    """torch counts no write there, and a remainder below zero beside a zero has the bits of a NaN."""
+    """torch counts no write there, and a negative remainder next to a zero has the bits of a NaN."""
     run = trained()
     weight = run.model[2].weight
     mask = torch.arange(weight.numel()).reshape(weight.shape) % 2

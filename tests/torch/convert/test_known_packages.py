@@ -32,7 +32,7 @@ def refused(given, optimizer=None, policy="bf16-mixed"):
 
 
 @pytest.mark.parametrize(
-    ("kind", "told", "remedy"),
+    ("kind", "text", "remedy"),
     [
         ("DistributedDataParallel", "wrapped by DDP", "prepare, then compile, then wrap"),
         ("FullyShardedDataParallel", "wrapped by FSDP", "prepare, then compile, then wrap"),
@@ -41,7 +41,7 @@ def refused(given, optimizer=None, policy="bf16-mixed"):
         ("_FabricModule", "set up by Fabric", "prepare(model.module, ...)"),
     ],
 )
-def test_a_wrapper_is_known_by_the_name_of_its_class(kind, told, remedy):
+def test_a_wrapper_is_known_by_the_name_of_its_class(kind, text, remedy):
     class Base(nn.Module):
         def __init__(self, module):
             super().__init__()
@@ -52,7 +52,7 @@ def test_a_wrapper_is_known_by_the_name_of_its_class(kind, told, remedy):
 
     made = type("Mine", (type(kind, (Base,), {}),), {})
     error = refused(made(model()))
-    assert told in error.message
+    assert text in error.message
     assert remedy in error.hint
     inside = nn.Sequential(nn.Linear(8, 8), made(model()))
     assert "`1`" in refused(inside).message
@@ -70,39 +70,33 @@ def test_a_real_ddp_is_refused(tmp_path):
         torch.distributed.destroy_process_group()
 
 
-class Decorated(nn.Module):
-    """A forward under autocast, as people write it."""
+def decorated(enabled=True):
+    """A module with a forward under autocast, as people write it."""
 
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(8, 8)
+    class Decorated(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
 
-    @torch.autocast("cpu", torch.bfloat16)
-    def forward(self, x):
-        return self.linear(x)
+        @torch.autocast("cpu", torch.bfloat16, enabled=enabled)
+        def forward(self, x):
+            return self.linear(x)
+
+    return Decorated()
 
 
 def test_a_forward_that_autocast_decorates_is_refused():
-    error = refused(Decorated())
+    error = refused(decorated())
     assert "decorated by torch.autocast" in error.message
     assert "take the decorator off" in error.hint
-    assert "`0`" in refused(nn.Sequential(Decorated(), nn.Linear(8, 8))).message
+    assert "`0`" in refused(nn.Sequential(decorated(), nn.Linear(8, 8))).message
     patched = model()
     patched.forward = torch.autocast("cpu", torch.bfloat16)(patched.forward)
     assert "decorated by torch.autocast" in refused(patched).message
 
 
 def test_an_autocast_that_is_off_is_no_reason():
-    class Off(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.linear = nn.Linear(8, 8)
-
-        @torch.autocast("cpu", enabled=False)
-        def forward(self, x):
-            return self.linear(x)
-
-    given = Off()
+    given = decorated(enabled=False)
     run = prepare(given, adamw(given), "bf16-mixed")
     run.step(lambda x: given(x).square().mean(), [torch.ones(2, 8)])
 
@@ -207,7 +201,7 @@ LayerNormMLP.__module__ = "transformer_engine.pytorch.module.layernorm_mlp"
 
 
 @pytest.mark.parametrize("policy", ["bf16-mixed,param=fp32:split", "fp8-mixed,emulate=true"])
-def test_layers_with_recipes_of_their_own_are_leaves_and_told(policy):
+def test_layers_with_recipes_of_their_own_are_leaves_and_listed(policy):
     torch.manual_seed(0)
     first, second = Float8Linear(8, 8), LayerNormMLP()
     theirs = copy.deepcopy((first, second))
@@ -230,7 +224,7 @@ def test_layers_with_recipes_of_their_own_are_leaves_and_told(policy):
     assert "torchao's, with Float8LinearConfig" in run.summary()
 
 
-def test_a_recipe_that_a_context_gives_is_told_as_that():
+def test_a_recipe_that_a_context_gives_is_shown_as_that():
     second = LayerNormMLP()
     second.fp8_meta = {}
     given = nn.Sequential(second, nn.Linear(8, 8))
@@ -269,8 +263,8 @@ def test_a_layer_with_a_weight_that_multiplies_by_itself_is_a_leaf():
     theirs = given[0](x).bfloat16()
     run = prepare(given, adamw(given), "bf16-mixed")
     assert torch.equal(given[0](x), theirs)
-    told = "is a leaf, it holds `weight`, of the class Quantized, which multiplies by itself: runs as written"
-    assert told in run.summary()
+    text = "is a leaf, it holds `weight`, of the class Quantized, which multiplies by itself: runs as written"
+    assert text in run.summary()
     assert not bool(run.step(lambda x: given(x).square().mean(), [x]).skipped)
     assert type(given[0].weight.data) is Quantized
 
@@ -290,7 +284,7 @@ def torchao():
 
 
 @pytest.mark.parametrize(
-    ("recipe", "told"),
+    ("recipe", "text"),
     [
         (
             "tensorwise",
@@ -304,7 +298,7 @@ def torchao():
         ),
     ],
 )
-def test_layers_of_torchao_are_leaves_whose_recipe_is_told(torchao, recipe, told):
+def test_layers_of_torchao_are_leaves_whose_recipe_is_shown(torchao, recipe, text):
     from dataclasses import replace
 
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
@@ -315,7 +309,7 @@ def test_layers_of_torchao_are_leaves_whose_recipe_is_told(torchao, recipe, told
     convert_to_float8_training(given, config=config, module_filter_fn=lambda _, name: name == "0")
     kind, theirs = type(given[0]), copy.deepcopy(given[0])
     run = prepare(given, adamw(given), "bf16-mixed,param=fp32:split")
-    assert f"1 Float8Linear (0): is torchao's, with {told}, emulated: runs as written" in run.summary()
+    assert f"1 Float8Linear (0): is torchao's, with {text}, emulated: runs as written" in run.summary()
     assert "fp8" not in str(run.conversion.masters["0.weight"])
     x = torch.randn(16, 32).bfloat16()
     assert torch.equal(given[0](x), theirs(x.float()).bfloat16())
@@ -354,7 +348,7 @@ def test_what_fabric_set_up_is_refused_and_the_remedy_works(precision):
     assert "`optimizer.optimizer`" in error.hint
     run = prepare(wrapped.module, optimizer.optimizer, "bf16-mixed")
     assert not bool(run.step(lambda x: given(x).square().mean(), [torch.ones(2, 8)]).skipped)
-    if precision == "bf16-mixed":  # whoever goes on calling the wrapper is told
+    if precision == "bf16-mixed":  # code that still calls the wrapper is refused
         with pytest.raises(HalfstepError, match=r"under torch\.autocast"):
             wrapped(torch.ones(2, 8))
 

@@ -1,7 +1,7 @@
 """Modules of torch.nn under a policy: formats in and out, forward and backward, against torch's own modules.
 
 Inputs, weights and incoming gradients are numbers of the compute format, so that casting them changes nothing and
-only the module rounds. Where torch's own module in that dtype, or in fp32, rounds the same way, the bits must agree.
+only the module rounds. Where torch's own module in that dtype, or in fp32, rounds likewise, the bits must agree.
 """
 
 import copy

@@ -119,7 +119,7 @@ def test_an_operand_that_is_not_delayed_has_no_past():
     model[0].weight.data.copy_(torch.eye(16))
     step(run, (1.0, 8.0))
     assert history(run)[X, 0] == 1.0
-    # Its own amax is kept all the same, and not used.
+    # Its own amax is kept anyway, and not used.
     step(run, (1.0, 64.0))
     x = torch.ones(16, 16, requires_grad=True)
     model(x).backward(torch.full((16, 16), 2.0**30))

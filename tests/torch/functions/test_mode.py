@@ -607,10 +607,10 @@ def test_each_function_is_listed_with_how_it_ran_and_why():
         return F.softmax(scores, -1).mean(0) * angles
 
     _, found = reached(forward)
-    told = {(row.function.rpartition(".")[2], row.how): row for row in found.rows}
-    assert told["softmax", "reached"].why == "the softmax format inside, compute out"
-    assert told["linear", "reached"].module == "the model"
-    assert told["matmul", "as it is"].why in (entries.Skip.IN_COMPUTE, entries.Skip.NO_PARAMETER)
+    rows = {(row.function.rpartition(".")[2], row.how): row for row in found.rows}
+    assert rows["softmax", "reached"].why == "the softmax format inside, compute out"
+    assert rows["linear", "reached"].module == "the model"
+    assert rows["matmul", "as it is"].why in (entries.Skip.IN_COMPUTE, entries.Skip.NO_PARAMETER)
     assert {row.why for row in found.missed} == {
         entries.Skip.NO_PARAMETER,
         "computed in bfloat16, no role reaches it",
