@@ -176,7 +176,10 @@ def _verify_shard(path: Path, record: ShardRecord, read: Callable[[int], object]
     except DataError as error:
         yield Damage(path.name, error.message)
     whole, damage, end, number = sha256(), list[Damage](), 0, 0
-    checksums = _checksums_if_intact(path.parent, record)
+    try:
+        checksums = read_checksums(path.parent, record)
+    except DataError:  # reported as damage of the checksum file
+        checksums = np.empty(0, dtype="<u4")
     for number, content in enumerate(read_regions(path), 1):
         whole.update(content)
         first, end = end, end + len(content)
@@ -189,14 +192,6 @@ def _verify_shard(path: Path, record: ShardRecord, read: Callable[[int], object]
         damage.append(Damage(path.name, f"ends at byte {end}", end, None))
     if damage or whole.hexdigest() != record.sha256:
         yield from damage or [Damage(path.name, "its SHA-256 differs from the index")]
-
-
-def _checksums_if_intact(folder: Path, record: ShardRecord) -> NDArray[np.uint32]:
-    """Returns the checksums of a shard's chunks, or none if their file is damaged (which is reported apart)."""
-    try:
-        return read_checksums(folder, record)
-    except DataError:
-        return np.empty(0, dtype="<u4")
 
 
 def _narrow_down(content: bytes, first: int, checksums: NDArray[np.uint32]) -> list[tuple[int, int]]:

@@ -122,7 +122,8 @@ class _Walker:
                 self.skipped_folders.append(os.path.join(real, ""))
                 continue
             for entry in entries:
-                place, kind = os.path.join(real, entry.name), _kind_of_entry(entry)
+                place = os.path.join(real, entry.name)
+                kind = LINK if entry.is_symlink() else _kind_of_target(entry.path)
                 if entry.name.startswith(".") or (kind == FOLDER and entry.name in self.ignore):
                     continue
                 if kind == LINK:
@@ -154,18 +155,6 @@ class _Walker:
         known = real in self.seen
         self.seen.add(real)
         return not known
-
-
-def _kind_of_entry(entry: os.DirEntry[str]) -> str:
-    """Returns the kind of an entry itself, which on most disks costs no further system call."""
-    try:
-        if entry.is_symlink():
-            return LINK
-        if entry.is_dir():
-            return FOLDER
-        return FILE if entry.is_file() else SPECIAL
-    except OSError:
-        return UNREADABLE
 
 
 def _kind_of_target(path: str) -> str:

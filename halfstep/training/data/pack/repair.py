@@ -19,9 +19,7 @@ from collections import deque
 from collections.abc import Iterable
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, final
-
-import numpy as np
+from typing import IO
 
 from halfstep.training.data.checksums import Digests, digests, read_checksums, read_tokenizer_file
 from halfstep.training.data.index import TOKEN_BYTES, Index, ShardRecord, SideRecord
@@ -29,7 +27,7 @@ from halfstep.training.data.pack.encode import SIDES, Encoded, token_type
 from halfstep.training.data.packed import open_listed, read_token_bytes
 from halfstep.training.data.shards import header
 from halfstep.training.data.tokenizer_base import Tokenizer
-from halfstep.training.data.types import DataError, TokenArray
+from halfstep.training.data.types import DataError
 from halfstep.training.files import PARTIAL, flush, write_whole
 
 
@@ -77,78 +75,52 @@ def find_lost_shards(folder: Path, index: Index) -> list[ShardRecord]:
 def repair_shards(folder: Path, index: Index, lost: list[ShardRecord], encoded: Iterable[Encoded]) -> None:
     """Writes lost shards again from the blocks of the sources, and stops reading after the last lost one."""
     dtype = token_type(index.tokenizer.vocabulary)
-    sides = {
-        side: _SideRepair(folder, record, lost, dtype)
-        for side, record in zip(SIDES, (index.train, index.val), strict=True)
-    }
+    todo = {side: _spans(record, lost) for side, record in zip(SIDES, (index.train, index.val), strict=True)}
+    position, files = dict.fromkeys(SIDES, 0), dict[str, IO[bytes]]()
     try:
         for block in encoded:
-            for name, side in sides.items():
-                side.take(block.sides[name].tokens)
-            if all(side.is_done for side in sides.values()):
+            for side, spans in todo.items():
+                tokens = block.sides[side].tokens
+                first, position[side] = position[side], position[side] + len(tokens)
+                while spans and spans[0][0] < position[side]:
+                    low, high, record = spans[0]
+                    if record.name not in files:
+                        files[record.name] = open(folder / (record.name + PARTIAL), "wb")  # noqa: SIM115
+                        files[record.name].write(header(record.tokens, dtype))
+                    files[record.name].write(tokens[max(0, low - first) : high - first].tobytes())
+                    if position[side] < high:
+                        break
+                    _finish(folder, record, files[record.name])
+                    del files[record.name]
+                    spans.popleft()
+            if not any(todo.values()):
                 return
     finally:
-        for side in sides.values():
-            side.close()
+        for file in files.values():
+            file.close()
+            os.unlink(file.name)
     raise _cannot_restore(folder, next(folder / each.name for each in lost if not _is_intact(folder, each)))
 
 
-@final
-class _SideRepair:
-    """Takes all tokens of one side in order, and writes those of lost shards."""
+def _spans(side: SideRecord, lost: list[ShardRecord]) -> deque[tuple[int, int, ShardRecord]]:
+    """Returns where the lost shards begin and end in the tokens of their side."""
+    ends = accumulate(record.tokens for record in side.shards)
+    spans = ((end - record.tokens, end, record) for end, record in zip(ends, side.shards, strict=True))
+    return deque(span for span in spans if span[2] in lost)
 
-    def __init__(self, folder: Path, side: SideRecord, lost: list[ShardRecord], dtype: np.dtype[Any]):
-        ends = accumulate(record.tokens for record in side.shards)
-        self._todo = deque(
-            (end - record.tokens, end, record)
-            for end, record in zip(ends, side.shards, strict=True)
-            if record in lost
-        )
-        self._folder, self._dtype, self._at = folder, dtype, 0
-        self._file: Any = None
 
-    @property
-    def is_done(self) -> bool:
-        """Whether all lost shards are restored."""
-        return not self._todo
-
-    def take(self, tokens: TokenArray) -> None:
-        """Takes the next tokens."""
-        first, self._at = self._at, self._at + len(tokens)
-        while self._todo and self._todo[0][0] < self._at:
-            low, high, record = self._todo[0]
-            self._write(record, tokens[max(0, low - first) : high - first])
-            if self._at < high:
-                break
-            self._finish(record)
-            self._todo.popleft()
-
-    def close(self) -> None:
-        """Removes a shard that was not finished."""
-        if self._file is not None:
-            self._file.close()
-            os.unlink(self._file.name)
-            self._file = None
-
-    def _write(self, record: ShardRecord, tokens: TokenArray) -> None:
-        if self._file is None:
-            self._file = open(self._folder / (record.name + PARTIAL), "wb")  # noqa: SIM115
-            self._file.write(header(record.tokens, self._dtype))
-        self._file.write(tokens.tobytes())
-
-    def _finish(self, record: ShardRecord) -> None:
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        path = self._folder / record.name
-        computed = digests(Path(self._file.name))
-        if computed.sha256 != record.sha256:
-            raise _cannot_restore(self._folder, path)
-        if not _has_checksums(self._folder, record):
-            _write_checksums(self._folder, record, computed)
-        self._file.close()
-        os.replace(self._file.name, path)
-        self._file = None
-        flush(self._folder)
+def _finish(folder: Path, record: ShardRecord, file: IO[bytes]) -> None:
+    """Gives a restored shard its name, if it is the one that was packed."""
+    file.flush()
+    os.fsync(file.fileno())
+    computed = digests(Path(file.name))
+    if computed.sha256 != record.sha256:
+        raise _cannot_restore(folder, folder / record.name)
+    if not _has_checksums(folder, record):
+        _write_checksums(folder, record, computed)
+    file.close()
+    os.replace(file.name, folder / record.name)
+    flush(folder)
 
 
 def _is_intact(folder: Path, record: ShardRecord) -> bool:
