@@ -16,6 +16,7 @@ is exact.
 """
 
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from halfstep.core.errors import RoundingError
@@ -132,3 +133,11 @@ def check_word(name: str, value: int, bits: int) -> None:
             f"`{name}` is {value!r}; random words need an integer from 0 to {2**bits - 1}",
             hint="all replicas and shards must agree on it",
         )
+
+
+def word_range(shape: int | Sequence[int], seed: int, tensor: int, start: int) -> tuple[tuple[int, ...], int, int]:
+    """Checks the key of random words; returns their shape, and the first and the last block of four to draw."""
+    for name, value, bits in (("seed", seed, 64), ("tensor", tensor, 32), ("start", start, 63)):
+        check_word(name, value, bits)
+    size = (shape,) if isinstance(shape, int) else tuple(shape)
+    return size, start // 4, -(-(start + math.prod(size)) // 4)

@@ -22,6 +22,7 @@ jax 0.10), so `carried` uses it for bf16 alone.
 Nothing here is differentiable: gradients through a cast are zero, and a layer that casts states its own.
 """
 
+import math
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -40,6 +41,7 @@ from halfstep.core.cast_constants import (
     check_source,
     check_step,
     check_word,
+    word_range,
 )
 from halfstep.core.formats import BF16, FP32, Format, Overflow
 from halfstep.core.roles import Operand
@@ -138,23 +140,19 @@ def random_bits(shape: int | Sequence[int], *, seed: int, step: int | Array, ten
     `step` may be an integer scalar, traced or on the device, which is not read. Under jit it should be: a Python
     integer that changes compiles again at every step.
     """
-    size = (shape,) if isinstance(shape, int) else tuple(shape)
-    count = int(np.prod(size, dtype=np.int64))
-    for name, value, limit in (("seed", seed, 64), ("tensor", tensor, 32), ("start", start, 63)):
-        check_word(name, value, limit)
+    size, first, last = word_range(shape, seed, tensor, start)
     if isinstance(step, int):
         check_word("step", step, 32)
         step = jnp.asarray(step, jnp.uint32)
     else:
         integer = jnp.issubdtype(step.dtype, jnp.integer)
         check_step(str(step.dtype), tuple(step.shape), integer=integer, count="jnp.int32")
-    first, last = start // 4, -(-(start + count) // 4)
     ascending = jnp.arange(last - first, dtype=jnp.uint32)
     low = ascending + np.uint32(first & _WORD)
     high = np.uint32(first >> 32) + (low < np.uint32(first & _WORD)).astype(jnp.uint32)
     words = _philox(low, high, np.uint32(tensor), step.reshape(()).astype(jnp.uint32), seed)
     lanes = jnp.stack(words, axis=-1)
-    return lanes.reshape(-1)[start - 4 * first :][:count].reshape(size)
+    return lanes.reshape(-1)[start - 4 * first :][: math.prod(size)].reshape(size)
 
 
 def _philox(c0: Array, c1: Array, c2: Any, c3: Array, seed: int) -> tuple[Array, Array, Array, Array]:

@@ -41,6 +41,7 @@ from halfstep.core.cast_constants import (
     check_source,
     check_step,
     check_word,
+    word_range,
 )
 from halfstep.core.errors import RoundingError
 from halfstep.core.formats import BF16, FP16, FP32, Format, Overflow
@@ -188,17 +189,13 @@ def random_bits(
     `step` may be an integer scalar array, which is not read. Under mx.compile it should be: a Python integer would
     be compiled in.
     """
-    size = (shape,) if isinstance(shape, int) else tuple(shape)
-    count = math.prod(size)
-    for name, value, limit in (("seed", seed, 64), ("tensor", tensor, 32), ("start", start, 63)):
-        check_word(name, value, limit)
+    size, first, last = word_range(shape, seed, tensor, start)
     if not isinstance(step, mx.array):
         check_word("step", step, 32)
         step = mx.array(step, mx.uint64)
     else:
         integer = mx.issubdtype(step.dtype, mx.integer)
         check_step(str(step.dtype), step.shape, integer=integer, count="mx.uint32")
-    first, last = start // 4, -(-(start + count) // 4)
     # The keys of all rounds are one array, and all words have one shape, so that compiled rounds share kernels:
     # numbers would be compiled into each.
     keys = [(part + turn * stride) & _WORD for turn in range(10) for part, stride in _parts(seed)]
@@ -211,7 +208,7 @@ def random_bits(
         c0, c1 = (product1 >> 32) ^ c1 ^ constants[2 * turn], product1 & _WORD
         c2, c3 = (product0 >> 32) ^ c3 ^ constants[2 * turn + 1], product0 & _WORD
     lanes = mx.stack([c0, c1, c2, c3], axis=-1).astype(mx.uint32)
-    return lanes.reshape(-1)[start - 4 * first :][:count].reshape(size)
+    return lanes.reshape(-1)[start - 4 * first :][: math.prod(size)].reshape(size)
 
 
 def _parts(seed: int) -> tuple[tuple[int, int], tuple[int, int]]:

@@ -206,24 +206,6 @@ def masked(params, batch):
     return Weighted((jnp.square(y).sum(-1) * batch["mask"]).sum(), batch["mask"].sum().astype(jnp.float32))
 
 
-@pytest.mark.parametrize("empty", [0, 1])
-def test_a_micro_batch_without_tokens_counts_for_nothing(empty):
-    """Divided by its zero tokens, it would make the step non-finite and halve the scale."""
-    params, optimizer = {"w": jnp.ones((4, 2))}, optax.sgd(0.1)
-    x = jnp.asarray(np.random.default_rng(0).standard_normal((2, 8, 4)), jnp.float32)
-    mask = jnp.ones((2, 8)).at[empty].set(0)
-    policy = "fp16-mixed,scale=dynamic:init=1024"
-    state, result = make_step(masked, optimizer, micro_batches=2)(
-        init(params, optimizer, policy), {"x": x, "mask": mask}
-    )
-    alone, expected = make_step(masked, optimizer)(
-        init(params, optimizer, policy), {"x": x[1 - empty], "mask": mask[1 - empty]}
-    )
-    assert not result.skipped
-    assert float(result.loss) == float(expected.loss)
-    assert (state.params["w"] == alone.params["w"]).all()
-
-
 @pytest.mark.parametrize(
     ("call", "said"),
     [

@@ -115,13 +115,6 @@ def test_a_skipped_step_is_seen_by_schedules():
     assert rates == pytest.approx([0.1, 0.1, 0.05])
 
 
-def test_one_scale_update_however_many_optimizers():
-    pair = mlx.optimizers.MultiOptimizer([AdamW(), AdamW()], [lambda name, _: name.endswith("0.weight")])
-    run = prepare(nn.Sequential(ones(), nn.Linear(3, 2)), pair, FP16)
-    run.step(lambda model, x: model(x).sum() * float("inf"), [data()])
-    assert run.scale_state.scale.item() == 512
-
-
 # Casting
 
 

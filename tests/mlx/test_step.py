@@ -156,15 +156,6 @@ def test_a_loss_that_is_not_a_scalar_or_too_narrow_is_refused():
     assert r.model.weight.dtype == mx.float32  # and what was in the model is there again
 
 
-@pytest.mark.parametrize("weights", [[0.0, 4.0], [4.0, 0.0], [mx.array(0.0), mx.array(4.0)]], ids=str)
-def test_a_micro_batch_without_tokens_adds_nothing(weights):
-    r, plain = run(), run()
-    batches = [(data(4) if float(w) else data(4, seed=9), w) for w in weights]
-    result = r.step(lambda model, b: (mx.square(model(b[0])).sum(), b[1]), batches)
-    assert result.loss.item() == plain.step(squares, [data(4)]).loss.item()
-    assert mx.array_equal(seen(r), seen(plain))
-
-
 def test_a_step_without_any_token_is_skipped():
     r = run()
     before = r.model.weight
