@@ -247,8 +247,7 @@ def _read_modifiers(kind: type, words: list[str]) -> dict[str, Any]:
             legal = [*flags, *(f"{key}=..." for key in numbers)]
             names = one_of(legal) if legal else "none"
             raise PolicyError(
-                f"unknown modifier `{word}`; allowed here: {names}",
-                hint=did_you_mean(key, [*flags, *numbers]),
+                f"unknown modifier `{word}`; allowed here: {names}", hint=did_you_mean(key, [*flags, *numbers])
             )
         if name in values:
             raise PolicyError(f"modifier `{word}` contradicts or repeats an earlier one", hint="give it once")

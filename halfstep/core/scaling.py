@@ -167,9 +167,7 @@ class DynamicScale(Scale):
             scale=where(finite, grown, backed_off),
             good_steps=where(finite, where(due, 0, state.good_steps + 1), 0),
             tolerance=where(
-                finite,
-                where(due, self.hysteresis, state.tolerance),
-                where(spent, 1, state.tolerance - 1),
+                finite, where(due, self.hysteresis, state.tolerance), where(spent, 1, state.tolerance - 1)
             ),
             stuck=where(finite, False, spent & (scale <= self.floor)),
         )

@@ -69,12 +69,7 @@ class Chart:
         return f"{len(values):,}" if line.look in ("mark", "event") else _WRITTEN[self.unit](values[-1])
 
 
-_WRITTEN: dict[str, Callable[[float], str]] = {
-    "plain": plain,
-    "count": count,
-    "size": size,
-    "power": power_of_two,
-}
+_WRITTEN: dict[str, Callable[[float], str]] = {"plain": plain, "count": count, "size": size, "power": power_of_two}
 
 
 def charts(history: History, policy: Policy | None, marks: Sequence[int] = ()) -> list[Chart]:

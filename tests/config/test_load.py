@@ -53,8 +53,7 @@ def test_the_policy_may_be_text_or_a_table(tmp_path):
     text = load(write(tmp_path, 'policy = "bf16-mixed,norm=bf16; lm_head: compute=fp32"'))
     table = load(
         write(
-            tmp_path,
-            '[policy]\npreset = "bf16-mixed"\nnorm = "bf16"\n[policy.rules]\nlm_head = "compute=fp32"\n',
+            tmp_path, '[policy]\npreset = "bf16-mixed"\nnorm = "bf16"\n[policy.rules]\nlm_head = "compute=fp32"\n'
         )
     )
     assert Policy.parse(text.policy) == Policy.parse(table.policy)

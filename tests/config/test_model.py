@@ -63,8 +63,7 @@ def test_schedules_are_those_of_the_sources(name, steps, warmdown):
 
 
 @pytest.mark.parametrize(
-    ("layers", "pairs"),
-    [(9, {4: 3, 5: 2, 6: 1, 7: 0}), (4, {2: 1, 3: 0}), (3, {1: 0}), (1, {})],
+    ("layers", "pairs"), [(9, {4: 3, 5: 2, 6: 1, 7: 0}), (4, {2: 1, 3: 0}), (3, {1: 0}), (1, {})]
 )
 def test_skips_go_from_the_first_half_to_the_second_last_in_first_out(layers, pairs):
     model = ModelConfig(layers=layers, unet_skips=True)

@@ -44,11 +44,7 @@ def test_a_table_becomes_the_section():
     ("table", "said", "hint"),
     [
         ({"name": "x", "iner": {}}, "unknown setting `iner`", "did you mean `inner`?"),
-        (
-            {"name": "x", "inner": {"stesp": 1}},
-            "unknown setting `inner.stesp`",
-            "did you mean `inner.steps`?",
-        ),
+        ({"name": "x", "inner": {"stesp": 1}}, "unknown setting `inner.stesp`", "did you mean `inner.steps`?"),
         ({"name": "x", "inner": {"zzz": 1}}, "unknown setting `inner.zzz`", "inner.steps"),
         ({"name": "x", "inner": 3}, "`inner` is 3; it must be a table of settings", None),
         ({"name": 3}, "`name` is 3; it must be text", None),

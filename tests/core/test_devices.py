@@ -96,21 +96,13 @@ def test_other_formats_are_emulated_everywhere(name, device):
             Device("tpu", "TPU", architecture="v4"),
             "a TPU's matrix unit makes an fp32 product of several bf16 products",
         ),
-        (
-            "bf16",
-            cpu("aarch64", "asimdhp"),
-            "the CPU lacks `amx_bf16`, `avx512_bf16`, `bf16` or `svebf16`",
-        ),
+        ("bf16", cpu("aarch64", "asimdhp"), "the CPU lacks `amx_bf16`, `avx512_bf16`, `bf16` or `svebf16`"),
         (
             "fp16",
             cpu("aarch64", "asimdhp"),
             "the CPU's asimdhp sums in fp16; fp16 with fp32 sums needs `amx_fp16` or `asimdfhm`",
         ),
-        (
-            "bf16",
-            cpu("x86_64", "avx512_bf16"),
-            "the CPU has avx512_bf16, which multiplies bf16 and sums in fp32",
-        ),
+        ("bf16", cpu("x86_64", "avx512_bf16"), "the CPU has avx512_bf16, which multiplies bf16 and sums in fp32"),
         ("bf16", Device("intel", "Xe"), "the architecture of Xe is not known, and so whether it multiplies bf16"),
     ],
 )

@@ -30,23 +30,7 @@ def histogram(result: TensorStats) -> dict[int, int]:
 # e4m3: largest 448 (464 is the tie that stays), smallest normal 2^-6, smallest 2^-9 (2^-10 is the tie that
 # goes to zero). Rounded: 1.0625 -> 1 (a tie), 1000 -> 448.
 BY_HAND = np.float32(
-    [
-        0,
-        -0.0,
-        1,
-        1.0625,
-        -464,
-        465,
-        1000,
-        np.inf,
-        -np.inf,
-        np.nan,
-        2**-6,
-        2**-7,
-        2**-10,
-        -(2**-10) * 1.5,
-        2**-149,
-    ]
+    [0, -0.0, 1, 1.0625, -464, 465, 1000, np.inf, -np.inf, np.nan, 2**-6, 2**-7, 2**-10, -(2**-10) * 1.5, 2**-149]
 )
 
 

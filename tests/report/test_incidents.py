@@ -181,11 +181,7 @@ def test_a_resume_says_from_where_and_what_was_lost():
     first = [start(), *steps(1, 8), saved(8)]
     assert rows(first, stop(8, 8), start(8))[-1] == ("8", "resumed", "from the checkpoint of step 8")
     assert rows(first, steps(9, 11), start(8)) == [
-        (
-            "8",
-            "resumed",
-            "from the checkpoint of step 8; the session before it ended abruptly; lost: 3 steps",
-        )
+        ("8", "resumed", "from the checkpoint of step 8; the session before it ended abruptly; lost: 3 steps")
     ]
 
 
@@ -193,11 +189,7 @@ def test_an_older_checkpoint_is_shown_with_the_reason_it_was_taken():
     passed = "`step-000008/state.safetensors` is damaged; it was set aside, and the run resumes after step 4"
     first = [start(), *steps(1, 8), saved(4), saved(8), stop(8, 8)]
     assert rows(first, start(4), warning(passed), steps(5, 8))[1:] == [
-        (
-            "4",
-            "resumed",
-            "from the checkpoint of step 4; lost: 4 steps; ignored: the newer checkpoint of step 8",
-        ),
+        ("4", "resumed", "from the checkpoint of step 4; lost: 4 steps; ignored: the newer checkpoint of step 8"),
         ("4", "warning", passed.replace("`", "")),
     ]
 

@@ -113,14 +113,7 @@ def look(number, time, loss):
 
 def checkpoint(number, time):
     path = f"checkpoints/step-{number:06d}"
-    return {
-        "event": "checkpoint",
-        "time": time,
-        "step": number,
-        "path": path,
-        "seconds": 0.04,
-        "bytes": 9_848_320,
-    }
+    return {"event": "checkpoint", "time": time, "step": number, "path": path, "seconds": 0.04, "bytes": 9_848_320}
 
 
 def eventful():
@@ -312,11 +305,7 @@ def test_without_bits_per_byte_the_loss_is_the_result():
     page = Page(render(events, "x"))
     assert "The loss on held-out text is 1.386." in page.headline
     assert "bits per byte" not in page.text
-    assert [line["label"] for line in page.data["loss"]["lines"]] == [
-        "training",
-        "smooth",
-        "held-out",
-    ]
+    assert [line["label"] for line in page.data["loss"]["lines"]] == ["training", "smooth", "held-out"]
 
 
 def test_the_bigram_entropy_is_drawn_in_the_unit_of_the_loss():
@@ -383,10 +372,7 @@ def test_rules_have_a_table():
     [
         ("fp32", "No loss scale: everything is computed in fp32, where no gradient is lost to range."),
         ("bf16-mixed", "No loss scale: bf16 has fp32's range."),
-        (
-            "fp8-mixed",
-            "No loss scale: bf16 has fp32's range and e4m3 and e5m2 operands have their own scales.",
-        ),
+        ("fp8-mixed", "No loss scale: bf16 has fp32's range and e4m3 and e5m2 operands have their own scales."),
         ("fp16-mixed", None),
     ],
 )
@@ -614,18 +600,8 @@ def browser():
 
     def visit(html, folder):
         (folder / "page.html").write_text(html, encoding="utf-8")
-        flags = [
-            "--headless",
-            "--no-sandbox",
-            "--disable-gpu",
-            "--disable-quic",
-            "--virtual-time-budget=3000",
-        ]
-        flags += [
-            "--disable-background-networking",
-            "--enable-logging=stderr",
-            f"--user-data-dir={folder}/user",
-        ]
+        flags = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--virtual-time-budget=3000"]
+        flags += ["--disable-background-networking", "--enable-logging=stderr", f"--user-data-dir={folder}/user"]
         command = [program, *flags, "--dump-dom", (folder / "page.html").as_uri()]
         done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
         return done.stdout, [line for line in done.stderr.splitlines() if "CONSOLE" in line]
