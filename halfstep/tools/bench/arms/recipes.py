@@ -26,6 +26,15 @@ from halfstep.tools.bench.workers import MissingError
 from halfstep.torch.dtypes import supported
 
 Batch = tuple[Tensor, Tensor]  # inputs and targets of a micro-batch
+# The policies of halfstep's arms.
+POLICIES = {
+    "halfstep": "bf16-mixed,param=fp32:split",
+    "halfstep-fp32-masters": "bf16-mixed",
+    "halfstep-stock": "bf16-mixed,param=fp32:split",
+    "halfstep-fp16": "fp16-mixed",
+    "halfstep-fp8": "fp8-mixed,param=fp32:split",  # layer by layer, where that is faster
+    "halfstep-fp8-all": "fp8-mixed,param=fp32:split,compute=e4m3",  # every matmul
+}
 ADAMW: dict[str, Any] = {"lr": RATE, "betas": BETAS, "weight_decay": DECAY}
 
 
@@ -288,8 +297,6 @@ class PureBf16(Stock):
 class Halfstep(Stock):
     """`prepare` with halfstep's own AdamW."""
 
-    policy = "bf16-mixed,param=fp32:split"
-
     def make_optimizer(self) -> torch.optim.Optimizer:
         """Returns our AdamW."""
         from halfstep.torch import AdamW
@@ -301,7 +308,8 @@ class Halfstep(Stock):
         from halfstep.torch import prepare
 
         seed, tokens = self.setting.seed, self.setting.batch * self.setting.context
-        self.run = prepare(self.model, self.optimizer, self.policy, clip_norm=CLIP_NORM, seed=seed, tokens=tokens)
+        policy = POLICIES[self.setting.arm]
+        self.run = prepare(self.model, self.optimizer, policy, clip_norm=CLIP_NORM, seed=seed, tokens=tokens)
         self.forward = self.compiled(self.model)
 
     def step(self, micro_batches: Sequence[Batch]) -> Tensor:
@@ -313,12 +321,6 @@ class Halfstep(Stock):
         return self.run.summary()
 
 
-class HalfstepFp32Masters(Halfstep):
-    """With whole fp32 masters, which each layer casts."""
-
-    policy = "bf16-mixed"
-
-
 class HalfstepStock(Halfstep):
     """With torch's own fused AdamW: masters are joined for the step and split after it."""
 
@@ -327,16 +329,8 @@ class HalfstepStock(Halfstep):
         return Stock.make_optimizer(self)
 
 
-class HalfstepFp16(Halfstep):
-    """In fp16, with halfstep's dynamic scaling."""
-
-    policy = "fp16-mixed"
-
-
 class HalfstepFp8(Halfstep):
-    """In fp8, layer by layer where that is faster; evaluated in bf16, as the preset has it."""
-
-    policy = "fp8-mixed,param=fp32:split"
+    """In fp8; evaluated in bf16, as the preset says."""
 
     def set_up(self) -> None:
         """Refuses a device without fp8."""
@@ -358,12 +352,6 @@ class HalfstepFp8(Halfstep):
         return loss
 
 
-class HalfstepFp8All(HalfstepFp8):
-    """Every matmul in fp8."""
-
-    policy = "fp8-mixed,param=fp32:split,compute=e4m3"
-
-
 MAKERS: dict[str, type[Stock]] = {
     "fp32": Stock,
     "tf32": TF32,
@@ -376,11 +364,11 @@ MAKERS: dict[str, type[Stock]] = {
     "casted": Casted,
     "pure-bf16": PureBf16,
     "halfstep": Halfstep,
-    "halfstep-fp32-masters": HalfstepFp32Masters,
+    "halfstep-fp32-masters": Halfstep,
     "halfstep-stock": HalfstepStock,
-    "halfstep-fp16": HalfstepFp16,
+    "halfstep-fp16": Halfstep,
     "halfstep-fp8": HalfstepFp8,
-    "halfstep-fp8-all": HalfstepFp8All,
+    "halfstep-fp8-all": HalfstepFp8,
 }
 
 
