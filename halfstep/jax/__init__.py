@@ -7,7 +7,7 @@ Importing it imports nothing; each public name is loaded when it is used, and JA
     state, result = step(state, batch)
 
 Islands and matmuls with formats of their own reach a loss function through the functions here: each takes a
-`Casts` last, as `cross_entropy(logits, targets, casts_for("bf16-mixed"))`.
+`Casts` last: `cross_entropy(logits, targets, casts_for("bf16-mixed"))`.
 """
 
 import lazy_loader

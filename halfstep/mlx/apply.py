@@ -100,13 +100,6 @@ class Applied:
     changes: tuple[Change, ...]
     originals: list[tuple[Module, type, dict[str, Any]]] = field(repr=False)
 
-    def __str__(self) -> str:
-        held: dict[str, int] = {}
-        for param in self.masters.values():
-            held[str(param.format)] = held.get(str(param.format), 0) + 1
-        parameters = ", ".join(f"{count} parameters in {fmt}" for fmt, count in held.items())
-        return f"{self.policy}: {self.modules} modules, {parameters}"
-
     def lines(self) -> Iterator[str]:
         """Describes what was done and why, one line per kind of module and per way a parameter is held."""
         yield f"{self.policy} on mlx, {mx.default_device()}"

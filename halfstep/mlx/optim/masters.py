@@ -43,12 +43,12 @@ class Masters:
         return {name: self._wide(name, place) for name, place in self.places.items()}
 
     def used(self) -> dict[str, mx.array]:
-        """What the forward pass is given."""
-        found = {}
+        """Returns what the forward pass uses."""
+        used = {}
         for name, place in self.places.items():
             half = isinstance(place.module, Matmul) and place.module.casts.operand == mx.bfloat16
-            found[name] = self._wide(name, place) if name in self.remainders and not half else place.array
-        return found
+            used[name] = self._wide(name, place) if name in self.remainders and not half else place.array
+        return used
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
