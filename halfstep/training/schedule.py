@@ -14,9 +14,9 @@ next update's rate is the optimizer's rate times
 
 Past the end the factor stays at 1 / d. Where warmup and warmdown overlap, the lower line counts.
 
-n counts *applied* updates, those that loss scaling did not skip, so a skipped step delays the schedule
-instead of bending it. That count lives on the device. So the law is arithmetic, comparison and `xp.where` and
-nothing else, as in core.scaling: it runs traced on any array namespace and never asks an array for its truth.
+n counts *applied* updates, those that loss scaling did not skip, so a skipped step delays the schedule instead of
+bending it. That count is on the device. So the law is only arithmetic, comparison and `xp.where`, as in
+core.scaling: it runs traced on any array namespace and never needs the truth value of an array.
 n may be an integer or a float scalar (fp32 counts exactly to 2^24); the strict array API divides floats only.
 
 Muon's momentum rises along a straight line, from `start` at the first update to `end` after `warmup` of them.
@@ -30,11 +30,11 @@ Scalar = Any
 
 
 def factor(step: Scalar, *, steps: int, warmup: int, warmdown_share: float, xp: Namespace) -> Scalar:
-    """What the learning rate is multiplied by after `step` applied updates; a scalar of `xp` in (0, 1]."""
+    """Returns what the learning rate is multiplied by after `step` applied updates: a scalar of `xp` in (0, 1]."""
     assert steps >= 1
     assert warmup >= 0
     assert 0 <= warmdown_share <= 1
-    # A length of 1 is no slope either: the one step of it has the factor 1.
+    # A length of 1 is not a slope either: its one step has the factor 1.
     up, down = max(1, warmup), max(1, round(warmdown_share * steps))
     rise = xp.where(step + 1 < up, (step + 1) / up, 1.0)
     left = xp.where(step < steps - 1, steps - step, 1)
@@ -43,7 +43,7 @@ def factor(step: Scalar, *, steps: int, warmup: int, warmdown_share: float, xp: 
 
 
 def momentum(step: Scalar, *, start: float, end: float, warmup: int, xp: Namespace) -> Scalar:
-    """Muon's momentum after `step` applied updates; a scalar of `xp`."""
+    """Returns Muon's momentum after `step` applied updates, a scalar of `xp`."""
     assert warmup >= 1
     share = xp.where(step < warmup, step / warmup, 1.0)
     return (1 - share) * start + share * end

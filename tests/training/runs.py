@@ -1,5 +1,10 @@
 """Small runs on the CPU, for tests: starting, resuming and interrupting them, and reading what they left."""
 
+import errno
+import math
+import os
+import signal
+
 import numpy as np
 import pytest
 
@@ -85,6 +90,60 @@ def before_step(loop, act):
 
     loop.session.step = step
     return loop
+
+
+def at_step(loop, number, act):
+    """Calls `act` as a step is launched, once."""
+    done = []
+
+    def once():
+        if loop.tally.launched == number - 1 and not done:
+            done.append(1)
+            act()
+
+    return before_step(loop, once)
+
+
+def ruin_by_update(loop, number):
+    """Makes the update of a step leave weights that are not finite; its own loss was finite."""
+    launch = loop.session.step
+
+    def step(batch):
+        result = launch(batch)
+        if loop.tally.step == number - 1:
+            ruin(loop)
+        return result
+
+    loop.session.step = step
+    return loop
+
+
+def ruin(loop):
+    """Makes weights of a torch session NaN."""
+    loop.session.model.blocks[0].mlp.up.weight.data[:] = math.nan
+
+
+def stop():
+    """Sends this process a SIGTERM."""
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def full(*_, **__):
+    """Raises what a full disk raises, in place of a call that writes."""
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def evaluations_find(losses, monkeypatch):
+    """Makes the loop's evaluations find the given losses, by step."""
+    from halfstep.training import loop as module
+
+    real = module.evaluate
+
+    def evaluate(session, *rest, **options):
+        found = real(session, *rest, **options)
+        return type(found)(losses[session.applied()], found.tokens, None, found.bigram_bits)
+
+    monkeypatch.setattr(module, "evaluate", evaluate)
 
 
 def poison(loop, indices, factor):

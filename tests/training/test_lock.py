@@ -34,7 +34,7 @@ def test_a_second_writer_is_refused_with_who_holds_it(tmp_path):
     RunLock(tmp_path).release()
 
 
-def test_a_lock_that_was_removed_before_it_was_taken_is_none(tmp_path, monkeypatch):
+def test_a_lock_file_that_was_removed_before_it_was_taken_is_refused(tmp_path, monkeypatch):
     """Whoever held it has left nothing behind: the next may hold another file of that name already."""
     real = fcntl.flock
 
@@ -91,7 +91,7 @@ def test_a_fork_of_a_killed_process_holds_nothing_and_its_end_frees_nothing(tmp_
         os.kill(child, signal.SIGKILL)
 
 
-def test_one_that_is_forgotten_is_free(tmp_path):
+def test_a_forgotten_lock_is_free(tmp_path):
     RunLock(tmp_path)
     RunLock(tmp_path).release()
 
@@ -104,7 +104,7 @@ def test_a_holder_that_cannot_be_read_is_still_one(tmp_path):
     lock.release()
 
 
-def test_on_a_full_disk_it_holds_and_who_has_it_stays_unsaid(tmp_path, monkeypatch):
+def test_on_a_full_disk_the_lock_holds_without_naming_its_holder(tmp_path, monkeypatch):
     def full(*_):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 

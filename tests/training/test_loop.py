@@ -1,6 +1,5 @@
 """Whole runs on the CPU: they end, resume bit for bit, stop when asked, and refuse what is not theirs."""
 
-import errno
 import json
 import os
 import signal
@@ -18,7 +17,7 @@ from halfstep.core.policy import Policy
 from halfstep.training.checkpoints import checkpoint
 from halfstep.training.session import open_session
 from halfstep.training.telemetry.events import read_events
-from tests.training.runs import SMALL, final_state, interrupt_at, starter
+from tests.training.runs import SMALL, final_state, full, interrupt_at, starter
 
 BASE = ("training.micro_batches=2", "training.steps=6", "training.validate_every=4", "training.save_every=2")
 start = starter(*BASE)
@@ -110,7 +109,7 @@ def wait_for_steps(process, out, count):
 
 
 @pytest.mark.parametrize("kind", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.prove)])
-def test_a_signal_saves_and_leaves_cleanly_and_the_run_can_go_on(text, tmp_path, kind):
+def test_a_signal_saves_and_exits_cleanly_and_the_run_resumes(text, tmp_path, kind):
     out = tmp_path / "run"
     many = ["training.steps=100000", "training.save_every=100000", "training.validate_every=100000"]
     process = run_in_background(text, out, *many)
@@ -148,7 +147,7 @@ def test_checkpoints_alone_are_a_run_that_is_not_written_over(text, tmp_path):
         start(text, out)
 
 
-def test_a_checkpoint_of_a_halfstep_that_wrote_less_is_refused_with_a_way_on(text, tmp_path):
+def test_a_checkpoint_that_lacks_a_key_is_refused_with_a_remedy(text, tmp_path):
     out = tmp_path / "run"
     start(text, out).run()
     path = out / "checkpoints" / "step-000006" / "manifest.json"
@@ -161,12 +160,9 @@ def test_a_checkpoint_of_a_halfstep_that_wrote_less_is_refused_with_a_way_on(tex
     assert f"--init {path.parent}" in caught.value.hint
 
 
-def test_a_full_disk_does_not_hinder_a_resume_and_a_new_setting_is_refused(text, tmp_path, monkeypatch):
+def test_a_full_disk_stops_a_resume_only_if_a_setting_changed(text, tmp_path, monkeypatch):
     out = tmp_path / "run"
     interrupt_at(start(text, out), 4)
-
-    def full(*_):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     before = (out / "run.toml").read_bytes()
     monkeypatch.setattr("halfstep.training.run.folder.write_whole", full)
@@ -197,20 +193,12 @@ def test_resuming_as_another_run_is_refused(text, tmp_path, extra, policy, said)
         start(text, tmp_path / "run", *extra, policy=policy, resume=True)
 
 
-def test_resuming_with_other_data_is_refused(text, tmp_path):
-    start(text, tmp_path / "run").run()
-    with open(text, "a") as file:
-        file.write("one more line\n")
-    with pytest.raises(ConfigError, match="other data"):
-        start(text, tmp_path / "run", resume=True)
-
-
 def test_resuming_where_there_is_no_run_is_refused(text, tmp_path):
     with pytest.raises(ConfigError, match="holds no run"):
         start(text, tmp_path / "run", resume=True)
 
 
-def test_looking_and_saving_at_other_times_is_still_the_same_run(text, tmp_path):
+def test_evaluating_and_saving_at_other_times_is_the_same_run(text, tmp_path):
     start(text, tmp_path / "run").run()
     loop = start(text, tmp_path / "run", "training.validate_every=1", resume=True)
     assert loop.start == 6
@@ -261,13 +249,6 @@ def test_resuming_a_finished_run_adds_nothing_to_its_record(text, tmp_path):
     assert (tmp_path / "run" / "events.jsonl").read_bytes() == before
 
 
-def test_a_run_that_diverged_does_not_end_as_a_success(text, tmp_path):
-    loop = start(text, tmp_path / "run", "training.steps=100")
-    loop.session.model.embed.weight.data[:] = float("nan")
-    with pytest.raises(HalfstepError, match="50 steps in a row were not finite"):
-        loop.run()
-
-
 def test_a_damaged_checkpoint_is_replaced_when_its_step_is_reached_again(text, tmp_path):
     out = tmp_path / "run"
     start(text, out).run()
@@ -281,9 +262,9 @@ def test_a_damaged_checkpoint_is_replaced_when_its_step_is_reached_again(text, t
     assert again.start == 4
     again.run()
     assert newest.read_bytes() == whole
-    (told,) = [e["message"] for e in read_events(out / "events.jsonl") if e["event"] == "warning"]
-    assert "step-000006" in told
-    assert "after step 4" in told
+    (message,) = [e["message"] for e in read_events(out / "events.jsonl") if e["event"] == "warning"]
+    assert "step-000006" in message
+    assert "after step 4" in message
     assert (out / "checkpoints" / "step-000006.damaged").is_dir()
 
 
@@ -304,10 +285,3 @@ def test_a_refused_resume_leaves_the_configuration_alone(text, tmp_path):
     with pytest.raises(ConfigError, match="other data"):
         start(text, out, "training.save_every=1", resume=True)
     assert (out / "run.toml").read_bytes() == before
-
-
-def test_a_run_that_no_scale_can_save_stops_and_says_why(text, tmp_path):
-    loop = start(text, tmp_path / "run", policy="fp16-mixed,emulate=true,scale=dynamic:init=1:floor=1")
-    loop.session.model.embed.weight.data[:] = float("nan")
-    with pytest.raises(HalfstepError, match="at its floor"):
-        loop.run()

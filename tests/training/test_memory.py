@@ -1,4 +1,4 @@
-"""Memory that is not enough: refused before the model is made, or told with what to do."""
+"""Running out of memory: refused before the model is built, or reported with a remedy."""
 
 import pytest
 
@@ -8,7 +8,7 @@ from halfstep.core import host
 from halfstep.core.policy import Policy
 from halfstep.training.checkpoints import checkpoint
 from halfstep.training.memory import OutOfMemoryError, check_fits, least_bytes
-from tests.training.runs import events_of, starter
+from tests.training.runs import at_step, events_of, starter
 
 begin = starter("training.batch=6", "training.micro_batches=2", "training.steps=8", "training.save_every=3")
 
@@ -30,7 +30,7 @@ def start(text, out, *extra, backend="torch", **options):
         ("bf16-mixed; lm_head: param=bf16", [], False, 2),
     ],
 )
-def test_what_a_run_takes_at_the_least(policy, settings, train, a_parameter):
+def test_the_least_that_a_run_takes(policy, settings, train, a_parameter):
     config = load("tiny", ["model.tied=false", *settings])
     found = least_bytes(config, Policy.parse(policy), train=train)
     assert found == a_parameter * config.model.num_parameters
@@ -51,14 +51,14 @@ def test_a_model_that_the_device_cannot_hold_is_refused_and_one_that_fits_is_not
 
 @pytest.mark.parametrize("backend", ["torch", "jax", "mlx"])
 @pytest.mark.parametrize("width", [2**20, 2**40])  # more than any machine has; beyond what 64 bits count
-def test_it_is_refused_before_anything_is_made(text, tmp_path, backend, width):
+def test_a_model_too_large_is_refused_before_anything_is_built(text, tmp_path, backend, width):
     with pytest.raises(OutOfMemoryError, match="parameters"):
         start(text, tmp_path / "run", f"model.width={width}", backend=backend)
     assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize("policy", ["auto", "auto,norm=bf16", "bf16-mixed"])
-def test_it_is_refused_before_anything_is_measured(text, tmp_path, monkeypatch, capsys, policy):
+def test_a_model_too_large_is_refused_before_anything_is_measured(text, tmp_path, monkeypatch, capsys, policy):
     pytest.importorskip("torch")
     monkeypatch.chdir(tmp_path)
     words = ["train", "tiny", "--policy", policy, "--device", "cpu", "--out", "run"]
@@ -66,18 +66,6 @@ def test_it_is_refused_before_anything_is_measured(text, tmp_path, monkeypatch, 
     assert run([*words, *(word for setting in settings for word in ("--set", setting))]) == 2
     assert "weights, gradients and moments take" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
-
-
-def fails_at(session, step, fail):
-    taken, launch = [], session.step
-
-    def stepped(batch):
-        taken.append(batch)
-        if len(taken) == step:
-            fail()
-        return launch(batch)
-
-    session.step = stepped
 
 
 def torch_fails():
@@ -100,10 +88,10 @@ FAILS = {"torch": torch_fails, "jax": jax_fails, "mlx": mlx_fails}
 
 
 @pytest.mark.parametrize("backend", ["torch", pytest.param("jax", marks=pytest.mark.prove), "mlx"])
-def test_a_step_that_does_not_fit_stops_the_run_and_says_what_to_do(text, tmp_path, backend):
+def test_a_step_that_does_not_fit_stops_the_run_with_a_remedy(text, tmp_path, backend):
     out = tmp_path / "run"
     loop = start(text, out, backend=backend)
-    fails_at(loop.session, 6, FAILS[backend])
+    at_step(loop, 6, FAILS[backend])
     with pytest.raises(
         OutOfMemoryError, match=r"ran out of memory after step [45]: .* of .*iB were held"
     ) as caught:
@@ -124,9 +112,9 @@ def test_a_step_that_does_not_fit_stops_the_run_and_says_what_to_do(text, tmp_pa
     assert resumed.run().finished
 
 
-def test_what_is_offered_is_what_takes_less(text, tmp_path):
+def test_the_hint_names_only_what_takes_less(text, tmp_path):
     loop = start(text, tmp_path / "run", "training.batch=1", "training.recompute_blocks=true")
-    fails_at(loop.session, 1, torch_fails)
+    at_step(loop, 1, torch_fails)
     with pytest.raises(OutOfMemoryError) as caught:
         loop.run()
     assert caught.value.hint == "a shorter model.context or a smaller model fits"
@@ -139,12 +127,12 @@ def test_other_errors_are_left_as_they_are(text, tmp_path, backend):
     def fail():
         raise RuntimeError("a shape is wrong")
 
-    fails_at(loop.session, 2, fail)
+    at_step(loop, 2, fail)
     with pytest.raises(RuntimeError, match="a shape is wrong"):
         loop.run()
 
 
-def test_a_model_that_did_not_fit_beside_others_says_so(text, tmp_path, monkeypatch):
+def test_a_model_that_did_not_fit_on_a_shared_device_says_so(text, tmp_path, monkeypatch):
     from halfstep.torch import session
 
     monkeypatch.setattr(session, "Decoder", lambda config: torch_fails())

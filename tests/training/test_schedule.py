@@ -1,4 +1,4 @@
-"""The schedule: its formula, its shape, and that it never looks at a traced value."""
+"""The schedule: its formula, its shape, and that it never reads a traced value."""
 
 import operator
 from fractions import Fraction
@@ -21,7 +21,7 @@ class Traced:
         self.value = value
 
     def __bool__(self):
-        raise TypeError("the schedule looked at a traced value")
+        raise TypeError("the schedule read a traced value")
 
     __float__ = __int__ = __index__ = __bool__
 

@@ -157,7 +157,7 @@ def load(path: Path) -> tuple[dict[str, Stored], dict[str, Any]]:
 
 
 def load_newest(folder: Path, *, allow_older: bool = False) -> Loaded | None:
-    """Returns the newest checkpoint, or None if there is none. The run may still be going on.
+    """Returns the newest checkpoint, or None if there is none. The run may still be running.
 
     One that is pruned while it is read gives way to the next. With `allow_older`, damaged ones are set aside once
     one that is whole was found; if none is, the newest one's error is raised.

@@ -98,7 +98,7 @@ def test_any_buffer_can_be_saved_and_what_is_loaded_can_be_written_to(tmp_path):
     assert back.flags.writeable
 
 
-def test_the_manifest_says_what_is_there(tmp_path):
+def test_the_manifest_lists_what_is_there(tmp_path):
     path = save(tmp_path, 7, arrays_of(1), META)
     manifest = json.loads((path / "manifest.json").read_text(encoding="utf-8"))
     content = (path / "state.safetensors").read_bytes()
@@ -338,7 +338,7 @@ def test_a_flipped_bit_of_any_byte_of_the_state_is_found(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["state.safetensors", "manifest.json"])
-def test_every_truncation_is_found_and_passed_over_by_latest_only_where_that_is_allowed(tmp_path, name):
+def test_every_truncation_is_found_and_passed_over_only_if_allowed(tmp_path, name):
     first = save(tmp_path, 1, arrays_of(1), META)
     path = save(tmp_path, 2, arrays_of(2), META)
     good = (path / name).read_bytes()
@@ -369,7 +369,7 @@ def test_a_missing_file_is_named(tmp_path, name):
 
 
 @pytest.mark.parametrize("name", ["state.safetensors", "manifest.json"])
-def test_a_damaged_newest_one_is_named_and_the_one_before_is_taken_only_where_that_is_allowed(tmp_path, name):
+def test_a_damaged_newest_one_is_passed_over_only_if_allowed(tmp_path, name):
     for step in (1, 2, 3):
         save(tmp_path, step, arrays_of(step), META)
     for step in (2, 3):
@@ -387,14 +387,14 @@ def test_a_damaged_newest_one_is_named_and_the_one_before_is_taken_only_where_th
     names = sorted(entry.name for entry in tmp_path.iterdir())
     assert names == ["step-000001", "step-000002.damaged", "step-000003.damaged"]
     assert bytes(bad) == (tmp_path / "step-000003.damaged" / name).read_bytes()
-    # A second time, beside the first.
+    # A second time, next to the first.
     save(tmp_path, 3, arrays_of(3), META)
     (tmp_path / "step-000003" / name).unlink()
     assert load_newest(tmp_path, allow_older=True).manifest["step"] == 1
     assert (tmp_path / "step-000003.damaged-2").is_dir()
 
 
-def test_where_none_is_whole_all_are_left_alone(tmp_path):
+def test_if_none_is_whole_all_are_left_alone(tmp_path):
     assert load_newest(tmp_path) is None
     for step in (1, 2):
         (save(tmp_path, step, arrays_of(step), META) / "manifest.json").unlink()
@@ -517,11 +517,11 @@ def test_a_renamed_folder_is_refused(tmp_path):
         load(moved.rename(path.with_name("step-000009.damaged")))
 
 
-def test_a_folder_whose_name_says_no_step_is_read_by_its_manifest(tmp_path, monkeypatch):
+def test_a_folder_without_a_step_in_its_name_is_read_by_its_manifest(tmp_path, monkeypatch):
     path = save(tmp_path, 1, arrays_of(1), META)
     moved = path.rename(tmp_path / "best")
     assert same(load(moved)[0], arrays_of(1))
-    assert latest(tmp_path) is None  # it is no checkpoint of the run, and is not gone on from
+    assert latest(tmp_path) is None  # it is not a checkpoint of the run, and is not resumed from
     monkeypatch.chdir(moved)
     assert load(Path("."))[1]["step"] == 1
 
@@ -561,7 +561,7 @@ def test_what_a_checkpoint_cannot_hold_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["optimizer.pt", "model.pth", "pytorch_model.bin", "state.PKL"])
-def test_a_pickle_beside_the_state_is_refused_by_name(tmp_path, name):
+def test_a_pickle_next_to_the_state_is_refused_by_name(tmp_path, name):
     path = save(tmp_path, 1, arrays_of(1), META)
     (path / name).write_bytes(b"")
     for act in (lambda: load(path), lambda: load_newest(tmp_path, allow_older=True)):

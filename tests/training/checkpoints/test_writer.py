@@ -1,4 +1,4 @@
-"""Checkpoints written beside training: the step does not wait, one at a time, and failures are told."""
+"""Checkpoints written while training continues: the step does not wait, and failures are reported."""
 
 import errno
 import os
@@ -43,7 +43,7 @@ def full(*_, **__):
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "here")
 
 
-def test_a_save_does_not_hold_the_caller_and_is_told_when_it_is_complete(tmp_path, slow):
+def test_a_save_returns_at_once_and_is_reported_when_complete(tmp_path, slow):
     saver = Saver(tmp_path, Retention())
     waited = saver.save(1, taken(1), {})
     assert saver.is_busy  # the disk was not let go yet
@@ -93,7 +93,7 @@ def test_a_full_disk_is_reported_and_what_was_saved_before_stays(tmp_path, monke
     assert saver.poll()[0].path.name == "step-000003"
 
 
-def test_a_prune_that_fails_is_told_and_the_save_counts(tmp_path, monkeypatch):
+def test_a_prune_that_fails_is_reported_and_the_save_counts(tmp_path, monkeypatch):
     saver = Saver(tmp_path, Retention(1))
     monkeypatch.setattr(checkpoint.shutil, "rmtree", full)
     for step in (1, 2):
@@ -184,7 +184,7 @@ def test_a_checkpoint_is_an_event_with_what_it_cost(checkpointer):
 
 
 @pytest.mark.parametrize(("enough", "number"), [(0.0, 1), (60.0, 0)])
-def test_saves_that_training_waits_for_are_warned_of_once(checkpointer, monkeypatch, enough, number):
+def test_saves_that_training_waits_for_are_one_warning(checkpointer, monkeypatch, enough, number):
     monkeypatch.setattr(checkpointing, "LONG", enough)
     turns, real, settle = threading.Semaphore(0), checkpoint.save, checkpointer.wait
 
@@ -210,7 +210,7 @@ def test_saves_that_training_waits_for_are_warned_of_once(checkpointer, monkeypa
     assert [event["step"] for event in events_of(checkpointer) if event["event"] == "checkpoint"] == [1, 2, 3, 4]
 
 
-def test_a_save_that_fails_is_loud_and_the_last_one_is_tried_until_it_succeeds(checkpointer, monkeypatch):
+def test_a_failed_save_is_reported_and_the_last_one_is_tried_again(checkpointer, monkeypatch):
     monkeypatch.setattr("halfstep.training.run.checkpointing.PAUSE", 0.05)
     real, tries = os.fsync, []
 
@@ -234,7 +234,7 @@ def test_a_disk_that_stays_full_is_an_error_in_the_end(checkpointer, monkeypatch
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(checkpoint.CheckpointError, match="No space left"):
         checkpointer.save_last(4)
-    assert not ask(checkpointer).save_last(4)  # who asked to stop is told, not failed
+    assert not ask(checkpointer).save_last(4)  # a stopped run is warned, not failed
 
 
 def test_after_a_signal_nothing_is_started_that_would_not_end_in_time(checkpointer, slow):

@@ -1,8 +1,6 @@
-"""What a run has is not lost by what looks harmless: a stop, a look, pruning, a disk that is not mounted."""
+"""Nothing is lost by what looks harmless: a stop, an evaluation, pruning, a disk that is not mounted."""
 
 import math
-import os
-import signal
 import threading
 import time
 
@@ -13,7 +11,17 @@ from halfstep.training import paths
 from halfstep.training.checkpoints import checkpoint
 from halfstep.training.checkpoints.checkpoint import CheckpointError, DamagedCheckpointError
 from halfstep.training.run.resume import open_run
-from tests.training.runs import before_step, events_of, final_state, poison, starter
+from tests.training.runs import (
+    at_step,
+    evaluations_find,
+    events_of,
+    final_state,
+    full,
+    poison,
+    ruin_by_update,
+    starter,
+    stop,
+)
 
 ROLLBACK = "training.rollback=2.0"
 start = starter("training.steps=20", "training.save_every=4")
@@ -23,50 +31,20 @@ def left(out):
     return [checkpoint.step_of(path) for path in checkpoint.step_folders(out / paths.CHECKPOINTS)]
 
 
-def at_step(loop, number, act):
-    """Does something as a step is launched, once."""
-    done = []
-
-    def once():
-        if loop.tally.step == number - 1 and not done:
-            done.append(1)
-            act()
-
-    return before_step(loop, once)
-
-
-def signals_in_look(loop, number):
-    """Has a signal come in the middle of the look after a step."""
+def stop_in_evaluation(loop, number):
+    """Stops the run in the middle of the evaluation after a step."""
     evaluate = loop.session.evaluate
 
-    def looked(batches, **given):
+    def stopped(batches, **given):
         if loop.tally.step == number:
-            os.kill(os.getpid(), signal.SIGTERM)
+            stop()
         return evaluate(batches, **given)
 
-    loop.session.evaluate = looked
+    loop.session.evaluate = stopped
     return loop
-
-
-def stop():
-    os.kill(os.getpid(), signal.SIGTERM)
 
 
 # --- the good one
-
-
-def ruin_by_update(loop, number):
-    """The update of a step leaves weights that are not finite; its own loss was."""
-    launch = loop.session.step
-
-    def step(batch):
-        result = launch(batch)
-        if loop.tally.step == number - 1:
-            loop.session.model.blocks[0].mlp.up.weight.data[:] = math.nan
-        return result
-
-    loop.session.step = step
-    return loop
 
 
 def test_keeping_one_keeps_the_good_one_too(text, tmp_path):
@@ -78,7 +56,7 @@ def test_keeping_one_keeps_the_good_one_too(text, tmp_path):
     assert f"--init {out / 'checkpoints' / 'step-000010'}" in caught.value.hint
 
 
-def test_a_look_shows_that_the_newest_is_good_and_one_is_enough(text, tmp_path):
+def test_an_evaluation_proves_the_newest_good_so_that_one_is_enough(text, tmp_path):
     out = tmp_path / "run"
     seen, loop = [], start(text, out, "training.keep_last=1", "training.validate_every=8")
     save = loop.saver.save
@@ -90,7 +68,7 @@ def test_a_look_shows_that_the_newest_is_good_and_one_is_enough(text, tmp_path):
 
     loop.saver.save = saved
     assert loop.run().finished
-    # The look at 8 lets 4 go; the one of 12 is not known to be good when it is saved, and 8 stays beside it.
+    # The evaluation at 8 lets 4 go; 12 is not known to be good when it is saved, so 8 stays too.
     assert seen == [(4, []), (8, [4]), (12, [8]), (16, [8, 12]), (20, [16])]
     assert left(out) == [20]
 
@@ -161,7 +139,7 @@ def test_a_rollback_goes_past_a_damaged_one(text, tmp_path):
     assert "step-000012" in events_of(out, "warning")[0]["message"]
 
 
-def test_where_none_is_whole_the_first_damage_is_named_and_the_run_can_go_on(text, tmp_path):
+def test_if_none_is_whole_the_first_damage_is_named(text, tmp_path):
     out = tmp_path / "run"
     settings = (ROLLBACK, "training.keep_last=5", "training.steps=24")
     loop = poison(start(text, out, *settings), range(13, 16), 10.0)
@@ -177,27 +155,14 @@ def test_where_none_is_whole_the_first_damage_is_named_and_the_run_can_go_on(tex
     loop.lock.release()
 
 
-# --- looks
+# --- evaluations
 
 
-def faked(losses, monkeypatch):
-    """Looks find what is given, by step."""
-    from halfstep.training import loop as module
-
-    real = module.evaluate
-
-    def evaluate(session, *rest, **options):
-        found = real(session, *rest, **options)
-        return type(found)(losses[session.applied()], found.tokens, None, found.bigram_bits)
-
-    monkeypatch.setattr(module, "evaluate", evaluate)
-
-
-def test_a_look_that_was_broken_off_still_makes_its_checkpoint_the_best(text, tmp_path, monkeypatch):
-    faked({4: 3.0, 8: 1.0, 12: 2.0, 16: 2.5, 20: 2.0}, monkeypatch)
+def test_an_interrupted_evaluation_still_makes_its_checkpoint_the_best(text, tmp_path, monkeypatch):
+    evaluations_find({4: 3.0, 8: 1.0, 12: 2.0, 16: 2.5, 20: 2.0}, monkeypatch)
     settings = ("training.validate_every=4", "training.keep_best=true", "training.keep_last=1")
     out = tmp_path / "run"
-    assert not signals_in_look(start(text, out, *settings), 8).run().finished
+    assert not stop_in_evaluation(start(text, out, *settings), 8).run().finished
     path = out / "checkpoints" / "step-000008"
     before, manifest = checkpoint.load(path)
     assert manifest["held_out"] is None
@@ -208,30 +173,27 @@ def test_a_look_that_was_broken_off_still_makes_its_checkpoint_the_best(text, tm
     assert {n: bytes(a.data) for n, a in after.items()} == {n: bytes(a.data) for n, a in before.items()}
 
 
-def test_the_last_look_reaches_the_last_checkpoint(text, tmp_path):
+def test_the_last_evaluation_reaches_the_last_checkpoint(text, tmp_path):
     out = tmp_path / "run"
-    assert not signals_in_look(start(text, out), 20).run().finished
+    assert not stop_in_evaluation(start(text, out), 20).run().finished
     assert final_state(out)[1]["held_out"] is None
     outcome = start(text, out, resume=True).run()
     assert outcome.finished
     assert final_state(out)[1]["held_out"] == outcome.held_out.loss
 
 
-def test_a_look_that_is_broken_off_twice_is_still_owed(text, tmp_path):
+def test_an_evaluation_that_is_interrupted_twice_is_still_owed(text, tmp_path):
     out, every = tmp_path / "run", "training.validate_every=8"
-    assert not signals_in_look(start(text, out, every), 8).run().finished
-    outcome = signals_in_look(start(text, out, every, resume=True), 8).run()
+    assert not stop_in_evaluation(start(text, out, every), 8).run().finished
+    outcome = stop_in_evaluation(start(text, out, every, resume=True), 8).run()
     assert (outcome.finished, outcome.step) == (False, 8)
     assert start(text, out, every, resume=True).run().finished
     assert [event["step"] for event in events_of(out, "validation")] == [8, 16, 20]
 
 
-def test_a_disk_that_refuses_the_note_of_a_look_stops_nothing(text, tmp_path, monkeypatch):
+def test_a_disk_that_refuses_the_note_of_an_evaluation_stops_nothing(text, tmp_path, monkeypatch):
     out, every = tmp_path / "run", "training.validate_every=8"
-    assert not signals_in_look(start(text, out, every), 8).run().finished
-
-    def full(path, content):
-        raise OSError(28, "No space left on device")
+    assert not stop_in_evaluation(start(text, out, every), 8).run().finished
 
     loop = start(text, out, every, resume=True)
     monkeypatch.setattr(checkpoint, "write_whole", full)
@@ -239,7 +201,7 @@ def test_a_disk_that_refuses_the_note_of_a_look_stops_nothing(text, tmp_path, mo
     assert "manifest.json` cannot be written: No space left" in events_of(out, "warning")[0]["message"]
 
 
-def test_what_a_look_found_is_forgotten_with_the_weights_that_a_rollback_gave_up(text, tmp_path, monkeypatch):
+def test_a_rollback_forgets_the_evaluations_of_the_weights_it_gives_up(text, tmp_path, monkeypatch):
     loop, save, refused = start(text, tmp_path / "run", ROLLBACK), checkpoint.save, []
 
     def once(folder, step, *rest):
@@ -285,7 +247,7 @@ def test_a_signal_does_not_wait_for_data(text, tmp_path):
 
 
 @pytest.mark.parametrize("way", ["removed", "empty", "dangling"])
-def test_checkpoints_that_were_there_once_are_missed(text, tmp_path, way):
+def test_lost_checkpoints_are_noticed(text, tmp_path, way):
     out = tmp_path / "run"
     start(text, out).run()
     where, away = out / "checkpoints", tmp_path / "other disk"
@@ -311,7 +273,7 @@ def test_checkpoints_that_were_there_once_are_missed(text, tmp_path, way):
     assert start(text, out, resume=True).run().finished
 
 
-def test_a_run_toml_that_is_gone_is_restored_from_an_older_one_where_that_is_allowed(text, tmp_path):
+def test_a_lost_run_toml_is_restored_from_an_older_checkpoint_if_allowed(text, tmp_path):
     out = tmp_path / "run"
     start(text, out).run()
     before = (out / paths.CONFIG).read_bytes()
@@ -327,7 +289,7 @@ def test_a_run_toml_that_is_gone_is_restored_from_an_older_one_where_that_is_all
     assert open_run(out).warnings == []
 
 
-def test_a_link_that_leads_nowhere_is_no_place_to_begin(text, tmp_path):
+def test_a_dangling_link_is_not_a_place_to_start_over(text, tmp_path):
     out = tmp_path / "run"
     loop = start(text, out)
     loop.lock.release()
@@ -350,7 +312,7 @@ def test_data_that_cannot_be_read_at_the_first_step_leaves_no_checkpoint(text, t
     assert left(tmp_path / "run") == []
 
 
-# --- what is told
+# --- messages
 
 
 @pytest.mark.parametrize("backend", ["torch", pytest.param("jax", marks=pytest.mark.prove), "mlx"])

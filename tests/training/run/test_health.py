@@ -26,7 +26,7 @@ def primed(threshold=1.0, losses=(3.0,) * NEEDED):
     return spikes
 
 
-def test_it_is_the_median_that_a_loss_is_held_against():
+def test_a_loss_is_compared_with_the_median():
     losses = [2.0] * 5 + [2.9] * 4
     assert primed(losses=losses).median == 2.0
     assert not primed(losses=losses).observe(3.0)
@@ -45,7 +45,7 @@ def test_three_in_a_row_are_needed_and_one_good_step_starts_again():
     assert spikes.median == 3.0  # spikes are not remembered
 
 
-def test_a_loss_that_stays_up_never_becomes_what_it_is_held_against():
+def test_a_loss_that_stays_up_never_becomes_the_median():
     spikes = primed()
     assert all(spikes.observe(9.0) for _ in range(2 * REMEMBERED))
     assert spikes.median == 3.0
@@ -58,7 +58,7 @@ def test_too_few_losses_decide_nothing_and_off_is_off():
     assert primed(threshold=0.0).median is None
 
 
-def test_a_loss_that_is_not_finite_is_no_spike_and_no_comfort():
+def test_a_loss_that_is_not_finite_is_neither_a_spike_nor_its_end():
     spikes = primed()
     spikes.observe(9.0)
     assert not spikes.observe(math.nan)
@@ -81,7 +81,7 @@ def step(loss=3.0, skipped=0):
     return {"loss": loss, "skipped": skipped}
 
 
-def test_what_is_good_stays_so_while_it_goes_wrong():
+def test_the_good_step_stays_while_later_ones_are_bad():
     health = Health(1.0)
     for number in range(1, 11):
         assert health.observe(number, step()) is None
@@ -109,7 +109,7 @@ def test_hopeless_is_a_long_row_and_not_many_in_all():
     assert not health.is_hopeless
 
 
-def test_data_that_was_left_out_adds_up_and_the_same_place_is_not_gone_back_to_for_ever():
+def test_skipped_data_adds_up_and_rollbacks_to_one_step_are_limited():
     health = Health(1.0)
     saved = health.state()
     assert health.roll_back(13, 8, saved) == 5
@@ -125,7 +125,7 @@ def test_data_that_was_left_out_adds_up_and_the_same_place_is_not_gone_back_to_f
         health.roll_back(20, 16, saved)
 
 
-def test_a_row_of_bad_steps_goes_on_after_a_resume():
+def test_a_row_of_bad_steps_continues_after_a_resume():
     health = Health(0.0)
     for number in range(1, HOPELESS):
         health.observe(number, step(skipped=1))

@@ -1,9 +1,8 @@
-"""What goes wrong while a run goes on: it is told, survived, and changes no bit of what comes out."""
+"""What goes wrong during a run is reported, survived, and changes no bit of the result."""
 
 import errno
 import math
 import os
-import signal
 import threading
 import time
 
@@ -20,13 +19,25 @@ from halfstep.training.data.types import DataError
 from halfstep.training.files import LockedError
 from halfstep.training.loop import Loop
 from halfstep.training.run import determinism
-from halfstep.training.weights import artifact
-from tests.training.runs import events_of, final_state, interrupt_at, interrupt_when, poison, starter
+from tests.training.runs import (
+    at_step,
+    before_step,
+    evaluations_find,
+    events_of,
+    final_state,
+    interrupt_at,
+    interrupt_when,
+    poison,
+    ruin,
+    ruin_by_update,
+    starter,
+    stop,
+)
 
 start = starter("training.steps=20", "training.save_every=4")
 
 
-def test_a_batch_that_is_not_finite_is_skipped_and_told_with_its_place(text, tmp_path, capsys):
+def test_a_batch_that_is_not_finite_is_skipped_and_located(text, tmp_path, capsys):
     out = tmp_path / "run"
     loop = poison(start(text, out, "training.steps=6"), [2], math.nan)
     assert loop.run().finished
@@ -68,14 +79,7 @@ def test_a_token_of_shards_is_found_by_file_and_offset(tmp_path):
 def test_a_run_that_diverged_names_the_tensor_and_keeps_the_checkpoint_from_before(text, tmp_path):
     out = tmp_path / "run"
     loop = start(text, out, "training.steps=100", "training.save_every=5", "training.keep_last=1")
-    launch = loop.session.step
-
-    def step(batch):
-        if loop.tally.step == 12:
-            loop.session.model.blocks[0].mlp.up.weight.data[:] = math.nan
-        return launch(batch)
-
-    loop.session.step = step
+    at_step(loop, 13, lambda: ruin(loop))
     with pytest.raises(
         HalfstepError, match=r"50 steps in a row.*up to step 62; forward: blocks\.0\.mlp\.up"
     ) as caught:
@@ -90,16 +94,7 @@ def test_a_run_that_diverged_names_the_tensor_and_keeps_the_checkpoint_from_befo
 
 def test_an_update_that_ruins_the_weights_it_saves_does_not_push_out_the_ones_before(text, tmp_path):
     out = tmp_path / "run"
-    loop = start(text, out, "training.steps=100", "training.save_every=10")
-    launch = loop.session.step
-
-    def step(batch):
-        result = launch(batch)
-        if loop.tally.step == 19:  # of step 20 the loss is finite, and what it saves is not
-            loop.session.model.blocks[0].mlp.up.weight.data[:] = math.nan
-        return result
-
-    loop.session.step = step
+    loop = ruin_by_update(start(text, out, "training.steps=100", "training.save_every=10"), 20)
     with pytest.raises(HalfstepError, match="50 steps in a row") as caught:
         loop.run()
     left = {p.name: checkpoint.load(p)[0] for p in checkpoint.step_folders(out / "checkpoints")}
@@ -130,7 +125,7 @@ def test_a_checkpoint_left_behind_says_the_step_that_its_weights_are_after(text,
 
 
 @pytest.mark.parametrize("backend", ["torch", pytest.param("jax", marks=pytest.mark.prove), "mlx"])
-def test_where_no_scale_helps_the_tensor_is_named_and_a_checkpoint_left(text, tmp_path, backend):
+def test_if_no_scale_helps_the_tensor_is_named_and_a_checkpoint_left(text, tmp_path, backend):
     pytest.importorskip("mlx.core" if backend == "mlx" else backend)
     policy, extra = "fp16-mixed,emulate=true,scale=dynamic:init=2:floor=1", [f"backend={backend}"]
     loop = start(text, tmp_path / "run", *extra, policy=policy)
@@ -146,7 +141,7 @@ def test_where_no_scale_helps_the_tensor_is_named_and_a_checkpoint_left(text, tm
     assert stop["saved"] == launched
 
 
-def test_where_no_scale_helps_the_data_of_that_step_are_looked_into(text, tmp_path, monkeypatch):
+def test_if_no_scale_helps_the_data_of_that_step_is_examined(text, tmp_path, monkeypatch):
     """And not those of the step that was launched after it, where steps are read late."""
     policy = "fp16-mixed,emulate=true,scale=dynamic:init=2:floor=1"
     loop = poison(start(text, tmp_path / "run", policy=policy), range(2), math.nan)
@@ -217,7 +212,7 @@ def test_a_rollback_waits_for_the_checkpoint_that_is_being_written(text, tmp_pat
     assert events_of(out, "save_failed") == []
 
 
-def test_after_a_rollback_bad_data_is_told_and_looked_into_where_it_is(text, tmp_path):
+def test_after_a_rollback_bad_data_is_located_past_what_was_skipped(text, tmp_path):
     out, bad, seen = tmp_path / "run", range(5, 55), []
     loop = poison(start(text, out, "training.steps=100"), bad, math.nan)
     loop.health.shift = 5  # as a rollback leaves it
@@ -228,7 +223,7 @@ def test_after_a_rollback_bad_data_is_told_and_looked_into_where_it_is(text, tmp
     assert np.array_equal(seen[0], loop.batches.at(bad[-1]))
 
 
-def test_data_that_was_left_out_once_is_left_out_for_good(text, tmp_path):
+def test_skipped_data_stays_skipped(text, tmp_path):
     out = tmp_path / "run"
     assert poison(start(text, out, ROLLBACK), range(10, 16), 10.0).run().finished
     rollbacks = [(e["step"], e["to"], e["skipped_data"]) for e in events_of(out, "rollback")]
@@ -236,7 +231,7 @@ def test_data_that_was_left_out_once_is_left_out_for_good(text, tmp_path):
     assert final_state(out)[1]["data"]["left_out"] == 8
 
 
-def test_where_steps_are_read_late_a_rollback_is_the_same(text, tmp_path, monkeypatch):
+def test_a_rollback_is_the_same_if_steps_are_read_late(text, tmp_path, monkeypatch):
     spiking, found = range(10, 13), []
     for name, late in (("at once", False), ("late", True)):
         loop = poison(start(text, tmp_path / name, ROLLBACK), spiking, 10.0)
@@ -247,12 +242,12 @@ def test_where_steps_are_read_late_a_rollback_is_the_same(text, tmp_path, monkey
     assert found[0] == found[1]
 
 
-def test_without_being_asked_a_spike_changes_nothing(text, tmp_path):
+def test_without_rollback_a_spike_changes_nothing(text, tmp_path):
     assert poison(start(text, tmp_path / "run"), range(10, 14), 10.0).run().finished
     assert events_of(tmp_path / "run", "spike", "rollback") == []
 
 
-def test_a_spike_with_nothing_to_go_back_to_is_told_and_the_run_goes_on(text, tmp_path):
+def test_a_spike_without_a_checkpoint_before_it_is_a_warning(text, tmp_path):
     out = tmp_path / "run"
     loop = poison(start(text, out, ROLLBACK, "training.save_every=50"), range(10, 13), 10.0)
     assert loop.run().finished
@@ -260,7 +255,7 @@ def test_a_spike_with_nothing_to_go_back_to_is_told_and_the_run_goes_on(text, tm
     assert "no checkpoint from before" in warning["message"]
 
 
-def test_spikes_that_go_on_stop_the_run_in_the_end(text, tmp_path):
+def test_endless_spikes_stop_the_run(text, tmp_path):
     out = tmp_path / "run"
     loop = poison(start(text, out, ROLLBACK, "training.steps=40"), range(10, 60), 10.0)
     with pytest.raises(HalfstepError, match="spiked again after 3 rollbacks to step 8"):
@@ -275,39 +270,27 @@ def test_a_disk_that_refuses_for_a_while_changes_nothing_but_the_record(text, tm
     plain, out = tmp_path / "plain", tmp_path / "run"
     start(text, plain).run()
     loop = start(text, out)
-    real_mkdir, launch = os.mkdir, loop.session.step
-
-    def refused():
-        return 3 <= loop.tally.step < 11
+    real_mkdir = os.mkdir
 
     def mkdir(path, *args, **kwargs):
         if str(path).endswith(("step-000004.partial", "step-000008.partial")):  # whenever the writer gets there
             raise OSError(code, os.strerror(code), str(path))
         return real_mkdir(path, *args, **kwargs)
 
-    def step(batch):
-        file = loop.events._file
-        real = type(file).write
+    class Refusing:
+        def __init__(self, file):
+            self.file, self.close = file, file.close
 
-        class Refusing:
-            closed = False
+        def write(self, data):
+            if 3 <= loop.tally.step < 11:
+                raise OSError(code, os.strerror(code))
+            return self.file.write(data)
 
-            def write(self, data):
-                if refused():
-                    raise OSError(code, os.strerror(code))
-                return real(file, data)
-
-            def close(self):
-                file.close()
-
-        if not isinstance(file, Refusing) and not hasattr(file, "refusing"):
-            loop.events._file = Refusing()
-            loop.events._file.refusing = True
-        return launch(batch)
+    def refuse():
+        loop.events._file = Refusing(loop.events._file)
 
     monkeypatch.setattr(os, "mkdir", mkdir)
-    loop.session.step = step
-    assert loop.run().finished
+    assert at_step(loop, 1, refuse).run().finished
     err = capsys.readouterr().err
     assert err.count("NOT WRITTEN: ") == err.count("events are written again") == 1
     assert err.count("NOT SAVED: ") == 2
@@ -336,14 +319,7 @@ def test_a_folder_stays_in_use_while_what_a_deadline_left_behind_is_still_writte
 
     monkeypatch.setattr(checkpoint, "save", slow)
     loop = start(text, tmp_path / "run", "training.save_every=1", deadline=0.2)
-    launch = loop.session.step
-
-    def step(batch):
-        os.kill(os.getpid(), signal.SIGTERM)
-        return launch(batch)
-
-    loop.session.step = step
-    outcome = loop.run()
+    outcome = before_step(loop, stop).run()
     assert (outcome.step, outcome.saved) == (1, None)
     with pytest.raises(LockedError):
         start(text, tmp_path / "run", resume=True)
@@ -361,22 +337,15 @@ def test_a_refused_resume_frees_the_folder(text, tmp_path):
 
 
 def test_the_best_is_kept_and_recorded(text, tmp_path, monkeypatch):
-    losses = iter([3.0, 1.0, 2.0, 2.5, 2.0])
-    real = artifact.evaluate
-
-    def evaluate(*args, **options):
-        found = real(*args, **options)
-        return type(found)(next(losses), found.tokens, None, found.bigram_bits)
-
-    monkeypatch.setattr("halfstep.training.loop.evaluate", evaluate)
     out = tmp_path / "run"
+    evaluations_find({4: 3.0, 8: 1.0, 12: 2.0, 16: 2.5, 20: 2.0}, monkeypatch)
     start(text, out, "training.validate_every=4", "training.keep_best=true", "training.keep_last=1").run()
     assert sorted(path.name for path in (out / "checkpoints").iterdir()) == ["step-000008", "step-000020"]
     assert best_step(survey(out / "checkpoints")) == 8
     assert [event["held_out"] for event in events_of(out, "checkpoint")] == [3.0, 1.0, 2.0, 2.5, 2.0]
 
 
-def test_a_best_that_is_never_looked_at_is_warned_of(text, tmp_path):
+def test_keeping_a_best_that_is_never_evaluated_is_a_warning(text, tmp_path):
     start(text, tmp_path / "run", "training.keep_best=true", "training.validate_every=5").run()
     (warning,) = events_of(tmp_path / "run", "warning")
     assert "first meet at step 20" in warning["message"]
@@ -384,15 +353,15 @@ def test_a_best_that_is_never_looked_at_is_warned_of(text, tmp_path):
     assert events_of(tmp_path / "fine", "warning") == []
 
 
-def test_going_on_in_another_order_of_the_data_is_refused(text, tmp_path, monkeypatch):
+def test_resuming_in_another_order_of_the_data_is_refused(text, tmp_path, monkeypatch):
     out = tmp_path / "run"
     interrupt_at(start(text, out), 5)
     monkeypatch.setattr(batches, "SORTED_AT_MOST", 10)
-    with pytest.raises(DataError, match=r"in the order `sorted`.* would go on in `keyed`"):
+    with pytest.raises(DataError, match=r"in the order `sorted`.* would continue in `keyed`"):
         start(text, out, resume=True)
 
 
-def test_going_on_with_other_software_is_warned_of(text, tmp_path, monkeypatch):
+def test_resuming_with_other_software_is_a_warning(text, tmp_path, monkeypatch):
     out = tmp_path / "run"
     interrupt_at(start(text, out), 5)
     monkeypatch.setattr("halfstep.torch.session.version", "99.0")
@@ -402,7 +371,7 @@ def test_going_on_with_other_software_is_warned_of(text, tmp_path, monkeypatch):
     assert "and is 99.0: the bits may differ" in warning["message"]
 
 
-def test_the_manifest_says_what_is_needed_to_go_on(text, tmp_path):
+def test_the_manifest_holds_what_a_resume_needs(text, tmp_path):
     out = tmp_path / "run"
     start(text, out, "training.steps=4").run()
     manifest = final_state(out)[1]
@@ -429,7 +398,7 @@ def test_a_run_that_died_between_its_last_step_and_its_end_gets_its_end(text, tm
     assert [event["step"] for event in events_of(out, "end")] == [4]
 
 
-def test_a_look_does_not_keep_a_signal_waiting(text, tmp_path):
+def test_an_evaluation_does_not_keep_a_signal_waiting(text, tmp_path):
     out = tmp_path / "run"
     loop = start(text, out, "training.validate_every=3", "training.validation_tokens=640", deadline=20.0)
     seen, real = [], loop.session._loss
@@ -438,7 +407,7 @@ def test_a_look_does_not_keep_a_signal_waiting(text, tmp_path):
         if loop.tally.step == 3:
             seen.append(x)
             if len(seen) == 2:
-                os.kill(os.getpid(), signal.SIGTERM)
+                stop()
         return real(x, y)
 
     loop.session._loss = loss
@@ -446,22 +415,13 @@ def test_a_look_does_not_keep_a_signal_waiting(text, tmp_path):
     assert len(seen) == 2  # of 20 batches
     assert (outcome.finished, outcome.step, outcome.saved) == (False, 3, 3)
     assert events_of(out, "validation") == []
-    (stop,) = events_of(out, "stop")
-    assert (stop["reason"], stop["saved"]) == ("SIGTERM", 3)
+    (event,) = events_of(out, "stop")
+    assert (event["reason"], event["saved"]) == ("SIGTERM", 3)
 
 
-def test_a_signal_without_time_to_save_says_what_is_lost(text, tmp_path, capsys):
+def test_a_signal_without_time_to_save_reports_what_is_lost(text, tmp_path, capsys):
     loop = start(text, tmp_path / "run", deadline=1e-6)
-    launch = loop.session.step
-
-    def step(batch):
-        if loop.tally.step == 5:
-            loop.checkpointer.wait()
-            os.kill(os.getpid(), signal.SIGTERM)
-        return launch(batch)
-
-    loop.session.step = step
-    outcome = loop.run()
+    outcome = at_step(loop, 6, lambda: (loop.checkpointer.wait(), stop())).run()
     assert (outcome.step, outcome.saved) == (6, 4)
     assert "NOT SAVED in time: --resume continues after step 4" in capsys.readouterr().err
     assert start(text, tmp_path / "run", resume=True).start == 4
@@ -480,7 +440,7 @@ def test_other_backends_resume_bit_for_bit_too(text, tmp_path, backend):
     assert final_state(whole)[0] == final_state(halved)[0]
 
 
-def test_asking_for_the_same_bits_sets_what_is_read_early_and_refuses_what_cannot(tmp_path, monkeypatch):
+def test_determinism_sets_early_variables_and_refuses_what_cannot(tmp_path, monkeypatch):
     names = [
         "CUBLAS_WORKSPACE_CONFIG",
         "TORCHINDUCTOR_DETERMINISTIC",
@@ -507,7 +467,7 @@ def test_asking_for_the_same_bits_sets_what_is_read_early_and_refuses_what_canno
         determinism.check(load("tiny", ["training.deterministic=true", "backend=jax"]), "nvidia")
 
 
-def test_a_deterministic_run_tells_torch(text, tmp_path, monkeypatch):
+def test_a_deterministic_run_switches_torch(text, tmp_path, monkeypatch):
     import torch
 
     for name in ("CUBLAS_WORKSPACE_CONFIG", "TORCHINDUCTOR_DETERMINISTIC"):

@@ -1,6 +1,5 @@
 """Going on after what nobody planned: no checkpoint yet, edited settings, data or folders that went away."""
 
-import errno
 import json
 import math
 import os
@@ -19,12 +18,12 @@ from halfstep.training.files import write_whole
 from halfstep.training.run.response import RollBackError
 from halfstep.training.telemetry.ceiling import recorded
 from halfstep.training.telemetry.events import EventsError
-from tests.training.runs import events_of, final_state, interrupt_at, resume, starter
+from tests.training.runs import at_step, events_of, final_state, full, interrupt_at, resume, starter
 
 start = starter("training.steps=12", "training.save_every=4")
 
 
-def test_a_run_that_died_before_its_first_checkpoint_begins_again(text, tmp_path):
+def test_a_run_that_died_before_its_first_checkpoint_starts_over(text, tmp_path):
     plain, out = tmp_path / "plain", tmp_path / "run"
     start(text, plain).run()
     interrupt_at(start(text, out), 3)
@@ -36,7 +35,7 @@ def test_a_run_that_died_before_its_first_checkpoint_begins_again(text, tmp_path
     assert [event["resumed_from"] for event in events_of(out, "start")] == [None, None]
 
 
-def test_one_that_began_with_given_weights_begins_with_them_again(text, tmp_path):
+def test_a_run_with_given_weights_starts_over_with_them(text, tmp_path):
     first, plain, out = tmp_path / "first", tmp_path / "plain", tmp_path / "run"
     start(text, first, "seed=3").run()
     start(text, plain, f"init={first}").run()
@@ -108,14 +107,7 @@ def test_data_that_cannot_be_read_costs_no_step_that_was_taken(shards, tmp_path,
 
 def test_a_shard_that_is_cut_short_in_use_is_an_error_and_no_bus_error(shards, tmp_path):
     loop = start(shards, tmp_path / "run")
-    launch, path = loop.session.step, shards / "a.bin"
-
-    def step(batch):
-        if loop.tally.step == 3:
-            os.truncate(path, 2000)
-        return launch(batch)
-
-    loop.session.step = step
+    at_step(loop, 4, lambda: os.truncate(shards / "a.bin", 2000))
     with pytest.raises(DataError, match=r"a\.bin` was truncated while it was in use: it has 2000 bytes and had"):
         loop.run()
     assert events_of(tmp_path / "run", "stop")[0]["saved"] >= 4
@@ -133,18 +125,8 @@ def test_what_is_read_of_a_cut_shard_is_refused_by_slices_too(shards):
 def test_a_run_folder_that_is_moved_away_is_not_made_again(text, tmp_path, capsys):
     out, moved = tmp_path / "run", tmp_path / "moved"
     loop = start(text, out)
-    launch = loop.session.step
-
-    def step(batch):
-        if loop.tally.step == 5:
-            loop.saver.wait()
-            out.rename(moved)
-        if loop.tally.step == 9:
-            loop.saver.wait()
-            moved.rename(out)
-        return launch(batch)
-
-    loop.session.step = step
+    at_step(loop, 6, lambda: (loop.saver.wait(), out.rename(moved)))
+    at_step(loop, 10, lambda: (loop.saver.wait(), moved.rename(out)))
     assert loop.run().finished
     assert [(e["step"], "was moved or removed" in e["message"]) for e in events_of(out, "save_failed")] == [
         (8, True)
@@ -153,25 +135,8 @@ def test_a_run_folder_that_is_moved_away_is_not_made_again(text, tmp_path, capsy
     assert checkpoint.latest(out / paths.CHECKPOINTS).name == "step-000012"
 
 
-def test_a_look_that_a_signal_broke_off_is_taken_by_the_session_after(text, tmp_path, monkeypatch):
-    out, extra = tmp_path / "run", ("training.validate_every=4",)
-    loop = start(text, out, *extra)
-    evaluate = loop.session.evaluate
-
-    def looked(batches, **given):
-        if loop.tally.step == 8:
-            os.kill(os.getpid(), signal.SIGTERM)
-        return evaluate(batches, **given)
-
-    loop.session.evaluate = looked
-    assert not loop.run().finished
-    assert [event["step"] for event in events_of(out, "validation")] == [4]
-    assert resume(out).run().finished
-    assert [event["step"] for event in events_of(out, "validation")] == [4, 8, 12]
-
-
 @pytest.mark.parametrize("deadline", [60.0, None])
-def test_an_artifact_waits_where_a_deadline_runs(text, tmp_path, capsys, deadline):
+def test_an_artifact_is_skipped_under_a_deadline(text, tmp_path, capsys, deadline):
     """A scheduler would kill the run in the middle of it; its last step is saved."""
     out = tmp_path / "run"
     loop = start(text, out, "artifact.format=int8-zlib", deadline=deadline)
@@ -213,27 +178,20 @@ def test_a_record_that_is_a_link_is_refused(text, tmp_path):
     assert precious.read_text() == "mine, without a newline"
 
 
-def test_events_that_a_disk_never_took_are_told_as_lost(text, tmp_path, capsys):
+def test_events_that_a_disk_never_took_are_reported_lost(text, tmp_path, capsys):
     loop = start(text, tmp_path / "run")
-    launch = loop.session.step
 
     class Full:
-        closed = False
-
-        def write(self, content):
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        write = full
 
         def close(self):
-            self.closed = True
+            pass
 
-    def step(batch):
-        if loop.tally.step == 10:
-            loop.events._file.close()
-            loop.events._file = Full()
-        return launch(batch)
+    def fill():
+        loop.events._file.close()
+        loop.events._file = Full()
 
-    loop.session.step = step
-    assert loop.run().finished
+    assert at_step(loop, 11, fill).run().finished
     words = capsys.readouterr().err
     assert re.search(r"NOT WRITTEN: the last \d events are lost: .*No space left on device", words)
 
@@ -273,7 +231,7 @@ def test_a_checkpoint_that_is_pruned_while_it_is_read_gives_way_to_the_next(text
     ],
     ids=str,
 )
-def test_a_manifest_that_verifies_and_is_none_of_ours_is_refused(text, tmp_path, odd):
+def test_a_manifest_that_verifies_but_is_not_ours_is_refused(text, tmp_path, odd):
     out = tmp_path / "run"
     start(text, out).run()
     path = checkpoint.latest(out / paths.CHECKPOINTS)
@@ -285,7 +243,7 @@ def test_a_manifest_that_verifies_and_is_none_of_ours_is_refused(text, tmp_path,
 
 
 @pytest.mark.parametrize("steps", [6, 12])
-def test_checkpoints_alone_are_enough_to_go_on_from(text, tmp_path, steps):
+def test_checkpoints_alone_are_enough_to_resume(text, tmp_path, steps):
     """As where a run was moved without its record."""
     plain, out = tmp_path / "plain", tmp_path / "run"
     start(text, plain).run()
@@ -368,7 +326,7 @@ def test_the_rate_in_the_record_is_that_of_the_matrices(text, tmp_path, name, ra
     assert events_of(tmp_path / "run", "step")[0]["learning_rate"] == pytest.approx(rate)
 
 
-def test_what_changes_bits_is_warned_of(text, tmp_path, monkeypatch):
+def test_what_changes_bits_is_a_warning(text, tmp_path, monkeypatch):
     import torch
 
     out = tmp_path / "run"

@@ -15,7 +15,7 @@ from halfstep.training.telemetry.events import Events
 
 
 class Backend:
-    """A backend whose matmuls take what they are told to, and which counts how often it is asked."""
+    """A backend whose matmuls take given times, and which counts how often it measures."""
 
     def __init__(self, kind="nvidia", timings=(), supported=True):
         self.kind, self.timings, self.answer = kind, timings, Support(supported, "it has no such units")
@@ -76,13 +76,13 @@ def test_a_cpu_is_asked_for_less(ask):
         (Backend(supported=False), "bf16-mixed", [], "bf16 is not supported: it has no such units"),
     ],
 )
-def test_where_there_is_none_the_reason_is_told(ask, backend, policy, overrides, said):
+def test_a_missing_ceiling_has_a_reason(ask, backend, policy, overrides, said):
     found = ask(backend, policy, *overrides)
     assert found.flops is None
     assert said in found.told
 
 
-def test_a_run_that_goes_on_measures_nothing_again_unless_it_moved(ask, tmp_path):
+def test_a_resumed_run_measures_again_only_on_another_device(ask, tmp_path):
     backend, path = Backend(timings=TIMINGS), tmp_path / "events.jsonl"
     with Events(path) as events:
         events.write("start", device={"name": "GPU of a test"}, ceiling=Ceiling(5e14, "then").record())

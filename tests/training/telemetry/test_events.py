@@ -211,7 +211,7 @@ def test_a_tail_longer_than_a_block_is_removed_or_kept_whole(tmp_path, monkeypat
 
 
 def test_no_more_is_read_than_is_asked_for(tmp_path):
-    """The record of ten days is 300 MB, and whoever asks for the last event or for the first does not wait."""
+    """The record of ten days is 300 MB; reading its first or last event must not take long."""
     path = tmp_path / "events.jsonl"
     write(path, ("step", {"step": 1}))
     line = path.read_bytes()

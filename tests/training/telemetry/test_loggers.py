@@ -1,6 +1,6 @@
-"""Loggers get what events say, fail without stopping a run, and go on where a run goes on.
+"""Loggers get what events hold, fail without stopping a run, and resume with it.
 
-The real packages write, and what they wrote is read back; where one is not installed, its tests are left out.
+The real packages write, and what they wrote is read back; tests of packages that are not installed are skipped.
 """
 
 import contextlib
@@ -49,21 +49,21 @@ class Recorder:
     """A logger that remembers; it breaks at the `broken` step, when it is closed, or when it starts."""
 
     def __init__(self, broken=None):
-        self.broken, self.curves, self.told = broken, [], []
+        self.broken, self.curves, self.calls = broken, [], []
 
     def start(self, event):
-        self.told.append(("start", event["resumed_from"], event["config"]["training"]["steps"]))
+        self.calls.append(("start", event["resumed_from"], event["config"]["training"]["steps"]))
         self._break("start")
 
     def curve(self, step, time, values):
         self.curves.append((step, time, values))
         self._break(step)
 
-    def went_back(self, step):
-        self.told.append(("back", step))
+    def rolled_back(self, step):
+        self.calls.append(("back", step))
 
     def close(self, totals, *, failed):
-        self.told.append(("close", failed, totals))
+        self.calls.append(("close", failed, totals))
         self._break("close")
 
     def _break(self, at):
@@ -102,7 +102,7 @@ def test_a_logger_gets_the_numbers_of_the_events(start, events, planted):
         "validation/bits_per_byte",
         "checkpoint/waited",
     }
-    begun, ended = recorder.told
+    begun, ended = recorder.calls
     assert begun == ("start", None, 6)
     assert ended == ("close", False, numbers_of(events()[-1]))
     assert (opened[0].resumed_from, len(opened[0].id)) == (None, 8)
@@ -131,23 +131,21 @@ def test_numbers_are_named_by_what_they_are_of():
 
 
 @pytest.mark.parametrize("broken", ["start", 2, 6, "close"])
-def test_a_logger_that_fails_is_left_out_with_one_warning_and_the_run_goes_on(
-    start, events, planted, broken, capsys
-):
+def test_a_logger_that_fails_is_dropped_with_one_warning(start, events, planted, broken, capsys):
     recorder, other = Recorder(broken), Recorder()
     planted(recorder, other)
     assert start("tensorboard", "wandb").run().finished
-    told = [e["message"] for e in events() if e["event"] == "warning"]
-    assert len(told) == 1
-    assert "`tensorboard` failed and is dropped" in told[0]
-    assert "No space left" in told[0]
+    warned = [e["message"] for e in events() if e["event"] == "warning"]
+    assert len(warned) == 1
+    assert "`tensorboard` failed and is dropped" in warned[0]
+    assert "No space left" in warned[0]
     assert "warning: the logger `tensorboard`" in capsys.readouterr().err
     assert len([c for c in other.curves if "train/loss" in c[2]]) == 6  # the other one misses nothing
     if broken != "close":
         assert sum(1 for step, _, _ in recorder.curves if step == broken) <= 1  # it was not asked again
 
 
-def test_a_logger_that_cannot_start_is_refused_and_does_not_keep_a_run_from_going_on(start, events, monkeypatch):
+def test_a_new_run_refuses_a_logger_that_cannot_start(start, events, monkeypatch):
     def opens(name, where):
         raise OSError("no route to host")
 
@@ -156,7 +154,7 @@ def test_a_logger_that_cannot_start_is_refused_and_does_not_keep_a_run_from_goin
         start("tensorboard").run()
 
 
-def test_a_run_that_goes_on_does_so_without_a_logger_that_cannot_start(start, events, planted, monkeypatch):
+def test_a_resumed_run_drops_a_logger_that_cannot_start(start, events, planted, monkeypatch):
     planted(Recorder())
     interrupt_at(start("tensorboard"), 5)
 
@@ -165,62 +163,62 @@ def test_a_run_that_goes_on_does_so_without_a_logger_that_cannot_start(start, ev
 
     monkeypatch.setattr(loggers, "_open", opens)
     assert start("tensorboard", resume=True).run().finished
-    (told,) = [e["message"] for e in events() if e["event"] == "warning"]
-    assert "cannot start and is dropped" in told
+    (warned,) = [e["message"] for e in events() if e["event"] == "warning"]
+    assert "cannot start and is dropped" in warned
 
 
-def test_a_run_that_goes_on_is_the_same_run_to_its_loggers(start, planted):
+def test_a_resumed_run_is_the_same_run_to_its_loggers(start, planted):
     first, second = Recorder(), Recorder()
     opened = planted(first, second)
     interrupt_at(start("tensorboard"), 5)  # after the checkpoint of step 4
-    assert first.told[-1][:2] == ("close", True)
+    assert first.calls[-1][:2] == ("close", True)
     start("tensorboard", resume=True).run()
     assert opened[0].id == opened[1].id
     assert opened[1].resumed_from == 4
-    assert second.told[0] == ("start", 4, 6)
+    assert second.calls[0] == ("start", 4, 6)
     assert [step for step, _, values in second.curves if "train/loss" in values] == [5, 6]
 
 
-def test_a_logger_may_be_added_or_left_out_when_a_run_goes_on(start, planted):
+def test_a_resumed_run_may_add_or_drop_loggers(start, planted):
     planted(Recorder())
     interrupt_at(start(), 5)
     assert start("wandb", resume=True).run().finished
 
 
-def test_going_back_is_told(tmp_path):
+def test_loggers_learn_of_a_rollback(tmp_path):
     recorder = Recorder()
     board = Board((), tmp_path, None, warn=pytest.fail)
     board.loggers["one"] = recorder
     with Events(tmp_path / "events.jsonl") as events:
         events.listener = board.take
         events.write("rollback", step=9, to=4, skipped_data=5, message="back")
-    assert recorder.told == [("back", 4)]
+    assert recorder.calls == [("back", 4)]
 
 
 @pytest.mark.parametrize("left", ["{}", "", "3", '{"id"'])
-def test_a_damaged_identity_is_told_and_stops_no_run(tmp_path, planted, left):
+def test_a_damaged_identity_is_a_warning(tmp_path, planted, left):
     planted(Recorder())
     (tmp_path / "loggers.json").write_text(left)
-    told = []
-    with Board(("wandb",), tmp_path, 4, warn=told.append):
+    warned = []
+    with Board(("wandb",), tmp_path, 4, warn=warned.append):
         pass
-    assert "loggers.json` is damaged and holds no id" in told[0]
+    assert "loggers.json` is damaged and holds no id" in warned[0]
     assert len(json.loads((tmp_path / "loggers.json").read_text())["id"]) == 8
 
 
-def test_an_identity_that_a_full_disk_does_not_take_is_told(tmp_path, planted, monkeypatch):
+def test_a_full_disk_that_refuses_the_identity_is_a_warning(tmp_path, planted, monkeypatch):
     def full(path, content):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr("halfstep.training.telemetry.loggers.write_whole", full)
     planted(Recorder())
-    told = []
-    with Board(("wandb",), tmp_path, 4, warn=told.append) as board:
+    warned = []
+    with Board(("wandb",), tmp_path, 4, warn=warned.append) as board:
         assert board.loggers
-    assert "cannot be written (No space left on device)" in told[0]
+    assert "cannot be written (No space left on device)" in warned[0]
 
 
-def test_one_that_cannot_start_takes_no_other_with_it(tmp_path, monkeypatch):
+def test_a_logger_that_cannot_start_leaves_the_others_alone(tmp_path, monkeypatch):
     there = Recorder()
 
     def opens(name, where):
@@ -232,12 +230,12 @@ def test_one_that_cannot_start_takes_no_other_with_it(tmp_path, monkeypatch):
     warned = []
     board = Board(("tensorboard", "wandb"), tmp_path, 4, warn=warned.append).__enter__()
     assert list(board.loggers) == ["tensorboard"]
-    assert there.told == []
+    assert there.calls == []
     assert len(warned) == 1
     board = Board(("tensorboard", "wandb"), tmp_path, None, warn=warned.append)
     with pytest.raises(HalfstepError, match="`wandb` cannot start"):
         board.__enter__()  # a new run is refused, and closes what it opened
-    assert there.told == [("close", True, {})]
+    assert there.calls == [("close", True, {})]
 
 
 def test_without_loggers_nothing_is_written_or_imported(start, tmp_path):
@@ -325,8 +323,8 @@ def test_a_disk_that_refuses_tensorboards_file_stops_no_run(start, events, monke
 
     monkeypatch.setattr(record_writer.RecordWriter, "write", refuses)
     assert loop.run().finished
-    (told,) = [e["message"] for e in events() if e["event"] == "warning"]
-    assert "`tensorboard` failed" in told
+    (warned,) = [e["message"] for e in events() if e["event"] == "warning"]
+    assert "`tensorboard` failed" in warned
 
 
 def read_wandb(path):
@@ -358,7 +356,7 @@ def ended(path):
 
 
 @pytest.mark.skipif(find_spec("wandb") is None, reason="needs wandb")
-def test_wandb_works_offline_and_goes_on_in_the_same_run(start, events, tmp_path, monkeypatch):
+def test_wandb_works_offline_and_resumes_the_same_run(start, events, tmp_path, monkeypatch):
     for variable in ("WANDB_MODE", "WANDB_PROJECT", "WANDB_API_KEY"):
         monkeypatch.delenv(variable, raising=False)
     interrupt_at(start("wandb"), 5)
@@ -384,7 +382,7 @@ def test_wandb_works_offline_and_goes_on_in_the_same_run(start, events, tmp_path
 
 @pytest.mark.skipif(find_spec("trackio") is None, reason="needs trackio")
 def test_trackio_keeps_one_run_through_a_resume(text, tmp_path):
-    # In a process of its own: trackio looks for its folder when it is imported.
+    # In its own process: trackio looks for its folder when it is imported.
     code = f"""
 import json, sys
 sys.path.insert(0, {str(ROOT)!r})
@@ -405,8 +403,8 @@ for resume in (False, True):
     (path,) = (tmp_path / "trackio").glob("halfstep*.db")
     with contextlib.closing(sqlite3.connect(path)) as database:
         rows = database.execute("select run_name, step, metrics from metrics order by id").fetchall()
-    told = [(step, json.loads(metrics)) for _, step, metrics in rows]
-    losses = [(step, metrics["train/loss"]) for step, metrics in told if "train/loss" in metrics]
+    warned = [(step, json.loads(metrics)) for _, step, metrics in rows]
+    losses = [(step, metrics["train/loss"]) for step, metrics in warned if "train/loss" in metrics]
     written = read_events(tmp_path / "run" / "events.jsonl")
     assert losses == [(e["step"], e["loss"]) for e in written if e["event"] == "step"]
     assert len({name for name, _, _ in rows}) == 1

@@ -7,28 +7,16 @@ import pytest
 
 from halfstep.config.load import load
 from halfstep.core.errors import HalfstepError
-from halfstep.core.policy import Policy
-from halfstep.training.loop import Loop
 from halfstep.training.telemetry.ceiling import UNMEASURED, Ceiling, in_flops, recorded
 from halfstep.training.telemetry.events import Events, read_events
 from halfstep.training.telemetry.meters import Meters, Watch, describe_totals
+from tests.training.runs import SMALL, before_step, starter, stop
 
-SMALL = [
-    "model.context=16",
-    "model.layers=1",
-    "model.width=16",
-    "model.heads=2",
-    "training.batch=2",
-    "training.micro_batches=2",
-    "training.steps=6",
-    "training.validate_every=3",
-    "training.validation_tokens=64",
-    "training.save_every=2",
-]
+BASE = ["training.micro_batches=2", "training.steps=6", "training.validate_every=3", "training.save_every=2"]
 
 
 class Clock:
-    """A clock that moves when it is told to."""
+    """A clock that moves when the test says so."""
 
     def __init__(self):
         self.now = 100.0
@@ -40,7 +28,7 @@ class Clock:
 class Session:
     """A device that says how long steps took it."""
 
-    untimed = "nobody looked"
+    untimed = "untimed"
 
     def __init__(self, *times):
         self.times = iter(times) if times else itertools.repeat(None)
@@ -58,7 +46,7 @@ def clock():
 
 
 def meters(clock, *times, ceiling=UNMEASURED):
-    return Meters(load("tiny", SMALL), ceiling, Session(*times), Watch(), clock=clock)
+    return Meters(load("tiny", [*SMALL, *BASE]), ceiling, Session(*times), Watch(), clock=clock)
 
 
 def slow(clock, waits):
@@ -69,15 +57,15 @@ def slow(clock, waits):
 
 def steps(found, clock, waits, seconds):
     """Takes steps: each waits for its batch, then computes for so long."""
-    told = []
+    read = []
     for wait, taken in zip(found.fed(slow(clock, waits)), seconds, strict=True):
         clock.now += taken
         found.watch.seconds += wait + taken
-        told.append(found.read("result", 2.0))
-    return told
+        read.append(found.read("result", 2.0))
+    return read
 
 
-def test_a_wait_for_input_is_told_with_its_step_and_in_the_totals(clock):
+def test_a_wait_for_input_is_in_its_step_and_in_the_totals(clock):
     found = meters(clock)
     assert [t["input_wait"] for t in steps(found, clock, [0.5, 0.25], [1, 1])] == [0.5, 0.25]
     assert found.totals()["spent"]["input"] == 0.75
@@ -85,9 +73,9 @@ def test_a_wait_for_input_is_told_with_its_step_and_in_the_totals(clock):
 
 def test_what_the_device_did_meanwhile_is_not_lost(clock):
     found = meters(clock, (1.0, None), (1.0, 0.125), (1.0, 9.0))
-    told = steps(found, clock, [0.5, 0.5, 0.5], [1, 1, 1])
-    assert [t["input_wait"] for t in told] == [0.5, 0.5, 0.5]
-    # unknown: all of the wait; a short pause of the device: that; a long one, as after a look: the wait.
+    read = steps(found, clock, [0.5, 0.5, 0.5], [1, 1, 1])
+    assert [t["input_wait"] for t in read] == [0.5, 0.5, 0.5]
+    # Unknown: all of the wait; a short pause of the device: that; a long one, after an evaluation: the wait.
     assert found.totals()["spent"]["input"] == 0.5 + 0.125 + 0.5
 
 
@@ -105,7 +93,7 @@ def test_parts_add_up_to_the_wall(clock):
         clock.now += 2
     with contextlib.suppress(RuntimeError), found.part("evaluation"):
         clock.now += 3
-        raise RuntimeError  # what failed took its time all the same
+        raise RuntimeError  # what failed took its time too
     clock.now += 1
     spent = found.totals()["spent"]
     assert spent == {
@@ -145,12 +133,12 @@ def test_speed_leaves_the_first_step_out_where_others_say_something(clock):
 def test_the_speed_while_it_runs_forgets_the_first_step(monkeypatch):
     now = [0.0]
     monkeypatch.setattr("halfstep.training.telemetry.meters.time.perf_counter", lambda: now[0])
-    watch, told = Watch(), []
+    watch, read = Watch(), []
     watch.start(0)
     for step, seconds in enumerate((20.0, 1.0, 1.0, 2.0), 1):
         now[0] += seconds
-        told.append(watch.read(step))
-    assert told == [1 / 20, 2 / 21, 2 / 2, 3 / 4]
+        read.append(watch.read(step))
+    assert read == [1 / 20, 2 / 21, 2 / 2, 3 / 4]
     watch.start(4)  # a pause: all after it counts, a third step of the run or not
     for step, seconds in enumerate((4.0, 4.0, 4.0), 5):
         now[0] += seconds
@@ -168,13 +156,13 @@ def test_a_pause_before_the_third_step_leaves_nothing_to_forget(monkeypatch):
         assert watch.read(step + 1) == 1 / seconds
 
 
-def test_what_is_not_known_is_null_with_the_reason(clock):
+def test_an_unknown_number_is_null_with_the_reason(clock):
     found = meters(clock, (1.0, None), (1.0, 0.0), None)
     events = steps(found, clock, [0, 0, 0], [1, 1, 1])
     totals = found.totals()
     assert {e["mfu"] for e in events} == {None}
     assert (totals["mfu"], totals["busy"]) == (None, None)
-    assert totals["busy_unknown"] == "nobody looked"
+    assert totals["busy_unknown"] == "untimed"
     assert describe_totals(totals, UNMEASURED).startswith("unknown: nobody measured")
 
 
@@ -184,7 +172,7 @@ def test_before_any_step_there_are_totals_too(clock):
     assert "lost to input 0.0 %" in describe_totals(totals, UNMEASURED)
 
 
-def test_the_line_says_share_ceiling_and_losses():
+def test_the_line_shows_share_ceiling_and_losses():
     totals = {"mfu": 0.41, "busy": 0.997, "spent": {"wall": 1000.0, "input": 1.0, "saving": 3.0}}
     line = describe_totals(totals, Ceiling(745e12, "bf16"))
     assert line == "41 % of 745 TFLOP/s; lost to input 0.1 %, to saving 0.3 %; device busy 99.7 %"
@@ -214,9 +202,8 @@ def test_a_recorded_ceiling_is_of_the_same_device_and_the_newest(tmp_path):
 
 
 def test_a_run_records_all_of_it(text, tmp_path):
-    config = load("tiny", [f"data.source={text}", *SMALL])
     ceiling = Ceiling(1e9, "by hand")
-    loop = Loop(config, Policy.parse("fp32"), tmp_path / "run", device="cpu", ceiling=ceiling)
+    loop = starter(*BASE)(text, tmp_path / "run", ceiling=ceiling)
     outcome = loop.run()
     events = read_events(tmp_path / "run" / "events.jsonl")
     start, end = events[0], events[-1]
@@ -239,17 +226,9 @@ def test_a_run_records_all_of_it(text, tmp_path):
     assert outcome.totals["spent"] == spent
 
 
-def test_a_run_that_is_stopped_tells_its_totals(text, tmp_path):
-    config = load("tiny", [f"data.source={text}", *SMALL])
-    loop = Loop(config, Policy.parse("fp32"), tmp_path / "run", device="cpu")
-    launch = loop.session.step
-
-    def step(batch):
-        loop.stop.requested = "SIGTERM"
-        return launch(batch)
-
-    loop.session.step = step
-    assert not loop.run().finished
-    stop = read_events(tmp_path / "run" / "events.jsonl")[-1]
-    assert stop["event"] == "stop"
-    assert stop["spent"]["saving"] > 0
+def test_a_stopped_run_records_its_totals(text, tmp_path):
+    loop = starter(*BASE)(text, tmp_path / "run")
+    assert not before_step(loop, stop).run().finished
+    last = read_events(tmp_path / "run" / "events.jsonl")[-1]
+    assert last["event"] == "stop"
+    assert last["spent"]["saving"] > 0

@@ -1,4 +1,4 @@
-"""What a run says while it goes on, in a log and on a terminal."""
+"""What a run shows while it trains, in a log and on a terminal."""
 
 import io
 import os
@@ -165,7 +165,7 @@ def test_without_a_stream_there_are_no_words(monkeypatch, capsys):
     assert capsys.readouterr().out == ""
 
 
-def test_no_time_is_reckoned_for_a_run_without_an_end():
+def test_an_endless_run_shows_no_time_left():
     assert "left" not in lines(3, 1.0, start=1)[-1]
     stream, clock = io.StringIO(), Clock()
     with StepProgress(2**63 - 1, stream=stream, clock=clock) as bar:

@@ -117,7 +117,7 @@ def opened() -> bytes:
         (sealed(opened().replace(b'\\"layers\\": 3', b'\\"layers\\": 2')), "tensors of the model it describes"),
     ],
 )
-def test_what_is_no_artifact_is_refused_by_name(data, said):
+def test_what_is_not_an_artifact_is_refused_by_name(data, said):
     with pytest.raises(ArtifactError, match=said) as caught:
         decode(data, "x.int8z")
     assert "`x.int8z`" in caught.value.message
@@ -184,14 +184,14 @@ def test_golf_ends_with_an_artifact_that_was_loaded_and_scored(tmp_path, policy,
     held = loop.run().held_out
     saved = loop.session.state()
     kept, _ = checkpoint.load(checkpoint.latest(tmp_path / "run" / "checkpoints"))
-    # what was narrowed is not what the session goes on with
+    # the session keeps its own weights, not the rounded ones
     assert all(bytes(kept[name].data) == bytes(data) for name, (_, _, data) in saved.items() if name != "rng.cpu")
     events = list(read_events(tmp_path / "run" / "events.jsonl"))
-    (told,) = [event for event in events if event["event"] == "artifact"]
+    (event,) = [event for event in events if event["event"] == "artifact"]
     data = (tmp_path / "run" / artifact.NAME).read_bytes()
-    assert (told["bytes"], told["over"]) == (len(data), len(data) - 1000)
-    assert told["loss_before"] == held.loss
-    assert 0 < abs(told["loss_after"] - held.loss) < 0.02
+    assert (event["bytes"], event["over"]) == (len(data), len(data) - 1000)
+    assert event["loss_before"] == held.loss
+    assert 0 < abs(event["loss_after"] - held.loss) < 0.02
     assert any("more than artifact.limit 1,000" in e["message"] for e in events if e["event"] == "warning")
     # of the weights that were evaluated, averages where there are any
     wanted = dict(masters(saved, loop.config.model, averaged=ema > 0))
@@ -199,8 +199,8 @@ def test_golf_ends_with_an_artifact_that_was_loaded_and_scored(tmp_path, policy,
     for name, value in found.items():
         assert np.abs(value - wanted[name]).max() <= np.abs(wanted[name]).max() / 127 + 1e-3
     assert encode(wanted.items(), loop.config.model) == data
-    assert json.dumps(told)
-    assert Path(told["path"]) == Path(artifact.NAME)
+    assert json.dumps(event)
+    assert Path(event["path"]) == Path(artifact.NAME)
 
 
 @pytest.mark.parametrize("words", ["can't allocate memory", "a defect"])

@@ -59,7 +59,7 @@ def test_every_parameter_is_found_whatever_the_prefix(tmp_path):
     assert (bare["blocks.0.attn.v.weight"] == tensors["h.0.attn.c_attn.weight"][:, 64:].T).all()
 
 
-def test_masks_and_a_repeated_head_are_left_out_and_said(tmp_path):
+def test_masks_and_a_repeated_head_are_skipped_with_a_note(tmp_path):
     tensors = tensors_of()
     tensors["lm_head.weight"] = tensors["wte.weight"].copy()
     for layer in range(LAYERS):
@@ -71,7 +71,7 @@ def test_masks_and_a_repeated_head_are_left_out_and_said(tmp_path):
     assert {name for name, _ in found.weights()} == parameter_shapes(TINY).keys()
 
 
-def test_a_shorter_context_takes_the_first_positions_and_says_so(tmp_path):
+def test_a_shorter_context_uses_the_first_positions_with_a_note(tmp_path):
     found = open_pretrained(str(write(tmp_path)), replace(TINY, context=10))
     assert (dict(found.weights())["positions.weight"] == tensors_of()["wpe.weight"][:10]).all()
     assert "the first 10 of 16 positions are used" in found.notes
@@ -84,12 +84,12 @@ def test_padding_rows_are_the_mean_of_the_others(tmp_path):
     assert (embedding[VOCABULARY:] == mean).all()
 
 
-def test_a_file_alone_is_read_and_what_it_does_not_say_is_said(tmp_path):
+def test_a_single_file_is_read_with_a_note_on_what_is_unchecked(tmp_path):
     path = write(tmp_path, config=None) / "model.safetensors"
     found = open_pretrained(str(path), TINY)
     assert any("no config.json describes it" in note and "unchecked" in note for note in found.notes)
     assert found.digest == hashlib.sha256(path.read_bytes()).hexdigest()
-    (tmp_path / "config.json").write_text(json.dumps({**CONFIG, "n_head": 8}))  # one beside it is believed
+    (tmp_path / "config.json").write_text(json.dumps({**CONFIG, "n_head": 8}))  # one next to it is believed
     with pytest.raises(HalfstepError, match=r"model\.heads is 8 there and 4 here"):
         open_pretrained(str(path), TINY)
 
@@ -211,7 +211,7 @@ BAD_QWEN3 = {
         "partial_rotary_factor = 0.25, which no setting",
     ),
     "part of a head, scaled": ({"rope_scaling": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor = 0.5"),
-    "yarn beside a default": (
+    "yarn next to a default": (
         {"rope_parameters": {"rope_type": "default"}, "rope_scaling": {"type": "yarn"}},
         "rope_type = 'yarn'",
     ),
@@ -305,7 +305,7 @@ ODD = {
 
 
 @pytest.mark.parametrize(("make", "said", "hint"), ODD.values(), ids=ODD)
-def test_what_is_no_model_is_refused_with_the_remedy(make, said, hint, tmp_path):
+def test_what_is_not_a_model_is_refused_with_the_remedy(make, said, hint, tmp_path):
     with pytest.raises(HalfstepError, match=said) as caught:
         open_pretrained(str(make(tmp_path)), TINY)
     assert hint in caught.value.hint

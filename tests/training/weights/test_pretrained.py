@@ -1,4 +1,4 @@
-"""First weights from elsewhere: transformers' own models give the same logits here, and nothing else gets in.
+"""Initial weights from elsewhere: transformers' own models give the same logits here, and nothing else gets in.
 
 In fp32 both sides compute the same function, and their sums differ in order. Each of `SERIES` results that follow
 one another carries the error of a sum of at most `LONGEST` terms, and errors of random sign add up as the root of
@@ -83,15 +83,15 @@ def theirs(name, **changes):
 
     torch.manual_seed(0)
     if name == "gpt2":
-        told = {"vocab_size": VOCABULARY, "n_positions": 16, "n_embd": 32, "n_layer": LAYERS, "n_head": 4}
+        given = {"vocab_size": VOCABULARY, "n_positions": 16, "n_embd": 32, "n_layer": LAYERS, "n_head": 4}
         ids = {"bos_token_id": 0, "eos_token_id": 0}
-        model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**told, **ids, **changes))
+        model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**given, **ids, **changes))
     else:
-        told = {"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 64, "head_dim": 16}
-        told |= {"num_hidden_layers": LAYERS, "num_attention_heads": 4, "num_key_value_heads": 2}
+        given = {"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 64, "head_dim": 16}
+        given |= {"num_hidden_layers": LAYERS, "num_attention_heads": 4, "num_key_value_heads": 2}
         rope = {"rope_type": "default", "rope_theta": changes.pop("rope_theta", 1e6)}
-        told |= {"tie_word_embeddings": True, "rope_parameters": rope} | changes
-        model = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**told))
+        given |= {"tie_word_embeddings": True, "rope_parameters": rope} | changes
+        model = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**given))
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.normal_(1.0 if parameter.ndim == 1 else 0.0, 0.2)
@@ -196,8 +196,8 @@ def test_shards_and_bf16_hold_the_same_numbers(saved, name, form):
     found = open_pretrained(str(path), recipe(name).model)
     weights = dict(found.weights())
     assert all(value.dtype == np.float32 and value.flags.writeable for value in weights.values())
-    told = "; ".join(found.notes)
-    assert ("held in bf16 and widened to fp32, exactly" in told) == (form == "bf16")
+    notes = "; ".join(found.notes)
+    assert ("held in bf16 and widened to fp32, exactly" in notes) == (form == "bf16")
     own = {name: p.detach().numpy() for name, p in model.named_parameters()}
     if name == "gpt2":
         assert (weights["embed.weight"] == own["transformer.wte.weight"]).all()
@@ -218,7 +218,7 @@ def test_train_starts_from_it_and_its_first_loss_is_theirs(saved, name, text, tm
     sizes = [
         f"model.{size}" for size in [f"vocabulary={VOCABULARY}", "context=16", f"layers={LAYERS}", *SIZES[name]]
     ]
-    told = [word for setting in [*sizes, *SHORT, f"data.source={text}"] for word in ("--set", setting)]
+    words = [word for setting in [*sizes, *SHORT, f"data.source={text}"] for word in ("--set", setting)]
     arguments = [
         "train",
         name,
@@ -230,7 +230,7 @@ def test_train_starts_from_it_and_its_first_loss_is_theirs(saved, name, text, tm
         "cpu",
         "--out",
         str(out),
-        *told,
+        *words,
     ]
     assert run(arguments) == 0
     err = capsys.readouterr().err.replace("\n", " ")
@@ -269,13 +269,13 @@ def test_a_first_step_on_the_other_backends(saved, backend, policy, text):
 @needs_transformers
 @pytest.mark.parametrize("backend", ["torch", pytest.param("jax", marks=pytest.mark.prove), "mlx"])
 @pytest.mark.parametrize("name", ["gpt2", "qwen3"])
-def test_a_loop_of_ones_own_takes_the_same_weights(saved, name, backend):
+def test_your_own_loop_gets_the_same_weights(saved, name, backend):
     if find_spec(backend) is None:
         pytest.skip(f"{backend} is not installed")
     theirs, path = saved(name)
-    with warnings.catch_warnings(record=True, action="always") as told:
+    with warnings.catch_warnings(record=True, action="always") as caught:
         made = halfstep.load_model(name, path, backend=backend, settings=sizes(name))
-    assert any("has dropout" in str(one.message) for one in told) == (name == "gpt2")
+    assert any("has dropout" in str(one.message) for one in caught) == (name == "gpt2")
     tokens = np.random.default_rng(1).integers(0, VOCABULARY, (2, 16)).astype(np.int32)
     if backend == "torch":
         import torch
@@ -354,7 +354,7 @@ def ours(text):
 
 
 @pytest.mark.parametrize("policy", ["fp32", "bf16-mixed,emulate=true,param=fp32:split"])
-def test_a_run_of_ours_is_a_place_to_start_from(ours, tmp_path, policy):
+def test_a_run_can_be_the_initial_weights(ours, tmp_path, policy):
     start(ours, tmp_path / "first", policy).run()
     newest = checkpoint.latest(tmp_path / "first" / "checkpoints")
     session = open_session(ours, Policy.parse("fp32"), "cpu", train=False)
@@ -380,7 +380,7 @@ def test_weights_alone_are_read_by_our_names(ours, tmp_path):
     assert {name: value.tobytes() for name, value in found.items()} == {n: w.tobytes() for n, w in weights.items()}
 
 
-def test_an_artifact_is_no_place_to_start_from(ours, tmp_path):
+def test_an_artifact_is_refused_as_initial_weights(ours, tmp_path):
     place = tmp_path / "model.int8z"
     place.write_bytes(encode(initial_weights(ours.model, 5), ours.model))
     with pytest.raises(WeightsError) as caught:
@@ -389,7 +389,7 @@ def test_an_artifact_is_no_place_to_start_from(ours, tmp_path):
     assert "name the run, or its checkpoint" in caught.value.hint
 
 
-def test_a_damaged_checkpoint_is_no_place_to_start_from(ours, tmp_path):
+def test_a_damaged_checkpoint_is_refused_as_initial_weights(ours, tmp_path):
     start(ours, tmp_path / "run").run()
     state = checkpoint.latest(tmp_path / "run" / "checkpoints") / "state.safetensors"
     content = bytearray(state.read_bytes())
@@ -443,7 +443,7 @@ def test_a_resumed_run_remembers_where_its_weights_came_from(ours, tmp_path):
         start(replace(given, init="elsewhere"), tmp_path / "run", resume=True)
 
 
-def test_a_recipe_of_ones_own_may_name_the_weights_and_pin_them(ours, text, tmp_path, capsys):
+def test_your_own_recipe_may_name_the_weights_and_pin_them(ours, text, tmp_path, capsys):
     weights = tmp_path / "weights.safetensors"
     save_file(dict(initial_weights(ours.model, 5)), weights)
     pinned = replace(ours, policy="fp32", init=str(weights), init_digest="0" * 64)

@@ -146,7 +146,7 @@ BROKEN = {
     ),
     "an index of pickles": (lambda path: save_index(path, {"x": "a.bin"}), "is a pickle", "save_pretrained"),
     "a shard that is not there": (lambda path: save_index(path, {"x": "a.safetensors"}), "no such file", "again"),
-    "an index that lies": (
+    "an index that is wrong": (
         lambda path: (saved(path, "a.safetensors"), save_index(path, {"y": "a.safetensors"})),
         "puts `y` in `a.safetensors`, but it is not there",
         "again",

@@ -11,7 +11,6 @@ says.
 """
 
 import json
-import math
 import sys
 import uuid
 from collections.abc import Callable, Mapping, Sequence
@@ -20,7 +19,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Protocol, final
+from typing import Any, final
 
 from halfstep.core.errors import ConfigError, HalfstepError
 from halfstep.training.files import write_whole
@@ -40,8 +39,8 @@ class Where:
     resumed_from: int | None
 
 
-class Logger(Protocol):
-    """An open logger."""
+class Logger:
+    """An open logger. What a logger cannot do, it leaves as it is here: nothing."""
 
     def start(self, event: Mapping[str, Any]) -> None:
         """Begins a session; the event holds the settings."""
@@ -49,7 +48,7 @@ class Logger(Protocol):
     def curve(self, step: int, time: float, values: Mapping[str, float]) -> None:
         """Records numbers of a step."""
 
-    def went_back(self, step: int) -> None:
+    def rolled_back(self, step: int) -> None:
         """Records a rollback: the next step is the one after this."""
 
     def close(self, totals: Mapping[str, float], *, failed: bool) -> None:
@@ -153,7 +152,7 @@ def _pass_on(logger: Logger, event: Mapping[str, Any]) -> None:
     if event["event"] == "start":
         logger.start(event)
     elif event["event"] == "rollback":
-        logger.went_back(int(event["to"]))
+        logger.rolled_back(int(event["to"]))
     elif values := curve_of(event):
         logger.curve(int(event["step"]), float(event["time"]), values)
 
@@ -177,8 +176,3 @@ def _identity(folder: Path, warn: Callable[[str], None]) -> str:
 
 def _describe(error: Exception) -> str:
     return f"{type(error).__name__}: {error}".splitlines()[0]
-
-
-def finite(values: Mapping[str, float]) -> dict[str, float]:
-    """Returns the values that JSON can hold."""
-    return {name: value for name, value in values.items() if math.isfinite(value)}

@@ -9,20 +9,15 @@ TensorBoard then shows each step once, as it was taken last.
 
 import time
 from collections.abc import Mapping
-from typing import Any, final
+from typing import final
 
-from halfstep.training.telemetry.loggers import Where
+from halfstep.training.telemetry.loggers import Logger, Where
 
 SECONDS_BETWEEN_FLUSHES = 10.0
 
 
-def open_logger(where: Where) -> "TensorBoard":
-    """Opens a writer into the run's folder."""
-    return TensorBoard(where)
-
-
 @final
-class TensorBoard:
+class TensorBoard(Logger):
     """One event file."""
 
     def __init__(self, where: Where):
@@ -33,10 +28,7 @@ class TensorBoard:
         self._writer = EventFileWriter(str(where.folder / "tensorboard"))
         self._flushed = time.monotonic()
         if where.resumed_from is not None:
-            self.went_back(where.resumed_from)
-
-    def start(self, event: Mapping[str, Any]) -> None:
-        """Does nothing: the settings are in run.toml."""
+            self.rolled_back(where.resumed_from)
 
     def curve(self, step: int, time: float, values: Mapping[str, float]) -> None:
         """Adds a point to each curve."""
@@ -44,7 +36,7 @@ class TensorBoard:
         self._writer.add_event(self._event(wall_time=time, step=step, summary=self._summary(value=points)))
         self._flush_now_and_then()
 
-    def went_back(self, step: int) -> None:
+    def rolled_back(self, step: int) -> None:
         """Voids what was written of later steps."""
         mark = self._session_log(status=self._session_log.START)
         self._writer.add_event(self._event(wall_time=time.time(), step=step + 1, session_log=mark))
@@ -58,3 +50,6 @@ class TensorBoard:
         if time.monotonic() - self._flushed >= SECONDS_BETWEEN_FLUSHES:
             self._writer.flush()
             self._flushed = time.monotonic()
+
+
+open_logger = TensorBoard

@@ -7,21 +7,17 @@ resumed session adds to the run of that name; steps that are taken again are the
 trackio writes in a thread and reports its own failures without raising them.
 """
 
+import math
 from collections.abc import Mapping
 from typing import Any, final
 
-from halfstep.training.telemetry.loggers import Where, finite
+from halfstep.training.telemetry.loggers import Logger, Where
 
 PROJECT = "halfstep"
 
 
-def open_logger(where: Where) -> "Trackio":
-    """Opens the run of that name, new or resumed."""
-    return Trackio(where)
-
-
 @final
-class Trackio:
+class Trackio(Logger):
     """One run."""
 
     def __init__(self, where: Where):
@@ -45,12 +41,12 @@ class Trackio:
 
     def curve(self, step: int, time: float, values: Mapping[str, float]) -> None:
         """Adds a point to each curve; trackio takes only finite ones."""
-        self._run.log(finite(values), step=step)
-
-    def went_back(self, step: int) -> None:
-        """Does nothing: nothing can be taken back."""
+        self._run.log({name: value for name, value in values.items() if math.isfinite(value)}, step=step)
 
     def close(self, totals: Mapping[str, float], *, failed: bool) -> None:
         """Waits until all is written."""
         if self._run is not None:
             self._trackio.finish()
+
+
+open_logger = Trackio

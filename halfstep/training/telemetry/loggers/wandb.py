@@ -11,18 +11,13 @@ import os
 from collections.abc import Mapping
 from typing import Any, final
 
-from halfstep.training.telemetry.loggers import Where
+from halfstep.training.telemetry.loggers import Logger, Where
 
 PROJECT = "halfstep"
 
 
-def open_logger(where: Where) -> "WandB":
-    """Opens the run with the id of the folder."""
-    return WandB(where)
-
-
 @final
-class WandB:
+class WandB(Logger):
     """One session of a run."""
 
     def __init__(self, where: Where):
@@ -50,10 +45,10 @@ class WandB:
         """Adds a point to each curve."""
         self._run.log({"step": step, **values})
 
-    def went_back(self, step: int) -> None:
-        """Does nothing: nothing can be taken back."""
-
     def close(self, totals: Mapping[str, float], *, failed: bool) -> None:
         """Records the totals, and ends the run."""
         self._run.summary.update(dict(totals))
         self._run.finish(exit_code=1 if failed else 0)
+
+
+open_logger = WandB
