@@ -13,7 +13,7 @@ from halfstep.core.errors import HalfstepError
 from halfstep.tools.bench.arms import recipes, worker
 from halfstep.tools.bench.arms.model import GPT2
 from halfstep.tools.bench.contract import ARMS, CEILING, CLIP_NORM, Setting
-from halfstep.torch.convert import fp8_choice
+from halfstep.torch import apply
 
 CPU = torch.device("cpu")
 # How far the format of a recipe alone may take it from fp32.
@@ -114,7 +114,7 @@ def test_a_step_that_is_not_finite_changes_nothing(name):
 @pytest.mark.parametrize("name", ARMS)
 def test_micro_batches_are_one_update_of_their_mean(name, monkeypatch):
     # Both arms must choose alike which layers are narrow; measured, that may depend on what else the machine does.
-    monkeypatch.setitem(fp8_choice.measure_all.__kwdefaults__, "timer", lambda work, precisions: [2.0, 1.0])
+    monkeypatch.setitem(apply.apply.__kwdefaults__, "timer", lambda work, precisions: [2.0, 1.0])
     norms = []
     monkeypatch.setattr(recipes, "_found_inf", lambda norm: (norms.append(float(norm)), torch.zeros(()))[1])
     inputs, targets = batch(size=8)
