@@ -1,13 +1,12 @@
 """What people do with a model of Hugging Face once it is prepared: right, or refused with the remedy."""
 
-import importlib.util
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
+from benchmarks import zoo
 from halfstep.core.errors import HalfstepError
 from halfstep.torch import AdamW
 from halfstep.torch.step import prepare
@@ -18,21 +17,11 @@ SPLIT = "bf16-mixed,param=fp32:split"
 LANGUAGE = ("gpt2", "llama", "qwen3", "mixtral")
 
 
-def zoo():
-    """benchmarks/zoo.py, loaded once."""
-    if "halfstep_zoo" not in sys.modules:
-        path = Path(__file__).parents[2] / "benchmarks" / "zoo.py"
-        spec = importlib.util.spec_from_file_location("halfstep_zoo", path)
-        sys.modules["halfstep_zoo"] = module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-    return sys.modules["halfstep_zoo"]
-
-
-NAMES = tuple(zoo().FAMILIES)
+NAMES = tuple(zoo.FAMILIES)
 
 
 def prepared(name, policy="bf16-mixed", kind=torch.optim.AdamW, attention="sdpa"):
-    family = zoo().FAMILIES[name]
+    family = zoo.FAMILIES[name]
     pytest.importorskip(family.package, reason=f"{family.package} is not installed")
     model, loss = family.make(attention)
     return prepare(model, kind(model.parameters(), lr=1e-3), policy), lambda _: loss(model)
@@ -49,10 +38,10 @@ def test_generation_is_the_same_with_every_cache_and_scores_are_fp32(name, polic
     model.config.output_router_logits = False
     asked = {"max_new_tokens": 3, "do_sample": False, "eos_token_id": -1}
     with torch.no_grad(), run.evaluation():
-        found = model.generate(zoo().tokens(), **asked, return_dict_in_generate=True, output_scores=True)
-        whole = model.generate(zoo().tokens(), **asked, use_cache=False)
-        static = model.generate(zoo().tokens(), **asked, cache_implementation="static", disable_compile=True)
-        beams = model.generate(zoo().tokens(), **asked, num_beams=2)
+        found = model.generate(zoo.tokens(), **asked, return_dict_in_generate=True, output_scores=True)
+        whole = model.generate(zoo.tokens(), **asked, use_cache=False)
+        static = model.generate(zoo.tokens(), **asked, cache_implementation="static", disable_compile=True)
+        beams = model.generate(zoo.tokens(), **asked, num_beams=2)
     assert {score.dtype for score in found.scores} == {torch.float32}
     assert torch.equal(found.sequences, whole)
     assert torch.equal(found.sequences, static)
@@ -62,7 +51,7 @@ def test_generation_is_the_same_with_every_cache_and_scores_are_fp32(name, polic
 @pytest.mark.parametrize("name", ["t5", "whisper"])
 def test_an_encoder_and_decoder_generates(name):
     run, _ = prepared(name, SPLIT)
-    given = zoo()._noise(2, 8, 16) if name == "whisper" else zoo().tokens()
+    given = zoo._noise(2, 8, 16) if name == "whisper" else zoo.tokens()
     with torch.no_grad():
         assert run.model.eval().generate(given, max_new_tokens=3, do_sample=False).shape[0] == 2
 
@@ -90,7 +79,7 @@ def test_a_frozen_bf16_base_says_that_it_is_bf16():
     run, _ = prepared("llama", SPLIT)
     assert run.model.model.dtype == torch.float32  # a part of it too
     assert type(run.unprepare()).dtype is transformers.PreTrainedModel.dtype
-    model, _ = zoo().FAMILIES["llama"].make()
+    model, _ = zoo.FAMILIES["llama"].make()
     model.bfloat16().requires_grad_(False)
     model.lm_head.requires_grad_(True)
     prepare(model, torch.optim.SGD(model.lm_head.parameters(), lr=0.1), SPLIT)
@@ -139,7 +128,7 @@ def test_attention_may_be_chosen_after():
     run, loss = prepared("llama", SPLIT)
     other, _ = prepared("llama", SPLIT, attention="eager")
     run.model.set_attn_implementation("eager")
-    batch = zoo().tokens()
+    batch = zoo.tokens()
     with torch.no_grad():
         assert torch.equal(run.model(batch).logits, other.model(batch).logits)
     run.step(loss, [0])

@@ -1,13 +1,10 @@
 """Peft's adapters on a frozen bf16 base: masters for the adapters, no copy of the base, no matmul in fp32."""
 
-import importlib.util
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from benchmarks.measure import lora
 from halfstep.torch.step import prepare
 
 pytest.importorskip("transformers", reason="transformers is not installed")
@@ -15,22 +12,11 @@ pytest.importorskip("peft", reason="peft is not installed")
 STEPS = 10
 
 
-def bench():
-    """benchmarks/measure/lora.py, loaded once."""
-    if "halfstep_lora" not in sys.modules:
-        path = Path(__file__).parents[2] / "benchmarks" / "measure" / "lora.py"
-        spec = importlib.util.spec_from_file_location("halfstep_lora", path)
-        sys.modules["halfstep_lora"] = module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-    return sys.modules["halfstep_lora"]
-
-
 NAMES = ("gpt2", "llama")
 
 
 @pytest.mark.parametrize("name", ["gpt2", pytest.param("llama", marks=pytest.mark.prove)])
 def test_adapters_train_on_a_bf16_base_as_on_an_fp32_copy_of_it(name):
-    lora = bench()
     narrow, wide = (lora.train(lora.build(name, dtype), STEPS) for dtype in (torch.bfloat16, torch.float32))
     assert (narrow.frozen, wide.frozen) == ({torch.bfloat16}, {torch.float32})
     limits = lora.bound(name, wide, STEPS)
@@ -45,7 +31,6 @@ def test_adapters_train_on_a_bf16_base_as_on_an_fp32_copy_of_it(name):
 
 @pytest.mark.parametrize("policy", ["bf16-mixed", "bf16-mixed,param=fp32:split"])
 def test_the_base_stays_as_it_is_held_and_adapters_get_masters(policy):
-    lora = bench()
     model = lora.build("llama", torch.bfloat16)
     base = {n: p.data_ptr() for n, p in model.named_parameters() if not p.requires_grad}
     trained = [p for p in model.parameters() if p.requires_grad]
@@ -79,7 +64,6 @@ class Products(TorchDispatchMode):
 @pytest.mark.parametrize("name", NAMES)
 def test_the_casts_of_lora_make_no_fp32_matmul(name):
     """Hazard: `x.to(lora_A.weight.dtype)` is fp32, and a layer that follows its input then runs fp32 silently."""
-    lora = bench()
     model = lora.build(name, torch.bfloat16)
     prepare(model, torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1), "bf16-mixed")
     tokens = next(lora.batches(1, "cpu"))
@@ -93,7 +77,7 @@ def test_the_casts_of_lora_make_no_fp32_matmul(name):
 def test_an_adapted_head_and_embedding_are_reached():
     from peft import LoraConfig, get_peft_model
 
-    model, _ = bench().zoo.FAMILIES["llama"].make()
+    model, _ = lora.zoo.FAMILIES["llama"].make()
     config = LoraConfig(r=4, target_modules=["embed_tokens", "lm_head"])
     peft = get_peft_model(model.bfloat16(), config)
     trained = [p for p in peft.parameters() if p.requires_grad]

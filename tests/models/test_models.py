@@ -15,34 +15,20 @@ linear in u, so sigma of fp16 is an eighth of that of bf16. In fp8 the operands 
 A run in fp32 would be within every bound. So the error of all gradients together must be a tenth of its sigma.
 """
 
-import importlib.util
 import math
-import sys
 from functools import cache
-from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
+from benchmarks import zoo
 from halfstep.core.errors import ScalingError
 from halfstep.core.formats import BF16, E4M3, E5M2, FP16
 from halfstep.torch.step import prepare
 
-ROOT = Path(__file__).parents[2]
-
-
-def zoo():
-    """benchmarks/zoo.py, loaded once."""
-    if "halfstep_zoo" not in sys.modules:
-        spec = importlib.util.spec_from_file_location("halfstep_zoo", ROOT / "benchmarks" / "zoo.py")
-        sys.modules["halfstep_zoo"] = module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-    return sys.modules["halfstep_zoo"]
-
-
-NAMES = tuple(zoo().FAMILIES)
+NAMES = tuple(zoo.FAMILIES)
 POLICIES = (
     "bf16-mixed",
     "fp16-mixed",
@@ -54,7 +40,7 @@ SIGMAS, RAN, DRAWS = 5.0, 0.1, 5
 
 
 def make(name, attention="sdpa"):
-    family = zoo().FAMILIES[name]
+    family = zoo.FAMILIES[name]
     pytest.importorskip(family.package, reason=f"{family.package} is not installed")
     return family.make(attention)
 
@@ -169,7 +155,7 @@ def reference(name, fp8=False):
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("attention", zoo().ATTENTION)
+@pytest.mark.parametrize("attention", zoo.ATTENTION)
 @pytest.mark.parametrize(
     "name",
     # The references of the others take longer than the rest of the file.
@@ -198,7 +184,7 @@ def test_a_step_is_within_the_roundings_of_its_format(name, attention, policy):
 @pytest.mark.parametrize("policy", ["bf16-mixed", "fp16-mixed,param=fp32:split"])
 @pytest.mark.parametrize("given", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 @pytest.mark.parametrize("name", NAMES)
-def test_a_model_that_was_loaded_narrow_is_widened_and_told(name, given, policy):
+def test_a_model_that_was_loaded_narrow_is_widened_and_listed(name, given, policy):
     """Hazard: pure bf16 by accident. `dtype="auto"` gives the dtype of the checkpoint, without masters."""
     model, loss_fn = make(name)
     trained = [n for n, p in model.named_parameters() if p.requires_grad]
@@ -214,7 +200,7 @@ def test_a_model_that_was_loaded_narrow_is_widened_and_told(name, given, policy)
     moved = [n for n in trained if not torch.equal(after[n], before[n])]
     assert len(moved) > len(trained) / 2  # at a rate of 1e-5, where bf16 loses 84 % of updates
     narrow = [n for n, b in model.named_buffers() if b.dtype == given]
-    assert ("were rounded before they came here" in run.summary()) == bool(narrow)
+    assert ("were already rounded, and stay so" in run.summary()) == bool(narrow)
 
 
 def test_weights_that_are_tied_stay_so():
@@ -232,8 +218,8 @@ def test_what_a_model_returns_is_in_the_loss_format_and_its_cache_in_compute():
     model, _ = make("llama")
     run = prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), "bf16-mixed")
     with torch.no_grad():
-        out = model(zoo().tokens(), use_cache=True)
-        longer = model.generate(zoo().tokens(), max_new_tokens=2, do_sample=False, eos_token_id=-1)
+        out = model(zoo.tokens(), use_cache=True)
+        longer = model.generate(zoo.tokens(), max_new_tokens=2, do_sample=False, eos_token_id=-1)
     assert type(out).__name__ == "CausalLMOutputWithPast"
     assert out.logits.dtype == torch.float32
     assert out["logits"] is out.logits
@@ -242,7 +228,7 @@ def test_what_a_model_returns_is_in_the_loss_format_and_its_cache_in_compute():
     assert run.masters.complete
 
 
-@pytest.mark.parametrize("attention", zoo().ATTENTION)
+@pytest.mark.parametrize("attention", zoo.ATTENTION)
 @pytest.mark.parametrize("name", ["gpt2", "llama", "bert", "vit", "whisper", "mixtral"])
 def test_checkpointed_gradients_are_the_same(name, attention):
     found = []
@@ -280,7 +266,7 @@ def test_routers_are_fp32_inside_and_out():
 def test_experts_multiply_in_compute_with_fp32_weight_gradients(experts, policy):
     pytest.importorskip("transformers")
     torch.manual_seed(0)
-    model, loss_fn = zoo()._mixtral("sdpa", experts)
+    model, loss_fn = zoo._mixtral("sdpa", experts)
     loss, grads, sigmas, decisions = reference("mixtral")
     pin_routing(model, dict(decisions))
     run = prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), policy)
@@ -348,7 +334,7 @@ def test_the_overflow_of_t5_is_named_by_layer():
     assert f"`{OVERFLOWS}: compute=fp32`" in raised.value.hint
 
 
-def test_the_overflow_that_t5_hides_is_named_all_the_same():
+def test_the_overflow_that_t5_hides_is_named_too():
     """Its blocks clamp infinities where the stream is fp16: the loss is finite, and wrong."""
     model, loss_fn = overflowing()
     with torch.no_grad():
@@ -359,7 +345,7 @@ def test_the_overflow_that_t5_hides_is_named_all_the_same():
     cause = run.blame(lambda _: loss_fn(model), [0])
     assert (cause.where, cause.module) == ("forward", OVERFLOWS)
     assert "4 modules" in run.summary()
-    assert "that their authors keep in fp32 are in fp16 here: `**.wo: compute=fp32`" in run.summary()
+    assert "that their authors keep in fp32 run in fp16 here: `**.wo: compute=fp32`" in run.summary()
     run.unprepare()
     ruled = prepare(model, torch.optim.SGD(model.parameters(), lr=0.0), "fp16-mixed; **.wo: compute=fp32")
     assert ruled.blame(lambda _: loss_fn(model), [0]).where == "nowhere"
