@@ -65,39 +65,30 @@ def test_tables_for_people(race, capsys):
     assert err.splitlines() == ["NVIDIA H200, torch 2.11", "attention of halfstep: cudnn_flash"]
 
 
-def test_what_is_asked_reaches_the_race(race, capsys):
+def test_the_options_reach_the_race(race, capsys):
     calls = race(USUAL)
     arguments = "bench --arms fp32 autocast --micro-batches 8 --rounds 2 --steps 3 --layers 2 --width 64 --batch 4"
     arguments += (
         " --context 32 --vocabulary 300 --device cpu --no-compile --source . --seconds 9.5 --at-once 2 --json"
     )
     assert run(arguments.split()) == 0
-    assert calls == [
-        (
-            ["fp32", "autocast"],
-            {
-                "layers": 2,
-                "width": 64,
-                "context": 32,
-                "vocabulary": 300,
-                "micro_batches": 8,
-                "rounds": 2,
-                "steps": 3,
-                "batch": 4,
-                "device": "cpu",
-                "compile": False,
-                "source": ".",
-                "seconds": 9.5,
-                "at_once": 2,
-            },
-        )
-    ]
+    given = {
+        "layers": 2,
+        "width": 64,
+        "context": 32,
+        "vocabulary": 300,
+        "micro_batches": 8,
+        "rounds": 2,
+        "steps": 3,
+    }
+    given |= {"batch": 4, "device": "cpu", "compile": False, "source": ".", "seconds": 9.5, "at_once": 2}
+    assert calls == [(["fp32", "autocast"], given)]
     data = json.loads(capsys.readouterr().out)
     assert data["arms"][0]["name"] == "autocast"
     assert "bars" not in data
 
 
-def test_without_a_word_it_races_gpt2_on_a_gpu(race, capsys):
+def test_by_default_it_races_gpt2_on_a_gpu(race, capsys):
     calls = race(USUAL)
     assert run(["bench"]) == 0
     ((names, options),) = calls
@@ -160,7 +151,7 @@ def test_exit_codes(arms, bars, code, race, capsys):
         (["--steps", "0"], "error: `steps` is 0; it must be 1 or more\n"),
     ],
 )
-def test_mistakes_are_told_before_anything_starts(arguments, expected, capsys, monkeypatch):
+def test_mistakes_are_reported_before_anything_starts(arguments, expected, capsys, monkeypatch):
     monkeypatch.setattr("halfstep.tools.bench.race.Worker", None)
     assert run(["bench", *arguments]) == 2
     out, err = capsys.readouterr()

@@ -82,22 +82,11 @@ def test_formats_table(capsys):
 def test_formats_json(capsys):
     assert run(["formats", "e4m3", "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == [
-        {
-            "name": "e4m3",
-            "bits": 8,
-            "exponent_bits": 4,
-            "mantissa_bits": 3,
-            "bias": 7,
-            "max": 448.0,
-            "smallest_normal": 2.0**-6,
-            "smallest_subnormal": 2.0**-9,
-            "epsilon": 0.125,
-            "decimal_digits": pytest.approx(1.204, abs=1e-3),
-            "has_inf": False,
-            "has_nan": True,
-            "native_overflow": "nan",
-        }
-    ]
+        {"name": "e4m3", "bits": 8, "exponent_bits": 4, "mantissa_bits": 3, "bias": 7, "max": 448.0,
+         "smallest_normal": 2.0**-6, "smallest_subnormal": 2.0**-9, "epsilon": 0.125,
+         "decimal_digits": pytest.approx(1.204, abs=1e-3), "has_inf": False, "has_nan": True,
+         "native_overflow": "nan"}
+    ]  # fmt: skip
 
 
 def test_policy_shows_every_role_and_the_rules(capsys):
@@ -126,7 +115,7 @@ def test_policy_json_reads_back(capsys):
     assert Policy.from_table(table) == Policy.parse(spec)
 
 
-def test_policy_for_a_recipe_has_one_row_a_parameter(capsys):
+def test_policy_for_a_recipe_has_one_row_per_parameter(capsys):
     from halfstep.config.load import load
     from halfstep.config.model import parameter_shapes
 
@@ -247,7 +236,7 @@ WAITING = {
 
 
 @pytest.mark.parametrize(("module", "name", "arguments"), WAITING.values(), ids=WAITING)
-def test_a_command_that_is_interrupted_says_so_in_one_line(module, name, arguments, capsys, monkeypatch, tmp_path):
+def test_an_interrupted_command_prints_one_line(module, name, arguments, capsys, monkeypatch, tmp_path):
     def interrupted(*given, **named):
         raise KeyboardInterrupt
 
@@ -264,7 +253,7 @@ IMPORTS = ["halfstep.cli.app", "cyclopts", "halfstep.core.formats"]
     ("entry", "module"),
     [("-m", "halfstep.cli.main"), *((entry, name) for entry in ("-m", "-c") for name in IMPORTS)],
 )
-def test_an_interrupt_while_modules_are_imported_is_no_traceback(tmp_path, module, entry):
+def test_an_interrupt_during_imports_prints_no_traceback(tmp_path, module, entry):
     """As by Ctrl-C in the first moment. The script that pip makes does what `-c` does here."""
     (tmp_path / "sitecustomize.py").write_text(
         "import os, signal, sys\n"

@@ -68,7 +68,7 @@ def test_from_text_to_a_run_to_text(packed, text, tmp_path, capfd):
     assert json.loads(capfd.readouterr().out)["bits_per_byte"] > 0
 
 
-def test_a_run_does_not_write_or_go_on_with_other_data(packed, text, tmp_path, capsys):
+def test_a_run_neither_samples_nor_resumes_with_other_data(packed, text, tmp_path, capsys):
     out = tmp_path / "run"
     assert train(packed, out) == 0
     os.rename(packed, packed + ".old")
@@ -83,7 +83,7 @@ def test_a_run_does_not_write_or_go_on_with_other_data(packed, text, tmp_path, c
     assert "was saved with other data" in capsys.readouterr().err
 
 
-def test_data_that_moved_is_found_where_it_is_said_to_be(packed, tmp_path, capfdbinary):
+def test_data_that_moved_can_be_named(packed, tmp_path, capfdbinary):
     out, moved = tmp_path / "step-by-step", str(tmp_path / "moved")
     assert train(packed, out) == 0
     Path(packed).rename(moved)
@@ -94,7 +94,7 @@ def test_data_that_moved_is_found_where_it_is_said_to_be(packed, tmp_path, capfd
         assert b"the data changed" not in capfdbinary.readouterr().err
 
 
-def test_a_run_in_the_folder_of_its_text_goes_on(tmp_path, monkeypatch, capsys):
+def test_a_run_in_the_folder_of_its_text_resumes(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     for n in range(20):
         (tmp_path / f"{n}.txt").write_text(f"some text {n} " * 40 + "\n")
@@ -113,7 +113,7 @@ def test_a_run_in_the_folder_of_its_text_goes_on(tmp_path, monkeypatch, capsys):
     assert digests[0] == digests[1]
 
 
-def test_data_that_is_looked_for_from_another_folder(tmp_path, monkeypatch, capsys):
+def test_relative_data_is_searched_in_the_current_folder(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "t.txt").write_text("some text\n\n" * 400)
     assert train("t.txt", "one") == 0
@@ -132,7 +132,7 @@ def test_data_that_is_looked_for_from_another_folder(tmp_path, monkeypatch, caps
         assert run([*command, *named, "--device", "cpu"]) == 0
 
 
-def test_packing_again_makes_what_was_lost_again(packed, text, tmp_path, capsys):
+def test_packing_again_restores_lost_files(packed, text, tmp_path, capsys):
     assert train(packed, tmp_path / "run") == 0
     Path(packed, "train_000002.bin").unlink()
     Path(packed, "token_bytes.npy").write_bytes(b"x")
@@ -148,7 +148,7 @@ def test_packing_again_makes_what_was_lost_again(packed, text, tmp_path, capsys)
     assert run(["train", "--resume", "--out", str(tmp_path / "run"), "--device", "cpu"]) == 0
 
 
-def test_what_a_folder_holds_beside_text_is_told(tmp_path, capsys):
+def test_skipped_files_are_counted(tmp_path, capsys):
     folder = tmp_path / "text"
     (folder / "runs").mkdir(parents=True)
     for n in range(20):
@@ -208,14 +208,14 @@ def test_show_and_verify(packed, capsys):
         (["verify", "OUT"], "cannot read"),
     ],
 )
-def test_what_cannot_be_done_is_refused(arguments, said, text, tmp_path, capsys):
+def test_mistakes_are_refused(arguments, said, text, tmp_path, capsys):
     places = {"TEXT": text, "OUT": str(tmp_path / "out")}
     named = [places.get(word, word.replace("TEXT", text)) for word in arguments]
     assert run(["data", *named]) == 2
     assert said in capsys.readouterr().err
 
 
-def test_a_broken_line_is_told_out_of_a_worker(text, tmp_path, capsys):
+def test_a_worker_reports_a_broken_line(text, tmp_path, capsys):
     with open(text, "a") as file:
         file.write('{"text": \n')
     assert run(["data", "pack", text, "--out", str(tmp_path / "o"), "--tokenizer", "bytes", "--workers", "1"]) == 2

@@ -37,9 +37,7 @@ def told(capsys):
     return " ".join(capsys.readouterr().out.split())
 
 
-def test_after_a_signal_with_a_deadline_the_page_is_left_to_the_next_session(
-    arguments, tmp_path, capsys, monkeypatch, stopped_at
-):
+def test_a_deadline_leaves_the_page_to_the_next_session(arguments, tmp_path, capsys, monkeypatch, stopped_at):
     page = tmp_path / "run" / "report.html"
     stopped_at(7)
     assert run([*arguments, "--deadline", "30"]) == 0
@@ -88,7 +86,7 @@ def test_json_has_the_steps_of_the_session_and_of_the_run(arguments, capsys, sto
     assert steps("--resume") == (20, 20, 0)
 
 
-def test_an_error_of_the_system_that_loses_steps_is_told_likewise(arguments, tmp_path, capsys, monkeypatch):
+def test_a_system_error_that_loses_steps_exits_with_1(arguments, tmp_path, capsys, monkeypatch):
     record = Loop._record
 
     def recorded(loop, result):
@@ -102,10 +100,15 @@ def test_an_error_of_the_system_that_loses_steps_is_told_likewise(arguments, tmp
     assert (tmp_path / "run" / "report.html").exists()
 
 
-def test_an_error_that_loses_steps_is_told_by_the_exit_code(arguments, capsys):
-    """50 updates that are not finite end a run; it had saved, and goes no further than that."""
+def test_an_error_that_loses_steps_exits_with_1_and_leaves_a_page(arguments, tmp_path, capsys):
+    """50 non-finite updates end a run; it had saved, but not the last steps."""
     hopeless = ["--set", "optimizer.rate=1e30", "--set", "training.steps=100"]
     assert run([*arguments, *hopeless]) == 1
-    assert "error: " in capsys.readouterr().err
+    words = " ".join(capsys.readouterr().err.split())
+    assert "error: " in words
+    assert "steps in a row were not finite" in words
+    page = tmp_path / "run" / "report.html"
+    assert f"page {page}" in words
+    assert "update skipped" in page.read_text()
     assert run([*arguments, *hopeless]) == 2  # the folder holds a run: nothing was trained, and nothing lost
     assert "already holds a run" in capsys.readouterr().err

@@ -54,7 +54,7 @@ def test_a_run_without_a_record_is_as_old_as_its_checkpoint(tmp_path):
 
 
 @pytest.mark.parametrize("other", ["tiny-big-", "tinys-", "a-tiny-", "tiny-20250102-", "tiny", "TINY-"])
-def test_a_recipe_goes_on_with_its_own_runs_alone(tmp_path, other):
+def test_a_recipe_resumes_only_its_own_runs(tmp_path, other):
     ours = make(tmp_path, f"tiny-{DAY}", 1000.0)
     make(tmp_path, f"{other}{DAY}", 2000.0)
     make(tmp_path, "tiny-notes", 3000.0)
@@ -64,7 +64,7 @@ def test_a_recipe_goes_on_with_its_own_runs_alone(tmp_path, other):
     assert folder.newest(tmp_path, "tiny") == again
 
 
-def test_resume_takes_the_run_that_was_trained_last_and_not_the_one_that_was_touched(quick, runs, capsys):
+def test_resume_takes_the_run_that_was_trained_last(quick, runs, capsys):
     first, second = runs / f"tiny-{DAY}", runs / "tiny-20250102-030406"
     for where in (first, second):
         assert run(["train", *quick, "--out", str(where)]) == 0
@@ -75,7 +75,7 @@ def test_resume_takes_the_run_that_was_trained_last_and_not_the_one_that_was_tou
     assert f"run folder {second}" in capsys.readouterr().err
 
 
-def test_runs_that_start_in_one_second_get_folders_of_their_own(quick, runs, monkeypatch):
+def test_runs_that_start_in_the_same_second_get_separate_folders(quick, runs, monkeypatch):
     monkeypatch.setattr(time, "strftime", lambda *_: DAY)
     for _ in range(3):
         assert run(["train", *quick]) == 0
@@ -83,7 +83,7 @@ def test_runs_that_start_in_one_second_get_folders_of_their_own(quick, runs, mon
     assert folder.newest(runs, "tiny") == runs / f"tiny-{DAY}-3"
 
 
-def test_a_folder_is_taken_before_the_run_begins(runs):
+def test_a_folder_is_created_before_the_run_starts(runs):
     """Two processes that both look first would both find it free."""
     with command._new_folder("tiny") as one, command._new_folder("tiny") as other:
         assert one != other
@@ -92,7 +92,7 @@ def test_a_folder_is_taken_before_the_run_begins(runs):
 
 
 @pytest.mark.parametrize("there", [True, False])
-def test_a_run_that_does_not_begin_leaves_no_folder(runs, there, capsys):
+def test_a_run_that_does_not_start_leaves_no_folder(runs, there, capsys):
     if there:
         runs.mkdir()
     assert run(["train", "--policy", "fp32", "--device", "toaster"]) == 2
@@ -128,7 +128,7 @@ EMPTY = {
 
 
 @pytest.mark.parametrize("arguments", EMPTY.values(), ids=EMPTY)
-def test_an_empty_path_is_a_variable_that_is_not_set_and_not_this_folder(arguments, tmp_path, monkeypatch, capsys):
+def test_an_empty_path_is_refused(arguments, tmp_path, monkeypatch, capsys):
     (tmp_path / "text.txt").write_text("words and more words\n" * 200)
     monkeypatch.chdir(tmp_path)
     assert run(arguments) == 2

@@ -18,7 +18,7 @@ def trained(small, tmp_path):
     return out
 
 
-def test_a_run_tells_what_it_did_and_leaves_a_page(small, tmp_path, capsys):
+def test_a_run_prints_a_summary_and_leaves_a_page(small, tmp_path, capsys):
     out = tmp_path / "run"
     assert run(["train", *small, "--policy", "fp32", "--out", str(out)]) == 0
     told, words = capsys.readouterr()
@@ -30,7 +30,7 @@ def test_a_run_tells_what_it_did_and_leaves_a_page(small, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("fault", ["no place", "no events"])
-def test_a_page_that_could_not_be_written_is_not_among_what_there_is(small, tmp_path, capsys, monkeypatch, fault):
+def test_a_page_that_cannot_be_written_is_a_warning(small, tmp_path, capsys, monkeypatch, fault):
     from halfstep.report import page
     from halfstep.training.telemetry.events import EventsError
 
@@ -49,17 +49,7 @@ def test_a_page_that_could_not_be_written_is_not_among_what_there_is(small, tmp_
     assert json.loads(capsys.readouterr().out)["report"] is None
 
 
-def test_a_run_that_stops_by_an_error_leaves_a_page_too(small, tmp_path, capsys):
-    out = tmp_path / "run"
-    hopeless = ["--set", "optimizer.rate=1e30", "--set", "training.steps=100"]
-    assert run(["train", *small, *hopeless, "--policy", "fp32", "--out", str(out)]) != 0
-    words = capsys.readouterr().err
-    assert "steps in a row were not finite" in words
-    assert f"page {out / 'report.html'}" in words.replace("\n", "")
-    assert "update skipped" in (out / "report.html").read_text()
-
-
-def test_json_is_data_alone(small, tmp_path, capsys):
+def test_json_output(small, tmp_path, capsys):
     assert run(["train", *small, "--policy", "fp32", "--out", str(tmp_path / "run"), "--json"]) == 0
     data = json.loads(capsys.readouterr().out)
     assert data["finished"] is True
@@ -68,7 +58,7 @@ def test_json_is_data_alone(small, tmp_path, capsys):
     assert data["ratio"] == pytest.approx(data["bits_per_byte"] / data["bigram_bits"])
 
 
-def test_auto_measures_and_its_reason_reaches_words_and_events_unchanged(small, tmp_path, capsys, monkeypatch):
+def test_the_reason_of_auto_reaches_messages_events_and_page_unchanged(small, tmp_path, capsys, monkeypatch):
     from halfstep.core.choice import Choice
     from halfstep.tools import probe
 
@@ -105,7 +95,7 @@ def test_fp8_without_hardware_is_refused_and_the_emulated_form_runs(small, tmp_p
 
 
 @pytest.mark.parametrize("emulate", ["", ",emulate=true"], ids=["native", "emulated"])
-def test_what_was_measured_is_told_and_recorded(small, tmp_path, capsys, emulate):
+def test_the_measurement_is_printed_and_recorded(small, tmp_path, capsys, emulate):
     """On a CPU fp8 is never faster: a run in fp8-mixed is then one in bf16, and must not look like fp8."""
     if not emulate:
         pytest.importorskip("torch")
@@ -121,7 +111,7 @@ def test_what_was_measured_is_told_and_recorded(small, tmp_path, capsys, emulate
     assert ("since it is emulated" if emulate else "stay bf16") in told
 
 
-def test_resume_goes_on_with_the_policy_that_ran(small, tmp_path, capsys, monkeypatch):
+def test_resume_keeps_the_policy_that_ran(small, tmp_path, capsys, monkeypatch):
     from halfstep.core.choice import Choice
     from halfstep.tools import probe
 
@@ -133,7 +123,7 @@ def test_resume_goes_on_with_the_policy_that_ran(small, tmp_path, capsys, monkey
     assert read_events(tmp_path / "run" / "events.jsonl")[-1]["event"] == "end"
 
 
-def test_a_damaged_checkpoint_is_named_with_the_flag_that_allows_the_one_before(small, tmp_path, capsys):
+def test_a_damaged_checkpoint_is_named_with_the_flag_to_skip_it(small, tmp_path, capsys):
     out = ["--out", str(tmp_path / "run")]
     assert run(["train", *small, *out, "--policy", "fp32", "--set", "training.save_every=1"]) == 0
     (tmp_path / "run" / "checkpoints" / "step-000003" / "state.safetensors").write_bytes(b"")
@@ -153,15 +143,6 @@ def test_the_deadline_may_come_from_the_environment(small, tmp_path, capsys, mon
     assert "HALFSTEP_DEADLINE=soon: it must be a number" in capsys.readouterr().err
     monkeypatch.setenv("HALFSTEP_DEADLINE", "30")
     assert run(["train", *small, "--policy", "fp32", "--out", str(tmp_path / "run")]) == 0
-
-
-def test_resume_without_a_folder_takes_the_newest(small, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(command, "RUNS", tmp_path)
-    assert run(["train", "--resume"]) == 2
-    assert "no such run to resume" in capsys.readouterr().err
-    assert run(["train", *small, "--policy", "fp32"]) == 0
-    assert run(["train", "--resume", "--device", "cpu"]) == 0
-    assert len(list(tmp_path.glob("tiny-*"))) == 1
 
 
 def test_eval_repeats_the_last_validation(trained, capsys):
@@ -201,6 +182,7 @@ BAD = {
     "data": (["train", "--policy", "fp32", "--set", "data.source=/no/such"], "/no/such", ""),
     "backend": (["train", "--backend", "tensorflow"], "tensorflow", ""),
     "device": (["train", "--policy", "fp32", "--device", "toaster"], "`toaster` is not a torch device", "cpu"),
+    "no run to resume": (["train", "--resume"], "there is no such run to resume in runs/", "--out"),
     "no run": (["eval", "/no/such"], "there is no such folder: `/no/such`", "run folder"),
     "length": (["sample", "/no/such", "--length", "0"], "--length 0: it must be 1 or more", ""),
     "older": (["train", "--allow-older"], "--allow-older only makes sense with --resume", "--resume"),
@@ -226,7 +208,7 @@ def test_another_run_is_not_written_over(trained, small, capsys):
     assert (trained / "events.jsonl").read_bytes() == before
 
 
-def test_one_command_begins_a_run_and_goes_on_with_it(small, tmp_path, capsys):
+def test_one_command_starts_and_resumes_a_run(small, tmp_path, capsys):
     out = tmp_path / "run"
     assert run(["train", "--resume", "--out", str(out)]) == 2  # which recipe?
     assert "holds no run" in capsys.readouterr().err
@@ -251,7 +233,7 @@ def test_one_command_begins_a_run_and_goes_on_with_it(small, tmp_path, capsys):
     assert not (out / "run.toml").exists()
 
 
-def test_a_recipe_that_finds_a_run_leaves_it_its_settings(small, tmp_path, capsys, monkeypatch):
+def test_a_recipe_that_finds_a_run_keeps_its_settings(small, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(command, "RUNS", tmp_path)
     assert run(["train", "tiny", *small, "--policy", "fp32"]) == 0
     assert run(["train", "tiny", "--resume"]) == 0
@@ -273,7 +255,7 @@ CHEAP = {
 
 
 @pytest.mark.parametrize(("wrong", "said"), CHEAP.values(), ids=CHEAP)
-def test_a_mistake_is_said_before_anything_is_measured(wrong, said, small, tmp_path, capsys, monkeypatch):
+def test_a_mistake_is_reported_before_anything_is_measured(wrong, said, small, tmp_path, capsys, monkeypatch):
     from halfstep.training.telemetry import loggers
 
     monkeypatch.chdir(tmp_path)
@@ -287,7 +269,7 @@ def test_a_mistake_is_said_before_anything_is_measured(wrong, said, small, tmp_p
 
 
 @pytest.mark.parametrize("source", ["", "/*", "/[!x]*.toml"])
-def test_a_run_is_not_made_among_its_own_data(text, small, capsys, tmp_path, source):
+def test_a_run_does_not_write_among_its_own_data(text, small, capsys, tmp_path, source):
     data = tmp_path / "data"
     data.mkdir()
     for name, line in (("a", "one"), ("b", "two")):
@@ -301,7 +283,7 @@ def test_a_run_is_not_made_among_its_own_data(text, small, capsys, tmp_path, sou
 
 
 @pytest.mark.parametrize("resume", [True, False])
-def test_nothing_is_measured_for_a_folder_that_cannot_be_had(trained, small, capsys, monkeypatch, resume):
+def test_nothing_is_measured_if_the_folder_is_taken(trained, small, capsys, monkeypatch, resume):
     """A second run would take the device's memory from the first before it is refused."""
     from halfstep.tools import probe
     from halfstep.training.files import RunLock
@@ -328,7 +310,7 @@ def test_help_lists_every_setting_of_the_schema(capsys):
     assert "training.loggers = []" in shown
 
 
-def test_a_run_tells_its_utilization_and_records_what_it_was_measured_against(small, tmp_path, capsys):
+def test_a_run_reports_its_utilization_and_records_the_ceiling(small, tmp_path, capsys):
     out = tmp_path / "run"
     assert run(["train", *small, "--policy", "fp32", "--out", str(out), "--set", "training.steps=4"]) == 0
     told = " ".join(capsys.readouterr().out.split())
@@ -340,7 +322,7 @@ def test_a_run_tells_its_utilization_and_records_what_it_was_measured_against(sm
     assert ceiling["told"].startswith("fp32 matmuls")
 
 
-def test_a_resumed_run_is_measured_against_what_it_was_before(small, tmp_path, capsys, monkeypatch):
+def test_a_resumed_run_keeps_its_ceiling(small, tmp_path, capsys, monkeypatch):
     out = tmp_path / "run"
     assert run(["train", *small, "--policy", "fp32", "--out", str(out), "--json"]) == 0
     first = json.loads(capsys.readouterr().out)

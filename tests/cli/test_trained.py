@@ -66,7 +66,7 @@ def test_a_checkpoint_is_evaluated_in_any_policy(trained, capsys, policy):
         assert found["loss"] != trained_in["loss"]  # it did run in another precision
 
 
-def test_averages_or_weights_as_asked_for(trained, capsys):
+def test_averages_or_weights_as_requested(trained, capsys):
     _, average = asked(capsys, "eval", trained, "--weights", "ema")
     _, plain = asked(capsys, "eval", trained, "--weights", "model")
     _, unnamed = asked(capsys, "eval", trained)
@@ -110,16 +110,13 @@ def test_an_artifact_over_its_limit_is_an_exit_code(trained, tmp_path, capsys):
     code, told = asked(capsys, "artifact", trained, "--limit", "100", "--out", tmp_path / "x")
     assert (code, told["over"]) == (1, told["bytes"] - 100)
     assert (tmp_path / "x").exists()
+    assert run(["artifact", str(trained), "--device", "cpu", "--out", str(tmp_path / "no" / "x")]) == 2
+    assert "cannot" in capsys.readouterr().err
     assert run(["artifact", str(trained), "--limit", "-1"]) == 2
     assert "must be 0 or more bytes" in capsys.readouterr().err
 
 
-def test_a_file_that_cannot_be_written_is_named(trained, tmp_path, capsys):
-    assert run(["artifact", str(trained), "--device", "cpu", "--out", str(tmp_path / "no" / "x")]) == 2
-    assert "cannot be written" in capsys.readouterr().err
-
-
-def test_the_artifact_of_a_checkpoint_lies_in_the_run_from_wherever_it_is_named(trained, capsys, monkeypatch):
+def test_the_artifact_of_a_checkpoint_is_in_the_run_folder(trained, capsys, monkeypatch):
     (trained / "model.int8z").unlink(missing_ok=True)
     monkeypatch.chdir(trained / "checkpoints")
     asked(capsys, "artifact", "step-000003")
@@ -143,7 +140,7 @@ def untouched(monkeypatch):
 
 @pytest.mark.parametrize("name", [*PROTECTED, *STANDING])
 @pytest.mark.parametrize("named", [".", "checkpoints/step-000003"])
-def test_an_artifact_takes_the_place_of_nothing_else(trained, untouched, capsys, named, name):
+def test_an_artifact_replaces_no_other_file(trained, untouched, capsys, named, name):
     place = trained / name
     before = place.read_bytes() if place.is_file() else None
     assert run(["artifact", str(trained / named), "--out", str(place)]) == 2
@@ -153,14 +150,14 @@ def test_an_artifact_takes_the_place_of_nothing_else(trained, untouched, capsys,
     assert before == (place.read_bytes() if place.is_file() else None)
 
 
-def test_a_file_of_a_run_that_is_not_there_yet_is_not_taken_either(trained, untouched, capsys, tmp_path):
+def test_an_artifact_is_not_written_among_checkpoints(trained, untouched, capsys, tmp_path):
     (tmp_path / "link").symlink_to(trained / "checkpoints")
     for place in (tmp_path / "link" / "x", trained / ".." / trained.name / "checkpoints" / "x"):
         assert run(["artifact", str(trained), "--out", str(place)]) == 2
         assert "belongs to the run" in capsys.readouterr().err
 
 
-def test_an_artifact_in_the_folder_of_a_run_is_not_a_users_file(trained, untouched, capsys):
+def test_an_artifact_does_not_replace_a_users_file(trained, untouched, capsys):
     (trained / "model.int8z").write_text("mine")
     assert run(["artifact", str(trained)]) == 2
     assert "exists, and is not an artifact" in capsys.readouterr().err
@@ -175,7 +172,7 @@ def test_an_older_artifact_is_replaced(trained, tmp_path, capsys):
     assert decode(place.read_bytes())[0].layers == 2
 
 
-def test_text_is_sampled_from_averages_or_weights_as_asked_for(trained, tmp_path, capfdbinary):
+def test_text_is_sampled_from_averages_or_weights_as_requested(trained, tmp_path, capfdbinary):
     def sampled(place, *extra):
         assert run(["sample", str(place), "--device", "cpu", "--length", "60", *extra]) == 0
         return capfdbinary.readouterr().out
@@ -217,7 +214,7 @@ def test_a_checkpoint_under_the_name_of_another_step_is_refused(trained, tmp_pat
         assert "it holds step 3, expected the step in its name" in capsys.readouterr().err
 
 
-def test_a_folder_that_is_not_there_is_not_said_to_be_empty(tmp_path, capsys):
+def test_a_missing_folder_is_not_called_empty(tmp_path, capsys):
     (tmp_path / "empty").mkdir()
     (tmp_path / "file").touch()
     said = {

@@ -1,6 +1,6 @@
 """The tokenizers of three libraries, reduced to what packing, sampling and bits per byte need.
 
-How a library writes its vocabulary tells what a token stands for:
+How a library writes its vocabulary shows what a token stands for:
 
     byte-level      each of 256 characters stands for a byte (GPT-2, Llama 3, Qwen, ...)
     metaspace       a space is written U+2581, a byte <0xNN> (Llama 2, Gemma, sentencepiece itself)

@@ -57,7 +57,7 @@ def test_a_batch_is_a_function_of_seed_and_step(given_, seed, order):
         assert np.array_equal(feed.at(step), Batches(tokens, **args, seed=seed).at(step))
 
 
-def test_seeds_and_epochs_have_orders_of_their_own():
+def test_each_seed_and_epoch_has_its_own_order():
     args = {"context": 4, "batch": 50, "micro_batches": 1}
     tokens = line(50 * 4 + 1)
     orders = {
@@ -128,7 +128,7 @@ def test_very_many_windows_are_ordered_by_key(monkeypatch):
     assert places == [{"file": "the training text", "offsets": feed.at(7)[..., 0].ravel().tolist()}]
 
 
-def test_a_run_does_not_go_on_in_another_order(monkeypatch):
+def test_a_run_does_not_resume_in_another_order(monkeypatch):
     args = {"context": 2, "batch": 4, "micro_batches": 2, "seed": 3}
     old = Batches(line(81), **args)
     old.check_position(old.position(3))
@@ -141,7 +141,7 @@ def test_a_run_does_not_go_on_in_another_order(monkeypatch):
 
 
 @given(settings_of(), st.integers(0, 300))
-def test_the_position_says_where_the_run_stands(given_, step):
+def test_the_position_counts_epochs_windows_and_tokens(given_, step):
     tokens, args, num_windows = given_
     feed = Batches(tokens, **args, seed=0)
     place = feed.position(step)

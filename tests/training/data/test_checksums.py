@@ -331,12 +331,6 @@ def test_a_wrong_number_of_checksums_is_refused(folder):
         corpus_of(folder).train[38_000:38_001]
 
 
-def test_opening_reads_no_checksums(folder):
-    for path in folder.glob("*.crc"):
-        path.unlink()
-    assert len(corpus_of(folder).train)
-
-
 def test_data_packed_before_checksums_existed_is_still_read(flip, folder, source):
     table = unsealed(folder / "index.json")
     for side in ("train", "val"):

@@ -43,7 +43,7 @@ def test_the_sides_are_disjoint_whole_and_not_empty(found, share):
         assert validation == below
 
 
-def test_when_all_fall_on_one_side_the_outermost_changes_it():
+def test_if_all_fall_on_one_side_the_outermost_moves():
     names = sorted((f"{n}".encode() for n in range(200)), key=hash_share)
     low = [Document("", content) for content in names if hash_share(content) < 0.4]
     high = [Document("", content) for content in names if hash_share(content) > 0.6]
@@ -90,7 +90,7 @@ def test_the_standard_library_is_a_corpus():
     assert corpus.digest == load_corpus("stdlib", 0.1, 256).digest != load_corpus("stdlib", 0.2, 256).digest
 
 
-def test_tests_and_what_is_installed_are_no_standard_library():
+def test_the_standard_library_excludes_tests_and_installed_packages():
     names = [document.name for document in stdlib_documents()[0]]
     assert "random.py" in names
     assert "json/decoder.py" in names
@@ -100,7 +100,7 @@ def test_tests_and_what_is_installed_are_no_standard_library():
     assert not any("_sysconfigdata" in name for name in names)
 
 
-def test_a_python_without_its_text_says_so(tmp_path, monkeypatch):
+def test_a_python_without_library_text_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path))
     with pytest.raises(DataError, match="no standard library as text"):
         load_corpus("stdlib", 0.1, 256)
@@ -268,7 +268,7 @@ RECORDS = {
 
 
 @pytest.mark.parametrize("name", RECORDS)
-def test_records_are_to_be_packed_and_not_read_as_text(tree, name, tmp_path):
+def test_records_must_be_packed(tree, name, tmp_path):
     content, said = RECORDS[name]
     folder = tree(tmp_path / "data", {name: content, "sub/" + name: content})
     for source, told in ((folder / name, "is"), (folder, "holds"), (f"{folder}/*.*", "holds")):
@@ -279,7 +279,7 @@ def test_records_are_to_be_packed_and_not_read_as_text(tree, name, tmp_path):
         )
 
 
-def test_records_among_text_are_left_out_and_told(tree, tmp_path):
+def test_records_among_text_are_skipped_and_counted(tree, tmp_path):
     tree(tmp_path, {f"{n}.txt": prose(n) for n in range(3)} | {"b.jsonl": '{"text": "x"}\n', "c.ndjson": "{}\n"})
     corpus = load_corpus(str(tmp_path), 0.1, 256)
     assert corpus.num_documents == 3
@@ -291,14 +291,14 @@ def test_records_among_text_are_left_out_and_told(tree, tmp_path):
     "files",
     [{"state.json": "{}", "dataset_info.json": "{}"}, {"dataset_dict.json": "{}", "train/state.json": "{}"}],
 )
-def test_a_dataset_is_to_be_packed(tree, files, tmp_path):
+def test_a_dataset_must_be_packed(tree, files, tmp_path):
     folder = tree(tmp_path / "ds", files | {"README.md": prose(1)})
     error = refused(folder)
     assert f"`{folder}` is a Hugging Face dataset" in error.message
     assert "`halfstep data pack" in error.hint
 
 
-def test_a_compressed_text_is_to_be_unpacked(tree, tmp_path):
+def test_a_compressed_text_must_be_decompressed(tree, tmp_path):
     tree(tmp_path, {"book.txt.gz": gzip.compress(prose(1).encode())})
     assert "decompress it" in refused(tmp_path / "book.txt.gz").hint
 

@@ -23,7 +23,6 @@ from halfstep.training.data.pack.sources import find_sources
 from halfstep.training.data.packed import verify
 from halfstep.training.data.shards import header
 from halfstep.training.data.tokenizer_base import BytesTokenizer
-from halfstep.training.data.tokenizers import open_tokenizer
 from halfstep.training.data.types import DataError
 
 
@@ -33,7 +32,7 @@ def refused(folder, vocabulary=256):
     return caught.value
 
 
-def test_it_is_mapped_and_known_by_its_index(folder):
+def test_it_is_mapped_and_identified_by_its_index(folder):
     corpus = load_corpus(str(folder), 0.1, 256)
     index = read_index(folder)
     assert corpus.digest == index.digest
@@ -85,24 +84,6 @@ def test_damage_is_named_at_opening_or_by_verify(flip, folder, damage):
             verify(folder)
     else:
         assert verify(folder)
-
-
-def test_another_tokenizer_beside_the_shards_is_refused_at_opening(tmp_path):
-    pytest.importorskip("tokenizers")
-    from halfstep.training.data.pack.train_tokenizer import train_tokenizer
-
-    source = tmp_path / "t.jsonl"
-    source.write_text("\n".join(json.dumps({"text": f"a text of {n} words"}) for n in range(60)))
-    sources = find_sources([str(source)])
-    train_tokenizer(sources, tmp_path / "tokenizer.json", 280)
-    out = tmp_path / "out"
-    pack(sources, out, open_tokenizer(str(tmp_path / "tokenizer.json")), PackRequest(validation=0.3), workers=0)
-    assert load_corpus(str(out), 0.1, 280)
-    path = out / "tokenizer.json"
-    path.write_bytes(path.read_bytes() + b"\n")
-    error = refused(out, 280)
-    assert "tokenizer.json` was changed after it was written" in error.message
-    assert [(each.file, each.first) for each in verify(out)] == [("tokenizer.json", None)]
 
 
 @pytest.mark.parametrize("place", range(0, 41_024, 1_637))
@@ -178,7 +159,7 @@ def test_a_shard_may_be_a_link_to_another_disk(folder):
     assert not verify(folder)
 
 
-def test_a_folder_of_text_may_have_an_index_of_its_own(tmp_path):
+def test_a_folder_of_text_may_hold_an_unrelated_index(tmp_path):
     (tmp_path / "index.json").write_text(json.dumps({"pages": ["a", "b"]}) + "\n" * 300)
     for n in range(20):
         (tmp_path / f"{n}.txt").write_text(f"text {n} " * 30)
@@ -227,7 +208,7 @@ def test_ten_gigabytes_open_at_once_and_cost_no_memory(tmp_path):
 
 
 @pytest.mark.parametrize("state", ["index.json", "packing.json"])
-def test_shards_are_not_read_past_their_index(folder, tmp_path, state):
+def test_packed_shards_are_not_read_without_their_index(folder, tmp_path, state):
     if state == "packing.json":
         (folder / "index.json").rename(folder / state)
     for source in (f"{folder}/*.bin", f"{folder}/train_*.bin", folder / "train_000000.bin", f"{tmp_path}/*/*.bin"):

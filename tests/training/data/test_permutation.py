@@ -13,17 +13,17 @@ def order(size, *key):
 
 
 @given(st.integers(1, 3000), st.integers(0, 2**64 - 1))
-def test_every_thing_comes_once(size, seed):
+def test_every_item_comes_once(size, seed):
     assert np.array_equal(np.sort(order(size, seed, 0)[np.arange(size)]), np.arange(size))
 
 
-def test_a_part_is_what_the_whole_has_there():
+def test_a_part_equals_that_part_of_the_whole():
     whole = order(1000)[np.arange(1000)]
     places = np.array([999, 3, 500, 3])
     assert np.array_equal(order(1000)[places], whole[places])
 
 
-def test_very_many_things_need_no_table():
+def test_a_huge_order_needs_no_table():
     places = np.arange(10**12, 10**12 + 2000)
     found = order(3 * 10**12)[places]
     assert len(np.unique(found)) == 2000
@@ -33,7 +33,7 @@ def test_very_many_things_need_no_table():
 
 
 @pytest.mark.parametrize("size", [2, 5, 8, 13])
-def test_each_thing_is_as_likely_in_each_place(size):
+def test_every_place_is_equally_likely(size):
     """Chi-square over 1500 keys; (size - 1)^2 degrees of freedom, five standard deviations."""
     counts, keys = np.zeros((size, size)), 1500
     for key in range(keys):

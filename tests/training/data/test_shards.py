@@ -186,7 +186,7 @@ def test_every_truncation_is_found(tmp_path):
     assert "longer than its header says: it has 1065 bytes, expected 1064 for 20 tokens" in refused(path)
 
 
-def test_headers_of_another_kind_are_refused_with_found_and_expected(tmp_path):
+def test_wrong_headers_are_refused(tmp_path):
     path = tmp_path / "a.bin"
     write_shard(path, numbers(1, 20), magic=20240801)
     assert "magic number is 20240801, expected 20240520" in refused(path)
@@ -211,7 +211,7 @@ def test_a_shard_that_cannot_be_opened_is_named(tmp_path):
         open_shard(tmp_path / "a.bin")
 
 
-def test_nothing_to_learn_from_is_refused(tmp_path):
+def test_held_out_shards_alone_are_refused(tmp_path):
     path = write_shard(tmp_path / "val.bin", numbers(1, 100))
     assert "no shard to train on" in refused(path)
 

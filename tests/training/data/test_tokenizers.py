@@ -97,7 +97,7 @@ def test_a_byte_level_tokenizer_gives_every_text_back(bpe, text):
 
 
 @given(text=st.text(alphabet="abc défou🙂 ", max_size=40))
-def test_sentencepiece_counts_the_space_it_puts_before_a_text_as_none(sentencepiece_model, text):
+def test_sentencepiece_does_not_count_the_space_it_adds(sentencepiece_model, text):
     tokenizer = SentencePiece("m", sentencepiece_model, 1)
     assert tokenizer.adds_space
     assert total_bytes(tokenizer, text) == len(text.encode())

@@ -154,9 +154,11 @@ class ShardWriter:
             file.write(header(tokens, self.dtype))
             file.flush()
             os.fsync(file.fileno())
-        found, pages = digests(partial), page_digest(partial)
-        record = ShardRecord(path.name, tokens, size, documents, found.sha256, pages, found.regions, found.sums)
-        write_whole(self.folder / record.checksum_file, found.chunks)  # first: a shard with a name can be read
+        computed, pages = digests(partial), page_digest(partial)
+        record = ShardRecord(
+            path.name, tokens, size, documents, computed.sha256, pages, computed.regions, computed.sums
+        )
+        write_whole(self.folder / record.checksum_file, computed.chunks)  # first: a shard with a name can be read
         os.replace(partial, path)
         return record
 

@@ -22,6 +22,7 @@ from halfstep.training.data.pack import blocks
 from halfstep.training.data.pack import pack as packing
 from halfstep.training.data.pack.pack import PackRequest, pack
 from halfstep.training.data.pack.sources import find_sources
+from halfstep.training.data.packed import verify
 from halfstep.training.data.tokenizer_base import BytesTokenizer
 from halfstep.training.data.tokenizers import open_tokenizer
 from halfstep.training.data.types import DataError
@@ -465,6 +466,7 @@ def test_lost_files_of_a_finished_packing_are_restored(
     LOST[damage](out)
     with pytest.raises(DataError):
         load_corpus(str(out), 0.1, 300)
+    assert verify(out)
     kept = {path.name: path.stat().st_mtime_ns for path in out.iterdir() if before.get(path.name) == sha256(path)}
     assert packed(source, out, tokenizer, workers=workers) == index
     assert files(out) == before

@@ -53,7 +53,7 @@ def test_it_has_not_seen_what_is_held_out(tmp_path):
     assert (tmp_path / "a.json").read_bytes() == (tmp_path / "b.json").read_bytes()
 
 
-def test_what_cannot_be_is_refused(tmp_path):
+def test_impossible_requests_are_refused(tmp_path):
     source = write(tmp_path / "a.jsonl", ["text"])
     with pytest.raises(DataError, match=r"--vocabulary is 256, but the bytes and .* alone take 257"):
         train_tokenizer(source, tmp_path / "t.json", 256)
