@@ -30,6 +30,7 @@ prove: $(VENV)/.dev
 	$(BIN)/python -O $(PYTEST) -m 'not prove' tests/core tests/config tests/training
 	$(BIN)/python benchmarks/prove/split_all.py
 	$(BIN)/python benchmarks/prove/kills.py
+	$(BIN)/python benchmarks/prove/hazards.py
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .

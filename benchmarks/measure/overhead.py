@@ -79,6 +79,7 @@ def main() -> int:
             loop.stop,
             Prefetch(loop.batches.at, 0, total) as batches,
         ):
+
             def ours() -> None:
                 loop._steps(itertools.islice(batches, options.steps))
 
