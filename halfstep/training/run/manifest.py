@@ -17,7 +17,7 @@ Formats of tensors are in the manifest's own table, and the scaler's state is am
 
 import dataclasses
 import platform
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from importlib.metadata import version
@@ -38,14 +38,6 @@ from halfstep.training.session import Session, backend_version
 
 # Settings that a resumed run may change although they change bits: sums are taken in another order.
 _SWITCHES = ("compile", "recompute_blocks", "batch", "micro_batches")
-# The tables of a manifest that are read here and elsewhere, and the keys they must have.
-_TABLES = {
-    "config": (),
-    "versions": (),
-    "choice": ("preset", "reason"),
-    "data": ("digest", "description", "position"),
-    "guard": ("good", "in_a_row", "shift", "went_back", "spikes"),
-}
 
 
 @dataclass
@@ -127,23 +119,6 @@ class RunContext:
         return dataclasses.replace(self.config, policy=str(self.policy))
 
 
-def check_readable(manifest: Mapping[str, Any], path: Path) -> None:
-    """Refuses a manifest that verifies although halfstep did not write it."""
-    wrong = [] if isinstance(manifest.get("policy", ""), str) else ["policy"]
-    wrong += [key for key, names in _TABLES.items() if not _has(manifest.get(key), names)]
-    if not wrong and not isinstance(manifest.get("data", {}).get("position", {}), dict):
-        wrong = ["data"]
-    if wrong:
-        raise ConfigError(
-            f"`{path}`: `{wrong[0]}` in its manifest is not what halfstep writes",
-            hint="no halfstep wrote it: do not load what you do not trust; name another checkpoint",
-        )
-
-
-def _has(table: Any, names: Sequence[str]) -> bool:
-    return table is None or (isinstance(table, dict) and all(name in table for name in names))
-
-
 def check_resumable(manifest: Mapping[str, Any], path: Path) -> None:
     """Refuses a manifest that lacks what a resumed run needs."""
     if missing := [key for key in ("policy", "choice", "config", "data", "guard") if key not in manifest]:
@@ -151,7 +126,6 @@ def check_resumable(manifest: Mapping[str, Any], path: Path) -> None:
             f"`{path}` cannot be resumed: its manifest has no `{missing[0]}`",
             hint=f"an earlier halfstep wrote it; start anew from its weights with `--init {path}`",
         )
-    check_readable(manifest, path)
 
 
 def check_same(manifest: Mapping[str, Any], path: Path, context: RunContext) -> None:

@@ -30,7 +30,7 @@ from halfstep.training.checkpoints.checkpoint import Loaded
 from halfstep.training.files import RunLock, make_folder
 from halfstep.training.paths import CHECKPOINTS
 from halfstep.training.run import folder
-from halfstep.training.run.manifest import RunContext, changes, check_readable, check_resumable, check_same
+from halfstep.training.run.manifest import RunContext, changes, check_resumable, check_same
 from halfstep.training.session import Session, open_session
 
 Kind = Literal["model", "ema"]
@@ -177,7 +177,6 @@ def open_trained(
     saved = checkpoint.load_named(run)
     if saved is None:
         raise ConfigError(f"`{run}` holds no checkpoint", hint=hint)
-    check_readable(saved.manifest, saved.path)
     config = build(RunConfig, saved.manifest["config"])
     if data is not None:
         config = dataclasses.replace(config, data=dataclasses.replace(config.data, source=data))
