@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from halfstep.core.averages import to_state
 from halfstep.core.errors import HalfstepError
 from halfstep.core.formats import FP32
 from halfstep.core.scaling import ScaleState
@@ -56,7 +57,7 @@ def state_of(run: RunParts) -> dict[str, Tensor]:
     run.masters.drop_stale_remainders()
     state |= {f"remainder.{name}": lo for name, lo in run.masters.remainders.items()}
     if run.averages is not None:
-        state |= {f"average.{name}": average for name, average in run.averages.named().items()}
+        state |= to_state(run.averages.named())
     if run.amaxes is not None:
         state |= {f"amax.{name}": history for name, history in run.amaxes.named().items()}
     state |= {f"narrow.{name}": torch.tensor(flag, dtype=torch.uint8) for name, flag in _narrow(run).items()}

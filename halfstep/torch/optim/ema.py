@@ -1,4 +1,4 @@
-"""Exponential moving averages of masters, in fp32: a <- a + (1 - decay) (w - a), on applied updates only."""
+"""Exponential moving averages of masters, in fp32: the rule of core.averages, on all tensors in three launches."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
