@@ -66,7 +66,7 @@ def test_it_learns(policy):
     assert losses[-1] < losses[0] - 0.5
 
 
-def test_compiled_it_is_the_same_loss():
+def test_a_compiled_step_has_the_same_loss():
     eager, compiled = session("bf16-mixed"), session("bf16-mixed", "training.compile=true")
     left, right = (s.read(s.step(batch(s)))["loss"] for s in (eager, compiled))
     assert left == pytest.approx(right, rel=BF16.epsilon)
@@ -139,14 +139,14 @@ def test_fp8_learns_waits_for_nothing_and_agrees_with_its_emulation(fp8, policy)
 
 
 @pytest.mark.parametrize("policy", FP8[:3])
-def test_compiled_fp8_is_the_same_loss(fp8, policy):
+def test_a_compiled_fp8_step_has_the_same_loss(fp8, policy):
     eager, compiled = session(policy), session(policy, "training.compile=true")
     left, right = (s.read(s.step(batch(s))) for s in (eager, compiled))
     assert left["loss"] == pytest.approx(right["loss"], rel=4 * BF16.epsilon)
     assert left["grad_norm"] == pytest.approx(right["grad_norm"], rel=2.0**-3)  # a rounding of e5m2 is 2^-3
 
 
-def test_the_preset_measures_and_tells(fp8):
+def test_the_preset_measures_and_reports_it(fp8):
     model = net(256)
     run = prepare(model, AdamW(model.parameters()), "fp8-mixed", tokens=4096)
     assert "measured: " in run.summary()
@@ -278,7 +278,7 @@ def test_another_rate_or_scale_compiles_nothing(policy, name):
     assert int(run.num_applied) == 5
 
 
-def test_moving_the_device_state_through_a_file_goes_on_bit_for_bit():
+def test_a_state_moved_through_host_memory_continues_bit_for_bit():
     x = torch.randn(32, 64, device="cuda", generator=torch.Generator("cuda").manual_seed(0))
     for name in ("ours", "AdamW", "NAdam"):
         runs = []
@@ -295,7 +295,7 @@ def test_moving_the_device_state_through_a_file_goes_on_bit_for_bit():
 
 
 @pytest.mark.parametrize("policy", ["bf16-mixed,param=fp32:split", "fp16-mixed"])
-def test_a_snapshot_waits_for_nothing_and_is_of_its_own_moment(policy):
+def test_a_snapshot_waits_for_nothing_and_later_steps_do_not_change_it(policy):
     s = session(policy)
     s.read(s.step(batch(s)))
     s.snapshot()()  # pins its memory

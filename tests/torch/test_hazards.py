@@ -1,4 +1,4 @@
-"""What goes wrong in mixed precision, row by row, and does not here.
+"""What goes wrong in mixed precision elsewhere, row by row, and not here.
 
 Each test covers one hazard and turns red when its guard is removed: benchmarks/prove/hazards.py does that, and
 names the tests of the hazards that a module's own tests cover.
@@ -111,7 +111,7 @@ def test_at_the_floor_the_cause_is_named():
         run.check(result)
 
 
-def test_forward_overflow_is_not_told_as_a_scaling_problem():
+def test_forward_overflow_is_not_reported_as_a_scaling_problem():
     model = Weights(6e4, 6e4)
     run = prepare(model, sgd(model), LAW)
     for _ in range(4):
@@ -289,7 +289,7 @@ def narrow_beside_wide():
 
 
 def test_a_group_of_fsdp_has_one_dtype(mesh):
-    """FSDP2 refuses bf16 weights beside fp32 norms; given a policy, all are fp32 masters, which it takes."""
+    """FSDP2 refuses bf16 weights next to fp32 norms; given a policy, all are fp32 masters, which it takes."""
     models = [narrow_beside_wide() for _ in range(2)]
     for model in models:
         prepare(model, sgd(model), "bf16-mixed")
@@ -390,7 +390,7 @@ def test_no_cast_outlives_a_step(policy):
 
 @pytest.mark.parametrize("make", [nn.LayerNorm, nn.RMSNorm, lambda _: nn.Softmax(-1)])
 def test_islands_do_not_return_fp32(make):
-    """Attention kernels refuse it beside bf16 values, and for the backward pass it is kept at twice the size."""
+    """Attention kernels refuse it with bf16 values, and for the backward pass it is kept at twice the size."""
     model = nn.Sequential(nn.Linear(4, 4), make(4), nn.GELU(), nn.Linear(4, 4))
     run = prepare(model, sgd(model), "bf16-mixed")
     found = []
@@ -475,7 +475,7 @@ def test_another_rate_builds_no_second_graph(monkeypatch):
 
 
 @pytest.mark.parametrize("policy", ["bf16-mixed,param=fp32:split", f"{LAW},param=fp32:split"])
-def test_what_compiled_whole_before_does_while_gradients_wait(policy):
+def test_a_longer_micro_batch_compiles_while_gradients_wait(policy):
     """dynamo compiles nothing that uses a parameter whose gradient is wider; a longer batch would need it to."""
     torch._dynamo.reset()
     model = Weights(1.0, 2.0)

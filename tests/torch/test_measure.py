@@ -105,7 +105,7 @@ def test_a_layer_on_a_gpu_is_compiled_and_fp8_pays_where_it_is_wide():
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_what_the_host_takes_to_launch_does_not_count():
+def test_launch_time_of_the_host_does_not_count():
     x = torch.ones(64, device="cuda")
 
     def run(count):

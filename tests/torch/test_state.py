@@ -64,7 +64,7 @@ def saved(run):
 
 @pytest.mark.parametrize("name", MAKE)
 @pytest.mark.parametrize("policy", POLICIES)
-def test_a_state_put_back_goes_on_bit_for_bit(policy, name):
+def test_a_restored_run_continues_bit_for_bit(policy, name):
     one = prepared(policy, name, ema=0.9, clip_norm=1.0)
     train(one, range(3))
     one.optimizers[0].param_groups[0]["lr"] = 0.005  # as a scheduler would
@@ -171,7 +171,7 @@ def amp(steps=3):
 
 @pytest.mark.parametrize("name", ["ours", "fused", "foreach plain"])
 @pytest.mark.parametrize("policy", ["fp32", "param=fp32:split"])
-def test_a_run_goes_on_where_torchs_adamw_stopped(policy, name):
+def test_a_run_continues_where_torchs_adamw_stopped(policy, name):
     """In fp32 the next steps are those that torch would have made, bit for bit in torch's own fused kernel."""
     model, optimizer, _ = amp()
     given = optimizer.state_dict()
@@ -198,7 +198,7 @@ def test_a_run_goes_on_where_torchs_adamw_stopped(policy, name):
         torch.testing.assert_close(run.weights()[key], p.detach(), rtol=2.0**-22, atol=16 * 2.0**-24 * 0.04)
 
 
-def test_names_in_the_groups_decide_over_their_order():
+def test_names_in_the_groups_take_precedence_over_their_order():
     model, _, _ = amp(0)
     named = torch.optim.AdamW(reversed(list(model.named_parameters())), lr=0.01)
     loss_of(model)(0).backward()
@@ -210,7 +210,7 @@ def test_names_in_the_groups_decide_over_their_order():
         assert torch.equal(ours["exp_avg"], named.state[p]["exp_avg"])
 
 
-def test_the_scale_of_a_gradscaler_goes_on_by_our_law():
+def test_the_scale_of_a_gradscaler_follows_our_law_from_then_on():
     _, optimizer, scaler = amp()
     run = prepared("fp16-mixed", "ours")
     said = run.load_torch_amp(optimizer.state_dict(), scaler)

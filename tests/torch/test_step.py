@@ -62,7 +62,7 @@ def test_a_micro_batch_without_tokens_adds_nothing():
             assert not bool(result.skipped)
 
 
-def test_a_step_whose_micro_batches_all_lack_tokens_is_no_update():
+def test_a_step_without_any_tokens_is_not_an_update():
     r = run()
     with pytest.raises(HalfstepError, match="no gradients"):
         r.step(lambda b: (r.model(b).sum() * 0, 0.0), [data(4)])
@@ -82,13 +82,13 @@ def test_weights_may_be_on_the_device():
 
 
 @pytest.mark.parametrize("weight", [-1.0, float("nan")])
-def test_a_weight_that_is_no_number_of_tokens_is_refused(weight):
+def test_a_weight_that_is_not_a_number_of_tokens_is_refused(weight):
     r = run()
     with pytest.raises(HalfstepError, match="number of tokens"):
         r.backward(r.model(data(1)).sum(), weight=weight)
 
 
-def test_an_update_wants_the_last_micro_batch():
+def test_an_update_needs_the_last_micro_batch():
     r = run()
     r.backward(r.model(data(1)).sum(), last=False)
     with pytest.raises(HalfstepError, match="last=False"):

@@ -1,4 +1,4 @@
-"""Without a GPU, Triton's interpreter runs the kernels; Triton must be told before it is imported."""
+"""Without a GPU, Triton's interpreter runs the kernels; Triton reads the variable when it is imported."""
 
 import os
 

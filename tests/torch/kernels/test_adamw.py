@@ -94,7 +94,7 @@ def test_where_gradients_were_not_finite_nothing_moves(kernel):
     assert steps[0] == 0
 
 
-def test_infinities_and_nan_are_split_as_everywhere(kernel):
+def test_infinities_and_nan_are_split_as_in_cast(kernel):
     """A master that is not finite already stays what it is, in the bits that cast.split gives it."""
     wide = torch.tensor([torch.inf, -torch.inf, torch.nan, 3.3e38, -0.0], device=DEVICE)
     hi, lo = split(wide)
@@ -135,7 +135,7 @@ def test_tensors_that_moved_are_found_again(kernel):
     assert (first[0].cpu().numpy() == np.float32(0.9) * (rest * np.float32(1)) + rest * np.float32(2)).all()
 
 
-def test_tensors_of_another_size_are_told_apart():
+def test_tensors_of_another_size_are_distinguished():
     """A parameter may have a gradient in one step and none in the next; the longer comes last here."""
     p, q = (torch.nn.Parameter(torch.zeros(size, device=DEVICE)) for size in (8, 70))
     made = optim.AdamW([p, q])
@@ -185,7 +185,7 @@ def test_it_is_torchs_adamw_up_to_the_roundings_of_one_update():
         assert ((params[0] - theirs[0]).abs() <= bound).all()
 
 
-def test_what_the_kernel_cannot_reach_goes_the_other_way():
+def test_what_the_kernel_cannot_reach_is_updated_by_torch():
     p = torch.nn.Parameter(draw((4, 6), 0).t())  # transposed: not contiguous
     q = torch.nn.Parameter(draw((4, 6), 0))
     made = optim.AdamW([p, q])
@@ -205,7 +205,7 @@ def roomy(values, dtype):
     return torch.zeros(4 * values.numel(), dtype=dtype, device=DEVICE)[: values.numel()].copy_(values)
 
 
-def test_parameters_that_are_held_differently_are_told_apart():
+def test_parameters_that_are_held_differently_are_distinguished():
     forms = [(True, BF16), (True, FP32), (False, FP32)]  # narrow ones first: read as such, none is left
     one, two = ([torch.nn.Parameter(draw((70,), i)) for i in range(3)] for _ in range(2))
 

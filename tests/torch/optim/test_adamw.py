@@ -130,7 +130,7 @@ def test_orthogonalize_pushes_singular_values_towards_one(shape):
 
 
 @pytest.mark.parametrize("shape", [(4,), (), (2, 3, 4)])
-def test_muon_takes_matrices_only_and_says_who_takes_the_rest(shape):
+def test_muon_takes_only_matrices_and_says_what_takes_the_rest(shape):
     with pytest.raises(HalfstepError, match="`gain` has the shape") as raised:
         Muon([{"params": [("gain", parameter(*shape))]}])
     assert "AdamW" in raised.value.hint
@@ -203,7 +203,7 @@ def test_a_factor_multiplies_the_rate_that_a_scheduler_wrote():
 
 
 @pytest.mark.parametrize("kind", [AdamW, Muon])
-def test_a_sparse_gradient_is_refused_with_who_takes_it(kind):
+def test_a_sparse_gradient_is_refused_with_an_alternative(kind):
     p = parameter(4, 4)
     sparse = torch.ones(4, 4).to_sparse(1)
     with pytest.raises(HalfstepError, match="`w` is sparse") as raised:
@@ -275,10 +275,10 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("told", WRONG)
-def test_a_setting_that_cannot_be_is_refused(told):
-    with pytest.raises(HalfstepError, match=told):
-        AdamW([parameter(4)], **WRONG[told])
+@pytest.mark.parametrize("message", WRONG)
+def test_an_impossible_setting_is_refused(message):
+    with pytest.raises(HalfstepError, match=message):
+        AdamW([parameter(4)], **WRONG[message])
 
 
 def test_split_masters_are_not_made_by_an_optimizer_alone():
@@ -302,7 +302,7 @@ def test_numbers_that_are_not_real_are_refused(kind):
 
 @pytest.mark.parametrize("kind", [AdamW, Muon])
 @pytest.mark.parametrize("way", [copy.deepcopy, lambda o: pickle.loads(pickle.dumps(o))], ids=["copy", "pickle"])
-def test_a_copy_goes_on_by_itself(kind, way):
+def test_a_copy_is_independent(kind, way):
     optimizer = kind([("w", parameter(4, 4))], lr=0.1)
     optimizer.set_factor(0.5)
     for step in range(2):

@@ -1,4 +1,4 @@
-"""Any optimizer as a run steps it: which way it is told to skip, and what is refused."""
+"""How a run steps any optimizer: which driver skips a step, and what is refused."""
 
 import inspect
 import re
@@ -138,16 +138,18 @@ def test_moments_are_stored_in_their_format_and_widened_for_the_step(fused):
 def test_costs_and_names():
     p, masters = whole()
 
-    def told(optimizer):
+    def described(optimizer):
         return f"{label(optimizer)}: {driver_of(optimizer, masters, {}).cost}"
 
-    assert told(AdamW([p])) == "AdamW (halfstep): no sync"
-    assert told(torch.optim.AdamW([p], fused=True)) == "AdamW (torch, fused): no sync"
-    assert told(torch.optim.Adagrad([p])).startswith("Adagrad (torch): one sync per step, because it cannot skip")
-    assert "fused=True" in told(torch.optim.SGD([p]))
-    assert "except in the first step" in told(torch.optim.SGD([p], momentum=0.9, fused=True))
-    assert "capturable=True" in told(torch.optim.NAdam([p]))
-    assert "would need none" not in told(torch.optim.Muon([p]))
+    assert described(AdamW([p])) == "AdamW (halfstep): no sync"
+    assert described(torch.optim.AdamW([p], fused=True)) == "AdamW (torch, fused): no sync"
+    assert described(torch.optim.Adagrad([p])).startswith(
+        "Adagrad (torch): one sync per step, because it cannot skip"
+    )
+    assert "fused=True" in described(torch.optim.SGD([p]))
+    assert "except in the first step" in described(torch.optim.SGD([p], momentum=0.9, fused=True))
+    assert "capturable=True" in described(torch.optim.NAdam([p]))
+    assert "would need none" not in described(torch.optim.Muon([p]))
     mixed = torch.optim.SGD([{"params": [p], "fused": False}], lr=0.1, fused=True)
     assert isinstance(driver_of(mixed, masters, {}), SyncDriver)  # one group would not look at the flag
     assert isinstance(driver_of(AdamW([p]), masters, {}), HalfstepDriver)
@@ -210,6 +212,6 @@ def test_what_cannot_be_run_is_refused_with_the_remedy(given, said, hint):
     assert re.search(hint, raised.value.hint)
 
 
-def test_an_optimizer_that_moves_parameters_itself_is_fine_where_they_are_whole():
+def test_an_optimizer_that_moves_parameters_itself_may_hold_whole_masters():
     model = nn.Linear(2, 3)
     assert check_optimizers(ScheduleFree(model.parameters()), model, narrow=False)

@@ -10,7 +10,7 @@ def draw(*shape, seed=0):
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-def test_buffers_that_a_skipped_step_wrote_come_back():
+def test_buffers_that_a_skipped_step_wrote_are_restored():
     model = nn.BatchNorm1d(4)
     buffers = Buffers(model)
     model(draw(8, 4))
@@ -23,7 +23,7 @@ def test_buffers_that_a_skipped_step_wrote_come_back():
     assert all(torch.equal(b, kept[name]) for name, b in model.named_buffers())
 
 
-def test_buffers_that_the_user_wrote_before_a_step_are_what_it_gives_back():
+def test_buffers_are_restored_to_what_the_user_wrote_before_the_step():
     model = nn.BatchNorm1d(4)
     buffers = Buffers(model)
     model.running_mean.fill_(5.0)

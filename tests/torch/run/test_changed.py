@@ -68,7 +68,7 @@ def test_a_head_that_was_replaced_is_refused_at_once(policy, kind):
     assert "run.unprepare()" in caught.value.hint
 
 
-def test_a_parameter_that_came_beside_the_others_is_refused_after_one_update():
+def test_an_additional_parameter_is_refused_after_one_update():
     run, model = prepared()
     model.extra = nn.Linear(16, 8)
 
@@ -83,7 +83,7 @@ def test_a_parameter_that_came_beside_the_others_is_refused_after_one_update():
     assert all(torch.equal(w, before[name]) for name, w in run.weights().items())
 
 
-def test_what_has_no_gradient_or_is_gone_again_is_no_reason():
+def test_new_parameters_without_a_gradient_or_removed_again_are_ignored():
     run, model = prepared()
     model.probe = nn.Linear(16, 2)  # nothing depends on it
     for _ in range(3):

@@ -1,4 +1,4 @@
-"""Copies of what has a policy: twins go on by themselves, and pickles are refused with the remedy."""
+"""Copies of models and runs with a policy are independent, and pickles are refused with the remedy."""
 
 import copy
 import io
@@ -66,7 +66,7 @@ def same(one, other):
 
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, AdamW], ids=["stock", "ours"])
 @pytest.mark.parametrize("policy", POLICIES)
-def test_a_copy_of_a_run_goes_on_by_itself_bit_for_bit(policy, kind):
+def test_a_copy_of_a_run_continues_independently_bit_for_bit(policy, kind):
     run = prepared(policy, kind)
     steps(run)
     twin, before = copy.deepcopy(run), bits(run)
@@ -80,7 +80,7 @@ def test_a_copy_of_a_run_goes_on_by_itself_bit_for_bit(policy, kind):
     plain = twin.unprepare()
     assert type(plain) is Net
     assert all(torch.equal(p, expected[name]) for name, p in plain.named_parameters())
-    steps(run)  # the other one is none the wiser
+    steps(run)  # the other one is unaffected
 
 
 @pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy])
@@ -108,7 +108,7 @@ def test_a_copy_of_a_model_computes_the_same(policy, copied):
     ],
     ids=["torch.save", "pickle", "protocol 0", "a part", "in a dict", "the run"],
 )
-def test_a_pickle_is_refused_with_what_to_do(pickled):
+def test_a_pickle_is_refused_with_the_remedy(pickled):
     run = prepared("bf16-mixed,param=fp32:split")
     with pytest.raises(HalfstepError, match="with a policy cannot be pickled") as caught:
         pickled(run)

@@ -53,14 +53,14 @@ def test_a_weight_that_is_not_finite_is_named():
     )
 
 
-def test_code_between_modules_is_told_by_who_holds_it_and_who_received_it():
+def test_code_between_modules_is_named_by_its_module_and_the_next():
     model = Model()
     model.blocks[1].between = float("inf")
     cause = find(model, mean(model), [torch.ones(2, 4)], 1.0)
     assert str(cause).startswith("forward: blocks.1, in its own code before `blocks.1.down`")
 
 
-def test_the_loss_and_the_input_are_told_apart_from_the_model():
+def test_the_loss_and_the_input_are_distinguished_from_the_model():
     model = Model()
     assert "the loss itself" in str(find(model, lambda x: model(x).mean() * float("inf"), [torch.ones(2, 4)], 1.0))
     assert "the input of the model" in str(find(model, mean(model), [torch.full((2, 4), float("nan"))], 1.0))
@@ -127,7 +127,7 @@ def stuck(model, run, loss, batch):
 
 
 @pytest.mark.parametrize("masters", ["", ",param=fp32:split"])
-def test_at_the_floor_a_forward_overflow_is_told_as_what_it_is(masters):
+def test_at_the_floor_a_forward_overflow_is_reported_as_one(masters):
     """fp16 ends at 65504, whatever the loss is multiplied by."""
     model = Model()
     model.blocks[1].up.weight.data.fill_(3e4)
@@ -153,7 +153,7 @@ def test_at_the_floor_a_backward_overflow_names_its_gradient(masters):
     assert "forward" not in raised.value.hint
 
 
-def test_who_owns_the_loop_hands_the_loss_over_to_be_told():
+def test_without_step_the_loss_must_be_passed_to_name_the_cause():
     model = Model()
     model.head.weight.data.fill_(6e4)
     run = prepare(model, AdamW(model.parameters()), FP16)

@@ -282,7 +282,7 @@ def test_a_parameter_that_lost_its_master_is_refused():
         run.step(loss_of(model), [batch()])
 
 
-def test_a_frozen_bf16_base_stays_as_it_is_and_an_adapter_is_trained():
+def test_a_frozen_bf16_base_is_unchanged_and_an_adapter_is_trained():
     model = Net().bfloat16()
     model.requires_grad_(False)
     model.adapter = nn.Linear(8, 8)
@@ -345,7 +345,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("call", "kind", "said"), REFUSED)
-def test_what_is_refused_leaves_the_model_as_it_was(call, kind, said):
+def test_a_refusal_leaves_the_model_unchanged(call, kind, said):
     model = Net()
     before = copy.deepcopy(model.state_dict())
     with pytest.raises(kind, match=said) as raised:
@@ -366,7 +366,7 @@ def test_preparing_twice_is_refused_and_spoils_nothing():
     assert float(run.update().grad_norm) > 0
 
 
-def test_a_policy_may_come_parsed():
+def test_a_parsed_policy_is_accepted():
     model = Net()
     assert prepare(model, OURS["AdamW"](model), Policy.parse("bf16-mixed")).policy == Policy.parse("bf16-mixed")
 
@@ -386,7 +386,7 @@ def test_gradients_of_another_backward_pass_are_no_part_of_a_step():
     assert torch.equal(moved(False), moved(True))
 
 
-def test_a_scheduler_may_have_been_made_before():
+def test_a_scheduler_may_exist_before_prepare():
     model = nn.Linear(4, 2)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
@@ -410,7 +410,7 @@ class Counting(nn.Module):
         return y
 
 
-def test_a_buffer_that_was_replaced_is_given_back_too():
+def test_a_replaced_buffer_is_restored_too():
     model = Counting()
     run = prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), "fp32")
     run.step(lambda x: model(x).sum(), [torch.ones(1, 4)])
@@ -421,7 +421,7 @@ def test_a_buffer_that_was_replaced_is_given_back_too():
     assert torch.equal(model.mean, before)
 
 
-def test_statistics_that_moved_between_steps_stay_moved():
+def test_statistics_that_changed_between_steps_are_kept():
     """The kernels of batch norm write without counting: a pass in between is remembered by its numbers."""
     model = nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 2))
     run = prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), "fp32")
@@ -496,18 +496,18 @@ LOSSES = {
 }
 
 
-@pytest.mark.parametrize("told", LOSSES)
-def test_what_is_no_loss_is_told_so(told):
+@pytest.mark.parametrize("message", LOSSES)
+def test_what_is_not_a_loss_is_refused(message):
     model = nn.Linear(4, 2)
     run = prepare(model, AdamW(model.parameters()), "fp32")
-    with pytest.raises(HalfstepError, match=told):
-        run.step(lambda x: LOSSES[told](model(x).sum()), [torch.ones(1, 4)])
+    with pytest.raises(HalfstepError, match=message):
+        run.step(lambda x: LOSSES[message](model(x).sum()), [torch.ones(1, 4)])
     run.step(lambda x: (model(x).sum(), torch.tensor([2])), [torch.ones(1, 4)])
 
 
 @pytest.mark.parametrize("name", ["clip_norm", "seed"])
 @pytest.mark.parametrize("value", [None, -1])
-def test_settings_that_are_none_are_refused(name, value):
+def test_invalid_settings_are_refused(name, value):
     model = nn.Linear(4, 2)
     with pytest.raises(HalfstepError, match=name):
         prepare(model, AdamW(model.parameters()), "fp32", **{name: value})
