@@ -1,4 +1,4 @@
-"""`halfstep bench` as people meet it, over a race that is played."""
+"""`halfstep bench` as people see it, with a faked race."""
 
 import json
 
@@ -29,7 +29,7 @@ BROKEN = arm("fabric", 0.06, failed="RuntimeError: no")
 
 @pytest.fixture
 def race(monkeypatch):
-    """Plays the race: gives what it was asked with."""
+    """Fakes the race; returns the options of each call."""
     calls = []
 
     def play(*arms, **facts):

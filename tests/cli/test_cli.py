@@ -254,7 +254,7 @@ IMPORTS = ["halfstep.cli.app", "cyclopts", "halfstep.core.formats"]
     [("-m", "halfstep.cli.main"), *((entry, name) for entry in ("-m", "-c") for name in IMPORTS)],
 )
 def test_an_interrupt_during_imports_prints_no_traceback(tmp_path, module, entry):
-    """As by Ctrl-C in the first moment. The script that pip makes does what `-c` does here."""
+    """Ctrl-C in the first moment. The script that pip installs does what `-c` does here."""
     (tmp_path / "sitecustomize.py").write_text(
         "import os, signal, sys\n"
         "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a shell's `&` has it ignored

@@ -48,16 +48,16 @@ def test_from_text_to_a_run_to_text(packed, text, tmp_path, capfd):
     assert "nothing to do" not in capfd.readouterr().err
     Path(packed, "link").symlink_to(tmp_path / "nowhere")
     assert run(pack_command(text, tmp_path)) == 0  # done already: it tells the same again
-    told = capfd.readouterr()
-    assert f"nothing to do: `{packed}` is complete" in told.err
-    assert "bytes per token" in told.out
-    assert f"data.source={packed}" in told.err
-    assert "not lossless" not in told.err
+    printed = capfd.readouterr()
+    assert f"nothing to do: `{packed}` is complete" in printed.err
+    assert "bytes per token" in printed.out
+    assert f"data.source={packed}" in printed.err
+    assert "not lossless" not in printed.err
     out = tmp_path / "run"
     assert train(packed, out) == 0
-    told = capfd.readouterr()
-    assert "held-out bits per byte" in told.out
-    assert "packed shards" in told.err
+    printed = capfd.readouterr()
+    assert "held-out bits per byte" in printed.out
+    assert "packed shards" in printed.err
     sampling = ["sample", str(out), "--device", "cpu", "--prompt", "the quick", "--length", "12", "--seed", "3"]
     assert run(sampling) == 0
     first = capfd.readouterr().out
@@ -126,9 +126,9 @@ def test_relative_data_is_searched_in_the_current_folder(tmp_path, monkeypatch, 
     ):
         capsys.readouterr()
         assert run([*command, "--device", "cpu"]) == 2
-        told = capsys.readouterr().err
-        assert f"`t.txt` in `{tmp_path / 'sub'}`" in told
-        assert said in told
+        printed = capsys.readouterr().err
+        assert f"`t.txt` in `{tmp_path / 'sub'}`" in printed
+        assert said in printed
         assert run([*command, *named, "--device", "cpu"]) == 0
 
 
@@ -170,12 +170,12 @@ def test_skipped_files_are_counted(tmp_path, capsys):
 
 def test_show_and_verify(packed, capsys):
     assert run(["data", "show", packed]) == 0
-    told = capsys.readouterr().out
+    printed = capsys.readouterr().out
     index = read_index(Path(packed))
     for shard in index.shards:
-        assert shard.name in told
-        assert f"{shard.tokens:,}" in told
-    assert index.digest in told
+        assert shard.name in printed
+        assert f"{shard.tokens:,}" in printed
+    assert index.digest in printed
     assert run(["data", "show", packed, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["digest"] == index.digest
     assert run(["data", "verify", packed]) == 0
@@ -219,6 +219,6 @@ def test_a_worker_reports_a_broken_line(text, tmp_path, capsys):
     with open(text, "a") as file:
         file.write('{"text": \n')
     assert run(["data", "pack", text, "--out", str(tmp_path / "o"), "--tokenizer", "bytes", "--workers", "1"]) == 2
-    told = capsys.readouterr().err
-    assert f"error: `{text}`:201 is not JSON" in told
-    assert "hint: fix or remove the line" in told
+    printed = capsys.readouterr().err
+    assert f"error: `{text}`:201 is not JSON" in printed
+    assert "hint: fix or remove the line" in printed

@@ -33,7 +33,7 @@ def stopped_at(monkeypatch):
     return plan
 
 
-def told(capsys):
+def printed(capsys):
     return " ".join(capsys.readouterr().out.split())
 
 
@@ -42,14 +42,14 @@ def test_a_deadline_leaves_the_page_to_the_next_session(arguments, tmp_path, cap
     stopped_at(7)
     assert run([*arguments, "--deadline", "30"]) == 0
     assert not page.exists()
-    assert f"page {outcome.LATER}" in told(capsys)
+    assert f"page {outcome.LATER}" in printed(capsys)
     stopped_at(9)
     monkeypatch.setenv("HALFSTEP_DEADLINE", "30")
     assert run([*arguments, "--resume", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["report"] is None
     assert not page.exists()
     assert run([*arguments, "--resume"]) == 0
-    assert str(page) in told(capsys).replace(" ", "")
+    assert str(page) in printed(capsys).replace(" ", "")
     assert page.exists()
 
 
@@ -57,7 +57,7 @@ def test_without_a_deadline_a_signal_leaves_a_page(arguments, tmp_path, capsys, 
     stopped_at(7)
     assert run(arguments) == 0
     assert (tmp_path / "run" / "report.html").exists()
-    assert outcome.LATER not in told(capsys)
+    assert outcome.LATER not in printed(capsys)
 
 
 def test_the_summary_is_of_this_session_and_gives_the_total(arguments, capsys, stopped_at):
@@ -68,7 +68,7 @@ def test_the_summary_is_of_this_session_and_gives_the_total(arguments, capsys, s
     stopped_at(7)
     for more, words in zip(([], later, later), said, strict=True):
         assert run([*arguments, *more]) == 0
-        assert re.search(words, told(capsys))
+        assert re.search(words, printed(capsys))
 
 
 def test_json_has_the_steps_of_the_session_and_of_the_run(arguments, capsys, stopped_at):

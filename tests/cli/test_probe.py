@@ -1,4 +1,4 @@
-"""`halfstep probe` as people meet it, over a machine that is played."""
+"""`halfstep probe` as people see it, with a faked machine."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Which folder a run gets, and which one `--resume` goes on with."""
+"""Which folder a run gets, and which one `--resume` takes."""
 
 import json
 import os

@@ -21,10 +21,10 @@ def trained(small, tmp_path):
 def test_a_run_prints_a_summary_and_leaves_a_page(small, tmp_path, capsys):
     out = tmp_path / "run"
     assert run(["train", *small, "--policy", "fp32", "--out", str(out)]) == 0
-    told, words = capsys.readouterr()
-    assert "held-out bits per byte" in told
-    assert "bigram entropy of the same text" in told
-    assert f"halfstep sample {out}" in told.replace("\n", "")
+    printed, words = capsys.readouterr()
+    assert "held-out bits per byte" in printed
+    assert "bigram entropy of the same text" in printed
+    assert f"halfstep sample {out}" in printed.replace("\n", "")
     assert "precision fp32" in words
     assert "<html" in (out / "report.html").read_text()
 
@@ -40,11 +40,11 @@ def test_a_page_that_cannot_be_written_is_a_warning(small, tmp_path, capsys, mon
     monkeypatch.setattr(page, "write", refuse)
     out = tmp_path / "run"
     assert run(["train", *small, "--policy", "fp32", "--out", str(out)]) == 0
-    told, words = capsys.readouterr()
+    printed, words = capsys.readouterr()
     assert f"warning: cannot write `{out / 'report.html'}`: no space is left" in words
-    assert "held-out bits per byte" in told
-    assert "report.html" not in told
-    assert not re.search(r"^ *page\b", told, re.MULTILINE)
+    assert "held-out bits per byte" in printed
+    assert "report.html" not in printed
+    assert not re.search(r"^ *page\b", printed, re.MULTILINE)
     assert run(["train", *small, "--policy", "fp32", "--out", str(tmp_path / "other"), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["report"] is None
 
@@ -106,9 +106,9 @@ def test_the_measurement_is_printed_and_recorded(small, tmp_path, capsys, emulat
             pytest.skip(found.reason)
     assert run(["train", *small, "--policy", f"fp8-mixed{emulate}", "--out", str(tmp_path / "run")]) == 0
     messages = [e["message"] for e in read_events(tmp_path / "run" / "events.jsonl") if e["event"] == "warning"]
-    (told,) = [message for message in messages if message.startswith("measured: ")]
-    assert told in capsys.readouterr().err
-    assert ("since it is emulated" if emulate else "stay bf16") in told
+    (printed,) = [message for message in messages if message.startswith("measured: ")]
+    assert printed in capsys.readouterr().err
+    assert ("since it is emulated" if emulate else "stay bf16") in printed
 
 
 def test_resume_keeps_the_policy_that_ran(small, tmp_path, capsys, monkeypatch):
@@ -222,7 +222,7 @@ def test_one_command_starts_and_resumes_a_run(small, tmp_path, capsys):
     before = (out / "run.toml").read_bytes()
     for again in (command, ["train", "--resume", "--out", str(out)]):
         (out / "run.toml").unlink()
-        assert run(again) == 0  # its checkpoints know it: it is not begun again beside them
+        assert run(again) == 0  # its checkpoints have the settings: it does not start again next to them
         assert (out / "run.toml").read_bytes() == before
         assert "had no run.toml: it was restored from" in " ".join(capsys.readouterr().err.split())
     (out / "run.toml").unlink()
@@ -313,9 +313,9 @@ def test_help_lists_every_setting_of_the_schema(capsys):
 def test_a_run_reports_its_utilization_and_records_the_ceiling(small, tmp_path, capsys):
     out = tmp_path / "run"
     assert run(["train", *small, "--policy", "fp32", "--out", str(out), "--set", "training.steps=4"]) == 0
-    told = " ".join(capsys.readouterr().out.split())
+    printed = " ".join(capsys.readouterr().out.split())
     assert re.search(
-        r"model FLOPs utilization [\d.e-]+ % of [\d.e+]+ .FLOP/s; lost to input [\d.]+ %, to saving", told
+        r"model FLOPs utilization [\d.e-]+ % of [\d.e+]+ .FLOP/s; lost to input [\d.]+ %, to saving", printed
     )
     ceiling = read_events(out / "events.jsonl")[0]["ceiling"]
     assert ceiling["flops"] > 0

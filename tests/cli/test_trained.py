@@ -39,7 +39,7 @@ def trained(tmp_path_factory):
     return folder / "run"
 
 
-def asked(capsys, *words):
+def run_json(capsys, *words):
     code = run([*map(str, words), "--device", "cpu", "--json"])
     return code, json.loads(capsys.readouterr().out)
 
@@ -57,8 +57,8 @@ def asked(capsys, *words):
     ],
 )
 def test_a_checkpoint_is_evaluated_in_any_policy(trained, capsys, policy):
-    _, trained_in = asked(capsys, "eval", trained)
-    code, found = asked(capsys, "eval", trained, "--policy", policy)
+    _, trained_in = run_json(capsys, "eval", trained)
+    code, found = run_json(capsys, "eval", trained, "--policy", policy)
     assert code == 0
     assert found["weights"] == "ema"
     assert found["loss"] == pytest.approx(trained_in["loss"], rel=2**-7)
@@ -67,9 +67,9 @@ def test_a_checkpoint_is_evaluated_in_any_policy(trained, capsys, policy):
 
 
 def test_averages_or_weights_as_requested(trained, capsys):
-    _, average = asked(capsys, "eval", trained, "--weights", "ema")
-    _, plain = asked(capsys, "eval", trained, "--weights", "model")
-    _, unnamed = asked(capsys, "eval", trained)
+    _, average = run_json(capsys, "eval", trained, "--weights", "ema")
+    _, plain = run_json(capsys, "eval", trained, "--weights", "model")
+    _, unnamed = run_json(capsys, "eval", trained)
     assert average == unnamed
     assert (average["weights"], plain["weights"]) == ("ema", "model")
     assert abs(average["loss"] - plain["loss"]) > 1e-3
@@ -90,28 +90,28 @@ def test_averages_that_were_not_kept_are_refused(tmp_path, capsys):
 
 
 def test_an_artifact_of_a_run(trained, tmp_path, capsys):
-    code, told = asked(capsys, "artifact", trained)
+    code, result = run_json(capsys, "artifact", trained)
     data = (trained / "model.int8z").read_bytes()
-    assert (code, told["bytes"], told["limit"], told["over"]) == (0, len(data), 16_000_000, 0)
-    _, before = asked(capsys, "eval", trained)
-    assert told["loss_before"] == before["loss"]
-    assert told["loss_after"] != told["loss_before"]
-    assert told["bits_per_byte_after"] == pytest.approx(told["bits_per_byte_before"], rel=0.01)
+    assert (code, result["bytes"], result["limit"], result["over"]) == (0, len(data), 16_000_000, 0)
+    _, before = run_json(capsys, "eval", trained)
+    assert result["loss_before"] == before["loss"]
+    assert result["loss_after"] != result["loss_before"]
+    assert result["bits_per_byte_after"] == pytest.approx(result["bits_per_byte_before"], rel=0.01)
     # the policy to evaluate in does not change what is written
     out = tmp_path / "other.int8z"
-    asked(capsys, "artifact", trained, "--policy", "bf16-true", "--out", out)
+    run_json(capsys, "artifact", trained, "--policy", "bf16-true", "--out", out)
     assert out.read_bytes() == data
-    asked(capsys, "artifact", trained, "--weights", "model", "--out", out)
+    run_json(capsys, "artifact", trained, "--weights", "model", "--out", out)
     assert out.read_bytes() != data
     assert decode(out.read_bytes())[0].layers == 2
 
 
 def test_an_artifact_over_its_limit_is_an_exit_code(trained, tmp_path, capsys):
-    code, told = asked(capsys, "artifact", trained, "--limit", "100", "--out", tmp_path / "x")
-    assert (code, told["over"]) == (1, told["bytes"] - 100)
+    code, result = run_json(capsys, "artifact", trained, "--limit", "100", "--out", tmp_path / "x")
+    assert (code, result["over"]) == (1, result["bytes"] - 100)
     assert (tmp_path / "x").exists()
     assert run(["artifact", str(trained), "--device", "cpu", "--out", str(tmp_path / "no" / "x")]) == 2
-    assert "cannot" in capsys.readouterr().err
+    assert "cannot be written" in capsys.readouterr().err
     assert run(["artifact", str(trained), "--limit", "-1"]) == 2
     assert "must be 0 or more bytes" in capsys.readouterr().err
 
@@ -119,7 +119,7 @@ def test_an_artifact_over_its_limit_is_an_exit_code(trained, tmp_path, capsys):
 def test_the_artifact_of_a_checkpoint_is_in_the_run_folder(trained, capsys, monkeypatch):
     (trained / "model.int8z").unlink(missing_ok=True)
     monkeypatch.chdir(trained / "checkpoints")
-    asked(capsys, "artifact", "step-000003")
+    run_json(capsys, "artifact", "step-000003")
     assert (trained / "model.int8z").is_file()
     assert not (trained / "checkpoints" / "model.int8z").exists()
 
@@ -168,7 +168,7 @@ def test_an_artifact_does_not_replace_a_users_file(trained, untouched, capsys):
 def test_an_older_artifact_is_replaced(trained, tmp_path, capsys):
     place = tmp_path / "x"
     place.write_bytes(b"HSINT8Z\1 of another run")
-    assert asked(capsys, "artifact", trained, "--out", place)[0] == 0
+    assert run_json(capsys, "artifact", trained, "--out", place)[0] == 0
     assert decode(place.read_bytes())[0].layers == 2
 
 
@@ -185,14 +185,14 @@ def test_text_is_sampled_from_averages_or_weights_as_requested(trained, tmp_path
 
 def test_a_copy_of_a_checkpoint_is_one_whatever_its_name(trained, tmp_path, capsys, monkeypatch):
     best = shutil.copytree(trained / "checkpoints" / "step-000003", tmp_path / "best")
-    _, before = asked(capsys, "eval", trained)
-    assert asked(capsys, "eval", best) == (0, before)
+    _, before = run_json(capsys, "eval", trained)
+    assert run_json(capsys, "eval", best) == (0, before)
     monkeypatch.chdir(best)
-    assert asked(capsys, "eval", ".") == (0, before)
-    assert asked(capsys, "artifact", best)[1]["path"] == str(tmp_path / "model.int8z")  # beside it
-    (tmp_path / "made").touch()  # as by mktemp
-    assert asked(capsys, "artifact", best, "--out", tmp_path / "made")[0] == 0
-    assert asked(capsys, "eval", best) == (0, before)
+    assert run_json(capsys, "eval", ".") == (0, before)
+    assert run_json(capsys, "artifact", best)[1]["path"] == str(tmp_path / "model.int8z")  # next to it
+    (tmp_path / "made").touch()  # as mktemp does
+    assert run_json(capsys, "artifact", best, "--out", tmp_path / "made")[0] == 0
+    assert run_json(capsys, "eval", best) == (0, before)
 
 
 @pytest.mark.parametrize("name", ["step-000003", "step-000003.damaged", "best"])

@@ -100,11 +100,11 @@ def test_a_shard_has_its_checksums_before_it_has_its_name(source, tmp_path, monk
 
 
 class Killed(BaseException):
-    """As a kill: nothing catches it."""
+    """Like a kill: nothing catches it."""
 
 
 def test_resuming_removes_checksums_written_after_the_last_commit(source, original, tmp_path, monkeypatch):
-    """Also where the shard that grows had a name already, and of a side that is further than it was."""
+    """Also those of the growing shard, and of a side that had come further."""
     monkeypatch.setattr(blocks, "BLOCK", 6_000)
     monkeypatch.setattr(packing, "SECONDS_BETWEEN_COMMITS", 0.0)
     out, seen = tmp_path / "out", []
@@ -181,7 +181,7 @@ def test_a_window_on_two_shards_needs_both(flip, folder, name, read):
 
 
 def test_a_verified_chunk_is_not_read_again(flip, folder, monkeypatch):
-    """The choice: one look at each, so that it costs nothing after. What a disk does later, a new run finds."""
+    """By design: verifying once costs nothing afterwards. A new run finds later damage."""
     tokens, counted = corpus_of(folder).train, []
     crc32 = zlib.crc32
     monkeypatch.setattr(checksums, "crc32", lambda content: counted.append(len(content)) or crc32(content))
@@ -206,7 +206,7 @@ def test_a_damaged_chunk_is_refused_every_time(flip, folder):
 
 
 def touches(places):
-    """Whether a window of 65 tokens lies in the second chunk of the shard."""
+    """Whether a window of 65 tokens touches the second chunk of the shard."""
     (offsets,) = [place["offsets"] for place in places if place["file"].endswith(SHARD)] or [[]]
     return any(7_680 - 65 < offset < 15_872 for offset in offsets)
 
@@ -390,7 +390,7 @@ def test_lost_checksums_are_restored_from_their_shard(folder, original, source, 
 
 
 def test_checksums_are_not_restored_from_a_damaged_shard(flip, folder, original, source):
-    """It would be taken for whole ever after. The shard is made again first."""
+    """They would hide the damage forever. The shard is restored first."""
     (folder / SIDECAR).unlink()
     flip(folder / SHARD, UNSEEN[1])
     packed(source, folder)
@@ -419,7 +419,7 @@ def state(out):
 
 
 def untouched_until(batches, step):
-    """A byte that no window of the updates before `step` lies beside, and one of that update does."""
+    """Returns a byte in a chunk that update `step` reads and no earlier update does."""
     size = 16_384
     touched = [{(1_024 + 2 * at) // size for at in batches.locate(each)[0]["offsets"]} for each in range(step + 1)]
     return min(touched[step] - set().union(*touched[:step])) * size + 5_000

@@ -271,9 +271,9 @@ RECORDS = {
 def test_records_must_be_packed(tree, name, tmp_path):
     content, said = RECORDS[name]
     folder = tree(tmp_path / "data", {name: content, "sub/" + name: content})
-    for source, told in ((folder / name, "is"), (folder, "holds"), (f"{folder}/*.*", "holds")):
+    for source, verb in ((folder / name, "is"), (folder, "holds"), (f"{folder}/*.*", "holds")):
         error = refused(source)
-        assert f"{told} {said}, " in error.message
+        assert f"{verb} {said}, " in error.message
         assert (
             f"`halfstep data pack {source} --tokenizer bytes --out packed` makes token shards of it" in error.hint
         )

@@ -103,9 +103,9 @@ def test_the_region_is_that_of_the_damage(flip, tmp_path, monkeypatch):
     source.write_text("\n".join(json.dumps({"text": "word " * 200 + str(n)}) for n in range(60)))
     out = tmp_path / "out"
     pack(find_sources([str(source)]), out, BytesTokenizer(), PackRequest(validation=0.3), workers=0)
-    told = []
-    assert verify(out, lambda done, total: told.append((done, total))) == []
-    assert told[-1][0] == told[-1][1] == sum(path.stat().st_size for path in out.glob("*.bin"))
+    calls = []
+    assert verify(out, lambda done, total: calls.append((done, total))) == []
+    assert calls[-1][0] == calls[-1][1] == sum(path.stat().st_size for path in out.glob("*.bin"))
     flip(out / "train_000000.bin", 2 * CHUNK + 17)
     (out / "train_000000.crc").unlink()  # without it, the region is known and the chunk is not
     (_, damage) = verify(out)
@@ -175,7 +175,7 @@ def sums_of_holes(path):
 
 
 def test_ten_gigabytes_open_at_once_and_cost_no_memory(tmp_path):
-    """50 shards of 100 M tokens that lie on the disk as holes; opened, and a batch taken, in under a second.
+    """Opens 50 sparse shards of 100 M tokens, and takes a batch, in under a second.
 
     Their checksums are true: the batch is the first to touch its chunks, and every file of them is read for it.
     """

@@ -166,7 +166,7 @@ def test_no_text_spells_a_special_token_of_a_unigram_model(tmp_path):
     assert total_bytes(found, "a? b") == len("a b")
 
 
-def test_a_token_that_looks_like_a_byte_is_none():
+def test_a_malformed_byte_token_is_text():
     library = pytest.importorskip("tokenizers")
     pieces = {"<0xzz>": 0, "<0x0A>": 1, "\u2581a": 2, "</s>": 3}
     tokenizer = library.Tokenizer(library.models.BPE(pieces, []))
@@ -175,7 +175,7 @@ def test_a_token_that_looks_like_a_byte_is_none():
     assert found.pieces == [b"<0xzz>", b"\n", b" a", b"</s>"]
 
 
-def test_a_packed_folder_gives_its_own_separator(bpe, tmp_path):
+def test_a_packed_folder_keeps_its_separator(bpe, tmp_path):
     from halfstep.training.data.pack.pack import PackRequest, pack
     from halfstep.training.data.pack.sources import find_sources
 
@@ -190,7 +190,7 @@ def test_a_packed_folder_gives_its_own_separator(bpe, tmp_path):
         assert open_tokenizer(str(spec), "<|endoftext|>").separator == 0
 
 
-def test_a_tokenizer_whose_tokens_have_no_text_of_their_own_says_so():
+def test_wordpiece_tokens_have_no_known_bytes():
     pytest.importorskip("tokenizers")
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
@@ -205,7 +205,7 @@ def test_a_tokenizer_whose_tokens_have_no_text_of_their_own_says_so():
 # --- finding one ---------------------------------------------------------------------------------------------
 
 
-def test_what_was_saved_is_the_same_tokenizer(bpe, sentencepiece_model, tmp_path):
+def test_a_saved_tokenizer_opens_as_the_same(bpe, sentencepiece_model, tmp_path):
     pytest.importorskip("tiktoken")
     for tokenizer in (
         HuggingFace("a", bpe, 0),
@@ -232,7 +232,7 @@ def test_a_saved_tokenizer_that_changed_is_refused(bpe, tmp_path):
         open_saved(tmp_path, tokenizer.identity())
 
 
-def test_the_separator_is_the_end_of_text_that_is_named(bpe, tmp_path):
+def test_the_separator_is_the_end_of_text_by_default(bpe, tmp_path):
     path = tmp_path / "tokenizer.json"
     path.write_bytes(bpe)
     assert open_tokenizer(str(path)).separator == 0
@@ -246,7 +246,7 @@ def test_the_separator_is_the_end_of_text_that_is_named(bpe, tmp_path):
     assert "<|endoftext|>" in caught.value.hint
 
 
-def test_sentencepiece_begins_documents_with_its_beginning(sentencepiece_model, tmp_path):
+def test_sentencepiece_starts_documents_with_its_beginning_of_sequence(sentencepiece_model, tmp_path):
     (tmp_path / "tokenizer.model").write_bytes(sentencepiece_model)
     assert open_tokenizer(str(tmp_path)).separator == 1
     assert open_tokenizer(str(tmp_path / "tokenizer.model"), "</s>").separator == 2
@@ -264,7 +264,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_is_no_tokenizer_is_refused(name, tmp_path, monkeypatch):
+def test_what_is_not_a_tokenizer_is_refused(name, tmp_path, monkeypatch):
     for package in ("tokenizers", "sentencepiece", "tiktoken"):
         pytest.importorskip(package)
     monkeypatch.chdir(tmp_path)
@@ -286,7 +286,7 @@ def test_a_broken_tokenizer_in_a_folder_is_named_by_its_path(tmp_path):
             open_tokenizer(str(path.parent))
 
 
-def test_a_name_that_is_nearly_one_gets_it(tmp_path, monkeypatch):
+def test_a_misspelled_name_gets_a_suggestion(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "tokens.json").write_text("{}")
     for wrong, meant in (("byte", "bytes"), ("token.json", "tokens.json"), ("tiktoken", "tiktoken:gpt2")):
@@ -332,7 +332,7 @@ def test_a_missing_package_says_how_to_install_it(package, tmp_path, monkeypatch
 # --- the table -----------------------------------------------------------------------------------------------
 
 
-def test_the_table_comes_back_and_damage_is_refused():
+def test_the_table_round_trips_and_damage_is_refused():
     table = TokenBytes.of([b"", b" the", b"x"], adds_space=True, separator=0)
     again = TokenBytes.from_npy(table.to_npy(), "t.npy")
     assert [again.length.tolist(), again.space.tolist(), again.boundary.tolist()] == [

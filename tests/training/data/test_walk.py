@@ -1,4 +1,4 @@
-"""Which files lie below a folder: links once each, runs and packed data left out, and nothing that never ends."""
+"""Walking a folder: each link once, no runs or packed data, and nothing that never ends."""
 
 import os
 import signal
@@ -38,7 +38,7 @@ def test_links_are_followed_and_nothing_is_read_twice(tree, tmp_path):
     (folder / "sub" / "loop").symlink_to(folder)
     (folder / "a-copy").symlink_to("sub")
     (folder / "a.txt").symlink_to("b.txt")
-    assert read(folder) == ["b.txt", "sub/c.txt"]  # what lies here goes by its own name
+    assert read(folder) == ["b.txt", "sub/c.txt"]  # files of the folder itself keep their names
     assert load_corpus(str(folder), 0.3, 256).digest == digest
     other = tree(tmp_path / "other", {"d.txt": prose(3), "deep/e.txt": prose(4), "deep/f.txt": prose(5)})
     (folder / "z").symlink_to(other)
@@ -52,7 +52,7 @@ def test_links_are_followed_and_nothing_is_read_twice(tree, tmp_path):
     assert "hard.txt" in read(folder)
 
 
-def test_a_linked_folder_reads_as_one_that_lies_there(tree, tmp_path):
+def test_a_linked_folder_reads_like_a_real_one(tree, tmp_path):
     whole = tree(tmp_path / "whole", {f"{n % 3}/{n}.txt": prose(n) for n in range(12)})
     linked = tree(tmp_path / "linked", {})
     linked.mkdir()
@@ -64,7 +64,7 @@ def test_a_linked_folder_reads_as_one_that_lies_there(tree, tmp_path):
     assert load_corpus(str(tmp_path / "way"), 0.3, 256).digest == digests[0]
 
 
-def test_links_that_lead_nowhere_are_told(tree, tmp_path):
+def test_dangling_links_are_counted(tree, tmp_path):
     tree(tmp_path, {"a.txt": prose(1), "b.txt": prose(2), ".hidden": "x"})
     (tmp_path / "gone.txt").symlink_to(tmp_path / "nowhere")
     (tmp_path / "self").symlink_to(tmp_path / "self")
@@ -91,7 +91,7 @@ def within_seconds():
     signal.signal(signal.SIGALRM, before)
 
 
-def test_pipes_and_sockets_are_passed_over_and_counted(tree, tmp_path, monkeypatch, within_seconds):
+def test_pipes_and_sockets_are_skipped_and_counted(tree, tmp_path, monkeypatch, within_seconds):
     tree(tmp_path, {"a.txt": prose(1), "b.txt": prose(2), "pipe.bin/x": "text of a folder"})
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "way").symlink_to(tmp_path / "pipe")  # the same one
@@ -119,7 +119,7 @@ RUNS = {
 
 @pytest.mark.parametrize("place", ["runs/one", "a/deep/place"])
 @pytest.mark.parametrize("kind", RUNS)
-def test_folders_of_runs_are_no_text(tree, tmp_path, kind, place):
+def test_run_folders_are_skipped(tree, tmp_path, kind, place):
     tree(tmp_path, {f"{n}.txt": prose(n) for n in range(5)})
     before = load_corpus(str(tmp_path), 0.3, 256)
     tree(tmp_path / place, RUNS[kind] | {"wandb/deeper/log.txt": "x"})
@@ -153,11 +153,11 @@ def test_folders_that_only_look_like_runs_are_text(tree, tmp_path):
         tmp_path, {"one/run.toml": "a = 1", "two/events.jsonl": "{}", "three/checkpoints/x": "y", "four/lock": "z"}
     )
     assert len(read(tmp_path)) == 4
-    assert load_corpus(str(tmp_path), 0.3, 256).num_documents == 3  # JSONL is no text, whatever it is called
+    assert load_corpus(str(tmp_path), 0.3, 256).num_documents == 3  # JSONL is not text
 
 
 @pytest.mark.parametrize("partial", [False, True])
-def test_a_folder_that_holds_a_lock_alone_is_no_text(tree, tmp_path, partial):
+def test_a_folder_that_holds_only_a_lock_is_skipped(tree, tmp_path, partial):
     tree(tmp_path, {f"{n}.txt": prose(n) for n in range(5)})
     before = load_corpus(str(tmp_path), 0.3, 256)
     folder = tree(tmp_path / "packed", {"packing.json.partial": "{"} if partial else {})
@@ -173,7 +173,7 @@ def test_a_folder_that_holds_a_lock_alone_is_no_text(tree, tmp_path, partial):
 
 
 @pytest.mark.parametrize("name", ["index.json", "packing.json"])
-def test_packed_folders_are_no_text(tree, tmp_path, name):
+def test_packed_folders_are_skipped(tree, tmp_path, name):
     tree(tmp_path, {f"{n}.txt": prose(n) for n in range(5)} | {"site/index.json": "[]", "site/a.bin": b"\0"})
     before = load_corpus(str(tmp_path), 0.3, 256)
     assert before.num_documents == 6  # an index and a *.bin of its own
@@ -184,7 +184,7 @@ def test_packed_folders_are_no_text(tree, tmp_path, name):
     assert find_sources([str(tmp_path)])[0].skipped == {"packed folder": 1}
 
 
-def test_folders_that_may_not_be_entered_are_told(tree, tmp_path, monkeypatch):
+def test_unreadable_folders_are_counted(tree, tmp_path, monkeypatch):
     tree(tmp_path, {"a.txt": prose(1), "b.txt": prose(2), "sub/c.txt": prose(3)})
     real = os.scandir
 

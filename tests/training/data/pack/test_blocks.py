@@ -99,7 +99,7 @@ def test_every_kind_gives_its_documents_in_order_from_every_block_on(kind, tmp_p
     assert read(path) == TEXTS
     found, seen = list(blocks(files_of(path), Position(), "text")), 0
     assert len(found) > 5
-    for block in found:  # a packing that goes on begins after any of them
+    for block in found:  # a packing can resume after any of them
         seen += len(list(documents(block, "text", 0.0, Counter())))
         assert read(path, start=block.after) == TEXTS[seen:]
     done = [block.done for block in found]
@@ -147,7 +147,7 @@ def test_a_long_text_is_cut_and_neighbors_on_one_side_stay_together(tmp_path, mo
         assert read(path, start=block.after) == read(path)[1 + found.index(block) :]
 
 
-def test_a_long_file_of_a_folder_that_is_no_text_is_skipped_whole(tmp_path, monkeypatch):
+def test_a_long_binary_file_in_a_folder_is_skipped(tmp_path, monkeypatch):
     monkeypatch.setattr(reading, "LONG", 100)
     monkeypatch.setattr(reading, "BLOCK", 100)
     (tmp_path / "program").write_bytes(b"text " * 60 + b"\0" + b"text " * 60)
@@ -207,8 +207,8 @@ def test_damage_is_named_by_file_and_byte(tmp_path, monkeypatch):
 
 def test_tables_without_text_are_refused(tmp_path):
     path = write_parquet(tmp_path / "a.parquet")
-    told = f"`{path}`: there is no field `content`; the fields are `id`, `text`"
-    assert refused(path, field="content").message == told
+    expected = f"`{path}`: there is no field `content`; the fields are `id`, `text`"
+    assert refused(path, field="content").message == expected
     assert "column `id` is int64, not text" in refused(path, field="id").message
     table = arrow_table(["a", None])
     import pyarrow.parquet
@@ -220,7 +220,7 @@ def test_tables_without_text_are_refused(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["parquet", "arrow"])
-def test_text_of_a_table_that_is_no_utf8_is_named_by_its_rows(kind, tmp_path):
+def test_invalid_utf8_in_a_table_is_named_by_its_rows(kind, tmp_path):
     pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     offsets = pyarrow.py_buffer(np.array([0, 2, 4, 6], dtype="<i4").tobytes())
     column = pyarrow.Array.from_buffers(pyarrow.string(), 3, [None, offsets, pyarrow.py_buffer(b"ab\xff\xfecd")])
@@ -245,7 +245,7 @@ def test_offsets_of_a_damaged_table_are_not_followed(tmp_path):
     assert f"`{path}`, rows 0 to 1" in refused(path).message
 
 
-def test_names_are_read_alike_however_they_are_written(tmp_path):
+def test_suffixes_ignore_case(tmp_path):
     small, large = write_gz(tmp_path / "a.jsonl.gz"), tmp_path / "A.JSONL.GZ"
     large.write_bytes(small.read_bytes())
     found = [
@@ -255,14 +255,14 @@ def test_names_are_read_alike_however_they_are_written(tmp_path):
     assert found[0] == found[1]
 
 
-def test_a_stream_that_cannot_be_unpacked_is_damaged(tmp_path):
+def test_a_stream_that_cannot_be_decompressed_is_damaged(tmp_path):
     pytest.importorskip("pyarrow")
     path = tmp_path / "a.jsonl.zst"
     path.write_bytes(b"this is no zstd" * 9)
     assert f"`{path}` is damaged" in refused(path).message
 
 
-def test_a_file_may_have_a_name_that_is_no_utf8(tmp_path):
+def test_a_file_name_may_be_invalid_utf8(tmp_path):
     name = os.fsdecode(b"a\xff.txt")
     (tmp_path / name).write_text("text\n")
     assert find_sources([str(tmp_path)])[0].digest()
@@ -286,7 +286,7 @@ def test_a_dataset_of_splits_asks_for_one(tmp_path):
     assert "lacks `data-00000-of-00001.arrow`" in refused(tmp_path / "train").message
 
 
-def test_sources_that_are_not_there_or_hold_nothing(tmp_path):
+def test_missing_and_empty_sources_are_refused(tmp_path):
     (tmp_path / "words.txt").write_text("a")
     (tmp_path / "empty.txt").write_text("")
     error = refused(tmp_path / "wrods.txt")
@@ -313,7 +313,7 @@ def test_a_file_is_named_once(tmp_path):
     assert len(find_sources([str(tmp_path / "a.txt"), str(tmp_path / "sub")])) == 2
 
 
-def test_a_source_is_known_again_wherever_it_lies(tmp_path):
+def test_a_source_is_recognized_in_another_place(tmp_path):
     def digest(folder, **files):
         (tmp_path / folder).mkdir(exist_ok=True)
         for name, text in files.items():

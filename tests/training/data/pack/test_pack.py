@@ -71,7 +71,7 @@ def files(folder):
     return {path.name: sha256(path) for path in folder.iterdir() if path.name != "lock"}
 
 
-def test_what_is_packed_is_the_text_each_document_on_its_side(source, tmp_path, tokenizer_file):
+def test_the_packed_tokens_are_the_text_split_by_document(source, tmp_path, tokenizer_file):
     tokenizer = open_tokenizer(tokenizer_file)
     index = packed(source, tmp_path / "out", tokenizer)
     corpus = load_corpus(str(tmp_path / "out"), 0.1, 300)
@@ -90,7 +90,7 @@ def test_what_is_packed_is_the_text_each_document_on_its_side(source, tmp_path, 
     assert not (tmp_path / "out" / "packing.json").exists()
 
 
-def test_bytes_hold_out_what_text_itself_holds_out(tmp_path):
+def test_packed_bytes_hold_out_the_same_documents_as_text(tmp_path):
     folder = tmp_path / "text"
     folder.mkdir()
     for n, text in enumerate(texts()):
@@ -110,7 +110,7 @@ def test_the_number_of_workers_changes_nothing(source, tmp_path, tokenizer_file)
 
 
 class Killed(BaseException):
-    """As a kill: nothing catches it."""
+    """Like a kill: nothing catches it."""
 
 
 def after(number):
@@ -313,8 +313,8 @@ def test_an_empty_side_says_which_share_would_do(tmp_path):
     smallest = min(hash_share(f"text {n}\n".encode()) for n in range(5))
     with pytest.raises(DataError, match=r"no document falls into the held-out share of 0\.01") as caught:
         packed(str(path), tmp_path / "out", request=PackRequest(validation=0.01))
-    told = float(re.search(r"`--validation (\S+)` leaves text on both sides", caught.value.hint)[1])
-    assert smallest < told < smallest * 1.01
+    suggested = float(re.search(r"`--validation (\S+)` leaves text on both sides", caught.value.hint)[1])
+    assert smallest < suggested < smallest * 1.01
     assert not (tmp_path / "out").exists()  # so that the share that is enough can be asked for at once
     index = packed(str(path), tmp_path / "all", request=PackRequest(validation=0))
     assert (index.train.documents, index.val.tokens) == (5, 0)
@@ -360,7 +360,7 @@ def three_records(seed):
 @pytest.mark.prove
 def test_the_suggested_share_is_enough(tmp_path, name, made, validation):
     """Of documents and of the pieces of a text, whichever side is empty."""
-    told = 0
+    suggested = 0
     for seed in range(60):
         path, out = tmp_path / name, tmp_path / f"out{seed}"
         path.write_text(made(seed))
@@ -371,11 +371,11 @@ def test_the_suggested_share_is_enough(tmp_path, name, made, validation):
         else:
             continue
         if share:
-            told += 1
+            suggested += 1
             index = packed(str(path), out, request=PackRequest(validation=float(share[1])))
             assert index.train.tokens
             assert index.val.tokens
-    assert told > 2
+    assert suggested > 2
 
 
 def test_what_is_not_a_file_is_counted_and_changes_nothing(tmp_path):
@@ -405,7 +405,7 @@ def test_invalid_requests_are_refused():
             PackRequest(**wrong)
 
 
-def test_a_large_vocabulary_is_packed_in_four_bytes_a_token(source, tmp_path):
+def test_a_large_vocabulary_takes_four_bytes_per_token(source, tmp_path):
     class Wide(BytesTokenizer.__base__):
         kind, file = "bytes", None
 
@@ -466,7 +466,8 @@ def test_lost_files_of_a_finished_packing_are_restored(
     LOST[damage](out)
     with pytest.raises(DataError):
         load_corpus(str(out), 0.1, 300)
-    assert verify(out)
+    lost = {name for name in before if not (out / name).exists() or sha256(out / name) != before[name]}
+    assert {each.file for each in verify(out)} == lost
     kept = {path.name: path.stat().st_mtime_ns for path in out.iterdir() if before.get(path.name) == sha256(path)}
     assert packed(source, out, tokenizer, workers=workers) == index
     assert files(out) == before

@@ -27,12 +27,12 @@ def texts():
 
 
 def test_it_is_reproducible_and_complete(tmp_path):
-    source, told = write(tmp_path / "a.jsonl", texts()), []
-    number = train_tokenizer(source, tmp_path / "one.json", 400, meter=lambda *seen: told.append(seen))
+    source, calls = write(tmp_path / "a.jsonl", texts()), []
+    number = train_tokenizer(source, tmp_path / "one.json", 400, meter=lambda *seen: calls.append(seen))
     assert number == 400
     train_tokenizer(source, tmp_path / "two.json", 400)
     assert (tmp_path / "one.json").read_bytes() == (tmp_path / "two.json").read_bytes()
-    assert told[-1][0] == told[-1][1] == source[0].num_bytes
+    assert calls[-1][0] == calls[-1][1] == source[0].num_bytes
     tokenizer = open_tokenizer(str(tmp_path / "one.json"))
     assert (tokenizer.vocabulary, tokenizer.separator) == (400, 0)
     odd = "".join(map(chr, range(0x20, 0x300))) + "🙂\n\t\r"
