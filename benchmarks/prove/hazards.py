@@ -1,6 +1,6 @@
 """Plants each known hazard of mixed precision, one at a time, and expects its test to fail.
 
-    python benchmarks/prove/hazards.py [--only WORD]
+    python benchmarks/prove/hazards.py [--only WORD ...]
 
 A hazard names the function that guards against it, a faulty version of that function, and the test that must
 notice. All tests must pass without a fault, and each must fail with its fault. Faults wrap functions and never
@@ -16,6 +16,7 @@ import multiprocessing
 import os
 import sys
 import tempfile
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -522,7 +523,7 @@ def _(good):
 
 hazard(
     "a write to a split weight leaves the old remainder",
-    "halfstep.torch.split:drop_stale_remainder",
+    "halfstep.torch.optim.masters:_drop_stale",
     "tests/torch/test_split.py::test_what_is_written_to_a_half_is_its_master",
 )(nothing)
 
@@ -544,7 +545,7 @@ def _(good):
 def _(good):
     def receive(self, number, frame=None):
         if self.requested is not None:
-            raise KeyboardInterrupt
+            raise SystemExit(128 + number)
         good(self, number, frame)
 
     return receive
@@ -594,19 +595,24 @@ def run_tests(task: tuple[int | None, list[str]]) -> tuple[int | None, int, str]
         os.dup2(output.fileno(), 2)
         import pytest
 
-        if index is not None:
-            plant(HAZARDS[index])
-        code = int(pytest.main(["-q", "-x", "-p", "no:cacheprovider", *tests]))
+        try:
+            if index is not None:
+                plant(HAZARDS[index])
+            code = int(pytest.main(["-q", "-x", "-p", "no:cacheprovider", *tests]))
+        except Exception:  # the function is not there any more
+            traceback.print_exc()
+            code = -1
         sys.stdout.flush()
+        sys.stderr.flush()
         output.seek(0)
         return index, code, output.read()[-3000:]
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default="", help="hazards whose name, function or test contains this word")
-    word = parser.parse_args().only
-    chosen = [i for i, h in enumerate(HAZARDS) if any(word in part for part in (h.name, h.where, h.test))]
+    parser.add_argument("--only", nargs="+", default=[""], help="hazards whose name or function has such a word")
+    words = parser.parse_args().only
+    chosen = [i for i, h in enumerate(HAZARDS) if any(word in f"{h.name} {h.where}" for word in words)]
     import torch._dynamo.testing
     import torch.distributed.fsdp  # noqa: F401
 
