@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from halfstep.config.model import ModelConfig, module_names, parameter_shapes
-from halfstep.core.errors import PolicyError
 from halfstep.core.policy import Policy
 from halfstep.core.roles import print_value
 from halfstep.torch.apply import apply
@@ -152,11 +151,6 @@ def test_rules_reach_the_modules_they_name():
     assert print_value(model.lm_head.precision.operand) == "tf32"
 
 
-def test_a_head_in_fp32_gives_fp32_logits_under_bf16():
-    model = build(TINY, "bf16-mixed; lm_head: compute=fp32")
-    assert model(tokens(TINY)[:, :-1]).dtype == torch.float32
-
-
 def test_masters_are_held_as_the_policy_says():
     assert {p.dtype for p in build(TINY, "bf16-mixed").parameters()} == {torch.float32}
     assert {p.dtype for p in build(TINY, "bf16-true").parameters()} == {torch.bfloat16}
@@ -166,20 +160,3 @@ def test_masters_are_held_as_the_policy_says():
     emulated = build(TINY, "bf16-true,emulate=true")
     assert {p.dtype for p in emulated.parameters()} == {torch.float32}
     assert all(torch.equal(p, p.to(torch.bfloat16).float()) for p in emulated.parameters())
-
-
-@pytest.mark.parametrize(
-    ("policy", "said", "hint"),
-    [
-        ("bf16-mixed,compute=e3m2", "e3m2 cannot run on cpu", "emulate=true"),
-        ("compute=tf32", "tf32 cannot run on cpu", "emulate=true"),
-        ("bf16-mixed,grad=fp32", "keeps the gradient of an activation", "grad=bf16"),
-        ("bf16-mixed; nothing.*: compute=fp32", "matches none", None),
-    ],
-)
-def test_what_cannot_run_is_refused_with_the_form_that_runs(policy, said, hint):
-    model = Decoder(TINY)
-    with pytest.raises(PolicyError) as caught:
-        apply(model, Policy.parse(policy), model.module_names())
-    assert said in caught.value.message
-    assert hint is None or hint in caught.value.hint

@@ -1,4 +1,4 @@
-"""A parameter that is half of a master, in the hands of people who know nothing of it."""
+"""A parameter that is half of a split master, used by code that does not know it."""
 
 import copy
 
@@ -156,7 +156,7 @@ def test_a_step_by_hand_is_refused_where_the_loss_is_scaled_and_made_where_it_is
 
 
 def test_a_model_given_back_takes_any_dtype():
-    """grad_dtype, which halves need, must not outlive them."""
+    """grad_dtype, which split parameters need, must not outlive them."""
     run = trained()
     model = run.unprepare().double()
     model(data().double()).sum().backward()

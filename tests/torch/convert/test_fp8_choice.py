@@ -211,7 +211,7 @@ def steps(run, numbers):
 @needs_fp8
 @pytest.mark.parametrize("now", [OTHERS, {**WIDE_LAYERS, **OTHERS}, {}], ids=["other", "all", "none"])
 @pytest.mark.parametrize("then", [WIDE_LAYERS, {**WIDE_LAYERS, **OTHERS}, {}], ids=["some", "all", "none"])
-def test_a_delayed_run_goes_on_bit_for_bit_whatever_is_faster_now(then, now):
+def test_a_delayed_run_resumes_bit_for_bit_whatever_is_faster_now(then, now):
     """Layers that were narrow then and are slower now, and the other way around, with the histories of then."""
     torch.manual_seed(0)
     whole = prepared(DELAYED, device=Device(then))

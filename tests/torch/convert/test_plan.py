@@ -96,6 +96,13 @@ def test_a_leaf_runs_as_written_in_fp32_and_gives_compute(make, arguments):
     assert "as written, bf16 out" in repr(layer)
 
 
+def test_a_leaf_keeps_narrow_frozen_parameters_and_numbers():
+    layer = within(Scaled(4, 4).bfloat16().requires_grad_(False), "bf16-mixed")
+    assert layer.weight.dtype == torch.bfloat16
+    assert layer(draw(2, 4).bfloat16()).dtype == torch.bfloat16
+    assert within(Temperature(), "fp16-mixed")(draw(2, 4).half()).dtype == torch.float32
+
+
 def test_leaves_are_listed_with_the_reason():
     net = nn.Sequential(Scaled(4, 4), Gamma(4), nn.Linear(4, 4))
     net[2].forward = lambda x: x
@@ -120,17 +127,6 @@ def test_a_gain_that_promotes_does_not_promote_the_stream():
 
     block = within(Block(), "bf16-mixed")
     assert block(draw(2, 3, 8)).dtype == torch.bfloat16
-
-
-def test_a_leaf_of_narrow_frozen_parameters_runs_as_it_is():
-    layer = within(Scaled(4, 4).bfloat16().requires_grad_(False), "bf16-mixed")
-    assert layer.weight.dtype == torch.bfloat16
-    assert layer(draw(2, 4).bfloat16()).dtype == torch.bfloat16
-
-
-def test_a_number_leaves_a_leaf_as_it_is():
-    layer = within(Temperature(), "fp16-mixed")
-    assert layer(draw(2, 4).half()).dtype == torch.float32
 
 
 def test_parametrized_weights_keep_their_fp32_gradients():

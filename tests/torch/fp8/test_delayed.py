@@ -61,12 +61,12 @@ def test_the_amax_of_an_update_is_the_largest_of_its_micro_batches(form):
 
 @pytest.mark.parametrize("form", FORMS)
 def test_the_next_update_is_scaled_by_the_largest_amax_of_earlier_ones(form):
-    """The first scale is the tensor's own; then a number that is 16 times the past saturates at 448 / scale."""
+    """The first scale is the tensor's own; then a number that is 16 times the history saturates at 448 / scale."""
     run, model = prepared(DELAYED + form)
     eye = torch.eye(16)
     model[0].weight.data.copy_(eye)
     first = model(torch.full((16, 16), 64.0))
-    assert torch.equal(first.float(), torch.full((16, 16), 64.0))  # nothing is past: as current
+    assert torch.equal(first.float(), torch.full((16, 16), 64.0))  # no history yet: as current
     step(run, (1.0, 1.0))
     step(run, (0.25, 1.0))
     with torch.no_grad():
@@ -77,7 +77,7 @@ def test_the_next_update_is_scaled_by_the_largest_amax_of_earlier_ones(form):
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_gradients_are_scaled_by_their_past_too(form):
+def test_gradients_are_scaled_by_their_history_too(form):
     run, model = prepared(DELAYED + form)
     model[0].weight.data.copy_(torch.eye(16))
     step(run, (1.0, 1.0))
@@ -88,7 +88,7 @@ def test_gradients_are_scaled_by_their_past_too(form):
     run.forget()
 
 
-def test_a_past_is_forgotten_after_so_many_updates():
+def test_an_amax_is_forgotten_after_so_many_updates():
     run, _ = prepared(f"{DELAYED},emulate=true")
     step(run, (1024.0, 1.0))
     for _ in range(HISTORY - 1):
@@ -114,7 +114,7 @@ def test_a_skipped_update_and_a_dropped_one_leave_the_history_alone(form):
     assert history(run)[X, :2].tolist() == [0.5, 1.0]
 
 
-def test_an_operand_that_is_not_delayed_has_no_past():
+def test_an_operand_that_is_not_delayed_ignores_its_history():
     run, model = prepared("bf16-mixed,compute=e4m3:delayed,grad=e5m2,emulate=true")
     model[0].weight.data.copy_(torch.eye(16))
     step(run, (1.0, 8.0))
@@ -133,7 +133,7 @@ def test_a_layer_that_is_used_twice_has_the_sum_which_bounds_both():
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_a_resumed_run_goes_on_bit_for_bit(form):
+def test_a_resumed_run_equals_the_uninterrupted_one(form):
     pairs = [(2.0**i, 2.0**-i) for i in range(4)]
     whole, _ = prepared(DELAYED + form, lr=0.1)
     for pair in pairs:
@@ -162,7 +162,7 @@ def test_a_state_without_the_history_is_refused_with_the_remedy():
     assert "load_weights" in caught.value.hint
 
 
-def test_a_copy_has_a_past_of_its_own():
+def test_a_copy_has_its_own_history():
     run, model = prepared(f"{DELAYED},emulate=true")
     step(run, (1.0, 1.0))
     twin = copy.deepcopy(model)
@@ -180,17 +180,17 @@ def test_a_frozen_layer_makes_nothing_require_a_gradient():
     assert "delayed: 2 matmuls are scaled by the largest amax of their last 16 updates" in run.summary()
 
 
-def test_a_model_that_is_given_back_has_none():
+def test_a_model_that_is_given_back_has_no_history():
     run, model = prepared(f"{DELAYED},emulate=true")
     run.unprepare()
-    assert "halfstep_past" not in model[0].__dict__
+    assert "halfstep_history" not in model[0].__dict__
     run = prepare(
         model, torch.optim.SGD(model.parameters(), lr=0.1, fused=True), "bf16-mixed,compute=e4m3,emulate=true"
     )
     assert run.amaxes is None
 
 
-def test_what_has_no_past_is_refused():
+def test_what_cannot_be_delayed_is_refused():
     model = nn.Sequential(nn.Linear(16, 16))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises(PolicyError, match="a row of activations is a token") as caught:

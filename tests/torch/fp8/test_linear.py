@@ -379,7 +379,7 @@ class Branches(nn.Module):
     ("policy", "forward", "backward"),
     [
         (FP8, (1, 1), (1, 1)),
-        # A past of its own scales each, so each casts for itself; what x is now is looked at once.
+        # Each has its own history, so each casts for itself; the current amax of x is taken once.
         ("bf16-mixed,compute=e4m3:delayed,grad=e5m2:delayed", (2, 1), (2, 1)),
     ],
 )
