@@ -1,4 +1,4 @@
-"""FLOPs a token: the number that measurements elsewhere in the repository were made with, and what enters it."""
+"""FLOPs per token: the number that measurements elsewhere in the repository use, and what enters it."""
 
 import pytest
 

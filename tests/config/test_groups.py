@@ -24,7 +24,7 @@ def test_every_parameter_is_in_one_group(recipe):
 
 
 def test_each_kind_has_its_own_rate():
-    found = rates(UNTIED, OptimizerConfig(name="muon", weight_decay=0.1, muon_weight_decay=0.2, **RATES))
+    result = rates(UNTIED, OptimizerConfig(name="muon", weight_decay=0.1, muon_weight_decay=0.2, **RATES))
     expected = {
         "embed.weight": (False, 0.1, 0.1),
         "positions.weight": (False, 0.1, 0.1),
@@ -33,8 +33,8 @@ def test_each_kind_has_its_own_rate():
         "blocks.1.mlp.up.bias": (False, 0.3, 0.0),
         "blocks.1.mlp.up.weight": (True, 0.5, 0.2),
     }
-    for name, told in expected.items():
-        assert (found[name].muon, found[name].rate, found[name].weight_decay) == told, name
+    for name, settings in expected.items():
+        assert (result[name].muon, result[name].rate, result[name].weight_decay) == settings, name
     plain = rates(UNTIED, OptimizerConfig(name="adamw", **RATES))
     assert (plain["blocks.1.mlp.up.weight"].muon, plain["blocks.1.mlp.up.weight"].rate) == (False, 9.0)
 
@@ -47,19 +47,19 @@ def test_what_has_no_rate_of_its_own_has_the_rate():
 
 def test_the_recipes_of_the_sources():
     speedrun, golf = load("speedrun"), load("golf")
-    found = rates(speedrun.model, speedrun.optimizer)
-    assert [found[name].rate for name in ("embed.weight", "lm_head.weight", "blocks.3.residual_mix")] == [
+    result = rates(speedrun.model, speedrun.optimizer)
+    assert [result[name].rate for name in ("embed.weight", "lm_head.weight", "blocks.3.residual_mix")] == [
         0.3,
         0.002,
         0.02,
     ]
-    assert (found["blocks.3.attn.q.weight"].muon, found["blocks.3.attn.q.weight"].rate) == (True, 0.02)
-    found = rates(golf.model, golf.optimizer)
-    # two-dimensional, and a factor all the same
+    assert (result["blocks.3.attn.q.weight"].muon, result["blocks.3.attn.q.weight"].rate) == (True, 0.02)
+    result = rates(golf.model, golf.optimizer)
+    # two-dimensional, but still a factor
     for name in ("skip_weights", "blocks.3.residual_mix", "blocks.3.attn.q_gain"):
-        assert (found[name].muon, found[name].rate) == (False, 0.04)
-    assert found["embed.weight"].rate == 0.05
-    assert {group.weight_decay for group in found.values()} == {0.0}
+        assert (result[name].muon, result[name].rate) == (False, 0.04)
+    assert result["embed.weight"].rate == 0.05
+    assert {group.weight_decay for group in result.values()} == {0.0}
 
 
 def test_a_rate_for_a_head_that_is_the_embedding_is_refused():

@@ -67,8 +67,8 @@ def test_schedules_are_those_of_the_sources(name, steps, warmdown):
 )
 def test_skips_go_from_the_first_half_to_the_second_last_in_first_out(layers, pairs):
     model = ModelConfig(layers=layers, unet_skips=True)
-    found = {layer: model.skip_into(layer) for layer in range(layers)}
-    assert {layer: source for layer, source in found.items() if source is not None} == pairs
+    result = {layer: model.skip_into(layer) for layer in range(layers)}
+    assert {layer: source for layer, source in result.items() if source is not None} == pairs
     assert not any(ModelConfig(layers=layers).skip_into(layer) is not None for layer in range(layers))
 
 

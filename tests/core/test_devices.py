@@ -58,9 +58,9 @@ TABLE = [
 
 @pytest.mark.parametrize(("device", "formats"), TABLE, ids=lambda value: getattr(value, "name", ""))
 def test_what_each_device_multiplies(device, formats):
-    found = {fmt: native(fmt, device) for fmt in MULTIPLIED}
-    assert {str(fmt) for fmt, support in found.items() if support} == set(formats.split())
-    for support in found.values():
+    result = {fmt: native(fmt, device) for fmt in MULTIPLIED}
+    assert {str(fmt) for fmt, support in result.items() if support} == set(formats.split())
+    for support in result.values():
         assert support.reason
         assert "\n" not in support.reason
         assert not support.reason.endswith(".")

@@ -1,4 +1,4 @@
-"""The law of climbing, on devices that are played: nothing is multiplied, a clock is moved."""
+"""The law of climbing, on fake devices: nothing is multiplied, a clock is moved."""
 
 import pytest
 from hypothesis import given, settings
@@ -11,7 +11,7 @@ from halfstep.core.ladder import REPEATS, climb
 CUBES = tuple((size, size, size) for size in (32, 64, 128, 256, 512, 1024))
 
 
-class Played:
+class Fake:
     """A device: seconds for each operation by format, and what starting and launching cost."""
 
     def __init__(self, speeds, *, launch=5e-6, setup=1e-4, warm=1.0):
@@ -49,7 +49,7 @@ def timed(timings, fmt):
 
 def test_a_format_300_times_slower_stays_within_the_budget():
     fp32 = 3.8e-3 / (2 * 512**3)  # a Neoverse-N1 core
-    device = Played({FP32: fp32, BF16: 290 * fp32, FP16: 280 * fp32})
+    device = Fake({FP32: fp32, BF16: 290 * fp32, FP16: 280 * fp32})
     timings, spent = race(device, [FP32, BF16, FP16], 3.0)
     assert spent < 3.0
     for fmt, shape, now in device.started:
@@ -66,7 +66,7 @@ def test_a_format_300_times_slower_stays_within_the_budget():
 
 
 def test_a_fast_format_reaches_the_top_and_is_repeated_in_turns_with_fp32():
-    device = Played({FP32: 1e-12, BF16: 1e-13, FP16: 1e-13})
+    device = Fake({FP32: 1e-12, BF16: 1e-13, FP16: 1e-13})
     timings, spent = race(device, [BF16, FP32, FP16], 3.0)
     assert spent < 3.0
     at_top = {timing.format: timing for timing in timings if timing.shape == CUBES[-1]}
@@ -77,7 +77,7 @@ def test_a_fast_format_reaches_the_top_and_is_repeated_in_turns_with_fp32():
 
 
 def test_fp32_climbs_first_and_no_other_climbs_higher():
-    device = Played({FP32: 1e-9, BF16: 1e-13})
+    device = Fake({FP32: 1e-9, BF16: 1e-13})
     timings, spent = race(device, [BF16], 1.0)
     assert device.started[0][0] == FP32
     assert 0 < len(timed(timings, FP32)) < len(CUBES)
@@ -86,31 +86,31 @@ def test_fp32_climbs_first_and_no_other_climbs_higher():
 
 
 def test_short_matmuls_are_timed_several_at_once():
-    device = Played({FP32: 1e-15, BF16: 1e-15}, launch=1e-6)
+    device = Fake({FP32: 1e-15, BF16: 1e-15}, launch=1e-6)
     climb(device.start, [BF16], CUBES[:1], budget=1.0, clock=device.clock)
     assert device.now - 100 < 0.1
-    long = Played({FP32: 1e-9, BF16: 1e-9})
+    long = Fake({FP32: 1e-9, BF16: 1e-9})
     timings, _ = race(long, [BF16], 10.0, CUBES[1:2])
     assert len(long.trail) <= 2 * (2 + REPEATS)
     assert all(len(timing.seconds) == REPEATS for timing in timings)
 
 
 def test_a_slow_first_call_is_no_measure_of_the_next_size():
-    device = Played({FP32: 1e-13, BF16: 1e-14}, warm=2000.0)
+    device = Fake({FP32: 1e-13, BF16: 1e-14}, warm=2000.0)
     timings, _ = race(device, [BF16], 3.0)
     assert timed(timings, BF16) == list(CUBES)
 
 
 def test_what_starting_costs_is_part_of_the_prediction():
     # A rung takes 0.15 s, nearly all of it before the first matmul, and fp32 has 0.25 s to climb in.
-    device = Played({FP32: 1e-13, BF16: 1e-13}, setup=0.15)
+    device = Fake({FP32: 1e-13, BF16: 1e-13}, setup=0.15)
     timings, spent = race(device, [BF16], 1.0)
     assert timed(timings, FP32) == [CUBES[0]]
     assert spent < 1.0
 
 
 def test_a_budget_that_affords_nothing_times_the_smallest_fp32_and_stops():
-    device = Played({FP32: 1e-6, BF16: 1e-9})
+    device = Fake({FP32: 1e-6, BF16: 1e-9})
     timings, _ = race(device, [BF16, E4M3], 0.05)
     assert [(timing.format, timing.shape) for timing in timings] == [(FP32, CUBES[0])]
 
@@ -121,7 +121,7 @@ def test_a_pause_before_the_first_matmul_leaves_fp32_to_compare_with():
     assert [(timing.format, timing.shape) for timing in timings] == [(FP32, CUBES[0])]
 
 
-def test_a_clock_that_does_not_move_gives_timings_all_the_same():
+def test_a_clock_that_does_not_move_still_gives_timings():
     timings = climb(lambda fmt, shape: lambda count: None, [BF16], CUBES, budget=1.0, clock=lambda: 1.0)
     assert all(second > 0 for timing in timings for second in timing.seconds)
 
@@ -135,7 +135,7 @@ def test_a_clock_that_does_not_move_gives_timings_all_the_same():
 )
 def test_whatever_the_device_the_budget_holds(fp32, ratios, budget, setup):
     speeds = {FP32: fp32} | dict(zip([BF16, FP16, E4M3], [fp32 * ratio for ratio in ratios], strict=False))
-    device = Played(speeds, setup=setup, launch=1e-5)
+    device = Fake(speeds, setup=setup, launch=1e-5)
     first = 3 * device.cost(FP32, CUBES[0])  # the one rung that is started unseen
     _, spent = race(device, list(speeds), budget)
     assert spent < budget + first

@@ -26,15 +26,15 @@ def words(text: str) -> list[int]:
 
 @pytest.mark.parametrize(("counter", "key", "answer"), KNOWN)
 def test_known_answers(counter, key, answer):
-    found = philox4x32(tuple(np.array([word], np.uint32) for word in words(counter)), tuple(words(key)))
-    assert [int(word[0]) for word in found] == words(answer)
+    result = philox4x32(tuple(np.array([word], np.uint32) for word in words(counter)), tuple(words(key)))
+    assert [int(word[0]) for word in result] == words(answer)
 
 
 def test_the_layout_puts_element_tensor_step_and_seed_where_it_says():
     block = 2**32 + 5
-    found = random_bits(4, seed=3 + (9 << 32), step=7, tensor=11, start=4 * block)
+    result = random_bits(4, seed=3 + (9 << 32), step=7, tensor=11, start=4 * block)
     counter = tuple(np.array([word], np.uint32) for word in (5, 1, 11, 7))
-    assert found.tolist() == [int(word[0]) for word in philox4x32(counter, (3, 9))]
+    assert result.tolist() == [int(word[0]) for word in philox4x32(counter, (3, 9))]
     assert random_bits(4, seed=0, step=0, tensor=0).tolist() == words(KNOWN[0][2])
 
 
@@ -58,18 +58,18 @@ def test_a_shape_is_its_row_major_run():
     "other", [{"seed": 2}, {"seed": 1 + 2**32}, {"step": 3}, {"tensor": 4}, {"start": 4}, {"start": 2**34}]
 )
 def test_everything_in_the_key_matters(other):
-    found = random_bits(5000, **{"seed": 1, "step": 2, "tensor": 3, "start": 0, **other})
+    result = random_bits(5000, **{"seed": 1, "step": 2, "tensor": 3, "start": 0, **other})
     # Independent words agree with probability 2^-32: one agreement in 5000 is a chance of one in a million.
-    assert (found == WHOLE).sum() == 0
+    assert (result == WHOLE).sum() == 0
 
 
 def test_every_bit_is_set_half_of_the_time():
     # A count of n fair bits has standard deviation sqrt(n) / 2. Six of them are exceeded once in 500 million,
     # for each of the 32 bits and 31 pairs of neighbors that are counted here.
     n = 2**20
-    found = random_bits(n, seed=2026, step=1, tensor=tensor_id("blocks.0.attention.query.weight"))
+    result = random_bits(n, seed=2026, step=1, tensor=tensor_id("blocks.0.attention.query.weight"))
     bound = 6 * math.sqrt(n) / 2
-    bits = (found[:, None] >> np.arange(32, dtype=np.uint32)) & 1
+    bits = (result[:, None] >> np.arange(32, dtype=np.uint32)) & 1
     assert np.abs(bits.sum(axis=0) - n / 2).max() < bound
     assert np.abs((bits[:, 1:] ^ bits[:, :-1]).sum(axis=0) - n / 2).max() < bound
     assert np.abs((bits[1:] ^ bits[:-1]).sum(axis=0) - n / 2).max() < 6 * math.sqrt(n - 1) / 2 + 1
@@ -79,8 +79,8 @@ def test_every_bit_is_set_half_of_the_time():
 def test_every_byte_comes_equally_often(shift):
     # Each count is binomial(n, 1/256).
     n = 2**20
-    found = random_bits(n, seed=7, step=123456, tensor=5)
-    counts = np.bincount((found >> np.uint32(shift)) & 0xFF, minlength=256)
+    result = random_bits(n, seed=7, step=123456, tensor=5)
+    counts = np.bincount((result >> np.uint32(shift)) & 0xFF, minlength=256)
     assert np.abs(counts - n / 256).max() < 6 * math.sqrt(n / 256 * 255 / 256)
 
 

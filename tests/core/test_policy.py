@@ -133,7 +133,7 @@ def test_every_field_reaches_the_text():
         "emulate": True,
     }
     for role in ROLES:
-        if role in ("scale", "rope"):  # fp32 alone is legal for rope; a scale is not legal beside fp32
+        if role in ("scale", "rope"):  # fp32 alone is legal for rope; a scale is not legal with fp32
             continue
         changed = dataclasses.replace(Policy(), **{role: other.get(role, BF16)})
         assert str(changed) != str(Policy())
@@ -179,8 +179,8 @@ def test_what_means_the_same_is_equal_and_prints_the_same(one, other):
 
 def test_a_wide_compute_takes_grad_along_in_rules_too_and_a_narrow_one_does_not():
     names = ["lm_head", "mlp"]
-    found = Policy.parse("fp8-mixed; lm_head: compute=bf16").resolve(names)["lm_head"].values
-    assert found["grad"] == Operand(BF16)  # and not the e5m2 of the rule `**`
+    result = Policy.parse("fp8-mixed; lm_head: compute=bf16").resolve(names)["lm_head"].values
+    assert result["grad"] == Operand(BF16)  # and not the e5m2 of the rule `**`
     kept = Policy.parse("fp8-mixed; lm_head: compute=bf16,grad=e5m2").resolve(names)["lm_head"].values
     assert kept["grad"] == Operand(parse("e5m2"))
     forward = Policy.parse("bf16-mixed; mlp: compute=e4m3").resolve(names)["mlp"].values

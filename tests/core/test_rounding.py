@@ -98,11 +98,11 @@ def codes_of(native: np.ndarray) -> np.ndarray:
     return native.view(np.uint8 if native.dtype.itemsize == 1 else np.uint16)
 
 
-def assert_same(found: np.ndarray, expected: np.ndarray, x: np.ndarray) -> None:
+def assert_same(result: np.ndarray, expected: np.ndarray, x: np.ndarray) -> None:
     """Equal bits; any NaN equals any other."""
-    assert found.dtype == expected.dtype == np.float32
-    different = (found.view(np.uint32) != expected.view(np.uint32)) & ~(np.isnan(found) & np.isnan(expected))
-    assert not different.any(), list(zip(x[different][:5], found[different], expected[different], strict=False))
+    assert result.dtype == expected.dtype == np.float32
+    different = (result.view(np.uint32) != expected.view(np.uint32)) & ~(np.isnan(result) & np.isnan(expected))
+    assert not different.any(), list(zip(x[different][:5], result[different], expected[different], strict=False))
 
 
 @cache
@@ -142,9 +142,9 @@ def test_every_code_means_what_the_oracle_says(name):
 def test_every_boundary_rounds_as_the_oracle(name):
     format = Format.parse(name)
     x = boundaries(format)
-    found = encode(cast(x, name, overflow=format.native_overflow), name)
+    result = encode(cast(x, name, overflow=format.native_overflow), name)
     expected = codes_of(by_oracle(x, name))
-    assert np.array_equal(found, expected), x[found != expected][:5]
+    assert np.array_equal(result, expected), x[result != expected][:5]
 
 
 @pytest.mark.parametrize("name", ORACLES)
@@ -152,10 +152,10 @@ def test_two_million_patterns_round_as_the_oracle(name):
     format = Format.parse(name)
     x = np.concatenate([SPECIAL, raw_sample(2**21)])
     x = x[~np.isnan(x)] if not format.has_nan else x
-    found = cast(x, name, overflow=format.native_overflow)
+    result = cast(x, name, overflow=format.native_overflow)
     expected = by_oracle(x, name).astype(np.float32)
-    assert_same(found, expected, x)
-    assert np.array_equal(np.signbit(found), np.signbit(expected)), "the sign of a NaN"
+    assert_same(result, expected, x)
+    assert np.array_equal(np.signbit(result), np.signbit(expected)), "the sign of a NaN"
 
 
 @pytest.mark.parametrize("name", ORACLES)
@@ -241,12 +241,12 @@ def test_any_format_equals_exact_arithmetic(format, drawn, rounding, data):
     words = data.draw(arrays(np.uint32, len(x), elements=st.integers(0, 2**32 - 1)))
     rule = data.draw(st.sampled_from(rules(format)))
     bits = words if rounding == "stochastic" else None
-    found = cast(x, format, overflow=rule, rounding=rounding, bits=bits)
+    result = cast(x, format, overflow=rule, rounding=rounding, bits=bits)
     pairs = zip(x.tolist(), words.tolist(), strict=True)
     expected = [by_fractions(value, format, rounding, rule, word) for value, word in pairs]
-    assert_same(found, np.array(expected, np.float32), x)
-    if not np.isnan(found).any():
-        assert_same(decode(encode(found, format), format), found, x)
+    assert_same(result, np.array(expected, np.float32), x)
+    if not np.isnan(result).any():
+        assert_same(decode(encode(result, format), format), result, x)
 
 
 @settings(max_examples=100, deadline=None)
@@ -314,9 +314,9 @@ def test_stochastic_rounding_is_unbiased():
         low, high = cast(np.float32([low, high]), "bf16", overflow="inf").astype(np.float64)
         p = (np.float64(np.float32(value)) - low) / (high - low)
         assert 0.01 < p < 0.99
-        found = stochastic(np.full(n, value, np.float32), "bf16", words)
-        ups = (found == high).sum()
-        assert ups + (found == low).sum() == n
+        result = stochastic(np.full(n, value, np.float32), "bf16", words)
+        ups = (result == high).sum()
+        assert ups + (result == low).sum() == n
         assert abs(ups - n * p) < 5 * math.sqrt(n * p * (1 - p))
 
 
@@ -358,15 +358,15 @@ def test_stochastic_rounding_far_below_the_smallest_subnormal():
     ],
 )
 def test_overflow_by_rule(name, x, rule, expected):
-    found = cast(np.float32([x]), name, overflow=rule)
-    assert found[0] == np.float32(expected) or (math.isnan(expected) and np.isnan(found[0]))
+    result = cast(np.float32([x]), name, overflow=rule)
+    assert result[0] == np.float32(expected) or (math.isnan(expected) and np.isnan(result[0]))
 
 
 def test_nan_is_canonical_and_keeps_its_sign_where_there_is_one():
     x = floats([0x7FFFFFFF, 0x7F800001, 0xFFFFFFFF, 0xFF800001])
     for name in ["fp32", "tf32", "bf16", "fp16", "e4m3", "e5m2"]:
-        found = cast(x, name, overflow="saturate").view(np.uint32)
-        assert found.tolist() == [0x7FC00000, 0x7FC00000, 0xFFC00000, 0xFFC00000]
+        result = cast(x, name, overflow="saturate").view(np.uint32)
+        assert result.tolist() == [0x7FC00000, 0x7FC00000, 0xFFC00000, 0xFFC00000]
     assert encode(x, "e4m3").tolist() == [0x7F, 0x7F, 0xFF, 0xFF]
     assert encode(x, "e4m3fnuz").tolist() == [0x80] * 4
 
@@ -390,10 +390,10 @@ def test_fp32_is_the_identity_and_tf32_has_19_bits():
 def test_shapes_and_half_input():
     x = np.arange(24, dtype=np.float16).reshape(2, 3, 4)
     for view in (x, x.transpose(2, 0, 1), x[:, ::2], x[0, 0, 0], x[:0], x.astype(np.float32)[..., ::-1]):
-        found = cast(view, "e5m2", overflow="inf")
-        assert found.shape == view.shape
-        assert np.array_equal(found, view.astype(ml_dtypes.float8_e5m2).astype(np.float32))
-        assert np.array_equal(decode(encode(found, "e5m2"), "e5m2"), found)
+        result = cast(view, "e5m2", overflow="inf")
+        assert result.shape == view.shape
+        assert np.array_equal(result, view.astype(ml_dtypes.float8_e5m2).astype(np.float32))
+        assert np.array_equal(decode(encode(result, "e5m2"), "e5m2"), result)
     words = np.random.default_rng(0).integers(0, 2**32, (4, 2, 3), dtype=np.uint32)
     turned = cast(x.transpose(2, 0, 1), "e2m1", overflow="saturate", rounding="stochastic", bits=words)
     flat = x.transpose(2, 0, 1).ravel()

@@ -65,12 +65,12 @@ def test_more_literal_segments_win_whatever_the_order():
 
 def test_roles_are_decided_one_by_one():
     policy = Policy.parse("bf16-mixed; blocks.0.mlp.up: norm=bf16; **.mlp.up: compute=fp32")
-    found = policy.resolve(NAMES)["blocks.0.mlp.up"]
-    assert print_value(found.values["norm"]) == "bf16"
-    assert print_value(found.values["compute"]) == "fp32"
-    assert found.sources["norm"] == "blocks.0.mlp.up"
-    assert found.sources["compute"] == "**.mlp.up"
-    assert found.sources["param"] is None
+    result = policy.resolve(NAMES)["blocks.0.mlp.up"]
+    assert print_value(result.values["norm"]) == "bf16"
+    assert print_value(result.values["compute"]) == "fp32"
+    assert result.sources["norm"] == "blocks.0.mlp.up"
+    assert result.sources["compute"] == "**.mlp.up"
+    assert result.sources["param"] is None
 
 
 def test_a_tie_that_agrees_is_no_conflict():
@@ -101,7 +101,7 @@ def test_a_rule_that_matches_nothing_is_an_error_with_the_nearest_name():
 
 def test_narrow_operands_do_not_reach_what_multiplies_no_matrices():
     policy = Policy.parse("fp8-mixed")
-    found = policy.resolve(NAMES)["embed"].without_matmul(policy.roles())
-    assert print_value(found.values["compute"]) == "bf16"
-    assert print_value(found.values["grad"]) == "bf16"
-    assert found.sources["compute"] is None
+    result = policy.resolve(NAMES)["embed"].without_matmul(policy.roles())
+    assert print_value(result.values["compute"]) == "bf16"
+    assert print_value(result.values["grad"]) == "bf16"
+    assert result.sources["compute"] is None

@@ -90,7 +90,7 @@ class ScalingMachine(RuleBasedStateMachine):
     def start(self, law):
         self.law = law
         self.states = {name: state_in(make, law) for name, (_, make) in NAMESPACES.items()}
-        self.scale, self.good, self.borne, self.stuck = law.init_scale, 0, 0, False
+        self.scale, self.good, self.tolerated, self.stuck = law.init_scale, 0, 0, False
 
     @rule(finite=st.booleans())
     def step(self, finite):
@@ -109,17 +109,17 @@ class ScalingMachine(RuleBasedStateMachine):
         if finite:
             self.good += 1
             if self.good == law.interval:
-                self.scale, self.good, self.borne = min(self.scale * law.growth, law.ceiling), 0, 0
+                self.scale, self.good, self.tolerated = min(self.scale * law.growth, law.ceiling), 0, 0
             return
         self.good = 0
-        self.borne += 1
-        if self.borne >= law.hysteresis:
+        self.tolerated += 1
+        if self.tolerated >= law.hysteresis:
             self.stuck = self.scale == law.floor
             self.scale = max(self.scale * law.backoff, law.floor)
 
     @invariant()
     def all_namespaces_agree_with_the_model(self):
-        tolerance = max(self.law.hysteresis - self.borne, 1)
+        tolerance = max(self.law.hysteresis - self.tolerated, 1)
         for state in self.states.values():
             assert numbers(state) == (self.scale, self.good, tolerance, self.stuck)
 
@@ -161,7 +161,7 @@ def test_200_overflows_stop_at_the_floor_and_say_so():
 
 
 @given(laws(), st.lists(st.booleans(), max_size=60), st.integers(0, 60))
-def test_a_state_saved_and_read_back_goes_on_the_same(law, steps, cut):
+def test_a_state_saved_and_read_back_continues_the_same(law, steps, cut):
     def after(state, flags):
         for finite in flags:
             state = law.judge(state, np.asarray(finite), np).state

@@ -81,9 +81,9 @@ def test_every_nan_stays_nan_with_its_sign():
 )
 def test_by_hand(pattern, hi, lo):
     x = np.array(pattern, np.uint32).view(np.float32)  # 0-d: numpy warns of wrapped sums here, and only here
-    found = split(x)
-    assert (int(found[0]), int(found[1])) == (hi, lo)
-    back = join(*found)
+    result = split(x)
+    assert (int(result[0]), int(result[1])) == (hi, lo)
+    back = join(*result)
     assert back.shape == ()
     assert np.isnan(back) if np.isnan(x) else bits(back) == pattern
 

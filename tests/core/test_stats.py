@@ -35,23 +35,23 @@ BY_HAND = np.float32(
 
 
 def test_by_hand():
-    found = TensorStats.of(BY_HAND, "e4m3")
-    assert (found.count, found.zeros, found.nans, found.infs) == (15, 2, 1, 2)
-    assert found.overflow == 2  # 465 and 1000; infinities are counted as such
-    assert found.underflow == 2  # 2^-10 by the tie, and 2^-149
-    assert found.subnormal == 2  # 2^-7, and 1.5 * 2^-10, which becomes 2^-9
-    assert (found.amax, found.amin) == (1000.0, 2.0**-149)
+    result = TensorStats.of(BY_HAND, "e4m3")
+    assert (result.count, result.zeros, result.nans, result.infs) == (15, 2, 1, 2)
+    assert result.overflow == 2  # 465 and 1000; infinities are counted as such
+    assert result.underflow == 2  # 2^-10 by the tie, and 2^-149
+    assert result.subnormal == 2  # 2^-7, and 1.5 * 2^-10, which becomes 2^-9
+    assert (result.amax, result.amin) == (1000.0, 2.0**-149)
     finite = [1, 1.0625, 464, 465, 1000, 2**-6, 2**-7, 2**-10, 1.5 * 2**-10, 2**-149]
     errors = [0, 0.0625, 16, 17, 552, 0, 0, 2**-10, 2**-11, 2**-149]
     # Sums of a dozen fp64 terms: off by at most twelve roundings.
-    assert found.signal == pytest.approx(math.fsum(v * v for v in finite), rel=12 * 2**-53)
-    assert found.noise == pytest.approx(math.fsum(e * e for e in errors), rel=12 * 2**-53)
-    assert histogram(found) == {0: 2, 8: 2, 9: 1, -6: 1, -7: 1, -10: 2, -149: 1}
-    assert found.overflow_fraction == 2 / 15
-    assert found.underflow_fraction == 2 / 15
-    assert found.subnormal_fraction == 2 / 15
-    assert found.zero_fraction == 2 / 15
-    assert found.nonfinite_fraction == 3 / 15
+    assert result.signal == pytest.approx(math.fsum(v * v for v in finite), rel=12 * 2**-53)
+    assert result.noise == pytest.approx(math.fsum(e * e for e in errors), rel=12 * 2**-53)
+    assert histogram(result) == {0: 2, 8: 2, 9: 1, -6: 1, -7: 1, -10: 2, -149: 1}
+    assert result.overflow_fraction == 2 / 15
+    assert result.underflow_fraction == 2 / 15
+    assert result.subnormal_fraction == 2 / 15
+    assert result.zero_fraction == 2 / 15
+    assert result.nonfinite_fraction == 3 / 15
 
 
 @pytest.mark.parametrize(
@@ -70,15 +70,15 @@ def test_by_hand():
     ],
 )
 def test_table(x, format, scale, overflow, underflow, subnormal):
-    found = TensorStats.of(np.float32(x), format, scale)
-    assert (found.overflow, found.underflow, found.subnormal) == (overflow, underflow, subnormal)
+    result = TensorStats.of(np.float32(x), format, scale)
+    assert (result.overflow, result.underflow, result.subnormal) == (overflow, underflow, subnormal)
 
 
 def test_every_exponent_has_its_place():
     x = np.ldexp(np.float32(1.5), np.arange(-148, 128)).astype(np.float32)
-    found = TensorStats.of(np.append(x, np.float32(2.0**-149)), "fp32")
-    assert found.exponents == (1,) * NUM_EXPONENTS
-    assert found.sqnr_db == math.inf
+    result = TensorStats.of(np.append(x, np.float32(2.0**-149)), "fp32")
+    assert result.exponents == (1,) * NUM_EXPONENTS
+    assert result.sqnr_db == math.inf
 
 
 @pytest.mark.parametrize("format", ["e3m2", "e4m3", "e5m2", "bf16", "tf32"])
@@ -148,8 +148,8 @@ def test_reads_back_when_there_is_nothing():
 
 
 def test_a_nan_is_counted_even_where_the_format_has_none():
-    found = TensorStats.of(np.float32([1, np.nan, np.inf]), "e2m1")
-    assert (found.nans, found.infs, found.overflow) == (1, 1, 0)
+    result = TensorStats.of(np.float32([1, np.nan, np.inf]), "e2m1")
+    assert (result.nans, result.infs, result.overflow) == (1, 1, 0)
 
 
 # --- lost updates ----------------------------------------------------------------------------------------
@@ -182,8 +182,8 @@ def test_lost_updates_by_hand(weight, update, lost):
 
 
 def test_zero_updates_do_not_count():
-    found = UpdateStats.of(np.float32([1, 1, 1]), np.float32([0, -0.0, 1]), "bf16")
-    assert (found.count, found.lost) == (1, 0)
+    result = UpdateStats.of(np.float32([1, 1, 1]), np.float32([0, -0.0, 1]), "bf16")
+    assert (result.count, result.lost) == (1, 0)
     assert math.isnan(UpdateStats.empty("bf16").lost_fraction)
 
 
@@ -203,10 +203,10 @@ def test_lost_updates_of_the_hazards(lr, hazard):
     rng = np.random.default_rng(2026)
     weight = cast(rng.normal(0, 0.02, n).astype(np.float32), "bf16", overflow="inf")
     update = np.float32(lr) * rng.choice(np.float32([-1, 1]), n)
-    found = UpdateStats.of(weight, update, "bf16")
-    assert found.count == n
+    result = UpdateStats.of(weight, update, "bf16")
+    assert result.count == n
     # Five standard deviations of the fraction of n draws: exceeded once in 1.7 million.
-    assert abs(found.lost_fraction - law) < 5 * math.sqrt(law * (1 - law) / n)
+    assert abs(result.lost_fraction - law) < 5 * math.sqrt(law * (1 - law) / n)
 
 
 def test_updates_merge():

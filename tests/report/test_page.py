@@ -77,7 +77,7 @@ def step(number, time, **more):
 
 
 def run(steps=60, policy="fp32", *, first=1, overflows=(), finished=True, seed=0, **begin):
-    """The events of one session: a look and a checkpoint every 20 steps; the scale halves at `overflows`."""
+    """Events of one session: an evaluation and a checkpoint every 20 steps; the scale halves at `overflows`."""
     chance, now = random.Random(seed), begin.get("time", BEGAN)
     events = [start(policy, **begin)]
     scale, skipped = (65536.0 if policy.startswith("fp16") else 1.0), 0
@@ -88,7 +88,7 @@ def run(steps=60, policy="fp32", *, first=1, overflows=(), finished=True, seed=0
         events.append(step(number, now, scale=scale, skipped=skipped, **noise))
         scale = scale / 2 if number in overflows else scale
         if number % 20 == 0:
-            events.append(look(number, now, learned(number)))
+            events.append(evaluation(number, now, learned(number)))
             events.append(checkpoint(number, now))
     last = first + steps - 1
     if finished:
@@ -99,7 +99,7 @@ def run(steps=60, policy="fp32", *, first=1, overflows=(), finished=True, seed=0
     return events
 
 
-def look(number, time, loss):
+def evaluation(number, time, loss):
     bits = loss / math.log(2)
     return {
         "event": "validation",
@@ -119,20 +119,20 @@ def checkpoint(number, time):
 def eventful():
     """A run to which one of everything happened: a NaN, a spike and a rollback, a full disk, a stop, a resume."""
 
-    def told(kind, number, **more):
+    def event(kind, number, **more):
         return {"event": kind, "time": BEGAN + number / 4, "step": number, **more}
 
     where = [{"file": "shards/b.bin", "offsets": [512, 8192]}]
     return [
         *run(29, finished=False),
         step(30, BEGAN + 7.5, loss=math.nan, grad_norm=math.nan, skipped=1),
-        told("skip", 30, loss=math.nan, grad_norm=math.nan, in_a_row=1, scale=1.0, where=where),
+        event("skip", 30, loss=math.nan, grad_norm=math.nan, in_a_row=1, scale=1.0, where=where),
         step(31, BEGAN + 7.75, loss=9.0, skipped=1),
-        told("spike", 31, loss=9.0, median=2.0, in_a_row=1, where=where),
-        told("rollback", 31, to=20, skipped_data=11, message="back from step 31 to the checkpoint of step 20"),
+        event("spike", 31, loss=9.0, median=2.0, in_a_row=1, where=where),
+        event("rollback", 31, to=20, skipped_data=11, message="back from step 31 to the checkpoint of step 20"),
         *[step(number, BEGAN + 8) for number in range(21, 41)],
-        told("save_failed", 40, message="no space is left in `runs/x`"),
-        told("stop", 40, reason="SIGTERM", saved=20),
+        event("save_failed", 40, message="no space is left in `runs/x`"),
+        event("stop", 40, reason="SIGTERM", saved=20),
         *run(40, first=21, resumed_from=20, time=BEGAN + 3600, seed=1),
     ]
 
@@ -182,12 +182,12 @@ class Page(HTMLParser):
 
     @property
     def data(self):
-        (found,) = [pieces for attributes, pieces in self.raw["script"] if attributes.get("id") == "data"]
-        return json.loads("".join(found))
+        (result,) = [pieces for attributes, pieces in self.raw["script"] if attributes.get("id") == "data"]
+        return json.loads("".join(result))
 
     def line(self, chart, label):
-        (found,) = [line for line in self.data[chart]["lines"] if line["label"] == label]
-        return dict(zip(found["x"], found["y"], strict=True))
+        (result,) = [line for line in self.data[chart]["lines"] if line["label"] == label]
+        return dict(zip(result["x"], result["y"], strict=True))
 
 
 FP16 = run(200, "fp16-mixed; lm_head: compute=fp32", overflows=(3, 4, 5, 180))
@@ -263,7 +263,7 @@ def test_every_chart_has_a_caption_with_numbers(page):
     assert all(re.search(r"\d.* at step \d|stayed at .*\d", caption) for caption in captions)
 
 
-def test_the_policy_is_told_role_by_role(page):
+def test_the_policy_is_shown_role_by_role(page):
     for role, spec in ROLES.items():
         assert f"{role}" in page.text
         assert spec.meaning.replace("`", "") in page.text
@@ -280,7 +280,7 @@ def test_a_page_is_light():
     assert len(render(RUNS["fp32"], "short")) < 130_000
 
 
-def test_the_headline_says_what_trained_in_what_on_what_how_long_and_what_came_of_it():
+def test_the_headline_says_what_was_trained_how_and_with_what_result():
     page = Page(render(RUNS["fp32"], "runs/first"))
     assert page.headline == (
         "A decoder of 820k parameters trained in fp32 for 200 steps and 2 min 14 s on standard library of "
@@ -326,7 +326,7 @@ def test_a_resumed_run_keeps_the_reason_it_was_started_with():
     assert "blockquote" not in Page(render([*chosen, *run(20, "bf16-mixed", resumed_from=20)], "x")).parts
 
 
-def test_warnings_are_told_and_so_is_their_absence():
+def test_warnings_are_shown_and_so_is_their_absence():
     events = run(20)
     events.insert(1, {"event": "warning", "time": BEGAN, "message": "bf16 is slow here"})
     events.insert(3, {"event": "warning", "time": BEGAN, "message": "the scale is low and falling"})
@@ -340,7 +340,7 @@ def test_warnings_are_told_and_so_is_their_absence():
     assert "Nothing out of the ordinary." in calm
 
 
-def test_a_warning_that_is_repeated_is_told_once():
+def test_a_warning_that_is_repeated_is_shown_once():
     events = run(20)
     events[1:1] = [{"event": "warning", "time": BEGAN + i, "message": "again"} for i in range(300)]
     events[1:1] = [{"event": "warning", "time": BEGAN, "message": f"message {i}"} for i in range(30)]
@@ -368,7 +368,7 @@ def test_rules_have_a_table():
 
 
 @pytest.mark.parametrize(
-    ("policy", "told"),
+    ("policy", "reason"),
     [
         ("fp32", "No loss scale: everything is computed in fp32, where no gradient is lost to range."),
         ("bf16-mixed", "No loss scale: bf16 has fp32's range."),
@@ -376,12 +376,12 @@ def test_rules_have_a_table():
         ("fp16-mixed", None),
     ],
 )
-def test_a_run_without_a_loss_scale_says_why(policy, told):
+def test_a_run_without_a_loss_scale_says_why(policy, reason):
     page = Page(render(run(20, policy), "x"))
-    assert ("scale" in page.data) == (told is None)
-    assert ("No loss scale" in page.text) == (told is not None)
-    if told:
-        assert told in page.text
+    assert ("scale" in page.data) == (reason is None)
+    assert ("No loss scale" in page.text) == (reason is not None)
+    if reason:
+        assert reason in page.text
 
 
 def test_an_fp16_run_shows_its_scale_and_marks_skipped_steps():
@@ -409,28 +409,28 @@ def test_a_stopped_run_gives_the_reason():
     assert "unfinished" not in page.text
 
 
-def test_a_stop_that_a_later_session_goes_on_from_is_history():
+def test_a_stop_is_history_once_a_later_session_resumes():
     stop = {"event": "stop", "time": BEGAN + 9, "step": 20, "reason": "asked to by SIGTERM"}
     page = Page(render([*run(20, finished=False), stop, *run(20, first=21, resumed_from=20)], "x"))
     assert "This run was stopped" not in page.text
     assert "asked to by SIGTERM" in page.text  # in the table of sessions
 
 
-def test_of_steps_told_twice_the_later_count():
+def test_of_steps_recorded_twice_the_later_count():
     earlier, later = run(50, finished=False), RUNS["resumed"][len(run(50, finished=False)) :]
     page = Page(render(RUNS["resumed"], "x"))
     shown = page.line("loss", "training")
     assert sorted(shown) == list(range(1, 66))
     for events, steps in ((earlier, range(1, 41)), (later, range(41, 66))):
-        told = {event["step"]: event["loss"] for event in events if event["event"] == "step"}
-        assert all(shown[s] == pytest.approx(told[s], rel=1e-5) for s in steps)
+        losses = {event["step"]: event["loss"] for event in events if event["event"] == "step"}
+        assert all(shown[s] == pytest.approx(losses[s], rel=1e-5) for s in steps)
     assert "resumed once" in page.text
     assert (
         f"for 65 of {STEPS} steps and 19 s" in page.headline
     )  # 12.5 s and 6.25 s; the hour between is no training
 
 
-def test_steps_that_a_shorter_session_gave_up_are_not_shown():
+def test_steps_that_a_shorter_session_dropped_are_not_shown():
     events = [*run(50, finished=False), *run(3, first=41, resumed_from=40, finished=False)]
     page = Page(render(events, "x"))
     assert max(page.line("loss", "training")) == 43
@@ -462,7 +462,7 @@ def test_losses_that_are_not_finite_are_gaps():
 
 def test_a_run_that_ends_in_nan_says_so_and_shows_no_older_number():
     events = run(40, finished=False)
-    events[-1:] = [look(40, BEGAN + 11, math.nan)]
+    events[-1:] = [evaluation(40, BEGAN + 11, math.nan)]
     page = Page(render(events, "x"))
     assert "The loss on held-out text is not a number." in page.headline
 
@@ -551,7 +551,7 @@ def test_events_without_a_start_are_no_run():
         render([step(1, BEGAN)], "x")
 
 
-def test_write_puts_the_page_beside_its_events(tmp_path):
+def test_write_puts_the_page_next_to_its_events(tmp_path):
     folder = tmp_path / "first-run"
     folder.mkdir()
     with Events(folder / "events.jsonl") as events:
@@ -574,7 +574,7 @@ def test_a_page_that_cannot_be_made_leaves_the_old_one(tmp_path):
     assert len(list(tmp_path.iterdir())) == 2
 
 
-def test_who_reads_the_old_page_while_a_new_one_is_written_reads_all_of_it(tmp_path):
+def test_a_reader_of_the_old_page_reads_all_of_it_while_a_new_one_is_written(tmp_path):
     with Events(tmp_path / "events.jsonl") as events:
         events.write("start", **{key: value for key, value in start().items() if key not in ("event", "time")})
     page = tmp_path / "report.html"

@@ -43,8 +43,10 @@ def test_it_says_the_numbers_the_ratios_and_what_is_absent():
     for word in ("halfstep", "1.07M", "2.000x", "1.00 GiB", "0.500x", "2.3000", "2.3456"):
         assert word in said
     assert said[-1] == "fabric: lightning is not installed"
-    (told,) = parts(svg(race(*ARMS)), "desc")
-    assert told.text.startswith("halfstep: 1.07M tokens per second, 2.000 times autocast, 1.00 GiB at the peak")
+    (desc,) = parts(svg(race(*ARMS)), "desc")
+    assert desc.text.startswith(
+        "halfstep: 1.07M tokens per second, 2.000 times autocast, 1.00 GiB at the peak"
+    )
 
 
 def test_without_memory_without_arms_and_stopped():

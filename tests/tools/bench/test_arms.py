@@ -72,9 +72,9 @@ def test_every_arm_is_described_and_can_be_made():
 
 def test_the_model_was_written_without_halfstep_in_mind():
     tree = ast.parse(Path(recipes.__file__).with_name("model.py").read_text())
-    found = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
-    found |= {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
-    assert found == {"torch", "torch.nn"}
+    result = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
+    result |= {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
+    assert result == {"torch", "torch.nn"}
 
 
 def test_the_model_is_gpt2_of_124_million():

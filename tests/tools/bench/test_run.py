@@ -225,9 +225,9 @@ def test_bars_are_reached_on_their_bound_and_not_below_it():
 def test_bars_of_a_stock_optimizer_are_for_one_micro_batch_and_that_of_halfstep_for_all():
     arms = {"halfstep": (1.0, 1000), "halfstep-stock": (1.0, 1000), "autocast": (1.03, 1000)}
     assert verdicts(raced(8, **arms)) == {("halfstep", "autocast", "speed"): False}
-    found = verdicts(raced(1, **arms))
-    assert found[("halfstep-stock", "autocast", "speed")] is True
-    assert found[("halfstep-stock", "autocast", "memory")] is False
+    result = verdicts(raced(1, **arms))
+    assert result[("halfstep-stock", "autocast", "speed")] is True
+    assert result[("halfstep-stock", "autocast", "memory")] is False
 
 
 def test_peers_may_not_be_faster_anywhere():
@@ -249,9 +249,9 @@ def test_fp8_may_lose_nothing_and_must_gain_where_the_model_is_wide():
         (4096, 1.149, False),
     ]:
         arms = {"halfstep-fp8": (1.0, 1), "halfstep": (seconds, 1), "autocast": (1.0, 1)}
-        found = verdicts(raced(width=width, **arms))
-        assert found[bar] is reached
-        assert (("halfstep", "autocast", "speed") in found) == (width == 768)
+        result = verdicts(raced(width=width, **arms))
+        assert result[bar] is reached
+        assert (("halfstep", "autocast", "speed") in result) == (width == 768)
     check_applicable(["halfstep", "halfstep-fp8"], "cuda", GPT2 | {"width": 2048, "layers": 24})
     with pytest.raises(HalfstepError, match="no bar compares any two of autocast, halfstep at a width of 2048"):
         check_applicable(["autocast", "halfstep"], "cuda", GPT2 | {"width": 2048})
