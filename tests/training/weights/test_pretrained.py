@@ -454,5 +454,5 @@ def test_your_own_recipe_may_name_the_weights_and_pin_them(ours, text, tmp_path,
     assert not (tmp_path / "run").exists()
     assert run([*arguments, "--init", str(weights)]) == 0  # what is named here is not what was pinned
     assert run([*arguments, "--init", ""]) == 2
-    with pytest.raises(ConfigError, match="no `init` that it could be of"):
+    with pytest.raises(ConfigError, match="but there is no `init`"):
         load("tiny", ["init_digest=abc"])
