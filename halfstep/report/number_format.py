@@ -1,4 +1,4 @@
-"""How numbers are written: as few digits as matter, units a reader knows, NaN in words."""
+"""How numbers are written: as few digits as matter, units a reader knows, NaN as text."""
 
 import math
 from datetime import UTC, datetime

@@ -17,7 +17,7 @@ SPEED_LENGTH, MEMORY_LENGTH = 250, 130  # of the longest bar
 
 @dataclass(frozen=True)
 class Row:
-    """One arm, as the picture draws it: lengths in pixels, numbers in words."""
+    """One arm, as the picture draws it: lengths in pixels, numbers as text."""
 
     name: str
     look: str

@@ -45,7 +45,7 @@ class TimeBreakdown:
 
     @property
     def description(self) -> str:
-        """The bar in words."""
+        """The bar as text."""
         return ", ".join(f"{part.name} {percent(part.share)}" for part in self.parts)
 
 

@@ -1,4 +1,4 @@
-"""docs/models.md says what becomes of these models today."""
+"""docs/models.md shows how these models run today."""
 
 import importlib.util
 from pathlib import Path

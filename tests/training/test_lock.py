@@ -35,7 +35,7 @@ def test_a_second_writer_is_refused_with_who_holds_it(tmp_path):
 
 
 def test_a_lock_file_that_was_removed_before_it_was_taken_is_refused(tmp_path, monkeypatch):
-    """Whoever held it has left nothing behind: the next may hold another file of that name already."""
+    """The last holder left nothing behind: the next may already hold another file of that name."""
     real = fcntl.flock
 
     def flock(descriptor, how):

@@ -80,8 +80,8 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(text, tmp_path, poli
 
 def run_in_background(text, out, *extra):
     code = (
-        # Whoever runs the tests may ignore SIGINT, as a shell does for what it runs in the background, and a run
-        # ignores what was ignored when it came.
+        # The tests may run with SIGINT ignored, as a shell does in the background, and a run keeps ignoring what
+        # was ignored when it started.
         "import signal\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n"
         "import sys\nfrom pathlib import Path\n"
         "from halfstep.config.load import load\nfrom halfstep.core.policy import Policy\n"

@@ -287,7 +287,7 @@ def _skip_widened(scope: Scope, args: Any, kwargs: Any) -> str:
 
 
 def _widen_all(scope: Scope, func: Any, args: Any, kwargs: Any) -> Any:
-    """Calls a function of many products, which cannot be told apart, in fp32."""
+    """Calls a function of many products, which cannot be distinguished, in fp32."""
     args, kwargs = mapped(lambda t: whole(t).float(), (args, kwargs))
     return mapped(lambda y: enter(y, scope.casts), func(*args, **kwargs))
 

@@ -10,7 +10,7 @@ It is measured once, when a run begins; a resumed run uses the recorded value, u
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,14 +24,14 @@ class Ceiling:
     """FLOPs per second, and what was measured; or None, and why nothing was."""
 
     flops: float | None
-    told: str
+    basis: str
 
     def record(self) -> dict[str, Any]:
         """Returns it as the `start` event holds it."""
-        return asdict(self)
+        return {"flops": self.flops, "told": self.basis}
 
     def __str__(self) -> str:
-        return f"unknown: {self.told}" if self.flops is None else in_flops(self.flops)
+        return f"unknown: {self.basis}" if self.flops is None else in_flops(self.flops)
 
 
 UNMEASURED = Ceiling(None, "nobody measured this device; `halfstep train` does")

@@ -5,7 +5,8 @@ Every line has `event`, its kind, and `time`, Unix seconds. The kinds and their 
     start        halfstep (version), config (table), policy (text), choice ({preset, reason} or null),
                  backend ({name, version}), device ({kind, name}), parameters, tokens_per_step,
                  resumed_from (step or null), init ({path, layout, sha256, notes} or null: where the initial
-                 weights came from), flops_per_token, ceiling ({flops per second or null, told}: ceiling.py),
+                 weights came from), flops_per_token, ceiling ({"flops": per second or null, "told": what was
+                 measured, or why nothing was}),
                  data ({description, digest, train_tokens, validation_tokens, bigram_bits})
     step         step, loss, tokens (so far), seconds (so far), tokens_per_second, learning_rate (of the
                  matrices inside blocks; those of other groups rise and fall with it), grad_norm, scale,

@@ -1,4 +1,4 @@
-"""Going on after what nobody planned: no checkpoint yet, edited settings, data or folders that went away."""
+"""Resuming after the unplanned: no checkpoint yet, edited settings, data or folders that have disappeared."""
 
 import math
 import os

@@ -11,7 +11,7 @@ from halfstep.training.run.signals import SIGNALS, StopRequest
 
 @pytest.fixture(autouse=True)
 def not_ignored():
-    """Whoever runs the tests may ignore SIGINT, as a shell does for what it runs in the background."""
+    """The tests may run with SIGINT ignored, as a shell does in the background."""
     before = [(number, signal.getsignal(number)) for number in SIGNALS]
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)

@@ -79,7 +79,7 @@ def test_a_cpu_is_asked_for_less(ask):
 def test_a_missing_ceiling_has_a_reason(ask, backend, policy, overrides, said):
     found = ask(backend, policy, *overrides)
     assert found.flops is None
-    assert said in found.told
+    assert said in found.basis
 
 
 def test_a_resumed_run_measures_again_only_on_another_device(ask, tmp_path):
@@ -98,4 +98,4 @@ def test_backends_measure_it(backend):
     pytest.importorskip(backend)
     found = probe.measure_ceiling(load("tiny", [f"backend={backend}"]), Policy.parse("fp32"), "cpu")
     assert 1e6 < found.flops < 1e15  # a loaded machine may get no further than a tiny matmul
-    assert found.told.startswith("fp32 matmuls at ")
+    assert found.basis.startswith("fp32 matmuls at ")

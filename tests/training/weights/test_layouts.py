@@ -290,7 +290,7 @@ ODD = {
     ),
     "nobody's home": (lambda path: "~nobody-of-that-name/x", "cannot be read", "write the path out"),
     "no tensors": (lambda path: write(path, {"x": NAN}, None), "no tensor that identifies its model", "prepare"),
-    "config.json is no JSON": (
+    "config.json is not JSON": (
         lambda path: (write(path) / "config.json").write_text("{") and path,
         "is not JSON",
         "",
