@@ -132,7 +132,7 @@ def _(good):
 @hazard(
     "an overflow in the forward pass is taken for a scaling problem",
     "halfstep.core.scaling:way_out",
-    f"{TORCH}::test_forward_overflow_is_not_told_as_a_scaling_problem",
+    f"{TORCH}::test_forward_overflow_is_not_reported_as_a_scaling_problem",
 )
 def _(good):
     return lambda where, *rest: good("backward", *rest)
@@ -510,7 +510,7 @@ hazard(
 @hazard(
     "a resumed run rebuilds its masters from bf16",
     "halfstep.torch.state:load_state",
-    "tests/torch/test_state.py::test_a_state_put_back_goes_on_bit_for_bit",
+    "tests/torch/test_state.py::test_a_restored_run_continues_bit_for_bit",
 )
 def _(good):
     def load(run, given):
@@ -554,7 +554,7 @@ def _(good):
 @hazard(
     "a FIFO is read as text and hangs",
     "halfstep.training.data.walk:_kind_of_target",
-    "tests/training/data/test_walk.py::test_pipes_and_sockets_are_passed_over_and_counted",
+    "tests/training/data/test_walk.py::test_pipes_and_sockets_are_skipped_and_counted",
 )
 def _(good):
     from halfstep.training.data import walk

@@ -46,7 +46,7 @@ def test_matmuls_are_the_matrices_that_multiply():
 
 
 @pytest.mark.parametrize("name", ["gpt2", "qwen3", "speedrun", "golf"])
-def test_a_recipe_sees_half_a_million_tokens_a_step(name):
+def test_a_recipe_sees_half_a_million_tokens_per_step(name):
     training, model = load(name).training, load(name).model
     assert training.batch * training.micro_batches * model.context == 524_288
 

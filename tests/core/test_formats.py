@@ -99,7 +99,7 @@ def test_names_of_other_libraries_are_understood(name):
         ("", "unknown number format", "halfstep formats"),
     ],
 )
-def test_what_is_no_format_is_refused_with_the_remedy(text, said, hint):
+def test_what_is_not_a_format_is_refused_with_the_remedy(text, said, hint):
     with pytest.raises(FormatError) as caught:
         parse(text)
     assert said in caught.value.message

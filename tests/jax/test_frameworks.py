@@ -211,7 +211,7 @@ def test_a_model_with_functions_among_its_leaves_is_refused_with_the_remedy():
     assert "eqx.partition" in caught.value.hint
 
 
-def test_state_of_a_flax_module_that_is_no_parameter_passes_through():
+def test_state_of_a_flax_module_that_is_not_a_parameter_passes_through():
     """Counters and keys of nnx's generators are leaves of its state, and no floats."""
     graph, params = nnx.split(nnx.Dropout(0.5, rngs=nnx.Rngs(0)))
     everything = {"dropout": params, "w": jnp.ones((4, 4))}

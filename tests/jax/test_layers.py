@@ -124,7 +124,7 @@ def test_any_contraction_has_the_gradients_of_lax_dot_general(case, weight_first
     np.testing.assert_allclose(ours[1][1], grad_weight, rtol=BF16.epsilon / 2, atol=2.0**-20)
 
 
-def test_a_weight_gradient_in_bf16_is_rounded_whatever_the_compiler_is_told():
+def test_a_weight_gradient_in_bf16_is_rounded_whatever_the_compiler_options():
     casts = of("bf16-true")
 
     @jax.jit

@@ -44,9 +44,7 @@ def test_it_says_the_numbers_the_ratios_and_what_is_absent():
         assert word in said
     assert said[-1] == "fabric: lightning is not installed"
     (desc,) = parts(svg(race(*ARMS)), "desc")
-    assert desc.text.startswith(
-        "halfstep: 1.07M tokens per second, 2.000 times autocast, 1.00 GiB at the peak"
-    )
+    assert desc.text.startswith("halfstep: 1.07M tokens per second, 2.000 times autocast, 1.00 GiB at the peak")
 
 
 def test_without_memory_without_arms_and_stopped():

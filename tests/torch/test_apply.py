@@ -105,7 +105,7 @@ def test_the_half_is_multiplied_as_it_is():
     ],
     ids=["conv", "gru", "bag", "sparse", "attention", "leaf", "norm", "list"],
 )
-def test_a_matrix_that_is_used_in_another_way_stays_whole_and_is_told(make, reason):
+def test_a_matrix_that_is_used_in_another_way_stays_whole_and_is_listed(make, reason):
     model = nn.ModuleDict({"layer": make(), "linear": nn.Linear(2, 2)})
     applied = applied_to(model, SPLIT)
     assert list(applied.remainders)[-1] == "linear.weight"
@@ -134,7 +134,7 @@ def test_a_matrix_shared_with_a_leaf_stays_whole():
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_narrow_weights_are_widened_and_told(dtype):
+def test_narrow_weights_are_widened_and_listed(dtype):
     model = Tied().to(dtype)
     numbers = model.embed.weight.detach().clone()
     applied = applied_to(model, "bf16-mixed")
@@ -168,7 +168,7 @@ def test_frozen_parameters_stay_as_they_are():
     assert model[2].bias.grad is not None
 
 
-def test_odd_parameters_are_left_alone_and_told():
+def test_odd_parameters_are_left_alone_and_listed():
     class Odd(nn.Module):
         def __init__(self):
             super().__init__()
@@ -240,7 +240,7 @@ def test_precision_can_be_set_for_evaluation_and_back():
     assert torch.equal(model(x), trained)
 
 
-def test_changes_say_what_became_of_each_module():
+def test_changes_say_what_each_module_became():
     model = nn.Sequential(
         nn.Linear(4, 4), nn.BatchNorm1d(4), nn.ReLU(), nn.Conv1d(4, 4, 1), nn.MSELoss(), nn.PReLU()
     )

@@ -514,7 +514,7 @@ def test_a_convolution_takes_no_narrow_operands():
         shape_of(fn, params, normal(1, 2, 9), "bf16-mixed,emulate=true; conv: compute=e4m3")
 
 
-def test_a_batch_is_cast_unless_told_otherwise_and_integers_never_are():
+def test_a_batch_is_cast_unless_turned_off_and_integers_never_are():
     def fn(params, batch):
         return batch["x"], batch["n"], batch["x"] @ params["a"]["w"]
 

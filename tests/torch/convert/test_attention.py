@@ -140,7 +140,7 @@ def test_what_is_no_mask_is_refused():
         layer(x, x, x, attn_mask=torch.ones(L, S, dtype=torch.int64))
 
 
-def test_a_causal_hint_without_a_mask_is_causal_all_the_same():
+def test_a_causal_hint_without_a_mask_is_causal():
     layer, x = within(nn.MultiheadAttention(E, H), "bf16-mixed"), draw(S, B, E)
     changed = torch.cat([x[:-1], x[-1:] + 1])
     for kwargs in ({}, {"need_weights": False}, {"key_padding_mask": torch.zeros(B, S, dtype=torch.bool)}):

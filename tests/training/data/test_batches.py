@@ -1,4 +1,4 @@
-"""Which tokens an update sees: every window once an epoch, the same for the same seed and step."""
+"""What an update sees: every window once per epoch, the same for the same seed and step."""
 
 import math
 from collections import Counter

@@ -129,7 +129,7 @@ def test_a_damaged_window_is_named_when_its_batch_is_read(tmp_path, monkeypatch)
             [feed.at(step) for step in range(83)]
 
 
-def test_version_2_has_four_bytes_a_token(tmp_path):
+def test_version_2_has_four_bytes_per_token(tmp_path):
     tokens = np.random.default_rng(0).integers(0, 200_000, 3000)
     corpus = load_corpus(str(write_shard(tmp_path / "a.bin", tokens, version=2)), 0.1, 200_000)
     assert corpus.train[:].dtype == np.uint32
