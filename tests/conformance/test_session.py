@@ -142,7 +142,7 @@ def test_ten_steps_of_a_recipe_with_rates_of_its_own(slow_backend, torch_backend
     given = [*RECIPE, *SHRUNK[recipe], *rates, "optimizer.muon_momentum_warmup=8", "training.steps=10"]
 
     def losses(name):
-        config = load(recipe, [*given, f"slow_backend={name}"])
+        config = load(recipe, [*given, f"backend={name}"])
         session = open_session(config, Policy.parse("fp32"), "cpu")
         return np.array([session.read(session.step(batch))["loss"] for batch in batches(config, 10)])
 
