@@ -7,10 +7,10 @@ from .layers import linear as linear
 from .layers import rms_norm as rms_norm
 from .layers import softmax as softmax
 from .lowering import casts_for as casts_for
-from .step import State as State
+from .state import State as State
+from .state import summary as summary
 from .step import StepResult as StepResult
 from .step import Weighted as Weighted
 from .step import check as check
 from .step import init as init
 from .step import make_step as make_step
-from .step import summary as summary

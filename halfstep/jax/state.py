@@ -1,4 +1,4 @@
-"""Parameters, optimizer and scale as flat {name: array}, and back, bit for bit.
+"""The state of training, and its parameters, optimizer and scale as flat {name: array}, and back, bit for bit.
 
 Names are those of core.state_format. A moment is named after its parameter,
 `optimizer.<where>.<parameter>.<moment>`, and what belongs to no parameter (counts) after its path in the
@@ -7,7 +7,8 @@ optimizer's state. There is no random state: a step's random numbers come from t
 """
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -18,13 +19,44 @@ from numpy.typing import NDArray
 
 from halfstep.core import state_format
 from halfstep.core.errors import HalfstepError
+from halfstep.core.policy import Policy
 from halfstep.core.scaling import ScaleState
 from halfstep.core.state_format import Description, Stored, check_same
-from halfstep.jax.apply import Leaves
-from halfstep.jax.step import State
+from halfstep.jax.apply import Leaves, apply
 
 DTYPE_NAMES = {jnp.dtype(kind): name for kind, name in state_format.DTYPE_NAMES.items()}
 _DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
+
+
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["params", "opt_state", "scale", "num_applied"],
+    meta_fields=["policy", "seed", "names", "widened"],
+)
+@dataclass(frozen=True)
+class State:
+    """Everything the next step depends on."""
+
+    params: Any  # the masters, each in the format it is held in
+    opt_state: Any
+    scale: ScaleState
+    num_applied: Array  # int32: updates that were not skipped
+    policy: Policy
+    seed: int  # of stochastic rounding
+    names: tuple[str, ...] = ()  # modules without parameters that rules may match
+    widened: tuple[str, ...] = ()  # parameters that came narrower than their masters are held
+
+    def __str__(self) -> str:
+        return summary(self)
+
+
+def summary(state: State) -> str:
+    """Describes what the state holds, in a line or two."""
+    applied = str(apply(state.params, state.policy, state.names))
+    if not state.widened:
+        return applied
+    more = "" if len(state.widened) == 1 else f" and {len(state.widened) - 1} more"
+    return f"{applied}\nwidened to their masters' format: {state.widened[0]}{more}"
 
 
 def state_of(state: State) -> dict[str, Array]:

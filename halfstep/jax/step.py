@@ -20,7 +20,6 @@ pytree it keeps every field under jit, scan and checkpoints.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -40,31 +39,10 @@ from halfstep.jax.dtypes import dtype_of
 from halfstep.jax.functions.interpret import cast_inside, checked
 from halfstep.jax.layers import COMPILER_OPTIONS
 from halfstep.jax.run.checks import check_leading, check_loss, check_optimizer, check_settings
+from halfstep.jax.state import State
 
 LossFn = Callable[..., Any]
 Step = Callable[..., "tuple[State, StepResult]"]
-
-
-@partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["params", "opt_state", "scale", "num_applied"],
-    meta_fields=["policy", "seed", "names", "widened"],
-)
-@dataclass(frozen=True)
-class State:
-    """Everything the next step depends on."""
-
-    params: Any  # the masters, each in the format it is held in
-    opt_state: Any
-    scale: ScaleState
-    num_applied: Array  # int32: updates that were not skipped
-    policy: Policy
-    seed: int  # of stochastic rounding
-    names: tuple[str, ...] = ()  # modules without parameters that rules may match
-    widened: tuple[str, ...] = ()  # parameters that came narrower than their masters are held
-
-    def __str__(self) -> str:
-        return summary(self)
 
 
 @jax.tree_util.register_dataclass
@@ -169,15 +147,6 @@ def check(result: StepResult, cause: str = "") -> None:
             + (f"; {cause}" if cause else ""),
             hint=way_out(cause.partition(":")[0]),
         )
-
-
-def summary(state: State) -> str:
-    """Describes what the state holds, in a line or two."""
-    applied = str(apply(state.params, state.policy, state.names))
-    if not state.widened:
-        return applied
-    more = "" if len(state.widened) == 1 else f" and {len(state.widened) - 1} more"
-    return f"{applied}\nwidened to their masters' format: {state.widened[0]}{more}"
 
 
 class _Form(NamedTuple):

@@ -70,10 +70,8 @@ ABSENT_ROOMS = {
     "fp8": "torch alone: the hardware's own fp8 matmul; XLA has its own, MLX emulates",
     "kernels": "torch alone: JAX compiles a whole step, and MLX has no such kernels yet",
     "islands": "torch alone: there is a torch.nn whose names people expect",
-    "run": "torch alone: a run that stands beside the model; JAX has a state, MLX a smaller run in step.py",
     "functions": "torch, JAX: MLX offers no way to reach the functions that a model calls",
     "convert": "torch, MLX: modules change their class; JAX has functions instead",
-    "matmul": "torch, JAX: MLX's matmuls have fewer forms and fit into layers.py",
 }
 # The frameworks, and the folder that may import each.
 FRAMEWORKS = {

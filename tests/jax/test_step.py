@@ -8,7 +8,8 @@ import pytest
 
 from halfstep.core.errors import HalfstepError, PolicyError
 from halfstep.core.policy import Policy
-from halfstep.jax.step import Weighted, init, make_step, summary
+from halfstep.jax.state import summary
+from halfstep.jax.step import Weighted, init, make_step
 
 FP16 = "fp16-mixed,scale=dynamic:init=1024:interval=3:floor=256"
 # Two fp32 sums of the same terms in another order: at most 36 positive terms, and a few products around them.

@@ -37,9 +37,9 @@ from halfstep.core.formats import TF32
 from halfstep.core.policy import Policy
 from halfstep.core.precision import Precision, base_precision
 from halfstep.core.refusal import check_reach
-from halfstep.jax.apply import (
-    Applied,
-    Leaves,
+from halfstep.jax.apply import Applied, Leaves
+from halfstep.jax.dtypes import DType, dtype_of, format_of
+from halfstep.jax.functions.checks import (
     check_convolution,
     check_function,
     check_island,
@@ -48,7 +48,6 @@ from halfstep.jax.apply import (
     check_product,
     check_rules,
 )
-from halfstep.jax.dtypes import DType, dtype_of, format_of
 from halfstep.jax.functions.lazy import (
     Owner,
     Value,

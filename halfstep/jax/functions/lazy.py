@@ -26,7 +26,7 @@ from jax.extend.core import jaxprs_in_params
 
 from halfstep.config.model import owner as module_of
 from halfstep.core.errors import PolicyError
-from halfstep.jax.apply import lost_by
+from halfstep.jax.functions.checks import lost_by
 from halfstep.jax.functions.primitives import (
     ARITHMETIC,
     COMPARISON,

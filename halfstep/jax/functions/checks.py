@@ -1,0 +1,161 @@
+"""What a function may do: its jaxpr is compared with the policy, and refused where the policy would not reach it.
+
+A function is opaque, and an island in it is code like any other. Refused when it is traced, with the primitive,
+dtype, shape and line:
+
+    dot_general, conv_general_dilated    operands in another dtype than compute: an fp32 value promoted the stream
+    exp, exp2                            narrower than `softmax`
+    rsqrt, sqrt (of more than a scalar)  narrower than `norm`
+    log                                  narrower than `loss`
+    a primitive that cannot be opened    where it multiplies a parameter whose gradient, operands or rounding the
+                                         policy determines
+
+tanh, logistic, erf and the like are activations, and run in compute.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+from jax.extend.core import jaxprs_in_params
+
+from halfstep.config.model import owner
+from halfstep.core.errors import PolicyError
+from halfstep.core.formats import FP32, TF32, Format
+from halfstep.core.policy import Policy
+from halfstep.core.precision import Precision
+from halfstep.core.roles import Operand, is_narrow
+from halfstep.jax.apply import Applied
+from halfstep.jax.dtypes import DType, dtype_of, format_of
+from halfstep.jax.functions.primitives import ISLANDS, PRODUCT, is_ours, line_of, multiplies
+
+_REMEDIES = {
+    "softmax": "halfstep.jax.softmax or cross_entropy",
+    "norm": "halfstep.jax.rms_norm or layer_norm",
+    "loss": "halfstep.jax.cross_entropy",
+}
+
+
+def check_rules(policy: Policy) -> None:
+    """Refuses rules for the islands of an opaque function, which have no names."""
+    for rule in policy.rules:
+        for role in ("norm", "softmax"):
+            if role in dict(rule.changes):
+                raise PolicyError(
+                    f"rule `{rule}` changes `{role}` in a function whose islands have no names",
+                    hint=f"set `{role}` for the whole policy; or build the function from halfstep.jax layers, "
+                    "each with its own precision, and pass cast=False",
+                )
+
+
+def check_function(jaxpr: Any, applied: Applied) -> None:
+    """Compares a function that casts by itself with the policy; halfstep's own layers need no check."""
+    policy = applied.policy
+    ruled = [value for rule in policy.rules for role, value in rule.changes if role == "compute"]
+    wide = [v.format for v in ruled if isinstance(v, Operand) and not is_narrow(v.format)]
+    wanted = {_seen_as(fmt) for fmt in (policy.compute.format, *wide)}
+    for eqn in jaxpr.eqns:
+        check_island(eqn, policy)
+        name = eqn.primitive.name
+        if name in PRODUCT:
+            for aval in (atom.aval for atom in eqn.invars):
+                if aval.dtype not in wanted:
+                    check_operand(eqn, aval, _seen_as(policy.compute.format), ruled=False)
+        elif not name.startswith("custom_vjp_call"):
+            for inner in jaxprs_in_params(eqn.params):
+                check_function(inner, applied)
+
+
+def check_operand(eqn: Any, aval: Any, wanted: DType, *, ruled: bool, names: Sequence[str] = ()) -> None:
+    """Refuses a matmul operand that is not in the compute dtype; `ruled`: a rule may have widened it."""
+    if aval.dtype == wanted or not jnp.issubdtype(aval.dtype, jnp.floating):
+        return
+    if ruled and aval.dtype.itemsize > wanted.itemsize:
+        return
+    by = f" by `{names[0]}`" if names else ""
+    layer = f"`{owner(names[0])}: compute=fp32`" if names else "`compute=fp32` for its layer"
+    wider = aval.dtype.itemsize > wanted.itemsize
+    cause = "an fp32 value promoted it: cast it, make scalars Python numbers" if wider else "drop the cast"
+    raise PolicyError(
+        f"`{eqn.primitive.name}` multiplies {aval.dtype}{list(aval.shape)}{by} at {line_of(eqn)}, but the policy "
+        f"computes in {wanted}",
+        hint=f"{cause}, or add the rule {layer}",
+    )
+
+
+def check_product(eqn: Any, names: Sequence[str], precision: Precision) -> None:
+    """Refuses a product of two parameters: the one in the activation's place would lose its wide gradient."""
+    lost = lost_by(precision)
+    if lost:
+        raise PolicyError(
+            f"`{eqn.primitive.name}` at {line_of(eqn)} multiplies `{names[0]}` by another parameter, but {lost} "
+            "reach only one of the two",
+            hint="multiply the activations by one, then by the other: (x @ a) @ b; if one is the activation, like "
+            "learned queries, mark it: jax.ad_checkpoint.checkpoint_name(queries, 'activation')",
+        )
+
+
+def check_convolution(eqn: Any, names: Sequence[str], precision: Precision) -> None:
+    """Refuses operand formats that no convolution takes."""
+    formats = {precision.operand.format, precision.grad_operand.format}
+    odd = [fmt for fmt in formats if is_narrow(fmt) or (fmt == TF32 and not precision.emulate)]
+    if odd:
+        raise PolicyError(
+            f"`{eqn.primitive.name}` at {line_of(eqn)} cannot run `{names[0]}` with {odd[0]} operands",
+            hint=f"give `{owner(names[0])}` a rule with `compute={precision.compute}`",
+        )
+
+
+def check_opaque(eqn: Any, aval: Any, names: Sequence[str], precision: Precision) -> None:
+    """Refuses a parameter in a primitive that cannot be opened, where the policy would not reach it."""
+    name, lost = eqn.primitive.name, lost_by(precision)
+    if not lost:
+        return
+    if name.startswith("custom_vjp_call") and aval.dtype != dtype_of(FP32):
+        raise PolicyError(
+            f"`{names[0]}` enters `{name}` at {line_of(eqn)} as {aval.dtype}, and its gradient "
+            f"would be {aval.dtype} too: {lost} would not reach it",
+            hint="pass it in fp32, with `.astype(jnp.float32)`: layers of halfstep.jax cast by themselves",
+        )
+    if multiplies(eqn) and not is_ours(eqn):
+        raise PolicyError(
+            f"`{names[0]}` enters `{name}` at {line_of(eqn)}, which multiplies and cannot be opened: {lost} "
+            "would not reach it",
+            hint="multiply outside of it, write the loop as lax.scan; or build the function from halfstep.jax "
+            "layers and pass cast=False",
+        )
+
+
+def check_island(eqn: Any, policy: Policy) -> None:
+    """Refuses an island narrower than the policy says, also inside what cannot be opened."""
+    role = ISLANDS.get(eqn.primitive.name)
+    if role is None:
+        for inner in jaxprs_in_params(eqn.params):
+            for each in inner.eqns:
+                check_island(each, policy)
+        return
+    aval = eqn.invars[0].aval
+    ruled = (value for rule in policy.rules for changed, value in rule.changes if changed == role)
+    allowed = {_seen_as(fmt) for fmt in (FP32, getattr(policy, role), *ruled)}
+    if aval.shape and jnp.issubdtype(aval.dtype, jnp.floating) and aval.dtype not in allowed:
+        raise PolicyError(
+            f"`{eqn.primitive.name}` of {aval.dtype}{list(aval.shape)} at {line_of(eqn)}, but the policy says "
+            f"{role}={getattr(policy, role)}",
+            hint=f"use {_REMEDIES[role]}, convert before it with `.astype(jnp.float32)`, or accept it with "
+            f"`{role}={format_of(aval.dtype)}`",
+        )
+
+
+def lost_by(precision: Precision) -> str:
+    """Returns what a parameter would lose if layers.dot_general did not multiply it; empty if nothing."""
+    if precision.emulate:
+        return "emulated casts"
+    if is_narrow(precision.operand.format):
+        return f"{precision.operand.format} operands"
+    if precision.grad_weight.bits > precision.compute.bits:
+        return f"{precision.grad_weight} weight gradients"
+    return ""
+
+
+def _seen_as(fmt: Format) -> DType:
+    return dtype_of(FP32 if fmt == TF32 else fmt)
