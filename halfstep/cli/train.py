@@ -161,7 +161,7 @@ def _run_folder(recipe: str | None, out: Path | None, resume: bool) -> Iterator[
         return
     existing = folder.newest(RUNS, Path(recipe).stem if recipe else None) if out is None else out
     if existing is None:
-        raise ConfigError(f"there is no such run to resume in {RUNS}/", hint="name its folder with --out")
+        raise ConfigError(f"there is no run to resume in {RUNS}/", hint="name its folder with --out")
     yield existing
 
 

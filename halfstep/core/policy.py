@@ -287,7 +287,7 @@ def _read_rules(parts: Iterable[str]) -> Iterator[Rule]:
     for part in parts:
         glob, colon, changes = (piece.strip() for piece in part.partition(":"))
         if not colon:
-            raise PolicyError(f"`{part.strip()}` is not a rule", hint="such as `; lm_head: compute=fp32`")
+            raise PolicyError(f"`{part.strip()}` is not a rule", hint="write a rule like `lm_head: compute=fp32`")
         if glob in globs:
             raise PolicyError(f"two rules for `{glob}`", hint="write one rule with all of its roles")
         globs.add(glob)

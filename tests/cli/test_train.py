@@ -182,7 +182,7 @@ BAD = {
     "data": (["train", "--policy", "fp32", "--set", "data.source=/no/such"], "/no/such", ""),
     "backend": (["train", "--backend", "tensorflow"], "tensorflow", ""),
     "device": (["train", "--policy", "fp32", "--device", "toaster"], "`toaster` is not a torch device", "cpu"),
-    "no run to resume": (["train", "--resume"], "there is no such run to resume in runs/", "--out"),
+    "no run to resume": (["train", "--resume"], "there is no run to resume in runs/", "--out"),
     "no run": (["eval", "/no/such"], "there is no such folder: `/no/such`", "run folder"),
     "length": (["sample", "/no/such", "--length", "0"], "--length 0: it must be 1 or more", ""),
     "older": (["train", "--allow-older"], "--allow-older only makes sense with --resume", "--resume"),

@@ -124,9 +124,9 @@ def refuse_wrapped(model: nn.Module) -> None:
         for base in type(module).__mro__:
             if base.__name__ in WRAPPERS:
                 what, hint = WRAPPERS[base.__name__]
-                raise HalfstepError(f"{which} is {what} already, and keeps what it found then", hint=hint)
+                raise HalfstepError(f"{which} is {what} already, and keeps the modules as they were", hint=hint)
         if module._compiled_call_impl is not None:
-            raise HalfstepError(f"{which} is compiled already, and keeps what it found then", hint=ORDER)
+            raise HalfstepError(f"{which} is compiled already, and keeps the modules as they were", hint=ORDER)
         if "_original_forward" in module.__dict__:
             raise HalfstepError(
                 f"{which} was prepared by Accelerate already: it runs under torch.autocast", hint=_UNWRAP

@@ -172,7 +172,8 @@ def restore_all(originals: Originals) -> None:
 def check_model(model: nn.Module) -> None:
     """Refuses a model that is not as it was built, or that no policy fits."""
     if not isinstance(model, nn.Module):
-        raise HalfstepError(f"the model is a {type(model).__name__}, not an nn.Module")
+        hint = "prepare(model, optimizer, policy) takes the model itself, not its forward or its parameters"
+        raise HalfstepError(f"`{type(model).__name__}` was given as the model, not an nn.Module", hint=hint)
     check_autocast()
     for name, module in model.named_modules():
         what = f"`{name}`" if name else f"the model, a {type(module).__name__},"

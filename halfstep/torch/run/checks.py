@@ -20,13 +20,13 @@ from halfstep.torch.optim.ema import check_decay
 def check_settings(clip_norm: Any, seed: Any, ema: float, tokens: int) -> None:
     """Refuses values that are no settings of a run."""
     if not isinstance(clip_norm, int | float) or not clip_norm >= 0.0:
-        raise HalfstepError(f"clip_norm={clip_norm!r}: a norm is a number, not negative", hint="0 clips nothing")
+        raise HalfstepError(f"clip_norm={clip_norm!r}: it must be a number, 0 or more", hint="0 clips nothing")
     if not isinstance(seed, int) or seed < 0:
         raise HalfstepError(f"seed={seed!r}: a seed is a whole number, not negative", hint="such as seed=0")
     if ema:
         check_decay(ema)
     if not tokens >= 1:
-        raise HalfstepError(f"tokens={tokens!r}: a micro-batch has some", hint="batch times sequence length")
+        raise HalfstepError(f"tokens={tokens!r}: a micro-batch has at least 1", hint="batch times sequence length")
 
 
 def check_moments(optimizers: Sequence[torch.optim.Optimizer], model: nn.Module, policy: Policy) -> None:

@@ -350,7 +350,7 @@ def test_a_refusal_leaves_the_model_unchanged(call, kind, said):
     before = copy.deepcopy(model.state_dict())
     with pytest.raises(kind, match=said) as raised:
         call(model)
-    assert raised.value.hint or said == "not an nn.Module"
+    assert raised.value.hint
     assert {type(m) for m in model.modules()} == {type(m) for m in Net().modules()}
     assert all(torch.equal(v, before[k]) and v.dtype == before[k].dtype for k, v in model.state_dict().items())
     prepare(model, AdamW(model.parameters()), "bf16-mixed")
