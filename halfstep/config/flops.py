@@ -3,11 +3,9 @@
     FLOPs per token = 6 x parameters in matmuls + 12 x layers x attention width x context
 
 A matmul costs 2 FLOPs per parameter and token forward and 4 backward; attention multiplies each query with
-`context` keys and as many values, 4 FLOPs per feature forward and 8 backward. The embedding counts only as the
-head, tied or not. Softmax, norms, the optimizer and what `recompute_blocks` computes twice are left out.
-
-Attention is counted over the whole context, as if it were not causal, so that numbers compare with those of
-others; a kernel that skips what the mask hides does about half of it.
+`context` keys and as many values, as if it were not causal, so that numbers compare with those of others. The
+embedding counts only as the head, tied or not. Softmax, norms, the optimizer and what `recompute_blocks` computes
+twice are left out.
 """
 
 import math

@@ -1,10 +1,17 @@
 """Which optimizer updates which parameter, at which rate, the same on every backend.
 
-    Muon     the matrices inside blocks, if the recipe asks for it
-    AdamW    embeddings, the output head, scalars (gains, biases, factors, mixes), and block matrices otherwise
+**AdamW** (Loshchilov and Hutter), with g the gradient, t the updates applied so far and decay decoupled:
 
-Each of AdamW's kinds may have its own rate; only matrices decay. Parameters that are updated alike are one
-group: a recipe with one rate has two groups for AdamW, matrices first.
+    m <- b1 m + (1 - b1) g          v <- b2 v + (1 - b2) g^2
+    w <- w - rate ((m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps) + decay w)
+
+**Muon** (Jordan et al.), for the matrices inside blocks if the recipe asks for it: the update is the momentum with
+its singular values pushed to one by five Newton-Schulz steps X <- a X + (b A + c A^2) X, A = X X^T, times
+sqrt(max(1, rows / columns)). The steps are the one part that is not fp32: they run in the policy's compute format,
+emulated if the policy is.
+
+Each of AdamW's kinds (embeddings, head, scalars, other matrices) may have its own rate; only matrices decay.
+Parameters that are updated alike are one group: a recipe with one rate has two for AdamW, matrices first.
 """
 
 from dataclasses import dataclass

@@ -1,18 +1,13 @@
 """The constants of a cast, and what a cast refuses, the same on every backend.
 
 core.rounding defines a cast in numpy; each backend computes the same by its own elementwise operations, from these
-constants.
+constants. A format with eight exponent bits (tf32, bf16 and their kin) has the exponents of fp32, so its numbers
+are the fp32 patterns whose last d = 23 - y bits are zero, subnormals included, and rounding is an addition to the
+pattern followed by a mask; a carry moves into the exponent by itself, and past the last one it is inf. With fewer
+exponent bits the result is a whole number of quanta, which each backend counts in the arithmetic it has.
 
-**Eight exponent bits** (tf32, bf16 and their kin). fp32 has the same exponents, so the numbers of the format
-are the fp32 patterns whose last d = 23 - y bits are zero, subnormals included, and rounding is an addition to
-the pattern followed by a mask; a carry moves into the exponent by itself, and past the last one it is inf.
-
-**Fewer exponent bits** (fp16, fp8 and their kin). The result is a whole number of quanta; each backend counts them
-in the arithmetic it has.
-
-**Scaling.** A narrow operand is multiplied by a power of two that brings its largest magnitude into the top binade
-of the format. A power of two changes no mantissa, so scaling adds no error of its own, and inv_scale = 1 / scale
-is exact.
+A narrow operand is multiplied by a power of two that brings its largest magnitude into the top binade of the
+format. That changes no mantissa, so scaling adds no error of its own, and inv_scale = 1 / scale is exact.
 """
 
 import math

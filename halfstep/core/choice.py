@@ -1,15 +1,14 @@
 """Chooses a precision from measurements, with the reason.
 
 "Supported" in a data sheet means that an instruction exists, not that it pays: some devices claim bf16 and run it
-hundreds of times slower than fp32. So a precision is chosen by timing the same work in each format at the same
-shapes (a matmul, or a block of the model forward and backward) and comparing
+hundreds of times slower than fp32. So the same work is timed in each format at the same shapes (a matmul, or a
+block of the model forward and backward):
 
     gain(format) = median time in fp32 / median time in the format,   at the largest shape both were timed at
 
-bf16 is chosen if its gain is at least MIN_GAIN; it needs no loss scale. fp16 is chosen if bf16 does not pay and
-fp16 does, or if fp16 is faster than bf16 by FP16_MARGIN, to be worth its scale and skipped steps. Otherwise fp32.
-fp8 is never chosen here: whether it pays depends on each layer, which is measured when a model is prepared. A
-format that is not supported keeps its reason in the answer.
+bf16 is chosen if its gain is at least MIN_GAIN. fp16 is chosen if bf16 does not pay and fp16 does, or if fp16 is
+faster than bf16 by FP16_MARGIN, to be worth its scale and skipped steps. Otherwise fp32. fp8 is never chosen here:
+whether it pays depends on each layer, which is measured when a model is prepared.
 """
 
 import math

@@ -3,14 +3,12 @@
 A format is native if the matrix unit (or, on a CPU, the dot product) has instructions that multiply numbers of
 this format and sum the products in fp32, as the `matmul` role asks. Other formats run by other means: a T4 claims
 bf16 and converts every operand to fp32 first; a TPU makes an fp32 product of several bf16 products; a CPU whose
-fp16 instructions also sum in fp16 must convert. Native means that an instruction exists, not that it pays:
-core.choice decides that by measurement.
+fp16 instructions also sum in fp16 must convert. Whether a native format pays is measured (core.choice).
 
-Sources: NVIDIA's CUDA C++ Programming Guide, compute capabilities and warp matrix functions; AMD's manuals of
-CDNA 1 to 4 and of RDNA 3 and 4, and ROCm's table of data types; Intel's oneAPI optimization guide (XMX)
-and the sycl_ext_oneapi_matrix tables; Intel's and Arm's instruction set manuals for CPU flags, under the
-names Linux gives them; Google Cloud's TPU system architecture pages; for Apple, whose manuals are silent,
-Metal's feature set and published measurements (bf16 is converted in software before the M3).
+Sources: NVIDIA's CUDA C++ Programming Guide; AMD's manuals of CDNA 1 to 4 and of RDNA 3 and 4, and ROCm's table of
+data types; Intel's oneAPI optimization guide (XMX) and the sycl_ext_oneapi_matrix tables; Intel's and Arm's
+manuals for CPU flags, under the names Linux gives them; Google Cloud's TPU pages; for Apple, whose manuals are
+silent, Metal's feature set and published measurements (bf16 is converted in software before the M3).
 """
 
 from collections.abc import Callable

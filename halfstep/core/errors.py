@@ -1,13 +1,7 @@
-"""Errors that help: what was given, where, what is allowed, what to do next.
+"""Errors that help: what was given, where, what is allowed, and as a hint what to do next.
 
-Every mistake a user can make raises a `HalfstepError`. Its text has two parts, printed by the command
-line as
-
-    error: unknown role `nrom` in `bf16-mixed,nrom=bf16`; roles are param, compute, ...
-
-    hint: did you mean `norm`?
-
-`assert` is for what cannot happen, so that `python -O` changes nothing a user can see.
+Every mistake a user can make raises a `HalfstepError`. `assert` is for what cannot happen, so that `python -O`
+changes nothing a user can see.
 """
 
 import difflib

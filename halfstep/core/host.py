@@ -47,7 +47,6 @@ def peak_memory() -> int:
 
 
 def _cpuinfo() -> dict[str, str]:
-    """Returns the fields of the first core, on Linux."""
     if not _CPUINFO.exists():
         return {}
     first = _CPUINFO.read_text(encoding="utf-8", errors="replace").split("\n\n")[0]

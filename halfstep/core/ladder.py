@@ -1,17 +1,14 @@
 """Times matmuls within a budget: never starts a size that is not affordable.
 
-Some devices run a format hundreds of times slower than fp32, so the time of a matmul is unknown before it runs.
-But it grows with the number of operations, so each format climbs a ladder of sizes from one that is cheap
-everywhere:
+The time of a matmul is unknown before it runs, but it grows with the number of operations, so each format climbs a
+ladder of sizes from one that is cheap everywhere:
 
     predicted = MARGIN * time * operations / operations before       for each run; a rung needs two
 
 A rung is started only if this fits the format's share of the time that is left. fp32 climbs first, since all
 others are compared with it, and no other climbs higher. Half of the budget is for climbing. The rest repeats the
 highest rung of each format in turns with fp32 at the same shape, so that other work of the machine slows both
-alike.
-
-The clock and the work are arguments: the law is the same for every backend, and a test can fake a device.
+alike. The clock and the work are arguments: a test can fake a device.
 """
 
 import math

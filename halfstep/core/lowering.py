@@ -1,8 +1,5 @@
 """A precision in a framework's own terms: which dtype carries each role of a module.
 
-Every layer of a backend reads a `Casts`. Its fields are the same everywhere; each backend's lowering.py fills them
-with its own dtypes, and adds what only that framework needs.
-
 **Emulated**, an array is carried in fp32 and holds values of its format. Every array that hardware would store in
 the format is rounded by the reference cast, gradients included; matmuls of such operands are exact products
 summed in fp32, in an order that may differ from the hardware's. What a fused kernel keeps to itself is not

@@ -1,13 +1,12 @@
 """What `measure` times on every backend: formats, shapes, and the blocks that `policy = "auto"` decides by.
 
-`measure` times the matmul alone, which compares formats: random operands (zeros draw less power, and a device
-runs them faster), tokens x width x 4 width as in an MLP, the result in the format of the operands, or in bf16
-for fp8.
+`measure` times the matmul alone, which compares formats: random operands (zeros draw less power, and a device runs
+them faster), tokens x width x 4 width as in an MLP, the result in the format of the operands, or in bf16 for fp8.
 
-`measure_block` times what a policy makes of it: a block of the decoder, forward and backward, with its casts
-and islands, at the recipe's own shape. This decides on a CPU, where a bf16 matmul can be faster than an fp32
-one and the small block around it slower. On an accelerator a small block would time how fast the host launches
-kernels, which a compiled step does not wait for; there the matmuls decide.
+`measure_block` times a block of the decoder, forward and backward, with its casts and islands, at the recipe's own
+shape. This decides on a CPU, where a bf16 matmul can be faster than an fp32 one and the small block around it
+slower. On an accelerator a small block would time how fast the host launches kernels, which a compiled step does
+not wait for; there the matmuls decide.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence

@@ -12,27 +12,13 @@ a key of two go through ten rounds of
     high1, low1 = M1 * c2            M1 = 0xCD9E8D57
     c0, c1, c2, c3 = high1 ^ c1 ^ k0,  low1,  high0 ^ c3 ^ k1,  low0
 
-and between rounds the key advances, modulo 2^32: k0 += 0x9E3779B9, k1 += 0xBB67AE85. Multiplication spreads
-every bit upwards, taking the high halves brings it down again, and the map is a permutation of the counters,
-so no block of words comes twice. It passes BigCrush.
-
-**The layout**, which all backends share:
+and between rounds the key advances, modulo 2^32: k0 += 0x9E3779B9, k1 += 0xBB67AE85. The map is a permutation of
+the counters, so no block of words comes twice. It passes BigCrush. **The layout**, which all backends share:
 
     block, lane = element // 4, element % 4     element: row-major index in the whole tensor, from 0
     counter     = (block mod 2^32, block >> 32, tensor id, step)
     key         = (seed mod 2^32, seed >> 32)
     word        = output[lane]
-
-A tensor's id is `tensor_id` of its qualified name, as it stands in the checkpoint.
-
-**Elsewhere.** torch has no >> for uint32: keep the words in int64 and multiply; the product p wraps modulo
-2^64, and its halves are (p >> 32) & 0xFFFFFFFF and p & 0xFFFFFFFF whatever its sign. JAX has no 64-bit
-integers unless asked: the low half is the wrapped uint32 product, and the high half of a * b, with
-a = a1 * 2^16 + a0 and b likewise, comes from 16-bit parts, no sum of which exceeds 32 bits:
-
-    t = a1 * b0 + (a0 * b0 >> 16)
-    u = a0 * b1 + (t mod 2^16)
-    high = a1 * b1 + (t >> 16) + (u >> 16)
 
 The known answers of Random123 are in tests/core/test_philox.py; a port must give them.
 """

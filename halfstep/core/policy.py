@@ -8,22 +8,17 @@ command line and a table form for TOML, and both read back as the same policy:
     param=fp32,compute=bf16                           no preset: all other roles are fp32
     bf16-mixed; blocks.*.mlp.*: compute=e4m3; lm_head: compute=fp32           rules, after semicolons
 
-Presets expand to roles and are forgotten: what is stored, compared, checkpointed and reported is the value
-of every role. `str(policy)` starts from the preset that leaves the fewest differences, so two policies that mean
-the same print the same.
-
-Activations and their gradients share a format unless `grad` says otherwise: a wide `compute`, in a rule too, also
-sets `grad`, so `compute=bf16` is bf16-mixed.
+Presets expand to roles and are forgotten. `str(policy)` starts from the preset that leaves the fewest differences,
+so two policies that mean the same print the same. A wide `compute`, in a rule too, also sets `grad` unless it is
+given.
 
 Narrow formats (8 bits or less) are for matmul operands alone: activations, the residual stream and the
 results of matmuls stay in the `compute` of the whole model. So a narrow format lives in rules, which name
-the matmuls: `bf16-mixed,compute=e4m3` is short for `bf16-mixed; **: compute=e4m3`, and fp8-mixed is
-bf16-mixed with the rule `**: compute=e4m3:measured,grad=e5m2`.
+the matmuls: `bf16-mixed,compute=e4m3` is short for `bf16-mixed; **: compute=e4m3`.
 
 fp8-mixed says `measured` because a preset is a promise: it is never slower than bf16-mixed. Below some width,
 which differs by device, casts and transposed copies cost a layer more than the faster matmul saves, so the preset
-times each size when a model is prepared and reports both times. To force fp8 regardless of speed, omit
-`measured`: `fp8-mixed,compute=e4m3`. Under emulation nothing is timed, and every matmul is narrow.
+times each size when a model is prepared. `fp8-mixed,compute=e4m3` forces fp8; under emulation nothing is timed.
 
 "fp32" is fp32. TF32 on NVIDIA and bf16 passes on TPU are other formats; to get TF32, ask for `tf32`.
 """

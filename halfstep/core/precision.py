@@ -1,13 +1,17 @@
 """The formats of one module: a policy, resolved for a name and spelled out for a backend.
 
-`Policy.resolve` says which value each role has at a module. A backend needs the format of the activations around
-the module and that of the operands inside its matmuls. They are the same unless a rule makes the operands narrow;
-then the activations stay in the compute format of the whole model:
+The activations around a module and the operands inside its matmuls have one format unless a rule makes the
+operands narrow; then the activations stay in the compute format of the whole model:
 
     bf16-mixed; lm_head: compute=fp32         at lm_head   activations fp32, operands fp32
     bf16-mixed; **.mlp.*: compute=e4m3        in the MLP   activations bf16, operands e4m3
 
-Every backend builds its layers from these records, so a policy means the same on each.
+**A linear layer is three matmuls**, named by their results. With x of shape (tokens, in), W of (out, in) and the
+incoming gradient g of (tokens, out), each summed in fp32:
+
+    output      = x W^T      operands in `operand`,                    rounded to `compute`
+    grad_input  = g W        operands in `grad_operand`, `operand`,    rounded to `grad`
+    grad_weight = g^T x      operands in `grad_operand`, `operand`,    in `grad_weight`, fp32 as a rule
 """
 
 from collections.abc import Sequence

@@ -6,8 +6,7 @@ and modifiers, `head:modifier:key=number`, and reads back from what it prints:
     fp32    bf16:stochastic    fp32:split    e4m3:row:delayed    dynamic:init=65536:interval=2000
 
 The kinds of value are dataclasses, and their fields are the grammar: a `bool` field is a flag of the same name,
-a `Literal` field a flag named after the value, a number is `key=number`. Defaults are not printed, so two values
-that mean the same print the same.
+a `Literal` field a flag named after the value, a number is `key=number`. Defaults are not printed.
 """
 
 from dataclasses import MISSING, dataclass, fields

@@ -1,9 +1,8 @@
 """The reference cast: fp32 to any format and back, on integers, bit for bit.
 
-**Codes count magnitudes.** Leave the sign aside and read a code of ExMy as an integer. The codes 0, 1, 2, ...
-are then the numbers of the format in ascending order, across the border of the subnormals and across every
-power of two, because the exponent field is above the mantissa. So to round a number is to choose between two
-neighboring integers, and a carry out of the mantissa is not a special case.
+**Codes count magnitudes.** Without their sign, the codes 0, 1, 2, ... of ExMy are the numbers of the format in
+ascending order, across the border of the subnormals and across every power of two. So to round a number is to
+choose between two neighboring integers, and a carry out of the mantissa is not a special case.
 
 **One number, two scales.** Every nonzero fp32 number is exactly
 
@@ -27,9 +26,8 @@ and the mode decides whether the code goes up by one:
     stochastic       random word < fraction * 2^32, for a uniform 32-bit word: so the probability is the
                      fraction, exact values never move, and a smaller word never rounds lower
 
-Once shift > 24, x is below half of the smallest subnormal, and only stochastic rounding can make it more than
-zero. There the probability is exact up to shift = 32; beyond, it is the fraction rounded down to a multiple
-of 2^-32, so a number below 2^-32 of the smallest subnormal always becomes zero.
+The probability is exact up to shift = 32; beyond, it is the fraction rounded down to a multiple of 2^-32, so a
+number below 2^-32 of the smallest subnormal always becomes zero.
 
 **Overflow** means that this code, with an unbounded exponent, is beyond the format's largest number. Infinity
 reads as 2^128, so it overflows every format. The rule says what an overflow becomes:
@@ -42,12 +40,10 @@ reads as 2^128, so it overflows every format. The rule says what an overflow bec
 There is no default: native casts disagree (1000 to e4m3 is 448 in torch 2.13 and MLX, NaN in torch 2.11 and
 JAX), so the caller states it.
 
-**NaN stays NaN**: the quiet one with no payload, with the sign of the input. The fnuz formats have one NaN,
-whose code is the sign bit alone; it decodes to a negative NaN. ml_dtypes encodes and decodes all of these the
-same way (numpy's float16 keeps part of the payload). A format without NaN refuses one; ml_dtypes makes it a
-zero. In fnuz formats zero has no sign, so what rounds to -0 is +0.
-
-No floating-point arithmetic is done on values, so a CPU that flushes subnormals changes nothing.
+**NaN stays NaN**: the quiet one with no payload, with the sign of the input. The fnuz formats have one NaN, whose
+code is the sign bit alone; it decodes to a negative NaN, and zero has no sign: what rounds to -0 is +0. A format
+without NaN refuses one. No floating-point arithmetic is done on values, so a CPU that flushes subnormals changes
+nothing.
 """
 
 from collections.abc import Iterator, Sequence
@@ -161,7 +157,6 @@ def decode(codes: NDArray[Any], format: Format | str) -> Floats:
 def _round(
     patterns: Words, format: Format, overflow: Overflow, rounding: Rounding = "truncate", words: Words = _NONE
 ) -> Integers:
-    """Turns fp32 bit patterns into codes of the format, sign included."""
     special = _special(format)
     magnitude = patterns.astype(np.int64) & 0x7FFFFFFF
     code = _pack(*_unpack(magnitude, FP32), format, rounding, words)
@@ -179,7 +174,6 @@ def _round(
 
 
 def _read(codes: Integers, format: Format) -> Floats:
-    """Turns codes of the format, sign included, into fp32 values."""
     special = _special(format)
     negative, magnitude = codes & special.sign, codes & (special.sign - 1)
     pattern = _pack(*_unpack(magnitude, format), FP32)
@@ -305,7 +299,6 @@ def check_rounding(rounding: Rounding, *, random: bool) -> None:
 
 
 def _random_words(values: Floats, rounding: Rounding, bits: Words | None) -> Words:
-    """Returns the random words in a flat array, which is empty for a rounding that uses none."""
     check_rounding(rounding, random=bits is not None)
     if rounding != "stochastic":
         return _NONE

@@ -7,13 +7,12 @@ rounded; the optimizer must see them divided by the same S. The law says what S 
     finite        n <- n + 1;  when n = interval:  S <- min(S * growth, ceiling), n <- 0, h <- hysteresis
     not finite    n <- 0, h <- h - 1;  when h = 0 or less:  S <- max(S * backoff, floor)
 
-The caller skips a step whose gradients are not finite under every law. `hysteresis` is how many such steps are
-tolerated before the first backoff; a whole interval of finite steps restores it. If a backoff is due and S is
-already at its floor, the state is `stuck`: no scale will help, the run must stop and name the tensor.
-
-All of S, growth, backoff, floor and ceiling are powers of two, so that scaling and unscaling change only
-exponents: what comes back is bit for bit what would have come without a scale, wherever nothing
-overflows or underflows.
+The caller skips a step whose gradients are not finite under every law: it changes only the scale. One norm serves
+the finite check and the clipping: it is finite exactly if every gradient is and none is beyond 1.8e19, which no
+step survives. If a backoff is due and S is already at its floor, the state is `stuck`: no scale will help, the run
+must stop and name the tensor. S, growth, backoff, floor and ceiling are powers of two, so that scaling and
+unscaling change only exponents: bit for bit what would have come without a scale, wherever nothing overflows or
+underflows.
 
 **Micro-batches.** With w_i the weight (tokens) of micro-batch i, l_i its mean loss and g_i the gradient of l_i,
 the gradient of the mean over all tokens is sum_i w_i g_i / sum_i w_i. The total is known only after the last
@@ -23,9 +22,8 @@ weighted against the first:
     accumulated  G = sum_i (w_i / w_1) S g_i              in the accumulate format, fp32
     gradient       = G * inv_scale * w_1 / sum_i w_i      unscaled with the S that was used
 
-The state is a tuple of four scalars, so it is a pytree as it stands and no field can be lost under jit. The
-law uses only arithmetic, comparison and `xp.where`: the same code runs on numpy, torch, jax.numpy and mlx.core
-arrays, traced or not, and never needs the truth value of an array.
+The law uses only arithmetic, comparison and `xp.where`: the same code runs on numpy, torch, jax.numpy and mlx.core
+arrays, traced or not, and never reads a number from the device.
 """
 
 import math

@@ -5,25 +5,19 @@ the other half holds what rounding removed. With bits(x) the fp32 pattern read a
 
     bits(x) = (hi << 16) + lo        hi: a bf16 code, 16 bits        lo: signed, -32768 <= lo <= 32767
 
-so `join` is one shift and one addition. bf16 has the exponent of fp32, so its codes are the fp32 patterns
-that are multiples of 65,536, in the same order, and lo is the signed distance to one of them. The sign bit
-stands above all this and is carried along: everything below holds for magnitudes.
+so `join` is one shift and one addition; all of this holds for magnitudes, and the sign bit is carried along.
 
 **Which bf16?** Each must own at most 65,536 patterns, as many as there are values of lo.
 
     nearest, ties away from zero    h owns h<<16 - 32768 ... h<<16 + 32767: 65,536 patterns, lo fits
     nearest, ties to even           an even h owns both of its ties, h<<16 - 32768 ... h<<16 + 32768:
-                                    65,537 patterns, one too many; an odd h owns neither, 65,535
+                                    65,537 patterns, one too many: +32768 reads as -32768, one bf16 ulp off
     truncation                      h owns h<<16 ... h<<16 + 65535: 65,536 patterns, lo fits unsigned
 
-Nearest-even cannot be exact: kept in 16 bits, the remainder +32768 reads as -32768 and the tie comes back
-one bf16 ulp (65,536 patterns) off. Truncation is exact, but the error of the weight in use is then uniform in
-[0, 1) ulp instead of [-1/2, 1/2]: twice the error, and all weights shrink (0.28 % on average). So hi is the
-nearest, ties away: (bits + 0x8000) >> 16. It differs from the native nearest-even cast on exact ties whose
-lower neighbor is even, one pattern in 131,072.
-
-**The top.** The finite patterns from 0x7F7F8000 up round to hi = 0x7F80, infinity, with lo < 0. They join
-exactly like all others; only the bf16 in use is infinite, as it is with the native cast.
+Truncation is exact too, but the weight in use has twice the error, and all weights shrink (0.28 % on average). So
+hi is the nearest, ties away: (bits + 0x8000) >> 16. It differs from the native nearest-even cast on exact ties
+whose lower neighbor is even, one pattern in 131,072. The finite patterns from 0x7F7F8000 up round to hi = 0x7F80,
+infinity, as with the native cast, and join exactly like all others.
 
 **NaN** must be set apart. The rule above, applied blindly, adds 0x8000 to 0x7FFFFFFF, carries into the sign,
 and hi is 0x8000: -0.0, so a diverged weight looks like a zero. It rounds 0x7F800001 to 0x7F80: infinity. So a

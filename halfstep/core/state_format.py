@@ -6,6 +6,8 @@ State is flat, {name: (dtype, shape, bytes)}, with the same names on every backe
     optimizer.<i>.<parameter>.<moment>      moments, in their own format, never in the parameter's
     scale.<field>, applied                  the law of scaling, and how many updates were applied
     rng.<device>                            random state, as bytes
+
+Loading checks names, shapes and dtypes before it changes anything: fp32 moments never come back bf16.
 """
 
 from collections.abc import Callable, Collection, Mapping

@@ -1,24 +1,16 @@
 """What a tensor looks like to a format, in sums that merge.
 
 `TensorStats.of(x, format, scale)` says what the cast of x * scale to the format would do, without training in that
-format. The statistics of two halves of a tensor, two ranks or two steps are the sum of both:
-
-    counts          add                       zeros, NaN, infinities, overflow, underflow, subnormal
-    amax, amin      the larger, the smaller   of the magnitudes
-    exponents       add, entry by entry       how many values have 2^e <= |x| < 2^(e+1)
-    power sums      add, in fp64              signal = sum x^2,  noise = sum (x - y)^2
-
-where y is the number that comes back: y = cast(x * scale) / scale, to nearest-even, saturating. From the
-sums follows the one number that compares formats whatever the magnitude of the tensor,
+format. The statistics of two halves of a tensor, two ranks or two steps are the sum of both: counts, exponents and
+power sums (signal = sum x^2, noise = sum (x - y)^2, in fp64) add, of amax and amin the larger and the smaller
+stay. y is the number that comes back: y = cast(x * scale) / scale, to nearest-even, saturating. From the sums
+follows the one number that compares formats whatever the magnitude of the tensor,
 
     SQNR = 10 log10(signal / noise)  dB
 
-Where nothing overflows or underflows, ExMy gives 6.02 y + 13.5 dB on normally distributed numbers (measured,
-and tested): every mantissa bit halves the error.
-
-Counts describe the scaled tensor, as the format sees it; amax, amin, exponents and power sums describe x itself,
-so that steps with different scales can be merged. Counts merge exactly; power sums to a relative 2^-53 per
-addition.
+Where nothing overflows or underflows, ExMy gives 6.02 y + 13.5 dB on normally distributed numbers (measured, and
+tested): every mantissa bit halves the error. Counts describe the scaled tensor, as the format sees it; amax, amin,
+exponents and power sums describe x itself, so that steps with different scales can be merged.
 
 `UpdateStats` counts lost updates: u != 0 for which the rounded w + u is w again, so that the weight does not
 move. In bf16 that is any update below 1/512 to 1/256 of its weight.

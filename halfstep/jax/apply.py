@@ -1,18 +1,13 @@
 """From policy to parameters: gives every leaf of a pytree its name, its storage format and its module's precision.
 
-Parameters are any pytree. A leaf's name is its path, parts joined by dots: dictionary keys, attribute names and
-indices alike, so a nested dictionary, a flat one keyed `blocks.0.attn.q.weight`, a Flax state and an Equinox
-module read the same. The modules that rules match are the proper prefixes of those names, and a leaf's own name
-where it is a single word.
+A leaf's name is its path, parts joined by dots: dictionary keys, attribute names and indices alike, so a nested
+dictionary, a flat one keyed `blocks.0.attn.q.weight`, a Flax state and an Equinox module read the same. The
+modules that rules match are the proper prefixes of those names, and a leaf's own name where it is a single word.
+Leaves of fp32, bf16 and fp16 are trained; integers, booleans and keys of generators pass through untouched; all
+else is refused.
 
-    floating leaves          fp32, bf16 or fp16: trained; widened to fp32 for all arithmetic of the optimizer
-    integers, booleans,
-    keys of generators       pass through untouched
-    all else                 refused: float64, complex and whatever is not an array
-
-Nothing changes here: arrays are immutable, so `apply` checks a policy, says what it means for each leaf, and
-refuses with the reason what the device cannot run. interpret.py makes a loss function compute so, step.py stores
-the results so; functions/checks.py compares the function itself with the policy.
+Nothing changes here, since arrays are immutable: interpret.py makes a loss function compute so, step.py stores the
+results so.
 """
 
 from collections import Counter

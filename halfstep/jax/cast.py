@@ -1,23 +1,15 @@
 """Casts in JAX that agree with core.rounding bit for bit, on any device, traced or not, without a host read.
 
-core.rounding defines the result: which neighbor a number rounds to in each mode, what overflow turns it into,
-and that a NaN stays the quiet NaN of its sign. This file computes the same result on 32-bit patterns, as the
-reference does: XLA flushes subnormals on a CPU (1e-40 + 0 is 0 there) and has no fp64 unless asked, but integers
-are integers.
-
-**Eight exponent bits** (tf32, bf16 and their kin): an addition to the pattern and a mask (core.cast_constants).
-
-**Other exponents** (fp16, fp8 and any with a bias of their own). With |x| = S * 2^(E - 23) and the quantum 2^q,
-q = max(E, Emin) - y, the number of quanta is n = S >> shift, plus 0 or 1 for what was shifted out, and the result
-is n * 2^q. Integers up to 2^24 are exact in fp32, so the pattern of float(n) plus q << 23 is the pattern of the
-result, and where that would be a subnormal of fp32 it is n << (q + 149).
+They compute on 32-bit patterns, as the reference does: XLA flushes subnormals on a CPU (1e-40 + 0 is 0 there) and
+has no fp64 unless asked, but integers are integers. A format with fp32's exponents takes an addition and a mask
+(core.cast_constants). For any other, integers up to 2^24 are exact in fp32, so the pattern of float(n) plus q <<
+23 is the pattern of n quanta 2^q, and where that would be a subnormal of fp32 it is n << (q + 149). The power of
+two that scales a narrow operand is added to E before rounding, so that no product is flushed.
 
 **Why not x.astype(bfloat16).astype(float32)?** Under jit it may be the identity: XLA is free to keep more
 precision than asked for (`xla_allow_excess_precision`) and drops the pair of conversions. It never drops
 `lax.reduce_precision`, which keeps subnormals with 8 exponent bits and flushes them with fewer (measured on
 jax 0.10), so `carried` uses it for bf16 alone.
-
-**Scaling.** The power of two of a narrow operand is added to E before rounding, so that no product is flushed.
 
 Nothing here is differentiable: gradients through a cast are zero, and a layer that casts states its own.
 """
@@ -57,12 +49,7 @@ _MANTISSA = _IMPLICIT - 1
 
 
 def quantize(
-    x: Any,
-    fmt: Format,
-    *,
-    overflow: Overflow,
-    rounding: Rounding = "nearest-even",
-    bits: Array | None = None,
+    x: Any, fmt: Format, *, overflow: Overflow, rounding: Rounding = "nearest-even", bits: Array | None = None
 ) -> Array:
     """Rounds every element to a number of `fmt`, carried in fp32: the emulated cast.
 

@@ -1,17 +1,11 @@
 """Formats and JAX dtypes, descriptions of JAX devices, and what JAX can compute where.
 
-`supported` answers for a *compute* format, one that matmul operands have. On an accelerator the hardware
-decides (core.devices): XLA would silently run bf16 on a T4 by converting every operand. On a CPU XLA
-multiplies bf16 and fp16 on every machine, sums in fp32, and pays for the conversions if there are no instructions;
-that is for the user to decide, so the answer is yes, with that reason. What cannot run natively can be emulated
-anywhere, and every refusal names the switch: `emulate=true`.
+`supported` answers for a *compute* format, one that matmul operands have. On an accelerator the hardware decides
+(core.devices): XLA would silently run bf16 on a T4 by converting every operand. On a CPU XLA multiplies bf16 and
+fp16 on every machine and pays for conversions without instructions, so the answer is yes, with that reason.
 
-TF32 is a way to multiply fp32 arrays, which JAX offers on NVIDIA by name
-(`lax.DotAlgorithmPreset.TF32_TF32_F32`). An fp32 matmul without a stated precision means TF32 there and bf16 on a
-TPU, so matmul.py states the precision of every one.
-
-A device has a name as in torch, such as `cuda:1`; JAX's other names (`gpu`, `tpu`, `rocm`) and its own objects
-work too.
+TF32 is a way to multiply fp32 arrays, which JAX offers on NVIDIA by name. An fp32 matmul without a stated
+precision means TF32 there and bf16 on a TPU, so matmul.py states the precision of every one.
 """
 
 import re

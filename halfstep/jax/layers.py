@@ -1,18 +1,11 @@
 """The casted matmul and the islands, as functions and as stateless modules.
 
-**A casted matmul** (matmul.py) casts both operands to the layer's own formats; none is derived from what the
-weight or the input happens to be. It sums in fp32, forward and backward, and an fp32 weight gradient is never
-rounded.
-
-**An island** (norm, softmax, loss) is fp32 inside, backward too: it widens its input and narrows the gradient only
-on the way out. Norms and softmax return the compute format, the loss returns fp32. An island in a narrower format
+An island (norm, softmax, loss) is fp32 inside, backward too: it widens its input and narrows the gradient only on
+the way out. Norms and softmax return the compute format, the loss returns fp32. An island in a narrower format
 computes in fp32 on numbers of that format, rounded where they enter and leave, as kernels do.
 
 Natively, XLA may keep more precision than asked for between two operations that it fuses, never less, unless the
-outermost jit is given `COMPILER_OPTIONS`.
-
-Every function takes a `Casts` (lowering.py); `casts_for("bf16-mixed")` makes one. Unlike in torch, modules hold no
-parameters: they know their names, and are called with all parameters by name.
+outermost jit is given `COMPILER_OPTIONS`. Modules hold no parameters: they are called with all parameters by name.
 
 Shapes: B batch, T tokens of a sequence, D width, H heads, K features of a head.
 """
@@ -179,7 +172,6 @@ class CastedLinear(Matmul):
         self.has_bias = bias
 
     def __call__(self, params: Params, x: Array) -> Array:
-        """The layer's output."""
         bias = self.parameter(params, "bias") if self.has_bias else None
         return linear(x, self.parameter(params, "weight"), bias, self.casts)
 
@@ -207,7 +199,6 @@ class Norm(Layer):
         self.has_bias = bias and gain and kind == "layer"
 
     def __call__(self, params: Params, x: Array) -> Array:
-        """The normalized input."""
         gain = self.parameter(params, "weight") if self.has_gain else None
         if self.kind == "layer":
             bias = self.parameter(params, "bias") if self.has_bias else None

@@ -1,23 +1,13 @@
-"""The casted matmul: one contraction, three matmuls, each in its own formats.
+"""The casted matmul: one contraction, three matmuls (core.precision), each in its own formats.
 
-**The three** are named by their results. With x of shape (tokens, in), W of (out, in) and the incoming gradient g
-of (tokens, out):
+`casted_dot` derives them from any contraction that `lax.dot_general` takes, with the weight on either side. Sums
+are fp32, and every matmul states its precision: by default, an fp32 one is TF32 on NVIDIA and bf16 on a TPU. JAX's
+own rule would round grad_weight to the operands' dtype before the cast to the master widens it again; here an fp32
+weight gradient is fp32 from the sum on.
 
-    output      = x W^T      operands in `operand`,                    rounded to `compute`
-    grad_input  = g W        operands in `grad_operand`, `operand`,    rounded to `grad`
-    grad_weight = g^T x      operands in `grad_operand`, `operand`,    in `grad_weight`, fp32 as a rule
-
-`casted_dot` derives them from any contraction that `lax.dot_general` takes, with the weight on either side.
-
-**Sums are fp32**, and every matmul states its precision: by default, an fp32 one is TF32 on NVIDIA and bf16 on a
-TPU. JAX's own rule would round grad_weight to the operands' dtype before the cast to the master widens it again;
-here an fp32 weight gradient is fp32 from the sum on.
-
-**A narrow operand** has one scale, or one for each index that the matmul at hand does not sum over (`row`): a
-weight has a scale for each output in the first matmul, and one for each input in the second. On NVIDIA XLA hands
-fp8 operands to cuBLAS; `Precision.HIGHEST` turns fast accumulation off.
-
-**Emulated**, operands are carried in fp32: products of such numbers are exact, and summed in fp32.
+A narrow operand has one scale, or one for each index that the matmul at hand does not sum over (`row`): a weight
+has a scale for each output in the first matmul, and one for each input in the second. On NVIDIA XLA hands fp8
+operands to cuBLAS; `Precision.HIGHEST` turns fast accumulation off.
 """
 
 from functools import partial

@@ -1,10 +1,7 @@
-"""Matmul micro-benchmarks in JAX, inside a time budget: core.choice decides by them.
+"""Matmul micro-benchmarks in JAX, inside a time budget (core.measure); the precision of every matmul is stated.
 
-core.measure says what is timed on every backend, core.ladder which sizes may be started; here are the operands
-and the multiplications. "fp32" is timed as fp32: the precision of every matmul is stated.
-
-Unlike in torch, everything is compiled, which takes a second or more for a block and for whatever XLA tunes on a
-GPU. So there are fewer shapes, all of them are compiled before the clock starts, and a block has one size: the
+Everything is compiled, which takes a second or more for a block and for whatever XLA tunes on a GPU. So there are
+fewer shapes than elsewhere, all of them are compiled before the clock starts, and a block has one size: the
 largest that is affordable, judging by the matmuls.
 """
 
@@ -126,7 +123,6 @@ class _Bench:
         self.prepared: dict[tuple[Format, Shape], Run] = {}
 
     def prepare(self, fmt: Format, shape: Shape) -> None:
-        """Creates operands of a format and shape, and compiles their product."""
         m, k, n = shape
         a, b = (
             self._put(self._random(*size).astype(dtype))
@@ -136,11 +132,9 @@ class _Bench:
         self.prepared[fmt, shape] = self._repeated(lambda: multiply(a, b))
 
     def start(self, fmt: Format, shape: Shape) -> Run:
-        """Returns a function that multiplies such operands so many times and waits."""
         return self.prepared[fmt, shape]
 
     def start_block(self, fmt: Format, model: ModelConfig, tokens: int) -> Run:
-        """Compiles a block with fp32 masters; returns a function that trains it so many times and waits."""
         context = min(model.context, tokens)
         batch = tokens // context
         precision = Precision(compute=fmt, operand=Operand(fmt), grad=fmt, grad_operand=Operand(fmt))
@@ -200,7 +194,6 @@ def _matmul(fmt: Format) -> Any:
 
 
 def _block_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Returns the parameters of one block."""
     first = "blocks.0."
     return {name.removeprefix(first): s for name, s in parameter_shapes(model).items() if name.startswith(first)}
 

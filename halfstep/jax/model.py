@@ -1,10 +1,7 @@
-"""The reference decoder in JAX: parameters named and shaped as `halfstep.config.model` lists them.
+"""The reference decoder in JAX: halfstep.config.model says what it computes, from which parameters.
 
-halfstep.config.model says what a block computes. The residual stream is in the compute
-format; norms, softmax and the loss are islands (layers.py).
-
-Unlike in torch, the decoder holds no parameters and a policy does not change it: it is a function of
-{qualified name: array}, and `with_policy` returns another function of the same parameters.
+The decoder holds no parameters and a policy does not change it: it is a function of {qualified name: array}, and
+`with_policy` returns another function of the same parameters.
 
 Shapes: B batch, T tokens of a sequence, D width, H heads, K features of a head, V vocabulary.
 """
@@ -135,12 +132,7 @@ class Block(Layer):
         self.mlp = MLP(config, f"{name}.mlp", at)
 
     def __call__(
-        self,
-        params: Params,
-        x_BTD: Array,
-        x0_BTD: Array,
-        first_values: Array | None,
-        angles: Angles,
+        self, params: Params, x_BTD: Array, x0_BTD: Array, first_values: Array | None, angles: Angles
     ) -> tuple[Array, Array]:
         """Returns the stream after the block, and the values of its attention."""
         casts = self.casts
@@ -211,7 +203,6 @@ class MLP(Layer):
         )
 
     def __call__(self, params: Params, x_BTD: Array) -> Array:
-        """Returns what the MLP adds to the stream."""
         casts = self.casts
         hidden = enter(self.up(params, x_BTD), casts)
         if self.kind == "swiglu":
@@ -226,7 +217,6 @@ class Embedding(Layer):
     """Rows of a table, looked up and cast to the compute format."""
 
     def __call__(self, params: Params, index: Array) -> Array:
-        """Returns the rows of the index."""
         # An index beyond the table gives NaN; plain indexing would give the last row.
         table = owned(self.parameter(params, "weight"), self.casts)
         return enter(jnp.take(table, index, axis=0, mode="fill"), self.casts)
@@ -244,7 +234,6 @@ class Head(Matmul):
         self.tied = config.tied
 
     def __call__(self, params: Params, x_BTD: Array, embed: Embedding) -> Array:
-        """Returns logits."""
         weight = embed.parameter(params, "weight") if self.tied else self.parameter(params, "weight")
         return linear(x_BTD, weight, None, self.casts)
 
@@ -258,7 +247,6 @@ class HeadNorm(Layer):
         self.eps = config.epsilon_of("rms")
 
     def __call__(self, params: Params, x_BHTK: Array) -> Array:
-        """Returns the normalized heads."""
         gain = self.parameter(params, "weight") if self.has_gain else None
         return rms_norm(x_BHTK, gain, self.casts, self.eps)
 

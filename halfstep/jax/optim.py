@@ -1,18 +1,8 @@
-"""AdamW and Muon as optax transforms, and the one that a session updates the reference decoder with.
+"""AdamW and Muon (config.groups) as optax transforms, and what a session updates the reference decoder with.
 
-**AdamW** (Loshchilov and Hutter), with g the gradient, t the updates applied so far and decay decoupled:
-
-    m <- b1 m + (1 - b1) g          v <- b2 v + (1 - b2) g^2
-    w <- w - rate ((m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps) + decay w)
-
-It consists of optax's own pieces. **Muon** (Jordan et al.), for matrices, is ours: the update is the momentum with
-its singular values pushed to one by five Newton-Schulz steps X <- a X + (b A + c A^2) X, A = X X^T, times
-sqrt(max(1, rows / columns)); matrices of one shape go through it in one batch. The steps are the one part that is
-not fp32: they run in the policy's compute format, emulated if the policy is.
-
-Unlike in torch, an optimizer here knows nothing of formats: it sees fp32 parameters, gradients and moments, and
-step.py stores them as the policy says. Nor does it know of skipped steps: step.py restores its whole state, so the
-count of a schedule is the count of applied updates.
+AdamW consists of optax's own pieces. An optimizer here knows nothing of formats: it sees fp32 parameters,
+gradients and moments, and step.py stores them as the policy says. Nor does it know of skipped steps: step.py
+restores its whole state, so the count of a schedule is the count of applied updates.
 """
 
 from collections.abc import Callable, Mapping
@@ -191,7 +181,6 @@ def _at_rate(rate: float | Mapping[str, float], schedule: Schedule | None) -> op
 
 
 def _scaled(updates: Any, rates: Mapping[str, float]) -> Any:
-    """Multiplies each update by minus the rate of its name."""
     flat, treedef = jax.tree_util.tree_flatten_with_path(updates)
     names = names_of([path for path, _ in flat])
     return jax.tree.unflatten(treedef, [-rates[n] * u for n, (_, u) in zip(names, flat, strict=True)])

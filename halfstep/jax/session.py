@@ -1,11 +1,8 @@
-"""What the training loop calls: one run on JAX, in numpy arrays and Python numbers.
+"""One run on JAX, as the training loop calls it (training.session).
 
-`halfstep.training.loop` knows no framework. It opens the session of a backend, passes it micro-batches of tokens,
-and reads results when it prints them. Each backend has this file with this class.
-
-Unlike in torch, the step is always compiled, whatever `training.compile` says: JAX has no other form of it. And
-sampling pads its window to the context, so that one program serves every length; causal attention does not look
-ahead, but the amax of a narrow operand does see the padding.
+The step is always compiled, whatever `training.compile` says: JAX has no other form of it. And sampling pads its
+window to the context, so that one program serves every length; causal attention does not look ahead, but the amax
+of a narrow operand does see the padding.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -89,11 +86,9 @@ class Session:
 
     @property
     def asynchronous(self) -> bool:
-        """Whether `step` returns before the step is finished."""
         return True
 
     def step(self, micro_batches: Tokens) -> StepResult:
-        """Updates once from tokens of shape (micro-batches, batch, context + 1). Does not wait for the device."""
         if len(micro_batches) != self.micro_batches:
             raise HalfstepError(
                 f"{len(micro_batches)} micro-batches were given, but the step is for {self.micro_batches}",
@@ -107,29 +102,21 @@ class Session:
         return result
 
     def read(self, result: StepResult) -> dict[str, float]:
-        """Reads a step's numbers back; waits for that step, and not for one launched after it."""
         names = ("loss", "skipped", "scale", "grad_norm", "stuck")
         values = jax.device_get([getattr(result, name) for name in names])
         return {name: float(value) for name, value in zip(names, values, strict=True)}
 
     def check(self, result: StepResult, micro_batches: Tokens) -> None:
-        """Stops a run that no loss scale can save; runs the step again to name its first bad tensor."""
         check(result, self.blame(micro_batches))
 
     def device_time(self, result: StepResult) -> tuple[float, float | None] | None:
-        """Returns None: JAX has no device clock that can be read without waiting."""
         return None
 
     @property
     def untimed(self) -> str:
-        """Why `device_time` returns None here."""
         return "JAX times no steps on the device"
 
     def evaluate(self, batches: Iterable[Tokens], *, averaged: bool = True) -> tuple[float, int]:
-        """Returns the sum of losses over batches and the number of tokens, in the policy's evaluation format.
-
-        Uses the averages of the weights if the run keeps them, unless `averaged` is False.
-        """
         losses, count = [], 0
         params = self.averages if averaged and self.averages is not None else self.run.params
         for batch in batches:
@@ -141,7 +128,6 @@ class Session:
         return sum(map(float, jax.device_get(losses))), count
 
     def logits(self, tokens: Sequence[int]) -> NDArray[np.float32]:
-        """Returns the logits of the token after these, one per entry of the vocabulary, after the softcap."""
         window = list(tokens[-self.config.model.context :])
         padded = np.zeros((1, self.config.model.context), np.int32)
         padded[0, : len(window)] = window
@@ -149,7 +135,6 @@ class Session:
             return np.asarray(self._next(self.run.params, self._to_device(padded), len(window) - 1))
 
     def state(self) -> dict[str, Stored]:
-        """Returns everything that the next step depends on."""
         state = jax.device_get(state_of(self.run) | to_state(self.averages))
         return {name: stored(array) for name, array in state.items()}
 
@@ -174,7 +159,6 @@ class Session:
         return "backward: the loss is finite, a gradient is not" if finite else "forward: the loss"
 
     def load(self, state: Mapping[str, Stored]) -> None:
-        """Restores a state, or refuses it whole."""
         given = {name: restored(record) for name, record in state.items()}
         averages = pop_from_state(given, self.averages)
         self.run = load_state(self.run, given)
@@ -182,26 +166,21 @@ class Session:
             self.averages = {n: jax.device_put(averages[n], old.sharding) for n, old in self.averages.items()}
 
     def load_weights(self, state: Mapping[str, Stored]) -> None:
-        """Loads only the weights of a state, for evaluation and sampling."""
         ours = state_of(self.run)
         given = {name: restored(record) for name, record in state.items() if name.startswith("model.")}
         given = {name: x.astype(ours[name].dtype) if name in ours else x for name, x in given.items()}
         self.run = load_state(self.run, {n: x for n, x in ours.items() if not n.startswith("model.")} | given)
 
     def applied(self) -> int:
-        """Returns how many updates were applied, not counting skipped ones; waits for the device."""
         return int(self.run.num_applied)
 
     def memory(self) -> int:
-        """Returns the most bytes used so far: by the device's allocator, or by the process on a CPU."""
         return memory.peak(self.device)
 
     def capacity(self) -> int | None:
-        """Returns the bytes that the device has; None if unknown."""
         return memory.capacity(self.device)
 
     def ran_out(self, error: BaseException) -> bool:
-        """Returns whether an error means that there was not enough memory."""
         return memory.ran_out(error)
 
     def _here(self) -> AbstractContextManager[Any]:

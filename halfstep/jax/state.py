@@ -1,9 +1,7 @@
-"""The state of training, and its parameters, optimizer and scale as flat {name: array}, and back, bit for bit.
+"""The state of training, as flat {name: array} too, and back, bit for bit, by the names of core.state_format.
 
-Names are those of core.state_format. A moment is named after its parameter,
-`optimizer.<where>.<parameter>.<moment>`, and what belongs to no parameter (counts) after its path in the
-optimizer's state. There is no random state: a step's random numbers come from the state's seed, its count and its
-`rng`. Loading checks names, shapes and dtypes before it changes anything: fp32 moments never come back bf16.
+What belongs to no parameter (counts) is named after its path in the optimizer's state. There is no random state: a
+step's random numbers come from the state's seed, its count and its `rng`.
 """
 
 from collections.abc import Mapping
@@ -105,7 +103,6 @@ def restored(record: Stored) -> NDArray[Any]:
 
 
 def _optimizer(state: State) -> dict[str, Any]:
-    """Returns the leaves of the optimizer's state by name, in their order."""
     leaves = Leaves(state.params)
     depths = {name: len(path) for path, name in zip(leaves.paths, leaves.names, strict=True)}
     owners = leaves.moments_of(state.opt_state)

@@ -1,21 +1,13 @@
-"""One update: accumulate, is it finite?, unscale, clip, step, rescale; a pure function of the state.
+"""One update (core.scaling): accumulate, finite?, unscale, clip, step, rescale; a pure function of the state.
 
     state = init(params, optimizer, "fp16-mixed")    any pytree, any optax transform
     step = make_step(loss_fn, optimizer)             loss_fn(params, batch[, rng]) -> loss | Weighted | (..., aux)
     state, result = step(state, batch)               jitted, and the state is donated: the old one is used up
 
-core.scaling says how micro-batches are weighted, summed and unscaled. The gradient is then clipped to `clip_norm`
-and passed to the optimizer. One norm serves the finite check and the clipping: it is finite exactly if every
-gradient is and none is beyond 1.8e19, which no step survives.
-
 **Masters are outside the loss, casts inside.** The state holds parameters and moments in the formats the policy
 gives them; the loss function sees parameters in their compute format (interpret.py), and any optimizer sees fp32
 parameters, gradients and moments. A narrower master is widened, updated and rounded back, to nearest or
-stochastically.
-
-Nothing here reads a number from the device: losses, norms, scales and flags are device scalars until someone reads
-them. A step that is not finite changes only the scale, under every policy. The state carries the policy: as a
-pytree it keeps every field under jit, scan and checkpoints.
+stochastically. The state carries the policy: as a pytree it keeps every field under jit, scan and checkpoints.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -316,7 +308,6 @@ def _narrowed(x: Array, fmt: Format) -> Array:
 
 
 def _widened(x: Array, fmt: Format) -> Array:
-    """Returns a moment as the optimizer sees it."""
     return x.astype(jnp.float32)
 
 

@@ -1,10 +1,7 @@
 """From policy to model: gives every module its precision and every parameter its storage format.
 
-`apply` is the one place where a policy meets an MLX model. It checks that the device can run the policy before it
-changes anything, and refuses with the reason if it cannot: nothing is substituted.
-
-Any `mlx.nn` model will do. Changing a module means changing its class (convert.py); `restore` sets the first class
-again.
+`apply` checks that the device can run the policy before it changes anything, and refuses with the reason if it
+cannot: nothing is substituted. Any `mlx.nn` model will do:
 
     halfstep's own layers              get their precision
     Linear, Embedding                  multiply and look up in their own precision; weight gradients are fp32
@@ -17,9 +14,8 @@ again.
 
 A subclass of one of these counts as another module: it may have another meaning. What a model computes by
 functions, such as `mx.softmax(scores)`, is out of reach and runs in the dtype of its inputs; but if an fp32 array
-promotes the activations, the next module refuses them (layers.py).
-
-Frozen parameters, integers and booleans stay unchanged: they have no masters.
+promotes the activations, the next module refuses them (layers.py). Frozen parameters, integers and booleans stay
+unchanged: they have no masters.
 """
 
 from collections.abc import Iterator, Sequence
@@ -292,7 +288,6 @@ def _not_implemented(role: str, value: Value) -> str:
 
 
 def _streams(policy: Policy, by_name: dict[str, Precision]) -> frozenset[mx.Dtype]:
-    """Returns the dtypes that activations may have: the policy's own, and those that rules give some modules."""
     return frozenset(casts_of(precision).compute for precision in (base_precision(policy), *by_name.values()))
 
 
@@ -331,7 +326,6 @@ def _convert(
 
 
 def _mixed(mixin: type, own: type) -> type:
-    """Returns a subclass of a module's own class, with its name."""
     return type(own.__name__, (mixin, own), {"__module__": own.__module__, "__doc__": own.__doc__})
 
 
@@ -345,7 +339,6 @@ def _kind(module: Module) -> type | None:
 
 
 def _form(role: str, kind: type, precision: Precision) -> str:
-    """Describes what a module does from now on."""
     fmt, emulated = precision.compute, " (emulated)" if precision.emulate else ""
     if issubclass(kind, Matmul):
         return f"multiplies in {precision.operand.format}{emulated}, weight gradients in {precision.grad_weight}"

@@ -1,27 +1,15 @@
-"""Casts in MLX that agree with core.rounding bit for bit, eager and compiled, lazily.
+"""Casts in MLX that agree with core.rounding bit for bit, eager and compiled, lazily, in few operations.
 
-core.rounding defines the result: which neighbor a number rounds to in each mode, what overflow turns it into,
-and that a NaN stays the quiet NaN of its sign. This file computes the same result in few elementwise operations.
-
-**Eight exponent bits** (tf32, bf16 and their kin): an addition to the pattern and a mask (core.cast_constants).
-
-**Fewer exponent bits** (fp16, fp8 and their kin). Near x the numbers are multiples of the quantum
-
-    q = max(2^E, 2^Emin) * 2^-y          E is read from the exponent bits of x
-
-Multiplication by a power of two is exact, so v = |x| / q is exact, its integer part and its fraction are, and
-(integer part + 0 or 1) * q is. Every quantity is a normal number as long as q >= 2^-126, so a device that
-flushes subnormals changes nothing. 1 / q comes from exponent bits, because a device may divide approximately but
-never multiplies so.
-
-**Formats whose quanta are not normal in fp32** (with a bias of their own) go through fp64 in torch. MLX has it on
-the CPU only, so here they are rounded as core.rounding does it, in 64-bit integers.
+**Fewer exponent bits** than fp32 (fp16, fp8 and their kin). Near x the numbers are multiples of the quantum q =
+max(2^E, 2^Emin) * 2^-y, with E from the exponent bits of x. Multiplication by a power of two is exact, so v = |x|
+/ q is, and (integer part + 0 or 1) * q is. Every quantity is a normal number as long as q >= 2^-126, so a device
+that flushes subnormals changes nothing. 1 / q comes from exponent bits, because a device may divide approximately
+but never multiplies so. Formats whose quanta are not normal in fp32 are rounded in 64-bit integers, as
+core.rounding does it.
 
 **Native conversions.** x.astype(mx.bfloat16) and x.astype(mx.float16) round to nearest-even on every number (on a
 CPU: tests try the patterns); a NaN stays NaN, though bf16 loses its sign. mx.compile keeps a pair of conversions,
 where torch's compiler drops it. MLX's conversion to fp8 is not used: it turns a NaN into 448.
-
-**Splitting** an fp32 master into bf16 and a 16-bit remainder is core.split, word for word, on the device.
 
 Nothing here is differentiable: results are detached, and a layer that casts states its own gradient. Nothing is
 evaluated either: arrays stay lazy until someone reads them.
@@ -212,7 +200,6 @@ def random_bits(
 
 
 def _parts(seed: int) -> tuple[tuple[int, int], tuple[int, int]]:
-    """Returns the two words of the key, each with what it grows by from round to round."""
     return (seed & _WORD, _KEY_STEPS[0]), (seed >> 32, _KEY_STEPS[1])
 
 
@@ -319,7 +306,6 @@ def _log2(count: mx.array) -> mx.array:
 
 
 def _with_sign(pattern: mx.array, x: mx.array, fmt: Format) -> mx.array:
-    """Adds the signs of `x` to patterns of magnitudes."""
     sign = x.view(mx.int32) & _SIGN
     if not fmt.has_negative_zero:
         # Zero has no sign, and the code of negative zero is the NaN, which therefore has one.

@@ -1,13 +1,8 @@
 """Modules of `mlx.nn` that cast: the classes that replace those of a model.
 
 MLX has no hooks, so `apply` changes `module.__class__`: arrays stay where they are, under their names, and
-printing the model shows what it now is. There are three kinds of class.
-
-    Linear, Embedding, RMSNorm, ...    replace one class of mlx.nn, and are layers like those of layers.py
-    Around                             is mixed into the class of any other module that holds arrays
-    Whole                              is mixed into the class of the model itself, for its inputs and outputs
-
-Shapes: B batch, T tokens of a sequence, H heads, K features of a head.
+printing the model shows what it now is. Linear, Embedding and the like replace one class of mlx.nn; `Around` is
+mixed into the class of any other module that holds arrays, `Whole` into that of the model itself.
 """
 
 from collections.abc import Callable, Iterator
@@ -21,17 +16,7 @@ from mlx.nn.layers import linear as linears
 from mlx.nn.layers.base import Module
 from mlx.utils import tree_flatten
 
-from halfstep.mlx.layers import (
-    Layer,
-    Matmul,
-    embedding,
-    enter,
-    expect,
-    layer_norm,
-    linear,
-    owned,
-    rms_norm,
-)
+from halfstep.mlx.layers import Layer, Matmul, embedding, enter, expect, layer_norm, linear, owned, rms_norm
 from halfstep.mlx.lowering import Casts, casts_of
 
 
@@ -39,7 +24,6 @@ class Linear(Matmul, linears.Linear):
     """`nn.Linear` as the casted matmul."""
 
     def __call__(self, x: mx.array) -> mx.array:
-        """Returns the layer's output."""
         return linear(self.arrived(x), self.weight, self.get("bias"), self.casts)
 
     def _extra_repr(self) -> str:
@@ -51,7 +35,6 @@ class Embedding(Layer, embeddings.Embedding):
     """`nn.Embedding`: rows of the master, cast to compute; as a tied head, the casted matmul."""
 
     def __call__(self, x: mx.array) -> mx.array:
-        """Returns the rows of the index."""
         return embedding(self.weight, x, self.casts)
 
     def as_linear(self, x: mx.array) -> mx.array:
@@ -66,7 +49,6 @@ class RMSNorm(Layer, normalization.RMSNorm):
     """`nn.RMSNorm` as an island."""
 
     def __call__(self, x: mx.array) -> mx.array:
-        """Returns the normalized input."""
         return rms_norm(self.arrived(x), self.weight, self.casts, self.eps)
 
     def _extra_repr(self) -> str:
@@ -77,7 +59,6 @@ class LayerNorm(Layer, normalization.LayerNorm):
     """`nn.LayerNorm` as an island."""
 
     def __call__(self, x: mx.array) -> mx.array:
-        """Returns the normalized input."""
         return layer_norm(self.arrived(x), self.get("weight"), self.get("bias"), self.casts, self.eps)
 
     def _extra_repr(self) -> str:
@@ -88,7 +69,6 @@ class MultiHeadAttention(Layer, transformer.MultiHeadAttention):
     """`nn.MultiHeadAttention` with scores and softmax in fp32; its projections are Linear layers themselves."""
 
     def __call__(self, queries: mx.array, keys: mx.array, values: mx.array, mask: Any = None) -> mx.array:
-        """Returns what attention gathers from the values."""
         q, k, v = self.query_proj(queries), self.key_proj(keys), self.value_proj(values)
         q, k, v = (mx.unflatten(t, -1, (self.num_heads, -1)).swapaxes(1, 2).astype(mx.float32) for t in (q, k, v))
         y = mx.fast.scaled_dot_product_attention(q, k, v, scale=q.shape[-1] ** -0.5, mask=mask)
@@ -150,7 +130,6 @@ class Around(Module):
     halfstep: Setting
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Calls the module with everything cast."""
         setting, inside = self.halfstep, self.halfstep.inside
         leaf = not tree_flatten(self.children(), is_leaf=Module.is_module)
         if leaf:
@@ -190,7 +169,6 @@ class Whole(Module):
     halfstep_model: Borders
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Calls the model with inputs and outputs cast."""
         borders = self.halfstep_model
         if borders.cast_inputs:
             args, kwargs = mapped(lambda x: enter(x, borders.inputs), (args, kwargs))

@@ -1,11 +1,7 @@
 """The casted matmul and the islands, as functions and as modules.
 
-**A casted matmul** (matmul.py) casts both operands to the layer's own formats; none is derived from what the
-weight or the input happens to be. It sums in fp32, forward and backward, and an fp32 weight gradient is never
-rounded.
-
-**An island** (norm, softmax, loss) is fp32 inside, backward too: it widens its input and narrows the gradient only
-on the way out. Norms return the compute format, the loss returns fp32. What MLX's own functions would do:
+An island (norm, softmax, loss) is fp32 inside, backward too: it widens its input and narrows the gradient only on
+the way out. Norms return the compute format, the loss returns fp32. What MLX's own functions would do:
 
     attention    without a fused kernel (on a CPU, and on a GPU while gradients are taken) the softmax is fp32, of
                  scores rounded to the dtype of q and k. So q and k are widened first: scores are fp32.
@@ -15,10 +11,8 @@ on the way out. Norms return the compute format, the loss returns fp32. What MLX
                  rounded one by one, itself in bf16 on Metal and on CPUs with an older MLX. So `times` and `plus`
                  compute in fp32 and round the result.
 
-**Promotion.** In MLX a bf16 array times an fp32 array, even of one element, is fp32, and so is all that follows. A
-layer that knows the dtypes of the model's stream (`Layer.streams`) refuses any other (`expect`).
-
-Shapes: B batch, T tokens of a sequence, D width, H heads, K features of a head.
+In MLX a bf16 array times an fp32 array, even of one element, is fp32, and so is all that follows. A layer that
+knows the dtypes of the model's stream (`Layer.streams`) refuses any other (`expect`).
 """
 
 from copy import deepcopy
@@ -197,7 +191,6 @@ class CastedLinear(Matmul):
         self.bias = mx.zeros((outputs,)) if bias else None
 
     def __call__(self, x: mx.array) -> mx.array:
-        """Returns the layer's output."""
         return linear(self.arrived(x), self.weight, self.bias, self.casts)
 
     def _extra_repr(self) -> str:
@@ -219,7 +212,6 @@ class Norm(Layer):
         self.bias = mx.zeros((width,)) if bias and gain and kind == "layer" else None
 
     def __call__(self, x: mx.array) -> mx.array:
-        """Returns the normalized input."""
         x = self.arrived(x)
         if self.kind == "layer":
             return layer_norm(x, self.weight, self.bias, self.casts, self.eps)
@@ -235,7 +227,6 @@ def _inside(x: Any, dtype: mx.Dtype, fmt: Format, casts: Casts) -> Any:
 
 
 def _outside(x: mx.array, dtype: mx.Dtype, fmt: Format, casts: Casts) -> mx.array:
-    """Rounds an island's result to its own format and then to compute."""
     return enter(narrowed(x, dtype, fmt, casts), casts)
 
 
@@ -254,7 +245,6 @@ def _biasing(compute: Format, fmt: Format) -> Any:
 
 
 def _narrow_attention(q: mx.array, k: mx.array, v: mx.array, casts: Casts) -> mx.array:
-    """Computes attention with its softmax in a format narrower than fp32."""
     scores = (q @ k.swapaxes(-2, -1)).astype(casts.softmax) * q.shape[-1] ** -0.5
     positions = mx.arange(q.shape[-2])
     future = positions[:, None] < positions[None, :]

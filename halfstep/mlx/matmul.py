@@ -1,14 +1,6 @@
-"""The casted matmul and the lookup of rows, with their gradients stated.
+"""The casted matmul, three matmuls (core.precision), and the lookup of rows, with their gradients stated.
 
-**A linear layer is three matmuls**, named by their results. With x of shape (tokens, in), W of (out, in) and the
-incoming gradient g of (tokens, out):
-
-    output      = x W^T      operands in `operand`,                    rounded to `compute`
-    grad_input  = g W        operands in `grad_operand`, `operand`,    rounded to `grad`
-    grad_weight = g^T x      operands in `grad_operand`, `operand`,    in `grad_weight`, fp32 as a rule
-
-Each sums in fp32, as MLX's bf16 and fp16 matmuls do. Both operands are cast to the layer's own formats; none is
-derived from what the weight or the input happens to be. A matmul of MLX has one dtype, so an fp32 result of half
+Each sums in fp32, as MLX's bf16 and fp16 matmuls do. A matmul of MLX has one dtype, so an fp32 result of half
 operands comes from widened operands: the same exact products. A weight gradient in fp32 is fp32 from the sum on,
 even where the weight is held in bf16 (the upper half of a split master): MLX lets a gradient be wider.
 """
@@ -91,7 +83,6 @@ def _lower(x: mx.array, operand: Operand) -> tuple[mx.array, mx.array | None]:
 
 @cache
 def _rows(fmt: Format) -> Any:
-    """Returns the lookup of rows, with its gradient stated."""
 
     def backward(primals: tuple[mx.array, mx.array], g: mx.array, _: mx.array) -> tuple[mx.array, mx.array]:
         weight, index = primals

@@ -1,8 +1,6 @@
-"""Matmul micro-benchmarks in MLX, inside a time budget: core.choice decides by them.
+"""Matmul micro-benchmarks in MLX, inside a time budget (core.measure); dtypes.pin_matmuls switches TF32 off.
 
-core.measure says what is timed on every backend, core.ladder which sizes may be started; here are the operands
-and the multiplications. "fp32" is timed as fp32: dtypes.pin_matmuls switches TF32 off. MLX is lazy, so each
-product goes to the device as soon as it exists, and evaluating the last one waits for all.
+MLX is lazy, so each product goes to the device as soon as it exists, and evaluating the last one waits for all.
 """
 
 import time
@@ -93,7 +91,6 @@ class _Bench:
         self.key = mx.random.key(0)
 
     def start(self, fmt: Format, shape: Shape) -> Run:
-        """Creates operands; returns a function that multiplies them so many times and waits."""
         m, k, n = shape
         with mx.stream(self.device):
             a, b = self._random((m, k), fmt), self._random((n, k), fmt)
@@ -101,7 +98,6 @@ class _Bench:
         return self._repeat(_plain(a, b.T))
 
     def start_block(self, fmt: Format, model: ModelConfig, tokens: int) -> Run:
-        """Creates a block with fp32 masters; returns a function that trains it so many times and waits."""
         context = min(model.context, tokens)
         block = Block(model)
         precision = Precision(compute=fmt, operand=Operand(fmt), grad=fmt, grad_operand=Operand(fmt))

@@ -1,10 +1,7 @@
-"""The reference decoder in MLX: parameters named and shaped as `halfstep.config.model` lists them.
+"""The reference decoder in MLX: halfstep.config.model says what it computes, from which parameters.
 
-halfstep.config.model says what a block computes. The residual stream is in the compute
-format; norms, softmax and the loss are islands (layers.py). GELU and SiLU are computed in fp32 and rounded once,
-as in torch's kernels; MLX's operations in bf16 would round at every one.
-
-Tables of rotary positions are attributes with a leading underscore, which MLX does not count among parameters.
+GELU and SiLU are computed in fp32 and rounded once, as in torch's kernels; MLX's operations in bf16 would round at
+every one. Tables of rotary positions have a leading underscore, so MLX does not count them among parameters.
 
 Shapes: B batch, T tokens of a sequence, D width, H heads, K features of a head, V vocabulary.
 """
@@ -186,7 +183,6 @@ class MLP(Layer):
         self.down = CastedLinear(config.size_of_mlp, config.width, config.bias)
 
     def __call__(self, x_BTD: mx.array) -> mx.array:
-        """Returns what the MLP adds to the stream."""
         casts = self.casts
         hidden = enter(self.up(x_BTD), casts)
         if self.gate is not None:
@@ -206,7 +202,6 @@ class Embedding(Layer):
         self.weight = mx.zeros((count, width))
 
     def __call__(self, index: mx.array) -> mx.array:
-        """Returns the rows of the index."""
         return embedding(self.weight, index, self.casts)
 
     def rows(self, count: int) -> mx.array:
@@ -222,7 +217,6 @@ class Head(Matmul):
         self.weight = None if config.tied else mx.zeros((config.vocabulary, config.width))
 
     def __call__(self, x_BTD: mx.array, tied: mx.array) -> mx.array:
-        """Returns logits."""
         return linear(self.arrived(x_BTD), tied if self.weight is None else self.weight, None, self.casts)
 
 
@@ -235,7 +229,6 @@ class HeadNorm(Layer):
         self.weight = _maybe(config.qk_norm == "gain", config.size_of_head)
 
     def __call__(self, x_BHTK: mx.array) -> mx.array:
-        """Returns the normalized heads."""
         return rms_norm(self.arrived(x_BHTK), self.weight, self.casts, self.eps)
 
 
@@ -248,7 +241,6 @@ def rope_tables(config: ModelConfig) -> tuple[mx.array, mx.array]:
 
 
 def _gelu(x: mx.array) -> mx.array:
-    """Returns GELU by its tanh formula, in fp32."""
     x = x.astype(mx.float32)
     return 0.5 * x * (1 + mx.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x * x * x)))
 

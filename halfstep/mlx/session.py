@@ -1,8 +1,4 @@
-"""What the training loop calls: one run on MLX, in numpy arrays and Python numbers.
-
-`halfstep.training.loop` knows no framework. It opens the session of a backend, passes it micro-batches of tokens,
-and reads results when it prints them. Each backend has this file with this class.
-"""
+"""One run on MLX, as the training loop calls it (training.session)."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -82,7 +78,6 @@ class Session:
         return self.device.type != mx.cpu
 
     def step(self, micro_batches: Tokens) -> StepResult:
-        """Updates once from tokens of shape (micro-batches, batch, context + 1). Does not wait for the device."""
         with mx.stream(self.device):
             if self.schedule is not None:
                 factor = self.schedule(self.run.num_applied, mx)
@@ -103,23 +98,16 @@ class Session:
         return {name: float(getattr(result, name).item()) for name in names}
 
     def check(self, result: StepResult, micro_batches: Tokens) -> None:
-        """Stops a run that no loss scale can save; runs the step again to name its first bad tensor."""
         self.run.check(result, self.blame(micro_batches))
 
     def device_time(self, result: StepResult) -> tuple[float, float | None] | None:
-        """None: MLX has no clock of the device's own."""
         return None
 
     @property
     def untimed(self) -> str:
-        """Why `device_time` returns None here."""
         return "MLX times no steps on the device"
 
     def evaluate(self, batches: Iterable[Tokens], *, averaged: bool = True) -> tuple[float, int]:
-        """Returns the sum of losses over batches and the number of tokens, in the policy's evaluation format.
-
-        Uses the averages of the weights if the run keeps them, unless `averaged` is False.
-        """
         evaluated = self.policy.evaluation()
         losses: list[mx.array] = []
         count = 0
@@ -139,13 +127,11 @@ class Session:
         return sum(float(np.array(loss)) for loss in losses), count
 
     def logits(self, tokens: Sequence[int]) -> NDArray[np.float32]:
-        """Returns the logits of the token after these, one per entry of the vocabulary, after the softcap."""
         with mx.stream(self.device), self.run.masters.in_use():
             window = mx.array([list(tokens[-self.config.model.context :])])
             return np.array(self.model.capped(self.model(window)[0, -1]))
 
     def state(self) -> dict[str, Stored]:
-        """Returns everything that the next step depends on."""
         return {name: stored(array) for name, array in (self.run.state | to_state(self.averages)).items()}
 
     def snapshot(self) -> Snapshot:
@@ -164,7 +150,6 @@ class Session:
         return "backward: the loss is finite, a gradient is not" if finite else "forward: the loss"
 
     def load(self, state: Mapping[str, Stored]) -> None:
-        """Restores a state, or refuses it whole."""
         with mx.stream(self.device):
             given = {name: restored(record) for name, record in state.items()}
             averages = pop_from_state(given, self.averages)
@@ -172,25 +157,20 @@ class Session:
             self.averages = averages or None
 
     def load_weights(self, state: Mapping[str, Stored]) -> None:
-        """Loads only the weights of a state, for evaluation and sampling."""
         weights = {k: restored(v) for k, v in state.items() if k.startswith(("model.", "remainder."))}
         with mx.stream(self.device):
             load_weights(self.run.masters, weights)
 
     def applied(self) -> int:
-        """Returns how many updates were applied, not counting skipped ones; waits for the device."""
         return int(np.array(self.run.num_applied))
 
     def memory(self) -> int:
-        """Returns the most bytes used so far: by the device's allocator, or by the process on a CPU."""
         return memory.peak(self.device)
 
     def capacity(self) -> int | None:
-        """Returns the bytes that the device has; None if unknown."""
         return memory.capacity(self.device)
 
     def ran_out(self, error: BaseException) -> bool:
-        """Returns whether an error means that there was not enough memory."""
         return memory.ran_out(error)
 
     def _average(self, skipped: mx.array) -> None:

@@ -5,8 +5,6 @@ Names are those of core.state_format, and for what only MLX has:
     remainder.<parameter>                   the int16 half of a split master; `model.<parameter>` is its bf16 half
     optimizer.<i>.step, .learning_rate      what an MLX optimizer holds once for all of its parameters
     rng.mlx                                 the key of mx.random, two words; one for all devices
-
-Loading checks names, shapes and dtypes before it changes anything: fp32 moments never come back bf16.
 """
 
 from collections.abc import Mapping

@@ -1,22 +1,17 @@
-"""One update: accumulate, is it finite?, unscale, clip, step, rescale.
-
-core.scaling says how micro-batches are weighted, summed and unscaled. The gradient is then clipped to `clip_norm`
-and passed to the optimizer. One norm serves the finite check and the clipping: it is finite exactly if every
-gradient is and none is beyond 1.8e19, which no step survives.
+"""One update (core.scaling): accumulate, is it finite?, unscale, clip, step, rescale.
 
 Every optimizer gets fp32 masters (masters.py) and fp32 gradients; state that has its parameter's shape is stored
 in the moments format and widened for the update.
 
 **No tape.** MLX differentiates functions, so the caller passes gradients on: `value_and_grad` returns them with
-the scale they carry, `update` takes them. Nothing here reads a number from the device. A step that is not finite
-changes only the scale, under every policy: mx.where chooses parameters, optimizer state (its count and schedules
-too) and running statistics. mx.async_eval launches each update and each micro-batch: arrays are lazy, and the
-graph would otherwise grow from step to step.
+the scale they carry, `update` takes them. If a step is not finite, mx.where chooses the old parameters, optimizer
+state (its count and schedules too) and running statistics. mx.async_eval launches each update and each
+micro-batch: arrays are lazy, and the graph would otherwise grow from step to step.
 
 **Compiled**, each of the two parts, gradients and update, is a function of the arrays of model, optimizer and
 scale, so a new rate or scale compiles nothing again. On a CPU MLX compiles every fused kernel by a call of g++:
-the first step of the `tiny` recipe takes 33 s, and the others as long as before (1.96 s of CPU against 2.08 s in
-bf16, 3.1 s against 2.8 s in fp32, the least of four). So `compile=None` compiles on a GPU only, unmeasured.
+the first step of the `tiny` recipe takes 33 s, and the others as long as before. So `compile=None` compiles on a
+GPU only, unmeasured.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -259,7 +254,6 @@ class Run:
         )
 
     def _live(self) -> list[Any]:
-        """Returns the trees of arrays that a step reads and replaces."""
         return [
             self.model,
             self.masters.remainders,
@@ -269,7 +263,6 @@ class Run:
         ]
 
     def _places(self) -> dict[str, Place]:
-        """Returns the places of the model's and the optimizer's arrays, by the names of core.state_format."""
         places = {f"model.{name}": place for name, place in arrays(self.model).items() if public(name)}
         for index, optimizer in enumerate(self.optimizers):
             places |= {f"optimizer.{index}.{name}": place for name, place in arrays(optimizer.state).items()}
@@ -301,7 +294,6 @@ class Run:
         return self._compiled[key](*args)
 
     def _differentiator(self, loss_fn: LossFn) -> Callable[[Any], tuple[mx.array, mx.array, dict[str, mx.array]]]:
-        """Returns a function of a batch that returns its mean loss, weight and gradients."""
 
         def scaled(used: dict[str, mx.array], batch: Any, scale: mx.array) -> tuple[mx.array, ...]:
             self.masters.put(used)

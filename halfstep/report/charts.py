@@ -163,7 +163,6 @@ def _single(
 
 
 def _noisy(label: str, series: Series, even: Series) -> tuple[Line, Line]:
-    """Every step, and a smooth line over it that can be switched off."""
     return Line(label, "raw", series), Line("smooth", "smooth", smooth(even))
 
 

@@ -162,7 +162,6 @@ class History:
         return self
 
     def _take(self, event: Event) -> None:
-        """Adds one event of the current session. Ignores unknown kinds."""
         session = self.sessions[-1]
         time = number(event.get("time"))
         session.last_time = max(session.last_time, time) if time == time else session.last_time

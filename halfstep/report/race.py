@@ -97,7 +97,6 @@ def _row(arm: ArmResult, place: int, result: BenchResult, base: ArmResult) -> Ro
 
 
 def _note(result: BenchResult) -> str:
-    """Says what is not in the picture, and why."""
     absent = [f"{arm.name}: {arm.missing or arm.failed}" for arm in result.arms if arm.missing or arm.failed]
     if result.stopped:
         absent.append(f"stopped {result.stopped}")

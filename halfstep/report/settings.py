@@ -60,7 +60,6 @@ def as_toml(value: Any) -> str:
 
 
 def _flatten(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yields (dotted key, value) of every setting, in order."""
     for key, value in config.items():
         if isinstance(value, Mapping):
             yield from _flatten(value, f"{prefix}{key}.")

@@ -4,17 +4,9 @@ For each backend and device: the hardware, matmul times by format, what is suppo
 core.choice makes. The answer depends on the backend: on one CPU a bf16 matmul took 290 times as long as an fp32
 one in torch, and no longer in JAX.
 
-A backend is a module `halfstep.<name>.measure` with
-
-    FORMATS                              the formats to ask about
-    version() -> str                     of the framework
-    devices() -> list[str]               the one to train on first
-    describe(device) -> Device
-    supported(fmt, device) -> Support
-    measure(device, formats, *, budget) -> list[Timing]                      a matmul: compares formats
-    measure_block(device, formats, model, tokens, *, budget) -> list[Timing]  a block: decides a policy
-
-imported when needed, so that this module loads no framework.
+A backend is a module `halfstep.<name>.measure`, imported when needed, with FORMATS to ask about, version(),
+devices() (the one to train on first), describe(device), supported(fmt, device), measure(device, formats, *,
+budget), a matmul, and measure_block(device, formats, model, tokens, *, budget), a block, which decides a policy.
 """
 
 from collections.abc import Sequence

@@ -1,14 +1,12 @@
 """What a function may do: its jaxpr is compared with the policy, and refused where the policy would not reach it.
 
-A function is opaque, and an island in it is code like any other. Refused when it is traced, with the primitive,
-dtype, shape and line:
+A function is opaque, and an island in it is code like any other. Refused when it is traced, with the place:
 
     dot_general, conv_general_dilated    operands in another dtype than compute: an fp32 value promoted the stream
     exp, exp2                            narrower than `softmax`
     rsqrt, sqrt (of more than a scalar)  narrower than `norm`
     log                                  narrower than `loss`
-    a primitive that cannot be opened    where it multiplies a parameter whose gradient, operands or rounding the
-                                         policy determines
+    a primitive that cannot be opened    where it multiplies a parameter that the policy says more about
 
 tanh, logistic, erf and the like are activations, and run in compute.
 """

@@ -2,20 +2,17 @@
 
 A loss function is opaque: it multiplies what it likes. So it is traced once, with parameters in the dtype of their
 compute format, and the jaxpr is evaluated one equation at a time, at trace time only. In it a parameter stays its
-fp32 master, *not yet cast*, for as long as possible:
+fp32 master, *not yet cast*, for as long as possible (lazy.py):
 
-    layout (transpose, reshape, broadcast, slice, gather, ...), and arithmetic of parameters and constants alone
-                      runs on the master, in fp32, and is cast where it meets activations (lazy.py); so the sums of
-                      its transpose (a bias over tokens, the rows of an embedding) are sums in fp32. Looked-up rows
-                      are activations after that
+    layout, and arithmetic of parameters and constants alone
+                      runs on the master, in fp32, and is cast where it meets activations; so the sums of its
+                      transpose (a bias over tokens, the rows of an embedding) are sums in fp32
     dot_general       layers.dot_general with the precision that rules give the parameter: narrow operands,
                       fp32 layers and fp32 weight gradients reach any function
     conv_general_dilated      the same three products; the weight gradient comes from widened operands
     jit, scan, cond, remat    rebuilt around the interpreted body
     custom_jvp_call   of parameters and constants alone, it and its rule run on the master
     all else          masters are cast, and the operation runs as it stands
-
-What the policy asks for and the function does not do is refused, with the primitive, dtype, shape and line.
 
 **Emulated**, dtypes in the jaxpr say where numbers would be narrow, but none is: fp32 carries an array of a narrow
 dtype, and the result of every operation on such arrays is rounded to it, value and gradient. What cannot be opened
@@ -209,7 +206,6 @@ class Interpreter:
         ]
 
     def _on_arrays(self, jaxpr: Any, eqn: Any, values: list[Value]) -> list[Value]:
-        """Runs the equation on arrays, with masters cast."""
         name, narrowed = eqn.primitive.name, None
         if name in PRODUCT or name == "gather":
             for value in values:
@@ -271,7 +267,6 @@ class Interpreter:
             check_operand(eqn, seen, appears(layer.casts.precision), ruled=ruled, names=layer.names)
 
     def _product(self, eqn: Any, values: list[Value]) -> Array:
-        """Multiplies activations with a stated precision."""
         arrays = self._arrays(eqn.invars, values)
         if all(array.dtype == jnp.float32 for array in arrays):
             eqn = eqn.replace(params={**eqn.params, "precision": self.pinned})
@@ -364,7 +359,6 @@ class Interpreter:
         return [replace(value, array=array) for value, array in zip(joined, out, strict=True)]
 
     def _joined(self, eqn: Any, index: Value, branches: Sequence[Value]) -> Value:
-        """Returns what is known of a result that is one of these."""
         return Value(
             None,
             owner := merged(branches),

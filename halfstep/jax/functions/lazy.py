@@ -6,14 +6,9 @@
                   was cast before, and its gradient is narrow: `narrowed` says of what, by what and where
     activation    all else: what depends on a batch, and the result of a matmul
 
-**A function of parameters and constants runs in fp32 on the masters, and its result is cast where it meets
-activations.** So `x @ jnp.tril(w)` has the casts and the fp32 weight gradient of `x @ w`. The function as written
-would round after every operation; here there is one rounding, at the end.
-
-Any primitive runs on masters if the function itself widens the parameter before it: then all floats are fp32.
-
-A narrowed value is not a weight any more. If it is multiplied or looked up as one, and the policy asks for what it
-then cannot have, it is refused; a sum or product with an activation is an activation, and is not.
+A function of parameters and constants runs in fp32 on the masters, and its result is cast where it meets
+activations: `x @ jnp.tril(w)` has the casts and the fp32 weight gradient of `x @ w`. If a narrowed value is
+multiplied or looked up as a weight, and the policy asks for what it then cannot have, it is refused.
 """
 
 from collections.abc import Callable, Sequence

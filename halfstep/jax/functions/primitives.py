@@ -1,10 +1,8 @@
 """JAX's primitives for interpret.py: which kinds there are, and how to bind an equation of one again.
 
-There are two ways to bind. `bind` runs an equation as it stands, whatever functions it holds. `bind_wide` runs one
-with fp32 in place of every narrower float: on masters, which are fp32, and on emulated arrays, which fp32 carries.
-Only primitives of the lists below are bound so: they take any floating dtype and mean the same in each.
-
-A convolution is three convolutions, as a matmul is three matmuls in matmul.py.
+`bind` runs an equation as it stands, whatever functions it holds. `bind_wide` runs one with fp32 in place of every
+narrower float, on masters and on emulated arrays: only primitives of the lists below, which mean the same in any
+dtype.
 """
 
 import math

@@ -1,17 +1,15 @@
 """Masters: the fp32 numbers that parameters stand for, however they are held.
 
     fp32          the array in the model is its own master
-    fp32:split    the model holds the nearest bf16, ties away from zero (hi), and `Masters` an int16 remainder
-                  (lo): 4 bytes per number, and the join of both is exact
-    bf16          there is none: the parameter is widened, updated and rounded back, to nearest or stochastically,
-                  by words that depend on (seed, update, parameter, element) and so agree on every replica
+    fp32:split    the model holds a bf16 (hi), and `Masters` an int16 remainder (lo): core.split
+    bf16          there is none: the parameter is widened, updated and rounded back, to nearest or stochastically
     emulated      bf16 numbers in fp32 arrays, rounded back in the same way
 
 MLX's optimizers have no masters: they compute in the dtype of the parameter, and a bf16 weight at 1 never moves at
 a rate of 1e-4. But they are functions of the parameters, so they get the fp32 numbers, and their results are
 stored.
 
-**The forward pass** with a split master: a matmul in bf16 uses hi unchanged. Elsewhere the whole is joined for the
+In the forward pass with a split master, a matmul in bf16 uses hi unchanged. Elsewhere the whole is joined for the
 pass and dropped after it: in modules other than matmuls, since a tied head may compute in another format than the
 table it shares, and wherever compute is not bf16.
 """

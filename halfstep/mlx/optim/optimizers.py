@@ -1,21 +1,12 @@
-"""AdamW and Muon on MLX, in the equations of every backend.
-
-**AdamW** (Loshchilov and Hutter), with g the gradient, t the updates applied so far and decay decoupled:
-
-    m <- b1 m + (1 - b1) g          v <- b2 v + (1 - b2) g^2
-    w <- w (1 - rate decay) - rate (m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps)
+"""AdamW and Muon (config.groups) on MLX.
 
 MLX's own AdamW has the same equations with `bias_correction=True`, which is not its default. It takes 1 - b^t in
-fp32, where the difference cancels: for b = 0.999 and t = 1 it is off by 1.3e-5. Here it is -expm1(t log b).
+fp32, where the difference cancels: for b = 0.999 and t = 1 it is off by 1.3e-5. Here it is -expm1(t log b). MLX's
+own Muon takes matrices one by one, in the format of the gradient, and its decay passes through the
+orthogonalization.
 
-**Muon** (Jordan et al.), for matrices: the update is the momentum with its singular values pushed to one by five
-Newton-Schulz steps X <- a X + (b A + c A^2) X, A = X X^T, times sqrt(max(1, rows / columns)). The steps are the
-one part that is not fp32: they run in the policy's compute format, emulated if the policy is. MLX's own Muon takes
-matrices one by one, in the format of the gradient, and its decay passes through the orthogonalization.
-
-Both are `mlx.optimizers.Optimizer`s: they take fp32 gradients and fp32 parameters and return new ones. Unlike on
-torch, they know nothing of masters, moments in other formats and skipped steps: an MLX optimizer is a function of
-its state and the parameters, so step.py does all three around any of them.
+Both take fp32 gradients and fp32 parameters and return new ones; step.py does masters, moments in other formats
+and skipped steps around any optimizer.
 """
 
 import math

@@ -134,7 +134,6 @@ class Race:
         return corpus.description
 
     def _warm(self) -> None:
-        """Starts and compiles the arms, several at a time."""
         pool = ThreadPoolExecutor(self.at_once)
         try:
             list(pool.map(self._warm_one, self.standings))

@@ -22,7 +22,6 @@ class Attention(nn.Module):
         self.c_proj = nn.Linear(width, width)
 
     def forward(self, x_BTD: Tensor) -> Tensor:
-        """Lets each position attend to itself and those before it."""
         B, T, D = x_BTD.shape
         parts = self.c_attn(x_BTD).split(D, dim=2)
         q_BHTE, k_BHTE, v_BHTE = (part.view(B, T, self.heads, D // self.heads).transpose(1, 2) for part in parts)
@@ -39,7 +38,6 @@ class MLP(nn.Module):
         self.c_proj = nn.Linear(4 * width, width)
 
     def forward(self, x_BTD: Tensor) -> Tensor:
-        """Applies to each position alone."""
         return self.c_proj(F.gelu(self.c_fc(x_BTD), approximate="tanh"))
 
 
@@ -54,7 +52,6 @@ class Block(nn.Module):
         self.mlp = MLP(width)
 
     def forward(self, x_BTD: Tensor) -> Tensor:
-        """Adds attention, then the MLP."""
         x_BTD = x_BTD + self.attn(self.ln_1(x_BTD))
         return x_BTD + self.mlp(self.ln_2(x_BTD))
 
@@ -79,7 +76,6 @@ class GPT2(nn.Module):
                 nn.init.zeros_(parameter)
 
     def forward(self, inputs_BT: Tensor, targets_BT: Tensor) -> Tensor:
-        """Returns the mean loss of predicting the targets."""
         positions_T = torch.arange(inputs_BT.shape[1], device=inputs_BT.device)
         x_BTD = self.wte(inputs_BT) + self.wpe(positions_T)
         for block in self.h:

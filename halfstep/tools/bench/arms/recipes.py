@@ -2,9 +2,8 @@
 
 The base class is the fp32 case; each other recipe changes only what defines it. All share the model, its first
 weights, the data, AdamW and its settings. All clip to the same norm and skip a step whose norm is not finite. The
-stock recipes do so in the cheapest way torch has: the fused AdamW takes a device scalar `found_inf`, as from a
-GradScaler, so none of them waits for the device. What people usually write, `if torch.isfinite(norm)`, waits each
-step and would make the peers slower than they need to be.
+stock recipes do so in the cheapest way torch has: the fused AdamW takes a device scalar `found_inf`, so none of
+them waits for the device, as the usual `if torch.isfinite(norm)` would.
 
 Peers are the real packages, set up as their documentation says, and imported when their arm starts.
 """
@@ -51,12 +50,10 @@ class Stock:
         self.set_up()
 
     def build(self) -> nn.Module:
-        """Returns the model, with its first weights."""
         s = self.setting
         return GPT2(layers=s.layers, width=s.width, heads=s.heads, vocabulary=s.vocabulary, context=s.context)
 
     def make_optimizer(self) -> torch.optim.Optimizer:
-        """Returns AdamW over every parameter."""
         return torch.optim.AdamW(self.model.parameters(), fused=True, **ADAMW)
 
     def set_up(self) -> None:
@@ -64,11 +61,9 @@ class Stock:
         self.forward = self.compiled(self.model)
 
     def compiled(self, model: nn.Module) -> Any:
-        """Returns the model, compiled if asked for."""
         return torch.compile(model) if self.compile else model
 
     def context(self) -> AbstractContextManager[Any]:
-        """Returns the context of a forward pass."""
         return nullcontext()
 
     def step(self, micro_batches: Sequence[Batch]) -> Tensor:
@@ -82,7 +77,6 @@ class Stock:
         return total
 
     def loss(self, batch: Batch) -> Tensor:
-        """Returns the mean loss of a micro-batch, to train on."""
         with self.context():
             return self.forward(*batch)
 
@@ -104,7 +98,6 @@ class Stock:
             return self.model(*batch)
 
     def summary(self) -> str:
-        """Returns what the recipe reports about itself."""
         return ""
 
 
@@ -125,7 +118,6 @@ class Autocast(Stock):
     dtype = torch.bfloat16
 
     def context(self) -> AbstractContextManager[Any]:
-        """Casts the operands of matmuls, and keeps torch's list of operations in fp32."""
         return torch.autocast(self.device.type, dtype=self.dtype)
 
 
@@ -141,16 +133,13 @@ class AutocastFp16(Autocast):
     dtype = torch.float16
 
     def set_up(self) -> None:
-        """Uses the scaler's default settings, which are those of halfstep's preset too."""
         super().set_up()
-        self.scaler = torch.amp.GradScaler(self.device.type)
+        self.scaler = torch.amp.GradScaler(self.device.type)  # its defaults are those of halfstep's preset
 
     def backward(self, loss: Tensor) -> None:
-        """Backpropagates the scaled loss."""
         self.scaler.scale(loss).backward()
 
     def update(self) -> None:
-        """Lets the scaler skip a step that is not finite."""
         self.scaler.unscale_(self.optimizer)
         nn.utils.clip_grad_norm_(self.model.parameters(), CLIP_NORM)
         self.scaler.step(self.optimizer)
@@ -162,7 +151,6 @@ class Accelerate(Autocast):
     """Hugging Face Accelerate."""
 
     def set_up(self) -> None:
-        """Lets Accelerate compile what it prepares."""
         accelerator = _package("accelerate").Accelerator
         self.accelerator = accelerator(
             mixed_precision="bf16",
@@ -192,7 +180,6 @@ class Fabric(Autocast):
     """Lightning Fabric."""
 
     def set_up(self) -> None:
-        """Lets Fabric compile the model again, around what it adds."""
         index = self.device.index or 0
         on_cpu = self.device.type == "cpu"
         self.fabric = _package("lightning.fabric", "lightning_fabric").Fabric(
@@ -202,11 +189,9 @@ class Fabric(Autocast):
         self.forward, self.wrapped = self.fabric.setup(self.compiled(self.model), self.optimizer)
 
     def loss(self, batch: Batch) -> Tensor:
-        """Lets Fabric enter autocast."""
         return self.forward(*batch)
 
     def backward(self, loss: Tensor) -> None:
-        """Lets Fabric do it."""
         self.fabric.backward(loss)
 
     def update(self) -> None:
@@ -221,7 +206,6 @@ class HuggingFace(Autocast):
     """transformers' own GPT-2 with the same weights and the same loss."""
 
     def build(self) -> nn.Module:
-        """Transposes the matrices of a block, which are stored the other way there."""
         transformers, s = _package("transformers"), self.setting
         config = transformers.GPT2Config(
             vocab_size=s.vocabulary,
@@ -235,7 +219,7 @@ class HuggingFace(Autocast):
             use_cache=False,
         )
         model = transformers.GPT2LMHeadModel(config)
-        turned = (".c_attn.weight", ".c_proj.weight", ".c_fc.weight")
+        turned = (".c_attn.weight", ".c_proj.weight", ".c_fc.weight")  # stored the other way there
         torch.manual_seed(s.seed)
         weights = {
             name if name.startswith("lm_head") else f"transformer.{name}": value.t()
@@ -263,7 +247,6 @@ class Casted(Stock):
     """No autocast: fp32 weights that each layer casts to its input's dtype, and a bf16 residual stream."""
 
     def build(self) -> nn.Module:
-        """Exchanges the layers of the model."""
         model = super().build()
         exchanged = {nn.Linear: _Linear, nn.Embedding: _Embedding, nn.LayerNorm: _LayerNorm}
         for module in model.modules():
@@ -298,13 +281,11 @@ class Halfstep(Stock):
     """`prepare` with halfstep's own AdamW."""
 
     def make_optimizer(self) -> torch.optim.Optimizer:
-        """Returns our AdamW."""
         from halfstep.torch import AdamW
 
         return AdamW(self.model.parameters(), **ADAMW)
 
     def set_up(self) -> None:
-        """Prepares, then compiles."""
         from halfstep.torch import prepare
 
         seed, tokens = self.setting.seed, self.setting.batch * self.setting.context
@@ -313,11 +294,9 @@ class Halfstep(Stock):
         self.forward = self.compiled(self.model)
 
     def step(self, micro_batches: Sequence[Batch]) -> Tensor:
-        """Lets the run clip, check and step."""
         return self.run.step(lambda batch: self.forward(*batch), micro_batches).loss
 
     def summary(self) -> str:
-        """Returns what was converted."""
         return self.run.summary()
 
 
@@ -325,7 +304,6 @@ class HalfstepStock(Halfstep):
     """With torch's own fused AdamW: masters are joined for the step and split after it."""
 
     def make_optimizer(self) -> torch.optim.Optimizer:
-        """Returns torch's AdamW."""
         return Stock.make_optimizer(self)
 
 
@@ -333,7 +311,6 @@ class HalfstepFp8(Halfstep):
     """In fp8; evaluated in bf16, as the preset says."""
 
     def set_up(self) -> None:
-        """Refuses a device without fp8."""
         support = supported(E4M3, self.device)
         if not support:
             raise MissingError(support.reason)
@@ -341,7 +318,6 @@ class HalfstepFp8(Halfstep):
 
     @torch.no_grad()
     def evaluate(self, batch: Batch) -> Tensor:
-        """Returns the mean loss of a batch in the policy's evaluation form."""
         from halfstep.torch.apply import set_precision
 
         policy, converted = self.run.policy, self.run.conversion

@@ -61,13 +61,11 @@ class Ceiling:
         self.product = torch.empty_like(self.left)
 
     def train(self, steps: int) -> Answer:
-        """Multiplies; `flops` is what it achieves per second."""
         self._multiply(PRODUCTS)
         seconds = _timed(lambda: self._multiply(PRODUCTS * steps), self.device)
         return {"flops": 2 * self.size**3 * PRODUCTS * steps / seconds}
 
     def finish(self) -> Answer:
-        """Returns nothing."""
         return {}
 
     def _multiply(self, count: int) -> None:
@@ -86,7 +84,6 @@ class Trainer:
         self.position = 0
 
     def train(self, steps: int) -> Answer:
-        """Trains one update that is not timed, then `steps` that are."""
         updates = [self._update(self.position + i) for i in range(steps + 1)]
         self.position += steps + 1
         losses = [self.arm.step(updates[0])]
@@ -187,7 +184,6 @@ def _batch(windows: NDArray[np.uint16], device: torch.device) -> Batch:
 
 
 def _timed(work: Callable[[], Any], device: torch.device) -> float:
-    """Returns the seconds until the device has done the work."""
     _wait(device)
     start = time.perf_counter()
     work()
