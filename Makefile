@@ -23,11 +23,11 @@ test: $(VENV)/.dev
 check: lint
 	$(BIN)/python $(PYTEST) -m 'not prove' tests/core tests/config tests/report tests/architecture
 
-# Everything exhaustive or slow: the tests marked `prove`, tests without assertions in the package, every bit pattern
-# of split masters, a hundred kills and damaged files, and each known hazard, planted.
+# Everything exhaustive or slow: the tests marked `prove`, tests under `python -O` (workers inherit the variable, not the
+# flag), every bit pattern of split masters, a hundred kills and damaged files, and each known hazard, planted.
 prove: $(VENV)/.dev
 	$(BIN)/python $(PYTEST) -m prove
-	$(BIN)/python -O $(PYTEST) -m 'not prove' tests/core tests/config tests/training
+	PYTHONOPTIMIZE=1 $(BIN)/python $(PYTEST) -m 'not prove' tests/core tests/config tests/training tests/torch/run
 	$(BIN)/python benchmarks/prove/split_all.py
 	$(BIN)/python benchmarks/prove/kills.py
 	$(BIN)/python benchmarks/prove/hazards.py
