@@ -23,6 +23,7 @@ from hypothesis.extra.numpy import arrays
 from halfstep.core.errors import FormatError, RoundingError
 from halfstep.core.formats import Format, Overflow, Specials
 from halfstep.core.rounding import Rounding, cast, decode, encode, overflows
+from tests.refusals import refuses
 
 ORACLES = {
     "fp16": np.float16,
@@ -116,9 +117,6 @@ SPECIAL = floats(
 )
 
 
-# --- ml_dtypes and numpy ---------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("name", ORACLES)
 def test_every_code_means_what_the_oracle_says(name):
     format = Format.parse(name)
@@ -167,9 +165,6 @@ def test_saturation_is_the_oracle_after_clipping(name):
     assert_same(cast(x, name, overflow="saturate"), expected, x)
 
 
-# --- the ladder: the modes and rules that no library has -------------------------------------------------
-
-
 @pytest.mark.parametrize("name", [*EIGHT_BIT, "e3m2", "e2m3", "e2m1", "e3m4fn", "e2m1ieee", "e2m5b9f", "e8m2fnuz"])
 def test_every_boundary_in_every_mode_and_rule(name):
     format = Format.parse(name)
@@ -189,9 +184,6 @@ def test_wider_formats_in_every_mode(name, mode):
     x = x[~np.isnan(x)]
     rule = format.native_overflow
     assert_same(cast(x, name, overflow=rule, rounding=mode), by_ladder(x, format, mode, rule), x)
-
-
-# --- fractions: any format -------------------------------------------------------------------------------
 
 
 @st.composite
@@ -263,9 +255,6 @@ def test_the_numbers_of_any_format_follow_the_formula(format):
     )
 
 
-# --- stochastic rounding ---------------------------------------------------------------------------------
-
-
 def stochastic(x: np.ndarray, name: str, words) -> np.ndarray:
     bits = np.broadcast_to(np.asarray(words, np.uint32), x.shape)
     return cast(x, name, overflow="saturate", rounding="stochastic", bits=bits)
@@ -332,9 +321,6 @@ def test_stochastic_rounding_far_below_the_smallest_subnormal():
     x = np.float32([2.0**-41, 2.0**-42, 1.5 * 2.0**-41])  # e4m3's smallest is 2^-9
     assert stochastic(x, "e4m3", 0).tolist() == [2.0**-9, 0.0, 2.0**-9]
     assert stochastic(x, "e4m3", 1).tolist() == [0.0, 0.0, 0.0]
-
-
-# --- rules, NaN, errors ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -451,9 +437,8 @@ ONE = np.ones(3, np.float32)
     ],
 )
 def test_errors_say_what_is_allowed(call, error, text):
-    with pytest.raises(error, match=text) as caught:
+    with refuses(error, text):
         call()
-    assert caught.value.hint
 
 
 def stochastic_with(bits):

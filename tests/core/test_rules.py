@@ -59,8 +59,7 @@ def test_more_literal_segments_win_whatever_the_order():
     loose, tight = "blocks.**: compute=fp32", "blocks.0.mlp.*: compute=tf32"
     for spec in (f"bf16-mixed; {loose}; {tight}", f"bf16-mixed; {tight}; {loose}"):
         assert compute(spec, "blocks.0.mlp.up") == "tf32"
-        assert compute(spec, "blocks.1.mlp.up") == "fp32"
-        assert compute(spec, "embed") == "bf16"
+        assert (compute(spec, "blocks.1.mlp.up"), compute(spec, "embed")) == ("fp32", "bf16")
 
 
 def test_roles_are_decided_one_by_one():
@@ -68,8 +67,7 @@ def test_roles_are_decided_one_by_one():
     result = policy.resolve(NAMES)["blocks.0.mlp.up"]
     assert print_value(result.values["norm"]) == "bf16"
     assert print_value(result.values["compute"]) == "fp32"
-    assert result.sources["norm"] == "blocks.0.mlp.up"
-    assert result.sources["compute"] == "**.mlp.up"
+    assert (result.sources["norm"], result.sources["compute"]) == ("blocks.0.mlp.up", "**.mlp.up")
     assert result.sources["param"] is None
 
 

@@ -27,9 +27,6 @@ def prepared(name, policy="bf16-mixed", kind=torch.optim.AdamW, attention="sdpa"
     return prepare(model, kind(model.parameters(), lr=1e-3), policy), lambda _: loss(model)
 
 
-# --- generation
-
-
 @pytest.mark.parametrize("policy", [SPLIT, "fp16-mixed", "fp8-mixed,emulate=true"])
 @pytest.mark.parametrize("name", LANGUAGE)
 def test_generation_is_the_same_with_every_cache_and_scores_are_fp32(name, policy):
@@ -54,9 +51,6 @@ def test_an_encoder_and_decoder_generates(name):
     given = zoo._noise(2, 8, 16) if name == "whisper" else zoo.tokens()
     with torch.no_grad():
         assert run.model.eval().generate(given, max_new_tokens=3, do_sample=False).shape[0] == 2
-
-
-# --- saving
 
 
 @pytest.mark.parametrize("policy", ["bf16-mixed", SPLIT, "bf16-true"])
@@ -84,9 +78,6 @@ def test_a_frozen_bf16_base_says_that_it_is_bf16():
     model.lm_head.requires_grad_(True)
     prepare(model, torch.optim.SGD(model.lm_head.parameters(), lr=0.1), SPLIT)
     assert model.dtype == torch.bfloat16
-
-
-# --- changes
 
 
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, AdamW], ids=["stock", "ours"])
@@ -150,9 +141,6 @@ def test_checkpointing_that_is_turned_on_after_changes_no_bit(name, policy):
     (first, weights), (second, again) = found
     assert torch.equal(first, second)
     assert all(torch.equal(w, again[n]) for n, w in weights.items())
-
-
-# --- loops of others
 
 
 def test_a_loop_under_autocast_is_refused_and_one_without_is_right():

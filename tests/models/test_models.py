@@ -45,9 +45,6 @@ def make(name, attention="sdpa"):
     return family.make(attention)
 
 
-# --- the reference
-
-
 class Noise(torch.autograd.Function):
     """x (1 + d) forward, g (1 + d') backward."""
 
@@ -178,9 +175,6 @@ def test_a_step_is_within_the_roundings_of_its_format(name, attention, policy):
     assert total >= RAN
 
 
-# --- as they come
-
-
 @pytest.mark.parametrize("policy", ["bf16-mixed", "fp16-mixed,param=fp32:split"])
 @pytest.mark.parametrize("given", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 @pytest.mark.parametrize("name", NAMES)
@@ -220,8 +214,7 @@ def test_what_a_model_returns_is_in_the_loss_format_and_its_cache_in_compute():
     with torch.no_grad():
         out = model(zoo.tokens(), use_cache=True)
         longer = model.generate(zoo.tokens(), max_new_tokens=2, do_sample=False, eos_token_id=-1)
-    assert type(out).__name__ == "CausalLMOutputWithPast"
-    assert out.logits.dtype == torch.float32
+    assert (type(out).__name__, out.logits.dtype) == ("CausalLMOutputWithPast", torch.float32)
     assert out["logits"] is out.logits
     assert out.past_key_values.layers[0].keys.dtype == torch.bfloat16
     assert longer.shape == (2, 10)
@@ -240,9 +233,6 @@ def test_checkpointed_gradients_are_the_same(name, attention):
         found.append(gradients(model, loss_fn))
     assert found[0][0] == found[1][0]
     assert all(torch.equal(g, found[1][1][n]) for n, g in found[0][1].items())
-
-
-# --- Mixtral
 
 
 def test_routers_are_fp32_inside_and_out():
@@ -307,9 +297,6 @@ def test_a_router_that_is_a_linear_layer_is_known_by_its_place():
     assert model[0].logits.dtype == torch.float32
     assert str(model[0].gate.precision.operand.format) == "fp32"
     assert str(model[0].gate_proj.precision.operand.format) == "e4m3"
-
-
-# --- T5
 
 
 def overflowing():

@@ -19,6 +19,7 @@ from halfstep.core.roles import Operand
 from halfstep.core.rounding import Rounding
 from halfstep.torch.cast import amax_of, quantize, quantize_scaled, random_bits, scale_for, to_native
 from halfstep.torch.dtypes import DTYPES
+from tests.refusals import refuses
 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 NARROW = ["e4m3", "e5m2", "e4m3fnuz", "e5m2fnuz", "e3m2", "e2m3", "e2m1", "e3m4ieee", "e4m3b11fnuz"]
@@ -133,9 +134,6 @@ def test_the_input_is_left_alone_and_no_gradient_passes(device):
     assert x.tolist() == [pytest.approx(1.1), 1000.0]
 
 
-# --- native dtypes ---------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("fmt", DTYPES, ids=str)
 def test_to_native_overflows_by_the_rule_on_every_version(fmt, device):
     x = samples(fmt.name)
@@ -149,9 +147,6 @@ def test_to_native_overflows_by_the_rule_on_every_version(fmt, device):
         assert found.float().isnan().cpu().numpy()[~number].all()
 
 
-# --- random words ----------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("shape", "start"), [(0, 0), (1, 0), (7, 3), ((3, 5), 1), ((), 2), (1000, 4 * 2**32 - 6), (64, 2**40 + 1)]
 )
@@ -163,9 +158,6 @@ def test_random_words_are_those_of_the_reference(shape, start, device):
         assert found.dtype == torch.int64
         assert found.device.type == device
         assert np.array_equal(found.cpu().numpy(), expected.astype(np.int64))
-
-
-# --- scales ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["e4m3", "e5m2", "e4m3fnuz", "e5m2fnuz", "e2m1", "e3m2"])
@@ -235,9 +227,6 @@ def test_the_plan_repeats_the_format(name, device):
     assert plan.fits_fp32 == (name not in STRANGE and not plan.like_fp32)
 
 
-# --- compile ---------------------------------------------------------------------------------------------
-
-
 # One function over several formats: dynamo makes what differs between them symbolic, unless forbidden.
 @pytest.mark.parametrize("name", ["bf16", "fp16", "e4m3", "e8m2fnuz"])
 def test_compiles_whole_and_gives_the_same_bits(name, device):
@@ -286,8 +275,6 @@ def test_a_compiled_native_cast_is_rounded_before_it_is_converted(device):
     assert "torch.int32" in graphs[0]
 
 
-# --- mistakes --------------------------------------------------------------------------------------------
-
 E4M3 = Format.parse("e4m3")
 
 
@@ -316,9 +303,8 @@ E4M3 = Format.parse("e4m3")
     ],
 )
 def test_errors_say_what_is_allowed(call, error, text, device):
-    with pytest.raises(error, match=text) as caught:
+    with refuses(error, text):
         call(torch.ones(3, device=device))
-    assert caught.value.hint
 
 
 def test_the_named_formats_are_all_tried(device):

@@ -12,6 +12,7 @@ from halfstep.core.formats import BF16, E4M3, E5M2, FP16, FP32, TF32, Format, pa
 from halfstep.core.rounding import decode
 from halfstep.torch import dtypes
 from halfstep.torch.dtypes import DTYPES, answer, describe, dtype_of, format_of, supported
+from tests.refusals import refuses
 
 T4 = Device("nvidia", "T4", capability=(7, 5))
 H100 = Device("nvidia", "H100", capability=(9, 0))
@@ -32,9 +33,8 @@ def test_a_dtype_has_the_codes_of_its_format(fmt):
 
 
 def test_formats_without_a_dtype_say_why():
-    with pytest.raises(FormatError, match="tf32 has no torch dtype: it is a way to multiply fp32") as caught:
+    with refuses(FormatError, "tf32 has no torch dtype: it is a way to multiply fp32", "float32"):
         dtype_of(TF32)
-    assert "float32" in caught.value.hint
     with pytest.raises(FormatError, match="e3m4ieee has no torch dtype: torch has dtypes for fp32, bf16"):
         dtype_of(parse("e3m4ieee"))
     for dtype in (torch.int32, torch.bool, torch.float64):
@@ -131,8 +131,6 @@ def test_fp32_runs_everywhere():
         assert answer(FP32, device)
 
 
-# --- descriptions ----------------------------------------------------------------------------------------
-
 X86 = (
     "processor\t: 0\nmodel name\t: A Xeon\nflags\t\t: fpu avx2 avx512_bf16 amx_bf16\n\nprocessor\t: 1\nflags\t:\n"
 )
@@ -204,9 +202,8 @@ def test_an_apple_gpu_by_its_generation(name, generation, monkeypatch):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
 def test_a_device_that_is_not_there():
-    with pytest.raises(HalfstepError, match="finds no `cuda` device") as caught:
+    with refuses(HalfstepError, "finds no `cuda` device"):
         describe("cuda")
-    assert caught.value.hint
     with pytest.raises(HalfstepError, match="`gpu` is not a torch device"):
         describe("gpu")
     with pytest.raises(HalfstepError, match="knows nothing about the torch device `meta`"):

@@ -30,6 +30,7 @@ from halfstep.torch.optim.muon import Muon
 from halfstep.torch.run.switches import Switches
 from halfstep.torch.session import Session
 from halfstep.torch.step import prepare
+from tests.refusals import refuses
 
 LAW = "fp16-mixed,scale=dynamic:init=1024:interval=3:floor=256"
 
@@ -61,9 +62,6 @@ def trained(policy, steps, x, *, values=(1.0, 2.0), make=sgd, **options):
     for _ in range(steps):
         run.step(loss_of(model), [x])
     return run
-
-
-# --- scaling -------------------------------------------------------------------------------------------------
 
 
 def test_unscaling_with_the_new_scale():
@@ -116,9 +114,8 @@ def test_forward_overflow_is_not_reported_as_a_scaling_problem():
     run = prepare(model, sgd(model), LAW)
     for _ in range(4):
         result = run.step(lambda x: loss_of(model)(x).square(), [torch.ones(2)])
-    with pytest.raises(ScalingError, match="forward: layer, largest input 1") as raised:
+    with refuses(ScalingError, "forward: layer, largest input 1", "no loss scale reaches the forward pass"):
         run.check(result)
-    assert "no loss scale reaches the forward pass" in raised.value.hint
 
 
 def test_a_skip_is_visible_to_schedules():
@@ -191,9 +188,6 @@ def test_a_step_that_is_not_finite_changes_nothing_under_every_policy(policy, ma
     assert bool(result.skipped)
     after = run.state_dict()["tensors"]
     assert all(torch.equal(v, before[k]) for k, v in after.items() if not k.startswith(("scale.", "rng.")))
-
-
-# --- masters and updates -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.Adagrad])
@@ -375,9 +369,6 @@ def test_running_statistics_survive_a_skipped_step():
     assert int(model[0].num_batches_tracked) == 0
 
 
-# --- casting -------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("policy", ["bf16-mixed", "bf16-mixed,param=fp32:split", LAW])
 def test_no_cast_outlives_a_step(policy):
     """autocast keeps its casts for a whole region: where the optimizer steps inside, old weights are used on."""
@@ -434,17 +425,13 @@ def test_halves_are_summed_in_fp32(loose_matmuls):
 def test_fp32_is_fp32(loose_matmuls):
     """ "medium" makes an fp32 matmul one of TF32 on GPUs, and one of bf16 on CPUs that multiply bf16."""
     for policy in ("fp32", "bf16-mixed; layer: compute=fp32"):
-        with pytest.raises(PolicyError, match="multiplies in fp32") as raised:
+        with refuses(PolicyError, "multiplies in fp32", "highest"):
             trained(policy, 0, torch.ones(2))
-        assert "highest" in raised.value.hint
     trained("bf16-mixed", 0, torch.ones(2))
     Session._pin_matmuls(SimpleNamespace(device=torch.device("cpu")))
     x = torch.full((64, 64), 1 + 2.0**-12)
     assert torch.equal(x @ torch.eye(64), x)
     trained("fp32", 0, torch.ones(2))
-
-
-# --- frameworks, as found ------------------------------------------------------------------------------------
 
 
 def test_a_state_of_tied_halves_goes_through_safetensors():

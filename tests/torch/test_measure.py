@@ -41,8 +41,7 @@ def operands_of(fmt, shape, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("fmt", "dtype"),
-    [(FP32, torch.float32), (TF32, torch.float32), (BF16, torch.bfloat16), (FP16, torch.float16)],
+    ("fmt", "dtype"), [(FP32, torch.float32), (TF32, torch.float32), (BF16, torch.bfloat16), (FP16, torch.float16)]
 )
 def test_operands_are_random_and_in_the_format(fmt, dtype, monkeypatch):
     a, b = operands_of(fmt, (8, 16, 4), monkeypatch)

@@ -11,6 +11,7 @@ from halfstep.core.errors import HalfstepError
 from halfstep.core.split import join as reference_join
 from halfstep.torch import AdamW, prepare
 from halfstep.torch.cast import join
+from tests.refusals import refuses
 
 SPLIT = "bf16-mixed,param=fp32:split"
 
@@ -129,9 +130,8 @@ def test_a_step_that_the_run_does_not_make_is_refused_where_it_would_be_lost():
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
     run = prepare(model, optimizer, SPLIT)
     model(data()).square().mean().backward()
-    with pytest.raises(HalfstepError, match=r"step\(\) was called directly") as raised:
+    with refuses(HalfstepError, r"step\(\) was called directly", "run.update()"):
         optimizer.step()
-    assert "run.update()" in raised.value.hint
     run.step(loss_of(model), [data()])
     run.unprepare()
     optimizer.step()  # the model holds its masters again
@@ -148,9 +148,8 @@ def test_a_step_by_hand_is_refused_where_the_loss_is_scaled_and_made_where_it_is
         if not scaled:
             optimizer.step()
             continue
-        with pytest.raises(HalfstepError, match="this policy scales the loss") as raised:
+        with refuses(HalfstepError, "this policy scales the loss", "run.update()"):
             optimizer.step()
-        assert "run.update()" in raised.value.hint
         run.unprepare()
         optimizer.step()
 

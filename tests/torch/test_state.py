@@ -11,6 +11,7 @@ from halfstep.core.errors import HalfstepError, ScalingError
 from halfstep.torch.optim.adamw import AdamW
 from halfstep.torch.optim.muon import Muon
 from halfstep.torch.step import prepare
+from tests.refusals import refuses
 
 
 class Net(nn.Module):
@@ -105,10 +106,8 @@ def test_a_state_with_moments_of_another_format_is_refused_whole(name):
 def test_a_state_of_another_policy_is_refused_with_the_remedy():
     given = saved(prepared("bf16-mixed", "fused"))
     target = prepared("bf16-mixed,param=fp32:split", "fused")
-    with pytest.raises(HalfstepError, match="has the policy `bf16-mixed`, and this run has") as raised:
+    with refuses(HalfstepError, "has the policy `bf16-mixed`, and this run has", '"bf16-mixed"', "load_weights"):
         target.load_state_dict(given)
-    assert '"bf16-mixed"' in raised.value.hint
-    assert "load_weights" in raised.value.hint
 
 
 @pytest.mark.parametrize(
@@ -140,9 +139,8 @@ def test_torchs_own_load_is_refused_where_it_would_narrow_moments():
     stock = MAKE["fused"](model)
     given = stock.state_dict()
     run = prepare(model, stock, "bf16-mixed,param=fp32:split")
-    with pytest.raises(HalfstepError, match="casts moments") as raised:
+    with refuses(HalfstepError, "casts moments", "load_torch_amp"):
         stock.load_state_dict(given)
-    assert "load_torch_amp" in raised.value.hint
     run.unprepare()
     stock.load_state_dict(given)  # the parameters are fp32 again
     model = Net()
@@ -215,13 +213,11 @@ def test_the_scale_of_a_gradscaler_follows_our_law_from_then_on():
     run = prepared("fp16-mixed", "ours")
     said = run.load_torch_amp(optimizer.state_dict(), scaler)
     assert "loss scale 8192 after 7 finite steps" in said
-    assert float(run.scale_state.scale) == 8192
-    assert int(run.scale_state.good_steps) == 7
+    assert (float(run.scale_state.scale), int(run.scale_state.good_steps)) == (8192, 7)
     assert run.scale_state.scale.dtype == torch.float32
     odd = {**scaler, "scale": 50000.0, "growth_interval": 100, "_growth_tracker": 9999}
     said = run.load_torch_amp([None], odd)
-    assert float(run.scale_state.scale) == 32768
-    assert int(run.scale_state.good_steps) == 1999
+    assert (float(run.scale_state.scale), int(run.scale_state.good_steps)) == (32768, 1999)
     assert "growth_interval=100, but the policy's law holds now" in said
     run.load_torch_amp([None], {**scaler, "scale": 2.0**-9})
     assert float(run.scale_state.scale) == 1.0  # the floor
@@ -250,8 +246,7 @@ def test_the_scale_of_a_gradscaler_follows_our_law_from_then_on():
 def test_what_cannot_be_taken_over_is_refused_whole(policy, call, said):
     _, optimizer, scaler = amp()
     run = prepared(policy, "ours")
-    with pytest.raises((HalfstepError, ScalingError), match=said) as raised:
+    with refuses((HalfstepError, ScalingError), said):
         call(run, optimizer.state_dict(), scaler)
-    assert raised.value.hint
     assert int(run.num_applied) == 0
     assert float(run.scale_state.scale) == float(run.policy.scale.init().scale)

@@ -8,6 +8,7 @@ from halfstep.core.policy import Policy
 from halfstep.torch.layers import CastedLinear
 from halfstep.torch.optim.adamw import AdamW
 from halfstep.torch.step import Run
+from tests.refusals import refuses
 
 # Two fp32 sums of the same terms in another order: at most 36 positive terms, and a few products around them.
 SUMMED = 2 * 48 * 2.0**-24
@@ -108,9 +109,8 @@ def test_an_update_needs_the_last_micro_batch():
 )
 def test_a_loss_that_cannot_be_used_is_refused_with_the_remedy(loss, said):
     r = run()
-    with pytest.raises(HalfstepError, match=said) as raised:
+    with refuses(HalfstepError, said):
         r.backward(loss(r))
-    assert raised.value.hint
 
 
 def test_a_loss_that_depends_on_no_parameter_of_an_optimizer_is_refused():

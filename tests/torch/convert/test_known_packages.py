@@ -10,6 +10,7 @@ from torch import nn
 from halfstep.core.errors import HalfstepError, PolicyError
 from halfstep.torch.convert.known_packages import routers
 from halfstep.torch.step import prepare
+from tests.refusals import refuses
 
 
 def model():
@@ -26,9 +27,6 @@ def refused(given, optimizer=None, policy="bf16-mixed"):
         prepare(given, optimizer or adamw(given), policy)
     assert caught.value.hint
     return caught.value
-
-
-# --- wrappers
 
 
 @pytest.mark.parametrize(
@@ -109,9 +107,6 @@ def test_a_forward_that_was_replaced_on_the_model_itself_is_refused():
     assert "class Mine" in error.hint
 
 
-# --- Accelerate
-
-
 @pytest.fixture
 def accelerator():
     accelerate = pytest.importorskip("accelerate", reason="accelerate is not installed")
@@ -141,8 +136,7 @@ def test_a_model_that_accelerate_prepared_is_refused_and_the_remedy_works(accele
     seen = []
     again[0].register_forward_hook(lambda m, args, out: seen.append(out.dtype))
     result = run.step(lambda x: again(x).square().mean(), [torch.ones(2, 8)])
-    assert seen == [torch.bfloat16]
-    assert result.loss.dtype == torch.float32
+    assert (seen, result.loss.dtype) == ([torch.bfloat16], torch.float32)
     assert "forward" in run.unprepare().__dict__  # where Accelerate had left it
 
 
@@ -160,9 +154,6 @@ def test_an_optimizer_that_fabric_set_up_is_refused():
     made = type("FabricAdamW", (_FabricOptimizer, torch.optim.AdamW), {})
     given = model()
     assert "the optimizer was prepared by Fabric already" in refused(given, made(given.parameters())).message
-
-
-# --- layers that bring recipes of their own
 
 
 class Float8Linear(nn.Linear):
@@ -275,9 +266,6 @@ def test_a_trained_weight_that_rounds_by_itself_is_refused():
     assert "requires_grad_(False)" in error.hint
 
 
-# --- the packages themselves, where they are installed
-
-
 @pytest.fixture
 def torchao():
     return pytest.importorskip("torchao", reason="torchao is not installed")
@@ -353,9 +341,6 @@ def test_what_fabric_set_up_is_refused_and_the_remedy_works(precision):
             wrapped(torch.ones(2, 8))
 
 
-# --- routers
-
-
 def test_routers_are_known_by_class_and_by_place():
     class TopKRouter(nn.Module):
         def __init__(self):
@@ -379,6 +364,5 @@ def test_routers_are_known_by_class_and_by_place():
 @pytest.mark.parametrize("policy", ["bf16-mixed,router=bf16", "bf16-mixed; **: router=bf16"])
 def test_a_router_in_bf16_is_refused(policy):
     given = model()
-    with pytest.raises(PolicyError, match="router=bf16") as caught:
+    with refuses(PolicyError, "router=bf16", "routers are fp32"):
         prepare(given, adamw(given), policy)
-    assert "routers are fp32" in caught.value.hint

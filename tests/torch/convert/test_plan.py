@@ -20,8 +20,6 @@ from halfstep.torch.layers import Layer
 from halfstep.torch.split import note_write
 from tests.torch.nets import Net, draw, same, within
 
-# --- what others wrote
-
 
 class Scaled(nn.Linear):
     """A subclass with a forward of its own."""
@@ -166,9 +164,6 @@ def test_adapters_train_over_a_frozen_narrow_base():
     assert base.weight.grad is None
     assert set(applied.masters) == {"a.weight", "b.weight"}
     assert net.a.weight.grad.dtype == torch.float32
-
-
-# --- the model as a whole
 
 
 class Everything(nn.Module):
@@ -383,8 +378,7 @@ def test_shared_modules_are_converted_once():
     shared = nn.Linear(4, 4)
     net = nn.Sequential(shared, nn.ReLU(), shared)
     applied = apply(net, Policy.parse("bf16-mixed,param=fp32:split"))
-    assert applied.modules == 1
-    assert list(applied.masters) == ["0.weight", "0.bias"]
+    assert (applied.modules, list(applied.masters)) == (1, ["0.weight", "0.bias"])
     net(draw(2, 4)).sum().backward()
     assert net[2].weight.grad.dtype == torch.float32
 

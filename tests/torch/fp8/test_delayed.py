@@ -13,6 +13,7 @@ from halfstep.torch.dtypes import supported
 from halfstep.torch.fp8.delayed import HISTORY
 from halfstep.torch.state import load_state, restored, state_of, stored
 from halfstep.torch.step import prepare
+from tests.refusals import refuses
 
 DELAYED = "bf16-mixed,compute=e4m3:delayed,grad=e5m2:delayed"
 FORMS = [
@@ -156,10 +157,8 @@ def test_a_resumed_run_equals_the_uninterrupted_one(form):
 def test_a_state_without_the_history_is_refused_with_the_remedy():
     run, _ = prepared(f"{DELAYED},emulate=true")
     state = {name: t for name, t in state_of(run).items() if not name.startswith("amax.")}
-    with pytest.raises(HalfstepError, match="no amax history of `0`") as caught:
+    with refuses(HalfstepError, "no amax history of `0`", "omit `delayed`", "load_weights"):
         load_state(run, state)
-    assert "omit `delayed`" in caught.value.hint
-    assert "load_weights" in caught.value.hint
 
 
 def test_a_copy_has_its_own_history():
@@ -193,9 +192,8 @@ def test_a_model_that_is_given_back_has_no_history():
 def test_what_cannot_be_delayed_is_refused():
     model = nn.Sequential(nn.Linear(16, 16))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with pytest.raises(PolicyError, match="a row of activations is a token") as caught:
+    with refuses(PolicyError, "a row of activations is a token", "`e4m3:row`"):
         prepare(model, optimizer, "bf16-mixed,compute=e4m3:row:delayed,emulate=true")
-    assert "`e4m3:row`" in caught.value.hint
     attention = nn.Sequential(nn.MultiheadAttention(16, 2))
     with pytest.raises(PolicyError, match="projects queries, keys and values"):
         prepare(attention, torch.optim.SGD(attention.parameters(), lr=0.1), f"{DELAYED},emulate=true")

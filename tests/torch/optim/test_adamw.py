@@ -11,6 +11,7 @@ from halfstep.torch.cast import split
 from halfstep.torch.optim.adamw import AdamW
 from halfstep.torch.optim.masters import Masters
 from halfstep.torch.optim.muon import Muon, orthogonalize
+from tests.refusals import refuses
 
 
 def parameter(*shape, seed=0, dtype=torch.float32):
@@ -26,10 +27,7 @@ def grads(params, seed):
 def test_adamw_is_torchs_adamw_bit_for_bit_on_fp32():
     ours, theirs = [parameter(6, 4), parameter(5, seed=1)], [parameter(6, 4), parameter(5, seed=1)]
     optimizer = AdamW(
-        [
-            {"params": [("a", ours[0])], "weight_decay": 0.1},
-            {"params": [("b", ours[1])], "weight_decay": 0.0},
-        ],
+        [{"params": [("a", ours[0])], "weight_decay": 0.1}, {"params": [("b", ours[1])], "weight_decay": 0.0}],
         lr=1e-2,
     )
     stock = torch.optim.AdamW(
@@ -131,9 +129,8 @@ def test_orthogonalize_pushes_singular_values_towards_one(shape):
 
 @pytest.mark.parametrize("shape", [(4,), (), (2, 3, 4)])
 def test_muon_takes_only_matrices_and_says_what_takes_the_rest(shape):
-    with pytest.raises(HalfstepError, match="`gain` has the shape") as raised:
+    with refuses(HalfstepError, "`gain` has the shape", "AdamW"):
         Muon([{"params": [("gain", parameter(*shape))]}])
-    assert "AdamW" in raised.value.hint
     muon, odd = Muon([parameter(2, 3)]), parameter(*shape)
     with pytest.raises(HalfstepError, match="matrices"):
         muon.add_param_group({"params": [odd]})
@@ -206,9 +203,8 @@ def test_a_factor_multiplies_the_rate_that_a_scheduler_wrote():
 def test_a_sparse_gradient_is_refused_with_an_alternative(kind):
     p = parameter(4, 4)
     sparse = torch.ones(4, 4).to_sparse(1)
-    with pytest.raises(HalfstepError, match="`w` is sparse") as raised:
+    with refuses(HalfstepError, "`w` is sparse", "SparseAdam"):
         kind([("w", p)]).step({p: sparse})
-    assert "SparseAdam" in raised.value.hint
 
 
 def test_moments_keep_their_format_through_torchs_own_load():
@@ -282,22 +278,19 @@ def test_an_impossible_setting_is_refused(message):
 
 
 def test_split_masters_are_not_made_by_an_optimizer_alone():
-    with pytest.raises(HalfstepError, match="split masters") as raised:
+    with refuses(HalfstepError, "split masters", "prepare"):
         AdamW([parameter(4, 4)], masters="fp32:split")
-    assert "prepare" in raised.value.hint
 
 
 def test_a_closure_is_refused():
-    with pytest.raises(HalfstepError, match="closures") as raised:
+    with refuses(HalfstepError, "closures", "step()"):
         AdamW([parameter(4)]).step(lambda: 0.0)
-    assert "step()" in raised.value.hint
 
 
 @pytest.mark.parametrize("kind", [AdamW, Muon])
 def test_numbers_that_are_not_real_are_refused(kind):
-    with pytest.raises(HalfstepError, match="complex64") as raised:
+    with refuses(HalfstepError, "complex64", "torch.optim.AdamW"):
         kind([("w", torch.nn.Parameter(torch.zeros(2, 2, dtype=torch.complex64)))])
-    assert "torch.optim.AdamW" in raised.value.hint
 
 
 @pytest.mark.parametrize("kind", [AdamW, Muon])

@@ -7,6 +7,7 @@ from torch import nn
 from halfstep.core.errors import HalfstepError
 from halfstep.torch import AdamW
 from halfstep.torch.step import prepare
+from tests.refusals import refuses
 
 POLICIES = ("bf16-mixed", "bf16-mixed,param=fp32:split", "bf16-true", "fp16-mixed,emulate=true")
 KINDS = {
@@ -51,9 +52,8 @@ def test_a_table_that_was_resized_in_place_is_refused(policy, kind):
     rows[:8] = model.table.weight.data
     model.table.weight.data, model.table.num_embeddings = rows, 12
     body = model.body.weight.detach().clone()
-    with pytest.raises(HalfstepError, match=r"`table.weight` had the shape \(8, 16\) .* \(12, 16\) now") as caught:
+    with refuses(HalfstepError, r"`table.weight` had the shape \(8, 16\) .* \(12, 16\) now", "prepare"):
         run.step(loss(model), [X])
-    assert "prepare" in caught.value.hint
     assert torch.equal(model.body.weight, body)
 
 
@@ -63,9 +63,8 @@ def test_a_head_that_was_replaced_is_refused_at_once(policy, kind):
     """Hazard: it learns nothing, and nobody says so."""
     run, model = prepared(policy, kind)
     model.head = nn.Linear(16, 8)
-    with pytest.raises(HalfstepError, match=r"`head.weight` was not there .* is not trained \(2 such") as caught:
+    with refuses(HalfstepError, r"`head.weight` was not there .* is not trained \(2 such", "run.unprepare()"):
         run.step(loss(model), [X])
-    assert "run.unprepare()" in caught.value.hint
 
 
 def test_an_additional_parameter_is_refused_after_one_update():

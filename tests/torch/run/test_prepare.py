@@ -13,6 +13,7 @@ from halfstep.core.policy import Policy
 from halfstep.torch.optim.adamw import AdamW
 from halfstep.torch.optim.muon import Muon
 from halfstep.torch.step import prepare
+from tests.refusals import refuses
 
 
 class Net(nn.Module):
@@ -331,11 +332,7 @@ REFUSED = [
     (lambda m: prepare(m, AdamW(m.parameters()), "bf16-mixed,scale=dynamic"), PolicyError, "nothing to protect"),
     (lambda m: prepare(m, torch.amp.GradScaler("cpu"), "bf16-mixed"), HalfstepError, "GradScaler"),
     (lambda m: prepare(m, torch.optim.LBFGS(m.parameters()), "fp32"), HalfstepError, "closure"),
-    (
-        lambda m: prepare(m, AdamW(copy.deepcopy(m).parameters()), "fp32"),
-        HalfstepError,
-        "that the model does not",
-    ),
+    (lambda m: prepare(m, AdamW(copy.deepcopy(m).parameters()), "fp32"), HalfstepError, "that the model does not"),
     (lambda m: prepare(m, [AdamW([m.up.weight]), AdamW([m.up.weight])], "fp32"), HalfstepError, "move twice"),
     (lambda m: prepare(m, AdamW(m.parameters()), "fp32", clip_norm=-1.0), HalfstepError, "clip_norm=-1.0"),
     (lambda m: prepare(m, AdamW(m.parameters()), "fp32", clip_norm=float("nan")), HalfstepError, "clip_norm=nan"),
@@ -360,9 +357,8 @@ def test_preparing_twice_is_refused_and_spoils_nothing():
     model = Net()
     run = prepare(model, OURS["AdamW"](model), "bf16-mixed")
     run.backward(loss_of(model)(batch()))
-    with pytest.raises(HalfstepError, match="policy already") as raised:
+    with refuses(HalfstepError, "policy already", "unprepare"):
         prepare(model, OURS["AdamW"](model), "bf16-mixed")
-    assert "unprepare" in raised.value.hint
     assert float(run.update().grad_norm) > 0
 
 
@@ -452,9 +448,8 @@ def test_evaluation_computes_as_its_role_says():
 
 def test_moments_that_the_policy_contradicts_are_refused():
     model = nn.Linear(4, 2)
-    with pytest.raises(PolicyError, match="moments=bf16") as raised:
+    with refuses(PolicyError, "moments=bf16", "moments=bf16"):
         prepare(model, AdamW(model.parameters(), moments="bf16"), "bf16-mixed")
-    assert "moments=bf16" in raised.value.hint
     run = prepare(model, AdamW(model.parameters(), moments="bf16"), "bf16-mixed,moments=bf16")
     run.step(lambda x: model(x).sum(), [torch.ones(1, 4)])
     assert {s["exp_avg"].dtype for s in run.optimizers[0].state.values()} == {torch.bfloat16}
