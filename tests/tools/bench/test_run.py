@@ -137,8 +137,8 @@ def test_the_time_limit_ends_the_race_after_a_whole_round(played, monkeypatch):
     monkeypatch.setattr(race, "FINISH_SECONDS", 0.1)
     begun = time.monotonic()
     plays = {name: {"sleeps": 0.3} for name in ("fp32", "autocast")}
-    result, _ = played(["fp32", "autocast"], plays, rounds=1000, seconds=2.5)
-    assert time.monotonic() - begun < 8  # a busy machine
+    result, _ = played(["fp32", "autocast"], plays, rounds=1000, seconds=6.0)
+    assert time.monotonic() - begun < 60  # 1000 rounds take ten minutes
     assert result.stopped == f"after {result.rounds} of 1000 rounds: the time is up"
     assert 1 <= result.rounds < 12
     assert {len(arm.seconds) for arm in result.arms} == {result.rounds}
