@@ -8,6 +8,7 @@ from cyclopts import Parameter
 from halfstep.cli.arguments import Flag, Json, Place
 from halfstep.cli.output import print_json, print_table, print_words
 from halfstep.core.errors import HalfstepError
+from halfstep.tools.bench.contract import Options
 
 if TYPE_CHECKING:
     from halfstep.tools.bench.bars import Verdict
@@ -20,19 +21,7 @@ PICTURES = (".svg", ".html")
 def bench(
     *,
     arms: Arms = (),
-    micro_batches: int = 1,
-    rounds: int = 6,
-    steps: int = 10,
-    layers: int = 12,
-    width: int = 768,
-    context: int = 1024,
-    batch: int = 32,
-    vocabulary: int = 50304,
-    device: str | None = None,
-    compile: bool | None = None,
-    source: str = "stdlib",
-    seconds: float | None = None,
-    at_once: int = 4,
+    race: Annotated[Options, Parameter(name="*")] = Options(),
     save: Place | None = None,
     picture: Place | None = None,
     bars: Flag = False,
@@ -49,32 +38,6 @@ def bench(
         fp32, tf32, autocast-eager, autocast (the usual recipe), autocast-fp16, accelerate, fabric, hf, casted,
         pure-bf16, halfstep, halfstep-fp32-masters, halfstep-stock, halfstep-fp16, halfstep-fp8, halfstep-fp8-all;
         by default, casted and those that the bars compare.
-    micro_batches
-        Micro-batches per update.
-    rounds
-        How many turns each arm gets.
-    steps
-        Timed updates per turn.
-    layers
-        Layers of the model.
-    width
-        Width of the model; each head is 64 wide.
-    context
-        Tokens per sequence.
-    batch
-        Sequences per micro-batch.
-    vocabulary
-        Rows of the embedding. Text is read as bytes; the other rows only add their size.
-    device
-        cuda, cuda:1 or cpu; by default an NVIDIA GPU.
-    compile
-        Whether recipes that can compile do; by default, only on a GPU.
-    source
-        The text: stdlib, a file, a folder, or token shards.
-    seconds
-        Stop after this time, and report what was done.
-    at_once
-        How many arms start and compile at the same time; each needs the memory of a step meanwhile.
     save
         Also write the data as JSON to this file.
     picture
@@ -86,24 +49,10 @@ def bench(
     from halfstep.tools.bench.run import checked_arms, run
 
     names = checked_arms(arms)
-    sizes = {"layers": layers, "width": width, "context": context, "vocabulary": vocabulary}
     if bars:
-        check_applicable(names, device, sizes)
+        check_applicable(names, race.device, vars(race))
     _check_files(save, picture)
-    result = run(
-        names,
-        **sizes,
-        micro_batches=micro_batches,
-        rounds=rounds,
-        steps=steps,
-        batch=batch,
-        device=device,
-        compile=compile,
-        source=source,
-        seconds=seconds,
-        at_once=at_once,
-        log=print_words,
-    )
+    result = run(names, log=print_words, **vars(race))
     verdicts = judge(result) if bars else ()
     data = result.to_dict() | ({"bars": [verdict.to_dict() for verdict in verdicts]} if bars else {})
     _write(result, data, save, picture)

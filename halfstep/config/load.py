@@ -1,9 +1,8 @@
 """Reads recipes, TOML files and `--set` into a `RunConfig`, and writes it as TOML.
 
-A run is described by a recipe (a name that comes with halfstep, or a file) and overrides, applied in this
-order: the schema's defaults, the recipe, each `--set` from left to right. The policy may be a text (`policy =
-"bf16-mixed,norm=bf16"`) or a table ([policy] with `preset`, roles and [policy.rules]); either way the
-configuration holds its text form.
+Applied in this order: the schema's defaults, the recipe (a name that comes with halfstep, or a file), each `--set`
+from left to right. The policy may be a text or a table ([policy] with `preset`, roles and [policy.rules]); either
+way the configuration holds its text form.
 """
 
 import ast
@@ -122,7 +121,6 @@ def _toml_value(text: str) -> Any:
 
 
 def _override_policy(text: str, key: str, value: str) -> str:
-    """Returns the policy's text with one role, rule or its preset replaced."""
     try:
         table = policy.read(text).to_table()
         value = value.strip().strip('"')

@@ -8,9 +8,6 @@ One block, with every switch on (each is off or plain unless the recipe says so)
     x <- mix[0] x + mix[1] x0                     embedding shortcut: x0 is the embedded token
     x <- x + attn_scale * attention(norm(x))      values mixed with the first block's; queries and keys normalized
     x <- x + mlp_scale * mlp(norm(x))             down(gelu(up x)), down(relu(up x)^2), down(silu(gate x) * up x)
-
-U-net skips add the outputs of the first half of the blocks, times learned weights, to the inputs of the second
-half, the last of them first; of an odd number of blocks the last gets none.
 """
 
 import math

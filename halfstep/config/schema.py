@@ -1,8 +1,7 @@
 """Turns dataclasses into configuration: types are the checks, the string under a field is its help.
 
-A section is a frozen dataclass. This module reads a table (from TOML) into one, strictly, and lists its fields for
-help and docs. It is written by hand for its errors: each names the dotted key, what was given, what is allowed and
-the nearest legal key.
+It is written by hand for its errors: each names the dotted key, what was given, what is allowed and the nearest
+legal key.
 """
 
 import dataclasses

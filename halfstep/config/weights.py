@@ -1,14 +1,11 @@
-"""The initial weights of the reference decoder, the same on every backend.
+"""The initial weights of the reference decoder, the same on every backend: a function of (seed, name), in numpy.
 
-A weight is a function of (seed, name): drawn in numpy from a counter-based generator keyed by both, so backends,
-ranks and subsets of the model agree bit for bit.
-
-    matrices                          normal, variance 1 / (3 fan_in), which keeps the scale of activations
-    those that write to the stream    zero, or divided by sqrt(2 layers), so that the stream grows as one block
-    embeddings                        normal, `embedding_std`
-    an output head                    as a matrix, or zero
-    gains, factors                    one, on queries `q_gain_start`;   biases   zero
-    residual_mix                      (1, 0): the stream itself;   value_mix   0.5
+matrices                          normal, variance 1 / (3 fan_in), which keeps the scale of activations
+those that write to the stream    zero, or divided by sqrt(2 layers), so that the stream grows as one block
+embeddings                        normal, `embedding_std`
+an output head                    as a matrix, or zero
+gains, factors                    one, on queries `q_gain_start`;   biases   zero
+residual_mix                      (1, 0): the stream itself;   value_mix   0.5
 """
 
 import math

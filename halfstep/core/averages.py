@@ -1,7 +1,4 @@
-"""Exponential moving averages of masters, in fp32, as a run keeps them and a checkpoint holds them.
-
-average <- average + (1 - decay) (master - average)        on applied updates only
-"""
+"""Exponential moving averages in fp32: average <- average + (1 - decay) (master - average), if applied."""
 
 from collections.abc import Mapping
 from typing import Any, TypeVar

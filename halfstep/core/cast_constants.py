@@ -38,10 +38,7 @@ class CastConstants(NamedTuple):
 
 
 def cast_constants(fmt: Format) -> CastConstants:
-    """Returns the constants of a format, computed so that dynamo can trace it.
-
-    fmt.max is cached under a lock in Python 3.11, which cannot be traced.
-    """
+    """Returns the constants of a format, without fmt.max: dynamo cannot trace the lock of its cache."""
     width, y, bias = _constant(fmt.exponent_bits), _constant(fmt.mantissa_bits), _constant(fmt.bias)
     lowest, highest = 1 - bias, (1 << width) - 1 - bias - (fmt.specials == "ieee")
     step = math.ldexp(1.0, highest - y)

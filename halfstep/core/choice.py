@@ -96,10 +96,7 @@ class Choice:
 
 
 def gain(timings: Iterable[Timing], fmt: Format) -> Gain | None:
-    """Returns the gain of a format at the largest shape that it and fp32 were both timed at, if there is one.
-
-    A block says more than a matmul: if both were timed, the block counts.
-    """
+    """Returns the gain at the largest shape that both were timed at, if any; a block counts before a matmul."""
     by_key = {(timing.format, timing.work, timing.shape): timing for timing in timings}
     common = [key for key in by_key if key[0] == fmt and (FP32, *key[1:]) in by_key]
     if not common:

@@ -83,7 +83,10 @@ def _nvidia(fmt: Format, device: Device) -> Support:
     if fmt == FP32:
         return Support(True, f"{has}; every NVIDIA GPU multiplies fp32")
     if fmt in (E4M3FNUZ, E5M2FNUZ):
-        return Support(False, f"{has}; NVIDIA multiplies {_ocp(fmt)}, which is a different format from {fmt}")
+        return Support(
+            False,
+            f"{has}; NVIDIA multiplies {str(fmt).removesuffix('fnuz')}, which is a different format from {fmt}",
+        )
     needed = {FP16: (7, 0), BF16: (8, 0), TF32: (8, 0), E4M3: (8, 9), E5M2: (8, 9)}[fmt]
     return Support(device.capability >= needed, f"{has}; {fmt} needs {_dotted(needed)}")
 
@@ -188,10 +191,6 @@ def _listed(fmt: Format, where: str, formats: tuple[Format, ...]) -> Support:
 def _unknown(fmt: Format, device: Device, what: str) -> Support:
     given = f" (`{device.architecture}`)" if device.architecture else ""
     return Support(False, f"the {what} of {device.name}{given} is not known, and so whether it multiplies {fmt}")
-
-
-def _ocp(fmt: Format) -> str:
-    return "e4m3" if fmt == E4M3FNUZ else "e5m2"
 
 
 def _dotted(capability: tuple[int, int]) -> str:

@@ -13,11 +13,8 @@ and the suffix of the name says what the largest codes mean:
     fnuz    no infinity; the code of negative zero is the NaN, so zero has no sign         b = 2^(x-1)
 
 Names follow ml_dtypes (`e4m3fn`, `e4m3b11fnuz` with bias 11), except that it writes `fn` for formats without a
-NaN, which are `f` here. A bare ExMy is accepted only if a published standard gives it one meaning (OCP FP8: e4m3,
-e5m2; OCP MX: e3m2, e2m3, e2m1); otherwise the name must state it, because a guess would be a silent substitution:
-e4m3 ends at 448 as `fn` and at 240 as `ieee`.
-
-Everything here is exact in Python floats: no format is wider than fp32.
+NaN, which are `f` here. A bare ExMy is accepted only if a published standard (OCP FP8, OCP MX) gives it one
+meaning; a guess would be a silent substitution: e4m3 ends at 448 as `fn` and at 240 as `ieee`.
 """
 
 import math

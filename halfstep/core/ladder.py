@@ -43,10 +43,7 @@ def climb(
     work: Work = "matmuls",
     slowest: Mapping[Format, float] | None = None,
 ) -> list[Timing]:
-    """Times each format at the shapes, from small to large, that the budget in seconds allows.
-
-    `slowest` says how many times slower than fp32 a format may be, if that is known.
-    """
+    """Times each format at the shapes, from small to large, that the budget in seconds allows."""
     race = _Race(start, clock, clock() + budget, slowest or {})
     others = [fmt for fmt in dict.fromkeys(formats) if fmt != FP32]
     reach = race.climb(FP32, shapes, share=budget / 2 / (len(others) + 1))
@@ -106,7 +103,6 @@ class _Race:
         return max((shape for f, shape in self.seconds if f == fmt), key=_operations, default=None)
 
     def _timed(self, fmt: Format, shape: Shape, count: int) -> float:
-        """Returns the seconds per matmul, over `count` of them."""
         started = self.clock()
         self.runs[fmt, shape](count)
         # If the clock did not move, this was below its resolution, and counts as a nanosecond.

@@ -35,10 +35,7 @@ class Casts(Generic[DType]):
 
     @classmethod
     def lower(cls, precision: Precision, dtype_of: Callable[[Format], DType], **own: Any) -> Self:
-        """Returns what a precision means in a framework. Emulated, every array is carried in fp32.
-
-        `own` are the fields that a backend adds.
-        """
+        """Returns what a precision means in a framework; `own` are the fields that a backend adds."""
 
         def carrier(fmt: Format) -> DType:
             return dtype_of(FP32 if precision.emulate else fmt)

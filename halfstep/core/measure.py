@@ -39,11 +39,7 @@ MATMUL_SHARE = 1 / 3
 
 
 def block_limits(matmuls: Sequence[Timing], formats: Iterable[Format]) -> dict[Format, float]:
-    """Returns the formats worth a block, each with how many times slower than fp32 its block may turn out.
-
-    A block of few tokens is mostly launches, which do not show how slow a format's matmuls are, so the matmuls are
-    timed first; if no block in a format is affordable, they are the answer.
-    """
+    """Returns the formats worth a block, by their matmuls; each with how much slower than fp32 it may be."""
     gains = {fmt: known.ratio for fmt in formats if (known := gain(matmuls, fmt)) is not None}
     return {fmt: max(2.0, 2 / ratio) for fmt, ratio in gains.items() if ratio > 1 / TOO_SLOW}
 

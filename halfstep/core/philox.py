@@ -35,9 +35,8 @@ from halfstep.core.errors import RoundingError
 
 Words: TypeAlias = NDArray[np.uint32]
 
-_MULTIPLIERS = np.uint64(0xD2511F53), np.uint64(0xCD9E8D57)
-_KEY_STEPS = 0x9E3779B9, 0xBB67AE85
-_ROUNDS = 10
+MULTIPLIERS = 0xD2511F53, 0xCD9E8D57
+KEY_STEPS = 0x9E3779B9, 0xBB67AE85
 _MASK = np.uint64(0xFFFFFFFF)
 _HALF = np.uint64(32)
 
@@ -49,11 +48,11 @@ def philox4x32(
     # Held in uint64, where a product of two words is whole.
     c0, c1, c2, c3 = np.broadcast_arrays(*(np.asarray(word, np.uint32).astype(np.uint64) for word in counter))
     k0, k1 = key
-    for _ in range(_ROUNDS):
-        product0, product1 = _MULTIPLIERS[0] * c0, _MULTIPLIERS[1] * c2
+    for _ in range(10):
+        product0, product1 = (np.uint64(m) * c for m, c in zip(MULTIPLIERS, (c0, c2), strict=True))
         c0, c1 = (product1 >> _HALF) ^ c1 ^ np.uint64(k0), product1 & _MASK
         c2, c3 = (product0 >> _HALF) ^ c3 ^ np.uint64(k1), product0 & _MASK
-        k0, k1 = (k0 + _KEY_STEPS[0]) % 2**32, (k1 + _KEY_STEPS[1]) % 2**32
+        k0, k1 = (k0 + KEY_STEPS[0]) % 2**32, (k1 + KEY_STEPS[1]) % 2**32
     return c0.astype(np.uint32), c1.astype(np.uint32), c2.astype(np.uint32), c3.astype(np.uint32)
 
 

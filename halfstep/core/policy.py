@@ -19,7 +19,6 @@ the matmuls: `bf16-mixed,compute=e4m3` is short for `bf16-mixed; **: compute=e4m
 fp8-mixed says `measured` because a preset is a promise: it is never slower than bf16-mixed. Below some width,
 which differs by device, casts and transposed copies cost a layer more than the faster matmul saves, so the preset
 times each size when a model is prepared. `fp8-mixed,compute=e4m3` forces fp8; under emulation nothing is timed.
-
 "fp32" is fp32. TF32 on NVIDIA and bf16 passes on TPU are other formats; to get TF32, ask for `tf32`.
 """
 

@@ -1,8 +1,4 @@
-"""Refuses what a backend cannot run, by name, before anything changes.
-
-A policy can ask for more than a backend offers. Each backend states what it lacks; the message, and what runs
-instead, are here, the same for all.
-"""
+"""Refuses what a backend cannot run, by name, before anything changes, and says what runs instead."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
@@ -67,10 +63,7 @@ def no_format(dtype: object, arrays: str, known: Iterable[object]) -> FormatErro
 
 
 def check_measurable(formats: Iterable[Format], where: str, supported: Callable[[Format], Support]) -> None:
-    """Refuses to time formats that a device cannot run, before the clock starts.
-
-    Within a budget, a format may not get its turn, and would then not be refused.
-    """
+    """Refuses to time formats that a device cannot run, before the clock starts: one may not get its turn."""
     for fmt in formats:
         support = supported(fmt)
         if not support:
@@ -81,10 +74,7 @@ def check_measurable(formats: Iterable[Format], where: str, supported: Callable[
 
 
 def check_reach(policy: Policy, matmuls: Iterable[str], owners: Iterable[str]) -> None:
-    """Refuses a rule that matches names but changes nothing there.
-
-    `matmuls` are the modules that multiply, `owners` those that hold a parameter.
-    """
+    """Refuses a rule that changes nothing where it matches: `matmuls` multiply, `owners` hold a parameter."""
     matmuls, owners = list(matmuls), list(owners)
     for rule in policy.rules:
         for role, value in rule.changes:

@@ -99,9 +99,7 @@ ROLES: dict[str, Role] = {
         "fp16 loses updates below 6e-8 and its gradients cannot be unscaled in place",
     ),
     "compute": Role("matmul operands, activations, residual stream, logits", Operand),
-    "matmul": Role(
-        "sums inside a matmul", Accumulator, ("fp32",), "no backend is asked to sum in less", in_rules=True
-    ),
+    "matmul": Role("sums inside a matmul", Accumulator, ("fp32",), "no backend is asked to sum in less"),
     "grad": Role("gradients of activations", Operand),
     "grad_weight": Role("gradients of weights", Format, _HALF, "weight gradients are summed over a batch"),
     "accumulate": Role(

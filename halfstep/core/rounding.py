@@ -78,12 +78,12 @@ def cast(
 ) -> Floats:
     """Rounds every element to a number of `format`; the result is fp32, which holds them all exactly.
 
-    `bits` is one random 32-bit word for each element, for stochastic rounding only; `philox.random_bits`
-    makes words that every replica and shard agrees on.
+    `bits` is one random 32-bit word per element (`philox.random_bits`), for stochastic rounding only.
     """
     format = as_format(format)
     values = as_fp32(x, format)
-    _check_rule(format, overflow)
+    lacking = {"inf": not format.has_inf, "nan": not format.has_nan}
+    check_overflow(format, overflow, [rule for rule in get_args(Overflow) if not lacking.get(rule)])
     words = _random_words(values, rounding, bits)
     _refuse_nan(values, format)
     if overflow == "raise" and (beyond := overflows(values, format, rounding=rounding, bits=bits)).any():
@@ -125,7 +125,8 @@ def encode(values: NDArray[Any], format: Format | str) -> NDArray[np.unsignedint
     numbers = as_fp32(values, format)
     _refuse_nan(numbers, format)
     patterns = numbers.reshape(-1).view(np.uint32)
-    codes = np.empty(numbers.size, _storage(format))
+    storage: Any = np.uint8 if format.bits <= 8 else np.uint16 if format.bits <= 16 else np.uint32
+    codes = np.empty(numbers.size, storage)
     for block in _blocks(numbers.size):
         codes[block] = _round(patterns[block], format, format.native_overflow)
     changed = decode(codes, format).view(np.uint32) != patterns
@@ -250,10 +251,6 @@ def as_format(format: Format | str) -> Format:
     return Format.parse(format) if isinstance(format, str) else format
 
 
-def _storage(format: Format) -> type[np.unsignedinteger[Any]]:
-    return np.uint8 if format.bits <= 8 else np.uint16 if format.bits <= 16 else np.uint32
-
-
 def as_fp32(x: NDArray[Any], format: Format) -> Floats:
     """Returns the input as fp32, if fp32 holds it exactly."""
     x = np.asarray(x)
@@ -268,11 +265,6 @@ def as_fp32(x: NDArray[Any], format: Format) -> Floats:
         f"a cast takes float32 or float16 values, not {x.dtype}",
         hint="widen a narrower float exactly with x.astype(np.float32); integers are not cast by a policy",
     )
-
-
-def _check_rule(format: Format, overflow: Overflow) -> None:
-    lacking = {"inf": not format.has_inf, "nan": not format.has_nan}
-    check_overflow(format, overflow, [rule for rule in get_args(Overflow) if not lacking.get(rule)])
 
 
 def check_overflow(format: Format, overflow: Overflow, legal: Sequence[str]) -> None:

@@ -79,10 +79,7 @@ class Resolved:
 
 
 def with_grad(items: Mapping[str, Value | None]) -> dict[str, Value]:
-    """Returns the items, with `grad` in the format of `compute` if that is wide and `grad` is not given.
-
-    Activations and their gradients share a format; narrow operands say nothing about either.
-    """
+    """Returns the items, with `grad` in the format of `compute` if that is wide and `grad` is not given."""
     given = {role: value for role, value in items.items() if value is not None}
     compute = given.get("compute")
     if isinstance(compute, Operand) and not is_narrow(compute.format):

@@ -50,8 +50,7 @@ def split(x: NDArray[np.float32]) -> tuple[NDArray[np.uint16], NDArray[np.int16]
 def join(hi: NDArray[np.uint16], lo: NDArray[np.int16]) -> NDArray[np.float32]:
     """Returns the fp32 number that `split` took apart.
 
-    A zero has no negative remainder: one that is there was left by a number that was set to zero, and with it the
-    bits would be those of a NaN. It is ignored.
+    A negative remainder of a zero was left by a number that was set to zero, and would make it NaN: it is ignored.
     """
     hi = _expect(hi, np.uint16, "hi", "hi holds bf16 codes; view a bf16 array as uint16")
     lo = _expect(lo, np.int16, "lo", "lo is the signed remainder; view it as int16")

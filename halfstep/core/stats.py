@@ -39,30 +39,18 @@ class TensorStats:
     """Sums over the elements of one or more tensors, as one format sees them."""
 
     format: Format
-    count: int = 0
-    """Elements, of every kind."""
-    zeros: int = 0
-    """Elements that are zero before the cast."""
-    nans: int = 0
-    """NaN before the cast."""
-    infs: int = 0
-    """Infinities before the cast."""
-    overflow: int = 0
-    """Finite elements that round to more than the format's largest number."""
-    underflow: int = 0
-    """Nonzero elements that round to zero."""
-    subnormal: int = 0
-    """Elements that round to a nonzero number with less than full precision."""
-    amax: float = 0.0
-    """The largest finite magnitude."""
-    amin: float = math.inf
-    """The smallest nonzero magnitude; infinity when there is none."""
-    signal: float = 0.0
-    """Sum of squares of the finite elements."""
-    noise: float = 0.0
-    """Sum of squares of the errors that the saturating cast makes in them."""
-    exponents: tuple[int, ...] = (0,) * NUM_EXPONENTS
-    """How many finite elements have floor(log2 |x|) = FIRST_EXPONENT + index."""
+    count: int = 0  # elements, of every kind
+    zeros: int = 0  # elements that are zero before the cast
+    nans: int = 0  # NaN before the cast
+    infs: int = 0  # infinities before the cast
+    overflow: int = 0  # finite elements that round to more than the format's largest number
+    underflow: int = 0  # nonzero elements that round to zero
+    subnormal: int = 0  # elements that round to a nonzero number with less than full precision
+    amax: float = 0.0  # the largest finite magnitude
+    amin: float = math.inf  # the smallest nonzero magnitude; infinity when there is none
+    signal: float = 0.0  # sum of squares of the finite elements
+    noise: float = 0.0  # sum of squares of the errors that the saturating cast makes in them
+    exponents: tuple[int, ...] = (0,) * NUM_EXPONENTS  # finite elements, by floor(log2 |x|) - FIRST_EXPONENT
 
     @classmethod
     def empty(cls, format: Format | str) -> "TensorStats":
@@ -111,8 +99,7 @@ class TensorStats:
             exponents=tuple(a + b for a, b in zip(self.exponents, other.exponents, strict=True)),
         )
 
-    def __add__(self, other: "TensorStats") -> "TensorStats":
-        return self.merge(other)
+    __add__ = merge
 
     @property
     def sqnr_db(self) -> float:
@@ -169,10 +156,8 @@ class UpdateStats:
     """How many updates leave a weight in this format as it was."""
 
     format: Format
-    count: int = 0
-    """Updates that are not zero."""
-    lost: int = 0
-    """Those among them after which the weight is what it was."""
+    count: int = 0  # updates that are not zero
+    lost: int = 0  # those among them after which the weight is what it was
 
     @classmethod
     def empty(cls, format: Format | str) -> "UpdateStats":
@@ -207,8 +192,7 @@ class UpdateStats:
         _same_format(self.format, other.format)
         return UpdateStats(self.format, self.count + other.count, self.lost + other.lost)
 
-    def __add__(self, other: "UpdateStats") -> "UpdateStats":
-        return self.merge(other)
+    __add__ = merge
 
     @property
     def lost_fraction(self) -> float:

@@ -1,13 +1,10 @@
-"""The JAX backend: how a policy runs on JAX arrays.
-
-Importing it imports nothing; each public name is loaded when it is used, and JAX with it.
+"""The JAX backend: how a policy runs on JAX arrays. Each public name is loaded when it is used, and JAX with it.
 
     state = init(params, optimizer, "fp16-mixed")      params: any pytree; optimizer: any optax transform
     step = make_step(loss_fn, optimizer)               loss_fn(params, batch[, rng]) -> loss | (loss, aux)
     state, result = step(state, batch)
 
-Islands and matmuls with formats of their own reach a loss function through the functions here: each takes a
-`Casts` last: `cross_entropy(logits, targets, casts_for("bf16-mixed"))`.
+The islands and matmuls here take a `Casts` last: `cross_entropy(logits, targets, casts_for("bf16-mixed"))`.
 """
 
 import lazy_loader

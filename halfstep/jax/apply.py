@@ -44,9 +44,7 @@ class Applied:
     precisions: dict[str, Precision]
 
     def __str__(self) -> str:
-        held: dict[str, int] = {}
-        for param in self.masters.values():
-            held[str(param.format)] = held.get(str(param.format), 0) + 1
+        held = Counter(str(param.format) for param in self.masters.values())
         parameters = ", ".join(f"{count} parameters in {fmt}" for fmt, count in held.items())
         return f"{self.policy}: {self.modules} modules, {parameters}"
 
@@ -134,11 +132,7 @@ class Leaves:
         return as_device(config.jax_default_device or jax.local_devices()[0])
 
     def moments_of(self, opt_state: Any) -> list[str | None]:
-        """Returns, for each leaf of an optimizer's state, the parameter it is a moment of, if any.
-
-        An optimizer keeps moments in trees like that of the parameters: the path of a moment ends in the path of
-        its parameter, and it has the same shape.
-        """
+        """Returns the parameter that each leaf of an optimizer's state is a moment of, by its path and shape."""
         names = dict(zip(self.paths, self.names, strict=True))
         owners: list[str | None] = []
         for path, leaf in jax.tree_util.tree_leaves_with_path(opt_state):
@@ -187,9 +181,7 @@ def _is_trained(name: str, leaf: Any) -> bool:
             hint="pass arrays alone: `params, static = eqx.partition(model, eqx.is_array)`; numbers to train "
             "must be arrays: jnp.asarray(0.5)",
         )
-    if jnp.issubdtype(dtype, jax.dtypes.prng_key):
-        return False
-    if jnp.issubdtype(dtype, jnp.integer) or jnp.issubdtype(dtype, jnp.bool_):
+    if any(jnp.issubdtype(dtype, kind) for kind in (jax.dtypes.prng_key, jnp.integer, jnp.bool_)):
         return False
     if jnp.dtype(dtype).name not in _TRAINED:
         raise HalfstepError(

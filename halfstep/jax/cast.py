@@ -36,6 +36,7 @@ from halfstep.core.cast_constants import (
     word_range,
 )
 from halfstep.core.formats import BF16, FP32, Format, Overflow
+from halfstep.core.philox import KEY_STEPS, MULTIPLIERS
 from halfstep.core.roles import Operand
 from halfstep.core.rounding import Rounding
 from halfstep.jax.dtypes import dtype_of
@@ -44,6 +45,7 @@ _SIGN = np.uint32(0x80000000)
 _MAGNITUDE = 0x7FFFFFFF
 _INF = 0x7F800000
 _NAN = 0x7FC00000
+_WORD = 0xFFFFFFFF
 _IMPLICIT = 1 << 23
 _MANTISSA = _IMPLICIT - 1
 
@@ -53,21 +55,15 @@ def quantize(
 ) -> Array:
     """Rounds every element to a number of `fmt`, carried in fp32: the emulated cast.
 
-    `x` is fp32, or bf16 or fp16, which fp32 holds exactly. `bits` is one uint32 word per element, for stochastic
-    rounding only; `random_bits` makes them. A NaN in a format without one stays NaN here, where core.rounding
-    refuses it: refusing would mean reading the array.
+    `bits` is one uint32 word per element (`random_bits`), for stochastic rounding only. A NaN in a format without
+    one stays NaN here, where core.rounding refuses it: refusing would mean reading the array.
     """
-    x = _as_fp32(x, fmt)
-    check_rule(fmt, overflow, rounding, random=bits is not None)
-    _check_bits(x, rounding, bits)
+    x = _checked(x, fmt, overflow, rounding, bits)
     return _quantize(x, None, bits, fmt, overflow, rounding)
 
 
 def carried(x: Array, fmt: Format) -> Array:
-    """Rounds as hardware does, carried in fp32: nearest-even, and infinity beyond the largest number.
-
-    The bits are those of `quantize`, except for a NaN's payload.
-    """
+    """Rounds as hardware does, carried in fp32: nearest-even, and infinity beyond the largest number."""
     if fmt == FP32:
         return x
     if fmt == BF16:
@@ -85,30 +81,26 @@ def quantize_scaled(
     bits: Array | None = None,
     native: bool = False,
 ) -> tuple[Array, Array]:
-    """Returns a matmul operand in a narrow format, and the inv_scale that undoes its scale.
+    """Returns a matmul operand in a narrow format, in its JAX dtype if `native`, and the inv_scale.
 
-    There is one scale per array (inv_scale is a scalar) or per row, that is for each index of all dimensions
-    but the last (inv_scale keeps the last with size 1). The scale is the largest power of two that keeps
-    amax * scale <= fmt.max. `amax` is that of `x` unless given, in any shape that broadcasts to `x`; `delayed`
-    operands require it, from earlier steps, and what is larger overflows by the rule. An amax of inf or NaN has no
-    scale and makes everything NaN: saturation would turn an infinity into a number like any other.
-    The values are numbers of the format in fp32, or in its JAX dtype where `native`; both are the same.
+    The scale, one per array or per row, is the largest power of two that keeps amax * scale <= fmt.max. `amax` is
+    that of `x` unless given, in any shape that broadcasts to `x`; `delayed` operands require it, and what is
+    larger overflows by the rule. An amax of inf or NaN makes everything NaN: saturation would turn an infinity
+    into a number like any other.
     """
     fmt = operand.format
     check_amax(operand, given=amax is not None)
-    x = _as_fp32(x, fmt)
-    check_rule(fmt, overflow, rounding, random=bits is not None)
-    _check_bits(x, rounding, bits)
+    x = _checked(x, fmt, overflow, rounding, bits)
     power, broken = _power_for(amax_of(x, operand) if amax is None else _as_fp32(amax, fmt), fmt)
     values = _quantize(x, (power, broken), bits, fmt, overflow, rounding)
-    return (values.astype(dtype_of(fmt)) if native else values), _power_of_two(-power, broken)
+    inv_scale = _float(jnp.where(broken, _NAN, (127 - power) << 23))
+    return (values.astype(dtype_of(fmt)) if native else values), inv_scale
 
 
 def amax_of(x: Any, operand: Operand, axes: Sequence[int] | None = None) -> Array:
-    """Returns the largest magnitude of the array or of each row, as the operand's granularity asks, in fp32.
+    """Returns the largest magnitude of the array or of each row along `axes`, by default the last, in fp32.
 
-    A row runs along `axes`, which keep their place with size 1; by default the last one. Patterns without sign are
-    in the order of the numbers, NaN above all, and a maximum of integers flushes no subnormal.
+    A maximum of patterns, which are in the order of the numbers, NaN above all, flushes no subnormal.
     """
     magnitude = _pattern(_as_fp32(x, operand.format)) & _MAGNITUDE
     if operand.granularity == "row":
@@ -116,17 +108,8 @@ def amax_of(x: Any, operand: Operand, axes: Sequence[int] | None = None) -> Arra
     return _float(jnp.max(magnitude, initial=0))
 
 
-_MULTIPLIERS = 0xD2511F53, 0xCD9E8D57
-_KEY_STEPS = 0x9E3779B9, 0xBB67AE85
-_WORD = 0xFFFFFFFF
-
-
 def random_bits(shape: int | Sequence[int], *, seed: int, step: int | Array, tensor: int, start: int = 0) -> Array:
-    """core.philox.random_bits, word for word, in uint32.
-
-    `step` may be an integer scalar, traced or on the device, which is not read. Under jit it should be: a Python
-    integer that changes compiles again at every step.
-    """
+    """core.philox.random_bits in uint32; under jit `step` should be an array: a new integer compiles again."""
     size, first, last = word_range(shape, seed, tensor, start)
     if isinstance(step, int):
         check_word("step", step, 32)
@@ -146,9 +129,9 @@ def _philox(c0: Array, c1: Array, c2: Any, c3: Array, seed: int) -> tuple[Array,
     k0, k1 = seed & _WORD, seed >> 32
     c0, c1, c2, c3 = jnp.broadcast_arrays(c0, c1, c2, c3)
     for _ in range(10):
-        (high0, low0), (high1, low1) = _product(c0, _MULTIPLIERS[0]), _product(c2, _MULTIPLIERS[1])
+        (high0, low0), (high1, low1) = _product(c0, MULTIPLIERS[0]), _product(c2, MULTIPLIERS[1])
         c0, c1, c2, c3 = high1 ^ c1 ^ np.uint32(k0), low1, high0 ^ c3 ^ np.uint32(k1), low0
-        k0, k1 = (k0 + _KEY_STEPS[0]) & _WORD, (k1 + _KEY_STEPS[1]) & _WORD
+        k0, k1 = (k0 + KEY_STEPS[0]) & _WORD, (k1 + KEY_STEPS[1]) & _WORD
     return c0, c1, c2, c3
 
 
@@ -273,19 +256,11 @@ def _count_quanta(significand: Array, shift: Array, rounding: Rounding, bits: Ar
 
 
 def _power_for(amax: Array, fmt: Format) -> tuple[Array, Array]:
-    """Returns the logarithm of the scale, and where there is none.
-
-    With amax = m * 2^e and fmt.max = M * 2^E (1 <= m, M < 2) it is E - e, less one where m > M; 0 for amax 0. It
-    stays within +-126, so that the inverse is a normal number too.
-    """
+    """Returns the logarithm of the scale, within +-126 so that its inverse is normal, and where there is none."""
     pattern = _pattern(amax) & _MAGNITUDE
-    # A pattern is (e + 127) * 2^23 plus the mantissa, so the difference of two, floored, is that.
+    # With amax = m * 2^e and fmt.max = M * 2^E it is E - e, less one where m > M: patterns differ by that.
     power = jnp.clip((cast_constants(fmt).top - pattern) >> 23, -126, 126)
     return jnp.where(pattern == 0, 0, power), pattern >= _INF
-
-
-def _power_of_two(power: Array, broken: Array) -> Array:
-    return _float(jnp.where(broken, _NAN, (power + 127) << 23))
 
 
 def _pattern(x: Array) -> Array:
@@ -303,6 +278,9 @@ def _as_fp32(x: Any, fmt: Format) -> Array:
     return jnp.asarray(x).astype(jnp.float32)
 
 
-def _check_bits(x: Array, rounding: Rounding, bits: Array | None) -> None:
+def _checked(x: Any, fmt: Format, overflow: Overflow, rounding: Rounding, bits: Array | None) -> Array:
+    x = _as_fp32(x, fmt)
+    check_rule(fmt, overflow, rounding, random=bits is not None)
     given = "none" if bits is None else f"{bits.dtype} of shape {tuple(bits.shape)}"
     check_bits(rounding, given, f"uint32 of shape {tuple(x.shape)}")
+    return x

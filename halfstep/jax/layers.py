@@ -54,10 +54,7 @@ def owned(parameter: Array, casts: Casts) -> Array:
 
 
 def spread(parameter: Array, shape: Sequence[int], casts: Casts) -> Array:
-    """Broadcasts a small parameter in compute to the shape of activations; its gradient is summed in fp32.
-
-    JAX's own rule for a broadcast sums in the dtype of the activations: over thousands of tokens, a sum in bf16.
-    """
+    """Broadcasts a small parameter to activations; JAX's own rule would sum its gradient in their dtype."""
     return _broadcast(enter(owned(parameter, casts), casts), tuple(shape))
 
 
@@ -71,11 +68,7 @@ def linear(x: Array, weight: Array, bias: Array | None, casts: Casts) -> Array:
 def dot_general(
     x: Array, weight: Array, dimension_numbers: Any, casts: Casts, *, weight_first: bool = False
 ) -> Array:
-    """Multiplies an activation and a weight as `lax.dot_general` does, the weight first if so asked.
-
-    The result is in compute; the gradient of `x` is in `grad` and then in the dtype of `x`, that of the weight in
-    `grad_weight` and then in the weight's own dtype.
-    """
+    """Multiplies an activation and a weight as `lax.dot_general` does, the weight first if asked, into compute."""
     dims = as_dimensions(dimension_numbers)
     if casts.plain:
         return plain_dot(weight, x, dims) if weight_first else plain_dot(x, weight, dims)
@@ -160,11 +153,7 @@ class Layer:
         return params[f"{self.name}.{field}"]
 
 
-class Matmul(Layer):
-    """A module that multiplies activations by a matrix, so that narrow operands apply to it."""
-
-
-class CastedLinear(Matmul):
+class CastedLinear(Layer):
     """A linear layer that computes in its own precision, whatever its weight and input are held in."""
 
     def __init__(self, name: str, precision: Precision, bias: bool = False):

@@ -174,10 +174,7 @@ def _aligned(inv_scale: Array, contracted: Axes, batch: Axes, *, before: int, af
 
 @partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))
 def product(a: Array, b: Array, dims: Dimensions, out: Format, casts: Casts) -> Array:
-    """Multiplies two activations in compute and returns the result in `out`; gradients are in compute too.
-
-    Emulated, nothing is rounded inside attention.
-    """
+    """Multiplies two activations in compute and returns `out`; emulated, nothing is rounded inside attention."""
     fmt = FP32 if casts.emulate else casts.precision.compute
     return _matmul(a, b, dims, (Operand(fmt),) * 2, FP32 if casts.emulate else out, casts)
 

@@ -60,10 +60,7 @@ def measure(
     shapes: Sequence[Shape] | None = None,
     clock: Clock = time.perf_counter,
 ) -> list[Timing]:
-    """Times matmuls in each format, which must be supported, for at most `budget` seconds.
-
-    Starting the device, compiling and creating operands happen before the clock starts.
-    """
+    """Times matmuls in each format, which must be supported, for at most `budget` seconds after compiling."""
     device, formats = as_device(device), list(formats)
     check_measurable(formats, str(device), lambda fmt: supported(fmt, device))
     bench = _Bench(device)
@@ -75,7 +72,7 @@ def measure(
         for shape in shapes:
             bench.prepare(fmt, shape)
     slowest = dict.fromkeys(formats, SLOWEST if on_cpu else SLOWEST_NATIVE)
-    return climb(bench.start, formats, shapes, budget=budget, clock=clock, slowest=slowest)
+    return climb(lambda *key: bench.prepared[key], formats, shapes, budget=budget, clock=clock, slowest=slowest)
 
 
 def measure_block(
@@ -115,8 +112,6 @@ def affordable(matmuls: Sequence[Timing], model: ModelConfig, tokens: int, secon
 
 
 class _Bench:
-    """Creates and multiplies operands on one device."""
-
     def __init__(self, device: jax.Device):
         self.device = device
         self.generator = np.random.default_rng(0)
@@ -130,9 +125,6 @@ class _Bench:
         )
         multiply = _matmul(fmt).lower(a, b).compile()
         self.prepared[fmt, shape] = self._repeated(lambda: multiply(a, b))
-
-    def start(self, fmt: Format, shape: Shape) -> Run:
-        return self.prepared[fmt, shape]
 
     def start_block(self, fmt: Format, model: ModelConfig, tokens: int) -> Run:
         context = min(model.context, tokens)
@@ -182,7 +174,6 @@ def _dtypes(fmt: Format) -> tuple[Any, Any]:
 
 
 def _matmul(fmt: Format) -> Any:
-    """Returns a function that computes a b^T in the format, summed in fp32."""
     precision: Any = lax.DotAlgorithmPreset.TF32_TF32_F32 if fmt == TF32 else lax.Precision.HIGHEST
     out = dtype_of(BF16) if is_narrow(fmt) else _dtypes(fmt)[0]
 

@@ -22,7 +22,6 @@ from halfstep.core.precision import Precision, base_precision, precisions
 from halfstep.jax.layers import (
     CastedLinear,
     Layer,
-    Matmul,
     Norm,
     Params,
     attention,
@@ -226,7 +225,7 @@ class Embedding(Layer):
         return spread(self.parameter(params, "weight")[: shape[1]], shape, self.casts)
 
 
-class Head(Matmul):
+class Head(Layer):
     """The output head: its own matrix, or the embedding's."""
 
     def __init__(self, config: ModelConfig, name: str, precision: Precision):

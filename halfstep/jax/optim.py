@@ -42,10 +42,7 @@ def adamw(
     weight_decay: float = 0.0,
     schedule: Schedule | None = None,
 ) -> optax.GradientTransformation:
-    """Returns AdamW; matrices decay (two dimensions, a name that ends in `.weight`), the rest does not.
-
-    The rate is one for all, or one per name.
-    """
+    """Returns AdamW at one rate for all, or one per name; only matrices named `.weight` decay."""
     return optax.chain(
         optax.scale_by_adam(b1=betas[0], b2=betas[1], eps=eps),
         optax.add_decayed_weights(weight_decay, mask=decays),
@@ -63,10 +60,7 @@ def muon(
     schedule: Schedule | None = None,
     momentum_schedule: Schedule | None = None,
 ) -> optax.GradientTransformation:
-    """Returns Muon with Nesterov momentum, for matrices; `iteration` is the format of its Newton-Schulz steps.
-
-    A `momentum_schedule` returns the momentum itself and replaces `momentum`.
-    """
+    """Returns Muon with Nesterov momentum, for matrices; a `momentum_schedule` returns the momentum itself."""
     return optax.chain(
         _orthogonalized_momentum(momentum_schedule or (lambda applied, xp: momentum), iteration, emulate),
         optax.add_decayed_weights(weight_decay),
@@ -81,11 +75,7 @@ def build_optimizers(
     schedule: Schedule | None = None,
     momentum: Schedule | None = None,
 ) -> optax.GradientTransformation:
-    """Returns Muon for the matrices in blocks if the recipe says so, and AdamW for the rest, each group at its
-    rate.
-
-    Parameters are a dictionary by name.
-    """
+    """Returns Muon for the matrices in blocks if the recipe says so, and AdamW for the rest, by group."""
     groups = parameter_groups(model, config)
     rates = {name: group.rate for group in groups if not group.muon for name in group.names}
     rate: float | Mapping[str, float] = rates if len({*rates.values()}) > 1 else next(iter(rates.values()))

@@ -63,7 +63,11 @@ class Session:
             first = plain.set_weights(initial_weights(config.model, config.seed) if weights is None else weights)
             params = jax.device_put(first, self.device)
             self.run = init(params, optimizer, policy, seed=config.seed, names=names)
-            self.averages = _copied(self.run.params) if config.training.ema else None
+            # fp32 copies: the next step consumes the parameters.
+            averages = {
+                name: jnp.array(master, jnp.float32, copy=True) for name, master in self.run.params.items()
+            }
+            self.averages = averages if config.training.ema else None
         self._average = jax.jit(partial(_average, config.training.ema), donate_argnums=0)
         check_reach(policy, {*map(owner, multiplied), "lm_head"}, map(owner, parameter_shapes(config.model)))
         self.model = plain.with_policy(policy)
@@ -198,14 +202,8 @@ class Session:
 
 
 def _on_masters(fn: Callable[..., Array], params: Mapping[str, Array], *rest: Any) -> Array:
-    """Calls a function of the decoder with masters in fp32, as the step does."""
     with jax.default_matmul_precision("highest"):
         return fn({name: master.astype(jnp.float32) for name, master in params.items()}, *rest)
-
-
-def _copied(params: Mapping[str, Array]) -> dict[str, Array]:
-    """Returns fp32 copies: the next step consumes the parameters."""
-    return {name: jnp.array(master, jnp.float32, copy=True) for name, master in params.items()}
 
 
 def _average(

@@ -12,6 +12,7 @@ stochastically. The state carries the policy: as a pytree it keeps every field u
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -116,7 +117,7 @@ def make_step(
     jit `layers.COMPILER_OPTIONS` then, or XLA may keep more precision than the policy says.
     """
     check_settings(optimizer, clip_norm, micro_batches)
-    form = _Form(loss_fn, cast, cast_batch)
+    call = partial(cast_inside, loss_fn, cast_batch=cast_batch) if cast else partial(checked, loss_fn)
     stepper = optax.with_extra_args_support(optimizer)
 
     def step(state: State, batch: Any, rng: Any = None) -> tuple[State, StepResult]:
@@ -125,7 +126,7 @@ def make_step(
             leaves = Leaves(state.params)
             applied = apply(state.params, state.policy, state.names)
             check_optimizer(optimizer, leaves, state.opt_state)
-            sums, aux = _accumulated(form, leaves, applied, state.scale.scale, batch, rng, micro_batches)
+            sums, aux = _accumulated(call, leaves, applied, state.scale.scale, batch, rng, micro_batches)
             return _updated(state, leaves, applied, stepper, sums, aux, clip_norm)
 
     return jax.jit(step, donate_argnums=0, compiler_options=COMPILER_OPTIONS)
@@ -141,14 +142,6 @@ def check(result: StepResult, cause: str = "") -> None:
         )
 
 
-class _Form(NamedTuple):
-    """The loss function, and how to call it."""
-
-    loss_fn: LossFn
-    cast: bool
-    cast_batch: bool
-
-
 class _Sum(NamedTuple):
     """The sums over micro-batches, each weighted against the first."""
 
@@ -158,9 +151,8 @@ class _Sum(NamedTuple):
 
 
 def _accumulated(
-    form: _Form, leaves: Leaves, applied: Applied, scale: Array, batch: Any, rng: Any, count: int | None
+    call: LossFn, leaves: Leaves, applied: Applied, scale: Array, batch: Any, rng: Any, count: int | None
 ) -> tuple[_Sum, Any]:
-    """Returns the sums over micro-batches, and what the loss function returned besides."""
     masters = {name: leaf.astype(jnp.float32) for name, leaf in leaves.trained.items()}
     fmt = applied.policy.accumulate
 
@@ -168,7 +160,7 @@ def _accumulated(
         """Returns the gradient of one; `first` is the weight of the first, 0 if this is it."""
 
         def objective(masters: dict[str, Array]) -> tuple[Array, Any]:
-            loss, weight, aux = _loss(form, leaves, applied, masters, part, key)
+            loss, weight, aux = _loss(call, leaves, applied, masters, part, key)
             reference = jnp.where(first == 0, weight, first)
             share = weight / _divisor(reference)
             return loss * (share * scale), (share * loss, share, reference, aux)
@@ -198,14 +190,10 @@ def _accumulated(
 
 
 def _loss(
-    form: _Form, leaves: Leaves, applied: Applied, masters: Mapping[str, Array], batch: Any, rng: Any
+    call: LossFn, leaves: Leaves, applied: Applied, masters: Mapping[str, Array], batch: Any, rng: Any
 ) -> tuple[Array, Array, Any]:
     """Returns the mean loss of a micro-batch in fp32, its weight, and what the function returned besides."""
-    rest = (batch,) if rng is None else (batch, rng)
-    if form.cast:
-        returned, shape = cast_inside(form.loss_fn, leaves, applied, masters, rest, cast_batch=form.cast_batch)
-    else:
-        returned, shape = checked(form.loss_fn, leaves, applied, masters, rest)
+    returned, shape = call(leaves, applied, masters, (batch,) if rng is None else (batch, rng))
     check_loss(shape, applied.policy)
     loss, aux = returned if isinstance(returned, tuple) else (returned, None)
     if isinstance(loss, Weighted):
@@ -265,7 +253,7 @@ def _stepped(
 ) -> tuple[Any, Any]:
     """Steps the optimizer, which sees fp32 throughout; returns parameters and moments as they are held."""
     masters = {name: leaf.astype(jnp.float32) for name, leaf in leaves.trained.items()}
-    moments = _moments(leaves, state.opt_state, applied, _widened)
+    moments = _moments(leaves, state.opt_state, applied, lambda x, _: x.astype(jnp.float32))
     updates, moments = optimizer.update(leaves.bare(grads), moments, leaves.bare(masters), value=loss)
     moved = {name: masters[name] + u.astype(jnp.float32) for name, u in leaves.read(updates).items()}
     held = {
@@ -298,17 +286,12 @@ def _moments(leaves: Leaves, opt_state: Any, applied: Applied, convert: Callable
 
 
 def _narrowed(x: Array, fmt: Format) -> Array:
-    """Returns a moment as it is stored."""
     if x.dtype != jnp.float32:
         raise HalfstepError(
             f"the optimizer itself keeps a moment in {x.dtype}",
             hint="leave the format to the policy: drop mu_dtype and the like, and write `moments=bf16`",
         )
     return carried(x, fmt).astype(dtype_of(fmt))
-
-
-def _widened(x: Array, fmt: Format) -> Array:
-    return x.astype(jnp.float32)
 
 
 def _copied(leaf: Any) -> Array:

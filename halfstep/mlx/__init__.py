@@ -1,10 +1,7 @@
-"""The MLX backend: how a policy runs on MLX arrays.
+"""The MLX backend: how a policy runs on MLX arrays. Each public name is loaded when it is used, and MLX with it.
 
-    from halfstep.mlx import prepare
-    run = prepare(model, optimizer, "bf16-mixed")        # any mlx.nn model, any mlx optimizer
-    result = run.step(loss_fn, micro_batches)            # loss_fn(model, batch)
-
-Importing this package imports no framework: each public name is loaded when it is used.
+run = prepare(model, optimizer, "bf16-mixed")        # any mlx.nn model, any mlx optimizer
+result = run.step(loss_fn, micro_batches)            # loss_fn(model, batch)
 """
 
 import lazy_loader

@@ -18,6 +18,7 @@ promotes the activations, the next module refuses them (layers.py). Frozen param
 unchanged: they have no masters.
 """
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
@@ -104,9 +105,7 @@ class Applied:
             forms.setdefault((kind, form), []).append(name or "the model")
         for (kind, form), names in forms.items():
             yield f"  {len(names)} {kind} ({names[0]}{', ...' if len(names) > 1 else ''}): {form}"
-        held: dict[str, int] = {}
-        for param in self.masters.values():
-            held[print_value(param)] = held.get(print_value(param), 0) + 1
+        held = Counter(map(print_value, self.masters.values()))
         yield f"  {len(self.masters)} parameters: " + ", ".join(f"{n} held in {how}" for how, n in held.items())
         if self.widened:
             yield f"  {len(self.widened)} of them came narrower and were widened: they have fp32 masters now"

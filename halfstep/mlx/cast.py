@@ -33,6 +33,7 @@ from halfstep.core.cast_constants import (
 )
 from halfstep.core.errors import RoundingError
 from halfstep.core.formats import BF16, FP16, FP32, Format, Overflow
+from halfstep.core.philox import KEY_STEPS, MULTIPLIERS
 from halfstep.core.roles import Operand
 from halfstep.core.rounding import Rounding
 from halfstep.mlx.dtypes import dtype_of
@@ -41,6 +42,7 @@ _SIGN = -(2**31)
 _MAGNITUDE = 2**31 - 1
 _INF = 0x7F800000
 _NAN = 0x7FC00000
+_WORD = 0xFFFFFFFF
 
 
 def quantize(
@@ -53,13 +55,13 @@ def quantize(
 ) -> mx.array:
     """Rounds every element to a number of `fmt`, carried in fp32: the emulated cast.
 
-    `x` is fp32, or bf16 or fp16, which fp32 holds exactly. `bits` is one uint32 word per element, for stochastic
-    rounding only; `random_bits` makes them. A NaN in a format without one stays NaN here, where core.rounding
-    refuses it: refusing would mean reading the array.
+    `bits` is one uint32 word per element (`random_bits`), for stochastic rounding only. A NaN in a format without
+    one stays NaN here, where core.rounding refuses it: refusing would mean reading the array.
     """
     x = _as_fp32(x, fmt)
     check_rule(fmt, overflow, rounding, random=bits is not None)
-    _check_bits(x, rounding, bits)
+    given = "none" if bits is None else f"{bits.dtype} of shape {bits.shape}"
+    check_bits(rounding, given, f"{mx.uint32} of shape {x.shape}")
     plan = cast_constants(fmt)
     if plan.like_fp32:
         return _round_patterns(x, plan, overflow, rounding, bits)
@@ -69,11 +71,7 @@ def quantize(
 
 
 def carried(x: mx.array, fmt: Format) -> mx.array:
-    """Rounds as hardware does, carried in fp32: nearest-even, and infinity beyond the largest number.
-
-    A round trip through the native dtype gives the same bits, except for a NaN's, with fewer operations. The tests
-    show it for the CPU; on a GPU `quantize` spells the rounding out.
-    """
+    """Rounds as hardware does, carried in fp32; on a CPU by the native dtype, which has the same bits there."""
     if fmt == FP32:
         return x
     if fmt in (BF16, FP16) and mx.default_device().type == mx.cpu:
@@ -82,12 +80,10 @@ def carried(x: mx.array, fmt: Format) -> mx.array:
 
 
 def scale_for(amax: mx.array, fmt: Format) -> mx.array:
-    """Returns the largest power of two that keeps amax * scale <= fmt.max, elementwise, in fp32.
+    """Returns the largest power of two that keeps amax * scale <= fmt.max, elementwise, in fp32; 1 for amax 0.
 
-    With amax = m * 2^e and fmt.max = M * 2^E (1 <= m, M < 2) it is 2^(E - e), or half of it where m > M; it is 1
-    for amax 0, and stays within 2^-126 and 2^126, so that its inverse is a normal number too.
-    An amax of inf or NaN has no scale: it gives NaN, and all that is scaled by it becomes NaN. Saturation would
-    otherwise turn an infinity into a number like any other.
+    It stays within 2^-126 and 2^126, so that its inverse is a normal number too. An amax of inf or NaN gives NaN,
+    and so does all that is scaled by it: saturation would turn an infinity into a number like any other.
     """
     pattern = _as_fp32(amax, fmt).view(mx.int32) & _MAGNITUDE
     # A pattern is (e + 127) * 2^23 plus the mantissa: the difference of two, floored, is E - e, less one
@@ -107,12 +103,10 @@ def quantize_scaled(
     rounding: Rounding = "nearest-even",
     bits: mx.array | None = None,
 ) -> tuple[mx.array, mx.array]:
-    """Returns a matmul operand in a narrow format, and the inv_scale that undoes its scale.
+    """Returns a matmul operand in a narrow format, carried in fp32, and the inv_scale that undoes its scale.
 
-    There is one scale per array (inv_scale is a scalar) or per row, that is for each index of all dimensions
-    but the last (inv_scale keeps the last with size 1). `amax` is that of `x` unless given; `delayed` operands
-    require it, from earlier steps, and what is larger overflows by the rule.
-    The values are numbers of the format in fp32: MLX has no dtype for a narrow one.
+    There is one scale per array, or per row along the last dimension. `amax` is that of `x` unless given;
+    `delayed` operands require it, and what is larger overflows by the rule.
     """
     check_amax(operand, given=amax is not None)
     hp = _as_fp32(x, operand.format)
@@ -164,19 +158,10 @@ def join(hi: mx.array, lo: mx.array) -> mx.array:
     return (upper + lower).view(mx.float32)
 
 
-_MULTIPLIERS = 0xD2511F53, 0xCD9E8D57
-_KEY_STEPS = 0x9E3779B9, 0xBB67AE85
-_WORD = 0xFFFFFFFF
-
-
 def random_bits(
     shape: int | Sequence[int], *, seed: int, step: int | mx.array, tensor: int, start: int = 0
 ) -> mx.array:
-    """core.philox.random_bits, word for word, in uint32.
-
-    `step` may be an integer scalar array, which is not read. Under mx.compile it should be: a Python integer would
-    be compiled in.
-    """
+    """core.philox.random_bits in uint32; under mx.compile `step` should be an array: an integer is compiled in."""
     size, first, last = word_range(shape, seed, tensor, start)
     if not isinstance(step, mx.array):
         check_word("step", step, 32)
@@ -186,27 +171,23 @@ def random_bits(
         check_step(str(step.dtype), step.shape, integer=integer, count="mx.uint32")
     # The keys of all rounds are one array, and all words have one shape, so that compiled rounds share kernels:
     # numbers would be compiled into each.
-    keys = [(part + turn * stride) & _WORD for turn in range(10) for part, stride in _parts(seed)]
+    parts = (seed & _WORD, KEY_STEPS[0]), (seed >> 32, KEY_STEPS[1])  # each with what it grows by
+    keys = [(part + turn * stride) & _WORD for turn in range(10) for part, stride in parts]
     constants = mx.array([*keys, tensor, first], mx.uint64)
     block = mx.arange(last - first, dtype=mx.uint64) + constants[21]  # arange counts in fp64, so it starts at zero
     c0, c1 = block & _WORD, block >> 32
     c2, c3 = (mx.broadcast_to(word, block.shape) for word in (constants[20], step.astype(mx.uint64) & _WORD))
     for turn in range(10):
-        product0, product1 = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]
+        product0, product1 = c0 * MULTIPLIERS[0], c2 * MULTIPLIERS[1]
         c0, c1 = (product1 >> 32) ^ c1 ^ constants[2 * turn], product1 & _WORD
         c2, c3 = (product0 >> 32) ^ c3 ^ constants[2 * turn + 1], product0 & _WORD
     lanes = mx.stack([c0, c1, c2, c3], axis=-1).astype(mx.uint32)
     return lanes.reshape(-1)[start - 4 * first :][: math.prod(size)].reshape(size)
 
 
-def _parts(seed: int) -> tuple[tuple[int, int], tuple[int, int]]:
-    return (seed & _WORD, _KEY_STEPS[0]), (seed >> 32, _KEY_STEPS[1])
-
-
 def _round_patterns(
     x: mx.array, plan: CastConstants, overflow: Overflow, rounding: Rounding, bits: mx.array | None
 ) -> mx.array:
-    """Rounds to a format with fp32's exponents, on bit patterns."""
     pattern = x.view(mx.int32)
     magnitude = pattern & _MAGNITUDE
     drop = 23 - plan.mantissa_bits
@@ -263,10 +244,7 @@ def _round_quanta(
 def _round_integers(
     x: mx.array, plan: CastConstants, overflow: Overflow, rounding: Rounding, bits: mx.array | None
 ) -> mx.array:
-    """Does the same in integers, as core.rounding does: |x| = S 2^(E - 23), and the result is n quanta 2^q.
-
-    Integers below 2^24 are exact in fp32, whose exponent field is then their logarithm.
-    """
+    """Does the same in integers, as core.rounding does: |x| = S 2^(E - 23), and the result is n quanta 2^q."""
     magnitude = x.view(mx.int32) & _MAGNITUDE
     field = magnitude >> 23
     raw = (magnitude & 0x7FFFFF) + mx.where(field > 0, 1 << 23, 0)
@@ -317,8 +295,3 @@ def _as_fp32(x: mx.array, fmt: Format) -> mx.array:
     """Returns the input in fp32 and detached, or refuses what fp32 does not hold exactly."""
     check_source(str(x.dtype).rpartition(".")[2], fmt, "x.astype(mx.float32)")
     return mx.stop_gradient(x).astype(mx.float32)
-
-
-def _check_bits(x: mx.array, rounding: Rounding, bits: mx.array | None) -> None:
-    given = "none" if bits is None else f"{bits.dtype} of shape {bits.shape}"
-    check_bits(rounding, given, f"{mx.uint32} of shape {x.shape}")

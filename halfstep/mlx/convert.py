@@ -123,8 +123,7 @@ class Setting:
 class Around(Module):
     """Mixed into the class of a module that holds arrays: casts them, and inputs and outputs, around the call.
 
-    A module that holds others passes its inputs on: they cast for themselves, and a mask or a table among its
-    inputs may be meant to be fp32.
+    A module that holds others passes its inputs on: a mask or a table among them may be meant to be fp32.
     """
 
     halfstep: Setting

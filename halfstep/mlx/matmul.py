@@ -31,7 +31,6 @@ def look_up(weight: mx.array, index: mx.array, casts: Casts) -> mx.array:
 
 @cache
 def _three_matmuls(p: Precision) -> Any:
-    """Returns the matmul of a linear layer without bias, whose gradients are the other two."""
     casts = casts_of(p)
 
     def forward(x: mx.array, weight: mx.array) -> mx.array:
@@ -57,7 +56,6 @@ def _three_matmuls(p: Precision) -> Any:
 
 
 def _matmul(a: mx.array, b: mx.array, out: mx.Dtype) -> mx.array:
-    """Multiplies with sums in fp32, and returns the result in `out`."""
     if out == a.dtype == b.dtype:
         return a @ b
     return (a.astype(mx.float32) @ b.astype(mx.float32)).astype(out)

@@ -46,10 +46,7 @@ def measure(
     shapes: Sequence[Shape] | None = None,
     clock: Clock = time.perf_counter,
 ) -> list[Timing]:
-    """Times matmuls in each format, which must be supported, for at most `budget` seconds.
-
-    Starting the device (its libraries, the first kernel) happens before the clock starts.
-    """
+    """Times matmuls in each format, which must be supported, for at most `budget` seconds."""
     device, formats = as_device(device), list(formats)
     check_measurable(formats, str(device.type).rpartition(".")[2], lambda fmt: supported(fmt, device))
     pin_matmuls(device)
@@ -84,8 +81,6 @@ def measure_block(
 
 
 class _Bench:
-    """Creates and multiplies operands on one device."""
-
     def __init__(self, device: mx.Device):
         self.device = device
         self.key = mx.random.key(0)

@@ -1,7 +1,4 @@
-"""How much memory an MLX device has, how much was used, and which errors mean that it was not enough.
-
-On a CPU MLX does not check an allocation and dies silently: only a check beforehand can report it.
-"""
+"""How much memory an MLX device has and used. On a CPU MLX checks no allocation, and dies silently."""
 
 import mlx.core as mx
 

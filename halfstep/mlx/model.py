@@ -246,7 +246,6 @@ def _gelu(x: mx.array) -> mx.array:
 
 
 def _gelu_exact(x: mx.array) -> mx.array:
-    """Returns GELU by the error function, in fp32."""
     x = x.astype(mx.float32)
     return 0.5 * x * (1 + mx.erf(x * math.sqrt(0.5)))
 

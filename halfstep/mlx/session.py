@@ -174,7 +174,6 @@ class Session:
         return memory.ran_out(error)
 
     def _average(self, skipped: mx.array) -> None:
-        """Moves the averages toward the masters, unless the update was skipped."""
         assert self.averages is not None
         share = mx.where(skipped, 0.0, 1.0 - self.config.training.ema)
         self.averages = averaged(self.averages, self.run.masters.wide(), share)

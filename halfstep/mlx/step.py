@@ -1,12 +1,9 @@
 """One update (core.scaling): accumulate, is it finite?, unscale, clip, step, rescale.
 
 Every optimizer gets fp32 masters (masters.py) and fp32 gradients; state that has its parameter's shape is stored
-in the moments format and widened for the update.
-
-**No tape.** MLX differentiates functions, so the caller passes gradients on: `value_and_grad` returns them with
-the scale they carry, `update` takes them. If a step is not finite, mx.where chooses the old parameters, optimizer
-state (its count and schedules too) and running statistics. mx.async_eval launches each update and each
-micro-batch: arrays are lazy, and the graph would otherwise grow from step to step.
+in the moments format and widened for the update. MLX differentiates functions, so the caller passes gradients on:
+`value_and_grad` returns them with the scale they carry, `update` takes them. mx.async_eval launches each update
+and each micro-batch: arrays are lazy, and the graph would otherwise grow from step to step.
 
 **Compiled**, each of the two parts, gradients and update, is a function of the arrays of model, optimizer and
 scale, so a new rate or scale compiles nothing again. On a CPU MLX compiles every fused kernel by a call of g++:

@@ -1,8 +1,4 @@
-"""The charts of a run, each with a sentence that says the same in numbers.
-
-A chart is data for the page's script and, for readers without it (a screen reader, a browser without scripts,
-paper), a key with the last values and a caption computed here.
-"""
+"""The charts of a run, each with a caption that says the same in numbers to readers without the script."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -102,7 +98,7 @@ def why_unscaled(policy: Policy) -> str:
     ]
     wide = sorted({str(fmt) for fmt in operands if not is_narrow(fmt)} - {"fp32"})
     narrow = sorted({str(fmt) for fmt in operands if is_narrow(fmt)})
-    parts = [f"{_listed(wide)} {_has(wide)} fp32's range" if wide else ""]
+    parts = [f"{_listed(wide)} {'has' if len(wide) == 1 else 'have'} fp32's range" if wide else ""]
     if narrow:
         parts.append(f"{_listed(narrow)} operands have their own scales")
     reasons = " and ".join(part for part in parts if part)
@@ -131,10 +127,7 @@ def _loss(history: History, marks: Sequence[int]) -> Chart | None:
 
 
 def bigram_loss(history: History) -> float:
-    """Returns the bigram entropy in the unit of the loss, nats per token; NaN if bits per byte are not known.
-
-    An evaluation that has both gives the nats of loss per bit per byte.
-    """
+    """Returns the bigram entropy in nats per token, by an evaluation with bits per byte; NaN without one."""
     bits = number(nested(history.start, "data", "bigram_bits"))
     pairs = zip(history.held_out("loss").values, history.held_out("bits_per_byte").values, strict=True)
     nats = [loss / score for loss, score in pairs if math.isfinite(loss) and score > 0]
@@ -209,10 +202,6 @@ def _describe(subject: str, series: Series, written: Callable[[float], str]) -> 
 
 def _was(amount: int) -> str:
     return "was" if amount == 1 else "were"
-
-
-def _has(names: list[str]) -> str:
-    return "has" if len(names) == 1 else "have"
 
 
 def _listed(names: list[str]) -> str:

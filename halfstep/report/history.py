@@ -1,15 +1,11 @@
-"""Which of a run's events count.
-
-Events are appended and never removed, so a run that was killed and resumed records some steps twice. The later
-ones count:
+"""Which of a run's events count: of steps that a resumed run records twice, the later ones.
 
     a start that resumes      its first step, s, drops every earlier record of step s and after
     a start that does not     drops everything: the folder was used again
     a rollback                drops every step after the one it went back to
 
 Evaluations and checkpoints are dropped with the steps they followed. Warnings stay, even those of an abandoned
-session. `History.warnings` are those from before the first step, and their repetitions, such as after a resume;
-the others are incidents (incidents.py).
+session: `History.warnings` are those from before the first step, and their repetitions; the others are incidents.
 """
 
 from collections.abc import Mapping
@@ -191,7 +187,6 @@ class History:
                 session.outcome = session.outcome or event
 
     def _drop_from(self, step: int) -> None:
-        """Forgets a step and all after it."""
         self.steps.drop_from(step)
         for kept in (self.validations, self.checkpoints):
             for late in [s for s in kept if s >= step]:

@@ -1,10 +1,7 @@
 """Incidents: what happened to a run besides its steps, such as skips, spikes, failed saves, stops and resumes.
 
 The events report them one by one; here they become rows, in the order of time. What belongs together is one row:
-
-    skips, spikes       of consecutive steps
-    saves that fail     until one succeeds, which is a row of its own
-    warnings            with the same words
+skips and spikes of consecutive steps, saves that fail until one succeeds, warnings with the same words.
 
 No row is dropped, unlike steps that a later session repeats (history.py): it did happen. Two things are not
 rows. An overflow under a loss scale is how the scale is found, and its chart marks it. A warning from before the

@@ -1,8 +1,7 @@
 """The page: sections in order, style and script inside, nothing to load.
 
-A report is mailed, archived and opened years later from a disk, so it is one file. What keeps it safe to
-open: all text of the run is escaped (template.py), and a Content-Security-Policy lets only the scripts and
-styles run whose digests it names, and lets nothing be fetched. Even a hole in the escaping would run no code.
+What keeps it safe to open: all text of the run is escaped (template.py), and a Content-Security-Policy lets only
+the scripts and styles run whose digests it names, and lets nothing be fetched.
 """
 
 import os

@@ -1,7 +1,7 @@
 """The picture of a race: for each arm a bar for speed, one for peak memory, and the loss next to them.
 
-One SVG that needs nothing: no script, no font, no other file. It has a light and a dark look and a description in
-words. A thin line over the end of a bar spans from the slowest round to the fastest.
+One SVG that needs nothing: no script, no font, no other file. A thin line over the end of a bar spans from the
+slowest round to the fastest.
 """
 
 from dataclasses import dataclass

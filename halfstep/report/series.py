@@ -1,11 +1,9 @@
 """What a chart shows of a long run: at most LIMIT points that keep every spike, and a smooth line.
 
-A series is cut into buckets of neighbors, and the smallest and the largest value of each bucket stay, in their
-order: a spike of one step is just as tall in the chart of a million steps. If a bucket holds a value that is not
-finite, a gap stays as well. Averaging would be shorter and would hide what a report is for.
-
-The smooth line is the mean over a window centered on each step, narrowed at both ends so that it stays
-centered; an exponential average would lag behind a falling loss.
+Of each bucket of neighbors the smallest and the largest value stay, in their order, and a gap if it holds a value
+that is not finite: a spike of one step is just as tall in the chart of a million steps. The smooth line is the
+mean over a window centered on each step, narrowed at both ends; an exponential average would lag behind a falling
+loss.
 """
 
 import math

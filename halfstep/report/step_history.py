@@ -1,7 +1,6 @@
 """The steps of a run as columns of numbers: all of them, or for a very long run as many as its charts can show.
 
-The event of a step takes two kilobytes of memory, and the page needs seven of its numbers. Up to ROWS steps are
-kept as they are. Of a longer run, two selections are kept, each at most about as long:
+Up to ROWS steps are kept as they are. Of a longer run, two selections are kept, each at most about as long:
 
     even     every second step, then every fourth, and so on: what means and medians are taken from
     peaks    of each bucket of neighbors the steps at which a number is smallest, largest, or first not finite;
@@ -95,7 +94,6 @@ class StepHistory:
 
     @property
     def _rows(self) -> tuple[Rows, Rows]:
-        """All rows in order of steps, and the even ones."""
         if self._cached is None:
             fresh = self._copy()
             if not len(self._peaks):

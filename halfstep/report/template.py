@@ -1,7 +1,4 @@
-"""Fills the templates. Jinja escapes all text, and no Python code of the report writes HTML.
-
-Words in backquotes become code, as in help strings: a template writes `{{ text | code }}`.
-"""
+"""Fills the templates. Jinja escapes all text; `{{ text | code }}` marks words in backquotes as code."""
 
 import base64
 import hashlib

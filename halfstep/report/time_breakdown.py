@@ -1,8 +1,7 @@
 """Where the time of the run went: parts that add up to the wall time.
 
-Each session that stopped or finished records its totals (training/telemetry/meters.py), which are added up. A
-session that was killed recorded none, and a note says how many are missing. Waiting for input is part of training,
-so `steps` is the training time without it.
+Each session that stopped or finished records its totals (training/telemetry/meters.py), which are added up; a
+session that was killed recorded none. Waiting for input is part of training, so `steps` is the time without it.
 """
 
 from collections.abc import Mapping

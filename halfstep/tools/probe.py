@@ -87,10 +87,7 @@ class ProbeResult:
 
 
 def run(backends: Sequence[str] | None = None, budget: float = 3.0, *, device: str | None = None) -> ProbeResult:
-    """Asks each backend, or those named, within `budget` seconds of measuring in total.
-
-    A backend that was named and is not installed is an error; another is reported as missing.
-    """
+    """Asks each backend, or those named (which must be there), within `budget` seconds of measuring in total."""
     names = list(dict.fromkeys(backends)) if backends else list(BACKENDS)
     modules = {name: _load(name) for name in names}
     absent = [module for module in modules.values() if isinstance(module, BackendResult)]

@@ -82,7 +82,7 @@ def test_operands_are_random_and_in_the_format(fmt, dtypes, out, monkeypatch):
     monkeypatch.setattr(module, "_matmul", lambda fmt: Kept(kept))
     bench = module._Bench(jax.devices("cpu")[0])
     bench.prepare(fmt, (8, 16, 4))
-    bench.start(fmt, (8, 16, 4))(3)
+    bench.prepared[fmt, (8, 16, 4)](3)
     assert len(kept) == 3
     a, b = kept[0]
     assert (a.shape, b.shape) == ((8, 16), (4, 16))

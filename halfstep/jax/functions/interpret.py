@@ -36,15 +36,7 @@ from halfstep.core.precision import Precision, base_precision
 from halfstep.core.refusal import check_reach
 from halfstep.jax.apply import Applied, Leaves
 from halfstep.jax.dtypes import DType, dtype_of, format_of
-from halfstep.jax.functions.checks import (
-    check_convolution,
-    check_function,
-    check_island,
-    check_opaque,
-    check_operand,
-    check_product,
-    check_rules,
-)
+from halfstep.jax.functions import checks
 from halfstep.jax.functions.lazy import (
     Owner,
     Value,
@@ -92,7 +84,7 @@ def cast_inside(
 ) -> tuple[Any, Any]:
     """Calls fn(params, batch, ...) as the policy says; returns its result, also as shapes and dtypes."""
     policy = applied.policy
-    check_rules(policy)
+    checks.check_rules(policy)
     interpreter = Interpreter(policy)
     owners = {
         name: Owner((name,), casts_of(precision), jnp.ndim(masters[name]) > 1)
@@ -120,7 +112,7 @@ def checked(
     params = leaves.rebuilt(masters)
     closed, shape = jax.make_jaxpr(fn, return_shape=True)(params, *rest)
     if not applied.policy.emulate:  # emulated, every array is fp32, and the layers know what they hold
-        check_function(closed.jaxpr, applied)
+        checks.check_function(closed.jaxpr, applied)
     out = jax.core.eval_jaxpr(closed.jaxpr, closed.consts, *jax.tree.leaves((params, rest)))
     return jax.tree.unflatten(jax.tree.structure(shape), out), shape
 
@@ -228,13 +220,13 @@ class Interpreter:
         side = _side_of_weight(values)
         if side is None:
             for value, aval in zip(values, avals, strict=True):
-                check_operand(eqn, aval, appears(self.base), ruled=self._is_ruled(value))
+                checks.check_operand(eqn, aval, appears(self.base), ruled=self._is_ruled(value))
             return self._product(eqn, values)
         owner, x, seen = values[side].owner, values[1 - side], avals[1 - side]
         assert owner is not None
         precision, out = owner.casts.precision, eqn.outvars[0].aval.dtype
         if x.owner is not None and not _looked_up(x):
-            check_product(eqn, x.owner.names, x.owner.casts.precision)
+            checks.check_product(eqn, x.owner.names, x.owner.casts.precision)
         self._check_entering(eqn, x, seen, owner)
         if out.itemsize > max(aval.dtype.itemsize for aval in avals):
             # preferred_element_type asks for the sum as it is: the same operands, a wider result.
@@ -249,13 +241,13 @@ class Interpreter:
     def _conv(self, eqn: Any, values: list[Value]) -> Array:
         (x, weight), (seen, _) = values, [atom.aval for atom in eqn.invars]
         if x.owner is not None and not _looked_up(x):
-            check_product(eqn, x.owner.names, x.owner.casts.precision)
+            checks.check_product(eqn, x.owner.names, x.owner.casts.precision)
         if weight.owner is None:
-            check_operand(eqn, seen, appears(self.base), ruled=self._is_ruled(x))
+            checks.check_operand(eqn, seen, appears(self.base), ruled=self._is_ruled(x))
             return self._product(eqn, values)
         casts = weight.owner.casts
         self._check_entering(eqn, x, seen, weight.owner)
-        check_convolution(eqn, weight.owner.names, casts.precision)
+        checks.check_convolution(eqn, weight.owner.names, casts.precision)
         self.multiplied.update(weight.owner.names)
         y = convolve(eqn, enter(self._array(x, seen), casts), weight.array, casts)
         return y if self.emulate else y.astype(eqn.outvars[0].aval.dtype)
@@ -264,7 +256,7 @@ class Interpreter:
         """Refuses an activation that enters a layer neither in the layer's own dtype nor in that of the stream."""
         if seen.dtype != appears(self.base):
             ruled = self._is_ruled(x)
-            check_operand(eqn, seen, appears(layer.casts.precision), ruled=ruled, names=layer.names)
+            checks.check_operand(eqn, seen, appears(layer.casts.precision), ruled=ruled, names=layer.names)
 
     def _product(self, eqn: Any, values: list[Value]) -> Array:
         arrays = self._arrays(eqn.invars, values)
@@ -276,7 +268,7 @@ class Interpreter:
 
     def _bound(self, jaxpr: Any, eqn: Any, values: list[Value]) -> list[Any]:
         """Runs the operation as it stands, with masters cast; emulated, rounds its results."""
-        check_island(eqn, self.policy)
+        checks.check_island(eqn, self.policy)
         self._check_opaque(eqn, values)
         name = eqn.primitive.name
         if name in BROADCASTING:
@@ -290,13 +282,14 @@ class Interpreter:
             rounds = name not in LAYOUT
             return [self._on_grid(a, v.aval) if rounds else a for a, v in zip(out, eqn.outvars, strict=True)]
         if carried:
-            arrays = [_typed(a, atom.aval) for a, atom in zip(arrays, eqn.invars, strict=True)]
+            pairs = zip(arrays, eqn.invars, strict=True)  # in its own dtype, which holds a carried array exactly
+            arrays = [x.astype(atom.aval.dtype) if is_float(atom) else x for x, atom in pairs]
         out = [self.carrier(array) for array in bind(jaxpr, eqn, arrays)]
         return [self._on_grid(a, v.aval) for a, v in zip(out, eqn.outvars, strict=True)]
 
     def _check_opaque(self, eqn: Any, values: list[Value]) -> None:
         for atom, owner in ((a, v.owner) for a, v in zip(eqn.invars, values, strict=True) if v.owner is not None):
-            check_opaque(eqn, atom.aval, owner.names, owner.casts.precision)
+            checks.check_opaque(eqn, atom.aval, owner.names, owner.casts.precision)
 
     def _scan(self, eqn: Any, values: list[Value]) -> list[Value]:
         params, closed = eqn.params, eqn.params["jaxpr"]
@@ -439,8 +432,3 @@ def _looked_up(value: Value) -> bool:
 
 def _like(x: Any, dtype: DType) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(jnp.shape(x), dtype)
-
-
-def _typed(x: Any, aval: Any) -> Any:
-    """Returns a carried array in its own dtype, which holds it exactly."""
-    return x.astype(aval.dtype) if jnp.issubdtype(aval.dtype, jnp.floating) else x

@@ -78,8 +78,7 @@ def merged(values: Sequence[Value]) -> Owner | None:
 def shared_owner(eqn: Any, values: Sequence[Value]) -> Owner | None:
     """Returns the owner of the result of an equation that runs on masters; None if it does not.
 
-    Looked-up rows are a weight if multiplied at once, and an activation after any arithmetic. What a batch selects
-    counts as looked up.
+    Looked-up rows, or what a batch selects, are a weight if multiplied at once, an activation after arithmetic.
     """
     name = eqn.primitive.name
     owner = merged([value for atom, value in zip(eqn.invars, values, strict=True) if is_float(atom)])
@@ -143,10 +142,7 @@ def custom_jvp(
     eqn: Any,
     values: Sequence[Value],
 ) -> list[Value] | None:
-    """Runs a function with its own derivative rule, and the rule, on the masters; None if that is impossible.
-
-    The rule is what the equation does under jax.jvp, as a jaxpr, evaluated like any other.
-    """
+    """Runs a function with its own derivative rule, and the rule, on the masters; None if that is impossible."""
     owner = merged(values)
     if owner is None or owner.looked_up or not all(is_float(atom) for atom in (*eqn.invars, *eqn.outvars)):
         return None

@@ -6,7 +6,7 @@ dtype.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -43,14 +43,6 @@ ARITHMETIC = _words(
 )
 BROADCASTING = _words("add sub mul div max min pow atan2 rem clamp select_n")
 """Arithmetic that stretches axes of size 1, and scalars."""
-
-_SCATTERS: dict[str, Callable[..., Array]] = {
-    "add": lax.scatter_add,
-    "sub": lax.scatter_sub,
-    "mul": lax.scatter_mul,
-    "min": lax.scatter_min,
-    "max": lax.scatter_max,
-}
 
 COMPARISON = _words("eq ne lt le gt ge is_finite argmax argmin")
 PRODUCT = _words("dot_general conv_general_dilated")
@@ -98,8 +90,7 @@ def is_conversion(eqn: Any) -> bool:
 def parts_of_scan(eqn: Any) -> tuple[int, int]:
     """Returns how many constants and how many carried values a scan has; it runs along its other inputs.
 
-    The ranks tell, since an input that a scan runs along loses an axis inside; the equation's own fields have
-    other names in jax 0.10 and 0.11.
+    The ranks tell, as those lose an axis inside; the equation's own fields have other names in jax 0.10 and 0.11.
     """
     jaxpr = eqn.params["jaxpr"].jaxpr
     along = sum(out.aval.ndim != inside.aval.ndim for out, inside in zip(eqn.invars, jaxpr.invars, strict=True))
@@ -122,7 +113,7 @@ def bind_wide(eqn: Any, arrays: Sequence[Any]) -> list[Any]:
     if kind == "scatter" and combined:
         # It holds the function that combines two numbers, in their dtype, so that is built again.
         kept = {k: eqn.params[k] for k in ("dimension_numbers", "indices_are_sorted", "unique_indices", "mode")}
-        return [_SCATTERS[combined](*wide, **kept)]
+        return [getattr(lax, f"scatter_{combined}")(*wide, **kept)]
     narrow = {k: v for k, v in eqn.params.items() if isinstance(v, np.dtype) and jnp.issubdtype(v, jnp.floating)}
     out = eqn.primitive.bind(*wide, **{**eqn.params, **dict.fromkeys(narrow, jnp.dtype(jnp.float32))})
     return list(out) if eqn.primitive.multiple_results else [out]
@@ -160,11 +151,7 @@ def _others(rank: int, axes: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def convolve(eqn: Any, x: Array, master: Array, casts: Casts) -> Array:
-    """Convolves x, in compute, by a weight; its gradients are two more convolutions.
-
-    The one of the weight gradient takes fp32 operands: XLA's convolutions have no wider result than their
-    operands.
-    """
+    """Convolves x by a weight. The weight gradient takes fp32 operands: XLA's results are no wider than those."""
     p = casts.precision
 
     def conv(x: Array, w: Array) -> Array:

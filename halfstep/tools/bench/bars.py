@@ -1,7 +1,4 @@
-"""What a race must show: halfstep against the usual recipe, ratio by ratio.
-
-    speed    tokens per second of ours over theirs, at least the bound
-    memory   peak memory of ours over theirs, at most the bound
+"""What a race must show: bounds on the speed and the peak memory of our arms over theirs.
 
 The bars hold for a GPT-2 of 124 million parameters on one NVIDIA GPU; those of fp8 also for a width of WIDE and
 more, where fp8 must be faster and not only as fast. For another size or device they are refused. A bar whose two

@@ -1,7 +1,4 @@
-"""What the race and its workers agree on: the arms, and the setting that a worker is started with.
-
-It imports no framework.
-"""
+"""What the race and its workers agree on: the arms, and the setting of a worker. It imports no framework."""
 
 from dataclasses import dataclass
 
@@ -44,6 +41,38 @@ ARMS = {
     ),
     "halfstep-fp8-all": Recipe("the same with every matmul in fp8, faster or not", ours=True),
 }
+
+
+@dataclass(frozen=True)
+class Options:
+    """What a race may be asked for."""
+
+    micro_batches: int = 1
+    """Micro-batches per update."""
+    rounds: int = 6
+    """How many turns each arm gets."""
+    steps: int = 10
+    """Timed updates per turn."""
+    layers: int = 12
+    """Layers of the model."""
+    width: int = 768
+    """Width of the model; each head is 64 wide."""
+    context: int = 1024
+    """Tokens per sequence."""
+    batch: int = 32
+    """Sequences per micro-batch."""
+    vocabulary: int = 50304
+    """Rows of the embedding. Text is read as bytes; the other rows only add their size."""
+    device: str | None = None
+    """cuda, cuda:1 or cpu; by default an NVIDIA GPU."""
+    compile: bool | None = None
+    """Whether recipes that can compile do; by default, only on a GPU."""
+    source: str = "stdlib"
+    """The text: stdlib, a file, a folder, or token shards."""
+    seconds: float | None = None
+    """Stop after this time, and report what was done."""
+    at_once: int = 4
+    """How many arms start and compile at the same time; each needs the memory of a step meanwhile."""
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,8 @@
 """Runs a race: workers that take turns.
 
 Arms start and compile several at a time, which is the longest part, and train alone: round by round, the order
-reversed each time. (A compiler that times its kernels takes the fastest of several launches, which a neighbor
-disturbs little.) An arm that cannot take part, or fails, is taken out with its reason, and the others continue.
-After a round, all have had the same number of turns, and the race stops only then, so their losses compare.
+reversed each time. An arm that cannot take part, or fails, is taken out with its reason, and the others continue.
+The race stops only after a round, when all have had the same number of turns, so their losses compare.
 """
 
 import json

@@ -1,12 +1,8 @@
 """Worker processes: each says hello, then answers one request after the other, in JSON.
 
-    (start)   ->  {...}                  its hello
-    request   ->  {...}                  its answer
-    anything  ->  {"missing", "hint"}    it cannot take part on this machine, and why
-                  {"failed", "hint"}     it tried and could not
-
-The parent waits for an answer no longer than it has time. Whatever a worker prints is kept in a file, whose last
-lines explain why a worker died.
+An answer with `missing` and a `hint` says that it cannot take part on this machine, one with `failed` that it
+tried and could not. The parent waits for an answer no longer than it has time. Whatever a worker prints is kept in
+a file, whose last lines explain why a worker died.
 """
 
 import contextlib

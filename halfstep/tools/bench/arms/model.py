@@ -1,10 +1,7 @@
-"""A GPT-2 as people write it: nn.Linear, nn.Embedding, nn.LayerNorm, torch's attention, a tied head.
+"""A GPT-2 as people write it, in torch alone: nn.Linear, nn.Embedding, nn.LayerNorm, a tied head.
 
-It does not use halfstep and imports only torch. Modules have the names of OpenAI's release, so its weights fit
-transformers' GPT2LMHeadModel after transposing the four matrices of a block, which are stored the other way there.
-Called with inputs and targets, it returns the mean cross-entropy of fp32 logits.
-
-    B batch, T time, D width, H heads, E width of a head, V vocabulary
+Modules have the names of OpenAI's release. Called with inputs and targets, it returns the mean cross-entropy of
+fp32 logits. B batch, T time, D width, H heads, E width of a head, V vocabulary.
 """
 
 import torch

@@ -1,7 +1,5 @@
 """The process of one arm: it holds its model, waits its turn, trains, measures.
 
-    python -m halfstep.tools.bench.arms.worker '{"arm": "autocast", ...}'
-
 It answers each request, and says hello before the first (workers.py):
 
     (start)                    ->  {"device", "kind", "versions", "compiled"}
@@ -9,8 +7,7 @@ It answers each request, and says hello before the first (workers.py):
     {"do": "finish"}           ->  {"held_out", "syncs", "kernels", "summary"}
 
 Each turn begins with one update that is not timed and ends by releasing unused memory, so the arms need not fit on
-the device together, and each runs as if it were alone. `memory` is the peak of what the arm itself allocated in
-its timed updates.
+the device together. `memory` is the peak of what the arm itself allocated in its timed updates.
 """
 
 import json
@@ -21,7 +18,7 @@ import traceback
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -38,16 +35,6 @@ PRODUCTS = 10
 ATTENTION = re.compile(r"flash|fmha|attention|sdpa", re.IGNORECASE)
 
 Answer = dict[str, Any]
-
-
-class Racer(Protocol):
-    """Takes turns."""
-
-    def train(self, steps: int) -> Answer:
-        """Takes a turn."""
-
-    def finish(self) -> Answer:
-        """Returns what is known after the last turn."""
 
 
 class Ceiling:
@@ -130,11 +117,12 @@ def main(argument: str) -> int:
     return serve(begin)
 
 
-def start(setting: Setting) -> tuple[Racer, Answer]:
+def start(setting: Setting) -> "tuple[Ceiling | Trainer, Answer]":
     """Returns the racer and its hello."""
     device = _device(setting.device)
     setting = replace(setting, device=str(device))
-    hello: Answer = {"device": _device_name(device), "kind": device.type, "versions": {"torch": torch.__version__}}
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+    hello: Answer = {"device": name, "kind": device.type, "versions": {"torch": torch.__version__}}
     if setting.arm == CEILING:
         return Ceiling(device), hello
     wanted = device.type != "cpu" if setting.compile is None else setting.compile
@@ -166,10 +154,6 @@ def _device(name: str | None) -> torch.device:
     return device
 
 
-def _device_name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
-
-
 def _version(package: str) -> str:
     for name in (package, f"{package}.fabric", f"{package}_fabric"):
         if version := getattr(sys.modules.get(name), "__version__", None):
@@ -178,7 +162,6 @@ def _version(package: str) -> str:
 
 
 def _batch(windows: NDArray[np.uint16], device: torch.device) -> Batch:
-    """Splits sequences of context + 1 tokens into inputs and targets, on the device."""
     tokens = torch.from_numpy(windows.astype(np.int64)).to(device)
     return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
