@@ -23,13 +23,11 @@ U32 = 2.0**-24
 
 
 def draw(*shape, seed=0, scale=1.0, requires_grad=False):
-    """Normal numbers."""
     x = torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * scale
     return x.requires_grad_(requires_grad)
 
 
 def bf16(x):
-    """Numbers rounded to bf16, in fp32."""
     return x.bfloat16().float()
 
 
@@ -53,7 +51,6 @@ class Net(nn.Module):
 
 
 def within(module, policy):
-    """A copy of the module under a policy, inside a model."""
     net = Net(copy.deepcopy(module))
     if not any(p.requires_grad for p in net.parameters()):
         net.spare = nn.Linear(1, 1)
@@ -62,5 +59,4 @@ def within(module, policy):
 
 
 def same(*pairs):
-    """Whether tensors are equal, pair by pair."""
     return all(torch.equal(a, b) for a, b in zip(*pairs, strict=True))

@@ -21,8 +21,6 @@ SPLIT = "bf16-mixed,param=fp32:split"
 
 
 class Tied(nn.Module):
-    """An embedding whose table is also the head's."""
-
     def __init__(self):
         super().__init__()
         torch.manual_seed(0)
@@ -48,20 +46,8 @@ def test_a_split_master_is_exact_and_the_parameter_keeps_its_identity():
         assert p is old
         held = join(p, applied.remainders[name]) if name in applied.remainders else p
         assert torch.equal(held, numbers)
-    assert model.embed.weight.dtype == torch.bfloat16
-    assert applied.remainders["embed.weight"].dtype == torch.int16
+    assert (model.embed.weight.dtype, applied.remainders["embed.weight"].dtype) == (torch.bfloat16, torch.int16)
     assert model.embed.weight is model.head.weight
-
-
-def test_a_tied_half_sums_the_gradients_of_all_its_uses_in_fp32():
-    model, wide = Tied(), Tied()
-    applied_to(model, "fp32,param=fp32:split")
-    index = torch.tensor([0, 3, 3, 6])
-    for net in (model, wide):
-        net(index).square().sum().backward()
-        net(index).square().sum().backward()
-    assert torch.equal(model.embed.weight.grad, wide.embed.weight.grad)
-    assert model.embed.weight.grad.dtype == torch.float32
 
 
 @pytest.mark.parametrize("policy", ["fp32", "fp16-mixed", "bf16-mixed,emulate=true; head: compute=fp32"])
@@ -75,18 +61,24 @@ def test_a_module_that_computes_in_more_than_bf16_uses_the_whole_master(policy):
         assert torch.equal(one(index), other(index))
     x = draw(3, 4)
     assert torch.equal(one.head(x), other.head(x))
-    assert not torch.equal(
-        one.head(x), torch.nn.functional.linear(x, other.embed.weight.float()).to(one.head(x).dtype)
-    )
+    narrow = torch.nn.functional.linear(x, other.embed.weight.float())
+    assert not torch.equal(one.head(x), narrow.to(one.head(x).dtype))
 
 
-def test_the_half_is_multiplied_as_it_is():
+def test_the_half_is_multiplied_as_it_is_and_sums_the_gradients_of_all_its_uses_in_fp32():
     """On a tie the half differs from the native cast: away from zero, not to even."""
     for policy, product in ((SPLIT, 1 + 2.0**-7), ("bf16-mixed", 1.0)):
         net = nn.Sequential(nn.Linear(1, 1, bias=False))
         net[0].weight.data.fill_(1 + 2.0**-8)
         applied_to(net, policy)
         assert net(torch.ones(1, 1)).item() == product
+    model, wide = Tied(), Tied()
+    applied_to(model, "fp32,param=fp32:split")
+    index = torch.tensor([0, 3, 3, 6])
+    for net in (model, wide, model, wide):
+        net(index).square().sum().backward()
+    assert torch.equal(model.embed.weight.grad, wide.embed.weight.grad)
+    assert model.embed.weight.grad.dtype == torch.float32
 
 
 @pytest.mark.parametrize(
@@ -115,22 +107,6 @@ def test_a_matrix_that_is_used_in_another_way_stays_whole_and_is_listed(make, re
         assert model.get_parameter(name).dtype == torch.float32
 
 
-def test_a_matrix_shared_with_a_leaf_stays_whole():
-    class Leaf(nn.Module):
-        def __init__(self, weight):
-            super().__init__()
-            self.weight = weight
-
-        def forward(self, x):
-            return x @ self.weight
-
-    linear = nn.Linear(4, 4)
-    net = nn.Sequential(linear, Leaf(linear.weight))
-    applied = applied_to(net, SPLIT)
-    assert applied.remainders == {}
-    assert net(draw(2, 4)).dtype == torch.float32
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_narrow_weights_are_widened_and_listed(dtype):
     model = Tied().to(dtype)
@@ -143,14 +119,11 @@ def test_narrow_weights_are_widened_and_listed(dtype):
     assert applied_to(Tied().bfloat16(), "bf16-true").widened == ()
 
 
-def test_fp16_weights_are_not_rounded_to_another_format():
+def test_fp16_weights_are_not_rounded_to_another_format_and_frozen_ones_stay_as_they_are():
     """Hazard: fp16 parameters are trainable."""
     with refuses(PolicyError, r"`embed.weight` is fp16 and trainable", "param=fp32"):
         applied_to(Tied().half(), "bf16-true")
     assert applied_to(Tied().half(), "fp16-mixed").widened
-
-
-def test_frozen_parameters_stay_as_they_are():
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
     model[0].half().requires_grad_(False), model[1].requires_grad_(False)
     applied = applied_to(model, SPLIT)
@@ -191,36 +164,7 @@ def test_odd_parameters_are_left_alone_and_listed():
     assert model.scale.grad.dtype == torch.float32
 
 
-def test_hold_and_whole():
-    wide, policy = draw(4, 4), Policy.parse("bf16-mixed")
-    held, remainder = hold(wide, Param(FP32, split=True), policy)
-    hi, lo = split(wide)
-    assert torch.equal(held, hi)
-    assert torch.equal(remainder, lo)
-    assert hold(wide, Param(FP32), policy) == (wide, None)
-    assert hold(wide, Param(BF16), policy)[0].dtype == torch.bfloat16
-    emulated = hold(wide, Param(BF16), Policy.parse("bf16-true,emulate=true"))[0]
-    assert torch.equal(emulated, carried(wide, BF16))
-    assert {whole(Param(FP32, split=True), torch.zeros(shape)) for shape in ((), 3)} == {Param(FP32)}
-    assert whole(Param(FP32, split=True), torch.zeros(3, 3)).split
-
-
-def test_masters_and_moments_follow_rules():
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    applied = applied_to(model, "bf16-true,moments=bf16; 1: param=fp32,grad_weight=fp32,moments=fp32")
-    assert [p.dtype for p in model.parameters()] == [torch.bfloat16] * 2 + [torch.float32] * 2
-    assert [str(fmt) for fmt in applied.moments.values()] == ["bf16"] * 2 + ["fp32"] * 2
-    assert str(applied).endswith("2 modules, 2 parameters in bf16, 2 parameters in fp32")
-
-
-def test_rules_reach_the_modules_they_name():
-    model = Tied()
-    applied_to(model, "bf16-mixed; head: compute=fp32")
-    assert model.embed(torch.tensor([1])).dtype == torch.bfloat16
-    assert model.head(draw(1, 4)).dtype == torch.float32
-
-
-def test_precision_can_be_set_for_evaluation_and_back():
+def test_precision_can_be_set_for_evaluation_and_back_and_weights_held_or_whole():
     model = nn.Sequential(nn.Linear(4, 4), nn.Softmax(-1), nn.PReLU())
     policy = Policy.parse("fp8-mixed,emulate=true")
     apply(model, policy)
@@ -231,30 +175,42 @@ def test_precision_can_be_set_for_evaluation_and_back():
     assert torch.equal(model[0].weight, numbers)
     assert set_precision(model, policy) == 3
     assert torch.equal(model(x), trained)
+    wide, policy = draw(4, 4), Policy.parse("bf16-mixed")
+    held, remainder = hold(wide, Param(FP32, split=True), policy)
+    assert same((held, remainder), split(wide))
+    assert hold(wide, Param(FP32), policy) == (wide, None)
+    assert hold(wide, Param(BF16), policy)[0].dtype == torch.bfloat16
+    emulated = hold(wide, Param(BF16), Policy.parse("bf16-true,emulate=true"))[0]
+    assert torch.equal(emulated, carried(wide, BF16))
+    assert {whole(Param(FP32, split=True), torch.zeros(shape)) for shape in ((), 3)} == {Param(FP32)}
+    assert whole(Param(FP32, split=True), torch.zeros(3, 3)).split
 
 
-def test_changes_say_what_each_module_became():
-    model = nn.Sequential(
-        nn.Linear(4, 4), nn.BatchNorm1d(4), nn.ReLU(), nn.Conv1d(4, 4, 1), nn.MSELoss(), nn.PReLU()
-    )
-    applied = applied_to(model, "bf16-mixed")
+def test_changes_say_what_each_module_became_and_masters_and_moments_follow_rules():
+    parts = nn.Linear(4, 4), nn.BatchNorm1d(4), nn.ReLU(), nn.Conv1d(4, 4, 1), nn.MSELoss(), nn.PReLU()
+    applied = applied_to(nn.Sequential(*parts), "bf16-mixed")
+    conv = "its weight gradients leave the kernel in bf16 and are then widened"
+    leaf = "runs as written in the dtype of its parameters, bf16 out"
     assert applied.changes == (
         Change("0", "Linear", "multiplies in bf16, weight gradients in fp32"),
         Change("1", "BatchNorm1d", "is an island: fp32 inside, bf16 out"),
-        Change(
-            "3", "Conv1d", "computes in bf16; its weight gradients leave the kernel in bf16 and are then widened"
-        ),
+        Change("3", "Conv1d", f"computes in bf16; {conv}"),
         Change("4", "MSELoss", "is an island: fp32 inside and out"),
-        Change(
-            "5",
-            "PReLU",
-            "is a leaf, it holds `weight` itself: runs as written in the dtype of its parameters, bf16 out",
-        ),
+        Change("5", "PReLU", f"is a leaf, it holds `weight` itself: {leaf}"),
     )
     assert applied.modules == 5
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    applied = applied_to(model, "bf16-true,moments=bf16; 1: param=fp32,grad_weight=fp32,moments=fp32")
+    assert [p.dtype for p in model.parameters()] == [torch.bfloat16] * 2 + [torch.float32] * 2
+    assert [str(fmt) for fmt in applied.moments.values()] == ["bf16"] * 2 + ["fp32"] * 2
+    assert str(applied).endswith("2 modules, 2 parameters in bf16, 2 parameters in fp32")
+    model = Tied()
+    applied_to(model, "bf16-mixed; head: compute=fp32")
+    assert model.embed(torch.tensor([1])).dtype == torch.bfloat16
+    assert model.head(draw(1, 4)).dtype == torch.float32
 
 
-def test_a_module_whose_attributes_clash_is_a_leaf():
+def test_modules_whose_attributes_clash_that_are_lazy_or_share_a_matrix():
     class Mine(nn.Linear):
         def __init__(self):
             super().__init__(4, 4)
@@ -263,6 +219,21 @@ def test_a_module_whose_attributes_clash_is_a_leaf():
     net = nn.Sequential(Mine())
     applied_to(net, "bf16-mixed")
     assert (net[0].precision, net(draw(2, 4)).dtype) == ("high", torch.float32)
+    model = nn.Sequential(nn.LazyLinear(4))
+    model(draw(2, 3))
+    applied_to(model, "bf16-mixed")
+    assert "bf16 operands" in repr(model)
+
+    class Leaf(nn.Linear):
+        def forward(self, x):
+            return x @ self.weight
+
+    linear, leaf = nn.Linear(4, 4), Leaf(4, 4, bias=False)
+    leaf.weight = linear.weight
+    net = nn.Sequential(linear, leaf)
+    applied = applied_to(net, SPLIT)
+    assert applied.remainders == {}
+    assert net(draw(2, 4)).dtype == torch.float32
 
 
 @pytest.mark.parametrize(
@@ -291,11 +262,6 @@ def test_a_policy_that_does_not_fit_is_refused_and_changes_nothing(policy, said,
     assert {p.dtype for p in model.parameters()} == {torch.float32}
 
 
-def test_a_rule_for_parameters_that_no_module_holds_is_refused():
-    with pytest.raises(PolicyError, match="no parameter is held"):
-        applied_to(nn.Sequential(nn.Linear(2, 2), nn.ReLU()), "bf16-mixed; 1: param=bf16")
-
-
 @pytest.mark.parametrize("make", [Tied, lambda: CastedLinear(4, 4)], ids=["torch's layers", "ours"])
 def test_a_prepared_model_is_not_prepared_again(make):
     model = make()
@@ -308,8 +274,7 @@ def test_a_prepared_model_is_not_prepared_again(make):
     applied_to(model, "bf16-mixed")
 
 
-def compiled_in_place():
-    model = Tied()
+def compiled(model):
     model.compile(backend="eager")
     return model
 
@@ -318,7 +283,7 @@ def compiled_in_place():
     ("wrap", "said"),
     [
         (lambda: torch.compile(Tied(), backend="eager"), "compiled already"),
-        (compiled_in_place, "compiled already"),
+        (lambda: compiled(Tied()), "compiled already"),
         (lambda: nn.Sequential(torch.compile(nn.Linear(2, 2), backend="eager")), "`0` is compiled already"),
         (lambda: nn.DataParallel(Tied()), "wrapped by DataParallel"),
     ],
@@ -349,16 +314,11 @@ def test_a_model_that_cannot_be_prepared_is_refused(make, said, hint):
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning")
-def test_a_script_is_refused():
+def test_a_script_and_a_rule_for_parameters_that_no_module_holds_are_refused():
+    with pytest.raises(PolicyError, match="no parameter is held"):
+        applied_to(nn.Sequential(nn.Linear(2, 2), nn.ReLU()), "bf16-mixed; 1: param=bf16")
     with pytest.raises(HalfstepError, match="is a TorchScript module"):
         applied_to(torch.jit.script(nn.Linear(2, 2)), "bf16-mixed")
-
-
-def test_a_lazy_module_that_has_run_is_a_linear():
-    model = nn.Sequential(nn.LazyLinear(4))
-    model(draw(2, 3))
-    applied_to(model, "bf16-mixed")
-    assert "bf16 operands" in repr(model)
 
 
 @pytest.mark.parametrize("policy", ["fp32", "bf16-mixed", "fp16-mixed; lm_head: compute=fp32"])

@@ -68,8 +68,7 @@ def boundaries(fmt):
 
 
 def assert_bits(found, expected, x):
-    found = found.cpu().numpy().view(np.uint32)
-    expected = expected.view(np.uint32)
+    found, expected = found.cpu().numpy().view(np.uint32), expected.view(np.uint32)
     wrong = np.flatnonzero(found != expected)
     assert len(wrong) == 0, (
         f"{len(wrong)} differ; "
@@ -110,14 +109,7 @@ def test_all_patterns_of_16_bits_come_back(name, device):
     assert torch.equal(found.to(x.dtype).view(torch.int16)[number], codes[number])
 
 
-def test_a_format_without_nan_keeps_it_visible(device):
-    x = torch.tensor([math.nan, 1.0, -7.0], device=device)
-    found = quantize(x, Format.parse("e2m1"), overflow="saturate")
-    assert found.isnan().tolist() == [True, False, False]
-    assert found[1:].tolist() == [1.0, -6.0]
-
-
-def test_half_and_strided_inputs(device):
+def test_half_strided_and_nan_inputs_are_cast_and_left_alone_without_a_gradient(device):
     x = torch.linspace(-500, 500, 24, device=device).reshape(2, 3, 4)
     fmt = Format.parse("e4m3")
     for view in (x, x.half(), x.bfloat16(), x.permute(2, 0, 1), x[:, ::2], x[0, 0, 0], x[:0]):
@@ -125,9 +117,10 @@ def test_half_and_strided_inputs(device):
         expected = rounding.cast(view.float().cpu().numpy(), fmt, overflow="nan")
         assert found.shape == view.shape
         assert_bits(found, expected, expected)
-
-
-def test_the_input_is_left_alone_and_no_gradient_passes(device):
+    x = torch.tensor([math.nan, 1.0, -7.0], device=device)
+    found = quantize(x, Format.parse("e2m1"), overflow="saturate")
+    assert found.isnan().tolist() == [True, False, False]
+    assert found[1:].tolist() == [1.0, -6.0]
     x = torch.tensor([1.1, 1000.0], device=device, requires_grad=True)
     for name in ("bf16", "e4m3", "e8m2fnuz"):
         assert not quantize(x, Format.parse(name), overflow="saturate").requires_grad
@@ -193,34 +186,28 @@ def test_a_scaled_operand_is_the_reference_cast_of_the_scaled_values(granularity
     assert ((top > 220) | (amax == 0)).all()
 
 
-def test_a_delayed_amax_is_given_and_what_is_larger_saturates(device):
+def test_what_is_larger_than_a_delayed_amax_saturates_and_an_infinity_does_not_hide(device):
     operand = Operand(Format.parse("e4m3"), amax="delayed")
     x = torch.tensor([1.0, 4.0], device=device)
     with pytest.raises(RoundingError, match="no `amax`"):
         quantize_scaled(x, operand)
     values, inv_scale = quantize_scaled(x, operand, amax=torch.tensor(1.0, device=device))
     assert (values * inv_scale).tolist() == [1.0, 1.75]
-
-
-def test_an_infinity_does_not_hide_behind_saturation(device):
     x = torch.tensor([[1.0, math.inf], [1.0, 2.0]], device=device)
     values, inv_scale = quantize_scaled(x, Operand(Format.parse("e4m3"), granularity="row"))
     assert (values * inv_scale).isnan().tolist() == [[True, True], [False, False]]
     values, _ = quantize_scaled(x, Operand(Format.parse("e4m3")))
     assert values.isnan().all()
-
-
-def test_an_empty_tensor_has_an_amax(device):
     operand = Operand(Format.parse("e5m2"))
     assert amax_of(torch.empty(0, 4, device=device), operand) == 0
     values, inv_scale = quantize_scaled(torch.empty(0, 4, device=device), operand)
-    assert values.shape == (0, 4)
-    assert inv_scale == 1
+    assert (values.shape, inv_scale) == ((0, 4), 1)
 
 
 @pytest.mark.parametrize("name", EVERY)
 def test_the_plan_repeats_the_format(name, device):
     fmt = Format.parse(name)
+    assert set(ALIASES) <= set(EVERY)
     plan = cast_constants(fmt)
     assert plan[:4] == (fmt.mantissa_bits, fmt.min_exponent, fmt.max_exponent, fmt.max)
     assert plan.like_fp32 == (name in ("fp32", "tf32", "bf16"))
@@ -276,6 +263,7 @@ def test_a_compiled_native_cast_is_rounded_before_it_is_converted(device):
 
 
 E4M3 = Format.parse("e4m3")
+STOCHASTIC = {"fmt": E4M3, "overflow": "nan", "rounding": "stochastic"}
 
 
 @pytest.mark.parametrize(
@@ -289,12 +277,8 @@ E4M3 = Format.parse("e4m3")
         (lambda x: quantize(x.long(), E4M3, overflow="nan"), RoundingError, "not torch.int64"),
         (lambda x: quantize(x, E4M3, overflow="nan", rounding="up"), RoundingError, "unknown rounding"),
         (lambda x: quantize(x, E4M3, overflow="nan", bits=x.long()), RoundingError, "uses none"),
-        (lambda x: quantize(x, E4M3, overflow="nan", rounding="stochastic"), RoundingError, "given: none"),
-        (
-            lambda x: quantize(x, E4M3, overflow="nan", rounding="stochastic", bits=x.int()),
-            RoundingError,
-            "given: torch.int32",
-        ),
+        (lambda x: quantize(x, **STOCHASTIC), RoundingError, "given: none"),
+        (lambda x: quantize(x, **STOCHASTIC, bits=x.int()), RoundingError, "given: torch.int32"),
         (lambda x: to_native(x, Format.parse("tf32"), overflow="inf"), FormatError, "no torch dtype"),
         (lambda x: random_bits(3, seed=-1, step=0, tensor=0), RoundingError, "`seed` is -1"),
         (lambda x: random_bits(3, seed=0, step=2**32, tensor=0), RoundingError, "`step`"),
@@ -305,7 +289,3 @@ E4M3 = Format.parse("e4m3")
 def test_errors_say_what_is_allowed(call, error, text, device):
     with refuses(error, text):
         call(torch.ones(3, device=device))
-
-
-def test_the_named_formats_are_all_tried(device):
-    assert set(ALIASES) <= set(EVERY)

@@ -55,26 +55,24 @@ def test_the_hardware_decides_on_an_accelerator(fmt, device, expected):
     assert answer(fmt, device) == expected
 
 
-def test_torch_has_no_tf32_beyond_nvidia():
+def test_tf32_is_nvidias_a_cpu_runs_halves_slowly_and_fp32_runs_everywhere():
     found = answer(TF32, MI300)
     assert not found
     assert "on NVIDIA only" in found.reason
     assert answer(parse("e4m3fnuz"), MI300)
     assert "emulate=true" in answer(E4M3, MI300).reason
-
-
-def test_a_cpu_without_instructions_runs_it_and_says_that_it_is_slow():
     for fmt in (BF16, FP16):
         found = answer(fmt, N1)
         assert found
         assert "perhaps far slower than fp32" in found.reason
     fast = Device("cpu", "Zen 4", architecture="x86_64", features=frozenset({"avx512_bf16"}))
     assert answer(BF16, fast) == Support(True, "the CPU has avx512_bf16, which multiplies bf16 and sums in fp32")
+    for device in (T4, H100, MI300, N1):
+        assert answer(FP32, device)
 
 
 @pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=str)
 def test_an_8_bit_format_is_supported_where_a_small_product_is_right(fmt, monkeypatch):
-    """What torch does on this CPU is torch's to say; each answer has its reason."""
     dtypes._try_product.cache_clear()
     real = torch._scaled_mm
 
@@ -82,12 +80,8 @@ def test_an_8_bit_format_is_supported_where_a_small_product_is_right(fmt, monkey
         raise NotImplementedError("no kernel here\nand a long story")
 
     for product, ok, said in [
-        (lambda a, b, *rest, **more: torch.full((16, 16), 16.0), True, "slower than bf16: good for tests"),
-        (
-            lambda a, b, *rest, **more: torch.full((16, 16), 32.0),
-            False,
-            "says: sixteen times 1 x 1 is 32; `emulate",
-        ),
+        (lambda a, b, *_, **__: torch.full((16, 16), 16.0), True, "slower than bf16: good for tests"),
+        (lambda a, b, *_, **__: torch.full((16, 16), 32.0), False, "says: sixteen times 1 x 1 is 32; `emulate"),
         (refuse, False, "says: no kernel here; `emulate=true` runs it emulated"),
     ]:
         monkeypatch.setattr(torch, "_scaled_mm", product)
@@ -104,18 +98,6 @@ def test_an_8_bit_format_is_supported_where_a_small_product_is_right(fmt, monkey
     assert dtypes._try_product.cache_info().misses == before
 
 
-def test_a_gpu_that_is_too_old_is_not_asked(one_gpu, monkeypatch):
-    monkeypatch.setattr(torch.version, "hip", None)
-    monkeypatch.setattr(dtypes, "_try_product", None)
-    found = supported(E4M3, "cuda")
-    assert found == Support(False, "compute capability 8.6; e4m3 needs 8.9; `emulate=true` runs it emulated")
-    monkeypatch.setattr(Properties, "minor", 9)
-    asked = []
-    monkeypatch.setattr(dtypes, "_try_product", lambda *given: asked.append(given) or "")
-    assert supported(E5M2, "cuda") == Support(True, "compute capability 8.9; e5m2 needs 8.9")
-    assert asked[0][:2] == (torch.float8_e5m2, torch.float8_e4m3fn)  # no hardware multiplies two e5m2
-
-
 @pytest.mark.parametrize("fmt", [TF32, Format.parse("e3m4ieee"), Format.parse("e3m2")], ids=str)
 def test_what_a_cpu_refuses_names_the_switch_that_runs_it(fmt):
     found = supported(fmt, "cpu")
@@ -126,14 +108,7 @@ def test_what_a_cpu_refuses_names_the_switch_that_runs_it(fmt):
     assert emulated.reason.startswith("emulated")
 
 
-def test_fp32_runs_everywhere():
-    for device in (T4, H100, MI300, N1):
-        assert answer(FP32, device)
-
-
-X86 = (
-    "processor\t: 0\nmodel name\t: A Xeon\nflags\t\t: fpu avx2 avx512_bf16 amx_bf16\n\nprocessor\t: 1\nflags\t:\n"
-)
+X86 = "processor\t: 0\nmodel name\t: A Xeon\nflags\t\t: fpu avx512_bf16 amx_bf16\n\nprocessor\t: 1\nflags\t:\n"
 ARM = "processor\t: 0\nFeatures\t: fp asimd asimdhp bf16 i8mm sve\nCPU implementer\t: 0x41\n"
 
 
@@ -166,16 +141,22 @@ def one_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: Properties)
 
 
-def test_an_nvidia_gpu_by_its_capability(one_gpu, monkeypatch):
+def test_a_gpu_by_its_capability_or_architecture_and_one_that_is_too_old_is_not_asked(one_gpu, monkeypatch):
     monkeypatch.setattr(torch.version, "hip", None)
     assert describe("cuda") == Device("nvidia", "a GPU", capability=(8, 6))
     with pytest.raises(HalfstepError, match=r"no `cuda:1`; torch sees 1"):
         describe("cuda:1")
-
-
-def test_an_amd_gpu_by_its_architecture(one_gpu, monkeypatch):
     monkeypatch.setattr(torch.version, "hip", "7.0")
     assert describe(torch.device("cuda", 0)) == Device("amd", "a GPU", architecture="gfx90a")
+    monkeypatch.setattr(torch.version, "hip", None)
+    monkeypatch.setattr(dtypes, "_try_product", None)
+    found = supported(E4M3, "cuda")
+    assert found == Support(False, "compute capability 8.6; e4m3 needs 8.9; `emulate=true` runs it emulated")
+    monkeypatch.setattr(Properties, "minor", 9)
+    asked = []
+    monkeypatch.setattr(dtypes, "_try_product", lambda *given: asked.append(given) or "")
+    assert supported(E5M2, "cuda") == Support(True, "compute capability 8.9; e5m2 needs 8.9")
+    assert asked[0][:2] == (torch.float8_e5m2, torch.float8_e4m3fn)  # no hardware multiplies two e5m2
 
 
 @pytest.mark.parametrize(

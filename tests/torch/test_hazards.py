@@ -32,6 +32,7 @@ from halfstep.torch.session import Session
 from halfstep.torch.step import prepare
 from tests.refusals import refuses
 
+SPLIT = "bf16-mixed,param=fp32:split"
 LAW = "fp16-mixed,scale=dynamic:init=1024:interval=3:floor=256"
 
 
@@ -177,7 +178,7 @@ def test_the_scale_is_part_of_the_state():
     assert [float(v) for v in other.scale_state] == [2048, 1, 1, 0]
 
 
-@pytest.mark.parametrize("policy", ["fp32", "bf16-mixed", "bf16-mixed,param=fp32:split", "bf16-true", LAW])
+@pytest.mark.parametrize("policy", ["fp32", "bf16-mixed", SPLIT, "bf16-true", LAW])
 @pytest.mark.parametrize("make", [sgd, lambda m: AdamW(m.parameters(), weight_decay=0.1)])
 def test_a_step_that_is_not_finite_changes_nothing_under_every_policy(policy, make):
     model = Weights(1.0, 2.0)
@@ -204,7 +205,7 @@ def test_bf16_weights_get_masters_and_fp32_moments(kind):
     assert (wide != wide.bfloat16()).all()  # it moved by less than bf16 can
 
 
-@pytest.mark.parametrize("policy", ["bf16-mixed", "bf16-mixed,param=fp32:split"])
+@pytest.mark.parametrize("policy", ["bf16-mixed", SPLIT])
 @pytest.mark.parametrize("make", [AdamW, torch.optim.AdamW])
 def test_small_updates_are_not_lost(policy, make):
     """A bf16 weight at 1 with a rate of 1e-4 moves by exactly 0.0 in 200 steps of AdamW."""
@@ -215,15 +216,8 @@ def test_small_updates_are_not_lost(policy, make):
 
 def test_moments_keep_their_format_when_a_state_is_loaded():
     """`Optimizer.load_state_dict` casts fp32 moments to the parameter's bf16."""
-    one, other = (
-        trained(
-            "bf16-mixed,param=fp32:split",
-            steps,
-            torch.tensor([1.0, 1 / 3]),
-            make=lambda m: torch.optim.AdamW(m.parameters(), fused=True),
-        )
-        for steps in (2, 0)
-    )
+    x, make = torch.tensor([1.0, 1 / 3]), lambda m: torch.optim.AdamW(m.parameters(), fused=True)
+    one, other = (trained(SPLIT, steps, x, make=make) for steps in (2, 0))
     other.load_state_dict(one.state_dict())
     left, right = (next(iter(run.optimizers[0].state.values())) for run in (one, other))
     assert right["exp_avg"].dtype == torch.float32
@@ -237,7 +231,7 @@ def test_split_masters_are_exact_on_ties_and_keep_nan():
     """
     ties = torch.tensor([0x3F808000, 0x3F818000, -0x407F8000, 0x7F7F8000, 0x3F7FFFFF]).int().view(torch.float32)
     model = Weights(*ties.tolist())
-    run = prepare(model, sgd(model), "bf16-mixed,param=fp32:split")
+    run = prepare(model, sgd(model), SPLIT)
     assert model.layer.weight[0, 4].item() == 1.0  # of 1 - 2^-24: the nearest
     assert torch.equal(run.weights()["layer.weight"][0], ties)
     run.unprepare()
@@ -245,7 +239,7 @@ def test_split_masters_are_exact_on_ties_and_keep_nan():
     odd = torch.tensor([0x7FFFFFFF, 0x7F800001, -1]).int().view(torch.float32)
     model = Weights(1.0, 1.0, 1.0)
     model.layer.weight.data = odd.reshape(1, 3).clone()
-    run = prepare(model, sgd(model), "bf16-mixed,param=fp32:split")
+    run = prepare(model, sgd(model), SPLIT)
     assert model.layer.weight.isnan().all()
     assert run.weights()["layer.weight"].isnan().all()
 
@@ -255,15 +249,14 @@ def test_gradients_of_bf16_halves_are_fp32(kind):
     """1 + 2^-12 is no bf16: were the gradient rounded on its way, the weight would move by 1."""
 
     def make(model):
-        ways = {"fused": {"fused": True}, "foreach": {"foreach": True}, "plain": {"foreach": False}}
+        settings = {"lr": 1.0, "betas": (0.0, 0.0), "eps": 2.0**40}
         if kind == "ours":
-            return AdamW(model.parameters(), lr=1.0, betas=(0.0, 0.0), eps=2.0**40)
-        return torch.optim.AdamW(
-            model.parameters(), lr=1.0, betas=(0.0, 0.0), eps=2.0**40, weight_decay=0.0, **ways[kind]
-        )
+            return AdamW(model.parameters(), **settings)
+        ways = {"fused": {"fused": True}, "foreach": {"foreach": True}, "plain": {"foreach": False}}
+        return torch.optim.AdamW(model.parameters(), **settings, weight_decay=0.0, **ways[kind])
 
     model = Weights(0.0)
-    run = prepare(model, make(model), "bf16-mixed,param=fp32:split")
+    run = prepare(model, make(model), SPLIT)
     # the sum of two products of bf16 numbers, in fp32
     run.step(lambda x: model(x).float().sum(), [torch.tensor([[1.0], [2.0**-12]])])
     assert float(run.weights()["layer.weight"]) == -(1 + 2.0**-12) / 2.0**40
@@ -311,12 +304,12 @@ def test_fsdp_is_not_trained_behind_its_back(mesh):
 
 def test_halves_are_not_trained_by_several_processes(mesh, monkeypatch):
     """DDP sums the gradients of parameters, and a half has none in the graph: replicas would part at once."""
-    run = trained("bf16-mixed,param=fp32:split", 1, torch.ones(2))
+    run = trained(SPLIT, 1, torch.ones(2))
     monkeypatch.setattr(dist, "get_world_size", lambda: 2)
     with pytest.raises(PolicyError, match="more than one process"):
         run.step(loss_of(run.model), [torch.ones(2)])
     with pytest.raises(PolicyError, match="more than one process"):
-        trained("bf16-mixed,param=fp32:split", 0, torch.ones(2))
+        trained(SPLIT, 0, torch.ones(2))
     trained("bf16-mixed", 0, torch.ones(2))
 
 
@@ -341,7 +334,7 @@ def test_stochastic_rounding_takes_the_words_of_its_counter():
     assert (run.weights()["layer.weight"].numpy() == expected).all()
 
 
-@pytest.mark.parametrize("policy", ["bf16-mixed", "bf16-mixed,param=fp32:split", "bf16-true"])
+@pytest.mark.parametrize("policy", ["bf16-mixed", SPLIT, "bf16-true"])
 def test_micro_batches_are_summed_in_fp32(policy):
     """256 and then ones: a sum in bf16 stays at 256."""
     model = Weights(0.0)
@@ -369,7 +362,7 @@ def test_running_statistics_survive_a_skipped_step():
     assert int(model[0].num_batches_tracked) == 0
 
 
-@pytest.mark.parametrize("policy", ["bf16-mixed", "bf16-mixed,param=fp32:split", LAW])
+@pytest.mark.parametrize("policy", ["bf16-mixed", SPLIT, LAW])
 def test_no_cast_outlives_a_step(policy):
     """autocast keeps its casts for a whole region: where the optimizer steps inside, old weights are used on."""
     model = Weights(1.0, 2.0)
@@ -438,7 +431,7 @@ def test_a_state_of_tied_halves_goes_through_safetensors():
     """It refuses tensors that share their memory: a tied matrix is in a state once, under its first name."""
     model = nn.Sequential(nn.Embedding(3, 4), nn.Linear(4, 3, bias=False))
     model[1].weight = model[0].weight
-    run = prepare(model, AdamW(model.parameters()), "bf16-mixed,param=fp32:split")
+    run = prepare(model, AdamW(model.parameters()), SPLIT)
     run.step(lambda index: model(index).sum(), [torch.tensor([0, 2])])
     tensors = run.state_dict()["tensors"]
     found = load(save(tensors))
@@ -461,7 +454,7 @@ def test_another_rate_builds_no_second_graph(monkeypatch):
     assert counted.frame_count == 1
 
 
-@pytest.mark.parametrize("policy", ["bf16-mixed,param=fp32:split", f"{LAW},param=fp32:split"])
+@pytest.mark.parametrize("policy", [SPLIT, f"{LAW},param=fp32:split"])
 def test_a_longer_micro_batch_compiles_while_gradients_wait(policy):
     """dynamo compiles nothing that uses a parameter whose gradient is wider; a longer batch would need it to."""
     torch._dynamo.reset()

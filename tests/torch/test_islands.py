@@ -1,5 +1,7 @@
 """The islands people build with: torch's names and arguments, fp32 inside."""
 
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -12,23 +14,18 @@ from halfstep.torch.apply import apply
 X = torch.randn(3, 5, generator=torch.Generator().manual_seed(0)).bfloat16()
 TARGETS = torch.tensor([0, 4, 2])
 GAIN, BIAS = torch.linspace(0.5, 1.5, 5), torch.linspace(-1, 1, 5)
+NORM = {"normalized_shape": (5,), "weight": GAIN, "eps": 1e-3}
+LOSS = {"target": TARGETS, "label_smoothing": 0.1, "ignore_index": 4}
 PAIRS = {
     "softmax": (lambda x: halfstep.softmax(x, 0), lambda x: F.softmax(x, 0)),
-    "layer_norm": (
-        lambda x: halfstep.layer_norm(x, (5,), GAIN, BIAS, 1e-3),
-        lambda x: F.layer_norm(x, (5,), GAIN, BIAS, 1e-3),
-    ),
-    "rms_norm": (lambda x: halfstep.rms_norm(x, (5,), GAIN, 1e-3), lambda x: F.rms_norm(x, (5,), GAIN, 1e-3)),
-    "cross_entropy": (
-        lambda x: halfstep.cross_entropy(x, TARGETS, label_smoothing=0.1, ignore_index=4),
-        lambda x: F.cross_entropy(x, TARGETS, label_smoothing=0.1, ignore_index=4),
-    ),
+    "layer_norm": tuple(partial(of.layer_norm, **NORM, bias=BIAS) for of in (halfstep, F)),
+    "rms_norm": tuple(partial(of.rms_norm, **NORM) for of in (halfstep, F)),
+    "cross_entropy": tuple(partial(of.cross_entropy, **LOSS) for of in (halfstep, F)),
     "Softmax": (halfstep.Softmax(dim=1), nn.Softmax(dim=1)),
     "LayerNorm": (halfstep.LayerNorm(5, eps=1e-3), nn.LayerNorm(5, eps=1e-3)),
     "RMSNorm": (halfstep.RMSNorm(5, eps=1e-3), nn.RMSNorm(5, eps=1e-3)),
-    "CrossEntropyLoss": (
-        lambda x: halfstep.CrossEntropyLoss(reduction="sum", weight=GAIN)(x, TARGETS),
-        lambda x: nn.CrossEntropyLoss(reduction="sum", weight=GAIN)(x, TARGETS),
+    "CrossEntropyLoss": tuple(
+        partial(of.CrossEntropyLoss(reduction="sum", weight=GAIN), target=TARGETS) for of in (halfstep, nn)
     ),
 }
 
@@ -47,15 +44,12 @@ def test_it_is_torchs_in_fp32_and_gives_the_inputs_dtype(name):
     assert torch.equal(narrow.grad, wide.grad.bfloat16())
 
 
-def test_a_policy_gives_them_their_role():
+def test_a_policy_gives_them_their_role_and_casted_linear_is_made_like_torchs():
     model = nn.Sequential(halfstep.LayerNorm(5), halfstep.RMSNorm(5), halfstep.Softmax(-1))
     applied = apply(model, Policy.parse("bf16-mixed"))
     forms = {change.name: change.form for change in applied.changes}
     assert all("is an island: fp32 inside, bf16 out" in forms[name] for name in "012")
     assert model[0](torch.randn(2, 5)).dtype == torch.bfloat16
-
-
-def test_casted_linear_is_made_like_torchs():
     layer = halfstep.CastedLinear(in_features=4, out_features=3)
     assert layer.bias is not None
     assert halfstep.CastedLinear(4, 3, bias=False).bias is None

@@ -9,22 +9,9 @@ from halfstep.core.policy import Policy
 from halfstep.core.precision import Precision, precisions
 from halfstep.torch import layers
 from halfstep.torch.cast import quantize, quantize_scaled
-from halfstep.torch.layers import (
-    CastedLinear,
-    Norm,
-    attention,
-    casts_for,
-    casts_of,
-    cross_entropy,
-    layer_norm,
-    linear,
-    rms_norm,
-    rotate,
-    softmax,
-    weighted_attention,
-)
+from halfstep.torch.layers import CastedLinear, Norm, attention, casts_for, casts_of, layer_norm, linear, rms_norm
 from halfstep.torch.lowering import enter
-from tests.torch.nets import bf16, draw
+from tests.torch.nets import bf16, draw, same
 
 NATIVE = casts_for("bf16-mixed")
 FULL = casts_of(Precision())
@@ -35,22 +22,13 @@ def backward(y, g):
     y.backward(g.to(y.dtype))
 
 
-def test_fp32_is_torchs_own_linear_bit_for_bit():
+def test_a_linear_is_torchs_in_fp32_and_adds_its_bias_in_compute():
     x, w, b = draw(5, 8), draw(6, 8, seed=1), draw(6, seed=2)
     assert torch.equal(linear(x, w, b, FULL), F.linear(x, w, b))
-
-
-def test_bf16_true_rounds_the_weight_gradient():
-    precision = casts_for("bf16-true")
-    w = draw(4, 8, requires_grad=True)
-    backward(linear(draw(5, 8, seed=1), w, None, precision), draw(5, 4, seed=2))
+    assert torch.equal(linear(x, w, b, EMULATED), bf16(linear(x, w, None, EMULATED) + bf16(b)))
+    w.requires_grad_()
+    backward(linear(x, w, None, casts_for("bf16-true")), draw(5, 6, seed=2))
     assert torch.equal(w.grad, bf16(w.grad))
-
-
-def test_the_bias_is_added_in_the_compute_format():
-    x, w, b = draw(3, 8), draw(4, 8, seed=1), draw(4, seed=2)
-    without = linear(x, w, None, EMULATED)
-    assert torch.equal(linear(x, w, b, EMULATED), bf16(without + bf16(b)))
 
 
 def test_narrow_operands_are_scaled_and_the_result_is_in_compute():
@@ -63,8 +41,7 @@ def test_narrow_operands_are_scaled_and_the_result_is_in_compute():
     backward(y, g)
     (xq, x_inv), (wq, w_inv) = (quantize_scaled(bf16(t.detach()), precision.precision.operand) for t in (x, w))
     gq, g_inv = quantize_scaled(g, precision.precision.grad_operand)
-    assert torch.equal(y, bf16(xq @ wq.t() * x_inv * w_inv))
-    assert torch.equal(x.grad, bf16(gq @ wq * g_inv * w_inv))
+    assert same((y, x.grad), (bf16(xq @ wq.t() * x_inv * w_inv), bf16(gq @ wq * g_inv * w_inv)))
     assert torch.equal(w.grad, gq.t() @ xq * g_inv * x_inv)
     # Without a scale, 1e-4 is below the smallest e4m3 and the whole product would vanish.
     assert quantize(x.detach(), precision.precision.operand.format, overflow="saturate").abs().max() == 0
@@ -92,30 +69,29 @@ def test_a_norm_is_fp32_inside_and_compute_out_forward_and_backward(precision, k
         assert torch.equal(x_grad.float(), bf16(wide[1]))
 
 
-def test_a_norm_asked_for_in_bf16_is_another_number():
-    x = draw(4, 64) * 100
-    asked = casts_for("bf16-mixed,norm=bf16")
-    assert not torch.equal(rms_norm(x, draw(64), asked), rms_norm(x, draw(64), NATIVE))
-
-
-def test_an_island_asked_for_in_bf16_is_the_same_native_and_emulated():
+def test_an_island_asked_for_in_bf16_is_another_number_the_same_native_and_emulated():
     x, gain = bf16(draw(4, 64) * 100), draw(64, seed=1)
     native, emulated = (casts_for(f"bf16-mixed,norm=bf16,loss=bf16{e}") for e in ("", ",emulate=true"))
     # torch computes both norms of bf16 tensors in fp32 and rounds what goes in and what comes out
     assert torch.equal(layer_norm(x, gain, None, native).float(), layer_norm(x, gain, None, emulated))
     targets = torch.tensor([0, 1, 2, 3])
-    one, other = (cross_entropy(x, targets, casts) for casts in (native, emulated))
+    one, other = (layers.cross_entropy(x, targets, casts) for casts in (native, emulated))
     assert other == bf16(other)
     assert abs(float(one) - float(other)) <= 4 * BF16.epsilon * abs(float(other))
+    asked = casts_for("bf16-mixed,norm=bf16")
+    assert not torch.equal(rms_norm(x, gain, asked), rms_norm(x, gain, NATIVE))
 
 
-def test_softmax_in_bf16_is_what_was_asked_for():
+def test_softmax_returns_compute_and_in_bf16_is_what_was_asked_for():
     precision = casts_for("bf16-mixed,softmax=bf16,emulate=true")
     q, k, v = (draw(1, 2, 6, 8, seed=s) for s in range(3))
     y, wide = attention(q, k, v, precision), attention(q, k, v, EMULATED)
     assert not torch.equal(y, wide)
     # scores, weights and result are each within half an ulp; the sum of weights is one
     assert (y - wide).abs().max() <= 8 * BF16.epsilon * v.abs().max()
+    x = bf16(draw(4, 32) * 10)
+    for casts in (NATIVE, EMULATED):
+        assert torch.equal(layers.softmax(x.to(casts.compute), casts).float(), bf16(torch.softmax(x, -1)))
 
 
 def test_rotation_keeps_the_norm_and_turns_by_relative_position():
@@ -124,22 +100,10 @@ def test_rotation_keeps_the_norm_and_turns_by_relative_position():
 
     cos, sin = rope_tables(ModelConfig(width=16, heads=1, context=64))
     x = draw(1, 1, 1, 16).expand(1, 1, 64, 16)
-    turned = rotate(x, cos, sin, FULL)
+    turned = layers.rotate(x, cos, sin, FULL)
     torch.testing.assert_close(turned.norm(dim=-1), x.norm(dim=-1), rtol=2.0**-20, atol=0)
     dots = (turned[0, 0, :-3] * turned[0, 0, 3:]).sum(-1)
     torch.testing.assert_close(dots, dots[:1].expand_as(dots), rtol=0, atol=2.0**-18 * float(x.square().sum()))
-
-
-def test_rounding_reaches_gradients_too():
-    x = draw(64, requires_grad=True)
-    backward(enter(x, EMULATED), draw(64, seed=1))
-    assert torch.equal(x.grad, bf16(draw(64, seed=1)))
-
-
-def test_fp16_emulation_overflows_to_infinity_as_hardware_does():
-    precision = casts_for("fp16-mixed,emulate=true")
-    assert enter(torch.tensor([7e4, -7e4]), precision).tolist() == [float("inf"), -float("inf")]
-    assert quantize(torch.tensor([65504.0]), FP16, overflow="inf").item() == 65504
 
 
 @pytest.mark.parametrize("precision", [NATIVE, EMULATED, FULL], ids=["native", "emulated", "fp32"])
@@ -168,33 +132,21 @@ def test_layers_compile_whole(precision):
     assert torch.equal(model.linear.weight.grad, eager)
 
 
-def test_a_bias_gradient_is_an_fp32_sum():
+def test_gradients_of_biases_and_rows_are_fp32_sums():
     """256 ones and a bf16 sum that stays at 256 are a hazard of accumulation; this is the sum over tokens."""
     x, w, b = draw(1000, 4), draw(3, 4, seed=1), torch.zeros(3, requires_grad=True)
     g = torch.full((1000, 3), 1 + BF16.epsilon)
-    for casts in (NATIVE, EMULATED):
+    for casts in (NATIVE, EMULATED, casts_for("bf16-mixed,grad_weight=bf16,emulate=true")):
         b.grad = None
         backward(linear(x, w, b, casts), g)
-        assert torch.equal(b.grad, g.sum(0))
-        assert not torch.equal(b.grad, bf16(b.grad))
-    rounding = casts_for("bf16-mixed,grad_weight=bf16,emulate=true")
-    b.grad = None
-    backward(linear(x, w, b, rounding), g)
-    assert torch.equal(b.grad, bf16(g.sum(0)))
-
-
-def test_a_mask_of_numbers_stays_finite_where_it_was():
-    lowest = torch.finfo(torch.float32).min
-    mask = torch.tensor([0.0, lowest, -float("inf"), 1.0])
-    for dtype in (torch.bfloat16, torch.float16):
-        narrow = layers.additive(mask, dtype)
-        assert narrow.dtype == dtype
-        assert narrow.isfinite().tolist() == [True, True, False, True]
-    assert layers.additive(mask, torch.float32) is mask
-    q = torch.zeros(1, 1, 2, 8)
-    for attend in (attention, weighted_attention):
-        y = attend(q, q, draw(1, 1, 2, 8), NATIVE, mask=torch.full((2, 2), lowest))
-        assert not (y if isinstance(y, torch.Tensor) else y[0]).isnan().any()
+        assert torch.equal(b.grad, g.sum(0) if casts in (NATIVE, EMULATED) else bf16(g.sum(0)))
+    assert not torch.equal(g.sum(0), bf16(g.sum(0)))
+    table, index = draw(5, 8, requires_grad=True), torch.tensor([1, 1, 1, 4])
+    y = layers.embedding(index, table, NATIVE)
+    assert torch.equal(y, table.detach()[index].bfloat16())
+    g = bf16(draw(4, 8, seed=1))
+    backward(y, g)
+    assert torch.equal(table.grad[1], g[0] + g[1] + g[2])
 
 
 @pytest.mark.parametrize("casts", [NATIVE, EMULATED, FULL], ids=["native", "emulated", "fp32"])
@@ -203,7 +155,7 @@ def test_attention_in_steps_is_the_fused_one_and_gives_its_weights(casts):
     mask = torch.rand(5, 5, generator=torch.Generator().manual_seed(0)) > 0.4
     mask[:, 0] = True
     fused = attention(q, k, v, casts, mask=mask)
-    steps, weights = weighted_attention(q, k, v, casts, mask=mask)
+    steps, weights = layers.weighted_attention(q, k, v, casts, mask=mask)
     exact = torch.softmax((q.double() @ k.double().mT / 8**0.5).masked_fill(~mask, float("-inf")), -1)
     # fp32 scores, so weights are rounded once; a fused kernel may round its weights as well
     u = 2.0**-20 if casts is FULL else BF16.epsilon / 2
@@ -213,45 +165,42 @@ def test_attention_in_steps_is_the_fused_one_and_gives_its_weights(casts):
     assert float((fused.double() - exact @ v.double()).abs().max()) <= bound
 
 
-def test_scores_are_fp32_and_their_gradients_those_of_a_matmul():
+def test_scores_are_fp32_and_a_mask_of_numbers_stays_finite_where_it_was():
     """Scores of 50 in bf16 are off by an eighth: the weights would be by a tenth."""
     q, k = (bf16(draw(1, 1, 4, 16, seed=s) * 7).bfloat16().requires_grad_() for s in range(2))
     v = torch.eye(4, dtype=torch.bfloat16)[None, None]
-    weights = weighted_attention(q, k, v, NATIVE, causal=False)[1]
+    weights = layers.weighted_attention(q, k, v, NATIVE, causal=False)[1]
     exact = torch.softmax(q.double() @ k.double().mT / 4, -1).detach()
     assert ((weights.detach().double() - exact).abs() <= BF16.epsilon / 2 * exact + 2.0**-16).all()
     weights.sum(dtype=torch.float32).backward()
     assert q.grad.dtype == k.grad.dtype == torch.bfloat16
+    lowest = torch.finfo(torch.float32).min
+    mask = torch.tensor([0.0, lowest, -float("inf"), 1.0])
+    for dtype in (torch.bfloat16, torch.float16):
+        narrow = layers.additive(mask, dtype)
+        assert narrow.dtype == dtype
+        assert narrow.isfinite().tolist() == [True, True, False, True]
+    assert layers.additive(mask, torch.float32) is mask
+    q = torch.zeros(1, 1, 2, 8)
+    for attend in (attention, layers.weighted_attention):
+        y = attend(q, q, draw(1, 1, 2, 8), NATIVE, mask=torch.full((2, 2), lowest))
+        assert not (y if isinstance(y, torch.Tensor) else y[0]).isnan().any()
 
 
-def test_softmax_returns_compute_of_an_fp32_inside():
-    x = bf16(draw(4, 32) * 10)
-    for casts in (NATIVE, EMULATED):
-        assert torch.equal(softmax(x.to(casts.compute), casts).float(), bf16(torch.softmax(x, -1)))
-
-
-def test_rows_are_cast_to_compute_and_their_gradients_summed_in_fp32():
-    table, index = draw(5, 8, requires_grad=True), torch.tensor([1, 1, 1, 4])
-    y = layers.embedding(index, table, NATIVE)
-    assert torch.equal(y, table.detach()[index].bfloat16())
-    g = bf16(draw(4, 8, seed=1))
-    backward(y, g)
-    assert torch.equal(table.grad[1], g[0] + g[1] + g[2])
-
-
-def test_modules_to_build_with_start_as_torchs_do():
+def test_modules_start_as_torchs_and_print_the_truth_and_emulation_rounds_gradients_too():
     torch.manual_seed(0)
     ours = CastedLinear(8, 4, bias=True)
     torch.manual_seed(0)
     theirs = torch.nn.Linear(8, 4)
     assert isinstance(ours, torch.nn.Linear)
-    assert torch.equal(ours.weight, theirs.weight)
-    assert torch.equal(Norm(8)(draw(2, 8)), F.rms_norm(draw(2, 8), (8,), eps=1e-6))
+    assert same((ours.weight, Norm(8)(draw(2, 8))), (theirs.weight, F.rms_norm(draw(2, 8), (8,), eps=1e-6)))
     assert torch.equal(Norm(8, "layer", bias=True)(draw(2, 8)), F.layer_norm(draw(2, 8), (8,)))
-
-
-def test_printing_tells_the_truth():
-    layer = CastedLinear(8, 4, bias=False)
-    layer.precision = NATIVE.precision
-    assert "bf16 operands" in repr(layer)
+    ours.precision = NATIVE.precision
+    assert "bf16 operands" in repr(ours)
     assert FP32.name in repr(Norm(8))
+    x = draw(64, requires_grad=True)
+    backward(enter(x, EMULATED), draw(64, seed=1))
+    assert torch.equal(x.grad, bf16(draw(64, seed=1)))
+    precision = casts_for("fp16-mixed,emulate=true")
+    assert enter(torch.tensor([7e4, -7e4]), precision).tolist() == [float("inf"), -float("inf")]
+    assert quantize(torch.tensor([65504.0]), FP16, overflow="inf").item() == 65504

@@ -1,4 +1,6 @@
 from dataclasses import replace
+from functools import reduce
+from operator import or_
 
 import pytest
 import torch
@@ -52,14 +54,7 @@ def tokens(config, batch=2, seed=0):
 
 
 @configs
-def test_parameters_and_modules_are_those_of_the_description(config):
-    model = Decoder(config)
-    assert {name: tuple(p.shape) for name, p in model.named_parameters()} == parameter_shapes(config)
-    assert {name for name, _ in model.named_modules() if name} == set(module_names(config))
-
-
-@configs
-def test_every_parameter_learns_and_no_token_sees_the_future(config):
+def test_parameters_are_those_of_the_description_and_learn_and_no_token_sees_the_future(config):
     model = build(config)
     batch = tokens(config)
     model.loss(batch[:, :-1], batch[:, 1:]).backward()
@@ -74,6 +69,8 @@ def test_every_parameter_learns_and_no_token_sees_the_future(config):
         one, other = model(batch[:, :-1]), model(changed[:, :-1])
     assert torch.equal(one[:, :-1], other[:, :-1])
     assert not torch.equal(one[:, -1], other[:, -1])
+    assert {name: tuple(p.shape) for name, p in model.named_parameters()} == parameter_shapes(config)
+    assert {name for name, _ in model.named_modules() if name} == set(module_names(config))
 
 
 @configs
@@ -94,21 +91,9 @@ def test_the_stream_is_in_compute_and_the_loss_in_fp32(config, policy):
     assert abs(float((loss - exact).detach())) / batch[:, 1:].numel() < 0.1
 
 
-EVERYTHING = replace(
-    TINY,
-    layers=2,
-    kv_heads=2,
-    mlp="swiglu",
-    qk_norm="gain",
-    q_gain=True,
-    softcap=5.0,
-    unet_skips=True,
-    value_residual=True,
-    embedding_shortcut="channel",
-    branch_scale=True,
-    embedding_norm=True,
-    tied=False,
-)
+COMBINED = ["grouped heads", "swiglu", "qk norm with gain", "softcap", "u-net", "value residual"]
+COMBINED += ["shortcut by channel", "embedding norm", "untied"]
+EVERYTHING = replace(TINY, layers=2, **reduce(or_, (SWITCHES[name] for name in COMBINED)))
 
 
 @pytest.mark.parametrize(
@@ -128,30 +113,20 @@ def test_compiled_whole_it_is_the_same_function(config, policy):
     assert torch.equal(compiled(batch[:, :-1], batch[:, 1:]), model.loss(batch[:, :-1], batch[:, 1:]))
 
 
-def test_the_first_loss_is_that_of_a_uniform_guess():
+def test_the_first_loss_is_a_uniform_guess_and_first_weights_depend_on_seed_and_name_alone():
     model = build(TINY, awake=False)
     batch = tokens(TINY, batch=64)
     loss = float(model.loss(batch[:, :-1], batch[:, 1:]).detach()) / batch[:, 1:].numel()
     # Logits are 0.02 * sqrt(16) = 0.08 wide, and 0.32 for the token itself: a guess off by 0.003 + 0.012 in the
     # mean, and by 0.08 / sqrt(1024) in the sample, taken five times.
     assert loss == pytest.approx(torch.log(torch.tensor(32.0)).item(), abs=0.003 + 0.012 + 5 * 0.0025)
-
-
-def test_first_weights_depend_on_seed_and_name_alone():
     one, other, third = build(TINY, seed=1), build(replace(TINY, layers=2), seed=1), build(TINY, seed=2)
     assert torch.equal(one.blocks[0].attn.q.weight, other.blocks[0].attn.q.weight)
     assert not torch.equal(one.blocks[0].attn.q.weight, third.blocks[0].attn.q.weight)
     assert not torch.equal(one.blocks[0].attn.q.weight, one.blocks[1].attn.q.weight)
 
 
-def test_rules_reach_the_modules_they_name():
-    model = build(TINY, "bf16-mixed,emulate=true; blocks.1.mlp.*: compute=fp32; lm_head: compute=tf32")
-    assert str(model.blocks[1].mlp.up.precision.compute) == "fp32"
-    assert str(model.blocks[0].mlp.up.precision.compute) == "bf16"
-    assert print_value(model.lm_head.precision.operand) == "tf32"
-
-
-def test_masters_are_held_as_the_policy_says():
+def test_masters_are_held_as_the_policy_says_and_rules_reach_the_modules_they_name():
     assert {p.dtype for p in build(TINY, "bf16-mixed").parameters()} == {torch.float32}
     assert {p.dtype for p in build(TINY, "bf16-true").parameters()} == {torch.bfloat16}
     mixed = build(TINY, "bf16-true; **.attn_norm: param=fp32")
@@ -160,3 +135,7 @@ def test_masters_are_held_as_the_policy_says():
     emulated = build(TINY, "bf16-true,emulate=true")
     assert {p.dtype for p in emulated.parameters()} == {torch.float32}
     assert all(torch.equal(p, p.to(torch.bfloat16).float()) for p in emulated.parameters())
+    model = build(TINY, "bf16-mixed,emulate=true; blocks.1.mlp.*: compute=fp32; lm_head: compute=tf32")
+    assert str(model.blocks[1].mlp.up.precision.compute) == "fp32"
+    assert str(model.blocks[0].mlp.up.precision.compute) == "bf16"
+    assert print_value(model.lm_head.precision.operand) == "tf32"

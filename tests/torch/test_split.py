@@ -30,7 +30,6 @@ def loss_of(model):
 
 
 def trained(policy=SPLIT, optimizer=AdamW, **settings):
-    """A run whose remainders are not zero."""
     model = net()
     run = prepare(model, optimizer(model.parameters(), lr=1e-2, **settings), policy)
     run.step(loss_of(model), [data()])
@@ -50,7 +49,7 @@ def test_what_is_written_to_a_half_is_its_master(write):
     assert all(w.isfinite().all() for w in run.weights().values())
 
 
-def test_a_mask_through_data_makes_no_nan():
+def test_a_mask_through_data_makes_no_nan_and_a_zero_has_no_remainder_below_it():
     """torch counts no write there, and a negative remainder next to a zero has the bits of a NaN."""
     run = trained()
     weight = run.model[2].weight
@@ -59,9 +58,6 @@ def test_a_mask_through_data_makes_no_nan():
     master = run.weights()["2.weight"]
     assert (master[mask == 0].abs() < 2.0**-126).all()
     assert ((master - weight.float()).abs() <= 2.0**-8 * weight.float().abs() + 2.0**-126).all()
-
-
-def test_a_zero_has_no_remainder_below_it():
     hi = np.array([0, 0x8000, 0, 0x8000, 0x3F80], np.uint16)
     lo = np.array([-5, -5, 5, 5, -5], np.int16)
     expected = reference_join(hi, lo)
@@ -84,9 +80,6 @@ def test_what_the_run_writes_itself_keeps_its_remainders():
     assert all(torch.equal(w, run.weights()[name]) for name, w in before.items())
     assert any((w != w.bfloat16().float()).any() for w in before.values())
     assert torch.equal(copied.state_dict()["0.weight"], before["0.weight"])
-
-
-def test_averages_that_were_in_use_leave_the_masters_as_they_were():
     model = net()
     run = prepare(model, AdamW(model.parameters(), lr=1e-2), SPLIT, ema=0.9)
     run.step(loss_of(model), [data()])
@@ -154,15 +147,12 @@ def test_a_step_by_hand_is_refused_where_the_loss_is_scaled_and_made_where_it_is
         optimizer.step()
 
 
-def test_a_model_given_back_takes_any_dtype():
+def test_a_model_given_back_takes_any_dtype_and_its_optimizer_has_fp32_moments():
     """grad_dtype, which split parameters need, must not outlive them."""
     run = trained()
     model = run.unprepare().double()
     model(data().double()).sum().backward()
     assert {p.grad.dtype for p in model.parameters()} == {torch.float64}
-
-
-def test_a_stock_optimizer_given_back_has_its_moments_in_fp32():
     model = net()
     optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
     run = prepare(model, optimizer, f"{SPLIT},moments=bf16")
@@ -171,12 +161,3 @@ def test_a_stock_optimizer_given_back_has_its_moments_in_fp32():
     model(data()).sum().backward()
     optimizer.step()
     assert {state["exp_avg"].dtype for state in optimizer.state.values()} == {torch.float32}
-
-
-def test_split_masters_of_several_processes_are_refused(monkeypatch):
-    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
-    model = net()
-    with pytest.raises(HalfstepError, match="more than one process"):
-        prepare(model, AdamW(model.parameters()), SPLIT)
-    prepare(model, AdamW(model.parameters()), "bf16-mixed")

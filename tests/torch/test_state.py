@@ -56,7 +56,6 @@ def train(run, seeds):
 
 
 def saved(run):
-    """Through a file that holds no code."""
     file = io.BytesIO()
     torch.save(run.state_dict(), file)
     file.seek(0)
@@ -103,38 +102,11 @@ def test_a_state_with_moments_of_another_format_is_refused_whole(name):
         assert all(torch.equal(w, before[n]) for n, w in target.weights().items())
 
 
-def test_a_state_of_another_policy_is_refused_with_the_remedy():
+def test_a_state_of_another_policy_and_torchs_own_load_are_refused_with_the_remedy():
     given = saved(prepared("bf16-mixed", "fused"))
     target = prepared("bf16-mixed,param=fp32:split", "fused")
     with refuses(HalfstepError, "has the policy `bf16-mixed`, and this run has", '"bf16-mixed"', "load_weights"):
         target.load_state_dict(given)
-
-
-@pytest.mark.parametrize(
-    ("other", "said"),
-    [
-        (lambda given: {**given, "tensors": {}}, "another run"),
-        (lambda given: {k: v for k, v in given.items() if k != "policy"}, "no `policy`"),
-        (lambda given: {**given, "optimizers": ["SGD (torch)"]}, "from SGD"),
-        (lambda given: {**given, "groups": [[{}, {}]]}, r"\[2\] groups"),
-        (lambda given: given["tensors"], "not a state of a run"),
-        (
-            lambda given: {
-                **given,
-                "tensors": {**given["tensors"], "optimizer.0.nowhere.exp_avg": torch.zeros(1)},
-            },
-            "has no `nowhere`",
-        ),
-    ],
-)
-def test_a_state_of_something_else_is_refused(other, said):
-    run = prepared("fp32", "fused")
-    train(run, [0])
-    with pytest.raises(HalfstepError, match=said):
-        prepared("fp32", "fused").load_state_dict(other(saved(run)))
-
-
-def test_torchs_own_load_is_refused_where_it_would_narrow_moments():
     model = Net()
     stock = MAKE["fused"](model)
     given = stock.state_dict()
@@ -149,22 +121,36 @@ def test_torchs_own_load_is_refused_where_it_would_narrow_moments():
     stock.load_state_dict(stock.state_dict())  # nothing is narrower
 
 
+NOWHERE = {"optimizer.0.nowhere.exp_avg": torch.zeros(1)}
+
+
+@pytest.mark.parametrize(
+    ("other", "said"),
+    [
+        (lambda given: {**given, "tensors": {}}, "another run"),
+        (lambda given: {k: v for k, v in given.items() if k != "policy"}, "no `policy`"),
+        (lambda given: {**given, "optimizers": ["SGD (torch)"]}, "from SGD"),
+        (lambda given: {**given, "groups": [[{}, {}]]}, r"\[2\] groups"),
+        (lambda given: given["tensors"], "not a state of a run"),
+        (lambda given: {**given, "tensors": {**given["tensors"], **NOWHERE}}, "has no `nowhere`"),
+    ],
+)
+def test_a_state_of_something_else_is_refused(other, said):
+    run = prepared("fp32", "fused")
+    train(run, [0])
+    with pytest.raises(HalfstepError, match=said):
+        prepared("fp32", "fused").load_state_dict(other(saved(run)))
+
+
 def amp(steps=3):
-    """A model trained the usual way, and what it saves."""
     model = Net()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.02, weight_decay=0.3)
     for seed in range(steps):
         loss_of(model)(seed).backward()
         optimizer.step()
         optimizer.zero_grad()
-    scaler = {
-        "scale": 8192.0,
-        "growth_factor": 2.0,
-        "backoff_factor": 0.5,
-        "growth_interval": 2000,
-        "_growth_tracker": 7,
-    }
-    return model, optimizer, scaler
+    scaler = {"scale": 8192.0, "growth_factor": 2.0, "backoff_factor": 0.5}
+    return model, optimizer, {**scaler, "growth_interval": 2000, "_growth_tracker": 7}
 
 
 @pytest.mark.parametrize("name", ["ours", "fused", "foreach plain"])
@@ -196,19 +182,7 @@ def test_a_run_continues_where_torchs_adamw_stopped(policy, name):
         torch.testing.assert_close(run.weights()[key], p.detach(), rtol=2.0**-22, atol=16 * 2.0**-24 * 0.04)
 
 
-def test_names_in_the_groups_take_precedence_over_their_order():
-    model, _, _ = amp(0)
-    named = torch.optim.AdamW(reversed(list(model.named_parameters())), lr=0.01)
-    loss_of(model)(0).backward()
-    named.step()
-    run = prepared("fp32", "ours")
-    run.load_torch_amp(named.state_dict())
-    for key, p in model.named_parameters():
-        ours = run.optimizers[0].state[dict(run.model.named_parameters())[key]]
-        assert torch.equal(ours["exp_avg"], named.state[p]["exp_avg"])
-
-
-def test_the_scale_of_a_gradscaler_follows_our_law_from_then_on():
+def test_the_scale_of_a_gradscaler_follows_our_law_and_names_take_precedence_over_order():
     _, optimizer, scaler = amp()
     run = prepared("fp16-mixed", "ours")
     said = run.load_torch_amp(optimizer.state_dict(), scaler)
@@ -221,6 +195,15 @@ def test_the_scale_of_a_gradscaler_follows_our_law_from_then_on():
     assert "growth_interval=100, but the policy's law holds now" in said
     run.load_torch_amp([None], {**scaler, "scale": 2.0**-9})
     assert float(run.scale_state.scale) == 1.0  # the floor
+    model, _, _ = amp(0)
+    named = torch.optim.AdamW(reversed(list(model.named_parameters())), lr=0.01)
+    loss_of(model)(0).backward()
+    named.step()
+    run = prepared("fp32", "ours")
+    run.load_torch_amp(named.state_dict())
+    for key, p in model.named_parameters():
+        ours = run.optimizers[0].state[dict(run.model.named_parameters())[key]]
+        assert torch.equal(ours["exp_avg"], named.state[p]["exp_avg"])
 
 
 @pytest.mark.parametrize(
@@ -248,5 +231,4 @@ def test_what_cannot_be_taken_over_is_refused_whole(policy, call, said):
     run = prepared(policy, "ours")
     with refuses((HalfstepError, ScalingError), said):
         call(run, optimizer.state_dict(), scaler)
-    assert int(run.num_applied) == 0
-    assert float(run.scale_state.scale) == float(run.policy.scale.init().scale)
+    assert (int(run.num_applied), float(run.scale_state.scale)) == (0, float(run.policy.scale.init().scale))

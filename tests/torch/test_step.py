@@ -15,8 +15,6 @@ SUMMED = 2 * 48 * 2.0**-24
 
 
 class Recorder(AdamW):
-    """Keeps the gradients it was handed."""
-
     def step(self, grads, *, found_inf=None, scale=None):
         self.seen = {self.names[p]: g * scale for p, g in grads.items()}
         super().step(grads, found_inf=found_inf, scale=scale)
@@ -37,19 +35,32 @@ def loss_of(run):
     return lambda x: (run.model(x).float().square().sum(), float(len(x)))
 
 
-def test_results_stay_tensors_until_read():
+def test_an_update_needs_gradients_tokens_and_the_last_micro_batch():
+    with pytest.raises(HalfstepError, match="no gradients"):
+        run().update()
     r = run()
+    r.backward(r.model(data(1)).sum(), last=False)
+    with pytest.raises(HalfstepError, match="last=False"):
+        r.update()
+    r.backward(r.model(data(1)).sum(), last=True)
+    assert not bool(r.update().skipped)
+    r = run()
+    other = torch.ones(1, requires_grad=True)
+    with pytest.raises(HalfstepError, match="no parameter of the optimizers"):
+        r.step(lambda b: other.sum(), [0])
+    r = run()
+    with pytest.raises(HalfstepError, match="no gradients"):
+        r.step(lambda b: (r.model(b).sum() * 0, 0.0), [data(4)])
+    before = r.model.weight.detach().clone()
+    result = r.step(lambda b: (r.model(b).sum() * 0, torch.tensor(0.0)), [data(4)])  # known on the device alone
+    assert bool(result.skipped)
+    assert torch.equal(r.model.weight, before)
     result = r.step(loss_of(r), [data(1)])
     for value in (result.loss, result.skipped, result.scale, result.grad_norm, result.stuck):
         assert isinstance(value, torch.Tensor)
 
 
-def test_update_without_backward_is_refused():
-    with pytest.raises(HalfstepError, match="no gradients"):
-        run().update()
-
-
-def test_a_micro_batch_without_tokens_adds_nothing():
+def test_a_micro_batch_without_tokens_adds_nothing_and_weights_may_be_on_the_device():
     plain = run()
     plain.step(loss_of(plain), [data(4)])
     for empty in (0.0, torch.tensor(0.0), torch.tensor(0)):
@@ -61,19 +72,6 @@ def test_a_micro_batch_without_tokens_adds_nothing():
             # 1 / 4 and 4 / 4 are exact, so only the order of products can differ
             torch.testing.assert_close(seen, expected, rtol=2.0**-22, atol=0)
             assert not bool(result.skipped)
-
-
-def test_a_step_without_any_tokens_is_not_an_update():
-    r = run()
-    with pytest.raises(HalfstepError, match="no gradients"):
-        r.step(lambda b: (r.model(b).sum() * 0, 0.0), [data(4)])
-    before = r.model.weight.detach().clone()
-    result = r.step(lambda b: (r.model(b).sum() * 0, torch.tensor(0.0)), [data(4)])  # known on the device alone
-    assert bool(result.skipped)
-    assert torch.equal(r.model.weight, before)
-
-
-def test_weights_may_be_on_the_device():
     numbers, tensors = run(), run()
     x = data(12)
     numbers.step(lambda b: (numbers.model(b).square().sum(), float(len(b))), [x[:2], x[2:]])
@@ -87,15 +85,6 @@ def test_a_weight_that_is_not_a_number_of_tokens_is_refused(weight):
     r = run()
     with pytest.raises(HalfstepError, match="number of tokens"):
         r.backward(r.model(data(1)).sum(), weight=weight)
-
-
-def test_an_update_needs_the_last_micro_batch():
-    r = run()
-    r.backward(r.model(data(1)).sum(), last=False)
-    with pytest.raises(HalfstepError, match="last=False"):
-        r.update()
-    r.backward(r.model(data(1)).sum(), last=True)
-    assert not bool(r.update().skipped)
 
 
 @pytest.mark.parametrize(
@@ -113,14 +102,7 @@ def test_a_loss_that_cannot_be_used_is_refused_with_the_remedy(loss, said):
         r.backward(loss(r))
 
 
-def test_a_loss_that_depends_on_no_parameter_of_an_optimizer_is_refused():
-    r = run()
-    other = torch.ones(1, requires_grad=True)
-    with pytest.raises(HalfstepError, match="no parameter of the optimizers"):
-        r.step(lambda b: other.sum(), [0])
-
-
-def test_frozen_and_unused_parameters_stay_where_they_are():
+def test_frozen_unused_unheld_and_complex_parameters_are_what_they_are():
     model = torch.nn.ModuleDict({name: torch.nn.Linear(4, 4) for name in ("used", "unused", "frozen")})
     model["frozen"].requires_grad_(False)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
@@ -129,18 +111,12 @@ def test_frozen_and_unused_parameters_stay_where_they_are():
     r.step(lambda x: model["frozen"](model["used"](x)).square().mean(), [data(3)])
     moved = {name.split(".")[0] for name, p in model.named_parameters() if not torch.equal(p, before[name])}
     assert moved == {"used"}
-
-
-def test_parameters_that_no_optimizer_holds_neither_spoil_nor_clip_a_step():
     model = torch.nn.ModuleDict({"held": torch.nn.Linear(4, 4), "free": torch.nn.Linear(4, 4)})
     r = Run(model, [torch.optim.SGD(model["held"].parameters(), lr=1.0)], Policy.parse("fp32"), clip_norm=1e9)
     result = r.step(lambda x: model["held"](x).mean() + model["free"](x).sum() * 1e30 * 1e30, [data(3)])
     assert not bool(result.skipped)
     assert float(result.grad_norm) < 100
     assert model["free"].weight.grad is None
-
-
-def test_complex_parameters_are_trained_as_they_are():
     p = torch.nn.Parameter(torch.tensor([3 + 4j, 1j]))
     model = torch.nn.ParameterDict({"p": p, "q": torch.nn.Parameter(torch.ones(2))})
     r = Run(model, [torch.optim.SGD(model.parameters(), lr=1.0)], Policy.parse("fp32"), clip_norm=1.0)

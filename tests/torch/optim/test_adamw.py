@@ -24,6 +24,9 @@ def grads(params, seed):
     return {p: torch.randn(p.shape, generator=generator) for p in params}
 
 
+both_kinds = pytest.mark.parametrize("kind", [AdamW, Muon])
+
+
 def test_adamw_is_torchs_adamw_bit_for_bit_on_fp32():
     ours, theirs = [parameter(6, 4), parameter(5, seed=1)], [parameter(6, 4), parameter(5, seed=1)]
     optimizer = AdamW(
@@ -45,8 +48,8 @@ def test_adamw_is_torchs_adamw_bit_for_bit_on_fp32():
     assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
 
 
-@pytest.mark.parametrize("kind", [AdamW, Muon])
-def test_a_step_that_is_not_finite_changes_nothing_at_all(kind):
+@both_kinds
+def test_a_step_that_is_not_finite_and_one_without_a_gradient_change_nothing(kind):
     p = parameter(4, 4)
     optimizer = kind([{"params": [("w", p)]}], lr=0.1, weight_decay=0.1)
     optimizer.step(grads([p], 0), found_inf=torch.zeros(()))
@@ -54,18 +57,14 @@ def test_a_step_that_is_not_finite_changes_nothing_at_all(kind):
     optimizer.step({p: torch.full((4, 4), float("nan"))}, found_inf=torch.ones(()))
     after = [p.detach(), *optimizer.state[p].values()]
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
-
-
-@pytest.mark.parametrize("kind", [AdamW, Muon])
-def test_a_parameter_without_a_gradient_stays(kind):
     p, q = parameter(4, 4), parameter(4, 4, seed=1)
     before = q.detach().clone()
     kind([{"params": [("p", p), ("q", q)]}], lr=0.1, weight_decay=0.1).step(grads([p], 0))
     assert torch.equal(q, before)
 
 
-@pytest.mark.parametrize("kind", [AdamW, Muon])
-def test_a_bf16_master_is_updated_in_fp32_and_rounded_once(kind):
+@both_kinds
+def test_a_bf16_master_is_rounded_once_and_a_split_one_takes_the_steps_of_fp32(kind):
     """One step from the same weight: the bf16 result is the rounded fp32 result."""
     narrow = parameter(8, 8, dtype=torch.bfloat16)
     wide = torch.nn.Parameter(narrow.detach().float())
@@ -74,6 +73,21 @@ def test_a_bf16_master_is_updated_in_fp32_and_rounded_once(kind):
     kind([{"params": [("w", wide)]}], lr=0.01).step({wide: given})
     assert torch.equal(narrow, wide.to(torch.bfloat16))
     assert not torch.equal(narrow.float(), wide)
+    whole = parameter(6, 5)
+    hi, lo = split(whole.detach())
+    half = torch.nn.Parameter(hi)
+    ours, theirs = kind([("w", half)], lr=0.01, weight_decay=0.1), kind([("w", whole)], lr=0.01, weight_decay=0.1)
+    masters = Masters({half: "w"}, {"w": Param(FP32, split=True)}, {"w": lo})
+    ours.bind(masters, {"w": FP32}, FP32, emulate=False)
+    for step in range(30):
+        given = grads([whole], step)[whole]
+        skip = torch.tensor(float(step % 7 == 3))
+        ours.step({half: given.clone()}, found_inf=skip)
+        theirs.step({whole: given.clone()}, found_inf=skip)
+    assert half.dtype == torch.bfloat16
+    assert torch.equal(masters.wide([half])[0], whole)
+    left, right = ours.state[half], theirs.state[whole]
+    assert all(torch.equal(left[key], right[key]) for key in right)
 
 
 def test_bf16_weights_at_one_and_a_small_rate_never_move_to_nearest_and_do_stochastically():
@@ -93,25 +107,6 @@ def test_bf16_weights_at_one_and_a_small_rate_never_move_to_nearest_and_do_stoch
     deviation = (50 * 1e-4 * 2.0**-8 / 4096) ** 0.5
     assert abs(float(1 - moved.mean()) - 50e-4) < 5 * deviation
     assert torch.equal(moved, train(Param(BF16, stochastic=True)))  # the same on every replica
-
-
-def test_bf16_moments_are_stored_in_bf16_and_computed_in_fp32():
-    p = parameter(8, 8)
-    optimizer = AdamW([{"params": [("w", p)]}], moments={"w": BF16})
-    optimizer.step(grads([p], 0))
-    assert optimizer.state[p]["exp_avg"].dtype == torch.bfloat16
-    wide = parameter(8, 8)
-    AdamW([{"params": [("w", wide)]}], moments={"w": FP32}).step({wide: grads([p], 0)[p]})
-    assert torch.equal(p, wide)  # the first step does not read a rounded moment
-
-
-def test_rates_follow_a_device_scalar():
-    p, q = parameter(4), parameter(4)
-    half, full = (AdamW([{"params": [("w", t)]}], lr=lr) for t, lr in ((p, 0.2), (q, 0.1)))
-    half.set_factor(torch.tensor(0.5))
-    half.step(grads([p], 0))
-    full.step({q: grads([p], 0)[p]})
-    assert torch.equal(p, q)
 
 
 @pytest.mark.parametrize("shape", [(8, 8), (4, 16), (16, 4)])
@@ -138,7 +133,7 @@ def test_muon_takes_only_matrices_and_says_what_takes_the_rest(shape):
     assert odd not in muon.names
 
 
-@pytest.mark.parametrize("kind", [AdamW, Muon])
+@both_kinds
 def test_parameters_come_as_torch_takes_them(kind):
     """Tensors, a generator of them, (name, tensor) pairs, groups: the same updates, under the names given."""
     given = grads([parameter(4, 6)], 1).popitem()[1]
@@ -159,26 +154,7 @@ def test_parameters_come_as_torch_takes_them(kind):
     assert [name for _, name in found] == ["0", "0", "w", "0", "w"]
 
 
-@pytest.mark.parametrize("kind", [AdamW, Muon])
-def test_split_masters_take_the_steps_of_fp32_ones_bit_for_bit(kind):
-    whole = parameter(6, 5)
-    hi, lo = split(whole.detach())
-    half = torch.nn.Parameter(hi)
-    ours, theirs = kind([("w", half)], lr=0.01, weight_decay=0.1), kind([("w", whole)], lr=0.01, weight_decay=0.1)
-    masters = Masters({half: "w"}, {"w": Param(FP32, split=True)}, {"w": lo})
-    ours.bind(masters, {"w": FP32}, FP32, emulate=False)
-    for step in range(30):
-        given = grads([whole], step)[whole]
-        skip = torch.tensor(float(step % 7 == 3))
-        ours.step({half: given.clone()}, found_inf=skip)
-        theirs.step({whole: given.clone()}, found_inf=skip)
-    assert half.dtype == torch.bfloat16
-    assert torch.equal(masters.wide([half])[0], whole)
-    left, right = ours.state[half], theirs.state[whole]
-    assert all(torch.equal(left[key], right[key]) for key in right)
-
-
-def test_a_scheduler_of_torchs_moves_the_rate():
+def test_rates_follow_a_scheduler_and_a_factor_on_the_device():
     p, q = parameter(4), parameter(4)
     moved, fixed = AdamW([p], lr=0.2), AdamW([q], lr=0.1)
     torch.optim.lr_scheduler.LambdaLR(moved, lambda step: 0.5)
@@ -187,9 +163,6 @@ def test_a_scheduler_of_torchs_moves_the_rate():
         optimizer.step()
     assert torch.equal(p, q)
     assert float(moved.rate_of(moved.param_groups[0])) == pytest.approx(0.1)
-
-
-def test_a_factor_multiplies_the_rate_that_a_scheduler_wrote():
     p = parameter(4)
     optimizer = AdamW([p], lr=0.2)
     optimizer.set_factor(torch.tensor(0.25))
@@ -197,17 +170,25 @@ def test_a_factor_multiplies_the_rate_that_a_scheduler_wrote():
     p.grad = torch.ones(4)
     optimizer.step()
     assert float(optimizer.rate_of(optimizer.param_groups[0])) == pytest.approx(0.1)
+    p, q = parameter(4), parameter(4)
+    half, full = (AdamW([{"params": [("w", t)]}], lr=lr) for t, lr in ((p, 0.2), (q, 0.1)))
+    half.set_factor(torch.tensor(0.5))
+    half.step(grads([p], 0))
+    full.step({q: grads([p], 0)[p]})
+    assert torch.equal(p, q)
 
 
-@pytest.mark.parametrize("kind", [AdamW, Muon])
-def test_a_sparse_gradient_is_refused_with_an_alternative(kind):
+@both_kinds
+def test_sparse_gradients_and_numbers_that_are_not_real_are_refused(kind):
     p = parameter(4, 4)
     sparse = torch.ones(4, 4).to_sparse(1)
     with refuses(HalfstepError, "`w` is sparse", "SparseAdam"):
         kind([("w", p)]).step({p: sparse})
+    with refuses(HalfstepError, "complex64", "torch.optim.AdamW"):
+        kind([("w", torch.nn.Parameter(torch.zeros(2, 2, dtype=torch.complex64)))])
 
 
-def test_moments_keep_their_format_through_torchs_own_load():
+def test_moments_keep_their_format_in_steps_and_through_torchs_own_load():
     """torch casts state to the parameter's dtype: fp32 moments of a bf16 parameter come back bf16."""
     one, other = parameter(4, 4, dtype=torch.bfloat16), parameter(4, 4, dtype=torch.bfloat16)
     saved, loaded = AdamW([("w", one)]), AdamW([("w", other)])
@@ -219,9 +200,16 @@ def test_moments_keep_their_format_through_torchs_own_load():
     narrow = AdamW([("w", one)], moments={"w": BF16})
     with pytest.raises(HalfstepError, match="`exp_avg` of `w`"):
         narrow.load_state_dict(saved.state_dict())
+    p = parameter(8, 8)
+    optimizer = AdamW([{"params": [("w", p)]}], moments={"w": BF16})
+    optimizer.step(grads([p], 0))
+    assert optimizer.state[p]["exp_avg"].dtype == torch.bfloat16
+    wide = parameter(8, 8)
+    AdamW([{"params": [("w", wide)]}], moments={"w": FP32}).step({wide: grads([p], 0)[p]})
+    assert torch.equal(p, wide)  # the first step does not read a rounded moment
 
 
-def test_bind_casts_the_moments_that_are_there():
+def test_bind_casts_the_moments_and_gives_muon_the_compute_format_unless_it_has_its_own():
     p = parameter(4, 4)
     optimizer = AdamW([("w", p)])
     optimizer.step(grads([p], 0))
@@ -229,9 +217,6 @@ def test_bind_casts_the_moments_that_are_there():
     optimizer.bind(Masters({p: "layer.weight"}), {"layer.weight": BF16}, FP32, emulate=False)
     assert optimizer.names[p] == "layer.weight"
     assert torch.equal(optimizer.state[p]["exp_avg"], before.bfloat16())
-
-
-def test_muon_iterates_in_the_compute_format_unless_it_has_its_own():
     taken, own = Muon([parameter(2, 2)]), Muon([parameter(2, 2)], iteration=FP32)
     for optimizer in (taken, own):
         optimizer.bind(Masters({}), {}, BF16, emulate=False)
@@ -277,23 +262,14 @@ def test_an_impossible_setting_is_refused(message):
         AdamW([parameter(4)], **WRONG[message])
 
 
-def test_split_masters_are_not_made_by_an_optimizer_alone():
+def test_split_masters_and_closures_are_refused():
     with refuses(HalfstepError, "split masters", "prepare"):
         AdamW([parameter(4, 4)], masters="fp32:split")
-
-
-def test_a_closure_is_refused():
     with refuses(HalfstepError, "closures", "step()"):
         AdamW([parameter(4)]).step(lambda: 0.0)
 
 
-@pytest.mark.parametrize("kind", [AdamW, Muon])
-def test_numbers_that_are_not_real_are_refused(kind):
-    with refuses(HalfstepError, "complex64", "torch.optim.AdamW"):
-        kind([("w", torch.nn.Parameter(torch.zeros(2, 2, dtype=torch.complex64)))])
-
-
-@pytest.mark.parametrize("kind", [AdamW, Muon])
+@both_kinds
 @pytest.mark.parametrize("way", [copy.deepcopy, lambda o: pickle.loads(pickle.dumps(o))], ids=["copy", "pickle"])
 def test_a_copy_is_independent(kind, way):
     optimizer = kind([("w", parameter(4, 4))], lr=0.1)

@@ -11,24 +11,14 @@ from halfstep.core.errors import HalfstepError
 from halfstep.core.formats import BF16, FP32
 from halfstep.core.roles import Param
 from halfstep.torch.cast import split
+from halfstep.torch.optim import drivers
 from halfstep.torch.optim.adamw import AdamW
-from halfstep.torch.optim.drivers import (
-    FusedDriver,
-    HalfstepDriver,
-    RollbackDriver,
-    SyncDriver,
-    check_optimizers,
-    driver_of,
-    label,
-)
+from halfstep.torch.optim.drivers import FusedDriver, SyncDriver, check_optimizers, driver_of
 from halfstep.torch.optim.masters import Masters
+from tests.torch.nets import draw
 
 COUNT = torch.ones((), dtype=torch.int32)
 FINE, BAD, ONE = torch.zeros(()), torch.ones(()), torch.ones(())
-
-
-def draw(*shape, seed=0):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 def whole():
@@ -45,24 +35,17 @@ def half():
 
 # torch 2.11's fused Adagrad takes no `found_inf`, 2.13's does.
 ADAGRAD = FusedDriver if "_step_supports_amp_scaling" in inspect.getsource(torch.optim.Adagrad) else SyncDriver
+OTHERS = ("SGD", "Adagrad", "Adafactor", "Muon", "NAdam", "RAdam", "Rprop", "Adamax", "ASGD")
 STOCK = {
     "AdamW fused": (lambda p: torch.optim.AdamW([p], lr=0.01, fused=True), FusedDriver),
     "AdamW foreach": (lambda p: torch.optim.AdamW([p], lr=0.01, foreach=True), SyncDriver),
     "AdamW plain": (lambda p: torch.optim.AdamW([p], lr=0.01, foreach=False), SyncDriver),
     "Adam amsgrad": (lambda p: torch.optim.Adam([p], lr=0.01, amsgrad=True, fused=True), FusedDriver),
-    "SGD": (lambda p: torch.optim.SGD([p], lr=0.01), SyncDriver),
     "SGD fused": (lambda p: torch.optim.SGD([p], lr=0.01, momentum=0.9, fused=True), FusedDriver),
-    "Adagrad": (lambda p: torch.optim.Adagrad([p], lr=0.01), SyncDriver),
     "Adagrad fused": (lambda p: torch.optim.Adagrad([p], lr=0.01, fused=True), ADAGRAD),
-    "Adafactor": (lambda p: torch.optim.Adafactor([p], lr=0.01), SyncDriver),
-    "Muon": (lambda p: torch.optim.Muon([p], lr=0.01), SyncDriver),
-    "NAdam": (lambda p: torch.optim.NAdam([p], lr=0.01), SyncDriver),
-    "RAdam": (lambda p: torch.optim.RAdam([p], lr=0.01), SyncDriver),
+    **{name: (lambda p, name=name: getattr(torch.optim, name)([p], lr=0.01), SyncDriver) for name in OTHERS},
     "RMSprop": (lambda p: torch.optim.RMSprop([p], lr=0.01, momentum=0.9), SyncDriver),
-    "Rprop": (lambda p: torch.optim.Rprop([p], lr=0.01), SyncDriver),
     "Adadelta": (lambda p: torch.optim.Adadelta([p], lr=0.1), SyncDriver),
-    "Adamax": (lambda p: torch.optim.Adamax([p], lr=0.01), SyncDriver),
-    "ASGD": (lambda p: torch.optim.ASGD([p], lr=0.01), SyncDriver),
 }
 
 
@@ -89,8 +72,6 @@ def test_stock_optimizers_take_the_steps_of_fp32_on_split_masters_bit_for_bit(na
 
 
 class Capturable(torch.optim.Adagrad):
-    """Keeps its count on the device, as those with capturable=True do on a GPU."""
-
     def __init__(self, params):
         super().__init__(params, lr=0.1)
         self.defaults["capturable"] = True
@@ -105,7 +86,7 @@ Capturable.__module__ = "torch.optim.imagined"
 def test_a_capturable_step_is_undone_where_it_must_be_skipped(made):
     p, masters = made()
     driver = driver_of(Capturable([p]), masters, {})
-    assert isinstance(driver, RollbackDriver)
+    assert isinstance(driver, drivers.RollbackDriver)
     for step in range(3):
         driver.step({p: draw(6, 4, seed=step)}, ONE, FINE, COUNT)
     state = driver.optimizer.state[p]
@@ -139,20 +120,19 @@ def test_costs_and_names():
     p, masters = whole()
 
     def described(optimizer):
-        return f"{label(optimizer)}: {driver_of(optimizer, masters, {}).cost}"
+        return f"{drivers.label(optimizer)}: {driver_of(optimizer, masters, {}).cost}"
 
     assert described(AdamW([p])) == "AdamW (halfstep): no sync"
     assert described(torch.optim.AdamW([p], fused=True)) == "AdamW (torch, fused): no sync"
-    assert described(torch.optim.Adagrad([p])).startswith(
-        "Adagrad (torch): one sync per step, because it cannot skip"
-    )
+    adagrad = "Adagrad (torch): one sync per step, because it cannot skip"
+    assert described(torch.optim.Adagrad([p])).startswith(adagrad)
     assert "fused=True" in described(torch.optim.SGD([p]))
     assert "except in the first step" in described(torch.optim.SGD([p], momentum=0.9, fused=True))
     assert "capturable=True" in described(torch.optim.NAdam([p]))
     assert "would need none" not in described(torch.optim.Muon([p]))
     mixed = torch.optim.SGD([{"params": [p], "fused": False}], lr=0.1, fused=True)
     assert isinstance(driver_of(mixed, masters, {}), SyncDriver)  # one group would not look at the flag
-    assert isinstance(driver_of(AdamW([p]), masters, {}), HalfstepDriver)
+    assert isinstance(driver_of(AdamW([p]), masters, {}), drivers.HalfstepDriver)
 
 
 class Foreign(torch.optim.Optimizer):
@@ -179,13 +159,10 @@ def test_optimizers_of_other_projects_step_the_masters(made):
 
 
 class ScheduleFree(Foreign):
-    def train(self):
-        pass
-
-    def eval(self):
-        pass
+    train = eval = lambda self: None
 
 
+TWICE = r"`bias` is held by SGD \(torch\) and again by AdamW \(halfstep\)"
 REFUSED = [
     (lambda m: torch.optim.LBFGS(m.parameters()), "needs `closure`", "step\\(\\) takes no arguments"),
     (lambda m: torch.amp.GradScaler("cpu"), "GradScaler", "load_torch_amp"),
@@ -194,11 +171,7 @@ REFUSED = [
     (lambda m: [], "no optimizer", "prepare"),
     (lambda m: m.parameters(), "generator is not a torch.optim.Optimizer", "takes an optimizer"),
     (lambda m: torch.optim.SGD([nn.Parameter(torch.ones(3))]), r"shape \(3,\) that the model does not", "copied"),
-    (
-        lambda m: [torch.optim.SGD(m.parameters()), AdamW([m.bias])],
-        r"`bias` is held by SGD \(torch\) and again by AdamW \(halfstep\)",
-        "one optimizer",
-    ),
+    (lambda m: [torch.optim.SGD(m.parameters()), AdamW([m.bias])], TWICE, "one optimizer"),
     (lambda m: ScheduleFree(m.parameters()), "outside of step", "param=fp32"),
     (lambda m: torch.optim.SGD([{"params": []}]), "hold no parameters", "model.parameters"),
 ]
@@ -210,8 +183,5 @@ def test_what_cannot_be_run_is_refused_with_the_remedy(given, said, hint):
     with pytest.raises(HalfstepError, match=said) as raised:
         check_optimizers(given(model), model, narrow=True)
     assert re.search(hint, raised.value.hint)
-
-
-def test_an_optimizer_that_moves_parameters_itself_may_hold_whole_masters():
-    model = nn.Linear(2, 3)
+    # One that moves parameters itself may hold whole masters.
     assert check_optimizers(ScheduleFree(model.parameters()), model, narrow=False)

@@ -10,16 +10,12 @@ from halfstep.core.roles import Param
 from halfstep.torch.cast import split
 from halfstep.torch.optim.ema import Averages
 from halfstep.torch.optim.masters import Masters
+from tests.torch.nets import draw, same
 
 COUNT = torch.ones((), dtype=torch.int32)
 
 
-def draw(*shape, seed=0):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
-
-
 def halves(seed=0):
-    """A parameter that is the half of a split master, its masters, and the number that both stand for."""
     number = draw(5, 7, seed=seed)
     hi, lo = split(number)
     p = nn.Parameter(hi)
@@ -31,24 +27,20 @@ def rounded(param, dtype=torch.bfloat16):
     return p, Masters({p: "w"}, {"w": param}, seed=3)
 
 
-def test_a_whole_master_is_the_parameter_itself():
-    p = nn.Parameter(draw(3))
-    assert Masters({p: "w"}).wide([p])[0] is p
-
-
-def test_a_split_master_is_exact_and_written_in_place():
+def test_a_whole_master_is_the_parameter_and_a_split_one_is_exact_and_written_in_place():
     p, masters, number = halves()
     hi, lo = p.data_ptr(), masters.remainders["w"].data_ptr()
     assert torch.equal(masters.wide([p])[0], number)
     other = draw(5, 7, seed=1)
     masters.put([p], [other], [COUNT])
-    assert torch.equal(masters.wide([p])[0], other)
-    assert torch.equal(p, split(other)[0])
+    assert same((masters.wide([p])[0], p), (other, split(other)[0]))
     assert (p.data_ptr(), masters.remainders["w"].data_ptr()) == (hi, lo)
+    p = nn.Parameter(draw(3))
+    assert Masters({p: "w"}).wide([p])[0] is p
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_a_bf16_master_is_rounded_back_to_nearest(dtype):
+def test_a_bf16_master_is_rounded_to_nearest_or_by_seed_update_and_name(dtype):
     p, masters = rounded(Param(BF16), dtype)
     new = draw(64, 8, seed=1)
     wide = masters.wide([p])[0]
@@ -58,9 +50,6 @@ def test_a_bf16_master_is_rounded_back_to_nearest(dtype):
     assert p.dtype == dtype
     assert torch.equal(p.float(), new.bfloat16().float())
 
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_stochastic_rounding_is_a_function_of_seed_update_and_name(dtype):
     def stored(seed=3, name="w", count=1):
         p = nn.Parameter(torch.zeros(64, 8, dtype=dtype))
         masters = Masters({p: name}, {name: Param(BF16, stochastic=True)}, seed=seed)
@@ -68,13 +57,12 @@ def test_stochastic_rounding_is_a_function_of_seed_update_and_name(dtype):
         return p.detach().float()
 
     first = stored()
-    assert torch.equal(first, stored())
-    assert torch.equal(first, first.bfloat16().float())
+    assert same((first, first), (stored(), first.bfloat16().float()))
     for other in (stored(seed=4), stored(name="v"), stored(count=2)):
         assert 0.2 < float((first != other).float().mean()) < 0.8  # half of them, were all as likely either way
 
 
-def test_an_opened_parameter_is_its_fp32_master_and_is_stored_afterwards():
+def test_an_opened_parameter_is_its_fp32_master_stored_afterwards_but_for_an_error():
     p, masters, number = halves()
     identity = id(p)
     with masters.opened([p], COUNT):
@@ -84,9 +72,9 @@ def test_an_opened_parameter_is_its_fp32_master_and_is_stored_afterwards():
     assert p.dtype == torch.bfloat16
     assert id(p) == identity
     assert torch.equal(masters.wide([p])[0], number * 3)
-
-
-def test_an_error_while_opened_changes_nothing():
+    with masters.opened([p], COUNT):
+        p.data = p.data + 1
+    assert torch.equal(masters.wide([p])[0], number * 3 + 1)
     p, masters, number = halves()
     before = p.data_ptr()
 
@@ -96,25 +84,14 @@ def test_an_error_while_opened_changes_nothing():
 
     with pytest.raises(ZeroDivisionError), masters.opened([p], COUNT):
         fail()
-    assert p.dtype == torch.bfloat16
-    assert p.data_ptr() == before
+    assert (p.dtype, p.data_ptr()) == (torch.bfloat16, before)
     assert torch.equal(masters.wide([p])[0], number)
-
-
-def test_a_tensor_that_the_optimizer_put_in_its_place_is_stored():
-    p, masters, number = halves()
-    with masters.opened([p], COUNT):
-        p.data = p.data + 1
-    assert torch.equal(masters.wide([p])[0], number + 1)
 
 
 @pytest.mark.parametrize("held", ["split", "fp32", "bf16"])
 def test_averages_are_used_as_masters_are_held_and_the_masters_come_back_exactly(held):
-    if held == "split":
-        p, masters, _ = halves()
-    elif held == "bf16":
-        p, masters = rounded(Param(BF16))
-    else:
+    p, masters, *_ = halves() if held == "split" else rounded(Param(BF16))
+    if held == "fp32":
         p = nn.Parameter(draw(5, 7))
         masters = Masters({p: "w"})
     averages = Averages(masters, [p], 0.5)

@@ -4,13 +4,10 @@ import torch
 from torch import nn
 
 from halfstep.torch.run.buffers import Buffers
+from tests.torch.nets import draw
 
 
-def draw(*shape, seed=0):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
-
-
-def test_buffers_that_a_skipped_step_wrote_are_restored():
+def test_buffers_are_restored_to_what_they_were_or_the_user_wrote_before_the_step():
     model = nn.BatchNorm1d(4)
     buffers = Buffers(model)
     model(draw(8, 4))
@@ -21,11 +18,6 @@ def test_buffers_that_a_skipped_step_wrote_are_restored():
     assert not model.running_mean.isfinite().any()
     buffers.restore_unless(torch.tensor(False))
     assert all(torch.equal(b, kept[name]) for name, b in model.named_buffers())
-
-
-def test_buffers_are_restored_to_what_the_user_wrote_before_the_step():
-    model = nn.BatchNorm1d(4)
-    buffers = Buffers(model)
     model.running_mean.fill_(5.0)
     buffers.remember()
     model(draw(8, 4) * float("nan"))

@@ -13,17 +13,11 @@ from halfstep.torch import AdamW
 from halfstep.torch.state import state_of
 from halfstep.torch.step import prepare
 
-POLICIES = (
-    "bf16-mixed",
-    "bf16-mixed,param=fp32:split",
-    "fp16-mixed,emulate=true",
-    "bf16-mixed,compute=e4m3:delayed,grad=e5m2:delayed,emulate=true",
-)
+DELAYED = "bf16-mixed,compute=e4m3:delayed,grad=e5m2:delayed,emulate=true"
+POLICIES = ("bf16-mixed", "bf16-mixed,param=fp32:split", "fp16-mixed,emulate=true", DELAYED)
 
 
 class Net(nn.Module):
-    """Layers, an island, a leaf, and code of its own; tied weights."""
-
     def __init__(self):
         super().__init__()
         self.table, self.inside = nn.Embedding(16, 16), nn.Sequential(nn.Linear(16, 16), nn.LayerNorm(16))
@@ -117,6 +111,4 @@ def test_a_pickle_is_refused_with_the_remedy(pickled):
         assert remedy in caught.value.hint
     torch.save(run.model.state_dict(), io.BytesIO())
     torch.save(run.state_dict(), io.BytesIO())
-    model = run.unprepare()
-    again = pickle.loads(pickle.dumps(model))
-    assert type(again) is Net
+    assert type(pickle.loads(pickle.dumps(run.unprepare()))) is Net

@@ -38,49 +38,35 @@ def mean(model):
     return lambda x: model(x).square().mean()
 
 
-def test_the_innermost_module_with_finite_inputs_is_to_blame():
+def test_what_is_to_blame_is_the_innermost_module_its_weight_or_code_between_modules():
     model = Model()
     model.blocks[1].up.weight.data.fill_(1e38)
     cause = find(model, mean(model), [torch.ones(2, 4)], 1.0)
     assert str(cause).startswith("forward: blocks.1.up, largest input ")
     assert cause.module == "blocks.1.up"
-
-
-def test_a_weight_that_is_not_finite_is_named():
     model = Model()
     model.blocks[2].down.weight.data[0, 0] = float("nan")
     assert "blocks.2.down, whose own `weight` is not finite" in str(
         find(model, mean(model), [torch.ones(2, 4)], 1.0)
     )
-
-
-def test_code_between_modules_is_named_by_its_module_and_the_next():
     model = Model()
     model.blocks[1].between = float("inf")
     cause = find(model, mean(model), [torch.ones(2, 4)], 1.0)
     assert str(cause).startswith("forward: blocks.1, in its own code before `blocks.1.down`")
 
 
-def test_the_loss_and_the_input_are_distinguished_from_the_model():
+def test_the_loss_the_input_the_micro_batch_and_masks_are_distinguished_from_the_model():
     model = Model()
     assert "the loss itself" in str(find(model, lambda x: model(x).mean() * float("inf"), [torch.ones(2, 4)], 1.0))
     assert "the input of the model" in str(find(model, mean(model), [torch.full((2, 4), float("nan"))], 1.0))
-
-
-def test_the_bad_micro_batch_is_found_behind_good_ones():
-    model = Model()
     batches = [torch.ones(2, 4), torch.ones(2, 4), torch.full((2, 4), float("inf"))]
     assert find(model, mean(model), batches, 1.0).where == "forward"
-
-
-def test_masks_are_no_failure():
-    model = Model()
     mask = torch.tensor([0.0, float("-inf"), 0.0, 0.0])
     cause = find(model, lambda x: model(x, mask=mask).square().mean(), [torch.ones(2, 4)], 1.0)
     assert cause.where == "nowhere"
 
 
-def test_backward_the_first_gradient_is_named():
+def test_backward_the_first_gradient_is_named_and_nothing_is_left_behind():
     model = Model()
 
     class Burst(torch.autograd.Function):
@@ -98,11 +84,7 @@ def test_backward_the_first_gradient_is_named():
         return model.head(model.blocks[2](Burst.apply(x))).square().mean()
 
     cause = find(model, loss, [torch.ones(2, 4)], 1.0)
-    assert str(cause) == "backward: gradient of the output of `blocks.1`"
-    assert cause.module == "blocks.1"
-
-
-def test_nothing_is_left_behind():
+    assert (str(cause), cause.module) == ("backward: gradient of the output of `blocks.1`", "blocks.1")
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.5))
     buffers = [b.clone() for b in model.buffers()]
     model[0].weight.grad = torch.ones(4, 4)
@@ -128,7 +110,7 @@ def stuck(model, run, loss, batch):
 
 
 @pytest.mark.parametrize("masters", ["", ",param=fp32:split"])
-def test_at_the_floor_a_forward_overflow_is_reported_as_one(masters):
+def test_at_the_floor_a_forward_overflow_is_reported_as_one_and_a_backward_one_names_its_gradient(masters):
     """fp16 ends at 65504, whatever the loss is multiplied by."""
     model = Model()
     model.blocks[1].up.weight.data.fill_(3e4)
@@ -138,10 +120,6 @@ def test_at_the_floor_a_forward_overflow_is_reported_as_one(masters):
         run.check(result)
     assert "no loss scale reaches the forward pass" in raised.value.hint
     assert "`blocks.1.up: compute=fp32`" in raised.value.hint
-
-
-@pytest.mark.parametrize("masters", ["", ",param=fp32:split"])
-def test_at_the_floor_a_backward_overflow_names_its_gradient(masters):
     model = Model()
     run = prepare(model, AdamW(model.parameters()), FP16 + masters)
 
@@ -154,7 +132,7 @@ def test_at_the_floor_a_backward_overflow_names_its_gradient(masters):
     assert "forward" not in raised.value.hint
 
 
-def test_without_step_the_loss_must_be_passed_to_name_the_cause():
+def test_without_step_the_loss_must_be_passed_and_a_finite_step_is_not_run_again():
     model = Model()
     model.head.weight.data.fill_(6e4)
     run = prepare(model, AdamW(model.parameters()), FP16)
@@ -166,9 +144,6 @@ def test_without_step_the_loss_must_be_passed_to_name_the_cause():
         run.check(result)
     with pytest.raises(ScalingError, match="forward: head"):
         run.check(result, mean(model), [x])
-
-
-def test_a_step_that_is_finite_passes_and_is_not_run_again():
     model = Model()
     run = prepare(model, AdamW(model.parameters()), "bf16-mixed")
     calls = []

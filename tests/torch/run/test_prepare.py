@@ -1,6 +1,7 @@
 """prepare: any model, any optimizer; what it says, what it gives back, what it refuses."""
 
 import copy
+from functools import partial
 
 import pytest
 import torch
@@ -17,8 +18,6 @@ from tests.refusals import refuses
 
 
 class Net(nn.Module):
-    """An embedding, a tied head, norms, dropout, a bias here and there: written without halfstep in mind."""
-
     def __init__(self, width=8, vocabulary=13, dropout=0.0, again=False, reentrant=False):
         super().__init__()
         torch.manual_seed(1)
@@ -44,10 +43,17 @@ def batch(seed=0, rows=4):
 
 
 def loss_of(model):
-    def loss(given):
-        return F.cross_entropy(model(given[0]).flatten(0, -2), given[1].flatten())
+    return lambda given: F.cross_entropy(model(given[0]).flatten(0, -2), given[1].flatten())
 
-    return loss
+
+def sgd(model):
+    return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def same(weights, others):
+    """Equal bit for bit, by name."""
+    assert weights.keys() == others.keys()
+    return all(torch.equal(w, others[name]) for name, w in weights.items())
 
 
 def trained(policy, make, steps=5, *, micro=2, net=Net, **options):
@@ -88,8 +94,7 @@ def test_a_hundred_split_steps_are_a_hundred_fp32_steps_bit_for_bit(name):
     assert losses == others
     assert losses[-1] < losses[0]
     assert {p.dtype for p in split.model.parameters()} == {torch.bfloat16, torch.float32}
-    left, right = whole.weights(), split.weights()
-    assert all(torch.equal(left[key], right[key]) for key in left)
+    assert same(whole.weights(), split.weights())
 
 
 @pytest.mark.parametrize("name", STOCK)
@@ -126,7 +131,7 @@ def test_every_optimizer_learns_under_every_policy(policy, name):
     assert run.model.norm.weight.dtype == narrow
 
 
-def test_the_two_verbs_are_the_step():
+def test_the_two_verbs_are_the_step_and_one_scale_serves_several_optimizers():
     run, losses = trained("bf16-mixed", OURS["AdamW"], 3, clip_norm=0.5)
     model = Net()
     mine = prepare(model, OURS["AdamW"](model), "bf16-mixed", clip_norm=0.5)
@@ -134,10 +139,7 @@ def test_the_two_verbs_are_the_step():
         for m in range(2):
             mine.backward(loss_of(model)(batch(2 * step + m)), last=m == 1)
         assert float(mine.update().loss) == expected
-    assert all(torch.equal(w, mine.weights()[n]) for n, w in run.weights().items())
-
-
-def test_parameters_keep_their_identity_and_one_scale_serves_several_optimizers():
+    assert same(run.weights(), mine.weights())
     model = Net()
     before = {name: id(p) for name, p in model.named_parameters()}
     run = prepare(model, OURS["Muon"](model), "fp16-mixed,scale=dynamic:init=1024:interval=2,param=fp32:split")
@@ -167,9 +169,7 @@ def test_unprepare_returns_the_masters_in_fp32_and_the_optimizer_still_works(pol
 def test_the_summary_says_what_was_done_and_what_it_costs():
     model = Net()
     model.extra = nn.Linear(2, 2)
-    model.odd = nn.Bilinear(2, 2, 2)
-    del model.odd.bias
-    model.odd.register_parameter("bias", None)
+    model.odd = nn.Bilinear(2, 2, 2, bias=False)
     given = [p for n, p in model.named_parameters() if not n.startswith("extra")]
     both = [torch.optim.AdamW(given[:2], fused=True), torch.optim.Adagrad(given[2:])]
     said = prepare(model, both, "bf16-mixed,param=fp32:split", clip_norm=1.0, ema=0.99).summary()
@@ -185,9 +185,6 @@ def test_the_summary_says_what_was_done_and_what_it_costs():
         "Bilinear",
     ):
         assert part in said, part
-
-
-def test_bf16_weights_are_widened_and_the_summary_says_so():
     model = Net().bfloat16()
     stock = torch.optim.Adagrad(model.parameters(), lr=0.1)  # makes its state at once, in bf16
     run = prepare(model, stock, "bf16-mixed")
@@ -199,19 +196,13 @@ def test_bf16_weights_are_widened_and_the_summary_says_so():
 @pytest.mark.parametrize("policy", ["fp32", "bf16-mixed", "bf16-mixed,param=fp32:split"])
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_checkpointing_with_dropout_changes_nothing(policy, reentrant):
-    def plain():
-        return Net(dropout=0.3)
-
-    def again():
-        return Net(dropout=0.3, again=True, reentrant=reentrant)
-
     found = []
-    for net in (plain, again):
+    for again in (False, True):
         torch.manual_seed(5)
+        net = partial(Net, dropout=0.3, again=again, reentrant=reentrant)
         found.append(trained(policy, OURS["AdamW"], 3, micro=1, net=net))
     assert found[0][1] == found[1][1]
-    left, right = (run.weights() for run, _ in found)
-    assert all(torch.equal(left[key], right[key]) for key in left)
+    assert same(*(run.weights() for run, _ in found))
 
 
 @pytest.mark.parametrize("policy", ["bf16-mixed", "bf16-mixed,param=fp32:split"])
@@ -220,20 +211,16 @@ def test_evaluation_between_steps_changes_nothing(policy):
     for evaluates in (False, True):
         model = Net()
         run = prepare(model, OURS["AdamW"](model), policy)
-        if evaluates:
-            model.eval()
-            with torch.no_grad():
-                model(batch()[0])
-            model.train()
-        for step in range(3):
-            run.step(loss_of(model), [batch(step)])
+        for step in range(4):
+            if step:
+                run.step(loss_of(model), [batch(step)])
             if evaluates:
                 model.eval()
                 with torch.no_grad():
                     assert loss_of(model)(batch(9)).isfinite()
                 model.train()
         found.append(run.weights())
-    assert all(torch.equal(found[0][key], found[1][key]) for key in found[0])
+    assert same(*found)
 
 
 def test_averages_are_of_masters_and_evaluate_as_they_are_held():
@@ -274,35 +261,31 @@ def test_a_group_added_later_is_taken_if_the_policy_reached_it(make):
         run.step(loss_of(model), [batch(2)])
 
 
-def test_a_parameter_that_lost_its_master_is_refused():
-    model = Net().bfloat16()
-    model.up.requires_grad_(False)
-    run = prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), "bf16-mixed")
-    model.up.requires_grad_(True)  # a bf16 weight that was frozen has no master
-    with pytest.raises(HalfstepError, match=r"`up.weight` is torch.bfloat16, and no master"):
-        run.step(loss_of(model), [batch()])
-
-
-def test_a_frozen_bf16_base_is_unchanged_and_an_adapter_is_trained():
+def test_a_frozen_bf16_base_is_unchanged_and_cannot_be_trained_later():
     model = Net().bfloat16()
     model.requires_grad_(False)
     model.adapter = nn.Linear(8, 8)
     before = {n: p.detach().clone() for n, p in model.named_parameters()}
     run = prepare(model, torch.optim.AdamW(model.parameters(), lr=0.1), "bf16-mixed,param=fp32:split", ema=0.5)
 
-    def loss(given):
-        return F.cross_entropy(
-            model.head(model.adapter(model.embed(given[0]))).float().flatten(0, 1), given[1].flatten()
-        )
-
-    run.step(loss, [batch()])
+    run.step(loss_of(lambda x: model.head(model.adapter(model.embed(x))).float()), [batch()])
     assert set(run.ema) == {"adapter.weight", "adapter.bias"}
     for name, p in run.unprepare().named_parameters():
         assert torch.equal(p, before[name]) != name.startswith("adapter")
         assert p.dtype == before[name].dtype
+    model = Net().bfloat16()
+    model.up.requires_grad_(False)
+    run = prepare(model, sgd(model), "bf16-mixed")
+    model.up.requires_grad_(True)  # a bf16 weight that was frozen has no master
+    with pytest.raises(HalfstepError, match=r"`up.weight` is torch.bfloat16, and no master"):
+        run.step(loss_of(model), [batch()])
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    prepare(model, AdamW(model.parameters()), "fp32")
+    with torch.autocast("cpu", dtype=torch.bfloat16), pytest.raises(HalfstepError, match=r"torch\.autocast"):
+        model[0](torch.ones(1, 4))
 
 
-def test_a_step_that_fails_half_way_leaves_nothing_to_the_next():
+def test_a_step_that_fails_half_way_leaves_nothing_and_no_optimizer_moves_when_another_cannot():
     found = []
     for fails in (False, True):
         model = Net()
@@ -312,7 +295,14 @@ def test_a_step_that_fails_half_way_leaves_nothing_to_the_next():
                 run.step(loss_of(model), [batch(), (torch.full((1, 2), 99), torch.zeros(1, 2, dtype=torch.int64))])
         run.step(loss_of(model), [batch(3)])
         found.append(run.weights())
-    assert all(torch.equal(found[0][key], found[1][key]) for key in found[0])
+    assert same(*found)
+    model = nn.Sequential(nn.Embedding(5, 4, sparse=True), nn.Linear(4, 2))
+    optimizers = [AdamW(model[1].parameters(), lr=0.1), AdamW(model[0].parameters(), lr=0.1)]
+    run = prepare(model, optimizers, "bf16-mixed")
+    before = run.weights()
+    with pytest.raises(HalfstepError, match="sparse"):
+        run.step(lambda x: model(x).sum(), [torch.tensor([1, 2])])
+    assert all(torch.equal(w, run.weights()[name]) for name, w in before.items())
 
 
 def test_weights_loaded_after_prepare_are_stored_as_masters_are_held():
@@ -353,26 +343,32 @@ def test_a_refusal_leaves_the_model_unchanged(call, kind, said):
     prepare(model, AdamW(model.parameters()), "bf16-mixed")
 
 
-def test_preparing_twice_is_refused_and_spoils_nothing():
+def test_a_second_prepare_and_moments_that_the_policy_contradicts_are_refused():
     model = Net()
     run = prepare(model, OURS["AdamW"](model), "bf16-mixed")
     run.backward(loss_of(model)(batch()))
     with refuses(HalfstepError, "policy already", "unprepare"):
         prepare(model, OURS["AdamW"](model), "bf16-mixed")
     assert float(run.update().grad_norm) > 0
-
-
-def test_a_parsed_policy_is_accepted():
     model = Net()
     assert prepare(model, OURS["AdamW"](model), Policy.parse("bf16-mixed")).policy == Policy.parse("bf16-mixed")
+    model = nn.Linear(4, 2)
+    with refuses(PolicyError, "moments=bf16", "moments=bf16"):
+        prepare(model, AdamW(model.parameters(), moments="bf16"), "bf16-mixed")
+    run = prepare(model, AdamW(model.parameters(), moments="bf16"), "bf16-mixed,moments=bf16")
+    run.step(lambda x: model(x).sum(), [torch.ones(1, 4)])
+    assert {s["exp_avg"].dtype for s in run.optimizers[0].state.values()} == {torch.bfloat16}
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    model[0].requires_grad_(False)
+    run = prepare(model, AdamW(model.parameters()), "bf16-mixed")
+    run.step(lambda x: model(x).sum(), [torch.ones(1, 4)])
+    assert set(run.optimizers[0].state) == {model[1].weight, model[1].bias}
 
 
-def test_gradients_of_another_backward_pass_are_no_part_of_a_step():
+def test_an_earlier_backward_pass_is_no_part_of_a_step_and_a_scheduler_may_exist_before():
     def moved(before):
+        torch.manual_seed(0)
         model = nn.Linear(4, 2)
-        with torch.no_grad():
-            model.weight.fill_(0.5)
-            model.bias.fill_(0.0)
         run = prepare(model, torch.optim.SGD(model.parameters(), lr=1.0), "fp32")
         if before:
             (model(torch.ones(1, 4)).sum() * 100).backward()
@@ -380,9 +376,6 @@ def test_gradients_of_another_backward_pass_are_no_part_of_a_step():
         return run.weights()["weight"]
 
     assert torch.equal(moved(False), moved(True))
-
-
-def test_a_scheduler_may_exist_before_prepare():
     model = nn.Linear(4, 2)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
@@ -393,8 +386,6 @@ def test_a_scheduler_may_exist_before_prepare():
 
 
 class Counting(nn.Module):
-    """Keeps a mean by assignment, as people write it."""
-
     def __init__(self):
         super().__init__()
         self.linear = nn.Linear(4, 4)
@@ -406,25 +397,21 @@ class Counting(nn.Module):
         return y
 
 
-def test_a_replaced_buffer_is_restored_too():
+def test_a_replaced_buffer_is_restored_too_and_statistics_that_changed_between_steps_are_kept():
     model = Counting()
-    run = prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), "fp32")
+    run = prepare(model, sgd(model), "fp32")
     run.step(lambda x: model(x).sum(), [torch.ones(1, 4)])
     before = model.mean.clone()
     assert before.any()
     result = run.step(lambda x: model(x).sum(), [torch.full((1, 4), float("nan"))])
     assert bool(result.skipped)
     assert torch.equal(model.mean, before)
-
-
-def test_statistics_that_changed_between_steps_are_kept():
-    """The kernels of batch norm write without counting: a pass in between is remembered by its numbers."""
     model = nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 2))
-    run = prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), "fp32")
+    run = prepare(model, sgd(model), "fp32")
     run.step(lambda x: model(x).sum(), [torch.randn(8, 4)])
     with torch.no_grad():
         model(100 * torch.randn(8, 4))
-    between = model[0].running_var.clone()
+    between = model[0].running_var.clone()  # batch norm's kernels write without counting: known by its numbers
     assert bool(run.step(lambda x: model(x).sum(), [torch.full((8, 4), float("nan"))]).skipped)
     assert torch.equal(model[0].running_var, between)
 
@@ -432,9 +419,8 @@ def test_statistics_that_changed_between_steps_are_kept():
 def test_evaluation_computes_as_its_role_says():
     torch.manual_seed(0)
     model = nn.Linear(8, 8)
-    x, expected = torch.randn(4, 8), None
-    with torch.no_grad():
-        expected = model(x)
+    x = torch.randn(4, 8)
+    expected = model(x).detach()
     run = prepare(model, AdamW(model.parameters()), "bf16-mixed,eval=fp32")
     with torch.no_grad():
         narrow = model(x)
@@ -444,40 +430,6 @@ def test_evaluation_computes_as_its_role_says():
     assert torch.equal(wide, expected)
     assert not torch.equal(narrow, expected)
     assert torch.equal(narrow, again)
-
-
-def test_moments_that_the_policy_contradicts_are_refused():
-    model = nn.Linear(4, 2)
-    with refuses(PolicyError, "moments=bf16", "moments=bf16"):
-        prepare(model, AdamW(model.parameters(), moments="bf16"), "bf16-mixed")
-    run = prepare(model, AdamW(model.parameters(), moments="bf16"), "bf16-mixed,moments=bf16")
-    run.step(lambda x: model(x).sum(), [torch.ones(1, 4)])
-    assert {s["exp_avg"].dtype for s in run.optimizers[0].state.values()} == {torch.bfloat16}
-
-
-def test_frozen_parameters_have_no_moments():
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
-    model[0].requires_grad_(False)
-    run = prepare(model, AdamW(model.parameters()), "bf16-mixed")
-    run.step(lambda x: model(x).sum(), [torch.ones(1, 4)])
-    assert set(run.optimizers[0].state) == {model[1].weight, model[1].bias}
-
-
-def test_a_module_under_autocast_is_refused_by_itself_too():
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
-    prepare(model, AdamW(model.parameters()), "fp32")
-    with torch.autocast("cpu", dtype=torch.bfloat16), pytest.raises(HalfstepError, match=r"torch\.autocast"):
-        model[0](torch.ones(1, 4))
-
-
-def test_no_optimizer_moves_when_another_cannot():
-    model = nn.Sequential(nn.Embedding(5, 4, sparse=True), nn.Linear(4, 2))
-    optimizers = [AdamW(model[1].parameters(), lr=0.1), AdamW(model[0].parameters(), lr=0.1)]
-    run = prepare(model, optimizers, "bf16-mixed")
-    before = run.weights()
-    with pytest.raises(HalfstepError, match="sparse"):
-        run.step(lambda x: model(x).sum(), [torch.tensor([1, 2])])
-    assert all(torch.equal(w, run.weights()[name]) for name, w in before.items())
 
 
 LOSSES = {
