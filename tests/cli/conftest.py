@@ -2,15 +2,8 @@
 
 import pytest
 
-SMALL = [
-    "model.context=16",
-    "model.layers=1",
-    "model.width=16",
-    "model.heads=2",
-    "training.batch=2",
-    "training.steps=3",
-    "training.validation_tokens=64",
-]
+SMALL = ["model.context=16", "model.layers=1", "model.width=16", "model.heads=2", "training.batch=2",
+         "training.steps=3", "training.validation_tokens=64"]  # fmt: skip
 
 
 @pytest.fixture
@@ -30,3 +23,9 @@ def quick(small):
 def arguments(quick, tmp_path):
     """The whole command, which writes to `run`."""
     return ["train", "--out", str(tmp_path / "run"), *quick]
+
+
+@pytest.fixture
+def out(tmp_path):
+    """Where the run goes."""
+    return tmp_path / "run"

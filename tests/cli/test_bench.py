@@ -72,15 +72,8 @@ def test_the_options_reach_the_race(race, capsys):
         " --context 32 --vocabulary 300 --device cpu --no-compile --source . --seconds 9.5 --at-once 2 --json"
     )
     assert run(arguments.split()) == 0
-    given = {
-        "layers": 2,
-        "width": 64,
-        "context": 32,
-        "vocabulary": 300,
-        "micro_batches": 8,
-        "rounds": 2,
-        "steps": 3,
-    }
+    given = {"layers": 2, "width": 64, "context": 32, "vocabulary": 300, "micro_batches": 8, "rounds": 2,
+             "steps": 3}  # fmt: skip
     given |= {"batch": 4, "device": "cpu", "compile": False, "source": ".", "seconds": 9.5, "at_once": 2}
     assert calls == [(["fp32", "autocast"], given)]
     data = json.loads(capsys.readouterr().out)
@@ -98,8 +91,7 @@ def test_by_default_it_races_gpt2_on_a_gpu(race, capsys):
 
 
 def test_data_and_picture_are_written(race, capsys, tmp_path):
-    diverged = arm("pure-bf16", 0.058, held_out=float("nan"))
-    race(USUAL, OURS, diverged)
+    race(USUAL, OURS, arm("pure-bf16", 0.058, held_out=float("nan")))
     save, picture, page = tmp_path / "race.json", tmp_path / "race.svg", tmp_path / "race.html"
     assert run(["bench", "--bars", "--save", str(save), "--picture", str(picture), "--json"]) == 0
     data = json.loads(save.read_text())

@@ -9,6 +9,10 @@ import pytest
 
 from halfstep import __version__
 from halfstep.cli.main import run
+from halfstep.config.load import load
+from halfstep.config.model import parameter_shapes
+from halfstep.core.policy import Policy
+from tests.training.runs import raising
 
 FRAMEWORKS = ("torch", "jax", "mlx", "numpy", "ml_dtypes", "tensorflow")
 
@@ -55,19 +59,16 @@ def test_importing_halfstep_loads_nothing_and_names_are_loaded_when_used():
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def test_help_lists_every_command(capsys):
+def test_help_lists_every_command_and_the_version_is_ours(capsys):
     assert run(["--help"]) == 0
     out = capsys.readouterr().out
     for command in ("formats", "policy", "probe", "--version"):
         assert command in out
-
-
-def test_version(capsys):
     assert run(["--version"]) == 0
     assert capsys.readouterr().out.strip() == __version__
 
 
-def test_formats_table(capsys):
+def test_formats_as_a_table_and_as_json(capsys):
     assert run(["formats", "bf16", "e4m3"]) == 0
     out, err = capsys.readouterr()
     assert [line.rstrip() for line in out.splitlines() if line.strip()] == [
@@ -77,9 +78,6 @@ def test_formats_table(capsys):
         " e4m3     8      e4m3fn             448            0.0156    0.00195      1.2   no    yes   becomes NaN",
     ]
     assert err == ""
-
-
-def test_formats_json(capsys):
     assert run(["formats", "e4m3", "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == [
         {"name": "e4m3", "bits": 8, "exponent_bits": 4, "mantissa_bits": 3, "bias": 7, "max": 448.0,
@@ -89,21 +87,13 @@ def test_formats_json(capsys):
     ]  # fmt: skip
 
 
-def test_policy_shows_every_role_and_the_rules(capsys):
+def test_policy_shows_every_role_and_reads_back(capsys):
     assert run(["policy", "fp8-mixed"]) == 0
     out, err = capsys.readouterr()
     rows = [line.split() for line in out.splitlines() if line.strip()]
     values = {row[0]: row[1] for row in rows if len(row) > 1}
-    assert values["compute"] == "bf16"
-    assert values["param"] == "fp32"
-    assert values["scale"] == "none"
-    assert values["**"] == "compute=e4m3:measured,grad=e5m2"
-    assert err.strip() == "fp8-mixed"
-
-
-def test_policy_json_reads_back(capsys):
-    from halfstep.core.policy import Policy
-
+    assert (values["compute"], values["param"], values["scale"]) == ("bf16", "fp32", "none")
+    assert (values["**"], err.strip()) == ("compute=e4m3:measured,grad=e5m2", "fp8-mixed")
     spec = "fp16-mixed,norm=bf16,scale=dynamic:init=1024; lm_head: compute=fp32"
     assert run(["policy", spec, "--json"]) == 0
     data = json.loads(capsys.readouterr().out)
@@ -115,10 +105,7 @@ def test_policy_json_reads_back(capsys):
     assert Policy.from_table(table) == Policy.parse(spec)
 
 
-def test_policy_for_a_recipe_has_one_row_per_parameter(capsys):
-    from halfstep.config.load import load
-    from halfstep.config.model import parameter_shapes
-
+def test_policy_has_one_row_per_parameter_or_module(capsys):
     assert run(["policy", "fp8-mixed; lm_head: compute=fp32", "--model", "tiny", "--json"]) == 0
     data = json.loads(capsys.readouterr().out)
     assert list(data)[:-1] == list(parameter_shapes(load("tiny").model))
@@ -126,9 +113,6 @@ def test_policy_for_a_recipe_has_one_row_per_parameter(capsys):
     assert data["blocks.0.attn_norm.weight"]["values"]["compute"] == "bf16"
     assert data["lm_head.weight (tied to embed.weight)"]["values"]["compute"] == "fp32"
     assert data["lm_head.weight (tied to embed.weight)"]["rules"] == {"compute": "lm_head", "grad": "lm_head"}
-
-
-def test_policy_for_named_modules(capsys):
     assert run(["policy", "bf16-mixed; a.*: compute=fp32", "--module", "a.b", "--module", "c"]) == 0
     out = capsys.readouterr().out
     assert [line.split() for line in out.splitlines() if line.strip()][2:] == [
@@ -210,8 +194,7 @@ BAD = {
 def test_a_mistake_exits_with_2_and_says_what_to_do(arguments, expected, capsys):
     assert run(arguments) == 2
     out, err = capsys.readouterr()
-    assert out == ""
-    assert err == expected
+    assert (out, err) == ("", expected)
 
 
 def test_the_installed_command_exits_with_the_code():
@@ -227,21 +210,15 @@ WAITING = {
     "artifact": ("halfstep.training.checkpoints.checkpoint", "load_newest", ["artifact", "."]),
     "probe": ("halfstep.tools.probe", "run", ["probe"]),
     "train": ("halfstep.config.load", "load", ["train", "--out", "x"]),
-    "tokenizer": (
-        "halfstep.training.data.pack.sources",
-        "find_sources",
-        ["data", "train-tokenizer", "x", "--out", "y"],
-    ),
-}
+    "tokenizer": ("halfstep.training.data.pack.sources", "find_sources",
+                  ["data", "train-tokenizer", "x", "--out", "y"]),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(("module", "name", "arguments"), WAITING.values(), ids=WAITING)
 def test_an_interrupted_command_prints_one_line(module, name, arguments, capsys, monkeypatch, tmp_path):
-    def interrupted(*given, **named):
-        raise KeyboardInterrupt
-
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(f"{module}.{name}", interrupted)
+    monkeypatch.setattr(f"{module}.{name}", raising(KeyboardInterrupt))
     assert run(arguments) == 130
     assert capsys.readouterr() == ("", "interrupted\n")
 

@@ -44,7 +44,7 @@ def train(source, out, *settings):
     return run(["train", "tiny", "--policy", "fp32", "--device", "cpu", "--out", str(out), *chosen])
 
 
-def test_from_text_to_a_run_to_text(packed, text, tmp_path, capfd):
+def test_from_text_to_a_run_to_text(packed, text, tmp_path, out, capfd):
     assert "nothing to do" not in capfd.readouterr().err
     Path(packed, "link").symlink_to(tmp_path / "nowhere")
     assert run(pack_command(text, tmp_path)) == 0  # done already: it tells the same again
@@ -53,7 +53,6 @@ def test_from_text_to_a_run_to_text(packed, text, tmp_path, capfd):
     assert "bytes per token" in printed.out
     assert f"data.source={packed}" in printed.err
     assert "not lossless" not in printed.err
-    out = tmp_path / "run"
     assert train(packed, out) == 0
     printed = capfd.readouterr()
     assert "held-out bits per byte" in printed.out
@@ -68,8 +67,7 @@ def test_from_text_to_a_run_to_text(packed, text, tmp_path, capfd):
     assert json.loads(capfd.readouterr().out)["bits_per_byte"] > 0
 
 
-def test_a_run_neither_samples_nor_resumes_with_other_data(packed, text, tmp_path, capsys):
-    out = tmp_path / "run"
+def test_a_run_neither_samples_nor_resumes_with_other_data(packed, text, tmp_path, out, capsys):
     assert train(packed, out) == 0
     os.rename(packed, packed + ".old")
     capsys.readouterr()
@@ -164,8 +162,7 @@ def test_skipped_files_are_counted(tmp_path, capsys):
     assert run(["data", "show", out]) == 0
     assert "1 binary" in capsys.readouterr().out
     index = read_index(Path(out))
-    assert index.train.documents + index.val.documents == 20
-    assert index.packing["sources"][0]["files"] == 21
+    assert (index.train.documents + index.val.documents, index.packing["sources"][0]["files"]) == (20, 21)
 
 
 def test_show_and_verify(packed, capsys):
@@ -180,8 +177,7 @@ def test_show_and_verify(packed, capsys):
     assert json.loads(capsys.readouterr().out)["digest"] == index.digest
     assert run(["data", "verify", packed]) == 0
     assert "every byte" in capsys.readouterr().err
-    path = os.path.join(packed, "train_000001.bin")
-    with open(path, "r+b") as file:
+    with open(os.path.join(packed, "train_000001.bin"), "r+b") as file:
         file.seek(3000)
         file.write(b"\xff\xff")
     assert run(["data", "verify", packed]) == 1
@@ -210,8 +206,7 @@ def test_show_and_verify(packed, capsys):
 )
 def test_mistakes_are_refused(arguments, said, text, tmp_path, capsys):
     places = {"TEXT": text, "OUT": str(tmp_path / "out")}
-    named = [places.get(word, word.replace("TEXT", text)) for word in arguments]
-    assert run(["data", *named]) == 2
+    assert run(["data", *(places.get(word, word.replace("TEXT", text)) for word in arguments)]) == 2
     assert said in capsys.readouterr().err
 
 

@@ -30,14 +30,11 @@ def test_a_value_that_cannot_work_is_refused(setting, said, small, tmp_path, cap
     assert not (tmp_path / "run").exists()
 
 
-def test_a_recipe_whose_section_is_a_number(tmp_path, capsys):
+def test_a_recipe_whose_section_is_a_number_and_a_name_too_long_for_the_disk(tmp_path, capsys, quick):
     recipe = tmp_path / "odd.toml"
     recipe.write_text("training = 3\n")
     assert run(["train", str(recipe), "--policy", "fp32", "--set", "training.steps=1"]) == 2
     assert "must be a table" in capsys.readouterr().err
-
-
-def test_a_name_that_is_too_long_for_the_disk(quick, tmp_path, capsys):
     assert run(["train", "--out", str(tmp_path / ("x" * 300)), *quick]) == 2
     assert "error: " in capsys.readouterr().err
     assert run(["eval", str(tmp_path / ("x" * 300))]) == 2

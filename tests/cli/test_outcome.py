@@ -53,22 +53,19 @@ def test_a_deadline_leaves_the_page_to_the_next_session(arguments, tmp_path, cap
     assert page.exists()
 
 
-def test_without_a_deadline_a_signal_leaves_a_page(arguments, tmp_path, capsys, stopped_at):
-    stopped_at(7)
-    assert run(arguments) == 0
-    assert (tmp_path / "run" / "report.html").exists()
-    assert outcome.LATER not in printed(capsys)
-
-
-def test_the_summary_is_of_this_session_and_gives_the_total(arguments, capsys, stopped_at):
-    """In words and as JSON."""
+def test_without_a_deadline_there_is_a_page_and_a_summary_of_this_session_and_in_total(
+    arguments, out, capsys, stopped_at
+):
     later = ["--resume", "--set", "training.validate_every=1000"]
     said = [r"trained 7 steps in .* tokens/s after the first step \(\d+\.\d s\)(?!; )", r"trained 13 steps in .*; 20 steps in total",
             "trained nothing: all 20 steps were already trained"]  # fmt: skip
     stopped_at(7)
     for more, words in zip(([], later, later), said, strict=True):
         assert run([*arguments, *more]) == 0
-        assert re.search(words, printed(capsys))
+        shown = printed(capsys)
+        assert re.search(words, shown)
+        assert outcome.LATER not in shown
+        assert (out / "report.html").exists()
 
 
 def test_json_has_the_steps_of_the_session_and_of_the_run(arguments, capsys, stopped_at):

@@ -14,6 +14,7 @@ import pytest
 from halfstep.cli.main import run
 from halfstep.cli.output import print_json
 from halfstep.training.telemetry.events import read_events
+from tests.training.runs import raising
 
 
 def is_finished(tmp_path):
@@ -64,11 +65,7 @@ def test_a_run_continues_without_its_messages(arguments, tmp_path, monkeypatch, 
 
 def test_a_pipe_that_breaks_inside_a_run_is_an_error(arguments, capsys, monkeypatch):
     """Not a reader that left."""
-
-    def broken(*_):
-        raise BrokenPipeError(errno.EPIPE, "Broken pipe")
-
-    monkeypatch.setattr("halfstep.training.loop.Loop.run", broken)
+    monkeypatch.setattr("halfstep.training.loop.Loop.run", raising(BrokenPipeError(errno.EPIPE, "Broken pipe")))
     assert run(arguments) == 2
     assert "error: Broken pipe" in capsys.readouterr().err
 

@@ -60,8 +60,7 @@ def test_tables_for_people(asked, capsys):
 
 
 def test_data_for_programs(asked, capsys):
-    arguments = ["probe", "--backend", "torch", "--device", "cuda:1", "--budget", "0.5", "--json"]
-    assert run(arguments) == 0
+    assert run(["probe", "--backend", "torch", "--device", "cuda:1", "--budget", "0.5", "--json"]) == 0
     out, err = capsys.readouterr()
     assert err == ""
     assert json.loads(out)["backends"][0]["devices"][0]["choice"]["preset"] == "fp32"
@@ -71,22 +70,15 @@ def test_data_for_programs(asked, capsys):
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        (
-            ["probe", "--backend", "torhc"],
-            "error: unknown backend `torhc`; it may be `torch`, `jax` or `mlx`\n\nhint: did you mean `torch`?\n",
-        ),
-        (
-            ["probe", "--backend", "torch", "--device", "gpu"],
-            "error: `gpu` is not a torch device\n\nhint: write `cpu`, `cuda`, `cuda:1`, `xpu` or `mps`\n",
-        ),
-        (
-            ["probe", "--backend", "torch", "--budget", "0"],
-            "error: the time budget is 0 seconds; it must be above 0 and at most 3600\n\nhint: 3 is usual\n",
-        ),
+        (["probe", "--backend", "torhc"],
+         "error: unknown backend `torhc`; it may be `torch`, `jax` or `mlx`\n\nhint: did you mean `torch`?\n"),
+        (["probe", "--backend", "torch", "--device", "gpu"],
+         "error: `gpu` is not a torch device\n\nhint: write `cpu`, `cuda`, `cuda:1`, `xpu` or `mps`\n"),
+        (["probe", "--backend", "torch", "--budget", "0"],
+         "error: the time budget is 0 seconds; it must be above 0 and at most 3600\n\nhint: 3 is usual\n"),
     ],
-)
+)  # fmt: skip
 def test_mistakes(arguments, expected, capsys):
     assert run(arguments) == 2
     out, err = capsys.readouterr()
-    assert out == ""
-    assert err == expected
+    assert (out, err) == ("", expected)

@@ -41,14 +41,12 @@ def test_the_newest_run_is_the_one_that_was_trained_last(tmp_path):
 
 
 def test_a_run_without_a_record_is_as_old_as_its_checkpoint(tmp_path):
-    now = time.time()
-    bare = make(tmp_path, f"tiny-{DAY}", now)
+    bare = make(tmp_path, f"tiny-{DAY}", time.time())
     (bare / paths.EVENTS).write_text("no JSON\n")
     saved = bare / paths.CHECKPOINTS / "step-000005"
     saved.mkdir(parents=True)
     os.utime(saved, (500, 500))
-    made = make(tmp_path, "mine", 600.0)
-    assert folder.newest(tmp_path) == made
+    assert make(tmp_path, "mine", 600.0) == folder.newest(tmp_path)
     os.utime(saved, (700, 700))
     assert folder.newest(tmp_path) == bare
 
@@ -60,8 +58,7 @@ def test_a_recipe_resumes_only_its_own_runs(tmp_path, other):
     make(tmp_path, "tiny-notes", 3000.0)
     assert folder.newest(tmp_path, "tiny") == ours
     assert folder.newest(tmp_path, "t[i]ny") is None
-    again = make(tmp_path, f"tiny-{DAY}-2", 4000.0)
-    assert folder.newest(tmp_path, "tiny") == again
+    assert make(tmp_path, f"tiny-{DAY}-2", 4000.0) == folder.newest(tmp_path, "tiny")
 
 
 def test_resume_takes_the_run_that_was_trained_last(quick, runs, capsys):

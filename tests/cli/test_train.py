@@ -8,7 +8,15 @@ import pytest
 
 from halfstep.cli import train as command
 from halfstep.cli.main import run
-from halfstep.training.telemetry.events import read_events
+from halfstep.config.run import RunConfig
+from halfstep.config.schema import rows
+from halfstep.core.choice import Choice
+from halfstep.report import page
+from halfstep.tools import probe
+from halfstep.training.files import RunLock
+from halfstep.training.telemetry import loggers
+from halfstep.training.telemetry.events import EventsError, read_events
+from tests.training.runs import raising
 
 
 @pytest.fixture
@@ -18,27 +26,26 @@ def trained(small, tmp_path):
     return out
 
 
-def test_a_run_prints_a_summary_and_leaves_a_page(small, tmp_path, capsys):
-    out = tmp_path / "run"
-    assert run(["train", *small, "--policy", "fp32", "--out", str(out)]) == 0
+def test_a_run_prints_a_summary_its_utilization_and_leaves_a_page(small, out, capsys):
+    assert run(["train", *small, "--policy", "fp32", "--out", str(out), "--set", "training.steps=4"]) == 0
     printed, words = capsys.readouterr()
     assert "held-out bits per byte" in printed
     assert "bigram entropy of the same text" in printed
     assert f"halfstep sample {out}" in printed.replace("\n", "")
     assert "precision fp32" in words
     assert "<html" in (out / "report.html").read_text()
+    assert re.search(
+        r"model FLOPs utilization [\d.e-]+ % of [\d.e+]+ .FLOP/s; lost to input [\d.]+ %, to saving",
+        " ".join(printed.split()),
+    )
+    ceiling = read_events(out / "events.jsonl")[0]["ceiling"]
+    assert ceiling["flops"] > 0
+    assert ceiling["told"].startswith("fp32 matmuls")
 
 
-@pytest.mark.parametrize("fault", ["no place", "no events"])
-def test_a_page_that_cannot_be_written_is_a_warning(small, tmp_path, capsys, monkeypatch, fault):
-    from halfstep.report import page
-    from halfstep.training.telemetry.events import EventsError
-
-    def refuse(*_):
-        raise OSError(errno.ENOSPC, "no space is left") if fault == "no place" else EventsError("no space is left")
-
-    monkeypatch.setattr(page, "write", refuse)
-    out = tmp_path / "run"
+@pytest.mark.parametrize("fault", [OSError(errno.ENOSPC, "no space is left"), EventsError("no space is left")])
+def test_a_page_that_cannot_be_written_is_a_warning(small, tmp_path, out, capsys, monkeypatch, fault):
+    monkeypatch.setattr(page, "write", raising(fault))
     assert run(["train", *small, "--policy", "fp32", "--out", str(out)]) == 0
     printed, words = capsys.readouterr()
     assert f"warning: cannot write `{out / 'report.html'}`: no space is left" in words
@@ -49,32 +56,30 @@ def test_a_page_that_cannot_be_written_is_a_warning(small, tmp_path, capsys, mon
     assert json.loads(capsys.readouterr().out)["report"] is None
 
 
-def test_json_output(small, tmp_path, capsys):
-    assert run(["train", *small, "--policy", "fp32", "--out", str(tmp_path / "run"), "--json"]) == 0
-    data = json.loads(capsys.readouterr().out)
-    assert data["finished"] is True
-    assert data["report"] == str(tmp_path / "run" / "report.html")
-    assert data["step"] == 3
-    assert data["ratio"] == pytest.approx(data["bits_per_byte"] / data["bigram_bits"])
+def test_json_output_and_a_resumed_run_keeps_its_ceiling(small, capsys, out, monkeypatch):
+    assert run(["train", *small, "--policy", "fp32", "--out", str(out), "--json"]) == 0
+    first = json.loads(capsys.readouterr().out)
+    assert first["finished"] is True
+    assert (first["report"], first["step"]) == (str(out / "report.html"), 3)
+    assert first["ratio"] == pytest.approx(first["bits_per_byte"] / first["bigram_bits"])
+    assert first["mfu"] > 0
+    assert first["spent"]["wall"] > 0
+    monkeypatch.setattr("halfstep.torch.measure.measure", lambda *_, **__: pytest.fail("measured again"))
+    assert run(["train", *small, "--policy", "fp32", "--out", str(out), "--resume", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["ceiling"] == first["ceiling"]
 
 
 def test_the_reason_of_auto_reaches_messages_events_and_page_unchanged(small, tmp_path, capsys, monkeypatch):
-    from halfstep.core.choice import Choice
-    from halfstep.tools import probe
-
     reason = "bf16 matmuls are 287x slower than fp32 (1.09 s against 3.8 ms at 512x512x512)"
     monkeypatch.setattr(probe, "choose_policy", lambda *_: Choice("fp32", reason))
     assert run(["train", *small, "--out", str(tmp_path / "run"), "--set", "policy.norm=bf16"]) == 0
     assert reason in capsys.readouterr().err
     start = read_events(tmp_path / "run" / "events.jsonl")[0]
-    assert start["choice"] == {"preset": "fp32", "reason": reason}
-    assert start["policy"] == "fp32,norm=bf16"
+    assert (start["choice"], start["policy"]) == ({"preset": "fp32", "reason": reason}, "fp32,norm=bf16")
     assert reason in (tmp_path / "run" / "report.html").read_text()
 
 
 def test_a_slow_policy_is_obeyed_with_a_warning(small, tmp_path, capsys, monkeypatch):
-    from halfstep.tools import probe
-
     warning = "bf16 matmuls are 287x slower than fp32; it runs as asked"
     monkeypatch.setattr(probe, "warnings_for", lambda *_: [warning])
     assert run(["train", *small, "--policy", "bf16-mixed", "--out", str(tmp_path / "run")]) == 0
@@ -112,9 +117,6 @@ def test_the_measurement_is_printed_and_recorded(small, tmp_path, capsys, emulat
 
 
 def test_resume_keeps_the_policy_that_ran(small, tmp_path, capsys, monkeypatch):
-    from halfstep.core.choice import Choice
-    from halfstep.tools import probe
-
     out = ["--out", str(tmp_path / "run")]
     monkeypatch.setattr(probe, "choose_policy", lambda *_: Choice("fp32", "because"))
     assert run(["train", *small, *out]) == 0
@@ -201,15 +203,7 @@ def test_a_mistake_exits_with_2_and_leaves_nothing(arguments, said, hint, capsys
     assert list(tmp_path.iterdir()) == []
 
 
-def test_another_run_is_not_written_over(trained, small, capsys):
-    before = (trained / "events.jsonl").read_bytes()
-    assert run(["train", *small, "--policy", "fp32", "--out", str(trained)]) == 2
-    assert "already holds a run" in capsys.readouterr().err
-    assert (trained / "events.jsonl").read_bytes() == before
-
-
-def test_one_command_starts_and_resumes_a_run(small, tmp_path, capsys):
-    out = tmp_path / "run"
+def test_one_command_starts_and_resumes_a_run(small, out, capsys):
     assert run(["train", "--resume", "--out", str(out)]) == 2  # which recipe?
     assert "holds no run" in capsys.readouterr().err
     command = ["train", "tiny", *small, "--policy", "fp32", "--resume", "--out", str(out)]
@@ -256,8 +250,6 @@ CHEAP = {
 
 @pytest.mark.parametrize(("wrong", "said"), CHEAP.values(), ids=CHEAP)
 def test_a_mistake_is_reported_before_anything_is_measured(wrong, said, small, tmp_path, capsys, monkeypatch):
-    from halfstep.training.telemetry import loggers
-
     monkeypatch.chdir(tmp_path)
     (tmp_path / "file").write_text("")
     if "--resume" in wrong:
@@ -285,14 +277,9 @@ def test_a_run_does_not_write_among_its_own_data(text, small, capsys, tmp_path, 
 @pytest.mark.parametrize("resume", [True, False])
 def test_nothing_is_measured_if_the_folder_is_taken(trained, small, capsys, monkeypatch, resume):
     """A second run would take the device's memory from the first before it is refused."""
-    from halfstep.tools import probe
-    from halfstep.training.files import RunLock
 
-    def measured(*given, **named):
-        raise AssertionError("the device was used")
-
-    monkeypatch.setattr(probe, "resolve", measured)
-    monkeypatch.setattr(probe, "measure_ceiling", measured)
+    for name in ("resolve", "measure_ceiling"):
+        monkeypatch.setattr(probe, name, raising(AssertionError("the device was used")))
     held = RunLock(trained)
     assert run(["train", *small, "--out", str(trained), *["--resume"] * resume]) == 2
     assert ("is in use" if resume else "already holds a run") in capsys.readouterr().err
@@ -300,34 +287,8 @@ def test_nothing_is_measured_if_the_folder_is_taken(trained, small, capsys, monk
 
 
 def test_help_lists_every_setting_of_the_schema(capsys):
-    from halfstep.config.run import RunConfig
-    from halfstep.config.schema import rows
-
     assert run(["train", "--help"]) == 0
     shown = capsys.readouterr().out
     assert all(row.key in shown for row in rows(RunConfig))
     assert "training.compile = false" in shown  # as they are typed
     assert "training.loggers = []" in shown
-
-
-def test_a_run_reports_its_utilization_and_records_the_ceiling(small, tmp_path, capsys):
-    out = tmp_path / "run"
-    assert run(["train", *small, "--policy", "fp32", "--out", str(out), "--set", "training.steps=4"]) == 0
-    printed = " ".join(capsys.readouterr().out.split())
-    assert re.search(
-        r"model FLOPs utilization [\d.e-]+ % of [\d.e+]+ .FLOP/s; lost to input [\d.]+ %, to saving", printed
-    )
-    ceiling = read_events(out / "events.jsonl")[0]["ceiling"]
-    assert ceiling["flops"] > 0
-    assert ceiling["told"].startswith("fp32 matmuls")
-
-
-def test_a_resumed_run_keeps_its_ceiling(small, tmp_path, capsys, monkeypatch):
-    out = tmp_path / "run"
-    assert run(["train", *small, "--policy", "fp32", "--out", str(out), "--json"]) == 0
-    first = json.loads(capsys.readouterr().out)
-    assert first["mfu"] > 0
-    assert first["spent"]["wall"] > 0
-    monkeypatch.setattr("halfstep.torch.measure.measure", lambda *_, **__: pytest.fail("measured again"))
-    assert run(["train", *small, "--policy", "fp32", "--out", str(out), "--resume", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["ceiling"] == first["ceiling"]

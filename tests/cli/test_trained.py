@@ -7,21 +7,11 @@ import pytest
 
 from halfstep.cli.main import run
 from halfstep.training.weights.artifact import decode
+from tests.training.runs import raising
 
-GIVEN = [
-    "model.vocabulary=256",
-    "model.context=16",
-    "model.layers=2",
-    "model.width=16",
-    "model.heads=4",
-    "model.kv_heads=2",
-    "model.mlp_width=32",
-    "training.batch=2",
-    "training.micro_batches=1",
-    "training.steps=3",
-    "training.compile=false",
-    "training.validation_tokens=64",
-]
+GIVEN = ["model.vocabulary=256", "model.context=16", "model.layers=2", "model.width=16", "model.heads=4",
+         "model.kv_heads=2", "model.mlp_width=32", "training.batch=2", "training.micro_batches=1",
+         "training.steps=3", "training.compile=false", "training.validation_tokens=64"]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -40,28 +30,16 @@ def trained(tmp_path_factory):
 
 
 def run_json(capsys, *words):
-    code = run([*map(str, words), "--device", "cpu", "--json"])
-    return code, json.loads(capsys.readouterr().out)
+    return run([*map(str, words), "--device", "cpu", "--json"]), json.loads(capsys.readouterr().out)
 
 
-@pytest.mark.parametrize(
-    "policy",
-    [
-        "fp32",
-        "bf16-mixed,emulate=true",
-        "bf16-mixed,param=fp32:split",
-        "bf16-true",
-        "fp16-mixed,emulate=true",
-        "fp8-mixed,emulate=true",
-        "fp8-mixed,emulate=true,eval=fp32",
-    ],
-)
+@pytest.mark.parametrize("policy", ["fp32", "bf16-mixed,emulate=true", "bf16-mixed,param=fp32:split", "bf16-true",
+                                    "fp16-mixed,emulate=true", "fp8-mixed,emulate=true",
+                                    "fp8-mixed,emulate=true,eval=fp32"])  # fmt: skip
 def test_a_checkpoint_is_evaluated_in_any_policy(trained, capsys, policy):
     _, trained_in = run_json(capsys, "eval", trained)
     code, found = run_json(capsys, "eval", trained, "--policy", policy)
-    assert code == 0
-    assert found["weights"] == "ema"
-    assert found["loss"] == pytest.approx(trained_in["loss"], rel=2**-7)
+    assert (code, found["weights"], found["loss"]) == (0, "ema", pytest.approx(trained_in["loss"], rel=2**-7))
     if policy == "fp32":
         assert found["loss"] != trained_in["loss"]  # it did run in another precision
 
@@ -106,7 +84,7 @@ def test_an_artifact_of_a_run(trained, tmp_path, capsys):
     assert decode(out.read_bytes())[0].layers == 2
 
 
-def test_an_artifact_over_its_limit_is_an_exit_code(trained, tmp_path, capsys):
+def test_an_artifact_over_its_limit_is_an_exit_code_and_an_older_one_is_replaced(trained, tmp_path, capsys):
     code, result = run_json(capsys, "artifact", trained, "--limit", "100", "--out", tmp_path / "x")
     assert (code, result["over"]) == (1, result["bytes"] - 100)
     assert (tmp_path / "x").exists()
@@ -114,6 +92,10 @@ def test_an_artifact_over_its_limit_is_an_exit_code(trained, tmp_path, capsys):
     assert "cannot be written" in capsys.readouterr().err
     assert run(["artifact", str(trained), "--limit", "-1"]) == 2
     assert "must be 0 or more bytes" in capsys.readouterr().err
+    place = tmp_path / "x"
+    place.write_bytes(b"HSINT8Z\1 of another run")
+    assert run_json(capsys, "artifact", trained, "--out", place)[0] == 0
+    assert decode(place.read_bytes())[0].layers == 2
 
 
 def test_the_artifact_of_a_checkpoint_is_in_the_run_folder(trained, capsys, monkeypatch):
@@ -131,11 +113,7 @@ STANDING = ["checkpoints/step-000003/state.safetensors", "checkpoints/step-00000
 @pytest.fixture
 def untouched(monkeypatch):
     """No checkpoint is read: what is refused is refused before the work."""
-
-    def opened(*given, **named):
-        raise AssertionError("the work began")
-
-    monkeypatch.setattr("halfstep.training.run.resume.open_trained", opened)
+    monkeypatch.setattr("halfstep.training.run.resume.open_trained", raising(AssertionError("the work began")))
 
 
 @pytest.mark.parametrize("name", [*PROTECTED, *STANDING])
@@ -150,26 +128,18 @@ def test_an_artifact_replaces_no_other_file(trained, untouched, capsys, named, n
     assert before == (place.read_bytes() if place.is_file() else None)
 
 
-def test_an_artifact_is_not_written_among_checkpoints(trained, untouched, capsys, tmp_path):
+def test_an_artifact_is_written_neither_among_checkpoints_nor_over_a_users_file(
+    trained, untouched, capsys, tmp_path
+):
     (tmp_path / "link").symlink_to(trained / "checkpoints")
     for place in (tmp_path / "link" / "x", trained / ".." / trained.name / "checkpoints" / "x"):
         assert run(["artifact", str(trained), "--out", str(place)]) == 2
         assert "belongs to the run" in capsys.readouterr().err
-
-
-def test_an_artifact_does_not_replace_a_users_file(trained, untouched, capsys):
     (trained / "model.int8z").write_text("mine")
     assert run(["artifact", str(trained)]) == 2
     assert "exists, and is not an artifact" in capsys.readouterr().err
     assert (trained / "model.int8z").read_text() == "mine"
     (trained / "model.int8z").unlink()
-
-
-def test_an_older_artifact_is_replaced(trained, tmp_path, capsys):
-    place = tmp_path / "x"
-    place.write_bytes(b"HSINT8Z\1 of another run")
-    assert run_json(capsys, "artifact", trained, "--out", place)[0] == 0
-    assert decode(place.read_bytes())[0].layers == 2
 
 
 def test_text_is_sampled_from_averages_or_weights_as_requested(trained, tmp_path, capfdbinary):
@@ -217,12 +187,8 @@ def test_a_checkpoint_under_the_name_of_another_step_is_refused(trained, tmp_pat
 def test_a_missing_folder_is_not_called_empty(tmp_path, capsys):
     (tmp_path / "empty").mkdir()
     (tmp_path / "file").touch()
-    said = {
-        "empty": "holds no checkpoint",
-        "gone": "there is no such folder",
-        "step-000001": "there is no such folder",
-        "file": "is a file",
-    }
+    said = {"empty": "holds no checkpoint", "gone": "there is no such folder",
+            "step-000001": "there is no such folder", "file": "is a file"}  # fmt: skip
     for name, words in said.items():
         for command in ("eval", "sample", "artifact"):
             assert run([command, str(tmp_path / name), "--device", "cpu"]) == 2

@@ -10,19 +10,13 @@ def model(*overrides):
     return load("tiny", [f"model.{o}" for o in overrides]).model
 
 
-def test_gpt2_is_what_its_measurements_say():
+def test_gpt2_is_what_its_measurements_say_and_each_matrix_counts_once():
     gpt2 = load("gpt2").model
     assert matmul_parameters(gpt2) == 12 * 12 * 768**2 + 50304 * 768
     assert flops_per_token(gpt2) == 854_654_976  # 854.7 million
-
-
-def test_a_head_counts_once_tied_or_not_and_an_embedding_never():
     assert flops_per_token(model("tied=true")) == flops_per_token(model("tied=false"))
     more = flops_per_token(model("vocabulary=257")) - flops_per_token(model("vocabulary=256"))
     assert more == 6 * model().width
-
-
-def test_attention_counts_the_width_of_its_heads_and_not_of_keys():
     base = ("width=128", "heads=4", "context=64", "layers=2")
     wide = flops_per_token(model(*base, "head_width=64")) - flops_per_token(model(*base, "head_width=32"))
     assert wide == 6 * 2 * 4 * 128 * 128 + 12 * 2 * 128 * 64  # four projections, and the scores

@@ -23,7 +23,7 @@ def test_every_parameter_is_in_one_group(recipe):
     assert sorted(names) == sorted(parameter_shapes(config.model))
 
 
-def test_each_kind_has_its_own_rate():
+def test_each_kind_has_its_own_rate_or_the_common_one():
     result = rates(UNTIED, OptimizerConfig(name="muon", weight_decay=0.1, muon_weight_decay=0.2, **RATES))
     expected = {
         "embed.weight": (False, 0.1, 0.1),
@@ -37,9 +37,6 @@ def test_each_kind_has_its_own_rate():
         assert (result[name].muon, result[name].rate, result[name].weight_decay) == settings, name
     plain = rates(UNTIED, OptimizerConfig(name="adamw", **RATES))
     assert (plain["blocks.1.mlp.up.weight"].muon, plain["blocks.1.mlp.up.weight"].rate) == (False, 9.0)
-
-
-def test_what_has_no_rate_of_its_own_has_the_rate():
     first, second = parameter_groups(UNTIED, OptimizerConfig(rate=0.7, weight_decay=0.0))
     assert (first.rate, second.rate) == (0.7, 0.7)
     assert {"embed.weight", "lm_head.weight", "blocks.0.attn.q.weight"} <= set(first.names)

@@ -26,18 +26,14 @@ def test_parameter_counts_of_known_models(model, count):
     assert model.num_parameters == count
 
 
-def test_modules_own_the_parameters_and_gainless_norms_are_modules_too():
+def test_modules_own_the_parameters_and_matmuls_are_the_matrices_that_multiply():
     for model in (SPEEDRUN, GOLF, load("gpt2").model, replace(GOLF, norm_gain=True, bias=True)):
         names = module_names(model)
         assert len(set(names)) == len(names)
         for parameter in parameter_shapes(model):
             assert owner(parameter) in [*names, "skip_weights"]
-        assert "final_norm" in names
-        assert "lm_head" in names
-        assert "blocks.0.attn_norm" in names
-
-
-def test_matmuls_are_the_matrices_that_multiply():
+        for words in ("final_norm", "lm_head", "blocks.0.attn_norm"):
+            assert words in names
     shapes = parameter_shapes(SPEEDRUN)
     matrices = [name for name in shapes if is_matmul(name)]
     assert len(matrices) == 12 * 6 + 1
@@ -72,7 +68,7 @@ def test_skips_go_from_the_first_half_to_the_second_last_in_first_out(layers, pa
     assert not any(ModelConfig(layers=layers).skip_into(layer) is not None for layer in range(layers))
 
 
-def test_first_weights_are_those_of_the_sources():
+def test_first_weights_are_those_of_the_sources_and_a_tied_head_is_not_zero():
     speedrun = dict(initial_weights(replace(SPEEDRUN, vocabulary=512, width=96, layers=1), 0))
     assert not speedrun["lm_head.weight"].any()
     assert speedrun["embed.weight"].std() == pytest.approx(1.0, rel=0.02)
@@ -81,8 +77,5 @@ def test_first_weights_are_those_of_the_sources():
     assert (golf["blocks.0.attn.q_gain"] == 1.5).all()
     assert not golf["blocks.0.attn.o.weight"].any()
     assert golf["blocks.0.attn.q.weight"].std() == pytest.approx((3 * 64) ** -0.5, rel=0.05)
-
-
-def test_a_tied_head_cannot_start_at_zero():
     with pytest.raises(ConfigError, match="zero_head"):
         ModelConfig(tied=True, zero_head=True)

@@ -70,10 +70,6 @@ def test_a_mistake_is_named(table, said, hint):
 def test_rows_hold_key_type_default_and_help():
     listed = {row.key: row for row in rows(Outer)}
     assert list(listed) == ["name", "inner.steps", "inner.share", "inner.kind", "inner.pair", "inner.on"]
-    assert listed["inner.share"].help == "What part, over two lines."
-    assert listed["inner.steps"].default == 5
+    assert (listed["inner.share"].help, listed["inner.steps"].default) == ("What part, over two lines.", 5)
     assert listed["inner.kind"].kind == "`fast` or `slow`"
-
-
-def test_every_setting_of_a_run_has_help():
     assert [row.key for row in rows(RunConfig) if not row.help] == []

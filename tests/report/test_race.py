@@ -28,16 +28,13 @@ def parts(picture, kind):
     return list(ElementTree.fromstring(picture).iter(f"{SPACE}{kind}"))
 
 
-def test_bars_are_as_long_as_the_arms_are_fast_and_large():
+def test_the_picture_is_true_to_the_numbers_and_says_them():
     bars = {
         (rect.get("class"), rect.get("x")): float(rect.get("width")) for rect in parts(svg(race(*ARMS)), "rect")
     }
     assert bars[("ours", "192")] == SPEED_LENGTH
     assert bars[("base", "192")] == pytest.approx(SPEED_LENGTH / 2, abs=0.1)
     assert bars[("ours", "600")] == pytest.approx(bars[("base", "600")] / 2, abs=0.1)
-
-
-def test_it_says_the_numbers_the_ratios_and_what_is_absent():
     said = [text.text for text in parts(svg(race(*ARMS)), "text")]
     assert said[0] == "GPT-2 of 12 layers and width 768, trained on NVIDIA <H200>"
     for word in ("halfstep", "1.07M", "2.000x", "1.00 GiB", "0.500x", "2.3000", "2.3456"):
@@ -47,15 +44,11 @@ def test_it_says_the_numbers_the_ratios_and_what_is_absent():
     assert desc.text.startswith("halfstep: 1.07M tokens per second, 2.000 times autocast, 1.00 GiB at the peak")
 
 
-def test_without_memory_without_arms_and_stopped():
-    plain = ArmResult("fp32", "", False, seconds=(1.0,))
-    assert "GiB" not in svg(race(plain))
+def test_without_memory_or_arms_and_nothing_comes_from_outside():
+    assert "GiB" not in svg(race(ArmResult("fp32", "", False, seconds=(1.0,))))
     empty = svg(race(ARMS[2], stopped="after 0 of 6 rounds: no arm is left"))
     said = [text.text for text in parts(empty, "text")]
     assert said[-1] == "fabric: lightning is not installed; stopped after 0 of 6 rounds: no arm is left"
-
-
-def test_nothing_comes_from_outside():
     page = html(race(*ARMS))
     assert page.startswith("<!doctype html>")
     assert page.count("http") == 1  # the name of the SVG's own language

@@ -9,6 +9,7 @@ import pytest
 
 from halfstep.report import step_history as module
 from halfstep.report.history import History
+from halfstep.report.page import render
 from halfstep.report.step_history import BUCKET, NAMES, StepHistory
 
 LIMIT = 4 * BUCKET
@@ -55,18 +56,19 @@ def test_a_longer_one_keeps_its_ends_its_spikes_and_a_bounded_number_of_steps(st
     assert {1, steps} <= set(loss)
     for step, value in spikes.items():
         assert loss[step] == value
-    assert list(kept_steps) == sorted(loss)
-    assert kept_steps.last == steps
+    assert (list(kept_steps), kept_steps.last) == (sorted(loss), steps)
     assert not kept_steps.column("loss").whole
     assert len(kept_steps) <= 4 * LIMIT
     assert len(kept_steps.even("loss").values) <= 2 * LIMIT
 
 
-def test_every_value_that_is_kept_was_recorded():
+def test_every_value_that_is_kept_was_recorded_and_one_not_finite_leaves_its_gap():
     steps = 30 * LIMIT
     for name, recorded in (("loss", lambda s: 2.0 + math.sin(s)), ("tokens_per_second", lambda s: 1000.0 + s % 7)):
         for series in (filled(steps).column(name), filled(steps).even(name)):
             assert all(value == recorded(step) for step, value in at(series).items())
+    loss = at(filled(10 * LIMIT, s777={"loss": math.nan}, s778={"loss": math.inf}).column("loss"))
+    assert not math.isfinite(loss[777])
 
 
 def test_the_even_ones_are_equally_far_from_each_other_and_give_the_median():
@@ -82,12 +84,6 @@ def test_the_even_ones_are_equally_far_from_each_other_and_give_the_median():
     assert np.median(even.values) == pytest.approx(np.median(speeds), abs=3 * 0.63 / math.sqrt(len(even.values)))
 
 
-def test_a_value_that_is_not_finite_leaves_its_gap():
-    steps = 10 * LIMIT
-    loss = at(filled(steps, s777={"loss": math.nan}, s778={"loss": math.inf}).column("loss"))
-    assert not math.isfinite(loss[777])
-
-
 @pytest.mark.parametrize("steps", [100, 10 * LIMIT])
 @pytest.mark.parametrize("back", [1, 2, 60, LIMIT, 3 * LIMIT, 9 * LIMIT])
 def test_what_is_dropped_is_gone_and_the_rest_stays(steps, back):
@@ -100,11 +96,11 @@ def test_what_is_dropped_is_gone_and_the_rest_stays(steps, back):
     assert -99.0 not in kept_steps.column("loss").values
     assert kept == 0 or 99.0 in kept_steps.column("loss").values
     kept_steps.add(kept + 1, event(kept + 1, loss=5.0))
-    assert kept_steps.last == kept + 1
-    assert kept_steps.latest("loss") == 5.0
+    assert (kept_steps.last, kept_steps.latest("loss")) == (kept + 1, 5.0)
 
 
-def test_the_latest_value_is_that_of_the_last_step_that_has_it():
+def test_the_latest_value_is_that_of_the_last_record_of_the_last_step():
+    """The line of the rollback in between may be lost, as on a full disk."""
     kept_steps = filled(3)
     assert kept_steps.latest("memory") is None
     kept_steps.add(4, event(4, loss=math.nan))
@@ -112,6 +108,11 @@ def test_the_latest_value_is_that_of_the_last_step_that_has_it():
     kept_steps.drop_from(3)
     assert kept_steps.latest("loss") == 2.0 + math.sin(2)
     assert StepHistory().latest("loss") is None
+    evaluation = {"event": "validation", "step": 3, "time": 3.0, "loss": 1.0}
+    repeated = [event(1), event(2), event(3), evaluation, event(2, loss=7.0)]
+    history = read([{"event": "start", "time": 0.0}, *repeated])
+    assert (list(history.steps), history.steps.latest("loss")) == ([1, 2], 7.0)
+    assert not history.validations
 
 
 def test_skips_are_counted_in_a_long_run_too(monkeypatch):
@@ -125,19 +126,7 @@ def test_skips_are_counted_in_a_long_run_too(monkeypatch):
     assert sum(history.skips().values()) == skipped
 
 
-def test_of_a_step_recorded_twice_the_last_record_counts():
-    """The line of the rollback in between is lost, as on a full disk."""
-    evaluation = {"event": "validation", "step": 3, "time": 3.0, "loss": 1.0}
-    repeated = [event(1), event(2), event(3), evaluation, event(2, loss=7.0)]
-    history = read([{"event": "start", "time": 0.0}, *repeated])
-    assert list(history.steps) == [1, 2]
-    assert history.steps.latest("loss") == 7.0
-    assert not history.validations
-
-
 def test_a_page_takes_no_more_memory_for_a_longer_run(monkeypatch):
-    from halfstep.report.page import render
-
     def events(steps):
         yield {"event": "start", "time": 0.0, "policy": "fp32"}
         for step in range(1, steps + 1):

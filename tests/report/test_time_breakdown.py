@@ -9,28 +9,14 @@ from halfstep.report.page import render
 from halfstep.report.time_breakdown import time_breakdown, utilization
 from halfstep.training.telemetry.ceiling import Ceiling
 
-SPENT = {
-    "wall": 100.0,
-    "training": 80.0,
-    "first_step": 10.0,
-    "input": 5.0,
-    "saving": 3.0,
-    "evaluation": 15.0,
-    "other": 2.0,
-}
+SPENT = {"wall": 100.0, "training": 80.0, "first_step": 10.0, "input": 5.0, "saving": 3.0, "evaluation": 15.0,
+         "other": 2.0}  # fmt: skip
 
 
 def start(time=0.0, ceiling=None, **more):
     ceiling = ceiling or Ceiling(745e12, "bf16 <matmuls>")
-    return {
-        "event": "start",
-        "time": time,
-        "config": {},
-        "policy": "fp32",
-        "flops_per_token": 854_654_976,
-        "ceiling": ceiling.record(),
-        "resumed_from": None,
-    } | more
+    return {"event": "start", "time": time, "config": {}, "policy": "fp32", "flops_per_token": 854_654_976,
+            "ceiling": ceiling.record(), "resumed_from": None} | more  # fmt: skip
 
 
 def end(kind="end", **more):
@@ -51,7 +37,7 @@ def shown(*events):
     return " ".join(re.sub("<[^>]*>", " ", html).split())
 
 
-def test_parts_have_their_time_and_share():
+def test_parts_have_their_time_and_share_and_fill_the_bar():
     text = shown(start(), end())
     for words in (
         "steps 1 min 05 s 65 %",
@@ -63,16 +49,17 @@ def test_parts_have_their_time_and_share():
         assert words in text
     assert "utilization is 41 % of 745 TFLOP/s (bf16 &lt;matmuls&gt;), at 854.7M FLOPs per token" in text
     assert "A step was on the device 99.7 % of the training time." in text
-
-
-def test_the_bar_is_whole():
     breakdown = time_breakdown(read(start(), end()))
     assert [100 * part.share for part in breakdown.parts] == pytest.approx([65, 10, 5, 3, 15, 2])
     assert [100 * part.begin for part in breakdown.parts] == pytest.approx([0, 65, 75, 80, 83, 98])
     assert breakdown.description.startswith("steps 65 %")
+    page = render([start(), end()], "run")
+    assert "Where the time went" in page
+    assert "<dt>model FLOPs utilization</dt><dd>41 %</dd>" in page
+    assert "model FLOPs utilization</dt>" not in render([start(), end(mfu=None)], "run")
 
 
-def test_sessions_are_added_up_and_one_that_was_killed_is_counted():
+def test_sessions_are_added_up_and_what_is_not_known_has_its_reason():
     killed = start(time=200.0, resumed_from=5)
     again = start(time=300.0, resumed_from=5)
     last = end(mfu=0.2, spent=SPENT | {"training": 160.0, "first_step": 90.0})
@@ -81,9 +68,6 @@ def test_sessions_are_added_up_and_one_that_was_killed_is_counted():
     assert "not in the table: 1 of 3." in text
     mean, _ = utilization(read(start(), end("stop"), again, last))
     assert mean == pytest.approx((0.41 * 80 + 0.2 * 160) / 240)
-
-
-def test_what_is_not_known_is_shown_with_the_reason():
     text = shown(
         start(ceiling=Ceiling(None, "bf16 is emulated")), end(mfu=None, busy=None, busy_unknown="no events")
     )
@@ -95,10 +79,3 @@ def test_what_is_not_known_is_shown_with_the_reason():
 def test_without_totals_there_is_no_section(events):
     assert time_breakdown(read(*events)) is None
     assert shown(*events) == ""
-
-
-def test_the_page_has_the_section_and_the_tile():
-    page = render([start(), end()], "run")
-    assert "Where the time went" in page
-    assert "<dt>model FLOPs utilization</dt><dd>41 %</dd>" in page
-    assert "model FLOPs utilization</dt>" not in render([start(), end(mfu=None)], "run")

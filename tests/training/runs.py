@@ -16,16 +16,8 @@ from halfstep.training.paths import CHECKPOINTS, EVENTS
 from halfstep.training.run.resume import open_run
 from halfstep.training.telemetry.events import read_events
 
-SMALL = [
-    "model.context=16",
-    "model.layers=1",
-    "model.width=16",
-    "model.heads=2",
-    "training.batch=2",
-    "training.micro_batches=1",
-    "training.validate_every=100",
-    "training.validation_tokens=64",
-]
+SMALL = ["model.context=16", "model.layers=1", "model.width=16", "model.heads=2", "training.batch=2",
+         "training.micro_batches=1", "training.validate_every=100", "training.validation_tokens=64"]  # fmt: skip
 
 
 def starter(*base):
@@ -126,6 +118,15 @@ def ruin(loop):
 def stop():
     """Sends this process a SIGTERM."""
     os.kill(os.getpid(), signal.SIGTERM)
+
+
+def raising(error):
+    """Returns a function that raises, in place of a call that would not."""
+
+    def call(*_, **__):
+        raise error
+
+    return call
 
 
 def full(*_, **__):

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from halfstep.training.data.batches import bigram_bits
 from halfstep.training.data.corpus import Corpus
 from halfstep.training.data.load import load_corpus
 from halfstep.training.data.pack.pack import PackRequest, pack
@@ -57,7 +58,7 @@ def corpora(tmp_path_factory):
     return {kind: load_corpus(str(folder / "packed" / kind), 0.1, 512) for kind in ("bytes", "tokenizer.json")}
 
 
-def test_a_model_that_knows_only_bytes_has_8_bits_a_byte_with_every_tokenizer(corpora):
+def test_bits_per_byte_are_right_with_every_tokenizer_and_so_is_the_yardstick(corpora):
     for corpus in corpora.values():
         lengths = corpus.token_bytes.length
         for tokens in (64, 800, 10**9):
@@ -65,27 +66,16 @@ def test_a_model_that_knows_only_bytes_has_8_bits_a_byte_with_every_tokenizer(co
                 Model(lambda _, y, n=lengths: n[y] * math.log(256)), corpus, config(validation_tokens=tokens)
             )
             assert found.bits_per_byte == pytest.approx(8.0, rel=1e-12)
-
-
-def test_a_uniform_model_pays_for_every_token_and_gains_by_bytes(corpora):
     corpus = corpora["tokenizer.json"]
     found = evaluate(Model(lambda _, y: np.full(y.shape, math.log(290))), corpus, config())
     tokens = corpus.validation[: found.tokens + 1]
     size = int(corpus.token_bytes.length[tokens[1:]].sum())
     assert found.bits_per_byte == pytest.approx(found.tokens * math.log2(290) / size, rel=1e-12)
     assert size < corpora["bytes"].bytes_per_token * len(corpora["bytes"].validation) + 1
-    separators = int(np.count_nonzero(tokens == 0))
-    assert separators > 30  # they cost bits, and stand for no bytes
+    assert int(np.count_nonzero(tokens == 0)) > 30  # they cost bits, and stand for no bytes
     by_bytes = evaluate(Model(lambda _, y: np.full(y.shape, math.log(256))), corpora["bytes"], config())
     assert by_bytes.bits_per_byte == pytest.approx(8.0, rel=1e-12)
-
-
-def test_the_bigram_yardstick_is_per_byte_too(corpora):
-    from halfstep.training.data.batches import bigram_bits
-
-    corpus = corpora["tokenizer.json"]
-    windows = (len(corpus.validation) - 1) // 16
-    tokens = corpus.validation[: windows * 16 + 1]
+    tokens = corpus.validation[: ((len(corpus.validation) - 1) // 16) * 16 + 1]
     size = int(corpus.token_bytes.length[tokens[1:]].sum())
     found = evaluate(Model(lambda _, y: np.ones(y.shape)), corpus, config())
     assert found.bigram_bits == pytest.approx(bigram_bits(tokens) * (len(tokens) - 1) / size)
@@ -94,7 +84,7 @@ def test_the_bigram_yardstick_is_per_byte_too(corpora):
     assert found.ratio == pytest.approx(found.bits_per_byte / found.bigram_bits)
 
 
-def test_shards_without_a_tokenizer_have_no_bits_per_byte():
+def test_shards_without_a_tokenizer_have_no_bits_per_byte_and_an_added_space_is_no_byte():
     tokens = np.arange(200, dtype=np.uint16) % 50
     unknown = Corpus(tokens, tokens, "", "unknown", None, None)
     found = evaluate(Model(lambda _, y: np.ones(y.shape)), unknown, config())
@@ -104,9 +94,6 @@ def test_shards_without_a_tokenizer_have_no_bits_per_byte():
     average = Corpus(tokens, tokens, "", "average", 2.5, None)
     found = evaluate(Model(lambda _, y: np.ones(y.shape)), average, config())
     assert found.bits_per_byte == pytest.approx(1 / math.log(2) / 2.5)
-
-
-def test_the_space_that_a_tokenizer_adds_is_no_byte():
     table = TokenBytes.of([b"", b" ab", b"c"], adds_space=True, separator=0)
     tokens = np.array([0, 1, 1, 2, 0, 1, 2], dtype=np.uint16)
     corpus = Corpus(tokens, tokens, "", "space", 1.0, None, table)

@@ -1,12 +1,12 @@
 """Files that are whole or absent: flushed before they get their name, and the name flushed after it."""
 
-import errno
 import os
 
 import pytest
 
 from halfstep.training import files
 from halfstep.training.files import make_folder, write_whole
+from tests.training.runs import full
 
 
 def test_a_file_is_on_the_disk_before_its_name_and_its_name_before_the_call_returns(tmp_path, monkeypatch):
@@ -41,9 +41,6 @@ def test_the_names_of_new_folders_are_on_the_disk_before_anything_in_them(tmp_pa
 
 @pytest.mark.parametrize("name", ["fsync", "replace"])
 def test_a_disk_that_refuses_leaves_the_file_before_and_no_other(tmp_path, monkeypatch, name):
-    def full(*_):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
     write_whole(tmp_path / "a.json", b"before")
     with monkeypatch.context() as patch:
         patch.setattr(os, name, full)

@@ -12,6 +12,7 @@ import pytest
 
 from halfstep.training.files import LockedError, RunLock
 from halfstep.training.paths import LOCK
+from tests.training.runs import full, raising
 
 HOLD = """
 import sys, time
@@ -23,7 +24,7 @@ time.sleep(60)
 """
 
 
-def test_a_second_writer_is_refused_with_who_holds_it(tmp_path):
+def test_a_second_writer_is_refused_with_who_holds_it_if_that_can_be_read(tmp_path):
     lock = RunLock(tmp_path)
     with pytest.raises(LockedError, match=f"in use: process {os.getpid()} on {socket.gethostname()}") as caught:
         RunLock(tmp_path)
@@ -32,6 +33,13 @@ def test_a_second_writer_is_refused_with_who_holds_it(tmp_path):
     lock.release()
     lock.release()
     RunLock(tmp_path).release()
+    RunLock(tmp_path)
+    RunLock(tmp_path).release()
+    lock = RunLock(tmp_path)
+    (tmp_path / LOCK).write_text("[1]")
+    with pytest.raises(LockedError, match="another process"):
+        RunLock(tmp_path)
+    lock.release()
 
 
 def test_a_lock_file_that_was_removed_before_it_was_taken_is_refused(tmp_path, monkeypatch):
@@ -91,23 +99,7 @@ def test_a_fork_of_a_killed_process_holds_nothing_and_its_end_frees_nothing(tmp_
         os.kill(child, signal.SIGKILL)
 
 
-def test_a_forgotten_lock_is_free(tmp_path):
-    RunLock(tmp_path)
-    RunLock(tmp_path).release()
-
-
-def test_a_holder_that_cannot_be_read_is_still_one(tmp_path):
-    lock = RunLock(tmp_path)
-    (tmp_path / LOCK).write_text("[1]")
-    with pytest.raises(LockedError, match="another process"):
-        RunLock(tmp_path)
-    lock.release()
-
-
-def test_on_a_full_disk_the_lock_holds_without_naming_its_holder(tmp_path, monkeypatch):
-    def full(*_):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
+def test_a_full_disk_holds_the_lock_and_a_filesystem_without_locks_is_warned_of(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "pwrite", full)
     lock = RunLock(tmp_path)
     assert lock.warning is None
@@ -115,13 +107,8 @@ def test_on_a_full_disk_the_lock_holds_without_naming_its_holder(tmp_path, monke
         RunLock(tmp_path)
     lock.release()
 
-
-def test_a_filesystem_without_locks_is_warned_of_and_another_error_is_not_hidden(tmp_path, monkeypatch):
     def fail(code):
-        def flock(*_):
-            raise OSError(code, os.strerror(code))
-
-        return flock
+        return raising(OSError(code, os.strerror(code)))
 
     monkeypatch.setattr(fcntl, "flock", fail(errno.ENOLCK))
     assert "without locks" in RunLock(tmp_path).warning

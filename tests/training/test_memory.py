@@ -8,7 +8,7 @@ from halfstep.core import host
 from halfstep.core.policy import Policy
 from halfstep.training.checkpoints import checkpoint
 from halfstep.training.memory import OutOfMemoryError, check_fits, least_bytes
-from tests.training.runs import at_step, events_of, starter
+from tests.training.runs import at_step, events_of, raising, starter
 
 begin = starter("training.batch=6", "training.micro_batches=2", "training.steps=8", "training.save_every=3")
 
@@ -32,8 +32,7 @@ def start(text, out, *extra, backend="torch", **options):
 )
 def test_the_least_that_a_run_takes(policy, settings, train, a_parameter):
     config = load("tiny", ["model.tied=false", *settings])
-    found = least_bytes(config, Policy.parse(policy), train=train)
-    assert found == a_parameter * config.model.num_parameters
+    assert least_bytes(config, Policy.parse(policy), train=train) == a_parameter * config.model.num_parameters
 
 
 def test_a_model_that_the_device_cannot_hold_is_refused_and_one_that_fits_is_not():
@@ -80,16 +79,12 @@ def jax_fails():
     jnp.zeros(2**45).block_until_ready()
 
 
-def mlx_fails():
-    raise RuntimeError("[metal::malloc] Attempting to allocate 99 bytes which is greater than the maximum")
-
-
-FAILS = {"torch": torch_fails, "jax": jax_fails, "mlx": mlx_fails}
+MLX = "[metal::malloc] Attempting to allocate 99 bytes which is greater than the maximum"
+FAILS = {"torch": torch_fails, "jax": jax_fails, "mlx": raising(RuntimeError(MLX))}
 
 
 @pytest.mark.parametrize("backend", ["torch", pytest.param("jax", marks=pytest.mark.prove), "mlx"])
-def test_a_step_that_does_not_fit_stops_the_run_with_a_remedy(text, tmp_path, backend):
-    out = tmp_path / "run"
+def test_a_step_that_does_not_fit_stops_the_run_with_a_remedy(text, out, backend):
     loop = start(text, out, backend=backend)
     at_step(loop, 6, FAILS[backend])
     with pytest.raises(
@@ -123,11 +118,7 @@ def test_the_hint_names_only_what_takes_less(text, tmp_path):
 @pytest.mark.parametrize("backend", FAILS)
 def test_other_errors_are_left_as_they_are(text, tmp_path, backend):
     loop = start(text, tmp_path / "run", backend=backend)
-
-    def fail():
-        raise RuntimeError("a shape is wrong")
-
-    at_step(loop, 2, fail)
+    at_step(loop, 2, raising(RuntimeError("a shape is wrong")))
     with pytest.raises(RuntimeError, match="a shape is wrong"):
         loop.run()
 

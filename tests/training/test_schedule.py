@@ -57,11 +57,15 @@ def course(steps, warmup, share, name="python", count=None):
     return [float(_plain(value)) for value in found]
 
 
-def test_a_course_by_hand():
+def test_a_course_by_hand_and_a_device_scalar_stays_one():
     assert course(10, 2, 0.4, count=12) == [0.5, 1, 1, 1, 1, 1, 1, 0.75, 0.5, 0.25, 0.25, 0.25]
     assert course(4, 0, 0.0) == [1, 1, 1, 1]
     assert course(1, 1, 1.0) == [1]
     assert course(4, 4, 1.0) == [0.25, 0.5, 0.5, 0.25]
+    found = factor(np.asarray(3, np.int32), steps=9, warmup=2, warmdown_share=0.5, xp=np)
+    assert found.shape == ()
+    found = factor(NAMESPACES["strict"][1](3), steps=9, warmup=2, warmdown_share=0.5, xp=array_api_strict)
+    assert found.dtype == array_api_strict.float32
 
 
 runs = st.integers(1, 200).flatmap(lambda steps: st.tuples(st.just(steps), st.integers(0, steps), st.floats(0, 1)))
@@ -97,14 +101,6 @@ def test_every_namespace_computes_the_same(name, run, data):
     xp, make = NAMESPACES[name]
     found = factor(make(n), steps=steps, warmup=warmup, warmdown_share=share, xp=xp)
     assert float(_plain(found)) == pytest.approx(course(steps, warmup, share, count=n + 1)[n], rel=2**-23)
-
-
-def test_a_device_scalar_stays_one():
-    found = factor(np.asarray(3, np.int32), steps=9, warmup=2, warmdown_share=0.5, xp=np)
-    assert found.shape == ()
-    strict = NAMESPACES["strict"][1](3)
-    found = factor(strict, steps=9, warmup=2, warmdown_share=0.5, xp=array_api_strict)
-    assert found.dtype == array_api_strict.float32
 
 
 @pytest.mark.parametrize("name", NAMESPACES)

@@ -27,17 +27,14 @@ from halfstep.training.checkpoints.checkpoint import (
     save,
 )
 from halfstep.training.checkpoints.retention import Retention, prune
+from tests.training.runs import raising
 
 META = {"policy": "bf16-mixed", "config": {"betas": (0.9, 0.95)}, "data": {"position": {"epoch": 0}}}
 
 
 def arrays_of(seed, names=("blocks.0.weight", "step")):
-    rng = np.random.default_rng(seed)
-    big = rng.standard_normal((3, 5)).astype(ml_dtypes.bfloat16)
-    return {
-        names[0]: Stored("BF16", (3, 5), big.tobytes()),
-        names[1]: Stored("I64", (), np.int64(seed).tobytes()),
-    }
+    big = np.random.default_rng(seed).standard_normal((3, 5)).astype(ml_dtypes.bfloat16)
+    return {names[0]: Stored("BF16", (3, 5), big.tobytes()), names[1]: Stored("I64", (), np.int64(seed).tobytes())}
 
 
 def same(found, expected):
@@ -89,16 +86,12 @@ def test_everything_comes_back_bit_for_bit(tmp_path_factory, arrays, step, meta)
     assert {key: manifest[key] for key in meta} == meta
 
 
-def test_any_buffer_can_be_saved_and_what_is_loaded_can_be_written_to(tmp_path):
+def test_any_buffer_can_be_saved_and_the_manifest_lists_what_is_there(tmp_path):
     numbers = np.arange(12, dtype=np.float32).reshape(3, 4)
-    path = save(tmp_path, 1, {"w": Stored("F32", (3, 4), memoryview(numbers))}, {})
-    data = load(path)[0]["w"].data
+    data = load(save(tmp_path, 1, {"w": Stored("F32", (3, 4), memoryview(numbers))}, {}))[0]["w"].data
     back = np.frombuffer(data, dtype=np.float32).reshape(3, 4)
     assert np.array_equal(back, numbers)
     assert back.flags.writeable
-
-
-def test_the_manifest_lists_what_is_there(tmp_path):
     path = save(tmp_path, 7, arrays_of(1), META)
     manifest = json.loads((path / "manifest.json").read_text(encoding="utf-8"))
     content = (path / "state.safetensors").read_bytes()
@@ -193,16 +186,8 @@ def test_a_death_at_any_call_leaves_the_previous_checkpoint_or_the_new_one(tmp_p
 
     counted = fresh("count")
     trace = calls_of(monkeypatch, lambda: save(counted, 2, arrays_of(2), META))
-    assert {name for name, _ in trace} == {
-        "mkdir",
-        "rename",
-        "fsync",
-        "unlink",
-        "rmdir",
-        "open",
-        "create",
-        "write",
-    }
+    assert {name for name, _ in trace} == {"mkdir", "rename", "fsync", "unlink", "rmdir", "open", "create",
+                                           "write"}  # fmt: skip
     outcomes = set()
     for fatal in range(len(trace)):
         folder = fresh(f"death-{fatal}")
@@ -271,28 +256,18 @@ def test_files_and_folders_are_on_the_disk_before_and_after_the_rename(tmp_path,
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EACCES])
 def test_a_failing_disk_is_an_error_of_ours_and_leaves_no_trace(tmp_path, monkeypatch, name, code):
     save(tmp_path, 1, arrays_of(1), META)
-
-    def fail(*_, **__):
-        raise OSError(code, os.strerror(code), "some/place")
-
     with monkeypatch.context() as patch:
-        patch.setattr(os, name, fail)
+        patch.setattr(os, name, raising(OSError(code, os.strerror(code), "some/place")))
         with pytest.raises(CheckpointError, match=f"step-000002.*{os.strerror(code)}.*some/place"):
             save(tmp_path, 2, arrays_of(2), META)
     assert [entry.name for entry in tmp_path.iterdir()] == ["step-000001"]
 
 
-def test_an_error_of_the_writer_is_an_error_of_ours(tmp_path, monkeypatch):
-    def fail(*_):
-        raise safetensors.SafetensorError("no space left")
-
-    monkeypatch.setattr(safetensors, "serialize_file", fail)
+def test_an_error_of_the_writer_or_a_folder_that_cannot_be_is_an_error_of_ours(tmp_path, monkeypatch):
+    monkeypatch.setattr(safetensors, "serialize_file", raising(safetensors.SafetensorError("no space left")))
     with pytest.raises(CheckpointError, match=r"no space left.*state\.safetensors"):
         save(tmp_path, 2, arrays_of(2), META)
     assert list(tmp_path.iterdir()) == []
-
-
-def test_a_folder_that_cannot_be_is_named(tmp_path):
     blocked = tmp_path / "checkpoints"
     blocked.write_text("a file")
     with pytest.raises(CheckpointError, match=r"cannot be written.*checkpoints"):
@@ -490,14 +465,6 @@ def test_a_leftover_that_cannot_be_removed_hinders_no_save(tmp_path, monkeypatch
     assert same(load(save(tmp_path, 2, arrays_of(2), META))[0], arrays_of(2))
 
 
-def test_a_save_over_a_damaged_checkpoint_sets_it_aside(tmp_path):
-    path = save(tmp_path, 1, arrays_of(1), META)
-    (path / "state.safetensors").write_bytes(b"torn")
-    save(tmp_path, 1, arrays_of(1), META)
-    assert same(load(path)[0], arrays_of(1))
-    assert (tmp_path / "step-000001.damaged" / "state.safetensors").read_bytes() == b"torn"
-
-
 def test_who_may_read_is_what_the_umask_says(tmp_path):
     before = os.umask(0o027)
     try:
@@ -508,25 +475,21 @@ def test_who_may_read_is_what_the_umask_says(tmp_path):
     assert modes == {"state.safetensors": 0o640, "manifest.json": 0o640}
 
 
-def test_a_renamed_folder_is_refused(tmp_path):
+def test_a_renamed_folder_is_refused_and_one_without_a_step_is_read_by_its_manifest(tmp_path, monkeypatch):
     path = save(tmp_path, 1, arrays_of(1), META)
     moved = path.rename(path.with_name("step-000009"))
     with pytest.raises(DamagedCheckpointError, match="holds step 1"):
         load(moved)
     with pytest.raises(DamagedCheckpointError, match="holds step 1"):
         load(moved.rename(path.with_name("step-000009.damaged")))
-
-
-def test_a_folder_without_a_step_in_its_name_is_read_by_its_manifest(tmp_path, monkeypatch):
-    path = save(tmp_path, 1, arrays_of(1), META)
-    moved = path.rename(tmp_path / "best")
+    moved = save(tmp_path, 1, arrays_of(1), META).rename(tmp_path / "best")
     assert same(load(moved)[0], arrays_of(1))
     assert latest(tmp_path) is None  # it is not a checkpoint of the run, and is not resumed from
     monkeypatch.chdir(moved)
     assert load(Path("."))[1]["step"] == 1
 
 
-def test_saving_a_step_twice(tmp_path):
+def test_saving_a_step_twice_and_over_a_damaged_one(tmp_path):
     path = save(tmp_path, 1, arrays_of(1), META)
     before = (path / "manifest.json").stat().st_mtime_ns
     assert save(tmp_path, 1, arrays_of(1), META) == path
@@ -535,6 +498,10 @@ def test_saving_a_step_twice(tmp_path):
         save(tmp_path, 1, arrays_of(2), META)
     assert same(load(path)[0], arrays_of(1))
     assert [entry.name for entry in tmp_path.iterdir()] == ["step-000001"]
+    (path / "state.safetensors").write_bytes(b"torn")
+    save(tmp_path, 1, arrays_of(1), META)
+    assert same(load(path)[0], arrays_of(1))
+    assert (tmp_path / "step-000001.damaged" / "state.safetensors").read_bytes() == b"torn"
 
 
 def test_latest_is_by_number_and_ignores_what_is_none(tmp_path):
@@ -576,8 +543,7 @@ def test_pickles_are_not_read(tmp_path):
     content = pickle.dumps(print)
     (path / "state.safetensors").write_bytes(content)
     rewrite(
-        path,
-        files={"state.safetensors": {"sha256": hashlib.sha256(content).hexdigest(), "bytes": len(content)}},
+        path, files={"state.safetensors": {"sha256": hashlib.sha256(content).hexdigest(), "bytes": len(content)}}
     )
     with pytest.raises(DamagedCheckpointError, match="does not read as safetensors"):
         load(path)

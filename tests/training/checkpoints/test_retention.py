@@ -107,10 +107,6 @@ def test_the_newest_always_stays_and_each_that_stays_has_a_reason(steps, last, e
     ordered = sorted(steps)
     good = max((s for s in steps if protected is not None and s <= protected), default=None)
     for step in steps:
-        reasons = (
-            step in ordered[-last:],
-            every > 0 and step % every == 0,
-            by_best and step == chosen,
-            step == good,
-        )
+        reasons = (step in ordered[-last:], every > 0 and step % every == 0, by_best and step == chosen,
+                   step == good)  # fmt: skip
         assert (step in stay) == any(reasons)

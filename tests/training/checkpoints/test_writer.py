@@ -19,6 +19,7 @@ from halfstep.training.run.health import Health
 from halfstep.training.run.signals import StopRequest
 from halfstep.training.session import open_session
 from halfstep.training.telemetry.events import Events, read_events
+from tests.training.runs import raising
 
 
 def taken(step):
@@ -68,8 +69,7 @@ def test_the_next_one_waits_for_the_one_before_and_the_time_is_counted(tmp_path,
         assert (tmp_path / "step-000001").is_dir()  # its buffers are free now
         return taken(2)()
 
-    waited = saver.save(2, take, {})
-    assert 0.1 < waited == pytest.approx(saver.waited, abs=0.1)
+    assert 0.1 < saver.save(2, take, {}) == pytest.approx(saver.waited, abs=0.1)
     assert saver.wait(10)
     assert [saved.step for saved in saver.poll()] == [1, 2]
 
@@ -116,11 +116,7 @@ def test_a_defect_of_ours_is_raised_and_not_taken_for_a_full_disk(tmp_path):
 @pytest.mark.parametrize("ema", [0.0, 0.9])
 @pytest.mark.parametrize(
     ("backend", "policy"),
-    [
-        ("torch", "bf16-mixed,emulate=true"),
-        pytest.param("jax", "fp32", marks=pytest.mark.prove),
-        ("mlx", "fp32"),
-    ],
+    [("torch", "bf16-mixed,emulate=true"), pytest.param("jax", "fp32", marks=pytest.mark.prove), ("mlx", "fp32")],
 )
 def test_a_snapshot_is_of_its_own_moment_whatever_steps_follow(backend, policy, ema):
     pytest.importorskip("mlx.core" if backend == "mlx" else backend)
@@ -171,16 +167,6 @@ def ask(checkpointer, deadline=None, seconds_ago=0.0):
     checkpointer.stop.at = time.monotonic() - seconds_ago
     checkpointer.deadline = deadline
     return checkpointer
-
-
-def test_a_checkpoint_is_an_event_with_what_it_cost(checkpointer):
-    checkpointer.save(5, 2.5)
-    checkpointer.wait()
-    (event,) = events_of(checkpointer)
-    assert (event["event"], event["step"], event["path"]) == ("checkpoint", 5, "checkpoints/step-000005")
-    assert (event["bytes"], event["held_out"]) == (3, 2.5)
-    assert 0 <= event["waited"] <= event["seconds"]
-    assert checkpoint.load(checkpointer.saver.folder / "step-000005")[1]["held_out"] == 2.5
 
 
 @pytest.mark.parametrize(("enough", "number"), [(0.0, 1), (60.0, 0)])
@@ -284,10 +270,7 @@ def test_a_disk_that_stays_full_is_not_waited_for_past_the_deadline(checkpointer
 
 
 def test_no_memory_for_a_save_is_a_save_that_failed(checkpointer):
-    def read():
-        raise MemoryError
-
-    checkpointer.session.snapshot = lambda: read
+    checkpointer.session.snapshot = lambda: raising(MemoryError)
     checkpointer.save(4)
     checkpointer.wait()
     (event,) = events_of(checkpointer)
@@ -297,10 +280,7 @@ def test_no_memory_for_a_save_is_a_save_that_failed(checkpointer):
 
 @pytest.mark.parametrize("words", ["can't allocate memory", "a defect"])
 def test_a_copy_that_the_host_has_no_memory_for_is_a_save_that_failed(checkpointer, words):
-    def take():
-        raise RuntimeError(words)
-
-    checkpointer.session.snapshot = take
+    checkpointer.session.snapshot = raising(RuntimeError(words))
     if words == "a defect":
         with pytest.raises(RuntimeError, match=words):
             checkpointer.save(3)
@@ -314,6 +294,13 @@ def test_a_copy_that_the_host_has_no_memory_for_is_a_save_that_failed(checkpoint
     assert checkpointer.saver.saved_step == 4
 
 
-def test_nothing_is_saved_of_a_run_without_a_step(checkpointer):
+def test_a_checkpoint_is_an_event_with_what_it_cost_and_nothing_is_saved_before_a_step(checkpointer):
     assert checkpointer.save_last(0)
     assert events_of(checkpointer) == []
+    checkpointer.save(5, 2.5)
+    checkpointer.wait()
+    (event,) = events_of(checkpointer)
+    assert (event["event"], event["step"], event["path"]) == ("checkpoint", 5, "checkpoints/step-000005")
+    assert (event["bytes"], event["held_out"]) == (3, 2.5)
+    assert 0 <= event["waited"] <= event["seconds"]
+    assert checkpoint.load(checkpointer.saver.folder / "step-000005")[1]["held_out"] == 2.5

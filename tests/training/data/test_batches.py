@@ -57,7 +57,8 @@ def test_a_batch_is_a_function_of_seed_and_step(given_, seed, order):
         assert np.array_equal(feed.at(step), Batches(tokens, **args, seed=seed).at(step))
 
 
-def test_each_seed_and_epoch_has_its_own_order():
+def test_each_seed_and_epoch_has_its_own_order_and_it_is_pinned():
+    """A change of this order would let resumed runs repeat and leave out windows."""
     args = {"context": 4, "batch": 50, "micro_batches": 1}
     tokens = line(50 * 4 + 1)
     orders = {
@@ -65,10 +66,6 @@ def test_each_seed_and_epoch_has_its_own_order():
     }
     assert len(orders) == 9
     assert tuple(range(0, 200, 4)) not in orders
-
-
-def test_the_order_is_pinned():
-    """A change of this order would let resumed runs repeat and leave out windows."""
     feed = Batches(line(8 * 3 + 1), context=3, batch=8, micro_batches=1, seed=7)
     assert (feed.at(0)[0, :, 0] // 3).tolist() == [4, 1, 6, 3, 2, 7, 5, 0]
     assert (feed.at(1)[0, :, 0] // 3).tolist() == [3, 1, 6, 2, 5, 4, 0, 7]
@@ -93,16 +90,13 @@ def test_ranks_share_the_windows_of_an_update(given_, seed, step, ranks):
     assert np.array_equal(together, rows[taken])
 
 
-def test_a_rank_has_whole_micro_batches_or_rows_of_each():
+def test_ranks_have_whole_micro_batches_or_rows_and_their_number_may_change():
+    """Four ranks for a while, then two, then one: together an epoch has every window once."""
     feed = Batches(line(200), context=3, batch=4, micro_batches=3, seed=0)
     assert feed.rows(1, 3).tolist() == [[4, 5, 6, 7]]
     assert feed.rows(1, 2).tolist() == [[2, 3], [6, 7], [10, 11]]
     with pytest.raises(ValueError, match="no rank 2 of 2"):
         feed.rows(2, 2)
-
-
-def test_another_number_of_ranks_repeats_and_skips_nothing():
-    """Four ranks for a while, then two, then one: together an epoch has every window once."""
     feed = Batches(line(96 * 3 + 1), context=3, batch=4, micro_batches=2, seed=5)
     taken = []
     for step in range(12):
@@ -112,23 +106,7 @@ def test_another_number_of_ranks_repeats_and_skips_nothing():
     assert sorted(taken) == list(range(96))
 
 
-def test_very_many_windows_are_ordered_by_key(monkeypatch):
-    monkeypatch.setattr(batches, "SORTED_AT_MOST", 30)
-    args = {"context": 2, "batch": 4, "micro_batches": 2, "seed": 3}
-    assert Batches(line(30 * 2 + 1), **args).order == "sorted"
-    feed = Batches(line(40 * 2 + 1), **args)
-    assert feed.order == feed.position(3)["order"] == "keyed"
-    epochs = [
-        [int(row[0]) // 2 for step in range(5) for row in feed.at(5 * e + step).reshape(8, -1)] for e in (0, 1)
-    ]
-    assert all(sorted(epoch) == list(range(40)) for epoch in epochs)
-    assert epochs[0] != epochs[1]
-    assert np.array_equal(Batches(line(40 * 2 + 1), **args).at(7), feed.at(7))
-    places = feed.locate(7)
-    assert places == [{"file": "the training text", "offsets": feed.at(7)[..., 0].ravel().tolist()}]
-
-
-def test_a_run_does_not_resume_in_another_order(monkeypatch):
+def test_very_many_windows_are_ordered_by_key_and_a_run_resumes_in_no_other_order(monkeypatch):
     args = {"context": 2, "batch": 4, "micro_batches": 2, "seed": 3}
     old = Batches(line(81), **args)
     old.check_position(old.position(3))
@@ -138,13 +116,22 @@ def test_a_run_does_not_resume_in_another_order(monkeypatch):
         DataError, match="in the order `sorted`, but this version of halfstep would continue in `keyed`"
     ):
         Batches(line(81), **args).check_position(old.position(3))
+    assert Batches(line(30 * 2 + 1), **args).order == "sorted"
+    feed = Batches(line(40 * 2 + 1), **args)
+    assert feed.order == feed.position(3)["order"] == "keyed"
+    epochs = [
+        [int(row[0]) // 2 for step in range(5) for row in feed.at(5 * e + step).reshape(8, -1)] for e in (0, 1)
+    ]
+    assert all(sorted(epoch) == list(range(40)) for epoch in epochs)
+    assert epochs[0] != epochs[1]
+    assert np.array_equal(Batches(line(40 * 2 + 1), **args).at(7), feed.at(7))
+    assert feed.locate(7) == [{"file": "the training text", "offsets": feed.at(7)[..., 0].ravel().tolist()}]
 
 
 @given(settings_of(), st.integers(0, 300))
 def test_the_position_counts_epochs_windows_and_tokens(given_, step):
     tokens, args, num_windows = given_
-    feed = Batches(tokens, **args, seed=0)
-    place = feed.position(step)
+    place = Batches(tokens, **args, seed=0).position(step)
     taken = step * args["batch"] * args["micro_batches"]
     assert place["epoch"] * num_windows + place["window"] == taken
     assert 0 <= place["window"] < num_windows
@@ -172,13 +159,9 @@ def test_validation_predicts_each_target_once_in_order(context, batch, limit, mo
     assert 1 <= len(found[-1]) <= batch
     targets = np.concatenate([each[:, 1:].ravel() for each in found])
     assert np.array_equal(targets, np.arange(1, len(targets) + 1))
-    windows = min((len(tokens) - 1) // context, max(1, limit // context))
-    assert len(targets) == windows * context
+    assert len(targets) == min((len(tokens) - 1) // context, max(1, limit // context)) * context
     for each in found:
         assert np.array_equal(each[:, 0], each[:, 1] - 1)
-
-
-# --- the bigram yardstick ----------------------------------------------------------------------------------
 
 
 def entropy(tokens):

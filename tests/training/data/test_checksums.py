@@ -29,6 +29,7 @@ from halfstep.training.data.shards import Shard
 from halfstep.training.data.tokenizer_base import BytesTokenizer
 from halfstep.training.data.types import DataError
 from halfstep.training.loop import Loop
+from tests.training.runs import SMALL, final_state
 
 REQUEST = PackRequest(validation=0.2, shard_tokens=20_000)
 SHARD, SIDECAR = "train_000001.bin", "train_000001.crc"  # of 41,024 bytes: three chunks, the last one short
@@ -60,9 +61,6 @@ def by_rows(tokens, start, length):
 
 
 READERS = [by_slice, by_rows]
-
-
-# --- what is written ----------------------------------------------------------------------------------------
 
 
 def test_each_shard_has_a_checksum_for_every_16_kib(original):
@@ -131,20 +129,13 @@ def test_resuming_removes_checksums_written_after_the_last_commit(source, origin
     assert (out / SIDECAR).stat().st_mtime_ns == kept
 
 
-# --- what is read -------------------------------------------------------------------------------------------
-
-
-def chunk(at):
-    low = at // 16_384 * 16_384
-    return low, min(low + 16_384, 41_024)
-
-
 @pytest.mark.parametrize("read", READERS)
 @pytest.mark.parametrize("at", PLACES)
 def test_damage_anywhere_is_named_when_its_chunk_is_read(flip, folder, at, read):
     tokens = corpus_of(folder).train
     flip(folder / SHARD, at)
-    low, high = chunk(at)
+    low = at // 16_384 * 16_384
+    high = min(low + 16_384, 41_024)
     first, last = (max(0, byte - 1_024) // 2 for byte in (low, high))
     for start in range(0, 20_000 - 50, 50):
         if start + 50 <= first or start >= last:
@@ -167,8 +158,7 @@ def test_a_window_on_two_chunks_needs_both(flip, folder, at, read):
     flip(folder / SHARD, at)
     with pytest.raises(DataError, match="is damaged between bytes"):
         read(tokens, 20_000 + 7_679, 2)
-    whole = corpus_of(folder).train
-    assert len(read(whole, 20_000 + (7_680 if at < 16_384 else 7_679), 1)) == 1
+    assert len(read(corpus_of(folder).train, 20_000 + (7_680 if at < 16_384 else 7_679), 1)) == 1
 
 
 @pytest.mark.parametrize("read", READERS)
@@ -185,8 +175,7 @@ def test_a_verified_chunk_is_not_read_again(flip, folder, monkeypatch):
     tokens, counted = corpus_of(folder).train, []
     crc32 = zlib.crc32
     monkeypatch.setattr(checksums, "crc32", lambda content: counted.append(len(content)) or crc32(content))
-    assert len(tokens[20_000:40_000]) == 20_000
-    assert counted == [16_384, 16_384, 8_256]
+    assert (len(tokens[20_000:40_000]), counted) == (20_000, [16_384, 16_384, 8_256])
     flip(folder / SHARD, UNSEEN[1])
     assert len(tokens[20_000:40_000]) == len(by_rows(tokens, 20_000, 20_000)) == 20_000
     assert len(tokens.part(25_000, 30_000)[:]) == 5_000
@@ -195,7 +184,7 @@ def test_a_verified_chunk_is_not_read_again(flip, folder, monkeypatch):
         corpus_of(folder).train[20_000:40_000]
 
 
-def test_a_damaged_chunk_is_refused_every_time(flip, folder):
+def test_a_damaged_chunk_is_refused_every_time_and_its_tokens_are_called_damage(flip, folder):
     tokens = corpus_of(folder).train
     flip(folder / SHARD, UNSEEN[1])
     for _ in range(3):
@@ -203,6 +192,11 @@ def test_a_damaged_chunk_is_refused_every_time(flip, folder):
             tokens[20_000:40_000]
     flip(folder / SHARD, UNSEEN[1])  # put back
     assert len(tokens[20_000:40_000]) == 20_000
+    tokens = corpus_of(folder).train
+    flip(folder / SHARD, 20_001)  # the upper byte of a token
+    for read in READERS:
+        with pytest.raises(DataError, match="is damaged between bytes 16,384 and 32,768"):
+            read(tokens, 20_000 + 9_488, 1)
 
 
 def touches(places):
@@ -212,8 +206,7 @@ def touches(places):
 
 
 def test_a_batch_is_not_handed_out_with_a_damaged_window(flip, folder):
-    corpus = corpus_of(folder)
-    feed = Batches(corpus.train, context=64, batch=8, micro_batches=2, seed=0)
+    feed = Batches(corpus_of(folder).train, context=64, batch=8, micro_batches=2, seed=0)
     wanted = [feed.at(step) for step in range(10)]
     again = Batches(corpus_of(folder).train, context=64, batch=8, micro_batches=2, seed=0)
     assert all(np.array_equal(again.at(step), batch) for step, batch in enumerate(wanted))
@@ -266,14 +259,6 @@ def test_a_shard_truncated_while_it_is_read_is_found(folder, read, monkeypatch):
         read(tokens, 35_000, 50)
 
 
-def test_a_damaged_token_beyond_the_vocabulary_is_called_damage(flip, folder):
-    tokens = corpus_of(folder).train
-    flip(folder / SHARD, 20_001)  # the upper byte of a token
-    for read in READERS:
-        with pytest.raises(DataError, match="is damaged between bytes 16,384 and 32,768"):
-            read(tokens, 20_000 + 9_488, 1)
-
-
 def test_threads_that_read_at_once_read_the_same(folder):
     tokens, found = corpus_of(folder).train, {}
 
@@ -286,9 +271,6 @@ def test_threads_that_read_at_once_read_the_same(folder):
     for thread in threads:
         thread.join()
     assert all(np.array_equal(found[number], tokens[:60_000]) for number in range(4))
-
-
-# --- the file of checksums ----------------------------------------------------------------------------------
 
 
 OTHER = "its SHA-256 differs from the index"
@@ -349,16 +331,6 @@ def test_data_packed_before_checksums_existed_is_still_read(flip, folder, source
     assert all(len(read(tokens, 29_000, 500)) == 500 for read in READERS)
 
 
-def test_a_checksum_file_without_a_shard_is_ignored(folder, source):
-    (folder / "train_000077.crc").write_bytes(b"stray")
-    assert verify(folder) == []
-    assert len(corpus_of(folder).train[:])
-    packed(source, folder, lambda *_: pytest.fail("read again"))
-
-
-# --- verify, and making again -------------------------------------------------------------------------------
-
-
 def test_verify_says_where_to_the_chunk(flip, folder):
     def spans():
         return [(damage.first, damage.last) for damage in verify(folder) if damage.first is not None]
@@ -389,12 +361,16 @@ def test_lost_checksums_are_restored_from_their_shard(folder, original, source, 
     assert verify(folder) == []
 
 
-def test_checksums_are_not_restored_from_a_damaged_shard(flip, folder, original, source):
+def test_checksums_are_not_restored_from_a_damaged_shard_and_ignored_without_one(flip, folder, original, source):
     """They would hide the damage forever. The shard is restored first."""
     (folder / SIDECAR).unlink()
     flip(folder / SHARD, UNSEEN[1])
     packed(source, folder)
     assert files(folder) == files(original)
+    (folder / "train_000077.crc").write_bytes(b"stray")
+    assert verify(folder) == []
+    assert len(corpus_of(folder).train[:])
+    packed(source, folder, lambda *_: pytest.fail("read again"))
 
 
 @pytest.mark.parametrize("lost", [[SHARD], [SHARD, SIDECAR], ["val_000000.bin", "val_000000.crc", SIDECAR]])
@@ -405,34 +381,22 @@ def test_a_shard_is_restored_with_its_checksums(folder, original, source, lost):
     assert files(folder) == files(original)
 
 
-# --- a run --------------------------------------------------------------------------------------------------
-
-
-SMALL = ["model.context=16", "model.layers=1", "model.width=16", "model.heads=2", "training.batch=2"]
-SMALL += ["training.micro_batches=1", "training.steps=12", "training.validate_every=100"]
-SMALL += ["training.validation_tokens=64", "training.save_every=100"]
-
-
-def state(out):
-    arrays, _ = checkpoint.load(checkpoint.latest(out / "checkpoints"))
-    return {name: bytes(array.data) for name, array in arrays.items() if name != "rng.cpu"}
-
-
-def untouched_until(batches, step):
-    """Returns a byte in a chunk that update `step` reads and no earlier update does."""
-    size = 16_384
-    touched = [{(1_024 + 2 * at) // size for at in batches.locate(each)[0]["offsets"]} for each in range(step + 1)]
-    return min(touched[step] - set().union(*touched[:step])) * size + 5_000
+def new_chunks(batches, step):
+    """Returns the chunks that update `step` reads and no earlier update does."""
+    places = [batches.locate(each)[0]["offsets"] for each in range(step + 1)]
+    *earlier, last = [{(1_024 + 2 * at) // 16_384 for at in offsets} for offsets in places]
+    return last - set().union(*earlier)
 
 
 def test_a_run_saves_and_stops_at_damage_and_resumes_when_it_is_repaired(flip, source, tmp_path, capsys):
     data, plain, out = tmp_path / "data", tmp_path / "plain", tmp_path / "run"
     packed(source, data, request=PackRequest(validation=0.2))
-    settings = [f"data.source={data}", *SMALL]
+    settings = [f"data.source={data}", *SMALL, "training.steps=12", "training.save_every=100"]
     loop = Loop(load("tiny", settings), Policy.parse("fp32"), plain, device="cpu")
     loop.run()
-    at = max(range(12), key=lambda step: step if _is_new(loop.batches, step) else -1)
-    byte = untouched_until(loop.batches, at)
+    at = max(step for step in range(12) if new_chunks(loop.batches, step))
+    low = min(new_chunks(loop.batches, at)) * 16_384
+    byte = low + 5_000
     flip(data / "train_000000.bin", byte)
     assert len(corpus_of(data).train)  # opening does not see it
     command = ["train", "tiny", "--policy", "fp32", "--device", "cpu", "--out", str(out)]
@@ -440,17 +404,9 @@ def test_a_run_saves_and_stops_at_damage_and_resumes_when_it_is_repaired(flip, s
     capsys.readouterr()
     assert run([*command, *chosen]) == 2
     words = " ".join(capsys.readouterr().err.split())
-    low = byte - 5_000
     assert f"train_000000.bin` is damaged between bytes {low:,} and " in words.replace("\n", " ")
     assert "halfstep data verify" in words
     assert checkpoint.latest(out / "checkpoints").name == f"step-{at:06d}"
     flip(data / "train_000000.bin", byte)
     assert run([*command, *chosen, "--resume"]) == 0
-    assert state(out) == state(plain)
-
-
-def _is_new(batches, step):
-    try:
-        return untouched_until(batches, step) > 0
-    except ValueError:
-        return False
+    assert final_state(out)[0] == final_state(plain)[0]

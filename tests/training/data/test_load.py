@@ -22,8 +22,6 @@ def prose(seed, lines=40):
     return "".join(" ".join(rng.choice(WORDS, 8)) + f" {seed}.{n}\n" + "\n" * (n % 5 == 4) for n in range(lines))
 
 
-# --- splitting ---------------------------------------------------------------------------------------------
-
 contents = st.lists(st.binary(min_size=1, max_size=6), min_size=2, max_size=30).filter(lambda c: len(set(c)) > 1)
 shares = st.floats(0, 0.5, exclude_min=True)
 
@@ -43,13 +41,16 @@ def test_the_sides_are_disjoint_whole_and_not_empty(found, share):
         assert validation == below
 
 
-def test_if_all_fall_on_one_side_the_outermost_moves():
+def test_if_all_fall_on_one_side_the_outermost_moves_and_the_share_is_kept_on_average():
     names = sorted((f"{n}".encode() for n in range(200)), key=hash_share)
     low = [Document("", content) for content in names if hash_share(content) < 0.4]
     high = [Document("", content) for content in names if hash_share(content) > 0.6]
     assert split(low, 0.5, "here") == ([low[-1]], low[:-1])
     assert split(high, 0.5, "here") == (high[1:], [high[0]])
     assert split([*high, high[0]], 0.5, "here") == (high[1:], [high[0], high[0]])  # copies stay together
+    held_out = len(split([Document("", f"{n}".encode()) for n in range(20_000)], 0.1, "here")[1])
+    assert abs(held_out - 2000) < 5 * (20_000 * 0.1 * 0.9) ** 0.5  # five standard deviations
+    assert hash_share(b"") == hash_share(b"") != hash_share(b"\n")
 
 
 @given(contents, shares, st.randoms(use_true_random=False))
@@ -60,23 +61,13 @@ def test_the_side_of_a_document_depends_on_its_content_alone(found, share, rando
     assert sides[0] == sides[1]
 
 
-def test_the_share_is_kept_on_average():
-    documents = [Document("", f"{n}".encode()) for n in range(20_000)]
-    held_out = len(split(documents, 0.1, "here")[1])
-    assert abs(held_out - 2000) < 5 * (20_000 * 0.1 * 0.9) ** 0.5  # five standard deviations
-    assert hash_share(b"") == hash_share(b"") != hash_share(b"\n")
-
-
 @pytest.mark.parametrize(("number", "said"), [(1, "holds one document"), (3, "holds 3 equal documents")])
 def test_what_cannot_be_split_is_refused(number, said):
     with pytest.raises(DataError, match=f"`here` {said}"):
         split([Document(str(n), b"same") for n in range(number)], 0.1, "here")
 
 
-# --- the standard library ----------------------------------------------------------------------------------
-
-
-def test_the_standard_library_is_a_corpus():
+def test_the_standard_library_is_a_corpus_without_tests_and_installed_packages():
     corpus = load_corpus("stdlib", 0.1, 256)
     assert corpus.train.dtype == corpus.validation.dtype == np.uint8
     assert len(corpus.train) > 10 * 0.5e6
@@ -85,12 +76,8 @@ def test_the_standard_library_is_a_corpus():
     assert "Python 3." in corpus.description
     assert f"{corpus.num_documents} texts" in corpus.description
     # A line of a module that every Python has must be on one side, and on one side only.
-    sides = [b"def shuffle(self, x):" in side.tobytes() for side in (corpus.train, corpus.validation)]
-    assert sum(sides) == 1
+    assert sum([b"def shuffle(self, x):" in side.tobytes() for side in (corpus.train, corpus.validation)]) == 1
     assert corpus.digest == load_corpus("stdlib", 0.1, 256).digest != load_corpus("stdlib", 0.2, 256).digest
-
-
-def test_the_standard_library_excludes_tests_and_installed_packages():
     names = [document.name for document in stdlib_documents()[0]]
     assert "random.py" in names
     assert "json/decoder.py" in names
@@ -106,10 +93,7 @@ def test_a_python_without_library_text_is_refused(tmp_path, monkeypatch):
         load_corpus("stdlib", 0.1, 256)
 
 
-# --- files, folders and globs ------------------------------------------------------------------------------
-
-
-def test_a_file_is_cut_into_documents_that_add_up_to_it(tmp_path):
+def test_a_file_is_cut_into_documents_that_add_up_to_it_and_has_two_sides(tmp_path):
     text = prose(0, 4000)
     path = tmp_path / "book.txt"
     path.write_text(text)
@@ -121,6 +105,14 @@ def test_a_file_is_cut_into_documents_that_add_up_to_it(tmp_path):
     pieces = cut(text.encode())
     assert all(piece.endswith(b"\n\n") for piece in pieces[:-1])
     assert all(4096 <= len(piece) <= 8192 for piece in pieces[:-1])
+    pieces = cut(b"one line of many, none of them blank\r\n" * 3000)
+    assert len(pieces) > 10
+    assert all(piece.endswith(b"\n") for piece in pieces)
+    path = tmp_path / "note.txt"
+    path.write_text(prose(1, 20))
+    corpus = load_corpus(str(path), 0.1, 256)
+    assert len(corpus.train)
+    assert len(corpus.validation)
 
 
 @given(st.binary(max_size=300) | st.text(alphabet="aé🙂\n\r", max_size=300).map(str.encode))
@@ -145,20 +137,6 @@ def test_text_without_lines_is_cut_between_characters(character):
         pieces = cut(("a" * shift + character * 20_000).encode())
         assert len(pieces) > 4
         assert "".join(piece.decode() for piece in pieces) == "a" * shift + character * 20_000
-
-
-def test_lines_end_pieces_where_no_line_is_blank(tmp_path):
-    pieces = cut(b"one line of many, none of them blank\r\n" * 3000)
-    assert len(pieces) > 10
-    assert all(piece.endswith(b"\n") for piece in pieces)
-
-
-def test_a_small_file_still_has_two_sides(tmp_path):
-    path = tmp_path / "note.txt"
-    path.write_text(prose(1, 20))
-    corpus = load_corpus(str(path), 0.1, 256)
-    assert len(corpus.train)
-    assert len(corpus.validation)
 
 
 def test_a_folder_reads_text_in_order_of_paths_and_counts_the_rest(tree, tmp_path):
@@ -204,9 +182,6 @@ def test_bytes_beyond_the_vocabulary_name_the_file_and_the_place(tree, tmp_path)
     assert load_corpus(str(tmp_path), 0.1, 128).num_documents == 2
 
 
-# --- what is refused ---------------------------------------------------------------------------------------
-
-
 def refused(source):
     with pytest.raises(DataError) as caught:
         load_corpus(str(source), 0.1, 256)
@@ -238,7 +213,7 @@ def test_a_missing_source_says_where_it_was_searched_and_how_to_name_it(source, 
     assert "`--data PATH` (eval, sample, artifact)" in error.hint
 
 
-def test_empty_and_binary_sources_are_named(tree, tmp_path):
+def test_empty_binary_and_compressed_sources_are_named(tree, tmp_path):
     tree(tmp_path, {"empty.txt": "", "blank.txt": "\n \n", "image.png": b"\xff\xd8\xff", "only/x.png": b"\xff"})
     assert "empty.txt` is empty" in refused(tmp_path / "empty.txt").message
     assert "blank.txt` is empty" in refused(tmp_path / "blank.txt").message
@@ -246,6 +221,8 @@ def test_empty_and_binary_sources_are_named(tree, tmp_path):
     assert "only` (0 texts, 1 binary skipped)" in refused(tmp_path / "only").message
     (tmp_path / "void").mkdir()
     assert "no text" in refused(tmp_path / "void").message
+    tree(tmp_path, {"book.txt.gz": gzip.compress(prose(1).encode())})
+    assert "decompress it" in refused(tmp_path / "book.txt.gz").hint
 
 
 def test_shards_are_never_read_as_text(tree, tmp_path):
@@ -298,11 +275,6 @@ def test_a_dataset_must_be_packed(tree, files, tmp_path):
     assert "`halfstep data pack" in error.hint
 
 
-def test_a_compressed_text_must_be_decompressed(tree, tmp_path):
-    tree(tmp_path, {"book.txt.gz": gzip.compress(prose(1).encode())})
-    assert "decompress it" in refused(tmp_path / "book.txt.gz").hint
-
-
 @settings(max_examples=20, deadline=None)
 @given(st.lists(st.text(min_size=1, max_size=50), min_size=2, max_size=8), shares)
 def test_any_folder_of_text_loads_or_is_refused(tree, tmp_path_factory, texts, share):
@@ -310,8 +282,7 @@ def test_any_folder_of_text_loads_or_is_refused(tree, tmp_path_factory, texts, s
     try:
         corpus = load_corpus(str(folder), share, 256)
     except DataError:
-        readable = {text if text.endswith("\n") else text + "\n" for text in texts if "\0" not in text}
-        assert len(readable) < 2
+        assert len({text if text.endswith("\n") else text + "\n" for text in texts if "\0" not in text}) < 2
     else:
         assert len(corpus.train)
         assert len(corpus.validation)

@@ -32,7 +32,16 @@ def refused(folder, vocabulary=256):
     return caught.value
 
 
-def test_it_is_mapped_and_identified_by_its_index(folder):
+def test_it_is_mapped_and_identified_by_its_index_and_may_be_linked_or_moved(folder):
+    error = refused(folder, 255)
+    assert "tokenizer bytes, which has 256 tokens, but model.vocabulary is 255" in error.message
+    assert "model.vocabulary=256" in error.hint
+    assert len(load_corpus(str(folder), 0.1, 50304).train)
+    elsewhere = folder.parent / "disk.bin"
+    (folder / "train_000001.bin").rename(elsewhere)
+    (folder / "train_000001.bin").symlink_to(elsewhere)
+    assert len(load_corpus(str(folder), 0.1, 256).train)
+    assert not verify(folder)
     corpus = load_corpus(str(folder), 0.1, 256)
     index = read_index(folder)
     assert corpus.digest == index.digest
@@ -43,13 +52,6 @@ def test_it_is_mapped_and_identified_by_its_index(folder):
     assert corpus.train.locate(20_005) == (str(folder / "train_000001.bin"), 5)
     moved = folder.rename(folder.with_name("elsewhere"))
     assert load_corpus(str(moved), 0.1, 256).digest == index.digest
-
-
-def test_the_tokenizer_must_fit_the_vocabulary(folder):
-    error = refused(folder, 255)
-    assert "tokenizer bytes, which has 256 tokens, but model.vocabulary is 255" in error.message
-    assert "model.vocabulary=256" in error.hint
-    assert len(load_corpus(str(folder), 0.1, 50304).train)
 
 
 def edit(path):
@@ -88,8 +90,7 @@ def test_damage_is_named_at_opening_or_by_verify(flip, folder, damage):
 
 @pytest.mark.parametrize("place", range(0, 41_024, 1_637))
 def test_verify_finds_every_flipped_byte_and_names_its_chunk(flip, folder, place):
-    path = folder / "train_000001.bin"
-    flip(path, place)
+    flip(folder / "train_000001.bin", place)
     found = [each for each in verify(folder) if each.first is not None]
     low = place // CHUNK * CHUNK
     assert [(each.file, each.first, each.last) for each in found] == [
@@ -115,17 +116,11 @@ def test_the_region_is_that_of_the_damage(flip, tmp_path, monkeypatch):
 
 
 def test_an_index_of_a_newer_format_is_refused(folder, monkeypatch):
-    monkeypatch.setattr(shardindex, "FORMAT", 2)
-    index = read_index_as(folder, 1)
-    write_index(folder, index)
-    monkeypatch.setattr(shardindex, "FORMAT", 1)
+    index = read_index(folder)
+    with monkeypatch.context() as patch:
+        patch.setattr(shardindex, "FORMAT", 2)
+        write_index(folder, index)
     assert "has format 2; this version of halfstep reads format 1" in refused(folder).message
-
-
-def read_index_as(folder, form):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(shardindex, "FORMAT", form)
-        return read_index(folder)
 
 
 @pytest.mark.parametrize(
@@ -149,14 +144,6 @@ def test_an_index_that_points_out_of_its_folder_is_refused(folder, name, what):
     assert "do not use data you do not trust" in error.hint
     with pytest.raises(DataError, match="points to"):
         verify(folder)
-
-
-def test_a_shard_may_be_a_link_to_another_disk(folder):
-    elsewhere = folder.parent / "disk.bin"
-    (folder / "train_000001.bin").rename(elsewhere)
-    (folder / "train_000001.bin").symlink_to(elsewhere)
-    assert len(load_corpus(str(folder), 0.1, 256).train)
-    assert not verify(folder)
 
 
 def test_a_folder_of_text_may_hold_an_unrelated_index(tmp_path):

@@ -40,7 +40,7 @@ def test_nothing_to_fetch():
         assert list(items) == []
 
 
-def test_it_works_ahead_up_to_depth():
+def test_it_works_ahead_up_to_depth_and_closes_while_it_waits_for_room():
     made = []
     with Prefetch(made.append, 0, 100, depth=3) as items:
         until(lambda: len(made) == 3)
@@ -48,6 +48,16 @@ def test_it_works_ahead_up_to_depth():
         assert made == [0, 1, 2]
         next(items)
         until(lambda: len(made) == 4)
+    made = []
+    items = Prefetch(made.append, 0, 10**9)
+    until(lambda: len(made) == 2)
+    items.close()
+    items.close()
+    assert threads() == []
+    assert list(items) == []
+    with pytest.raises(RuntimeError), Prefetch(lambda n: n, 0, 10**9):
+        raise RuntimeError
+    assert threads() == []
 
 
 def test_an_error_is_raised_in_its_place_with_its_traceback():
@@ -63,22 +73,6 @@ def test_an_error_is_raised_in_its_place_with_its_traceback():
         assert caught.traceback[-1].name == "fetch"
         with pytest.raises(StopIteration):
             next(items)
-
-
-def test_it_closes_while_the_thread_waits_for_room():
-    made = []
-    items = Prefetch(made.append, 0, 10**9)
-    until(lambda: len(made) == 2)
-    items.close()
-    items.close()
-    assert threads() == []
-    assert list(items) == []
-
-
-def test_it_closes_when_the_block_fails():
-    with pytest.raises(RuntimeError), Prefetch(lambda n: n, 0, 10**9):
-        raise RuntimeError
-    assert threads() == []
 
 
 def test_a_reader_that_must_stop_does_not_wait_for_a_slow_fetch():

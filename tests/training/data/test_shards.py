@@ -29,8 +29,7 @@ def numbers(seed, size, high=50000):
 
 
 def test_shards_with_val_in_their_name_are_held_out(tmp_path):
-    parts = {"web_train_000002": 2, "web_train_000001": 1, "web_val_000000": 0}
-    for name, seed in parts.items():
+    for name, seed in {"web_train_000002": 2, "web_train_000001": 1, "web_val_000000": 0}.items():
         write_shard(tmp_path / f"{name}.bin", numbers(seed, 1000 + seed))
     corpus = load_corpus(str(tmp_path), 0.1, 50257)
     assert np.array_equal(corpus.train[:], np.concatenate([numbers(1, 1001), numbers(2, 1002)]))
@@ -50,26 +49,22 @@ def test_shards_with_val_in_their_name_are_held_out(tmp_path):
 def test_val_is_a_word(tmp_path, name, held_out):
     write_shard(tmp_path / name, numbers(1, 100))
     write_shard(tmp_path / "train.bin", numbers(2, 300))
-    corpus = load_corpus(str(tmp_path), 0.1, 50257)
-    assert (len(corpus.validation) == 100) == held_out
+    assert (len(load_corpus(str(tmp_path), 0.1, 50257).validation) == 100) == held_out
 
 
-def test_otherwise_the_tail_is_held_out_from_a_document_on(tmp_path):
+def test_otherwise_the_tail_is_held_out_from_a_document_within_reach_on(tmp_path):
     tokens = numbers(3, 1000)
     tokens[[100, 920, 930]] = START
     corpus = load_corpus(str(write_shard(tmp_path / "a.bin", tokens)), 0.1, 50257)
     assert np.array_equal(corpus.train[:], tokens[:920])
     assert np.array_equal(corpus.validation[:], tokens[920:])
-
-
-def test_a_document_out_of_reach_does_not_move_the_cut(tmp_path):
     tokens = numbers(3, 1000)
     tokens[[899, 950]] = START  # one before the cut, one past half of the tail
     corpus = load_corpus(str(write_shard(tmp_path / "a.bin", tokens)), 0.1, 50257)
     assert (len(corpus.train), len(corpus.validation)) == (900, 100)
 
 
-def test_the_cut_may_fall_into_any_shard(tmp_path):
+def test_the_cut_may_fall_into_any_shard_and_batches_come_out_of_them(tmp_path):
     tokens = numbers(4, 900)
     for n in range(3):
         write_shard(tmp_path / f"{n}.bin", tokens[n * 300 : (n + 1) * 300])
@@ -77,13 +72,16 @@ def test_the_cut_may_fall_into_any_shard(tmp_path):
     assert np.array_equal(corpus.train[:], tokens[:450])
     assert np.array_equal(corpus.validation[:], tokens[450:])
     assert np.array_equal(corpus.train[290:310], tokens[290:310])
+    tokens = numbers(1, 5000)
+    for n in range(5):
+        write_shard(tmp_path / f"{n}.bin", tokens[n * 1000 : (n + 1) * 1000])
+    corpus = load_corpus(str(tmp_path), 0.2, 50257)
+    args = {"context": 7, "batch": 3, "micro_batches": 2, "seed": 1}
+    sharded, plain = Batches(corpus.train, **args), Batches(tokens[:4000], **args)
+    assert all(np.array_equal(sharded.at(step), plain.at(step)) for step in range(120))
 
 
-@given(
-    st.lists(st.lists(st.integers(0, 9), max_size=5), max_size=6),
-    st.integers(-3, 40),
-    st.integers(-3, 40),
-)
+@given(st.lists(st.lists(st.integers(0, 9), max_size=5), max_size=6), st.integers(-3, 40), st.integers(-3, 40))
 def test_shards_slice_like_one_array(parts, low, high):
     whole = np.concatenate([np.array(part, dtype=np.uint16) for part in parts] or [np.empty(0, np.uint16)])
     tokens = ShardedTokens([Shard(None, np.array(part, dtype=np.uint16)) for part in parts], 10)
@@ -106,16 +104,6 @@ def test_shards_are_mapped_not_read(tmp_path):
         corpus.train[::2]
 
 
-def test_batches_come_out_of_shards(tmp_path):
-    tokens = numbers(1, 5000)
-    for n in range(5):
-        write_shard(tmp_path / f"{n}.bin", tokens[n * 1000 : (n + 1) * 1000])
-    corpus = load_corpus(str(tmp_path), 0.2, 50257)
-    args = {"context": 7, "batch": 3, "micro_batches": 2, "seed": 1}
-    sharded, plain = Batches(corpus.train, **args), Batches(tokens[:4000], **args)
-    assert all(np.array_equal(sharded.at(step), plain.at(step)) for step in range(120))
-
-
 def test_a_damaged_window_is_named_when_its_batch_is_read(tmp_path, monkeypatch):
     monkeypatch.setattr(shards, "SCANNED_AT_LOAD", 10)
     for version, bad in ((1, 600), (2, 2**31 + 5)):
@@ -123,8 +111,7 @@ def test_a_damaged_window_is_named_when_its_batch_is_read(tmp_path, monkeypatch)
         tokens[2000] = bad
         write_shard(tmp_path / "train.bin", tokens, version=version)
         write_shard(tmp_path / "val.bin", numbers(2, 200, high=500))
-        corpus = load_corpus(str(tmp_path), 0.1, 512)
-        feed = Batches(corpus.train, context=9, batch=4, micro_batches=1, seed=0)
+        feed = Batches(load_corpus(str(tmp_path), 0.1, 512).train, context=9, batch=4, micro_batches=1, seed=0)
         with pytest.raises(DataError, match=rf"train\.bin` contains token {bad} at offset 2000"):
             [feed.at(step) for step in range(83)]
 
@@ -142,9 +129,6 @@ def test_version_2_has_four_bytes_per_token(tmp_path):
     (tmp_path / "a.bin").write_bytes((tmp_path / "a.bin").read_bytes()[:-2])
     with pytest.raises(DataError, match=r"truncated: it has 13022 bytes, expected 13024 for 3000 tokens"):
         load_corpus(str(tmp_path), 0.1, 200_000)
-
-
-# --- identity ----------------------------------------------------------------------------------------------
 
 
 def test_the_digest_sees_names_sizes_the_split_and_pages(tmp_path):
@@ -166,9 +150,6 @@ def test_the_digest_sees_names_sizes_the_split_and_pages(tmp_path):
     assert len({*same, *changed}) == 1 + len(changed)
 
 
-# --- damage ------------------------------------------------------------------------------------------------
-
-
 def refused(path, vocabulary=50257):
     with pytest.raises(DataError) as caught:
         load_corpus(str(path), 0.1, vocabulary)
@@ -186,7 +167,7 @@ def test_every_truncation_is_found(tmp_path):
     assert "longer than its header says: it has 1065 bytes, expected 1064 for 20 tokens" in refused(path)
 
 
-def test_wrong_headers_are_refused(tmp_path):
+def test_wrong_headers_and_shards_that_cannot_be_opened_are_refused(tmp_path):
     path = tmp_path / "a.bin"
     write_shard(path, numbers(1, 20), magic=20240801)
     assert "magic number is 20240801, expected 20240520" in refused(path)
@@ -196,24 +177,17 @@ def test_wrong_headers_are_refused(tmp_path):
     assert "0 tokens" in refused(path)
     write_shard(path, [1], count=-1)
     assert "-1 tokens" in refused(path)
+    assert "no shard to train on" in refused(write_shard(tmp_path / "val.bin", numbers(1, 100)))
 
 
-def test_one_bad_shard_among_good_ones_is_named(tmp_path):
+def test_a_bad_shard_and_one_that_cannot_be_opened_are_named(tmp_path):
     for n in range(4):
         write_shard(tmp_path / f"{n}.bin", numbers(n, 50), count=51 if n == 2 else None)
     with pytest.raises(DataError, match=r"2\.bin` is truncated"):
         load_corpus(str(tmp_path), 0.1, 50257)
-
-
-def test_a_shard_that_cannot_be_opened_is_named(tmp_path):
     (tmp_path / "a.bin").mkdir()
     with pytest.raises(DataError, match=r"cannot read shard `.*a\.bin`"):
         open_shard(tmp_path / "a.bin")
-
-
-def test_held_out_shards_alone_are_refused(tmp_path):
-    path = write_shard(tmp_path / "val.bin", numbers(1, 100))
-    assert "no shard to train on" in refused(path)
 
 
 def test_a_token_beyond_the_vocabulary_is_named_with_shard_and_offset(tmp_path):

@@ -10,11 +10,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from halfstep.training.data.pack.pack import PackRequest, pack
+from halfstep.training.data.pack.sources import find_sources
 from halfstep.training.data.token_bytes import TokenBytes
 from halfstep.training.data.tokenizer_base import BytesTokenizer
 from halfstep.training.data.tokenizer_libraries import HuggingFace, SentencePiece, Tiktoken
 from halfstep.training.data.tokenizers import open_saved, open_tokenizer
 from halfstep.training.data.types import DataError
+from tests.training.runs import raising
 
 TEXTS = ["def f(x):\n    return x * 2\n", "the quick brown fox — naïve café 🙂", "  two  spaces\t\n\n", "a", ""]
 WORDS = ["the", "quick", "brown", "fox", "jumps", "over", "lazy", "dogs", "and", "runs", "far", "def", "self"]
@@ -59,12 +62,8 @@ def sentencepiece_model():
 def tiktoken_content():
     ranks = [[base64.b64encode(bytes([n])).decode(), n] for n in range(256)]
     ranks += [[base64.b64encode(word).decode(), 256 + n] for n, word in enumerate([b"th", b"the", b" f"])]
-    written = {
-        "name": "mini",
-        "pattern": r"\s?\w+|\s+|[^\s\w]+",
-        "special": {"<|endoftext|>": 259},
-        "ranks": ranks,
-    }
+    written = {"name": "mini", "pattern": r"\s?\w+|\s+|[^\s\w]+", "special": {"<|endoftext|>": 259},
+               "ranks": ranks}  # fmt: skip
     return json.dumps(written).encode()
 
 
@@ -109,22 +108,10 @@ def test_a_tiktoken_encoding_comes_back_from_its_file(text):
     pytest.importorskip("tiktoken")
     tokenizer = Tiktoken("tiktoken:mini", tiktoken_content(), 259)
     check_round_trip(tokenizer, text)
-    assert tokenizer.vocabulary == 260
-    assert tokenizer.token_bytes.length[[256, 257, 259]].tolist() == [2, 3, 0]
+    assert (tokenizer.vocabulary, tokenizer.token_bytes.length[[256, 257, 259]].tolist()) == (260, [2, 3, 0])
 
 
-def test_a_tokenizer_json_neither_cuts_pads_nor_adds(bpe, tmp_path):
-    library = pytest.importorskip("tokenizers")
-    odd = library.Tokenizer.from_str(bpe.decode())
-    odd.enable_truncation(3)
-    odd.enable_padding(length=50)
-    odd.post_processor = library.processors.TemplateProcessing("<|endoftext|> $A", None, [("<|endoftext|>", 0)])
-    (tmp_path / "tokenizer.json").write_text(odd.to_str())
-    tokenizer = open_tokenizer(str(tmp_path))
-    check_round_trip(tokenizer, "the quick brown fox jumps over lazy dogs")
-
-
-def test_metaspace_tokens_are_read_from_their_decoder():
+def test_metaspace_and_malformed_byte_tokens_are_read_from_their_decoder():
     pytest.importorskip("tokenizers")
     vocabulary = {"<unk>": 0, "</s>": 1, "\u2581": 2, "a": 3, "b": 4, "\u2581a": 5, "<0xC3>": 6, "<0xA9>": 7}
     written = {
@@ -149,6 +136,10 @@ def test_metaspace_tokens_are_read_from_their_decoder():
     assert tokenizer.pieces == [b"", b"", b" ", b"a", b"b", b" a", b"\xc3", b"\xa9"]
     for text in ("ab", "a b", "é a", " a"):
         check_round_trip(tokenizer, text)
+    library = pytest.importorskip("tokenizers")
+    tokenizer = library.Tokenizer(library.models.BPE({"<0xzz>": 0, "<0x0A>": 1, "\u2581a": 2, "</s>": 3}, []))
+    tokenizer.decoder = library.decoders.Metaspace()
+    assert HuggingFace("t", tokenizer.to_str().encode(), None).pieces == [b"<0xzz>", b"\n", b" a", b"</s>"]
 
 
 def test_no_text_spells_a_special_token_of_a_unigram_model(tmp_path):
@@ -166,19 +157,7 @@ def test_no_text_spells_a_special_token_of_a_unigram_model(tmp_path):
     assert total_bytes(found, "a? b") == len("a b")
 
 
-def test_a_malformed_byte_token_is_text():
-    library = pytest.importorskip("tokenizers")
-    pieces = {"<0xzz>": 0, "<0x0A>": 1, "\u2581a": 2, "</s>": 3}
-    tokenizer = library.Tokenizer(library.models.BPE(pieces, []))
-    tokenizer.decoder = library.decoders.Metaspace()
-    found = HuggingFace("t", tokenizer.to_str().encode(), None)
-    assert found.pieces == [b"<0xzz>", b"\n", b" a", b"</s>"]
-
-
 def test_a_packed_folder_keeps_its_separator(bpe, tmp_path):
-    from halfstep.training.data.pack.pack import PackRequest, pack
-    from halfstep.training.data.pack.sources import find_sources
-
     (tmp_path / "tokenizer.json").write_bytes(bpe)
     (tmp_path / "text.txt").write_text("the quick brown fox\n" * 9)
     without = open_tokenizer(str(tmp_path / "tokenizer.json"), "none")
@@ -202,9 +181,6 @@ def test_wordpiece_tokens_have_no_known_bytes():
     assert tokenizer.decode([2, 3, 2]) == b"faraway far"
 
 
-# --- finding one ---------------------------------------------------------------------------------------------
-
-
 def test_a_saved_tokenizer_opens_as_the_same(bpe, sentencepiece_model, tmp_path):
     pytest.importorskip("tiktoken")
     for tokenizer in (
@@ -221,7 +197,7 @@ def test_a_saved_tokenizer_opens_as_the_same(bpe, sentencepiece_model, tmp_path)
         assert again.encode(TEXTS)[0].tolist() == tokenizer.encode(TEXTS)[0].tolist()
 
 
-def test_a_saved_tokenizer_that_changed_is_refused(bpe, tmp_path):
+def test_a_saved_tokenizer_that_changed_is_refused_and_none_cuts_pads_or_adds(bpe, tmp_path):
     tokenizer = HuggingFace("a", bpe, 0)
     tokenizer.save(tmp_path)
     (tmp_path / "tokenizer.json").write_bytes(bpe + b" ")
@@ -230,6 +206,13 @@ def test_a_saved_tokenizer_that_changed_is_refused(bpe, tmp_path):
     (tmp_path / "tokenizer.json").unlink()
     with pytest.raises(DataError, match=r"cannot read .*tokenizer\.json`"):
         open_saved(tmp_path, tokenizer.identity())
+    library = pytest.importorskip("tokenizers")
+    odd = library.Tokenizer.from_str(bpe.decode())
+    odd.enable_truncation(3)
+    odd.enable_padding(length=50)
+    odd.post_processor = library.processors.TemplateProcessing("<|endoftext|> $A", None, [("<|endoftext|>", 0)])
+    (tmp_path / "tokenizer.json").write_text(odd.to_str())
+    check_round_trip(open_tokenizer(str(tmp_path)), "the quick brown fox jumps over lazy dogs")
 
 
 def test_the_separator_is_the_end_of_text_by_default(bpe, tmp_path):
@@ -309,11 +292,7 @@ def test_a_tokenizer_without_an_end_of_text_asks_for_one(tmp_path):
 
 def test_tiktoken_without_a_network_says_how_to_get_its_file(monkeypatch):
     tiktoken = pytest.importorskip("tiktoken")
-
-    def fetch(name):
-        raise ConnectionError("no network")
-
-    monkeypatch.setattr(tiktoken, "get_encoding", fetch)
+    monkeypatch.setattr(tiktoken, "get_encoding", raising(ConnectionError("no network")))
     with pytest.raises(DataError, match="does not have `gpt2` in its cache and cannot download it") as caught:
         open_tokenizer("tiktoken:gpt2")
     assert "TIKTOKEN_CACHE_DIR" in caught.value.hint
@@ -327,9 +306,6 @@ def test_a_missing_package_says_how_to_install_it(package, tmp_path, monkeypatch
     with pytest.raises(DataError, match=f"needs the package `{package}`") as caught:
         open_tokenizer(name if ":" in name else str(tmp_path / name))
     assert caught.value.hint == "pip install 'halfstep[data]'"
-
-
-# --- the table -----------------------------------------------------------------------------------------------
 
 
 def test_the_table_round_trips_and_damage_is_refused():

@@ -12,6 +12,7 @@ from halfstep.training.data.pack.sources import find_sources
 from halfstep.training.data.types import DataError
 from halfstep.training.data.walk import walk
 from halfstep.training.files import RunLock
+from tests.training.runs import raising
 
 
 def prose(seed):
@@ -81,10 +82,7 @@ class TooLateError(Exception):
 
 @pytest.fixture
 def within_seconds():
-    def late(*_):
-        raise TooLateError
-
-    before = signal.signal(signal.SIGALRM, late)
+    before = signal.signal(signal.SIGALRM, raising(TooLateError))
     signal.alarm(20)
     yield
     signal.alarm(0)
@@ -137,8 +135,7 @@ def test_run_folders_are_skipped(tree, tmp_path, kind, place):
     assert find_sources([f"{tmp_path}/**/*.[tj]*"])[0].skipped == {"run folder": 1}
     (spelled,) = find_sources([f"{tmp_path / place}/**/*.txt"])
     assert [file.name for file in spelled.files] == ["log.txt"]
-    error = refused(tmp_path / place)
-    assert "is a run folder" in error.message
+    assert "is a run folder" in refused(tmp_path / place).message
     assert refused(tmp_path / "newest").message.startswith(f"`{tmp_path / 'newest'}` is a run folder")
     with pytest.raises(DataError, match="is a run folder"):
         find_sources([str(tmp_path / place)])

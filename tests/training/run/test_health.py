@@ -26,14 +26,17 @@ def primed(threshold=1.0, losses=(3.0,) * NEEDED):
     return spikes
 
 
-def test_a_loss_is_compared_with_the_median():
+def test_a_loss_is_compared_with_the_median_once_there_are_enough():
     losses = [2.0] * 5 + [2.9] * 4
     assert primed(losses=losses).median == 2.0
     assert not primed(losses=losses).observe(3.0)
     assert primed(losses=losses).observe(3.001)
+    assert not primed(losses=(3.0,) * (NEEDED - 1)).observe(1e9)
+    assert not primed(threshold=0.0).observe(1e9)
+    assert primed(threshold=0.0).median is None
 
 
-def test_three_in_a_row_are_needed_and_one_good_step_starts_again():
+def test_three_in_a_row_are_needed_and_spikes_never_become_the_median():
     spikes = primed()
     assert [spikes.observe(9.0) for _ in range(IN_A_ROW - 1)] == [True] * (IN_A_ROW - 1)
     assert not spikes.is_due
@@ -43,22 +46,9 @@ def test_three_in_a_row_are_needed_and_one_good_step_starts_again():
         spikes.observe(9.0)
     assert spikes.is_due
     assert spikes.median == 3.0  # spikes are not remembered
-
-
-def test_a_loss_that_stays_up_never_becomes_the_median():
     spikes = primed()
     assert all(spikes.observe(9.0) for _ in range(2 * REMEMBERED))
     assert spikes.median == 3.0
-
-
-def test_too_few_losses_decide_nothing_and_off_is_off():
-    young = primed(losses=(3.0,) * (NEEDED - 1))
-    assert not young.observe(1e9)
-    assert not primed(threshold=0.0).observe(1e9)
-    assert primed(threshold=0.0).median is None
-
-
-def test_a_loss_that_is_not_finite_is_neither_a_spike_nor_its_end():
     spikes = primed()
     spikes.observe(9.0)
     assert not spikes.observe(math.nan)
@@ -99,7 +89,7 @@ def test_the_good_step_stays_while_later_ones_are_bad():
     assert without.good == 13
 
 
-def test_hopeless_is_a_long_row_and_not_many_in_all():
+def test_hopeless_is_a_long_row_that_continues_after_a_resume_and_not_many_in_all():
     health = Health(0.0)
     for number in range(HOPELESS - 1):
         health.observe(number, step(skipped=1))
@@ -107,6 +97,13 @@ def test_hopeless_is_a_long_row_and_not_many_in_all():
     health.observe(HOPELESS, step())
     health.observe(HOPELESS + 1, step(skipped=1))
     assert not health.is_hopeless
+    health = Health(0.0)
+    for number in range(1, HOPELESS):
+        health.observe(number, step(skipped=1))
+    resumed = Health(0.0)
+    resumed.load(json.loads(json.dumps(health.state())))
+    resumed.observe(HOPELESS, step(skipped=1))
+    assert resumed.is_hopeless
 
 
 def test_skipped_data_adds_up_and_rollbacks_to_one_step_are_limited():
@@ -123,13 +120,3 @@ def test_skipped_data_adds_up_and_rollbacks_to_one_step_are_limited():
         health.roll_back(20, 16, saved)
     with pytest.raises(DivergedError, match="after 3 rollbacks to step 16"):
         health.roll_back(20, 16, saved)
-
-
-def test_a_row_of_bad_steps_continues_after_a_resume():
-    health = Health(0.0)
-    for number in range(1, HOPELESS):
-        health.observe(number, step(skipped=1))
-    resumed = Health(0.0)
-    resumed.load(json.loads(json.dumps(health.state())))
-    resumed.observe(HOPELESS, step(skipped=1))
-    assert resumed.is_hopeless

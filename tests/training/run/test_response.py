@@ -37,8 +37,7 @@ from tests.training.runs import (
 start = starter("training.steps=20", "training.save_every=4")
 
 
-def test_a_batch_that_is_not_finite_is_skipped_and_located(text, tmp_path, capsys):
-    out = tmp_path / "run"
+def test_a_batch_that_is_not_finite_is_skipped_and_located(text, out, capsys):
     loop = poison(start(text, out, "training.steps=6"), [2], math.nan)
     assert loop.run().finished
     (skip,) = events_of(out, "skip")
@@ -53,8 +52,7 @@ def test_a_batch_that_is_not_finite_is_skipped_and_located(text, tmp_path, capsy
     assert loop.session.applied() == 5
 
 
-def test_a_loss_that_is_not_finite_counts_though_its_gradients_are(text, tmp_path, capsys):
-    out = tmp_path / "run"
+def test_a_loss_that_is_not_finite_counts_though_its_gradients_are(text, out, capsys):
     loop = start(text, out, "training.steps=80")
     real = loop.session._loss
     loop.session._loss = lambda x, y: real(x, y) + (math.inf if loop.tally.step >= 5 else 0.0)
@@ -76,8 +74,7 @@ def test_a_token_of_shards_is_found_by_file_and_offset(tmp_path):
     assert places == [(a, 2), (a, 3), (a, 4), (a, 5), (b, 0), (b, 1), (b, 2)]
 
 
-def test_a_run_that_diverged_names_the_tensor_and_keeps_the_checkpoint_from_before(text, tmp_path):
-    out = tmp_path / "run"
+def test_a_run_that_diverged_names_the_tensor_and_keeps_the_checkpoint_from_before(text, out):
     loop = start(text, out, "training.steps=100", "training.save_every=5", "training.keep_last=1")
     at_step(loop, 13, lambda: ruin(loop))
     with pytest.raises(
@@ -92,16 +89,16 @@ def test_a_run_that_diverged_names_the_tensor_and_keeps_the_checkpoint_from_befo
     assert "not finite" in stop["reason"]
 
 
-def test_an_update_that_ruins_the_weights_it_saves_does_not_push_out_the_ones_before(text, tmp_path):
-    out = tmp_path / "run"
-    loop = ruin_by_update(start(text, out, "training.steps=100", "training.save_every=10"), 20)
+@pytest.mark.parametrize(("keep", "kept"), [([], [10, 50, 60]), (["training.keep_last=1"], [10, 60])])
+def test_an_update_that_ruins_the_weights_it_saves_does_not_push_out_the_ones_before(text, out, keep, kept):
+    loop = ruin_by_update(start(text, out, "training.steps=100", "training.save_every=10", *keep), 20)
     with pytest.raises(HalfstepError, match="50 steps in a row") as caught:
         loop.run()
     left = {p.name: checkpoint.load(p)[0] for p in checkpoint.step_folders(out / "checkpoints")}
-    assert [*left] == ["step-000010", "step-000050", "step-000060"]
+    assert [*left] == [f"step-{step:06d}" for step in kept]
     weight = np.frombuffer(left["step-000010"]["model.blocks.0.mlp.up.weight"].data, np.float32)
     assert np.isfinite(weight).all()
-    assert "step-000010" in caught.value.hint
+    assert f"--init {out / 'checkpoints' / 'step-000010'}" in caught.value.hint
 
 
 def test_a_run_that_never_was_finite_leaves_a_checkpoint_too(text, tmp_path):
@@ -165,8 +162,7 @@ def test_a_spike_rolls_back_past_its_data_and_is_the_same_when_it_is_resumed(tex
     (rollback,) = events_of(whole, "rollback")
     assert (rollback["step"], rollback["to"], rollback["skipped_data"]) == (13, 8, 5)
     state, manifest = final_state(whole)
-    assert manifest["data"]["left_out"] == 5
-    assert manifest["data"]["position"]["tokens"] == 25 * 2 * 16
+    assert (manifest["data"]["left_out"], manifest["data"]["position"]["tokens"]) == (5, 25 * 2 * 16)
     assert [e["step"] for e in events_of(whole, "checkpoint")] == [4, 8, 12, 12, 16, 20]
 
     def after_rollback(steps):
@@ -223,8 +219,7 @@ def test_after_a_rollback_bad_data_is_located_past_what_was_skipped(text, tmp_pa
     assert np.array_equal(seen[0], loop.batches.at(bad[-1]))
 
 
-def test_skipped_data_stays_skipped(text, tmp_path):
-    out = tmp_path / "run"
+def test_skipped_data_stays_skipped(text, out):
     assert poison(start(text, out, ROLLBACK), range(10, 16), 10.0).run().finished
     rollbacks = [(e["step"], e["to"], e["skipped_data"]) for e in events_of(out, "rollback")]
     assert rollbacks == [(13, 8, 5), (11, 8, 3)]
@@ -242,21 +237,15 @@ def test_a_rollback_is_the_same_if_steps_are_read_late(text, tmp_path, monkeypat
     assert found[0] == found[1]
 
 
-def test_without_rollback_a_spike_changes_nothing(text, tmp_path):
-    assert poison(start(text, tmp_path / "run"), range(10, 14), 10.0).run().finished
-    assert events_of(tmp_path / "run", "spike", "rollback") == []
-
-
-def test_a_spike_without_a_checkpoint_before_it_is_a_warning(text, tmp_path):
-    out = tmp_path / "run"
-    loop = poison(start(text, out, ROLLBACK, "training.save_every=50"), range(10, 13), 10.0)
-    assert loop.run().finished
+def test_a_spike_changes_nothing_without_rollback_and_is_a_warning_without_a_checkpoint(text, tmp_path, out):
+    assert poison(start(text, tmp_path / "plain"), range(10, 14), 10.0).run().finished
+    assert events_of(tmp_path / "plain", "spike", "rollback") == []
+    assert poison(start(text, out, ROLLBACK, "training.save_every=50"), range(10, 13), 10.0).run().finished
     (warning,) = events_of(out, "warning")
     assert "no checkpoint from before" in warning["message"]
 
 
-def test_endless_spikes_stop_the_run(text, tmp_path):
-    out = tmp_path / "run"
+def test_endless_spikes_stop_the_run(text, out):
     loop = poison(start(text, out, ROLLBACK, "training.steps=40"), range(10, 60), 10.0)
     with pytest.raises(HalfstepError, match="spiked again after 3 rollbacks to step 8"):
         loop.run()
@@ -301,13 +290,17 @@ def test_a_disk_that_refuses_for_a_while_changes_nothing_but_the_record(text, tm
     assert final_state(out)[0] == final_state(plain)[0]
 
 
-def test_a_folder_in_use_is_refused_until_its_run_is_over(text, tmp_path):
+def test_a_folder_in_use_is_refused_until_its_run_is_over_and_a_refused_resume_frees_it(text, tmp_path):
     loop = start(text, tmp_path / "run", "training.steps=2")
     for again in (True, False):
         with pytest.raises(LockedError, match=f"process {os.getpid()}"):
             start(text, tmp_path / "run", "training.steps=2", resume=again)
     loop.run()
     start(text, tmp_path / "run", "training.steps=2", resume=True).run()
+    with pytest.raises(ConfigError) as kept:  # the error holds the frames, and they hold the loop
+        start(text, tmp_path / "run", "training.steps=3", resume=True)
+    start(text, tmp_path / "run", "training.steps=2", resume=True)
+    assert kept is not None
 
 
 def test_a_folder_stays_in_use_while_what_a_deadline_left_behind_is_still_written(text, tmp_path, monkeypatch):
@@ -328,16 +321,7 @@ def test_a_folder_stays_in_use_while_what_a_deadline_left_behind_is_still_writte
     assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-000001"]
 
 
-def test_a_refused_resume_frees_the_folder(text, tmp_path):
-    start(text, tmp_path / "run", "training.steps=2").run()
-    with pytest.raises(ConfigError) as kept:  # the error holds the frames, and they hold the loop
-        start(text, tmp_path / "run", "training.steps=3", resume=True)
-    start(text, tmp_path / "run", "training.steps=2", resume=True)
-    assert kept is not None
-
-
-def test_the_best_is_kept_and_recorded(text, tmp_path, monkeypatch):
-    out = tmp_path / "run"
+def test_the_best_is_kept_and_recorded(text, out, monkeypatch):
     evaluations_find({4: 3.0, 8: 1.0, 12: 2.0, 16: 2.5, 20: 2.0}, monkeypatch)
     start(text, out, "training.validate_every=4", "training.keep_best=true", "training.keep_last=1").run()
     assert sorted(path.name for path in (out / "checkpoints").iterdir()) == ["step-000008", "step-000020"]
@@ -353,17 +337,12 @@ def test_keeping_a_best_that_is_never_evaluated_is_a_warning(text, tmp_path):
     assert events_of(tmp_path / "fine", "warning") == []
 
 
-def test_resuming_in_another_order_of_the_data_is_refused(text, tmp_path, monkeypatch):
-    out = tmp_path / "run"
+def test_resuming_in_another_order_is_refused_and_with_other_software_a_warning(text, out, monkeypatch):
     interrupt_at(start(text, out), 5)
-    monkeypatch.setattr(batches, "SORTED_AT_MOST", 10)
-    with pytest.raises(DataError, match=r"in the order `sorted`.* would continue in `keyed`"):
-        start(text, out, resume=True)
-
-
-def test_resuming_with_other_software_is_a_warning(text, tmp_path, monkeypatch):
-    out = tmp_path / "run"
-    interrupt_at(start(text, out), 5)
+    with monkeypatch.context() as patch:
+        patch.setattr(batches, "SORTED_AT_MOST", 10)
+        with pytest.raises(DataError, match=r"in the order `sorted`.* would continue in `keyed`"):
+            start(text, out, resume=True)
     monkeypatch.setattr("halfstep.torch.session.version", "99.0")
     start(text, out, resume=True).run()
     (warning,) = events_of(out, "warning")
@@ -371,8 +350,7 @@ def test_resuming_with_other_software_is_a_warning(text, tmp_path, monkeypatch):
     assert "and is 99.0: the bits may differ" in warning["message"]
 
 
-def test_the_manifest_holds_what_a_resume_needs(text, tmp_path):
-    out = tmp_path / "run"
+def test_the_manifest_holds_what_a_resume_needs(text, tmp_path, out):
     start(text, out, "training.steps=4").run()
     manifest = final_state(out)[1]
     assert manifest["aliases"] == {"model.lm_head.weight": "model.embed.weight"}
@@ -385,8 +363,7 @@ def test_the_manifest_holds_what_a_resume_needs(text, tmp_path):
     assert final_state(tmp_path / "untied")[1]["aliases"] == {}
 
 
-def test_a_run_that_died_between_its_last_step_and_its_end_gets_its_end(text, tmp_path, monkeypatch):
-    out = tmp_path / "run"
+def test_a_run_that_died_between_its_last_step_and_its_end_gets_its_end(text, out, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(Loop, "_finish", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
@@ -398,8 +375,7 @@ def test_a_run_that_died_between_its_last_step_and_its_end_gets_its_end(text, tm
     assert [event["step"] for event in events_of(out, "end")] == [4]
 
 
-def test_an_evaluation_does_not_keep_a_signal_waiting(text, tmp_path):
-    out = tmp_path / "run"
+def test_an_evaluation_does_not_keep_a_signal_waiting(text, out):
     loop = start(text, out, "training.validate_every=3", "training.validation_tokens=640", deadline=20.0)
     seen, real = [], loop.session._loss
 
@@ -441,12 +417,8 @@ def test_other_backends_resume_bit_for_bit_too(text, tmp_path, backend):
 
 
 def test_determinism_sets_early_variables_and_refuses_what_cannot(tmp_path, monkeypatch):
-    names = [
-        "CUBLAS_WORKSPACE_CONFIG",
-        "TORCHINDUCTOR_DETERMINISTIC",
-        "TORCHINDUCTOR_CACHE_DIR",
-        "TRITON_CACHE_DIR",
-    ]
+    names = ["CUBLAS_WORKSPACE_CONFIG", "TORCHINDUCTOR_DETERMINISTIC", "TORCHINDUCTOR_CACHE_DIR",
+             "TRITON_CACHE_DIR"]  # fmt: skip
     for name in names:
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)

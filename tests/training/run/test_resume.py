@@ -11,7 +11,7 @@ import pytest
 from halfstep.core.errors import ConfigError
 from halfstep.training import paths
 from halfstep.training.checkpoints import checkpoint
-from halfstep.training.data.shards import open_shard
+from halfstep.training.data.shards import ShardedTokens, header, open_shard
 from halfstep.training.data.types import DataError
 from halfstep.training.files import write_whole
 from halfstep.training.run.response import RollBackError
@@ -53,8 +53,7 @@ def test_a_run_with_given_weights_starts_over_with_them(text, tmp_path):
         ("rate = ", "rate = 1", "optimizer.rate"),
     ],
 )
-def test_settings_that_were_edited_by_hand_are_refused(text, tmp_path, was, now, key):
-    out = tmp_path / "run"
+def test_settings_that_were_edited_by_hand_are_refused(text, out, was, now, key):
     interrupt_at(start(text, out), 9)
     path = out / paths.CONFIG
     lines = path.read_text().splitlines()
@@ -66,19 +65,14 @@ def test_settings_that_were_edited_by_hand_are_refused(text, tmp_path, was, now,
     assert "set it back in run.toml" in caught.value.hint
 
 
-def write_shards(folder, numbers):
-    folder.mkdir()
-    for name, tokens in numbers.items():
-        header = np.zeros(256, "<i4")
-        header[:3] = 20240520, 1, len(tokens)
-        (folder / f"{name}.bin").write_bytes(header.tobytes() + np.asarray(tokens, "<u2").tobytes())
-    return folder
-
-
 @pytest.fixture
 def shards(tmp_path):
-    draw = np.random.default_rng(0).integers
-    return write_shards(tmp_path / "shards", {"a": draw(0, 200, 4000), "b_val": draw(0, 200, 400)})
+    draw, folder = np.random.default_rng(0).integers, tmp_path / "shards"
+    folder.mkdir()
+    for name, size in (("a", 4000), ("b_val", 400)):
+        tokens = draw(0, 200, size).astype("<u2").tobytes()
+        (folder / f"{name}.bin").write_bytes(header(size, np.dtype("<u2")) + tokens)
+    return folder
 
 
 @pytest.mark.parametrize("late", [False, True])
@@ -113,8 +107,6 @@ def test_a_shard_that_is_cut_short_in_use_is_an_error_and_no_bus_error(shards, t
 
 
 def test_what_is_read_of_a_cut_shard_is_refused_by_slices_too(shards):
-    from halfstep.training.data.shards import ShardedTokens
-
     tokens = ShardedTokens([open_shard(shards / "a.bin")], 256)
     os.truncate(shards / "a.bin", 1100)
     with pytest.raises(DataError, match="truncated"):
@@ -135,9 +127,8 @@ def test_a_run_folder_that_is_moved_away_is_not_made_again(text, tmp_path, capsy
 
 
 @pytest.mark.parametrize("deadline", [60.0, None])
-def test_an_artifact_is_skipped_under_a_deadline(text, tmp_path, capsys, deadline):
+def test_an_artifact_is_skipped_under_a_deadline(text, out, capsys, deadline):
     """A scheduler would kill the run in the middle of it; its last step is saved."""
-    out = tmp_path / "run"
     loop = start(text, out, "artifact.format=int8-zlib", deadline=deadline)
     save = loop.checkpointer.save_last
 
@@ -162,8 +153,7 @@ def test_links_in_a_run_folder_lead_nowhere(text, tmp_path):
     assert precious.read_text() == "mine"
     (out / "run.toml.partial").symlink_to(precious)
     write_whole(out / "run.toml", b"new")
-    assert precious.read_text() == "mine"
-    assert (out / "run.toml").read_bytes() == b"new"
+    assert (precious.read_text(), (out / "run.toml").read_bytes()) == ("mine", b"new")
 
 
 def test_a_record_that_is_a_link_is_refused(text, tmp_path):
@@ -195,8 +185,7 @@ def test_events_that_a_disk_never_took_are_reported_lost(text, tmp_path, capsys)
     assert re.search(r"NOT WRITTEN: the last \d events are lost: .*No space left on device", words)
 
 
-def test_a_checkpoint_that_is_pruned_while_it_is_read_gives_way_to_the_next(text, tmp_path, monkeypatch):
-    out = tmp_path / "run"
+def test_a_checkpoint_that_is_pruned_while_it_is_read_gives_way_to_the_next(text, out, monkeypatch):
     start(text, out, "training.keep_last=2").run()
     here, real = out / paths.CHECKPOINTS, checkpoint.load
     expected = real(here / "step-000008")[1]
@@ -258,8 +247,7 @@ def test_a_read_that_failed_once_is_forgotten_by_a_rollback(text, tmp_path, monk
     assert len(failed) == 2
 
 
-def test_steps_that_a_rollback_gave_up_count_for_the_speed(text, tmp_path):
-    out = tmp_path / "run"
+def test_steps_that_a_rollback_gave_up_count_for_the_speed(text, out):
     interrupt_at(start(text, out), 10)
     loop = resume(out)
     assert loop.start == 8
@@ -300,10 +288,9 @@ def test_the_rate_in_the_record_is_that_of_the_matrices(text, tmp_path, name, ra
     assert events_of(tmp_path / "run", "step")[0]["learning_rate"] == pytest.approx(rate)
 
 
-def test_what_changes_bits_is_a_warning(text, tmp_path, monkeypatch):
+def test_what_changes_bits_is_a_warning(text, out, monkeypatch):
     import torch
 
-    out = tmp_path / "run"
     interrupt_at(start(text, out), 6)
     threads = torch.get_num_threads()
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads + 1)
@@ -324,8 +311,7 @@ def test_an_update_may_be_taken_in_other_pieces_of_the_same_sequences(text, tmp_
         with pytest.raises(ConfigError, match=r"training\.(batch|micro_batches) was"):
             start(text, out, *settings, resume=True)
         return
-    loop = start(text, out, *settings, resume=True)
-    assert loop.run().finished
+    assert start(text, out, *settings, resume=True).run().finished
     # From the weights of step 4, the loss of step 5 is of the same 32 tokens, added up in another order, as may be
     # the sums inside: some 20 in a series, of 256 at most, as in the conformance suite.
     found, expected = (

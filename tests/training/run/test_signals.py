@@ -39,7 +39,7 @@ def test_the_first_signal_is_a_request(name):
     assert handlers() == before
 
 
-def test_a_second_sigint_interrupts():
+def test_a_second_sigint_interrupts_and_a_second_sigterm_does_not():
     before = handlers()
     with StopRequest() as stop:
         send(signal.SIGINT)
@@ -47,9 +47,6 @@ def test_a_second_sigint_interrupts():
         with pytest.raises(KeyboardInterrupt):
             send(signal.SIGINT)
     assert handlers() == before
-
-
-def test_sigterm_again_changes_nothing_and_sigint_after_it_interrupts():
     with StopRequest() as stop:
         send(signal.SIGTERM)
         send(signal.SIGTERM)
@@ -57,10 +54,6 @@ def test_sigterm_again_changes_nothing_and_sigint_after_it_interrupts():
         with pytest.raises(KeyboardInterrupt):
             send(signal.SIGINT)
         assert stop.requested == "SIGTERM"
-
-
-def test_handlers_come_back_after_an_error():
-    before = handlers()
     with pytest.raises(RuntimeError), StopRequest():
         raise RuntimeError
     assert handlers() == before

@@ -4,7 +4,6 @@ The real packages write, and what they wrote is read back; tests of packages tha
 """
 
 import contextlib
-import errno
 import json
 import math
 import os
@@ -18,12 +17,12 @@ from pathlib import Path
 
 import pytest
 
-from halfstep.config.load import load
+from halfstep.config.load import load, to_toml
 from halfstep.core.errors import ConfigError, HalfstepError
 from halfstep.training.telemetry import loggers
 from halfstep.training.telemetry.events import Events, read_events
 from halfstep.training.telemetry.loggers import Board, curve_of, numbers_of
-from tests.training.runs import interrupt_at, starter
+from tests.training.runs import full, interrupt_at, raising, starter
 
 ROOT = Path(__file__).parents[3]
 BASE = ["training.steps=6", "training.validate_every=3", "training.save_every=2"]
@@ -34,8 +33,7 @@ def start(text, tmp_path):
     """Starts or resumes a run with the loggers that are named."""
 
     def started(*names, resume=False):
-        named = f"training.loggers={json.dumps(names)}"
-        return starter(*BASE)(text, tmp_path / "run", named, resume=resume)
+        return starter(*BASE)(text, tmp_path / "run", f"training.loggers={json.dumps(names)}", resume=resume)
 
     return started
 
@@ -109,16 +107,8 @@ def test_a_logger_gets_the_numbers_of_the_events(start, events, planted):
 
 
 def test_numbers_are_named_by_what_they_are_of():
-    event = {
-        "event": "step",
-        "time": 5.0,
-        "step": 3,
-        "loss": math.nan,
-        "mfu": None,
-        "tokens": 7,
-        "flag": True,
-        "note": "x",
-    }
+    event = {"event": "step", "time": 5.0, "step": 3, "loss": math.nan, "mfu": None, "tokens": 7, "flag": True,
+             "note": "x"}  # fmt: skip
     found = curve_of(event)
     assert list(found) == ["train/loss", "train/tokens"]
     assert math.isnan(found["train/loss"])
@@ -146,10 +136,7 @@ def test_a_logger_that_fails_is_dropped_with_one_warning(start, events, planted,
 
 
 def test_a_new_run_refuses_a_logger_that_cannot_start(start, events, monkeypatch):
-    def opens(name, where):
-        raise OSError("no route to host")
-
-    monkeypatch.setattr(loggers, "_open", opens)
+    monkeypatch.setattr(loggers, "_open", raising(OSError("no route to host")))
     with pytest.raises(HalfstepError, match="`tensorboard` cannot start: OSError: no route to host"):
         start("tensorboard").run()
 
@@ -157,11 +144,7 @@ def test_a_new_run_refuses_a_logger_that_cannot_start(start, events, monkeypatch
 def test_a_resumed_run_drops_a_logger_that_cannot_start(start, events, planted, monkeypatch):
     planted(Recorder())
     interrupt_at(start("tensorboard"), 5)
-
-    def opens(name, where):
-        raise OSError("no route to host")
-
-    monkeypatch.setattr(loggers, "_open", opens)
+    monkeypatch.setattr(loggers, "_open", raising(OSError("no route to host")))
     assert start("tensorboard", resume=True).run().finished
     (warned,) = [e["message"] for e in events() if e["event"] == "warning"]
     assert "cannot start and is dropped" in warned
@@ -173,8 +156,7 @@ def test_a_resumed_run_is_the_same_run_to_its_loggers(start, planted):
     interrupt_at(start("tensorboard"), 5)  # after the checkpoint of step 4
     assert first.calls[-1][:2] == ("close", True)
     start("tensorboard", resume=True).run()
-    assert opened[0].id == opened[1].id
-    assert opened[1].resumed_from == 4
+    assert (opened[0].id, opened[1].resumed_from) == (opened[1].id, 4)
     assert second.calls[0] == ("start", 4, 6)
     assert [step for step, _, values in second.curves if "train/loss" in values] == [5, 6]
 
@@ -207,9 +189,6 @@ def test_a_damaged_identity_is_a_warning(tmp_path, planted, left):
 
 
 def test_a_full_disk_that_refuses_the_identity_is_a_warning(tmp_path, planted, monkeypatch):
-    def full(path, content):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
     monkeypatch.setattr("halfstep.training.telemetry.loggers.write_whole", full)
     planted(Recorder())
     warned = []
@@ -229,9 +208,7 @@ def test_a_logger_that_cannot_start_leaves_the_others_alone(tmp_path, monkeypatc
     monkeypatch.setattr(loggers, "_open", opens)
     warned = []
     board = Board(("tensorboard", "wandb"), tmp_path, 4, warn=warned.append).__enter__()
-    assert list(board.loggers) == ["tensorboard"]
-    assert there.calls == []
-    assert len(warned) == 1
+    assert (list(board.loggers), there.calls, len(warned)) == (["tensorboard"], [], 1)
     board = Board(("tensorboard", "wandb"), tmp_path, None, warn=warned.append)
     with pytest.raises(HalfstepError, match="`wandb` cannot start"):
         board.__enter__()  # a new run is refused, and closes what it opened
@@ -248,8 +225,7 @@ def test_without_loggers_nothing_is_written_or_imported(start, tmp_path):
 @pytest.mark.parametrize("name", ["tensorboard", "trackio", "wandb"])
 @pytest.mark.parametrize("leftover", [False, True])
 def test_a_missing_package_is_refused_before_the_run_begins(start, tmp_path, name, leftover, monkeypatch):
-    folder = tmp_path / name
-    folder.mkdir()  # as W&B leaves one behind, and Python takes it for a package
+    (tmp_path / name).mkdir()  # as W&B leaves one behind, and Python takes it for a package
     empty = type("Spec", (), {"origin": None})()
     monkeypatch.setattr(loggers, "find_spec", lambda asked: empty if leftover else None)
     with pytest.raises(ConfigError, match=f"the package `{name}` is not installed") as caught:
@@ -268,8 +244,6 @@ def test_other_names_are_refused(given, said):
 
 
 def test_settings_read_back(tmp_path):
-    from halfstep.config.load import to_toml
-
     config = load("tiny", ['training.loggers=["wandb", "tensorboard"]'])
     (tmp_path / "run.toml").write_text(to_toml(config))
     assert load(str(tmp_path / "run.toml")) == config

@@ -65,21 +65,14 @@ def steps(found, clock, waits, seconds):
     return read
 
 
-def test_a_wait_for_input_is_in_its_step_and_in_the_totals(clock):
+def test_waits_for_input_are_in_their_step_and_what_was_lost_in_the_totals(clock):
     found = meters(clock)
     assert [t["input_wait"] for t in steps(found, clock, [0.5, 0.25], [1, 1])] == [0.5, 0.25]
     assert found.totals()["spent"]["input"] == 0.75
-
-
-def test_what_the_device_did_meanwhile_is_not_lost(clock):
     found = meters(clock, (1.0, None), (1.0, 0.125), (1.0, 9.0))
-    read = steps(found, clock, [0.5, 0.5, 0.5], [1, 1, 1])
-    assert [t["input_wait"] for t in read] == [0.5, 0.5, 0.5]
+    assert [t["input_wait"] for t in steps(found, clock, [0.5, 0.5, 0.5], [1, 1, 1])] == [0.5, 0.5, 0.5]
     # Unknown: all of the wait; a short pause of the device: that; a long one, after an evaluation: the wait.
     assert found.totals()["spent"]["input"] == 0.5 + 0.125 + 0.5
-
-
-def test_waits_of_steps_that_were_given_up_are_not_those_of_others(clock):
     found = meters(clock)
     fed = found.fed(slow(clock, [5.0, 5.0]))
     next(fed), next(fed)  # launched, and never read: the run goes back
@@ -96,18 +89,11 @@ def test_parts_add_up_to_the_wall(clock):
         raise RuntimeError  # what failed took its time too
     clock.now += 1
     spent = found.totals()["spent"]
-    assert spent == {
-        "wall": 12.5,
-        "training": 6.5,
-        "first_step": 4.5,
-        "input": 0.5,
-        "saving": 2.0,
-        "evaluation": 3.0,
-        "other": 1.0,
-    }
+    assert spent == {"wall": 12.5, "training": 6.5, "first_step": 4.5, "input": 0.5, "saving": 2.0,
+                     "evaluation": 3.0, "other": 1.0}  # fmt: skip
 
 
-def test_busy_and_utilization_are_of_the_steps_after_the_first(clock):
+def test_busy_utilization_and_speed_are_of_the_steps_after_the_first(clock):
     found = meters(clock, (9.0, None), (0.5, 0.0), (1.0, 0.0), ceiling=Ceiling(1e9, "by hand"))
     events = steps(found, clock, [0, 0, 0], [10.0, 1.0, 1.0])
     per_step = found.flops_per_step
@@ -116,11 +102,7 @@ def test_busy_and_utilization_are_of_the_steps_after_the_first(clock):
     totals = found.totals()
     assert totals["busy"] == pytest.approx(1.5 / 2.0)
     assert totals["busy_unknown"] is None
-    assert totals["mfu"] == pytest.approx(2 / 2.0 * per_step / 1e9)
-    assert totals["memory"] == 77
-
-
-def test_speed_leaves_the_first_step_out_where_others_say_something(clock):
+    assert (totals["mfu"], totals["memory"]) == (pytest.approx(2 / 2.0 * per_step / 1e9), 77)
     found = meters(clock)
     assert found.speed() == 0.0
     steps(found, clock, [0.0, 0.0], [10.0, 0.0])  # two that were read at once
@@ -130,7 +112,7 @@ def test_speed_leaves_the_first_step_out_where_others_say_something(clock):
     assert found.speed() == pytest.approx(3 / 4.0)
 
 
-def test_the_speed_while_it_runs_forgets_the_first_step(monkeypatch):
+def test_the_speed_while_it_runs_forgets_the_first_step_if_no_pause_did(monkeypatch):
     now = [0.0]
     monkeypatch.setattr("halfstep.training.telemetry.meters.time.perf_counter", lambda: now[0])
     watch, read = Watch(), []
@@ -144,11 +126,6 @@ def test_the_speed_while_it_runs_forgets_the_first_step(monkeypatch):
         now[0] += seconds
         assert watch.read(step) == 1 / 4
     assert watch.seconds == 24 + 12
-
-
-def test_a_pause_before_the_third_step_leaves_nothing_to_forget(monkeypatch):
-    now = [0.0]
-    monkeypatch.setattr("halfstep.training.telemetry.meters.time.perf_counter", lambda: now[0])
     watch = Watch()
     for step, seconds in enumerate((20.0, 1.0, 2.0, 2.0)):
         watch.start(step)
@@ -156,7 +133,7 @@ def test_a_pause_before_the_third_step_leaves_nothing_to_forget(monkeypatch):
         assert watch.read(step + 1) == 1 / seconds
 
 
-def test_an_unknown_number_is_null_with_the_reason(clock):
+def test_an_unknown_number_is_null_with_the_reason_before_any_step_too(clock):
     found = meters(clock, (1.0, None), (1.0, 0.0), None)
     events = steps(found, clock, [0, 0, 0], [1, 1, 1])
     totals = found.totals()
@@ -164,9 +141,6 @@ def test_an_unknown_number_is_null_with_the_reason(clock):
     assert (totals["mfu"], totals["busy"]) == (None, None)
     assert totals["busy_unknown"] == "untimed"
     assert describe_totals(totals, UNMEASURED).startswith("unknown: nobody measured")
-
-
-def test_before_any_step_there_are_totals_too(clock):
     totals = meters(clock).totals()
     assert (totals["mfu"], totals["busy"], totals["spent"]["wall"]) == (None, None, 0.0)
     assert "lost to input 0.0 %" in describe_totals(totals, UNMEASURED)
@@ -203,8 +177,7 @@ def test_a_recorded_ceiling_is_of_the_same_device_and_the_newest(tmp_path):
 
 def test_a_run_records_all_of_it(text, tmp_path):
     ceiling = Ceiling(1e9, "by hand")
-    loop = starter(*BASE)(text, tmp_path / "run", ceiling=ceiling)
-    outcome = loop.run()
+    outcome = starter(*BASE)(text, tmp_path / "run", ceiling=ceiling).run()
     events = read_events(tmp_path / "run" / "events.jsonl")
     start, end = events[0], events[-1]
     assert start["ceiling"] == {"flops": 1e9, "told": "by hand"}
@@ -219,16 +192,14 @@ def test_a_run_records_all_of_it(text, tmp_path):
     assert all(spent[part] > 0 for part in ("first_step", "input", "saving", "evaluation"))
     parts = spent["training"] + spent["saving"] + spent["evaluation"] + spent["other"]
     assert parts == pytest.approx(spent["wall"])
-    waited = sum(e["waited"] for e in events if e["event"] == "checkpoint")
-    assert spent["saving"] >= waited
+    assert spent["saving"] >= sum(e["waited"] for e in events if e["event"] == "checkpoint")
     assert end["mfu"] > 0
     assert (end["busy"], end["busy_unknown"]) == (None, "torch times no steps on cpu")
     assert outcome.totals["spent"] == spent
 
 
 def test_a_stopped_run_records_its_totals(text, tmp_path):
-    loop = starter(*BASE)(text, tmp_path / "run")
-    assert not before_step(loop, stop).run().finished
+    assert not before_step(starter(*BASE)(text, tmp_path / "run"), stop).run().finished
     last = read_events(tmp_path / "run" / "events.jsonl")[-1]
     assert last["event"] == "stop"
     assert last["spent"]["saving"] > 0

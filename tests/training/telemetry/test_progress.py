@@ -9,24 +9,16 @@ import pytest
 from halfstep.training.telemetry.progress import BytesProgress, StepProgress, in_bytes
 
 
-class Clock:
-    def __init__(self):
-        self.now = 100.0
-
-    def __call__(self):
-        return self.now
-
-
 class Terminal(io.StringIO):
     def isatty(self):
         return True
 
 
 def lines(total, seconds_a_step, start=0, **numbers):
-    stream, clock = io.StringIO(), Clock()
-    with StepProgress(total, start=start, stream=stream, clock=clock) as bar:
+    stream, now = io.StringIO(), [100.0]
+    with StepProgress(total, start=start, stream=stream, clock=lambda: now[0]) as bar:
         for step in range(start + 1, total + 1):
-            clock.now += seconds_a_step
+            now[0] += seconds_a_step
             bar.update(step, **numbers)
     return stream.getvalue().splitlines()
 
@@ -35,38 +27,41 @@ def steps(shown):
     return [int(re.match(r"step (\d+)/", line)[1]) for line in shown]
 
 
-def test_a_fast_run_shows_the_first_step_each_tenth_and_the_last():
+def test_a_line_is_shown_each_tenth_or_every_five_seconds_from_where_a_run_is():
     assert steps(lines(1000, 0.001)) == [1, *range(100, 1001, 100)]
     assert steps(lines(3, 0.001)) == [1, 2, 3]
-
-
-def test_a_slow_run_shows_a_line_every_five_seconds():
     assert steps(lines(1000, 0.5))[:6] == [1, 11, 21, 31, 41, 51]
     assert steps(lines(1000, 7.0)) == list(range(1, 1001))
-
-
-def test_a_resumed_run_starts_where_it_is():
     assert steps(lines(1000, 0.001, start=555)) == [556, 600, 700, 800, 900, 1000]
 
 
-def test_a_line_in_full():
+def test_a_line_in_full_without_news_and_without_an_end():
     shown = lines(200, 2.0, loss=3.21449, tokens_per_second=45120.4, memory=1.25 * 2**30, scale=65536.0, skipped=2)
     assert shown[0] == "step 1/200  loss 3.214  45,120 tokens/s  1.2 GiB  scale 65536  2 skipped"
     assert shown[1] == "step 4/200  loss 3.214  45,120 tokens/s  0:06:32 left  1.2 GiB  scale 65536  2 skipped"
     assert shown[-1] == "step 200/200  loss 3.214  45,120 tokens/s  1.2 GiB  scale 65536  2 skipped"
-
-
-def test_no_news_is_not_shown_and_a_bad_loss_is():
     (only,) = lines(1, 1.0, loss=float("nan"), scale=1.0, skipped=0)
     assert only == "step 1/1  loss nan"
     assert lines(1, 1.0) == ["step 1/1"]
+    assert "left" not in lines(3, 1.0, start=1)[-1]
+    stream, now = io.StringIO(), [100.0]
+    with StepProgress(2**63 - 1, stream=stream, clock=lambda: now[0]) as bar:
+        for step in range(1, 30):
+            now[0] += 1.0
+            bar.update(step)
+    assert "left" not in stream.getvalue()
 
 
-def test_notes_are_lines():
+def test_notes_are_lines_on_stderr_and_stdout_stays_clean(capsys):
     stream = io.StringIO()
     with StepProgress(10, stream=stream) as bar:
         bar.note("a [bracketed] note")
     assert stream.getvalue() == "a [bracketed] note\n"
+    with StepProgress(1) as bar:
+        bar.update(1, loss=2.0)
+        bar.note("done")
+    captured = capsys.readouterr()
+    assert (captured.out, captured.err) == ("", "step 1/1  loss 2\ndone\n")
 
 
 def test_the_stream_decides_the_kind(monkeypatch):
@@ -77,16 +72,7 @@ def test_the_stream_decides_the_kind(monkeypatch):
     assert not StepProgress(1, stream=Terminal()).is_live
 
 
-def test_stderr_is_the_stream_and_stdout_stays_clean(capsys):
-    with StepProgress(1) as bar:
-        bar.update(1, loss=2.0)
-        bar.note("done")
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    assert captured.err == "step 1/1  loss 2\ndone\n"
-
-
-def test_a_terminal_shows_a_bar_and_notes_above_it(monkeypatch, capsys):
+def test_a_terminal_shows_bars_and_notes_above_them(monkeypatch, capsys):
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", "120")
     stream = Terminal()
@@ -103,17 +89,17 @@ def test_a_terminal_shows_a_bar_and_notes_above_it(monkeypatch, capsys):
     assert "loss 1.5  3 skipped" in last
     assert "scale" not in last
     assert capsys.readouterr().out == "data\n"  # stdout is not redirected
+    stream = Terminal()
+    with BytesProgress("packing", stream) as show:
+        show(4000, 4000, 1100)
+    last = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", stream.getvalue()).rstrip().splitlines()[-1]
+    assert "packing  3.9 KiB of 3.9 KiB" in last
+    assert "100.0%  1,100 tokens" in last
 
 
 @pytest.mark.parametrize(
     ("number", "text"),
-    [
-        (0, "0 bytes"),
-        (1023, "1023 bytes"),
-        (1024, "1.0 KiB"),
-        (1.5 * 2**30, "1.5 GiB"),
-        (2.0**63, "8192.0 PiB"),
-    ],
+    [(0, "0 bytes"), (1023, "1023 bytes"), (1024, "1.0 KiB"), (1.5 * 2**30, "1.5 GiB"), (2.0**63, "8192.0 PiB")],
 )
 def test_bytes_in_words(number, text):
     assert in_bytes(number) == text
@@ -165,16 +151,6 @@ def test_without_a_stream_there_are_no_words(monkeypatch, capsys):
     assert capsys.readouterr().out == ""
 
 
-def test_an_endless_run_shows_no_time_left():
-    assert "left" not in lines(3, 1.0, start=1)[-1]
-    stream, clock = io.StringIO(), Clock()
-    with StepProgress(2**63 - 1, stream=stream, clock=clock) as bar:
-        for step in range(1, 30):
-            clock.now += 1.0
-            bar.update(step)
-    assert "left" not in stream.getvalue()
-
-
 def test_bytes_are_timed_from_the_first_update(capsys):
     now = [0.0]
     with BytesProgress("packing", clock=lambda: now[0]) as show:
@@ -186,14 +162,3 @@ def test_bytes_are_timed_from_the_first_update(capsys):
         "packing  2.0 KiB of 3.9 KiB  50.0%  700 tokens  20 tokens/s  0:00:20 left",
         "packing  3.9 KiB of 3.9 KiB  100.0%  1,100 tokens  30 tokens/s",
     ]
-
-
-def test_a_terminal_shows_a_bar_of_bytes(monkeypatch):
-    monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setenv("COLUMNS", "120")
-    stream = Terminal()
-    with BytesProgress("packing", stream) as show:
-        show(4000, 4000, 1100)
-    last = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", stream.getvalue()).rstrip().splitlines()[-1]
-    assert "packing  3.9 KiB of 3.9 KiB" in last
-    assert "100.0%  1,100 tokens" in last

@@ -22,6 +22,7 @@ from halfstep.training.loop import Loop
 from halfstep.training.telemetry.events import read_events
 from halfstep.training.weights import artifact
 from halfstep.training.weights.artifact import ArtifactError, decode, encode, masters, quantize
+from tests.training.runs import raising
 
 MODEL = replace(
     load("golf").model, vocabulary=32, context=8, layers=3, width=16, heads=4, kv_heads=2, mlp_width=32
@@ -35,8 +36,7 @@ DATA = encode(WEIGHTS.items(), MODEL)
 
 def test_it_comes_back_within_half_a_scale_and_fp16():
     model, found = decode(DATA)
-    assert model == MODEL
-    assert found.keys() == WEIGHTS.keys()
+    assert (model, found.keys()) == (MODEL, WEIGHTS.keys())
     for name, value in WEIGHTS.items():
         assert found[name].dtype == np.float32
         if name.endswith(".weight"):
@@ -65,19 +65,12 @@ def test_no_weight_is_off_by_more_than_half_its_scale(matrix):
     assert (scale <= np.maximum(least * (1 + 2.0**-10), least + 2.0**-24)).all()
 
 
-def test_rows_have_scales_of_their_own_and_a_row_of_zeros_stays_zero():
-    matrix = np.array([[0, 0, 0], [127, -63.5, 1], [1e-4, -2e-4, 1.5e-4]], np.float32)
-    numbers, scale = quantize(matrix)
-    assert scale[0] == 0
-    assert scale[1] == 1
-    assert numbers.tolist()[:2] == [[0, 0, 0], [127, -64, 1]]
+def test_rows_have_scales_of_their_own_and_the_same_weights_are_the_same_bytes():
+    numbers, scale = quantize(np.array([[0, 0, 0], [127, -63.5, 1], [1e-4, -2e-4, 1.5e-4]], np.float32))
+    assert (scale[0], scale[1], numbers.tolist()[:2]) == (0, 1, [[0, 0, 0], [127, -64, 1]])
     assert abs(numbers[2]).max() > 100
-
-
-def test_the_same_weights_are_the_same_bytes():
     assert encode(iter(WEIGHTS.items()), MODEL) == DATA
-    other = {**WEIGHTS, "embed.weight": -WEIGHTS["embed.weight"]}
-    assert encode(other.items(), MODEL) != DATA
+    assert encode({**WEIGHTS, "embed.weight": -WEIGHTS["embed.weight"]}.items(), MODEL) != DATA
 
 
 @pytest.mark.parametrize("place", [0, 7, 8, 39, 40, 47, 48, 60, len(DATA) // 2, len(DATA) - 1])
@@ -158,20 +151,9 @@ def test_masters_are_read_however_they_are_held():
     assert list(bf16) == list(parameter_shapes(model))
 
 
-SMALL = [
-    "model.vocabulary=256",
-    "model.context=16",
-    "model.layers=2",
-    "model.width=16",
-    "model.heads=4",
-    "model.kv_heads=2",
-    "model.mlp_width=32",
-    "training.batch=2",
-    "training.micro_batches=1",
-    "training.steps=2",
-    "training.compile=false",
-    "training.validation_tokens=64",
-]
+SMALL = ["model.vocabulary=256", "model.context=16", "model.layers=2", "model.width=16", "model.heads=4",
+         "model.kv_heads=2", "model.mlp_width=32", "training.batch=2", "training.micro_batches=1",
+         "training.steps=2", "training.compile=false", "training.validation_tokens=64"]  # fmt: skip
 
 
 @pytest.mark.parametrize("ema", [0.0, 0.5])
@@ -205,10 +187,7 @@ def test_golf_ends_with_an_artifact_that_was_loaded_and_scored(tmp_path, policy,
 
 @pytest.mark.parametrize("words", ["can't allocate memory", "a defect"])
 def test_a_run_whose_artifact_does_not_fit_into_memory_is_kept(tmp_path, monkeypatch, words):
-    def scored(*given):
-        raise RuntimeError(words)
-
-    monkeypatch.setattr(artifact, "score", scored)
+    monkeypatch.setattr(artifact, "score", raising(RuntimeError(words)))
     text = tmp_path / "text.txt"
     text.write_text("\n\n".join(f"line {i} of {i * i}" for i in range(400)))
     config = load("golf", [*SMALL, f"data.source={text}"])

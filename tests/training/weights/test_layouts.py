@@ -50,13 +50,20 @@ def weights_at(path, model=TINY):
     return dict(open_pretrained(str(path), model).weights())
 
 
-def test_every_parameter_is_found_whatever_the_prefix(tmp_path):
+def test_every_parameter_is_found_whatever_the_prefix_and_in_a_single_file(tmp_path):
     tensors = tensors_of()
     bare = weights_at(write(tmp_path / "bare", tensors))
     assert {name: value.shape for name, value in bare.items()} == parameter_shapes(TINY)
     prefixed = weights_at(write(tmp_path / "with", {f"transformer.{name}": t for name, t in tensors.items()}))
     assert all((bare[name] == prefixed[name]).all() for name in bare)
     assert (bare["blocks.0.attn.v.weight"] == tensors["h.0.attn.c_attn.weight"][:, 64:].T).all()
+    path = write(tmp_path, config=None) / "model.safetensors"
+    found = open_pretrained(str(path), TINY)
+    assert any("no config.json describes it" in note and "unchecked" in note for note in found.notes)
+    assert found.digest == hashlib.sha256(path.read_bytes()).hexdigest()
+    (tmp_path / "config.json").write_text(json.dumps({**CONFIG, "n_head": 8}))  # one next to it is believed
+    with pytest.raises(HalfstepError, match=r"model\.heads is 8 there and 4 here"):
+        open_pretrained(str(path), TINY)
 
 
 def test_masks_and_a_repeated_head_are_skipped_with_a_note(tmp_path):
@@ -71,30 +78,14 @@ def test_masks_and_a_repeated_head_are_skipped_with_a_note(tmp_path):
     assert {name for name, _ in found.weights()} == parameter_shapes(TINY).keys()
 
 
-def test_a_shorter_context_uses_the_first_positions_with_a_note(tmp_path):
+def test_contexts_vocabularies_and_formats_are_made_to_fit_with_a_note(tmp_path):
     found = open_pretrained(str(write(tmp_path)), replace(TINY, context=10))
     assert (dict(found.weights())["positions.weight"] == tensors_of()["wpe.weight"][:10]).all()
     assert "the first 10 of 16 positions are used" in found.notes
-
-
-def test_padding_rows_are_the_mean_of_the_others(tmp_path):
     embedding = weights_at(write(tmp_path), replace(TINY, vocabulary=130))["embed.weight"]
     mean = np.float64(tensors_of()["wte.weight"]).mean(0).astype(np.float32)
     assert (embedding[:VOCABULARY] == tensors_of()["wte.weight"]).all()
     assert (embedding[VOCABULARY:] == mean).all()
-
-
-def test_a_single_file_is_read_with_a_note_on_what_is_unchecked(tmp_path):
-    path = write(tmp_path, config=None) / "model.safetensors"
-    found = open_pretrained(str(path), TINY)
-    assert any("no config.json describes it" in note and "unchecked" in note for note in found.notes)
-    assert found.digest == hashlib.sha256(path.read_bytes()).hexdigest()
-    (tmp_path / "config.json").write_text(json.dumps({**CONFIG, "n_head": 8}))  # one next to it is believed
-    with pytest.raises(HalfstepError, match=r"model\.heads is 8 there and 4 here"):
-        open_pretrained(str(path), TINY)
-
-
-def test_halves_of_fp32_widen_exactly(tmp_path):
     narrow = {name: t.astype(np.float16) for name, t in tensors_of().items()}
     found = open_pretrained(str(write(tmp_path, narrow)), TINY)
     assert any("held in fp16 and widened to fp32, exactly" in note for note in found.notes)
@@ -114,20 +105,14 @@ CONFIGS = {
     "activation": ({"activation_function": "relu"}, "activation_function = 'relu', which no setting", "prepare"),
     "attention": ({"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx = True", "prepare"),
     "no attention scale": ({"scale_attn_weights": False}, "scale_attn_weights = False", "prepare"),
-    "another model": (
-        {"model_type": "llama"},
-        "is a model of type `llama`; weights are read of gpt2, qwen3",
-        "any",
-    ),
+    "another model": ({"model_type": "llama"}, "is a model of type `llama`; weights are read of gpt2, qwen3",
+                      "any"),
     "quantized": ({"quantization_config": {}}, "are quantized", "use the unquantized ones"),
     "no number": ({"n_embd": "wide"}, "does not describe a model", "fetch"),
     "nothing": ({"n_embd": None}, "does not describe a model", "fetch"),
-    "not even": (
-        {"n_head": 7},
-        "does not describe a model: model.width is 32, which 7 heads do not divide",
-        "fetch",
-    ),
-}
+    "not even": ({"n_head": 7}, "does not describe a model: model.width is 32, which 7 heads do not divide",
+                 "fetch"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(("changes", "said", "hint"), CONFIGS.values(), ids=CONFIGS)
@@ -144,24 +129,18 @@ def set_tensor(name, value):
 
 NAN = np.full((32,), np.nan, np.float32)
 FAULTS = {
-    "missing": (
-        lambda t: t.pop("h.1.mlp.c_fc.bias"),
-        "no tensor `h.1.mlp.c_fc.bias`, which is `blocks.1.mlp.up.bias`",
-    ),
+    "missing": (lambda t: t.pop("h.1.mlp.c_fc.bias"),
+                "no tensor `h.1.mlp.c_fc.bias`, which is `blocks.1.mlp.up.bias`"),
     "unknown": (set_tensor("score.weight", np.zeros((2, 32), np.float32)), "`score.weight` of .* has no place"),
     "shape": (set_tensor("h.1.ln_1.bias", np.zeros(31, np.float32)), r"shape \(31,\), expected \(32,\)"),
-    "transposed": (
-        set_tensor("h.1.mlp.c_fc.weight", np.zeros((128, 32), np.float32)),
-        r"shape \(128, 32\), expected \(32, 128\)",
-    ),
+    "transposed": (set_tensor("h.1.mlp.c_fc.weight", np.zeros((128, 32), np.float32)),
+                   r"shape \(128, 32\), expected \(32, 128\)"),
     "fp64": (set_tensor("ln_f.bias", np.zeros(32)), "`ln_f.bias` in .* is held in F64"),
     "whole numbers": (set_tensor("ln_f.bias", np.zeros(32, np.int8)), "is held in I8"),
     "not finite": (set_tensor("ln_f.bias", NAN), "`ln_f.bias` of .* numbers that are not finite: 32 of 32"),
-    "a head that differs": (
-        set_tensor("lm_head.weight", np.zeros((VOCABULARY, 32), np.float32)),
-        "ties head and embedding",
-    ),
-}
+    "a head that differs": (set_tensor("lm_head.weight", np.zeros((VOCABULARY, 32), np.float32)),
+                            "ties head and embedding"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(("change", "said"), FAULTS.values(), ids=FAULTS)
@@ -202,21 +181,15 @@ BAD_QWEN3 = {
     "rope base": ({"rope_theta": 10000}, "rope_base is 10000.0 there and 1000000.0 here"),
     "longer": ({"max_position_embeddings": 8}, "context is 8 there and 16 here"),
     "groups": ({"num_key_value_heads": 4}, "kv_heads is 4 there and 2 here"),
-    "part of a head": (
-        {"rope_parameters": {"partial_rotary_factor": 0.5}},
-        "partial_rotary_factor = 0.5, which no",
-    ),
-    "part of a head, as it was": (
-        {"partial_rotary_factor": 0.25},
-        "partial_rotary_factor = 0.25, which no setting",
-    ),
+    "part of a head": ({"rope_parameters": {"partial_rotary_factor": 0.5}},
+                       "partial_rotary_factor = 0.5, which no"),
+    "part of a head, as it was": ({"partial_rotary_factor": 0.25},
+                                  "partial_rotary_factor = 0.25, which no setting"),
     "part of a head, scaled": ({"rope_scaling": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor = 0.5"),
-    "yarn next to a default": (
-        {"rope_parameters": {"rope_type": "default"}, "rope_scaling": {"type": "yarn"}},
-        "rope_type = 'yarn'",
-    ),
+    "yarn next to a default": ({"rope_parameters": {"rope_type": "default"}, "rope_scaling": {"type": "yarn"}},
+                               "rope_type = 'yarn'"),
     "no table": ({"rope_scaling": ["yarn"]}, "does not describe a model"),
-}
+}  # fmt: skip
 
 
 def qwen3_tensors():
@@ -247,37 +220,23 @@ def test_what_qwen3_can_be_and_our_decoder_not_is_refused(changes, said, tmp_pat
         open_pretrained(str(tmp_path), model)
 
 
-def test_a_head_that_is_rotated_whole_is_ours(tmp_path):
-    whole = {"rope_parameters": {**QWEN3.get("rope_parameters", {}), "partial_rotary_factor": 1.0}}
-    write(tmp_path, qwen3_tensors(), {**QWEN3, **whole, "partial_rotary_factor": 1})
-    assert weights_at(tmp_path, TINY_QWEN3).keys() == parameter_shapes(TINY_QWEN3).keys()
-
-
 ODD = {
     "nothing there": (lambda path: path / "gpt2", "there is no file or folder", "hf download"),
     "a name too long": (lambda path: "a" * 5000, "cannot be read", "write the path out"),
-    "a file name too long": (
-        lambda path: path / f"{'a' * 300}.safetensors",
-        "File name too long",
-        "write the path",
-    ),
+    "a file name too long": (lambda path: path / f"{'a' * 300}.safetensors", "File name too long",
+                             "write the path"),
     "no path": (lambda path: "", "the path to take weights from is empty", "name a file"),
     "a space": (lambda path: " ", "the path to take weights from is empty", "name a file"),
-    "config.json itself": (
-        lambda path: write(path) / "config.json",
-        "config.json` describes weights but holds none",
-        "name the folder that holds both, `",
-    ),
+    "config.json itself": (lambda path: write(path) / "config.json",
+                           "config.json` describes weights but holds none", "name the folder that holds both, `"),
     "the index itself": (
         lambda path: (write(path) / "model.safetensors").rename(path / "model.safetensors.index.json"),
         "index.json` describes weights but holds none",
         "name the folder that holds both, `",
     ),
-    "a pickle": (
-        lambda path: (write(path) / "model.safetensors").rename(path / "pytorch_model.bin"),
-        "pytorch_model.bin` is a pickle, which runs code when it is loaded",
-        "write it again as safetensors: `model.save_pretrained",
-    ),
+    "a pickle": (lambda path: (write(path) / "model.safetensors").rename(path / "pytorch_model.bin"),
+                 "pytorch_model.bin` is a pickle, which runs code when it is loaded",
+                 "write it again as safetensors: `model.save_pretrained"),
     "a folder of pickles": (
         lambda path: (write(path) / "model.safetensors").rename(path / "consolidated.00.pth") and path,
         "holds its weights as a pickle, `consolidated.00.pth`",
@@ -290,18 +249,12 @@ ODD = {
     ),
     "nobody's home": (lambda path: "~nobody-of-that-name/x", "cannot be read", "write the path out"),
     "no tensors": (lambda path: write(path, {"x": NAN}, None), "no tensor that identifies its model", "prepare"),
-    "config.json is not JSON": (
-        lambda path: (write(path) / "config.json").write_text("{") and path,
-        "is not JSON",
-        "",
-    ),
+    "config.json is not JSON": (lambda path: (write(path) / "config.json").write_text("{") and path, "is not JSON",
+                                ""),
     "config.json is no table": (lambda path: write(path, config=[1]), "holds no table", "again"),
-    "no kind of model": (
-        lambda path: write(path, {"x": NAN}, {"n_head": 4}),
-        "no tensor that identifies",
-        "prepare",
-    ),
-}
+    "no kind of model": (lambda path: write(path, {"x": NAN}, {"n_head": 4}), "no tensor that identifies",
+                         "prepare"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(("make", "said", "hint"), ODD.values(), ids=ODD)
@@ -311,10 +264,13 @@ def test_what_is_not_a_model_is_refused_with_the_remedy(make, said, hint, tmp_pa
     assert hint in caught.value.hint
 
 
-def test_other_weights_than_the_digest_names_are_refused(tmp_path):
+def test_other_weights_than_the_digest_names_are_refused_and_a_head_rotated_whole_is_ours(tmp_path):
     write(tmp_path)
     found = open_pretrained(str(tmp_path), TINY).digest
     assert open_pretrained(str(tmp_path), TINY, found.upper()).digest == found
     with pytest.raises(HalfstepError, match=f"has the SHA-256 {found}, and init_digest is 00") as caught:
         open_pretrained(str(tmp_path), TINY, "0" * 64)
     assert "--set init_digest=" in caught.value.hint
+    whole = {"rope_parameters": {**QWEN3.get("rope_parameters", {}), "partial_rotary_factor": 1.0}}
+    write(tmp_path, qwen3_tensors(), {**QWEN3, **whole, "partial_rotary_factor": 1})
+    assert weights_at(tmp_path, TINY_QWEN3).keys() == parameter_shapes(TINY_QWEN3).keys()

@@ -26,7 +26,6 @@ from halfstep.config.load import load, to_toml
 from halfstep.config.weights import initial_weights
 from halfstep.core.errors import ConfigError, HalfstepError
 from halfstep.core.policy import Policy
-from halfstep.training import paths
 from halfstep.training.checkpoints import checkpoint
 from halfstep.training.loop import Loop
 from halfstep.training.run.resume import open_run
@@ -44,13 +43,8 @@ SIZES = {
     "gpt2": ["width=32", "heads=4"],
     "qwen3": ["width=32", "heads=4", "kv_heads=2", "head_width=16", "mlp_width=64"],
 }
-SHORT = [
-    "training.batch=2",
-    "training.micro_batches=2",
-    "training.steps=2",
-    "training.validation_tokens=64",
-    "training.compile=false",
-]
+SHORT = ["training.batch=2", "training.micro_batches=2", "training.steps=2", "training.validation_tokens=64",
+         "training.compile=false"]  # fmt: skip
 BACKENDS = ["torch", "jax", "mlx"]
 
 
@@ -67,8 +61,6 @@ def sizes(name):
 def distance(found, expected):
     return np.linalg.norm(np.float64(found) - np.float64(expected)) / np.linalg.norm(np.float64(expected))
 
-
-# --- models of transformers ----------------------------------------------------------------------------------
 
 needs_transformers = pytest.mark.skipif(
     find_spec("transformers") is None or find_spec("torch") is None,
@@ -196,8 +188,7 @@ def test_shards_and_bf16_hold_the_same_numbers(saved, name, form):
     found = open_pretrained(str(path), recipe(name).model)
     weights = dict(found.weights())
     assert all(value.dtype == np.float32 and value.flags.writeable for value in weights.values())
-    notes = "; ".join(found.notes)
-    assert ("held in bf16 and widened to fp32, exactly" in notes) == (form == "bf16")
+    assert ("held in bf16 and widened to fp32, exactly" in "; ".join(found.notes)) == (form == "bf16")
     own = {name: p.detach().numpy() for name, p in model.named_parameters()}
     if name == "gpt2":
         assert (weights["embed.weight"] == own["transformer.wte.weight"]).all()
@@ -212,39 +203,22 @@ def test_shards_and_bf16_hold_the_same_numbers(saved, name, form):
 
 @needs_transformers
 @pytest.mark.parametrize("name", SIZES)
-def test_train_starts_from_it_and_its_first_loss_is_theirs(saved, name, text, tmp_path, capsys):
+def test_train_starts_from_it_and_its_first_loss_is_theirs(saved, name, text, tmp_path, out, capsys):
     model, path = saved(name)
-    out = tmp_path / "run"
-    sizes = [
-        f"model.{size}" for size in [f"vocabulary={VOCABULARY}", "context=16", f"layers={LAYERS}", *SIZES[name]]
-    ]
-    words = [word for setting in [*sizes, *SHORT, f"data.source={text}"] for word in ("--set", setting)]
-    arguments = [
-        "train",
-        name,
-        "--init",
-        str(path),
-        "--policy",
-        "fp32",
-        "--device",
-        "cpu",
-        "--out",
-        str(out),
-        *words,
-    ]
+    words = [word for setting in [*sizes(name), *SHORT, f"data.source={text}"] for word in ("--set", setting)]
+    arguments = ["train", name, "--init", str(path), "--policy", "fp32", "--device", "cpu", "--out", str(out),
+                 *words]  # fmt: skip
     assert run(arguments) == 0
     err = capsys.readouterr().err.replace("\n", " ")
     assert f"weights of {name}" in err
     assert "warning: the data is bytes" in err
     events = read_events(out / "events.jsonl")
     digest = hashlib.sha256((path / "model.safetensors").read_bytes()).hexdigest()
-    assert events[0]["init"]["path"] == str(path)
-    assert events[0]["init"]["sha256"] == digest
+    assert (events[0]["init"]["path"], events[0]["init"]["sha256"]) == (str(path), digest)
     assert events[0]["init"]["layout"] == name
     kept = load(str(out / "run.toml"))
     assert (kept.init, kept.init_digest) == (str(path), digest)
-    loop = Loop(kept, Policy.parse("fp32"), tmp_path / "other", device="cpu")
-    expected = loss_of(model, loop.batches.at(0))
+    expected = loss_of(model, Loop(kept, Policy.parse("fp32"), tmp_path / "other", device="cpu").batches.at(0))
     first = next(event for event in events if event["event"] == "step")
     assert abs(first["loss"] - expected) <= BOUND * expected
     assert abs(expected - np.log(VOCABULARY)) > 0.1  # a drawn model's first loss is another
@@ -287,8 +261,7 @@ def test_your_own_loop_gets_the_same_weights(saved, name, backend):
         import mlx.core as mx
 
         found = np.array(made(mx.array(tokens)))
-    expected = logits_of(theirs, tokens)
-    assert distance(found, expected) <= BOUND
+    assert distance(found, logits_of(theirs, tokens)) <= BOUND
 
 
 @needs_transformers
@@ -331,18 +304,10 @@ def test_padding_rows_raise_the_loss_by_their_share_at_most(saved):
     assert any("8 of 136 rows of the vocabulary are padding" in note for note in notes)
 
 
-# --- runs of ours --------------------------------------------------------------------------------------------
-
-
 def start(config, out, policy="fp32", resume=False, **options):
     opened = open_run(out, config) if resume else None
     config = config if opened is None else opened.config
     return Loop(config, Policy.parse(policy), out, device="cpu", opened=opened, **options)
-
-
-def final(out):
-    arrays, _ = checkpoint.load(checkpoint.latest(out / paths.CHECKPOINTS))
-    return arrays
 
 
 @pytest.fixture
@@ -359,7 +324,7 @@ def test_a_run_can_be_the_initial_weights(ours, tmp_path, policy):
     newest = checkpoint.latest(tmp_path / "first" / "checkpoints")
     session = open_session(ours, Policy.parse("fp32"), "cpu", train=False)
     session.load_weights(
-        {name: (a.dtype, a.shape, bytes(a.data)) for name, a in final(tmp_path / "first").items()}
+        {name: (a.dtype, a.shape, bytes(a.data)) for name, a in checkpoint.load(newest)[0].items()}
     )
     expected = {name: bytes(record[2]) for name, record in session.state().items() if name.startswith("model.")}
     copy = shutil.copytree(newest, tmp_path / "best")
@@ -373,14 +338,11 @@ def test_a_run_can_be_the_initial_weights(ours, tmp_path, policy):
         open_pretrained(str(newest), replace(ours.model, qk_norm="none"))
 
 
-def test_weights_alone_are_read_by_our_names(ours, tmp_path):
+def test_weights_alone_are_read_by_our_names_and_an_artifact_is_refused(ours, tmp_path):
     weights = dict(initial_weights(ours.model, 5))
     save_file(weights, tmp_path / "export.safetensors")
     found = dict(open_pretrained(str(tmp_path / "export.safetensors"), ours.model).weights())
     assert {name: value.tobytes() for name, value in found.items()} == {n: w.tobytes() for n, w in weights.items()}
-
-
-def test_an_artifact_is_refused_as_initial_weights(ours, tmp_path):
     place = tmp_path / "model.int8z"
     place.write_bytes(encode(initial_weights(ours.model, 5), ours.model))
     with pytest.raises(WeightsError) as caught:
@@ -414,8 +376,7 @@ def test_the_state_of_a_run_that_starts_from_weights_is_that_of_one_that_drew_th
 
 
 def test_init_and_resume_together_are_refused_with_what_to_leave_out(ours, tmp_path, capsys):
-    arguments = ["train", "--init", "weights.safetensors", "--resume", "--out", str(tmp_path / "run")]
-    assert run(arguments) == 2
+    assert run(["train", "--init", "weights.safetensors", "--resume", "--out", str(tmp_path / "run")]) == 2
     err = capsys.readouterr().err
     assert "--init and --resume exclude each other: a resumed run takes the weights" in err
     assert "omit --init to resume" in err
@@ -431,8 +392,7 @@ def test_a_resumed_run_remembers_where_its_weights_came_from(ours, tmp_path):
     shutil.rmtree(tmp_path / "run" / "checkpoints" / "step-000003")
     weights.unlink()
     again = start(replace(given, init=""), tmp_path / "run", resume=True)  # as `train RECIPE --resume` says it
-    assert again.start == 2
-    assert again.context.origin == record
+    assert (again.start, again.context.origin) == (2, record)
     again.run()
     begun = [
         event["init"] for event in read_events(tmp_path / "run" / "events.jsonl") if event["event"] == "start"

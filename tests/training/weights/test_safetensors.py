@@ -34,27 +34,17 @@ def test_every_pattern_of_a_half_widens_to_its_own_number(dtype, tmp_path):
     assert (np.signbit(read) == np.signbit(expected)).all()
 
 
-def test_a_scalar_and_an_empty_tensor_are_read(tmp_path):
+def test_tensors_are_read_and_compared_and_what_would_be_rounded_is_refused(tmp_path):
     save_file({"one": np.array(2.5, np.float32), "none": np.zeros((0, 4), np.float32)}, tmp_path / "a.safetensors")
     found = open_file(tmp_path / "a.safetensors")
     assert found["one"].read() == np.float32(2.5)
     assert found["none"].read().shape == (0, 4)
-
-
-def test_tensors_are_equal_in_format_and_numbers_or_not(tmp_path):
     tensors = {
-        "a": NUMBERS,
-        "b": NUMBERS.copy(),
-        "c": NUMBERS.astype(np.float16),
-        "d": NUMBERS.T.copy(),
-        "e": -NUMBERS,
-    }
+        "a": NUMBERS, "b": NUMBERS.copy(), "c": NUMBERS.astype(np.float16), "d": NUMBERS.T.copy(), "e": -NUMBERS,
+    }  # fmt: skip
     save_file(tensors, tmp_path / "a.safetensors")
     found = open_file(tmp_path / "a.safetensors")
     assert [found["a"].equals(found[name]) for name in "bcde"] == [True, False, False, False]
-
-
-def test_what_would_be_rounded_is_refused(tmp_path):
     save_file({"a": np.zeros(3)}, tmp_path / "a.safetensors")
     with pytest.raises(WeightsError, match=r"`a` in .* is held in F64") as caught:
         open_file(tmp_path / "a.safetensors")["a"].check_format()
@@ -104,17 +94,11 @@ def truncated(path):
 
 # name: (what the folder holds, what is said, what the hint holds)
 BROKEN = {
-    "pickles": (
-        lambda path: (path / "pytorch_model.bin").write_bytes(b"\x80\x04"),
-        "holds its weights as a pickle, `pytorch_model.bin`",
-        "save_pretrained",
-    ),
+    "pickles": (lambda path: (path / "pytorch_model.bin").write_bytes(b"\x80\x04"),
+                "holds its weights as a pickle, `pytorch_model.bin`", "save_pretrained"),
     "nothing": (lambda path: None, "holds neither model.safetensors nor", "Hugging Face layout"),
-    "another name": (
-        lambda path: saved(path, "x.safetensors"),
-        "holds neither model.safetensors",
-        "x.safetensors",
-    ),
+    "another name": (lambda path: saved(path, "x.safetensors"), "holds neither model.safetensors",
+                     "x.safetensors"),
     "an archive under a false name": (
         lambda path: (path / "model.safetensors").write_bytes(b"PK\x03\x04" + bytes(100)),
         "does not read as safetensors",
@@ -129,21 +113,12 @@ BROKEN = {
     ),
     "truncated": (truncated, "does not read as safetensors", "truncated, damaged"),
     "empty": (lambda path: (path / "model.safetensors").touch(), "does not read as safetensors", "truncated"),
-    "a folder in its place": (
-        lambda path: (path / "model.safetensors").mkdir(),
-        "model.safetensors` is a folder, not a file of weights",
-        "again",
-    ),
-    "an index that leads outside": (
-        lambda path: save_index(path, {"x": "../model.safetensors"}),
-        "puts `x` in `../model.safetensors`",
-        "not followed",
-    ),
-    "an absolute index": (
-        lambda path: save_index(path, {"x": "/etc/passwd"}),
-        "puts `x` in `/etc/",
-        "not followed",
-    ),
+    "a folder in its place": (lambda path: (path / "model.safetensors").mkdir(),
+                              "model.safetensors` is a folder, not a file of weights", "again"),
+    "an index that leads outside": (lambda path: save_index(path, {"x": "../model.safetensors"}),
+                                    "puts `x` in `../model.safetensors`", "not followed"),
+    "an absolute index": (lambda path: save_index(path, {"x": "/etc/passwd"}), "puts `x` in `/etc/",
+                          "not followed"),
     "an index of pickles": (lambda path: save_index(path, {"x": "a.bin"}), "is a pickle", "save_pretrained"),
     "a shard that is not there": (lambda path: save_index(path, {"x": "a.safetensors"}), "no such file", "again"),
     "an index that is wrong": (
@@ -160,11 +135,8 @@ BROKEN = {
         "puts `x` in `b.safetensors`, but it is not there",
         "not of the same model",
     ),
-    "an index of no name": (
-        lambda path: save_index(path, {"x": ""}),
-        "puts `x` in ``, which is not a file next to it",
-        "not followed",
-    ),
+    "an index of no name": (lambda path: save_index(path, {"x": ""}),
+                            "puts `x` in ``, which is not a file next to it", "not followed"),
     "an index of its own folder": (lambda path: save_index(path, {"x": "."}), "puts `x` in `.`", "not followed"),
     "an index of a folder": (
         lambda path: ((path / "a.safetensors").mkdir(), save_index(path, {"x": "a.safetensors"})),
@@ -176,14 +148,11 @@ BROKEN = {
         f"names `{'n' * 300}.safetensors`, and there is no such file next to it",
         "fetch all files",
     ),
-    "a link that leads nowhere": (
-        lambda path: (path / "model.safetensors").symlink_to("../blobs/abc"),
-        "model.safetensors` is a link to a missing file",
-        "cp -rL",
-    ),
+    "a link that leads nowhere": (lambda path: (path / "model.safetensors").symlink_to("../blobs/abc"),
+                                  "model.safetensors` is a link to a missing file", "cp -rL"),
     "an index of nothing": (lambda path: save_index(path, {}), "has no `weight_map`", "again"),
     "an index of numbers": (lambda path: save_index(path, {"x": 1}), "has no `weight_map`", "again"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(("make", "said", "hint"), BROKEN.values(), ids=BROKEN)

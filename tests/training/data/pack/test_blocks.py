@@ -38,8 +38,7 @@ def jsonl(path, texts=TEXTS, field="text"):
 
 
 def arrow_table(texts=TEXTS):
-    arrow = pytest.importorskip("pyarrow")
-    return arrow.table({"id": list(range(len(texts))), "text": texts})
+    return pytest.importorskip("pyarrow").table({"id": list(range(len(texts))), "text": texts})
 
 
 def write_parquet(path):
@@ -61,8 +60,7 @@ def write_arrow(path, *, stream):
 
 
 def write_zst(path):
-    arrow = pytest.importorskip("pyarrow")
-    with arrow.CompressedOutputStream(str(path), "zstd") as file:
+    with pytest.importorskip("pyarrow").CompressedOutputStream(str(path), "zstd") as file:
         file.write(jsonl(path.with_suffix(".plain")).read_bytes())
     return path
 
@@ -139,8 +137,7 @@ def test_a_long_text_is_cut_and_neighbors_on_one_side_stay_together(tmp_path, mo
     assert all(block.payload.endswith(b"\n\n") for block in found[:-1])
     sided = [each for block in found for each in documents(block, "text", 0.3, Counter())]
     assert "".join(each.text for each in sided) == text
-    held_out = sum(len(each.text) for each in sided if each.held_out)
-    assert 0.1 < held_out / len(text) < 0.5
+    assert 0.1 < sum(len(each.text) for each in sided if each.held_out) / len(text) < 0.5
     for block in found:
         sides = [each.held_out for each in documents(block, "text", 0.3, Counter())]
         assert all(one != other for one, other in pairwise(sides))  # no cut that is not needed
@@ -155,9 +152,6 @@ def test_a_long_binary_file_in_a_folder_is_skipped(tmp_path, monkeypatch):
     skipped = Counter()
     assert "".join(read(tmp_path, skipped=skipped)) == "text\n\n" * 60
     assert skipped == {"binary": 1}
-
-
-# --- what is wrong -------------------------------------------------------------------------------------------
 
 
 def refused(*given, **options):
@@ -245,7 +239,7 @@ def test_offsets_of_a_damaged_table_are_not_followed(tmp_path):
     assert f"`{path}`, rows 0 to 1" in refused(path).message
 
 
-def test_suffixes_ignore_case(tmp_path):
+def test_suffixes_ignore_case_and_names_may_be_invalid_utf8(tmp_path):
     small, large = write_gz(tmp_path / "a.jsonl.gz"), tmp_path / "A.JSONL.GZ"
     large.write_bytes(small.read_bytes())
     found = [
@@ -253,6 +247,8 @@ def test_suffixes_ignore_case(tmp_path):
         for path in (small, large)
     ]
     assert found[0] == found[1]
+    (tmp_path / os.fsdecode(b"a\xff.txt")).write_text("text\n")
+    assert find_sources([str(tmp_path)])[0].digest()
 
 
 def test_a_stream_that_cannot_be_decompressed_is_damaged(tmp_path):
@@ -260,12 +256,6 @@ def test_a_stream_that_cannot_be_decompressed_is_damaged(tmp_path):
     path = tmp_path / "a.jsonl.zst"
     path.write_bytes(b"this is no zstd" * 9)
     assert f"`{path}` is damaged" in refused(path).message
-
-
-def test_a_file_name_may_be_invalid_utf8(tmp_path):
-    name = os.fsdecode(b"a\xff.txt")
-    (tmp_path / name).write_text("text\n")
-    assert find_sources([str(tmp_path)])[0].digest()
 
 
 def test_tables_need_pyarrow(tmp_path, monkeypatch):

@@ -1,6 +1,5 @@
 """Packing: the same bytes whatever the workers and however often it was killed; never two packings in a folder."""
 
-import errno
 import hashlib
 import json
 import os
@@ -22,11 +21,13 @@ from halfstep.training.data.pack import blocks
 from halfstep.training.data.pack import pack as packing
 from halfstep.training.data.pack.pack import PackRequest, pack
 from halfstep.training.data.pack.sources import find_sources
+from halfstep.training.data.pack.writer import ShardWriter
 from halfstep.training.data.packed import verify
 from halfstep.training.data.tokenizer_base import BytesTokenizer
 from halfstep.training.data.tokenizers import open_tokenizer
 from halfstep.training.data.types import DataError
 from halfstep.training.files import LockedError
+from tests.training.runs import full
 
 WORDS = ["the", "quick", "brown", "fox", "jumps", "naïve", "🙂", "def", "return"]
 REQUEST = PackRequest(validation=0.2, shard_tokens=700)
@@ -102,11 +103,15 @@ def test_packed_bytes_hold_out_the_same_documents_as_text(tmp_path):
     assert other.bytes_per_token == 1.0
 
 
-def test_the_number_of_workers_changes_nothing(source, tmp_path, tokenizer_file):
+def test_workers_change_nothing_and_a_finished_packing_is_left_alone(source, tmp_path, tokenizer_file):
     tokenizer = open_tokenizer(tokenizer_file)
     packed(source, tmp_path / "none", tokenizer)
     packed(source, tmp_path / "two", tokenizer, workers=2)
     assert files(tmp_path / "none") == files(tmp_path / "two")
+    first = packed(source, tmp_path / "out")
+    before = files(tmp_path / "out")
+    assert packed(source, tmp_path / "out", meter=lambda *_: pytest.fail("read again")) == first
+    assert files(tmp_path / "out") == before
 
 
 class Killed(BaseException):
@@ -196,13 +201,6 @@ def test_kill_9_of_the_command(source, tmp_path, monkeypatch):
     assert (out / "train_000000.bin").stat().st_mtime_ns == before  # what was finished is not done again
 
 
-def test_a_finished_packing_is_left_alone(source, tmp_path):
-    first = packed(source, tmp_path / "out")
-    before = files(tmp_path / "out")
-    assert packed(source, tmp_path / "out", meter=lambda *_: pytest.fail("read again")) == first
-    assert files(tmp_path / "out") == before
-
-
 @pytest.mark.parametrize("finished", [True, False])
 @pytest.mark.parametrize("change", ["tokenizer", "text", "validation", "shard_tokens", "field"])
 def test_a_folder_with_another_packing_is_refused_and_what_differs_is_named(
@@ -242,11 +240,6 @@ def test_a_packing_without_tokens_does_not_block_the_next(source, tmp_path, toke
 
 
 def test_after_a_full_disk_the_packing_can_be_resumed(source, tmp_path, monkeypatch):
-    from halfstep.training.data.pack.writer import ShardWriter
-
-    def full(*arguments):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
     with monkeypatch.context() as patch:
         patch.setattr(ShardWriter, "_flush", full)
         with pytest.raises(DataError, match="out` stopped: No space left on device") as caught:
@@ -266,11 +259,14 @@ def test_a_source_that_grows_while_it_is_packed_is_named(source, tmp_path):
         packed(source, tmp_path / "out", meter=grow)
 
 
-def test_a_folder_is_not_packed_into_itself(tmp_path):
+def test_requests_that_cannot_work_are_refused(tmp_path):
     (tmp_path / "a.txt").write_text("text\n")
     with pytest.raises(DataError, match="out` is inside the source"):
         packed(str(tmp_path), tmp_path / "sub" / "out")
     assert not (tmp_path / "sub").exists()
+    for wrong in ({"validation": 0.6}, {"validation": -0.1}, {"shard_tokens": 0}, {"shard_tokens": 2**31}):
+        with pytest.raises(DataError, match=next(iter(wrong)).replace("_", "-")):
+            PackRequest(**wrong)
 
 
 def test_a_folder_that_is_being_packed_is_locked(source, tmp_path):
@@ -345,17 +341,17 @@ def test_a_refused_packing_leaves_nothing(content, tmp_path):
     assert list((tmp_path / "there").iterdir()) == []  # a folder that was there stays
 
 
-def one_text(seed):
-    return f"{seed} " + "word " * 400
-
-
 def three_records(seed):
     return "".join(json.dumps({"text": f"{seed} {n}"}) + "\n" for n in range(3))
 
 
 @pytest.mark.parametrize(
     ("name", "made", "validation"),
-    [("a.jsonl", three_records, 1e-6), ("a.jsonl", three_records, 0.5), ("a.txt", one_text, 1e-6)],
+    [
+        ("a.jsonl", three_records, 1e-6),
+        ("a.jsonl", three_records, 0.5),
+        ("a.txt", lambda seed: f"{seed} " + "word " * 400, 1e-6),
+    ],
 )
 @pytest.mark.prove
 def test_the_suggested_share_is_enough(tmp_path, name, made, validation):
@@ -399,12 +395,6 @@ def test_what_is_not_a_file_is_counted_and_changes_nothing(tmp_path):
     assert read_index(tmp_path / "two") == first
 
 
-def test_invalid_requests_are_refused():
-    for wrong in ({"validation": 0.6}, {"validation": -0.1}, {"shard_tokens": 0}, {"shard_tokens": 2**31}):
-        with pytest.raises(DataError, match=next(iter(wrong)).replace("_", "-")):
-            PackRequest(**wrong)
-
-
 def test_a_large_vocabulary_takes_four_bytes_per_token(source, tmp_path):
     class Wide(BytesTokenizer.__base__):
         kind, file = "bytes", None
@@ -415,10 +405,8 @@ def test_a_large_vocabulary_takes_four_bytes_per_token(source, tmp_path):
         def _pieces(self):
             return None
 
-    index = packed(source, tmp_path / "out", Wide("wide", b"", 80_000, 79_999))
-    assert index.train.token_bytes is None
-    corpus = load_corpus(str(tmp_path / "out"), 0.1, 80_000)
-    tokens = corpus.train[:]
+    assert packed(source, tmp_path / "out", Wide("wide", b"", 80_000, 79_999)).train.token_bytes is None
+    tokens = load_corpus(str(tmp_path / "out"), 0.1, 80_000).train[:]
     assert tokens.dtype == np.uint32
     assert set(np.unique(tokens[tokens != 79_999]) - 70_000) <= set(range(256))
     header = np.fromfile(tmp_path / "out" / "train_000000.bin", dtype="<i4", count=3)
@@ -428,9 +416,6 @@ def test_a_large_vocabulary_takes_four_bytes_per_token(source, tmp_path):
     overwrite(tmp_path / "out" / "train_000001.bin", 1_024 + 4 * 300)
     with pytest.raises(DataError, match=r"between bytes 0 and 3,824 \(tokens 0 to 700\)"):
         unread[700:1_400]
-
-
-# --- repair -------------------------------------------------------------------------------------------------
 
 
 LOST = {
@@ -475,16 +460,12 @@ def test_lost_files_of_a_finished_packing_are_restored(
     assert {name: (out / name).stat().st_mtime_ns for name in kept} == kept  # what was whole is not touched
 
 
-def test_repair_reads_no_further_than_it_must(source, tmp_path):
+def test_repair_reads_no_further_than_it_must_and_a_killed_one_is_repeated(source, tmp_path):
     packed(source, tmp_path / "out")
     (tmp_path / "out" / "train_000000.bin").unlink()
     seen = []
     packed(source, tmp_path / "out", meter=lambda done, total, tokens: seen.append((done, total)))
     assert seen[-1][0] < seen[-1][1] / 2
-
-
-def test_a_killed_repair_is_repeated(source, tmp_path):
-    packed(source, tmp_path / "out")
     before = files(tmp_path / "out")
     (tmp_path / "out" / "train_000002.bin").unlink()
     with pytest.raises(Killed):
@@ -513,8 +494,7 @@ def test_what_cannot_be_restored_is_named(source, tmp_path, moves):
 
 
 def changes_side(text):
-    sides = {hash_share(f"{each}\n".encode()) < 0.2 for each in (text, text.replace("the", "THE"))}
-    return len(sides) == 2
+    return len({hash_share(f"{each}\n".encode()) < 0.2 for each in (text, text.replace("the", "THE"))}) == 2
 
 
 def test_an_unlisted_shard_or_a_damaged_index_says_what_to_do(source, tmp_path):

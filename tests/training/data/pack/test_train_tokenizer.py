@@ -28,8 +28,7 @@ def texts():
 
 def test_it_is_reproducible_and_complete(tmp_path):
     source, calls = write(tmp_path / "a.jsonl", texts()), []
-    number = train_tokenizer(source, tmp_path / "one.json", 400, meter=lambda *seen: calls.append(seen))
-    assert number == 400
+    assert train_tokenizer(source, tmp_path / "one.json", 400, meter=lambda *seen: calls.append(seen)) == 400
     train_tokenizer(source, tmp_path / "two.json", 400)
     assert (tmp_path / "one.json").read_bytes() == (tmp_path / "two.json").read_bytes()
     assert calls[-1][0] == calls[-1][1] == source[0].num_bytes
