@@ -27,5 +27,4 @@ def arguments(quick, tmp_path):
 
 @pytest.fixture
 def out(tmp_path):
-    """Where the run goes."""
     return tmp_path / "run"

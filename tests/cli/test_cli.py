@@ -98,10 +98,8 @@ def test_policy_shows_every_role_and_reads_back(capsys):
     assert run(["policy", spec, "--json"]) == 0
     data = json.loads(capsys.readouterr().out)
     assert data["policy"] == spec
-    table = {
-        **data["roles"],
-        "rules": {g: ",".join(f"{r}={v}" for r, v in c.items()) for g, c in data["rules"].items()},
-    }
+    table = {**data["roles"],
+             "rules": {g: ",".join(f"{r}={v}" for r, v in c.items()) for g, c in data["rules"].items()}}  # fmt: skip
     assert Policy.from_table(table) == Policy.parse(spec)
 
 

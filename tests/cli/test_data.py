@@ -195,15 +195,13 @@ def test_show_and_verify(packed, capsys):
         (["pack", "TEXT", "--out", "OUT", "--tokenizer", "nowhere"], "tokenizer `nowhere` does not exist"),
         (["pack", "TEXT", "--out", "OUT", "--tokenizer", "bytes", "--validation", "0.9"], "--validation is 0.9"),
         (["pack", "TEXT", "--out", "TEXT/x", "--tokenizer", "bytes"], "cannot write to"),
-        (
-            ["pack", "TEXT", "--out", "OUT", "--tokenizer", "bytes", "--shard-tokens", "999"],
-            "--shard-tokens is 999",
-        ),
+        (["pack", "TEXT", "--out", "OUT", "--tokenizer", "bytes", "--shard-tokens", "999"],
+         "--shard-tokens is 999"),
         (["pack", "TEXT", "TEXT", "--out", "OUT", "--tokenizer", "bytes"], "is named twice"),
         (["show", "OUT"], "cannot read"),
         (["verify", "OUT"], "cannot read"),
     ],
-)
+)  # fmt: skip
 def test_mistakes_are_refused(arguments, said, text, tmp_path, capsys):
     places = {"TEXT": text, "OUT": str(tmp_path / "out")}
     assert run(["data", *(places.get(word, word.replace("TEXT", text)) for word in arguments)]) == 2

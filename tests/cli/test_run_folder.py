@@ -19,7 +19,6 @@ def runs(tmp_path, monkeypatch):
 
 
 def make(parent, name, last, *, torn=False):
-    """The folder of a run whose last event was at `last`."""
     made = parent / name
     made.mkdir(parents=True)
     (made / paths.CONFIG).write_text("")

@@ -173,11 +173,9 @@ BAD = {
     "recipe": (["train", "tinny"], "unknown recipe `tinny`", "did you mean `tiny`?"),
     "key": (["train", "--set", "trainng.steps=1"], "unknown setting `trainng.steps`", "training.steps"),
     "type": (["train", "--set", "training.steps=many"], "it must be a whole number", ""),
-    "endless": (
-        ["train", "--set", "training.steps=99999999999999999999"],
-        "`training.steps` is 99999999999999999999; it must be a whole number, at least 1, and below 2^63",
-        "",
-    ),
+    "endless": (["train", "--set", "training.steps=99999999999999999999"],
+                "`training.steps` is 99999999999999999999; it must be a whole number, at least 1, and below 2^63",
+                ""),
     "endless rate": (["train", "--set", f"optimizer.rate=1{'0' * 400}"], "`optimizer.rate` is 1000", ""),
     "endless seed": (["train", "--set", f"seed=1{'0' * 400}"], "`seed` is 1000", ""),
     "policy": (["train", "--policy", "bf16-mxied"], "unknown preset `bf16-mxied`", "bf16-mixed"),
@@ -189,7 +187,7 @@ BAD = {
     "length": (["sample", "/no/such", "--length", "0"], "--length 0: it must be 1 or more", ""),
     "older": (["train", "--allow-older"], "--allow-older only makes sense with --resume", "--resume"),
     "deadline": (["train", "--deadline", "-1"], "--deadline -1: it must be a number of seconds above 0", ""),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(("arguments", "said", "hint"), BAD.values(), ids=BAD)

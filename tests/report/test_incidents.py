@@ -61,7 +61,6 @@ def timed(*events):
 
 
 def read(events):
-    """The history and the incidents of events."""
     history, reader = History(), IncidentReader()
     for event in events:
         history.take(event)

@@ -32,7 +32,6 @@ def read(*events):
 
 
 def shown(*events):
-    """The section, as it reads."""
     html = render(events, "run").partition('<section aria-labelledby="time">')[2].partition("</section>")[0]
     return " ".join(re.sub("<[^>]*>", " ", html).split())
 

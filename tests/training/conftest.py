@@ -5,5 +5,4 @@ import pytest
 
 @pytest.fixture
 def out(tmp_path):
-    """Where the run goes."""
     return tmp_path / "run"

@@ -46,7 +46,6 @@ def final_state(out):
 
 
 def events_of(out, *kinds):
-    """Returns the events of some kinds, or all."""
     return [event for event in read_events(out / EVENTS) if not kinds or event["event"] in kinds]
 
 
@@ -111,12 +110,10 @@ def ruin_by_update(loop, number):
 
 
 def ruin(loop):
-    """Makes weights of a torch session NaN."""
     loop.session.model.blocks[0].mlp.up.weight.data[:] = math.nan
 
 
 def stop():
-    """Sends this process a SIGTERM."""
     os.kill(os.getpid(), signal.SIGTERM)
 
 

@@ -23,13 +23,11 @@ from tests.training.runs import raising
 
 
 def taken(step):
-    """What a session's snapshot gives."""
     return lambda: lambda: {"w": ("U8", (3,), memoryview(bytes([step] * 3)))}
 
 
 @pytest.fixture
 def slow(monkeypatch):
-    """A disk that waits until it is let go."""
     gate, real = threading.Event(), checkpoint.save
 
     def save(*args):
@@ -162,7 +160,6 @@ def events_of(checkpointer):
 
 
 def ask(checkpointer, deadline=None, seconds_ago=0.0):
-    """Somebody asked to stop."""
     checkpointer.stop.receive(15)
     checkpointer.stop.at = time.monotonic() - seconds_ago
     checkpointer.deadline = deadline

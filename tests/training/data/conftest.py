@@ -23,7 +23,6 @@ def tree():
 
 @pytest.fixture(scope="session")
 def source(tmp_path_factory):
-    """A JSONL file of 400 documents."""
     path = tmp_path_factory.mktemp("source") / "text.jsonl"
     rng = np.random.default_rng(0)
     lines = [json.dumps({"text": " ".join(map(str, rng.integers(0, 10**6, 30)))}) for _ in range(400)]
@@ -46,7 +45,6 @@ def original(source, tmp_path_factory):
 
 @pytest.fixture
 def folder(original, tmp_path):
-    """A copy of it to damage."""
     return shutil.copytree(original, tmp_path / "out")
 
 

@@ -299,7 +299,6 @@ def test_lost_checksums_are_named_when_their_shard_is_first_read(folder, damage)
 
 
 def listing(folder, **changed):
-    """The index with another record of the second shard."""
     index = read_index(folder)
     first, second, *others = index.train.shards
     shards = (first, dataclasses.replace(second, **changed), *others)

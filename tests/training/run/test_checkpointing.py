@@ -33,7 +33,6 @@ def left(out):
 
 
 def stop_in_evaluation(loop, number):
-    """Stops the run in the middle of the evaluation after a step."""
     evaluate = loop.session.evaluate
 
     def stopped(batches, **given):

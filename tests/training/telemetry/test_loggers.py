@@ -30,8 +30,6 @@ BASE = ["training.steps=6", "training.validate_every=3", "training.save_every=2"
 
 @pytest.fixture
 def start(text, tmp_path):
-    """Starts or resumes a run with the loggers that are named."""
-
     def started(*names, resume=False):
         return starter(*BASE)(text, tmp_path / "run", f"training.loggers={json.dumps(names)}", resume=resume)
 
@@ -71,7 +69,6 @@ class Recorder:
 
 @pytest.fixture
 def planted(monkeypatch):
-    """Puts a logger in the place of one of the packages."""
     opened = []
 
     def plant(*made):
@@ -96,10 +93,8 @@ def test_a_logger_gets_the_numbers_of_the_events(start, events, planted):
     assert recorder.curves == [(e["step"], e["time"], curve_of(e)) for e in curves]
     assert recorder.curves[0][2]["train/loss"] == curves[0]["loss"]
     assert {name for _, _, values in recorder.curves for name in values} > {
-        "train/input_wait",
-        "validation/bits_per_byte",
-        "checkpoint/waited",
-    }
+        "train/input_wait", "validation/bits_per_byte", "checkpoint/waited",
+    }  # fmt: skip
     begun, ended = recorder.calls
     assert begun == ("start", None, 6)
     assert ended == ("close", False, numbers_of(events()[-1]))
@@ -114,10 +109,8 @@ def test_numbers_are_named_by_what_they_are_of():
     assert math.isnan(found["train/loss"])
     assert curve_of({"event": "warning", "message": "no", "time": 1.0}) == {}
     assert numbers_of({"event": "end", "spent": {"wall": 2, "input": 1.0}, "mfu": 0.5}) == {
-        "spent_wall": 2.0,
-        "spent_input": 1.0,
-        "mfu": 0.5,
-    }
+        "spent_wall": 2.0, "spent_input": 1.0, "mfu": 0.5,
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("broken", ["start", 2, 6, "close"])

@@ -21,7 +21,6 @@ TINY_QWEN3 = load("qwen3", [*SMALL, "model.kv_heads=2", "model.head_width=16", "
 
 
 def tensors_of(seed=0):
-    """GPT-2 as a file holds it."""
     rng = np.random.default_rng(seed)
     shapes = {"wte.weight": (VOCABULARY, 32), "wpe.weight": (16, 32), "ln_f.weight": (32,), "ln_f.bias": (32,)}
     sizes = {"attn.c_attn": 96, "attn.c_proj": 32, "mlp.c_fc": 128, "mlp.c_proj": 32}

@@ -49,7 +49,6 @@ BACKENDS = ["torch", "jax", "mlx"]
 
 
 def recipe(name, *extra):
-    """A recipe, at a size that takes a moment."""
     return load(name, [*sizes(name), *SHORT, *extra])
 
 
@@ -124,7 +123,6 @@ def saved(tmp_path_factory):
 
 
 def opened(config, path, backend="torch"):
-    """A session in fp32 that starts from the weights at a path."""
     if find_spec(backend) is None:
         pytest.skip(f"{backend} is not installed: pip install 'halfstep[{backend}]'")
     config = replace(config, backend=backend)
