@@ -32,7 +32,6 @@ B, L, S, E, H = 2, 4, 4, 8, 2
 
 
 def attention_inputs(options, how, kind, fmt):
-    """Arguments of a MultiheadAttention, their numbers in the format."""
     widths = (E, options.get("kdim", E), options.get("vdim", E))
     shape = (S,) if how.get("unbatched") else (B, S) if options.get("batch_first") else (S, B)
     q, k, v = (carried(draw(*shape, width, seed=i), fmt) for i, width in enumerate(widths))
@@ -44,9 +43,8 @@ def attention_inputs(options, how, kind, fmt):
     if "causal" in how:
         kwargs["attn_mask"] = {"bool": future, "float": added, "each": added.expand(B * H, L, S)}[how["causal"]]
     if "padding" in how:
-        kwargs["key_padding_mask"] = (
-            padded if how["padding"] == "bool" else torch.where(padded, float("-inf"), 0.0)
-        )
+        added = torch.where(padded, float("-inf"), 0.0)
+        kwargs["key_padding_mask"] = padded if how["padding"] == "bool" else added
     if how.get("is_causal"):
         kwargs["is_causal"] = True
     return inputs, kwargs
@@ -114,15 +112,21 @@ def attention_bounds(attention, inputs, u):
     return out * gathered + 2 * u * (out * values + added), factor
 
 
-def test_attentions_weight_gradients_are_not_rounded():
-    layer = within(nn.MultiheadAttention(E, H), "bf16-mixed")
-    x = draw(S, B, E)
+def test_weight_gradients_are_not_rounded_a_causal_hint_is_causal_and_what_is_no_mask_is_refused():
+    layer, x = within(nn.MultiheadAttention(E, H), "bf16-mixed"), draw(S, B, E)
     layer(x, x, x, need_weights=False)[0].float().sum().backward()
     for grad in (layer.in_proj_weight.grad, layer.out_proj.weight.grad):
         assert not torch.equal(grad, carried(grad, BF16))
+    with pytest.raises(HalfstepError, match=r"torch\.int64; it must be boolean, or floating-point numbers"):
+        layer(x, x, x, attn_mask=torch.ones(L, S, dtype=torch.int64))
+    changed = torch.cat([x[:-1], x[-1:] + 1])
+    for kwargs in ({}, {"need_weights": False}, {"key_padding_mask": torch.zeros(B, S, dtype=torch.bool)}):
+        one, other = (layer(t, t, t, is_causal=True, **kwargs)[0] for t in (x, changed))
+        assert torch.equal(one[:-1], other[:-1])
+        assert not torch.equal(one[-1], other[-1])
 
 
-def test_the_weights_are_those_of_the_fused_kernel():
+def test_the_weights_are_those_of_the_fused_kernel_and_a_softmax_in_bf16_and_dropout_reach_it():
     """In steps or fused, attention is the same function; the steps round the weights once more."""
     layer, x = within(nn.MultiheadAttention(E, H), "bf16-mixed"), draw(S, B, E)
     with torch.no_grad():
@@ -132,38 +136,16 @@ def test_the_weights_are_those_of_the_fused_kernel():
     # weights, result and projection are each rounded once
     assert float((fused - steps).abs().max()) <= 3 * BF16.epsilon * reach
     assert 3 * BF16.epsilon * reach < float(fused.abs().max()) / 4
-
-
-def test_what_is_no_mask_is_refused():
-    layer, x = within(nn.MultiheadAttention(E, H), "bf16-mixed"), draw(S, B, E)
-    with pytest.raises(HalfstepError, match=r"torch\.int64; it must be boolean, or floating-point numbers"):
-        layer(x, x, x, attn_mask=torch.ones(L, S, dtype=torch.int64))
-
-
-def test_a_causal_hint_without_a_mask_is_causal():
-    layer, x = within(nn.MultiheadAttention(E, H), "bf16-mixed"), draw(S, B, E)
-    changed = torch.cat([x[:-1], x[-1:] + 1])
-    for kwargs in ({}, {"need_weights": False}, {"key_padding_mask": torch.zeros(B, S, dtype=torch.bool)}):
-        one, other = (layer(t, t, t, is_causal=True, **kwargs)[0] for t in (x, changed))
-        assert torch.equal(one[:-1], other[:-1])
-        assert not torch.equal(one[-1], other[-1])
-
-
-def test_a_softmax_in_bf16_reaches_attention():
     attention, x = nn.MultiheadAttention(E, H), draw(S, B, E)
     wide, narrow = (within(attention, f"bf16-mixed{softmax}") for softmax in ("", ",softmax=bf16"))
     for need_weights in (False, True):
         y, z = (layer(x, x, x, need_weights=need_weights)[0] for layer in (wide, narrow))
         assert y.dtype == z.dtype == torch.bfloat16
         assert not torch.equal(y, z)
-
-
-def test_dropout_of_attention_is_for_training():
     layer, x = within(nn.MultiheadAttention(E, H, dropout=0.5), "bf16-mixed"), draw(S, B, E)
     for need_weights in (False, True):
-        assert not torch.equal(
-            layer(x, x, x, need_weights=need_weights)[0], layer(x, x, x, need_weights=need_weights)[0]
-        )
+        one, other = (layer(x, x, x, need_weights=need_weights)[0] for _ in range(2))
+        assert not torch.equal(one, other)
     layer.eval()
     assert torch.equal(layer(x, x, x)[0], layer(x, x, x)[0])
 

@@ -24,6 +24,7 @@ from tests.refusals import refuses
 needs_fp8 = pytest.mark.skipif(not supported(E4M3, "cpu"), reason=supported(E4M3, "cpu").reason)
 WITHOUT_ROWS = product_failure(E4M3, E4M3, torch.device("cpu"), rows=True) if supported(E4M3, "cpu") else "no fp8"
 needs_rows = pytest.mark.skipif(bool(WITHOUT_ROWS), reason=WITHOUT_ROWS)  # torch 2.11 has them on GPUs alone
+ALL = {"up", "down", "again", "head"}
 MEASURED = "bf16-mixed,compute=e4m3:measured,grad=e5m2"
 
 
@@ -54,9 +55,8 @@ class Device:
 def prepared(policy=MEASURED, net=None, device=None, **options):
     net = Net() if net is None else net
     applied = apply(net, Policy.parse(policy), timer=device or Device(), **options)
-    return Run(
-        net, [torch.optim.SGD(net.parameters(), lr=0.1, fused=True)], Policy.parse(policy), conversion=applied
-    )
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, fused=True)
+    return Run(net, [optimizer], Policy.parse(policy), conversion=applied)
 
 
 def narrow_layers(model):
@@ -64,7 +64,7 @@ def narrow_layers(model):
 
 
 @needs_fp8
-def test_a_layer_is_narrow_where_that_is_faster_and_the_summary_has_both_times():
+def test_a_layer_is_narrow_where_that_is_faster_and_evaluation_leaves_it_so():
     device = Device({(16, 64): 0.4e-3, (64, 16): 0.99e-3})
     run = prepared(device=device)
     assert narrow_layers(run.model) == {"up", "again"}
@@ -73,32 +73,28 @@ def test_a_layer_is_narrow_where_that_is_faster_and_the_summary_has_both_times()
     text = run.summary()
     assert "2 Linear (up, again): multiplies in e4m3 forward and e5m2 backward, weight gradients in fp32 " in text
     assert "(measured: 0.4 ms in e4m3 and e5m2, 1 ms in bf16)" in text
-    assert (
-        "1 Linear (down): multiplies in bf16, weight gradients in fp32 (measured: 0.99 ms in e4m3 and e5m2" in text
-    )
+    down = "multiplies in bf16, weight gradients in fp32 (measured: 0.99 ms in e4m3 and e5m2"
+    assert f"1 Linear (down): {down}" in text
     assert "measured: 2 of the 4 matmuls that rules name are faster in e4m3 and e5m2, the others stay bf16" in text
     assert f"3 sizes timed eager in 0.0 s of at most {BUDGET:g} s" in text
-
-
-@needs_fp8
-def test_evaluation_leaves_what_was_measured_as_it_was():
-    """fp8-mixed evaluates in bf16; after it, layers that were slower in fp8 must not come back narrow."""
+    # fp8-mixed evaluates in bf16; after it, layers that were slower in fp8 must not come back narrow.
     run = prepared("fp8-mixed", device=Device({(16, 64): 0.4e-3, (64, 16): 0.99e-3}))
     before = narrow_layers(run.model)
     with run.evaluation():
         assert not narrow_layers(run.model)
     assert narrow_layers(run.model) == before == {"up", "again"}
+    net = Net()
+    run = prepare(net, torch.optim.SGD(net.parameters(), lr=0.1), "fp8-mixed", tokens=64)
+    assert "measured: " in run.summary()
+    with pytest.raises(HalfstepError, match="tokens=0"):
+        prepare(Net(), torch.optim.SGD(net.parameters(), lr=0.1), "fp8-mixed", tokens=0)
 
 
 @needs_fp8
 @pytest.mark.parametrize(
     ("otherwise", "layers", "text"),
     [
-        (
-            0.1e-3,
-            {"up", "down", "again", "head"},
-            "all 4 matmuls that rules name are faster in e4m3 and e5m2 than in",
-        ),
+        (0.1e-3, ALL, "all 4 matmuls that rules name are faster in e4m3 and e5m2 than in"),
         (2e-3, set(), "none of the 4 matmuls that rules name is faster in e4m3 and e5m2, so all stay bf16"),
     ],
 )
@@ -123,24 +119,23 @@ def test_a_layer_is_timed_as_it_will_run():
 
 
 @needs_fp8
-def test_scales_a_row_without_a_kernel_are_refused_with_the_way_out(monkeypatch):
-    def played(left, right, device, *, rows=False, dtype=torch.bfloat16):
-        return "only per-tensor scaling" if rows else ""
-
-    monkeypatch.setattr(fp8_choice, "product_failure", played)
-    monkeypatch.setitem(fp8_choice.ROWS_INTO_FP32, "cpu", False)
-    with pytest.raises(PolicyError, match="one scale per row cannot run on cpu: only per-tensor") as error:
-        prepared("bf16-mixed,compute=e4m3:row,grad=e5m2")
-    assert error.value.hint.startswith("leave out `:row`; or add `emulate=true`")
-
-
-@needs_fp8
-def test_only_what_a_rule_says_it_of_is_measured():
+def test_only_what_a_rule_says_it_of_is_measured_and_what_is_not_timed_stays_wide():
     device = Device()
     run = prepared("bf16-mixed; up: compute=e4m3:measured; down: compute=e4m3", device=device)
     assert len(device.asked) == 1
     assert narrow_layers(run.model) == {"down"}
     assert apply(Net(), Policy.parse("bf16-mixed; up: compute=e4m3"), timer=device).measured is None
+    device = Device({(16, 64): torch.OutOfMemoryError("2 GiB")}, otherwise=0.5e-3)
+    run = prepared(device=device)
+    assert narrow_layers(run.model) == {"down", "head"}
+    assert "not timed: 256 tokens take more memory than there is, so it stays bf16" in run.summary()
+    seconds = iter([0.0, 0.0, BUDGET / 2, BUDGET, BUDGET])
+    found = precisions(Policy.parse(MEASURED), ["up", "down", "again", "head"])
+    device = Device(otherwise=0.5e-3)
+    measured = measure_all(plans_of(Net()), found, {}, 64, timer=device, clock=lambda: next(seconds))
+    assert len(device.asked) == 2
+    assert measured.narrow == {"up": True, "down": True, "again": True, "head": False}
+    assert measured.notes["head"] == f"not timed within {BUDGET:g} s, so it stays bf16"
 
 
 def test_emulated_nothing_is_measured_and_all_is_narrow():
@@ -152,27 +147,7 @@ def test_emulated_nothing_is_measured_and_all_is_narrow():
 
 
 @needs_fp8
-def test_what_cannot_be_timed_stays_wide_and_says_why():
-    device = Device({(16, 64): torch.OutOfMemoryError("2 GiB")}, otherwise=0.5e-3)
-    run = prepared(device=device)
-    assert narrow_layers(run.model) == {"down", "head"}
-    assert "not timed: 256 tokens take more memory than there is, so it stays bf16" in run.summary()
-
-
-@needs_fp8
-def test_the_budget_ends_it():
-    seconds = iter([0.0, 0.0, BUDGET / 2, BUDGET, BUDGET])
-    found = precisions(Policy.parse(MEASURED), ["up", "down", "again", "head"])
-    device = Device(otherwise=0.5e-3)
-    measured = measure_all(plans_of(Net()), found, {}, 64, timer=device, clock=lambda: next(seconds))
-    assert len(device.asked) == 2
-    assert measured.narrow == {"up": True, "down": True, "again": True, "head": False}
-    assert measured.notes["head"] == f"not timed within {BUDGET:g} s, so it stays bf16"
-
-
-@needs_fp8
 def test_a_resumed_run_takes_over_what_was_measured():
-    """Another day, another verdict: the resumed run must not be another run."""
     first = prepared(device=Device({(16, 64): 0.4e-3}))
     saved = {name: stored(t) for name, t in state_of(first).items()}
     second = prepared(device=Device({(16, 16): 0.4e-3}))
@@ -225,8 +200,7 @@ def test_a_delayed_run_resumes_bit_for_bit_whatever_is_faster_now(then, now):
     assert not [name for name, t in after[0].items() if not torch.equal(t, after[1][name])]
     used = {name for name, t in resumed.amaxes.named().items() if t.any()}
     assert used == narrow_layers(resumed.model)
-    count = len(used)
-    assert f"delayed: {count} matmuls are scaled by the largest amax" in resumed.summary()
+    assert f"delayed: {len(used)} matmuls are scaled by the largest amax" in resumed.summary()
 
 
 @needs_fp8
@@ -257,9 +231,8 @@ def test_a_real_timer_times_both_forms_of_a_layer():
         work = LayerWork(16, 32, 24, bias=True, split=split, device=torch.device("cpu"))
         state = torch.random.get_rng_state()
         narrow_form = precision_of(f"{MEASURED},matmul=fp32")
-        times = time_layer(
-            work, (narrow_form.widened(), narrow_form, precision_of("bf16-mixed,compute=e4m3:delayed"))
-        )
+        delayed = precision_of("bf16-mixed,compute=e4m3:delayed")
+        times = time_layer(work, (narrow_form.widened(), narrow_form, delayed))
         assert len(times) == 3
         assert all(0 < seconds < 1 for seconds in times)
         assert torch.equal(state, torch.random.get_rng_state())
@@ -270,22 +243,12 @@ def precision_of(policy):
 
 
 @needs_fp8
-def test_the_preset_is_measured():
-    net = Net()
-    run = prepare(net, torch.optim.SGD(net.parameters(), lr=0.1), "fp8-mixed", tokens=64)
-    assert "measured: " in run.summary()
-    with pytest.raises(HalfstepError, match="tokens=0"):
-        prepare(Net(), torch.optim.SGD(net.parameters(), lr=0.1), "fp8-mixed", tokens=0)
-
-
-@needs_fp8
 @pytest.mark.parametrize("policy", ["bf16-mixed,compute=e4m3,grad=e5m2", MEASURED])
 def test_sizes_that_no_kernel_takes_are_refused_by_name_all_at_once(policy):
     with pytest.raises(PolicyError) as caught:
         prepared(policy, Net(wide=40, classes=10))
-    assert "`up` cannot run in e4m3 and e5m2: out_features is 40, an fp8 matmul needs a multiple of 16" in str(
-        caught.value
-    )
+    said = "`up` cannot run in e4m3 and e5m2: out_features is 40, an fp8 matmul needs a multiple of 16"
+    assert said in str(caught.value)
     assert "and 3 more: `down`, `again`, `head`" in str(caught.value)
     rules = caught.value.hint.split("`")[1]
     assert rules == "; up: compute=bf16; down: compute=bf16; again: compute=bf16; head: compute=bf16"
@@ -299,8 +262,8 @@ def test_sizes_that_no_kernel_takes_are_refused_by_name_all_at_once(policy):
     ("policy", "layers"),
     [
         pytest.param("bf16-mixed; down: compute=e4m3", {"down"}, marks=needs_fp8, id="not named"),
-        pytest.param("bf16-mixed,grad=e5m2", {"up", "down", "again", "head"}, marks=needs_fp8, id="one is wide"),
-        pytest.param("bf16-mixed,compute=e4m3,emulate=true", {"up", "down", "again", "head"}, id="emulated"),
+        pytest.param("bf16-mixed,grad=e5m2", ALL, marks=needs_fp8, id="one is wide"),
+        pytest.param("bf16-mixed,compute=e4m3,emulate=true", ALL, id="emulated"),
     ],
 )
 def test_what_is_not_a_product_of_two_narrow_operands_may_have_any_size(policy, layers):
@@ -308,7 +271,7 @@ def test_what_is_not_a_product_of_two_narrow_operands_may_have_any_size(policy, 
 
 
 @needs_fp8
-def test_a_pair_that_the_device_does_not_multiply_is_refused_with_its_reason(monkeypatch):
+def test_pairs_and_scales_a_row_that_the_device_does_not_multiply_are_refused_with_the_reason(monkeypatch):
     """As NVIDIA has it: two e5m2 are none."""
     asked = []
 
@@ -321,6 +284,15 @@ def test_a_pair_that_the_device_does_not_multiply_is_refused_with_its_reason(mon
         prepared("bf16-mixed,compute=e5m2")
     prepared("bf16-mixed,compute=e4m3,grad=e5m2")
     assert ("e5m2", "e4m3", False, torch.float32) in asked
+
+    def played(left, right, device, *, rows=False, dtype=torch.bfloat16):
+        return "only per-tensor scaling" if rows else ""
+
+    monkeypatch.setattr(fp8_choice, "product_failure", played)
+    monkeypatch.setitem(fp8_choice.ROWS_INTO_FP32, "cpu", False)
+    with pytest.raises(PolicyError, match="one scale per row cannot run on cpu: only per-tensor") as error:
+        prepared("bf16-mixed,compute=e4m3:row,grad=e5m2")
+    assert error.value.hint.startswith("leave out `:row`; or add `emulate=true`")
 
 
 @pytest.mark.parametrize(

@@ -40,15 +40,7 @@ def refused(given, optimizer=None, policy="bf16-mixed"):
     ],
 )
 def test_a_wrapper_is_known_by_the_name_of_its_class(kind, text, remedy):
-    class Base(nn.Module):
-        def __init__(self, module):
-            super().__init__()
-            self.module = module
-
-        def forward(self, x):
-            return self.module(x)
-
-    made = type("Mine", (type(kind, (Base,), {}),), {})
+    made = type("Mine", (type(kind, (nn.Sequential,), {}),), {})
     error = refused(made(model()))
     assert text in error.message
     assert remedy in error.hint
@@ -71,19 +63,15 @@ def test_a_real_ddp_is_refused(tmp_path):
 def decorated(enabled=True):
     """A module with a forward under autocast, as people write it."""
 
-    class Decorated(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.linear = nn.Linear(8, 8)
-
+    class Decorated(nn.Sequential):
         @torch.autocast("cpu", torch.bfloat16, enabled=enabled)
         def forward(self, x):
-            return self.linear(x)
+            return self[0](x)
 
-    return Decorated()
+    return Decorated(nn.Linear(8, 8))
 
 
-def test_a_forward_that_autocast_decorates_is_refused():
+def test_a_forward_that_autocast_decorates_or_that_was_replaced_is_refused():
     error = refused(decorated())
     assert "decorated by torch.autocast" in error.message
     assert "take the decorator off" in error.hint
@@ -91,15 +79,9 @@ def test_a_forward_that_autocast_decorates_is_refused():
     patched = model()
     patched.forward = torch.autocast("cpu", torch.bfloat16)(patched.forward)
     assert "decorated by torch.autocast" in refused(patched).message
-
-
-def test_an_autocast_that_is_off_is_no_reason():
     given = decorated(enabled=False)
     run = prepare(given, adamw(given), "bf16-mixed")
     run.step(lambda x: given(x).square().mean(), [torch.ones(2, 8)])
-
-
-def test_a_forward_that_was_replaced_on_the_model_itself_is_refused():
     given = model()
     given.forward = lambda x: x
     error = refused(given)
@@ -138,9 +120,6 @@ def test_a_model_that_accelerate_prepared_is_refused_and_the_remedy_works(accele
     result = run.step(lambda x: again(x).square().mean(), [torch.ones(2, 8)])
     assert (seen, result.loss.dtype) == ([torch.bfloat16], torch.float32)
     assert "forward" in run.unprepare().__dict__  # where Accelerate had left it
-
-
-def test_a_model_that_accelerate_left_alone_is_taken(accelerator):
     given = model()
     ours, optimizer = accelerator("no").prepare(given, adamw(given))
     assert "Accelerate" in refused(ours, optimizer).message
@@ -215,15 +194,12 @@ def test_layers_with_recipes_of_their_own_are_leaves_and_listed(policy):
     assert "torchao's, with Float8LinearConfig" in run.summary()
 
 
-def test_a_recipe_that_a_context_gives_is_shown_as_that():
+def test_a_recipe_of_a_context_is_shown_as_that_and_a_rule_for_such_a_layer_alone_is_refused():
     second = LayerNormMLP()
     second.fp8_meta = {}
     given = nn.Sequential(second, nn.Linear(8, 8))
     run = prepare(given, adamw(given), "bf16-mixed")
     assert "with the recipe of its own context" in run.summary()
-
-
-def test_a_rule_that_names_nothing_but_such_a_layer_is_refused():
     given = nn.Sequential(Float8Linear(8, 8), nn.Linear(8, 8))
     with pytest.raises(PolicyError, match="names no matmul"):
         prepare(given, adamw(given), "bf16-mixed,emulate=true; 0: compute=e4m3")
@@ -248,7 +224,7 @@ def quantized(requires_grad):
     return given
 
 
-def test_a_layer_with_a_weight_that_multiplies_by_itself_is_a_leaf():
+def test_a_layer_with_a_weight_that_multiplies_by_itself_is_a_leaf_and_is_not_trained():
     """Hazard: a frozen base in 8 bits. A layer of ours would take its weight for a plain matrix."""
     given, x = quantized(False), torch.randn(4, 8)
     theirs = given[0](x).bfloat16()
@@ -258,9 +234,6 @@ def test_a_layer_with_a_weight_that_multiplies_by_itself_is_a_leaf():
     assert text in run.summary()
     assert not bool(run.step(lambda x: given(x).square().mean(), [x]).skipped)
     assert type(given[0].weight.data) is Quantized
-
-
-def test_a_trained_weight_that_rounds_by_itself_is_refused():
     error = refused(quantized(True))
     assert "`0.weight` is trained, and its class Quantized rounds by its own rules" in error.message
     assert "requires_grad_(False)" in error.hint
@@ -274,10 +247,7 @@ def torchao():
 @pytest.mark.parametrize(
     ("recipe", "text"),
     [
-        (
-            "tensorwise",
-            "input e4m3 dynamic tensorwise, weight e4m3 dynamic tensorwise, grad_output e5m2 dynamic tensorwise",
-        ),
+        ("tensorwise", "input e4m3 {0}, weight e4m3 {0}, grad_output e5m2 {0}".format("dynamic tensorwise")),
         (
             "rowwise_with_gw_hp",
             "input e4m3 dynamic axiswise, weight e4m3 dynamic axiswise, grad_output e4m3 dynamic axiswise, "
@@ -342,22 +312,17 @@ def test_what_fabric_set_up_is_refused_and_the_remedy_works(precision):
 
 
 def test_routers_are_known_by_class_and_by_place():
-    class TopKRouter(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer = nn.Linear(4, 2)
+    TopKRouter = type("TopKRouter", (nn.ModuleDict,), {})
 
     class Block(nn.Module):
         def __init__(self, inside):
             super().__init__()
             self.gate, self.gate_proj, self.experts = inside, nn.Linear(4, 4), nn.ModuleList([nn.Linear(4, 4)])
 
-    class Gated(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.gate = nn.Linear(4, 4)  # no experts: an ordinary gate
-
-    given = nn.ModuleDict({"a": Block(nn.Linear(4, 2)), "b": Block(TopKRouter()), "c": Gated()})
+    gated = nn.ModuleDict({"gate": nn.Linear(4, 4)})  # no experts: an ordinary gate
+    given = nn.ModuleDict(
+        {"a": Block(nn.Linear(4, 2)), "b": Block(TopKRouter({"layer": nn.Linear(4, 2)})), "c": gated}
+    )
     assert routers(given) == {"a.gate", "b.gate", "b.gate.layer"}
 
 

@@ -24,7 +24,6 @@ from tests.torch.nets import Net, draw, exact, mixed, native, same, within
 
 
 def run(module, x, g, **kwargs):
-    """Output, gradient of the input and gradients of the parameters."""
     x = x.clone().requires_grad_()
     module.zero_grad()
     y = module(x, **kwargs)
@@ -35,7 +34,6 @@ def run(module, x, g, **kwargs):
 @mixed
 @pytest.mark.parametrize("bias", [False, True])
 def test_a_linear_is_the_casted_one(policy, fmt, dtype, bias):
-    """Whose roundings tests/conformance checks."""
     linear = nn.Linear(16, 8, bias)
     x, g = draw(5, 16).to(dtype), carried(draw(5, 8, seed=1), fmt)
     y, x_grad, grads = run(within(linear, policy), x, g)
@@ -47,8 +45,6 @@ def test_a_linear_is_the_casted_one(policy, fmt, dtype, bias):
 
 
 class Called(nn.Module):
-    """The parameters of a module, and a function of it."""
-
     def __init__(self, module, fn):
         super().__init__()
         self.module, self.fn = module, fn
@@ -64,8 +60,7 @@ def test_a_linear_takes_every_shape(shape):
     y = layer(x)
     assert y.shape == (*shape[:-1], 4)
     y.float().sum().backward()
-    assert x.grad.shape == x.shape
-    assert layer.weight.grad.shape == (4, 16)
+    assert (x.grad.shape, layer.weight.grad.shape) == (x.shape, (4, 16))
 
 
 @pytest.mark.parametrize("given", [torch.float32, torch.bfloat16, torch.float16])
@@ -73,11 +68,8 @@ def test_a_linear_takes_every_shape(shape):
 def test_the_format_is_never_derived_from_an_operand(policy, given):
     """Hazard: a layer that casts its weight to its input's dtype runs fp32 silently."""
     dtypes = {"bf16-mixed": torch.bfloat16, "fp16-mixed": torch.float16, "fp32": torch.float32}
-    for layer, x in (
-        (nn.Linear(4, 4), draw(2, 4)),
-        (nn.Conv1d(4, 4, 1), draw(2, 4, 4)),
-        (nn.GRU(4, 4), draw(2, 1, 4)),
-    ):
+    layers = {nn.Linear(4, 4): draw(2, 4), nn.Conv1d(4, 4, 1): draw(2, 4, 4), nn.GRU(4, 4): draw(2, 1, 4)}
+    for layer, x in layers.items():
         y = within(layer, policy)(x.to(given))
         assert (y[0] if isinstance(y, tuple) else y).dtype == dtypes[policy]
 
@@ -102,7 +94,7 @@ def test_a_linear_of_hugging_face_holds_its_matrix_the_other_way(held):
         ours, theirs = run(layer, x, g), run(within(linear, policy), x, g)
         # The order of sums is open: at most 8 terms in fp32, and where it tips a rounding to bf16, one ulp.
         ulp = BF16.epsilon if policy.startswith("bf16") else 0.0
-        for mine, other in ((ours[0], theirs[0]), (ours[1], theirs[1])):
+        for mine, other in zip(ours[:2], theirs[:2], strict=True):
             assert ((mine - other).abs() <= ulp * other.abs() + 8 * 2.0**-23 * magnitude).all()
         assert ((ours[2]["weight"] - theirs[2]["weight"].t()).abs() <= 8 * 2.0**-23 * magnitude).all()
         assert torch.equal(ours[2]["bias"], theirs[2]["bias"])
@@ -110,22 +102,19 @@ def test_a_linear_of_hugging_face_holds_its_matrix_the_other_way(held):
     assert "fp32 operands" in repr(layer)
 
 
+SIZE = {"output_size": [10, 10]}
 CONVOLUTIONS = {
     "1d": (lambda: nn.Conv1d(4, 6, 3, padding=1), (2, 4, 9), {}),
     "1d same": (lambda: nn.Conv1d(4, 4, 3, padding="same", padding_mode="circular"), (2, 4, 9), {}),
     "2d grouped, reflected": (
-        lambda: nn.Conv2d(4, 6, 3, stride=2, groups=2, padding=1, padding_mode="reflect"),
+        lambda: nn.Conv2d(4, 6, 3, 2, 1, groups=2, padding_mode="reflect"),
         (2, 4, 6, 6),
         {},
     ),
     "2d dilated, no bias": (lambda: nn.Conv2d(4, 6, 3, dilation=2, bias=False), (4, 7, 7), {}),
     "3d replicated": (lambda: nn.Conv3d(2, 2, 2, padding=1, padding_mode="replicate"), (1, 2, 3, 3, 3), {}),
     "1d transposed": (lambda: nn.ConvTranspose1d(4, 6, 3, stride=2), (2, 4, 5), {}),
-    "2d transposed, to a size": (
-        lambda: nn.ConvTranspose2d(4, 6, 3, stride=2, padding=1, groups=2),
-        (2, 4, 5, 5),
-        {"output_size": [10, 10]},
-    ),
+    "2d transposed, to a size": (lambda: nn.ConvTranspose2d(4, 6, 3, 2, 1, groups=2), (2, 4, 5, 5), SIZE),
     "3d transposed": (lambda: nn.ConvTranspose3d(2, 2, 2, dilation=2, bias=False), (1, 2, 3, 3, 3), {}),
 }
 convolutions = pytest.mark.parametrize(("make", "shape", "kwargs"), CONVOLUTIONS.values(), ids=CONVOLUTIONS)
@@ -140,8 +129,7 @@ def test_a_convolution_is_torchs_in_the_compute_dtype(make, shape, kwargs, polic
     y, x_grad, grads = run(within(conv, policy), x, g, **kwargs)
     theirs = run(copy.deepcopy(conv).to(dtype), x.to(dtype), g, **kwargs)
     assert y.dtype == dtype
-    assert torch.equal(y, theirs[0])
-    assert torch.equal(x_grad, theirs[1].float())
+    assert same((y, x_grad), (theirs[0], theirs[1].float()))
     for name, grad in grads.items():
         assert grad.dtype == torch.float32
         assert torch.equal(grad, theirs[2][name].float()), name
@@ -149,25 +137,14 @@ def test_a_convolution_is_torchs_in_the_compute_dtype(make, shape, kwargs, polic
 
 @convolutions
 def test_an_emulated_convolution_rounds_what_hardware_would(make, shape, kwargs):
-    conv = make()
-    x = draw(*shape)
-    layer = within(conv, "bf16-mixed,emulate=true")
+    conv, x = make(), draw(*shape)
     g = draw(*conv(x, **kwargs).shape, seed=1)
-    y, x_grad, grads = run(layer, x, g, **kwargs)
-    rounded = copy.deepcopy(conv)
-    for p in rounded.parameters():
+    y, x_grad, grads = run(within(conv, "bf16-mixed,emulate=true"), x, g, **kwargs)
+    for p in conv.parameters():
         p.data = carried(p.data, BF16)
-    theirs = run(rounded, carried(x, BF16), carried(g, BF16), **kwargs)
-    assert torch.equal(y, carried(theirs[0], BF16))
-    assert torch.equal(x_grad, carried(theirs[1], BF16))
+    theirs = run(conv, carried(x, BF16), carried(g, BF16), **kwargs)
+    assert same((y, x_grad), (carried(t, BF16) for t in theirs[:2]))
     assert all(torch.equal(grads[name], carried(grad, BF16)) for name, grad in theirs[2].items())
-
-
-def test_narrow_operands_do_not_reach_a_convolution():
-    net = nn.Sequential(nn.Conv1d(4, 4, 1), nn.Flatten(), nn.Linear(16, 4))
-    applied = apply(net, Policy.parse("fp8-mixed,emulate=true"))
-    assert (str(net[0].precision.compute), str(net[2].precision.operand.format)) == ("bf16", "e4m3")
-    assert "e4m3 is for matmuls" in applied.changes[0].form
 
 
 @mixed
@@ -190,15 +167,18 @@ def test_an_embedding_casts_rows_and_sums_their_gradients_in_fp32(policy, fmt, d
     assert torch.equal(grad.to_dense(), table.weight.grad.to_dense())
 
 
-def test_rows_that_are_renormalized_are_those_of_the_master():
+def test_renormalized_rows_are_those_of_the_master_and_narrow_operands_do_not_reach_a_convolution():
     table, index = nn.Embedding(4, 8, max_norm=1.0), torch.tensor([1, 1, 2])
     layer = within(table, "bf16-mixed,param=fp32:split")
-    y = layer(index)
-    assert torch.equal(y, table(index).bfloat16())
+    assert torch.equal(layer(index), table(index).bfloat16())
     assert layer.weight.dtype == torch.float32
     assert torch.equal(layer.weight, table.weight)
     with pytest.raises(PolicyError, match="max_norm"):
         within(table, "bf16-true")
+    net = nn.Sequential(nn.Conv1d(4, 4, 1), nn.Flatten(), nn.Linear(16, 4))
+    applied = apply(net, Policy.parse("fp8-mixed,emulate=true"))
+    assert (str(net[0].precision.compute), str(net[2].precision.operand.format)) == ("bf16", "e4m3")
+    assert "e4m3 is for matmuls" in applied.changes[0].form
 
 
 @mixed
@@ -212,8 +192,7 @@ def test_a_bag_is_summed_in_fp32(policy, fmt, dtype, mode):
     theirs = bag(index, per_sample_weights=weights)
     theirs.backward(g)
     assert y.dtype == dtype
-    assert torch.equal(y.float(), carried(theirs.detach(), fmt))
-    assert torch.equal(layer.weight.grad, bag.weight.grad)
+    assert same((y.float(), layer.weight.grad), (carried(theirs.detach(), fmt), bag.weight.grad))
 
 
 def untracked(norm):
@@ -231,7 +210,10 @@ NORMS = {
     "batch 1d": (lambda: nn.BatchNorm1d(4), (6, 4)),
     "batch 2d, cumulative": (lambda: nn.BatchNorm2d(4, momentum=None), (6, 4, 2, 2)),
     "batch 3d, untracked": (lambda: nn.BatchNorm3d(4, track_running_stats=False), (3, 4, 2, 2, 2)),
-    "batch 1d, no longer tracked": (lambda: untracked(nn.BatchNorm1d(4)), (6, 4)),
+    "batch 1d, no longer tracked": (
+        lambda: (norm := nn.BatchNorm1d(4), setattr(norm, "track_running_stats", False))[0],
+        (6, 4),
+    ),
     "instance 1d": (lambda: nn.InstanceNorm1d(4), (6, 4, 3)),
     "instance 2d, tracked": (lambda: nn.InstanceNorm2d(4, affine=True, track_running_stats=True), (6, 4, 2, 2)),
     "instance 2d, unbatched": (lambda: nn.InstanceNorm2d(4, affine=True), (4, 3, 3)),
@@ -274,11 +256,21 @@ def assert_same_buffers(layer, wide):
         assert torch.equal(buffers[name], buffer), name
 
 
-def test_statistics_of_a_narrow_model_are_widened_and_listed():
+def test_statistics_are_widened_and_islands_asked_for_in_bf16_are_another_number():
     net = Net(nn.BatchNorm1d(4).bfloat16())
     applied = apply(net, Policy.parse("bf16-mixed"))
     assert {b.dtype for b in net.buffers()} == {torch.float32, torch.int64}
     assert {"layer.weight", "layer.running_mean", "layer.running_var"} <= set(applied.widened)
+    x = draw(4, 4, 6) * 100
+    kinds = (nn.LayerNorm(6), nn.GroupNorm(2, 4), nn.BatchNorm1d(4), nn.InstanceNorm1d(4), nn.LocalResponseNorm(2))
+    for norm in kinds:
+        wide, narrow = within(norm, "fp32"), within(norm, "fp32,norm=bf16")
+        assert narrow(x).dtype == torch.float32
+        assert not torch.equal(narrow(x), wide(x)), norm
+    x, wide = draw(3, 4), nn.CrossEntropyLoss(weight=torch.ones(4))
+    for extra in ("", ",emulate=true"):
+        loss = within(wide, f"bf16-mixed,loss=bf16{extra}")(x, CLASSES)
+        assert torch.equal(loss.float(), carried(wide(carried(x, BF16), CLASSES), BF16))
 
 
 @norms
@@ -290,15 +282,6 @@ def test_a_norm_of_bf16_parameters_still_computes_in_fp32(make, shape):
         return
     layer, x = within(norm, "bf16-true"), carried(draw(*shape), BF16)
     assert torch.equal(layer(x.bfloat16()), norm(x).detach().bfloat16())
-
-
-def test_a_norm_asked_for_in_bf16_is_another_number():
-    x = draw(4, 4, 6) * 100
-    kinds = (nn.LayerNorm(6), nn.GroupNorm(2, 4), nn.BatchNorm1d(4), nn.InstanceNorm1d(4), nn.LocalResponseNorm(2))
-    for norm in kinds:
-        wide, narrow = within(norm, "fp32"), within(norm, "fp32,norm=bf16")
-        assert narrow(x).dtype == torch.float32
-        assert not torch.equal(narrow(x), wide(x)), norm
 
 
 @mixed
@@ -328,25 +311,16 @@ LOSSES = {
 @mixed
 @pytest.mark.parametrize(("make", "target"), LOSSES.values(), ids=LOSSES)
 def test_a_loss_is_fp32_inside_and_out(make, target, policy, fmt, dtype):
-    x = carried(draw(3, 4), fmt)
-    target = carried(target, fmt) if target.is_floating_point() else target
-    layer = within(make(), policy)
-    ours = x.to(dtype).requires_grad_()
-    loss = layer(ours, target.to(dtype) if target.is_floating_point() else target)
-    theirs = x.clone().requires_grad_()
+    x, numbers = carried(draw(3, 4), fmt), target.is_floating_point()
+    target = carried(target, fmt) if numbers else target
+    ours, theirs = x.to(dtype).requires_grad_(), x.clone().requires_grad_()
+    loss = within(make(), policy)(ours, target.to(dtype) if numbers else target)
     wide = make()(theirs, target)
     assert loss.dtype == torch.float32
     assert torch.equal(loss, wide)
     loss.sum().backward(), wide.sum().backward()
     if dtype != torch.float32:
         assert torch.equal(ours.grad, theirs.grad.to(dtype))
-
-
-def test_a_loss_in_bf16_is_what_was_asked_for():
-    x, wide = draw(3, 4), nn.CrossEntropyLoss(weight=torch.ones(4))
-    for extra in ("", ",emulate=true"):
-        loss = within(wide, f"bf16-mixed,loss=bf16{extra}")(x, CLASSES)
-        assert torch.equal(loss.float(), carried(wide(carried(x, BF16), CLASSES), BF16))
 
 
 @native
@@ -370,7 +344,7 @@ def test_a_recurrent_kernel_is_torchs_in_the_compute_dtype(make, options, policy
     assert all(a is b for a, b in zip(layer._flat_weights, layer.parameters(), strict=True))
 
 
-def test_a_recurrent_layer_takes_packed_sequences_and_states():
+def test_a_recurrent_layer_takes_packed_sequences_and_is_refused_where_its_kernel_lacks_the_format(monkeypatch):
     torch.manual_seed(0)
     cell, x = nn.LSTM(3, 4), draw(5, 2, 3)
     layer, theirs = within(cell, "bf16-mixed"), copy.deepcopy(cell).bfloat16()
@@ -385,8 +359,6 @@ def test_a_recurrent_layer_takes_packed_sequences_and_states():
         layer(draw(5, 2, 7))
     assert all(a is b for a, b in zip(layer._flat_weights, layer.parameters(), strict=True))
 
-
-def test_a_kernel_that_lacks_the_format_is_refused_by_name(monkeypatch):
     def lacking(kind, dtype, device):
         return "" if dtype == torch.float32 else "not implemented for 'Half'"
 

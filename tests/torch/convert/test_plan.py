@@ -22,15 +22,11 @@ from tests.torch.nets import Net, draw, same, within
 
 
 class Scaled(nn.Linear):
-    """A subclass with a forward of its own."""
-
     def forward(self, x):
         return F.linear(x, self.weight * 2, self.bias)
 
 
 class Named(nn.Linear):
-    """A subclass without one."""
-
     def __init__(self, *args):
         super().__init__(*args)
         self.note = "mine"
@@ -40,8 +36,6 @@ class Named(nn.Linear):
 
 
 class Gamma(nn.Module):
-    """A norm as people write it: the gain promotes."""
-
     def __init__(self, width):
         super().__init__()
         self.weight = nn.Parameter(torch.ones(width))
@@ -52,8 +46,6 @@ class Gamma(nn.Module):
 
 
 class Temperature(nn.Module):
-    """A loss that holds a parameter."""
-
     def __init__(self):
         super().__init__()
         self.log = nn.Parameter(torch.zeros(()))
@@ -62,12 +54,27 @@ class Temperature(nn.Module):
         return (x * self.log.exp()).square().mean()
 
 
-def test_a_subclass_without_a_forward_is_what_it_is_a_subclass_of():
+def test_subclasses_leaves_shared_modules_and_hooks():
     layer = within(Named(4, 4), "bf16-mixed")
     assert isinstance(layer, Named)
     assert layer(draw(2, 4)).dtype == torch.bfloat16
     assert "note=mine" in repr(layer)
     assert "bf16 operands" in repr(layer)
+    layer = within(Scaled(4, 4).bfloat16().requires_grad_(False), "bf16-mixed")
+    assert (layer.weight.dtype, layer(draw(2, 4).bfloat16()).dtype) == (torch.bfloat16, torch.bfloat16)
+    assert within(Temperature(), "fp16-mixed")(draw(2, 4).half()).dtype == torch.float32
+    shared = nn.Linear(4, 4)
+    net = nn.Sequential(shared, nn.ReLU(), shared)
+    applied = apply(net, Policy.parse("bf16-mixed,param=fp32:split"))
+    assert (applied.modules, list(applied.masters)) == (1, ["0.weight", "0.bias"])
+    net(draw(2, 4)).sum().backward()
+    assert net[2].weight.grad.dtype == torch.float32
+    net = Net(nn.Linear(4, 4))
+    seen = []
+    net.layer.register_forward_hook(lambda module, args, out: seen.append(out.dtype))
+    apply(net, Policy.parse("bf16-mixed"))
+    net(draw(2, 4))
+    assert seen == [torch.bfloat16]
 
 
 @pytest.mark.parametrize(
@@ -94,24 +101,7 @@ def test_a_leaf_runs_as_written_in_fp32_and_gives_compute(make, arguments):
     assert "as written, bf16 out" in repr(layer)
 
 
-def test_a_leaf_keeps_narrow_frozen_parameters_and_numbers():
-    layer = within(Scaled(4, 4).bfloat16().requires_grad_(False), "bf16-mixed")
-    assert layer.weight.dtype == torch.bfloat16
-    assert layer(draw(2, 4).bfloat16()).dtype == torch.bfloat16
-    assert within(Temperature(), "fp16-mixed")(draw(2, 4).half()).dtype == torch.float32
-
-
-def test_leaves_are_listed_with_the_reason():
-    net = nn.Sequential(Scaled(4, 4), Gamma(4), nn.Linear(4, 4))
-    net[2].forward = lambda x: x
-    forms = {change.name: change.form for change in apply(net, Policy.parse("bf16-mixed")).changes}
-    assert "a forward of its own, not that of nn.Linear" in forms["0"]
-    assert "holds `weight` itself" in forms["1"]
-    assert "replaced" in forms["2"]
-    assert type(net[2]) is nn.Linear
-
-
-def test_a_gain_that_promotes_does_not_promote_the_stream():
+def test_a_gain_that_promotes_does_not_promote_the_stream_and_leaves_are_listed():
     """Hazard: fp32 gains promote; attention then refuses q and k of another dtype than v."""
 
     class Block(nn.Module):
@@ -125,9 +115,16 @@ def test_a_gain_that_promotes_does_not_promote_the_stream():
 
     block = within(Block(), "bf16-mixed")
     assert block(draw(2, 3, 8)).dtype == torch.bfloat16
+    net = nn.Sequential(Scaled(4, 4), Gamma(4), nn.Linear(4, 4))
+    net[2].forward = lambda x: x
+    forms = {change.name: change.form for change in apply(net, Policy.parse("bf16-mixed")).changes}
+    assert "a forward of its own, not that of nn.Linear" in forms["0"]
+    assert "holds `weight` itself" in forms["1"]
+    assert "replaced" in forms["2"]
+    assert type(net[2]) is nn.Linear
 
 
-def test_parametrized_weights_keep_their_fp32_gradients():
+def test_parametrized_weights_and_adapters_of_a_narrow_base_have_fp32_gradients():
     torch.manual_seed(0)
     linear = nn.utils.parametrizations.weight_norm(nn.Linear(4, 4))
     layer = within(linear, "bf16-mixed,param=fp32:split")
@@ -140,14 +137,11 @@ def test_parametrized_weights_keep_their_fp32_gradients():
     y.backward(g), plain(x).backward(g)
     # The weight's own gradient was not rounded on its way to what it is made of.
     linear.weight.backward(plain.weight.grad)
-    for ours, theirs in zip(
-        layer.parametrizations.parameters(), linear.parametrizations.parameters(), strict=True
-    ):
+    made_of = (module.parametrizations.parameters() for module in (layer, linear))
+    for ours, theirs in zip(*made_of, strict=True):
         assert ours.dtype == ours.grad.dtype == torch.float32
         assert torch.equal(ours.grad, theirs.grad)
 
-
-def test_adapters_train_over_a_frozen_narrow_base():
     class Adapter(nn.Module):
         def __init__(self, base):
             super().__init__()
@@ -167,8 +161,6 @@ def test_adapters_train_over_a_frozen_narrow_base():
 
 
 class Everything(nn.Module):
-    """One of each kind that compiles whole."""
-
     def __init__(self):
         super().__init__()
         self.embed, self.pos = nn.Embedding(11, 8), nn.Parameter(torch.zeros(6, 8))
@@ -197,12 +189,27 @@ def everything():
     return Everything()
 
 
-def test_what_compiled_whole_before_does_after():
+def test_what_compiled_whole_before_does_after_and_not_anew_when_masters_change():
     model = everything()
     apply(model, Policy.parse("bf16-mixed,param=fp32:split"))
     torch._dynamo.reset()
     compiled = torch.compile(model, fullgraph=True, backend="eager")
     assert torch.equal(compiled(*tokens()), model(*tokens()))
+    model = nn.Sequential(nn.Linear(4, 4))
+    applied = apply(model, Policy.parse("fp16-mixed,param=fp32:split"))
+    torch._dynamo.reset()
+    counted = torch._dynamo.testing.CompileCounter()
+    compiled = torch.compile(model, fullgraph=True, backend=counted)
+    x = draw(2, 4)
+    for _ in range(3):
+        assert torch.equal(compiled(x), model(x))
+        compiled(x).sum().backward()
+        with torch.no_grad():
+            model[0].weight.add_(1.0)
+            applied.remainders["0.weight"].add_(1)
+            note_write(model[0].weight)
+        model.zero_grad()
+    assert counted.frame_count == 1
 
 
 @pytest.mark.parametrize("held", ["", ",param=fp32:split"])
@@ -224,24 +231,6 @@ def test_compiled_gradients_are_those_of_eager_code(held):
         # the order of sums is open
         assert ((p.grad - eager[name]).abs() <= 40 * 2.0**-23 * eager[name].abs().max()).all(), name
     assert not torch.equal(model[0].weight.grad, carried(model[0].weight.grad, BF16))
-
-
-def test_nothing_compiles_anew_when_masters_change():
-    model = nn.Sequential(nn.Linear(4, 4))
-    applied = apply(model, Policy.parse("fp16-mixed,param=fp32:split"))
-    torch._dynamo.reset()
-    counted = torch._dynamo.testing.CompileCounter()
-    compiled = torch.compile(model, fullgraph=True, backend=counted)
-    x = draw(2, 4)
-    for _ in range(3):
-        assert torch.equal(compiled(x), model(x))
-        compiled(x).sum().backward()
-        with torch.no_grad():
-            model[0].weight.add_(1.0)
-            applied.remainders["0.weight"].add_(1)
-            note_write(model[0].weight)
-        model.zero_grad()
-    assert counted.frame_count == 1
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -266,36 +255,12 @@ def test_checkpointed_gradients_are_the_same(reentrant):
     assert same(*grads)
 
 
-def test_a_model_is_within_its_roundings_of_fp32():
+def test_a_model_is_within_its_roundings_of_fp32_and_prints_the_truth():
     wide, model = everything(), everything()
     apply(model, Policy.parse("bf16-mixed"))
     loss, theirs = model(*tokens()), wide(*tokens())
     # logits of order one, each the end of some twenty roundings of u
     assert abs(float((loss - theirs).detach())) <= 20 * BF16.epsilon / 2
-
-
-def test_restoring_gives_the_model_back_bit_for_bit():
-    model, first = everything(), everything()
-    names, text = list(first.state_dict()), repr(first)
-    applied = apply(model, Policy.parse("bf16-mixed,param=fp32:split"))
-    assert {p.dtype for p in model.parameters()} == {torch.float32, torch.bfloat16}
-    assert repr(model) != text
-    restore(applied)
-    for name, p in model.named_parameters():
-        if name in applied.remainders:
-            p.data = join(p.data, applied.remainders[name])
-        assert not p.__dict__
-    assert repr(model) == text
-    assert [type(m) for m in model.modules()] == [type(m) for m in first.modules()]
-    assert [sorted(m.__dict__) for m in model.modules()] == [sorted(m.__dict__) for m in first.modules()]
-    assert list(model.state_dict()) == names
-    for name, value in first.state_dict().items():
-        assert torch.equal(model.state_dict()[name], value), name
-    assert torch.equal(model(*tokens()), first(*tokens()))
-    apply(model, Policy.parse("bf16-mixed"))
-
-
-def test_printing_the_model_tells_the_truth():
     model = everything()
     apply(model, Policy.parse("fp8-mixed,emulate=true,norm=bf16; conv: compute=fp32"))
     text = repr(model)
@@ -305,6 +270,26 @@ def test_printing_the_model_tells_the_truth():
     assert "Softmax(dim=-1, fp32 inside, bf16 out)" in text
     assert "e4m3 operands emulated, fp32 softmax" in text
     assert "CrossEntropyLoss(fp32 inside, fp32 out)" in text
+
+
+def test_restoring_gives_the_model_back_bit_for_bit():
+    model, first = everything(), everything()
+    text = repr(first)
+    applied = apply(model, Policy.parse("bf16-mixed,param=fp32:split"))
+    assert {p.dtype for p in model.parameters()} == {torch.float32, torch.bfloat16}
+    assert repr(model) != text
+    restore(applied)
+    for name, p in model.named_parameters():
+        if name in applied.remainders:
+            p.data = join(p.data, applied.remainders[name])
+        assert not p.__dict__
+    assert repr(model) == text
+    for mine, module in zip(model.modules(), first.modules(), strict=True):
+        assert (type(mine), sorted(mine.__dict__)) == (type(module), sorted(module.__dict__))
+    assert list(model.state_dict()) == list(first.state_dict())
+    assert same(model.state_dict().values(), first.state_dict().values())
+    assert torch.equal(model(*tokens()), first(*tokens()))
+    apply(model, Policy.parse("bf16-mixed"))
 
 
 @pytest.mark.parametrize("policy", ["bf16-mixed", "bf16-mixed,param=fp32:split", "fp16-mixed,param=fp32:split"])
@@ -329,13 +314,13 @@ def test_a_copy_is_a_model_of_its_own(policy):
 def test_a_state_dict_has_the_masters_and_loads_them():
     first, model = everything(), everything()
     applied = apply(model, Policy.parse("bf16-mixed,param=fp32:split"))
-    assert list(model.state_dict()) == list(first.state_dict())
-    for name, value in first.state_dict().items():
-        assert torch.equal(model.state_dict()[name], value), name
-    other = {n: value * 1.7 if value.is_floating_point() else value for n, value in first.state_dict().items()}
-    model.load_state_dict(other)
-    for name, value in other.items():
-        assert torch.equal(model.state_dict()[name], value), name
+    state = first.state_dict()
+    other = {n: value * 1.7 if value.is_floating_point() else value for n, value in state.items()}
+    for given in (state, other):
+        if given is other:
+            model.load_state_dict(other)
+        assert list(model.state_dict()) == list(given)
+        assert same(model.state_dict().values(), given.values())
     assert torch.equal(join(model.head.weight, applied.remainders["embed.weight"]), other["head.weight"])
     assert model.embed.weight.dtype == torch.bfloat16
     with pytest.raises(HalfstepError, match=r"assign=True.*half of a split master"):
@@ -344,17 +329,13 @@ def test_a_state_dict_has_the_masters_and_loads_them():
         model.load_state_dict({**other, "embed.weight": torch.zeros(3, 3)})
 
 
-def test_what_a_model_returns_is_in_the_loss_format_but_for_numbers():
-    class Two(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.linear = nn.Linear(4, 4)
-
+def test_what_a_model_returns_is_in_the_loss_format_and_every_kind_of_module_is_known():
+    class Two(nn.Sequential):
         def forward(self, x, *, flag: bool = True) -> dict:
-            y = self.linear(x)
+            y = self[0](x)
             return {"logits": y, "all": [y, (y, 3)], "loss": y.mean(), "index": torch.arange(2)}
 
-    model, before = Two(), inspect.signature(Two.forward)
+    model, before = Two(nn.Linear(4, 4)), inspect.signature(Two.forward)
     apply(model, Policy.parse("bf16-mixed"))
     out = model(draw(2, 4), flag=True)
     assert out["logits"].dtype == out["all"][0].dtype == out["all"][1][0].dtype == torch.float32
@@ -362,6 +343,11 @@ def test_what_a_model_returns_is_in_the_loss_format_but_for_numbers():
     assert out["index"].dtype == torch.int64
     assert inspect.signature(type(model).forward) == before
     assert isinstance(model, Two)
+    losses = {c for c in vars(nn.modules.loss).values() if isinstance(c, type) and c.__name__.endswith("Loss")}
+    unknown = {c.__name__ for c in losses - ISLANDS.keys() if not c.__name__.startswith("_")}
+    # holds its own matrix, so it is a leaf, in fp32
+    assert unknown <= {"LinearCrossEntropyLoss"}
+    assert all(issubclass(kind, Layer) for kind in KINDS.values())
 
 
 def test_autocast_around_a_model_with_a_policy_is_refused():
@@ -372,29 +358,3 @@ def test_autocast_around_a_model_with_a_policy_is_refused():
     with torch.autocast("cpu", torch.bfloat16), pytest.raises(HalfstepError, match="autocast") as caught:
         model(draw(2, 4))
     assert "leave torch.autocast out" in caught.value.hint
-
-
-def test_shared_modules_are_converted_once():
-    shared = nn.Linear(4, 4)
-    net = nn.Sequential(shared, nn.ReLU(), shared)
-    applied = apply(net, Policy.parse("bf16-mixed,param=fp32:split"))
-    assert (applied.modules, list(applied.masters)) == (1, ["0.weight", "0.bias"])
-    net(draw(2, 4)).sum().backward()
-    assert net[2].weight.grad.dtype == torch.float32
-
-
-def test_forward_hooks_still_run():
-    net = Net(nn.Linear(4, 4))
-    seen = []
-    net.layer.register_forward_hook(lambda module, args, out: seen.append(out.dtype))
-    apply(net, Policy.parse("bf16-mixed"))
-    net(draw(2, 4))
-    assert seen == [torch.bfloat16]
-
-
-def test_every_kind_of_torchs_modules_is_a_layer_or_an_island():
-    losses = {c for c in vars(nn.modules.loss).values() if isinstance(c, type) and c.__name__.endswith("Loss")}
-    unknown = {c.__name__ for c in losses - ISLANDS.keys() if not c.__name__.startswith("_")}
-    # holds its own matrix, so it is a leaf, in fp32
-    assert unknown <= {"LinearCrossEntropyLoss"}
-    assert all(issubclass(kind, Layer) for kind in KINDS.values())
