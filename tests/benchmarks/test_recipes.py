@@ -45,10 +45,8 @@ def config_of(recipe):
 
 def awake(model):
     """Initial weights plus noise: zeros and ones would hide a wrong formula."""
-    noise = np.random.default_rng(0)
-    return {
-        n: np.asarray(v + 0.3 * noise.standard_normal(v.shape), np.float32) for n, v in initial_weights(model, 0)
-    }
+    draw = np.random.default_rng(0).standard_normal
+    return {n: np.asarray(v + 0.3 * draw(v.shape), np.float32) for n, v in initial_weights(model, 0)}
 
 
 def source_of(sources, recipe, weights, tables=torch.float32):

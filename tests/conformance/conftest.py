@@ -4,10 +4,10 @@ An adapter carries arrays across and names what each framework spells its own wa
 What is tested is halfstep's own functions, which have the same names on every backend.
 """
 
-from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -17,23 +17,17 @@ from halfstep.core import philox, rounding, split
 from halfstep.core.policy import Policy
 from halfstep.core.scaling import ScaleState, Verdict
 
-
-@dataclass
-class Result:
-    """What one step of the toy model did, read back."""
-
-    loss: float
-    skipped: bool
-    scale: float
-    grad_norm: float
-    stuck: bool
+KINDS = {"loss": float, "skipped": bool, "scale": float, "grad_norm": float, "stuck": bool}
 
 
-def read(result) -> Result:
-    def number(x):
-        return x.item() if hasattr(x, "item") else x
+def read(result):
+    """What one step of the toy model did, as numbers of Python."""
+    return SimpleNamespace(**{name: kind(getattr(result, name)) for name, kind in KINDS.items()})
 
-    return Result(**{name: kind(number(getattr(result, name))) for name, kind in Result.__annotations__.items()})
+
+def scalars(make, xp, state):
+    dtypes = (xp.float32, xp.int32, xp.int32, getattr(xp, "bool_", None) or xp.bool)
+    return ScaleState(*(make(v, dtype=d) for v, d in zip(state, dtypes, strict=True)))
 
 
 class Reference:
@@ -43,29 +37,21 @@ class Reference:
     xp = np
     words = np.uint32
 
-    def quantize(self, x, fmt, **rule):
-        return rounding.cast(x, fmt, **rule)
-
-    def random_bits(self, shape, **key):
-        return philox.random_bits(shape, **key)
-
-    def split(self, x):
-        return split.split(x)
-
-    def join(self, hi, lo):
-        return split.join(hi, lo)
+    quantize = staticmethod(rounding.cast)
+    random_bits = staticmethod(philox.random_bits)
+    split, join = staticmethod(split.split), staticmethod(split.join)
 
     def scalars(self, state):
-        dtypes = (np.float32, np.int32, np.int32, np.bool_)
-        return ScaleState(*(np.asarray(v, d) for v, d in zip(state, dtypes, strict=True)))
+        return scalars(np.asarray, np, state)
 
 
 class Backend:
     """What the adapters of the three frameworks share."""
 
     name: str
+    toys: type
+    make_scalar = "array"
     words = np.uint32  # the dtype of random words
-    device_name = "cpu"
 
     def __getattr__(self, part):
         """Imports halfstep's own module of that name: cast, layers, dtypes, apply, step, model, session."""
@@ -102,6 +88,12 @@ class Backend:
         hi, lo = self.cast.split(self.array(x))
         return self.patterns(hi), self.numpy(lo)
 
+    def scalars(self, state):
+        return scalars(getattr(self.xp, self.make_scalar), self.xp, state)
+
+    def toy(self, policy, weight, *, rate, clip_norm=0.0):
+        return self.toys(self, policy, weight, rate, clip_norm)
+
     def open(self, config, policy: str, schedule=None):
         return self.session.Session(config, Policy.parse(policy), "cpu", schedule)
 
@@ -110,10 +102,21 @@ class Backend:
         return session.read(session.step(batch)), session.state()
 
 
-class Torch(Backend):
-    """PyTorch."""
+class Toy:
+    """A linear layer that a run trains; `step` keeps its result as `last`."""
 
-    name = "torch"
+    def check(self):
+        self.run.check(self.last)
+
+    def weight(self):
+        return self.backend.named(self.model.layer.weight)
+
+    def num_applied(self):
+        return int(self.run.num_applied)
+
+
+class Torch(Backend):
+    name, make_scalar = "torch", "tensor"
     words = np.int64
 
     def __init__(self):
@@ -138,11 +141,6 @@ class Torch(Backend):
         hi = self.torch.from_numpy(hi.view(np.int16).copy()).view(self.torch.bfloat16)
         return self.numpy(self.cast.join(hi, self.array(lo)))
 
-    def scalars(self, state):
-        t = self.torch
-        dtypes = (t.float32, t.int32, t.int32, t.bool)
-        return ScaleState(*(t.tensor(v, dtype=d) for v, d in zip(state, dtypes, strict=True)))
-
     def compiled(self, law):
         return self.torch.compile(law, backend="eager")
 
@@ -153,9 +151,6 @@ class Torch(Backend):
         y = call(*inputs)
         g = self.torch.ones_like(y) if cotangent is None else self.array(cotangent).to(y.dtype)
         return self.named(y), [self.named(g) for g in self.torch.autograd.grad(y, floats, g)]
-
-    def toy(self, policy, weight, *, rate, clip_norm=0.0):
-        return TorchToy(self, policy, weight, rate, clip_norm)
 
     def decoder(self, config, policy, weights):
         """The reference decoder with a policy, and a function that runs it forward and backward."""
@@ -177,7 +172,7 @@ class Torch(Backend):
         return model, run
 
 
-class TorchToy:
+class TorchToy(Toy):
     def __init__(self, backend, policy, weight, rate, clip_norm):
         t = backend.torch
         optim = import_module("halfstep.torch.optim.adamw")
@@ -212,26 +207,17 @@ class TorchToy:
         self.last = self.run.step(loss, micro_batches)
         return read(self.last)
 
-    def check(self):
-        self.run.check(self.last)
 
-    def weight(self):
-        return self.backend.named(self.model.layer.weight)
-
-    def num_applied(self):
-        return int(self.run.num_applied)
+Torch.toys = TorchToy
 
 
 class Jax(Backend):
-    """JAX."""
-
     name = "jax"
 
     def __init__(self):
         import jax
 
         self.jax, self.xp = jax, jax.numpy
-        self.device_name = str(jax.local_devices(backend="cpu")[0])
 
     def array(self, x):
         return self.xp.asarray(x)
@@ -244,11 +230,6 @@ class Jax(Backend):
     def quantize(self, x, fmt, **rule):
         with self.jax.disable_jit():  # op by op, each operation is compiled once for a shape
             return super().quantize(x, fmt, **rule)
-
-    def scalars(self, state):
-        j = self.xp
-        dtypes = (j.float32, j.int32, j.int32, j.bool_)
-        return ScaleState(*(j.asarray(v, d) for v, d in zip(state, dtypes, strict=True)))
 
     def compiled(self, law):
         return self.jax.jit(law, static_argnums=2)
@@ -265,9 +246,6 @@ class Jax(Backend):
 
         y, grads = both(cotangent, *(inputs[i] for i in floats))
         return self.named(y), [self.named(grad) for grad in grads]
-
-    def toy(self, policy, weight, *, rate, clip_norm=0.0):
-        return JaxToy(self, policy, weight, rate, clip_norm)
 
     def decoder(self, config, policy, weights):
         model = self.model.Decoder(config).with_policy(Policy.parse(policy))
@@ -333,9 +311,10 @@ class JaxToy:
         return int(self.state.num_applied)
 
 
-class Mlx(Backend):
-    """MLX."""
+Jax.toys = JaxToy
 
+
+class Mlx(Backend):
     name = "mlx"
 
     def __init__(self):
@@ -355,11 +334,6 @@ class Mlx(Backend):
 
     def join(self, hi, lo):
         return self.numpy(self.cast.join(self.array(hi).view(self.mx.bfloat16), self.array(lo)))
-
-    def scalars(self, state):
-        m = self.mx
-        dtypes = (m.float32, m.int32, m.int32, m.bool_)
-        return ScaleState(*(m.array(v, dtype=d) for v, d in zip(state, dtypes, strict=True)))
 
     def compiled(self, law):
         def flat(scale, good, tolerance, stuck, finite):
@@ -383,9 +357,6 @@ class Mlx(Backend):
         _, grads = mx.vjp(lambda *a: call(*_replaced(list(inputs), floats, a)), [inputs[i] for i in floats], [g])
         return self.named(y), [self.named(grad) for grad in grads]
 
-    def toy(self, policy, weight, *, rate, clip_norm=0.0):
-        return MlxToy(self, policy, weight, rate, clip_norm)
-
     def decoder(self, config, policy, weights):
         from mlx import nn
         from mlx.utils import tree_flatten, tree_unflatten
@@ -402,7 +373,7 @@ class Mlx(Backend):
         return model, run
 
 
-class MlxToy:
+class MlxToy(Toy):
     def __init__(self, backend, policy, weight, rate, clip_norm):
         from mlx import nn, optimizers
 
@@ -430,14 +401,8 @@ class MlxToy:
         self.last = self.run.step(loss, batches)
         return read(self.last)
 
-    def check(self):
-        self.run.check(self.last)
 
-    def weight(self):
-        return self.backend.named(self.model.layer.weight)
-
-    def num_applied(self):
-        return int(self.run.num_applied.item())
+Mlx.toys = MlxToy
 
 
 @cache
@@ -461,11 +426,4 @@ implementation = _backends("numpy", "torch", "jax", "mlx")  # with the reference
 splitting = _backends("numpy", "torch", "mlx")  # those that hold split masters
 # For what JAX would compile for many seconds: there it is part of `make prove`.
 slow_backend = _backends("torch", pytest.param("jax", marks=pytest.mark.prove), "mlx")
-
-
-@pytest.fixture
-def torch_backend():
-    """The one that others are compared with where there is no reference in numpy."""
-    if find_spec("torch") is None:
-        pytest.skip("torch is not installed: pip install 'halfstep[torch]'")
-    return open_backend("torch")
+torch_backend = _backends("torch")  # the one that others are compared with where numpy has no reference

@@ -207,9 +207,6 @@ def test_no_gradient_passes_a_cast(backend, name):
         assert grad.tolist() == [2.0, 2.0]
 
 
-# --- random words ----------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("shape", "start"), [(0, 0), (7, 3), ((3, 5), 1), ((), 2), (100, 4 * 2**32 - 6), (64, 2**40 + 1)]
 )
@@ -230,9 +227,6 @@ def test_every_part_of_the_key_changes_the_words(implementation):
     first = implementation.random_bits(100, **base)
     for name in base:
         assert not (implementation.random_bits(100, **{**base, name: 8}) == first).any()
-
-
-# --- scaled operands -------------------------------------------------------------------------------------
 
 
 def scales(backend, amax, fmt):
@@ -281,15 +275,12 @@ def test_a_scaled_operand_is_the_reference_cast_of_the_scaled_values(backend, gr
     assert ((top > 220) | (amax == 0)).all()
 
 
-def test_a_delayed_amax_is_given_and_what_is_larger_saturates(backend):
+def test_a_delayed_amax_is_given_and_what_is_larger_saturates_but_hides_no_infinity(backend):
     operand, x = Operand(E4M3, amax="delayed"), np.float32([1.0, 4.0])
     with pytest.raises(RoundingError, match="no `amax`"):
         backend.quantize_scaled(x, operand)
     values, inv_scale = backend.quantize_scaled(x, operand, amax=np.float32(1.0))
     assert (values * inv_scale).tolist() == [1.0, 1.75]
-
-
-def test_an_infinity_does_not_hide_behind_saturation(backend):
     x = np.float32([[1.0, math.inf], [1.0, 2.0]])
     values, inv_scale = backend.quantize_scaled(x, Operand(E4M3, granularity="row"))
     assert np.isnan(values * inv_scale).tolist() == [[True, True], [False, False]]
@@ -302,9 +293,6 @@ def test_an_empty_array_has_an_amax(backend):
     values, inv_scale = backend.quantize_scaled(empty, operand)
     assert values.shape == (0, 4)
     assert inv_scale == 1
-
-
-# --- split masters ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("stride", [97, pytest.param(1, marks=prove)])
@@ -332,9 +320,6 @@ def test_a_zero_has_no_remainder_below_it(splitting):
     hi, lo = np.uint16([0, 0x8000]), np.int16([-5, -1])  # a number that was set to zero; its bits would be a NaN
     assert np.array_equal(splitting.join(hi, lo), reference_split.join(hi, lo))
     assert (splitting.join(hi, lo) == 0).all()
-
-
-# --- mistakes --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

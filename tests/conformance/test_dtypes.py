@@ -94,9 +94,6 @@ def test_what_a_cpu_refuses_names_the_switch_that_runs_it(backend, fmt):
     assert emulated.reason.startswith("emulated")
 
 
-# --- descriptions ----------------------------------------------------------------------------------------
-
-
 def test_the_cpu_by_its_flags(backend, tmp_path, monkeypatch):
     path = tmp_path / "cpuinfo"
     path.write_text("processor\t: 0\nmodel name\t: A Xeon\nflags\t\t: fpu avx2 avx512_bf16\n\nprocessor\t: 1\n")

@@ -11,47 +11,20 @@ import numpy as np
 import pytest
 
 from halfstep.config.model import ModelConfig, module_names, parameter_shapes
-from halfstep.config.weights import initial_weights
 from halfstep.core import rounding
 from halfstep.core.errors import PolicyError
 from halfstep.core.formats import BF16, E5M2, FP32, Format
 from halfstep.core.policy import Policy
 from halfstep.core.precision import Precision
 from halfstep.core.roles import print_value
+from tests.conformance.decoders import EVERYTHING, OTHERWISE, TINY, awake_weights
 
 U32 = 2.0**-24
-TINY = ModelConfig(vocabulary=32, context=16, layers=2, width=16, heads=4)
 # Every value of every switch is in one of these: compiling a model for each would take minutes.
 CONFIGS = {
     "gpt2": replace(TINY, norm="layer", bias=True, positions="learned", zero_init=False),
-    "everything": replace(
-        TINY,
-        layers=4,
-        kv_heads=2,
-        mlp="swiglu",
-        rope_base=100.0,
-        qk_norm="gain",
-        q_gain=True,
-        softcap=5.0,
-        unet_skips=True,
-        value_residual=True,
-        embedding_shortcut="channel",
-        branch_scale=True,
-        embedding_norm=True,
-        tied=False,
-        zero_head=True,
-    ),
-    "otherwise": replace(
-        TINY,
-        mlp="relu2",
-        mlp_width=24,
-        head_width=8,
-        positions="none",
-        qk_norm="plain",
-        norm_gain=False,
-        embedding_shortcut="scalar",
-        zero_init=False,
-    ),
+    "everything": replace(TINY, layers=4, **EVERYTHING),
+    "otherwise": replace(TINY, **OTHERWISE),
     "exact": replace(TINY, layers=3, unet_skips=True, mlp="gelu_exact", qk_norm="plain", norm_epsilon=1e-2),
 }
 configs = pytest.mark.parametrize("name", CONFIGS)
@@ -62,29 +35,18 @@ def unit(fmt: Format) -> float:
 
 
 @cache
-def weights(name):
-    """First weights, none of them zero: what is zero would hide everything behind it."""
-    drawn = dict(initial_weights(CONFIGS[name], 0))
-    for place, (parameter, value) in enumerate(drawn.items()):
-        if not value.any() or value.ndim < 2:
-            noise = np.random.default_rng(place).standard_normal(value.shape).astype(np.float32)
-            drawn[parameter] = np.asarray(value + np.float32(0.1) * noise)
-    return drawn
-
-
-@cache
 def decoded(backend, name, policy):
     """Logits, loss and the gradient of every parameter; of three sequences the last two differ in one token."""
     config = CONFIGS[name]
     batch = np.random.default_rng(11).integers(0, config.vocabulary, (3, config.context + 1))
     batch[2] = batch[1]
     batch[2, -2] = (batch[1, -2] + 1) % config.vocabulary
-    _, run = backend.decoder(config, policy, weights(name))
+    _, run = backend.decoder(config, policy, awake_weights(config))
     return run(batch[:, :-1].copy(), batch[:, 1:].copy())
 
 
 def build(backend, policy, name="gpt2"):
-    return backend.decoder(CONFIGS[name], policy, weights(name))[0]
+    return backend.decoder(CONFIGS[name], policy, awake_weights(CONFIGS[name]))[0]
 
 
 def series(config: ModelConfig) -> int:

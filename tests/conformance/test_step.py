@@ -62,7 +62,6 @@ def test_a_scale_that_never_moves(implementation, law):
         state = verdict.state
 
 
-# --- a step --------------------------------------------------------------------------------------------------
 # y = x W^T and loss = sum(y t) / w: the gradient is t^T x / w, whatever W is. All numbers are small integers or
 # powers of two, so nothing is rounded and every backend must give the same bits.
 
@@ -148,8 +147,7 @@ def test_micro_batches_are_weighted_by_their_tokens(backend):
 
 
 @pytest.mark.parametrize(
-    ("policy", "expected"),
-    [("bf16-mixed", 256 + 7), ("bf16-true", 256 + 8), ("bf16-mixed,accumulate=bf16", 256)],
+    ("policy", "expected"), [("bf16-mixed", 256 + 7), ("bf16-true", 256 + 8), ("bf16-mixed,accumulate=bf16", 256)]
 )
 def test_gradients_are_summed_in_the_accumulate_format(backend, policy, expected):
     """256 and then ones: a sum in bf16 stays at 256. A bf16 master rounds 263 / 8 in the end."""

@@ -4,6 +4,7 @@ import copy
 import re
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -70,11 +71,8 @@ def test_a_block_runs(title, place, tmp_path, monkeypatch):
 
 
 def _without_compiling():
-    import types
-
-    names = types.SimpleNamespace(**{name: getattr(torch, name) for name in ("optim", "nn", "no_grad", "float32")})
-    names.compile = lambda model: model
-    return names
+    names = {name: getattr(torch, name) for name in ("optim", "nn", "no_grad", "float32")}
+    return SimpleNamespace(**names, compile=lambda model: model)
 
 
 def test_every_section_before_the_refusals_has_code():
@@ -130,16 +128,8 @@ def _refusals():
         net = model()
         return net, prepare(net, adamw(net), policy)
 
-    def twice():
-        net, _ = prepared()
-        prepare(net, adamw(net), "bf16-mixed")
-
     def scaled():
         prepared()[1].load_torch_amp(adamw(model()).state_dict(), torch.amp.GradScaler("cpu").state_dict())
-
-    def shared():
-        net = model()
-        prepare(net, [adamw(net), adamw(net)], "fp32")
 
     def narrow_loss():
         net, run = prepared()
@@ -151,32 +141,25 @@ def _refusals():
         prepare(net, optimizer, "bf16-mixed,param=fp32:split")
         optimizer.load_state_dict(adamw(model()).state_dict())
 
-    def other_policy():
-        prepared()[1].load_state_dict(prepared("fp32")[1].state_dict())
-
     def cast_after():
         net, run = prepared()
         run.backward(net(batches()[0][0]).mean())
         net.half()
         run.update()
 
-    def wrapped():
-        net = model()
-        prepare(torch.compile(net), adamw(net), "bf16-mixed")
-
-    plain = model()
+    plain, taken = model(), prepared()[0]
     return [
         lambda: prepare(plain, torch.amp.GradScaler("cpu"), "fp16-mixed"),
         scaled,
         lambda: prepare(plain, torch.optim.LBFGS(plain.parameters()), "bf16-mixed"),
-        wrapped,
-        twice,
+        lambda: prepare(torch.compile(plain), adamw(plain), "bf16-mixed"),
+        lambda: prepare(taken, adamw(taken), "bf16-mixed"),
         lambda: prepare(plain, adamw(model()), "bf16-mixed"),
-        shared,
+        lambda: prepare(plain, [adamw(plain), adamw(plain)], "fp32"),
         lambda: prepared()[1].update(),
         narrow_loss,
         stock_load,
-        other_policy,
+        lambda: prepared()[1].load_state_dict(prepared("fp32")[1].state_dict()),
         cast_after,
     ]
 

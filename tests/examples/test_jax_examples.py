@@ -59,9 +59,8 @@ def test_the_step_by_hand_equals_the_step_in_numpy():
     # a power of two changes exponents only; any other scale rounds the gradients once more, by 2^-8 at most
     assert float(step(3.0, x, y, lr, 65536.0)[0]) == float(loss[0])
     for scale in (1.0, 3.0, 1000.0):
-        assert float(step(3.0, jnp.asarray(x), jnp.asarray(y), lr, scale)[0]) == pytest.approx(
-            after, rel=4 * 2.0**-8
-        )
+        scaled = step(3.0, jnp.asarray(x), jnp.asarray(y), lr, scale)
+        assert float(scaled[0]) == pytest.approx(after, rel=4 * 2.0**-8)
     assert float(example("jax_step").step_by_halfstep(3.0, x, y, lr)[0]) == pytest.approx(after, rel=4 * 2.0**-8)
 
 
@@ -72,6 +71,10 @@ def test_the_step_prints_a_table(capsys):
     assert [line.split()[0] for line in lines[1:]] == ["1", "64", "256", "65536", "1000", "halfstep"]
 
 
+def is_short(name):
+    return len((EXAMPLES / f"{name}.py").read_text().splitlines()) <= 60
+
+
 @pytest.mark.parametrize(
     ("name", "policy", "below"),
     [
@@ -80,18 +83,15 @@ def test_the_step_prints_a_table(capsys):
         ("equinox_model", "bf16-mixed; layers.2: compute=fp32", 0.01),
     ],
 )
-def test_an_example_learns(name, policy, below, capsys):
+def test_an_example_is_short_and_learns(name, policy, below, capsys):
+    assert is_short(name)
     assert example(name).train(policy) < below
     printed = capsys.readouterr().out
     assert policy in printed
     assert "loss" in printed
 
 
-def test_the_classifier_learns_the_rings(capsys):
+def test_the_classifier_is_short_and_learns_the_rings(capsys):
+    assert is_short("flax_nnx")
     assert example("flax_nnx").train("bf16-mixed") > 0.9
     assert "right" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("name", ["jax_plain", "flax_linen", "flax_nnx", "equinox_model"])
-def test_examples_are_short(name):
-    assert len((EXAMPLES / f"{name}.py").read_text().splitlines()) <= 60

@@ -18,7 +18,4 @@ def test_any_model_and_optimizer_of_mlx_learn(policy, capsys):
     printed = capsys.readouterr().out
     assert "12 Linear" in printed
     assert "after 25 steps" in printed
-
-
-def test_the_example_is_short():
     assert len(EXAMPLE.read_text(encoding="utf-8").splitlines()) <= 60

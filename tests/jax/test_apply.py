@@ -58,9 +58,11 @@ def test_leaves_of_frameworks_are_named_by_their_modules():
     assert names({"a": Pair(np.float32(1), np.float32(2))}) == ["a.value", "a.scale"]
 
 
-def test_two_leaves_of_one_name_are_refused():
+def test_two_leaves_of_one_name_and_integers_alone_are_refused():
     with pytest.raises(HalfstepError, match=r"2 leaves of the parameters are named `a\.b`"):
         Leaves({"a.b": np.float32(1), "a": {"b": np.float32(2)}})
+    with pytest.raises(HalfstepError, match="nothing to train"):
+        init({"n": np.int32(1)}, optax.sgd(0.1), "fp32")
 
 
 @pytest.mark.parametrize(
@@ -77,11 +79,6 @@ def test_two_leaves_of_one_name_are_refused():
 def test_what_cannot_be_trained_is_refused_by_name(leaf, said):
     with pytest.raises(HalfstepError, match=said):
         init({"w": np.ones(2, np.float32), "odd": leaf}, optax.sgd(0.1), "fp32")
-
-
-def test_integers_alone_are_nothing_to_train():
-    with pytest.raises(HalfstepError, match="nothing to train"):
-        init({"n": np.int32(1)}, optax.sgd(0.1), "fp32")
 
 
 @pytest.mark.parametrize("params", [TREE, FLAT])

@@ -20,8 +20,7 @@ from halfstep.jax.cast import amax_of, carried, quantize, quantize_scaled, rando
 
 # Compiling is what these tests wait for.
 quick = partial(
-    jax.jit,
-    compiler_options={"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True},
+    jax.jit, compiler_options={"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 )
 
 

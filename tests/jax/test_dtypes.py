@@ -10,15 +10,13 @@ from halfstep.core.formats import BF16, E4M3, FP32
 from halfstep.jax.dtypes import answer, as_device, describe
 
 V5E = Device("tpu", "TPU v5 lite", architecture="v5e")
+TPUS = {"TPU v4": "v4", "TPU v5 lite": "v5e", "TPU v5p": "v5p", "TPU7x": "v7x", "another": ""}
 
 
 def test_the_generation_decides_on_a_tpu():
     assert answer(BF16, V5E) == Support(True, "the matrix unit of every TPU since v2 multiplies bf16")
     assert answer(E4M3, V5E) == Support(False, "TPU v5e; e4m3 needs v7; `emulate=true` runs it emulated")
     assert "several bf16 products" in answer(FP32, V5E).reason
-
-
-# --- descriptions ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -28,11 +26,7 @@ def test_the_generation_decides_on_a_tpu():
         ("gpu", "NVIDIA B200", "10.0", Device("nvidia", "NVIDIA B200", capability=(10, 0))),
         ("gpu", "MI250", "gfx90a:sramecc+:xnack-", Device("amd", "MI250", architecture="gfx90a")),
         ("rocm", "MI300X", "gfx942", Device("amd", "MI300X", architecture="gfx942")),
-        ("tpu", "TPU v4", None, Device("tpu", "TPU v4", architecture="v4")),
-        ("tpu", "TPU v5 lite", None, Device("tpu", "TPU v5 lite", architecture="v5e")),
-        ("tpu", "TPU v5p", None, Device("tpu", "TPU v5p", architecture="v5p")),
-        ("tpu", "TPU7x", None, Device("tpu", "TPU7x", architecture="v7x")),
-        ("tpu", "another", None, Device("tpu", "another", architecture="")),
+        *(("tpu", name, None, Device("tpu", name, architecture=generation)) for name, generation in TPUS.items()),
     ],
 )
 def test_a_device_by_what_jax_says_of_it(platform, kind, capability, expected):
@@ -42,19 +36,16 @@ def test_a_device_by_what_jax_says_of_it(platform, kind, capability, expected):
     assert describe(given) == expected
 
 
-def test_a_platform_of_others_is_refused():
-    with pytest.raises(HalfstepError, match="platform `METAL`") as caught:
-        describe(SimpleNamespace(platform="METAL", device_kind="Apple M3"))
-    assert caught.value.hint
-
-
-def test_devices_by_name(monkeypatch):
+def test_devices_by_name_and_those_of_others_are_refused(monkeypatch):
     assert as_device("cpu") == as_device("cpu:0") == jax.local_devices(backend="cpu")[0]
     assert as_device(jax.devices()[0]) is jax.devices()[0]
     for name in ("metal", "cuda0", "CUDA", "cuda:", "meta", ""):
         with pytest.raises(HalfstepError, match=f"`{name}` is not a JAX device") as caught:
             as_device(name)
         assert "`cuda:1`" in caught.value.hint
+    with pytest.raises(HalfstepError, match="platform `METAL`") as caught:
+        describe(SimpleNamespace(platform="METAL", device_kind="Apple M3"))
+    assert caught.value.hint
     monkeypatch.setattr(jax, "local_devices", lambda backend: ["first", "second"])
     assert as_device("cuda:1") == "second"
     with pytest.raises(HalfstepError, match=r"no `cuda:2`; JAX sees 2 `cuda`") as caught:

@@ -137,10 +137,7 @@ FRAMEWORKS = {"plain": plain, "linen": flax_linen, "nnx": flax_nnx, "equinox": e
 # Gradient descent that keeps its gradients, as something that is not a moment.
 OPTIMIZER = optax.GradientTransformation(
     lambda params: jax.tree.map(lambda p: jnp.zeros((1, *p.shape)), params),
-    lambda grads, state, params: (
-        jax.tree.map(lambda g: -0.5 * g, grads),
-        jax.tree.map(lambda g: g[None], grads),
-    ),
+    lambda grads, state, params: (jax.tree.map(lambda g: -0.5 * g, grads), jax.tree.map(lambda g: g[None], grads)),
 )
 
 

@@ -16,27 +16,12 @@ from halfstep.core.precision import Precision, precisions
 from halfstep.core.rounding import cast
 from halfstep.jax import layers
 from halfstep.jax.cast import quantize_scaled
-from halfstep.jax.layers import (
-    COMPILER_OPTIONS,
-    CastedLinear,
-    Norm,
-    attention,
-    cross_entropy,
-    dot_general,
-    enter,
-    layer_norm,
-    linear,
-    pointwise,
-    rms_norm,
-    spread,
-)
-from halfstep.jax.lowering import casts_for, casts_of
+from halfstep.jax.layers import COMPILER_OPTIONS, CastedLinear, Norm, attention, layer_norm, linear, rms_norm
+from halfstep.jax.lowering import casts_for as of
+from halfstep.jax.lowering import casts_of
 
 # As a step is compiled. Op by op, every operation of every shape is compiled on its own, which takes far longer.
 quick = partial(jax.jit, compiler_options=COMPILER_OPTIONS)
-
-
-of = casts_for
 
 
 def narrow(policy):
@@ -84,9 +69,6 @@ def with_grads(f, g, *inputs):
     return run(g, *inputs)
 
 
-# --- matmuls ---------------------------------------------------------------------------------------------
-
-
 def test_fp32_is_the_matmul_of_jax_in_full_precision():
     x, w, b = draw(5, 8), draw(6, 8, seed=1), draw(6, seed=2)
     found, expected = quick(
@@ -116,7 +98,7 @@ def test_any_contraction_has_the_gradients_of_lax_dot_general(case, weight_first
         return lax.dot_general(*((w, x) if weight_first else (x, w)), dims, precision=lax.Precision.HIGHEST)
 
     g = draw(*jax.eval_shape(reference, x, w).shape, seed=2)
-    ours = with_grads(lambda x, w: dot_general(x, w, dims, casts, weight_first=weight_first), g, x, w)
+    ours = with_grads(lambda x, w: layers.dot_general(x, w, dims, casts, weight_first=weight_first), g, x, w)
     y, (grad_input, grad_weight) = with_grads(reference, g, x, w)
     assert np.array_equal(ours[0], y)
     np.testing.assert_allclose(ours[1][0], grad_input, rtol=2.0**-20, atol=2.0**-20)
@@ -140,7 +122,9 @@ def test_a_weight_gradient_in_bf16_is_rounded_whatever_the_compiler_options():
 def test_a_small_parameter_is_spread_and_its_gradient_summed_in_fp32(shape):
     """JAX's own sum over tokens would be in bf16 and end at 256."""
     p = draw(*shape)
-    y, (grad,) = with_grads(lambda p: spread(p, (2, 600, 768), NATIVE), np.ones((2, 600, 768), np.float32), p)
+    y, (grad,) = with_grads(
+        lambda p: layers.spread(p, (2, 600, 768), NATIVE), np.ones((2, 600, 768), np.float32), p
+    )
     assert np.array_equal(wide(y), np.broadcast_to(bf16(p), (2, 600, 768)))
     assert grad.dtype == jnp.float32
     count = 2 * 600 * (768 if shape == () else 1)
@@ -152,18 +136,15 @@ def test_row_wise_scales_belong_to_what_each_matmul_does_not_sum_over(form):
     casts = narrow(f"bf16-mixed,compute=e4m3:row,grad=e4m3:row{form}")
     p = casts.precision
     spreads = np.float32([1e-6, 1.0, 1e3, 1e6])
-    x, w = (
-        draw(4, 16) * spreads[:, None],
-        draw(8, 16, seed=1) * np.geomspace(1e-4, 1e4, 8, dtype=np.float32)[:, None],
-    )
+    x = draw(4, 16) * spreads[:, None]
+    w = draw(8, 16, seed=1) * np.geomspace(1e-4, 1e4, 8, dtype=np.float32)[:, None]
     g = bf16(draw(4, 8, seed=2))
     y, (grad_input, grad_weight) = with_grads(lambda x, w: linear(x, w, None, casts), g, x, w)
 
     def product(a, b, a_operand, b_operand):
         """a b with a scale for each row of a and each column of b, as hardware has it."""
-        (aq, a_inv), (bq, b_inv) = quick(
-            lambda a, b: (quantize_scaled(a, a_operand), quantize_scaled(b, b_operand))
-        )(a, b.T)
+        both = quick(lambda a, b: (quantize_scaled(a, a_operand), quantize_scaled(b, b_operand)))
+        (aq, a_inv), (bq, b_inv) = both(a, b.T)
         return np.asarray(aq) @ np.asarray(bq).T * a_inv * np.asarray(b_inv).T
 
     xl, wl = bf16(x), bf16(w)
@@ -181,7 +162,7 @@ def test_a_batch_of_row_wise_scales():
     x, w = draw(3, 2, 4, 16), draw(2, 16, 5, seed=1)
     y, *slices = quick(
         lambda x, w: [
-            dot_general(x, w, (((3,), (1,)), ((1,), (0,))), casts),
+            layers.dot_general(x, w, (((3,), (1,)), ((1,), (0,))), casts),
             *(linear(x[:, index], w[index].T, None, casts) for index in range(2)),
         ]
     )(x, w)
@@ -208,9 +189,6 @@ def test_an_empty_batch_is_not_an_error():
     for casts in (FULL, NATIVE, EMULATED):
         shapes = jax.eval_shape(lambda x, w, b, c=casts: linear(x, w, b, c), draw(2, 0, 8), draw(6, 8), draw(6))
         assert shapes.shape == (2, 0, 6)
-
-
-# --- what is asked of XLA --------------------------------------------------------------------------------
 
 
 def dots(casts, platform="cpu"):
@@ -263,9 +241,6 @@ def test_fp8_matmuls_get_fp8_operands_and_sum_in_fp32():
     assert sum("f8E5M2" in line for line in dots(narrow("fp8-mixed"), "cuda")) == 2
 
 
-# --- islands ---------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("kind", ["rms", "layer"])
 def test_the_gradient_of_a_norm_is_that_of_its_formula(kind):
     x, gain, bias, g = draw(5, 64) + 0.5, draw(64, seed=1), draw(64, seed=2), draw(5, 64, seed=3)
@@ -289,10 +264,8 @@ def test_the_gradient_of_a_norm_is_that_of_its_formula(kind):
 
 def test_targets_may_be_bytes_and_logits_more_than_bytes():
     logits, targets = draw(4, 300), np.array([0, 1, 44, 255], np.uint8)
-    grads = [
-        quick(jax.grad(lambda z, t=t: cross_entropy(z, t, FULL)))(logits) for t in (targets, targets.astype(int))
-    ]
-    assert np.array_equal(*grads)
+    grad = quick(jax.grad(lambda z, t: layers.cross_entropy(z, t, FULL)))
+    assert np.array_equal(grad(logits, targets), grad(logits, targets.astype(int)))
 
 
 def test_cudnn_attends_where_it_can(monkeypatch):
@@ -322,14 +295,11 @@ def test_cudnn_attends_where_it_can(monkeypatch):
         assert not layers._has_cudnn_attention(q)
 
 
-# --- the rest --------------------------------------------------------------------------------------------
-
-
 def test_a_nonlinearity_is_fp32_inside():
     x, g = bf16(draw(256) * 4), bf16(draw(256, seed=1))
     exact, (exact_grad,) = with_grads(jax.nn.gelu, g, x)
     for casts in (NATIVE, EMULATED):
-        y, (grad,) = with_grads(lambda x, c=casts: pointwise(jax.nn.gelu, enter(x, c), c), g, x)
+        y, (grad,) = with_grads(lambda x, c=casts: layers.pointwise(jax.nn.gelu, layers.enter(x, c), c), g, x)
         assert_rounded_once(y, exact)
         assert_rounded_once(grad, exact_grad)
 

@@ -11,16 +11,7 @@ from halfstep.config.model import ModelConfig
 from halfstep.core.choice import Timing
 from halfstep.core.formats import BF16, E4M3, E5M2, FP16, FP32, TF32, parse
 from halfstep.jax import measure as module
-from halfstep.jax.measure import (
-    ACCELERATOR_SHAPES,
-    CPU_SHAPES,
-    FORMATS,
-    affordable,
-    devices,
-    measure,
-    supported,
-    version,
-)
+from halfstep.jax.measure import ACCELERATOR_SHAPES, CPU_SHAPES, FORMATS, affordable, measure, supported
 
 TINY = ((8, 8, 8), (16, 16, 32))
 MODEL = ModelConfig(vocabulary=32, context=16, layers=1, width=16, heads=2)
@@ -104,10 +95,7 @@ def test_the_precision_of_every_matmul_is_stated():
     assert "lhs_precision_type = tf32" in texts[TF32]
 
 
-@pytest.mark.parametrize(
-    ("gflops", "expected"),
-    [(1e6, 4096), (1.0, 16), (0.0001, 8)],
-)
+@pytest.mark.parametrize(("gflops", "expected"), [(1e6, 4096), (1.0, 16), (0.0001, 8)])
 def test_a_block_is_as_large_as_can_be_afforded(gflops, expected):
     shape = (128, 128, 512)
     seconds = 2 * 128 * 128 * 512 / (gflops * 1e9)
@@ -117,10 +105,10 @@ def test_a_block_is_as_large_as_can_be_afforded(gflops, expected):
 
 
 def test_the_cpu_is_always_there_and_last(monkeypatch):
-    assert devices()[-1] == "cpu"
-    assert version() == jax.__version__
+    assert module.devices()[-1] == "cpu"
+    assert module.version() == jax.__version__
     monkeypatch.setattr(jax, "local_devices", lambda backend: ["one"] if backend == "cuda" else [])
-    assert devices() == ["cuda", "cpu"]
+    assert module.devices() == ["cuda", "cpu"]
 
 
 @pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs a GPU")

@@ -1,14 +1,13 @@
 """The decoder in JAX: names, dtypes and rules. tests/conformance/test_model.py compares it with torch's."""
 
 from dataclasses import replace
-from functools import cache
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from halfstep.config.model import ModelConfig, module_names, parameter_shapes
+from halfstep.config.model import module_names, parameter_shapes
 from halfstep.config.weights import initial_weights
 from halfstep.core.errors import PolicyError
 from halfstep.core.formats import BF16
@@ -17,39 +16,13 @@ from halfstep.core.precision import Precision
 from halfstep.core.roles import Operand
 from halfstep.jax.layers import Layer
 from halfstep.jax.model import Decoder
+from tests.conformance.decoders import EVERYTHING, OTHERWISE, TINY, awake_weights
 
-TINY = ModelConfig(vocabulary=32, context=16, layers=2, width=16, heads=4)
 # Every value of every switch is in one of these: compiling a model each would take minutes.
 CONFIGS = {
     "gpt2": replace(TINY, layers=1, norm="layer", bias=True, positions="learned"),
-    "everything": replace(
-        TINY,
-        kv_heads=2,
-        mlp="swiglu",
-        rope_base=100.0,
-        qk_norm="gain",
-        q_gain=True,
-        softcap=5.0,
-        unet_skips=True,
-        value_residual=True,
-        embedding_shortcut="channel",
-        branch_scale=True,
-        embedding_norm=True,
-        tied=False,
-        zero_head=True,
-    ),
-    "otherwise": replace(
-        TINY,
-        layers=1,
-        mlp="relu2",
-        mlp_width=24,
-        head_width=8,
-        positions="none",
-        qk_norm="plain",
-        norm_gain=False,
-        embedding_shortcut="scalar",
-        zero_init=False,
-    ),
+    "everything": replace(TINY, **EVERYTHING),
+    "otherwise": replace(TINY, layers=1, **OTHERWISE),
     "exact": replace(TINY, layers=1, mlp="gelu_exact", qk_norm="plain", norm_epsilon=1e-2),
 }
 configs = pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
@@ -59,20 +32,6 @@ configs = pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 def strict():
     with jax.numpy_dtype_promotion("strict"):
         yield
-
-
-@cache
-def weights(config):
-    """First weights, none of them zero: what is zero would hide everything behind it."""
-    found = dict(initial_weights(config, 0))
-    for place, (name, value) in enumerate(found.items()):
-        if not value.any() or value.ndim < 2:
-            noise = np.random.default_rng(place).standard_normal(value.shape).astype(np.float32)
-            found[name] = np.asarray(value + np.float32(0.1) * noise)
-    return found
-
-
-# --- names and tables ------------------------------------------------------------------------------------
 
 
 def layers_of(module):
@@ -100,12 +59,9 @@ def test_modules_parameters_and_first_weights_are_those_of_the_description(confi
 
 def test_a_token_that_does_not_exist_is_not_another_token():
     decoder = Decoder(TINY)
-    params = {"embed.weight": jnp.asarray(weights(TINY)["embed.weight"])}
+    params = {"embed.weight": jnp.asarray(awake_weights(TINY)["embed.weight"])}
     assert jnp.isnan(decoder.embed(params, jnp.array([[32]]))).all()
     assert np.array_equal(decoder.embed(params, jnp.array([[31]]))[0, 0], params["embed.weight"][31])
-
-
-# --- precision -------------------------------------------------------------------------------------------
 
 
 def shapes_of(decoder):

@@ -47,14 +47,9 @@ def test_adamw_is_its_equations():
 
 
 def test_matrices_decay_and_the_rest_does_not():
-    shapes = {
-        "up.weight": (2, 2),
-        "up.bias": (2,),
-        "norm.weight": (2,),
-        "residual_mix": (2, 2),
-        "deep": {"weight": (2, 2)},
-    }
-    found = decays(jax.tree.map(lambda shape: jnp.zeros(shape), shapes, is_leaf=lambda x: isinstance(x, tuple)))
+    matrix, vector = jnp.zeros((2, 2)), jnp.zeros(2)
+    flat = {"up.weight": matrix, "up.bias": vector, "norm.weight": vector, "residual_mix": matrix}
+    found = decays({**flat, "deep": {"weight": matrix}})
     assert [name for name, value in found.items() if value is True] == ["up.weight"]
     assert found["deep"]["weight"] is True
 
@@ -140,7 +135,9 @@ def test_muon_is_the_same_one_by_one_and_in_batches():
         assert np.abs(np.asarray(together[name]) + 0.02 * exact).max() <= 2 * 0.02 * ROUNDED
 
 
-def test_muon_looks_ahead_along_its_momentum():
+def test_muon_takes_matrices_and_looks_ahead_along_its_momentum():
+    with pytest.raises(HalfstepError, match="`gain` has 1 dimensions"):
+        muon().init({"gain": jnp.ones(4)})
     optimizer, params = muon(1.0, momentum=0.5), {"w": jnp.asarray(normal(4, 4))}
     first, second = (jnp.asarray(normal(4, 4, seed=seed)) for seed in (5, 6))
     _, state = optimizer.update({"w": first}, optimizer.init(params), params)
@@ -148,11 +145,6 @@ def test_muon_looks_ahead_along_its_momentum():
     # momentum 0.5 first + second; Nesterov adds half of it to the gradient once more
     ahead = np.asarray(second, np.float64) + 0.5 * (0.5 * np.asarray(first, np.float64) + np.asarray(second))
     assert np.abs(np.asarray(updates["w"]) + reference(ahead, lambda x: x)).max() <= 2 * ROUNDED
-
-
-def test_muon_takes_matrices_only():
-    with pytest.raises(HalfstepError, match="`gain` has 1 dimensions"):
-        muon().init({"gain": jnp.ones(4)})
 
 
 def test_a_session_updates_each_group_at_its_own_rate():

@@ -42,21 +42,10 @@ def trained(count, policy=POLICY, state=None):
 
 def test_names_are_those_of_every_backend():
     assert set(state_of(trained(0))) == {
-        "model.layer.weight",
-        "model.layer.bias",
-        "model.seen",
-        "model.key",
-        "optimizer.0.count",
-        "optimizer.0.layer.weight.mu",
-        "optimizer.0.layer.bias.mu",
-        "optimizer.0.layer.weight.nu",
-        "optimizer.0.layer.bias.nu",
-        "optimizer.1.count",
-        "scale.scale",
-        "scale.good_steps",
-        "scale.tolerance",
-        "scale.stuck",
-        "applied",
+        *("model.layer.weight", "model.layer.bias", "model.seen", "model.key", "applied"),
+        *(f"optimizer.0.layer.{p}.{m}" for p in ("weight", "bias") for m in ("mu", "nu")),
+        *("optimizer.0.count", "optimizer.1.count"),
+        *("scale.scale", "scale.good_steps", "scale.tolerance", "scale.stuck"),
     }
 
 
@@ -114,8 +103,5 @@ def test_stored_arrays_come_back_with_their_bits(dtype, shape):
     assert back.dtype == array.dtype
     assert back.shape == array.shape
     assert back.tobytes() == array.tobytes()
-
-
-def test_a_dtype_that_is_not_known_is_refused():
     with pytest.raises(HalfstepError, match="dtype C64"):
         restored(("C64", (), b"12345678"))

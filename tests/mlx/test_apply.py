@@ -3,10 +3,9 @@
 import copy
 
 import mlx.core as mx
-import mlx.optimizers
 import numpy as np
 import pytest
-from mlx import nn
+from mlx import nn, optimizers
 from mlx.utils import tree_flatten
 
 from halfstep.core.errors import HalfstepError, PolicyError
@@ -139,6 +138,8 @@ def test_the_summary_says_what_was_done_and_why():
     assert "1 more (embed.weight, ...) are not trained" in text
     assert "clipped to 1" in text
     assert "not compiled" in text
+    model = nn.Sequential(nn.Linear(8, 8), nn.Conv1d(8, 8, 3))
+    assert "e4m3 is for matmuls" in prepared("fp8-mixed,emulate=true", model).summary()
 
 
 def test_a_converted_model_computes_what_the_policy_says():
@@ -180,9 +181,6 @@ def test_a_tied_head_multiplies_in_compute_and_its_gradient_is_fp32():
         table.as_linear(x.astype(mx.float32))
 
 
-# Islands and attention
-
-
 @pytest.mark.parametrize(
     ("module", "shape"),
     [
@@ -207,7 +205,7 @@ def test_islands_are_fp32_inside_and_compute_out(module, shape):
     assert mx.array_equal(out, expected)
 
 
-def test_an_island_may_be_narrower():
+def test_an_island_may_be_narrower_but_not_that_of_attention():
     x = bf16(draw(6, 8) * 3)
     found = []
     for policy in ("bf16-mixed", "bf16-mixed,softmax=bf16"):
@@ -215,6 +213,8 @@ def test_an_island_may_be_narrower():
         prepared(policy, model)
         found.append(model.layers[1](x))
     assert not mx.array_equal(*found)
+    with pytest.raises(PolicyError, match=r"softmax=bf16 does not reach `layers\.0`"):
+        prepared("bf16-mixed,softmax=bf16", nn.Sequential(nn.MultiHeadAttention(8, 2)))
 
 
 def test_attention_has_fp32_scores_and_softmax_where_mlx_rounds_them():
@@ -239,14 +239,6 @@ def test_attention_has_fp32_scores_and_softmax_where_mlx_rounds_them():
     stock = mx.fast.scaled_dot_product_attention(*heads, scale=8**-0.5, mask=bf16(mask))
     stock = np.array(stock[0].transpose(1, 0, 2).reshape(12, 16).astype(mx.float32))
     assert not (np.abs(stock - exact) <= bound).all()
-
-
-def test_attention_refuses_a_softmax_that_it_does_not_have():
-    with pytest.raises(PolicyError, match=r"softmax=bf16 does not reach `layers\.0`"):
-        prepared("bf16-mixed,softmax=bf16", nn.Sequential(nn.MultiHeadAttention(8, 2)))
-
-
-# Modules of others
 
 
 class Doubled(nn.Linear):
@@ -282,11 +274,6 @@ def test_other_modules_run_as_they_are_on_arrays_that_are_cast(module, shape):
     for name, array in module.parameters().items():
         assert array.dtype == mx.float32
         assert not mx.array_equal(array, held[name])
-
-
-def test_narrow_operands_do_not_reach_other_modules_and_the_summary_says_so():
-    model = nn.Sequential(nn.Linear(8, 8), nn.Conv1d(8, 8, 3))
-    assert "e4m3 is for matmuls" in prepared("fp8-mixed,emulate=true", model).summary()
 
 
 def test_arrays_in_lists_and_of_the_model_itself_are_cast_and_ruled():
@@ -372,9 +359,6 @@ def test_halfsteps_own_layers_are_given_their_precision():
     assert type(model.layers[1]) is nn.Linear
 
 
-# What goes in, what comes out, what promotes
-
-
 class Scaled(nn.Module):
     def __init__(self, factor):
         super().__init__()
@@ -389,6 +373,7 @@ def test_an_fp32_array_that_would_promote_the_stream_is_refused_and_a_number_is_
     def step(factor):
         prepared("bf16-mixed", Scaled(factor)).step(lambda m, x: m(x).sum(), [draw(2, 4)])
 
+    assert (mx.ones(2, mx.bfloat16) * mx.array(0.5)).dtype == mx.float32  # and so is everything after it
     step(0.5)
     step(mx.array(0.5, mx.bfloat16))
     with pytest.raises(PolicyError, match="`second` got a float32 activation where the stream is bfloat16"):
@@ -427,9 +412,6 @@ def test_inputs_are_cast_where_the_model_is_called_and_targets_are_not():
     assert seen == {"inputs": (mx.bfloat16, mx.bfloat16, mx.int32), "loss": (mx.float32, mx.float32)}
     with pytest.raises(PolicyError, match="`layer` got a float32"):
         prepared("bf16-mixed", Regression(), cast_inputs=False).step(loss, [(draw(3, 4), draw(3, 1))])
-
-
-# Refusals
 
 
 REFUSED = [
@@ -471,22 +453,16 @@ def test_what_no_format_holds_is_refused():
         prepared("bf16-mixed", model)
 
 
-# Rules, and precision that changes later
-
-
 def test_rules_match_modules_by_their_dotted_names_with_indices():
-    policy = Policy.parse(
-        "bf16-mixed,emulate=true; blocks.1.*: compute=fp32; blocks.0.down: compute=e4m3,grad=e5m2"
-    )
-    model = net()
-    apply(model, policy)
+    model, rules = net(), "blocks.1.*: compute=fp32; blocks.0.down: compute=e4m3,grad=e5m2"
+    apply(model, Policy.parse(f"bf16-mixed,emulate=true; {rules}"))
     found = {name: module.precision for name, module in walk(model) if isinstance(module, Layer)}
     assert found["blocks.1.up"].compute == found["blocks.1.up"].operand.format == FP32
     assert (found["blocks.0.down"].compute, str(found["blocks.0.down"].operand.format)) == (BF16, "e4m3")
     assert found["blocks.0.up"].operand.format == BF16
 
 
-def test_precision_can_change_and_leaves_parameters_alone():
+def test_precision_can_change_leaves_parameters_alone_and_is_copied():
     model = net()
     prepared("bf16-mixed", model)
     narrow, held = model(TOKENS), model.blocks[0].up.weight
@@ -498,22 +474,13 @@ def test_precision_can_change_and_leaves_parameters_alone():
     assert mx.allclose(narrow, wide, rtol=0.1, atol=0.1)
     set_precision(model, Policy.parse("bf16-mixed"))
     assert mx.array_equal(model(TOKENS), narrow)
-
-
-def test_a_prepared_model_can_be_copied():
-    model = net()
-    prepared("bf16-mixed", model)
     twin = copy.deepcopy(model)
     assert mx.array_equal(twin(TOKENS), model(TOKENS))
     assert twin.blocks[0].up is not model.blocks[0].up
 
 
 def test_stock_optimizers_of_mlx_train_it():
-    for optimizer in (
-        mlx.optimizers.SGD(0.02, momentum=0.9),
-        mlx.optimizers.Lion(0.01),
-        mlx.optimizers.Adafactor(),
-    ):
+    for optimizer in (optimizers.SGD(0.02, momentum=0.9), optimizers.Lion(0.01), optimizers.Adafactor()):
         run = prepare(net(), optimizer, "bf16-mixed,param=fp32:split")
         losses = [run.step(cross_entropy, [TOKENS]).loss.item() for _ in range(10)]
         assert losses[-1] < losses[0], type(optimizer).__name__

@@ -73,7 +73,6 @@ def test_compiled_masters_are_split_and_joined_to_the_same_bits():
 
 
 @pytest.mark.prove
-@pytest.mark.prove
 def test_a_compiled_function_takes_the_step_as_it_comes():
     compiled = mx.compile(lambda step: random_bits((5, 3), seed=2**64 - 1, step=step, tensor=1))
     for step in (0, 1, 7):

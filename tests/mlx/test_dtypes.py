@@ -21,6 +21,7 @@ N1 = Device("cpu", "Neoverse-N1", architecture="aarch64", features=frozenset({"a
         (BF16, M3, Support(True, "m3; bf16 needs m3")),
         (FP16, M1, Support(True, "Apple M1; every Apple GPU from the M1 on multiplies fp16")),
         (BF16, H100, Support(True, "compute capability 9.0; bf16 needs 8.0")),
+        (TF32, H100, Support(False, "MLX offers no tf32 matmul; `emulate=true` runs it emulated")),
     ],
 )
 def test_the_hardware_decides_on_a_gpu(fmt, device, expected):
@@ -43,14 +44,6 @@ def test_fp8_is_never_native_whatever_the_hardware_can(fmt):
         assert not found
         assert "MLX has no fp8 type" in found.reason
         assert found.reason.endswith("`emulate=true` runs it emulated")
-
-
-def test_tf32_is_not_offered():
-    found = answer(TF32, H100)
-    assert found == Support(False, "MLX offers no tf32 matmul; `emulate=true` runs it emulated")
-
-
-# --- descriptions ----------------------------------------------------------------------------------------
 
 
 def test_devices_have_two_names():

@@ -11,20 +11,9 @@ from halfstep.core.formats import BF16
 from halfstep.core.policy import Policy
 from halfstep.core.precision import Precision, precisions
 from halfstep.core.precision import base_precision as base
+from halfstep.mlx import layers
 from halfstep.mlx.cast import quantize
-from halfstep.mlx.layers import (
-    CastedLinear,
-    Norm,
-    attention,
-    embedding,
-    enter,
-    expect,
-    linear,
-    owned,
-    plus,
-    rounded,
-    times,
-)
+from halfstep.mlx.layers import CastedLinear, Norm, attention, embedding, expect, linear, owned, plus, times
 from halfstep.mlx.lowering import casts_of
 
 
@@ -60,9 +49,6 @@ def equal(one, other):
     return one.dtype == other.dtype and bool(mx.array_equal(one, other))
 
 
-# --- the three matmuls -----------------------------------------------------------------------------------
-
-
 def test_fp32_is_mlxs_own_matmul_bit_for_bit():
     x, w, b = draw(2, 5, 8), draw(6, 8, seed=1), draw(6, seed=2)
     assert equal(linear(x, w, None, FULL), x @ w.T)
@@ -88,7 +74,7 @@ def test_a_weight_held_in_bf16_has_an_fp32_gradient_if_the_policy_says_so(casts)
     assert equal(held, wide)
     assert not equal(held, bf16(held))
     _, gain = gradients(
-        lambda p: enter(owned(p, casts), casts) * x.astype(casts.compute), bf16(draw(64, 8)), hi[:1]
+        lambda p: layers.enter(owned(p, casts), casts) * x.astype(casts.compute), bf16(draw(64, 8)), hi[:1]
     )
     assert gain.dtype == mx.float32
 
@@ -121,12 +107,6 @@ def test_rows_of_a_table_have_gradients_summed_in_fp32(dtype):
     assert equal(grad, expected.astype(mx.bfloat16).astype(dtype))
 
 
-# --- islands ---------------------------------------------------------------------------------------------
-
-
-# --- attention -------------------------------------------------------------------------------------------
-
-
 def attended(q, k, v):
     """Causal attention in fp64, and the weights."""
     scores = q @ k.swapaxes(-1, -2) / np.sqrt(q.shape[-1])
@@ -152,14 +132,12 @@ def test_attention_takes_scores_and_softmax_in_fp32(casts):
     assert largest > 60
 
 
-# --- rounding points -------------------------------------------------------------------------------------
-
-
 def test_native_and_plain_are_rounded_by_their_dtype_alone():
     x = draw(64)
-    assert rounded(x, FULL) is x
-    assert rounded(x, NATIVE) is x
-    assert rounded(x, casts_of(Precision(emulate=True))) is x
+    assert layers.rounded(x, FULL) is x
+    assert layers.rounded(x, NATIVE) is x
+    assert layers.rounded(x, casts_of(Precision(emulate=True))) is x
+    assert owned(x, NATIVE) is x
 
 
 def test_a_parameters_gradient_is_rounded_to_the_format_of_weight_gradients():
@@ -167,10 +145,6 @@ def test_a_parameters_gradient_is_rounded_to_the_format_of_weight_gradients():
     y, grad = gradients(lambda p: owned(p, casts), g, p)
     assert equal(y, p)
     assert equal(grad, bf16(g))
-    assert owned(p, NATIVE) is p
-
-
-# --- modules ---------------------------------------------------------------------------------------------
 
 
 @BOTH
@@ -212,15 +186,7 @@ def test_printing_shows_the_formats():
     assert "fp32 inside" in repr(Norm(8))
 
 
-# --- promotion -------------------------------------------------------------------------------------------
-
-PROMOTED = (
-    "`blocks.0.attn.q` got a float32 activation where the stream is bfloat16: "
-    "an fp32 array met it upstream and promoted it"
-)
-
-
-def test_an_fp32_array_that_promotes_the_stream_is_an_error():
+def test_an_fp32_array_that_promotes_the_stream_is_an_error_of_layers_and_norms():
     layer = CastedLinear(8, 4)
     layer.precision = NATIVE.precision
     x = draw(3, 8).astype(mx.bfloat16)
@@ -229,12 +195,12 @@ def test_an_fp32_array_that_promotes_the_stream_is_an_error():
     assert layer(x * 0.5).dtype == mx.bfloat16
     with pytest.raises(PolicyError) as caught:
         layer(x * mx.array(0.5))
-    assert caught.value.message == PROMOTED
+    assert caught.value.message == (
+        "`blocks.0.attn.q` got a float32 activation where the stream is bfloat16: "
+        "an fp32 array met it upstream and promoted it"
+    )
     assert "Python number" in caught.value.hint
     assert ".astype(mx.bfloat16)" in caught.value.hint
-
-
-def test_norms_expect_the_stream_too():
     norm = Norm(8)
     norm.precision, norm.streams = NATIVE.precision, frozenset({mx.bfloat16})
     with pytest.raises(PolicyError, match="`Norm` got a float32 activation"):

@@ -10,13 +10,7 @@ from halfstep.config.model import ModelConfig
 from halfstep.core.errors import HalfstepError
 from halfstep.core.formats import BF16, E4M3, E5M2, FP16, FP32, TF32
 from halfstep.mlx import measure as module
-from halfstep.mlx.measure import (
-    CPU_SHAPES,
-    FORMATS,
-    measure,
-    measure_block,
-    supported,
-)
+from halfstep.mlx.measure import CPU_SHAPES, FORMATS, measure, measure_block, supported
 
 TINY = ((8, 8, 8), (16, 16, 32))
 MODEL = ModelConfig(vocabulary=32, context=16, layers=1, width=16, heads=2)

@@ -17,22 +17,10 @@ from halfstep.core.precision import base_precision, precisions
 from halfstep.mlx.layers import enter
 from halfstep.mlx.lowering import casts_of
 from halfstep.mlx.model import Decoder, _gelu, _silu
+from tests.conformance.decoders import EVERYTHING as EVERY_SWITCH
 
 TINY = ModelConfig(vocabulary=32, context=16, layers=3, width=16, heads=4)
-EVERYTHING = replace(
-    TINY,
-    kv_heads=2,
-    mlp="swiglu",
-    qk_norm="gain",
-    q_gain=True,
-    softcap=5.0,
-    unet_skips=True,
-    value_residual=True,
-    embedding_shortcut="channel",
-    branch_scale=True,
-    embedding_norm=True,
-    tied=False,
-)
+EVERYTHING = replace(TINY, **{**EVERY_SWITCH, "rope_base": TINY.rope_base, "zero_head": False})
 CONFIGS = {
     "everything": EVERYTHING,
     "gpt2": replace(TINY, norm="layer", bias=True, positions="learned"),

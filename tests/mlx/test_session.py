@@ -10,16 +10,8 @@ from halfstep.core.policy import Policy
 from halfstep.mlx import session as module
 from halfstep.mlx.session import Session
 
-SMALL = [
-    "model.context=16",
-    "model.layers=1",
-    "model.width=16",
-    "model.heads=2",
-    "training.batch=2",
-    "training.micro_batches=2",
-    "training.compile=false",
-    "optimizer.name=adamw",
-]
+SMALL = ["model.context=16", "model.layers=1", "model.width=16", "model.heads=2", "optimizer.name=adamw"]
+SMALL += ["training.batch=2", "training.micro_batches=2", "training.compile=false"]
 
 
 def session(policy="fp32", *extra):
@@ -28,9 +20,8 @@ def session(policy="fp32", *extra):
 
 
 def batch(step, session):
-    model, training = session.config.model, session.config.training
-    rng = np.random.default_rng(step)
-    shape = (training.micro_batches, training.batch, model.context + 1)
+    training, rng = session.config.training, np.random.default_rng(step)
+    shape = (training.micro_batches, training.batch, session.config.model.context + 1)
     return rng.integers(0, 64, shape).astype(np.int32)
 
 
@@ -49,14 +40,8 @@ def test_evaluation_may_be_wider_than_training_and_sees_the_whole_of_split_maste
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_matrices_decay_and_the_rest_does_not(optimizer):
-    s = session(
-        "fp32",
-        f"optimizer.name={optimizer}",
-        "model.layers=2",
-        "model.unet_skips=true",
-        "model.embedding_shortcut=channel",
-        "model.bias=true",
-    )
+    extra = ["model.layers=2", "model.unet_skips=true", "model.embedding_shortcut=channel", "model.bias=true"]
+    s = session("fp32", f"optimizer.name={optimizer}", *extra)
     names = {f"optimizer.{i}": o for i, o in enumerate(s.run.optimizers)}
     seen = set()
     for name, array in weights(s).items():
@@ -82,9 +67,8 @@ def test_it_says_what_and_where_it_is():
 
 def test_emulated_bf16_true_rounds_the_gradients_that_native_bf16_true_has():
     for policy in ("bf16-true", "bf16-true,emulate=true"):
-        s = session(
-            policy, "model.tied=false"
-        )  # the two gradients of a tied weight are summed, in fp32 if emulated
+        # untied: the two gradients of a tied weight are summed, in fp32 if emulated
+        s = session(policy, "model.tied=false")
         grads = s.run.value_and_grad(module._sum_and_count)(mx.array(batch(0, s)[0]))[1].arrays
         for name, g in grads.items():
             # of the sum of losses: 32 is a power of two, so that the mean has the same digits

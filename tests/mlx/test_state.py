@@ -8,7 +8,6 @@ from mlx import nn
 
 from halfstep.core.errors import HalfstepError
 from halfstep.mlx import prepare
-from halfstep.mlx.cast import join
 from halfstep.mlx.state import DTYPE_NAMES, load_weights, restored, stored
 
 
@@ -16,12 +15,11 @@ def draw(*shape, seed=0):
     return mx.array(np.random.default_rng(seed).standard_normal(shape, np.float32))
 
 
-def run(policy="bf16-mixed", width=4, moments=True, drop=0.5):
+def run(policy="bf16-mixed", width=4, drop=0.5):
     model = nn.Sequential(nn.Linear(4, width), nn.Dropout(drop), nn.Linear(width, 2, bias=False))
     for index in (0, 2):
         model.layers[index].weight = draw(*model.layers[index].weight.shape, seed=index)
-    optimizer = mlx.optimizers.AdamW(0.01) if moments else mlx.optimizers.SGD(0.01)
-    return prepare(model, optimizer, policy)
+    return prepare(model, mlx.optimizers.AdamW(0.01), policy)
 
 
 def train(r, steps):
@@ -51,29 +49,20 @@ def test_a_restored_state_continues_bit_for_bit(policy):
     ours = through_bytes(other.state)
     one.load(saved)  # there is one random key in a process: this run's dropout continues from it
     assert train(one, range(3, 6)) == right
-    theirs = one.state
-    assert all(
-        mx.array_equal(ours[name], theirs[name]) and ours[name].dtype == theirs[name].dtype for name in theirs
-    )
+    for name, array in one.state.items():
+        assert mx.array_equal(ours[name], array), name
+        assert ours[name].dtype == array.dtype, name
 
 
 def test_names_are_those_of_every_backend_and_what_mlx_adds():
     names = set(run("bf16-mixed,param=fp32:split").state)
+    trained = ("0.weight", "0.bias", "2.weight")
     assert names == {
-        "model.layers.0.weight",
-        "model.layers.0.bias",
-        "model.layers.2.weight",
-        "remainder.layers.0.weight",
-        "remainder.layers.2.weight",
-        *(f"optimizer.0.layers.{p}.{m}" for p in ("0.weight", "0.bias", "2.weight") for m in "mv"),
-        "optimizer.0.step",
-        "optimizer.0.learning_rate",
-        "scale.scale",
-        "scale.good_steps",
-        "scale.tolerance",
-        "scale.stuck",
-        "applied",
-        "rng.mlx",
+        *(f"model.layers.{p}" for p in trained),
+        *("remainder.layers.0.weight", "remainder.layers.2.weight", "applied", "rng.mlx"),
+        *(f"optimizer.0.layers.{p}.{m}" for p in trained for m in "mv"),
+        *("optimizer.0.step", "optimizer.0.learning_rate"),
+        *("scale.scale", "scale.good_steps", "scale.tolerance", "scale.stuck"),
     }
 
 
@@ -85,21 +74,10 @@ def test_mlx_saves_and_loads_it_directly(tmp_path):
     assert train(one, [5]) == train(other, [5])
 
 
-@pytest.mark.parametrize(
-    ("other", "said"),
-    [
-        ({"width": 6}, "of shape"),
-        ({"policy": "bf16-true"}, "bfloat16 of shape"),
-        ({"policy": "bf16-mixed,param=fp32:split"}, "lacks `remainder"),
-        ({"policy": "bf16-mixed,moments=bf16"}, "bfloat16 of shape"),
-        ({"moments": False}, "names differ"),
-    ],
-)
-def test_a_state_of_another_model_optimizer_or_precision_is_refused_whole(other, said):
-    given = through_bytes(run().state)
-    target = run(**other)
+def test_a_state_without_remainders_is_refused_whole_where_masters_are_split():
+    given, target = through_bytes(run().state), run("bf16-mixed,param=fp32:split")
     before = through_bytes(target.state)
-    with pytest.raises(HalfstepError, match=said):
+    with pytest.raises(HalfstepError, match="lacks `remainder"):
         target.load(given)
     after = target.state
     assert all(mx.array_equal(before[name], after[name]) for name in before)
@@ -112,21 +90,6 @@ def test_restoring_a_state_drops_earlier_gradients():
     r.load(saved)
     with pytest.raises(HalfstepError, match="no gradients"):
         r.update()
-
-
-@pytest.mark.parametrize("theirs", ["fp32", "bf16-mixed,param=fp32:split", "bf16-true"])
-@pytest.mark.parametrize("ours", ["fp32", "bf16-mixed,param=fp32:split", "bf16-true"])
-def test_weights_alone_pass_between_forms(theirs, ours):
-    source, target = run(theirs), run(ours)
-    train(source, range(2))
-    load_weights(target.masters, through_bytes(source.state))
-    wide = {}
-    for r in (source, target):
-        hi, lo = r.model.layers[0].weight, r.masters.remainders.get("layers.0.weight")
-        wide[r] = hi.astype(mx.float32) if lo is None else join(hi, lo)
-    expected = wide[source].astype(mx.bfloat16).astype(mx.float32) if ours == "bf16-true" else wide[source]
-    assert mx.array_equal(wide[target], expected)
-    assert target.num_applied.item() == 0
 
 
 def test_weights_of_another_shape_are_refused():
@@ -147,12 +110,9 @@ def test_stored_arrays_come_back_with_their_bits(dtype, shape):
         assert mx.array_equal(back, array)
 
 
-def test_a_nan_keeps_its_bits():
+def test_a_nan_keeps_its_bits_and_a_dtype_that_mlx_lacks_is_refused():
     patterns = mx.array(np.array([0x7FC1, 0xFF80, 0x8000, 0x0001], np.uint16))
     assert mx.array_equal(restored(stored(patterns.view(mx.bfloat16))).view(mx.uint16), patterns)
     assert stored(patterns.view(mx.bfloat16))[2] == np.array(patterns).tobytes()
-
-
-def test_a_dtype_that_mlx_lacks_is_refused():
     with pytest.raises(HalfstepError, match="F8_E4M3"):
         restored(("F8_E4M3", (1,), b"\0"))

@@ -58,6 +58,7 @@ def test_a_mean_loss_counts_each_micro_batch_alike():
     r, x = run(), data(12)
     expected = sum(mx.square(r.model(b)).mean().item() for b in (x[:2], x[2:])) / 2
     result = r.step(lambda model, b: mx.square(model(b)).mean(), [x[:2], x[2:]])
+    assert all(isinstance(value, mx.array) for value in vars(result).values())  # until they are read
     assert result.loss.item() == pytest.approx(expected, rel=SUMMED)
 
 
@@ -94,11 +95,6 @@ def test_a_step_that_is_not_finite_changes_nothing_but_the_scale(policy, bad):
     assert not mx.array_equal(r.state["model.weight"], before["model.weight"])
 
 
-def test_results_stay_arrays_until_read():
-    result = run().step(squares, [data(1)])
-    assert all(isinstance(value, mx.array) for value in vars(result).values())
-
-
 def test_the_graph_does_not_grow_from_step_to_step():
     """Nothing is read, and batches of 64 KiB are not kept for a graph that nobody evaluated."""
     r = run("bf16-mixed")
@@ -113,12 +109,9 @@ def test_the_graph_does_not_grow_from_step_to_step():
     assert held(20) <= first + 2 * 65536
 
 
-def test_update_without_gradients_is_refused():
+def test_an_update_without_gradients_or_their_scale_is_refused():
     with pytest.raises(HalfstepError, match="no gradients"):
         run().update()
-
-
-def test_gradients_without_their_scale_are_refused():
     with pytest.raises(HalfstepError, match="which scale they carry"):
         run().update({"weight": mx.zeros((3, 4))})
 
@@ -147,10 +140,8 @@ def test_the_two_verbs_are_the_step():
     assert mx.array_equal(seen(one), seen(three))
 
 
-def test_a_loss_that_is_not_a_scalar_or_too_narrow_is_refused():
+def test_a_loss_that_is_too_narrow_is_refused():
     r = run("bf16-mixed")
-    with pytest.raises(HalfstepError, match="shape"):
-        r.step(lambda model, x: model(x), [data(4)])
     with pytest.raises(PolicyError, match="loss=fp32"):
         r.step(lambda model, x: model(x).astype(mx.bfloat16).mean(), [data(4)])
     assert r.model.weight.dtype == mx.float32  # and what was in the model is there again
@@ -179,9 +170,6 @@ def test_a_run_that_is_over_is_over():
             call()
 
 
-# Masters
-
-
 @pytest.mark.parametrize("policy", ["fp32", "bf16-mixed", "bf16-mixed,param=fp32:split", "bf16-true", FP16])
 def test_any_optimizer_is_given_fp32_masters_and_gradients(policy):
     r = run(policy, model=linear(dtype=mx.bfloat16))
@@ -200,16 +188,8 @@ def test_a_bf16_master_is_updated_in_fp32_and_rounded_once(stochastic, emulate):
         bits = np.array(random_bits((3, 4), seed=5, step=count, tensor=tensor_id("weight")))
         how = {"rounding": "stochastic", "bits": bits} if stochastic else {}
         assert r.model.weight.dtype == (mx.float32 if emulate else mx.bfloat16)
-        assert np.array_equal(as_fp32(r.model.weight), quantized(wide, **how))
-        assert not np.array_equal(wide, quantized(wide))
-
-
-def as_fp32(x):
-    return np.array(x.astype(mx.float32))
-
-
-def quantized(x, **how):
-    return cast(x, BF16, overflow="inf", **how)
+        assert np.array_equal(np.array(r.model.weight.astype(mx.float32)), cast(wide, BF16, overflow="inf", **how))
+        assert not np.array_equal(wide, cast(wide, BF16, overflow="inf"))
 
 
 def test_the_same_seed_rounds_the_same_way_and_another_does_not():
@@ -225,11 +205,9 @@ def test_the_same_seed_rounds_the_same_way_and_another_does_not():
 
 def mlp():
     model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.RMSNorm(8), nn.Linear(8, 3, bias=False))
-    for index, layer in enumerate(model.layers):
-        if isinstance(layer, nn.Linear):
-            layer.weight = draw(*layer.weight.shape, seed=index) * 0.5
-            if "bias" in layer:
-                layer.bias = draw(8, seed=7) * 0.1
+    first, *_, last = model.layers
+    first.weight, first.bias = draw(8, 4) * 0.5, draw(8, seed=7) * 0.1
+    last.weight = draw(3, 8, seed=3) * 0.5
     return model
 
 
@@ -279,8 +257,7 @@ def test_moments_are_stored_in_their_format_and_computed_in_fp32():
 
 
 def test_rules_give_masters_and_moments_by_name():
-    policy = "bf16-mixed; layers.0: param=bf16,moments=bf16"
-    r = run(policy, model=mlp())
+    r = run("bf16-mixed; layers.0: param=bf16,moments=bf16", model=mlp())
     r.step(squares, [data(4)])
     dtypes = {name: array.dtype for name, array in r.state.items()}
     assert dtypes["model.layers.0.weight"] == dtypes["optimizer.0.layers.0.bias.m"] == mx.bfloat16
@@ -300,9 +277,6 @@ def test_many_optimizers_make_one_update():
     r.step(squares, [data(4)])
     assert "optimizer.0.layers.3.weight.v" in r.state
     assert "optimizer.1.layers.0.weight.m" in r.state
-
-
-# The forward pass has state of its own
 
 
 class Noisy(nn.Module):

@@ -25,6 +25,13 @@ def on_grid(x, dtype=jnp.bfloat16):
     return np.array_equal(x, x.astype(dtype).astype(np.float32))
 
 
+def assert_summed_in_fp32(found, x, t, factor=1.0):
+    """x^T t of bf16 operands: exact products, one for each row, summed in fp32."""
+    x, t = (a.astype(jnp.bfloat16).astype(np.float64) for a in (x, t))
+    bound = factor * (len(x) * 2.0**-24 * np.abs(x).T @ np.abs(t))
+    assert (np.abs(found - factor * (x.T @ t)) <= bound).all()
+
+
 def interpreted(fn, policy, *, cast_batch=True):
     """fn(params, batch) under a policy, as a function of fp32 masters by name."""
 
@@ -75,10 +82,7 @@ def test_a_weight_gradient_is_a_sum_in_fp32_that_nothing_rounds(product):
         return (PRODUCTS[product](params["w"], batch["x"]) * batch["t"]).astype(jnp.float32).sum()
 
     found = gradients(loss, {"w": normal(8, 6)}, {"x": x, "t": t}, "bf16-mixed")["w"]
-    halves = [a.astype(jnp.bfloat16).astype(np.float64) for a in (x, t)]
-    # 32 exact products, summed in fp32
-    bound = 32 * 2.0**-24 * np.abs(halves[0]).T @ np.abs(halves[1])
-    assert (np.abs(found - halves[0].T @ halves[1]) <= bound).all()
+    assert_summed_in_fp32(found, x, t)
     assert not on_grid(found)
 
 
@@ -136,10 +140,7 @@ def test_a_function_of_one_weight_and_constants_is_made_on_its_master(made):
     found = gradients(loss, {"w": normal(8, 6)}, {"x": x, "t": t}, "bf16-mixed")["w"]
     assert not on_grid(found)
     if factor is not None:
-        halves = [a.astype(jnp.bfloat16).astype(np.float64) for a in (x, t)]
-        # 32 exact products, summed in fp32
-        bound = factor * (32 * 2.0**-24 * np.abs(halves[0]).T @ np.abs(halves[1]))
-        assert (np.abs(found - factor * (halves[0].T @ halves[1])) <= bound).all()
+        assert_summed_in_fp32(found, x, t, factor)
 
 
 @pytest.mark.parametrize(
@@ -301,15 +302,13 @@ def test_a_scan_over_stacked_layers_is_the_loop_over_them():
 def test_a_rule_reaches_a_layer_of_any_function():
     """The operands of one layer are rounded to e4m3, those of another not at all."""
     params = {"up": {"w": normal(8, 8)}, "down": {"w": normal(8, 8, seed=3)}}
+    masters = {f"{name}.w": jnp.asarray(layer["w"]) for name, layer in params.items()}
     x = normal(4, 8, seed=1).astype(jnp.bfloat16).astype(np.float32)
 
-    def outputs(params, x):
-        return x @ params["up"]["w"], x @ params["down"]["w"]
-
     def run(policy):
-        return [np.asarray(y) for y in interpreted(outputs, policy)(masters, params, x)]
+        outputs = interpreted(lambda p, x: (x @ p["up"]["w"], x @ p["down"]["w"]), policy)
+        return [np.asarray(y) for y in outputs(masters, params, x)]
 
-    masters = {"up.w": jnp.asarray(params["up"]["w"]), "down.w": jnp.asarray(params["down"]["w"])}
     base = run("bf16-mixed,emulate=true")
     narrow = run("bf16-mixed,emulate=true; up: compute=e4m3")
     wide = run("bf16-mixed; down: compute=fp32")
@@ -322,25 +321,17 @@ def test_a_rule_reaches_a_layer_of_any_function():
 
 
 def test_the_stream_may_be_wide_behind_a_layer_that_a_rule_made_so():
-    params = {"a": {"w": normal(8, 8)}, "b": {"w": normal(8, 8)}}
-
     def fn(params, x):
         return jnp.tanh(x @ params["a"]["w"]) @ params["b"]["w"]
 
-    y = shape_of(fn, params, normal(4, 8), "bf16-mixed; a: compute=fp32")
-    assert y.dtype == jnp.float32
-    assert shape_of(fn, params, normal(4, 8)).dtype == jnp.bfloat16
+    assert shape_of(fn, PARAMS, normal(4, 8), "bf16-mixed; a: compute=fp32").dtype == jnp.float32
+    assert shape_of(fn, PARAMS, normal(4, 8)).dtype == jnp.bfloat16
 
 
 def test_a_sum_that_is_asked_for_in_fp32_is_not_rounded_first():
     w, x = normal(8, 8), normal(4, 8, seed=1)
-
-    def fn(params, x):
-        return jnp.dot(x, params["w"], preferred_element_type=jnp.float32)
-
-    found = np.asarray(interpreted(fn, "bf16-mixed")({"w": jnp.asarray(w)}, {"w": w}, x))
-    halves = [a.astype(jnp.bfloat16).astype(np.float64) for a in (x, w)]
-    assert (np.abs(found - halves[0] @ halves[1]) <= 8 * 2.0**-24 * np.abs(halves[0]) @ np.abs(halves[1])).all()
+    call = interpreted(lambda p, x: jnp.dot(x, p["w"], preferred_element_type=jnp.float32), "bf16-mixed")
+    assert_summed_in_fp32(np.asarray(call({"w": jnp.asarray(w)}, {"w": w}, x)), x.T, w)
 
 
 PARAMS = {"a": {"w": normal(8, 8)}, "b": {"w": normal(8, 8), "gain": normal(8)}}
@@ -455,24 +446,16 @@ def test_rules_that_reach_nothing_in_a_function_are_refused(policy, said):
 def test_a_parameter_beside_a_wide_value_is_the_master_itself():
     """An island that widens its gain gets all 24 bits of it, not 8 in a wide dress."""
     gain = normal(8)
-
-    def fn(params, x):
-        return x.astype(jnp.float32) * params["gain"].astype(jnp.float32)
-
-    found = interpreted(fn, "bf16-mixed")({"gain": jnp.asarray(gain)}, {"gain": gain}, np.ones((2, 8), np.float32))
+    call = interpreted(lambda p, x: x.astype(jnp.float32) * p["gain"].astype(jnp.float32), "bf16-mixed")
+    found = call({"gain": jnp.asarray(gain)}, {"gain": gain}, np.ones((2, 8), np.float32))
     assert np.array_equal(found, np.stack([gain, gain]))
 
 
 def test_emulated_every_result_is_rounded_where_natively_it_would_be_stored():
     """x + 2^-9 is x in bf16 when |x| >= 1."""
     params, x = {"w": np.eye(8, dtype=np.float32)}, 1 + np.arange(8, dtype=np.float32) / 128
-
-    def fn(params, x):
-        return ((x @ params["w"] + 2.0**-9) - x) * 2.0**9
-
-    masters = {"w": jnp.eye(8)}
-    emulated = jax.jit(lambda m: interpreted(fn, "bf16-mixed,emulate=true")(m, params, x))(masters)
-    assert np.array_equal(emulated, np.zeros(8))
+    call = interpreted(lambda p, x: ((x @ p["w"] + 2.0**-9) - x) * 2.0**9, "bf16-mixed,emulate=true")
+    assert np.array_equal(jax.jit(lambda m: call(m, params, x))({"w": jnp.eye(8)}), np.zeros(8))
 
 
 def test_emulated_gradients_are_rounded_to_the_format_of_gradients():
@@ -506,12 +489,9 @@ def test_a_convolution_is_three_with_a_wide_weight_gradient(policy):
 
 
 def test_a_convolution_takes_no_narrow_operands():
-    def fn(params, x):
-        return lax.conv(x, params["conv"]["kernel"], (1,), "VALID")
-
-    params = {"conv": {"kernel": normal(4, 2, 3)}}
+    params, policy = {"conv": {"kernel": normal(4, 2, 3)}}, "bf16-mixed,emulate=true; conv: compute=e4m3"
     with pytest.raises(PolicyError, match=r"`conv_general_dilated` at .* `conv.kernel` with e4m3 operands"):
-        shape_of(fn, params, normal(1, 2, 9), "bf16-mixed,emulate=true; conv: compute=e4m3")
+        shape_of(lambda p, x: lax.conv(x, p["conv"]["kernel"], (1,), "VALID"), params, normal(1, 2, 9), policy)
 
 
 def test_a_batch_is_cast_unless_turned_off_and_integers_never_are():
@@ -525,8 +505,6 @@ def test_a_batch_is_cast_unless_turned_off_and_integers_never_are():
 
 
 def test_fp32_matmuls_are_pinned_to_fp32():
-    def fn(params, x):
-        return jnp.dot(x, params["a"]["w"]) @ jnp.dot(x, params["b"]["w"]).T
-
-    text = str(jax.make_jaxpr(lambda m: interpreted(fn, "fp32")(m, PARAMS, normal(4, 8)))(Leaves(PARAMS).trained))
+    call = interpreted(lambda p, x: jnp.dot(x, p["a"]["w"]) @ jnp.dot(x, p["b"]["w"]).T, "fp32")
+    text = str(jax.make_jaxpr(lambda m: call(m, PARAMS, normal(4, 8)))(Leaves(PARAMS).trained))
     assert text.count("Precision.HIGHEST, Precision.HIGHEST") == 3
