@@ -187,8 +187,11 @@ def test_bf16_moments_are_stored_in_bf16_and_computed_in_fp32():
         (lambda p, o: make_step(total, o, clip_norm=-1.0), "not negative"),
         (lambda p, o: make_step(total, o, clip_norm=float("nan")), "not negative"),
         (lambda p, o: make_step(total, "adam"), "not an optax transform"),
-        (lambda p, o: make_step(total, o, micro_batches=3)(init(p, o, "fp32"), data(4)), "are 3 micro-batches"),
-        (lambda p, o: init(p, optax.adam(1.0, mu_dtype=jnp.bfloat16), "bf16-mixed"), "keeps a moment in bfloat16"),
+        (
+            lambda p, o: make_step(total, o, micro_batches=3)(init(p, o, "fp32"), data(4)),
+            "there are 3 micro-batches",
+        ),
+        (lambda p, o: init(p, optax.adam(1, mu_dtype=jnp.bfloat16), "fp32"), "itself keeps a moment in bfloat16"),
         (lambda p, o: init(p, o, 5), "policy is a int"),
         (lambda p, o: make_step(total, optax.sgd(1.0))(init(p, o, "fp32"), None), "another optimizer"),
         (lambda p, o: make_step(lambda *_: Weighted(1.0, jnp.ones(3)), o)(init(p, o, "fp32"), None), "one number"),
