@@ -1,9 +1,7 @@
 """`halfstep`: the commands, how their errors look, and what the exit code means.
 
 Data goes to stdout and messages to stderr. Exit codes: 0 success, 1 found a problem, 2 wrong usage, 130
-interrupted. If a full disk or a closed pipe refuses messages, they are lost and the command continues. The same
-holds for the output of `halfstep train`, which is in the run folder too: its exit code describes the run alone
-(outcome.py).
+interrupted. If a full disk or a closed pipe refuses messages, they are lost and the command continues.
 
 The parser and every `--help` are derived from the signatures and docstrings of the commands. A command's module
 imports what it needs when it runs, so that `halfstep --help` loads no framework, not even numpy.

@@ -60,10 +60,6 @@ def bench(
         print_json(data)
     else:
         _print(result, verdicts)
-    return _code(result, verdicts, bars)
-
-
-def _code(result: "BenchResult", verdicts: "tuple[Verdict, ...]", bars: bool) -> int:
     missed = any(verdict.reached is False for verdict in verdicts)
     unchecked = bars and not any(verdict.reached is not None for verdict in verdicts)
     failed = any(arm.failed for arm in result.arms)
@@ -71,7 +67,6 @@ def _code(result: "BenchResult", verdicts: "tuple[Verdict, ...]", bars: bool) ->
 
 
 def _check_files(save: Path | None, picture: Path | None) -> None:
-    """Refuses files that could not be written, before the race."""
     if picture is not None and picture.suffix not in PICTURES:
         raise HalfstepError(f"--picture must end in `.svg` or `.html`: `{picture}`")
     for path in (save, picture):

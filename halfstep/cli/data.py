@@ -67,7 +67,8 @@ def pack(
     from halfstep.training.data.tokenizers import open_tokenizer
     from halfstep.training.telemetry.progress import BytesProgress
 
-    number = _cores() if workers is None else workers
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    number = cores if workers is None else workers
     if number < 1:
         raise ConfigError(f"--workers is {number}; it must be at least 1")
     if 0 < shard_tokens < FEWEST_TOKENS:
@@ -225,7 +226,3 @@ def _skipped(index: "Index") -> str:
     from halfstep.training.data.walk import describe_skipped
 
     return ", ".join(describe_skipped(index.skipped))
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

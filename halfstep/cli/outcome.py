@@ -28,16 +28,12 @@ def run(loop: "Loop", *, json: bool) -> int:
         page = _write_page(loop)
         if page is not None:
             print_words(f"page {page}")
-        if not _lost_steps(loop):
+        if loop.tally.step <= (loop.saver.saved_step or 0):
             raise
-        print_failure(error)
+        print_failure(error)  # steps were lost
         return 1
     _print(outcome, loop, _write_page(loop), json)
     return 0 if (outcome.saved or 0) == outcome.step else 1
-
-
-def _lost_steps(loop: "Loop") -> bool:
-    return loop.tally.step > (loop.saver.saved_step or 0)
 
 
 def _is_hurried(loop: "Loop") -> bool:
@@ -46,7 +42,6 @@ def _is_hurried(loop: "Loop") -> bool:
 
 
 def _write_page(loop: "Loop") -> Path | None:
-    """Writes the page and returns its path, or None if there is none."""
     from halfstep.core.errors import HalfstepError
     from halfstep.report.page import write
     from halfstep.training import paths
@@ -112,7 +107,6 @@ def _rows(outcome: "Outcome", loop: "Loop", page: Path | None) -> list[tuple[str
 
 
 def _trained(outcome: "Outcome", loop: "Loop") -> str:
-    """Describes the steps, seconds and speed of this session, and the total steps if there were others."""
     if outcome.totals is None:
         return f"nothing: all {_steps(outcome.step)} were already trained"
     text = f"{_steps(_session_steps(outcome, loop))} in {outcome.seconds:.1f} s, "

@@ -62,7 +62,6 @@ def _data(value: Any) -> Any:
 
 
 def _resolve(parsed: Policy, recipe: str | None, modules: Sequence[str]) -> dict[str, Resolved]:
-    """Returns what applies to each parameter of the recipe, or to each named module."""
     if recipe is None:
         return parsed.resolve(modules)
     from halfstep.config.load import load

@@ -212,7 +212,6 @@ def _deadline(given: float | None, allow_older: bool, resume: bool) -> float | N
 
 
 def _resolve_policy(config: Any, device: str | None, opened: Any) -> tuple[Any, Any, list[str]]:
-    """Returns the policy that runs, the measurement behind it if it was `auto`, and warnings."""
     from halfstep.core.errors import PolicyError
     from halfstep.core.policy import PRESETS, Policy, read
     from halfstep.tools.probe import resolve

@@ -131,7 +131,6 @@ def artifact(
 
 
 def _load_corpus(trained: "TrainedModel") -> "Corpus":
-    """Opens the data of a run, and warns if it changed since the checkpoint."""
     from halfstep.training.data.load import load_corpus
 
     config, before = trained.config, trained.saved.manifest["data"]

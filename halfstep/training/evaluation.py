@@ -1,14 +1,10 @@
 """How well a model predicts held-out text, compared with pairs of tokens.
 
-The loss is the mean of -ln p(token) over held-out tokens, in nats per token, and depends on the tokenizer. Bits
-per byte compare models with different tokenizers:
-
-    sum of -log2 p(token)  /  bytes of the very tokens that were predicted
-
-Bytes are counted token by token (data/token_bytes.py); if the bytes of one token are unknown, by the average
-over all held-out text. The yardstick is the order-1 conditional entropy of the same tokens, in bits per byte too
-if bytes are known: what a model needs that knows the token before and this text's own pair counts. With a large
-vocabulary most pairs occur once, and their own counts know too much: then it is a bound that no model reaches.
+The loss is the mean of -ln p(token), in nats per token, and depends on the tokenizer; bits per byte do not
+(data/token_bytes.py). If the bytes of one token are unknown, they are counted by the average over all held-out
+text. The yardstick is the order-1 conditional entropy of the same tokens: what a model needs that knows the token
+before and this text's own pair counts. With a large vocabulary most pairs occur once: it is a bound that no model
+reaches.
 """
 
 import math
@@ -54,32 +50,21 @@ def evaluate(
     averaged: bool = True,
     is_over: Callable[[], object] = lambda: None,
 ) -> Evaluation:
-    """Predicts the held-out text that the configuration asks for, with averaged weights if there are any.
+    """Predicts held-out text, with averaged weights if there are any. Once `is_over`, it stops early."""
+    size = 0.0  # the bytes that all targets stand for; 0 if unknown
 
-    When `is_over` is true it stops, and the result is worthless.
-    """
-    counted = _Counted(corpus, takewhile(lambda _: not is_over(), _batches(corpus, config)))
-    total, count = session.evaluate(counted, averaged=averaged)
-    loss = total / count if count else math.nan
-    bits = total / math.log(2) / counted.bytes if counted.bytes else None
-    return Evaluation(loss, count, bits, bigram_of(corpus, config))
-
-
-class _Counted:
-    """Batches, and how many bytes their targets stand for; 0 if that is unknown."""
-
-    def __init__(self, corpus: Corpus, batches: Iterator[TokenBatch]):
-        self.bytes = 0.0
-        self._corpus, self._batches = corpus, batches
-
-    def __iter__(self) -> Iterator[TokenBatch]:
-        for batch in self._batches:
-            self.bytes += _num_bytes(self._corpus, batch[:, :-1], batch[:, 1:])
+    def counted() -> Iterator[TokenBatch]:
+        nonlocal size
+        for batch in takewhile(lambda _: not is_over(), _batches(corpus, config)):
+            size += _num_bytes(corpus, batch[:, :-1], batch[:, 1:])
             yield batch
+
+    total, count = session.evaluate(counted(), averaged=averaged)
+    bits = total / math.log(2) / size if size else None
+    return Evaluation(total / count if count else math.nan, count, bits, bigram_of(corpus, config))
 
 
 def _num_bytes(corpus: Corpus, before: NDArray[Any], tokens: NDArray[Any]) -> float:
-    """Returns the bytes that tokens stand for, each after the one before it."""
     if corpus.token_bytes is not None:
         return corpus.token_bytes.count(before, tokens)
     return tokens.size * (corpus.bytes_per_token or 0.0)

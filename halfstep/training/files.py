@@ -1,18 +1,15 @@
 """Durable files, and the lock of a folder.
 
-**Durable.** A file is written under a temporary name, flushed to disk, and renamed. A rename is atomic: whenever
-the process or the machine dies, the name means the old file (or none) or all of the new one. The folder is
-flushed too, because that is where the rename is recorded.
+A file is written under a temporary name, flushed to disk, and renamed, and the folder is flushed, where the rename
+is recorded: whenever the machine dies, the name means the old file (or none) or all of the new one.
 
-**One writer per folder.** Two runs that save to one folder would each prune what the other needs. So a run holds
-`RUN/lock` by flock(2) (the package `filelock`) from opening its folder until it ends. The kernel drops the lock
-with the process, however it died: nothing is stale after a kill -9 or a power cut. The file names the holder
-(pid, host, since when) for the error message alone. A run never removes it; a packing that kept nothing removes
-its own while it holds it.
+Two runs that save to one folder would each prune what the other needs. So a run holds `RUN/lock` by flock(2) (the
+package `filelock`), which the kernel drops with the process, however it died. The file names the holder for the
+error message alone. A run never removes it; a packing that kept nothing does.
 
-On NFS, Linux turns flock into a lock on the server, which other machines see; a lost machine's lock is freed
-when its lease ends (NFSv4, about 90 seconds). A mount with `local_lock=flock` sees its own machine alone. On a
-filesystem without locks the run continues with a warning: refusing would take the folder from its only user.
+On NFS, Linux turns flock into a lock on the server, which other machines see; a lost machine's lock is freed when
+its lease ends. A mount with `local_lock=flock` sees its own machine alone. On a filesystem without locks the run
+continues with a warning: refusing would take the folder from its only user.
 """
 
 import errno
@@ -20,9 +17,9 @@ import json
 import os
 import socket
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import final
 
 from filelock import FileLock, Timeout
 
@@ -37,6 +34,15 @@ _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.
 
 class LockedError(HalfstepError):
     """A folder that another process writes to."""
+
+
+@contextmanager
+def os_errors(kind: type[HalfstepError], what: str, hint: str | None = None) -> Iterator[None]:
+    """Inside, an error of the system becomes one of ours: what failed, and the system's reason."""
+    try:
+        yield
+    except OSError as error:
+        raise kind(f"{what}: {error.strerror or error}", hint=hint) from None
 
 
 def write_whole(path: Path, content: bytes) -> None:
@@ -73,7 +79,6 @@ def flush(path: Path) -> None:
         os.close(descriptor)
 
 
-@final
 class RunLock:
     """The right to write to a folder, until `release`, until it is forgotten, or until the process ends."""
 

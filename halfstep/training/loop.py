@@ -1,18 +1,14 @@
 """The training loop: when to step, evaluate, save and stop.
 
-It knows no framework. A backend gives it a `Session`; data, events, checkpoints and progress are framework-free.
 On an asynchronous device, step k is launched before the numbers of step k - 1 are read, so that the device has
 work while the host prints: reading waits for a step that is over, never for the one that runs.
 
 Everything that decides an update (weights, moments, scale, random state, position in the data) is in the
 checkpoint, and the data is a function of (seed, step): a resumed run continues as if it had never stopped.
 
-A run passes through these parts:
-
-    resume          a new folder, or the checkpoint of the run in one; the lock is held until `run` returns
-    loop            launches steps, reads them, and calls the others
-    health          counts bad steps; response continues, rolls back or stops
-    checkpointing   decides when to save and reports it; a thread writes (checkpoints/writer)
+    run/resume          a new folder, or the checkpoint of the run in one; the lock is held until `run` returns
+    run/health          counts bad steps; run/response continues, rolls back or stops
+    run/checkpointing   decides when to save and reports it; a thread writes (checkpoints/writer)
 """
 
 import dataclasses
@@ -207,7 +203,6 @@ class Loop:
         return memory.in_training(self.config, self.tally.step, peak, capacity, self.saver.saved_step)
 
     def _train(self) -> None:
-        """Takes all steps, from the start or, after a rollback, from a checkpoint."""
         total, tally = self.config.training.steps, self.tally
         if self._owes_evaluation and self.start < total and not self._evaluate_start():
             return
@@ -216,8 +211,10 @@ class Loop:
                 with Prefetch(self._batch, tally.step, total, is_over=self._is_over) as batches:
                     self._steps(batches)
                 break
-            except DataError:
-                self._save_before_error()
+            except DataError:  # the training state is still valid
+                if tally.step and self.saver.saved_step != tally.step:
+                    self.checkpointer.save(tally.step)
+                    self.checkpointer.wait()
                 raise
             except RollBackError:
                 at = self._tally_at(self.checkpointer.roll_back(tally.step))
@@ -237,18 +234,10 @@ class Loop:
             self.checkpointer.note_held_out(self.start, held_out.loss)
         return held_out
 
-    def _save_before_error(self) -> None:
-        """Saves the run when its data becomes unreadable; the training state is still valid."""
-        if self.tally.step and self.saver.saved_step != self.tally.step:
-            self.checkpointer.save(self.tally.step)
-            self.checkpointer.wait()
-
     def _batch(self, step: int) -> Tokens:
-        """Returns the tokens of the update after `step` updates, past what rollbacks skipped."""
         return self.batches.at(step + self.health.shift)
 
     def _report_stop(self, saved: bool) -> None:
-        """Reports that somebody asked to stop."""
         step, newest, why = self.tally.step, self.saver.saved_step, self.stop.requested
         self._write_stop(why or "stopped")
         self.bar.note(f"stopped by {why} after step {step}; --resume continues")
@@ -299,7 +288,6 @@ class Loop:
             self._unreadable = error
 
     def _record(self, result: Any) -> None:
-        """Reads a step that is over, and reports it."""
         tally = self.tally
         numbers = self.session.read(result)
         if numbers["stuck"]:
@@ -309,35 +297,24 @@ class Loop:
         tally.tokens += self._tokens_per_step
         tally.skipped += int(numbers["skipped"])
         tally.loss = numbers["loss"]
-        speed = self._tokens_per_step * steps_per_second
-        peak = self.session.memory()
+        shown: dict[str, Any] = {key: numbers[key] for key in ("loss", "scale")}
+        shown |= {"tokens_per_second": self._tokens_per_step * steps_per_second}
+        shown |= {"memory": self.session.memory(), "skipped": tally.skipped}
         self.events.write(
             "step",
             step=tally.step,
-            loss=numbers["loss"],
             tokens=tally.tokens,
             seconds=tally.watch.seconds,
-            tokens_per_second=speed,
             learning_rate=self._learning_rate(tally.step - 1 - (tally.skipped - int(numbers["skipped"]))),
             grad_norm=numbers["grad_norm"],
-            scale=numbers["scale"],
-            skipped=tally.skipped,
-            memory=peak,
+            **shown,
             **self.meters.read(result, steps_per_second),
         )
-        self.bar.update(
-            tally.step,
-            loss=numbers["loss"],
-            tokens_per_second=speed,
-            memory=peak,
-            scale=numbers["scale"],
-            skipped=tally.skipped,
-        )
+        self.bar.update(tally.step, **shown)
         self.checkpointer.report()
         self.responder.check(tally.step, numbers)
 
     def _learning_rate(self, applied: int) -> float:
-        """Returns the rate of the matrices after `applied` updates."""
         training = self.config.training
         warmup, warmdown = training.warmup_steps, training.warmdown
         rate = factor(np.float32(applied), steps=training.steps, warmup=warmup, warmdown_share=warmdown, xp=np)
@@ -365,21 +342,13 @@ class Loop:
             )
         totals = self.meters.totals()
         if held_out is not None:
-            self.events.write(
-                "end",
-                step=tally.step,
-                seconds=tally.watch.seconds,
-                loss=tally.loss,
-                validation_loss=held_out.loss,
-                bits_per_byte=held_out.bits_per_byte,
-                tokens_per_second=speed,
-                **totals,
-            )
+            done = {"step": tally.step, "seconds": tally.watch.seconds, "tokens_per_second": speed}
+            scores = {"validation_loss": held_out.loss, "bits_per_byte": held_out.bits_per_byte}
+            self.events.write("end", **done, loss=tally.loss, **scores, **totals)
         newest = self.saver.saved_step
         return Outcome(self.out, tally.step, finished, tally.watch.seconds, speed, held_out, newest, totals)
 
     def _open_pretrained(self, config: RunConfig) -> Pretrained:
-        """Opens the initial weights that the configuration names, and warns if the data does not suit them."""
         pretrained = open_pretrained(config.init, config.model, config.init_digest)
         if pretrained.layout.name != "halfstep" and self.corpus.bytes_per_token == 1:
             self.warnings.append(
@@ -392,13 +361,8 @@ class Loop:
         return Tally(step, step, step - self.session.applied(), tokens=step * self._tokens_per_step)
 
     def _announce(self) -> None:
-        self.events.write(
-            "start",
-            **self.context.describe_start(),
-            tokens_per_step=self._tokens_per_step,
-            resumed_from=self.start or None,
-            ceiling=self.ceiling.record(),
-        )
+        here = {"tokens_per_step": self._tokens_per_step, "resumed_from": self.start or None}
+        self.events.write("start", **self.context.describe_start(), **here, ceiling=self.ceiling.record())
         for message in self.warnings:
             self.events.write("warning", message=message)
 

@@ -1,10 +1,8 @@
 """Running out of memory: refused before the model is built if possible, and reported with the way out.
 
-The least that a run holds is known beforehand: the weights, and to train them a gradient and moments of each,
-all in the narrowest formats that the policy names. Activations come on top; their size is not known beforehand.
-
-A backend (`halfstep.<backend>.memory`) knows how much its device has, and which errors mean that it was not
-enough.
+The least that a run holds is known beforehand: the weights, and to train them a gradient and moments of each, all
+in the narrowest formats that the policy names. Activations come on top. `halfstep.<backend>.memory` knows how much
+its device has, and which errors mean that it was not enough.
 """
 
 from collections.abc import Callable, Iterator
@@ -13,7 +11,6 @@ from typing import Any
 
 from halfstep.config.run import RunConfig
 from halfstep.core.errors import HalfstepError
-from halfstep.core.formats import Format
 from halfstep.core.policy import Policy
 from halfstep.core.roles import Param
 from halfstep.training.telemetry.progress import in_bytes
@@ -76,8 +73,7 @@ def in_training(
 def in_scoring(config: RunConfig) -> OutOfMemoryError:
     """Returns the error of held-out text that did not fit."""
     return OutOfMemoryError(
-        f"the device ran out of memory scoring {config.training.batch} sequences at once",
-        hint=_OTHER_DEVICE,
+        f"the device ran out of memory scoring {config.training.batch} sequences at once", hint=_OTHER_DEVICE
     )
 
 
@@ -91,7 +87,6 @@ def in_making(config: RunConfig, capacity: int | None) -> OutOfMemoryError:
 
 
 def _ways(config: RunConfig) -> list[str]:
-    """Returns the settings that take less memory and learn from the same data."""
     training = config.training
     ways = []
     if training.batch > 1:
@@ -106,11 +101,6 @@ def _ways(config: RunConfig) -> list[str]:
 
 
 def _bits(policy: Policy, role: str) -> int:
-    """Returns the bits of the narrowest format that a role has anywhere."""
     values: list[Any] = [getattr(policy, role)]
     values += [value for rule in policy.rules for name, value in rule.changes if name == role]
-    return min(_format(value).bits for value in values)
-
-
-def _format(value: Format | Param) -> Format:
-    return value.format if isinstance(value, Param) else value
+    return min((value.format if isinstance(value, Param) else value).bits for value in values)

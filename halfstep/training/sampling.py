@@ -1,7 +1,4 @@
-"""Text from a model: the next token, drawn from its logits, one at a time.
-
-Drawn in numpy, so that one seed writes one text on every backend, as far as their logits agree.
-"""
+"""Text from a model, token by token; drawn in numpy, so that one seed writes one text as far as logits agree."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -19,16 +16,12 @@ from halfstep.training.session import Session
 
 def check_asked(length: int, temperature: float, top_k: int, seed: int) -> None:
     """Refuses settings that cannot draw text, each by its name."""
+    is_warmth = temperature == 0 or 0.01 <= temperature <= 100
     wrong = [
         f"{name} {given}: it must be {allowed}"
         for name, given, allowed, right in (
             ("--length", length, "1 or more", length >= 1),
-            (
-                "--temperature",
-                temperature,
-                "0, or from 0.01 to 100",
-                temperature == 0 or 0.01 <= temperature <= 100,
-            ),
+            ("--temperature", temperature, "0, or from 0.01 to 100", is_warmth),
             ("--top-k", top_k, "0 or more", top_k >= 0),
             ("--seed", seed, "from 0 to 2^63 - 1", 0 <= seed < 2**63),
         )

@@ -5,19 +5,12 @@ next update's rate is the optimizer's rate times
 
     factor(n) = min( 1,  (n + 1) / w,  (S - n) / d )          a part whose length is 0 is left out
 
-    1 |      ________________
-      |    /                  \\
-      |  /                      \\
-      |/                          \\       n = 0 gives 1 / w and n = S - 1 gives 1 / d: never 0, since an
-      +----------------------------       update at rate 0 is a batch thrown away
-       0    w               S-d    S
-
-Past the end the factor stays at 1 / d. Where warmup and warmdown overlap, the lower line counts.
+never 0, since an update at rate 0 is a batch thrown away. Past the end the factor stays at 1 / d.
 
 n counts *applied* updates, those that loss scaling did not skip, so a skipped step delays the schedule instead of
 bending it. That count is on the device. So the law is only arithmetic, comparison and `xp.where`, as in
-core.scaling: it runs traced on any array namespace and never needs the truth value of an array.
-n may be an integer or a float scalar (fp32 counts exactly to 2^24); the strict array API divides floats only.
+core.scaling: it runs traced on any array namespace and never needs the truth value of an array. n may be an
+integer or a float scalar (fp32 counts exactly to 2^24); the strict array API divides floats only.
 
 Muon's momentum rises along a straight line, from `start` at the first update to `end` after `warmup` of them.
 """

@@ -1,7 +1,6 @@
-"""What a backend offers the training loop, and how to open it.
+"""What a backend offers the training loop: tokens go in as numpy arrays, and numbers come out.
 
 Each of halfstep.torch, .jax and .mlx has a `session` module with a `Session` class of this shape and a `version`.
-It takes tokens as numpy arrays and returns numbers; nothing above it knows a framework.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -120,10 +119,7 @@ def open_session(
     train: bool = True,
     weights: Weights | None = None,
 ) -> Session:
-    """Opens a session of the configured backend, with the given initial weights or those of its seed.
-
-    A missing framework says how to install it; a model that the device cannot hold is refused.
-    """
+    """Opens a session of the configured backend, with the given initial weights or those of its seed."""
     module = backend_module(config.backend, "session")
     if not train:  # weights that do not move have no average
         config = replace(config, training=replace(config.training, ema=0.0))
@@ -131,11 +127,7 @@ def open_session(
 
     def schedule(applied: Any, xp: Any) -> Any:
         return factor(
-            applied,
-            steps=training.steps,
-            warmup=training.warmup_steps,
-            warmdown_share=training.warmdown,
-            xp=xp,
+            applied, steps=training.steps, warmup=training.warmup_steps, warmdown_share=training.warmdown, xp=xp
         )
 
     def warming(applied: Any, xp: Any) -> Any:

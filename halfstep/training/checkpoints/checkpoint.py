@@ -2,31 +2,21 @@
 
     RUN/checkpoints/step-000500/
         state.safetensors      every tensor, bit for bit
-        manifest.json          what they are, what wrote them, and the digests that prove both
+        manifest.json          {"format": 1, "step": 500,
+                                "files": {"state.safetensors": {"sha256": ..., "bytes": ...}},
+                                "tensors": {name: {"dtype": "BF16", "shape": [...]}},
+                                ...,            what the caller adds: policy, config, data position, versions
+                                "digest": ...}  SHA-256 of all the rest, as JSON with sorted keys and no spaces
 
-**Whole or absent.** A save writes into a sibling folder `step-000500.partial`, flushes files and folder to disk,
-renames the folder, and flushes the parent. A rename is atomic: whenever the process or the machine dies,
-`step-NNNNNN` either is not there or is complete, and earlier ones were never touched. The next save removes what a
-killed one left. Removing renames first too, so a half-deleted folder never looks like a checkpoint. One run writes
-to a folder at a time (files.RunLock).
+A save writes into a sibling folder `step-000500.partial`, flushes files and folder to disk, renames the folder,
+and flushes the parent: `step-NNNNNN` is complete or not there, whenever the machine dies. The next save removes
+what a killed one left. Removing renames first too. One run writes at a time (files.RunLock).
 
-**Verified.** The manifest is
+A change of any meaningful bit is found and named: a resumed run that is wrong in one bit is worse than one that
+stops. The checkpoint before a damaged one is taken only if the user allows it; the damaged one is then renamed to
+`step-NNNNNN.damaged`, never removed. Nothing here unpickles: any file but `state.safetensors` is refused by name.
 
-    {"format": 1, "step": 500,
-     "files": {"state.safetensors": {"sha256": ..., "bytes": ...}},
-     "tensors": {name: {"dtype": "BF16", "shape": [...]}},
-     ...,                                     what the caller adds: policy, config, data position, versions
-     "digest": ...}                           SHA-256 of all the rest, as JSON with sorted keys and no spaces
-
-so a change of any meaningful bit, in either file, is found and named. A resumed run that is wrong in one bit is
-worse than one that stops. A damaged newest checkpoint is an error too: the one before it is taken only if the user
-allows it, and the damaged one is then renamed to `step-NNNNNN.damaged`, never removed.
-
-**No code.** Nothing here unpickles. A manifest that names any file but `state.safetensors`, and a pickle in the
-folder, are refused by name.
-
-Everywhere here, `folder` is the folder of checkpoints, RUN/checkpoints. Loading holds the file and its tensors in
-memory at once.
+Everywhere here, `folder` is RUN/checkpoints. Loading holds the file and its tensors in memory at once.
 """
 
 import errno
@@ -46,7 +36,7 @@ import numpy as np
 
 from halfstep.core.errors import HalfstepError, one_of
 from halfstep.core.state_format import Stored
-from halfstep.training.files import PICKLES, flush, write_whole
+from halfstep.training.files import PICKLES, flush, os_errors, write_whole
 from halfstep.training.paths import CHECKPOINTS
 
 FORMAT = 1
@@ -55,21 +45,13 @@ OWN_KEYS = ("format", "step", "files", "tensors", "digest")
 
 # safetensors' name in files: (its name in the API that writes them, bytes per element)
 DTYPES: Mapping[str, tuple[str, int]] = {
+    **{f"U{8 * size}": (f"uint{8 * size}", size) for size in (1, 2, 4, 8)},
+    **{f"I{8 * size}": (f"int{8 * size}", size) for size in (1, 2, 4, 8)},
+    **{f"F{8 * size}": (f"float{8 * size}", size) for size in (2, 4, 8)},
     "BOOL": ("bool", 1),
-    "U8": ("uint8", 1),
-    "I8": ("int8", 1),
+    "BF16": ("bfloat16", 2),
     "F8_E4M3": ("float8_e4m3fn", 1),
     "F8_E5M2": ("float8_e5m2", 1),
-    "U16": ("uint16", 2),
-    "I16": ("int16", 2),
-    "F16": ("float16", 2),
-    "BF16": ("bfloat16", 2),
-    "U32": ("uint32", 4),
-    "I32": ("int32", 4),
-    "F32": ("float32", 4),
-    "U64": ("uint64", 8),
-    "I64": ("int64", 8),
-    "F64": ("float64", 8),
 }
 
 _FOLDER = re.compile(r"step-(\d{6,})")
@@ -95,11 +77,7 @@ class Loaded:
 
 
 def save(folder: Path, step: int, arrays: Mapping[str, Stored], meta: Mapping[str, Any]) -> Path:
-    """Writes the checkpoint of a step, and returns its folder.
-
-    Saving the same tensors for the same step again changes nothing, not even the manifest; different tensors for a
-    step that is there are an error.
-    """
+    """Writes a checkpoint and returns its folder. Again changes nothing; other tensors are an error."""
     target = folder / f"step-{step:06d}"
     partial = target.with_name(f"{target.name}.partial")
     try:
@@ -157,11 +135,7 @@ def load(path: Path) -> tuple[dict[str, Stored], dict[str, Any]]:
 
 
 def load_newest(folder: Path, *, allow_older: bool = False) -> Loaded | None:
-    """Returns the newest checkpoint, or None if there is none. The run may still be running.
-
-    One that is pruned while it is read gives way to the next. With `allow_older`, damaged ones are set aside once
-    one that is whole was found; if none is, the newest one's error is raised.
-    """
+    """Returns the newest checkpoint, or None. With `allow_older`, damaged ones are set aside for a whole one."""
     damaged: dict[Path, DamagedCheckpointError] = {}
     while left := [path for path in step_folders(folder) if path not in damaged]:
         path = left[-1]
@@ -195,10 +169,7 @@ def is_checkpoint(path: Path) -> bool:
 
 
 def latest(folder: Path) -> Path | None:
-    """Returns the folder of the newest checkpoint, or None; an incomplete one is an error.
-
-    Complete is: a manifest that verifies, and files of the sizes it states. Only `load` checks their contents.
-    """
+    """Returns the newest checkpoint's folder, or None; refuses an incomplete one. Only `load` checks contents."""
     paths = step_folders(folder)
     if paths:
         check_complete(paths[-1])
@@ -208,10 +179,8 @@ def latest(folder: Path) -> Path | None:
 def note(path: Path, **facts: Any) -> None:
     """Adds to the manifest of a checkpoint what was measured after it was saved."""
     manifest = {**read_manifest(path), **facts}
-    try:
+    with os_errors(CheckpointError, f"`{path / MANIFEST}` cannot be written"):
         write_whole(path / MANIFEST, _as_text({**manifest, "digest": _digest(manifest)}))
-    except OSError as error:
-        raise CheckpointError(f"`{path / MANIFEST}` cannot be written: {error.strerror or error}") from None
 
 
 def set_aside(path: Path) -> Path:
@@ -228,11 +197,9 @@ def set_aside(path: Path) -> Path:
 def discard(path: Path) -> None:
     """Removes a checkpoint. A death on the way leaves the whole of it, or nothing that looks like one."""
     removed = path.with_name(f"{path.name}.removed")
-    try:
+    with os_errors(CheckpointError, f"checkpoint `{path}` cannot be removed"):
         os.rename(path, removed)
         _remove(removed)
-    except OSError as error:
-        raise CheckpointError(f"checkpoint `{path}` cannot be removed: {error.strerror or error}") from None
 
 
 def _remove_leftovers(folder: Path) -> None:
@@ -244,7 +211,6 @@ def _remove_leftovers(folder: Path) -> None:
 
 
 def _remove(path: Path) -> None:
-    """Removes a folder, or a link to one that its owner keeps on another disk."""
     if path.is_symlink():
         path.unlink()
     else:
@@ -273,7 +239,10 @@ def read_manifest(path: Path) -> dict[str, Any]:
     if missing := [key for key in OWN_KEYS if key not in manifest]:
         raise _damaged(file, f"it has no {', '.join(sorted(missing))}")
     files = manifest["files"]
-    if not isinstance(manifest["tensors"], dict) or not _describes_files(files):
+    described = isinstance(files, dict) and all(
+        isinstance(entry, dict) and entry.keys() == {"sha256", "bytes"} for entry in files.values()
+    )
+    if not isinstance(manifest["tensors"], dict) or not described:
         raise _damaged(file, "its tables of files and tensors are not what halfstep writes")
     if STATE not in files:
         raise _damaged(file, f"it has no {STATE}")
@@ -288,12 +257,6 @@ def read_manifest(path: Path) -> dict[str, Any]:
     return manifest
 
 
-def _describes_files(files: Any) -> bool:
-    return isinstance(files, dict) and all(
-        isinstance(entry, dict) and entry.keys() == {"sha256", "bytes"} for entry in files.values()
-    )
-
-
 def table(arrays: Mapping[str, Stored]) -> dict[str, dict[str, Any]]:
     """Returns the manifest's table of tensors."""
     return {name: {"dtype": dtype, "shape": list(shape)} for name, (dtype, shape, _) in arrays.items()}
@@ -302,16 +265,13 @@ def table(arrays: Mapping[str, Stored]) -> dict[str, dict[str, Any]]:
 def _write_files(
     partial: Path, step: int, arrays: Mapping[str, Stored], meta: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Writes both files and flushes them to disk; returns the manifest."""
     _write_state(partial / STATE, arrays)
     # safetensors lets only the owner read what it writes; here the umask decides, as for the folder.
     os.chmod(partial / STATE, partial.stat().st_mode & 0o666)
     flush(partial / STATE)
     manifest = _manifest(step, _describe_file(partial / STATE), arrays, meta)
-    with open(partial / MANIFEST, "wb") as file:
-        file.write(_as_text(manifest))
-        file.flush()
-        os.fsync(file.fileno())
+    (partial / MANIFEST).write_bytes(_as_text(manifest))
+    flush(partial / MANIFEST)
     flush(partial)
     return manifest
 
@@ -369,7 +329,6 @@ def _describe_file(file: Path) -> dict[str, Any]:
 
 
 def _check_same(target: Path, written: Mapping[str, Any]) -> None:
-    """Refuses to save over a checkpoint with different tensors."""
     there, here = read_manifest(target)["files"][STATE], written["files"][STATE]
     if there != here:
         raise CheckpointError(
@@ -381,12 +340,9 @@ def _check_same(target: Path, written: Mapping[str, Any]) -> None:
 
 def _check_table(file: Path, expected: Mapping[str, Any], found: Mapping[str, Any]) -> None:
     for name in sorted(expected.keys() | found.keys()):
-        if expected.get(name) != found.get(name):
-            raise _damaged(
-                file,
-                f"tensor `{name}` is {found.get(name, 'absent')} in {STATE}, "
-                f"expected {expected.get(name, 'absent')}",
-            )
+        was, now = expected.get(name, "absent"), found.get(name, "absent")
+        if was != now:
+            raise _damaged(file, f"tensor `{name}` is {now} in {STATE}, expected {was}")
 
 
 def step_folders(folder: Path) -> list[Path]:
@@ -423,7 +379,6 @@ def _refuse_pickles(path: Path) -> None:
 
 
 def _is_intact(path: Path) -> bool:
-    """Whether a checkpoint's files are what its manifest states, to the byte."""
     try:
         files = read_manifest(path)["files"]
         return all(_describe_file(path / name) == entry for name, entry in files.items())

@@ -2,35 +2,22 @@
 
     kept(step)  <=>  the newest, among the `last` that were due, step % every == 0, the best, or protected
 
-The best has the lowest held-out loss of those that were saved at a step that was evaluated; the loss is in its
-manifest. Protected is the newest one known to be good (health.py): what comes after may be worthless, and must not
-push it out. With `last` = 1 it is the one before the newest, unless an evaluation has shown that the newest one's
-weights are good.
-
-**Stops change nothing.** Stopping a run leaves a checkpoint that was not due. It is not rolled back to, and not
-one of the `last`: it stays until there is a newer one. So a stopped run keeps what an uninterrupted one keeps.
-
-The newest complete checkpoint always stays, since `last` is 1 or more. What is incomplete, or not written by this
-halfstep alone (another format, a pickle next to the state), is left for its owner to examine, and does not count.
+The best has the lowest held-out loss, which its manifest holds. Protected is the newest one known to be good
+(health.py): what comes after may be worthless, and must not push it out. Stopping a run leaves a checkpoint that
+was not due: it is not rolled back to, and not one of the `last`, so a stopped run keeps what an uninterrupted one
+keeps. What is incomplete, or not written by this halfstep alone, is left for its owner to examine, and does not
+count.
 """
 
 import math
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import final
 
 from halfstep.config.run import TrainingConfig
-from halfstep.training.checkpoints.checkpoint import (
-    CheckpointError,
-    check_complete,
-    discard,
-    step_folders,
-    step_of,
-)
+from halfstep.training.checkpoints import checkpoint
 
 
-@final
 @dataclass(frozen=True)
 class Retention:
     """What the settings `training.keep_*` ask for."""
@@ -52,7 +39,6 @@ def warn_of_keep_best(training: TrainingConfig) -> list[str]:
     ]
 
 
-@final
 @dataclass(frozen=True)
 class Seen:
     """A complete checkpoint, and what decides whether it is kept."""
@@ -65,16 +51,16 @@ class Seen:
 def survey(folder: Path) -> dict[int, Seen]:
     """Returns the complete checkpoints by step."""
     seen = {}
-    for path in step_folders(folder):
+    for path in checkpoint.step_folders(folder):
         try:
-            manifest = check_complete(path)
-        except (CheckpointError, OSError):
+            manifest = checkpoint.check_complete(path)
+        except (checkpoint.CheckpointError, OSError):
             continue
         step, loss = manifest["step"], manifest.get("held_out")
         training = manifest.get("config", {}).get("training", {})
         due = step % training.get("save_every", 1) == 0 or step == training.get("steps")
         known = loss if isinstance(loss, float) and math.isfinite(loss) else None
-        seen[step_of(path)] = Seen(path, due, known)
+        seen[checkpoint.step_of(path)] = Seen(path, due, known)
     return seen
 
 
@@ -105,7 +91,7 @@ def prune(folder: Path, retention: Retention, good: int | None = None) -> list[P
     stay = kept(seen, retention, best, protected, [step for step, one in seen.items() if not one.due])
     old = [one.path for step, one in seen.items() if step not in stay]
     for path in old:
-        discard(path)
+        checkpoint.discard(path)
     return old
 
 

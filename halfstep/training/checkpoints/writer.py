@@ -6,13 +6,9 @@
 A save costs the step no more than a snapshot: on a GPU the launch of copies into pinned memory, in stream order;
 on a CPU a copy of the tensors. Writing, hashing and flushing release the interpreter's lock.
 
-**One at a time.** If a save is due while the one before is still being written, training waits for it, and the
-time counts as lost to saving. Leaving the save out would not wait, but then a run's checkpoints would depend on
-the speed of a disk; `training.save_every` is obeyed, and a warning says when it is too often.
-
-**A save that fails** (a full disk, a folder that became read-only) leaves earlier checkpoints whole. It is
-reported, training continues, and the next save tries again. Only an unexpected error, which is a defect of ours,
-stops the run.
+If a save is due while the one before is still being written, training waits for it: leaving it out would make a
+run's checkpoints depend on the speed of a disk. A save that fails (a full disk) leaves earlier checkpoints whole;
+it is reported, training continues, and the next save tries again. Only an unexpected error stops the run.
 """
 
 import threading
@@ -21,7 +17,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any, final
+from typing import Any
 
 from halfstep.core.errors import HalfstepError
 from halfstep.core.state_format import Snapshot
@@ -30,7 +26,6 @@ from halfstep.training.checkpoints.checkpoint import CheckpointError
 from halfstep.training.checkpoints.retention import Retention, prune
 
 
-@final
 @dataclass(frozen=True)
 class Saved:
     """How a save went. `path` is None if it failed, and `trouble` is why, or what failed after it."""
@@ -43,7 +38,6 @@ class Saved:
     trouble: HalfstepError | None = None
 
 
-@final
 class Saver:
     """Writes the checkpoints of a run, one at a time. Every method is called by the training thread."""
 
@@ -63,10 +57,7 @@ class Saver:
         good: int | None = None,
         due: float | None = None,
     ) -> float:
-        """Takes a snapshot and writes it in a thread; returns the seconds that training waited since it was `due`.
-
-        The snapshot is taken after the one before was written, because they may share their buffers.
-        """
+        """Snapshots, and writes in a thread; returns the seconds that training waited since it was `due`."""
         started = time.perf_counter() if due is None else due
         self.wait()
         read = take()
@@ -102,13 +93,7 @@ class Saver:
         return ended
 
     def _write(
-        self,
-        step: int,
-        read: Snapshot,
-        meta: Mapping[str, Any],
-        good: int | None,
-        started: float,
-        waited: float,
+        self, step: int, read: Snapshot, meta: Mapping[str, Any], good: int | None, started: float, waited: float
     ) -> None:
         path, size = None, 0
         trouble: HalfstepError | None = None

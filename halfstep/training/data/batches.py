@@ -1,26 +1,21 @@
 """Which tokens each update sees: a pure function of seed and step.
 
 The text is cut into W = (length - 1) // context windows of context + 1 tokens at stride context: neighbors share
-one token, the last target of one and the first input of the next, so every token but the first is a target in
-exactly one window. With B windows per update, update s (counted from 0) takes the places
+one token, so every token but the first is a target in exactly one window. With B windows per update, update s
+(counted from 0) takes the places
 
     p = s * B, ..., s * B + B - 1        epoch e = p // W,   window = order_e[p % W]
 
-of one endless sequence, in which each epoch is a new order of all windows. An epoch that ends inside an update
-continues with the next one. So a resumed run needs only the number of updates: it repeats and omits no window.
-With R ranks, each takes its share of the same B windows, so a run may also resume with another number of ranks.
+of one endless sequence, in which each epoch is a new order of all windows. So a resumed run repeats and omits no
+window, with any number of ranks. A checkpoint records which of two orders was used:
 
-The number of windows decides between two orders; a checkpoint records which was used (`order`):
-
-    sorted   up to 2^20 windows: the stable argsort of W words of Philox keyed by (seed, epoch). Sorting words
-             rather than calling numpy's shuffle keeps the order stable across numpy versions, which guarantee
-             the words but not the shuffle.
-    keyed    beyond: a permutation that computes the place of one window without the others, so that a data set
-             of any size costs no memory and no time to sort (permutation.py).
+    sorted   up to 2^20 windows: the stable argsort of W words of Philox keyed by (seed, epoch). numpy guarantees
+             the words across versions, but not its shuffle.
+    keyed    beyond: a permutation that takes no memory and no time to sort (permutation.py)
 """
 
 from collections.abc import Iterator, Mapping
-from typing import Any, TypeAlias, TypedDict, final
+from typing import Any, TypeAlias, TypedDict
 
 import numpy as np
 from numpy.typing import NDArray
@@ -53,7 +48,6 @@ class Place(TypedDict):
     offsets: list[int]  # in tokens
 
 
-@final
 class Batches:
     """The batches of a run. Errors call the text `name`."""
 
@@ -81,11 +75,9 @@ class Batches:
             )
 
     def at(self, step: int, rank: int = 0, ranks: int = 1) -> TokenBatch:
-        """Returns the tokens of the update after `step` updates, as (micro_batches, batch, context + 1).
+        """Returns the tokens of the update after `step` updates, as int32 (micro_batches, batch, context + 1).
 
-        Inputs are [..., :-1] and targets [..., 1:]. int32 holds every vocabulary in half the bytes of int64;
-        a framework that needs int64 targets widens them on the device. Each of several ranks gets its share:
-        whole micro-batches if they divide evenly, else rows of each.
+        Each of several ranks gets its share: whole micro-batches if they divide evenly, else rows of each.
         """
         mine = self.rows(rank, ranks)
         starts = self._starts(step)[mine].ravel().tolist()
@@ -138,7 +130,6 @@ class Batches:
             )
 
     def _starts(self, step: int) -> NDArray[np.int64]:
-        """Returns where the windows of an update begin."""
         first = step * self.windows_per_step
         places = np.arange(first, first + self.windows_per_step, dtype=np.int64)
         epochs, indices = np.divmod(places, self.num_windows)
@@ -163,21 +154,19 @@ class Batches:
 def validation_batches(
     tokens: Tokens, *, context: int, batch: int, limit_tokens: int, name: str = "the held-out text"
 ) -> Iterator[TokenBatch]:
-    """Yields held-out windows in order as (batch, context + 1); the last batch may be smaller.
-
-    There are at most limit_tokens // context windows, all whole, and at least one. Each target is predicted once.
-    """
+    """Yields at most limit_tokens // context whole windows, in order, as (batch, context + 1)."""
     num_windows = min(_count_windows(tokens, context, name), max(1, limit_tokens // context))
-    return _windows(tokens, context, batch, num_windows)
+    starts = range(0, num_windows * context, context)
+    return (
+        np.stack([tokens[start : start + context + 1] for start in starts[first : first + batch]]).astype(np.int32)
+        for first in range(0, num_windows, batch)
+    )
 
 
 def bigram_bits(tokens: Tokens) -> float:
     """Returns the bits per token if the previous token is known, from the pair counts of this same text.
 
-        H = - sum over pairs ab of  c(ab) / N * log2( c(ab) / c(a) )        c(a) = sum over b of c(ab)
-
-    N is the number of pairs. A model that predicts the text with fewer bits has learned more than which token
-    follows which. H is 0 for texts of fewer than two tokens.
+    H = - sum over pairs ab of  c(ab) / N * log2( c(ab) / c(a) )        c(a) = sum over b of c(ab)
     """
     num_pairs = len(tokens) - 1
     if num_pairs < 1:
@@ -201,12 +190,6 @@ def _count_pairs(tokens: Tokens, vocabulary: int) -> tuple[NDArray[np.int64], ND
         np.add.at(merged, inverse, np.concatenate([counts, number]))
         counts = merged
     return pairs, counts
-
-
-def _windows(tokens: Tokens, context: int, batch: int, num_windows: int) -> Iterator[TokenBatch]:
-    for first in range(0, num_windows, batch):
-        starts = [window * context for window in range(first, min(first + batch, num_windows))]
-        yield np.stack([tokens[start : start + context + 1] for start in starts]).astype(np.int32)
 
 
 def _count_windows(tokens: Tokens, context: int, name: str) -> int:

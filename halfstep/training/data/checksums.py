@@ -5,15 +5,9 @@
     chunk         16 KiB each, from byte 0 (the last may be short): CRC-32, little-endian, in a file of their own
     pages         four of them: a cheap test for a swapped shard
 
-A flipped byte in the middle of a shard is a token like any other, and a run would silently learn from it. So
-before tokens are handed out, the checksum of every chunk that holds them is verified, once. A window of 2 KiB then
-costs reading 16 KiB (which its neighbors need as well), and afterwards a lookup in a table of one byte per chunk.
-Damage that happens after a chunk was verified goes unnoticed until the next process reads it: verifying every time
-would read eight times the data that is used.
-
-The checksum file of a shard is read when the shard is first touched, so opening reads none. It and the table take
-5 bytes of memory per chunk, 1/3,000 of the touched shards.
-
+A flipped byte is a token like any other, and a run would silently learn from it. So before tokens are handed out,
+the checksum of every chunk that holds them is verified, once: verifying every time would read eight times the data
+that is used. The checksum file is read when the shard is first touched; it and the table take 5 bytes per chunk.
 Threads may verify concurrently; at worst, both read the same chunk.
 """
 
@@ -22,7 +16,6 @@ import mmap
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import final
 from zlib import crc32
 
 import numpy as np
@@ -31,6 +24,7 @@ from numpy.typing import NDArray
 from halfstep.training.data.index import RESTORE, ShardRecord
 from halfstep.training.data.tokenizer_base import TokenizerIdentity
 from halfstep.training.data.types import DataError
+from halfstep.training.files import os_errors
 
 REGION, CHUNK = 1 << 24, 1 << 14
 PAGE, NUM_PAGES = 4096, 4
@@ -85,10 +79,8 @@ def page_digest(path: Path) -> str:
 
 def read_listed(path: Path, sha256: str | None) -> bytes:
     """Reads a file of packed data whose SHA-256 the index lists."""
-    try:
+    with os_errors(DataError, f"cannot read `{path}`", RESTORE):
         content = path.read_bytes()
-    except OSError as error:
-        raise DataError(f"cannot read `{path}`: {error.strerror or error}", hint=RESTORE) from None
     if hashlib.sha256(content).hexdigest() != sha256:
         raise DataError(
             f"`{path}` was changed after it was written: its SHA-256 differs from the index", hint=RESTORE
@@ -106,7 +98,6 @@ def read_checksums(folder: Path, record: ShardRecord) -> NDArray[np.uint32]:
     return np.frombuffer(read_listed(folder / record.checksum_file, record.sums), dtype="<u4")
 
 
-@final
 class ChunkVerifier:
     """Verifies the chunks of one shard, each once."""
 
@@ -130,8 +121,14 @@ class ChunkVerifier:
     def find_damage(self, begin: int, end: int) -> tuple[int, int] | None:
         """Verifies the chunks of bytes begin to end; returns the byte range of the first damaged one."""
         if not self._verified:
-            self._checksums = self._read()
-            self._verified = bytearray(len(self._checksums))
+            checksums, number = read_checksums(self._folder, self._record), len(_chunks(0, len(self._mapped)))
+            if len(checksums) != number:
+                raise DataError(
+                    f"`{self._folder / self._record.checksum_file}` holds {len(checksums)} checksums, but its "
+                    f"shard has {number} chunks",
+                    hint=RESTORE,
+                )
+            self._checksums, self._verified = checksums, bytearray(number)
         verified, content = self._verified, memoryview(self._mapped)
         for number in _chunks(begin, end):
             if not verified[number]:
@@ -142,17 +139,6 @@ class ChunkVerifier:
                 verified[number] = 1
         return None
 
-    def _read(self) -> NDArray[np.uint32]:
-        checksums, number = read_checksums(self._folder, self._record), len(_chunks(0, len(self._mapped)))
-        if len(checksums) != number:
-            raise DataError(
-                f"`{self._folder / self._record.checksum_file}` holds {len(checksums)} checksums, but its shard "
-                f"has {number} chunks",
-                hint=RESTORE,
-            )
-        return checksums
-
 
 def _chunks(begin: int, end: int) -> range:
-    """Returns the numbers of the chunks that hold bytes begin to end."""
     return range(begin // CHUNK, -(-end // CHUNK))

@@ -1,14 +1,10 @@
 """What a run reads: training tokens and held-out tokens, with no document on both sides.
 
-A document's content decides its side, so its name, its neighbors and the reading order do not matter:
-
     u(document) = blake2b(content) / 2^64   in [0, 1)        held out  <=>  u < share
 
-Equal documents have equal u and land on the same side, so a copy of a training text is never used to test the
-model. If all documents land on one side, which happens with few documents, the other side gets those with the
-smallest u (held out) or the largest u (training), so that both sides exist.
-
-The held-out sets are nested: with a larger share, what was held out stays held out (apart from that last rule).
+Equal documents land on the same side, so a copy of a training text never tests the model. If all land on one side,
+which happens with few, the other side gets those with the smallest u (held out) or the largest u (training). Apart
+from that, with a larger share, what was held out stays held out.
 """
 
 from collections.abc import Sequence
@@ -16,7 +12,6 @@ from dataclasses import dataclass
 from hashlib import blake2b
 
 import numpy as np
-from numpy.typing import NDArray
 
 from halfstep.training.data.token_bytes import TokenBytes
 from halfstep.training.data.types import DataError, Document, Tokens
@@ -64,7 +59,8 @@ def from_documents(
     """Builds a byte-level corpus: each byte is a token, and each side is its documents joined together."""
     if vocabulary < 256:
         _check_bytes(documents, vocabulary)
-    train, validation = (_join(side) for side in split(documents, share, source))
+    joined = (b"".join(each.content for each in side) for side in split(documents, share, source))
+    train, validation = (np.frombuffer(side, dtype=np.uint8) for side in joined)
     identity = blake2b(digest_size=16)
     for side in (train, validation):
         identity.update(len(side).to_bytes(8, "little"))
@@ -77,10 +73,6 @@ def from_documents(
         bytes_per_token=1.0,
         num_documents=len(documents),
     )
-
-
-def _join(documents: Sequence[Document]) -> NDArray[np.uint8]:
-    return np.frombuffer(b"".join(document.content for document in documents), dtype=np.uint8)
 
 
 def _check_bytes(documents: Sequence[Document], vocabulary: int) -> None:

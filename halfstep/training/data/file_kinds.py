@@ -10,12 +10,8 @@ _SUFFIXES: dict[str, FileKind] = {
     ".parquet": "parquet",
     ".arrow": "arrow",
 }
-DESCRIPTIONS: dict[FileKind, str] = {
-    "text": "text",
-    "jsonl": "JSONL",
-    "parquet": "parquet",
-    "arrow": "an arrow table",
-}
+DESCRIPTIONS: dict[FileKind, str]
+DESCRIPTIONS = {"text": "text", "jsonl": "JSONL", "parquet": "parquet", "arrow": "an arrow table"}
 
 
 def kind_of(path: Path) -> FileKind:

@@ -6,16 +6,13 @@
     DIR/tokenizer.json        the tokenizer (or tokenizer.model, tokenizer.tiktoken.json; none for bytes)
     DIR/token_bytes.npy       the bytes that each token stands for, if they are known
 
-Opening packed data must not read it, so the index is checked at three levels:
+Opening packed data must not read it, so it is checked at three levels:
 
-    every opening             its own digest, the tokenizer, the names and sizes of all shards, their headers and
-                              four pages of each: finds a missing, truncated or swapped shard in milliseconds
+    every opening             digest, tokenizer, names and sizes of all shards, their headers, four pages of each
     first read of tokens      the checksum of each chunk that holds them
-    `halfstep data verify`    every byte, against the SHA-256 of each shard; if it differs, the digests of its
-                              16 MiB regions and the checksums of its chunks locate the damage
+    `halfstep data verify`    every byte, against the SHA-256 of each shard; regions and chunks locate the damage
 
-The index holds no times, and no paths except the sources as they were given, so packing the same text twice gives
-the same bytes.
+It holds no times and no paths but the sources as given: packing the same text twice gives the same bytes.
 """
 
 import dataclasses
@@ -23,13 +20,14 @@ import hashlib
 import json
 import re
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from halfstep.training.data.tokenizer_base import TokenizerIdentity
 from halfstep.training.data.types import DataError
-from halfstep.training.files import write_whole
+from halfstep.training.files import os_errors, write_whole
 
 FORMAT = 1
 # The first entry of a sealed file: a folder of text may well hold an unrelated index.json.
@@ -42,19 +40,16 @@ _NAME = re.compile(r"\w[\w.-]*")
 
 @dataclass(frozen=True)
 class ShardRecord:
-    """One shard. `bytes` is the text its tokens stand for, None if unknown.
-
-    `sums` is the SHA-256 of the shard's checksum file; "" if it was packed by a version without checksums.
-    """
+    """One shard."""
 
     name: str
     tokens: int
-    bytes: int | None
+    bytes: int | None  # the text its tokens stand for, if known
     documents: int  # that begin in it
     sha256: str
     pages: str
     regions: tuple[str, ...]
-    sums: str = ""
+    sums: str = ""  # the SHA-256 of its checksum file; empty if packed by a version without checksums
 
     @property
     def checksum_file(self) -> str:
@@ -110,8 +105,12 @@ def read_index(folder: Path) -> Index:
     table = unsealed(path)
     try:
         parts = {field.name: table[field.name] for field in dataclasses.fields(Index)}
-        parts |= {side: _side(table[side], path) for side in ("train", "val")}
-        return Index(**parts | {"tokenizer": _tokenizer(table["tokenizer"], path)})
+        for side in ("train", "val"):
+            parts[side] = SideRecord(**{**table[side], "shards": shard_records(table[side]["shards"], path)})
+        parts["tokenizer"] = TokenizerIdentity(**table["tokenizer"])
+        if parts["tokenizer"].file is not None:
+            _check_name(parts["tokenizer"].file, path)
+        return Index(**parts)
     except (KeyError, TypeError) as error:
         raise DataError(f"`{path}` lacks a part of an index: {error}", hint=_PACK_AGAIN) from None
 
@@ -123,15 +122,11 @@ def is_packed(folder: Path) -> bool:
 
 def is_marked(folder: Path) -> bool:
     """Whether a folder holds a file that marks it as packed data, finished or not."""
-    return any(_has_mark(folder / name) for name in (INDEX, STATE))
-
-
-def _has_mark(path: Path) -> bool:
-    try:
-        with open(path, "rb") as file:
-            return MARK.encode() in file.read(64)
-    except OSError:
-        return False
+    for name in (INDEX, STATE):
+        with suppress(OSError), open(folder / name, "rb") as file:
+            if MARK.encode() in file.read(64):
+                return True
+    return False
 
 
 def sealed(table: Mapping[str, Any]) -> bytes:
@@ -142,13 +137,10 @@ def sealed(table: Mapping[str, Any]) -> bytes:
 
 def unsealed(path: Path) -> dict[str, Any]:
     """Reads a sealed table and checks its digest."""
+    with os_errors(DataError, f"cannot read `{path}`", "name a folder that `halfstep data pack` wrote"):
+        content = path.read_bytes()
     try:
-        table = json.loads(path.read_bytes())
-    except OSError as error:
-        raise DataError(
-            f"cannot read `{path}`: {error.strerror or error}",
-            hint="name a folder that `halfstep data pack` wrote",
-        ) from None
+        table = json.loads(content)
     except ValueError as error:
         raise DataError(f"`{path}` is not JSON: {error}", hint=_PACK_AGAIN) from None
     if not isinstance(table, dict) or table.get("digest") != _digest(table):
@@ -174,19 +166,7 @@ def shard_records(tables: Iterable[Mapping[str, Any]], path: Path) -> tuple[Shar
     return records
 
 
-def _side(table: Mapping[str, Any], path: Path) -> SideRecord:
-    return SideRecord(**{**table, "shards": shard_records(table["shards"], path)})
-
-
-def _tokenizer(table: Mapping[str, Any], path: Path) -> TokenizerIdentity:
-    identity = TokenizerIdentity(**table)
-    if identity.file is not None:
-        _check_name(identity.file, path)
-    return identity
-
-
 def _check_name(name: str, path: Path) -> None:
-    """Refuses anything but the name of a file in the folder of the index."""
     if not _NAME.fullmatch(name):
         raise DataError(
             f"`{path}` points to `{name}`, which is not a file in its own folder",

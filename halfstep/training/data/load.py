@@ -1,8 +1,8 @@
 """From `data.source` to a corpus.
 
 The kind of source decides how it is read, never what would happen to work: a name ending in .bin means token
-shards, a folder that directly holds such files is a folder of token shards, and a folder with the index of a
-packing is packed data, whose shards are never read without it. Damaged shards are never read as text instead.
+shards, as does a folder that directly holds such files; a folder with an index is packed data, whose shards are
+never read without it. Damaged shards are never read as text instead.
 """
 
 import glob
@@ -15,24 +15,23 @@ from halfstep.training.data.packed import packed_corpus
 from halfstep.training.data.shards import shards_corpus
 from halfstep.training.data.text import STDLIB, file_documents, folder_documents, glob_documents, stdlib_documents
 from halfstep.training.data.types import DataError
+from halfstep.training.files import os_errors
 
 _CHOICES = "use `stdlib` (no download), a text file, a folder of text, token shards (`*.bin`), or packed data"
 _FLAGS = "set it with `--set data.source=PATH` (train) or `--data PATH` (eval, sample, artifact)"
 
 
 def load_corpus(source: str, validation: float, vocabulary: int) -> Corpus:
-    """Opens the corpus at a source and holds out the share `validation` of it.
-
-    `source` is `stdlib`, or names a text file, a folder of text, token shards (`*.bin`), a folder of them, or
-    a glob of either. A file that is named stdlib is reached as `./stdlib`.
-    """
+    """Opens `stdlib`, a text, a folder of text, shards, or a glob of either; holds out the share `validation`."""
     if source == STDLIB:
         return from_documents(*stdlib_documents(), source, validation, vocabulary)
     try:
         path = Path(source).expanduser()
     except RuntimeError as error:  # ~nobody
         raise DataError(f"`{source}`: {error}", hint="write the path out") from None
-    if not source or not _exists(path, source):
+    with os_errors(DataError, f"cannot read `{source}`"):  # a folder on the way is closed, or the name too long
+        exists = path.exists()
+    if not source or not exists:
         matched = sorted(Path(match) for match in glob.glob(str(path), recursive=True)) if source else []
         if not matched:
             raise _missing(source, path)
@@ -73,13 +72,6 @@ def _load_shards(paths: list[Path], validation: float, vocabulary: int, source: 
             hint=f"name the folder itself: `--set data.source={packed[0]}`",
         )
     return shards_corpus(paths, validation, vocabulary, source)
-
-
-def _exists(path: Path, source: str) -> bool:
-    try:
-        return path.exists()
-    except OSError as error:  # a folder on the way cannot be entered, or the name is too long
-        raise DataError(f"cannot read `{source}`: {error.strerror or error}") from None
 
 
 def _missing(source: str, path: Path) -> DataError:

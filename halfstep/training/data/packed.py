@@ -1,13 +1,7 @@
-"""Packed data as a corpus: opened by its index, mapped, and not read.
+"""Packed data as a corpus: opened by its index, mapped, and not read (index.py lists what each level checks).
 
-Opening checks only what costs next to nothing (index.py lists it), so that a data set of any size opens in the
-time its headers take. It does not look at tokens: the tokenizer must fit the model's vocabulary. Damage that
-opening misses is found on first read (checksums.py).
-
-The packed held-out side is held out; if there is none, the last share of the tokens, as with any shards.
-
-`verify` reads everything: if the SHA-256 of a shard differs, the digests of its 16 MiB regions and then the
-checksums of their 16 KiB chunks narrow the damage down. It checks the checksum files too.
+Opening does not look at tokens: the tokenizer must fit the model's vocabulary. The packed held-out side is held
+out; if there is none, the last share of the tokens, as with any shards. `verify` reads everything.
 """
 
 from collections.abc import Callable, Iterator
@@ -19,16 +13,7 @@ from zlib import crc32
 import numpy as np
 from numpy.typing import NDArray
 
-from halfstep.training.data.checksums import (
-    CHUNK,
-    ChunkVerifier,
-    page_digest,
-    read_checksums,
-    read_listed,
-    read_regions,
-    read_tokenizer_file,
-    region_digest,
-)
+from halfstep.training.data import checksums
 from halfstep.training.data.corpus import Corpus
 from halfstep.training.data.index import RESTORE, TOKEN_BYTES, Index, ShardRecord, read_index
 from halfstep.training.data.shards import HEADER_BYTES, Shard, ShardedTokens, open_shard, split_tail
@@ -40,7 +25,7 @@ def packed_corpus(folder: Path, share: float, vocabulary: int) -> Corpus:
     """Opens the corpus in a folder of packed data."""
     index = read_index(folder)
     _check_vocabulary(folder, index, vocabulary)
-    read_tokenizer_file(folder, index.tokenizer)
+    checksums.read_tokenizer_file(folder, index.tokenizer)
     check_names(folder, index)
     train = ShardedTokens([open_listed(folder, record) for record in index.train.shards], vocabulary)
     validation = ShardedTokens([open_listed(folder, record) for record in index.val.shards], vocabulary)
@@ -65,7 +50,7 @@ def read_token_bytes(folder: Path, index: Index) -> TokenBytes | None:
     if index.token_bytes is None:
         return None
     path = folder / TOKEN_BYTES
-    return TokenBytes.from_npy(read_listed(path, index.token_bytes), str(path))
+    return TokenBytes.from_npy(checksums.read_listed(path, index.token_bytes), str(path))
 
 
 def _bytes_per_token(index: Index) -> float | None:
@@ -111,7 +96,7 @@ def open_listed(folder: Path, record: ShardRecord) -> Shard:
         raise DataError(
             f"shard `{path}` holds {len(shard.tokens)} tokens, but the index says {record.tokens}", hint=RESTORE
         )
-    if page_digest(path) != record.pages:
+    if checksums.page_digest(path) != record.pages:
         raise DataError(
             f"shard `{path}` is not the one that was packed: some of its pages differ",
             hint=f"{RESTORE}; `halfstep data verify {folder}` says what is damaged, and where",
@@ -119,7 +104,7 @@ def open_listed(folder: Path, record: ShardRecord) -> Shard:
     if not record.sums:
         return shard  # packed by a version without checksums
     assert shard.mapped is not None
-    return replace(shard, verifier=ChunkVerifier(folder, record, shard.mapped))
+    return replace(shard, verifier=checksums.ChunkVerifier(folder, record, shard.mapped))
 
 
 # --- every byte ---------------------------------------------------------------------------------------------
@@ -155,12 +140,12 @@ def verify(folder: Path, progress: Callable[[int, int], object] = lambda done, t
 
 def _verify_tables(folder: Path, index: Index) -> Iterator[Damage]:
     checks: list[tuple[str, Callable[[], object]]] = [
-        (index.tokenizer.file or "", lambda: read_tokenizer_file(folder, index.tokenizer)),
+        (index.tokenizer.file or "", lambda: checksums.read_tokenizer_file(folder, index.tokenizer)),
         (TOKEN_BYTES, lambda: read_token_bytes(folder, index)),
     ]
     for record in index.shards:
         if record.sums:
-            checks.append((record.checksum_file, lambda record=record: read_checksums(folder, record)))  # type: ignore[misc]
+            checks.append((record.checksum_file, lambda record=record: checksums.read_checksums(folder, record)))  # type: ignore[misc]
     for name, check in checks:
         try:
             check()
@@ -177,15 +162,15 @@ def _verify_shard(path: Path, record: ShardRecord, read: Callable[[int], object]
         yield Damage(path.name, error.message)
     whole, damage, end, number = sha256(), list[Damage](), 0, 0
     try:
-        checksums = read_checksums(path.parent, record)
+        sums = checksums.read_checksums(path.parent, record)
     except DataError:  # reported as damage of the checksum file
-        checksums = np.empty(0, dtype="<u4")
-    for number, content in enumerate(read_regions(path), 1):
+        sums = np.empty(0, dtype="<u4")
+    for number, content in enumerate(checksums.read_regions(path), 1):
         whole.update(content)
         first, end = end, end + len(content)
         expected = record.regions[number - 1] if number <= len(record.regions) else None
-        if region_digest(content) != expected:
-            spans = _narrow_down(content, first, checksums)
+        if checksums.region_digest(content) != expected:
+            spans = _narrow_down(content, first, sums)
             damage += [Damage(path.name, _describe_span(path, record, *span), *span) for span in spans]
         read(len(content))
     if number < len(record.regions):
@@ -194,12 +179,12 @@ def _verify_shard(path: Path, record: ShardRecord, read: Callable[[int], object]
         yield from damage or [Damage(path.name, "its SHA-256 differs from the index")]
 
 
-def _narrow_down(content: bytes, first: int, checksums: NDArray[np.uint32]) -> list[tuple[int, int]]:
+def _narrow_down(content: bytes, first: int, sums: NDArray[np.uint32]) -> list[tuple[int, int]]:
     """Returns the damaged byte ranges of a region that begins at byte `first`, as precisely as chunks allow."""
     end, spans = first + len(content), list[tuple[int, int]]()
-    for low in range(first, end, CHUNK):
-        chunk, number = content[low - first : low - first + CHUNK], low // CHUNK
-        if number < len(checksums) and crc32(chunk) != checksums[number]:
+    for low in range(first, end, checksums.CHUNK):
+        chunk, number = content[low - first : low - first + checksums.CHUNK], low // checksums.CHUNK
+        if number < len(sums) and crc32(chunk) != sums[number]:
             begin = spans.pop()[0] if spans and spans[-1][1] == low else low
             spans.append((begin, low + len(chunk)))
     return spans or [(first, end)]

@@ -1,19 +1,17 @@
 """A keyed permutation: the order of n items, any part of which can be computed without a table.
 
 A place x is written as two digits, l in Z_a and r in Z_b with a = ceil(sqrt n), b = ceil(n / a), and each round
-adds a hash of one digit to the other (a Feistel network over numbers instead of bits; Black and Rogaway, "Ciphers
-with arbitrary finite domains", 2002):
+adds a hash (splitmix64's finalizer) of one digit to the other (a Feistel network over numbers instead of bits;
+Black and Rogaway, "Ciphers with arbitrary finite domains", 2002):
 
     l <- l + h(r, key)  mod a            r <- r + h(l, key')  mod b
 
 Subtracting undoes a round, so any number of rounds is a permutation of the a * b pairs. There are up to a - 1 more
 pairs than items: a place that leads to no item goes through again until it leads to one, which keeps it a
-permutation of the n. h is the finalizer of splitmix64. Twelve rounds are far more than an order of training data
-needs, and take microseconds per window.
+permutation of the n. Twelve rounds are far more than an order of training data needs.
 """
 
 import math
-from typing import final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,7 +19,6 @@ from numpy.typing import NDArray
 ROUNDS = 12
 
 
-@final
 class Permutation:
     """An order of range(size), keyed by the words of a generator. Index it with an array of places."""
 

@@ -1,29 +1,20 @@
 """Makes the next items in a thread while the caller works on the current one.
 
-`Prefetch(fetch, start, stop)` yields fetch(start), ..., fetch(stop - 1) in order; at most `depth` of them are made
-and not yet taken. Because fetch depends only on the number, unused items are no loss: a resumed run makes them
-again.
-
-An exception in fetch is raised in the caller at the place of its item, after all items before it. The thread ends
-after the last item, when fetch fails, or when the Prefetch is closed.
+`Prefetch(fetch, start, stop)` yields fetch(start), ..., fetch(stop - 1) in order, at most `depth` ahead. An
+exception in fetch is raised in the caller at the place of its item.
 """
 
 import threading
 from collections.abc import Callable, Iterator
 from queue import Empty, SimpleQueue
-from typing import Generic, TypeVar, final
+from typing import Generic, TypeVar
 
 T = TypeVar("T")
 POLL_SECONDS = 0.1  # how often a waiting caller checks `is_over`
 
 
-@final
 class Prefetch(Generic[T]):
-    """Items made ahead of time. Use it as a context manager, or close it.
-
-    While the caller waits for a slow item, `is_over` is polled; when it returns True, the items end, and closing
-    does not wait for the running fetch.
-    """
+    """Items made ahead of time, until closed. When `is_over`, they end, and closing does not wait for a fetch."""
 
     def __init__(
         self,

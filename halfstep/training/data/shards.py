@@ -2,23 +2,17 @@
 
     word 0    magic, 20240520                  then, from byte 1024:
     word 1    version, 1 or 2                  tokens, two bytes each (version 1) or four (version 2)
-    word 2    number of tokens
-    others    unused
+    word 2    number of tokens                 (version 2, for vocabularies beyond 65,536, is halfstep's own)
 
-Other projects write version 1 too; version 2, for vocabularies beyond 65,536, is halfstep's own.
+Windows are read in random order, so the kernel is asked not to read ahead (it may read megabytes around two
+kilobytes), and all windows of a batch are announced before the first is read.
 
-Shards are memory-mapped: opening a thousand of them reads a thousand headers. Windows are read in random order, so
-the kernel is asked not to read ahead (it may read megabytes around two kilobytes), and all windows of a batch are
-announced before the first is read, so that the disk fetches them together.
+A token beyond the vocabulary, which on an accelerator would be an access outside the embedding, is an error that
+names shard and offset. The first 2^26 tokens are checked before the run begins: a wrong tokenizer is found at
+once.
 
-What header and size cannot show is checked on reading: a token beyond the vocabulary, which on an accelerator
-would be an access outside the embedding, is an error that names shard and offset. The first 2^26 tokens are
-checked before the run begins, so that a wrong tokenizer is found at once. The bytes of packed shards are verified
-before their tokens are used (checksums.py).
-
-A folder that `halfstep data pack` wrote has an index and is opened by packed.py. Without an index, a shard with
-`val` (or `valid`, `validation`) as a word in its name is held out. If there is none, the last share of the tokens
-is held out, starting at the next document if one begins nearby: GPT-2's <|endoftext|>, 50256, marks documents.
+Without an index (packed.py), a shard with `val` (or `valid`, `validation`) as a word in its name is held out. If
+there is none, the last share of the tokens is, starting at the next document if one begins nearby.
 """
 
 import mmap
@@ -29,7 +23,7 @@ from dataclasses import dataclass, replace
 from hashlib import blake2b
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, final
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,6 +31,7 @@ from numpy.typing import NDArray
 from halfstep.training.data.checksums import ChunkVerifier
 from halfstep.training.data.corpus import Corpus
 from halfstep.training.data.types import DataError, TokenArray
+from halfstep.training.files import os_errors
 
 MAGIC = 20240520
 DTYPES: dict[int, np.dtype[Any]] = {1: np.dtype("<u2"), 2: np.dtype("<u4")}  # by version
@@ -106,7 +101,6 @@ class Shard:
         return HEADER_BYTES + (self.first + low) * size, HEADER_BYTES + (self.first + high) * size
 
 
-@final
 class ShardedTokens:
     """Shards that read like one array. A slice is checked before it is returned: its bytes, then its tokens."""
 
@@ -139,10 +133,7 @@ class ShardedTokens:
         return str(shard.path), shard.first + place - self._starts[index]
 
     def read_into(self, out: NDArray[Any], starts: Sequence[int]) -> None:
-        """Fills the rows of `out` with the tokens that begin at `starts`.
-
-        Announcing all rows before reading the first, and checking them together, halves the time of slicing.
-        """
+        """Fills rows with the tokens at `starts`, announced first, checked together: half the time of slicing."""
         length = out.shape[1]
         for start in starts:
             for index, low, high in self._parts(start, start + length):
@@ -164,7 +155,6 @@ class ShardedTokens:
             self[low : min(low + SCANNED_AT_ONCE, limit)]
 
     def _parts(self, low: int, high: int) -> Iterator[tuple[int, int, int]]:
-        """Yields the shards that hold tokens low to high, and the range within each."""
         index = bisect_right(self._starts, low) - 1
         while low < high:
             start, end = self._starts[index], self._starts[index + 1]
@@ -198,12 +188,8 @@ def header(num_tokens: int, dtype: np.dtype[Any]) -> bytes:
 
 def open_shard(path: Path) -> Shard:
     """Maps a shard whose header agrees with its size."""
-    try:
-        size = path.stat().st_size
-        with open(path, "rb") as file:
-            raw = file.read(HEADER_BYTES)
-    except OSError as error:
-        raise DataError(f"cannot read shard `{path}`: {error.strerror or error}") from None
+    with os_errors(DataError, f"cannot read shard `{path}`"), open(path, "rb") as file:
+        size, raw = path.stat().st_size, file.read(HEADER_BYTES)
     again = "download or write it again"
     if len(raw) < HEADER_BYTES:
         header_only = f"it has {size} bytes, and the header alone takes {HEADER_BYTES}"
@@ -225,10 +211,6 @@ def open_shard(path: Path) -> Shard:
         problem = "truncated" if size < expected else "longer than its header says"
         sizes = f"it has {size} bytes, expected {expected} for {num_tokens} tokens"
         raise DataError(f"shard `{path}` is {problem}: {sizes}", hint=again)
-    return _map_tokens(path, num_tokens, dtype)
-
-
-def _map_tokens(path: Path, num_tokens: int, dtype: np.dtype[Any]) -> Shard:
     with open(path, "rb") as file:
         mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     if hasattr(mapped, "madvise"):

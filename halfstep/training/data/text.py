@@ -1,21 +1,15 @@
 """Text as documents of bytes: the standard library, a file, a folder, a glob.
 
-Relative paths alone decide which files are read, and in which order, so that two machines with the same files read
-the same tokens:
+Relative paths alone decide which files are read, and in which order, so that two machines read the same tokens:
 
     stdlib      every *.py of the running Python's standard library, without its tests, installed packages, and
                 _sysconfigdata, which differs from build to build
-    a folder    every text file below it, as walk.py finds them
-    a glob      every text file that it matches
+    a folder    every text file below it, as walk.py finds them; a glob: every text file that it matches
     a file      cut into documents at blank lines, about 4 KiB each, so that some of it can be held out
 
-Records (JSONL, tables, datasets) are not text, nor is a folder or glob that holds only records: a run would learn
-the markup around their texts too. `halfstep data pack` reads them.
-
-A file is text if it decodes as UTF-8 and holds no NUL byte. Other files are skipped and counted in the
-description, like what the walk skips; a file that is given by name must be text. Nothing is put between documents,
-because bytes that nobody wrote would count in bits per byte; only a file without a newline at its end gets one, so
-that it does not run into the next. The pieces of one file get nothing and add up to it.
+Records (JSONL, tables, datasets) are not text: a run would learn the markup around their texts too. A file is text
+if it decodes as UTF-8 and holds no NUL byte. Nothing is put between documents, because bytes that nobody wrote
+would count in bits per byte; only a file without a newline at its end gets one.
 """
 
 import platform
@@ -152,7 +146,6 @@ def _records_error(problem: str, source: str) -> DataError:
 
 
 def _read(path: Path) -> bytes | str:
-    """Returns a file's text, or one word for what it is instead."""
     try:
         content = path.read_bytes()
         content.decode("utf-8")

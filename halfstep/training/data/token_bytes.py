@@ -1,17 +1,12 @@
 """How many bytes of text each token stands for, which makes bits per byte correct for every tokenizer.
 
     bits per byte = sum of -log2 p(token)  /  sum of bytes(token)        over exactly the predicted tokens
-
-A token that stands for no text (a separator or other special token) has 0 bytes: predicting it costs bits and
-gains no bytes. Sentencepiece tokenizers put a space before the first word of a text; the first token of such a
-text is one byte shorter than its piece:
-
     bytes(token | before) = length[token] - (space[token] and boundary[before])
 
-`space` marks the pieces that begin with a space if the tokenizer adds one, `boundary` marks the separator, after
-which a text begins. (Some tokenizers add no space to a text that starts with one; such a text counts one byte too
-few.) If the tokenizer is lossless, as byte-level ones are, the bytes of a text's tokens add up to the text;
-`halfstep data pack` compares both sums and warns if they differ.
+A token that stands for no text (a separator or other special token) has 0 bytes. Sentencepiece tokenizers put a
+space before the first word of a text, whose first token is one byte shorter than its piece: `space` marks the
+pieces that begin with such a space, `boundary` the separator, after which a text begins. (Some add none to a text
+that starts with one; such a text counts one byte too few.)
 """
 
 from collections.abc import Sequence
@@ -34,10 +29,7 @@ class TokenBytes:
 
     @classmethod
     def of(cls, pieces: Sequence[bytes], adds_space: bool, separator: int | None) -> "TokenBytes":
-        """Builds the table from the text of each token; `adds_space`: the tokenizer starts a text with a space.
-
-        Not every token without text is a boundary: a space after an unknown word is real text.
-        """
+        """Builds the table from the text of each token; `adds_space`: the tokenizer starts a text with a space."""
         length = np.array([len(piece) for piece in pieces], dtype=np.int32)
         space = np.array([adds_space and piece.startswith(b" ") for piece in pieces], dtype=np.bool_)
         boundary = np.zeros(len(pieces), dtype=np.bool_)

@@ -1,8 +1,8 @@
 """What a tokenizer is to the rest of halfstep, and the one that needs no library: bytes.
 
 Text stays text: a document that mentions `<|endoftext|>` is encoded letter by letter and never becomes the
-separator, and no tokenizer adds tokens or truncates a text. A tokenizer is identified by the SHA-256 of the file
-that `save` writes. That file is enough to open it again, even without a network.
+separator, and no tokenizer adds tokens or truncates a text. The file that `save` writes identifies a tokenizer by
+its SHA-256, and is enough to open it again.
 """
 
 import hashlib
@@ -13,7 +13,7 @@ from functools import cached_property
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
-from typing import ClassVar, final
+from typing import ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -95,7 +95,6 @@ class Tokenizer(ABC):
         raise NotImplementedError
 
 
-@final
 class BytesTokenizer(Tokenizer):
     """Each byte is a token. There is no separator, which would be a byte that nobody wrote."""
 

@@ -6,8 +6,7 @@ How a library writes its vocabulary shows what a token stands for:
     metaspace       a space is written U+2581, a byte <0xNN> (Llama 2, Gemma, sentencepiece itself)
     tiktoken        the bytes themselves
 
-Other kinds of tokenizer.json (WordPiece and the like) work for packing, training and sampling, but the bytes of
-their tokens are unknown, so their bits per byte use the average over all held-out text.
+Of other kinds of tokenizer.json (WordPiece) the bytes of tokens are unknown: bits per byte use the average.
 """
 
 import base64
@@ -16,7 +15,7 @@ import re
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Self, final
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -77,7 +76,6 @@ class LibraryTokenizer(Tokenizer):
         return END_OF_TEXT
 
 
-@final
 class HuggingFace(LibraryTokenizer):
     """A tokenizer.json."""
 
@@ -123,7 +121,10 @@ class HuggingFace(LibraryTokenizer):
         before = {step.get("type") for step in _steps(self._written.get("pre_tokenizer"))}
         if "ByteLevel" in kinds or (not kinds and "ByteLevel" in before):
             text_of = _byte_level
-        elif "Metaspace" in kinds or any(_replaces_space(step) for step in _steps(self._written.get("decoder"))):
+        elif "Metaspace" in kinds or any(
+            step.get("type") == "Replace" and step.get("pattern") == {"String": _SPACE}
+            for step in _steps(self._written.get("decoder"))
+        ):
             text_of = _metaspace
         else:
             return None
@@ -141,7 +142,6 @@ class HuggingFace(LibraryTokenizer):
         return text.encode()
 
 
-@final
 class SentencePiece(LibraryTokenizer):
     """A sentencepiece model. Documents begin with its beginning-of-sequence token, as is usual for these."""
 
@@ -178,7 +178,6 @@ class SentencePiece(LibraryTokenizer):
         return pieces
 
 
-@final
 class Tiktoken(LibraryTokenizer):
     """A tiktoken encoding, saved as JSON so that packed data needs neither tiktoken's cache nor the network."""
 
@@ -249,7 +248,6 @@ def _to_json(encoding: Any) -> bytes:
 
 
 def _steps(part: Any) -> Iterator[dict[str, Any]]:
-    """Yields a decoder or pre-tokenizer, and those that a sequence consists of."""
     if isinstance(part, dict):
         yield part
         for key in ("decoders", "pretokenizers"):
@@ -257,15 +255,11 @@ def _steps(part: Any) -> Iterator[dict[str, Any]]:
                 yield from _steps(inner)
 
 
-def _replaces_space(step: Mapping[str, Any]) -> bool:
-    return step.get("type") == "Replace" and step.get("pattern") == {"String": _SPACE}
-
-
 def _unspellable(written: Any) -> str | None:
     """Returns the tokenizer with special tokens that no text can spell, or None if they already are so.
 
-    In a Unigram model every entry of the vocabulary is a word that a text may be cut into, special ones included:
-    a document that mentions `</s>` would end there. (Other models reach theirs by merges, or not at all.)
+    A Unigram model cuts a text into any entries of its vocabulary, special ones included: `</s>` would end a
+    document.
     """
     model = written.get("model") if isinstance(written, dict) else None
     if not isinstance(model, dict) or model.get("type") != "Unigram":

@@ -63,7 +63,6 @@ def open_saved(folder: Path, identity: TokenizerIdentity) -> Tokenizer:
 
 
 def _similar_names(path: Path) -> list[str]:
-    """Returns what a misspelled name could mean."""
     neighbors = path.parent.iterdir() if path.parent.is_dir() else ()
     files = [entry.name for entry in neighbors if entry.suffix in (".json", ".model") or entry.is_dir()]
     return [BytesTokenizer.kind, "tiktoken:gpt2", *files]

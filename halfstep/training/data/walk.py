@@ -1,14 +1,11 @@
-"""Finds the files below a folder, in the same way for packing text and for training on it.
+"""Finds the files below a folder, in the same way for packing text and for training on it, by relative path.
 
-    ignored              names that start with a dot, __pycache__, and what the caller adds
-    skipped, counted     folders of runs and of packed data: what halfstep wrote is not text to learn from, and a
-                         run that reads its own record could never resume
-                         dangling links; pipes, sockets and devices, which may never end
-    followed             links to files and folders. Each file is read once: a file in the folder itself under its
-                         own name, a file that only links lead to under the first of them
-
-So loops of links end, and a link to a file that is already there adds nothing. Files are ordered by relative path,
-whatever order the disk lists them in.
+ignored              names that start with a dot, __pycache__, and what the caller adds
+skipped, counted     folders of runs and of packed data: what halfstep wrote is not text to learn from, and a
+                     run that reads its own record could never resume
+                     dangling links; pipes, sockets and devices, which may never end
+followed             links to files and folders. Each file is read once: a file in the folder itself under its
+                     own name, a file that only links lead to under the first of them. So loops end
 """
 
 import errno
@@ -20,7 +17,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import final
 
 from halfstep.training.data.index import INDEX, STATE, is_marked
 from halfstep.training.data.types import DataError
@@ -66,10 +62,7 @@ def walk(root: Path, ignore: Iterable[str] = ()) -> Walked:
 
 
 def select_files(paths: Iterable[Path], pattern: Path) -> Walked:
-    """Selects the files among the matches of a pattern, in their order; folders are ignored.
-
-    Files in the folder of a run or of packed data are skipped, unless the pattern spells that folder out.
-    """
+    """Selects files among a pattern's matches; skips those in runs and packed data that it does not spell out."""
     named = Path(os.path.realpath(next(each for each in pattern.parents if not glob.has_magic(str(each)))))
     written_as = cache(lambda folder: _written_as(str(folder), _names(folder)))
     files, skipped, skipped_folders = [], Counter[str](), set[Path]()
@@ -92,7 +85,6 @@ def describe_skipped(skipped: Mapping[str, int]) -> list[str]:
     return [f"{number} {kind}{'s' * (kind in _NOUNS and number != 1)}" for kind, number in skipped.items()]
 
 
-@final
 class _Walker:
     """The state of a walk. `seen` holds real paths, so that each file and folder is visited once."""
 
@@ -158,7 +150,6 @@ class _Walker:
 
 
 def _kind_of_target(path: str) -> str:
-    """Returns the kind of what a path leads to."""
     try:
         mode = os.stat(path).st_mode
     except OSError as error:
@@ -169,7 +160,6 @@ def _kind_of_target(path: str) -> str:
 
 
 def _written_as(path: str, names: set[str]) -> str | None:
-    """Returns what halfstep wrote a folder as, or None if it did not."""
     if _is_run(names):
         return RUN
     if (INDEX in names or STATE in names) and is_marked(Path(path)):
@@ -178,7 +168,6 @@ def _written_as(path: str, names: set[str]) -> str | None:
 
 
 def _is_locked_only(path: str, names: set[str]) -> bool:
-    """Whether a folder holds only what a packing writes before its first token."""
     return LOCK in names and names <= {LOCK, STATE + PARTIAL} and is_lock(Path(path, LOCK))
 
 

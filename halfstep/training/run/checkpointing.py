@@ -1,18 +1,15 @@
 """When checkpoints are saved: reporting each save, waiting for the last one, and rolling back.
 
-writer.py writes them; here every save and failure becomes an event and a line, and is acted on.
-
-**The last one.** A run that ends or is stopped waits for its last step to be saved. If that fails, for example
-on a full disk, it tries again every few seconds for five minutes: space may be freed, and all that was trained
-since the last save would be lost otherwise. After a signal with a deadline, no save is started that would not
-end in time, judging by the longest one so far. Nothing here waits past the deadline, whenever the signal comes.
+A run that ends or is stopped waits for its last step to be saved. If that fails, for example on a full disk, it
+tries again every few seconds for five minutes: space may be freed. After a signal with a deadline, no save is
+started that would not end in time, judging by the longest one so far. Nothing here waits past the deadline.
 """
 
 import math
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, final
+from typing import Any
 
 from halfstep.training.checkpoints import checkpoint
 from halfstep.training.checkpoints.checkpoint import CheckpointError, DamagedCheckpointError, Loaded
@@ -29,7 +26,6 @@ GLANCE = 0.1  # seconds between two checks of the deadline while waiting
 LONG = 1.0  # seconds that training may wait for a save before a warning
 
 
-@final
 class Checkpointer:
     """Saves, reports it, and rolls back. `describe(step, held_out)` returns what a manifest holds."""
 
@@ -54,10 +50,7 @@ class Checkpointer:
         self._is_last = False  # whether no step follows
 
     def save(self, step: int, held_out: float | None = None) -> None:
-        """Saves the state after `step` updates in the background.
-
-        A save in progress is waited for; if that takes until the deadline, this one is left out.
-        """
+        """Saves in the background, after a save in progress; left out if that one takes until the deadline."""
         if held_out is not None and math.isfinite(held_out):
             self._held_out[step] = held_out
             self.health.evaluated(step)
@@ -100,10 +93,7 @@ class Checkpointer:
         return not self.saver.is_busy
 
     def save_last(self, step: int) -> bool:
-        """Waits until the state after `step` updates is saved; returns whether it was, in time.
-
-        If nobody asked to stop, a save that keeps failing is an error in the end.
-        """
+        """Waits for the last save; returns whether it was in time. Failing is an error, unless asked to stop."""
         give_up, held_out, self._is_last = math.inf, self._held_out.get(step), True
         while self.wait():
             if self.saver.saved_step == step or step == 0:
@@ -122,7 +112,6 @@ class Checkpointer:
         return False
 
     def _left(self) -> float:
-        """Returns the seconds until the deadline, if a signal came that has one."""
         left = self.stop.left(self.deadline)
         return math.inf if left is None else left
 
@@ -195,15 +184,12 @@ class Checkpointer:
             self.bar.note(f"NOT SAVED: {saved.trouble}; {then}")
             return
         self.failed = None
-        self.events.write(
-            "checkpoint",
-            step=saved.step,
-            path=str(saved.path.relative_to(saved.path.parent.parent)),
-            seconds=saved.seconds,
-            waited=saved.waited,
-            bytes=saved.bytes,
-            held_out=self._held_out.pop(saved.step, None),
+        path, held_out = (
+            str(saved.path.relative_to(saved.path.parent.parent)),
+            self._held_out.pop(saved.step, None),
         )
+        took = {"seconds": saved.seconds, "waited": saved.waited, "bytes": saved.bytes}
+        self.events.write("checkpoint", step=saved.step, path=path, **took, held_out=held_out)
         if saved.trouble is not None:
             self.warn(str(saved.trouble))
 

@@ -1,17 +1,13 @@
 """`training.deterministic`: the same run gives the same bits again, in another process too.
 
-On a CPU every backend does so by default. On an NVIDIA GPU three things prevent it, and PyTorch has a switch for
-each:
+On a CPU every backend does so by default. On an NVIDIA GPU three things prevent it, each with a switch of PyTorch:
 
     kernels that add in any order     torch.use_deterministic_algorithms(True): another kernel, or an error
     cuBLAS workspaces by stream       CUBLAS_WORKSPACE_CONFIG=:4096:8, read when the first matmul runs
-    kernels chosen by their speed     TORCHINDUCTOR_DETERMINISTIC=1 skips benchmarks that decide numbers, and what
-                                      was compiled and tuned is kept in RUN/cache for a resumed run
+    kernels chosen by their speed     TORCHINDUCTOR_DETERMINISTIC=1; RUN/cache keeps what was tuned, for resuming
 
-The last two are environment variables that are read early, before a session exists: `halfstep train` measures
-matmuls to choose a precision. So `prepare` is called as soon as the configuration is known. A value that the user
-set is obeyed if it is deterministic, and refused otherwise. JAX and MLX promise no determinism on an accelerator,
-and are refused there.
+The last two are read before a session exists, when `halfstep train` measures matmuls: `prepare` comes first. JAX
+and MLX promise no determinism on an accelerator.
 """
 
 import os

@@ -1,8 +1,7 @@
-"""The folder of a run, and which runs may resume in it.
+"""The folder of a run (paths.py names what is inside), and which runs may resume in it.
 
-paths.py names what is inside. A folder belongs to one run: a new run refuses a folder that holds one, and a
-resumed run must be the same run, with the same configuration except how often it evaluates and saves, and with
-the same policy and data (which the checkpoint knows).
+A folder belongs to one run: a new run refuses a folder that holds one, and a resumed run must be the same run,
+with the same configuration except how often it evaluates and saves, and with the same policy and data.
 """
 
 import dataclasses
@@ -21,27 +20,15 @@ from halfstep.config.run import RunConfig
 from halfstep.config.schema import build
 from halfstep.core.errors import ConfigError
 from halfstep.training.checkpoints.checkpoint import step_folders
-from halfstep.training.files import make_folder, write_whole
+from halfstep.training.files import make_folder, os_errors, write_whole
 from halfstep.training.paths import CHECKPOINTS, CONFIG, EVENTS
 from halfstep.training.telemetry.events import EventsError, newest_first
 
 # What may differ between a run and its continuation: none of these changes an update that was made.
-FREE = {
-    "policy",
-    "title",
-    "data.source",  # data may move: its digest is in the checkpoint
-    "training.validate_every",
-    "training.validation_tokens",
-    "training.save_every",
-    "training.keep_last",
-    "training.keep_every",
-    "training.keep_best",
-    "training.rollback",
-    "training.compile",
-    "training.recompute_blocks",
-    "training.loggers",
-    "training.measure_ceiling",
-}
+FREE = {"policy", "title", "data.source"}  # data may move: its digest is in the checkpoint
+FREE |= {f"training.{name}" for name in ("validate_every", "validation_tokens", "save_every", "rollback")}
+FREE |= {f"training.{name}" for name in ("keep_last", "keep_every", "keep_best", "loggers", "measure_ceiling")}
+FREE |= {f"training.{name}" for name in ("compile", "recompute_blocks")}
 
 # What may differ while the product stays: an update sees the same sequences, in other pieces.
 PIECES = ("training.batch", "training.micro_batches")
@@ -72,11 +59,9 @@ def read_config(folder: Path) -> RunConfig:
 
 def write_config(folder: Path, config: RunConfig, hint: str) -> None:
     """Writes run.toml; `hint` says what to do if that fails."""
-    try:
+    with os_errors(ConfigError, f"`{folder / CONFIG}` cannot be written", hint):
         make_folder(folder)
         write_whole(folder / CONFIG, to_toml(config).encode())
-    except OSError as error:
-        raise ConfigError(f"`{folder / CONFIG}` cannot be written: {error.strerror}", hint=hint) from None
 
 
 def restore_config(folder: Path, manifest: Mapping[str, Any]) -> RunConfig:
@@ -90,8 +75,7 @@ def check_empty(folder: Path) -> None:
     """Refuses a folder that holds a run."""
     if holds_run(folder):
         raise ConfigError(
-            f"`{folder}` already holds a run",
-            hint="continue it with --resume, or name another folder with --out",
+            f"`{folder}` already holds a run", hint="continue it with --resume, or name another folder with --out"
         )
 
 
@@ -139,7 +123,6 @@ def check_not_lost(folder: Path, *, allow_older: bool) -> None:
 
 
 def _last_saved(folder: Path) -> int | None:
-    """Returns the step of the last checkpoint on record since the run began, or started over."""
     if not (folder / EVENTS).exists():
         return None
     for event in newest_first(folder / EVENTS):
@@ -198,7 +181,6 @@ def newest(parent: Path, name: str | None = None) -> Path | None:
 
 
 def _last_trained(folder: Path) -> float:
-    """Returns the Unix time of its last event, because a folder's own time changes with whatever is put there."""
     try:
         return float(next(newest_first(folder / EVENTS))["time"])
     except (EventsError, StopIteration, KeyError, TypeError, ValueError):  # none was written, or it is damaged

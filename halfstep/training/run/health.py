@@ -1,31 +1,25 @@
 """Bad steps: which steps went wrong, how many in a row, and which checkpoint is still good.
 
-**Not finite.** A step whose gradients are not finite was skipped on the device; it is counted here. A step whose
-loss alone is not finite counts too: nothing was skipped, and nothing useful was learned.
-
-**Spikes.** With m the median of the last 32 losses that did not spike (8 at least), a step spikes when
+A step whose gradients are not finite was skipped on the device; it is counted here. A step whose loss alone is not
+finite counts too: nothing was skipped, and nothing useful was learned. With m the median of the last 32 losses
+that did not spike (8 at least), a step spikes when
 
     loss > m + threshold          in nats per token
 
 and a run rolls back after 3 spiking steps in a row, if `training.rollback` sets a threshold. A single spike is
 common and heals by itself, and does not move a median. A loss that is not finite is not a spike.
 
-**Good.** While steps are bad, new checkpoints may be worthless, so the newest one known to be good is never
-pruned:
-
-    good        the newest step whose weights are known to be good: the step after it was neither skipped nor a
-                spike. A step that looked good does not prove its own weights, because its update may have ruined
-                them. If rollback is off, a finite evaluation proves them at once.
-    shift       updates' worth of data that rollbacks left out: the update after s sees the data of s + shift
-
-All of it is in every checkpoint, so a resumed run decides as the uninterrupted one would have.
+`good` is the newest step whose weights are known to be good, because the step after it was neither skipped nor a
+spike (its own update may have ruined them); if rollback is off, a finite evaluation proves them at once. Its
+checkpoint is never pruned. `shift` is the updates' worth of data that rollbacks left out. All of it is in every
+checkpoint, so a resumed run decides as the uninterrupted one would have.
 """
 
 import math
 import statistics
 from collections import Counter, deque
 from collections.abc import Mapping
-from typing import Any, Literal, final
+from typing import Any, Literal
 
 from halfstep.core.errors import HalfstepError
 
@@ -43,7 +37,6 @@ class DivergedError(HalfstepError):
     """A run whose loss does not recover."""
 
 
-@final
 class Spikes:
     """The losses so far, and how many in a row spiked."""
 
@@ -89,7 +82,6 @@ class Spikes:
         self.streak = int(state["streak"])
 
 
-@final
 class Health:
     """What is known of the health of a run."""
 

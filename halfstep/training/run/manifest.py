@@ -10,9 +10,6 @@ In addition to the digests of checkpoint.py, the manifest holds:
     aliases              tensors that are saved once under another name: tied weights
     held_out             the loss of an evaluation at this very step, or null
     guard                which step was good, and the state of the spike rule (health.py)
-
-Formats of tensors are in the manifest's own table, and the scaler's state is among the tensors
-(core.state_format).
 """
 
 import dataclasses
@@ -70,7 +67,6 @@ class RunContext:
 
     @cached_property
     def _constants(self) -> dict[str, Any]:
-        """What does not change from one checkpoint to the next."""
         config, choice = self.config, self.choice
         return {
             "policy": str(self.policy),
@@ -154,7 +150,6 @@ def changes(manifest: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
 
 
 def _computed_by(manifest: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns everything that bits depend on and a resumed run may change."""
     training = manifest["config"].get("training", {})
     switches = {f"training.{name}": training.get(name) for name in _SWITCHES}
     versions = manifest.get("versions", {})

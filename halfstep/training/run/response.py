@@ -1,18 +1,15 @@
 """What happens after a bad step: it is reported with its data, and the run continues, rolls back or stops.
 
-    gradients not finite, once       the update was skipped on the device; an event names shards and offsets
-    only the loss not finite         the same, except that nothing was skipped
-    a loss scale at its floor        the run stops, names the first bad tensor and leaves a checkpoint
-    HOPELESS times in a row          the run stops: the step runs again to name the first bad tensor; the newest
-                                     checkpoint from before is kept
-    a loss that stays up             back to the newest checkpoint from before, if training.rollback is set
-
-health.py counts; checkpointing.py has the checkpoints.
+gradients not finite, once       the update was skipped on the device; an event names shards and offsets
+only the loss not finite         the same, except that nothing was skipped
+a loss scale at its floor        the run stops, names the first bad tensor and leaves a checkpoint
+HOPELESS times in a row          the same: the step runs again to name the tensor; a good checkpoint is kept
+a loss that stays up             back to the newest checkpoint from before, if training.rollback is set
 """
 
 import math
 from collections.abc import Mapping
-from typing import Any, final
+from typing import Any
 
 from halfstep.core.errors import ScalingError
 from halfstep.training.data.batches import Batches
@@ -26,7 +23,6 @@ class RollBackError(Exception):
     """The loss jumped and stays up: the steps since the last good checkpoint are given up."""
 
 
-@final
 class Responder:
     """Checks the numbers of each step."""
 
@@ -65,10 +61,7 @@ class Responder:
         self.session.check(result, self.batches.at(step - 1 + self.health.shift))
 
     def _keep_one(self) -> None:
-        """Saves a run that is about to stop, if nothing was saved yet: skipped updates changed nothing.
-
-        A step that was launched and not read yet may have changed something: the weights are those after it.
-        """
+        """Saves if nothing was: skipped updates changed nothing, and a launched step is in the weights already."""
         self.checkpointer.wait()
         if self.checkpointer.saver.saved_step is None:
             self.checkpointer.save(self.tally.launched)

@@ -1,15 +1,9 @@
 """Beginning a run and resuming it.
 
-A new run gets a folder of its own (`create_run`). To resume, `open_run` takes the lock, reads run.toml and the
-newest checkpoint, and checks that it is the same run: each of them once. What it opened is handed on:
-
-    open_run(out)             lock, run.toml, checkpoint -> Opened
-      Opened.config           the settings to resume with, checked against run.toml and the checkpoint
-      Opened.policy           the precision that the run began in
-      Opened.restore(context) checks policy and data, and puts the checkpoint into the session
-
-A refused run releases the lock. Readers of a finished or running run (`halfstep eval`, `sample`, `artifact`) need
-no lock: `open_trained` loads a checkpoint into a session that does not train.
+create_run                a new run: its folder, locked, with its configuration
+open_run(out)             lock, run.toml, checkpoint -> Opened, checked to be the same run; refusing unlocks
+  Opened.restore(context) checks policy and data, and puts the checkpoint into the session
+open_trained              a checkpoint in a session that does not train (`halfstep eval`, ...); needs no lock
 """
 
 import dataclasses
@@ -27,7 +21,7 @@ from halfstep.core.policy import Policy
 from halfstep.core.state_format import Stored
 from halfstep.training.checkpoints import checkpoint
 from halfstep.training.checkpoints.checkpoint import Loaded
-from halfstep.training.files import RunLock, make_folder
+from halfstep.training.files import RunLock, make_folder, os_errors
 from halfstep.training.paths import CHECKPOINTS
 from halfstep.training.run import folder
 from halfstep.training.run.manifest import RunContext, changes, check_resumable, check_same
@@ -53,10 +47,7 @@ class Opened:
         return self.written.policy if self.saved is None else str(self.saved.manifest["policy"])
 
     def restore(self, context: RunContext) -> int:
-        """Puts the newest checkpoint into the session of a context; returns its step, 0 if there is none.
-
-        Run.toml is written if a setting changed. The tensors are released: a session has its own copy.
-        """
+        """Puts the checkpoint into a session and releases its tensors; returns its step. Updates run.toml."""
         saved, step = self.saved, 0
         if saved is not None:
             step = int(saved.manifest["step"])
@@ -82,13 +73,9 @@ class Opened:
 
 def create_run(out: Path, config: RunConfig) -> RunLock:
     """Makes the folder of a new run, locks it, and writes its configuration."""
-    try:
+    with os_errors(ConfigError, f"`{out}` cannot be written", "name another folder with --out"):
         make_folder(out)
         lock = RunLock(out)
-    except OSError as error:
-        raise ConfigError(
-            f"`{out}` cannot be written: {error.strerror}", hint="name another folder with --out"
-        ) from None
     try:
         folder.check_empty(out)
         folder.check_apart(out, config.data.source)
@@ -102,49 +89,37 @@ def create_run(out: Path, config: RunConfig) -> RunLock:
 def open_run(
     out: Path, config: RunConfig | None = None, *, overrides: Sequence[str] = (), allow_older: bool = False
 ) -> Opened:
-    """Opens the run in a folder to resume it with `config`, or with its own settings and `overrides`.
-
-    With `allow_older`, a damaged newest checkpoint is set aside for the one before it.
-    """
+    """Opens a run to resume it with `config`, or with its own settings and `overrides`."""
     if not folder.has_config(out) and not checkpoint.step_folders(out / CHECKPOINTS):
         raise folder.not_a_run(out)
-    try:
+    with os_errors(ConfigError, f"`{out}` cannot be written", "change its permissions"):
         lock = RunLock(out)
-    except OSError as error:
-        raise ConfigError(f"`{out}` cannot be written: {error.strerror}", hint="change its permissions") from None
     try:
-        return _open(out, lock, config, overrides, allow_older)
+        warnings = [lock.warning] if lock.warning else []
+        saved = None
+        if folder.has_config(out):
+            written = folder.read_config(out)
+        else:
+            saved = checkpoint.load_newest(out / CHECKPOINTS, allow_older=allow_older)
+            if saved is None:
+                raise folder.not_a_run(out)
+            written = folder.restore_config(out, saved.manifest)
+            warnings.append(f"`{out}` had no run.toml: it was restored from `{saved.path}`")
+        config = folder.with_origin(written, override(written, overrides) if config is None else config)
+        folder.check_same_run(out, written, config)
+        saved = saved or checkpoint.load_newest(out / CHECKPOINTS, allow_older=allow_older)
+        if saved is None:
+            folder.check_not_lost(out, allow_older=allow_older)
+            warnings.append(f"`{out}` has no checkpoint yet: the run starts over from its first step")
+        else:
+            then = f"it was set aside, and the run resumes after step {saved.manifest['step']}"
+            warnings += [f"{error.message}; {then}" for error in saved.damaged]
+            check_resumable(saved.manifest, saved.path)
+            folder.check_same_settings(saved.path, saved.manifest["config"], config)
+        return Opened(out, lock, config, written, saved, warnings)
     except BaseException:
         lock.release()
         raise
-
-
-def _open(
-    out: Path, lock: RunLock, config: RunConfig | None, overrides: Sequence[str], allow_older: bool
-) -> Opened:
-    warnings = [lock.warning] if lock.warning else []
-    saved = None
-    if folder.has_config(out):
-        written = folder.read_config(out)
-    else:
-        saved = checkpoint.load_newest(out / CHECKPOINTS, allow_older=allow_older)
-        if saved is None:
-            raise folder.not_a_run(out)
-        written = folder.restore_config(out, saved.manifest)
-        warnings.append(f"`{out}` had no run.toml: it was restored from `{saved.path}`")
-    config = folder.with_origin(written, override(written, overrides) if config is None else config)
-    folder.check_same_run(out, written, config)
-    saved = saved or checkpoint.load_newest(out / CHECKPOINTS, allow_older=allow_older)
-    if saved is None:
-        folder.check_not_lost(out, allow_older=allow_older)
-        warnings.append(f"`{out}` has no checkpoint yet: the run starts over from its first step")
-    else:
-        step = saved.manifest["step"]
-        then = f"it was set aside, and the run resumes after step {step}"
-        warnings += [f"{error.message}; {then}" for error in saved.damaged]
-        check_resumable(saved.manifest, saved.path)
-        folder.check_same_settings(saved.path, saved.manifest["config"], config)
-    return Opened(out, lock, config, written, saved, warnings)
 
 
 @dataclass(frozen=True)
@@ -166,10 +141,7 @@ def open_trained(
     weights: Kind | None = None,
     data: str | None = None,
 ) -> Trained:
-    """Loads the weights of a run folder's newest checkpoint, or of a checkpoint's own folder.
-
-    The average is loaded unless `weights` says otherwise, if the run kept one. `data` is where the data moved to.
-    """
+    """Loads a run's newest checkpoint or a named one, its average if kept. `data` is where the data moved to."""
     hint = "name a run folder, such as runs/tiny-..., or a checkpoint's own"
     if not run.is_dir():
         what = f"`{run}` is a file" if run.exists() else f"there is no such folder: `{run}`"

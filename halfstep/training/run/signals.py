@@ -1,27 +1,22 @@
-"""Asking a run to stop: the first signal lets it save and leave, the second ends it.
-
-A step must not be torn in half, so a signal only sets a mark that the loop checks between steps:
+"""Asking a run to stop: a signal sets a mark that the loop checks between steps, which must not be torn in half.
 
     SIGINT, SIGTERM or SIGHUP    `requested` becomes its name; the loop saves a checkpoint and returns
     SIGINT after that            KeyboardInterrupt, at once
 
-SIGHUP comes when a terminal goes away, for example with a lost connection. Schedulers send SIGTERM before they
-take a machine away, often more than once, so a repeated SIGTERM changes nothing. `left(deadline)` returns the
-seconds that remain, and the loop starts no save that would not end in them. A signal that was ignored before (as
-under nohup) stays ignored. Python runs handlers in the main thread alone; in any other thread nothing is
-installed and `requested` stays None.
+SIGHUP comes when a terminal goes away. Schedulers send SIGTERM before they take a machine away, often more than
+once, so a repeated SIGTERM changes nothing. A signal that was ignored before (as under nohup) stays ignored.
+Python runs handlers in the main thread alone; in any other thread nothing is installed and `requested` stays None.
 """
 
 import signal
 import threading
 import time
 from types import FrameType
-from typing import Any, final
+from typing import Any
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
-@final
 class StopRequest:
     """Whether somebody asked the run to stop. Inside its `with` block it receives signals."""
 

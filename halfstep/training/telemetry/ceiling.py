@@ -1,11 +1,8 @@
-"""The ceiling of a run: the most FLOPs per second that the device does in the format the run computes in.
+"""The ceiling of a run: the most FLOPs per second that the device does in the policy's `compute` format.
 
-It is measured by `halfstep.tools.probe`, not read from a data sheet: the sheet's number holds at clocks that the
-device does not keep. A matmul of large square matrices is timed in the policy's `compute` format. fp8 operands,
-which rules give to some matmuls, do not move the ceiling: so an fp8 run compares with a bf16 run, and may exceed
-it.
-
-It is measured once, when a run begins; a resumed run uses the recorded value, unless it is on another device.
+A matmul of large square matrices is timed (`halfstep.tools.probe`): a data sheet's number holds at clocks that the
+device does not keep. fp8 operands, which rules give to some matmuls, do not move the ceiling: so an fp8 run
+compares with a bf16 run, and may exceed it. A resumed run uses the recorded value, unless it is on another device.
 """
 
 import json
@@ -15,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from halfstep.core.errors import HalfstepError
+from halfstep.training.files import os_errors
 
 _START = b'{"event": "start"'  # how the line of a start begins (events.py)
 
@@ -39,15 +37,11 @@ UNMEASURED = Ceiling(None, "nobody measured this device; `halfstep train` does")
 
 def recorded(events: Path, device: str) -> Ceiling | None:
     """Returns the ceiling that an earlier session of the run measured on a device of that name, if any."""
-    try:
-        with open(events, "rb") as file:
-            starts = [line for line in file if line.startswith(_START)]
-    except FileNotFoundError:  # a death before the first event, or a copy of the checkpoints alone
+    if not events.exists():  # a death before the first event, or a copy of the checkpoints alone
         return None
-    except OSError as error:
-        raise HalfstepError(
-            f"events cannot be read from `{events}`: {error.strerror or error}", hint="change its permissions"
-        ) from None
+    problem = f"events cannot be read from `{events}`"
+    with os_errors(HalfstepError, problem, "change its permissions"), open(events, "rb") as file:
+        starts = [line for line in file if line.startswith(_START)]
     for line in reversed(starts):
         if (ceiling := _read(line, device)) is not None:
             return ceiling

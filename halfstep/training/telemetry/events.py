@@ -2,47 +2,36 @@
 
 Every line has `event`, its kind, and `time`, Unix seconds. The kinds and their fields:
 
-    start        halfstep (version), config (table), policy (text), choice ({preset, reason} or null),
-                 backend ({name, version}), device ({kind, name}), parameters, tokens_per_step,
-                 resumed_from (step or null), init ({path, layout, sha256, notes} or null: where the initial
-                 weights came from), flops_per_token, ceiling ({"flops": per second or null, "told": what was
-                 measured, or why nothing was}),
-                 data ({description, digest, train_tokens, validation_tokens, bigram_bits})
-    step         step, loss, tokens (so far), seconds (so far), tokens_per_second, learning_rate (of the
-                 matrices inside blocks; those of other groups rise and fall with it), grad_norm, scale,
-                 skipped (steps so far), memory (the most bytes so far), mfu (model FLOPs utilization, 1 is the
-                 ceiling, or null), input_wait (seconds that the loop waited for the batch)
+    start        halfstep (version), config (table), policy (text), choice ({preset, reason} or null), backend
+                 ({name, version}), device ({kind, name}), parameters, tokens_per_step, resumed_from (or null),
+                 init ({path, layout, sha256, notes} or null: the origin of the weights), flops_per_token, ceiling
+                 ({"flops": per second or null, "told": what was measured, or why nothing was}), data
+                 ({description, digest, train_tokens, validation_tokens, bigram_bits})
+    step         step, loss, tokens (so far), seconds (so far), tokens_per_second, learning_rate (of the matrices
+                 inside blocks), grad_norm, scale, skipped (steps so far), memory (the most bytes so far), mfu (1
+                 is the ceiling, or null), input_wait (seconds that the loop waited for the batch)
     validation   step, loss, bits_per_byte (or null), tokens
     checkpoint   step, path, seconds (from when it was due until it was complete), waited (of these, how long
                  training stood still), bytes, held_out (the loss of an evaluation at the same step, or null)
     save_failed  step, message; earlier checkpoints are whole, training continues, the next save tries again
-    skip         step, loss, grad_norm, in_a_row, scale, where ([{file, offsets}]): an update that was skipped
-                 because its gradients were not finite, and the data it saw
+    skip         step, loss, grad_norm, in_a_row, scale, where ([{file, offsets}]): gradients were not finite
     not_finite   the same of a step whose loss was not finite and whose gradients were: its update was applied
     spike        step, loss, median, in_a_row, where: a loss above the recent ones by more than training.rollback
     rollback     step (it happened at), to (step of the checkpoint), skipped_data (updates' worth), message
-    artifact     path, bytes, limit (or null), over (bytes), loss_before, loss_after, bits_per_byte_before,
-                 bits_per_byte_after (or null)
+    artifact     path, bytes, limit (or null), over (bytes), loss and bits_per_byte, each _before and _after
     warning      message
-    stop         step, reason, saved (step of the newest complete checkpoint, or null)
-    end          step, seconds, loss, validation_loss, bits_per_byte, tokens_per_second (after the first step)
-                 Both state where the time of their session went (meters.py): spent ({wall, training, first_step,
-                 input, saving, evaluation, other} in seconds), mfu, busy (share or null), busy_unknown (why it
-                 is null), memory (the most bytes held)
+    stop         step, reason, saved (step of the newest complete checkpoint, or null), and totals
+    end          step, seconds, loss, validation_loss, bits_per_byte, tokens_per_second, and totals: where the time
+                 of the session went (meters.py): spent, mfu, busy (or null), busy_unknown (why), memory
 
-`step` counts updates done: the first is 1. Losses are nats per token. A resumed run appends to the same file,
-from a new `start` on; steps between its `resumed_from` and the kill then occur twice, and the later line counts.
+`step` counts updates done: the first is 1. Losses are nats per token. A resumed run appends, from a new `start`
+on; steps between its `resumed_from` and the kill then occur twice, and the later line counts. JSON has no
+infinities and no NaN, so they are the texts "nan", "inf" and "-inf"; a text that is one of these three words gets
+an apostrophe in front ("'nan"), and one more if it has some already.
 
-JSON has no infinities and no NaN, so they are the texts "nan", "inf" and "-inf"; a text that is one of these
-three words gets an apostrophe in front ("'nan"), and one more if it has some already, so that everything reads
-back as what it was.
-
-A line is flushed as soon as it is written. A killed writer can leave one unfinished line at the end: readers
-skip it and the next writer removes it. An unreadable line anywhere else is damage, and an error.
-
-**A full disk does not stop training.** What cannot be written waits in memory, in order, and is tried again with
-each event that follows, from the very byte at which the disk gave up. What still waits at the end is reported
-lost.
+A killed writer can leave one unfinished line at the end: readers skip it and the next writer removes it. An
+unreadable line anywhere else is damage, and an error. What a full disk refuses waits in memory, in order, and is
+tried again with each event that follows, from the very byte at which the disk gave up.
 """
 
 import json
@@ -52,11 +41,12 @@ import re
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, BinaryIO, final
+from typing import Any, BinaryIO
 
 import numpy as np
 
 from halfstep.core.errors import HalfstepError
+from halfstep.training.files import os_errors
 
 BLOCK = 64 << 10  # bytes that are read at once from the end of a file
 
@@ -67,7 +57,6 @@ class EventsError(HalfstepError):
     """An events file that cannot be written or read."""
 
 
-@final
 class Events:
     """The writer of an events file. It is open inside its `with` block; one writer per file."""
 
@@ -80,16 +69,12 @@ class Events:
         self._file: Any = None
 
     def __enter__(self) -> "Events":
-        try:
+        hint = "choose a run folder that can be written with `--out`"
+        with os_errors(EventsError, f"events cannot be written to `{self.path}`", hint):
             # A link would lead to someone else's file.
             opened = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW, 0o666)
             self._file = os.fdopen(opened, "ab", buffering=0)
             _remove_torn_line(self.path)
-        except OSError as error:
-            raise EventsError(
-                f"events cannot be written to `{self.path}`: {error.strerror or error}",
-                hint="choose a run folder that can be written with `--out`",
-            ) from None
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -133,24 +118,18 @@ def read_events(path: Path) -> list[dict[str, Any]]:
 
 def stream_events(path: Path) -> Iterator[dict[str, Any]]:
     """Yields the same one by one: those of a long run take a lot of memory."""
-    try:
-        with open(path, "rb") as file:
-            for number, line in enumerate(file, 1):
-                if line.endswith(b"\n") or _is_whole(line):
-                    yield _parse(line, path, number)
-    except OSError as error:
-        raise _unreadable(path, error) from None
+    with os_errors(EventsError, f"events cannot be read from `{path}`"), open(path, "rb") as file:
+        for number, line in enumerate(file, 1):
+            if line.endswith(b"\n") or _is_whole(line):
+                yield _parse(line, path, number)
 
 
 def newest_first(path: Path) -> Iterator[dict[str, Any]]:
     """Yields the events of a file from its end, without an unfinished last line; reads no more than needed."""
-    try:
-        with open(path, "rb") as file:
-            for number, line in enumerate(_backwards(file)):
-                if number > 0 or _is_whole(line):
-                    yield _parse(line, path, -number)
-    except OSError as error:
-        raise _unreadable(path, error) from None
+    with os_errors(EventsError, f"events cannot be read from `{path}`"), open(path, "rb") as file:
+        for number, line in enumerate(_backwards(file)):
+            if number > 0 or _is_whole(line):
+                yield _parse(line, path, -number)
 
 
 def _backwards(file: BinaryIO) -> Iterator[bytes]:
@@ -162,10 +141,6 @@ def _backwards(file: BinaryIO) -> Iterator[bytes]:
         rest, *lines = (file.read(size) + rest).split(b"\n")
         yield from reversed(lines)
     yield rest
-
-
-def _unreadable(path: Path, error: OSError) -> EventsError:
-    return EventsError(f"events cannot be read from `{path}`: {error.strerror or error}")
 
 
 def _parse(line: bytes, path: Path | None = None, number: int = 0) -> dict[str, Any]:
@@ -185,8 +160,7 @@ def _parse(line: bytes, path: Path | None = None, number: int = 0) -> dict[str, 
 def _damaged(path: Path | None, number: int, reason: str) -> EventsError:
     place = f"{path}:{number}" if number >= 0 else f"{path}, line {-number} from its end"
     return EventsError(
-        f"{place}: this line is {reason}",
-        hint="repair or remove the line by hand; nothing is guessed",
+        f"{place}: this line is {reason}", hint="repair or remove the line by hand; nothing is guessed"
     )
 
 
@@ -207,7 +181,6 @@ def _is_whole(line: bytes) -> bool:
 
 
 def _remove_torn_line(path: Path) -> None:
-    """Makes the file end in a newline, or be empty."""
     with open(path, "rb") as file:
         tail, size = next(_backwards(file)), file.seek(0, os.SEEK_END)
     if not tail:
@@ -231,16 +204,12 @@ def _encode(value: Any, place: str) -> Any:
     if value is None or isinstance(value, bool | int | float):
         return value
     if isinstance(value, Mapping):
-        return {_key(key, place): _encode(item, f"{place}.{key}") for key, item in value.items()}
+        if odd := [key for key in value if not isinstance(key, str)]:
+            raise TypeError(f"{place} has the key {odd[0]!r}; keys are texts")
+        return {key: _encode(item, f"{place}.{key}") for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [_encode(item, f"{place}[{index}]") for index, item in enumerate(value)]
     raise TypeError(f"{place} is a {type(value).__name__}; an event holds numbers, texts, lists and tables")
-
-
-def _key(key: Any, place: str) -> str:
-    if not isinstance(key, str):
-        raise TypeError(f"{place} has the key {key!r}; keys are texts")
-    return key
 
 
 def _decode(value: Any) -> Any:

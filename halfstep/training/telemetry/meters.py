@@ -3,17 +3,12 @@
     wall = training + saving + evaluation + other
            training = first step + steps;   lost to input is a part of it
 
-*First step*: it compiles, tunes and warms up, in every session; speed, utilization and busy share are of the
-steps after it. *Input*: the loop waits for a batch. An asynchronous device still has the step before to do, so
-what is lost is the shorter of the wait and the device's own pause before the step. If the pause is unknown, the
-whole wait counts: at most that much is lost. *Saving* is the time that training stands still for it, including
-the wait for the last checkpoint. *Other*: rolling back, the artifact, and everything in between.
+The first step compiles, tunes and warms up: speed, utilization and busy share are of the steps after it. While the
+loop waits for input, an asynchronous device still has the step before to do, so what is lost is the shorter of the
+wait and the device's own pause before the step; if that is unknown, the whole wait.
 
-*Model FLOPs utilization* is tokens per second x FLOPs per token (halfstep.config.flops) / ceiling (ceiling.py).
-
-*Busy share* is the share of the training time in which a step was on the device, by two events that the device
-timestamps. Reading them waits for nothing, because the step's numbers were read before. A pause between two
-kernels of one step is not seen, so the share is an upper bound; it shows a device that waits between steps.
+Model FLOPs utilization is tokens per second x FLOPs per token (halfstep.config.flops) / ceiling (ceiling.py). The
+busy share, by two events that the device timestamps, does not see a pause inside a step: it is an upper bound.
 """
 
 import math
@@ -22,7 +17,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol, TypeVar, final
+from typing import Any, Literal, Protocol, TypeVar
 
 from halfstep.config.flops import flops_per_token
 from halfstep.config.run import RunConfig
@@ -43,14 +38,8 @@ class Timed(Protocol):
     def memory(self) -> int: ...  # noqa: D102
 
 
-@final
 class Watch:
-    """Time spent training, and the speed over the last few steps.
-
-    If results are read a step late, two can be read at once: the time between two reads says little about one
-    step, so the speed is that of several. The first step compiles; as soon as there are two after it, the speed is
-    theirs.
-    """
+    """Time spent training, and the speed over the last few steps: results read late can be read two at once."""
 
     def __init__(self, steps: int = 10):
         self.seconds = 0.0
@@ -74,7 +63,6 @@ class Watch:
         return (step - before) / (now - first)
 
 
-@final
 @dataclass
 class Tally:
     """What the loop counts while it runs."""
@@ -87,7 +75,6 @@ class Tally:
     watch: Watch = field(default_factory=Watch)
 
 
-@final
 class Meters:
     """The clocks of one session of a run. `watch` counts the time spent training."""
 

@@ -3,13 +3,9 @@
     step 120/1000  loss 3.214  45,120 tokens/s  0:01:20 left  1.2 GiB  scale 65536  2 skipped
     packing  120.5 MiB of 1.2 GiB  9.7%  31,204,112 tokens  410,000 tokens/s  0:04:31 left
 
-A plain line is printed for the first update and the last, every 5 seconds, and for every tenth of the steps: the
-log of a short run shows its course, and that of a long one is not flooded. The scale is shown when it is not 1,
-and skipped steps when there are any.
-
-Speed and time left count from the first update on: neither compiling nor what an earlier session did counts.
-
-A full disk, a closed terminal or a pipe without a reader loses lines; nothing stops for them (`lossy`).
+A plain line is printed for the first update and the last, every 5 seconds, and for every tenth of the steps. Speed
+and time left count from the first update on: neither compiling nor what an earlier session did counts. A full
+disk, a closed terminal or a pipe without a reader loses lines; nothing stops for them (`lossy`).
 """
 
 import math
@@ -19,7 +15,7 @@ import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from datetime import timedelta
-from typing import Any, Self, TextIO, cast, final
+from typing import Any, Self, TextIO, cast
 
 Clock = Callable[[], float]
 
@@ -56,7 +52,6 @@ class Progress:
         raise NotImplementedError
 
     def _seconds(self, done: int) -> float:
-        """Returns the seconds since the first update."""
         now = self.clock()
         self._first = self._first or (now, done)
         return now - self._first[0]
@@ -99,7 +94,6 @@ class Progress:
             self._bar.stop()
 
 
-@final
 class StepProgress(Progress):
     """The progress of a run of `total` updates, `start` of them already done."""
 
@@ -133,7 +127,6 @@ class StepProgress(Progress):
         return f"step {done}/{self.total}"
 
 
-@final
 class BytesProgress(Progress):
     """The progress of a command that reads bytes; call it with bytes done, bytes in all, and tokens so far."""
 
@@ -180,7 +173,6 @@ def lossy(stream: TextIO | None) -> TextIO:
 _REFUSALS = (OSError, ValueError)  # ValueError: the stream is closed, or its encoding lacks a letter
 
 
-@final
 class _Lossy:
     def __init__(self, stream: TextIO | None):
         self._stream = stream

@@ -4,9 +4,7 @@
     everything else fp16, to nearest: gains, factors, mixes, some 20,000 numbers of `golf`
 
 The scale is the row's largest magnitude over 127, rounded **up** to fp16, and q uses the scale that is stored. So
-nothing is clipped and no weight is off by more than half of its scale. (The source clips at the 99.99984th
-percentile of a row, which for rows of a thousand numbers is their largest, and divides by a scale that it then
-rounds, which moves a large weight by another 0.06 of it. It also keeps small tensors in fp32.)
+nothing is clipped and no weight is off by more than half of its scale.
 
 The file runs no code when it is read. It is, in this order:
 
@@ -15,9 +13,6 @@ The file runs no code when it is read. It is, in this order:
     8 bytes      length of the safetensors file, little-endian
     the rest     that file, compressed by zlib at level 9: `<parameter>` in I8 or F16, `<parameter>.scale` in F16,
                  and under `halfstep` of its metadata the model's configuration in JSON
-
-The same weights give the same bytes, with one version of zlib. A limit applies to this file alone; a contest may
-count more, such as the training script.
 """
 
 import hashlib
@@ -42,7 +37,7 @@ from halfstep.core.state_format import Stored
 from halfstep.training import memory, paths
 from halfstep.training.data.corpus import Corpus
 from halfstep.training.evaluation import Evaluation, evaluate
-from halfstep.training.files import write_whole
+from halfstep.training.files import os_errors, write_whole
 from halfstep.training.session import Session
 
 NAME = "model.int8z"
@@ -107,8 +102,7 @@ def encode(weights: Weights, model: ModelConfig) -> bytes:
     arrays: Arrays = {}
     for name, value in weights:
         arrays |= _narrowed(name, value)
-    expected = {n for name, shape in parameter_shapes(model).items() for n in _names(name, shape)}
-    assert arrays.keys() == expected, "the weights are the model's"
+    assert arrays.keys() == _stored(model).keys(), "the weights are the model's"
     plain = save(arrays, {"halfstep": json.dumps(asdict(model), sort_keys=True)})
     rest = len(plain).to_bytes(8, "little") + zlib.compress(plain, 9)
     return MAGIC + bytes([VERSION]) + hashlib.sha256(rest).digest() + rest
@@ -167,11 +161,9 @@ def score(
     before: Evaluation,
     weights: Iterable[tuple[str, Floats]],
 ) -> Scored:
-    """Writes weights as an artifact, reads it back, and evaluates it on the held-out tokens of `before`.
-
-    The session gets the weights that were read, and its own state back afterwards.
-    """
-    _write(path, encode(weights, config.model))
+    """Writes weights as an artifact, and evaluates what is read back; the session gets its own state back."""
+    with os_errors(ArtifactError, f"`{path}` cannot be written"):
+        write_whole(path, encode(weights, config.model))
     data = path.read_bytes()
     _, decoded = decode(data, str(path))
     state = session.state()
@@ -208,7 +200,6 @@ def conclude(
 
 
 def _narrowed(name: str, value: Floats) -> Arrays:
-    """Returns what is stored of a parameter."""
     if not np.isfinite(value).all():
         raise ArtifactError(f"`{name}` holds numbers that are not finite", hint="use an earlier checkpoint")
     if not _is_matrix(name, value.shape):
@@ -239,10 +230,6 @@ def _is_matrix(name: str, shape: Shape) -> bool:
     return name.endswith(".weight") and len(shape) == 2
 
 
-def _names(name: str, shape: Shape) -> list[str]:
-    return [name, name + SCALE] if _is_matrix(name, shape) else [name]
-
-
 def _wide(held: Stored, rest: Stored | None) -> Floats:
     dtype, shape, data = held
     if dtype == "BF16":
@@ -255,7 +242,6 @@ def _wide(held: Stored, rest: Stored | None) -> Floats:
 
 
 def _checked_payload(data: bytes, name: str) -> bytes:
-    """Returns the safetensors file inside, if every byte is as it was written."""
     if data[:7] != MAGIC:
         raise ArtifactError(f"`{name}` is not an artifact of halfstep", hint="`halfstep artifact RUN` writes one")
     if len(data) < HEADER_BYTES:
@@ -281,7 +267,6 @@ def _checked_payload(data: bytes, name: str) -> bytes:
 
 
 def _parsed(plain: bytes, name: str) -> tuple[ModelConfig, Arrays]:
-    """Returns the model, and the arrays as they are stored, which must be the model's."""
     from safetensors import SafetensorError
     from safetensors.numpy import load
 
@@ -291,19 +276,14 @@ def _parsed(plain: bytes, name: str) -> tuple[ModelConfig, Arrays]:
         arrays = load(plain)
     except (SafetensorError, HalfstepError, ValueError, KeyError, TypeError) as error:
         raise ArtifactError(f"`{name}` cannot be read: {error}", hint="write it again") from None
-    expected: dict[str, tuple[str, Shape]] = {}
-    for parameter, shape in parameter_shapes(model).items():
-        matrix = _is_matrix(parameter, shape)
-        expected[parameter] = ("i1" if matrix else "f2", shape)
-        if matrix:
-            expected[parameter + SCALE] = ("f2", shape[:1])
-    if {key: (array.dtype.str[1:], array.shape) for key, array in arrays.items()} != expected:
+    if {key: (array.dtype.str[1:], array.shape) for key, array in arrays.items()} != _stored(model):
         raise ArtifactError(f"`{name}` does not hold the tensors of the model it describes", hint="write it again")
     return model, arrays
 
 
-def _write(path: Path, data: bytes) -> None:
-    try:
-        write_whole(path, data)
-    except OSError as error:
-        raise ArtifactError(f"`{path}` cannot be written: {error.strerror or error}") from None
+def _stored(model: ModelConfig) -> dict[str, tuple[str, Shape]]:
+    stored: dict[str, tuple[str, Shape]] = {}
+    for name, shape in parameter_shapes(model).items():
+        matrix = _is_matrix(name, shape)
+        stored |= {name: ("i1" if matrix else "f2", shape)} | ({name + SCALE: ("f2", shape[:1])} if matrix else {})
+    return stored

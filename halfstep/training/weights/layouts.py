@@ -21,7 +21,7 @@ begin with `transformer.` (gpt2) or `model.` (qwen3, ours), or not.
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
-from typing import Any, Literal, final
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,19 +37,10 @@ Table = Mapping[str, Any]
 Tensors = Mapping[str, Tensor]
 
 # What a plain decoder lacks: a recipe must lack it too, to fit.
-PLAIN: Settings = {
-    "norm_gain": True,
-    "embedding_norm": False,
-    "q_gain": False,
-    "softcap": 0.0,
-    "unet_skips": False,
-    "value_residual": False,
-    "embedding_shortcut": "none",
-    "branch_scale": False,
-}
+PLAIN: Settings = {"norm_gain": True, "softcap": 0.0, "embedding_shortcut": "none"}
+PLAIN |= dict.fromkeys(("embedding_norm", "q_gain", "unet_skips", "value_residual", "branch_scale"), False)
 
 
-@final
 @dataclass(frozen=True)
 class Source:
     """The tensor of a file that holds one of our parameters, and in which form."""
@@ -86,10 +77,10 @@ class Source:
 def resized(numbers: NDArray[np.float32], rows: int) -> NDArray[np.float32]:
     """Returns the first rows; if there are not enough, adds rows that are the mean of all.
 
-    Padding rows are tokens that no text has. As rows of the output head they must not draw probability. The logit
-    of a mean row is the mean of the other logits z, and exp(mean z) <= mean exp(z): P of them next to V rows never
-    lower a loss, and raise it by at most log(1 + P / V), 0.00094 for 47 rows next to GPT-2's 50,257. Rows of zeros
-    have no such bound: their logit is 0, and if all others are far below 0 they take all of the probability.
+    Padding rows are tokens that no text has, and as rows of the output head must not draw probability. The logit
+    of a mean row is the mean of the other logits z, and exp(mean z) <= mean exp(z): P of them next to V rows raise
+    a loss by at most log(1 + P / V). Rows of zeros have no such bound: if all other logits are far below 0 they
+    take everything.
     """
     missing = rows - len(numbers)
     if missing <= 0:
@@ -98,7 +89,6 @@ def resized(numbers: NDArray[np.float32], rows: int) -> NDArray[np.float32]:
     return np.concatenate([numbers, np.broadcast_to(mean, (missing, *mean.shape))])
 
 
-@final
 @dataclass(frozen=True)
 class Layout:
     """An architecture as a file holds it."""
@@ -338,7 +328,6 @@ def _sizes(tensors: Tensors, blocks: str, at: Mapping[str, str]) -> Settings:
 
 
 def _divided(whole: Any, parts: Any) -> Any:
-    """Returns a size divided evenly; 0 if it cannot be."""
     ok = isinstance(whole, int) and isinstance(parts, int) and parts > 0 and whole % parts == 0
     return whole // parts if ok else 0
 

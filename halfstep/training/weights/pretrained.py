@@ -4,17 +4,12 @@
     halfstep train gpt2 --init weights.safetensors      a file alone; what it does not state is the recipe's
     halfstep train gpt2 --init runs/earlier             the weights of the newest checkpoint of a run
 
-    model = halfstep.load_model("gpt2", "openai-gpt2/")                            # a torch module, for `prepare`
-    model = halfstep.load_model("qwen3", "Qwen3-0.6B/", backend="mlx")
-    model, params = halfstep.load_model("qwen3", "Qwen3-0.6B/", backend="jax")     # a pytree, for `init`
-
 The file must hold the recipe's model. config.json is compared with the recipe, setting by setting; then each of
 our parameters must be there in its shape, and each of their tensors must be used or be skipped on purpose. What
 does not fit is refused by name, with the `--set` that makes it fit. Only the number of rows may differ: a
-vocabulary may be padded (layouts.resized), and learned positions beyond the context are cut. Both are reported.
+vocabulary may be padded (layouts.resized), and learned positions beyond the context are cut.
 
-Only headers are read until `weights()` is iterated, one parameter at a time: apart from the model itself, memory
-is needed for its largest tensor. layouts.py has the layouts of other libraries, safetensors.py reads the files.
+Only headers are read until `weights()` is iterated, one parameter at a time.
 """
 
 import contextlib
@@ -24,7 +19,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from os import PathLike, fspath
 from pathlib import Path
-from typing import Any, NamedTuple, final
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -38,7 +33,7 @@ from halfstep.training.checkpoints import checkpoint
 from halfstep.training.session import backend_module
 from halfstep.training.weights import safetensors
 from halfstep.training.weights.artifact import is_artifact
-from halfstep.training.weights.layouts import LAYOUTS, OWN, Layout, Settings, Source, Tensors, resolved
+from halfstep.training.weights.layouts import LAYOUTS, OWN, Layout, Settings, Tensors, resolved
 from halfstep.training.weights.safetensors import Tensor, WeightsError
 
 CONFIG = "config.json"
@@ -46,7 +41,6 @@ CONFIG = "config.json"
 FOLLOWING = ("kv_heads", "head_width", "mlp_width", "norm_epsilon")
 
 
-@final
 @dataclass(frozen=True)
 class Pretrained:
     """Weights that fit a model."""
@@ -83,8 +77,6 @@ class Pretrained:
 
 
 class _File(NamedTuple):
-    """What is at a path."""
-
     place: Path
     tensors: dict[str, Tensor]
     config: dict[str, Any] | None  # what describes the model
@@ -130,7 +122,6 @@ def load_model(
 
 
 def _open(path: str) -> _File:
-    """Opens the tensors at a path, and what describes them if anything does."""
     if not path.strip():
         raise WeightsError("the path to take weights from is empty", hint="name a file, a folder, or a run")
     try:
@@ -187,7 +178,6 @@ def _layout_of(file: _File) -> Layout:
 
 
 def _expected(file: _File, layout: Layout, tensors: Tensors) -> Settings:
-    """Returns the settings that a model must have to be the one in the file."""
     head, embedding = tensors.get("lm_head.weight"), tensors.get(layout.embedding)
     same = head is not None and embedding is not None and head.equals(embedding)
     shown = {**layout.from_shapes(tensors), "tied": head is None or same}
@@ -221,7 +211,6 @@ def _check_twice(file: _File, tensors: Tensors) -> None:
 
 
 def _check_settings(place: Path, layout: Layout, model: ModelConfig, expected: Settings) -> None:
-    """Refuses a model that differs, with the settings that make it fit."""
     off = _different(model, expected)
     # Some follow from others: an MLP of four times the width fits as soon as the width does.
     stated = {key: value for key, value in off.items() if key not in FOLLOWING or getattr(model, key)}
@@ -265,7 +254,14 @@ def _check_tensors(place: Path, layout: Layout, model: ModelConfig, tensors: Ten
                 f"`{place}` has no tensor `{source.name}`, which is `{name}` here",
                 hint="if the model has several files, name the folder that holds them all with their index",
             )
-        _check_tensor(place, tensors[source.name], name, source, shape)
+        tensor = tensors[source.name]
+        if not source.fits(tensor.shape, shape):
+            raise WeightsError(
+                f"`{tensor.name}` of `{place}` has the shape {tensor.shape}, expected {source.shape(shape)} for "
+                f"`{name}`",
+                hint="the file does not hold one whole model: fetch or write it again",
+            )
+        tensor.check_format()
         used.update(layout.pieces(tensors, source.name))
     over = [name for name in tensors if name not in used and not layout.skip_reason(name)]
     if over:
@@ -274,16 +270,6 @@ def _check_tensors(place: Path, layout: Layout, model: ModelConfig, tensors: Ten
             hint="the file holds more than a language model: write it again without",
         )
     return used & tensors.keys()
-
-
-def _check_tensor(place: Path, tensor: Tensor, name: str, source: Source, shape: tuple[int, ...]) -> None:
-    if not source.fits(tensor.shape, shape):
-        raise WeightsError(
-            f"`{tensor.name}` of `{place}` has the shape {tensor.shape}, expected {source.shape(shape)} for "
-            f"`{name}`",
-            hint="the file does not hold one whole model: fetch or write it again",
-        )
-    tensor.check_format()
 
 
 def _check_digest(file: _File, sha256: str, wanted: str) -> None:
@@ -300,7 +286,6 @@ def _check_digest(file: _File, sha256: str, wanted: str) -> None:
 
 
 def _describe_rows(layout: Layout, model: ModelConfig, tensors: Tensors) -> list[str]:
-    """Returns notes on tables with another number of rows."""
     sources, notes = layout.sources(model), []
     rows = tensors[sources["embed.weight"].name].shape[0]
     if rows < model.vocabulary:
@@ -316,7 +301,6 @@ def _describe_rows(layout: Layout, model: ModelConfig, tensors: Tensors) -> list
 
 
 def _describe_formats(tensors: Tensors, used: set[str]) -> list[str]:
-    """Returns notes on weights that are not held in fp32."""
     split = {name for name in used if f"remainder.{name}" in used}
     whole = [tensors[name].dtype for name in used - split if tensors[name].dtype in safetensors.WIDENED]
     words = Counter(safetensors.WIDENED[dtype][1] for dtype in whole if dtype != "F32")

@@ -4,16 +4,11 @@
     folder/model.safetensors.index.json           {"weight_map": {tensor: file}}, files next to it
     file.safetensors                              any single file
 
-fp32, bf16 and fp16 are read as fp32: both half formats are subsets of it, so widening is exact (a bf16 number is
-the upper half of an fp32 pattern). Any other format would be rounded or has its scale elsewhere, and is refused
-by name.
-
-**The digest** is the SHA-256 of the file, as `sha256sum` prints it and model hubs list it. Of several files it is
-that of the lines that `sha256sum` prints for them, in the order of their names:
+fp32, bf16 and fp16 are read as fp32, exactly (a bf16 number is the upper half of an fp32 pattern). Any other
+format is refused by name. The digest is the SHA-256 of the file; of several, that of the lines that `sha256sum`
+prints:
 
     sha256sum model-0000*.safetensors | sha256sum
-
-Everything is checked by header and size before a number is read.
 """
 
 import hashlib
@@ -22,7 +17,7 @@ import struct
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, final
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -45,7 +40,6 @@ class WeightsError(HalfstepError):
     """Weights that cannot be read, or do not fit the model."""
 
 
-@final
 @dataclass(frozen=True)
 class Tensor:
     """A tensor in a file: its name there, and where its bytes are."""
@@ -197,7 +191,6 @@ def _is_file(file: Path) -> bool:
 
 
 def _empty(folder: Path) -> WeightsError:
-    """Returns the error of a folder without weights."""
     names = sorted(entry.name for entry in folder.iterdir())
     if SINGLE in names:
         return WeightsError(
@@ -219,7 +212,6 @@ def _empty(folder: Path) -> WeightsError:
 
 
 def _what_it_is(file: Path) -> str:
-    """Returns what a file that should be safetensors is, judging by its first bytes."""
     with open(file, "rb") as opened:
         start = opened.read(64)
     if start.startswith((b"PK\x03\x04", b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")):

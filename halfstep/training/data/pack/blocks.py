@@ -1,8 +1,4 @@
-"""Reads files as blocks of about a mebibyte, in order.
-
-One process reads, in the order of the sources; many turn blocks into tokens. So a block is cheap to make (a read,
-a count of lines, a column) and holds all a worker needs, and every block says where the next begins: a resumed
-packing seeks there. The blocks do not depend on the number of workers.
+"""Reads files as blocks of about a mebibyte, in order; every block says where the next begins, to resume there.
 
     texts      small files of a folder, each one document
     pieces     part of a long text: a file that was named, or one larger than a mebibyte
@@ -96,7 +92,7 @@ def _texts(files: Sequence[SourceFile], first: int, before: Sequence[int]) -> Bl
 def _pieces(file: SourceFile, start: Position, before: int, field: str) -> Iterator[Block]:
     if not start.offset and not file.named and not is_text(file.path):
         # A block of one document that is skipped, as small files that are not text are.
-        yield Block("texts", str(file.path), 0, (b"\0",), _next_file(start), before + file.size)
+        yield Block("texts", str(file.path), 0, (b"\0",), Position(start.file + 1), before + file.size)
         return
     with _named_errors(file.path), open(file.path, "rb") as opened:
         offset, last = start.offset, False
@@ -108,7 +104,7 @@ def _pieces(file: SourceFile, start: Position, before: int, field: str) -> Itera
                 return
             last = end == len(content)
             at, offset = offset, offset + end
-            after = _next_file(start) if last else Position(start.file, offset)
+            after = Position(start.file + 1) if last else Position(start.file, offset)
             yield Block("pieces", str(file.path), at, content[:end], after, before + offset)
 
 
@@ -141,14 +137,13 @@ def _rows(file: SourceFile, start: Position, before: int, field: str) -> Iterato
                 texts.append(text)
                 size, row = size + len(text or ""), row + 1
                 if size >= BLOCK or row == total:
-                    after = Position(start.file, row) if row < total else _next_file(start)
+                    after = Position(start.file, row) if row < total else Position(start.file + 1)
                     done = before + file.size * row // total
                     yield Block("rows", str(file.path), row - len(texts), tuple(texts), after, done)
                     texts, size = [], 0
 
 
 def _row_groups(file: SourceFile, field: str, arrow: Any) -> list[RowGroup]:
-    """Opens a table. Nothing of it is read yet."""
     if file.kind == "parquet":
         table = import_optional("pyarrow.parquet", f"reading `{file.path}`").ParquetFile(file.path)
         _check_column(file.path, table.schema_arrow, field, arrow)
@@ -175,7 +170,6 @@ def _slices(column: Any) -> Iterator[Any]:
 
 
 def _columns(groups: list[RowGroup], first: int) -> Iterator[Any]:
-    """Yields the text column from row `first` on, in parts."""
     row = 0
     for num_rows, read in groups:
         if row + num_rows <= first:
@@ -243,10 +237,6 @@ def _decompressed(raw: IO[bytes], path: Path) -> IO[bytes]:
 def _skip(opened: IO[bytes], count: int) -> None:
     while count:
         count -= len(opened.read(min(count, BLOCK))) or count
-
-
-def _next_file(position: Position) -> Position:
-    return Position(position.file + 1)
 
 
 @contextmanager

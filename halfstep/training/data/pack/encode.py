@@ -1,11 +1,8 @@
 """Turns a block of text into tokens, each document on its side: what the workers of a packing do.
 
-A document's content alone decides its side (corpus.py): not the tokenizer, the file it is in, or the number of
-workers. The hashed content always ends in a newline, as it does when text is trained on without packing, so that
-both hold out the same documents.
-
-On either side the tokenizer's separator precedes the tokens of each document. If there is none (bytes), a document
-without a newline at its end gets one, so that it does not run into the next.
+A document's content alone decides its side (corpus.py). The hashed content always ends in a newline, as it does
+when text is trained on without packing, so that both hold out the same documents. The tokenizer's separator
+precedes each document. If there is none (bytes), a document without a newline at its end gets one.
 """
 
 import json
@@ -75,7 +72,8 @@ class Encoder:
         """Returns the tokens of a block."""
         skipped: Counter[str] = Counter()
         read = list(documents(block, self.field, self.validation, skipped))
-        texts = [self._terminated(document) for document in read]
+        ends = "\n" if self.tokenizer.separator is None else ""
+        texts = [each.text + (ends if each.whole and each.text[-1:] != "\n" else "") for each in read]
         tokens = self.tokenizer.encode(texts)
         sides = {}
         for side, held_out in zip(SIDES, (False, True), strict=True):
@@ -84,10 +82,6 @@ class Encoder:
             sides[side] = self._part([tokens[n] for n in chosen], size)
         shares = [share for document in read for share in document.shares]
         return Encoded(sides, skipped, (min(shares, default=1.0), max(shares, default=0.0)))
-
-    def _terminated(self, document: SidedText) -> str:
-        unfinished = self.tokenizer.separator is None and document.whole and not document.text.endswith("\n")
-        return document.text + "\n" if unfinished else document.text
 
     def _part(self, texts: list[NDArray[np.uint32]], size: int) -> Part:
         separator = self.tokenizer.separator
@@ -171,7 +165,6 @@ def _as_text(value: object, where: str, field: str) -> tuple[str, bytes]:
 
 
 def _runs(block: Block, validation: float) -> Iterator[SidedText]:
-    """Yields the pieces of a long text, with neighbors on the same side joined."""
     assert isinstance(block.payload, bytes)
     at = block.payload.find(b"\0")
     if at >= 0:

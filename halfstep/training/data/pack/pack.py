@@ -3,15 +3,11 @@
     this process     reads blocks in order ---> encodes nothing, writes shards in order
     N workers                 block -> tokens
 
-The result depends only on the text, the tokenizer and the request: not on the number of workers, nor on how often
-the packing was interrupted. Blocks are made in order and their tokens are taken in order; a worker that is ahead
-waits in a window of a few blocks, which also bounds the memory.
-
-Every few seconds, and after each block that fills a shard, `packing.json` is replaced by one that says what is
-finished and where reading continues. The same command resumes a killed packing from there and ends in the same
-bytes. A folder that holds a different packing is refused: nobody would notice two mixed ones. In a finished one,
-lost files are restored (repair.py). A packing that is refused, or that wrote no token, leaves the folder as it
-was.
+The result depends only on the text, the tokenizer and the request. A worker that is ahead waits in a window of a
+few blocks, which bounds the memory. Every few seconds, and after each block that fills a shard, `packing.json` is
+replaced by one that says what is finished and where reading continues; the same command resumes from there. A
+folder that holds a different packing is refused: nobody would notice two mixed ones. In a finished one, lost files
+are restored (repair.py). A packing that is refused, or that wrote no token, leaves the folder as it was.
 """
 
 import dataclasses
@@ -25,7 +21,7 @@ from dataclasses import dataclass
 from decimal import Decimal
 from itertools import chain
 from pathlib import Path
-from typing import Any, TypeAlias, final
+from typing import Any, TypeAlias
 
 from halfstep import __version__
 from halfstep.training.data.index import (
@@ -50,7 +46,7 @@ from halfstep.training.data.text import STDLIB
 from halfstep.training.data.tokenizer_base import Tokenizer
 from halfstep.training.data.types import DataError
 from halfstep.training.data.walk import describe_skipped
-from halfstep.training.files import PARTIAL, RunLock, make_folder, write_whole
+from halfstep.training.files import PARTIAL, RunLock, make_folder, os_errors, write_whole
 from halfstep.training.paths import LOCK
 
 SECONDS_BETWEEN_COMMITS = 5.0
@@ -93,37 +89,30 @@ def pack(
 ) -> Index:
     """Packs sources into a folder, or resumes or repairs a packing there; 0 workers encode in this process.
 
-    `skipped` of the returned index also counts what is not a file of the sources, such as run folders inside
-    them. The index on disk does not: it describes the same text whatever else is stored next to it.
+    `skipped` of the returned index also counts what is not a file of the sources; the index on disk does not.
     """
     _check_outside(sources, out)
     if out.is_dir() and not is_packed(out):
         _check_empty(out)  # before a lock is put there
     created = _create(out)
     lock = RunLock(out)
+    hint = "free some space or check the disk; the same command resumes the packing"
     try:
-        packing = _Packing(sources, out, tokenizer, request, workers, meter)
-        index = packing.finished_index()
-        if index is None:
-            index = packing.run()
-        else:
-            packing.repair(index)
-        return dataclasses.replace(index, skipped={**index.skipped, **packing.not_files})
-    except OSError as error:
-        raise DataError(
-            f"packing into `{out}` stopped: {error.strerror or error}",
-            hint="free some space or check the disk; the same command resumes the packing",
-        ) from None
+        with os_errors(DataError, f"packing into `{out}` stopped", hint):
+            packing = _Packing(sources, out, tokenizer, request, workers, meter)
+            index = packing.finished_index()
+            if index is None:
+                index = packing.run()
+            else:
+                packing.repair(index)
+            return dataclasses.replace(index, skipped={**index.skipped, **packing.not_files})
     finally:
         if not is_marked(out):  # nothing was kept
             _remove_created(created)
         lock.release()
 
 
-@final
 class _Packing:
-    """A packing of a folder, from its start or from where an earlier one stopped."""
-
     def __init__(
         self,
         sources: Sequence[Source],
@@ -266,7 +255,6 @@ class _Packing:
                 )
 
     def _check_sides(self) -> None:
-        """Refuses an empty side, unless nothing was to be held out, and keeps nothing of the packing."""
         train, val = (self.writers[side].num_tokens for side in SIDES)
         if train and (val or not self.request.validation):
             return
@@ -302,7 +290,6 @@ class _Packing:
 
 
 def _plan(sources: Sequence[Source], tokenizer: Tokenizer, request: PackRequest) -> dict[str, Any]:
-    """Returns what must agree for two packings to be the same."""
     described = [
         {"given": each.given, "files": len(each.files), "bytes": each.num_bytes, "digest": each.digest()}
         for each in sources
@@ -328,14 +315,10 @@ def _has_tokens(state: dict[str, Any]) -> bool:
 
 def _create(out: Path) -> list[Path]:
     """Creates the folder; returns the paths that only this packing creates, innermost first, with its lock."""
-    try:
+    with os_errors(DataError, f"cannot write to `{out}`", "choose another folder with --out"):
         created = [path for path in (out / LOCK, out, *out.parents) if not path.exists()]
         make_folder(out)
         return created
-    except OSError as error:
-        raise DataError(
-            f"cannot write to `{out}`: {error.strerror or error}", hint="choose another folder with --out"
-        ) from None
 
 
 def _remove_created(created: list[Path]) -> None:
@@ -373,7 +356,6 @@ def _check_empty(out: Path) -> None:
 
 
 def _check_same(out: Path, before: dict[str, Any], now: dict[str, Any]) -> None:
-    """Refuses a folder that holds a different packing, and says what differs."""
     for what, was, is_now in _compared(before, now):
         if was != is_now:
             raise DataError(

@@ -1,16 +1,9 @@
 """Restores lost or damaged files of a finished packing, when the same `halfstep data pack` runs again.
 
-It looks at what opening looks at (the tokenizer, the table of token lengths, and the header, size and four pages
-of each shard) and at the checksum files. Damage that only reading or `halfstep data verify` finds is repaired once
-the file is removed.
-
-A shard is part of its side's sequence of tokens, and the index says from where to where. So the sources are
-encoded again up to the end of the last lost shard; tokens of lost shards are written under a temporary name, which
-becomes the real one if the SHA-256 matches the index. Intact shards and the index stay untouched: repaired data is
-the same data, and a run can resume on it.
-
-Checksums are computed again from their shard after its SHA-256 was compared: checksums of a damaged shard would
-hide the damage forever. A damaged shard counts as lost.
+It looks at what opening looks at (index.py) and at the checksum files; other damage is repaired once the file is
+removed. The sources are encoded again up to the end of the last lost shard, which gets its name if its SHA-256
+matches the index. Intact shards and the index stay untouched: a run can resume on repaired data. Checksums are
+computed again after the shard's SHA-256 was compared: those of a damaged shard would hide the damage forever.
 """
 
 import hashlib
@@ -103,14 +96,12 @@ def repair_shards(folder: Path, index: Index, lost: list[ShardRecord], encoded: 
 
 
 def _spans(side: SideRecord, lost: list[ShardRecord]) -> deque[tuple[int, int, ShardRecord]]:
-    """Returns where the lost shards begin and end in the tokens of their side."""
     ends = accumulate(record.tokens for record in side.shards)
     spans = ((end - record.tokens, end, record) for end, record in zip(ends, side.shards, strict=True))
     return deque(span for span in spans if span[2] in lost)
 
 
 def _finish(folder: Path, record: ShardRecord, file: IO[bytes]) -> None:
-    """Gives a restored shard its name, if it is the one that was packed."""
     file.flush()
     os.fsync(file.fileno())
     computed = digests(Path(file.name))

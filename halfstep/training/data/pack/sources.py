@@ -7,9 +7,8 @@
     any other folder           every file below it, each by its own name, as walk.py finds them
     any other file             text
 
-The name alone decides what a file is, never what would happen to parse. Files come in the order of the sources,
-and in a folder in the order of their relative paths. A source is recognized by the relative names, sizes, and
-first and last pages of its files: a packing can only be resumed with the same text.
+The name alone decides what a file is, never what would happen to parse. A source is recognized by the relative
+names, sizes, and first and last pages of its files: a packing can only be resumed with the same text.
 """
 
 import glob
@@ -28,6 +27,7 @@ from halfstep.training.data.index import is_packed
 from halfstep.training.data.text import STDLIB, library_paths
 from halfstep.training.data.types import DataError
 from halfstep.training.data.walk import describe_skipped, select_files, walk
+from halfstep.training.files import os_errors
 
 PAGE = 4096
 
@@ -135,7 +135,6 @@ def _find_in_folder(given: str, folder: Path, only: str | None) -> Source:
 
 
 def _saved_dataset(folder: Path) -> tuple[SourceFile, ...]:
-    """Returns the arrow files of a dataset that `save_to_disk` wrote, in its order."""
     again = "save the dataset to disk again"
     try:
         names = [str(each["filename"]) for each in json.loads((folder / "state.json").read_bytes())["_data_files"]]
@@ -167,12 +166,10 @@ def _named_file(path: Path) -> SourceFile:
 
 
 def _end_pages(file: SourceFile) -> tuple[bytes, bytes]:
-    """Returns the first page and the last."""
-    try:
-        with open(file.path, "rb") as opened:
-            first = opened.read(PAGE)
-            opened.seek(max(0, file.size - PAGE))
-            return first, opened.read(PAGE)
-    except OSError as error:
-        reason = error.strerror or error
-        raise DataError(f"cannot read `{file.path}`: {reason}", hint="check its permissions") from None
+    with (
+        os_errors(DataError, f"cannot read `{file.path}`", "check its permissions"),
+        open(file.path, "rb") as opened,
+    ):
+        first = opened.read(PAGE)
+        opened.seek(max(0, file.size - PAGE))
+        return first, opened.read(PAGE)

@@ -1,11 +1,8 @@
-"""Trains a byte-level BPE tokenizer with the `tokenizers` library.
+"""Trains a byte-level BPE tokenizer with the `tokenizers` library; `<|endoftext|>` is token 0.
 
-It encodes any text and gives it back byte for byte: its alphabet is the 256 bytes. Text is first cut into words as
-GPT-2 does, and no merge crosses a cut. `<|endoftext|>` is token 0. Documents that packing holds out at the same
-share are left out here too, so that the tokenizer never sees the text that evaluates it.
-
-The same text gives the same file on any number of cores: the library counts words in parallel and merges by count,
-with ties broken by the pair itself.
+Text is first cut into words as GPT-2 does, and no merge crosses a cut. Documents that packing holds out at the
+same share are left out here too, so that the tokenizer never sees the text that evaluates it. The same text gives
+the same file on any number of cores: the library merges by count, with ties broken by the pair itself.
 """
 
 import json

@@ -1,18 +1,15 @@
 """Writes token shards so that a killed packing can resume.
 
 A side of a packing (train, val) is one sequence of tokens, cut into shards of exactly the requested size; only the
-last may be smaller. The growing shard is `NAME.bin.partial`, with a header that says it holds no tokens.
-
-`commit` makes a point to resume from: it flushes what was written, gives full shards their header, digests,
-checksum file, and finally their name, and returns a state that says how many tokens of the growing shard count.
-`resume` discards whatever was written after that: it truncates the growing shard and takes back later names and
-checksum files.
+last may be smaller. The growing shard is `NAME.bin.partial`, with a header that says it holds no tokens. `commit`
+flushes what was written, gives full shards their header, digests, checksum file, and finally their name, and
+returns the state to resume from. `resume` discards whatever was written after that.
 """
 
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, final
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,7 +22,6 @@ from halfstep.training.data.types import DataError, TokenArray
 from halfstep.training.files import PARTIAL, flush, write_whole
 
 
-@final
 class ShardWriter:
     """Writes the shards of one side."""
 
@@ -140,7 +136,6 @@ class ShardWriter:
         os.fsync(self._file.fileno())
 
     def _finish(self) -> None:
-        """Ends the growing shard; the next commit names it."""
         self._flush()
         self.close()
         self._full.append((self._tokens, self._documents, self._bytes))

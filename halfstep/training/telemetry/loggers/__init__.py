@@ -1,13 +1,9 @@
 """TensorBoard, trackio and W&B, each optional, behind one small interface.
 
-A logger gets what is written to events.jsonl, so its numbers are the same ones. events.jsonl stays the record.
-
-**Not installed**: refused before the run begins. **Fails during the run** (a disk, a network): it is dropped with
-one warning, and training continues.
-
-**Resuming** continues the same run in the logger: its id is in the run folder. Steps that are taken again, after a
-kill or a rollback, keep their numbers; what happens to the older ones depends on the logger, and each file here
-says.
+A logger gets what is written to events.jsonl, which stays the record. One that is not installed is refused before
+the run begins; one that fails during the run (a disk, a network) is dropped with one warning, and training
+continues. Resuming continues the same run in the logger: its id is in the run folder. Steps that are taken again
+keep their numbers; what happens to the older ones depends on the logger, and each file here says.
 """
 
 import json
@@ -19,7 +15,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, final
+from typing import Any
 
 from halfstep.core.errors import ConfigError, HalfstepError
 from halfstep.training.files import write_whole
@@ -86,7 +82,6 @@ def numbers_of(event: Mapping[str, Any]) -> dict[str, float]:
     return numbers
 
 
-@final
 class Board:
     """The loggers of a run, open inside its `with` block; `take` is the listener of its events."""
 

@@ -1,7 +1,4 @@
-"""TensorBoard: event files in RUN/tensorboard, by the package's own writer.
-
-The package `tensorboard` both writes and shows, and loads no framework; torch.utils.tensorboard is for torch
-alone, and tensorboardX writes but does not show.
+"""TensorBoard: event files in RUN/tensorboard, by the package's own writer, which loads no framework.
 
 A resumed session writes another file, which begins with a mark that voids what was written of later steps.
 TensorBoard then shows each step once, as it was taken last.
@@ -9,14 +6,12 @@ TensorBoard then shows each step once, as it was taken last.
 
 import time
 from collections.abc import Mapping
-from typing import final
 
 from halfstep.training.telemetry.loggers import Logger, Where
 
 SECONDS_BETWEEN_FLUSHES = 10.0
 
 
-@final
 class TensorBoard(Logger):
     """One event file."""
 

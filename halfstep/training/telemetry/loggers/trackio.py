@@ -1,22 +1,19 @@
 """trackio: a local database that its dashboard shows, or a Hugging Face Space.
 
-Trackio's own variables decide where it goes: `TRACKIO_DIR` (a folder of the user's cache without it),
-`TRACKIO_SPACE_ID`, `TRACKIO_SERVER_URL`. The project is `halfstep`; a run is named by its folder and its id. A
-resumed session adds to the run of that name; steps that are taken again are there twice.
-
-trackio writes in a thread and reports its own failures without raising them.
+Trackio's own variables decide where it goes: `TRACKIO_DIR`, `TRACKIO_SPACE_ID`, `TRACKIO_SERVER_URL`. A run is
+named by its folder and its id. A resumed session adds to the run of that name; steps that are taken again are
+there twice. trackio writes in a thread and reports its own failures without raising them.
 """
 
 import math
 from collections.abc import Mapping
-from typing import Any, final
+from typing import Any
 
 from halfstep.training.telemetry.loggers import Logger, Where
 
 PROJECT = "halfstep"
 
 
-@final
 class Trackio(Logger):
     """One run."""
 
@@ -29,15 +26,9 @@ class Trackio(Logger):
     def start(self, event: Mapping[str, Any]) -> None:
         """Begins, with the settings."""
         # The machine's own meters cost a thread each, and events have what matters.
-        self._run = self._trackio.init(
-            project=PROJECT,
-            name=self._name,
-            resume="allow",
-            config=dict(event["config"]),
-            embed=False,
-            auto_log_gpu=False,
-            auto_log_cpu=False,
-        )
+        off = dict.fromkeys(("embed", "auto_log_gpu", "auto_log_cpu"), False)
+        config = dict(event["config"])
+        self._run = self._trackio.init(project=PROJECT, name=self._name, resume="allow", config=config, **off)
 
     def curve(self, step: int, time: float, values: Mapping[str, float]) -> None:
         """Adds a point to each curve; trackio takes only finite ones."""

@@ -1,22 +1,19 @@
 """Weights & Biases: files in RUN/wandb, which `wandb sync` sends; or a server, if the environment says so.
 
-Offline unless `WANDB_MODE` names another mode: a run uses the network only if its user asked for it.
-`WANDB_PROJECT` names the project, `halfstep` without it.
-
-Every session of a run has the run's id. The x axis of the curves is our own `step`: W&B's counter refuses to go
-back, and would drop the steps that are taken again after a kill. Those are there twice.
+Offline unless `WANDB_MODE` names another mode: a run uses the network only if its user asked for it. The x axis of
+the curves is our own `step`: W&B's counter refuses to go back, and would drop the steps that are taken again after
+a kill. Those are there twice.
 """
 
 import os
 from collections.abc import Mapping
-from typing import Any, final
+from typing import Any
 
 from halfstep.training.telemetry.loggers import Logger, Where
 
 PROJECT = "halfstep"
 
 
-@final
 class WandB(Logger):
     """One session of a run."""
 
