@@ -1,3 +1,4 @@
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -6,7 +7,9 @@ from halfstep.core.formats import BF16, FP16, FP32
 from halfstep.core.policy import PRESETS
 
 SHAPE = (512, 512, 512)
-YES = Support(True, "native")
+YES, EMULATED = Support(True, "native"), Support(False, "emulated by the driver")
+OLD = Support(False, "compute capability 7.5; bf16 needs 8.0")
+BOTH = {BF16: YES, FP16: YES}
 
 
 def timed(**milliseconds):
@@ -15,47 +18,37 @@ def timed(**milliseconds):
 
 
 def test_bf16_that_is_hundreds_of_times_slower_is_not_chosen_and_the_reason_holds_the_ratio():
-    choice = choose(timed(fp32=3.8, bf16=1089.0, fp16=1000.0), {BF16: YES, FP16: YES})
+    choice = choose(timed(fp32=3.8, bf16=1089.0, fp16=1000.0), BOTH)
     assert choice.preset == "fp32"
     assert "bf16 matmuls are 287x slower than fp32 (1.09 s against 3.8 ms at 512x512x512)" in choice.reason
 
 
-def test_bf16_that_pays_is_chosen():
-    choice = choose(timed(fp32=20.0, bf16=2.0, fp16=2.0), {BF16: YES, FP16: YES})
-    assert choice.preset == "bf16-mixed"
-    assert "10x faster" in choice.reason
-    assert "no loss scale" in choice.reason
+@pytest.mark.parametrize(
+    ("timings", "support", "preset", "said"),
+    [
+        (timed(fp32=20.0, bf16=2.0, fp16=2.0), BOTH, "bf16-mixed", ("10x faster", "no loss scale")),
+        (timed(fp32=1.05, bf16=1.0), {BF16: YES}, "fp32", ("short of the 1.1x",)),
+        (timed(fp32=20.0, fp16=3.0), {BF16: OLD, FP16: YES}, "fp16-mixed", (OLD.reason,)),
+        (timed(fp32=20.0, bf16=2.0), {BF16: EMULATED}, "fp32", (EMULATED.reason,)),
+        (timed(fp32=20.0, bf16=10.0, fp16=9.0), BOTH, "bf16-mixed", ()),  # fp16 must be well ahead
+        (timed(fp32=20.0, bf16=10.0, fp16=5.0), BOTH, "fp16-mixed", ()),
+    ],
+    ids=[
+        "pays",
+        "too small a gain",
+        "bf16 not supported",
+        "fast but not supported",
+        "fp16 ahead",
+        "fp16 far ahead",
+    ],
+)
+def test_what_pays_and_is_supported_is_chosen_with_the_reason(timings, support, preset, said):
+    choice = choose(timings, support)
+    assert choice.preset == preset
+    assert all(text in choice.reason for text in said)
 
 
-def test_a_gain_that_is_too_small_does_not_count():
-    choice = choose(timed(fp32=1.05, bf16=1.0), {BF16: YES})
-    assert choice.preset == "fp32"
-    assert "short of the 1.1x" in choice.reason
-
-
-def test_fp16_where_bf16_is_not_supported_keeps_the_reason():
-    no = Support(False, "compute capability 7.5; bf16 needs 8.0")
-    choice = choose(timed(fp32=20.0, fp16=3.0), {BF16: no, FP16: YES})
-    assert choice.preset == "fp16-mixed"
-    assert no.reason in choice.reason
-
-
-def test_fp16_must_be_well_ahead_of_bf16():
-    assert choose(timed(fp32=20.0, bf16=10.0, fp16=9.0), {BF16: YES, FP16: YES}).preset == "bf16-mixed"
-    assert choose(timed(fp32=20.0, bf16=10.0, fp16=5.0), {BF16: YES, FP16: YES}).preset == "fp16-mixed"
-
-
-def test_a_format_that_is_fast_but_not_supported_is_not_chosen():
-    choice = choose(timed(fp32=20.0, bf16=2.0), {BF16: Support(False, "emulated by the driver")})
-    assert choice.preset == "fp32"
-    assert "emulated by the driver" in choice.reason
-
-
-def test_nothing_measured_is_fp32_and_says_so():
-    assert choose([], {BF16: YES, FP16: YES}).reason == "bf16 was not timed; fp16 was not timed"
-
-
-def test_the_largest_shape_that_both_ran_counts():
+def test_the_largest_shape_counts_a_block_before_a_matmul_and_no_slow_repeat():
     timings = [
         Timing(FP32, (64, 64, 64), (1.0,)),
         Timing(BF16, (64, 64, 64), (2.0,)),
@@ -63,17 +56,11 @@ def test_the_largest_shape_that_both_ran_counts():
         Timing(BF16, (256, 256, 256), (4.0,)),
         Timing(FP32, (1024, 1024, 1024), (64.0,)),  # bf16 could not be afforded here
     ]
-    assert gain(timings, BF16).shape == (256, 256, 256)
-    assert gain(timings, BF16).ratio == 2
+    assert (gain(timings, BF16).shape, gain(timings, BF16).ratio) == ((256, 256, 256), 2)
     assert gain(timings, FP16) is None
-
-
-def test_one_slow_repeat_does_not_decide():
     timings = [Timing(FP32, SHAPE, (1.0, 1.0, 50.0)), Timing(BF16, SHAPE, (0.5, 0.5, 0.5))]
     assert gain(timings, BF16).ratio == 2
-
-
-def test_a_block_counts_before_a_matmul_where_both_were_timed():
+    assert choose([], BOTH).reason == "bf16 was not timed; fp16 was not timed"
     block = "training steps of a block"
     timings = [
         *timed(fp32=10.0, bf16=2.0),
@@ -99,8 +86,7 @@ def test_the_choice_is_always_one_that_pays(fp32, bf16, fp16, bf16_ok, fp16_ok):
     if choice.preset == "fp32":
         assert all(not ok or ratio < MIN_GAIN * 1.0001 for ratio, ok in ratios.values())
     else:
-        ratio, ok = ratios[choice.preset]
-        assert ok
-        assert ratio >= MIN_GAIN * 0.9999
+        assert ratios[choice.preset][1]
+        assert ratios[choice.preset][0] >= MIN_GAIN * 0.9999
     if choice.preset == "fp16-mixed" and bf16_ok and fp32 / bf16 >= MIN_GAIN * 1.0001:
         assert bf16 / fp16 >= FP16_MARGIN * 0.9999

@@ -12,6 +12,8 @@ def cpu(machine, *flags):
     return Device("cpu", "a CPU", architecture=machine, features=frozenset(flags))
 
 
+H100, N1 = nvidia("H100", 9, 0), cpu("aarch64", "asimdhp")
+MI300 = Device("amd", "MI300X", architecture="gfx942")
 # What each device multiplies natively; everything else must be refused.
 TABLE = [
     (nvidia("GTX 1080", 6, 1), "fp32"),
@@ -20,13 +22,13 @@ TABLE = [
     (nvidia("A100", 8, 0), "fp32 tf32 bf16 fp16"),
     (nvidia("Jetson Orin", 8, 7), "fp32 tf32 bf16 fp16"),
     (nvidia("L4", 8, 9), "fp32 tf32 bf16 fp16 e4m3 e5m2"),
-    (nvidia("H100", 9, 0), "fp32 tf32 bf16 fp16 e4m3 e5m2"),
+    (H100, "fp32 tf32 bf16 fp16 e4m3 e5m2"),
     (nvidia("B200", 10, 0), "fp32 tf32 bf16 fp16 e4m3 e5m2"),
     (nvidia("RTX 5090", 12, 0), "fp32 tf32 bf16 fp16 e4m3 e5m2"),
     (Device("amd", "MI50", architecture="gfx906"), "fp32"),
     (Device("amd", "MI100", architecture="gfx908"), "fp32 bf16 fp16"),
     (Device("amd", "MI250", architecture="gfx90a"), "fp32 bf16 fp16"),
-    (Device("amd", "MI300X", architecture="gfx942"), "fp32 tf32 bf16 fp16 e4m3fnuz e5m2fnuz"),
+    (MI300, "fp32 tf32 bf16 fp16 e4m3fnuz e5m2fnuz"),
     (Device("amd", "MI355X", architecture="gfx950"), "fp32 bf16 fp16 e4m3 e5m2"),
     (Device("amd", "RX 6900", architecture="gfx1030"), "fp32"),
     (Device("amd", "RX 7900", architecture="gfx1100"), "fp32 bf16 fp16"),
@@ -47,7 +49,7 @@ TABLE = [
     (Device("tpu", "TPU v6 lite", architecture="v6e"), "bf16"),
     (Device("tpu", "TPU7x", architecture="v7x"), "bf16 e4m3 e5m2"),
     (Device("tpu", "TPU"), "bf16"),
-    (cpu("aarch64", "asimdhp"), "fp32"),  # Neoverse-N1
+    (N1, "fp32"),  # Neoverse-N1
     (cpu("aarch64", "asimdhp", "asimdfhm", "bf16", "i8mm"), "fp32 bf16 fp16"),  # Neoverse-V1
     (cpu("x86_64"), "fp32"),
     (cpu("x86_64", "avx512_bf16"), "fp32 bf16"),  # Zen 4
@@ -82,26 +84,14 @@ def test_other_formats_are_emulated_everywhere(name, device):
         ("e4m3", nvidia("A100", 8, 0), "compute capability 8.0; e4m3 needs 8.9"),
         (
             "e4m3fnuz",
-            nvidia("H100", 9, 0),
+            H100,
             "compute capability 9.0; NVIDIA multiplies e4m3, which is a different format from e4m3fnuz",
         ),
-        (
-            "e4m3",
-            Device("amd", "MI300X", architecture="gfx942"),
-            "the matrix units of gfx942 multiply fp32, bf16, fp16, tf32, e4m3fnuz, e5m2fnuz",
-        ),
+        ("e4m3", MI300, "the matrix units of gfx942 multiply fp32, bf16, fp16, tf32, e4m3fnuz, e5m2fnuz"),
         ("bf16", Device("apple", "M1", architecture="m1"), "m1 converts bf16 in software; bf16 needs m3"),
-        (
-            "fp32",
-            Device("tpu", "TPU", architecture="v4"),
-            "a TPU's matrix unit makes an fp32 product of several bf16 products",
-        ),
-        ("bf16", cpu("aarch64", "asimdhp"), "the CPU lacks `amx_bf16`, `avx512_bf16`, `bf16` or `svebf16`"),
-        (
-            "fp16",
-            cpu("aarch64", "asimdhp"),
-            "the CPU's asimdhp sums in fp16; fp16 with fp32 sums needs `amx_fp16` or `asimdfhm`",
-        ),
+        ("fp32", Device("tpu", "TPU"), "a TPU's matrix unit makes an fp32 product of several bf16 products"),
+        ("bf16", N1, "the CPU lacks `amx_bf16`, `avx512_bf16`, `bf16` or `svebf16`"),
+        ("fp16", N1, "the CPU's asimdhp sums in fp16; fp16 with fp32 sums needs `amx_fp16` or `asimdfhm`"),
         ("bf16", cpu("x86_64", "avx512_bf16"), "the CPU has avx512_bf16, which multiplies bf16 and sums in fp32"),
         ("bf16", Device("intel", "Xe"), "the architecture of Xe is not known, and so whether it multiplies bf16"),
     ],
@@ -110,11 +100,7 @@ def test_the_reason_names_the_fact(fmt, device, reason):
     assert native(parse(fmt), device).reason == reason
 
 
-def test_the_flags_that_decide_are_kept():
-    assert {"avx512_bf16", "amx_bf16", "avx512_fp16", "bf16", "asimdhp", "i8mm"} <= CPU_FEATURES
-
-
-def test_a_device_reads_well():
-    assert str(nvidia("T4", 7, 5)) == "T4 (compute capability 7.5)"
-    assert str(Device("amd", "MI300X", architecture="gfx942")) == "MI300X (gfx942)"
+def test_a_device_reads_well_and_keeps_the_flags_that_decide():
+    assert (str(nvidia("T4", 7, 5)), str(MI300)) == ("T4 (compute capability 7.5)", "MI300X (gfx942)")
     assert str(Device("tpu", "TPU")) == "TPU"
+    assert {"avx512_bf16", "amx_bf16", "avx512_fp16", "bf16", "asimdhp", "i8mm"} <= CPU_FEATURES

@@ -12,8 +12,6 @@ CUBES = tuple((size, size, size) for size in (32, 64, 128, 256, 512, 1024))
 
 
 class Fake:
-    """A device: seconds for each operation by format, and what starting and launching cost."""
-
     def __init__(self, speeds, *, launch=5e-6, setup=1e-4, warm=1.0):
         self.now, self.speeds, self.launch, self.setup, self.warm = 100.0, speeds, launch, setup, warm
         self.started, self.trail = [], []
@@ -65,7 +63,7 @@ def test_a_format_300_times_slower_stays_within_the_budget():
     assert "x slower than fp32" in choice.reason
 
 
-def test_a_fast_format_reaches_the_top_and_is_repeated_in_turns_with_fp32():
+def test_a_fast_format_reaches_the_top_in_turns_with_fp32_and_short_matmuls_run_several_at_once():
     device = Fake({FP32: 1e-12, BF16: 1e-13, FP16: 1e-13})
     timings, spent = race(device, [BF16, FP32, FP16], 3.0)
     assert spent < 3.0
@@ -74,18 +72,6 @@ def test_a_fast_format_reaches_the_top_and_is_repeated_in_turns_with_fp32():
     assert at_top[BF16].typical == pytest.approx(device.cost(BF16, CUBES[-1]))
     turns = [fmt for fmt, shape in device.trail if shape == CUBES[-1]][-9:]
     assert turns == [FP32, BF16, FP16] * 3
-
-
-def test_fp32_climbs_first_and_no_other_climbs_higher():
-    device = Fake({FP32: 1e-9, BF16: 1e-13})
-    timings, spent = race(device, [BF16], 1.0)
-    assert device.started[0][0] == FP32
-    assert 0 < len(timed(timings, FP32)) < len(CUBES)
-    assert timed(timings, BF16) == timed(timings, FP32)
-    assert spent < 1.0
-
-
-def test_short_matmuls_are_timed_several_at_once():
     device = Fake({FP32: 1e-15, BF16: 1e-15}, launch=1e-6)
     climb(device.start, [BF16], CUBES[:1], budget=1.0, clock=device.clock)
     assert device.now - 100 < 0.1
@@ -95,33 +81,30 @@ def test_short_matmuls_are_timed_several_at_once():
     assert all(len(timing.seconds) == REPEATS for timing in timings)
 
 
-def test_a_slow_first_call_is_no_measure_of_the_next_size():
-    device = Fake({FP32: 1e-13, BF16: 1e-14}, warm=2000.0)
-    timings, _ = race(device, [BF16], 3.0)
-    assert timed(timings, BF16) == list(CUBES)
-
-
-def test_what_starting_costs_is_part_of_the_prediction():
-    # A rung takes 0.15 s, nearly all of it before the first matmul, and fp32 has 0.25 s to climb in.
-    device = Fake({FP32: 1e-13, BF16: 1e-13}, setup=0.15)
+def test_fp32_climbs_first_and_no_other_higher_and_alone_where_nothing_is_afforded():
+    device = Fake({FP32: 1e-9, BF16: 1e-13})
     timings, spent = race(device, [BF16], 1.0)
-    assert timed(timings, FP32) == [CUBES[0]]
+    assert device.started[0][0] == FP32
+    assert 0 < len(timed(timings, FP32)) < len(CUBES)
+    assert timed(timings, BF16) == timed(timings, FP32)
     assert spent < 1.0
-
-
-def test_a_budget_that_affords_nothing_times_the_smallest_fp32_and_stops():
     device = Fake({FP32: 1e-6, BF16: 1e-9})
     timings, _ = race(device, [BF16, E4M3], 0.05)
     assert [(timing.format, timing.shape) for timing in timings] == [(FP32, CUBES[0])]
 
 
-def test_a_pause_before_the_first_matmul_leaves_fp32_to_compare_with():
+def test_a_slow_first_call_a_slow_start_a_pause_and_a_clock_that_stands_still():
+    device = Fake({FP32: 1e-13, BF16: 1e-14}, warm=2000.0)
+    timings, _ = race(device, [BF16], 3.0)
+    assert timed(timings, BF16) == list(CUBES)
+    # A rung takes 0.15 s, nearly all of it before the first matmul, and fp32 has 0.25 s to climb in.
+    device = Fake({FP32: 1e-13, BF16: 1e-13}, setup=0.15)
+    timings, spent = race(device, [BF16], 1.0)
+    assert timed(timings, FP32) == [CUBES[0]]
+    assert spent < 1.0
     now = iter([0.0, 0.0, 0.0, *(5.0 + 1e-6 * tick for tick in range(100))])
     timings = climb(lambda fmt, shape: lambda count: None, [BF16], CUBES, budget=1.0, clock=lambda: next(now))
     assert [(timing.format, timing.shape) for timing in timings] == [(FP32, CUBES[0])]
-
-
-def test_a_clock_that_does_not_move_still_gives_timings():
     timings = climb(lambda fmt, shape: lambda count: None, [BF16], CUBES, budget=1.0, clock=lambda: 1.0)
     assert all(second > 0 for timing in timings for second in timing.seconds)
 

@@ -10,7 +10,7 @@ signs. The last one lies between the largest number and the one that would follo
 
 import math
 from fractions import Fraction
-from functools import cache
+from functools import cache, partial
 from typing import get_args
 
 import ml_dtypes
@@ -23,22 +23,10 @@ from hypothesis.extra.numpy import arrays
 from halfstep.core.errors import FormatError, RoundingError
 from halfstep.core.formats import Format, Overflow, Specials
 from halfstep.core.rounding import Rounding, cast, decode, encode, overflows
+from tests.core import oracles
 from tests.refusals import refuses
 
-ORACLES = {
-    "fp16": np.float16,
-    "bf16": ml_dtypes.bfloat16,
-    "e5m2": ml_dtypes.float8_e5m2,
-    "e4m3": ml_dtypes.float8_e4m3fn,
-    "e3m4ieee": ml_dtypes.float8_e3m4,
-    "e4m3ieee": ml_dtypes.float8_e4m3,
-    "e4m3fnuz": ml_dtypes.float8_e4m3fnuz,
-    "e4m3b11fnuz": ml_dtypes.float8_e4m3b11fnuz,
-    "e5m2fnuz": ml_dtypes.float8_e5m2fnuz,
-    "e3m2": ml_dtypes.float6_e3m2fn,
-    "e2m3": ml_dtypes.float6_e2m3fn,
-    "e2m1": ml_dtypes.float4_e2m1fn,
-}
+ORACLES = {name: dtype for name, dtype in oracles.ORACLES.items() if name != "fp32"}
 EIGHT_BIT = [name for name in ORACLES if Format.parse(name).bits == 8]
 MODES = ["nearest-even", "nearest-away", "truncate"]
 patterns = arrays(np.uint32, st.integers(1, 64), elements=st.integers(0, 2**32 - 1))
@@ -137,28 +125,18 @@ def test_every_code_means_what_the_oracle_says(name):
 
 
 @pytest.mark.parametrize("name", ORACLES)
-def test_every_boundary_rounds_as_the_oracle(name):
+def test_boundaries_two_million_patterns_and_saturation_are_those_of_the_oracle(name):
     format = Format.parse(name)
     x = boundaries(format)
     result = encode(cast(x, name, overflow=format.native_overflow), name)
     expected = codes_of(by_oracle(x, name))
     assert np.array_equal(result, expected), x[result != expected][:5]
-
-
-@pytest.mark.parametrize("name", ORACLES)
-def test_two_million_patterns_round_as_the_oracle(name):
-    format = Format.parse(name)
     x = np.concatenate([SPECIAL, raw_sample(2**21)])
     x = x[~np.isnan(x)] if not format.has_nan else x
     result = cast(x, name, overflow=format.native_overflow)
     expected = by_oracle(x, name).astype(np.float32)
     assert_same(result, expected, x)
     assert np.array_equal(np.signbit(result), np.signbit(expected)), "the sign of a NaN"
-
-
-@pytest.mark.parametrize("name", ORACLES)
-def test_saturation_is_the_oracle_after_clipping(name):
-    format = Format.parse(name)
     x = np.concatenate([SPECIAL, boundaries(format), raw_sample(2**17)])
     x = x[~np.isnan(x)] if not format.has_nan else x
     expected = by_oracle(np.clip(x, -format.max, format.max), name).astype(np.float32)
@@ -250,9 +228,8 @@ def test_the_numbers_of_any_format_follow_the_formula(format):
     unit = np.maximum(e, 1).astype(np.int64) - format.bias - format.mantissa_bits
     expected = np.ldexp((m + (e > 0) * 2.0**format.mantissa_bits), unit)
     assert np.array_equal(decode(finite, format), expected)
-    assert encode(np.float32([format.max]), format) == encode(np.float32([-format.max]), format) - 2 ** (
-        format.bits - 1
-    )
+    above, below = (encode(np.float32([sign * format.max]), format) for sign in (1, -1))
+    assert above == below - 2 ** (format.bits - 1)
 
 
 def stochastic(x: np.ndarray, name: str, words) -> np.ndarray:
@@ -290,16 +267,13 @@ def test_stochastic_rounding_never_moves_an_exact_value(name):
         assert_same(stochastic(values, name, word), values, values)
 
 
-def test_stochastic_rounding_is_unbiased():
+def test_stochastic_rounding_is_unbiased_also_far_below_the_smallest_subnormal():
     # n draws of a step that is taken with probability p: the count is binomial, with variance n p (1 - p).
     # Five standard deviations are exceeded once in 1.7 million; the seed makes it one draw for all time.
     n = 2**18
     words = np.random.default_rng(5).integers(0, 2**32, n, dtype=np.uint32)
-    for value, low, high in [
-        (1.001, 1.0, 1.0078125),
-        (-3.3, -3.296875, -3.3125),
-        (1e-40, 9.183550e-41, 1.83671e-40),
-    ]:
+    steps = [(1.001, 1.0, 1.0078125), (-3.3, -3.296875, -3.3125), (1e-40, 9.183550e-41, 1.83671e-40)]
+    for value, low, high in steps:
         low, high = cast(np.float32([low, high]), "bf16", overflow="inf").astype(np.float64)
         p = (np.float64(np.float32(value)) - low) / (high - low)
         assert 0.01 < p < 0.99
@@ -307,6 +281,9 @@ def test_stochastic_rounding_is_unbiased():
         ups = (result == high).sum()
         assert ups + (result == low).sum() == n
         assert abs(ups - n * p) < 5 * math.sqrt(n * p * (1 - p))
+    x = np.float32([2.0**-41, 2.0**-42, 1.5 * 2.0**-41])  # e4m3's smallest is 2^-9
+    assert stochastic(x, "e4m3", 0).tolist() == [2.0**-9, 0.0, 2.0**-9]
+    assert stochastic(x, "e4m3", 1).tolist() == [0.0, 0.0, 0.0]
 
 
 @settings(max_examples=50, deadline=None)
@@ -315,12 +292,6 @@ def test_a_smaller_word_never_rounds_lower(drawn, a, b):
     x = drawn.view(np.float32)
     x = x[~np.isnan(x)]
     assert (np.abs(stochastic(x, "e5m2", min(a, b))) >= np.abs(stochastic(x, "e5m2", max(a, b)))).all()
-
-
-def test_stochastic_rounding_far_below_the_smallest_subnormal():
-    x = np.float32([2.0**-41, 2.0**-42, 1.5 * 2.0**-41])  # e4m3's smallest is 2^-9
-    assert stochastic(x, "e4m3", 0).tolist() == [2.0**-9, 0.0, 2.0**-9]
-    assert stochastic(x, "e4m3", 1).tolist() == [0.0, 0.0, 0.0]
 
 
 @pytest.mark.parametrize(
@@ -348,22 +319,21 @@ def test_overflow_by_rule(name, x, rule, expected):
     assert result[0] == np.float32(expected) or (math.isnan(expected) and np.isnan(result[0]))
 
 
-def test_nan_is_canonical_and_keeps_its_sign_where_there_is_one():
+def test_nan_is_canonical_signs_are_kept_where_there_is_one_and_the_rule_has_no_default():
     x = floats([0x7FFFFFFF, 0x7F800001, 0xFFFFFFFF, 0xFF800001])
     for name in ["fp32", "tf32", "bf16", "fp16", "e4m3", "e5m2"]:
         result = cast(x, name, overflow="saturate").view(np.uint32)
         assert result.tolist() == [0x7FC00000, 0x7FC00000, 0xFFC00000, 0xFFC00000]
     assert encode(x, "e4m3").tolist() == [0x7F, 0x7F, 0xFF, 0xFF]
     assert encode(x, "e4m3fnuz").tolist() == [0x80] * 4
-
-
-def test_zero_of_fnuz_has_no_sign():
     x = np.float32([-0.0, -1e-30, 0.0])
     assert cast(x, "e4m3fnuz", overflow="nan").view(np.uint32).tolist() == [0, 0, 0]
     assert np.signbit(cast(x, "e4m3", overflow="nan")).tolist() == [True, True, False]
+    with pytest.raises(TypeError, match="overflow"):
+        cast(ONE, "e4m3")
 
 
-def test_fp32_is_the_identity_and_tf32_has_19_bits():
+def test_fp32_is_the_identity_tf32_has_19_bits_and_any_shape_is_taken():
     x = raw_sample(2**16)
     x = x[~np.isnan(x)]
     assert_same(cast(x, "fp32", overflow="inf"), x, x)
@@ -371,9 +341,6 @@ def test_fp32_is_the_identity_and_tf32_has_19_bits():
     codes = encode(cast(x, "tf32", overflow="inf", rounding="truncate"), "tf32")
     assert codes.dtype == np.uint32
     assert np.array_equal(codes, x.view(np.uint32) >> 13)
-
-
-def test_shapes_and_half_input():
     x = np.arange(24, dtype=np.float16).reshape(2, 3, 4)
     for view in (x, x.transpose(2, 0, 1), x[:, ::2], x[0, 0, 0], x[:0], x.astype(np.float32)[..., ::-1]):
         result = cast(view, "e5m2", overflow="inf")
@@ -387,14 +354,7 @@ def test_shapes_and_half_input():
     assert np.array_equal(turned.ravel(), again)
 
 
-def test_overflows_counts_what_the_rule_would_meet():
-    x = np.float32([1, 464, 465, -480, np.inf, -np.inf, np.nan, 0])
-    assert overflows(x, "e4m3").tolist() == [False, False, True, True, True, True, False, False]
-    assert overflows(x, "e4m3", rounding="nearest-away").tolist()[1]
-    assert not overflows(x, "e4m3", rounding="truncate")[2]
-
-
-def test_raise_counts_and_shows_the_first():
+def test_overflows_are_counted_and_raise_shows_the_first():
     x = np.zeros((2, 3), np.float32)
     x[0, 2], x[1, 1] = 1000, -np.inf
     with pytest.raises(RoundingError, match=r"2 of 6 values .*index \(0, 2\): 1000.0.* beyond e4m3.* 448"):
@@ -404,9 +364,14 @@ def test_raise_counts_and_shows_the_first():
     assert (cast(x, "e4m3", overflow="raise", rounding="stochastic", bits=words) == 448).all()
     with pytest.raises(RoundingError, match="6 of 6"):
         cast(x, "e4m3", overflow="raise", rounding="stochastic", bits=words * 0)
+    x = np.float32([1, 464, 465, -480, np.inf, -np.inf, np.nan, 0])
+    assert overflows(x, "e4m3").tolist() == [False, False, True, True, True, True, False, False]
+    assert overflows(x, "e4m3", rounding="nearest-away").tolist()[1]
+    assert not overflows(x, "e4m3", rounding="truncate")[2]
 
 
 ONE = np.ones(3, np.float32)
+stochastic_with = partial(cast, ONE, "e4m3", overflow="nan", rounding="stochastic")
 
 
 @pytest.mark.parametrize(
@@ -421,8 +386,8 @@ ONE = np.ones(3, np.float32)
         (lambda: cast(ONE, "e4m3", overflow="nan", rounding="nearest"), RoundingError, "unknown rounding"),
         (lambda: cast(ONE, "e4m3", overflow="nan", bits=np.zeros(3, np.uint32)), RoundingError, "uses none"),
         (lambda: cast(ONE, "e4m3", overflow="nan", rounding="stochastic"), RoundingError, "given: none"),
-        (lambda: stochastic_with(np.zeros(2, np.uint32)), RoundingError, r"shape \(2,\)"),
-        (lambda: stochastic_with(np.zeros(3, np.int64)), RoundingError, "given: int64"),
+        (lambda: stochastic_with(bits=np.zeros(2, np.uint32)), RoundingError, r"shape \(2,\)"),
+        (lambda: stochastic_with(bits=np.zeros(3, np.int64)), RoundingError, "given: int64"),
         (lambda: cast(np.float32([0, np.nan]), "e2m1", overflow="saturate"), RoundingError, "1 of 2.*NaN"),
         (lambda: encode(np.float32([1, 1.01]), "e4m3"), RoundingError, r"1 of 2.*index \(1,\): 1.01"),
         (lambda: encode(np.float32([1000]), "e4m3"), RoundingError, "no code"),
@@ -439,12 +404,3 @@ ONE = np.ones(3, np.float32)
 def test_errors_say_what_is_allowed(call, error, text):
     with refuses(error, text):
         call()
-
-
-def stochastic_with(bits):
-    return cast(ONE, "e4m3", overflow="nan", rounding="stochastic", bits=bits)
-
-
-def test_the_rule_has_no_default():
-    with pytest.raises(TypeError, match="overflow"):
-        cast(ONE, "e4m3")

@@ -55,51 +55,36 @@ def test_a_star_is_a_shell_star_within_each_segment(pattern, name):
     assert Rule.parse(".".join(pattern), "norm=bf16").matches(".".join(name)) is expected
 
 
-def test_more_literal_segments_win_whatever_the_order():
-    loose, tight = "blocks.**: compute=fp32", "blocks.0.mlp.*: compute=tf32"
-    for spec in (f"bf16-mixed; {loose}; {tight}", f"bf16-mixed; {tight}; {loose}"):
-        assert compute(spec, "blocks.0.mlp.up") == "tf32"
-        assert (compute(spec, "blocks.1.mlp.up"), compute(spec, "embed")) == ("fp32", "bf16")
-
-
-def test_roles_are_decided_one_by_one():
+def test_roles_are_decided_one_by_one_and_narrow_operands_reach_matmuls_alone():
     policy = Policy.parse("bf16-mixed; blocks.0.mlp.up: norm=bf16; **.mlp.up: compute=fp32")
     result = policy.resolve(NAMES)["blocks.0.mlp.up"]
-    assert print_value(result.values["norm"]) == "bf16"
-    assert print_value(result.values["compute"]) == "fp32"
+    assert (print_value(result.values["norm"]), print_value(result.values["compute"])) == ("bf16", "fp32")
     assert (result.sources["norm"], result.sources["compute"]) == ("blocks.0.mlp.up", "**.mlp.up")
     assert result.sources["param"] is None
+    policy = Policy.parse("fp8-mixed")
+    result = policy.resolve(NAMES)["embed"].without_matmul(policy.roles())
+    assert (print_value(result.values["compute"]), print_value(result.values["grad"])) == ("bf16", "bf16")
+    assert result.sources["compute"] is None
 
 
-def test_a_tie_that_agrees_is_no_conflict():
-    assert (
-        compute("bf16-mixed; *.0.mlp.up: compute=fp32; blocks.0.mlp.*: compute=fp32", "blocks.0.mlp.up") == "fp32"
-    )
-
-
-def test_a_tie_that_disagrees_is_an_error_and_names_all_of_it():
+def test_a_tie_that_disagrees_is_an_error_unless_something_stands_above_it():
     with pytest.raises(PolicyError) as caught:
         compute("bf16-mixed; *.0.mlp.up: compute=fp32; blocks.0.mlp.*: compute=tf32", "embed")
     for part in ("`*.0.mlp.up: compute=fp32`", "`blocks.0.mlp.*: compute=tf32`", "`blocks.0.mlp.up`"):
         assert part in caught.value.message
     assert "more literal segments" in caught.value.hint
-
-
-def test_a_tie_below_the_winner_does_not_matter():
+    agrees = "bf16-mixed; *.0.mlp.up: compute=fp32; blocks.0.mlp.*: compute=fp32"
+    assert compute(agrees, "blocks.0.mlp.up") == "fp32"
     spec = "bf16-mixed; *.0.mlp.up: compute=fp32; blocks.0.mlp.*: compute=tf32; blocks.0.mlp.up: compute=bf16"
     assert compute(spec, "blocks.0.mlp.up") == "bf16"
 
 
-def test_a_rule_that_matches_nothing_is_an_error_with_the_nearest_name():
+def test_a_rule_must_match_and_more_literal_segments_win_whatever_the_order():
     with pytest.raises(PolicyError) as caught:
         compute("bf16-mixed; lm_haed: compute=fp32", "embed")
     assert "matches none of the 6 names" in caught.value.message
     assert "lm_head" in caught.value.hint
-
-
-def test_narrow_operands_do_not_reach_what_multiplies_no_matrices():
-    policy = Policy.parse("fp8-mixed")
-    result = policy.resolve(NAMES)["embed"].without_matmul(policy.roles())
-    assert print_value(result.values["compute"]) == "bf16"
-    assert print_value(result.values["grad"]) == "bf16"
-    assert result.sources["compute"] is None
+    loose, tight = "blocks.**: compute=fp32", "blocks.0.mlp.*: compute=tf32"
+    for spec in (f"bf16-mixed; {loose}; {tight}", f"bf16-mixed; {tight}; {loose}"):
+        assert compute(spec, "blocks.0.mlp.up") == "tf32"
+        assert (compute(spec, "blocks.1.mlp.up"), compute(spec, "embed")) == ("fp32", "bf16")

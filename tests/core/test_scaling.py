@@ -103,7 +103,6 @@ class ScalingMachine(RuleBasedStateMachine):
         self.advance(finite)
 
     def advance(self, finite):
-        """The law once more, as a person would write it down."""
         law = self.law
         self.stuck = False
         if finite:

@@ -26,22 +26,22 @@ def bits(x: np.ndarray) -> np.ndarray:
     return x.view(np.uint32)
 
 
-def test_join_undoes_split_on_every_kind_of_number():
+def test_join_undoes_split_on_every_kind_of_number_in_its_shape():
     hi, lo = split(NUMBERS)
     assert (hi.dtype, lo.dtype) == (np.uint16, np.int16)
     assert np.array_equal(bits(join(hi, lo)), bits(NUMBERS))
     whole = (hi.astype(np.int64) << 16) + lo
     assert np.array_equal(whole, bits(NUMBERS).astype(np.int64))
+    x = np.arange(24, dtype=np.float32).reshape(2, 3, 4).transpose(2, 0, 1)
+    hi, lo = split(x)
+    assert hi.shape == lo.shape == x.shape
+    assert np.array_equal(join(hi, lo), x)
 
 
-def test_hi_is_the_nearest_bf16_ties_away():
-    hi, _ = split(NUMBERS)
+def test_hi_is_the_nearest_bf16_and_differs_from_nearest_even_on_exact_ties_only():
+    hi, lo = split(NUMBERS)
     nearest = cast(NUMBERS, "bf16", overflow="inf", rounding="nearest-away")
     assert np.array_equal(hi, encode(nearest, "bf16"))
-
-
-def test_hi_differs_from_nearest_even_on_exact_ties_only():
-    hi, lo = split(NUMBERS)
     even = encode(cast(NUMBERS, "bf16", overflow="inf"), "bf16")
     differs = hi != even
     assert np.array_equal(differs, (lo == -32768) & (hi % 2 == 1))
@@ -87,13 +87,6 @@ def test_by_hand(pattern, hi, lo):
     back = join(*result)
     assert back.shape == ()
     assert np.isnan(back) if np.isnan(x) else bits(back) == pattern
-
-
-def test_shape_is_kept():
-    x = np.arange(24, dtype=np.float32).reshape(2, 3, 4).transpose(2, 0, 1)
-    hi, lo = split(x)
-    assert hi.shape == lo.shape == x.shape
-    assert np.array_equal(join(hi, lo), x)
 
 
 @pytest.mark.parametrize(

@@ -51,6 +51,10 @@ def test_by_hand():
     assert (result.overflow_fraction, result.underflow_fraction) == (2 / 15, 2 / 15)
     assert (result.subnormal_fraction, result.zero_fraction) == (2 / 15, 2 / 15)
     assert result.nonfinite_fraction == 3 / 15
+    x = np.ldexp(np.float32(1.5), np.arange(-148, 128)).astype(np.float32)
+    result = TensorStats.of(np.append(x, np.float32(2.0**-149)), "fp32")
+    assert result.exponents == (1,) * NUM_EXPONENTS
+    assert result.sqnr_db == math.inf
 
 
 @pytest.mark.parametrize(
@@ -73,13 +77,6 @@ def test_table(x, format, scale, overflow, underflow, subnormal):
     assert (result.overflow, result.underflow, result.subnormal) == (overflow, underflow, subnormal)
 
 
-def test_every_exponent_has_its_place():
-    x = np.ldexp(np.float32(1.5), np.arange(-148, 128)).astype(np.float32)
-    result = TensorStats.of(np.append(x, np.float32(2.0**-149)), "fp32")
-    assert result.exponents == (1,) * NUM_EXPONENTS
-    assert result.sqnr_db == math.inf
-
-
 @pytest.mark.parametrize("format", ["e3m2", "e4m3", "e5m2", "bf16", "tf32"])
 def test_sqnr_grows_by_6_db_a_bit(format):
     # The docstring's 13.5 dB are rounded to half a dB; 2^18 draws scatter by less than 0.1 dB around it.
@@ -88,12 +85,14 @@ def test_sqnr_grows_by_6_db_a_bit(format):
     assert TensorStats.of(x, format).sqnr_db == pytest.approx(6.02 * mantissa + 13.5, abs=0.25)
 
 
-def test_sqnr_at_its_ends():
+def test_sqnr_at_its_ends_and_a_nan_where_the_format_has_none():
     assert math.isnan(TensorStats.empty("bf16").sqnr_db)
     assert math.isnan(TensorStats.of(np.zeros(4, np.float32), "bf16").sqnr_db)
     assert TensorStats.of(np.float32([1, 2]), "bf16").sqnr_db == math.inf
     assert TensorStats.of(np.float32([1e-30]), "e4m3").sqnr_db == 0  # all signal, all lost
     assert math.isnan(TensorStats.empty("bf16").overflow_fraction)
+    result = TensorStats.of(np.float32([1, np.nan, np.inf]), "e2m1")
+    assert (result.nans, result.infs, result.overflow) == (1, 1, 0)
 
 
 @pytest.mark.parametrize("scale", [2.0**-20, 0.1, 3.0, 2.0**30])
@@ -141,16 +140,6 @@ def test_reads_back_exactly_from_json(a):
     assert TensorStats.from_dict(json.loads(json.dumps(a.to_dict(), allow_nan=False))) == a
 
 
-def test_reads_back_when_there_is_nothing():
-    for nothing in (TensorStats.empty("e3m4ieee"), UpdateStats.empty("bf16")):
-        assert type(nothing).from_dict(json.loads(json.dumps(nothing.to_dict(), allow_nan=False))) == nothing
-
-
-def test_a_nan_is_counted_even_where_the_format_has_none():
-    result = TensorStats.of(np.float32([1, np.nan, np.inf]), "e2m1")
-    assert (result.nans, result.infs, result.overflow) == (1, 1, 0)
-
-
 @pytest.mark.parametrize(
     ("weight", "update", "lost"),
     [
@@ -177,12 +166,6 @@ def test_lost_updates_by_hand(weight, update, lost):
     )
 
 
-def test_zero_updates_do_not_count():
-    result = UpdateStats.of(np.float32([1, 1, 1]), np.float32([0, -0.0, 1]), "bf16")
-    assert (result.count, result.lost) == (1, 0)
-    assert math.isnan(UpdateStats.empty("bf16").lost_fraction)
-
-
 @pytest.mark.parametrize(("lr", "hazard"), [(1e-4, 0.118), (3e-5, 0.695), (1e-5, 0.844), (1e-6, 0.98)])
 def test_lost_updates_of_the_hazards(lr, hazard):
     """bf16 weights N(0, 0.02), updates of +lr or -lr."""
@@ -205,7 +188,7 @@ def test_lost_updates_of_the_hazards(lr, hazard):
     assert abs(result.lost_fraction - law) < 5 * math.sqrt(law * (1 - law) / n)
 
 
-def test_updates_merge():
+def test_updates_merge_zero_updates_do_not_count_and_nothing_reads_back():
     rng = np.random.default_rng(0)
     weight = cast(rng.standard_normal(1000).astype(np.float32), "e4m3", overflow="saturate")
     update = np.float32(0.02) * rng.standard_normal(1000).astype(np.float32)
@@ -215,6 +198,11 @@ def test_updates_merge():
     assert parts[0] + parts[1] + parts[2] == parts[2].merge(parts[0] + parts[1]) == whole
     assert whole + UpdateStats.empty("e4m3") == whole
     assert UpdateStats.from_dict(json.loads(json.dumps(whole.to_dict(), allow_nan=False))) == whole
+    result = UpdateStats.of(np.float32([1, 1, 1]), np.float32([0, -0.0, 1]), "bf16")
+    assert (result.count, result.lost) == (1, 0)
+    assert math.isnan(UpdateStats.empty("bf16").lost_fraction)
+    for nothing in (TensorStats.empty("e3m4ieee"), UpdateStats.empty("bf16")):
+        assert type(nothing).from_dict(json.loads(json.dumps(nothing.to_dict(), allow_nan=False))) == nothing
 
 
 ONE = np.ones(2, np.float32)
