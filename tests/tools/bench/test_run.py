@@ -48,7 +48,6 @@ SMALL = {"layers": 2, "width": 64, "context": 16, "batch": 2, "vocabulary": 256}
 
 @pytest.fixture
 def played(monkeypatch, tmp_path, text):
-    """Races fake workers: returns the result, and what they were asked, in order."""
     script, diary = tmp_path / "fake.py", tmp_path / "diary"
     script.write_text(FAKE)
 
@@ -93,28 +92,7 @@ def test_medians_spreads_ratios_and_shares(played):
     assert data["halfstep"]["tokens_per_second"] == result.speed(ours)
 
 
-def test_flops_of_gpt2_are_those_of_the_anchors():
-    sizes = {"layers": 12, "width": 768, "heads": 12, "vocabulary": 50304, "context": 1024, "batch": 32}
-    setting = Setting("", None, **sizes, micro_batches=1, compile=None, seed=0, tokens="", held_out="")
-    assert setting.flops_per_token() == pytest.approx(854.7e6, rel=1e-4)
-    assert setting.tokens_per_step() == 32768
-
-
-def test_a_missing_package_is_reported_and_nothing_takes_its_place(played):
-    said = []
-    plays = {"accelerate": {"missing": "accelerate is not installed"}}
-    result, _ = played(["accelerate", "autocast"], plays, rounds=1, log=said.append)
-    accelerate, autocast = result.arms
-    assert (accelerate.missing, accelerate.hint, accelerate.raced) == (
-        "accelerate is not installed",
-        "pip install it",
-        False,
-    )
-    assert autocast.raced
-    assert "accelerate: accelerate is not installed (hint: pip install it)" in said
-
-
-def test_an_arm_that_fails_leaves_with_its_reason_and_the_others_continue(played):
+def test_an_arm_that_fails_or_is_missing_leaves_with_its_reason_and_the_others_continue(played):
     plays = {"casted": {"fails_at": 2}, "fp32": {"dies": True}}
     result, _ = played(["casted", "fp32", "autocast"], plays, rounds=3)
     arms = {arm.name: arm for arm in result.arms}
@@ -124,13 +102,18 @@ def test_an_arm_that_fails_leaves_with_its_reason_and_the_others_continue(played
     assert len(arms["autocast"].seconds) == 3
     assert (result.rounds, result.stopped) == (3, "")
     assert result.baseline is arms["autocast"]
-
-
-def test_when_no_arm_is_left_it_says_so(played):
     result, _ = played(["fp32"], {"fp32": {"fails_at": 1}}, rounds=3)
     assert result.stopped == "after 1 of 3 rounds: no arm is left"
     assert (result.raced, result.baseline) == ([], None)
     assert result.to_dict()["arms"][0]["failed"]
+    said = []
+    plays = {"accelerate": {"missing": "accelerate is not installed"}}
+    result, _ = played(["accelerate", "autocast"], plays, rounds=1, log=said.append)
+    accelerate, autocast = result.arms
+    assert (accelerate.missing, accelerate.hint) == ("accelerate is not installed", "pip install it")
+    assert not accelerate.raced
+    assert autocast.raced
+    assert "accelerate: accelerate is not installed (hint: pip install it)" in said
 
 
 def test_the_time_limit_ends_the_race_after_a_whole_round(played, monkeypatch):
@@ -159,8 +142,7 @@ def test_every_arm_reads_the_same_tokens_and_the_held_out_text_is_none_of_them(p
     going = race.Race([], setting, tmp_path, rounds=2, steps=5, deadline=None, log=print)
     assert "bytes to train on" in going._write_data(str(text))
     tokens, held_out = np.load(going.setting.tokens), np.load(going.setting.held_out)
-    assert tokens.shape == (WARM_STEPS + 2 * 6, 3, 2, 17)
-    assert held_out.shape[1] == 17
+    assert (tokens.shape, held_out.shape[1]) == ((WARM_STEPS + 2 * 6, 3, 2, 17), 17)
     # Documents are whole on one side; a line that names its own number is on one side only.
     learned = b"".join(bytes(window.astype(np.uint8)) for window in tokens.reshape(-1, 17))
     lines = bytes(held_out[:, :-1].astype(np.uint8).ravel()).split(b"\n")
@@ -196,15 +178,18 @@ def test_without_torch_it_says_what_to_install(monkeypatch):
     assert caught.value.hint == "pip install 'halfstep[torch]'"
 
 
-def test_the_default_arms_hold_both_sides_of_every_bar():
+def test_the_default_arms_hold_both_sides_of_every_bar_and_flops_are_those_of_the_anchors():
     assert set(run.DEFAULT_ARMS) <= set(ARMS)
     assert {name for bar in BARS for name in (bar.ours, bar.theirs)} <= set(run.DEFAULT_ARMS)
     # fp8 is held against our own bf16: it is no bar for a peer to be slower than that.
     assert all(ARMS[bar.ours].ours and ARMS[bar.theirs].ours == (bar.ours == "halfstep-fp8") for bar in BARS)
+    sizes = {"layers": 12, "width": 768, "heads": 12, "vocabulary": 50304, "context": 1024, "batch": 32}
+    setting = Setting("", None, **sizes, micro_batches=1, compile=None, seed=0, tokens="", held_out="")
+    assert setting.flops_per_token() == pytest.approx(854.7e6, rel=1e-4)
+    assert setting.tokens_per_step() == 32768
 
 
 def raced(micro_batches=1, missing=(), width=768, **arms):
-    """A result in which each arm has the given (seconds, memory)."""
     setting = Setting(CEILING, None, 12, width, 12, 50304, 1024, 32, micro_batches, None, 0, "", "")
     standings = [ArmResult(n, "", ARMS[n].ours, seconds=(s,), memory=m) for n, (s, m) in arms.items()]
     standings += [ArmResult(n, "", ARMS[n].ours, missing=f"{n} is not installed") for n in missing]
@@ -215,40 +200,36 @@ def verdicts(result):
     return {(v.bar.ours, v.bar.theirs, v.bar.what): v.reached for v in judge(result)}
 
 
-def test_bars_are_reached_on_their_bound_and_not_below_it():
-    ours, usual = ("halfstep", "autocast", "speed"), ("halfstep", "autocast", "memory")
-    on = raced(halfstep=(1.0, 920), autocast=(1.04, 1000))
-    assert verdicts(on) == {ours: True, usual: True}
-    below = raced(halfstep=(1.0, 921), autocast=(1.039, 1000))
-    assert verdicts(below) == {ours: False, usual: False}
-
-
-def test_bars_of_a_stock_optimizer_are_for_one_micro_batch_and_that_of_halfstep_for_all():
+def test_bars_are_reached_on_their_bound_where_they_apply():
+    bars = [("halfstep", "autocast", "speed"), ("halfstep", "autocast", "memory")]
+    for memory, seconds, reached in ((920, 1.04, True), (921, 1.039, False)):
+        result = raced(halfstep=(1.0, memory), autocast=(seconds, 1000))
+        assert verdicts(result) == dict.fromkeys(bars, reached)
+    arms = {"halfstep": (1.0, 1), "halfstep-fp16": (1.0, 1), "autocast-fp16": (0.99, 1), "fabric": (1.0, 1)}
+    assert verdicts(raced(8, **arms)) == {
+        ("halfstep-fp16", "autocast-fp16", "speed"): False,
+        ("halfstep", "fabric", "speed"): True,
+    }
     arms = {"halfstep": (1.0, 1000), "halfstep-stock": (1.0, 1000), "autocast": (1.03, 1000)}
     assert verdicts(raced(8, **arms)) == {("halfstep", "autocast", "speed"): False}
     result = verdicts(raced(1, **arms))
     assert result[("halfstep-stock", "autocast", "speed")] is True
     assert result[("halfstep-stock", "autocast", "memory")] is False
-
-
-def test_peers_may_not_be_faster_anywhere():
-    result = raced(
-        8, **{"halfstep": (1.0, 1), "halfstep-fp16": (1.0, 1), "autocast-fp16": (0.99, 1), "fabric": (1.0, 1)}
-    )
-    assert verdicts(result) == {
-        ("halfstep-fp16", "autocast-fp16", "speed"): False,
-        ("halfstep", "fabric", "speed"): True,
-    }
+    (verdict,) = judge(raced(halfstep=(1.0, 1), missing=["accelerate"]))
+    assert (verdict.ratio, verdict.reached, verdict.why) == (None, None, "accelerate: accelerate is not installed")
+    assert verdict.to_dict()["bar"] == "speed of halfstep over accelerate, at least 1"
+    (speed, memory) = judge(raced(halfstep=(1.0, None), autocast=(2.0, None)))
+    assert (speed.reached, memory.reached) == (True, None)
 
 
 def test_fp8_may_lose_nothing_and_must_gain_where_the_model_is_wide():
     bar = ("halfstep-fp8", "halfstep", "speed")
-    for width, seconds, reached in [
+    for width, seconds, reached in (
         (768, 1.0, True),
         (768, 0.999, False),
         (2048, 1.15, True),
         (4096, 1.149, False),
-    ]:
+    ):
         arms = {"halfstep-fp8": (1.0, 1), "halfstep": (seconds, 1), "autocast": (1.0, 1)}
         result = verdicts(raced(width=width, **arms))
         assert result[bar] is reached
@@ -256,14 +237,6 @@ def test_fp8_may_lose_nothing_and_must_gain_where_the_model_is_wide():
     check_applicable(["halfstep", "halfstep-fp8"], "cuda", GPT2 | {"width": 2048, "layers": 24})
     with pytest.raises(HalfstepError, match="no bar compares any two of autocast, halfstep at a width of 2048"):
         check_applicable(["autocast", "halfstep"], "cuda", GPT2 | {"width": 2048})
-
-
-def test_a_bar_whose_arm_is_missing_is_not_checked_and_says_why():
-    (verdict,) = judge(raced(halfstep=(1.0, 1), missing=["accelerate"]))
-    assert (verdict.ratio, verdict.reached, verdict.why) == (None, None, "accelerate: accelerate is not installed")
-    assert verdict.to_dict()["bar"] == "speed of halfstep over accelerate, at least 1"
-    (speed, memory) = judge(raced(halfstep=(1.0, None), autocast=(2.0, None)))
-    assert (speed.reached, memory.reached) == (True, None)
 
 
 @pytest.mark.parametrize(
@@ -281,34 +254,27 @@ def test_bars_that_say_nothing_are_refused(arms, device, sizes, said):
 
 
 def worker(tmp_path, code):
-    """A worker whose `start` is the code."""
     begin = "import sys, time\nfrom halfstep.tools.bench.workers import *\ndef start():\n    "
     return Worker([sys.executable, "-c", f"{begin}{code}\nsys.exit(serve(start))"], tmp_path / "log", os.environ)
 
 
-def test_a_worker_that_is_gone_says_so_each_time(tmp_path):
+def test_a_worker_that_is_gone_hangs_or_prints(tmp_path, monkeypatch):
+    loud = worker(tmp_path, "print('hello from a library'); return {'a': 1}, lambda request: request")
+    assert (loud.hear(10), loud.ask({"b": 2}, 10)) == ({"a": 1}, {"b": 2})
+    loud.close()
+    assert "hello from a library" in (tmp_path / "log").read_text()
     gone = worker(tmp_path, "return {}, lambda request: sys.exit(3)")
     assert gone.hear(10) == {}
     for _ in range(2):
         with pytest.raises(FailedError, match="it stopped with code 3"):
             gone.ask({"do": "train"}, 10)
     gone.close()
-
-
-def test_a_worker_that_will_not_stop_is_ended(tmp_path, monkeypatch):
     monkeypatch.setattr("halfstep.tools.bench.workers.PATIENCE", 0.1)
     hanging = worker(tmp_path, "time.sleep(60)")
     with pytest.raises(FailedError, match="no answer within 0 s"):
         hanging.hear(0.05)
     hanging.close()
     assert hanging._process.returncode == -9
-
-
-def test_what_a_worker_prints_is_kept_apart_from_its_answers(tmp_path):
-    loud = worker(tmp_path, "print('hello from a library'); return {'a': 1}, lambda request: request")
-    assert (loud.hear(10), loud.ask({"b": 2}, 10)) == ({"a": 1}, {"b": 2})
-    loud.close()
-    assert "hello from a library" in (tmp_path / "log").read_text()
 
 
 @pytest.mark.parametrize(
@@ -329,9 +295,10 @@ def test_an_error_of_a_worker_is_one_line(tmp_path, raised, kind, message):
     failing.close()
 
 
-def test_no_framework_is_loaded_by_the_tool():
+def test_no_framework_is_loaded_by_the_tools():
     code = (
-        "import sys, halfstep.tools.bench.run, halfstep.tools.bench.bars, halfstep.report.race\n"
+        "import sys, halfstep.report.race, halfstep.tools.probe\n"
+        "from halfstep.tools.bench import bars, run\n"
         "assert not {'torch', 'jax', 'mlx', 'numpy'} & set(sys.modules), 'a framework'\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
