@@ -1,9 +1,7 @@
 """Policy to model: gives every module its precision and every parameter its storage format.
 
-`apply` is the one place where a policy meets a torch model. It checks that the device can run what is asked for
-before it changes anything, and refuses with the reason if it cannot: nothing is substituted.
-
-Any `nn.Module` will do. A module changes its class (convert/modules.py); `restore` puts the original class back.
+`apply` checks that the device can run what is asked for before it changes anything, and refuses with the reason if
+it cannot. Any `nn.Module` will do. A module changes its class (convert/modules.py); `restore` puts it back.
 
     halfstep's own layers                    get their precision
     Linear, MultiheadAttention, Embedding    multiply and look up in their own precision; weight gradients are fp32
@@ -14,14 +12,12 @@ Any `nn.Module` will do. A module changes its class (convert/modules.py); `resto
     routers of mixtures                      fp32 inside and out; their experts multiply in compute
     the model itself                         returns the loss format
 
-A subclass that somebody else wrote is treated like its base class, unless it has a forward of its own: then it
-is a leaf. `Applied.changes` has a row for each module that was changed and for each that was not, with the
-reason. What a model computes by functions of its own, such as `F.softmax(x)`, is reached as well
-(functions/mode.py).
+A subclass that somebody else wrote is treated like its base class, unless it has a forward of its own: then it is
+a leaf. Functions of the model's own code, such as `F.softmax(x)`, are reached as well (functions/mode.py).
 
 A parameter is held as the policy says (`hold`) and keeps its identity: its data are replaced. A matrix is split
-only if every module that holds it can use its bf16 half (split.py). Frozen parameters, and those that are not
-fp32, bf16 or fp16, stay as they are: no optimizer owns a master of them.
+only if every module that holds it can use its bf16 half. Frozen parameters, and those of other dtypes, stay as
+they are.
 """
 
 from collections import Counter
@@ -41,32 +37,11 @@ from halfstep.core.refusal import EMULATE, check_formats, check_implemented, che
 from halfstep.core.roles import Param, Value, print_value
 from halfstep.core.rules import Resolved
 from halfstep.torch.cast import carried, split
-from halfstep.torch.convert.fp8_choice import (
-    TOKENS,
-    Measured,
-    Timer,
-    add_histories,
-    check_fast,
-    check_narrow,
-    measure_all,
-)
+from halfstep.torch.convert import fp8_choice, plan
+from halfstep.torch.convert.fp8_choice import TOKENS, Measured, Timer
 from halfstep.torch.convert.known_packages import routers, with_routers
 from halfstep.torch.convert.modules import Island, Leaf
-from halfstep.torch.convert.plan import (
-    Change,
-    Originals,
-    Plan,
-    change_of,
-    check_held,
-    check_kernels,
-    check_model,
-    convert,
-    give,
-    matmuls,
-    plans_of,
-    restore_all,
-    statistics,
-)
+from halfstep.torch.convert.plan import Change, Originals, Plan, change_of, give, matmuls, plans_of
 from halfstep.torch.dtypes import DTYPES, FLOATS, dtype_of, supported
 from halfstep.torch.fp8.delayed import Amaxes
 from halfstep.torch.layers import Layer
@@ -75,17 +50,10 @@ from halfstep.torch.split import Holder, make_split, make_whole
 
 __all__ = ["Applied", "Change", "adopt", "apply", "check_supported", "hold", "restore", "set_precision", "whole"]
 
-# What layers.py multiplies natively.
-NATIVE = tuple(DTYPES)
-
 
 @dataclass(frozen=True)
 class Applied:
-    """What was done to a model: the modules that changed, and how parameters and moments are held.
-
-    Masters, moments and remainders are those of the trained parameters, by name; one that is held twice has its
-    first name. A trained parameter that is not among them has a dtype that no policy knows.
-    """
+    """What was done to a model: its modules, and how trained parameters and moments are held, by first name."""
 
     policy: Policy
     modules: int  # how many have a precision
@@ -113,11 +81,8 @@ def apply(
     compiled: bool = True,
     timer: Timer = time_layer,
 ) -> Applied:
-    """Gives a model a policy. `names` are the modules that rules may match, by default all.
-
-    `timer` times the layers whose rules say `measured`, with the `tokens` of a micro-batch, `compiled` or not.
-    """
-    check_model(model)
+    """Gives a model a policy, whose rules may match `names`; `timer` times the layers of rules with `measured`."""
+    plan.check_model(model)
     parameters, names, plans = trainable(model), names_of(model, names), plans_of(model)
     check_implemented(policy, "torch", _not_implemented)
     aliases = _aliases(model, parameters)
@@ -128,20 +93,20 @@ def apply(
     _check_precisions(model, plans, _precisions(model, policy.evaluation(), names), policy.evaluation())
     _check_precisions(model, plans, ruled, policy)
     for device in _devices(model):
-        check_fast(plans, ruled, base, device)
+        fp8_choice.check_fast(plans, ruled, base, device)
     values = policy.resolve(names)
     roles = {name: _roles(held, values) for name, held in aliases.items()}
     masters = {name: _checked(name, parameters[name], roles[name], policy) for name in parameters}
     masters, kept_whole = _split_where_used(masters, parameters, plans)
     held: dict[Tensor, Param] = {parameters[name]: param for name, param in masters.items()}
-    check_held(plans, held)
-    measured = measure_all(plans, ruled, held, tokens, compiled=compiled, timer=timer)
+    plan.check_held(plans, held)
+    measured = fp8_choice.measure_all(plans, ruled, held, tokens, compiled=compiled, timer=timer)
     chosen = ruled if measured is None else measured.widen(ruled)
     widened = [name for name, p in parameters.items() if p.dtype != torch.float32 and masters[name].format == FP32]
-    widened += _widen_statistics(plans)
+    widened += plan.widen_statistics(plans)
     remainders = _hold_all(parameters, masters, policy, plans)
-    amaxes = add_histories(plans, ruled, next(iter(parameters.values())).device)
-    originals = convert(model, plans, chosen, base)
+    amaxes = fp8_choice.add_histories(plans, ruled, next(iter(parameters.values())).device)
+    originals = plan.convert(model, plans, chosen, base)
     notes = {} if measured is None else measured.notes
     changes = [c for p in plans if (c := change_of(p, chosen.get(p.name, base), notes.get(p.name, "")))]
     return Applied(
@@ -168,12 +133,11 @@ def _devices(model: nn.Module) -> set[torch.device]:
 
 
 def _check_precisions(model: nn.Module, plans: list[Plan], ruled: Mapping[str, Precision], policy: Policy) -> None:
-    """Refuses what a device or a kernel cannot run."""
     base = base_precision(policy)
     for device in _devices(model):
         check_supported([base, *ruled.values()], device)
-        check_narrow(plans, ruled, base, device)
-    check_kernels(plans, ruled, base)
+        fp8_choice.check_narrow(plans, ruled, base, device)
+    plan.check_kernels(plans, ruled, base)
 
 
 def hold(wide: Tensor, param: Param, policy: Policy) -> tuple[Tensor, Tensor | None]:
@@ -193,10 +157,7 @@ def whole(param: Param, tensor: Tensor) -> Param:
 def set_precision(
     model: nn.Module, policy: Policy, names: Sequence[str] | None = None, measured: Measured | None = None
 ) -> int:
-    """Sets what each module computes in, without touching parameters; returns the number of modules.
-
-    `measured` is what `apply` measured, if rules say `measured`: without it all those layers would be narrow.
-    """
+    """Sets what modules compute in, those that `apply` measured as it did; returns how many modules that are."""
     base, chosen = base_precision(policy), _precisions(model, policy, names)
     chosen = chosen if measured is None else measured.widen(chosen)
     for device in _devices(model):
@@ -221,12 +182,12 @@ def restore(applied: Applied) -> None:
     for module, _, _ in applied.originals:
         for name in module.remainders if isinstance(module, Holder) else ():
             make_whole(cast(nn.Parameter, module._parameters[name]))
-    restore_all(applied.originals)
+    plan.restore_all(applied.originals)
 
 
 def check_supported(wanted: Sequence[Precision], device: torch.device) -> None:
     """Refuses what the device cannot run, with the reason and an alternative that runs."""
-    check_formats(wanted, str(device), lambda fmt: supported(fmt, device), NATIVE)
+    check_formats(wanted, str(device), lambda fmt: supported(fmt, device), tuple(DTYPES))
     for precision in dict.fromkeys(wanted):
         if precision.grad != precision.compute and not precision.emulate:
             raise PolicyError(
@@ -259,7 +220,6 @@ def _not_implemented(role: str, value: Value) -> str:
 
 
 def _aliases(model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> dict[str, list[str]]:
-    """Returns all names of each parameter, by its first."""
     first = {parameter: name for name, parameter in parameters.items()}
     aliases: dict[str, list[str]] = {name: [] for name in parameters}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -284,7 +244,6 @@ def _roles(names: Sequence[str], values: Mapping[str, Resolved]) -> Mapping[str,
 
 
 def _checked(name: str, parameter: Tensor, roles: Mapping[str, Value], policy: Policy) -> Param:
-    """Returns how a parameter will be held, or refuses."""
     param, grad_weight = cast(Param, roles["param"]), roles["grad_weight"]
     if parameter.dtype == torch.float16 and param.format != FP32:
         raise PolicyError(
@@ -305,28 +264,16 @@ def _split_where_used(
 ) -> tuple[dict[str, Param], list[Change]]:
     """Returns the masters, split if the policy says so and every module that holds one can use its bf16 half."""
     reasons: dict[Tensor, str] = {}
-    for plan in plans:
-        for name, parameter in plan.module.named_parameters(recurse=False):
-            reason = _whole_because(plan, name)
+    for planned in plans:
+        kind, module = planned.kind, planned.module
+        for name, parameter in module.named_parameters(recurse=False):
+            layer = kind if kind is not None and issubclass(kind, Layer) else None
+            reason = "it is used as it is held" if layer is None else layer.whole_because(module, name)
             if reason:
-                reasons.setdefault(parameter, f"{reason} ({type(plan.module).__name__} `{plan.name}`)")
+                reasons.setdefault(parameter, f"{reason} ({type(module).__name__} `{planned.name}`)")
     kept = [name for name, param in masters.items() if param.split and parameters[name] in reasons]
     changes = [Change(name, "Parameter", f"stays whole fp32: {reasons[parameters[name]]}") for name in kept]
     return {n: replace(param, split=False) if n in kept else param for n, param in masters.items()}, changes
-
-
-def _whole_because(plan: Plan, name: str) -> str:
-    if plan.kind is None or not issubclass(plan.kind, Layer):
-        return "it is used as it is held"
-    return plan.kind.whole_because(plan.module, name)
-
-
-def _widen_statistics(plans: Sequence[Plan]) -> list[str]:
-    """Makes running statistics fp32; returns the names of those that were not."""
-    narrow = list(statistics(plans))
-    for _, module, name, buffer in narrow:
-        module._buffers[name] = buffer.float()
-    return [qualified for qualified, *_ in narrow]
 
 
 @torch.no_grad()
@@ -342,15 +289,14 @@ def _hold_all(
         if remainder is not None:
             make_split(parameter, remainder)
             remainders[name] = split_parameters[parameter] = remainder
-    for plan in plans:
-        for name, held_here in plan.module._parameters.items():
+    for planned in plans:
+        for name, held_here in planned.module._parameters.items():
             if held_here is not None and held_here in split_parameters:
-                Holder.add_remainder(cast(Holder, plan.module), name, split_parameters[held_here])
+                Holder.add_remainder(cast(Holder, planned.module), name, split_parameters[held_here])
     return remainders
 
 
 def _left_alone(model: nn.Module) -> list[Change]:
-    """Lists the parameters that no policy has a format for."""
     form = "left alone: no policy has a format for"
     odd = [(name, p) for name, p in model.named_parameters() if p.dtype not in FLOATS]
     return [Change(name, "Parameter", f"{form} {str(p.dtype).removeprefix('torch.')}") for name, p in odd]

@@ -1,38 +1,25 @@
 """Casts in torch that agree with core.rounding bit for bit, on any device, under compile, without a sync.
 
-core.rounding defines the result: which neighbor a number becomes in each mode, what overflow makes of it, and
-that a NaN stays the quiet NaN of its sign. Here the same result is computed by few elementwise operations.
+core.rounding defines the results; here they are computed by few elementwise operations. Split masters are defined
+by core.split, random words by core.philox. Nothing is differentiable: a layer that casts defines its own gradient.
+A power of two, by which `quantize_scaled` scales an operand, changes no mantissa and has an exact inverse.
 
 1. Eight exponent bits (tf32, bf16 and their kin): `_round_patterns`. fp32 has the same exponents, so the numbers
    of the format are the fp32 patterns whose last d = 23 - y bits are zero, subnormals included. Rounding is an
-   addition to the pattern followed by a mask; a carry moves into the exponent by itself, and beyond the last one
-   it is inf.
+   addition and a mask; a carry moves into the exponent by itself, and beyond the last one it is inf.
 
-2. Fewer exponent bits (fp16, fp8 and their kin): `_round_quanta`. Near x the numbers are multiples of the
-quantum
+2. Fewer exponent bits (fp16, fp8 and their kin): `_round_quanta`. Near x the numbers are multiples of the quantum
 
        q = max(2^E, 2^Emin) * 2^-y          E is read from the exponent bits of x
 
    Multiplication by a power of two is exact, so v = |x| / q is exact, and so are its integer part, its fraction
-   and (integer part + 0 or 1) * q. Every quantity is a normal number as long as q >= 2^-126, so a device that
-   flushes subnormals changes nothing; formats beyond that (with an unusual bias) do the same in fp64. 1 / q is
-   made from exponent bits, because compilers may divide approximately but never multiply so.
+   and (integer part + 0 or 1) * q. All are normal numbers as long as q >= 2^-126, so a device that flushes
+   subnormals changes nothing; other formats do the same in fp64. 1 / q is made from exponent bits, because
+   compilers may divide approximately but never multiply so.
 
-3. Native dtypes: `to_native`. Why not x.to(torch.bfloat16).to(torch.float32)? It is a little faster in eager mode,
-   but under torch.compile it is the identity: inductor keeps fused values in fp32 and drops the pair of
-   conversions (measured on torch 2.13), so an emulation made of it would silently train in fp32. For the same
-   reason `to_native` rounds before it converts to 16 bits when compiled. A conversion to 8 bits is not dropped:
-   there values are clamped and converted, in plain operations that a compiler fuses with what precedes them.
-
-4. Scaled operands: `quantize_scaled`. A narrow operand is multiplied by a power of two that brings its largest
-   magnitude into the top binade of the format. A power of two changes no mantissa, so scaling adds no error, and
-   inv_scale = 1 / scale is exact.
-
-5. Split masters: `split` and `join`, as core.split defines them.
-
-6. Random words for stochastic rounding: `random_bits`, as core.philox defines them.
-
-Nothing here is differentiable: results are detached, and a layer that casts defines its own gradient.
+3. Native dtypes: `to_native`. x.to(torch.bfloat16).to(torch.float32) is the identity under torch.compile: inductor
+   keeps fused values in fp32 and drops both conversions (torch 2.13), so an emulation made of it would silently
+   train in fp32. So compiled code rounds before it converts to 16 bits; one to 8 bits is not dropped.
 """
 
 import math
@@ -59,11 +46,10 @@ _TWICE_BIAS = 254 << 23
 def quantize(
     x: Tensor, fmt: Format, *, overflow: Overflow, rounding: Rounding = "nearest-even", bits: Tensor | None = None
 ) -> Tensor:
-    """Rounds every element to a number of `fmt`, carried in fp32: the emulated cast.
+    """Rounds fp32, bf16 or fp16 numbers to those of `fmt`, carried in fp32: the emulated cast.
 
-    `x` is fp32, or bf16 or fp16, which fp32 holds exactly. `bits`, for stochastic rounding only, is one 32-bit
-    word per element, in int64; `random_bits` makes them. A NaN stays NaN even if the format has none;
-    core.rounding refuses it, but that would mean reading the tensor.
+    `bits`, for stochastic rounding only, is an int64 word per element (`random_bits`). A NaN stays NaN even if the
+    format has none; core.rounding refuses it, but that would mean reading the tensor.
     """
     x = _as_fp32(x, fmt)
     check_rule(fmt, overflow, rounding, random=bits is not None)
@@ -78,8 +64,7 @@ def quantize(
 def carried(x: Tensor, fmt: Format) -> Tensor:
     """Rounds as hardware does, in fp32: to nearest even, and to infinity beyond the largest number.
 
-    In eager mode by way of the native dtype, which gives the same bits, except for a NaN's payload, some 20 times
-    faster. A compiler would drop the two conversions, so compiled code rounds by `quantize`.
+    In eager mode by way of the native dtype: the same bits, but for a NaN's payload, some 20 times faster.
     """
     if fmt == FP32:
         return x
@@ -91,9 +76,8 @@ def carried(x: Tensor, fmt: Format) -> Tensor:
 def to_native(x: Tensor, fmt: Format, *, overflow: Overflow) -> Tensor:
     """Rounds to nearest, ties to even, into the torch dtype of `fmt`, with an explicit overflow rule.
 
-    Native fp8 casts disagree beyond the largest number: 1000 becomes NaN in e4m3 on torch 2.11, 448 on 2.13. Here
-    torch's conversion never gets such a number. A NaN stays NaN; torch chooses its code, not the same one in eager
-    and in compiled code.
+    Native fp8 casts disagree beyond the largest number (1000 becomes NaN in e4m3 on torch 2.11, 448 on 2.13), so
+    torch's conversion never gets such a number. A NaN stays NaN; torch chooses its code.
     """
     dtype = dtype_of(fmt)
     hp = _as_fp32(x, fmt)
@@ -110,10 +94,9 @@ def to_native(x: Tensor, fmt: Format, *, overflow: Overflow) -> Tensor:
 def scale_for(amax: Tensor, fmt: Format) -> Tensor:
     """Returns the largest power of two that keeps amax * scale <= fmt.max, elementwise, in fp32.
 
-    With amax = m * 2^e and fmt.max = M * 2^E (1 <= m, M < 2) it is 2^(E - e), or half of that if m > M. It is 1
-    for amax 0, and stays within 2^-126 and 2^126, so that its inverse is a normal number too: below about fmt.max
-    * 2^-126 a tensor no longer fills the format, but nothing overflows. An amax of inf or NaN gives the scale NaN,
-    and everything scaled by it becomes NaN; otherwise saturation would turn an infinity into an ordinary number.
+    With amax = m * 2^e and fmt.max = M * 2^E (1 <= m, M < 2) it is 2^(E - e), or half of that if m > M; 1 for amax
+    0; within 2^-126 and 2^126, so that its inverse is normal too. An amax of inf or NaN gives NaN, and so does
+    everything scaled by it: saturation would turn an infinity into an ordinary number.
     """
     return _scales(amax, fmt)[0]
 
@@ -123,10 +106,9 @@ def quantize_scaled(
 ) -> tuple[Tensor, Tensor]:
     """Returns a matmul operand in a narrow format, saturated, and the inv_scale that undoes its scale.
 
-    There is one scale per tensor (inv_scale is a scalar) or one per row, that is for each index of all dimensions
-    but the last (inv_scale keeps the last with size 1). The scale follows the amax of `x`, unless `amax` is given:
-    `delayed` operands need it, from earlier steps; larger numbers saturate. The values are numbers of the format
-    in fp32, or in its torch dtype if `native`; both are the same.
+    One scale per tensor (inv_scale is a scalar), or per row of the last dimension (kept with size 1), from the
+    amax of `x` unless `amax` is given, as `delayed` operands need. Values are in fp32, or in the torch dtype if
+    `native`.
     """
     if amax is None:
         if operand.amax == "delayed":
@@ -199,8 +181,8 @@ def random_bits(
 ) -> Tensor:
     """Returns the words of core.philox.random_bits, in int64 on a device.
 
-    `step` may be an integer scalar tensor on the device, which is not read; under torch.compile it should be one:
-    a Python integer that changes compiles again at each step.
+    `step` may be an integer scalar on the device, which is not read; a Python integer would compile again each
+    step.
     """
     size = torch.Size([shape] if isinstance(shape, int) else shape)
     count = size.numel()
@@ -251,7 +233,6 @@ def _scales(amax: Tensor, fmt: Format) -> tuple[Tensor, Tensor]:
 def _round_patterns(
     x: Tensor, plan: CastConstants, overflow: Overflow, rounding: Rounding, bits: Tensor | None
 ) -> Tensor:
-    """Casts to a format with fp32's exponents, on bit patterns."""
     pattern = x.view(torch.int32)
     magnitude = pattern & _MAGNITUDE
     drop = 23 - plan.mantissa_bits
@@ -279,7 +260,7 @@ def _round_patterns(
 def _round_quanta(
     x: Tensor, plan: CastConstants, overflow: Overflow, rounding: Rounding, bits: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Returns magnitudes cast to a format with other exponents than fp32's, and where they must become NaN."""
+    """Returns magnitudes and where they must become NaN."""
     integers, bias, width = (torch.int32, 127, 23) if plan.fits_fp32 else (torch.int64, 1023, 52)
     wide = x if plan.fits_fp32 else x.double()
     magnitude = wide.abs().clamp_(max=plan.largest if overflow == "saturate" else plan.beyond)

@@ -1,13 +1,10 @@
 """Formats and torch dtypes, torch devices and what is known about them, and what torch can compute where.
 
 `supported` answers for a *compute* format, that of matmul operands. On an accelerator the hardware decides
-(core.devices): torch would run bf16 on a T4 by silently converting every operand. On a CPU torch has bf16 and
-fp16 kernels for every machine; with instructions for them they may pay, without they can be hundreds of times
-slower than fp32. Both are the user's choice, so the answer is yes, with that reason. 8-bit formats are
-multiplied by `torch._scaled_mm`, whose kernels differ by device, version and pair of formats: a small product is
-tried once, and torch's error message is the reason. No CPU has instructions for them; if torch multiplies them
-there, it widens them first, which is only good for tests. What cannot run natively can be emulated anywhere, and
-every refusal names the switch: `emulate=true`.
+(core.devices): torch would run bf16 on a T4 by silently converting every operand. On a CPU torch has bf16 and fp16
+kernels for every machine, which may be hundreds of times slower than fp32: the answer is yes, with that reason.
+8-bit formats are multiplied by `torch._scaled_mm`, whose kernels differ by device, version and pair of formats: a
+small product is tried once, and torch's error message is the reason. A CPU widens them, which is good for tests.
 """
 
 from functools import cache
@@ -31,8 +28,7 @@ DTYPES: dict[Format, torch.dtype] = {
     parse("e4m3fnuz"): torch.float8_e4m3fnuz,
     parse("e5m2fnuz"): torch.float8_e5m2fnuz,
 }
-FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-"""What parameters and activations are held in; a policy leaves other tensors alone."""
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)  # a policy leaves other tensors alone
 _FORMATS = {dtype: fmt for fmt, dtype in DTYPES.items()}
 # By kind of device: whether 8-bit operands with one scale per row have a kernel whose result is fp32. Filled when
 # a model is prepared: compiled code can read it but could not try.
@@ -156,7 +152,6 @@ def _describe_cuda(device: torch.device) -> Device:
 
 
 def _intel_architecture(name: str) -> str:
-    """Returns the name in core.devices of one of Intel's products."""
     series = {
         "Data Center GPU Max": "xe-hpc",
         "Arc(TM) B": "xe2",

@@ -3,9 +3,7 @@
     softmax, layer_norm, rms_norm     fp32 inside, backward too; the result in the dtype of the input
     cross_entropy                     fp32 inside and out
 
-The arguments are those of `torch.nn.functional` and `torch.nn`. A model made of these computes its sums in fp32
-whatever its activations are, under torch.compile too. `prepare` gives these modules the format of their role, as
-it does torch's own.
+Under torch.compile too. `prepare` gives these modules the format of their role, as it does torch's own.
 """
 
 from collections.abc import Sequence

@@ -7,22 +7,18 @@ incoming gradient g of (tokens, out):
     grad_input  = g W        operands in `grad_operand`, `operand`,    rounded to `grad`
     grad_weight = g^T x      operands in `grad_operand`, `operand`,    in `grad_weight`, fp32 as a rule
 
-Each sums in fp32. Both operands are cast to the layer's own formats; neither format is derived from what the
-weight or the input happens to be. Plain autograd would round grad_weight to the operands' dtype before the cast
-to the master widens it again; here an fp32 weight gradient is fp32 from the sum on (matmul.py), also where the
-weight is the bf16 half of a split master (split.py). The same holds for the gradients of a bias and of an
-embedding's rows.
+Each sums in fp32. Both operands are cast to the layer's own formats, whatever the weight or the input happens to
+be. An fp32 weight gradient is fp32 from the sum on (matmul.py), also of a split master's bf16 half (split.py), of
+a bias and of an embedding's rows.
 
 **An island** (norm, softmax, loss) is fp32 inside, backward too: it widens its input, and autograd narrows the
 gradient only on the way out. Norms return the compute format, the loss returns fp32. Attention takes the softmax
 of fp32 scores: in a fused kernel, or in steps if the caller wants the weights themselves.
 
-**Emulated** matmuls of numbers of a format are exact products summed in fp32, in an order that may differ from
-the hardware's. What a fused kernel keeps to itself is not rounded: attention's probabilities stay fp32 here,
-where some kernels narrow them before they meet the values.
+**Emulated** matmuls of numbers of a format are exact products summed in fp32, in an order that may differ from the
+hardware's. What a fused kernel keeps to itself, such as attention's probabilities, is not rounded.
 
-Every function takes a `Casts` last (lowering.py); `casts_for("bf16-mixed")` makes one. No function mode sees
-what happens inside (functions/mode.py): these functions cast by themselves.
+Every function takes a `Casts` last (lowering.py) and is hidden from function modes (functions/mode.py).
 
 Shapes: B batch, T tokens of a sequence, D width, H heads, K features of a head.
 """
@@ -84,9 +80,8 @@ def linear(
             raise autocast_error()
         if casts.plain:
             weight = owned(weight, casts).float()
-            return F.linear(
-                x.float(), weight.t() if transposed else weight, None if bias is None else bias.float()
-            )
+            weight = weight.t() if transposed else weight
+            return F.linear(x.float(), weight, None if bias is None else bias.float())
         values, owner = operand_of(weight, casts.whole)
         if transposed:
             values, owner = values.t(), owner.t()
@@ -150,10 +145,7 @@ def attention(
     mask: Tensor | None = None,
     dropout: float = 0.0,
 ) -> Tensor:
-    """Attention, causal unless there is a mask; its softmax is in the softmax format, its result in compute.
-
-    A mask is as torch's attention has it: True where a query may attend, or numbers that are added to the scores.
-    """
+    """Attention, causal unless there is a mask (as torch's: True where a query may attend, or numbers to add)."""
     if not casts.fused_softmax:
         return weighted_attention(q_BHTK, k_BHTK, v_BHTK, casts, causal=causal, mask=mask, dropout=dropout)[0]
     with torch._C.DisableTorchFunction():

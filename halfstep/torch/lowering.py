@@ -1,7 +1,6 @@
 """What a precision means in torch (`Casts`), and the casts at the border of an operation.
 
-Every layer function takes a `Casts` last. It holds dtypes instead of formats, so that compiled code never hashes
-a format and a call derives nothing that was known before. The casts themselves:
+`Casts` holds dtypes instead of formats, so that compiled code never hashes a format. The casts themselves:
 
     enter       an activation, or a result, to the compute format
     island      a tensor to the format of a role (`norm`, `softmax`, `loss`); `own` does it to a parameter
@@ -58,9 +57,8 @@ def bypass_mode(function: Callable[_P, _R]) -> Callable[_P, _R]:
 
 def check_autocast() -> None:
     """Refuses to run if torch would cast as well, on any kind of device."""
-    for device in ("cpu", "cuda", "xpu", "mps"):
-        if torch.is_autocast_enabled(device):
-            raise autocast_error()
+    if any(torch.is_autocast_enabled(device) for device in ("cpu", "cuda", "xpu", "mps")):
+        raise autocast_error()
 
 
 def autocast_error() -> HalfstepError:

@@ -1,15 +1,13 @@
 """The matmuls of a casted layer, forward and backward: what autograd runs instead of its own rules.
 
-Operands here have 16 bits or more. Narrower operands, which need scales, are in fp8/linear.py.
+Operands here have 16 bits or more; narrower ones, which need scales, are in fp8/linear.py.
 
-Autograd keeps the gradient of an operand in the operand's dtype: a weight that is cast to bf16 for the matmul
-gets a gradient that was rounded to bf16 and then widened. Here each gradient is rounded explicitly: that of an
+Autograd keeps the gradient of an operand in the operand's dtype: a weight that is cast to bf16 for the matmul gets
+a gradient that was rounded to bf16 and then widened. Here each gradient is rounded explicitly: that of an
 activation to `grad`, that of a weight to `grad_weight`, fp32 as a rule, straight from the fp32 sum.
 
-A weight comes as two tensors: its `values`, which are multiplied, and its `owner`, which gets the gradient. They
-differ where the values are the bf16 half of a split master (split.py).
-
-None of this is differentiable twice: torch refuses the gradient of a gradient and names the function.
+A weight comes as two tensors, its `values`, which are multiplied, and its `owner`, which gets the gradient; they
+differ for a split master (split.py). None of this is differentiable twice: torch refuses it by name.
 """
 
 from typing import Any
@@ -35,7 +33,9 @@ class Linear(torch.autograd.Function):
         ctx.casts = casts
         rows = x.flatten(0, -2) if x.dim() > 1 else x.unsqueeze(0)
         if casts.emulate:
-            y = _emulated_output(rows, w, bias, casts)
+            p = casts.precision
+            y = _emulated_matmul(rows, w.t(), p.operand.format, p.operand.format, p.compute)
+            y = y if bias is None else carried(y + in_compute(bias, casts), p.compute)
         elif bias is None:
             y = matmul(rows.to(casts.operand), w.t().to(casts.operand), casts.compute)
         else:
@@ -64,26 +64,14 @@ class Linear(torch.autograd.Function):
 
 
 def _biased_output(x: Tensor, w: Tensor, bias: Tensor, casts: Casts) -> Tensor:
-    """x W + b.
-
-    On an NVIDIA GPU the bias is added to the fp32 sum, before it is rounded. That saves a kernel and a rounding;
-    elsewhere sums are rounded before a bias is added.
-    """
+    """x W + b. An NVIDIA GPU adds the bias to the fp32 sum: a kernel and a rounding fewer than elsewhere."""
     bias = bias.to(casts.compute)
     if x.is_cuda and x.dtype == w.dtype == bias.dtype == casts.compute:
         return torch.addmm(bias, x, w)
     return matmul(x, w, casts.compute) + bias
 
 
-def _emulated_output(x: Tensor, w: Tensor, bias: Tensor | None, casts: Casts) -> Tensor:
-    """The same of emulated operands."""
-    p = casts.precision
-    y = _emulated_matmul(x, w.t(), p.operand.format, p.operand.format, p.compute)
-    return y if bias is None else carried(y + in_compute(bias, casts), p.compute)
-
-
 def _emulated_gradients(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
-    """What `Linear.backward` returns, of emulated operands."""
     x, w = ctx.saved_tensors
     p, needs = ctx.casts.precision, ctx.needs_input_grad
     grad_input = grad_weight = grad_bias = None
@@ -121,10 +109,7 @@ class Rows(torch.autograd.Function):
 
 
 class Scores(torch.autograd.Function):
-    """Scores of attention: q k^T in fp32, of batches of matrices in the compute format.
-
-    Their gradients are those of a matmul in compute.
-    """
+    """Scores of attention: q k^T in fp32, of batches in compute, with the gradients of a matmul in compute."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, casts: Casts) -> Tensor:
@@ -168,5 +153,4 @@ def matmul(a: Tensor, b: Tensor, out: torch.dtype) -> Tensor:
 
 
 def _emulated_matmul(a: Tensor, b: Tensor, a_format: Format, b_format: Format, out: Format) -> Tensor:
-    """Exact products of numbers of the formats, summed in fp32, rounded to `out`."""
     return carried(carried(a, a_format) @ carried(b, b_format), out)

@@ -1,14 +1,11 @@
 """Matmul micro-benchmarks in torch, within a time budget, for the decisions of core.choice.
 
-core.measure says what is timed on every backend, core.ladder which sizes may be started; here are the operands
-and the multiplications. "fp32" is timed as fp32: TF32 is switched off for it, on for `tf32`, and restored
-afterwards.
+core.measure says what is timed on every backend, core.ladder which sizes may be started. "fp32" is timed as fp32:
+TF32 is switched off for it, on for `tf32`, and restored afterwards.
 
-`time_layer` times one linear layer, forward and backward, in two precisions, to decide which matmuls are worth fp8
-operands (convert/fp8_choice.py). The layer is between two activation functions, so that amax and casts fuse with
-what precedes them as in a model, and it is compiled if the model will be. Compiled on a GPU, only device time
-counts: a layer alone takes the host longer to launch than the device to run, and a model's layers do not wait for
-that.
+`time_layer` times one linear layer, forward and backward, in two precisions (convert/fp8_choice.py). The layer is
+between two activation functions, so that amax and casts fuse with what precedes them as in a model. Compiled on a
+GPU, only device time counts: alone, a layer takes the host longer to launch than the device to run.
 """
 
 import time
@@ -16,6 +13,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from statistics import median
 
 import torch
@@ -23,18 +21,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from halfstep.config.model import ModelConfig
+from halfstep.core import measure as shared
 from halfstep.core.choice import Shape, Timing
 from halfstep.core.formats import E4M3, FP32, TF32, Format, parse
 from halfstep.core.ladder import Clock, Run, climb
-from halfstep.core.measure import (
-    ACCELERATOR_SHAPES,
-    CPU_SHAPES,
-    FORMATS,
-    MATMUL_SHARE,
-    block_limits,
-    halved,
-    time_blocks,
-)
+from halfstep.core.measure import ACCELERATOR_SHAPES, CPU_SHAPES, FORMATS
 from halfstep.core.precision import Precision
 from halfstep.core.refusal import check_measurable
 from halfstep.core.roles import Operand, is_narrow
@@ -46,17 +37,7 @@ from halfstep.torch.lowering import Casts, enter
 from halfstep.torch.model import Block, rope_tables
 from halfstep.torch.split import make_split
 
-__all__ = [
-    "FORMATS",
-    "LayerWork",
-    "describe",
-    "devices",
-    "measure",
-    "measure_block",
-    "supported",
-    "time_layer",
-    "version",
-]
+__all__ = ["FORMATS", "describe", "devices", "measure", "measure_block", "supported", "version"]
 
 # Cycles per second of the fastest GPU (a slower one pauses longer), and the longest pause in seconds.
 CYCLES, LONGEST_PAUSE = 2.0e9, 1.0
@@ -64,10 +45,8 @@ CYCLES, LONGEST_PAUSE = 2.0e9, 1.0
 
 def devices() -> list[str]:
     """Returns the kinds of device that torch finds, the fastest first."""
-    kinds = ["cuda"] if torch.cuda.is_available() else []
-    kinds += ["xpu"] if torch.xpu.is_available() else []
-    kinds += ["mps"] if torch.backends.mps.is_available() else []
-    return [*kinds, "cpu"]
+    found = {"cuda": torch.cuda, "xpu": torch.xpu, "mps": torch.backends.mps}
+    return [*(kind for kind, module in found.items() if module.is_available()), "cpu"]
 
 
 def version() -> str:
@@ -83,10 +62,7 @@ def measure(
     shapes: Sequence[Shape] | None = None,
     clock: Clock = time.perf_counter,
 ) -> list[Timing]:
-    """Times matmuls in each format, which must be supported, for at most `budget` seconds.
-
-    The clock starts after the device (a CUDA context, the libraries behind it).
-    """
+    """Times matmuls in each supported format, for `budget` seconds; the clock starts after the device."""
     device, formats = torch.device(device), list(formats)
     check_measurable(formats, str(device), lambda fmt: supported(fmt, device))
     if shapes is None:
@@ -112,16 +88,15 @@ def measure_block(
     clock: Clock = time.perf_counter,
 ) -> list[Timing]:
     """Times matmuls and, on a CPU, a block of the model, with as many tokens as `budget` seconds allow."""
-    device = torch.device(device)
+    device, formats = torch.device(device), list(formats)
     if device.type != "cpu":
         return measure(device, formats, budget=budget, clock=clock)
-    formats = list(formats)
-    matmuls = measure(device, formats, budget=budget * MATMUL_SHARE, clock=clock)
-    bench, limits = _Bench(device), block_limits(matmuls, formats)
-    shapes = [(count, model.width, model.size_of_mlp) for count in halved(tokens)]
+    matmuls = measure(device, formats, budget=budget * shared.MATMUL_SHARE, clock=clock)
+    bench, limits = _Bench(device), shared.block_limits(matmuls, formats)
+    shapes = [(count, model.width, model.size_of_mlp) for count in shared.halved(tokens)]
     with warnings.catch_warnings(), _tf32_restored():
         warnings.simplefilter("ignore")
-        blocks = time_blocks(
+        blocks = shared.time_blocks(
             lambda fmt, count: bench.start_block(fmt, model, count), limits, shapes, budget=budget, clock=clock
         )
     return [*matmuls, *blocks]
@@ -170,8 +145,6 @@ def time_layer(
 
 
 class _Bench:
-    """Creates and multiplies operands on one device."""
-
     def __init__(self, device: torch.device):
         self.device = device
         self.generator = torch.Generator(device).manual_seed(0)
@@ -185,7 +158,7 @@ class _Bench:
         else:
             # TF32 is a way to multiply fp32 tensors.
             dtype = torch.float32 if fmt == TF32 else dtype_of(fmt)
-            multiply = _plain(a.to(dtype), b.to(dtype))
+            multiply = partial(torch.matmul, a.to(dtype), b.to(dtype))
 
         def run(count: int) -> None:
             _set_tf32(self.device, fmt == TF32)
@@ -198,16 +171,15 @@ class _Bench:
 
     def start_block(self, fmt: Format, model: ModelConfig, tokens: int) -> Run:
         """Creates a block with fp32 masters; returns a function that trains it so many times and waits."""
-        context = min(model.context, tokens)
-        batch = tokens // context
-        block = Block(model).to(self.device)
+        context, block = min(model.context, tokens), Block(model).to(self.device)
         precision = Precision(compute=fmt, operand=Operand(fmt), grad=fmt, grad_operand=Operand(fmt))
         for module in block.modules():
             if isinstance(module, Layer):
                 module.precision = precision
         for parameter in block.parameters():
             torch.nn.init.normal_(parameter, std=0.02, generator=self.generator)
-        x = self._random(batch * context, model.width).view(batch, context, -1).to(dtype_of(fmt)).requires_grad_()
+        x = self._random(tokens // context * context, model.width).view(-1, context, model.width)
+        x = x.to(dtype_of(fmt)).requires_grad_()
         g = torch.ones_like(x)
         angles = tuple(table[:context].to(self.device) for table in rope_tables(model))
 
@@ -255,8 +227,6 @@ class _Bench:
 
 
 class _Between(nn.Module):
-    """A layer with something before it and after it to fuse with."""
-
     def __init__(self, layer: CastedLinear):
         super().__init__()
         self.layer = layer
@@ -264,10 +234,6 @@ class _Between(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         casts: Casts = self.layer.casts
         return enter(functional.silu(self.layer(enter(functional.silu(x), casts))), casts)
-
-
-def _plain(a: Tensor, b: Tensor) -> Callable[[], Tensor]:
-    return lambda: a @ b
 
 
 def _fp8(a: Tensor, b: Tensor, fmt: Format) -> Callable[[], Tensor]:
@@ -295,13 +261,10 @@ def _device_seconds(run: Run, count: int) -> float:
 
 
 def _wait(device: torch.device) -> None:
-    match device.type:
-        case "cuda":
-            torch.cuda.synchronize(device)
-        case "xpu":
-            torch.xpu.synchronize(device)
-        case "mps":
-            torch.mps.synchronize()
+    if device.type in ("cuda", "xpu"):
+        getattr(torch, device.type).synchronize(device)
+    elif device.type == "mps":
+        torch.mps.synchronize()
 
 
 def _set_tf32(device: torch.device, on: bool) -> None:
@@ -311,7 +274,6 @@ def _set_tf32(device: torch.device, on: bool) -> None:
 
 @contextmanager
 def _tf32_restored() -> Iterator[None]:
-    """Restores the process's own choice about TF32."""
     found = torch.backends.cuda.matmul.fp32_precision
     try:
         yield

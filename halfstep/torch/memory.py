@@ -13,10 +13,8 @@ def capacity(device: torch.device) -> int | None:
     match device.type:
         case "cpu":
             return host.memory()
-        case "cuda":
-            return int(torch.cuda.get_device_properties(device).total_memory)
-        case "xpu":
-            return int(torch.xpu.get_device_properties(device).total_memory)
+        case "cuda" | "xpu":
+            return int(getattr(torch, device.type).get_device_properties(device).total_memory)
         case "mps":
             return int(torch.mps.recommended_max_memory())
         case _:

@@ -13,8 +13,7 @@ compute format; norms, softmax and the loss are islands (layers.py).
 Shapes: B batch, T tokens of a sequence, D width, H heads, K features of a head, V vocabulary.
 """
 
-from collections.abc import Iterator
-from typing import Any
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -23,17 +22,8 @@ from torch.utils.checkpoint import checkpoint
 
 from halfstep.config.model import ModelConfig, module_names, parameter_shapes
 from halfstep.config.weights import Weights, initial_weights
-from halfstep.torch.layers import (
-    CastedLinear,
-    Layer,
-    Matmul,
-    Norm,
-    attention,
-    cross_entropy,
-    linear,
-    rms_norm,
-    rotate,
-)
+from halfstep.torch import layers
+from halfstep.torch.layers import CastedLinear, Layer, Matmul, Norm
 from halfstep.torch.lowering import enter, owned, rounded
 
 
@@ -69,28 +59,24 @@ class Decoder(Layer):
         if self.embed_norm is not None:
             x_BTD = self.embed_norm(x_BTD)
         x0_BTD, first_values = x_BTD, None
-        skips: list[Tensor] = []
+        skips, again = list[Tensor](), self.recompute and torch.is_grad_enabled()
         angles = (self.cos_TK[: tokens_BT.shape[1]], self.sin_TK[: tokens_BT.shape[1]])
         for block, source in zip(self.blocks, self.skip_sources, strict=True):
             if self.skip_weights is not None and source is not None:
                 weight_D = enter(owned(self.skip_weights, casts)[source], casts)
                 x_BTD = rounded(x_BTD + rounded(weight_D * skips[source], casts), casts)
             given = (x_BTD, x0_BTD, first_values, angles)
-            x_BTD, values = block(*given) if not self.recompute else self._recomputed(block, *given)
+            # Nothing in a block is random, so no RNG state is kept.
+            run = partial(checkpoint, block, use_reentrant=False, preserve_rng_state=False) if again else block
+            x_BTD, values = run(*given)
             first_values = values if first_values is None else first_values
             if self.skip_weights is not None and len(skips) < len(self.skip_weights):
                 skips.append(x_BTD)
         return self.lm_head(self.final_norm(x_BTD), self.embed.weight)  # type: ignore[no-any-return]
 
-    def _recomputed(self, block: nn.Module, *given: Any) -> tuple[Tensor, Tensor]:
-        """Runs a block that the backward pass runs again; nothing in it is random, so no RNG state is kept."""
-        if not torch.is_grad_enabled():
-            return block(*given)  # type: ignore[no-any-return]
-        return checkpoint(block, *given, use_reentrant=False, preserve_rng_state=False)  # type: ignore[no-any-return]
-
     def loss(self, tokens_BT: Tensor, targets_BT: Tensor) -> Tensor:
         """Returns the sum over all targets of the negative log-likelihood, in the loss format."""
-        return cross_entropy(self(tokens_BT), targets_BT, self.casts, self.config.softcap)
+        return layers.cross_entropy(self(tokens_BT), targets_BT, self.casts, self.config.softcap)
 
     def capped(self, logits: Tensor) -> Tensor:
         """Returns the logits as the loss sees them: in fp32, after the softcap."""
@@ -112,12 +98,6 @@ class Decoder(Layer):
         for name, value in weights:
             parameters.pop(name).copy_(torch.from_numpy(value))
         assert not parameters, "some parameters were not given"
-
-    def matrices(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yields the matrices inside blocks, which Muon updates."""
-        for name, parameter in self.named_parameters():
-            if name.startswith("blocks.") and parameter.ndim == 2 and name.endswith(".weight"):
-                yield name, parameter
 
 
 class Block(Layer):
@@ -175,9 +155,8 @@ class Attention(Layer):
     ) -> tuple[Tensor, Tensor]:
         """Returns what attention adds to the stream, and its values before they were mixed."""
         casts, heads = self.casts, (-1, self.size_of_head)
-        q_BHTK = self.q(x_BTD).unflatten(-1, heads).transpose(1, 2)
-        k_BHTK = self.k(x_BTD).unflatten(-1, heads).transpose(1, 2)
-        v_BHTK = self.v(x_BTD).unflatten(-1, heads).transpose(1, 2)
+        matrices = (self.q, self.k, self.v)
+        q_BHTK, k_BHTK, v_BHTK = (w(x_BTD).unflatten(-1, heads).transpose(1, 2) for w in matrices)
         values = v_BHTK
         if self.value_mix is not None and first_values is not None:
             mix = enter(owned(self.value_mix, casts), casts)
@@ -185,10 +164,10 @@ class Attention(Layer):
         if self.q_norm is not None and self.k_norm is not None:
             q_BHTK, k_BHTK = self.q_norm(q_BHTK), self.k_norm(k_BHTK)
         if self.rotary:
-            q_BHTK, k_BHTK = rotate(q_BHTK, *angles, casts), rotate(k_BHTK, *angles, casts)
+            q_BHTK, k_BHTK = layers.rotate(q_BHTK, *angles, casts), layers.rotate(k_BHTK, *angles, casts)
         if self.q_gain is not None:
             q_BHTK = rounded(q_BHTK * enter(owned(self.q_gain, casts), casts)[:, None, None], casts)
-        y_BHTK = attention(q_BHTK, k_BHTK, v_BHTK, casts)
+        y_BHTK = layers.attention(q_BHTK, k_BHTK, v_BHTK, casts)
         return self.o(y_BHTK.transpose(1, 2).flatten(2)), values
 
 
@@ -242,7 +221,7 @@ class Head(Matmul):
     def forward(self, x_BTD: Tensor, tied: Tensor) -> Tensor:
         """Returns the logits."""
         weight = tied if self.weight is None else self.weight
-        return linear(x_BTD, weight, None, self.casts, history=self.halfstep_history)
+        return layers.linear(x_BTD, weight, None, self.casts, history=self.halfstep_history)
 
     def matrix_sizes(self) -> list[tuple[int, int]]:
         """Returns the size of its own matrix, or the embedding's."""
@@ -259,7 +238,7 @@ class HeadNorm(Layer):
 
     def forward(self, x_BHTK: Tensor) -> Tensor:
         """Returns the normalized heads."""
-        return rms_norm(x_BHTK, self.weight, self.casts, self.eps)
+        return layers.rms_norm(x_BHTK, self.weight, self.casts, self.eps)
 
 
 def rope_tables(config: ModelConfig) -> tuple[Tensor, Tensor]:

@@ -1,8 +1,4 @@
-"""What the training loop calls: one run on torch, in numpy arrays and Python numbers.
-
-`halfstep.training.loop` knows no framework. It opens the session of a backend, passes it micro-batches of tokens,
-and reads results when it needs them. Each backend has this file with this class.
-"""
+"""What the training loop calls (training/session.py): one run on torch, in numpy arrays and Python numbers."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
@@ -48,15 +44,15 @@ class Session:
         weights: Weights | None = None,
         momentum: Schedule | None = None,
     ):
-        self.config = config
+        self.config, self.policy = config, policy
         self.schedule, self.momentum = schedule, momentum
-        self.policy = policy
         self.device = as_device(device or devices()[0])
         self.description = describe(self.device)  # also refuses a missing device
         if self.device.type == "cuda" and self.device.index is not None:
             torch.cuda.set_device(self.device)  # for code that names no device, such as kernels of a library
-        self._pin_matmuls()
-        self._make_deterministic()
+        torch.set_float32_matmul_precision("highest")  # fp32 is fp32; the run makes others sum in fp32
+        if config.training.deterministic:
+            _make_deterministic(compiled=config.training.compile)
         self._copies, self._readback = Copies(), Readback(self.device)
         torch.manual_seed(config.seed)
         self.model = Decoder(config.model)
@@ -67,11 +63,10 @@ class Session:
         self.conversion = apply(self.model, policy, names, tokens=tokens, compiled=config.training.compile)
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)  # `memory` is about training alone
-        clip_norm = config.training.clip_norm
-        optimizers = build_optimizers(self.model, config.optimizer)
-        seed, ema = config.seed, config.training.ema
-        self.run = Run(self.model, optimizers, policy, clip_norm, conversion=self.conversion, seed=seed, ema=ema)
-        self._optimizers = optimizers
+        self._optimizers = build_optimizers(self.model, config.optimizer)
+        clip_norm, seed, ema = config.training.clip_norm, config.seed, config.training.ema
+        parts = (self.model, self._optimizers, policy, clip_norm)
+        self.run = Run(*parts, conversion=self.conversion, seed=seed, ema=ema)
         self._loss = torch.compile(self.model.loss) if config.training.compile else self.model.loss
 
     @property
@@ -93,17 +88,14 @@ class Session:
     def step(self, micro_batches: Tokens) -> StepResult:
         """Makes one update from tokens of shape (micro-batches, batch, context + 1). Does not wait for it."""
         start = self._readback.start()
-        if self.schedule is not None:
-            rate = self.schedule(self.run.num_applied, torch)
-            for optimizer in self._optimizers:
+        rate = None if self.schedule is None else self.schedule(self.run.num_applied, torch)
+        momentum = None if self.momentum is None else self.momentum(self.run.num_applied, torch)
+        for optimizer in self._optimizers:
+            if rate is not None:
                 optimizer.set_factor(rate)
-        if self.momentum is not None:
-            momentum = self.momentum(self.run.num_applied, torch)
-            for optimizer in self._optimizers:
-                if isinstance(optimizer, Muon):
-                    optimizer.set_momentum(momentum)
-        tokens = self._to_device(micro_batches)
-        result = self.run.step(self._sum_and_count, tokens.unbind())
+            if momentum is not None and isinstance(optimizer, Muon):
+                optimizer.set_momentum(momentum)
+        result = self.run.step(self._sum_and_count, self._to_device(micro_batches).unbind())
         self._readback.send(result, start)
         return result
 
@@ -126,10 +118,7 @@ class Session:
 
     @torch.no_grad()
     def evaluate(self, batches: Iterable[Tokens], *, averaged: bool = True) -> tuple[float, int]:
-        """Returns the sum of losses over batches and the number of tokens, in the policy's evaluation form.
-
-        Uses the averages of the weights if the run keeps them, unless `averaged` is False.
-        """
+        """Returns the sum of losses and the number of tokens; on averages if the run keeps them and `averaged`."""
         total = torch.zeros((), dtype=torch.float64 if self.device.type != "mps" else torch.float32)
         total, count = total.to(self.device), 0
         averaged = averaged and self.run.averages is not None
@@ -192,21 +181,15 @@ class Session:
             tensor = tensor.pin_memory().to(self.device, non_blocking=True)
         return tensor.to(self.device, torch.int64)
 
-    def _pin_matmuls(self) -> None:
-        """Makes fp32 matmuls fp32; the run makes bf16 and fp16 matmuls sum in fp32."""
-        torch.set_float32_matmul_precision("highest")
 
-    def _make_deterministic(self) -> None:
-        """Selects kernels that give the same bits each time, if the configuration asks for it."""
-        if not self.config.training.deterministic:
-            return
-        torch.use_deterministic_algorithms(True)
-        if self.config.training.compile:
-            from torch._inductor import config as inductor
+def _make_deterministic(*, compiled: bool) -> None:
+    torch.use_deterministic_algorithms(True)
+    if compiled:
+        from torch._inductor import config as inductor
 
-            inductor.deterministic = True  # its environment variable comes too late once torch is imported
-        # We read no memory before it is written; filling it would cost time.
-        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+        inductor.deterministic = True  # its environment variable comes too late once torch is imported
+    # We read no memory before it is written; filling it would cost time.
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
 def build_optimizers(model: Decoder, config: OptimizerConfig) -> list[Optimizer]:

@@ -4,28 +4,22 @@
 
     remainder     what the bf16 leaves out, int16. A layer that computes in anything but bf16 joins the two.
     grad_owner    an fp32 leaf of the parameter's shape that takes no memory (one zero, expanded). Autograd
-                  computes its gradient instead of the parameter's, and a hook moves that gradient to
-                  `parameter.grad`.
+                  computes its gradient instead of the parameter's, and a hook moves that to `parameter.grad`.
 
 **Why a grad_owner?** A weight gradient that is summed in fp32 must arrive in fp32. `parameter.grad_dtype =
 float32` is enough for eager autograd, but torch.compile differentiates copies of its inputs that lack it: there
-the gradient is rounded to bf16, then widened, and only its dtype looks right (torch 2.13). The gradient of an
-fp32 leaf is never narrowed, compiled or not.
-
-Hooks on the parameter (`register_hook`, `register_post_accumulate_grad_hook`) run when the gradient is moved.
+the gradient is rounded to bf16, then widened (torch 2.13). Hooks on the parameter run when the gradient is moved.
 `torch.autograd.grad` does not work with split parameters: they are not in the graph, their grad_owner is.
 
 **In-place writes** to a split parameter (`nn.init`, a clamp, a mask) replace the whole number, so the old
-remainder is dropped. torch counts such writes; it does not count those through `parameter.data`, and there the
-remainder stays, at most half a unit in the last place of bf16. Where the bf16 is zero, `join` ignores a negative
-remainder: the two together are not a number.
+remainder is dropped. torch counts such writes, but not those through `parameter.data`: there the remainder stays,
+at most half a unit in the last place of bf16.
 
-While `parameter.grad` exists and is wider than the parameter, dynamo compiles nothing that uses the parameter
-("dtype mismatch between tensor and its gradient"). So code that sums gradients over micro-batches must take
-`parameter.grad` away after each backward pass; otherwise a batch of another length would run uncompiled.
+While `parameter.grad` is wider than the parameter, dynamo compiles nothing that uses it ("dtype mismatch between
+tensor and its gradient"). So code that sums over micro-batches must take `parameter.grad` away each time.
 
-A state dict contains the joined fp32 master, and loading splits it again: saving and loading changes nothing.
-`copy.deepcopy` of a parameter drops its attributes; a `Holder` restores them.
+A state dict contains the joined fp32 master, and loading splits it again. `copy.deepcopy` of a parameter drops its
+attributes; a `Holder` restores them.
 """
 
 import weakref
@@ -144,10 +138,7 @@ class Holder(nn.Module):
 
 
 def operand_of(weight: Tensor, whole: bool) -> tuple[Tensor, Tensor]:
-    """Returns a weight's values, detached, and the tensor that its gradient belongs to.
-
-    With `whole`, the values of a split weight are the joined fp32 master instead of its bf16 half.
-    """
+    """Returns a weight's values (if `whole`, of a split one the master) and the tensor its gradient is for."""
     owner = getattr(weight, GRAD_OWNER, None)
     if owner is None or weight.dtype != torch.bfloat16:
         return weight.detach(), weight
@@ -166,8 +157,6 @@ def widened(weight: Tensor, whole: bool) -> Tensor:
 
 
 class _WithOwner(torch.autograd.Function):
-    """The values of one tensor, in fp32, with the gradient of another."""
-
     @staticmethod
     def forward(ctx: Any, values: Tensor, owner: Tensor) -> Tensor:
         wide = values.float()

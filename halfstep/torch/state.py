@@ -7,11 +7,8 @@ Names are those of core.state_format, and
     amax.<layer>                            the history by which its delayed operands are scaled (fp8/delayed.py)
     narrow.<layer>                          1 if a measured layer is narrow, 0 if it stayed wide
 
-Loading checks names, shapes and dtypes before it changes anything: fp32 moments never come back as bf16, which is
-what `Optimizer.load_state_dict` makes of them if the parameter is bf16. torch's own optimizers create their state
-at the first step, so a fresh one may lack it; its formats are checked against the policy's.
-
-`to_dict` and `from_dict` add what is not a tensor: the policy, and the settings of the optimizers' groups.
+Loading checks names, shapes and dtypes before it changes anything. torch's own optimizers create their state at
+the first step, so a fresh one may lack it; its formats are checked against the policy's.
 """
 
 from collections.abc import Iterator, Mapping
@@ -33,21 +30,10 @@ from halfstep.torch.optim.drivers import held_by, is_moment, label
 from halfstep.torch.run.parts import RunParts
 
 # Names of dtypes in a safetensors header.
-DTYPE_NAMES = {
-    torch.float32: "F32",
-    torch.bfloat16: "BF16",
-    torch.float16: "F16",
-    torch.float64: "F64",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
+_STORED = "float32 bfloat16 float16 float64 int64 int32 int16 int8 uint8 bool"
+_HEADER = "F32 BF16 F16 F64 I64 I32 I16 I8 U8 BOOL"
+DTYPE_NAMES = {getattr(torch, dtype): name for dtype, name in zip(_STORED.split(), _HEADER.split(), strict=True)}
 _DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
-# Keys of a group that are not settings.
-_NO_SETTING = ("params", "param_names")
 
 
 def state_of(run: RunParts) -> dict[str, Tensor]:
@@ -106,18 +92,16 @@ def load_state(run: RunParts, given: Mapping[str, Tensor]) -> None:
 @torch.no_grad()
 def load_weights(run: RunParts, given: Mapping[str, Tensor]) -> None:
     """Loads the weights of a state, whatever form its masters had, in the form of this run's masters."""
-    wide: dict[Tensor, Tensor] = {}
+    wide, hint = dict[Tensor, Tensor](), "load it with the model it was saved with"
     for name, p in run.model.named_parameters():
         if f"model.{name}" not in given:
-            raise HalfstepError(
-                f"the state has no `model.{name}`", hint="load it with the model it was saved with"
-            )
+            raise HalfstepError(f"the state has no `model.{name}`", hint=hint)
         hi, lo = given[f"model.{name}"], given.get(f"remainder.{name}")
         wide[p] = (hi.float() if lo is None else join(hi, lo)).to(p.device)
         if hi.shape != p.shape:
             raise HalfstepError(
                 f"`{name}` has the shape {tuple(hi.shape)} in the state and {tuple(p.shape)} in the model",
-                hint="load it with the model it was saved with",
+                hint=hint,
             )
     run.masters.assign([*wide], [*wide.values()], run.num_applied)
     for name, buffer in _buffers(run):
@@ -129,13 +113,13 @@ def load_weights(run: RunParts, given: Mapping[str, Tensor]) -> None:
 def to_dict(run: RunParts) -> dict[str, Any]:
     """Returns a state with its policy and the optimizers' settings, in plain Python values and tensors."""
     numbers = {name: value for name, value in _entries(run) if not isinstance(value, Tensor)}
-    settings = [
-        [{k: v for k, v in group.items() if k not in _NO_SETTING} for group in optimizer.param_groups]
-        for optimizer in run.optimizers
-    ]
-    kinds = [label(optimizer) for optimizer in run.optimizers]
-    fixed = {"policy": str(run.policy), "optimizers": kinds, "groups": settings}
+    settings = [[_settings(group) for group in optimizer.param_groups] for optimizer in run.optimizers]
+    fixed = {"policy": str(run.policy), "optimizers": [label(o) for o in run.optimizers], "groups": settings}
     return {**fixed, "numbers": numbers, "tensors": state_of(run)}
+
+
+def _settings(group: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if key not in ("params", "param_names")}
 
 
 def from_dict(run: RunParts, given: Mapping[str, Any]) -> None:
@@ -175,11 +159,7 @@ def from_dict(run: RunParts, given: Mapping[str, Any]) -> None:
 
 
 class Copies:
-    """Copies of a state in host memory that is reused for every snapshot.
-
-    From a GPU they are launched in the order of its stream, into pinned memory, and nothing waits: the updates
-    that follow write after them. A copy on the device first would cost its memory, to spare a stream some 30 ms.
-    """
+    """Copies of a state in host memory that is reused; from a GPU they are pinned, and nothing waits for them."""
 
     def __init__(self) -> None:
         self._held: dict[str, Tensor] = {}
@@ -206,7 +186,6 @@ class Copies:
 
 
 def _bytes_of(tensor: Tensor) -> Stored:
-    """Returns the bytes of a contiguous tensor on the host, without a copy."""
     flat = tensor.reshape(-1).view(torch.uint8).numpy()
     return Stored(DTYPE_NAMES[tensor.dtype], tuple(tensor.shape), flat.data)
 
@@ -245,7 +224,6 @@ def _check_amax(run: RunParts, given: Mapping[str, Tensor]) -> None:
 
 
 def _buffers(run: RunParts) -> Iterator[tuple[str, Tensor]]:
-    """Yields the buffers that torch would save."""
     for prefix, module in run.model.named_modules():
         for key, buffer in module.named_buffers(recurse=False):
             if key not in module._non_persistent_buffers_set:
@@ -253,7 +231,6 @@ def _buffers(run: RunParts) -> Iterator[tuple[str, Tensor]]:
 
 
 def _entries(run: RunParts) -> Iterator[tuple[str, Any]]:
-    """Yields the state of the optimizers, tensors or not, by name."""
     for index, optimizer in enumerate(run.optimizers):
         if isinstance(optimizer, Optimizer):
             optimizer.start()
@@ -263,7 +240,6 @@ def _entries(run: RunParts) -> Iterator[tuple[str, Any]]:
 
 
 def _place(run: RunParts, name: str) -> tuple[torch.optim.Optimizer, str, str]:
-    """Returns (optimizer, parameter, key) of a name that `_entries` yielded."""
     _, index, rest = name.split(".", 2)
     parameter, _, key = rest.rpartition(".")
     return run.optimizers[int(index)], parameter, key
@@ -272,7 +248,6 @@ def _place(run: RunParts, name: str) -> tuple[torch.optim.Optimizer, str, str]:
 def _checked_entries(
     run: RunParts, given: Mapping[str, Tensor]
 ) -> dict[torch.optim.Optimizer, dict[tuple[Tensor, str], Tensor]]:
-    """Returns the state of torch's own optimizers to restore, on the devices they need it on."""
     entries = {o: {} for o in run.optimizers if not isinstance(o, Optimizer)}  # type: ignore[var-annotated]
     names = {name: p for p, name in run.masters.names.items()}
     for name, value in given.items():

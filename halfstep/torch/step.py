@@ -5,12 +5,9 @@
                     step every optimizer -> move the scale
 
 One norm of the sum serves the finite check and the clipping: it is finite exactly if every gradient is and none is
-beyond 1.8e19, which no step survives.
-
-Nothing here reads a number from the device: losses, norms, scales and flags are device scalars until the caller
-reads them. A step that is not finite changes nothing but the scale, under every policy: not the parameters, not
-the optimizer's state, not running statistics. If an optimizer cannot skip on the device, its driver reads the
-flag, and `summary` says so.
+beyond 1.8e19, which no step survives. Nothing here reads a number from the device, except drivers of optimizers
+that cannot skip there. A step that is not finite changes the scale alone: no parameter, state or running
+statistic.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -119,7 +116,7 @@ class Run(RunParts):
                     total, weight = checked_pair(given)
                     given = total / divisor(weight)
                 self.accumulation.add(given, weight, self.scale_state.scale, self.parameters, last=True)
-            return self._update()
+            return self.update()
         except BaseException:
             self.forget()  # half a sum must not become part of the next
             raise
@@ -133,13 +130,10 @@ class Run(RunParts):
         weight = checked_weight(weight)
         self.accumulation.add(loss, weight, self.scale_state.scale, self.parameters, last=last)
 
+    @torch.no_grad()
     def update(self) -> StepResult:
         """Updates the parameters and uses up the gradients: finite? -> unscale -> clip -> step -> rescale."""
         self._check_open()
-        return self._update()
-
-    @torch.no_grad()
-    def _update(self) -> StepResult:
         if self.masters.remainders:
             check_replicas(split=True)
         self.check_parameters()

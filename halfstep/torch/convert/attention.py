@@ -1,9 +1,8 @@
 """`nn.MultiheadAttention` of casted matmuls, with fp32 scores and softmax.
 
-torch's own forward has three paths: a fused kernel for inference that takes the parameters as they are held, so
-in another precision than training; `scaled_dot_product_attention`; and, for `need_weights`, a softmax in the
-dtype of the operands. Here the projections are those of `layers.linear`, with fp32 weight gradients, and there
-are two paths that give the same numbers up to rounding: fused, or in steps for `need_weights`.
+torch's own forward may take a fused kernel for inference, in another precision than training, or a softmax in the
+dtype of the operands. Here projections are those of `layers.linear`, and there are two paths that give the same
+numbers up to rounding: fused, or in steps for `need_weights`.
 
 Shapes: B batch, L queries, S keys, E width, H heads, K features of a head.
 """
@@ -49,9 +48,8 @@ class MultiheadAttention(Matmul):
         # `is_causal` repeats what attn_mask says; if there is no other mask, the fused kernel needs none.
         causal = is_causal and not more and key_padding_mask is None and not need_weights
         if is_causal and attn_mask is None:
-            attn_mask = torch.ones(
-                q_BLE.shape[1], k_BSE.shape[1] - more, dtype=torch.bool, device=q_BLE.device
-            ).triu(1)
+            size = (q_BLE.shape[1], k_BSE.shape[1] - more)
+            attn_mask = torch.ones(size, dtype=torch.bool, device=q_BLE.device).triu(1)
         heads = (self.num_heads, self.head_dim)
         q, k, v = (t.unflatten(-1, heads).transpose(1, 2) for t in (q_BLE, k_BSE, v_BSE))
         mask = None if causal else _may_attend(attn_mask, key_padding_mask, q, k, more)
@@ -69,7 +67,6 @@ class MultiheadAttention(Matmul):
         return (out if self.batch_first else out.transpose(0, 1)), weights
 
     def _projected(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns queries, keys and values, from one matmul if they have the same input."""
         bias, casts = self.in_proj_bias, self.casts
         if self.in_proj_weight is not None and query is key and key is value:
             q, k, v = linear(query, self.in_proj_weight, bias, casts).chunk(3, dim=-1)
@@ -84,7 +81,6 @@ class MultiheadAttention(Matmul):
         return q, k, v
 
     def _extended(self, k_BSE: Tensor, v_BSE: Tensor) -> tuple[Tensor, Tensor, int]:
-        """Appends a learned key and value, or zeros, to each; returns how many were added too."""
         more, batch = 0, k_BSE.shape[0]
         if self.bias_k is not None and self.bias_v is not None:
             pairs = ((k_BSE, self.bias_k), (v_BSE, self.bias_v))

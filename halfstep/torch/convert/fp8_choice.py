@@ -1,18 +1,10 @@
 """Which matmuls may have narrow operands, and which are worth it: decided before anything is changed.
 
-**What cannot run is refused**, by name and with the rule that excludes it: a pair of formats that the device
-does not multiply (two e5m2 on NVIDIA), a size that is not a multiple of 16, fast accumulation where there is
-none.
-
-**What is not worth it stays wide**, if a rule says `measured` (`compute=e4m3:measured`). An fp8 matmul takes
-about half the time of a bf16 one, but its casts and transposed copies take time that a bf16 layer does not need:
-below some width the layer as a whole is slower. So each layer that a rule names is timed, forward and backward,
-by its size, in both precisions, and one that is not faster by WORTH stays in the format of the activations. The
-whole layer does, even if `grad` is narrow without `measured`. The sizes in which a model works most are timed
-first. What is not timed within BUDGET seconds, or does not fit into memory, stays wide too. Both times are
-reported. To force fp8 regardless of speed, omit `measured`.
-
-Emulated layers are not timed: every matmul that rules name is narrow, and the summary says so.
+What cannot run is refused. What is not worth it stays wide, if a rule says `measured` (`compute=e4m3:measured`):
+an fp8 matmul takes about half the time of a bf16 one, but its casts and transposed copies take time too. So each
+layer that a rule names is timed, forward and backward, by its size, in both precisions, and the whole layer stays
+wide if it is not faster by WORTH. The sizes in which a model works most are timed first; what is not timed within
+BUDGET seconds, or does not fit into memory, stays wide too. Emulated layers are not timed.
 """
 
 import time
@@ -38,13 +30,10 @@ from halfstep.torch.fp8.linear import MULTIPLE
 from halfstep.torch.layers import Matmul
 from halfstep.torch.measure import LayerWork, time_layer
 
-TOKENS = 16384
-"""Tokens of a micro-batch, if the caller does not give their number."""
+TOKENS = 16384  # of a micro-batch, if the caller does not give their number
 CPU_TOKENS = 256  # a CPU would take minutes for more, and the answer would be the same
-BUDGET = 90.0
-"""Seconds that measuring may take; a size that was started is finished."""
-WORTH = 1.02
-"""How many times faster a narrow layer must be: timings of the same work differ by about as much."""
+BUDGET = 90.0  # seconds that measuring may take; a size that was started is finished
+WORTH = 1.02  # how many times faster a narrow layer must be: timings of the same work differ by about as much
 
 # (a layer, its two precisions: wide and narrow) -> seconds of a training pass in each
 Timer = Callable[[LayerWork, Sequence[Precision]], list[float]]
@@ -125,10 +114,7 @@ def measure_all(
     timer: Timer = time_layer,
     clock: Clock = time.perf_counter,
 ) -> Measured | None:
-    """Times every layer whose rule says `measured`, size by size; returns None if no rule does.
-
-    `compiled`: by torch.compile. On a CPU, which is for tests, they are not.
-    """
+    """Times every layer whose rule says `measured`, size by size, compiled or not; None if no rule does."""
     layers = {plan: ruled[plan.name] for plan in matmuls(plans) if plan.name in ruled}
     layers = {plan: precision for plan, precision in layers.items() if precision.measured and precision.narrow}
     if not layers:
@@ -154,11 +140,7 @@ def measure_all(
 
 
 def add_histories(plans: Sequence[Plan], ruled: Mapping[str, Precision], device: torch.device) -> Amaxes | None:
-    """Gives each layer whose operands are delayed a history; returns None if there is no such layer.
-
-    `ruled` is what rules say, whatever was measured: a checkpoint may decide otherwise which layers are narrow,
-    and brings the histories of those. A layer that stays wide has zeros.
-    """
+    """Gives each layer with delayed operands a history, even if it stays wide: a checkpoint may make it narrow."""
     layers = [plan for plan in matmuls(plans) if plan.name in ruled and ruled[plan.name].delayed]
     if not layers:
         return None
@@ -178,7 +160,6 @@ _Key = tuple[LayerWork, Precision]
 
 
 def _sizes(plan: Plan) -> list[tuple[int, int]]:
-    """Returns (inputs, outputs) of each matrix that a layer multiplies by."""
     return cast(type[Matmul], plan.kind).matrix_sizes(cast(Matmul, plan.module))
 
 
@@ -193,7 +174,6 @@ def _works(plan: Plan, held: Mapping[Tensor, Param], tokens: int, compiled: bool
 
 
 def _timed(timer: Timer, work: LayerWork, precision: Precision) -> tuple[float, float] | str:
-    """Returns the seconds in the wide and in the narrow form, or why there are none."""
     try:
         wide, narrow = timer(work, (precision.widened(), precision))
     except torch.OutOfMemoryError:
@@ -204,17 +184,15 @@ def _timed(timer: Timer, work: LayerWork, precision: Precision) -> tuple[float, 
 
 
 def _verdict(times: list[tuple[float, float] | str], precision: Precision) -> tuple[bool, str]:
-    """Returns whether a layer is narrow, and why."""
     failures = [failure for failure in times if isinstance(failure, str)]
     if failures:
         return False, f"{failures[0]}, so it stays {precision.compute}"
     wide, narrow = (sum(seconds[side] for seconds in times if not isinstance(seconds, str)) for side in (0, 1))
-    both = f"{_ms(narrow)} in {_narrow_formats(precision)}, {_ms(wide)} in {precision.compute}"
-    return narrow * WORTH <= wide, f"measured: {both}"
+    first = f"{narrow * 1e3:.3g} ms in {_narrow_formats(precision)}"
+    return narrow * WORTH <= wide, f"measured: {first}, {wide * 1e3:.3g} ms in {precision.compute}"
 
 
 def _outcome(measured: Measured, keys: Sequence[_Key], seconds: float) -> str:
-    """Describes what was measured, in a line."""
     work, precision = keys[0]
     narrow, wide = _narrow_formats(precision), precision.compute
     count, total = sum(measured.narrow.values()), len(measured.narrow)
@@ -225,10 +203,6 @@ def _outcome(measured: Measured, keys: Sequence[_Key], seconds: float) -> str:
     if count == 0:
         return f"none of the {total} matmuls that rules name is faster in {narrow}, so all stay {wide} ({how})"
     return f"{count} of the {total} matmuls that rules name are faster in {narrow}, the others stay {wide} ({how})"
-
-
-def _ms(seconds: float) -> str:
-    return f"{seconds * 1e3:.3g} ms"
 
 
 def _narrow_formats(precision: Precision) -> str:
@@ -263,7 +237,6 @@ def _check_pairs(precision: Precision, device: torch.device) -> None:
 
 
 def _check_sizes(layers: Mapping[Plan, Precision]) -> None:
-    """Refuses, all at once, the layers whose sizes no fp8 matmul takes."""
     bad: dict[str, str] = {}
     for plan, precision in layers.items():
         for inputs, outputs in _sizes(plan):

@@ -1,14 +1,14 @@
 """What is known about models of other packages, by the names of their classes: none of them is imported.
 
-routers     decide which expert of a mixture sees a token: the role `router`, fp32 inside and out. A router is a
-            module whose class is called one, or a Linear named `gate` or `router` next to `experts`
+routers     decide which expert of a mixture sees a token: fp32 inside and out. A router is a module whose class is
+            called one, or a Linear named `gate` or `router` next to `experts`
 experts     the matrices of all experts in one module, as Hugging Face has them since transformers 5
 recipes     layers of torchao and Transformer Engine, which bring their own casts
 wrappers    must come off before a model is prepared: they cast as well, or keep what they found
 """
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -59,12 +59,9 @@ def routers(model: nn.Module) -> set[str]:
 
 def with_routers(ruled: Mapping[str, Precision], base: Precision, names: set[str]) -> dict[str, Precision]:
     """Returns the precisions of modules, with routers in fp32 whatever their input and use."""
-    return {**ruled, **{name: _wide(ruled.get(name, base)) for name in names}}
-
-
-def _wide(precision: Precision) -> Precision:
-    fp32, operand = {"compute": FP32, "grad": FP32, "norm": FP32, "softmax": FP32}, Operand(FP32)
-    return replace(precision, **fp32, operand=operand, grad_operand=operand)  # type: ignore[arg-type]
+    fp32: dict[str, Any] = dict.fromkeys(("compute", "grad", "norm", "softmax"), FP32)
+    fp32 |= {"operand": Operand(FP32), "grad_operand": Operand(FP32)}
+    return {**ruled, **{name: replace(ruled.get(name, base), **fp32) for name in names}}
 
 
 def is_experts(module: nn.Module) -> bool:
@@ -162,15 +159,11 @@ def is_replaced(module: nn.Module) -> bool:
 
 def autocast_around(forward: Callable[..., Any] | None) -> bool:
     """Whether a function is decorated by an enabled autocast."""
-    for function in _layers_of(forward):
+    while forward is not None:
+        function = getattr(forward, "__func__", forward)
         if getattr(getattr(function, "__code__", None), "co_name", "") == "decorate_autocast":
             cells = [cell.cell_contents for cell in function.__closure__ or ()]
             if any(isinstance(value, torch.autocast) and value._enabled for value in cells):
                 return True
+        forward = getattr(forward, "__wrapped__", None)
     return False
-
-
-def _layers_of(function: Any) -> Iterator[Any]:
-    while function is not None:
-        yield getattr(function, "__func__", function)
-        function = getattr(function, "__wrapped__", None)

@@ -1,8 +1,7 @@
 """Modules of `torch.nn` that cast: the classes that `apply` puts in front of a module's own class.
 
 `apply` changes `module.__class__` to a class made of two: one of this file in front of the module's own.
-Parameters and buffers stay where they are, under their names, `isinstance` holds, hooks and children stay, and
-printing the model shows what it now is. There are five kinds of class:
+Parameters, buffers, hooks and children stay, and `isinstance` holds. There are five kinds of class:
 
     Convolution, Embedding, ...      each for one class of torch.nn; layers like those of layers.py
                                      (norms are in norms.py, attention is in attention.py)
@@ -11,9 +10,8 @@ printing the model shows what it now is. There are five kinds of class:
     Code                             others' modules that hold none: their own forward, with the function mode on
     Root                             the model itself, for what it returns
 
-What a convolution or a recurrent kernel returns is in the dtype of its operands, weight gradients too: no kernel
-of torch sums them into fp32. They are rounded to the compute format once, after the sum, then widened.
-Everywhere else a weight gradient is fp32 from the sum on.
+No kernel of torch sums the weight gradients of a convolution or a recurrent layer into fp32: they are rounded to
+compute once, after the sum, then widened. Everywhere else a weight gradient is fp32 from the sum on.
 """
 
 import warnings
@@ -202,10 +200,7 @@ class Island(nn.Module):
 
 
 class Leaf(nn.Module):
-    """Somebody's own forward, in the dtype of its parameters; the result is in compute.
-
-    A result without dimensions keeps its dtype: it is a loss or a scale.
-    """
+    """Somebody's own forward, in the dtype of its parameters; results are in compute, but for scalars (a loss)."""
 
     halfstep: Setting
 
@@ -242,10 +237,7 @@ class Code(nn.Module):
 
 
 class Root(nn.Module):
-    """The model itself: what it returns is in the loss format, except for a number without dimensions.
-
-    Such a number is a loss, and if the model took it from narrow logits it must not look like fp32.
-    """
+    """The model itself: it returns the loss format, but scalars as they are: a narrow loss must not look wide."""
 
     halfstep_model: Setting
 
@@ -258,7 +250,6 @@ class Root(nn.Module):
 
 
 def _operands(module: Any) -> tuple[Tensor, Tensor | None]:
-    """Returns weight and bias of a convolution in compute."""
     casts, bias = module.casts, module.bias
     weight = enter(owned(module.weight, casts), casts)
     return weight, None if bias is None else enter(owned(bias, casts), casts)

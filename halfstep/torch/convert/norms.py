@@ -1,8 +1,4 @@
-"""Norms of `torch.nn` as islands: fp32 inside, backward too, compute out, whatever their parameters are held in.
-
-Gains and biases are cast to the format of the norm; running statistics are fp32. An fp32 gain times a bf16
-activation would make the result fp32, and everything after it; here the result is cast to compute.
-"""
+"""Norms of `torch.nn` as islands: fp32 inside, backward too, compute out; running statistics are fp32."""
 
 from typing import Any
 
@@ -81,7 +77,6 @@ class InstanceNorm(Normalization):
 
 
 def _gains(module: Any) -> tuple[Any, Any]:
-    """Returns weight and bias of a norm in the format that it computes in."""
     return own(module.weight, "norm", module.casts), own(module.bias, "norm", module.casts)
 
 

@@ -1,12 +1,9 @@
 """What each module of a model becomes, and why some stay as they are: decided before anything is changed.
 
-    Plan      the class of modules.py to put in front of a module's own class, or the reason for none
-    Change    the same as text for people
-
 A model must come as it was built: torch.compile, DDP, FSDP and the like keep what they find, so they come after.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, NamedTuple, cast
@@ -19,31 +16,9 @@ from halfstep.core.errors import HalfstepError, PolicyError
 from halfstep.core.formats import FP32
 from halfstep.core.precision import Precision
 from halfstep.core.roles import Param, is_narrow, print_value
+from halfstep.torch.convert import known_packages, modules
 from halfstep.torch.convert.attention import MultiheadAttention
-from halfstep.torch.convert.known_packages import (
-    ORDER,
-    is_experts,
-    is_replaced,
-    odd_parameter,
-    recipe_of,
-    refuse_wrapped,
-    routers,
-)
-from halfstep.torch.convert.modules import (
-    ISLANDS,
-    KINDS,
-    NAMED,
-    Code,
-    Convolution,
-    Embedding,
-    Experts,
-    Island,
-    Leaf,
-    Recipe,
-    Recurrent,
-    Root,
-    Setting,
-)
+from halfstep.torch.convert.modules import ISLANDS, KINDS, Code, Experts, Island, Leaf, Recipe, Root, Setting
 from halfstep.torch.convert.norms import BatchNorm, InstanceNorm, Normalization
 from halfstep.torch.convert.subclass import mixed
 from halfstep.torch.functions.mode import PolicyMode, mode_of
@@ -88,7 +63,7 @@ class Plan:
 def plans_of(model: nn.Module) -> list[Plan]:
     """Returns a plan for each module of a model; one that is held twice has its first name."""
     plans: dict[str, Plan] = {}
-    router_names = routers(model)
+    router_names = known_packages.routers(model)
     for name, module in model.named_modules():
         above = plans.get(name.rpartition(".")[0])
         if name and above is not None and (above.kind is Recipe or above.why == _IN_RECIPE):
@@ -133,10 +108,7 @@ def give(
     role: str | None = None,
     has_split: bool | None = None,
 ) -> bool:
-    """Gives a module that casts its precision; returns whether it has one. What is None stays as it was.
-
-    `has_split`: some parameters of the model are split masters.
-    """
+    """Gives a module that casts its precision; returns whether it has one. What is None stays as it was."""
     if isinstance(module, Root):
         casts, before = casts_of(base), module.__dict__.get("halfstep_model")
         module.halfstep_model = Setting(casts, "", False, _mode(casts, before, has_split))
@@ -186,7 +158,7 @@ def check_model(model: nn.Module) -> None:
                 f"{what} is a TorchScript module, which has no Python forward that could cast",
                 hint="prepare the module that was scripted",
             )
-    refuse_wrapped(model)
+    known_packages.refuse_wrapped(model)
     for name, parameter in model.named_parameters():
         _check_parameter(name, parameter)
 
@@ -195,7 +167,7 @@ def check_kernels(plans: list[Plan], ruled: Mapping[str, Precision], base: Preci
     """Refuses, by name, a format that a recurrent kernel does not take."""
     for plan in plans:
         precision = ruled.get(plan.name, base)
-        if plan.kind is not None and issubclass(plan.kind, Recurrent) and not precision.emulate:
+        if plan.kind is not None and issubclass(plan.kind, modules.Recurrent) and not precision.emulate:
             device = next(plan.module.parameters()).device
             failure = _try_recurrent(_base_of(plan.module), casts_of(precision).compute, device)
             if failure:
@@ -226,11 +198,11 @@ def check_held(plans: Sequence[Plan], held: Mapping[Tensor, Param]) -> None:
 def change_of(plan: Plan, precision: Precision, note: str = "") -> Change | None:
     """Describes what is done to a module, with a note if there is one; None if nothing is."""
     if plan.kind in (None, Code) and (not plan.why or plan.why == _IN_RECIPE):
-        if isinstance(plan.module, tuple(_FAST_PATHS)):
-            form = "runs as written, its kernels for inference are off"
-            return Change(plan.name, type(plan.module).__name__, form)
-        return None
-    form = _form(plan, precision) + (f" ({note})" if note else "")
+        if not isinstance(plan.module, tuple(_FAST_PATHS)):
+            return None
+        form = "runs as written, its kernels for inference are off"
+    else:
+        form = _form(plan, precision) + (f" ({note})" if note else "")
     return Change(plan.name, type(plan.module).__name__, form)
 
 
@@ -241,15 +213,15 @@ def _plan(name: str, module: nn.Module, model: nn.Module) -> Plan:
     forward = getattr(type(module), "forward", None)
     ours = getattr(type(module), "halfstep_island", False)  # of islands.py: the class in front does the same
     own_forward = base is not None and forward is not base.forward and not ours
-    if is_replaced(module):
+    if known_packages.is_replaced(module):
         return Plan(name, module, None, why="left alone: its forward was replaced on this one module")
-    named = NAMED.get(f"{type(module).__module__}.{type(module).__qualname__}")
+    named = modules.NAMED.get(f"{type(module).__module__}.{type(module).__qualname__}")
     if named is not None:
         return Plan(name, module, named)
-    recipe = recipe_of(module)
+    recipe = known_packages.recipe_of(module)
     if recipe:
         return Plan(name, module, Recipe, why=recipe)
-    odd = "" if module is model else odd_parameter(module)
+    odd = "" if module is model else known_packages.odd_parameter(module)
     if odd:
         return Plan(name, module, Leaf, why=f"holds {odd}, which multiplies by itself")
     if base is not None and not own_forward and not _clashes(module):
@@ -264,13 +236,12 @@ def _plan(name: str, module: nn.Module, model: nn.Module) -> Plan:
         return Plan(name, module, None, why=f"left alone: {holds}{effect}")
     if forward is nn.Module.forward:
         return Plan(name, module, None, why=f"left alone: {holds}, and has no forward")
-    if is_experts(module):
+    if known_packages.is_experts(module):
         return Plan(name, module, Experts, why=holds)
     return Plan(name, module, Leaf, why=why or holds)
 
 
 def _form(plan: Plan, precision: Precision) -> str:
-    """Describes what a module does from now on."""
     kind, fmt, emulated = plan.kind, precision.compute, " (emulated)" if precision.emulate else ""
     missed = f"; {precision.operand.format} is for matmuls" if is_narrow(precision.operand.format) else ""
     if kind is None:
@@ -291,10 +262,10 @@ def _form(plan: Plan, precision: Precision) -> str:
         return f"{projects}, {precision.softmax} scores and softmax, {fmt} out"
     if issubclass(kind, Matmul):
         return f"multiplies in {_operands(precision)}{emulated}, weight gradients in {precision.grad_weight}"
-    if issubclass(kind, Convolution | Recurrent):
+    if issubclass(kind, modules.Convolution | modules.Recurrent):
         rounding = "" if fmt == FP32 else f"; its weight gradients leave the kernel in {fmt} and are then widened"
         return f"computes in {fmt}{emulated}{rounding}{missed}"
-    if issubclass(kind, Embedding):
+    if issubclass(kind, modules.Embedding):
         return f"looks up its master and casts to {fmt}{emulated}, gradients in {precision.grad_weight}"
     if plan.role == "loss":
         return f"is an island: {precision.loss} inside and out{emulated}"
@@ -308,29 +279,29 @@ def _operands(precision: Precision) -> str:
     if not precision.narrow:
         return str(precision.operand.format)
     forward, backward = (print_value(replace(operand, measured=False)) for operand in precision.operands)
-    fast = precision.matmul.fast and is_narrow(precision.operand.format)
-    forward += " (fast accumulation)" if fast else ""
+    forward += " (fast accumulation)" if precision.matmul.fast and is_narrow(precision.operand.format) else ""
     return forward if backward == forward else f"{forward} forward and {backward} backward"
 
 
 def _base_of(module: nn.Module) -> Any:
-    """Returns the class of torch.nn that a module belongs to, if there is a class here for it."""
     return next((base for base in type(module).__mro__ if base in KINDS or base in ISLANDS), None)
 
 
 def _clashes(module: nn.Module) -> bool:
-    """Whether a subclass has attributes with names that a layer uses."""
     names = ("casts", "precision", "remainders")
     return any(name in module.__dict__ or hasattr(type(module), name) for name in names)
 
 
-def statistics(plans: Sequence[Plan]) -> Iterator[tuple[str, nn.Module, str, Tensor]]:
-    """Yields the running statistics narrower than fp32: full name, module, name in it, and buffer."""
+def widen_statistics(plans: Sequence[Plan]) -> list[str]:
+    """Makes running statistics fp32; returns the names of those that were not."""
+    widened = []
     for plan in plans:
         if plan.kind is not None and (issubclass(plan.kind, BatchNorm | InstanceNorm) or plan.role == "norm"):
             for name, buffer in plan.module.named_buffers(recurse=False):
                 if buffer.dtype in (torch.bfloat16, torch.float16):
-                    yield f"{plan.name}.{name}" if plan.name else name, plan.module, name, buffer
+                    plan.module._buffers[name] = buffer.float()
+                    widened.append(f"{plan.name}.{name}" if plan.name else name)
+    return widened
 
 
 def _check_parameter(name: str, parameter: Tensor) -> None:
@@ -343,7 +314,7 @@ def _check_parameter(name: str, parameter: Tensor) -> None:
             f"`{name}` is on the meta device and has no numbers", hint="load the weights first, then prepare"
         )
     if any(base.__name__ == "DTensor" for base in type(parameter.data).__mro__):
-        raise HalfstepError(f"`{name}` is sharded already", hint=ORDER)
+        raise HalfstepError(f"`{name}` is sharded already", hint=known_packages.ORDER)
     if parameter.requires_grad and type(parameter.data) is not Tensor:
         kind = type(parameter.data).__name__
         raise HalfstepError(

@@ -1,13 +1,9 @@
-"""Subclasses made at run time: one of our classes in front of a module's own, whose nature the module keeps.
+"""Subclasses made at run time: one of our classes in front of a module's own, whose name and signature they keep.
 
-A subclass has the name, the signature and the documentation of the module's own class. It exists in no file, so:
-
-**Pickling is refused**: unpickling would look the class up by its name and find the module's own. `copy` works: it
-gets the class itself.
+**Pickling is refused**: unpickling would look the class up by its name and find the module's own. `copy` works.
 
 **`model.dtype`**, which Hugging Face models take from their first parameter and write into their configuration, is
-that of the master if the parameter is split (split.py). A state dict has the master in fp32; with bf16 in the
-configuration, loading would round it.
+that of the master if the parameter is split: with bf16 in the configuration, loading would round the master.
 """
 
 import copyreg
@@ -70,8 +66,6 @@ def mixed(kind: Any, original: Any) -> type:
 
 
 def _dtype_of_master(theirs: property) -> property:
-    """Returns a property `dtype` that is fp32 if the module's first parameter is a split master."""
-
     def dtype(self: Any) -> Any:
         first = next((p for p in self.parameters() if p.is_floating_point()), None)
         return torch.float32 if first is not None and is_split(first) else theirs.__get__(self)
@@ -80,7 +74,6 @@ def _dtype_of_master(theirs: property) -> property:
 
 
 def _signature(function: Callable[..., Any]) -> inspect.Signature | None:
-    """Returns the signature of a function; None if it has none."""
     try:
         return inspect.signature(function)
     except (TypeError, ValueError):  # such as a function that is not written in Python

@@ -1,19 +1,14 @@
 """Delayed scaling: operands that are scaled by the amaxes of earlier updates (`compute=e4m3:delayed`).
 
-For each layer and each of its three operands (x, the weight, the incoming gradient) the amaxes of the last
-HISTORY updates are kept; the largest of them scales the next update. Until there is one, an operand is scaled by
-its own amax. An update with several micro-batches counts the largest of theirs. A skipped update leaves the
-history as it was.
+For each layer and each of its three operands (x, the weight, the incoming gradient) the amaxes of the last HISTORY
+updates are kept, of several micro-batches the largest; a skipped update leaves them. The largest scales the next
+update; until there is one, an operand is scaled by its own. Nothing is read from the device.
 
 **How an amax leaves a backward pass.** Writing to a tensor there would be a side effect inside compiled code.
-Instead each layer has a `probe`, a leaf of three numbers that nothing is computed from, whose gradient is
-defined to be the three amaxes. Autograd delivers them, compiled or not; a hook keeps the maximum of them and
-what was pending, and removes the gradient. Autograd sums the gradients of a tensor that is used twice: a layer
-that one pass uses n times reports the sum of its amaxes, which is at least the largest and at most n times it.
-
-Nothing is read from the device: the history is a tensor, and the scales are computed from it there. The price is
-that delayed scaling is no faster than current scaling: one graph serves the first update too, which has to wait
-for the tensor's own amax.
+Instead each layer has a `probe`, a leaf of three numbers that nothing is computed from, whose gradient is defined
+to be the three amaxes; a hook keeps the maximum of them and what was pending. Autograd sums the gradients of a
+tensor that is used twice: a layer that one pass uses n times reports the sum of its amaxes, at most n times the
+largest.
 """
 
 import copy
@@ -23,8 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-HISTORY = 16
-"""Updates whose amax is remembered."""
+HISTORY = 16  # updates whose amax is remembered
 OPERANDS = 3
 
 

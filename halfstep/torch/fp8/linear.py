@@ -9,31 +9,24 @@
 
 2. An operand is (a) multiplied by a power of two that brings its amax into the top binade of the format, (b)
    clamped, (c) rounded to nearest even. The product is summed in fp32, multiplied by both inverse scales there,
-   and rounded once. The clamp comes first because native casts disagree beyond the largest number (torch 2.11
-   makes NaN of it, 2.13 the largest). A tensor or row with an infinity or NaN gets the scale NaN: loss and
-   gradients become NaN and the step is skipped. A tensor of zeros has the scale 1.
+   and rounded once. A tensor or row with an infinity or NaN gets the scale NaN: the step is skipped.
 
 3. Granularity. With one scale per tensor the transposed operand has the same numbers, so x is kept for the
-   backward pass as 8-bit codes, half the size of bf16. With one scale per row (`:row`), rows are those of the
-   matmul at hand, as the hardware applies them: x has other scales along tokens than along features, so x itself
-   is kept and cast again. The weight is always cast again: it is in memory anyway.
+   backward pass as 8-bit codes. With one scale per row (`:row`), rows are those of the matmul at hand: x has other
+   scales along tokens than along features, so x itself is kept and cast again. The weight always is.
 
 4. Delayed operands (`:delayed`) are scaled by the largest amax of earlier updates (delayed.py), or by their own
    until there is one. A larger number saturates; an infinity does not, it becomes NaN.
 
-5. Sizes. `in` and `out` must be multiples of 16, which is checked when a model is prepared (fp8_choice.py). Tokens
-   need not be: where they are summed over, rows of zeros pad them, which adds exact zeros to the sum.
+5. Sizes. `in` and `out` must be multiples of 16, which is checked when a model is prepared (fp8_choice.py). Where
+   tokens are summed over, rows of zeros pad them, which adds exact zeros to the sum.
 
 6. Sums are fp32 when emulated and natively on a CPU. An NVIDIA tensor core aligns the products of an instruction
    to the largest and keeps some 14 bits; cuBLAS adds such partial sums in fp32, unless fast accumulation is asked
-   for (`matmul=fp32:fast`), which only the forward matmul uses. benchmarks/prove/fp8_bits.py holds them to a
-   bound.
+   for (`matmul=fp32:fast`), which only the forward matmul uses. benchmarks/prove/fp8_bits.py holds the bound.
 
 7. A narrow operand that meets a wide one (`compute=e4m3` without `grad`): no hardware multiplies such a pair. Its
    numbers are exact in the wide format, which multiplies them; the scale is undone after the sum.
-
-Amax and cast are plain operations that a compiler fuses with what precedes them. A fused cast sees the number
-before it was rounded to bf16, like everything fused. Emulated operands are numbers of the format in fp32.
 """
 
 from collections.abc import Callable
@@ -53,8 +46,7 @@ from halfstep.torch.lowering import Casts
 from halfstep.torch.matmul import Linear, in_compute, matmul, rows_of
 from halfstep.torch.tracing import compiling, traced
 
-MULTIPLE = 16
-"""What the sizes of a native fp8 matmul must be multiples of, in elements."""
+MULTIPLE = 16  # of elements: what the sizes of a native fp8 matmul must be
 
 
 class Lowered(NamedTuple):
@@ -70,10 +62,7 @@ class Lowered(NamedTuple):
 def narrow_linear(
     x: Tensor, values: Tensor, owner: Tensor, bias: Tensor | None, casts: Casts, history: History | None
 ) -> Tensor:
-    """x W^T + b of an x in the compute format: `matmul.Linear` where some operands are narrow.
-
-    `history` is that of the layer; without one, delayed operands are scaled by their own amax.
-    """
+    """x W^T + b of an x in compute, some operands narrow; delayed ones follow their own amax without a history."""
     if x.numel() == 0:  # no kernel takes a batch without tokens, which an expert of a mixture may get
         return Linear.apply(x, values, owner, bias, casts.wide)  # type: ignore[no-any-return]
     amaxes = probe = None
@@ -86,11 +75,7 @@ def narrow_linear(
 
 
 def in_graph(casts: Casts) -> Callable[..., Tensor]:
-    """Returns the three matmuls with these casts as one function that dynamo puts into its graph unopened.
-
-    Autograd traces through it when the graph runs. If dynamo interpreted every line of it, for every layer, that
-    would take most of the time an fp8 model needs to compile.
-    """
+    """Returns the three matmuls as one function for dynamo's graph: to interpret it in every layer takes long."""
 
     def call(*given: Any) -> Tensor:
         return _Narrow.apply(*given, casts)  # type: ignore[no-any-return]
@@ -256,7 +241,6 @@ def _transposed(a: Lowered, wide: Tensor, operand: Operand, casts: Casts) -> Low
 
 
 def _first(a: Lowered, rows: int) -> Lowered:
-    """Removes the padding from an operand."""
     inv_scale = a.inv_scale
     if inv_scale is not None and inv_scale.dim() > 0:
         inv_scale = inv_scale[:rows]

@@ -1,26 +1,23 @@
 """A torch function mode, by which a policy reaches the functions that a model's own code calls.
 
 Converted modules have a class that casts (convert/modules.py). The code between them, `F.softmax(q @ k.mT)`, a
-norm as a function, a product with a parameter, is in none of these classes and would run in whatever dtype it
-gets. So while the forward of a module that somebody else wrote runs, a `PolicyMode` is on. It sees each torch
-function before it runs, and table.py decides how the function is handled.
+norm as a function, a product with a parameter, would run in whatever dtype it gets. So while the forward of a
+module that somebody else wrote runs, a `PolicyMode` is on: it sees each torch function before it runs, and
+table.py decides.
 
-**Where it is on.** The model enters it, and so does every module in it that others wrote, unless it is on
-already. So code that runs again in a backward pass (checkpointing), or is called on a part of the model, is
-reached too. halfstep's own layers switch it off: they cast by themselves. Narrow operands (fp8) are for layers;
-products in functions are in compute.
+**Where it is on.** The model enters it, and so does every module in it that others wrote, unless it is on already:
+code that runs again in a backward pass (checkpointing), or is called on a part of the model, is reached too. Our
+own layers switch it off. Narrow operands (fp8) are for layers; products in functions are in compute.
 
 **In a leaf**, whose parameters and inputs are fp32, a product with a parameter is in compute and its result is
-widened again, because code that was written for one dtype may refuse two. Everything else there is fp32, as
-written.
+widened again, because code that was written for one dtype may refuse two. Everything else there is as written.
 
-**Emulated** tensors are all fp32, so dtypes do not show which are narrow. Islands and products with parameters
-are still reached. A product of activations is recognized by its gradient: without one, in evaluation, it runs
-unchanged, and the next layer rounds its result. Sums and activation functions in between are not rounded
-themselves.
+**Emulated** tensors are all fp32, so dtypes do not show which are narrow. A product of activations is recognized
+by its gradient: without one, in evaluation, it runs unchanged, and the next layer rounds its result. Sums and
+activation functions in between are not rounded themselves.
 
-torch.compile traces through all of this with fullgraph=True. In eager mode each function that a module's own
-code calls costs one Python call more; benchmarks/measure/interception_cost.py measures it.
+torch.compile traces through all of this with fullgraph=True. In eager mode each function that a module's own code
+calls costs one Python call more (benchmarks/measure/interception_cost.py).
 """
 
 from collections.abc import Callable
@@ -50,7 +47,6 @@ class PolicyMode(TorchFunctionMode):
         self.inert = scope.casts.plain and islands == {FP32} and not scope.has_split
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Handles any torch function that is called while the mode is on."""
         entry = TABLE.get(func)
         if entry is None and self.scope.has_split:
             entry = VIEWS.get(func)

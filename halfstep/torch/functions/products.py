@@ -1,16 +1,14 @@
 """Products that a model's own code writes as functions, with a weight among the operands.
 
-Autograd keeps the gradient of an operand in the dtype of the operand: a weight that is cast to bf16 has a gradient
-that was rounded to bf16, then widened. Here, as in matmul.py, activations have gradients in `grad` and weights in
-`grad_weight`, fp32 as a rule, straight from the fp32 sum; and every product is in compute:
+As in matmul.py, activations have gradients in `grad` and weights in `grad_weight`, straight from the fp32 sum;
+every product is in compute:
 
     x W, W x, W of two dimensions      a linear layer
     batches of W                       one matmul per batch, forward and backward
     einsum of two                      its letters are sorted into batch, rows, sum and columns: one of the above
     grouped_mm                         rows of x, sorted by expert, each group times its own matrix
 
-The gradient of grouped matrices is summed in fp32 on a CPU. On a GPU torch's kernel returns it in the dtype of its
-operands: it is rounded once, after the sum, then widened, like those of convolutions (convert/modules.py).
+The gradient of grouped matrices is summed in fp32 on a CPU. On a GPU torch's kernel rounds it once, after the sum.
 
 `weights` says which of the operands are weights. A split master arrives here widened.
 """
@@ -112,8 +110,6 @@ class _Batched(torch.autograd.Function):
 
 
 class _Grouped(torch.autograd.Function):
-    """Groups of rows, each times its own matrix."""
-
     @staticmethod
     def forward(ctx: Any, x: Tensor, w: Tensor, offsets: Tensor, casts: Casts) -> Tensor:
         w = in_compute(w, casts)
@@ -139,10 +135,8 @@ class _Grouped(torch.autograd.Function):
 
 
 def _gradient(a: Tensor, b: Tensor, weight: bool, casts: Casts) -> Tensor:
-    precision = casts.precision
-    if weight:
-        return _carried(matmul(a, b, casts.grad_weight), casts, precision.grad_weight)
-    return _carried(matmul(a, b, casts.grad), casts, precision.grad)
+    name = "grad_weight" if weight else "grad"
+    return _carried(matmul(a, b, getattr(casts, name)), casts, getattr(casts.precision, name))
 
 
 def _by_vector(x: Tensor, vector: Tensor, casts: Casts) -> Tensor:
@@ -173,13 +167,11 @@ def _skip_linear(scope: Scope, args: Any, kwargs: Any) -> str:
 
 
 def _skip_added(scope: Scope, args: Any, kwargs: Any) -> str:
-    """For (c, a, b), where c + a b is computed."""
     c, *pair = tensors_of(args, kwargs)
     return Skip.OUT if kwargs.get("out") is not None else _skip_reason(scope, pair, [c])
 
 
 def _skip_reason(scope: Scope, operands: list[Tensor], added: Sequence[Tensor] = ()) -> str:
-    """Returns why a product of these, to which others are added, runs unchanged."""
     casts = scope.casts
     if any(t.dtype is not operands[0].dtype for t in added):
         return ""
@@ -213,14 +205,12 @@ def _operands(scope: Scope, *given: Tensor) -> tuple[list[Tensor], Two]:
 
 
 def _cast_all(scope: Scope, func: Any, args: Any, kwargs: Any) -> Any:
-    """Calls the function with operands in compute."""
     casts = scope.casts
     args, kwargs = mapped(lambda t: enter(whole(t), casts), (args, kwargs))
     return _result(scope, rounded(func(*args, **kwargs), casts))
 
 
 def _result(scope: Scope, y: Tensor) -> Tensor:
-    """Widens a result in compute if the code of a leaf continues with it."""
     return y.float() if scope.leaf else y
 
 
@@ -242,7 +232,6 @@ def _matmul(scope: Scope, func: Any, args: Any, kwargs: Any) -> Tensor:
 
 
 def _added_matmul(scope: Scope, func: Any, args: Any, kwargs: Any) -> Tensor:
-    """Returns beta c + alpha a b."""
     options = dict(kwargs)
     beta, alpha = options.pop("beta", 1), options.pop("alpha", 1)
     c, *pair = tensors_of(args, options)

@@ -12,10 +12,7 @@
     x + p, x * p, cat, where, ...      with a parameter p: in fp32, then in compute; p does not promote the stream
 
 What runs unchanged: a product of fp32 tensors of which none is a parameter (angles of rotary positions), one of
-parameters only (fp32: it is cast when it meets an activation), an island that gets fp32 already, everything else.
-`run.reach(loss_fn, batch)` lists each function of a pass, how it ran and why (run/reached.py).
-
-`Entry.skip_reason` returns why a function runs unchanged; otherwise `Entry.run` runs it, with every mode off.
+parameters only, an island that gets fp32 already, everything else (run/reached.py lists them).
 """
 
 from typing import Any
@@ -47,7 +44,9 @@ def _island(role: str) -> Entry:
         given = next(tensors_of(args, kwargs))
         asked = next((a for a in (*args, *kwargs.values()) if isinstance(a, torch.dtype)), None)
         if casts.emulate and role != "loss":  # natively its input would have been narrow
-            args, kwargs = _replaced(given, enter(given, casts), args, kwargs)
+            new = enter(given, casts)
+            args = [new if a is given else a for a in args]
+            kwargs = {key: new if value is given else value for key, value in kwargs.items()}
         args, kwargs = mapped(lambda t: island(t, role, casts).float(), (args, kwargs))
         y = func(*args, **kwargs)
         if role == "loss":
@@ -58,10 +57,6 @@ def _island(role: str) -> Entry:
 
     out = "inside and out" if role == "loss" else "inside, compute out"
     return Entry(skip_reason, run, f"the {role} format {out}")
-
-
-def _replaced(old: Tensor, new: Tensor, args: Any, kwargs: Any) -> tuple[Any, Any]:
-    return [new if a is old else a for a in args], {k: new if v is old else v for k, v in kwargs.items()}
 
 
 def _skip_attention(scope: Scope, args: Any, kwargs: Any) -> str:
@@ -129,7 +124,6 @@ def _skip_many(scope: Scope, args: Any, kwargs: Any) -> str:
 
 
 def _meeting(scope: Scope, tensors: list[Tensor]) -> str:
-    """Returns why arithmetic of these tensors runs unchanged."""
     floats = [t for t in tensors if t.dtype in FLOATS]
     if scope.has_split and any(is_split(t) for t in floats):
         return ""
@@ -143,8 +137,7 @@ def _meeting(scope: Scope, tensors: list[Tensor]) -> str:
 
 def _meet(scope: Scope, func: Any, args: Any, kwargs: Any) -> Any:
     floats = [t for t in tensors_of(args, kwargs) if t.dtype in FLOATS]
-    args, kwargs = mapped(whole, (args, kwargs))
-    y = func(*args, **kwargs)
+    y = _view(scope, func, args, kwargs)
     return y if all(is_weight(t) for t in floats) else enter(y, scope.casts)
 
 
@@ -160,10 +153,6 @@ def _view(scope: Scope, func: Any, args: Any, kwargs: Any) -> Any:
 def _skip_dtype(scope: Scope, args: Any, kwargs: Any) -> str:
     narrow = scope.casts.compute is torch.bfloat16 or not is_split(args[0])
     return Skip.NOTHING_MET if narrow else ""
-
-
-def _dtype(scope: Scope, func: Any, args: Any, kwargs: Any) -> torch.dtype:
-    return scope.casts.compute
 
 
 def _is_split_tensor(given: Any) -> bool:
@@ -224,7 +213,7 @@ VIEWS: dict[Any, Entry] = {
         Entry(_skip_view, _view, "of the whole master"),
     ),
     # Code that casts its input to a weight's dtype, such as T5's, means the dtype that the weight computes in.
-    Tensor.dtype.__get__: Entry(_skip_dtype, _dtype, "that of compute"),  # type: ignore[attr-defined]
+    Tensor.dtype.__get__: Entry(_skip_dtype, lambda scope, *_: scope.casts.compute, "that of compute"),  # type: ignore[attr-defined]
 }
 
 

@@ -1,27 +1,22 @@
 """One pass of AdamW over all tensors of a group: unscale, clip, update, store.
 
-Written by hand because torch has no kernel that updates a split master, and a compiled one over hundreds of
-tensors costs milliseconds of the host. A number moves 28 bytes, with whole masters as in torch's fused kernel
-and with split ones alike, and the factor that unscales and clips costs no extra pass.
+torch has no kernel that updates a split master, and a compiled one over hundreds of tensors costs milliseconds of
+the host. A number moves 28 bytes, with whole and split masters alike, and unscaling and clipping cost no extra
+pass.
 
-1. The update, for each number:
+    g <- factor g
+    m <- b1 m + (1 - b1) g            v <- b2 v + (1 - b2) g^2
+    w <- w (1 - rate decay) - (rate / (1 - b1^t)) m / (sqrt(v) (1 / sqrt(1 - b2^t)) + eps)
 
-       g <- factor g
-       m <- b1 m + (1 - b1) g            v <- b2 v + (1 - b2) g^2
-       w <- w (1 - rate decay) - (rate / (1 - b1^t)) m / (sqrt(v) (1 / sqrt(1 - b2^t)) + eps)
+Rounding: every operation is rounded to fp32 on its own, in this order, with exact square root and division, so the
+bits are those of the formula on any device; the kernel is bound by memory and loses nothing by it. The corrections
+of the moments are computed in fp64, powers by repeated squaring, and rounded once.
 
-2. Rounding. Every operation is rounded to fp32 on its own, in this order: no fused multiply-add, exact square root
-   and division. So the bits are those of the formula on any device, for whole and split masters alike; the kernel
-   is bound by memory and loses nothing by it. The bias corrections of the moments are computed in fp64, powers by
-   repeated squaring, and rounded once.
+Two launches: `_count` counts the step of each tensor and computes its corrections, which would take torch some
+thirty kernels; `_adamw` updates. Both read `found_inf` on the device and do nothing if it is set.
 
-3. Two launches. `_count` counts the step of each tensor and computes its corrections, which would take torch some
-   thirty kernels of one number each; `_adamw` updates. Both read `found_inf` on the device and do nothing if it is
-   set.
-
-4. Tables. Every tensor is reached by its address. A program takes one chunk of one tensor; which one is in two
-   tables that depend only on the sizes. Addresses are sent again when one has changed, from pinned memory: nothing
-   waits.
+Tables: every tensor is reached by its address. A program takes one chunk of one tensor; which one is in two tables
+that depend only on the sizes. Addresses are sent again when one has changed, from pinned memory: nothing waits.
 """
 
 import struct
@@ -69,43 +64,17 @@ class Update:
             return
         tensors = len(parameters)
         with torch.cuda.device_of(parameters[0]):  # Triton launches on the current device
-            _count[(triton.cdiv(tensors, COUNTED),)](
-                self._table,
-                self._paces,
-                self._roots,
-                rate,
-                found_inf,
-                tensors,
-                COUNTED=COUNTED,
-                enable_fp_fusion=False,
-            )
-            _adamw[(self._owners.numel(),)](
-                self._table,
-                self._counts,
-                self._owners,
-                self._chunks,
-                self._paces,
-                self._roots,
-                rate,
-                factor,
-                found_inf,
-                betas[0],
-                1 - betas[0],
-                betas[1],
-                1 - betas[1],
-                eps,
-                decay,
-                tensors,
-                NARROW=first[0].dtype == torch.bfloat16,
-                CHUNK=CHUNK,
-                num_warps=WARPS,
-                enable_fp_fusion=False,
-            )
+            counted = (self._table, self._paces, self._roots, rate, found_inf, tensors)
+            _count[(triton.cdiv(tensors, COUNTED),)](*counted, COUNTED=COUNTED, enable_fp_fusion=False)
+            tables = (self._table, self._counts, self._owners, self._chunks, self._paces, self._roots)
+            averages = (betas[0], 1 - betas[0], betas[1], 1 - betas[1])
+            given = (*tables, rate, factor, found_inf, *averages, eps, decay, tensors)
+            sizes = {"NARROW": first[0].dtype == torch.bfloat16, "CHUNK": CHUNK, "num_warps": WARPS}
+            _adamw[(self._owners.numel(),)](*given, **sizes, enable_fp_fusion=False)
 
     def _point(
         self, parameters: Sequence[Tensor], rows: Sequence[Sequence[Tensor | None]], betas: tuple[float, float]
     ) -> None:
-        """Brings the tables up to date."""
         device = parameters[0].device
         sizes = tuple(parameter.numel() for parameter in parameters)
         if sizes != self._sizes:
@@ -124,7 +93,6 @@ class Update:
 
 
 def _sent(tensor: Tensor, device: torch.device) -> Tensor:
-    """Sends a small tensor to the device without waiting."""
     return (tensor.pin_memory() if device.type == "cuda" else tensor).to(device, non_blocking=True)
 
 

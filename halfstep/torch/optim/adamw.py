@@ -1,25 +1,17 @@
-"""Optimizers with explicit formats for masters and moments: what they share, and AdamW.
+"""Optimizers with explicit formats for masters and moments: what they share, and AdamW. Muon is in muon.py.
 
 **AdamW** (Loshchilov and Hutter), with g the gradient, t the updates applied so far and decay decoupled:
 
     m <- b1 m + (1 - b1) g          v <- b2 v + (1 - b2) g^2
     w <- w (1 - rate decay) - rate (m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps)
 
-Muon, for matrices, is in muon.py.
-
 The arithmetic is fp32, on masters (masters.py); torch's own optimizers would compute in the parameter's dtype.
-`found_inf`, a device scalar that is 1 if gradients were not finite, makes the whole update a no-op without a sync.
-`scale`, another one, multiplies the gradients first: it unscales and clips. Rates are on the device as well:
-rate = lr * factor, where the user or a torch scheduler sets `lr`, and a schedule of ours the factor.
+Nothing is read from the device: `found_inf`, a scalar there, makes an update a no-op if it is 1, `scale` unscales
+and clips the gradients, and rate = lr * factor: a torch scheduler sets `lr`, a schedule of ours the factor.
 
-**AdamW takes one pass** over masters, gradients and moments on an NVIDIA GPU, by a kernel of ours that joins and
-splits on the way (kernels/adamw.py). Elsewhere, and for masters that are rounded back, torch's fused kernel does
-the arithmetic on masters that are joined before it and split after. Each gives the same bits for whole and split
-masters; between the two the last bit of an update may differ, because torch's kernel fuses multiplications into
-additions.
-
-Both optimizers are created like torch's, from tensors, (name, tensor) pairs or groups. `prepare` calls `bind` with
-the formats of the policy.
+On an NVIDIA GPU AdamW takes one pass, by a kernel of ours (kernels/adamw.py). Elsewhere, and for masters that are
+rounded back, torch's fused kernel updates masters that are joined before and split after. Each gives the same bits
+for whole and split masters; between the two the last bit may differ: torch's fuses multiplications into additions.
 """
 
 import math
@@ -124,10 +116,7 @@ class Optimizer(torch.optim.Optimizer):
     def step(  # type: ignore[override]
         self, grads: Grads | None = None, *, found_inf: Tensor | None = None, scale: Tensor | None = None
     ) -> None:
-        """Updates every parameter that has a gradient by the gradient times `scale`, unless `found_inf` is 1.
-
-        By default `grads` are the parameters' own, as in torch. With a scale they are overwritten.
-        """
+        """Updates by gradients, the parameters' own by default, times `scale`, which overwrites them."""
         raise NotImplementedError
 
     def set_factor(self, factor: Tensor | float) -> None:
@@ -157,7 +146,6 @@ class Optimizer(torch.optim.Optimizer):
                 self.state[p][key] = value.to(p.device, copy=True)
 
     def _begin(self, grads: Grads | None) -> Grads:
-        """Returns the gradients, the parameters' own by default; refuses those that are not dense."""
         if grads is not None and not isinstance(grads, Mapping):
             raise HalfstepError(
                 f"step() was given a {type(grads).__name__}; it takes gradients by parameter, or no argument",
@@ -182,7 +170,6 @@ class Optimizer(torch.optim.Optimizer):
         return {**super().__getstate__(), **{key: self.__dict__[key] for key in self._kept}}
 
     def _dtype(self, parameter: Tensor) -> torch.dtype:
-        """Returns the dtype of a parameter's moments."""
         return dtype_of(self.moments.get(self.names[parameter], FP32))
 
 
@@ -218,7 +205,6 @@ class AdamW(Optimizer):
     def _update(
         self, index: int, group: dict[str, Any], batch: "_Batch", found_inf: Tensor | None, scale: Tensor | None
     ) -> None:
-        """Updates the parameters of a group: by our kernel where it can reach them, else by torch's."""
         layout = self.masters.layout(batch.params)
         reached = reachable(batch.params)
         if True in reached:
@@ -248,51 +234,30 @@ class AdamW(Optimizer):
         found_inf: Tensor | None,
         scale: Tensor | None,
     ) -> None:
-        """Runs our kernel on parameters whose moments have the same dtype."""
         from halfstep.torch.kernels.adamw import Update  # Triton is installed: the parameters are within reach
 
         # The tables of the kernel, for each set of parameters of a launch; a copy makes its own.
         update = self.__dict__.setdefault("_updates", {}).setdefault(key, Update())
         device = batch.params[0].device
-        update(
-            [p.detach() for p in batch.params],
-            remainders,
-            batch.grads,
-            [state["exp_avg"] for state in batch.states],
-            [state["exp_avg_sq"] for state in batch.states],
-            [state["step"] for state in batch.states],
-            rate=self.rate_of(group),
-            factor=torch.ones((), device=device) if scale is None else scale,
-            found_inf=torch.zeros((), device=device) if found_inf is None else found_inf,
-            betas=group["betas"],
-            eps=group["eps"],
-            decay=group["weight_decay"],
-        )
+        state = ([state[key] for state in batch.states] for key in (*self.slots, "step"))
+        scalars = {
+            "rate": self.rate_of(group),
+            "factor": torch.ones((), device=device) if scale is None else scale,
+            "found_inf": torch.zeros((), device=device) if found_inf is None else found_inf,
+        }
+        settings = {"betas": group["betas"], "eps": group["eps"], "decay": group["weight_decay"]}
+        update([p.detach() for p in batch.params], remainders, batch.grads, *state, **scalars, **settings)
 
     def _by_torch(self, batch: "_Batch", group: dict[str, Any], found_inf: Tensor | None) -> None:
-        """Runs torch's fused kernel on fp32 masters, widened before it and stored after it."""
         params, grads, states = batch
         wide, steps = self.masters.wide(params), [state["step"] for state in states]
         # .float() is the tensor itself if it is fp32 already.
         first = [state["exp_avg"].float() for state in states]
         second = [state["exp_avg_sq"].float() for state in states]
-        adamw(
-            wide,
-            [g.float() for g in grads],
-            first,
-            second,
-            [],
-            steps,
-            fused=True,
-            found_inf=found_inf,
-            amsgrad=False,
-            beta1=group["betas"][0],
-            beta2=group["betas"][1],
-            lr=self.rate_of(group),
-            weight_decay=group["weight_decay"],
-            eps=group["eps"],
-            maximize=False,
-        )
+        rule = {"lr": self.rate_of(group), "weight_decay": group["weight_decay"], "eps": group["eps"]}
+        rule |= dict(zip(("beta1", "beta2"), group["betas"], strict=True))
+        columns = (wide, [g.float() for g in grads], first, second, [], steps)
+        adamw(*columns, fused=True, found_inf=found_inf, amsgrad=False, maximize=False, **rule)
         self.masters.put(params, wide, steps)
         for state, m, v in zip(states, first, second, strict=True):
             if m is not state["exp_avg"]:
@@ -301,14 +266,11 @@ class AdamW(Optimizer):
 
 
 class _Batch(NamedTuple):
-    """Parameters that are updated together, their gradients and their state."""
-
     params: list[Tensor]
     grads: list[Tensor]
     states: list[dict[str, Any]]
 
     def only(self, chosen: list[int]) -> "_Batch":
-        """Returns the parameters at these positions."""
         return _Batch(*([column[i] for i in chosen] for column in self))  # type: ignore[arg-type]
 
 
@@ -325,10 +287,8 @@ def check_settings(kind: str, settings: Mapping[str, Any], unknown: Mapping[str,
     """Refuses unknown settings and values that no optimizer can have."""
     if unknown:
         name = next(iter(unknown))
-        ways = ("fused", "foreach", "capturable", "differentiable")
-        hint = (
-            "omit it: it takes one pass anyway" if name in ways else "use the optimizer of torch.optim that has it"
-        )
+        way = name in ("fused", "foreach", "capturable", "differentiable")
+        hint = "omit it: it takes one pass anyway" if way else "use the optimizer of torch.optim that has it"
         raise HalfstepError(f"halfstep's {kind} has no setting `{name}`", hint=hint)
     shares = {"momentum": settings.get("momentum", 0.0)}
     shares |= {f"betas[{i}]": beta for i, beta in enumerate(settings.get("betas", ()))}
@@ -344,7 +304,6 @@ def check_settings(kind: str, settings: Mapping[str, Any], unknown: Mapping[str,
 
 
 def _by_name(given: Any, names: Mapping[Tensor, str], read: Callable[[str], Any]) -> dict[str, Any]:
-    """Returns a format for each name, given by name or one for all."""
     if given is None:
         return {}
     table = given if isinstance(given, Mapping) else dict.fromkeys(names.values(), given)

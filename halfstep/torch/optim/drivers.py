@@ -1,20 +1,16 @@
 """Drivers: how a run steps any optimizer that follows torch's interface.
 
 A step must be skipped when its gradients are not finite. Whether they are is known on the device; reading it makes
-the host wait until everything before is done. There are four drivers, and the first that fits is taken:
+the host wait until everything before is done. The first driver that fits is taken:
 
     HalfstepDriver    our optimizers take `found_inf` as an argument, and fp32 gradients of narrower parameters
-    FusedDriver       sets `optimizer.found_inf`, the protocol of torch's GradScaler: fused kernels do nothing
-                      if it is 1
+    FusedDriver       sets `optimizer.found_inf`, the protocol of GradScaler: fused kernels do nothing if it is 1
     RollbackDriver    `capturable` optimizers of torch keep all their state on the device: the step is made, and
                       torch.where undoes it if it must be skipped. Costs a copy of parameters and state.
     SyncDriver        all others: the flag is read, one sync per step, and the summary says so
 
-All but the first get fp32 masters and fp32 gradients (`Masters.opened`); state of a parameter's shape is held in
-the moments format and widened for the step.
-
-Closures are refused: an optimizer that evaluates the loss again within its step (LBFGS) would use gradients that
-were not unscaled, clipped or checked.
+All but the first get fp32 masters and gradients (`Masters.opened`), and moments widened for the step. Closures are
+refused: an optimizer that evaluates the loss again (LBFGS) would use gradients that were not unscaled or checked.
 """
 
 import inspect
@@ -125,13 +121,10 @@ class FusedDriver(StockDriver):
     @property
     def cost(self) -> str:
         """Describes what a step waits for."""
-        if any(group.get("momentum") for group in self.optimizer.param_groups) and self._is_sgd:
+        sgd = "dampening" in self.optimizer.defaults
+        if sgd and any(group.get("momentum") for group in self.optimizer.param_groups):
             return "no sync except in the first step: its kernel would start from uninitialized momentum"
         return "no sync"
-
-    @property
-    def _is_sgd(self) -> bool:
-        return "dampening" in self.optimizer.defaults
 
     def step(self, grads: Grads, scale: Tensor, found_inf: Tensor, count: Tensor) -> None:
         """Updates unless `found_inf` is 1."""
@@ -145,7 +138,7 @@ class FusedDriver(StockDriver):
 
     def _lacks_momentum(self, grads: Grads) -> bool:
         """Fused SGD allocates its momentum and leaves the first write to the kernel, which may skip it."""
-        return self._is_sgd and any(
+        return "dampening" in self.optimizer.defaults and any(
             group["momentum"] and self.optimizer.state.get(p, {}).get("momentum_buffer") is None
             for group in self.optimizer.param_groups
             for p in group["params"]
@@ -187,7 +180,6 @@ class RollbackDriver(StockDriver):
             now.copy_(torch.where(found_inf > 0, before[key], now))
 
     def _live(self, params: list[Tensor]) -> Iterator[tuple[Any, Tensor]]:
-        """Every tensor that a step may change."""
         for p in params:
             yield p, p.detach()
             if self.masters.is_split(p):
@@ -231,10 +223,7 @@ def is_moment(parameter: Tensor, value: Any) -> bool:
 
 
 def check_optimizers(given: Any, model: nn.Module, *, narrow: bool) -> list[torch.optim.Optimizer]:
-    """Returns one optimizer or several as a list; refuses those that cannot be run.
-
-    `narrow` means that some masters are not the fp32 parameter itself.
-    """
+    """Returns a list of optimizers that can be run. `narrow`: some masters are not the fp32 parameter itself."""
     optimizers = list(given) if isinstance(given, Sequence) else [given]
     if not optimizers:
         raise HalfstepError("no optimizer was given", hint="prepare(model, torch.optim.AdamW(...), policy)")
@@ -294,7 +283,6 @@ def _check_kind(optimizer: Any, *, narrow: bool) -> None:
 
 
 def _required(optimizer: torch.optim.Optimizer) -> list[str]:
-    """Returns the arguments that its step requires."""
     # From the class: a scheduler puts a wrapper on the instance, which takes `self`.
     _, *taken = inspect.signature(type(optimizer).step).parameters.values()
     return [p.name for p in taken if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]

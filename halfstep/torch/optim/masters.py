@@ -1,21 +1,15 @@
 """Masters: the fp32 numbers that parameters stand for, whatever form they are held in.
 
     fp32          the parameter is its own master
-    fp32:split    `parameter.data` is the nearest bf16, ties away from zero (hi), which matmuls use directly, and
-                  there is an int16 remainder (lo): 4 bytes per number, and joining the two is exact
+    fp32:split    `parameter.data` is the nearest bf16, which matmuls use, beside an int16 remainder (core.split)
     bf16          no master: the parameter is widened, updated and rounded back, to nearest or stochastically,
                   with random bits that depend on (seed, update, parameter, element) and so agree on every replica
     emulated      bf16 numbers in fp32 tensors, rounded back in the same way
 
-**Any optimizer.** torch's optimizers change `parameter.data` in place and in its own dtype: on the bf16 half of a
-split master they would lose the remainder, and fused and foreach AdamW refuse a bf16 parameter with an fp32
-gradient. Inside `opened`, `parameter.data` is the fp32 master, so any optimizer makes the update it makes in fp32,
-bit for bit; afterwards the result is stored again. Only the data is exchanged: the parameter, its gradient, its
-hooks and its place in the optimizer stay. This costs 4 bytes per number while the optimizer runs, and two passes
-over the memory.
-
-On a CUDA device the passes are compiled, all tensors in one function, because eagerly each tensor would need some
-ten kernels. On other devices they are eager. Both give the same bits: nothing is rounded twice.
+**Any optimizer.** torch's change `parameter.data` in place and in its own dtype: on the bf16 half of a split
+master they would lose the remainder. Inside `opened`, `parameter.data` is the fp32 master, so any optimizer makes
+the update it makes in fp32, bit for bit; the parameter, its gradient and its hooks stay. It costs 4 bytes per
+number meanwhile, and two passes over the memory: on CUDA compiled, all tensors in one function.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -32,7 +26,7 @@ from halfstep.core.formats import BF16, FP16, FP32, Format
 from halfstep.core.philox import tensor_id
 from halfstep.core.roles import Param
 from halfstep.torch.cast import carried, join, quantize, random_bits, split
-from halfstep.torch.split import WRITES
+from halfstep.torch.split import drop_stale_remainder, note_write
 
 BY_DTYPE = {torch.float32: Param(FP32), torch.bfloat16: Param(BF16), torch.float16: Param(FP16)}
 _MOST_LAYOUTS = 64  # a mixture of experts may update another list of parameters at each step
@@ -60,11 +54,9 @@ class Masters:
         seed: int = 0,
         complete: bool = False,
     ):
-        self.names = dict(names)
-        self.held = dict(held or {})
-        self.complete = (
-            complete  # a parameter that is not in `held` has no master and is left alone, such as frozen
-        )
+        self.names, self.held = dict(names), dict(held or {})
+        # Whether a parameter that is not in `held` has no master and is left alone, such as frozen ones.
+        self.complete = complete
         # The tensors themselves: layers that need the whole master join it from the same remainder.
         self.remainders = dict(remainders or {})
         self.seed = seed
@@ -110,16 +102,17 @@ class Masters:
                     f"{tuple(p.shape)} now: the remainder of its split master has the first shape",
                     hint="prepare the model after resizing it; this copy has already been rounded to bf16",
                 )
-        _drop_stale(self._split)
+            drop_stale_remainder(p)
 
     @torch.no_grad()
     def wide(self, parameters: Sequence[Tensor]) -> list[Tensor]:
         """Returns the masters in fp32: the parameter itself if it is whole, else a new tensor."""
         layout, masters = self.layout(parameters), list(parameters)
         if layout.split:
-            pairs = [(parameters[i], layout.remainders[i]) for i in layout.split]
-            _drop_stale(pairs)
-            joined = _over_all(_join, *(list(side) for side in zip(*pairs, strict=True)))
+            halves = [parameters[i] for i in layout.split]
+            for p in halves:
+                drop_stale_remainder(p)
+            joined = _over_all(_join, halves, [layout.remainders[i] for i in layout.split])
             for i, w in zip(layout.split, joined, strict=True):
                 masters[i] = w
         for i in layout.rounded:
@@ -129,25 +122,19 @@ class Masters:
 
     @torch.no_grad()
     def put(self, parameters: Sequence[Tensor], wide: Sequence[Tensor], counts: Sequence[Tensor]) -> None:
-        """Stores fp32 masters in the form they are held in; a whole parameter is its own master and stays.
-
-        A count is the number of the update, for stochastic rounding.
-        """
+        """Stores fp32 masters as they are held; whole ones stay. `counts` number the updates, for rounding."""
         layout = self.layout(parameters)
         for i in layout.rounded:
             self._round_back(parameters[i], wide[i], counts[i])
         if layout.split:
-            halves = [parameters[i].detach() for i in layout.split]
-            _over_all(
-                _split, halves, [layout.remainders[i] for i in layout.split], [wide[i] for i in layout.split]
-            )
+            rows = [(parameters[i].detach(), layout.remainders[i], wide[i]) for i in layout.split]
+            _over_all(_split, *map(list, zip(*rows, strict=True)))
             self.note_writes(parameters)
 
     def note_writes(self, parameters: Sequence[Tensor]) -> None:
         """Records that the last write to each split master also wrote its remainder."""
         for i in self.layout(parameters).split:
-            if hasattr(parameters[i], WRITES):
-                setattr(parameters[i], WRITES, parameters[i]._version)
+            note_write(parameters[i])
 
     def assign(self, parameters: Sequence[Tensor], values: Sequence[Tensor], count: Tensor) -> None:
         """Sets masters to fp32 values, whatever form they are held in."""
@@ -157,10 +144,7 @@ class Masters:
         self.put(parameters, values, [count] * len(parameters))
 
     def watch(self, model: nn.Module) -> list[Any]:
-        """Adds hooks so that `load_state_dict` of any module rounds weights as they are held; returns the hooks.
-
-        Split masters do so by themselves.
-        """
+        """Hooks `load_state_dict` to round weights as they are held; split masters do so by themselves."""
         handles = []
         for module in model.modules():
             own = module.named_parameters(recurse=False)
@@ -174,8 +158,7 @@ class Masters:
         """Inside, `parameter.data` is the fp32 master. An error inside leaves everything unchanged."""
         narrow = [p for p in parameters if not self.is_whole(p)]
         held = [p.data for p in narrow]
-        for p, w in zip(narrow, self.wide(narrow), strict=True):
-            p.data = w
+        _set_data(narrow, self.wide(narrow))
         try:
             yield
         except BaseException:
@@ -209,14 +192,6 @@ class Masters:
             parameter.copy_(wide)
 
 
-def _drop_stale(pairs: Iterable[tuple[Tensor, Tensor | None]]) -> None:
-    """Zeroes the remainders of parameters that were written to since theirs were."""
-    for p, lo in pairs:
-        if lo is not None and getattr(p, WRITES, None) not in (None, p._version):
-            lo.zero_()
-            setattr(p, WRITES, p._version)
-
-
 def _set_data(parameters: Sequence[Tensor], held: Sequence[Tensor]) -> None:
     for p, data in zip(parameters, held, strict=True):
         p.data = data
@@ -242,16 +217,12 @@ def _stochastic(wide: Tensor, fmt: Format, seed: str, count: Tensor, tensor: int
 
 
 def _over_all(function: Callable[..., list[Tensor]], *lists: Any) -> list[Tensor]:
-    """Calls a function of lists of tensors, compiled as one if they are on a CUDA device."""
     return (compiled(function) if lists[0][0].is_cuda else function)(*lists)
 
 
 @cache
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns the function, compiled when it is first called, and for every list of tensors it is called with.
-
-    Dynamo gives a function up after eight compilations, and a process that runs tests has more models than that.
-    """
+    """Returns the function, compiled for every list of tensors: dynamo would give up after eight compilations."""
     fast = torch.compile(function)
 
     def call(*given: Any) -> Any:

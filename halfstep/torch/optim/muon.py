@@ -46,7 +46,6 @@ class Muon(Optimizer):
         super().__init__(params, defaults, **formats)
 
     def _problem(self, parameter: Tensor) -> tuple[str, str] | None:
-        """Refuses all but matrices: nothing else has singular values to push."""
         if parameter.ndim == 2:
             return super()._problem(parameter)
         problem = f"has the shape {tuple(parameter.shape)}, and Muon updates matrices"

@@ -1,19 +1,16 @@
 """The sum of gradients over the micro-batches of one update.
 
-With S the scale, w_i the weight (tokens) of micro-batch i, l_i its mean loss and g_i the gradient of l_i, the
-gradient of the mean over all tokens is sum_i w_i g_i / sum_i w_i. The total is known only after the last
-micro-batch, and summing un-normalized losses would multiply fp16 gradients by thousands. So each micro-batch
-is weighted relative to the first,
+With S the scale, w_i the weight (tokens) of micro-batch i, and g_i the gradient of its mean loss, the gradient of
+the mean over all tokens is sum_i w_i g_i / sum_i w_i. The total is known only after the last micro-batch, and
+summing un-normalized losses would multiply fp16 gradients by thousands. So each is weighted relative to the first,
 
     accumulated  G = sum_i (w_i / w_1) S g_i              in the accumulate format, fp32
     gradient       = G * inv_scale * w_1 / sum_i w_i      unscaled with the S that was used
 
-autograd sums in the dtype of the parameter. If that is not the accumulate format, each gradient is taken from
-it after its backward pass and added to a sum kept here: a bf16 sum of 256 and ones stays at 256. Gradients that
-are wider than their parameter (split.py) are taken away as well: torch.compile refuses a parameter that has one.
-
-Sparse gradients stay sparse; their norm and their factor are those of their values, once the entries of a row that
-was looked up twice are summed. That waits for the device, as torch's sparse optimizers do themselves.
+autograd sums in the dtype of the parameter, and a bf16 sum of 256 and ones stays at 256: there each gradient is
+taken away after its backward pass and added to a sum kept here. So are those wider than their parameter
+(split.py). Sparse gradients stay sparse; summing the entries of a row waits for the device, as torch's sparse
+optimizers do.
 """
 
 from collections.abc import Sequence
@@ -24,11 +21,9 @@ from torch import Tensor, nn
 
 from halfstep.core.errors import HalfstepError, PolicyError
 from halfstep.core.policy import Policy
-from halfstep.torch.dtypes import dtype_of
+from halfstep.torch.dtypes import FLOATS, dtype_of
 from halfstep.torch.run.buffers import parameters_of
 
-# The dtypes that a policy casts; parameters of others (float64, complex) keep their own gradients.
-CAST = (torch.float32, torch.bfloat16, torch.float16)
 PREPARE_AGAIN = "run.unprepare(), change the model, make a new optimizer for it, and prepare both"
 
 
@@ -76,16 +71,12 @@ class Accumulation:
 
     def _take(self, parameters: Sequence[Tensor]) -> None:
         """Moves gradients that autograd would sum in another format to sums kept here."""
-        taken = [
-            p
-            for p in parameters
-            if (g := p.grad) is not None and not g.dtype == p.dtype == self.format and p.dtype in CAST
-        ]
-        sums: list[Tensor] = []
-        added: list[Tensor] = []
-        for p in taken:
-            grad = p.grad.to(self.format)  # type: ignore[union-attr]
-            p.grad = None
+        sums, added = list[Tensor](), list[Tensor]()
+        for p in parameters:
+            g = p.grad
+            if g is None or g.dtype == p.dtype == self.format or p.dtype not in FLOATS:
+                continue
+            grad, p.grad = g.to(self.format), None
             if (total := self._sums.setdefault(p, grad)) is not grad:
                 sums.append(total)
                 added.append(grad)
@@ -102,8 +93,7 @@ class Accumulation:
             raise HalfstepError(
                 "the last micro-batch was passed with last=False", hint="pass it with backward(loss, last=True)"
             )
-        sums = self._sums
-        grads = {p: g for p in parameters if (g := sums.get(p, p.grad)) is not None}
+        grads = {p: g for p in parameters if (g := self._sums.get(p, p.grad)) is not None}
         for p in [p for p, g in grads.items() if g.is_sparse]:
             grads[p] = grads[p].coalesce()
         if not grads and set(parameters).isdisjoint(parameters_of(self.model)):
@@ -113,7 +103,7 @@ class Accumulation:
                 hint="FSDP is not implemented yet; DDP(model) keeps parameters, and takes `bf16-mixed`",
             )
         if len(grads) < len(parameters):  # a new parameter may have taken the place of one that has none
-            self._new += self._unknown()
+            self._new += [p for p in parameters_of(self.model) if p.grad is not None and p not in self._known]
         self._check_none_new()
         if not grads:
             raise HalfstepError(
@@ -122,12 +112,7 @@ class Accumulation:
             )
         return grads
 
-    def _unknown(self) -> list[Tensor]:
-        """Returns the parameters that have a gradient and joined the model after it was prepared."""
-        return [p for p in parameters_of(self.model) if p.grad is not None and p not in self._known]
-
     def _check_none_new(self) -> None:
-        """Refuses parameters that came with a new module, before anything is updated."""
         if not self._new:
             return
         names: dict[Tensor, str] = {p: name for name, p in self.model.named_parameters()}

@@ -1,7 +1,4 @@
-"""Checks of the arguments of `prepare`, before the model is touched.
-
-The model itself is checked in convert/plan.py, the optimizers in optim/drivers.py, and the policy in apply.py.
-"""
+"""Checks of the arguments of `prepare`; the model, optimizers and policy are checked where they are used."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -33,9 +30,7 @@ def check_moments(optimizers: Sequence[torch.optim.Optimizer], model: nn.Module,
     """Refuses moments formats of an optimizer that contradict the policy."""
     values, named = policy.resolve(names_of(model, None)), model.named_parameters()
     wanted: Mapping[Tensor, Any] = {p: values[owner(n)].values["moments"] for n, p in named if owner(n) in values}
-    for optimizer in optimizers:
-        if not isinstance(optimizer, Optimizer):
-            continue
+    for optimizer in (o for o in optimizers if isinstance(o, Optimizer)):
         for p, fmt in optimizer.given.items():
             if fmt != wanted.get(p, fmt):
                 raise PolicyError(

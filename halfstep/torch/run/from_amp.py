@@ -1,11 +1,9 @@
 """Continuing a torch.amp job: a run takes over the state of torch's optimizers and of its GradScaler.
 
-Weights need no conversion: under autocast the model holds its fp32 masters itself, and `prepare` takes them as
-they are. The rest is in two state dicts.
+Weights need no conversion: under autocast the model holds its fp32 masters itself. The rest is in two state dicts.
 
-    optimizer.state_dict()    moments and counts of parameters, by their place in the groups (or by name, if the
-                              groups have names); settings such as rates and decay. Moments are stored in the
-                              policy's moments format. How the step is made (fused, foreach) is up to this run.
+    optimizer.state_dict()    moments and counts of parameters, by their place in the groups or by name, and
+                              settings such as rates and decay
     scaler.state_dict()       the scale, and the number of finite steps since it last changed. From here on the
                               policy's law moves it: a scale that is not a power of two, or beyond floor or
                               ceiling, becomes the nearest one that is not above it.
@@ -56,7 +54,6 @@ def take_over(run: RunParts, optimizers: State | Sequence[State | None], scaler:
 
 
 def _matched(run: RunParts, optimizer: torch.optim.Optimizer, saved: State) -> dict[Tensor, dict[str, Any]]:
-    """Returns the saved state of each parameter."""
     if not {"state", "param_groups"} <= saved.keys():
         raise HalfstepError(
             "this is not a state of a torch optimizer: it lacks `state` or `param_groups`",
@@ -83,10 +80,7 @@ def _matched(run: RunParts, optimizer: torch.optim.Optimizer, saved: State) -> d
 
 
 def _check_rule(optimizer: torch.optim.Optimizer, groups: Sequence[State]) -> None:
-    """Refuses the state of an update rule that halfstep's AdamW does not have."""
-    if not isinstance(optimizer, Optimizer):
-        return
-    for group in groups:
+    for group in groups if isinstance(optimizer, Optimizer) else ():
         odd = "maximize" if group.get("maximize") else "amsgrad" if group.get("amsgrad") else ""
         if not odd and group.get("weight_decay") and group.get("decoupled_weight_decay") is False:
             odd = f"weight_decay={group['weight_decay']:g} of Adam, added to the gradient"

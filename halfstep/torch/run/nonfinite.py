@@ -1,14 +1,12 @@
 """Finds which tensor stopped being finite first, and in which pass, when a run cannot continue.
 
-The last step is run again, eagerly, with hooks on every module. Forward, the cause is the module whose output is
-not finite although its inputs are; modules inside others finish first, so it is the innermost. If code between
-modules did it, the module that holds the code is named, with the one that received the result. Backward, it is the
-first gradient that is not finite, in the order in which autograd computes them.
+The last step is run again, eagerly, with hooks on every module. Forward, the cause is the innermost module whose
+output is not finite although its inputs are; if code between modules did it, the module that holds the code, with
+the one that received the result. Backward, it is the first gradient in autograd's order. Masks, which hold -inf
+and need no gradient, are no failure.
 
-The two passes need different cures. The loss scale acts on gradients alone: an activation beyond the format's
+The two passes need different cures: the loss scale acts on gradients alone, and an activation beyond the format's
 range is beyond it at every scale (T5's and Gemma's MLPs in fp16).
-
-Masks are no failure: they hold -inf, in tensors that need no gradient.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -57,8 +55,6 @@ def find(
 
 
 class _Watch:
-    """Hooks on every module and parameter that keep the first tensor that is not finite."""
-
     def __init__(self, model: nn.Module):
         self.cause: Cause | None = None
         self._entered = ""  # the first module whose input is not finite
@@ -74,7 +70,6 @@ class _Watch:
                 self._handles.append(owner.register_hook(hook))
 
     def remove(self) -> None:
-        """Removes the hooks."""
         for handle in self._handles:
             handle.remove()
 

@@ -1,8 +1,4 @@
-"""What a run consists of: a model, its optimizers, a policy, and the state that its steps change.
-
-`Run` (step.py) adds the verbs. What only reads or restores a run (state.py, summary.py, from_amp.py) takes its
-parts.
-"""
+"""What a run consists of, and the state that its steps change. `Run` (step.py) adds the verbs."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -19,7 +15,7 @@ from halfstep.torch.optim.adamw import Optimizer
 from halfstep.torch.optim.drivers import StockDriver, check_optimizers, driver_of
 from halfstep.torch.optim.ema import Averages
 from halfstep.torch.optim.masters import Masters
-from halfstep.torch.run.accumulation import CAST, PREPARE_AGAIN, Accumulation
+from halfstep.torch.run.accumulation import PREPARE_AGAIN, Accumulation
 from halfstep.torch.run.buffers import Buffers
 from halfstep.torch.run.reached import Reached
 from halfstep.torch.run.switches import Switches
@@ -67,17 +63,12 @@ class RunParts:
     def scalars(self, given: ScaleState) -> ScaleState:
         """Returns a state of the loss scale as scalars on the run's device."""
         dtypes = (torch.float32, torch.int32, torch.int32, torch.bool)
-        return ScaleState(
-            *(torch.tensor(v, dtype=d, device=self.device) for v, d in zip(given, dtypes, strict=True))
-        )
+        pairs = zip(given, dtypes, strict=True)
+        return ScaleState(*(torch.tensor(v, dtype=d, device=self.device) for v, d in pairs))
 
     def check_parameters(self) -> None:
         """Refuses parameters that were added, cast or resized after the policy was applied."""
-        count = 0
-        for optimizer in self.optimizers:
-            for group in optimizer.param_groups:
-                count += len(group["params"])
-        if count != len(self.parameters):
+        if sum(len(g["params"]) for o in self.optimizers for g in o.param_groups) != len(self.parameters):
             check_optimizers(self.optimizers, self.model, narrow=False)
             self._list_parameters()
             if self.conversion is not None:
@@ -96,14 +87,13 @@ class RunParts:
                 )
 
     def _list_parameters(self) -> None:
-        """Lists the optimizers' parameters, in the order of the model, with what they must stay like."""
         taken = {p for driver in self.drivers for p in driver.parameters}
         self.parameters = [p for p in self.masters.names if p in taken]
         self._expected = [(p, p.dtype, p.shape, self._has_master(p)) for p in self.parameters]
 
     def _has_master(self, parameter: Tensor) -> bool:
         """Whether a parameter that is narrower than fp32 is covered by the policy, if there is one."""
-        narrow = parameter.dtype in CAST and parameter.dtype != torch.float32
+        narrow = parameter.dtype in (torch.bfloat16, torch.float16)
         return not narrow or self.conversion is None or self.masters.names[parameter] in self.masters.held
 
     def _masters(self, seed: int) -> Masters:
@@ -116,7 +106,6 @@ class RunParts:
         return Masters(names, held, seed=seed)
 
     def _bind_and_hook(self, conversion: Applied) -> list[Any]:
-        """Gives the optimizers their formats, and returns the hooks that protect them."""
         self._bind(conversion)
         hooks = self.masters.watch(self.model)
         stock = [driver for driver in self.drivers if isinstance(driver, StockDriver)]
@@ -136,7 +125,6 @@ class RunParts:
 
 
 def _refuse_load(optimizer: torch.optim.Optimizer, given: dict[str, Any]) -> None:
-    """Refuses `optimizer.load_state_dict`, which would cast moments to the dtype of bf16 parameters."""
     raise HalfstepError(
         f"{type(optimizer).__name__}.load_state_dict casts moments to the dtype of the parameters, which is bf16",
         hint="run.load_state_dict(run's own state), or run.load_torch_amp(the optimizer's state)",

@@ -1,11 +1,11 @@
 """How each function in a model's own code runs: the list of `run.reach(loss_fn, batch)`.
 
 One forward pass is run, eagerly and for real, with a watcher on the function mode (functions/mode.py), and without
-lasting effects. Fake tensors would cost less and would not do: mixtures branch on what their routers decide.
+lasting effects; fake tensors would not do: mixtures branch on what their routers decide.
 
 The list has every product, attention, island and look-up of the model's own code, with how it ran and why. Of the
 functions that no role reaches it has those that lose precision: sums of narrow numbers, such as in hand-written
-norms, and arithmetic that an fp32 tensor promotes. `run.summary()` describes what layers do.
+norms, and arithmetic that an fp32 tensor promotes.
 """
 
 from collections.abc import Callable, Iterator
@@ -66,12 +66,8 @@ def record(model: nn.Module, loss_fn: Callable[[Any], Any], batch: Any) -> Reach
 
     WATCHERS.append(watch)
     try:
-        with (
-            torch.compiler.set_stance("force_eager"),
-            torch.enable_grad(),
-            restored(model),
-            _named(model, inside),
-        ):
+        eagerly = torch.compiler.set_stance("force_eager")
+        with eagerly, torch.enable_grad(), restored(model), _named(model, inside):
             loss_fn(batch)
     finally:
         WATCHERS.remove(watch)
@@ -81,7 +77,6 @@ def record(model: nn.Module, loss_fn: Callable[[Any], Any], batch: Any) -> Reach
 def _how(
     scope: Scope, func: Any, args: Any, kwargs: Any, entry: Entry | None, why: str
 ) -> tuple[Literal["reached", "as it is"], str] | None:
-    """Returns how a function runs and why; None if it is not listed."""
     if entry is not None and not why:
         return "reached", entry.description
     if entry is not None and why != Skip.NOTHING_MET and not meets(entry):
@@ -89,13 +84,11 @@ def _how(
     dtypes = {t.dtype for t in tensors_of(args, kwargs) if t.dim() and t.is_floating_point()}
     if entry is None:
         narrow = func in SENSITIVE and any(dtype in NARROW for dtype in dtypes)
-        return ("as it is", f"computed in {_name(dtypes)}, no role reaches it") if narrow else None
+        names = " and ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
+        return ("as it is", f"computed in {names}, no role reaches it") if narrow else None
     promoted = meets(entry) and torch.float32 in dtypes and any(dtype in NARROW for dtype in dtypes)
-    return (
-        ("as it is", "an fp32 tensor that is not a parameter makes it fp32")
-        if promoted and not scope.leaf
-        else None
-    )
+    why = "an fp32 tensor that is not a parameter makes it fp32"
+    return ("as it is", why) if promoted and not scope.leaf else None
 
 
 def _function(func: Any) -> str:
@@ -103,13 +96,8 @@ def _function(func: Any) -> str:
     return known if known and "<" not in known else getattr(func, "__name__", str(func))
 
 
-def _name(dtypes: set[torch.dtype]) -> str:
-    return " and ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
-
-
 @contextmanager
 def _named(model: nn.Module, inside: list[str]) -> Iterator[None]:
-    """Keeps the names of the modules that are running on a stack."""
     handles: list[Any] = []
     for name, module in model.named_modules():
 
@@ -129,6 +117,9 @@ def _named(model: nn.Module, inside: list[str]) -> Iterator[None]:
 
 
 def _line(how: str, function: str, why: str, rows: list[Row]) -> str:
-    modules = [row.module for row in rows]
-    some = ", ".join(modules[:SHOWN]) + (f", and {len(modules) - SHOWN} more" if len(modules) > SHOWN else "")
-    return f"  {sum(row.calls for row in rows)} {function} ({some}): {how}, {why}"
+    return f"  {sum(row.calls for row in rows)} {function} ({some([row.module for row in rows])}): {how}, {why}"
+
+
+def some(names: list[str]) -> str:
+    """Returns the first of some names, and the number of the others."""
+    return ", ".join(names[:SHOWN]) + (f", and {len(names) - SHOWN} more" if len(names) > SHOWN else "")

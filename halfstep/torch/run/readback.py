@@ -1,13 +1,10 @@
 """The numbers and the device time of steps that were launched, on their way to the host.
 
-A device works off one queue. Reading a step while the next one runs must not ask the device for anything: the
-request would wait behind the next step, and the device would have nothing to do while the host launches the one
-after. So the copy to pinned memory is queued right behind the step itself, and reading waits for that copy's own
-event.
+A device works off one queue: a request made while the next step runs would wait behind it. So the copy to pinned
+memory is queued right behind the step itself, and reading waits for that copy's own event.
 
-On CUDA (and ROCm, which goes by its name) an event before the step and that event are stamped by the device. Their
-distance is the step's device time; the distance from the end of the step before is how long the device had no
-step. Kernels of one step that wait for the host in between count as busy.
+On CUDA (and ROCm) the device stamps the events around a step: their distance is its device time, that from the end
+of the step before is idle time. Kernels of one step that wait for the host in between count as busy.
 """
 
 from collections import deque
@@ -39,15 +36,19 @@ class Readback:
         self._end: torch.cuda.Event | None = None  # of the step that was timed last
 
     def start(self) -> torch.cuda.Event | None:
-        """Marks the start of a step on the device, for `send`."""
-        return self._event()
+        """Marks the present moment on the device: for `send`, the start of a step."""
+        if self.device.type != "cuda":
+            return None
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self.device))
+        return event
 
     def send(self, result: Any, start: torch.cuda.Event | None = None) -> None:
         """Queues the copy of a step's numbers behind the step, without waiting."""
         numbers = torch.stack([getattr(result, name).float() for name in NAMES])
         if self.device.type == "cuda":
             numbers = numbers.to("cpu", non_blocking=True)  # torch makes it pinned
-        self._queue.append(_Launched(result, numbers, start, self._event()))
+        self._queue.append(_Launched(result, numbers, start, self.start()))
 
     def read(self, result: Any) -> dict[str, float]:
         """Returns a step's numbers; waits until that step is done, but not for those after it."""
@@ -69,10 +70,3 @@ class Readback:
         before, self._end = self._end, step.end
         idle = None if before is None else before.elapsed_time(step.start) / 1000
         return step.start.elapsed_time(step.end) / 1000, idle
-
-    def _event(self) -> torch.cuda.Event | None:
-        if self.device.type != "cuda":
-            return None
-        event = torch.cuda.Event(enable_timing=True)
-        event.record(torch.cuda.current_stream(self.device))
-        return event

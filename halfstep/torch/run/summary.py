@@ -1,8 +1,4 @@
-"""Describes what a run will do: conversions with reasons, masters, gradients, and what each optimizer costs.
-
-Modules that became the same thing share a line, with their number and the names of some; so do modules that were
-left alone, with the reason that `apply` gave.
-"""
+"""Describes what a run will do: conversions with reasons, masters, gradients, and what each optimizer costs."""
 
 from collections.abc import Iterator
 from typing import cast
@@ -10,15 +6,14 @@ from typing import cast
 import torch
 from torch import nn
 
-from halfstep.core.formats import FP16, Format
+from halfstep.core.formats import FP16
 from halfstep.core.roles import print_value
 from halfstep.torch.convert.known_packages import kept_wide
 from halfstep.torch.layers import Layer
 from halfstep.torch.optim.drivers import label
 from halfstep.torch.run.parts import RunParts
+from halfstep.torch.run.reached import some
 from halfstep.torch.run.switches import fp32_is_fp32
-
-SHOWN = 3
 
 
 def summarize(run: RunParts) -> list[str]:
@@ -36,7 +31,7 @@ def _modules(run: RunParts) -> Iterator[str]:
     total = sum(len(names) for (kind, _), names in groups.items() if kind != "Parameter")
     yield f"  converted {run.conversion.modules} of {total} modules"
     for (kind, form), names in groups.items():
-        yield f"  {len(names)} {kind} ({_some(names)}): {form}"
+        yield f"  {len(names)} {kind} ({some(names)}): {form}"
 
 
 def _measured(run: RunParts) -> Iterator[str]:
@@ -55,18 +50,18 @@ def _given(run: RunParts) -> Iterator[str]:
     narrow = [name for name, b in run.model.named_buffers() if b.dtype in (torch.bfloat16, torch.float16)]
     if narrow:
         yield (
-            f"  {len(narrow)} buffers ({_some(narrow)}) were already rounded, and stay so; a model that is loaded "
+            f"  {len(narrow)} buffers ({some(narrow)}) were already rounded, and stay so; a model that is loaded "
             "in fp32 has them in full"
         )
     modules = dict(run.model.named_modules())
-    kept = [n for n in kept_wide(run.model) if _computes_in(modules[n], FP16)]
+    kept = [n for n in kept_wide(run.model) if _computes_in_fp16(modules[n])]
     if kept:
         rule = f"`**.{kept[0].rpartition('.')[2]}: compute=fp32`"
-        yield f"  {len(kept)} modules ({_some(kept)}) that their authors keep in fp32 run in fp16 here: {rule}"
+        yield f"  {len(kept)} modules ({some(kept)}) that their authors keep in fp32 run in fp16 here: {rule}"
 
 
-def _computes_in(module: nn.Module, fmt: Format) -> bool:
-    return isinstance(module, Layer) and module.precision.compute == fmt
+def _computes_in_fp16(module: nn.Module) -> bool:
+    return isinstance(module, Layer) and module.precision.compute == FP16
 
 
 def _functions(run: RunParts) -> Iterator[str]:
@@ -84,27 +79,22 @@ def _functions(run: RunParts) -> Iterator[str]:
 
 def _masters(run: RunParts) -> Iterator[str]:
     held: dict[str, list[int]] = {}
+    emulated = " (emulated)" if run.policy.emulate else ""
     for p, name in run.masters.names.items():
         if name in run.masters.held:
-            held.setdefault(_held(run, name), []).append(p.numel())
+            split = "bf16 and a 16-bit remainder, together fp32" if name in run.masters.remainders else ""
+            held.setdefault(split or print_value(run.masters.held[name]) + emulated, []).append(p.numel())
     for form, sizes in held.items():
         yield f"  masters: {len(sizes)} parameters, {sum(sizes):,} numbers, in {form}"
     if run.conversion is not None and run.conversion.widened:
         names = list(run.conversion.widened)
-        yield f"  widened to fp32 masters: {len(names)} parameters that were narrower ({_some(names)})"
+        yield f"  widened to fp32 masters: {len(names)} parameters that were narrower ({some(names)})"
     taken = set(run.parameters)
     idle = [n for p, n in run.masters.names.items() if p.requires_grad and p not in taken]
     if idle:
-        yield f"  not trained: {len(idle)} parameters that no optimizer holds ({_some(idle)})"
+        yield f"  not trained: {len(idle)} parameters that no optimizer holds ({some(idle)})"
     if run.averages is not None:
         yield f"  averages of the masters in fp32, decay {run.averages.decay:g}"
-
-
-def _held(run: RunParts, name: str) -> str:
-    param = run.masters.held[name]
-    if name in run.masters.remainders:
-        return "bf16 and a 16-bit remainder, together fp32"
-    return print_value(param) + (" (emulated)" if run.policy.emulate else "")
 
 
 def _gradients(run: RunParts) -> Iterator[str]:
@@ -123,7 +113,3 @@ def _gradients(run: RunParts) -> Iterator[str]:
 def _optimizers(run: RunParts) -> Iterator[str]:
     for driver in run.drivers:
         yield f"  {label(driver.optimizer)}: {driver.cost}"
-
-
-def _some(names: list[str]) -> str:
-    return ", ".join(names[:SHOWN]) + (f", and {len(names) - SHOWN} more" if len(names) > SHOWN else "")

@@ -1,9 +1,8 @@
 """torch's process-wide switches for matmuls, which may contradict a policy.
 
-By default torch lets cuBLAS sum parts of a bf16 or fp16 matmul in the operands' own format, and a line that many
-programs begin with, `torch.set_float32_matmul_precision("high")`, makes fp32 matmuls TF32. A policy says fp32
-sums, and "fp32" is fp32. So the first is switched off, which `summary` reports and `unprepare` undoes; the second
-was the user's choice, and is refused if the policy multiplies in fp32.
+By default torch lets cuBLAS sum parts of a bf16 or fp16 matmul in the operands' own format. A policy says fp32
+sums, so that is switched off, which `summary` reports and `unprepare` undoes. TF32 for fp32 matmuls was the user's
+choice, and is refused if the policy multiplies in fp32.
 """
 
 from collections.abc import Iterable
