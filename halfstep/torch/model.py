@@ -13,8 +13,6 @@ compute format; norms, softmax and the loss are islands (layers.py).
 Shapes: B batch, T tokens of a sequence, D width, H heads, K features of a head, V vocabulary.
 """
 
-from functools import partial
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -66,9 +64,10 @@ class Decoder(Layer):
                 weight_D = enter(owned(self.skip_weights, casts)[source], casts)
                 x_BTD = rounded(x_BTD + rounded(weight_D * skips[source], casts), casts)
             given = (x_BTD, x0_BTD, first_values, angles)
-            # Nothing in a block is random, so no RNG state is kept.
-            run = partial(checkpoint, block, use_reentrant=False, preserve_rng_state=False) if again else block
-            x_BTD, values = run(*given)
+            if again:  # nothing in a block is random, so no RNG state is kept
+                x_BTD, values = checkpoint(block, *given, use_reentrant=False, preserve_rng_state=False)
+            else:
+                x_BTD, values = block(*given)
             first_values = values if first_values is None else first_values
             if self.skip_weights is not None and len(skips) < len(self.skip_weights):
                 skips.append(x_BTD)
