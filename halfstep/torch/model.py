@@ -56,8 +56,8 @@ class Decoder(Layer):
             x_BTD = rounded(x_BTD + self.positions.rows(tokens_BT.shape[1]), casts)
         if self.embed_norm is not None:
             x_BTD = self.embed_norm(x_BTD)
-        x0_BTD, first_values = x_BTD, None
-        skips, again = list[Tensor](), self.recompute and torch.is_grad_enabled()
+        x0_BTD, first_values, again = x_BTD, None, self.recompute and torch.is_grad_enabled()
+        skips: list[Tensor] = []
         angles = (self.cos_TK[: tokens_BT.shape[1]], self.sin_TK[: tokens_BT.shape[1]])
         for block, source in zip(self.blocks, self.skip_sources, strict=True):
             if self.skip_weights is not None and source is not None:

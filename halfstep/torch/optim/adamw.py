@@ -256,7 +256,7 @@ class AdamW(Optimizer):
         second = [state["exp_avg_sq"].float() for state in states]
         rule = {"lr": self.rate_of(group), "weight_decay": group["weight_decay"], "eps": group["eps"]}
         rule |= dict(zip(("beta1", "beta2"), group["betas"], strict=True))
-        columns = (wide, [g.float() for g in grads], first, second, [], steps)
+        columns: tuple[list[Tensor], ...] = (wide, [g.float() for g in grads], first, second, [], steps)
         adamw(*columns, fused=True, found_inf=found_inf, amsgrad=False, maximize=False, **rule)
         self.masters.put(params, wide, steps)
         for state, m, v in zip(states, first, second, strict=True):
