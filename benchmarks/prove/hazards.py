@@ -544,7 +544,7 @@ def _(good):
 @hazard(
     "a second SIGTERM kills a run that is saving",
     "halfstep.training.run.signals:StopRequest.receive",
-    "tests/training/run/test_signals.py::test_sigterm_again_changes_nothing_and_sigint_after_it_interrupts",
+    "tests/training/run/test_signals.py::test_a_second_sigint_interrupts_and_a_second_sigterm_does_not",
 )
 def _(good):
     def receive(self, number, frame=None):

@@ -37,11 +37,11 @@ UNMEASURED = Ceiling(None, "nobody measured this device; `halfstep train` does")
 
 def recorded(events: Path, device: str) -> Ceiling | None:
     """Returns the ceiling that an earlier session of the run measured on a device of that name, if any."""
-    if not events.exists():  # a death before the first event, or a copy of the checkpoints alone
-        return None
-    problem = f"events cannot be read from `{events}`"
-    with os_errors(HalfstepError, problem, "change its permissions"), open(events, "rb") as file:
-        starts = [line for line in file if line.startswith(_START)]
+    with os_errors(HalfstepError, f"events cannot be read from `{events}`", "change its permissions"):
+        if not events.exists():  # a death before the first event, or a copy of the checkpoints alone
+            return None
+        with open(events, "rb") as file:
+            starts = [line for line in file if line.startswith(_START)]
     for line in reversed(starts):
         if (ceiling := _read(line, device)) is not None:
             return ceiling
