@@ -10,14 +10,11 @@ from benchmarks import zoo
 from halfstep.core.errors import HalfstepError
 from halfstep.torch import AdamW
 from halfstep.torch.step import prepare
+from tests.torch.nets import same
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 
 SPLIT = "bf16-mixed,param=fp32:split"
-LANGUAGE = ("gpt2", "llama", "qwen3", "mixtral")
-
-
-NAMES = tuple(zoo.FAMILIES)
 
 
 def prepared(name, policy="bf16-mixed", kind=torch.optim.AdamW, attention="sdpa"):
@@ -28,7 +25,7 @@ def prepared(name, policy="bf16-mixed", kind=torch.optim.AdamW, attention="sdpa"
 
 
 @pytest.mark.parametrize("policy", [SPLIT, "fp16-mixed", "fp8-mixed,emulate=true"])
-@pytest.mark.parametrize("name", LANGUAGE)
+@pytest.mark.parametrize("name", ["gpt2", "llama", "qwen3", "mixtral"])
 def test_generation_is_the_same_with_every_cache_and_scores_are_fp32(name, policy):
     run, _ = prepared(name, policy)
     model = run.model.eval()
@@ -40,8 +37,7 @@ def test_generation_is_the_same_with_every_cache_and_scores_are_fp32(name, polic
         static = model.generate(zoo.tokens(), **asked, cache_implementation="static", disable_compile=True)
         beams = model.generate(zoo.tokens(), **asked, num_beams=2)
     assert {score.dtype for score in found.scores} == {torch.float32}
-    assert torch.equal(found.sequences, whole)
-    assert torch.equal(found.sequences, static)
+    assert same((found.sequences, found.sequences), (whole, static))
     assert beams.shape == whole.shape == (2, 11)
 
 
@@ -54,7 +50,7 @@ def test_an_encoder_and_decoder_generates(name):
 
 
 @pytest.mark.parametrize("policy", ["bf16-mixed", SPLIT, "bf16-true"])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", zoo.FAMILIES)
 def test_what_save_pretrained_writes_is_loaded_again_exactly_as_it_is_by_default(name, policy, tmp_path):
     """Hazard: a configuration that says bf16 although masters are fp32, which loading would then round."""
     run, loss = prepared(name, policy)
@@ -69,17 +65,6 @@ def test_what_save_pretrained_writes_is_loaded_again_exactly_as_it_is_by_default
         assert again.dtype == run.model.dtype == (torch.bfloat16 if policy == "bf16-true" else torch.float32)
 
 
-def test_a_frozen_bf16_base_says_that_it_is_bf16():
-    run, _ = prepared("llama", SPLIT)
-    assert run.model.model.dtype == torch.float32  # a part of it too
-    assert type(run.unprepare()).dtype is transformers.PreTrainedModel.dtype
-    model, _ = zoo.FAMILIES["llama"].make()
-    model.bfloat16().requires_grad_(False)
-    model.lm_head.requires_grad_(True)
-    prepare(model, torch.optim.SGD(model.lm_head.parameters(), lr=0.1), SPLIT)
-    assert model.dtype == torch.bfloat16
-
-
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, AdamW], ids=["stock", "ours"])
 @pytest.mark.parametrize("policy", ["bf16-mixed", SPLIT])
 @pytest.mark.parametrize("name", ["gpt2", "llama", "t5"])
@@ -87,13 +72,12 @@ def test_resized_embeddings_are_refused(name, policy, kind):
     run, loss = prepared(name, policy, kind)
     run.step(loss, [0])
     run.model.resize_token_embeddings(64)
-    with pytest.raises(
-        HalfstepError, match=r"had the shape \(48, 16\) when the model was prepared, and has \(64, 16\)"
-    ):
+    said = r"had the shape \(48, 16\) when the model was prepared, and has \(64, 16\)"
+    with pytest.raises(HalfstepError, match=said):
         run.step(loss, [0])
 
 
-def test_tying_again_changes_nothing_and_untying_is_refused():
+def test_tying_again_changes_nothing_and_untying_and_later_adapters_are_refused():
     run, loss = prepared("gpt2", SPLIT)
     run.step(loss, [0])
     before = run.weights()
@@ -105,9 +89,6 @@ def test_tying_again_changes_nothing_and_untying_is_refused():
     run.step(loss, [0])
     with pytest.raises(HalfstepError, match=r"`lm_head.weight` was not there when the model was prepared"):
         run.step(loss, [0])
-
-
-def test_adapters_that_come_after_are_refused():
     peft = pytest.importorskip("peft", reason="peft is not installed")
     run, loss = prepared("llama")
     peft.get_peft_model(run.model, peft.LoraConfig(r=4, target_modules=["q_proj"]))
@@ -115,7 +96,7 @@ def test_adapters_that_come_after_are_refused():
         run.step(loss, [0])
 
 
-def test_attention_may_be_chosen_after():
+def test_attention_may_be_chosen_after_and_a_frozen_bf16_base_says_that_it_is_bf16():
     run, loss = prepared("llama", SPLIT)
     other, _ = prepared("llama", SPLIT, attention="eager")
     run.model.set_attn_implementation("eager")
@@ -123,6 +104,14 @@ def test_attention_may_be_chosen_after():
     with torch.no_grad():
         assert torch.equal(run.model(batch).logits, other.model(batch).logits)
     run.step(loss, [0])
+    run, _ = prepared("llama", SPLIT)
+    assert run.model.model.dtype == torch.float32  # a part of it too
+    assert type(run.unprepare()).dtype is transformers.PreTrainedModel.dtype
+    model, _ = zoo.FAMILIES["llama"].make()
+    model.bfloat16().requires_grad_(False)
+    model.lm_head.requires_grad_(True)
+    prepare(model, torch.optim.SGD(model.lm_head.parameters(), lr=0.1), SPLIT)
+    assert model.dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize("policy", [SPLIT, "bf16-mixed,compute=e4m3:delayed,grad=e5m2:delayed,emulate=true"])

@@ -21,9 +21,7 @@ def test_adapters_train_on_a_bf16_base_as_on_an_fp32_copy_of_it(name):
     narrow, wide = (lora.train(lora.build(name, dtype), STEPS) for dtype in (torch.bfloat16, torch.float32))
     assert (narrow.frozen, wide.frozen) == ({torch.bfloat16}, {torch.float32})
     limits = lora.bound(name, wide, STEPS)
-    apart = lora.distance(narrow, wide)
-    assert apart[0] <= limits[0]
-    assert apart[1] <= limits[1]
+    assert all(apart <= limit for apart, limit in zip(lora.distance(narrow, wide), limits, strict=True))
     assert (limits == (0.0, 0.0)) == (name == "gpt2")  # layers of torch.nn have the same bits
     assert narrow.lost == 0
     assert narrow.narrow.lost > 0  # as they would be in bf16
@@ -44,14 +42,11 @@ def test_the_base_stays_as_it_is_held_and_adapters_get_masters(policy):
     tokens = next(lora.batches(1, "cpu"))
     run.step(lambda t: model(input_ids=t, labels=t).loss, [tokens])
     assert {n: held[n].data_ptr() for n in base} == base
-    moments = [state["exp_avg"].dtype for state in run.optimizers[0].state.values()]
-    assert set(moments) == {torch.float32}
+    assert {state["exp_avg"].dtype for state in run.optimizers[0].state.values()} == {torch.float32}
     assert all(held[n].grad is None for n in base)
 
 
 class Products(TorchDispatchMode):
-    """The dtypes of the operands of every matmul that runs."""
-
     def __init__(self):
         super().__init__()
         self.seen = set()
@@ -62,7 +57,7 @@ class Products(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
 def test_the_casts_of_lora_make_no_fp32_matmul(name):
     """Hazard: `x.to(lora_A.weight.dtype)` is fp32, and a layer that follows its input then runs fp32 silently."""
     model = lora.build(name, torch.bfloat16)

@@ -29,13 +29,8 @@ from halfstep.core.formats import BF16, E4M3, E5M2, FP16
 from halfstep.torch.step import prepare
 
 NAMES = tuple(zoo.FAMILIES)
-POLICIES = (
-    "bf16-mixed",
-    "fp16-mixed",
-    "bf16-mixed,emulate=true",
-    "fp16-mixed,emulate=true",
-    "fp8-mixed,emulate=true",
-)
+EMULATED = ("bf16-mixed,emulate=true", "fp16-mixed,emulate=true", "fp8-mixed,emulate=true")
+POLICIES = ("bf16-mixed", "fp16-mixed", *EMULATED)
 SIGMAS, RAN, DRAWS = 5.0, 0.1, 5
 
 
@@ -66,11 +61,8 @@ class Perturbed(TorchFunctionMode):
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         y_grad = self.u
-        if (
-            self.operands
-            and func in (F.linear, torch.addmm)
-            and not any(a is e for a in args for e in self.exempt)
-        ):
+        exempt = any(a is e for a in args for e in self.exempt)
+        if self.operands and func in (F.linear, torch.addmm) and not exempt:
             u, y_grad = self.operands
             matrix = [isinstance(a, torch.Tensor) and a.dim() > 1 for a in args]
             args = [Noise.apply(a, u, 0.0, self.draw) if m else a for a, m in zip(args, matrix, strict=True)]
@@ -197,7 +189,16 @@ def test_a_model_that_was_loaded_narrow_is_widened_and_listed(name, given, polic
     assert ("were already rounded, and stay so" in run.summary()) == bool(narrow)
 
 
-def test_weights_that_are_tied_stay_so():
+def test_what_a_model_returns_is_in_the_loss_format_and_tied_weights_stay_so():
+    model, _ = make("llama")
+    run = prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), "bf16-mixed")
+    with torch.no_grad():
+        out = model(zoo.tokens(), use_cache=True)
+        longer = model.generate(zoo.tokens(), max_new_tokens=2, do_sample=False, eos_token_id=-1)
+    assert (type(out).__name__, out.logits.dtype) == ("CausalLMOutputWithPast", torch.float32)
+    assert out["logits"] is out.logits
+    assert (out.past_key_values.layers[0].keys.dtype, longer.shape) == (torch.bfloat16, (2, 10))
+    assert run.masters.complete
     for name in ("gpt2", "qwen3", "t5"):
         model, _ = make(name)
         head, table = model.get_output_embeddings(), model.get_input_embeddings()
@@ -206,19 +207,6 @@ def test_weights_that_are_tied_stay_so():
         assert head.weight.dtype == torch.bfloat16
         run.unprepare()
         assert head.weight is table.weight
-
-
-def test_what_a_model_returns_is_in_the_loss_format_and_its_cache_in_compute():
-    model, _ = make("llama")
-    run = prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), "bf16-mixed")
-    with torch.no_grad():
-        out = model(zoo.tokens(), use_cache=True)
-        longer = model.generate(zoo.tokens(), max_new_tokens=2, do_sample=False, eos_token_id=-1)
-    assert (type(out).__name__, out.logits.dtype) == ("CausalLMOutputWithPast", torch.float32)
-    assert out["logits"] is out.logits
-    assert out.past_key_values.layers[0].keys.dtype == torch.bfloat16
-    assert longer.shape == (2, 10)
-    assert run.masters.complete
 
 
 @pytest.mark.parametrize("attention", zoo.ATTENTION)
@@ -271,9 +259,9 @@ def test_experts_multiply_in_compute_with_fp32_weight_gradients(experts, policy)
     if not ("emulate" in policy and experts == "batched_mm"):  # gathered weights, which fp32 does not tell apart
         assert not torch.equal(weight, weight.to(fmt).float())  # summed in fp32, not rounded after
     rows = run.reach(lambda _: loss_fn(model), 0).rows
-    products = [row for row in rows if row.module.endswith("experts") and row.how == "reached"]
-    assert products
-    assert not [row for row in rows if row.module.endswith("experts") and row.why.startswith("fp32 operands")]
+    experts = [row for row in rows if row.module.endswith("experts")]
+    assert any(row.how == "reached" for row in experts)
+    assert not any(row.why.startswith("fp32 operands") for row in experts)
 
 
 def test_a_router_that_is_a_linear_layer_is_known_by_its_place():
@@ -294,34 +282,21 @@ def test_a_router_that_is_a_linear_layer_is_known_by_its_place():
     model = torch.nn.Sequential(Sparse())
     prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), "fp8-mixed,emulate=true")
     model(torch.randn(3, 8))
-    assert model[0].logits.dtype == torch.float32
-    assert str(model[0].gate.precision.operand.format) == "fp32"
+    assert (model[0].logits.dtype, str(model[0].gate.precision.operand.format)) == (torch.float32, "fp32")
     assert str(model[0].gate_proj.precision.operand.format) == "e4m3"
-
-
-def overflowing():
-    """A T5 one of whose MLPs goes beyond 65504, as those of the published ones do."""
-    model, loss_fn = make("t5")
-    with torch.no_grad():
-        model.encoder.block[1].layer[1].DenseReluDense.wo.weight.mul_(1e5)
-    return model, loss_fn
 
 
 OVERFLOWS = "encoder.block.1.layer.1.DenseReluDense.wo"
 
 
-def test_the_overflow_of_t5_is_named_by_layer():
-    model, loss_fn = overflowing()
-    policy = "fp16-mixed,emulate=true,scale=dynamic:init=4:floor=2"
-    run = prepare(model, torch.optim.SGD(model.parameters(), lr=1e-3), policy)
-    for _ in range(3):
-        result = run.step(lambda _: loss_fn(model), [0])
-    with pytest.raises(ScalingError, match=rf"floor, 2; forward: {OVERFLOWS}, largest input \d") as raised:
-        run.check(result)
-    assert f"`{OVERFLOWS}: compute=fp32`" in raised.value.hint
+def overflowing():
+    """A T5 one of whose MLPs goes beyond 65504, as those of the published ones do."""
+    model, loss_fn = make("t5")
+    model.get_submodule(OVERFLOWS).weight.data.mul_(1e5)
+    return model, loss_fn
 
 
-def test_the_overflow_that_t5_hides_is_named_too():
+def test_the_overflow_of_t5_is_named_by_layer_and_the_one_that_it_hides_too():
     """Its blocks clamp infinities where the stream is fp16: the loss is finite, and wrong."""
     model, loss_fn = overflowing()
     with torch.no_grad():
@@ -339,15 +314,21 @@ def test_the_overflow_that_t5_hides_is_named_too():
     assert "authors" not in ruled.summary()
     ours = float(ruled.step(lambda _: loss_fn(model), [0]).loss)
     assert abs(ours - wide) < abs(float(result.loss) - wide) / 10
+    model, loss_fn = overflowing()
+    policy = "fp16-mixed,emulate=true,scale=dynamic:init=4:floor=2"
+    run = prepare(model, torch.optim.SGD(model.parameters(), lr=1e-3), policy)
+    for _ in range(3):
+        result = run.step(lambda _: loss_fn(model), [0])
+    with pytest.raises(ScalingError, match=rf"floor, 2; forward: {OVERFLOWS}, largest input \d") as raised:
+        run.check(result)
+    assert f"`{OVERFLOWS}: compute=fp32`" in raised.value.hint
 
 
 def test_the_input_of_t5s_wo_is_no_reason_to_run_it_in_fp32():
     """Hazard: it casts its input to the weight's dtype, which is fp32."""
     model, loss_fn = make("t5")
-    seen = []
-    model.encoder.block[0].layer[1].DenseReluDense.wo.register_forward_hook(
-        lambda m, args, out: seen.append((args[0].dtype, out.dtype))
-    )
+    seen, layer = [], model.encoder.block[0].layer[1].DenseReluDense.wo
+    layer.register_forward_hook(lambda m, args, out: seen.append((args[0].dtype, out.dtype)))
     prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), "bf16-mixed")
     loss_fn(model)
     assert seen == [(torch.float32, torch.bfloat16)]
