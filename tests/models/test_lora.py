@@ -13,7 +13,6 @@ from halfstep.torch.step import prepare
 missing = [name for name in ("transformers", "peft") if find_spec(name) is None]
 pytestmark = pytest.mark.skipif(bool(missing), reason=f"{missing} not installed")
 STEPS = 10
-NAMES = ("gpt2", "llama")
 
 
 @pytest.mark.parametrize("name", ["gpt2", pytest.param("llama", marks=pytest.mark.prove)])

@@ -302,7 +302,7 @@ def test_the_order_is_prepare_compile_wrap(wrap, said):
         (lambda: nn.Linear(2, 2).double(), "`weight` is float64", "model.float()"),
         (lambda: nn.Linear(2, 2).requires_grad_(False), "no parameters to train", "requires_grad_"),
         (lambda: nn.ReLU(), "no parameters to train", "requires_grad_"),
-        (lambda: "model", "the model is a str", None),
+        (lambda: "model", "`str` was given as the model", None),
     ],
     ids=["lazy", "meta", "double", "frozen", "empty", "no module"],
 )

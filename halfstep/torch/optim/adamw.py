@@ -254,10 +254,14 @@ class AdamW(Optimizer):
         # .float() is the tensor itself if it is fp32 already.
         first = [state["exp_avg"].float() for state in states]
         second = [state["exp_avg_sq"].float() for state in states]
-        rule = {"lr": self.rate_of(group), "weight_decay": group["weight_decay"], "eps": group["eps"]}
+        rule: dict[str, Any] = {
+            "lr": self.rate_of(group),
+            "weight_decay": group["weight_decay"],
+            "eps": group["eps"],
+        }
         rule |= dict(zip(("beta1", "beta2"), group["betas"], strict=True))
-        columns: tuple[list[Tensor], ...] = (wide, [g.float() for g in grads], first, second, [], steps)
-        adamw(*columns, fused=True, found_inf=found_inf, amsgrad=False, maximize=False, **rule)
+        rule |= {"fused": True, "found_inf": found_inf, "amsgrad": False, "maximize": False}
+        adamw(wide, [g.float() for g in grads], first, second, [], steps, **rule)
         self.masters.put(params, wide, steps)
         for state, m, v in zip(states, first, second, strict=True):
             if m is not state["exp_avg"]:
