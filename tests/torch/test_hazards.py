@@ -4,8 +4,6 @@ Each test covers one hazard and turns red when its guard is removed: benchmarks/
 names the tests of the hazards that a module's own tests cover.
 """
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -15,6 +13,7 @@ from torch._dynamo.testing import CompileCounter
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
+from halfstep.config.load import load as load_config
 from halfstep.config.model import ModelConfig
 from halfstep.core.errors import HalfstepError, PolicyError, ScalingError
 from halfstep.core.formats import BF16
@@ -421,7 +420,7 @@ def test_fp32_is_fp32(loose_matmuls):
         with refuses(PolicyError, "multiplies in fp32", "highest"):
             trained(policy, 0, torch.ones(2))
     trained("bf16-mixed", 0, torch.ones(2))
-    Session._pin_matmuls(SimpleNamespace(device=torch.device("cpu")))
+    Session(load_config("tiny", ["model.layers=1"]), Policy.parse("fp32"), "cpu")
     x = torch.full((64, 64), 1 + 2.0**-12)
     assert torch.equal(x @ torch.eye(64), x)
     trained("fp32", 0, torch.ones(2))
