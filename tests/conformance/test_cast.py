@@ -16,6 +16,7 @@ from halfstep.core.errors import FormatError, HalfstepError, RoundingError
 from halfstep.core.formats import ALIASES, BF16, E4M3, E5M2, FP16, FP32, Format
 from halfstep.core.roles import Operand
 from halfstep.core.rounding import Rounding
+from tests.patterns import boundaries, rules
 
 NARROW = ["e4m3", "e5m2", "e4m3fnuz", "e5m2fnuz", "e3m2", "e2m3", "e2m1", "e3m4ieee", "e4m3b11fnuz"]
 WIDE = ["fp32", "tf32", "bf16", "fp16", "e6m9fn", "e7m16ieee", "e5m12f"]
@@ -26,26 +27,6 @@ EVERY = [*NARROW, *WIDE, *STRANGE]
 SAMPLED = ["bf16", "fp16", "e4m3", "e2m1", "e4m3fnuz", "e8m2fnuz"]
 SPECIAL = [0, 1, 0x7FFFFF, 0x800000, 0x7F7FFFFF, 0x7F800000, 0x7F800001, 0x7FC00000, 0x7FFFFFFF]
 prove = pytest.mark.prove
-
-
-def rules(fmt):
-    return ["saturate"] + ["inf"] * fmt.has_inf + ["nan"] * fmt.has_nan
-
-
-def boundaries(fmt, codes):
-    """The numbers of some codes and the midpoints between them, each with one ulp less and more.
-
-    A cast is monotone: one that is right on both sides of every point where its result changes, and at the points
-    themselves, is right on every bit pattern.
-    """
-    values = rounding.decode(codes, fmt)
-    numbers = np.unique(values[np.isfinite(values)]).astype(np.float64)
-    step = math.ldexp(1.0, fmt.max_exponent - fmt.mantissa_bits)
-    numbers = np.append(numbers, fmt.max + step)  # where overflow begins
-    with np.errstate(over="ignore"):
-        exact = np.concatenate([numbers, (numbers[1:] + numbers[:-1]) / 2]).astype(np.float32)
-    near = exact.view(np.uint32).astype(np.int64)[:, None] + [-1, 0, 1]
-    return np.unique(near[(near >= 0) & (near <= 0x7F800000)]).astype(np.uint32)
 
 
 @cache

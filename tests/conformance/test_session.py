@@ -13,6 +13,7 @@ from halfstep.core.formats import BF16, FP32
 from halfstep.core.policy import Policy
 from halfstep.training.sampling import generate
 from halfstep.training.session import open_session
+from tests.token_batches import batch
 
 U32 = 2.0**-24
 SERIES = 72  # results one after another in two blocks, forward and backward, each with its rounding
@@ -26,12 +27,6 @@ prove = pytest.mark.prove
 
 def session(backend, policy="fp32", *extra):
     return backend.open(load("tiny", [*SMALL, *extra]), policy, lambda applied, xp: 1.0 / (1.0 + applied))
-
-
-def batch(step, session):
-    training, rng = session.config.training, np.random.default_rng(step)
-    shape = (training.micro_batches, training.batch, session.config.model.context + 1)
-    return rng.integers(0, 64, shape).astype(np.int32)
 
 
 def masters(state):
@@ -387,8 +382,8 @@ def test_recomputed_blocks_give_the_same_gradients(slow_backend):
     states = {}
     for again in ("false", "true"):
         session = opened(slow_backend.name, "fp32", f"training.recompute_blocks={again}")
-        for batch in three_batches():
-            session.step(batch)
+        for tokens in three_batches():
+            session.step(tokens)
         states[again] = session.state()
     if slow_backend.name == "torch":
         assert all(states["true"][n] == states["false"][n] for n in states["true"])
@@ -420,8 +415,8 @@ def test_blocks_are_recomputed(backend, monkeypatch):
 def test_averages_follow_the_weights_and_are_what_is_evaluated(slow_backend):
     session = opened(slow_backend.name, "fp32", "training.ema=0.75")
     expected = floats(session.state(), "model.")
-    for batch in three_batches():
-        session.step(batch)
+    for tokens in three_batches():
+        session.step(tokens)
         weights = floats(session.state(), "model.")
         expected = {n: a + np.float32(0.25) * (weights[n] - a) for n, a in expected.items()}
     state = session.state()
@@ -473,8 +468,8 @@ def test_the_momentum_of_muon_warms_up(slow_backend):
 
     def after(*extra):
         session = opened(slow_backend.name, "fp32", "model.layers=1", "optimizer.muon_momentum=0.5", *extra)
-        for batch in three_batches():
-            session.step(batch)
+        for tokens in three_batches():
+            session.step(tokens)
         return floats(session.state(), "model.")["blocks.0.mlp.up.weight"]
 
     constant = after("optimizer.muon_momentum_warmup=0")

@@ -7,6 +7,7 @@ from halfstep.config.load import load
 from halfstep.core.errors import HalfstepError
 from halfstep.core.policy import Policy
 from halfstep.jax.session import Session
+from tests.token_batches import batch
 
 SMALL = ["model.context=8", "model.layers=1", "model.width=16", "model.heads=2", "optimizer.name=adamw"]
 SMALL += ["model.vocabulary=64", "model.qk_norm=none", "model.positions=none"]
@@ -16,12 +17,6 @@ SMALL += ["training.batch=2", "training.micro_batches=2", "training.compile=fals
 def session(policy="fp32", *extra):
     config = load("tiny", [*SMALL, *extra])
     return Session(config, Policy.parse(policy), "cpu", lambda applied, xp: 1.0 / (1.0 + applied))
-
-
-def batch(step, session):
-    training, rng = session.config.training, np.random.default_rng(step)
-    shape = (training.micro_batches, training.batch, session.config.model.context + 1)
-    return rng.integers(0, 64, shape).astype(np.int32)
 
 
 def test_sampling_is_one_program_for_every_length():

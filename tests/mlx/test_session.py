@@ -1,7 +1,6 @@
 """What only MLX's session does. tests/conformance/test_session.py holds the rest."""
 
 import mlx.core as mx
-import numpy as np
 import pytest
 
 from halfstep.config.load import load
@@ -9,6 +8,7 @@ from halfstep.core.errors import HalfstepError
 from halfstep.core.policy import Policy
 from halfstep.mlx import session as module
 from halfstep.mlx.session import Session
+from tests.token_batches import batch
 
 SMALL = ["model.context=16", "model.layers=1", "model.width=16", "model.heads=2", "optimizer.name=adamw"]
 SMALL += ["training.batch=2", "training.micro_batches=2", "training.compile=false"]
@@ -17,12 +17,6 @@ SMALL += ["training.batch=2", "training.micro_batches=2", "training.compile=fals
 def session(policy="fp32", *extra):
     config = load("tiny", [*SMALL, *extra])
     return Session(config, Policy.parse(policy), "cpu", lambda applied, xp: 1.0 / (1.0 + applied))
-
-
-def batch(step, session):
-    training, rng = session.config.training, np.random.default_rng(step)
-    shape = (training.micro_batches, training.batch, session.config.model.context + 1)
-    return rng.integers(0, 64, shape).astype(np.int32)
 
 
 def weights(session):

@@ -19,6 +19,7 @@ from halfstep.core.roles import Operand
 from halfstep.core.rounding import Rounding
 from halfstep.torch.cast import amax_of, quantize, quantize_scaled, random_bits, scale_for, to_native
 from halfstep.torch.dtypes import DTYPES
+from tests.patterns import boundaries, rules
 from tests.refusals import refuses
 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
@@ -31,40 +32,24 @@ EVERY = [*NARROW, *WIDE, *STRANGE]
 pytestmark = pytest.mark.parametrize("device", DEVICES)
 
 
-def rules(fmt):
-    return ["saturate"] + ["inf"] * fmt.has_inf + ["nan"] * fmt.has_nan
-
-
 @cache
 def samples(name):
     """Raw patterns, NaN among them; numbers spread over the format's range; midpoints and neighbors."""
     fmt = Format.parse(name)
     rng = np.random.default_rng(20261115)
     raw = rng.integers(0, 2**32, 2**15, dtype=np.uint32)
+    count = 2 ** (fmt.bits - 1)
+    codes = np.arange(min(count, 2**12), dtype=np.int64)  # all of a format up to 12 bits, or its ends and some
+    if count > 2**12:
+        middle = np.random.default_rng(1).integers(0, count, 2**12)
+        codes = np.unique(np.concatenate([codes[:512], count - 1 - codes[:512], middle]))
     low, high = fmt.min_exponent - fmt.mantissa_bits - 3, fmt.max_exponent + 2
     with np.errstate(over="ignore", under="ignore"):
         spread = np.ldexp(rng.uniform(1, 2, 2**14), rng.integers(low, high, 2**14)).astype(np.float32)
     special = [0, 1, 0x7FFFFF, 0x800000, 0x7F7FFFFF, 0x7F800000, 0x7F800001, 0x7FC00000, 0x7FFFFFFF]
-    positive = np.concatenate([boundaries(fmt), spread.view(np.uint32), np.uint32(special)])
+    positive = np.concatenate([boundaries(fmt, codes), spread.view(np.uint32), np.uint32(special)])
     x = np.concatenate([raw, positive, positive | np.uint32(0x80000000)]).view(np.float32)
     return x if fmt.has_nan else x[~np.isnan(x)]
-
-
-def boundaries(fmt):
-    """Numbers and midpoints, each with one ulp less and more: all of a format up to 12 bits, or its ends."""
-    count = 2 ** (fmt.bits - 1)
-    codes = np.arange(min(count, 2**12), dtype=np.int64)
-    if count > 2**12:
-        middle = np.random.default_rng(1).integers(0, count, 2**12)
-        codes = np.unique(np.concatenate([codes[:512], count - 1 - codes[:512], middle]))
-    values = rounding.decode(codes, fmt)
-    numbers = np.unique(values[np.isfinite(values)]).astype(np.float64)
-    step = math.ldexp(1.0, fmt.max_exponent - fmt.mantissa_bits)
-    numbers = np.append(numbers, fmt.max + step)  # where overflow begins
-    with np.errstate(over="ignore"):
-        exact = np.concatenate([numbers, (numbers[1:] + numbers[:-1]) / 2]).astype(np.float32)
-    near = exact.view(np.uint32).astype(np.int64)[:, None] + [-1, 0, 1]
-    return np.unique(near[(near >= 0) & (near <= 0x7F800000)]).astype(np.uint32)
 
 
 def assert_bits(found, expected, x):

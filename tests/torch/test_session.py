@@ -1,6 +1,5 @@
 """The session on torch. What every backend's session does is in tests/conformance."""
 
-import numpy as np
 import pytest
 import torch
 
@@ -8,6 +7,7 @@ from halfstep.config.load import load
 from halfstep.core.policy import Policy
 from halfstep.torch.session import Session
 from halfstep.torch.state import restored, stored
+from tests.token_batches import batch
 from tests.torch.nets import same
 
 SMALL = ["model.context=16", "model.layers=1", "model.width=16", "model.heads=2", "optimizer.name=adamw"]
@@ -18,12 +18,6 @@ POLICIES = ["fp32", "bf16-mixed", "bf16-mixed,param=fp32:split", "bf16-true,para
 def session(policy="fp32", *extra):
     config = load("tiny", [*SMALL, *extra])
     return Session(config, Policy.parse(policy), "cpu", lambda applied, xp: 1.0 / (1.0 + applied))
-
-
-def batch(step, session):
-    model, training = session.config.model, session.config.training
-    shape = (training.micro_batches, training.batch, model.context + 1)
-    return np.random.default_rng(step).integers(0, 64, shape).astype(np.int32)
 
 
 @pytest.mark.parametrize("policy", [*POLICIES, "fp16-mixed,emulate=true", "fp8-mixed,emulate=true"])
