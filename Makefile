@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 # As many workers as cores, at most four: each imports three frameworks. A worker that is done takes tests from another.
 PYTEST := -m pytest -q -n auto --maxprocesses 4 --dist worksteal
 
-.PHONY: train test check prove lint format bench docs clean
+.PHONY: train test check check-tests prove lint format bench docs clean
 
 # Train a small transformer, in a precision chosen by measurement: `make train`,
 # `make train RECIPE=gpt2 ARGS='--out x'`, `make train BACKEND=jax`.
@@ -19,8 +19,11 @@ train: $(VENV)/.$(BACKEND)
 test: $(VENV)/.dev
 	$(BIN)/python $(PYTEST) -m 'not prove'
 
-# What to run before every commit: at most one minute.
-check: lint
+# What to run before every commit: at most one minute. mypy uses one core only, so it runs next to the tests.
+check: $(VENV)/.dev
+	$(MAKE) -j2 lint check-tests
+
+check-tests: $(VENV)/.dev
 	$(BIN)/python $(PYTEST) -m 'not prove' tests/core tests/config tests/report tests/architecture
 
 # Everything exhaustive or slow: the tests marked `prove`, tests under `python -O` (workers inherit the variable, not the
