@@ -38,3 +38,7 @@ def test_without_its_framework_a_backend_says_how_to_install_it(backend, framewo
         f"    assert error.hint == \"pip install 'halfstep[{backend}]'\"\n"
         "else: raise SystemExit(1)\n"
     )
+
+
+def test_no_framework_is_loaded_by_the_probe():
+    run_python("import sys, halfstep.tools.probe; assert not {'torch', 'jax', 'mlx', 'numpy'} & set(sys.modules)")

@@ -93,7 +93,7 @@ def _(good):
 
 @hazard(
     "the scale moves once per optimizer",
-    "halfstep.torch.step:Run._update",
+    "halfstep.torch.step:Run.update",
     f"{TORCH}::test_one_scale_update_however_many_optimizers",
 )
 def _(good):
@@ -144,7 +144,7 @@ def _(good):
 
 @hazard(
     "clipping comes before unscaling",
-    "halfstep.torch.step:Run._update",
+    "halfstep.torch.step:Run.update",
     f"{TORCH}::test_clipping_comes_after_unscaling",
 )
 def _(good):
@@ -527,7 +527,7 @@ def _(good):
 
 hazard(
     "a write to a split weight leaves the old remainder",
-    "halfstep.torch.optim.masters:_drop_stale",
+    "halfstep.torch.optim.masters:drop_stale_remainder",
     "tests/torch/test_split.py::test_what_is_written_to_a_half_is_its_master",
 )(nothing)
 

@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
-PACKAGE = ROOT / "halfstep"
+PACKAGE = Path(__file__).parents[2] / "halfstep"
 
 # A layer may import the layers before it. The backends do not import each other.
 LAYERS = [

@@ -124,8 +124,8 @@ def test_the_data_is_json_and_the_choice_is_made_on_the_device_that_is_named(pla
     assert device["choice"]["preset"] == "fp32"
     choice = probe.choose_policy("torch", "toaster", TINY, 0.5)
     assert isinstance(choice, Choice)
-    assert played.asked == [("toaster", (FP32, BF16, FP16))]
-    assert played.budgets == [0.5]
+    assert played.asked[1:] == [("toaster", (FP32, BF16, FP16))]
+    assert played.budgets[1:] == [0.5]
     probe.run(["torch"], device="toaster")
     assert played.asked[-1][0] == "toaster"
 
