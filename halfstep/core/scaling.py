@@ -16,11 +16,11 @@ underflows.
 
 **Micro-batches.** With w_i the weight (tokens) of micro-batch i, l_i its mean loss and g_i the gradient of l_i,
 the gradient of the mean over all tokens is sum_i w_i g_i / sum_i w_i. The total is known only after the last
-micro-batch, and summing un-normalized losses would multiply fp16 gradients by thousands. So each micro-batch is
-weighted against the first:
+micro-batch, and summing un-normalized losses would multiply fp16 gradients by thousands. So a backward pass sees S
+alone, and weights relative to any one micro-batch r enter in the sum: a small first one does not cost S its bits.
 
-    accumulated  G = sum_i (w_i / w_1) S g_i              in the accumulate format, fp32
-    gradient       = G * inv_scale * w_1 / sum_i w_i      unscaled with the S that was used
+    accumulated  G = sum_i (w_i / w_r) S g_i              in the accumulate format, fp32
+    gradient       = G * inv_scale * w_r / sum_i w_i      unscaled with the S that was used
 
 The law uses only arithmetic, comparison and `xp.where`: the same code runs on numpy, torch, jax.numpy and mlx.core
 arrays, traced or not, and never reads a number from the device.

@@ -161,14 +161,14 @@ def _accumulated(
 
         def objective(masters: dict[str, Array]) -> tuple[Array, Any]:
             loss, weight, aux = _loss(call, leaves, applied, masters, part, key)
-            reference = jnp.where(first == 0, weight, first)
-            share = weight / _divisor(reference)
-            return loss * (share * scale), (share * loss, share, reference, aux)
+            return loss * scale, (loss, weight, aux)
 
-        grads, (loss, share, reference, aux) = jax.grad(objective, has_aux=True)(masters)
+        grads, (loss, weight, aux) = jax.grad(objective, has_aux=True)(masters)
+        reference = jnp.where(first == 0, weight, first)
+        share = weight / _divisor(reference)  # not inside the loss: times fp16's scale it could overflow
         # `carried` first: XLA may drop a conversion to bf16 and back, and the sum would be another.
-        narrow = {name: carried(g, fmt).astype(dtype_of(fmt)) for name, g in grads.items()}
-        return _Sum(narrow, loss, share), reference, aux
+        narrow = {name: carried(share * g, fmt).astype(dtype_of(fmt)) for name, g in grads.items()}
+        return _Sum(narrow, share * loss, share), reference, aux
 
     if count is None:
         sums, _, aux = micro_batch(jnp.zeros(()), batch, rng)

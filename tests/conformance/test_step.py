@@ -146,6 +146,18 @@ def test_micro_batches_are_weighted_by_their_tokens(backend):
     assert result.loss == pytest.approx(sum(totals) / 8, rel=8 * U32)
 
 
+@pytest.mark.parametrize("order", [1, -1])
+def test_the_loss_scale_does_not_depend_on_the_size_of_the_first_micro_batch(backend, order):
+    """A mean over 512 tokens beside one over a single token: times 512, its gradients would be beyond fp16."""
+    toy = backend.toy("fp16-mixed,scale=dynamic:init=8192", WEIGHT, rate=RATE)
+    batches = [(X, T, 1.0), (X, T * 512, 512.0), (X, T * 256, 256.0)][::order]
+    result = toy.step(batches)
+    assert not result.skipped
+    assert toy.weight()[1] == pytest.approx(WEIGHT - RATE * gradient(*batches), rel=8 * U32)
+    totals = [float(((x @ WEIGHT.T) * t).sum()) for x, t, _ in batches]
+    assert result.loss == pytest.approx(sum(totals) / 769, rel=8 * U32)
+
+
 @pytest.mark.parametrize(
     ("policy", "expected"), [("bf16-mixed", 256 + 7), ("bf16-true", 256 + 8), ("bf16-mixed,accumulate=bf16", 256)]
 )

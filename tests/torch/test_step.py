@@ -20,11 +20,11 @@ class Recorder(AdamW):
         super().step(grads, found_inf=found_inf, scale=scale)
 
 
-def run():
+def run(policy="fp32"):
     model = CastedLinear(4, 3, bias=False)
     with torch.no_grad():
         model.weight.copy_(torch.randn(3, 4, generator=torch.Generator().manual_seed(0)))
-    return Run(model, [Recorder([{"params": list(model.named_parameters())}], lr=0.1)], Policy.parse("fp32"))
+    return Run(model, [Recorder([{"params": list(model.named_parameters())}], lr=0.1)], Policy.parse(policy))
 
 
 def data(rows, seed=1):
@@ -60,19 +60,20 @@ def test_an_update_needs_gradients_tokens_and_the_last_micro_batch():
         assert isinstance(value, torch.Tensor)
 
 
-def test_a_micro_batch_without_tokens_adds_nothing_and_weights_may_be_on_the_device():
-    plain = run()
+@pytest.mark.parametrize("policy", ["fp32", "fp16-mixed"])
+def test_a_micro_batch_without_tokens_adds_nothing_and_weights_may_be_on_the_device(policy):
+    plain = run(policy)
     plain.step(loss_of(plain), [data(4)])
     for empty in (0.0, torch.tensor(0.0), torch.tensor(0)):
         for order in (0, 1):
-            r = run()
+            r = run(policy)
             batches = [(data(4), 4.0), (data(1), empty)][:: 1 if order else -1]
             result = r.step(lambda b, r=r: (r.model(b[0]).square().sum() * (b[1] > 0), b[1]), batches)
             seen, expected = r.optimizers[0].seen["weight"], plain.optimizers[0].seen["weight"]
             # 1 / 4 and 4 / 4 are exact, so only the order of products can differ
             torch.testing.assert_close(seen, expected, rtol=2.0**-22, atol=0)
             assert not bool(result.skipped)
-    numbers, tensors = run(), run()
+    numbers, tensors = run(policy), run(policy)
     x = data(12)
     numbers.step(lambda b: (numbers.model(b).square().sum(), float(len(b))), [x[:2], x[2:]])
     tensors.step(lambda b: (tensors.model(b).square().sum(), torch.tensor(len(b))), [x[:2], x[2:]])

@@ -2,11 +2,13 @@
 
 With S the scale, w_i the weight (tokens) of micro-batch i, and g_i the gradient of its mean loss, the gradient of
 the mean over all tokens is sum_i w_i g_i / sum_i w_i. The total is known only after the last micro-batch, and
-summing un-normalized losses would multiply fp16 gradients by thousands. So each is weighted relative to the first,
+summing un-normalized losses would multiply fp16 gradients by thousands. So the sum so far is weighted relative to
+each new one, whose own backward pass sees S and no weight: one row beside 512 must not cost the scale nine bits.
 
-    accumulated  G = sum_i (w_i / w_1) S g_i              in the accumulate format, fp32
-    gradient       = G * inv_scale * w_1 / sum_i w_i      unscaled with the S that was used
+    accumulated  G <- G * w_(i-1) / w_i + S g_i           in the accumulate format, fp32
+    gradient       = G * inv_scale * w_n / sum_i w_i      unscaled with the S that was used
 
+Without a scale no gradient is near the end of its range: there w_i / w_1 multiplies the loss, and the sum stays.
 autograd sums in the dtype of the parameter, and a bf16 sum of 256 and ones stays at 256: there each gradient is
 taken away after its backward pass and added to a sum kept here. So are those wider than their parameter
 (split.py). Sparse gradients stay sparse; summing the entries of a row waits for the device, as torch's sparse
@@ -21,6 +23,7 @@ from torch import Tensor, nn
 
 from halfstep.core.errors import HalfstepError, PolicyError
 from halfstep.core.policy import Policy
+from halfstep.core.scaling import NoScale
 from halfstep.torch.dtypes import FLOATS, dtype_of
 from halfstep.torch.run.buffers import parameters_of
 
@@ -46,9 +49,9 @@ class Accumulation:
                     self._new.append(p)
                 p.grad = None
         self._sums: dict[Tensor, Tensor] = {}
-        self._first_weight: Tensor | float | None = None
+        self._reference: Tensor | float | None = None  # the weight that all others are relative to
         self._complete = True
-        self.weights: Tensor | float = 0.0  # summed, relative to the first
+        self.weights: Tensor | float = 0.0  # summed, relative to the reference
         self.losses: Tensor | float = 0.0  # summed, weighted in the same way
 
     def add(
@@ -59,15 +62,35 @@ class Accumulation:
         self._complete = last
         if not isinstance(weight, Tensor) and weight == 0.0:
             return  # no tokens, no gradient
-        if self._first_weight is None:
-            self._first_weight = divisor(weight)
+        if self._reference is None:
+            self._reference = divisor(weight)
             for p in parameters:
                 p.grad = None  # from a backward pass that was not this run's, at an unknown scale
-        share = weight / self._first_weight  # a number stays a number: putting it on the device would wait
+        if isinstance(self.policy.scale, NoScale):
+            share = weight / self._reference  # a number stays a number: putting it on the device would wait
+        else:
+            share = self._weigh_sums(weight, scale, parameters)
         (loss.float() * (share * scale)).backward()
         self.weights = self.weights + share
         self.losses = self.losses + share * loss.detach().float()
         self._take(parameters)
+
+    def _weigh_sums(self, weight: Tensor | float, scale: Tensor, parameters: Sequence[Tensor]) -> Tensor | float:
+        """Makes a micro-batch's weight the reference of all sums; returns its own: 1, or 0 without tokens."""
+        share: Tensor | float = 1.0
+        before, reference = self._reference, weight
+        assert before is not None
+        if isinstance(weight, Tensor):
+            share, reference = (weight > 0).float(), torch.where(weight > 0, weight, torch.as_tensor(before))
+        self._reference, ratio = reference, before / reference
+        if isinstance(ratio, Tensor):
+            ratio = torch.ones_like(scale) * ratio  # on the device of the sums
+        elif ratio == 1.0:
+            return share
+        self.weights, self.losses = self.weights * ratio, self.losses * ratio
+        if sums := [g for p in parameters if (g := self._sums.get(p, p.grad)) is not None]:
+            torch._foreach_mul_(sums, ratio)
+        return share
 
     def _take(self, parameters: Sequence[Tensor]) -> None:
         """Moves gradients that autograd would sum in another format to sums kept here."""
@@ -85,7 +108,7 @@ class Accumulation:
 
     def gradients(self, parameters: Sequence[Tensor]) -> dict[Tensor, Tensor]:
         """Returns the sum of each parameter that has one; refuses parameters that changed since `prepare`."""
-        if self._first_weight is None:
+        if self._reference is None:
             raise HalfstepError(
                 "there are no gradients to update with", hint="call backward() or step() before update()"
             )
