@@ -19,7 +19,15 @@ LATER = "left to the next session: the deadline after a signal leaves no time fo
 
 
 def run(loop: "Loop", *, json: bool) -> int:
-    """Runs a loop to its end, prints the outcome, and returns the exit code."""
+    """Runs a loop to its end, prints the outcome, and returns the exit code, which no later SIGTERM changes."""
+    with loop.stop:
+        try:
+            return _run(loop, json)
+        finally:
+            loop.stop.conclude()
+
+
+def _run(loop: "Loop", json: bool) -> int:
     from halfstep.core.errors import HalfstepError
 
     try:

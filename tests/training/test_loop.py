@@ -76,16 +76,13 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(text, tmp_path, poli
 
 
 def run_in_background(text, out, *extra):
+    settings = [word for each in (*SMALL, *BASE, *extra) for word in ("--set", each)]
+    words = ["train", "--device", "cpu", "--policy", "fp32", "--out", str(out), "--json", *settings]
     code = (
         # The tests may run with SIGINT ignored, as a shell does in the background, and a run keeps ignoring what
         # was ignored when it started.
         "import signal\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n"
-        "import sys\nfrom pathlib import Path\n"
-        "from halfstep.config.load import load\nfrom halfstep.core.policy import Policy\n"
-        "from halfstep.training.loop import Loop\n"
-        f"config = load('tiny', {[f'data.source={text}', *SMALL, *BASE, *extra]!r})\n"
-        f"outcome = Loop(config, Policy.parse('fp32'), Path({str(out)!r}), device='cpu').run()\n"
-        "print(outcome.step, outcome.finished)\n"
+        f"from halfstep.cli.main import main\nmain({[*words, '--set', f'data.source={text}']!r})\n"
     )
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     return subprocess.Popen(
@@ -105,22 +102,55 @@ def wait_for_steps(process, out, count):
     raise AssertionError(f"the run did not get going: {process.communicate()[1]}")
 
 
-@pytest.mark.parametrize("kind", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.prove)])
-def test_a_signal_saves_and_exits_cleanly_and_the_run_resumes(text, out, kind):
-    many = ["training.steps=100000", "training.save_every=100000", "training.validate_every=100000"]
-    process = run_in_background(text, out, *many)
+def stopped_by(text, out, kind, later):
+    """Sends a run a signal and then others until it has ended; returns its exit code and its output."""
+    process = run_in_background(text, out, *STOPPED)
     try:
         wait_for_steps(process, out, 5)
         process.send_signal(kind)
+        deadline = time.monotonic() + 300
+        while process.poll() is None and time.monotonic() < deadline:  # into the shutdown of the interpreter
+            time.sleep(0.002)
+            process.send_signal(later)
         stdout, stderr = process.communicate(timeout=300)
+        return process.returncode, stdout, stderr
     finally:
         process.kill()  # where it did not leave, it must not train on for an hour
-    assert process.returncode == 0, stderr
-    step, finished = stdout.split()
-    assert (finished, checkpoint.latest(out / "checkpoints").name) == ("False", f"step-{int(step):06d}")
+
+
+STOPPED = ("training.steps=100000", "training.save_every=100000", "training.validate_every=100000",
+           "training.measure_ceiling=false")  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("kind", "later"),
+    [
+        (signal.SIGTERM, signal.SIGTERM),
+        *(
+            pytest.param(kind, later, marks=pytest.mark.prove)
+            for kind in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+            for later in (signal.SIGTERM, signal.SIGHUP)
+        ),
+    ],
+)
+def test_a_signal_saves_and_exits_cleanly_whatever_follows_and_the_run_resumes(text, out, kind, later):
+    code, stdout, stderr = stopped_by(text, out, kind, later)
+    assert code == 0, stderr
+    outcome = json.loads(stdout)
+    assert (outcome["finished"], outcome["report"]) == (False, str(out / "report.html"))
+    assert checkpoint.latest(out / "checkpoints").name == f"step-{outcome['step']:06d}"
     assert read_events(out / "events.jsonl")[-1]["event"] == "stop"
-    assert kind.name in stderr
-    assert start(text, out, *many, resume=True).start == int(step)
+    assert f"stopped by {kind.name}" in stderr or f"stopped by {later.name}" in stderr  # one overtakes the other
+    assert "Traceback" not in stderr
+    assert start(text, out, *STOPPED, resume=True).start == outcome["step"]
+
+
+@pytest.mark.prove
+@pytest.mark.parametrize("kind", [signal.SIGTERM, signal.SIGINT])
+def test_a_second_sigint_ends_the_run_at_once_without_a_traceback(text, out, kind):
+    code, _, stderr = stopped_by(text, out, kind, signal.SIGINT)
+    assert code in (130, -signal.SIGINT), stderr  # both are 130 in a shell
+    assert "Traceback" not in stderr
 
 
 def test_a_folder_that_holds_a_run_or_its_checkpoints_is_not_written_over(text, out):

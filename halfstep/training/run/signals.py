@@ -1,10 +1,13 @@
 """Asking a run to stop: a signal sets a mark that the loop checks between steps, which must not be torn in half.
 
     SIGINT, SIGTERM or SIGHUP    `requested` becomes its name; the loop saves a checkpoint and returns
-    SIGINT after that            KeyboardInterrupt, at once
+    a second SIGINT              KeyboardInterrupt, at once
+    any of them after `conclude` SIGINT ends the process, the others change nothing
 
 SIGHUP comes when a terminal goes away. Schedulers send SIGTERM before they take a machine away, often more than
-once, so a repeated SIGTERM changes nothing. A signal that was ignored before (as under nohup) stays ignored.
+once, so a repeated SIGTERM changes nothing, to the last moment of the process: while Python shuts down it resets its
+own handlers to what kills, but not signals that are ignored. A signal that was ignored before (as under nohup) stays
+ignored.
 Python runs handlers in the main thread alone; in any other thread nothing is installed and `requested` stays None.
 """
 
@@ -18,12 +21,13 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class StopRequest:
-    """Whether somebody asked the run to stop. Inside its `with` block it receives signals."""
+    """Whether somebody asked the run to stop. Inside its `with` blocks, which may be nested, it receives signals."""
 
     def __init__(self) -> None:
         self.requested: str | None = None  # the name of the first signal, such as "SIGTERM"
         self.at = 0.0  # when it came, on the clock of time.monotonic()
-        self._before: dict[int, Any] = {}  # the handlers to restore
+        self._interrupted = False  # whether a SIGINT came
+        self._before: list[dict[int, Any]] = []  # the handlers to restore, one dictionary per `with` block
 
     def left(self, deadline: float | None) -> float | None:
         """Returns the seconds left of a deadline that began with the signal; None if there is none."""
@@ -33,18 +37,28 @@ class StopRequest:
         """Handles a signal."""
         if self.requested is None:
             self.requested, self.at = signal.Signals(number).name, time.monotonic()
-        elif number == signal.SIGINT:
-            raise KeyboardInterrupt
+        if number == signal.SIGINT:
+            if self._interrupted:
+                raise KeyboardInterrupt
+            self._interrupted = True
+
+    def conclude(self) -> None:
+        """Keeps signals from changing the outcome, which is known now; this lasts beyond the `with` block."""
+        for number in self._before[-1]:
+            signal.signal(number, signal.SIG_DFL if number == signal.SIGINT else signal.SIG_IGN)
 
     def __enter__(self) -> "StopRequest":
+        before: dict[int, Any] = {}
         if threading.current_thread() is threading.main_thread():
             for number in SIGNALS:
                 # None is a handler that was not installed from Python and could not be restored.
                 if (old := signal.getsignal(number)) not in (None, signal.SIG_IGN):
-                    self._before[number] = old
+                    before[number] = old
                     signal.signal(number, self.receive)
+        self._before.append(before)
         return self
 
     def __exit__(self, *_: object) -> None:
-        for number, old in self._before.items():
-            signal.signal(number, old)
+        for number, old in self._before.pop().items():
+            if signal.getsignal(number) == self.receive:
+                signal.signal(number, old)

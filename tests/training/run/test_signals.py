@@ -51,12 +51,25 @@ def test_a_second_sigint_interrupts_and_a_second_sigterm_does_not():
         send(signal.SIGTERM)
         send(signal.SIGTERM)
         assert stop.requested == "SIGTERM"
+        send(signal.SIGINT)  # Python may hand over a SIGINT after a SIGHUP that came later
         with pytest.raises(KeyboardInterrupt):
             send(signal.SIGINT)
         assert stop.requested == "SIGTERM"
     with pytest.raises(RuntimeError), StopRequest():
         raise RuntimeError
     assert handlers() == before
+
+
+def test_blocks_nest_and_after_the_conclusion_only_sigint_ends_the_process():
+    stop = StopRequest()
+    with stop:
+        with stop:
+            send(signal.SIGTERM)
+        send(signal.SIGTERM)  # between the run and the page
+        assert stop.requested == "SIGTERM"
+        stop.conclude()
+    ends, ignored = signal.SIG_DFL, signal.SIG_IGN
+    assert handlers() == [ends if number == signal.SIGINT else ignored for number in SIGNALS]
 
 
 def test_what_was_ignored_stays_ignored():
