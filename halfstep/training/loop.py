@@ -152,8 +152,8 @@ class Loop:
             if self._has_ended:
                 self._print_warnings()
                 held_out = evaluate(self.session, self.corpus, self.config, is_over=self._is_over)
-                held_out = None if self.stop.requested else held_out  # nothing is added to its record
-                return Outcome(self.out, self.start, True, 0.0, 0.0, held_out, self.start)
+                known = None if self.stop.requested else held_out  # nothing is added to its record
+                return Outcome(self.out, self.start, True, 0.0, 0.0, known, self.start)
             with self.events, self.board:
                 self.events.listener = self.board.take
                 self._announce()

@@ -5,9 +5,9 @@
     any of them after `conclude` SIGINT ends the process, the others change nothing
 
 SIGHUP comes when a terminal goes away. Schedulers send SIGTERM before they take a machine away, often more than
-once, so a repeated SIGTERM changes nothing, to the last moment of the process: while Python shuts down it resets its
-own handlers to what kills, but not signals that are ignored. A signal that was ignored before (as under nohup) stays
-ignored.
+once, so a repeated SIGTERM changes nothing, to the last moment of the process: while Python shuts down it resets
+its own handlers to what kills, but not signals that are ignored. A signal that was ignored before (as under nohup)
+stays ignored.
 Python runs handlers in the main thread alone; in any other thread nothing is installed and `requested` stays None.
 """
 
@@ -21,7 +21,7 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class StopRequest:
-    """Whether somebody asked the run to stop. Inside its `with` blocks, which may be nested, it receives signals."""
+    """Whether somebody asked the run to stop. Inside its `with` blocks, which may nest, it receives signals."""
 
     def __init__(self) -> None:
         self.requested: str | None = None  # the name of the first signal, such as "SIGTERM"
