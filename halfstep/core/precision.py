@@ -65,6 +65,11 @@ class Precision:
         """Whether a narrow operand is scaled by the amax of earlier updates."""
         return any(operand.amax == "delayed" for operand in self.operands)
 
+    @classmethod
+    def in_format(cls, fmt: Format) -> "Precision":
+        """Returns activations, their gradients and matmul operands in one format, everything else in fp32."""
+        return cls(compute=fmt, operand=Operand(fmt), grad=fmt, grad_operand=Operand(fmt))
+
     def widened(self) -> "Precision":
         """Returns the same with operands in the formats of the activations and of their gradients."""
         return replace(self, operand=Operand(self.compute), grad_operand=Operand(self.grad))

@@ -1,6 +1,6 @@
 """Refuses what a backend cannot run, by name, before anything changes, and says what runs instead."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from halfstep.core.choice import Support
@@ -41,6 +41,28 @@ def check_formats(
                 raise PolicyError(f"{fmt} cannot run on {where}: {support.reason}", hint=EMULATE)
             if fmt not in native:
                 raise PolicyError(f"{fmt} matmuls are not implemented natively yet on {where}", hint=EMULATE)
+
+
+def named_format(fmt: Format, known: Iterable[Format]) -> Format:
+    """Returns the format that a layer is built with, or refuses one that it cannot compute in by itself."""
+    known = list(known)
+    if fmt not in known:
+        raise FormatError(
+            f"compute={fmt}: a layer by itself computes in {', '.join(map(str, known))}",
+            hint="narrow operands come with a policy: prepare(model, optimizer, 'fp8-mixed')",
+        )
+    return fmt
+
+
+def check_named(named: Mapping[str, Format | None], ruled: Mapping[str, Precision], base: Precision) -> None:
+    """Refuses a policy that gives a layer another format than the one that it was built with."""
+    for name, fmt in named.items():
+        operand = ruled.get(name, base).operand.format
+        if fmt not in (None, operand):
+            raise PolicyError(
+                f"`{name}` was built with compute={fmt}, and the policy says compute={operand} there",
+                hint=f"add the rule `{name}: compute={fmt}`, or leave `compute` out where the layer is built",
+            )
 
 
 def no_dtype(fmt: Format, framework: str, arrays: str, known: Iterable[Format]) -> FormatError:

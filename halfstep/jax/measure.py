@@ -24,7 +24,7 @@ from halfstep.core.ladder import MARGIN, Clock, Run, climb
 from halfstep.core.measure import FORMATS, MATMUL_SHARE, block_limits, time_blocks
 from halfstep.core.precision import Precision
 from halfstep.core.refusal import check_measurable
-from halfstep.core.roles import Operand, is_narrow
+from halfstep.core.roles import is_narrow
 from halfstep.jax.dtypes import as_device, describe, dtype_of, supported
 from halfstep.jax.layers import COMPILER_OPTIONS
 from halfstep.jax.model import Block, rope_tables
@@ -129,7 +129,7 @@ class _Bench:
     def start_block(self, fmt: Format, model: ModelConfig, tokens: int) -> Run:
         context = min(model.context, tokens)
         batch = tokens // context
-        precision = Precision(compute=fmt, operand=Operand(fmt), grad=fmt, grad_operand=Operand(fmt))
+        precision = Precision.in_format(fmt)
         block = Block(model, "block", lambda name: precision)
         params = {
             f"block.{name}": self._put(self._random(*size) * np.float32(0.02))

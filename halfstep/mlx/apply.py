@@ -31,7 +31,7 @@ from halfstep.core.errors import HalfstepError, PolicyError
 from halfstep.core.formats import FP32, Format
 from halfstep.core.policy import Policy
 from halfstep.core.precision import Precision, base_precision, precisions
-from halfstep.core.refusal import EMULATE, check_formats, check_implemented, check_reach
+from halfstep.core.refusal import EMULATE, check_formats, check_implemented, check_named, check_reach
 from halfstep.core.roles import Accumulator, Operand, Param, Value, is_narrow, print_value
 from halfstep.mlx.cast import carried, split
 from halfstep.mlx.convert import (
@@ -131,6 +131,7 @@ def apply(
     check_supported([base_precision(policy.evaluation()), *precisions(policy.evaluation(), names).values()])
     by_name = precisions(policy, names)
     check_supported([base_precision(policy), *by_name.values()])
+    check_named({n: m.named for n, m in modules.items() if isinstance(m, Layer)}, by_name, base_precision(policy))
     originals, changes = _convert(model, modules, policy, by_name, cast_inputs)
     masters: dict[str, Any] = {name: values[place.owner].values["param"] for name, place in places.items()}
     moments: dict[str, Any] = {name: values[place.owner].values["moments"] for name, place in places.items()}

@@ -17,30 +17,40 @@ knows the dtypes of the model's stream (`Layer.streams`) refuses any other (`exp
 
 from copy import deepcopy
 from functools import cache
-from typing import Any
+from typing import Any, cast
 
 import mlx.core as mx
 from mlx.nn.layers.base import Module
 
 from halfstep.core.errors import PolicyError
-from halfstep.core.formats import FP32, Format
+from halfstep.core.formats import FP32, Format, parse
 from halfstep.core.precision import Precision
+from halfstep.core.refusal import named_format
 from halfstep.mlx.cast import carried
+from halfstep.mlx.dtypes import DTYPES, format_of
 from halfstep.mlx.lowering import Casts, casts_of
 from halfstep.mlx.matmul import held, look_up, multiply, narrowed, rounding, with_gradient
+
+_FROM_INPUT = cast(Casts, None)  # the casts of a layer that follows its input, until it is given others
+
+
+def casts_like(x: mx.array) -> Casts:
+    """Returns how a layer without a policy computes: in the format of its input, with fp32 weight gradients."""
+    return casts_of(Precision.in_format(format_of(x.dtype)))
 
 
 class Layer(Module):
     """A module with its own precision; fp32 until a policy is applied."""
 
-    casts = casts_of(Precision())
+    casts: Casts = casts_of(Precision())
+    named: Format | None = None  # the format that it was built with, if one was named
     name: str = ""  # the qualified name, for messages, once the module is in a prepared model
     streams: frozenset[mx.Dtype] | None = None  # the dtypes activations may arrive in; None allows any
 
     @property
     def precision(self) -> Precision:
-        """The formats the module runs in."""
-        return self.casts.precision
+        """The formats the module runs in; None if it follows its input."""
+        return getattr(self.casts, "precision", None)  # type: ignore[return-value]
 
     @precision.setter
     def precision(self, precision: Precision) -> None:
@@ -182,25 +192,39 @@ class Matmul(Layer):
 
 
 class CastedLinear(Matmul):
-    """A linear layer that computes in its own precision, whatever its weight and input are held in."""
+    """A linear layer that computes in its own format, whatever its weight is held in; weight gradients are fp32.
 
-    def __init__(self, inputs: int, outputs: int, bias: bool = False):
+    The format is that of the policy, once there is one. By itself the layer multiplies in `compute` ("bf16",
+    mx.float16, ...), or without it in the format of its input: fp32 weights and a bf16 input make a bf16 matmul.
+    """
+
+    casts = _FROM_INPUT
+
+    def __init__(self, inputs: int, outputs: int, bias: bool = False, compute: str | mx.Dtype | None = None):
         super().__init__()
+        if compute is not None:
+            fmt = parse(compute) if isinstance(compute, str) else format_of(compute)
+            self.named = named_format(fmt, DTYPES)
+            self.precision = Precision.in_format(fmt)
         bound = inputs**-0.5  # as nn.Linear initializes
         self.weight = mx.random.uniform(-bound, bound, (outputs, inputs))
         self.bias = mx.zeros((outputs,)) if bias else None
 
     def __call__(self, x: mx.array) -> mx.array:
-        return linear(self.arrived(x), self.weight, self.bias, self.casts)
+        return linear(self.arrived(x), self.weight, self.bias, self.casts or casts_like(x))
 
     def _extra_repr(self) -> str:
         outputs, inputs = self.weight.shape
+        if self.casts is None:
+            return f"{inputs} -> {outputs}, in the format of its input"
         form = " emulated" if self.precision.emulate else ""
         return f"{inputs} -> {outputs}, {self.precision.operand.format} operands{form}"
 
 
 class Norm(Layer):
-    """Root-mean-square or layer normalization, an island."""
+    """Root-mean-square or layer normalization, an island; without a policy its result has its input's format."""
+
+    casts = _FROM_INPUT
 
     def __init__(
         self, width: int, kind: str = "rms", gain: bool = True, bias: bool = False, eps: float | None = None
@@ -212,12 +236,14 @@ class Norm(Layer):
         self.bias = mx.zeros((width,)) if bias and gain and kind == "layer" else None
 
     def __call__(self, x: mx.array) -> mx.array:
-        x = self.arrived(x)
+        x, casts = self.arrived(x), self.casts or casts_like(x)
         if self.kind == "layer":
-            return layer_norm(x, self.weight, self.bias, self.casts, self.eps)
-        return rms_norm(x, self.weight, self.casts, self.eps)
+            return layer_norm(x, self.weight, self.bias, casts, self.eps)
+        return rms_norm(x, self.weight, casts, self.eps)
 
     def _extra_repr(self) -> str:
+        if self.casts is None:
+            return f"{self.kind}, {FP32} inside, out in the format of its input"
         return f"{self.kind}, {self.precision.norm} inside, {self.precision.compute} out"
 
 

@@ -25,7 +25,6 @@ from halfstep.core.measure import (
 )
 from halfstep.core.precision import Precision
 from halfstep.core.refusal import check_measurable
-from halfstep.core.roles import Operand
 from halfstep.mlx.dtypes import as_device, describe, dtype_of, pin_matmuls, supported, version
 from halfstep.mlx.layers import Layer
 from halfstep.mlx.model import Block, rope_tables
@@ -95,7 +94,7 @@ class _Bench:
     def start_block(self, fmt: Format, model: ModelConfig, tokens: int) -> Run:
         context = min(model.context, tokens)
         block = Block(model)
-        precision = Precision(compute=fmt, operand=Operand(fmt), grad=fmt, grad_operand=Operand(fmt))
+        precision = Precision.in_format(fmt)
         for module in block.modules():
             if isinstance(module, Layer):
                 module.precision = precision

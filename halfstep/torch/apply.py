@@ -33,7 +33,7 @@ from halfstep.core.errors import HalfstepError, PolicyError
 from halfstep.core.formats import FP32, Format
 from halfstep.core.policy import Policy
 from halfstep.core.precision import Precision, base_precision, precisions
-from halfstep.core.refusal import EMULATE, check_formats, check_implemented, check_reach
+from halfstep.core.refusal import EMULATE, check_formats, check_implemented, check_named, check_reach
 from halfstep.core.roles import Param, Value, print_value
 from halfstep.core.rules import Resolved
 from halfstep.torch.cast import carried, split
@@ -90,6 +90,7 @@ def apply(
     check_reach(policy, multiplying, {owner(name) for held in aliases.values() for name in held})
     base = base_precision(policy)
     ruled = _precisions(model, policy, names)
+    check_named({p.name: p.module.named for p in plans if isinstance(p.module, Layer)}, ruled, base)
     _check_precisions(model, plans, _precisions(model, policy.evaluation(), names), policy.evaluation())
     _check_precisions(model, plans, ruled, policy)
     for device in _devices(model):

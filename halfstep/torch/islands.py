@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 def softmax(input: Tensor, dim: int = -1) -> Tensor:
     """`F.softmax`, fp32 inside."""
-    return torch.softmax(input.float(), dim).to(input.dtype)
+    return torch.softmax(_wide(input), dim).to(input.dtype)
 
 
 def layer_norm(
@@ -27,20 +27,19 @@ def layer_norm(
     eps: float = 1e-5,
 ) -> Tensor:
     """`F.layer_norm`, fp32 inside."""
-    return F.layer_norm(input.float(), list(normalized_shape), _wide(weight), _wide(bias), eps).to(input.dtype)
+    return F.layer_norm(_wide(input), list(normalized_shape), _wide(weight), _wide(bias), eps).to(input.dtype)
 
 
 def rms_norm(
     input: Tensor, normalized_shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None
 ) -> Tensor:
     """`F.rms_norm`, fp32 inside."""
-    return F.rms_norm(input.float(), list(normalized_shape), _wide(weight), eps).to(input.dtype)
+    return F.rms_norm(_wide(input), list(normalized_shape), _wide(weight), eps).to(input.dtype)
 
 
 def cross_entropy(input: Tensor, target: Tensor, weight: Tensor | None = None, **settings: Any) -> Tensor:
     """`F.cross_entropy`, fp32 inside and out."""
-    target = target.float() if target.is_floating_point() else target
-    return F.cross_entropy(input.float(), target, _wide(weight), **settings)
+    return F.cross_entropy(_wide(input), _wide(target), _wide(weight), **settings)
 
 
 class Softmax(nn.Softmax):
@@ -84,5 +83,7 @@ class CrossEntropyLoss(nn.CrossEntropyLoss):
         return cross_entropy(input, target, self.weight, **settings)
 
 
-def _wide(tensor: Tensor | None) -> Tensor | None:
-    return None if tensor is None else tensor.float()
+def _wide(tensor: Any) -> Any:
+    """Widens to fp32; float64 stays, and so do class indices and None."""
+    narrow = tensor is not None and tensor.is_floating_point() and tensor.dtype != torch.float64
+    return tensor.float() if narrow else tensor

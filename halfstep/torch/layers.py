@@ -25,16 +25,18 @@ Shapes: B batch, T tokens of a sequence, D width, H heads, K features of a head.
 
 from dataclasses import replace
 from functools import cache
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from halfstep.core.formats import BF16, FP32
+from halfstep.core.errors import FormatError
+from halfstep.core.formats import BF16, FP32, Format, parse
 from halfstep.core.policy import Policy, as_policy
 from halfstep.core.precision import Precision, base_precision
-from halfstep.torch.dtypes import dtype_of
+from halfstep.core.refusal import named_format
+from halfstep.torch.dtypes import FLOATS, dtype_of, format_of
 from halfstep.torch.fp8.delayed import History
 from halfstep.torch.fp8.linear import in_graph, narrow_linear
 from halfstep.torch.lowering import Casts, autocast_error, bypass_mode, enter, island, leave, own, owned, rounded
@@ -60,6 +62,22 @@ def casts_of(precision: Precision) -> Casts:
 def casts_for(policy: Policy | str) -> Casts:
     """Returns what a policy means where no rule applies."""
     return casts_of(base_precision(as_policy(policy)))
+
+
+_LIKE = {dtype: casts_of(Precision.in_format(format_of(dtype))) for dtype in FLOATS}
+_FROM_INPUT = cast(Casts, None)  # the casts of a layer that follows its input, until it is given others
+
+
+def casts_like(x: Tensor) -> Casts:
+    """Returns how a layer without a policy computes: in the format of its input, with fp32 weight gradients."""
+    casts = _LIKE.get(x.dtype)
+    if casts is None:
+        raise FormatError(
+            f"the input is {str(x.dtype).removeprefix('torch.')}, and a casted layer multiplies in float32, "
+            "bfloat16 or float16",
+            hint="cast the input, or name the format to cast it to: CastedLinear(..., compute='bf16')",
+        )
+    return casts
 
 
 # --- functions
@@ -222,14 +240,13 @@ def rotate(x_BHTK: Tensor, cos_TK: Tensor, sin_TK: Tensor, casts: Casts) -> Tens
 class Layer(Holder):
     """A module with a precision of its own; fp32 until a policy is applied."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.precision = Precision()
+    casts: Casts = casts_of(Precision())
+    named: Format | None = None  # the format that it was built with, if one was named
 
     @property
     def precision(self) -> Precision:
-        """What the module runs in."""
-        return self.casts.precision
+        """What the module runs in; None if it follows its input."""
+        return getattr(self.casts, "precision", None)  # type: ignore[return-value]
 
     @precision.setter
     def precision(self, precision: Precision) -> None:
@@ -247,6 +264,8 @@ class Layer(Holder):
 
     def extra_repr(self) -> str:
         """Adds what the module computes in."""
+        if self.casts is None:
+            return ", ".join(filter(None, [super().extra_repr(), "in the format of its input"]))
         emulated = " emulated" if self.precision.emulate else ""
         text = self.shown.format(p=self.precision, m=self, emulated=emulated)
         return ", ".join(filter(None, [super().extra_repr(), text]))
@@ -263,23 +282,40 @@ class Matmul(Layer):
 
 
 class CastedLinear(Matmul, nn.Linear):
-    """A linear layer that computes in its own precision, whatever its weight and input are held in."""
+    """A linear layer that computes in its own format, whatever its weight is held in; weight gradients are fp32.
 
+    The format is that of the policy, once there is one. By itself the layer multiplies in `compute` ("bf16",
+    torch.float16, ...), or without it in the format of its input: fp32 weights and bf16 inputs make a bf16 matmul.
+    """
+
+    casts = _FROM_INPUT
     shown = "{p.operand.format} operands{emulated}"
     split_name = "weight"  # what a subclass does with other matrices is unknown
 
-    def __init__(self, in_features: int, out_features: int, bias: bool = True, **factory: Any):
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        compute: str | torch.dtype | None = None,
+        **factory: Any,
+    ):
         nn.Linear.__init__(self, in_features, out_features, bias, **factory)
-        self.precision = Precision()
+        if compute is not None:
+            fmt = parse(compute) if isinstance(compute, str) else format_of(compute)
+            self.named = named_format(fmt, map(format_of, FLOATS))
+            self.precision = Precision.in_format(fmt)
 
     def forward(self, x: Tensor) -> Tensor:
         """Returns the layer's output."""
-        return linear(x, self.weight, self.bias, self.casts, history=self.halfstep_history)
+        casts = self.casts or casts_like(x)
+        return linear(x, self.weight, self.bias, casts, history=self.halfstep_history)
 
 
 class Norm(Layer):
-    """Root-mean-square or layer normalization, an island."""
+    """Root-mean-square or layer normalization, an island; without a policy its result has its input's format."""
 
+    casts = _FROM_INPUT
     shown = "{m.kind}, {p.norm} inside, {p.compute} out"
 
     def __init__(
@@ -293,6 +329,7 @@ class Norm(Layer):
 
     def forward(self, x: Tensor) -> Tensor:
         """Returns the normalized input."""
+        casts = self.casts or casts_like(x)
         if self.kind == "layer":
-            return layer_norm(x, self.weight, self.bias, self.casts, self.eps)
-        return rms_norm(x, self.weight, self.casts, self.eps)
+            return layer_norm(x, self.weight, self.bias, casts, self.eps)
+        return rms_norm(x, self.weight, casts, self.eps)

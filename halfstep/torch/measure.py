@@ -28,7 +28,7 @@ from halfstep.core.ladder import Clock, Run, climb
 from halfstep.core.measure import ACCELERATOR_SHAPES, CPU_SHAPES, FORMATS
 from halfstep.core.precision import Precision
 from halfstep.core.refusal import check_measurable
-from halfstep.core.roles import Operand, is_narrow
+from halfstep.core.roles import is_narrow
 from halfstep.torch.cast import to_native
 from halfstep.torch.dtypes import describe, dtype_of, supported
 from halfstep.torch.fp8.delayed import Amaxes
@@ -172,7 +172,7 @@ class _Bench:
     def start_block(self, fmt: Format, model: ModelConfig, tokens: int) -> Run:
         """Creates a block with fp32 masters; returns a function that trains it so many times and waits."""
         context, block = min(model.context, tokens), Block(model).to(self.device)
-        precision = Precision(compute=fmt, operand=Operand(fmt), grad=fmt, grad_operand=Operand(fmt))
+        precision = Precision.in_format(fmt)
         for module in block.modules():
             if isinstance(module, Layer):
                 module.precision = precision

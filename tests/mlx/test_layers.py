@@ -5,13 +5,15 @@ import copy
 import mlx.core as mx
 import numpy as np
 import pytest
+from mlx.nn import Sequential
 
-from halfstep.core.errors import PolicyError
+from halfstep.core.errors import FormatError, PolicyError
 from halfstep.core.formats import BF16
 from halfstep.core.policy import Policy
 from halfstep.core.precision import Precision, precisions
 from halfstep.core.precision import base_precision as base
 from halfstep.mlx import layers
+from halfstep.mlx.apply import apply
 from halfstep.mlx.cast import quantize
 from halfstep.mlx.layers import CastedLinear, Norm, attention, embedding, expect, linear, owned, plus, times
 from halfstep.mlx.lowering import casts_of
@@ -217,3 +219,31 @@ def test_what_the_model_has_elsewhere_is_let_through():
         PolicyError, match="`a` got a bfloat16 activation where the stream is float32: it was cast"
     ):
         expect(draw(3).astype(mx.bfloat16), FULL, "a")
+
+
+@pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float16, mx.float32])
+def test_a_casted_layer_without_a_policy_follows_its_input(dtype):
+    layer, norm, x = CastedLinear(8, 4, bias=True), Norm(8), draw(3, 8).astype(dtype)
+
+    def loss(parameters, x):
+        layer.update(parameters)
+        return layer(norm(x)).astype(mx.float32).sum()
+
+    assert layer(norm(x)).dtype == norm(x).dtype == dtype
+    inside = norm(x).astype(mx.float32)
+    wide = (inside @ layer.weight.astype(dtype).astype(mx.float32).T).astype(dtype)
+    assert equal(layer(norm(x)), wide + layer.bias.astype(dtype))
+    grads = mx.grad(loss)(layer.parameters(), x)
+    assert {g.dtype for g in grads.values()} == {mx.float32}
+    assert equal(grads["weight"], mx.ones((4, 3)) @ inside)
+
+
+def test_a_casted_layer_may_name_its_format_and_a_policy_does_not_replace_it():
+    assert CastedLinear(8, 4, compute="bf16")(draw(2, 8)).dtype == mx.bfloat16
+    layer = CastedLinear(8, 4, compute=mx.float16)
+    assert layer(draw(2, 8)).dtype == mx.float16
+    assert "in the format of its input" in repr(CastedLinear(8, 4))
+    with pytest.raises(FormatError, match="compute=e4m3"):
+        CastedLinear(8, 4, compute="e4m3")
+    with pytest.raises(PolicyError, match=r"`layers.0` was built with compute=fp16"):
+        apply(Sequential(layer, CastedLinear(4, 4)), Policy.parse("bf16-mixed"))

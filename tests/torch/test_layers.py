@@ -4,10 +4,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from halfstep.core.formats import BF16, FP16, FP32
+from halfstep.core.errors import FormatError, PolicyError
+from halfstep.core.formats import BF16, FP16
 from halfstep.core.policy import Policy
 from halfstep.core.precision import Precision, precisions
 from halfstep.torch import layers
+from halfstep.torch.apply import apply, restore
 from halfstep.torch.cast import quantize, quantize_scaled
 from halfstep.torch.layers import CastedLinear, Norm, attention, casts_for, casts_of, layer_norm, linear, rms_norm
 from halfstep.torch.lowering import enter
@@ -197,10 +199,55 @@ def test_modules_start_as_torchs_and_print_the_truth_and_emulation_rounds_gradie
     assert torch.equal(Norm(8, "layer", bias=True)(draw(2, 8)), F.layer_norm(draw(2, 8), (8,)))
     ours.precision = NATIVE.precision
     assert "bf16 operands" in repr(ours)
-    assert FP32.name in repr(Norm(8))
+    assert "in the format of its input" in repr(Norm(8))
     x = draw(64, requires_grad=True)
     backward(enter(x, EMULATED), draw(64, seed=1))
     assert torch.equal(x.grad, bf16(draw(64, seed=1)))
     precision = casts_for("fp16-mixed,emulate=true")
     assert enter(torch.tensor([7e4, -7e4]), precision).tolist() == [float("inf"), -float("inf")]
     assert quantize(torch.tensor([65504.0]), FP16, overflow="inf").item() == 65504
+
+
+@pytest.mark.parametrize(
+    ("dtype", "compiled"),
+    [(torch.bfloat16, False), (torch.bfloat16, True), (torch.float16, False), (torch.float32, False)],
+)
+def test_a_casted_layer_without_a_policy_follows_its_input(dtype, compiled):
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(CastedLinear(8, 8, bias=True), Norm(8), CastedLinear(8, 4, bias=False)).to(dtype)
+    for m in model.modules():
+        if isinstance(m, CastedLinear):
+            m.float()
+    forward = torch.compile(model, fullgraph=True, backend="aot_eager") if compiled else model
+    x = draw(5, 8).to(dtype).requires_grad_()
+    y = forward(x)
+    y.float().sum().backward()
+    first, last = model[0], model[2]
+    hidden = F.linear(x.float(), first.weight.to(dtype).float()).to(dtype) + first.bias.to(dtype)
+    hidden = F.rms_norm(hidden.float(), (8,), eps=1e-6).to(dtype)
+    assert torch.equal(y, F.linear(hidden.float(), last.weight.to(dtype).float()).to(dtype))
+    assert {y.dtype, x.grad.dtype} == {dtype}
+    assert {p.grad.dtype for p in (first.weight, first.bias, last.weight)} == {torch.float32}
+    assert torch.equal(last.weight.grad, torch.ones(4, 5) @ hidden.float())
+
+
+def test_a_casted_layer_may_name_its_format_and_refuses_what_it_cannot_follow():
+    assert CastedLinear(8, 4, compute="bf16")(draw(2, 8)).dtype == torch.bfloat16
+    layer = CastedLinear(8, 4, compute=torch.float16, bias=False, device="cpu")
+    assert layer(draw(2, 8).bfloat16()).dtype == torch.float16
+    assert "fp16 operands" in repr(layer)
+    assert "in the format of its input" in repr(CastedLinear(8, 4))
+    with pytest.raises(FormatError, match=r"the input is float64.*CastedLinear\(..., compute='bf16'\)"):
+        CastedLinear(8, 4)(draw(2, 8).double())
+    with pytest.raises(FormatError, match=r"compute=e4m3.*narrow operands come with a policy"):
+        CastedLinear(8, 4, compute="e4m3")
+
+
+def test_a_policy_does_not_replace_the_format_that_a_layer_names():
+    model = torch.nn.Sequential(CastedLinear(4, 4), CastedLinear(4, 4, compute="fp32"))
+    with pytest.raises(PolicyError, match=r"`1` was built with compute=fp32.*add the rule `1: compute=fp32`"):
+        apply(model, Policy.parse("bf16-mixed"))
+    applied = apply(model, Policy.parse("bf16-mixed; 1: compute=fp32"))
+    assert (model[0](draw(1, 4)).dtype, model[1](draw(1, 4)).dtype) == (torch.bfloat16, torch.float32)
+    restore(applied)
+    assert (model[0](draw(1, 4)).dtype, model[1](draw(1, 4).bfloat16()).dtype) == (torch.float32, torch.float32)
