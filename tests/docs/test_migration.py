@@ -83,7 +83,7 @@ def test_every_section_before_the_refusals_has_code():
     titles = list(SECTIONS)
     assert titles[-1] == "What is refused, and why"
     assert all(SECTIONS[title] for title in titles[:-1])
-    assert sum("halfstep" in block for blocks in SECTIONS.values() for block in blocks) == 8
+    assert sum("halfstep" in block for blocks in SECTIONS.values() for block in blocks) == 9
 
 
 def test_before_and_after_learn_the_same():
