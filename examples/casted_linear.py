@@ -1,4 +1,4 @@
-"""fp32 weights and bf16 activations without autocast and without a policy: one layer, in a loop of your own.
+"""fp32 weights and bf16 activations without autocast and without a policy: one layer in your own loop.
 
     pip install '.[torch]'
     python examples/casted_linear.py              # --compile, --device cuda, --steps 3242
