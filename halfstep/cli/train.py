@@ -55,7 +55,9 @@ def train(
         The run folder; by default runs/RECIPE-DATE-TIME.
     resume
         Resume the run in --out; without --out, the run in runs/ that was trained last (of this recipe, if you
-        name one). If you name both a recipe and --out and there is no run yet, start it.
+        name one). If you name both a recipe and --out and there is no run yet, start it. With --policy it
+        continues in another precision, and with --set training.steps=... it trains further; docs/checkpoints.md
+        lists what else may change.
     allow_older
         With --resume: if the newest checkpoint is damaged, set it aside and resume from the one before it.
     deadline
@@ -224,4 +226,7 @@ def _resolve_policy(config: Any, device: str | None, opened: Any) -> tuple[Any, 
     if opened is None:
         return resolve(config, device)
     # It was measured when the run began; measuring again could choose another precision midway.
-    return Policy.parse(opened.policy) if spelling.base == "auto" else spelling.build(), None, []
+    before = Policy.parse(opened.policy)
+    if spelling.base == "auto" or spelling.build() == before:
+        return before, None, []
+    return resolve(config, device)

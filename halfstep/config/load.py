@@ -99,6 +99,12 @@ def apply_override(table: dict[str, Any], override: str) -> None:
     table[last] = text.strip().strip('"') if schema.is_text(section, last) else _toml_value(text)
 
 
+def setting_named(override: str) -> str:
+    """Returns the setting that one `--set a.b=c` changes; a role or a rule is a part of the policy."""
+    dotted = override.partition("=")[0].strip().replace('"', "")
+    return "policy" if dotted.startswith("policy.") else dotted
+
+
 def to_toml(config: RunConfig) -> str:
     """Returns the whole configuration as TOML; `load` reads it back as the same run."""
     import tomli_w

@@ -7,13 +7,21 @@ State is flat, {name: (dtype, shape, bytes)}, with the same names on every backe
     scale.<field>, applied                  the law of scaling, and how many updates were applied
     rng.<device>                            random state, as bytes
 
-Loading checks names, shapes and dtypes before it changes anything: fp32 moments never come back bf16.
+Loading checks names, shapes and dtypes before it changes anything: fp32 moments never come back bf16. A run that
+changes its policy converts its state first: what was learned keeps every bit or is refused, and what belongs to
+the policy (scale, amax histories, measured layers) starts as in a new run.
 """
 
 from collections.abc import Callable, Collection, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
+from halfstep.core import split
 from halfstep.core.errors import HalfstepError
+from halfstep.core.formats import BF16, FP16, FP32, Format
+from halfstep.core.rounding import cast
 
 
 class Stored(NamedTuple):
@@ -37,6 +45,10 @@ DTYPE_NAMES = {
     **{f"uint{bits}": f"U{bits}" for bits in (64, 32, 16, 8)},
     "bool": "BOOL",
 }
+# What belongs to a policy: a run that changes it starts these anew.
+_OF_POLICY = ("scale.", "amax.", "narrow.")
+_FLOATS = {"F32": "<f4", "F16": "<f2", "BF16": "<u2"}  # numpy has no bf16: its codes
+_FORMATS = {"BF16": BF16, "F16": FP16}
 _WORDS = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 
 
@@ -61,6 +73,64 @@ def check_same(
                 f"`{name}` is {_describe(given[name])} in the checkpoint and {_describe(ours[name])} in the run",
                 hint="resume with the model and policy it was saved with",
             )
+
+
+def widen(held: Stored, remainder: Stored | None = None) -> NDArray[np.float32]:
+    """Returns the fp32 numbers that a tensor stands for, exactly; a split master is joined with its remainder."""
+    dtype, shape, data = held
+    flat = np.frombuffer(data, _FLOATS[dtype])
+    if remainder is not None:
+        return split.join(flat, np.frombuffer(remainder.data, "<i2")).reshape(shape)
+    wide = (flat.astype(np.uint32) << 16).view(np.float32) if dtype == "BF16" else flat.astype(np.float32)
+    return wide.reshape(shape)
+
+
+def convert(
+    given: Mapping[str, Stored], ours: Mapping[str, Stored], formats: Mapping[str, Format] | None = None
+) -> dict[str, Stored]:
+    """Returns a state that another policy saved as this run holds it, exactly; refuses it if bits would be lost.
+
+    `ours` is the state of the fresh run: it says how each tensor is held; what belongs to the policy is its own.
+    `formats` are those of masters and moments: emulated ones are held wider.
+    """
+    converted = {name: value for name, value in ours.items() if name.startswith(_OF_POLICY)}
+    lossy: dict[str, str] = {}
+    for name, held in given.items():
+        if name.startswith((*_OF_POLICY, "remainder.")):
+            continue
+        want, half = ours.get(name), f"remainder.{name.removeprefix('model.')}"
+        converted[name] = held
+        if want is None or {held.dtype, want.dtype} - _FLOATS.keys():
+            continue  # `check_same` compares the names and the rest
+        fmt = (formats or {}).get(name, FP32)
+        fmt = fmt if half in ours or want.dtype == "F32" else _FORMATS[want.dtype]
+        if half in given and half in ours:
+            converted[half] = given[half]
+        elif half in ours:
+            codes, rest = split.split(widen(held))
+            converted[name] = Stored("BF16", held.shape, codes.astype("<u2").tobytes())
+            converted[half] = Stored("I16", held.shape, rest.astype("<i2").tobytes())
+        elif half in given or held.dtype != want.dtype or fmt != FP32:
+            wide = widen(held, given.get(half))
+            lost = 0 if fmt == FP32 else int(np.count_nonzero(cast(wide, fmt, overflow="saturate") != wide))
+            if lost:
+                lossy[name] = f"`{name}` would be held in {fmt}: {lost:,} of its {wide.size:,} numbers do not fit"
+            else:
+                converted[name] = _stored(wide, want.dtype)
+    if lossy:
+        more = f", nor do those of {len(lossy) - 1} other tensors" if len(lossy) > 1 else ""
+        raise HalfstepError(
+            f"this policy would round what the run has learned: {next(iter(lossy.values()))}{more}",
+            hint="choose a policy that holds masters and moments as wide as before (`param`, `moments`), such as "
+            "bf16-mixed or fp16-mixed; a new run may round them, with --init and this policy",
+        )
+    return converted
+
+
+def _stored(wide: NDArray[np.float32], dtype: str) -> Stored:
+    """Returns fp32 numbers in a format that holds them exactly."""
+    numbers: NDArray[Any] = wide.view(np.uint32) >> 16 if dtype == "BF16" else wide
+    return Stored(dtype, wide.shape, numbers.astype(_FLOATS[dtype]).tobytes())
 
 
 def _describe(description: Description) -> str:

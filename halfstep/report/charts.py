@@ -82,9 +82,9 @@ def charts(history: History, policy: Policy | None, marks: Sequence[int] = ()) -
 
 
 def scaled(history: History, policy: Policy | None) -> bool:
-    """Whether a loss scale is in use: by the policy, or by what was recorded if no policy can be read."""
-    if policy is not None:
-        return not isinstance(policy.scale, NoScale)
+    """Whether a loss scale is in use: by the policy, or by what was recorded before the policy was changed."""
+    if policy is not None and not isinstance(policy.scale, NoScale):
+        return True
     return bool((history.column("scale").numbers != 1).any())
 
 

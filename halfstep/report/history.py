@@ -22,6 +22,23 @@ from halfstep.report.step_history import StepHistory
 Event = Mapping[str, Any]
 
 
+@dataclass(frozen=True)
+class Change:
+    """Settings that were changed where a run resumed: the value before, and the one since."""
+
+    step: int
+    settings: Mapping[str, tuple[str, str]]
+
+
+def read_changes(start: Event) -> list[Change]:
+    """Returns what was changed up to a start, in the order of steps."""
+    changes = []
+    for one in start.get("changes") or ():
+        pairs = {key: (str(was), str(now)) for key, (was, now) in one["settings"].items()}
+        changes.append(Change(int(one["step"]), pairs))
+    return changes
+
+
 @dataclass
 class Session:
     """A part of a run: from a start to the next one, or to the last event."""
@@ -88,6 +105,14 @@ class History:
     def config(self) -> Mapping[str, Any]:
         """The configuration, section by section."""
         return self.start.get("config") or {}
+
+    @property
+    def policies(self) -> list[tuple[int, str]]:
+        """The precisions that the run had, each with the step after which it began."""
+        now = str(self.start.get("policy"))
+        changes = [each for each in read_changes(self.start) if "policy" in each.settings]
+        changed = [(each.step, each.settings["policy"]) for each in changes]
+        return [(0, changed[0][1][0] if changed else now), *((step, after) for step, (_, after) in changed)]
 
     @property
     def choice(self) -> Mapping[str, Any] | None:

@@ -12,9 +12,9 @@ from pathlib import Path
 from halfstep.core.roles import ROLES
 from halfstep.report import summary
 from halfstep.report.charts import charts, scaled, why_unscaled
-from halfstep.report.history import Event, History, nested
+from halfstep.report.history import Event, History, nested, read_changes
 from halfstep.report.incidents import IncidentReader
-from halfstep.report.precision import read_policy, starting_warnings
+from halfstep.report.precision import describe_policies, read_policy, starting_warnings
 from halfstep.report.settings import command, settings
 from halfstep.report.template import fill
 from halfstep.report.time_breakdown import time_breakdown
@@ -53,6 +53,8 @@ def render(events: Iterable[Event], title: str) -> str:
         halfstep=history.start.get("halfstep"),
         tiles=summary.tiles(history),
         policy_text=str(history.start.get("policy")),
+        policies=describe_policies(history),
+        changed=bool(read_changes(history.start)),
         requested=str(history.config.get("policy")),
         choice_preset=nested(history.choice, "preset"),
         choice_reason=nested(history.choice, "reason"),

@@ -1,5 +1,7 @@
 """What the section on precision shows: the policy that ran, and the warnings from before the first step."""
 
+from itertools import pairwise
+
 from halfstep.core.errors import HalfstepError
 from halfstep.core.policy import Policy
 from halfstep.report.history import History
@@ -12,6 +14,15 @@ def read_policy(history: History) -> tuple[Policy | None, str]:
         return Policy.parse(str(history.start.get("policy"))), ""
     except HalfstepError as error:
         return None, str(error)
+
+
+def describe_policies(history: History) -> str:
+    """Says which precisions the run had one after another; empty if it had one."""
+    (_, first), *later = history.policies
+    parts = [f"`{first}` up to step {later[0][0]:,}"] if later else []
+    for (_, policy), (until, _) in pairwise(later):
+        parts.append(f"`{policy}` up to step {until:,}")
+    return ", then ".join([*parts, f"`{later[-1][1]}`"]) if later else ""
 
 
 def starting_warnings(history: History) -> dict[str, list[float]]:

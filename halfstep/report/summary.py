@@ -15,12 +15,16 @@ def headline(history: History) -> str:
     """Says what was trained, in which precision, how long, and on what."""
     parameters = count(number(history.start.get("parameters")))
     verb = "trained" if history.end else "has trained"
-    # The policy without its rules, which may be many; the section on precision has them.
-    policy, *rules = str(history.start.get("policy")).split(";")
-    shown = f"`{policy.strip()}`" + (f" with {plural(len(rules), 'rule')}" if rules else "")
+    shown = " and then ".join(_without_rules(policy) for _, policy in history.policies)
     # What the data is, without the counts that its description gives after a colon.
     source = str(nested(history.start, "data", "description") or "text").partition(": ")[0]
     return f"A decoder of {parameters} parameters {verb} in {shown} {_how_long(history)} on {source}."
+
+
+def _without_rules(policy: str) -> str:
+    """Returns a policy without its rules, which may be many; the section on precision has them."""
+    roles, *rules = policy.split(";")
+    return f"`{roles.strip()}`" + (f" with {plural(len(rules), 'rule')}" if rules else "")
 
 
 def _how_long(history: History) -> str:

@@ -147,7 +147,7 @@ def measure_ceiling(config: RunConfig, policy: Policy, device: str | None, known
     module = _need(config.backend)
     device = device or module.devices()[0]
     hardware, fmt = module.describe(device), policy.compute.format
-    earlier = recorded(known, hardware.name) if known is not None else None
+    earlier = recorded(known, hardware.name, fmt) if known is not None else None
     if earlier is not None:
         return earlier
     support = module.supported(fmt, device)

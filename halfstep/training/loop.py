@@ -141,6 +141,7 @@ class Loop:
             self.events,
             self.bar,
             self.context.describe,
+            self.context.load,
             self.stop,
             deadline,
         )

@@ -125,6 +125,25 @@ def test_resume_keeps_the_policy_that_ran(small, tmp_path, capsys, monkeypatch):
     assert read_events(tmp_path / "run" / "events.jsonl")[-1]["event"] == "end"
 
 
+def test_resume_changes_the_precision_and_trains_further_if_asked(trained, capsys):
+    again = ["train", "--resume", "--device", "cpu", "--out", str(trained)]
+    assert run([*again, "--policy", "fp16-mixed,emulate=true", "--set", "training.steps=6"]) == 0
+    words = " ".join(capsys.readouterr().err.split())
+    assert "from step 3 on the policy is `fp16-mixed,emulate=true` (it was `fp32`)" in words
+    assert "training.steps is 6 (it was 3); the learning rate follows the schedule of 6 steps" in words
+    assert run([*again, "--json"]) == 0  # both hold from now on
+    assert json.loads(capsys.readouterr().out)["step"] == 6
+    assert 'policy = "fp16-mixed,emulate=true"' in (trained / "run.toml").read_text()
+    starts = [event for event in read_events(trained / "events.jsonl") if event["event"] == "start"]
+    assert [start["ceiling"]["told"][:4] for start in starts] == [
+        "fp32",
+        "fp16",
+    ]  # of the format that it computes in
+    assert run([*again, "--policy", "bf16-true"]) == 2
+    assert "this policy would round what the run has learned" in " ".join(capsys.readouterr().err.split())
+    assert run([*again, "--policy", "auto"]) == 0  # the precision that it has
+
+
 def test_a_damaged_checkpoint_is_named_with_the_flag_to_skip_it(small, tmp_path, capsys):
     out = ["--out", str(tmp_path / "run")]
     assert run(["train", *small, *out, "--policy", "fp32", "--set", "training.save_every=1"]) == 0
@@ -242,7 +261,7 @@ CHEAP = {
     "a logger": (["--set", 'training.loggers=["trackio"]'], "pip install 'halfstep[trackio]'"),
     "a file": (["--out", "file"], "`file` cannot be written: `file` is not a folder"),
     "in a file": (["--out", "file/a/b"], "is not a folder"),
-    "settings": (["--resume", "--out", "run", "--set", "training.steps=9"], "training.steps was 3 and is now 9"),
+    "settings": (["--resume", "--out", "run", "--set", "seed=9"], "seed was 0 and is now 9; it cannot change"),
 }
 
 

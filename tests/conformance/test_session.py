@@ -11,6 +11,8 @@ from halfstep.core import rounding, split
 from halfstep.core.errors import HalfstepError
 from halfstep.core.formats import BF16, FP32
 from halfstep.core.policy import Policy
+from halfstep.core.state_format import convert, widen
+from halfstep.training.run.manifest import held_formats
 from halfstep.training.sampling import generate
 from halfstep.training.session import open_session
 from tests.token_batches import batch
@@ -222,6 +224,54 @@ def test_weights_are_loaded_from_a_state_however_they_are_held(backend, source, 
     for name, found in masters(fresh.state()).items():
         assert np.array_equal(found, as_bf16(expected[name]) if target == "bf16-true" else expected[name]), name
     assert fresh.applied() == 0
+
+
+CHANGED = [
+    ("bf16-mixed,param=fp32:split,emulate=true", "fp16-mixed,emulate=true"),
+    *(
+        pytest.param(before, after, marks=prove)
+        for before, after in (
+            ("fp32", "fp16-mixed,emulate=true"),
+            ("fp16-mixed,emulate=true", "bf16-mixed,emulate=true,param=fp32:split"),
+            ("bf16-true,emulate=true", "fp32"),
+            ("bf16-mixed,emulate=true,moments=bf16", "fp8-mixed,emulate=true"),
+            ("fp8-mixed,emulate=true", "bf16-true,emulate=true,param=fp32"),
+        )
+    ),
+]
+
+
+@pytest.mark.parametrize(("before", "after"), CHANGED)
+@pytest.mark.parametrize("optimizer", ["adamw", pytest.param("muon", marks=prove)])
+def test_another_policy_keeps_masters_moments_and_counts_bit_for_bit(slow_backend, before, after, optimizer):
+    """What it then does with them is a step from these very numbers, at the first scale of the new policy."""
+    if slow_backend.name == "jax":
+        before, after = (policy.replace(",param=fp32:split", "") for policy in (before, after))
+    given = [f"optimizer.name={optimizer}", "training.ema=0.5"]
+    one, other = session(slow_backend, before, *given), session(slow_backend, after, *given, "seed=5")
+    for step in range(2):
+        one.step(batch(step, one))
+    saved, fresh = one.state(), other.state()
+    other.load(convert(saved, fresh, held_formats(other.policy, other.config.model, fresh)))
+    found = other.state()
+    left, right = masters(saved), masters(found)
+    assert all(np.array_equal(left[name], right[name]) for name in left)
+    learned = [name for name in found if name.startswith(("optimizer.", "average.", "applied"))]
+    floats = {"F32", "BF16", "F16"}
+    for name in learned:
+        if saved[name].dtype in floats:
+            assert np.array_equal(widen(found[name]), widen(saved[name])), name
+        else:
+            assert found[name] == saved[name], name
+    assert all(found[name] == fresh[name] for name in fresh if name.startswith("scale."))
+    assert other.applied() == 2
+    assert other.read(other.step(batch(2, other)))["skipped"] == 0
+    assert masters(other.state()).keys() == left.keys()
+    if "bf16-true" not in before and "moments" not in before:
+        narrow = session(slow_backend, "bf16-true,emulate=true", *given)
+        ours = narrow.state()
+        with pytest.raises(HalfstepError, match="this policy would round what the run has learned: `model"):
+            convert(saved, ours, held_formats(narrow.policy, narrow.config.model, ours))
 
 
 def test_the_same_names_everywhere(backend, torch_backend):

@@ -27,7 +27,10 @@ LONG = 1.0  # seconds that training may wait for a save before a warning
 
 
 class Checkpointer:
-    """Saves, reports it, and rolls back. `describe(step, held_out)` returns what a manifest holds."""
+    """Saves, reports it, and rolls back.
+
+    `describe(step, held_out)` returns what a manifest holds; `load` puts a checkpoint back into the session.
+    """
 
     def __init__(
         self,
@@ -37,11 +40,12 @@ class Checkpointer:
         events: Events,
         bar: Progress,
         describe: Callable[[int, float | None], Mapping[str, Any]],
+        load: Callable[[Loaded], object],
         stop: StopRequest,
         deadline: float | None = None,
     ):
         self.saver, self.session, self.health = saver, session, health
-        self.events, self.bar, self.describe = events, bar, describe
+        self.events, self.bar, self.describe, self.load = events, bar, describe, load
         self.stop, self.deadline = stop, deadline
         self.failed: Saved | None = None  # the newest save, if it failed
         self._held_out: dict[int, float] = {}
@@ -139,7 +143,7 @@ class Checkpointer:
         for path in reversed(checkpoint.step_folders(self.saver.folder)):
             if checkpoint.step_of(path) > to:
                 checkpoint.discard(path)
-        self.session.load(loaded.arrays)
+        self.load(loaded)  # perhaps of another policy, if it was changed since
         self.saver.saved_step = to
         self._held_out = {step: loss for step, loss in self._held_out.items() if step <= to}
         message = f"the loss spiked: back from step {at} to the checkpoint of step {to}, past the data since"

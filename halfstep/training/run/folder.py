@@ -1,7 +1,15 @@
 """The folder of a run (paths.py names what is inside), and which runs may resume in it.
 
-A folder belongs to one run: a new run refuses a folder that holds one, and a resumed run must be the same run,
-with the same configuration except how often it evaluates and saves, and with the same policy and data.
+A folder belongs to one run: a new run refuses a folder that holds one, and a resumed run must be the same run. Of
+its settings,
+
+    FREE           may differ whenever it resumes: they change no update
+    CHANGEABLE     may be changed on purpose: named on the command line, or edited in run.toml. They hold for the
+                   updates that follow, and the change is recorded in events, manifests and the page
+    all others     may not: REASONS says why
+
+run.toml is what a run continues with. It is replaced before the first update under new settings, so a crash at any
+moment leaves the old settings or the new ones.
 """
 
 import dataclasses
@@ -10,25 +18,50 @@ import json
 import math
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
+from halfstep.config.groups import parameter_groups
 from halfstep.config.load import load, to_toml
-from halfstep.config.run import RunConfig
+from halfstep.config.run import OptimizerConfig, RunConfig
 from halfstep.config.schema import build
 from halfstep.core.errors import ConfigError
+from halfstep.core.policy import read
 from halfstep.training.checkpoints.checkpoint import step_folders
 from halfstep.training.files import make_folder, os_errors, write_whole
 from halfstep.training.paths import CHECKPOINTS, CONFIG, EVENTS
 from halfstep.training.telemetry.events import EventsError, newest_first
 
-# What may differ between a run and its continuation: none of these changes an update that was made.
-FREE = {"policy", "title", "data.source"}  # data may move: its digest is in the checkpoint
+FREE = {"title", "data.source", "artifact.format", "artifact.limit"}  # data may move: its digest is checked
 FREE |= {f"training.{name}" for name in ("validate_every", "validation_tokens", "save_every", "rollback")}
 FREE |= {f"training.{name}" for name in ("keep_last", "keep_every", "keep_best", "loggers", "measure_ceiling")}
 FREE |= {f"training.{name}" for name in ("compile", "recompute_blocks")}
+
+CHANGEABLE = {"policy"} | {f"training.{name}" for name in ("steps", "warmup", "warmdown", "clip_norm")}
+CHANGEABLE |= {f"optimizer.{name}" for name in ("rate", "embedding_rate", "head_rate", "scalar_rate", "muon_rate")}
+CHANGEABLE |= {f"optimizer.{name}" for name in ("epsilon", "weight_decay", "muon_weight_decay")}
+
+# Why the others may not differ, by the setting or its section.
+_MOMENTS = "the moments in the checkpoint were gathered with it"
+REASONS = {
+    "backend": "the moments in the checkpoint are those of its framework",
+    "seed": "the order of the data follows from it, and data would be repeated or omitted",
+    "init": "the run has left its initial weights behind",
+    "init_digest": "the run has left its initial weights behind",
+    "model": "the weights in the checkpoint have its shape",
+    "data.validation": "text that the run was trained on would be held out, or the reverse",
+    "training.batch": "the position in the data is counted in updates of batch x micro_batches sequences",
+    "training.micro_batches": "the position in the data is counted in updates of batch x micro_batches sequences",
+    "training.deterministic": "the same bits are promised for a whole run or not at all",
+    "training.ema": "the average in the checkpoint was taken with it, or there is none",
+    "optimizer.name": "the moments in the checkpoint are of another optimizer",
+    "optimizer.betas": _MOMENTS,
+    "optimizer.muon_momentum": _MOMENTS,
+    "optimizer.muon_momentum_start": _MOMENTS,
+    "optimizer.muon_momentum_warmup": _MOMENTS,
+}
 
 # What may differ while the product stays: an update sees the same sequences, in other pieces.
 PIECES = ("training.batch", "training.micro_batches")
@@ -143,27 +176,61 @@ def has_ended(folder: Path) -> bool:
     return False
 
 
-def check_same_run(folder: Path, written: RunConfig, config: RunConfig) -> None:
-    """Refuses a configuration that does not continue the run whose run.toml was read."""
-    was, now = (_flatten(dataclasses.asdict(each)) for each in (written, config))
-    for key in _fixed(was, now):
-        raise ConfigError(
-            f"`{folder}` holds another run: {key} was {was[key]!r} and is now {now[key]!r}",
-            hint=f"`--resume --out {folder}` without a recipe continues with what it was started with; "
-            f"another --out starts anew, and `--init {folder}` begins with its weights",
-        )
+def check_same_run(folder: Path, written: RunConfig, config: RunConfig, named: Collection[str] = ()) -> None:
+    """Refuses a configuration that does not continue the run whose run.toml was read.
+
+    What may be changed must be `named`: a recipe that happens to say something else changes nothing.
+    """
+    was, now = _flatten(dataclasses.asdict(written)), _flatten(dataclasses.asdict(config))
+    own = f"`--resume --out {folder}` without a recipe continues with what it was started with"
+    anew = f"another --out starts anew, and `--init {folder}` begins with its weights"
+    for key in _differing(was, now):
+        if key not in CHANGEABLE:
+            raise ConfigError(
+                f"`{folder}` holds another run: {key} was {was[key]!r} and is now {now[key]!r}; it cannot change, "
+                f"because {_reason(key)}",
+                hint=f"{own}; {anew}",
+            )
+        if key not in named:
+            flag = f"--policy '{now[key]}'" if key == "policy" else f"--set {key}={json.dumps(now[key])}"
+            raise ConfigError(
+                f"`{folder}` holds a run whose {key} is {was[key]!r}, and the recipe says {now[key]!r}",
+                hint=f"{own}; `{flag}` changes it from here on",
+            )
     if not os.access(folder, os.W_OK):
         raise ConfigError(f"`{folder}` cannot be written", hint="change its permissions")
 
 
-def check_same_settings(saved: Path, before: Mapping[str, Any], config: RunConfig) -> None:
-    """Refuses settings that differ from a checkpoint's: run.toml may have been edited since."""
-    was, now = _flatten(dict(before)), _flatten(json.loads(json.dumps(dataclasses.asdict(config))))
-    for key in _fixed(was, now):
+def check_same_settings(saved: Path, manifest: Mapping[str, Any], config: RunConfig) -> None:
+    """Refuses settings that differ from a checkpoint's and may not: run.toml may have been edited since."""
+    was, now = _flatten(dict(manifest["config"])), _flatten(json.loads(json.dumps(dataclasses.asdict(config))))
+    for key in _differing(was, now):
+        if key not in CHANGEABLE:
+            raise ConfigError(
+                f"`{saved}` was saved with {key} = {was[key]!r}, and the run has {now[key]!r}; it cannot change, "
+                f"because {_reason(key)}",
+                hint=f"set it back in {CONFIG}, or start anew with `--init {saved}` and another --out",
+            )
+    if config.training.steps < manifest["step"]:
         raise ConfigError(
-            f"`{saved}` was saved with {key} = {was[key]!r}, and the run has {now[key]!r}",
-            hint=f"set it back in {CONFIG}, or start anew with `--init {saved}` and another --out",
+            f"`{saved}` has made {manifest['step']} steps, and training.steps is {config.training.steps}",
+            hint=f"set training.steps to {manifest['step']} or more",
         )
+    before = build(OptimizerConfig, manifest["config"]["optimizer"], "optimizer.")
+    grouped, groups = (parameter_groups(config.model, each) for each in (before, config.optimizer))
+    if [group.names for group in grouped] != [group.names for group in groups]:
+        raise ConfigError(
+            "the rates of the optimizer changed so that other parameters share one: the moments in the checkpoint "
+            "are held by group",
+            hint="keep rates that were equal equal, and those that differed different",
+        )
+
+
+def changed_settings(manifest: Mapping[str, Any], config: RunConfig) -> dict[str, list[Any]]:
+    """Returns the settings of updates that changed since a checkpoint: [before, now]. `config` is resolved."""
+    before = {**manifest["config"], "policy": manifest["policy"]}
+    was, now = _flatten(before), _flatten(json.loads(json.dumps(dataclasses.asdict(config))))
+    return {key: [was[key], now[key]] for key in now if key in CHANGEABLE and key in was and was[key] != now[key]}
 
 
 def with_origin(written: RunConfig, config: RunConfig) -> RunConfig:
@@ -188,12 +255,19 @@ def _last_trained(folder: Path) -> float:
         return (saved[-1] if saved else folder / CONFIG).stat().st_mtime
 
 
-def _fixed(was: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Returns the settings that differ and may not. An update may be cut into other pieces."""
+def _differing(was: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """Returns the settings that differ and are not free. An update may be cut into other pieces."""
     free = set(FREE)
     if math.prod(was.get(key, 0) for key in PIECES) == math.prod(now[key] for key in PIECES):
         free.update(PIECES)
+    before, after = (read(each["policy"]) for each in (was, now))
+    if after.base == "auto" or (before.base != "auto" and before.build() == after.build()):
+        free.add("policy")  # `auto` was measured when the run began: it keeps what it has
     return [key for key in now if key not in free and key in was and was[key] != now[key]]
+
+
+def _reason(key: str) -> str:
+    return REASONS.get(key) or REASONS[key.partition(".")[0]]
 
 
 def _flatten(table: dict[str, Any], prefix: str = "") -> dict[str, Any]:

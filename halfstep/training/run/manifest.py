@@ -4,6 +4,7 @@ In addition to the digests of checkpoint.py, the manifest holds:
 
     policy, choice       the precision that ran, and the measurement behind it if it was chosen
     device, versions     what computed it; `threads` of a CPU, if sums depend on their number
+    changes              what was changed at resumes: [{"step": 8, "settings": {"policy": ["fp32", "bf16-mixed"]}}]
     config, init         the settings, and where the initial weights came from
     data                 identity of the data, position in it, and how much of it rollbacks skipped
     random               every random state there is, and what is drawn without one
@@ -14,23 +15,33 @@ In addition to the digests of checkpoint.py, the manifest holds:
 
 import dataclasses
 import platform
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from halfstep import __version__
 from halfstep.config.flops import flops_per_token
-from halfstep.config.run import RunConfig
+from halfstep.config.model import ModelConfig, module_names, owner, parameter_shapes
+from halfstep.config.run import RunConfig, TrainingConfig
+from halfstep.config.schema import build
 from halfstep.core.choice import Choice
 from halfstep.core.errors import ConfigError
+from halfstep.core.formats import Format
 from halfstep.core.policy import Policy
+from halfstep.core.scaling import NoScale
+from halfstep.core.state_format import Stored, convert
+from halfstep.training.checkpoints.checkpoint import Loaded
 from halfstep.training.data.batches import Batches
 from halfstep.training.data.corpus import Corpus
 from halfstep.training.evaluation import bigram_of
+from halfstep.training.run.folder import changed_settings
 from halfstep.training.run.health import Health
+from halfstep.training.schedule import factor
 from halfstep.training.session import Session, backend_version
 
 # Settings that a resumed run may change although they change bits: sums are taken in another order.
@@ -49,11 +60,29 @@ class RunContext:
     health: Health
     choice: Choice | None  # the measurement behind the policy, if there was one
     origin: dict[str, Any] | None  # of the initial weights, if they were not drawn
+    changes: list[dict[str, Any]] = field(default_factory=list)  # of settings, at the steps where it resumed
+
+    def load(self, saved: Loaded) -> dict[str, list[Any]]:
+        """Puts a checkpoint into the session; returns the settings that differ from its own, and records them.
+
+        Under another policy, masters, moments and averages keep every bit or the checkpoint is refused.
+        """
+        changed = changed_settings(saved.manifest, self.resolved())
+        arrays = saved.arrays
+        if "policy" in changed:
+            ours = self.session.state()
+            arrays = convert(arrays, ours, held_formats(self.policy, self.config.model, ours))
+        self.session.load(arrays)
+        self.changes = list(saved.manifest.get("changes", []))
+        if changed:
+            self.changes.append({"step": saved.manifest["step"], "settings": changed})
+        return changed
 
     def describe(self, step: int, held_out: float | None) -> dict[str, Any]:
         """Returns what the manifest of a checkpoint holds."""
         return {
             **self._constants,
+            "changes": self.changes,
             "data": {
                 "digest": self.corpus.digest,
                 "description": self.corpus.description,
@@ -97,6 +126,7 @@ class RunContext:
         return {
             "halfstep": __version__,
             **{key: known[key] for key in ("config", "policy", "choice", "init")},
+            "changes": self.changes,
             "backend": {"name": config.backend, "version": known["versions"][config.backend]},
             "device": {"kind": device.kind, "name": device.name},
             "parameters": config.model.num_parameters,
@@ -115,6 +145,19 @@ class RunContext:
         return dataclasses.replace(self.config, policy=str(self.policy))
 
 
+def held_formats(policy: Policy, model: ModelConfig, state: Mapping[str, Stored]) -> dict[str, Format]:
+    """Returns the formats that a policy gives the masters and moments of a state."""
+    shapes, formats = parameter_shapes(model), dict[str, Format]()
+    loose = [name for name in shapes if "." not in name]
+    roles = policy.resolve([*module_names(model), *loose])
+    for parameter, shape in shapes.items():
+        values: Mapping[str, Any] = roles[owner(parameter)].values
+        formats[f"model.{parameter}"] = values["param"].format
+        moments = [name for name in state if name.startswith("optimizer.") and f".{parameter}." in name]
+        formats |= {name: values["moments"] for name in moments if tuple(state[name].shape) == shape}
+    return formats
+
+
 def check_resumable(manifest: Mapping[str, Any], path: Path) -> None:
     """Refuses a manifest that lacks what a resumed run needs."""
     if missing := [key for key in ("policy", "choice", "config", "data", "guard") if key not in manifest]:
@@ -124,19 +167,48 @@ def check_resumable(manifest: Mapping[str, Any], path: Path) -> None:
         )
 
 
-def check_same(manifest: Mapping[str, Any], path: Path, context: RunContext) -> None:
-    """Refuses to resume a checkpoint of another policy or other data."""
-    if manifest["policy"] != str(context.policy):
-        raise ConfigError(
-            f"`{path}` was saved under policy `{manifest['policy']}`, and this run has `{context.policy}`",
-            hint=f"resume with --policy '{manifest['policy']}'",
-        )
+def check_same_data(manifest: Mapping[str, Any], path: Path, context: RunContext) -> None:
+    """Refuses to resume a checkpoint of other data."""
     if manifest["data"]["digest"] != context.corpus.digest:
         raise ConfigError(
             f"`{path}` was saved with other data: {manifest['data']['description']}; "
             f"now it is {context.corpus.description}",
             hint="resume with the data it was started with, or start anew with --out",
         )
+
+
+def describe_changes(
+    manifest: Mapping[str, Any], changed: Mapping[str, Sequence[Any]], context: RunContext
+) -> list[str]:
+    """Returns what a resumed run does differently from here on, and what follows from it."""
+    lines, rest, begin = [], dict(changed), f"from step {manifest['step']} on"
+    if policy := rest.pop("policy", None):
+        scale = context.policy.scale
+        scaled = "" if isinstance(scale, NoScale) else f", and the loss scale starts at {scale.init().scale:g}"
+        kept = f"masters, moments and averages are kept bit for bit{scaled}"
+        lines.append(f"{begin} the policy is `{policy[1]}` (it was `{policy[0]}`): {kept}")
+    if rest:
+        words = [f"{key} is {now} (it was {was})" for key, (was, now) in rest.items()]
+        lines.append(f"{begin} {', '.join(words)}{_describe_schedule(manifest, rest, context)}")
+    return lines
+
+
+def _describe_schedule(manifest: Mapping[str, Any], changed: Collection[str], context: RunContext) -> str:
+    """Says what the learning rate does: it follows the schedule of the whole run, as if begun with it."""
+    if not {"training.steps", "training.warmup", "training.warmdown"} & set(changed):
+        return ""
+    now, applied = context.config.training, context.session.applied()
+    before = build(TrainingConfig, manifest["config"]["training"], "training.")
+    last, following = (
+        float(
+            factor(np.float32(n), steps=each.steps, warmup=each.warmup_steps, warmdown_share=each.warmdown, xp=np)
+        )
+        for each, n in ((before, max(0, applied - 1)), (now, applied))
+    )
+    return (
+        f"; the learning rate follows the schedule of {now.steps} steps: {following:.3g} of its peak in the next "
+        f"update, after {last:.3g} in the last one"
+    )
 
 
 def changes(manifest: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:

@@ -2,7 +2,7 @@
 
 create_run                a new run: its folder, locked, with its configuration
 open_run(out)             lock, run.toml, checkpoint -> Opened, checked to be the same run; refusing unlocks
-  Opened.restore(context) checks policy and data, and puts the checkpoint into the session
+  Opened.restore(context) checks the data, puts the checkpoint into the session, and records what was changed
 open_trained              a checkpoint in a session that does not train (`halfstep eval`, ...); needs no lock
 """
 
@@ -12,19 +12,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from halfstep.config.load import override
+from halfstep.config.load import override, setting_named
 from halfstep.config.run import RunConfig
 from halfstep.config.schema import build
 from halfstep.core.choice import Choice
 from halfstep.core.errors import ConfigError
-from halfstep.core.policy import Policy
+from halfstep.core.policy import Policy, read
 from halfstep.core.state_format import Stored
 from halfstep.training.checkpoints import checkpoint
 from halfstep.training.checkpoints.checkpoint import Loaded
 from halfstep.training.files import RunLock, make_folder, os_errors
 from halfstep.training.paths import CHECKPOINTS
 from halfstep.training.run import folder
-from halfstep.training.run.manifest import RunContext, changes, check_resumable, check_same
+from halfstep.training.run.manifest import RunContext, changes, check_resumable, check_same_data, describe_changes
 from halfstep.training.session import Session, open_session
 
 Kind = Literal["model", "ema"]
@@ -43,20 +43,22 @@ class Opened:
 
     @property
     def policy(self) -> str:
-        """The precision that the run began in."""
-        return self.written.policy if self.saved is None else str(self.saved.manifest["policy"])
+        """The precision that the run has, of which a checkpoint may not know yet."""
+        named = read(self.written.policy).base != "auto"
+        return self.written.policy if named or self.saved is None else str(self.saved.manifest["policy"])
 
     def restore(self, context: RunContext) -> int:
         """Puts the checkpoint into a session and releases its tensors; returns its step. Updates run.toml."""
         saved, step = self.saved, 0
         if saved is not None:
             step = int(saved.manifest["step"])
-            check_same(saved.manifest, saved.path, context)
+            check_same_data(saved.manifest, saved.path, context)
             context.batches.check_position(saved.manifest["data"]["position"])
-            context.session.load(saved.arrays)
+            changed = context.load(saved)
             saved.arrays.clear()
             context.health.load(saved.manifest["guard"])
-            if context.choice is None and saved.manifest["choice"] is not None:
+            self.warnings += describe_changes(saved.manifest, changed, context)
+            if context.choice is None and saved.manifest["choice"] is not None and "policy" not in changed:
                 context.choice = Choice(**saved.manifest["choice"])
             context.origin = saved.manifest.get("init")
             self.warnings += changes(saved.manifest, context.describe(step, None))
@@ -89,7 +91,10 @@ def create_run(out: Path, config: RunConfig) -> RunLock:
 def open_run(
     out: Path, config: RunConfig | None = None, *, overrides: Sequence[str] = (), allow_older: bool = False
 ) -> Opened:
-    """Opens a run to resume it with `config`, or with its own settings and `overrides`."""
+    """Opens a run to resume it with `config`, or with its own settings and `overrides`.
+
+    `overrides` are what was named on the command line; `config` has them already.
+    """
     if not folder.has_config(out) and not checkpoint.step_folders(out / CHECKPOINTS):
         raise folder.not_a_run(out)
     with os_errors(ConfigError, f"`{out}` cannot be written", "change its permissions"):
@@ -106,7 +111,7 @@ def open_run(
             written = folder.restore_config(out, saved.manifest)
             warnings.append(f"`{out}` had no run.toml: it was restored from `{saved.path}`")
         config = folder.with_origin(written, override(written, overrides) if config is None else config)
-        folder.check_same_run(out, written, config)
+        folder.check_same_run(out, written, config, {setting_named(each) for each in overrides})
         saved = saved or checkpoint.load_newest(out / CHECKPOINTS, allow_older=allow_older)
         if saved is None:
             folder.check_not_lost(out, allow_older=allow_older)
@@ -115,7 +120,7 @@ def open_run(
             then = f"it was set aside, and the run resumes after step {saved.manifest['step']}"
             warnings += [f"{error.message}; {then}" for error in saved.damaged]
             check_resumable(saved.manifest, saved.path)
-            folder.check_same_settings(saved.path, saved.manifest["config"], config)
+            folder.check_same_settings(saved.path, saved.manifest, config)
         return Opened(out, lock, config, written, saved, warnings)
     except BaseException:
         lock.release()

@@ -2,7 +2,8 @@
 
 A matmul of large square matrices is timed (`halfstep.tools.probe`): a data sheet's number holds at clocks that the
 device does not keep. fp8 operands, which rules give to some matmuls, do not move the ceiling: so an fp8 run
-compares with a bf16 run, and may exceed it. A resumed run uses the recorded value, unless it is on another device.
+compares with a bf16 run, and may exceed it. A resumed run uses the recorded value, unless device or format is
+another.
 """
 
 import json
@@ -12,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from halfstep.core.errors import HalfstepError
+from halfstep.core.formats import Format
+from halfstep.core.policy import Policy
 from halfstep.training.files import os_errors
 
 _START = b'{"event": "start"'  # how the line of a start begins (events.py)
@@ -35,26 +38,27 @@ class Ceiling:
 UNMEASURED = Ceiling(None, "nobody measured this device; `halfstep train` does")
 
 
-def recorded(events: Path, device: str) -> Ceiling | None:
-    """Returns the ceiling that an earlier session of the run measured on a device of that name, if any."""
+def recorded(events: Path, device: str, fmt: Format) -> Ceiling | None:
+    """Returns the ceiling that an earlier session of the run measured in a format on a device of that name."""
     with os_errors(HalfstepError, f"events cannot be read from `{events}`", "change its permissions"):
         if not events.exists():  # a death before the first event, or a copy of the checkpoints alone
             return None
         with open(events, "rb") as file:
             starts = [line for line in file if line.startswith(_START)]
     for line in reversed(starts):
-        if (ceiling := _read(line, device)) is not None:
+        if (ceiling := _read(line, device, fmt)) is not None:
             return ceiling
     return None
 
 
-def _read(line: bytes, device: str) -> Ceiling | None:
+def _read(line: bytes, device: str, fmt: Format) -> Ceiling | None:
     try:
         start = json.loads(line)
-    except ValueError:  # cut off by a kill
+        computes = Policy.parse(str(start.get("policy"))).compute.format
+    except (ValueError, HalfstepError):  # cut off by a kill, or of another version
         return None
-    record = start.get("ceiling")
-    if start["device"]["name"] != device or not isinstance(record, Mapping) or not record.get("flops"):
+    record, same = start.get("ceiling"), (computes, start["device"]["name"]) == (fmt, device)
+    if not same or not isinstance(record, Mapping) or not record.get("flops"):
         return None
     return Ceiling(float(record["flops"]), str(record["told"]))
 

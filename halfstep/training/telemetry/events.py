@@ -4,7 +4,8 @@ Every line has `event`, its kind, and `time`, Unix seconds. The kinds and their 
 
     start        halfstep (version), config (table), policy (text), choice ({preset, reason} or null), backend
                  ({name, version}), device ({kind, name}), parameters, tokens_per_step, resumed_from (or null),
-                 init ({path, layout, sha256, notes} or null: the origin of the weights), flops_per_token, ceiling
+                 changes ([{step, settings: {name: [before, after]}}]: what was changed where it resumed), init
+                 ({path, layout, sha256, notes} or null: the origin of the weights), flops_per_token, ceiling
                  ({"flops": per second or null, "told": what was measured, or why nothing was}), data
                  ({description, digest, train_tokens, validation_tokens, bigram_bits})
     step         step, loss, tokens (so far), seconds (so far), tokens_per_second, learning_rate (of the matrices

@@ -32,8 +32,7 @@ from halfstep.config.run import RunConfig
 from halfstep.config.schema import build
 from halfstep.config.weights import Weights
 from halfstep.core.errors import HalfstepError
-from halfstep.core.split import join
-from halfstep.core.state_format import Stored
+from halfstep.core.state_format import Stored, widen
 from halfstep.training import memory, paths
 from halfstep.training.data.corpus import Corpus
 from halfstep.training.evaluation import Evaluation, evaluate
@@ -126,7 +125,7 @@ def masters(state: Mapping[str, Stored], model: ModelConfig, *, averaged: bool) 
     for name in parameter_shapes(model):
         held = state[f"average.{name}" if averaged else f"model.{name}"]
         rest = None if averaged else state.get(f"remainder.{name}")
-        yield name, _wide(held, rest)
+        yield name, widen(held, rest)
 
 
 def check_place(path: Path, run: Path) -> None:
@@ -228,17 +227,6 @@ def quantize(matrix: Floats) -> tuple[NDArray[np.int8], NDArray[np.float16]]:
 
 def _is_matrix(name: str, shape: Shape) -> bool:
     return name.endswith(".weight") and len(shape) == 2
-
-
-def _wide(held: Stored, rest: Stored | None) -> Floats:
-    dtype, shape, data = held
-    if dtype == "BF16":
-        codes = np.frombuffer(data, "<u2").reshape(shape)
-        if rest is None:
-            return (codes.astype(np.uint32) << 16).view(np.float32)
-        return join(codes, np.frombuffer(rest[2], "<i2").reshape(shape))
-    kinds = {"F32": "<f4", "F16": "<f2"}
-    return np.frombuffer(data, kinds[dtype]).reshape(shape).astype(np.float32)
 
 
 def _checked_payload(data: bytes, name: str) -> bytes:

@@ -152,7 +152,7 @@ def checkpointer(tmp_path):
     with Events(tmp_path / "run" / "events.jsonl") as events:
         saver = Saver(tmp_path / "run" / "checkpoints", Retention())
         describe = lambda step, held_out: {"held_out": held_out}  # noqa: E731
-        yield Checkpointer(saver, Session(), Health(0.0), events, Bar(), describe, StopRequest())
+        yield Checkpointer(saver, Session(), Health(0.0), events, Bar(), describe, print, StopRequest())
 
 
 def events_of(checkpointer):

@@ -85,7 +85,8 @@ def test_a_missing_ceiling_has_a_reason(ask, backend, policy, overrides, said):
 def test_a_resumed_run_measures_again_only_on_another_device(ask, tmp_path):
     backend, path = Backend(timings=TIMINGS), tmp_path / "events.jsonl"
     with Events(path) as events:
-        events.write("start", device={"name": "GPU of a test"}, ceiling=Ceiling(5e14, "then").record())
+        ceiling = Ceiling(5e14, "then").record()
+        events.write("start", policy="bf16-mixed", device={"name": "GPU of a test"}, ceiling=ceiling)
     assert ask(backend, known=path) == Ceiling(5e14, "then")
     assert backend.asked == []
     moved = Backend(timings=TIMINGS)

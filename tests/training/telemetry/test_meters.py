@@ -7,6 +7,7 @@ import pytest
 
 from halfstep.config.load import load
 from halfstep.core.errors import HalfstepError
+from halfstep.core.formats import BF16, FP32
 from halfstep.training.telemetry.ceiling import UNMEASURED, Ceiling, in_flops, recorded
 from halfstep.training.telemetry.events import Events, read_events
 from halfstep.training.telemetry.meters import Meters, Watch, describe_totals
@@ -160,19 +161,21 @@ def test_flops_have_a_unit(number, text):
     assert in_flops(number) == text
 
 
-def test_a_recorded_ceiling_is_of_the_same_device_and_the_newest(tmp_path):
+def test_a_recorded_ceiling_is_of_the_same_device_and_format_and_the_newest(tmp_path):
     path = tmp_path / "events.jsonl"
     with Events(path) as events:
         for flops, name in ((1e12, "one"), (2e12, "one"), (None, "one"), (3e12, "other")):
-            events.write("start", device={"kind": "cpu", "name": name}, ceiling=Ceiling(flops, "fp32").record())
+            ceiling = Ceiling(flops, "fp32").record()
+            events.write("start", policy="fp32", device={"kind": "cpu", "name": name}, ceiling=ceiling)
         events.write("start", device={"kind": "cpu", "name": "one"})  # of a version without ceilings
     with open(path, "ab") as file:
         file.write(b'{"event": "start", "device": {"name": "one"}, "ceil')  # a kill
-    assert recorded(path, "one") == Ceiling(2e12, "fp32")
-    assert recorded(path, "third") is None
-    assert recorded(tmp_path / "none", "one") is None  # checkpoints that were moved without their record
+    assert recorded(path, "one", FP32) == Ceiling(2e12, "fp32")
+    assert recorded(path, "one", BF16) is None  # the precision was changed
+    assert recorded(path, "third", FP32) is None
+    assert recorded(tmp_path / "none", "one", FP32) is None  # checkpoints that were moved without their record
     with pytest.raises(HalfstepError, match="cannot be read"):
-        recorded(tmp_path, "one")
+        recorded(tmp_path, "one", FP32)
 
 
 def test_a_run_records_all_of_it(text, tmp_path):

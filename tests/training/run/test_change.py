@@ -1,0 +1,199 @@
+"""Settings that are changed at a resume: the precision, how long to train, rates; and those that may not be."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from halfstep.config.run import RunConfig
+from halfstep.config.schema import rows
+from halfstep.core.errors import ConfigError, HalfstepError
+from halfstep.core.policy import Policy
+from halfstep.report.page import render
+from halfstep.training import paths
+from halfstep.training.checkpoints import checkpoint
+from halfstep.training.loop import Loop
+from halfstep.training.run import folder
+from halfstep.training.run.resume import open_run
+from halfstep.training.telemetry.events import read_events
+from tests.training.run.test_resume import give_up
+from tests.training.runs import events_of, final_state, full, interrupt_at, resume, starter
+
+start = starter("training.steps=12", "training.save_every=4")
+FP16 = "fp16-mixed,emulate=true"
+
+
+def change(out, *settings):
+    """Resumes a run with settings that were named, as `halfstep train --resume --set` does."""
+    opened = open_run(out, overrides=settings)
+    return Loop(opened.config, Policy.parse(opened.config.policy), out, device="cpu", opened=opened)
+
+
+def policies(out):
+    return [event["policy"] for event in events_of(out, "start")]
+
+
+def test_every_setting_is_free_changeable_or_has_a_reason():
+    keys = {row.key for row in rows(RunConfig)}
+    assert keys >= folder.FREE | folder.CHANGEABLE | set(folder.PIECES)
+    assert not folder.FREE & folder.CHANGEABLE
+    for key in keys - folder.FREE - folder.CHANGEABLE:
+        assert folder._reason(key)
+    documented = (Path(__file__).parents[3] / "docs" / "checkpoints.md").read_text()
+    assert all(f"`{key}`" in documented for key in folder.FREE | folder.CHANGEABLE | set(folder.PIECES))
+
+
+def test_the_precision_changes_at_a_resume_and_is_recorded(text, out):
+    interrupt_at(start(text, out), 9)
+    before, _ = final_state(out)
+    loop = change(out, f"policy={FP16}")
+    state = loop.session.state()
+    assert all(
+        bytes(state[name].data) == value[2] for name, value in before.items() if not name.startswith("scale.")
+    )
+    assert np.frombuffer(state["scale.scale"].data, "<f4") == 65536
+    (warning,) = loop.warnings
+    assert f"from step 8 on the policy is `{FP16}` (it was `fp32`)" in warning
+    assert "kept bit for bit, and the loss scale starts at 65536" in warning
+    assert loop.run().finished
+    changes = [{"step": 8, "settings": {"policy": ["fp32", FP16]}}]
+    manifest = final_state(out)[1]
+    assert (manifest["policy"], manifest["changes"]) == (FP16, changes)
+    assert events_of(out, "start")[-1]["changes"] == changes
+    page = render(read_events(out / paths.EVENTS), "run")
+    assert f"policy <code>{FP16}</code> instead of <code>fp32</code>" in page
+    assert f"<code>fp32</code> up to step 8, then <code>{FP16}</code>" in page
+    # Later it continues in the new precision, and its record too.
+    loop = change(out, "training.steps=14")
+    assert str(loop.policy) == FP16
+    assert loop.run().finished
+    assert [change["step"] for change in final_state(out)[1]["changes"]] == [8, 12]
+
+
+def test_a_kill_after_the_change_resumes_in_the_new_precision_with_the_same_bits(text, tmp_path):
+    plain, out = tmp_path / "plain", tmp_path / "run"
+    for each in (plain, out):
+        interrupt_at(start(text, each), 9)
+    assert change(plain, f"policy={FP16}").run().finished
+    interrupt_at(change(out, f"policy={FP16}"), 8)  # before the first update
+    interrupt_at(resume(out), 11)  # after some, none of them saved
+    assert checkpoint.latest(out / paths.CHECKPOINTS).name == "step-000008"
+    assert resume(out).run().finished
+    assert final_state(out)[0] == final_state(plain)[0]
+    assert final_state(out)[1]["changes"] == final_state(plain)[1]["changes"]
+    assert policies(out) == ["fp32", FP16, FP16, FP16]
+
+
+def test_a_kill_before_the_change_is_written_leaves_the_old_precision(text, out, monkeypatch):
+    interrupt_at(start(text, out), 9)
+    before = (out / paths.CONFIG).read_bytes()
+    with monkeypatch.context() as patched:
+        patched.setattr(folder, "write_whole", full)
+        with pytest.raises(ConfigError, match="cannot be written"):
+            change(out, f"policy={FP16}")
+    assert (out / paths.CONFIG).read_bytes() == before
+    loop = resume(out)
+    assert (str(loop.policy), loop.warnings) == ("fp32", [])
+    loop.lock.release()
+
+
+def test_a_rollback_to_a_checkpoint_of_the_old_precision(text, out):
+    interrupt_at(start(text, out), 9)
+    loop = change(out, f"policy={FP16}")
+    record, gone = loop._record, []
+
+    def back_once(result):
+        record(result)
+        if loop.tally.step == 10 and not gone:
+            gone.append(1)
+            give_up(loop, good=4)
+
+    loop._record = back_once
+    assert loop.run().finished
+    assert final_state(out)[1]["changes"] == [{"step": 4, "settings": {"policy": ["fp32", FP16]}}]
+
+
+def test_a_precision_that_would_round_the_masters_is_refused_and_changes_nothing(text, out):
+    interrupt_at(start(text, out), 9)
+    before = (out / paths.CONFIG).read_bytes()
+    with pytest.raises(HalfstepError, match=r"would round .*: `model\..*` would be held in bf16") as caught:
+        change(out, "policy=bf16-true,emulate=true")
+    assert "with --init and this policy" in caught.value.hint
+    assert (out / paths.CONFIG).read_bytes() == before
+    assert resume(out).run().finished
+
+
+def test_a_finished_run_trains_further(text, out):
+    assert start(text, out).run().finished
+    loop = change(out, "training.steps=20", "optimizer.muon_rate=0.01")
+    (warning,) = loop.warnings
+    assert "from step 12 on training.steps is 20 (it was 12), optimizer.muon_rate is 0.01 (it was 0.02)" in warning
+    assert "the schedule of 20 steps: 0.8 of its peak in the next update, after 0.167 in the last" in warning
+    outcome = loop.run()
+    assert (outcome.finished, outcome.step) == (True, 20)
+    rates = {event["step"]: event["learning_rate"] for event in events_of(out, "step")}
+    assert rates[13] == pytest.approx(0.008)
+    assert rates[20] == pytest.approx(0.001)
+    assert [event["step"] for event in events_of(out, "end")] == [12, 20]
+    loop = resume(out)
+    assert loop.config.training.steps == 20
+    assert loop.run().finished
+
+
+REFUSED = {
+    "training.steps=4": "has made 8 steps, and training.steps is 4",
+    "seed=1": "seed was 0 and is now 1; it cannot change, because the order of the data follows from it",
+    "backend=jax": "backend was 'torch' and is now 'jax'; it cannot change, because the moments",
+    "optimizer.betas=[0.8,0.9]": "because the moments in the checkpoint were gathered with it",
+    "optimizer.embedding_rate=0.1": "other parameters share one",
+}
+
+
+def test_what_may_not_change_is_refused_with_the_reason(text, out):
+    interrupt_at(start(text, out, "optimizer.name=adamw"), 9)
+    for setting, said in REFUSED.items():
+        with pytest.raises(ConfigError) as caught:
+            change(out, setting)
+        assert said in str(caught.value)
+        assert caught.value.hint
+    resume(out).lock.release()
+
+
+def test_a_recipe_that_says_something_else_changes_nothing(text, out):
+    """One command for every restart must not undo what was changed, or change what was set at the start."""
+    interrupt_at(start(text, out), 9)
+    for setting in ("training.steps=20", f"policy={FP16}", "optimizer.rate=1.0"):
+        with pytest.raises(ConfigError, match="and the recipe says") as caught:
+            start(text, out, setting, resume=True)
+        assert "changes it from here on" in caught.value.hint
+
+
+@pytest.mark.prove
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no SIGKILL")
+def test_kills_at_any_moment_of_a_change_end_with_the_same_bits(text, tmp_path):
+    """The process that changes the precision is killed between its start and its end, again and again."""
+    plain, out = tmp_path / "plain", tmp_path / "run"
+    for each in (plain, out):
+        interrupt_at(start(text, each, "training.steps=40"), 9)
+    command = [sys.executable, "-m", "halfstep", "train", "--resume", "--device", "cpu"]
+    change = [*command, "--policy", FP16, "--set", "training.measure_ceiling=false"]
+    began = time.monotonic()
+    subprocess.run([*change, "--out", plain], check=True, capture_output=True)
+    whole = time.monotonic() - began
+    changed = []
+    for share in (0.3, 0.6, 0.7, 0.75, 0.8, 0.85, 0.9, 0.95):
+        child = subprocess.Popen([*change, "--out", out], stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+        time.sleep(share * whole)
+        child.send_signal(signal.SIGKILL)
+        child.communicate()
+        changed.append(folder.read_config(out).policy)
+    assert changed == sorted(changed, key=lambda policy: policy == FP16)  # never back to the old one
+    subprocess.run([*command, "--out", out], check=True, capture_output=True)  # in the precision that it has
+    if changed[-1] == FP16:
+        assert final_state(out)[0] == final_state(plain)[0]
+        assert final_state(out)[1]["changes"] == final_state(plain)[1]["changes"]
