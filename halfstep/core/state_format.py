@@ -80,7 +80,7 @@ def widen(held: Stored, remainder: Stored | None = None) -> NDArray[np.float32]:
     dtype, shape, data = held
     flat = np.frombuffer(data, _FLOATS[dtype])
     if remainder is not None:
-        return split.join(flat, np.frombuffer(remainder.data, "<i2")).reshape(shape)
+        return split.join(flat, np.frombuffer(remainder[2], "<i2")).reshape(shape)
     wide = (flat.astype(np.uint32) << 16).view(np.float32) if dtype == "BF16" else flat.astype(np.float32)
     return wide.reshape(shape)
 
