@@ -61,10 +61,10 @@ def main() -> None:
     for adamw.CHUNK, adamw.WARPS in FORMS:
         results = []
         for name, held, left in (("split", halves, remainders), ("whole", weights, none)):
-            update = adamw.Update()
+            update = adamw.Update(held, left, first, second, steps)
 
-            def work(update=update, held=held, left=left) -> None:
-                update(held, left, grads, first, second, steps, **settings)
+            def work(update=update) -> None:
+                update(grads, **settings)
 
             results.append(f"{name} {timed(work, options.repeats, device)}")
         print(f"chunk {adamw.CHUNK}, {adamw.WARPS} warps: {', '.join(results)}", flush=True)

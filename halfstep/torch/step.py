@@ -23,15 +23,15 @@ from halfstep.core.formats import FP32
 from halfstep.core.policy import Policy, as_policy
 from halfstep.core.precision import base_precision, precisions
 from halfstep.core.roles import Param
-from halfstep.core.scaling import DynamicScale, way_out
+from halfstep.core.scaling import DynamicScale, NoScale, way_out
 from halfstep.torch import state
 from halfstep.torch.apply import apply, names_of, restore, set_precision
 from halfstep.torch.convert.fp8_choice import TOKENS
 from halfstep.torch.convert.plan import check_model
 from halfstep.torch.optim.adamw import Optimizer
-from halfstep.torch.optim.drivers import check_optimizers, values_of
+from halfstep.torch.optim.drivers import check_optimizers, norm_of
 from halfstep.torch.run import nonfinite
-from halfstep.torch.run.accumulation import checked_pair, checked_weight, divisor
+from halfstep.torch.run.accumulation import checked_pair, checked_weight, divisor, times
 from halfstep.torch.run.checks import check_moments, check_replicas, check_settings
 from halfstep.torch.run.from_amp import State, take_over
 from halfstep.torch.run.parts import RunParts
@@ -141,29 +141,30 @@ class Run(RunParts):
         grads, weights = self.accumulation.gradients(self.parameters), self.accumulation.weights
         for driver in self.drivers:
             driver.check(grads)  # before the first of them has moved anything
-        values = [values_of(g) if g.is_sparse or g.is_complex() else g for g in grads.values()]
-        norms = [norm.float() for norm in torch._foreach_norm(values)]
-        scaled_norm = torch.linalg.vector_norm(torch.stack(norms))
+        scaled_norm = norm_of([*grads.values()])
         # Weights that are on the device may all be zero.
-        finite = torch.isfinite(scaled_norm / weights)
-        used = self.scale_state.scale
-        verdict = self.policy.scale.judge(self.scale_state, finite, torch)
-        factor = verdict.inv_scale / weights
-        norm = scaled_norm * factor
+        finite = torch.isfinite(scaled_norm / weights if isinstance(weights, Tensor) else scaled_norm)
+        skipped, used = ~finite, self.scale_state.scale
+        inv_scale: Tensor | float = 1.0
+        if not isinstance(self.policy.scale, NoScale):
+            inv_scale, self.scale_state = self.policy.scale.judge(self.scale_state, finite, torch)
+        factor = inv_scale / weights
+        norm = times(scaled_norm, factor)
         if self.clip_norm:
-            factor = factor * (self.clip_norm / norm).clamp(max=1.0)
-        found_inf = 1 - finite.float()
+            factor = times((self.clip_norm / norm).clamp(max=1.0), factor)
+        elif not isinstance(factor, Tensor):
+            factor = torch.full((), factor, device=self.device)
+        found_inf = skipped.float()
         for driver in self.drivers:
-            driver.step(grads, factor, found_inf, self.num_applied + 1)
-        self.scale_state = verdict.state
-        self.num_applied += finite.to(torch.int32)
+            driver.step(grads, factor, found_inf, self.num_applied)
+        self.num_applied += finite
         self.buffers.restore_unless(finite)
         if self.amaxes is not None:
             self.amaxes.update(finite)
         if self.averages is not None:
             self.averages.update(finite.float())
-        loss = torch.as_tensor(self.accumulation.losses) / weights
-        result = StepResult(loss, ~finite, used, norm, verdict.state.stuck)
+        loss = self.accumulation.mean_loss()
+        result = StepResult(loss, skipped, used, norm, self.scale_state.stuck)
         self._skipped = result.skipped
         self.forget()
         return result

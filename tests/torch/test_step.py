@@ -15,9 +15,9 @@ SUMMED = 2 * 48 * 2.0**-24
 
 
 class Recorder(AdamW):
-    def step(self, grads, *, found_inf=None, scale=None):
-        self.seen = {self.names[p]: g * scale for p, g in grads.items()}
-        super().step(grads, found_inf=found_inf, scale=scale)
+    def update(self, grads, found_inf, scale):
+        self.seen = {name: grads[id(p)] * scale for p, name in self.names.items()}
+        super().update(grads, found_inf, scale)
 
 
 def run(policy="fp32"):

@@ -16,7 +16,8 @@ Two launches: `_count` counts the step of each tensor and computes its correctio
 thirty kernels; `_adamw` updates. Both read `found_inf` on the device and do nothing if it is set.
 
 Tables: every tensor is reached by its address. A program takes one chunk of one tensor; which one is in two tables
-that depend only on the sizes. Addresses are sent again when one has changed, from pinned memory: nothing waits.
+that depend only on the sizes. Those of gradients are sent again when one has changed, from pinned memory: nothing
+waits.
 """
 
 import struct
@@ -36,20 +37,41 @@ PARAMETER, REMAINDER, GRAD, FIRST, SECOND, STEP, BETAS = (tl.constexpr(row) for 
 
 
 class Update:
-    """The tables of one list of tensors, and the launches."""
+    """The launches for one list of parameters, in place; without a remainder, a parameter is the master."""
 
-    def __init__(self) -> None:
-        self._sizes: tuple[int, ...] = ()
-        self._addresses: tuple[int, ...] = ()
-
-    def __call__(
+    def __init__(
         self,
         parameters: Sequence[Tensor],
         remainders: Sequence[Tensor | None],
-        grads: Sequence[Tensor],
         first: Sequence[Tensor],
         second: Sequence[Tensor],
         steps: Sequence[Tensor],
+    ):
+        self.device, self._narrow = parameters[0].device, first[0].dtype == torch.bfloat16
+        sizes = [parameter.numel() for parameter in parameters]
+        chunks = [-(-size // CHUNK) for size in sizes]
+        owners = torch.repeat_interleave(torch.arange(len(sizes)), torch.tensor(chunks))
+        within = torch.cat([torch.arange(count) for count in chunks])
+        self._owners, self._chunks = _sent(owners.int(), self.device), _sent(within.int(), self.device)
+        self._counts = _sent(torch.tensor(sizes), self.device)
+        self._paces, self._roots = (torch.empty(len(sizes), device=self.device) for _ in range(2))
+        self._rows = [
+            parameters,
+            remainders,
+            [None] * len(sizes),
+            first,
+            second,
+            steps,
+        ]  # kept: they must not move
+        addresses = [0 if tensor is None else tensor.data_ptr() for row in self._rows for tensor in row]
+        self._table = _sent(torch.tensor([*addresses, 0, 0]), self.device)
+        self._tensors, self._programs = len(sizes), sum(chunks)
+        self._grads: list[int] = []  # their addresses
+        self._betas: tuple[float, float] | None = None
+
+    def __call__(
+        self,
+        grads: Sequence[Tensor],
         *,
         rate: Tensor,
         factor: Tensor,
@@ -58,42 +80,38 @@ class Update:
         eps: float,
         decay: float,
     ) -> None:
-        """Updates everything in place unless `found_inf` is 1. Without a remainder, a parameter is the master."""
-        self._point(parameters, [parameters, remainders, grads, first, second, steps], betas)
-        if not self._owners.numel():
+        """Updates everything unless `found_inf` is 1."""
+        if not self._programs:
             return
-        tensors = len(parameters)
-        with torch.cuda.device_of(parameters[0]):  # Triton launches on the current device
+        tensors = self._tensors
+        addresses = [grad.data_ptr() for grad in grads]
+        if addresses != self._grads:
+            self._fill(GRAD.value * tensors, addresses)
+            self._grads = addresses
+        if betas != self._betas:  # in fp64, as bits: a number that is passed to a kernel becomes fp32
+            self._fill(BETAS.value * tensors, struct.unpack("<2q", struct.pack("<2d", *betas)))
+            self._betas = betas
+        with torch.cuda.device_of(rate):  # Triton launches on the current device
             counted = (self._table, self._paces, self._roots, rate, found_inf, tensors)
             _count[(triton.cdiv(tensors, COUNTED),)](*counted, COUNTED=COUNTED, enable_fp_fusion=False)
             tables = (self._table, self._counts, self._owners, self._chunks, self._paces, self._roots)
             averages = (betas[0], 1 - betas[0], betas[1], 1 - betas[1])
             given = (*tables, rate, factor, found_inf, *averages, eps, decay, tensors)
-            sizes = {"NARROW": first[0].dtype == torch.bfloat16, "CHUNK": CHUNK, "num_warps": WARPS}
-            _adamw[(self._owners.numel(),)](*given, **sizes, enable_fp_fusion=False)
+            sizes = {"NARROW": self._narrow, "CHUNK": CHUNK, "num_warps": WARPS}
+            _adamw[(self._programs,)](*given, **sizes, enable_fp_fusion=False)
 
-    def _point(
-        self, parameters: Sequence[Tensor], rows: Sequence[Sequence[Tensor | None]], betas: tuple[float, float]
-    ) -> None:
-        device = parameters[0].device
-        sizes = tuple(parameter.numel() for parameter in parameters)
-        if sizes != self._sizes:
-            chunks = [-(-size // CHUNK) for size in sizes]
-            owners = torch.repeat_interleave(torch.arange(len(sizes)), torch.tensor(chunks))
-            within = torch.cat([torch.arange(count) for count in chunks])
-            self._owners, self._chunks = _sent(owners.int(), device), _sent(within.int(), device)
-            self._counts = _sent(torch.tensor(sizes), device)
-            self._paces, self._roots = (torch.empty(len(sizes), device=device) for _ in range(2))
-            self._sizes, self._addresses = sizes, ()
-        addresses = tuple(0 if tensor is None else tensor.data_ptr() for row in rows for tensor in row)
-        # The betas in fp64, as bits: a number that is passed to a kernel becomes fp32.
-        addresses += struct.unpack("<2q", struct.pack("<2d", *betas))
-        if addresses != self._addresses:
-            self._table, self._addresses = _sent(torch.tensor(addresses), device), addresses
+    def _fill(self, start: int, values: Sequence[int]) -> None:
+        self._table[start : start + len(values)].copy_(
+            _pinned(torch.tensor(values), self.device), non_blocking=True
+        )
 
 
 def _sent(tensor: Tensor, device: torch.device) -> Tensor:
-    return (tensor.pin_memory() if device.type == "cuda" else tensor).to(device, non_blocking=True)
+    return _pinned(tensor, device).to(device, non_blocking=True)
+
+
+def _pinned(tensor: Tensor, device: torch.device) -> Tensor:
+    return tensor.pin_memory() if device.type == "cuda" else tensor
 
 
 @triton.jit

@@ -15,8 +15,9 @@ for whole and split masters; between the two the last bit may differ: torch's fu
 """
 
 import math
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any, NamedTuple, cast
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from operator import is_, itemgetter
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -27,10 +28,12 @@ from halfstep.core.formats import FP32, Format, parse
 from halfstep.core.roles import Param, parse_value
 from halfstep.torch.dtypes import dtype_of, format_of
 from halfstep.torch.kernels import reachable
-from halfstep.torch.optim.masters import Layout, Masters
+from halfstep.torch.optim.masters import Masters
 
-# The gradient of each parameter; it may be wider than the parameter, which `.grad` may not.
-Grads = Mapping[Tensor, Tensor]
+# The gradient of each parameter, by the parameter's id: hashing a tensor is a Python call, and a step needs
+# hundreds. A gradient may be wider than its parameter, which `.grad` may not.
+Grads = Mapping[int, Tensor]
+is_sparse: Callable[[Tensor], bool] = Tensor.is_sparse.__get__  # type: ignore[attr-defined]
 # Like torch: tensors, (name, tensor) pairs, or groups with a list of either under "params".
 Params = Iterable[Any]
 # The dtypes of moments that our kernel reads.
@@ -113,10 +116,27 @@ class Optimizer(torch.optim.Optimizer):
                 moments = {k: torch.zeros_like(p.detach(), dtype=self._dtype(p)) for k in self.slots}
                 self.state[p] = {"step": count, **moments}
 
+    @torch.no_grad()
     def step(  # type: ignore[override]
-        self, grads: Grads | None = None, *, found_inf: Tensor | None = None, scale: Tensor | None = None
+        self,
+        grads: Mapping[Tensor, Tensor] | None = None,
+        *,
+        found_inf: Tensor | None = None,
+        scale: Tensor | None = None,
     ) -> None:
-        """Updates by gradients, the parameters' own by default, times `scale`, which overwrites them."""
+        """Updates by gradients, the parameters' own by default, times `scale`; not at all if `found_inf` is 1."""
+        if grads is not None and not isinstance(grads, Mapping):
+            raise HalfstepError(
+                f"step() was given a {type(grads).__name__}; it takes gradients by parameter, or no argument",
+                hint="closures are not evaluated here: compute the gradients first, then call step()",
+            )
+        given = {p: p.grad for p in self.names} if grads is None else grads
+        by_id = {id(p): g for p, g in given.items() if g is not None}
+        self.check_grads(by_id)
+        self.update(by_id, found_inf, scale)
+
+    def update(self, grads: Grads, found_inf: Tensor | None, scale: Tensor | None) -> None:
+        """Does what `step` does with gradients by id, which were checked."""
         raise NotImplementedError
 
     def set_factor(self, factor: Tensor | float) -> None:
@@ -145,24 +165,12 @@ class Optimizer(torch.optim.Optimizer):
                     )
                 self.state[p][key] = value.to(p.device, copy=True)
 
-    def _begin(self, grads: Grads | None) -> Grads:
-        if grads is not None and not isinstance(grads, Mapping):
-            raise HalfstepError(
-                f"step() was given a {type(grads).__name__}; it takes gradients by parameter, or no argument",
-                hint="closures are not evaluated here: compute the gradients first, then call step()",
-            )
-        if grads is None:
-            grads = {p: p.grad for p in self.names if p.grad is not None}
-        self.check_grads(grads)
-        self.start()
-        return grads
-
     def check_grads(self, grads: Grads) -> None:
         """Refuses a gradient that is not dense."""
-        for p, g in grads.items():
-            if g.is_sparse and p in self.names:
+        for p, name in self.names.items():
+            if id(p) in grads and grads[id(p)].is_sparse:
                 raise HalfstepError(
-                    f"the gradient of `{self.names[p]}` is sparse, and {type(self).__name__} moves every row",
+                    f"the gradient of `{name}` is sparse, and {type(self).__name__} moves every row",
                     hint="give it to torch.optim.SparseAdam, or create its embedding with sparse=False",
                 )
 
@@ -191,69 +199,56 @@ class AdamW(Optimizer):
         super().__init__(params, defaults, **formats)
 
     @torch.no_grad()
-    def step(  # type: ignore[override]
-        self, grads: Grads | None = None, *, found_inf: Tensor | None = None, scale: Tensor | None = None
-    ) -> None:
+    def update(self, grads: Grads, found_inf: Tensor | None, scale: Tensor | None) -> None:
         """Updates every parameter that has a gradient, unless `found_inf` is 1."""
-        grads = self._begin(grads)
+        self.start()
         for index, group in enumerate(self.param_groups):
-            params = [p for p in group["params"] if p in grads]
+            params = [p for p in group["params"] if id(p) in grads]
             if params:
-                batch = _Batch(params, [grads[p] for p in params], [self.state[p] for p in params])
-                self._update(index, group, batch, found_inf, scale)
+                self._update(group, self._rows_of(index, params), [grads[id(p)] for p in params], found_inf, scale)
+
+    def _rows_of(self, index: int, params: list[Tensor]) -> "_Rows":
+        """Returns what a group's step walks through, made once for as long as it stays the same."""
+        made: dict[int, _Rows] = self.__dict__.setdefault("_rows", {})
+        rows = made.get(index)
+        if rows is None or not rows.same(params, self.masters, self.state):
+            rows = made[index] = _Rows(params, self.masters, self.state)
+        return rows
 
     def _update(
-        self, index: int, group: dict[str, Any], batch: "_Batch", found_inf: Tensor | None, scale: Tensor | None
-    ) -> None:
-        layout = self.masters.layout(batch.params)
-        reached = reachable(batch.params)
-        if True in reached:
-            # A launch for each dtype of moments.
-            alike: dict[torch.dtype, list[int]] = {}
-            others = []
-            for i, within_reach in enumerate(reached):
-                if within_reach and i not in layout.rounded and _fits_kernel(layout, batch, i):
-                    alike.setdefault(batch.states[i]["exp_avg"].dtype, []).append(i)
-                else:
-                    others.append(i)
-            for dtype, chosen in alike.items():
-                remainders = [layout.remainders[i] for i in chosen]
-                self._in_one_pass((index, dtype), batch.only(chosen), remainders, group, found_inf, scale)
-            batch = batch.only(others)
-        if batch.params:
-            if scale is not None:
-                torch._foreach_mul_(batch.grads, scale)
-            self._by_torch(batch, group, found_inf)
-
-    def _in_one_pass(
         self,
-        key: Any,
-        batch: "_Batch",
-        remainders: list[Tensor | None],
         group: dict[str, Any],
+        rows: "_Rows",
+        grads: list[Tensor],
         found_inf: Tensor | None,
         scale: Tensor | None,
     ) -> None:
-        from halfstep.torch.kernels.adamw import Update  # Triton is installed: the parameters are within reach
+        for launch, positions in rows.launches:
+            device = rows.params[0].device
+            scalars = {
+                "rate": self.rate_of(group),
+                "factor": torch.ones((), device=device) if scale is None else scale,
+                "found_inf": torch.zeros((), device=device) if found_inf is None else found_inf,
+            }
+            settings = {"betas": group["betas"], "eps": group["eps"], "decay": group["weight_decay"]}
+            launch(fitting([grads[i] for i in positions]), **scalars, **settings)
+        if rows.others:
+            params, states = [rows.params[i] for i in rows.others], [rows.states[i] for i in rows.others]
+            rest = [grads[i] for i in rows.others]
+            if scale is not None:
+                torch._foreach_mul_(rest, scale)
+            self._by_torch(params, states, rest, group, found_inf)
 
-        # The tables of the kernel, for each set of parameters of a launch; a copy makes its own.
-        update = self.__dict__.setdefault("_updates", {}).setdefault(key, Update())
-        device = batch.params[0].device
-        state = ([state[key] for state in batch.states] for key in (*self.slots, "step"))
-        scalars = {
-            "rate": self.rate_of(group),
-            "factor": torch.ones((), device=device) if scale is None else scale,
-            "found_inf": torch.zeros((), device=device) if found_inf is None else found_inf,
-        }
-        settings = {"betas": group["betas"], "eps": group["eps"], "decay": group["weight_decay"]}
-        update([p.detach() for p in batch.params], remainders, batch.grads, *state, **scalars, **settings)
-
-    def _by_torch(self, batch: "_Batch", group: dict[str, Any], found_inf: Tensor | None) -> None:
-        params, grads, states = batch
+    def _by_torch(
+        self,
+        params: list[Tensor],
+        states: list[dict[str, Any]],
+        grads: list[Tensor],
+        group: dict[str, Any],
+        found_inf: Tensor | None,
+    ) -> None:
         wide, steps = self.masters.wide(params), [state["step"] for state in states]
-        # .float() is the tensor itself if it is fp32 already.
-        first = [state["exp_avg"].float() for state in states]
-        second = [state["exp_avg_sq"].float() for state in states]
+        first, second = ([_wide(state[slot]) for state in states] for slot in self.slots)
         rule: dict[str, Any] = {
             "lr": self.rate_of(group),
             "weight_decay": group["weight_decay"],
@@ -261,7 +256,7 @@ class AdamW(Optimizer):
         }
         rule |= dict(zip(("beta1", "beta2"), group["betas"], strict=True))
         rule |= {"fused": True, "found_inf": found_inf, "amsgrad": False, "maximize": False}
-        adamw(wide, [g.float() for g in grads], first, second, [], steps, **rule)
+        adamw(wide, [_wide(g) for g in grads], first, second, [], steps, **rule)
         self.masters.put(params, wide, steps)
         for state, m, v in zip(states, first, second, strict=True):
             if m is not state["exp_avg"]:
@@ -269,22 +264,59 @@ class AdamW(Optimizer):
                 state["exp_avg_sq"].copy_(v)
 
 
-class _Batch(NamedTuple):
-    params: list[Tensor]
-    grads: list[Tensor]
-    states: list[dict[str, Any]]
+class _Rows:
+    """The parameters of a group that have gradients, with their state and how each is updated."""
 
-    def only(self, chosen: list[int]) -> "_Batch":
-        return _Batch(*([column[i] for i in chosen] for column in self))  # type: ignore[arg-type]
+    def __init__(self, params: list[Tensor], masters: Masters, state: Mapping[Tensor, dict[str, Any]]):
+        self.params, self.masters, self.state = params, masters, state
+        self.addresses = [p.data_ptr() for p in params]
+        self.layout = masters.layout(params)
+        self.states = [state[p] for p in params]
+        self.columns = [[s[k] for s in self.states] for k in (*AdamW.slots, "step")]
+        # A launch of our kernel for each dtype of moments.
+        alike: dict[torch.dtype, list[int]] = {}
+        for i, within_reach in enumerate(reachable(params)):
+            if within_reach and i not in self.layout.rounded and self._fits_kernel(i):
+                alike.setdefault(self.columns[0][i].dtype, []).append(i)
+        self.launches = [(self._launch(positions), positions) for positions in alike.values()]
+        launched = {i for positions in alike.values() for i in positions}
+        self.others = [i for i in range(len(params)) if i not in launched]
+
+    def same(self, params: list[Tensor], masters: Masters, state: Mapping[Tensor, dict[str, Any]]) -> bool:
+        """Whether parameters, masters and state are still the same tensors, where they were."""
+        if masters is not self.masters or state is not self.state or len(params) != len(self.params):
+            return False
+        columns = zip((*AdamW.slots, "step"), self.columns, strict=True)
+        return (
+            all(map(is_, params, self.params))
+            and [p.data_ptr() for p in params] == self.addresses
+            and masters.layout(params) is self.layout
+            and all(all(map(is_, map(itemgetter(key), self.states), column)) for key, column in columns)
+        )
+
+    def _launch(self, positions: list[int]) -> Any:
+        from halfstep.torch.kernels.adamw import Update  # Triton is installed: these are within reach
+
+        rows: list[Sequence[Any]] = [self.params, self.layout.remainders, *self.columns]
+        return Update(*([row[i] for i in positions] for row in rows))
+
+    def _fits_kernel(self, i: int) -> bool:
+        """Whether our kernel can update a parameter: an fp32 master, whole or split, and state within reach."""
+        first, second, step = (column[i] for column in self.columns)
+        fp32 = self.layout.remainders[i] is not None or self.params[i].dtype == torch.float32
+        return fp32 and step.dtype == torch.float32 and first.dtype in MOMENTS and all(reachable([first, second]))
 
 
-def _fits_kernel(layout: Layout, batch: _Batch, i: int) -> bool:
-    """Whether our kernel can update a parameter: an fp32 master, whole or split, and tensors within reach."""
-    grad, state = batch.grads[i], batch.states[i]
-    moments = (state["exp_avg"], state["exp_avg_sq"])
-    fp32 = layout.remainders[i] is not None or batch.params[i].dtype == torch.float32
-    known = grad.dtype == state["step"].dtype == torch.float32 and moments[0].dtype in MOMENTS
-    return fp32 and known and all(reachable([grad, *moments]))
+def fitting(grads: list[Tensor]) -> list[Tensor]:
+    """Returns gradients that our kernel can read: fp32, dense in memory and aligned, as they nearly always are."""
+    plain = all(map(Tensor.is_contiguous, grads)) and {g.dtype for g in grads} == {torch.float32}
+    if plain and not any(g.data_ptr() % 16 for g in grads):
+        return grads
+    return [g.to(torch.float32, copy=True, memory_format=torch.contiguous_format) for g in grads]
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    return tensor if tensor.dtype is torch.float32 else tensor.float()
 
 
 def check_settings(kind: str, settings: Mapping[str, Any], unknown: Mapping[str, Any]) -> None:

@@ -25,7 +25,7 @@ from halfstep.core.errors import HalfstepError
 from halfstep.core.formats import FP32, Format
 from halfstep.torch.convert.known_packages import refuse_wrapped_optimizer
 from halfstep.torch.dtypes import dtype_of
-from halfstep.torch.optim.adamw import Grads, Optimizer
+from halfstep.torch.optim.adamw import Grads, Optimizer, is_sparse
 from halfstep.torch.optim.masters import Masters
 
 
@@ -34,6 +34,7 @@ class Driver(ABC):
 
     def __init__(self, optimizer: torch.optim.Optimizer, masters: Masters, moments: Mapping[str, Format]):
         self.optimizer, self.masters, self.moments = optimizer, masters, moments
+        self._narrow_moments = any(fmt != FP32 for fmt in moments.values())
 
     @property
     def parameters(self) -> list[Tensor]:
@@ -47,7 +48,7 @@ class Driver(ABC):
 
     @abstractmethod
     def step(self, grads: Grads, scale: Tensor, found_inf: Tensor, count: Tensor) -> None:
-        """Updates by gradients times `scale` unless `found_inf` is 1; `count` is its number, for rounding."""
+        """Updates by gradients times `scale` unless `found_inf` is 1; `count` updates were made, for rounding."""
 
     def check(self, grads: Grads) -> None:  # noqa: B027
         """Refuses gradients that the optimizer cannot take."""
@@ -69,11 +70,12 @@ class HalfstepDriver(Driver):
 
     def check(self, grads: Grads) -> None:
         """Refuses gradients that are not dense."""
-        self.optimizer.check_grads(grads)
+        if any(map(is_sparse, grads.values())):
+            self.optimizer.check_grads(grads)
 
     def step(self, grads: Grads, scale: Tensor, found_inf: Tensor, count: Tensor) -> None:
         """Updates unless `found_inf` is 1."""
-        self.optimizer.step(grads, found_inf=found_inf, scale=scale)
+        self.optimizer.update(grads, found_inf, scale)
 
 
 class StockDriver(Driver):
@@ -98,20 +100,23 @@ class StockDriver(Driver):
 
     def run_step(self, grads: Grads, scale: Tensor, count: Tensor) -> None:
         """Runs the optimizer's own step on fp32 masters, gradients and moments."""
-        parameters = self.parameters
-        torch._foreach_mul_([values_of(grads[p]) for p in parameters if p in grads], scale)
-        with self.masters.opened([p for p in parameters if p.requires_grad], count):
-            given = [p for p in parameters if p in grads and p.grad is not grads[p]]
-            for p in given:
-                p.grad = grads[p].to(p.dtype)
-            self.cast_moments(widen=True)
+        parameters = [p for p in self.parameters if id(p) in grads]
+        values = [grads[id(p)] for p in parameters]
+        torch._foreach_mul_(numbers_of(values), scale)
+        with self.masters.opened(self.parameters, count):
+            given = [(p, g) for p, g in zip(parameters, values, strict=True) if p.grad is not g]
+            for p, g in given:
+                p.grad = g.to(p.dtype)
+            if self._narrow_moments:
+                self.cast_moments(widen=True)
             self._stepping = True
             try:
                 self.optimizer.step()
             finally:
                 self._stepping = False
-            self.cast_moments()
-            for p in given:
+            if self._narrow_moments:
+                self.cast_moments()
+            for p, _ in given:
                 p.grad = None
 
 
@@ -142,7 +147,7 @@ class FusedDriver(StockDriver):
             group["momentum"] and self.optimizer.state.get(p, {}).get("momentum_buffer") is None
             for group in self.optimizer.param_groups
             for p in group["params"]
-            if p in grads
+            if id(p) in grads
         )
 
 
@@ -169,7 +174,7 @@ class RollbackDriver(StockDriver):
 
     def step(self, grads: Grads, scale: Tensor, found_inf: Tensor, count: Tensor) -> None:
         """Updates, and restores everything if `found_inf` is 1."""
-        params = [p for p in self.parameters if p in grads]
+        params = [p for p in self.parameters if id(p) in grads]
         if any(not self.optimizer.state.get(p) for p in params):
             if not bool(found_inf):  # the first step makes the state, and cannot unmake it
                 self.run_step(grads, scale, count)
@@ -210,10 +215,18 @@ def held_by(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     return [p for group in optimizer.param_groups for p in group["params"]]
 
 
-def values_of(grad: Tensor) -> Tensor:
-    """Returns the numbers of a gradient, as real ones: its norm and its factor are theirs."""
-    grad = grad._values() if grad.is_sparse else grad
-    return torch.view_as_real(grad) if grad.is_complex() else grad
+def numbers_of(grads: list[Tensor]) -> list[Tensor]:
+    """Returns the numbers of gradients as dense, real ones: their norm and factor are the gradients'."""
+    if any(map(is_sparse, grads)) or any(map(torch.is_complex, grads)):
+        dense = [g._values() if g.is_sparse else g for g in grads]
+        return [torch.view_as_real(g) if g.is_complex() else g for g in dense]
+    return grads
+
+
+def norm_of(grads: list[Tensor]) -> Tensor:
+    """Returns the norm of all gradients together, in fp32."""
+    norms = torch._foreach_norm(numbers_of(grads))
+    return torch.linalg.vector_norm(torch.stack([n if n.dtype is torch.float32 else n.float() for n in norms]))
 
 
 def is_moment(parameter: Tensor, value: Any) -> bool:

@@ -12,7 +12,7 @@ the update it makes in fp32, bit for bit; the parameter, its gradient and its ho
 number meanwhile, and two passes over the memory: on CUDA compiled, all tensors in one function.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
 from operator import is_
@@ -154,9 +154,13 @@ class Masters:
         return handles
 
     @contextmanager
-    def opened(self, parameters: Iterable[Tensor], count: Tensor) -> Iterator[None]:
+    def opened(self, parameters: Sequence[Tensor], count: Tensor) -> Iterator[None]:
         """Inside, `parameter.data` is the fp32 master. An error inside leaves everything unchanged."""
-        narrow = [p for p in parameters if not self.is_whole(p)]
+        layout = self.layout(parameters)
+        narrow = [p for i in (*layout.split, *layout.rounded) if (p := parameters[i]).requires_grad]
+        if not narrow:
+            yield
+            return
         held = [p.data for p in narrow]
         _set_data(narrow, self.wide(narrow))
         try:
@@ -166,7 +170,7 @@ class Masters:
             raise
         wide = [p.data for p in narrow]  # an optimizer may have replaced the tensor
         _set_data(narrow, held)
-        self.put(narrow, wide, [count] * len(narrow))
+        self.put(narrow, wide, [count + 1] * len(narrow))
 
     def _loader(self, narrow: Mapping[str, Tensor]) -> Callable[..., None]:
         def hook(_: nn.Module, state: dict[str, Any], prefix: str, *rest: Any) -> None:

@@ -61,20 +61,17 @@ class Muon(Optimizer):
         self._momentum = momentum
 
     @torch.no_grad()
-    def step(  # type: ignore[override]
-        self, grads: Grads | None = None, *, found_inf: Tensor | None = None, scale: Tensor | None = None
-    ) -> None:
+    def update(self, grads: Grads, found_inf: Tensor | None, scale: Tensor | None) -> None:
         """Updates every matrix that has a gradient, unless `found_inf` is 1."""
-        grads = self._begin(grads)
-        if scale is not None:
-            torch._foreach_mul_([g for p, g in grads.items() if p in self.names], scale)
+        self.start()
         for group in self.param_groups:
             by_shape: dict[torch.Size, list[Tensor]] = {}
             for p in group["params"]:
-                if p in grads:
+                if id(p) in grads:
                     by_shape.setdefault(p.shape, []).append(p)
             for params in by_shape.values():
-                self._update(params, torch.stack([grads[p].float() for p in params]), group, found_inf)
+                given = torch.stack([grads[id(p)].float() for p in params])
+                self._update(params, given if scale is None else given * scale, group, found_inf)
 
     def _update(
         self, params: list[Tensor], grads: Tensor, group: dict[str, Any], found_inf: Tensor | None

@@ -16,16 +16,18 @@ optimizers do.
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from halfstep.core.errors import HalfstepError, PolicyError
 from halfstep.core.policy import Policy
 from halfstep.core.scaling import NoScale
 from halfstep.torch.dtypes import FLOATS, dtype_of
-from halfstep.torch.run.buffers import parameters_of
+from halfstep.torch.optim.adamw import is_sparse
+from halfstep.torch.run.buffers import Contents
+from halfstep.torch.split import is_split
 
 PREPARE_AGAIN = "run.unprepare(), change the model, make a new optimizer for it, and prepare both"
 
@@ -33,26 +35,38 @@ PREPARE_AGAIN = "run.unprepare(), change the model, make a new optimizer for it,
 class Accumulation:
     """The gradients that `backward` adds and `update` uses up."""
 
-    def __init__(self, policy: Policy, model: nn.Module):
-        self.policy, self.model = policy, model
+    def __init__(self, policy: Policy, contents: Contents):
+        self.policy, self.contents = policy, contents
         self.format = dtype_of(policy.accumulate)
+        self._scaled = not isinstance(policy.scale, NoScale)
         self._loss_bytes = (torch.float32 if policy.emulate else dtype_of(policy.loss)).itemsize
-        self._known = set(parameters_of(model))  # when the model was prepared
-        self._new: list[Tensor] = []  # parameters that have a gradient and joined the model since
+        self._listed = contents.parameters
+        self._known = {id(p): p for p in self._listed}  # when the model was prepared
+        self._joined: list[Tensor] = []  # parameters that are in the model since
+        self._new: list[Tensor] = []  # those of them that have a gradient
+        self._taken: tuple[Sequence[Tensor], list[Tensor]] = (
+            (),
+            [],
+        )  # of these parameters, whose sums are kept here
         self.clear()
 
     def clear(self) -> None:
         """Drops everything, autograd's own gradients of the model included."""
-        for p in parameters_of(self.model):
-            if p.grad is not None:
-                if p not in self._known:
-                    self._new.append(p)
-                p.grad = None
-        self._sums: dict[Tensor, Tensor] = {}
+        self._look_for_new()
+        for p in self.contents.parameters:
+            p.grad = None
+        self._sums: dict[int, Tensor] = {}  # by the id of the parameter: hashing a tensor is a Python call
         self._reference: Tensor | float | None = None  # the weight that all others are relative to
         self._complete = True
         self.weights: Tensor | float = 0.0  # summed, relative to the reference
         self.losses: Tensor | float = 0.0  # summed, weighted in the same way
+
+    def _look_for_new(self) -> None:
+        self.contents.refresh()
+        if self.contents.parameters is not self._listed:
+            self._listed = self.contents.parameters
+            self._joined = [p for p in self._listed if id(p) not in self._known]
+        self._new += [p for p in self._joined if p.grad is not None]
 
     def add(
         self, loss: Tensor, weight: Tensor | float, scale: Tensor, parameters: Sequence[Tensor], *, last: bool
@@ -62,17 +76,22 @@ class Accumulation:
         self._complete = last
         if not isinstance(weight, Tensor) and weight == 0.0:
             return  # no tokens, no gradient
-        if self._reference is None:
+        first = self._reference is None
+        if first:
             self._reference = divisor(weight)
             for p in parameters:
                 p.grad = None  # from a backward pass that was not this run's, at an unknown scale
-        if isinstance(self.policy.scale, NoScale):
-            share = weight / self._reference  # a number stays a number: putting it on the device would wait
-        else:
+        if self._scaled:
             share = self._weigh_sums(weight, scale, parameters)
-        (loss.float() * (share * scale)).backward()
+            (loss.float() * (share * scale)).backward()
+        else:
+            share = weight / cast(
+                float, self._reference
+            )  # a number stays a number: putting it on the device would wait
+            times(loss.float(), share).backward()
+        weighted = share * loss.detach().float()
+        self.losses = weighted if first else self.losses + weighted
         self.weights = self.weights + share
-        self.losses = self.losses + share * loss.detach().float()
         self._take(parameters)
 
     def _weigh_sums(self, weight: Tensor | float, scale: Tensor, parameters: Sequence[Tensor]) -> Tensor | float:
@@ -88,26 +107,31 @@ class Accumulation:
         elif ratio == 1.0:
             return share
         self.weights, self.losses = self.weights * ratio, self.losses * ratio
-        if sums := [g for p in parameters if (g := self._sums.get(p, p.grad)) is not None]:
+        if sums := [g for p in parameters if (g := self._sums.get(id(p), p.grad)) is not None]:
             torch._foreach_mul_(sums, ratio)
         return share
 
     def _take(self, parameters: Sequence[Tensor]) -> None:
         """Moves gradients that autograd would sum in another format to sums kept here."""
+        if self._taken[0] is not parameters:
+            own = [p for p in parameters if p.dtype in FLOATS and (p.dtype != self.format or is_split(p))]
+            self._taken = (parameters, own)
         sums, added = list[Tensor](), list[Tensor]()
-        for p in parameters:
-            g = p.grad
-            if g is None or g.dtype == p.dtype == self.format or p.dtype not in FLOATS:
+        for p in self._taken[1]:
+            grad = p.grad
+            if grad is None:
                 continue
-            grad, p.grad = g.to(self.format), None
-            if (total := self._sums.setdefault(p, grad)) is not grad:
+            p.grad = None
+            if grad.dtype is not self.format:
+                grad = grad.to(self.format)
+            if (total := self._sums.setdefault(id(p), grad)) is not grad:
                 sums.append(total)
                 added.append(grad)
         if sums:
             torch._foreach_add_(sums, added)
 
-    def gradients(self, parameters: Sequence[Tensor]) -> dict[Tensor, Tensor]:
-        """Returns the sum of each parameter that has one; refuses parameters that changed since `prepare`."""
+    def gradients(self, parameters: Sequence[Tensor]) -> dict[int, Tensor]:
+        """Returns the sum of each parameter that has one, by its id; refuses those that joined since `prepare`."""
         if self._reference is None:
             raise HalfstepError(
                 "there are no gradients to update with", hint="call backward() or step() before update()"
@@ -116,17 +140,17 @@ class Accumulation:
             raise HalfstepError(
                 "the last micro-batch was passed with last=False", hint="pass it with backward(loss, last=True)"
             )
-        grads = {p: g for p in parameters if (g := self._sums.get(p, p.grad)) is not None}
-        for p in [p for p, g in grads.items() if g.is_sparse]:
-            grads[p] = grads[p].coalesce()
-        if not grads and set(parameters).isdisjoint(parameters_of(self.model)):
+        sums = self._sums
+        grads = {id(p): g for p in parameters if (g := sums.get(id(p), p.grad)) is not None}
+        if any(map(is_sparse, grads.values())):
+            grads = {key: g.coalesce() if g.is_sparse else g for key, g in grads.items()}
+        self._look_for_new()
+        if not grads and {id(p) for p in parameters}.isdisjoint(map(id, self.contents.parameters)):
             raise HalfstepError(
                 "the model holds none of the parameters that it was prepared with: they were replaced since, "
                 "as FSDP's fully_shard does",
                 hint="FSDP is not implemented yet; DDP(model) keeps parameters, and takes `bf16-mixed`",
             )
-        if len(grads) < len(parameters):  # a new parameter may have taken the place of one that has none
-            self._new += [p for p in parameters_of(self.model) if p.grad is not None and p not in self._known]
         self._check_none_new()
         if not grads:
             raise HalfstepError(
@@ -135,10 +159,15 @@ class Accumulation:
             )
         return grads
 
+    def mean_loss(self) -> Tensor:
+        """Returns the mean loss over the tokens of all micro-batches."""
+        losses = torch.as_tensor(self.losses)
+        return losses if _is_one(self.weights) else losses / self.weights
+
     def _check_none_new(self) -> None:
         if not self._new:
             return
-        names: dict[Tensor, str] = {p: name for name, p in self.model.named_parameters()}
+        names: dict[Tensor, str] = {p: name for name, p in self.contents.model.named_parameters()}
         self._new, new = [], self._new
         if left := [names[p] for p in new if p in names]:
             raise HalfstepError(
@@ -192,6 +221,15 @@ def checked_weight(weight: Any) -> Tensor | float:
     raise HalfstepError(
         f"weight={given}: a number of tokens is one number", hint="such as targets.numel(), or (y >= 0).sum()"
     )
+
+
+def times(value: Tensor, factor: Tensor | float) -> Tensor:
+    """Returns the product; a factor of 1 costs no launch."""
+    return value if _is_one(factor) else value * factor
+
+
+def _is_one(value: Tensor | float) -> bool:
+    return not isinstance(value, Tensor) and value == 1.0
 
 
 def divisor(weight: Tensor | float) -> Tensor | float:

@@ -16,7 +16,7 @@ from halfstep.torch.optim.drivers import StockDriver, check_optimizers, driver_o
 from halfstep.torch.optim.ema import Averages
 from halfstep.torch.optim.masters import Masters
 from halfstep.torch.run.accumulation import PREPARE_AGAIN, Accumulation
-from halfstep.torch.run.buffers import Buffers
+from halfstep.torch.run.buffers import Buffers, Contents
 from halfstep.torch.run.reached import Reached
 from halfstep.torch.run.switches import Switches
 
@@ -47,10 +47,11 @@ class RunParts:
         self.num_applied = torch.zeros((), dtype=torch.int32, device=self.device)  # updates that were not skipped
         trained = [p for p in self.parameters if p.requires_grad]
         self.averages = Averages(self.masters, trained, ema) if ema else None
-        self.buffers = Buffers(model)
+        self.contents = Contents(model)
+        self.buffers = Buffers(self.contents)
         self.amaxes = None if conversion is None else conversion.amaxes
         self.switches = Switches(self.device)
-        self.accumulation = Accumulation(policy, model)
+        self.accumulation = Accumulation(policy, self.contents)
         self.reached: Reached | None = None  # what `reach` found last
         self.hooks = [] if conversion is None else self._bind_and_hook(conversion)
 
@@ -73,8 +74,15 @@ class RunParts:
             self._list_parameters()
             if self.conversion is not None:
                 self._bind(self.conversion)
-        for p, dtype, shape, has_master in self._expected:
-            if p.requires_grad and (p.dtype is not dtype or not has_master):
+        same_dtypes = [p.dtype for p in self.parameters] == self._dtypes
+        if (
+            same_dtypes
+            and [p.shape for p in self.parameters] == self._shapes
+            and not any(p.requires_grad for p in self._unheld)
+        ):
+            return
+        for p, dtype, shape in zip(self.parameters, self._dtypes, self._shapes, strict=True):
+            if p.requires_grad and (p.dtype is not dtype or not self._has_master(p)):
                 raise HalfstepError(
                     f"`{self.masters.names[p]}` is {p.dtype}, and no master of it is kept",
                     hint="a policy casts by itself: cast, unfreeze or add it before prepare()",
@@ -89,7 +97,8 @@ class RunParts:
     def _list_parameters(self) -> None:
         taken = {p for driver in self.drivers for p in driver.parameters}
         self.parameters = [p for p in self.masters.names if p in taken]
-        self._expected = [(p, p.dtype, p.shape, self._has_master(p)) for p in self.parameters]
+        self._dtypes, self._shapes = [p.dtype for p in self.parameters], [p.shape for p in self.parameters]
+        self._unheld = [p for p in self.parameters if not self._has_master(p)]
 
     def _has_master(self, parameter: Tensor) -> bool:
         """Whether a parameter that is narrower than fp32 is covered by the policy, if there is one."""

@@ -52,9 +52,9 @@ def formula(w, m, v, g, t, *, rate, factor, betas, eps, decay):
     return w * (f(1) - f(rate) * f(decay)) - (pace * m) / (np.sqrt(v) * root + f(eps)), m, v
 
 
-def step(update, *tensors, rate=0.1, factor=1.0, found_inf=0.0, **changed):
+def step(update, grads, rate=0.1, factor=1.0, found_inf=0.0, **changed):
     flags = {"rate": scalar(rate), "factor": scalar(factor), "found_inf": scalar(found_inf)}
-    update(*tensors, **flags, **{**SETTINGS, **changed})
+    update(grads, **flags, **{**SETTINGS, **changed})
 
 
 def empty(shapes, dtype=torch.float32):
@@ -69,11 +69,11 @@ def test_every_bit_is_that_of_the_formula(kernel, held):
         map(list, zip(*map(split, wide), strict=True)) if held == "split" else (wide, [None] * len(wide))
     )
     first, second, steps = empty(SHAPES), empty(SHAPES), empty([()] * len(SHAPES))
-    update = kernel.Update()
+    update = kernel.Update(params, remainders, first, second, steps)
     for t in range(1, 6):
         grads = [draw(shape, 10 * t + i, 10.0**-t) for i, shape in enumerate(SHAPES)]
         rate, factor = 10.0**-t, 0.37 * t
-        step(update, params, remainders, grads, first, second, steps, rate=rate, factor=factor)
+        step(update, grads, rate=rate, factor=factor)
         expected = [
             formula(*old, g.cpu().numpy(), t, rate=rate, factor=factor, **SETTINGS)
             for old, g in zip(expected, grads, strict=True)
@@ -90,7 +90,7 @@ def test_where_gradients_were_not_finite_nothing_moves(kernel):
     params, steps, moments = [draw((70,), 0)], empty([()]), [draw((70,), 1)]
     before = [t.clone() for t in (*params, *moments)]
     nan = torch.full_like(params[0], torch.nan)
-    step(kernel.Update(), params, [None], [nan], moments, moments, steps, found_inf=1.0)
+    step(kernel.Update(params, [None], moments, moments, steps), [nan], found_inf=1.0)
     assert all(torch.equal(a, b) for a, b in zip(before, (*params, *moments), strict=True))
     assert steps[0] == 0
 
@@ -101,14 +101,14 @@ def test_ties_go_away_from_zero_and_infinities_and_nan_are_those_of_cast(kernel)
     wide = torch.tensor([*ties, 0x3F800000], device=DEVICE).int().view(torch.float32)
     grads = torch.tensor([0] * 5 + [0x7FFFFFFF], device=DEVICE).int().view(torch.float32)
     hi, lo = split(wide)
-    step(kernel.Update(), [hi], [lo], [grads], empty([(6,)]), empty([(6,)]), empty([()]), decay=0.0)
+    step(kernel.Update([hi], [lo], empty([(6,)]), empty([(6,)]), empty([()])), [grads], decay=0.0)
     assert join(hi, lo).view(torch.int32)[:5].tolist() == ties
     assert (int(hi.view(torch.int16)[5]), int(lo[5])) == (0x7FC0, 0)
     # A master that is not finite already stays what it is, in the bits that cast.split gives it.
     wide = torch.tensor([torch.inf, -torch.inf, torch.nan, 3.3e38, -0.0], device=DEVICE)
     hi, lo = split(wide)
     moments = empty([(5,)]), empty([(5,)])
-    step(kernel.Update(), [hi], [lo], [torch.zeros_like(wide)], *moments, empty([()]), decay=0.0)
+    step(kernel.Update([hi], [lo], *moments, empty([()])), [torch.zeros_like(wide)], decay=0.0)
     expected = split(wide)
     assert same((hi.view(torch.int16), lo), (expected[0].view(torch.int16), expected[1]))
 
@@ -116,10 +116,10 @@ def test_ties_go_away_from_zero_and_infinities_and_nan_are_those_of_cast(kernel)
 def test_tensors_that_moved_or_have_another_size_are_found(kernel):
     """Gradients are new tensors each step; a table that was not sent again would point at the old ones."""
     params, first, second, steps = [draw((8,), 0)], empty([(8,)]), empty([(8,)]), empty([()])
-    update, kept = kernel.Update(), []
+    update, kept = kernel.Update(params, [None], first, second, steps), []
     for t in range(3):
         kept.append(torch.full((8,), float(t), device=DEVICE))
-        step(update, params, [None], kept[-1:], first, second, steps)
+        step(update, kept[-1:])
     rest = np.float32(1 - 0.9)
     assert (first[0].cpu().numpy() == np.float32(0.9) * (rest * np.float32(1)) + rest * np.float32(2)).all()
     # A parameter may have a gradient in one step and none in the next; the longer comes last here.
@@ -216,19 +216,32 @@ def test_parameters_that_are_held_differently_are_distinguished():
         assert torch.equal(together.masters.wide([p])[0], made.masters.wide([q])[0])
 
 
-@pytest.mark.parametrize("what", ["grad", "master", "emulated"])
-def test_only_fp32_numbers_go_through_the_kernel(what):
-    """bf16 gradients and masters would be read as fp32; an emulated bf16 master would not be rounded back."""
-    held = FP32 if what == "grad" else BF16
+@pytest.mark.parametrize("what", ["master", "emulated"])
+def test_only_fp32_masters_go_through_the_kernel(what):
+    """A bf16 master would be read as fp32; an emulated one would not be rounded back."""
     p = torch.nn.Parameter(roomy(draw((24,), 0), torch.bfloat16 if what == "master" else torch.float32))
-    p.data.copy_(carried(p.data.float(), held))
-    grad = roomy(draw((24,), 1), torch.bfloat16 if what == "grad" else torch.float32)
+    p.data.copy_(carried(p.data.float(), BF16))
     made = optim.AdamW([p], lr=0.01)
-    made.bind(Masters({p: "p"}, {"p": Param(held)}), {}, FP32, emulate=what == "emulated")
+    made.bind(Masters({p: "p"}, {"p": Param(BF16)}), {}, FP32, emulate=what == "emulated")
     with mock.patch.object(optim, "adamw", wraps=optim.adamw) as torchs:
-        made.step({p: grad})
+        made.step({p: draw((24,), 1)})
     assert torchs.called
-    assert torch.equal(p.float(), carried(p.data.float(), held))
+    assert torch.equal(p.float(), carried(p.data.float(), BF16))
+
+
+@pytest.mark.parametrize("odd", ["bf16", "transposed", "unaligned"])
+def test_gradients_that_the_kernel_cannot_read_are_copied(odd):
+    """Read by their address alone, they would be other numbers."""
+    p, q = (torch.nn.Parameter(draw((6, 4), 0)) for _ in range(2))
+    grad = {
+        "bf16": roomy(draw((24,), 1), torch.bfloat16).view(6, 4),
+        "transposed": draw((4, 6), 1).t(),
+        "unaligned": draw((32,), 1)[1:25].view(6, 4),
+    }[odd]
+    plain = grad.float().contiguous().clone()
+    for parameter, given in ((p, grad), (q, plain)):
+        optim.AdamW([parameter], lr=0.01).step({parameter: given})
+    assert torch.equal(p, q)
 
 
 @pytest.mark.parametrize(

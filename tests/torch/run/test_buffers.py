@@ -3,13 +3,13 @@
 import torch
 from torch import nn
 
-from halfstep.torch.run.buffers import Buffers
+from halfstep.torch.run.buffers import Buffers, Contents
 from tests.torch.nets import draw
 
 
 def test_buffers_are_restored_to_what_they_were_or_the_user_wrote_before_the_step():
     model = nn.BatchNorm1d(4)
-    buffers = Buffers(model)
+    buffers = Buffers(Contents(model))
     model(draw(8, 4))
     buffers.restore_unless(torch.tensor(True))
     kept = {name: b.clone() for name, b in model.named_buffers()}
