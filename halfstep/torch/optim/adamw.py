@@ -30,14 +30,18 @@ from halfstep.torch.dtypes import dtype_of, format_of
 from halfstep.torch.kernels import reachable
 from halfstep.torch.optim.masters import Masters
 
-# The gradient of each parameter, by the parameter's id: hashing a tensor is a Python call, and a step needs
-# hundreds. A gradient may be wider than its parameter, which `.grad` may not.
-Grads = Mapping[int, Tensor]
 is_sparse: Callable[[Tensor], bool] = Tensor.is_sparse.__get__  # type: ignore[attr-defined]
 # Like torch: tensors, (name, tensor) pairs, or groups with a list of either under "params".
 Params = Iterable[Any]
 # The dtypes of moments that our kernel reads.
 MOMENTS = (torch.float32, torch.bfloat16)
+
+
+class Grads(dict[int, Tensor]):
+    """Gradients that were checked, by the id of their parameter: hashing a tensor is a Python call.
+
+    A gradient may be wider than its parameter, which `.grad` may not.
+    """
 
 
 class Optimizer(torch.optim.Optimizer):
@@ -119,7 +123,7 @@ class Optimizer(torch.optim.Optimizer):
     @torch.no_grad()
     def step(  # type: ignore[override]
         self,
-        grads: Mapping[Tensor, Tensor] | None = None,
+        grads: Mapping[Tensor, Tensor] | Grads | None = None,
         *,
         found_inf: Tensor | None = None,
         scale: Tensor | None = None,
@@ -130,13 +134,14 @@ class Optimizer(torch.optim.Optimizer):
                 f"step() was given a {type(grads).__name__}; it takes gradients by parameter, or no argument",
                 hint="closures are not evaluated here: compute the gradients first, then call step()",
             )
-        given = {p: p.grad for p in self.names} if grads is None else grads
-        by_id = {id(p): g for p, g in given.items() if g is not None}
-        self.check_grads(by_id)
-        self.update(by_id, found_inf, scale)
+        if not isinstance(grads, Grads):
+            given = {p: p.grad for p in self.names} if grads is None else grads
+            grads = Grads({id(p): g for p, g in given.items() if g is not None})
+            self.check_grads(grads)
+        self.update(grads, found_inf, scale)
 
     def update(self, grads: Grads, found_inf: Tensor | None, scale: Tensor | None) -> None:
-        """Does what `step` does with gradients by id, which were checked."""
+        """Does the work of `step`, which hooks and schedulers wrap."""
         raise NotImplementedError
 
     def set_factor(self, factor: Tensor | float) -> None:

@@ -75,7 +75,7 @@ class HalfstepDriver(Driver):
 
     def step(self, grads: Grads, scale: Tensor, found_inf: Tensor, count: Tensor) -> None:
         """Updates unless `found_inf` is 1."""
-        self.optimizer.update(grads, found_inf, scale)
+        self.optimizer.step(grads, found_inf=found_inf, scale=scale)
 
 
 class StockDriver(Driver):

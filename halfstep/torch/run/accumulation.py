@@ -25,7 +25,7 @@ from halfstep.core.errors import HalfstepError, PolicyError
 from halfstep.core.policy import Policy
 from halfstep.core.scaling import NoScale
 from halfstep.torch.dtypes import FLOATS, dtype_of
-from halfstep.torch.optim.adamw import is_sparse
+from halfstep.torch.optim.adamw import Grads, is_sparse
 from halfstep.torch.run.buffers import Contents
 from halfstep.torch.split import is_split
 
@@ -130,7 +130,7 @@ class Accumulation:
         if sums:
             torch._foreach_add_(sums, added)
 
-    def gradients(self, parameters: Sequence[Tensor]) -> dict[int, Tensor]:
+    def gradients(self, parameters: Sequence[Tensor]) -> Grads:
         """Returns the sum of each parameter that has one, by its id; refuses those that joined since `prepare`."""
         if self._reference is None:
             raise HalfstepError(
@@ -141,9 +141,9 @@ class Accumulation:
                 "the last micro-batch was passed with last=False", hint="pass it with backward(loss, last=True)"
             )
         sums = self._sums
-        grads = {id(p): g for p in parameters if (g := sums.get(id(p), p.grad)) is not None}
+        grads = Grads({id(p): g for p in parameters if (g := sums.get(id(p), p.grad)) is not None})
         if any(map(is_sparse, grads.values())):
-            grads = {key: g.coalesce() if g.is_sparse else g for key, g in grads.items()}
+            grads = Grads({key: g.coalesce() if g.is_sparse else g for key, g in grads.items()})
         self._look_for_new()
         if not grads and {id(p) for p in parameters}.isdisjoint(map(id, self.contents.parameters)):
             raise HalfstepError(
