@@ -20,7 +20,7 @@ import numpy as np
 
 from halfstep.training.data.batches import Batches
 from halfstep.training.data.checksums import CHUNK, page_digest
-from halfstep.training.data.index import Index, ShardRecord, SideRecord, write_index
+from halfstep.training.data.index import Index, Packing, ShardRecord, SideRecord, write_index
 from halfstep.training.data.load import load_corpus
 from halfstep.training.data.shards import HEADER_BYTES, header
 from halfstep.training.data.tokenizer_base import BytesTokenizer
@@ -42,7 +42,10 @@ def write_holes(folder: Path, gigabytes: float) -> None:
         records.append(ShardRecord(path.name, TOKENS, TOKENS, 1, "", page_digest(path), (), digest))
     total = TOKENS * len(records)
     train, val = SideRecord(total, len(records), total, total, tuple(records)), SideRecord(0, 0, 0, 0, ())
-    write_index(folder, Index("holes", BytesTokenizer().identity(), {}, {}, None, train, val))
+    write_index(
+        folder,
+        Index("holes", BytesTokenizer().identity(), Packing((), "text", None, 0, TOKENS), {}, None, train, val),
+    )
 
 
 def sums_of_holes(path: Path) -> bytes:

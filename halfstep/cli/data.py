@@ -69,8 +69,11 @@ def pack(
 
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     number = cores if workers is None else workers
-    if number < 1:
-        raise ConfigError(f"--workers is {number}; it must be at least 1")
+    most = max(64, 4 * cores)
+    if not 1 <= number <= most:
+        raise ConfigError(
+            f"--workers is {number}; it must be from 1 to {most}", hint="omit it: one per core is best"
+        )
     if 0 < shard_tokens < FEWEST_TOKENS:
         raise ConfigError(
             f"--shard-tokens is {shard_tokens}: each shard is a file, and there would be very many",
@@ -179,8 +182,8 @@ def show(folder: Place, /, *, json: Json = False) -> None:
     rows = [
         ("tokenizer", f"{tokenizer.name} ({tokenizer.kind}), {tokenizer.vocabulary:,} tokens"),
         ("separator", "none" if tokenizer.separator is None else f"token {tokenizer.separator}"),
-        ("sources", ", ".join(source["given"] for source in index.packing["sources"])),
-        ("held out", f"{index.packing['validation']:g} of the documents"),
+        ("sources", ", ".join(source.given for source in index.packing.sources)),
+        ("held out", f"{index.packing.validation:g} of the documents"),
         ("skipped", _skipped(index) or "nothing"),
         ("digest", index.digest),
     ]

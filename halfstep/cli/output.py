@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, TextIO
 
-from halfstep.core.errors import HalfstepError
+from halfstep.core.errors import HalfstepError, as_message, printable
 from halfstep.training.telemetry.progress import lossy
 
 
@@ -66,15 +66,18 @@ def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, right:
     for column in columns:
         table.add_column(column, justify="right" if column in right else "left", overflow="fold")
     for row in rows:
-        table.add_row(*(Text(cell) for cell in row))  # Text: the brackets of a glob are not markup
+        table.add_row(
+            *(Text(printable(cell, lines=True)) for cell in row)
+        )  # Text: the brackets of a glob are not markup
     # A pipe has no width to fit: a wide table keeps one line per row, which suits grep.
     console = Console()
     Console(width=None if console.is_terminal else max(console.width, 200)).print(table)
 
 
-def print_words(text: str) -> None:
-    """Prints a message on stderr."""
-    print(text, file=sys.stderr)
+def print_words(*lines: str) -> None:
+    """Prints a message on stderr, line by line."""
+    for line in lines:
+        print(printable(line), file=sys.stderr)
 
 
 def print_failure(error: HalfstepError | OSError) -> None:
@@ -87,6 +90,4 @@ def print_failure(error: HalfstepError | OSError) -> None:
 
 def print_error(message: str, hint: str | None = None) -> None:
     """Prints what is wrong, and what to do next."""
-    print(f"error: {message}", file=sys.stderr)
-    if hint:
-        print(f"\nhint: {hint}", file=sys.stderr)
+    print_words(f"error: {as_message(message)}", *(("", f"hint: {as_message(hint)}") if hint else ()))

@@ -41,7 +41,7 @@ def policy(
     elif json:
         print_json(describe(parsed))
     else:
-        print_words(f"{parsed}\n")
+        print_words(str(parsed), "")
         rows = [(role, print_value(value), ROLES[role].meaning) for role, value in parsed.roles().items()]
         print_table(("role", "value", "what it is"), rows)
         if parsed.rules:

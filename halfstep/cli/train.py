@@ -125,7 +125,7 @@ def train(
         on_error.pop_all()
     if loop.pretrained is not None:
         print_words(f"weights {loop.pretrained.description}")
-    print_words(f"data {loop.corpus.description}\nrun folder {where}")
+    print_words(f"data {loop.corpus.description}", f"run folder {where}")
     return outcome.run(loop, json=json)
 
 

@@ -11,10 +11,9 @@ import re
 import tomllib
 from collections.abc import Mapping, Sequence
 from importlib import resources
-from pathlib import Path
 from typing import Any
 
-from halfstep.config import schema
+from halfstep.config import reading, schema
 from halfstep.config.run import RunConfig
 from halfstep.core import policy
 from halfstep.core.errors import ConfigError, HalfstepError, did_you_mean
@@ -64,8 +63,10 @@ def read_recipe(recipe: str) -> dict[str, Any]:
 def parse_toml(text: str, name: str) -> dict[str, Any]:
     """Reads a TOML document; an error names file, line and column."""
     try:
-        return tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+        return reading.parse_toml(text)
+    except ValueError as error:
+        if not isinstance(error, tomllib.TOMLDecodeError):  # a number or a nesting that is too long
+            raise ConfigError(f"{name}: this cannot be read: {error}", hint="write it as people do") from None
         place = re.search(r"\(at (?:line (\d+), column (\d+)|end of document)\)", str(error))
         at = f"{place[1]}:{place[2]}" if place and place[1] else f"{text.count(chr(10)) + 1}:1"
         reason = re.sub(r"\s*\(at .*\)$", "", str(error))
@@ -93,7 +94,7 @@ def apply_override(table: dict[str, Any], override: str) -> None:
         section = _step(section, step, dotted)
         table = table.setdefault(step, {})
         if not isinstance(table, dict):
-            raise ConfigError(f"`{step}` is {table!r} in the recipe; it must be a table of settings")
+            raise schema.wrong(step, table, "a table of settings")
     if _step(section, last, dotted) is not None:
         raise ConfigError(f"`{dotted}` is a section, not a setting", hint=f"set one of its keys: `{dotted}.…`")
     table[last] = text.strip().strip('"') if schema.is_text(section, last) else _toml_value(text)
@@ -121,8 +122,8 @@ def _step(section: Any, name: str, dotted: str) -> type | None:
 
 def _toml_value(text: str) -> Any:
     try:
-        return tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
+        return reading.parse_toml(f"value = {text}")["value"]
+    except ValueError:
         return text.strip()
 
 
@@ -151,7 +152,7 @@ def _policy_text(given: Any, name: str) -> Any:
 
 def _read_text(path: str) -> str:
     try:
-        return Path(path).read_text(encoding="utf-8")
+        return reading.read_bytes(path, reading.MOST_SETTINGS).decode("utf-8")
     except FileNotFoundError:
         raise ConfigError(f"there is no file `{path}`", hint=f"recipes are {', '.join(recipe_names())}") from None
     except IsADirectoryError:

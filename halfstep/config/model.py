@@ -28,7 +28,7 @@ class ModelConfig:
     """How many different tokens there are; 256 is bytes."""
     context: Positive = 256
     """The most tokens in a sequence."""
-    layers: Positive = 4
+    layers: Annotated[int, Bounds(at_least=1, at_most=10_000)] = 4
     """Blocks of attention and MLP."""
     width: Positive = 128
     """Features of the residual stream."""
@@ -136,24 +136,17 @@ class ModelConfig:
     @property
     def num_parameters(self) -> int:
         """How many numbers are learned; a tied head counts once."""
-        return sum(math.prod(shape) for shape in parameter_shapes(self).values())
+        # Block by block, for a number of layers that nothing could hold by name.
+        return _size(_outside(self)) + self.layers * _size(_block(self))
 
 
 def parameter_shapes(model: ModelConfig) -> dict[str, Shape]:
     """Returns the name and shape of every parameter, in the order of the forward pass."""
-    shapes: dict[str, Shape] = {"embed.weight": (model.vocabulary, model.width)}
-    if model.positions == "learned":
-        shapes["positions.weight"] = (model.context, model.width)
-    if model.embedding_norm:
-        shapes |= _norm(model, "embed_norm")
-    for layer in range(model.layers):
-        shapes |= {f"blocks.{layer}.{name}": shape for name, shape in _block(model).items()}
-    if model.num_skips:
-        shapes["skip_weights"] = (model.num_skips, model.width)
-    shapes |= _norm(model, "final_norm")
-    if not model.tied:
-        shapes["lm_head.weight"] = (model.vocabulary, model.width)
-    return shapes
+    block = _block(model)
+    blocks = {f"blocks.{layer}.{name}": shape for layer in range(model.layers) for name, shape in block.items()}
+    outside = _outside(model)
+    before = {name: outside.pop(name) for name in list(outside) if name.startswith(("embed", "positions"))}
+    return before | blocks | outside
 
 
 def module_names(model: ModelConfig) -> list[str]:
@@ -175,6 +168,25 @@ def is_matmul(parameter: str) -> bool:
 def owner(parameter: str) -> str:
     """Returns the name that rules match for a parameter: its module's, or its own if the model itself holds it."""
     return parameter.rpartition(".")[0] or parameter
+
+
+def _outside(model: ModelConfig) -> dict[str, Shape]:
+    """Returns the parameters before and after the blocks."""
+    shapes: dict[str, Shape] = {"embed.weight": (model.vocabulary, model.width)}
+    if model.positions == "learned":
+        shapes["positions.weight"] = (model.context, model.width)
+    if model.embedding_norm:
+        shapes |= _norm(model, "embed_norm")
+    if model.num_skips:
+        shapes["skip_weights"] = (model.num_skips, model.width)
+    shapes |= _norm(model, "final_norm")
+    if not model.tied:
+        shapes["lm_head.weight"] = (model.vocabulary, model.width)
+    return shapes
+
+
+def _size(shapes: dict[str, Shape]) -> int:
+    return sum(math.prod(shape) for shape in shapes.values())
 
 
 def _block(model: ModelConfig) -> dict[str, Shape]:

@@ -1,7 +1,8 @@
-"""Turns dataclasses into configuration: types are the checks, the string under a field is its help.
+"""Turns tables that were read from a file into dataclasses: types are the checks.
 
-It is written by hand for its errors: each names the dotted key, what was given, what is allowed and the nearest
-legal key.
+Settings are read this way, and so is all else that halfstep reads back from a disk: manifests, indexes, events.
+Of a setting, the string under the field is its help. It is written by hand for its errors: each names the dotted
+key, what was given, what is allowed and the nearest legal key.
 """
 
 import dataclasses
@@ -9,7 +10,8 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
-from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from halfstep.core.errors import ConfigError, did_you_mean, nearest, one_of
 
@@ -69,14 +71,41 @@ class Row:
         return f'"{self.default}"' if isinstance(self.default, str) else str(self.default)
 
 
-def build(cls: type[T], table: Mapping[str, Any], prefix: str = "") -> T:
-    """Builds a section from a table. Unknown keys and values of another type are errors."""
-    hints = get_type_hints(cls, include_extras=True)
-    known = [field.name for field in dataclasses.fields(cls)]  # type: ignore[arg-type]
+def build(cls: type[T], table: Any, prefix: str = "", *, others: bool = False) -> T:
+    """Builds a dataclass from a table. Keys that are missing, values of another type and, unless `others` may
+    be there, unknown keys are errors."""
+    if not isinstance(table, Mapping):
+        raise wrong(prefix.removesuffix(".") or "it", table, "a table")
+    hints = _hints(cls)  # type: ignore[arg-type]
     for key in table:
-        if key not in known:
-            raise unknown_key(prefix + key, [prefix + name for name in known])
-    return cls(**{key: _check(hints[key], value, prefix + key) for key, value in table.items()})
+        if key not in hints and not others:
+            raise unknown_key(prefix + key, [prefix + name for name in hints])
+    for field in dataclasses.fields(cls):  # type: ignore[arg-type]
+        if field.name not in table and field.default is field.default_factory is dataclasses.MISSING:
+            raise ConfigError(f"`{prefix}{field.name}` is missing")
+    given = {key: _check(hints[key], value, prefix + key, others) for key, value in table.items() if key in hints}
+    return cls(**given)
+
+
+def check(hints: Mapping[str, Any], table: Mapping[str, Any]) -> None:
+    """Refuses a table that has a value of another type under one of some keys, each of which may be missing."""
+    for key, hint in hints.items():
+        if key in table and type(table[key]) not in _exact_types(hint):  # most are: tables may come by the million
+            _check(hint, table[key], key, others=True)
+
+
+@cache
+def _exact_types(hint: Any) -> frozenset[type]:
+    """Returns types whose every value fits a hint."""
+    if get_origin(hint) in (Union, UnionType):
+        return frozenset().union(*map(_exact_types, get_args(hint)))
+    return frozenset([hint] if hint in (float, str, bool, NoneType) else [])
+
+
+@cache
+def _hints(cls: type) -> dict[str, Any]:
+    hints = get_type_hints(cls, include_extras=True)
+    return {field.name: hints[field.name] for field in dataclasses.fields(cls)}
 
 
 def unknown_key(key: str, legal: list[str]) -> ConfigError:
@@ -120,10 +149,11 @@ def describe(hint: Any) -> str:
     words = {int: "a whole number", float: "a number", str: "text", bool: "true or false"}
     if kind in words:
         return words[kind] + (f", {bounds}" if bounds else "")
-    if get_origin(kind) is tuple and get_args(kind)[-1] is Ellipsis:
-        return f"a list of any of {one_of(str(value) for value in get_args(get_args(kind)[0]))}"
     if get_origin(kind) is tuple:
-        return f"a list of {len(get_args(kind))} numbers"
+        first, *_, last = get_args(kind)
+        if last is not Ellipsis:
+            return f"a list of {len(get_args(kind))} numbers"
+        return f"a list of any of {describe(first)}" if get_origin(first) is Literal else "a list"
     return "a table"
 
 
@@ -146,44 +176,55 @@ def _unwrap(hint: Any) -> tuple[Any, Bounds | None]:
     return hint, None
 
 
-def _check(hint: Any, value: Any, key: str) -> Any:
+def _check(hint: Any, value: Any, key: str, others: bool) -> Any:
     kind, bounds = _unwrap(hint)
+    origin, kinds = get_origin(kind), get_args(kind)
+    if kind is Any:
+        return value
+    if origin in (Union, UnionType):  # X | None
+        return None if value is None and NoneType in kinds else _check(kinds[0], value, key, others)
     if dataclasses.is_dataclass(kind):
         if not isinstance(value, Mapping):
-            raise _wrong(key, value, "a table of settings")
-        return build(kind, value, key + ".")  # type: ignore[arg-type]
-    if get_origin(kind) is Literal:
-        if value not in get_args(kind):
-            legal = [str(allowed) for allowed in get_args(kind)]
-            raise _wrong(key, value, one_of(legal), did_you_mean(str(value), legal))
+            raise wrong(key, value, "a table of settings")
+        return build(kind, value, key + ".", others=others)  # type: ignore[arg-type]
+    if origin is Mapping:
+        if not isinstance(value, Mapping):
+            raise wrong(key, value, "a table")
+        return {name: _check(kinds[1], item, f"{key}.{name}", others) for name, item in value.items()}
+    if origin is Literal:
+        if value not in kinds:
+            legal = [str(allowed) for allowed in kinds]
+            raise wrong(key, value, one_of(legal), did_you_mean(str(value), legal))
         return value
-    if get_origin(kind) is tuple:
-        kinds = get_args(kind)
+    if origin is tuple:
+        if not isinstance(value, list | tuple):
+            raise wrong(key, value, describe(kind), hint=f"write {key} = [...]")
         if kinds[-1] is Ellipsis:  # any number of them
-            if not isinstance(value, list | tuple):
-                raise _wrong(key, value, describe(kind), hint=f"write {key} = [...]")
-            return tuple(_check(kinds[0], item, f"{key}[{i}]") for i, item in enumerate(value))
-        if not isinstance(value, list | tuple) or len(value) != len(kinds):
-            raise _wrong(key, value, describe(kind))
-        return tuple(
-            _check(inner, item, f"{key}[{i}]") for i, (inner, item) in enumerate(zip(kinds, value, strict=True))
-        )
+            kinds = (kinds[0],) * len(value)
+        if len(value) != len(kinds):
+            raise wrong(key, value, describe(kind))
+        pairs = enumerate(zip(kinds, value, strict=True))
+        return tuple(_check(inner, item, f"{key}[{i}]", others) for i, (inner, item) in pairs)
     if kind is float and isinstance(value, int) and not isinstance(value, bool):
         try:
             value = float(value)
         except OverflowError:
-            raise _wrong(key, value, describe(hint)) from None
+            raise wrong(key, value, describe(hint)) from None
     if kind is int and isinstance(value, int) and not -_ENDLESS <= value < _ENDLESS:
         limit = "" if bounds is not None and bounds.below is not None else ", and below 2^63"
-        raise _wrong(key, value, describe(hint) + limit)
+        raise wrong(key, value, describe(hint) + limit)
     # bool is an int in Python, but `steps = true` is a mistake
     if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
-        raise _wrong(key, value, describe(hint))
+        raise wrong(key, value, describe(hint))
     if bounds is not None and value not in bounds:
-        raise _wrong(key, value, describe(hint))
+        raise wrong(key, value, describe(hint))
     return value
 
 
-def _wrong(key: str, value: Any, allowed: str, hint: str | None = None) -> ConfigError:
-    shown = f"{value!r}" if not isinstance(value, str) else f'"{value}"'
+def wrong(key: str, value: Any, allowed: str, hint: str | None = None) -> ConfigError:
+    """Returns the error for a value that a key cannot have."""
+    try:
+        shown = f"{value!r}" if not isinstance(value, str) else f'"{value}"'
+    except (ValueError, RecursionError):  # Python prints neither a number of 5,000 digits nor a list 1,000 deep
+        shown = f"a {type(value).__name__} too long to print"
     return ConfigError(f"`{key}` is {shown}; it must be {allowed}", hint=hint)

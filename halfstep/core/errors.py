@@ -5,18 +5,46 @@ changes nothing a user can see.
 """
 
 import difflib
+import re
 from collections.abc import Callable, Iterable
 from importlib import import_module
 from typing import Any
+
+# Characters that move a cursor, change colors, reverse the text or end a line, and halves of surrogate pairs: what
+# a file or an argument brings is shown by their escapes.
+_CONTROLS = [*range(0x20), *range(0x7F, 0xA0), 0x2028, 0x2029, *range(0x202A, 0x202F), *range(0x2066, 0x206A)]
+_ESCAPES = {code: ascii(chr(code))[1:-1] for code in (*_CONTROLS, *range(0xD800, 0xE000))}
+_LINES_KEPT = {code: escape for code, escape in _ESCAPES.items() if chr(code) not in "\n\t"}
+LONGEST, LONGEST_PART = 4000, 500  # characters of a message, and of a part of it in quotes
+_LONG = f"{{{LONGEST_PART},}}"
+_QUOTED = re.compile(rf"""`[^`]{_LONG}`|"[^"]{_LONG}"|'[^']{_LONG}'|\S{_LONG}""")
+
+
+def printable(text: str, *, lines: bool = False) -> str:
+    """Returns text that is safe to print: control characters are escaped, newlines and tabs unless `lines`."""
+    return text.translate(_LINES_KEPT if lines else _ESCAPES)
+
+
+def shortened(text: str, longest: int = LONGEST_PART) -> str:
+    """Returns a text without its middle if it is long, and says how much of it is left out."""
+    if len(text) <= longest:
+        return text
+    head, tail = longest // 2, longest // 4
+    return f"{text[:head]}... ({len(text) - head - tail:,} more characters) ...{text[-tail:]}"
+
+
+def as_message(text: str) -> str:
+    """Returns a message as one printable line: what it quotes, and the whole of it, in reasonable length."""
+    return shortened(_QUOTED.sub(lambda match: shortened(match[0]), printable(text)), LONGEST)
 
 
 class HalfstepError(Exception):
     """Something the user gave cannot be used. `message` says what and where, `hint` what to do next."""
 
     def __init__(self, message: str, *, hint: str | None = None):
-        super().__init__(message)
-        self.message = message
-        self.hint = hint
+        self.message = as_message(message)
+        self.hint = None if hint is None else as_message(hint)
+        super().__init__(self.message)
 
     def __str__(self) -> str:
         return self.message if self.hint is None else f"{self.message} (hint: {self.hint})"
@@ -54,6 +82,8 @@ def one_of(names: Iterable[str]) -> str:
 
 def nearest(name: str, legal: Iterable[str]) -> str | None:
     """Returns the legal name that a typo was probably meant to be, or None if nothing is close."""
+    if len(name) > LONGEST_PART:
+        return None  # nobody typed it, and comparing takes the product of the lengths
     # 0.6 is difflib's own cutoff; it accepts one or two slips in a word of five letters or more.
     matches = difflib.get_close_matches(name, list(legal), n=1, cutoff=0.6)
     return matches[0] if matches else None

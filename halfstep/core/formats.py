@@ -40,14 +40,14 @@ class Format:
     """Exponent bias; -1 means the usual one of the family."""
 
     def __post_init__(self) -> None:
-        if self.bias == -1:
-            object.__setattr__(self, "bias", _usual_bias(self.exponent_bits, self.specials))
         if not (2 <= self.exponent_bits <= 8 and 1 <= self.mantissa_bits <= 23):
             raise FormatError(
                 f"`e{self.exponent_bits}m{self.mantissa_bits}` is not supported: "
                 "a format has 2 to 8 exponent bits and 1 to 23 mantissa bits",
                 hint="fp32 is e8m23, the widest format here",
             )
+        if self.bias == -1:
+            object.__setattr__(self, "bias", _usual_bias(self.exponent_bits, self.specials))
         if self.min_exponent - self.mantissa_bits < -149 or self.max_exponent > 127:
             raise FormatError(
                 f"`{self.name}` has values that fp32 lacks (exponents {self.min_exponent} to "
@@ -168,7 +168,7 @@ _FAMILIES = {
     "the preset `fp8-mixed` has both",
     "float8": "it is two formats: `e4m3` forward and `e5m2` for gradients; the preset `fp8-mixed` has both",
 }
-_NAME = re.compile(r"e(\d+)m(\d+)(?:b(\d+))?(ieee|fnuz|fn|f)?")
+_NAME = re.compile(r"e(\d{1,20})m(\d{1,20})(?:b(\d{1,20}))?(ieee|fnuz|fn|f)?")
 
 
 @cache

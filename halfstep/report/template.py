@@ -8,6 +8,7 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
+from halfstep.core.errors import printable
 from halfstep.core.formats import Format
 from halfstep.core.roles import Value, print_value
 from halfstep.report import number_format
@@ -44,6 +45,7 @@ def _environment() -> Environment:
     environment = Environment(
         loader=PackageLoader("halfstep.report"),
         autoescape=True,
+        finalize=lambda value: printable(value, lines=True) if isinstance(value, str) else value,
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,

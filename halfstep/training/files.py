@@ -13,16 +13,19 @@ continues with a warning: refusing would take the folder from its only user.
 """
 
 import errno
+import hashlib
 import json
 import os
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 from filelock import FileLock, Timeout
 
+from halfstep.config.reading import open_regular, parse_json, read_bytes
 from halfstep.core.errors import HalfstepError
 from halfstep.training.paths import LOCK
 
@@ -59,6 +62,12 @@ def write_whole(path: Path, content: bytes) -> None:
         partial.unlink(missing_ok=True)  # on a full disk it is the first thing to go
         raise
     flush(path.parent)
+
+
+def digest_of(table: Mapping[str, Any]) -> str:
+    """Returns the SHA-256 of a table without its `digest`, as JSON with sorted keys and no spaces."""
+    rest = {key: value for key, value in table.items() if key != "digest"}
+    return hashlib.sha256(json.dumps(rest, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
 def make_folder(path: Path, *, exist_ok: bool = True) -> None:
@@ -104,8 +113,8 @@ class RunLock:
 def is_lock(path: Path) -> bool:
     """Whether a file is a lock that halfstep wrote, held or not."""
     try:
-        with open(path, "rb") as file:
-            holder = json.loads(file.read(1000))
+        with open_regular(path) as file:
+            holder = parse_json(file.read(1000))
     except (OSError, ValueError):
         return False
     return isinstance(holder, dict) and set(holder) == {"pid", "host", "since"}
@@ -120,7 +129,7 @@ def _sign(descriptor: int) -> None:
 
 def _in_use(folder: Path) -> LockedError:
     try:
-        holder = json.loads((folder / LOCK).read_bytes())
+        holder = parse_json(read_bytes(folder / LOCK, 1000))
         who = f"process {holder['pid']} on {holder['host']} has been writing to it since {holder['since']}"
         hint = f"wait for it, or stop it there with `kill {holder['pid']}`: it saves before it exits"
     except (OSError, ValueError, TypeError, KeyError):

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from halfstep.config.reading import fits_in_memory
 from halfstep.config.run import RunConfig
 from halfstep.core.errors import HalfstepError
 from halfstep.core.policy import Policy
@@ -34,7 +35,7 @@ def least_bytes(config: RunConfig, policy: Policy, *, train: bool) -> int:
 
 
 def check_fits(config: RunConfig, policy: Policy, capacity: int | None, *, train: bool) -> None:
-    """Refuses a model that a device of this many bytes cannot hold, before it is built."""
+    """Refuses a model or batches that a device of this many bytes cannot hold, before either is made."""
     least = least_bytes(config, policy, train=train)
     if capacity is not None and least > capacity:
         holds = "weights, gradients and moments" if train else "weights"
@@ -42,6 +43,13 @@ def check_fits(config: RunConfig, policy: Policy, capacity: int | None, *, train
             f"the model has {config.model.num_parameters:,} parameters, whose {holds} take {in_bytes(least)}, "
             f"and the device has {in_bytes(capacity)}",
             hint="a smaller model fits: model.layers, model.width, model.vocabulary" if train else _OTHER_DEVICE,
+        )
+    tokens = config.training.batch * (config.training.micro_batches if train else 1) * config.model.context
+    held = config.training.batch * config.model.context * config.model.width  # embedded, a byte each or more
+    if not fits_in_memory(4 * tokens) or (capacity is not None and held > capacity):
+        raise OutOfMemoryError(
+            f"an update reads {tokens:,} tokens, and memory cannot hold what is computed from them",
+            hint="lower training.batch, training.micro_batches or model.context",
         )
 
 

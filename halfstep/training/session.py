@@ -99,6 +99,11 @@ def backend_module(backend: str, name: str) -> Any:
             f"backend `{backend}` is not available: there is no module `{error.name}`",
             hint=f"pip install 'halfstep[{backend}]'",
         ) from None
+    except (ImportError, OSError) as error:  # a library that memory has no room for, or of another machine
+        raise HalfstepError(
+            f"backend `{backend}` cannot be imported: {error}",
+            hint=f"free some memory; or install it again: pip install --force-reinstall 'halfstep[{backend}]'",
+        ) from None
 
 
 def check_device(config: RunConfig, policy: Policy, device: str | None, *, train: bool = True) -> int | None:

@@ -162,7 +162,7 @@ def test_skipped_files_are_counted(tmp_path, capsys):
     assert run(["data", "show", out]) == 0
     assert "1 binary" in capsys.readouterr().out
     index = read_index(Path(out))
-    assert (index.train.documents + index.val.documents, index.packing["sources"][0]["files"]) == (20, 21)
+    assert (index.train.documents + index.val.documents, index.packing.sources[0].files) == (20, 21)
 
 
 def test_show_and_verify(packed, capsys):

@@ -171,7 +171,7 @@ def test_a_checkpoint_that_lacks_a_key_is_refused_with_a_remedy(text, out):
     path = out / "checkpoints" / "step-000006" / "manifest.json"
     manifest = json.loads(path.read_text())
     del manifest["guard"]
-    manifest["digest"] = checkpoint._digest(manifest)
+    manifest["digest"] = checkpoint.digest_of(manifest)
     path.write_text(json.dumps(manifest))
     with pytest.raises(ConfigError, match="has no `guard`") as caught:
         start(text, out, resume=True)

@@ -34,9 +34,11 @@ from typing import Any
 
 import numpy as np
 
-from halfstep.core.errors import HalfstepError, one_of
+from halfstep.config.reading import MOST_TABLE, fits_in_memory, open_regular, parse_json, read_bytes
+from halfstep.config.schema import Count, build
+from halfstep.core.errors import ConfigError, HalfstepError, one_of
 from halfstep.core.state_format import Stored
-from halfstep.training.files import PICKLES, flush, os_errors, write_whole
+from halfstep.training.files import PICKLES, digest_of, flush, os_errors, write_whole
 from halfstep.training.paths import CHECKPOINTS
 
 FORMAT = 1
@@ -64,6 +66,27 @@ class CheckpointError(HalfstepError):
 
 class DamagedCheckpointError(CheckpointError):
     """A checkpoint that is not what was written."""
+
+
+@dataclass(frozen=True)
+class _File:
+    sha256: str
+    bytes: Count
+
+
+@dataclass(frozen=True)
+class _Tensor:
+    dtype: str
+    shape: tuple[Count, ...]
+
+
+@dataclass(frozen=True)
+class _Manifest:
+    """What every manifest holds; run/manifest.py adds to it."""
+
+    step: Count
+    files: Mapping[str, _File]
+    tensors: Mapping[str, _Tensor]
 
 
 @dataclass(frozen=True)
@@ -117,12 +140,12 @@ def load(path: Path) -> tuple[dict[str, Stored], dict[str, Any]]:
     """Returns the tensors, writable and unshared, and the manifest of a checkpoint's folder, verified."""
     from safetensors import SafetensorError, deserialize
 
-    manifest = read_manifest(path)
+    manifest = check_complete(path)
     expected = manifest["files"][STATE]
     file = path / STATE
-    content = _read(file)
-    if len(content) != expected["bytes"]:
-        raise _damaged(file, f"it has {len(content)} bytes, expected {expected['bytes']}")
+    if not fits_in_memory(2 * expected["bytes"]):
+        raise CheckpointError(f"loading `{file}` takes twice its {expected['bytes']:,} bytes of memory")
+    content = _read(file, expected["bytes"])
     if (sha256 := hashlib.sha256(content).hexdigest()) != expected["sha256"]:
         raise _damaged(file, f"its SHA-256 is {sha256}, expected {expected['sha256']}")
     try:
@@ -180,7 +203,7 @@ def note(path: Path, **facts: Any) -> None:
     """Adds to the manifest of a checkpoint what was measured after it was saved."""
     manifest = {**read_manifest(path), **facts}
     with os_errors(CheckpointError, f"`{path / MANIFEST}` cannot be written"):
-        write_whole(path / MANIFEST, _as_text({**manifest, "digest": _digest(manifest)}))
+        write_whole(path / MANIFEST, _as_text({**manifest, "digest": digest_of(manifest)}))
 
 
 def set_aside(path: Path) -> Path:
@@ -224,8 +247,8 @@ def read_manifest(path: Path) -> dict[str, Any]:
     file = path / MANIFEST
     _refuse_pickles(path)
     try:
-        manifest = json.loads(_read(file))
-    except (ValueError, RecursionError) as error:
+        manifest = parse_json(_read(file, MOST_TABLE))
+    except ValueError as error:
         raise _damaged(file, f"it is not JSON ({error})") from None
     if not isinstance(manifest, dict) or "format" not in manifest:
         raise _damaged(file, "it states no `format`")
@@ -234,16 +257,12 @@ def read_manifest(path: Path) -> dict[str, Any]:
             f"`{file}` has format {manifest['format']!r}, this halfstep reads format {FORMAT}",
             hint="load it with the halfstep that wrote it: `pip install --upgrade halfstep` if that is newer",
         )
-    if (digest := _digest(manifest)) != manifest.get("digest"):
+    if (digest := digest_of(manifest)) != manifest.get("digest"):
         raise _damaged(file, f"its digest is {digest}, expected {manifest.get('digest')!r}")
-    if missing := [key for key in OWN_KEYS if key not in manifest]:
-        raise _damaged(file, f"it has no {', '.join(sorted(missing))}")
-    files = manifest["files"]
-    described = isinstance(files, dict) and all(
-        isinstance(entry, dict) and entry.keys() == {"sha256", "bytes"} for entry in files.values()
-    )
-    if not isinstance(manifest["tensors"], dict) or not described:
-        raise _damaged(file, "its tables of files and tensors are not what halfstep writes")
+    try:
+        files = build(_Manifest, manifest, others=True).files
+    except ConfigError as error:
+        raise _damaged(file, f"it is not what halfstep writes: {error.message}") from None
     if STATE not in files:
         raise _damaged(file, f"it has no {STATE}")
     if others := set(files) - {STATE}:
@@ -310,20 +329,15 @@ def _manifest(
         raise CheckpointError(f"the manifest of step {step} is not JSON: {error}") from None
     # Read back, so that the digest is of what a reader will see (a tuple becomes a list).
     manifest = json.loads(text)
-    return {**manifest, "digest": _digest(manifest)}
+    return {**manifest, "digest": digest_of(manifest)}
 
 
 def _as_text(manifest: Mapping[str, Any]) -> bytes:
     return json.dumps(manifest, indent=1, ensure_ascii=False).encode() + b"\n"
 
 
-def _digest(manifest: Mapping[str, Any]) -> str:
-    rest = {key: value for key, value in manifest.items() if key != "digest"}
-    return hashlib.sha256(json.dumps(rest, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
-
-
 def _describe_file(file: Path) -> dict[str, Any]:
-    with open(file, "rb") as opened:
+    with open_regular(file) as opened:
         digest = hashlib.file_digest(opened, "sha256").hexdigest()
     return {"sha256": digest, "bytes": file.stat().st_size}
 
@@ -386,9 +400,9 @@ def _is_intact(path: Path) -> bool:
         return False
 
 
-def _read(file: Path) -> bytes:
+def _read(file: Path, most: int) -> bytes:
     try:
-        return file.read_bytes()
+        return read_bytes(file, most)
     except FileNotFoundError:
         raise _damaged(file.parent, f"`{file.name}` is missing") from None
     except OSError as error:

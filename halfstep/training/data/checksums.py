@@ -21,6 +21,7 @@ from zlib import crc32
 import numpy as np
 from numpy.typing import NDArray
 
+from halfstep.config.reading import MOST_TABLE, open_regular, read_bytes
 from halfstep.training.data.index import RESTORE, ShardRecord
 from halfstep.training.data.tokenizer_base import TokenizerIdentity
 from halfstep.training.data.types import DataError
@@ -56,7 +57,7 @@ def digests(path: Path) -> Digests:
 
 def read_regions(path: Path) -> Iterator[bytes]:
     """Reads a file one region at a time."""
-    with open(path, "rb") as file:
+    with open_regular(path) as file:
         while content := file.read(REGION):
             yield content
 
@@ -69,7 +70,7 @@ def region_digest(content: bytes) -> str:
 def page_digest(path: Path) -> str:
     """Returns the digest of four pages of a file, including the first and the last."""
     identity = hashlib.blake2b(digest_size=16)
-    with open(path, "rb", buffering=0) as file:
+    with open_regular(path) as file:
         last = max(0, file.seek(0, 2) - PAGE)
         for page in range(NUM_PAGES):
             file.seek(last * page // (NUM_PAGES - 1))
@@ -80,7 +81,7 @@ def page_digest(path: Path) -> str:
 def read_listed(path: Path, sha256: str | None) -> bytes:
     """Reads a file of packed data whose SHA-256 the index lists."""
     with os_errors(DataError, f"cannot read `{path}`", RESTORE):
-        content = path.read_bytes()
+        content = read_bytes(path, MOST_TABLE)
     if hashlib.sha256(content).hexdigest() != sha256:
         raise DataError(
             f"`{path}` was changed after it was written: its SHA-256 differs from the index", hint=RESTORE

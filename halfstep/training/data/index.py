@@ -16,18 +16,20 @@ It holds no times and no paths but the sources as given: packing the same text t
 """
 
 import dataclasses
-import hashlib
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+from halfstep.config.reading import MOST_TABLE, open_regular, parse_json, read_bytes
+from halfstep.config.schema import Count, Share, build
+from halfstep.core.errors import ConfigError
 from halfstep.training.data.tokenizer_base import TokenizerIdentity
 from halfstep.training.data.types import DataError
-from halfstep.training.files import os_errors, write_whole
+from halfstep.training.files import digest_of, os_errors, write_whole
 
 FORMAT = 1
 # The first entry of a sealed file: a folder of text may well hold an unrelated index.json.
@@ -35,6 +37,7 @@ MARK = "halfstep packed data"
 INDEX, STATE, TOKEN_BYTES = "index.json", "packing.json", "token_bytes.npy"
 RESTORE = "copy it back, or run the same `halfstep data pack` again to restore it"
 _PACK_AGAIN = "copy it back, or remove the folder and pack again"
+T = TypeVar("T")
 _NAME = re.compile(r"\w[\w.-]*")
 
 
@@ -43,9 +46,9 @@ class ShardRecord:
     """One shard."""
 
     name: str
-    tokens: int
-    bytes: int | None  # the text its tokens stand for, if known
-    documents: int  # that begin in it
+    tokens: Count
+    bytes: Count | None  # the text its tokens stand for, if known
+    documents: Count  # that begin in it
     sha256: str
     pages: str
     regions: tuple[str, ...]
@@ -61,11 +64,32 @@ class ShardRecord:
 class SideRecord:
     """All shards of a side. `text_bytes` counts the UTF-8 of its documents as they were read."""
 
-    tokens: int
-    documents: int
-    text_bytes: int
-    token_bytes: int | None
+    tokens: Count
+    documents: Count
+    text_bytes: Count
+    token_bytes: Count | None
     shards: tuple[ShardRecord, ...]
+
+
+@dataclass(frozen=True)
+class SourceRecord:
+    """What was packed, as it was given, and how it is recognized."""
+
+    given: str
+    files: Count
+    bytes: Count
+    digest: str
+
+
+@dataclass(frozen=True)
+class Packing:
+    """The request, of which a part may be None."""
+
+    sources: tuple[SourceRecord, ...]
+    field: str
+    only: str | None
+    validation: Share
+    shard_tokens: Count
 
 
 @dataclass(frozen=True)
@@ -74,8 +98,8 @@ class Index:
 
     version: str  # of halfstep
     tokenizer: TokenizerIdentity
-    packing: Mapping[str, Any]  # the request: sources, field, only, validation, shard_tokens
-    skipped: Mapping[str, int]  # how many files and documents were left out, by reason
+    packing: Packing
+    skipped: Mapping[str, Count]  # how many files and documents were left out, by reason
     token_bytes: str | None  # SHA-256 of the table
     train: SideRecord
     val: SideRecord
@@ -102,17 +126,11 @@ def read_index(folder: Path) -> Index:
             f"the packing in `{folder}` is not finished",
             hint="run the same `halfstep data pack` again to resume it",
         )
-    table = unsealed(path)
-    try:
-        parts = {field.name: table[field.name] for field in dataclasses.fields(Index)}
-        for side in ("train", "val"):
-            parts[side] = SideRecord(**{**table[side], "shards": shard_records(table[side]["shards"], path)})
-        parts["tokenizer"] = TokenizerIdentity(**table["tokenizer"])
-        if parts["tokenizer"].file is not None:
-            _check_name(parts["tokenizer"].file, path)
-        return Index(**parts)
-    except (KeyError, TypeError) as error:
-        raise DataError(f"`{path}` lacks a part of an index: {error}", hint=_PACK_AGAIN) from None
+    index = unsealed(path, Index)
+    for name in (*(record.name for record in index.shards), index.tokenizer.file):
+        if name is not None:
+            check_name(name, path)
+    return index
 
 
 def is_packed(folder: Path) -> bool:
@@ -123,7 +141,7 @@ def is_packed(folder: Path) -> bool:
 def is_marked(folder: Path) -> bool:
     """Whether a folder holds a file that marks it as packed data, finished or not."""
     for name in (INDEX, STATE):
-        with suppress(OSError), open(folder / name, "rb") as file:
+        with suppress(OSError), open_regular(folder / name) as file:
             if MARK.encode() in file.read(64):
                 return True
     return False
@@ -132,41 +150,32 @@ def is_marked(folder: Path) -> bool:
 def sealed(table: Mapping[str, Any]) -> bytes:
     """Returns a table as JSON that contains a digest of itself."""
     marked = {"kind": MARK, "format": FORMAT, **table}
-    return json.dumps({**marked, "digest": _digest(marked)}, indent=1).encode() + b"\n"
+    return json.dumps({**marked, "digest": digest_of(marked)}, indent=1).encode() + b"\n"
 
 
-def unsealed(path: Path) -> dict[str, Any]:
-    """Reads a sealed table and checks its digest."""
+def unsealed(path: Path, kind: type[T]) -> T:
+    """Reads a sealed table of some kind; checks its digest and its fields."""
     with os_errors(DataError, f"cannot read `{path}`", "name a folder that `halfstep data pack` wrote"):
-        content = path.read_bytes()
+        content = read_bytes(path, MOST_TABLE)
     try:
-        table = json.loads(content)
+        table = parse_json(content)
     except ValueError as error:
         raise DataError(f"`{path}` is not JSON: {error}", hint=_PACK_AGAIN) from None
-    if not isinstance(table, dict) or table.get("digest") != _digest(table):
+    if not isinstance(table, dict) or table.get("digest") != digest_of(table):
         raise DataError(f"`{path}` was changed after it was written: its digest is wrong", hint=_PACK_AGAIN)
     if table.get("format") != FORMAT:
         raise DataError(
             f"`{path}` has format {table.get('format')}; this version of halfstep reads format {FORMAT}",
             hint="use the version of halfstep that wrote it, or pack into another folder",
         )
-    return table
+    try:
+        return build(kind, table, others=True)
+    except ConfigError as error:
+        raise DataError(f"`{path}` is not what halfstep writes: {error.message}", hint=_PACK_AGAIN) from None
 
 
-def _digest(table: Mapping[str, Any]) -> str:
-    rest = {key: value for key, value in table.items() if key != "digest"}
-    return hashlib.sha256(json.dumps(rest, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
-
-
-def shard_records(tables: Iterable[Mapping[str, Any]], path: Path) -> tuple[ShardRecord, ...]:
-    """Builds the records of shards from the JSON at a path."""
-    records = tuple(ShardRecord(**{**table, "regions": tuple(table["regions"])}) for table in tables)
-    for record in records:
-        _check_name(record.name, path)
-    return records
-
-
-def _check_name(name: str, path: Path) -> None:
+def check_name(name: str, path: Path) -> None:
+    """Refuses a name that points out of the folder of the table that holds it."""
     if not _NAME.fullmatch(name):
         raise DataError(
             f"`{path}` points to `{name}`, which is not a file in its own folder",

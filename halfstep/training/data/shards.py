@@ -28,6 +28,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from halfstep.config.reading import open_regular
 from halfstep.training.data.checksums import ChunkVerifier
 from halfstep.training.data.corpus import Corpus
 from halfstep.training.data.types import DataError, TokenArray
@@ -188,7 +189,7 @@ def header(num_tokens: int, dtype: np.dtype[Any]) -> bytes:
 
 def open_shard(path: Path) -> Shard:
     """Maps a shard whose header agrees with its size."""
-    with os_errors(DataError, f"cannot read shard `{path}`"), open(path, "rb") as file:
+    with os_errors(DataError, f"cannot read shard `{path}`"), open_regular(path) as file:
         size, raw = path.stat().st_size, file.read(HEADER_BYTES)
     again = "download or write it again"
     if len(raw) < HEADER_BYTES:
@@ -211,7 +212,7 @@ def open_shard(path: Path) -> Shard:
         problem = "truncated" if size < expected else "longer than its header says"
         sizes = f"it has {size} bytes, expected {expected} for {num_tokens} tokens"
         raise DataError(f"shard `{path}` is {problem}: {sizes}", hint=again)
-    with open(path, "rb") as file:
+    with open_regular(path) as file:
         mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     if hasattr(mapped, "madvise"):
         mapped.madvise(mmap.MADV_RANDOM)

@@ -17,11 +17,14 @@ import re
 import sysconfig
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 
+from halfstep.config.reading import fits_in_memory, read_bytes
 from halfstep.training.data.file_kinds import DESCRIPTIONS, has_splits, is_compressed, is_dataset, kind_of
 from halfstep.training.data.types import DataError, Document
-from halfstep.training.data.walk import Walked, describe_skipped, select_files, walk
+from halfstep.training.data.walk import UNREADABLE, Walked, describe_skipped, select_files, walk
+from halfstep.training.files import os_errors
 
 STDLIB = "stdlib"
 PIECE = 4096
@@ -71,7 +74,9 @@ def file_documents(path: Path) -> tuple[list[Document], str]:
     """Reads one text and cuts it into documents."""
     if (kind := kind_of(path)) != "text":
         raise _records_error(f"`{path}` is {DESCRIPTIONS[kind]}", str(path))
-    content = _read(path)
+    _check_size([path], str(path))
+    with os_errors(DataError, f"cannot read `{path}`", "name a text file, a folder of text, or shards"):
+        content = _read(path)
     if isinstance(content, str):
         otherwise = "token shards must be named `*.bin`; convert other text to UTF-8"
         raise DataError(
@@ -112,7 +117,10 @@ def read_texts(paths: Iterable[Path], root: Path | None) -> tuple[list[Document]
     documents: list[Document] = []
     skipped: Counter[str] = Counter()
     for path in paths:
-        content = _read(path)
+        try:
+            content = _read(path)
+        except OSError:
+            content = UNREADABLE
         if isinstance(content, str):
             skipped[content] += 1
         elif content:
@@ -126,7 +134,9 @@ def _read_several(walked: Walked, root: Path | None, what: str, source: str) -> 
     if kinds and "text" not in kinds:
         contents = " and ".join(DESCRIPTIONS[kind] for kind in sorted(kinds))
         raise _records_error(f"`{source}` holds {contents}", source)
-    documents, unread = read_texts([path for path in walked.files if kind_of(path) == "text"], root)
+    texts = [path for path in walked.files if kind_of(path) == "text"]
+    _check_size(texts, source)
+    documents, unread = read_texts(texts, root)
     records = Counter({DESCRIPTIONS[kind]: number for kind, number in kinds.items() if kind != "text"})
     description = _describe(what, documents, Counter(unread) + Counter(walked.skipped) + records)
     if not documents:
@@ -135,6 +145,19 @@ def _read_several(walked: Walked, root: Path | None, what: str, source: str) -> 
             hint="text is any UTF-8 file that is not empty; dot files are ignored",
         )
     return documents, description
+
+
+def _check_size(paths: Iterable[Path], source: str) -> None:
+    """Refuses text that memory cannot hold, before it is read: as it is, in documents, and joined."""
+    size = 0
+    for path in paths:
+        with suppress(OSError):  # it is skipped, and counted
+            size += path.stat().st_size
+    if not fits_in_memory(3 * size):
+        raise DataError(
+            f"`{source}` holds {size:,} bytes of text, which a run reads into memory three times over",
+            hint=f"`halfstep data pack {source} --tokenizer bytes --out packed` makes shards, read in parts",
+        )
 
 
 def _records_error(problem: str, source: str) -> DataError:
@@ -146,11 +169,9 @@ def _records_error(problem: str, source: str) -> DataError:
 
 
 def _read(path: Path) -> bytes | str:
+    content = read_bytes(path, path.stat().st_size)
     try:
-        content = path.read_bytes()
         content.decode("utf-8")
-    except OSError:
-        return "unreadable"
     except UnicodeDecodeError:
         return "binary"
     return "binary" if b"\0" in content else content

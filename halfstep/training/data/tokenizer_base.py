@@ -8,6 +8,7 @@ its SHA-256, and is enough to open it again.
 import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from importlib import import_module
@@ -18,6 +19,8 @@ from typing import ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
+from halfstep.config.reading import read_bytes
+from halfstep.config.schema import Count
 from halfstep.training.data.token_bytes import TokenBytes
 from halfstep.training.data.types import DataError
 from halfstep.training.files import write_whole
@@ -33,8 +36,8 @@ class TokenizerIdentity:
     name: str  # as given; it does not have to match
     file: str | None  # in the folder of the index; None for bytes
     sha256: str | None
-    vocabulary: int
-    separator: int | None  # the token before each document
+    vocabulary: Count
+    separator: Count | None  # the token before each document
 
 
 class Tokenizer(ABC):
@@ -83,8 +86,10 @@ class Tokenizer(ABC):
         if self.file is None:
             return
         path = folder / self.file
-        if not path.exists() or path.read_bytes() != self.content:
-            write_whole(path, self.content)
+        with suppress(OSError):
+            if read_bytes(path, len(self.content)) == self.content:
+                return
+        write_whole(path, self.content)
 
     @abstractmethod
     def _pieces(self) -> list[bytes] | None:

@@ -20,9 +20,11 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
+from halfstep.config.reading import MOST_TOKENIZER, parse_json, read_bytes
 from halfstep.core.errors import did_you_mean, one_of
 from halfstep.training.data.tokenizer_base import NO_SEPARATOR, Tokenizer, import_optional
 from halfstep.training.data.types import DataError
+from halfstep.training.files import os_errors
 
 # The names of the end-of-text token, in the order they are tried.
 END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "<s>", "<bos>", "[SEP]")
@@ -40,7 +42,9 @@ class LibraryTokenizer(Tokenizer):
     @classmethod
     def read(cls, path: Path, separator: str | None) -> Self:
         """Opens a file. Without a `separator`, the tokenizer's own end of text is used."""
-        tokenizer = cls(str(path), path.read_bytes(), None)
+        with os_errors(DataError, f"cannot read `{path}`", "name the file of a tokenizer"):
+            content = read_bytes(path, MOST_TOKENIZER)
+        tokenizer = cls(str(path), content, None)
         tokenizer.choose_separator(separator, path)
         tokenizer.name = path.name  # an index holds no paths
         return tokenizer
@@ -84,7 +88,7 @@ class HuggingFace(LibraryTokenizer):
     def _open(self, name: str, content: bytes) -> int:
         library = import_optional("tokenizers", f"tokenizer `{name}`")
         try:
-            self._written: dict[str, Any] = json.loads(content)
+            self._written: dict[str, Any] = parse_json(content)
             self._tokenizer = library.Tokenizer.from_str(_unspellable(self._written) or content.decode())
         except Exception as error:  # the library raises Exception itself
             raise DataError(
@@ -104,7 +108,7 @@ class HuggingFace(LibraryTokenizer):
     def _default_separators(self, path: Path | None) -> Sequence[str]:
         """Prefers the end of text that the tokenizer_config.json in the same folder names."""
         try:
-            config = json.loads(((path or Path()).parent / "tokenizer_config.json").read_bytes())
+            config = parse_json(read_bytes((path or Path()).parent / "tokenizer_config.json", MOST_TOKENIZER))
             token = config["eos_token"]
         except (OSError, ValueError, KeyError, TypeError):
             return END_OF_TEXT
@@ -186,7 +190,7 @@ class Tiktoken(LibraryTokenizer):
     def _open(self, name: str, content: bytes) -> int:
         library = import_optional("tiktoken", f"tokenizer `{name}`")
         try:
-            written = json.loads(content)
+            written = parse_json(content)
             ranks = {base64.b64decode(word): rank for word, rank in written["ranks"]}
             self._special: dict[str, int] = written["special"]
             self._encoding = library.Encoding(

@@ -159,9 +159,9 @@ def _last_saved(folder: Path) -> int | None:
     if not (folder / EVENTS).exists():
         return None
     for event in newest_first(folder / EVENTS):
-        if event["event"] == "checkpoint":
+        if event["event"] == "checkpoint" and "step" in event:
             return int(event["step"])
-        if event["event"] == "start" and event["resumed_from"] is None:
+        if event["event"] == "start" and event.get("resumed_from") is None:
             return None
     return None
 
@@ -216,7 +216,7 @@ def check_same_settings(saved: Path, manifest: Mapping[str, Any], config: RunCon
             f"`{saved}` has made {manifest['step']} steps, and training.steps is {config.training.steps}",
             hint=f"set training.steps to {manifest['step']} or more",
         )
-    before = build(OptimizerConfig, manifest["config"]["optimizer"], "optimizer.")
+    before = build(OptimizerConfig, manifest["config"].get("optimizer", {}), "optimizer.")
     grouped, groups = (parameter_groups(config.model, each) for each in (before, config.optimizer))
     if [group.names for group in grouped] != [group.names for group in groups]:
         raise ConfigError(

@@ -28,7 +28,7 @@ from halfstep import __version__
 from halfstep.config.flops import flops_per_token
 from halfstep.config.model import ModelConfig, module_names, owner, parameter_shapes
 from halfstep.config.run import RunConfig, TrainingConfig
-from halfstep.config.schema import build
+from halfstep.config.schema import Count, build
 from halfstep.core.choice import Choice
 from halfstep.core.errors import ConfigError
 from halfstep.core.formats import Format
@@ -46,6 +46,66 @@ from halfstep.training.session import Session, backend_version
 
 # Settings that a resumed run may change although they change bits: sums are taken in another order.
 _SWITCHES = ("compile", "recompute_blocks", "batch", "micro_batches")
+
+
+@dataclass(frozen=True)
+class RecordedData:
+    """The data of a run, as a manifest records it."""
+
+    digest: str
+    description: str
+    position: Mapping[str, Any]
+    bytes_per_token: float | None = None
+
+
+@dataclass(frozen=True)
+class RecordedSpikes:
+    """What the spike rule remembers."""
+
+    recent: tuple[float, ...]
+    streak: Count
+
+
+@dataclass(frozen=True)
+class RecordedHealth:
+    """What a manifest records under `guard`."""
+
+    good: Count
+    in_a_row: Count
+    shift: Count
+    went_back: tuple[Count, ...]
+    spikes: RecordedSpikes
+
+
+@dataclass(frozen=True)
+class RecordedChange:
+    """What was changed at a resume: what each setting was and is."""
+
+    step: Count
+    settings: Mapping[str, tuple[Any, Any]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recorded:
+    """What an evaluation reads of a manifest."""
+
+    policy: str
+    config: RunConfig
+    data: RecordedData
+    init: Mapping[str, Any] | None = None
+    held_out: float | None = None
+    device: str | None = None
+    threads: Count | None = None
+    versions: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Resumable(Recorded):
+    """What a resumed run reads of it."""
+
+    choice: Choice | None
+    guard: RecordedHealth
+    changes: tuple[RecordedChange, ...] = ()
 
 
 @dataclass
@@ -158,13 +218,15 @@ def held_formats(policy: Policy, model: ModelConfig, state: Mapping[str, Stored]
     return formats
 
 
-def check_resumable(manifest: Mapping[str, Any], path: Path) -> None:
-    """Refuses a manifest that lacks what a resumed run needs."""
-    if missing := [key for key in ("policy", "choice", "config", "data", "guard") if key not in manifest]:
+def check_manifest(manifest: Mapping[str, Any], path: Path, needed: type[Recorded] = Resumable) -> None:
+    """Refuses a manifest that lacks what a resumed run or an evaluation needs."""
+    try:
+        build(needed, manifest, others=True)
+    except ConfigError as error:
         raise ConfigError(
-            f"`{path}` cannot be resumed: its manifest has no `{missing[0]}`",
-            hint=f"an earlier halfstep wrote it; start anew from its weights with `--init {path}`",
-        )
+            f"`{path}` cannot be {'resumed' if needed is Resumable else 'used'}: in its manifest, {error.message}",
+            hint=f"another halfstep wrote it; start anew from its weights with `--init {path}`",
+        ) from None
 
 
 def check_same_data(manifest: Mapping[str, Any], path: Path, context: RunContext) -> None:
@@ -198,7 +260,7 @@ def _describe_schedule(manifest: Mapping[str, Any], changed: Collection[str], co
     if not {"training.steps", "training.warmup", "training.warmdown"} & set(changed):
         return ""
     now, applied = context.config.training, context.session.applied()
-    before = build(TrainingConfig, manifest["config"]["training"], "training.")
+    before = build(TrainingConfig, manifest["config"].get("training", {}), "training.")
     last, following = (
         float(
             factor(np.float32(n), steps=each.steps, warmup=each.warmup_steps, warmdown_share=each.warmdown, xp=np)

@@ -24,7 +24,7 @@ from halfstep.training.checkpoints.checkpoint import Loaded
 from halfstep.training.files import RunLock, make_folder, os_errors
 from halfstep.training.paths import CHECKPOINTS
 from halfstep.training.run import folder
-from halfstep.training.run.manifest import RunContext, changes, check_resumable, check_same_data, describe_changes
+from halfstep.training.run.manifest import Recorded, RunContext, changes, check_manifest, check_same_data, describe_changes
 from halfstep.training.session import Session, open_session
 
 Kind = Literal["model", "ema"]
@@ -59,7 +59,7 @@ class Opened:
             context.health.load(saved.manifest["guard"])
             self.warnings += describe_changes(saved.manifest, changed, context)
             if context.choice is None and saved.manifest["choice"] is not None and "policy" not in changed:
-                context.choice = Choice(**saved.manifest["choice"])
+                context.choice = build(Choice, saved.manifest["choice"], others=True)
             context.origin = saved.manifest.get("init")
             self.warnings += changes(saved.manifest, context.describe(step, None))
         if context.resolved() != self.written:  # a full disk stops no run whose settings are the same
@@ -119,7 +119,7 @@ def open_run(
         else:
             then = f"it was set aside, and the run resumes after step {saved.manifest['step']}"
             warnings += [f"{error.message}; {then}" for error in saved.damaged]
-            check_resumable(saved.manifest, saved.path)
+            check_manifest(saved.manifest, saved.path)
             folder.check_same_settings(saved.path, saved.manifest, config)
         return Opened(out, lock, config, written, saved, warnings)
     except BaseException:
@@ -154,6 +154,7 @@ def open_trained(
     saved = checkpoint.load_named(run)
     if saved is None:
         raise ConfigError(f"`{run}` holds no checkpoint", hint=hint)
+    check_manifest(saved.manifest, saved.path, Recorded)
     config = build(RunConfig, saved.manifest["config"])
     if data is not None:
         config = dataclasses.replace(config, data=dataclasses.replace(config.data, source=data))

@@ -6,8 +6,7 @@ compares with a bf16 run, and may exceed it. A resumed run uses the recorded val
 another.
 """
 
-import json
-from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from typing import Any
 from halfstep.core.errors import HalfstepError
 from halfstep.core.formats import Format
 from halfstep.core.policy import Policy
-from halfstep.training.files import os_errors
+from halfstep.training.telemetry.events import newest_first
 
 _START = b'{"event": "start"'  # how the line of a start begins (events.py)
 
@@ -40,27 +39,15 @@ UNMEASURED = Ceiling(None, "nobody measured this device; `halfstep train` does")
 
 def recorded(events: Path, device: str, fmt: Format) -> Ceiling | None:
     """Returns the ceiling that an earlier session of the run measured in a format on a device of that name."""
-    with os_errors(HalfstepError, f"events cannot be read from `{events}`", "change its permissions"):
-        if not events.exists():  # a death before the first event, or a copy of the checkpoints alone
-            return None
-        with open(events, "rb") as file:
-            starts = [line for line in file if line.startswith(_START)]
-    for line in reversed(starts):
-        if (ceiling := _read(line, device, fmt)) is not None:
-            return ceiling
+    if not events.exists():  # a death before the first event, or a copy of the checkpoints alone
+        return None
+    for start in newest_first(events, _START):
+        flops = (start.get("ceiling") or {}).get("flops")
+        if isinstance(flops, float) and flops > 0 and start.get("device", {}).get("name") == device:
+            with suppress(HalfstepError):  # a policy of another version
+                if Policy.parse(str(start.get("policy"))).compute.format == fmt:
+                    return Ceiling(flops, str(start["ceiling"].get("told")))
     return None
-
-
-def _read(line: bytes, device: str, fmt: Format) -> Ceiling | None:
-    try:
-        start = json.loads(line)
-        computes = Policy.parse(str(start.get("policy"))).compute.format
-    except (ValueError, HalfstepError):  # cut off by a kill, or of another version
-        return None
-    record, same = start.get("ceiling"), (computes, start["device"]["name"]) == (fmt, device)
-    if not same or not isinstance(record, Mapping) or not record.get("flops"):
-        return None
-    return Ceiling(float(record["flops"]), str(record["told"]))
 
 
 def in_flops(number: float) -> str:

@@ -41,16 +41,49 @@ import os
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Annotated, Any, BinaryIO
 
 import numpy as np
 
-from halfstep.core.errors import HalfstepError
+from halfstep.config.reading import open_regular
+from halfstep.config.schema import Bounds, Count, check
+from halfstep.core.errors import ConfigError, HalfstepError
 from halfstep.training.files import os_errors
 
 BLOCK = 64 << 10  # bytes that are read at once from the end of a file
+MOST_LINE = 1 << 24  # bytes of an event; a longer line is damage
 
+_STEP: dict[str, Any] = {"step": Count}
+_LOSS: dict[str, Any] = {**_STEP, "loss": float | None, "grad_norm": float | None, "scale": float | None}
+_DONE: dict[str, Any] = {**_STEP, "spent": Mapping[str, float | None] | None, "mfu": float | None}
+_FIELDS: dict[str, dict[str, Any]] = {
+    "start": {
+        "config": Mapping[str, Any],
+        "policy": str,
+        "choice": Mapping[str, str] | None,
+        "backend": Mapping[str, str],
+        "device": Mapping[str, str],
+        "ceiling": Mapping[str, Any] | None,
+        "data": Mapping[str, Any],
+        "init": Mapping[str, Any] | None,
+        "parameters": Count,
+        "resumed_from": Count | None,
+    },
+    "step": {**_LOSS, "tokens_per_second": float | None, "learning_rate": float | None, "mfu": float | None},
+    "validation": {**_STEP, "loss": float | None, "bits_per_byte": float | None},
+    "checkpoint": {**_STEP, "path": str, "held_out": float | None},
+    "save_failed": {**_STEP, "message": str},
+    **dict.fromkeys(("skip", "not_finite", "spike"), _LOSS),
+    "rollback": {**_STEP, "to": Count, "message": str},
+    "warning": {"message": str},
+    "stop": {**_DONE, "reason": str, "saved": Count | None},
+    "end": {**_DONE, "seconds": float | None, "loss": float | None, "validation_loss": float | None},
+}
+_TIME = {"time": Annotated[float, Bounds(at_least=0, below=1e11)]}  # until the year 5138
+
+_OWN_FILE = os.O_NOFOLLOW | os.O_NONBLOCK
 _WORD = re.compile(r"'*(nan|inf|-inf)")
 
 
@@ -72,8 +105,8 @@ class Events:
     def __enter__(self) -> "Events":
         hint = "choose a run folder that can be written with `--out`"
         with os_errors(EventsError, f"events cannot be written to `{self.path}`", hint):
-            # A link would lead to someone else's file.
-            opened = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+            # A link would lead to someone else's file, and a pipe would wait for a reader.
+            opened = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | _OWN_FILE, 0o666)
             self._file = os.fdopen(opened, "ab", buffering=0)
             _remove_torn_line(self.path)
         return self
@@ -119,18 +152,20 @@ def read_events(path: Path) -> list[dict[str, Any]]:
 
 def stream_events(path: Path) -> Iterator[dict[str, Any]]:
     """Yields the same one by one: those of a long run take a lot of memory."""
-    with os_errors(EventsError, f"events cannot be read from `{path}`"), open(path, "rb") as file:
-        for number, line in enumerate(file, 1):
-            if line.endswith(b"\n") or _is_whole(line):
+    with os_errors(EventsError, f"events cannot be read from `{path}`"), open_regular(path) as file:
+        for number, line in enumerate(iter(lambda: file.readline(MOST_LINE), b""), 1):
+            if line.endswith(b"\n") or len(line) == MOST_LINE or _is_whole(line):
                 yield _parse(line, path, number)
 
 
-def newest_first(path: Path) -> Iterator[dict[str, Any]]:
-    """Yields the events of a file from its end, without an unfinished last line; reads no more than needed."""
-    with os_errors(EventsError, f"events cannot be read from `{path}`"), open(path, "rb") as file:
-        for number, line in enumerate(_backwards(file)):
-            if number > 0 or _is_whole(line):
-                yield _parse(line, path, -number)
+def newest_first(path: Path, begin: bytes = b"") -> Iterator[dict[str, Any]]:
+    """Yields the events of a file from its end, those whose line has a certain beginning; reads no more than
+    needed. Damaged lines are passed over: the checkpoints, and not this record, are what a run resumes from."""
+    with os_errors(EventsError, f"events cannot be read from `{path}`"), open_regular(path) as file:
+        for line in _backwards(file):
+            if line.startswith(begin):
+                with suppress(EventsError):
+                    yield _parse(line)
 
 
 def _backwards(file: BinaryIO) -> Iterator[bytes]:
@@ -141,27 +176,32 @@ def _backwards(file: BinaryIO) -> Iterator[bytes]:
         place = file.seek(place - size)
         rest, *lines = (file.read(size) + rest).split(b"\n")
         yield from reversed(lines)
+        rest = rest[:MOST_LINE]  # a part of a line that is too long is not an event either
     yield rest
 
 
 def _parse(line: bytes, path: Path | None = None, number: int = 0) -> dict[str, Any]:
-    """Returns the event of a line: number 1 is the first of `path`, and -1 the last."""
+    """Returns the event of a line, the first of which has number 1."""
     try:
         event = _DECODER.decode(line.decode("utf-8", errors="surrogatepass"))
     except (ValueError, RecursionError) as error:  # JSONDecodeError and UnicodeDecodeError among them
         raise _damaged(path, number, f"not JSON ({error})") from None
     if not isinstance(event, dict) or not isinstance(event.get("event"), str):
         raise _damaged(path, number, "not an object with an `event`")
-    # Most lines hold no word that stands for a number; a backslash may spell one.
-    if b'nan"' in line or b'inf"' in line or b"\\" in line:
-        return {name: _decode(value) for name, value in event.items()}
+    try:
+        # Most lines hold no word that stands for a number; a backslash may spell one.
+        if b'nan"' in line or b'inf"' in line or b"\\" in line:
+            event = {name: _decode(value) for name, value in event.items()}
+        check(_TIME, event)
+        check(_FIELDS.get(event["event"], {}), event)
+    except (ConfigError, RecursionError) as error:
+        raise _damaged(path, number, f"not an event ({error})") from None
     return event
 
 
 def _damaged(path: Path | None, number: int, reason: str) -> EventsError:
-    place = f"{path}:{number}" if number >= 0 else f"{path}, line {-number} from its end"
     return EventsError(
-        f"{place}: this line is {reason}", hint="repair or remove the line by hand; nothing is guessed"
+        f"{path}:{number}: this line is {reason}", hint="repair or remove the line by hand; nothing is guessed"
     )
 
 
@@ -182,8 +222,9 @@ def _is_whole(line: bytes) -> bool:
 
 
 def _remove_torn_line(path: Path) -> None:
-    with open(path, "rb") as file:
-        tail, size = next(_backwards(file)), file.seek(0, os.SEEK_END)
+    with open_regular(path) as file:
+        begin = file.seek(_last_line(file))
+        tail = file.read(MOST_LINE)
     if not tail:
         return
     with open(path, "r+b") as file:
@@ -191,7 +232,18 @@ def _remove_torn_line(path: Path) -> None:
             file.seek(0, os.SEEK_END)
             file.write(b"\n")
         else:
-            file.truncate(size - len(tail))
+            file.truncate(begin)
+
+
+def _last_line(file: BinaryIO) -> int:
+    """Returns where the last line begins: after the last newline."""
+    place = file.seek(0, os.SEEK_END)
+    while place > 0:
+        size = min(BLOCK, place)
+        place = file.seek(place - size)
+        if (newline := file.read(size).rfind(b"\n")) >= 0:
+            return place + newline + 1
+    return 0
 
 
 def _encode(value: Any, place: str) -> Any:

@@ -17,6 +17,8 @@ from contextlib import suppress
 from datetime import timedelta
 from typing import Any, Self, TextIO, cast
 
+from halfstep.core.errors import printable
+
 Clock = Callable[[], float]
 
 SECONDS_BETWEEN_LINES = 5.0
@@ -42,6 +44,7 @@ class Progress:
 
     def note(self, text: str) -> None:
         """Prints a line of its own, above the bar if there is one."""
+        text = printable(text)
         if self.is_live:
             self._bar.console.print(text, markup=False, highlight=False, soft_wrap=True)
         else:

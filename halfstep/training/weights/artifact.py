@@ -28,6 +28,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from halfstep.config.model import ModelConfig, Shape, parameter_shapes
+from halfstep.config.reading import fits_in_memory, open_regular, parse_json
 from halfstep.config.run import RunConfig
 from halfstep.config.schema import build
 from halfstep.config.weights import Weights
@@ -148,7 +149,7 @@ def is_artifact(path: Path) -> bool:
     """Whether a file begins like an artifact, of any version."""
     if not path.is_file():
         return False  # reading a pipe would block
-    with open(path, "rb") as file:
+    with open_regular(path) as file:
         return file.read(len(MAGIC)) == MAGIC
 
 
@@ -242,6 +243,8 @@ def _checked_payload(data: bytes, name: str) -> bytes:
     if hashlib.sha256(data[40:]).digest() != data[8:40]:
         raise ArtifactError(f"`{name}` is damaged: its digest is not its own", hint="write or fetch it again")
     length = int.from_bytes(data[40:48], "little")
+    if not fits_in_memory(length):  # a few bytes can stand for many
+        raise ArtifactError(f"`{name}` holds {length:,} bytes, more than this machine has memory for")
     try:
         opened = zlib.decompressobj()
         plain = opened.decompress(data[HEADER_BYTES:], length + 1)
@@ -259,8 +262,8 @@ def _parsed(plain: bytes, name: str) -> tuple[ModelConfig, Arrays]:
     from safetensors.numpy import load
 
     try:
-        header = json.loads(plain[8 : 8 + int.from_bytes(plain[:8], "little")])
-        model = build(ModelConfig, json.loads(header["__metadata__"]["halfstep"]), "model.")
+        header = parse_json(plain[8 : 8 + int.from_bytes(plain[:8], "little")])
+        model = build(ModelConfig, parse_json(header["__metadata__"]["halfstep"]), "model.")
         arrays = load(plain)
     except (SafetensorError, HalfstepError, ValueError, KeyError, TypeError) as error:
         raise ArtifactError(f"`{name}` cannot be read: {error}", hint="write it again") from None

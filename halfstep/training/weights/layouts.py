@@ -317,7 +317,7 @@ def resolved(model: ModelConfig) -> Settings:
 
 def _sizes(tensors: Tensors, blocks: str, at: Mapping[str, str]) -> Settings:
     """Returns the number of blocks, and sizes that are an axis of some tensor, if those are there."""
-    numbers = [int(match[1]) for name in tensors if (match := re.match(rf"{blocks}\.(\d+)\.", name))]
+    numbers = [int(match[1]) for name in tensors if (match := re.match(rf"{blocks}\.(\d{{1,9}})\.", name))]
     sizes: Settings = {"layers": max(numbers) + 1} if numbers else {}
     for setting, place in at.items():
         name, _, axis = place.partition(":")

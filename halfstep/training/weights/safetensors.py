@@ -12,7 +12,6 @@ prints:
 """
 
 import hashlib
-import json
 import struct
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from halfstep.config.reading import MOST_TABLE, open_regular, parse_json, read_bytes
 from halfstep.core.errors import HalfstepError
 from halfstep.training.files import PICKLES
 
@@ -61,7 +61,8 @@ class Tensor:
     def bits(self, carrier: str) -> NDArray[Any]:
         """Returns the bytes as a dtype of numpy, which has no bf16."""
         count = int(np.prod(self.shape, dtype=np.int64))
-        return np.fromfile(self.file, carrier, count, offset=self.offset).reshape(self.shape)
+        with open_regular(self.file) as opened:
+            return np.fromfile(opened, carrier, count, offset=self.offset).reshape(self.shape)
 
     def equals(self, other: "Tensor") -> bool:
         """Whether another tensor holds the same numbers in the same format."""
@@ -91,11 +92,9 @@ def open_file(file: Path) -> dict[str, Tensor]:
     from safetensors import SafetensorError, safe_open
 
     try:
-        with safe_open(file, framework="numpy"):
-            pass  # checks that header, offsets and size agree
-        with open(file, "rb") as opened:
+        with open_regular(file) as opened, safe_open(file, framework="numpy"):  # it checks header and size
             (length,) = struct.unpack("<Q", opened.read(8))
-            header = json.loads(opened.read(length))
+            header = parse_json(opened.read(length))
     except (SafetensorError, ValueError, struct.error) as error:
         raise WeightsError(f"`{file}` does not read as safetensors: {error}", hint=_what_it_is(file)) from None
     except OSError as error:
@@ -141,7 +140,7 @@ def digest(tensors: Iterable[Tensor]) -> str:
     files = sorted({tensor.file for tensor in tensors}, key=lambda file: file.name)
     sums = []
     for file in files:
-        with open(file, "rb") as opened:
+        with open_regular(file) as opened:
             sums.append(hashlib.file_digest(opened, "sha256").hexdigest())
     if len(files) == 1:
         return sums[0]
@@ -152,8 +151,8 @@ def digest(tensors: Iterable[Tensor]) -> str:
 def read_json(file: Path) -> dict[str, Any]:
     """Returns the table in a JSON file."""
     try:
-        table = json.loads(file.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
+        table = parse_json(read_bytes(file, MOST_TABLE))
+    except ValueError as error:
         raise WeightsError(f"`{file}` is not JSON: {error}", hint="fetch or write it again") from None
     except OSError as error:
         raise WeightsError(f"`{file}` cannot be read: {error.strerror or error}") from None
@@ -212,7 +211,7 @@ def _empty(folder: Path) -> WeightsError:
 
 
 def _what_it_is(file: Path) -> str:
-    with open(file, "rb") as opened:
+    with open_regular(file) as opened:
         start = opened.read(64)
     if start.startswith((b"PK\x03\x04", b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")):
         return f"it looks like a pickle; {AS_SAFETENSORS}"

@@ -381,7 +381,7 @@ def test_if_none_is_whole_all_are_left_alone(tmp_path):
 def rewrite(path, **changes):
     """A manifest that verifies and yet says something else."""
     manifest = json.loads((path / "manifest.json").read_text()) | changes
-    manifest["digest"] = checkpoint._digest(manifest)
+    manifest["digest"] = checkpoint.digest_of(manifest)
     (path / "manifest.json").write_text(json.dumps(manifest))
 
 

@@ -12,11 +12,12 @@ import zlib
 import numpy as np
 import pytest
 
+from halfstep.core.errors import printable
 from halfstep.training.data import checksums
 from halfstep.training.data import index as shardindex
 from halfstep.training.data.batches import Batches
 from halfstep.training.data.checksums import CHUNK, page_digest
-from halfstep.training.data.index import Index, ShardRecord, SideRecord, read_index, write_index
+from halfstep.training.data.index import Index, Packing, ShardRecord, SideRecord, read_index, write_index
 from halfstep.training.data.load import load_corpus
 from halfstep.training.data.pack.pack import PackRequest, pack
 from halfstep.training.data.pack.sources import find_sources
@@ -140,7 +141,7 @@ def test_an_index_that_points_out_of_its_folder_is_refused(folder, name, what):
         changed = dataclasses.replace(index, tokenizer=dataclasses.replace(index.tokenizer, file=name))
     write_index(folder, changed)
     error = refused(folder)
-    assert f"index.json` points to `{name}`, which is not a file in its own folder" in error.message
+    assert f"index.json` points to `{printable(name)}`, which is not a file in its own folder" in error.message
     assert "do not use data you do not trust" in error.hint
     with pytest.raises(DataError, match="points to"):
         verify(folder)
@@ -180,7 +181,9 @@ def test_ten_gigabytes_open_at_once_and_cost_no_memory(tmp_path):
         records.append(ShardRecord(path.name, tokens, tokens, 1, "", pages, (), hashlib.sha256(sums).hexdigest()))
     side = SideRecord(50 * tokens, 50, 50 * tokens, 50 * tokens, tuple(records))
     nothing = SideRecord(0, 0, 0, 0, ())
-    write_index(tmp_path, Index("0", BytesTokenizer().identity(), {}, {}, None, side, nothing))
+    write_index(
+        tmp_path, Index("0", BytesTokenizer().identity(), Packing((), "text", None, 0, 1), {}, None, side, nothing)
+    )
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     started = time.perf_counter()
     corpus = load_corpus(str(tmp_path), 0.001, 256)

@@ -38,7 +38,7 @@ def test_a_line_is_what_the_table_says_and_is_on_its_way_before_write_returns(tm
 
 def test_non_finite_numbers_are_words_and_numpy_scalars_are_numbers(tmp_path):
     path = tmp_path / "events.jsonl"
-    write(path, ("step", {"loss": math.nan, "scale": [math.inf, {"x": -math.inf}], "f32": np.float32("inf")}))
+    write(path, ("other", {"loss": math.nan, "scale": [math.inf, {"x": -math.inf}], "f32": np.float32("inf")}))
     line = json.loads(path.read_text(), parse_constant=pytest.fail)
     assert (line["loss"], line["scale"]) == ("nan", ["inf", {"x": "-inf"}])
     (event,) = read_events(path)
@@ -173,7 +173,7 @@ def test_a_full_disk_delays_events_and_loses_none(tmp_path, room):
 def test_from_the_end_they_are_the_same_in_the_other_order(tmp_path, monkeypatch, block, tail):
     monkeypatch.setattr(module, "BLOCK", block)
     path = tmp_path / "events.jsonl"
-    write(path, *[("step", {"step": number, "loss": [math.nan, "a\nb"]}) for number in range(12)])
+    write(path, *[("other", {"step": number, "loss": [math.nan, "a\nb"]}) for number in range(12)])
     path.write_bytes(path.read_bytes() + tail)
     assert repr([*newest_first(path)]) == repr(read_events(path)[::-1])
     path.write_bytes(tail)
@@ -205,7 +205,6 @@ def test_no_more_is_read_than_is_asked_for(tmp_path):
     assert next(newest_first(path))["step"] == 1
     with Events(path):
         pass
-    with pytest.raises(EventsError, match=r"events\.jsonl, line 5001 from its end: "):
-        list(newest_first(path))
+    assert len(list(newest_first(path))) == 5001  # what is damaged stops no resume
     with pytest.raises(EventsError, match="gone"):
         next(newest_first(tmp_path / "gone.jsonl"))

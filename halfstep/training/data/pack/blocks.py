@@ -22,6 +22,8 @@ from itertools import accumulate
 from pathlib import Path
 from typing import IO, Any, Literal, TypeAlias, cast
 
+from halfstep.config.reading import open_regular, read_bytes
+from halfstep.config.schema import Count
 from halfstep.training.data.pack.sources import SourceFile
 from halfstep.training.data.text import end_of_piece
 from halfstep.training.data.tokenizer_base import import_optional
@@ -32,6 +34,9 @@ LONG = 1 << 20
 # How far beyond a mebibyte a block of a long text may extend in order to end at a blank line.
 REACH = 1 << 16
 ROWS_AT_ONCE = 256
+# A few bytes of gzip can hold a line of gigabytes, and a line is in memory several times over.
+MOST_LINE = 1 << 26
+NEWLINE = b"\n"
 
 Payload: TypeAlias = bytes | tuple[bytes, ...] | tuple[str | None, ...]
 # Of a table: the number of rows in a group, and a function that reads its text column in parts.
@@ -42,9 +47,9 @@ RowGroup: TypeAlias = tuple[int, Callable[[], Iterator[Any]]]
 class Position:
     """Where a block begins: the file, the byte or row in it, and the line."""
 
-    file: int = 0
-    offset: int = 0
-    line: int = 1
+    file: Count = 0
+    offset: Count = 0
+    line: Count = 1
 
 
 @dataclass(frozen=True)
@@ -84,7 +89,7 @@ def _texts(files: Sequence[SourceFile], first: int, before: Sequence[int]) -> Bl
     size, number = 0, first
     while number < len(files) and size < BLOCK and _is_small_text(files[number]):
         with _named_errors(files[number].path):
-            texts.append(files[number].path.read_bytes())
+            texts.append(read_bytes(files[number].path, 2 * LONG))
         size, number = size + max(1, len(texts[-1])), number + 1
     return Block("texts", str(files[first].path), 0, tuple(texts), Position(number), before[number])
 
@@ -94,7 +99,7 @@ def _pieces(file: SourceFile, start: Position, before: int, field: str) -> Itera
         # A block of one document that is skipped, as small files that are not text are.
         yield Block("texts", str(file.path), 0, (b"\0",), Position(start.file + 1), before + file.size)
         return
-    with _named_errors(file.path), open(file.path, "rb") as opened:
+    with _named_errors(file.path), open_regular(file.path) as opened:
         offset, last = start.offset, False
         while not last:
             opened.seek(offset)
@@ -109,7 +114,7 @@ def _pieces(file: SourceFile, start: Position, before: int, field: str) -> Itera
 
 
 def _lines(file: SourceFile, start: Position, before: int, field: str) -> Iterator[Block]:
-    with _named_errors(file.path), open(file.path, "rb") as raw:
+    with _named_errors(file.path), open_regular(file.path) as raw:
         opened = _decompressed(raw, file.path)
         if opened is raw:
             raw.seek(start.offset)
@@ -118,8 +123,8 @@ def _lines(file: SourceFile, start: Position, before: int, field: str) -> Iterat
         offset, line = start.offset, start.line
         # Not beyond the known size: a file that is being written may never end. `pack` refuses it afterwards.
         while (opened is not raw or offset < file.size) and (content := opened.read(BLOCK)):
-            content += opened.readline()
-            at, offset, line = line, offset + len(content), line + content.count(b"\n")
+            content += _rest_of_line(opened, f"`{file.path}`:{line + content.count(NEWLINE)}")
+            at, offset, line = line, offset + len(content), line + content.count(NEWLINE)
             done = before + min(raw.tell() if opened is not raw else offset, file.size)
             yield Block("lines", str(file.path), at, content, Position(start.file, offset, line), done)
 
@@ -212,7 +217,7 @@ def missing_field(where: str, field: str, names: Sequence[str]) -> DataError:
 def is_text(path: Path) -> bool:
     """Whether a file decodes as UTF-8 and holds no NUL byte; stops at the first byte that does not fit."""
     decoder = codecs.getincrementaldecoder("utf-8")()
-    with _named_errors(path), open(path, "rb") as opened:
+    with _named_errors(path), open_regular(path) as opened:
         try:
             while content := opened.read(BLOCK):
                 if b"\0" in content:
@@ -232,6 +237,16 @@ def _decompressed(raw: IO[bytes], path: Path) -> IO[bytes]:
         arrow = import_optional("pyarrow", f"decompressing `{path}`")
         return io.BufferedReader(arrow.CompressedInputStream(raw, "zstd"), BLOCK)
     return raw
+
+
+def _rest_of_line(opened: IO[bytes], where: str) -> bytes:
+    rest = opened.readline(MOST_LINE)
+    if len(rest) == MOST_LINE and not rest.endswith(NEWLINE):
+        raise DataError(
+            f"{where} is longer than {MOST_LINE >> 20} MiB: a line is one document, read as a whole",
+            hint="split it into several, or name a file of plain text, which may be of any size",
+        )
+    return rest
 
 
 def _skip(opened: IO[bytes], count: int) -> None:

@@ -5,7 +5,6 @@ when text is trained on without packing, so that both hold out the same document
 precedes each document. If there is none (bytes), a document without a newline at its end gets one.
 """
 
-import json
 import multiprocessing
 import os
 import signal
@@ -22,6 +21,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from halfstep.config.reading import parse_json
 from halfstep.training.data.corpus import hash_share
 from halfstep.training.data.pack.blocks import Block, missing_field
 from halfstep.training.data.text import cut
@@ -132,10 +132,10 @@ def _lines(block: Block, field: str, skipped: Counter[str]) -> Iterator[tuple[st
             continue  # between records, or after the last
         where = f"`{block.name}`:{number}"
         try:
-            record = json.loads(line)
+            record = parse_json(line)
         except UnicodeDecodeError as error:
             raise _not_utf8(f"{where}, byte {error.start} of the line") from None
-        except (ValueError, RecursionError) as error:
+        except ValueError as error:
             raise DataError(f"{where} is not JSON: {error}", hint=_FIX_LINE) from None
         if not isinstance(record, dict):
             raise DataError(f"{where} is not a JSON object", hint='a line must look like {"text": ...}')

@@ -15,7 +15,7 @@ import hashlib
 import re
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from decimal import Decimal
@@ -24,11 +24,16 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from halfstep import __version__
+from halfstep.config.schema import Count
+from halfstep.core.errors import one_of
 from halfstep.training.data.index import (
     INDEX,
     STATE,
     TOKEN_BYTES,
     Index,
+    Packing,
+    SourceRecord,
+    check_name,
     is_marked,
     is_packed,
     read_index,
@@ -40,10 +45,10 @@ from halfstep.training.data.pack.blocks import Block, Position, blocks
 from halfstep.training.data.pack.encode import SIDES, Encoded, Encoder, encoded_blocks
 from halfstep.training.data.pack.repair import find_lost_shards, repair_shards, repair_tables
 from halfstep.training.data.pack.sources import Source
-from halfstep.training.data.pack.writer import ShardWriter
+from halfstep.training.data.pack.writer import ShardWriter, SideState
 from halfstep.training.data.packed import check_names
 from halfstep.training.data.text import STDLIB
-from halfstep.training.data.tokenizer_base import Tokenizer
+from halfstep.training.data.tokenizer_base import Tokenizer, TokenizerIdentity
 from halfstep.training.data.types import DataError
 from halfstep.training.data.walk import describe_skipped
 from halfstep.training.files import PARTIAL, RunLock, make_folder, os_errors, write_whole
@@ -70,6 +75,31 @@ class PackRequest:
         check_share(self.validation)
         if not 1 <= self.shard_tokens <= MOST_TOKENS:
             raise DataError(f"--shard-tokens is {self.shard_tokens}; it must be from 1 to {MOST_TOKENS}")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is packed, and how: a packing can only be resumed with the same."""
+
+    tokenizer: TokenizerIdentity
+    packing: Packing
+
+
+@dataclass(frozen=True)
+class State:
+    """How far a packing is, as packing.json holds it."""
+
+    plan: Plan
+    sides: Mapping[str, SideState]
+    position: Position
+    done: Count  # bytes of the sources
+    skipped: Mapping[str, Count]
+    shares: tuple[float, float]
+
+    @property
+    def has_tokens(self) -> bool:
+        """Whether it wrote any."""
+        return any(side.shards or side.tokens for side in self.sides.values())
 
 
 def check_share(validation: float) -> None:
@@ -139,8 +169,7 @@ class _Packing:
         if not (self.out / INDEX).is_file() or not is_packed(self.out):
             return None
         index = read_index(self.out)
-        before = {"tokenizer": dataclasses.asdict(index.tokenizer), "packing": index.packing}
-        _check_same(self.out, before, self.plan)
+        _check_same(self.out, Plan(index.tokenizer, index.packing), self.plan)
         (self.out / STATE).unlink(missing_ok=True)  # killed between writing the index and this
         return index
 
@@ -169,7 +198,7 @@ class _Packing:
             return self._end()
         except DataError:
             self._close()
-            if (self.out / STATE).is_file() and not _has_tokens(unsealed(self.out / STATE)):
+            if (self.out / STATE).is_file() and not _read_state(self.out).has_tokens:
                 _discard(self.out, self.plan)
             raise
         finally:
@@ -202,9 +231,9 @@ class _Packing:
         state = self._earlier_state()
         if state is not None:
             for side, writer in self.writers.items():
-                writer.resume(state["sides"][side])
-            self.position, self.done = Position(**state["position"]), state["done"]
-            self.skipped, self.shares = Counter(state["skipped"]), tuple(state["shares"])
+                writer.resume(state.sides[side])
+            self.position, self.done = state.position, state.done
+            self.skipped, self.shares = Counter(state.skipped), state.shares
         else:
             _check_empty(self.out)
             self._commit()
@@ -212,15 +241,15 @@ class _Packing:
         if self.table is not None:
             write_whole(self.out / TOKEN_BYTES, self.table)
 
-    def _earlier_state(self) -> dict[str, Any] | None:
+    def _earlier_state(self) -> "State | None":
         """Returns the state to resume from. An earlier packing without tokens is discarded, whatever it was."""
         if not (self.out / STATE).is_file():
             return None
-        state = unsealed(self.out / STATE)
-        if _has_tokens(state):
-            _check_same(self.out, state["plan"], self.plan)
+        state = _read_state(self.out)
+        if state.has_tokens:
+            _check_same(self.out, state.plan, self.plan)
             return state
-        _discard(self.out, state["plan"])
+        _discard(self.out, state.plan)
         return None
 
     def _take(self, block: Block, encoded: Encoded) -> None:
@@ -233,15 +262,15 @@ class _Packing:
         self.shares = min(self.shares[0], encoded.shares[0]), max(self.shares[1], encoded.shares[1])
 
     def _commit(self, *, final: bool = False) -> None:
-        state = {
-            "plan": self.plan,
-            "sides": {side: writer.commit(final=final) for side, writer in self.writers.items()},
-            "position": vars(self.position),
-            "done": self.done,
-            "skipped": dict(sorted(self.skipped.items())),
-            "shares": self.shares,
-        }
-        write_whole(self.out / STATE, sealed(state))
+        state = State(
+            plan=self.plan,
+            sides={side: writer.commit(final=final) for side, writer in self.writers.items()},
+            position=self.position,
+            done=self.done,
+            skipped=dict(sorted(self.skipped.items())),
+            shares=self.shares,
+        )
+        write_whole(self.out / STATE, sealed(dataclasses.asdict(state)))
 
     def _check_sizes(self) -> None:
         """Refuses sources that changed meanwhile: a growing file would be packed in part."""
@@ -278,7 +307,7 @@ class _Packing:
             Index(
                 version=__version__,
                 tokenizer=self.tokenizer.identity(),
-                packing=self.plan["packing"],
+                packing=self.plan.packing,
                 skipped=dict(sorted(self.skipped.items())),
                 token_bytes=None if self.table is None else hashlib.sha256(self.table).hexdigest(),
                 train=self.writers["train"].record(),
@@ -289,13 +318,9 @@ class _Packing:
         return index
 
 
-def _plan(sources: Sequence[Source], tokenizer: Tokenizer, request: PackRequest) -> dict[str, Any]:
-    described = [
-        {"given": each.given, "files": len(each.files), "bytes": each.num_bytes, "digest": each.digest()}
-        for each in sources
-    ]
-    identity = dataclasses.asdict(tokenizer.identity())
-    return {"tokenizer": identity, "packing": {"sources": described, **dataclasses.asdict(request)}}
+def _plan(sources: Sequence[Source], tokenizer: Tokenizer, request: PackRequest) -> Plan:
+    described = tuple(SourceRecord(each.given, len(each.files), each.num_bytes, each.digest()) for each in sources)
+    return Plan(tokenizer.identity(), Packing(described, **dataclasses.asdict(request)))
 
 
 def share_between(smallest: float, largest: float) -> str | None:
@@ -309,8 +334,15 @@ def share_between(smallest: float, largest: float) -> str | None:
     return None
 
 
-def _has_tokens(state: dict[str, Any]) -> bool:
-    return any(side["shards"] or side["tokens"] for side in state["sides"].values())
+def _read_state(out: Path) -> State:
+    state = unsealed(out / STATE, State)
+    for name in [record.name for side in state.sides.values() for record in side.shards]:
+        check_name(name, out / STATE)
+    if set(state.sides) != set(SIDES):
+        raise DataError(
+            f"`{out / STATE}` has other sides than {one_of(SIDES)}", hint="remove the folder and pack again"
+        )
+    return state
 
 
 def _create(out: Path) -> list[Path]:
@@ -338,11 +370,11 @@ def _check_outside(sources: Sequence[Source], out: Path) -> None:
             )
 
 
-def _discard(out: Path, plan: dict[str, Any]) -> None:
+def _discard(out: Path, plan: Plan) -> None:
     """Removes what a packing wrote, and last the file that says that it began."""
     for path in out.iterdir():
         name = path.name.removesuffix(PARTIAL)
-        if name in (TOKEN_BYTES, plan["tokenizer"]["file"]) or _SHARD.fullmatch(name):
+        if name in (TOKEN_BYTES, plan.tokenizer.file) or _SHARD.fullmatch(name):
             path.unlink()
     (out / STATE).unlink()
 
@@ -355,7 +387,7 @@ def _check_empty(out: Path) -> None:
         )
 
 
-def _check_same(out: Path, before: dict[str, Any], now: dict[str, Any]) -> None:
+def _check_same(out: Path, before: Plan, now: Plan) -> None:
     for what, was, is_now in _compared(before, now):
         if was != is_now:
             raise DataError(
@@ -364,13 +396,13 @@ def _check_same(out: Path, before: dict[str, Any], now: dict[str, Any]) -> None:
             )
 
 
-def _compared(before: dict[str, Any], now: dict[str, Any]) -> Iterator[tuple[str, Any, Any]]:
+def _compared(before: Plan, now: Plan) -> Iterator[tuple[str, Any, Any]]:
     for key in ("kind", "sha256", "vocabulary", "separator"):
-        yield f"the tokenizer's {key}", before["tokenizer"][key], now["tokenizer"][key]
-    old, new = before["packing"], now["packing"]
-    yield "the number of sources", len(old["sources"]), len(new["sources"])
-    for was, is_now in zip(old["sources"], new["sources"], strict=False):
+        yield f"the tokenizer's {key}", getattr(before.tokenizer, key), getattr(now.tokenizer, key)
+    old, new = before.packing, now.packing
+    yield "the number of sources", len(old.sources), len(new.sources)
+    for was, is_now in zip(old.sources, new.sources, strict=False):
         for key in ("files", "bytes", "digest"):
-            yield f"source `{is_now['given']}` ({key})", was[key], is_now[key]
+            yield f"source `{is_now.given}` ({key})", getattr(was, key), getattr(is_now, key)
     for key in ("field", "only", "validation", "shard_tokens"):
-        yield f"--{key.replace('_', '-')}", old[key], new[key]
+        yield f"--{key.replace('_', '-')}", getattr(old, key), getattr(new, key)

@@ -12,7 +12,6 @@ names, sizes, and first and last pages of its files: a packing can only be resum
 """
 
 import glob
-import json
 import os
 import sysconfig
 from collections.abc import Mapping, Sequence
@@ -21,6 +20,7 @@ from fnmatch import fnmatch
 from hashlib import blake2b
 from pathlib import Path
 
+from halfstep.config.reading import MOST_TABLE, open_regular, parse_json, read_bytes
 from halfstep.core.errors import did_you_mean
 from halfstep.training.data.file_kinds import FileKind, has_splits, is_dataset, kind_of
 from halfstep.training.data.index import is_packed
@@ -137,7 +137,8 @@ def _find_in_folder(given: str, folder: Path, only: str | None) -> Source:
 def _saved_dataset(folder: Path) -> tuple[SourceFile, ...]:
     again = "save the dataset to disk again"
     try:
-        names = [str(each["filename"]) for each in json.loads((folder / "state.json").read_bytes())["_data_files"]]
+        state = parse_json(read_bytes(folder / "state.json", MOST_TABLE))
+        names = [str(each["filename"]) for each in state["_data_files"]]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise DataError(
             f"`{folder / 'state.json'}` does not list the files of a dataset: {error}", hint=again
@@ -168,7 +169,7 @@ def _named_file(path: Path) -> SourceFile:
 def _end_pages(file: SourceFile) -> tuple[bytes, bytes]:
     with (
         os_errors(DataError, f"cannot read `{file.path}`", "check its permissions"),
-        open(file.path, "rb") as opened,
+        open_regular(file.path) as opened,
     ):
         first = opened.read(PAGE)
         opened.seek(max(0, file.size - PAGE))

@@ -21,6 +21,7 @@ from halfstep.training.files import write_whole
 
 END_OF_TEXT = "<|endoftext|>"
 SMALLEST = 257  # the bytes and <|endoftext|>
+LARGEST = 1 << 22  # sixteen times the largest in use; the library sets memory aside for each token
 
 
 def train_tokenizer(
@@ -37,6 +38,10 @@ def train_tokenizer(
     if vocabulary < SMALLEST:
         raise DataError(
             f"--vocabulary is {vocabulary}, but the bytes and {END_OF_TEXT} alone take {SMALLEST} tokens"
+        )
+    if vocabulary > LARGEST:
+        raise DataError(
+            f"--vocabulary is {vocabulary}; it must be at most {LARGEST}", hint="usual are 32,000 to 256,000"
         )
     check_share(validation)
     if out.exists():

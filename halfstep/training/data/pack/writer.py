@@ -7,19 +7,32 @@ returns the state to resume from. `resume` discards whatever was written after t
 """
 
 import os
-from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from halfstep.config.schema import Count
 from halfstep.training.data.checksums import digests, page_digest
-from halfstep.training.data.index import STATE, ShardRecord, SideRecord, shard_records
+from halfstep.training.data.index import ShardRecord, SideRecord
 from halfstep.training.data.shards import HEADER_BYTES, header
 from halfstep.training.data.token_bytes import TokenBytes
 from halfstep.training.data.types import DataError, TokenArray
 from halfstep.training.files import PARTIAL, flush, write_whole
+
+
+@dataclass(frozen=True)
+class SideState:
+    """Where a killed packing resumes a side: its full shards, then what the growing one holds."""
+
+    shards: tuple[ShardRecord, ...]
+    tokens: Count
+    documents: Count
+    bytes: Count | None
+    text_bytes: Count
+    last: Count
 
 
 class ShardWriter:
@@ -47,7 +60,7 @@ class ShardWriter:
             if self._tokens == self.size:
                 self._finish()
 
-    def commit(self, *, final: bool = False) -> dict[str, Any]:
+    def commit(self, *, final: bool = False) -> SideState:
         """Makes everything so far durable and returns the state to resume from. `final` ends the growing shard."""
         if self._file is not None:
             self._flush()
@@ -57,20 +70,15 @@ class ShardWriter:
             self._done.append(self._give_name(tokens, documents, size))
         self._full.clear()
         flush(self.folder)
-        return {
-            "shards": [vars(record) for record in self._done],
-            "tokens": self._tokens,
-            "documents": self._documents,
-            "bytes": self._bytes,
-            "text_bytes": self.text_bytes,
-            "last": self._last,
-        }
+        return SideState(
+            tuple(self._done), self._tokens, self._documents, self._bytes, self.text_bytes, self._last
+        )
 
-    def resume(self, state: Mapping[str, Any]) -> None:
+    def resume(self, state: SideState) -> None:
         """Continues from the state that a commit returned."""
-        self._done = list(shard_records(state["shards"], self.folder / STATE))
-        self._tokens, self._documents, self._bytes = state["tokens"], state["documents"], state["bytes"]
-        self.text_bytes, self._last = state["text_bytes"], state["last"]
+        self._done = list(state.shards)
+        self._tokens, self._documents, self._bytes = state.tokens, state.documents, state.bytes
+        self.text_bytes, self._last = state.text_bytes, state.last
         for record in self._done:
             self._check_size(self.folder / record.name, record.tokens, exact=True)
         growing = self._name(len(self._done))

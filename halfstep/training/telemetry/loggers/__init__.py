@@ -17,6 +17,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from halfstep.config.reading import MOST_SETTINGS, parse_json, read_bytes
 from halfstep.core.errors import ConfigError, HalfstepError
 from halfstep.training.files import write_whole
 from halfstep.training.paths import LOGGERS
@@ -156,7 +157,7 @@ def _identity(folder: Path, warn: Callable[[str], None]) -> str:
     """Returns the id of the run, new if there is none; a lost one stops no run."""
     path = folder / LOGGERS
     try:
-        return str(json.loads(path.read_bytes())["id"])
+        return str(parse_json(read_bytes(path, MOST_SETTINGS))["id"])
     except FileNotFoundError:
         pass
     except (OSError, ValueError, KeyError, TypeError):

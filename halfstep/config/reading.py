@@ -1,0 +1,73 @@
+"""Reads files that anyone may have written: regular ones only, no more of them than fits, and JSON and TOML.
+
+A pipe may block forever and a device may never end, so neither is opened. Whatever cannot be read raises an
+OSError whose `strerror` says why, and what is not JSON or TOML a ValueError: brackets nested thousands deep and
+numbers of thousands of digits too.
+"""
+
+import errno
+import json
+import os
+import re
+import stat
+import tomllib
+from io import BufferedReader
+from pathlib import Path
+from typing import Any
+
+from halfstep.core import host
+
+MEBIBYTE = 1 << 20
+# More than any file of settings, any index or manifest, and any tokenizer has.
+MOST_SETTINGS, MOST_TABLE, MOST_TOKENIZER = 1 * MEBIBYTE, 256 * MEBIBYTE, 256 * MEBIBYTE
+_KINDS = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket"}
+# Reading a key takes the square of its parts. (Lookbehind and possessive repeats: each place is looked at once.)
+_LONG_KEY = re.compile(r"""(?<![\w"'-])(?:[\w"'-]++[ \t]*+\.[ \t]*+){32,}""")
+
+
+def open_regular(path: str | Path) -> BufferedReader:
+    """Opens a regular file to read its bytes."""
+    return open(path, "rb", opener=_open)
+
+
+def read_bytes(path: str | Path, most: int) -> bytes:
+    """Returns what a regular file holds, unless that is more than `most` bytes."""
+    with open_regular(path) as file:
+        # A file of /proc has no size.
+        content = file.read(min(most, max(os.fstat(file.fileno()).st_size, MEBIBYTE)) + 1)
+    if len(content) > most:
+        raise OSError(errno.EFBIG, f"it has more than {most:,} bytes, which is too large", str(path))
+    return content
+
+
+def fits_in_memory(num_bytes: int) -> bool:
+    """Whether this machine has memory for so many bytes; True if that is unknown."""
+    return num_bytes <= (host.memory() or num_bytes)
+
+
+def parse_json(content: str | bytes) -> Any:
+    """Returns what JSON says."""
+    try:
+        return json.loads(content)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
+def parse_toml(text: str) -> dict[str, Any]:
+    """Returns what TOML says."""
+    try:
+        if not _LONG_KEY.search(text):
+            return tomllib.loads(text)
+    except RecursionError:
+        pass
+    raise ValueError("it is nested too deeply")
+
+
+def _open(path: str, flags: int) -> int:
+    descriptor = os.open(path, flags | getattr(os, "O_NONBLOCK", 0))  # a pipe is opened without a writer
+    mode = os.fstat(descriptor).st_mode
+    if stat.S_ISREG(mode):
+        return descriptor
+    os.close(descriptor)
+    number = errno.EISDIR if stat.S_ISDIR(mode) else errno.EINVAL
+    raise OSError(number, f"it is {_KINDS.get(stat.S_IFMT(mode), 'a device')}, not a file", path)
