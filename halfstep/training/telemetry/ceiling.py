@@ -14,7 +14,6 @@ from typing import Any
 from halfstep.core.errors import HalfstepError
 from halfstep.core.formats import Format
 from halfstep.core.policy import Policy
-from halfstep.training.telemetry.events import newest_first
 
 _START = b'{"event": "start"'  # how the line of a start begins (events.py)
 
@@ -39,6 +38,8 @@ UNMEASURED = Ceiling(None, "nobody measured this device; `halfstep train` does")
 
 def recorded(events: Path, device: str, fmt: Format) -> Ceiling | None:
     """Returns the ceiling that an earlier session of the run measured in a format on a device of that name."""
+    from halfstep.training.telemetry.events import newest_first  # loads numpy
+
     if not events.exists():  # a death before the first event, or a copy of the checkpoints alone
         return None
     for start in newest_first(events, _START):
