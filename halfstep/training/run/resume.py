@@ -24,7 +24,14 @@ from halfstep.training.checkpoints.checkpoint import Loaded
 from halfstep.training.files import RunLock, make_folder, os_errors
 from halfstep.training.paths import CHECKPOINTS
 from halfstep.training.run import folder
-from halfstep.training.run.manifest import Recorded, RunContext, changes, check_manifest, check_same_data, describe_changes
+from halfstep.training.run.manifest import (
+    Recorded,
+    RunContext,
+    changes,
+    check_manifest,
+    check_same_data,
+    describe_changes,
+)
 from halfstep.training.session import Session, open_session
 
 Kind = Literal["model", "ema"]
