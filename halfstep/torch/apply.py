@@ -288,7 +288,7 @@ def _hold_all(
         held, remainder = hold(parameter.data.float(), masters[name], policy)
         parameter.data = held
         if remainder is not None:
-            make_split(parameter, remainder)
+            make_split(parameter, remainder, name)
             remainders[name] = split_parameters[parameter] = remainder
     for planned in plans:
         for name, held_here in planned.module._parameters.items():

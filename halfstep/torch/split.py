@@ -11,18 +11,23 @@ float32` is enough for eager autograd, but torch.compile differentiates copies o
 the gradient is rounded to bf16, then widened (torch 2.13). Hooks on the parameter run when the gradient is moved.
 `torch.autograd.grad` does not work with split parameters: they are not in the graph, their grad_owner is.
 
-**In-place writes** to a split parameter (`nn.init`, a clamp, a mask) replace the whole number, so the old
-remainder is dropped. torch counts such writes, but not those through `parameter.data`: there the remainder stays,
-at most half a unit in the last place of bf16.
+**Writes by others** (`nn.init`, a clamp, an average) would be rounded to bf16, or lost. The next update refuses
+them (`Masters.check_writes`) and names `run.edit()`, inside which a parameter is its whole master. Noticed is what
+torch counts, data that were replaced, and a write to a tensor of a state dict, which is a joined copy here. torch
+does not count in-place writes through `parameter.data`.
 
 While `parameter.grad` is wider than the parameter, dynamo compiles nothing that uses it ("dtype mismatch between
 tensor and its gradient"). So code that sums over micro-batches must take `parameter.grad` away each time.
 
-A state dict contains the joined fp32 master, and loading splits it again. `copy.deepcopy` of a parameter drops its
-attributes; a `Holder` restores them.
+A state dict contains the joined fp32 master, and loading splits it again. `copy.deepcopy` of a run works: it drops
+the attributes of a parameter, and a `Holder` restores them. Of a model alone it is refused, because averages of
+such a copy would be computed in bf16; inside `run.edit()` it gives a copy with whole masters.
 """
 
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -32,10 +37,13 @@ from halfstep.core.errors import HalfstepError
 from halfstep.torch.cast import join, split
 
 REMAINDER, GRAD_OWNER, WRITES = "halfstep_remainder", "halfstep_grad_owner", "halfstep_writes"
+_GUARD = "halfstep_guard"
+_copies_run = ContextVar("copies_run", default=False)
 
 
-def make_split(parameter: nn.Parameter, remainder: Tensor) -> None:
+def make_split(parameter: nn.Parameter, remainder: Tensor, name: str = "weight") -> None:
     """Makes a bf16 parameter the upper half of a master; `remainder`, the lower half, is updated in place."""
+    make_whole(parameter)
     owner = torch.zeros((), device=parameter.device).expand(parameter.shape).requires_grad_()
     weak = weakref.ref(parameter)
 
@@ -45,7 +53,18 @@ def make_split(parameter: nn.Parameter, remainder: Tensor) -> None:
         if parameter is not None and grad is not None:
             _accumulate(parameter, grad)
 
+    def refuse_use(grad: Tensor | None) -> None:
+        parameter = weak()
+        if grad is not None and parameter is not None and is_split(parameter):  # None: of compiled code
+            raise HalfstepError(
+                f"the loss uses `{name}` outside of its layer, where it is the bf16 half of a split master: the "
+                "value and its gradient would be rounded to bf16",
+                hint=f"hold it whole, by a rule such as `{name.rpartition('.')[0] or '**'}: param=fp32`; decay is "
+                "the optimizer's; parametrize or prune before prepare()",
+            )
+
     owner.register_post_accumulate_grad_hook(move)
+    setattr(parameter, _GUARD, parameter.register_hook(refuse_use))
     parameter.grad_dtype = torch.float32
     setattr(parameter, REMAINDER, remainder)
     setattr(parameter, GRAD_OWNER, owner)
@@ -54,7 +73,8 @@ def make_split(parameter: nn.Parameter, remainder: Tensor) -> None:
 
 def _accumulate(parameter: Tensor, grad: Tensor) -> None:
     """Does what autograd does with the gradient of a leaf: runs hooks, adds, runs hooks."""
-    for hook in (parameter._backward_hooks or {}).values():
+    guard = getattr(parameter, _GUARD).id
+    for hook in [hook for key, hook in (parameter._backward_hooks or {}).items() if key != guard]:
         changed = hook(grad)
         grad = grad if changed is None else changed
     if grad.stride() != parameter.stride():  # fused optimizers walk through memory: the layouts must agree
@@ -66,6 +86,8 @@ def _accumulate(parameter: Tensor, grad: Tensor) -> None:
 
 def make_whole(parameter: nn.Parameter) -> None:
     """Removes from a parameter what `make_split` added; its data stay."""
+    if (guard := parameter.__dict__.pop(_GUARD, None)) is not None:
+        guard.remove()
     for name in (REMAINDER, GRAD_OWNER, WRITES):
         parameter.__dict__.pop(name, None)
     parameter.grad_dtype = None  # any dtype: the default that it had before cannot be set again
@@ -74,14 +96,63 @@ def make_whole(parameter: nn.Parameter) -> None:
 def note_write(parameter: Tensor) -> None:
     """Records that the last write to a split parameter also wrote its remainder."""
     if is_split(parameter):
-        setattr(parameter, WRITES, parameter._version)
+        setattr(parameter, WRITES, (parameter._version, parameter.data_ptr()))
 
 
-def drop_stale_remainder(parameter: Tensor) -> None:
-    """Zeroes the remainder of a split parameter if something else wrote to the parameter."""
-    if getattr(parameter, WRITES, None) not in (None, parameter._version):
-        getattr(parameter, REMAINDER).zero_()
-        note_write(parameter)
+class _HandedOut:
+    """Equals what `note_write` recorded for as long as nobody writes to the joined copy in a state dict."""
+
+    def __init__(self, noted: tuple[int, int], joined: Tensor):
+        self.noted, self.counter = noted, joined.detach()
+        self.counter.data = joined.new_empty(0)  # shares the copy's version counter, and none of its memory
+        self.version = self.counter._version
+
+    def __eq__(self, now: object) -> bool:
+        return self.noted == now and not self.was_written()
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def was_written(self) -> bool:
+        return self.counter._version != self.version
+
+
+def check_write(parameter: Tensor, name: str) -> None:
+    """Refuses a split parameter that somebody else wrote to since `note_write`."""
+    noted = getattr(parameter, WRITES)
+    if (parameter._version, parameter.data_ptr()) == noted:
+        return
+    edit = "write inside `with run.edit():`, where it is the whole fp32 master"
+    if isinstance(noted, _HandedOut) and noted.was_written():
+        raise HalfstepError(
+            f"`{name}` of a state dict was written to: it is a copy of a split master, so the write is lost",
+            hint=f"pass the dictionary to model.load_state_dict(), or {edit}",
+        )
+    raise HalfstepError(
+        f"`{name}` was written to outside of run.edit(): it is the bf16 half of a split master, so what was "
+        "written is rounded to bf16, or lost",
+        hint=f"{edit}; an empty one takes the number as it is now; or hold masters whole, with `param=fp32`",
+    )
+
+
+def accept_write(parameter: Tensor) -> None:
+    """Takes what somebody else wrote to a split parameter as the whole number, also data in fp32."""
+    noted, remainder = getattr(parameter, WRITES), getattr(parameter, REMAINDER)
+    if parameter.dtype == torch.float32:
+        parameter.data, lower = split(parameter.data)
+        remainder.copy_(lower)
+    elif (noted.noted if isinstance(noted, _HandedOut) else noted) != (parameter._version, parameter.data_ptr()):
+        remainder.zero_()
+    note_write(parameter)
+
+
+@contextmanager
+def copying_run() -> Iterator[None]:
+    """Inside, split parameters may be copied."""
+    token = _copies_run.set(True)
+    try:
+        yield
+    finally:
+        _copies_run.reset(token)
 
 
 def is_split(tensor: Tensor) -> bool:
@@ -108,17 +179,35 @@ class Holder(nn.Module):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        for name, remainder in self.remainders.items():
-            make_split(self._parameters[name], remainder)
+        for name, remainder in [*self.remainders.items()]:
+            parameter = self._parameters.get(name)
+            if parameter is None or parameter.dtype != torch.bfloat16:  # inside run.edit() the copy is whole
+                del self.remainders[name]
+            elif hasattr(parameter, GRAD_OWNER) or _copies_run.get():
+                make_split(parameter, remainder, name)
+            else:
+                raise HalfstepError(
+                    f"copy.deepcopy would copy the bf16 half of a split master (`{name}` of a "
+                    f"{type(self).__name__}): averages and other arithmetic on the copy would be rounded to bf16",
+                    hint="for averages, prepare(..., ema=0.999) and run.ema; inside `with run.edit():` a copy has "
+                    "whole fp32 masters; copy.deepcopy(run) copies everything; or hold masters whole, with "
+                    "`param=fp32`",
+                )
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
         if not keep_vars:
             for name in self.remainders:
-                parameter = self._parameters[name]
-                if parameter is not None and is_split(parameter):
-                    drop_stale_remainder(parameter)
-                    destination[prefix + name] = join(parameter, getattr(parameter, REMAINDER))
+                parameter = self._parameters.get(name)
+                if parameter is None:
+                    raise HalfstepError(
+                        f"`{prefix}{name}`, half of a split master, is not a parameter of its layer any more",
+                        hint="parametrize, prune or replace it before prepare(), or after run.unprepare()",
+                    )
+                if is_split(parameter):
+                    check_write(parameter, prefix + name)
+                    joined = destination[prefix + name] = join(parameter, getattr(parameter, REMAINDER))
+                    setattr(parameter, WRITES, _HandedOut((parameter._version, parameter.data_ptr()), joined))
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, local_metadata: Any, *rest: Any) -> None:
         names = [name for name in self.remainders if prefix + name in state_dict]
@@ -130,7 +219,8 @@ class Holder(nn.Module):
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *rest)
         for name in names:
             given, hi = state_dict[prefix + name], self._parameters[name].detach()
-            if given.shape == hi.shape:  # torch has reported what does not fit
+            # Inside run.edit() it is the master; torch has reported what does not fit.
+            if hi.dtype == torch.bfloat16 and given.shape == hi.shape:
                 new_hi, new_lo = split(given.to(hi.device, torch.float32))
                 hi.copy_(new_hi)
                 self.remainders[name].copy_(new_lo)
@@ -146,8 +236,6 @@ def operand_of(weight: Tensor, whole: bool) -> tuple[Tensor, Tensor]:
         owner = weight.detach()
     if not whole:
         return weight.detach(), owner
-    if not torch.compiler.is_compiling():
-        drop_stale_remainder(weight)
     return join(weight, getattr(weight, REMAINDER)), owner
 
 

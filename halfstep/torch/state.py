@@ -38,9 +38,13 @@ _DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 
 def state_of(run: RunParts) -> dict[str, Tensor]:
     """Returns every tensor that the next step depends on: the live ones, not copies."""
+    run.masters.check_writes()
+    return _live(run)
+
+
+def _live(run: RunParts) -> dict[str, Tensor]:
     state = {f"model.{name}": p.detach() for name, p in run.model.named_parameters()}
     state |= {f"model.{name}": buffer for name, buffer in _buffers(run)}
-    run.masters.drop_stale_remainders()
     state |= {f"remainder.{name}": lo for name, lo in run.masters.remainders.items()}
     if run.averages is not None:
         state |= to_state(run.averages.named())
@@ -61,7 +65,7 @@ def state_of(run: RunParts) -> dict[str, Tensor]:
 @torch.no_grad()
 def load_state(run: RunParts, given: Mapping[str, Tensor]) -> None:
     """Restores a state. One of another model, optimizer or precision is refused entirely."""
-    state = state_of(run)
+    state = _live(run)
     _check_amax(run, given)
     lazy = tuple(f"optimizer.{i}." for i, o in enumerate(run.optimizers) if not isinstance(o, Optimizer))
     fixed = [{n: t for n, t in side.items() if not n.startswith(lazy)} for side in (state, given)]

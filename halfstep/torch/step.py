@@ -10,6 +10,7 @@ that cannot skip there. A step that is not finite changes the scale alone: no pa
 statistic.
 """
 
+import copy
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -33,11 +34,13 @@ from halfstep.torch.optim.drivers import check_optimizers, norm_of
 from halfstep.torch.run import nonfinite
 from halfstep.torch.run.accumulation import checked_pair, checked_weight, divisor, times
 from halfstep.torch.run.checks import check_moments, check_replicas, check_settings
+from halfstep.torch.run.edit import edited
 from halfstep.torch.run.from_amp import State, take_over
 from halfstep.torch.run.parts import RunParts
 from halfstep.torch.run.reached import Reached, record
 from halfstep.torch.run.summary import summarize
 from halfstep.torch.run.switches import check_fp32
+from halfstep.torch.split import copying_run
 
 # loss_fn(batch) -> the mean loss, or (the sum of losses, the number of tokens)
 Loss = Tensor | tuple[Tensor, Tensor | float]
@@ -93,7 +96,7 @@ class Run(RunParts):
     def __init__(self, *parts: Any, **options: Any):
         super().__init__(*parts, **options)
         self._open = True
-        self._in_use = False  # by evaluation with averages
+        self._holds = ""  # what the model holds for a while, if not its masters as the policy says
         self._skipped: Tensor | None = None
         self._last: tuple[LossFn, list[Any]] | None = None
         self.forget()
@@ -102,7 +105,8 @@ class Run(RunParts):
         """Makes one update from micro-batches; `loss_fn` returns a mean loss, or (sum of losses, num tokens)."""
         self._check_open()
         self.buffers.remember()
-        self.masters.drop_stale_remainders()
+        self.masters.check_writes()
+        self.shown.hide()
         # Only a dynamic scale has a floor, at which `check` runs the step again.
         kept: list[Any] = []
         self._last = (loss_fn, kept) if isinstance(self.policy.scale, DynamicScale) else None
@@ -128,7 +132,17 @@ class Run(RunParts):
         """
         self._check_open()
         weight = checked_weight(weight)
+        self.shown.hide()
         self.accumulation.add(loss, weight, self.scale_state.scale, self.parameters, last=last)
+        self.shown.show(self.parameters, last=last)
+
+    def unscale(self) -> None:
+        """Makes each `p.grad` the gradient of the mean loss, to clip, measure or change it before `update`.
+
+        Call it after the last `backward`. Until then they are sums over micro-batches, times the loss scale.
+        """
+        self._check_open()
+        self.shown.unscale(self.parameters, self.scale_state.scale)
 
     @torch.no_grad()
     def update(self) -> StepResult:
@@ -137,18 +151,20 @@ class Run(RunParts):
         if self.masters.remainders:
             check_replicas(split=True)
         self.check_parameters()
-        self.masters.drop_stale_remainders()
-        grads, weights = self.accumulation.gradients(self.parameters), self.accumulation.weights
+        self.masters.check_writes()
+        grads, weights = self.shown.collect(self.parameters), self.accumulation.weights
         for driver in self.drivers:
             driver.check(grads)  # before the first of them has moved anything
         scaled_norm = norm_of([*grads.values()])
         # Weights that are on the device may all be zero.
         finite = torch.isfinite(scaled_norm / weights if isinstance(weights, Tensor) else scaled_norm)
+        if self.shown.finite is not None:
+            finite &= self.shown.finite
         skipped, used = ~finite, self.scale_state.scale
         inv_scale: Tensor | float = 1.0
         if not isinstance(self.policy.scale, NoScale):
             inv_scale, self.scale_state = self.policy.scale.judge(self.scale_state, finite, torch)
-        factor = inv_scale / weights
+        factor = inv_scale / weights if self.shown.finite is None else 1.0
         norm = times(scaled_norm, factor)
         if self.clip_norm:
             factor = times((self.clip_norm / norm).clamp(max=1.0), factor)
@@ -211,12 +227,28 @@ class Run(RunParts):
         if self.averages is None:
             raise HalfstepError("there are no averages", hint="prepare(..., ema=0.999) keeps them")
         self._check_open()
-        self._in_use = True
+        self.masters.check_writes()
+        with self._holding("its averages, inside run.averaged()"), self.averages.used(self.num_applied):
+            yield
+
+    @contextmanager
+    def edit(self) -> Iterator[None]:
+        """Inside, each parameter is its whole fp32 master, to read and to write by any code.
+
+        After, masters are held again as the policy says, split ones exactly. This is needed only if the policy
+        splits or narrows masters: whole ones may be written to at any time.
+        """
+        self._check_open()
+        with self._holding("whole masters, inside run.edit()"), edited(self.masters, self.num_applied):
+            yield
+
+    @contextmanager
+    def _holding(self, what: str) -> Iterator[None]:
+        self._holds = what
         try:
-            with self.averages.used(self.num_applied):
-                yield
+            yield
         finally:
-            self._in_use = False
+            self._holds = ""
 
     @contextmanager
     def evaluation(self, names: Sequence[str] | None = None) -> Iterator[None]:
@@ -239,6 +271,9 @@ class Run(RunParts):
     def weights(self) -> dict[str, Tensor]:
         """Returns copies of the model's parameters by name, the fp32 master of those that have one."""
         named = list(self.model.named_parameters())
+        if "edit" in self._holds:
+            return {name: p.detach().clone() for name, p in named}
+        self.masters.check_writes()
         wide = self.masters.wide([p for _, p in named])
         return {name: w.detach().clone() for (name, _), w in zip(named, wide, strict=True)}
 
@@ -262,6 +297,7 @@ class Run(RunParts):
     def unprepare(self) -> nn.Module:
         """Returns the model in its own classes, with its masters in fp32, exactly. Ends the run."""
         self._check_open()
+        self.masters.check_writes()
         masters = dict(zip(self.masters.names, self.masters.wide([*self.masters.names]), strict=True))
         self.forget()
         if self.conversion is not None:
@@ -301,5 +337,11 @@ class Run(RunParts):
     def _check_open(self) -> None:
         if not self._open:
             raise HalfstepError("the run has ended: its model was given back", hint="prepare the model again")
-        if self._in_use:
-            raise HalfstepError("the model holds its averages now", hint="train outside of run.averaged()")
+        if self._holds:
+            raise HalfstepError(f"the model holds {self._holds}, now", hint="leave that block first")
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Run":
+        twin = memo[id(self)] = type(self).__new__(type(self))
+        with copying_run():
+            twin.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        return twin

@@ -16,6 +16,7 @@ refused: an optimizer that evaluates the loss again (LBFGS) would use gradients 
 import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -31,6 +32,8 @@ from halfstep.torch.optim.masters import Masters
 
 class Driver(ABC):
     """Steps one optimizer of a run."""
+
+    _stepping = False
 
     def __init__(self, optimizer: torch.optim.Optimizer, masters: Masters, moments: Mapping[str, Format]):
         self.optimizer, self.masters, self.moments = optimizer, masters, moments
@@ -52,6 +55,30 @@ class Driver(ABC):
 
     def check(self, grads: Grads) -> None:  # noqa: B027
         """Refuses gradients that the optimizer cannot take."""
+
+    @contextmanager
+    def stepping(self) -> Iterator[None]:
+        """Inside, the optimizer's step is the run's own."""
+        self._stepping = True
+        try:
+            yield
+        finally:
+            self._stepping = False
+
+    def refuse_outside_run(self, *_: Any) -> None:
+        """Refuses a step that the run does not make: it would use bf16 halves, or scaled gradients."""
+        if self._stepping:
+            return
+        narrow = isinstance(self, StockDriver) and any(not self.masters.is_whole(p) for p in self.parameters)
+        why = (
+            "parameters are held narrower than their masters: small updates would be lost"
+            if narrow
+            else "this policy scales the loss: its gradients are not scaled, or never unscaled"
+        )
+        raise HalfstepError(
+            f"{label(self.optimizer)}.step() was called directly, and {why}",
+            hint="run.update() makes the step, on the masters",
+        )
 
     def cast_moments(self, *, widen: bool = False) -> None:
         """Casts state that has its parameter's shape to the moments format, or to fp32 for the step."""
@@ -75,28 +102,12 @@ class HalfstepDriver(Driver):
 
     def step(self, grads: Grads, scale: Tensor, found_inf: Tensor, count: Tensor) -> None:
         """Updates unless `found_inf` is 1."""
-        self.optimizer.step(grads, found_inf=found_inf, scale=scale)
+        with self.stepping():
+            self.optimizer.step(grads, found_inf=found_inf, scale=scale)
 
 
 class StockDriver(Driver):
     """What drivers of optimizers that know nothing of halfstep share."""
-
-    _stepping = False
-
-    def refuse_outside_run(self, *_: Any) -> None:
-        """Refuses a step that the run does not make: it would use bf16 halves, or scaled gradients."""
-        if self._stepping:
-            return
-        narrow = any(not self.masters.is_whole(p) for p in self.parameters)
-        why = (
-            "parameters are held narrower than their masters: small updates would be lost"
-            if narrow
-            else "this policy scales the loss: its gradients are not scaled, or never unscaled"
-        )
-        raise HalfstepError(
-            f"{label(self.optimizer)}.step() was called directly, and {why}",
-            hint="run.update() makes the step, on the masters",
-        )
 
     def run_step(self, grads: Grads, scale: Tensor, count: Tensor) -> None:
         """Runs the optimizer's own step on fp32 masters, gradients and moments."""
@@ -109,11 +120,8 @@ class StockDriver(Driver):
                 p.grad = g.to(p.dtype)
             if self._narrow_moments:
                 self.cast_moments(widen=True)
-            self._stepping = True
-            try:
+            with self.stepping():
                 self.optimizer.step()
-            finally:
-                self._stepping = False
             if self._narrow_moments:
                 self.cast_moments()
             for p, _ in given:
@@ -183,6 +191,7 @@ class RollbackDriver(StockDriver):
         self.run_step(grads, scale, count)
         for key, now in self._live(params):
             now.copy_(torch.where(found_inf > 0, before[key], now))
+        self.masters.note_writes(params)
 
     def _live(self, params: list[Tensor]) -> Iterator[tuple[Any, Tensor]]:
         for p in params:

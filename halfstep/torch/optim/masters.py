@@ -26,7 +26,7 @@ from halfstep.core.formats import BF16, FP16, FP32, Format
 from halfstep.core.philox import tensor_id
 from halfstep.core.roles import Param
 from halfstep.torch.cast import carried, join, quantize, random_bits, split
-from halfstep.torch.split import drop_stale_remainder, note_write
+from halfstep.torch.split import WRITES, accept_write, check_write, note_write
 
 BY_DTYPE = {torch.float32: Param(FP32), torch.bfloat16: Param(BF16), torch.float16: Param(FP16)}
 _MOST_LAYOUTS = 64  # a mixture of experts may update another list of parameters at each step
@@ -93,8 +93,23 @@ class Masters:
         self._layouts[key] = Layout([*parameters], dtypes, remainders, split, rounded)
         return self._layouts[key]
 
-    def drop_stale_remainders(self) -> None:
-        """Zeroes the remainder of each split master whose bf16 half was written to; refuses resized ones."""
+    def check_writes(self) -> None:
+        """Refuses split masters whose bf16 half was written to or resized by somebody else."""
+        halves = self._split
+        if [(p._version, p.data_ptr()) for p, _ in halves] == [getattr(p, WRITES) for p, _ in halves]:
+            return
+        self._check_shapes()
+        for p, _ in halves:
+            if p.dtype in (torch.bfloat16, torch.float32):  # others are refused as casts
+                check_write(p, self.names[p])
+
+    def accept_writes(self) -> None:
+        """Takes what somebody else wrote to the bf16 half of a split master as its number."""
+        self._check_shapes()
+        for p, _ in self._split:
+            accept_write(p)
+
+    def _check_shapes(self) -> None:
         for p, lo in self._split:
             if p.shape != lo.shape:
                 raise HalfstepError(
@@ -102,17 +117,14 @@ class Masters:
                     f"{tuple(p.shape)} now: the remainder of its split master has the first shape",
                     hint="prepare the model after resizing it; this copy has already been rounded to bf16",
                 )
-            drop_stale_remainder(p)
 
     @torch.no_grad()
     def wide(self, parameters: Sequence[Tensor]) -> list[Tensor]:
         """Returns the masters in fp32: the parameter itself if it is whole, else a new tensor."""
         layout, masters = self.layout(parameters), list(parameters)
         if layout.split:
-            halves = [parameters[i] for i in layout.split]
-            for p in halves:
-                drop_stale_remainder(p)
-            joined = _over_all(_join, halves, [layout.remainders[i] for i in layout.split])
+            halves, remainders = zip(*((parameters[i], layout.remainders[i]) for i in layout.split), strict=True)
+            joined = _over_all(_join, list(halves), list(remainders))
             for i, w in zip(layout.split, joined, strict=True):
                 masters[i] = w
         for i in layout.rounded:
@@ -162,14 +174,15 @@ class Masters:
             yield
             return
         held = [p.data for p in narrow]
-        _set_data(narrow, self.wide(narrow))
+        set_data(narrow, self.wide(narrow))
         try:
             yield
         except BaseException:
-            _set_data(narrow, held)
+            set_data(narrow, held)
+            self.note_writes(narrow)
             raise
         wide = [p.data for p in narrow]  # an optimizer may have replaced the tensor
-        _set_data(narrow, held)
+        set_data(narrow, held)
         self.put(narrow, wide, [count + 1] * len(narrow))
 
     def _loader(self, narrow: Mapping[str, Tensor]) -> Callable[..., None]:
@@ -196,7 +209,8 @@ class Masters:
             parameter.copy_(wide)
 
 
-def _set_data(parameters: Sequence[Tensor], held: Sequence[Tensor]) -> None:
+def set_data(parameters: Sequence[Tensor], held: Sequence[Tensor]) -> None:
+    """Gives each parameter other data."""
     for p, data in zip(parameters, held, strict=True):
         p.data = data
 

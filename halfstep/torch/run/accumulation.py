@@ -44,10 +44,8 @@ class Accumulation:
         self._known = {id(p): p for p in self._listed}  # when the model was prepared
         self._joined: list[Tensor] = []  # parameters that are in the model since
         self._new: list[Tensor] = []  # those of them that have a gradient
-        self._taken: tuple[Sequence[Tensor], list[Tensor]] = (
-            (),
-            [],
-        )  # of these parameters, whose sums are kept here
+        self._listed_for: Sequence[Tensor] = ()
+        self.summed: list[Tensor] = []  # of those parameters: the ones whose sums are kept here
         self.clear()
 
     def clear(self) -> None:
@@ -55,9 +53,9 @@ class Accumulation:
         self._look_for_new()
         for p in self.contents.parameters:
             p.grad = None
-        self._sums: dict[int, Tensor] = {}  # by the id of the parameter: hashing a tensor is a Python call
+        self.sums: dict[int, Tensor] = {}  # by the id of the parameter: hashing a tensor is a Python call
         self._reference: Tensor | float | None = None  # the weight that all others are relative to
-        self._complete = True
+        self.complete = True
         self.weights: Tensor | float = 0.0  # summed, relative to the reference
         self.losses: Tensor | float = 0.0  # summed, weighted in the same way
 
@@ -73,7 +71,7 @@ class Accumulation:
     ) -> None:
         """Adds the gradient of a micro-batch's mean loss, times the scale; `weight` is one of `checked_weight`."""
         loss = self._checked(loss)
-        self._complete = last
+        self.complete = last
         if not isinstance(weight, Tensor) and weight == 0.0:
             return  # no tokens, no gradient
         first = self._reference is None
@@ -107,24 +105,24 @@ class Accumulation:
         elif ratio == 1.0:
             return share
         self.weights, self.losses = self.weights * ratio, self.losses * ratio
-        if sums := [g for p in parameters if (g := self._sums.get(id(p), p.grad)) is not None]:
+        if sums := [g for p in parameters if (g := self.sums.get(id(p), p.grad)) is not None]:
             torch._foreach_mul_(sums, ratio)
         return share
 
     def _take(self, parameters: Sequence[Tensor]) -> None:
         """Moves gradients that autograd would sum in another format to sums kept here."""
-        if self._taken[0] is not parameters:
+        if self._listed_for is not parameters:
             own = [p for p in parameters if p.dtype in FLOATS and (p.dtype != self.format or is_split(p))]
-            self._taken = (parameters, own)
+            self._listed_for, self.summed = parameters, own
         sums, added = list[Tensor](), list[Tensor]()
-        for p in self._taken[1]:
+        for p in self.summed:
             grad = p.grad
             if grad is None:
                 continue
             p.grad = None
             if grad.dtype is not self.format:
                 grad = grad.to(self.format)
-            if (total := self._sums.setdefault(id(p), grad)) is not grad:
+            if (total := self.sums.setdefault(id(p), grad)) is not grad:
                 sums.append(total)
                 added.append(grad)
         if sums:
@@ -136,11 +134,11 @@ class Accumulation:
             raise HalfstepError(
                 "there are no gradients to update with", hint="call backward() or step() before update()"
             )
-        if not self._complete:
+        if not self.complete:
             raise HalfstepError(
                 "the last micro-batch was passed with last=False", hint="pass it with backward(loss, last=True)"
             )
-        sums = self._sums
+        sums = self.sums
         grads = Grads({id(p): g for p in parameters if (g := sums.get(id(p), p.grad)) is not None})
         if any(map(is_sparse, grads.values())):
             grads = Grads({key: g.coalesce() if g.is_sparse else g for key, g in grads.items()})

@@ -17,6 +17,7 @@ from halfstep.torch.optim.ema import Averages
 from halfstep.torch.optim.masters import Masters
 from halfstep.torch.run.accumulation import PREPARE_AGAIN, Accumulation
 from halfstep.torch.run.buffers import Buffers, Contents
+from halfstep.torch.run.gradients import Shown
 from halfstep.torch.run.reached import Reached
 from halfstep.torch.run.switches import Switches
 
@@ -52,12 +53,14 @@ class RunParts:
         self.amaxes = None if conversion is None else conversion.amaxes
         self.switches = Switches(self.device)
         self.accumulation = Accumulation(policy, self.contents)
+        self.shown = Shown(self.accumulation, self.masters.names)
         self.reached: Reached | None = None  # what `reach` found last
         self.hooks = [] if conversion is None else self._bind_and_hook(conversion)
 
     def forget(self) -> None:
         """Drops gradients that were accumulated and not used."""
         self.accumulation.clear()
+        self.shown.clear()
         if self.amaxes is not None:
             self.amaxes.forget()
 
@@ -121,8 +124,9 @@ class RunParts:
         narrow = any(not self.masters.is_whole(p) for p in self.parameters)
         if narrow:
             hooks += [d.optimizer.register_load_state_dict_pre_hook(_refuse_load) for d in stock]
-        if narrow or not isinstance(self.policy.scale, NoScale):
-            hooks += [driver.optimizer.register_step_pre_hook(driver.refuse_outside_run) for driver in stock]
+        scaled = not isinstance(self.policy.scale, NoScale)
+        guarded = self.drivers if scaled else stock if narrow else []
+        hooks += [driver.optimizer.register_step_pre_hook(driver.refuse_outside_run) for driver in guarded]
         return hooks
 
     def _bind(self, conversion: Applied) -> None:

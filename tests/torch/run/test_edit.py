@@ -1,0 +1,214 @@
+"""Split masters and code that does not know them: exact inside `run.edit()`, refused by name outside."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import parameters_to_vector, prune, vector_to_parameters
+from torch.nn.utils.parametrize import register_parametrization
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+from halfstep.core.errors import HalfstepError
+from halfstep.torch import AdamW, prepare
+from halfstep.torch.state import state_of
+from tests.refusals import refuses
+
+WHOLE, SPLIT = "fp32", "param=fp32:split"
+
+
+def net():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 4))
+
+
+def data(seed=0):
+    return torch.randn(4, 8, generator=torch.Generator().manual_seed(seed))
+
+
+def prepared(policy=SPLIT, kind=AdamW, **settings):
+    model = net()
+    run = prepare(model, kind(model.parameters(), lr=1e-2), policy, **settings)
+    step(run)
+    return run
+
+
+def step(run, seed=0):
+    return run.step(lambda x: run.model(x).square().mean(), [data(seed)])
+
+
+def by_vector(model):
+    vector_to_parameters(parameters_to_vector(model.parameters()) * (1 - 1e-4), model.parameters())
+
+
+def by_data(model):
+    for p in model.parameters():
+        p.data = p.data * (1 - 1e-4)
+
+
+def by_state_dict(model):
+    for value in model.state_dict().values():
+        value.mul_(1 - 1e-4)
+
+
+WRITES = {
+    "mul_": lambda model: model[0].weight.mul_(1 - 1e-4),
+    "copy_": lambda model: model[0].weight.copy_(torch.linspace(-1, 1, 64).view(8, 8)),
+    "init": lambda model: nn.init.uniform_(model[0].weight, 0.1, 0.2, generator=torch.Generator().manual_seed(1)),
+    "indexed": lambda model: model[2].weight[1:3].fill_(0.3),
+    "vector": by_vector,
+    "data": by_data,
+    "state dict": by_state_dict,
+}
+
+
+@pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
+def test_a_write_is_exact_inside_edit_and_refused_by_name_outside(write):
+    found = []
+    for policy in (WHOLE, SPLIT):
+        run = prepared(policy)
+        with run.edit(), torch.no_grad():
+            assert {p.dtype for p in run.model.parameters()} == {torch.float32}
+            write(run.model)
+        step(run, 1)
+        found.append(run.weights())
+    assert all(torch.equal(w, found[1][name]) for name, w in found[0].items())
+    with torch.no_grad():
+        write(run.model)
+    for use in (step, state_of, lambda run: run.weights(), lambda run: run.model.state_dict()):
+        if write is by_vector and use is not step:
+            continue  # it left fp32 data, which a state dict may have
+        with refuses(HalfstepError, r"`[02].weight` (of a state dict )?was written to", "with run.edit():"):
+            use(run)
+    with run.edit():
+        pass
+    step(run)
+
+
+def test_what_was_written_outside_is_taken_as_it_is_by_an_empty_edit_and_replaced_by_loading():
+    run = prepared()
+    before = run.weights()
+    saved = {name: t.clone() for name, t in state_of(run).items()}
+    state = {**run.state_dict(), "tensors": saved}
+    with torch.no_grad():
+        run.model[2].weight.fill_(1.0)
+    with run.edit():
+        assert (run.model[2].weight == 1.0).all()
+    assert (run.weights()["2.weight"] == 1.0).all()
+    with torch.no_grad():
+        run.model[0].weight.zero_()
+    run.load_state_dict(state)
+    assert torch.equal(run.model.state_dict()["0.weight"], before["0.weight"])
+    own = run.model.state_dict()
+    own["2.weight"].mul_(0.3)
+    run.model.load_state_dict(own)  # a write to the tensors of a state dict that is loaded is not lost
+    step(run)
+
+
+def test_averages_of_others_are_those_of_whole_masters_inside_edit_and_refused_outside():
+    found = []
+    for policy in (WHOLE, SPLIT):
+        run = prepared(policy, ema=0.9)
+        with run.edit():
+            averaged = AveragedModel(run.model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+            by_hand = copy.deepcopy(run.model)
+        for seed in range(3):
+            step(run, seed)
+            with run.edit(), torch.no_grad():
+                averaged.update_parameters(run.model)
+                for mine, p in zip(by_hand.parameters(), run.model.parameters(), strict=True):
+                    mine.lerp_(p, 0.1)
+            for mine, now in zip(by_hand.state_dict().values(), run.model.state_dict().values(), strict=True):
+                mine.copy_(0.9 * mine + 0.1 * now)  # as some libraries do: their copy's state dict is its own
+        found.append({**averaged.state_dict(), **by_hand.state_dict(), **run.ema, "out": by_hand(data())})
+    assert found[1]["module.0.weight"].dtype == torch.float32
+    assert all(torch.equal(value, found[1][name]) for name, value in found[0].items())
+    for copied in (lambda: AveragedModel(run.model), lambda: copy.deepcopy(run.model[0])):
+        with refuses(HalfstepError, "bf16 half of a split master", "run.ema", "run.edit()", "copy.deepcopy(run)"):
+            copied()
+
+
+def test_inside_edit_the_run_rests_and_an_error_keeps_what_was_written():
+    run = prepared(ema=0.9)
+    with run.edit():
+        for use in (
+            step,
+            lambda run: run.state_dict(),
+            lambda run: run.edit().__enter__(),
+            lambda run: run.update(),
+        ):
+            with refuses(HalfstepError, "whole masters, inside run.edit()", "leave"):
+                use(run)
+        assert torch.equal(run.weights()["0.weight"], run.model[0].weight)
+        run.model(data()).sum().backward()  # the gradient is the parameter's own here
+    run.forget()
+    with pytest.raises(ZeroDivisionError), run.edit(), torch.no_grad():
+        run.model[0].weight.fill_(1 / len(run.model[0].weight.fill_(0.3)[:0]))
+    assert torch.equal(run.weights()["0.weight"], torch.full((8, 8), 0.3))
+    with (
+        refuses(HalfstepError, r"`0.weight` was resized, cast or moved inside run.edit\(\)", "unprepare"),
+        run.edit(),
+    ):
+        run.model.half()
+    assert torch.equal(run.weights()["0.weight"], torch.full((8, 8), 0.3))
+
+
+@pytest.mark.parametrize("policy", ["bf16-true", "bf16-true,param=bf16:stochastic", "bf16-mixed,emulate=true"])
+def test_edit_holds_for_masters_of_every_kind(policy):
+    run = prepared(policy)
+    before = run.weights()
+    with run.edit(), torch.no_grad():
+        assert {p.dtype for p in run.model.parameters()} == {torch.float32}
+        run.model[2].weight.fill_(0.5)
+    assert torch.equal(run.weights()["0.weight"], before["0.weight"])
+    assert (run.weights()["2.weight"] == 0.5).all()
+    step(run)
+
+
+def test_a_capturable_step_keeps_remainders():
+    """Hazard: undoing a step on the device counts as somebody's write, and the remainder would be dropped."""
+
+    class Capturable(torch.optim.SGD):
+        def __init__(self, params, lr):
+            super().__init__(params, lr=lr, momentum=0.9)
+            self.param_groups[0]["capturable"] = True
+
+    Capturable.__module__ = "torch.optim.imagined"
+    found = []
+    for policy in (WHOLE, SPLIT):
+        run = prepared(policy, Capturable)
+        for seed in range(3):
+            step(run, seed)
+        assert "undone" in run.summary()
+        found.append(run.weights())
+    assert all(torch.equal(w, found[1][name]) for name, w in found[0].items())
+
+
+class Doubled(nn.Module):
+    def forward(self, x):
+        return 2 * x
+
+
+CHANGES = {
+    "parametrized": lambda m: register_parametrization(m[0], "weight", Doubled()),
+    "pruned": lambda m: prune.l1_unstructured(m[0], "weight", 0.5),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_a_state_dict_without_the_whole_master_is_refused(change):
+    run = prepared()
+    change(run.model)
+    with refuses(HalfstepError, "`0.weight`, half of a split master, is not a parameter", "before prepare()"):
+        run.model.state_dict()
+
+
+def test_a_term_of_the_loss_that_uses_a_half_directly_is_refused_by_name():
+    """Hazard: a penalty on weights, whose value and gradient would be those of bf16 numbers."""
+    run = prepared()
+    weight = run.model[0].weight
+    with refuses(HalfstepError, "the loss uses `0.weight` outside of its layer", "`0: param=fp32`"):
+        run.step(lambda x: run.model(x).square().mean() + weight.float().square().sum(), [data()])
+    step(run)
+    run.unprepare()
+    weight.square().sum().backward()  # a parameter like any other again
