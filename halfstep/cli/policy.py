@@ -80,7 +80,7 @@ def _resolve(parsed: Policy, recipe: str | None, modules: Sequence[str]) -> dict
 
 
 # The roles shown for a parameter; the others apply to activations or to the whole run.
-_COLUMNS = ("param", "compute", "grad", "grad_weight", "moments", "export")
+_COLUMNS = ("param", "compute", "grad", "grad_weight", "moments")
 
 
 def _print_resolved(shown: dict[str, Resolved], *, json: bool) -> None:

@@ -159,6 +159,24 @@ def module_names(model: ModelConfig) -> list[str]:
     return list(names)
 
 
+def reach(model: ModelConfig) -> dict[str, list[str]]:
+    """Returns the names at which a rule's role changes something; `operand` is a narrow operand of a matmul."""
+    names, parameters = module_names(model), list(parameter_shapes(model))
+    owners = [owner(name) for name in parameters]
+    multiply = [owner(name) for name in [*parameters, "lm_head.weight"] if is_matmul(name)]
+    compute = [name for name in names if name.rpartition(".")[2] not in ("blocks", "mlp")]
+    return {
+        "operand": multiply,
+        "compute": compute,
+        "grad": compute,
+        "param": owners,
+        "moments": owners,
+        "grad_weight": [*owners, *multiply],
+        "norm": [name for name in names if name.endswith("norm")],
+        "softmax": [name for name in names if name.endswith(".attn")],
+    }
+
+
 def is_matmul(parameter: str) -> bool:
     """Whether a parameter multiplies activations as a matrix; an embedding is looked up, not multiplied."""
     *_, layer, kind = ("", *parameter.split("."))

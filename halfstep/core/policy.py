@@ -35,6 +35,7 @@ from halfstep.core.roles import (
     Operand,
     Param,
     Value,
+    check_offered,
     is_narrow,
     needs_loss_scale,
     parse_value,
@@ -66,12 +67,13 @@ class Policy:
     rope: Format = FP32
     buffers: Format = FP32
     eval: Evaluation = Evaluation()
-    export: Format = FP32
     scale: Scale = field(default_factory=NoScale)
     emulate: bool = False
     rules: tuple[Rule, ...] = ()
 
     def __post_init__(self) -> None:
+        for role, value in self.roles().items():
+            check_offered(role, value)
         object.__setattr__(self, "rules", merge(self.rules))
         self._simplify_eval()
         self._check_base()
@@ -308,7 +310,7 @@ _BF16_MIXED = Policy(compute=Operand(BF16), grad=Operand(BF16))
 PRESETS: dict[str, Policy] = {
     "fp32": Policy(),
     "bf16-mixed": _BF16_MIXED,
-    "bf16-true": replace(_BF16_MIXED, param=Param(BF16), grad_weight=BF16, export=BF16),
+    "bf16-true": replace(_BF16_MIXED, param=Param(BF16), grad_weight=BF16),
     "fp16-mixed": Policy(compute=Operand(FP16), grad=Operand(FP16), scale=DynamicScale()),
     "fp8-mixed": replace(
         _BF16_MIXED,

@@ -95,19 +95,27 @@ def check_measurable(formats: Iterable[Format], where: str, supported: Callable[
             )
 
 
-def check_reach(policy: Policy, matmuls: Iterable[str], owners: Iterable[str]) -> None:
-    """Refuses a rule that changes nothing where it matches: `matmuls` multiply, `owners` hold a parameter."""
-    matmuls, owners = list(matmuls), list(owners)
+_INSIDE = "a rule reaches the modules it names, not those inside: add `.**`"
+# role -> what a rule must name for it to change anything, and how; `operand` is a narrow operand of a matmul
+_NEEDS = {
+    "operand": ("matmul", "name the layers that multiply, such as `blocks.*.mlp.*` or `lm_head`"),
+    "compute": ("module that computes by itself", _INSIDE),
+    "grad": ("module that computes by itself", _INSIDE),
+    "param": ("module that holds a parameter", "a tied head has the embedding's: name `embed`"),
+    "moments": ("module that holds a parameter", "a tied head has the embedding's: name `embed`"),
+    "grad_weight": ("module that holds a parameter", _INSIDE),
+    "norm": ("norm", "such as `**.*_norm`"),
+    "softmax": ("softmax", "name attention, such as `**.attn`"),
+}
+
+
+def check_reach(policy: Policy, reach: Mapping[str, Iterable[str]]) -> None:
+    """Refuses a rule that changes nothing: `reach` has the names that each role reaches, where that is known."""
+    known = {role: list(names) for role, names in reach.items()}
     for rule in policy.rules:
         for role, value in rule.changes:
-            narrow = isinstance(value, Operand) and is_narrow(value.format)
-            if narrow and not any(rule.matches(name) for name in matmuls):
-                raise PolicyError(
-                    f"rule `{rule}` names no matmul, and {role}={print_value(value)} is for matmul operands",
-                    hint="name the layers that multiply, such as `blocks.*.mlp.*` or `lm_head`",
-                )
-            if role in ("param", "moments") and not any(rule.matches(name) for name in owners):
-                raise PolicyError(
-                    f"rule `{rule}` changes `{role}` where no parameter is held",
-                    hint="a tied head has the embedding's: name `embed`",
-                )
+            key = "operand" if isinstance(value, Operand) and is_narrow(value.format) else role
+            if key in known and not any(rule.matches(name) for name in known[key]):
+                what, hint = _NEEDS[key]
+                changed = f"{role}={print_value(value)}"
+                raise PolicyError(f"`{changed}` changes nothing in rule `{rule}`: it names no {what}", hint=hint)

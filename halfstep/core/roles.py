@@ -88,6 +88,7 @@ class Role:
     in_rules: bool = True  # whether a rule may change it for some modules
 
 
+_ONLY = ("fp32",)
 _WIDE = ("fp32", "bf16")
 _HALF = ("fp32", "bf16", "fp16")
 
@@ -99,25 +100,25 @@ ROLES: dict[str, Role] = {
         "fp16 loses updates below 6e-8 and its gradients cannot be unscaled in place",
     ),
     "compute": Role("matmul operands, activations, residual stream, logits", Operand),
-    "matmul": Role("sums inside a matmul", Accumulator, ("fp32",), "no backend is asked to sum in less"),
+    "matmul": Role("sums inside a matmul", Accumulator, _ONLY, "no backend is asked to sum in less"),
     "grad": Role("gradients of activations", Operand),
     "grad_weight": Role("gradients of weights", Format, _HALF, "weight gradients are summed over a batch"),
     "accumulate": Role(
         "sum of gradients over micro-batches", Format, _WIDE, "a sum in fp16 overflows", in_rules=False
     ),
-    "reduce": Role("sum of gradients over devices", Format, _WIDE, "a sum in fp16 overflows", in_rules=False),
+    "reduce": Role("sum of gradients over devices", Format, _ONLY, "replicas exchange fp32", in_rules=False),
     "moments": Role("state of the optimizer", Format, _WIDE, "squared gradients underflow in fp16"),
     "norm": Role("inside normalization; the result is in compute", Format, _HALF, "sums need 16 bits"),
     "softmax": Role("inside softmax and attention; the result is in compute", Format, _HALF, "sums need 16 bits"),
     "loss": Role("the loss, inside and out", Format, _WIDE, "an fp16 loss times 65536 is inf", in_rules=False),
-    "router": Role("logits of a mixture's router, inside and out", Format, _WIDE, "ties decide experts"),
+    "router": Role("logits of a mixture's router, inside and out", Format, _ONLY, "ties decide experts"),
     "rope": Role(
         "angles of rotary positions, inside and out",
         Format,
-        ("fp32",),
+        _ONLY,
         "positions above 256 are not representable in bf16",
     ),
-    "buffers": Role("running statistics and tables; integers are never touched", Format, _HALF, "as stored"),
+    "buffers": Role("running statistics and tables; integers are never touched", Format, _ONLY, "they add up"),
     "eval": Role(
         "compute of evaluation; `compute` is as in training, a format holds for every module",
         Evaluation,
@@ -125,7 +126,6 @@ ROLES: dict[str, Role] = {
         "evaluation needs no narrower format",
         in_rules=False,
     ),
-    "export": Role("what a finished model is saved in; resume state is never rounded", Format, _HALF, "as stored"),
     "scale": Role("loss scaling", Scale, in_rules=False),
     "emulate": Role("casts are emulated bit for bit in fp32, on any hardware", bool, in_rules=False),
 }
@@ -143,18 +143,23 @@ def needs_loss_scale(fmt: Format) -> bool:
 
 def parse_value(role: str, text: str) -> Value:
     """Reads the value of a role: `parse_value("param", "fp32:split")`."""
-    spec = ROLES[role]
     try:
-        value = _read(spec.kind, text.strip())
+        value = _read(ROLES[role].kind, text.strip())
     except HalfstepError as error:
         raise PolicyError(f"{role}={text}: {error.message}", hint=error.hint) from None
+    check_offered(role, value)
+    return value
+
+
+def check_offered(role: str, value: Value) -> None:
+    """Refuses a format that a role cannot have."""
+    spec = ROLES[role]
     fmt = value if isinstance(value, Format) else getattr(value, "format", None)
     if spec.allowed is not None and fmt is not None and str(fmt) not in spec.allowed:
         raise PolicyError(
-            f"`{role}={text}` is not offered ({spec.reason}); {role} may be {one_of(spec.allowed)}",
+            f"`{role}={print_value(value)}` is not offered ({spec.reason}); {role} may be {one_of(spec.allowed)}",
             hint=f"write `{role}={spec.allowed[0]}`",
         )
-    return value
 
 
 def print_value(value: Value) -> str:

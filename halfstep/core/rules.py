@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from halfstep.core.errors import PolicyError, did_you_mean, one_of
-from halfstep.core.roles import ROLES, Operand, Value, is_narrow, parse_value, print_value
+from halfstep.core.roles import ROLES, Operand, Value, check_offered, is_narrow, parse_value, print_value
 
 _SEGMENT = re.compile(r"[\w*\-/\[\]]+")
 
@@ -34,6 +34,8 @@ class Rule:
         given = with_grad(dict(self.changes))
         if not given:
             raise PolicyError(f"rule `{self.glob}` changes nothing", hint="such as `lm_head: compute=fp32`")
+        for role, value in given.items():
+            check_offered(role, value)
         object.__setattr__(self, "changes", tuple((role, given[role]) for role in ROLES if role in given))
 
     @classmethod
@@ -118,7 +120,8 @@ def check_role(role: str, *, in_rule: bool) -> None:
     """Refuses a name that is not a role, or a role that no rule may change."""
     legal = [name for name, spec in ROLES.items() if spec.in_rules or not in_rule]
     if role not in ROLES:
-        raise PolicyError(f"unknown role `{role}`; roles are {', '.join(legal)}", hint=did_you_mean(role, legal))
+        hint = did_you_mean(role, legal, otherwise="leave it out; `halfstep policy fp32` says what each role is")
+        raise PolicyError(f"unknown role `{role}`; roles are {', '.join(legal)}", hint=hint)
     if role not in legal:
         raise PolicyError(
             f"role `{role}` applies to the whole run and cannot differ by module; a rule may change "

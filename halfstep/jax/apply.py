@@ -20,7 +20,7 @@ import jax.numpy as jnp
 
 from halfstep.config.model import owner
 from halfstep.core.errors import HalfstepError, PolicyError
-from halfstep.core.formats import FP32, Format
+from halfstep.core.formats import Format
 from halfstep.core.policy import Policy
 from halfstep.core.precision import Precision, base_precision, precisions
 from halfstep.core.refusal import EMULATE, check_formats, check_implemented, check_reach
@@ -55,7 +55,10 @@ def apply(params: Any, policy: Policy, names: Sequence[str] = ()) -> Applied:
     modules = list(dict.fromkeys([*names, *modules_of(leaves.names)]))
     values = policy.resolve(modules)
     # Which modules multiply shows when the loss function is traced; narrow rules are checked against that then.
-    check_reach(policy, modules, {owner(name) for name in leaves.trained})
+    owners = {owner(name) for name in leaves.trained}
+    computing = owners | set(names)
+    reach = {"param": owners, "moments": owners, "compute": computing, "grad": computing, "grad_weight": computing}
+    check_reach(policy, reach)
     by_module = precisions(policy, modules)
     for form in (policy, policy.evaluation()):
         check_supported([base_precision(form), *precisions(form, modules).values()], leaves.device)
@@ -90,8 +93,6 @@ def _not_implemented(role: str, value: Value) -> str:
         return "`current` scales by this step's own amax"
     if isinstance(value, Accumulator) and value.fast:
         return "matmuls sum in fp32"
-    if role in ("buffers", "router", "reduce") and value != FP32:
-        return "these stay fp32: omit the role"
     return ""
 
 

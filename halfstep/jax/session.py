@@ -16,7 +16,7 @@ import numpy as np
 from jax import Array
 from numpy.typing import NDArray
 
-from halfstep.config.model import is_matmul, owner, parameter_shapes
+from halfstep.config.model import reach
 from halfstep.config.run import RunConfig
 from halfstep.config.weights import Weights, initial_weights
 from halfstep.core import host
@@ -58,7 +58,6 @@ class Session:
         plain = Decoder(config.model, recompute=config.training.recompute_blocks)
         optimizer = build_optimizers(config.model, config.optimizer, policy, schedule, momentum)
         names = plain.module_names()
-        multiplied = [name for name in parameter_shapes(config.model) if is_matmul(name)]
         with self._here():
             first = plain.set_weights(initial_weights(config.model, config.seed) if weights is None else weights)
             params = jax.device_put(first, self.device)
@@ -69,7 +68,7 @@ class Session:
             }
             self.averages = averages if config.training.ema else None
         self._average = jax.jit(partial(_average, config.training.ema), donate_argnums=0)
-        check_reach(policy, {*map(owner, multiplied), "lm_head"}, map(owner, parameter_shapes(config.model)))
+        check_reach(policy, reach(config.model))
         self.model = plain.with_policy(policy)
         self.micro_batches = config.training.micro_batches
         self._step = make_step(

@@ -127,7 +127,10 @@ def apply(
     multiplying = [
         name for name, module in modules.items() if isinstance(module, Matmul) or _kind(module) is Linear
     ]
-    check_reach(policy, multiplying, {place.owner for place in places.values()})
+    owners = [place.owner for place in places.values()]
+    computing = [*(name for name, module in modules.items() if _kind(module) is not None), *owners]
+    reach = {"operand": multiplying, "param": owners, "moments": owners, "compute": computing, "grad": computing}
+    check_reach(policy, reach | {"grad_weight": computing})
     check_supported([base_precision(policy.evaluation()), *precisions(policy.evaluation(), names).values()])
     by_name = precisions(policy, names)
     check_supported([base_precision(policy), *by_name.values()])
@@ -282,8 +285,6 @@ def _not_implemented(role: str, value: Value) -> str:
         return "`current` scales by this step's own amax"
     if isinstance(value, Accumulator) and value.fast:
         return "matmuls sum in fp32"
-    if role in ("buffers", "router", "reduce") and value != FP32:
-        return "running statistics stay unchanged, and there is neither a router nor a second device to sum over"
     return ""
 
 

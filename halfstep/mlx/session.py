@@ -10,10 +10,12 @@ from mlx.optimizers import MultiOptimizer
 from numpy.typing import NDArray
 
 from halfstep.config.groups import parameter_groups
+from halfstep.config.model import reach
 from halfstep.config.run import OptimizerConfig, RunConfig
 from halfstep.config.weights import Weights, initial_weights
 from halfstep.core.averages import averaged, pop_from_state, to_state
 from halfstep.core.policy import Policy
+from halfstep.core.refusal import check_reach
 from halfstep.core.state_format import Snapshot, Stored
 from halfstep.mlx import memory
 from halfstep.mlx.apply import apply, set_precision
@@ -55,6 +57,7 @@ class Session:
             self.model.recompute = config.training.recompute_blocks
             self.model.set_weights(initial_weights(config.model, config.seed) if weights is None else weights)
             self.conversion = apply(self.model, policy, self.model.module_names())
+            check_reach(policy, reach(config.model))
             optimizer = build_optimizers(self.model, config.optimizer, policy)
             self.run = Run(
                 self.model,

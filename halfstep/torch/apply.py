@@ -33,7 +33,7 @@ from halfstep.core.errors import HalfstepError, PolicyError
 from halfstep.core.formats import FP32, Format
 from halfstep.core.policy import Policy
 from halfstep.core.precision import Precision, base_precision, precisions
-from halfstep.core.refusal import EMULATE, check_formats, check_implemented, check_named, check_reach
+from halfstep.core.refusal import EMULATE, check_formats, check_named, check_reach
 from halfstep.core.roles import Param, Value, print_value
 from halfstep.core.rules import Resolved
 from halfstep.torch.cast import carried, split
@@ -41,7 +41,7 @@ from halfstep.torch.convert import fp8_choice, plan
 from halfstep.torch.convert.fp8_choice import TOKENS, Measured, Timer
 from halfstep.torch.convert.known_packages import routers, with_routers
 from halfstep.torch.convert.modules import Island, Leaf
-from halfstep.torch.convert.plan import Change, Originals, Plan, change_of, give, matmuls, plans_of
+from halfstep.torch.convert.plan import Change, Originals, Plan, change_of, give, plans_of, reach_of
 from halfstep.torch.dtypes import DTYPES, FLOATS, dtype_of, supported
 from halfstep.torch.fp8.delayed import Amaxes
 from halfstep.torch.layers import Layer
@@ -84,10 +84,9 @@ def apply(
     """Gives a model a policy, whose rules may match `names`; `timer` times the layers of rules with `measured`."""
     plan.check_model(model)
     parameters, names, plans = trainable(model), names_of(model, names), plans_of(model)
-    check_implemented(policy, "torch", _not_implemented)
     aliases = _aliases(model, parameters)
-    multiplying = [plan.name for plan in matmuls(plans) if not plan.router]
-    check_reach(policy, multiplying, {owner(name) for held in aliases.values() for name in held})
+    values = policy.resolve(names)
+    check_reach(policy, reach_of(plans, {owner(name) for held in aliases.values() for name in held}))
     base = base_precision(policy)
     ruled = _precisions(model, policy, names)
     check_named({p.name: p.module.named for p in plans if isinstance(p.module, Layer)}, ruled, base)
@@ -95,7 +94,6 @@ def apply(
     _check_precisions(model, plans, ruled, policy)
     for device in _devices(model):
         fp8_choice.check_fast(plans, ruled, base, device)
-    values = policy.resolve(names)
     roles = {name: _roles(held, values) for name, held in aliases.items()}
     masters = {name: _checked(name, parameters[name], roles[name], policy) for name in parameters}
     masters, kept_whole = _split_where_used(masters, parameters, plans)
@@ -212,12 +210,6 @@ def names_of(model: nn.Module, names: Sequence[str] | None) -> list[str]:
     """Returns the names that rules may match: modules, and parameters that the model itself holds."""
     names = list(names) if names is not None else [name for name, _ in model.named_modules() if name]
     return [*names, *(name for name, _ in model.named_parameters() if "." not in name and name not in names)]
-
-
-def _not_implemented(role: str, value: Value) -> str:
-    if role in ("buffers", "router", "reduce") and value != FP32:
-        return "buffers stay as they are, routers are fp32, and there is no second device to sum over"
-    return ""
 
 
 def _aliases(model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> dict[str, list[str]]:

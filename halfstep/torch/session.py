@@ -10,9 +10,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from halfstep.config.groups import parameter_groups
+from halfstep.config.model import reach
 from halfstep.config.run import OptimizerConfig, RunConfig
 from halfstep.config.weights import Weights, initial_weights
 from halfstep.core.policy import Policy
+from halfstep.core.refusal import check_reach
 from halfstep.core.state_format import Snapshot, Stored
 from halfstep.torch import memory
 from halfstep.torch.apply import apply
@@ -61,6 +63,7 @@ class Session:
         self.model.to(self.device)
         tokens, names = config.training.batch * config.model.context, self.model.module_names()
         self.conversion = apply(self.model, policy, names, tokens=tokens, compiled=config.training.compile)
+        check_reach(policy, reach(config.model))
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)  # `memory` is about training alone
         self._optimizers = build_optimizers(self.model, config.optimizer)

@@ -114,8 +114,8 @@ def test_policy_has_one_row_per_parameter_or_module(capsys):
     assert run(["policy", "bf16-mixed; a.*: compute=fp32", "--module", "a.b", "--module", "c"]) == 0
     out = capsys.readouterr().out
     assert [line.split() for line in out.splitlines() if line.strip()][2:] == [
-        ["a.b", "fp32", "fp32", "fp32", "fp32", "fp32", "fp32", "a.*"],
-        ["c", "fp32", "bf16", "bf16", "fp32", "fp32", "fp32"],
+        ["a.b", "fp32", "fp32", "fp32", "fp32", "fp32", "a.*"],
+        ["c", "fp32", "bf16", "bf16", "fp32", "fp32"],
     ]
 
 
@@ -128,7 +128,7 @@ BAD = {
     "role": (
         ["policy", "bf16-mixed,nrom=bf16"],
         "error: in policy `bf16-mixed,nrom=bf16`: unknown role `nrom`; roles are param, compute, matmul, grad, "
-        "grad_weight, accumulate, reduce, moments, norm, softmax, loss, router, rope, buffers, eval, export, scale, "
+        "grad_weight, accumulate, reduce, moments, norm, softmax, loss, router, rope, buffers, eval, scale, "
         "emulate\n\nhint: did you mean `norm`?\n",
     ),
     "modifier": (

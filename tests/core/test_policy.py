@@ -119,11 +119,13 @@ def test_every_field_reaches_the_text():
         "emulate": True,
     }
     for role in ROLES:
-        if role in ("scale", "rope"):  # fp32 alone is legal for rope; a scale is not legal with fp32
-            continue
+        if role == "scale" or (role != "matmul" and ROLES[role].allowed == ("fp32",)):
+            continue  # a scale is not legal with fp32
         changed = dataclasses.replace(Policy(), **{role: other.get(role, BF16)})
         assert str(changed) != str(Policy())
         assert Policy.parse(str(changed)) == changed
+    with pytest.raises(PolicyError, match="`router=bf16` is not offered"):
+        dataclasses.replace(Policy(), router=BF16)  # what cannot be written cannot be built either
     fp16 = PRESETS["fp16-mixed"]
     for field in dataclasses.fields(DynamicScale):
         value = {"interval": 7, "hysteresis": 3, "backoff": 0.25, "growth": 4.0, "floor": 2.0}.get(
@@ -191,7 +193,6 @@ def test_presets_expand_to_the_table_of_the_design():
     assert table["grad_weight"] == [FP32, FP32, BF16, FP32, FP32]
     for role in ("accumulate", "reduce", "moments", "norm", "softmax", "loss", "router", "rope", "buffers"):
         assert table[role] == [FP32] * 5
-    assert table["export"] == [FP32, FP32, BF16, FP32, FP32]
     assert table["eval"] == [*[Evaluation()] * 4, Evaluation(BF16)]
     assert table["scale"] == [NoScale(), NoScale(), NoScale(), DynamicScale(), NoScale()]
     assert [str(rule) for rule in PRESETS["fp8-mixed"].rules] == ["**: compute=e4m3:measured,grad=e5m2"]

@@ -2,6 +2,7 @@
 
 import math
 import operator
+from dataclasses import fields, replace
 from types import SimpleNamespace
 
 import array_api_strict
@@ -196,3 +197,17 @@ def test_a_scale_that_cannot_work_is_refused(make, said):
     with pytest.raises(ScalingError) as caught:
         make()
     assert said in f"{caught.value.message} {caught.value.hint}"
+
+
+@pytest.mark.parametrize("field", [field.name for field in fields(DynamicScale)])
+def test_every_number_of_the_law_changes_its_course(field):
+    def course(law):
+        state, scales = law.init(), []
+        for finite in [True] * 3 + [False] * 40 + [True] * 60:
+            state = law.judge(state, finite, np).state
+            scales.append(float(state.scale))
+        return scales
+
+    law = DynamicScale(init_scale=2.0**10, interval=3, hysteresis=2, floor=2.0**-4, ceiling=2.0**12)
+    value = getattr(law, field)
+    assert course(law) != course(replace(law, **{field: value * 2 if field not in ("backoff",) else value / 2}))

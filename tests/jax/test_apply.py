@@ -97,7 +97,7 @@ def test_rules_reach_the_leaves_of_a_module(params):
     ("policy", "said"),
     [
         ("bf16-mixed; blocks.*.dwn: compute=fp32", "matches none of the 4 names"),
-        ("bf16-mixed; blocks: param=bf16", "where no parameter is held"),
+        ("bf16-mixed; blocks: param=bf16", "holds a parameter"),
         ("bf16-mixed,param=fp32:split", "split.* is not implemented on jax yet"),
         ("bf16-mixed,buffers=bf16", "buffers=bf16"),
         ("bf16-mixed,grad=fp32", "activation's own dtype"),

@@ -247,7 +247,7 @@ def test_modules_whose_attributes_clash_that_are_lazy_or_share_a_matrix():
         ("bf16-mixed,emulate=true; norm: compute=e4m3", "names no matmul", "name the layers that multiply"),
         ("bf16-mixed; head: param=bf16", "it is one tensor", "give both the same `param`"),
         ("bf16-mixed; head: moments=bf16", "it is one tensor", "give both the same `moments`"),
-        ("bf16-mixed,buffers=bf16", "not implemented", "buffers stay"),
+        ("bf16-mixed,buffers=bf16", "not offered", "buffers=fp32"),
     ],
 )
 def test_a_policy_that_does_not_fit_is_refused_and_changes_nothing(policy, said, hint):
@@ -315,7 +315,7 @@ def test_a_model_that_cannot_be_prepared_is_refused(make, said, hint):
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning")
 def test_a_script_and_a_rule_for_parameters_that_no_module_holds_are_refused():
-    with pytest.raises(PolicyError, match="no parameter is held"):
+    with pytest.raises(PolicyError, match="holds a parameter"):
         applied_to(nn.Sequential(nn.Linear(2, 2), nn.ReLU()), "bf16-mixed; 1: param=bf16")
     with pytest.raises(HalfstepError, match="is a TorchScript module"):
         applied_to(torch.jit.script(nn.Linear(2, 2)), "bf16-mixed")

@@ -101,7 +101,7 @@ def cast_inside(
     batch = jax.tree.map(interpreter.entering, batch) if cast_batch else batch
     given += [Value(interpreter.carrier(leaf)) for leaf in jax.tree.leaves((batch, others))]
     out = interpreter.run(closed.jaxpr, closed.consts, given)
-    check_reach(policy, {module_of(name) for name in interpreter.multiplied}, map(module_of, masters))
+    check_reach(policy, {"operand": {module_of(name) for name in interpreter.multiplied}})
     return jax.tree.unflatten(jax.tree.structure(shape), out), shape
 
 

@@ -3,7 +3,7 @@
 A model must come as it was built: torch.compile, DDP, FSDP and the like keep what they find, so they come after.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, NamedTuple, cast
@@ -23,7 +23,7 @@ from halfstep.torch.convert.norms import BatchNorm, InstanceNorm, Normalization
 from halfstep.torch.convert.subclass import mixed
 from halfstep.torch.functions.mode import PolicyMode, mode_of
 from halfstep.torch.functions.table import learn
-from halfstep.torch.layers import Layer, Matmul, casts_of
+from halfstep.torch.layers import Layer, Matmul, Norm, casts_of
 from halfstep.torch.lowering import Casts, check_autocast
 from halfstep.torch.split import is_split
 
@@ -36,7 +36,7 @@ _FAST_PATHS: dict[type, tuple[str, Any]] = {
 _GIVEN = ("halfstep", "halfstep_model", "halfstep_remainders", "halfstep_history", "halfstep_prepared")
 _KEPT = ("casts", "forward", *(name for name, _ in _FAST_PATHS.values()))
 _IN_RECIPE = "part of a layer with a recipe of its own"
-WHOLE, TABLES = Param(FP32), (nn.Embedding, nn.EmbeddingBag)
+WHOLE, TABLES, NORMS = Param(FP32), (nn.Embedding, nn.EmbeddingBag), (Norm, Normalization)
 Originals = list[tuple[nn.Module, type, dict[str, Any]]]
 
 
@@ -76,6 +76,31 @@ def plans_of(model: nn.Module) -> list[Plan]:
 def matmuls(plans: Sequence[Plan]) -> list[Plan]:
     """Returns the plans of modules that multiply by a matrix."""
     return [plan for plan in plans if plan.kind is not None and issubclass(plan.kind, Matmul)]
+
+
+def reach_of(plans: Sequence[Plan], owners: Iterable[str]) -> dict[str, list[str]]:
+    """Returns the names at which a rule's role changes something; `owners` hold a parameter.
+
+    What a module's own code calls is unknown before it runs: norms and softmax may be in it.
+    """
+    held, converted = list(owners), [plan for plan in plans if plan.kind is not None]
+    compute = [*(plan.name for plan in converted), *held]
+    return {
+        "operand": [plan.name for plan in matmuls(plans) if not plan.router],
+        "compute": compute,
+        "grad": compute,
+        "grad_weight": compute,
+        "param": held,
+        "moments": held,
+        "norm": [plan.name for plan in converted if _may_hold(plan, "norm", Matmul, *TABLES)],
+        "softmax": [plan.name for plan in converted if _may_hold(plan, "softmax", Matmul, *NORMS, *TABLES)],
+    }
+
+
+def _may_hold(plan: Plan, role: str, *others: type) -> bool:
+    """Whether an island of a role may be in a module, which none of the others has."""
+    kind = cast(type, plan.kind)
+    return plan.role in ("", role) and not issubclass(kind, others) and not isinstance(plan.module, others)
 
 
 def convert(model: nn.Module, plans: list[Plan], ruled: Mapping[str, Precision], base: Precision) -> Originals:

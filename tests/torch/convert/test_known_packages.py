@@ -329,5 +329,5 @@ def test_routers_are_known_by_class_and_by_place():
 @pytest.mark.parametrize("policy", ["bf16-mixed,router=bf16", "bf16-mixed; **: router=bf16"])
 def test_a_router_in_bf16_is_refused(policy):
     given = model()
-    with refuses(PolicyError, "router=bf16", "routers are fp32"):
+    with refuses(PolicyError, "router=bf16", "router=fp32"):
         prepare(given, adamw(given), policy)
