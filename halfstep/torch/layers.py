@@ -31,7 +31,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from halfstep.core.errors import FormatError
+from halfstep.core.errors import FormatError, HalfstepError
 from halfstep.core.formats import BF16, FP32, Format, parse
 from halfstep.core.policy import Policy, as_policy
 from halfstep.core.precision import Precision, base_precision
@@ -40,8 +40,9 @@ from halfstep.torch.dtypes import FLOATS, dtype_of, format_of
 from halfstep.torch.fp8.delayed import History
 from halfstep.torch.fp8.linear import in_graph, narrow_linear
 from halfstep.torch.lowering import Casts, autocast_error, bypass_mode, enter, island, leave, own, owned, rounded
-from halfstep.torch.matmul import Linear, Rows, Scores
-from halfstep.torch.split import Holder, is_split, operand_of
+from halfstep.torch.matmul import Linear, Rows, Scores, linear_in_steps, scores_in_steps
+from halfstep.torch.split import Holder, is_split, operand_of, through
+from halfstep.torch.tracing import transforming
 
 
 @cache
@@ -108,7 +109,20 @@ def linear(
             x = rounded(x, casts)
         if casts.wide is not None:
             return narrow_linear(x, values, owner, bias, casts, history)
+        if transforming():
+            return linear_in_steps(x, values, check_transformed(owner, casts), bias, casts)
         return Linear.apply(x, values, owner, bias, casts)  # type: ignore[no-any-return]
+
+
+def check_transformed(weight: Tensor, casts: Casts) -> Tensor:
+    """Returns a weight that torch.func gave, or refuses half of a split master: its gradient would be bf16."""
+    if casts.fp32_grads and weight.requires_grad and weight.dtype != torch.float32:
+        raise HalfstepError(
+            f"torch.func was given a {weight.dtype} weight whose gradient the policy wants in fp32",
+            hint="give it the masters: torch.func.functional_call(model, model.state_dict(), ...), not "
+            "model.named_parameters(), or prepare with `param=fp32`",
+        )
+    return weight
 
 
 @bypass_mode
@@ -125,9 +139,12 @@ def embedding(
     """Looks up rows of the master and casts them to compute; their gradient is summed in fp32."""
     if is_split(weight) and not casts.whole:
         values, owner = operand_of(weight, casts.whole)
+        if transforming():
+            rows = through(values.float(), owner, casts.precision.grad_weight)
+            return enter(F.embedding(index, rows, padding_idx, scale_grad_by_freq=scale_grad_by_freq), casts)
         padding = -1 if padding_idx is None else padding_idx % weight.shape[0]
         return enter(Rows.apply(index, values, owner, padding, scale_grad_by_freq, casts), casts)
-    table = owned(weight, casts)
+    table = owned(check_transformed(weight, casts) if transforming() else weight, casts)
     return enter(F.embedding(index, table, padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse), casts)
 
 
@@ -192,7 +209,10 @@ def weighted_attention(
     if q.shape[1] != k.shape[1]:
         k, v = (t.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for t in (k, v))
     if casts.fused_softmax:
-        s_BHTT = Scores.apply(q.flatten(0, 1), k.flatten(0, 1), casts).unflatten(0, q.shape[:2])
+        if transforming():
+            s_BHTT = scores_in_steps(q, k)
+        else:
+            s_BHTT = Scores.apply(q.flatten(0, 1), k.flatten(0, 1), casts).unflatten(0, q.shape[:2])
     else:
         s_BHTT = (q @ k.mT).to(casts.softmax)
     s_BHTT = s_BHTT * (q.shape[-1] ** -0.5 if scale is None else scale)

@@ -19,13 +19,13 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from halfstep.core import lowering
 from halfstep.core.errors import HalfstepError
 from halfstep.core.formats import FP32, Format
 from halfstep.torch.cast import carried
-from halfstep.torch.split import is_split, widened
+from halfstep.torch.split import is_split, through, widened
+from halfstep.torch.tracing import recording, transforming
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -82,7 +82,7 @@ def rounded(x: Tensor, casts: Casts) -> Tensor:
     """Rounds the result of an operation to compute where it is emulated; natively it is in compute already."""
     if not casts.emulate or casts.plain:
         return x
-    return _Rounded.apply(x, casts.precision.compute, casts.precision.grad)  # type: ignore[no-any-return]
+    return _rounded(x, casts.precision.compute, casts.precision.grad)
 
 
 def owned(parameter: Tensor, casts: Casts) -> Tensor:
@@ -91,7 +91,7 @@ def owned(parameter: Tensor, casts: Casts) -> Tensor:
         parameter = widened(parameter, casts.whole)
     if casts.fp32_grads or parameter.dtype != torch.float32:
         return parameter  # a bf16 parameter has a bf16 gradient as it is
-    return _Rounded.apply(parameter, FP32, casts.precision.grad_weight)  # type: ignore[no-any-return]
+    return _rounded(parameter, FP32, casts.precision.grad_weight)
 
 
 def island(x: Any, role: str, casts: Casts) -> Any:
@@ -102,7 +102,7 @@ def island(x: Any, role: str, casts: Casts) -> Any:
     if not casts.emulate:
         return x
     fmt: Format = getattr(casts.precision, role)
-    return x if fmt == FP32 else _Rounded.apply(x, fmt, fmt)
+    return x if fmt == FP32 else _rounded(x, fmt, fmt)
 
 
 def own(parameter: Tensor | None, role: str, casts: Casts) -> Any:
@@ -123,6 +123,12 @@ def leave(x: Tensor, role: str, casts: Casts) -> Tensor:
     return x.to(getattr(casts, role)).to(casts.compute)
 
 
+def _rounded(x: Tensor, value: Format, grad: Format) -> Tensor:
+    if transforming():
+        return through(carried(x.detach(), value), x, grad)
+    return _Rounded.apply(x, value, grad)  # type: ignore[no-any-return]
+
+
 class _Rounded(torch.autograd.Function):
     """Rounds the value forward and the gradient backward, as storing both in narrow tensors would."""
 
@@ -132,6 +138,5 @@ class _Rounded(torch.autograd.Function):
         return carried(x, value)
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None, None]:
-        return carried(g, ctx.grad), None, None
+        return through(carried(g.detach(), ctx.grad), g) if recording() else carried(g, ctx.grad), None, None

@@ -7,19 +7,28 @@ a gradient that was rounded to bf16 and then widened. Here each gradient is roun
 activation to `grad`, that of a weight to `grad_weight`, fp32 as a rule, straight from the fp32 sum.
 
 A weight comes as two tensors, its `values`, which are multiplied, and its `owner`, which gets the gradient; they
-differ for a split master (split.py). None of this is differentiable twice: torch refuses it by name.
+differ for a split master (split.py).
+
+**torch.func and second derivatives** need functions that torch can take apart. So each product is also written in
+torch's own functions (`linear_in_steps` and the like), on numbers of the same formats, summed in fp32: slower, and
+used for these alone.
 """
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from halfstep.core.errors import HalfstepError
 from halfstep.core.formats import Format
 from halfstep.torch.cast import carried
 from halfstep.torch.lowering import Casts
+from halfstep.torch.split import through
+from halfstep.torch.tracing import recording, transforming
+
+Backward = Callable[[Any, Tensor], tuple[Tensor | None, ...]]
 
 
 class Linear(torch.autograd.Function):
@@ -30,8 +39,8 @@ class Linear(torch.autograd.Function):
         """Returns the result."""
         w = in_compute(values, casts) if casts.emulate else values.to(casts.compute)
         ctx.save_for_backward(x, w)
-        ctx.casts = casts
-        rows = x.flatten(0, -2) if x.dim() > 1 else x.unsqueeze(0)
+        ctx.casts, ctx.inputs = casts, (owner, bias)
+        rows = rows_of(x)
         if casts.emulate:
             p = casts.precision
             y = _emulated_matmul(rows, w.t(), p.operand.format, p.operand.format, p.compute)
@@ -43,21 +52,22 @@ class Linear(torch.autograd.Function):
         return y.view(*x.shape[:-1], values.shape[0])
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         """Returns the gradient of each input."""
         casts, (needs_input, _, needs_weight, needs_bias, _) = ctx.casts, ctx.needs_input_grad
+        x, w = ctx.saved_tensors
+        if recording():
+            inputs = {0: x, 2: ctx.inputs[0], 3: ctx.inputs[1]}
+            return recorded(lambda x, owner, bias: linear_in_steps(x, w, owner, bias, casts), inputs, ctx, g)
         if casts.emulate:
             return _emulated_gradients(ctx, g)
-        x, w = ctx.saved_tensors
         grad_input = grad_weight = grad_bias = None
-        g = g.flatten(0, -2) if g.dim() > 1 else g.unsqueeze(0)
+        g = rows_of(g)
         operand = g.to(casts.grad_operand)
         if needs_input:
-            grad_input = matmul(operand, w.to(casts.operand), casts.grad).view(x.shape)
+            grad_input = matmul(operand, w.to(casts.operand), casts.grad).reshape(x.shape)
         if needs_weight:
-            rows = x.flatten(0, -2) if x.dim() > 1 else x.unsqueeze(0)
-            grad_weight = matmul(operand.t(), rows.to(casts.operand), casts.grad_weight)
+            grad_weight = matmul(operand.t(), rows_of(x).to(casts.operand), casts.grad_weight)
         if needs_bias:
             grad_bias = g.sum(0, dtype=torch.float32).to(casts.grad_weight)
         return grad_input, None, grad_weight, grad_bias, None
@@ -77,7 +87,7 @@ def _emulated_gradients(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
     grad_input = grad_weight = grad_bias = None
     g = carried(rows_of(g), p.grad)
     if needs[0]:
-        grad_input = _emulated_matmul(g, w, p.grad_operand.format, p.operand.format, p.grad).view(x.shape)
+        grad_input = _emulated_matmul(g, w, p.grad_operand.format, p.operand.format, p.grad).reshape(x.shape)
     if needs[2]:
         formats = (p.grad_operand.format, p.operand.format, p.grad_weight)
         grad_weight = _emulated_matmul(g.t(), rows_of(x), *formats)
@@ -100,7 +110,6 @@ class Rows(torch.autograd.Function):
         return F.embedding(index, values)
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         """Returns the gradient of each input."""
         (index,) = ctx.saved_tensors
@@ -119,11 +128,12 @@ class Scores(torch.autograd.Function):
         return matmul(q, k.mT, torch.float32)
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, Tensor, None]:
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         """Returns the gradient of each input."""
         q, k = ctx.saved_tensors
         casts, fmt = ctx.casts, ctx.casts.precision.grad
+        if recording():
+            return recorded(scores_in_steps, {0: q, 1: k}, ctx, g)
         if casts.emulate:
             g = carried(g, fmt)
             return carried(g @ k, fmt), carried(g.mT @ q, fmt), None
@@ -133,7 +143,7 @@ class Scores(torch.autograd.Function):
 
 def rows_of(x: Tensor) -> Tensor:
     """Returns an activation as a matrix, one row per token."""
-    return x.flatten(0, -2) if x.dim() > 1 else x.unsqueeze(0)
+    return x.reshape(-1, x.shape[-1])
 
 
 def in_compute(parameter: Tensor, casts: Casts) -> Tensor:
@@ -154,3 +164,84 @@ def matmul(a: Tensor, b: Tensor, out: torch.dtype) -> Tensor:
 
 def _emulated_matmul(a: Tensor, b: Tensor, a_format: Format, b_format: Format, out: Format) -> Tensor:
     return carried(carried(a, a_format) @ carried(b, b_format), out)
+
+
+# --- the same in steps that torch can transform
+
+
+def linear_in_steps(x: Tensor, values: Tensor, owner: Tensor, bias: Tensor | None, casts: Casts) -> Tensor:
+    """`Linear` of an x in the compute format."""
+    y = _to_compute(F.linear(x.float(), weight_in_steps(values, owner, casts)), casts)
+    if bias is None:
+        return y
+    return _to_compute(y.float() + weight_in_steps(bias.detach(), bias, casts), casts)
+
+
+def batches_in_steps(a: Tensor, b: Tensor, weights: Sequence[bool], casts: Casts) -> Tensor:
+    """Batches of products, some operands of which are weights."""
+    pairs = zip((a, b), weights, strict=True)
+    left, right = (weight_in_steps(t.detach(), t, casts) if weight else t.float() for t, weight in pairs)
+    return _to_compute(torch.bmm(left, right), casts)
+
+
+def scores_in_steps(q: Tensor, k: Tensor) -> Tensor:
+    """`Scores`."""
+    return q.float() @ k.float().mT
+
+
+def weight_in_steps(values: Tensor, owner: Tensor, casts: Casts) -> Tensor:
+    """Numbers of the compute format in fp32, whose gradient is fp32 as well."""
+    return through(in_compute(values, casts).float(), owner, casts.precision.grad_weight)
+
+
+def recorded(
+    function: Callable[..., Tensor], inputs: dict[int, Tensor | None], ctx: Any, g: Tensor
+) -> tuple[Tensor | None, ...]:
+    """Returns gradients that can be differentiated again; `inputs` has those of the function, by place."""
+    needed = [place for place, t in inputs.items() if t is not None and ctx.needs_input_grad[place]]
+    with torch.enable_grad():
+        y = function(*inputs.values())
+        grads = torch.autograd.grad(y, [inputs[place] for place in needed], g, create_graph=True)  # type: ignore[misc]
+    by_place = dict(zip(needed, grads, strict=True))
+    return tuple(by_place.get(place) for place in range(len(ctx.needs_input_grad)))
+
+
+def refuse_transforms(what: str, hint: str) -> None:
+    """Refuses torch.func where a product has no form that it can take apart."""
+    if transforming():
+        raise HalfstepError(f"torch.func (vmap, grad, jvp, ...) does not reach {what}", hint=hint)
+
+
+def once(what: str, hint: str) -> Callable[[Backward], Backward]:
+    """Decorates a backward whose gradients cannot be differentiated again; trying raises the hint."""
+
+    def decorate(backward: Backward) -> Backward:
+        def run(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+            if not recording():
+                return backward(ctx, g)
+            with torch.no_grad():
+                grads = backward(ctx, g)
+            return tuple(t if t is None else _Once.apply(t.requires_grad_(), what, hint) for t in grads)
+
+        return run
+
+    return decorate
+
+
+class _Once(torch.autograd.Function):
+    """A gradient that cannot be differentiated again."""
+
+    @staticmethod
+    def forward(ctx: Any, grad: Tensor, what: str, hint: str) -> Tensor:
+        ctx.error = HalfstepError(f"{what} cannot be differentiated twice", hint=hint)
+        return grad.view_as(grad)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Any:
+        raise ctx.error
+
+
+def _to_compute(y: Tensor, casts: Casts) -> Tensor:
+    if casts.emulate:
+        return through(carried(y.detach(), casts.precision.compute), y, casts.precision.grad)
+    return y.to(casts.compute)

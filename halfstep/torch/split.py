@@ -34,7 +34,9 @@ import torch
 from torch import Tensor, nn
 
 from halfstep.core.errors import HalfstepError
-from halfstep.torch.cast import join, split
+from halfstep.core.formats import FP32, Format
+from halfstep.torch.cast import carried, join, split
+from halfstep.torch.tracing import transforming
 
 REMAINDER, GRAD_OWNER, WRITES = "halfstep_remainder", "halfstep_grad_owner", "halfstep_writes"
 _GUARD = "halfstep_guard"
@@ -241,7 +243,13 @@ def operand_of(weight: Tensor, whole: bool) -> tuple[Tensor, Tensor]:
 
 def widened(weight: Tensor, whole: bool) -> Tensor:
     """Returns a split weight as a differentiable fp32 tensor with an fp32 gradient."""
-    return _WithOwner.apply(*operand_of(weight, whole))  # type: ignore[no-any-return]
+    values, owner = operand_of(weight, whole)
+    return through(values.float(), owner) if transforming() else _WithOwner.apply(values, owner)  # type: ignore[no-any-return]
+
+
+def through(values: Tensor, owner: Tensor, grad: Format = FP32) -> Tensor:
+    """Returns values that are no function of `owner` to autograd; their gradient, rounded to `grad`, is for it."""
+    return _Through.apply(values, owner, grad)  # type: ignore[no-any-return]
 
 
 class _WithOwner(torch.autograd.Function):
@@ -253,3 +261,25 @@ class _WithOwner(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[None, Tensor]:
         return None, g
+
+
+class _Through(torch.autograd.Function):
+    """As _WithOwner, in the form that torch.func, forward mode and a second derivative need, which is slower."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(values: Tensor, owner: Tensor, grad: Format) -> Tensor:
+        return values.view_as(values)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Tensor) -> None:
+        ctx.grad = inputs[2]
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[None, Tensor, None]:
+        return None, g if ctx.grad == FP32 else through(carried(g.detach(), ctx.grad), g), None
+
+    @staticmethod
+    def jvp(ctx: Any, values: Any, owner: Any, grad: Any) -> Any:
+        return owner.float()

@@ -35,7 +35,6 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from halfstep.core.formats import Format
 from halfstep.core.roles import Operand, is_narrow
@@ -43,9 +42,13 @@ from halfstep.torch.cast import amax_of, carried, quantize_scaled
 from halfstep.torch.dtypes import DTYPES, ROWS_INTO_FP32, dtype_of
 from halfstep.torch.fp8.delayed import History
 from halfstep.torch.lowering import Casts
-from halfstep.torch.matmul import Linear, in_compute, matmul, rows_of
+from halfstep.torch.matmul import Linear, in_compute, matmul, once, refuse_transforms, rows_of
 from halfstep.torch.tracing import compiling, traced
 
+_ONCE = (
+    "a matmul with narrow operands",
+    "leave the fp8 rule out where you need this: `bf16-mixed` has the same masters and activations",
+)
 MULTIPLE = 16  # of elements: what the sizes of a native fp8 matmul must be
 
 
@@ -65,6 +68,7 @@ def narrow_linear(
     """x W^T + b of an x in compute, some operands narrow; delayed ones follow their own amax without a history."""
     if x.numel() == 0:  # no kernel takes a batch without tokens, which an expert of a mixture may get
         return Linear.apply(x, values, owner, bias, casts.wide)  # type: ignore[no-any-return]
+    refuse_transforms(*_ONCE)
     amaxes = probe = None
     if history is not None and casts.delayed:
         amaxes, probe = history.amaxes, history.probe
@@ -189,7 +193,7 @@ class _Narrow(torch.autograd.Function):
         return y.view(*x.shape[:-1], values.shape[0])
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once(*_ONCE)
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         with traced(ctx.compiled):
             casts, p = ctx.casts, ctx.casts.precision

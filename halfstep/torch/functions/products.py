@@ -18,15 +18,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from halfstep.torch.cast import carried
 from halfstep.torch.dtypes import FLOATS
 from halfstep.torch.functions.entry import NARROW, Entry, Scope, Skip, is_weight, mapped, tensors_of, whole
 from halfstep.torch.layers import linear
 from halfstep.torch.lowering import Casts, enter, rounded
-from halfstep.torch.matmul import in_compute, matmul
+from halfstep.torch.matmul import batches_in_steps, in_compute, matmul, once, recorded, refuse_transforms
 from halfstep.torch.split import is_split
+from halfstep.torch.tracing import recording, transforming
 
 Two = tuple[bool, bool]
 
@@ -53,6 +53,8 @@ def batched(a: Tensor, b: Tensor, weights: Two, casts: Casts) -> Tensor:
     if casts.plain:
         return torch.bmm(a.float(), b.float())
     a, b = (t if weight else enter(t, casts) for t, weight in zip((a, b), weights, strict=True))
+    if transforming():
+        return batches_in_steps(a, b, weights, casts)
     return _Batched.apply(a, b, weights, casts)  # type: ignore[no-any-return]
 
 
@@ -60,6 +62,7 @@ def grouped(x: Tensor, w: Tensor, offsets: Tensor, casts: Casts) -> Tensor:
     """Returns F.grouped_mm(x, w, offs=offsets): rows up to offsets[0] times w[0], and so on."""
     if casts.plain:
         return torch._grouped_mm(x.float(), w.float(), offs=offsets)
+    refuse_transforms(*_GROUPED_ONCE)
     return _Grouped.apply(enter(x, casts), w, offsets, casts)  # type: ignore[no-any-return]
 
 
@@ -93,20 +96,29 @@ class _Batched(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, a: Tensor, b: Tensor, weights: Two, casts: Casts) -> Tensor:
+        ctx.inputs = {0: a, 1: b}
         a, b = in_compute(a, casts), in_compute(b, casts)
         ctx.save_for_backward(a, b)
         ctx.weights, ctx.casts = weights, casts
         return _carried(matmul(a, b, casts.compute), casts, casts.precision.compute)
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         a, b = ctx.saved_tensors
         casts = ctx.casts
+        if recording():
+            return recorded(lambda a, b: batches_in_steps(a, b, ctx.weights, casts), ctx.inputs, ctx, g)
         g = _carried(g, casts, casts.precision.grad)
         grad_a = _gradient(g, b.mT, ctx.weights[0], casts) if ctx.needs_input_grad[0] else None
         grad_b = _gradient(a.mT, g, ctx.weights[1], casts) if ctx.needs_input_grad[1] else None
         return grad_a, grad_b, None, None
+
+
+_GROUPED_ONCE = (
+    "a grouped matmul of experts",
+    "choose another implementation of the experts (Hugging Face: experts_implementation='eager'), or give the "
+    "experts fp32 with a rule",
+)
 
 
 class _Grouped(torch.autograd.Function):
@@ -118,7 +130,7 @@ class _Grouped(torch.autograd.Function):
         return _carried(torch._grouped_mm(x, w, offs=offsets), casts, casts.precision.compute)
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once(*_GROUPED_ONCE)
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         x, w, offsets = ctx.saved_tensors
         casts, precision = ctx.casts, ctx.casts.precision
