@@ -6,6 +6,7 @@ import math
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ from halfstep.training.data.prefetch import Prefetch
 from halfstep.training.evaluation import evaluate
 from halfstep.training.schedule import factor
 from halfstep.training.session import open_session
-from halfstep.training.weights.artifact import masters, score
+from halfstep.training.weights.artifact import masters, origin_of, score
 
 Answer = dict[str, Any]
 
@@ -140,9 +141,12 @@ class Halfstep(Trainer):
             return {}
         before = evaluate(self.session, self.corpus, self.config)
         weights = masters(self.session.state(), self.config.model, averaged=False)
+        data = {"digest": self.corpus.digest, "description": "", "bytes_per_token": None}
+        known = {"policy": str(self.session.policy), "config": asdict(self.config), "data": data}
+        origin = origin_of(known, self.config.training.steps, "model")
         with tempfile.TemporaryDirectory() as folder:
             scored = score(
-                self.session, self.corpus, self.config, Path(folder) / "model", before, weights
+                self.session, self.corpus, self.config, Path(folder) / "model", before, weights, origin
             ).record()
         counts = json.loads((self.options.tokens / recipe_tokens.SUMMARY).read_text())
         bits = counts["val_tokens"] / counts["val_bytes"] / math.log(2)  # bits per byte for one nat per token

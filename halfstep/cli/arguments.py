@@ -27,12 +27,19 @@ Json = Annotated[bool, _OFF, Parameter(help="Print the data as JSON.")]
 Place = Annotated[Path, Parameter(converter=_path)]  # an empty path is refused
 Device = Annotated[str | None, Parameter(help="The device, as the framework names it: cpu, cuda, cuda:1, mps.")]
 
+Backend = Literal["torch", "jax", "mlx"]
+
 # Of a trained model.
 Trained = Annotated[
-    Place, Parameter(help="A run folder, for its newest checkpoint, or the folder of a checkpoint.")
+    Place,
+    Parameter(
+        help="A run folder, for its newest checkpoint; the folder of a checkpoint; or a file that `halfstep "
+        "artifact` wrote."
+    ),
 ]
-EvalPolicy = Annotated[
-    str | None, Parameter(help="The precision to evaluate in; by default, that of the training.")
+OtherPolicy = Annotated[str | None, Parameter(help="The precision to run in; by default, that of the training.")]
+OtherBackend = Annotated[
+    Backend | None, Parameter(help="The framework to run on; by default, that of the training.")
 ]
 Weights = Annotated[
     Literal["model", "ema"] | None,

@@ -6,11 +6,11 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from itertools import count
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from cyclopts import Parameter
 
-from halfstep.cli.arguments import Device, Flag, Place, check_not_empty
+from halfstep.cli.arguments import Backend, Device, Flag, Place, check_not_empty
 from halfstep.cli.output import print_words
 
 RUNS = Path("runs")
@@ -22,7 +22,7 @@ def train(
     /,
     *,
     policy: str | None = None,
-    backend: Literal["torch", "jax", "mlx"] | None = None,
+    backend: Backend | None = None,
     device: Device = None,
     overrides: Overrides = (),
     init: str | None = None,
@@ -49,8 +49,8 @@ def train(
     overrides
         A setting, such as training.steps=100. May be repeated.
     init
-        Start from these weights: a safetensors file, a folder in Hugging Face layout (for gpt2 and qwen3), or a
-        run folder.
+        Start from these weights: a safetensors file, a folder in Hugging Face layout (for gpt2 and qwen3), a run
+        folder, or a file that `halfstep artifact` wrote.
     out
         The run folder; by default runs/RECIPE-DATE-TIME.
     resume

@@ -6,30 +6,31 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from halfstep.cli.arguments import Device, EvalPolicy, Json, MovedData, Place, Trained, Weights
+from halfstep.cli.arguments import Device, Json, MovedData, OtherBackend, OtherPolicy, Place, Trained, Weights
 from halfstep.cli.output import print_json, print_table, print_words
 
 if TYPE_CHECKING:
     from halfstep.training.data.corpus import Corpus
-    from halfstep.training.run.resume import Trained as TrainedModel
+    from halfstep.training.run.trained import Trained as TrainedModel
 
 
 def evaluate(
     run: Trained,
     /,
     *,
-    policy: EvalPolicy = None,
+    policy: OtherPolicy = None,
+    backend: OtherBackend = None,
     weights: Weights = None,
     data: MovedData = None,
     device: Device = None,
     json: Json = False,
 ) -> None:
-    """Evaluate a checkpoint on held-out text, in the precision it was trained with or another."""
+    """Evaluate a trained model on held-out text, in the precision and on the backend of its training or others."""
     from halfstep.training import memory
     from halfstep.training.evaluation import evaluate as measure
-    from halfstep.training.run.resume import open_trained
+    from halfstep.training.run.trained import open_trained
 
-    trained = open_trained(run, policy=policy, device=device, weights=weights, data=data)
+    trained = open_trained(run, policy=policy, backend=backend, device=device, weights=weights, data=data)
     corpus = _load_corpus(trained)
     with memory.convert_oom(trained.session.ran_out, lambda: memory.in_scoring(trained.config)):
         result = measure(trained.session, corpus, trained.config)
@@ -45,6 +46,8 @@ def sample(
     temperature: float = 0.8,
     top_k: int = 40,
     seed: int = 0,
+    policy: OtherPolicy = None,
+    backend: OtherBackend = None,
     weights: Weights = None,
     data: MovedData = None,
     device: Device = None,
@@ -64,11 +67,11 @@ def sample(
     seed
         The same seed gives the same text.
     """
-    from halfstep.training.run.resume import open_trained
+    from halfstep.training.run.trained import open_trained
     from halfstep.training.sampling import check_asked, generate, prompt_tokens, tokenizer_of, written
 
     check_asked(length, temperature, top_k, seed)
-    trained = open_trained(run, device=device, weights=weights, data=data)
+    trained = open_trained(run, policy=policy, backend=backend, device=device, weights=weights, data=data)
     tokenizer = tokenizer_of(trained.config.data.source, trained.saved.manifest["data"])
     given = prompt.encode(errors="surrogateescape") or b"\n"
     start = prompt_tokens(tokenizer, given)
@@ -87,7 +90,8 @@ def artifact(
     *,
     out: Place | None = None,
     limit: int | None = None,
-    policy: EvalPolicy = None,
+    policy: OtherPolicy = None,
+    backend: OtherBackend = None,
     weights: Weights = None,
     data: MovedData = None,
     device: Device = None,
@@ -109,15 +113,17 @@ def artifact(
     from halfstep.core.errors import ConfigError
     from halfstep.training import memory
     from halfstep.training.evaluation import evaluate as measure
-    from halfstep.training.run.resume import open_trained
-    from halfstep.training.weights.artifact import NAME, check_place, masters, score
+    from halfstep.training.run.trained import open_trained
+    from halfstep.training.weights.artifact import NAME, check_place, is_artifact, masters, origin_of, score
 
     if limit is not None and limit < 0:
         raise ConfigError(f"--limit {limit}: it must be 0 or more bytes", hint="0 means no limit")
+    if is_artifact(run):
+        raise ConfigError(f"`{run}` is an artifact already", hint="name the run that it is from")
     home = _home(run)
     place = out or home / NAME
     check_place(place, home)
-    trained = open_trained(run, policy=policy, device=device, weights=weights, data=data)
+    trained = open_trained(run, policy=policy, backend=backend, device=device, weights=weights, data=data)
     config, session, corpus = trained.config, trained.session, _load_corpus(trained)
     if limit is not None:
         config = dataclasses.replace(config, artifact=dataclasses.replace(config.artifact, limit=limit))
@@ -125,7 +131,9 @@ def artifact(
         before = measure(session, corpus, config)
         # From the checkpoint's own numbers: the session may hold them rounded, in the policy to evaluate in.
         weights_to_write = masters(trained.state, config.model, averaged=False)
-        result = score(session, corpus, config, place, before, weights_to_write)
+        manifest = trained.saved.manifest
+        origin = origin_of(manifest, manifest["step"], trained.weights)
+        result = score(session, corpus, config, place, before, weights_to_write, origin)
     _print(trained, result.record(), json)
     return 1 if result.over else 0
 
@@ -142,7 +150,8 @@ def _load_corpus(trained: "TrainedModel") -> "Corpus":
 
 def _print(trained: "TrainedModel", result: dict[str, Any], json: bool) -> None:
     session, manifest = trained.session, trained.saved.manifest
-    data = {"step": manifest["step"], "policy": str(session.policy), "weights": trained.weights, **result}
+    ran = {"policy": str(session.policy), "backend": trained.config.backend}
+    data = {"step": manifest["step"], **ran, "weights": trained.weights, **result}
     if json:
         print_json(data)
     else:

@@ -133,8 +133,8 @@ class RunConfig:
     seed: Seed = 0
     """Determines initial weights, the order of the data and stochastic rounding."""
     init: str = ""
-    """Where the initial weights come from: a safetensors file, a folder in Hugging Face layout, or a run folder;
-    by default they are drawn from the seed."""
+    """Where the initial weights come from: a safetensors file, a folder in Hugging Face layout, a run folder, or a
+    file that `halfstep artifact` wrote; by default they are drawn from the seed."""
     init_digest: str = ""
     """SHA-256 that the weights of `init` must have; a run records theirs here."""
     model: ModelConfig = field(default_factory=ModelConfig)

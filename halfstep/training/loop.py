@@ -337,7 +337,10 @@ class Loop:
         held_out, tally = self.last_evaluation if finished else None, self.tally
         speed = self._tokens_per_step * self.meters.speed()
         if held_out is not None and self.stop.left(self.deadline) is None:
-            artifact.conclude(self.session, self.corpus, self.config, self.out, held_out, self.events, self.bar)
+            weights = "ema" if self.config.training.ema else "model"
+            origin = artifact.origin_of(self.context.describe(tally.step, None), tally.step, weights)
+            about = (self.session, self.corpus, self.config, self.out)
+            artifact.conclude(*about, held_out, origin, self.events, self.bar)
         elif held_out is not None and self.config.artifact.format != "none":
             self.checkpointer.warn(
                 f"the artifact was skipped because of the deadline: `halfstep artifact {self.out}` makes it"

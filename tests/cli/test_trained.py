@@ -84,6 +84,46 @@ def test_an_artifact_of_a_run(trained, tmp_path, capsys):
     assert decode(out.read_bytes())[0].layers == 2
 
 
+def test_an_artifact_is_evaluated_sampled_from_and_trained_further(trained, tmp_path, capsysbinary):
+    place = tmp_path / "model.int8z"
+    _, result = run_json(capsysbinary, "artifact", trained, "--out", place)
+    _, found = run_json(capsysbinary, "eval", place)
+    assert (found["loss"], found["bits_per_byte"]) == (result["loss_after"], result["bits_per_byte_after"])
+    assert (found["step"], found["policy"], found["weights"]) == (3, "bf16-mixed,emulate=true", "ema")
+    capsysbinary.readouterr()
+    assert run(["sample", str(place), "--device", "cpu", "--prompt", "line", "--length", "5"]) == 0
+    assert len(capsysbinary.readouterr().out) == len(b"line") + 5 + 1
+    settings = [word for s in [*GIVEN, f"data.source={trained.parent / 'text.txt'}"] for word in ("--set", s)]
+    again = ["train", "golf", "--policy", "fp32", "--device", "cpu", "--out", str(tmp_path / "again")]
+    assert run([*again, "--init", str(place), *settings]) == 0
+    assert "its matrices were rounded to int8" in " ".join(capsysbinary.readouterr().err.decode().split())
+    for wrong, said in (
+        (["eval", str(place), "--weights", "model"], "was made of its run's ema weights"),
+        (["artifact", str(place)], "is an artifact already"),
+    ):
+        assert run(wrong) == 2
+        assert said in " ".join(capsysbinary.readouterr().err.decode().split())
+
+
+@pytest.mark.parametrize("backend", ["mlx", pytest.param("jax", marks=pytest.mark.prove)])
+def test_a_model_is_evaluated_and_sampled_from_on_another_backend(trained, tmp_path, capsysbinary, backend):
+    pytest.importorskip("mlx.core" if backend == "mlx" else backend)
+    fp32 = ["--policy", "fp32"]
+    _, here = run_json(capsysbinary, "eval", trained, *fp32)
+    code, there = run_json(capsysbinary, "eval", trained, "--backend", backend, *fp32)
+    assert (code, here["backend"], there["backend"]) == (0, "torch", backend)
+    assert there["loss"] == pytest.approx(here["loss"], rel=1e-5)
+    sampled = ["sample", str(trained), "--device", "cpu", "--length", "9", "--temperature", "0", *fp32]
+    assert run(sampled) == 0
+    text = capsysbinary.readouterr().out
+    assert run([*sampled, "--backend", backend]) == 0
+    assert capsysbinary.readouterr().out == text
+    place = tmp_path / "model.int8z"
+    assert run_json(capsysbinary, "artifact", trained, "--backend", backend, "--out", place, *fp32)[0] == 0
+    assert run_json(capsysbinary, "artifact", trained, "--out", tmp_path / "torch.int8z", *fp32)[0] == 0
+    assert place.read_bytes() == (tmp_path / "torch.int8z").read_bytes()
+
+
 def test_an_artifact_over_its_limit_is_an_exit_code_and_an_older_one_is_replaced(trained, tmp_path, capsys):
     code, result = run_json(capsys, "artifact", trained, "--limit", "100", "--out", tmp_path / "x")
     assert (code, result["over"]) == (1, result["bytes"] - 100)
@@ -113,7 +153,7 @@ STANDING = ["checkpoints/step-000003/state.safetensors", "checkpoints/step-00000
 @pytest.fixture
 def untouched(monkeypatch):
     """No checkpoint is read: what is refused is refused before the work."""
-    monkeypatch.setattr("halfstep.training.run.resume.open_trained", raising(AssertionError("the work began")))
+    monkeypatch.setattr("halfstep.training.run.trained.open_trained", raising(AssertionError("the work began")))
 
 
 @pytest.mark.parametrize("name", [*PROTECTED, *STANDING])

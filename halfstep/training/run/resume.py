@@ -3,38 +3,30 @@
 create_run                a new run: its folder, locked, with its configuration
 open_run(out)             lock, run.toml, checkpoint -> Opened, checked to be the same run; refusing unlocks
   Opened.restore(context) checks the data, puts the checkpoint into the session, and records what was changed
-open_trained              a checkpoint in a session that does not train (`halfstep eval`, ...); needs no lock
 """
 
-import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 from halfstep.config.load import override, setting_named
 from halfstep.config.run import RunConfig
 from halfstep.config.schema import build
 from halfstep.core.choice import Choice
 from halfstep.core.errors import ConfigError
-from halfstep.core.policy import Policy, read
-from halfstep.core.state_format import Stored
+from halfstep.core.policy import read
 from halfstep.training.checkpoints import checkpoint
 from halfstep.training.checkpoints.checkpoint import Loaded
 from halfstep.training.files import RunLock, make_folder, os_errors
 from halfstep.training.paths import CHECKPOINTS
 from halfstep.training.run import folder
 from halfstep.training.run.manifest import (
-    Recorded,
     RunContext,
     changes,
     check_manifest,
     check_same_data,
     describe_changes,
 )
-from halfstep.training.session import Session, open_session
-
-Kind = Literal["model", "ema"]
 
 
 @dataclass
@@ -132,49 +124,3 @@ def open_run(
     except BaseException:
         lock.release()
         raise
-
-
-@dataclass(frozen=True)
-class Trained:
-    """A checkpoint in a session that does not train."""
-
-    config: RunConfig
-    session: Session
-    saved: Loaded
-    weights: Kind
-    state: dict[str, Stored]  # the weights as the checkpoint holds them
-
-
-def open_trained(
-    run: Path,
-    *,
-    policy: str | None = None,
-    device: str | None = None,
-    weights: Kind | None = None,
-    data: str | None = None,
-) -> Trained:
-    """Loads a run's newest checkpoint or a named one, its average if kept. `data` is where the data moved to."""
-    hint = "name a run folder, such as runs/tiny-..., or a checkpoint's own"
-    if not run.is_dir():
-        what = f"`{run}` is a file" if run.exists() else f"there is no such folder: `{run}`"
-        raise ConfigError(what, hint=hint)
-    saved = checkpoint.load_named(run)
-    if saved is None:
-        raise ConfigError(f"`{run}` holds no checkpoint", hint=hint)
-    check_manifest(saved.manifest, saved.path, Recorded)
-    config = build(RunConfig, saved.manifest["config"])
-    if data is not None:
-        config = dataclasses.replace(config, data=dataclasses.replace(config.data, source=data))
-    kind: Kind = weights or ("ema" if config.training.ema else "model")
-    state = saved.arrays
-    if kind == "ema":
-        if not config.training.ema:
-            raise ConfigError(
-                f"--weights ema: the run of `{saved.path}` kept no average of its weights",
-                hint="--weights model; `training.ema = 0.999` keeps one while training",
-            )
-        # An average is whole, in fp32: it takes the place of a weight and of what was split from it.
-        state = {f"model.{n.removeprefix('average.')}": v for n, v in state.items() if n.startswith("average.")}
-    session = open_session(config, Policy.parse(policy or saved.manifest["policy"]), device, train=False)
-    session.load_weights(state)
-    return Trained(config, session, saved, kind, state)

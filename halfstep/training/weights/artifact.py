@@ -8,11 +8,12 @@ nothing is clipped and no weight is off by more than half of its scale.
 
 The file runs no code when it is read. It is, in this order:
 
-    8 bytes      HSINT8Z and the version, 1
+    8 bytes      HSINT8Z and the version, 2
     32 bytes     SHA-256 of all that follows
     8 bytes      length of the safetensors file, little-endian
     the rest     that file, compressed by zlib at level 9: `<parameter>` in I8 or F16, `<parameter>.scale` in F16,
-                 and under `halfstep` of its metadata the model's configuration in JSON
+                 and under `halfstep` of its metadata, in JSON, the run it is from (step, policy, settings and
+                 data, and which of its weights), so that it can be evaluated and sampled from
 """
 
 import hashlib
@@ -20,9 +21,9 @@ import json
 import os
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,18 +31,19 @@ from numpy.typing import NDArray
 from halfstep.config.model import ModelConfig, Shape, parameter_shapes
 from halfstep.config.reading import fits_in_memory, open_regular, parse_json
 from halfstep.config.run import RunConfig
-from halfstep.config.schema import build
+from halfstep.config.schema import Count, build
 from halfstep.config.weights import Weights
 from halfstep.core.errors import HalfstepError
 from halfstep.core.state_format import Stored, widen
 from halfstep.training import memory, paths
+from halfstep.training.checkpoints.checkpoint import Loaded
 from halfstep.training.data.corpus import Corpus
 from halfstep.training.evaluation import Evaluation, evaluate
 from halfstep.training.files import os_errors, write_whole
 from halfstep.training.session import Session
 
 NAME = "model.int8z"
-MAGIC, VERSION = b"HSINT8Z", 1
+MAGIC, VERSION = b"HSINT8Z", 2
 HEADER_BYTES = 8 + 32 + 8
 SCALE = ".scale"
 LEVELS = 127
@@ -55,6 +57,34 @@ Arrays = dict[str, NDArray[Any]]
 
 class ArtifactError(HalfstepError):
     """An artifact that cannot be written or read."""
+
+
+@dataclass(frozen=True)
+class OriginData:
+    """The data that the weights were trained on."""
+
+    digest: str
+    description: str
+    bytes_per_token: float | None
+
+
+@dataclass(frozen=True)
+class Origin:
+    """What an artifact records of its run, as the manifest of a checkpoint does."""
+
+    step: Count
+    policy: str
+    config: RunConfig
+    data: OriginData
+    weights: Literal["model", "ema"]
+
+
+class Decoded(NamedTuple):
+    """What an artifact holds."""
+
+    model: ModelConfig
+    weights: dict[str, Floats]
+    origin: dict[str, Any]  # a table that `Origin` describes
 
 
 @dataclass(frozen=True)
@@ -95,30 +125,51 @@ class Scored:
         return f"{size}; held-out loss {self.before.loss:.4f} -> {self.after.loss:.4f}"
 
 
-def encode(weights: Weights, model: ModelConfig) -> bytes:
+def origin_of(manifest: Mapping[str, Any], step: int, weights: str) -> dict[str, Any]:
+    """Returns what an artifact records of its run, from the manifest of its checkpoint."""
+    data = {key: manifest["data"][key] for key in ("digest", "description", "bytes_per_token")}
+    known = {"policy": manifest["policy"], "config": manifest["config"], "data": data}
+    return {"step": step, **known, "weights": weights}
+
+
+def encode(weights: Weights, origin: Mapping[str, Any]) -> bytes:
     """Returns the bytes of an artifact."""
     from safetensors.numpy import save
 
     arrays: Arrays = {}
     for name, value in weights:
         arrays |= _narrowed(name, value)
-    assert arrays.keys() == _stored(model).keys(), "the weights are the model's"
-    plain = save(arrays, {"halfstep": json.dumps(asdict(model), sort_keys=True)})
+    # One entry: safetensors writes several in any order.
+    plain = save(arrays, {"halfstep": json.dumps(origin, sort_keys=True)})
     rest = len(plain).to_bytes(8, "little") + zlib.compress(plain, 9)
     return MAGIC + bytes([VERSION]) + hashlib.sha256(rest).digest() + rest
 
 
-def decode(data: bytes, name: str = "artifact") -> tuple[ModelConfig, dict[str, Floats]]:
-    """Returns the model and its weights in fp32; refuses what is damaged or not an artifact."""
+def decode(data: bytes, name: str = "artifact") -> Decoded:
+    """Returns the model, its weights in fp32 and its origin; refuses what is damaged or not an artifact."""
     plain = _checked_payload(data, name)
-    model, arrays = _parsed(plain, name)
+    model, arrays, origin = _parsed(plain, name)
     weights = {}
     for parameter, shape in parameter_shapes(model).items():
         value = arrays[parameter].astype(np.float32)
         if _is_matrix(parameter, shape):
             value *= arrays[parameter + SCALE].astype(np.float32)[:, None]  # exact: 7 bits times 11
         weights[parameter] = value
-    return model, weights
+    return Decoded(model, weights, origin)
+
+
+def load_artifact(path: Path) -> Loaded:
+    """Returns an artifact as if it were a checkpoint of whole weights, whose manifest is its origin."""
+    _, weights, origin = read_artifact(path)
+    arrays = {f"model.{name}": Stored("F32", x.shape, x.tobytes()) for name, x in weights.items()}
+    return Loaded(path, arrays, origin)
+
+
+def read_artifact(path: Path) -> Decoded:
+    """Reads and decodes the artifact at a path."""
+    with os_errors(ArtifactError, f"`{path}` cannot be read"), open_regular(path) as file:
+        data = file.read()
+    return decode(data, str(path))
 
 
 def masters(state: Mapping[str, Stored], model: ModelConfig, *, averaged: bool) -> Iterator[tuple[str, Floats]]:
@@ -160,33 +211,37 @@ def score(
     path: Path,
     before: Evaluation,
     weights: Iterable[tuple[str, Floats]],
+    origin: Mapping[str, Any],
 ) -> Scored:
     """Writes weights as an artifact, and evaluates what is read back; the session gets its own state back."""
     with os_errors(ArtifactError, f"`{path}` cannot be written"):
-        write_whole(path, encode(weights, config.model))
-    data = path.read_bytes()
-    _, decoded = decode(data, str(path))
+        write_whole(path, encode(weights, origin))
     state = session.state()
-    session.load_weights(
-        {f"model.{name}": Stored("F32", value.shape, value.tobytes()) for name, value in decoded.items()}
-    )
+    session.load_weights(load_artifact(path).arrays)
     try:
         after = evaluate(session, corpus, config, averaged=False)
     finally:
         session.load(state)
-    return Scored(path, len(data), config.artifact.limit, before, after)
+    return Scored(path, path.stat().st_size, config.artifact.limit, before, after)
 
 
 def conclude(
-    session: Session, corpus: Corpus, config: RunConfig, out: Path, before: Evaluation, events: Any, bar: Any
+    session: Session,
+    corpus: Corpus,
+    config: RunConfig,
+    out: Path,
+    before: Evaluation,
+    origin: Mapping[str, Any],
+    events: Any,
+    bar: Any,
 ) -> None:
     """Writes and scores the artifact that a recipe asks for, at the end of a run; too large is a warning."""
     if config.artifact.format == "none":
         return
-    weights = masters(session.state(), config.model, averaged=config.training.ema > 0)
+    weights = masters(session.state(), config.model, averaged=origin["weights"] == "ema")
     try:
         with memory.convert_oom(session.ran_out, lambda: memory.in_scoring(config)):
-            scored = score(session, corpus, config, out / NAME, before, weights)
+            scored = score(session, corpus, config, out / NAME, before, weights, origin)
         events.write("artifact", **{**scored.record(), "path": NAME})
         bar.note(str(scored))
         if not scored.over:
@@ -238,7 +293,7 @@ def _checked_payload(data: bytes, name: str) -> bytes:
     if data[7] != VERSION:
         raise ArtifactError(
             f"`{name}` is an artifact of version {data[7]}, and this halfstep reads version {VERSION}",
-            hint="pip install --upgrade halfstep",
+            hint="write it again with `halfstep artifact RUN`, or pip install --upgrade halfstep",
         )
     if hashlib.sha256(data[40:]).digest() != data[8:40]:
         raise ArtifactError(f"`{name}` is damaged: its digest is not its own", hint="write or fetch it again")
@@ -257,19 +312,20 @@ def _checked_payload(data: bytes, name: str) -> bytes:
     return plain
 
 
-def _parsed(plain: bytes, name: str) -> tuple[ModelConfig, Arrays]:
+def _parsed(plain: bytes, name: str) -> tuple[ModelConfig, Arrays, dict[str, Any]]:
     from safetensors import SafetensorError
     from safetensors.numpy import load
 
     try:
         header = parse_json(plain[8 : 8 + int.from_bytes(plain[:8], "little")])
-        model = build(ModelConfig, parse_json(header["__metadata__"]["halfstep"]), "model.")
+        origin = parse_json(header["__metadata__"]["halfstep"])
+        model = build(Origin, origin).config.model
         arrays = load(plain)
     except (SafetensorError, HalfstepError, ValueError, KeyError, TypeError) as error:
         raise ArtifactError(f"`{name}` cannot be read: {error}", hint="write it again") from None
     if {key: (array.dtype.str[1:], array.shape) for key, array in arrays.items()} != _stored(model):
         raise ArtifactError(f"`{name}` does not hold the tensors of the model it describes", hint="write it again")
-    return model, arrays
+    return model, arrays, origin
 
 
 def _stored(model: ModelConfig) -> dict[str, tuple[str, Shape]]:

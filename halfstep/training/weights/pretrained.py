@@ -3,6 +3,7 @@
     halfstep train gpt2 --init openai-gpt2/             config.json and model.safetensors, or its shards
     halfstep train gpt2 --init weights.safetensors      a file alone; what it does not state is the recipe's
     halfstep train gpt2 --init runs/earlier             the weights of the newest checkpoint of a run
+    halfstep train gpt2 --init model.int8z              the rounded weights that `halfstep artifact` wrote
 
 The file must hold the recipe's model. config.json is compared with the recipe, setting by setting; then each of
 our parameters must be there in its shape, and each of their tensors must be used or be skipped on purpose. What
@@ -16,7 +17,7 @@ import contextlib
 import warnings
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from os import PathLike, fspath
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -32,11 +33,12 @@ from halfstep.training import paths
 from halfstep.training.checkpoints import checkpoint
 from halfstep.training.session import backend_module
 from halfstep.training.weights import safetensors
-from halfstep.training.weights.artifact import is_artifact
+from halfstep.training.weights.artifact import is_artifact, read_artifact
 from halfstep.training.weights.layouts import LAYOUTS, OWN, Layout, Settings, Tensors, resolved
-from halfstep.training.weights.safetensors import Tensor, WeightsError
+from halfstep.training.weights.safetensors import DecodedTensor, Tensor, WeightsError
 
 CONFIG = "config.json"
+ROUNDED = "it is an artifact: its matrices were rounded to int8 and the rest to fp16"
 # Settings whose zero stands for a number that follows from others.
 FOLLOWING = ("kv_heads", "head_width", "mlp_width", "norm_epsilon")
 
@@ -81,6 +83,7 @@ class _File(NamedTuple):
     tensors: dict[str, Tensor]
     config: dict[str, Any] | None  # what describes the model
     sha256: str = ""  # the digest it must have
+    notes: tuple[str, ...] = ()
 
 
 def open_pretrained(path: str, model: ModelConfig, digest: str = "") -> Pretrained:
@@ -91,7 +94,7 @@ def open_pretrained(path: str, model: ModelConfig, digest: str = "") -> Pretrain
     _check_twice(file, tensors)
     _check_settings(file.place, layout, model, _expected(file, layout, tensors))
     used = _check_tensors(file.place, layout, model, tensors)
-    notes = layout.notes(file.config) if file.config else []
+    notes = [*file.notes, *(layout.notes(file.config) if file.config else [])]
     if file.config is None and layout is not OWN:
         unchecked = "heads, activation, epsilon and rope base are the recipe's, unchecked"
         notes.append(f"no {CONFIG} describes it: {unchecked}")
@@ -147,13 +150,19 @@ def _open(path: str) -> _File:
         config = {**manifest["config"]["model"], "model_type": OWN.name}
         return _File(place, tensors, config, manifest["files"][checkpoint.STATE]["sha256"])
     if is_artifact(place):
-        raise WeightsError(
-            f"`{place}` is an artifact, which holds rounded weights", hint="name the run, or its checkpoint"
-        )
+        return _open_artifact(place)
     tensors = safetensors.open_folder(place) if place.is_dir() else safetensors.open_file(place)
     description = (place if place.is_dir() else place.parent) / CONFIG
     config = safetensors.read_json(description) if description.exists() else {}
     return _File(place, tensors, config if "model_type" in config else None)
+
+
+def _open_artifact(place: Path) -> _File:
+    model, weights, _ = read_artifact(place)
+    tensors: dict[str, Tensor] = {
+        name: DecodedTensor(name, place, "F32", numbers.shape, 0, numbers) for name, numbers in weights.items()
+    }
+    return _File(place, tensors, {**asdict(model), "model_type": OWN.name}, notes=(ROUNDED,))
 
 
 def _layout_of(file: _File) -> Layout:

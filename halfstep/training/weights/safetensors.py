@@ -80,6 +80,17 @@ class Tensor:
             )
 
 
+@dataclass(frozen=True, eq=False)
+class DecodedTensor(Tensor):
+    """A tensor whose numbers were computed from a file: they are in memory."""
+
+    numbers: NDArray[np.float32]
+
+    def bits(self, carrier: str) -> NDArray[Any]:
+        """Returns the numbers."""
+        return self.numbers
+
+
 def open_file(file: Path) -> dict[str, Tensor]:
     """Returns the tensors of one safetensors file."""
     refuse_pickle(file)

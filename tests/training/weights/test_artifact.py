@@ -3,7 +3,7 @@
 import hashlib
 import json
 import zlib
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
@@ -31,11 +31,19 @@ WEIGHTS = {
     name: np.asarray(value + np.float32(0.1) * np.random.default_rng(1).standard_normal(value.shape), np.float32)
     for name, value in initial_weights(MODEL, 0)
 }
-DATA = encode(WEIGHTS.items(), MODEL)
+ORIGIN = {
+    "step": 7,
+    "policy": "bf16-mixed",
+    "config": asdict(replace(load("golf"), model=MODEL)),
+    "data": {"digest": "0" * 32, "description": "some text", "bytes_per_token": 1.0},
+    "weights": "ema",
+}
+DATA = encode(WEIGHTS.items(), ORIGIN)
 
 
 def test_it_comes_back_within_half_a_scale_and_fp16():
-    model, found = decode(DATA)
+    model, found, origin = decode(DATA)
+    assert origin == json.loads(json.dumps(ORIGIN))
     assert (model, found.keys()) == (MODEL, WEIGHTS.keys())
     for name, value in WEIGHTS.items():
         assert found[name].dtype == np.float32
@@ -69,8 +77,8 @@ def test_rows_have_scales_of_their_own_and_the_same_weights_are_the_same_bytes()
     numbers, scale = quantize(np.array([[0, 0, 0], [127, -63.5, 1], [1e-4, -2e-4, 1.5e-4]], np.float32))
     assert (scale[0], scale[1], numbers.tolist()[:2]) == (0, 1, [[0, 0, 0], [127, -64, 1]])
     assert abs(numbers[2]).max() > 100
-    assert encode(iter(WEIGHTS.items()), MODEL) == DATA
-    assert encode({**WEIGHTS, "embed.weight": -WEIGHTS["embed.weight"]}.items(), MODEL) != DATA
+    assert encode(iter(WEIGHTS.items()), ORIGIN) == DATA
+    assert encode({**WEIGHTS, "embed.weight": -WEIGHTS["embed.weight"]}.items(), ORIGIN) != DATA
 
 
 @pytest.mark.parametrize("place", [0, 7, 8, 39, 40, 47, 48, 60, len(DATA) // 2, len(DATA) - 1])
@@ -101,13 +109,18 @@ def opened() -> bytes:
     ("data", "said"),
     [
         (b"PK\x03\x04" + DATA[4:], "is not an artifact"),
-        (DATA[:7] + b"\x02" + DATA[8:], "version 2, and this halfstep reads version 1"),
+        (DATA[:7] + b"\x03" + DATA[8:], "version 3, and this halfstep reads version 2"),
         (DATA + b"\0", "digest"),
         (sealed(opened(), 10), "does not hold 10 bytes"),
         (sealed(opened(), len(opened()) + 1), "does not hold"),
         (sealed(b"nothing"), "cannot be read"),
         (sealed(opened().replace(b"kv_heads", b"kv_haeds")), "unknown setting"),
         (sealed(opened().replace(b'\\"layers\\": 3', b'\\"layers\\": 2')), "tensors of the model it describes"),
+        (
+            sealed(opened().replace(b'\\"weights\\": \\"ema', b'\\"weights\\": \\"eme')),
+            '`weights` is "eme"; it must be `model` or `ema`',
+        ),
+        (sealed(opened().replace(b'\\"step\\": 7', b'\\"stop\\": 7')), "unknown setting `stop`"),
     ],
 )
 def test_what_is_not_an_artifact_is_refused_by_name(data, said):
@@ -127,7 +140,7 @@ def test_what_is_not_an_artifact_is_refused_by_name(data, said):
 def test_what_cannot_be_held_is_refused_by_name(name, value, said):
     bad = {**WEIGHTS, name: np.full_like(WEIGHTS[name], value)}
     with pytest.raises(ArtifactError, match=said) as caught:
-        encode(bad.items(), MODEL)
+        encode(bad.items(), ORIGIN)
     assert f"`{name}`" in caught.value.message
 
 
@@ -177,10 +190,11 @@ def test_golf_ends_with_an_artifact_that_was_loaded_and_scored(tmp_path, policy,
     assert any("more than artifact.limit 1,000" in e["message"] for e in events if e["event"] == "warning")
     # of the weights that were evaluated, averages where there are any
     wanted = dict(masters(saved, loop.config.model, averaged=ema > 0))
-    _, found = decode(data)
+    _, found, origin = decode(data)
+    assert (origin["step"], origin["policy"], origin["weights"]) == (2, policy, "ema" if ema else "model")
     for name, value in found.items():
         assert np.abs(value - wanted[name]).max() <= np.abs(wanted[name]).max() / 127 + 1e-3
-    assert encode(wanted.items(), loop.config.model) == data
+    assert encode(wanted.items(), origin) == data
     assert json.dumps(event)
     assert Path(event["path"]) == Path(artifact.NAME)
 

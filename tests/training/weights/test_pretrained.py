@@ -13,7 +13,7 @@ more, for 16 positions below the rest.
 import hashlib
 import shutil
 import warnings
-from dataclasses import replace
+from dataclasses import asdict, replace
 from importlib.util import find_spec
 
 import numpy as np
@@ -31,7 +31,7 @@ from halfstep.training.loop import Loop
 from halfstep.training.run.resume import open_run
 from halfstep.training.session import open_session
 from halfstep.training.telemetry.events import read_events
-from halfstep.training.weights.artifact import encode
+from halfstep.training.weights.artifact import decode, encode
 from halfstep.training.weights.pretrained import open_pretrained
 from halfstep.training.weights.safetensors import WeightsError
 
@@ -336,17 +336,25 @@ def test_a_run_can_be_the_initial_weights(ours, tmp_path, policy):
         open_pretrained(str(newest), replace(ours.model, qk_norm="none"))
 
 
-def test_weights_alone_are_read_by_our_names_and_an_artifact_is_refused(ours, tmp_path):
+def test_weights_alone_are_read_by_our_names_and_those_of_an_artifact_as_they_were_rounded(ours, tmp_path):
     weights = dict(initial_weights(ours.model, 5))
     save_file(weights, tmp_path / "export.safetensors")
     found = dict(open_pretrained(str(tmp_path / "export.safetensors"), ours.model).weights())
     assert {name: value.tobytes() for name, value in found.items()} == {n: w.tobytes() for n, w in weights.items()}
     place = tmp_path / "model.int8z"
-    place.write_bytes(encode(initial_weights(ours.model, 5), ours.model))
-    with pytest.raises(WeightsError) as caught:
+    origin = {"step": 1, "policy": "fp32", "config": asdict(ours), "weights": "model"}
+    origin["data"] = {"digest": "", "description": "", "bytes_per_token": 1.0}
+    place.write_bytes(encode(initial_weights(ours.model, 5), origin))
+    opened = open_pretrained(str(place), ours.model)
+    rounded = decode(place.read_bytes()).weights
+    assert {n: w.tobytes() for n, w in opened.weights()} == {n: w.tobytes() for n, w in rounded.items()}
+    assert opened.digest == hashlib.sha256(place.read_bytes()).hexdigest()
+    assert "it is an artifact: its matrices were rounded to int8 and the rest to fp16" in opened.notes
+    with pytest.raises(WeightsError, match=r"model\.layers is 1 there and 2 here"):
+        open_pretrained(str(place), replace(ours.model, layers=2))
+    place.write_bytes(place.read_bytes()[:-1])
+    with pytest.raises(HalfstepError, match="is damaged"):
         open_pretrained(str(place), ours.model)
-    assert caught.value.message == f"`{place}` is an artifact, which holds rounded weights"
-    assert "name the run, or its checkpoint" in caught.value.hint
 
 
 def test_a_damaged_checkpoint_is_refused_as_initial_weights(ours, tmp_path):

@@ -1,0 +1,90 @@
+"""A trained model in a session that does not train: for `halfstep eval`, `sample` and `artifact`.
+
+It comes from a run folder, a checkpoint or an artifact, and runs in the precision and on the backend of its
+training or in others: weights are handed over whole, in fp32, whatever form they had in training. It needs no
+lock.
+"""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+from halfstep.config.run import RunConfig
+from halfstep.config.schema import build
+from halfstep.core.errors import ConfigError
+from halfstep.core.policy import Policy
+from halfstep.core.state_format import Stored
+from halfstep.training.checkpoints import checkpoint
+from halfstep.training.checkpoints.checkpoint import Loaded
+from halfstep.training.run.manifest import Recorded, check_manifest
+from halfstep.training.session import Session, open_session
+from halfstep.training.weights.artifact import is_artifact, load_artifact, masters
+
+Kind = Literal["model", "ema"]
+_HINT = "name a run folder, such as runs/tiny-..., a checkpoint's own, or a file that `halfstep artifact` wrote"
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A trained model in a session, and where it comes from."""
+
+    config: RunConfig
+    session: Session
+    saved: Loaded  # its tensors are released; the manifest of an artifact is what it knows of its run
+    weights: Kind
+    state: dict[str, Stored]  # the weights as they were saved, whole and in fp32
+
+
+def open_trained(
+    place: Path,
+    *,
+    policy: str | None = None,
+    backend: str | None = None,
+    device: str | None = None,
+    weights: Kind | None = None,
+    data: str | None = None,
+) -> Trained:
+    """Loads a run's newest checkpoint, a named one or an artifact. `data` is where the data moved to."""
+    saved = _load(place)
+    config = build(RunConfig, saved.manifest["config"] | ({"backend": backend} if backend else {}))
+    if data is not None:
+        config = replace(config, data=replace(config.data, source=data))
+    kind = _kind(saved, config, weights)
+    averaged = kind == "ema" and "weights" not in saved.manifest
+    state = {
+        f"model.{name}": Stored("F32", value.shape, value.tobytes())
+        for name, value in masters(saved.arrays, config.model, averaged=averaged)
+    }
+    saved.arrays.clear()
+    session = open_session(config, Policy.parse(policy or saved.manifest["policy"]), device, train=False)
+    session.load_weights(state)
+    return Trained(config, session, saved, kind, state)
+
+
+def _load(place: Path) -> Loaded:
+    if is_artifact(place):
+        return load_artifact(place)
+    if not place.is_dir():
+        what = f"`{place}` is a file, and no artifact" if place.exists() else f"there is no such folder: `{place}`"
+        raise ConfigError(what, hint=_HINT)
+    saved = checkpoint.load_named(place)
+    if saved is None:
+        raise ConfigError(f"`{place}` holds no checkpoint", hint=_HINT)
+    check_manifest(saved.manifest, saved.path, Recorded)
+    return saved
+
+
+def _kind(saved: Loaded, config: RunConfig, asked: Kind | None) -> Kind:
+    """Returns which weights to take: the average, if it was kept, unless others were asked for."""
+    only: Kind | None = saved.manifest.get("weights")  # an artifact holds one of the two
+    if only is not None and asked not in (None, only):
+        raise ConfigError(
+            f"--weights {asked}: the artifact `{saved.path}` was made of its run's {only} weights",
+            hint=f"name the run itself, or make another with `halfstep artifact RUN --weights {asked}`",
+        )
+    if asked == "ema" and not config.training.ema:
+        raise ConfigError(
+            f"--weights ema: the run of `{saved.path}` kept no average of its weights",
+            hint="--weights model; `training.ema = 0.999` keeps one while training",
+        )
+    return only or asked or ("ema" if config.training.ema else "model")
