@@ -105,7 +105,6 @@ class Run(RunParts):
         """Makes one update from micro-batches; `loss_fn` returns a mean loss, or (sum of losses, num tokens)."""
         self._check_open()
         self.buffers.remember()
-        self.masters.check_writes()
         self.shown.hide()
         # Only a dynamic scale has a floor, at which `check` runs the step again.
         kept: list[Any] = []
@@ -123,6 +122,7 @@ class Run(RunParts):
             return self.update()
         except BaseException:
             self.forget()  # half a sum must not become part of the next
+            self.masters.check_writes()  # a parameter that was resized is the reason, not where it failed
             raise
 
     def backward(self, loss: Tensor, *, weight: Tensor | float = 1.0, last: bool = True) -> None:
