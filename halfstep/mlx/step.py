@@ -57,6 +57,7 @@ class Gradients:
     weight: mx.array  # tokens of the first micro-batch, against which the others are weighted
     weights: mx.array  # sum of the weights, over the first
     loss: mx.array  # sum of the mean losses, with the same weights
+    finite: mx.array | None = None  # whether they were before `unscale`; None if that was not called
 
 
 def prepare(
@@ -173,6 +174,11 @@ class Run:
         held = self._sum
         if held is None:
             self._sum = grads
+        elif held.finite is not None or grads.finite is not None:
+            raise HalfstepError(
+                "some of the gradients have been unscaled, and others have not",
+                hint="pass all of them to run.unscale() and its result to run.update()",
+            )
         else:
             weight = grads.weight / mx.where(held.weight == 0, 1.0, held.weight)
             share = weight * (held.scale / grads.scale)  # powers of two, and equal unless an update came between
@@ -181,8 +187,36 @@ class Run:
             self._sum = replace(held, arrays=sums, weights=weights, loss=loss)
         mx.async_eval(self._sum.arrays, self._sum.weights, self._sum.loss)
 
+    def unscale(self, grads: "Gradients | Sequence[Gradients] | None" = None) -> Gradients:
+        """Returns the gradient of the mean loss, in fp32, from gradients given here or to `accumulate`.
+
+        Clip, measure or change `arrays` (dataclasses.replace), and pass the result to `update`, which knows.
+        """
+        total = self._taken(grads)
+        if total.finite is not None:
+            return total
+        finite = mx.isfinite(_norm(total.arrays) / total.weights)
+        factor = 1.0 / (total.scale * total.weights)
+        return replace(
+            total, arrays={n: g.astype(mx.float32) * factor for n, g in total.arrays.items()}, finite=finite
+        )
+
     def update(self, grads: "Gradients | Sequence[Gradients] | None" = None) -> StepResult:
         """Finite? -> unscale -> clip -> step -> rescale, with the gradients given here or to `accumulate`."""
+        total = self._taken(grads)
+        function = self._update if total.finite is None else self._update_unscaled
+        given = {name: value for name, value in vars(total).items() if value is not None}
+        loss, finite, norm = self._call(function.__name__, function, given)
+        for name in self._replaced & self._before.keys():
+            place = self._others[name]
+            place.put(mx.where(finite, place.array, self._before[name]))
+        self._before = {}
+        result = StepResult(loss, mx.logical_not(finite), total.scale, norm, self.scalars["stuck"])
+        mx.async_eval(self._live(), list(vars(result).values()))
+        return result
+
+    def _taken(self, grads: "Gradients | Sequence[Gradients] | None") -> Gradients:
+        """Returns the sum of all gradients so far and of those that are given, which are used up."""
         self._check_open()
         for each in () if grads is None else (grads,) if not isinstance(grads, list | tuple) else grads:
             self.accumulate(each)
@@ -192,14 +226,7 @@ class Run:
                 hint="call step(), or value_and_grad(loss_fn)(batch) and pass its gradients to update()",
             )
         total, self._sum = self._sum, None
-        loss, finite, norm = self._call("update", self._update, dict(vars(total)))
-        for name in self._replaced & self._before.keys():
-            place = self._others[name]
-            place.put(mx.where(finite, place.array, self._before[name]))
-        self._before = {}
-        result = StepResult(loss, mx.logical_not(finite), total.scale, norm, self.scalars["stuck"])
-        mx.async_eval(self._live(), list(vars(result).values()))
-        return result
+        return total
 
     def check(self, result: StepResult, cause: str = "") -> None:
         """Stops a run that no scale can save, and names the cause if it is known. Reads from the device."""
@@ -314,11 +341,19 @@ class Run:
 
     def _update(self, total: dict[str, Any]) -> tuple[mx.array, mx.array, mx.array]:
         """Replaces the live arrays; returns the loss, whether the step was finite, and the norm."""
-        squares = [mx.square(g.astype(mx.float32)).sum() for g in total["arrays"].values()]
-        scaled_norm = mx.sqrt(mx.stack(squares).sum())
+        scaled_norm = _norm(total["arrays"])
         finite = mx.isfinite(scaled_norm / total["weights"])  # all weights may be zero
+        return self._updated(total, scaled_norm, finite, 1.0 / (total["scale"] * total["weights"]))
+
+    def _update_unscaled(self, total: dict[str, Any]) -> tuple[mx.array, mx.array, mx.array]:
+        """Does the same with gradients that `unscale` returned."""
+        norm = _norm(total["arrays"])
+        return self._updated(total, norm, mx.isfinite(norm) & total["finite"], mx.array(1.0))
+
+    def _updated(
+        self, total: dict[str, Any], scaled_norm: mx.array, finite: mx.array, factor: mx.array
+    ) -> tuple[mx.array, mx.array, mx.array]:
         verdict = self.policy.scale.judge(self.scale_state, finite, mx)
-        factor = 1.0 / (total["scale"] * total["weights"])
         norm = scaled_norm * factor
         if self.clip_norm:
             factor = factor * mx.minimum(self.clip_norm / norm, 1.0)
@@ -349,3 +384,7 @@ class Run:
                 if parameter is not None and place.array.shape == parameter.array.shape:
                     fmt = FP32 if widen else self.conversion.moments[name.rpartition(".")[0]]
                     place.put(place.array.astype(dtype_of(fmt)))
+
+
+def _norm(arrays: Mapping[str, mx.array]) -> mx.array:
+    return mx.sqrt(mx.stack([mx.square(g.astype(mx.float32)).sum() for g in arrays.values()]).sum())

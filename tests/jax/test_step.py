@@ -74,6 +74,19 @@ def test_results_stay_on_the_device_and_the_state_is_used_up():
     assert following.policy == Policy.parse("fp32")
 
 
+def test_transforms_of_gradients_see_true_ones_whatever_the_scale():
+    """The place for clipping by hand or norms of layers: in front of the optimizer, in optax's own chain."""
+    found = []
+    for policy in ("fp32", FP16 + "; weight: compute=fp32,grad=fp32"):
+        optimizer = optax.chain(optax.clip(0.01), recorder())
+        step = make_step(total, optimizer, micro_batches=2)
+        state, result = step(init(weights(), optimizer, policy), data(8).reshape(2, 4, 4))
+        found.append((state.opt_state[1]["weight"], float(result.scale)))
+    assert [scale for _, scale in found] == [1.0, 1024.0]
+    assert float(jnp.abs(found[0][0]).max()) == np.float32(0.01)
+    assert jnp.array_equal(found[0][0], found[1][0])
+
+
 def test_the_step_below_the_jit_is_pure_and_runs_in_a_scan():
     batches = np.stack([data(4, seed) for seed in range(3)])
     state, step = run(FP16)

@@ -1,5 +1,7 @@
 """One update: micro-batches, the order of unscale and clip, skipped steps, masters, the compiled step."""
 
+from dataclasses import replace
+
 import mlx.core as mx
 import mlx.optimizers
 import numpy as np
@@ -13,6 +15,7 @@ from halfstep.core.rounding import cast
 from halfstep.mlx import prepare
 from halfstep.mlx.cast import join, random_bits
 from halfstep.mlx.optim.optimizers import AdamW
+from tests.refusals import refuses
 
 FP16 = "compute=fp16,emulate=true,scale=dynamic:init=1024:interval=3:floor=256"
 # Two fp32 sums of the same terms in another order: at most 36 positive terms, and a few products around them.
@@ -114,6 +117,47 @@ def test_an_update_without_gradients_or_their_scale_is_refused():
         run().update()
     with pytest.raises(HalfstepError, match="which scale they carry"):
         run().update({"weight": mx.zeros((3, 4))})
+
+
+@pytest.mark.parametrize("policy", ["fp32", "bf16-mixed,param=fp32:split", FP16])
+def test_gradients_by_hand_are_true_after_unscale_and_the_update_knows(policy):
+    one, two = run(policy), run(policy)
+    batches = [data(4), data(2, seed=3)]
+    first = one.step(squares, batches)
+    grads = two.unscale([two.value_and_grad(squares)(batch)[1] for batch in batches])
+    assert mx.array_equal(grads.arrays["weight"], seen(one))
+    assert two.unscale(grads) is grads  # once
+    second = two.update(grads)
+    assert mx.array_equal(seen(one), seen(two))
+    for name, value in vars(first).items():
+        assert getattr(second, name).item() == pytest.approx(value.item(), rel=SUMMED), name
+    for each in (1e-3, 2e-3):
+        grads = two.unscale(two.value_and_grad(squares)(data(4))[1])
+        clipped = {name: mx.clip(g, -each, each) for name, g in grads.arrays.items()}
+        two.update(replace(grads, arrays=clipped))
+        assert mx.array_equal(seen(two), clipped["weight"])
+    with refuses(HalfstepError, "some of the gradients have been unscaled", "run.unscale()"):
+        two.update([grads, two.value_and_grad(squares)(data(4))[1]])
+
+
+@pytest.mark.prove
+def test_a_compiled_update_takes_unscaled_gradients():
+    found = []
+    for unscaled in (False, True):
+        r = run(FP16, optimizer=AdamW(0.1), compile=True)
+        for _ in range(2):
+            grads = r.value_and_grad(squares)(data(4))[1]
+            r.update(r.unscale(grads) if unscaled else grads)
+        found.append(r.state)
+    assert all(mx.allclose(value, found[1][name]).item() for name, value in found[0].items())
+
+
+def test_a_step_that_was_not_finite_before_unscale_is_skipped():
+    r = run(FP16)
+    grads = r.unscale(r.value_and_grad(lambda model, x: mx.square(model(x)).sum() * float("inf"))(data(4))[1])
+    result = r.update(replace(grads, arrays={name: mx.zeros_like(g) for name, g in grads.arrays.items()}))
+    assert result.skipped.item()
+    assert (result.scale.item(), r.scale_state.scale.item()) == (1024, 512)
 
 
 def test_gradients_do_not_leak_into_the_next_step():
