@@ -148,7 +148,7 @@ def test_a_compiled_update_takes_unscaled_gradients():
         for _ in range(2):
             grads = r.value_and_grad(squares)(data(4))[1]
             r.update(r.unscale(grads) if unscaled else grads)
-        found.append(r.state)
+        found.append({name: value for name, value in r.state.items() if not name.startswith("rng.")})
     assert all(mx.allclose(value, found[1][name]).item() for name, value in found[0].items())
 
 
