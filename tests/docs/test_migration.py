@@ -22,6 +22,7 @@ BLOCKS = [(title, place) for title, blocks in SECTIONS.items() for place in rang
 # Blocks that continue from the block before them.
 CONTINUED = {("From torch.amp in fp16, with a GradScaler", 2), ("Several micro-batches, and your own loop", 1)}
 CONTINUED |= {("Moving a job that is running", 1), ("From the Lightning Trainer", 2)}
+CONTINUED |= {("Split masters, and their contract", 1)}
 
 
 def model():
@@ -57,7 +58,9 @@ def test_a_block_runs(title, place, tmp_path, monkeypatch):
     while (title, first) in CONTINUED:
         first -= 1
     names = scope()
-    if "torch.compile" in blocks[place]:  # it takes minutes, and only the order matters here; the race compiles
+    if "torch.compile" in "".join(
+        blocks[first : place + 1]
+    ):  # it takes minutes, and only the order matters here; the race compiles
         names["torch"] = _without_compiling()
     before = copy.deepcopy(names["model"].state_dict())
     run_blocks(blocks[first : place + 1], names)
@@ -70,7 +73,7 @@ def test_a_block_runs(title, place, tmp_path, monkeypatch):
 
 @pytest.mark.prove
 def test_the_block_that_compiles_runs_compiled():
-    (block,) = [block for block in SECTIONS["From torch.amp in bf16"] if "torch.compile" in block]
+    (block,) = [block for block in SECTIONS["Split masters, and their contract"] if "torch.compile" in block]
     assert torch.isfinite(run_blocks([block], scope())["result"].loss)
 
 
@@ -83,7 +86,7 @@ def test_every_section_before_the_refusals_has_code():
     titles = list(SECTIONS)
     assert titles[-1] == "What is refused, and why"
     assert all(SECTIONS[title] for title in titles[:-1])
-    assert sum("halfstep" in block for blocks in SECTIONS.values() for block in blocks) == 9
+    assert sum("halfstep" in block for blocks in SECTIONS.values() for block in blocks) == 10
 
 
 def test_before_and_after_learn_the_same():
@@ -153,6 +156,19 @@ def _refusals():
         net.half()
         run.update()
 
+    def written():
+        net, run = prepared("bf16-mixed,param=fp32:split")
+        run.backward(net(batches()[0][0]).mean())
+        with torch.no_grad():
+            net[2].weight.mul_(0.9)
+        run.update()
+
+    def clipped():
+        net, run = prepared("fp16-mixed")
+        run.backward(net(batches()[0][0]).mean())
+        nn.utils.clip_grad_norm_(net.parameters(), 1e-3)
+        run.update()
+
     plain, taken = model(), prepared()[0]
     return [
         lambda: prepare(plain, torch.amp.GradScaler("cpu"), "fp16-mixed"),
@@ -165,6 +181,9 @@ def _refusals():
         lambda: prepared()[1].update(),
         narrow_loss,
         stock_load,
+        written,
+        lambda: torch.optim.swa_utils.AveragedModel(prepared("bf16-mixed,param=fp32:split")[0]),
+        clipped,
         lambda: prepared()[1].load_state_dict(prepared("fp32")[1].state_dict()),
         cast_after,
     ]
