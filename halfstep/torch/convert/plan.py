@@ -21,6 +21,7 @@ from halfstep.torch.convert.attention import MultiheadAttention
 from halfstep.torch.convert.modules import ISLANDS, KINDS, Code, Experts, Island, Leaf, Recipe, Root, Setting
 from halfstep.torch.convert.norms import BatchNorm, InstanceNorm, Normalization
 from halfstep.torch.convert.subclass import mixed
+from halfstep.torch.functions.custom import reach_custom_functions
 from halfstep.torch.functions.mode import PolicyMode, mode_of
 from halfstep.torch.functions.table import learn
 from halfstep.torch.layers import Layer, Matmul, Norm, casts_of
@@ -108,6 +109,7 @@ def convert(model: nn.Module, plans: list[Plan], ruled: Mapping[str, Precision],
     originals: Originals = []
     has_split = any(is_split(p) for p in model.parameters())
     learn()
+    reach_custom_functions()
     for plan in plans:
         module, precision = plan.module, ruled.get(plan.name, base)
         fast = [pair for kind, pair in _FAST_PATHS.items() if isinstance(module, kind)]

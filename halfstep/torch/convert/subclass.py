@@ -2,6 +2,9 @@
 
 **Pickling is refused**: unpickling would look the class up by its name and find the module's own. `copy` works.
 
+**Calling the class** builds what the module's own class would: `model[:2]` of a `Sequential`, written by torch as
+`self.__class__(layers)`, is a plain `Sequential` of layers that cast, and `type(model)(config)` is a new model.
+
 **`model.dtype`**, which Hugging Face models take from their first parameter and write into their configuration, is
 that of the master if the parameter is split: with bf16 in the configuration, loading would round the master.
 """
@@ -42,7 +45,7 @@ class _ByReference:
 
 
 def _new(reference: _ByReference) -> Any:
-    return reference.subclass.__new__(reference.subclass)
+    return object.__new__(reference.subclass)
 
 
 @cache
@@ -53,8 +56,11 @@ def mixed(kind: Any, original: Any) -> type:
         how, args, *state = original.__reduce_ex__(self, max(protocol, 2))
         return (_new, (_ByReference(type(self)),), *state) if how is copyreg.__newobj__ else (how, args, *state)  # type: ignore[attr-defined]
 
+    def built(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        return original(*args, **kwargs)
+
     names = {key: getattr(original, key) for key in ("__module__", "__qualname__", "__doc__")}
-    own = {**names, "halfstep_subclass": True, "__reduce_ex__": reduced}
+    own = {**names, "halfstep_subclass": True, "__reduce_ex__": reduced, "__new__": built}
     dtype = inspect.getattr_static(original, "dtype", None)
     if isinstance(dtype, property) and not hasattr(original, "halfstep_subclass"):
         own["dtype"] = _dtype_of_master(dtype)

@@ -113,3 +113,20 @@ def test_a_pickle_is_refused_with_the_remedy(pickled):
     torch.save(run.model.state_dict(), io.BytesIO())
     torch.save(run.state_dict(), io.BytesIO())
     assert type(pickle.loads(pickle.dumps(run.unprepare()))) is Net
+
+
+def test_a_slice_of_a_prepared_sequential_is_a_plain_one_of_its_layers():
+    model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 2))
+    run = prepare(model, torch.optim.SGD(model.parameters(), 0.1), "bf16-mixed")
+    x = torch.randn(3, 4)
+    for part in (model[:2], copy.deepcopy(model)[:2], model[1:] + nn.Sequential()):
+        assert type(part) is nn.Sequential
+        assert part(x).dtype == torch.bfloat16
+    assert torch.equal(model[2](model[:2](x)).float(), model(x))
+    assert [p is q for p, q in zip(model[:2].parameters(), model.parameters(), strict=False)] == [True] * 4
+    new = type(model)(nn.Linear(4, 1))  # as models clone themselves
+    assert new(x).dtype == torch.float32
+    assert run.step(lambda x: model[:](x).float().square().mean(), [x]).loss > 0
+    listed = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
+    prepare(listed, torch.optim.SGD(listed.parameters(), 0.1), "bf16-mixed")
+    assert listed[1:][0](x).dtype == torch.bfloat16
