@@ -16,7 +16,7 @@ from typing import Any
 from halfstep.config.run import RunConfig
 from halfstep.config.schema import rows
 from halfstep.core.formats import NAMED
-from halfstep.core.policy import PRESETS
+from halfstep.core.policy import NOT_OFFERED, OTHER_NAMES, PRESETS
 from halfstep.core.roles import ROLES, print_value
 
 HERE = Path(__file__).parent
@@ -66,17 +66,39 @@ def settings() -> str:
     )
 
 
+AUTO = """## `auto`
+
+`auto` is a measurement with one answer for everyone: `halfstep train`, `halfstep probe`, `prepare(model,
+optimizer, "auto")` and, on JAX, `init(params, optimizer, "auto")`. On a CPU a block of the model is trained for
+a moment in fp32, bf16 and fp16; on an accelerator matmuls are timed. It takes about three seconds, on JAX also
+the time to compile. Every format is timed: one that is too slow for the larger sizes is "at least" so much
+slower. The sizes are the recipe's (`halfstep probe gpt2 --set model.width=1024`), or those of your own layers
+and the argument `tokens`. The choice and its reason are in the log, the events, the page and every manifest of
+a run; in your own loop they are in `run.choice` and `run.summary()` (`state.choice` on JAX). `auto,norm=bf16`
+changes what was chosen.
+"""
+OTHERS = """## Names of other libraries
+
+These are read as the preset that they mean elsewhere, wherever a policy is named: `--policy bf16`, `policy =
+"16-mixed"`, `prepare(model, optimizer, "fp16")`. Records and pages have the preset's name. In `bf16-true`, as
+in Lightning, weights and their gradients are bf16; moments stay fp32 here.
+"""
+
+
 def policies() -> str:
     """Returns the page of roles and presets."""
     lines = [
         [f"`{role}`", ROLES[role].meaning, *(f"`{print_value(getattr(p, role))}`" for p in PRESETS.values())]
         for role in ROLES
     ]
+    names = [[f"`{name}`", f"`{preset}`", where] for name, (preset, where) in OTHER_NAMES.items()]
+    names += [[f"`{name}`", "refused", reason] for name, reason in NOT_OFFERED.items()]
     lines.append(["rules", "other values for some modules", *(_rules(p.rules) for p in PRESETS.values())])
     return (
         "# Roles and presets\n\nA policy assigns one format to each role; a preset is a column of this table. "
         "Generated from `halfstep/core/roles.py` and `halfstep/core/policy.py`, which explain how to write a "
-        "policy.\n\n" + table(["role", "what it is", *PRESETS], lines) + "\n"
+        "policy.\n\n" + table(["role", "what it is", *PRESETS], lines) + "\n\n"
+        f"{AUTO}\n{OTHERS}\n" + table(["name", "read as", "as in"], names) + "\n"
     )
 
 

@@ -28,6 +28,7 @@ Place = Annotated[Path, Parameter(converter=_path)]  # an empty path is refused
 Device = Annotated[str | None, Parameter(help="The device, as the framework names it: cpu, cuda, cuda:1, mps.")]
 
 Backend = Literal["torch", "jax", "mlx"]
+Overrides = Annotated[tuple[str, ...], Parameter(name="--set", negative="", show_default=False)]
 
 # Of a trained model.
 Trained = Annotated[

@@ -7,7 +7,7 @@ from cyclopts import Parameter
 
 from halfstep.cli.arguments import Json
 from halfstep.cli.output import print_json, print_table, print_words
-from halfstep.core.policy import Policy
+from halfstep.core.policy import Policy, read_as
 from halfstep.core.roles import ROLES, print_value
 from halfstep.core.rules import Resolved
 
@@ -23,8 +23,9 @@ def policy(
     """Show what a policy means: the format of each role, and its rules.
 
     A policy starts from a preset (fp32, bf16-mixed, bf16-true, fp16-mixed, fp8-mixed) and changes roles:
-    `bf16-mixed,norm=bf16`. Values take modifiers: `param=fp32:split`, `scale=dynamic:init=1024`. Rules for
-    modules follow after semicolons: `bf16-mixed; blocks.*.mlp.*: compute=e4m3; lm_head: compute=fp32`.
+    `bf16-mixed,norm=bf16`. Names of other libraries (bf16, fp16, 16-mixed, fp8, no) are read as the preset that
+    they mean there. Values take modifiers: `param=fp32:split`, `scale=dynamic:init=1024`. Rules for modules follow
+    after semicolons: `bf16-mixed; blocks.*.mlp.*: compute=e4m3; lm_head: compute=fp32`.
 
     Parameters
     ----------
@@ -36,6 +37,9 @@ def policy(
         The name of a module: show what applies to it. May be repeated.
     """
     parsed = Policy.parse(spec)
+    for note in (read_as(spec), *(f"warning: {warning}" for warning in parsed.warnings)):
+        if note:
+            print_words(note)
     if model is not None or module:
         _print_resolved(_resolve(parsed, model, module), json=json)
     elif json:

@@ -2,34 +2,48 @@
 
 from typing import TYPE_CHECKING
 
-from halfstep.cli.arguments import Json
+from halfstep.cli.arguments import Json, Overrides
 from halfstep.cli.output import print_json, print_table, print_words
 
 if TYPE_CHECKING:
-    from halfstep.core.choice import Timing
+    from halfstep.core.choice import Gain
     from halfstep.tools.probe import BackendResult
 
 
 def probe(
-    *, backend: str | None = None, device: str | None = None, budget: float = 3.0, json: Json = False
+    recipe: str | None = None,
+    /,
+    *,
+    backend: str | None = None,
+    device: str | None = None,
+    overrides: Overrides = (),
+    budget: float = 3.0,
+    json: Json = False,
 ) -> None:
-    """Measure matmuls in each number format, and recommend a precision to train in, with the reason.
+    """Measure which precision is fastest to train in, with the reason: what `halfstep train` does for `auto`.
 
-    A supported format is not always faster: some devices run bf16 hundreds of times slower than fp32. A size
-    that would exceed the time budget is not started.
+    A supported format is not always faster: some devices run bf16 hundreds of times slower than fp32. On a CPU a
+    block of the recipe's model is trained for a moment in each format; on an accelerator matmuls decide. The sizes
+    are the recipe's: name one, or change them with --set, such as model.width=1024 and training.batch=8.
 
     Parameters
     ----------
+    recipe
+        The recipe to choose for: tiny (the default), gpt2, qwen3, speedrun, golf, or a file that ends in .toml.
     backend
         torch, jax or mlx; by default, all that are installed.
     device
         The device, as the backend names it (cpu, cuda, cuda:1, mps); by default, the fastest kind.
+    overrides
+        A setting, such as model.width=1024. May be repeated.
     budget
-        Total seconds to measure.
+        Seconds to choose in, for each backend. A size that would exceed them is not started.
     """
+    from halfstep.config.load import DEFAULT_RECIPE, load
     from halfstep.tools.probe import run
 
-    result = run(None if backend is None else [backend], budget, device=device)
+    config = load(recipe or DEFAULT_RECIPE, overrides)
+    result = run(None if backend is None else [backend], budget, device=device, config=config, say=print_words)
     if json:
         print_json(result.to_dict())
         return
@@ -43,21 +57,21 @@ def _print_backend(backend: "BackendResult") -> None:
         return
     for result in backend.devices:
         print_words(f"{backend.name} {backend.version}, {result.device}: {result.description}")
-        columns = ("format", "shape", "ms", "TFLOP/s", "times fp32")
-        rows = [_row(timing, result.ratio(timing)) for timing in result.compared()]
-        print_table(columns, rows, right=columns[2:])
+        columns = ("format", "timed", "shape", "ms", "fp32 ms", "times fp32")
+        print_table(columns, [_row(known) for known in result.gains()], right=columns[3:])
         support = [(str(fmt), "yes" if native else "no", native.reason) for fmt, native in result.support]
         print_table(("format", "runs", "why"), support)
         print_table(("choice", "why"), [(result.choice.preset, result.choice.reason)])
-    if backend.others:
-        print_words(f"also available: {', '.join(backend.others)}; measure another with --device")
+    if backend.other_devices:
+        print_words(f"also available: {', '.join(backend.other_devices)}; measure another with --device")
 
 
-def _row(timing: "Timing", ratio: float | None) -> tuple[str, ...]:
+def _row(known: "Gain") -> tuple[str, ...]:
     return (
-        str(timing.format),
-        "x".join(map(str, timing.shape)),
-        f"{timing.typical * 1e3:.3g}",
-        f"{timing.flops / 1e12:.3g}",
-        "" if ratio is None else f"{ratio:.3g}",
+        str(known.format),
+        "matmul" if known.work == "matmuls" else "block",
+        "x".join(map(str, known.shape)),
+        f"{known.seconds * 1e3:.3g}",
+        f"{known.fp32_seconds * 1e3:.3g}",
+        f"{known.ratio:.3g}",
     )

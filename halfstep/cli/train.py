@@ -6,15 +6,11 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from itertools import count
 from pathlib import Path
-from typing import Annotated, Any
 
-from cyclopts import Parameter
-
-from halfstep.cli.arguments import Backend, Device, Flag, Place, check_not_empty
+from halfstep.cli.arguments import Backend, Device, Flag, Overrides, Place, check_not_empty
 from halfstep.cli.output import print_words
 
 RUNS = Path("runs")
-Overrides = Annotated[tuple[str, ...], Parameter(name="--set", negative="", show_default=False)]
 
 
 def train(
@@ -68,7 +64,8 @@ def train(
     """
     from halfstep.cli import outcome
     from halfstep.config.load import DEFAULT_RECIPE, load
-    from halfstep.tools.probe import measure_ceiling
+    from halfstep.core.policy import read_as
+    from halfstep.tools.probe import measure_ceiling, resolve
     from halfstep.training import paths
     from halfstep.training.data.load import load_corpus
     from halfstep.training.loop import Loop
@@ -107,9 +104,12 @@ def train(
         loggers.check(config.training.loggers)
         corpus = load_corpus(config.data.source, config.data.validation, config.model.vocabulary)
         determinism.prepare(config, where)  # before anything is measured
-        resolved, choice, warnings = _resolve_policy(config, device, opened)
-        reason = f": {choice.reason}" if choice else ""
-        print_words(f"precision {resolved}{reason}")
+        ran = None if opened is None else opened.policy
+        resolved, choice = resolve(config, device, ran=ran, say=print_words)
+        reason = choice.reason if choice else read_as(config.policy)
+        print_words(f"precision {resolved}" + (f": {reason}" if reason else ""))
+        known = where / paths.EVENTS if resume else None
+        ceiling = measure_ceiling(config, resolved, device, known, say=print_words)
         loop = Loop(
             config,
             resolved,
@@ -117,10 +117,10 @@ def train(
             opened=opened,
             choice=choice,
             device=device,
-            warnings=warnings,
+            warnings=[*resolved.warnings, *ceiling.slower],
             deadline=deadline,
             corpus=corpus,
-            ceiling=measure_ceiling(config, resolved, device, where / paths.EVENTS if resume else None),
+            ceiling=ceiling,
         )
         on_error.pop_all()
     if loop.pretrained is not None:
@@ -211,22 +211,3 @@ def _deadline(given: float | None, allow_older: bool, resume: bool) -> float | N
         what = f"--deadline {given:g}" if given is not None else f"HALFSTEP_DEADLINE={text}"
         raise ConfigError(f"{what}: it must be a number of seconds above 0", hint="omit it for no limit")
     return seconds
-
-
-def _resolve_policy(config: Any, device: str | None, opened: Any) -> tuple[Any, Any, list[str]]:
-    from halfstep.core.errors import PolicyError
-    from halfstep.core.policy import PRESETS, Policy, read
-    from halfstep.tools.probe import resolve
-    from halfstep.training.session import check_device
-
-    spelling = read(config.policy)
-    with suppress(PolicyError):  # fp32 cannot have some items that the chosen policy can
-        # Before measuring a block that does not fit. Whatever `auto` chooses has masters as wide as fp32's.
-        check_device(config, spelling.build(PRESETS["fp32"]), device)
-    if opened is None:
-        return resolve(config, device)
-    # It was measured when the run began; measuring again could choose another precision midway.
-    before = Policy.parse(opened.policy)
-    if spelling.base == "auto" or spelling.build() == before:
-        return before, None, []
-    return resolve(config, device)

@@ -11,6 +11,8 @@ One block, with every switch on (each is off or plain unless the recipe says so)
 """
 
 import math
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Literal
 
@@ -18,6 +20,8 @@ from halfstep.config.schema import Bounds, Count, Positive, Rate
 from halfstep.core.errors import ConfigError
 
 Shape = tuple[int, ...]
+# The widest block that stands for another model: a wider one takes longer and compares the same.
+WIDEST = 1024
 
 
 @dataclass(frozen=True)
@@ -138,6 +142,17 @@ class ModelConfig:
         """How many numbers are learned; a tied head counts once."""
         # Block by block, for a number of layers that nothing could hold by name.
         return _size(_outside(self)) + self.layers * _size(_block(self))
+
+
+def model_like(shapes: Iterable[Sequence[int]]) -> ModelConfig:
+    """Returns a decoder as wide as a model whose parameters have these shapes: its block is timed in its place."""
+    weights: Counter[int] = Counter()
+    for shape in shapes:
+        for size in {shape[0], math.prod(shape[1:])} if len(shape) > 1 else ():
+            weights[size] += math.prod(shape)
+    width = max(weights, key=lambda size: (weights[size], -size), default=16)
+    width = min(WIDEST, 16 * math.ceil(width / 16))
+    return ModelConfig(width=width, heads=width // (64 if width % 64 == 0 else 16))
 
 
 def parameter_shapes(model: ModelConfig) -> dict[str, Shape]:

@@ -70,6 +70,7 @@ class Gain:
     fp32_seconds: float
     seconds: float
     work: Work = "matmuls"
+    cut_short: bool = False  # fp32 was timed at a larger shape, which this format was too slow for
 
     @property
     def ratio(self) -> float:
@@ -78,6 +79,8 @@ class Gain:
 
     def __str__(self) -> str:
         speed = f"{self.ratio:.3g}x faster" if self.ratio >= 1 else f"{1 / self.ratio:.3g}x slower"
+        if self.cut_short and self.ratio < 1:
+            speed = f"at least {speed}"
         m, k, n = self.shape
         times = f"{_time(self.seconds)} against {_time(self.fp32_seconds)}"
         return f"{self.format} {self.work} are {speed} than fp32 ({times} at {m}x{k}x{n})"
@@ -102,7 +105,8 @@ def gain(timings: Iterable[Timing], fmt: Format) -> Gain | None:
     if not common:
         return None
     _, work, shape = max(common, key=lambda key: (key[1] != "matmuls", math.prod(key[2])))
-    return Gain(fmt, shape, by_key[FP32, work, shape].typical, by_key[fmt, work, shape].typical, work)
+    cut_short = any(key[:2] == (FP32, work) and math.prod(key[2]) > math.prod(shape) for key in by_key)
+    return Gain(fmt, shape, by_key[FP32, work, shape].typical, by_key[fmt, work, shape].typical, work, cut_short)
 
 
 def choose(timings: Sequence[Timing], supported: Mapping[Format, Support]) -> Choice:

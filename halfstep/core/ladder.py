@@ -5,14 +5,15 @@ ladder of sizes from one that is cheap everywhere:
 
     predicted = MARGIN * time * operations / operations before       for each run; a rung needs two
 
-A rung is started only if this fits the format's share of the time that is left. fp32 climbs first, since all
-others are compared with it, and no other climbs higher. Half of the budget is for climbing. The rest repeats the
-highest rung of each format in turns with fp32 at the same shape, so that other work of the machine slows both
-alike. The clock and the work are arguments: a test can fake a device.
+The lowest rung is timed for every format, whatever it costs, so that each has an answer. A higher one is started
+only if it fits the format's share of the time that is left. fp32 climbs first, since all others are compared with
+it, and no other climbs higher. Half of the budget is for climbing. The rest repeats the highest rung of each
+format in turns with fp32 at the same shape, so that other work of the machine slows both alike. The clock and the
+work are arguments: a test can fake a device.
 """
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from halfstep.core.choice import Shape, Timing, Work
@@ -26,8 +27,6 @@ Clock = Callable[[], float]
 
 MARGIN = 1.5
 REPEATS = 7
-# The slowest format measured ran 290 times slower than fp32 (bf16 in torch on a CPU without instructions for it).
-SLOWEST = 500
 # A shorter timing would measure the clock and the launch, so several matmuls are timed together.
 ENOUGH = 2e-3
 MOST_AT_ONCE = 50
@@ -41,16 +40,15 @@ def climb(
     budget: float,
     clock: Clock,
     work: Work = "matmuls",
-    slowest: Mapping[Format, float] | None = None,
 ) -> list[Timing]:
     """Times each format at the shapes, from small to large, that the budget in seconds allows."""
-    race = _Race(start, clock, clock() + budget, slowest or {})
+    race = _Race(start, clock, clock() + budget)
     others = [fmt for fmt in dict.fromkeys(formats) if fmt != FP32]
     reach = race.climb(FP32, shapes, share=budget / 2 / (len(others) + 1))
     for place, fmt in enumerate(others):
         share = (race.left() - budget / 2) / (len(others) - place)
         race.climb(fmt, shapes[:reach], share=share)
-    race.repeat([fmt for fmt in others if race.highest(fmt)])
+    race.repeat(others)
     return [Timing(fmt, shape, tuple(seconds), work) for (fmt, shape), seconds in race.seconds.items()]
 
 
@@ -59,7 +57,6 @@ class _Race:
     start: Start
     clock: Clock
     deadline: float
-    slowest: Mapping[Format, float]
     seconds: dict[tuple[Format, Shape], list[float]] = field(default_factory=dict)
     runs: dict[tuple[Format, Shape], Run] = field(default_factory=dict)
 
@@ -69,10 +66,10 @@ class _Race:
     def climb(self, fmt: Format, shapes: Sequence[Shape], *, share: float) -> int:
         """Times the format at each shape that fits its share, and returns how many did."""
         end = self.clock() + min(share, self.left())
-        overhead, per_operation = 0.0, self._first_guess(fmt, shapes)
+        overhead = per_operation = 0.0
         for place, shape in enumerate(shapes):
             predicted = overhead + 2 * MARGIN * per_operation * _operations(shape)
-            if predicted > 0 and self.clock() + predicted > end:  # the first shape of fp32 is always timed
+            if place and self.clock() + predicted > end:
                 return place
             started = self.clock()
             self.runs[fmt, shape] = self.start(fmt, shape)
@@ -89,7 +86,6 @@ class _Race:
         turns: list[tuple[Format, Shape]] = []
         for fmt in formats:
             shape = self.highest(fmt)
-            assert shape is not None
             turns += [key for key in ((FP32, shape), (fmt, shape)) if key not in turns]
         for _ in range(REPEATS - 1):
             for key in turns:
@@ -98,21 +94,15 @@ class _Race:
                 if MARGIN * count * once <= self.left():
                     self.seconds[key].append(self._timed(*key, count))
 
-    def highest(self, fmt: Format) -> Shape | None:
+    def highest(self, fmt: Format) -> Shape:
         """Returns the largest shape the format was timed at."""
-        return max((shape for f, shape in self.seconds if f == fmt), key=_operations, default=None)
+        return max((shape for f, shape in self.seconds if f == fmt), key=_operations)
 
     def _timed(self, fmt: Format, shape: Shape, count: int) -> float:
         started = self.clock()
         self.runs[fmt, shape](count)
         # If the clock did not move, this was below its resolution, and counts as a nanosecond.
         return max(self.clock() - started, 1e-9) / count
-
-    def _first_guess(self, fmt: Format, shapes: Sequence[Shape]) -> float:
-        """Returns the seconds per operation to assume before the format is timed; 0 for fp32, which is first."""
-        if fmt == FP32 or not shapes:
-            return 0.0
-        return self.slowest.get(fmt, SLOWEST) * min(self.seconds[FP32, shapes[0]]) / _operations(shapes[0])
 
 
 def _operations(shape: Shape) -> int:

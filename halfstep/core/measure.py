@@ -1,4 +1,5 @@
-"""What `measure` times on every backend: formats, shapes, and the blocks that `policy = "auto"` decides by.
+"""What is measured on every backend, and what `auto` makes of it: one measurement and one answer for a recipe,
+for `halfstep probe`, and for a model of your own.
 
 `measure` times the matmul alone, which compares formats: random operands (zeros draw less power, and a device runs
 them faster), tokens x width x 4 width as in an MLP, the result in the format of the operands, or in bf16 for fp8.
@@ -6,17 +7,28 @@ them faster), tokens x width x 4 width as in an MLP, the result in the format of
 `measure_block` times a block of the decoder, forward and backward, with its casts and islands, at the recipe's own
 shape. This decides on a CPU, where a bf16 matmul can be faster than an fp32 one and the small block around it
 slower. On an accelerator a small block would time how fast the host launches kernels, which a compiled step does
-not wait for; there the matmuls decide.
+not wait for; there the matmuls decide, at the recipe's shape if that is larger than ours.
 """
 
+import math
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cache
+from typing import Any
 
-from halfstep.core.choice import Shape, Timing, gain
+from halfstep.core.choice import Choice, Shape, Support, Timing, choose, gain
 from halfstep.core.formats import BF16, E4M3, E5M2, FP16, FP32, TF32, Format
 from halfstep.core.ladder import Clock, Run, climb
+from halfstep.core.policy import PRESETS, Policy, as_policy, read
 
 FORMATS = (FP32, TF32, BF16, FP16, E4M3, E5M2)
 """The formats that a probe asks about."""
+CANDIDATES = (FP32, BF16, FP16)
+"""The formats that `auto` chooses from."""
+BUDGET = 3.0
+"""Seconds in which it chooses."""
+TOKENS = 16384
+"""The tokens of a micro-batch, if the caller does not give their number."""
 # GPT-2's MLP. At 4096 tokens an fp8 matmul takes no longer than its launch (H200), hence four times as many.
 ACCELERATOR_SHAPES: tuple[Shape, ...] = (
     (256, 256, 1024),
@@ -36,6 +48,41 @@ CPU_SHAPES: tuple[Shape, ...] = (
 TOO_SLOW = 4
 # Of the time budget of `measure_block`; the blocks get the rest.
 MATMUL_SHARE = 1 / 3
+
+
+def time_candidates(
+    backend: Any, device: Any, model: Any, tokens: int, budget: float = BUDGET
+) -> tuple[list[Timing], dict[Format, Support]]:
+    """Times what `auto` chooses from, for a model (config.model) that trains on so many tokens at once.
+
+    `backend` is a module halfstep.<framework>.measure.
+    """
+    support = {fmt: backend.supported(fmt, device) for fmt in CANDIDATES}
+    formats = [fmt for fmt, ok in support.items() if ok]
+    return backend.measure_block(device, formats, model, tokens, budget=budget), support
+
+
+def decide(backend: Any, device: Any, model: Any, tokens: int, budget: float = BUDGET) -> Choice:
+    """Returns the preset that is fastest, with the reason: what `auto` means."""
+    return choose(*time_candidates(backend, device, model, tokens, budget))
+
+
+decide_once = cache(decide)  # for a process that prepares one model after another
+
+
+def settle(given: Policy | str, choose: Callable[[], Choice]) -> tuple[Policy, Choice | None]:
+    """Returns the policy that `prepare` or `init` was given, and for `auto` the choice. Warns their caller."""
+    choice = choose() if isinstance(given, str) and read(given).base == "auto" else None
+    policy = as_policy(given) if choice is None else Policy.parse(str(given), auto=PRESETS[choice.preset])
+    for message in policy.warnings:
+        warnings.warn(message, stacklevel=3)
+    return policy, choice
+
+
+def accelerator_shapes(model: Any, tokens: int) -> tuple[Shape, ...]:
+    """Returns the matmuls to time on an accelerator, small to large: ours, and the model's if that is larger."""
+    own = (tokens, model.width, model.size_of_mlp)
+    return (*ACCELERATOR_SHAPES, *[own] * (math.prod(own) > math.prod(ACCELERATOR_SHAPES[-1])))
 
 
 def block_limits(matmuls: Sequence[Timing], formats: Iterable[Format]) -> dict[Format, float]:
@@ -67,5 +114,4 @@ def time_blocks(
         budget=budget * (1 - MATMUL_SHARE),
         clock=clock,
         work="training steps of a block",
-        slowest=limits,
     )

@@ -8,9 +8,9 @@ command line and a table form for TOML, and both read back as the same policy:
     param=fp32,compute=bf16                           no preset: all other roles are fp32
     bf16-mixed; blocks.*.mlp.*: compute=e4m3; lm_head: compute=fp32           rules, after semicolons
 
-Presets expand to roles and are forgotten. `str(policy)` starts from the preset that leaves the fewest differences,
-so two policies that mean the same print the same. A wide `compute`, in a rule too, also sets `grad` unless it is
-given.
+Names that other libraries have for a preset are read as that preset (OTHER_NAMES). Presets expand to roles and are
+forgotten. `str(policy)` starts from the preset that leaves the fewest differences, so two policies that mean the
+same print the same. A wide `compute`, in a rule too, also sets `grad` unless it is given.
 
 Narrow formats (8 bits or less) are for matmul operands alone: activations, the residual stream and the
 results of matmuls stay in the `compute` of the whole model. So a narrow format lives in rules, which name
@@ -42,7 +42,7 @@ from halfstep.core.roles import (
     print_value,
 )
 from halfstep.core.rules import Resolved, Rule, check_role, merge, parse_items, resolve, with_grad
-from halfstep.core.scaling import DynamicScale, NoScale, Scale
+from halfstep.core.scaling import DynamicScale, NoScale, Scale, StaticScale, is_power_of_two, nearest_power
 
 EVERYWHERE = "**"
 SMALLEST_FP16 = f"{FP16.smallest_subnormal:.0e}"
@@ -78,6 +78,18 @@ class Policy:
         self._simplify_eval()
         self._check_base()
         self._check_scale()
+
+    @property
+    def warnings(self) -> list[str]:
+        """What runs as asked and is probably not wanted."""
+        warnings, scale = [], f"`scale={print_value(self.scale)}`"
+        if not isinstance(self.scale, NoScale) and not self._weak():
+            why = f"{self.grad.format} has fp32's range, and only fp16 needs a loss scale"
+            warnings.append(f"{scale} has nothing to protect: {why}")
+        if isinstance(self.scale, StaticScale) and not is_power_of_two(self.scale.value):
+            why = f"{self.scale.value:g} is not a power of two, {nearest_power(self.scale.value)} is"
+            warnings.append(f"{scale} rounds every gradient twice: {why}")
+        return warnings
 
     def roles(self) -> dict[str, Value]:
         """Returns the value of each role for the whole model, without rules."""
@@ -161,25 +173,20 @@ class Policy:
                     hint=f'name the matmuls in a rule, such as Rule.parse("{EVERYWHERE}", "{role}={fmt}")',
                 )
 
-    def _check_scale(self) -> None:
-        used = [
-            (role, value.format)
+    def _weak(self) -> list[str]:
+        """Returns the roles, with their formats, whose gradients leave the range unless the loss is scaled."""
+        return [
+            f"{role}={value.format}"
             for changes in [self.roles().items(), *(rule.changes for rule in self.rules)]
             for role, value in changes
-            if isinstance(value, Operand)
+            if isinstance(value, Operand) and needs_loss_scale(value.format)
         ]
-        weak = [f"{role}={fmt}" for role, fmt in used if needs_loss_scale(fmt)]
-        if weak and isinstance(self.scale, NoScale):
+
+    def _check_scale(self) -> None:
+        if isinstance(self.scale, NoScale) and (weak := self._weak()):
             raise PolicyError(
                 f"`{weak[0]}` without a scale: gradients below {SMALLEST_FP16} would become zero",
                 hint="add `scale=dynamic`, start from `fp16-mixed`, or use bf16, which has fp32's range",
-            )
-        if not weak and not isinstance(self.scale, NoScale):
-            formats = one_of(dict.fromkeys(str(fmt) for _, fmt in used))
-            raise PolicyError(
-                f"`scale={print_value(self.scale)}` with {formats}: the scale has nothing to protect, "
-                "these formats have fp32's range or their own scales",
-                hint="leave it out or write `scale=none`; only fp16 needs a loss scale",
             )
 
 
@@ -251,18 +258,16 @@ def read(text: str) -> Spelling:
     """Reads the text form without building the policy; `auto` is accepted as a base."""
     first, *rest = text.split(";")
     head, comma, items = first.partition(",")
-    base = head.strip()
-    if "=" in base:
-        base, comma, items = "fp32", ",", first
-    _check_preset(base)
+    if "=" in head:
+        head, comma, items = "fp32", ",", first
+    base = _preset(head.strip())
     rules = tuple(_read_rules(rest))
     return Spelling(base, parse_items(items, in_rule=False) if comma else {}, rules)
 
 
 def read_table(table: Mapping[str, Any]) -> Spelling:
     """Reads the table form without building the policy."""
-    base = table.get("preset", "fp32")
-    _check_preset(_string("preset", base))
+    base = _preset(_string("preset", table.get("preset", "fp32")))
     items: dict[str, Value] = {}
     for role, value in table.items():
         if role in ("preset", "rules"):
@@ -290,13 +295,28 @@ def _read_rules(parts: Iterable[str]) -> Iterator[Rule]:
         yield Rule.parse(glob, changes)
 
 
-def _check_preset(name: str) -> None:
-    if name not in PRESETS and name != "auto":
-        known = [*PRESETS, "auto"]
-        raise PolicyError(
-            f"unknown preset `{name}`; presets are {', '.join(known)}, and anything else is role=value",
-            hint=did_you_mean(name, known, otherwise="such as `bf16-mixed` or `bf16-mixed,norm=bf16`"),
-        )
+def read_as(text: str) -> str:
+    """Says which preset a policy starts from, if it is written with a name of another library; else nothing."""
+    name = text.partition(";")[0].partition(",")[0].strip()
+    if name not in OTHER_NAMES:
+        return ""
+    preset, where = OTHER_NAMES[name]
+    return f"`{name}` is read as `{preset}`, which is what it means in {where}"
+
+
+def _preset(name: str) -> str:
+    """Returns the preset of that name, which may be another library's."""
+    if name in PRESETS or name == "auto":
+        return name
+    if name in OTHER_NAMES:
+        return OTHER_NAMES[name][0]
+    if name in NOT_OFFERED:
+        raise PolicyError(f"`{name}` is not offered: {NOT_OFFERED[name]}", hint=f"use {one_of(PRESETS)}")
+    otherwise = "such as `bf16-mixed` or `bf16-mixed,norm=bf16`"
+    raise PolicyError(
+        f"unknown preset `{name}`; presets are {', '.join(PRESETS)}, auto, and anything else is role=value",
+        hint=did_you_mean(name, [*PRESETS, "auto", *OTHER_NAMES], otherwise),
+    )
 
 
 def _string(key: str, value: Any) -> str:
@@ -318,3 +338,22 @@ PRESETS: dict[str, Policy] = {
         eval=Evaluation(BF16),
     ),
 }
+
+# What other libraries call a precision: our preset, and where the name is from.
+_ACCELERATE, _LIGHTNING, _KERAS = "Accelerate (mixed_precision=)", "Lightning (precision=)", "Keras"
+OTHER_NAMES: dict[str, tuple[str, str]] = {
+    "no": ("fp32", _ACCELERATE),
+    "32": ("fp32", _LIGHTNING),
+    "32-true": ("fp32", _LIGHTNING),
+    "float32": ("fp32", _KERAS),
+    "bf16": ("bf16-mixed", f"{_ACCELERATE} and {_LIGHTNING}"),
+    "mixed_bfloat16": ("bf16-mixed", _KERAS),
+    "fp16": ("fp16-mixed", _ACCELERATE),
+    "16": ("fp16-mixed", _LIGHTNING),
+    "16-mixed": ("fp16-mixed", _LIGHTNING),
+    "mixed_float16": ("fp16-mixed", _KERAS),
+    "fp8": ("fp8-mixed", _ACCELERATE),
+}
+_FP16_WEIGHTS = "weights in fp16 lose updates below 6e-8, and nothing scales their gradients"
+_FP64 = "no role is wider than fp32"
+NOT_OFFERED = {"16-true": _FP16_WEIGHTS, "fp16-true": _FP16_WEIGHTS, "64": _FP64, "64-true": _FP64}

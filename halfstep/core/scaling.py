@@ -12,7 +12,7 @@ the finite check and the clipping: it is finite exactly if every gradient is and
 step survives. If a backoff is due and S is already at its floor, the state is `stuck`: no scale will help, the run
 must stop and name the tensor. S, growth, backoff, floor and ceiling are powers of two, so that scaling and
 unscaling change only exponents: bit for bit what would have come without a scale, wherever nothing overflows or
-underflows.
+underflows. A static S may be any number; then each gradient is rounded twice more, and a warning says so.
 
 **Micro-batches.** With w_i the weight (tokens) of micro-batch i, l_i its mean loss and g_i the gradient of l_i,
 the gradient of the mean over all tokens is sum_i w_i g_i / sum_i w_i. The total is known only after the last
@@ -91,7 +91,10 @@ class StaticScale(Scale):
     value: float = 65536.0
 
     def __post_init__(self) -> None:
-        _check_powers_of_two(self, "value")
+        if not SMALLEST <= self.value <= LARGEST:
+            raise ScalingError(
+                f"scale value is {self.value:g}; it must be from 2^-126 to 2^126", hint="65536 is usual"
+            )
 
     def init(self) -> ScaleState:
         return ScaleState(self.value, 0, 0, False)
@@ -174,18 +177,20 @@ def is_power_of_two(value: float) -> bool:
     return value > 0 and math.isfinite(value) and math.frexp(value)[0] == 0.5
 
 
+def nearest_power(value: float) -> str:
+    """Returns the power of two that is nearest to a number, as text."""
+    return f"{2.0 ** round(math.log2(value)):g}" if 0 < value < math.inf else "65536"
+
+
 def _check_powers_of_two(law: Any, *names: str) -> None:
     assert set(names) <= {field.name for field in fields(law)}
     for name in names:
         value = getattr(law, name)
         if not is_power_of_two(value):
-            near = (
-                f"the nearest is {2.0 ** round(math.log2(value)):g}" if 0 < value < math.inf else "such as 65536"
-            )
             raise ScalingError(
                 f"scale {name.removesuffix('_scale')} is {value:g}, which is not a power of two: "
                 "scaling and unscaling would round every gradient",
-                hint=f"use a power of two; {near}",
+                hint=f"use a power of two, such as {nearest_power(value)}",
             )
         if not SMALLEST <= value <= LARGEST:
             raise ScalingError(f"scale {name.removesuffix('_scale')} is {value:g}, beyond 2^-126 to 2^126")

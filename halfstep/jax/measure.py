@@ -36,8 +36,6 @@ __all__ = ["FORMATS", "describe", "devices", "measure", "measure_block", "suppor
 ACCELERATOR_SHAPES: tuple[Shape, ...] = ((16384, 768, 3072),)
 CPU_SHAPES: tuple[Shape, ...] = ((128, 128, 512), (512, 512, 2048), (1024, 768, 3072))
 
-# Without instructions for bf16 and fp16 XLA widens them, and is not hundreds of times slower, as others are.
-SLOWEST, SLOWEST_NATIVE = 16.0, 4.0
 # A block takes longer than its matmuls: on a CPU twice as long, and more where it is small.
 AROUND = 3.0
 
@@ -71,8 +69,7 @@ def measure(
     for fmt in formats:
         for shape in shapes:
             bench.prepare(fmt, shape)
-    slowest = dict.fromkeys(formats, SLOWEST if on_cpu else SLOWEST_NATIVE)
-    return climb(lambda *key: bench.prepared[key], formats, shapes, budget=budget, clock=clock, slowest=slowest)
+    return climb(lambda *key: bench.prepared[key], formats, shapes, budget=budget, clock=clock)
 
 
 def measure_block(
@@ -87,7 +84,9 @@ def measure_block(
     """Times matmuls and, on a CPU, a block of the model on as many tokens as `budget` seconds allow."""
     bench = _Bench(as_device(device))
     if bench.device.platform != "cpu":
-        return measure(bench.device, formats, budget=budget, clock=clock)
+        own = (tokens, model.width, model.size_of_mlp)
+        largest = max(*ACCELERATOR_SHAPES, own, key=math.prod)
+        return measure(bench.device, formats, budget=budget, shapes=[largest], clock=clock)
     formats = list(dict.fromkeys([FP32, *formats]))
     matmuls = measure(bench.device, formats, budget=budget * MATMUL_SHARE, clock=clock)
     limits = block_limits(matmuls, formats)

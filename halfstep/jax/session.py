@@ -32,7 +32,7 @@ from halfstep.jax.measure import devices
 from halfstep.jax.model import Decoder
 from halfstep.jax.optim import Schedule, build_optimizers
 from halfstep.jax.state import bytes_of, load_state, restored, state_of, stored
-from halfstep.jax.step import StepResult, Weighted, check, init, make_step
+from halfstep.jax.step import StepResult, Weighted, check, first_state, make_step
 
 Tokens = NDArray[np.int32]
 
@@ -61,7 +61,7 @@ class Session:
         with self._here():
             first = plain.set_weights(initial_weights(config.model, config.seed) if weights is None else weights)
             params = jax.device_put(first, self.device)
-            self.run = init(params, optimizer, policy, seed=config.seed, names=names)
+            self.run = first_state(params, optimizer, policy, seed=config.seed, names=names)
             # fp32 copies: the next step consumes the parameters.
             averages = {
                 name: jnp.array(master, jnp.float32, copy=True) for name, master in self.run.params.items()

@@ -16,6 +16,7 @@ from jax import Array
 from numpy.typing import NDArray
 
 from halfstep.core import state_format
+from halfstep.core.choice import Choice
 from halfstep.core.errors import HalfstepError
 from halfstep.core.policy import Policy
 from halfstep.core.scaling import ScaleState
@@ -29,7 +30,7 @@ _DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 @partial(
     jax.tree_util.register_dataclass,
     data_fields=["params", "opt_state", "scale", "num_applied"],
-    meta_fields=["policy", "seed", "names", "widened"],
+    meta_fields=["policy", "seed", "names", "widened", "choice"],
 )
 @dataclass(frozen=True)
 class State:
@@ -43,6 +44,7 @@ class State:
     seed: int  # of stochastic rounding
     names: tuple[str, ...] = ()  # modules without parameters that rules may match
     widened: tuple[str, ...] = ()  # parameters that came narrower than their masters are held
+    choice: Choice | None = None  # what `auto` chose and why; None if a policy was named
 
     def __str__(self) -> str:
         return summary(self)
@@ -50,11 +52,13 @@ class State:
 
 def summary(state: State) -> str:
     """Describes what the state holds, in a line or two."""
-    applied = str(apply(state.params, state.policy, state.names))
-    if not state.widened:
-        return applied
-    more = "" if len(state.widened) == 1 else f" and {len(state.widened) - 1} more"
-    return f"{applied}\nwidened to their masters' format: {state.widened[0]}{more}"
+    lines = [str(apply(state.params, state.policy, state.names))]
+    if state.choice is not None:
+        lines.append(f"auto chose {state.choice}")
+    if state.widened:
+        more = "" if len(state.widened) == 1 else f" and {len(state.widened) - 1} more"
+        lines.append(f"widened to their masters' format: {state.widened[0]}{more}")
+    return "\n".join(lines)
 
 
 def state_of(state: State) -> dict[str, Array]:

@@ -20,10 +20,12 @@ import jax.numpy as jnp
 import optax  # type: ignore[import-untyped]
 from jax import Array, lax
 
+from halfstep.core.choice import Choice
 from halfstep.core.errors import HalfstepError, ScalingError
 from halfstep.core.formats import FP32, Format
+from halfstep.core.measure import TOKENS, settle
 from halfstep.core.philox import tensor_id
-from halfstep.core.policy import Policy, as_policy
+from halfstep.core.policy import Policy
 from halfstep.core.rounding import Rounding
 from halfstep.core.scaling import ScaleState, way_out
 from halfstep.jax.apply import Applied, Leaves, apply
@@ -31,7 +33,7 @@ from halfstep.jax.cast import carried, quantize, random_bits
 from halfstep.jax.dtypes import dtype_of
 from halfstep.jax.functions.interpret import cast_inside, checked
 from halfstep.jax.layers import COMPILER_OPTIONS
-from halfstep.jax.run.checks import check_leading, check_loss, check_optimizer, check_settings
+from halfstep.jax.run.checks import check_leading, check_loss, check_optimizer, check_settings, measured_choice
 from halfstep.jax.state import State
 
 LossFn = Callable[..., Any]
@@ -67,10 +69,28 @@ def init(
     *,
     seed: int = 0,
     names: Sequence[str] = (),
+    tokens: int = TOKENS,
 ) -> State:
-    """Returns the first state. It copies the parameters and may be donated; `names` are modules without any."""
-    policy = as_policy(policy)
+    """Returns the first state. It copies the parameters and may be donated; `names` are modules without any.
+
+    The policy `auto` is measured, as for a recipe, with micro-batches of `tokens`; `state.choice` has the answer
+    and its reason.
+    """
     check_settings(optimizer)
+    policy, choice = settle(policy, lambda: measured_choice(params, tokens))
+    return first_state(params, optimizer, policy, seed=seed, names=names, choice=choice)
+
+
+def first_state(
+    params: Any,
+    optimizer: optax.GradientTransformation,
+    policy: Policy,
+    *,
+    seed: int = 0,
+    names: Sequence[str] = (),
+    choice: Choice | None = None,
+) -> State:
+    """Returns the first state of a policy that was named or chosen."""
     applied = apply(params, policy, names)
     leaves = Leaves(params)
 
@@ -90,6 +110,7 @@ def init(
         seed=seed,
         names=tuple(names),
         widened=tuple(n for n, x in leaves.trained.items() if x.dtype.itemsize < held[n].dtype.itemsize),
+        choice=choice,
     )
     return jax.tree.map(_copied, state)
 

@@ -19,6 +19,7 @@ from halfstep.core.measure import (
     CPU_SHAPES,
     FORMATS,
     MATMUL_SHARE,
+    accelerator_shapes,
     block_limits,
     halved,
     time_blocks,
@@ -68,14 +69,18 @@ def measure_block(
     """Times matmuls and, on a CPU, a block of the model on as many tokens as `budget` seconds allow."""
     device = as_device(device)
     if device.type != mx.cpu:
-        return measure(device, formats, budget=budget, clock=clock)
+        own = accelerator_shapes(model, tokens)
+        return measure(device, formats, budget=budget, shapes=own, clock=clock)
     formats = list(formats)
     matmuls = measure(device, formats, budget=budget * MATMUL_SHARE, clock=clock)
     bench, limits = _Bench(device), block_limits(matmuls, formats)
     shapes = [(count, model.width, model.size_of_mlp) for count in halved(tokens)]
+    state: Any = mx.random.state
+    high, low = state[0].tolist()  # the first weights of a block are drawn from it
     blocks = time_blocks(
         lambda fmt, count: bench.start_block(fmt, model, count), limits, shapes, budget=budget, clock=clock
     )
+    mx.random.seed((high << 32) | low)
     return [*matmuls, *blocks]
 
 

@@ -20,16 +20,18 @@ import mlx.optimizers
 from mlx.nn.layers.base import Module
 from mlx.utils import tree_flatten, tree_unflatten
 
+from halfstep.core.choice import Choice
 from halfstep.core.errors import HalfstepError, ScalingError
 from halfstep.core.formats import FP32
-from halfstep.core.policy import Policy, as_policy
+from halfstep.core.measure import TOKENS, settle
+from halfstep.core.policy import Policy
 from halfstep.core.roles import print_value
 from halfstep.core.scaling import ScaleState, way_out
 from halfstep.mlx.apply import Applied, Place, apply, arrays, public, restore, trainable
 from halfstep.mlx.dtypes import dtype_of
 from halfstep.mlx.optim.masters import Masters
 from halfstep.mlx.optim.optimizers import leaves_of
-from halfstep.mlx.run.checks import check_loss, check_weight, resolve_compile
+from halfstep.mlx.run.checks import check_loss, check_weight, measured_choice, resolve_compile
 from halfstep.mlx.state import Live, load_state, state_of
 
 # loss_fn(model, batch) -> the mean loss, or (the sum of losses, the number of tokens)
@@ -69,6 +71,7 @@ def prepare(
     seed: int = 0,
     compile: bool | None = None,
     cast_inputs: bool = True,
+    tokens: int = TOKENS,
 ) -> "Run":
     """Gives any MLX model and optimizer a policy, in place; `Run.unprepare` restores the model.
 
@@ -77,8 +80,10 @@ def prepare(
 
     `compile=True` compiles the step, or says why it cannot; None does so on a GPU. Pass `step` the same `loss_fn`
     each time then: another one is compiled again.
+
+    The policy `auto` is measured, as for a recipe, with micro-batches of `tokens`; `run.choice` has the answer and
+    its reason.
     """
-    policy = as_policy(policy)
     if not clip_norm >= 0.0:
         raise HalfstepError(f"clip_norm={clip_norm!r}: a norm is not negative", hint="0 clips nothing")
     for given, kind, word in ((model, Module, "model"), (optimizer, mlx.optimizers.Optimizer, "optimizer")):
@@ -88,8 +93,9 @@ def prepare(
                 hint="prepare(model, optimizer, policy)",
             )
     compiled = resolve_compile(compile)
+    policy, choice = settle(policy, lambda: measured_choice(model, tokens))
     conversion = apply(model, policy, cast_inputs=cast_inputs)
-    return Run(model, optimizer, conversion, clip_norm, seed=seed, compile=compiled)
+    return Run(model, optimizer, conversion, clip_norm, seed=seed, compile=compiled, choice=choice)
 
 
 class Run:
@@ -104,11 +110,12 @@ class Run:
         *,
         seed: int = 0,
         compile: bool = False,
+        choice: Choice | None = None,
     ):
         self.model, self.optimizer, self.conversion = model, optimizer, conversion
         self.optimizers = leaves_of(optimizer)
         self.policy = conversion.policy
-        self.clip_norm = clip_norm
+        self.clip_norm, self.choice = clip_norm, choice  # what `auto` chose and why; None if a policy was named
         self.compile = compile
         self.masters = Masters(conversion, seed)
         init = self.policy.scale.init()._asdict()
@@ -270,6 +277,7 @@ class Run:
         return "\n".join(
             [
                 *self.conversion.lines(),
+                *([f"  auto chose {self.choice}"] if self.choice else []),
                 f"  gradients are {summed}; loss scale: {print_value(self.policy.scale)}",
                 f"  {kinds}: fp32 masters and gradients; a skipped step costs no sync",
                 f"  the step is {'compiled' if self.compile else 'not compiled'}",

@@ -1,36 +1,41 @@
 """Finds what this machine runs natively, how fast, and which precision to train in.
 
-For each backend and device: the hardware, matmul times by format, what is supported and why, and the choice that
-core.choice makes. The answer depends on the backend: on one CPU a bf16 matmul took 290 times as long as an fp32
-one in torch, and no longer in JAX.
+For each backend and device: the hardware, what is supported and why, and the choice that `auto` makes there, by
+the same measurement (core.measure) of the same recipe. The answer depends on the backend: on one CPU a bf16 matmul
+took 290 times as long as an fp32 one in torch, and no longer in JAX.
 
 A backend is a module `halfstep.<name>.measure`, imported when needed, with FORMATS to ask about, version(),
 devices() (the one to train on first), describe(device), supported(fmt, device), measure(device, formats, *,
 budget), a matmul, and measure_block(device, formats, model, tokens, *, budget), a block, which decides a policy.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from halfstep.config.load import DEFAULT_RECIPE, load
 from halfstep.config.run import RunConfig
-from halfstep.core.choice import Choice, Shape, Support, Timing, choose, gain
+from halfstep.core.choice import Choice, Gain, Shape, Support, Timing, choose, gain
 from halfstep.core.devices import Device
-from halfstep.core.errors import HalfstepError, did_you_mean, one_of
-from halfstep.core.formats import BF16, FP16, FP32, TF32, Format
+from halfstep.core.errors import HalfstepError, PolicyError, did_you_mean, one_of
+from halfstep.core.formats import FP32, TF32, Format
+from halfstep.core.measure import BUDGET, CANDIDATES, MATMUL_SHARE, decide, time_candidates
 from halfstep.core.policy import PRESETS, Policy, read
 from halfstep.core.roles import Operand, is_narrow
 from halfstep.training.telemetry.ceiling import Ceiling, recorded
+
+Say = Callable[[str], None]
 
 BACKENDS = ("torch", "jax", "mlx")
 
 # What a ceiling is measured at, and for how many seconds; on a CPU small matmuls are the fastest.
 CEILING: tuple[Shape, ...] = ((1024, 1024, 1024), (4096, 4096, 4096), (8192, 8192, 8192))
 CPU_CEILING: tuple[Shape, ...] = ((32, 32, 128), (128, 128, 512), (512, 512, 2048))
-BUDGET, CPU_BUDGET = 1.5, 0.3
+CEILING_BUDGET, CPU_CEILING_BUDGET = 1.5, 0.3
 
 
 @dataclass(frozen=True)
@@ -39,27 +44,18 @@ class DeviceResult:
 
     device: str
     description: Device
-    timings: tuple[Timing, ...]
+    timings: tuple[Timing, ...]  # which decide
+    others: tuple[Timing, ...]  # of formats that `auto` does not choose from, and of fp32 beside them
     support: tuple[tuple[Format, Support], ...]
     choice: Choice
 
-    def ratio(self, timing: Timing) -> float | None:
-        """Returns how many times faster than fp32 it is at the same shape, if fp32 was timed there."""
-        for other in self.timings:
-            if other.format == FP32 and other.shape == timing.shape:
-                return other.typical / timing.typical
-        return None
-
-    def compared(self) -> list[Timing]:
-        """Returns the deciding timings: each format at the largest shape it shares with fp32, and fp32 there."""
-        formats = {timing.format for timing in self.timings} - {FP32}
-        shared = {fmt: known.shape for fmt in formats if (known := gain(self.timings, fmt)) is not None}
-        alone = gain(self.timings, FP32)
-        at = set(shared.values()) or ({alone.shape} if alone else set())
+    def gains(self) -> list[Gain]:
+        """Returns how each format compares with fp32, in matmuls and in blocks, at the largest shape of both."""
         return [
-            timing
-            for timing in self.timings
-            if (timing.shape in at if timing.format == FP32 else timing.shape == shared.get(timing.format))
+            known
+            for timings in (self.timings, self.others)
+            for fmt, work in dict.fromkeys((timing.format, timing.work) for timing in timings)
+            if fmt != FP32 and (known := gain([t for t in timings if t.work == work], fmt)) is not None
         ]
 
 
@@ -70,7 +66,7 @@ class BackendResult:
     name: str
     version: str = ""
     devices: tuple[DeviceResult, ...] = ()
-    others: tuple[str, ...] = ()  # devices that were not asked
+    other_devices: tuple[str, ...] = ()  # that were not asked
     missing: str = ""
     install: str = ""
 
@@ -86,60 +82,68 @@ class ProbeResult:
         return {"backends": [_backend_data(backend) for backend in self.backends]}
 
 
-def run(backends: Sequence[str] | None = None, budget: float = 3.0, *, device: str | None = None) -> ProbeResult:
-    """Asks each backend, or those named (which must be there), within `budget` seconds of measuring in total."""
+def run(
+    backends: Sequence[str] | None = None,
+    budget: float = BUDGET,
+    *,
+    device: str | None = None,
+    config: RunConfig | None = None,
+    say: Say = lambda _: None,
+) -> ProbeResult:
+    """Asks each backend, or those named (which must be there), what `auto` would choose for a recipe, and why.
+
+    `budget` is the seconds to choose in, for each. `say` gets what is being done.
+    """
     names = list(dict.fromkeys(backends)) if backends else list(BACKENDS)
     modules = {name: _load(name) for name in names}
     absent = [module for module in modules.values() if isinstance(module, BackendResult)]
     if backends and absent:
         raise HalfstepError(absent[0].missing, hint=absent[0].install)
-    share = _checked(budget) / max(1, len(names) - len(absent))
+    config, budget = config or load(DEFAULT_RECIPE), _checked(budget)
     return ProbeResult(
         tuple(
-            module if isinstance(module, BackendResult) else _ask(name, module, device, share)
+            module if isinstance(module, BackendResult) else _ask(name, module, device, config, budget, say)
             for name, module in modules.items()
         )
     )
 
 
-def choose_policy(backend: str, device: str | None, config: RunConfig, budget: float = 3.0) -> Choice:
+def choose_policy(backend: str, device: str | None, config: RunConfig, budget: float = BUDGET) -> Choice:
     """Returns the preset to train with by measuring the recipe's block: what `policy = "auto"` means."""
     module = _need(backend)
-    device = device or module.devices()[0]
-    support = {fmt: module.supported(fmt, device) for fmt in (FP32, BF16, FP16)}
-    formats = [fmt for fmt, ok in support.items() if ok]
-    return choose(_measure_block(module, device, formats, config, budget), support)
+    return decide(module, device or module.devices()[0], config.model, _tokens(config), _checked(budget))
 
 
-def resolve(config: RunConfig, device: str | None = None) -> tuple[Policy, Choice | None, list[str]]:
-    """Returns the policy of a run, the choice if it was `auto`, and warnings if it was not."""
+def resolve(
+    config: RunConfig, device: str | None = None, *, ran: str | None = None, say: Say = lambda _: None
+) -> tuple[Policy, Choice | None]:
+    """Returns the policy of a run, and the choice if it was `auto`. `ran` is what a resumed run chose then."""
+    from halfstep.training.session import check_device
+
     spelling = read(config.policy)
-    if spelling.base == "auto":
-        choice = choose_policy(config.backend, device, config)
-        return spelling.build(PRESETS[choice.preset]), choice, []
-    policy = spelling.build()
-    return policy, None, warnings_for(policy, config.backend, device, config)
+    with suppress(PolicyError):  # fp32 cannot have some items that the chosen policy can
+        # Before measuring a block that does not fit. Whatever `auto` chooses has masters as wide as fp32's.
+        check_device(config, spelling.build(PRESETS["fp32"]), device)
+    if spelling.base != "auto":
+        return spelling.build(), None
+    if ran is not None:  # measuring again could choose another precision midway
+        return Policy.parse(ran), None
+    say(f"measuring which precision is fastest here: {_measured(config, BUDGET)}")
+    choice = choose_policy(config.backend, device, config)
+    return spelling.build(PRESETS[choice.preset]), choice
 
 
-def warnings_for(
-    policy: Policy, backend: str, device: str | None, config: RunConfig, budget: float = 3.0
-) -> list[str]:
-    """Returns warnings about a policy that was named, not chosen: formats that are slower here than fp32."""
-    if policy.emulate:
-        return []
-    module = _need(backend)
-    device = device or module.devices()[0]
-    formats = [fmt for fmt in _operand_formats(policy) if fmt not in (FP32, TF32) and not is_narrow(fmt)]
-    formats = [fmt for fmt in formats if module.supported(fmt, device)]
-    if not formats:
-        return []
-    timings = _measure_block(module, device, [FP32, *formats], config, budget)
-    gains = [known for fmt in formats if (known := gain(timings, fmt)) is not None]
-    return [f"{slow}; it runs as asked" for slow in gains if slow.ratio < 1]
+def measure_ceiling(
+    config: RunConfig,
+    policy: Policy,
+    device: str | None,
+    known: Path | None = None,
+    say: Say = lambda _: None,
+) -> Ceiling:
+    """Returns the device's best speed in the policy's compute format, or what the events in `known` recorded.
 
-
-def measure_ceiling(config: RunConfig, policy: Policy, device: str | None, known: Path | None = None) -> Ceiling:
-    """Returns the device's best speed in the policy's compute format, or what the events in `known` recorded."""
+    fp32 and the other formats of the policy are timed beside it: one that is slower here than fp32 is a warning.
+    """
     if not config.training.measure_ceiling:
         return Ceiling(None, "training.measure_ceiling is false")
     if policy.emulate:
@@ -153,32 +157,41 @@ def measure_ceiling(config: RunConfig, policy: Policy, device: str | None, known
     support = module.supported(fmt, device)
     if not support:
         return Ceiling(None, f"{fmt} is not supported: {support.reason}")
-    budget, shapes = (CPU_BUDGET, CPU_CEILING) if hardware.kind == "cpu" else (BUDGET, CEILING)
-    timings = [t for t in module.measure(device, [fmt], budget=budget, shapes=shapes) if t.format == fmt]
-    if not timings:
-        return Ceiling(None, f"no matmul in {fmt} could be timed within {budget:g} s")
-    best = max(timings, key=lambda timing: timing.flops)
-    return Ceiling(best.flops, f"{fmt} matmuls at {'x'.join(map(str, best.shape))}, timed on {hardware.name}")
+    formats = [f for f in _operand_formats(policy) if not is_narrow(f) and module.supported(f, device)]
+    cpu = hardware.kind == "cpu"
+    budget, shapes = (CPU_CEILING_BUDGET, CPU_CEILING) if cpu else (CEILING_BUDGET, CEILING)
+    say(f"measuring this device's fastest {fmt} matmul, for utilization: about {budget:g} s")
+    timings = module.measure(device, formats, budget=budget, shapes=shapes)
+    gains = [gain(timings, f) for f in formats if f not in (FP32, TF32)]
+    slower = tuple(f"{slow}; it runs as asked" for slow in gains if slow is not None and slow.ratio < 1)
+    best = max((t for t in timings if t.format == fmt), key=lambda timing: timing.flops)
+    basis = f"{fmt} matmuls at {'x'.join(map(str, best.shape))}, timed on {hardware.name}"
+    return Ceiling(best.flops, basis, slower)
 
 
-def _measure_block(
-    module: Any, device: str, formats: Sequence[Format], config: RunConfig, budget: float
-) -> list[Timing]:
-    tokens = config.training.batch * config.model.context
-    timings: list[Timing] = module.measure_block(device, formats, config.model, tokens, budget=_checked(budget))
-    return timings
-
-
-def _ask(name: str, module: Any, device: str | None, budget: float) -> BackendResult:
+def _ask(name: str, module: Any, device: str | None, config: RunConfig, budget: float, say: Say) -> BackendResult:
     devices = module.devices()
     device = device or devices[0]
-    support = tuple((fmt, module.supported(fmt, device)) for fmt in module.FORMATS)
-    formats = [fmt for fmt, ok in support if ok]
-    timings = tuple(module.measure(device, formats, budget=budget))
-    choice = choose(timings, dict(support))
-    result = DeviceResult(device, module.describe(device), timings, support, choice)
-    others = tuple(other for other in devices if other != device.partition(":")[0])
-    return BackendResult(name, module.version(), (result,), others)
+    support = {fmt: module.supported(fmt, device) for fmt in module.FORMATS}
+    others = [fmt for fmt, ok in support.items() if ok and fmt not in CANDIDATES]
+    say(f"{name} on {device}: {_measured(config, budget)}")
+    timings, candidates = time_candidates(module, device, config.model, _tokens(config), budget)
+    beside = module.measure(device, others, budget=budget * MATMUL_SHARE) if others else []
+    choice = choose(timings, candidates)
+    description = module.describe(device)
+    result = DeviceResult(device, description, tuple(timings), tuple(beside), tuple(support.items()), choice)
+    return BackendResult(
+        name, module.version(), (result,), tuple(other for other in devices if other != device.partition(":")[0])
+    )
+
+
+def _tokens(config: RunConfig) -> int:
+    return config.training.batch * config.model.context
+
+
+def _measured(config: RunConfig, budget: float) -> str:
+    shape = f"{_tokens(config)}x{config.model.width}x{config.model.size_of_mlp}"
+    return f"timing {', '.join(map(str, CANDIDATES))} up to {shape} for about {budget:g} s"
 
 
 def _load(name: str) -> Any:
@@ -222,7 +235,7 @@ def _backend_data(backend: BackendResult) -> dict[str, Any]:
         "name": backend.name,
         "version": backend.version,
         "devices": [_device_data(result) for result in backend.devices],
-        "other_devices": list(backend.others),
+        "other_devices": list(backend.other_devices),
     }
 
 
@@ -239,13 +252,24 @@ def _device_data(result: DeviceResult) -> dict[str, Any]:
         "timings": [
             {
                 "format": str(timing.format),
+                "work": timing.work,
                 "shape": list(timing.shape),
                 "seconds": list(timing.seconds),
                 "typical_seconds": timing.typical,
-                "flops_per_second": timing.flops,
-                "ratio_to_fp32": result.ratio(timing),
+                "flops_per_second": timing.flops if timing.work == "matmuls" else None,
             }
-            for timing in result.timings
+            for timing in (*result.timings, *result.others)
+        ],
+        "compared_with_fp32": [
+            {
+                "format": str(known.format),
+                "work": known.work,
+                "shape": list(known.shape),
+                "seconds": known.seconds,
+                "fp32_seconds": known.fp32_seconds,
+                "ratio": known.ratio,
+            }
+            for known in result.gains()
         ],
         "choice": {"preset": result.choice.preset, "reason": result.choice.reason},
     }

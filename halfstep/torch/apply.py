@@ -31,6 +31,7 @@ from torch import Tensor, nn
 from halfstep.config.model import owner
 from halfstep.core.errors import HalfstepError, PolicyError
 from halfstep.core.formats import FP32, Format
+from halfstep.core.measure import TOKENS
 from halfstep.core.policy import Policy
 from halfstep.core.precision import Precision, base_precision, precisions
 from halfstep.core.refusal import EMULATE, check_formats, check_named, check_reach
@@ -38,7 +39,7 @@ from halfstep.core.roles import Param, Value, print_value
 from halfstep.core.rules import Resolved
 from halfstep.torch.cast import carried, split
 from halfstep.torch.convert import fp8_choice, plan
-from halfstep.torch.convert.fp8_choice import TOKENS, Measured, Timer
+from halfstep.torch.convert.fp8_choice import Measured, Timer
 from halfstep.torch.convert.known_packages import routers, with_routers
 from halfstep.torch.convert.modules import Island, Leaf
 from halfstep.torch.convert.plan import Change, Originals, Plan, change_of, give, plans_of, reach_of

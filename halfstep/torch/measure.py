@@ -90,11 +90,12 @@ def measure_block(
     """Times matmuls and, on a CPU, a block of the model, with as many tokens as `budget` seconds allow."""
     device, formats = torch.device(device), list(formats)
     if device.type != "cpu":
-        return measure(device, formats, budget=budget, clock=clock)
+        own = shared.accelerator_shapes(model, tokens)
+        return measure(device, formats, budget=budget, shapes=own, clock=clock)
     matmuls = measure(device, formats, budget=budget * shared.MATMUL_SHARE, clock=clock)
     bench, limits = _Bench(device), shared.block_limits(matmuls, formats)
     shapes = [(count, model.width, model.size_of_mlp) for count in shared.halved(tokens)]
-    with warnings.catch_warnings(), _tf32_restored():
+    with warnings.catch_warnings(), torch.enable_grad(), torch.random.fork_rng([]), _tf32_restored():
         warnings.simplefilter("ignore")
         blocks = shared.time_blocks(
             lambda fmt, count: bench.start_block(fmt, model, count), limits, shapes, budget=budget, clock=clock

@@ -21,19 +21,19 @@ from torch import Tensor, nn
 
 from halfstep.core.errors import HalfstepError, ScalingError
 from halfstep.core.formats import FP32
-from halfstep.core.policy import Policy, as_policy
+from halfstep.core.measure import TOKENS, settle
+from halfstep.core.policy import Policy
 from halfstep.core.precision import base_precision, precisions
 from halfstep.core.roles import Param
 from halfstep.core.scaling import DynamicScale, NoScale, way_out
 from halfstep.torch import state
 from halfstep.torch.apply import apply, names_of, restore, set_precision
-from halfstep.torch.convert.fp8_choice import TOKENS
 from halfstep.torch.convert.plan import check_model
 from halfstep.torch.optim.adamw import Optimizer
 from halfstep.torch.optim.drivers import check_optimizers, norm_of
 from halfstep.torch.run import nonfinite
 from halfstep.torch.run.accumulation import checked_pair, checked_weight, divisor, times
-from halfstep.torch.run.checks import check_moments, check_replicas, check_settings
+from halfstep.torch.run.checks import check_moments, check_replicas, check_settings, measured_choice
 from halfstep.torch.run.edit import edited
 from halfstep.torch.run.from_amp import State, take_over
 from halfstep.torch.run.parts import RunParts
@@ -72,12 +72,13 @@ def prepare(
 
     Load weights, move the model to its device and create the optimizers first; compile and wrap (DDP) after.
     Existing gradients are dropped: their scale is unknown. `seed` is for stochastic rounding; all replicas must
-    use the same one. `ema` is the decay of an average of the masters, 0 for none. `tokens` is the size of a
-    micro-batch with which layers are timed if rules say `measured`.
+    use the same one. `ema` is the decay of an average of the masters, 0 for none. The policy `auto` is measured,
+    as for a recipe; `run.choice` has the answer and its reason. `tokens` is the size of a micro-batch, for `auto`
+    and for layers that are timed because rules say `measured`.
     """
-    policy = as_policy(policy)
     check_model(model)
     check_settings(clip_norm, seed, ema, tokens)
+    policy, choice = settle(policy, lambda: measured_choice(model, tokens))
     params = [value for rule in policy.rules for _, value in rule.changes if isinstance(value, Param)]
     narrow = any(param.split or param.format != FP32 for param in (policy.param, *params))
     optimizers = check_optimizers(optimizer, model, narrow=narrow)
@@ -87,7 +88,7 @@ def prepare(
     for p in model.parameters():
         p.grad = None
     conversion = apply(model, policy, tokens=tokens)
-    return Run(model, optimizers, policy, clip_norm, conversion=conversion, seed=seed, ema=ema)
+    return Run(model, optimizers, policy, clip_norm, conversion=conversion, seed=seed, ema=ema, choice=choice)
 
 
 class Run(RunParts):

@@ -5,9 +5,10 @@ import json
 import pytest
 
 from halfstep.cli.main import run
+from halfstep.config.load import load
 from halfstep.core.choice import Choice, Support, Timing
 from halfstep.core.devices import Device
-from halfstep.core.formats import BF16, E4M3, FP32
+from halfstep.core.formats import BF16, E4M3, E5M2, FP32
 from halfstep.tools import probe
 from halfstep.tools.probe import BackendResult, DeviceResult, ProbeResult
 
@@ -20,6 +21,7 @@ def asked(monkeypatch):
         "cpu",
         Device("cpu", "Neoverse-N1", architecture="aarch64"),
         (Timing(FP32, SHAPE, (2e-3,)), Timing(BF16, SHAPE, (0.574,))),
+        (Timing(FP32, SHAPE, (2e-3,)), Timing(E5M2, SHAPE, (1e-3,))),
         ((FP32, Support(True, "every CPU multiplies fp32")), (E4M3, Support(False, "no CPU multiplies e4m3"))),
         Choice("fp32", "bf16 matmuls are 287x slower than fp32"),
     )
@@ -27,8 +29,8 @@ def asked(monkeypatch):
     jax = BackendResult("jax", missing="jax is not installed", install="pip install 'halfstep[jax]'")
     calls = []
 
-    def played(backends, budget, *, device):
-        calls.append((backends, budget, device))
+    def played(backends, budget, *, device, config, say):
+        calls.append((backends, budget, device, config.title, config.model.width))
         return ProbeResult((torch, jax))
 
     monkeypatch.setattr(probe, "run", played)
@@ -39,10 +41,10 @@ def test_tables_for_people(asked, capsys):
     assert run(["probe"]) == 0
     out, err = capsys.readouterr()
     assert [line.rstrip() for line in out.splitlines() if line.strip()] == [
-        " format   shape           ms    TFLOP/s   times fp32",
-        " " + "─" * 51,
-        " fp32     256x256x1024     2     0.0671            1",
-        " bf16     256x256x1024   574   0.000234      0.00348",
+        " format   timed    shape           ms   fp32 ms   times fp32",
+        " " + "─" * 59,
+        " bf16     matmul   256x256x1024   574         2      0.00348",
+        " e5m2     matmul   256x256x1024     1         2            2",
         " format   runs   why",
         " " + "─" * 41,
         " fp32     yes    every CPU multiplies fp32",
@@ -56,15 +58,17 @@ def test_tables_for_people(asked, capsys):
         "also available: cuda; measure another with --device",
         "jax is not installed: pip install 'halfstep[jax]'",
     ]
-    assert asked == [(None, 3.0, None)]
+    tiny = load("tiny")
+    assert asked == [(None, 3.0, None, tiny.title, tiny.model.width)]
 
 
 def test_data_for_programs(asked, capsys):
-    assert run(["probe", "--backend", "torch", "--device", "cuda:1", "--budget", "0.5", "--json"]) == 0
+    sizes = ["gpt2", "--set", "model.width=96"]
+    assert run(["probe", *sizes, "--backend", "torch", "--device", "cuda:1", "--budget", "0.5", "--json"]) == 0
     out, err = capsys.readouterr()
     assert err == ""
     assert json.loads(out)["backends"][0]["devices"][0]["choice"]["preset"] == "fp32"
-    assert asked == [(["torch"], 0.5, "cuda:1")]
+    assert asked == [(["torch"], 0.5, "cuda:1", load("gpt2").title, 96)]
 
 
 @pytest.mark.parametrize(

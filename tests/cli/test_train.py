@@ -11,10 +11,12 @@ from halfstep.cli.main import run
 from halfstep.config.run import RunConfig
 from halfstep.config.schema import rows
 from halfstep.core.choice import Choice
+from halfstep.core.policy import Policy
 from halfstep.report import page
 from halfstep.tools import probe
 from halfstep.training.files import RunLock
 from halfstep.training.telemetry import loggers
+from halfstep.training.telemetry.ceiling import Ceiling
 from halfstep.training.telemetry.events import EventsError, read_events
 from tests.training.runs import raising
 
@@ -80,13 +82,18 @@ def test_the_reason_of_auto_reaches_messages_events_and_page_unchanged(small, tm
 
 
 def test_a_slow_policy_is_obeyed_with_a_warning(small, tmp_path, capsys, monkeypatch):
-    warning = "bf16 matmuls are 287x slower than fp32; it runs as asked"
-    monkeypatch.setattr(probe, "warnings_for", lambda *_: [warning])
-    assert run(["train", *small, "--policy", "bf16-mixed", "--out", str(tmp_path / "run")]) == 0
-    assert f"warning: {warning}" in capsys.readouterr().err
+    slow = "bf16 matmuls are 287x slower than fp32; it runs as asked"
+    monkeypatch.setattr(probe, "measure_ceiling", lambda *_, **__: Ceiling(1e9, "", (slow,)))
+    monkeypatch.setattr(probe, "choose_policy", lambda *_: pytest.fail("a policy that was named is not measured"))
+    policy = "bf16,scale=static:value=64"
+    assert run(["train", *small, "--policy", policy, "--out", str(tmp_path / "run")]) == 0
+    err = capsys.readouterr().err
+    assert "precision bf16-mixed,scale=static:value=64: `bf16` is read as `bf16-mixed`" in err
     events = read_events(tmp_path / "run" / "events.jsonl")
-    assert events[0]["policy"] == "bf16-mixed"
-    assert [e["message"] for e in events if e["event"] == "warning"] == [warning]
+    assert events[0]["policy"] == "bf16-mixed,scale=static:value=64"
+    warned = [*Policy.parse(policy).warnings, slow]
+    assert [e["message"] for e in events if e["event"] == "warning"] == warned
+    assert all(f"warning: {message}" in err for message in warned)
 
 
 def test_fp8_without_hardware_is_refused_and_the_emulated_form_runs(small, tmp_path, capsys):
@@ -271,7 +278,7 @@ def test_a_mistake_is_reported_before_anything_is_measured(wrong, said, small, t
     (tmp_path / "file").write_text("")
     if "--resume" in wrong:
         assert run(["train", "tiny", *small, "--policy", "fp32", "--out", "run"]) == 0
-    monkeypatch.setattr(command, "_resolve_policy", lambda *_: pytest.fail("it was measured"))
+    monkeypatch.setattr(probe, "resolve", lambda *_, **__: pytest.fail("it was measured"))
     monkeypatch.setattr(loggers, "find_spec", lambda name: None)
     assert run(["train", *([] if "--resume" in wrong else ["tiny"]), *small, *wrong]) == 2
     assert said in " ".join(capsys.readouterr().err.split())

@@ -114,6 +114,9 @@ class Toy:
     def num_applied(self):
         return int(self.run.num_applied)
 
+    def prepared(self):
+        return self.run
+
 
 class Torch(Backend):
     name, make_scalar = "torch", "tensor"
@@ -140,6 +143,9 @@ class Torch(Backend):
     def join(self, hi, lo):
         hi = self.torch.from_numpy(hi.view(np.int16).copy()).view(self.torch.bfloat16)
         return self.numpy(self.cast.join(hi, self.array(lo)))
+
+    def random_state(self):
+        return self.torch.get_rng_state().tolist()
 
     def compiled(self, law):
         return self.torch.compile(law, backend="eager")
@@ -178,9 +184,9 @@ class TorchToy(Toy):
         optim = import_module("halfstep.torch.optim.adamw")
 
         class Sgd(optim.Optimizer):
-            def step(self, grads, *, found_inf=None, scale=None):
-                for p, g in grads.items():
-                    g = g * scale
+            def update(self, grads, found_inf, scale):
+                for p in self.names:
+                    g = grads[id(p)] * scale
                     (wide,) = self.masters.wide([p])
                     wide.sub_(t.where(found_inf > 0, 0.0, rate * g))
                     if wide is not p:
@@ -193,10 +199,8 @@ class TorchToy(Toy):
 
         self.backend, self.model = backend, Model()
         self.model.layer.weight.data = backend.array(weight)
-        parsed = Policy.parse(policy)
-        applied = backend.apply.apply(self.model, parsed, ["layer"])
-        sgd = Sgd([{"params": list(self.model.named_parameters())}], {"lr": rate}, masters=applied.masters)
-        self.run = backend.step.Run(self.model, [sgd], parsed, clip_norm)
+        sgd = Sgd([{"params": list(self.model.named_parameters())}], {"lr": rate})
+        self.run = backend.step.prepare(self.model, sgd, policy, clip_norm=clip_norm)
 
     def step(self, micro_batches):
         def loss(batch):
@@ -230,6 +234,9 @@ class Jax(Backend):
     def quantize(self, x, fmt, **rule):
         with self.jax.disable_jit():  # op by op, each operation is compiled once for a shape
             return super().quantize(x, fmt, **rule)
+
+    def random_state(self):
+        return None  # keys are passed on
 
     def compiled(self, law):
         return self.jax.jit(law, static_argnums=2)
@@ -310,6 +317,9 @@ class JaxToy:
     def num_applied(self):
         return int(self.state.num_applied)
 
+    def prepared(self):
+        return self.state
+
 
 Jax.toys = JaxToy
 
@@ -334,6 +344,9 @@ class Mlx(Backend):
 
     def join(self, hi, lo):
         return self.numpy(self.cast.join(self.array(hi).view(self.mx.bfloat16), self.array(lo)))
+
+    def random_state(self):
+        return self.mx.random.state[0].tolist()
 
     def compiled(self, law):
         def flat(scale, good, tolerance, stuck, finite):

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from halfstep.core.errors import HalfstepError, PolicyError
 from halfstep.core.formats import BF16, E4M3, FP16, FP32, NAMED, parse
-from halfstep.core.policy import PRESETS, Policy, read
+from halfstep.core.policy import OTHER_NAMES, PRESETS, Policy, read, read_as
 from halfstep.core.roles import ROLES, Accumulator, Evaluation, Operand, Param, needs_loss_scale, print_value
 from halfstep.core.rules import Rule, merge
 from halfstep.core.scaling import DynamicScale, NoScale, StaticScale
@@ -36,7 +36,7 @@ def powers(low, high):
 
 
 scales = st.one_of(
-    st.builds(StaticScale, powers(-30, 30)),
+    st.builds(StaticScale, st.one_of(powers(-30, 30), st.floats(2.0**-126, 2.0**126))),
     st.builds(
         DynamicScale,
         init_scale=powers(0, 24),
@@ -84,7 +84,7 @@ def policies(draw):
     operands = [given["compute"], given["grad"]]
     operands += [v for rule in given["rules"] for _, v in rule.changes if isinstance(v, Operand)]
     weak = any(needs_loss_scale(operand.format) for operand in operands)
-    return Policy(**given, scale=draw(scales) if weak else NoScale())
+    return Policy(**given, scale=draw(scales if weak else st.one_of(st.builds(NoScale), scales)))
 
 
 @given(policies())
@@ -116,11 +116,12 @@ def test_every_field_reaches_the_text():
         "matmul": Accumulator(FP32, fast=True),
         "grad": Operand(BF16),
         "eval": Evaluation(BF16),
+        "scale": StaticScale(1000.0),
         "emulate": True,
     }
     for role in ROLES:
-        if role == "scale" or (role != "matmul" and ROLES[role].allowed == ("fp32",)):
-            continue  # a scale is not legal with fp32
+        if role != "matmul" and ROLES[role].allowed == ("fp32",):
+            continue
         changed = dataclasses.replace(Policy(), **{role: other.get(role, BF16)})
         assert str(changed) != str(Policy())
         assert Policy.parse(str(changed)) == changed
@@ -199,6 +200,39 @@ def test_presets_expand_to_the_table_of_the_design():
     assert [field.name for field in dataclasses.fields(Policy)] == [*ROLES, "rules"]
 
 
+@pytest.mark.parametrize("name", OTHER_NAMES)
+def test_a_name_of_another_library_is_read_as_what_it_means_there(name):
+    preset, where = OTHER_NAMES[name]
+    assert Policy.parse(name) == PRESETS[preset] == Policy.from_table({"preset": name})
+    assert read_as(f" {name} ,norm=bf16; lm_head: compute=fp32").endswith(f"in {where}")
+    assert Policy.parse(f"{name},norm=bf16") == Policy.parse(f"{preset},norm=bf16")
+    assert str(Policy.parse(name)) == preset
+    assert not read_as(preset)
+
+
+def test_the_common_spellings_are_those_of_accelerate_and_lightning():
+    mixed = {"bf16": "bf16-mixed", "fp16": "fp16-mixed", "16-mixed": "fp16-mixed", "16": "fp16-mixed"}
+    for name, preset in (mixed | {"fp8": "fp8-mixed", "no": "fp32", "32": "fp32", "32-true": "fp32"}).items():
+        assert Policy.parse(name) == PRESETS[preset]
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("bf16-mixed,scale=dynamic", ["has nothing to protect: bf16 has fp32's range"]),
+        ("fp32,scale=static:value=64", ["has nothing to protect: fp32"]),
+        ("fp16-mixed,scale=static:value=1000", ["1000 is not a power of two, 1024 is"]),
+        ("bf16,scale=static:value=100", ["nothing to protect", "not a power of two"]),
+        ("fp16-mixed", []),
+        ("bf16-mixed,scale=static; lm_head: compute=fp16", []),
+    ],
+)
+def test_a_scale_that_is_probably_not_wanted_runs_as_asked_with_a_warning(text, said):
+    warnings = Policy.parse(text).warnings
+    assert len(warnings) == len(said)
+    assert all(words in warning for words, warning in zip(said, warnings, strict=True))
+
+
 BAD = [
     ("bf16-mxied", "unknown preset `bf16-mxied`", "bf16-mixed"),
     ("", "unknown preset", "bf16-mixed"),
@@ -219,7 +253,10 @@ BAD = [
     ("compute=fp16", "`compute=fp16` without a scale", "scale=dynamic"),
     ("grad=fp16", "`grad=fp16` without a scale", "scale=dynamic"),
     ("bf16-mixed; lm_head: compute=fp16", "`compute=fp16` without a scale", "scale=dynamic"),
-    ("bf16-mixed,scale=dynamic", "the scale has nothing to protect", "scale=none"),
+    ("16-true", "weights in fp16 lose updates below 6e-8", "fp16-mixed"),
+    ("64-true,norm=fp32", "no role is wider than fp32", "fp32"),
+    ("bfloat16", "unknown preset `bfloat16`", "mixed_bfloat16"),
+    ("fp16-mixed,scale=static:value=0", "it must be from 2^-126 to 2^126", "65536"),
     ("fp16-mixed,scale=dynmic", "unknown loss scaling `dynmic`", "dynamic"),
     ("fp16-mixed,scale=dynamic:growt=2", "unknown modifier `growt=2`", "growth"),
     ("fp16-mixed,scale=dynamic:growth=3", "not a power of two", "4"),
@@ -250,7 +287,7 @@ def test_a_mistake_is_named_with_its_remedy(text, said, hint):
 @pytest.mark.parametrize(
     ("table", "said"),
     [
-        ({"preset": "bf16"}, "unknown preset"),
+        ({"preset": "bf61"}, "unknown preset"),
         ({"nrom": "bf16"}, "unknown role"),
         ({"norm": 16}, "must be a string"),
         ({"rules": ["lm_head"]}, "must be a table"),

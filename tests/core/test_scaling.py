@@ -178,7 +178,7 @@ def test_a_state_saved_and_read_back_continues_the_same(law, steps, cut):
     ("make", "said"),
     [
         (lambda: DynamicScale(growth=1.5), "growth is 1.5, which is not a power of two"),
-        (lambda: DynamicScale(init_scale=1000.0), "the nearest is 1024"),
+        (lambda: DynamicScale(init_scale=1000.0), "a power of two, such as 1024"),
         (lambda: DynamicScale(growth=0.5), "must be above 1"),
         (lambda: DynamicScale(backoff=2.0), "must be below 1"),
         (lambda: DynamicScale(floor=2.0**17), "outside its floor"),
@@ -186,11 +186,11 @@ def test_a_state_saved_and_read_back_continues_the_same(law, steps, cut):
         (lambda: DynamicScale(ceiling=2.0**126), "leave fp32's normal range"),
         (lambda: DynamicScale(interval=0), "interval is 0"),
         (lambda: DynamicScale(hysteresis=0), "hysteresis is 0"),
-        (lambda: StaticScale(0.0), "not a power of two"),
-        (lambda: StaticScale(math.inf), "not a power of two"),
-        (lambda: StaticScale(math.nan), "not a power of two"),
-        (lambda: StaticScale(-2.0), "not a power of two"),
-        (lambda: StaticScale(2.0**127), "beyond"),
+        (lambda: StaticScale(0.0), "from 2^-126 to 2^126"),
+        (lambda: StaticScale(math.inf), "from 2^-126 to 2^126"),
+        (lambda: StaticScale(math.nan), "from 2^-126 to 2^126"),
+        (lambda: StaticScale(-2.0), "from 2^-126 to 2^126"),
+        (lambda: StaticScale(2.0**127), "from 2^-126 to 2^126"),
     ],
 )
 def test_a_scale_that_cannot_work_is_refused(make, said):

@@ -6,8 +6,12 @@ import jax
 import jax.numpy as jnp
 import optax  # type: ignore[import-untyped]
 
+from halfstep.config.model import model_like
+from halfstep.core.choice import Choice
 from halfstep.core.errors import HalfstepError, PolicyError
+from halfstep.core.measure import decide_once
 from halfstep.core.policy import Policy
+from halfstep.jax import measure
 from halfstep.jax.apply import Leaves
 from halfstep.jax.dtypes import dtype_of, format_of
 
@@ -35,6 +39,19 @@ def check_loss(returned: Any, policy: Policy) -> None:
             hint="return it in fp32: convert predictions with `.astype(jnp.float32)` before the loss; or accept "
             f"it with `loss={format_of(dtype)}`",
         )
+
+
+def measured_choice(params: Any, tokens: int) -> Choice:
+    """Returns what `auto` means for parameters: what is fastest on their device, by a block of their width."""
+    leaves = jax.tree.leaves(params)
+    first = jnp.asarray(leaves[0] if leaves else 0.0)
+    if isinstance(first, jax.core.Tracer):
+        raise HalfstepError(
+            "`auto` measures the device, which a traced function cannot",
+            hint="call init outside of jit and eval_shape, or name a policy; `halfstep probe` measures too",
+        )
+    device = min(first.devices(), key=lambda device: device.id)
+    return decide_once(measure, device, model_like(jnp.shape(leaf) for leaf in leaves), tokens)
 
 
 def check_settings(optimizer: Any, clip_norm: float = 0.0, micro_batches: int | None = None) -> None:

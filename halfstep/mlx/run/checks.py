@@ -5,9 +5,15 @@ import shutil
 from typing import Any
 
 import mlx.core as mx
+from mlx.nn.layers.base import Module
+from mlx.utils import tree_flatten
 
+from halfstep.config.model import model_like
+from halfstep.core.choice import Choice
 from halfstep.core.errors import HalfstepError, PolicyError
+from halfstep.core.measure import decide_once
 from halfstep.core.policy import Policy
+from halfstep.mlx import measure
 from halfstep.mlx.dtypes import dtype_of
 
 
@@ -26,6 +32,13 @@ def resolve_compile(asked: bool | None) -> bool:
             hint="install g++ (Debian: apt install g++; macOS: xcode-select --install), or leave `compile` out",
         )
     return True
+
+
+def measured_choice(model: Module, tokens: int) -> Choice:
+    """Returns what `auto` means for a model: what is fastest on this device, by a block as wide as its layers."""
+    device = "cpu" if mx.default_device().type == mx.cpu else "gpu"
+    parameters: Any = tree_flatten(model.parameters())
+    return decide_once(measure, device, model_like(array.shape for _, array in parameters), tokens)
 
 
 def check_weight(weight: Any) -> mx.array:

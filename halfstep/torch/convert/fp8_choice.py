@@ -30,7 +30,6 @@ from halfstep.torch.fp8.linear import MULTIPLE
 from halfstep.torch.layers import Matmul
 from halfstep.torch.measure import LayerWork, time_layer
 
-TOKENS = 16384  # of a micro-batch, if the caller does not give their number
 CPU_TOKENS = 256  # a CPU would take minutes for more, and the answer would be the same
 BUDGET = 90.0  # seconds that measuring may take; a size that was started is finished
 WORTH = 1.02  # how many times faster a narrow layer must be: timings of the same work differ by about as much

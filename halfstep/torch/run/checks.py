@@ -6,9 +6,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from halfstep.config.model import owner
+from halfstep.config.model import model_like, owner
+from halfstep.core.choice import Choice
 from halfstep.core.errors import HalfstepError, PolicyError
+from halfstep.core.measure import decide_once
 from halfstep.core.policy import Policy
+from halfstep.torch import measure
 from halfstep.torch.apply import names_of
 from halfstep.torch.optim.adamw import Optimizer
 from halfstep.torch.optim.ema import check_decay
@@ -24,6 +27,13 @@ def check_settings(clip_norm: Any, seed: Any, ema: float, tokens: int) -> None:
         check_decay(ema)
     if not tokens >= 1:
         raise HalfstepError(f"tokens={tokens!r}: a micro-batch has at least 1", hint="batch times sequence length")
+
+
+def measured_choice(model: nn.Module, tokens: int) -> Choice:
+    """Returns what `auto` means for a model: what is fastest on its device, by a block as wide as its layers."""
+    parameters = list(model.parameters())
+    device = parameters[0].device if parameters else torch.get_default_device()
+    return decide_once(measure, device, model_like(p.shape for p in parameters), tokens)
 
 
 def check_moments(optimizers: Sequence[torch.optim.Optimizer], model: nn.Module, policy: Policy) -> None:

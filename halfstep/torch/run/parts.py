@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from halfstep.core.choice import Choice
 from halfstep.core.errors import HalfstepError
 from halfstep.core.policy import Policy
 from halfstep.core.roles import Param
@@ -35,9 +36,10 @@ class RunParts:
         conversion: Applied | None = None,
         seed: int = 0,
         ema: float = 0.0,
+        choice: Choice | None = None,
     ):
         self.model, self.optimizers, self.policy = model, list(optimizers), policy
-        self.clip_norm = clip_norm
+        self.clip_norm, self.choice = clip_norm, choice  # what `auto` chose and why; None if a policy was named
         self.conversion = conversion
         self.masters = self._masters(seed)
         moments = {} if conversion is None else conversion.moments

@@ -19,7 +19,8 @@ from halfstep.torch.run.switches import fp32_is_fp32
 def summarize(run: RunParts) -> list[str]:
     """Returns the lines of `Run.summary`."""
     parts = (_modules, _given, _functions, _measured, _masters, _gradients, _optimizers)
-    return [str(run.policy), *(line for part in parts for line in part(run))]
+    chosen = [f"  auto chose {run.choice}"] if run.choice else []
+    return [str(run.policy), *chosen, *(line for part in parts for line in part(run))]
 
 
 def _modules(run: RunParts) -> Iterator[str]:

@@ -319,7 +319,7 @@ def test_weights_loaded_after_prepare_are_stored_as_masters_are_held():
 
 
 REFUSED = [
-    (lambda m: prepare(m, AdamW(m.parameters()), "bf16-mixed,scale=dynamic"), PolicyError, "nothing to protect"),
+    (lambda m: prepare(m, AdamW(m.parameters()), "fp16-mixed,scale=none"), PolicyError, "without a scale"),
     (lambda m: prepare(m, torch.amp.GradScaler("cpu"), "bf16-mixed"), HalfstepError, "GradScaler"),
     (lambda m: prepare(m, torch.optim.LBFGS(m.parameters()), "fp32"), HalfstepError, "closure"),
     (lambda m: prepare(m, AdamW(copy.deepcopy(m).parameters()), "fp32"), HalfstepError, "that the model does not"),
