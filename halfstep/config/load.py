@@ -9,14 +9,15 @@ import ast
 import dataclasses
 import re
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from importlib import resources
 from typing import Any
 
 from halfstep.config import reading, schema
-from halfstep.config.run import RunConfig
+from halfstep.config.run import NEEDS, RunConfig
+from halfstep.config.schema import Bounds
 from halfstep.core import policy
-from halfstep.core.errors import ConfigError, HalfstepError, did_you_mean
+from halfstep.core.errors import ConfigError, HalfstepError, did_you_mean, one_of
 
 DEFAULT_RECIPE = "tiny"
 
@@ -33,17 +34,43 @@ def load(recipe: str = DEFAULT_RECIPE, overrides: Sequence[str] = ()) -> RunConf
     table = read_recipe(recipe)
     if "policy" in table:
         table["policy"] = _policy_text(table["policy"], recipe)
-    for override in overrides:
-        apply_override(table, override)
-    return schema.build(RunConfig, table)
+    return _built(table, overrides)
 
 
 def override(config: RunConfig, overrides: Sequence[str]) -> RunConfig:
     """Returns a configuration with `a.b=c` overrides applied."""
-    table = tomllib.loads(to_toml(config))
+    return _built(tomllib.loads(to_toml(config)), overrides)
+
+
+def _built(table: dict[str, Any], overrides: Sequence[str]) -> RunConfig:
+    """Returns the run of a table and overrides; refuses an override that changes nothing.
+
+    A recipe's own settings may lose their effect by an override, and run.toml names those that have none.
+    """
+    before = dict(_flatten(dataclasses.asdict(RunConfig()))) | dict(_flatten(table))
     for each in overrides:
         apply_override(table, each)
-    return schema.build(RunConfig, table)
+    config = schema.build(RunConfig, table)
+    after = dict(_flatten(dataclasses.asdict(config)))
+    for key, other, allowed in ((key, *need) for key, needs in NEEDS.items() for need in needs.items()):
+        if after[other] not in allowed and after[key] != before[key]:
+            raise ConfigError(
+                f"{key} = {schema.shown(after[key])} changes nothing: {other} is {schema.shown(after[other])}",
+                hint=f"leave {key} out, or set {other} to {_described(allowed)}",
+            )
+    return config
+
+
+def _described(allowed: Bounds | tuple[object, ...]) -> str:
+    return str(allowed) if isinstance(allowed, Bounds) else one_of(schema.shown(value) for value in allowed)
+
+
+def _flatten(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in table.items():
+        if isinstance(value, Mapping):
+            yield from _flatten(value, f"{prefix}{key}.")
+        else:
+            yield prefix + key, value
 
 
 def read_recipe(recipe: str) -> dict[str, Any]:

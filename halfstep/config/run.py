@@ -54,7 +54,7 @@ class TrainingConfig:
     deterministic: bool = False
     """Whether a repeated run has the same bits on an NVIDIA GPU too; slower. On a CPU it always does."""
     compile: bool = False
-    """Whether the step is compiled by the framework."""
+    """Whether the step is compiled by the framework; JAX always does."""
     loggers: tuple[Literal["tensorboard", "trackio", "wandb"], ...] = ()
     """Where else the run's events are shown; each needs its package. W&B is offline unless WANDB_MODE says
     otherwise."""
@@ -164,3 +164,20 @@ class RunConfig:
                 f"optimizer.head_rate is {self.optimizer.head_rate:g}, but the head is tied to the embedding",
                 hint="set optimizer.embedding_rate, or model.tied = false",
             )
+
+
+_SEVERAL = Bounds(at_least=2)
+# Settings that change nothing unless others have one of these values.
+NEEDS: dict[str, dict[str, Bounds | tuple[object, ...]]] = {
+    "model.rope_base": {"model.positions": ("rotary",)},
+    "model.q_gain_start": {"model.q_gain": (True,)},
+    "model.unet_skips": {"model.layers": _SEVERAL},
+    "model.value_residual": {"model.layers": _SEVERAL},
+    "model.embedding_std": {"init": ("",)},
+    "model.zero_init": {"init": ("",)},
+    "optimizer.muon_rate": {"optimizer.name": ("muon",)},
+    "optimizer.muon_momentum": {"optimizer.name": ("muon",)},
+    "optimizer.muon_momentum_start": {"optimizer.name": ("muon",), "optimizer.muon_momentum_warmup": _SEVERAL},
+    "optimizer.muon_momentum_warmup": {"optimizer.name": ("muon",)},
+    "optimizer.muon_weight_decay": {"optimizer.name": ("muon",)},
+}

@@ -64,11 +64,16 @@ class Row:
     @property
     def shown(self) -> str:
         """The default as a recipe or `--set` writes it."""
-        if isinstance(self.default, bool):
-            return str(self.default).lower()
-        if isinstance(self.default, tuple):
-            return str(list(self.default))
-        return f'"{self.default}"' if isinstance(self.default, str) else str(self.default)
+        return shown(self.default)
+
+
+def shown(value: object) -> str:
+    """Returns a value as a recipe or `--set` writes it."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, tuple):
+        return str(list(value))
+    return f'"{value}"' if isinstance(value, str) else str(value)
 
 
 def build(cls: type[T], table: Any, prefix: str = "", *, others: bool = False) -> T:

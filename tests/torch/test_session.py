@@ -27,6 +27,15 @@ def test_it_learns(policy):
     assert losses[-1] < losses[0] - 0.1
 
 
+def test_compile_compiles_the_loss(monkeypatch):
+    compiled = []
+    monkeypatch.setattr(torch, "compile", lambda function: compiled.append(function) or function)
+    session()
+    assert compiled == []
+    s = session("fp32", "training.compile=true")
+    assert compiled == [s.model.loss]
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int32, torch.bool, torch.uint8])
 @pytest.mark.parametrize("shape", [(), (3, 2), (0, 4)])
 def test_stored_tensors_come_back_with_their_bits(dtype, shape):

@@ -284,7 +284,8 @@ def test_the_rate_in_the_record_is_the_one_that_a_skipped_step_had(text, tmp_pat
 
 @pytest.mark.parametrize(("name", "rate"), [("muon", 0.04), ("adamw", 0.003)])
 def test_the_rate_in_the_record_is_that_of_the_matrices(text, tmp_path, name, rate):
-    rates = ("optimizer.rate=0.003", "optimizer.muon_rate=0.04", "optimizer.embedding_rate=0.5")
+    own = f"optimizer.{'muon_rate' if name == 'muon' else 'rate'}={rate}"
+    rates = (own, "optimizer.embedding_rate=0.5")
     start(text, tmp_path / "run", f"optimizer.name={name}", "training.warmup=0.0", *rates).run()
     assert events_of(tmp_path / "run", "step")[0]["learning_rate"] == pytest.approx(rate)
 
