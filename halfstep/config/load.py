@@ -47,13 +47,14 @@ def _built(table: dict[str, Any], overrides: Sequence[str]) -> RunConfig:
 
     A recipe's own settings may lose their effect by an override, and run.toml names those that have none.
     """
-    before = dict(_flatten(dataclasses.asdict(RunConfig()))) | dict(_flatten(table))
+    defaults = dict(_flatten(dataclasses.asdict(RunConfig())))
+    before = defaults | dict(_flatten(table))
     for each in overrides:
         apply_override(table, each)
     config = schema.build(RunConfig, table)
     after = dict(_flatten(dataclasses.asdict(config)))
     for key, other, allowed in ((key, *need) for key, needs in NEEDS.items() for need in needs.items()):
-        if after[other] not in allowed and after[key] != before[key]:
+        if after[other] not in allowed and after[key] not in (before[key], defaults[key]):
             raise ConfigError(
                 f"{key} = {schema.shown(after[key])} changes nothing: {other} is {schema.shown(after[other])}",
                 hint=f"leave {key} out, or set {other} to {_described(allowed)}",
