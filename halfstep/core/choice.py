@@ -56,9 +56,18 @@ class Timing:
     @property
     def flops(self) -> float:
         """Floating-point operations per second, of matmuls."""
+        return self._operations / self.typical
+
+    @property
+    def peak(self) -> float:
+        """The same of the fastest repeat: what the device can do while nothing else slows it."""
+        return self._operations / min(self.seconds)
+
+    @property
+    def _operations(self) -> int:
         assert self.work == "matmuls"
         m, k, n = self.shape
-        return 2 * m * k * n / self.typical
+        return 2 * m * k * n
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,9 @@ ladder of sizes from one that is cheap everywhere:
 
 The lowest rung is timed for every format, whatever it costs, so that each has an answer. A higher one is started
 only if it fits the format's share of the time that is left. fp32 climbs first, since all others are compared with
-it, and no other climbs higher. Half of the budget is for climbing. The rest repeats the highest rung of each
-format in turns with fp32 at the same shape, so that other work of the machine slows both alike. The clock and the
+it, and no other climbs higher. Half of the budget is for climbing, or all of it for fp32 alone. The rest repeats
+the highest rung of each format in turns with fp32 at the same shape, so that other work of the machine slows both
+alike. The clock and the
 work are arguments: a test can fake a device.
 """
 
@@ -44,7 +45,7 @@ def climb(
     """Times each format at the shapes, from small to large, that the budget in seconds allows."""
     race = _Race(start, clock, clock() + budget)
     others = [fmt for fmt in dict.fromkeys(formats) if fmt != FP32]
-    reach = race.climb(FP32, shapes, share=budget / 2 / (len(others) + 1))
+    reach = race.climb(FP32, shapes, share=budget / 2 / (len(others) + 1) if others else budget)
     for place, fmt in enumerate(others):
         share = (race.left() - budget / 2) / (len(others) - place)
         race.climb(fmt, shapes[:reach], share=share)
@@ -75,16 +76,17 @@ class _Race:
             self.runs[fmt, shape] = self.start(fmt, shape)
             self._timed(fmt, shape, 1)  # warms up: kernels are chosen and compiled, memory is mapped
             once = self._timed(fmt, shape, 1)
-            per_operation = once / _operations(shape)
             overhead = max(0.0, self.clock() - started - 2 * once)
             count = _enough(once)
-            self.seconds[fmt, shape] = [once if count == 1 else self._timed(fmt, shape, count)]
+            again = once if count == 1 else self._timed(fmt, shape, count)
+            self.seconds[fmt, shape] = [again]
+            per_operation = min(once, again) / _operations(shape)  # once may be mostly a launch
         return len(shapes)
 
     def repeat(self, formats: Sequence[Format]) -> None:
         """Times the highest rung of each format again, in turns, while the budget lasts."""
         turns: list[tuple[Format, Shape]] = []
-        for fmt in formats:
+        for fmt in formats or [FP32]:
             shape = self.highest(fmt)
             turns += [key for key in ((FP32, shape), (fmt, shape)) if key not in turns]
         for _ in range(REPEATS - 1):

@@ -14,6 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from halfstep.core.choice import Choice, Gain, Shape, Support, Timing, choose, g
 from halfstep.core.devices import Device
 from halfstep.core.errors import HalfstepError, PolicyError, did_you_mean, one_of
 from halfstep.core.formats import FP32, TF32, Format
+from halfstep.core.ladder import ENOUGH
 from halfstep.core.measure import BUDGET, CANDIDATES, MATMUL_SHARE, decide, time_candidates
 from halfstep.core.policy import PRESETS, Policy, read
 from halfstep.core.roles import Operand, is_narrow
@@ -34,7 +36,7 @@ BACKENDS = ("torch", "jax", "mlx")
 
 # What a ceiling is measured at, and for how many seconds; on a CPU small matmuls are the fastest.
 CEILING: tuple[Shape, ...] = ((1024, 1024, 1024), (4096, 4096, 4096), (8192, 8192, 8192))
-CPU_CEILING: tuple[Shape, ...] = ((32, 32, 128), (128, 128, 512), (512, 512, 2048))
+CPU_CEILING: tuple[Shape, ...] = ((32, 32, 128), (128, 128, 512), (256, 256, 1024), (512, 512, 2048))
 CEILING_BUDGET, CPU_CEILING_BUDGET = 1.5, 0.3
 
 
@@ -159,14 +161,23 @@ def measure_ceiling(
         return Ceiling(None, f"{fmt} is not supported: {support.reason}")
     formats = [f for f in _operand_formats(policy) if not is_narrow(f) and module.supported(f, device)]
     cpu = hardware.kind == "cpu"
-    budget, shapes = (CPU_CEILING_BUDGET, CPU_CEILING) if cpu else (CEILING_BUDGET, CEILING)
+    budget, shapes = (CPU_CEILING_BUDGET, _cpu_ceiling(config)) if cpu else (CEILING_BUDGET, CEILING)
     say(f"measuring this device's fastest {fmt} matmul, for utilization: about {budget:g} s")
     timings = module.measure(device, formats, budget=budget, shapes=shapes)
     gains = [gain(timings, f) for f in formats if f not in (FP32, TF32)]
     slower = tuple(f"{slow}; it runs as asked" for slow in gains if slow is not None and slow.ratio < 1)
-    best = max((t for t in timings if t.format == fmt), key=lambda timing: timing.flops)
+    ours = [timing for timing in timings if timing.format == fmt]
+    if shapes[-1] not in (timing.shape for timing in ours) and min(ours[-1].seconds) < ENOUGH:
+        return Ceiling(None, f"no {fmt} matmul that is more than its launch fit into {budget:g} s", slower)
+    best = max(ours, key=lambda timing: timing.peak)
     basis = f"{fmt} matmuls at {'x'.join(map(str, best.shape))}, timed on {hardware.name}"
-    return Ceiling(best.flops, basis, slower)
+    return Ceiling(best.peak, basis, slower)
+
+
+def _cpu_ceiling(config: RunConfig) -> tuple[Shape, ...]:
+    """Returns what a CPU is timed at: also the run's own matmul, which may suit it better, if it is small."""
+    own = _tokens(config), config.model.width, config.model.size_of_mlp
+    return tuple(sorted({*CPU_CEILING, own} if prod(own) < prod(CPU_CEILING[-1]) else CPU_CEILING, key=prod))
 
 
 def _ask(name: str, module: Any, device: str | None, config: RunConfig, budget: float, say: Say) -> BackendResult:

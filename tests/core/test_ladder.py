@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from halfstep.core.choice import Support, choose, gain
 from halfstep.core.formats import BF16, E4M3, FP16, FP32
 from halfstep.core.ladder import REPEATS, climb
+from halfstep.tools.probe import CPU_CEILING
 
 CUBES = tuple((size, size, size) for size in (32, 64, 128, 256, 512, 1024))
 
@@ -61,6 +62,18 @@ def test_a_format_300_times_slower_stays_within_the_budget():
     choice = choose(timings, {BF16: yes, FP16: yes})
     assert choice.preset == "fp32"
     assert "bf16 matmuls are at least 2" in choice.reason
+
+
+def test_a_cold_start_is_not_taken_for_the_speed_and_fp32_alone_is_repeated():
+    """The first two matmuls take a millisecond, whatever their size: threads start, memory is mapped."""
+    device, slow = Fake({FP32: 1 / 20e9}), [1e-3, 1e-3]
+    cost = device.cost
+    device.cost = lambda fmt, shape: slow.pop() if slow else cost(fmt, shape)
+    timings, spent = race(device, [FP32], 0.3, CPU_CEILING)
+    assert spent < 0.3
+    assert timed(timings, FP32) == list(CPU_CEILING)
+    assert len(timings[-1].seconds) > 1
+    assert max(timing.peak for timing in timings) == pytest.approx(20e9, rel=0.01)
 
 
 def test_a_fast_format_reaches_the_top_in_turns_with_fp32_and_short_matmuls_run_several_at_once():

@@ -179,6 +179,9 @@ def describe_totals(totals: dict[str, Any], ceiling: Ceiling) -> str:
         f"to {name} {100 * spent[name] / spent['wall'] if spent['wall'] else 0.0:.1f} %"
         for name in ("input", "saving")
     )
-    used = str(ceiling) if totals["mfu"] is None else f"{100 * totals['mfu']:.3g} % of {ceiling}"
+    mfu = totals["mfu"]
+    used = str(ceiling) if mfu is None else f"{100 * mfu:.3g} % of {ceiling}"
+    if mfu is not None and mfu > 1:
+        used += ", which was timed without fp8 or on a busier device"
     busy = "" if totals["busy"] is None else f"; device busy {100 * totals['busy']:.1f} %"
     return f"{used}; lost {lost}{busy}"

@@ -151,6 +151,8 @@ def test_the_line_shows_share_ceiling_and_losses():
     totals = {"mfu": 0.41, "busy": 0.997, "spent": {"wall": 1000.0, "input": 1.0, "saving": 3.0}}
     line = describe_totals(totals, Ceiling(745e12, "bf16"))
     assert line == "41 % of 745 TFLOP/s; lost to input 0.1 %, to saving 0.3 %; device busy 99.7 %"
+    line = describe_totals(totals | {"mfu": 1.62}, Ceiling(2e10, "fp32"))
+    assert line.startswith("162 % of 20 GFLOP/s, which was timed without fp8 or on a busier device; lost")
 
 
 @pytest.mark.parametrize(
