@@ -49,4 +49,8 @@ Weights = Annotated[
         "kept one."
     ),
 ]
+HeldOut = Annotated[
+    str | None,
+    Parameter(help="Another text to hold out, or where that of the run is now, if it moved: a file or a folder."),
+]
 MovedData = Annotated[str | None, Parameter(help="Where the data is now, if it moved since the run.")]

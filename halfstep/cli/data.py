@@ -28,7 +28,7 @@ def pack(
     workers: int | None = None,
     shard_tokens: int = 100_000_000,
     field: str = "text",
-    validation: float = 0.01,
+    validation: float | str = 0.01,
     only: str | None = None,
     separator: str | None = None,
     json: Json = False,
@@ -54,7 +54,8 @@ def pack(
     field
         The field of JSONL records, or the column of tables, that holds the text.
     validation
-        The share of documents to hold out, chosen by their content; 0 to 0.5.
+        The share of documents to hold out, chosen by their content, 0 to 0.5; or a text of yours to hold out, such
+        as valid.txt: any source.
     only
         In folders, read only files that match this pattern, such as '*.py'.
     separator
@@ -63,7 +64,7 @@ def pack(
     from halfstep.core.errors import ConfigError
     from halfstep.training.data.pack.pack import PackRequest
     from halfstep.training.data.pack.pack import pack as run
-    from halfstep.training.data.pack.sources import find_sources
+    from halfstep.training.data.pack.sources import find_sides
     from halfstep.training.data.tokenizers import open_tokenizer
     from halfstep.training.telemetry.progress import BytesProgress
 
@@ -81,9 +82,11 @@ def pack(
         )
     check_not_empty("a source", *sources)
     check_not_empty("--tokenizer", tokenizer)
-    request = PackRequest(field, only, validation, shard_tokens)
+    if not isinstance(validation, str):
+        PackRequest(field, only, validation, shard_tokens)  # refuses what is wrong before anything is opened
     opened = open_tokenizer(tokenizer, separator)
-    files = find_sources(sources, only)
+    files, held_out = find_sides(sources, validation, only)
+    request = PackRequest(field, only, held_out, shard_tokens)
     before = _modified(out)
     try:
         with BytesProgress("packing") as progress:
@@ -106,7 +109,7 @@ def train_tokenizer(
     out: Place,
     vocabulary: int = 50257,
     field: str = "text",
-    validation: float = 0.01,
+    validation: float | str = 0.01,
     only: str | None = None,
 ) -> int:
     """Train a byte-level BPE tokenizer with <|endoftext|>; the same text gives the same file.
@@ -122,18 +125,20 @@ def train_tokenizer(
     field
         The field of JSONL records, or the column of tables, that holds the text.
     validation
-        The share of documents that packing will hold out; they are left out here too.
+        The share of documents that packing will hold out, which are left out here too; or the text that it will
+        hold out, which must not be one of the sources.
     only
         In folders, read only files that match this pattern.
     """
-    from halfstep.training.data.pack.sources import find_sources
+    from halfstep.training.data.pack.sources import find_sides
     from halfstep.training.data.pack.train_tokenizer import train_tokenizer as run
     from halfstep.training.telemetry.progress import BytesProgress
 
     check_not_empty("a source", *sources)
-    files = find_sources(sources, only)
+    files, held_out = find_sides(sources, validation, only)
+    share = held_out if isinstance(held_out, float) else 0.0
     with BytesProgress("reading") as progress:
-        number = run(files, out, vocabulary, field=field, validation=validation, meter=progress)
+        number = run(files, out, vocabulary, field=field, validation=share, meter=progress)
     if number < vocabulary:
         print_words(f"warning: the text gave only {number} of {vocabulary} tokens: nothing was left to merge")
     print_words(f"{number} tokens: {out}")
@@ -183,7 +188,7 @@ def show(folder: Place, /, *, json: Json = False) -> None:
         ("tokenizer", f"{tokenizer.name} ({tokenizer.kind}), {tokenizer.vocabulary:,} tokens"),
         ("separator", "none" if tokenizer.separator is None else f"token {tokenizer.separator}"),
         ("sources", ", ".join(source.given for source in index.packing.sources)),
-        ("held out", f"{index.packing.validation:g} of the documents"),
+        ("held out", _held_out(index)),
         ("skipped", _skipped(index) or "nothing"),
         ("digest", index.digest),
     ]
@@ -194,6 +199,11 @@ def show(folder: Place, /, *, json: Json = False) -> None:
         for each in index.shards
     ]
     print_table(columns, shards, right=columns[1:])
+
+
+def _held_out(index: "Index") -> str:
+    held_out = index.packing.validation
+    return f"{held_out:g} of the documents" if isinstance(held_out, float) else held_out.given
 
 
 def _modified(out: Path) -> dict[str, int]:

@@ -99,7 +99,7 @@ def train(
         else:
             folder.check_free(where)
             config = load(recipe or DEFAULT_RECIPE, named)
-            folder.check_apart(where, config.data.source)
+            folder.check_apart(where, config.data)
         print_words(config.title or where.name)
         loggers.check(config.training.loggers)
         corpus = load_corpus(config.data.source, config.data.validation, config.model.vocabulary)

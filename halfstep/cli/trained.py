@@ -6,7 +6,17 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from halfstep.cli.arguments import Device, Json, MovedData, OtherBackend, OtherPolicy, Place, Trained, Weights
+from halfstep.cli.arguments import (
+    Device,
+    HeldOut,
+    Json,
+    MovedData,
+    OtherBackend,
+    OtherPolicy,
+    Place,
+    Trained,
+    Weights,
+)
 from halfstep.cli.output import print_json, print_table, print_words
 
 if TYPE_CHECKING:
@@ -22,6 +32,7 @@ def evaluate(
     backend: OtherBackend = None,
     weights: Weights = None,
     data: MovedData = None,
+    validation: HeldOut = None,
     device: Device = None,
     json: Json = False,
 ) -> None:
@@ -30,7 +41,8 @@ def evaluate(
     from halfstep.training.evaluation import evaluate as measure
     from halfstep.training.run.trained import open_trained
 
-    trained = open_trained(run, policy=policy, backend=backend, device=device, weights=weights, data=data)
+    where = (device, data, validation)
+    trained = open_trained(run, *where, policy=policy, backend=backend, weights=weights)
     corpus = _load_corpus(trained)
     with memory.convert_oom(trained.session.ran_out, lambda: memory.in_scoring(trained.config)):
         result = measure(trained.session, corpus, trained.config)
@@ -41,7 +53,7 @@ def sample(
     run: Trained,
     /,
     *,
-    prompt: str = "def ",
+    prompt: str | None = None,
     length: int = 300,
     temperature: float = 0.8,
     top_k: int = 40,
@@ -50,6 +62,7 @@ def sample(
     backend: OtherBackend = None,
     weights: Weights = None,
     data: MovedData = None,
+    validation: HeldOut = None,
     device: Device = None,
 ) -> None:
     """Write text with a trained model.
@@ -57,7 +70,7 @@ def sample(
     Parameters
     ----------
     prompt
-        How the text begins.
+        How the text begins; by default, as the run's held-out text does.
     length
         How many tokens to add.
     temperature
@@ -67,13 +80,23 @@ def sample(
     seed
         The same seed gives the same text.
     """
+    from halfstep.training.data.types import DataError
     from halfstep.training.run.trained import open_trained
-    from halfstep.training.sampling import check_asked, generate, prompt_tokens, tokenizer_of, written
+    from halfstep.training.sampling import check_asked, first_line, generate, prompt_tokens, tokenizer_of, written
 
     check_asked(length, temperature, top_k, seed)
-    trained = open_trained(run, policy=policy, backend=backend, device=device, weights=weights, data=data)
+    where = (device, data, validation)
+    trained = open_trained(run, *where, policy=policy, backend=backend, weights=weights)
     tokenizer = tokenizer_of(trained.config.data.source, trained.saved.manifest["data"])
-    given = prompt.encode(errors="surrogateescape") or b"\n"
+    if prompt is None:
+        try:
+            given = first_line(tokenizer, _load_corpus(trained).validation)
+        except DataError as error:
+            raise DataError(
+                f"there is no held-out text to begin with: {error.message}", hint="give a beginning with --prompt"
+            ) from None
+    else:
+        given = prompt.encode(errors="surrogateescape") or b"\n"
     start = prompt_tokens(tokenizer, given)
     sys.stdout.buffer.write(given)
     tokens = generate(trained.session, start, length, temperature, top_k, seed, alphabet=tokenizer.vocabulary)
@@ -94,6 +117,7 @@ def artifact(
     backend: OtherBackend = None,
     weights: Weights = None,
     data: MovedData = None,
+    validation: HeldOut = None,
     device: Device = None,
     json: Json = False,
 ) -> int:
@@ -123,7 +147,8 @@ def artifact(
     home = _home(run)
     place = out or home / NAME
     check_place(place, home)
-    trained = open_trained(run, policy=policy, backend=backend, device=device, weights=weights, data=data)
+    where = (device, data, validation)
+    trained = open_trained(run, *where, policy=policy, backend=backend, weights=weights)
     config, session, corpus = trained.config, trained.session, _load_corpus(trained)
     if limit is not None:
         config = dataclasses.replace(config, artifact=dataclasses.replace(config.artifact, limit=limit))
@@ -143,7 +168,7 @@ def _load_corpus(trained: "TrainedModel") -> "Corpus":
 
     config, before = trained.config, trained.saved.manifest["data"]
     corpus = load_corpus(config.data.source, config.data.validation, config.model.vocabulary)
-    if corpus.digest != before["digest"]:
+    if corpus.digest != before["digest"] and not trained.other_text:
         print_words(f"warning: the data changed since the checkpoint; it was {before['description']}")
     return corpus
 

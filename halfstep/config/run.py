@@ -16,8 +16,15 @@ class DataConfig:
     source: str = "stdlib"
     """`stdlib` (the text of Python's standard library), a text file, a folder of text, token shards (`*.bin`), or
     the folder that `halfstep data pack` wrote."""
-    validation: Annotated[float, Bounds(above=0, at_most=0.5)] = 0.1
-    """Share of the documents that is held out; packed data keeps the split it was packed with."""
+    validation: Annotated[float, Bounds(above=0, at_most=0.5)] | str = 0.1
+    """The share of the documents that is held out; or your own text to hold out, such as `valid.txt`: a file, a
+    folder or a glob. Packed data keeps the split it was packed with."""
+
+    @property
+    def held_out(self) -> str:
+        """What errors call the held-out text."""
+        own = self.validation
+        return f"held-out text `{own}`" if isinstance(own, str) else f"held-out text of `{self.source}`"
 
 
 @dataclass(frozen=True)

@@ -154,6 +154,8 @@ def describe(hint: Any) -> str:
     words = {int: "a whole number", float: "a number", str: "text", bool: "true or false"}
     if kind in words:
         return words[kind] + (f", {bounds}" if bounds else "")
+    if get_origin(kind) in (Union, UnionType):
+        return ", or ".join(describe(each) for each in get_args(kind) if each is not NoneType)
     if get_origin(kind) is tuple:
         first, *_, last = get_args(kind)
         if last is not Ellipsis:
@@ -186,8 +188,14 @@ def _check(hint: Any, value: Any, key: str, others: bool) -> Any:
     origin, kinds = get_origin(kind), get_args(kind)
     if kind is Any:
         return value
-    if origin in (Union, UnionType):  # X | None
-        return None if value is None and NoneType in kinds else _check(kinds[0], value, key, others)
+    if origin in (Union, UnionType):
+        if value is None and NoneType in kinds:
+            return None
+        options = [each for each in kinds if each is not NoneType]
+        fitting = [each for each in options if _is_like(each, value)] if len(options) > 1 else options
+        if not fitting:
+            raise wrong(key, value, describe(kind))
+        return _check(fitting[0], value, key, others)
     if dataclasses.is_dataclass(kind):
         if not isinstance(value, Mapping):
             raise wrong(key, value, "a table of settings")
@@ -224,6 +232,14 @@ def _check(hint: Any, value: Any, key: str, others: bool) -> Any:
     if bounds is not None and value not in bounds:
         raise wrong(key, value, describe(hint))
     return value
+
+
+def _is_like(hint: Any, value: Any) -> bool:
+    """Whether a value is of the sort that one kind of several asks for: a table, text or a number."""
+    kind, _ = _unwrap(hint)
+    if dataclasses.is_dataclass(kind):
+        return isinstance(value, Mapping)
+    return isinstance(value, float | int if kind is float else kind) and not isinstance(value, bool)
 
 
 def wrong(key: str, value: Any, allowed: str, hint: str | None = None) -> ConfigError:

@@ -81,7 +81,7 @@ def _batches(corpus: Corpus, config: RunConfig) -> Iterator[TokenBatch]:
         context=config.model.context,
         batch=config.training.batch,
         limit_tokens=config.training.validation_tokens,
-        name=f"held-out text of `{config.data.source}`",
+        name=config.data.held_out,
     )
 
 

@@ -10,8 +10,10 @@ from halfstep.core.errors import ConfigError
 from halfstep.training.data.index import INDEX, is_packed, read_index
 from halfstep.training.data.tokenizer_base import BytesTokenizer, Tokenizer
 from halfstep.training.data.tokenizers import open_saved
-from halfstep.training.data.types import DataError
+from halfstep.training.data.types import DataError, Tokens
 from halfstep.training.session import Session
+
+FIRST_TOKENS = 64  # of the held-out text, to begin with
 
 
 def check_asked(length: int, temperature: float, top_k: int, seed: int) -> None:
@@ -56,6 +58,14 @@ def prompt_tokens(tokenizer: Tokenizer, prompt: bytes) -> list[int]:
         return list(prompt)
     tokens = [int(token) for token in tokenizer.encode([prompt.decode(errors="replace")])[0]]
     return tokens if tokenizer.separator is None else [tokenizer.separator, *tokens]
+
+
+def first_line(tokenizer: Tokenizer, held_out: Tokens) -> bytes:
+    """Returns the first line of held-out text that is not blank, as far as its first tokens reach."""
+    tokens = [int(token) for token in held_out[:FIRST_TOKENS] if token != tokenizer.separator]
+    text = tokenizer.decode(tokens).decode(errors="ignore")  # they may end inside a character
+    lines = text.lstrip("\r\n").splitlines(keepends=True)
+    return next((line.encode() for line in lines if line.strip()), b"\n")
 
 
 def written(tokenizer: Tokenizer, tokens: Iterable[int]) -> Iterator[bytes]:

@@ -63,8 +63,26 @@ def test_from_text_to_a_run_to_text(packed, text, tmp_path, out, capfd):
     assert first.startswith("the quick")
     assert run(sampling) == 0
     assert capfd.readouterr().out == first
+    assert run(["sample", str(out), "--device", "cpu", "--length", "1"]) == 0  # begins as held-out text does
+    assert " ".join(capfd.readouterr().out.split()[:8]) in Path(text).read_text()
     assert run(["eval", str(out), "--device", "cpu", "--json"]) == 0
     assert json.loads(capfd.readouterr().out)["bits_per_byte"] > 0
+
+
+def test_a_text_of_ones_own_is_held_out_by_all_commands(text, tmp_path, capsys):
+    pytest.importorskip("tokenizers")
+    valid, tokenizer, out = tmp_path / "valid.txt", str(tmp_path / "tokenizer.json"), str(tmp_path / "packed")
+    valid.write_text("\n\n".join(f"jumps over {n}" for n in range(300)))
+    own = ["--validation", str(valid)]
+    assert run(["data", "train-tokenizer", text, "--out", tokenizer, "--vocabulary", "300", *own]) == 0
+    assert run(["data", "pack", text, "--out", out, "--tokenizer", tokenizer, "--workers", "1", *own]) == 0
+    index = read_index(Path(out))
+    assert (index.train.documents, index.val.text_bytes) == (200, valid.stat().st_size)
+    capsys.readouterr()
+    assert run(["data", "show", out]) == 0
+    assert str(valid) in capsys.readouterr().out.replace("\n", "")
+    assert train(out, tmp_path / "run", f"data.validation={valid}") == 2
+    assert "hold out a text while packing" in " ".join(capsys.readouterr().err.split())
 
 
 def test_a_run_neither_samples_nor_resumes_with_other_data(packed, text, tmp_path, out, capsys):
@@ -198,6 +216,9 @@ def test_show_and_verify(packed, capsys):
         (["pack", "TEXT", "--out", "OUT", "--tokenizer", "bytes", "--shard-tokens", "999"],
          "--shard-tokens is 999"),
         (["pack", "TEXT", "TEXT", "--out", "OUT", "--tokenizer", "bytes"], "is named twice"),
+        (["pack", "TEXT", "--out", "OUT", "--tokenizer", "bytes", "--validation", "TEXT"], "is named twice"),
+        (["pack", "TEXT", "--out", "OUT", "--tokenizer", "bytes", "--validation", "none.txt"], "does not exist"),
+        (["train-tokenizer", "TEXT", "--out", "OUT", "--validation", "TEXT"], "is named twice"),
         (["show", "OUT"], "cannot read"),
         (["verify", "OUT"], "cannot read"),
     ],

@@ -195,6 +195,34 @@ def test_sample_writes_text_that_the_seed_decides(trained, capfdbinary):
     assert sampled("--seed", "1") != sampled()
 
 
+def test_sample_begins_as_the_held_out_text_does(trained, small, tmp_path, capfdbinary):
+    valid = tmp_path / "valid.txt"
+    valid.write_text("\n\n = Heading = \n \n" + "\n".join(f"held out {i}" for i in range(99)))
+    own = ["--set", f"data.validation={valid}"]
+    assert run(["train", "tiny", "--policy", "fp32", "--out", str(tmp_path / "own"), *small, *own]) == 0
+    capfdbinary.readouterr()
+
+    def sampled(*words):
+        code = run(["sample", *map(str, words), "--device", "cpu", "--length", "3"])
+        return code, capfdbinary.readouterr()
+
+    code, printed = sampled(tmp_path / "own")
+    assert (code, printed.out[:14]) == (0, b" = Heading = \n")
+    code, printed = sampled(trained)  # of the share that is held out
+    assert code == 0
+    assert printed.out.splitlines()[0] in (tmp_path / "text.txt").read_bytes()
+    code, printed = sampled(trained, "--validation", valid)
+    assert (code, printed.out[:14]) == (0, b" = Heading = \n")
+    assert b"the data changed" not in printed.err
+    assert run(["eval", str(trained), "--device", "cpu", "--validation", str(valid), "--json"]) == 0
+    capfdbinary.readouterr()
+    valid.unlink()
+    code, printed = sampled(tmp_path / "own")
+    assert code == 2
+    assert b"give a beginning with --prompt" in printed.err
+    assert sampled(tmp_path / "own", "--prompt", "x")[0] == 0
+
+
 BAD = {
     "recipe": (["train", "tinny"], "unknown recipe `tinny`", "did you mean `tiny`?"),
     "key": (["train", "--set", "trainng.steps=1"], "unknown setting `trainng.steps`", "training.steps"),

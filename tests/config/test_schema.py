@@ -32,12 +32,15 @@ class Outer:
     name: str = ""
     """A name."""
     inner: Inner = field(default_factory=Inner)
+    either: Share | str = 0.5
+    """A share or a name."""
 
 
 def test_a_table_becomes_the_section():
     built = build(Outer, {"name": "x", "inner": {"steps": 7, "share": 1, "pair": [2, 3], "on": True}})
     assert built == Outer("x", Inner(7, 1.0, "fast", (2.0, 3), True))
     assert isinstance(built.inner.share, float)
+    assert [build(Outer, {"either": value}).either for value in (1, 0.25, "0.25")] == [1.0, 0.25, "0.25"]
 
 
 @pytest.mark.parametrize(
@@ -58,6 +61,8 @@ def test_a_table_becomes_the_section():
         ({"name": "x", "inner": {"kind": "fats"}}, "it must be `fast` or `slow`", "did you mean `fast`?"),
         ({"name": "x", "inner": {"pair": [1]}}, "it must be a list of 2 numbers", None),
         ({"name": "x", "inner": {"pair": [1, -1]}}, "`inner.pair[1]` is -1", None),
+        ({"either": True}, "`either` is True; it must be a number, at least 0 and at most 1, or text", None),
+        ({"either": 2}, "`either` is 2.0; it must be a number, at least 0 and at most 1", None),
     ],
 )
 def test_a_mistake_is_named(table, said, hint):
@@ -69,7 +74,8 @@ def test_a_mistake_is_named(table, said, hint):
 
 def test_rows_hold_key_type_default_and_help():
     listed = {row.key: row for row in rows(Outer)}
-    assert list(listed) == ["name", "inner.steps", "inner.share", "inner.kind", "inner.pair", "inner.on"]
+    inner = [f"inner.{name}" for name in ("steps", "share", "kind", "pair", "on")]
+    assert list(listed) == ["name", *inner, "either"]
     assert (listed["inner.share"].help, listed["inner.steps"].default) == ("What part, over two lines.", 5)
     assert listed["inner.kind"].kind == "`fast` or `slow`"
     assert [row.key for row in rows(RunConfig) if not row.help] == []

@@ -5,6 +5,8 @@
 Equal documents land on the same side, so a copy of a training text never tests the model. If all land on one side,
 which happens with few, the other side gets those with the smallest u (held out) or the largest u (training). Apart
 from that, with a larger share, what was held out stays held out.
+
+Or the user has held out a text already: then it is held out, and all of the source is trained on.
 """
 
 from collections.abc import Sequence
@@ -56,10 +58,30 @@ def split(documents: Sequence[Document], share: float, source: str) -> tuple[lis
 def from_documents(
     documents: Sequence[Document], description: str, source: str, share: float, vocabulary: int
 ) -> Corpus:
-    """Builds a byte-level corpus: each byte is a token, and each side is its documents joined together."""
+    """Builds a byte-level corpus, of which a share is held out."""
+    return _from_sides(*split(documents, share, source), description, vocabulary)
+
+
+def from_texts(
+    train: Sequence[Document], held_out: Sequence[Document], description: str, vocabulary: int
+) -> Corpus:
+    """Builds a byte-level corpus from a text to train on and one to hold out."""
+    corpus = _from_sides(train, held_out, description, vocabulary)
+    if corpus.validation[:].tobytes().strip() in corpus.train[:].tobytes():
+        raise DataError(
+            f"`{held_out[0].name}` is to be held out, but all of it is in the training text too",
+            hint="name a text for data.validation that data.source does not hold",
+        )
+    return corpus
+
+
+def _from_sides(
+    to_train: Sequence[Document], held_out: Sequence[Document], description: str, vocabulary: int
+) -> Corpus:
+    """Builds a corpus whose tokens are bytes and whose sides are documents joined together."""
     if vocabulary < 256:
-        _check_bytes(documents, vocabulary)
-    joined = (b"".join(each.content for each in side) for side in split(documents, share, source))
+        _check_bytes([*to_train, *held_out], vocabulary)
+    joined = (b"".join(each.content for each in side) for side in (to_train, held_out))
     train, validation = (np.frombuffer(side, dtype=np.uint8) for side in joined)
     identity = blake2b(digest_size=16)
     for side in (train, validation):
@@ -71,7 +93,7 @@ def from_documents(
         description=f"{description}: {len(train):,} bytes to train on, {len(validation):,} held out",
         digest=identity.hexdigest(),
         bytes_per_token=1.0,
-        num_documents=len(documents),
+        num_documents=len(to_train) + len(held_out),
     )
 
 

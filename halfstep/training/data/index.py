@@ -88,7 +88,7 @@ class Packing:
     sources: tuple[SourceRecord, ...]
     field: str
     only: str | None
-    validation: Share
+    validation: Share | SourceRecord  # a share of the documents, or a source that was held out
     shard_tokens: Count
 
 

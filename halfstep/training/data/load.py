@@ -9,22 +9,40 @@ import glob
 from pathlib import Path
 
 from halfstep.core.errors import did_you_mean
-from halfstep.training.data.corpus import Corpus, from_documents
+from halfstep.training.data.corpus import Corpus, from_documents, from_texts
 from halfstep.training.data.index import is_marked, is_packed
 from halfstep.training.data.packed import packed_corpus
 from halfstep.training.data.shards import shards_corpus
 from halfstep.training.data.text import STDLIB, file_documents, folder_documents, glob_documents, stdlib_documents
-from halfstep.training.data.types import DataError
+from halfstep.training.data.types import DataError, Document
 from halfstep.training.files import os_errors
 
 _CHOICES = "use `stdlib` (no download), a text file, a folder of text, token shards (`*.bin`), or packed data"
-_FLAGS = "set it with `--set data.source=PATH` (train) or `--data PATH` (eval, sample, artifact)"
+_FLAGS = {
+    "data.source": "`--data PATH` (eval, sample, artifact)",
+    "data.validation": "`--validation PATH` (eval, sample, artifact)",
+}
+_Texts = tuple[list[Document], str]  # with their description
 
 
-def load_corpus(source: str, validation: float, vocabulary: int) -> Corpus:
-    """Opens `stdlib`, a text, a folder of text, shards, or a glob of either; holds out the share `validation`."""
+def load_corpus(source: str, validation: float | str, vocabulary: int) -> Corpus:
+    """Opens `stdlib`, a text, a folder of text, shards, or a glob of either; holds out a share or another text."""
+    found = _find(source, "data.source")
+    if isinstance(validation, str):
+        held_out = _find(validation, "data.validation")
+        (documents, description), (others, other) = _check_texts(found, source), _check_texts(held_out, validation)
+        return from_texts(documents, others, f"{description} and, held out, {other}", vocabulary)
+    if isinstance(found, Path):
+        return packed_corpus(found, validation, vocabulary)
+    if isinstance(found, list):
+        return shards_corpus(found, validation, vocabulary, source)
+    return from_documents(*found, source, validation, vocabulary)
+
+
+def _find(source: str, setting: str) -> Path | list[Path] | _Texts:
+    """Returns the folder of packed data, the shards or the texts that a setting names."""
     if source == STDLIB:
-        return from_documents(*stdlib_documents(), source, validation, vocabulary)
+        return stdlib_documents()
     try:
         path = Path(source).expanduser()
     except RuntimeError as error:  # ~nobody
@@ -34,19 +52,32 @@ def load_corpus(source: str, validation: float, vocabulary: int) -> Corpus:
     if not source or not exists:
         matched = sorted(Path(match) for match in glob.glob(str(path), recursive=True)) if source else []
         if not matched:
-            raise _missing(source, path)
-        return _load_several(matched, validation, vocabulary, source)
+            raise _missing(source, path, setting)
+        return _find_several(matched, source)
     if path.is_dir() and is_packed(path):
-        return packed_corpus(path, validation, vocabulary)
+        return path
     if path.suffix == ".bin" and not path.is_dir():
-        return _load_shards([path], validation, vocabulary, source)
+        return _check_shards([path], source)
     if path.is_dir() and (shards := sorted(path.glob("*.bin"))):
-        return _load_shards(shards, validation, vocabulary, source)
-    documents = folder_documents(path) if path.is_dir() else file_documents(path)
-    return from_documents(*documents, source, validation, vocabulary)
+        return _check_shards(shards, source)
+    return folder_documents(path) if path.is_dir() else file_documents(path)
 
 
-def _load_several(paths: list[Path], validation: float, vocabulary: int, source: str) -> Corpus:
+def _check_texts(found: Path | list[Path] | _Texts, name: str) -> _Texts:
+    """Refuses to hold out a text from shards, or shards from text."""
+    if isinstance(found, tuple):
+        return found
+    if isinstance(found, Path):
+        kind, hint = (
+            "packed data",
+            "hold out a text while packing: `halfstep data pack --validation PATH`",
+        )
+    else:
+        kind, hint = "token shards", "shards with `val` in their names are held out: put them next to the others"
+    raise DataError(f"`{name}` holds {kind}, and data.validation can name text for text only", hint=hint)
+
+
+def _find_several(paths: list[Path], source: str) -> list[Path] | _Texts:
     shards = [path for path in paths if path.suffix == ".bin"]
     if shards and len(shards) < len(paths):
         other = next(path for path in paths if path not in shards)
@@ -55,11 +86,11 @@ def _load_several(paths: list[Path], validation: float, vocabulary: int, source:
             hint="shards and text cannot be mixed: use a glob that matches only one, such as `folder/*.bin`",
         )
     if shards:
-        return _load_shards(shards, validation, vocabulary, source)
-    return from_documents(*glob_documents(paths, source), source, validation, vocabulary)
+        return _check_shards(shards, source)
+    return glob_documents(paths, source)
 
 
-def _load_shards(paths: list[Path], validation: float, vocabulary: int, source: str) -> Corpus:
+def _check_shards(paths: list[Path], source: str) -> list[Path]:
     for path in paths:
         if path.exists() and not path.is_file():  # reading a pipe would wait forever
             raise DataError(
@@ -71,19 +102,20 @@ def _load_shards(paths: list[Path], validation: float, vocabulary: int, source: 
             "their tokenizer",
             hint=f"name the folder itself: `--set data.source={packed[0]}`",
         )
-    return shards_corpus(paths, validation, vocabulary, source)
+    return paths
 
 
-def _missing(source: str, path: Path) -> DataError:
+def _missing(source: str, path: Path, setting: str) -> DataError:
+    flags = f"set it with `--set {setting}=PATH` (train) or {_FLAGS[setting]}"
     if not source:
-        return DataError("data.source is empty", hint=f"{_CHOICES}; {_FLAGS}")
+        return DataError(f"{setting} is empty", hint=f"{_CHOICES}; {flags}")
     if glob.has_magic(source):
-        return DataError(f"no file matches `{source}`{_searched_in(path)}", hint=f"{_CHOICES}; {_FLAGS}")
+        return DataError(f"no file matches `{source}`{_searched_in(path)}", hint=f"{_CHOICES}; {flags}")
     neighbors = {STDLIB: STDLIB} if path.parent == Path() else {}
     if path.parent.is_dir():
         neighbors |= {entry.name: str(entry) for entry in path.parent.iterdir()}
     hint = did_you_mean(path.name, neighbors, f"{_CHOICES};")
-    return DataError(f"there is no file or folder `{source}`{_searched_in(path)}", hint=f"{hint} {_FLAGS}")
+    return DataError(f"there is no file or folder `{source}`{_searched_in(path)}", hint=f"{hint} {flags}")
 
 
 def _searched_in(path: Path) -> str:

@@ -25,7 +25,7 @@ from typing import Any
 
 from halfstep.config.groups import parameter_groups
 from halfstep.config.load import load, to_toml
-from halfstep.config.run import OptimizerConfig, RunConfig
+from halfstep.config.run import DataConfig, OptimizerConfig, RunConfig
 from halfstep.config.schema import build
 from halfstep.core.errors import ConfigError
 from halfstep.core.policy import read
@@ -125,8 +125,14 @@ def check_free(folder: Path) -> None:
     raise ConfigError(f"`{folder}` cannot be written: {reason}", hint="name another folder with --out")
 
 
-def check_apart(folder: Path, source: str) -> None:
+def check_apart(folder: Path, data: DataConfig) -> None:
     """Refuses a run folder that holds the run's own data: its record would be read as data when it resumes."""
+    for source in (data.source, data.validation):
+        if isinstance(source, str):
+            _check_apart(folder, source)
+
+
+def _check_apart(folder: Path, source: str) -> None:
     named = Path(os.path.expanduser(source))
     if glob.has_magic(source) and not named.exists():
         if not fnmatch(CONFIG, named.name):
@@ -260,6 +266,8 @@ def _differing(was: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     free = set(FREE)
     if math.prod(was.get(key, 0) for key in PIECES) == math.prod(now[key] for key in PIECES):
         free.update(PIECES)
+    if isinstance(was.get("data.validation"), str) and isinstance(now["data.validation"], str):
+        free.add("data.validation")  # a text may move, as the source may: its digest is checked
     before, after = (read(each["policy"]) for each in (was, now))
     if after.base == "auto" or (before.base != "auto" and before.build() == after.build()):
         free.add("policy")  # `auto` was measured when the run began: it keeps what it has

@@ -79,7 +79,7 @@ def create_run(out: Path, config: RunConfig) -> RunLock:
         lock = RunLock(out)
     try:
         folder.check_empty(out)
-        folder.check_apart(out, config.data.source)
+        folder.check_apart(out, config.data)
         folder.write_config(out, config, "name another folder with --out")
     except BaseException:
         lock.release()

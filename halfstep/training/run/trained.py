@@ -33,22 +33,29 @@ class Trained:
     saved: Loaded  # its tensors are released; the manifest of an artifact is what it knows of its run
     weights: Kind
     state: dict[str, Stored]  # the weights as they were saved, whole and in fp32
+    other_text: bool  # whether the text to hold out may be another than that of the run
 
 
 def open_trained(
     place: Path,
+    device: str | None = None,
+    data: str | None = None,
+    validation: str | None = None,
     *,
     policy: str | None = None,
     backend: str | None = None,
-    device: str | None = None,
     weights: Kind | None = None,
-    data: str | None = None,
 ) -> Trained:
-    """Loads a run's newest checkpoint, a named one or an artifact. `data` is where the data moved to."""
+    """Loads a run's newest checkpoint, a named one or an artifact.
+
+    `data` is where the data moved to, and `validation` a text to hold out in place of that of the run.
+    """
     saved = _load(place)
     config = build(RunConfig, saved.manifest["config"] | ({"backend": backend} if backend else {}))
     if data is not None:
         config = replace(config, data=replace(config.data, source=data))
+    if validation is not None:
+        config = replace(config, data=replace(config.data, validation=validation))
     kind = _kind(saved, config, weights)
     averaged = kind == "ema" and "weights" not in saved.manifest
     state = {
@@ -58,7 +65,7 @@ def open_trained(
     saved.arrays.clear()
     session = open_session(config, Policy.parse(policy or saved.manifest["policy"]), device, train=False)
     session.load_weights(state)
-    return Trained(config, session, saved, kind, state)
+    return Trained(config, session, saved, kind, state, other_text=validation is not None)
 
 
 def _load(place: Path) -> Loaded:

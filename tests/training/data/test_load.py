@@ -9,10 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from halfstep.config.load import load
 from halfstep.training.data.corpus import hash_share, split
 from halfstep.training.data.load import load_corpus
 from halfstep.training.data.text import cut, stdlib_documents
 from halfstep.training.data.types import DataError, Document
+from halfstep.training.evaluation import check_held_out
 
 WORDS = ["the", "quick", "brown", "fox", "jumps", "over", "lazy", "dogs", "and", "runs", "far", "away"]
 
@@ -286,3 +288,43 @@ def test_any_folder_of_text_loads_or_is_refused(tree, tmp_path_factory, texts, s
     else:
         assert len(corpus.train)
         assert len(corpus.validation)
+
+
+@pytest.fixture
+def wikitext(tmp_path):
+    """A text to train on and one to hold out, as WikiText comes."""
+    for name, start in (("train", 0), ("valid", 1000)):
+        lines = (f"line {i} of {name}" for i in range(start, start + 200))
+        (tmp_path / f"{name}.txt").write_text(" \n = Heading = \n" + "\n\n".join(lines))
+    return tmp_path
+
+
+def test_a_text_of_ones_own_is_held_out_and_all_of_the_source_is_trained_on(wikitext):
+    train, valid = wikitext / "train.txt", wikitext / "valid.txt"
+    corpus = load_corpus(str(train), str(valid), 256)
+    assert corpus.train.tobytes() == train.read_bytes()
+    assert corpus.validation.tobytes() == valid.read_bytes()
+    assert f"and, held out, file `{valid}`" in corpus.description
+    again = load_corpus(str(train), f"{wikitext}/val*.txt", 256)  # a glob, a folder: as data.source
+    assert again.validation.tobytes().strip() == corpus.validation.tobytes().strip()
+    valid.write_text(valid.read_text() + "more")
+    assert load_corpus(str(train), str(valid), 256).digest != corpus.digest
+    with pytest.raises(DataError, match="held-out text `x` is shorter than one sequence"):
+        check_held_out(corpus, load("tiny", ["data.validation=x", "model.context=100000"]))
+
+
+def test_a_text_to_hold_out_is_refused_with_the_reason(wikitext, tmp_path):
+    train, valid = str(wikitext / "train.txt"), str(wikitext / "valid.txt")
+    (tmp_path / "shards").mkdir()
+    (tmp_path / "shards" / "a.bin").write_bytes(b"")
+    for source, held_out, said in (
+        (str(wikitext), valid, "all of it is in the training text too"),
+        (train, train, "all of it is in the training text too"),
+        (train, str(wikitext / "vald.txt"), "there is no file or folder"),
+        (train, "", "data.validation is empty"),
+        (train, str(tmp_path / "shards"), "holds token shards, and data.validation can name text for text only"),
+        (str(tmp_path / "shards"), valid, "holds token shards, and data.validation can name text for text only"),
+    ):
+        with pytest.raises(DataError, match=said) as caught:
+            load_corpus(source, held_out, 256)
+        assert caught.value.hint

@@ -145,6 +145,23 @@ def test_a_finished_run_trains_further(text, out):
     assert loop.run().finished
 
 
+def test_a_text_of_ones_own_must_be_the_same_when_a_run_resumes(text, tmp_path):
+    plain, out, valid = tmp_path / "plain", tmp_path / "run", tmp_path / "valid.txt"
+    content = "\n\n".join(f"held out {i} of {i * i}" for i in range(100))
+    valid.write_text(content)
+    start(text, plain, f"data.validation={valid}").run()
+    interrupt_at(start(text, out, f"data.validation={valid}"), 9)
+    valid.write_text(content.replace("99", "98"))
+    with pytest.raises(ConfigError, match="was saved with other data"):
+        resume(out)
+    valid.unlink()
+    (tmp_path / "moved.txt").write_text(content)
+    assert change(out, f"data.validation={tmp_path / 'moved.txt'}").run().finished
+    assert final_state(out)[0] == final_state(plain)[0]
+    with pytest.raises(ConfigError, match=r"data.validation was .* is now 0.1; it cannot change, because text"):
+        change(out, "data.validation=0.1")
+
+
 REFUSED = {
     "training.steps=4": "has made 8 steps, and training.steps is 4",
     "seed=1": "seed was 0 and is now 1; it cannot change, because the order of the data follows from it",

@@ -16,7 +16,7 @@ import io
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
@@ -62,6 +62,7 @@ class Block:
     payload: Payload
     after: Position
     done: int  # bytes of all sources up to its end, for the progress display
+    held_out: bool = False  # as a whole, whatever its documents are
 
 
 def blocks(files: Sequence[SourceFile], start: Position, field: str) -> Iterator[Block]:
@@ -70,24 +71,26 @@ def blocks(files: Sequence[SourceFile], start: Position, field: str) -> Iterator
     number, offset, line = start.file, start.offset, start.line
     while number < len(files):
         file = files[number]
-        if _is_small_text(file):
+        if _is_small_text(file, file.held_out):
             block = _texts(files, number, before)
-            yield block
+            yield replace(block, held_out=file.held_out)
             number = block.after.file
             continue
         read = {"text": _pieces, "jsonl": _lines, "parquet": _rows, "arrow": _rows}[file.kind]
-        yield from read(file, Position(number, offset, line), before[number], field)
+        for block in read(file, Position(number, offset, line), before[number], field):
+            yield replace(block, held_out=file.held_out)
         number, offset, line = number + 1, 0, 1
 
 
-def _is_small_text(file: SourceFile) -> bool:
-    return file.kind == "text" and not file.named and file.size <= LONG
+def _is_small_text(file: SourceFile, held_out: bool) -> bool:
+    return file.kind == "text" and not file.named and file.size <= LONG and file.held_out == held_out
 
 
 def _texts(files: Sequence[SourceFile], first: int, before: Sequence[int]) -> Block:
     texts: list[bytes] = []
     size, number = 0, first
-    while number < len(files) and size < BLOCK and _is_small_text(files[number]):
+    held_out = files[first].held_out
+    while number < len(files) and size < BLOCK and _is_small_text(files[number], held_out):
         with _named_errors(files[number].path):
             texts.append(read_bytes(files[number].path, 2 * LONG))
         size, number = size + max(1, len(texts[-1])), number + 1

@@ -1,8 +1,9 @@
 """Turns a block of text into tokens, each document on its side: what the workers of a packing do.
 
-A document's content alone decides its side (corpus.py). The hashed content always ends in a newline, as it does
-when text is trained on without packing, so that both hold out the same documents. The tokenizer's separator
-precedes each document. If there is none (bytes), a document without a newline at its end gets one.
+A document's content alone decides its side (corpus.py), unless its source is held out as a whole. The hashed
+content always ends in a newline, as it does when text is trained on without packing, so that both hold out the
+same documents. The tokenizer's separator precedes each document. If there is none (bytes), a document without a
+newline at its end gets one.
 """
 
 import multiprocessing
@@ -71,7 +72,8 @@ class Encoder:
     def encode(self, block: Block) -> Encoded:
         """Returns the tokens of a block."""
         skipped: Counter[str] = Counter()
-        read = list(documents(block, self.field, self.validation, skipped))
+        # Every document is below a share of 1.
+        read = list(documents(block, self.field, 1.0 if block.held_out else self.validation, skipped))
         ends = "\n" if self.tokenizer.separator is None else ""
         texts = [each.text + (ends if each.whole and each.text[-1:] != "\n" else "") for each in read]
         tokens = self.tokenizer.encode(texts)

@@ -68,11 +68,12 @@ class PackRequest:
 
     field: str = "text"
     only: str | None = None
-    validation: float = 0.01
+    validation: float | Source = 0.01  # a share of the documents, or a source that is held out
     shard_tokens: int = 100_000_000
 
     def __post_init__(self) -> None:
-        check_share(self.validation)
+        if not isinstance(self.validation, Source):
+            check_share(self.validation)
         if not 1 <= self.shard_tokens <= MOST_TOKENS:
             raise DataError(f"--shard-tokens is {self.shard_tokens}; it must be from 1 to {MOST_TOKENS}")
 
@@ -105,7 +106,9 @@ class State:
 def check_share(validation: float) -> None:
     """Refuses an invalid share of documents to hold out."""
     if not 0 <= validation <= 0.5:
-        raise DataError(f"--validation is {validation}; it must be a share of the documents from 0 to 0.5")
+        raise DataError(
+            f"--validation is {validation}; it must be a share of the documents from 0 to 0.5, or a path"
+        )
 
 
 def pack(
@@ -121,7 +124,8 @@ def pack(
 
     `skipped` of the returned index also counts what is not a file of the sources; the index on disk does not.
     """
-    _check_outside(sources, out)
+    held_out = request.validation
+    _check_outside([*sources, held_out] if isinstance(held_out, Source) else sources, out)
     if out.is_dir() and not is_packed(out):
         _check_empty(out)  # before a lock is put there
     created = _create(out)
@@ -153,10 +157,13 @@ class _Packing:
         meter: Meter | None,
     ):
         self.out, self.tokenizer, self.request, self.workers, self.meter = out, tokenizer, request, workers, meter
+        self.plan = _plan(sources, tokenizer, request)
+        held_out = request.validation
+        share, own = (0.0, [held_out]) if isinstance(held_out, Source) else (held_out, [])
+        sources = [*sources, *own]
         self.files = list(chain.from_iterable(source.files for source in sources))
         self.not_files = sum((Counter(source.skipped) for source in sources), Counter[str]())
-        self.encoder = Encoder(tokenizer, request.field, request.validation)
-        self.plan = _plan(sources, tokenizer, request)
+        self.encoder = Encoder(tokenizer, request.field, share)
         table = tokenizer.token_bytes
         self.table = None if table is None else table.to_npy()
         size, dtype = request.shard_tokens, self.encoder.dtype
@@ -292,11 +299,14 @@ class _Packing:
         if not train and not val:
             skipped = ", ".join(describe_skipped(self.skipped + self.not_files)) or "nothing"
             raise DataError(f"the sources hold no text (skipped: {skipped})", hint="choose other sources")
+        if isinstance(held_out := self.request.validation, Source):
+            empty = "the sources hold" if val else f"`{held_out.given}`, which is to be held out, holds"
+            raise DataError(f"{empty} no text", hint="choose others; nothing was kept")
         fallen = "all documents fall" if val else "no document falls"
         between = share_between(*self.shares)
         more = "provide more text" if between is None else f"`--validation {between}` leaves text on both sides"
         raise DataError(
-            f"{fallen} into the held-out share of {self.request.validation}",
+            f"{fallen} into the held-out share of {held_out}",
             hint=f"{more}, or use `--validation 0` to hold out the last tokens instead; nothing was kept",
         )
 
@@ -319,8 +329,14 @@ class _Packing:
 
 
 def _plan(sources: Sequence[Source], tokenizer: Tokenizer, request: PackRequest) -> Plan:
-    described = tuple(SourceRecord(each.given, len(each.files), each.num_bytes, each.digest()) for each in sources)
-    return Plan(tokenizer.identity(), Packing(described, **dataclasses.asdict(request)))
+    held_out = request.validation
+    validation = _record(held_out) if isinstance(held_out, Source) else held_out
+    rest = (request.field, request.only, validation, request.shard_tokens)
+    return Plan(tokenizer.identity(), Packing(tuple(map(_record, sources)), *rest))
+
+
+def _record(source: Source) -> SourceRecord:
+    return SourceRecord(source.given, len(source.files), source.num_bytes, source.digest())
 
 
 def share_between(smallest: float, largest: float) -> str | None:
@@ -401,8 +417,14 @@ def _compared(before: Plan, now: Plan) -> Iterator[tuple[str, Any, Any]]:
         yield f"the tokenizer's {key}", getattr(before.tokenizer, key), getattr(now.tokenizer, key)
     old, new = before.packing, now.packing
     yield "the number of sources", len(old.sources), len(new.sources)
-    for was, is_now in zip(old.sources, new.sources, strict=False):
+    pairs = [*zip(old.sources, new.sources, strict=False)]
+    if isinstance(old.validation, SourceRecord) and isinstance(new.validation, SourceRecord):
+        pairs.append((old.validation, new.validation))
+    else:
+        share, other = (getattr(each.validation, "given", each.validation) for each in (old, new))
+        yield "--validation", share, other
+    for was, is_now in pairs:
         for key in ("files", "bytes", "digest"):
             yield f"source `{is_now.given}` ({key})", getattr(was, key), getattr(is_now, key)
-    for key in ("field", "only", "validation", "shard_tokens"):
+    for key in ("field", "only", "shard_tokens"):
         yield f"--{key.replace('_', '-')}", getattr(old, key), getattr(new, key)

@@ -15,7 +15,7 @@ import glob
 import os
 import sysconfig
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatch
 from hashlib import blake2b
 from pathlib import Path
@@ -41,6 +41,7 @@ class SourceFile:
     kind: FileKind
     size: int
     named: bool
+    held_out: bool = False  # as a whole
 
 
 @dataclass(frozen=True)
@@ -66,6 +67,18 @@ class Source:
             for page in _end_pages(file):
                 identity.update(page)
         return identity.hexdigest()
+
+
+def find_sides(
+    given: Sequence[str], validation: float | str, only: str | None = None
+) -> tuple[list[Source], float | Source]:
+    """Finds the sources to pack, and the source to hold out if that is not a share of their documents."""
+    sources = find_sources(given, only)
+    if not isinstance(validation, str):
+        return sources, validation
+    (found,) = find_sources([validation], only)
+    _check_once([*sources, found])
+    return sources, replace(found, files=tuple(replace(file, held_out=True) for file in found.files))
 
 
 def find_sources(given: Sequence[str], only: str | None = None) -> list[Source]:

@@ -20,7 +20,7 @@ from halfstep.training.data.load import load_corpus
 from halfstep.training.data.pack import blocks
 from halfstep.training.data.pack import pack as packing
 from halfstep.training.data.pack.pack import PackRequest, pack
-from halfstep.training.data.pack.sources import find_sources
+from halfstep.training.data.pack.sources import find_sides, find_sources
 from halfstep.training.data.pack.writer import ShardWriter
 from halfstep.training.data.packed import verify
 from halfstep.training.data.tokenizer_base import BytesTokenizer
@@ -508,3 +508,54 @@ def test_an_unlisted_shard_or_a_damaged_index_says_what_to_do(source, tmp_path):
     with pytest.raises(DataError) as caught:
         packed(source, out)
     assert caught.value.hint == "copy it back, or remove the folder and pack again"
+
+
+def test_a_text_of_ones_own_is_held_out_whole(source, tmp_path, monkeypatch):
+    """The same bytes after a kill, restored if they are lost, and another text is another packing."""
+    valid = tmp_path / "valid.jsonl"
+    valid.write_text("".join(json.dumps({"text": f"held out {n}"}) + "\n" for n in range(60)))
+    sources, held_out = find_sides([source], str(valid))
+    request = PackRequest(validation=held_out, shard_tokens=700)
+
+    def run(out):
+        return pack(sources, out, BytesTokenizer(), request, workers=0)
+
+    index = run(tmp_path / "out")
+    corpus = load_corpus(str(tmp_path / "out"), 0.1, 256)
+    assert corpus.train[:].tobytes().decode("utf-16-le").encode("latin-1").decode() == "\n".join([*texts(), ""])
+    assert (index.train.documents, index.val.documents) == (120, 60)
+    assert index.packing.validation.given == str(valid)
+    before = files(tmp_path / "out")
+    with monkeypatch.context() as patched:
+        taken, real = [], packing._Packing._take
+
+        def take(self, block, encoded):
+            real(self, block, encoded)
+            taken.append(block.held_out)
+            self._commit()
+            if block.held_out:
+                raise KeyboardInterrupt
+
+        patched.setattr(packing._Packing, "_take", take)
+        with pytest.raises(KeyboardInterrupt):
+            run(tmp_path / "other")
+    assert taken[-1] is True
+    assert len(taken) > 2
+    run(tmp_path / "other")
+    assert files(tmp_path / "other") == before
+    (tmp_path / "out" / "val_000000.bin").unlink()
+    run(tmp_path / "out")
+    assert files(tmp_path / "out") == before
+    with pytest.raises(DataError, match=r"--validation was .*valid.jsonl and is now 0.2"):
+        packed(source, tmp_path / "out")
+    valid.write_text(json.dumps({"text": "another"}) + "\n")
+    with pytest.raises(DataError, match=rf"source `{valid}` \(bytes\) was"):
+        pack(sources, tmp_path / "out", BytesTokenizer(),
+             PackRequest(validation=find_sides([source], str(valid))[1], shard_tokens=700), workers=0)  # fmt: skip
+    with pytest.raises(DataError, match="is named twice"):
+        find_sides([str(tmp_path)], str(valid))
+    valid.write_text(json.dumps({"text": ""}) + "\n")
+    empty = PackRequest(validation=find_sides([source], str(valid))[1])
+    with pytest.raises(DataError, match="which is to be held out, holds no text"):
+        pack(sources, tmp_path / "empty", BytesTokenizer(), empty, workers=0)
+    assert not (tmp_path / "empty").exists()
