@@ -13,8 +13,8 @@ the gradient is rounded to bf16, then widened (torch 2.13). Hooks on the paramet
 
 **Writes by others** (`nn.init`, a clamp, an average) would be rounded to bf16, or lost. The next update refuses
 them (`Masters.check_writes`) and names `run.edit()`, inside which a parameter is its whole master. Noticed is what
-torch counts, data that were replaced, and a write to a tensor of a state dict, which is a joined copy here. torch
-does not count in-place writes through `parameter.data`.
+torch counts, data that were replaced, and a write to what is handed out: `parameter.data`, whose counter is its
+own (`Half`), and a tensor of a state dict, which is a joined copy here.
 
 While `parameter.grad` is wider than the parameter, dynamo compiles nothing that uses it ("dtype mismatch between
 tensor and its gradient"). So code that sums over micro-batches must take `parameter.grad` away each time.
@@ -25,10 +25,11 @@ such a copy would be computed in bf16; inside `run.edit()` it gives a copy with 
 """
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any
+from operator import attrgetter, methodcaller
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -40,6 +41,8 @@ from halfstep.torch.tracing import transforming
 
 REMAINDER, GRAD_OWNER, WRITES = "halfstep_remainder", "halfstep_grad_owner", "halfstep_writes"
 _GUARD = "halfstep_guard"
+_DATA: Any = torch._C.TensorBase.data  # of a plain parameter
+_VERSION, _POINTER, _NOTED = attrgetter("_version"), methodcaller("data_ptr"), attrgetter(WRITES)
 _copies_run = ContextVar("copies_run", default=False)
 
 
@@ -70,6 +73,8 @@ def make_split(parameter: nn.Parameter, remainder: Tensor, name: str = "weight")
     parameter.grad_dtype = torch.float32
     setattr(parameter, REMAINDER, remainder)
     setattr(parameter, GRAD_OWNER, owner)
+    if type(parameter) is nn.Parameter:
+        parameter.__class__ = Half
     note_write(parameter)
 
 
@@ -92,39 +97,96 @@ def make_whole(parameter: nn.Parameter) -> None:
         guard.remove()
     for name in (REMAINDER, GRAD_OWNER, WRITES):
         parameter.__dict__.pop(name, None)
+    if type(parameter) is Half:
+        parameter.__class__ = nn.Parameter  # type: ignore[assignment]
     parameter.grad_dtype = None  # any dtype: the default that it had before cannot be set again
 
 
-def note_write(parameter: Tensor) -> None:
-    """Records that the last write to a split parameter also wrote its remainder."""
-    if is_split(parameter):
-        setattr(parameter, WRITES, (parameter._version, parameter.data_ptr()))
+class Half(nn.Parameter):
+    """A parameter that is the bf16 half of a split master, by whose `data` nobody writes unnoticed."""
+
+    @property
+    def data(self) -> Tensor:  # type: ignore[override]
+        """The bf16 numbers."""
+        data: Tensor = _DATA.__get__(self)
+        if is_split(self):
+            _watch(self, data)
+        return data
+
+    @data.setter
+    def data(self, data: Tensor) -> None:
+        _DATA.__set__(self, data)
 
 
-class _HandedOut:
-    """Equals what `note_write` recorded for as long as nobody writes to the joined copy in a state dict."""
+class _Handed(NamedTuple):
+    """A tensor that was handed out, by what shares its version counter and none of its memory."""
 
-    def __init__(self, noted: tuple[int, int], joined: Tensor):
-        self.noted, self.counter = noted, joined.detach()
-        self.counter.data = joined.new_empty(0)  # shares the copy's version counter, and none of its memory
-        self.version = self.counter._version
-
-    def __eq__(self, now: object) -> bool:
-        return self.noted == now and not self.was_written()
-
-    __hash__ = None  # type: ignore[assignment]
+    tensor: weakref.ref[Tensor]
+    counter: Tensor
+    version: int
+    joined: bool  # a copy, in a state dict
 
     def was_written(self) -> bool:
         return self.counter._version != self.version
 
 
+class _Watched:
+    """Equals what `note_write` recorded for as long as nobody writes to the tensors that were handed out."""
+
+    def __init__(self, noted: tuple[int, int], handed: list[_Handed]):
+        self.noted, self.handed = noted, handed
+
+    def __eq__(self, now: object) -> bool:
+        return self.noted == now and not any(each.was_written() for each in self.handed)
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def note_write(parameter: Tensor) -> None:
+    """Records that the last write to a split parameter also wrote its remainder."""
+    if is_split(parameter):
+        note_writes([parameter])
+
+
+def note_writes(parameters: Sequence[Tensor]) -> None:
+    """Does so for several, which are split."""
+    for p, now in zip(parameters, _writes_of(parameters), strict=True):
+        noted = p.__dict__.get(WRITES)
+        if isinstance(noted, _Watched):
+            alive = [h._replace(version=h.counter._version) for h in noted.handed if h.tensor() is not None]
+            now = _Watched(now, alive) if alive else now
+        p.__dict__[WRITES] = now
+
+
+def _writes_of(parameters: Sequence[Tensor]) -> list[Any]:
+    """Returns how often torch counted a write to each parameter, and where its data are, without a Python call."""
+    return list(zip(map(_VERSION, parameters), map(_POINTER, parameters), strict=True))
+
+
+def unwritten(parameters: Sequence[Tensor]) -> bool:
+    """Whether nobody else wrote to split parameters since `note_writes`."""
+    return _writes_of(parameters) == list(map(_NOTED, parameters))
+
+
+def _watch(parameter: Tensor, tensor: Tensor, *, joined: bool = False) -> None:
+    """Lets a write to a tensor that is handed out be noticed."""
+    counter = tensor.detach()
+    _DATA.__set__(counter, tensor.new_empty(0))
+    handed = _Handed(weakref.ref(tensor), counter, counter._version, joined)
+    noted = getattr(parameter, WRITES)
+    if isinstance(noted, _Watched):
+        noted.handed = [h for h in noted.handed if h.was_written() or h.tensor() is not None] + [handed]
+    else:
+        setattr(parameter, WRITES, _Watched(noted, [handed]))
+
+
 def check_write(parameter: Tensor, name: str) -> None:
     """Refuses a split parameter that somebody else wrote to since `note_write`."""
     noted = getattr(parameter, WRITES)
-    if (parameter._version, parameter.data_ptr()) == noted:
+    if unwritten([parameter]):
         return
     edit = "write inside `with run.edit():`, where it is the whole fp32 master"
-    if isinstance(noted, _HandedOut) and noted.was_written():
+    if isinstance(noted, _Watched) and any(each.joined and each.was_written() for each in noted.handed):
         raise HalfstepError(
             f"`{name}` of a state dict was written to: it is a copy of a split master, so the write is lost",
             hint=f"pass the dictionary to model.load_state_dict(), or {edit}",
@@ -139,10 +201,13 @@ def check_write(parameter: Tensor, name: str) -> None:
 def accept_write(parameter: Tensor) -> None:
     """Takes what somebody else wrote to a split parameter as the whole number, also data in fp32."""
     noted, remainder = getattr(parameter, WRITES), getattr(parameter, REMAINDER)
+    if isinstance(noted, _Watched):
+        through_data = any(not each.joined and each.was_written() for each in noted.handed)
+        noted = None if through_data else noted.noted
     if parameter.dtype == torch.float32:
         parameter.data, lower = split(parameter.data)
         remainder.copy_(lower)
-    elif (noted.noted if isinstance(noted, _HandedOut) else noted) != (parameter._version, parameter.data_ptr()):
+    elif noted != _writes_of([parameter])[0]:
         remainder.zero_()
     note_write(parameter)
 
@@ -209,7 +274,7 @@ class Holder(nn.Module):
                 if is_split(parameter):
                     check_write(parameter, prefix + name)
                     joined = destination[prefix + name] = join(parameter, getattr(parameter, REMAINDER))
-                    setattr(parameter, WRITES, _HandedOut((parameter._version, parameter.data_ptr()), joined))
+                    _watch(parameter, joined, joined=True)
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, local_metadata: Any, *rest: Any) -> None:
         names = [name for name in self.remainders if prefix + name in state_dict]

@@ -36,15 +36,8 @@ def trained(policy=SPLIT, optimizer=AdamW, **settings):
     return run
 
 
-def test_a_mask_through_data_makes_no_nan_and_a_zero_has_no_remainder_below_it():
-    """torch counts no write there, and a negative remainder next to a zero has the bits of a NaN."""
-    run = trained()
-    weight = run.model[2].weight
-    mask = torch.arange(weight.numel()).reshape(weight.shape) % 2
-    weight.data.mul_(mask.to(weight.dtype))
-    master = run.weights()["2.weight"]
-    assert (master[mask == 0].abs() < 2.0**-126).all()
-    assert ((master - weight.float()).abs() <= 2.0**-8 * weight.float().abs() + 2.0**-126).all()
+def test_a_zero_has_no_remainder_below_it():
+    """A negative remainder next to a zero has the bits of a NaN."""
     hi = np.array([0, 0x8000, 0, 0x8000, 0x3F80], np.uint16)
     lo = np.array([-5, -5, 5, 5, -5], np.int16)
     expected = reference_join(hi, lo)

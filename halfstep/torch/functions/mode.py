@@ -32,8 +32,9 @@ from halfstep.core.formats import FP32
 from halfstep.torch.functions.entry import Scope, Skip
 from halfstep.torch.functions.table import TABLE, VIEWS
 from halfstep.torch.lowering import Casts
+from halfstep.torch.split import Half
 
-PLAIN = (Tensor, nn.Parameter, nn.Buffer)
+PLAIN = (Tensor, nn.Parameter, nn.Buffer, Half)
 
 
 class PolicyMode(TorchFunctionMode):

@@ -26,7 +26,7 @@ from halfstep.core.formats import BF16, FP16, FP32, Format
 from halfstep.core.philox import tensor_id
 from halfstep.core.roles import Param
 from halfstep.torch.cast import carried, join, quantize, random_bits, split
-from halfstep.torch.split import WRITES, accept_write, check_write, note_write
+from halfstep.torch.split import accept_write, check_write, note_writes, unwritten
 
 BY_DTYPE = {torch.float32: Param(FP32), torch.bfloat16: Param(BF16), torch.float16: Param(FP16)}
 _MOST_LAYOUTS = 64  # a mixture of experts may update another list of parameters at each step
@@ -60,7 +60,7 @@ class Masters:
         # The tensors themselves: layers that need the whole master join it from the same remainder.
         self.remainders = dict(remainders or {})
         self.seed = seed
-        self._split = [(p, self.remainders[name]) for p, name in self.names.items() if name in self.remainders]
+        self._halves = [p for p, name in self.names.items() if name in self.remainders]
         self._layouts: dict[tuple[int, ...], Layout] = {}
 
     def of(self, parameter: Tensor) -> Param:
@@ -95,22 +95,22 @@ class Masters:
 
     def check_writes(self) -> None:
         """Refuses split masters whose bf16 half was written to or resized by somebody else."""
-        halves = self._split
-        if [(p._version, p.data_ptr()) for p, _ in halves] == [getattr(p, WRITES) for p, _ in halves]:
+        if unwritten(self._halves):
             return
         self._check_shapes()
-        for p, _ in halves:
+        for p in self._halves:
             if p.dtype in (torch.bfloat16, torch.float32):  # others are refused as casts
                 check_write(p, self.names[p])
 
     def accept_writes(self) -> None:
         """Takes what somebody else wrote to the bf16 half of a split master as its number."""
         self._check_shapes()
-        for p, _ in self._split:
+        for p in self._halves:
             accept_write(p)
 
     def _check_shapes(self) -> None:
-        for p, lo in self._split:
+        for p in self._halves:
+            lo = self.remainders[self.names[p]]
             if p.shape != lo.shape:
                 raise HalfstepError(
                     f"`{self.names[p]}` had the shape {tuple(lo.shape)} when the model was prepared, and has "
@@ -145,8 +145,7 @@ class Masters:
 
     def note_writes(self, parameters: Sequence[Tensor]) -> None:
         """Records that the last write to each split master also wrote its remainder."""
-        for i in self.layout(parameters).split:
-            note_write(parameters[i])
+        note_writes([parameters[i] for i in self.layout(parameters).split])
 
     def assign(self, parameters: Sequence[Tensor], values: Sequence[Tensor], count: Tensor) -> None:
         """Sets masters to fp32 values, whatever form they are held in."""

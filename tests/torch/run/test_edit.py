@@ -46,6 +46,11 @@ def by_data(model):
         p.data = p.data * (1 - 1e-4)
 
 
+def in_place_by_data(model):
+    for p in model.parameters():
+        p.data[0].mul_(1 - 1e-4)
+
+
 def by_state_dict(model):
     for value in model.state_dict().values():
         value.mul_(1 - 1e-4)
@@ -58,6 +63,7 @@ WRITES = {
     "indexed": lambda model: model[2].weight[1:3].fill_(0.3),
     "vector": by_vector,
     "data": by_data,
+    "data in place": in_place_by_data,
     "state dict": by_state_dict,
 }
 
