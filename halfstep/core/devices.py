@@ -67,9 +67,19 @@ def computes(fmt: Format, device: Device, framework: str, slow: str) -> Support:
     support = native(fmt, device)
     if device.kind == "cpu" and fmt in (BF16, FP16):
         return Support(True, support.reason + ("" if support else f"; {slow}"))
+    if warning := caveat(fmt, device):
+        return Support(True, warning)
     if support and fmt == TF32 and device.kind != "nvidia":
         support = Support(False, f"{framework} offers tf32 on NVIDIA only, though {support.reason}")
     return support if support else Support(False, f"{support.reason}; {EMULATED}")
+
+
+def caveat(fmt: Format, device: Device) -> str:
+    """Returns what to warn of: bf16 runs on every Apple GPU, on some of them in software. Empty if nothing."""
+    support = native(fmt, device)
+    if support or device.kind != "apple" or fmt != BF16:
+        return ""
+    return f"{support.reason}; it runs anyway, perhaps slower than fp32, and fp16 may be faster"
 
 
 def emulated(fmt: Format, arrays: str) -> Support:

@@ -17,9 +17,11 @@ from functools import cache
 from typing import Any
 
 from halfstep.core.choice import Choice, Shape, Support, Timing, choose, gain
+from halfstep.core.devices import Device
 from halfstep.core.formats import BF16, E4M3, E5M2, FP16, FP32, TF32, Format
 from halfstep.core.ladder import Clock, Run, climb
 from halfstep.core.policy import PRESETS, Policy, as_policy, read
+from halfstep.core.refusal import slow_formats
 
 FORMATS = (FP32, TF32, BF16, FP16, E4M3, E5M2)
 """The formats that a probe asks about."""
@@ -70,11 +72,13 @@ def decide(backend: Any, device: Any, model: Any, tokens: int, budget: float = B
 decide_once = cache(decide)  # for a process that prepares one model after another
 
 
-def settle(given: Policy | str, choose: Callable[[], Choice]) -> tuple[Policy, Choice | None]:
+def settle(
+    given: Policy | str, choose: Callable[[], Choice], device: Device | None = None
+) -> tuple[Policy, Choice | None]:
     """Returns the policy that `prepare` or `init` was given, and for `auto` the choice. Warns their caller."""
     choice = choose() if isinstance(given, str) and read(given).base == "auto" else None
     policy = as_policy(given) if choice is None else Policy.parse(str(given), auto=PRESETS[choice.preset])
-    for message in policy.warnings:
+    for message in [*policy.warnings, *([] if device is None else slow_formats(policy, device))]:
         warnings.warn(message, stacklevel=3)
     return policy, choice
 

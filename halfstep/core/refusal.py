@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from halfstep.core.choice import Support
+from halfstep.core.devices import Device, caveat
 from halfstep.core.errors import FormatError, PolicyError
 from halfstep.core.formats import TF32, Format
 from halfstep.core.policy import Policy
@@ -41,6 +42,13 @@ def check_formats(
                 raise PolicyError(f"{fmt} cannot run on {where}: {support.reason}", hint=EMULATE)
             if fmt not in native:
                 raise PolicyError(f"{fmt} matmuls are not implemented natively yet on {where}", hint=EMULATE)
+
+
+def slow_formats(policy: Policy, device: Device) -> list[str]:
+    """Returns a warning for each format of a policy that runs on a device without the help of its hardware."""
+    values = [policy.compute, *(value for rule in policy.rules for _, value in rule.changes)]
+    formats = dict.fromkeys(value.format for value in values if isinstance(value, Operand) and not policy.emulate)
+    return [f"{fmt} on {device.name}: {warning}" for fmt in formats if (warning := caveat(fmt, device))]
 
 
 def named_format(fmt: Format, known: Iterable[Format]) -> Format:

@@ -13,9 +13,9 @@ cannot: nothing is substituted. Any `mlx.nn` model will do:
     the model itself                   its floating inputs are cast to compute, its outputs to the loss format
 
 A subclass of one of these counts as another module: it may have another meaning. What a model computes by
-functions, such as `mx.softmax(scores)`, is out of reach and runs in the dtype of its inputs; but if an fp32 array
-promotes the activations, the next module refuses them (layers.py). Frozen parameters, integers and booleans stay
-unchanged: they have no masters.
+functions, such as `mx.softmax(scores)`, is reached if a role names it (functions.py) and runs in the dtype of its
+inputs otherwise; if an fp32 array promotes the activations, the next module refuses them (layers.py). Frozen
+parameters, integers and booleans stay unchanged: they have no masters.
 """
 
 from collections import Counter
@@ -39,6 +39,7 @@ from halfstep.mlx.convert import (
     KINDS,
     Around,
     Borders,
+    Code,
     Embedding,
     LayerNorm,
     Linear,
@@ -49,11 +50,12 @@ from halfstep.mlx.convert import (
     own_arrays,
 )
 from halfstep.mlx.dtypes import dtype_of, pin_matmuls, supported
+from halfstep.mlx.functions import reach_functions
 from halfstep.mlx.layers import Layer, Matmul
 from halfstep.mlx.lowering import NATIVE, casts_of
 
 # The attributes a module gets; none of these is an array, so none is a parameter.
-_ATTRIBUTES = ("casts", "name", "streams", "halfstep", "halfstep_model")
+_ATTRIBUTES = ("casts", "name", "streams", "halfstep", "halfstep_model", "halfstep_masters", "halfstep_halves")
 
 
 class Place(NamedTuple):
@@ -146,6 +148,8 @@ def apply(
         place.put(held)
         if remainder is not None:
             remainders[name] = remainder
+            held_here = place.module.__dict__
+            held_here["halfstep_halves"] = (*held_here.get("halfstep_halves", ()), name)
     others = {name: place.array for name, place in arrays(model).items() if public(name) and name not in places}
     frozen = tuple(name for name, array in others.items() if mx.issubdtype(array.dtype, mx.floating))
     return Applied(policy, len(changes), masters, moments, places, remainders, widened, frozen, changes, originals)
@@ -175,7 +179,7 @@ def set_precision(model: Module, policy: Policy, names: Sequence[str] | None = N
     by_name = precisions(policy, [*names_of(model, names), *_loose(trainable(model))])
     check_supported([base_precision(policy), *by_name.values()])
     streams = _streams(policy, by_name)
-    modules = [(name, module) for name, module in walk(model) if isinstance(module, Layer | Around)]
+    modules = [(name, module) for name, module in walk(model) if isinstance(module, Layer | Around | Code)]
     for name, module in modules:
         precision = by_name[name] if name else base_precision(policy)
         if isinstance(module, Layer):
@@ -268,7 +272,7 @@ def names_of(model: Module, names: Sequence[str] | None) -> list[str]:
 
 def _check_unprepared(model: Module) -> None:
     for name, module in walk(model):
-        if isinstance(module, (Around, Whole, *KINDS.values())):
+        if isinstance(module, (Around, Code, Whole, *KINDS.values())):
             raise HalfstepError(
                 f"the model has a policy already: `{name or type(module).__name__}` casts",
                 hint="run.unprepare() restores the model",
@@ -305,13 +309,17 @@ def _convert(
                 hint=f"add the rule `{name}: softmax=fp32`",
             )
     originals, changes = [], []
+    reach_functions({type(module).__module__ for module in modules.values()})
     for name, module, kind, precision in plans:
-        if kind is None:
+        written_by_mlx = type(module).__module__.startswith("mlx.") and not module.children()
+        if kind is None and (module is model or written_by_mlx):
             continue
+        kind = kind or Code
         saved = {key: module.__dict__[key] for key in _ATTRIBUTES if key in module.__dict__}
         role = ISLANDS.get(type(module), "")
         originals.append((module, type(module), saved))
-        changes.append(Change(name, type(module).__name__, _form(role, kind, precision)))
+        if kind is not Code:
+            changes.append(Change(name, type(module).__name__, _form(role, kind, precision)))
         if issubclass(kind, Layer):
             module.__class__ = kind
             module.precision, module.name, module.streams = precision, name, streams

@@ -2,10 +2,11 @@
 
 MLX has no hooks, so `apply` changes `module.__class__`: arrays stay where they are, under their names, and
 printing the model shows what it now is. Linear, Embedding and the like replace one class of mlx.nn; `Around` is
-mixed into the class of any other module that holds arrays, `Whole` into that of the model itself.
+mixed into the class of any other module that holds arrays, `Code` into that of modules that hold none,
+`Whole` into that of the model itself.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,7 +17,8 @@ from mlx.nn.layers import linear as linears
 from mlx.nn.layers.base import Module
 from mlx.utils import tree_flatten
 
-from halfstep.mlx.layers import Layer, Matmul, embedding, enter, expect, layer_norm, linear, owned, rms_norm
+from halfstep.mlx.functions import mapped, scope
+from halfstep.mlx.layers import Held, Layer, Matmul, embedding, enter, expect, layer_norm, linear, owned, rms_norm
 from halfstep.mlx.lowering import Casts, casts_of
 
 
@@ -120,7 +122,7 @@ class Setting:
         return casts_of(replace(self.casts.precision, compute=fmt, grad=fmt))
 
 
-class Around(Module):
+class Around(Held):
     """Mixed into the class of a module that holds arrays: casts them, and inputs and outputs, around the call.
 
     A module that holds others passes its inputs on: a mask or a table among them may be meant to be fp32.
@@ -140,7 +142,8 @@ class Around(Module):
         for (container, key, _), array in zip(held, cast, strict=True):
             container[key] = array
         try:
-            out = super().__call__(*args, **kwargs)
+            with scope(None if setting.role else setting.casts):
+                out = super().__call__(*args, **kwargs)
         finally:
             for (container, key, array), given in zip(held, cast, strict=True):
                 # What the call replaced, such as running statistics, stays replaced.
@@ -153,6 +156,16 @@ class Around(Module):
         return ", ".join(filter(None, [super()._extra_repr(), f"{inside} inside"]))
 
 
+class Code(Held):
+    """Mixed into the class of a module that holds no arrays: somebody else wrote it, or it contains others."""
+
+    halfstep: Setting
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with scope(self.halfstep.casts):
+            return super().__call__(*args, **kwargs)
+
+
 @dataclass(frozen=True)
 class Borders:
     """How a model's inputs and outputs are cast."""
@@ -162,7 +175,7 @@ class Borders:
     cast_inputs: bool
 
 
-class Whole(Module):
+class Whole(Held):
     """Mixed into the class of the model itself: floating inputs in compute, outputs in the loss format."""
 
     halfstep_model: Borders
@@ -171,18 +184,9 @@ class Whole(Module):
         borders = self.halfstep_model
         if borders.cast_inputs:
             args, kwargs = mapped(lambda x: enter(x, borders.inputs), (args, kwargs))
-        return mapped(lambda x: enter(x, borders.outputs), super().__call__(*args, **kwargs))
-
-
-def mapped(fn: Callable[[mx.array], mx.array], tree: Any) -> Any:
-    """Applies a function to the floating arrays of plain tuples, lists and dicts, and keeps everything else."""
-    if isinstance(tree, mx.array):
-        return fn(tree) if mx.issubdtype(tree.dtype, mx.floating) else tree
-    if type(tree) is dict:
-        return {key: mapped(fn, value) for key, value in tree.items()}
-    if type(tree) in (list, tuple):
-        return type(tree)(mapped(fn, value) for value in tree)
-    return tree
+        with scope(borders.inputs):
+            y = super().__call__(*args, **kwargs)
+        return mapped(lambda x: enter(x, borders.outputs), y)
 
 
 def own_arrays(module: Module) -> Iterator[tuple[Any, Any]]:

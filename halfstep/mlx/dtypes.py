@@ -1,10 +1,10 @@
 """Formats and MLX dtypes, descriptions of MLX devices, and what MLX can compute where.
 
 `supported` answers for a *compute* format, one that matmul operands have. On a GPU the hardware decides
-(core.devices): MLX would silently run bf16 on an M1 by converting every operand. On a CPU MLX multiplies bf16 and
-fp16 by widening blocks of the operands to fp32, so the answer is yes, with that reason. MLX has no fp8 type, only
-a conversion to bytes that turns NaN into 448; so fp8 is never native here, whatever the hardware can do, nor is
-tf32.
+(core.devices), except that bf16 runs on an M1 or M2 too, where MLX converts every operand: yes, with a warning. On
+a CPU MLX multiplies bf16 and fp16 by widening blocks of the operands to fp32, so the answer is yes, with that
+reason. MLX has no fp8 type, only a conversion to bytes that turns NaN into 448; so fp8 is never native here,
+whatever the hardware can do, nor is tf32.
 
 "fp32" is fp32, but on a GPU not by default: unless the environment has MLX_ENABLE_TF32=0 before the first matmul,
 MLX multiplies fp32 arrays in TF32 wherever the hardware can (NVIDIA from Ampere on, Apple's M5).

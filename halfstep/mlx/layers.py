@@ -21,8 +21,9 @@ from typing import Any, cast
 
 import mlx.core as mx
 from mlx.nn.layers.base import Module
+from mlx.utils import tree_flatten, tree_unflatten
 
-from halfstep.core.errors import PolicyError
+from halfstep.core.errors import HalfstepError, PolicyError
 from halfstep.core.formats import FP32, Format, parse
 from halfstep.core.precision import Precision
 from halfstep.core.refusal import named_format
@@ -30,6 +31,10 @@ from halfstep.mlx.cast import carried
 from halfstep.mlx.dtypes import DTYPES, format_of
 from halfstep.mlx.lowering import Casts, casts_of
 from halfstep.mlx.matmul import held, look_up, multiply, narrowed, rounding, with_gradient
+
+# MLX's own, before functions.py wraps them for the code of models.
+_softmax, _logsumexp = mx.softmax, mx.logsumexp
+_rms_norm, _layer_norm, _attention = mx.fast.rms_norm, mx.fast.layer_norm, mx.fast.scaled_dot_product_attention
 
 _FROM_INPUT = cast(Casts, None)  # the casts of a layer that follows its input, until it is given others
 
@@ -39,7 +44,45 @@ def casts_like(x: mx.array) -> Casts:
     return casts_of(Precision.in_format(format_of(x.dtype)))
 
 
-class Layer(Module):
+class Held(Module):
+    """A module whose parameters may be halves of split masters: it shows, saves and loads the masters."""
+
+    halfstep_masters: Any = None  # of the model itself, while there is a run: optim.masters.Masters
+    halfstep_halves: tuple[str, ...] = ()  # the arrays that are halves, in the module that holds them
+
+    def parameters(self) -> Any:
+        """Returns the parameters, those that are split as whole fp32 masters, whose gradients are fp32 too."""
+        tree = super().parameters()
+        joined = {} if self.halfstep_masters is None else self.halfstep_masters.joined()
+        return tree_unflatten(list((dict(tree_flatten(tree)) | joined).items())) if joined else tree
+
+    def save_weights(self, file: str) -> None:
+        """Saves the parameters, split ones as fp32 masters."""
+        self._check_whole("save_weights")
+        super().save_weights(file)
+
+    def load_weights(self, file_or_weights: Any, strict: bool = True) -> Any:
+        """Loads weights of any floating dtype, and holds each as its master is held."""
+        self._check_whole("load_weights")
+        masters = self.halfstep_masters
+        before = {} if masters is None else {name: place.array for name, place in masters.places.items()}
+        super().load_weights(file_or_weights, strict)
+        new = {n: masters.places[n].array for n, array in before.items() if masters.places[n].array is not array}
+        if new:
+            masters.set({name: array.astype(mx.float32) for name, array in new.items()})
+        return self
+
+    def _check_whole(self, method: str) -> None:
+        """Refuses a part of a model, which has no remainders of its split masters."""
+        halves = [n for module in self.modules() for n in module.__dict__.get("halfstep_halves", ())]
+        if halves and self.halfstep_masters is None:
+            raise HalfstepError(
+                f"{method} of a part of the model: `{halves[0]}` is the bf16 half of a split master here",
+                hint=f"call {method} of the whole model, which has the masters in fp32, or run.unprepare() first",
+            )
+
+
+class Layer(Held):
     """A module with its own precision; fp32 until a policy is applied."""
 
     casts: Casts = casts_of(Precision())
@@ -105,6 +148,11 @@ def owned(parameter: mx.array, casts: Casts) -> mx.array:
     return _owning(casts.precision.grad_weight)(parameter)
 
 
+def widened(parameter: mx.array) -> mx.array:
+    """Returns a parameter in fp32, with its gradient in fp32."""
+    return _owning(FP32)(parameter)  # type: ignore[no-any-return]
+
+
 def times(x: mx.array, factor: mx.array, casts: Casts) -> mx.array:
     """Multiplies an activation by a parameter broadcast to it. Half numbers have exact products in fp32."""
     return enter(x.astype(mx.float32) * factor.astype(mx.float32), casts)
@@ -135,8 +183,8 @@ def rms_norm(x: mx.array, gain: mx.array | None, casts: Casts, eps: float = 1e-6
     """Returns x / sqrt(mean(x^2) + eps) * gain: inside in the norm format, out in compute."""
     fmt = casts.precision.norm
     gain = None if gain is None else owned(gain, casts)
-    x, gain = _inside(x, casts.norm, fmt, casts), _inside(gain, casts.norm, fmt, casts)
-    return _outside(mx.fast.rms_norm(x, gain, eps), casts.norm, fmt, casts)
+    x, gain = inside(x, casts.norm, fmt, casts), inside(gain, casts.norm, fmt, casts)
+    return outside(_rms_norm(x, gain, eps), casts.norm, fmt, casts)
 
 
 def layer_norm(
@@ -145,15 +193,14 @@ def layer_norm(
     """Returns (x - mean) / sqrt(variance + eps) * gain + bias: inside in the norm format, out in compute."""
     fmt = casts.precision.norm
     gain, bias = (None if p is None else owned(p, casts) for p in (gain, bias))
-    x, gain, bias = (_inside(t, casts.norm, fmt, casts) for t in (x, gain, bias))
-    return _outside(mx.fast.layer_norm(x, gain, bias, eps), casts.norm, fmt, casts)
+    x, gain, bias = (inside(t, casts.norm, fmt, casts) for t in (x, gain, bias))
+    return outside(_layer_norm(x, gain, bias, eps), casts.norm, fmt, casts)
 
 
 def softmax(x: mx.array, casts: Casts, axis: int = -1) -> mx.array:
     """Returns exp(x) / sum(exp(x)): inside in the softmax format, out in compute."""
     fmt = casts.precision.softmax
-    inside = mx.softmax(_inside(x, casts.softmax, fmt, casts), axis=axis)
-    return _outside(inside, casts.softmax, fmt, casts)
+    return outside(_softmax(inside(x, casts.softmax, fmt, casts), axis=axis), casts.softmax, fmt, casts)
 
 
 def attention(q_BHTK: mx.array, k_BHTK: mx.array, v_BHTK: mx.array, casts: Casts) -> mx.array:
@@ -161,7 +208,7 @@ def attention(q_BHTK: mx.array, k_BHTK: mx.array, v_BHTK: mx.array, casts: Casts
     q, k, v = (enter(t, casts) for t in (q_BHTK, k_BHTK, v_BHTK))
     if casts.fused_softmax:
         q, k, v = (t.astype(mx.float32) for t in (q, k, v))
-        y = mx.fast.scaled_dot_product_attention(q, k, v, scale=q.shape[-1] ** -0.5, mask="causal")
+        y = _attention(q, k, v, scale=q.shape[-1] ** -0.5, mask="causal")
         return enter(y, casts)
     if q.shape[1] != k.shape[1]:
         k, v = (mx.repeat(t, q.shape[1] // k.shape[1], axis=1) for t in (k, v))
@@ -171,11 +218,11 @@ def attention(q_BHTK: mx.array, k_BHTK: mx.array, v_BHTK: mx.array, casts: Casts
 def cross_entropy(logits: mx.array, targets: mx.array, casts: Casts, softcap: float = 0.0) -> mx.array:
     """Returns the sum of -log softmax(logits)[target] over all targets: inside and out in the loss format."""
     fmt = casts.precision.loss
-    inside = _inside(logits, casts.loss, fmt, casts)
+    wide = inside(logits, casts.loss, fmt, casts)
     if softcap:
-        inside = softcap * mx.tanh(inside / softcap)
-    chosen = mx.take_along_axis(inside, targets[..., None], axis=-1).squeeze(-1)
-    total = (mx.logsumexp(inside, axis=-1) - chosen).sum()
+        wide = softcap * mx.tanh(wide / softcap)
+    chosen = mx.take_along_axis(wide, targets[..., None], axis=-1).squeeze(-1)
+    total = (_logsumexp(wide, axis=-1) - chosen).sum()
     return narrowed(total, casts.loss, fmt, casts)
 
 
@@ -247,12 +294,13 @@ class Norm(Layer):
         return f"{self.kind}, {self.precision.norm} inside, {self.precision.compute} out"
 
 
-def _inside(x: Any, dtype: mx.Dtype, fmt: Format, casts: Casts) -> Any:
+def inside(x: Any, dtype: mx.Dtype, fmt: Format, casts: Casts) -> Any:
     """Returns an array (or None) with numbers of the format that an island computes in, in fp32."""
     return None if x is None else narrowed(x, dtype, fmt, casts).astype(mx.float32)
 
 
-def _outside(x: mx.array, dtype: mx.Dtype, fmt: Format, casts: Casts) -> mx.array:
+def outside(x: mx.array, dtype: mx.Dtype, fmt: Format, casts: Casts) -> mx.array:
+    """Rounds the result of an island to its format, then to compute."""
     return enter(narrowed(x, dtype, fmt, casts), casts)
 
 

@@ -28,7 +28,9 @@ from halfstep.core.policy import Policy
 from halfstep.core.roles import print_value
 from halfstep.core.scaling import ScaleState, way_out
 from halfstep.mlx.apply import Applied, Place, apply, arrays, public, restore, trainable
-from halfstep.mlx.dtypes import dtype_of
+from halfstep.mlx.dtypes import describe, dtype_of
+from halfstep.mlx.functions import scope
+from halfstep.mlx.lowering import casts_for
 from halfstep.mlx.optim.masters import Masters
 from halfstep.mlx.optim.optimizers import leaves_of
 from halfstep.mlx.run.checks import check_loss, check_weight, measured_choice, resolve_compile
@@ -93,7 +95,7 @@ def prepare(
                 hint="prepare(model, optimizer, policy)",
             )
     compiled = resolve_compile(compile)
-    policy, choice = settle(policy, lambda: measured_choice(model, tokens))
+    policy, choice = settle(policy, lambda: measured_choice(model, tokens), describe(mx.default_device()))
     conversion = apply(model, policy, cast_inputs=cast_inputs)
     return Run(model, optimizer, conversion, clip_norm, seed=seed, compile=compiled, choice=choice)
 
@@ -117,11 +119,11 @@ class Run:
         self.policy = conversion.policy
         self.clip_norm, self.choice = clip_norm, choice  # what `auto` chose and why; None if a policy was named
         self.compile = compile
-        self.masters = Masters(conversion, seed)
+        self.masters = model.halfstep_masters = Masters(conversion, seed)
         init = self.policy.scale.init()._asdict()
         self.scalars = {name: mx.array(init[name], dtype) for name, dtype in _SCALARS.items()}
         self.scalars["applied"] = mx.array(0, mx.int32)
-        self._accumulate = dtype_of(self.policy.accumulate)
+        self._accumulate, self._base = dtype_of(self.policy.accumulate), casts_for(self.policy)
         self._compiled: dict[Any, Callable[..., Any]] = {}
         self._sum: Gradients | None = None
         # Arrays that are not trained: their places, their values before the step, and the names of those that the
@@ -253,6 +255,7 @@ class Run:
         """Restores a state, bit for bit. One of another model, optimizer or precision is refused whole."""
         self._check_open()
         load_state(Live(self._places(), self.masters.remainders, self.scalars), state)
+        self.masters.note_writes()
         self.forget()
 
     def forget(self) -> None:
@@ -281,7 +284,8 @@ class Run:
                 f"  gradients are {summed}; loss scale: {print_value(self.policy.scale)}",
                 f"  {kinds}: fp32 masters and gradients; a skipped step costs no sync",
                 f"  the step is {'compiled' if self.compile else 'not compiled'}",
-                "  functions that the model calls, such as mx.softmax, compute in the dtype of their inputs",
+                "  softmax, norms, attention and losses that the model calls as functions follow the policy; "
+                "other functions compute in the dtype of their inputs",
             ]
         )
 
@@ -306,6 +310,7 @@ class Run:
 
     def _check_model(self) -> None:
         """Refuses a model whose parameters are no longer those that were prepared."""
+        self.masters.check_writes()
         now = {name: (id(p.container), p.array.dtype) for name, p in trainable(self.model).items()}
         if now != self._known:
             odd = sorted(dict(now.items() ^ self._known.items()))[0]
@@ -323,13 +328,16 @@ class Run:
         key = (key, *map(id, live[:-1]))
         if key not in self._compiled:
             self._compiled[key] = mx.compile(function, inputs=live, outputs=live)
-        return self._compiled[key](*args)
+        results = self._compiled[key](*args)
+        self.masters.note_writes()  # compiled code replaces the arrays of its outputs
+        return results
 
     def _differentiator(self, loss_fn: LossFn) -> Callable[[Any], tuple[mx.array, mx.array, dict[str, mx.array]]]:
 
         def scaled(used: dict[str, mx.array], batch: Any, scale: mx.array) -> tuple[mx.array, ...]:
             self.masters.put(used)
-            returned = loss_fn(self.model, batch)
+            with scope(self._base):
+                returned = loss_fn(self.model, batch)
             is_pair = isinstance(returned, tuple) and len(returned) == 2
             total, weight = returned if is_pair else (returned, 1.0)
             weight = check_weight(weight)

@@ -29,11 +29,12 @@ from halfstep.core.scaling import DynamicScale, NoScale, way_out
 from halfstep.torch import state
 from halfstep.torch.apply import apply, names_of, restore, set_precision
 from halfstep.torch.convert.plan import check_model
+from halfstep.torch.dtypes import describe
 from halfstep.torch.optim.adamw import Optimizer
 from halfstep.torch.optim.drivers import check_optimizers, norm_of
 from halfstep.torch.run import nonfinite
 from halfstep.torch.run.accumulation import checked_pair, checked_weight, divisor, times
-from halfstep.torch.run.checks import check_moments, check_replicas, check_settings, measured_choice
+from halfstep.torch.run.checks import check_moments, check_replicas, check_settings, device_of, measured_choice
 from halfstep.torch.run.edit import edited
 from halfstep.torch.run.from_amp import State, take_over
 from halfstep.torch.run.parts import RunParts
@@ -78,7 +79,7 @@ def prepare(
     """
     check_model(model)
     check_settings(clip_norm, seed, ema, tokens)
-    policy, choice = settle(policy, lambda: measured_choice(model, tokens))
+    policy, choice = settle(policy, lambda: measured_choice(model, tokens), describe(device_of(model)))
     params = [value for rule in policy.rules for _, value in rule.changes if isinstance(value, Param)]
     narrow = any(param.split or param.format != FP32 for param in (policy.param, *params))
     optimizers = check_optimizers(optimizer, model, narrow=narrow)

@@ -24,6 +24,7 @@ from halfstep.config.run import RunConfig
 from halfstep.core.choice import Choice
 from halfstep.core.errors import HalfstepError
 from halfstep.core.policy import Policy
+from halfstep.core.refusal import slow_formats
 from halfstep.training import memory
 from halfstep.training.checkpoints.retention import Retention, warn_of_keep_best
 from halfstep.training.checkpoints.writer import Saver
@@ -120,7 +121,7 @@ class Loop:
                 self.lock, self.start = opened.lock, opened.restore(self.context)
                 self.warnings += opened.warnings
             on_error.pop_all()
-        self.warnings += warn_of_keep_best(training)
+        self.warnings += warn_of_keep_best(training) + slow_formats(policy, self.session.description)
         self.warnings += getattr(self.session, "notes", [])  # what was decided by measurement, or a checkpoint
         self._owes_evaluation = opened is not None and opened.owes_evaluation()
         self._has_ended = self.start == training.steps and folder.has_ended(out)

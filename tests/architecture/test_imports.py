@@ -69,7 +69,6 @@ ABSENT_ROOMS = {
     "fp8": "torch alone: the hardware's own fp8 matmul; XLA has its own, MLX emulates",
     "kernels": "torch alone: JAX compiles a whole step, and MLX has no such kernels yet",
     "islands": "torch alone: there is a torch.nn whose names people expect",
-    "functions": "torch, JAX: MLX offers no way to reach the functions that a model calls",
     "convert": "torch, MLX: modules change their class; JAX has functions instead",
 }
 # The frameworks, and the folder that may import each.

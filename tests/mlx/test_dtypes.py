@@ -1,15 +1,21 @@
+import warnings
+
 import mlx.core as mx
 import pytest
+from mlx import nn, optimizers
 
 from halfstep.core.choice import Support
 from halfstep.core.devices import Device
 from halfstep.core.errors import HalfstepError
 from halfstep.core.formats import BF16, E4M3, E5M2, FP16, TF32, parse
-from halfstep.mlx import dtypes
+from halfstep.core.policy import Policy
+from halfstep.core.refusal import slow_formats
+from halfstep.mlx import dtypes, step
 from halfstep.mlx.dtypes import answer, as_device, describe, pin_matmuls, supported
 
 M1 = Device("apple", "Apple M1", architecture="m1")
 M3 = Device("apple", "Apple M3 Max", architecture="m3")
+SLOWER = "it runs anyway, perhaps slower than fp32, and fp16 may be faster"
 H100 = Device("nvidia", "H100", capability=(9, 0))
 N1 = Device("cpu", "Neoverse-N1", architecture="aarch64", features=frozenset({"asimdhp"}))
 
@@ -17,7 +23,7 @@ N1 = Device("cpu", "Neoverse-N1", architecture="aarch64", features=frozenset({"a
 @pytest.mark.parametrize(
     ("fmt", "device", "expected"),
     [
-        (BF16, M1, Support(False, "m1 converts bf16 in software; bf16 needs m3; `emulate=true` runs it emulated")),
+        (BF16, M1, Support(True, f"m1 converts bf16 in software; bf16 needs m3; {SLOWER}")),
         (BF16, M3, Support(True, "m3; bf16 needs m3")),
         (FP16, M1, Support(True, "Apple M1; every Apple GPU from the M1 on multiplies fp16")),
         (BF16, H100, Support(True, "compute capability 9.0; bf16 needs 8.0")),
@@ -91,3 +97,18 @@ def test_fp32_matmuls_on_a_gpu_are_fp32_or_refused(monkeypatch):
         pin_matmuls("gpu")
     assert "MLX_ENABLE_TF32=0" in caught.value.hint
     monkeypatch.delenv("MLX_ENABLE_TF32")
+
+
+def test_bf16_runs_on_an_m1_with_a_warning_and_on_an_m3_without(monkeypatch):
+    def prepared(device):
+        monkeypatch.setattr(dtypes, "describe", lambda _: device)
+        monkeypatch.setattr(step, "describe", lambda _: device)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            step.prepare(nn.Linear(2, 2), optimizers.SGD(0.1), "bf16-mixed")
+        return [str(warning.message) for warning in caught]
+
+    assert prepared(M1) == [f"bf16 on Apple M1: m1 converts bf16 in software; bf16 needs m3; {SLOWER}"]
+    assert prepared(M3) == []
+    assert slow_formats(Policy.parse("fp16-mixed; **: compute=bf16,grad=bf16"), M1)
+    assert not slow_formats(Policy.parse("bf16-mixed,emulate=true"), M1)

@@ -20,7 +20,7 @@ def session(policy="fp32", *extra):
 
 
 def weights(session):
-    return dict(session.model.named_parameters())
+    return {name: place.array for name, place in session.run.masters.places.items()}
 
 
 def test_evaluation_may_be_wider_than_training_and_sees_the_whole_of_split_masters():

@@ -1,10 +1,13 @@
 """State as flat arrays: names, bits, and what is refused whole."""
 
+import copy
+
 import mlx.core as mx
 import mlx.optimizers
 import numpy as np
 import pytest
 from mlx import nn
+from mlx.utils import tree_flatten, tree_map
 
 from halfstep.core.errors import HalfstepError
 from halfstep.mlx import prepare
@@ -113,3 +116,57 @@ def test_a_nan_keeps_its_bits_and_a_dtype_that_mlx_lacks_is_refused():
     assert stored(patterns.view(mx.bfloat16))[2] == np.array(patterns).tobytes()
     with pytest.raises(HalfstepError, match="F8_E4M3"):
         restored(("F8_E4M3", (1,), b"\0"))
+
+
+SPLIT = "bf16-mixed,param=fp32:split"
+
+
+def exact(found, masters):
+    return found.keys() == masters.keys() and all(mx.array_equal(found[n], a).item() for n, a in masters.items())
+
+
+@pytest.mark.parametrize("compile", [False, pytest.param(True, marks=pytest.mark.prove)])  # g++ takes long
+def test_split_masters_are_saved_shown_and_loaded_whole(tmp_path, compile):
+    one, file = run(SPLIT), str(tmp_path / "weights.safetensors")
+    one.compile = compile
+    train(one, range(2))
+    masters = one.masters.wide()
+    one.model.save_weights(file)
+    assert exact(mx.load(file), masters)
+    assert exact(dict(tree_flatten(one.model.parameters())), masters)
+    assert exact(dict(tree_flatten(copy.deepcopy(one.model).parameters())), masters)
+    other = run(SPLIT)
+    other.model.load_weights(file)
+    assert exact(other.masters.wide(), masters)
+    assert train(other, [7]) > 0
+    other.model.load_weights([(n, a.astype(mx.bfloat16)) for n, a in masters.items()])
+    assert exact(other.masters.wide(), {n: a.astype(mx.bfloat16).astype(mx.float32) for n, a in masters.items()})
+    plain = one.unprepare()
+    assert exact(dict(tree_flatten(plain.parameters())), masters)
+
+
+def test_halves_of_split_masters_are_neither_saved_nor_written_by_hand(tmp_path):
+    r = run(SPLIT)
+    with pytest.raises(HalfstepError, match=r"`layers\.0\.weight` is the bf16 half of a split master") as caught:
+        r.model.layers[0].save_weights(str(tmp_path / "part.npz"))
+    assert "of the whole model" in caught.value.hint
+    r.model.update(tree_map(lambda p: p * 0.999, r.model.trainable_parameters()))
+    with pytest.raises(HalfstepError, match=r"`layers\.0\.weight` was written by hand") as caught:
+        train(r, [0])
+    assert "load_weights" in caught.value.hint
+    nested = nn.Sequential(nn.Sequential(nn.Linear(2, 2)))
+    prepare(nested, mlx.optimizers.SGD(0.1), SPLIT)
+    with pytest.raises(HalfstepError, match="half of a split master"):
+        nested.layers[0].save_weights(str(tmp_path / "part.npz"))
+
+
+def test_a_loss_of_the_parameters_themselves_has_fp32_gradients():
+    r = run(SPLIT)
+    name, master = "layers.2.weight", r.masters.wide()["layers.2.weight"]
+
+    def decay(model, x):
+        return sum(mx.square(p).sum() for _, p in tree_flatten(model.parameters()))
+
+    gradient = r.value_and_grad(decay)(draw(1, 4))[1].arrays[name]
+    assert gradient.dtype == mx.float32
+    assert mx.array_equal(gradient, 2 * master)

@@ -19,11 +19,12 @@ from contextlib import contextmanager
 
 import mlx.core as mx
 
+from halfstep.core.errors import HalfstepError
 from halfstep.core.philox import tensor_id
 from halfstep.mlx.apply import Applied, Place, hold
 from halfstep.mlx.cast import join, quantize, random_bits
 from halfstep.mlx.dtypes import dtype_of
-from halfstep.mlx.layers import Matmul
+from halfstep.mlx.layers import Matmul, widened
 
 
 class Masters:
@@ -35,10 +36,36 @@ class Masters:
         self.policy = converted.policy
         self.remainders = dict(converted.remainders)
         self.seed = seed
+        self.note_writes()
 
     def wide(self) -> dict[str, mx.array]:
         """Returns the numbers themselves, in fp32: what an optimizer updates."""
         return {name: self._wide(name, place) for name, place in self.places.items()}
+
+    def joined(self) -> dict[str, mx.array]:
+        """Returns split masters in fp32, differentiable like the arrays in the model, with fp32 gradients."""
+        joined = {}
+        for name, remainder in self.remainders.items():
+            array = self.places[name].array
+            if array.dtype == mx.bfloat16:  # elsewhere the whole is in use
+                hi = mx.stop_gradient(array)
+                joined[name] = widened(array) + (join(hi, remainder) - hi.astype(mx.float32))
+        return joined
+
+    def note_writes(self) -> None:
+        """Notes the halves that are in the model now: others have no remainder."""
+        self._halves = {name: self.places[name].array for name in self.remainders}
+
+    def check_writes(self) -> None:
+        """Refuses a half that somebody else put into the model: its remainder belongs to the old one."""
+        for name, half in self._halves.items():
+            if self.places[name].array is not half:
+                raise HalfstepError(
+                    f"`{name}` was written by hand, and it is the bf16 half of a split master: what bf16 leaves "
+                    "out would be that of the old numbers",
+                    hint=f"model.load_weights([('{name}', array)], strict=False) writes a master exactly, and "
+                    "model.parameters() reads it; or prepare with `param=fp32`",
+                )
 
     def used(self) -> dict[str, mx.array]:
         """Returns what the forward pass uses."""
@@ -62,6 +89,7 @@ class Masters:
         """Puts arrays into the model unchanged."""
         for name, array in arrays.items():
             self.places[name].put(array)
+        self.note_writes()
 
     def set(self, wide: Mapping[str, mx.array]) -> None:
         """Stores fp32 numbers, each as its master is held, rounded to nearest."""
@@ -70,6 +98,7 @@ class Masters:
             self.places[name].put(held)
             if remainder is not None:
                 self.remainders[name] = remainder
+        self.note_writes()
 
     def update(self, wide: Mapping[str, mx.array], finite: mx.array, count: mx.array) -> None:
         """Stores the results of update number `count`; if it is not finite, everything stays unchanged."""
@@ -78,6 +107,7 @@ class Masters:
             place.put(mx.where(finite, held, place.array))
             if remainder is not None:
                 self.remainders[name] = mx.where(finite, remainder, self.remainders[name])
+        self.note_writes()
 
     def _wide(self, name: str, place: Place) -> mx.array:
         if name in self.remainders:

@@ -31,9 +31,12 @@ def check_settings(clip_norm: Any, seed: Any, ema: float, tokens: int) -> None:
 
 def measured_choice(model: nn.Module, tokens: int) -> Choice:
     """Returns what `auto` means for a model: what is fastest on its device, by a block as wide as its layers."""
-    parameters = list(model.parameters())
-    device = parameters[0].device if parameters else torch.get_default_device()
-    return decide_once(measure, device, model_like(p.shape for p in parameters), tokens)
+    return decide_once(measure, device_of(model), model_like(p.shape for p in model.parameters()), tokens)
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """Returns the device of a model's first parameter."""
+    return next((p.device for p in model.parameters()), torch.get_default_device())
 
 
 def check_moments(optimizers: Sequence[torch.optim.Optimizer], model: nn.Module, policy: Policy) -> None:

@@ -1,0 +1,132 @@
+"""How a policy reaches the MLX functions that a model's own code calls, such as `mx.softmax(scores)`.
+
+MLX has no function modes. So `reach_functions` puts a wrapper in the place of each function below, under every
+name that mlx or a module of the model has for it. While the forward of a prepared model or its loss function runs,
+there is a scope, and the wrappers do what the scope's precision says; elsewhere they call MLX's own.
+
+    softmax, logsumexp, log_softmax, softmin   in the softmax format, compute out
+    fast.rms_norm, fast.layer_norm             in the norm format, compute out
+    fast.rope                                  in the rope format, compute out
+    cross_entropy and the other losses         in the loss format, inside and out
+    fast.scaled_dot_product_attention          fp32 scores and softmax, compute out
+
+What is given fp32 by a policy that says fp32 runs as it is written. Everything else that a model calls computes in
+the dtype of its inputs. halfstep's own layers (layers.py) do not pass through here.
+"""
+
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import wraps
+from types import ModuleType
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn
+from mlx.nn import losses
+from mlx.nn.layers import activations
+
+from halfstep.core.errors import PolicyError
+from halfstep.core.formats import FP32
+from halfstep.mlx.dtypes import dtype_of
+from halfstep.mlx.layers import enter, inside, outside
+from halfstep.mlx.lowering import Casts
+from halfstep.mlx.matmul import narrowed
+
+_NARROW = (mx.bfloat16, mx.float16)
+_SCOPE: ContextVar[Casts | None] = ContextVar("halfstep_scope", default=None)
+Call = Callable[..., Any]
+
+
+@contextmanager
+def scope(casts: Casts | None) -> Iterator[None]:
+    """Says what the functions that are called inside compute in; None: whatever MLX does."""
+    token = _SCOPE.set(casts)
+    try:
+        yield
+    finally:
+        _SCOPE.reset(token)
+
+
+def mapped(fn: Callable[[mx.array], mx.array], tree: Any) -> Any:
+    """Applies a function to the floating arrays of plain tuples, lists and dicts, and keeps everything else."""
+    if isinstance(tree, mx.array):
+        return fn(tree) if mx.issubdtype(tree.dtype, mx.floating) else tree
+    if type(tree) is dict:
+        return {key: mapped(fn, value) for key, value in tree.items()}
+    if type(tree) in (list, tuple):
+        return type(tree)(mapped(fn, value) for value in tree)
+    return tree
+
+
+def reach_functions(modules: Iterable[str]) -> None:
+    """Puts the wrappers into mlx, and into the named modules, which may have imported functions by name."""
+    for module in [mx, mx.fast, mx.array, mlx.nn, losses, activations, *map(sys.modules.get, modules)]:
+        for name, value in list(vars(module).items()) if isinstance(module, ModuleType | type) else ():
+            wrapper = _WRAPPERS.get(id(value))
+            if wrapper is not None:
+                setattr(module, name, wrapper)
+
+
+def _island(function: Call, role: str, args: Any, kwargs: Any, casts: Casts) -> Any:
+    fmt = getattr(casts.precision, role)
+    dtype = dtype_of(FP32 if casts.emulate else fmt)
+    given: list[mx.array] = []
+    mapped(lambda x: given.append(x) or x, (args, kwargs))  # type: ignore[func-returns-value]
+    narrow = any(x.dtype in _NARROW for x in given)
+    if not (casts.emulate or narrow or fmt != FP32):
+        return function(*args, **kwargs)
+    args, kwargs = mapped(lambda x: inside(x, dtype, fmt, casts), (args, kwargs))
+    y = function(*args, **kwargs)
+    if role == "loss":
+        return mapped(lambda y: narrowed(y, dtype, fmt, casts), y)
+    stays_wide = not casts.emulate and given and given[0].dtype not in _NARROW
+    return mapped(lambda y: narrowed(y, dtype, fmt, casts) if stays_wide else outside(y, dtype, fmt, casts), y)
+
+
+def _attention(function: Call, role: str, args: Any, kwargs: Any, casts: Casts) -> Any:
+    if casts.precision.softmax != FP32:
+        raise PolicyError(
+            f"softmax={casts.precision.softmax} does not reach mx.fast.scaled_dot_product_attention: its softmax "
+            "is fp32",
+            hint="write `softmax=fp32`, or compute the attention with mx.softmax",
+        )
+    if not casts.emulate and args[0].dtype not in _NARROW:
+        return function(*args, **kwargs)
+    args, kwargs = mapped(lambda x: enter(x, casts).astype(mx.float32), (args, kwargs))
+    return enter(function(*args, **kwargs), casts)
+
+
+def _wrapped(function: Call, role: str, run: Call = _island) -> Call:
+    @wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        casts = _SCOPE.get()
+        if casts is None:
+            return function(*args, **kwargs)
+        with scope(None):  # a function that is made of others decides for them
+            return run(function, role, args, kwargs, casts)
+
+    return call
+
+
+def _functions() -> Iterator[tuple[Call, Call]]:
+    for place, names, role in (
+        (mx, "softmax logsumexp logcumsumexp", "softmax"),
+        (mx.array, "logsumexp", "softmax"),
+        (activations, "softmax log_softmax softmin", "softmax"),
+        (mx.fast, "rms_norm layer_norm", "norm"),
+        (mx.fast, "rope", "rope"),
+        (mx.fast, "cross_entropy", "loss"),
+        (losses, " ".join(name for name in dir(losses) if name.endswith(("_loss", "_entropy"))), "loss"),
+    ):
+        own = vars(place)
+        for name in names.split():
+            if name in own:  # MLX 0.30 has fewer
+                yield own[name], _wrapped(own[name], role)
+    attention = mx.fast.scaled_dot_product_attention
+    yield attention, _wrapped(attention, "softmax", _attention)
+
+
+_FUNCTIONS = list(_functions())
+_WRAPPERS = {id(function): wrapper for function, wrapper in _FUNCTIONS}
