@@ -14,29 +14,19 @@ from typing import Any
 
 import numpy as np
 
+from halfstep.config.schema import build
 from halfstep.core.errors import HalfstepError
 from halfstep.report.number_format import number
 from halfstep.report.series import Series
 from halfstep.report.step_history import StepHistory
+from halfstep.training.telemetry.events import SettingsChange
 
 Event = Mapping[str, Any]
 
 
-@dataclass(frozen=True)
-class Change:
-    """Settings that were changed where a run resumed: the value before, and the one since."""
-
-    step: int
-    settings: Mapping[str, tuple[str, str]]
-
-
-def read_changes(start: Event) -> list[Change]:
+def read_changes(start: Event) -> list[SettingsChange]:
     """Returns what was changed up to a start, in the order of steps."""
-    changes = []
-    for one in start.get("changes") or ():
-        pairs = {key: (str(was), str(now)) for key, (was, now) in one["settings"].items()}
-        changes.append(Change(int(one["step"]), pairs))
-    return changes
+    return [build(SettingsChange, one) for one in start.get("changes") or ()]
 
 
 @dataclass
@@ -109,10 +99,9 @@ class History:
     @property
     def policies(self) -> list[tuple[int, str]]:
         """The precisions that the run had, each with the step after which it began."""
-        now = str(self.start.get("policy"))
         changes = [each for each in read_changes(self.start) if "policy" in each.settings]
-        changed = [(each.step, each.settings["policy"]) for each in changes]
-        return [(0, changed[0][1][0] if changed else now), *((step, after) for step, (_, after) in changed)]
+        first = changes[0].settings["policy"][0] if changes else self.start.get("policy")
+        return [(0, str(first)), *((each.step, str(each.settings["policy"][1])) for each in changes)]
 
     @property
     def choice(self) -> Mapping[str, Any] | None:

@@ -43,6 +43,7 @@ from halfstep.training.run.folder import changed_settings
 from halfstep.training.run.health import Health
 from halfstep.training.schedule import factor
 from halfstep.training.session import Session, backend_version
+from halfstep.training.telemetry.events import SettingsChange
 
 # Settings that a resumed run may change although they change bits: sums are taken in another order.
 _SWITCHES = ("compile", "recompute_blocks", "batch", "micro_batches")
@@ -77,14 +78,6 @@ class RecordedHealth:
     spikes: RecordedSpikes
 
 
-@dataclass(frozen=True)
-class RecordedChange:
-    """What was changed at a resume: what each setting was and is."""
-
-    step: Count
-    settings: Mapping[str, tuple[Any, Any]]
-
-
 @dataclass(frozen=True, kw_only=True)
 class Recorded:
     """What an evaluation reads of a manifest."""
@@ -105,7 +98,7 @@ class Resumable(Recorded):
 
     choice: Choice | None
     guard: RecordedHealth
-    changes: tuple[RecordedChange, ...] = ()
+    changes: tuple[SettingsChange, ...] = ()
 
 
 @dataclass

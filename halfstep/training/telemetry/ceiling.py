@@ -1,9 +1,9 @@
 """The ceiling of a run: the most FLOPs per second that the device does in the policy's `compute` format.
 
 Matmuls are timed (`halfstep.tools.probe`), and the fastest repeat counts: a data sheet's number holds at clocks
-that the device does not keep. If only matmuls were affordable that are mostly their launch, the ceiling is unknown.
-fp8 operands, which rules give to some matmuls, do not move it: so an fp8 run compares with a bf16 run, and may
-exceed it. A resumed run uses the recorded value, unless device or format is another.
+that the device does not keep. If only matmuls were affordable that are mostly their launch, the ceiling is
+unknown. fp8 operands, which rules give to some matmuls, do not move it: so an fp8 run compares with a bf16 run,
+and may exceed it. A resumed run uses the recorded value, unless device or format is another.
 """
 
 from contextlib import suppress

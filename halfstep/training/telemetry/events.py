@@ -42,6 +42,7 @@ import re
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, BinaryIO
 
@@ -55,6 +56,15 @@ from halfstep.training.files import os_errors
 BLOCK = 64 << 10  # bytes that are read at once from the end of a file
 MOST_LINE = 1 << 24  # bytes of an event; a longer line is damage
 
+
+@dataclass(frozen=True)
+class SettingsChange:
+    """Settings that were changed where a run resumed: what each was, and is since."""
+
+    step: Count
+    settings: Mapping[str, tuple[Any, Any]]
+
+
 _STEP: dict[str, Any] = {"step": Count}
 _LOSS: dict[str, Any] = {**_STEP, "loss": float | None, "grad_norm": float | None, "scale": float | None}
 _DONE: dict[str, Any] = {**_STEP, "spent": Mapping[str, float | None] | None, "mfu": float | None}
@@ -63,6 +73,7 @@ _FIELDS: dict[str, dict[str, Any]] = {
         "config": Mapping[str, Any],
         "policy": str,
         "choice": Mapping[str, str] | None,
+        "changes": tuple[SettingsChange, ...],
         "backend": Mapping[str, str],
         "device": Mapping[str, str],
         "ceiling": Mapping[str, Any] | None,

@@ -98,6 +98,8 @@ def test_a_kill_at_any_byte_loses_the_last_event_at_most(tmp_path):
         b'{"event": 1}',
         b"\xff",
         b'{"event": "x", "y": NaN}',
+        b'{"event": "start", "changes": [{"step": 1}]}',
+        b'{"event": "start", "changes": [{"step": 1, "settings": {"policy": "fp32"}}]}',
     ],
 )
 def test_damage_in_the_middle_is_refused_with_its_line(tmp_path, line):
