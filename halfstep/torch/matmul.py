@@ -198,10 +198,9 @@ def recorded(
     function: Callable[..., Tensor], inputs: dict[int, Tensor | None], ctx: Any, g: Tensor
 ) -> tuple[Tensor | None, ...]:
     """Returns gradients that can be differentiated again; `inputs` has those of the function, by place."""
-    needed = [place for place, t in inputs.items() if t is not None and ctx.needs_input_grad[place]]
+    needed = {place: t for place, t in inputs.items() if t is not None and ctx.needs_input_grad[place]}
     with torch.enable_grad():
-        y = function(*inputs.values())
-        grads = torch.autograd.grad(y, [inputs[place] for place in needed], g, create_graph=True)  # type: ignore[misc]
+        grads = torch.autograd.grad(function(*inputs.values()), [*needed.values()], g, create_graph=True)
     by_place = dict(zip(needed, grads, strict=True))
     return tuple(by_place.get(place) for place in range(len(ctx.needs_input_grad)))
 

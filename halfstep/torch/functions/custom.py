@@ -59,7 +59,8 @@ def reach_custom_functions() -> None:
 
 
 def _subclasses(kind: type) -> Iterator[type]:
-    for subclass in type.__subclasses__(kind):
+    subclasses: list[type] = type.__subclasses__(kind)
+    for subclass in subclasses:
         yield subclass
         yield from _subclasses(subclass)
 
