@@ -108,6 +108,8 @@ class Half(nn.Parameter):
     @property
     def data(self) -> Tensor:  # type: ignore[override]
         """The bf16 numbers."""
+        if torch.compiler.is_compiling():
+            return self.detach()
         data: Tensor = _DATA.__get__(self)
         if is_split(self):
             _watch(self, data)
@@ -170,8 +172,9 @@ def unwritten(parameters: Sequence[Tensor]) -> bool:
 
 def _watch(parameter: Tensor, tensor: Tensor, *, joined: bool = False) -> None:
     """Lets a write to a tensor that is handed out be noticed."""
-    counter = tensor.detach()
-    _DATA.__set__(counter, tensor.new_empty(0))
+    with torch.inference_mode(False):
+        counter = tensor.detach()
+        _DATA.__set__(counter, tensor.new_empty(0))
     handed = _Handed(weakref.ref(tensor), counter, counter._version, joined)
     noted = getattr(parameter, WRITES)
     if isinstance(noted, _Watched):
@@ -273,7 +276,8 @@ class Holder(nn.Module):
                     )
                 if is_split(parameter):
                     check_write(parameter, prefix + name)
-                    joined = destination[prefix + name] = join(parameter, getattr(parameter, REMAINDER))
+                    with torch.inference_mode(False), torch.no_grad():  # tensors of inference count no writes
+                        joined = destination[prefix + name] = join(parameter, getattr(parameter, REMAINDER))
                     _watch(parameter, joined, joined=True)
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, local_metadata: Any, *rest: Any) -> None:

@@ -15,6 +15,8 @@ from halfstep.torch.run.parts import RunParts
 from halfstep.torch.run.reached import some
 from halfstep.torch.run.switches import fp32_is_fp32
 
+SPLIT = "bf16 and a 16-bit remainder, together fp32: run.edit() opens them to other code"
+
 
 def summarize(run: RunParts) -> list[str]:
     """Returns the lines of `Run.summary`."""
@@ -83,7 +85,7 @@ def _masters(run: RunParts) -> Iterator[str]:
     emulated = " (emulated)" if run.policy.emulate else ""
     for p, name in run.masters.names.items():
         if name in run.masters.held:
-            split = "bf16 and a 16-bit remainder, together fp32" if name in run.masters.remainders else ""
+            split = SPLIT if name in run.masters.remainders else ""
             held.setdefault(split or print_value(run.masters.held[name]) + emulated, []).append(p.numel())
     for form, sizes in held.items():
         yield f"  masters: {len(sizes)} parameters, {sum(sizes):,} numbers, in {form}"

@@ -91,6 +91,19 @@ def test_a_write_is_exact_inside_edit_and_refused_by_name_outside(write):
     step(run)
 
 
+def test_reading_is_not_a_write():
+    run = prepared()
+    kept = [run.model[0].weight.data, run.model.state_dict()]
+    with torch.inference_mode():
+        kept += [run.model[0].weight.data, run.model.state_dict(), run.weights()]
+    for _ in range(2):
+        assert run.model[0].weight.data.norm() > 0
+        step(run)
+    kept[0].mul_(0.9)  # by a tensor that was taken long before
+    with refuses(HalfstepError, "`0.weight` was written to", "run.edit()"):
+        step(run)
+
+
 def test_what_was_written_outside_is_taken_as_it_is_by_an_empty_edit_and_replaced_by_loading():
     run = prepared()
     before = run.weights()
