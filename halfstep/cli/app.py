@@ -9,7 +9,7 @@ imports what it needs when it runs, so that `halfstep --help` loads no framework
 
 import sys
 
-from cyclopts import App, CycloptsError, MissingArgumentError
+from cyclopts import App, CycloptsError, MissingArgumentError, UnknownOptionError
 
 from halfstep import __version__
 from halfstep.cli import bench, data, formats, policy, probe, train, trained
@@ -46,7 +46,7 @@ def _run(arguments: list[str], trains: bool) -> int:
     try:
         code = app(arguments, exit_on_error=False, print_error=False, result_action="return_value")
     except CycloptsError as error:
-        print_error(*_explain(error))
+        print_error(*_explain(error, arguments))
         return 2
     except (HalfstepError, OSError) as error:
         if isinstance(error, BrokenPipeError) and not trains:
@@ -58,9 +58,13 @@ def _run(arguments: list[str], trains: bool) -> int:
     return code if isinstance(code, int) else 0
 
 
-def _explain(error: CycloptsError) -> tuple[str, str]:
+def _explain(error: CycloptsError, arguments: list[str]) -> tuple[str, str]:
     """Returns what is wrong on the command line and what to do; for a missing argument, what it means."""
     command = " ".join(["halfstep", *(error.command_chain or ())])
+    if isinstance(error, UnknownOptionError) and arguments[0] == "train":
+        option = error.token.keyword or error.token.value or ""
+        if hint := train.as_setting(option, arguments):
+            return f"unknown option: {option}", hint
     if not isinstance(error, MissingArgumentError) or error.argument is None or error.app is None:
         return _lower_first(str(error)), f"see `{command} --help`"
     name = error.argument.name

@@ -10,11 +10,13 @@ PROPERTIES = (
     *("name", "bits", "exponent_bits", "mantissa_bits", "bias", "max", "smallest_normal", "smallest_subnormal"),
     *("epsilon", "decimal_digits", "has_inf", "has_nan", "native_overflow"),
 )
-HEAD = ("format", "bits", "layout", "largest", "smallest normal", "smallest", "digits", "inf", "NaN", "overflow")
+HEAD = ("format", "bits", "layout", "largest", "normal", "smallest", "digits", "special", "overflow")
 
 
 def formats(*names: str, json: Json = False) -> None:
-    """Show number formats: bits, range, precision, and what happens on overflow.
+    """Show number formats: bits, range, precision, special values, and what a number beyond the largest becomes.
+
+    `normal` is the smallest number with full precision, `smallest` the smallest above zero.
 
     You can name any ExMy. Its suffix states its special values: `ieee` has infinities and NaN, `fn` only
     NaN, `f` neither, `fnuz` NaN in place of negative zero: e3m4ieee, e4m3fn, e2m1f, e5m2fnuz.
@@ -40,12 +42,11 @@ def _row(fmt: Format) -> tuple[str, ...]:
     return (
         fmt.name,
         str(fmt.bits),
-        f"e{fmt.exponent_bits}m{fmt.mantissa_bits}{fmt.specials}",
-        f"{fmt.max:.6g}",
+        f"e{fmt.exponent_bits}m{fmt.mantissa_bits}",
+        f"{fmt.max:.6g}" if fmt.max < 1e6 else f"{fmt.max:.3g}",
         f"{fmt.smallest_normal:.3g}",
         f"{fmt.smallest_subnormal:.3g}",
         f"{fmt.decimal_digits:.1f}",
-        "yes" if fmt.has_inf else "no",
-        "yes" if fmt.has_nan else "no",
-        {"inf": "becomes inf", "nan": "becomes NaN", "saturate": "stays at largest"}[fmt.native_overflow],
+        ", ".join(["inf"] * fmt.has_inf + ["NaN"] * fmt.has_nan) or "none",
+        {"inf": "inf", "nan": "NaN", "saturate": "largest"}[fmt.native_overflow],
     )

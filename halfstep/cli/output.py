@@ -9,7 +9,7 @@ from contextlib import contextmanager, suppress
 from typing import Any, TextIO
 
 from halfstep.core.errors import HalfstepError, as_message, printable
-from halfstep.training.telemetry.progress import lossy
+from halfstep.training.telemetry.progress import lossy, wrapped
 
 
 @contextmanager
@@ -62,7 +62,7 @@ def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, right:
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_header=any(columns))
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), show_header=any(columns))
     for column in columns:
         table.add_column(column, justify="right" if column in right else "left", overflow="fold")
     for row in rows:
@@ -75,9 +75,9 @@ def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, right:
 
 
 def print_words(*lines: str) -> None:
-    """Prints a message on stderr, line by line."""
+    """Prints a message on stderr, line by line; a terminal gets them broken between words."""
     for line in lines:
-        print(printable(line), file=sys.stderr)
+        print(wrapped(printable(line), sys.stderr), file=sys.stderr)
 
 
 def print_failure(error: HalfstepError | OSError) -> None:

@@ -1,10 +1,11 @@
 """`halfstep train`: from a recipe to a run."""
 
 import os
+import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from itertools import count
+from itertools import count, pairwise
 from pathlib import Path
 
 from halfstep.cli.arguments import Backend, Device, Flag, Overrides, Place, check_not_empty
@@ -39,7 +40,8 @@ def train(
         tiny (the default: a byte-level model that takes two minutes on two CPU cores), gpt2, qwen3, speedrun,
         golf, or a file that ends in .toml.
     policy
-        The precision: auto, a preset such as bf16-mixed, or any policy (see `halfstep policy --help`).
+        The precision: auto, fp32, bf16-mixed, bf16-true, fp16-mixed, fp8-mixed, or any policy (see
+        `halfstep policy --help`).
     backend
         The framework.
     overrides
@@ -102,8 +104,11 @@ def train(
             folder.check_apart(where, config.data)
         print_words(config.title or where.name)
         loggers.check(config.training.loggers)
+        print_words(f"reading `{config.data.source}`")
         corpus = load_corpus(config.data.source, config.data.validation, config.model.vocabulary)
         determinism.prepare(config, where)  # before anything is measured
+        if config.backend not in sys.modules:
+            print_words(f"loading {config.backend}")
         ran = None if opened is None else opened.policy
         resolved, choice = resolve(config, device, ran=ran, say=print_words)
         reason = choice.reason if choice else read_as(config.policy)
@@ -134,8 +139,20 @@ def settings() -> str:
     from halfstep.config.run import RunConfig
     from halfstep.config.schema import rows
 
-    lines = [f"{row.key} = {row.shown}: {row.help}" for row in rows(RunConfig)]
+    lines = [f"{row.key} = {row.shown} ({row.kind}): {row.help}" for row in rows(RunConfig)]
     return "Settings, with the defaults that apply unless the recipe says otherwise:\n\n" + "\n\n".join(lines)
+
+
+def as_setting(option: str, arguments: Sequence[str]) -> str | None:
+    """Returns how an option that does not exist is written as a setting, if it means one."""
+    from halfstep.config.load import setting_meant
+
+    name, _, value = option.partition("=")
+    if (meant := setting_meant(name.strip("-"))) is None:
+        return None
+    following = dict(pairwise(arguments)).get(option, "--")
+    value = value or ("..." if following.startswith("--") else following)
+    return f"it is a setting: `--set {meant}={value}`"
 
 
 def _check_init(init: str | None, resume: bool) -> None:

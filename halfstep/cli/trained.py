@@ -42,8 +42,10 @@ def evaluate(
     from halfstep.training.run.trained import open_trained
 
     where = (device, data, validation)
+    print_words(f"loading `{run}`")
     trained = open_trained(run, *where, policy=policy, backend=backend, weights=weights)
     corpus = _load_corpus(trained)
+    print_words(f"evaluating on held-out text of `{trained.config.data.source}`")
     with memory.convert_oom(trained.session.ran_out, lambda: memory.in_scoring(trained.config)):
         result = measure(trained.session, corpus, trained.config)
     _print(trained, dataclasses.asdict(result), json)
@@ -86,6 +88,7 @@ def sample(
 
     check_asked(length, temperature, top_k, seed)
     where = (device, data, validation)
+    print_words(f"loading `{run}`")
     trained = open_trained(run, *where, policy=policy, backend=backend, weights=weights)
     tokenizer = tokenizer_of(trained.config.data.source, trained.saved.manifest["data"])
     if prompt is None:
@@ -148,10 +151,12 @@ def artifact(
     place = out or home / NAME
     check_place(place, home)
     where = (device, data, validation)
+    print_words(f"loading `{run}`")
     trained = open_trained(run, *where, policy=policy, backend=backend, weights=weights)
     config, session, corpus = trained.config, trained.session, _load_corpus(trained)
     if limit is not None:
         config = dataclasses.replace(config, artifact=dataclasses.replace(config.artifact, limit=limit))
+    print_words(f"evaluating on held-out text of `{config.data.source}`, before and after")
     with memory.convert_oom(session.ran_out, lambda: memory.in_scoring(config)):
         before = measure(session, corpus, config)
         # From the checkpoint's own numbers: the session may hold them rounded, in the policy to evaluate in.

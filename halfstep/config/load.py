@@ -14,7 +14,7 @@ from importlib import resources
 from typing import Any
 
 from halfstep.config import reading, schema
-from halfstep.config.run import NEEDS, RunConfig
+from halfstep.config.run import NAMES_ELSEWHERE, NEEDS, RunConfig
 from halfstep.config.schema import Bounds
 from halfstep.core import policy
 from halfstep.core.errors import ConfigError, HalfstepError, did_you_mean, one_of
@@ -49,6 +49,9 @@ def _built(table: dict[str, Any], overrides: Sequence[str]) -> RunConfig:
     """
     defaults = dict(_flatten(dataclasses.asdict(RunConfig())))
     before = defaults | dict(_flatten(table))
+    for key in before:
+        if key not in defaults and setting_meant(key):
+            raise _unknown(key)
     for each in overrides:
         apply_override(table, each)
     config = schema.build(RunConfig, table)
@@ -60,6 +63,19 @@ def _built(table: dict[str, Any], overrides: Sequence[str]) -> RunConfig:
                 hint=f"leave {key} out, or set {other} to {_described(allowed)}",
             )
     return config
+
+
+def setting_meant(name: str) -> str | None:
+    """Returns the setting that a name without its section, or of another library, probably means."""
+    last = name.rpartition(".")[2].replace("-", "_").lower()
+    named = [key for key, _ in _flatten(dataclasses.asdict(RunConfig())) if key.rpartition(".")[2] == last]
+    return named[0] if len(named) == 1 else NAMES_ELSEWHERE.get(last)
+
+
+def _unknown(key: str) -> ConfigError:
+    if (meant := setting_meant(key)) is not None:
+        return ConfigError(f"unknown setting `{key}`", hint=f"did you mean `{meant}`?")
+    return schema.unknown_key(key, [row.key for row in schema.rows(RunConfig)])
 
 
 def _described(allowed: Bounds | tuple[object, ...]) -> str:
@@ -144,7 +160,7 @@ def to_toml(config: RunConfig) -> str:
 def _step(section: Any, name: str, dotted: str) -> type | None:
     """Returns the section of that name, or None if `name` is a setting; refuses other names."""
     if section is None or name not in {field.name for field in dataclasses.fields(section)}:
-        raise schema.unknown_key(dotted, [row.key for row in schema.rows(RunConfig)])
+        raise _unknown(dotted)
     return schema.section_of(section, name)
 
 

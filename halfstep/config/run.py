@@ -188,3 +188,26 @@ NEEDS: dict[str, dict[str, Bounds | tuple[object, ...]]] = {
     "optimizer.muon_momentum_warmup": {"optimizer.name": ("muon",)},
     "optimizer.muon_weight_decay": {"optimizer.name": ("muon",)},
 }
+# What other libraries call a setting.
+NAMES_ELSEWHERE = {
+    **dict.fromkeys(("lr", "learning_rate", "max_lr"), "optimizer.rate"),
+    **dict.fromkeys(("wd", "decay"), "optimizer.weight_decay"),
+    **dict.fromkeys(("eps", "adam_epsilon"), "optimizer.epsilon"),
+    **dict.fromkeys(("optim", "optimizer"), "optimizer.name"),
+    **dict.fromkeys(("max_steps", "iters", "max_iters", "iterations", "epochs", "max_epochs"), "training.steps"),
+    **dict.fromkeys(("batch_size", "micro_batch_size", "per_device_train_batch_size"), "training.batch"),
+    **dict.fromkeys(("accumulation_steps", "gradient_accumulation_steps", "grad_accum"), "training.micro_batches"),
+    **dict.fromkeys(("grad_clip", "clip", "max_grad_norm", "gradient_clip_val"), "training.clip_norm"),
+    **dict.fromkeys(("warmup_steps", "warmup_ratio", "warmup_iters"), "training.warmup"),
+    **dict.fromkeys(("eval_every", "eval_interval", "eval_steps", "val_every"), "training.validate_every"),
+    **dict.fromkeys(("save_steps", "save_interval", "checkpoint_every"), "training.save_every"),
+    **dict.fromkeys(("gradient_checkpointing", "activation_checkpointing"), "training.recompute_blocks"),
+    **dict.fromkeys(("logger", "report_to"), "training.loggers"),
+    **dict.fromkeys(("vocab", "vocab_size"), "model.vocabulary"),
+    **dict.fromkeys(("seq_len", "sequence_length", "block_size", "context_length", "max_length"), "model.context"),
+    **dict.fromkeys(("depth", "n_layer", "n_layers", "num_layers", "num_hidden_layers"), "model.layers"),
+    **dict.fromkeys(("dim", "d_model", "n_embd", "hidden_size", "embed_dim"), "model.width"),
+    **dict.fromkeys(("n_head", "n_heads", "num_heads", "num_attention_heads"), "model.heads"),
+    **dict.fromkeys(("dtype", "precision", "mixed_precision", "amp"), "policy"),
+    **dict.fromkeys(("dataset", "data", "data_path", "train_data"), "data.source"),
+}

@@ -254,6 +254,8 @@ class Loop:
     def _steps(self, batches: Iterable[Tokens]) -> None:
         """Launches step after step; `pending` is the one whose numbers were not read yet."""
         training, pending, self._unreadable = self.config.training, None, None
+        if not self.tally.watch.seconds and (training.compile or self.config.backend == "jax"):
+            self.bar.note("compiling the first step")
         self.tally.watch.start(self.tally.step)
         for batch in self._readable(self.meters.fed(batches)):
             result = self.session.step(batch)

@@ -49,18 +49,18 @@ def test_tables_for_people(race, capsys):
     assert run(["bench", "--bars"]) == 0
     out, err = capsys.readouterr()
     assert [line.rstrip() for line in out.splitlines() if line.strip()] == [
-        " arm        tokens/s   ms/step   spread   x autocast   peak MiB   x its memory   share   held-out loss   waits",
-        " " + "─" * 109,
-        " halfstep    560,137     58.50     0.7%        1.048     14,100          0.910    0.62          2.3450       0",
-        " autocast    534,551     61.30     0.5%        1.000     15,503          1.000    0.59          2.3457       0",
-        " did not race   why",
-        " " + "─" * 42,
-        " accelerate     accelerate is not installed",
-        " bar                                              ratio   reached",
-        " " + "─" * 109,
-        " speed of halfstep over autocast, at least 1.04   1.048   yes",
-        " memory of halfstep over autocast, at most 0.92   0.910   yes",
-        " speed of halfstep over accelerate, at least 1            not checked: accelerate: accelerate is not installed",
+        " arm       tokens/s  ms/step  spread  x autocast  peak MiB  x its memory  share  held-out loss  waits",
+        " " + "─" * 100,
+        " halfstep   560,137    58.50    0.7%       1.048    14,100         0.910   0.62         2.3450      0",
+        " autocast   534,551    61.30    0.5%       1.000    15,503         1.000   0.59         2.3457      0",
+        " did not race  why",
+        " " + "─" * 41,
+        " accelerate    accelerate is not installed",
+        " bar                                             ratio  reached",
+        " " + "─" * 107,
+        " speed of halfstep over autocast, at least 1.04  1.048  yes",
+        " memory of halfstep over autocast, at most 0.92  0.910  yes",
+        " speed of halfstep over accelerate, at least 1          not checked: accelerate: accelerate is not installed",
     ]
     assert err.splitlines() == ["NVIDIA H200, torch 2.11", "attention of halfstep: cudnn_flash"]
 

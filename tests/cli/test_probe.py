@@ -41,17 +41,17 @@ def test_tables_for_people(asked, capsys):
     assert run(["probe"]) == 0
     out, err = capsys.readouterr()
     assert [line.rstrip() for line in out.splitlines() if line.strip()] == [
-        " format   timed    shape           ms   fp32 ms   times fp32",
-        " " + "─" * 59,
-        " bf16     matmul   256x256x1024   574         2      0.00348",
-        " e5m2     matmul   256x256x1024     1         2            2",
-        " format   runs   why",
-        " " + "─" * 41,
-        " fp32     yes    every CPU multiplies fp32",
-        " e4m3     no     no CPU multiplies e4m3",
-        " choice   why",
-        " " + "─" * 47,
-        " fp32     bf16 matmuls are 287x slower than fp32",
+        " format  timed   shape          ms  fp32 ms  times fp32",
+        " " + "─" * 55,
+        " bf16    matmul  256x256x1024  574        2     0.00348",
+        " e5m2    matmul  256x256x1024    1        2           2",
+        " format  runs  why",
+        " " + "─" * 39,
+        " fp32    yes   every CPU multiplies fp32",
+        " e4m3    no    no CPU multiplies e4m3",
+        " choice  why",
+        " " + "─" * 46,
+        " fp32    bf16 matmuls are 287x slower than fp32",
     ]
     assert err.splitlines() == [
         "torch 2.13.0, cpu: Neoverse-N1 (aarch64)",

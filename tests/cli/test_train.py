@@ -226,6 +226,8 @@ def test_sample_begins_as_the_held_out_text_does(trained, small, tmp_path, capfd
 BAD = {
     "recipe": (["train", "tinny"], "unknown recipe `tinny`", "did you mean `tiny`?"),
     "key": (["train", "--set", "trainng.steps=1"], "unknown setting `trainng.steps`", "training.steps"),
+    "option": (["train", "--steps", "20"], "unknown option: --steps", "`--set training.steps=20`"),
+    "other option": (["train", "--batch-size=4"], "unknown option: --batch-size", "`--set training.batch=4`"),
     "type": (["train", "--set", "training.steps=many"], "it must be a whole number", ""),
     "endless": (["train", "--set", "training.steps=99999999999999999999"],
                 "`training.steps` is 99999999999999999999; it must be a whole number, at least 1, and below 2^63",

@@ -3,7 +3,7 @@ import dataclasses
 import pytest
 
 from halfstep.config.load import load, recipe_names, to_toml
-from halfstep.config.run import RunConfig
+from halfstep.config.run import NAMES_ELSEWHERE, RunConfig
 from halfstep.config.schema import rows
 from halfstep.core.errors import ConfigError
 from halfstep.core.policy import Policy
@@ -73,7 +73,9 @@ def test_the_policy_can_be_overridden_piece_by_piece(overrides, policy):
     [
         ("trainng.steps=1", "unknown setting `trainng.steps`", "did you mean `training.steps`?"),
         ("training.stesp=1", "unknown setting `training.stesp`", "did you mean `training.steps`?"),
-        ("steps=1", "unknown setting `steps`", None),
+        ("steps=1", "unknown setting `steps`", "did you mean `training.steps`?"),
+        ("training.lr=1", "unknown setting `training.lr`", "did you mean `optimizer.rate`?"),
+        ("model.hidden_size=1", "unknown setting `model.hidden_size`", "did you mean `model.width`?"),
         ("seed.x=1", "unknown setting `seed.x`", None),
         ("training.steps=abc", '`training.steps` is "abc"; it must be a whole number', None),
         ("training.steps=", '`training.steps` is ""', None),
@@ -103,7 +105,8 @@ def test_a_wrong_override_is_named(override, said, hint):
         ("[training\n", "run.toml:1:10: this is not TOML"),
         ('title = "x', "run.toml:1:"),
         ("steps = 1\nsteps = 2\n", "run.toml:2:"),
-        ("[trainng]\nsteps = 3\n", "unknown setting `trainng`"),
+        ("[trainng]\nsteps = 3\n", "unknown setting `trainng.steps`"),
+        ("[training]\nlr = 3\n", "unknown setting `training.lr`"),
         ('policy = "bf17"\n', "unknown preset `bf17`"),
         ('[policy]\ncompute = "fp17"\n', "unknown number format `fp17`"),
         ("policy = 3\n", "`policy` is 3; it must be text"),
@@ -140,3 +143,9 @@ def test_what_is_no_recipe(tmp_path):
     with pytest.raises(ConfigError, match=r"loop\.toml` cannot be read: Too many levels") as caught:
         load(str(tmp_path / "loop.toml"))
     assert caught.value.hint
+
+
+def test_a_name_of_another_library_means_a_setting_that_exists_and_hides_none():
+    keys = [row.key for row in rows(RunConfig)]
+    assert {*NAMES_ELSEWHERE.values()} <= {*keys}
+    assert not {*NAMES_ELSEWHERE} & {key.rpartition(".")[2] for key in keys}

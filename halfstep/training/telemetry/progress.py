@@ -1,6 +1,6 @@
 """Progress on stderr: a live bar on a terminal, plain lines everywhere else.
 
-    step 120/1000  loss 3.214  45,120 tokens/s  0:01:20 left  1.2 GiB  scale 65536  2 skipped
+    step 120/1000  loss 3.214  2 skipped  scale 65536  0:01:20 left  45,120 tokens/s  1.2 GiB
     packing  120.5 MiB of 1.2 GiB  9.7%  31,204,112 tokens  410,000 tokens/s  0:04:31 left
 
 A plain line is printed for the first update and the last, every 5 seconds, and for every tenth of the steps. Speed
@@ -11,6 +11,7 @@ disk, a closed terminal or a pipe without a reader loses lines; nothing stops fo
 import math
 import os
 import sys
+import textwrap
 import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
@@ -22,6 +23,8 @@ from halfstep.core.errors import printable
 Clock = Callable[[], float]
 
 SECONDS_BETWEEN_LINES = 5.0
+NARROWEST_BAR = 6  # columns, with the spaces around it
+_WHOLE_WORDS: dict[str, Any] = {"break_long_words": False, "break_on_hyphens": False}  # a path stays whole
 FOREVER = 1e9  # seconds, thirty years: not worth showing
 
 
@@ -44,7 +47,7 @@ class Progress:
 
     def note(self, text: str) -> None:
         """Prints a line of its own, above the bar if there is one."""
-        text = printable(text)
+        text = wrapped(printable(text), self._stream)
         if self.is_live:
             self._bar.console.print(text, markup=False, highlight=False, soft_wrap=True)
         else:
@@ -68,7 +71,13 @@ class Progress:
         return f"{timedelta(seconds=round(left))} left" if left < FOREVER else ""
 
     def _show(self, done: int, parts: Iterable[str]) -> None:
-        text, now, tenth = "  ".join(filter(None, parts)), self.clock(), self.tenths * done // max(1, self.total)
+        shown, now, tenth = list(filter(None, parts)), self.clock(), self.tenths * done // max(1, self.total)
+        if self.is_live:
+            # The last ones are left out where the terminal is too narrow for them and a bar.
+            room = width_of(self._stream) - len(self._label(done)) - NARROWEST_BAR
+            while len(shown) > 1 and len("  ".join(shown)) > room:
+                shown.pop()
+        text = "  ".join(shown)
         if self.is_live:
             self._bar.update(
                 self._task,
@@ -118,11 +127,11 @@ class StepProgress(Progress):
             step,
             (
                 f"loss {loss:.4g}" if loss is not None else "",
-                f"{tokens_per_second:,.0f} tokens/s" if tokens_per_second is not None else "",
-                self._time_left(step),
-                in_bytes(memory) if memory is not None else "",
-                f"scale {scale:g}" if scale is not None and scale != 1 else "",
                 f"{skipped} skipped" if skipped > 0 else "",
+                f"scale {scale:g}" if scale is not None and scale != 1 else "",
+                self._time_left(step),
+                f"{tokens_per_second:,.0f} tokens/s" if tokens_per_second is not None else "",
+                in_bytes(memory) if memory is not None else "",
             ),
         )
 
@@ -166,6 +175,18 @@ def _rich_bar(stream: TextIO) -> Any:
         redirect_stderr=False,  # the stream may be stderr itself
         expand=True,
     )
+
+
+def wrapped(text: str, stream: TextIO) -> str:
+    """Returns a line as a terminal can show it, broken between words; as it is for a file or a pipe."""
+    return "\n".join(textwrap.wrap(text, width_of(stream), **_WHOLE_WORDS)) if stream.isatty() else text
+
+
+def width_of(stream: TextIO) -> int:
+    """Returns the columns of a terminal."""
+    with suppress(OSError, ValueError):
+        return int(os.environ.get("COLUMNS") or os.get_terminal_size(stream.fileno()).columns)
+    return 80
 
 
 def lossy(stream: TextIO | None) -> TextIO:

@@ -37,9 +37,9 @@ def test_a_line_is_shown_each_tenth_or_every_five_seconds_from_where_a_run_is():
 
 def test_a_line_in_full_without_news_and_without_an_end():
     shown = lines(200, 2.0, loss=3.21449, tokens_per_second=45120.4, memory=1.25 * 2**30, scale=65536.0, skipped=2)
-    assert shown[0] == "step 1/200  loss 3.214  45,120 tokens/s  1.2 GiB  scale 65536  2 skipped"
-    assert shown[1] == "step 4/200  loss 3.214  45,120 tokens/s  0:06:32 left  1.2 GiB  scale 65536  2 skipped"
-    assert shown[-1] == "step 200/200  loss 3.214  45,120 tokens/s  1.2 GiB  scale 65536  2 skipped"
+    assert shown[0] == "step 1/200  loss 3.214  2 skipped  scale 65536  45,120 tokens/s  1.2 GiB"
+    assert shown[1] == "step 4/200  loss 3.214  2 skipped  scale 65536  0:06:32 left  45,120 tokens/s  1.2 GiB"
+    assert shown[-1] == "step 200/200  loss 3.214  2 skipped  scale 65536  45,120 tokens/s  1.2 GiB"
     (only,) = lines(1, 1.0, loss=float("nan"), scale=1.0, skipped=0)
     assert only == "step 1/1  loss nan"
     assert lines(1, 1.0) == ["step 1/1"]
@@ -95,6 +95,23 @@ def test_a_terminal_shows_bars_and_notes_above_them(monkeypatch, capsys):
     last = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", stream.getvalue()).rstrip().splitlines()[-1]
     assert "packing  3.9 KiB of 3.9 KiB" in last
     assert "100.0%  1,100 tokens" in last
+
+
+def test_bars_and_notes_fit_80_columns(monkeypatch):
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "80")
+    stream, path = Terminal(), "/a/very/long/path/" + "x" * 80
+    with StepProgress(100_000, stream=stream) as bar:
+        bar.update(1, loss=3.25)
+        bar.update(12_345, loss=3.2519, tokens_per_second=1_045_120.0, scale=65536.0, skipped=2, memory=2**40)
+        bar.note("precision fp32: bf16 training steps of a block are at least 3.8x slower than fp32 (366 ms)")
+        bar.note(f"saved {path}")
+    shown = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", stream.getvalue()).replace("\r", "\n").splitlines()
+    assert max(len(line) for line in shown if path not in line) <= 80
+    assert path in shown  # whole, to be copied
+    assert "precision fp32: bf16 training steps of a block are at least 3.8x slower than" in shown
+    assert "step 12345/100000" in shown[-1]
+    assert "loss 3.252  2 skipped  scale 65536" in shown[-1]
 
 
 @pytest.mark.parametrize(
