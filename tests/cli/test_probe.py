@@ -42,7 +42,7 @@ def test_tables_for_people(asked, capsys):
     out, err = capsys.readouterr()
     assert [line.rstrip() for line in out.splitlines() if line.strip()] == [
         " format  timed   shape          ms  fp32 ms  times fp32",
-        " " + "─" * 55,
+        " " + "─" * 54,
         " bf16    matmul  256x256x1024  574        2     0.00348",
         " e5m2    matmul  256x256x1024    1        2           2",
         " format  runs  why",
