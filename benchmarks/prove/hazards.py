@@ -26,6 +26,7 @@ for _name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NPROC"):
 
 ROOT = Path(__file__).resolve().parents[2]
 TORCH, JAX, MLX = "tests/torch/test_hazards.py", "tests/jax/test_faults.py", "tests/mlx/test_faults.py"
+STEP = "tests/conformance/test_step.py"
 Function = Callable[..., Any]
 
 
@@ -159,10 +160,28 @@ def _(good):
 
 
 hazard(
-    "bf16 gets a loss scale",
-    "halfstep.core.policy:Policy._check_scale",
-    f"{TORCH}::test_a_scale_with_bf16_is_refused",
+    "bf16 gets a loss scale without a word",
+    "halfstep.core.errors:warn_caller",
+    f"{TORCH}::test_a_scale_with_bf16_runs_with_a_warning_and_a_second_scaler_is_refused",
 )(nothing)
+
+
+@hazard(
+    "the fp16 scale depends on the size of the first micro-batch",
+    "halfstep.torch.run.accumulation:Accumulation._weigh_sums",
+    f"{STEP}::test_the_loss_scale_does_not_depend_on_the_size_of_the_first_micro_batch",
+)
+def _(good):
+    return lambda self, weight, *rest: weight / self._reference
+
+
+@hazard(
+    "a loss scale falls to its floor without a word",
+    "halfstep.core.scaling:ScaleAlarm.observe",
+    f"{STEP}::test_a_loss_scale_that_is_low_and_falling_is_a_warning_once_before_its_floor",
+)
+def _(good):
+    return lambda *args, **kwargs: ""
 
 
 @hazard(

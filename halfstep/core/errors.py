@@ -6,6 +6,8 @@ changes nothing a user can see.
 
 import difflib
 import re
+import sys
+import warnings
 from collections.abc import Callable, Iterable
 from importlib import import_module
 from typing import Any
@@ -36,6 +38,10 @@ def shortened(text: str, longest: int = LONGEST_PART) -> str:
 def as_message(text: str) -> str:
     """Returns a message as one printable line: what it quotes, and the whole of it, in reasonable length."""
     return shortened(_QUOTED.sub(lambda match: shortened(match[0]), printable(text)), LONGEST)
+
+
+# The packages that stand between a line of the user's and ours.
+OURS = ("halfstep", "torch", "jax", "mlx")
 
 
 class HalfstepError(Exception):
@@ -93,6 +99,14 @@ def did_you_mean(name: str, legal: Iterable[str], otherwise: str | None = None) 
     """Returns a hint for a name that is not legal."""
     match = nearest(name, legal)
     return f"did you mean `{match}`?" if match else otherwise
+
+
+def warn_caller(message: str) -> None:
+    """Warns at the line of the user's own code that led here."""
+    frame, level = sys._getframe(1), 2
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in OURS:
+        frame, level = frame.f_back, level + 1
+    warnings.warn(message, stacklevel=level)
 
 
 def explain_missing(load: Callable[[str], Any], package: str, *frameworks: str) -> Callable[[str], Any]:

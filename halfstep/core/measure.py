@@ -11,13 +11,13 @@ not wait for; there the matmuls decide, at the recipe's shape if that is larger 
 """
 
 import math
-import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from typing import Any
 
 from halfstep.core.choice import Choice, Shape, Support, Timing, choose, gain
 from halfstep.core.devices import Device
+from halfstep.core.errors import warn_caller
 from halfstep.core.formats import BF16, E4M3, E5M2, FP16, FP32, TF32, Format
 from halfstep.core.ladder import Clock, Run, climb
 from halfstep.core.policy import PRESETS, Policy, as_policy, read
@@ -79,7 +79,7 @@ def settle(
     choice = choose() if isinstance(given, str) and read(given).base == "auto" else None
     policy = as_policy(given) if choice is None else Policy.parse(str(given), auto=PRESETS[choice.preset])
     for message in [*policy.warnings, *([] if device is None else slow_formats(policy, device))]:
-        warnings.warn(message, stacklevel=3)
+        warn_caller(message)
     return policy, choice
 
 

@@ -39,6 +39,8 @@ Namespace = Any
 
 # Beyond these, a power of two or its inverse is not a normal fp32 number.
 SMALLEST, LARGEST = 2.0**-126, 2.0**126
+# A healthy fp16 run keeps its scale above this.
+LOW = 1024.0
 
 
 class ScaleState(NamedTuple):
@@ -167,6 +169,27 @@ class DynamicScale(Scale):
             stuck=where(finite, False, spent & (scale <= self.floor)),
         )
         return Verdict(1.0 / scale, following)
+
+
+class ScaleAlarm:
+    """Notices a dynamic scale that is low and falling, once per fall, well before its floor stops the run."""
+
+    def __init__(self, law: Scale):
+        self._floor = law.floor if isinstance(law, DynamicScale) else 0.0
+        self._low = max(LOW, 4 * self._floor) if self._floor else 0.0
+        self._rang = False
+
+    def observe(self, scale: float, *, falling: bool) -> str:
+        """Takes the scale that a step used; returns what to tell the user, if anything."""
+        if scale > self._low:
+            self._rang = False
+        if scale > self._low or self._rang or not falling:
+            return ""
+        self._rang = True
+        return (
+            f"the loss scale is {scale:g} and falling: gradients overflow fp16 again and again; at its floor, "
+            f"{self._floor:g}, the run cannot continue. A lower learning rate may help, and bf16 needs no scale"
+        )
 
 
 LAWS: tuple[type[Scale], ...] = (NoScale, StaticScale, DynamicScale)

@@ -32,7 +32,7 @@ from halfstep.jax.measure import devices
 from halfstep.jax.model import Decoder
 from halfstep.jax.optim import Schedule, build_optimizers
 from halfstep.jax.state import bytes_of, load_state, restored, state_of, stored
-from halfstep.jax.step import StepResult, Weighted, check, first_state, make_step
+from halfstep.jax.step import StepResult, Weighted, check, compiled_step, first_state
 
 Tokens = NDArray[np.int32]
 
@@ -71,7 +71,7 @@ class Session:
         check_reach(policy, reach(config.model))
         self.model = plain.with_policy(policy)
         self.micro_batches = config.training.micro_batches
-        self._step = make_step(
+        self._step = compiled_step(
             self._loss,
             optimizer,
             clip_norm=config.training.clip_norm,

@@ -10,6 +10,7 @@ parameters, gradients and moments. A narrower master is widened, updated and rou
 stochastically. The state carries the policy: as a pytree it keeps every field under jit, scan and checkpoints.
 """
 
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -21,13 +22,13 @@ import optax  # type: ignore[import-untyped]
 from jax import Array, lax
 
 from halfstep.core.choice import Choice
-from halfstep.core.errors import HalfstepError, ScalingError
+from halfstep.core.errors import HalfstepError, ScalingError, warn_caller
 from halfstep.core.formats import FP32, Format
 from halfstep.core.measure import TOKENS, settle
 from halfstep.core.philox import tensor_id
 from halfstep.core.policy import Policy
 from halfstep.core.rounding import Rounding
-from halfstep.core.scaling import ScaleState, way_out
+from halfstep.core.scaling import DynamicScale, ScaleAlarm, ScaleState, way_out
 from halfstep.jax.apply import Applied, Leaves, apply
 from halfstep.jax.cast import carried, quantize, random_bits
 from halfstep.jax.dtypes import dtype_of
@@ -137,6 +138,20 @@ def make_step(
     The function below the jit is `step.__wrapped__`: pure, for use inside another jit or scan. Give the outermost
     jit `layers.COMPILER_OPTIONS` then, or XLA may keep more precision than the policy says.
     """
+    options: dict[str, Any] = {"clip_norm": clip_norm, "micro_batches": micro_batches}
+    return _Watched(compiled_step(loss_fn, optimizer, cast=cast, cast_batch=cast_batch, **options))
+
+
+def compiled_step(
+    loss_fn: LossFn,
+    optimizer: optax.GradientTransformation,
+    *,
+    clip_norm: float = 0.0,
+    micro_batches: int | None = None,
+    cast: bool = True,
+    cast_batch: bool = True,
+) -> Step:
+    """Returns the step of `make_step` without its warning."""
     check_settings(optimizer, clip_norm, micro_batches)
     call = partial(cast_inside, loss_fn, cast_batch=cast_batch) if cast else partial(checked, loss_fn)
     stepper = optax.with_extra_args_support(optimizer)
@@ -151,6 +166,41 @@ def make_step(
             return _updated(state, leaves, applied, stepper, sums, aux, clip_norm)
 
     return jax.jit(step, donate_argnums=0, compiler_options=COMPILER_OPTIONS)
+
+
+class _Watched:
+    """A compiled step that warns once when the loss scale is low and falling. It reads results that are done."""
+
+    _step: Any = None  # before __init__ there is nothing to delegate to
+
+    def __init__(self, step: Any):
+        self._step, self._warned = step, False
+        self._unread: deque[StepResult] = deque(maxlen=64)
+
+    def __call__(self, state: State, *args: Any, **kwargs: Any) -> tuple[State, StepResult]:
+        if isinstance(state.scale.scale, jax.core.Tracer):
+            raise HalfstepError(
+                "the step is compiled, and was called inside another jit, scan or eval_shape",
+                hint="use step.__wrapped__ there, and compile the outermost with layers.COMPILER_OPTIONS; "
+                "step.eval_shape(state, batch) gives shapes",
+            )
+        law = state.policy.scale
+        following, result = self._step(state, *args, **kwargs)
+        if not self._warned and isinstance(law, DynamicScale):
+            self._unread.append(result)
+            self._look(ScaleAlarm(law))
+        return following, result
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._step, name)  # lower, eval_shape, __wrapped__
+
+    def _look(self, alarm: ScaleAlarm) -> None:
+        while self._unread and self._unread[0].scale.is_ready():  # type: ignore[attr-defined]
+            old = self._unread.popleft()
+            if message := alarm.observe(float(old.scale), falling=bool(old.skipped)):
+                self._warned = True
+                self._unread.clear()
+                warn_caller(message)
 
 
 def check(result: StepResult, cause: str = "") -> None:

@@ -11,6 +11,7 @@ the first step of the `tiny` recipe takes 33 s, and the others as long as before
 GPU only, unmeasured.
 """
 
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -21,12 +22,12 @@ from mlx.nn.layers.base import Module
 from mlx.utils import tree_flatten, tree_unflatten
 
 from halfstep.core.choice import Choice
-from halfstep.core.errors import HalfstepError, ScalingError
+from halfstep.core.errors import HalfstepError, ScalingError, warn_caller
 from halfstep.core.formats import FP32
 from halfstep.core.measure import TOKENS, settle
 from halfstep.core.policy import Policy
 from halfstep.core.roles import print_value
-from halfstep.core.scaling import ScaleState, way_out
+from halfstep.core.scaling import DynamicScale, ScaleAlarm, ScaleState, way_out
 from halfstep.mlx.apply import Applied, Place, apply, arrays, public, restore, trainable
 from halfstep.mlx.dtypes import describe, dtype_of
 from halfstep.mlx.functions import scope
@@ -38,6 +39,7 @@ from halfstep.mlx.state import Live, load_state, state_of
 
 # loss_fn(model, batch) -> the mean loss, or (the sum of losses, the number of tokens)
 LossFn = Callable[[Module, Any], Any]
+BEHIND = 4  # updates; a scale takes ten to fall from where the alarm begins to its floor
 _SCALARS = {"scale": mx.float32, "good_steps": mx.int32, "tolerance": mx.int32, "stuck": mx.bool_}
 
 
@@ -97,7 +99,8 @@ def prepare(
     compiled = resolve_compile(compile)
     policy, choice = settle(policy, lambda: measured_choice(model, tokens), describe(mx.default_device()))
     conversion = apply(model, policy, cast_inputs=cast_inputs)
-    return Run(model, optimizer, conversion, clip_norm, seed=seed, compile=compiled, choice=choice)
+    parts = (model, optimizer, conversion, clip_norm)
+    return Run(*parts, seed=seed, compile=compiled, choice=choice, warns=True)
 
 
 class Run:
@@ -113,6 +116,7 @@ class Run:
         seed: int = 0,
         compile: bool = False,
         choice: Choice | None = None,
+        warns: bool = False,
     ):
         self.model, self.optimizer, self.conversion = model, optimizer, conversion
         self.optimizers = leaves_of(optimizer)
@@ -133,6 +137,9 @@ class Run:
         self._replaced: set[str] = set()
         self._known = {name: (id(p.container), p.array.dtype) for name, p in conversion.places.items()}
         self._open = True
+        watched = warns and isinstance(self.policy.scale, DynamicScale)
+        self._alarm = ScaleAlarm(self.policy.scale) if watched else None
+        self._unread: deque[StepResult] = deque()  # updates whose scale was not looked at
         optimizer.init(tree_unflatten(list(self.masters.wide().items())))
         self._cast_moments()
         mx.eval(self._live())
@@ -222,6 +229,7 @@ class Run:
         self._before = {}
         result = StepResult(loss, mx.logical_not(finite), total.scale, norm, self.scalars["stuck"])
         mx.async_eval(self._live(), list(vars(result).values()))
+        self._watch_scale(result)
         return result
 
     def _taken(self, grads: "Gradients | Sequence[Gradients] | None") -> Gradients:
@@ -288,6 +296,18 @@ class Run:
                 "other functions compute in the dtype of their inputs",
             ]
         )
+
+    def _watch_scale(self, result: StepResult) -> None:
+        """Warns once when the loss scale is low and falling, by an update so old that reading it does not wait."""
+        if self._alarm is None:
+            return
+        self._unread.append(result)
+        if len(self._unread) > BEHIND:
+            old = self._unread.popleft()
+            scale, skipped = float(old.scale), bool(old.skipped)
+            if message := self._alarm.observe(scale, falling=skipped):
+                self._alarm = None
+                warn_caller(message)
 
     def _live(self) -> list[Any]:
         return [

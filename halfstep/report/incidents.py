@@ -22,6 +22,7 @@ NAMES = {
     "skip": "update skipped",
     "not_finite": "loss not finite",
     "spike": "loss spike",
+    "low_scale": "loss scale low",
     "rollback": "rolled back",
     "save_failed": "save failed",
     "saved": "saved again",
@@ -143,6 +144,8 @@ class IncidentReader:
                 self._streak("not_finite", step, event, _with_data("the gradients were finite", event))
             case "spike":
                 self._streak("spike", step, event, _spike(event))
+            case "low_scale":
+                self._row("low_scale", step, event, message)
             case "rollback":
                 self._row("rollback", step, event, message)
                 self._step = _whole(event.get("to"), self._step)

@@ -89,7 +89,8 @@ def prepare(
     for p in model.parameters():
         p.grad = None
     conversion = apply(model, policy, tokens=tokens)
-    return Run(model, optimizers, policy, clip_norm, conversion=conversion, seed=seed, ema=ema, choice=choice)
+    options: dict[str, Any] = {"conversion": conversion, "seed": seed, "ema": ema, "choice": choice}
+    return Run(model, optimizers, policy, clip_norm, **options, warns=True)
 
 
 class Run(RunParts):
@@ -185,6 +186,8 @@ class Run(RunParts):
         result = StepResult(loss, skipped, used, norm, self.scale_state.stuck)
         self._skipped = result.skipped
         self.forget()
+        if self.scale_watch is not None:
+            self.scale_watch.look(used)
         return result
 
     def check(
@@ -288,6 +291,8 @@ class Run(RunParts):
         """Restores a state bit for bit. One of another policy, model or optimizer is refused entirely."""
         self._check_open()
         state.from_dict(self, given)
+        if self.scale_watch is not None:
+            self.scale_watch.forget()
 
     def load_torch_amp(
         self, optimizer_state: State | Sequence[State | None], scaler_state: State | None = None

@@ -1,5 +1,7 @@
 """The scaling law and one update: the same numbers on torch, JAX, MLX and, for the law, the numpy reference."""
 
+import warnings
+
 import numpy as np
 import pytest
 
@@ -90,6 +92,7 @@ def test_a_step_is_exact_where_nothing_rounds(backend, policy):
     assert toy.num_applied() == 1
 
 
+@pytest.mark.filterwarnings("ignore:the loss scale is")
 def test_the_script_of_overflows_through_real_steps(backend):
     """t of 128 times a scale of 512 and more is beyond fp16; the step is skipped and the scale follows the law."""
     toy = backend.toy(FP16_LAW, WEIGHT, rate=RATE)
@@ -110,6 +113,7 @@ def test_the_script_of_overflows_through_real_steps(backend):
     assert num_applied < 11
 
 
+@pytest.mark.filterwarnings("ignore:the loss scale is")
 def test_a_run_that_no_scale_saves_stops(backend):
     toy = backend.toy("fp16-mixed,scale=dynamic:init=512:floor=256", WEIGHT, rate=RATE)
     for _ in range(2):
@@ -123,6 +127,7 @@ def test_a_run_that_no_scale_saves_stops(backend):
     toy.check()
 
 
+@pytest.mark.filterwarnings("ignore:the loss scale is")
 @pytest.mark.parametrize("bad", [np.inf, np.nan])
 @pytest.mark.parametrize("policy", ["fp32", "bf16-mixed", FP16_LAW])
 def test_a_step_that_is_not_finite_changes_nothing(backend, policy, bad):
@@ -135,6 +140,22 @@ def test_a_step_that_is_not_finite_changes_nothing(backend, policy, bad):
     assert toy.num_applied() == 0
     assert not toy.step([(X, T, 1.0)]).skipped
     assert toy.num_applied() == 1
+
+
+def test_a_loss_scale_that_is_low_and_falling_is_a_warning_once_before_its_floor(backend):
+    """t of 2^16 is beyond fp16 at every scale: it falls from 8192 to its floor, 1, in thirteen steps."""
+    toy, seen = backend.toy("fp16-mixed,scale=dynamic:init=8192", WEIGHT, rate=2.0**-5), []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(12):
+            result = toy.step([(X, T * np.float32(2**16), 1.0)])
+            seen.append((result.scale, len(caught)))
+            assert not result.stuck
+    assert len(caught) == 1
+    assert "and falling: gradients overflow fp16 again and again; at its floor, 1," in str(caught[0].message)
+    assert caught[0].filename.endswith("conftest.py")  # the line that called step
+    assert [count for scale, count in seen if scale > 1024] == [0, 0, 0]
+    assert dict(seen)[32.0] == 1
 
 
 def test_micro_batches_are_weighted_by_their_tokens(backend):

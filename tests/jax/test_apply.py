@@ -124,9 +124,8 @@ def test_a_function_that_casts_by_itself_is_held_against_the_policy():
 
     def traced(fn, policy):
         optimizer = optax.sgd(0.1)
-        return jax.eval_shape(
-            make_step(fn, optimizer, cast=False), init(params, optimizer, policy), np.ones((2, 4), np.float32)
-        )
+        step = make_step(fn, optimizer, cast=False)
+        return step.eval_shape(init(params, optimizer, policy), np.ones((2, 4), np.float32))
 
     traced(casting, "bf16-mixed")
     traced(forgetful, "fp32")

@@ -173,7 +173,7 @@ def test_rules_reach_a_module_by_its_path(framework):
     params, _, step = built(framework)
 
     def logits(policy):
-        return jax.eval_shape(step, init(params, OPTIMIZER, policy), TOKENS)[1].aux
+        return step.eval_shape(init(params, OPTIMIZER, policy), TOKENS)[1].aux
 
     assert logits("bf16-mixed").dtype == jnp.bfloat16
     assert logits("bf16-mixed; head: compute=fp32").dtype == jnp.float32
@@ -194,7 +194,7 @@ def test_a_promoted_stream_and_a_narrow_softmax_are_refused(framework):
         return jax.nn.softmax(loss_fn(params, tokens)[1]).astype(jnp.float32).mean()
 
     def traced(fn):
-        return jax.eval_shape(make_step(fn, OPTIMIZER), init(params, OPTIMIZER, "bf16-mixed"), TOKENS)
+        return make_step(fn, OPTIMIZER).eval_shape(init(params, OPTIMIZER, "bf16-mixed"), TOKENS)
 
     with pytest.raises(PolicyError, match=r"`dot_general` multiplies float32\[.*computes in bfloat16"):
         traced(promoted)

@@ -123,7 +123,7 @@ def test_aux_and_keys_come_one_per_micro_batch():
 )
 def test_what_is_not_a_loss_is_refused(loss, said):
     with pytest.raises(HalfstepError, match=said):
-        jax.eval_shape(make_step(loss, recorder()), init(weights(), recorder(), "fp32"), data(4))
+        make_step(loss, recorder()).eval_shape(init(weights(), recorder(), "fp32"), data(4))
 
 
 def test_a_narrow_loss_needs_a_policy_that_says_so():
@@ -132,8 +132,8 @@ def test_a_narrow_loss_needs_a_policy_that_says_so():
 
     step = make_step(narrow, recorder())
     with pytest.raises(PolicyError, match="the loss is bfloat16, but the policy says loss=fp32"):
-        jax.eval_shape(step, init(weights(), recorder(), "bf16-mixed"), data(4))
-    jax.eval_shape(step, init(weights(), recorder(), "bf16-mixed,loss=bf16"), data(4))
+        step.eval_shape(init(weights(), recorder(), "bf16-mixed"), data(4))
+    step.eval_shape(init(weights(), recorder(), "bf16-mixed,loss=bf16"), data(4))
 
 
 def test_integers_booleans_and_keys_pass_through_untouched():

@@ -75,6 +75,7 @@ def test_unscaling_with_the_new_scale():
     assert float(result.scale) == 4096
 
 
+@pytest.mark.filterwarnings("ignore:the loss scale is")
 @pytest.mark.parametrize("compiled", [False, True])
 def test_the_floor_holds_after_two_hundred_overflows_also_compiled(compiled):
     """Elsewhere the scale reaches 0.0 without a word, or loses its floor under a compiler."""
@@ -100,6 +101,7 @@ def test_one_scale_update_however_many_optimizers():
     assert all(float(w) == -12 for w in run.weights().values())
 
 
+@pytest.mark.filterwarnings("ignore:the loss scale is")
 def test_at_the_floor_the_cause_is_named():
     model = Weights(1.0, 2.0)
     run = prepare(model, sgd(model), LAW)
@@ -109,6 +111,7 @@ def test_at_the_floor_the_cause_is_named():
         run.check(result)
 
 
+@pytest.mark.filterwarnings("ignore:the loss scale is")
 def test_forward_overflow_is_not_reported_as_a_scaling_problem():
     model = Weights(6e4, 6e4)
     run = prepare(model, sgd(model), LAW)
@@ -148,9 +151,9 @@ def test_clipping_comes_after_unscaling():
     assert run.weights()["layer.weight"].tolist() == [[-3.0, -4.0]]  # the scaled norm is 5120
 
 
-def test_a_scale_with_bf16_is_refused():
-    with pytest.raises(PolicyError, match="nothing to protect"):
-        trained("bf16-mixed,scale=dynamic", 0, torch.ones(2))
+def test_a_scale_with_bf16_runs_with_a_warning_and_a_second_scaler_is_refused():
+    with pytest.warns(UserWarning, match="nothing to protect"):
+        trained("bf16-mixed,scale=dynamic", 1, torch.ones(2))
     with pytest.raises(HalfstepError, match="a run scales the loss itself"):
         trained("bf16-mixed", 0, torch.ones(2), make=lambda m: [sgd(m), torch.amp.GradScaler("cpu")])
 

@@ -48,6 +48,8 @@ def take_over(run: RunParts, optimizers: State | Sequence[State | None], scaler:
         lines.append(f"{label(optimizer)}: {len(matched)} parameters after {steps} updates")
     if scale is not None and scaler is not None:
         run.scale_state = scale
+        if run.scale_watch is not None:
+            run.scale_watch.forget()
         good = int(scale.good_steps)
         lines.append(f"loss scale {float(scale.scale):g} after {good} finite steps{_odds(run, scaler)}")
     return "\n".join(lines)

@@ -20,6 +20,7 @@ from halfstep.torch.run.accumulation import PREPARE_AGAIN, Accumulation
 from halfstep.torch.run.buffers import Buffers, Contents
 from halfstep.torch.run.gradients import Shown
 from halfstep.torch.run.reached import Reached
+from halfstep.torch.run.readback import ScaleWatch
 from halfstep.torch.run.switches import Switches
 
 
@@ -37,6 +38,7 @@ class RunParts:
         seed: int = 0,
         ema: float = 0.0,
         choice: Choice | None = None,
+        warns: bool = False,
     ):
         self.model, self.optimizers, self.policy = model, list(optimizers), policy
         self.clip_norm, self.choice = clip_norm, choice  # what `auto` chose and why; None if a policy was named
@@ -47,6 +49,7 @@ class RunParts:
         self._list_parameters()
         self.device = self.parameters[0].device
         self.scale_state = self.scalars(policy.scale.init())
+        self.scale_watch = ScaleWatch(policy.scale, self.device) if warns else None
         self.num_applied = torch.zeros((), dtype=torch.int32, device=self.device)  # updates that were not skipped
         trained = [p for p in self.parameters if p.requires_grad]
         self.averages = Averages(self.masters, trained, ema) if ema else None

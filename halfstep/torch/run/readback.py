@@ -13,8 +13,12 @@ from typing import Any, NamedTuple, final
 import torch
 from torch import Tensor
 
+from halfstep.core.errors import warn_caller
+from halfstep.core.scaling import DynamicScale, Scale, ScaleAlarm
+
 NAMES = ("loss", "skipped", "scale", "grad_norm", "stuck")
 UNREAD = 8  # a benchmark may never read; older steps are forgotten
+EVERY = 4  # updates; a scale takes ten to fall from where the alarm begins to its floor
 
 
 class _Launched(NamedTuple):
@@ -22,6 +26,44 @@ class _Launched(NamedTuple):
     numbers: Tensor
     start: torch.cuda.Event | None = None
     end: torch.cuda.Event | None = None
+
+
+@final
+class ScaleWatch:
+    """Warns once when the loss scale is low and falling. It reads the scale of a past update, without waiting."""
+
+    def __init__(self, law: Scale, device: torch.device):
+        self.device = device
+        self._alarm: ScaleAlarm | None = ScaleAlarm(law) if isinstance(law, DynamicScale) else None
+        self.forget()
+
+    def forget(self) -> None:
+        """Forgets the scale: another state was loaded."""
+        self._updates, self._last = 0, 0.0
+        self._copy: tuple[Tensor, Any] | None = None
+
+    def look(self, scale: Tensor) -> None:
+        """Takes the scale of the update that was launched last."""
+        if self._alarm is None:
+            return
+        if self.device.type == "cpu":
+            self._observe(float(scale))
+            return
+        if self._copy is not None and self._copy[1].query():
+            self._observe(float(self._copy[0]))
+            self._copy = None
+        if self._copy is None and self._updates % EVERY == 0:
+            event = torch.get_device_module(self.device).Event()
+            self._copy = scale.to("cpu", non_blocking=True), event
+            event.record()
+        self._updates += 1
+
+    def _observe(self, scale: float) -> None:
+        message = self._alarm.observe(scale, falling=scale < self._last) if self._alarm is not None else ""
+        self._last = scale
+        if message:
+            self._alarm = None
+            warn_caller(message)
 
 
 @final

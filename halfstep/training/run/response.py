@@ -2,6 +2,7 @@
 
 gradients not finite, once       the update was skipped on the device; an event names shards and offsets
 only the loss not finite         the same, except that nothing was skipped
+a loss scale low and falling     an alarm, once per fall: an event, a line and a row of the page
 a loss scale at its floor        the run stops, names the first bad tensor and leaves a checkpoint
 HOPELESS times in a row          the same: the step runs again to name the tensor; a good checkpoint is kept
 a loss that stays up             back to the newest checkpoint from before, if training.rollback is set
@@ -12,6 +13,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from halfstep.core.errors import ScalingError
+from halfstep.core.scaling import ScaleAlarm
 from halfstep.training.data.batches import Batches
 from halfstep.training.run.checkpointing import Checkpointer
 from halfstep.training.run.health import Health
@@ -30,11 +32,14 @@ class Responder:
         self, health: Health, batches: Batches, session: Session, checkpointer: Checkpointer, tally: Tally
     ):
         self.health, self.batches, self.session, self.checkpointer = health, batches, session, checkpointer
-        self.tally = tally
+        self.tally, self.alarm = tally, ScaleAlarm(session.policy.scale)
 
     def check(self, step: int, numbers: Mapping[str, float]) -> None:
         """Raises RollBackError if the last steps should be given up, ScalingError if nothing helps."""
-        health = self.health
+        health, scale = self.health, numbers["scale"]
+        if message := self.alarm.observe(scale, falling=bool(numbers["skipped"])):
+            self.checkpointer.events.write("low_scale", step=step, scale=scale, message=message)
+            self.checkpointer.bar.note(f"warning: step {step}: {message}")
         fault = health.observe(step, numbers)
         if fault is None:
             return

@@ -17,6 +17,7 @@ Every line has `event`, its kind, and `time`, Unix seconds. The kinds and their 
     save_failed  step, message; earlier checkpoints are whole, training continues, the next save tries again
     skip         step, loss, grad_norm, in_a_row, scale, where ([{file, offsets}]): gradients were not finite
     not_finite   the same of a step whose loss was not finite and whose gradients were: its update was applied
+    low_scale    step, scale, message: the loss scale is low and falling; at its floor the run stops
     spike        step, loss, median, in_a_row, where: a loss above the recent ones by more than training.rollback
     rollback     step (it happened at), to (step of the checkpoint), skipped_data (updates' worth), message
     artifact     path, bytes, limit (or null), over (bytes), loss and bits_per_byte, each _before and _after
@@ -87,6 +88,7 @@ _FIELDS: dict[str, dict[str, Any]] = {
     "checkpoint": {**_STEP, "path": str, "held_out": float | None},
     "save_failed": {**_STEP, "message": str},
     **dict.fromkeys(("skip", "not_finite", "spike"), _LOSS),
+    "low_scale": {**_STEP, "scale": float, "message": str},
     "rollback": {**_STEP, "to": Count, "message": str},
     "warning": {"message": str},
     "stop": {**_DONE, "reason": str, "saved": Count | None},

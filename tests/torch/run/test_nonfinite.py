@@ -109,6 +109,7 @@ def stuck(model, run, loss, batch):
     raise AssertionError("it did not get stuck")
 
 
+@pytest.mark.filterwarnings("ignore:the loss scale is")
 @pytest.mark.parametrize("masters", ["", ",param=fp32:split"])
 def test_at_the_floor_a_forward_overflow_is_reported_as_one_and_a_backward_one_names_its_gradient(masters):
     """fp16 ends at 65504, whatever the loss is multiplied by."""
@@ -132,6 +133,7 @@ def test_at_the_floor_a_forward_overflow_is_reported_as_one_and_a_backward_one_n
     assert "forward" not in raised.value.hint
 
 
+@pytest.mark.filterwarnings("ignore:the loss scale is")
 def test_without_step_the_loss_must_be_passed_and_a_finite_step_is_not_run_again():
     model = Model()
     model.head.weight.data.fill_(6e4)

@@ -138,6 +138,16 @@ def test_if_no_scale_helps_the_tensor_is_named_and_a_checkpoint_left(text, tmp_p
     assert stop["saved"] == launched
 
 
+def test_a_loss_scale_that_is_low_and_falling_is_an_alarm_once_long_before_its_floor(text, tmp_path, capsys):
+    loop = start(text, tmp_path / "run", policy="fp16-mixed,emulate=true,scale=dynamic:init=2048")
+    assert poison(loop, range(4, 8), math.nan).run().finished
+    assert [event["scale"] for event in events_of(tmp_path / "run", "skip")] == [2048, 1024, 512, 256]
+    (alarm,) = events_of(tmp_path / "run", "low_scale")
+    assert (alarm["step"], alarm["scale"]) == (6, 1024)
+    assert "the loss scale is 1024 and falling" in alarm["message"]
+    assert f"warning: step 6: {alarm['message']}" in capsys.readouterr().err
+
+
 def test_if_no_scale_helps_the_data_of_that_step_is_examined(text, tmp_path, monkeypatch):
     """And not those of the step that was launched after it, where steps are read late."""
     policy = "fp16-mixed,emulate=true,scale=dynamic:init=2:floor=1"
