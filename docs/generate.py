@@ -77,6 +77,15 @@ and the argument `tokens`. The choice and its reason are in the log, the events,
 a run; in your own loop they are in `run.choice` and `run.summary()` (`state.choice` on JAX). `auto,norm=bf16`
 changes what was chosen.
 """
+SCALE = """## The loss scale
+
+fp16 needs one: `dynamic` starts at 65536, halves when gradients are not finite, doubles after 2000 finite
+steps, and weights micro-batches in the fp32 sum, so that their sizes do not move it. A scale of 1024 or less
+that still falls is an alarm, long before its floor stops the run: an event, a line and a row of the page in
+`halfstep train`, and one Python warning in your own loop. It reads results that are done already and makes no
+step wait (on MLX, the update four before the last). A scale with a format that needs none, and a static one
+that is not a power of two, run with a warning.
+"""
 OTHERS = """## Names of other libraries
 
 These are read as the preset that they mean elsewhere, wherever a policy is named: `--policy bf16`, `policy =
@@ -98,7 +107,7 @@ def policies() -> str:
         "# Roles and presets\n\nA policy assigns one format to each role; a preset is a column of this table. "
         "Generated from `halfstep/core/roles.py` and `halfstep/core/policy.py`, which explain how to write a "
         "policy.\n\n" + table(["role", "what it is", *PRESETS], lines) + "\n\n"
-        f"{AUTO}\n{OTHERS}\n" + table(["name", "read as", "as in"], names) + "\n"
+        f"{AUTO}\n{SCALE}\n{OTHERS}\n" + table(["name", "read as", "as in"], names) + "\n"
     )
 
 

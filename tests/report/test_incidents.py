@@ -104,9 +104,9 @@ def test_a_skipped_update_and_a_loss_not_finite_have_the_place_of_their_data():
 def test_a_loss_scale_that_is_low_and_falling_is_a_row_though_its_overflows_are_not():
     alarm = {"event": "low_scale", "step": 6, "scale": 1024.0, "message": "the loss scale is 1024 and falling"}
     overflows = [skip(step, in_a_row=step - 4, loss=2.0, scale=2.0 ** (16 - step)) for step in (5, 6, 7)]
-    told = incidents(start(), steps(1, 4), overflows[:2], alarm, overflows[2], steps(8, 9))
-    assert [(r.span, r.name, r.details) for r in told.rows] == [("6", "loss scale low", alarm["message"])]
-    assert told.overflows == 3
+    shown = incidents(start(), steps(1, 4), overflows[:2], alarm, overflows[2], steps(8, 9))
+    assert [(r.span, r.name, r.details) for r in shown.rows] == [("6", "loss scale low", alarm["message"])]
+    assert shown.overflows == 3
 
 
 def test_what_comes_in_a_row_is_one_row_and_does_not_reach_across_a_resume():

@@ -10,8 +10,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from halfstep.config.load import load
 from halfstep.core.policy import Policy
-from halfstep.torch.run.readback import NAMES, UNREAD, Readback
+from halfstep.core.scaling import DynamicScale, NoScale, StaticScale
+from halfstep.torch.optim.adamw import AdamW
+from halfstep.torch.run.readback import NAMES, UNREAD, Readback, ScaleWatch
 from halfstep.torch.session import Session
+from halfstep.torch.step import prepare
 
 SMALL = ["model.width=32", "model.heads=2", "model.layers=1", "model.context=16", "training.batch=2"]
 CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
@@ -136,6 +139,62 @@ def test_a_step_has_its_own_device_time_and_the_idle_time_before_it(readback):
     results = [launch(readback) for _ in range(UNREAD + 1)]
     readback.read(results[0])
     assert readback.device_time(results[0]) is None
+
+
+def test_the_watch_of_the_scale_reads_what_is_done_and_waits_for_nothing(monkeypatch):
+    """On a device: one copy at a time, every few updates, read when its event says so; then one warning."""
+    events = []
+
+    class Event:
+        def __init__(self):
+            self.done = False
+            events.append(self)
+
+        def record(self):
+            pass
+
+        def query(self):
+            return self.done
+
+    monkeypatch.setattr(torch, "get_device_module", lambda device: SimpleNamespace(Event=Event))
+    watch = ScaleWatch(DynamicScale(), torch.device("cuda"))
+    scales = [torch.tensor(2.0 ** (16 - n)) for n in range(10)]
+    for scale in scales[:6]:
+        watch.look(scale)
+    assert len(events) == 1  # still on its way
+    events[0].done = True
+    for scale in scales[6:9]:
+        watch.look(scale)
+    assert len(events) == 2  # of the updates 0 and 8
+    events[1].done = True
+    with pytest.warns(UserWarning, match="the loss scale is 256 and falling"):
+        watch.look(scales[9])
+    for law in (NoScale(), StaticScale()):
+        ScaleWatch(law, torch.device("cuda")).look(None)
+    loaded = ScaleWatch(DynamicScale(), torch.device("cpu"))
+    loaded.look(torch.tensor(65536.0))
+    loaded.forget()  # another state was loaded
+    loaded.look(torch.tensor(512.0))
+
+
+@CUDA
+def test_the_watch_of_the_scale_needs_no_sync():
+    model = torch.nn.Linear(8, 8).cuda()
+    run = prepare(model, AdamW(model.parameters()), "fp16-mixed,scale=dynamic:init=4096")
+    batch = torch.full((2, 8), 6e4, device="cuda")
+
+    def ten_steps():
+        for _ in range(10):
+            try:
+                torch.cuda.set_sync_debug_mode("error")
+                run.step(lambda b: model(b).float().square().sum(), [batch])
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+            torch.cuda.synchronize()
+
+    run.step(lambda b: model(b).float().square().sum(), [batch])
+    with pytest.warns(UserWarning, match="and falling"):
+        ten_steps()
 
 
 @CUDA
