@@ -28,6 +28,7 @@ arrays, traced or not, and never reads a number from the device.
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, NamedTuple, final
 
@@ -71,6 +72,11 @@ class Scale(ABC):
     def judge(self, state: ScaleState, finite: Scalar, xp: Namespace) -> Verdict:
         """Returns how to unscale the step that used `state`, and the next state. `finite` is a bool scalar."""
         return Verdict(1.0 / state.scale, state)
+
+    def owns(self, state: ScaleState) -> bool:
+        """Whether a saved state, as Python numbers, can be this law's."""
+        scale, first = state.scale, self.init().scale
+        return state.tolerance == 0 and abs(scale - first) <= first * 2.0**-24
 
 
 @final
@@ -169,6 +175,27 @@ class DynamicScale(Scale):
             stuck=where(finite, False, spent & (scale <= self.floor)),
         )
         return Verdict(1.0 / scale, following)
+
+    def owns(self, state: ScaleState) -> bool:
+        return bool(state.tolerance >= 1)  # it never falls below; other laws have none
+
+
+def saved_scale(law: Scale, given: Mapping[str, Any]) -> ScaleState | None:
+    """Returns the scale in a saved state, or None if it was left out, so that the run's own stays.
+
+    Refuses that of another law: with the 1 of an fp32 run, fp16 would lose its small gradients without a word.
+    """
+    if "scale.scale" not in given:
+        return None
+    state = ScaleState(*(given[f"scale.{field}"] for field in ScaleState._fields))
+    numbers = ScaleState(float(state.scale), int(state.good_steps), int(state.tolerance), bool(state.stuck))
+    if not law.owns(numbers):
+        raise ScalingError(
+            f"the state has a loss scale of {numbers.scale:g}, which `scale={law.word}` does not have: "
+            "it was saved under another policy",
+            hint="leave its `scale.*` entries out: then the scale starts as this policy's, and all else is loaded",
+        )
+    return state
 
 
 class ScaleAlarm:

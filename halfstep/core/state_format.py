@@ -57,8 +57,11 @@ def check_same(
 ) -> None:
     """Refuses a state of another model, optimizer or precision: names, shapes and dtypes must agree.
 
-    `optional` names may be on one side only, such as the random state of a device that the run no longer has.
+    `optional` names may be on one side only, such as the random state of a device that the run no longer has. The
+    loss scale may be left out as a whole (`scaling.saved_scale`).
     """
+    if "scale.scale" not in given:
+        ours = {name: value for name, value in ours.items() if not name.startswith("scale.")}
     left, right = (names.keys() - set(optional) for names in (ours, given))
     if left != right:
         odd = sorted(left ^ right)

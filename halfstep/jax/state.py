@@ -19,7 +19,7 @@ from halfstep.core import state_format
 from halfstep.core.choice import Choice
 from halfstep.core.errors import HalfstepError
 from halfstep.core.policy import Policy
-from halfstep.core.scaling import ScaleState
+from halfstep.core.scaling import ScaleState, saved_scale
 from halfstep.core.state_format import Description, Stored, check_same
 from halfstep.jax.apply import Leaves, apply
 
@@ -73,6 +73,7 @@ def load_state(state: State, given: Mapping[str, Any]) -> State:
     """Returns the state with given arrays. Those of another model, optimizer or precision are refused whole."""
     ours = state_of(state)
     check_same(_described(ours), _described(given))
+    scale = saved_scale(state.policy.scale, given)
     leaves = Leaves(state.params)
     params = [_like(given[f"model.{name}"], leaf) for name, leaf in leaves.values.items()]
     moments = [_like(given[name], leaf) for name, leaf in _optimizer(state).items()]
@@ -80,7 +81,7 @@ def load_state(state: State, given: Mapping[str, Any]) -> State:
         state,
         params=jax.tree.unflatten(leaves.treedef, params),
         opt_state=jax.tree.unflatten(jax.tree.structure(state.opt_state), moments),
-        scale=ScaleState(*(_like(given[f"scale.{f}"], getattr(state.scale, f)) for f in ScaleState._fields)),
+        scale=state.scale if scale is None else ScaleState(*map(_like, scale, state.scale)),
         num_applied=_like(given["applied"], state.num_applied),
     )
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from halfstep.core import state_format
 from halfstep.core.errors import HalfstepError
-from halfstep.core.scaling import ScaleState
+from halfstep.core.scaling import Scale, ScaleState, saved_scale
 from halfstep.core.state_format import Description, Stored, check_same
 from halfstep.mlx.apply import Place
 from halfstep.mlx.cast import join
@@ -47,13 +47,14 @@ def state_of(live: Live) -> dict[str, mx.array]:
     return state
 
 
-def load_state(live: Live, given: Mapping[str, mx.array]) -> None:
+def load_state(live: Live, given: Mapping[str, mx.array], law: Scale) -> None:
     """Restores a state, bit for bit. One of another model, optimizer or precision is refused whole."""
     check_same(_described(state_of(live)), _described(given))
+    scale = saved_scale(law, given)
     for name, place in live.places.items():
         place.put(given[name])
     live.remainders.update({name: given[f"remainder.{name}"] for name in live.remainders})
-    live.scalars.update({field: given[f"scale.{field}"] for field in ScaleState._fields})
+    live.scalars.update({} if scale is None else scale._asdict())
     live.scalars["applied"] = given["applied"]
     high, low = (int(word) for word in np.array(given["rng.mlx"]))
     mx.random.seed(high << 32 | low)

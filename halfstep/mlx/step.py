@@ -262,7 +262,7 @@ class Run:
     def load(self, state: Mapping[str, mx.array]) -> None:
         """Restores a state, bit for bit. One of another model, optimizer or precision is refused whole."""
         self._check_open()
-        load_state(Live(self._places(), self.masters.remainders, self.scalars), state)
+        load_state(Live(self._places(), self.masters.remainders, self.scalars), state, self.policy.scale)
         self.masters.note_writes()
         self.forget()
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from halfstep.core.averages import to_state
 from halfstep.core.errors import HalfstepError
 from halfstep.core.formats import FP32
-from halfstep.core.scaling import ScaleState
+from halfstep.core.scaling import ScaleState, saved_scale
 from halfstep.core.state_format import Description, Snapshot, Stored, check_same
 from halfstep.torch.apply import adopt
 from halfstep.torch.cast import join
@@ -71,6 +71,7 @@ def load_state(run: RunParts, given: Mapping[str, Tensor]) -> None:
     fixed = [{n: t for n, t in side.items() if not n.startswith(lazy)} for side in (state, given)]
     # The random state of a device that the run did not use, or no longer has, did not affect its results.
     check_same(*(_described(side) for side in fixed), optional=["rng.cuda"])
+    scale = saved_scale(run.policy.scale, given)
     entries = _checked_entries(run, {n: t for n, t in given.items() if lazy and n.startswith(lazy)})
     for name in fixed[0]:
         if not name.startswith(("rng.", "scale.", "narrow.")):  # an earlier StepResult may still hold the scale
@@ -81,7 +82,8 @@ def load_state(run: RunParts, given: Mapping[str, Tensor]) -> None:
             optimizer.state.pop(p, None)
         for (p, key), value in values.items():
             optimizer.state[p][key] = value
-    run.scale_state = ScaleState(*(given[f"scale.{f}"].to(run.device, copy=True) for f in ScaleState._fields))
+    if scale is not None:
+        run.scale_state = ScaleState(*(value.to(run.device, copy=True) for value in scale))
     narrow = {name: bool(given[f"narrow.{name}"]) for name in _narrow(run)}
     if narrow != _narrow(run):
         assert run.conversion is not None
@@ -137,8 +139,8 @@ def from_dict(run: RunParts, given: Mapping[str, Any]) -> None:
     if given["policy"] != str(run.policy):
         raise HalfstepError(
             f"the state has the policy `{given['policy']}`, and this run has `{run.policy}`",
-            hint=f'prepare(model, optimizer, "{given["policy"]}"), or load only the weights: '
-            'load_weights(run, state["tensors"]) of halfstep.torch.state',
+            hint=f'prepare(model, optimizer, "{given["policy"]}"); or change the precision with load_state of '
+            'halfstep.torch.state, which takes state["tensors"] without `scale.*`; or load_weights(run, tensors)',
         )
     kinds = [label(optimizer) for optimizer in run.optimizers]
     shapes = [[len(groups) for groups in given["groups"]], [len(o.param_groups) for o in run.optimizers]]

@@ -220,6 +220,19 @@ def test_a_state_of_another_shape_or_precision_is_refused_whole(backend, other, 
     assert target.state() == before
 
 
+def test_the_loss_scale_of_another_policy_is_refused_and_may_be_left_out(backend):
+    """An fp32 run has a scale of 1, at which fp16 loses its small gradients."""
+    plain, scaled = session(backend).state(), session(backend, "fp16-mixed,emulate=true")
+    before = scaled.state()
+    with pytest.raises(HalfstepError, match=r"a loss scale of 1, which `scale=dynamic` does not have"):
+        scaled.load(plain)
+    assert scaled.state() == before
+    with pytest.raises(HalfstepError, match="a loss scale of 65536, which `scale=none` does not have"):
+        session(backend).load(before)
+    scaled.load({name: value for name, value in plain.items() if not name.startswith("scale.")})
+    assert scaled.state() == plain | {name: value for name, value in before.items() if name.startswith("scale.")}
+
+
 @pytest.mark.parametrize("source", ["fp32", "param=fp32:split", "bf16-true"])
 @pytest.mark.parametrize("target", ["fp32", "bf16-mixed,param=fp32:split", "bf16-true"])
 def test_weights_are_loaded_from_a_state_however_they_are_held(backend, source, target):
