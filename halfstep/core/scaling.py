@@ -75,8 +75,8 @@ class Scale(ABC):
 
     def owns(self, state: ScaleState) -> bool:
         """Whether a saved state, as Python numbers, can be this law's."""
-        scale, first = state.scale, self.init().scale
-        return state.tolerance == 0 and abs(scale - first) <= first * 2.0**-24
+        first = float(self.init().scale)
+        return bool(state.tolerance == 0 and abs(state.scale - first) <= first * 2.0**-24)
 
 
 @final
