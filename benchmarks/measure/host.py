@@ -75,13 +75,13 @@ def compare(device: str, micro_batches: int, rounds: int) -> float:
     times: dict[str, list[float]] = {name: [] for name in arms}
     for each in range(rounds + 1):
         for name, update in list(arms.items())[:: 1 if each % 2 else -1]:
-            started = time.perf_counter()
+            started = time.process_time()
             for _ in range(max(1, 8 // micro_batches)):
                 update()
             if device == "cuda":
                 torch.cuda.synchronize()
             if each:  # the first warms up
-                times[name].append((time.perf_counter() - started) / max(1, 8 // micro_batches))
+                times[name].append((time.process_time() - started) / max(1, 8 // micro_batches))
     ms = {name: statistics.median(taken) * 1e3 for name, taken in times.items()}
     print(f"\n{micro_batches} micro-batch{'es' if micro_batches > 1 else ''} per update, {device}")
     for name, update in arms.items():

@@ -57,7 +57,7 @@ def bypass_mode(function: Callable[_P, _R]) -> Callable[_P, _R]:
 
 def check_autocast() -> None:
     """Refuses to run if torch would cast as well, on any kind of device."""
-    if any(torch.is_autocast_enabled(device) for device in ("cpu", "cuda", "xpu", "mps")):
+    if torch._C._is_any_autocast_enabled():
         raise autocast_error()
 
 
@@ -72,9 +72,10 @@ def autocast_error() -> HalfstepError:
 def enter(x: Tensor, casts: Casts) -> Tensor:
     """Casts an activation to the compute format of the module it enters."""
     # Asked without a Python call: this runs some forty times per micro-batch of a small model.
-    if torch.is_autocast_enabled(x.device.type):
+    if torch._C._is_any_autocast_enabled():
         raise autocast_error()
-    x = x.to(casts.compute)
+    if x.dtype is not casts.compute:  # a cast that changes nothing still costs a call into torch
+        x = x.to(casts.compute)
     return rounded(x, casts) if casts.emulate else x
 
 
@@ -98,7 +99,9 @@ def island(x: Any, role: str, casts: Casts) -> Any:
     """Casts a tensor (or None) to the format of an island's role: `norm`, `softmax` or `loss`."""
     if x is None:
         return None
-    x = x.to(getattr(casts, role))
+    inside = getattr(casts, role)
+    if x.dtype is not inside:
+        x = x.to(inside)
     if not casts.emulate:
         return x
     fmt: Format = getattr(casts.precision, role)
@@ -110,7 +113,8 @@ def own(parameter: Tensor | None, role: str, casts: Casts) -> Any:
     if parameter is None:
         return None
     if casts.fp32_grads and not casts.emulate and parameter.dtype is torch.float32:
-        return parameter.to(getattr(casts, role))
+        inside = getattr(casts, role)
+        return parameter if inside is torch.float32 else parameter.to(inside)
     return island(owned(parameter, casts), role, casts)
 
 
@@ -118,9 +122,12 @@ def leave(x: Tensor, role: str, casts: Casts) -> Tensor:
     """Casts the result of an island to the island's format first, then to compute."""
     if casts.emulate:
         return enter(island(x, role, casts), casts)
-    if torch.is_autocast_enabled(x.device.type):
+    if torch._C._is_any_autocast_enabled():
         raise autocast_error()
-    return x.to(getattr(casts, role)).to(casts.compute)
+    inside = getattr(casts, role)
+    if x.dtype is not inside:
+        x = x.to(inside)
+    return x.to(casts.compute)
 
 
 def _rounded(x: Tensor, value: Format, grad: Format) -> Tensor:

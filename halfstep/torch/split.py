@@ -226,8 +226,8 @@ def copying_run() -> Iterator[None]:
 
 
 def is_split(tensor: Tensor) -> bool:
-    """Whether a tensor is the bf16 half of a split master."""
-    return tensor.dtype == torch.bfloat16 and hasattr(tensor, GRAD_OWNER)
+    """Whether a tensor is the bf16 half of a split master: a parameter, which has a class of its own."""
+    return type(tensor) is not Tensor and tensor.dtype is torch.bfloat16 and hasattr(tensor, GRAD_OWNER)
 
 
 class Holder(nn.Module):

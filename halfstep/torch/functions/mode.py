@@ -46,12 +46,14 @@ class PolicyMode(TorchFunctionMode):
         precision = scope.casts.precision
         islands = {precision.norm, precision.softmax, precision.loss}
         self.inert = scope.casts.plain and islands == {FP32} and not scope.has_split
+        self._views = VIEWS if scope.has_split else {}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        entry = TABLE.get(func)
-        if entry is None and self.scope.has_split:
-            entry = VIEWS.get(func)
+        # Runs hundreds of times per micro-batch, mostly for functions that no policy is about.
+        entry = TABLE.get(func) or self._views.get(func)
         kwargs = kwargs or {}
+        if entry is None and not WATCHERS:
+            return func(*args, **kwargs)
         # Tensors of classes that define their own functions, such as quantized ones, run as those define.
         if types and entry is not None and any(kind not in PLAIN for kind in types):
             entry = None

@@ -60,8 +60,7 @@ def _island(role: str) -> Entry:
 
 
 def _skip_attention(scope: Scope, args: Any, kwargs: Any) -> str:
-    given = [*args, *kwargs.values()]
-    dtypes = [t.dtype for t in given if isinstance(t, Tensor)]
+    dtypes = [t.dtype for t in (*args, *kwargs.values()) if isinstance(t, Tensor)]
     if scope.leaf and torch.float32 in dtypes:
         return Skip.IN_LEAF
     if scope.casts.emulate or not scope.casts.fused_softmax:
@@ -142,7 +141,10 @@ def _meet(scope: Scope, func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _skip_view(scope: Scope, args: Any, kwargs: Any) -> str:
-    return "" if any(_is_split_tensor(t) for t in (*args, kwargs.get("input"))) else Skip.NOTHING_MET
+    for given in args:
+        if type(given) is not Tensor and _is_split_tensor(given):
+            return ""
+    return "" if kwargs and _is_split_tensor(kwargs.get("input")) else Skip.NOTHING_MET
 
 
 def _view(scope: Scope, func: Any, args: Any, kwargs: Any) -> Any:
