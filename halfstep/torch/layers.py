@@ -40,7 +40,7 @@ from halfstep.torch.dtypes import FLOATS, dtype_of, format_of
 from halfstep.torch.fp8.delayed import History
 from halfstep.torch.fp8.linear import in_graph, narrow_linear
 from halfstep.torch.lowering import Casts, autocast_error, bypass_mode, enter, island, leave, own, owned, rounded
-from halfstep.torch.matmul import Linear, Rows, Scores, linear_in_steps, scores_in_steps
+from halfstep.torch.matmul import Linear, Rows, Scores, apply_linear, linear_in_steps, scores_in_steps
 from halfstep.torch.split import Holder, is_split, operand_of, through
 from halfstep.torch.tracing import transforming
 
@@ -95,7 +95,7 @@ def linear(
 ) -> Tensor:
     """Returns x W^T + b, or x W + b if the matrix is held `transposed`; `history` scales delayed operands."""
     with torch._C.DisableTorchFunction():
-        if torch.is_autocast_enabled(x.device.type):
+        if torch._C._is_any_autocast_enabled():
             raise autocast_error()
         if casts.plain:
             weight = owned(weight, casts).float()
@@ -104,14 +104,16 @@ def linear(
         values, owner = operand_of(weight, casts.whole)
         if transposed:
             values, owner = values.t(), owner.t()
-        x = x.to(casts.compute)
+        if x.dtype is not casts.compute:
+            x = x.to(casts.compute)
         if casts.emulate:
             x = rounded(x, casts)
         if casts.wide is not None:
             return narrow_linear(x, values, owner, bias, casts, history)
         if transforming():
             return linear_in_steps(x, values, check_transformed(owner, casts), bias, casts)
-        return Linear.apply(x, values, owner, bias, casts)  # type: ignore[no-any-return]
+        apply = Linear.apply if torch.compiler.is_compiling() else apply_linear
+        return apply(x, values, owner, bias, casts)  # type: ignore[no-any-return]
 
 
 def check_transformed(weight: Tensor, casts: Casts) -> Tensor:
