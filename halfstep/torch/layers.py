@@ -39,7 +39,7 @@ from halfstep.core.refusal import named_format
 from halfstep.torch.dtypes import FLOATS, dtype_of, format_of
 from halfstep.torch.fp8.delayed import History
 from halfstep.torch.fp8.linear import in_graph, narrow_linear
-from halfstep.torch.lowering import Casts, autocast_error, bypass_mode, enter, island, leave, own, owned, rounded
+from halfstep.torch.lowering import Casts, autocast_error, bypass_mode, enter, island, leave, made_cast, own, owned, rounded
 from halfstep.torch.matmul import Linear, Rows, Scores, apply_linear, linear_in_steps, scores_in_steps
 from halfstep.torch.split import Holder, is_split, operand_of, through
 from halfstep.torch.tracing import transforming
@@ -102,6 +102,8 @@ def linear(
             weight = weight.t() if transposed else weight
             return F.linear(x.float(), weight, None if bias is None else bias.float())
         values, owner = operand_of(weight, casts.whole)
+        if not casts.emulate and values.dtype is torch.float32 and owner is weight:
+            values = made_cast(weight, casts.compute).detach()
         if transposed:
             values, owner = values.t(), owner.t()
         if x.dtype is not casts.compute:
@@ -112,8 +114,11 @@ def linear(
             return narrow_linear(x, values, owner, bias, casts, history)
         if transforming():
             return linear_in_steps(x, values, check_transformed(owner, casts), bias, casts)
+        added = bias
+        if bias is not None:
+            added = (bias if casts.emulate else made_cast(bias, casts.compute)).detach()
         apply = Linear.apply if torch.compiler.is_compiling() else apply_linear
-        return apply(x, values, owner, bias, casts)  # type: ignore[no-any-return]
+        return apply(x, values, owner, added, bias, casts)  # type: ignore[no-any-return]
 
 
 def check_transformed(weight: Tensor, casts: Casts) -> Tensor:

@@ -27,6 +27,10 @@ from halfstep.torch.cast import carried
 from halfstep.torch.split import is_split, through, widened
 from halfstep.torch.tracing import recording, transforming
 
+# Attributes of an fp32 parameter: the dtype that a layer casts it to, and that cast, while an update has it
+# (run/weight_casts.py).
+CASTED_TO, CAST = "halfstep_casted_to", "halfstep_cast"
+
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
@@ -93,6 +97,17 @@ def owned(parameter: Tensor, casts: Casts) -> Tensor:
     if casts.fp32_grads or parameter.dtype != torch.float32:
         return parameter  # a bf16 parameter has a bf16 gradient as it is
     return _rounded(parameter, FP32, casts.precision.grad_weight)
+
+
+def made_cast(parameter: Tensor, compute: torch.dtype) -> Tensor:
+    """Returns a parameter of a matmul in compute if the update has cast it already, else as it is, and marks it."""
+    if parameter.dtype is compute or torch.compiler.is_compiling():
+        return parameter
+    cast = getattr(parameter, CAST, None)
+    if cast is not None and cast.dtype is compute:
+        return cast  # type: ignore[no-any-return]
+    setattr(parameter, CASTED_TO, compute)
+    return parameter
 
 
 def island(x: Any, role: str, casts: Casts) -> Any:

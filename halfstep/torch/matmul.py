@@ -35,11 +35,19 @@ class Linear(torch.autograd.Function):
     """x W^T + b of an x in the compute format: the three matmuls of a linear layer."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, values: Tensor, owner: Tensor, bias: Tensor | None, casts: Casts) -> Tensor:
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        values: Tensor,
+        owner: Tensor,
+        bias: Tensor | None,
+        bias_owner: Tensor | None,
+        casts: Casts,
+    ) -> Tensor:
         """Returns the result."""
         w = in_compute(values, casts)
         ctx.save_for_backward(x, w)
-        ctx.casts, ctx.inputs = casts, (owner, bias)
+        ctx.casts, ctx.inputs = casts, (owner, bias_owner)
         b = None if bias is None else in_compute(bias, casts)
         if casts.emulate:
             p = casts.precision
@@ -57,10 +65,10 @@ class Linear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         """Returns the gradient of each input."""
-        casts, (needs_input, _, needs_weight, needs_bias, _) = ctx.casts, ctx.needs_input_grad
+        casts, (needs_input, _, needs_weight, _, needs_bias, _) = ctx.casts, ctx.needs_input_grad
         x, w = ctx.saved_tensors
         if recording():
-            inputs = {0: x, 2: ctx.inputs[0], 3: ctx.inputs[1]}
+            inputs = {0: x, 2: ctx.inputs[0], 4: ctx.inputs[1]}
             return recorded(lambda x, owner, bias: linear_in_steps(x, w, owner, bias, casts), inputs, ctx, g)
         if casts.emulate:
             return _emulated_gradients(ctx, g)
@@ -73,7 +81,7 @@ class Linear(torch.autograd.Function):
             grad_weight = matmul(operand.t(), _in(rows_of(x), casts.operand), casts.grad_weight)
         if needs_bias:
             grad_bias = _in(rows.sum(0, dtype=torch.float32), casts.grad_weight)
-        return grad_input, None, grad_weight, grad_bias, None
+        return grad_input, None, grad_weight, None, grad_bias, None
 
 
 # In eager mode: what Function.apply adds is for torch.func, whose calls do not come here.
@@ -95,9 +103,9 @@ def _emulated_gradients(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
     if needs[2]:
         formats = (p.grad_operand.format, p.operand.format, p.grad_weight)
         grad_weight = _emulated_matmul(g.t(), rows_of(x), *formats)
-    if needs[3]:
+    if needs[4]:
         grad_bias = carried(g.sum(0, dtype=torch.float32), p.grad_weight)
-    return grad_input, None, grad_weight, grad_bias, None
+    return grad_input, None, grad_weight, None, grad_bias, None
 
 
 class Rows(torch.autograd.Function):

@@ -112,11 +112,15 @@ class Run(RunParts):
         # Only a dynamic scale has a floor, at which `check` runs the step again.
         kept: list[Any] = []
         self._last = (loss_fn, kept) if isinstance(self.policy.scale, DynamicScale) else None
+        last = len(micro_batches) - 1 if isinstance(micro_batches, Sequence) else None
+        self.weight_casts.make()
         try:
-            for batch in micro_batches:
+            for place, batch in enumerate(micro_batches):
                 if self._last is not None:
                     kept.append(batch)
                 given = loss_fn(batch)
+                if place == last:
+                    self.weight_casts.drop()  # before the backward pass, which frees them one by one
                 weight: Tensor | float = 1.0
                 if isinstance(given, tuple):
                     total, weight = checked_pair(given)
@@ -127,6 +131,8 @@ class Run(RunParts):
             self.forget()  # half a sum must not become part of the next
             self.masters.check_writes()  # a parameter that was resized is the reason, not where it failed
             raise
+        finally:
+            self.weight_casts.drop()
 
     def backward(self, loss: Tensor, *, weight: Tensor | float = 1.0, last: bool = True) -> None:
         """Adds the gradient of a micro-batch's mean loss; `weight` is its number of tokens.
@@ -320,6 +326,7 @@ class Run(RunParts):
                 driver.optimizer.release()
             else:
                 driver.cast_moments(widen=True)
+        self.weight_casts.unmark()
         self._open = False
         return self.model
 

@@ -67,7 +67,8 @@ def narrow_linear(
 ) -> Tensor:
     """x W^T + b of an x in compute, some operands narrow; delayed ones follow their own amax without a history."""
     if x.numel() == 0:  # no kernel takes a batch without tokens, which an expert of a mixture may get
-        return Linear.apply(x, values, owner, bias, casts.wide)  # type: ignore[no-any-return]
+        added = None if bias is None else bias.detach()
+        return Linear.apply(x, values, owner, added, bias, casts.wide)  # type: ignore[no-any-return]
     refuse_transforms(*_ONCE)
     amaxes = probe = None
     if history is not None and casts.delayed:

@@ -22,6 +22,7 @@ from halfstep.torch.run.gradients import Shown
 from halfstep.torch.run.reached import Reached
 from halfstep.torch.run.readback import ScaleWatch
 from halfstep.torch.run.switches import Switches
+from halfstep.torch.run.weight_casts import WeightCasts
 
 
 class RunParts:
@@ -54,6 +55,7 @@ class RunParts:
         trained = [p for p in self.parameters if p.requires_grad]
         self.averages = Averages(self.masters, trained, ema) if ema else None
         self.contents = Contents(model)
+        self.weight_casts = WeightCasts(self.contents)
         self.buffers = Buffers(self.contents)
         self.amaxes = None if conversion is None else conversion.amaxes
         self.switches = Switches(self.device)
