@@ -1,4 +1,4 @@
-"""Times training against autocast on an NVIDIA GPU, from batches where the host is the limit to those where it is not.
+"""Times training against autocast on an NVIDIA GPU, from batches where the host is the limit to large ones.
 
     python benchmarks/measure/batches.py [--compiled] [--sizes 2 8 32] [--micro-batches 1 8] [--rounds 5]
 
@@ -51,7 +51,9 @@ def arm(name: str, *, compiled: bool) -> Step:
     optimizer = stock if name == "torch's AdamW" else AdamW(model.parameters(), lr=3e-4)
     run = prepare(model, optimizer, ARMS[name], clip_norm=1.0)
     prepared = torch.compile(model) if compiled else model
-    return lambda tokens, micro_batches: run.step(lambda t: prepared(t[:, :-1], t[:, 1:]), [tokens] * micro_batches)
+    return lambda tokens, micro_batches: run.step(
+        lambda t: prepared(t[:, :-1], t[:, 1:]), [tokens] * micro_batches
+    )
 
 
 def timed(step: Step, tokens: torch.Tensor, micro_batches: int, repeats: int) -> float:

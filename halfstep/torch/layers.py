@@ -39,7 +39,18 @@ from halfstep.core.refusal import named_format
 from halfstep.torch.dtypes import FLOATS, dtype_of, format_of
 from halfstep.torch.fp8.delayed import History
 from halfstep.torch.fp8.linear import in_graph, narrow_linear
-from halfstep.torch.lowering import Casts, autocast_error, bypass_mode, enter, island, leave, made_cast, own, owned, rounded
+from halfstep.torch.lowering import (
+    Casts,
+    autocast_error,
+    bypass_mode,
+    enter,
+    island,
+    leave,
+    made_cast,
+    own,
+    owned,
+    rounded,
+)
 from halfstep.torch.matmul import Linear, Rows, Scores, apply_linear, linear_in_steps, scores_in_steps
 from halfstep.torch.split import Holder, is_split, operand_of, through
 from halfstep.torch.tracing import transforming
@@ -101,9 +112,10 @@ def linear(
             weight = owned(weight, casts).float()
             weight = weight.t() if transposed else weight
             return F.linear(x.float(), weight, None if bias is None else bias.float())
-        values, owner = operand_of(weight, casts.whole)
-        if not casts.emulate and values.dtype is torch.float32 and owner is weight:
-            values = made_cast(weight, casts.compute).detach()
+        if casts.emulate or (type(weight) is not Tensor and weight.dtype is torch.bfloat16):
+            values, owner = operand_of(weight, casts.whole)
+        else:
+            values, owner = made_cast(weight, casts.compute), weight
         if transposed:
             values, owner = values.t(), owner.t()
         if x.dtype is not casts.compute:
@@ -116,7 +128,7 @@ def linear(
             return linear_in_steps(x, values, check_transformed(owner, casts), bias, casts)
         added = bias
         if bias is not None:
-            added = (bias if casts.emulate else made_cast(bias, casts.compute)).detach()
+            added = bias.detach() if casts.emulate else made_cast(bias, casts.compute)
         apply = Linear.apply if torch.compiler.is_compiling() else apply_linear
         return apply(x, values, owner, added, bias, casts)  # type: ignore[no-any-return]
 
@@ -159,7 +171,7 @@ def rms_norm(x: Tensor, gain: Tensor | None, casts: Casts, eps: float | None = 1
     """Returns x / sqrt(mean(x^2) + eps) * gain over the last dims: inside in the norm format, out in compute."""
     with torch._C.DisableTorchFunction():
         x, gain = island(x, "norm", casts), gain if gain is None else own(gain, "norm", casts)
-        return leave(F.rms_norm(x, x.shape[-dims:], gain, eps), "norm", casts)
+        return leave(torch.rms_norm(x, x.shape[-dims:], gain, eps), "norm", casts)
 
 
 def layer_norm(
@@ -168,7 +180,7 @@ def layer_norm(
     """Returns (x - mean) / sqrt(variance + eps) * gain + bias over the last dims, in the formats of `rms_norm`."""
     with torch._C.DisableTorchFunction():
         x, gain, bias = island(x, "norm", casts), own(gain, "norm", casts), own(bias, "norm", casts)
-        return leave(F.layer_norm(x, x.shape[-dims:], gain, bias, eps), "norm", casts)
+        return leave(torch.layer_norm(x, x.shape[-dims:], gain, bias, eps), "norm", casts)
 
 
 @bypass_mode

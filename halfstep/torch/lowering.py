@@ -100,14 +100,14 @@ def owned(parameter: Tensor, casts: Casts) -> Tensor:
 
 
 def made_cast(parameter: Tensor, compute: torch.dtype) -> Tensor:
-    """Returns a parameter of a matmul in compute if the update has cast it already, else as it is, and marks it."""
+    """Returns a parameter's values: in compute if the update has cast it, else as it is, with a mark to do so."""
     if parameter.dtype is compute or torch.compiler.is_compiling():
-        return parameter
+        return parameter.detach()
     cast = getattr(parameter, CAST, None)
     if cast is not None and cast.dtype is compute:
         return cast  # type: ignore[no-any-return]
     setattr(parameter, CASTED_TO, compute)
-    return parameter
+    return parameter.detach()
 
 
 def island(x: Any, role: str, casts: Casts) -> Any:

@@ -55,7 +55,12 @@ def make_split(parameter: nn.Parameter, remainder: Tensor, name: str = "weight")
     def move(owner: Tensor) -> None:
         parameter, grad = weak(), owner.grad
         owner.grad = None
-        if parameter is not None and grad is not None:
+        if parameter is None or grad is None:
+            return
+        unwatched = len(parameter._backward_hooks or ()) == 1 and not parameter._post_accumulate_grad_hooks
+        if unwatched and parameter.grad is None and grad.stride() == parameter.stride():
+            parameter.grad = grad  # as nearly always, and for each matrix of a model
+        else:
             _accumulate(parameter, grad)
 
     def refuse_use(grad: Tensor | None) -> None:

@@ -11,6 +11,7 @@ statistic.
 """
 
 import copy
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -166,7 +167,7 @@ class Run(RunParts):
             driver.check(grads)  # before the first of them has moved anything
         scaled_norm = norm_of([*grads.values()])
         # Weights that are on the device may all be zero.
-        finite = torch.isfinite(scaled_norm / weights if isinstance(weights, Tensor) else scaled_norm)
+        finite = (scaled_norm / weights if isinstance(weights, Tensor) else scaled_norm) < math.inf
         if self.shown.finite is not None:
             finite &= self.shown.finite
         skipped, used = ~finite, self.scale_state.scale

@@ -35,6 +35,8 @@ from halfstep.torch.lowering import Casts
 from halfstep.torch.split import Half
 
 PLAIN = (Tensor, nn.Parameter, nn.Buffer, Half)
+# Classes of arguments that are no split parameter.
+NEVER_SPLIT = frozenset((Tensor, int, float, bool, str, slice, tuple, list, torch.Size, torch.dtype, type(None)))
 
 
 class PolicyMode(TorchFunctionMode):
@@ -46,14 +48,16 @@ class PolicyMode(TorchFunctionMode):
         precision = scope.casts.precision
         islands = {precision.norm, precision.softmax, precision.loss}
         self.inert = scope.casts.plain and islands == {FP32} and not scope.has_split
-        self._views = VIEWS if scope.has_split else {}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        # Runs hundreds of times per micro-batch, mostly for functions that no policy is about.
-        entry = TABLE.get(func) or self._views.get(func)
+        entry = TABLE.get(func)
         kwargs = kwargs or {}
-        if entry is None and not WATCHERS:
-            return func(*args, **kwargs)
+        if entry is None:
+            # Hundreds of times per micro-batch: a view of an activation, or a function that no policy is about.
+            half = self.scope.has_split and ("input" in kwargs or not NEVER_SPLIT.issuperset(map(type, args)))
+            if not half and not WATCHERS:
+                return func(*args, **kwargs)
+            entry = VIEWS.get(func) if half else None
         # Tensors of classes that define their own functions, such as quantized ones, run as those define.
         if types and entry is not None and any(kind not in PLAIN for kind in types):
             entry = None

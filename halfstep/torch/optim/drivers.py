@@ -235,6 +235,10 @@ def numbers_of(grads: list[Tensor]) -> list[Tensor]:
 def norm_of(grads: list[Tensor]) -> Tensor:
     """Returns the norm of all gradients together, in fp32."""
     norms = torch._foreach_norm(numbers_of(grads))
+    first, last, num = norms[0], norms[-1], len(norms)
+    # On a GPU they lie side by side; stacking hundreds of them would take as long as the norms themselves.
+    if first.dtype is torch.float32 and last.data_ptr() - first.data_ptr() == 4 * (num - 1) and first.is_cuda:
+        return torch.linalg.vector_norm(first.as_strided((num,), (1,)))
     return torch.linalg.vector_norm(torch.stack([n if n.dtype is torch.float32 else n.float() for n in norms]))
 
 
