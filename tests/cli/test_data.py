@@ -69,6 +69,7 @@ def test_from_text_to_a_run_to_text(packed, text, tmp_path, out, capfd):
     assert json.loads(capfd.readouterr().out)["bits_per_byte"] > 0
 
 
+@pytest.mark.prove
 def test_a_text_of_ones_own_is_held_out_by_all_commands(text, tmp_path, capsys):
     pytest.importorskip("tokenizers")
     valid, tokenizer, out = tmp_path / "valid.txt", str(tmp_path / "tokenizer.json"), str(tmp_path / "packed")

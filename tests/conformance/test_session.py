@@ -220,15 +220,15 @@ def test_a_state_of_another_shape_or_precision_is_refused_whole(backend, other, 
     assert target.state() == before
 
 
-def test_the_loss_scale_of_another_policy_is_refused_and_may_be_left_out(backend):
+def test_the_loss_scale_of_another_policy_is_refused_and_may_be_left_out(slow_backend):
     """An fp32 run has a scale of 1, at which fp16 loses its small gradients."""
-    plain, scaled = session(backend).state(), session(backend, "fp16-mixed,emulate=true")
+    plain, scaled = session(slow_backend).state(), session(slow_backend, "fp16-mixed,emulate=true")
     before = scaled.state()
     with pytest.raises(HalfstepError, match=r"a loss scale of 1, which `scale=dynamic` does not have"):
         scaled.load(plain)
     assert scaled.state() == before
     with pytest.raises(HalfstepError, match="a loss scale of 65536, which `scale=none` does not have"):
-        session(backend).load(before)
+        session(slow_backend).load(before)
     scaled.load({name: value for name, value in plain.items() if not name.startswith("scale.")})
     assert scaled.state() == plain | {name: value for name, value in before.items() if name.startswith("scale.")}
 

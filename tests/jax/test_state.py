@@ -105,3 +105,12 @@ def test_stored_arrays_come_back_with_their_bits(dtype, shape):
     assert back.tobytes() == array.tobytes()
     with pytest.raises(HalfstepError, match="dtype C64"):
         restored(("C64", (), b"12345678"))
+
+
+def test_the_loss_scale_of_an_fp32_run_is_not_taken_into_an_fp16_one():
+    params, optimizer = {"w": jnp.ones((2, 2))}, optax.sgd(0.1)
+    plain, scaled = (init(params, optimizer, policy) for policy in ("fp32", "fp16-mixed"))
+    with pytest.raises(HalfstepError, match=r"a loss scale of 1, which `scale=dynamic` does not have"):
+        load_state(scaled, state_of(plain))
+    rest = {name: value for name, value in state_of(plain).items() if not name.startswith("scale.")}
+    assert float(load_state(scaled, rest).scale.scale) == 65536
