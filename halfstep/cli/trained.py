@@ -143,8 +143,8 @@ def artifact(
     from halfstep.training.run.trained import open_trained
     from halfstep.training.weights.artifact import NAME, check_place, is_artifact, masters, origin_of, score
 
-    if limit is not None and limit < 0:
-        raise ConfigError(f"--limit {limit}: it must be 0 or more bytes", hint="0 means no limit")
+    if limit is not None and not 0 <= limit < 2**63:
+        raise ConfigError("--limit must be from 0 to 2^63 - 1 bytes", hint="0 means no limit")
     if is_artifact(run):
         raise ConfigError(f"`{run}` is an artifact already", hint="name the run that it is from")
     home = _home(run)

@@ -115,6 +115,7 @@ class Loop:
             parts = (self.corpus, self.batches, self.session, self.health)
             self.context = RunContext(config, policy, *parts, choice=choice, origin=origin)
             if opened is None:
+                self.batches.at(0)  # shards that cannot be read are refused before there is a folder
                 self.lock, self.start = create_run(out, self.context.resolved()), 0
                 self.warnings += [self.lock.warning] if self.lock.warning else []
             else:

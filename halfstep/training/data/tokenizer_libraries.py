@@ -196,7 +196,7 @@ class Tiktoken(LibraryTokenizer):
             self._encoding = library.Encoding(
                 written["name"], pat_str=written["pattern"], mergeable_ranks=ranks, special_tokens=self._special
             )
-        except (ValueError, KeyError, TypeError) as error:
+        except Exception as error:  # of the library, which has no type of its own
             raise DataError(
                 f"`{name}` is not a saved tiktoken encoding: {error}", hint="use tiktoken:NAME"
             ) from None

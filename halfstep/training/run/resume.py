@@ -18,7 +18,7 @@ from halfstep.core.policy import read
 from halfstep.training.checkpoints import checkpoint
 from halfstep.training.checkpoints.checkpoint import Loaded
 from halfstep.training.files import RunLock, make_folder, os_errors
-from halfstep.training.paths import CHECKPOINTS
+from halfstep.training.paths import CHECKPOINTS, EVENTS
 from halfstep.training.run import folder
 from halfstep.training.run.manifest import (
     RunContext,
@@ -27,6 +27,7 @@ from halfstep.training.run.manifest import (
     check_same_data,
     describe_changes,
 )
+from halfstep.training.telemetry.events import check_writable
 
 
 @dataclass
@@ -99,6 +100,7 @@ def open_run(
     with os_errors(ConfigError, f"`{out}` cannot be written", "change its permissions"):
         lock = RunLock(out)
     try:
+        check_writable(out / EVENTS)
         warnings = [lock.warning] if lock.warning else []
         saved = None
         if folder.has_config(out):

@@ -42,7 +42,7 @@ import os
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, BinaryIO
@@ -96,7 +96,6 @@ _FIELDS: dict[str, dict[str, Any]] = {
 }
 _TIME = {"time": Annotated[float, Bounds(at_least=0, below=1e11)]}  # until the year 5138
 
-_OWN_FILE = os.O_NOFOLLOW | os.O_NONBLOCK
 _WORD = re.compile(r"'*(nan|inf|-inf)")
 
 
@@ -116,11 +115,8 @@ class Events:
         self._file: Any = None
 
     def __enter__(self) -> "Events":
-        hint = "choose a run folder that can be written with `--out`"
-        with os_errors(EventsError, f"events cannot be written to `{self.path}`", hint):
-            # A link would lead to someone else's file, and a pipe would wait for a reader.
-            opened = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | _OWN_FILE, 0o666)
-            self._file = os.fdopen(opened, "ab", buffering=0)
+        with _writing(self.path):
+            self._file = os.fdopen(_open(self.path, os.O_CREAT), "ab", buffering=0)
             _remove_torn_line(self.path)
         return self
 
@@ -156,6 +152,24 @@ class Events:
     def unwritten(self) -> int:
         """How many events are not on the disk."""
         return self._waiting.count(b"\n")
+
+
+def check_writable(path: Path) -> None:
+    """Refuses early a file that the writer would refuse."""
+    if os.path.lexists(path):
+        with _writing(path):
+            os.close(_open(path))
+            open_regular(path).close()
+
+
+def _writing(path: Path) -> AbstractContextManager[None]:
+    hint = "choose a run folder that can be written with `--out`"
+    return os_errors(EventsError, f"events cannot be written to `{path}`", hint)
+
+
+def _open(path: Path, flags: int = 0) -> int:
+    # A link would lead to someone else's file, and a pipe would wait for a reader.
+    return os.open(path, os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK | flags, 0o666)
 
 
 def read_events(path: Path) -> list[dict[str, Any]]:
