@@ -175,7 +175,9 @@ def _other(rng: random.Random) -> list[str]:
 
 
 def _run(rng: random.Random) -> str:
-    return rng.choice(["run", "run", "run", "run/checkpoints/step-000002", *PLACES, *rng.sample(TEXTS, 5)])
+    return rng.choice(
+        ["run", "run", "run", "model.int8z", "run/checkpoints/step-000002", *PLACES, *rng.sample(TEXTS, 5)]
+    )
 
 
 def _text(rng: random.Random) -> str:
@@ -219,7 +221,12 @@ READERS: dict[str, list[list[str]]] = {
     "weights/model.safetensors": [[*_INIT, "weights"], [*_INIT, "weights/model.safetensors"]],
     "weights/config.json": [[*_INIT, "weights"]],
     "sharded/model.safetensors.index.json": [[*_INIT, "sharded"]],
-    "model.int8z": [[*_INIT, "model.int8z"], ["artifact", "run", "--device", "cpu", "--out", "model.int8z"]],
+    "model.int8z": [
+        [*_INIT, "model.int8z"],
+        ["artifact", "run", "--device", "cpu", "--out", "model.int8z"],
+        ["sample", "model.int8z", "--device", "cpu", "--length", "2"],
+        ["eval", "model.int8z", "--device", "cpu"],
+    ],
     "text.txt": [train("--out", "new"), pack("text.txt", "--out", "new")],
     "lines.jsonl": [pack("lines.jsonl", "--out", "new")],
     "lines.jsonl.gz": [pack("lines.jsonl.gz", "--out", "new")],
@@ -402,7 +409,7 @@ def make_sources(folder: Path) -> None:
 
 def make_weights(folder: Path) -> None:
     """Writes the weights of the artifact as one file and as a file with an index."""
-    model, weights = artifact.decode((folder / "model.int8z").read_bytes())
+    model, weights, _ = artifact.read_artifact(folder / "model.int8z")
     for name in ("weights", "sharded"):
         (folder / name).mkdir()
     save_file(weights, folder / "weights" / "model.safetensors")

@@ -30,13 +30,14 @@ def open_regular(path: str | Path) -> BufferedReader:
     return open(path, "rb", opener=_open)
 
 
-def read_bytes(path: str | Path, most: int) -> bytes:
-    """Returns what a regular file holds, unless that is more than `most` bytes."""
+def read_bytes(path: str | Path, most: int | None = None) -> bytes:
+    """Returns what a regular file holds, unless that is more than `most` bytes; by default, than memory has."""
     with open_regular(path) as file:
-        # A file of /proc has no size.
-        content = file.read(min(most, max(os.fstat(file.fileno()).st_size, MEBIBYTE)) + 1)
-    if len(content) > most:
-        raise OSError(errno.EFBIG, f"it has more than {most:,} bytes, which is too large", str(path))
+        size = os.fstat(file.fileno()).st_size
+        limit = most if most is not None else host.memory() or size
+        content = file.read(min(limit, max(size, MEBIBYTE)) + 1) if size <= limit else b""  # /proc has no sizes
+    if max(size, len(content)) > limit:
+        raise OSError(errno.EFBIG, f"it has more than {limit:,} bytes, which is too large", str(path))
     return content
 
 

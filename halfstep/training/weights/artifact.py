@@ -29,7 +29,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from halfstep.config.model import ModelConfig, Shape, parameter_shapes
-from halfstep.config.reading import fits_in_memory, open_regular, parse_json
+from halfstep.config.reading import fits_in_memory, open_regular, parse_json, read_bytes
 from halfstep.config.run import RunConfig
 from halfstep.config.schema import Count, build
 from halfstep.config.weights import Weights
@@ -167,8 +167,8 @@ def load_artifact(path: Path) -> Loaded:
 
 def read_artifact(path: Path) -> Decoded:
     """Reads and decodes the artifact at a path."""
-    with os_errors(ArtifactError, f"`{path}` cannot be read"), open_regular(path) as file:
-        data = file.read()
+    with os_errors(ArtifactError, f"`{path}` cannot be read"):
+        data = read_bytes(path)
     return decode(data, str(path))
 
 
