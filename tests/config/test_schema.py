@@ -1,5 +1,6 @@
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 
@@ -79,3 +80,46 @@ def test_rows_hold_key_type_default_and_help():
     assert (listed["inner.share"].help, listed["inner.steps"].default) == ("What part, over two lines.", 5)
     assert listed["inner.kind"].kind == "`fast` or `slow`"
     assert [row.key for row in rows(RunConfig) if not row.help] == []
+
+
+@dataclass(frozen=True)
+class Record:
+    """What a file holds."""
+
+    count: Count
+    inner: Inner
+    several: tuple[Inner, ...] = ()
+    maybe: Count | None = None
+    table: Mapping[str, Count] = field(default_factory=dict)
+    whatever: Any = None
+
+
+def test_records_have_lists_tables_and_what_may_be_absent():
+    read = {"count": 3, "inner": {}, "several": [{"steps": 2}], "maybe": None, "table": {"a": 1}, "whatever": [[]]}
+    assert build(Record, read) == Record(3, Inner(), (Inner(2),), None, {"a": 1}, [[]])
+    assert build(Record, {**read, "new": 1}, others=True) == build(Record, read)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"count": None}, "`count` is None; it must be a whole number"),
+        ({"count": "3"}, '`count` is "3"'),
+        ({"count": int("f" * 6000, 16)}, "`count` is a int too long to print"),
+        ({"inner": []}, r"`inner` is \[\]; it must be a table"),
+        ({"several": [{}, 3]}, r"`several\[1\]` is 3"),
+        ({"several": {}}, "`several` is {}; it must be a list"),
+        ({"maybe": -1}, "`maybe` is -1"),
+        ({"table": {"a": 1.5}}, r"`table\.a` is 1\.5"),
+        ({"new": 1}, "unknown setting `new`"),
+    ],
+)
+def test_a_record_with_a_value_of_another_kind_is_refused(change, said):
+    with pytest.raises(ConfigError, match=said):
+        build(Record, {"count": 3, "inner": {}} | change)
+
+
+@pytest.mark.parametrize("table", [{}, {"count": 3}, [], None])
+def test_a_record_that_lacks_a_part_is_refused(table):
+    with pytest.raises(ConfigError, match=r"is missing|must be a table"):
+        build(Record, table)

@@ -314,3 +314,15 @@ def test_a_source_is_recognized_in_another_place(tmp_path):
     assert first == digest("two", a="A" * 9000, b="B")
     assert len({first, digest("three", a="A" * 9000, c="B"), digest("four", a="A" * 9000, b="C"),
                 digest("five", a="A" * 8999 + "x", b="B"), digest("six", a="A" * 9001, b="B")}) == 5  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["lines.jsonl", "lines.jsonl.gz"])
+def test_a_line_without_end_is_refused_before_it_fills_the_memory(tmp_path, monkeypatch, name):
+    monkeypatch.setattr(reading, "BLOCK", 1000)
+    monkeypatch.setattr(reading, "MOST_LINE", 5000)
+    content = b'{"text": "a"}\n' * 100 + b'{"text": "' + b"x" * 10_000 + b'"}\n'
+    (tmp_path / name).write_bytes(gzip.compress(content) if name.endswith(".gz") else content)
+    with pytest.raises(DataError, match=rf"{name}`:101 is longer than"):
+        read(tmp_path / name)
+    monkeypatch.setattr(reading, "MOST_LINE", 20_000)
+    assert len(read(tmp_path / name)) == 101

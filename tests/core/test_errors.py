@@ -1,0 +1,29 @@
+import pytest
+
+from halfstep.core.errors import LONGEST, HalfstepError, nearest, printable, shortened
+
+
+def test_control_characters_are_shown_and_not_obeyed():
+    assert printable("a\x1b[31m\x07\x9b\u202e\udcff\n") == r"a\x1b[31m\x07\x9b\u202e\udcff\n"
+    assert printable("é 中 💥 `x`\n\t", lines=True) == "é 中 💥 `x`\n\t"
+    error = HalfstepError("there is no `\x1b[2J`", hint="\r")
+    assert (error.message, error.hint, str(error)) == (
+        r"there is no `\x1b[2J`",
+        r"\r",
+        r"there is no `\x1b[2J` (hint: \r)",
+    )
+
+
+@pytest.mark.parametrize("quote", ["`{}`", '"{}"', "'{}'", "{}"])
+@pytest.mark.parametrize("long", ["A" * 100_000, "a b " * 25_000])
+def test_what_a_message_quotes_is_shortened(quote, long):
+    message = HalfstepError(f"unknown format {quote.format(long)}; formats are e4m3").message
+    assert len(message) <= LONGEST + 100
+    assert "more characters) ..." in message
+    assert message.endswith("formats are e4m3")
+    assert HalfstepError(message).message == message
+
+
+def test_what_is_short_stays_and_what_is_long_is_like_nothing():
+    assert shortened("a" * 500) == "a" * 500
+    assert nearest("e4m3" * 1000, ["e4m3"]) is None
