@@ -27,12 +27,15 @@ check-tests: $(VENV)/.dev
 	$(BIN)/python $(PYTEST) -m 'not prove' tests/core tests/config tests/report tests/architecture
 
 # Everything exhaustive or slow: the tests marked `prove`, tests under `python -O` (workers inherit the variable, not the
-# flag), every bit pattern of split masters, a hundred kills and damaged files, and each known hazard, planted.
+# flag), every bit pattern of split masters, a hundred kills and damaged files, thousands of hostile commands and files,
+# and each known hazard, planted.
 prove: $(VENV)/.dev
 	$(BIN)/python $(PYTEST) -m prove
 	PYTHONOPTIMIZE=1 $(BIN)/python $(PYTEST) -m 'not prove' tests/core tests/config tests/training tests/torch/run
 	$(BIN)/python benchmarks/prove/split_all.py
 	$(BIN)/python benchmarks/prove/kills.py
+	$(BIN)/python benchmarks/prove/fuzz.py
+	$(BIN)/python benchmarks/prove/fuzz.py --planted --commands 300 --files 150
 	$(BIN)/python benchmarks/prove/hazards.py
 
 lint: $(VENV)/.dev

@@ -219,11 +219,11 @@ def _tree(folder: Path) -> dict[str, Any]:
     """Returns all that is below a folder, with size and time; a lock is signed again by whoever asks for it."""
     found: dict[str, Any] = {}
     for here, folders, files in os.walk(folder):
-        found |= {os.path.relpath(os.path.join(here, name), folder): None for name in folders}
+        found |= {os.path.relpath(os.path.join(here, name), folder): "a folder" for name in folders}
         for name in files:
             facts = os.lstat(os.path.join(here, name))
             key = os.path.relpath(os.path.join(here, name), folder)
-            found[key] = None if name == "lock" else (facts.st_size, facts.st_mtime_ns)
+            found[key] = "a lock" if name == "lock" else (facts.st_size, facts.st_mtime_ns)
     return found
 
 

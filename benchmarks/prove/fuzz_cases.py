@@ -93,7 +93,7 @@ SLOW_VALUES = ("1e12", str(2**31), str(2**53))
 
 def commands(rng: random.Random) -> Iterator[Case]:
     """Yields commands without end: settings with values of every kind, and random ones."""
-    values = [*NUMBERS, *TEXTS, *(f"[{number}, {number}]" for number in NUMBERS[:6]), "{}", "[[]]"]
+    values = [*NUMBERS, *TEXTS, *PLACES, *(f"[{number}, {number}]" for number in NUMBERS[:6]), "{}", "[[]]"]
     keys = [row.key for row in schema.rows(RunConfig) if row.key != "training.compile"]
     pairs = [(key, value) for key in keys for value in values if key not in SLOW or value not in SLOW_VALUES]
     rng.shuffle(pairs)
@@ -125,7 +125,8 @@ def _sample(rng: random.Random) -> list[str]:
 
 def _eval(rng: random.Random) -> list[str]:
     options = {"--policy": POLICIES, "--weights": ["model", "ema", ""], "--data": [*PLACES, *TEXTS]}
-    return ["eval", _run(rng), "--device", "cpu", *_options(rng, options | {"--device": TEXTS})]
+    options |= {"--device": TEXTS, "--backend": ["torch", *TEXTS]}
+    return ["eval", _run(rng), "--device", "cpu", *_options(rng, options)]
 
 
 def _artifact(rng: random.Random) -> list[str]:
@@ -134,7 +135,12 @@ def _artifact(rng: random.Random) -> list[str]:
 
 
 def _pack(rng: random.Random) -> list[str]:
-    options = {"--workers": NUMBERS, "--shard-tokens": NUMBERS, "--field": TEXTS, "--validation": NUMBERS}
+    options = {
+        "--workers": NUMBERS,
+        "--shard-tokens": NUMBERS,
+        "--field": TEXTS,
+        "--validation": [*NUMBERS, *PLACES],
+    }
     options |= {
         "--only": TEXTS,
         "--separator": TEXTS,

@@ -8,16 +8,27 @@ imports what it needs when it runs, so that `halfstep --help` loads no framework
 """
 
 import sys
+from typing import Any
 
-from cyclopts import App, CycloptsError, MissingArgumentError, UnknownOptionError
+from cyclopts import App, CycloptsError, MissingArgumentError, Parameter, UnknownOptionError
 
 from halfstep import __version__
 from halfstep.cli import bench, data, formats, policy, probe, train, trained
 from halfstep.cli.output import discard, drop_refused_output, print_error, print_failure
-from halfstep.core.errors import HalfstepError
+from halfstep.core.errors import ConfigError, HalfstepError
+
+
+def _check_number(_: Any, value: Any) -> None:
+    """Refuses a number so long that Python does not print it, which an error about it would have to."""
+    if isinstance(value, int) and abs(value) >= 2**256:
+        raise ConfigError(
+            "a number among the arguments has more than 256 bits", hint="no option takes as many as 64"
+        )
+
 
 app = App(
     name="halfstep",
+    default_parameter=Parameter(validator=_check_number),
     version=__version__,
     help="Train transformers in half precision, and prove that nothing was lost.",
     suppress_keyboard_interrupt=False,  # main.py reports Ctrl-C; this would exit silently

@@ -77,7 +77,7 @@ def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, right:
 def print_words(*lines: str) -> None:
     """Prints a message on stderr, line by line; a terminal gets them broken between words."""
     for line in lines:
-        print(wrapped(printable(line), sys.stderr), file=sys.stderr)
+        print(wrapped(as_message(line), sys.stderr), file=sys.stderr)
 
 
 def print_failure(error: HalfstepError | OSError) -> None:
@@ -90,4 +90,4 @@ def print_failure(error: HalfstepError | OSError) -> None:
 
 def print_error(message: str, hint: str | None = None) -> None:
     """Prints what is wrong, and what to do next."""
-    print_words(f"error: {as_message(message)}", *(("", f"hint: {as_message(hint)}") if hint else ()))
+    print_words(f"error: {message}", *(("", f"hint: {hint}") if hint else ()))

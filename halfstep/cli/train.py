@@ -200,6 +200,9 @@ def _new_folder(name: str) -> Iterator[Path]:
             if not RUNS.is_dir():
                 raise
         except OSError as error:
+            if not had_runs:
+                with suppress(OSError):
+                    RUNS.rmdir()
             raise ConfigError(
                 f"cannot create `{created}`: {error.strerror}", hint="choose another folder with --out"
             ) from None

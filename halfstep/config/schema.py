@@ -231,7 +231,17 @@ def _check(hint: Any, value: Any, key: str, others: bool) -> Any:
         raise wrong(key, value, describe(hint))
     if bounds is not None and value not in bounds:
         raise wrong(key, value, describe(hint))
+    if kind is str and not others and not _is_unicode(value):  # a setting is written to run.toml
+        raise wrong(key, value, "text that UTF-8 has characters for")
     return value
+
+
+def _is_unicode(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _is_like(hint: Any, value: Any) -> bool:

@@ -192,8 +192,8 @@ class Tiktoken(LibraryTokenizer):
         try:
             written = parse_json(content)
             ranks = {base64.b64decode(word): rank for word, rank in written["ranks"]}
-            if len(set(ranks.values())) < len(ranks):
-                raise ValueError("two of its tokens have one number")
+            if len(set(ranks.values())) < len(ranks) or not all(bytes([value]) in ranks for value in range(256)):
+                raise ValueError("it lacks a byte, or two of its tokens have one number")
             self._special: dict[str, int] = written["special"]
             self._encoding = library.Encoding(
                 written["name"], pat_str=written["pattern"], mergeable_ranks=ranks, special_tokens=self._special

@@ -18,7 +18,7 @@ from contextlib import suppress
 from datetime import timedelta
 from typing import Any, Self, TextIO, cast
 
-from halfstep.core.errors import printable
+from halfstep.core.errors import as_message
 
 Clock = Callable[[], float]
 
@@ -47,7 +47,7 @@ class Progress:
 
     def note(self, text: str) -> None:
         """Prints a line of its own, above the bar if there is one."""
-        text = wrapped(printable(text), self._stream)
+        text = wrapped(as_message(text), self._stream)
         if self.is_live:
             self._bar.console.print(text, markup=False, highlight=False, soft_wrap=True)
         else:
