@@ -216,7 +216,7 @@ def _wait(process: int) -> tuple[int | None, int]:
 
 
 def _tree(folder: Path) -> dict[str, Any]:
-    """Returns all that is below a folder, with size and time; a lock is signed again by whoever asks for it."""
+    """Returns all that is below a folder, with size and time; every command that asks for a lock signs it."""
     found: dict[str, Any] = {}
     for here, folders, files in os.walk(folder):
         found |= {os.path.relpath(os.path.join(here, name), folder): "a folder" for name in folders}
