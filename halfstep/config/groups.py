@@ -19,6 +19,8 @@ from dataclasses import dataclass
 from halfstep.config.model import ModelConfig, Shape, parameter_shapes
 from halfstep.config.run import OptimizerConfig
 
+_KINDS = {"embed": "embeddings", "positions": "embeddings", "lm_head": "head"}
+
 
 @dataclass(frozen=True)
 class Group:
@@ -48,3 +50,13 @@ def _settings(name: str, shape: Shape, config: OptimizerConfig) -> tuple[bool, b
         return True, True, config.muon_rate, config.muon_weight_decay
     own = {"embed": config.embedding_rate, "positions": config.embedding_rate, "lm_head": config.head_rate}
     return False, True, own.get(name.partition(".")[0], 0.0) or config.rate, config.weight_decay
+
+
+def rates_by_kind(model: ModelConfig, config: OptimizerConfig) -> dict[str, tuple[str, float]]:
+    """Returns the optimizer and the learning rate of each kind of parameter that the model has."""
+    kinds: dict[str, tuple[str, float]] = {}
+    for name, shape in parameter_shapes(model).items():
+        muon, is_matrix, rate, _ = _settings(name, shape, config)
+        kind = _KINDS.get(name.partition(".")[0], "matrices in blocks") if is_matrix else "gains and biases"
+        kinds[kind] = ("Muon" if muon else "AdamW", rate)
+    return kinds

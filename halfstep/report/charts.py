@@ -1,12 +1,17 @@
 """The charts of a run, each with a caption that says the same in numbers to readers without the script."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
 
+from halfstep.config.groups import rates_by_kind
+from halfstep.config.model import ModelConfig
+from halfstep.config.run import OptimizerConfig
+from halfstep.config.schema import build
+from halfstep.core.errors import HalfstepError
 from halfstep.core.policy import Policy
 from halfstep.core.roles import Operand, is_narrow
 from halfstep.core.scaling import NoScale
@@ -74,7 +79,7 @@ def charts(history: History, policy: Policy | None, marks: Sequence[int] = ()) -
         _loss(history, marks),
         _single(history, "tokens_per_second", "throughput", "Throughput", "tokens per second", "count"),
         _single(history, "grad_norm", "gradient", "Gradient norm", "norm", "plain", log="always"),
-        _single(history, "learning_rate", "rate", "Learning rate", "rate", "plain"),
+        _rates(history),
         _scale(history) if scaled(history, policy) else None,
         _single(history, "memory", "memory", "Memory", "in use", "size"),
     ]
@@ -153,6 +158,43 @@ def _single(
     noisy = column in ("tokens_per_second", "grad_norm")
     lines = _noisy(label, series, even) if noisy else (Line(label, "main", series),)
     return Chart(identifier, title, unit, lines, caption, log)
+
+
+def _rates(history: History) -> Chart | None:
+    """Returns the learning rate of every optimizer and kind of parameter; those that are the same share a line."""
+    recorded, sessions = history.column("learning_rate"), [_session_rates(each.start) for each in history.sessions]
+    if not len(recorded.numbers) or not all(sessions):  # a configuration of another version
+        return _single(history, "learning_rate", "rate", "Learning rate", "rate", "plain")
+    lines: dict[tuple[bytes, str], tuple[list[str], Series]] = {}
+    for kind, (optimizer, _) in sessions[-1].items():
+        shares = np.ones(len(recorded.steps))  # of the rate that is recorded: that of the matrices in blocks
+        for session, rates in zip(history.sessions, sessions, strict=True):
+            if session.first_step is not None:
+                own = rates[kind][1] / rates["matrices in blocks"][1]
+                shares[np.asarray(recorded.steps) >= session.first_step] = own
+        series = Series(recorded.steps, np.asarray(recorded.values) * shares)
+        lines.setdefault((shares.tobytes(), optimizer), ([], series))[0].append(kind)
+    named = [(f"{optimizer}, {' and '.join(kinds)}", series) for (_, optimizer), (kinds, series) in lines.items()]
+    drawn = tuple(Line(label, look, series) for (label, series), look in zip(named, _LOOKS, strict=False))
+    (label, series), *others = named
+    caption = _describe(f"The rate of {label}", series, plain)
+    caption += "".join(f" {name}: {plain(s.numbers[0])} to {plain(s.numbers[-1])}." for name, s in others)
+    return Chart("rate", "Learning rate", "plain", drawn, caption, log="choice" if len(drawn) > 1 else "never")
+
+
+_LOOKS: tuple[Look, ...] = ("main", "held-out", "reference", "raw")
+
+
+def _session_rates(start: Mapping[str, Any]) -> dict[str, tuple[str, float]]:
+    """Returns the rates of a session, the matrices in blocks first; none if they cannot be read."""
+    model, optimizer = (nested(start, "config", name) for name in ("model", "optimizer"))
+    if not isinstance(model, Mapping) or not isinstance(optimizer, Mapping):
+        return {}
+    try:
+        rates = rates_by_kind(build(ModelConfig, model), build(OptimizerConfig, optimizer))
+    except HalfstepError:
+        return {}
+    return {kind: rates[kind] for kind in sorted(rates, key=lambda kind: kind != "matrices in blocks")}
 
 
 def _noisy(label: str, series: Series, even: Series) -> tuple[Line, Line]:

@@ -19,6 +19,8 @@ import pytest
 from halfstep.config.load import load
 from halfstep.core.errors import HalfstepError
 from halfstep.core.roles import ROLES
+from halfstep.report.charts import charts
+from halfstep.report.history import History
 from halfstep.report.page import render, write
 from halfstep.training.telemetry.events import Events
 
@@ -304,6 +306,32 @@ def test_warnings_are_shown_once_each_and_so_is_their_absence():
     assert "again 300 times, first 2025-10-09 08:53 UTC" in page.text
 
 
+def test_the_rate_of_every_optimizer_is_shown_as_it_was_in_each_session():
+    own = ["optimizer.embedding_rate=0.06", "optimizer.muon_rate=0.01"]
+    events = [*run(20, finished=False), *run(20, first=21, resumed_from=20, overrides=own)]
+    chart = next(chart for chart in charts(_history(events), None) if chart.id == "rate")
+    last = {line.label: (line.series.values[19], line.series.values[-1]) for line in chart.lines}
+    # 0.003 is recorded for the matrices; AdamW has 0.003 beside Muon's 0.02, then beside 0.01
+    assert last.keys() == {"Muon, matrices in blocks", "AdamW, embeddings", "AdamW, gains and biases"}
+    assert last["Muon, matrices in blocks"] == pytest.approx((3e-3, 3e-3))
+    assert last["AdamW, embeddings"] == pytest.approx((3e-3 * 3e-3 / 0.02, 3e-3 * 6))
+    assert last["AdamW, gains and biases"] == pytest.approx((3e-3 * 3e-3 / 0.02, 3e-3 * 0.3))
+    assert "AdamW, embeddings: 2.25e-05 to 0.018." in Page(render(events, "x")).text
+    together = next(chart for chart in charts(_history(run(20)), None) if chart.id == "rate")
+    assert [line.label for line in together.lines] == [
+        "Muon, matrices in blocks", "AdamW, embeddings and gains and biases"]  # fmt: skip
+    strange = run(20)
+    strange[0]["config"]["optimizer"]["rate"] = "of another version"
+    assert "Learning rate went from" in Page(render(strange, "x")).text
+
+
+def _history(events):
+    history = History()
+    for event in events:
+        history.take(event)
+    return history.finish()
+
+
 def test_settings_the_title_and_the_last_checkpoints_are_listed():
     page = Page(render(run(600), "x"))
     assert "Checkpoints written: the last 20 of 30" in page.text
@@ -508,11 +536,11 @@ def browser():
     if program is None:
         pytest.skip("no chromium or google-chrome on this machine: the page's script is not tried")
 
-    def visit(html, folder):
+    def visit(html, folder, *more):
         (folder / "page.html").write_text(html, encoding="utf-8")
         flags = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--virtual-time-budget=3000"]
         flags += ["--disable-background-networking", "--enable-logging=stderr", f"--user-data-dir={folder}/user"]
-        command = [program, *flags, "--dump-dom", (folder / "page.html").as_uri()]
+        command = [program, *flags, *more, "--dump-dom", (folder / "page.html").as_uri()]
         done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
         return done.stdout, [line for line in done.stderr.splitlines() if "CONSOLE" in line]
 
@@ -528,6 +556,23 @@ def test_a_browser_draws_every_chart_without_complaint(browser, name, tmp_path):
     drawn = re.findall(r'<canvas width="(\d+)" height="(\d+)"', document)
     assert len(drawn) == len(Page(html).data)
     assert all(int(width) > 200 and int(height) > 100 for width, height in drawn)
+
+
+@pytest.mark.prove
+def test_on_a_phone_the_columns_of_a_table_align(browser, tmp_path):
+    """Each row is a grid of its own there: time and share end at the same place in all of them."""
+    spent = {"wall": 100.0, "training": 80.0, "first_step": 3.0, "input": 1.5, "saving": 12.2, "evaluation": 7.0}
+    *events, end = run(60)
+    html = render([*events, end | {"spent": spent | {"other": 0.8}, "mfu": None, "busy": None}], "x")
+    html = re.sub('<meta http-equiv="Content-Security-Policy"[^>]*>', "", html)
+    measure = "[...document.querySelectorAll('[aria-label=Time] tbody tr')].map(row => [...row.children]"
+    measure += ".slice(1, 3).map(cell => [cell.getBoundingClientRect().right, cell.getBoundingClientRect().top]))"
+    script = f"<script>document.body.dataset.places = JSON.stringify({measure})</script></body>"
+    document, _ = browser(html.replace("</body>", script), tmp_path, "--window-size=390,800")
+    places = json.loads(re.search(r'data-places="([^"]*)"', document)[1])
+    assert len(places) == 6
+    assert len({(time[0], share[0]) for time, share in places}) == 1
+    assert all(time[1] == share[1] and time[0] < share[0] for time, share in places)
 
 
 def test_a_browser_runs_nothing_that_a_run_brought(browser, tmp_path):
