@@ -135,6 +135,9 @@ def make_step(
     appear in their compute format, and its matmuls run as the policy says (interpret.py). Without, it gets the
     masters in fp32 and casts inside, as functions built from halfstep.jax layers do.
 
+    The optimizer, and every transform that `optax.chain` puts in front of it, gets the gradient of the mean loss:
+    unscaled, clipped to `clip_norm`, in fp32.
+
     The function below the jit is `step.__wrapped__`: pure, for use inside another jit or scan. Give the outermost
     jit `layers.COMPILER_OPTIONS` then, or XLA may keep more precision than the policy says.
     """
