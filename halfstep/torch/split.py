@@ -14,7 +14,7 @@ the gradient is rounded to bf16, then widened (torch 2.13). Hooks on the paramet
 **Writes by others** (`nn.init`, a clamp, an average) would be rounded to bf16, or lost. The next update refuses
 them (`Masters.check_writes`) and names `run.edit()`, inside which a parameter is its whole master. Noticed is what
 torch counts, data that were replaced, and a write to what is handed out: `parameter.data`, whose counter is its
-own (`Half`), and a tensor of a state dict, which is a joined copy here.
+own (`HalfOfSplitMaster`), and a tensor of a state dict, which is a joined copy here.
 
 While `parameter.grad` is wider than the parameter, dynamo compiles nothing that uses it ("dtype mismatch between
 tensor and its gradient"). So code that sums over micro-batches must take `parameter.grad` away each time.
@@ -79,7 +79,7 @@ def make_split(parameter: nn.Parameter, remainder: Tensor, name: str = "weight")
     setattr(parameter, REMAINDER, remainder)
     setattr(parameter, GRAD_OWNER, owner)
     if type(parameter) is nn.Parameter:
-        parameter.__class__ = Half
+        parameter.__class__ = HalfOfSplitMaster
     note_write(parameter)
 
 
@@ -102,12 +102,12 @@ def make_whole(parameter: nn.Parameter) -> None:
         guard.remove()
     for name in (REMAINDER, GRAD_OWNER, WRITES):
         parameter.__dict__.pop(name, None)
-    if type(parameter) is Half:
+    if type(parameter) is HalfOfSplitMaster:
         parameter.__class__ = nn.Parameter  # type: ignore[assignment]
     parameter.grad_dtype = None  # any dtype: the default that it had before cannot be set again
 
 
-class Half(nn.Parameter):
+class HalfOfSplitMaster(nn.Parameter):
     """A parameter that is the bf16 half of a split master, by whose `data` nobody writes unnoticed."""
 
     @property

@@ -32,9 +32,9 @@ from halfstep.core.formats import FP32
 from halfstep.torch.functions.entry import Scope, Skip
 from halfstep.torch.functions.table import TABLE, VIEWS
 from halfstep.torch.lowering import Casts
-from halfstep.torch.split import Half
+from halfstep.torch.split import HalfOfSplitMaster
 
-PLAIN = (Tensor, nn.Parameter, nn.Buffer, Half)
+PLAIN = (Tensor, nn.Parameter, nn.Buffer, HalfOfSplitMaster)
 # Classes of arguments that are no split parameter.
 NEVER_SPLIT = frozenset((Tensor, int, float, bool, str, slice, tuple, list, torch.Size, torch.dtype, type(None)))
 
