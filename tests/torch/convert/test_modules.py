@@ -360,7 +360,7 @@ def test_a_recurrent_layer_takes_packed_sequences_and_is_refused_where_its_kerne
     assert all(a is b for a, b in zip(layer._flat_weights, layer.parameters(), strict=True))
 
     def lacking(kind, dtype, device):
-        return "" if dtype == torch.float32 else "not implemented for 'HalfOfSplitMaster'"
+        return "" if dtype == torch.float32 else "not implemented for 'Half'"
 
     monkeypatch.setattr(plan, "_try_recurrent", lacking)
     with refuses(PolicyError, r"`layer`: torch has no GRU in fp16 on cpu", "layer: compute=fp32"):
