@@ -27,7 +27,7 @@ Start = Callable[[Format, Shape], Run]
 Clock = Callable[[], float]
 
 MARGIN = 1.5
-REPEATS = 7
+REPEATS = 15  # on a busy machine the median of 7 chose now one format and now another
 # A shorter timing would measure the clock and the launch, so several matmuls are timed together.
 ENOUGH = 2e-3
 MOST_AT_ONCE = 50

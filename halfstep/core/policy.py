@@ -244,9 +244,9 @@ class Spelling:
 
 
 def as_policy(given: "Policy | str") -> Policy:
-    """Returns a policy, given itself or its text."""
-    if isinstance(given, str):
-        return Policy.parse(given)
+    """Returns a policy, given itself or its text; Lightning's 16 and 32 may be numbers."""
+    if isinstance(given, str | int):
+        return Policy.parse(str(given))
     if not isinstance(given, Policy):
         raise PolicyError(
             f"the policy is a {type(given).__name__}", hint="give a Policy, or its text, such as `bf16-mixed`"

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from halfstep.config.model import ModelConfig
+from halfstep.core import ladder
 from halfstep.core.choice import Timing, choose
 from halfstep.core.errors import FormatError
 from halfstep.core.formats import BF16, E4M3, FP16, FP32, TF32, parse
@@ -16,6 +17,11 @@ from halfstep.core.policy import Policy
 TINY = ((8, 8, 8), (16, 16, 32))
 WEIGHT = np.zeros((96, 32), np.float32)
 MODEL = ModelConfig(vocabulary=32, context=16, layers=1, width=16, heads=2)
+
+
+@pytest.fixture(autouse=True)
+def few_repeats(monkeypatch):
+    monkeypatch.setattr(ladder, "REPEATS", 2)
 
 
 def clock(tick=1e-3):

@@ -122,7 +122,7 @@ def test_a_slow_first_call_a_slow_start_a_pause_and_a_clock_that_stands_still():
     assert all(second > 0 for timing in timings for second in timing.seconds)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(
     st.floats(1e-15, 1e-8),
     st.lists(st.floats(1e-3, 1e3), min_size=1, max_size=3),

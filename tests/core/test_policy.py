@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from halfstep.core.errors import HalfstepError, PolicyError
 from halfstep.core.formats import BF16, E4M3, FP16, FP32, NAMED, parse
-from halfstep.core.policy import OTHER_NAMES, PRESETS, Policy, read, read_as
+from halfstep.core.policy import OTHER_NAMES, PRESETS, Policy, as_policy, read, read_as
 from halfstep.core.roles import ROLES, Accumulator, Evaluation, Operand, Param, needs_loss_scale, print_value
 from halfstep.core.rules import Rule, merge
 from halfstep.core.scaling import DynamicScale, NoScale, StaticScale
@@ -214,6 +214,7 @@ def test_the_common_spellings_are_those_of_accelerate_and_lightning():
     mixed = {"bf16": "bf16-mixed", "fp16": "fp16-mixed", "16-mixed": "fp16-mixed", "16": "fp16-mixed"}
     for name, preset in (mixed | {"fp8": "fp8-mixed", "no": "fp32", "32": "fp32", "32-true": "fp32"}).items():
         assert Policy.parse(name) == PRESETS[preset]
+    assert (as_policy(16), as_policy(32)) == (PRESETS["fp16-mixed"], PRESETS["fp32"])
 
 
 @pytest.mark.parametrize(

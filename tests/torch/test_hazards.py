@@ -312,6 +312,8 @@ def test_halves_are_not_trained_by_several_processes(mesh, monkeypatch):
         run.step(loss_of(run.model), [torch.ones(2)])
     with pytest.raises(PolicyError, match="more than one process"):
         trained(SPLIT, 0, torch.ones(2))
+    with pytest.raises(PolicyError, match="two of them could choose differently"):
+        trained("auto", 0, torch.ones(2))
     trained("bf16-mixed", 0, torch.ones(2))
 
 

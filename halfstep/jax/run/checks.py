@@ -43,6 +43,11 @@ def check_loss(returned: Any, policy: Policy) -> None:
 
 def measured_choice(params: Any, tokens: int) -> Choice:
     """Returns what `auto` means for parameters: what is fastest on their device, by a block of their width."""
+    if jax.process_count() > 1:
+        raise PolicyError(
+            "`auto` is measured in each process, and two of them could choose differently",
+            hint="`halfstep probe` measures; name what it chooses",
+        )
     leaves = jax.tree.leaves(params)
     first = jnp.asarray(leaves[0] if leaves else 0.0)
     if isinstance(first, jax.core.Tracer):
