@@ -5,13 +5,19 @@ from dataclasses import replace
 
 from halfstep.core.choice import Support
 from halfstep.core.devices import Device, caveat
-from halfstep.core.errors import FormatError, PolicyError
+from halfstep.core.errors import FormatError, HalfstepError, PolicyError
 from halfstep.core.formats import TF32, Format
 from halfstep.core.policy import Policy
 from halfstep.core.precision import Precision
 from halfstep.core.roles import Operand, Value, is_narrow, print_value
 
 EMULATE = "add `emulate=true` to the policy: casts bit for bit, matmuls in fp32"
+
+# What has first derivatives only, and the remedy.
+NARROW_ONCE = (
+    "a matmul with narrow operands",
+    "leave the fp8 rule out where you need this: `bf16-mixed` has the same masters and activations",
+)
 
 # (role, value) -> what to write instead of a value that is not implemented; empty if it is
 Missing = Callable[[str, Value], str]
@@ -71,6 +77,12 @@ def check_named(named: Mapping[str, Format | None], ruled: Mapping[str, Precisio
                 f"`{name}` was built with compute={fmt}, and the policy says compute={operand} there",
                 hint=f"add the rule `{name}: compute={fmt}`, or leave `compute` out where the layer is built",
             )
+
+
+def twice_error() -> HalfstepError:
+    """Returns the error for a second derivative of a matmul with narrow operands."""
+    what, hint = NARROW_ONCE
+    return HalfstepError(f"{what} cannot be differentiated twice, nor in forward mode", hint=hint)
 
 
 def no_dtype(fmt: Format, framework: str, arrays: str, known: Iterable[Format]) -> FormatError:

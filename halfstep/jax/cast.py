@@ -62,13 +62,23 @@ def quantize(
     return _quantize(x, None, bits, fmt, overflow, rounding)
 
 
+@partial(jax.custom_jvp, nondiff_argnums=(1,))
 def carried(x: Array, fmt: Format) -> Array:
-    """Rounds as hardware does, carried in fp32: nearest-even, and infinity beyond the largest number."""
+    """Rounds as hardware does, carried in fp32: nearest-even, and infinity beyond the largest number.
+
+    It differentiates like a cast: the rounding itself does not show.
+    """
     if fmt == FP32:
         return x
     if fmt == BF16:
         return lax.reduce_precision(lax.stop_gradient(_as_fp32(x, fmt)), exponent_bits=8, mantissa_bits=7)
     return quantize(x, fmt, overflow="inf")
+
+
+@carried.defjvp
+def _carried_jvp(fmt: Format, primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Array]:
+    y = carried(*primals, fmt)
+    return y, tangents[0].astype(y.dtype)
 
 
 def quantize_scaled(

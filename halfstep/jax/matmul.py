@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from halfstep.core.formats import FP32, TF32, Format
+from halfstep.core.refusal import twice_error
 from halfstep.core.roles import Operand, is_narrow
 from halfstep.jax.cast import amax_of, carried, quantize_scaled
 from halfstep.jax.dtypes import DType
@@ -157,9 +158,21 @@ def _lower(x: Array, operand: Operand, axes: Axes, emulate: bool) -> tuple[Array
     fmt = operand.format
     if is_narrow(fmt):
         # `delayed` needs the amax of earlier steps, which nobody keeps here: quantize_scaled refuses it.
+        x = _once(x)
         amax = None if operand.amax == "delayed" else amax_of(x, operand, axes)
         return quantize_scaled(x, operand, amax=amax, native=not emulate)
     return carried(x, fmt) if emulate else _held(x, fmt), None
+
+
+@jax.custom_jvp
+def _once(x: Array) -> Array:
+    """Returns a tensor that becomes a narrow operand: `casted_dot` has its gradient, and that has none."""
+    return x
+
+
+@_once.defjvp
+def _refuse_twice(*_: Any) -> Any:
+    raise twice_error()
 
 
 def _aligned(inv_scale: Array, contracted: Axes, batch: Axes, *, before: int, after: int) -> Array:

@@ -17,6 +17,8 @@ evaluated either: arrays stay lazy until someone reads them.
 
 import math
 from collections.abc import Sequence
+from functools import cache
+from typing import Any
 
 import mlx.core as mx
 
@@ -71,12 +73,24 @@ def quantize(
 
 
 def carried(x: mx.array, fmt: Format) -> mx.array:
-    """Rounds as hardware does, carried in fp32; on a CPU by the native dtype, which has the same bits there."""
-    if fmt == FP32:
-        return x
-    if fmt in (BF16, FP16) and mx.default_device().type == mx.cpu:
-        return mx.stop_gradient(x).astype(dtype_of(fmt)).astype(mx.float32)
-    return quantize(x, fmt, overflow="inf")
+    """Rounds as hardware does, carried in fp32; on a CPU by the native dtype, which has the same bits there.
+
+    It differentiates like a cast: the rounding itself does not show.
+    """
+    return x if fmt == FP32 else _carrying(fmt)(x)  # type: ignore[no-any-return]
+
+
+@cache
+def _carrying(fmt: Format) -> Any:
+    def forward(x: mx.array) -> mx.array:
+        if fmt in (BF16, FP16) and mx.default_device().type == mx.cpu:
+            return x.astype(dtype_of(fmt)).astype(mx.float32)
+        return quantize(x, fmt, overflow="inf")
+
+    stated = mx.custom_function(forward)
+    stated.vjp(lambda x, g, _: g.astype(x.dtype))
+    stated.jvp(lambda _, tangent: tangent.astype(mx.float32))
+    return stated
 
 
 def scale_for(amax: mx.array, fmt: Format) -> mx.array:

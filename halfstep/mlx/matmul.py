@@ -13,6 +13,7 @@ import mlx.core as mx
 
 from halfstep.core.formats import FP32, Format
 from halfstep.core.precision import Precision
+from halfstep.core.refusal import twice_error
 from halfstep.core.roles import Operand, is_narrow
 from halfstep.mlx.cast import carried, quantize_scaled
 from halfstep.mlx.dtypes import dtype_of
@@ -75,8 +76,21 @@ def _emulated_matmul(a: mx.array, b: mx.array, a_operand: Operand, b_operand: Op
 def _lower(x: mx.array, operand: Operand) -> tuple[mx.array, mx.array | None]:
     """Returns an operand in its format, emulated, and what undoes its scale (a column for rows)."""
     if is_narrow(operand.format):
-        return quantize_scaled(x, operand)
+        return _narrowing(operand)(x)  # type: ignore[no-any-return]
     return carried(x, operand.format), None
+
+
+@cache
+def _narrowing(operand: Operand) -> Any:
+    """Makes a narrow operand: `_three_matmuls` has its gradient, and that has none."""
+
+    def refuse(*_: Any) -> Any:
+        raise twice_error()
+
+    stated = mx.custom_function(lambda x: quantize_scaled(x, operand))
+    stated.vjp(refuse)
+    stated.jvp(refuse)
+    return stated
 
 
 @cache

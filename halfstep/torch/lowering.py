@@ -66,9 +66,9 @@ def check_autocast() -> None:
 
 
 def autocast_error() -> HalfstepError:
-    """Returns the error for a module that is used under torch.autocast."""
+    """Returns the error for a layer that is used under torch.autocast."""
     return HalfstepError(
-        "a module with a policy is used under torch.autocast, which would cast inside its islands",
+        "a layer that casts by itself is used under torch.autocast, which would cast inside its islands",
         hint="leave torch.autocast out: the modules cast by themselves",
     )
 

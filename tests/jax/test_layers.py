@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from jax import lax
 
-from halfstep.core.errors import RoundingError
+from halfstep.core.errors import HalfstepError, RoundingError
 from halfstep.core.formats import BF16, FP32, TF32
 from halfstep.core.policy import Policy
 from halfstep.core.precision import Precision, precisions
@@ -309,3 +309,19 @@ def test_printing_shows_the_formats():
     assert "bf16 operands emulated" in repr(CastedLinear("up", EMULATED.precision))
     assert "fp32 inside, bf16 out" in repr(Norm("norm", NATIVE.precision))
     assert FP32.name in repr(Norm("norm", Precision()))
+
+
+def test_gradients_can_be_differentiated_again_emulated_too_and_narrow_ones_say_that_they_cannot():
+    x, w = draw(3, 16), draw(16, 16, seed=1)
+
+    def twice(casts):
+        def slope(x, w):
+            return jax.grad(lambda x: jnp.tanh(linear(x, w, None, casts).astype(jnp.float32)).sum())(x)
+
+        return quick(jax.grad(lambda w, x: jnp.square(slope(x, w)).sum()))(w, x)
+
+    expected = twice(FULL)
+    for casts in (NATIVE, EMULATED):
+        assert np.linalg.norm(twice(casts) - expected) <= 8 * BF16.epsilon * np.linalg.norm(expected)
+    with pytest.raises(HalfstepError, match="narrow operands cannot be differentiated twice"):
+        twice(narrow("fp8-mixed,emulate=true"))

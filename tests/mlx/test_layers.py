@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from mlx.nn import Sequential
 
-from halfstep.core.errors import FormatError, PolicyError
+from halfstep.core.errors import FormatError, HalfstepError, PolicyError
 from halfstep.core.formats import BF16
 from halfstep.core.policy import Policy
 from halfstep.core.precision import Precision, precisions
@@ -247,3 +247,27 @@ def test_a_casted_layer_may_name_its_format_and_a_policy_does_not_replace_it():
         CastedLinear(8, 4, compute="e4m3")
     with pytest.raises(PolicyError, match=r"`layers.0` was built with compute=fp16"):
         apply(Sequential(layer, CastedLinear(4, 4)), Policy.parse("bf16-mixed"))
+
+
+def test_gradients_can_be_differentiated_again_emulated_too_and_narrow_ones_say_that_they_cannot():
+    x, w = draw(3, 8), draw(4, 8, seed=1)
+
+    def penalty(casts):
+        def slope(x, w):
+            return mx.grad(lambda x: mx.tanh(linear(x, w, None, casts).astype(mx.float32)).sum())(x)
+
+        return lambda x, w: mx.square(slope(x, w).astype(mx.float32)).sum()
+
+    expected = mx.grad(penalty(FULL), argnums=1)(x, w)
+    tangent = mx.jvp(lambda x: linear(x, w, None, FULL), [x], [x])[1][0]
+    for casts in (NATIVE, EMULATED):
+        found = mx.grad(penalty(casts), argnums=1)(x, w)
+        assert mx.linalg.norm(found - expected) <= 8 * BF16.epsilon * mx.linalg.norm(expected)
+        moved = mx.jvp(lambda x, casts=casts: linear(x, w, None, casts), [x], [x])[1][0].astype(mx.float32)
+        assert mx.linalg.norm(moved - tangent) <= 4 * BF16.epsilon * mx.linalg.norm(tangent)
+    for derive in (
+        lambda: mx.grad(penalty(FP8), argnums=1)(x, w),
+        lambda: mx.jvp(lambda x: linear(x, w, None, FP8), [x], [x]),
+    ):
+        with pytest.raises(HalfstepError, match="narrow operands cannot be differentiated twice"):
+            derive()

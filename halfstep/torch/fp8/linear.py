@@ -37,6 +37,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from halfstep.core.formats import Format
+from halfstep.core.refusal import NARROW_ONCE
 from halfstep.core.roles import Operand, is_narrow
 from halfstep.torch.cast import amax_of, carried, quantize_scaled
 from halfstep.torch.dtypes import DTYPES, ROWS_INTO_FP32, dtype_of
@@ -45,10 +46,6 @@ from halfstep.torch.lowering import Casts
 from halfstep.torch.matmul import Linear, in_compute, matmul, once, refuse_transforms, rows_of
 from halfstep.torch.tracing import compiling, traced
 
-_ONCE = (
-    "a matmul with narrow operands",
-    "leave the fp8 rule out where you need this: `bf16-mixed` has the same masters and activations",
-)
 MULTIPLE = 16  # of elements: what the sizes of a native fp8 matmul must be
 
 
@@ -69,7 +66,7 @@ def narrow_linear(
     if x.numel() == 0:  # no kernel takes a batch without tokens, which an expert of a mixture may get
         added = None if bias is None else bias.detach()
         return Linear.apply(x, values, owner, added, bias, casts.wide)  # type: ignore[no-any-return]
-    refuse_transforms(*_ONCE)
+    refuse_transforms(*NARROW_ONCE)
     amaxes = probe = None
     if history is not None and casts.delayed:
         amaxes, probe = history.amaxes, history.probe
@@ -194,7 +191,7 @@ class _Narrow(torch.autograd.Function):
         return y.view(*x.shape[:-1], values.shape[0])
 
     @staticmethod
-    @once(*_ONCE)
+    @once(*NARROW_ONCE)
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         with traced(ctx.compiled):
             casts, p = ctx.casts, ctx.casts.precision
