@@ -17,11 +17,11 @@ from halfstep.training.data.text import STDLIB, file_documents, folder_documents
 from halfstep.training.data.types import DataError, Document
 from halfstep.training.files import os_errors
 
-_CHOICES = "use `stdlib` (no download), a text file, a folder of text, token shards (`*.bin`), or packed data"
-_FLAGS = {
-    "data.source": "`--data PATH` (eval, sample, artifact)",
-    "data.validation": "`--validation PATH` (eval, sample, artifact)",
+_CHOICES = {
+    "data.source": "use `stdlib` (no download), a text file, a folder of text, shards (`*.bin`), or packed data",
+    "data.validation": "use a share such as 0.1, a text file, or a folder of text",
 }
+_FLAGS = {"data.source": "--data", "data.validation": "--validation"}
 _Texts = tuple[list[Document], str]  # with their description
 
 
@@ -106,15 +106,16 @@ def _check_shards(paths: list[Path], source: str) -> list[Path]:
 
 
 def _missing(source: str, path: Path, setting: str) -> DataError:
-    flags = f"set it with `--set {setting}=PATH` (train) or {_FLAGS[setting]}"
+    choices = _CHOICES[setting]
+    flags = f"set it with `--set {setting}=PATH` (train) or `{_FLAGS[setting]} PATH` (eval, sample, artifact)"
     if not source:
-        return DataError(f"{setting} is empty", hint=f"{_CHOICES}; {flags}")
+        return DataError(f"{setting} is empty", hint=f"{choices}; {flags}")
     if glob.has_magic(source):
-        return DataError(f"no file matches `{source}`{_searched_in(path)}", hint=f"{_CHOICES}; {flags}")
+        return DataError(f"no file matches `{source}`{_searched_in(path)}", hint=f"{choices}; {flags}")
     neighbors = {STDLIB: STDLIB} if path.parent == Path() else {}
     if path.parent.is_dir():
         neighbors |= {entry.name: str(entry) for entry in path.parent.iterdir()}
-    hint = did_you_mean(path.name, neighbors, f"{_CHOICES};")
+    hint = did_you_mean(path.name, neighbors, f"{choices};")
     return DataError(f"there is no file or folder `{source}`{_searched_in(path)}", hint=f"{hint} {flags}")
 
 

@@ -55,6 +55,11 @@ class Opened:
             check_same_data(saved.manifest, saved.path, context)
             context.batches.check_position(saved.manifest["data"]["position"])
             changed = context.load(saved)
+            if changed and step == self.config.training.steps and folder.has_ended(self.out):
+                raise ConfigError(
+                    f"`{self.out}` has finished, at step {step}: {next(iter(changed))} would change nothing",
+                    hint=f"train it further with `--set training.steps=`, more than {step}",
+                )
             saved.arrays.clear()
             context.health.load(saved.manifest["guard"])
             self.warnings += describe_changes(saved.manifest, changed, context)

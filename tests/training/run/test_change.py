@@ -140,6 +140,8 @@ def test_a_finished_run_trains_further(text, out):
     assert rates[13] == pytest.approx(0.008)
     assert rates[20] == pytest.approx(0.001)
     assert [event["step"] for event in events_of(out, "end")] == [12, 20]
+    with pytest.raises(ConfigError, match="has finished, at step 20: policy would change nothing"):
+        change(out, f"policy={FP16}")
     loop = resume(out)
     assert loop.config.training.steps == 20
     assert loop.run().finished
