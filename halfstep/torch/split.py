@@ -4,11 +4,12 @@
 
     remainder     what the bf16 leaves out, int16. A layer that computes in anything but bf16 joins the two.
     grad_owner    an fp32 leaf of the parameter's shape that takes no memory (one zero, expanded). Autograd
-                  computes its gradient instead of the parameter's, and a hook moves that to `parameter.grad`.
+                  computes its gradient instead of the parameter's; `parameter.grad` fetches it when it is read.
 
 **Why a grad_owner?** A weight gradient that is summed in fp32 must arrive in fp32. `parameter.grad_dtype =
 float32` is enough for eager autograd, but torch.compile differentiates copies of its inputs that lack it: there
-the gradient is rounded to bf16, then widened (torch 2.13). Hooks on the parameter run when the gradient is moved.
+the gradient is rounded to bf16, then widened (torch 2.13). A hook on the parameter makes the gradient move there at
+once; without one a hook for each matrix would take a large part of a small backward pass.
 `torch.autograd.grad` does not work with split parameters: they are not in the graph, their grad_owner is.
 
 **Writes by others** (`nn.init`, a clamp, an average) would be rounded to bf16, or lost. The next update refuses
@@ -41,7 +42,9 @@ from halfstep.torch.tracing import transforming
 
 REMAINDER, GRAD_OWNER, WRITES = "halfstep_remainder", "halfstep_grad_owner", "halfstep_writes"
 _GUARD = "halfstep_guard"
-_DATA: Any = torch._C.TensorBase.data  # of a plain parameter
+# Of a plain parameter.
+_DATA: Any = torch._C.TensorBase.data
+_GRAD: Any = torch._C.TensorBase.grad
 _VERSION, _POINTER, _NOTED = attrgetter("_version"), methodcaller("data_ptr"), attrgetter(WRITES)
 _copies_run = ContextVar("copies_run", default=False)
 
@@ -51,17 +54,6 @@ def make_split(parameter: nn.Parameter, remainder: Tensor, name: str = "weight")
     make_whole(parameter)
     owner = torch.zeros((), device=parameter.device).expand(parameter.shape).requires_grad_()
     weak = weakref.ref(parameter)
-
-    def move(owner: Tensor) -> None:
-        parameter, grad = weak(), owner.grad
-        owner.grad = None
-        if parameter is None or grad is None:
-            return
-        unwatched = len(parameter._backward_hooks or ()) == 1 and not parameter._post_accumulate_grad_hooks
-        if unwatched and parameter.grad is None and grad.stride() == parameter.stride():
-            parameter.grad = grad  # as nearly always, and for each matrix of a model
-        else:
-            _accumulate(parameter, grad)
 
     def refuse_use(grad: Tensor | None) -> None:
         parameter = weak()
@@ -73,14 +65,42 @@ def make_split(parameter: nn.Parameter, remainder: Tensor, name: str = "weight")
                 "the optimizer's; parametrize or prune before prepare()",
             )
 
-    owner.register_post_accumulate_grad_hook(move)
+    watched = parameter._backward_hooks or parameter._post_accumulate_grad_hooks
     setattr(parameter, _GUARD, parameter.register_hook(refuse_use))
     parameter.grad_dtype = torch.float32
     setattr(parameter, REMAINDER, remainder)
     setattr(parameter, GRAD_OWNER, owner)
     if type(parameter) is nn.Parameter:
         parameter.__class__ = HalfOfSplitMaster
+    if watched or type(parameter) is not HalfOfSplitMaster:
+        _move_at_once(parameter)
     note_write(parameter)
+
+
+def _move_at_once(parameter: Tensor) -> None:
+    """Moves gradients as they come, not when they are read: somebody watches, or has a class of their own."""
+    owner, weak = parameter.__dict__[GRAD_OWNER], weakref.ref(parameter)
+    if not owner._post_accumulate_grad_hooks:
+        owner.register_post_accumulate_grad_hook(lambda _: None if (p := weak()) is None else _move(p))
+
+
+def _move(parameter: Tensor) -> None:
+    owner = parameter.__dict__.get(GRAD_OWNER)
+    if owner is not None and (grad := owner.grad) is not None:
+        owner.grad = None
+        _accumulate(parameter, grad)
+
+
+def take_grad(parameter: Tensor) -> Tensor | None:
+    """Returns a parameter's gradient and leaves it none."""
+    owner = parameter.__dict__.get(GRAD_OWNER)
+    if owner is not None and _GRAD.__get__(parameter) is None:
+        grad: Tensor | None = owner.grad
+        if grad is not None and grad.stride() == parameter.stride():
+            owner.grad = None
+            return grad
+    grad, parameter.grad = parameter.grad, None
+    return grad
 
 
 def _accumulate(parameter: Tensor, grad: Tensor) -> None:
@@ -91,7 +111,8 @@ def _accumulate(parameter: Tensor, grad: Tensor) -> None:
         grad = grad if changed is None else changed
     if grad.stride() != parameter.stride():  # fused optimizers walk through memory: the layouts must agree
         grad = torch.empty_like(parameter.detach(), dtype=grad.dtype).copy_(grad)
-    parameter.grad = grad if parameter.grad is None else parameter.grad.add_(grad)
+    known = _GRAD.__get__(parameter)
+    _GRAD.__set__(parameter, grad if known is None else known.add_(grad))
     for hook in (getattr(parameter, "_post_accumulate_grad_hooks", None) or {}).values():
         hook(parameter)
 
@@ -100,6 +121,7 @@ def make_whole(parameter: nn.Parameter) -> None:
     """Removes from a parameter what `make_split` added; its data stay."""
     if (guard := parameter.__dict__.pop(_GUARD, None)) is not None:
         guard.remove()
+    _move(parameter)
     for name in (REMAINDER, GRAD_OWNER, WRITES):
         parameter.__dict__.pop(name, None)
     if type(parameter) is HalfOfSplitMaster:
@@ -109,6 +131,30 @@ def make_whole(parameter: nn.Parameter) -> None:
 
 class HalfOfSplitMaster(nn.Parameter):
     """A parameter that is the bf16 half of a split master, by whose `data` nobody writes unnoticed."""
+
+    @property
+    def grad(self) -> Tensor | None:  # type: ignore[override]
+        """The gradient, in fp32."""
+        if not torch.compiler.is_compiling():
+            _move(self)
+        return _GRAD.__get__(self)  # type: ignore[no-any-return]
+
+    @grad.setter
+    def grad(self, grad: Tensor | None) -> None:
+        if (owner := self.__dict__.get(GRAD_OWNER)) is not None:
+            owner.grad = None
+        _GRAD.__set__(self, grad)
+
+    def register_hook(self, hook: Any) -> Any:
+        """Registers a hook, as torch does."""
+        if _GUARD in self.__dict__:
+            _move_at_once(self)
+        return super().register_hook(hook)
+
+    def register_post_accumulate_grad_hook(self, hook: Any) -> Any:
+        """Registers a hook, as torch does."""
+        _move_at_once(self)
+        return super().register_post_accumulate_grad_hook(hook)
 
     @property
     def data(self) -> Tensor:  # type: ignore[override]

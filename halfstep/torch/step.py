@@ -32,7 +32,7 @@ from halfstep.torch.apply import apply, names_of, restore, set_precision
 from halfstep.torch.convert.plan import check_model
 from halfstep.torch.dtypes import describe
 from halfstep.torch.optim.adamw import Optimizer
-from halfstep.torch.optim.drivers import check_optimizers, norm_of
+from halfstep.torch.optim.drivers import GradNorm, check_optimizers
 from halfstep.torch.run import nonfinite
 from halfstep.torch.run.accumulation import checked_pair, checked_weight, divisor, times
 from halfstep.torch.run.checks import check_moments, check_replicas, check_settings, device_of, measured_choice
@@ -101,6 +101,7 @@ class Run(RunParts):
         super().__init__(*parts, **options)
         self._open = True
         self._holds = ""  # what the model holds for a while, if not its masters as the policy says
+        self._norm = GradNorm()
         self._skipped: Tensor | None = None
         self._last: tuple[LossFn, list[Any]] | None = None
         self.forget()
@@ -165,7 +166,7 @@ class Run(RunParts):
         grads, weights = self.shown.collect(self.parameters), self.accumulation.weights
         for driver in self.drivers:
             driver.check(grads)  # before the first of them has moved anything
-        scaled_norm = norm_of([*grads.values()])
+        scaled_norm = self._norm([*grads.values()])
         # Weights that are on the device may all be zero.
         finite = (scaled_norm / weights if isinstance(weights, Tensor) else scaled_norm) < math.inf
         if self.shown.finite is not None:

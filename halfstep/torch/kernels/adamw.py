@@ -49,11 +49,8 @@ class Update:
     ):
         self.device, self._narrow = parameters[0].device, first[0].dtype == torch.bfloat16
         sizes = [parameter.numel() for parameter in parameters]
-        chunks = [-(-size // CHUNK) for size in sizes]
-        owners = torch.repeat_interleave(torch.arange(len(sizes)), torch.tensor(chunks))
-        within = torch.cat([torch.arange(count) for count in chunks])
-        self._owners, self._chunks = _sent(owners.int(), self.device), _sent(within.int(), self.device)
-        self._counts = _sent(torch.tensor(sizes), self.device)
+        self._owners, self._chunks = chunks_of(sizes, CHUNK, self.device)
+        self._counts = sent(torch.tensor(sizes), self.device)
         self._paces, self._roots = (torch.empty(len(sizes), device=self.device) for _ in range(2))
         self._rows = [
             parameters,
@@ -64,8 +61,8 @@ class Update:
             steps,
         ]  # kept: they must not move
         addresses = [0 if tensor is None else tensor.data_ptr() for row in self._rows for tensor in row]
-        self._table = _sent(torch.tensor([*addresses, 0, 0]), self.device)
-        self._tensors, self._programs = len(sizes), sum(chunks)
+        self._table = sent(torch.tensor([*addresses, 0, 0]), self.device)
+        self._tensors, self._programs = len(sizes), self._owners.numel()
         self._grads: list[int] = []  # their addresses
         self._betas: tuple[float, float] | None = None
 
@@ -86,10 +83,10 @@ class Update:
         tensors = self._tensors
         addresses = [grad.data_ptr() for grad in grads]
         if addresses != self._grads:
-            self._fill(GRAD.value * tensors, addresses)
+            fill(self._table, GRAD.value * tensors, addresses)
             self._grads = addresses
         if betas != self._betas:  # in fp64, as bits: a number that is passed to a kernel becomes fp32
-            self._fill(BETAS.value * tensors, struct.unpack("<2q", struct.pack("<2d", *betas)))
+            fill(self._table, BETAS.value * tensors, struct.unpack("<2q", struct.pack("<2d", *betas)))
             self._betas = betas
         with torch.cuda.device_of(rate):  # Triton launches on the current device
             counted = (self._table, self._paces, self._roots, rate, found_inf, tensors)
@@ -100,18 +97,25 @@ class Update:
             sizes = {"NARROW": self._narrow, "CHUNK": CHUNK, "num_warps": WARPS}
             _adamw[(self._programs,)](*given, **sizes, enable_fp_fusion=False)
 
-    def _fill(self, start: int, values: Sequence[int]) -> None:
-        self._table[start : start + len(values)].copy_(
-            _pinned(torch.tensor(values), self.device), non_blocking=True
-        )
+
+def chunks_of(sizes: Sequence[int], most: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Returns, for each program, the tensor that it works on, and which chunk of it."""
+    counts = [-(-size // most) for size in sizes]
+    owners = torch.repeat_interleave(torch.arange(len(sizes)), torch.tensor(counts))
+    within = torch.cat([torch.arange(count) for count in counts])
+    return sent(owners.int(), device), sent(within.int(), device)
 
 
-def _sent(tensor: Tensor, device: torch.device) -> Tensor:
-    return _pinned(tensor, device).to(device, non_blocking=True)
+def sent(tensor: Tensor, device: torch.device) -> Tensor:
+    """Returns a tensor on the device, without waiting."""
+    return (tensor.pin_memory() if device.type == "cuda" else tensor).to(device, non_blocking=True)
 
 
-def _pinned(tensor: Tensor, device: torch.device) -> Tensor:
-    return tensor.pin_memory() if device.type == "cuda" else tensor
+def fill(table: Tensor, start: int, values: Sequence[int]) -> None:
+    """Writes numbers to a table on the device, without waiting."""
+    given = torch.tensor(values)
+    given = given.pin_memory() if table.is_cuda else given
+    table[start : start + len(values)].copy_(given, non_blocking=True)
 
 
 @triton.jit

@@ -312,10 +312,17 @@ class _Rows:
         return fp32 and step.dtype == torch.float32 and first.dtype in MOMENTS and all(reachable([first, second]))
 
 
+def readable(grads: list[Tensor]) -> bool:
+    """Whether gradients are fp32, contiguous and aligned, as they nearly always are."""
+    if any(map(is_sparse, grads)):
+        return False
+    fp32 = all(map(Tensor.is_contiguous, grads)) and {g.dtype for g in grads} == {torch.float32}
+    return fp32 and not any(g.data_ptr() % 16 for g in grads)
+
+
 def fitting(grads: list[Tensor]) -> list[Tensor]:
-    """Returns gradients that our kernel can read: fp32, dense in memory and aligned, as they nearly always are."""
-    plain = all(map(Tensor.is_contiguous, grads)) and {g.dtype for g in grads} == {torch.float32}
-    if plain and not any(g.data_ptr() % 16 for g in grads):
+    """Returns gradients that our kernel can read, copies if they are not."""
+    if readable(grads):
         return grads
     return [g.to(torch.float32, copy=True, memory_format=torch.contiguous_format) for g in grads]
 

@@ -26,7 +26,8 @@ from halfstep.core.errors import HalfstepError
 from halfstep.core.formats import FP32, Format
 from halfstep.torch.convert.known_packages import refuse_wrapped_optimizer
 from halfstep.torch.dtypes import dtype_of
-from halfstep.torch.optim.adamw import Grads, Optimizer, is_sparse
+from halfstep.torch.kernels import reachable
+from halfstep.torch.optim.adamw import Grads, Optimizer, is_sparse, readable
 from halfstep.torch.optim.masters import Masters
 
 
@@ -235,11 +236,26 @@ def numbers_of(grads: list[Tensor]) -> list[Tensor]:
 def norm_of(grads: list[Tensor]) -> Tensor:
     """Returns the norm of all gradients together, in fp32."""
     norms = torch._foreach_norm(numbers_of(grads))
-    first, last, num = norms[0], norms[-1], len(norms)
-    # On a GPU they lie side by side; stacking hundreds of them would take as long as the norms themselves.
-    if first.dtype is torch.float32 and last.data_ptr() - first.data_ptr() == 4 * (num - 1) and first.is_cuda:
-        return torch.linalg.vector_norm(first.as_strided((num,), (1,)))
     return torch.linalg.vector_norm(torch.stack([n if n.dtype is torch.float32 else n.float() for n in norms]))
+
+
+class GradNorm:
+    """`norm_of`, by our kernel where it can read the gradients."""
+
+    def __init__(self) -> None:
+        self._sizes: list[int] = []
+        self._kernel: Any = None
+
+    def __call__(self, grads: list[Tensor]) -> Tensor:
+        """Returns the norm of all gradients together, in fp32."""
+        if not (readable(grads) and all(reachable(grads[:1]))):
+            return norm_of(grads)
+        sizes = [g.numel() for g in grads]
+        if sizes != self._sizes:
+            from halfstep.torch.kernels.norm import Norm  # Triton is installed: the gradients are within reach
+
+            self._sizes, self._kernel = sizes, Norm(sizes, grads[0].device)
+        return self._kernel(grads)  # type: ignore[no-any-return]
 
 
 def is_moment(parameter: Tensor, value: Any) -> bool:

@@ -27,7 +27,7 @@ from halfstep.core.scaling import NoScale
 from halfstep.torch.dtypes import FLOATS, dtype_of
 from halfstep.torch.optim.adamw import Grads, is_sparse
 from halfstep.torch.run.buffers import Contents
-from halfstep.torch.split import is_split
+from halfstep.torch.split import is_split, take_grad
 
 PREPARE_AGAIN = "run.unprepare(), change the model, make a new optimizer for it, and prepare both"
 
@@ -116,10 +116,9 @@ class Accumulation:
             self._listed_for, self.summed = parameters, own
         sums, added = list[Tensor](), list[Tensor]()
         for p in self.summed:
-            grad = p.grad
+            grad = take_grad(p)
             if grad is None:
                 continue
-            p.grad = None
             if grad.dtype is not self.format:
                 grad = grad.to(self.format)
             if (total := self.sums.setdefault(id(p), grad)) is not grad:
