@@ -8,8 +8,8 @@
 
 **Why a grad_owner?** A weight gradient that is summed in fp32 must arrive in fp32. `parameter.grad_dtype =
 float32` is enough for eager autograd, but torch.compile differentiates copies of its inputs that lack it: there
-the gradient is rounded to bf16, then widened (torch 2.13). A hook on the parameter makes the gradient move there at
-once; without one a hook for each matrix would take a large part of a small backward pass.
+the gradient is rounded to bf16, then widened (torch 2.13). A hook on the parameter makes the gradient move there
+at once; a hook of ours for each matrix would take a large part of a small backward pass.
 `torch.autograd.grad` does not work with split parameters: they are not in the graph, their grad_owner is.
 
 **Writes by others** (`nn.init`, a clamp, an average) would be rounded to bf16, or lost. The next update refuses
