@@ -36,6 +36,7 @@ unreadable line anywhere else is damage, and an error. What a full disk refuses 
 tried again with each event that follows, from the very byte at which the disk gave up.
 """
 
+import errno
 import json
 import math
 import os
@@ -55,7 +56,7 @@ from halfstep.core.errors import ConfigError, HalfstepError
 from halfstep.training.files import os_errors
 
 BLOCK = 64 << 10  # bytes that are read at once from the end of a file
-MOST_LINE = 1 << 24  # bytes of an event; a longer line is damage
+MOST_LINE = 1 << 22  # bytes of an event; a longer line is damage
 
 
 @dataclass(frozen=True)
@@ -159,7 +160,8 @@ def check_writable(path: Path) -> None:
     if os.path.lexists(path):
         with _writing(path):
             os.close(_open(path))
-            open_regular(path).close()
+            with open_regular(path) as file:
+                _last_line(file)
 
 
 def _writing(path: Path) -> AbstractContextManager[None]:
@@ -203,7 +205,8 @@ def _backwards(file: BinaryIO) -> Iterator[bytes]:
         place = file.seek(place - size)
         rest, *lines = (file.read(size) + rest).split(b"\n")
         yield from reversed(lines)
-        rest = rest[:MOST_LINE]  # a part of a line that is too long is not an event either
+        if len(rest) > MOST_LINE:
+            return  # no writer wrote it, and it may go on for hours
     yield rest
 
 
@@ -264,8 +267,10 @@ def _remove_torn_line(path: Path) -> None:
 
 def _last_line(file: BinaryIO) -> int:
     """Returns where the last line begins: after the last newline."""
-    place = file.seek(0, os.SEEK_END)
+    place = end = file.seek(0, os.SEEK_END)
     while place > 0:
+        if end - place > MOST_LINE:
+            raise OSError(errno.EFBIG, f"its last line has more than {MOST_LINE:,} bytes")
         size = min(BLOCK, place)
         place = file.seek(place - size)
         if (newline := file.read(size).rfind(b"\n")) >= 0:

@@ -3,6 +3,7 @@
 import errno
 import json
 import math
+import os
 
 import numpy as np
 import pytest
@@ -10,7 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from halfstep.training.telemetry import events as module
-from halfstep.training.telemetry.events import Events, EventsError, newest_first, read_events, stream_events
+from halfstep.training.telemetry.events import (
+    Events,
+    EventsError,
+    check_writable,
+    newest_first,
+    read_events,
+    stream_events,
+)
 
 
 def write(path, *events, clock=lambda: 12.5):
@@ -210,3 +218,14 @@ def test_no_more_is_read_than_is_asked_for(tmp_path):
     assert len(list(newest_first(path))) == 5001  # what is damaged stops no resume
     with pytest.raises(EventsError, match="gone"):
         next(newest_first(tmp_path / "gone.jsonl"))
+
+
+def test_a_line_without_end_is_not_read_to_its_end(tmp_path):
+    path = tmp_path / "events.jsonl"
+    write(path, ("step", {"step": 1}))
+    os.truncate(path, 1 << 40)
+    with pytest.raises(EventsError, match=r"cannot be written to .*its last line has more than"):
+        check_writable(path)
+    assert list(newest_first(path)) == []
+    with pytest.raises(EventsError, match=r"events\.jsonl:2: this line is not JSON"):
+        read_events(path)
