@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from halfstep.config.run import DataConfig
 from halfstep.training.data.batches import bigram_bits
 from halfstep.training.data.corpus import Corpus
 from halfstep.training.data.load import load_corpus
@@ -23,7 +24,7 @@ def config(context=16, batch=3, validation_tokens=10**9):
     return SimpleNamespace(
         model=SimpleNamespace(context=context),
         training=SimpleNamespace(batch=batch, validation_tokens=validation_tokens),
-        data=SimpleNamespace(source="here"),
+        data=DataConfig("here"),
     )
 
 
