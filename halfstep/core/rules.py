@@ -8,7 +8,8 @@ A rule is a glob on the qualified name of a module or parameter and the roles it
 In a glob, `*` matches any characters within one segment and `**`, as a whole segment, any number of segments,
 including none. If several rules change the same role at one name, the rule with more literal segments (those
 without a `*`) wins; the order of the rules does not matter. Two that tie and disagree are an error, and so is a
-rule that matches no name: either would be a precision that was asked for and never runs.
+rule that matches no name: either would be a precision that was asked for and never runs. So is a rule whose role
+means nothing to the modules it names (refusal.check_reach): a rule reaches those, not the modules inside them.
 """
 
 import re

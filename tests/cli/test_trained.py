@@ -131,7 +131,7 @@ def test_an_artifact_over_its_limit_is_an_exit_code_and_an_older_one_is_replaced
     assert run(["artifact", str(trained), "--device", "cpu", "--out", str(tmp_path / "no" / "x")]) == 2
     assert "cannot be written" in capsys.readouterr().err
     assert run(["artifact", str(trained), "--limit", "-1"]) == 2
-    assert "must be 0 or more bytes" in capsys.readouterr().err
+    assert "--limit must be from 0 to" in capsys.readouterr().err
     place = tmp_path / "x"
     place.write_bytes(b"HSINT8Z\1 of another run")
     assert run_json(capsys, "artifact", trained, "--out", place)[0] == 0
