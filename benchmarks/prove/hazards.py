@@ -574,6 +574,79 @@ def _(good):
 
 
 @hazard(
+    "a casted layer without a policy computes in fp32",
+    "halfstep.torch.layers:casts_like",
+    "tests/torch/test_layers.py::test_a_casted_layer_without_a_policy_follows_its_input",
+)
+@hazard(
+    "a casted layer of MLX without a policy computes in fp32",
+    "halfstep.mlx.layers:casts_like",
+    "tests/mlx/test_layers.py::test_a_casted_layer_without_a_policy_follows_its_input",
+)
+def _(good):
+    def casts_like(x):
+        module = importlib.import_module(good.__module__)
+        return module.casts_of(module.Precision())
+
+    return casts_like
+
+
+@hazard(
+    "a softmax that an MLX model calls as a function runs in bf16",
+    "halfstep.mlx.functions:reach_functions",
+    "tests/mlx/test_functions.py::test_a_function_is_an_island_in_a_prepared_model_and_mlxs_own_elsewhere",
+)
+def _(good):
+    return nothing(good)
+
+
+@hazard(
+    "save_weights of MLX writes halves of split masters",
+    "halfstep.mlx.optim.masters:Masters.joined",
+    "tests/mlx/test_state.py::test_split_masters_are_saved_shown_and_loaded_whole",
+)
+def _(good):
+    return lambda self: {}
+
+
+@hazard(
+    "half of a split master of MLX is written by hand",
+    "halfstep.mlx.optim.masters:Masters.check_writes",
+    "tests/mlx/test_state.py::test_halves_of_split_masters_are_neither_saved_nor_written_by_hand",
+)
+@hazard(
+    "a custom backward multiplies a bf16 gradient by an fp32 parameter",
+    "halfstep.torch.functions.custom:_remember",
+    "tests/torch/functions/test_custom.py::test_an_activation_and_a_parameter_meet_in_its_backward",
+)
+def _(good):
+    return nothing(good)
+
+
+@hazard(
+    "custom_fwd(cast_inputs=...) casts under autocast alone",
+    "halfstep.torch.functions.custom:Cast.apply",
+    "tests/torch/functions/test_custom.py::test_cast_inputs_are_cast_and_everything_inside_runs_as_written",
+)
+def _(good):
+    return lambda self, t: t
+
+
+@hazard(
+    "a second derivative of an emulated layer is zero",
+    "halfstep.mlx.cast:_carrying",
+    "tests/mlx/test_layers.py::test_gradients_can_be_differentiated_again_emulated_too_and_narrow_ones_say_that_they_cannot",
+)
+def _(good):
+    def carrying(fmt):
+        import mlx.core as mx
+
+        return lambda x: good(fmt)(mx.stop_gradient(x))
+
+    return carrying
+
+
+@hazard(
     "a half-written checkpoint is the newest",
     "halfstep.training.checkpoints.checkpoint:step_folders",
     "tests/training/checkpoints/test_checkpoint.py::test_latest_is_by_number_and_ignores_what_is_none",
