@@ -206,7 +206,7 @@ def _backwards(file: BinaryIO) -> Iterator[bytes]:
         rest, *lines = (file.read(size) + rest).split(b"\n")
         yield from reversed(lines)
         if len(rest) > MOST_LINE:
-            return  # no writer wrote it, and it may go on for hours
+            return  # no writer wrote it, and it may be endless
     yield rest
 
 
