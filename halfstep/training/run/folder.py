@@ -268,7 +268,7 @@ def _differing(was: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
         free.update(PIECES)
     if isinstance(was.get("data.validation"), str) and isinstance(now["data.validation"], str):
         free.add("data.validation")  # a text may move, as the source may: its digest is checked
-    before, after = (read(each["policy"]) for each in (was, now))
+    before, after = (read(each.get("policy", "auto")) for each in (was, now))
     if after.base == "auto" or (before.base != "auto" and before.build() == after.build()):
         free.add("policy")  # `auto` was measured when the run began: it keeps what it has
     return [key for key in now if key not in free and key in was and was[key] != now[key]]
