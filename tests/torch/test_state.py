@@ -10,6 +10,7 @@ from torch.nn import functional as F
 from halfstep.core.errors import HalfstepError, ScalingError
 from halfstep.torch.optim.adamw import AdamW
 from halfstep.torch.optim.muon import Muon
+from halfstep.torch.state import load_state
 from halfstep.torch.step import prepare
 from tests.refusals import refuses
 
@@ -107,6 +108,12 @@ def test_a_state_of_another_policy_and_torchs_own_load_are_refused_with_the_reme
     target = prepared("bf16-mixed,param=fp32:split", "fused")
     with refuses(HalfstepError, "has the policy `bf16-mixed`, and this run has", '"bf16-mixed"', "load_weights"):
         target.load_state_dict(given)
+    other = prepared("fp16-mixed,emulate=true", "fused")
+    with refuses(ScalingError, "a loss scale of 1, which `scale=dynamic` does not have", "`scale.*`"):
+        load_state(other, given["tensors"])
+    load_state(other, {name: t for name, t in given["tensors"].items() if not name.startswith("scale.")})
+    assert float(other.scale_state.scale) == 65536
+    assert all(torch.equal(w, given["tensors"][f"model.{name}"]) for name, w in other.weights().items())
     model = Net()
     stock = MAKE["fused"](model)
     given = stock.state_dict()
