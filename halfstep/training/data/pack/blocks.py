@@ -188,11 +188,18 @@ def _columns(groups: list[RowGroup], first: int) -> Iterator[Any]:
             row += len(column)
 
 
-def _texts_of(path: Path, rows: Any, first: int) -> list[str | None]:
-    """Returns the texts of some rows, validated: a damaged file may hold wrong offsets or invalid UTF-8."""
+def _texts_of(path: Path, rows: Any, first: int) -> Iterator[str | None]:
+    """Yields the texts of some rows, validated: a damaged file may hold wrong offsets or invalid UTF-8.
+
+    One by one: rows of a dictionary may be the same long text a thousand times.
+    """
     try:
         rows.validate(full=True)
-        return cast("list[str | None]", rows.to_pylist())
+        for number, row in enumerate(rows, first):
+            value = getattr(row, "value", row)  # of a dictionary
+            if value.is_valid and value.as_buffer().size > MOST_LINE:
+                raise _too_long(f"`{path}`, row {number}")
+            yield cast("str | None", value.as_py())
     except ValueError as error:  # includes ArrowInvalid
         where = f"`{path}`, rows {first} to {first + len(rows) - 1}"
         raise DataError(f"{where}: {error}", hint="download or write it again") from None
@@ -245,11 +252,15 @@ def _decompressed(raw: IO[bytes], path: Path) -> IO[bytes]:
 def _rest_of_line(opened: IO[bytes], where: str) -> bytes:
     rest = opened.readline(MOST_LINE)
     if len(rest) == MOST_LINE and not rest.endswith(NEWLINE):
-        raise DataError(
-            f"{where} is longer than {MOST_LINE >> 20} MiB: a line is one document, read as a whole",
-            hint="split it into several, or name a file of plain text, which may be of any size",
-        )
+        raise _too_long(where)
     return rest
+
+
+def _too_long(where: str) -> DataError:
+    return DataError(
+        f"{where} is longer than {MOST_LINE >> 20} MiB: it is one document, read as a whole",
+        hint="split it into several, or name a file of plain text, which may be of any size",
+    )
 
 
 def _skip(opened: IO[bytes], count: int) -> None:

@@ -326,3 +326,19 @@ def test_a_line_without_end_is_refused_before_it_fills_the_memory(tmp_path, monk
         read(tmp_path / name)
     monkeypatch.setattr(reading, "MOST_LINE", 20_000)
     assert len(read(tmp_path / name)) == 101
+
+
+@pytest.mark.parametrize("kind", ["string", "large_string", "dictionary"])
+def test_a_row_without_end_is_refused(tmp_path, monkeypatch, kind):
+    arrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    texts = arrow.array(
+        ["a", None, "x" * 10_000, "b"], arrow.string() if kind == "dictionary" else getattr(arrow, kind)()
+    )
+    column = texts.dictionary_encode() if kind == "dictionary" else texts
+    parquet.write_table(arrow.table({"text": column}), tmp_path / "rows.parquet")
+    (block,) = blocks(files_of(tmp_path / "rows.parquet"), Position(), "text")
+    assert block.payload == ("a", None, "x" * 10_000, "b")
+    monkeypatch.setattr(reading, "MOST_LINE", 5000)
+    with pytest.raises(DataError, match=r"rows\.parquet`, row 2 is longer than"):
+        list(blocks(files_of(tmp_path / "rows.parquet"), Position(), "text"))
