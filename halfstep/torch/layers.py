@@ -64,6 +64,7 @@ def casts_of(precision: Precision) -> Casts:
         dtype_of,
         whole=precision.compute != BF16,
         fp32_grads=precision.grad_weight == FP32,
+        fp32_norm=precision.norm == precision.grad_weight == FP32 and not precision.emulate,
         fast=precision.matmul.fast and not precision.emulate,
         delayed=precision.delayed,
         wide=casts_of(precision.widened()) if precision.narrow else None,
@@ -170,8 +171,18 @@ def embedding(
 def rms_norm(x: Tensor, gain: Tensor | None, casts: Casts, eps: float | None = 1e-6, *, dims: int = 1) -> Tensor:
     """Returns x / sqrt(mean(x^2) + eps) * gain over the last dims: inside in the norm format, out in compute."""
     with torch._C.DisableTorchFunction():
+        if _is_plain_norm(x, gain, casts):
+            y = torch.rms_norm(x if x.dtype is torch.float32 else x.float(), x.shape[-dims:], gain, eps)
+            return y if casts.compute is torch.float32 else y.to(casts.compute)
         x, gain = island(x, "norm", casts), gain if gain is None else own(gain, "norm", casts)
         return leave(torch.rms_norm(x, x.shape[-dims:], gain, eps), "norm", casts)
+
+
+def _is_plain_norm(x: Tensor, gain: Tensor | None, casts: Casts) -> bool:
+    """Whether two casts around torch's own norm are all there is to do, as in most layers and steps."""
+    known = x.dtype is casts.compute or x.dtype is torch.float32
+    known = known and casts.fp32_norm and (gain is None or gain.dtype is torch.float32)
+    return known and not torch._C._is_any_autocast_enabled()
 
 
 def layer_norm(
@@ -179,6 +190,9 @@ def layer_norm(
 ) -> Tensor:
     """Returns (x - mean) / sqrt(variance + eps) * gain + bias over the last dims, in the formats of `rms_norm`."""
     with torch._C.DisableTorchFunction():
+        if _is_plain_norm(x, gain, casts):
+            y = torch.layer_norm(x if x.dtype is torch.float32 else x.float(), x.shape[-dims:], gain, bias, eps)
+            return y if casts.compute is torch.float32 else y.to(casts.compute)
         x, gain, bias = island(x, "norm", casts), own(gain, "norm", casts), own(bias, "norm", casts)
         return leave(torch.layer_norm(x, x.shape[-dims:], gain, bias, eps), "norm", casts)
 

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch._utils import _unflatten_dense_tensors
 
 from halfstep.core.errors import HalfstepError
 from halfstep.core.formats import BF16, FP16, FP32, Format
@@ -29,6 +30,7 @@ from halfstep.torch.cast import carried, join, quantize, random_bits, split
 from halfstep.torch.split import accept_write, check_write, note_writes, unwritten
 
 BY_DTYPE = {torch.float32: Param(FP32), torch.bfloat16: Param(BF16), torch.float16: Param(FP16)}
+_SMALL = 2**16  # numbers: below, a conversion costs more in calls than in arithmetic
 _MOST_LAYOUTS = 64  # a mixture of experts may update another list of parameters at each step
 
 
@@ -215,15 +217,38 @@ def set_data(parameters: Sequence[Tensor], held: Sequence[Tensor]) -> None:
 
 
 def _join(halves: list[Tensor], remainders: list[Tensor]) -> list[Tensor]:
-    return [join(hi, lo) for hi, lo in zip(halves, remainders, strict=True)]
+    small, large = _by_size(halves)
+    joined: dict[int, Tensor] = {i: join(halves[i], remainders[i]) for i in large}
+    if small:
+        flat = [_flat([column[i].detach() for i in small]) for column in (halves, remainders)]
+        views = _unflatten_dense_tensors(join(*flat), [halves[i] for i in small])
+        joined |= dict(zip(small, views, strict=True))
+    return [joined[i] for i in range(len(halves))]
 
 
 def _split(halves: list[Tensor], remainders: list[Tensor], wide: list[Tensor]) -> list[Tensor]:
-    for hi, lo, w in zip(halves, remainders, wide, strict=True):
-        new_hi, new_lo = split(w)
-        hi.copy_(new_hi)
-        lo.copy_(new_lo)
+    small, large = _by_size(halves)
+    for i in large:
+        new_hi, new_lo = split(wide[i])
+        halves[i].copy_(new_hi)
+        remainders[i].copy_(new_lo)
+    if small:
+        parts = split(_flat([wide[i] for i in small]))
+        for column, part in zip((halves, remainders), parts, strict=True):
+            live = [column[i] for i in small]
+            torch._foreach_copy_(live, list(_unflatten_dense_tensors(part, live)))
     return []
+
+
+def _by_size(halves: list[Tensor]) -> tuple[list[int], list[int]]:
+    """Returns the positions of small tensors, which a CPU converts together, and of all others."""
+    small = [i for i, t in enumerate(halves) if t.numel() <= _SMALL and t.is_cpu and t.is_contiguous()]
+    known = set(small)
+    return small, [i for i in range(len(halves)) if i not in known]
+
+
+def _flat(tensors: list[Tensor]) -> Tensor:
+    return torch.cat([t.reshape(-1) for t in tensors])
 
 
 def _stochastic(wide: Tensor, fmt: Format, seed: str, count: Tensor, tensor: int) -> Tensor:
