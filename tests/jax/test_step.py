@@ -205,7 +205,7 @@ def test_bf16_moments_are_stored_in_bf16_and_computed_in_fp32():
             "there are 3 micro-batches",
         ),
         (lambda p, o: init(p, optax.adam(1, mu_dtype=jnp.bfloat16), "fp32"), "itself keeps a moment in bfloat16"),
-        (lambda p, o: init(p, o, 5), "policy is a int"),
+        (lambda p, o: init(p, o, 5), "unknown preset `5`"),
         (lambda p, o: make_step(total, optax.sgd(1.0))(init(p, o, "fp32"), None), "another optimizer"),
         (lambda p, o: make_step(lambda *_: Weighted(1.0, jnp.ones(3)), o)(init(p, o, "fp32"), None), "one number"),
     ],

@@ -442,5 +442,5 @@ def test_one_batch_is_not_taken_for_several(batches):
 
 
 def test_a_policy_is_a_policy_or_its_text():
-    with pytest.raises(PolicyError, match="is a int"):
+    with pytest.raises(PolicyError, match="unknown preset `3`"):
         prepare(nn.Linear(2, 2), mlx.optimizers.SGD(learning_rate=0.1), 3)
