@@ -72,11 +72,12 @@ OTHERS = "torch._dynamo safetensors.numpy tiktoken tokenizers rich.table rich.pr
 
 
 class Ended(NamedTuple):
-    """How a case ended: its exit code (None if it hung), what it said on stderr, and the most bytes it held."""
+    """How a case ended: its exit code (None if it hung), what it said, the most bytes it held, and its output."""
 
     code: int | None
     said: bytes
     memory: int
+    output: bytes
 
 
 class Result(NamedTuple):
@@ -108,13 +109,14 @@ class Fuzz:
 
     def run(self, words: list[str], folder: Path, first: Callable[[], object] = lambda: None) -> Ended:
         """Runs a command in a folder, in its own process."""
-        said = folder.with_suffix(".stderr")
+        output, said = folder.with_suffix(".stdout"), folder.with_suffix(".stderr")
         if (process := os.fork()) == 0:
-            _be_halfstep(words, folder, said, first)
+            _be_halfstep(words, folder, (output, said), first)
         code, memory = _wait(process)
-        content = said.read_bytes()
+        ended = Ended(code, said.read_bytes(), memory, output.read_bytes())
+        output.unlink()
         said.unlink()
-        return Ended(code, content, memory)
+        return ended
 
     def try_case(self, number: int) -> Result:
         """Runs a case in a copy of the material."""
@@ -126,20 +128,21 @@ class Fuzz:
             ended = self.run(case.words, folder)
             broken = self.judge(case, ended, before, _tree(folder))
         except Exception:  # of this script
-            ended, broken = Ended(None, b"", 0), traceback.format_exc()
+            ended, broken = Ended(None, b"", 0, b""), traceback.format_exc()
         shutil.rmtree(folder, ignore_errors=True)
         return Result(number, broken, ended, time.monotonic() - began)
 
     def judge(self, case: Case, ended: Ended, before: dict[str, Any], after: dict[str, Any]) -> str:
         """Returns the promise that a case broke, or nothing."""
-        code, said, memory = ended
+        code, said, memory, output = ended
         if code is None:
             return f"it hung: it had {SECONDS:g} seconds"
         if code not in (0, 1, 2):
             return f"exit code {code}"
-        if b"Traceback" in said or b"panicked" in said:
+        if b"Traceback" in said:
             return "a traceback"
-        if control := CONTROLS.search(said):
+        texts = said if case.words[0] == "sample" else said + output  # what a model writes is data
+        if control := CONTROLS.search(texts):
             return f"a control character on the terminal: {control[0]!r}"
         if len(said) > OUTPUT:
             return f"{len(said):,} bytes of messages"
@@ -179,11 +182,11 @@ def _try_case(number: int) -> Result:
     return _shared.try_case(number)
 
 
-def _be_halfstep(words: list[str], folder: Path, said: Path, first: Callable[[], object]) -> None:
+def _be_halfstep(words: list[str], folder: Path, streams: tuple[Path, Path], first: Callable[[], object]) -> None:
     code = 99
     try:
         os.chdir(folder)
-        for path, number in ((os.devnull, 1), (said, 2)):
+        for number, path in enumerate(streams, 1):
             opened = os.open(path, os.O_WRONLY | os.O_CREAT, 0o600)
             os.dup2(opened, number)
             os.close(opened)

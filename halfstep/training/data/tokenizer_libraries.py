@@ -14,6 +14,7 @@ import json
 import re
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Self
 
@@ -37,7 +38,9 @@ class LibraryTokenizer(Tokenizer):
     """A tokenizer that a library reads from a file."""
 
     def __init__(self, name: str, content: bytes, separator: int | None):
-        super().__init__(name, content, self._open(name, content), separator)
+        with _no_panic(name):
+            vocabulary = self._open(name, content)
+        super().__init__(name, content, vocabulary, separator)
 
     @classmethod
     def read(cls, path: Path, separator: str | None) -> Self:
@@ -117,7 +120,8 @@ class HuggingFace(LibraryTokenizer):
 
     def encode(self, texts: Sequence[str]) -> list[NDArray[np.uint32]]:
         """Returns the tokens of each text."""
-        encoded = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+        with _no_panic(self.name):
+            encoded = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.array(each.ids, dtype=np.uint32) for each in encoded]
 
     def _pieces(self) -> list[bytes] | None:
@@ -192,8 +196,6 @@ class Tiktoken(LibraryTokenizer):
         try:
             written = parse_json(content)
             ranks = {base64.b64decode(word): rank for word, rank in written["ranks"]}
-            if len(set(ranks.values())) < len(ranks) or not all(bytes([value]) in ranks for value in range(256)):
-                raise ValueError("it lacks a byte, or two of its tokens have one number")
             self._special: dict[str, int] = written["special"]
             self._encoding = library.Encoding(
                 written["name"], pat_str=written["pattern"], mergeable_ranks=ranks, special_tokens=self._special
@@ -230,13 +232,25 @@ class Tiktoken(LibraryTokenizer):
 
     def encode(self, texts: Sequence[str]) -> list[NDArray[np.uint32]]:
         """Returns the tokens of each text."""
-        return [np.array(self._encoding.encode_ordinary(text), dtype=np.uint32) for text in texts]
+        with _no_panic(self.name):
+            return [np.array(self._encoding.encode_ordinary(text), dtype=np.uint32) for text in texts]
 
     def _pieces(self) -> list[bytes]:
         pieces = [b""] * self.vocabulary
         for word, rank in self._encoding._mergeable_ranks.items():
             pieces[rank] = word
         return pieces
+
+
+@contextmanager
+def _no_panic(name: str) -> Iterator[None]:
+    """Inside, a panic of a library in Rust, which is no `Exception`, becomes an error of ours."""
+    try:
+        yield
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":
+            raise
+        raise DataError(f"tokenizer `{name}` is damaged: {error}", hint="fetch or train it again") from None
 
 
 def _to_json(encoding: Any) -> bytes:
