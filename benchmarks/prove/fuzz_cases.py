@@ -21,7 +21,6 @@ from safetensors.numpy import save_file
 
 from halfstep.config import schema
 from halfstep.config.run import RunConfig
-from halfstep.core import errors
 from halfstep.training.files import digest_of
 from halfstep.training.weights import artifact
 
@@ -376,7 +375,7 @@ PARTLY = pack("text.txt", "--out", "partly")
 
 def make_sources(folder: Path) -> None:
     """Writes what commands do not make: recipes, text, records, tables, two tokenizers, and hostile places."""
-    text = Path(errors.__file__).read_text(encoding="utf-8")
+    text = "\n\n".join(f"def f{n}(x):\n    return x * {n} + {n * n}  # {'é' * (n % 3)}" for n in range(150))
     parts = [part for part in text.split("\n\n") if part]
     (folder / "text.txt").write_text(text)
     (folder / "recipe.toml").write_text('title = "odd"\n[data]\nsource = "text.txt"\n[training]\nsteps = 2\n')

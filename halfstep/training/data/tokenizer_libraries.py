@@ -159,18 +159,20 @@ class SentencePiece(LibraryTokenizer):
         library = import_optional("sentencepiece", f"tokenizer `{name}`")
         try:
             self._model = library.SentencePieceProcessor(model_proto=content)
-            return int(self._model.vocab_size())
+            # All at once: a damaged model may hold pieces that are not UTF-8.
+            self._names: list[str] = self._model.id_to_piece(list(range(self._model.vocab_size())))
         except (RuntimeError, OSError, ValueError) as error:
             raise DataError(
                 f"`{name}` is not a sentencepiece model: {error}", hint="name the *.model file"
             ) from None
+        return len(self._names)
 
     def _tokens(self) -> Mapping[str, int]:
-        return {self._model.id_to_piece(number): number for number in range(self.vocabulary)}
+        return {name: number for number, name in enumerate(self._names)}
 
     def _default_separators(self, path: Path | None) -> Sequence[str]:
         ids = (self._model.bos_id(), self._model.eos_id())
-        return [self._model.id_to_piece(number) for number in ids if number >= 0]
+        return [self._names[number] for number in ids if 0 <= number < len(self._names)]
 
     def encode(self, texts: Sequence[str]) -> list[NDArray[np.uint32]]:
         """Returns the tokens of each text."""
@@ -179,9 +181,8 @@ class SentencePiece(LibraryTokenizer):
 
     def _pieces(self) -> list[bytes]:
         model, pieces = self._model, []
-        for number in range(self.vocabulary):
+        for number, piece in enumerate(self._names):
             silent = model.is_control(number) or model.is_unknown(number) or model.is_unused(number)
-            piece = model.id_to_piece(number)
             pieces.append(b"" if silent else _metaspace(piece) if model.is_byte(number) else _spaced(piece))
         return pieces
 
