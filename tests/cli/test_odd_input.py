@@ -163,6 +163,7 @@ def test_wrong_sampling_options_are_named_together(extra, said, capsys):
     assert capsys.readouterr().err.startswith(f"error: {'; '.join(said)}\n")
 
 
+@pytest.mark.prove
 def test_a_reader_that_has_seen_enough_and_a_prompt_of_any_bytes(arguments, tmp_path):
     assert run(arguments) == 0
     command = [sys.executable, "-m", "halfstep", "sample", str(tmp_path / "run"), "--device", "cpu"]

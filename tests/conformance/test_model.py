@@ -142,20 +142,20 @@ def test_every_switch_has_every_value_somewhere():
             assert {getattr(config, field) for config in CONFIGS.values()} == {True, False}, field
 
 
-def test_rules_change_what_they_name(backend):
+def test_rules_change_what_they_name(slow_backend):
     rules = "blocks.1.mlp.*: compute=fp32; lm_head: compute=tf32"
-    model = build(backend, f"bf16-mixed,emulate=true; {rules}")
+    model = build(slow_backend, f"bf16-mixed,emulate=true; {rules}")
     assert str(model.blocks[1].mlp.up.precision.compute) == "fp32"
     assert str(model.blocks[0].mlp.up.precision.compute) == "bf16"
     assert print_value(model.lm_head.precision.operand) == "tf32"
     assert str(model.precision.compute) == "bf16"
-    assert build(backend, "fp32").blocks[0].attn.q.precision == Precision()
-    head = decoded(backend, "exact", "bf16-mixed; lm_head: compute=fp32")[0]
-    plain = decoded(backend, "exact", "bf16-mixed")[0]
+    assert build(slow_backend, "fp32").blocks[0].attn.q.precision == Precision()
+    head = decoded(slow_backend, "exact", "bf16-mixed; lm_head: compute=fp32")[0]
+    plain = decoded(slow_backend, "exact", "bf16-mixed")[0]
     assert np.array_equal(plain, rounding.cast(plain, BF16, overflow="inf"))
     assert not np.array_equal(head, rounding.cast(head, BF16, overflow="inf"))
     with pytest.raises(PolicyError, match="matches none"):
-        build(backend, "bf16-mixed; nothing.*: compute=fp32")
+        build(slow_backend, "bf16-mixed; nothing.*: compute=fp32")
 
 
 def test_names_tables_and_capped_logits(backend, torch_backend):

@@ -84,13 +84,13 @@ def trained(backend, policy, optimizer, steps):
         pytest.param("fp16-mixed", "muon", marks=prove),
     ],
 )
-def test_twenty_steps_of_training(backend, torch_backend, policy, optimizer):
+def test_twenty_steps_of_training(slow_backend, torch_backend, policy, optimizer):
     """The same weights to begin with, bit for bit, and then the same losses at every step.
 
     In half precision to one rounding of the format: the logits of a loss are not known any better. In fp32
     to one rounding for each of a series of results, though the weights are those of twenty steps.
     """
-    first, losses, session = trained(backend, policy, optimizer, 20)
+    first, losses, session = trained(slow_backend, policy, optimizer, 20)
     expected_first, expected, _ = trained(torch_backend, policy, optimizer, 20)
     assert first == expected_first
     fmt = Policy.parse(policy).compute.format
@@ -181,17 +181,17 @@ RESUMED = ["fp32", "bf16-mixed,param=fp32:split", "bf16-true,param=bf16:stochast
         *(pytest.param(policy, "muon", marks=prove) for policy in RESUMED[:2]),
     ],
 )
-def test_a_restored_state_continues_bit_for_bit(backend, policy, optimizer):
-    if backend.name == "jax":
+def test_a_restored_state_continues_bit_for_bit(slow_backend, policy, optimizer):
+    if slow_backend.name == "jax":
         policy = policy.replace(",param=fp32:split", "")
-    one = session(backend, policy, f"optimizer.name={optimizer}")
+    one = session(slow_backend, policy, f"optimizer.name={optimizer}")
     for step in range(2):
         one.step(batch(step, one))
     saved = one.state()
     after = [one.read(one.step(batch(step, one))) for step in range(2, 4)]
     last = one.state()
     # On JAX the same programs: another session would compile its own.
-    other = one if backend.name == "jax" else session(backend, policy, f"optimizer.name={optimizer}")
+    other = one if slow_backend.name == "jax" else session(slow_backend, policy, f"optimizer.name={optimizer}")
     other.step(batch(9, other))  # elsewhere, so that anything left out of the state would show
     other.load(saved)
     assert other.state() == saved

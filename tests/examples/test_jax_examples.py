@@ -79,7 +79,7 @@ def is_short(name):
     ("name", "policy", "below"),
     [
         ("jax_plain", "fp16-mixed", 0.02),
-        ("flax_linen", "bf16-mixed", 0.5),
+        pytest.param("flax_linen", "bf16-mixed", 0.5, marks=pytest.mark.prove),
         ("equinox_model", "bf16-mixed; layers.2: compute=fp32", 0.01),
     ],
 )

@@ -147,7 +147,9 @@ def built(name):
     return params, loss_fn, make_step(loss_fn, OPTIMIZER)
 
 
-@pytest.mark.parametrize("policy", ["fp32", "bf16-mixed", "fp16-mixed"])
+@pytest.mark.parametrize(
+    "policy", ["bf16-mixed", *(pytest.param(p, marks=pytest.mark.prove) for p in ("fp32", "fp16-mixed"))]
+)
 @pytest.mark.parametrize("framework", FRAMEWORKS)
 def test_it_learns_with_fp32_masters_and_fp32_weight_gradients(framework, policy):
     params, _, step = built(framework)
