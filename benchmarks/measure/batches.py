@@ -1,6 +1,6 @@
 """Times training against autocast on an NVIDIA GPU, from batches where the host is the limit to large ones.
 
-    python benchmarks/measure/batches.py [--compiled] [--sizes 2 8 32] [--micro-batches 1 8] [--rounds 5]
+    python benchmarks/measure/batches.py [--compiled] [--sizes 2 8 32] [--micro-batches 1 8] [--rounds 5] [--arms ...]
 
 GPT-2 124M with clipping; a step has 1 or 8 micro-batches of `size` x 1024 tokens. The arms take turns in one
 process, in reverse order every other round: autocast with torch's fused AdamW, `prepare` with split masters, with
@@ -71,16 +71,17 @@ def main() -> int:
     parser.add_argument("--sizes", type=int, nargs="+", default=[2, 8, 32])
     parser.add_argument("--micro-batches", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--arms", nargs="+", choices=[*ARMS][1:], default=[*ARMS][1:], help="besides autocast")
     options = parser.parse_args()
-    mode, worst, lines = "compiled" if options.compiled else "eager", 0.0, list[str]()
-    arms = {name: arm(name, compiled=options.compiled) for name in ARMS}
+    mode, worst = "compiled" if options.compiled else "eager", 0.0
+    arms = {name: arm(name, compiled=options.compiled) for name in ("autocast", *options.arms)}
     for size in options.sizes:
         tokens = torch.randint(0, 50304, (size, 1025), device="cuda")
         for micro_batches in options.micro_batches:
             repeats = max(1, 80 // (size * micro_batches))
-            times: dict[str, list[float]] = {name: [] for name in ARMS}
+            times: dict[str, list[float]] = {name: [] for name in arms}
             for each in range(options.rounds + 1):
-                for name in list(ARMS)[:: 1 if each % 2 else -1]:
+                for name in list(arms)[:: 1 if each % 2 else -1]:
                     taken = timed(arms[name], tokens, micro_batches, repeats)
                     if each:  # the first warms up
                         times[name].append(taken)
@@ -89,8 +90,7 @@ def main() -> int:
                 ratio = ms[name] / ms["autocast"]
                 spread = f"{min(taken):.1f}-{max(taken):.1f}"
                 place = f"{mode:8} {size:2}x1024 x {micro_batches}"
-                lines.append(f"{place}  {name:14} {ms[name]:8.2f} ms ({spread:13}) {ratio:5.2f}")
-                print(lines[-1], flush=True)
+                print(f"{place}  {name:14} {ms[name]:8.2f} ms ({spread:13}) {ratio:5.2f}", flush=True)
                 worst = max(worst, ratio)
         gc.collect()
     print(f"\nslowest: {worst:.2f} of autocast's time (at most {BAR})")
