@@ -1,6 +1,6 @@
 """Times training against autocast on an NVIDIA GPU, from batches where the host is the limit to large ones.
 
-    python benchmarks/measure/batches.py [--compiled] [--sizes 2 8 32] [--micro-batches 1 8] [--rounds 5] [--arms ...]
+    python benchmarks/measure/batches.py [--compiled] [--sizes 2 8 32] [--micro-batches 1 8] [--rounds 5]
 
 GPT-2 124M with clipping; a step has 1 or 8 micro-batches of `size` x 1024 tokens. The arms take turns in one
 process, in reverse order every other round: autocast with torch's fused AdamW, `prepare` with split masters, with
