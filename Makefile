@@ -28,7 +28,7 @@ check-tests: $(VENV)/.dev
 
 # Everything exhaustive or slow: the tests marked `prove`, tests under `python -O` (workers inherit the variable, not the
 # flag), every bit pattern of split masters, a hundred kills and damaged files, thousands of hostile commands and files,
-# and each known hazard, planted.
+# each known hazard, planted, and the host's time per update.
 prove: $(VENV)/.dev
 	$(BIN)/python $(PYTEST) -m prove
 	PYTHONOPTIMIZE=1 $(BIN)/python $(PYTEST) -m 'not prove' tests/core tests/config tests/training tests/torch/run
@@ -37,6 +37,7 @@ prove: $(VENV)/.dev
 	$(BIN)/python benchmarks/prove/fuzz.py
 	$(BIN)/python benchmarks/prove/fuzz.py --planted --commands 300 --files 150
 	$(BIN)/python benchmarks/prove/hazards.py
+	$(BIN)/python benchmarks/measure/host.py --rounds 6
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
