@@ -200,7 +200,7 @@ def by_fractions(x: float, format: Format, rounding: str, overflow: str, word: i
     return math.copysign(magnitude, x) if format.has_negative_zero or magnitude != 0 else 0.0
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(format=formats(), drawn=patterns, rounding=st.sampled_from(get_args(Rounding)), data=st.data())
 def test_any_format_equals_exact_arithmetic(format, drawn, rounding, data):
     x = drawn.view(np.float32)

@@ -80,7 +80,7 @@ def is_short(name):
     [
         ("jax_plain", "fp16-mixed", 0.02),
         pytest.param("flax_linen", "bf16-mixed", 0.5, marks=pytest.mark.prove),
-        ("equinox_model", "bf16-mixed; layers.2: compute=fp32", 0.01),
+        pytest.param("equinox_model", "bf16-mixed; layers.2: compute=fp32", 0.01, marks=pytest.mark.prove),
     ],
 )
 def test_an_example_is_short_and_learns(name, policy, below, capsys):
