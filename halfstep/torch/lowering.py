@@ -104,11 +104,26 @@ def made_cast(parameter: Tensor, compute: torch.dtype) -> Tensor:
     """Returns a parameter's values: in compute if the update has cast it, else as it is, with a mark to do so."""
     if parameter.dtype is compute or torch.compiler.is_compiling():
         return parameter.detach()
-    cast = getattr(parameter, CAST, None)
-    if cast is not None and cast.dtype is compute:
-        return cast  # type: ignore[no-any-return]
+    made: MadeCast | None = getattr(parameter, CAST, None)
+    if made is not None and made.fits(parameter, compute):
+        return made.cast
     setattr(parameter, CASTED_TO, compute)
     return parameter.detach()
+
+
+class MadeCast:
+    """A cast of a parameter, as long as nobody writes to the parameter."""
+
+    def __init__(self, parameter: Tensor, cast: Tensor):
+        self.cast = cast
+        self.taken = False  # by a layer
+        self._version, self._pointer = parameter._version, parameter.data_ptr()
+
+    def fits(self, parameter: Tensor, compute: torch.dtype) -> bool:
+        """Whether it may be used instead of casting the parameter again, which is noted."""
+        self.taken = True
+        unwritten = self._version == parameter._version and self._pointer == parameter.data_ptr()
+        return unwritten and self.cast.dtype is compute
 
 
 def island(x: Any, role: str, casts: Casts) -> Any:

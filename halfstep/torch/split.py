@@ -119,9 +119,9 @@ def _accumulate(parameter: Tensor, grad: Tensor) -> None:
 
 def make_whole(parameter: nn.Parameter) -> None:
     """Removes from a parameter what `make_split` added; its data stay."""
+    _move(parameter)
     if (guard := parameter.__dict__.pop(_GUARD, None)) is not None:
         guard.remove()
-    _move(parameter)
     for name in (REMAINDER, GRAD_OWNER, WRITES):
         parameter.__dict__.pop(name, None)
     if type(parameter) is HalfOfSplitMaster:
@@ -304,6 +304,8 @@ class Holder(nn.Module):
             parameter = self._parameters.get(name)
             if parameter is None or parameter.dtype != torch.bfloat16:  # inside run.edit() the copy is whole
                 del self.remainders[name]
+            elif parameter.__dict__.get(REMAINDER) is remainder:
+                continue  # a shallow copy shares the parameter, whose gradient may be on its way
             elif hasattr(parameter, GRAD_OWNER) or _copies_run.get():
                 make_split(parameter, remainder, name)
             else:

@@ -115,8 +115,8 @@ class Run(RunParts):
         kept: list[Any] = []
         self._last = (loss_fn, kept) if isinstance(self.policy.scale, DynamicScale) else None
         last = len(micro_batches) - 1 if isinstance(micro_batches, Sequence) else None
-        self.weight_casts.make()
         try:
+            self.weight_casts.make()
             for place, batch in enumerate(micro_batches):
                 if self._last is not None:
                     kept.append(batch)
@@ -129,9 +129,10 @@ class Run(RunParts):
                     given = total / divisor(weight)
                 self.accumulation.add(given, weight, self.scale_state.scale, self.parameters, last=True)
             return self.update()
-        except BaseException:
+        except BaseException as error:
             self.forget()  # half a sum must not become part of the next
-            self.masters.check_writes()  # a parameter that was resized is the reason, not where it failed
+            if isinstance(error, Exception):
+                self.masters.check_writes()  # a parameter that was resized is the reason, not where it failed
             raise
         finally:
             self.weight_casts.drop()

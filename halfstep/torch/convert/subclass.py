@@ -57,7 +57,8 @@ def mixed(kind: Any, original: Any) -> type:
         return (_new, (_ByReference(type(self)),), *state) if how is copyreg.__newobj__ else (how, args, *state)  # type: ignore[attr-defined]
 
     def built(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        return original(*args, **kwargs)
+        # A copy is made by `cls.__new__(cls)`; `type(module)(...)` builds a module that no policy was applied to.
+        return original(*args, **kwargs) if args or kwargs else object.__new__(cls)
 
     names = {key: getattr(original, key) for key in ("__module__", "__qualname__", "__doc__")}
     own = {**names, "halfstep_subclass": True, "__reduce_ex__": reduced, "__new__": built}

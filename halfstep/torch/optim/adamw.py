@@ -274,10 +274,10 @@ class _Rows:
 
     def __init__(self, params: list[Tensor], masters: Masters, state: Mapping[Tensor, dict[str, Any]]):
         self.params, self.masters, self.state = params, masters, state
-        self.addresses = [p.data_ptr() for p in params]
         self.layout = masters.layout(params)
         self.states = [state[p] for p in params]
         self.columns = [[s[k] for s in self.states] for k in (*AdamW.slots, "step")]
+        self._addresses = self._where()
         # A launch of our kernel for each dtype of moments.
         alike: dict[torch.dtype, list[int]] = {}
         for i, within_reach in enumerate(reachable(params)):
@@ -294,10 +294,14 @@ class _Rows:
         columns = zip((*AdamW.slots, "step"), self.columns, strict=True)
         return (
             all(map(is_, params, self.params))
-            and [p.data_ptr() for p in params] == self.addresses
             and masters.layout(params) is self.layout
             and all(all(map(is_, map(itemgetter(key), self.states), column)) for key, column in columns)
+            and self._where() == self._addresses
         )
+
+    def _where(self) -> list[int]:
+        rows: list[Sequence[Any]] = [self.params, self.layout.remainders, *self.columns]
+        return list(map(Tensor.data_ptr, [t for row in rows for t in row if t is not None]))
 
     def _launch(self, positions: list[int]) -> Any:
         from halfstep.torch.kernels.adamw import Update  # Triton is installed: these are within reach

@@ -113,10 +113,16 @@ class StockDriver(Driver):
     def run_step(self, grads: Grads, scale: Tensor, count: Tensor) -> None:
         """Runs the optimizer's own step on fp32 masters, gradients and moments."""
         parameters = [p for p in self.parameters if id(p) in grads]
+        if not parameters:
+            return
         values = [grads[id(p)] for p in parameters]
         torch._foreach_mul_(numbers_of(values), scale)
         with self.masters.opened(self.parameters, count):
-            given = [(p, g) for p, g in zip(parameters, values, strict=True) if p.grad is not g]
+            given = [
+                (p, g)
+                for p, g in zip(parameters, values, strict=True)
+                if p.grad is not g or g.dtype is not p.dtype
+            ]
             for p, g in given:
                 p.grad = g.to(p.dtype)
             if self._narrow_moments:
@@ -248,7 +254,7 @@ class GradNorm:
 
     def __call__(self, grads: list[Tensor]) -> Tensor:
         """Returns the norm of all gradients together, in fp32."""
-        if not (readable(grads) and all(reachable(grads[:1]))):
+        if not (all(reachable(grads[:1])) and readable(grads)):
             return norm_of(grads)
         sizes = [g.numel() for g in grads]
         if sizes != self._sizes:

@@ -84,8 +84,8 @@ class Shown:
             return
         sums, weights = self.collect(parameters), self.accumulation.weights
         held = [p for p in parameters if id(p) in sums]
-        # fp16 would lose small numbers.
-        grads = [g.float() if (g := sums[id(p)]).dtype is torch.float16 else g for p in held]
+        # Narrow ones would be rounded again.
+        grads = [g.float() if (g := sums[id(p)]).dtype.itemsize < 4 else g for p in held]
         self.finite = torch.isfinite(norm_of(grads) / weights)
         torch._foreach_mul_(numbers_of(grads), 1.0 / scale / weights)
         self.accumulation.sums.clear()

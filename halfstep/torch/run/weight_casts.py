@@ -5,8 +5,9 @@ is a large part of the host's time. So layers that run eagerly leave a mark on t
 (lowering.py), and the next `Run.step` casts all marked ones together before its first micro-batch. Compiled layers
 leave no mark: there casts are fused with other work.
 
-Casts live only inside `Run.step`, where nobody else writes to parameters, and not through the last backward pass:
-with one micro-batch the memory of each is free again when its layer is done.
+Casts live only inside `Run.step`, and not through the last backward pass: with one micro-batch the memory of each
+is free again when its layer is done. A write to a parameter meanwhile (a clamp, averages) makes its cast useless;
+one through `parameter.data`, which torch does not count, must not happen inside a loss function.
 """
 
 from collections.abc import Iterator, Sequence
@@ -14,7 +15,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from halfstep.torch.lowering import CAST, CASTED_TO
+from halfstep.torch.lowering import CAST, CASTED_TO, MadeCast
 from halfstep.torch.run.buffers import Contents
 
 CHUNK = 64 * 2**20  # bytes that share an allocation, and are freed together
@@ -31,23 +32,24 @@ class WeightCasts:
     @torch.no_grad()
     def make(self) -> None:
         """Casts every marked parameter."""
-        marked: dict[torch.dtype, list[Tensor]] = {}
+        marked: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
         for p in self.contents.parameters:
             if (dtype := getattr(p, CASTED_TO, None)) is not None and p.numel() % ALIGNED == 0:
-                marked.setdefault(dtype, []).append(p)
-        for dtype, parameters in marked.items():
+                marked.setdefault((p.device, dtype), []).append(p)
+        for (device, dtype), parameters in marked.items():
             for chunk in _chunks(parameters, CHUNK // dtype.itemsize):
-                flat = torch.empty(sum(p.numel() for p in chunk), dtype=dtype, device=chunk[0].device)
+                flat = torch.empty(sum(p.numel() for p in chunk), dtype=dtype, device=device)
                 casts = list(torch._utils._unflatten_dense_tensors(flat, chunk))
                 torch._foreach_copy_(casts, chunk)
                 for p, cast in zip(chunk, casts, strict=True):
-                    setattr(p, CAST, cast)
-        self._casted = [p for parameters in marked.values() for p in parameters]
+                    setattr(p, CAST, MadeCast(p, cast))
+                self._casted += chunk
 
     def drop(self) -> None:
-        """Forgets the casts; a backward pass that needs one still has it."""
+        """Forgets the casts; a backward pass that needs one still has it. Where nobody took one, the mark goes."""
         for p in self._casted:
-            p.__dict__.pop(CAST, None)
+            if not p.__dict__.pop(CAST).taken:
+                p.__dict__.pop(CASTED_TO, None)
         self._casted = []
 
     def unmark(self) -> None:

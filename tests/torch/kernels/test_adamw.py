@@ -253,3 +253,14 @@ def test_a_kernel_gets_no_address_that_it_cannot_use(odd, reached):
         is_cuda=known["cuda"], is_contiguous=lambda: known["dense"], data_ptr=lambda: known["at"]
     )
     assert kernels.reachable([tensor]) == [reached]
+
+
+@pytest.mark.parametrize("key", ["exp_avg", "exp_avg_sq", "step"])
+def test_state_whose_data_were_replaced_is_found_at_its_new_place(key):
+    p = torch.nn.Parameter(draw((8,), 0))
+    made = optim.AdamW([p])
+    made.step({p: torch.ones_like(p)})
+    old = made.state[p][key].data
+    made.state[p][key].data = old.clone()
+    made.step({p: torch.ones_like(p)})
+    assert not torch.equal(old, made.state[p][key])

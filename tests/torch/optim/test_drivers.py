@@ -15,6 +15,7 @@ from halfstep.torch.optim import drivers
 from halfstep.torch.optim.adamw import AdamW
 from halfstep.torch.optim.drivers import FusedDriver, SyncDriver, check_optimizers, driver_of
 from halfstep.torch.optim.masters import Masters
+from halfstep.torch.step import prepare
 from tests.torch.nets import draw
 
 COUNT = torch.ones((), dtype=torch.int32)
@@ -188,3 +189,21 @@ def test_what_cannot_be_run_is_refused_with_the_remedy(given, said, hint):
     assert re.search(hint, raised.value.hint)
     # One that moves parameters itself may hold whole masters.
     assert check_optimizers(ScheduleFree(model.parameters()), model, narrow=False)
+
+
+def test_an_optimizer_without_gradients_rests_while_another_steps():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    optimizers = [torch.optim.SGD(layer.parameters(), lr=0.1) for layer in model]
+    run = prepare(model, optimizers, "bf16-mixed")
+    kept = model[1].weight.detach().clone()
+    run.step(lambda x: model[0](x).square().mean().float(), [draw(3, 4)])
+    assert torch.equal(model[1].weight, kept)
+
+
+def test_sums_that_are_narrower_than_their_parameter_are_widened_for_the_step():
+    model = nn.Linear(4, 4)
+    run = prepare(model, torch.optim.AdamW(model.parameters(), fused=True), "bf16-mixed,accumulate=bf16")
+    before = model.weight.detach().clone()
+    run.backward(model(draw(3, 4)).square().mean().float())
+    run.update()
+    assert not torch.equal(model.weight, before)

@@ -130,3 +130,27 @@ def test_a_slice_of_a_prepared_sequential_is_a_plain_one_of_its_layers():
     listed = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
     prepare(listed, torch.optim.SGD(listed.parameters(), 0.1), "bf16-mixed")
     assert listed[1:][0](x).dtype == torch.bfloat16
+
+
+def test_a_shallow_copy_of_a_layer_between_the_passes_loses_no_gradient():
+    """The copy shares the parameter; a new owner of its gradient would miss the one that is on its way."""
+    norms = []
+    for copied in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        run = prepare(model, AdamW(model.parameters()), "bf16-mixed,param=fp32:split")
+        loss = model(torch.ones(2, 4)).square().mean().float()
+        if copied:
+            copy.copy(model[0])
+        run.backward(loss)
+        if copied:
+            copy.copy(model[0])
+        norms.append(run.update().grad_norm)
+    assert torch.equal(*norms)
+
+
+def test_a_module_is_copied_as_data_parallel_does():
+    model = nn.Sequential(nn.Linear(4, 4))
+    prepare(model, AdamW(model.parameters()), "bf16-mixed")
+    replica = model[0]._replicate_for_data_parallel()
+    assert type(replica) is type(model[0])

@@ -66,3 +66,59 @@ def test_a_cast_is_used_by_every_micro_batch_of_its_update_and_by_nothing_after(
     assert not any(hasattr(p, CAST) for p in model.parameters())
     run.unprepare()
     assert not any(vars(p) for p in model.parameters())
+
+
+def test_a_parameter_that_is_written_to_inside_a_step_is_cast_again():
+    """A clamp in the loss function, and a teacher: averages that the model computes with for a while."""
+    torch.manual_seed(0)
+    model = nn.Linear(16, 16)
+    run = prepare(model, AdamW(model.parameters(), lr=0.1), "bf16-mixed", ema=0.5)
+    for _ in range(3):
+        run.step(lambda x: model(x).square().mean().float(), [X])
+    seen = []
+
+    def loss(x):
+        student = model(x)
+        with torch.no_grad():
+            model.weight.mul_(0.0)
+            seen.append(model(x) - model.bias.bfloat16())
+        return student.square().mean().float()
+
+    before = model.weight.detach().clone()
+    run.step(loss, [X])
+    assert not seen[0].any()
+    with torch.no_grad():
+        model.weight.copy_(before)
+
+    def distilled(x):
+        with torch.no_grad(), run.averaged():
+            target = model(x)
+        out = model(x)
+        seen.append((out - target).detach())
+        return (out - target).square().mean().float()
+
+    run.step(distilled, [X])
+    assert seen[-1].any()
+
+
+def test_running_out_of_memory_leaves_no_cast_and_layers_that_are_compiled_later_lose_their_mark(monkeypatch):
+    model, run = prepared()
+    run.step(loss_of(model), [X])
+    monkeypatch.setattr(weight_casts, "CHUNK", 600)
+    empty, calls = torch.empty, []
+
+    def second_fails(*args, **kwargs):
+        calls.append(args)
+        if len(calls) == 2:
+            raise torch.OutOfMemoryError("no memory")
+        return empty(*args, **kwargs)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(torch, "empty", second_fails)
+        with pytest.raises(torch.OutOfMemoryError):
+            run.step(loss_of(model), [X])
+    assert not any(hasattr(p, CAST) for p in model.parameters())
+    # As if the model was compiled after an eager pass: nobody takes the casts, so that they are made once.
+    run.step(lambda x: sum(p.square().sum() for p in model.parameters()), [X])
+    run.weight_casts.make()
+    assert not run.weight_casts._casted
