@@ -284,11 +284,20 @@ def _(good):
 
 @hazard(
     "gradients of split weights are rounded to bf16",
-    "halfstep.torch.split:_accumulate",
+    "halfstep.torch.split:take_grad",
     f"{TORCH}::test_gradients_of_bf16_halves_are_fp32",
 )
 def _(good):
-    return lambda parameter, grad: good(parameter, grad.bfloat16().float())
+    return lambda parameter: None if (grad := good(parameter)) is None else grad.bfloat16().float()
+
+
+@hazard(
+    "a weight that was written to inside a step is multiplied as it was before",
+    "halfstep.torch.lowering:MadeCast.fits",
+    "tests/torch/run/test_weight_casts.py::test_a_parameter_that_is_written_to_inside_a_step_is_cast_again",
+)
+def _(good):
+    return lambda self, parameter, compute: True
 
 
 hazard(
