@@ -82,6 +82,7 @@ def run_in_background(text, out, *extra):
         # The tests may run with SIGINT ignored, as a shell does in the background, and a run keeps ignoring what
         # was ignored when it started.
         "import signal\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        "signal.signal(signal.SIGHUP, signal.SIG_DFL)\n"  # nohup has it ignored
         f"from halfstep.cli.main import main\nmain({[*words, '--set', f'data.source={text}']!r})\n"
     )
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
