@@ -174,7 +174,7 @@ def _verify_shard(path: Path, record: ShardRecord, read: Callable[[int], object]
             damage += [Damage(path.name, _describe_span(path, record, *span), *span) for span in spans]
         read(len(content))
         if expected is None:
-            break  # it goes on after what was packed, perhaps for long
+            break  # the file is longer than what was packed, perhaps by a lot
     if number < len(record.regions):
         damage.append(Damage(path.name, f"ends at byte {end}", end, None))
     if damage or whole.hexdigest() != record.sha256:
