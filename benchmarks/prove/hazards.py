@@ -284,7 +284,7 @@ def _(good):
 
 @hazard(
     "gradients of split weights are rounded to bf16",
-    "halfstep.torch.split:take_grad",
+    "halfstep.torch.split.parameter:take_grad",
     f"{TORCH}::test_gradients_of_bf16_halves_are_fp32",
 )
 def _(good):
@@ -424,7 +424,7 @@ hazard(
 
 @hazard(
     "a cast outlives the step",
-    "halfstep.torch.split:operand_of",
+    "halfstep.torch.split.operand:operand_of",
     f"{TORCH}::test_no_cast_outlives_a_step",
 )
 def _(good):

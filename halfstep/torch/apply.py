@@ -47,7 +47,8 @@ from halfstep.torch.dtypes import DTYPES, FLOATS, dtype_of, supported
 from halfstep.torch.fp8.delayed import Amaxes
 from halfstep.torch.layers import Layer
 from halfstep.torch.measure import time_layer
-from halfstep.torch.split import Holder, make_split, make_whole
+from halfstep.torch.split.holder import Holder
+from halfstep.torch.split.parameter import make_split, make_whole
 
 __all__ = ["Applied", "Change", "adopt", "apply", "check_supported", "hold", "restore", "set_precision", "whole"]
 

@@ -8,7 +8,7 @@ incoming gradient g of (tokens, out):
     grad_weight = g^T x      operands in `grad_operand`, `operand`,    in `grad_weight`, fp32 as a rule
 
 Each sums in fp32. Both operands are cast to the layer's own formats, whatever the weight or the input happens to
-be. An fp32 weight gradient is fp32 from the sum on (matmul.py), also of a split master's bf16 half (split.py), of
+be. An fp32 weight gradient is fp32 from the sum on (matmul.py), also of a split master's bf16 half (split/), of
 a bias and of an embedding's rows.
 
 **An island** (norm, softmax, loss) is fp32 inside, backward too: it widens its input, and autograd narrows the
@@ -52,7 +52,8 @@ from halfstep.torch.lowering import (
     rounded,
 )
 from halfstep.torch.matmul import Linear, Rows, Scores, apply_linear, linear_in_steps, scores_in_steps
-from halfstep.torch.split import Holder, is_split, operand_of, through
+from halfstep.torch.split.holder import Holder
+from halfstep.torch.split.operand import is_split, operand_of, through
 from halfstep.torch.tracing import transforming
 
 

@@ -24,7 +24,7 @@ from halfstep.core import lowering
 from halfstep.core.errors import HalfstepError
 from halfstep.core.formats import FP32, Format
 from halfstep.torch.cast import carried
-from halfstep.torch.split import is_split, through, widened
+from halfstep.torch.split.operand import is_split, through, widened
 from halfstep.torch.tracing import recording, transforming
 
 # Attributes of an fp32 parameter: the dtype that a layer casts it to, and that cast, while an update has it

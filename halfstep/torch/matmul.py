@@ -7,7 +7,7 @@ a gradient that was rounded to bf16 and then widened. Here each gradient is roun
 activation to `grad`, that of a weight to `grad_weight`, fp32 as a rule, straight from the fp32 sum.
 
 A weight comes as two tensors, its `values`, which are multiplied, and its `owner`, which gets the gradient; they
-differ for a split master (split.py).
+differ for a split master (split/).
 
 **torch.func and second derivatives** need functions that torch can take apart. So each product is also written in
 torch's own functions (`linear_in_steps` and the like), on numbers of the same formats, summed in fp32: slower, and
@@ -25,7 +25,7 @@ from halfstep.core.errors import HalfstepError
 from halfstep.core.formats import Format
 from halfstep.torch.cast import carried
 from halfstep.torch.lowering import Casts
-from halfstep.torch.split import through
+from halfstep.torch.split.operand import through
 from halfstep.torch.tracing import recording, transforming
 
 Backward = Callable[[Any, Tensor], tuple[Tensor | None, ...]]

@@ -35,7 +35,7 @@ from halfstep.torch.fp8.delayed import Amaxes
 from halfstep.torch.layers import CastedLinear, Layer
 from halfstep.torch.lowering import Casts, enter
 from halfstep.torch.model import Block, rope_tables
-from halfstep.torch.split import make_split
+from halfstep.torch.split.parameter import make_split
 
 __all__ = ["FORMATS", "describe", "devices", "measure", "measure_block", "supported", "version"]
 

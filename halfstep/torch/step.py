@@ -42,7 +42,7 @@ from halfstep.torch.run.parts import RunParts
 from halfstep.torch.run.reached import Reached, record
 from halfstep.torch.run.summary import summarize
 from halfstep.torch.run.switches import check_fp32
-from halfstep.torch.split import copying_run
+from halfstep.torch.split.holder import copying_run
 
 # loss_fn(batch) -> the mean loss, or (the sum of losses, the number of tokens)
 Loss = Tensor | tuple[Tensor, Tensor | float]

@@ -13,7 +13,7 @@ from halfstep.core.roles import Param
 from halfstep.torch.apply import Change, apply, hold, restore, set_precision, whole
 from halfstep.torch.cast import carried, join, split
 from halfstep.torch.layers import CastedLinear
-from halfstep.torch.split import is_split
+from halfstep.torch.split.operand import is_split
 from tests.refusals import refuses
 from tests.torch.nets import draw, same
 

@@ -26,7 +26,7 @@ from halfstep.torch.functions.mode import PolicyMode, mode_of
 from halfstep.torch.functions.table import learn
 from halfstep.torch.layers import Layer, Matmul, Norm, casts_of
 from halfstep.torch.lowering import Casts, check_autocast
-from halfstep.torch.split import is_split
+from halfstep.torch.split.operand import is_split
 
 # Attributes that make torch use its kernels for inference, and the value that does not.
 _FAST_PATHS: dict[type, tuple[str, Any]] = {

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from halfstep.core.errors import HalfstepError
-from halfstep.torch.split import is_split
+from halfstep.torch.split.operand import is_split
 
 
 class UnpicklableError(HalfstepError, TypeError):

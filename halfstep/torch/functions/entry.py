@@ -10,7 +10,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from halfstep.torch.dtypes import FLOATS
 from halfstep.torch.lowering import Casts
-from halfstep.torch.split import is_split, widened
+from halfstep.torch.split.operand import is_split, widened
 
 NARROW = (torch.bfloat16, torch.float16)
 

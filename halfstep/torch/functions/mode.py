@@ -32,7 +32,7 @@ from halfstep.core.formats import FP32
 from halfstep.torch.functions.entry import Scope, Skip
 from halfstep.torch.functions.table import TABLE, VIEWS
 from halfstep.torch.lowering import Casts
-from halfstep.torch.split import HalfOfSplitMaster
+from halfstep.torch.split.parameter import HalfOfSplitMaster
 
 PLAIN = (Tensor, nn.Parameter, nn.Buffer, HalfOfSplitMaster)
 # Classes of arguments that are no split parameter.

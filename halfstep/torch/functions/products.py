@@ -25,7 +25,7 @@ from halfstep.torch.functions.entry import NARROW, Entry, Scope, Skip, is_weight
 from halfstep.torch.layers import linear
 from halfstep.torch.lowering import Casts, enter, rounded
 from halfstep.torch.matmul import batches_in_steps, in_compute, matmul, once, recorded, refuse_transforms
-from halfstep.torch.split import is_split
+from halfstep.torch.split.operand import is_split
 from halfstep.torch.tracing import recording, transforming
 
 Two = tuple[bool, bool]

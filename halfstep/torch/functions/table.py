@@ -28,7 +28,7 @@ from halfstep.torch.functions.entry import NARROW, Entry, Scope, Skip, is_weight
 from halfstep.torch.functions.products import ADDED, EINSUM, GROUPED, KERNEL, LINEAR, MATMUL, WIDENED
 from halfstep.torch.layers import additive, embedding, weighted_attention
 from halfstep.torch.lowering import enter, island, leave, rounded
-from halfstep.torch.split import is_split
+from halfstep.torch.split.operand import is_split
 
 # --- islands
 

@@ -27,7 +27,7 @@ from halfstep.core.formats import BF16, FP16, FP32, Format
 from halfstep.core.philox import tensor_id
 from halfstep.core.roles import Param
 from halfstep.torch.cast import carried, join, quantize, random_bits, split
-from halfstep.torch.split import accept_write, check_write, note_writes, unwritten
+from halfstep.torch.split.writes import accept_write, check_write, note_writes, unwritten
 
 BY_DTYPE = {torch.float32: Param(FP32), torch.bfloat16: Param(BF16), torch.float16: Param(FP16)}
 _SMALL = 2**16  # numbers: below, a conversion costs more in calls than in arithmetic

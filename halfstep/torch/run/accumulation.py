@@ -11,7 +11,7 @@ each new one, whose own backward pass sees S and no weight: one row beside 512 m
 Without a scale no gradient is near the end of its range: there w_i / w_1 multiplies the loss, and the sum stays.
 autograd sums in the dtype of the parameter, and a bf16 sum of 256 and ones stays at 256: there each gradient is
 taken away after its backward pass and added to a sum kept here. So are those wider than their parameter
-(split.py). Sparse gradients stay sparse; summing the entries of a row waits for the device, as torch's sparse
+(split/). Sparse gradients stay sparse; summing the entries of a row waits for the device, as torch's sparse
 optimizers do.
 """
 
@@ -27,7 +27,8 @@ from halfstep.core.scaling import NoScale
 from halfstep.torch.dtypes import FLOATS, dtype_of
 from halfstep.torch.optim.adamw import Grads, is_sparse
 from halfstep.torch.run.buffers import Contents
-from halfstep.torch.split import is_split, take_grad
+from halfstep.torch.split.operand import is_split
+from halfstep.torch.split.parameter import take_grad
 
 PREPARE_AGAIN = "run.unprepare(), change the model, make a new optimizer for it, and prepare both"
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from halfstep.torch.split import GRAD_OWNER
+from halfstep.torch.split.operand import GRAD_OWNER
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from halfstep.torch.dtypes import DTYPES, ROWS_INTO_FP32, product_failure, suppo
 from halfstep.torch.fp8 import linear as fp8
 from halfstep.torch.fp8.linear import lower
 from halfstep.torch.layers import casts_of, linear
-from halfstep.torch.split import make_split
+from halfstep.torch.split.parameter import make_split
 from halfstep.torch.step import prepare
 from halfstep.torch.tracing import compiling
 from tests.torch.nets import U32, bf16, draw, same
