@@ -89,8 +89,9 @@ that is not a power of two, run with a warning.
 OTHERS = """## Names of other libraries
 
 These are read as the preset that they mean elsewhere, wherever a policy is named: `--policy bf16`, `policy =
-"16-mixed"`, `prepare(model, optimizer, "fp16")`. Records and pages have the preset's name. In `bf16-true`, as
-in Lightning, weights and their gradients are bf16; moments stay fp32 here.
+"16-mixed"`, `prepare(model, optimizer, "fp16")`. Case does not matter, nor whether `_` or `-` is written.
+Records and pages have the preset's name. In `bf16-true`, as in Lightning, weights and their gradients are bf16;
+moments stay fp32 here.
 """
 
 
@@ -101,7 +102,7 @@ def policies() -> str:
         for role in ROLES
     ]
     names = [[f"`{name}`", f"`{preset}`", where] for name, (preset, where) in OTHER_NAMES.items()]
-    names += [[f"`{name}`", "refused", reason] for name, reason in NOT_OFFERED.items()]
+    names += [[f"`{name}`", "refused", f"{why}; {instead}"] for name, (why, instead) in NOT_OFFERED.items()]
     lines.append(["rules", "other values for some modules", *(_rules(p.rules) for p in PRESETS.values())])
     return (
         "# Roles and presets\n\nA policy assigns one format to each role; a preset is a column of this table. "

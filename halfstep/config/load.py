@@ -186,7 +186,7 @@ def _override_policy(text: str, key: str, value: str) -> str:
 
 def _policy_text(given: Any, name: str) -> Any:
     """Returns the text form of a policy that a file gives as a table; the schema checks everything else."""
-    if str(given) in policy.OTHER_NAMES:  # Lightning's 16 and 32 are numbers in TOML
+    if str(given) in policy.OTHER_NAMES | policy.NOT_OFFERED:  # Lightning's 16, 32 and 64 are numbers in TOML
         return str(given)
     if not isinstance(given, Mapping):
         return given

@@ -298,25 +298,32 @@ def _read_rules(parts: Iterable[str]) -> Iterator[Rule]:
 def read_as(text: str) -> str:
     """Says which preset a policy starts from, if it is written with a name of another library; else nothing."""
     name = text.partition(";")[0].partition(",")[0].strip()
-    if name not in OTHER_NAMES:
+    if _folded(name) not in OTHER_NAMES:
         return ""
-    preset, where = OTHER_NAMES[name]
+    preset, where = OTHER_NAMES[_folded(name)]
     return f"`{name}` is read as `{preset}`, which is what it means in {where}"
 
 
 def _preset(name: str) -> str:
     """Returns the preset of that name, which may be another library's."""
-    if name in PRESETS or name == "auto":
-        return name
-    if name in OTHER_NAMES:
-        return OTHER_NAMES[name][0]
-    if name in NOT_OFFERED:
-        raise PolicyError(f"`{name}` is not offered: {NOT_OFFERED[name]}", hint=f"use {one_of(PRESETS)}")
+    known = _folded(name)
+    if known in PRESETS or known == "auto":
+        return known
+    if known in OTHER_NAMES:
+        return OTHER_NAMES[known][0]
+    if known in NOT_OFFERED:
+        why, instead = NOT_OFFERED[known]
+        raise PolicyError(f"`{name}` is not a preset: {why}", hint=instead)
     otherwise = "such as `bf16-mixed` or `bf16-mixed,norm=bf16`"
     raise PolicyError(
         f"unknown preset `{name}`; presets are {', '.join(PRESETS)}, auto, and anything else is role=value",
-        hint=did_you_mean(name, [*PRESETS, "auto", *OTHER_NAMES], otherwise),
+        hint=did_you_mean(known, [*PRESETS, "auto"], otherwise),
     )
+
+
+def _folded(name: str) -> str:
+    """Returns a name as our tables have it: `BF16_Mixed` is `bf16-mixed`."""
+    return name.lower().replace("_", "-")
 
 
 def _string(key: str, value: Any) -> str:
@@ -339,21 +346,40 @@ PRESETS: dict[str, Policy] = {
     ),
 }
 
-# What other libraries call a precision: our preset, and where the name is from.
+# What other libraries call a precision: our preset, and where the name is from. Case and `_` make no other name.
 _ACCELERATE, _LIGHTNING, _KERAS = "Accelerate (mixed_precision=)", "Lightning (precision=)", "Keras"
+_COMPOSER = "Composer (precision=)"
 OTHER_NAMES: dict[str, tuple[str, str]] = {
     "no": ("fp32", _ACCELERATE),
     "32": ("fp32", _LIGHTNING),
     "32-true": ("fp32", _LIGHTNING),
     "float32": ("fp32", _KERAS),
     "bf16": ("bf16-mixed", f"{_ACCELERATE} and {_LIGHTNING}"),
-    "mixed_bfloat16": ("bf16-mixed", _KERAS),
+    "mixed-bfloat16": ("bf16-mixed", _KERAS),
+    "amp-bf16": ("bf16-mixed", _COMPOSER),
     "fp16": ("fp16-mixed", _ACCELERATE),
     "16": ("fp16-mixed", _LIGHTNING),
     "16-mixed": ("fp16-mixed", _LIGHTNING),
-    "mixed_float16": ("fp16-mixed", _KERAS),
+    "mixed-float16": ("fp16-mixed", _KERAS),
+    "amp-fp16": ("fp16-mixed", _COMPOSER),
     "fp8": ("fp8-mixed", _ACCELERATE),
 }
-_FP16_WEIGHTS = "weights in fp16 lose updates below 6e-8, and nothing scales their gradients"
-_FP64 = "no role is wider than fp32"
-NOT_OFFERED = {"16-true": _FP16_WEIGHTS, "fp16-true": _FP16_WEIGHTS, "64": _FP64, "64-true": _FP64}
+# Names that mean something else than any preset, or two things: why they are refused, and what to write instead.
+_FP16 = (
+    "weights in fp16 lose updates below 6e-8, and nothing scales their gradients",
+    "write `fp16-mixed`: the weights are fp32, and the loss is scaled",
+)
+_FP64 = ("no role is wider than fp32", "write `fp32`")
+NOT_OFFERED: dict[str, tuple[str, str]] = {
+    **dict.fromkeys(("16-true", "fp16-true", "float16", "half"), _FP16),
+    "bfloat16": (
+        "it has two meanings: bf16 weights in Keras, autocast from fp32 weights in many training scripts",
+        "write `bf16-mixed` for fp32 weights, or `bf16-true` for bf16 weights",
+    ),
+    "tf32": ("it is a way to multiply fp32 numbers", "write `fp32,compute=tf32`"),
+    "transformer-engine": (
+        "in Lightning it holds the weights in bf16, and multiplies in fp8 with the package of that name",
+        "write `fp8-mixed` for fp8 with fp32 weights, or `fp8-mixed,param=bf16` for bf16 weights",
+    ),
+    **dict.fromkeys(("64", "64-true", "float64"), _FP64),
+}

@@ -1,6 +1,7 @@
 """Policies: text and table forms read back, what means the same prints the same, mistakes are named."""
 
 import dataclasses
+import re
 import tomllib
 
 import pytest
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 
 from halfstep.core.errors import HalfstepError, PolicyError
 from halfstep.core.formats import BF16, E4M3, FP16, FP32, NAMED, parse
-from halfstep.core.policy import OTHER_NAMES, PRESETS, Policy, as_policy, read, read_as
+from halfstep.core.policy import NOT_OFFERED, OTHER_NAMES, PRESETS, Policy, as_policy, read, read_as
 from halfstep.core.roles import ROLES, Accumulator, Evaluation, Operand, Param, needs_loss_scale, print_value
 from halfstep.core.rules import Rule, merge
 from halfstep.core.scaling import DynamicScale, NoScale, StaticScale
@@ -218,6 +219,43 @@ def test_the_common_spellings_are_those_of_accelerate_and_lightning():
 
 
 @pytest.mark.parametrize(
+    ("written", "preset"),
+    [
+        ("BF16", "bf16-mixed"),
+        ("BF16_Mixed", "bf16-mixed"),
+        ("FP8", "fp8-mixed"),
+        ("No", "fp32"),
+        ("mixed-bfloat16", "bf16-mixed"),
+        ("AMP_BF16", "bf16-mixed"),
+        ("16_mixed", "fp16-mixed"),
+    ],
+)
+def test_case_and_underscores_make_no_other_name(written, preset):
+    assert Policy.parse(f"{written},loss=fp32") == PRESETS[preset] == Policy.from_table({"preset": written})
+    assert read(written).base == preset
+    assert bool(read_as(written)) == (written.lower().replace("_", "-") != preset)
+    assert read("AUTO").base == "auto"
+
+
+@pytest.mark.parametrize("name", ["BF16x", "b16", "fp61", "mixed_float61", "half-precision", "torch.bfloat16"])
+def test_a_hint_names_only_what_works_and_no_name_of_another_library(name):
+    with pytest.raises(PolicyError) as caught:
+        Policy.parse(name)
+    (first, *_) = re.findall("`([^`]+)`", caught.value.hint)
+    assert read(first).base in PRESETS
+    assert first.partition(",")[0] in PRESETS
+
+
+@pytest.mark.parametrize("name", NOT_OFFERED)
+def test_a_name_that_is_refused_has_its_reason_and_a_hint_that_works(name):
+    with pytest.raises(PolicyError, match=f"`{name}`") as caught:
+        Policy.parse(name)
+    named = re.findall("`([^`]+)`", caught.value.hint)
+    assert named
+    assert all(Policy.parse(each) for each in named)
+
+
+@pytest.mark.parametrize(
     ("text", "said"),
     [
         ("bf16-mixed,scale=dynamic", ["has nothing to protect: bf16 has fp32's range"]),
@@ -256,7 +294,14 @@ BAD = [
     ("bf16-mixed; lm_head: compute=fp16", "`compute=fp16` without a scale", "scale=dynamic"),
     ("16-true", "weights in fp16 lose updates below 6e-8", "fp16-mixed"),
     ("64-true,norm=fp32", "no role is wider than fp32", "fp32"),
-    ("bfloat16", "unknown preset `bfloat16`", "mixed_bfloat16"),
+    ("bfloat16", "it has two meanings", "`bf16-mixed`"),
+    ("float16", "weights in fp16 lose updates below 6e-8", "`fp16-mixed`"),
+    ("half", "weights in fp16 lose updates below 6e-8", "`fp16-mixed`"),
+    ("tf32", "a way to multiply fp32 numbers", "`fp32,compute=tf32`"),
+    ("transformer-engine", "holds the weights in bf16", "`fp8-mixed`"),
+    ("Float16,norm=fp32", "weights in fp16 lose updates below 6e-8", "`fp16-mixed`"),
+    ("bf17", "unknown preset `bf17`", "such as `bf16-mixed`"),
+    ("fp16-mixd", "unknown preset `fp16-mixd`", "did you mean `fp16-mixed`?"),
     ("fp16-mixed,scale=static:value=0", "it must be from 2^-126 to 2^126", "65536"),
     ("fp16-mixed,scale=dynmic", "unknown loss scaling `dynmic`", "dynamic"),
     ("fp16-mixed,scale=dynamic:growt=2", "unknown modifier `growt=2`", "growth"),

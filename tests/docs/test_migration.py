@@ -11,6 +11,7 @@ torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402
 
 from halfstep.core.errors import HalfstepError  # noqa: E402
+from halfstep.torch import prepare  # noqa: E402
 
 PAGE = (Path(__file__).parents[2] / "docs" / "migration.md").read_text(encoding="utf-8")
 SECTIONS = {
@@ -89,6 +90,23 @@ def test_every_section_before_the_refusals_has_code():
     assert sum("halfstep" in block for blocks in SECTIONS.values() for block in blocks) == 10
 
 
+def test_bf16_true_holds_what_the_page_says():
+    (row,) = [line for line in PAGE.splitlines() if line.startswith('| `precision="bf16-true"`')]
+    said = dict(re.findall(r'`"(bf16-true[^"]*)"`([^`]*)', row.split(" | ")[2]))
+    assert "moments stay fp32" in said["bf16-true"]
+    assert "moments" in said["bf16-true,moments=bf16"]
+    held = {}
+    for policy in said:
+        names = scope()
+        optimizer = torch.optim.AdamW(names["model"].parameters(), lr=3e-4)
+        prepare(names["model"], optimizer, policy).step(names["loss_fn"], names["batches"][:1])
+        weight = names["model"][2].weight
+        held[policy] = weight.dtype, optimizer.state[weight]["exp_avg_sq"].dtype
+    narrow, wide = torch.bfloat16, torch.float32
+    assert held["bf16-true"] == held["bf16-true,param=bf16:stochastic"] == (narrow, wide)
+    assert held["bf16-true,moments=bf16"] == (narrow, narrow)
+
+
 def test_before_and_after_learn_the_same():
     before, after, *_ = SECTIONS["From torch.amp in bf16"]
     losses = []
@@ -128,7 +146,6 @@ def test_load_torch_amp_prints_what_the_page_shows(tmp_path, monkeypatch, capsys
 
 def _refusals():
     """What each row of the last table says, and code that must get that message."""
-    from halfstep.torch import prepare
 
     def adamw(given):
         return torch.optim.AdamW(given.parameters())
