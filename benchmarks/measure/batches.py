@@ -13,54 +13,26 @@ import gc
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from functools import partial
 
 import torch
+from autocast_arms import POLICIES, Update, make_update, take_turns
 
 from halfstep.tools.bench.arms.model import GPT2
-from halfstep.torch import AdamW, prepare
 
-ARMS = {
-    "autocast": "",
-    "split masters": "bf16-mixed,param=fp32:split",
-    "whole masters": "bf16-mixed",
-    "torch's AdamW": "bf16-mixed",
-}
 BAR = 1.0
-Step = Callable[[torch.Tensor, int], object]
 
 
-def arm(name: str, *, compiled: bool) -> Step:
-    """Returns a function that makes one step of so many micro-batches."""
+def gpt2_124m() -> GPT2:
     torch.manual_seed(0)
-    model = GPT2(layers=12, width=768, heads=12, vocabulary=50304, context=1024).cuda()
-    stock = torch.optim.AdamW(model.parameters(), lr=3e-4, fused=True)
-    if not ARMS[name]:
-        forward = torch.compile(model) if compiled else model
-
-        def step(tokens: torch.Tensor, micro_batches: int) -> None:
-            for _ in range(micro_batches):
-                with torch.autocast("cuda", torch.bfloat16):
-                    loss = forward(tokens[:, :-1], tokens[:, 1:])
-                (loss / micro_batches).backward()
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            stock.step()
-            stock.zero_grad()
-
-        return step
-    optimizer = stock if name == "torch's AdamW" else AdamW(model.parameters(), lr=3e-4)
-    run = prepare(model, optimizer, ARMS[name], clip_norm=1.0)
-    prepared = torch.compile(model) if compiled else model
-    return lambda tokens, micro_batches: run.step(
-        lambda t: prepared(t[:, :-1], t[:, 1:]), [tokens] * micro_batches
-    )
+    return GPT2(layers=12, width=768, heads=12, vocabulary=50304, context=1024).cuda()
 
 
-def timed(step: Step, tokens: torch.Tensor, micro_batches: int, repeats: int) -> float:
+def timed(update: Update, batches: list[tuple[torch.Tensor, torch.Tensor]], repeats: int) -> float:
     torch.cuda.synchronize()
     started = time.perf_counter()
     for _ in range(repeats):
-        step(tokens, micro_batches)
+        update(batches)
     torch.cuda.synchronize()
     return (time.perf_counter() - started) / repeats * 1e3
 
@@ -71,20 +43,17 @@ def main() -> int:
     parser.add_argument("--sizes", type=int, nargs="+", default=[2, 8, 32])
     parser.add_argument("--micro-batches", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--arms", nargs="+", choices=[*ARMS][1:], default=[*ARMS][1:], help="besides autocast")
+    parser.add_argument("--arms", nargs="+", choices=[*POLICIES], default=[*POLICIES], help="besides autocast")
     options = parser.parse_args()
     mode, worst = "compiled" if options.compiled else "eager", 0.0
-    arms = {name: arm(name, compiled=options.compiled) for name in ("autocast", *options.arms)}
+    names = ("autocast", *options.arms)
+    arms = {name: make_update(name, gpt2_124m(), compiled=options.compiled) for name in names}
     for size in options.sizes:
         tokens = torch.randint(0, 50304, (size, 1025), device="cuda")
         for micro_batches in options.micro_batches:
             repeats = max(1, 80 // (size * micro_batches))
-            times: dict[str, list[float]] = {name: [] for name in arms}
-            for each in range(options.rounds + 1):
-                for name in list(arms)[:: 1 if each % 2 else -1]:
-                    taken = timed(arms[name], tokens, micro_batches, repeats)
-                    if each:  # the first warms up
-                        times[name].append(taken)
+            batches = [(tokens[:, :-1], tokens[:, 1:])] * micro_batches
+            times = take_turns(arms, options.rounds, partial(timed, batches=batches, repeats=repeats))
             ms = {name: statistics.median(taken) for name, taken in times.items()}
             for name, taken in times.items():
                 ratio = ms[name] / ms["autocast"]

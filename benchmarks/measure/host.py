@@ -17,47 +17,21 @@ import argparse
 import statistics
 import sys
 import time
-from collections.abc import Callable
 
 import torch
+from autocast_arms import POLICIES, Update, make_update, take_turns
 
 from halfstep.tools.bench.arms.model import GPT2
-from halfstep.torch import AdamW, prepare
 
 BARS = {"split masters": 1.35, "whole masters": 1.2, "torch's AdamW": 1.2}
-POLICIES = {
-    "split masters": "bf16-mixed,param=fp32:split",
-    "whole masters": "bf16-mixed",
-    "torch's AdamW": "bf16-mixed",
-}
 
 
-def arm(name: str, device: str, micro_batches: int) -> Callable[[], None]:
-    """Returns a function that makes one update."""
+def small_model(device: str) -> GPT2:
     torch.manual_seed(0)
-    model = GPT2(layers=12, width=16, heads=2, vocabulary=64, context=8).to(device)
-    tokens = torch.randint(0, 64, (1, 9), device=device)
-    inputs, targets = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
-    stock = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
-    if name == "autocast":
-
-        def update() -> None:
-            for _ in range(micro_batches):
-                with torch.autocast(device, torch.bfloat16):
-                    loss = model(inputs, targets)
-                (loss / micro_batches).backward()
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            stock.step()
-            stock.zero_grad()
-
-        return update
-    optimizer = stock if name == "torch's AdamW" else AdamW(model.parameters(), lr=1e-4)
-    run = prepare(model, optimizer, POLICIES[name], clip_norm=1.0)
-    batches = [(inputs, targets)] * micro_batches
-    return lambda: run.step(lambda batch: model(*batch), batches) and None
+    return GPT2(layers=12, width=16, heads=2, vocabulary=64, context=8).to(device)
 
 
-def calls_of(update: Callable[[], None]) -> int:
+def calls_of(update: Update, batches: list[tuple[torch.Tensor, torch.Tensor]]) -> int:
     """Returns how many Python functions and built-ins one update calls, in this thread."""
     count = 0
 
@@ -67,7 +41,7 @@ def calls_of(update: Callable[[], None]) -> int:
 
     sys.setprofile(profile)
     try:
-        update()
+        update(batches)
     finally:
         sys.setprofile(None)
     return count
@@ -75,22 +49,25 @@ def calls_of(update: Callable[[], None]) -> int:
 
 def compare(device: str, micro_batches: int, rounds: int) -> bool:
     """Prints one table; returns whether every arm of ours is within its bar."""
-    arms = {name: arm(name, device, micro_batches) for name in ("autocast", *POLICIES)}
-    times: dict[str, list[float]] = {name: [] for name in arms}
-    for each in range(rounds + 1):
-        for name, update in list(arms.items())[:: 1 if each % 2 else -1]:
-            started = time.process_time()
-            for _ in range(max(1, 8 // micro_batches)):
-                update()
-            if device == "cuda":
-                torch.cuda.synchronize()
-            if each:  # the first warms up
-                times[name].append((time.process_time() - started) / max(1, 8 // micro_batches))
+    arms = {name: make_update(name, small_model(device)) for name in ("autocast", *POLICIES)}
+    tokens = torch.randint(0, 64, (1, 9), device=device)
+    batches = [(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())] * micro_batches
+    repeats = max(1, 8 // micro_batches)
+
+    def timed(update: Update) -> float:
+        started = time.process_time()
+        for _ in range(repeats):
+            update(batches)
+        if device == "cuda":
+            torch.cuda.synchronize()
+        return (time.process_time() - started) / repeats
+
+    times = take_turns(arms, rounds, timed)
     ms = {name: statistics.median(taken) * 1e3 for name, taken in times.items()}
     print(f"\n{micro_batches} micro-batch{'es' if micro_batches > 1 else ''} per update, {device}")
     for name, update in arms.items():
         ratio, bar = ms[name] / ms["autocast"], f"at most {BARS[name]:.2f}" if name in BARS else ""
-        print(f"  {name:14} {ms[name]:7.2f} ms  {ratio:5.2f}  {calls_of(update):6} calls  {bar}".rstrip())
+        print(f"  {name:14} {ms[name]:7.2f} ms  {ratio:5.2f}  {calls_of(update, batches):6} calls  {bar}".rstrip())
     return all(ms[name] / ms["autocast"] <= bar for name, bar in BARS.items())
 
 
