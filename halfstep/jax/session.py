@@ -32,7 +32,7 @@ from halfstep.jax.measure import devices
 from halfstep.jax.model import Decoder
 from halfstep.jax.optim import Schedule, build_optimizers
 from halfstep.jax.state import bytes_of, load_state, restored, state_of, stored
-from halfstep.jax.step import StepResult, Weighted, check, compiled_step, first_state
+from halfstep.jax.step import StepResult, Weighted, check, compiled, first_state, make_step
 
 Tokens = NDArray[np.int32]
 
@@ -71,13 +71,14 @@ class Session:
         check_reach(policy, reach(config.model))
         self.model = plain.with_policy(policy)
         self.micro_batches = config.training.micro_batches
-        self._step = compiled_step(
+        step = make_step(
             self._loss,
             optimizer,
             clip_norm=config.training.clip_norm,
             micro_batches=None if self.micro_batches == 1 else self.micro_batches,
             cast=False,
         )
+        self._step = compiled(step.__wrapped__)  # without its warning: the run has its own
         evaluated = plain.with_policy(policy.evaluation())
         self._evaluated = jax.jit(partial(_on_masters, evaluated.loss), compiler_options=COMPILER_OPTIONS)
         self._next = jax.jit(partial(_on_masters, self._logits_at), compiler_options=COMPILER_OPTIONS)

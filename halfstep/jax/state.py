@@ -5,7 +5,7 @@ step's random numbers come from the state's seed, its count and its `rng`.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -27,10 +27,18 @@ DTYPE_NAMES = {jnp.dtype(kind): name for kind, name in state_format.DTYPE_NAMES.
 _DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 
 
+@dataclass(frozen=True)
+class Origin:
+    """How a state came about. Any two are equal: a step is compiled once for all of them."""
+
+    choice: Choice | None = field(default=None, compare=False)
+    widened: tuple[str, ...] = field(default=(), compare=False)
+
+
 @partial(
     jax.tree_util.register_dataclass,
     data_fields=["params", "opt_state", "scale", "num_applied"],
-    meta_fields=["policy", "seed", "names", "widened", "choice"],
+    meta_fields=["policy", "seed", "names", "origin"],
 )
 @dataclass(frozen=True)
 class State:
@@ -43,8 +51,17 @@ class State:
     policy: Policy
     seed: int  # of stochastic rounding
     names: tuple[str, ...] = ()  # modules without parameters that rules may match
-    widened: tuple[str, ...] = ()  # parameters that came narrower than their masters are held
-    choice: Choice | None = None  # what `auto` chose and why; None if a policy was named
+    origin: Origin = Origin()  # what `choice` and `widened` say
+
+    @property
+    def choice(self) -> Choice | None:
+        """What `auto` chose and why; None if a policy was named."""
+        return self.origin.choice
+
+    @property
+    def widened(self) -> tuple[str, ...]:
+        """The parameters that came narrower than their masters are held."""
+        return self.origin.widened
 
     def __str__(self) -> str:
         return summary(self)

@@ -35,10 +35,9 @@ from halfstep.jax.dtypes import dtype_of
 from halfstep.jax.functions.interpret import cast_inside, checked
 from halfstep.jax.layers import COMPILER_OPTIONS
 from halfstep.jax.run.checks import check_leading, check_loss, check_optimizer, check_settings, measured_choice
-from halfstep.jax.state import State
+from halfstep.jax.state import Origin, State
 
 LossFn = Callable[..., Any]
-Step = Callable[..., "tuple[State, StepResult]"]
 
 
 @jax.tree_util.register_dataclass
@@ -102,6 +101,7 @@ def first_state(
         return {name: _held(name, leaf, applied) for name, leaf in wide.items()}, opt_state
 
     held, opt_state = make(leaves.trained)
+    widened = tuple(n for n, x in leaves.trained.items() if x.dtype.itemsize < held[n].dtype.itemsize)
     state = State(
         params=leaves.rebuilt(held),
         opt_state=opt_state,
@@ -110,8 +110,7 @@ def first_state(
         policy=policy,
         seed=seed,
         names=tuple(names),
-        widened=tuple(n for n, x in leaves.trained.items() if x.dtype.itemsize < held[n].dtype.itemsize),
-        choice=choice,
+        origin=Origin(choice, widened),
     )
     return jax.tree.map(_copied, state)
 
@@ -124,7 +123,7 @@ def make_step(
     micro_batches: int | None = None,
     cast: bool = True,
     cast_batch: bool = True,
-) -> Step:
+) -> "Step":
     """Returns a jitted `step(state, batch, rng=None) -> (state, result)` that donates the state.
 
     `loss_fn(params, batch)` returns a mean loss, or `Weighted(sum, count)`, or either in a tuple with a second
@@ -141,20 +140,6 @@ def make_step(
     The function below the jit is `step.__wrapped__`: pure, for use inside another jit or scan. Give the outermost
     jit `layers.COMPILER_OPTIONS` then, or XLA may keep more precision than the policy says.
     """
-    options: dict[str, Any] = {"clip_norm": clip_norm, "micro_batches": micro_batches}
-    return _Watched(compiled_step(loss_fn, optimizer, cast=cast, cast_batch=cast_batch, **options))
-
-
-def compiled_step(
-    loss_fn: LossFn,
-    optimizer: optax.GradientTransformation,
-    *,
-    clip_norm: float = 0.0,
-    micro_batches: int | None = None,
-    cast: bool = True,
-    cast_batch: bool = True,
-) -> Step:
-    """Returns the step of `make_step` without its warning."""
     check_settings(optimizer, clip_norm, micro_batches)
     call = partial(cast_inside, loss_fn, cast_batch=cast_batch) if cast else partial(checked, loss_fn)
     stepper = optax.with_extra_args_support(optimizer)
@@ -168,39 +153,45 @@ def compiled_step(
             sums, aux = _accumulated(call, leaves, applied, state.scale.scale, batch, rng, micro_batches)
             return _updated(state, leaves, applied, stepper, sums, aux, clip_norm)
 
+    return Step(compiled(step))
+
+
+def compiled(step: Callable[..., Any]) -> Any:
+    """Compiles a pure step for use outside of any jit: it donates the state, and XLA keeps no excess precision."""
     return jax.jit(step, donate_argnums=0, compiler_options=COMPILER_OPTIONS)
 
 
-class _Watched:
+class Step:
     """A compiled step that warns once when the loss scale is low and falling. It reads results that are done."""
 
     _step: Any = None  # before __init__ there is nothing to delegate to
 
     def __init__(self, step: Any):
         self._step, self._warned = step, False
-        self._unread: deque[StepResult] = deque(maxlen=64)
+        self._unread: deque[tuple[Array, Array]] = deque(maxlen=64)  # scale, and whether the update was skipped
 
     def __call__(self, state: State, *args: Any, **kwargs: Any) -> tuple[State, StepResult]:
+        """Returns the state after one update, and what the update did; uses up the state it is given."""
         if isinstance(state.scale.scale, jax.core.Tracer):
             raise HalfstepError(
                 "the step is compiled, and was called inside another jit, scan or eval_shape",
                 hint="use step.__wrapped__ there, and compile the outermost with layers.COMPILER_OPTIONS; "
                 "step.eval_shape(state, batch) gives shapes",
             )
-        law = state.policy.scale
+        law, origin = state.policy.scale, state.origin
         following, result = self._step(state, *args, **kwargs)
         if not self._warned and isinstance(law, DynamicScale):
-            self._unread.append(result)
+            self._unread.append((result.scale, result.skipped))
             self._look(ScaleAlarm(law))
-        return following, result
+        return replace(following, origin=origin), result
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._step, name)  # lower, eval_shape, __wrapped__
 
     def _look(self, alarm: ScaleAlarm) -> None:
-        while self._unread and self._unread[0].scale.is_ready():  # type: ignore[attr-defined]
-            old = self._unread.popleft()
-            if message := alarm.observe(float(old.scale), falling=bool(old.skipped)):
+        while self._unread and self._unread[0][0].is_ready():  # type: ignore[attr-defined]
+            scale, skipped = self._unread.popleft()
+            if message := alarm.observe(float(scale), falling=bool(skipped)):
                 self._warned = True
                 self._unread.clear()
                 warn_caller(message)

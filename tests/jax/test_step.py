@@ -1,11 +1,14 @@
 """One update: weights of micro-batches, the order of unscale and clip, skipped steps, the floor, storage."""
 
+import weakref
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 
+from halfstep.core.choice import Choice
 from halfstep.core.errors import HalfstepError, PolicyError
 from halfstep.core.policy import Policy
 from halfstep.jax.state import summary
@@ -72,6 +75,30 @@ def test_results_stay_on_the_device_and_the_state_is_used_up():
     assert state.params["weight"].is_deleted()
     assert not given["weight"].is_deleted()
     assert following.policy == Policy.parse("fp32")
+
+
+def test_results_are_not_kept_for_the_warning_of_a_falling_scale(monkeypatch):
+    """An aux may be large: the activations of a layer, say. The warning needs two scalars of a result."""
+    monkeypatch.setattr(type(jnp.zeros(())), "is_ready", lambda array: False)
+    step = make_step(lambda params, x: (jnp.sum(params["weight"] * 1.0, dtype=jnp.float32), x), recorder())
+    _, result = step(init(weights(), recorder(), FP16), data(4))
+    aux = weakref.ref(result.aux)
+    del result
+    assert aux() is None
+
+
+def test_how_a_state_came_about_compiles_nothing_again(monkeypatch):
+    """`auto` measures anew in each process, and its timings are never twice the same."""
+    reasons = iter("ab")
+    monkeypatch.setattr("halfstep.jax.step.measured_choice", lambda *_: Choice("fp32", next(reasons)))
+    step = make_step(total, recorder())
+    states = [init(weights(), recorder(), policy) for policy in ("auto", "auto", "fp32")]
+    states.append(init(weights(jnp.bfloat16), recorder(), "fp32"))
+    assert len({jax.tree.structure(state) for state in states}) == 1
+    after = [step(state, data(4))[0] for state in states]
+    assert step._cache_size() == 1
+    assert [state.choice and state.choice.reason for state in after] == ["a", "b", None, None]
+    assert [state.widened for state in after] == [(), (), (), ("weight",)]
 
 
 def test_transforms_of_gradients_see_true_ones_whatever_the_scale():
