@@ -9,7 +9,7 @@ import ast
 import dataclasses
 import re
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from importlib import resources
 from typing import Any
 
@@ -47,15 +47,15 @@ def _built(table: dict[str, Any], overrides: Sequence[str]) -> RunConfig:
 
     A recipe's own settings may lose their effect by an override, and run.toml names those that have none.
     """
-    defaults = dict(_flatten(dataclasses.asdict(RunConfig())))
-    before = defaults | dict(_flatten(table))
+    defaults = schema.flatten(dataclasses.asdict(RunConfig()))
+    before = defaults | schema.flatten(table)
     for key in before:
         if key not in defaults and setting_meant(key):
             raise _unknown(key)
     for each in overrides:
         apply_override(table, each)
     config = schema.build(RunConfig, table)
-    after = dict(_flatten(dataclasses.asdict(config)))
+    after = schema.flatten(dataclasses.asdict(config))
     for key, other, allowed in ((key, *need) for key, needs in NEEDS.items() for need in needs.items()):
         if after[other] not in allowed and after[key] not in (before[key], defaults[key]):
             raise ConfigError(
@@ -68,7 +68,7 @@ def _built(table: dict[str, Any], overrides: Sequence[str]) -> RunConfig:
 def setting_meant(name: str) -> str | None:
     """Returns the setting that a name without its section, or of another library, probably means."""
     last = name.rpartition(".")[2].replace("-", "_").lower()
-    named = [key for key, _ in _flatten(dataclasses.asdict(RunConfig())) if key.rpartition(".")[2] == last]
+    named = [key for key in schema.flatten(dataclasses.asdict(RunConfig())) if key.rpartition(".")[2] == last]
     return named[0] if len(named) == 1 else NAMES_ELSEWHERE.get(last)
 
 
@@ -80,14 +80,6 @@ def _unknown(key: str) -> ConfigError:
 
 def _described(allowed: Bounds | tuple[object, ...]) -> str:
     return str(allowed) if isinstance(allowed, Bounds) else one_of(schema.shown(value) for value in allowed)
-
-
-def _flatten(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in table.items():
-        if isinstance(value, Mapping):
-            yield from _flatten(value, f"{prefix}{key}.")
-        else:
-            yield prefix + key, value
 
 
 def read_recipe(recipe: str) -> dict[str, Any]:

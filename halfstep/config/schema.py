@@ -7,7 +7,7 @@ key, what was given, what is allowed and the nearest legal key.
 
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from types import NoneType, UnionType
@@ -90,6 +90,14 @@ def build(cls: type[T], table: Any, prefix: str = "", *, others: bool = False) -
             raise ConfigError(f"`{prefix}{field.name}` is missing")
     given = {key: _check(hints[key], value, prefix + key, others) for key, value in table.items() if key in hints}
     return cls(**given)
+
+
+def flatten(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Returns the values of nested tables under their dotted keys, in order."""
+    flat: dict[str, Any] = {}
+    for key, value in table.items():
+        flat |= flatten(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {prefix + key: value}
+    return flat
 
 
 def check(hints: Mapping[str, Any], table: Mapping[str, Any]) -> None:
@@ -184,40 +192,63 @@ def _unwrap(hint: Any) -> tuple[Any, Bounds | None]:
 
 
 def _check(hint: Any, value: Any, key: str, others: bool) -> Any:
-    kind, bounds = _unwrap(hint)
-    origin, kinds = get_origin(kind), get_args(kind)
+    """Returns a value as its field holds it; refuses one of another type."""
+    kind, _ = _unwrap(hint)
     if kind is Any:
         return value
-    if origin in (Union, UnionType):
-        if value is None and NoneType in kinds:
-            return None
-        options = [each for each in kinds if each is not NoneType]
-        fitting = [each for each in options if _is_like(each, value)] if len(options) > 1 else options
-        if not fitting:
-            raise wrong(key, value, describe(kind))
-        return _check(fitting[0], value, key, others)
     if dataclasses.is_dataclass(kind):
-        if not isinstance(value, Mapping):
-            raise wrong(key, value, "a table of settings")
-        return build(kind, value, key + ".", others=others)  # type: ignore[arg-type]
-    if origin is Mapping:
-        if not isinstance(value, Mapping):
-            raise wrong(key, value, "a table")
-        return {name: _check(kinds[1], item, f"{key}.{name}", others) for name, item in value.items()}
-    if origin is Literal:
-        if value not in kinds:
-            legal = [str(allowed) for allowed in kinds]
-            raise wrong(key, value, one_of(legal), did_you_mean(str(value), legal))
-        return value
-    if origin is tuple:
-        if not isinstance(value, list | tuple):
-            raise wrong(key, value, describe(kind), hint=f"write {key} = [...]")
-        if kinds[-1] is Ellipsis:  # any number of them
-            kinds = (kinds[0],) * len(value)
-        if len(value) != len(kinds):
-            raise wrong(key, value, describe(kind))
-        pairs = enumerate(zip(kinds, value, strict=True))
-        return tuple(_check(inner, item, f"{key}[{i}]", others) for i, (inner, item) in pairs)
+        return _check_section(kind, value, key, others)
+    check_generic = _CHECKS.get(get_origin(kind))
+    return check_generic(kind, value, key, others) if check_generic else _check_plain(hint, value, key, others)
+
+
+def _check_section(kind: Any, value: Any, key: str, others: bool) -> Any:
+    if not isinstance(value, Mapping):
+        raise wrong(key, value, "a table of settings")
+    return build(kind, value, key + ".", others=others)
+
+
+def _check_union(kind: Any, value: Any, key: str, others: bool) -> Any:
+    """Checks against the kind that the value is like, so that an error names what is wrong with it."""
+    kinds = get_args(kind)
+    if value is None and NoneType in kinds:
+        return None
+    options = [each for each in kinds if each is not NoneType]
+    fitting = [each for each in options if _is_like(each, value)] if len(options) > 1 else options
+    if not fitting:
+        raise wrong(key, value, describe(kind))
+    return _check(fitting[0], value, key, others)
+
+
+def _check_mapping(kind: Any, value: Any, key: str, others: bool) -> Any:
+    if not isinstance(value, Mapping):
+        raise wrong(key, value, "a table")
+    _, inner = get_args(kind)
+    return {name: _check(inner, item, f"{key}.{name}", others) for name, item in value.items()}
+
+
+def _check_literal(kind: Any, value: Any, key: str, others: bool) -> Any:
+    legal = get_args(kind)
+    if value not in legal:
+        words = [str(allowed) for allowed in legal]
+        raise wrong(key, value, one_of(words), did_you_mean(str(value), words))
+    return value
+
+
+def _check_tuple(kind: Any, value: Any, key: str, others: bool) -> Any:
+    if not isinstance(value, list | tuple):
+        raise wrong(key, value, describe(kind), hint=f"write {key} = [...]")
+    kinds = get_args(kind)
+    if kinds[-1] is Ellipsis:  # any number of them
+        kinds = (kinds[0],) * len(value)
+    if len(value) != len(kinds):
+        raise wrong(key, value, describe(kind))
+    pairs = enumerate(zip(kinds, value, strict=True))
+    return tuple(_check(inner, item, f"{key}[{i}]", others) for i, (inner, item) in pairs)
+
+
+def _check_plain(hint: Any, value: Any, key: str, others: bool) -> Any:
+    kind, bounds = _unwrap(hint)
     if kind is float and isinstance(value, int) and not isinstance(value, bool):
         try:
             value = float(value)
@@ -234,6 +265,16 @@ def _check(hint: Any, value: Any, key: str, others: bool) -> Any:
     if kind is str and not others and not _is_unicode(value):  # a setting is written to run.toml
         raise wrong(key, value, "text that UTF-8 has characters for")
     return value
+
+
+# How a value of a generic type is checked, by the type's origin.
+_CHECKS: dict[Any, Callable[[Any, Any, str, bool], Any]] = {
+    Union: _check_union,
+    UnionType: _check_union,
+    Mapping: _check_mapping,
+    Literal: _check_literal,
+    tuple: _check_tuple,
+}
 
 
 def _is_unicode(text: str) -> bool:

@@ -3,13 +3,12 @@
 import dataclasses
 import json
 import shlex
-from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from halfstep.config.load import load, recipe_names
 from halfstep.config.run import RunConfig
-from halfstep.config.schema import rows
+from halfstep.config.schema import flatten, rows
 from halfstep.report.history import History
 
 
@@ -27,7 +26,7 @@ def settings(history: History) -> list[Setting]:
     """Returns every setting; those that differ from the default say what that is."""
     known = {row.key: row for row in rows(RunConfig)}
     shown = []
-    for key, value in _flatten(_plain_data(history.config)):
+    for key, value in flatten(_plain_data(history.config)).items():
         default = _plain_data(known[key].default) if key in known else value
         help = known[key].help if key in known else ""
         shown.append(Setting(key, as_toml(value), help, None if default == value else as_toml(default)))
@@ -36,9 +35,9 @@ def settings(history: History) -> list[Setting]:
 
 def command(history: History) -> str:
     """Returns the command that repeats the run: the nearest recipe, the changes to it, and the policy that ran."""
-    given = dict(_flatten(_plain_data(history.config)))
+    given = flatten(_plain_data(history.config))
     given.pop("policy", None)
-    recipes = {name: dict(_flatten(_plain_data(dataclasses.asdict(load(name))))) for name in recipe_names()}
+    recipes = {name: flatten(_plain_data(dataclasses.asdict(load(name)))) for name in recipe_names()}
     differing = {
         name: {key: value for key, value in given.items() if key not in base or base[key] != value}
         for name, base in recipes.items()
@@ -57,14 +56,6 @@ def command(history: History) -> str:
 def as_toml(value: Any) -> str:
     """A setting as `--set` takes it: text bare, all else as TOML."""
     return value if isinstance(value, str) else json.dumps(value)
-
-
-def _flatten(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in config.items():
-        if isinstance(value, Mapping):
-            yield from _flatten(value, f"{prefix}{key}.")
-        else:
-            yield prefix + key, value
 
 
 def _plain_data(value: Any) -> Any:

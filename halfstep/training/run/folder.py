@@ -26,7 +26,7 @@ from typing import Any
 from halfstep.config.groups import parameter_groups
 from halfstep.config.load import load, to_toml
 from halfstep.config.run import DataConfig, OptimizerConfig, RunConfig
-from halfstep.config.schema import build
+from halfstep.config.schema import build, flatten
 from halfstep.core.errors import ConfigError
 from halfstep.core.policy import read
 from halfstep.training.checkpoints.checkpoint import step_folders
@@ -187,7 +187,7 @@ def check_same_run(folder: Path, written: RunConfig, config: RunConfig, named: C
 
     What may be changed must be `named`: a recipe that happens to say something else changes nothing.
     """
-    was, now = _flatten(dataclasses.asdict(written)), _flatten(dataclasses.asdict(config))
+    was, now = flatten(dataclasses.asdict(written)), flatten(dataclasses.asdict(config))
     own = f"`--resume --out {folder}` without a recipe continues with what it was started with"
     anew = f"another --out starts anew, and `--init {folder}` begins with its weights"
     for key in _differing(was, now):
@@ -209,7 +209,7 @@ def check_same_run(folder: Path, written: RunConfig, config: RunConfig, named: C
 
 def check_same_settings(saved: Path, manifest: Mapping[str, Any], config: RunConfig) -> None:
     """Refuses settings that differ from a checkpoint's and may not: run.toml may have been edited since."""
-    was, now = _flatten(dict(manifest["config"])), _flatten(json.loads(json.dumps(dataclasses.asdict(config))))
+    was, now = flatten(manifest["config"]), flatten(json.loads(json.dumps(dataclasses.asdict(config))))
     for key in _differing(was, now):
         if key not in CHANGEABLE:
             raise ConfigError(
@@ -235,7 +235,7 @@ def check_same_settings(saved: Path, manifest: Mapping[str, Any], config: RunCon
 def changed_settings(manifest: Mapping[str, Any], config: RunConfig) -> dict[str, list[Any]]:
     """Returns the settings of updates that changed since a checkpoint: [before, now]. `config` is resolved."""
     before = {**manifest["config"], "policy": manifest["policy"]}
-    was, now = _flatten(before), _flatten(json.loads(json.dumps(dataclasses.asdict(config))))
+    was, now = flatten(before), flatten(json.loads(json.dumps(dataclasses.asdict(config))))
     return {key: [was[key], now[key]] for key in now if key in CHANGEABLE and key in was and was[key] != now[key]}
 
 
@@ -276,10 +276,3 @@ def _differing(was: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
 
 def _reason(key: str) -> str:
     return REASONS.get(key) or REASONS[key.partition(".")[0]]
-
-
-def _flatten(table: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, value in table.items():
-        flat |= _flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
-    return flat
