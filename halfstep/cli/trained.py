@@ -187,8 +187,8 @@ def _load_corpus(trained: "TrainedModel") -> "Corpus":
 
 
 def _print(trained: "TrainedModel", result: dict[str, Any], json: bool) -> None:
-    session, manifest = trained.session, trained.saved.manifest
-    ran = {"policy": str(session.policy), "backend": trained.config.backend}
+    manifest = trained.saved.manifest
+    ran = {"policy": str(trained.policy), "backend": trained.config.backend}
     data = {"step": manifest["step"], **ran, "weights": trained.weights, **result}
     if json:
         print_json(data)

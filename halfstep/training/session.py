@@ -127,6 +127,7 @@ def open_session(
     """Opens a session of the configured backend, with the given initial weights or those of its seed."""
     module = backend_module(config.backend, "session")
     if not train:  # weights that do not move have no average
+        policy = policy.evaluation().without_training()
         config = replace(config, training=replace(config.training, ema=0.0))
     training, optimizer = config.training, config.optimizer
 

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from halfstep.cli.main import run
+from halfstep.core.policy import Policy
 from halfstep.training.data.shards import header
 from halfstep.training.weights.artifact import decode
 from tests.training.runs import raising
@@ -260,6 +261,7 @@ def train_on(source, out, *more):
 @pytest.fixture
 def packed(halves, tmp_path):
     """Packed data with a tokenizer of its own."""
+    pytest.importorskip("tokenizers")
     names = [str(tmp_path / name) for name in ("tokenizer.json", "packed")]
     texts = [str(halves / "train.txt"), "--validation", str(halves / "valid.txt")]
     assert run(["data", "train-tokenizer", *texts, "--vocabulary", "280", "--out", names[0]]) == 0
@@ -329,3 +331,31 @@ def test_a_model_of_shards_without_a_tokenizer_takes_no_text(halves, tmp_path, c
     assert run(["eval", str(out), "--validation", str(halves / "valid.txt")]) == 2
     said = " ".join(capsys.readouterr().err.split())
     assert "was trained on token shards without an index, and which tokenizer made them is unknown" in said
+
+
+SPLIT = [
+    "bf16-mixed,param=fp32:split,emulate=true",
+    "bf16-mixed,moments=bf16,grad=fp32; blocks.*: param=fp32:split",
+]
+
+
+@pytest.mark.parametrize("policy", SPLIT)
+def test_what_only_training_needs_keeps_no_backend_from_evaluating(trained, capsys, policy):
+    pytest.importorskip("jax")
+    options = ["--policy", policy, "--backend", "jax"]
+    code, there = run_json(capsys, "eval", trained, *options)
+    _, whole = run_json(capsys, "eval", trained, "--policy", "bf16-mixed,emulate=true", "--backend", "jax")
+    assert (code, there["policy"]) == (0, str(Policy.parse(policy)))
+    assert there["loss"] == pytest.approx(whole["loss"], rel=0 if "emulate" in policy else 2**-7)
+
+
+def test_a_policy_whose_evaluation_a_device_can_run_is_evaluated_and_sampled_from(trained, capsysbinary):
+    _, bf16 = run_json(capsysbinary, "eval", trained, "--policy", "bf16-mixed")
+    _, found = run_json(capsysbinary, "eval", trained, "--policy", "fp8-mixed")
+    assert (found["policy"], found["loss"]) == ("fp8-mixed", bf16["loss"])
+    written = []
+    for policy in ("bf16-mixed", "fp8-mixed"):
+        assert run(["sample", str(trained), "--device", "cpu", "--policy", policy, "--length", "20"]) == 0
+        written.append(capsysbinary.readouterr().out)
+    assert written[0] == written[1]
+    assert run(["eval", str(trained), "--device", "cpu", "--policy", "fp8-mixed,eval=compute"]) == 2

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from halfstep.training.data import checksums
 from halfstep.training.data.corpus import Corpus
 from halfstep.training.data.index import RESTORE, TOKEN_BYTES, Index, ShardRecord, read_index
-from halfstep.training.data.shards import HEADER_BYTES, Shard, ShardedTokens, check_share, open_shard, split_tail
+from halfstep.training.data.shards import HEADER_BYTES, Shard, ShardedTokens, check_unused, open_shard, split_tail
 from halfstep.training.data.token_bytes import TokenBytes
 from halfstep.training.data.types import DataError
 
@@ -31,7 +31,7 @@ def packed_corpus(folder: Path, share: float, vocabulary: int) -> Corpus:
     validation = ShardedTokens([open_listed(folder, record) for record in index.val.shards], vocabulary)
     digest = index.digest
     if len(validation):
-        check_share(share, f"`{folder}` was packed with its own held-out text (`halfstep data pack --validation`)")
+        check_unused(share, f"`{folder}` was packed with held-out text of its own (`data pack --validation`)")
     else:
         train, validation = split_tail(train, share, index.tokenizer.separator)
         digest = f"{digest}/{len(train)}"

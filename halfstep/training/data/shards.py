@@ -235,7 +235,7 @@ def shards_corpus(paths: Sequence[Path], share: float, vocabulary: int, source: 
     train = ShardedTokens(others, vocabulary)
     if held_out:
         name = held_out[0].path.name
-        check_share(share, f"the shards of `{source}` with `val` in their names are held out, such as `{name}`")
+        check_unused(share, f"the shards of `{source}` with `val` in their names are held out, such as `{name}`")
         validation = ShardedTokens(held_out, vocabulary)
     else:
         train, validation = split_tail(train, share)
@@ -254,7 +254,7 @@ def shards_corpus(paths: Sequence[Path], share: float, vocabulary: int, source: 
     )
 
 
-def check_share(share: float, why: str) -> None:
+def check_unused(share: float, why: str) -> None:
     """Refuses a share to hold out of data that has a side of its own for it. The default holds for other data."""
     if share != DataConfig.validation:
         default = f"leave data.validation out, or at its default of {DataConfig.validation}"
