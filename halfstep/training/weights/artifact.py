@@ -295,7 +295,7 @@ def _checked_payload(data: bytes, name: str) -> bytes:
     if data[7] != VERSION:
         raise ArtifactError(
             f"`{name}` is an artifact of version {data[7]}, and this halfstep reads version {VERSION}",
-            hint="write it again with `halfstep artifact RUN`, or pip install --upgrade halfstep",
+            hint="write it again with `halfstep artifact RUN`, or update halfstep",
         )
     if hashlib.sha256(data[40:]).digest() != data[8:40]:
         raise ArtifactError(f"`{name}` is damaged: its digest is not its own", hint="write or fetch it again")
