@@ -9,8 +9,7 @@ The lowest rung is timed for every format, whatever it costs, so that each has a
 only if it fits the format's share of the time that is left. fp32 climbs first, since all others are compared with
 it, and no other climbs higher. Half of the budget is for climbing, or all of it for fp32 alone. The rest repeats
 the highest rung of each format in turns with fp32 at the same shape, so that other work of the machine slows both
-alike. The clock and the
-work are arguments: a test can fake a device.
+alike. The clock and the work are arguments: a test can fake a device.
 """
 
 import math

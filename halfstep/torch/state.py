@@ -28,6 +28,7 @@ from halfstep.torch.dtypes import dtype_of
 from halfstep.torch.optim.adamw import Optimizer
 from halfstep.torch.optim.drivers import held_by, is_moment, label
 from halfstep.torch.run.parts import RunParts
+from halfstep.torch.split.operand import values_of
 
 # Names of dtypes in a safetensors header.
 _STORED = "float32 bfloat16 float16 float64 int64 int32 int16 int8 uint8 bool"
@@ -43,7 +44,7 @@ def state_of(run: RunParts) -> dict[str, Tensor]:
 
 
 def _live(run: RunParts) -> dict[str, Tensor]:
-    state = {f"model.{name}": p.detach() for name, p in run.model.named_parameters()}
+    state = {f"model.{name}": values_of(p) for name, p in run.model.named_parameters()}
     state |= {f"model.{name}": buffer for name, buffer in _buffers(run)}
     state |= {f"remainder.{name}": lo for name, lo in run.masters.remainders.items()}
     if run.averages is not None:

@@ -42,11 +42,13 @@ from halfstep.torch.run.parts import RunParts
 from halfstep.torch.run.reached import Reached, record
 from halfstep.torch.run.summary import summarize
 from halfstep.torch.run.switches import check_fp32
-from halfstep.torch.split.holder import copying_run
+from halfstep.torch.split.parameter import copying_run
 
 # loss_fn(batch) -> the mean loss, or (the sum of losses, the number of tokens)
 Loss = Tensor | tuple[Tensor, Tensor | float]
 LossFn = Callable[[Any], Loss]
+# What the model holds inside a block.
+_WHOLE, _AVERAGES = "whole masters, inside run.edit()", "its averages, inside run.averaged()"
 
 
 @dataclass(frozen=True)
@@ -242,7 +244,7 @@ class Run(RunParts):
             raise HalfstepError("there are no averages", hint="prepare(..., ema=0.999) keeps them")
         self._check_open()
         self.masters.check_writes()
-        with self._holding("its averages, inside run.averaged()"), self.averages.used(self.num_applied):
+        with self._holding(_AVERAGES), self.averages.used(self.num_applied):
             yield
 
     @contextmanager
@@ -253,7 +255,7 @@ class Run(RunParts):
         splits or narrows masters: whole ones may be written to at any time.
         """
         self._check_open()
-        with self._holding("whole masters, inside run.edit()"), edited(self.masters, self.num_applied):
+        with self._holding(_WHOLE), edited(self.masters, self.num_applied):
             yield
 
     @contextmanager
@@ -285,7 +287,7 @@ class Run(RunParts):
     def weights(self) -> dict[str, Tensor]:
         """Returns copies of the model's parameters by name, the fp32 master of those that have one."""
         named = list(self.model.named_parameters())
-        if "edit" in self._holds:
+        if self._holds == _WHOLE:
             return {name: p.detach().clone() for name, p in named}
         self.masters.check_writes()
         wide = self.masters.wide([p for _, p in named])

@@ -6,7 +6,7 @@ import torch
 
 from halfstep.config.load import load
 from halfstep.core import philox, rounding
-from halfstep.core.errors import PolicyError
+from halfstep.core.errors import HalfstepError, PolicyError
 from halfstep.core.formats import BF16, E4M3
 from halfstep.core.policy import Policy
 from halfstep.torch.dtypes import supported
@@ -244,6 +244,28 @@ def test_split_steps_are_fp32_steps_bit_for_bit(name):
         run = prepare(model, make(model), f"{policy},moments={moments}")
         for _ in range(20):
             run.step(loss_of(model), [x])
+        found.append(run.weights())
+    assert all(torch.equal(found[0][key], found[1][key]) for key in found[0])
+
+
+@pytest.mark.parametrize("name", SPLIT_STEPS)
+def test_a_model_that_leaves_the_device_and_comes_back_loses_nothing(name):
+    make, moments = SPLIT_STEPS[name]
+    found = []
+    x = torch.randn(32, 64, device="cuda", generator=torch.Generator("cuda").manual_seed(0))
+    for away in (False, True):
+        model = net()
+        run = prepare(model, make(model), f"param=fp32:split,moments={moments}")
+        for _ in range(3):
+            run.backward(loss_of(model)(x))
+            if away:
+                masters = {key: w.cpu() for key, w in run.weights().items()}
+                model.cpu()
+                assert all(torch.equal(w, masters[key]) for key, w in model.state_dict().items())
+                with pytest.raises(HalfstepError, match=r"the model is on cpu, and .* on cuda:0"):
+                    run.update()
+                model.cuda()
+            run.update()
         found.append(run.weights())
     assert all(torch.equal(found[0][key], found[1][key]) for key in found[0])
 

@@ -52,14 +52,8 @@ class Update:
         self._owners, self._chunks = chunks_of(sizes, CHUNK, self.device)
         self._counts = sent(torch.tensor(sizes), self.device)
         self._paces, self._roots = (torch.empty(len(sizes), device=self.device) for _ in range(2))
-        self._rows = [
-            parameters,
-            remainders,
-            [None] * len(sizes),
-            first,
-            second,
-            steps,
-        ]  # kept: they must not move
+        # Kept: they must not move.
+        self._rows = [parameters, remainders, [None] * len(sizes), first, second, steps]
         addresses = [0 if tensor is None else tensor.data_ptr() for row in self._rows for tensor in row]
         self._table = sent(torch.tensor([*addresses, 0, 0]), self.device)
         self._tensors, self._programs = len(sizes), self._owners.numel()

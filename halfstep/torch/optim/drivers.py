@@ -29,6 +29,7 @@ from halfstep.torch.dtypes import dtype_of
 from halfstep.torch.kernels import reachable
 from halfstep.torch.optim.adamw import Grads, Optimizer, is_sparse, readable
 from halfstep.torch.optim.masters import Masters
+from halfstep.torch.split.operand import values_of
 
 
 class Driver(ABC):
@@ -202,7 +203,7 @@ class RollbackDriver(StockDriver):
 
     def _live(self, params: list[Tensor]) -> Iterator[tuple[Any, Tensor]]:
         for p in params:
-            yield p, p.detach()
+            yield p, values_of(p)
             if self.masters.is_split(p):
                 yield (p, "remainder"), self.masters.remainders[self.masters.names[p]]
             yield from (((p, key), v) for key, v in self.optimizer.state[p].items() if isinstance(v, Tensor))

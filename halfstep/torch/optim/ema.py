@@ -8,6 +8,7 @@ from torch import Tensor
 
 from halfstep.core.errors import HalfstepError
 from halfstep.torch.optim.masters import BY_DTYPE, Masters
+from halfstep.torch.split.operand import values_of
 
 
 class Averages:
@@ -34,7 +35,7 @@ class Averages:
     def used(self, count: Tensor) -> Iterator[None]:
         """Inside, the parameters are the averages, held as masters are; after, the masters are back, exactly."""
         remainders = [lo for lo in self.masters.layout(self.parameters).remainders if lo is not None]
-        live = [t.detach() for t in (*self.parameters, *remainders)]
+        live = [*map(values_of, self.parameters), *remainders]
         before = [t.clone() for t in live]
         with torch.no_grad():
             self.masters.assign(self.parameters, self.values, count)

@@ -27,7 +27,8 @@ from halfstep.core.formats import BF16, FP16, FP32, Format
 from halfstep.core.philox import tensor_id
 from halfstep.core.roles import Param
 from halfstep.torch.cast import carried, join, quantize, random_bits, split
-from halfstep.torch.split.writes import accept_write, check_write, note_writes, unwritten
+from halfstep.torch.split.operand import values_of
+from halfstep.torch.split.writes import DATA, accept_write, check_write, note_writes, unwritten
 
 BY_DTYPE = {torch.float32: Param(FP32), torch.bfloat16: Param(BF16), torch.float16: Param(FP16)}
 _SMALL = 2**16  # numbers: below, a conversion costs more in calls than in arithmetic
@@ -141,7 +142,7 @@ class Masters:
         for i in layout.rounded:
             self._round_back(parameters[i], wide[i], counts[i])
         if layout.split:
-            rows = [(parameters[i].detach(), layout.remainders[i], wide[i]) for i in layout.split]
+            rows = [(values_of(parameters[i]), layout.remainders[i], wide[i]) for i in layout.split]
             _over_all(_split, *map(list, zip(*rows, strict=True)))
             self.note_writes(parameters)
 
@@ -174,16 +175,14 @@ class Masters:
         if not narrow:
             yield
             return
-        held = [p.data for p in narrow]
-        set_data(narrow, self.wide(narrow))
+        held = swap_data(narrow, self.wide(narrow))
         try:
             yield
         except BaseException:
-            set_data(narrow, held)
+            swap_data(narrow, held)
             self.note_writes(narrow)
             raise
-        wide = [p.data for p in narrow]  # an optimizer may have replaced the tensor
-        set_data(narrow, held)
+        wide = swap_data(narrow, held)  # an optimizer may have replaced the tensor
         self.put(narrow, wide, [count + 1] * len(narrow))
 
     def _loader(self, narrow: Mapping[str, Tensor]) -> Callable[..., None]:
@@ -210,10 +209,12 @@ class Masters:
             parameter.copy_(wide)
 
 
-def set_data(parameters: Sequence[Tensor], held: Sequence[Tensor]) -> None:
-    """Gives each parameter other data."""
-    for p, data in zip(parameters, held, strict=True):
-        p.data = data
+def swap_data(parameters: Sequence[Tensor], others: Sequence[Tensor]) -> list[Tensor]:
+    """Gives each parameter other data and returns its own; nobody watches here, as halves would."""
+    own = list(map(DATA.__get__, parameters))
+    for p, data in zip(parameters, others, strict=True):
+        DATA.__set__(p, data)
+    return own
 
 
 def _join(halves: list[Tensor], remainders: list[Tensor]) -> list[Tensor]:

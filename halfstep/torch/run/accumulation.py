@@ -33,6 +33,15 @@ from halfstep.torch.split.parameter import take_grad
 PREPARE_AGAIN = "run.unprepare(), change the model, make a new optimizer for it, and prepare both"
 
 
+def check_device(parameters: Sequence[Tensor], device: torch.device) -> None:
+    """Refuses a model that was moved away from its run: moments, sums and the loss scale do not follow."""
+    if parameters[0].device != device:
+        raise HalfstepError(
+            f"the model is on {parameters[0].device}, and the loss scale and its optimizers' state on {device}",
+            hint=f'model.to("{device}") moves it back, exactly; to train it elsewhere, {PREPARE_AGAIN}',
+        )
+
+
 class Accumulation:
     """The gradients that `backward` adds and `update` uses up."""
 
@@ -72,6 +81,7 @@ class Accumulation:
     ) -> None:
         """Adds the gradient of a micro-batch's mean loss, times the scale; `weight` is one of `checked_weight`."""
         loss = self._checked(loss)
+        check_device(parameters, scale.device)
         self.complete = last
         if not isinstance(weight, Tensor) and weight == 0.0:
             return  # no tokens, no gradient
@@ -84,9 +94,8 @@ class Accumulation:
             share = self._weigh_sums(weight, scale, parameters)
             (loss.float() * (share * scale)).backward()
         else:
-            share = weight / cast(
-                float, self._reference
-            )  # a number stays a number: putting it on the device would wait
+            # A number stays a number: putting it on the device would wait.
+            share = weight / cast(float, self._reference)
             times(loss.float(), share).backward()
         weighted = share * loss.detach().float()
         self.losses = weighted if first else self.losses + weighted

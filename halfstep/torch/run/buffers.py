@@ -52,10 +52,8 @@ class Buffers:
     def __init__(self, contents: Contents):
         self.contents = contents
         self._kept: dict[Place, Kept] = {}
-        self._settled: tuple[list[Any], list[int]] = (
-            [],
-            [],
-        )  # the buffers after the last look, and their versions
+        # The buffers after the last look, and their versions.
+        self._settled: tuple[list[Any], list[int]] = ([], [])
         self.remember()
 
     @torch.no_grad()

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from halfstep.core.errors import HalfstepError
-from halfstep.torch.optim.masters import Masters, set_data
+from halfstep.torch.optim.masters import Masters, swap_data
 from halfstep.torch.run.accumulation import PREPARE_AGAIN
 
 
@@ -19,13 +19,11 @@ def edited(masters: Masters, count: Tensor) -> Iterator[None]:
     """
     narrow = [p for p in masters.names if not masters.is_whole(p)]
     masters.accept_writes()
-    held = [p.data for p in narrow]
-    set_data(narrow, masters.wide(narrow))
+    held = swap_data(narrow, masters.wide(narrow))
     try:
         yield
     finally:
-        wide = [p.data for p in narrow]
-        set_data(narrow, held)
+        wide = swap_data(narrow, held)
         masters.note_writes(narrow)
         for p, old, new in zip(narrow, held, wide, strict=True):
             if (new.shape, new.device, new.dtype) != (old.shape, old.device, torch.float32):

@@ -16,7 +16,7 @@ from halfstep.torch.optim.adamw import Optimizer
 from halfstep.torch.optim.drivers import StockDriver, check_optimizers, driver_of
 from halfstep.torch.optim.ema import Averages
 from halfstep.torch.optim.masters import Masters
-from halfstep.torch.run.accumulation import PREPARE_AGAIN, Accumulation
+from halfstep.torch.run.accumulation import PREPARE_AGAIN, Accumulation, check_device
 from halfstep.torch.run.buffers import Buffers, Contents
 from halfstep.torch.run.gradients import Shown
 from halfstep.torch.run.reached import Reached
@@ -84,6 +84,7 @@ class RunParts:
             self._list_parameters()
             if self.conversion is not None:
                 self._bind(self.conversion)
+        check_device(self.parameters, self.device)
         same_dtypes = [p.dtype for p in self.parameters] == self._dtypes
         if (
             same_dtypes

@@ -1,13 +1,10 @@
 """A module that holds split masters: its state dict, loading, and copies of it.
 
 A state dict contains the joined fp32 master, and loading splits it again. `copy.deepcopy` of a run works: it drops
-the attributes of a parameter, and a `Holder` restores them. Of a model alone it is refused, because averages of
-such a copy would be computed in bf16; inside `run.edit()` it gives a copy with whole masters.
+the attributes of a parameter, and a `Holder` restores them. Of a model alone it is refused (parameter.py); inside
+`run.edit()` it gives a copy with whole masters.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,20 +13,8 @@ from torch import Tensor, nn
 from halfstep.core.errors import HalfstepError
 from halfstep.torch.cast import join, split
 from halfstep.torch.split.operand import GRAD_OWNER, REMAINDER, is_split
-from halfstep.torch.split.parameter import make_split
+from halfstep.torch.split.parameter import check_copy, make_split
 from halfstep.torch.split.writes import check_write, note_write, watch
-
-_copies_run = ContextVar("copies_run", default=False)
-
-
-@contextmanager
-def copying_run() -> Iterator[None]:
-    """Inside, split parameters may be copied."""
-    token = _copies_run.set(True)
-    try:
-        yield
-    finally:
-        _copies_run.reset(token)
 
 
 class Holder(nn.Module):
@@ -57,16 +42,10 @@ class Holder(nn.Module):
                 del self.remainders[name]
             elif parameter.__dict__.get(REMAINDER) is remainder:
                 continue  # a shallow copy shares the parameter, whose gradient may be on its way
-            elif hasattr(parameter, GRAD_OWNER) or _copies_run.get():
-                make_split(parameter, remainder, name)
             else:
-                raise HalfstepError(
-                    f"copy.deepcopy would copy the bf16 half of a split master (`{name}` of a "
-                    f"{type(self).__name__}): averages and other arithmetic on the copy would be rounded to bf16",
-                    hint="for averages, prepare(..., ema=0.999) and run.ema; inside `with run.edit():` a copy has "
-                    "whole fp32 masters; copy.deepcopy(run) copies everything; or hold masters whole, with "
-                    "`param=fp32`",
-                )
+                if not hasattr(parameter, GRAD_OWNER):  # a parameter of somebody's class was copied
+                    check_copy(name)
+                make_split(parameter, remainder, name)
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)

@@ -22,6 +22,8 @@ from halfstep.torch.cast import carried, join
 from halfstep.torch.tracing import transforming
 
 REMAINDER, GRAD_OWNER = "halfstep_remainder", "halfstep_grad_owner"
+# For our own code: `detach` of a half marks what it hands out to others (parameter.py).
+values_of: Any = torch._C.TensorBase.detach
 
 
 def is_split(tensor: Tensor) -> bool:
@@ -33,11 +35,11 @@ def operand_of(weight: Tensor, whole: bool) -> tuple[Tensor, Tensor]:
     """Returns a weight's values (if `whole`, of a split one the master) and the tensor its gradient is for."""
     owner = getattr(weight, GRAD_OWNER, None)
     if owner is None or weight.dtype != torch.bfloat16:
-        return weight.detach(), weight
+        return values_of(weight), weight
     if not weight.requires_grad:
-        owner = weight.detach()
+        owner = values_of(weight)
     if not whole:
-        return weight.detach(), owner
+        return values_of(weight), owner
     return join(weight, getattr(weight, REMAINDER)), owner
 
 

@@ -1,27 +1,41 @@
-"""A parameter that is the bf16 half of a split master: `parameter.grad` and `parameter.data` of it.
+"""A parameter that is the bf16 half of a split master: its gradient, its data, and what others do with them.
+
+    read            `parameter.grad` is fp32, fetched from the grad_owner; `parameter.data` is bf16
+    written         noticed and refused (writes.py)
+    copied          refused: averages (`[p.clone() for p in model.parameters()]`) would be of bf16 numbers
+    moved           by `model.cpu()`, `model.to(device)`: the remainder follows
+    differentiated  by `torch.autograd.grad`: refused, because the grad_owner is in the graph instead
+
+Inside `run.edit()` it is the whole master, and all of this is as in torch.
 
 While `parameter.grad` is wider than the parameter, dynamo compiles nothing that uses it ("dtype mismatch between
 tensor and its gradient"). So code that sums over micro-batches must take `parameter.grad` away each time.
 """
 
 import weakref
-from typing import Any
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import partial
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 
 from halfstep.core.errors import HalfstepError
 from halfstep.torch.split.operand import GRAD_OWNER, REMAINDER, is_split
-from halfstep.torch.split.writes import DATA, WRITES, note_write, watch
+from halfstep.torch.split.writes import DATA, WRITES, note_write, unwritten, watch
 
-_GUARD = "halfstep_guard"
+_GUARD, _NAME = "halfstep_guard", "halfstep_name"
 _GRAD: Any = torch._C.TensorBase.grad  # of a plain parameter
+_run_engine: Any = torch.autograd._engine_run_backward
+_copies_run = ContextVar("copies_run", default=False)
 
 
 def make_split(parameter: nn.Parameter, remainder: Tensor, name: str = "weight") -> None:
     """Makes a bf16 parameter the upper half of a master; `remainder`, the lower half, is updated in place."""
     make_whole(parameter)
-    owner = torch.zeros((), device=parameter.device).expand(parameter.shape).requires_grad_()
+    owner = _zeros(parameter).requires_grad_()
     weak = weakref.ref(parameter)
 
     def refuse_use(grad: Tensor | None) -> None:
@@ -39,11 +53,31 @@ def make_split(parameter: nn.Parameter, remainder: Tensor, name: str = "weight")
     parameter.grad_dtype = torch.float32
     setattr(parameter, REMAINDER, remainder)
     setattr(parameter, GRAD_OWNER, owner)
+    setattr(parameter, _NAME, name)
+    torch.autograd._engine_run_backward = _checked_inputs  # type: ignore[assignment]
     if type(parameter) is nn.Parameter:
         parameter.__class__ = HalfOfSplitMaster
     if watched or type(parameter) is not HalfOfSplitMaster:
         _move_at_once(parameter)
     note_write(parameter)
+
+
+def _zeros(parameter: Tensor) -> Tensor:
+    return torch.zeros((), device=parameter.device).expand(parameter.shape)
+
+
+def _checked_inputs(outputs: Any, *args: Any, **options: Any) -> Any:
+    """What torch.autograd.grad and backward(inputs=...) call: refuses halves among the inputs."""
+    _, _, _, inputs, *_ = args
+    for tensor in inputs:
+        if isinstance(tensor, Tensor) and is_split(tensor):
+            raise HalfstepError(
+                f"`{getattr(tensor, _NAME)}` is the bf16 half of a split master, which is in no graph: autograd "
+                "can return no gradient for it",
+                hint="run.backward(loss) leaves it in `p.grad`; compute the loss and torch.autograd.grad inside "
+                "`with run.edit():`; or hold masters whole, with `param=fp32`",
+            )
+    return _run_engine(outputs, *args, **options)
 
 
 def _move_at_once(parameter: Tensor) -> None:
@@ -91,15 +125,42 @@ def make_whole(parameter: nn.Parameter) -> None:
     _move(parameter)
     if (guard := parameter.__dict__.pop(_GUARD, None)) is not None:
         guard.remove()
-    for name in (REMAINDER, GRAD_OWNER, WRITES):
+    for name in (REMAINDER, GRAD_OWNER, WRITES, _NAME):
         parameter.__dict__.pop(name, None)
     if type(parameter) is HalfOfSplitMaster:
         parameter.__class__ = nn.Parameter  # type: ignore[assignment]
     parameter.grad_dtype = None  # any dtype: the default that it had before cannot be set again
 
 
+@contextmanager
+def copying_run() -> Iterator[None]:
+    """Inside, halves may be copied: their remainders are too."""
+    token = _copies_run.set(True)
+    try:
+        yield
+    finally:
+        _copies_run.reset(token)
+
+
+def check_copy(name: str) -> None:
+    """Refuses a copy of a half alone."""
+    if not _copies_run.get():
+        refuse_copy(name)
+
+
+def refuse_copy(name: str, *_: Any, **__: Any) -> NoReturn:
+    """Says why, and what to do instead."""
+    raise HalfstepError(
+        f"`{name}` is the bf16 half of a split master: averages and other arithmetic on a copy of it would be "
+        "rounded to bf16",
+        hint="for averages, prepare(..., ema=0.999) and run.ema; inside `with run.edit():` a copy is the whole "
+        "fp32 master; run.weights() returns them; copy.deepcopy(run) copies everything; or hold masters whole, "
+        "with `param=fp32`",
+    )
+
+
 class HalfOfSplitMaster(nn.Parameter):
-    """A parameter that is the bf16 half of a split master, by whose `data` nobody writes unnoticed."""
+    """A parameter that is the bf16 half of a split master; a whole one inside `run.edit()`."""
 
     @property
     def grad(self) -> Tensor | None:  # type: ignore[override]
@@ -133,8 +194,59 @@ class HalfOfSplitMaster(nn.Parameter):
         data: Tensor = DATA.__get__(self)
         if is_split(self):
             watch(self, data)
+            return self._handed_out(data)
         return data
 
     @data.setter
     def data(self, data: Tensor) -> None:
+        moved = is_split(self) and unwritten([self]) and _is_move(DATA.__get__(self), data)
         DATA.__set__(self, data)
+        if moved:
+            self._follow()
+
+    def detach(self) -> Tensor:
+        """Returns the bf16 numbers, as torch does."""
+        numbers = super().detach()
+        return numbers if torch.compiler.is_compiling() else self._handed_out(numbers)
+
+    def clone(self, **options: Any) -> Tensor:  # type: ignore[override]
+        """Copies a whole master. A model's own code gets a copy of the joined one (functions/mode.py)."""
+        copied = super().clone(**options)
+        if copied.dtype is torch.bfloat16 and not torch.compiler.is_compiling() and is_split(self):
+            check_copy(getattr(self, _NAME))
+        return copied
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:  # type: ignore[override]
+        if id(self) not in memo:
+            if is_split(self):
+                check_copy(getattr(self, _NAME))
+            memo[id(self)] = nn.Parameter(DATA.__get__(self).clone(), self.requires_grad)
+        return memo[id(self)]  # type: ignore[no-any-return]
+
+    def _handed_out(self, numbers: Tensor) -> Tensor:
+        """Lets others read and write the numbers, not copy them. The class stays Tensor: torch looks at it."""
+        if numbers.dtype is torch.bfloat16 and (name := self.__dict__.get(_NAME)) is not None:
+            for way in ("clone", "__deepcopy__", "__reduce_ex__"):
+                setattr(numbers, way, partial(refuse_copy, name))
+        return numbers
+
+    def _follow(self) -> None:
+        """Moves the remainder and the owner of the gradient to where the data are now."""
+        remainder, owner = self.__dict__[REMAINDER], self.__dict__[GRAD_OWNER]
+        if (remainder.device, remainder.stride()) != (self.device, self.stride()):
+            DATA.__set__(remainder, torch.empty_like(DATA.__get__(self), dtype=torch.int16).copy_(remainder))
+        if owner.device != self.device:
+            _move(self)
+            DATA.__set__(owner, _zeros(self))
+        note_write(self)
+
+
+def _is_move(data: Tensor, other: Tensor) -> bool:
+    """Whether data are the same on another device. On its own device they are a write that rounding undid."""
+    if (data.dtype, data.shape) != (other.dtype, other.shape) or not _elsewhere(data, other):
+        return False
+    return torch.equal(data.view(torch.int16), other.detach().to(data.device).view(torch.int16))
+
+
+def _elsewhere(data: Tensor, other: Tensor) -> bool:
+    return data.device != other.device

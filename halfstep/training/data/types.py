@@ -22,8 +22,7 @@ class Tokens(Protocol):
 
 
 class Document(NamedTuple):
-    """A text, the name that errors call it by, and the file it is from or a part of."""
+    """A text and the name that errors call it by."""
 
     name: str
     content: bytes
-    path: str = ""

@@ -17,7 +17,7 @@ from halfstep.torch.apply import apply, restore
 from halfstep.torch.cast import carried, join
 from halfstep.torch.convert.modules import ISLANDS, KINDS
 from halfstep.torch.layers import Layer
-from halfstep.torch.split.holder import copying_run
+from halfstep.torch.split.parameter import copying_run
 from halfstep.torch.split.writes import note_write
 from tests.torch.nets import Net, draw, same, within
 

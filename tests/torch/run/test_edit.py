@@ -1,6 +1,7 @@
 """Split masters and code that does not know them: exact inside `run.edit()`, refused by name outside."""
 
 import copy
+import io
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from halfstep.core.errors import HalfstepError
 from halfstep.torch import AdamW, prepare
+from halfstep.torch.split import parameter, writes
 from halfstep.torch.state import state_of
 from tests.refusals import refuses
 
@@ -231,3 +233,120 @@ def test_a_term_of_the_loss_that_uses_a_half_directly_is_refused_by_name():
     step(run)
     run.unprepare()
     weight.square().sum().backward()  # a parameter like any other again
+
+
+COPIES = {
+    "clone": lambda p: p.clone(),
+    "clone, detached": lambda p: p.clone().detach(),  # as torch_ema and diffusers do
+    "detached, clone": lambda p: p.detach().clone(),
+    "data": lambda p: p.data.clone(memory_format=torch.contiguous_format),
+    "deepcopy": copy.deepcopy,
+    "deepcopy of data": lambda p: copy.deepcopy(p.data),
+    "deepcopy of detached": lambda p: copy.deepcopy(p.detach()),
+}
+
+
+@pytest.mark.parametrize("copied", COPIES.values(), ids=COPIES)
+def test_a_copy_of_a_parameter_is_the_whole_master_inside_edit_and_refused_by_name_outside(copied):
+    """Hazard: averages of others, made from `[p.clone() for p in model.parameters()]`, would be bf16."""
+    run = prepared()
+    with refuses(HalfstepError, "`0.weight` is the bf16 half of a split master", "with run.edit():", "run.ema"):
+        [copied(p) for p in run.model.parameters()]
+    masters = run.weights()
+    with run.edit():
+        found = {name: copied(p) for name, p in run.model.named_parameters()}
+    assert all(torch.equal(w, found[name]) for name, w in masters.items())
+    assert type(found["0.weight"]) in (torch.Tensor, nn.Parameter)
+    step(run)
+    assert copied(run.unprepare()[0].weight).dtype == torch.float32
+
+
+def test_a_half_is_read_as_any_tensor_and_its_numbers_are_not_pickled():
+    run = prepared()
+    weight, half = run.model[0].weight, run.weights()["0.weight"].bfloat16()
+    for numbers in (weight.data, weight.detach()):
+        assert torch.equal(numbers, half)
+        assert type(numbers + 0) is type(numbers[0]) is type(numbers.float()) is torch.Tensor
+        with refuses(HalfstepError, "`0.weight` is the bf16 half", "run.edit()"):
+            torch.save(numbers, io.BytesIO())
+    read = torch.compile(lambda: weight.detach().clone().sum(), backend="aot_eager", fullgraph=True)
+    assert read().isfinite()
+    assert state_of(run)["model.0.weight"].clone().dtype == torch.bfloat16  # beside its remainder
+
+
+def moved_by_data(model):
+    for p in model.parameters():
+        p.data = torch.empty_like(p.data).copy_(p.data)
+
+
+def moved_by_apply(model):
+    model._apply(lambda t: t.detach() + 0)
+
+
+def laid_out_otherwise(model):
+    model[0].weight.data = torch.empty_like(model[0].weight.data.t()).copy_(model[0].weight.data.t()).t()
+
+
+@pytest.mark.parametrize("kind", [AdamW, torch.optim.AdamW], ids=["ours", "stock"])
+@pytest.mark.parametrize("move", [moved_by_data, moved_by_apply, laid_out_otherwise])
+def test_the_same_numbers_on_another_device_are_a_move_that_loses_nothing(move, kind, monkeypatch):
+    """Hazard: `model.cpu(); model.cuda()` was taken for a write, and its remedy dropped the remainders."""
+    monkeypatch.setattr(parameter, "_elsewhere", lambda *_: True)  # tests/torch/test_gpu.py has two devices
+    found = []
+    for moves in (False, True):
+        run = prepared(kind=kind)
+        for seed in range(2):
+            if moves:
+                move(run.model)
+            run.backward(run.model(data(seed)).square().mean())
+            if moves:
+                move(run.model)
+            run.update()
+        found.append({**run.weights(), **run.model.state_dict(prefix="state.")})
+    assert all(torch.equal(w, found[1][name]) for name, w in found[0].items())
+    with torch.no_grad():
+        run.model[0].weight.mul_(0.5)
+    move(run.model)  # hides no write that came before it
+    with refuses(HalfstepError, "`0.weight` was written to", "run.edit()"):
+        step(run)
+
+
+def test_a_model_on_another_device_than_its_run_is_refused_with_the_way_back():
+    for policy in (WHOLE, SPLIT):
+        run = prepared(policy)
+        run.backward(run.model(data()).mean())
+        run.device = torch.device("meta")  # as if it had been prepared there
+        run.scale_state = run.scale_state._replace(scale=run.scale_state.scale.to("meta"))
+        for use in (step, lambda run: run.backward(run.model(data()).mean()), lambda run: run.update()):
+            with refuses(HalfstepError, "the model is on cpu, and .* on meta", 'model.to("meta")', "unprepare"):
+                use(run)
+
+
+def test_the_run_opens_masters_without_handing_anything_out():
+    """Watching `p.data` costs 23 us for each parameter, in every step of a stock optimizer."""
+    run = prepared(kind=torch.optim.SGD)
+    with run.edit():
+        pass
+    step(run)
+    assert type(getattr(run.model[0].weight, writes.WRITES)) is tuple
+
+
+def test_a_gradient_for_a_half_by_hand_is_refused_by_name_and_exact_inside_edit():
+    """Hazard: the half is in no graph: torch calls it unused, or with `allow_unused` returns None."""
+    grads = []
+    for policy in (WHOLE, SPLIT):
+        run = prepared(policy)
+        with run.edit():
+            grads.append(torch.autograd.grad(run.model(data()).square().mean(), run.model.parameters()))
+    assert all(map(torch.equal, *grads))
+    loss = run.model(data()).square().mean()
+    for use in (
+        lambda: torch.autograd.grad(loss, run.model.parameters()),
+        lambda: torch.autograd.grad(loss, run.model[0].weight, allow_unused=True),
+        lambda: loss.backward(inputs=[run.model[0].weight]),
+    ):
+        with refuses(HalfstepError, "`0.weight` .* in no graph", "run.backward(", "run.edit()"):
+            use()
+    assert torch.autograd.grad(loss, run.model[0].bias, retain_graph=True)[0].dtype == torch.float32
+    run.backward(loss)
+    run.update()
