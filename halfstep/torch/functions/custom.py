@@ -66,10 +66,13 @@ def _subclasses(kind: type) -> Iterator[type]:
 
 
 def _current_mode() -> PolicyMode | None:
-    if not torch._C._is_torch_function_mode_enabled():
-        return None
-    top = torch._C._get_function_stack_at(torch._C._len_torch_function_stack() - 1)
-    return top if isinstance(top, PolicyMode) else None
+    """Returns the policy's mode, which others, such as `with torch.device(...)`, may be above."""
+    if torch._C._is_torch_function_mode_enabled():
+        for depth in reversed(range(torch._C._len_torch_function_stack())):
+            mode = torch._C._get_function_stack_at(depth)
+            if isinstance(mode, PolicyMode):
+                return mode
+    return None
 
 
 def _forward(kind: Any, forward: Any) -> Callable[..., Any]:
@@ -120,7 +123,8 @@ def _cast_of(forward: Any) -> Cast | None:
     if getattr(forward, "__code__", None) is not _DECORATED:
         return None
     names = getclosurevars(forward).nonlocals
-    return None if names["cast_inputs"] is None else Cast(names["device_type"], names["cast_inputs"])
+    dtype = names.get("cast_inputs")
+    return None if dtype is None else Cast(names["device_type"], dtype)
 
 
 _WRAPPERS = {"forward": _forward, "setup_context": _setup_context, "backward": _backward, "vjp": _backward}

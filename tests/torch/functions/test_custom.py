@@ -96,6 +96,17 @@ def test_an_activation_and_a_parameter_meet_in_its_backward(kind, policy):
     compare(kind.apply, torch.randn(4, 4, generator=torch.Generator().manual_seed(1)) / 2, policy)
 
 
+def test_a_mode_of_somebody_else_hides_nothing():
+    """Hazard: `with torch.device(...)` in a forward is a function mode too, above the policy's."""
+
+    def inside(x, w):
+        with torch.device("cpu"):
+            return Wide.apply(Product.apply(x, w), w[0])
+
+    compare(inside, torch.randn(4, 4, generator=torch.Generator().manual_seed(1)), "bf16-mixed")
+    assert seen == [(torch.float32, torch.float32)]
+
+
 @pytest.mark.parametrize("policy", ["bf16-mixed", "fp16-mixed"])
 def test_cast_inputs_are_cast_and_everything_inside_runs_as_written(policy):
     run, x = compare(Wide.apply, torch.linspace(0.5, 2, 4), policy)
