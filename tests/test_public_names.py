@@ -5,6 +5,8 @@ import sys
 
 import pytest
 
+from halfstep.core.errors import how_to_install
+
 BACKENDS = {"torch": "torch", "jax": "jax", "mlx": "mlx.core"}
 
 
@@ -35,7 +37,7 @@ def test_without_its_framework_a_backend_says_how_to_install_it(backend, framewo
         "try: package.quantize\n"
         "except HalfstepError as error:\n"
         f"    assert '`halfstep.{backend}.quantize` needs {backend}, which cannot be' in str(error), error\n"
-        f"    assert error.hint == \"pip install 'halfstep[{backend}]'\"\n"
+        f"    assert error.hint == {how_to_install(backend)!r}\n"
         "else: raise SystemExit(1)\n"
     )
 

@@ -25,7 +25,7 @@ def work(recipe: str, overrides: list[str], arm: str, device: str | None) -> Non
     """Runs one arm: reads the number of steps to train from stdin, writes their results to stdout."""
     from halfstep.config.load import load
     from halfstep.core.policy import Policy
-    from halfstep.training.data.batches import Batches
+    from halfstep.training.data.batches import batches_of
     from halfstep.training.data.load import load_corpus
     from halfstep.training.session import backend_version, open_session
 
@@ -34,13 +34,7 @@ def work(recipe: str, overrides: list[str], arm: str, device: str | None) -> Non
     session = open_session(config, Policy.parse(policy), device)
     data, training = config.data, config.training
     corpus = load_corpus(data.source, data.validation, config.model.vocabulary)
-    batches = Batches(
-        corpus.train,
-        context=config.model.context,
-        batch=training.batch,
-        micro_batches=training.micro_batches,
-        seed=config.seed,
-    )
+    batches = batches_of(config, corpus.train)
     position, tokens = 0, training.batch * training.micro_batches * config.model.context
     send({"version": backend_version(config), "device": session.description.name, "tokens": tokens})
     for line in sys.stdin:

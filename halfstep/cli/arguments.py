@@ -51,6 +51,9 @@ Weights = Annotated[
 ]
 HeldOut = Annotated[
     str | None,
-    Parameter(help="Another text to hold out, or where that of the run is now, if it moved: a file or a folder."),
+    Parameter(
+        help="Another text to hold out, or where that of the run is now, if it moved: a file or a folder. The "
+        "text that the model was trained on is not needed then."
+    ),
 ]
 MovedData = Annotated[str | None, Parameter(help="Where the data is now, if it moved since the run.")]

@@ -45,7 +45,7 @@ def evaluate(
     print_words(f"loading `{run}`")
     trained = open_trained(run, *where, policy=policy, backend=backend, weights=weights)
     corpus = _load_corpus(trained)
-    print_words(f"evaluating on held-out text of `{trained.config.data.source}`")
+    print_words(f"evaluating on {trained.config.data.held_out}")
     with memory.convert_oom(trained.session.ran_out, lambda: memory.in_scoring(trained.config)):
         result = measure(trained.session, corpus, trained.config)
     _print(trained, dataclasses.asdict(result), json)
@@ -82,15 +82,16 @@ def sample(
     seed
         The same seed gives the same text.
     """
+    from halfstep.training.data.held_out import run_tokenizer
     from halfstep.training.data.types import DataError
     from halfstep.training.run.trained import open_trained
-    from halfstep.training.sampling import check_asked, first_line, generate, prompt_tokens, tokenizer_of, written
+    from halfstep.training.sampling import check_asked, first_line, generate, prompt_tokens, written
 
     check_asked(length, temperature, top_k, seed)
     where = (device, data, validation)
     print_words(f"loading `{run}`")
     trained = open_trained(run, *where, policy=policy, backend=backend, weights=weights)
-    tokenizer = tokenizer_of(trained.config.data.source, trained.saved.manifest["data"])
+    tokenizer = run_tokenizer(trained.config.data.source, trained.saved.manifest["data"])
     if prompt is None:
         try:
             given = first_line(tokenizer, _load_corpus(trained).validation)
@@ -156,7 +157,7 @@ def artifact(
     config, session, corpus = trained.config, trained.session, _load_corpus(trained)
     if limit is not None:
         config = dataclasses.replace(config, artifact=dataclasses.replace(config.artifact, limit=limit))
-    print_words(f"evaluating on held-out text of `{config.data.source}`, before and after")
+    print_words(f"evaluating on {config.data.held_out}, before and after")
     with memory.convert_oom(session.ran_out, lambda: memory.in_scoring(config)):
         before = measure(session, corpus, config)
         # From the checkpoint's own numbers: the session may hold them rounded, in the policy to evaluate in.
@@ -169,18 +170,25 @@ def artifact(
 
 
 def _load_corpus(trained: "TrainedModel") -> "Corpus":
+    """Opens the held-out text of a model; the text that it was trained on only if that is a part of it."""
+    from halfstep.training.data.held_out import load_held_out
     from halfstep.training.data.load import load_corpus
 
-    config, before = trained.config, trained.saved.manifest["data"]
-    corpus = load_corpus(config.data.source, config.data.validation, config.model.vocabulary)
-    if corpus.digest != before["digest"] and not trained.other_text:
-        print_words(f"warning: the data changed since the checkpoint; it was {before['description']}")
+    data, before, vocabulary = trained.config.data, trained.saved.manifest["data"], trained.config.model.vocabulary
+    if isinstance(data.validation, str):
+        corpus = load_held_out(data.validation, data.source, before, vocabulary)
+        what, known = "held-out text", before.get("held_out_digest")
+    else:
+        corpus = load_corpus(data.source, data.validation, vocabulary)
+        what, known = "data", before["digest"]
+    if known and known != corpus.digest and not trained.other_text:
+        print_words(f"warning: the {what} changed since the checkpoint; it was {before['description']}")
     return corpus
 
 
 def _print(trained: "TrainedModel", result: dict[str, Any], json: bool) -> None:
-    session, manifest = trained.session, trained.saved.manifest
-    ran = {"policy": str(session.policy), "backend": trained.config.backend}
+    manifest = trained.saved.manifest
+    ran = {"policy": str(trained.policy), "backend": trained.config.backend}
     data = {"step": manifest["step"], **ran, "weights": trained.weights, **result}
     if json:
         print_json(data)

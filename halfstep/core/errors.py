@@ -109,6 +109,11 @@ def warn_caller(message: str) -> None:
     warnings.warn(message, stacklevel=level)
 
 
+def how_to_install(extra: str, options: str = "") -> str:
+    """Returns the hint for a package that an extra of halfstep brings: halfstep itself is on no index."""
+    return f"in the checkout of halfstep, run: pip install {options}'.[{extra}]'"
+
+
 def explain_missing(load: Callable[[str], Any], package: str, *frameworks: str) -> Callable[[str], Any]:
     """Wraps a backend's `__getattr__`: without its framework, the error names the extra to install."""
 
@@ -123,7 +128,7 @@ def explain_missing(load: Callable[[str], Any], package: str, *frameworks: str) 
                     needed = framework.partition(".")[0]
                     raise HalfstepError(
                         f"`{package}.{name}` needs {needed}, which cannot be imported: {error}",
-                        hint=f"pip install 'halfstep[{package.rpartition('.')[2]}]'",
+                        hint=how_to_install(package.rpartition(".")[2]),
                     ) from error
             raise
 

@@ -116,6 +116,17 @@ class Policy:
             rules=tuple(Rule(glob, tuple(changes)) for glob, changes in rules if changes),
         )
 
+    def without_training(self) -> "Policy":
+        """Returns the policy without what only training uses: split masters, moments, formats of gradients."""
+        rules = [Rule(rule.glob, tuple(_resting(dict(rule.changes)).items())) for rule in self.rules]
+        return replace(
+            self,
+            **_resting({"param": self.param, "compute": self.compute}),  # type: ignore[arg-type]
+            accumulate=FP32,
+            moments=FP32,
+            rules=tuple(rule for rule in rules if rule.changes),
+        )
+
     @classmethod
     def parse(cls, text: str, *, auto: "Policy | None" = None) -> "Policy":
         """Reads the text form. `auto` is the policy that was chosen for the name `auto`, if any."""
@@ -188,6 +199,16 @@ class Policy:
                 f"`{weak[0]}` without a scale: gradients below {SMALLEST_FP16} would become zero",
                 hint="add `scale=dynamic`, start from `fp16-mixed`, or use bf16, which has fp32's range",
             )
+
+
+def _resting(roles: Mapping[str, Value]) -> dict[str, Value]:
+    """Returns the roles of weights that no update changes. Gradients, which nobody asks for, follow the others."""
+    kept = {role: value for role, value in roles.items() if role not in ("grad", "grad_weight", "moments")}
+    if isinstance(compute := kept.get("compute"), Operand):
+        kept["grad"] = compute
+    if isinstance(param := kept.get("param"), Param):
+        kept |= {"param": Param(param.format), "grad_weight": param.format}
+    return kept
 
 
 @dataclass(frozen=True)

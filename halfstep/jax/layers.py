@@ -39,6 +39,12 @@ def enter(x: Array, casts: Casts) -> Array:
     return rounded(x.astype(casts.compute), casts)
 
 
+def admit(x: Array, casts: Casts) -> Array:
+    """Casts a leaf of a batch: a mask's finite numbers stay finite, or rows that are masked become NaN."""
+    lowest = -casts.precision.compute.max
+    return enter(jnp.where(x < lowest, jnp.where(jnp.isinf(x), x, lowest), x), casts)
+
+
 def rounded(x: Array, casts: Casts) -> Array:
     """Returns the result of an operation in the compute format: unchanged natively, rounded where emulated."""
     if not casts.emulate or casts.plain:

@@ -55,7 +55,7 @@ from halfstep.mlx.layers import Layer, Matmul
 from halfstep.mlx.lowering import NATIVE, casts_of
 
 # The attributes a module gets; none of these is an array, so none is a parameter.
-_ATTRIBUTES = ("casts", "name", "streams", "halfstep", "halfstep_model", "halfstep_masters", "halfstep_halves")
+_ATTRIBUTES = ("casts", "name", "streams", "halfstep", "halfstep_model", "halfstep_masters")
 
 
 class Place(NamedTuple):
@@ -148,8 +148,6 @@ def apply(
         place.put(held)
         if remainder is not None:
             remainders[name] = remainder
-            held_here = place.module.__dict__
-            held_here["halfstep_halves"] = (*held_here.get("halfstep_halves", ()), name)
     others = {name: place.array for name, place in arrays(model).items() if public(name) and name not in places}
     frozen = tuple(name for name, array in others.items() if mx.issubdtype(array.dtype, mx.floating))
     return Applied(policy, len(changes), masters, moments, places, remainders, widened, frozen, changes, originals)
@@ -251,7 +249,7 @@ def arrays(model: dict[str, Any]) -> dict[str, Place]:
 
 def trainable(model: Module) -> dict[str, Place]:
     """Returns the places of the parameters to train: floating, and not frozen."""
-    flat: dict[str, mx.array] = dict(tree_flatten(model.trainable_parameters()))
+    flat: dict[str, mx.array] = dict(tree_flatten(model.filter_and_map(Module.trainable_parameter_filter)))
     places = {name: place for name, place in arrays(model).items() if name in flat}
     for name, place in places.items():
         if place.array.dtype in (mx.float64, mx.complex64):

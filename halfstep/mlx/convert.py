@@ -18,7 +18,19 @@ from mlx.nn.layers.base import Module
 from mlx.utils import tree_flatten
 
 from halfstep.mlx.functions import mapped, scope
-from halfstep.mlx.layers import Held, Layer, Matmul, embedding, enter, expect, layer_norm, linear, owned, rms_norm
+from halfstep.mlx.layers import (
+    Held,
+    Layer,
+    Matmul,
+    admit,
+    embedding,
+    enter,
+    expect,
+    layer_norm,
+    linear,
+    owned,
+    rms_norm,
+)
 from halfstep.mlx.lowering import Casts, casts_of
 
 
@@ -136,7 +148,7 @@ class Around(Held):
         if leaf:
             if setting.role != "rope" and args and isinstance(args[0], mx.array):
                 expect(args[0], setting.casts, setting.name, setting.streams)
-            args, kwargs = mapped(lambda x: enter(x, inside), (args, kwargs))
+            args, kwargs = mapped(lambda x: admit(x, inside), (args, kwargs))
         held = [(container, key, container[key]) for container, key in own_arrays(self)]
         cast = [enter(owned(array, setting.casts), inside) for _, _, array in held]
         for (container, key, _), array in zip(held, cast, strict=True):
@@ -183,7 +195,7 @@ class Whole(Held):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         borders = self.halfstep_model
         if borders.cast_inputs:
-            args, kwargs = mapped(lambda x: enter(x, borders.inputs), (args, kwargs))
+            args, kwargs = mapped(lambda x: admit(x, borders.inputs), (args, kwargs))
         with scope(borders.inputs):
             y = super().__call__(*args, **kwargs)
         return mapped(lambda x: enter(x, borders.outputs), y)

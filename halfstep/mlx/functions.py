@@ -92,10 +92,11 @@ def _attention(function: Call, role: str, args: Any, kwargs: Any, casts: Casts) 
             "is fp32",
             hint="write `softmax=fp32`, or compute the attention with mx.softmax",
         )
-    if not casts.emulate and args[0].dtype not in _NARROW:
+    given = dict(zip("qkv", args, strict=False)) | kwargs
+    if not casts.emulate and given["q"].dtype not in _NARROW:
         return function(*args, **kwargs)
-    args, kwargs = mapped(lambda x: enter(x, casts).astype(mx.float32), (args, kwargs))
-    return enter(function(*args, **kwargs), casts)
+    given |= {name: enter(given[name], casts) for name in "qkv"}  # a mask is added in fp32, and is not rounded
+    return enter(function(**mapped(lambda x: x.astype(mx.float32), given)), casts)
 
 
 def _wrapped(function: Call, role: str, run: Call = _island) -> Call:

@@ -21,9 +21,8 @@ from typing import Any, cast
 
 import mlx.core as mx
 from mlx.nn.layers.base import Module
-from mlx.utils import tree_flatten, tree_unflatten
 
-from halfstep.core.errors import HalfstepError, PolicyError
+from halfstep.core.errors import PolicyError
 from halfstep.core.formats import FP32, Format, parse
 from halfstep.core.precision import Precision
 from halfstep.core.refusal import named_format
@@ -47,23 +46,18 @@ def casts_like(x: mx.array) -> Casts:
 class Held(Module):
     """A module whose parameters may be halves of split masters: it shows, saves and loads the masters."""
 
-    halfstep_masters: Any = None  # of the model itself, while there is a run: optim.masters.Masters
-    halfstep_halves: tuple[str, ...] = ()  # the arrays that are halves, in the module that holds them
+    halfstep_masters: Any = None  # of the whole model, while there is a run: optim.masters.Masters
 
     def parameters(self) -> Any:
         """Returns the parameters, those that are split as whole fp32 masters, whose gradients are fp32 too."""
-        tree = super().parameters()
-        joined = {} if self.halfstep_masters is None else self.halfstep_masters.joined()
-        return tree_unflatten(list((dict(tree_flatten(tree)) | joined).items())) if joined else tree
+        return self._joined(super().parameters())
 
-    def save_weights(self, file: str) -> None:
-        """Saves the parameters, split ones as fp32 masters."""
-        self._check_whole("save_weights")
-        super().save_weights(file)
+    def trainable_parameters(self) -> Any:
+        """Returns the parameters that are not frozen, those that are split as whole fp32 masters."""
+        return self._joined(super().trainable_parameters())
 
     def load_weights(self, file_or_weights: Any, strict: bool = True) -> Any:
         """Loads weights of any floating dtype, and holds each as its master is held."""
-        self._check_whole("load_weights")
         masters = self.halfstep_masters
         before = {} if masters is None else {name: place.array for name, place in masters.places.items()}
         super().load_weights(file_or_weights, strict)
@@ -72,14 +66,8 @@ class Held(Module):
             masters.set({name: array.astype(mx.float32) for name, array in new.items()})
         return self
 
-    def _check_whole(self, method: str) -> None:
-        """Refuses a part of a model, which has no remainders of its split masters."""
-        halves = [n for module in self.modules() for n in module.__dict__.get("halfstep_halves", ())]
-        if halves and self.halfstep_masters is None:
-            raise HalfstepError(
-                f"{method} of a part of the model: `{halves[0]}` is the bf16 half of a split master here",
-                hint=f"call {method} of the whole model, which has the masters in fp32, or run.unprepare() first",
-            )
+    def _joined(self, tree: Any) -> Any:
+        return tree if self.halfstep_masters is None else self.halfstep_masters.joined(tree)
 
 
 class Layer(Held):
@@ -134,6 +122,12 @@ def enter(x: mx.array, casts: Casts) -> mx.array:
     return rounded(x.astype(casts.compute), casts)
 
 
+def admit(x: mx.array, casts: Casts) -> mx.array:
+    """Casts an input of a model: a mask's finite numbers stay finite, or rows that are masked become NaN."""
+    lowest = -casts.precision.compute.max
+    return enter(mx.where(x < lowest, mx.where(mx.isinf(x), x, lowest), x), casts)
+
+
 def rounded(x: mx.array, casts: Casts) -> mx.array:
     """Returns the result of an operation in the compute format: unchanged natively, rounded where emulated."""
     if not casts.emulate or casts.plain:
@@ -146,11 +140,6 @@ def owned(parameter: mx.array, casts: Casts) -> mx.array:
     if parameter.dtype == mx.float32 and casts.precision.grad_weight == FP32:
         return parameter
     return _owning(casts.precision.grad_weight)(parameter)
-
-
-def widened(parameter: mx.array) -> mx.array:
-    """Returns a parameter in fp32, with its gradient in fp32."""
-    return _owning(FP32)(parameter)  # type: ignore[no-any-return]
 
 
 def times(x: mx.array, factor: mx.array, casts: Casts) -> mx.array:

@@ -28,9 +28,10 @@ from halfstep.core.measure import TOKENS, settle
 from halfstep.core.policy import Policy
 from halfstep.core.roles import print_value
 from halfstep.core.scaling import DynamicScale, ScaleAlarm, ScaleState, way_out
-from halfstep.mlx.apply import Applied, Place, apply, arrays, public, restore, trainable
+from halfstep.mlx.apply import Applied, Place, apply, arrays, public, restore, trainable, walk
 from halfstep.mlx.dtypes import describe, dtype_of
 from halfstep.mlx.functions import scope
+from halfstep.mlx.layers import Held
 from halfstep.mlx.lowering import casts_for
 from halfstep.mlx.optim.masters import Masters
 from halfstep.mlx.optim.optimizers import leaves_of
@@ -123,7 +124,10 @@ class Run:
         self.policy = conversion.policy
         self.clip_norm, self.choice = clip_norm, choice  # what `auto` chose and why; None if a policy was named
         self.compile = compile
-        self.masters = model.halfstep_masters = Masters(conversion, seed)
+        self.masters = Masters(conversion, seed)
+        for _, module in walk(model):
+            if isinstance(module, Held):
+                module.halfstep_masters = self.masters
         init = self.policy.scale.init()._asdict()
         self.scalars = {name: mx.array(init[name], dtype) for name, dtype in _SCALARS.items()}
         self.scalars["applied"] = mx.array(0, mx.int32)

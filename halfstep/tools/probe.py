@@ -22,7 +22,7 @@ from halfstep.config.load import DEFAULT_RECIPE, load
 from halfstep.config.run import RunConfig
 from halfstep.core.choice import Choice, Gain, Shape, Support, Timing, choose, gain
 from halfstep.core.devices import Device
-from halfstep.core.errors import HalfstepError, PolicyError, did_you_mean, one_of
+from halfstep.core.errors import HalfstepError, PolicyError, did_you_mean, how_to_install, one_of
 from halfstep.core.formats import FP32, TF32, Format
 from halfstep.core.ladder import ENOUGH
 from halfstep.core.measure import BUDGET, CANDIDATES, MATMUL_SHARE, decide, time_candidates
@@ -212,7 +212,7 @@ def _load(name: str) -> Any:
             f"unknown backend `{name}`; it may be {one_of(BACKENDS)}", hint=did_you_mean(name, BACKENDS)
         )
     if find_spec(name) is None:
-        return BackendResult(name, missing=f"{name} is not installed", install=f"pip install 'halfstep[{name}]'")
+        return BackendResult(name, missing=f"{name} is not installed", install=how_to_install(name))
     return import_module(f"halfstep.{name}.measure")
 
 

@@ -28,12 +28,13 @@ from halfstep.core.refusal import slow_formats
 from halfstep.training import memory
 from halfstep.training.checkpoints.retention import Retention, warn_of_keep_best
 from halfstep.training.checkpoints.writer import Saver
-from halfstep.training.data.batches import Batches
+from halfstep.training.data.batches import batches_of
 from halfstep.training.data.corpus import Corpus
 from halfstep.training.data.load import load_corpus
 from halfstep.training.data.prefetch import Prefetch
 from halfstep.training.data.types import DataError
 from halfstep.training.evaluation import Evaluation, check_held_out, evaluate
+from halfstep.training.files import RunLock
 from halfstep.training.paths import CHECKPOINTS, EVENTS
 from halfstep.training.run import determinism, folder
 from halfstep.training.run.checkpointing import Checkpointer
@@ -43,7 +44,7 @@ from halfstep.training.run.response import Responder, RollBackError
 from halfstep.training.run.resume import Opened, create_run
 from halfstep.training.run.signals import StopRequest
 from halfstep.training.schedule import factor
-from halfstep.training.session import Tokens, open_session
+from halfstep.training.session import Session, Tokens, open_session
 from halfstep.training.telemetry import loggers
 from halfstep.training.telemetry.ceiling import UNMEASURED, Ceiling
 from halfstep.training.telemetry.events import Events
@@ -84,59 +85,79 @@ class Loop:
         ceiling: Ceiling = UNMEASURED,
         corpus: Corpus | None = None,
     ):
-        training, data = config.training, config.data
         self.out, self.policy, self.deadline, self.ceiling = out, policy, deadline, ceiling
         self.warnings = list(warnings)
         with ExitStack() as on_error:  # a refused run releases the lock
             if opened is not None:
                 on_error.callback(opened.lock.release)
-            loggers.check(training.loggers)
+            loggers.check(config.training.loggers)
             determinism.prepare(config, out)
+            data = config.data
             self.corpus = corpus or load_corpus(data.source, data.validation, config.model.vocabulary)
-            self.batches = Batches(
-                self.corpus.train,
-                context=config.model.context,
-                batch=training.batch,
-                micro_batches=training.micro_batches,
-                seed=config.seed,
-                name=f"`{data.source}`",
-            )
+            self.batches = batches_of(config, self.corpus.train)
             check_held_out(self.corpus, config)
             begins = opened is None or opened.saved is None
             self.pretrained = self._open_pretrained(config) if config.init and begins else None
-            weights = origin = None
             if self.pretrained is not None:
                 config = dataclasses.replace(config, init_digest=self.pretrained.digest)
-                weights, origin = self.pretrained.weights(), self.pretrained.record()
             self.config = config
-            self.session = open_session(config, policy, device, weights=weights)
-            determinism.check(config, self.session.description.kind)
-            self.health = Health(training.rollback)
-            parts = (self.corpus, self.batches, self.session, self.health)
-            self.context = RunContext(config, policy, *parts, choice=choice, origin=origin)
-            if opened is None:
-                self.batches.at(0)  # shards that cannot be read are refused before there is a folder
-                self.lock, self.start = create_run(out, self.context.resolved()), 0
-                self.warnings += [self.lock.warning] if self.lock.warning else []
-            else:
-                self.lock, self.start = opened.lock, opened.restore(self.context)
-                self.warnings += opened.warnings
+            self.session = self._open_session(device)
+            self.health = Health(config.training.rollback)
+            self.context = self._describe_run(choice)
+            self.lock, self.start = self._begin() if opened is None else self._resume(opened)
             on_error.pop_all()
-        self.warnings += warn_of_keep_best(training) + slow_formats(policy, self.session.description)
+        self.warnings += warn_of_keep_best(config.training) + slow_formats(policy, self.session.description)
         self.warnings += getattr(self.session, "notes", [])  # what was decided by measurement, or a checkpoint
         self._owes_evaluation = opened is not None and opened.owes_evaluation()
-        self._has_ended = self.start == training.steps and folder.has_ended(out)
+        self._has_ended = self.start == config.training.steps and folder.has_ended(out)
         self._unreadable: DataError | None = None
         self.last_evaluation: Evaluation | None = None  # at the last step
-        self.stop, self.bar = StopRequest(), StepProgress(training.steps, start=self.start)
+        self.stop, self.bar = StopRequest(), StepProgress(config.training.steps, start=self.start)
         self.tally = self._tally_at(self.start)
         self.meters = Meters(config, ceiling, self.session, self.tally.watch)
         self.events = Events(out / EVENTS)
         resumed_from = None if opened is None else self.start  # 0 if it died before its first checkpoint
-        self.board = loggers.Board(training.loggers, out, resumed_from, self.warnings.append)
-        keep = Retention(training.keep_last, training.keep_every, training.keep_best)
+        self.board = loggers.Board(config.training.loggers, out, resumed_from, self.warnings.append)
+        keep = Retention(config.training.keep_last, config.training.keep_every, config.training.keep_best)
         self.saver = Saver(out / CHECKPOINTS, keep, self.start or None)
-        self.checkpointer = Checkpointer(
+        self.checkpointer = self._make_checkpointer()
+        self.responder = Responder(self.health, self.batches, self.session, self.checkpointer, self.tally)
+
+    def _open_pretrained(self, config: RunConfig) -> Pretrained:
+        pretrained = open_pretrained(config.init, config.model, config.init_digest)
+        if pretrained.layout.name != "halfstep" and self.corpus.bytes_per_token == 1:
+            self.warnings.append(
+                f"the data is bytes, and the weights of `{config.init}` expect the tokens of their own tokenizer; "
+                "--set data.source=... names shards of those"
+            )
+        return pretrained
+
+    def _open_session(self, device: str | None) -> Session:
+        weights = None if self.pretrained is None else self.pretrained.weights()
+        session = open_session(self.config, self.policy, device, weights=weights)
+        determinism.check(self.config, session.description.kind)
+        return session
+
+    def _describe_run(self, choice: Choice | None) -> RunContext:
+        origin = None if self.pretrained is None else self.pretrained.record()
+        parts = (self.corpus, self.batches, self.session, self.health)
+        return RunContext(self.config, self.policy, *parts, choice=choice, origin=origin)
+
+    def _begin(self) -> tuple[RunLock, int]:
+        """Makes the folder of a new run; returns its lock and the step to start from."""
+        self.batches.at(0)  # shards that cannot be read are refused before there is a folder
+        lock = create_run(self.out, self.context.resolved())
+        self.warnings += [lock.warning] if lock.warning else []
+        return lock, 0
+
+    def _resume(self, opened: Opened) -> tuple[RunLock, int]:
+        """Restores a run from its checkpoint; returns its lock and the step to start from."""
+        start = opened.restore(self.context)
+        self.warnings += opened.warnings
+        return opened.lock, start
+
+    def _make_checkpointer(self) -> Checkpointer:
+        return Checkpointer(
             self.saver,
             self.session,
             self.health,
@@ -145,9 +166,8 @@ class Loop:
             self.context.describe,
             self.context.load,
             self.stop,
-            deadline,
+            self.deadline,
         )
-        self.responder = Responder(self.health, self.batches, self.session, self.checkpointer, self.tally)
 
     def run(self) -> Outcome:
         """Trains to the end, or until someone asks to stop."""
@@ -356,15 +376,6 @@ class Loop:
             self.events.write("end", **done, loss=tally.loss, **scores, **totals)
         newest = self.saver.saved_step
         return Outcome(self.out, tally.step, finished, tally.watch.seconds, speed, held_out, newest, totals)
-
-    def _open_pretrained(self, config: RunConfig) -> Pretrained:
-        pretrained = open_pretrained(config.init, config.model, config.init_digest)
-        if pretrained.layout.name != "halfstep" and self.corpus.bytes_per_token == 1:
-            self.warnings.append(
-                f"the data is bytes, and the weights of `{config.init}` expect the tokens of their own tokenizer; "
-                "--set data.source=... names shards of those"
-            )
-        return pretrained
 
     def _tally_at(self, step: int) -> Tally:
         return Tally(step, step, step - self.session.applied(), tokens=step * self._tokens_per_step)

@@ -1,16 +1,12 @@
 """Text from a model, token by token; drawn in numpy, so that one seed writes one text as far as logits agree."""
 
-from collections.abc import Iterable, Iterator, Mapping
-from pathlib import Path
-from typing import Any
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 
 from halfstep.core.errors import ConfigError
-from halfstep.training.data.index import INDEX, is_packed, read_index
 from halfstep.training.data.tokenizer_base import BytesTokenizer, Tokenizer
-from halfstep.training.data.tokenizers import open_saved
-from halfstep.training.data.types import DataError, Tokens
+from halfstep.training.data.types import Tokens
 from halfstep.training.session import Session
 
 FIRST_TOKENS = 64  # of the held-out text, to begin with
@@ -31,25 +27,6 @@ def check_asked(length: int, temperature: float, top_k: int, seed: int) -> None:
     ]
     if wrong:
         raise ConfigError("; ".join(wrong), hint="`halfstep sample --help` explains each and its default")
-
-
-def tokenizer_of(source: str, data: Mapping[str, Any]) -> Tokenizer:
-    """Returns the tokenizer of a run: that of its packed data, or bytes. `data` is from the manifest."""
-    folder = Path(source).expanduser()
-    if folder.is_dir() and is_packed(folder):
-        index = read_index(folder)
-        if not str(data["digest"]).startswith(index.digest):
-            raise DataError(
-                f"`{folder}` is not the data that the run learned from: {data['description']}",
-                hint="put that data back: only its tokenizer reads what the model writes",
-            )
-        return open_saved(folder, index.tokenizer)
-    if data["bytes_per_token"] == 1:
-        return BytesTokenizer()
-    raise DataError(
-        f"the tokenizer of the run is unknown: there is no {INDEX} with one in `{source}`",
-        hint="train on data that `halfstep data pack` wrote; name that data with --data if it moved",
-    )
 
 
 def prompt_tokens(tokenizer: Tokenizer, prompt: bytes) -> list[int]:

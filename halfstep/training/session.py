@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from halfstep.config.run import RunConfig
 from halfstep.config.weights import Weights
 from halfstep.core.devices import Device
-from halfstep.core.errors import HalfstepError
+from halfstep.core.errors import HalfstepError, how_to_install
 from halfstep.core.policy import Policy
 from halfstep.core.state_format import Snapshot, Stored
 from halfstep.training import memory
@@ -97,12 +97,12 @@ def backend_module(backend: str, name: str) -> Any:
     except ModuleNotFoundError as error:
         raise HalfstepError(
             f"backend `{backend}` is not available: there is no module `{error.name}`",
-            hint=f"pip install 'halfstep[{backend}]'",
+            hint=how_to_install(backend),
         ) from None
     except (ImportError, OSError) as error:  # a library that memory has no room for, or of another machine
         raise HalfstepError(
             f"backend `{backend}` cannot be imported: {error}",
-            hint=f"free some memory; or install it again: pip install --force-reinstall 'halfstep[{backend}]'",
+            hint=f"free some memory; or {how_to_install(backend, '--force-reinstall ')}",
         ) from None
 
 
@@ -127,6 +127,7 @@ def open_session(
     """Opens a session of the configured backend, with the given initial weights or those of its seed."""
     module = backend_module(config.backend, "session")
     if not train:  # weights that do not move have no average
+        policy = policy.evaluation().without_training()
         config = replace(config, training=replace(config.training, ema=0.0))
     training, optimizer = config.training, config.optimizer
 

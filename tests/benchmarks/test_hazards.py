@@ -1,15 +1,10 @@
 """Every planted hazard names a function and a test that exist; `make prove` plants them."""
 
 import ast
-import importlib.util
-from pathlib import Path
 
 import pytest
 
-SCRIPT = Path(__file__).parents[2] / "benchmarks" / "prove" / "hazards.py"
-spec = importlib.util.spec_from_file_location("halfstep_hazards", SCRIPT)
-hazards = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(hazards)
+from benchmarks.prove import hazards
 
 
 @pytest.mark.parametrize("hazard", hazards.HAZARDS, ids=lambda hazard: hazard.name)

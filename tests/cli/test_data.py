@@ -91,7 +91,7 @@ def test_a_run_neither_samples_nor_resumes_with_other_data(packed, text, tmp_pat
     os.rename(packed, packed + ".old")
     capsys.readouterr()
     assert run(["sample", str(out), "--device", "cpu"]) == 2
-    assert "the tokenizer of the run is unknown" in capsys.readouterr().err
+    assert "the tokenizer of the run is not here" in capsys.readouterr().err
     options = ["--validation", "0.3", "--workers", "1", "--tokenizer", str(tmp_path / "tokenizer.json")]
     assert run(["data", "pack", text, "--out", packed, *options]) == 0
     assert run(["sample", str(out), "--device", "cpu"]) == 2

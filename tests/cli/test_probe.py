@@ -8,6 +8,7 @@ from halfstep.cli.main import run
 from halfstep.config.load import load
 from halfstep.core.choice import Choice, Support, Timing
 from halfstep.core.devices import Device
+from halfstep.core.errors import how_to_install
 from halfstep.core.formats import BF16, E4M3, E5M2, FP32
 from halfstep.tools import probe
 from halfstep.tools.probe import BackendResult, DeviceResult, ProbeResult
@@ -26,7 +27,7 @@ def asked(monkeypatch):
         Choice("fp32", "bf16 matmuls are 287x slower than fp32"),
     )
     torch = BackendResult("torch", "2.13.0", (device,), ("cuda",))
-    jax = BackendResult("jax", missing="jax is not installed", install="pip install 'halfstep[jax]'")
+    jax = BackendResult("jax", missing="jax is not installed", install=how_to_install("jax"))
     calls = []
 
     def played(backends, budget, *, device, config, say):
@@ -56,7 +57,7 @@ def test_tables_for_people(asked, capsys):
     assert err.splitlines() == [
         "torch 2.13.0, cpu: Neoverse-N1 (aarch64)",
         "also available: cuda; measure another with --device",
-        "jax is not installed: pip install 'halfstep[jax]'",
+        "jax is not installed: in the checkout of halfstep, run: pip install '.[jax]'",
     ]
     tiny = load("tiny")
     assert asked == [(None, 3.0, None, tiny.title, tiny.model.width)]

@@ -292,7 +292,7 @@ def test_a_recipe_that_finds_a_run_keeps_its_settings(small, tmp_path, capsys, m
 
 CHEAP = {
     "data": (["--set", "data.source=nowhere"], "nowhere"),
-    "a logger": (["--set", 'training.loggers=["trackio"]'], "pip install 'halfstep[trackio]'"),
+    "a logger": (["--set", 'training.loggers=["trackio"]'], "run: pip install '.[trackio]'"),
     "a file": (["--out", "file"], "`file` cannot be written: `file` is not a folder"),
     "in a file": (["--out", "file/a/b"], "is not a folder"),
     "settings": (["--resume", "--out", "run", "--set", "seed=9"], "seed was 0 and is now 9; it cannot change"),

@@ -3,9 +3,12 @@
 import json
 import shutil
 
+import numpy as np
 import pytest
 
 from halfstep.cli.main import run
+from halfstep.core.policy import Policy
+from halfstep.training.data.shards import header
 from halfstep.training.weights.artifact import decode
 from tests.training.runs import raising
 
@@ -237,3 +240,122 @@ def test_a_missing_folder_is_not_called_empty(tmp_path, capsys):
             err = capsys.readouterr().err
             assert words in err
             assert "name a run folder" in err
+
+
+@pytest.fixture(scope="module")
+def halves(tmp_path_factory):
+    """A text to train on and one to hold out."""
+    folder = tmp_path_factory.mktemp("text")
+    for name, start in (("train", 0), ("valid", 1000)):
+        lines = (f"line {i} of {name}, {i * i}" for i in range(start, start + 200))
+        (folder / f"{name}.txt").write_text("\n\n".join(lines))
+    return folder
+
+
+def train_on(source, out, *more):
+    settings = [word for setting in (*GIVEN, f"data.source={source}", *more) for word in ("--set", setting)]
+    assert run(["train", "tiny", "--policy", "fp32", "--device", "cpu", "--out", str(out), *settings]) == 0
+    return out
+
+
+@pytest.fixture
+def packed(halves, tmp_path):
+    """Packed data with a tokenizer of its own."""
+    pytest.importorskip("tokenizers")
+    names = [str(tmp_path / name) for name in ("tokenizer.json", "packed")]
+    texts = [str(halves / "train.txt"), "--validation", str(halves / "valid.txt")]
+    assert run(["data", "train-tokenizer", *texts, "--vocabulary", "280", "--out", names[0]]) == 0
+    assert run(["data", "pack", *texts, "--tokenizer", names[0], "--out", names[1], "--workers", "1"]) == 0
+    return tmp_path / "packed"
+
+
+def test_a_model_of_packed_data_is_evaluated_on_any_text_as_if_it_had_been_packed(
+    halves, packed, tmp_path, capsysbinary
+):
+    out, valid = train_on(packed, tmp_path / "run", "model.vocabulary=384"), halves / "valid.txt"
+    capsysbinary.readouterr()
+    _, own = run_json(capsysbinary, "eval", out)
+    assert run_json(capsysbinary, "eval", out, "--validation", valid) == (0, own)
+    records = tmp_path / "valid.jsonl"
+    records.write_text(json.dumps({"text": valid.read_text()}))
+    assert run_json(capsysbinary, "eval", out, "--validation", records) == (0, own)
+    _, written = run_json(capsysbinary, "artifact", out, "--validation", valid)
+    assert written["loss_before"] == own["loss"]
+    # Elsewhere the index and the tokenizer are enough.
+    for path in [*packed.glob("*.bin"), *packed.glob("*.crc"), packed / "token_bytes.npy"]:
+        path.unlink()
+    there = packed.rename(tmp_path / "there")
+    for model, loss in ((out, own["loss"]), (out / "model.int8z", written["loss_after"])):
+        _, found = run_json(capsysbinary, "eval", model, "--validation", valid, "--data", there)
+        assert (found["loss"], found["bits_per_byte"] is None) == (loss, False)
+    assert run(["sample", str(out), "--data", str(there), "--validation", str(valid), "--length", "1"]) == 0
+    assert capsysbinary.readouterr().out.startswith(b"line 1000 of valid")
+    assert run(["eval", str(out), "--validation", str(valid)]) == 2
+    said = " ".join(capsysbinary.readouterr().err.decode().split())
+    assert f"the tokenizer of the run is not here: there is no `{packed}`" in said
+    assert "index.json and its tokenizer are enough" in said
+
+
+def test_a_model_with_a_held_out_text_of_its_own_is_evaluated_without_the_text_it_was_trained_on(
+    halves, tmp_path, capsysbinary
+):
+    folder = shutil.copytree(halves, tmp_path / "text")
+    train, valid = folder / "train.txt", folder / "valid.txt"
+    out = train_on(train, tmp_path / "run", f"data.validation={valid}")
+    capsysbinary.readouterr()
+    assert run(["eval", str(out), "--device", "cpu"]) == 0
+    said = capsysbinary.readouterr().err.decode()
+    assert f"evaluating on held-out text `{valid}`" in " ".join(said.split())
+    _, own = run_json(capsysbinary, "eval", out)
+    _, written = run_json(capsysbinary, "artifact", out)
+    train.unlink()
+    for model, loss in ((out, own["loss"]), (out / "model.int8z", written["loss_after"])):
+        assert run_json(capsysbinary, "eval", model)[1]["loss"] == loss
+        assert run_json(capsysbinary, "eval", model, "--validation", valid)[1]["loss"] == loss
+        assert run(["sample", str(model), "--length", "1", "--device", "cpu"]) == 0
+        assert capsysbinary.readouterr().out.startswith(b"line 1000 of valid")
+    valid.write_text(valid.read_text() + "\n\nmore of it")
+    for model in (out, out / "model.int8z"):
+        assert run(["eval", str(model), "--device", "cpu"]) == 0
+        assert "warning: the held-out text changed" in " ".join(capsysbinary.readouterr().err.decode().split())
+    assert run(["eval", str(out), "--validation", str(valid), "--device", "cpu"]) == 0
+    assert b"warning" not in capsysbinary.readouterr().err  # another text was asked for
+
+
+def test_a_model_of_shards_without_a_tokenizer_takes_no_text(halves, tmp_path, capsys):
+    tokens = np.random.default_rng(0).integers(0, 256, 4000).astype("<u2")
+    (tmp_path / "a.bin").write_bytes(header(len(tokens), tokens.dtype) + tokens.tobytes())
+    out = train_on(tmp_path / "a.bin", tmp_path / "run")
+    assert run(["eval", str(out), "--device", "cpu"]) == 0
+    capsys.readouterr()
+    assert run(["eval", str(out), "--validation", str(halves / "valid.txt")]) == 2
+    said = " ".join(capsys.readouterr().err.split())
+    assert "was trained on token shards without an index, and which tokenizer made them is unknown" in said
+
+
+SPLIT = [
+    "bf16-mixed,param=fp32:split,emulate=true",
+    "bf16-mixed,moments=bf16,grad=fp32; blocks.*: param=fp32:split",
+]
+
+
+@pytest.mark.parametrize("policy", SPLIT)
+def test_what_only_training_needs_keeps_no_backend_from_evaluating(trained, capsys, policy):
+    pytest.importorskip("jax")
+    options = ["--policy", policy, "--backend", "jax"]
+    code, there = run_json(capsys, "eval", trained, *options)
+    _, whole = run_json(capsys, "eval", trained, "--policy", "bf16-mixed,emulate=true", "--backend", "jax")
+    assert (code, there["policy"]) == (0, str(Policy.parse(policy)))
+    assert there["loss"] == pytest.approx(whole["loss"], rel=0 if "emulate" in policy else 2**-7)
+
+
+def test_a_policy_whose_evaluation_a_device_can_run_is_evaluated_and_sampled_from(trained, capsysbinary):
+    _, bf16 = run_json(capsysbinary, "eval", trained, "--policy", "bf16-mixed")
+    _, found = run_json(capsysbinary, "eval", trained, "--policy", "fp8-mixed")
+    assert (found["policy"], found["loss"]) == ("fp8-mixed", bf16["loss"])
+    written = []
+    for policy in ("bf16-mixed", "fp8-mixed"):
+        assert run(["sample", str(trained), "--device", "cpu", "--policy", policy, "--length", "20"]) == 0
+        written.append(capsysbinary.readouterr().out)
+    assert written[0] == written[1]
+    assert run(["eval", str(trained), "--device", "cpu", "--policy", "fp8-mixed,eval=compute"]) == 2

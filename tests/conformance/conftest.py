@@ -428,7 +428,7 @@ def _backends(*names):
 
     def backend(request):
         if find_spec(request.param) is None:
-            pytest.skip(f"{request.param} is not installed: pip install 'halfstep[{request.param}]'")
+            pytest.skip(f"{request.param} is not installed")
         return open_backend(request.param)
 
     return pytest.fixture(params=names)(backend)

@@ -1,6 +1,12 @@
+import re
+import tomllib
+from pathlib import Path
+
 import pytest
 
-from halfstep.core.errors import LONGEST, HalfstepError, nearest, printable, shortened
+from halfstep.core.errors import LONGEST, HalfstepError, how_to_install, nearest, printable, shortened
+
+ROOT = Path(__file__).parents[2]
 
 
 def test_control_characters_are_shown_and_not_obeyed():
@@ -27,3 +33,14 @@ def test_what_a_message_quotes_is_shortened(quote, long):
 def test_what_is_short_stays_and_what_is_long_is_like_nothing():
     assert shortened("a" * 500) == "a" * 500
     assert nearest("e4m3" * 1000, ["e4m3"]) is None
+
+
+def test_how_to_install_is_said_in_one_place_as_the_readme_does():
+    """halfstep is on no index, where `pip install 'halfstep[jax]'` would look for it."""
+    assert how_to_install("torch") == "in the checkout of halfstep, run: pip install '.[torch]'"
+    assert "    pip install '.[torch]' " in (ROOT / "README.md").read_text(encoding="utf-8")
+    index = re.compile(r"pip install[^\n]*(halfstep|'\.\[)")
+    said = [path.name for path in (ROOT / "halfstep").rglob("*.py") if index.search(path.read_text("utf-8"))]
+    assert said == ["errors.py"]
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]["optional-dependencies"]
+    assert {"torch", "jax", "mlx", "data", "tensorboard", "trackio", "wandb"} <= extras.keys()

@@ -343,3 +343,23 @@ def test_a_mistake_is_named_with_its_remedy(text, said, hint):
 def test_a_mistake_in_a_table_is_named(table, said):
     with pytest.raises(HalfstepError, match=said):
         Policy.from_table(table)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [*PRESETS, "bf16-mixed,param=fp32:split,moments=bf16", "fp32,compute=bf16,grad=fp32",
+     "bf16-true,param=bf16:stochastic",
+     "bf16-mixed; blocks.*: param=fp32:split,moments=bf16; lm_head: compute=fp32,param=fp32:split"],
+)  # fmt: skip
+def test_a_policy_without_training_computes_the_same_and_holds_plain_weights(text):
+    policy = Policy.parse(text)
+    plain = policy.without_training()
+    assert plain.without_training() == plain
+    before, after = (each.resolve(["blocks.0", "lm_head"]) for each in (policy, plain))
+    for name, resolved in after.items():
+        values, was = resolved.values, before[name].values
+        assert values["grad"] == values["compute"] == was["compute"]
+        assert values["param"] == Param(was["param"].format)
+        assert (values["moments"], values["grad_weight"]) == (FP32, was["param"].format)
+        for role in ("norm", "softmax", "loss", "eval", "matmul", "scale", "emulate"):
+            assert values[role] == was[role]

@@ -484,3 +484,19 @@ def test_stock_optimizers_of_mlx_train_it():
         run = prepare(net(), optimizer, "bf16-mixed,param=fp32:split")
         losses = [run.step(cross_entropy, [TOKENS]).loss.item() for _ in range(10)]
         assert losses[-1] < losses[0], type(optimizer).__name__
+
+
+@pytest.mark.parametrize("policy", ["fp32", "bf16-mixed", "fp16-mixed", "fp16-mixed,emulate=true"])
+def test_a_mask_that_a_model_is_given_stays_finite(policy):
+    class Masked(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.scores = nn.Linear(3, 3)
+
+        def __call__(self, x, mask):
+            return mx.softmax(self.scores(x) + mask, axis=-1)
+
+    run = prepared(policy, Masked())
+    mask = mx.array([[mx.finfo(mx.float32).min] * 3, [-1e9] * 3, [-mx.inf] * 3, [mx.inf, 0, 0]])
+    y = run.model(draw(4, 3), mask)
+    assert mx.isfinite(y).all(axis=-1).tolist() == [True, True, False, False]

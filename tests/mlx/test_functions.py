@@ -21,6 +21,7 @@ FUNCTIONS = {
         "nn.softmax": lambda x: nn.softmax(x),
         "log_softmax": lambda x: nn.log_softmax(x),
         "attention": lambda x: mx.fast.scaled_dot_product_attention(x[:, None], x[:, None], x[:, None], **ATTEND),
+        "by keyword": lambda x: mx.fast.scaled_dot_product_attention(**dict.fromkeys("qkv", x[:, None]), **ATTEND),
     },
     "norm": {
         "rms_norm": lambda x: mx.fast.rms_norm(x, None, 1e-5),
@@ -111,3 +112,20 @@ def test_a_role_may_be_narrow_fp32_stays_and_rules_reach_the_code_of_a_module():
     run, calls = prepared(FUNCTIONS["softmax"]["attention"], "bf16-mixed,softmax=bf16")
     with pytest.raises(PolicyError, match=r"softmax=bf16 does not reach mx\.fast\.scaled_dot_product_attention"):
         run.model(X)
+
+
+@pytest.mark.parametrize("policy", ["fp16-mixed", "bf16-mixed", "fp16-mixed,emulate=true"])
+@pytest.mark.parametrize("lowest", [mx.finfo(mx.float32).min, -1e9, -mx.inf])
+def test_a_mask_of_finite_numbers_stays_finite_and_an_infinite_one_infinite(policy, lowest):
+    """In fp16 -1e9 is an infinity, in bf16 fp32's lowest number: a row that is masked throughout would be NaN."""
+    mask = mx.array([[0, lowest, lowest], [lowest] * 3, [0, 0, 0]])
+
+    def attend(x):
+        return mx.fast.scaled_dot_product_attention(*[x[:, None]] * 3, mask=mask, **ATTEND)
+
+    run, calls = prepared(attend, policy)
+    run.model(X)
+    (x,), (y,) = calls.given, calls.returned
+    expected = attend(x.astype(mx.float32)).astype(mx.float16 if policy.startswith("fp16") else mx.bfloat16)
+    assert mx.array_equal(y, expected.astype(y.dtype), equal_nan=True)
+    assert mx.isnan(y[0, 0, 1]).any().item() == (lowest == -mx.inf)

@@ -145,19 +145,39 @@ def test_split_masters_are_saved_shown_and_loaded_whole(tmp_path, compile):
     assert exact(dict(tree_flatten(plain.parameters())), masters)
 
 
-def test_halves_of_split_masters_are_neither_saved_nor_written_by_hand(tmp_path):
+def test_parts_of_a_model_show_save_and_load_split_masters_whole(tmp_path):
+    def nested():
+        model = nn.Sequential(nn.Sequential(nn.Linear(4, 4)), nn.Linear(4, 2))
+        return prepare(model, mlx.optimizers.SGD(0.1), SPLIT)
+
+    r, file = nested(), str(tmp_path / "part.safetensors")
+    masters = r.masters.wide()
+    part = {name.removeprefix("layers.0."): a for name, a in masters.items() if name.startswith("layers.0.")}
+    for shown in (r.model.layers[0].parameters(), r.model.layers[0].trainable_parameters()):
+        assert exact(dict(tree_flatten(shown)), part)
+    assert exact(dict(tree_flatten(r.model.trainable_parameters())), masters)
+    assert exact(r.model.layers[0].layers[0].parameters(), {n.rpartition(".")[2]: a for n, a in part.items()})
+    r.model.layers[0].save_weights(file)
+    other = nested()
+    other.model.layers[0].load_weights(file)
+    assert exact(other.masters.wide(), other.masters.wide() | {f"layers.0.{name}": a for name, a in part.items()})
+    assert train(other, [0]) > 0
+
+
+def test_halves_of_split_masters_are_not_written_by_hand():
     r = run(SPLIT)
-    with pytest.raises(HalfstepError, match=r"`layers\.0\.weight` is the bf16 half of a split master") as caught:
-        r.model.layers[0].save_weights(str(tmp_path / "part.npz"))
-    assert "of the whole model" in caught.value.hint
     r.model.update(tree_map(lambda p: p * 0.999, r.model.trainable_parameters()))
     with pytest.raises(HalfstepError, match=r"`layers\.0\.weight` was written by hand") as caught:
         train(r, [0])
     assert "load_weights" in caught.value.hint
-    nested = nn.Sequential(nn.Sequential(nn.Linear(2, 2)))
-    prepare(nested, mlx.optimizers.SGD(0.1), SPLIT)
-    with pytest.raises(HalfstepError, match="half of a split master"):
-        nested.layers[0].save_weights(str(tmp_path / "part.npz"))
+
+
+def test_split_masters_are_shown_with_their_bits():
+    """A zero keeps its sign, and the largest number has an infinite half."""
+    r = run(SPLIT)
+    given = mx.array([[-0.0, 3.4028235e38, -3.4028235e38, 1e-40], [mx.inf, -mx.inf, 3.39e38, -1e-45]])
+    r.model.load_weights([("layers.2.weight", given)], strict=False)
+    assert mx.array_equal(r.model.parameters()["layers"][2]["weight"].view(mx.uint32), given.view(mx.uint32))
 
 
 def test_a_loss_of_the_parameters_themselves_has_fp32_gradients():

@@ -67,6 +67,6 @@ def test_the_wheel_works_without_a_framework(environment):
 
 
 def test_training_without_a_framework_says_what_to_install(environment, wheel):
-    assert "halfstep[torch]" in run(
+    assert "pip install '.[torch]'" in run(
         environment / "halfstep", "train", "--out", wheel.parent / "run", "--policy", "fp32", code=2
     )

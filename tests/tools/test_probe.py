@@ -10,7 +10,7 @@ import pytest
 from halfstep.config.load import load
 from halfstep.core.choice import Choice, Support, Timing
 from halfstep.core.devices import Device, native
-from halfstep.core.errors import HalfstepError
+from halfstep.core.errors import HalfstepError, how_to_install
 from halfstep.core.formats import BF16, E4M3, E5M2, FP16, FP32, TF32
 from halfstep.core.measure import decide, settle
 from halfstep.core.policy import PRESETS
@@ -112,11 +112,11 @@ def test_backends_that_are_not_there_are_reported_unless_they_were_named(played)
     assert [backend.name for backend in result.backends] == ["torch", "jax", "mlx"]
     torch, jax, mlx = result.backends
     assert (torch.version, torch.other_devices) == ("9.9", ("toaster",))
-    assert (mlx.missing, mlx.install) == ("mlx is not installed", "pip install 'halfstep[mlx]'")
+    assert (mlx.missing, mlx.install) == ("mlx is not installed", how_to_install("mlx"))
     assert (jax.missing, played.budgets) == ("jax is not installed", [2.0])
     with pytest.raises(HalfstepError, match="mlx is not installed") as caught:
         probe.run(["mlx"])
-    assert caught.value.hint == "pip install 'halfstep[mlx]'"
+    assert caught.value.hint == how_to_install("mlx")
     with pytest.raises(HalfstepError, match="mlx is not installed"):
         probe.choose_policy("mlx", None, TINY)
     with pytest.raises(HalfstepError, match="unknown backend `torhc`") as caught:
@@ -134,7 +134,7 @@ def test_an_impossible_budget_is_refused(budget, played):
 def test_the_data_is_json_and_the_choice_is_made_on_the_device_that_is_named(played):
     data = json.loads(json.dumps(probe.run(budget=1.0).to_dict(), allow_nan=False))
     torch, _, mlx = data["backends"]
-    assert mlx == {"name": "mlx", "missing": "mlx is not installed", "install": "pip install 'halfstep[mlx]'"}
+    assert mlx == {"name": "mlx", "missing": "mlx is not installed", "install": how_to_install("mlx")}
     device = torch["devices"][0]
     assert (device["name"], device["architecture"], device["features"]) == ("Neoverse-N1", "aarch64", ["asimdhp"])
     assert device["support"]["tf32"] == {"ok": False, "reason": "no CPU multiplies tf32"}

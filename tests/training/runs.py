@@ -13,6 +13,7 @@ from halfstep.core.policy import Policy
 from halfstep.training.checkpoints import checkpoint
 from halfstep.training.loop import Loop
 from halfstep.training.paths import CHECKPOINTS, EVENTS
+from halfstep.training.run.response import RollBackError
 from halfstep.training.run.resume import open_run
 from halfstep.training.telemetry.events import read_events
 
@@ -154,3 +155,23 @@ def poison(loop, indices, factor):
 
     loop.session._loss = loss
     return loop
+
+
+def give_up(loop, good):
+    """Gives up the steps since the checkpoint of a good one, as the responder does: once it is written."""
+    loop.health.good = good
+    assert loop.checkpointer.can_roll_back(loop.tally.step)
+    raise RollBackError
+
+
+def roll_back_at(loop, number, good):
+    """Gives up the steps after the good one, once, when a step has been recorded."""
+    record, gone = loop._record, []
+
+    def back_once(result):
+        record(result)
+        if loop.tally.step == number and not gone:
+            gone.append(1)
+            give_up(loop, good=good)
+
+    loop._record = back_once

@@ -12,7 +12,7 @@ import pytest
 
 from halfstep.config.load import load
 from halfstep.core.choice import Choice
-from halfstep.core.errors import ConfigError, HalfstepError
+from halfstep.core.errors import ConfigError, HalfstepError, how_to_install
 from halfstep.core.policy import Policy
 from halfstep.training.checkpoints import checkpoint
 from halfstep.training.session import open_session
@@ -229,7 +229,7 @@ def test_a_missing_framework_says_how_to_install_it(text, backend, missing, monk
     monkeypatch.setitem(sys.modules, missing, None)  # importing it fails, as if it were not there
     with pytest.raises(HalfstepError, match=missing) as caught:
         open_session(config(text, f"backend={backend}"), Policy())
-    assert f"pip install 'halfstep[{backend}]'" in caught.value.hint
+    assert how_to_install(backend) in caught.value.hint
 
 
 def test_skipped_steps_are_counted_across_a_resume(text, tmp_path):

@@ -67,7 +67,7 @@ from halfstep.jax.functions.primitives import (
     multiplies,
     parts_of_scan,
 )
-from halfstep.jax.layers import dot_general, enter, owned, rounded
+from halfstep.jax.layers import admit, dot_general, enter, owned, rounded
 from halfstep.jax.lowering import casts_of
 
 _FLOAT32 = jnp.dtype(jnp.float32)
@@ -141,7 +141,7 @@ class Interpreter:
         """Returns the same leaf as it enters: cast, or rounded if emulated."""
         if not is_floating(leaf):
             return leaf
-        return enter(jnp.asarray(leaf), casts_of(self.base))
+        return admit(jnp.asarray(leaf), casts_of(self.base))
 
     def carrier(self, x: Any) -> Any:
         """Returns an array as it is carried: emulated, in fp32 if its dtype is narrow."""

@@ -16,15 +16,21 @@ table it shares, and wherever compute is not bf16.
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 import mlx.core as mx
+from mlx.utils import tree_map
 
 from halfstep.core.errors import HalfstepError
 from halfstep.core.philox import tensor_id
 from halfstep.mlx.apply import Applied, Place, hold
 from halfstep.mlx.cast import join, quantize, random_bits
 from halfstep.mlx.dtypes import dtype_of
-from halfstep.mlx.layers import Matmul, widened
+from halfstep.mlx.layers import Matmul
+from halfstep.mlx.matmul import with_gradient
+
+# A whole master from its halves: the gradient of the whole, in fp32, is that of the upper half.
+_join = with_gradient(join, lambda halves, g, _: (g, mx.zeros_like(halves[1])))
 
 
 class Masters:
@@ -42,15 +48,15 @@ class Masters:
         """Returns the numbers themselves, in fp32: what an optimizer updates."""
         return {name: self._wide(name, place) for name, place in self.places.items()}
 
-    def joined(self) -> dict[str, mx.array]:
-        """Returns split masters in fp32, differentiable like the arrays in the model, with fp32 gradients."""
-        joined = {}
-        for name, remainder in self.remainders.items():
-            array = self.places[name].array
-            if array.dtype == mx.bfloat16:  # elsewhere the whole is in use
-                hi = mx.stop_gradient(array)
-                joined[name] = widened(array) + (join(hi, remainder) - hi.astype(mx.float32))
-        return joined
+    def joined(self, tree: Any) -> Any:
+        """Returns arrays of the model, halves as split masters in fp32, differentiable like the halves."""
+        halves = {id(self.places[name].array): name for name in self.remainders}
+
+        def whole(array: mx.array) -> mx.array:
+            is_half = id(array) in halves and array.dtype == mx.bfloat16  # elsewhere the whole is in use
+            return _join(array, self.remainders[halves[id(array)]]) if is_half else array
+
+        return tree_map(whole, tree)
 
     def note_writes(self) -> None:
         """Notes the halves that are in the model now: others have no remainder."""

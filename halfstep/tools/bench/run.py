@@ -12,7 +12,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from halfstep.core.errors import HalfstepError, did_you_mean
+from halfstep.core.errors import HalfstepError, did_you_mean, how_to_install
 from halfstep.tools.bench.contract import ARMS, CEILING, Options, Setting
 from halfstep.tools.bench.race import Race
 from halfstep.tools.bench.standings import BenchResult
@@ -36,7 +36,7 @@ def run(
     names = checked_arms(arms)
     _check(asked)
     if find_spec("torch") is None:
-        raise HalfstepError("torch is not installed", hint="pip install 'halfstep[torch]'")
+        raise HalfstepError("torch is not installed", hint=how_to_install("torch"))
     width, seconds = asked.width, asked.seconds
     heads = max(1, width // 64)
     own: dict[str, Any] = {"arm": CEILING, "heads": heads, "seed": seed, "tokens": "", "held_out": ""}

@@ -255,7 +255,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
     if manifest["format"] != FORMAT:
         raise CheckpointError(
             f"`{file}` has format {manifest['format']!r}, this halfstep reads format {FORMAT}",
-            hint="load it with the halfstep that wrote it: `pip install --upgrade halfstep` if that is newer",
+            hint="load it with the halfstep that wrote it; if that is newer, update yours",
         )
     if (digest := digest_of(manifest)) != manifest.get("digest"):
         raise _damaged(file, f"its digest is {digest}, expected {manifest.get('digest')!r}")

@@ -20,6 +20,7 @@ from typing import Any, TypeAlias, TypedDict
 import numpy as np
 from numpy.typing import NDArray
 
+from halfstep.config.run import RunConfig
 from halfstep.training.data.permutation import Permutation
 from halfstep.training.data.shards import ShardedTokens
 from halfstep.training.data.types import DataError, Tokens
@@ -149,6 +150,19 @@ class Batches:
                 cached = epoch, np.argsort(generator.random_raw(self.num_windows), kind="stable")
             self._cached = cached
         return cached[1]
+
+
+def batches_of(config: RunConfig, tokens: Tokens) -> Batches:
+    """Returns the batches of a run, given its training text."""
+    training = config.training
+    return Batches(
+        tokens,
+        context=config.model.context,
+        batch=training.batch,
+        micro_batches=training.micro_batches,
+        seed=config.seed,
+        name=f"`{config.data.source}`",
+    )
 
 
 def validation_batches(

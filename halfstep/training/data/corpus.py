@@ -6,11 +6,12 @@ Equal documents land on the same side, so a copy of a training text never tests 
 which happens with few, the other side gets those with the smallest u (held out) or the largest u (training). Apart
 from that, with a larger share, what was held out stays held out.
 
-Or the user has held out a text already: then it is held out, and all of the source is trained on.
+Or the user has held out a text already: then it is held out, and all of the source, which must not hold it, is
+trained on.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import blake2b
 
 import numpy as np
@@ -30,6 +31,7 @@ class Corpus:
     bytes_per_token: float | None  # of held-out text: 1 for bytes, None for shards of an unknown tokenizer
     num_documents: int | None  # None for shards: counting would read them all
     token_bytes: TokenBytes | None = None  # the length of each token, if known and not always 1
+    held_out_digest: str = ""  # identifies the held-out side alone, of text
 
 
 def hash_share(content: bytes) -> float:
@@ -67,12 +69,27 @@ def from_texts(
 ) -> Corpus:
     """Builds a byte-level corpus from a text to train on and one to hold out."""
     corpus = _from_sides(train, held_out, description, vocabulary)
-    if corpus.validation[:].tobytes().strip() in corpus.train[:].tobytes():
-        raise DataError(
-            f"`{held_out[0].name}` is to be held out, but all of it is in the training text too",
-            hint="name a text for data.validation that data.source does not hold",
-        )
+    texts = {document.content for document in train}
+    if (
+        all(document.content in texts for document in held_out)
+        or corpus.validation[:].tobytes().strip() in corpus.train[:].tobytes()
+    ):
+        raise trained_on_too(f"`{held_out[0].name}`", "all of it is in the training text too")
     return corpus
+
+
+def trained_on_too(name: str, why: str) -> DataError:
+    """Returns the error of a text that would be on both sides."""
+    return DataError(
+        f"{name} is to be held out, but {why}",
+        hint="hold out a text that data.source does not hold (move it elsewhere), or a share, such as 0.1",
+    )
+
+
+def only_held_out(held_out: Sequence[Document], description: str, vocabulary: int) -> Corpus:
+    """Builds a byte-level corpus to evaluate on, without a text to train on; its digest is of what it holds."""
+    corpus = _from_sides((), held_out, description, vocabulary)
+    return replace(corpus, digest=corpus.held_out_digest)
 
 
 def _from_sides(
@@ -94,6 +111,7 @@ def _from_sides(
         digest=identity.hexdigest(),
         bytes_per_token=1.0,
         num_documents=len(to_train) + len(held_out),
+        held_out_digest=blake2b(validation.tobytes(), digest_size=16).hexdigest(),
     )
 
 

@@ -6,10 +6,12 @@ never read without it. Damaged shards are never read as text instead.
 """
 
 import glob
+import os
+from collections.abc import Iterable
 from pathlib import Path
 
 from halfstep.core.errors import did_you_mean
-from halfstep.training.data.corpus import Corpus, from_documents, from_texts
+from halfstep.training.data.corpus import Corpus, from_documents, from_texts, only_held_out, trained_on_too
 from halfstep.training.data.index import is_marked, is_packed
 from halfstep.training.data.packed import packed_corpus
 from halfstep.training.data.shards import shards_corpus
@@ -30,13 +32,20 @@ def load_corpus(source: str, validation: float | str, vocabulary: int) -> Corpus
     found = _find(source, "data.source")
     if isinstance(validation, str):
         held_out = _find(validation, "data.validation")
-        (documents, description), (others, other) = _check_texts(found, source), _check_texts(held_out, validation)
+        documents, description = _check_text_source(found, source)
+        others, other = _check_text(held_out, validation)
+        _check_apart(documents, others, source)
         return from_texts(documents, others, f"{description} and, held out, {other}", vocabulary)
     if isinstance(found, Path):
         return packed_corpus(found, validation, vocabulary)
     if isinstance(found, list):
         return shards_corpus(found, validation, vocabulary, source)
     return from_documents(*found, source, validation, vocabulary)
+
+
+def load_text(path: str, vocabulary: int) -> Corpus:
+    """Opens a text to evaluate on, as bytes, without a text to train on."""
+    return only_held_out(*_check_text(_find(path, "data.validation"), path), vocabulary)
 
 
 def _find(source: str, setting: str) -> Path | list[Path] | _Texts:
@@ -63,18 +72,31 @@ def _find(source: str, setting: str) -> Path | list[Path] | _Texts:
     return folder_documents(path) if path.is_dir() else file_documents(path)
 
 
-def _check_texts(found: Path | list[Path] | _Texts, name: str) -> _Texts:
-    """Refuses to hold out a text from shards, or shards from text."""
+def _check_text(found: Path | list[Path] | _Texts, name: str) -> _Texts:
+    """Refuses shards in place of a text to hold out."""
+    if isinstance(found, tuple):
+        return found
+    kind = "packed data" if isinstance(found, Path) else "token shards"
+    raise DataError(f"`{name}` holds {kind}, and only text can be held out by name", hint="name the text itself")
+
+
+def _check_text_source(found: Path | list[Path] | _Texts, name: str) -> _Texts:
+    """Refuses to hold out a text from shards."""
     if isinstance(found, tuple):
         return found
     if isinstance(found, Path):
-        kind, hint = (
-            "packed data",
-            "hold out a text while packing: `halfstep data pack --validation PATH`",
-        )
+        kind, hint = "packed data", "hold out a text while packing: `halfstep data pack --validation PATH`"
     else:
         kind, hint = "token shards", "shards with `val` in their names are held out: put them next to the others"
-    raise DataError(f"`{name}` holds {kind}, and data.validation can name text for text only", hint=hint)
+    raise DataError(f"`{name}` holds {kind}, and data.validation names text to hold out from text", hint=hint)
+
+
+def _check_apart(train: Iterable[Document], held_out: Iterable[Document], source: str) -> None:
+    """Refuses a file to hold out that the source holds too."""
+    trained = {os.path.realpath(path) for path in {each.path for each in train}}
+    for path in dict.fromkeys(each.path for each in held_out):
+        if os.path.realpath(path) in trained:
+            raise trained_on_too(f"`{path}`", f"`{source}` holds it too, to train on it")
 
 
 def _find_several(paths: list[Path], source: str) -> list[Path] | _Texts:

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from halfstep.training.data import checksums
 from halfstep.training.data.corpus import Corpus
 from halfstep.training.data.index import RESTORE, TOKEN_BYTES, Index, ShardRecord, read_index
-from halfstep.training.data.shards import HEADER_BYTES, Shard, ShardedTokens, open_shard, split_tail
+from halfstep.training.data.shards import HEADER_BYTES, Shard, ShardedTokens, check_unused, open_shard, split_tail
 from halfstep.training.data.token_bytes import TokenBytes
 from halfstep.training.data.types import DataError
 
@@ -30,7 +30,9 @@ def packed_corpus(folder: Path, share: float, vocabulary: int) -> Corpus:
     train = ShardedTokens([open_listed(folder, record) for record in index.train.shards], vocabulary)
     validation = ShardedTokens([open_listed(folder, record) for record in index.val.shards], vocabulary)
     digest = index.digest
-    if not len(validation):
+    if len(validation):
+        check_unused(share, f"`{folder}` was packed with held-out text of its own (`data pack --validation`)")
+    else:
         train, validation = split_tail(train, share, index.tokenizer.separator)
         digest = f"{digest}/{len(train)}"
     return Corpus(

@@ -29,6 +29,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from halfstep.config.reading import open_regular
+from halfstep.config.run import DataConfig
 from halfstep.training.data.checksums import ChunkVerifier
 from halfstep.training.data.corpus import Corpus
 from halfstep.training.data.types import DataError, TokenArray
@@ -233,6 +234,8 @@ def shards_corpus(paths: Sequence[Path], share: float, vocabulary: int, source: 
         )
     train = ShardedTokens(others, vocabulary)
     if held_out:
+        name = held_out[0].path.name
+        check_unused(share, f"the shards of `{source}` with `val` in their names are held out, such as `{name}`")
         validation = ShardedTokens(held_out, vocabulary)
     else:
         train, validation = split_tail(train, share)
@@ -249,6 +252,13 @@ def shards_corpus(paths: Sequence[Path], share: float, vocabulary: int, source: 
         bytes_per_token=None,
         num_documents=None,
     )
+
+
+def check_unused(share: float, why: str) -> None:
+    """Refuses a share to hold out of data that has a side of its own for it. The default holds for other data."""
+    if share != DataConfig.validation:
+        default = f"leave data.validation out, or at its default of {DataConfig.validation}"
+        raise DataError(f"data.validation = {share:g} changes nothing: {why}", hint=default)
 
 
 def split_tail(

@@ -85,7 +85,7 @@ def file_documents(path: Path) -> tuple[list[Document], str]:
         )
     if not content.strip():
         raise DataError(f"`{path}` is empty", hint="provide a file with text in it")
-    documents = [Document(f"{path}", piece) for piece in cut(content)]
+    documents = [Document(str(path), piece, str(path)) for piece in cut(content)]
     return documents, f"file `{path}` in {len(documents)} pieces"
 
 
@@ -125,7 +125,7 @@ def read_texts(paths: Iterable[Path], root: Path | None) -> tuple[list[Document]
             skipped[content] += 1
         elif content:
             name = path.relative_to(root).as_posix() if root else str(path)
-            documents.append(Document(name, content if content.endswith(b"\n") else content + b"\n"))
+            documents.append(Document(name, content if content.endswith(b"\n") else content + b"\n", str(path)))
     return documents, dict(skipped)
 
 

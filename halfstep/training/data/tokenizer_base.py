@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from halfstep.config.reading import read_bytes
 from halfstep.config.schema import Count
+from halfstep.core.errors import how_to_install
 from halfstep.training.data.token_bytes import TokenBytes
 from halfstep.training.data.types import DataError
 from halfstep.training.files import write_whole
@@ -123,5 +124,5 @@ def import_optional(package: str, purpose: str) -> ModuleType:
     except ModuleNotFoundError:
         raise DataError(
             f"{purpose} needs the package `{package.partition('.')[0]}`, which is not installed",
-            hint="pip install 'halfstep[data]'",
+            hint=how_to_install("data"),
         ) from None

@@ -22,7 +22,8 @@ class Tokens(Protocol):
 
 
 class Document(NamedTuple):
-    """A text and the name that errors call it by."""
+    """A text, the name that errors call it by, and the file it is from or a part of."""
 
     name: str
     content: bytes
+    path: str = ""

@@ -57,6 +57,7 @@ class RecordedData:
     description: str
     position: Mapping[str, Any]
     bytes_per_token: float | None = None
+    held_out_digest: str | None = None
 
 
 @dataclass(frozen=True)
@@ -138,6 +139,7 @@ class RunContext:
             "changes": self.changes,
             "data": {
                 "digest": self.corpus.digest,
+                "held_out_digest": self.corpus.held_out_digest,
                 "description": self.corpus.description,
                 "position": self.batches.position(step + self.health.shift),
                 "left_out": self.health.shift,

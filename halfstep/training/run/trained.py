@@ -29,6 +29,7 @@ class Trained:
     """A trained model in a session, and where it comes from."""
 
     config: RunConfig
+    policy: Policy  # the session's is without what only training uses
     session: Session
     saved: Loaded  # its tensors are released; the manifest of an artifact is what it knows of its run
     weights: Kind
@@ -63,9 +64,10 @@ def open_trained(
         for name, value in masters(saved.arrays, config.model, averaged=averaged)
     }
     saved.arrays.clear()
-    session = open_session(config, Policy.parse(policy or saved.manifest["policy"]), device, train=False)
+    asked = Policy.parse(saved.manifest["policy"] if policy is None else policy)
+    session = open_session(config, asked, device, train=False)
     session.load_weights(state)
-    return Trained(config, session, saved, kind, state, other_text=validation is not None)
+    return Trained(config, asked, session, saved, kind, state, other_text=validation is not None)
 
 
 def _load(place: Path) -> Loaded:

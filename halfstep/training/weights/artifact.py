@@ -66,6 +66,7 @@ class OriginData:
     digest: str
     description: str
     bytes_per_token: float | None
+    held_out_digest: str | None = None
 
 
 @dataclass(frozen=True)
@@ -127,7 +128,8 @@ class Scored:
 
 def origin_of(manifest: Mapping[str, Any], step: int, weights: str) -> dict[str, Any]:
     """Returns what an artifact records of its run, from the manifest of its checkpoint."""
-    data = {key: manifest["data"][key] for key in ("digest", "description", "bytes_per_token")}
+    keys = ("digest", "description", "bytes_per_token", "held_out_digest")
+    data = {key: manifest["data"].get(key) for key in keys}
     known = {"policy": manifest["policy"], "config": manifest["config"], "data": data}
     return {"step": step, **known, "weights": weights}
 
@@ -293,7 +295,7 @@ def _checked_payload(data: bytes, name: str) -> bytes:
     if data[7] != VERSION:
         raise ArtifactError(
             f"`{name}` is an artifact of version {data[7]}, and this halfstep reads version {VERSION}",
-            hint="write it again with `halfstep artifact RUN`, or pip install --upgrade halfstep",
+            hint="write it again with `halfstep artifact RUN`, or update halfstep",
         )
     if hashlib.sha256(data[40:]).digest() != data[8:40]:
         raise ArtifactError(f"`{name}` is damaged: its digest is not its own", hint="write or fetch it again")

@@ -508,3 +508,16 @@ def test_fp32_matmuls_are_pinned_to_fp32():
     call = interpreted(lambda p, x: jnp.dot(x, p["a"]["w"]) @ jnp.dot(x, p["b"]["w"]).T, "fp32")
     text = str(jax.make_jaxpr(lambda m: call(m, PARAMS, normal(4, 8)))(Leaves(PARAMS).trained))
     assert text.count("Precision.HIGHEST, Precision.HIGHEST") == 3
+
+
+@pytest.mark.parametrize("policy", ["fp32", "bf16-mixed", "fp16-mixed", "fp16-mixed,emulate=true"])
+def test_a_mask_in_the_batch_stays_finite(policy):
+    """In fp16 -1e9 is an infinity, in bf16 fp32's lowest number: a row that is masked throughout would be NaN."""
+
+    def attend(params, batch):
+        return jax.nn.softmax((batch["x"] @ params["w"] + batch["mask"]).astype(jnp.float32))
+
+    params, lowest = {"w": jnp.eye(3)}, np.finfo(np.float32).min
+    mask = np.float32([[lowest] * 3, [-1e9] * 3, [-np.inf] * 3, [np.inf, 0, 0]])
+    y = interpreted(attend, policy)(params, params, {"x": normal(4, 3), "mask": mask})
+    assert np.isfinite(y).all(-1).tolist() == [True, True, False, False]

@@ -9,7 +9,7 @@ import time
 import numpy as np
 import pytest
 
-from halfstep.core.errors import HalfstepError
+from halfstep.core.errors import HalfstepError, how_to_install
 from halfstep.tools.bench import race, run
 from halfstep.tools.bench.bars import BARS, GPT2, check_applicable, judge
 from halfstep.tools.bench.contract import ARMS, CEILING, WARM_STEPS, Setting
@@ -175,7 +175,7 @@ def test_without_torch_it_says_what_to_install(monkeypatch):
     monkeypatch.setattr(run, "find_spec", lambda name: None)
     with pytest.raises(HalfstepError, match="torch is not installed") as caught:
         run.run()
-    assert caught.value.hint == "pip install 'halfstep[torch]'"
+    assert caught.value.hint == how_to_install("torch")
 
 
 def test_the_default_arms_hold_both_sides_of_every_bar_and_flops_are_those_of_the_anchors():

@@ -1,6 +1,7 @@
 """From a source to a corpus: what is read, in which order, which side it falls on, and what is refused."""
 
 import gzip
+import re
 import sysconfig
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from halfstep.training.data.load import load_corpus
 from halfstep.training.data.text import cut, stdlib_documents
 from halfstep.training.data.types import DataError, Document
 from halfstep.training.evaluation import check_held_out
+from tests.refusals import refuses
 
 WORDS = ["the", "quick", "brown", "fox", "jumps", "over", "lazy", "dogs", "and", "runs", "far", "away"]
 
@@ -318,13 +320,31 @@ def test_a_text_to_hold_out_is_refused_with_the_reason(wikitext, tmp_path):
     (tmp_path / "shards").mkdir()
     (tmp_path / "shards" / "a.bin").write_bytes(b"")
     for source, held_out, said in (
-        (str(wikitext), valid, "all of it is in the training text too"),
-        (train, train, "all of it is in the training text too"),
+        (str(wikitext), valid, f"`{valid}` is to be held out, but `{wikitext}` holds it too"),
+        (train, train, f"`{train}` is to be held out, but `{train}` holds it too"),
         (train, str(wikitext / "vald.txt"), "there is no file or folder"),
         (train, "", "data.validation is empty"),
-        (train, str(tmp_path / "shards"), "holds token shards, and data.validation can name text for text only"),
-        (str(tmp_path / "shards"), valid, "holds token shards, and data.validation can name text for text only"),
+        (train, str(tmp_path / "shards"), "holds token shards, and only text can be held out by name"),
+        (str(tmp_path / "shards"), valid, "holds token shards, and data.validation names text to hold out from"),
     ):
-        with pytest.raises(DataError, match=said) as caught:
+        with refuses(DataError, said):
             load_corpus(source, held_out, 256)
-        assert caught.value.hint
+
+
+def test_a_file_to_hold_out_that_is_trained_on_too_is_refused_by_name(tree, tmp_path):
+    texts = tree(tmp_path / "texts", {f"{n}.txt": prose(n) for n in range(4)} | {"val/5.txt": prose(5)})
+    (tmp_path / "link").symlink_to(texts / "3.txt")
+    for held_out, named in (
+        (f"{texts}/[13].txt", texts / "1.txt"),  # two that are not neighbors in the source
+        (f"{texts}/val", texts / "val" / "5.txt"),
+        (f"{tmp_path}/lin*", tmp_path / "link"),
+    ):
+        with refuses(DataError, re.escape(f"`{named}` is to be held out, but `{texts}` holds it too"), "0.1"):
+            load_corpus(str(texts), held_out, 256)
+    with refuses(DataError, "3.txt` is to be held out, but"):
+        load_corpus(str(texts / "3.txt"), str(texts), 256)
+    copies = tree(tmp_path / "copies", {f"{n}.txt": prose(n) for n in (1, 3)})
+    with refuses(DataError, "all of it is in the training text too", "0.1"):
+        load_corpus(str(texts), str(copies), 256)
+    tree(copies, {"new.txt": prose(9)})  # a text that both happen to hold, such as a license, is no reason
+    assert load_corpus(str(texts), str(copies), 256).num_documents == 5 + 3

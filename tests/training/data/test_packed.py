@@ -25,6 +25,7 @@ from halfstep.training.data.packed import verify
 from halfstep.training.data.shards import header
 from halfstep.training.data.tokenizer_base import BytesTokenizer
 from halfstep.training.data.types import DataError
+from tests.refusals import refuses
 
 
 def refused(folder, vocabulary=256):
@@ -50,6 +51,8 @@ def test_it_is_mapped_and_identified_by_its_index_and_may_be_linked_or_moved(fol
     assert all(shard.mapped is not None for shard in corpus.train.shards)
     assert corpus.num_documents == 400
     assert "packed shards" in corpus.description
+    with refuses(DataError, "data.validation = 0.3 changes nothing: .* was packed with held-out text", "leave"):
+        load_corpus(str(folder), 0.3, 256)
     assert corpus.train.locate(20_005) == (str(folder / "train_000001.bin"), 5)
     moved = folder.rename(folder.with_name("elsewhere"))
     assert load_corpus(str(moved), 0.1, 256).digest == index.digest

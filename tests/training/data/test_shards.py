@@ -12,6 +12,7 @@ from halfstep.training.data.batches import Batches
 from halfstep.training.data.load import load_corpus
 from halfstep.training.data.shards import Shard, ShardedTokens, open_shard
 from halfstep.training.data.types import DataError
+from tests.refusals import refuses
 
 START = 50256
 
@@ -39,6 +40,8 @@ def test_shards_with_val_in_their_name_are_held_out(tmp_path):
     assert "3 token shards" in corpus.description
     assert "2,003 tokens to train on, 1,000 held out" in corpus.description
     assert load_corpus(f"{tmp_path}/*.bin", 0.1, 50257).digest == corpus.digest
+    with refuses(DataError, "data.validation = 0.3 changes nothing: .* such as `web_val_000000.bin`", "leave"):
+        load_corpus(str(tmp_path), 0.3, 50257)
 
 
 @pytest.mark.parametrize(

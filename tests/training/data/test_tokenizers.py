@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from halfstep.core.errors import how_to_install
 from halfstep.training.data.pack.pack import PackRequest, pack
 from halfstep.training.data.pack.sources import find_sources
 from halfstep.training.data.token_bytes import TokenBytes
@@ -305,7 +306,7 @@ def test_a_missing_package_says_how_to_install_it(package, tmp_path, monkeypatch
     (tmp_path / name).write_text("{}")
     with pytest.raises(DataError, match=f"needs the package `{package}`") as caught:
         open_tokenizer(name if ":" in name else str(tmp_path / name))
-    assert caught.value.hint == "pip install 'halfstep[data]'"
+    assert caught.value.hint == how_to_install("data")
 
 
 def test_the_table_round_trips_and_damage_is_refused():

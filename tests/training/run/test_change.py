@@ -21,8 +21,7 @@ from halfstep.training.loop import Loop
 from halfstep.training.run import folder
 from halfstep.training.run.resume import open_run
 from halfstep.training.telemetry.events import read_events
-from tests.training.run.test_resume import give_up
-from tests.training.runs import events_of, final_state, full, interrupt_at, resume, starter
+from tests.training.runs import events_of, final_state, full, interrupt_at, resume, roll_back_at, starter
 
 start = starter("training.steps=12", "training.save_every=4")
 FP16 = "fp16-mixed,emulate=true"
@@ -105,15 +104,7 @@ def test_a_kill_before_the_change_is_written_leaves_the_old_precision(text, out,
 def test_a_rollback_to_a_checkpoint_of_the_old_precision(text, out):
     interrupt_at(start(text, out), 9)
     loop = change(out, f"policy={FP16}")
-    record, gone = loop._record, []
-
-    def back_once(result):
-        record(result)
-        if loop.tally.step == 10 and not gone:
-            gone.append(1)
-            give_up(loop, good=4)
-
-    loop._record = back_once
+    roll_back_at(loop, 10, good=4)
     assert loop.run().finished
     assert final_state(out)[1]["changes"] == [{"step": 4, "settings": {"policy": ["fp32", FP16]}}]
 

@@ -15,10 +15,19 @@ from halfstep.training.checkpoints import checkpoint
 from halfstep.training.data.shards import ShardedTokens, header, open_shard
 from halfstep.training.data.types import DataError
 from halfstep.training.files import write_whole
-from halfstep.training.run.response import RollBackError
 from halfstep.training.telemetry.ceiling import recorded
 from halfstep.training.telemetry.events import EventsError
-from tests.training.runs import at_step, events_of, final_state, full, interrupt_at, resume, starter
+from tests.training.runs import (
+    at_step,
+    events_of,
+    final_state,
+    full,
+    give_up,
+    interrupt_at,
+    resume,
+    roll_back_at,
+    starter,
+)
 
 start = starter("training.steps=12", "training.save_every=4")
 
@@ -219,13 +228,6 @@ def test_checkpoints_alone_are_enough_to_resume(text, tmp_path, steps):
     assert events_of(out, "end")
 
 
-def give_up(loop, good):
-    """Gives up the steps since the checkpoint of a good one, as the judge does: once it is written."""
-    loop.health.good = good
-    assert loop.checkpointer.can_roll_back(loop.tally.step)
-    raise RollBackError
-
-
 def test_a_read_that_failed_once_is_forgotten_by_a_rollback(text, tmp_path, monkeypatch):
     loop = start(text, tmp_path / "run")
     monkeypatch.setattr(type(loop.session), "asynchronous", True)
@@ -252,15 +254,7 @@ def test_steps_that_a_rollback_gave_up_count_for_the_speed(text, out):
     interrupt_at(start(text, out), 10)
     loop = resume(out)
     assert loop.start == 8
-    record, gone = loop._record, []
-
-    def back_once(result):
-        record(result)
-        if loop.tally.step == 10 and not gone:
-            gone.append(1)
-            give_up(loop, good=4)
-
-    loop._record = back_once
+    roll_back_at(loop, 10, good=4)
     outcome = loop.run()
     later = outcome.seconds - outcome.totals["spent"]["first_step"]
     assert outcome.tokens_per_second * later == pytest.approx((2 + 8 - 1) * 2 * 16)

@@ -223,7 +223,7 @@ def test_a_missing_package_is_refused_before_the_run_begins(start, tmp_path, nam
     monkeypatch.setattr(loggers, "find_spec", lambda asked: empty if leftover else None)
     with pytest.raises(ConfigError, match=f"the package `{name}` is not installed") as caught:
         start(name)
-    assert f"pip install 'halfstep[{name}]'" in caught.value.hint
+    assert f"run: pip install '.[{name}]', or" in caught.value.hint
     assert not (tmp_path / "run").exists()
 
 

@@ -124,7 +124,7 @@ def saved(tmp_path_factory):
 
 def opened(config, path, backend="torch"):
     if find_spec(backend) is None:
-        pytest.skip(f"{backend} is not installed: pip install 'halfstep[{backend}]'")
+        pytest.skip(f"{backend} is not installed")
     config = replace(config, backend=backend)
     weights = open_pretrained(str(path), config.model).weights()
     return open_session(config, Policy.parse("fp32"), "cpu", weights=weights)

@@ -77,7 +77,7 @@ def find_sides(
     if not isinstance(validation, str):
         return sources, validation
     (found,) = find_sources([validation], only)
-    _check_once([*sources, found])
+    _check_once([*sources, found], "hold out a text that the sources do not hold (move it elsewhere), or a share")
     return sources, replace(found, files=tuple(replace(file, held_out=True) for file in found.files))
 
 
@@ -100,7 +100,7 @@ def find_sources(given: Sequence[str], only: str | None = None) -> list[Source]:
     return sources
 
 
-def _check_once(sources: Sequence[Source]) -> None:
+def _check_once(sources: Sequence[Source], hint: str = "name each file once") -> None:
     """Refuses a file that two sources name: its text would count twice."""
     known: dict[str, str] = {}
     for source in sources if len(sources) > 1 else ():
@@ -109,7 +109,7 @@ def _check_once(sources: Sequence[Source]) -> None:
             if place in known:
                 raise DataError(
                     f"`{path}` is named twice: by source `{known[place]}` and by source `{source.given}`",
-                    hint="name each file once",
+                    hint=hint,
                 )
         known |= dict.fromkeys(places, source.given)
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from halfstep.config.reading import MOST_SETTINGS, parse_json, read_bytes
-from halfstep.core.errors import ConfigError, HalfstepError
+from halfstep.core.errors import ConfigError, HalfstepError, how_to_install
 from halfstep.training.files import write_whole
 from halfstep.training.paths import LOGGERS
 
@@ -60,7 +60,7 @@ def check(names: Sequence[str]) -> None:
         if spec is None or spec.origin is None:
             raise ConfigError(
                 f'training.loggers names "{name}", but the package `{name}` is not installed',
-                hint=f"pip install 'halfstep[{name}]', or leave it out",
+                hint=f"{how_to_install(name)}, or leave it out",
             )
 
 

@@ -10,6 +10,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
+from halfstep.core.errors import how_to_install
 from halfstep.training.data.pack import blocks as reading
 from halfstep.training.data.pack.blocks import Position, blocks
 from halfstep.training.data.pack.encode import documents
@@ -263,7 +264,7 @@ def test_tables_need_pyarrow(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     error = refused(tmp_path / "a.parquet")
     assert "needs the package `pyarrow`" in error.message
-    assert error.hint == "pip install 'halfstep[data]'"
+    assert error.hint == how_to_install("data")
 
 
 def test_a_dataset_of_splits_asks_for_one(tmp_path):
