@@ -1,4 +1,4 @@
-"""What only JAX's session does. tests/conformance/test_session.py holds the rest."""
+"""What only JAX's session does. tests/conformance/session holds the rest."""
 
 import numpy as np
 import pytest

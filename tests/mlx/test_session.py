@@ -1,4 +1,4 @@
-"""What only MLX's session does. tests/conformance/test_session.py holds the rest."""
+"""What only MLX's session does. tests/conformance/session holds the rest."""
 
 import mlx.core as mx
 import pytest

@@ -28,7 +28,7 @@ UNTIED, MUON = ["model.tied=false"], ["optimizer.muon_momentum_warmup=8"]
 # setting -> overrides that show it, the last of which sets it; or the test that does
 SHOWN = {
     "title": "cli/test_train.py::test_a_run_prints_a_summary_its_utilization_and_leaves_a_page",
-    "backend": "conformance/test_session.py::test_it_says_what_and_where_it_is",
+    "backend": "conformance/session/test_training.py::test_it_says_what_and_where_it_is",
     "policy": "cli/test_train.py::test_resume_changes_the_precision_and_trains_further_if_asked",
     "seed": ["seed=1"],
     "init": "training/weights/test_pretrained.py::test_a_run_can_be_the_initial_weights",
@@ -80,7 +80,7 @@ SHOWN = {
     "training.compile": "torch/test_session.py::test_compile_compiles_the_loss",
     "training.loggers": "training/telemetry/test_loggers.py::test_a_logger_gets_the_numbers_of_the_events",
     "training.measure_ceiling": "training/telemetry/test_ceiling.py::test_a_missing_ceiling_has_a_reason",
-    "training.recompute_blocks": "conformance/test_session.py::test_blocks_are_recomputed",
+    "training.recompute_blocks": "conformance/session/test_settings.py::test_blocks_are_recomputed",
     "training.ema": ["training.ema=0.5"],
     "optimizer.name": ["optimizer.name=adamw"],
     "optimizer.rate": ["optimizer.rate=0.01"],

@@ -1,0 +1,133 @@
+"""Events of runs that never happened."""
+
+import dataclasses
+import math
+import random
+
+from halfstep.config.load import load
+
+BEGAN = 1_760_000_000.0
+STEPS = load("tiny").training.steps
+REASON = (
+    "bf16 matmuls are 286x slower than fp32 (1.09 s against 3.8 ms at 512x512x512); "
+    "fp16 is not supported: `float16` & <half> are not the same"
+)
+
+
+def start(policy="fp32", *, time=BEGAN, choice=None, resumed_from=None, overrides=()):
+    config = dataclasses.asdict(load("tiny", overrides))
+    return {
+        "event": "start", "time": time, "halfstep": "0.1.0",
+        "config": config | {"policy": policy if choice is None else "auto"}, "policy": policy, "choice": choice,
+        "backend": {"name": "torch", "version": "2.13.0"}, "device": {"kind": "cpu", "name": "Neoverse-N1"},
+        "parameters": 820_352, "tokens_per_step": 4096, "resumed_from": resumed_from,
+        "data": {"description": "standard library of Python 3.11 (730 texts): 1,000 bytes to learn, 100 held out",
+                 "digest": "5f1d0c2a9be34d7f", "train_tokens": 12_345_678, "validation_tokens": 1_371_742,
+                 "bigram_bits": 4.0},
+    }  # fmt: skip
+
+
+def learned(number):
+    return 1.42 + 4.1 * math.exp(-number / 28) + 1.1 * math.exp(-number / 260)
+
+
+def step(number, time, **more):
+    return {"event": "step", "time": time, "step": number, "loss": learned(number), "tokens": 4096 * number,
+            "seconds": 0.25, "tokens_per_second": 16384.0, "learning_rate": 3e-3 * min(1.0, number / 20),
+            "grad_norm": 0.5, "scale": 1.0, "skipped": 0, "memory": 512 * 2**20} | more  # fmt: skip
+
+
+def run(steps=60, policy="fp32", *, first=1, overflows=(), finished=True, seed=0, **begin):
+    """Events of one session: an evaluation and a checkpoint every 20 steps; the scale halves at `overflows`."""
+    chance, now = random.Random(seed), begin.get("time", BEGAN)
+    events = [start(policy, **begin)]
+    scale, skipped = (65536.0 if policy.startswith("fp16") else 1.0), 0
+    for number in range(first, first + steps):
+        now += 0.25
+        skipped += number in overflows
+        noise = {"loss": learned(number) + 0.05 * chance.gauss(0, 1), "grad_norm": chance.uniform(0.3, 0.6)}
+        events.append(step(number, now, scale=scale, skipped=skipped, **noise))
+        scale = scale / 2 if number in overflows else scale
+        if number % 20 == 0:
+            events.append(evaluation(number, now, learned(number)))
+            events.append(checkpoint(number, now))
+    last = first + steps - 1
+    if finished:
+        result = {"loss": learned(last), "validation_loss": math.log(2) * 2, "bits_per_byte": 2.0}
+        events.append(
+            {"event": "end", "time": now, "step": last, "seconds": 134.0, "tokens_per_second": 16000.0} | result
+        )
+    return events
+
+
+def evaluation(number, time, loss):
+    bits = loss / math.log(2)
+    return {"event": "validation", "time": time, "step": number, "loss": loss, "bits_per_byte": bits,
+            "tokens": 65536}  # fmt: skip
+
+
+def checkpoint(number, time):
+    path = f"checkpoints/step-{number:06d}"
+    return {"event": "checkpoint", "time": time, "step": number, "path": path, "seconds": 0.04, "bytes": 9_848_320}
+
+
+def eventful():
+    """A run to which one of everything happened: a NaN, a spike and a rollback, a full disk, a stop, a resume."""
+
+    def event(kind, number, **more):
+        return {"event": kind, "time": BEGAN + number / 4, "step": number, **more}
+
+    where = [{"file": "shards/b.bin", "offsets": [512, 8192]}]
+    return [
+        *run(29, finished=False),
+        step(30, BEGAN + 7.5, loss=math.nan, grad_norm=math.nan, skipped=1),
+        event("skip", 30, loss=math.nan, grad_norm=math.nan, in_a_row=1, scale=1.0, where=where),
+        step(31, BEGAN + 7.75, loss=9.0, skipped=1),
+        event("spike", 31, loss=9.0, median=2.0, in_a_row=1, where=where),
+        event("rollback", 31, to=20, skipped_data=11, message="back from step 31 to the checkpoint of step 20"),
+        *[step(number, BEGAN + 8) for number in range(21, 41)],
+        event("save_failed", 40, message="no space is left in `runs/x`"),
+        event("stop", 40, reason="SIGTERM", saved=20),
+        *run(40, first=21, resumed_from=20, time=BEGAN + 3600, seed=1),
+    ]
+
+
+FP16 = run(200, "fp16-mixed; lm_head: compute=fp32", overflows=(3, 4, 5, 180))
+RUNS = {
+    "fp32": run(200, choice={"preset": "fp32", "reason": REASON}), "fp16": FP16,
+    "fp8": run(60, "fp8-mixed", finished=False),
+    "resumed": [*run(50, finished=False),
+                *run(25, first=41, resumed_from=40, time=BEGAN + 3600, seed=1, finished=False)],
+    "just started": [start("bf16-mixed")], "one step": run(1, "bf16-mixed", finished=False),
+    "eventful": eventful(),
+}  # fmt: skip
+HOSTILE = "</script><script>document.documentElement.className='owned'</script><img onerror=x src=x>\"'&`"
+
+
+def poison(value):
+    """The same event with every text in it hostile, keys of the configuration too."""
+    if isinstance(value, dict):
+        return {key: poison(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [poison(item) for item in value]
+    return HOSTILE if isinstance(value, str) else value
+
+
+def hostile_run():
+    kinds = [
+        *run(40, choice={"preset": "fp32", "reason": "r"}, finished=False),
+        {"event": "warning", "time": BEGAN, "message": "m"},
+        {"event": "skip", "time": BEGAN, "step": 38, "where": [{"file": "f", "offsets": [16, "o"]}]},
+        {"event": "spike", "time": BEGAN, "step": 39, "where": [{"file": "f", "offsets": [16, "o"]}]},
+        {"event": "save_failed", "time": BEGAN, "step": 40, "message": "m"},
+        checkpoint(40, BEGAN),
+        {"event": "rollback", "time": BEGAN, "step": 40, "to": 40, "message": "m"},
+        {"event": "stop", "time": BEGAN, "step": 40, "reason": "r"},
+        start(resumed_from=40),
+        step(41, BEGAN + 50),
+    ]
+    events = [{**poison(event), "event": event["event"]} for event in kinds]
+    for event in events:
+        if event["event"] == "start":
+            event["config"][HOSTILE] = {HOSTILE: HOSTILE}
+    return events

@@ -1,0 +1,97 @@
+"""What must hold of every page: it is whole, light, loads nothing, and has every section."""
+
+import base64
+import hashlib
+import re
+from importlib import resources
+from itertools import pairwise
+
+import pytest
+
+from halfstep.core.roles import ROLES
+from halfstep.report.page import render
+from tests.report.page.made_up_runs import (
+    HOSTILE,
+    RUNS,
+    hostile_run,
+    run,
+)
+from tests.report.page.parsed_page import Page
+
+
+@pytest.fixture(scope="module", params=RUNS)
+def page(request):
+    return Page(render(RUNS[request.param], request.param))
+
+
+def test_a_page_is_whole_and_loads_nothing(page):
+    assert page.faults == []
+    assert page.elements[0] == ("html", {"lang": "en"})
+    for name, attributes in page.elements:
+        assert not {"src", "href", "srcset", "action", "poster", "style"} & attributes.keys(), name
+        assert name not in {"link", "img", "iframe", "object", "embed", "base", "form"}
+    for attributes, pieces in page.raw["style"]:
+        assert not re.search(r"@import|url\(", "".join(pieces)), attributes
+    ids = [a["id"] for _, a in page.elements if "id" in a]
+    assert len(ids) == len(set(ids))
+    for _, attributes in page.elements:
+        for key in ("aria-labelledby", "aria-describedby"):
+            assert attributes.get(key, ids[0]) in ids
+
+
+def test_only_the_scripts_and_styles_of_the_page_may_run_and_they_have_their_license(page):
+    (guard,) = [a["content"] for n, a in page.elements if a.get("http-equiv") == "Content-Security-Policy"]
+    assert guard.startswith("default-src 'none'; ")
+    programs = [pieces for a, pieces in page.raw["script"] if a.get("type") != "application/json"]
+    styles = [pieces for _, pieces in page.raw["style"]]
+    assert len(programs) == len(styles) == 1
+    for kind, (pieces,) in {"script-src": programs, "style-src": styles}.items():
+        digest = hashlib.sha256("".join(pieces).encode()).digest()
+        assert f"{kind} 'sha256-{base64.b64encode(digest).decode()}'" in guard
+    for words in ("Copyright (c) 2022 Leon Sorokin", "THE SOFTWARE IS PROVIDED"):
+        assert words in "".join(programs[0])
+
+
+def test_every_section_chart_and_role_is_there_in_order(page):
+    assert page.parts["h2"] == ["Precision", "Step by step", "What happened", "The run", "Repeat it"]
+    levels = [int(name[1]) for name, _ in page.elements if re.fullmatch("h[1-6]", name)]
+    assert levels[0] == 1
+    assert all(after - before <= 1 for before, after in pairwise(levels))
+    figures = [a["data-chart"] for n, a in page.elements if n == "figure"]
+    assert figures == list(page.data)
+    captions = page.parts.get("figcaption", [])
+    assert len(captions) == len(figures)
+    assert all(re.search(r"\d.* at step \d|stayed at .*\d", caption) for caption in captions)
+    for role, spec in ROLES.items():
+        assert f"{role}" in page.text
+        assert spec.meaning.replace("`", "") in page.text
+
+
+def test_a_page_is_light():
+    events = run(30_000, "fp16-mixed", overflows=range(0, 30_000, 4000))
+    for event in events[1:]:
+        event |= {"tokens_per_second": 16000 + event["step"] / 7, "memory": 2**30 + event["step"] ** 2}
+    html = render(events, "long")
+    assert len(html.encode()) < 350_000
+    for chart in Page(html).data.values():
+        assert all(len(line["x"]) <= 2000 for line in chart["lines"])
+    assert len(render(RUNS["fp32"], "short")) < 130_000
+
+
+def test_text_of_a_run_is_text_on_the_page():
+    page, calm = Page(render(hostile_run(), HOSTILE)), Page(render(RUNS["fp32"], "x"))
+    assert page.faults == []
+    happened = page.text.split("What happened")[1].split("; data: ")
+    assert len(happened) == 3
+    assert all(place.startswith(HOSTILE.strip("`")) for place in happened[1:])
+    assert {name for name, _ in page.elements} <= {name for name, _ in calm.elements} | {"small"}
+    assert len(page.raw["script"]) == 2
+    assert not [a for _, a in page.elements if any(key.startswith("on") for key in a)]
+    # title, headline, description, machine, reason, warning, checkpoint, settings, ...
+    assert page.text.count("className='owned'") > 20
+
+
+def test_the_notice_names_the_version_of_the_chart_library():
+    assets = resources.files("halfstep.report") / "assets"
+    (version,) = re.findall(r"\(v([\d.]+)\)", (assets / "uplot.min.js").read_text(encoding="utf-8")[:200])
+    assert f"| {version} | MIT" in (assets / "NOTICE.md").read_text(encoding="utf-8")
