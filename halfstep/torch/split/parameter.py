@@ -28,7 +28,7 @@ from halfstep.torch.split.writes import DATA, WRITES, note_write, unwritten, wat
 
 _GUARD, _NAME = "halfstep_guard", "halfstep_name"
 _GRAD: Any = torch._C.TensorBase.grad  # of a plain parameter
-_run_engine: Any = torch.autograd._engine_run_backward
+_run_engine: Any = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
 _copies_run = ContextVar("copies_run", default=False)
 
 
@@ -54,7 +54,7 @@ def make_split(parameter: nn.Parameter, remainder: Tensor, name: str = "weight")
     setattr(parameter, REMAINDER, remainder)
     setattr(parameter, GRAD_OWNER, owner)
     setattr(parameter, _NAME, name)
-    torch.autograd._engine_run_backward = _checked_inputs  # type: ignore[assignment]
+    torch.autograd._engine_run_backward = _checked_inputs  # type: ignore[assignment, attr-defined]
     if type(parameter) is nn.Parameter:
         parameter.__class__ = HalfOfSplitMaster
     if watched or type(parameter) is not HalfOfSplitMaster:
