@@ -30,7 +30,7 @@ API = {
         *("casts_for", "linear", "attention", "layer_norm", "rms_norm", "softmax", "cross_entropy", "quantize"),
     ],
     "halfstep.jax": [
-        *("init", "make_step", "State", "StepResult", "Weighted", "check", "summary"),
+        *("init", "make_step", "State", "StepResult", "Weighted", "check", "summary", "state_of", "load_state"),
         *("casts_for", "dot_general", "linear", "attention"),
         *("layer_norm", "rms_norm", "softmax", "cross_entropy", "quantize"),
     ],

@@ -2,6 +2,8 @@
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from numbers import Integral, Real
+from typing import Any
 
 from halfstep.core.choice import Support
 from halfstep.core.devices import Device, caveat
@@ -21,6 +23,16 @@ NARROW_ONCE = (
 
 # (role, value) -> what to write instead of a value that is not implemented; empty if it is
 Missing = Callable[[str, Value], str]
+
+
+def check_numbers(*, clip_norm: Any = 0.0, seed: Any = 0, tokens: Any = 1) -> None:
+    """Refuses values that are no settings of a run."""
+    if not isinstance(clip_norm, Real) or not float(clip_norm) >= 0.0:
+        raise HalfstepError(f"clip_norm={clip_norm!r}: it must be a number, 0 or more", hint="0 clips nothing")
+    if not isinstance(seed, Integral) or seed < 0:
+        raise HalfstepError(f"seed={seed!r}: a seed is a whole number, not negative", hint="such as seed=0")
+    if not isinstance(tokens, Integral) or tokens < 1:
+        raise HalfstepError(f"tokens={tokens!r}: a micro-batch has at least 1", hint="batch times sequence length")
 
 
 def check_implemented(policy: Policy, backend: str, missing: Missing) -> None:

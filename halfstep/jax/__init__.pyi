@@ -8,6 +8,8 @@ from .layers import rms_norm as rms_norm
 from .layers import softmax as softmax
 from .lowering import casts_for as casts_for
 from .state import State as State
+from .state import load_state as load_state
+from .state import state_of as state_of
 from .state import summary as summary
 from .step import StepResult as StepResult
 from .step import Weighted as Weighted

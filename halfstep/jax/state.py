@@ -78,6 +78,27 @@ def summary(state: State) -> str:
     return "\n".join(lines)
 
 
+def check_state(state: Any) -> None:
+    """Refuses what is no state, and a state that is used up or traced: a compiled step takes neither."""
+    if not isinstance(state, State):
+        raise HalfstepError(
+            f"the first argument of the step is a {type(state).__name__}, not a state",
+            hint="state = init(params, optimizer, policy); state, result = step(state, batch)",
+        )
+    if isinstance(state.num_applied, jax.core.Tracer):
+        raise HalfstepError(
+            "the step is compiled, and was called inside another jit, scan or eval_shape",
+            hint="use step.__wrapped__ there, and compile the outermost with layers.COMPILER_OPTIONS; "
+            "step.eval_shape(state, batch) gives shapes",
+        )
+    if isinstance(state.num_applied, jax.Array) and state.num_applied.is_deleted():
+        raise HalfstepError(
+            "an earlier step used up this state: its arrays are in the state that the step returned",
+            hint="state, result = step(state, batch) goes on with that; to keep arrays, such as averages, copy "
+            "them: jax.tree.map(jnp.copy, state.params)",
+        )
+
+
 def state_of(state: State) -> dict[str, Array]:
     """Returns every array that the next step depends on: the live ones, not copies."""
     arrays = {f"model.{name}": _plain(leaf) for name, leaf in Leaves(state.params).values.items()}
@@ -88,8 +109,8 @@ def state_of(state: State) -> dict[str, Array]:
 
 def load_state(state: State, given: Mapping[str, Any]) -> State:
     """Returns the state with given arrays. Those of another model, optimizer or precision are refused whole."""
-    ours = state_of(state)
-    check_same(_described(ours), _described(given))
+    given = {name: _with_name_of_bf16(array) for name, array in given.items()}
+    check_same(_described(state_of(state)), _described(given))
     scale = saved_scale(state.policy.scale, given)
     leaves = Leaves(state.params)
     params = [_like(given[f"model.{name}"], leaf) for name, leaf in leaves.values.items()]
@@ -136,6 +157,11 @@ def _optimizer(state: State) -> dict[str, Any]:
             parts = [*where, name, moment]
         named[".".join(["optimizer", *parts])] = leaf
     return named
+
+
+def _with_name_of_bf16(array: Any) -> Any:
+    """Returns an array of a file of numpy's, which has bf16 as two bytes without a name, as what it is."""
+    return array.view(jnp.bfloat16) if array.dtype == np.dtype("V2") else array
 
 
 def _plain(leaf: Any) -> Any:

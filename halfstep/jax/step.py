@@ -27,6 +27,7 @@ from halfstep.core.formats import FP32, Format
 from halfstep.core.measure import TOKENS, settle
 from halfstep.core.philox import tensor_id
 from halfstep.core.policy import Policy
+from halfstep.core.refusal import check_numbers
 from halfstep.core.rounding import Rounding
 from halfstep.core.scaling import DynamicScale, ScaleAlarm, ScaleState, way_out
 from halfstep.jax.apply import Applied, Leaves, apply
@@ -34,8 +35,15 @@ from halfstep.jax.cast import carried, quantize, random_bits
 from halfstep.jax.dtypes import dtype_of
 from halfstep.jax.functions.interpret import cast_inside, checked
 from halfstep.jax.layers import COMPILER_OPTIONS
-from halfstep.jax.run.checks import check_leading, check_loss, check_optimizer, check_settings, measured_choice
-from halfstep.jax.state import Origin, State
+from halfstep.jax.run.checks import (
+    check_leading,
+    check_loss,
+    check_micro_batches,
+    check_optimizer,
+    check_transform,
+    measured_choice,
+)
+from halfstep.jax.state import Origin, State, check_state
 
 LossFn = Callable[..., Any]
 
@@ -76,7 +84,8 @@ def init(
     The policy `auto` is measured, as for a recipe, with micro-batches of `tokens`; `state.choice` has the answer
     and its reason.
     """
-    check_settings(optimizer)
+    check_transform(optimizer)
+    check_numbers(seed=seed, tokens=tokens)
     policy, choice = settle(policy, lambda: measured_choice(params, tokens))
     return first_state(params, optimizer, policy, seed=seed, names=names, choice=choice)
 
@@ -140,7 +149,9 @@ def make_step(
     The function below the jit is `step.__wrapped__`: pure, for use inside another jit or scan. Give the outermost
     jit `layers.COMPILER_OPTIONS` then, or XLA may keep more precision than the policy says.
     """
-    check_settings(optimizer, clip_norm, micro_batches)
+    check_transform(optimizer)
+    check_numbers(clip_norm=clip_norm)
+    check_micro_batches(micro_batches)
     call = partial(cast_inside, loss_fn, cast_batch=cast_batch) if cast else partial(checked, loss_fn)
     stepper = optax.with_extra_args_support(optimizer)
 
@@ -172,12 +183,7 @@ class Step:
 
     def __call__(self, state: State, *args: Any, **kwargs: Any) -> tuple[State, StepResult]:
         """Returns the state after one update, and what the update did; uses up the state it is given."""
-        if isinstance(state.scale.scale, jax.core.Tracer):
-            raise HalfstepError(
-                "the step is compiled, and was called inside another jit, scan or eval_shape",
-                hint="use step.__wrapped__ there, and compile the outermost with layers.COMPILER_OPTIONS; "
-                "step.eval_shape(state, batch) gives shapes",
-            )
+        check_state(state)
         law, origin = state.policy.scale, state.origin
         following, result = self._step(state, *args, **kwargs)
         if not self._warned and isinstance(law, DynamicScale):

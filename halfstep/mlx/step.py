@@ -26,6 +26,7 @@ from halfstep.core.errors import HalfstepError, ScalingError, warn_caller
 from halfstep.core.formats import FP32
 from halfstep.core.measure import TOKENS, settle
 from halfstep.core.policy import Policy
+from halfstep.core.refusal import check_numbers
 from halfstep.core.roles import print_value
 from halfstep.core.scaling import DynamicScale, ScaleAlarm, ScaleState, way_out
 from halfstep.mlx.apply import Applied, Place, apply, arrays, public, restore, trainable, walk
@@ -89,8 +90,7 @@ def prepare(
     The policy `auto` is measured, as for a recipe, with micro-batches of `tokens`; `run.choice` has the answer and
     its reason.
     """
-    if not clip_norm >= 0.0:
-        raise HalfstepError(f"clip_norm={clip_norm!r}: a norm is not negative", hint="0 clips nothing")
+    check_numbers(clip_norm=clip_norm, seed=seed, tokens=tokens)
     for given, kind, word in ((model, Module, "model"), (optimizer, mlx.optimizers.Optimizer, "optimizer")):
         if not isinstance(given, kind):
             raise HalfstepError(

@@ -61,6 +61,15 @@ def test_a_restored_state_continues_bit_for_bit():
     assert jnp.issubdtype(other.params["key"].dtype, jax.dtypes.prng_key)
 
 
+def test_numpys_own_files_will_do(tmp_path):
+    """np.savez writes bf16 as two bytes without a name."""
+    one = trained(2)
+    arrays = {name: np.asarray(array) for name, array in state_of(one).items()}
+    np.savez(tmp_path / "state.npz", **arrays)
+    other = load_state(trained(0), np.load(tmp_path / "state.npz"))
+    assert {n: stored(x) for n, x in state_of(other).items()} == {n: stored(x) for n, x in arrays.items()}
+
+
 def test_the_scale_is_part_of_the_state():
     fresh = init(params(), OPTIMIZER, "fp16-mixed")
     moved = dataclasses.replace(fresh, scale=ScaleState(*map(jnp.asarray, (np.float32(8), 3, 1, True))))

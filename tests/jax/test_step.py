@@ -74,6 +74,9 @@ def test_results_stay_on_the_device_and_the_state_is_used_up():
         assert isinstance(value, jax.Array)
     assert state.params["weight"].is_deleted()
     assert not given["weight"].is_deleted()
+    with pytest.raises(HalfstepError, match="an earlier step used up this state") as caught:
+        step(state, data(12))
+    assert "state, result = step(state, batch)" in caught.value.hint
     assert following.policy == Policy.parse("fp32")
 
 
@@ -224,8 +227,11 @@ def test_bf16_moments_are_stored_in_bf16_and_computed_in_fp32():
     ("call", "said"),
     [
         (lambda p, o: make_step(total, o, micro_batches=0), "at least one"),
-        (lambda p, o: make_step(total, o, clip_norm=-1.0), "not negative"),
-        (lambda p, o: make_step(total, o, clip_norm=float("nan")), "not negative"),
+        (lambda p, o: make_step(total, o, micro_batches=2.0), "micro_batches=2.0"),
+        (lambda p, o: make_step(total, o, clip_norm=None), "clip_norm=None"),
+        (lambda p, o: make_step(total, o)(p, data(4)), "the first argument of the step is a dict"),
+        (lambda p, o: make_step(total, o, clip_norm=-1.0), "0 or more"),
+        (lambda p, o: make_step(total, o, clip_norm=float("nan")), "0 or more"),
         (lambda p, o: make_step(total, "adam"), "not an optax transform"),
         (
             lambda p, o: make_step(total, o, micro_batches=3)(init(p, o, "fp32"), data(4)),

@@ -59,18 +59,20 @@ def measured_choice(params: Any, tokens: int) -> Choice:
     return decide_once(measure, device, model_like(jnp.shape(leaf) for leaf in leaves), tokens)
 
 
-def check_settings(optimizer: Any, clip_norm: float = 0.0, micro_batches: int | None = None) -> None:
-    """Refuses settings that no step can be built from."""
+def check_transform(optimizer: Any) -> None:
+    """Refuses what is not an optax transform."""
     if not (hasattr(optimizer, "init") and hasattr(optimizer, "update")):
         raise HalfstepError(
             f"the optimizer is a {type(optimizer).__name__}, not an optax transform",
             hint="for example optax.adamw(1e-3)",
         )
-    if not clip_norm >= 0.0:
-        raise HalfstepError(f"clip_norm={clip_norm!r}: a norm is not negative", hint="0 clips nothing")
-    if micro_batches is not None and (isinstance(micro_batches, bool) or micro_batches < 1):
+
+
+def check_micro_batches(count: Any) -> None:
+    """Refuses what is not a number of micro-batches."""
+    if count is not None and (not isinstance(count, int) or isinstance(count, bool) or count < 1):
         raise HalfstepError(
-            f"micro_batches={micro_batches!r}: an update needs at least one",
+            f"micro_batches={count!r}: an update needs at least one",
             hint="None takes the batch as it is; n takes every leaf along a leading axis of n",
         )
 

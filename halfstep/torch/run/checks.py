@@ -8,9 +8,10 @@ from torch import Tensor, nn
 
 from halfstep.config.model import model_like, owner
 from halfstep.core.choice import Choice
-from halfstep.core.errors import HalfstepError, PolicyError
+from halfstep.core.errors import PolicyError
 from halfstep.core.measure import decide_once
 from halfstep.core.policy import Policy
+from halfstep.core.refusal import check_numbers
 from halfstep.torch import measure
 from halfstep.torch.apply import names_of
 from halfstep.torch.optim.adamw import Optimizer
@@ -19,14 +20,9 @@ from halfstep.torch.optim.ema import check_decay
 
 def check_settings(clip_norm: Any, seed: Any, ema: float, tokens: int) -> None:
     """Refuses values that are no settings of a run."""
-    if not isinstance(clip_norm, int | float) or not clip_norm >= 0.0:
-        raise HalfstepError(f"clip_norm={clip_norm!r}: it must be a number, 0 or more", hint="0 clips nothing")
-    if not isinstance(seed, int) or seed < 0:
-        raise HalfstepError(f"seed={seed!r}: a seed is a whole number, not negative", hint="such as seed=0")
+    check_numbers(clip_norm=clip_norm, seed=seed, tokens=tokens)
     if ema:
         check_decay(ema)
-    if not tokens >= 1:
-        raise HalfstepError(f"tokens={tokens!r}: a micro-batch has at least 1", hint="batch times sequence length")
 
 
 def measured_choice(model: nn.Module, tokens: int) -> Choice:
