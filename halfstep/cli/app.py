@@ -8,6 +8,7 @@ imports what it needs when it runs, so that `halfstep --help` loads no framework
 """
 
 import sys
+from itertools import pairwise
 from typing import Any
 
 from cyclopts import App, CycloptsError, MissingArgumentError, Parameter, UnknownOptionError
@@ -55,6 +56,7 @@ def run(arguments: list[str]) -> int:
 
 def _run(arguments: list[str], trains: bool) -> int:
     try:
+        _check_empty(arguments)
         code = app(arguments, exit_on_error=False, print_error=False, result_action="return_value")
     except CycloptsError as error:
         print_error(*_explain(error, arguments))
@@ -67,6 +69,17 @@ def _run(arguments: list[str], trains: bool) -> int:
         print_failure(error)
         return 2
     return code if isinstance(code, int) else 0
+
+
+def _check_empty(arguments: list[str]) -> None:
+    """Refuses an empty argument, which usually is an unset shell variable. A prompt may be empty."""
+    for option, value in pairwise(["", *arguments]):
+        name, equals, given = value.partition("=")
+        if not value or (name.startswith("--") and equals and not given):
+            option = name or option
+            if option != "--prompt":
+                what = option if option.startswith("--") else "an argument"
+                raise ConfigError(f"{what} is empty", hint="is a variable not set? The current folder is `.`")
 
 
 def _explain(error: CycloptsError, arguments: list[str]) -> tuple[str, str]:

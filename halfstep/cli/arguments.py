@@ -1,30 +1,13 @@
 """Arguments that several commands share, with their help."""
 
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from cyclopts import Parameter
-
-from halfstep.core.errors import ConfigError
-
-
-def check_not_empty(name: str, *given: str) -> None:
-    """Refuses an empty argument, which usually comes from an unset shell variable."""
-    if "" in given:
-        raise ConfigError(f"{name} is empty", hint="is a variable not set? The current folder is `.`")
-
-
-def _path(_: Any, tokens: Sequence[Any]) -> Path:
-    (token,) = tokens
-    check_not_empty(token.keyword or "a path", token.value)  # Path("") would be the current folder
-    return Path(token.value)
-
 
 _OFF = Parameter(negative="", show_default=False)
 Flag = Annotated[bool, _OFF]
 Json = Annotated[bool, _OFF, Parameter(help="Print the data as JSON.")]
-Place = Annotated[Path, Parameter(converter=_path)]  # an empty path is refused
 Device = Annotated[str | None, Parameter(help="The device, as the framework names it: cpu, cuda, cuda:1, mps.")]
 
 Backend = Literal["torch", "jax", "mlx"]
@@ -32,7 +15,7 @@ Overrides = Annotated[tuple[str, ...], Parameter(name="--set", negative="", show
 
 # Of a trained model.
 Trained = Annotated[
-    Place,
+    Path,
     Parameter(
         help="A run folder, for its newest checkpoint; the folder of a checkpoint; or a file that `halfstep "
         "artifact` wrote."

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
-from halfstep.cli.arguments import Flag, Json, Place
+from halfstep.cli.arguments import Flag, Json
 from halfstep.cli.output import print_json, print_table, print_words
 from halfstep.core.errors import HalfstepError
 from halfstep.tools.bench.contract import Options
@@ -22,8 +22,8 @@ def bench(
     *,
     arms: Arms = (),
     race: Annotated[Options, Parameter(name="*")] = Options(),
-    save: Place | None = None,
-    picture: Place | None = None,
+    save: Path | None = None,
+    picture: Path | None = None,
     bars: Flag = False,
     json: Json = False,
 ) -> int:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from cyclopts import App
 
-from halfstep.cli.arguments import Json, Place, check_not_empty
+from halfstep.cli.arguments import Json
 from halfstep.cli.output import print_json, print_table, print_words
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ FEWEST_TOKENS = 1000
 @app.command
 def pack(
     *sources: str,
-    out: Place,
+    out: Path,
     tokenizer: str,
     workers: int | None = None,
     shard_tokens: int = 100_000_000,
@@ -61,52 +61,58 @@ def pack(
     separator
         The token before each document; by default the tokenizer's end of text; `none` for no separator.
     """
-    from halfstep.core.errors import ConfigError
     from halfstep.training.data.pack.pack import PackRequest
     from halfstep.training.data.pack.pack import pack as run
     from halfstep.training.data.pack.sources import find_sides
     from halfstep.training.data.tokenizers import open_tokenizer
     from halfstep.training.telemetry.progress import BytesProgress
 
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    number = cores if workers is None else workers
-    most = max(64, 4 * cores)
-    if not 1 <= number <= most:
-        raise ConfigError(
-            f"--workers is {number}; it must be from 1 to {most}", hint="omit it: one per core is best"
-        )
-    if 0 < shard_tokens < FEWEST_TOKENS:
-        raise ConfigError(
-            f"--shard-tokens is {shard_tokens}: each shard is a file, and there would be very many",
-            hint=f"use {FEWEST_TOKENS:,} or more; the default is 100,000,000",
-        )
-    check_not_empty("a source", *sources)
-    check_not_empty("--tokenizer", tokenizer)
-    if not isinstance(validation, str):
-        PackRequest(field, only, validation, shard_tokens)  # refuses what is wrong before anything is opened
+    num_workers = _num_workers(workers)
+    _check_shard_tokens(shard_tokens)
+    share = 0.0 if isinstance(validation, str) else validation
+    PackRequest(field, only, share, shard_tokens)  # refuses what is wrong before anything is opened
     opened = open_tokenizer(tokenizer, separator)
     files, held_out = find_sides(sources, validation, only)
     request = PackRequest(field, only, held_out, shard_tokens)
     before = _modified(out)
     try:
         with BytesProgress("packing") as progress:
-            index = run(files, out, opened, request, workers=number, meter=progress)
+            index = run(files, out, opened, request, workers=num_workers, meter=progress)
     except KeyboardInterrupt:
         print_words(f"stopped; to resume `{out}`, run the same command again")
         return 130
     if _modified(out) == before:
         print_words(f"nothing to do: `{out}` is complete")
-    if json:
-        print_json(dataclasses.asdict(index))
-    else:
-        _print_packed(out, index)
+    _print_packed(out, index, json)
     return 0
+
+
+def _num_workers(asked: int | None) -> int:
+    from halfstep.core.errors import ConfigError
+
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    most = max(64, 4 * cores)
+    if asked is not None and not 1 <= asked <= most:
+        raise ConfigError(
+            f"--workers is {asked}; it must be from 1 to {most}", hint="omit it: one per core is best"
+        )
+    return asked or cores
+
+
+def _check_shard_tokens(number: int) -> None:
+    from halfstep.core.errors import ConfigError
+
+    if 0 < number < FEWEST_TOKENS:
+        raise ConfigError(
+            f"--shard-tokens is {number}: each shard is a file, and there would be very many",
+            hint=f"use {FEWEST_TOKENS:,} or more; the default is 100,000,000",
+        )
 
 
 @app.command(name="train-tokenizer")
 def train_tokenizer(
     *sources: str,
-    out: Place,
+    out: Path,
     vocabulary: int = 50257,
     field: str = "text",
     validation: float | str = 0.01,
@@ -134,7 +140,6 @@ def train_tokenizer(
     from halfstep.training.data.pack.train_tokenizer import train_tokenizer as run
     from halfstep.training.telemetry.progress import BytesProgress
 
-    check_not_empty("a source", *sources)
     files, held_out = find_sides(sources, validation, only)
     share = held_out if isinstance(held_out, float) else 0.0
     with BytesProgress("reading") as progress:
@@ -146,7 +151,7 @@ def train_tokenizer(
 
 
 @app.command
-def verify(folder: Place, /, *, json: Json = False) -> int:
+def verify(folder: Path, /, *, json: Json = False) -> int:
     """Check every byte of packed data against its index. The exit code is 1 if something is damaged.
 
     Parameters
@@ -169,7 +174,7 @@ def verify(folder: Place, /, *, json: Json = False) -> int:
 
 
 @app.command
-def show(folder: Place, /, *, json: Json = False) -> None:
+def show(folder: Path, /, *, json: Json = False) -> None:
     """Show what a folder of packed data holds: tokenizer, shards, tokens, documents, bytes.
 
     Parameters
@@ -213,7 +218,10 @@ def _modified(out: Path) -> dict[str, int]:
     return {path.name: path.lstat().st_mtime_ns for path in out.glob("*") if path.name != LOCK}
 
 
-def _print_packed(out: Path, index: "Index") -> None:
+def _print_packed(out: Path, index: "Index", json: bool) -> None:
+    if json:
+        print_json(dataclasses.asdict(index))
+        return
     rows = []
     for name, side in (("train", index.train), ("held out", index.val)):
         counts = [f"{number:,}" for number in (side.tokens, side.documents, side.text_bytes)]

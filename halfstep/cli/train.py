@@ -8,7 +8,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from itertools import count, pairwise
 from pathlib import Path
 
-from halfstep.cli.arguments import Backend, Device, Flag, Overrides, Place, check_not_empty
+from halfstep.cli.arguments import Backend, Device, Flag, Overrides
 from halfstep.cli.output import print_words
 
 RUNS = Path("runs")
@@ -23,7 +23,7 @@ def train(
     device: Device = None,
     overrides: Overrides = (),
     init: str | None = None,
-    out: Place | None = None,
+    out: Path | None = None,
     resume: Flag = False,
     allow_older: Flag = False,
     deadline: float | None = None,
@@ -76,8 +76,6 @@ def train(
     from halfstep.training.telemetry import loggers
 
     _check_init(init, resume)
-    if recipe is not None:
-        check_not_empty("the recipe", recipe)
     deadline = _deadline(deadline, allow_older, resume)
     named = [
         *([f"init={init}", "init_digest="] if init is not None else []),
@@ -163,8 +161,6 @@ def _check_init(init: str | None, resume: bool) -> None:
             "--init and --resume exclude each other: a resumed run takes the weights of its newest checkpoint",
             hint=f"omit --init to resume, or omit --resume to start a new run from `{init}`",
         )
-    if init == "":
-        raise ConfigError("--init is empty", hint="name a safetensors file, a folder that holds one, or a run")
 
 
 @contextmanager

@@ -13,7 +13,6 @@ from halfstep.cli.arguments import (
     MovedData,
     OtherBackend,
     OtherPolicy,
-    Place,
     Trained,
     Weights,
 )
@@ -115,7 +114,7 @@ def artifact(
     run: Trained,
     /,
     *,
-    out: Place | None = None,
+    out: Path | None = None,
     limit: int | None = None,
     policy: OtherPolicy = None,
     backend: OtherBackend = None,

@@ -116,6 +116,27 @@ EMPTY = {
     "pack --tokenizer": ["data", "pack", "text.txt", "--out", "packed", "--tokenizer", ""],
     "train-tokenizer": ["data", "train-tokenizer", "", "--out", "tokenizer.json"],
     "train-tokenizer --out": ["data", "train-tokenizer", "text.txt", "--out", ""],
+    "pack --validation": [
+        "data",
+        "pack",
+        "text.txt",
+        "--out",
+        "packed",
+        "--tokenizer",
+        "bytes",
+        "--validation",
+        "",
+    ],
+    "pack --field": ["data", "pack", "text.txt", "--out", "packed", "--tokenizer", "bytes", "--field", ""],
+    "pack --only": ["data", "pack", ".", "--out", "/packed", "--tokenizer", "bytes", "--only", ""],
+    "pack --separator=": ["data", "pack", "text.txt", "--out", "packed", "--tokenizer", "bytes", "--separator="],
+    "train-tokenizer --validation": ["data", "train-tokenizer", "text.txt", "--out", "x", "--validation", ""],
+    "train --policy": ["train", "--policy", "", "--out", "run"],
+    "train --device": ["train", "--policy", "fp32", "--device", "", "--out", "run"],
+    "train --init": ["train", "--init="],
+    "eval --data": ["eval", "run", "--data", ""],
+    "eval --policy": ["eval", "run", "--policy", ""],
+    "sample --validation": ["sample", "run", "--validation", ""],
     "verify": ["data", "verify", ""],
     "show": ["data", "show", ""],
     "bench --save": ["bench", "--save", ""],
@@ -124,7 +145,7 @@ EMPTY = {
 
 
 @pytest.mark.parametrize("arguments", EMPTY.values(), ids=EMPTY)
-def test_an_empty_path_is_refused(arguments, tmp_path, monkeypatch, capsys):
+def test_an_empty_argument_is_refused(arguments, tmp_path, monkeypatch, capsys):
     (tmp_path / "text.txt").write_text("words and more words\n" * 200)
     monkeypatch.chdir(tmp_path)
     assert run(arguments) == 2
