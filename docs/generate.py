@@ -90,8 +90,8 @@ OTHERS = """## Names of other libraries
 
 These are read as the preset that they mean elsewhere, wherever a policy is named: `--policy bf16`, `policy =
 "16-mixed"`, `prepare(model, optimizer, "fp16")`. Case does not matter, nor whether `_` or `-` is written.
-Records and pages have the preset's name. In `bf16-true`, as in Lightning, weights and their gradients are bf16;
-moments stay fp32 here.
+Records and pages have the preset's name, and the summary of a run says what a name was read as. In
+`bf16-true`, as in Lightning, weights and their gradients are bf16; moments stay fp32 here.
 """
 
 

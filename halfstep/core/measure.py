@@ -20,7 +20,7 @@ from halfstep.core.devices import Device
 from halfstep.core.errors import warn_caller
 from halfstep.core.formats import BF16, E4M3, E5M2, FP16, FP32, TF32, Format
 from halfstep.core.ladder import Clock, Run, climb
-from halfstep.core.policy import PRESETS, Policy, as_policy, read
+from halfstep.core.policy import PRESETS, Policy, as_policy, read, read_as
 from halfstep.core.refusal import slow_formats
 
 FORMATS = (FP32, TF32, BF16, FP16, E4M3, E5M2)
@@ -74,13 +74,16 @@ decide_once = cache(decide)  # for a process that prepares one model after anoth
 
 def settle(
     given: Policy | str, choose: Callable[[], Choice], device: Device | None = None
-) -> tuple[Policy, Choice | None]:
-    """Returns the policy that `prepare` or `init` was given, and for `auto` the choice. Warns their caller."""
+) -> tuple[Policy, Choice | None, str]:
+    """Returns the policy that `prepare` or `init` was given, for `auto` the choice, and what a summary says of it.
+
+    Warns their caller.
+    """
     choice = choose() if isinstance(given, str) and read(given).base == "auto" else None
     policy = as_policy(given) if choice is None else Policy.parse(str(given), auto=PRESETS[choice.preset])
     for message in [*policy.warnings, *([] if device is None else slow_formats(policy, device))]:
         warn_caller(message)
-    return policy, choice
+    return policy, choice, read_as(str(given)) if choice is None else f"auto chose {choice}"
 
 
 def accelerator_shapes(model: Any, tokens: int) -> tuple[Shape, ...]:

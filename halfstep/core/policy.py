@@ -84,8 +84,8 @@ class Policy:
         """What runs as asked and is probably not wanted."""
         warnings, scale = [], f"`scale={print_value(self.scale)}`"
         if not isinstance(self.scale, NoScale) and not self._weak():
-            why = f"{self.grad.format} has fp32's range, and only fp16 needs a loss scale"
-            warnings.append(f"{scale} has nothing to protect: {why}")
+            range_ = "" if self.grad.format == FP32 else f"{self.grad.format} has fp32's range, and "
+            warnings.append(f"{scale} has nothing to protect: {range_}only fp16 needs a loss scale")
         if isinstance(self.scale, StaticScale) and not is_power_of_two(self.scale.value):
             why = f"{self.scale.value:g} is not a power of two, {nearest_power(self.scale.value)} is"
             warnings.append(f"{scale} rounds every gradient twice: {why}")

@@ -33,6 +33,7 @@ class Origin:
 
     choice: Choice | None = field(default=None, compare=False)
     widened: tuple[str, ...] = field(default=(), compare=False)
+    note: str = field(default="", compare=False)  # what the name of the policy was read as
 
 
 @partial(
@@ -70,8 +71,8 @@ class State:
 def summary(state: State) -> str:
     """Describes what the state holds, in a line or two."""
     lines = [str(apply(state.params, state.policy, state.names))]
-    if state.choice is not None:
-        lines.append(f"auto chose {state.choice}")
+    if state.origin.note:
+        lines.append(state.origin.note)
     if state.widened:
         more = "" if len(state.widened) == 1 else f" and {len(state.widened) - 1} more"
         lines.append(f"widened to their masters' format: {state.widened[0]}{more}")

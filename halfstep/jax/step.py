@@ -86,8 +86,8 @@ def init(
     """
     check_transform(optimizer)
     check_numbers(seed=seed, tokens=tokens)
-    policy, choice = settle(policy, lambda: measured_choice(params, tokens))
-    return first_state(params, optimizer, policy, seed=seed, names=names, choice=choice)
+    policy, choice, note = settle(policy, lambda: measured_choice(params, tokens))
+    return first_state(params, optimizer, policy, seed=seed, names=names, choice=choice, note=note)
 
 
 def first_state(
@@ -98,6 +98,7 @@ def first_state(
     seed: int = 0,
     names: Sequence[str] = (),
     choice: Choice | None = None,
+    note: str = "",
 ) -> State:
     """Returns the first state of a policy that was named or chosen."""
     applied = apply(params, policy, names)
@@ -119,7 +120,7 @@ def first_state(
         policy=policy,
         seed=seed,
         names=tuple(names),
-        origin=Origin(choice, widened),
+        origin=Origin(choice, widened, note),
     )
     return jax.tree.map(_copied, state)
 

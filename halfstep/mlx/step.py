@@ -98,10 +98,10 @@ def prepare(
                 hint="prepare(model, optimizer, policy)",
             )
     compiled = resolve_compile(compile)
-    policy, choice = settle(policy, lambda: measured_choice(model, tokens), describe(mx.default_device()))
+    policy, choice, note = settle(policy, lambda: measured_choice(model, tokens), describe(mx.default_device()))
     conversion = apply(model, policy, cast_inputs=cast_inputs)
     parts = (model, optimizer, conversion, clip_norm)
-    return Run(*parts, seed=seed, compile=compiled, choice=choice, warns=True)
+    return Run(*parts, seed=seed, compile=compiled, choice=choice, note=note, warns=True)
 
 
 class Run:
@@ -117,12 +117,14 @@ class Run:
         seed: int = 0,
         compile: bool = False,
         choice: Choice | None = None,
+        note: str = "",
         warns: bool = False,
     ):
         self.model, self.optimizer, self.conversion = model, optimizer, conversion
         self.optimizers = leaves_of(optimizer)
         self.policy = conversion.policy
         self.clip_norm, self.choice = clip_norm, choice  # what `auto` chose and why; None if a policy was named
+        self.note = note  # what the name of the policy was read as
         self.compile = compile
         self.masters = Masters(conversion, seed)
         for _, module in walk(model):
@@ -292,7 +294,7 @@ class Run:
         return "\n".join(
             [
                 *self.conversion.lines(),
-                *([f"  auto chose {self.choice}"] if self.choice else []),
+                *([f"  {self.note}"] if self.note else []),
                 f"  gradients are {summed}; loss scale: {print_value(self.policy.scale)}",
                 f"  {kinds}: fp32 masters and gradients; a skipped step costs no sync",
                 f"  the step is {'compiled' if self.compile else 'not compiled'}",

@@ -82,7 +82,7 @@ def prepare(
     """
     check_model(model)
     check_settings(clip_norm, seed, ema, tokens)
-    policy, choice = settle(policy, lambda: measured_choice(model, tokens), describe(device_of(model)))
+    policy, choice, note = settle(policy, lambda: measured_choice(model, tokens), describe(device_of(model)))
     params = [value for rule in policy.rules for _, value in rule.changes if isinstance(value, Param)]
     narrow = any(param.split or param.format != FP32 for param in (policy.param, *params))
     optimizers = check_optimizers(optimizer, model, narrow=narrow)
@@ -92,8 +92,8 @@ def prepare(
     for p in model.parameters():
         p.grad = None
     conversion = apply(model, policy, tokens=tokens)
-    options: dict[str, Any] = {"conversion": conversion, "seed": seed, "ema": ema, "choice": choice}
-    return Run(model, optimizers, policy, clip_norm, **options, warns=True)
+    options: dict[str, Any] = {"conversion": conversion, "seed": seed, "ema": ema}
+    return Run(model, optimizers, policy, clip_norm, **options, choice=choice, note=note, warns=True)
 
 
 class Run(RunParts):

@@ -86,6 +86,13 @@ def test_auto_is_measured_for_a_model_of_ones_own_and_the_run_has_the_reason(bac
     assert backend.toy("fp32", WEIGHT, rate=1.0).prepared().choice is None
 
 
+def test_a_run_says_what_the_name_of_another_library_was_read_as(backend):
+    for policy in ("BF16,norm=bf16", "bf16-mixed"):
+        run = backend.toy(policy, WEIGHT, rate=1.0).prepared()
+        summary = run.summary() if backend.name != "jax" else str(run)
+        assert ("`BF16` is read as `bf16-mixed`, which is what" in summary) == policy.startswith("BF16")
+
+
 def test_a_loss_scale_with_bf16_and_one_that_is_no_power_of_two_run_with_a_warning(backend):
     """As the source document of the JAX step teaches it: a static scale and bf16."""
     with warnings.catch_warnings(record=True) as caught:

@@ -259,7 +259,7 @@ def test_a_name_that_is_refused_has_its_reason_and_a_hint_that_works(name):
     ("text", "said"),
     [
         ("bf16-mixed,scale=dynamic", ["has nothing to protect: bf16 has fp32's range"]),
-        ("fp32,scale=static:value=64", ["has nothing to protect: fp32"]),
+        ("fp32,scale=static:value=64", ["has nothing to protect: only fp16 needs a loss scale"]),
         ("fp16-mixed,scale=static:value=1000", ["1000 is not a power of two, 1024 is"]),
         ("bf16,scale=static:value=100", ["nothing to protect", "not a power of two"]),
         ("fp16-mixed", []),

@@ -8,7 +8,11 @@ each new one, whose own backward pass sees S and no weight: one row beside 512 m
     accumulated  G <- G * w_(i-1) / w_i + S g_i           in the accumulate format, fp32
     gradient       = G * inv_scale * w_n / sum_i w_i      unscaled with the S that was used
 
-Without a scale no gradient is near the end of its range: there w_i / w_1 multiplies the loss, and the sum stays.
+The pass over the sums is made only if weights differ or are on the device. JAX and MLX add (w_i / w_1) S g_i
+instead, the same sum, in the pass that adds. torch cannot: autograd adds to `p.grad` itself, and taking every
+gradient away from it first would hold a second copy of them all. Without a scale no gradient is near the end of
+its range: there w_i / w_1 multiplies the loss, and the sum stays.
+
 autograd sums in the dtype of the parameter, and a bf16 sum of 256 and ones stays at 256: there each gradient is
 taken away after its backward pass and added to a sum kept here. So are those wider than their parameter
 (split/). Sparse gradients stay sparse; summing the entries of a row waits for the device, as torch's sparse

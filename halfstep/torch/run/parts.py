@@ -39,10 +39,12 @@ class RunParts:
         seed: int = 0,
         ema: float = 0.0,
         choice: Choice | None = None,
+        note: str = "",
         warns: bool = False,
     ):
         self.model, self.optimizers, self.policy = model, list(optimizers), policy
         self.clip_norm, self.choice = clip_norm, choice  # what `auto` chose and why; None if a policy was named
+        self.note = note  # what the name of the policy was read as
         self.conversion = conversion
         self.masters = self._masters(seed)
         moments = {} if conversion is None else conversion.moments

@@ -21,8 +21,8 @@ SPLIT = "bf16 and a 16-bit remainder, together fp32: run.edit() opens them to ot
 def summarize(run: RunParts) -> list[str]:
     """Returns the lines of `Run.summary`."""
     parts = (_modules, _given, _functions, _measured, _masters, _gradients, _optimizers)
-    chosen = [f"  auto chose {run.choice}"] if run.choice else []
-    return [str(run.policy), *chosen, *(line for part in parts for line in part(run))]
+    note = [f"  {run.note}"] if run.note else []
+    return [str(run.policy), *note, *(line for part in parts for line in part(run))]
 
 
 def _modules(run: RunParts) -> Iterator[str]:
