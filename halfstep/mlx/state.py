@@ -49,6 +49,11 @@ def state_of(live: Live) -> dict[str, mx.array]:
 
 def load_state(live: Live, given: Mapping[str, mx.array], law: Scale) -> None:
     """Restores a state, bit for bit. One of another model, optimizer or precision is refused whole."""
+    if not (isinstance(given, Mapping) and all(isinstance(array, mx.array) for array in given.values())):
+        raise HalfstepError(
+            "the state must be a dict of MLX's arrays by name, and is not",
+            hint="run.load(mx.load(file)) reads what mx.save_safetensors or mx.savez wrote of run.state",
+        )
     check_same(_described(state_of(live)), _described(given))
     scale = saved_scale(law, given)
     for name, place in live.places.items():

@@ -17,8 +17,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import mlx.core as mx
-import mlx.optimizers
 from mlx.nn.layers.base import Module
+from mlx.optimizers import Optimizer
 from mlx.utils import tree_flatten, tree_unflatten
 
 from halfstep.core.choice import Choice
@@ -36,7 +36,7 @@ from halfstep.mlx.layers import Held
 from halfstep.mlx.lowering import casts_for
 from halfstep.mlx.optim.masters import Masters
 from halfstep.mlx.optim.optimizers import leaves_of
-from halfstep.mlx.run.checks import check_loss, check_weight, measured_choice, resolve_compile
+from halfstep.mlx.run.checks import check_loss, check_parts, check_weight, measured_choice, resolve_compile
 from halfstep.mlx.state import Live, load_state, state_of
 
 # loss_fn(model, batch) -> the mean loss, or (the sum of losses, the number of tokens)
@@ -70,7 +70,7 @@ class Gradients:
 
 def prepare(
     model: Module,
-    optimizer: mlx.optimizers.Optimizer,
+    optimizer: Optimizer,
     policy: Policy | str,
     *,
     clip_norm: float = 0.0,
@@ -91,12 +91,7 @@ def prepare(
     its reason.
     """
     check_numbers(clip_norm=clip_norm, seed=seed, tokens=tokens)
-    for given, kind, word in ((model, Module, "model"), (optimizer, mlx.optimizers.Optimizer, "optimizer")):
-        if not isinstance(given, kind):
-            raise HalfstepError(
-                f"the {word} is a {type(given).__name__}, not an {kind.__module__.partition('.layers')[0]} one",
-                hint="prepare(model, optimizer, policy)",
-            )
+    check_parts(model, optimizer)
     compiled = resolve_compile(compile)
     policy, choice, note = settle(policy, lambda: measured_choice(model, tokens), describe(mx.default_device()))
     conversion = apply(model, policy, cast_inputs=cast_inputs)
@@ -110,7 +105,7 @@ class Run:
     def __init__(
         self,
         model: Module,
-        optimizer: mlx.optimizers.Optimizer,
+        optimizer: Optimizer,
         conversion: Applied,
         clip_norm: float = 0.0,
         *,
@@ -146,6 +141,7 @@ class Run:
         watched = warns and isinstance(self.policy.scale, DynamicScale)
         self._alarm = ScaleAlarm(self.policy.scale) if watched else None
         self._unread: deque[StepResult] = deque()  # updates whose scale was not looked at
+        optimizer.update = _refuse_update  # type: ignore[method-assign]
         optimizer.init(tree_unflatten(list(self.masters.wide().items())))
         self._cast_moments()
         mx.eval(self._live())
@@ -164,7 +160,7 @@ class Run:
         """Updates once from micro-batches; `loss_fn` returns a mean loss, or (sum of losses, number of tokens)."""
         if isinstance(micro_batches, mx.array | dict):
             raise HalfstepError(
-                f"micro_batches is a {type(micro_batches).__name__}: its rows or keys would be taken for batches",
+                f"micro_batches is one `{type(micro_batches).__name__}`: its rows or keys would be the batches",
                 hint="put a single batch into a list: run.step(loss_fn, [batch])",
             )
         differentiate = self.value_and_grad(loss_fn)
@@ -283,6 +279,7 @@ class Run:
         restore(self.conversion)
         self.masters.put(wide)
         self.forget()
+        vars(self.optimizer).pop("update", None)
         self._open = False
         return self.model
 
@@ -342,7 +339,7 @@ class Run:
             odd = sorted(dict(now.items() ^ self._known.items()))[0]
             raise HalfstepError(
                 f"the model changed since it was prepared: `{odd}` was added, replaced, frozen, unfrozen or cast",
-                hint="change the model before you prepare it; state.load_weights takes weights of other formats",
+                hint="change the model before you prepare it; model.load_weights takes weights of any format",
             )
 
     def _call(self, key: Any, function: Callable[..., Any], *args: Any) -> Any:
@@ -426,6 +423,15 @@ class Run:
                 if parameter is not None and place.array.shape == parameter.array.shape:
                     fmt = FP32 if widen else self.conversion.moments[name.rpartition(".")[0]]
                     place.put(place.array.astype(dtype_of(fmt)))
+
+
+def _refuse_update(model: Module, gradients: Any) -> None:
+    """Takes the place of `optimizer.update` while a run has the optimizer."""
+    raise HalfstepError(
+        "optimizer.update steps without masters, the loss scale and the check for what is not finite",
+        hint="loss, grads = run.value_and_grad(loss_fn)(batch); run.update(grads); or run.step(loss_fn, [batch]); "
+        "run.unprepare() gives the optimizer back",
+    )
 
 
 def _norm(arrays: Mapping[str, mx.array]) -> mx.array:

@@ -118,6 +118,13 @@ def test_a_nan_keeps_its_bits_and_a_dtype_that_mlx_lacks_is_refused():
         restored(("F8_E4M3", (1,), b"\0"))
 
 
+@pytest.mark.parametrize("given", ["state.npz", {"applied": np.ones(())}])
+def test_what_is_no_state_is_refused_with_the_way_to_read_one(given):
+    with pytest.raises(HalfstepError, match="dict of MLX's arrays") as caught:
+        run().load(given)
+    assert "mx.load" in caught.value.hint
+
+
 SPLIT = "bf16-mixed,param=fp32:split"
 
 

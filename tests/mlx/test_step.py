@@ -205,6 +205,18 @@ def test_a_negative_norm_or_number_of_tokens_is_refused():
         run().step(lambda model, x: (model(x).sum(), -2), [data(4)])
 
 
+def test_the_loop_of_plain_mlx_is_refused_and_not_stepped_without_masters_and_scale():
+    r = run("bf16-true", model=mlp())
+    _, grads = nn.value_and_grad(r.model, squares)(r.model, data(4))
+    before = r.num_applied.item()
+    with pytest.raises(HalfstepError, match=r"optimizer\.update") as caught:
+        r.optimizer.update(r.model, grads)
+    assert "run.update(grads)" in caught.value.hint
+    assert r.num_applied.item() == before
+    model = r.unprepare()
+    r.optimizer.update(model, grads)
+
+
 def test_a_run_that_is_over_is_over():
     r = run()
     grads = r.value_and_grad(squares)(data(4))[1]
@@ -394,7 +406,7 @@ def test_compiling_where_mlx_would_silently_not_is_refused(monkeypatch, tmp_path
 
 @pytest.mark.parametrize(("model", "optimizer"), [(print, AdamW()), (linear(), print)])
 def test_what_is_not_a_model_or_optimizer_of_mlx_is_refused(model, optimizer):
-    with pytest.raises(HalfstepError, match="builtin_function_or_method"):
+    with pytest.raises(HalfstepError, match=r"is a `builtin_function_or_method`, not an `mlx\."):
         prepare(model, optimizer, "fp32")
 
 
@@ -437,7 +449,7 @@ def test_what_is_not_a_loss_is_refused(loss, said):
 @pytest.mark.parametrize("batches", [mx.ones((3, 2)), {"x": mx.ones((3, 2))}])
 def test_one_batch_is_not_taken_for_several(batches):
     run = prepare(nn.Linear(2, 2), mlx.optimizers.SGD(learning_rate=0.1), "bf16-mixed")
-    with pytest.raises(HalfstepError, match=r"\[batch\]"):
+    with pytest.raises(HalfstepError, match=r"^micro_batches is one `.*\[batch\]"):
         run.step(lambda m, x: m(x).sum(), batches)
 
 

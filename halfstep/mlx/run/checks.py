@@ -6,6 +6,7 @@ from typing import Any
 
 import mlx.core as mx
 from mlx.nn.layers.base import Module
+from mlx.optimizers import Optimizer
 from mlx.utils import tree_flatten
 
 from halfstep.config.model import model_like
@@ -32,6 +33,17 @@ def resolve_compile(asked: bool | None) -> bool:
             hint="install g++ (Debian: apt install g++; macOS: xcode-select --install), or leave `compile` out",
         )
     return True
+
+
+def check_parts(model: Any, optimizer: Any) -> None:
+    """Refuses what is not a model and an optimizer of MLX."""
+    for word, given, kind in (("model", model, Module), ("optimizer", optimizer, Optimizer)):
+        if not isinstance(given, kind):
+            where = "mlx.nn" if kind is Module else "mlx.optimizers"
+            raise HalfstepError(
+                f"the {word} is a `{type(given).__name__}`, not an `{where}.{kind.__name__}`",
+                hint="prepare(model, optimizer, policy)",
+            )
 
 
 def measured_choice(model: Module, tokens: int) -> Choice:
