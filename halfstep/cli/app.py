@@ -11,7 +11,7 @@ import sys
 from itertools import pairwise
 from typing import Any
 
-from cyclopts import App, CycloptsError, MissingArgumentError, Parameter, UnknownOptionError
+from cyclopts import App, CycloptsError, MissingArgumentError, Parameter, UnknownOptionError, UnusedCliTokensError
 
 from halfstep import __version__
 from halfstep.cli import bench, data, formats, policy, probe, train, trained
@@ -43,6 +43,10 @@ app.command(probe.probe)
 app.command(formats.formats)
 app.command(policy.policy)
 app.command(bench.bench)
+
+
+# What an option that a command lacks is as a setting.
+SETTINGS = {"train": train.as_setting, "probe": probe.as_size}
 
 
 def run(arguments: list[str]) -> int:
@@ -85,9 +89,11 @@ def _check_empty(arguments: list[str]) -> None:
 def _explain(error: CycloptsError, arguments: list[str]) -> tuple[str, str]:
     """Returns what is wrong on the command line and what to do; for a missing argument, what it means."""
     command = " ".join(["halfstep", *(error.command_chain or ())])
-    if isinstance(error, UnknownOptionError) and arguments[0] == "train":
+    if isinstance(error, UnusedCliTokensError) and error.unused_tokens:
+        return f"`{error.unused_tokens[0]}` is one argument too many", f"see `{command} --help`"
+    if isinstance(error, UnknownOptionError) and arguments[0] in SETTINGS:
         option = error.token.keyword or error.token.value or ""
-        if hint := train.as_setting(option, arguments):
+        if hint := SETTINGS[arguments[0]](option, arguments):
             return f"unknown option: {option}", hint
     if not isinstance(error, MissingArgumentError) or error.argument is None or error.app is None:
         return _lower_first(str(error)), f"see `{command} --help`"

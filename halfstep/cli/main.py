@@ -38,7 +38,8 @@ def _run(arguments: list[str]) -> int:
     except MemoryError:
         return _end("error: there is not enough memory", 2)
     except ImportError as error:  # of numpy, whose message is a page long; backends have their own
-        return _end(f"error: {error.name or 'a package'} cannot be imported: {str(error).splitlines()[-1]}", 2)
+        reason = str(error).strip().rpartition("\n")[2] or "no reason is given"
+        return _end(f"error: {error.name or 'a package'} cannot be imported: {reason}", 2)
     except RecursionError:
         return _end("error: something that was given is nested too deeply to be read", 2)
 

@@ -80,7 +80,7 @@ def _resolve(parsed: Policy, recipe: str | None, modules: Sequence[str]) -> dict
     }
     if config.tied:
         shown["lm_head.weight (tied to embed.weight)"] = resolved["lm_head"]
-    return shown
+    return shown | {name: resolved[name] for name in modules}
 
 
 # The roles shown for a parameter; the others apply to activations or to the whole run.

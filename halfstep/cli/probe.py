@@ -1,9 +1,14 @@
 """`halfstep probe`: measures what this machine runs natively, how fast, and which precision to train in."""
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from halfstep.cli.arguments import Json, Overrides
+from halfstep.cli import train
+from halfstep.cli.arguments import Device, Json, Overrides
 from halfstep.cli.output import print_json, print_table, print_words
+from halfstep.core.measure import BUDGET
+
+SIZES = ("model.", "training.batch")  # the settings that what is timed depends on
 
 if TYPE_CHECKING:
     from halfstep.core.choice import Gain
@@ -15,9 +20,9 @@ def probe(
     /,
     *,
     backend: str | None = None,
-    device: str | None = None,
+    device: Device = None,
     overrides: Overrides = (),
-    budget: float = 3.0,
+    budget: float = BUDGET,
     json: Json = False,
 ) -> None:
     """Measure which precision is fastest to train in, with the reason: what `halfstep train` does for `auto`.
@@ -32,10 +37,8 @@ def probe(
         The recipe to choose for: tiny (the default), gpt2, qwen3, speedrun, golf, or a file that ends in .toml.
     backend
         torch, jax or mlx; by default, all that are installed.
-    device
-        The device, as the backend names it (cpu, cuda, cuda:1, mps); by default, the fastest kind.
     overrides
-        A setting, such as model.width=1024. May be repeated.
+        A size, such as model.width=1024 or training.batch=8. May be repeated.
     budget
         Seconds to choose in, for each backend. A size that would exceed them is not started.
     """
@@ -43,12 +46,31 @@ def probe(
     from halfstep.tools.probe import run
 
     config = load(recipe or DEFAULT_RECIPE, overrides)
+    for override in overrides:
+        _check_size(override)
     result = run(None if backend is None else [backend], budget, device=device, config=config, say=print_words)
     if json:
         print_json(result.to_dict())
         return
     for each in result.backends:
         _print_backend(each)
+
+
+def as_size(option: str, arguments: Sequence[str]) -> str | None:
+    """Returns how an option that does not exist is written with --set, if it means a size."""
+    hint = train.as_setting(option, arguments)
+    return hint if hint and any(f"--set {size}" in hint for size in SIZES) else None
+
+
+def _check_size(override: str) -> None:
+    from halfstep.config.load import setting_named
+    from halfstep.core.errors import ConfigError
+
+    if not setting_named(override).startswith(SIZES):
+        raise ConfigError(
+            f"--set {override} changes nothing here: only sizes do, model.* and training.batch",
+            hint="leave it out; --backend names a framework",
+        )
 
 
 def _print_backend(backend: "BackendResult") -> None:

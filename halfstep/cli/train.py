@@ -80,7 +80,7 @@ def train(
     named = [
         *([f"init={init}", "init_digest="] if init is not None else []),
         *overrides,
-        *([f"policy={policy}"] if policy else []),
+        *([f"policy={policy}"] if policy is not None else []),
         *([f"backend={backend}"] if backend else []),
     ]
     with _run_folder(recipe, out, resume) as where, ExitStack() as on_error:
@@ -143,14 +143,31 @@ def settings() -> str:
 
 def as_setting(option: str, arguments: Sequence[str]) -> str | None:
     """Returns how an option that does not exist is written as a setting, if it means one."""
-    from halfstep.config.load import setting_meant
+    from halfstep.config.load import other_meaning, setting_meant
+    from halfstep.config.run import RunConfig
+    from halfstep.config.schema import rows
+    from halfstep.core.errors import PolicyError
+    from halfstep.core.policy import read
 
     name, _, value = option.partition("=")
+    if (explained := other_meaning(name.strip("-"))) is not None:
+        return explained
     if (meant := setting_meant(name.strip("-"))) is None:
         return None
     following = dict(pairwise(arguments)).get(option, "--")
-    value = value or ("..." if following.startswith("--") else following)
-    return f"it is a setting: `--set {meant}={value}`"
+    value = value or ("" if following.startswith("--") else following)
+    if meant == "policy":
+        try:
+            read(value)
+            return f"the precision is a policy: `--policy {value}`"
+        except PolicyError as error:
+            return f"the precision is a policy, with `--policy`; {error.hint}"
+    kind = {row.key: row.kind for row in rows(RunConfig)}[meant]
+    if kind == "true or false":
+        value = value.lower() or "true"
+    elif kind.startswith("a list of any") and value:
+        value = f'["{value}"]'
+    return f"it is a setting: `--set {meant}={value or '...'}`"
 
 
 def _check_init(init: str | None, resume: bool) -> None:

@@ -38,11 +38,8 @@ def evaluate(
     """Evaluate a trained model on held-out text, in the precision and on the backend of its training or others."""
     from halfstep.training import memory
     from halfstep.training.evaluation import evaluate as measure
-    from halfstep.training.run.trained import open_trained
 
-    where = (device, data, validation)
-    print_words(f"loading `{run}`")
-    trained = open_trained(run, *where, policy=policy, backend=backend, weights=weights)
+    trained = _open(run, device, data, validation, policy=policy, backend=backend, weights=weights)
     corpus = _load_corpus(trained)
     print_words(f"evaluating on {trained.config.data.held_out}")
     with memory.convert_oom(trained.session.ran_out, lambda: memory.in_scoring(trained.config)):
@@ -83,13 +80,10 @@ def sample(
     """
     from halfstep.training.data.held_out import run_tokenizer
     from halfstep.training.data.types import DataError
-    from halfstep.training.run.trained import open_trained
     from halfstep.training.sampling import check_asked, first_line, generate, prompt_tokens, written
 
     check_asked(length, temperature, top_k, seed)
-    where = (device, data, validation)
-    print_words(f"loading `{run}`")
-    trained = open_trained(run, *where, policy=policy, backend=backend, weights=weights)
+    trained = _open(run, device, data, validation, policy=policy, backend=backend, weights=weights)
     tokenizer = run_tokenizer(trained.config.data.source, trained.saved.manifest["data"])
     if prompt is None:
         try:
@@ -140,7 +134,6 @@ def artifact(
     from halfstep.core.errors import ConfigError
     from halfstep.training import memory
     from halfstep.training.evaluation import evaluate as measure
-    from halfstep.training.run.trained import open_trained
     from halfstep.training.weights.artifact import NAME, check_place, is_artifact, masters, origin_of, score
 
     if limit is not None and not 0 <= limit < 2**63:
@@ -150,9 +143,7 @@ def artifact(
     home = _home(run)
     place = out or home / NAME
     check_place(place, home)
-    where = (device, data, validation)
-    print_words(f"loading `{run}`")
-    trained = open_trained(run, *where, policy=policy, backend=backend, weights=weights)
+    trained = _open(run, device, data, validation, policy=policy, backend=backend, weights=weights)
     config, session, corpus = trained.config, trained.session, _load_corpus(trained)
     if limit is not None:
         config = dataclasses.replace(config, artifact=dataclasses.replace(config.artifact, limit=limit))
@@ -166,6 +157,16 @@ def artifact(
         result = score(session, corpus, config, place, before, weights_to_write, origin)
     _print(trained, result.record(), json)
     return 1 if result.over else 0
+
+
+def _open(run: Path, *where: str | None, policy: str | None, **others: Any) -> "TrainedModel":
+    from halfstep.core.policy import read_as
+    from halfstep.training.run.trained import open_trained
+
+    if note := read_as(policy or ""):
+        print_words(note)
+    print_words(f"loading `{run}`")
+    return open_trained(run, *where, policy=policy, **others)
 
 
 def _load_corpus(trained: "TrainedModel") -> "Corpus":

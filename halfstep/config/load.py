@@ -14,7 +14,7 @@ from importlib import resources
 from typing import Any
 
 from halfstep.config import reading, schema
-from halfstep.config.run import NAMES_ELSEWHERE, NEEDS, RunConfig
+from halfstep.config.run import NAMES_ELSEWHERE, NEEDS, OTHER_MEANINGS, RunConfig
 from halfstep.config.schema import Bounds
 from halfstep.core import policy
 from halfstep.core.errors import ConfigError, HalfstepError, did_you_mean, one_of
@@ -50,7 +50,7 @@ def _built(table: dict[str, Any], overrides: Sequence[str]) -> RunConfig:
     defaults = schema.flatten(dataclasses.asdict(RunConfig()))
     before = defaults | schema.flatten(table)
     for key in before:
-        if key not in defaults and setting_meant(key):
+        if key not in defaults and _hint(key):
             raise _unknown(key)
     for each in overrides:
         apply_override(table, each)
@@ -65,16 +65,30 @@ def _built(table: dict[str, Any], overrides: Sequence[str]) -> RunConfig:
     return config
 
 
+def other_meaning(name: str) -> str | None:
+    """Returns what to do about a name of another library that is not another name of a setting."""
+    return OTHER_MEANINGS.get(_last_part(name))
+
+
 def setting_meant(name: str) -> str | None:
     """Returns the setting that a name without its section, or of another library, probably means."""
-    last = name.rpartition(".")[2].replace("-", "_").lower()
+    last = _last_part(name)
     named = [key for key in schema.flatten(dataclasses.asdict(RunConfig())) if key.rpartition(".")[2] == last]
     return named[0] if len(named) == 1 else NAMES_ELSEWHERE.get(last)
 
 
+def _last_part(name: str) -> str:
+    return name.rpartition(".")[2].replace("-", "_").lower()
+
+
+def _hint(key: str) -> str | None:
+    meant = setting_meant(key)
+    return other_meaning(key) or (f"did you mean `{meant}`?" if meant else None)
+
+
 def _unknown(key: str) -> ConfigError:
-    if (meant := setting_meant(key)) is not None:
-        return ConfigError(f"unknown setting `{key}`", hint=f"did you mean `{meant}`?")
+    if hint := _hint(key):
+        return ConfigError(f"unknown setting `{key}`", hint=hint)
     return schema.unknown_key(key, [row.key for row in schema.rows(RunConfig)])
 
 
@@ -132,7 +146,9 @@ def apply_override(table: dict[str, Any], override: str) -> None:
         if not isinstance(table, dict):
             raise schema.wrong(step, table, "a table of settings")
     if _step(section, last, dotted) is not None:
-        raise ConfigError(f"`{dotted}` is a section, not a setting", hint=f"set one of its keys: `{dotted}.…`")
+        raise ConfigError(
+            f"`{dotted}` is a section, not a setting", hint=_hint(dotted) or f"set one of its keys: `{dotted}.…`"
+        )
     table[last] = text.strip().strip('"') if schema.is_text(section, last) else _toml_value(text)
 
 

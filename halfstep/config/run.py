@@ -188,17 +188,16 @@ NEEDS: dict[str, dict[str, Bounds | tuple[object, ...]]] = {
     "optimizer.muon_momentum_warmup": {"optimizer.name": ("muon",)},
     "optimizer.muon_weight_decay": {"optimizer.name": ("muon",)},
 }
-# What other libraries call a setting.
+# What other libraries call a setting with the same meaning.
 NAMES_ELSEWHERE = {
-    **dict.fromkeys(("lr", "learning_rate", "max_lr"), "optimizer.rate"),
     **dict.fromkeys(("wd", "decay"), "optimizer.weight_decay"),
     **dict.fromkeys(("eps", "adam_epsilon"), "optimizer.epsilon"),
     **dict.fromkeys(("optim", "optimizer"), "optimizer.name"),
-    **dict.fromkeys(("max_steps", "iters", "max_iters", "iterations", "epochs", "max_epochs"), "training.steps"),
+    **dict.fromkeys(("max_steps", "iters", "max_iters", "iterations"), "training.steps"),
     **dict.fromkeys(("batch_size", "micro_batch_size", "per_device_train_batch_size"), "training.batch"),
     **dict.fromkeys(("accumulation_steps", "gradient_accumulation_steps", "grad_accum"), "training.micro_batches"),
     **dict.fromkeys(("grad_clip", "clip", "max_grad_norm", "gradient_clip_val"), "training.clip_norm"),
-    **dict.fromkeys(("warmup_steps", "warmup_ratio", "warmup_iters"), "training.warmup"),
+    "warmup_ratio": "training.warmup",
     **dict.fromkeys(("eval_every", "eval_interval", "eval_steps", "val_every"), "training.validate_every"),
     **dict.fromkeys(("save_steps", "save_interval", "checkpoint_every"), "training.save_every"),
     **dict.fromkeys(("gradient_checkpointing", "activation_checkpointing"), "training.recompute_blocks"),
@@ -208,6 +207,38 @@ NAMES_ELSEWHERE = {
     **dict.fromkeys(("depth", "n_layer", "n_layers", "num_layers", "num_hidden_layers"), "model.layers"),
     **dict.fromkeys(("dim", "d_model", "n_embd", "hidden_size", "embed_dim"), "model.width"),
     **dict.fromkeys(("n_head", "n_heads", "num_heads", "num_attention_heads"), "model.heads"),
-    **dict.fromkeys(("dtype", "precision", "mixed_precision", "amp"), "policy"),
+    **dict.fromkeys(("dtype", "precision", "mixed_precision"), "policy"),
     **dict.fromkeys(("dataset", "data", "data_path", "train_data"), "data.source"),
+}
+# What other libraries have where halfstep has something else, and what to do.
+_FOLDER = ("out", "output", "output_dir", "out_dir", "save_dir", "log_dir", "checkpoint_dir", "default_root_dir")
+OTHER_MEANINGS = {
+    **dict.fromkeys(
+        ("lr", "learning_rate", "max_lr"),
+        "`optimizer.rate` is AdamW's learning rate, and `optimizer.muon_rate` Muon's, for the matrices in blocks",
+    ),
+    **dict.fromkeys(
+        ("epochs", "max_epochs", "num_epochs", "num_train_epochs"),
+        "there are no epochs: `training.steps` is the number of updates",
+    ),
+    **dict.fromkeys(
+        ("warmup_steps", "warmup_iters", "num_warmup_steps"),
+        "`training.warmup` is a share of the steps: 0.02 for 20 of 1000",
+    ),
+    **dict.fromkeys(("beta1", "beta2", "adam_beta1", "adam_beta2"), "`optimizer.betas` holds both: [0.9, 0.95]"),
+    **dict.fromkeys(("bf16", "amp"), "the precision is a policy: `--policy bf16-mixed`"),
+    "fp16": "the precision is a policy: `--policy fp16-mixed`",
+    "fp8": "the precision is a policy: `--policy fp8-mixed`",
+    "tf32": "the precision is a policy: `--policy fp32,compute=tf32`",
+    **dict.fromkeys(_FOLDER, "`--out` names the run folder"),
+    **dict.fromkeys(
+        ("name", "run_name", "experiment_name"), "`--out` names the run folder, and `title` describes the run"
+    ),
+    **dict.fromkeys(
+        ("model", "model_name", "recipe", "config"), "name a recipe or a TOML file: `halfstep train gpt2`"
+    ),
+    **dict.fromkeys(("model_name_or_path", "pretrained", "init_from"), "`--init` names the weights to start from"),
+    **dict.fromkeys(
+        ("resume_from_checkpoint", "ckpt_path", "resume_from"), "`--resume` continues the run that `--out` names"
+    ),
 }

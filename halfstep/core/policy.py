@@ -131,14 +131,14 @@ class Policy:
     def parse(cls, text: str, *, auto: "Policy | None" = None) -> "Policy":
         """Reads the text form. `auto` is the policy that was chosen for the name `auto`, if any."""
         try:
-            return read(text).build(auto)
+            return read(text, auto=auto is not None).build(auto)
         except HalfstepError as error:
             raise PolicyError(f"in policy `{text}`: {error.message}", hint=error.hint) from None
 
     @classmethod
     def from_table(cls, table: Mapping[str, Any], *, auto: "Policy | None" = None) -> "Policy":
         """Reads the table form, as TOML gives it."""
-        return read_table(table).build(auto)
+        return read_table(table, auto=auto is not None).build(auto)
 
     def __str__(self) -> str:
         return str(self._spell())
@@ -275,20 +275,20 @@ def as_policy(given: "Policy | str") -> Policy:
     return given
 
 
-def read(text: str) -> Spelling:
-    """Reads the text form without building the policy; `auto` is accepted as a base."""
+def read(text: str, *, auto: bool = True) -> Spelling:
+    """Reads the text form without building the policy; with `auto`, hints may offer it as a base."""
     first, *rest = text.split(";")
     head, comma, items = first.partition(",")
     if "=" in head:
         head, comma, items = "fp32", ",", first
-    base = _preset(head.strip())
+    base = _preset(head.strip(), auto)
     rules = tuple(_read_rules(rest))
     return Spelling(base, parse_items(items, in_rule=False) if comma else {}, rules)
 
 
-def read_table(table: Mapping[str, Any]) -> Spelling:
-    """Reads the table form without building the policy."""
-    base = _preset(_string("preset", table.get("preset", "fp32")))
+def read_table(table: Mapping[str, Any], *, auto: bool = True) -> Spelling:
+    """Reads the table form without building the policy, as `read` does."""
+    base = _preset(_string("preset", table.get("preset", "fp32")), auto)
     items: dict[str, Value] = {}
     for role, value in table.items():
         if role in ("preset", "rules"):
@@ -325,7 +325,7 @@ def read_as(text: str) -> str:
     return f"`{name}` is read as `{preset}`, which is what it means in {where}"
 
 
-def _preset(name: str) -> str:
+def _preset(name: str, auto: bool) -> str:
     """Returns the preset of that name, which may be another library's."""
     known = _folded(name)
     if known in PRESETS or known == "auto":
@@ -335,10 +335,10 @@ def _preset(name: str) -> str:
     if known in NOT_OFFERED:
         why, instead = NOT_OFFERED[known]
         raise PolicyError(f"`{name}` is not a preset: {why}", hint=instead)
-    otherwise = "such as `bf16-mixed` or `bf16-mixed,norm=bf16`"
+    offered = [*PRESETS, *["auto"] * auto]
     raise PolicyError(
-        f"unknown preset `{name}`; presets are {', '.join(PRESETS)}, auto, and anything else is role=value",
-        hint=did_you_mean(known, [*PRESETS, "auto"], otherwise),
+        f"unknown preset `{name}`; presets are {', '.join(offered)}, and anything else is role=value",
+        hint=did_you_mean(known, offered, otherwise="such as `bf16-mixed` or `bf16-mixed,norm=bf16`"),
     )
 
 

@@ -21,7 +21,7 @@ from halfstep.config.model import ModelConfig, parameter_shapes
 from halfstep.core.choice import Shape, Timing
 from halfstep.core.formats import BF16, E4M3, FP32, TF32, Format, parse
 from halfstep.core.ladder import MARGIN, Clock, Run, climb
-from halfstep.core.measure import FORMATS, MATMUL_SHARE, block_limits, time_blocks
+from halfstep.core.measure import BUDGET, FORMATS, MATMUL_SHARE, block_limits, time_blocks
 from halfstep.core.precision import Precision
 from halfstep.core.refusal import check_measurable
 from halfstep.core.roles import is_narrow
@@ -54,7 +54,7 @@ def measure(
     device: jax.Device | str,
     formats: Iterable[Format],
     *,
-    budget: float = 3.0,
+    budget: float = BUDGET,
     shapes: Sequence[Shape] | None = None,
     clock: Clock = time.perf_counter,
 ) -> list[Timing]:
@@ -78,7 +78,7 @@ def measure_block(
     model: ModelConfig,
     tokens: int,
     *,
-    budget: float = 3.0,
+    budget: float = BUDGET,
     clock: Clock = time.perf_counter,
 ) -> list[Timing]:
     """Times matmuls and, on a CPU, a block of the model on as many tokens as `budget` seconds allow."""

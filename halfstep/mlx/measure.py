@@ -16,6 +16,7 @@ from halfstep.core.formats import FP32, Format
 from halfstep.core.ladder import Clock, Run, climb
 from halfstep.core.measure import (
     ACCELERATOR_SHAPES,
+    BUDGET,
     CPU_SHAPES,
     FORMATS,
     MATMUL_SHARE,
@@ -42,7 +43,7 @@ def measure(
     device: mx.Device | str,
     formats: Iterable[Format],
     *,
-    budget: float = 3.0,
+    budget: float = BUDGET,
     shapes: Sequence[Shape] | None = None,
     clock: Clock = time.perf_counter,
 ) -> list[Timing]:
@@ -63,7 +64,7 @@ def measure_block(
     model: ModelConfig,
     tokens: int,
     *,
-    budget: float = 3.0,
+    budget: float = BUDGET,
     clock: Clock = time.perf_counter,
 ) -> list[Timing]:
     """Times matmuls and, on a CPU, a block of the model on as many tokens as `budget` seconds allow."""

@@ -226,7 +226,8 @@ def _need(name: str) -> Any:
 def _checked(budget: float) -> float:
     if not 0 < budget <= 3600:
         raise HalfstepError(
-            f"the time budget is {budget:g} seconds; it must be above 0 and at most 3600", hint="3 is usual"
+            f"the time budget is {budget:g} seconds; it must be above 0 and at most 3600",
+            hint=f"{BUDGET:g} is usual",
         )
     return budget
 

@@ -25,7 +25,7 @@ from halfstep.core import measure as shared
 from halfstep.core.choice import Shape, Timing
 from halfstep.core.formats import E4M3, FP32, TF32, Format, parse
 from halfstep.core.ladder import Clock, Run, climb
-from halfstep.core.measure import ACCELERATOR_SHAPES, CPU_SHAPES, FORMATS
+from halfstep.core.measure import ACCELERATOR_SHAPES, BUDGET, CPU_SHAPES, FORMATS
 from halfstep.core.precision import Precision
 from halfstep.core.refusal import check_measurable
 from halfstep.core.roles import is_narrow
@@ -58,7 +58,7 @@ def measure(
     device: torch.device | str,
     formats: Iterable[Format],
     *,
-    budget: float = 3.0,
+    budget: float = BUDGET,
     shapes: Sequence[Shape] | None = None,
     clock: Clock = time.perf_counter,
 ) -> list[Timing]:
@@ -84,7 +84,7 @@ def measure_block(
     model: ModelConfig,
     tokens: int,
     *,
-    budget: float = 3.0,
+    budget: float = BUDGET,
     clock: Clock = time.perf_counter,
 ) -> list[Timing]:
     """Times matmuls and, on a CPU, a block of the model, with as many tokens as `budget` seconds allow."""

@@ -119,6 +119,36 @@ def test_policy_has_one_row_per_parameter_or_module(capsys):
     ]
 
 
+@pytest.mark.parametrize(("message", "said"), [("", "no reason is given"), ("a\n\nlast line\n", "last line")])
+def test_an_import_that_fails_is_one_line(message, said, monkeypatch, capsys):
+    def fail(arguments):
+        raise ImportError(message, name="numpy")
+
+    monkeypatch.setattr("halfstep.cli.app.run", fail)
+    assert run(["formats"]) == 2
+    assert capsys.readouterr().err == f"error: numpy cannot be imported: {said}\n"
+
+
+def test_a_module_is_shown_with_and_without_a_model(capsys):
+    assert run(["policy", "bf16-mixed; blocks.0: norm=bf16", "--model", "tiny", "--module", "blocks.0"]) == 0
+    rows = capsys.readouterr().out.splitlines()
+    assert [row.split() for row in rows if row.strip()][-1] == [
+        "blocks.0",
+        "fp32",
+        *["bf16"] * 2,
+        "fp32",
+        "fp32",
+        "blocks.0",
+    ]
+
+
+def test_auto_is_not_offered_where_nothing_is_measured(capsys):
+    assert run(["policy", "autoo"]) == 2
+    assert "auto" not in capsys.readouterr().err.replace("`autoo`", "")
+    assert run(["policy", "auto"]) == 2
+    assert "`halfstep probe` measures" in " ".join(capsys.readouterr().err.split())
+
+
 BAD = {
     "format": (
         ["formats", "bf61"],
@@ -139,7 +169,7 @@ BAD = {
     "preset": (
         ["policy", "bf16-mxied"],
         "error: in policy `bf16-mxied`: unknown preset `bf16-mxied`; presets are fp32, bf16-mixed, bf16-true, "
-        "fp16-mixed, fp8-mixed, auto, and anything else is role=value\n\nhint: did you mean `bf16-mixed`?\n",
+        "fp16-mixed, fp8-mixed, and anything else is role=value\n\nhint: did you mean `bf16-mixed`?\n",
     ),
     "scale": (
         ["policy", "compute=fp16"],

@@ -81,6 +81,16 @@ def test_data_for_programs(asked, capsys):
          "error: `gpu` is not a torch device\n\nhint: write `cpu`, `cuda`, `cuda:1`, `xpu` or `mps`\n"),
         (["probe", "--backend", "torch", "--budget", "0"],
          "error: the time budget is 0 seconds; it must be above 0 and at most 3600\n\nhint: 3 is usual\n"),
+        (["probe", "--width", "64"],
+         "error: unknown option: --width\n\nhint: it is a setting: `--set model.width=64`\n"),
+        (["probe", "--steps", "5"],
+         "error: unknown option: --steps. Did you mean --set?\n\nhint: see `halfstep probe --help`\n"),
+        *(
+            (["probe", "--set", f"{key}={value}"],
+             f"error: --set {key}={value} changes nothing here: only sizes do, model.* and training.batch\n\n"
+             "hint: leave it out; --backend names a framework\n")
+            for key, value in {"policy": "bf16", "training.steps": 5, "backend": "jax", "policy.norm": "bf16"}.items()
+        ),
     ],
 )  # fmt: skip
 def test_mistakes(arguments, expected, capsys):

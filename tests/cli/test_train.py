@@ -8,6 +8,7 @@ import pytest
 
 from halfstep.cli import train as command
 from halfstep.cli.main import run
+from halfstep.config.load import load
 from halfstep.config.run import RunConfig
 from halfstep.config.schema import rows
 from halfstep.core.choice import Choice
@@ -225,6 +226,10 @@ BAD = {
     "key": (["train", "--set", "trainng.steps=1"], "unknown setting `trainng.steps`", "training.steps"),
     "option": (["train", "--steps", "20"], "unknown option: --steps", "`--set training.steps=20`"),
     "other option": (["train", "--batch-size=4"], "unknown option: --batch-size", "`--set training.batch=4`"),
+    "empty policy": (["train", "--policy", ""], "--policy is empty", "is a variable not set?"),
+    "empty device": (["train", "--policy", "fp32", "--device", ""], "--device is empty", "is a variable not set?"),
+    "empty recipe": (["train", ""], "an argument is empty", "is a variable not set?"),
+    "two recipes": (["train", "tiny", "gpt2"], "`gpt2` is one argument too many", "halfstep train --help"),
     "type": (["train", "--set", "training.steps=many"], "it must be a whole number", ""),
     "endless": (["train", "--set", "training.steps=99999999999999999999"],
                 "`training.steps` is 99999999999999999999; it must be a whole number, at least 1, and below 2^63",
@@ -241,6 +246,50 @@ BAD = {
     "older": (["train", "--allow-older"], "--allow-older only makes sense with --resume", "--resume"),
     "deadline": (["train", "--deadline", "-1"], "--deadline -1: it must be a number of seconds above 0", ""),
 }  # fmt: skip
+
+
+# What people type who know another library, and what the hint must offer.
+ELSEWHERE = {
+    "--max_steps 100": "--set training.steps=100",
+    "--learning-rate 1e-3": "optimizer.muon_rate",
+    "--weight_decay=0.1": "--set optimizer.weight_decay=0.1",
+    "--batch-size 4": "--set training.batch=4",
+    "--report_to wandb": '--set training.loggers=["wandb"]',
+    "--gradient_checkpointing": "--set training.recompute_blocks=true",
+    "--gradient_checkpointing True": "--set training.recompute_blocks=true",
+    "--deterministic --compile": "--set training.deterministic=true",
+    "--precision bf16-mixed": "--policy bf16-mixed",
+    "--precision 16": "--policy 16",
+    "--dtype bfloat16": "bf16-mixed",
+    "--dtype float16": "fp16-mixed",
+    "--mixed_precision=fp16": "--policy fp16",
+    "--n_embd 256": "--set model.width=256",
+    "--vocab-size 512": "--set model.vocabulary=512",
+    "--seed 7": "--set seed=7",
+    "--bf16": "--policy bf16-mixed",
+    "--fp16 true": "--policy fp16-mixed",
+    "--output_dir x": "--out",
+    "--out-dir x": "--out",
+    "--run_name x": "--out",
+    "--model gpt2": "halfstep train gpt2",
+    "--config my.toml": "halfstep train gpt2",
+    "--resume_from_checkpoint x": "--resume",
+    "--epochs 3": "training.steps",
+    "--warmup_steps 100": "training.warmup",
+    "--warmup_ratio 0.1": "--set training.warmup=0.1",
+}
+
+
+@pytest.mark.parametrize(("typed", "offered"), ELSEWHERE.items(), ids=ELSEWHERE)
+def test_an_option_of_another_library_has_a_hint_that_works(typed, offered, capsys, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    assert run(["train", *typed.split()]) == 2
+    err = " ".join(capsys.readouterr().err.split())
+    assert f"error: unknown option: {typed.split()[0].partition('=')[0]}" in err
+    assert f"`{offered}`" in err.partition("hint: ")[2]
+    for words in re.findall("`(--(?:set|policy) [^`]+)`", err.partition("hint: ")[2]):
+        option, _, value = words.partition(" ")
+        assert load("tiny", [value if option == "--set" else f"policy={value}"])
 
 
 @pytest.mark.parametrize(("arguments", "said", "hint"), BAD.values(), ids=BAD)

@@ -47,6 +47,17 @@ def test_a_checkpoint_is_evaluated_in_any_policy(trained, capsys, policy):
         assert found["loss"] != trained_in["loss"]  # it did run in another precision
 
 
+@pytest.mark.parametrize("command", ["eval", "sample", "artifact"])
+def test_what_a_name_of_another_library_is_read_as_is_said(trained, tmp_path, capfd, command):
+    other = ["--length", "1", "--prompt", "x"] if command == "sample" else []
+    other = ["--out", str(tmp_path / "a.int8z")] if command == "artifact" else other
+    assert run([command, str(trained), "--policy", "32-true", "--device", "cpu", *other]) == 0
+    said = " ".join(capfd.readouterr().err.split())
+    assert "`32-true` is read as `fp32`, which is what it means in Lightning" in said
+    assert run([command, str(trained), "--policy", "", "--device", "cpu", *other]) == 2
+    assert "--policy is empty" in capfd.readouterr().err
+
+
 def test_averages_or_weights_as_requested(trained, capsys):
     _, average = run_json(capsys, "eval", trained, "--weights", "ema")
     _, plain = run_json(capsys, "eval", trained, "--weights", "model")

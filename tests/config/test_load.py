@@ -1,12 +1,15 @@
 import dataclasses
+import inspect
+import re
 
 import pytest
 
+from halfstep.cli.train import train
 from halfstep.config.load import load, recipe_names, to_toml
-from halfstep.config.run import NAMES_ELSEWHERE, RunConfig
+from halfstep.config.run import NAMES_ELSEWHERE, OTHER_MEANINGS, RunConfig
 from halfstep.config.schema import rows
 from halfstep.core.errors import ConfigError
-from halfstep.core.policy import Policy
+from halfstep.core.policy import Policy, read
 
 
 def write(tmp_path, text):
@@ -74,7 +77,13 @@ def test_the_policy_can_be_overridden_piece_by_piece(overrides, policy):
         ("trainng.steps=1", "unknown setting `trainng.steps`", "did you mean `training.steps`?"),
         ("training.stesp=1", "unknown setting `training.stesp`", "did you mean `training.steps`?"),
         ("steps=1", "unknown setting `steps`", "did you mean `training.steps`?"),
-        ("training.lr=1", "unknown setting `training.lr`", "did you mean `optimizer.rate`?"),
+        ("training.lr=1", "unknown setting `training.lr`", "`optimizer.rate` is AdamW's learning rate"),
+        ("optimizer=muon", "`optimizer` is a section", "did you mean `optimizer.name`?"),
+        ("data=notes.txt", "`data` is a section", "did you mean `data.source`?"),
+        ("model=gpt2", "`model` is a section", "`halfstep train gpt2`"),
+        ("name=first", "unknown setting `name`", "`--out`"),
+        ("bf16=true", "unknown setting `bf16`", "`--policy bf16-mixed`"),
+        ("warmup_steps=100", "unknown setting `warmup_steps`", "a share of the steps"),
         ("model.hidden_size=1", "unknown setting `model.hidden_size`", "did you mean `model.width`?"),
         ("seed.x=1", "unknown setting `seed.x`", None),
         ("training.steps=abc", '`training.steps` is "abc"; it must be a whole number', None),
@@ -149,3 +158,15 @@ def test_a_name_of_another_library_means_a_setting_that_exists_and_hides_none():
     keys = [row.key for row in rows(RunConfig)]
     assert {*NAMES_ELSEWHERE.values()} <= {*keys}
     assert not {*NAMES_ELSEWHERE} & {key.rpartition(".")[2] for key in keys}
+    assert not {*NAMES_ELSEWHERE} & {*OTHER_MEANINGS}
+    for hint in OTHER_MEANINGS.values():
+        for named in re.findall(r"`([^`]+)`", hint):
+            command, _, value = named.partition(" ")
+            if named.startswith("--policy "):
+                assert read(value)
+            elif named.startswith("--"):
+                assert command.removeprefix("--") in inspect.signature(train).parameters
+            elif command == "halfstep":
+                assert named.split()[2] in recipe_names()
+            else:
+                assert named in keys
