@@ -126,8 +126,8 @@ class Masters:
         """Returns the masters in fp32: the parameter itself if it is whole, else a new tensor."""
         layout, masters = self.layout(parameters), list(parameters)
         if layout.split:
-            halves, remainders = zip(*((parameters[i], layout.remainders[i]) for i in layout.split), strict=True)
-            joined = _over_all(_join, list(halves), list(remainders))
+            halves = [values_of(parameters[i]) for i in layout.split]
+            joined = _over_all(_join, halves, [layout.remainders[i] for i in layout.split])
             for i, w in zip(layout.split, joined, strict=True):
                 masters[i] = w
         for i in layout.rounded:
@@ -221,7 +221,7 @@ def _join(halves: list[Tensor], remainders: list[Tensor]) -> list[Tensor]:
     small, large = _by_size(halves)
     joined: dict[int, Tensor] = {i: join(halves[i], remainders[i]) for i in large}
     if small:
-        flat = [_flat([column[i].detach() for i in small]) for column in (halves, remainders)]
+        flat = [_flat([column[i] for i in small]) for column in (halves, remainders)]
         views = _unflatten_dense_tensors(join(*flat), [halves[i] for i in small])
         joined |= dict(zip(small, views, strict=True))
     return [joined[i] for i in range(len(halves))]

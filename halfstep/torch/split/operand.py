@@ -33,14 +33,11 @@ def is_split(tensor: Tensor) -> bool:
 
 def operand_of(weight: Tensor, whole: bool) -> tuple[Tensor, Tensor]:
     """Returns a weight's values (if `whole`, of a split one the master) and the tensor its gradient is for."""
-    owner = getattr(weight, GRAD_OWNER, None)
+    values, owner = values_of(weight), getattr(weight, GRAD_OWNER, None)
     if owner is None or weight.dtype != torch.bfloat16:
-        return values_of(weight), weight
-    if not weight.requires_grad:
-        owner = values_of(weight)
-    if not whole:
-        return values_of(weight), owner
-    return join(weight, getattr(weight, REMAINDER)), owner
+        return values, weight
+    owner = owner if weight.requires_grad else values
+    return join(values, getattr(weight, REMAINDER)) if whole else values, owner
 
 
 def widened(weight: Tensor, whole: bool) -> Tensor:

@@ -67,7 +67,7 @@ def _zeros(parameter: Tensor) -> Tensor:
 
 
 def _checked_inputs(outputs: Any, *args: Any, **options: Any) -> Any:
-    """What torch.autograd.grad and backward(inputs=...) call: refuses halves among the inputs."""
+    """What torch.autograd.grad and backward(inputs=...) call: refuses halves, and changes nothing else."""
     _, _, _, inputs, *_ = args
     for tensor in inputs:
         if isinstance(tensor, Tensor) and is_split(tensor):
