@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from halfstep.config.model import ModelConfig, Shape, parameter_shapes
 from halfstep.config.run import OptimizerConfig
 
+NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)  # a, b, c of Jordan et al., 2024
 _KINDS = {"embed": "embeddings", "positions": "embeddings", "lm_head": "head"}
 
 

@@ -48,18 +48,28 @@ def check_implemented(policy: Policy, backend: str, missing: Missing) -> None:
 
 
 def check_formats(
-    wanted: Iterable[Precision], where: str, supported: Callable[[Format], Support], native: Sequence[Format]
+    wanted: Iterable[Precision],
+    library: str,
+    device: str,
+    supported: Callable[[Format], Support],
+    native: Sequence[Format],
 ) -> None:
-    """Refuses formats that the device cannot run, or that no matmul of the backend takes, unless emulated."""
+    """Refuses formats that the device cannot run, or that the library lacks, unless they are emulated."""
     for precision in dict.fromkeys(wanted):
         if precision.emulate:
             continue
         for fmt in precision.formats:
             support = supported(fmt)
             if not support:
-                raise PolicyError(f"{fmt} cannot run on {where}: {support.reason}", hint=EMULATE)
+                raise PolicyError(f"{fmt} cannot run on {device}: {support.reason}", hint=EMULATE)
             if fmt not in native:
-                raise PolicyError(f"{fmt} matmuls are not implemented natively yet on {where}", hint=EMULATE)
+                raise PolicyError(f"{fmt} matmuls are not implemented natively yet on {device}", hint=EMULATE)
+        if precision.grad != precision.compute:
+            raise PolicyError(
+                f"grad={precision.grad} with compute={precision.compute}: {library} keeps the gradient of an "
+                "activation in the activation's own format",
+                hint=f"write `grad={precision.compute}`, or {EMULATE}",
+            )
 
 
 def slow_formats(policy: Policy, device: Device) -> list[str]:

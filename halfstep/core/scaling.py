@@ -117,6 +117,15 @@ def way_out(where: str, rule: str = "a rule with `compute=fp32`") -> str:
     }.get(where, "check the batches; use bf16, which needs no scale")
 
 
+def stuck_error(scale: float, cause: str = "") -> ScalingError:
+    """Returns the error of a run that no scale can save; `cause` names the pass, then the tensor, if known."""
+    return ScalingError(
+        f"gradients are not finite although the loss scale is at its floor, {scale:g}"
+        + (f"; {cause}" if cause else ""),
+        hint=way_out(cause.partition(":")[0]),
+    )
+
+
 @final
 @dataclass(frozen=True)
 class DynamicScale(Scale):

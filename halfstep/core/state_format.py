@@ -13,7 +13,7 @@ the policy (scale, amax histories, measured layers) starts as in a new run.
 """
 
 from collections.abc import Callable, Collection, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,6 +22,8 @@ from halfstep.core import split
 from halfstep.core.errors import HalfstepError
 from halfstep.core.formats import BF16, FP16, FP32, Format
 from halfstep.core.rounding import cast
+
+T = TypeVar("T")
 
 
 class Stored(NamedTuple):
@@ -50,6 +52,13 @@ _OF_POLICY = ("scale.", "amax.", "narrow.")
 _FLOATS = {"F32": "<f4", "F16": "<f2", "BF16": "<u2"}  # numpy has no bf16: its codes
 _FORMATS = {"BF16": BF16, "F16": FP16}
 _WORDS = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+
+
+def find_dtype(name: str, known: Mapping[str, T]) -> T:
+    """Returns the dtype that a checkpoint names."""
+    if name not in known:
+        raise HalfstepError(f"a stored tensor has dtype {name}; known are {', '.join(known)}")
+    return known[name]
 
 
 def check_same(

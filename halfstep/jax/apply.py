@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 
 from halfstep.config.model import owner
-from halfstep.core.errors import HalfstepError, PolicyError
+from halfstep.core.errors import HalfstepError
 from halfstep.core.formats import Format
 from halfstep.core.policy import Policy
 from halfstep.core.precision import Precision, base_precision, precisions
@@ -74,14 +74,7 @@ def apply(params: Any, policy: Policy, names: Sequence[str] = ()) -> Applied:
 
 def check_supported(wanted: Sequence[Precision], device: jax.Device) -> None:
     """Refuses what the device cannot run, with the reason and the alternative that runs."""
-    check_formats(wanted, str(device), lambda fmt: supported(fmt, device), NATIVE)
-    for precision in dict.fromkeys(wanted):
-        if precision.grad != precision.compute and not precision.emulate:
-            raise PolicyError(
-                f"grad={precision.grad} with compute={precision.compute}: JAX keeps the gradient of an "
-                "activation in the activation's own dtype",
-                hint=f"write `grad={precision.compute}`, or {EMULATE}",
-            )
+    check_formats(wanted, "JAX", str(device), lambda fmt: supported(fmt, device), NATIVE)
 
 
 def _not_implemented(role: str, value: Value) -> str:

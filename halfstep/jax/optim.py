@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import optax  # type: ignore[import-untyped]
 from jax import Array, lax
 
-from halfstep.config.groups import parameter_groups
+from halfstep.config.groups import NEWTON_SCHULZ, parameter_groups
 from halfstep.config.model import ModelConfig
 from halfstep.config.run import OptimizerConfig
 from halfstep.core.errors import HalfstepError
@@ -23,7 +23,6 @@ from halfstep.jax.apply import names_of
 from halfstep.jax.cast import carried
 from halfstep.jax.dtypes import dtype_of
 
-NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)  # Jordan et al., 2024
 # (updates applied so far, array namespace) -> what the learning rates are multiplied by, on the device
 Schedule = Callable[[Any, Any], Any]
 

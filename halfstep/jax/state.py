@@ -20,7 +20,7 @@ from halfstep.core.choice import Choice
 from halfstep.core.errors import HalfstepError
 from halfstep.core.policy import Policy
 from halfstep.core.scaling import ScaleState, saved_scale
-from halfstep.core.state_format import Description, Stored, check_same
+from halfstep.core.state_format import Description, Stored, check_same, find_dtype
 from halfstep.jax.apply import Leaves, apply
 
 DTYPE_NAMES = {jnp.dtype(kind): name for kind, name in state_format.DTYPE_NAMES.items()}
@@ -141,9 +141,7 @@ def bytes_of(host: NDArray[Any]) -> Stored:
 def restored(record: Stored) -> NDArray[Any]:
     """Returns the array that `stored` wrote, on the host."""
     name, shape, data = record
-    if name not in _DTYPES:
-        raise HalfstepError(f"a stored tensor has dtype {name}; known are {', '.join(_DTYPES)}")
-    return np.frombuffer(data, _DTYPES[name]).reshape(shape)
+    return np.frombuffer(data, find_dtype(name, _DTYPES)).reshape(shape)
 
 
 def _optimizer(state: State) -> dict[str, Any]:

@@ -22,14 +22,14 @@ import optax  # type: ignore[import-untyped]
 from jax import Array, lax
 
 from halfstep.core.choice import Choice
-from halfstep.core.errors import HalfstepError, ScalingError, warn_caller
+from halfstep.core.errors import HalfstepError, warn_caller
 from halfstep.core.formats import FP32, Format
 from halfstep.core.measure import TOKENS, settle
 from halfstep.core.philox import tensor_id
 from halfstep.core.policy import Policy
 from halfstep.core.refusal import check_numbers
 from halfstep.core.rounding import Rounding
-from halfstep.core.scaling import DynamicScale, ScaleAlarm, ScaleState, way_out
+from halfstep.core.scaling import DynamicScale, ScaleAlarm, ScaleState, stuck_error
 from halfstep.jax.apply import Applied, Leaves, apply
 from halfstep.jax.cast import carried, quantize, random_bits
 from halfstep.jax.dtypes import dtype_of
@@ -207,11 +207,7 @@ class Step:
 def check(result: StepResult, cause: str = "") -> None:
     """Stops a run that no scale can save, and names the cause if it is known. Reads from the device."""
     if bool(result.stuck):
-        raise ScalingError(
-            f"gradients are not finite although the loss scale is at its floor, {float(result.scale):g}"
-            + (f"; {cause}" if cause else ""),
-            hint=way_out(cause.partition(":")[0]),
-        )
+        raise stuck_error(float(result.scale), cause)
 
 
 class _Sum(NamedTuple):

@@ -31,7 +31,7 @@ from halfstep.core.errors import HalfstepError, PolicyError
 from halfstep.core.formats import FP32, Format
 from halfstep.core.policy import Policy
 from halfstep.core.precision import Precision, base_precision, precisions
-from halfstep.core.refusal import EMULATE, check_formats, check_implemented, check_named, check_reach
+from halfstep.core.refusal import check_formats, check_implemented, check_named, check_reach
 from halfstep.core.roles import Accumulator, Operand, Param, Value, is_narrow, print_value
 from halfstep.mlx.cast import carried, split
 from halfstep.mlx.convert import (
@@ -199,14 +199,7 @@ def restore(converted: Applied) -> None:
 def check_supported(wanted: Sequence[Precision]) -> None:
     """Refuses what the default device cannot run, with the reason and the alternative that runs."""
     device = mx.default_device()
-    check_formats(wanted, str(device.type).rpartition(".")[2], lambda fmt: supported(fmt, device), NATIVE)
-    for precision in dict.fromkeys(wanted):
-        if precision.grad != precision.compute and not precision.emulate:
-            raise PolicyError(
-                f"grad={precision.grad} with compute={precision.compute}: MLX keeps the gradient of an "
-                "activation in the activation's own format",
-                hint=f"write `grad={precision.compute}`, or {EMULATE}",
-            )
+    check_formats(wanted, "MLX", str(device.type).rpartition(".")[2], lambda fmt: supported(fmt, device), NATIVE)
 
 
 def walk(model: Module) -> Iterator[tuple[str, Module]]:

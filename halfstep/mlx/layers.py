@@ -125,7 +125,9 @@ def enter(x: mx.array, casts: Casts) -> mx.array:
 def admit(x: mx.array, casts: Casts) -> mx.array:
     """Casts an input of a model: a mask's finite numbers stay finite, or rows that are masked become NaN."""
     lowest = -casts.precision.compute.max
-    return enter(mx.where(x < lowest, mx.where(mx.isinf(x), x, lowest), x), casts)
+    if x.dtype != casts.compute or casts.emulate:
+        x = mx.where(x < lowest, mx.where(mx.isinf(x), x, lowest), x)
+    return enter(x, casts)
 
 
 def rounded(x: mx.array, casts: Casts) -> mx.array:

@@ -16,7 +16,7 @@ import numpy as np
 from halfstep.core import state_format
 from halfstep.core.errors import HalfstepError
 from halfstep.core.scaling import Scale, ScaleState, saved_scale
-from halfstep.core.state_format import Description, Stored, check_same
+from halfstep.core.state_format import Description, Stored, check_same, find_dtype
 from halfstep.mlx.apply import Place
 from halfstep.mlx.cast import join
 from halfstep.mlx.optim.masters import Masters
@@ -90,9 +90,7 @@ def stored(array: mx.array) -> Stored:
 def restored(record: Stored) -> mx.array:
     """Returns the array that `stored` wrote."""
     name, shape, data = record
-    if name not in _DTYPES:
-        raise HalfstepError(f"a stored tensor has dtype {name}; known are {', '.join(_DTYPES)}")
-    dtype, carrier = _DTYPES[name]
+    dtype, carrier = find_dtype(name, _DTYPES)
     # The dtype is explicit: MLX turns numpy's float64 into float32.
     flat = mx.array(np.frombuffer(data, carrier), mx.uint16 if dtype == mx.bfloat16 else dtype)
     return (flat.view(mx.bfloat16) if dtype == mx.bfloat16 else flat).reshape(shape)

@@ -22,13 +22,13 @@ from mlx.optimizers import Optimizer
 from mlx.utils import tree_flatten, tree_unflatten
 
 from halfstep.core.choice import Choice
-from halfstep.core.errors import HalfstepError, ScalingError, warn_caller
+from halfstep.core.errors import HalfstepError, warn_caller
 from halfstep.core.formats import FP32
 from halfstep.core.measure import TOKENS, settle
 from halfstep.core.policy import Policy
 from halfstep.core.refusal import check_numbers
 from halfstep.core.roles import print_value
-from halfstep.core.scaling import DynamicScale, ScaleAlarm, ScaleState, way_out
+from halfstep.core.scaling import DynamicScale, ScaleAlarm, ScaleState, stuck_error
 from halfstep.mlx.apply import Applied, Place, apply, arrays, public, restore, trainable, walk
 from halfstep.mlx.dtypes import describe, dtype_of
 from halfstep.mlx.functions import scope
@@ -250,11 +250,7 @@ class Run:
     def check(self, result: StepResult, cause: str = "") -> None:
         """Stops a run that no scale can save, and names the cause if it is known. Reads from the device."""
         if result.stuck.item():
-            raise ScalingError(
-                f"gradients are not finite although the loss scale is at its floor, {result.scale.item():g}"
-                + (f"; {cause}" if cause else ""),
-                hint=way_out(cause.partition(":")[0]),
-            )
+            raise stuck_error(float(result.scale), cause)
 
     @property
     def state(self) -> dict[str, mx.array]:

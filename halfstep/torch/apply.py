@@ -188,14 +188,7 @@ def restore(applied: Applied) -> None:
 
 def check_supported(wanted: Sequence[Precision], device: torch.device) -> None:
     """Refuses what the device cannot run, with the reason and an alternative that runs."""
-    check_formats(wanted, str(device), lambda fmt: supported(fmt, device), tuple(DTYPES))
-    for precision in dict.fromkeys(wanted):
-        if precision.grad != precision.compute and not precision.emulate:
-            raise PolicyError(
-                f"grad={precision.grad} with compute={precision.compute}: torch keeps the gradient of an "
-                "activation in the activation's own format",
-                hint=f"write `grad={precision.compute}`, or {EMULATE}",
-            )
+    check_formats(wanted, "torch", str(device), lambda fmt: supported(fmt, device), tuple(DTYPES))
 
 
 def trainable(model: nn.Module) -> dict[str, nn.Parameter]:

@@ -21,7 +21,7 @@ from halfstep.core.averages import to_state
 from halfstep.core.errors import HalfstepError
 from halfstep.core.formats import FP32
 from halfstep.core.scaling import ScaleState, saved_scale
-from halfstep.core.state_format import Description, Snapshot, Stored, check_same
+from halfstep.core.state_format import Description, Snapshot, Stored, check_same, find_dtype
 from halfstep.torch.apply import adopt
 from halfstep.torch.cast import join
 from halfstep.torch.dtypes import dtype_of
@@ -206,11 +206,10 @@ def stored(tensor: Tensor) -> Stored:
 def restored(record: Stored) -> Tensor:
     """Returns the tensor that `stored` wrote."""
     name, shape, data = record
-    if name not in _DTYPES:
-        raise HalfstepError(f"a stored tensor has dtype {name}; known are {', '.join(_DTYPES)}")
+    dtype = find_dtype(name, _DTYPES)
     if not data:
-        return torch.empty(shape, dtype=_DTYPES[name])
-    return torch.frombuffer(bytearray(data), dtype=_DTYPES[name]).reshape(shape)
+        return torch.empty(shape, dtype=dtype)
+    return torch.frombuffer(bytearray(data), dtype=dtype).reshape(shape)
 
 
 def _narrow(run: RunParts) -> dict[str, bool]:

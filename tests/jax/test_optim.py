@@ -6,13 +6,14 @@ import numpy as np
 import optax
 import pytest
 
+from halfstep.config.groups import NEWTON_SCHULZ
 from halfstep.config.model import ModelConfig, parameter_shapes
 from halfstep.config.run import OptimizerConfig
 from halfstep.core.errors import HalfstepError
 from halfstep.core.formats import BF16, FP16, FP32, parse
 from halfstep.core.policy import Policy
 from halfstep.jax.cast import quantize
-from halfstep.jax.optim import NEWTON_SCHULZ, adamw, build_optimizers, decays, muon, orthogonalize
+from halfstep.jax.optim import adamw, build_optimizers, decays, muon, orthogonalize
 
 
 def normal(*shape, seed=0):

@@ -17,12 +17,12 @@ import mlx.core as mx
 import mlx.optimizers
 from mlx.utils import tree_flatten, tree_map_with_path
 
+from halfstep.config.groups import NEWTON_SCHULZ
 from halfstep.core.errors import HalfstepError
 from halfstep.core.formats import FP32, Format
 from halfstep.mlx.cast import carried
 from halfstep.mlx.dtypes import dtype_of
 
-NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)  # Jordan et al., 2024
 Optimizer = mlx.optimizers.Optimizer
 # A rate, or an MLX schedule: a function of the optimizer's own count of steps.
 Rate = float | Callable[[mx.array], mx.array]

@@ -14,13 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from halfstep.config.groups import NEWTON_SCHULZ
 from halfstep.core.formats import FP32, Format, parse
 from halfstep.torch.cast import carried
 from halfstep.torch.dtypes import dtype_of
 from halfstep.torch.optim.adamw import Grads, Optimizer, Params
 from halfstep.torch.optim.masters import Masters
-
-NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)  # Jordan et al., 2024
 
 
 class Muon(Optimizer):

@@ -5,9 +5,10 @@ import mlx.optimizers
 import numpy as np
 import pytest
 
+from halfstep.config.groups import NEWTON_SCHULZ
 from halfstep.core.errors import HalfstepError
 from halfstep.core.formats import BF16, FP16, FP32
-from halfstep.mlx.optim.optimizers import NEWTON_SCHULZ, AdamW, Muon, orthogonalize
+from halfstep.mlx.optim.optimizers import AdamW, Muon, orthogonalize
 
 ULP = 2.0**-24
 
