@@ -193,7 +193,8 @@ def _run_folder(recipe: str | None, out: Path | None, resume: bool) -> Iterator[
         return
     existing = folder.newest(RUNS, Path(recipe).stem if recipe else None) if out is None else out
     if existing is None:
-        raise ConfigError(f"there is no run to resume in {RUNS}/", hint="name its folder with --out")
+        of = f" of recipe {recipe}" if recipe else ""
+        raise ConfigError(f"there is no run{of} to resume in {RUNS}/", hint="name its folder with --out")
     yield existing
 
 

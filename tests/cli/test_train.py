@@ -144,7 +144,7 @@ def test_resume_changes_the_precision_and_trains_further_if_asked(trained, capsy
     assert 'policy = "fp16-mixed,emulate=true"' in (trained / "run.toml").read_text()
     starts = [event for event in read_events(trained / "events.jsonl") if event["event"] == "start"]
     assert starts[1]["ceiling"]["told"].startswith("fp16 is emulated")  # of the format that it computes in
-    assert run([*again, "--policy", "bf16-true"]) == 2
+    assert run([*again, "--policy", "bf16-true", "--set", "training.steps=9"]) == 2
     assert "this policy would round what the run has learned" in " ".join(capsys.readouterr().err.split())
     assert run([*again, "--policy", "auto"]) == 0  # the precision that it has
 
@@ -336,7 +336,45 @@ def test_a_recipe_that_finds_a_run_keeps_its_settings(small, tmp_path, capsys, m
     assert "model.width was 16 and is now 32" in capsys.readouterr().err
     (out,) = tmp_path.glob("tiny-*")
     assert run(["train", "tiny", "--resume", "--out", str(out)]) == 2
-    assert f"`--resume --out {out}` without a recipe continues" in " ".join(capsys.readouterr().err.split())
+    assert f"`halfstep train --resume --out {out}` continues" in " ".join(capsys.readouterr().err.split())
+
+
+def hinted(capsys):
+    """The commands that the hint of an error names."""
+    return [
+        words.split()[1:] for words in re.findall("`(halfstep [^`]*)`", " ".join(capsys.readouterr().err.split()))
+    ]
+
+
+def test_a_finished_run_is_refused_before_its_data_is_read_with_the_command_that_trains_it_further(
+    arguments, out, capsys, monkeypatch
+):
+    assert run(arguments) == 0
+    capsys.readouterr()
+    with monkeypatch.context() as patch:
+        patch.setattr("halfstep.training.data.load.load_corpus", raising(AssertionError("the data was read")))
+        assert run(["train", "--resume", "--out", str(out), "--policy", "bf16-mixed", "--device", "cpu"]) == 2
+    (command,) = hinted(capsys)
+    assert command == ["train", "--resume", "--out", str(out), "--set", "training.steps=6"]
+    assert run([*command, "--device", "cpu"]) == 0
+    assert "6 steps in total" in capsys.readouterr().out
+
+
+def test_what_a_refused_resume_hints_at_runs(arguments, out, tmp_path, capsys):
+    assert run(arguments) == 0
+    resumed, other = ["train", "--resume", "--out", str(out)], str(tmp_path / "other")
+    for wrong, number in (
+        (arguments, 1),
+        ([*resumed, "--set", "seed=1"], 2),
+        ([*resumed, "--set", "model.width=32"], 1),  # weights of another shape are no beginning
+        ([*resumed, "--set", "training.steps=2"], 1),
+    ):
+        capsys.readouterr()
+        assert run(wrong) == 2
+        commands = hinted(capsys)
+        assert len(commands) == number
+        for words in commands:
+            assert run([*(other if word == "OTHER" else word for word in words), "--device", "cpu"]) == 0
 
 
 CHEAP = {

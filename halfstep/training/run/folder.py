@@ -18,6 +18,7 @@ import json
 import math
 import os
 import re
+import shlex
 from collections.abc import Collection, Mapping
 from fnmatch import fnmatch
 from pathlib import Path
@@ -80,7 +81,14 @@ def holds_run(folder: Path) -> bool:
 
 def not_a_run(folder: Path) -> ConfigError:
     """Returns the error of a folder without a run to resume."""
-    return ConfigError(f"`{folder}` holds no run: it has no {CONFIG}", hint="`halfstep train` makes one")
+    return ConfigError(
+        f"`{folder}` holds no run: it has no {CONFIG}", hint=f"{train_command('--out', folder)} starts one"
+    )
+
+
+def train_command(*words: str | Path) -> str:
+    """Returns a command for a hint, as a shell takes it."""
+    return f"`halfstep train {shlex.join(map(str, words))}`"
 
 
 def read_config(folder: Path) -> RunConfig:
@@ -97,9 +105,8 @@ def write_config(folder: Path, config: RunConfig, hint: str) -> None:
         write_whole(folder / CONFIG, to_toml(config).encode())
 
 
-def restore_config(folder: Path, manifest: Mapping[str, Any]) -> RunConfig:
+def restore_config(folder: Path, config: RunConfig) -> RunConfig:
     """Writes a lost run.toml again, as a checkpoint knows it."""
-    config = build(RunConfig, {**manifest["config"], "policy": manifest["policy"]})
     write_config(folder, config, "change its permissions, or free space")
     return config
 
@@ -108,7 +115,8 @@ def check_empty(folder: Path) -> None:
     """Refuses a folder that holds a run."""
     if holds_run(folder):
         raise ConfigError(
-            f"`{folder}` already holds a run", hint="continue it with --resume, or name another folder with --out"
+            f"`{folder}` already holds a run",
+            hint=f"{train_command('--resume', '--out', folder)} continues it; or name another folder with --out",
         )
 
 
@@ -157,7 +165,8 @@ def check_not_lost(folder: Path, *, allow_older: bool) -> None:
     if step is not None:
         raise ConfigError(
             f"`{where}` holds no checkpoint, and the record of the run says that step {step} was saved there",
-            hint="mount the disk, or put them back; with --resume --allow-older the run starts over at step 0",
+            hint="mount the disk, or put them back; "
+            f"{train_command('--resume', '--allow-older', '--out', folder)} starts over at step 0",
         )
 
 
@@ -188,26 +197,38 @@ def check_same_run(folder: Path, written: RunConfig, config: RunConfig, named: C
     What may be changed must be `named`: a recipe that happens to say something else changes nothing.
     """
     was, now = flatten(dataclasses.asdict(written)), flatten(dataclasses.asdict(config))
-    own = f"`--resume --out {folder}` without a recipe continues with what it was started with"
-    anew = f"another --out starts anew, and `--init {folder}` begins with its weights"
+    resume = ("--resume", "--out", folder)
+    own = f"{train_command(*resume)} continues with what it was started with"
     for key in _differing(was, now):
         if key not in CHANGEABLE:
             raise ConfigError(
                 f"`{folder}` holds another run: {key} was {was[key]!r} and is now {now[key]!r}; it cannot change, "
                 f"because {_reason(key)}",
-                hint=f"{own}; {anew}",
+                hint=f"{own}; {_anew(key, now[key], folder / CONFIG, folder)}",
             )
         if key not in named:
-            flag = f"--policy '{now[key]}'" if key == "policy" else f"--set {key}={json.dumps(now[key])}"
             raise ConfigError(
                 f"`{folder}` holds a run whose {key} is {was[key]!r}, and the recipe says {now[key]!r}",
-                hint=f"{own}; `{flag}` changes it from here on",
+                hint=f"{own}; {train_command(*resume, *_given(key, now[key]))} changes it from here on",
             )
     if not os.access(folder, os.W_OK):
         raise ConfigError(f"`{folder}` cannot be written", hint="change its permissions")
 
 
-def check_same_settings(saved: Path, manifest: Mapping[str, Any], config: RunConfig) -> None:
+def _given(key: str, value: Any) -> list[str]:
+    """Returns the words of a command that give a setting a value."""
+    return ["--set", f"{key}={value if isinstance(value, str) else json.dumps(value)}"]
+
+
+def _anew(key: str, value: Any, recipe: Path, weights: Path) -> str:
+    """Says how a run starts anew with a setting that it cannot change."""
+    if key.startswith("model."):
+        return "another model needs a new run, with another --out"
+    command = train_command(recipe, "--init", weights, "--out", "OTHER", *_given(key, value))
+    return f"{command} begins a new run with its weights"
+
+
+def check_same_settings(out: Path, saved: Path, manifest: Mapping[str, Any], config: RunConfig) -> None:
     """Refuses settings that differ from a checkpoint's and may not: run.toml may have been edited since."""
     was, now = flatten(manifest["config"]), flatten(json.loads(json.dumps(dataclasses.asdict(config))))
     for key in _differing(was, now):
@@ -215,12 +236,12 @@ def check_same_settings(saved: Path, manifest: Mapping[str, Any], config: RunCon
             raise ConfigError(
                 f"`{saved}` was saved with {key} = {was[key]!r}, and the run has {now[key]!r}; it cannot change, "
                 f"because {_reason(key)}",
-                hint=f"set it back in {CONFIG}, or start anew with `--init {saved}` and another --out",
+                hint=f"set it back in `{out / CONFIG}`; {_anew(key, now[key], out / CONFIG, saved)}",
             )
     if config.training.steps < manifest["step"]:
         raise ConfigError(
             f"`{saved}` has made {manifest['step']} steps, and training.steps is {config.training.steps}",
-            hint=f"set training.steps to {manifest['step']} or more",
+            hint=_further(out, manifest["step"]),
         )
     before = build(OptimizerConfig, manifest["config"].get("optimizer", {}), "optimizer.")
     grouped, groups = (parameter_groups(config.model, each) for each in (before, config.optimizer))
@@ -230,6 +251,22 @@ def check_same_settings(saved: Path, manifest: Mapping[str, Any], config: RunCon
             "are held by group",
             hint="keep rates that were equal equal, and those that differed different",
         )
+
+
+def check_not_finished(out: Path, manifest: Mapping[str, Any], config: RunConfig) -> None:
+    """Refuses to change a run that takes no more steps."""
+    asked, step = read(config.policy), manifest["step"]
+    policy = manifest["policy"] if asked.base == "auto" else str(asked.build())  # `auto` keeps what it was
+    changed = changed_settings(manifest, dataclasses.replace(config, policy=policy))
+    if changed and step == config.training.steps and has_ended(out):
+        raise ConfigError(
+            f"`{out}` has finished, at step {step}: {next(iter(changed))} would change nothing",
+            hint=_further(out, step),
+        )
+
+
+def _further(out: Path, step: int) -> str:
+    return f"{train_command('--resume', '--out', out, *_given('training.steps', 2 * step))} trains it further"
 
 
 def changed_settings(manifest: Mapping[str, Any], config: RunConfig) -> dict[str, list[Any]]:

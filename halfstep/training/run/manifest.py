@@ -213,14 +213,18 @@ def held_formats(policy: Policy, model: ModelConfig, state: Mapping[str, Stored]
     return formats
 
 
-def check_manifest(manifest: Mapping[str, Any], path: Path, needed: type[Recorded] = Resumable) -> None:
-    """Refuses a manifest that lacks what a resumed run or an evaluation needs."""
+def check_manifest(manifest: Mapping[str, Any], path: Path, needed: type[Recorded] = Resumable) -> RunConfig:
+    """Returns the settings of a checkpoint; refuses a manifest that lacks what a resumed run or evaluation needs.
+
+    It may hold more, but no settings that are unknown here: they would change what is computed.
+    """
     try:
         build(needed, manifest, others=True)
+        return build(RunConfig, manifest["config"], "config.")
     except ConfigError as error:
         raise ConfigError(
             f"`{path}` cannot be {'resumed' if needed is Resumable else 'used'}: in its manifest, {error.message}",
-            hint=f"another halfstep wrote it; start anew from its weights with `--init {path}`",
+            hint=f"another halfstep wrote it: use that one, or start anew from its weights with `--init {path}`",
         ) from None
 
 
@@ -230,7 +234,7 @@ def check_same_data(manifest: Mapping[str, Any], path: Path, context: RunContext
         raise ConfigError(
             f"`{path}` was saved with other data: {manifest['data']['description']}; "
             f"now it is {context.corpus.description}",
-            hint="resume with the data it was started with, or start anew with --out",
+            hint="if that data moved, name it with `--set data.source=PATH`; or start anew with another --out",
         )
 
 

@@ -6,7 +6,7 @@ open_run(out)             lock, run.toml, checkpoint -> Opened, checked to be th
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from halfstep.config.load import override, setting_named
@@ -55,11 +55,6 @@ class Opened:
             check_same_data(saved.manifest, saved.path, context)
             context.batches.check_position(saved.manifest["data"]["position"])
             changed = context.load(saved)
-            if changed and step == self.config.training.steps and folder.has_ended(self.out):
-                raise ConfigError(
-                    f"`{self.out}` has finished, at step {step}: {next(iter(changed))} would change nothing",
-                    hint=f"train it further with `--set training.steps=`, more than {step}",
-                )
             saved.arrays.clear()
             context.health.load(saved.manifest["guard"])
             self.warnings += describe_changes(saved.manifest, changed, context)
@@ -114,7 +109,8 @@ def open_run(
             saved = checkpoint.load_newest(out / CHECKPOINTS, allow_older=allow_older)
             if saved is None:
                 raise folder.not_a_run(out)
-            written = folder.restore_config(out, saved.manifest)
+            recorded = check_manifest(saved.manifest, saved.path)
+            written = folder.restore_config(out, replace(recorded, policy=saved.manifest["policy"]))
             warnings.append(f"`{out}` had no run.toml: it was restored from `{saved.path}`")
         config = folder.with_origin(written, override(written, overrides) if config is None else config)
         folder.check_same_run(out, written, config, {setting_named(each) for each in overrides})
@@ -126,7 +122,8 @@ def open_run(
             then = f"it was set aside, and the run resumes after step {saved.manifest['step']}"
             warnings += [f"{error.message}; {then}" for error in saved.damaged]
             check_manifest(saved.manifest, saved.path)
-            folder.check_same_settings(saved.path, saved.manifest, config)
+            folder.check_same_settings(out, saved.path, saved.manifest, config)
+            folder.check_not_finished(out, saved.manifest, config)
         return Opened(out, lock, config, written, saved, warnings)
     except BaseException:
         lock.release()

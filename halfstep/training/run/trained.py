@@ -44,15 +44,16 @@ def open_trained(
     validation: str | None = None,
     *,
     policy: str | None = None,
-    backend: str | None = None,
+    backend: Literal["torch", "jax", "mlx"] | None = None,
     weights: Kind | None = None,
 ) -> Trained:
     """Loads a run's newest checkpoint, a named one or an artifact.
 
     `data` is where the data moved to, and `validation` a text to hold out in place of that of the run.
     """
-    saved = _load(place)
-    config = build(RunConfig, saved.manifest["config"] | ({"backend": backend} if backend else {}))
+    saved, config = _load(place)
+    if backend is not None:
+        config = replace(config, backend=backend)
     if data is not None:
         config = replace(config, data=replace(config.data, source=data))
     if validation is not None:
@@ -70,17 +71,17 @@ def open_trained(
     return Trained(config, asked, session, saved, kind, state, other_text=validation is not None)
 
 
-def _load(place: Path) -> Loaded:
+def _load(place: Path) -> tuple[Loaded, RunConfig]:
     if is_artifact(place):
-        return load_artifact(place)
+        saved = load_artifact(place)
+        return saved, build(RunConfig, saved.manifest["config"])
     if not place.is_dir():
         what = f"`{place}` is a file, and no artifact" if place.exists() else f"there is no such folder: `{place}`"
         raise ConfigError(what, hint=_HINT)
-    saved = checkpoint.load_named(place)
-    if saved is None:
+    found = checkpoint.load_named(place)
+    if found is None:
         raise ConfigError(f"`{place}` holds no checkpoint", hint=_HINT)
-    check_manifest(saved.manifest, saved.path, Recorded)
-    return saved
+    return found, check_manifest(found.manifest, found.path, Recorded)
 
 
 def _kind(saved: Loaded, config: RunConfig, asked: Kind | None) -> Kind:

@@ -72,7 +72,7 @@ def test_settings_that_were_edited_by_hand_are_refused(text, out, was, now, key)
     path.write_text("\n".join(lines))
     with pytest.raises(ConfigError, match=rf"step-000008` was saved with {key} = ") as caught:
         resume(out)
-    assert "set it back in run.toml" in caught.value.hint
+    assert f"set it back in `{out / 'run.toml'}`" in caught.value.hint
 
 
 @pytest.fixture
