@@ -154,6 +154,20 @@ hazard(
 )(nothing)
 
 
+hazard(
+    "averages of others are made of bf16 halves",
+    "halfstep.torch.split.parameter:check_copy",
+    "tests/torch/run/test_edit.py::"
+    "test_a_copy_of_a_parameter_is_the_whole_master_inside_edit_and_refused_by_name_outside",
+)(nothing)
+
+hazard(
+    "the remainders of a model that is moved stay behind",
+    "halfstep.torch.split.parameter:HalfOfSplitMaster._follow",
+    "tests/torch/run/test_edit.py::test_the_same_numbers_on_another_device_are_a_move_that_loses_nothing",
+)(nothing)
+
+
 @hazard(
     "save_weights of MLX writes halves of split masters",
     "halfstep.mlx.optim.masters:Masters.joined",

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from halfstep.core.errors import HalfstepError
 from halfstep.torch.cast import join, split
 from halfstep.torch.split.operand import GRAD_OWNER, REMAINDER, is_split
-from halfstep.torch.split.parameter import check_copy, make_split
+from halfstep.torch.split.parameter import NAME, check_copy, make_split
 from halfstep.torch.split.writes import check_write, note_write, watch
 
 
@@ -27,7 +27,7 @@ class Holder(nn.Module):
 
     @property
     def remainders(self) -> dict[str, Tensor]:
-        """The remainders. Neither parameters nor buffers: `state_dict` and `to` ignore them."""
+        """The remainders. Neither parameters nor buffers: a parameter that is moved takes its own along."""
         return self.__dict__.get("halfstep_remainders", {})
 
     def add_remainder(self, name: str, remainder: Tensor) -> None:
@@ -40,12 +40,10 @@ class Holder(nn.Module):
             parameter = self._parameters.get(name)
             if parameter is None or parameter.dtype != torch.bfloat16:  # inside run.edit() the copy is whole
                 del self.remainders[name]
-            elif parameter.__dict__.get(REMAINDER) is remainder:
-                continue  # a shallow copy shares the parameter, whose gradient may be on its way
-            else:
+            elif parameter.__dict__.get(REMAINDER) is not remainder:  # a shallow copy shares both
                 if not hasattr(parameter, GRAD_OWNER):  # a parameter of somebody's class was copied
                     check_copy(name)
-                make_split(parameter, remainder, name)
+                make_split(parameter, remainder, getattr(parameter, NAME, name))
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)

@@ -26,7 +26,7 @@ from halfstep.core.errors import HalfstepError
 from halfstep.torch.split.operand import GRAD_OWNER, REMAINDER, is_split
 from halfstep.torch.split.writes import DATA, WRITES, note_write, unwritten, watch
 
-_GUARD, _NAME = "halfstep_guard", "halfstep_name"
+NAME, _GUARD = "halfstep_name", "halfstep_guard"
 _GRAD: Any = torch._C.TensorBase.grad  # of a plain parameter
 _run_engine: Any = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
 _copies_run = ContextVar("copies_run", default=False)
@@ -53,7 +53,7 @@ def make_split(parameter: nn.Parameter, remainder: Tensor, name: str = "weight")
     parameter.grad_dtype = torch.float32
     setattr(parameter, REMAINDER, remainder)
     setattr(parameter, GRAD_OWNER, owner)
-    setattr(parameter, _NAME, name)
+    setattr(parameter, NAME, name)
     torch.autograd._engine_run_backward = _checked_inputs  # type: ignore[assignment, attr-defined]
     if type(parameter) is nn.Parameter:
         parameter.__class__ = HalfOfSplitMaster
@@ -72,7 +72,7 @@ def _checked_inputs(outputs: Any, *args: Any, **options: Any) -> Any:
     for tensor in inputs:
         if isinstance(tensor, Tensor) and is_split(tensor):
             raise HalfstepError(
-                f"`{getattr(tensor, _NAME)}` is the bf16 half of a split master, which is in no graph: autograd "
+                f"`{getattr(tensor, NAME)}` is the bf16 half of a split master, which is in no graph: autograd "
                 "can return no gradient for it",
                 hint="run.backward(loss) leaves it in `p.grad`; compute the loss and torch.autograd.grad inside "
                 "`with run.edit():`; or hold masters whole, with `param=fp32`",
@@ -125,7 +125,7 @@ def make_whole(parameter: nn.Parameter) -> None:
     _move(parameter)
     if (guard := parameter.__dict__.pop(_GUARD, None)) is not None:
         guard.remove()
-    for name in (REMAINDER, GRAD_OWNER, WRITES, _NAME):
+    for name in (REMAINDER, GRAD_OWNER, WRITES, NAME):
         parameter.__dict__.pop(name, None)
     if type(parameter) is HalfOfSplitMaster:
         parameter.__class__ = nn.Parameter  # type: ignore[assignment]
@@ -213,19 +213,21 @@ class HalfOfSplitMaster(nn.Parameter):
         """Copies a whole master. A model's own code gets a copy of the joined one (functions/mode.py)."""
         copied = super().clone(**options)
         if copied.dtype is torch.bfloat16 and not torch.compiler.is_compiling() and is_split(self):
-            check_copy(getattr(self, _NAME))
+            check_copy(getattr(self, NAME))
         return copied
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:  # type: ignore[override]
         if id(self) not in memo:
+            memo[id(self)] = copied = nn.Parameter(DATA.__get__(self).clone(), self.requires_grad)
             if is_split(self):
-                check_copy(getattr(self, _NAME))
-            memo[id(self)] = nn.Parameter(DATA.__get__(self).clone(), self.requires_grad)
+                name = getattr(self, NAME)
+                check_copy(name)
+                setattr(copied, NAME, name)  # a Holder makes it a half again
         return memo[id(self)]  # type: ignore[no-any-return]
 
     def _handed_out(self, numbers: Tensor) -> Tensor:
         """Lets others read and write the numbers, not copy them. The class stays Tensor: torch looks at it."""
-        if numbers.dtype is torch.bfloat16 and (name := self.__dict__.get(_NAME)) is not None:
+        if numbers.dtype is torch.bfloat16 and (name := self.__dict__.get(NAME)) is not None:
             for way in ("clone", "__deepcopy__", "__reduce_ex__"):
                 setattr(numbers, way, partial(refuse_copy, name))
         return numbers

@@ -12,6 +12,7 @@ from halfstep.core.errors import HalfstepError
 from halfstep.torch import AdamW
 from halfstep.torch.state import state_of
 from halfstep.torch.step import prepare
+from tests.refusals import refuses
 
 DELAYED = "bf16-mixed,compute=e4m3:delayed,grad=e5m2:delayed,emulate=true"
 POLICIES = ("bf16-mixed", "bf16-mixed,param=fp32:split", "fp16-mixed,emulate=true", DELAYED)
@@ -70,6 +71,9 @@ def test_a_copy_of_a_run_continues_independently_bit_for_bit(policy, kind):
     steps(run, scale=64.0)
     assert same(bits(run), bits(twin))
     assert twin.model.head.weight is twin.model.table.weight
+    if "split" in policy:
+        with refuses(HalfstepError, "`inside.0.weight` is the bf16 half", "run.edit()"):
+            twin.model.inside[0].weight.clone()
     expected = {name: w.clone() for name, w in run.weights().items()}
     plain = twin.unprepare()
     assert type(plain) is Net
