@@ -65,7 +65,8 @@ class State:
         return self.origin.widened
 
     def __str__(self) -> str:
-        return summary(self)
+        is_state = all(hasattr(leaf, "dtype") for leaf in jax.tree.leaves(self.params))  # not one of shapes, say
+        return summary(self) if is_state else repr(self)
 
 
 def summary(state: State) -> str:
@@ -110,6 +111,11 @@ def state_of(state: State) -> dict[str, Array]:
 
 def load_state(state: State, given: Mapping[str, Any]) -> State:
     """Returns the state with given arrays. Those of another model, optimizer or precision are refused whole."""
+    if not isinstance(given, Mapping):
+        raise HalfstepError(
+            f"a state is restored from arrays by name, not a {type(given).__name__}",
+            hint="load_state(state, np.load(file)) reads what np.savez(file, **state_of(state)) wrote",
+        )
     given = {name: _with_name_of_bf16(array) for name, array in given.items()}
     check_same(_described(state_of(state)), _described(given))
     scale = saved_scale(state.policy.scale, given)

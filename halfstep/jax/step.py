@@ -20,6 +20,7 @@ import jax
 import jax.numpy as jnp
 import optax  # type: ignore[import-untyped]
 from jax import Array, lax
+from jax.sharding import NamedSharding, PartitionSpec
 
 from halfstep.core.choice import Choice
 from halfstep.core.errors import HalfstepError, warn_caller
@@ -122,7 +123,7 @@ def first_state(
         names=tuple(names),
         origin=Origin(choice, widened, note),
     )
-    return jax.tree.map(_copied, state)
+    return state if any(isinstance(x, jax.core.Tracer) for x in held.values()) else _placed(state, leaves, held)
 
 
 def make_step(
@@ -362,12 +363,29 @@ def _narrowed(x: Array, fmt: Format) -> Array:
     return carried(x, fmt).astype(dtype_of(fmt))
 
 
-def _copied(leaf: Any) -> Array:
-    """Copies an array: a donated state must not take the caller's with it, nor one array twice."""
-    leaf = jnp.asarray(leaf)
-    if isinstance(leaf, jax.core.Tracer):
-        return leaf
-    return jax.device_put(leaf, leaf.sharding, may_alias=False)
+def _placed(state: State, leaves: Leaves, held: Mapping[str, Array]) -> State:
+    """Copies a state, moments to where their parameters are, and what belongs to none of them to every device.
+
+    Copies, since a donated state must not take the caller's arrays with it, nor one array twice.
+    """
+
+    def copied(leaf: Any, sharding: Any = None) -> Array:
+        leaf = jnp.asarray(leaf)
+        return jax.device_put(leaf, sharding or leaf.sharding, may_alias=False)
+
+    everywhere = next(iter(held.values())).sharding
+    if isinstance(everywhere, NamedSharding):
+        everywhere = NamedSharding(everywhere.mesh, PartitionSpec())
+    flat, treedef = jax.tree.flatten(state.opt_state)
+    owners = zip(flat, leaves.moments_of(state.opt_state), strict=True)
+    moments = [copied(x, everywhere if name is None else held[name].sharding) for x, name in owners]
+    return replace(
+        state,
+        params=jax.tree.map(copied, state.params),
+        opt_state=jax.tree.unflatten(treedef, moments),
+        scale=ScaleState(*(copied(x, everywhere) for x in state.scale)),
+        num_applied=copied(state.num_applied, everywhere),
+    )
 
 
 def _scalars(state: ScaleState) -> ScaleState:

@@ -1,6 +1,9 @@
 """State as flat arrays: names, bytes, round trips bit for bit, and states of others refused whole."""
 
 import dataclasses
+import os
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -68,6 +71,46 @@ def test_numpys_own_files_will_do(tmp_path):
     np.savez(tmp_path / "state.npz", **arrays)
     other = load_state(trained(0), np.load(tmp_path / "state.npz"))
     assert {n: stored(x) for n, x in state_of(other).items()} == {n: stored(x) for n, x in arrays.items()}
+
+
+def test_what_is_no_mapping_of_arrays_is_refused():
+    with pytest.raises(HalfstepError, match="arrays by name, not a str") as caught:
+        load_state(trained(0), "state.npz")
+    assert "np.load" in caught.value.hint
+
+
+def test_a_state_of_anything_can_be_printed():
+    assert "float32" in str(jax.tree.map(lambda leaf: str(leaf.dtype), trained(0)))
+
+
+SHARDED = """
+import jax, optax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from halfstep.jax import init, make_step
+
+optimizer = optax.adam(0.1)
+step = make_step(lambda params, x: jnp.square((x @ params["w"]).astype(jnp.float32)).mean(), optimizer)
+rows, whole = (NamedSharding(Mesh(jax.devices(), ("d",)), PartitionSpec(*axes)) for axes in (("d",), ()))
+losses = []
+for place in (rows, whole, None):
+    weight = jnp.ones((4, 2)) if place is None else jax.device_put(jnp.ones((4, 2)), place)
+    state = init({"w": weight}, optimizer, "fp16-mixed")
+    before = jax.tree.map(lambda x: x.sharding, state)
+    for _ in range(2):
+        state, result = step(state, jnp.ones((2, 4)) if place is None else jax.device_put(jnp.ones((2, 4)), rows))
+    losses.append(float(result.loss))
+    assert state.opt_state[0].mu["w"].sharding == state.params["w"].sharding
+    assert jax.tree.all(jax.tree.map(lambda x, y: x.sharding.is_equivalent_to(y, x.ndim), state, before))
+assert len(set(losses)) == 1, losses
+assert step._cache_size() == 3, step._cache_size()
+"""
+
+
+@pytest.mark.prove
+def test_a_state_of_sharded_parameters_lies_where_they_do():
+    flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
+    subprocess.run([sys.executable, "-c", SHARDED], check=True, env=os.environ | flags)
 
 
 def test_the_scale_is_part_of_the_state():
