@@ -8,6 +8,7 @@ imports what it needs when it runs, so that `halfstep --help` loads no framework
 """
 
 import sys
+import warnings
 from itertools import pairwise
 from typing import Any
 
@@ -54,7 +55,9 @@ def run(arguments: list[str]) -> int:
     trains = arguments[:1] == ["train"]
     if trains and {"--help", "-h"} & set(arguments):
         app["train"].help_epilogue = train.settings()  # built on demand: it reads the whole schema
-    with drop_refused_output(stdout=trains):
+    with drop_refused_output(stdout=trains), warnings.catch_warnings():
+        # torch's trace of a CPU without bf16 instructions, about which we warn in one line.
+        warnings.filterwarnings("ignore", "mkldnn_matmul failed")
         return _run(arguments, trains)
 
 

@@ -7,9 +7,15 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from itertools import count, pairwise
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from halfstep.cli.arguments import Backend, Device, Flag, Overrides
 from halfstep.cli.output import print_words
+
+if TYPE_CHECKING:
+    from halfstep.config.run import RunConfig
+    from halfstep.training.loop import Loop
+    from halfstep.training.run.resume import Opened
 
 RUNS = Path("runs")
 
@@ -65,15 +71,6 @@ def train(
         Print the outcome as JSON.
     """
     from halfstep.cli import outcome
-    from halfstep.config.load import DEFAULT_RECIPE, load
-    from halfstep.core.policy import read_as
-    from halfstep.tools.probe import measure_ceiling, resolve
-    from halfstep.training import paths
-    from halfstep.training.data.load import load_corpus
-    from halfstep.training.loop import Loop
-    from halfstep.training.run import determinism, folder
-    from halfstep.training.run.resume import open_run
-    from halfstep.training.telemetry import loggers
 
     _check_init(init, resume)
     deadline = _deadline(deadline, allow_older, resume)
@@ -84,52 +81,84 @@ def train(
         *([f"backend={backend}"] if backend else []),
     ]
     with _run_folder(recipe, out, resume) as where, ExitStack() as on_error:
-        if resume and recipe is not None and out is not None and not folder.holds_run(out):
-            # The run was never started, or was killed first: one command serves the start and every restart.
-            print_words(f"`{out}` holds no run yet: starting {recipe}")
-            resume = False
-        opened = None
-        if resume:
-            # A run has its own settings, if the recipe was only named to find it, or not at all.
-            own = recipe is None or (out is None and not recipe.endswith(".toml"))
-            given = None if own else load(recipe or DEFAULT_RECIPE, named)
-            opened = open_run(where, given, overrides=named, allow_older=allow_older)
+        opened = _open(recipe, out, where, named, allow_older) if resume else None
+        if opened is not None:
             on_error.callback(opened.lock.release)
-            config = opened.config
-        else:
-            folder.check_free(where)
-            config = load(recipe or DEFAULT_RECIPE, named)
-            folder.check_apart(where, config.data)
-        print_words(config.title or where.name)
-        loggers.check(config.training.loggers)
-        print_words(f"reading `{config.data.source}`")
-        corpus = load_corpus(config.data.source, config.data.validation, config.model.vocabulary)
-        determinism.prepare(config, where)  # before anything is measured
-        if config.backend not in sys.modules:
-            print_words(f"loading {config.backend}")
-        ran = None if opened is None else opened.policy
-        resolved, choice = resolve(config, device, ran=ran, say=print_words)
-        reason = choice.reason if choice else read_as(config.policy)
-        print_words(f"precision {resolved}" + (f": {reason}" if reason else ""))
-        known = where / paths.EVENTS if resume else None
-        ceiling = measure_ceiling(config, resolved, device, known, say=print_words)
-        loop = Loop(
-            config,
-            resolved,
-            where,
-            opened=opened,
-            choice=choice,
-            device=device,
-            warnings=[*resolved.warnings, *ceiling.slower],
-            deadline=deadline,
-            corpus=corpus,
-            ceiling=ceiling,
-        )
+        config = _load(recipe, where, named) if opened is None else opened.config
+        loop = _prepare(config, where, opened, device, deadline)
         on_error.pop_all()
     if loop.pretrained is not None:
         print_words(f"weights {loop.pretrained.description}")
     print_words(f"data {loop.corpus.description}", f"run folder {where}")
     return outcome.run(loop, json=json)
+
+
+def _open(
+    recipe: str | None, out: Path | None, where: Path, named: Sequence[str], allow_older: bool
+) -> "Opened | None":
+    """Opens the run to resume; None if it was never started, or was killed first, and can be started now."""
+    from halfstep.config.load import load
+    from halfstep.training.run import folder
+    from halfstep.training.run.resume import open_run
+
+    if recipe is not None and out is not None and not folder.holds_run(out):
+        # One command serves the start and every restart.
+        print_words(f"`{out}` holds no run yet: starting {recipe}")
+        return None
+    # A run has its own settings, if the recipe was only named to find it, or not at all.
+    own = recipe is None or (out is None and not recipe.endswith(".toml"))
+    return open_run(where, None if own else load(str(recipe), named), overrides=named, allow_older=allow_older)
+
+
+def _load(recipe: str | None, where: Path, named: Sequence[str]) -> "RunConfig":
+    """Returns the settings of a new run, once its folder is known to be free."""
+    from halfstep.config.load import DEFAULT_RECIPE, load
+    from halfstep.training.run import folder
+
+    folder.check_free(where)
+    config = load(recipe or DEFAULT_RECIPE, named)
+    folder.check_apart(where, config.data)
+    return config
+
+
+def _prepare(
+    config: "RunConfig", where: Path, opened: "Opened | None", device: str | None, deadline: float | None
+) -> "Loop":
+    """Reads the data, chooses the precision and builds the loop; says what it is doing before it takes seconds."""
+    from halfstep.core.policy import read_as
+    from halfstep.tools import probe
+    from halfstep.training import paths
+    from halfstep.training.data.load import load_corpus
+    from halfstep.training.loop import Loop
+    from halfstep.training.run import determinism
+    from halfstep.training.telemetry import loggers
+
+    print_words(config.title or where.name)
+    loggers.check(config.training.loggers)
+    print_words(f"reading `{config.data.source}`")
+    corpus = load_corpus(config.data.source, config.data.validation, config.model.vocabulary)
+    determinism.prepare(config, where)  # before anything is measured
+    if config.backend not in sys.modules:
+        print_words(f"loading {config.backend}")
+    ran = None if opened is None else opened.policy
+    policy, choice = probe.resolve(config, device, ran=ran, say=print_words)
+    reason = choice.reason if choice else read_as(config.policy)
+    print_words(f"precision {policy}" + (f": {reason}" if reason else ""))
+    named = choice is None and config.policy != ran  # at a resume: another precision than before
+    slow = probe.slow_formats(config, policy, device, say=print_words) if named else []
+    known = None if opened is None else where / paths.EVENTS
+    return Loop(
+        config,
+        policy,
+        where,
+        opened=opened,
+        choice=choice,
+        device=device,
+        warnings=[*policy.warnings, *slow],
+        deadline=deadline,
+        corpus=corpus,
+        ceiling=probe.measure_ceiling(config, policy, device, known, say=print_words),
+    )
 
 
 def settings() -> str:

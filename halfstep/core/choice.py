@@ -4,9 +4,13 @@
 hundreds of times slower than fp32. So the same work is timed in each format at the same shapes (a matmul, or a
 block of the model forward and backward):
 
-    gain(format) = median time in fp32 / median time in the format,   at the largest shape both were timed at
+    gain(format) = fastest time in fp32 / fastest time in the format,   at the largest shape both were timed at
 
-bf16 is chosen if its gain is at least MIN_GAIN. fp16 is chosen if bf16 does not pay and fp16 does, or if fp16 is
+Other work of the machine only ever adds time, so the fastest of several turns is the best estimate. It is still
+wrong if every turn of fp32 was disturbed. So a format pays only if both had ROUNDS turns, and if the format's
+median, too, is ahead of the fastest fp32.
+
+bf16 is chosen if it pays, by at least MIN_GAIN. fp16 is chosen if bf16 does not pay and fp16 does, or if fp16 is
 faster than bf16 by FP16_MARGIN, to be worth its scale and skipped steps. Otherwise fp32. fp8 is never chosen here:
 whether it pays depends on each layer, which is measured when a model is prepared.
 """
@@ -23,6 +27,7 @@ from halfstep.core.formats import BF16, FP16, FP32, Format
 # vary by 5 %: a smaller gain makes no difference to a run.
 MIN_GAIN = 1.1
 FP16_MARGIN = 1.25
+ROUNDS = 9
 
 Shape = tuple[int, int, int]
 Work = Literal["matmuls", "training steps of a block"]
@@ -80,11 +85,23 @@ class Gain:
     seconds: float
     work: Work = "matmuls"
     cut_short: bool = False  # fp32 was timed at a larger shape, which this format was too slow for
+    typical: float = 0.0  # the median in the format; `seconds` is the fastest
+    rounds: int = ROUNDS  # how often both were timed
 
     @property
     def ratio(self) -> float:
         """Time in fp32 over time in the format."""
         return self.fp32_seconds / self.seconds
+
+    @property
+    def pays(self) -> bool:
+        """Whether it is worth leaving fp32 for, however busy the machine was."""
+        return self.rounds >= ROUNDS and self.least >= MIN_GAIN
+
+    @property
+    def least(self) -> float:
+        """The ratio with the format's median in place of its fastest time."""
+        return self.fp32_seconds / max(self.typical, self.seconds)
 
     def __str__(self) -> str:
         speed = f"{self.ratio:.3g}x faster" if self.ratio >= 1 else f"{1 / self.ratio:.3g}x slower"
@@ -115,7 +132,9 @@ def gain(timings: Iterable[Timing], fmt: Format) -> Gain | None:
         return None
     _, work, shape = max(common, key=lambda key: (key[1] != "matmuls", math.prod(key[2])))
     cut_short = any(key[:2] == (FP32, work) and math.prod(key[2]) > math.prod(shape) for key in by_key)
-    return Gain(fmt, shape, by_key[FP32, work, shape].typical, by_key[fmt, work, shape].typical, work, cut_short)
+    fp32, ours = by_key[FP32, work, shape], by_key[fmt, work, shape]
+    rounds = min(len(fp32.seconds), len(ours.seconds))
+    return Gain(fmt, shape, min(fp32.seconds), min(ours.seconds), work, cut_short, ours.typical, rounds)
 
 
 def choose(timings: Sequence[Timing], supported: Mapping[Format, Support]) -> Choice:
@@ -124,12 +143,12 @@ def choose(timings: Sequence[Timing], supported: Mapping[Format, Support]) -> Ch
     known = tuple(known for known in gains.values() if known is not None)
     bf16, fp16 = gains.get(BF16), gains.get(FP16)
 
-    if fp16 is not None and fp16.ratio >= MIN_GAIN:
-        if bf16 is None or bf16.ratio < MIN_GAIN:
+    if fp16 is not None and fp16.pays:
+        if bf16 is None or not bf16.pays:
             return Choice("fp16-mixed", f"{fp16}, and {_why_not(BF16, bf16, supported)}", known)
-        if fp16.ratio >= FP16_MARGIN * bf16.ratio:
+        if fp16.least >= FP16_MARGIN * bf16.ratio:
             return Choice("fp16-mixed", f"{fp16}, more than {FP16_MARGIN}x ahead: {bf16}", known)
-    if bf16 is not None and bf16.ratio >= MIN_GAIN:
+    if bf16 is not None and bf16.pays:
         return Choice("bf16-mixed", f"{bf16}, and bf16 has fp32's range, so no loss scale is needed", known)
     lost = [_why_not(fmt, gains.get(fmt), supported) for fmt in (BF16, FP16)]
     return Choice("fp32", f"{lost[0]}; {lost[1]}", known)
@@ -140,10 +159,19 @@ _UNKNOWN = Support(False, "nothing is known about it on this device")
 
 def _why_not(fmt: Format, measured: Gain | None, supported: Mapping[Format, Support]) -> str:
     if measured is not None:
-        short = "" if measured.ratio < 1 else f", short of the {MIN_GAIN}x that pays for its casts"
-        return f"{measured}{short}"
+        return f"{measured}{_doubt(measured)}"
     support = supported.get(fmt, _UNKNOWN)
     return f"{fmt} was not timed" if support else f"{fmt} is not supported: {support.reason}"
+
+
+def _doubt(measured: Gain) -> str:
+    if measured.ratio < 1:
+        return ""
+    if measured.ratio < MIN_GAIN:
+        return f", short of the {MIN_GAIN}x that pays for its casts"
+    if measured.rounds < ROUNDS:
+        return f", but there was time for {measured.rounds} of the {ROUNDS} turns that prove it"
+    return ", but only in its fastest turns: other work disturbed the timing"
 
 
 def _time(seconds: float) -> str:

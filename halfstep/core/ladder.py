@@ -3,20 +3,21 @@
 The time of a matmul is unknown before it runs, but it grows with the number of operations, so each format climbs a
 ladder of sizes from one that is cheap everywhere:
 
-    predicted = MARGIN * time * operations / operations before       for each run; a rung needs two
+    predicted = MARGIN * time * operations / operations before       for each run; a rung needs ROUNDS
 
 The lowest rung is timed for every format, whatever it costs, so that each has an answer. A higher one is started
 only if it fits the format's share of the time that is left. fp32 climbs first, since all others are compared with
 it, and no other climbs higher. Half of the budget is for climbing, or all of it for fp32 alone. The rest repeats
 the highest rung of each format in turns with fp32 at the same shape, so that other work of the machine slows both
-alike. The clock and the work are arguments: a test can fake a device.
+alike. A comparison needs ROUNDS turns (choice.py), fp32 alone two. The clock and the work are arguments: a test
+can fake a device.
 """
 
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from halfstep.core.choice import Shape, Timing, Work
+from halfstep.core.choice import ROUNDS, Shape, Timing, Work
 from halfstep.core.formats import FP32, Format
 
 Run = Callable[[int], object]
@@ -42,8 +43,8 @@ def climb(
     work: Work = "matmuls",
 ) -> list[Timing]:
     """Times each format at the shapes, from small to large, that the budget in seconds allows."""
-    race = _Race(start, clock, clock() + budget)
     others = [fmt for fmt in dict.fromkeys(formats) if fmt != FP32]
+    race = _Race(start, clock, clock() + budget, runs=ROUNDS if others else 2)
     reach = race.climb(FP32, shapes, share=budget / 2 / (len(others) + 1) if others else budget)
     for place, fmt in enumerate(others):
         share = (race.left() - budget / 2) / (len(others) - place)
@@ -57,8 +58,9 @@ class _Race:
     start: Start
     clock: Clock
     deadline: float
+    runs: int  # that a rung must have time for
     seconds: dict[tuple[Format, Shape], list[float]] = field(default_factory=dict)
-    runs: dict[tuple[Format, Shape], Run] = field(default_factory=dict)
+    started: dict[tuple[Format, Shape], Run] = field(default_factory=dict)
 
     def left(self) -> float:
         return self.deadline - self.clock()
@@ -68,11 +70,11 @@ class _Race:
         end = self.clock() + min(share, self.left())
         overhead = per_operation = 0.0
         for place, shape in enumerate(shapes):
-            predicted = overhead + 2 * MARGIN * per_operation * _operations(shape)
+            predicted = overhead + self.runs * MARGIN * per_operation * _operations(shape)
             if place and self.clock() + predicted > end:
                 return place
             started = self.clock()
-            self.runs[fmt, shape] = self.start(fmt, shape)
+            self.started[fmt, shape] = self.start(fmt, shape)
             self._timed(fmt, shape, 1)  # warms up: kernels are chosen and compiled, memory is mapped
             once = self._timed(fmt, shape, 1)
             overhead = max(0.0, self.clock() - started - 2 * once)
@@ -101,7 +103,7 @@ class _Race:
 
     def _timed(self, fmt: Format, shape: Shape, count: int) -> float:
         started = self.clock()
-        self.runs[fmt, shape](count)
+        self.started[fmt, shape](count)
         # If the clock did not move, this was below its resolution, and counts as a nanosecond.
         return max(self.clock() - started, 1e-9) / count
 

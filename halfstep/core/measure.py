@@ -2,12 +2,14 @@
 for `halfstep probe`, and for a model of your own.
 
 `measure` times the matmul alone, which compares formats: random operands (zeros draw less power, and a device runs
-them faster), tokens x width x 4 width as in an MLP, the result in the format of the operands, or in bf16 for fp8.
+them faster), tokens x width x 4 width as in an MLP of GPT-2, the result in the format of the operands, or in bf16
+for fp8. These sizes are ours; on an accelerator the recipe's own comes last, if it is larger.
 
 `measure_block` times a block of the decoder, forward and backward, with its casts and islands, at the recipe's own
-shape. This decides on a CPU, where a bf16 matmul can be faster than an fp32 one and the small block around it
-slower. On an accelerator a small block would time how fast the host launches kernels, which a compiled step does
-not wait for; there the matmuls decide, at the recipe's shape if that is larger than ours.
+width and as many of its tokens as fit. This decides on a CPU, where a bf16 matmul can be faster than an fp32 one
+and the small block around it slower; a format whose matmuls are TOO_SLOW gets no block. On an accelerator a small
+block would time how fast the host launches kernels, which a compiled step does not wait for; there the matmuls
+decide.
 """
 
 import math

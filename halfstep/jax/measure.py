@@ -18,7 +18,7 @@ from jax import Array, lax
 from numpy.typing import NDArray
 
 from halfstep.config.model import ModelConfig, parameter_shapes
-from halfstep.core.choice import Shape, Timing
+from halfstep.core.choice import ROUNDS, Shape, Timing
 from halfstep.core.formats import BF16, E4M3, FP32, TF32, Format, parse
 from halfstep.core.ladder import MARGIN, Clock, Run, climb
 from halfstep.core.measure import BUDGET, FORMATS, MATMUL_SHARE, block_limits, time_blocks
@@ -90,9 +90,9 @@ def measure_block(
     formats = list(dict.fromkeys([FP32, *formats]))
     matmuls = measure(bench.device, formats, budget=budget * MATMUL_SHARE, clock=clock)
     limits = block_limits(matmuls, formats)
-    # core.ladder starts a format if two runs, of a time that it guesses from fp32's, fit into its share.
+    # core.ladder gives each format a share that its turns must fit into; fp32's matmuls say how long they take.
     share = budget * (1 - MATMUL_SHARE) / 2 / len(limits)
-    count = affordable(matmuls, model, tokens, share / (2 * MARGIN * max(limits.values())))
+    count = affordable(matmuls, model, tokens, share / (ROUNDS * MARGIN * max(limits.values())))
     compiled = cache(lambda fmt, count: bench.start_block(fmt, model, count))
     shapes = [(count, model.width, model.size_of_mlp)]
     return [*matmuls, *time_blocks(compiled, limits, shapes, budget=budget, clock=clock)]

@@ -20,12 +20,12 @@ from typing import Any
 
 from halfstep.config.load import DEFAULT_RECIPE, load
 from halfstep.config.run import RunConfig
-from halfstep.core.choice import Choice, Gain, Shape, Support, Timing, choose, gain
+from halfstep.core.choice import MIN_GAIN, Choice, Gain, Shape, Support, Timing, choose, gain
 from halfstep.core.devices import Device
 from halfstep.core.errors import HalfstepError, PolicyError, did_you_mean, how_to_install, one_of
 from halfstep.core.formats import FP32, TF32, Format
 from halfstep.core.ladder import ENOUGH
-from halfstep.core.measure import BUDGET, CANDIDATES, MATMUL_SHARE, decide, time_candidates
+from halfstep.core.measure import BUDGET, CANDIDATES, MATMUL_SHARE, accelerator_shapes, decide, time_candidates
 from halfstep.core.policy import PRESETS, Policy, read
 from halfstep.core.roles import Operand, is_narrow
 from halfstep.training.telemetry.ceiling import Ceiling, recorded
@@ -38,6 +38,8 @@ BACKENDS = ("torch", "jax", "mlx")
 CEILING: tuple[Shape, ...] = ((1024, 1024, 1024), (4096, 4096, 4096), (8192, 8192, 8192))
 CPU_CEILING: tuple[Shape, ...] = ((32, 32, 128), (128, 128, 512), (256, 256, 1024), (512, 512, 2048))
 CEILING_BUDGET, CPU_CEILING_BUDGET = 1.5, 0.3
+CHECK_BUDGET = 0.6  # for a named policy, which is compared with fp32 only to warn
+COMPILED = ("jax",)  # backends that compile what is timed, before the clock starts
 
 
 @dataclass(frozen=True)
@@ -130,7 +132,7 @@ def resolve(
         return spelling.build(), None
     if ran is not None:  # measuring again could choose another precision midway
         return Policy.parse(ran), None
-    say(f"measuring which precision is fastest here: {_measured(config, BUDGET)}")
+    say(f"measuring which precision is fastest here: {_measured(config, config.backend, device, BUDGET)}")
     choice = choose_policy(config.backend, device, config)
     return spelling.build(PRESETS[choice.preset]), choice
 
@@ -142,10 +144,7 @@ def measure_ceiling(
     known: Path | None = None,
     say: Say = lambda _: None,
 ) -> Ceiling:
-    """Returns the device's best speed in the policy's compute format, or what the events in `known` recorded.
-
-    fp32 and the other formats of the policy are timed beside it: one that is slower here than fp32 is a warning.
-    """
+    """Returns the device's best speed in the policy's compute format, or what the events in `known` recorded."""
     if not config.training.measure_ceiling:
         return Ceiling(None, "training.measure_ceiling is false")
     if policy.emulate:
@@ -159,19 +158,38 @@ def measure_ceiling(
     support = module.supported(fmt, device)
     if not support:
         return Ceiling(None, f"{fmt} is not supported: {support.reason}")
-    formats = [f for f in _operand_formats(policy) if not is_narrow(f) and module.supported(f, device)]
     cpu = hardware.kind == "cpu"
     budget, shapes = (CPU_CEILING_BUDGET, _cpu_ceiling(config)) if cpu else (CEILING_BUDGET, CEILING)
     say(f"measuring this device's fastest {fmt} matmul, for utilization: about {budget:g} s")
-    timings = module.measure(device, formats, budget=budget, shapes=shapes)
-    gains = [gain(timings, f) for f in formats if f not in (FP32, TF32)]
-    slower = tuple(f"{slow}; it runs as asked" for slow in gains if slow is not None and slow.ratio < 1)
+    timings = module.measure(device, [fmt], budget=budget, shapes=shapes)
     ours = [timing for timing in timings if timing.format == fmt]
     if shapes[-1] not in (timing.shape for timing in ours) and min(ours[-1].seconds) < ENOUGH:
-        return Ceiling(None, f"no {fmt} matmul that is more than its launch fit into {budget:g} s", slower)
+        return Ceiling(None, f"no {fmt} matmul that is more than its launch fit into {budget:g} s")
     best = max(ours, key=lambda timing: timing.peak)
     basis = f"{fmt} matmuls at {'x'.join(map(str, best.shape))}, timed on {hardware.name}"
-    return Ceiling(best.peak, basis, slower)
+    return Ceiling(best.peak, basis)
+
+
+def slow_formats(config: RunConfig, policy: Policy, device: str | None, say: Say = lambda _: None) -> list[str]:
+    """Returns a warning for each format of a named policy that is slower here than fp32, by what `auto` times.
+
+    Only a CPU may be so much slower, and JAX compiles for longer than the warning is worth.
+    """
+    module = _need(config.backend)
+    device = device or module.devices()[0]
+    if policy.emulate or config.backend in COMPILED or module.describe(device).kind != "cpu":
+        return []
+    formats = [
+        fmt
+        for fmt in _operand_formats(policy)
+        if fmt not in (FP32, TF32) and not is_narrow(fmt) and module.supported(fmt, device)
+    ]
+    if not formats:
+        return []
+    say(f"comparing {' and '.join(map(str, formats))} with fp32: about {CHECK_BUDGET:g} s")
+    timings = module.measure_block(device, [FP32, *formats], config.model, _tokens(config), budget=CHECK_BUDGET)
+    gains = [known for fmt in formats if (known := gain(timings, fmt)) is not None]
+    return [f"{known}; it runs as asked" for known in gains if known.ratio < 1 / MIN_GAIN]
 
 
 def _cpu_ceiling(config: RunConfig) -> tuple[Shape, ...]:
@@ -185,7 +203,7 @@ def _ask(name: str, module: Any, device: str | None, config: RunConfig, budget: 
     device = device or devices[0]
     support = {fmt: module.supported(fmt, device) for fmt in module.FORMATS}
     others = [fmt for fmt, ok in support.items() if ok and fmt not in CANDIDATES]
-    say(f"{name} on {device}: {_measured(config, budget)}")
+    say(f"{name} on {device}: {_measured(config, name, device, budget)}")
     timings, candidates = time_candidates(module, device, config.model, _tokens(config), budget)
     beside = module.measure(device, others, budget=budget * MATMUL_SHARE) if others else []
     choice = choose(timings, candidates)
@@ -200,9 +218,14 @@ def _tokens(config: RunConfig) -> int:
     return config.training.batch * config.model.context
 
 
-def _measured(config: RunConfig, budget: float) -> str:
-    shape = f"{_tokens(config)}x{config.model.width}x{config.model.size_of_mlp}"
-    return f"timing {', '.join(map(str, CANDIDATES))} up to {shape} for about {budget:g} s"
+def _measured(config: RunConfig, backend: str, device: str | None, budget: float) -> str:
+    """Says what `time_candidates` does."""
+    module, tokens = _need(backend), _tokens(config)
+    work = f"matmuls, and a block of the model at up to {tokens} tokens"
+    if module.describe(device or module.devices()[0]).kind != "cpu":
+        work = f"matmuls up to {'x'.join(map(str, accelerator_shapes(config.model, tokens)[-1]))}"
+    compiled = ", after compiling, which may take longer" if backend in COMPILED else ""
+    return f"timing {', '.join(map(str, CANDIDATES))} in {work}, for about {budget:g} s{compiled}"
 
 
 def _load(name: str) -> Any:

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import warnings
 
 import pytest
 
@@ -127,6 +128,15 @@ def test_an_import_that_fails_is_one_line(message, said, monkeypatch, capsys):
     monkeypatch.setattr("halfstep.cli.app.run", fail)
     assert run(["formats"]) == 2
     assert capsys.readouterr().err == f"error: numpy cannot be imported: {said}\n"
+
+
+def test_the_trace_of_torch_about_a_slow_format_is_not_shown(monkeypatch, recwarn):
+    def multiply(*_, **__):
+        warnings.warn("mkldnn_matmul failed, switching to BLAS gemm:...\nframe #0: ...", stacklevel=1)
+
+    monkeypatch.setattr("halfstep.cli.formats.print_table", multiply)
+    assert run(["formats"]) == 0
+    assert not recwarn.list
 
 
 def test_a_module_is_shown_with_and_without_a_model(capsys):

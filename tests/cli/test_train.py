@@ -84,7 +84,8 @@ def test_the_reason_of_auto_reaches_messages_events_and_page_unchanged(small, tm
 
 def test_a_slow_policy_is_obeyed_with_a_warning(small, tmp_path, capsys, monkeypatch):
     slow = "bf16 matmuls are 287x slower than fp32; it runs as asked"
-    monkeypatch.setattr(probe, "measure_ceiling", lambda *_, **__: Ceiling(1e9, "", (slow,)))
+    monkeypatch.setattr(probe, "measure_ceiling", lambda *_, **__: Ceiling(1e9, ""))
+    monkeypatch.setattr(probe, "slow_formats", lambda *_, **__: [slow])
     monkeypatch.setattr(probe, "choose_policy", lambda *_: pytest.fail("a policy that was named is not measured"))
     policy = "bf16,scale=static:value=64"
     assert run(["train", *small, "--policy", policy, "--out", str(tmp_path / "run")]) == 0

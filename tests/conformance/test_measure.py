@@ -8,7 +8,7 @@ import pytest
 
 from halfstep.config.model import ModelConfig
 from halfstep.core import ladder
-from halfstep.core.choice import Timing, choose
+from halfstep.core.choice import ROUNDS, Timing, choose
 from halfstep.core.errors import FormatError
 from halfstep.core.formats import BF16, E4M3, FP16, FP32, TF32, parse
 from halfstep.core.measure import FORMATS, decide_once
@@ -71,7 +71,7 @@ def test_auto_is_measured_for_a_model_of_ones_own_and_the_run_has_the_reason(bac
 
     def measure_block(device, formats, model, tokens, *, budget):
         asked.append((model.width, tokens, budget))
-        return [Timing(fmt, (8, 8, 8), (seconds[fmt],), "training steps of a block") for fmt in formats]
+        return [Timing(fmt, (8, 8, 8), (seconds[fmt],) * ROUNDS, "training steps of a block") for fmt in formats]
 
     decide_once.cache_clear()
     monkeypatch.setattr(backend.measure, "measure_block", measure_block)

@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from halfstep.core.choice import FP16_MARGIN, MIN_GAIN, Support, Timing, choose, gain
+from halfstep.core.choice import FP16_MARGIN, MIN_GAIN, ROUNDS, Support, Timing, choose, gain
 from halfstep.core.formats import BF16, FP16, FP32
 from halfstep.core.policy import PRESETS
 
@@ -14,7 +14,7 @@ BOTH = {BF16: YES, FP16: YES}
 
 def timed(**milliseconds):
     formats = {"fp32": FP32, "bf16": BF16, "fp16": FP16}
-    return [Timing(formats[name], SHAPE, (ms / 1e3,)) for name, ms in milliseconds.items()]
+    return [Timing(formats[name], SHAPE, (ms / 1e3,) * ROUNDS) for name, ms in milliseconds.items()]
 
 
 def test_bf16_that_is_hundreds_of_times_slower_is_not_chosen_and_the_reason_holds_the_ratio():
@@ -71,6 +71,21 @@ def test_the_largest_shape_counts_a_block_before_a_matmul_and_no_slow_repeat():
     assert choice.preset == "fp32"
     assert "bf16 training steps of a block are 1.5x slower than fp32" in choice.reason
     assert gain(timings[:2], BF16).ratio == 5
+
+
+def test_what_a_busy_machine_disturbed_does_not_pay():
+    few = [Timing(FP32, SHAPE, (2.0,)), Timing(BF16, SHAPE, (1.0,))]
+    choice = choose(few, {BF16: YES})
+    assert choice.preset == "fp32"
+    assert "2x faster than fp32" in choice.reason
+    assert f"time for 1 of the {ROUNDS} turns" in choice.reason
+    stalled = [Timing(FP32, SHAPE, (2.0,) * ROUNDS), Timing(BF16, SHAPE, (1.0, *[2.0] * ROUNDS))]
+    choice = choose(stalled, {BF16: YES})
+    assert choice.preset == "fp32"
+    assert "only in its fastest turns" in choice.reason
+    fp16 = Timing(FP16, SHAPE, (0.5, *[0.9] * ROUNDS))
+    quiet = [Timing(FP32, SHAPE, (2.0,) * ROUNDS), Timing(BF16, SHAPE, (1.0,) * ROUNDS), fp16]
+    assert choose(quiet, BOTH).preset == "bf16-mixed"
 
 
 times = st.floats(1e-6, 1e3)

@@ -1,5 +1,7 @@
 """The law of climbing, on fake devices: nothing is multiplied, a clock is moved."""
 
+import random
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -120,6 +122,20 @@ def test_a_slow_first_call_a_slow_start_a_pause_and_a_clock_that_stands_still():
     assert [(timing.format, timing.shape) for timing in timings] == [(FP32, CUBES[0]), (BF16, CUBES[0])]
     timings = climb(lambda fmt, shape: lambda count: None, [BF16], CUBES, budget=1.0, clock=lambda: 1.0)
     assert all(second > 0 for timing in timings for second in timing.seconds)
+
+
+@pytest.mark.parametrize("slower", [1.0, 3.0])
+def test_a_busy_machine_never_makes_a_slower_format_the_choice(slower):
+    """Other work stalls most of the runs, some for fifty times as long, and takes most of the budget."""
+    yes = Support(True, "x")
+    for seed in range(60):
+        chance = random.Random(seed)
+        device = Fake({FP32: 1 / 20e9, BF16: slower / 20e9, FP16: slower / 20e9})
+        cost = device.cost
+        device.cost = lambda fmt, shape, c=cost, r=chance: c(fmt, shape) * r.choice([1, 1, 1, 2, 5, 10, 50])
+        timings, _ = race(device, [FP32, BF16, FP16], 0.3)
+        choice = choose(timings, {BF16: yes, FP16: yes})
+        assert choice.preset == "fp32", (seed, choice)
 
 
 @settings(max_examples=100, deadline=None)

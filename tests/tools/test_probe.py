@@ -8,12 +8,12 @@ from types import SimpleNamespace
 import pytest
 
 from halfstep.config.load import load
-from halfstep.core.choice import Choice, Support, Timing
+from halfstep.core.choice import ROUNDS, Choice, Support, Timing
 from halfstep.core.devices import Device, native
 from halfstep.core.errors import HalfstepError, how_to_install
 from halfstep.core.formats import BF16, E4M3, E5M2, FP16, FP32, TF32
 from halfstep.core.measure import decide, settle
-from halfstep.core.policy import PRESETS
+from halfstep.core.policy import PRESETS, Policy
 from halfstep.tools import probe
 
 FORMATS = (FP32, TF32, BF16, FP16, E4M3, E5M2)
@@ -47,11 +47,11 @@ class Fake:
         self.asked.append((device, tuple(formats)))
         self.blocks = (model, tokens)
         return [
-            Timing(FP32, SMALL, (1e-3,)),
+            Timing(FP32, SMALL, (1e-3,) * ROUNDS),
             Timing(FP32, LARGE, (5e-2,)),
-            Timing(BF16, SMALL, (self.slower * 1e-3,)),
+            Timing(BF16, SMALL, (self.slower * 1e-3,) * ROUNDS),
             Timing(FP16, SMALL, (1.0,)),
-            *(Timing(fmt, (8, 8, 8), (second,), BLOCK) for fmt, second in self.block_seconds.items()),
+            *(Timing(fmt, (8, 8, 8), (second,) * ROUNDS, BLOCK) for fmt, second in self.block_seconds.items()),
         ]
 
     def measure(self, device, formats, *, budget):
@@ -103,8 +103,45 @@ def test_probe_prepare_and_train_give_one_answer_also_where_matmuls_say_another(
     assert str(policy) == f"{preset},norm=bf16"
     assert len(set(played.budgets)) == len(set(played.asked)) == 1
     assert [(g.work, g.ratio) for g in probed.gains() if g.format == BF16][-1] == (BLOCK, 1 / block)
-    assert all("timing fp32, bf16, fp16 up to " in words for words in said)
+    assert all("timing fp32, bf16, fp16 in matmuls, and a block" in words for words in said)
     assert len(said) == 2
+
+
+@pytest.mark.parametrize(
+    ("policy", "blocks", "warned"),
+    [
+        ("fp32", {}, []),
+        ("bf16-mixed", {}, ["bf16 matmuls are at least 287x slower than fp32"]),
+        ("bf16-mixed", {FP32: 1.0, BF16: 0.5}, []),  # slower matmuls in faster blocks: `auto` would choose it
+        ("bf16-mixed", {FP32: 1.0, BF16: 1.05}, []),  # no difference to a run
+        ("bf16-mixed", {FP32: 1.0, BF16: 2.0}, ["bf16 training steps of a block are 2x slower than fp32"]),
+        ("bf16-mixed,emulate=true", {}, []),
+        ("fp32; lm_head: compute=bf16", {}, ["bf16 matmuls"]),
+        ("fp32,eval=bf16", {}, ["bf16 matmuls"]),
+        ("fp16-mixed", {}, ["fp16 matmuls"]),
+    ],
+)
+@pytest.mark.parametrize("ceiling", ["true", "false"])
+def test_a_named_policy_that_is_slower_is_a_warning_by_what_auto_times(played, policy, blocks, warned, ceiling):
+    played.block_seconds, said = blocks, []
+    config = load("tiny", [f"training.measure_ceiling={ceiling}"])
+    warnings = probe.slow_formats(config, Policy.parse(policy), None, said.append)
+    assert len(warnings) == len(warned)
+    assert all(words in text for words, text in zip(warned, warnings, strict=True))
+    assert all(text.endswith("; it runs as asked") for text in warnings)
+    assert len(said) == len(played.budgets) <= 1
+
+
+def test_what_is_timed_is_said_as_it_is_timed(played):
+    said = []
+    probe.run(["torch"], config=TINY, say=said.append)
+    assert "in matmuls, and a block of the model at up to 1024 tokens, for about 3 s" in said[0]
+    played.describe = lambda device: Device("cuda", "H200", capability=(9, 0))
+    probe.run(["torch"], config=TINY, say=said.append)
+    assert "in matmuls up to 16384x768x3072, for about 3 s" in said[1]
+    probe.run(["torch"], config=load("qwen3"), say=said.append)
+    assert "in matmuls up to 16384x1024x3072, for about 3 s" in said[2]
+    assert probe._measured(TINY, "torch", "cpu", 3.0) == said[1].partition(": ")[2]
 
 
 def test_backends_that_are_not_there_are_reported_unless_they_were_named(played):
@@ -163,7 +200,7 @@ def test_the_real_torch():
     if BF16 in gains and gains[BF16].ratio < 1:
         assert result.choice.preset != "bf16-mixed"
         assert "x slower than fp32" in result.choice.reason
-    if BF16 in gains and gains[BF16].ratio > 1.5:
+    if BF16 in gains and gains[BF16].pays:
         assert result.choice.preset != "fp32"
     choice = probe.choose_policy("torch", "cpu", TINY, 1.0)
     assert choice.preset in PRESETS

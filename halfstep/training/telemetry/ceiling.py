@@ -24,7 +24,6 @@ class Ceiling:
 
     flops: float | None
     basis: str
-    slower: tuple[str, ...] = ()  # formats of the policy that are slower here than fp32, if they were timed now
 
     def record(self) -> dict[str, Any]:
         """Returns it as the `start` event holds it."""
