@@ -2,6 +2,9 @@
 
 from dataclasses import dataclass
 
+from halfstep.config.flops import flops_per_token
+from halfstep.config.model import ModelConfig
+
 # Every arm clips to this norm and skips a step whose norm is not finite.
 CLIP_NORM = 1.0
 RATE, BETAS, DECAY = 3e-4, (0.9, 0.95), 0.1
@@ -94,9 +97,9 @@ class Setting:
     held_out: str  # a file of held-out sequences: (sequence, context + 1), uint16
 
     def flops_per_token(self) -> int:
-        """Counts forward and backward: 6 per weight in a matmul, and attention's two products over the context."""
-        weights = 12 * self.layers * self.width**2 + self.vocabulary * self.width
-        return 6 * weights + 12 * self.layers * self.width * self.context
+        """Returns the floating-point operations of forward and backward per token."""
+        shape = (self.vocabulary, self.context, self.layers, self.width, self.heads)
+        return flops_per_token(ModelConfig(*shape, positions="learned"))
 
     def tokens_per_step(self) -> int:
         """Returns the number of targets in one update."""
