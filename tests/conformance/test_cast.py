@@ -235,15 +235,20 @@ def test_the_scale_of_zero_tiny_huge_and_broken(backend):
     assert np.isnan(scale).tolist() == [False] * 4 + [True] * 2
 
 
-@pytest.mark.parametrize("native", [False, True])
 @pytest.mark.parametrize("granularity", ["tensor", "row"])
-def test_a_scaled_operand_is_the_reference_cast_of_the_scaled_values(backend, granularity, native):
-    if native and backend.name == "mlx":
-        pytest.skip("MLX has no fp8 type")
+def test_a_scaled_operand_is_the_reference_cast_of_the_scaled_values(backend, granularity):
+    check_scaled_operand(backend, granularity)
+
+
+@pytest.mark.parametrize("granularity", ["tensor", "row"])
+def test_a_native_scaled_operand_is_the_reference_cast_of_the_scaled_values(fp8_backend, granularity):
+    check_scaled_operand(fp8_backend, granularity, native=True)
+
+
+def check_scaled_operand(backend, granularity, **given):
     x = np.random.default_rng(0).standard_normal((6, 5, 32)).astype(np.float32)
     x *= np.logspace(-20, 20, 5, dtype=np.float32)[:, None]
     x[2, 3] = 0
-    given = {"native": True} if native else {}
     values, inv_scale = backend.quantize_scaled(x, Operand(E4M3, granularity=granularity), **given)
     amax = np.abs(x).max(axis=-1, keepdims=True) if granularity == "row" else np.abs(x).max()
     assert inv_scale.shape == np.shape(amax)

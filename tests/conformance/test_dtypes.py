@@ -54,15 +54,22 @@ def test_formats_without_a_dtype_say_why(backend):
     [
         (BF16, T4, Support(False, f"compute capability 7.5; bf16 needs 8.0; {EMULATED}")),
         (FP16, T4, Support(True, "compute capability 7.5; fp16 needs 7.0")),
+    ],
+)
+def test_the_hardware_decides(backend, fmt, device, expected):
+    assert backend.dtypes.answer(fmt, device) == expected
+
+
+@pytest.mark.parametrize(
+    ("fmt", "device", "expected"),
+    [
         (E4M3, H100, Support(True, "compute capability 9.0; e4m3 needs 8.9")),
         (TF32, H100, Support(True, "compute capability 9.0; tf32 needs 8.0")),
         (BF16, ZEN4, Support(True, "the CPU has avx512_bf16, which multiplies bf16 and sums in fp32")),
     ],
 )
-def test_the_hardware_decides(backend, fmt, device, expected):
-    if backend.name == "mlx" and (fmt in (E4M3, TF32) or device is ZEN4):
-        pytest.skip("MLX has no such type, and its own reason on a CPU: tests/mlx/test_dtypes.py")
-    assert backend.dtypes.answer(fmt, device) == expected
+def test_the_hardware_decides_where_a_framework_has_the_type(fp8_backend, fmt, device, expected):
+    assert fp8_backend.dtypes.answer(fmt, device) == expected
 
 
 def test_tf32_and_fp8_are_offered_where_a_framework_has_them(backend):
@@ -82,16 +89,15 @@ def test_every_cpu_runs_half_precision_and_fp32_runs_everywhere(backend):
     assert all(backend.dtypes.answer(FP32, device) for device in (T4, H100, MI300, N1))
 
 
-@pytest.mark.parametrize("fmt", [E4M3, E5M2, TF32, parse("e3m4ieee")], ids=str)
-def test_what_a_cpu_refuses_names_the_switch_that_runs_it(backend, fmt):
-    if backend.name == "torch" and fmt in (E4M3, E5M2):
-        pytest.skip("torch decides by a small product: tests/torch/test_dtypes.py")
-    support = backend.dtypes.supported(fmt, "cpu")
-    assert not support
-    assert support.reason.endswith(EMULATED)
-    emulated = backend.dtypes.supported(fmt, "cpu", emulate=True)
-    assert emulated
-    assert emulated.reason.startswith("emulated")
+def test_what_a_cpu_refuses_names_the_switch_that_runs_it(backend):
+    fp8 = [] if backend.name == "torch" else [E4M3, E5M2]  # torch decides by a small product
+    for fmt in (TF32, parse("e3m4ieee"), *fp8):
+        support = backend.dtypes.supported(fmt, "cpu")
+        assert not support
+        assert support.reason.endswith(EMULATED)
+        emulated = backend.dtypes.supported(fmt, "cpu", emulate=True)
+        assert emulated
+        assert emulated.reason.startswith("emulated")
 
 
 def test_the_cpu_by_its_flags(backend, tmp_path, monkeypatch):

@@ -39,11 +39,15 @@ SCRIPT = [
 ]
 
 
-@pytest.mark.parametrize("compiled", [False, True])
-def test_the_law_step_by_step(implementation, compiled):
-    if compiled and implementation.name == "numpy":
-        pytest.skip("numpy compiles nothing")
-    judge = implementation.compiled(LAW.judge) if compiled else LAW.judge
+def test_the_law_step_by_step(implementation):
+    follow_script(implementation, LAW.judge)
+
+
+def test_the_law_step_by_step_compiled(backend):
+    follow_script(backend, backend.compiled(LAW.judge))
+
+
+def follow_script(implementation, judge):
     state = implementation.scalars(LAW.init())
     for step, (finite, used, following) in enumerate(SCRIPT):
         assert float(state.scale) == used, step

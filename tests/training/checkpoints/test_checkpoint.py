@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import shutil
+import tempfile
 from pathlib import Path
 
 import ml_dtypes
@@ -274,11 +275,21 @@ def test_an_error_of_the_writer_or_a_folder_that_cannot_be_is_an_error_of_ours(t
         save(blocked, 1, arrays_of(1), META)
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
-def test_a_folder_without_permission_is_named(tmp_path):
-    tmp_path.chmod(0o500)
-    with pytest.raises(CheckpointError, match="Permission denied"):
-        save(tmp_path, 1, arrays_of(1), META)
+@pytest.fixture
+def read_only():
+    """A folder that this process may not write to; root may write anywhere, and is nobody meanwhile."""
+    user = os.geteuid()
+    with tempfile.TemporaryDirectory() as folder:  # others may not enter tmp_path
+        os.chmod(folder, 0o555)
+        if user == 0:
+            os.seteuid(65534)
+        yield Path(folder)
+        os.seteuid(user)
+
+
+def test_a_folder_without_permission_is_named(read_only):
+    with pytest.raises(CheckpointError, match=f"`{read_only}.*Permission denied"):
+        save(read_only, 1, arrays_of(1), META)
 
 
 def test_a_flipped_bit_of_any_byte_of_the_manifest_is_found_or_means_nothing(tmp_path):
