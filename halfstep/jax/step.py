@@ -240,7 +240,7 @@ def _accumulated(
         return _Sum(narrow, share * loss, share), reference, aux
 
     if count is None:
-        sums, _, aux = micro_batch(jnp.zeros(()), batch, rng)
+        sums, _, aux = micro_batch(jnp.float32(0), batch, rng)
         return sums, aux
     check_leading(batch, count)
 
@@ -251,10 +251,9 @@ def _accumulated(
         more, first, aux = micro_batch(first, part, key)
         return (jax.tree.map(jnp.add, sums, more), first), aux
 
-    nothing = _Sum(
-        jax.tree.map(lambda x: jnp.zeros(x.shape, dtype_of(fmt)), masters), jnp.zeros(()), jnp.zeros(())
-    )
-    (sums, _), aux = lax.scan(body, (nothing, jnp.zeros(())), (jnp.arange(count), batch))
+    zero = jnp.float32(0)
+    nothing = _Sum({name: jnp.zeros(x.shape, dtype_of(fmt)) for name, x in masters.items()}, zero, zero)
+    (sums, _), aux = lax.scan(body, (nothing, zero), (jnp.arange(count), batch))
     return sums, aux
 
 

@@ -130,6 +130,17 @@ def test_the_step_below_the_jit_is_pure_and_runs_in_a_scan():
     assert together.policy.scale.floor == 256
 
 
+@pytest.mark.parametrize("micro_batches", [None, 2])
+def test_a_step_is_fp32_where_jax_defaults_to_fp64_too(micro_batches):
+    x, optimizer = data(8), optax.adam(0.1)
+    x = x if micro_batches is None else x.reshape(2, 4, 4)
+    with jax.enable_x64(True):
+        step = make_step(total, optimizer, micro_batches=micro_batches)
+        state, result = step(init(weights(), optimizer, FP16), x.astype(np.float64))
+    floating = [leaf for leaf in jax.tree.leaves((state, result)) if jnp.issubdtype(leaf.dtype, jnp.floating)]
+    assert {leaf.dtype for leaf in floating} == {np.dtype(np.float32)}
+
+
 def test_aux_and_keys_come_one_per_micro_batch():
     def noisy(params, x, rng):
         return (x @ params["weight"].T).sum(), {"drawn": jax.random.uniform(rng), "rows": x[0]}
