@@ -173,6 +173,12 @@ class RunConfig:
             )
 
 
+def in_words(key: str, value: object) -> str:
+    """Returns the value of a setting as a message has it: a rate of 0 is that of all parameters."""
+    own = ("optimizer.embedding_rate", "optimizer.head_rate", "optimizer.scalar_rate")
+    return "`optimizer.rate`" if key in own and value == 0 else str(value)
+
+
 _SEVERAL = Bounds(at_least=2)
 # Settings that change nothing unless others have one of these values.
 NEEDS: dict[str, dict[str, Bounds | tuple[object, ...]]] = {

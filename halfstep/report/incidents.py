@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, final
 
-from halfstep.report.history import Event, History, read_changes
+from halfstep.report.history import Event, History
 from halfstep.report.number_format import number, plain, plural
 
 # What the rows are called, by the event they come from; `saved` and `resume` come from a checkpoint and a start.
@@ -169,9 +169,6 @@ class IncidentReader:
                 parts.append(f"lost: {plural(self._step - at, 'step')}")
             if self._newest > at:
                 parts.append(f"ignored: the newer checkpoint of step {self._newest:,}")
-            for change in read_changes(event):
-                if change.step == at:
-                    parts += [f"{key} `{now}` instead of `{was}`" for key, (was, now) in change.settings.items()]
             self._row("resume", at, event, "; ".join(parts))
             self._step = self._newest = at
         self._open = {key: row for key, row in self._open.items() if row.kind == "warning"}

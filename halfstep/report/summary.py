@@ -16,8 +16,9 @@ def headline(history: History) -> str:
     parameters = count(number(history.start.get("parameters")))
     verb = "trained" if history.end else "has trained"
     shown = " and then ".join(_without_rules(policy) for _, policy in history.policies)
-    # What the data is, without the counts that its description gives after a colon.
+    # What was learned from, without the held-out text and the counts that the description also has.
     source = str(nested(history.start, "data", "description") or "text").partition(": ")[0]
+    source = source.partition(" and, held out, ")[0]
     return f"A decoder of {parameters} parameters {verb} in {shown} {_how_long(history)} on {source}."
 
 

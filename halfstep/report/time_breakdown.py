@@ -64,14 +64,35 @@ def time_breakdown(history: History) -> TimeBreakdown | None:
 
 
 def utilization(history: History) -> tuple[float, str] | None:
-    """Returns model FLOPs utilization, weighted by the time of sessions, and what it is a share of, if known."""
-    measured = [(number(o.get("mfu")), _seconds(o["spent"], "training")) for o in _with_totals(history)]
-    measured = [(mfu, weight) for mfu, weight in measured if mfu == mfu and weight > 0]
-    ceiling = number(nested(history.start, "ceiling", "flops"))
-    if measured and ceiling > 0:
-        mean = sum(mfu * weight for mfu, weight in measured) / sum(weight for _, weight in measured)
-        return mean, f"of {in_flops(ceiling)}, measured"
-    return None
+    """Returns model FLOPs utilization, and what it is a share of, if known: FLOPs done of FLOPs possible.
+
+    Each session has its own ceiling: a run may move to another device, or continue in another precision.
+    """
+    sessions = _utilized(history)
+    if not sessions:
+        return None
+    used = sum(mfu * possible for mfu, possible, _ in sessions) / sum(possible for _, possible, _ in sessions)
+    return used, f"{_ceilings(sessions, '')}, measured"
+
+
+def _utilized(history: History) -> list[tuple[float, float, Mapping[str, Any]]]:
+    """Returns the utilization of each session, the FLOPs it could have done after its first step, its ceiling."""
+    found = []
+    for session in history.sessions:
+        outcome: Mapping[str, Any] = session.outcome or {}
+        ceiling: Mapping[str, Any] = session.start.get("ceiling") or {}
+        mfu, flops = number(outcome.get("mfu")), number(nested(ceiling, "flops"))
+        spent = outcome.get("spent")
+        seconds = _seconds(spent, "training") - _seconds(spent, "first_step") if isinstance(spent, Mapping) else 0
+        if mfu == mfu and flops > 0 and seconds > 0:
+            found.append((mfu, flops * seconds, ceiling))
+    return found
+
+
+def _ceilings(sessions: list[tuple[float, float, Mapping[str, Any]]], basis: str) -> str:
+    """Names each ceiling once, in order; `basis` is the key of what was measured, or empty."""
+    texts = [f"of {in_flops(c['flops'])}" + (f" ({c.get(basis)})" if basis else "") for _, _, c in sessions]
+    return ", then ".join(dict.fromkeys(texts))
 
 
 def _notes(history: History, outcomes: list[Mapping[str, Any]]) -> list[str]:
@@ -80,8 +101,8 @@ def _notes(history: History, outcomes: list[Mapping[str, Any]]) -> list[str]:
     used = utilization(history)
     if used is not None:
         notes.append(
-            f"Model FLOPs utilization is {percent(used[0])} of {in_flops(number(nested(ceiling, 'flops')))} "
-            f"({nested(ceiling, 'told')}), at {count(flops, 4)} FLOPs per token; first steps are left out."
+            f"Model FLOPs utilization is {percent(used[0])} {_ceilings(_utilized(history), 'told')}, "
+            f"at {count(flops, 4)} FLOPs per token; first steps are left out."
         )
     elif ceiling is not None:
         notes.append(f"Model FLOPs utilization is not known: {nested(ceiling, 'told')}.")

@@ -66,12 +66,27 @@ def test_sessions_are_added_up_and_what_is_not_known_has_its_reason():
     assert "steps 2 min 10 s 46.4 %" in text
     assert "not in the table: 1 of 3." in text
     mean, _ = utilization(read(start(), end("stop"), again, last))
-    assert mean == pytest.approx((0.41 * 80 + 0.2 * 160) / 240)
+    assert mean == pytest.approx((0.41 * 70 + 0.2 * 70) / 140)  # first steps are left out
     text = shown(
         start(ceiling=Ceiling(None, "bf16 is emulated")), end(mfu=None, busy=None, busy_unknown="no events")
     )
     assert "utilization is not known: bf16 is emulated." in text
     assert "not known: no events." in text
+
+
+def test_sessions_with_other_ceilings_are_each_a_share_of_their_own():
+    """A run that moved to a faster device: FLOPs done of FLOPs possible, and both ceilings are named."""
+    moved = start(time=200.0, resumed_from=5, ceiling=Ceiling(100e12, "fp32 matmuls"))
+    unknown = start(time=400.0, resumed_from=5, ceiling=Ceiling(None, "fp8 is emulated"))
+    slow, fast = end("stop", mfu=0.5), end("stop", mfu=0.1, spent=SPENT | {"training": 170.0})
+    history = read(start(ceiling=Ceiling(10e12, "bf16 matmuls")), slow, moved, fast, unknown, end(mfu=None))
+    mean, of = utilization(history)
+    steps = 70.0, 160.0  # without the first step, as each session's own share
+    done = 0.5 * 10e12 * steps[0] + 0.1 * 100e12 * steps[1]
+    assert mean == pytest.approx(done / (10e12 * steps[0] + 100e12 * steps[1]))
+    assert of == "of 10 TFLOP/s, then of 100 TFLOP/s, measured"
+    text = " ".join(time_breakdown(history).notes)
+    assert "of 10 TFLOP/s (bf16 matmuls), then of 100 TFLOP/s (fp32 matmuls), at 854.7M FLOPs per token" in text
 
 
 @pytest.mark.parametrize("events", [[start()], [start(), end(spent=None)], [start(), end(spent={})]])

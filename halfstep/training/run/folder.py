@@ -247,9 +247,9 @@ def check_same_settings(out: Path, saved: Path, manifest: Mapping[str, Any], con
     grouped, groups = (parameter_groups(config.model, each) for each in (before, config.optimizer))
     if [group.names for group in grouped] != [group.names for group in groups]:
         raise ConfigError(
-            "the rates of the optimizer changed so that other parameters share one: the moments in the checkpoint "
-            "are held by group",
-            hint="keep rates that were equal equal, and those that differed different",
+            "the rates of AdamW's matrices (embedding, head and, without Muon, blocks) changed so that others are "
+            "equal: the checkpoint holds their moments by rate",
+            hint="let those rates be equal that were, and those differ that did; Muon's and scalar_rate are free",
         )
 
 

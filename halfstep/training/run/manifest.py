@@ -27,7 +27,7 @@ import numpy as np
 from halfstep import __version__
 from halfstep.config.flops import flops_per_token
 from halfstep.config.model import ModelConfig, module_names, owner, parameter_shapes
-from halfstep.config.run import RunConfig, TrainingConfig
+from halfstep.config.run import RunConfig, TrainingConfig, in_words
 from halfstep.config.schema import Count, build
 from halfstep.core.choice import Choice
 from halfstep.core.errors import ConfigError
@@ -249,7 +249,9 @@ def describe_changes(
         kept = f"masters, moments and averages are kept bit for bit{scaled}"
         lines.append(f"{begin} the policy is `{policy[1]}` (it was `{policy[0]}`): {kept}")
     if rest:
-        words = [f"{key} is {now} (it was {was})" for key, (was, now) in rest.items()]
+        words = [
+            f"{key} is {in_words(key, now)} (it was {in_words(key, was)})" for key, (was, now) in rest.items()
+        ]
         lines.append(f"{begin} {', '.join(words)}{_describe_schedule(manifest, rest, context)}")
     return lines
 

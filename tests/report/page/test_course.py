@@ -12,6 +12,15 @@ from tests.report.page.made_up_runs import BEGAN, REASON, RUNS, STEPS, evaluatio
 from tests.report.page.parsed_page import Page
 
 
+def test_the_headline_names_what_was_learned_from_and_not_what_was_held_out():
+    events = [dict(event) for event in RUNS["fp32"]]
+    described = "`train.txt` and, held out, `valid.txt`: 1,000 bytes to train on, 100 held out"
+    events[0]["data"] = events[0]["data"] | {"description": described}
+    page = Page(render(events, "run"))
+    assert "2 min 14 s on train.txt. Held-out text takes" in page.headline
+    assert "train.txt and, held out, valid.txt: 1,000" in page.text
+
+
 def test_a_page_says_what_was_trained_how_why_and_with_what_result():
     page = Page(render(RUNS["fp32"], "runs/first"))
     assert page.headline == (

@@ -65,7 +65,8 @@ def test_the_precision_changes_at_a_resume_and_is_recorded(text, out):
     assert (manifest["policy"], manifest["changes"]) == (FP16, changes)
     assert events_of(out, "start")[-1]["changes"] == changes
     page = render(read_events(out / paths.EVENTS), "run")
-    assert f"policy <code>{FP16}</code> instead of <code>fp32</code>" in page
+    rows = page.partition('<section aria-labelledby="incidents">')[2].partition("</section>")[0]
+    assert rows.count(f"<code>{FP16}</code>") == 1  # as the warning says it
     assert f"<code>fp32</code> up to step 8, then <code>{FP16}</code>" in page
     # Later it continues in the new precision, and its record too.
     loop = change(out, "training.steps=14")
@@ -160,7 +161,7 @@ REFUSED = {
     "seed=1": "seed was 0 and is now 1; it cannot change, because the order of the data follows from it",
     "backend=jax": "backend was 'torch' and is now 'jax'; it cannot change, because the moments",
     "optimizer.betas=[0.8,0.9]": "because the moments in the checkpoint were gathered with it",
-    "optimizer.embedding_rate=0.1": "other parameters share one",
+    "optimizer.embedding_rate=0.1": "changed so that others are equal",
 }
 
 
@@ -172,6 +173,14 @@ def test_what_may_not_change_is_refused_with_the_reason(text, out):
         assert said in str(caught.value)
         assert caught.value.hint
     resume(out).lock.release()
+
+
+def test_rates_that_no_matrix_shares_are_free_and_a_rate_of_0_is_shown_as_what_it_means(text, out):
+    interrupt_at(start(text, out, "optimizer.name=adamw"), 9)
+    loop = change(out, "optimizer.scalar_rate=0.01")
+    (warning,) = loop.warnings
+    assert "optimizer.scalar_rate is 0.01 (it was `optimizer.rate`)" in warning
+    loop.lock.release()
 
 
 def test_a_recipe_that_says_something_else_changes_nothing(text, out):
