@@ -72,7 +72,7 @@ def pack(
     share = 0.0 if isinstance(validation, str) else validation
     PackRequest(field, only, share, shard_tokens)  # refuses what is wrong before anything is opened
     opened = open_tokenizer(tokenizer, separator)
-    files, held_out = find_sides(sources, validation, only)
+    files, held_out = find_sides(sources, validation, only, field)
     request = PackRequest(field, only, held_out, shard_tokens)
     before = _modified(out)
     try:
@@ -140,7 +140,7 @@ def train_tokenizer(
     from halfstep.training.data.pack.train_tokenizer import train_tokenizer as run
     from halfstep.training.telemetry.progress import BytesProgress
 
-    files, held_out = find_sides(sources, validation, only)
+    files, held_out = find_sides(sources, validation, only, field)
     share = held_out if isinstance(held_out, float) else 0.0
     with BytesProgress("reading") as progress:
         number = run(files, out, vocabulary, field=field, validation=share, meter=progress)

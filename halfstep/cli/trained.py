@@ -78,10 +78,13 @@ def sample(
     seed
         The same seed gives the same text.
     """
+    from halfstep.core.errors import ConfigError
     from halfstep.training.data.held_out import run_tokenizer
     from halfstep.training.data.types import DataError
     from halfstep.training.sampling import check_asked, first_line, generate, prompt_tokens, written
 
+    if prompt is not None and validation is not None:
+        raise ConfigError("--prompt and --validation both say how the text begins", hint="leave one of them out")
     check_asked(length, temperature, top_k, seed)
     trained = _open(run, device, data, validation, policy=policy, backend=backend, weights=weights)
     tokenizer = run_tokenizer(trained.config.data.source, trained.saved.manifest["data"])

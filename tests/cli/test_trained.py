@@ -333,6 +333,27 @@ def test_a_model_with_a_held_out_text_of_its_own_is_evaluated_without_the_text_i
     assert b"warning" not in capsysbinary.readouterr().err  # another text was asked for
 
 
+def test_a_wrong_text_or_place_is_refused_without_a_hint_that_is_refused_too(
+    trained, tmp_path, capsys, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "short.txt").write_text("short")
+    for words, said, hint, never in (
+        (["--validation", "0.3"], "there is no file or folder `0.3`", "text file or a folder", "share"),
+        (["--validation", "short.txt"], "shorter than one sequence", "more text", "data.validation"),
+        (["--data", "gone"], "there is no file or folder `gone`", "--validation PATH", "share"),
+    ):
+        assert run(["eval", str(trained), "--device", "cpu", *words]) == 2
+        printed = " ".join(capsys.readouterr().err.split())
+        assert said in printed
+        assert hint in printed.partition("hint: ")[2]
+        assert never not in printed.partition("hint: ")[2]
+    assert run(["eval", str(trained / "checkpoints")]) == 2
+    assert str(trained / "checkpoints" / "step-000003") in capsys.readouterr().err.partition("hint: ")[2]
+    assert run(["sample", str(trained), "--prompt", "x", "--validation", "short.txt"]) == 2
+    assert "--prompt and --validation both say how the text begins" in " ".join(capsys.readouterr().err.split())
+
+
 def test_a_model_of_shards_without_a_tokenizer_takes_no_text(halves, tmp_path, capsys):
     tokens = np.random.default_rng(0).integers(0, 256, 4000).astype("<u2")
     (tmp_path / "a.bin").write_bytes(header(len(tokens), tokens.dtype) + tokens.tobytes())

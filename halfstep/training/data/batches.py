@@ -211,6 +211,6 @@ def _count_windows(tokens: Tokens, context: int, name: str) -> int:
         raise DataError(
             f"{name} is shorter than one sequence: it has {len(tokens)} tokens, but a sequence needs "
             f"{context + 1} (the context of {context} and one to predict)",
-            hint="provide more text, lower model.context, or change data.validation",
+            hint="provide more text, or train with a lower model.context",
         )
     return (len(tokens) - 1) // context

@@ -33,7 +33,7 @@ def load_held_out(text: str, source: str, recorded: Mapping[str, Any], vocabular
     parts = [encoder.encode(block).sides["val"] for block in blocks(found.files, Position(), encoder.field)]
     tokens = np.concatenate([part.tokens for part in parts])
     if not len(tokens):
-        raise DataError(f"`{text}` holds no text", hint="choose another with --validation")
+        raise DataError(f"`{text}` holds no text", hint="name another with --validation")
     return Corpus(
         train=tokens[:0],
         validation=tokens,

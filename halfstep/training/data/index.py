@@ -126,6 +126,9 @@ def read_index(folder: Path) -> Index:
             f"the packing in `{folder}` is not finished",
             hint="run the same `halfstep data pack` again to resume it",
         )
+    if not path.is_file():
+        gone = "is not a folder of packed data" if folder.exists() else "cannot be read: there is no folder"
+        raise DataError(f"`{folder}` {gone}", hint="name a folder that `halfstep data pack` wrote")
     index = unsealed(path, Index)
     for name in (*(record.name for record in index.shards), index.tokenizer.file):
         if name is not None:

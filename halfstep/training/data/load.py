@@ -22,8 +22,14 @@ from halfstep.training.files import os_errors
 _CHOICES = {
     "data.source": "use `stdlib` (no download), a text file, a folder of text, shards (`*.bin`), or packed data",
     "data.validation": "use a share such as 0.1, a text file, or a folder of text",
+    "--validation": "name a text file or a folder of text",
 }
-_FLAGS = {"data.source": "--data", "data.validation": "--validation"}
+_FLAGS = {
+    "data.source": "; set it with `--set data.source=PATH` (train) or `--data PATH` (eval, sample, artifact), or "
+    "name another text there, with `--validation PATH`",
+    "data.validation": "; set it with `--set data.validation=PATH`",
+    "--validation": "",
+}
 _Texts = tuple[list[Document], str]  # with their description
 
 
@@ -45,7 +51,7 @@ def load_corpus(source: str, validation: float | str, vocabulary: int) -> Corpus
 
 def load_text(path: str, vocabulary: int) -> Corpus:
     """Opens a text to evaluate on, as bytes, without a text to train on."""
-    return only_held_out(*_check_text(_find(path, "data.validation"), path), vocabulary)
+    return only_held_out(*_check_text(_find(path, "--validation"), path), vocabulary)
 
 
 def _find(source: str, setting: str) -> Path | list[Path] | _Texts:
@@ -128,17 +134,16 @@ def _check_shards(paths: list[Path], source: str) -> list[Path]:
 
 
 def _missing(source: str, path: Path, setting: str) -> DataError:
-    choices = _CHOICES[setting]
-    flags = f"set it with `--set {setting}=PATH` (train) or `{_FLAGS[setting]} PATH` (eval, sample, artifact)"
+    choices, flags = _CHOICES[setting], _FLAGS[setting]
     if not source:
-        return DataError(f"{setting} is empty", hint=f"{choices}; {flags}")
+        return DataError(f"{setting} is empty", hint=choices + flags)
     if glob.has_magic(source):
-        return DataError(f"no file matches `{source}`{_searched_in(path)}", hint=f"{choices}; {flags}")
+        return DataError(f"no file matches `{source}`{_searched_in(path)}", hint=choices + flags)
     neighbors = {STDLIB: STDLIB} if path.parent == Path() else {}
     if path.parent.is_dir():
         neighbors |= {entry.name: str(entry) for entry in path.parent.iterdir()}
-    hint = did_you_mean(path.name, neighbors, f"{choices};")
-    return DataError(f"there is no file or folder `{source}`{_searched_in(path)}", hint=f"{hint} {flags}")
+    hint = did_you_mean(path.name, neighbors, choices)
+    return DataError(f"there is no file or folder `{source}`{_searched_in(path)}", hint=f"{hint}{flags}")
 
 
 def _searched_in(path: Path) -> str:

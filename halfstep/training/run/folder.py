@@ -81,9 +81,8 @@ def holds_run(folder: Path) -> bool:
 
 def not_a_run(folder: Path) -> ConfigError:
     """Returns the error of a folder without a run to resume."""
-    return ConfigError(
-        f"`{folder}` holds no run: it has no {CONFIG}", hint=f"{train_command('--out', folder)} starts one"
-    )
+    start = "name the folder of one" if folder.exists() else f"{train_command('--out', folder)} starts one"
+    return ConfigError(f"`{folder}` holds no run: it has no {CONFIG}", hint=start)
 
 
 def train_command(*words: str | Path) -> str:

@@ -76,11 +76,17 @@ def _load(place: Path) -> tuple[Loaded, RunConfig]:
         saved = load_artifact(place)
         return saved, build(RunConfig, saved.manifest["config"])
     if not place.is_dir():
-        what = f"`{place}` is a file, and no artifact" if place.exists() else f"there is no such folder: `{place}`"
+        what = (
+            f"`{place}` is a file, but not an artifact"
+            if place.exists()
+            else f"there is no such folder: `{place}`"
+        )
         raise ConfigError(what, hint=_HINT)
     found = checkpoint.load_named(place)
     if found is None:
-        raise ConfigError(f"`{place}` holds no checkpoint", hint=_HINT)
+        inside = checkpoint.step_folders(place)
+        hint = f"name one of those inside, such as `{inside[-1]}`" if inside else _HINT
+        raise ConfigError(f"`{place}` holds no checkpoint{' itself' if inside else ''}", hint=hint)
     return found, check_manifest(found.manifest, found.path, Recorded)
 
 
@@ -95,6 +101,6 @@ def _kind(saved: Loaded, config: RunConfig, asked: Kind | None) -> Kind:
     if asked == "ema" and not config.training.ema:
         raise ConfigError(
             f"--weights ema: the run of `{saved.path}` kept no average of its weights",
-            hint="--weights model; `training.ema = 0.999` keeps one while training",
+            hint="use --weights model; `training.ema = 0.999` keeps one while training",
         )
     return only or asked or ("ema" if config.training.ema else "model")

@@ -220,7 +220,8 @@ def missing_field(where: str, field: str, names: Sequence[str]) -> DataError:
     """Returns the error for a record without the requested field."""
     shown = ", ".join(f"`{name}`" for name in list(names)[:10]) or "none"
     return DataError(
-        f"{where}: there is no field `{field}`; the fields are {shown}", hint="name the text field with --field"
+        f"{where}: there is no field `{field}`; the fields are {shown}",
+        hint="name the text field with --field (data pack), or rename it",
     )
 
 

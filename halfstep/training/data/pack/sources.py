@@ -30,6 +30,7 @@ from halfstep.training.data.walk import describe_skipped, select_files, walk
 from halfstep.training.files import os_errors
 
 PAGE = 4096
+FIELD = "text"  # of records, unless another is named
 
 
 @dataclass(frozen=True)
@@ -70,15 +71,35 @@ class Source:
 
 
 def find_sides(
-    given: Sequence[str], validation: float | str, only: str | None = None
+    given: Sequence[str], validation: float | str, only: str | None = None, field: str = FIELD
 ) -> tuple[list[Source], float | Source]:
     """Finds the sources to pack, and the source to hold out if that is not a share of their documents."""
     sources = find_sources(given, only)
     if not isinstance(validation, str):
+        _check_used(sources, only, field)
         return sources, validation
-    (found,) = find_sources([validation], only)
-    _check_once([*sources, found], "hold out a text that the sources do not hold (move it elsewhere), or a share")
+    try:
+        (found,) = find_sources([validation], only)
+    except DataError as error:
+        raise DataError(
+            f"--validation is neither a share, such as 0.01, nor a text: {error.message}", hint=error.hint
+        ) from None
+    _check_used([*sources, found], only, field)
+    if both := _named_twice([*sources, found]):
+        raise DataError(
+            f"`{both[0]}` is to be held out, but source `{both[1]}` holds it too",
+            hint="hold out a text that the sources do not hold (move it elsewhere), or a share, such as 0.01",
+        )
     return sources, replace(found, files=tuple(replace(file, held_out=True) for file in found.files))
+
+
+def _check_used(sources: Sequence[Source], only: str | None, field: str) -> None:
+    """Refuses options that no source has a use for."""
+    files = [file for source in sources for file in source.files]
+    if only is not None and all(file.named for file in files):
+        raise DataError("--only selects files in folders, and no source is a folder", hint="omit it")
+    if field != FIELD and all(file.kind == "text" for file in files):
+        raise DataError("--field names where records hold their text, and no source holds records", hint="omit it")
 
 
 def find_sources(given: Sequence[str], only: str | None = None) -> list[Source]:
@@ -96,22 +117,24 @@ def find_sources(given: Sequence[str], only: str | None = None) -> list[Source]:
             )
         if not source.num_bytes:
             raise DataError(f"source `{source.given}` is empty", hint="provide a source with text in it")
-    _check_once(sources)
+    if twice := _named_twice(sources):
+        raise DataError(
+            f"`{twice[0]}` is named twice: by source `{twice[1]}` and by source `{twice[2]}`",
+            hint="name each file once",
+        )
     return sources
 
 
-def _check_once(sources: Sequence[Source], hint: str = "name each file once") -> None:
-    """Refuses a file that two sources name: its text would count twice."""
+def _named_twice(sources: Sequence[Source]) -> tuple[Path, str, str] | None:
+    """Returns a file that two sources name, and both: its text would count twice."""
     known: dict[str, str] = {}
     for source in sources if len(sources) > 1 else ():
         places = {os.path.realpath(file.path): file.path for file in source.files}
         for place, path in places.items():
             if place in known:
-                raise DataError(
-                    f"`{path}` is named twice: by source `{known[place]}` and by source `{source.given}`",
-                    hint=hint,
-                )
+                return path, known[place], source.given
         known |= dict.fromkeys(places, source.given)
+    return None
 
 
 def _find(given: str, only: str | None) -> Source:

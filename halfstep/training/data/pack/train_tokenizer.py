@@ -44,6 +44,8 @@ def train_tokenizer(
             f"--vocabulary is {vocabulary}; it must be at most {LARGEST}", hint="usual are 32,000 to 256,000"
         )
     check_share(validation)
+    if out.suffix != ".json":
+        raise DataError(f"--out must end in .json, and is `{out}`", hint="the name says what a tokenizer is")
     if out.exists():
         raise DataError(f"`{out}` exists already", hint="choose another file with --out, or remove it")
     out.parent.mkdir(parents=True, exist_ok=True)  # before hours of reading

@@ -553,7 +553,7 @@ def test_a_text_of_ones_own_is_held_out_whole(source, tmp_path, monkeypatch):
     with pytest.raises(DataError, match=rf"source `{valid}` \(bytes\) was"):
         pack(sources, tmp_path / "out", BytesTokenizer(),
              PackRequest(validation=find_sides([source], str(valid))[1], shard_tokens=700), workers=0)  # fmt: skip
-    with refuses(DataError, "is named twice", "hold out a text that the sources do not hold"):
+    with refuses(DataError, "valid.jsonl` is to be held out, but source .* holds it too", "move it"):
         find_sides([str(tmp_path)], str(valid))
     valid.write_text(json.dumps({"text": ""}) + "\n")
     empty = PackRequest(validation=find_sides([source], str(valid))[1])
