@@ -7,6 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from halfstep.cli.probe import probe
+from halfstep.cli.train import train
+from halfstep.config.load import load, recipe_names
+
 ROOT = Path(__file__).parents[2]
 PAGES = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")]
 # Pages of today; CHANGELOG.md and the measurements name what there was.
@@ -62,6 +66,14 @@ def test_the_readme_examples_run_and_say_what_is_true(capsys):
         if shown := re.search(r"# (\[.*\])", last):
             assert str(eval(last, scope).tolist()) == shown[1]
     assert "converted 3 of" in capsys.readouterr().out
+
+
+def test_the_page_of_recipes_has_each_with_its_size():
+    text = (ROOT / "docs" / "recipes.md").read_text(encoding="utf-8")
+    sizes = {name: f"{load(name).model.num_parameters:,}" for name in recipe_names()}
+    assert dict(re.findall(r"^\| `(\w+)` \| ([\d,]+) \|", text, flags=re.M)) == sizes
+    for command in (probe, train):
+        assert all(name in command.__doc__ for name in recipe_names())
 
 
 def test_the_architecture_page_has_every_folder_of_the_package():
