@@ -96,7 +96,7 @@ def check_state(state: Any) -> None:
     if isinstance(state.num_applied, jax.Array) and state.num_applied.is_deleted():
         raise HalfstepError(
             "an earlier step used up this state: its arrays are in the state that the step returned",
-            hint="state, result = step(state, batch) goes on with that; to keep arrays, such as averages, copy "
+            hint="state, result = step(state, batch) continues with that; to keep arrays, such as averages, copy "
             "them: jax.tree.map(jnp.copy, state.params)",
         )
 

@@ -185,7 +185,7 @@ def test_a_checkpoint_with_a_setting_of_another_halfstep_is_refused_alike_by_all
     path.write_text(json.dumps(manifest))
     for read in (lambda: start(text, out, resume=True), lambda: open_trained(out, "cpu")):
         with refuses(
-            ConfigError, f"`{path.parent}` .* in its manifest, unknown setting `config.model.mixture`", "--init"
+            ConfigError, f"`{path.parent}` .* in its manifest, unknown setting `config.model.mixture`", "update"
         ):
             read()
     (out / "run.toml").unlink()

@@ -25,10 +25,10 @@ _CHOICES = {
     "--validation": "name a text file or a folder of text",
 }
 _FLAGS = {
-    "data.source": "; set it with `--set data.source=PATH` (train) or `--data PATH` (eval, sample, artifact), or "
+    "data.source": "set it with `--set data.source=PATH` (train) or `--data PATH` (eval, sample, artifact), or "
     "name another text there, with `--validation PATH`",
-    "data.validation": "; set it with `--set data.validation=PATH`",
-    "--validation": "",
+    "data.validation": "set it with `--set data.validation=PATH`",
+    "--validation": "such as `--validation valid.txt`",
 }
 _Texts = tuple[list[Document], str]  # with their description
 
@@ -136,14 +136,14 @@ def _check_shards(paths: list[Path], source: str) -> list[Path]:
 def _missing(source: str, path: Path, setting: str) -> DataError:
     choices, flags = _CHOICES[setting], _FLAGS[setting]
     if not source:
-        return DataError(f"{setting} is empty", hint=choices + flags)
+        return DataError(f"{setting} is empty", hint=f"{choices}; {flags}")
     if glob.has_magic(source):
-        return DataError(f"no file matches `{source}`{_searched_in(path)}", hint=choices + flags)
+        return DataError(f"no file matches `{source}`{_searched_in(path)}", hint=f"{choices}; {flags}")
     neighbors = {STDLIB: STDLIB} if path.parent == Path() else {}
     if path.parent.is_dir():
         neighbors |= {entry.name: str(entry) for entry in path.parent.iterdir()}
-    hint = did_you_mean(path.name, neighbors, choices)
-    return DataError(f"there is no file or folder `{source}`{_searched_in(path)}", hint=f"{hint}{flags}")
+    hint = did_you_mean(path.name, neighbors, f"{choices};")
+    return DataError(f"there is no file or folder `{source}`{_searched_in(path)}", hint=f"{hint} {flags}")
 
 
 def _searched_in(path: Path) -> str:

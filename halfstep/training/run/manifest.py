@@ -218,13 +218,15 @@ def check_manifest(manifest: Mapping[str, Any], path: Path, needed: type[Recorde
 
     It may hold more, but no settings that are unknown here: they would change what is computed.
     """
+    hint = f"another halfstep wrote it; start anew from its weights with `--init {path}`"
     try:
         build(needed, manifest, others=True)
+        hint = "another halfstep wrote it: use that one; if it is newer, update yours"
         return build(RunConfig, manifest["config"], "config.")
     except ConfigError as error:
         raise ConfigError(
             f"`{path}` cannot be {'resumed' if needed is Resumable else 'used'}: in its manifest, {error.message}",
-            hint=f"another halfstep wrote it: use that one, or start anew from its weights with `--init {path}`",
+            hint=hint,
         ) from None
 
 
