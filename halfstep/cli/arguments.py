@@ -5,12 +5,13 @@ from typing import Annotated, Literal
 
 from cyclopts import Parameter
 
+from halfstep.config.run import Backend
+
 _OFF = Parameter(negative="", show_default=False)
 Flag = Annotated[bool, _OFF]
 Json = Annotated[bool, _OFF, Parameter(help="Print the data as JSON.")]
 Device = Annotated[str | None, Parameter(help="The device, as the framework names it: cpu, cuda, cuda:1, mps.")]
 
-Backend = Literal["torch", "jax", "mlx"]
 Overrides = Annotated[tuple[str, ...], Parameter(name="--set", negative="", show_default=False)]
 
 # Of a trained model.

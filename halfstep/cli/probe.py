@@ -85,7 +85,7 @@ def _print_backend(backend: "BackendResult") -> None:
         print_table(("format", "runs", "why"), support)
         print_table(("choice", "why"), [(result.choice.preset, result.choice.reason)])
     if backend.other_devices:
-        print_words(f"also available: {', '.join(backend.other_devices)}; measure another with --device")
+        print_words(f"also available: {', '.join(backend.other_devices)}; choose one with --device")
 
 
 def _row(known: "Gain") -> tuple[str, ...]:

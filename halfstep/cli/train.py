@@ -9,8 +9,9 @@ from itertools import count, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from halfstep.cli.arguments import Backend, Device, Flag, Overrides
+from halfstep.cli.arguments import Device, Flag, Overrides
 from halfstep.cli.output import print_words
+from halfstep.config.run import Backend
 
 if TYPE_CHECKING:
     from halfstep.config.run import RunConfig

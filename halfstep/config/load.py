@@ -116,7 +116,7 @@ def parse_toml(text: str, name: str) -> dict[str, Any]:
         return reading.parse_toml(text)
     except ValueError as error:
         if not isinstance(error, tomllib.TOMLDecodeError):  # a number or a nesting that is too long
-            raise ConfigError(f"{name}: this cannot be read: {error}", hint="write it as people do") from None
+            raise ConfigError(f"{name}: this cannot be read: {error}", hint="shorten it") from None
         place = re.search(r"\(at (?:line (\d+), column (\d+)|end of document)\)", str(error))
         at = f"{place[1]}:{place[2]}" if place and place[1] else f"{text.count(chr(10)) + 1}:1"
         reason = re.sub(r"\s*\(at .*\)$", "", str(error))

@@ -8,6 +8,8 @@ from halfstep.config.schema import Bounds, Count, Decay, Positive, Rate, Seed, S
 from halfstep.core.errors import ConfigError, HalfstepError
 from halfstep.core.policy import read
 
+Backend = Literal["torch", "jax", "mlx"]
+
 
 @dataclass(frozen=True)
 class DataConfig:
@@ -133,7 +135,7 @@ class RunConfig:
 
     title: str = ""
     """One line that says what the recipe is for."""
-    backend: Literal["torch", "jax", "mlx"] = "torch"
+    backend: Backend = "torch"
     """The framework that runs it."""
     policy: str = "auto"
     """The precision: `auto` measures this machine; else a preset, roles, rules (`halfstep policy --help`)."""

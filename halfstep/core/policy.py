@@ -229,7 +229,7 @@ class Spelling:
         base = auto if self.base == "auto" else PRESETS[self.base]
         if base is None:
             raise PolicyError(
-                "`auto` means a measured choice, and nothing was measured here",
+                "`auto` chooses by measuring, and nothing is measured here",
                 hint=f"`halfstep probe` measures; or name {one_of(PRESETS)}",
             )
         wide: dict[str, Value] = {}

@@ -81,7 +81,7 @@ class Incidents:
     def caption(self) -> str:
         """What the table is called."""
         cut = f": the last {SHOWN} of {len(self.rows):,}" if len(self.rows) > SHOWN else ""
-        return f"In the order of time{cut}"
+        return f"In order of time{cut}"
 
     @property
     def summary(self) -> str:

@@ -19,7 +19,7 @@ PARTS = (
     ("input", "mark", "lost: training waited for data"),
     ("saving", "held-out", "lost: training waited for a checkpoint"),
     ("evaluation", "reference", "evaluations on held-out text"),
-    ("other", "other", "rollbacks, the artifact, and all that is in between"),
+    ("other", "other", "rollbacks, the artifact, and everything else"),
 )
 
 

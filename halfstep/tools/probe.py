@@ -16,10 +16,10 @@ from importlib import import_module
 from importlib.util import find_spec
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from halfstep.config.load import DEFAULT_RECIPE, load
-from halfstep.config.run import RunConfig
+from halfstep.config.run import Backend, RunConfig
 from halfstep.core.choice import MIN_GAIN, Choice, Gain, Shape, Support, Timing, choose, gain
 from halfstep.core.devices import Device
 from halfstep.core.errors import HalfstepError, PolicyError, did_you_mean, how_to_install, one_of
@@ -32,7 +32,7 @@ from halfstep.training.telemetry.ceiling import Ceiling, recorded
 
 Say = Callable[[str], None]
 
-BACKENDS = ("torch", "jax", "mlx")
+BACKENDS: tuple[str, ...] = get_args(Backend)
 
 # What a ceiling is measured at, and for how many seconds; on a CPU small matmuls are the fastest.
 CEILING: tuple[Shape, ...] = ((1024, 1024, 1024), (4096, 4096, 4096), (8192, 8192, 8192))

@@ -56,7 +56,7 @@ def test_tables_for_people(asked, capsys):
     ]
     assert err.splitlines() == [
         "torch 2.13.0, cpu: Neoverse-N1 (aarch64)",
-        "also available: cuda; measure another with --device",
+        "also available: cuda; choose one with --device",
         "jax is not installed: in the checkout of halfstep, run: pip install '.[jax]'",
     ]
     tiny = load("tiny")

@@ -180,7 +180,7 @@ def test_a_wide_compute_takes_grad_along_and_auto_is_a_base_where_something_was_
     assert Policy.parse(str(explicit)) == explicit
     assert Policy.parse("auto,norm=bf16", auto=PRESETS["bf16-mixed"]) == Policy.parse("bf16-mixed,norm=bf16")
     assert str(read("auto,norm=bf16")) == "auto,norm=bf16"
-    with pytest.raises(PolicyError, match="nothing was measured"):
+    with pytest.raises(PolicyError, match="nothing is measured"):
         Policy.parse("auto")
     with pytest.raises(PolicyError, match="not for the activations"):
         Policy(compute=Operand(E4M3))

@@ -7,9 +7,13 @@ from pathlib import Path
 
 import pytest
 
+from halfstep.cli.policy import policy
 from halfstep.cli.probe import probe
 from halfstep.cli.train import train
 from halfstep.config.load import load, recipe_names
+from halfstep.config.run import RunConfig
+from halfstep.config.schema import rows
+from halfstep.core.policy import PRESETS
 
 ROOT = Path(__file__).parents[2]
 PAGES = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")]
@@ -74,6 +78,19 @@ def test_the_page_of_recipes_has_each_with_its_size():
     assert dict(re.findall(r"^\| `(\w+)` \| ([\d,]+) \|", text, flags=re.M)) == sizes
     for command in (probe, train):
         assert all(name in command.__doc__ for name in recipe_names())
+    for command in (policy, train):
+        assert all(name in command.__doc__ for name in PRESETS)
+
+
+def test_pages_that_give_a_default_give_that_of_the_schema():
+    defaults = {row.key: row.shown for row in rows(RunConfig)}
+    given = [
+        (page.name, key, value)
+        for page in CURRENT
+        for key, value in re.findall(r"\| `([a-z_]+\.[a-z_]+) = ([^`]+)` \|", page.read_text(encoding="utf-8"))
+    ]
+    assert len(given) >= 4
+    assert [(page, key, value) for page, key, value in given if defaults[key] != value] == []
 
 
 def test_the_architecture_page_has_every_folder_of_the_package():

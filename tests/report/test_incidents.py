@@ -128,7 +128,7 @@ def test_overflows_under_a_loss_scale_are_no_rows_and_of_very_many_the_last_are_
     # A loss that is not finite is no matter of its scale.
     assert [row.name for row in incidents(start(), steps(1, 9), skip(3, scale=65536.0)).rows] == ["update skipped"]
     story = incidents(start(), steps(1, 999), [skip(2 * n) for n in range(1, 71)], stop(999, 998))
-    assert story.caption == f"In the order of time: the last {SHOWN} of 71"
+    assert story.caption == f"In order of time: the last {SHOWN} of 71"
     assert (story.summary, len(story.shown)) == ("In total: update skipped 70, stopped 1.", SHOWN)
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from halfstep.config.run import RunConfig
+from halfstep.config.run import Backend, RunConfig
 from halfstep.config.schema import build
 from halfstep.core.errors import ConfigError
 from halfstep.core.policy import Policy
@@ -44,7 +44,7 @@ def open_trained(
     validation: str | None = None,
     *,
     policy: str | None = None,
-    backend: Literal["torch", "jax", "mlx"] | None = None,
+    backend: Backend | None = None,
     weights: Kind | None = None,
 ) -> Trained:
     """Loads a run's newest checkpoint, a named one or an artifact.

@@ -33,7 +33,7 @@ class Ceiling:
         return f"unknown: {self.basis}" if self.flops is None else in_flops(self.flops)
 
 
-UNMEASURED = Ceiling(None, "nobody measured this device; `halfstep train` does")
+UNMEASURED = Ceiling(None, "this device was not measured; `halfstep train` measures it")
 
 
 def recorded(events: Path, device: str, fmt: Format) -> Ceiling | None:

@@ -141,7 +141,7 @@ def test_an_unknown_number_is_null_with_the_reason_before_any_step_too(clock):
     assert {e["mfu"] for e in events} == {None}
     assert (totals["mfu"], totals["busy"]) == (None, None)
     assert totals["busy_unknown"] == "untimed"
-    assert describe_totals(totals, UNMEASURED).startswith("unknown: nobody measured")
+    assert describe_totals(totals, UNMEASURED).startswith("unknown: this device was not measured")
     totals = meters(clock).totals()
     assert (totals["mfu"], totals["busy"], totals["spent"]["wall"]) == (None, None, 0.0)
     assert "lost to input 0.0 %" in describe_totals(totals, UNMEASURED)
