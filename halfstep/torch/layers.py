@@ -52,6 +52,7 @@ from halfstep.torch.lowering import (
     rounded,
 )
 from halfstep.torch.matmul import Linear, Rows, Scores, apply_linear, linear_in_steps, scores_in_steps
+from halfstep.torch.norms import normalized
 from halfstep.torch.split.holder import Holder
 from halfstep.torch.split.operand import is_split, operand_of, through
 from halfstep.torch.tracing import transforming
@@ -173,14 +174,13 @@ def rms_norm(x: Tensor, gain: Tensor | None, casts: Casts, eps: float | None = 1
     """Returns x / sqrt(mean(x^2) + eps) * gain over the last dims: inside in the norm format, out in compute."""
     with torch._C.DisableTorchFunction():
         if _is_plain_norm(x, gain, casts):
-            y = torch.rms_norm(x if x.dtype is torch.float32 else x.float(), x.shape[-dims:], gain, eps)
-            return y if casts.compute is torch.float32 else y.to(casts.compute)
+            return normalized(x, gain, None, eps, dims, casts.compute, centered=False)
         x, gain = island(x, "norm", casts), gain if gain is None else own(gain, "norm", casts)
         return leave(torch.rms_norm(x, x.shape[-dims:], gain, eps), "norm", casts)
 
 
 def _is_plain_norm(x: Tensor, gain: Tensor | None, casts: Casts) -> bool:
-    """Whether two casts around torch's own norm are all there is to do, as in most layers and steps."""
+    """Whether the norm is fp32 inside, native, and has fp32 gains, as in most layers."""
     known = x.dtype is casts.compute or x.dtype is torch.float32
     known = known and casts.fp32_norm and (gain is None or gain.dtype is torch.float32)
     return known and not torch._C._is_any_autocast_enabled()
@@ -192,8 +192,7 @@ def layer_norm(
     """Returns (x - mean) / sqrt(variance + eps) * gain + bias over the last dims, in the formats of `rms_norm`."""
     with torch._C.DisableTorchFunction():
         if _is_plain_norm(x, gain, casts):
-            y = torch.layer_norm(x if x.dtype is torch.float32 else x.float(), x.shape[-dims:], gain, bias, eps)
-            return y if casts.compute is torch.float32 else y.to(casts.compute)
+            return normalized(x, gain, bias, eps, dims, casts.compute, centered=True)
         x, gain, bias = island(x, "norm", casts), own(gain, "norm", casts), own(bias, "norm", casts)
         return leave(torch.layer_norm(x, x.shape[-dims:], gain, bias, eps), "norm", casts)
 

@@ -104,9 +104,11 @@ def made_cast(parameter: Tensor, compute: torch.dtype) -> Tensor:
     """Returns a parameter's values: in compute if the update has cast it, else as it is, with a mark to do so."""
     if parameter.dtype is compute or torch.compiler.is_compiling():
         return parameter.detach()
-    made: MadeCast | None = getattr(parameter, CAST, None)
-    if made is not None and made.fits(parameter, compute):
-        return made.cast
+    made: MadeCast | None = parameter.__dict__.get(CAST)
+    if made is not None and made.cast.dtype is compute:
+        made.taken = True
+        if made.version == parameter._version and made.pointer == parameter.data_ptr():
+            return made.cast
     setattr(parameter, CASTED_TO, compute)
     return parameter.detach()
 
@@ -114,16 +116,12 @@ def made_cast(parameter: Tensor, compute: torch.dtype) -> Tensor:
 class MadeCast:
     """A cast of a parameter, as long as nobody writes to the parameter."""
 
+    __slots__ = ("cast", "pointer", "taken", "version")
+
     def __init__(self, parameter: Tensor, cast: Tensor):
         self.cast = cast
         self.taken = False  # by a layer
-        self._version, self._pointer = parameter._version, parameter.data_ptr()
-
-    def fits(self, parameter: Tensor, compute: torch.dtype) -> bool:
-        """Whether it may be used instead of casting the parameter again, which is noted."""
-        self.taken = True
-        unwritten = self._version == parameter._version and self._pointer == parameter.data_ptr()
-        return unwritten and self.cast.dtype is compute
+        self.version, self.pointer = parameter._version, parameter.data_ptr()
 
 
 def island(x: Any, role: str, casts: Casts) -> Any:

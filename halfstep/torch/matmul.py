@@ -45,40 +45,45 @@ class Linear(torch.autograd.Function):
         casts: Casts,
     ) -> Tensor:
         """Returns the result."""
-        w = in_compute(values, casts)
-        ctx.save_for_backward(x, w)
-        ctx.casts, ctx.inputs = casts, (owner, bias_owner)
-        b = None if bias is None else in_compute(bias, casts)
+        w = values if values.dtype is casts.compute else values.to(casts.compute)
+        b = bias if bias is None or bias.dtype is casts.compute else bias.to(casts.compute)
+        ctx.casts = casts
+        if not casts.emulate and casts.operand is casts.compute:
+            save(ctx, (x, w), (owner, bias_owner))
+            # An NVIDIA GPU adds the bias to the fp32 sum: a kernel and a rounding fewer than elsewhere.
+            if b is None or (x.is_cuda and x.is_contiguous()):
+                return F.linear(x, w, b)
+            return torch.addmm(b, rows_of(x), w.t()).view(*x.shape[:-1], -1) if x.is_cuda else F.linear(x, w) + b
+        p, rows, shape = casts.precision, rows_of(x), (*x.shape[:-1], values.shape[0])
         if casts.emulate:
-            p = casts.precision
-            y = _emulated_matmul(rows_of(x), w.t(), p.operand.format, p.operand.format, p.compute)
+            w, b = carried(w, p.compute), b if b is None else carried(b, p.compute)
+            y = _emulated_matmul(rows, w.t(), p.operand.format, p.operand.format, p.compute)
             y = y if b is None else carried(y + b, p.compute)
-            return y.view(*x.shape[:-1], values.shape[0])
-        if casts.operand is not casts.compute:
-            y = matmul(rows_of(x).to(casts.operand), w.t().to(casts.operand), casts.compute)
-            return (y if b is None else y + b).view(*x.shape[:-1], values.shape[0])
-        # An NVIDIA GPU adds the bias to the fp32 sum: a kernel and a rounding fewer than elsewhere.
-        if b is None or (x.is_cuda and x.is_contiguous()):
-            return F.linear(x, w, b)
-        return torch.addmm(b, rows_of(x), w.t()).view(*x.shape[:-1], -1) if x.is_cuda else F.linear(x, w) + b
+        else:
+            y = matmul(rows.to(casts.operand), w.t().to(casts.operand), casts.compute)
+            y = y if b is None else y + b
+        save(ctx, (x, w), (owner, bias_owner))
+        return y.view(shape)
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         """Returns the gradient of each input."""
         casts, (needs_input, _, needs_weight, _, needs_bias, _) = ctx.casts, ctx.needs_input_grad
-        x, w = ctx.saved_tensors
+        x, w = ctx.saved_tensors[:2]
         if recording():
-            inputs = {0: x, 2: ctx.inputs[0], 4: ctx.inputs[1]}
+            inputs = dict(zip((0, 2, 4), (x, *owners_of(ctx)), strict=True))
             return recorded(lambda x, owner, bias: linear_in_steps(x, w, owner, bias, casts), inputs, ctx, g)
         if casts.emulate:
             return _emulated_gradients(ctx, g)
         grad_input = grad_weight = grad_bias = None
-        rows = rows_of(g)
+        rows = g if g.dim() == 2 else rows_of(g)
         operand = _in(rows, casts.grad_operand)
         if needs_input:
-            grad_input = matmul(operand, _in(w, casts.operand), casts.grad).reshape(x.shape)
+            grad_input = matmul(operand, _in(w, casts.operand), casts.grad)
+            grad_input = grad_input if x.dim() == 2 else grad_input.view(x.shape)
         if needs_weight:
-            grad_weight = matmul(operand.t(), _in(rows_of(x), casts.operand), casts.grad_weight)
+            columns = _in(x if x.dim() == 2 else rows_of(x), casts.operand)
+            grad_weight = matmul(operand.t(), columns, casts.grad_weight)
         if needs_bias:
             grad_bias = _in(rows.sum(0, dtype=torch.float32), casts.grad_weight)
         return grad_input, None, grad_weight, None, grad_bias, None
@@ -94,7 +99,7 @@ def _in(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _emulated_gradients(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
-    x, w = ctx.saved_tensors
+    x, w = ctx.saved_tensors[:2]
     p, needs = ctx.casts.precision, ctx.needs_input_grad
     grad_input = grad_weight = grad_bias = None
     g = carried(rows_of(g), p.grad)
@@ -106,6 +111,26 @@ def _emulated_gradients(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
     if needs[4]:
         grad_bias = carried(g.sum(0, dtype=torch.float32), p.grad_weight)
     return grad_input, None, grad_weight, None, grad_bias, None
+
+
+def save(ctx: Any, tensors: Sequence[Tensor], owners: Sequence[Tensor | None]) -> None:
+    """Saves tensors for a backward pass, and for a second derivative the tensors that gradients are for.
+
+    A parameter, or a view of one, is there anyway, and may be written to before the backward pass: it is referred
+    to. One that was computed (a joined master, a parametrization) is saved as any tensor.
+    """
+    computed = [o is not None and not o.is_leaf and o._base is None for o in owners]
+    if True in computed:
+        ctx.owners = None
+        ctx.save_for_backward(*tensors, *owners)
+    else:
+        ctx.owners = owners
+        ctx.save_for_backward(*tensors)
+
+
+def owners_of(ctx: Any) -> Sequence[Tensor | None]:
+    """Returns the owners that were given to `save`, after two tensors."""
+    return ctx.saved_tensors[2:] if ctx.owners is None else ctx.owners  # type: ignore[no-any-return]
 
 
 class Rows(torch.autograd.Function):

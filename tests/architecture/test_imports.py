@@ -29,7 +29,7 @@ BACKEND_ROOMS = [
     {"cast"},
     {"split", "kernels"},
     {"lowering"},
-    {"matmul", "fp8"},
+    {"matmul", "fp8", "norms"},
     {"layers", "islands"},
     {"model"},
     {"measure"},
@@ -68,6 +68,7 @@ ABSENT_ROOMS = {
     "tracing": "torch alone: code that dynamo takes as it is asks whether it is being compiled",
     "fp8": "torch alone: the hardware's own fp8 matmul; XLA has its own, MLX emulates",
     "kernels": "torch alone: JAX compiles a whole step, and MLX has no such kernels yet",
+    "norms": "torch alone: eager layers of narrow inputs call one kernel; the others fuse or compile",
     "islands": "torch alone: there is a torch.nn whose names people expect",
     "convert": "torch, MLX: modules change their class; JAX has functions instead",
 }

@@ -44,20 +44,20 @@ class PolicyMode(TorchFunctionMode):
 
     def __init__(self, scope: Scope):
         super().__init__()
-        self.scope = scope
+        self.scope, self.has_split = scope, scope.has_split
         precision = scope.casts.precision
         islands = {precision.norm, precision.softmax, precision.loss}
         self.inert = scope.casts.plain and islands == {FP32} and not scope.has_split
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         entry = TABLE.get(func)
-        kwargs = kwargs or {}
         if entry is None:
             # Hundreds of times per micro-batch: a view of an activation, or a function that no policy is about.
-            half = self.scope.has_split and ("input" in kwargs or not NEVER_SPLIT.issuperset(map(type, args)))
+            half = self.has_split and not (NEVER_SPLIT.issuperset(map(type, args)) and "input" not in (kwargs or ()))
             if not half and not WATCHERS:
-                return func(*args, **kwargs)
+                return func(*args, **kwargs) if kwargs else func(*args)
             entry = VIEWS.get(func) if half else None
+        kwargs = kwargs or {}
         # Tensors of classes that define their own functions, such as quantized ones, run as those define.
         if types and entry is not None and any(kind not in PLAIN for kind in types):
             entry = None

@@ -24,7 +24,16 @@ from halfstep.torch.dtypes import FLOATS
 from halfstep.torch.functions.entry import NARROW, Entry, Scope, Skip, is_weight, mapped, tensors_of, whole
 from halfstep.torch.layers import linear
 from halfstep.torch.lowering import Casts, enter, rounded
-from halfstep.torch.matmul import batches_in_steps, in_compute, matmul, once, recorded, refuse_transforms
+from halfstep.torch.matmul import (
+    batches_in_steps,
+    in_compute,
+    matmul,
+    once,
+    owners_of,
+    recorded,
+    refuse_transforms,
+    save,
+)
 from halfstep.torch.split.operand import is_split
 from halfstep.torch.tracing import recording, transforming
 
@@ -96,18 +105,19 @@ class _Batched(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, a: Tensor, b: Tensor, weights: Two, casts: Casts) -> Tensor:
-        ctx.inputs = {0: a, 1: b}
-        a, b = in_compute(a, casts), in_compute(b, casts)
-        ctx.save_for_backward(a, b)
+        owners = [a if weights[0] else None, b if weights[1] else None]
+        a, b = (in_compute(t, casts) if weight else t for t, weight in zip((a, b), weights, strict=True))
+        save(ctx, (a, b), owners)
         ctx.weights, ctx.casts = weights, casts
         return _carried(matmul(a, b, casts.compute), casts, casts.precision.compute)
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
-        a, b = ctx.saved_tensors
+        a, b = ctx.saved_tensors[:2]
         casts = ctx.casts
         if recording():
-            return recorded(lambda a, b: batches_in_steps(a, b, ctx.weights, casts), ctx.inputs, ctx, g)
+            inputs = {i: t if o is None else o for i, (t, o) in enumerate(zip((a, b), owners_of(ctx), strict=True))}
+            return recorded(lambda a, b: batches_in_steps(a, b, ctx.weights, casts), inputs, ctx, g)
         g = _carried(g, casts, casts.precision.grad)
         grad_a = _gradient(g, b.mT, ctx.weights[0], casts) if ctx.needs_input_grad[0] else None
         grad_b = _gradient(a.mT, g, ctx.weights[1], casts) if ctx.needs_input_grad[1] else None

@@ -28,6 +28,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from halfstep.torch.kernels.launch import launch
+
 # Numbers that a program updates, and its warps: docs/measurements/race.md has a sweep on an H200.
 CHUNK, WARPS = 512, 4
 # Tensors that a program counts.
@@ -82,14 +84,13 @@ class Update:
         if betas != self._betas:  # in fp64, as bits: a number that is passed to a kernel becomes fp32
             fill(self._table, BETAS.value * tensors, struct.unpack("<2q", struct.pack("<2d", *betas)))
             self._betas = betas
-        with torch.cuda.device_of(rate):  # Triton launches on the current device
-            counted = (self._table, self._paces, self._roots, rate, found_inf, tensors)
-            _count[(triton.cdiv(tensors, COUNTED),)](*counted, COUNTED=COUNTED, enable_fp_fusion=False)
-            tables = (self._table, self._counts, self._owners, self._chunks, self._paces, self._roots)
-            averages = (betas[0], 1 - betas[0], betas[1], 1 - betas[1])
-            given = (*tables, rate, factor, found_inf, *averages, eps, decay, tensors)
-            sizes = {"NARROW": self._narrow, "CHUNK": CHUNK, "num_warps": WARPS}
-            _adamw[(self._programs,)](*given, **sizes, enable_fp_fusion=False)
+        counted = (self._table, self._paces, self._roots, rate, found_inf, tensors, COUNTED)
+        launch(_count, COUNTED, rate, triton.cdiv(tensors, COUNTED), *counted, enable_fp_fusion=False)
+        tables = (self._table, self._counts, self._owners, self._chunks, self._paces, self._roots)
+        averages = (betas[0], 1 - betas[0], betas[1], 1 - betas[1])
+        given = (*tables, rate, factor, found_inf, *averages, float(eps), float(decay), tensors)
+        key = (self._narrow, CHUNK)
+        launch(_adamw, key, rate, self._programs, *given, *key, num_warps=WARPS, enable_fp_fusion=False)
 
 
 def chunks_of(sizes: Sequence[int], most: int, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -112,7 +113,7 @@ def fill(table: Tensor, start: int, values: Sequence[int]) -> None:
     table[start : start + len(values)].copy_(given, non_blocking=True)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tensors"], do_not_specialize_on_alignment=["rate", "found_inf"])
 def _count(table, paces, roots, rate, found_inf, tensors, COUNTED: tl.constexpr):
     """Counts one more step of each tensor, and computes the corrections of its moments."""
     if tl.load(found_inf) == 0:
@@ -140,7 +141,7 @@ def _power(base, count):
     return power
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tensors"], do_not_specialize_on_alignment=["rate", "factor", "found_inf"])
 def _adamw(
     table, sizes, owners, chunks, paces, roots, rate, factor, found_inf, b1, rest1, b2, rest2, eps, decay,
     tensors, NARROW: tl.constexpr, CHUNK: tl.constexpr,

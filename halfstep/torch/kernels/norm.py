@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from halfstep.torch.kernels.adamw import chunks_of, fill, sent
+from halfstep.torch.kernels.launch import launch
 
 CHUNK, WARPS = 4096, 8
 
@@ -33,9 +34,8 @@ class Norm:
             self._addresses = addresses
         programs = self._owners.numel()
         partial = torch.empty(programs, device=self._table.device)
-        with torch.cuda.device_of(partial):  # Triton launches on the current device
-            given = (self._table, self._sizes, self._owners, self._chunks, partial)
-            _squares[(programs,)](*given, CHUNK=CHUNK, num_warps=WARPS)
+        given = (self._table, self._sizes, self._owners, self._chunks, partial, CHUNK)
+        launch(_squares, CHUNK, partial, programs, *given, num_warps=WARPS)
         return partial.sum().sqrt()
 
 
