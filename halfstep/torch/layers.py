@@ -51,7 +51,7 @@ from halfstep.torch.lowering import (
     owned,
     rounded,
 )
-from halfstep.torch.matmul import Linear, Rows, Scores, apply_linear, linear_in_steps, scores_in_steps
+from halfstep.torch.matmul import Rows, Scores, apply_linear, eager_linear, linear_in_steps, scores_in_steps
 from halfstep.torch.norms import normalized
 from halfstep.torch.split.holder import Holder
 from halfstep.torch.split.operand import is_split, operand_of, through
@@ -61,11 +61,13 @@ from halfstep.torch.tracing import transforming
 @cache
 def casts_of(precision: Precision) -> Casts:
     """Returns what a precision means in torch. Emulated, every tensor is carried in fp32."""
+    one_format = {precision.operand.format, precision.grad_operand.format, precision.grad} == {precision.compute}
     casts = Casts.lower(
         precision,
         dtype_of,
         whole=precision.compute != BF16,
         fp32_grads=precision.grad_weight == FP32,
+        direct=one_format and precision.grad_weight == FP32 and not precision.emulate,
         fp32_norm=precision.norm == precision.grad_weight == FP32 and not precision.emulate,
         fast=precision.matmul.fast and not precision.emulate,
         delayed=precision.delayed,
@@ -111,29 +113,30 @@ def linear(
     with torch._C.DisableTorchFunction():
         if torch._C._is_any_autocast_enabled():
             raise autocast_error()
+        if casts.direct and not torch.compiler.is_compiling() and not transforming():
+            compute = casts.compute
+            x = x if x.dtype is compute else x.to(compute)
+            if type(weight) is not Tensor and weight.dtype is torch.bfloat16:
+                values, owner = operand_of(weight, casts.whole)
+            else:
+                values, owner = made_cast(weight, compute), weight
+            if transposed:
+                values, owner = values.t(), owner.t()
+            added = None if bias is None else made_cast(bias, compute)
+            return eager_linear(x, values, owner, added, bias, casts)  # type: ignore[no-any-return]
         if casts.plain:
             weight = owned(weight, casts).float()
             weight = weight.t() if transposed else weight
             return F.linear(x.float(), weight, None if bias is None else bias.float())
-        if casts.emulate or (type(weight) is not Tensor and weight.dtype is torch.bfloat16):
-            values, owner = operand_of(weight, casts.whole)
-        else:
-            values, owner = made_cast(weight, casts.compute), weight
+        values, owner = operand_of(weight, casts.whole)
         if transposed:
             values, owner = values.t(), owner.t()
-        if x.dtype is not casts.compute:
-            x = x.to(casts.compute)
-        if casts.emulate:
-            x = rounded(x, casts)
+        x = rounded(x if x.dtype is casts.compute else x.to(casts.compute), casts)
         if casts.wide is not None:
             return narrow_linear(x, values, owner, bias, casts, history)
         if transforming():
             return linear_in_steps(x, values, check_transformed(owner, casts), bias, casts)
-        added = bias
-        if bias is not None:
-            added = bias.detach() if casts.emulate else made_cast(bias, casts.compute)
-        apply = Linear.apply if torch.compiler.is_compiling() else apply_linear
-        return apply(x, values, owner, added, bias, casts)  # type: ignore[no-any-return]
+        return apply_linear(x, values, owner, None if bias is None else bias.detach(), bias, casts)
 
 
 def check_transformed(weight: Tensor, casts: Casts) -> Tensor:
@@ -174,7 +177,7 @@ def rms_norm(x: Tensor, gain: Tensor | None, casts: Casts, eps: float | None = 1
     """Returns x / sqrt(mean(x^2) + eps) * gain over the last dims: inside in the norm format, out in compute."""
     with torch._C.DisableTorchFunction():
         if _is_plain_norm(x, gain, casts):
-            return normalized(x, gain, None, eps, dims, casts.compute, centered=False)
+            return normalized(x, gain, None, eps, dims, casts.compute, False)
         x, gain = island(x, "norm", casts), gain if gain is None else own(gain, "norm", casts)
         return leave(torch.rms_norm(x, x.shape[-dims:], gain, eps), "norm", casts)
 
@@ -192,7 +195,7 @@ def layer_norm(
     """Returns (x - mean) / sqrt(variance + eps) * gain + bias over the last dims, in the formats of `rms_norm`."""
     with torch._C.DisableTorchFunction():
         if _is_plain_norm(x, gain, casts):
-            return normalized(x, gain, bias, eps, dims, casts.compute, centered=True)
+            return normalized(x, gain, bias, eps, dims, casts.compute, True)
         x, gain, bias = island(x, "norm", casts), own(gain, "norm", casts), own(bias, "norm", casts)
         return leave(torch.layer_norm(x, x.shape[-dims:], gain, bias, eps), "norm", casts)
 

@@ -41,6 +41,7 @@ class Casts(lowering.Casts[torch.dtype]):
 
     whole: bool  # operands need more of a split master than its bf16 half
     fp32_grads: bool  # weight gradients are fp32
+    direct: bool  # linear layers are native, with activations and their gradients in compute, those of weights fp32
     fp32_norm: bool  # norms are native and fp32 inside, gains and their gradients too
     fast: bool  # forward matmuls of narrow operands may sum in less than fp32
     delayed: bool  # some operands are scaled by amaxes of earlier updates
@@ -102,14 +103,14 @@ def owned(parameter: Tensor, casts: Casts) -> Tensor:
 
 def made_cast(parameter: Tensor, compute: torch.dtype) -> Tensor:
     """Returns a parameter's values: in compute if the update has cast it, else as it is, with a mark to do so."""
-    if parameter.dtype is compute or torch.compiler.is_compiling():
-        return parameter.detach()
-    made: MadeCast | None = parameter.__dict__.get(CAST)
-    if made is not None and made.cast.dtype is compute:
-        made.taken = True
-        if made.version == parameter._version and made.pointer == parameter.data_ptr():
-            return made.cast
-    setattr(parameter, CASTED_TO, compute)
+    if parameter.dtype is not compute:
+        made: MadeCast | None = parameter.__dict__.get(CAST)
+        if made is None:
+            setattr(parameter, CASTED_TO, compute)
+        elif made.cast.dtype is compute:
+            made.taken = True
+            if made.version == parameter._version and made.pointer == parameter.data_ptr():
+                return made.cast
     return parameter.detach()
 
 

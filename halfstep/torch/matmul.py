@@ -32,7 +32,10 @@ Backward = Callable[[Any, Tensor], tuple[Tensor | None, ...]]
 
 
 class Linear(torch.autograd.Function):
-    """x W^T + b of an x in the compute format: the three matmuls of a linear layer."""
+    """x W^T + b of an x in compute: the three matmuls of a linear layer, natively, all operands in compute.
+
+    Most layers are this, so nothing is looked up or decided here that need not be (`Casts.direct`).
+    """
 
     @staticmethod
     def forward(
@@ -45,52 +48,94 @@ class Linear(torch.autograd.Function):
         casts: Casts,
     ) -> Tensor:
         """Returns the result."""
-        w = values if values.dtype is casts.compute else values.to(casts.compute)
-        b = bias if bias is None or bias.dtype is casts.compute else bias.to(casts.compute)
-        ctx.casts = casts
-        if not casts.emulate and casts.operand is casts.compute:
-            save(ctx, (x, w), (owner, bias_owner))
-            # An NVIDIA GPU adds the bias to the fp32 sum: a kernel and a rounding fewer than elsewhere.
-            if b is None or (x.is_cuda and x.is_contiguous()):
-                return F.linear(x, w, b)
-            return torch.addmm(b, rows_of(x), w.t()).view(*x.shape[:-1], -1) if x.is_cuda else F.linear(x, w) + b
-        p, rows, shape = casts.precision, rows_of(x), (*x.shape[:-1], values.shape[0])
-        if casts.emulate:
-            w, b = carried(w, p.compute), b if b is None else carried(b, p.compute)
-            y = _emulated_matmul(rows, w.t(), p.operand.format, p.operand.format, p.compute)
-            y = y if b is None else carried(y + b, p.compute)
-        else:
-            y = matmul(rows.to(casts.operand), w.t().to(casts.operand), casts.compute)
-            y = y if b is None else y + b
+        ctx.casts, compute = casts, casts.compute
+        w = values if values.dtype is compute else values.to(compute)
         save(ctx, (x, w), (owner, bias_owner))
-        return y.view(shape)
+        if bias is None:
+            return F.linear(x, w)
+        b = bias if bias.dtype is compute else bias.to(compute)
+        if not x.is_cuda:
+            return F.linear(x, w) + b
+        # An NVIDIA GPU adds the bias to the fp32 sum: a kernel and a rounding fewer than elsewhere.
+        return F.linear(x, w, b) if x.is_contiguous() else torch.addmm(b, rows_of(x), w.t()).view(*x.shape[:-1], -1)
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         """Returns the gradient of each input."""
-        casts, (needs_input, _, needs_weight, _, needs_bias, _) = ctx.casts, ctx.needs_input_grad
-        x, w = ctx.saved_tensors[:2]
         if recording():
-            inputs = dict(zip((0, 2, 4), (x, *owners_of(ctx)), strict=True))
-            return recorded(lambda x, owner, bias: linear_in_steps(x, w, owner, bias, casts), inputs, ctx, g)
+            return _recorded_linear(ctx, g)
+        x, w = ctx.saved_tensors[:2]
+        needs = ctx.needs_input_grad
+        grad_input = grad_weight = grad_bias = None
+        rows = g.reshape(-1, w.shape[0])
+        if needs[0]:
+            grad_input = torch.mm(rows, w).view(x.shape)
+        if needs[2]:
+            grad_weight = matmul(rows.t(), x.reshape(-1, w.shape[1]), torch.float32)
+        if needs[4]:
+            grad_bias = rows.sum(0, dtype=torch.float32)
+        return grad_input, None, grad_weight, None, grad_bias, None
+
+
+class RoundedLinear(torch.autograd.Function):
+    """The same with operands and gradients in formats of their own, and emulated."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        values: Tensor,
+        owner: Tensor,
+        bias: Tensor | None,
+        bias_owner: Tensor | None,
+        casts: Casts,
+    ) -> Tensor:
+        """Returns the result."""
+        ctx.casts, p = casts, casts.precision
+        w, b = in_compute(values, casts), bias if bias is None else in_compute(bias, casts)
+        save(ctx, (x, w), (owner, bias_owner))
+        if casts.emulate:
+            y = _emulated_matmul(rows_of(x), w.t(), p.operand.format, p.operand.format, p.compute)
+            y = y if b is None else carried(y + b, p.compute)
+        else:
+            y = matmul(_in(rows_of(x), casts.operand), _in(w.t(), casts.operand), casts.compute)
+            y = y if b is None else y + b
+        return y.view(*x.shape[:-1], values.shape[0])
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+        """Returns the gradient of each input."""
+        if recording():
+            return _recorded_linear(ctx, g)
+        casts, (needs_input, _, needs_weight, _, needs_bias, _) = ctx.casts, ctx.needs_input_grad
         if casts.emulate:
             return _emulated_gradients(ctx, g)
+        x, w = ctx.saved_tensors[:2]
         grad_input = grad_weight = grad_bias = None
-        rows = g if g.dim() == 2 else rows_of(g)
+        rows = rows_of(g)
         operand = _in(rows, casts.grad_operand)
         if needs_input:
-            grad_input = matmul(operand, _in(w, casts.operand), casts.grad)
-            grad_input = grad_input if x.dim() == 2 else grad_input.view(x.shape)
+            grad_input = matmul(operand, _in(w, casts.operand), casts.grad).view(x.shape)
         if needs_weight:
-            columns = _in(x if x.dim() == 2 else rows_of(x), casts.operand)
-            grad_weight = matmul(operand.t(), columns, casts.grad_weight)
+            grad_weight = matmul(operand.t(), _in(rows_of(x), casts.operand), casts.grad_weight)
         if needs_bias:
             grad_bias = _in(rows.sum(0, dtype=torch.float32), casts.grad_weight)
         return grad_input, None, grad_weight, None, grad_bias, None
 
 
+def _recorded_linear(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+    x, w = ctx.saved_tensors[:2]
+    inputs = dict(zip((0, 2, 4), (x, *owners_of(ctx)), strict=True))
+    return recorded(lambda x, owner, bias: linear_in_steps(x, w, owner, bias, ctx.casts), inputs, ctx, g)
+
+
+def apply_linear(*args: Any) -> Tensor:
+    """Returns the product; the last argument, a `Casts`, says by which of the two."""
+    return (Linear if args[-1].direct else RoundedLinear).apply(*args)  # type: ignore[no-any-return]
+
+
 # In eager mode: what Function.apply adds is for torch.func, whose calls do not come here.
-apply_linear = super(torch.autograd.Function, Linear).apply
+eager_linear = super(torch.autograd.Function, Linear).apply
 
 
 def _in(tensor: Tensor, dtype: torch.dtype) -> Tensor:
@@ -119,13 +164,13 @@ def save(ctx: Any, tensors: Sequence[Tensor], owners: Sequence[Tensor | None]) -
     A parameter, or a view of one, is there anyway, and may be written to before the backward pass: it is referred
     to. One that was computed (a joined master, a parametrization) is saved as any tensor.
     """
-    computed = [o is not None and not o.is_leaf and o._base is None for o in owners]
-    if True in computed:
-        ctx.owners = None
-        ctx.save_for_backward(*tensors, *owners)
-    else:
-        ctx.owners = owners
-        ctx.save_for_backward(*tensors)
+    for owner in owners:
+        if owner is not None and not owner.is_leaf and owner._base is None:
+            ctx.owners = None
+            ctx.save_for_backward(*tensors, *owners)
+            return
+    ctx.owners = owners
+    ctx.save_for_backward(*tensors)
 
 
 def owners_of(ctx: Any) -> Sequence[Tensor | None]:

@@ -1,7 +1,7 @@
 """Layer and root-mean-square normalization in fp32, with fp32 gains, of inputs that may be narrow.
 
-On an NVIDIA GPU and in eager mode each pass is one kernel of ours (kernels/normalize.py); elsewhere torch's own
-function between two casts. Compiled code fuses the three by itself.
+On an NVIDIA GPU and in eager mode each pass over a large input is one kernel of ours (kernels/normalize.py);
+elsewhere torch's own function between two casts. Compiled code fuses the three by itself.
 """
 
 from functools import cache
@@ -15,26 +15,24 @@ from halfstep.torch.matmul import recorded
 from halfstep.torch.tracing import recording, transforming
 
 WIDEST = 8192  # numbers in a row that the registers of a program can hold
+LARGE = 2**23  # numbers from which on the device's time counts; below, calls from Python take longer than torch's
 
 
 def normalized(
-    x: Tensor,
-    gain: Tensor | None,
-    bias: Tensor | None,
-    eps: float | None,
-    dims: int,
-    out: torch.dtype,
-    *,
-    centered: bool,
+    x: Tensor, gain: Tensor | None, bias: Tensor | None, eps: Any, dims: int, out: torch.dtype, centered: bool
 ) -> Tensor:
     """Returns x in `out`, over its last dims with a root mean square of 1 (and a mean of 0 if it is `centered`)."""
     shape = x.shape[-dims:]
-    narrow = x.dtype is not torch.float32 or out is not torch.float32
-    if x.is_cuda and narrow and not torch.compiler.is_compiling() and not transforming():
-        dense = gain is None or (gain.is_contiguous() and (bias is None or bias.is_contiguous()))
-        if dense and 0 < shape.numel() <= WIDEST and x.numel() and has_triton():
-            return apply_rows(x, gain, bias, eps, shape, out, centered)  # type: ignore[no-any-return]
+    if x.is_cuda and x.numel() >= LARGE and _is_for_kernel(x, gain, bias, shape, out):
+        return apply_rows(x, gain, bias, eps, shape, out, centered)  # type: ignore[no-any-return]
     return in_steps(x, gain, bias, eps, shape, out, centered)
+
+
+def _is_for_kernel(x: Tensor, gain: Any, bias: Any, shape: torch.Size, out: torch.dtype) -> bool:
+    if torch.compiler.is_compiling() or transforming() or not has_triton() or shape.numel() > WIDEST:
+        return False
+    narrow = x.dtype is not torch.float32 or out is not torch.float32
+    return narrow and (gain is None or (gain.is_contiguous() and (bias is None or bias.is_contiguous())))
 
 
 def in_steps(
@@ -85,5 +83,5 @@ def _kernels() -> Any:
     return normalize
 
 
-# As matmul.apply_linear.
+# As matmul.eager_linear.
 apply_rows = super(torch.autograd.Function, Rows).apply

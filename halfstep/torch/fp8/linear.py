@@ -43,7 +43,7 @@ from halfstep.torch.cast import amax_of, carried, quantize_scaled
 from halfstep.torch.dtypes import DTYPES, ROWS_INTO_FP32, dtype_of
 from halfstep.torch.fp8.delayed import History
 from halfstep.torch.lowering import Casts
-from halfstep.torch.matmul import Linear, in_compute, matmul, once, refuse_transforms, rows_of
+from halfstep.torch.matmul import apply_linear, in_compute, matmul, once, refuse_transforms, rows_of
 from halfstep.torch.tracing import compiling, traced
 
 MULTIPLE = 16  # of elements: what the sizes of a native fp8 matmul must be
@@ -65,7 +65,7 @@ def narrow_linear(
     """x W^T + b of an x in compute, some operands narrow; delayed ones follow their own amax without a history."""
     if x.numel() == 0:  # no kernel takes a batch without tokens, which an expert of a mixture may get
         added = None if bias is None else bias.detach()
-        return Linear.apply(x, values, owner, added, bias, casts.wide)  # type: ignore[no-any-return]
+        return apply_linear(x, values, owner, added, bias, casts.wide)
     refuse_transforms(*NARROW_ONCE)
     amaxes = probe = None
     if history is not None and casts.delayed:

@@ -55,6 +55,7 @@ class Accumulation:
         self._scaled = not isinstance(policy.scale, NoScale)
         self._loss_bytes = (torch.float32 if policy.emulate else dtype_of(policy.loss)).itemsize
         self._listed = contents.parameters
+        self._several_devices = _on_several_devices(self._listed)
         self._known = {id(p): p for p in self._listed}  # when the model was prepared
         self._joined: list[Tensor] = []  # parameters that are in the model since
         self._new: list[Tensor] = []  # those of them that have a gradient
@@ -77,6 +78,7 @@ class Accumulation:
         self.contents.refresh()
         if self.contents.parameters is not self._listed:
             self._listed = self.contents.parameters
+            self._several_devices = _on_several_devices(self._listed)
             self._joined = [p for p in self._listed if id(p) not in self._known]
         self._new += [p for p in self._joined if p.grad is not None]
 
@@ -96,15 +98,23 @@ class Accumulation:
                 p.grad = None  # from a backward pass that was not this run's, at an unknown scale
         if self._scaled:
             share = self._weigh_sums(weight, scale, parameters)
-            (loss.float() * (share * scale)).backward()
+            self._backward(loss.float() * (share * scale))
         else:
             # A number stays a number: putting it on the device would wait.
             share = weight / cast(float, self._reference)
-            times(loss.float(), share).backward()
+            self._backward(times(loss.float(), share))
         weighted = share * loss.detach().float()
         self.losses = weighted if first else self.losses + weighted
         self.weights = self.weights + share
         self._take(parameters)
+
+    def _backward(self, loss: Tensor) -> None:
+        """Runs the backward pass in this thread, unless the model is on several devices, each of which gets one.
+
+        Autograd has a thread for each GPU. To wake it and to hand Python over takes a fifth of a small pass.
+        """
+        with torch.autograd.set_multithreading_enabled(self._several_devices):
+            loss.backward()
 
     def _weigh_sums(self, weight: Tensor | float, scale: Tensor, parameters: Sequence[Tensor]) -> Tensor | float:
         """Makes a micro-batch's weight the reference of all sums; returns its own: 1, or 0 without tokens."""
@@ -206,6 +216,10 @@ class Accumulation:
                 "inside a compiled forward is out of reach: compute it from the logits outside",
             )
         return loss.reshape(())
+
+
+def _on_several_devices(parameters: Sequence[Tensor]) -> bool:
+    return len({p.device for p in parameters}) > 1
 
 
 def checked_pair(given: tuple[Any, ...]) -> tuple[Tensor, Tensor | float]:
