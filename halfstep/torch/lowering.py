@@ -41,7 +41,7 @@ class Casts(lowering.Casts[torch.dtype]):
 
     whole: bool  # operands need more of a split master than its bf16 half
     fp32_grads: bool  # weight gradients are fp32
-    direct: bool  # linear layers are native, with activations and their gradients in compute, those of weights fp32
+    direct: bool  # linear layers are native, activations and their gradients in compute, those of weights fp32
     fp32_norm: bool  # norms are native and fp32 inside, gains and their gradients too
     fast: bool  # forward matmuls of narrow operands may sum in less than fp32
     delayed: bool  # some operands are scaled by amaxes of earlier updates

@@ -57,7 +57,9 @@ class Linear(torch.autograd.Function):
         if not x.is_cuda:
             return F.linear(x, w) + b
         # An NVIDIA GPU adds the bias to the fp32 sum: a kernel and a rounding fewer than elsewhere.
-        return F.linear(x, w, b) if x.is_contiguous() else torch.addmm(b, rows_of(x), w.t()).view(*x.shape[:-1], -1)
+        if x.is_contiguous():
+            return F.linear(x, w, b)
+        return torch.addmm(b, rows_of(x), w.t()).view(*x.shape[:-1], -1)
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:

@@ -15,13 +15,13 @@ from halfstep.torch.matmul import recorded
 from halfstep.torch.tracing import recording, transforming
 
 WIDEST = 8192  # numbers in a row that the registers of a program can hold
-LARGE = 2**23  # numbers from which on the device's time counts; below, calls from Python take longer than torch's
+LARGE = 2**22  # numbers from which on the device's time counts; below, calls from Python take longer than torch's
 
 
 def normalized(
     x: Tensor, gain: Tensor | None, bias: Tensor | None, eps: Any, dims: int, out: torch.dtype, centered: bool
 ) -> Tensor:
-    """Returns x in `out`, over its last dims with a root mean square of 1 (and a mean of 0 if it is `centered`)."""
+    """Returns x in `out`, over its last dims with a root mean square of 1, and if `centered` a mean of 0."""
     shape = x.shape[-dims:]
     if x.is_cuda and x.numel() >= LARGE and _is_for_kernel(x, gain, bias, shape, out):
         return apply_rows(x, gain, bias, eps, shape, out, centered)  # type: ignore[no-any-return]

@@ -1,5 +1,7 @@
 """What only a GPU can show; docs/measurements/ keeps what it showed."""
 
+import threading
+
 import numpy as np
 import pytest
 import torch
@@ -333,3 +335,12 @@ def test_a_snapshot_waits_for_nothing_and_later_steps_do_not_change_it(policy):
     found = {name: (dtype, shape, bytes(data)) for name, (dtype, shape, data) in snapshot().items()}
     assert found == before
     assert s.state()["applied"] != before["applied"]
+
+
+def test_a_backward_pass_on_one_device_runs_in_the_thread_that_asks_for_it():
+    model = torch.nn.Linear(8, 8).cuda()
+    run = prepare(model, AdamW(model.parameters()), "bf16-mixed")
+    threads = []
+    model.weight.register_hook(lambda _: threads.append(threading.get_ident()))
+    run.step(lambda x: model(x).square().mean(), [torch.randn(2, 8, device="cuda")])
+    assert threads == [threading.get_ident()]

@@ -1,5 +1,7 @@
 """The casted matmul and the islands in torch, beyond what tests/conformance checks on every backend."""
 
+import weakref
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -251,3 +253,24 @@ def test_a_policy_does_not_replace_the_format_that_a_layer_names():
     assert (model[0](draw(1, 4)).dtype, model[1](draw(1, 4)).dtype) == (torch.bfloat16, torch.float32)
     restore(applied)
     assert (model[0](draw(1, 4)).dtype, model[1](draw(1, 4).bfloat16()).dtype) == (torch.float32, torch.float32)
+
+
+def test_a_backward_pass_frees_a_weight_that_was_computed():
+    """A parametrization's or a joined master: the graph of a loss that somebody keeps must not keep it too."""
+    parameter, x = draw(8, 8).requires_grad_(), draw(2, 8)
+    weight = parameter * 2
+    kept = weakref.ref(weight)
+    y = linear(x, weight, None, casts_for("bf16-mixed"))
+    y.sum().backward()
+    del weight
+    assert y.grad_fn is not None
+    assert kept() is None
+
+
+def test_a_parameter_may_be_written_to_between_its_layer_and_the_backward_pass():
+    parameter = torch.nn.Parameter(draw(8, 8))
+    for weight in (parameter, parameter.t()):
+        y = linear(draw(2, 8), weight, None, casts_for("bf16-mixed"))
+        with torch.no_grad():
+            parameter.clamp_(-1, 1)
+        y.sum().backward()

@@ -53,7 +53,7 @@ class PolicyMode(TorchFunctionMode):
         entry = TABLE.get(func)
         if entry is None:
             # Hundreds of times per micro-batch: a view of an activation, or a function that no policy is about.
-            half = self.has_split and not (NEVER_SPLIT.issuperset(map(type, args)) and "input" not in (kwargs or ()))
+            half = self.has_split and ("input" in (kwargs or ()) or not NEVER_SPLIT.issuperset(map(type, args)))
             if not half and not WATCHERS:
                 return func(*args, **kwargs) if kwargs else func(*args)
             entry = VIEWS.get(func) if half else None

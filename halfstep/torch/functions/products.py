@@ -116,7 +116,8 @@ class _Batched(torch.autograd.Function):
         a, b = ctx.saved_tensors[:2]
         casts = ctx.casts
         if recording():
-            inputs = {i: t if o is None else o for i, (t, o) in enumerate(zip((a, b), owners_of(ctx), strict=True))}
+            pairs = zip((a, b), owners_of(ctx), strict=True)
+            inputs = dict(enumerate(t if owner is None else owner for t, owner in pairs))
             return recorded(lambda a, b: batches_in_steps(a, b, ctx.weights, casts), inputs, ctx, g)
         g = _carried(g, casts, casts.precision.grad)
         grad_a = _gradient(g, b.mT, ctx.weights[0], casts) if ctx.needs_input_grad[0] else None

@@ -53,7 +53,10 @@ def gradients(
     key = (x.dtype, x.data_ptr() % 16 == 0, g.dtype, g.data_ptr() % 16 == 0, width, has)
     given = (x, g, dx, stats, x if gain is None else gain, partial, rows)
     launch(_backward, key, x, programs, *given, width, columns, held, *has, num_warps=_warps(columns))
-    return (dx, None, None) if gain is None else (dx, *partial.sum(0).unbind())
+    if gain is None:
+        return dx, None, None
+    dgain, dbias = partial.sum(0).unbind()
+    return dx, dgain, dbias
 
 
 def _sizes(width: int) -> tuple[int, int]:

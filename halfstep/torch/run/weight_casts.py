@@ -10,16 +10,11 @@ is free again when its layer is done. A write to a parameter meanwhile (a clamp,
 one through `parameter.data`, which torch does not count, must not happen inside a loss function.
 """
 
-from collections.abc import Iterator, Sequence
-
 import torch
 from torch import Tensor
 
 from halfstep.torch.lowering import CAST, CASTED_TO, MadeCast
 from halfstep.torch.run.buffers import Contents
-
-CHUNK = 64 * 2**20  # bytes that share an allocation, and are freed together
-ALIGNED = 8  # numbers: of 16 bits each, the 16 bytes that fast matmuls want
 
 
 class WeightCasts:
@@ -27,23 +22,29 @@ class WeightCasts:
 
     def __init__(self, contents: Contents):
         self.contents = contents
+        self._listed: list[Tensor] = []
+        self._marks: list[torch.dtype | None] = []
+        self._marked: list[tuple[torch.dtype, list[Tensor]]] = []  # for each device and dtype
         self._casted: list[Tensor] = []
 
     @torch.no_grad()
     def make(self) -> None:
         """Casts every marked parameter."""
-        marked: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
-        for p in self.contents.parameters:
-            if (dtype := getattr(p, CASTED_TO, None)) is not None and p.numel() % ALIGNED == 0:
-                marked.setdefault((p.device, dtype), []).append(p)
-        for (device, dtype), parameters in marked.items():
-            for chunk in _chunks(parameters, CHUNK // dtype.itemsize):
-                flat = torch.empty(sum(p.numel() for p in chunk), dtype=dtype, device=device)
-                casts = list(torch._utils._unflatten_dense_tensors(flat, chunk))
-                torch._foreach_copy_(casts, chunk)
-                for p, cast in zip(chunk, casts, strict=True):
-                    setattr(p, CAST, MadeCast(p, cast))
-                self._casted += chunk
+        listed = self.contents.parameters
+        marks = [p.__dict__.get(CASTED_TO) for p in listed]
+        if marks != self._marks or listed is not self._listed:
+            groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+            for p, dtype in zip(listed, marks, strict=True):
+                if dtype is not None:
+                    groups.setdefault((p.device, dtype), []).append(p)
+            self._marked = [(dtype, group) for (_, dtype), group in groups.items()]
+            self._listed, self._marks = listed, marks
+        for dtype, parameters in self._marked:
+            casts = [torch.empty_like(p, dtype=dtype) for p in parameters]
+            torch._foreach_copy_(casts, parameters)
+            for p, cast in zip(parameters, casts, strict=True):
+                p.__dict__[CAST] = MadeCast(p, cast)
+            self._casted += parameters
 
     def drop(self) -> None:
         """Forgets the casts; a backward pass that needs one still has it. Where nobody took one, the mark goes."""
@@ -57,14 +58,3 @@ class WeightCasts:
         self.drop()
         for p in self.contents.parameters:
             p.__dict__.pop(CASTED_TO, None)
-
-
-def _chunks(parameters: Sequence[Tensor], most: int) -> Iterator[list[Tensor]]:
-    chunk, size = list[Tensor](), 0
-    for p in parameters:
-        if chunk and size + p.numel() > most:
-            yield chunk
-            chunk, size = [], 0
-        chunk.append(p)
-        size += p.numel()
-    yield chunk

@@ -32,9 +32,7 @@ def passes(function, tensors, g):
 
 @pytest.mark.parametrize("dtype", NARROW)
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize(
-    ("gains", "centered"), [(0, True), (1, True), (2, True), (0, False), (1, False)], ids=str
-)
+@pytest.mark.parametrize(("gains", "centered"), [(0, True), (1, True), (2, True), (0, False), (1, False)], ids=str)
 def test_results_and_gradients_are_those_of_fp64_rounded_once(shape, dtype, gains, centered):
     width, eps = shape[-1], 1e-5
     x = draw(*shape, dtype=dtype) * 3 + 1
@@ -93,7 +91,8 @@ def test_layers_of_narrow_inputs_use_the_kernels_unless_they_cannot(monkeypatch)
     x, gain = draw(3, 64).bfloat16(), draw(64, seed=1)
     y = layer_norm(x, gain, gain, casts)
     z = rms_norm(x, None, casts)
-    assert len(taken) == 2 and y.dtype == z.dtype == torch.bfloat16
+    assert len(taken) == 2
+    assert y.dtype == z.dtype == torch.bfloat16
     wide = draw(2, norms.WIDEST + 1).bfloat16()
     assert rms_norm(wide, None, casts).dtype == torch.bfloat16
     assert layer_norm(x[:0], gain, gain, casts).shape == (0, 64)

@@ -28,7 +28,6 @@ def loss_of(model):
 def test_steps_have_the_bits_of_layers_that_cast_by_themselves(monkeypatch, policy, given):
     (one, with_casts), (two, without) = prepared(policy), prepared(policy)
     made = []
-    monkeypatch.setattr(weight_casts, "CHUNK", 600)  # bytes: several allocations
     make = weight_casts.WeightCasts.make
     for _ in range(3):
         monkeypatch.setattr(weight_casts.WeightCasts, "make", lambda self: (make(self), made.append(self._casted)))
@@ -104,8 +103,7 @@ def test_a_parameter_that_is_written_to_inside_a_step_is_cast_again():
 def test_running_out_of_memory_leaves_no_cast_and_layers_that_are_compiled_later_lose_their_mark(monkeypatch):
     model, run = prepared()
     run.step(loss_of(model), [X])
-    monkeypatch.setattr(weight_casts, "CHUNK", 600)
-    empty, calls = torch.empty, []
+    empty, calls = torch.empty_like, []
 
     def second_fails(*args, **kwargs):
         calls.append(args)
@@ -114,7 +112,7 @@ def test_running_out_of_memory_leaves_no_cast_and_layers_that_are_compiled_later
         return empty(*args, **kwargs)
 
     with monkeypatch.context() as patched:
-        patched.setattr(torch, "empty", second_fails)
+        patched.setattr(torch, "empty_like", second_fails)
         with pytest.raises(torch.OutOfMemoryError):
             run.step(loss_of(model), [X])
     assert not any(hasattr(p, CAST) for p in model.parameters())
