@@ -180,10 +180,6 @@ def _refusals():
             net[2].weight.mul_(0.9)
         run.update()
 
-    def by_autograd():
-        net, _ = prepared("bf16-mixed,param=fp32:split")
-        torch.autograd.grad(net(batches()[0][0]).mean(), net.parameters())
-
     def clipped():
         net, run = prepared("fp16-mixed")
         run.backward(net(batches()[0][0]).mean())
@@ -204,7 +200,6 @@ def _refusals():
         stock_load,
         written,
         lambda: torch.optim.swa_utils.AveragedModel(prepared("bf16-mixed,param=fp32:split")[0]),
-        by_autograd,
         clipped,
         lambda: prepared()[1].load_state_dict(prepared("fp32")[1].state_dict()),
         cast_after,

@@ -4,7 +4,7 @@
     written         noticed and refused (writes.py)
     copied          refused: averages (`[p.clone() for p in model.parameters()]`) would be of bf16 numbers
     moved           by `model.cpu()`, `model.to(device)`: the remainder follows
-    differentiated  by `torch.autograd.grad`: refused, because the grad_owner is in the graph instead
+    differentiated  by `torch.autograd.grad`: unused to torch, because the grad_owner is in the graph instead
 
 Inside `run.edit()` it is the whole master, and all of this is as in torch.
 
@@ -28,7 +28,6 @@ from halfstep.torch.split.writes import DATA, WRITES, note_write, unwritten, wat
 
 NAME, _GUARD = "halfstep_name", "halfstep_guard"
 _GRAD: Any = torch._C.TensorBase.grad  # of a plain parameter
-_run_engine: Any = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
 _copies_run = ContextVar("copies_run", default=False)
 
 
@@ -54,7 +53,6 @@ def make_split(parameter: nn.Parameter, remainder: Tensor, name: str = "weight")
     setattr(parameter, REMAINDER, remainder)
     setattr(parameter, GRAD_OWNER, owner)
     setattr(parameter, NAME, name)
-    torch.autograd._engine_run_backward = _checked_inputs  # type: ignore[assignment, attr-defined]
     if type(parameter) is nn.Parameter:
         parameter.__class__ = HalfOfSplitMaster
     if watched or type(parameter) is not HalfOfSplitMaster:
@@ -64,20 +62,6 @@ def make_split(parameter: nn.Parameter, remainder: Tensor, name: str = "weight")
 
 def _zeros(parameter: Tensor) -> Tensor:
     return torch.zeros((), device=parameter.device).expand(parameter.shape)
-
-
-def _checked_inputs(outputs: Any, *args: Any, **options: Any) -> Any:
-    """What torch.autograd.grad and backward(inputs=...) call: refuses halves, and changes nothing else."""
-    _, _, _, inputs, *_ = args
-    for tensor in inputs:
-        if isinstance(tensor, Tensor) and is_split(tensor):
-            raise HalfstepError(
-                f"`{getattr(tensor, NAME)}` is the bf16 half of a split master, which is in no graph: autograd "
-                "can return no gradient for it",
-                hint="run.backward(loss) leaves it in `p.grad`; compute the loss and torch.autograd.grad inside "
-                "`with run.edit():`; or hold masters whole, with `param=fp32`",
-            )
-    return _run_engine(outputs, *args, **options)
 
 
 def _move_at_once(parameter: Tensor) -> None:
