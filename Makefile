@@ -6,6 +6,8 @@ ARGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
 # As many workers as cores, at most four: each imports three frameworks. A worker that is done takes tests from another.
+# Tests start hundreds of processes: without bytecode each would compile the package, and each worker the tests, anew.
+export PYTHONDONTWRITEBYTECODE :=
 PYTEST := -m pytest -q -n auto --maxprocesses 4 --dist worksteal
 
 .PHONY: train test check check-tests prove lint format bench docs clean

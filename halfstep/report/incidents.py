@@ -30,8 +30,6 @@ NAMES = {
     "stop": "stopped",
     "resume": "resumed",
 }
-# The other kinds are part of every run.
-ORDINARY = ("start", "step", "validation", "checkpoint", "artifact", "end")
 
 SHOWN = 50  # the last rows; events.jsonl has the rest
 OFFSETS = 4  # how many places in the data a row names

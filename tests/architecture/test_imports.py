@@ -5,6 +5,7 @@ The checks are functions of a folder, so that each can be given a tree with a pl
 
 import ast
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -95,6 +96,7 @@ def modules(package: Path) -> dict[str, Path]:
     return named
 
 
+@cache
 def imports(path: Path, module: str) -> list[str]:
     """Everything that a module imports, also inside functions and for types only."""
     is_package = path.name == "__init__.py"

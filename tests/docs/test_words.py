@@ -36,10 +36,9 @@ def prose(path):
 
 def uses(text):
     return [
-        f"line {number}: `{match[0]}`; write: {plain}"
-        for number, line in enumerate(text.splitlines(), 1)
+        f"line {text.count(chr(10), 0, match.start()) + 1}: `{match[0]}`; write: {plain}"
         for pattern, plain in AVOIDED.items()
-        for match in re.finditer(pattern, line, flags=re.I)
+        for match in re.finditer(pattern, text, flags=re.I)
     ]
 
 

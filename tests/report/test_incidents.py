@@ -6,7 +6,7 @@ import re
 import pytest
 
 from halfstep.report.history import History
-from halfstep.report.incidents import NAMES, ORDINARY, SHOWN, IncidentReader
+from halfstep.report.incidents import NAMES, SHOWN, IncidentReader
 from halfstep.report.number_format import occasions
 from halfstep.report.page import render
 from halfstep.training.telemetry import events as record
@@ -205,6 +205,10 @@ def test_steps_that_a_rollback_dropped_do_not_count_and_the_chart_marks_incident
     assert 'incidents <span class="value" data-line="2">2</span>' in html
     assert "Vertical lines mark incidents" in html
     assert '"look":"event"' not in render(timed(start(), steps(1, 8)), "x")
+
+
+# The kinds of events that are part of every run.
+ORDINARY = ("start", "step", "validation", "checkpoint", "artifact", "end")
 
 
 def test_every_kind_of_event_is_an_incident_or_known_to_be_ordinary():
