@@ -3,6 +3,8 @@
 A step takes seconds to compile on JAX, so some of it is a sample in the fast suite and all of it in `make prove`.
 """
 
+from functools import cache
+
 import numpy as np
 import pytest
 
@@ -32,6 +34,9 @@ def trained(backend, policy, optimizer, steps):
     return first, np.array(losses), session
 
 
+trained_once = cache(trained)  # what several backends are compared with
+
+
 @pytest.mark.parametrize(
     ("policy", "optimizer"),
     [
@@ -50,7 +55,7 @@ def test_twenty_steps_of_training(slow_backend, torch_backend, policy, optimizer
     to one rounding for each of a series of results, though the weights are those of twenty steps.
     """
     first, losses, session = trained(slow_backend, policy, optimizer, 20)
-    expected_first, expected, _ = trained(torch_backend, policy, optimizer, 20)
+    expected_first, expected, _ = trained_once(torch_backend, policy, optimizer, 20)
     assert first == expected_first
     fmt = Policy.parse(policy).compute.format
     bound = SERIES * U32 if fmt == FP32 else 2.0 ** -(fmt.mantissa_bits + 1)
