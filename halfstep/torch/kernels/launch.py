@@ -22,7 +22,7 @@ def launch(kernel: Any, key: Any, beside: Tensor, programs: int, *args: Any, **o
     known = _COMPILED.get((kernel.fn, key, device))
     if known is not None and torch._C._cuda_getDevice() == device:
         stream = torch._C._cuda_getCurrentRawStream(device)
-        # Without what profilers of Triton's own are told before and after.
+        # Triton's own profilers, which the Nones stand for, do not see this launch.
         known.run(programs, 1, 1, stream, known.function, known.packed_metadata, None, None, None, *args)
     elif device < 0:
         kernel[(programs,)](*args, **options)  # interpreted

@@ -8,8 +8,8 @@ input, of the result and of both gradients: six launches and four times the traf
     backward   a = g gain,  dx = r (a - mean(a) - h mean(a h))                 without mean(a) if m is 0
                dgain = sum of g h over rows,  dbias = sum of g over rows
 
-Everything between a load and a store is fp32. A program takes some rows at a time; in the backward pass it goes on
-to others and keeps its sums of dgain and dbias, which torch adds up in a fixed order: the bits are the same each
+Everything between a load and a store is fp32. A program takes some rows at a time; in the backward pass it takes
+others after them and keeps its sums of dgain and dbias, which torch adds up in a fixed order: the bits are the same each
 time on the same kind of GPU.
 """
 
