@@ -9,8 +9,8 @@ input, of the result and of both gradients: six launches and four times the traf
                dgain = sum of g h over rows,  dbias = sum of g over rows
 
 Everything between a load and a store is fp32. A program takes some rows at a time; in the backward pass it takes
-others after them and keeps its sums of dgain and dbias, which torch adds up in a fixed order: the bits are the same each
-time on the same kind of GPU.
+others after them and keeps its sums of dgain and dbias, which torch adds up in a fixed order: the bits are the
+same each time on the same kind of GPU.
 """
 
 import torch
