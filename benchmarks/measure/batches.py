@@ -7,8 +7,8 @@ process, in reverse order every other round: autocast with torch's fused AdamW, 
 whole ones, and with whole ones and that same AdamW.
 
 Printed are the fastest turn and the median, in ms per step, each with its ratio to autocast. Small batches are
-bound by the host. On a shared one a core runs at half its speed for seconds, whichever arm is on it; that only adds
-time, so the fastest turn is what the code itself takes. Exit code 1 if the fastest of an arm of ours is slower.
+bound by the host. On a shared one a core runs at half its speed for seconds, whichever arm is on it; that only
+adds time, so the fastest turn is what the code itself takes. Exit code 1 if that of an arm of ours is slower.
 """
 
 import argparse
