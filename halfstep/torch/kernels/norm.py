@@ -46,9 +46,10 @@ def _squares(table, sizes, owners, chunks, partial, CHUNK: tl.constexpr):
     at = tl.load(chunks + program).to(tl.int64) * CHUNK + tl.arange(0, CHUNK)
     values = tl.multiple_of(tl.load(table + mine).to(tl.pointer_type(tl.float32)), 16)
     x = tl.load(values + at, at < tl.load(sizes + mine), other=0.0)
-    tl.store(partial + program, tl.reduce(x * x, 0, _add))
+    tl.store(partial + program, tl.reduce(x * x, 0, add))
 
 
 @triton.jit
-def _add(a, b):
+def add(a, b):
+    # tl.sum and tl.zeros are interpreted only if Triton was imported after the interpreter was asked for.
     return a + b

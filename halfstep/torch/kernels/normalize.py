@@ -19,6 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from halfstep.torch.kernels.launch import launch
+from halfstep.torch.kernels.norm import add
 
 # Numbers that a program holds at once, if a row is not longer.
 HELD = 1024
@@ -81,10 +82,10 @@ def _forward(
     mask = here[:, None] & inside[None, :]
     x = tl.load(xs + at, mask, other=0.0).to(tl.float32)
     if CENTERED:
-        mean = tl.sum(x, 1) / width
+        mean = tl.reduce(x, 1, add) / width
         x = tl.where(mask, x - mean[:, None], 0.0)
         tl.store(stats + rows + row, mean, here)
-    scale = 1.0 / tl.sqrt_rn(tl.sum(x * x, 1) / width + eps)
+    scale = 1.0 / tl.sqrt_rn(tl.reduce(x * x, 1, add) / width + eps)
     tl.store(stats + row, scale, here)
     y = x * scale[:, None]
     if GAIN:
@@ -101,8 +102,8 @@ def _backward(
 ):  # fmt: skip
     column = tl.arange(0, COLUMNS)
     inside = column < width
-    dgain = tl.zeros((ROWS, COLUMNS), tl.float32)
-    dbias = tl.zeros((ROWS, COLUMNS), tl.float32)
+    dgain = tl.full((ROWS, COLUMNS), 0.0, tl.float32)
+    dbias = tl.full((ROWS, COLUMNS), 0.0, tl.float32)
     if GAIN:
         gain = tl.load(gains + column, inside, other=0.0)[None, :]
     for first in range(tl.program_id(0) * ROWS, rows, tl.num_programs(0) * ROWS):
@@ -121,11 +122,11 @@ def _backward(
             dgain += g * h
             dbias += g
             a = g * gain
-        dx = a - h * (tl.sum(a * h, 1) / width)[:, None]
+        dx = a - h * (tl.reduce(a * h, 1, add) / width)[:, None]
         if CENTERED:
-            dx = dx - (tl.sum(a, 1) / width)[:, None]
+            dx = dx - (tl.reduce(a, 1, add) / width)[:, None]
         tl.store(dxs + at, (dx * scale).to(dxs.dtype.element_ty), mask)
     if GAIN:
         sums = partial + tl.program_id(0) * 2 * width + column
-        tl.store(sums, tl.sum(dgain, 0), inside)
-        tl.store(sums + width, tl.sum(dbias, 0), inside)
+        tl.store(sums, tl.reduce(dgain, 0, add), inside)
+        tl.store(sums + width, tl.reduce(dbias, 0, add), inside)
