@@ -110,7 +110,7 @@ def test_a_resumed_run_measures_again_only_on_another_device(ask, tmp_path):
 @pytest.mark.parametrize("backend", ["torch", "jax"])
 def test_backends_measure_it(backend, monkeypatch):
     pytest.importorskip(backend)
-    monkeypatch.setattr(probe, "CPU_CEILING_BUDGET", 20.0)  # a loaded machine compiles a matmul for longer than ours
+    monkeypatch.setattr(probe, "CPU_CEILING_BUDGET", 20.0)  # a loaded machine compiles for longer than ours
     found = probe.measure_ceiling(load("tiny", [f"backend={backend}"]), Policy.parse("fp32"), "cpu")
     assert 1e6 < found.flops < 1e15
     assert found.basis.startswith("fp32 matmuls at ")
