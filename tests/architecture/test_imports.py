@@ -18,7 +18,7 @@ LAYERS = [
     {"config"},
     {"torch", "jax", "mlx"},
     {"training"},
-    {"integrations"},  # to come: the policy inside transformers.Trainer, Accelerate and Lightning
+    {"integrations"},
     {"tools"},  # to come here: audit, compare, tune, plan, export
     {"report"},
     {"cli"},
@@ -61,6 +61,7 @@ ROOMS = {
         {"run", "weights"},
         {"loop"},
     ],
+    "integrations": [{"state"}, {"accelerate"}, {"transformers", "lightning"}],
 }
 BACKENDS = ("torch", "jax", "mlx")
 # Rooms that a backend lacks, each with its reason.
@@ -78,9 +79,10 @@ FRAMEWORKS = {
     "torch": {"torch", "triton", "torchao"},
     "jax": {"jax", "jaxlib", "flax", "optax", "equinox"},
     "mlx": {"mlx"},
+    "integrations": {"accelerate", "transformers", "lightning"},
 }
-# The recipes that `halfstep bench` races, ours and others', each in a process of its own.
-MAY_IMPORT_TORCH = "halfstep.tools.bench.arms"
+# The recipes that `halfstep bench` races, each in a process of its own, and the policy inside frameworks on torch.
+MAY_IMPORT_TORCH = ("halfstep.tools.bench.arms", "halfstep.integrations")
 # What core may import besides the standard library.
 CORE_MAY_IMPORT = {"numpy", "halfstep"}
 # These load the public names of a package when they are used, and import for type checkers only.
@@ -280,6 +282,8 @@ PLANTED = [
     (strayed_frameworks, {"training/a.py": "import torch"}, "belongs in halfstep.torch"),
     (strayed_frameworks, {"torch/a.py": "import jax.numpy as jnp"}, "belongs in halfstep.jax"),
     (strayed_frameworks, {"core/a.py": "def f():\n    import mlx.core"}, "belongs in halfstep.mlx"),
+    (strayed_frameworks, {"torch/a.py": "import accelerate"}, "belongs in halfstep.integrations"),
+    (unplaced, {"integrations/novelty.py": ""}, "novelty"),
     (heavy_core, {"core/a.py": "import rich"}, "imports rich"),
     (uneven_backends, {"torch/a.py": "", "torch/b/c.py": "", "jax/a.py": ""}, "halfstep/jax lacks b"),
     (crowded_folders, {f"core/a{i}.py": "" for i in range(23)}, "holds 23 files"),

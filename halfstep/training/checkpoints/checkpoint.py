@@ -284,10 +284,7 @@ def table(arrays: Mapping[str, Stored]) -> dict[str, dict[str, Any]]:
 def _write_files(
     partial: Path, step: int, arrays: Mapping[str, Stored], meta: Mapping[str, Any]
 ) -> dict[str, Any]:
-    _write_state(partial / STATE, arrays)
-    # safetensors lets only the owner read what it writes; here the umask decides, as for the folder.
-    os.chmod(partial / STATE, partial.stat().st_mode & 0o666)
-    flush(partial / STATE)
+    write_tensors(partial / STATE, arrays)
     manifest = _manifest(step, _describe_file(partial / STATE), arrays, meta)
     (partial / MANIFEST).write_bytes(_as_text(manifest))
     flush(partial / MANIFEST)
@@ -295,7 +292,8 @@ def _write_files(
     return manifest
 
 
-def _write_state(file: Path, arrays: Mapping[str, Stored]) -> None:
+def write_tensors(file: Path, arrays: Mapping[str, Stored], metadata: dict[str, str] | None = None) -> None:
+    """Writes a safetensors file and flushes it to disk."""
     from safetensors import SafetensorError, TensorSpec, serialize_file
 
     # The writer takes addresses: `views` keeps what they point at alive until it is done.
@@ -312,9 +310,12 @@ def _write_state(file: Path, arrays: Mapping[str, Stored]) -> None:
             dtype=DTYPES[dtype][0], shape=shape, data_ptr=view.ctypes.data, data_len=view.nbytes
         )
     try:
-        serialize_file(specs, file)
+        serialize_file(specs, file, metadata)
     except SafetensorError as error:
         raise OSError(None, str(error), str(file)) from None
+    # safetensors lets only the owner read what it writes; here the umask decides, as for the folder.
+    os.chmod(file, file.parent.stat().st_mode & 0o666)
+    flush(file)
 
 
 def _manifest(

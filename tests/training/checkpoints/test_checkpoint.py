@@ -119,9 +119,9 @@ class Mortal:
         # A file is written in two halves, and the process may die between them.
         real_serialize, real_open = safetensors.serialize_file, builtins.open
 
-        def serialize(specs, file):
+        def serialize(specs, file, metadata):
             self.call("create", file)
-            real_serialize(specs, file)
+            real_serialize(specs, file, metadata)
             whole = file.read_bytes()
             file.write_bytes(whole[: len(whole) // 2])
             self.call("write", file)

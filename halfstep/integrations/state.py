@@ -1,0 +1,173 @@
+"""A run's state beside a framework's checkpoint: one safetensors file, whole or absent, back bit for bit.
+
+    CHECKPOINT/halfstep.safetensors
+        tensors                 those of halfstep.torch.state; `group.<i>.<j>.<setting>`, where that is a tensor
+        metadata["halfstep"]    {"format": 1, "policy", "optimizers", "groups", "numbers"} as JSON
+        metadata["digest"]      SHA-256 of all of it
+
+It holds everything that the next step depends on, masters and moments included, so that a framework's own files of
+weights may be in whatever format it likes. Nothing is unpickled. A state of another policy, model or optimizer is
+refused by name, as `Run.load_state_dict` does, before anything changes.
+"""
+
+import hashlib
+import json
+import os
+import struct
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from halfstep.config.reading import fits_in_memory, parse_json, read_bytes
+from halfstep.core.errors import HalfstepError
+from halfstep.core.state_format import Stored
+from halfstep.torch.state import DTYPE_NAMES, restored, stored
+from halfstep.torch.step import Run
+from halfstep.training.checkpoints.checkpoint import write_tensors
+from halfstep.training.files import PARTIAL, flush, os_errors
+
+NAME = "halfstep.safetensors"
+FORMAT = 1
+_KEYS = {"format", "policy", "optimizers", "groups", "numbers"}
+
+
+class StateError(HalfstepError):
+    """A run's state that cannot be written or read."""
+
+
+def save(run: Run, path: str | Path) -> None:
+    """Writes everything the next step depends on; `path` is the file, usually CHECKPOINT/halfstep.safetensors."""
+    path = Path(path)
+    state = run.state_dict()
+    tensors = dict(state["tensors"])
+    table = {"format": FORMAT, **{key: state[key] for key in ("policy", "optimizers", "numbers")}}
+    table["groups"] = [
+        [
+            {key: _coded(value, f"group.{i}.{j}.{key}", tensors) for key, value in group.items()}
+            for j, group in enumerate(groups)
+        ]
+        for i, groups in enumerate(state["groups"])
+    ]
+    try:
+        text = json.dumps(table, sort_keys=True)
+    except (TypeError, ValueError) as error:
+        raise StateError(
+            f"`{path}` cannot hold a setting or state of an optimizer: {error}",
+            hint="numbers, strings, lists and tensors can be saved; keep anything else out of its groups",
+        ) from None
+    arrays = {name: _stored(name, tensor) for name, tensor in tensors.items()}
+    metadata = {"halfstep": text, "digest": _digest(text, arrays)}
+    partial = path.with_name(path.name + PARTIAL)
+    try:
+        with os_errors(StateError, f"`{path}` cannot be written", "free space, or save to another folder"):
+            partial.unlink(missing_ok=True)  # left by a kill
+            write_tensors(partial, arrays, metadata)
+            os.replace(partial, path)
+            flush(path.parent)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
+
+
+def load(run: Run, path: str | Path) -> None:
+    """Restores bit for bit what `save` wrote, or refuses it entirely."""
+    path = Path(path)
+    table, tensors = _read(path)
+    groups = [
+        [
+            {key: _decoded(value, f"group.{i}.{j}.{key}", tensors) for key, value in group.items()}
+            for j, group in enumerate(groups)
+        ]
+        for i, groups in enumerate(table["groups"])
+    ]
+    for name in [name for name in tensors if name.startswith("group.")]:
+        del tensors[name]
+    run.load_state_dict({**table, "groups": _on_devices(run, groups), "tensors": tensors})
+
+
+def _read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    from safetensors import SafetensorError, deserialize
+
+    try:
+        size = path.stat().st_size
+        if not fits_in_memory(2 * size):
+            raise StateError(f"loading `{path}` takes twice its {size:,} bytes of memory")
+        content = read_bytes(path)
+    except FileNotFoundError:
+        raise StateError(
+            f"there is no `{path}`",
+            hint="the checkpoint was saved without a policy, or not completely: load its weights into the model "
+            "before it is prepared, or resume from another checkpoint",
+        ) from None
+    except OSError as error:
+        raise StateError(f"`{path}` cannot be read: {error.strerror or error}") from None
+    try:
+        entries = deserialize(content)  # type: ignore[no-untyped-call]
+        (length,) = struct.unpack_from("<Q", content)
+        metadata = parse_json(content[8 : 8 + length]).get("__metadata__", {})
+    except (SafetensorError, ValueError, struct.error) as error:
+        raise _damaged(path, f"it does not read as safetensors ({error})") from None
+    if "halfstep" not in metadata:
+        raise StateError(
+            f"`{path}` is not a state of a run: its metadata has no `halfstep`",
+            hint=f"{NAME} in a checkpoint's folder is one; weights are loaded before the model is prepared",
+        )
+    arrays = {name: Stored(entry["dtype"], tuple(entry["shape"]), entry["data"]) for name, entry in entries}
+    if _digest(metadata["halfstep"], arrays) != metadata.get("digest"):
+        raise _damaged(path, "its digest is not the one that was written")
+    table = parse_json(metadata["halfstep"])
+    if table["format"] != FORMAT or table.keys() != _KEYS:
+        raise StateError(
+            f"`{path}` has format {table['format']!r}, this halfstep reads format {FORMAT}",
+            hint="load it with the halfstep that wrote it; if that is newer, update yours",
+        )
+    return table, {name: restored(record) for name, record in arrays.items()}
+
+
+def _coded(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
+    """Returns a setting as JSON holds it; a tensor is put among the tensors, under `name`."""
+    if isinstance(value, Tensor):
+        tensors[name] = value
+        return {"tensor": name}
+    return {"tuple": list(value)} if isinstance(value, tuple) else value
+
+
+def _decoded(value: Any, name: str, tensors: Mapping[str, Tensor]) -> Any:
+    if isinstance(value, dict) and value.keys() == {"tensor"}:
+        return tensors[name]
+    return tuple(value["tuple"]) if isinstance(value, dict) and value.keys() == {"tuple"} else value
+
+
+def _on_devices(run: Run, groups: list[list[dict[str, Any]]]) -> list[list[dict[str, Any]]]:
+    """Moves settings that are tensors, as a learning rate may be, to the device where this run has them."""
+    for optimizer, settings in zip(run.optimizers, groups, strict=False):  # other numbers are refused, in words
+        for group, given in zip(optimizer.param_groups, settings, strict=False):
+            for key, value in given.items():
+                if isinstance(value, Tensor) and isinstance(group.get(key), Tensor):
+                    given[key] = value.to(group[key].device)
+    return groups
+
+
+def _stored(name: str, tensor: Tensor) -> Stored:
+    if tensor.dtype not in DTYPE_NAMES:
+        raise StateError(
+            f"`{name}` is held in {tensor.dtype}, which a saved state cannot hold",
+            hint=f"held may be {', '.join(str(dtype) for dtype in DTYPE_NAMES)}; if it can be computed again, "
+            "register the buffer with persistent=False",
+        )
+    return stored(tensor)
+
+
+def _digest(text: str, arrays: Mapping[str, Stored]) -> str:
+    total = hashlib.sha256(text.encode())
+    for name in sorted(arrays):
+        dtype, shape, data = arrays[name]
+        total.update(f"\n{name} {dtype} {list(shape)}\n".encode())
+        total.update(data)
+    return total.hexdigest()
+
+
+def _damaged(path: Path, reason: str) -> StateError:
+    return StateError(f"`{path}` is damaged: {reason}", hint="restore it, or resume from an earlier checkpoint")
