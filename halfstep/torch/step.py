@@ -21,21 +21,26 @@ import torch
 from torch import Tensor, nn
 
 from halfstep.core.errors import HalfstepError, ScalingError
-from halfstep.core.formats import FP32
 from halfstep.core.measure import TOKENS, settle
 from halfstep.core.policy import Policy
 from halfstep.core.precision import base_precision, precisions
-from halfstep.core.roles import Param
 from halfstep.core.scaling import DynamicScale, NoScale, way_out
 from halfstep.torch import state
 from halfstep.torch.apply import apply, names_of, restore, set_precision
 from halfstep.torch.convert.plan import check_model
 from halfstep.torch.dtypes import describe
 from halfstep.torch.optim.adamw import Optimizer
-from halfstep.torch.optim.drivers import GradNorm, check_optimizers
+from halfstep.torch.optim.drivers import GradNorm
 from halfstep.torch.run import nonfinite
 from halfstep.torch.run.accumulation import checked_pair, checked_weight, divisor, times
-from halfstep.torch.run.checks import check_moments, check_replicas, check_settings, device_of, measured_choice
+from halfstep.torch.run.checks import (
+    check_given,
+    check_replicas,
+    check_settings,
+    device_of,
+    measured_choice,
+    policy_of,
+)
 from halfstep.torch.run.edit import edited
 from halfstep.torch.run.from_amp import State, take_over
 from halfstep.torch.run.parts import RunParts
@@ -47,6 +52,7 @@ from halfstep.torch.split.parameter import copying_run
 # loss_fn(batch) -> the mean loss, or (the sum of losses, the number of tokens)
 Loss = Tensor | tuple[Tensor, Tensor | float]
 LossFn = Callable[[Any], Loss]
+Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
 # What the model holds inside a block.
 _WHOLE, _AVERAGES = "whole masters, inside run.edit()", "its averages, inside run.averaged()"
 
@@ -64,8 +70,8 @@ class StepResult:
 
 def prepare(
     model: nn.Module,
-    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
-    policy: Policy | str,
+    optimizer: Optimizers | Policy | str | None = None,
+    policy: Policy | str | None = None,
     *,
     clip_norm: float = 0.0,
     seed: int = 0,
@@ -74,7 +80,11 @@ def prepare(
 ) -> "Run":
     """Applies a policy to any model and any torch optimizers, in place; `Run.unprepare` undoes it.
 
-    Load weights, move the model to its device and create the optimizers first; compile and wrap (DDP) after.
+    `prepare(model, policy)` takes the model alone: it can be evaluated, and `Run.attach` gives it optimizers when
+    they exist. `prepare(model, optimizer, policy)` does both at once.
+
+    Load weights and move the model to its device first, and create the optimizers that are given here; compile
+    and wrap (DDP) after.
     Existing gradients are dropped: their scale is unknown. `seed` is for stochastic rounding; all replicas must
     use the same one. `ema` is the decay of an average of the masters, 0 for none. The policy `auto` is measured,
     as for a recipe; `run.choice` has the answer and its reason. `tokens` is the size of a micro-batch, for `auto`
@@ -82,12 +92,9 @@ def prepare(
     """
     check_model(model)
     check_settings(clip_norm, seed, ema, tokens)
-    policy, choice, note = settle(policy, lambda: measured_choice(model, tokens), describe(device_of(model)))
-    params = [value for rule in policy.rules for _, value in rule.changes if isinstance(value, Param)]
-    narrow = any(param.split or param.format != FP32 for param in (policy.param, *params))
-    optimizers = check_optimizers(optimizer, model, narrow=narrow)
-    check_replicas(split=any(param.split for param in (policy.param, *params)))
-    check_moments(optimizers, model, policy)
+    given, named = policy_of(optimizer, policy)
+    policy, choice, note = settle(named, lambda: measured_choice(model, tokens), describe(device_of(model)))
+    optimizers = [] if given is None else check_given(given, model, policy)
     check_fp32([base_precision(policy), *precisions(policy, names_of(model, None)).values()])
     for p in model.parameters():
         p.grad = None
@@ -108,9 +115,24 @@ class Run(RunParts):
         self._last: tuple[LossFn, list[Any]] | None = None
         self.forget()
 
+    def attach(self, optimizers: Optimizers) -> "Run":
+        """Gives a run that was prepared without optimizers those that it trains with; returns the run.
+
+        They are made from the prepared model's parameters, after it was moved to its device. The result is the
+        same, bit for bit, as if `prepare` had taken them.
+        """
+        self._check_open()
+        if self.optimizers:
+            raise HalfstepError(
+                "the run has its optimizers already", hint="run.unprepare(), then prepare the model with others"
+            )
+        self.take(check_given(optimizers, self.model, self.policy))
+        self.forget()
+        return self
+
     def step(self, loss_fn: LossFn, micro_batches: Iterable[Any]) -> StepResult:
         """Makes one update from micro-batches; `loss_fn` returns a mean loss, or (sum of losses, num tokens)."""
-        self._check_open()
+        self._check_trains()
         self.buffers.remember()
         self.shown.hide()
         # Only a dynamic scale has a floor, at which `check` runs the step again.
@@ -144,7 +166,7 @@ class Run(RunParts):
 
         `last` is False on all micro-batches of an update but the last: replicas exchange gradients once.
         """
-        self._check_open()
+        self._check_trains()
         weight = checked_weight(weight)
         self.shown.hide()
         self.accumulation.add(loss, weight, self.scale_state.scale, self.parameters, last=last)
@@ -155,13 +177,13 @@ class Run(RunParts):
 
         Call it after the last `backward`. Until then they are sums over micro-batches, times the loss scale.
         """
-        self._check_open()
+        self._check_trains()
         self.shown.unscale(self.parameters, self.scale_state.scale)
 
     @torch.no_grad()
     def update(self) -> StepResult:
         """Updates the parameters and uses up the gradients: finite? -> unscale -> clip -> step -> rescale."""
-        self._check_open()
+        self._check_trains()
         if self.masters.remainders:
             check_replicas(split=True)
         self.check_parameters()
@@ -235,14 +257,17 @@ class Run(RunParts):
     @property
     def ema(self) -> dict[str, Tensor]:
         """The averages of the masters in fp32, by parameter name; empty without `ema`."""
+        if self._decay:
+            self._check_trains()
         return {} if self.averages is None else self.averages.named()
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
         """Inside, the model computes with the averages of its masters; after, the masters are back, exactly."""
-        if self.averages is None:
+        if not self._decay:
             raise HalfstepError("there are no averages", hint="prepare(..., ema=0.999) keeps them")
-        self._check_open()
+        self._check_trains()
+        assert self.averages is not None
         self.masters.check_writes()
         with self._holding(_AVERAGES), self.averages.used(self.num_applied):
             yield
@@ -273,6 +298,8 @@ class Run(RunParts):
         `names` are the modules that rules may match; all by default.
         """
         self._check_open()
+        if not self.optimizers:
+            self.follow(device_of(self.model))
         evaluated = self.policy.evaluation()
         if evaluated == self.policy:
             yield
@@ -295,12 +322,12 @@ class Run(RunParts):
 
     def state_dict(self) -> dict[str, Any]:
         """Returns everything the next step depends on, and the policy. The tensors are live, as in torch."""
-        self._check_open()
+        self._check_trains()
         return state.to_dict(self)
 
     def load_state_dict(self, given: dict[str, Any]) -> None:
         """Restores a state bit for bit. One of another policy, model or optimizer is refused entirely."""
-        self._check_open()
+        self._check_trains()
         state.from_dict(self, given)
         if self.scale_watch is not None:
             self.scale_watch.forget()
@@ -309,7 +336,7 @@ class Run(RunParts):
         self, optimizer_state: State | Sequence[State | None], scaler_state: State | None = None
     ) -> str:
         """Loads what training with autocast saved, state_dict() of torch's AdamW and GradScaler; describes it."""
-        self._check_open()
+        self._check_trains()
         return take_over(self, optimizer_state, scaler_state)
 
     def unprepare(self) -> nn.Module:
@@ -352,6 +379,14 @@ class Run(RunParts):
     def summary(self) -> str:
         """Describes what was converted and what was not, with reasons; masters; what each optimizer costs."""
         return "\n".join(summarize(self))
+
+    def _check_trains(self) -> None:
+        self._check_open()
+        if not self.optimizers:
+            raise HalfstepError(
+                "the run has no optimizers: its model can be evaluated, and not trained",
+                hint="run.attach(optimizers), made from model.parameters(); run.weights() returns its masters",
+            )
 
     def _check_open(self) -> None:
         if not self._open:

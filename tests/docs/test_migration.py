@@ -87,7 +87,7 @@ def test_every_section_before_the_refusals_has_code():
     titles = list(SECTIONS)
     assert titles[-1] == "What is refused, and why"
     assert all(SECTIONS[title] for title in titles[:-1])
-    assert sum("halfstep" in block for blocks in SECTIONS.values() for block in blocks) == 10
+    assert sum("halfstep" in block for blocks in SECTIONS.values() for block in blocks) == 11
 
 
 def test_bf16_true_holds_what_the_page_says():

@@ -345,3 +345,22 @@ def test_a_backward_pass_on_one_device_runs_in_the_thread_that_asks_for_it():
     model.weight.register_hook(lambda _: threads.append(threading.get_ident()))
     run.step(lambda x: model(x).square().mean(), [torch.randn(2, 8, device="cuda")])
     assert threads == [threading.get_ident()]
+
+
+@pytest.mark.parametrize("policy", ["bf16-mixed", "bf16-mixed,param=fp32:split", "fp16-mixed"])
+def test_a_model_that_is_moved_between_prepare_and_attach_trains_as_if_it_had_been_there(policy):
+    def trained(*, late):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 8))
+        model = model if late else model.cuda()
+        run = prepare(model, policy, clip_norm=1.0, ema=0.9)
+        model.cuda()
+        run.attach(torch.optim.AdamW(model.parameters(), lr=0.1, fused=True))
+        assert run.switches.before
+        for seed in range(3):
+            x = torch.randn(4, 8, generator=torch.Generator().manual_seed(seed)).cuda()
+            run.step(lambda x: model(x).square().mean(), [x])
+        return run.weights() | run.ema
+
+    left, right = trained(late=True), trained(late=False)
+    assert all(torch.equal(w, right[name]) for name, w in left.items())

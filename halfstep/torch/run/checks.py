@@ -8,13 +8,18 @@ from torch import Tensor, nn
 
 from halfstep.config.model import model_like, owner
 from halfstep.core.choice import Choice
-from halfstep.core.errors import PolicyError
+from halfstep.core.errors import HalfstepError, PolicyError, warn_caller
+from halfstep.core.formats import FP32
 from halfstep.core.measure import decide_once
 from halfstep.core.policy import Policy
-from halfstep.core.refusal import check_numbers
+from halfstep.core.precision import base_precision, precisions
+from halfstep.core.refusal import check_numbers, slow_formats
+from halfstep.core.roles import Param
 from halfstep.torch import measure
-from halfstep.torch.apply import names_of
+from halfstep.torch.apply import Applied, check_supported, names_of
+from halfstep.torch.dtypes import describe
 from halfstep.torch.optim.adamw import Optimizer
+from halfstep.torch.optim.drivers import check_optimizers
 from halfstep.torch.optim.ema import check_decay
 
 
@@ -23,6 +28,18 @@ def check_settings(clip_norm: Any, seed: Any, ema: float, tokens: int) -> None:
     check_numbers(clip_norm=clip_norm, seed=seed, tokens=tokens)
     if ema:
         check_decay(ema)
+
+
+def policy_of(optimizer: Any, policy: Any) -> tuple[Any, Policy | str]:
+    """Returns what `prepare` was given as (optimizers or None, policy): the policy may come second or third."""
+    if policy is None and isinstance(optimizer, Policy | str):
+        optimizer, policy = None, optimizer
+    if policy is None:
+        raise HalfstepError(
+            "no policy was given",
+            hint='prepare(model, optimizer, "bf16-mixed"), or prepare(model, "bf16-mixed") without an optimizer',
+        )
+    return optimizer, policy
 
 
 def measured_choice(model: nn.Module, tokens: int) -> Choice:
@@ -38,6 +55,48 @@ def measured_choice(model: nn.Module, tokens: int) -> Choice:
 def device_of(model: nn.Module) -> torch.device:
     """Returns the device of a model's first parameter."""
     return next((p.device for p in model.parameters()), torch.get_default_device())
+
+
+def check_given(given: Any, model: nn.Module, policy: Policy) -> list[torch.optim.Optimizer]:
+    """Returns a list of optimizers that can train a model under a policy; changes nothing."""
+    params = [value for rule in policy.rules for _, value in rule.changes if isinstance(value, Param)]
+    narrow = any(param.split or param.format != FP32 for param in (policy.param, *params))
+    optimizers = check_optimizers(given, model, narrow=narrow)
+    check_replicas(split=any(param.split for param in (policy.param, *params)))
+    check_moments(optimizers, model, policy)
+    return optimizers
+
+
+def check_move(
+    model: nn.Module,
+    policy: Policy,
+    choice: Choice | None,
+    conversion: Applied | None,
+    before: torch.device,
+    device: torch.device,
+) -> None:
+    """Refuses a model that was prepared for one device and moved to another if its policy depends on that."""
+    wanted = [
+        precision
+        for each in (policy, policy.evaluation())
+        for precision in (base_precision(each), *precisions(each, names_of(model, None)).values())
+    ]
+    check_supported(wanted, device)
+    measured = choice is not None or (conversion is not None and conversion.measured is not None)
+    if measured or any(precision.narrow and not precision.emulate for precision in wanted):
+        what = "its precision was measured there" if measured else "whether fp8 runs depends on the device"
+        raise PolicyError(
+            f"the model was prepared on {before} and is on {device} now, and {what}",
+            hint="move it to its device before prepare()",
+        )
+    if conversion is not None and conversion.amaxes is not None:
+        raise PolicyError(
+            f"the model was prepared on {before} and is on {device} now, and the amaxes of its delayed operands "
+            "do not follow",
+            hint="move it to its device before prepare()",
+        )
+    for message in slow_formats(policy, describe(device)):
+        warn_caller(message)
 
 
 def check_moments(optimizers: Sequence[torch.optim.Optimizer], model: nn.Module, policy: Policy) -> None:

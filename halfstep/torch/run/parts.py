@@ -13,11 +13,12 @@ from halfstep.core.roles import Param
 from halfstep.core.scaling import NoScale, ScaleState
 from halfstep.torch.apply import Applied
 from halfstep.torch.optim.adamw import Optimizer
-from halfstep.torch.optim.drivers import StockDriver, check_optimizers, driver_of
+from halfstep.torch.optim.drivers import Driver, StockDriver, check_optimizers, driver_of, held_by
 from halfstep.torch.optim.ema import Averages
 from halfstep.torch.optim.masters import Masters
 from halfstep.torch.run.accumulation import PREPARE_AGAIN, Accumulation, check_device
 from halfstep.torch.run.buffers import Buffers, Contents
+from halfstep.torch.run.checks import check_move, device_of
 from halfstep.torch.run.gradients import Shown
 from halfstep.torch.run.reached import Reached
 from halfstep.torch.run.readback import ScaleWatch
@@ -26,7 +27,7 @@ from halfstep.torch.run.weight_casts import WeightCasts
 
 
 class RunParts:
-    """A model, its optimizers and a policy, with everything that a step needs."""
+    """A model, its optimizers and a policy, with everything that a step needs. Optimizers may come later."""
 
     def __init__(
         self,
@@ -42,29 +43,63 @@ class RunParts:
         note: str = "",
         warns: bool = False,
     ):
-        self.model, self.optimizers, self.policy = model, list(optimizers), policy
+        self.model, self.policy, self.conversion = model, policy, conversion
         self.clip_norm, self.choice = clip_norm, choice  # what `auto` chose and why; None if a policy was named
         self.note = note  # what the name of the policy was read as
-        self.conversion = conversion
-        self.masters = self._masters(seed)
-        moments = {} if conversion is None else conversion.moments
-        self.drivers = [driver_of(optimizer, self.masters, moments) for optimizer in self.optimizers]
+        self.optimizers: list[torch.optim.Optimizer] = []
+        self.drivers: list[Driver] = []
+        self.averages: Averages | None = None
+        self.masters = self._masters(seed, optimizers)
+        self._decay, self._warns = ema, warns
+        self._prepared = {p: (p.dtype, p.shape) for p in self.masters.names}
         self._list_parameters()
-        self.device = self.parameters[0].device
-        self.scale_state = self.scalars(policy.scale.init())
-        self.scale_watch = ScaleWatch(policy.scale, self.device) if warns else None
-        self.num_applied = torch.zeros((), dtype=torch.int32, device=self.device)  # updates that were not skipped
-        trained = [p for p in self.parameters if p.requires_grad]
-        self.averages = Averages(self.masters, trained, ema) if ema else None
+        held = [p for optimizer in optimizers for p in held_by(optimizer)]
+        self._settle_on(held[0].device if held else device_of(model))
         self.contents = Contents(model)
         self.weight_casts = WeightCasts(self.contents)
         self.buffers = Buffers(self.contents)
         self.amaxes = None if conversion is None else conversion.amaxes
-        self.switches = Switches(self.device)
         self.accumulation = Accumulation(policy, self.contents)
         self.shown = Shown(self.accumulation, self.masters.names)
         self.reached: Reached | None = None  # what `reach` found last
-        self.hooks = [] if conversion is None else self._bind_and_hook(conversion)
+        self.hooks = [] if conversion is None else self.masters.watch(model)
+        if optimizers:
+            self.take(optimizers)
+
+    def take(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        """Takes optimizers that were checked. The model may have been moved since it was prepared."""
+        moments = {} if self.conversion is None else self.conversion.moments
+        drivers = [driver_of(optimizer, self.masters, moments) for optimizer in optimizers]
+        self._check_still_there(drivers)
+        self.optimizers, self.drivers = list(optimizers), drivers
+        try:
+            self._list_parameters()
+            self.follow(self.parameters[0].device)
+            self.check_parameters()
+            self.masters.check_writes()
+        except BaseException:
+            self.optimizers, self.drivers = [], []
+            self._list_parameters()
+            raise
+        trained = [p for p in self.parameters if p.requires_grad]
+        self.averages = Averages(self.masters, trained, self._decay) if self._decay else None
+        self.buffers.remember()
+        if self.conversion is not None:
+            self.hooks += self._bind_and_hook(self.conversion)
+
+    def follow(self, device: torch.device) -> None:
+        """Follows a model that was moved before its run made a step, if its policy means the same there."""
+        if device != self.device:
+            check_move(self.model, self.policy, self.choice, self.conversion, self.device, device)
+            self.switches.restore()
+            self._settle_on(device)
+
+    def _settle_on(self, device: torch.device) -> None:
+        self.device = device
+        self.scale_state = self.scalars(self.policy.scale.init())
+        self.scale_watch = ScaleWatch(self.policy.scale, device) if self._warns else None
+        self.num_applied = torch.zeros((), dtype=torch.int32, device=device)  # updates that were not skipped
+        self.switches = Switches(device)
 
     def forget(self) -> None:
         """Drops gradients that were accumulated and not used."""
@@ -110,26 +145,39 @@ class RunParts:
     def _list_parameters(self) -> None:
         taken = {p for driver in self.drivers for p in driver.parameters}
         self.parameters = [p for p in self.masters.names if p in taken]
-        self._dtypes, self._shapes = [p.dtype for p in self.parameters], [p.shape for p in self.parameters]
+        as_prepared = [self._prepared[p] for p in self.parameters]
+        self._dtypes, self._shapes = [dtype for dtype, _ in as_prepared], [shape for _, shape in as_prepared]
         self._unheld = [p for p in self.parameters if not self._has_master(p)]
+
+    def _check_still_there(self, drivers: Sequence[Driver]) -> None:
+        """Refuses parameters that the model did not have when it was prepared."""
+        names: dict[Tensor, str] = {p: name for name, p in self.model.named_parameters()}
+        new = [p for driver in drivers for p in driver.parameters if p not in self.masters.names]
+        if new:
+            raise HalfstepError(
+                f"`{names[new[0]]}` is not a parameter that the model was prepared with: it was added or replaced "
+                f"since, as FSDP's fully_shard does ({len(new)} such parameters)",
+                hint="change the model before prepare(); FSDP is not implemented yet, and DDP(model) keeps its "
+                "parameters",
+            )
 
     def _has_master(self, parameter: Tensor) -> bool:
         """Whether a parameter that is narrower than fp32 is covered by the policy, if there is one."""
         narrow = parameter.dtype in (torch.bfloat16, torch.float16)
         return not narrow or self.conversion is None or self.masters.names[parameter] in self.masters.held
 
-    def _masters(self, seed: int) -> Masters:
+    def _masters(self, seed: int, optimizers: Sequence[torch.optim.Optimizer]) -> Masters:
         names: dict[Tensor, str] = {p: name for name, p in self.model.named_parameters()}
         if self.conversion is not None:
             return Masters(names, self.conversion.masters, self.conversion.remainders, seed=seed, complete=True)
         held: dict[str, Param] = {}
-        for optimizer in self.optimizers:
+        for optimizer in optimizers:
             held |= optimizer.masters.held if isinstance(optimizer, Optimizer) else {}
         return Masters(names, held, seed=seed)
 
     def _bind_and_hook(self, conversion: Applied) -> list[Any]:
         self._bind(conversion)
-        hooks = self.masters.watch(self.model)
+        hooks: list[Any] = []
         stock = [driver for driver in self.drivers if isinstance(driver, StockDriver)]
         narrow = any(not self.masters.is_whole(p) for p in self.parameters)
         if narrow:

@@ -94,7 +94,7 @@ def _masters(run: RunParts) -> Iterator[str]:
         yield f"  widened to fp32 masters: {len(names)} parameters that were narrower ({some(names)})"
     taken = set(run.parameters)
     idle = [n for p, n in run.masters.names.items() if p.requires_grad and p not in taken]
-    if idle:
+    if idle and run.optimizers:
         yield f"  not trained: {len(idle)} parameters that no optimizer holds ({some(idle)})"
     if run.averages is not None:
         yield f"  averages of the masters in fp32, decay {run.averages.decay:g}"
@@ -114,5 +114,7 @@ def _gradients(run: RunParts) -> Iterator[str]:
 
 
 def _optimizers(run: RunParts) -> Iterator[str]:
+    if not run.optimizers:
+        yield "  no optimizers: it can be evaluated; run.attach(optimizers) before it is trained"
     for driver in run.drivers:
         yield f"  {label(driver.optimizer)}: {driver.cost}"
