@@ -161,15 +161,20 @@ class Run(RunParts):
         finally:
             self.weight_casts.drop()
 
-    def backward(self, loss: Tensor, *, weight: Tensor | float = 1.0, last: bool = True) -> None:
+    def backward(
+        self, loss: Tensor, *, weight: Tensor | float = 1.0, last: bool = True, normalized: bool = False
+    ) -> None:
         """Adds the gradient of a micro-batch's mean loss; `weight` is its number of tokens.
 
         `last` is False on all micro-batches of an update but the last: replicas exchange gradients once.
+        `normalized` says that each loss is already its share of the update's loss, such as a sum over tokens
+        divided by the tokens of all micro-batches: gradients are summed, and divided by nothing.
         """
         self._check_trains()
         weight = checked_weight(weight)
         self.shown.hide()
-        self.accumulation.add(loss, weight, self.scale_state.scale, self.parameters, last=last)
+        scale = self.scale_state.scale
+        self.accumulation.add(loss, weight, scale, self.parameters, last=last, normalized=normalized)
         self.shown.show(self.parameters, last=last)
 
     def unscale(self) -> None:

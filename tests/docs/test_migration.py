@@ -23,6 +23,7 @@ BLOCKS = [(title, place) for title, blocks in SECTIONS.items() for place in rang
 # Blocks that continue from the block before them.
 CONTINUED = {("From torch.amp in fp16, with a GradScaler", 2), ("Several micro-batches, and your own loop", 1)}
 CONTINUED |= {("Moving a job that is running", 1), ("From the Lightning Trainer", 2)}
+CONTINUED |= {("Several micro-batches, and your own loop", 2)}
 CONTINUED |= {("Split masters, and their contract", 1)}
 
 

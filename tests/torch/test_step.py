@@ -103,6 +103,52 @@ def test_a_loss_that_cannot_be_used_is_refused_with_the_remedy(loss, said):
         r.backward(loss(r))
 
 
+@pytest.mark.parametrize("policy", ["fp32", "bf16-mixed", "fp16-mixed,scale=static:value=256"])
+def test_normalized_losses_are_summed_and_divided_by_nothing(policy):
+    """As a trainer divides each sum by the tokens of all micro-batches: 1, 2 and 5 rows of 8."""
+    x, parts = data(8), (slice(0, 1), slice(1, 3), slice(3, 8))
+    weighted, shares = run(policy), run(policy)
+    means = weighted.step(loss_of(weighted), [x[part] for part in parts])
+    for place, part in enumerate(parts):
+        loss = shares.model(x[part]).float().square().sum() / len(x)
+        shares.backward(loss, last=place == 2, normalized=True)
+    summed = shares.update()
+    left, right = (r.optimizers[0].seen["weight"] for r in (weighted, shares))
+    # As fp32 sums, of terms of both signs: relative to the largest gradient.
+    torch.testing.assert_close(right, left, rtol=0, atol=SUMMED * float(left.abs().max()))
+    torch.testing.assert_close(summed.loss, means.loss, rtol=SUMMED, atol=0)
+    torch.testing.assert_close(summed.grad_norm, means.grad_norm, rtol=SUMMED, atol=0)
+    assert not bool(summed.skipped)
+
+
+def test_normalized_gradients_are_exactly_their_sum_and_need_no_unscale_without_a_scale():
+    r = run()
+    r.backward(r.model(data(4)).sum(), last=False, normalized=True)
+    (first,) = [p.grad.clone() for p in r.model.parameters()]
+    r.backward(r.model(data(3, 2)).sum(), normalized=True)
+    other = run()
+    other.model(data(3, 2)).sum().backward()
+    total = first + other.model.weight.grad
+    assert torch.equal(r.model.weight.grad, total)
+    r.model.weight.grad.mul_(2.0)  # the gradient of the loss already, to change as one likes
+    r.update()
+    assert torch.equal(r.optimizers[0].seen["weight"], 2 * total)
+
+
+def test_a_normalized_loss_has_no_weight_and_is_not_mixed_with_others():
+    r = run()
+    with refuses(HalfstepError, "normalized loss has no weight", "weight"):
+        r.backward(r.model(data(4)).sum(), weight=4.0, normalized=True)
+    for first in (True, False):
+        r.forget()
+        r.backward(r.model(data(4)).sum(), last=False, normalized=first)
+        with refuses(HalfstepError, "normalized or not", "run.forget()"):
+            r.backward(r.model(data(4)).sum(), normalized=not first)
+    r.forget()
+    r.backward(r.model(data(4)).sum(), normalized=True)
+    assert not bool(r.update().skipped)
+
+
 def test_frozen_unused_unheld_and_complex_parameters_are_what_they_are():
     model = torch.nn.ModuleDict({name: torch.nn.Linear(4, 4) for name in ("used", "unused", "frozen")})
     model["frozen"].requires_grad_(False)

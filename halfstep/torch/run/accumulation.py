@@ -8,6 +8,9 @@ each new one, whose own backward pass sees S and no weight: one row beside 512 m
     accumulated  G <- G * w_(i-1) / w_i + S g_i           in the accumulate format, fp32
     gradient       = G * inv_scale * w_n / sum_i w_i      unscaled with the S that was used
 
+A loss that was normalized before it came here, such as a sum over tokens divided by those of all micro-batches,
+has no weight: w_i = 1, and the sum is divided by nothing.
+
 The pass over the sums is made only if weights differ or are on the device. JAX and MLX add (w_i / w_1) S g_i
 instead, the same sum, in the pass that adds. torch cannot: autograd adds to `p.grad` itself, and taking every
 gradient away from it first would hold a second copy of them all. Without a scale no gradient is near the end of
@@ -70,6 +73,7 @@ class Accumulation:
             p.grad = None
         self.sums: dict[int, Tensor] = {}  # by the id of the parameter: hashing a tensor is a Python call
         self._reference: Tensor | float | None = None  # the weight that all others are relative to
+        self._normalized = False  # whether losses are shares of the update's loss
         self.complete = True
         self.weights: Tensor | float = 0.0  # summed, relative to the reference
         self.losses: Tensor | float = 0.0  # summed, weighted in the same way
@@ -83,11 +87,22 @@ class Accumulation:
         self._new += [p for p in self._joined if p.grad is not None]
 
     def add(
-        self, loss: Tensor, weight: Tensor | float, scale: Tensor, parameters: Sequence[Tensor], *, last: bool
+        self,
+        loss: Tensor,
+        weight: Tensor | float,
+        scale: Tensor,
+        parameters: Sequence[Tensor],
+        *,
+        last: bool,
+        normalized: bool = False,
     ) -> None:
-        """Adds the gradient of a micro-batch's mean loss, times the scale; `weight` is one of `checked_weight`."""
+        """Adds the gradient of a micro-batch's mean loss, times the scale; `weight` is one of `checked_weight`.
+
+        A loss that is `normalized` is a share of the update's loss: the sum is divided by nothing.
+        """
         loss = self._checked(loss)
         check_device(parameters, scale.device)
+        self._check_normalized(weight, normalized)
         self.complete = last
         if not isinstance(weight, Tensor) and weight == 0.0:
             return  # no tokens, no gradient
@@ -105,8 +120,21 @@ class Accumulation:
             self._backward(times(loss.float(), share))
         weighted = share * loss.detach().float()
         self.losses = weighted if first else self.losses + weighted
-        self.weights = self.weights + share
+        self.weights = 1.0 if normalized else self.weights + share
         self._take(parameters)
+
+    def _check_normalized(self, weight: Tensor | float, normalized: bool) -> None:
+        if normalized and not _is_one(weight):
+            raise HalfstepError(
+                "a normalized loss has no weight: it is already its share of the update's loss",
+                hint="omit `weight`; or pass the mean loss with its number of tokens, without normalized=True",
+            )
+        if self._reference is not None and normalized != self._normalized:
+            raise HalfstepError(
+                "the losses of one update are normalized or not, all of them",
+                hint="pass the same `normalized` to every backward() of an update; run.forget() drops what is summed",
+            )
+        self._normalized = normalized
 
     def _backward(self, loss: Tensor) -> None:
         """Runs the backward pass in this thread, unless the model is on several devices, each of which gets one.
