@@ -132,7 +132,7 @@ class Accumulation:
         if self._reference is not None and normalized != self._normalized:
             raise HalfstepError(
                 "the losses of one update are normalized or not, all of them",
-                hint="pass the same `normalized` to every backward() of an update; run.forget() drops what is summed",
+                hint="pass `normalized` to each backward() of an update, or to none; run.forget() drops the sum",
             )
         self._normalized = normalized
 
