@@ -15,7 +15,7 @@ from typing import Any
 from cyclopts import App, CycloptsError, MissingArgumentError, Parameter, UnknownOptionError, UnusedCliTokensError
 
 from halfstep import __version__
-from halfstep.cli import bench, data, formats, policy, probe, train, trained
+from halfstep.cli import bench, data, export, formats, policy, probe, train, trained
 from halfstep.cli.output import discard, drop_refused_output, print_error, print_failure
 from halfstep.core.errors import ConfigError, HalfstepError
 
@@ -39,6 +39,7 @@ app.command(train.train)
 app.command(trained.evaluate, name="eval")
 app.command(trained.sample)
 app.command(trained.artifact)
+app.command(export.export)
 app.command(data.app)
 app.command(probe.probe)
 app.command(formats.formats)

@@ -4,6 +4,7 @@ import dataclasses
 import os
 import sys
 from pathlib import Path
+from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 from halfstep.cli.arguments import (
@@ -39,12 +40,12 @@ def evaluate(
     from halfstep.training import memory
     from halfstep.training.evaluation import evaluate as measure
 
-    trained = _open(run, device, data, validation, policy=policy, backend=backend, weights=weights)
-    corpus = _load_corpus(trained)
+    trained = open_model(run, device, data, validation, policy=policy, backend=backend, weights=weights)
+    corpus = held_out_text(trained)
     print_words(f"evaluating on {trained.config.data.held_out}")
     with memory.convert_oom(trained.session.ran_out, lambda: memory.in_scoring(trained.config)):
         result = measure(trained.session, corpus, trained.config)
-    _print(trained, dataclasses.asdict(result), json)
+    print_result(trained, dataclasses.asdict(result), json)
 
 
 def sample(
@@ -86,11 +87,11 @@ def sample(
     if prompt is not None and validation is not None:
         raise ConfigError("--prompt and --validation both say how the text begins", hint="leave one of them out")
     check_asked(length, temperature, top_k, seed)
-    trained = _open(run, device, data, validation, policy=policy, backend=backend, weights=weights)
+    trained = open_model(run, device, data, validation, policy=policy, backend=backend, weights=weights)
     tokenizer = run_tokenizer(trained.config.data.source, trained.saved.manifest["data"])
     if prompt is None:
         try:
-            given = first_line(tokenizer, _load_corpus(trained).validation)
+            given = first_line(tokenizer, held_out_text(trained).validation)
         except DataError as error:
             raise DataError(
                 f"there is no held-out text to begin with: {error.message}", hint="give a beginning with --prompt"
@@ -99,12 +100,15 @@ def sample(
         given = prompt.encode(errors="surrogateescape") or b"\n"
     start = prompt_tokens(tokenizer, given)
     sys.stdout.buffer.write(given)
+    begin = perf_counter()
     tokens = generate(trained.session, start, length, temperature, top_k, seed, alphabet=tokenizer.vocabulary)
     for text in written(tokenizer, tokens):
         sys.stdout.buffer.write(text)
         sys.stdout.buffer.flush()
+    seconds = perf_counter() - begin
     sys.stdout.buffer.write(b"\n")
     sys.stdout.buffer.flush()
+    print_words(f"{length:,} tokens in {seconds:.1f} s: {length / seconds:,.1f} tokens per second")
 
 
 def artifact(
@@ -143,11 +147,11 @@ def artifact(
         raise ConfigError("--limit must be from 0 to 2^63 - 1 bytes", hint="0 means no limit")
     if is_artifact(run):
         raise ConfigError(f"`{run}` is an artifact already", hint="name the run that it is from")
-    home = _home(run)
+    home = home_of(run)
     place = out or home / NAME
     check_place(place, home)
-    trained = _open(run, device, data, validation, policy=policy, backend=backend, weights=weights)
-    config, session, corpus = trained.config, trained.session, _load_corpus(trained)
+    trained = open_model(run, device, data, validation, policy=policy, backend=backend, weights=weights)
+    config, session, corpus = trained.config, trained.session, held_out_text(trained)
     if limit is not None:
         config = dataclasses.replace(config, artifact=dataclasses.replace(config.artifact, limit=limit))
     print_words(f"evaluating on {config.data.held_out}, before and after")
@@ -158,11 +162,12 @@ def artifact(
         manifest = trained.saved.manifest
         origin = origin_of(manifest, manifest["step"], trained.weights)
         result = score(session, corpus, config, place, before, weights_to_write, origin)
-    _print(trained, result.record(), json)
+    print_result(trained, result.record(), json)
     return 1 if result.over else 0
 
 
-def _open(run: Path, *where: str | None, policy: str | None, **others: Any) -> "TrainedModel":
+def open_model(run: Path, *where: str | None, policy: str | None, **others: Any) -> "TrainedModel":
+    """Loads a trained model, and says so."""
     from halfstep.core.policy import read_as
     from halfstep.training.run.trained import open_trained
 
@@ -172,7 +177,7 @@ def _open(run: Path, *where: str | None, policy: str | None, **others: Any) -> "
     return open_trained(run, *where, policy=policy, **others)
 
 
-def _load_corpus(trained: "TrainedModel") -> "Corpus":
+def held_out_text(trained: "TrainedModel") -> "Corpus":
     """Opens the held-out text of a model; the text that it was trained on only if that is a part of it."""
     from halfstep.training.data.held_out import load_held_out
     from halfstep.training.data.load import load_corpus
@@ -189,7 +194,8 @@ def _load_corpus(trained: "TrainedModel") -> "Corpus":
     return corpus
 
 
-def _print(trained: "TrainedModel", result: dict[str, Any], json: bool) -> None:
+def print_result(trained: "TrainedModel", result: dict[str, Any], json: bool) -> None:
+    """Prints what was measured of a model, and what ran."""
     manifest = trained.saved.manifest
     ran = {"policy": str(trained.policy), "backend": trained.config.backend}
     data = {"step": manifest["step"], **ran, "weights": trained.weights, **result}
@@ -205,7 +211,7 @@ def _shown(value: object) -> str:
     return f"{value:.4f}" if isinstance(value, float) else f"{value:,}" if isinstance(value, int) else str(value)
 
 
-def _home(run: Path) -> Path:
+def home_of(run: Path) -> Path:
     """Returns the run folder, also for a checkpoint in it; for a checkpoint elsewhere, the folder it is in."""
     from halfstep.training import paths
     from halfstep.training.checkpoints import checkpoint

@@ -19,7 +19,7 @@ from typing import Any
 
 from halfstep.core.choice import Choice, Shape, Support, Timing, choose, gain
 from halfstep.core.devices import Device
-from halfstep.core.errors import warn_caller
+from halfstep.core.errors import PolicyError, warn_caller
 from halfstep.core.formats import BF16, E4M3, E5M2, FP16, FP32, TF32, Format
 from halfstep.core.ladder import Clock, Run, climb
 from halfstep.core.policy import PRESETS, Policy, as_policy, read, read_as
@@ -83,6 +83,12 @@ def settle(
     """
     choice = choose() if isinstance(given, str) and read(given).base == "auto" else None
     policy = as_policy(given) if choice is None else Policy.parse(str(given), auto=PRESETS[choice.preset])
+    if policy.export not in (FP32, policy.param.format):
+        raise PolicyError(
+            f"`export={policy.export}` changes nothing here: only `halfstep export` reads it, for a run of "
+            "`halfstep train`",
+            hint="leave it out, and save the weights in the format you want",
+        )
     for message in [*policy.warnings, *([] if device is None else slow_formats(policy, device))]:
         warn_caller(message)
     return policy, choice, read_as(str(given)) if choice is None else f"auto chose {choice}"

@@ -67,6 +67,7 @@ class Policy:
     rope: Format = FP32
     buffers: Format = FP32
     eval: Evaluation = Evaluation()
+    export: Format = FP32
     scale: Scale = field(default_factory=NoScale)
     emulate: bool = False
     rules: tuple[Rule, ...] = ()
@@ -358,7 +359,7 @@ _BF16_MIXED = Policy(compute=Operand(BF16), grad=Operand(BF16))
 PRESETS: dict[str, Policy] = {
     "fp32": Policy(),
     "bf16-mixed": _BF16_MIXED,
-    "bf16-true": replace(_BF16_MIXED, param=Param(BF16), grad_weight=BF16),
+    "bf16-true": replace(_BF16_MIXED, param=Param(BF16), grad_weight=BF16, export=BF16),
     "fp16-mixed": Policy(compute=Operand(FP16), grad=Operand(FP16), scale=DynamicScale()),
     "fp8-mixed": replace(
         _BF16_MIXED,

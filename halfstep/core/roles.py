@@ -126,6 +126,13 @@ ROLES: dict[str, Role] = {
         "evaluation needs no narrower format",
         in_rules=False,
     ),
+    "export": Role(
+        "what `halfstep export` writes a finished model in; checkpoints are never rounded",
+        Format,
+        _HALF,
+        "libraries that read models read these",
+        in_rules=False,
+    ),
     "scale": Role("loss scaling", Scale, in_rules=False),
     "emulate": Role("casts are emulated bit for bit in fp32, on any hardware", bool, in_rules=False),
 }

@@ -8,17 +8,16 @@ reaches.
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import takewhile
-from typing import Any
+from typing import Any, Protocol
 
 from numpy.typing import NDArray
 
 from halfstep.config.run import RunConfig
 from halfstep.training.data.batches import TokenBatch, bigram_bits, validation_batches
 from halfstep.training.data.corpus import Corpus
-from halfstep.training.session import Session
 
 
 @dataclass(frozen=True)
@@ -42,8 +41,15 @@ class Evaluation:
         return f"held-out loss {self.loss:.4f}{bits} (bigram {self.bigram_bits:.4f})"
 
 
+class Evaluates(Protocol):
+    """A model that predicts text: a session, or what another library loaded."""
+
+    def evaluate(self, batches: Iterable[TokenBatch], *, averaged: bool = True) -> tuple[float, int]:
+        """Returns the sum of losses and the number of tokens."""
+
+
 def evaluate(
-    session: Session,
+    session: Evaluates,
     corpus: Corpus,
     config: RunConfig,
     *,

@@ -19,7 +19,7 @@ LAYERS = [
     {"torch", "jax", "mlx"},
     {"training"},
     {"integrations"},
-    {"tools"},  # to come here: audit, compare, tune, plan, export
+    {"tools"},  # to come here: audit, compare, tune, plan
     {"report"},
     {"cli"},
 ]
@@ -44,6 +44,7 @@ BACKEND_ROOMS = [
     {"state"},
     {"step"},
     {"session"},
+    {"export"},
 ]
 # JAX interprets a whole loss function by what `apply` decided; torch's `apply` plans with the table of functions.
 JAX_ROOMS = [names for names in BACKEND_ROOMS if names != {"functions"}]
@@ -72,6 +73,7 @@ ABSENT_ROOMS = {
     "kernels": "torch alone: JAX compiles a whole step, and MLX has no such kernels yet",
     "norms": "torch alone: eager layers of narrow inputs call one kernel; the others fuse or compile",
     "islands": "torch alone: there is a torch.nn whose names people expect",
+    "export": "torch alone: the libraries that read an export run on it",
     "convert": "torch, MLX: modules change their class; JAX has functions instead",
 }
 # The frameworks, and the folder that may import each.

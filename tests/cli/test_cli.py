@@ -168,7 +168,7 @@ BAD = {
     "role": (
         ["policy", "bf16-mixed,nrom=bf16"],
         "error: in policy `bf16-mixed,nrom=bf16`: unknown role `nrom`; roles are param, compute, matmul, grad, "
-        "grad_weight, accumulate, reduce, moments, norm, softmax, loss, router, rope, buffers, eval, scale, "
+        "grad_weight, accumulate, reduce, moments, norm, softmax, loss, router, rope, buffers, eval, export, scale, "
         "emulate\n\nhint: did you mean `norm`?\n",
     ),
     "modifier": (
@@ -203,7 +203,7 @@ BAD = {
     ),
     "command": (
         ["polcy"],
-        'error: unknown command "polcy". Did you mean "policy"? Available commands: train, eval, sample, artifact, data, probe, formats, policy, ...\n\n'
+        'error: unknown command "polcy". Did you mean "policy"? Available commands: train, eval, sample, artifact, export, data, probe, formats, ...\n\n'
         "hint: see `halfstep --help`\n",
     ),
     "option": (

@@ -195,6 +195,7 @@ def test_presets_expand_to_the_table_of_the_design():
     assert table["grad_weight"] == [FP32, FP32, BF16, FP32, FP32]
     for role in ("accumulate", "reduce", "moments", "norm", "softmax", "loss", "router", "rope", "buffers"):
         assert table[role] == [FP32] * 5
+    assert table["export"] == [FP32, FP32, BF16, FP32, FP32]
     assert table["eval"] == [*[Evaluation()] * 4, Evaluation(BF16)]
     assert table["scale"] == [NoScale(), NoScale(), NoScale(), DynamicScale(), NoScale()]
     assert [str(rule) for rule in PRESETS["fp8-mixed"].rules] == ["**: compute=e4m3:measured,grad=e5m2"]

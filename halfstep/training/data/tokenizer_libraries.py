@@ -71,6 +71,11 @@ class LibraryTokenizer(Tokenizer):
             hint=did_you_mean(requested, tokens, f"--separator {NO_SEPARATOR} puts nothing between documents"),
         )
 
+    @property
+    def separator_name(self) -> str | None:
+        """The text of the separator."""
+        return next((name for name, number in self._tokens().items() if number == self.separator), None)
+
     @abstractmethod
     def _open(self, name: str, content: bytes) -> int:
         """Opens the content of the file; returns the number of tokens."""
@@ -210,6 +215,11 @@ class Tiktoken(LibraryTokenizer):
     def _tokens(self) -> Mapping[str, int]:
         return self._special
 
+    @property
+    def written(self) -> dict[str, Any]:
+        """The encoding's parts: its pattern, its special tokens, and its ranks in Base64."""
+        return dict(parse_json(self.content))
+
     @classmethod
     def by_name(cls, name: str, separator: str | None) -> "Tiktoken":
         """Opens an encoding that tiktoken knows, from its cache or the network."""
@@ -304,8 +314,8 @@ def _spaced(token: str) -> bytes:
 
 
 def _byte_level(token: str) -> bytes:
-    if all(character in _BYTES for character in token):
-        return bytes(_BYTES[character] for character in token)
+    if all(character in BYTE_OF for character in token):
+        return bytes(BYTE_OF[character] for character in token)
     return token.encode()  # added as text
 
 
@@ -316,5 +326,5 @@ def _characters_of_bytes() -> dict[str, int]:
     return {chr(value): value for value in printable} | {chr(256 + n): value for n, value in enumerate(others)}
 
 
-_BYTES = _characters_of_bytes()
+BYTE_OF = _characters_of_bytes()  # of a character of byte-level tokenizers
 _BYTE = re.compile("<0x([0-9A-Fa-f]{2})>")

@@ -19,7 +19,7 @@ begin with `transformer.` (gpt2) or `model.` (qwen3, ours), or not.
 """
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
@@ -28,6 +28,7 @@ from numpy.typing import NDArray
 
 from halfstep.config.model import ModelConfig, Shape, parameter_shapes
 from halfstep.config.schema import build
+from halfstep.config.weights import Weights
 from halfstep.core.split import join
 from halfstep.training.weights.safetensors import Tensor, WeightsError
 
@@ -35,6 +36,8 @@ Settings = dict[str, Any]
 Table = Mapping[str, Any]
 # Tensors by their names without a prefix; each knows its own.
 Tensors = Mapping[str, Tensor]
+
+HEAD = "lm_head.weight"  # has no prefix in any layout
 
 # What a plain decoder lacks: a recipe must lack it too, to fit.
 PLAIN: Settings = {"norm_gain": True, "softcap": 0.0, "embedding_shortcut": "none"}
@@ -100,6 +103,7 @@ class Layout:
     sources: Callable[[ModelConfig], dict[str, Source]]  # where each parameter is
     from_shapes: Callable[[Tensors], Settings]  # the settings that shapes reveal
     from_config: Callable[[Table], Settings]  # those that a description states; refuses what we cannot express
+    to_config: Callable[[ModelConfig], Settings]  # the description whose settings are nearest to a model's
     notes: Callable[[Table], list[str]] = lambda _: []  # what the description states and training ignores
     skip_reason: Callable[[str], str] = lambda _: ""  # why a tensor is skipped on purpose; empty if it must not be
 
@@ -111,6 +115,20 @@ class Layout:
         """Returns the numbers of a tensor, joined if it was held as two halves."""
         upper, *lower = (tensors[piece] for piece in self.pieces(tensors, name))
         return join(upper.bits("<u2"), lower[0].bits("<i2")) if lower else upper.read()
+
+    def lacks(self, model: ModelConfig) -> list[str]:
+        """Returns the settings of a model that the layout cannot express; none if it is such a model."""
+        ours, theirs = resolved(model), {**self.from_shapes({}), **self.from_config(self.to_config(model))}
+        return [f"{key} = {written(ours[key])}" for key, value in theirs.items() if ours[key] != value]
+
+    def lay_out(self, model: ModelConfig, weights: Weights) -> Iterator[tuple[str, NDArray[np.float32]]]:
+        """Yields the tensors of a file, by their names there: what `sources` and `Source.take` read back."""
+        sources, parts = self.sources(model), dict[str, list[NDArray[np.float32]]]()
+        for ours, numbers in weights:  # q, k and v come in the order of their thirds
+            parts.setdefault(sources[ours].name, []).append(numbers.T if sources[ours].transposed else numbers)
+        for name, pieces in parts.items():
+            numbers = pieces[0] if len(pieces) == 1 else np.concatenate(pieces, axis=-1)
+            yield name if name == HEAD else self.prefix + name, np.ascontiguousarray(numbers)
 
     def without_prefix(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Returns the tensors by their names without the prefix."""
@@ -172,6 +190,25 @@ def _gpt2_from_config(config: Table) -> Settings:
     }
 
 
+def _gpt2_to_config(model: ModelConfig) -> Settings:
+    activations = {ours: theirs for theirs, ours in reversed(_ACTIVATIONS.items())}
+    dropout = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+    return {
+        "model_type": "gpt2",
+        "architectures": ["GPT2LMHeadModel"],
+        "vocab_size": model.vocabulary,
+        "n_positions": model.context,
+        "n_layer": model.layers,
+        "n_embd": model.width,
+        "n_head": model.heads,
+        "n_inner": model.size_of_mlp,
+        "activation_function": activations.get(model.mlp, "gelu_new"),
+        "layer_norm_epsilon": model.epsilon_of("layer"),
+        "tie_word_embeddings": model.tied,
+        **dropout,
+    }
+
+
 def _gpt2_notes(config: Table) -> list[str]:
     rates = [f"{key} {config[key]}" for key in ("resid_pdrop", "embd_pdrop", "attn_pdrop") if config.get(key)]
     return [f"config.json has dropout ({', '.join(rates)}), and our decoder has none"] if rates else []
@@ -185,6 +222,7 @@ GPT2 = Layout(
     _gpt2_sources,
     _gpt2_from_shapes,
     _gpt2_from_config,
+    _gpt2_to_config,
     _gpt2_notes,
     lambda name: "attention masks, not weights" if _MASKS.fullmatch(name) else "",  # older versions saved them
 )
@@ -251,6 +289,29 @@ def _qwen3_from_config(config: Table) -> Settings:
     }
 
 
+def _qwen3_to_config(model: ModelConfig) -> Settings:
+    return {
+        "model_type": "qwen3",
+        "architectures": ["Qwen3ForCausalLM"],
+        "vocab_size": model.vocabulary,
+        "max_position_embeddings": model.context,
+        "num_hidden_layers": model.layers,
+        "hidden_size": model.width,
+        "num_attention_heads": model.heads,
+        "num_key_value_heads": model.num_kv_heads,
+        "head_dim": model.size_of_head,
+        "hidden_act": "silu",
+        "intermediate_size": model.size_of_mlp,
+        "rms_norm_eps": model.epsilon_of("rms"),
+        "rope_theta": model.rope_base,  # for readers that do not know the next
+        "rope_parameters": {"rope_type": "default", "rope_theta": model.rope_base},
+        "tie_word_embeddings": model.tied,
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "use_sliding_window": False,
+    }
+
+
 def _qwen3_notes(config: Table) -> list[str]:
     rate = config.get("attention_dropout")
     return [f"config.json has attention_dropout {rate}, and our decoder has none"] if rate else []
@@ -264,6 +325,7 @@ QWEN3 = Layout(
     _qwen3_sources,
     _qwen3_from_shapes,
     _qwen3_from_config,
+    _qwen3_to_config,
     _qwen3_notes,
 )
 
@@ -300,9 +362,22 @@ OWN = Layout(
     _own_sources,
     lambda tensors: _sizes(tensors, "blocks", {"vocabulary": "embed.weight:0", "width": "embed.weight:1"}),
     _own_from_config,
+    lambda model: {"model_type": "halfstep", **asdict(model)},
     skip_reason=lambda name: next((why for start, why in _STATES.items() if name.startswith(start)), ""),
 )
 LAYOUTS = (GPT2, QWEN3, OWN)
+
+
+def hugging_face(model: ModelConfig) -> Layout:
+    """Returns the layout of transformers that a model has; refuses one that has none, with the reasons."""
+    lacks = {layout: layout.lacks(model) for layout in LAYOUTS if layout is not OWN}
+    if fitting := [layout for layout, settings in lacks.items() if not settings]:
+        return fitting[0]
+    reasons = "; ".join(f"{layout.name} has no {', '.join(settings)}" for layout, settings in lacks.items())
+    raise WeightsError(
+        f"the model has no Hugging Face layout: {reasons}",
+        hint="export it `--to safetensors`, `onnx` or `int8`; the recipes gpt2 and qwen3 have one",
+    )
 
 
 def resolved(model: ModelConfig) -> Settings:
@@ -325,6 +400,11 @@ def _sizes(tensors: Tensors, blocks: str, at: Mapping[str, str]) -> Settings:
         if int(axis) < len(shape):
             sizes[setting] = shape[int(axis)]
     return sizes
+
+
+def written(value: Any) -> str:
+    """Returns a setting as `--set` takes it."""
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _divided(whole: Any, parts: Any) -> Any:

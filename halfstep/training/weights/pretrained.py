@@ -34,7 +34,7 @@ from halfstep.training.checkpoints import checkpoint
 from halfstep.training.session import backend_module
 from halfstep.training.weights import safetensors
 from halfstep.training.weights.artifact import is_artifact, read_artifact
-from halfstep.training.weights.layouts import LAYOUTS, OWN, Layout, Settings, Tensors, resolved
+from halfstep.training.weights.layouts import LAYOUTS, OWN, Layout, Settings, Tensors, resolved, written
 from halfstep.training.weights.safetensors import DecodedTensor, Tensor, WeightsError
 
 CONFIG = "config.json"
@@ -227,13 +227,15 @@ def _check_settings(place: Path, layout: Layout, model: ModelConfig, expected: S
         off = stated | _different(replace(model, **stated), expected)
     if off:
         here = resolved(model)
-        differ = [f"model.{key} is {_text(there)} there and {_text(here[key])} here" for key, there in off.items()]
+        differ = [
+            f"model.{key} is {written(there)} there and {written(here[key])} here" for key, there in off.items()
+        ]
         # Another kind of model, not another size: there is a recipe of that kind.
         kind = {"norm", "positions"} & off.keys() and layout.name in recipe_names()
         better = f"begin with the recipe, `halfstep train {layout.name} --init {place}`, or " if kind else ""
         raise WeightsError(
             f"`{place}` does not fit the recipe: {', '.join(differ)}",
-            hint=f"{better}use " + " ".join(f"--set model.{key}={_text(there)}" for key, there in off.items()),
+            hint=f"{better}use " + " ".join(f"--set model.{key}={written(there)}" for key, there in off.items()),
         )
 
 
@@ -315,7 +317,3 @@ def _describe_formats(tensors: Tensors, used: set[str]) -> list[str]:
     words = Counter(safetensors.WIDENED[dtype][1] for dtype in whole if dtype != "F32")
     notes = [f"{count} tensors are held in {word} and widened to fp32, exactly" for word, count in words.items()]
     return notes + ([f"{len(split)} split masters are joined, exactly"] if split else [])
-
-
-def _text(value: Any) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)

@@ -10,7 +10,9 @@ from safetensors.numpy import save_file
 
 from halfstep.config.load import load
 from halfstep.config.model import parameter_shapes
+from halfstep.config.weights import initial_weights
 from halfstep.core.errors import HalfstepError
+from halfstep.training.weights import layouts
 from halfstep.training.weights.pretrained import open_pretrained
 
 LAYERS, VOCABULARY = 2, 128
@@ -273,3 +275,35 @@ def test_other_weights_than_the_digest_names_are_refused_and_a_head_rotated_whol
     whole = {"rope_parameters": {**QWEN3.get("rope_parameters", {}), "partial_rotary_factor": 1.0}}
     write(tmp_path, qwen3_tensors(), {**QWEN3, **whole, "partial_rotary_factor": 1})
     assert weights_at(tmp_path, TINY_QWEN3).keys() == parameter_shapes(TINY_QWEN3).keys()
+
+
+@pytest.mark.parametrize(
+    ("layout", "model"),
+    [
+        (layouts.GPT2, TINY),
+        (layouts.GPT2, replace(TINY, tied=False, mlp="gelu_exact", norm_epsilon=3e-4, mlp_width=48)),
+        (layouts.QWEN3, TINY_QWEN3),
+        (layouts.QWEN3, replace(TINY_QWEN3, tied=False, rope_base=5e5, norm_epsilon=1e-5)),
+    ],
+)
+def test_what_is_laid_out_is_read_back_bit_for_bit(tmp_path, layout, model):
+    assert layouts.hugging_face(model) is layout
+    weights = dict(initial_weights(replace(model, zero_init=False), seed=3))
+    tensors = dict(layout.lay_out(model, weights.items()))
+    assert ("lm_head.weight" in tensors) == (not model.tied)
+    found = weights_at(write(tmp_path, tensors, layout.to_config(model)), model)
+    assert found.keys() == weights.keys()
+    assert all((found[name] == weights[name]).all() for name in weights)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [({"qk_norm": "plain"}, "gpt2 has no qk_norm = plain"), ({"mlp": "relu2"}, "gpt2 has no mlp = relu2"),
+     ({"softcap": 30.0}, "softcap = 30.0"), ({"kv_heads": 2}, "kv_heads = 2"), ({"bias": False}, "bias = false"),
+     ({"unet_skips": True}, "unet_skips = true"), ({"value_residual": True}, "value_residual = true"),
+     ({"head_width": 16}, "head_width = 16"), ({"positions": "none"}, "positions = none"),
+     ({"embedding_norm": True}, "embedding_norm = true"), ({"norm_gain": False}, "norm_gain = false")],
+)  # fmt: skip
+def test_a_model_that_transformers_has_no_name_for_is_refused(change, said):
+    with pytest.raises(HalfstepError, match=f"has no Hugging Face layout: .*{said}"):
+        layouts.hugging_face(replace(TINY, **change))

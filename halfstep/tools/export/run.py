@@ -1,0 +1,186 @@
+"""Writes a trained model as a target, loads it back, and keeps it if it is the model that it came from.
+
+Two measures, both in fp32 and against the source's own session:
+
+    logits          The same weights, rounded to the format, give the same logits in the library that loaded
+                    them. Sums differ in their order: each of the S results that follow one another carries the
+                    error of a sum of at most L terms, and errors of random sign add up as the root of their
+                    number, so that
+                        |theirs - ours| <= sqrt(S L) 2^-24 |ours|, in norm, with S = 16 layers + 4
+                    Rotary angles may be computed in fp32 there: position * rate is off by context * 2^-24.
+    bits per byte   The rounded model predicts held-out text as the source does, to one rounding of the format.
+"""
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from halfstep import __version__
+from halfstep.config.model import ModelConfig
+from halfstep.core.errors import ConfigError, RoundingError, one_of
+from halfstep.core.formats import BF16, FP16, FP32, Format, parse
+from halfstep.core.policy import Policy
+from halfstep.core.rounding import cast
+from halfstep.core.state_format import Stored
+from halfstep.tools.export.folder import ExportError, finish, partial
+from halfstep.tools.export.targets import TARGETS, Floats, Job
+from halfstep.training.data.corpus import Corpus
+from halfstep.training.data.tokenizer_base import Tokenizer
+from halfstep.training.evaluation import Evaluation, evaluate
+from halfstep.training.run.trained import Trained
+from halfstep.training.weights.artifact import masters, origin_of
+
+NUM_WINDOWS, TEXT_TOKENS = 3, 2048  # of held-out text: to compare logits on, and to try the tokenizer with
+# How far bits per byte may be from the source's, relative to them.
+SCORE_BOUNDS = {FP32: 1e-4, BF16: 2.0**-8, FP16: 2.0**-11}
+
+
+@dataclass(frozen=True)
+class Exported:
+    """What was written, and how it compares with its source."""
+
+    path: Path
+    to: str
+    format: str
+    bytes: int | None  # None if it was not kept
+    before: Evaluation
+    after: Evaluation
+    bound: float
+    logits_error: float | None  # None if the target rounds more than the weights
+    logits_bound: float | None
+
+    @property
+    def error(self) -> float:
+        """How far the score is from the source's, relative to it."""
+        before, after = _score(self.before), _score(self.after)
+        return abs(after - before) / before if before else math.inf
+
+    @property
+    def problem(self) -> str:
+        """Why the export is not the model that it came from; empty if it is."""
+        if not self.error <= self.bound:  # also if it is NaN
+            what = "held-out loss" if self.before.bits_per_byte is None else "bits per byte"
+            return (
+                f"it does not score like its source: {what} {_score(self.before):.4f} -> "
+                f"{_score(self.after):.4f}, {self.error:.2%} apart, and {self.format} allows {self.bound:.2%}"
+            )
+        error, bound = self.logits_error, self.logits_bound
+        if error is not None and bound is not None and not error <= bound:
+            return f"its logits are {error:.1e} of their norm away from its source's; allowed are {bound:.1e}"
+        return ""
+
+    def record(self) -> dict[str, Any]:
+        """Returns it as JSON has it."""
+        return {
+            "path": str(self.path),
+            "to": self.to,
+            "format": self.format,
+            "kept": not self.problem,
+            "bytes": self.bytes,
+            "loss_before": self.before.loss,
+            "loss_after": self.after.loss,
+            "bits_per_byte_before": self.before.bits_per_byte,
+            "bits_per_byte_after": self.after.bits_per_byte,
+            "error": self.error,
+            "bound": self.bound,
+            "logits_error": self.logits_error,
+            "logits_bound": self.logits_bound,
+        }
+
+
+def choose_format(to: str, asked: str | None, policy: Policy) -> Format:
+    """Returns the format to write: what was asked for, or what the run's policy says under `export`."""
+    target, fmt = TARGETS[to], policy.export if asked is None else parse(asked)
+    if str(fmt) not in target.formats:
+        said = f"the run's policy says export={fmt}" if asked is None else f"--format {asked}"
+        raise ConfigError(
+            f"{said}, and `--to {to}` writes {one_of(target.formats)}",
+            hint=f"write `--format {target.formats[0]}`" + (", which holds bf16 exactly" if fmt == BF16 else ""),
+        )
+    return fmt
+
+
+def run(
+    trained: Trained,
+    corpus: Corpus,
+    tokenizer: Tokenizer | None,
+    to: str,
+    fmt: Format,
+    place: Path,
+    *,
+    device: str | None = None,
+    tokens: int,
+) -> Exported:
+    """Exports a trained model that runs in fp32. `place` was checked; the model's session is used up."""
+    target, config, session = TARGETS[to], trained.config, trained.session
+    limit = min(tokens, config.training.validation_tokens)
+    config = replace(config, training=replace(config.training, validation_tokens=limit))
+    weights = rounded(masters(trained.state, config.model, averaged=False), fmt)
+    text = "" if tokenizer is None else _text(tokenizer, corpus)
+    job = Job(config.model, weights, fmt, session, device, tokenizer, text)
+    target.check(job)
+    before = evaluate(session, corpus, config, averaged=False)
+    session.load_weights({f"model.{name}": Stored("F32", x.shape, x.tobytes()) for name, x in weights.items()})
+    windows = _windows(corpus, config.model)
+    ours = [session.logits(window) for window in windows]
+    with partial(place) as folder:
+        target.write(job, folder)
+        loaded = target.load(job, folder)
+        error = _distance([loaded.logits(window) for window in windows], ours)
+        after = evaluate(loaded, corpus, config, averaged=False)
+        bounds = SCORE_BOUNDS[fmt], logits_bound(config.model)
+        result = Exported(place, to, str(fmt), None, before, after, bounds[0], error, bounds[1])
+        if result.problem:
+            return result
+        manifest = trained.saved.manifest
+        origin = origin_of(manifest, manifest["step"], trained.weights)
+        kept = {key: value for key, value in result.record().items() if key not in ("path", "bytes", "kept")}
+        record = {"halfstep": __version__, **origin, "to": to, "format": str(fmt), "score": kept}
+        return replace(result, bytes=finish(folder, place, record))
+
+
+def rounded(weights: Iterable[tuple[str, Floats]], fmt: Format) -> dict[str, Floats]:
+    """Returns weights as numbers of a format, to nearest; refuses what is not finite there."""
+    result = {}
+    for name, value in weights:
+        if not np.isfinite(value).all():
+            raise ExportError(f"`{name}` holds numbers that are not finite", hint="use an earlier checkpoint")
+        try:
+            result[name] = value if fmt == FP32 else cast(value, fmt, overflow="raise")
+        except RoundingError as error:
+            raise ExportError(
+                f"`{name}` does not fit {fmt}: {error.message}", hint="use `--format bf16`"
+            ) from None
+    return result
+
+
+def logits_bound(model: ModelConfig) -> float:
+    """Returns how far logits may be apart that two libraries compute of the same weights in fp32, in norm."""
+    longest = max(model.width, model.size_of_mlp, model.heads * model.size_of_head, model.context)
+    angles = model.context * 2.0**-24 if model.positions == "rotary" else 0.0
+    return math.sqrt((16 * model.layers + 4) * longest) * 2.0**-24 + angles
+
+
+def _windows(corpus: Corpus, model: ModelConfig) -> list[list[int]]:
+    """Returns pieces of the held-out text from its beginning, middle and end."""
+    most = max(0, len(corpus.validation) - model.context)
+    starts = sorted({most * part // max(1, NUM_WINDOWS - 1) for part in range(NUM_WINDOWS)})
+    return [[int(token) for token in corpus.validation[start : start + model.context]] for start in starts]
+
+
+def _distance(found: list[Floats], expected: list[Floats]) -> float:
+    there, here = (np.stack(each).astype(np.float64) for each in (found, expected))
+    return float(np.linalg.norm(there - here) / (np.linalg.norm(here) or 1.0))
+
+
+def _text(tokenizer: Tokenizer, corpus: Corpus) -> str:
+    tokens = [int(token) for token in corpus.validation[:TEXT_TOKENS] if token != tokenizer.separator]
+    return tokenizer.decode(tokens).decode(errors="ignore")
+
+
+def _score(evaluation: Evaluation) -> float:
+    return evaluation.loss if evaluation.bits_per_byte is None else evaluation.bits_per_byte

@@ -1,0 +1,129 @@
+"""What a model can be exported to: how each target is written, and how it is loaded back.
+
+safetensors   our own names, in one file: `halfstep train --init` and `load_model` read it
+hf            the layout of transformers, for a model that is a GPT-2 or a Qwen3, with its tokenizer
+"""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from halfstep.config.model import ModelConfig
+from halfstep.core.errors import how_to_install
+from halfstep.core.formats import Format
+from halfstep.core.rounding import encode
+from halfstep.core.state_format import Stored
+from halfstep.tools.export.folder import ExportError
+from halfstep.tools.export.other import OtherModel
+from halfstep.tools.export.tokenizer import check_tokenizer, tokenizer_json, write_tokenizer
+from halfstep.training.checkpoints.checkpoint import write_tensors
+from halfstep.training.data.tokenizer_base import Tokenizer
+from halfstep.training.evaluation import Evaluates
+from halfstep.training.session import Session, backend_module
+from halfstep.training.weights.layouts import OWN, hugging_face
+from halfstep.training.weights.pretrained import CONFIG, open_pretrained
+from halfstep.training.weights.safetensors import SINGLE
+
+Floats = NDArray[np.float32]
+# A format in a safetensors header, and in config.json.
+DTYPES = {"fp32": ("F32", "float32"), "bf16": ("BF16", "bfloat16"), "fp16": ("F16", "float16")}
+
+
+class Model(Evaluates, Protocol):
+    """A model that was loaded back."""
+
+    def logits(self, tokens: Sequence[int]) -> Floats:
+        """Returns the logits of the token after the given ones."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is exported."""
+
+    model: ModelConfig
+    weights: Mapping[str, Floats]  # numbers of `format`
+    format: Format
+    session: Session  # of the source, in fp32
+    device: str | None
+    tokenizer: Tokenizer | None  # None if nobody knows it
+    text: str  # some of the held-out text
+
+
+@dataclass(frozen=True)
+class Target:
+    """A way to export."""
+
+    write: Callable[[Job, Path], None]
+    load: Callable[[Job, Path], Model]
+    packages: tuple[str, ...] = ()
+    formats: tuple[str, ...] = tuple(DTYPES)
+    backend: str | None = None  # the one that must run the source; None is that of the run
+    check: Callable[[Job], object] = lambda _: None  # refuses a model that the target cannot hold
+
+
+def check_packages(to: str) -> None:
+    """Refuses a target whose packages are not installed."""
+    missing = [package for package in TARGETS[to].packages if find_spec(package) is None]
+    if missing:
+        raise ExportError(
+            f"`--to {to}` needs what is not installed: {', '.join(missing)}",
+            hint=how_to_install("export"),
+        )
+
+
+def _write_safetensors(job: Job, folder: Path) -> None:
+    write_tensors(folder / SINGLE, _stored(job.weights, job.format))
+    _write_config(folder, OWN.to_config(job.model))
+
+
+def _load_safetensors(job: Job, folder: Path) -> Model:
+    weights = dict(open_pretrained(str(folder), job.model).weights())
+    job.session.load_weights({f"model.{name}": Stored("F32", x.shape, x.tobytes()) for name, x in weights.items()})
+    return job.session
+
+
+def _check_hf(job: Job) -> None:
+    hugging_face(job.model)
+    if job.tokenizer is not None:
+        tokenizer_json(job.tokenizer)
+
+
+def _write_hf(job: Job, folder: Path) -> None:
+    layout = hugging_face(job.model)
+    laid_out = dict(layout.lay_out(job.model, job.weights.items()))
+    write_tensors(folder / SINGLE, _stored(laid_out, job.format), {"format": "pt"})
+    separator = None if job.tokenizer is None else job.tokenizer.separator
+    ids = {"bos_token_id": separator, "eos_token_id": separator, "pad_token_id": None}
+    _write_config(folder, {**layout.to_config(job.model), **ids, "dtype": DTYPES[str(job.format)][1]})
+    if job.tokenizer is not None:
+        write_tokenizer(folder, job.tokenizer, job.model)
+
+
+def _load_hf(job: Job, folder: Path) -> Model:
+    if job.tokenizer is not None:
+        check_tokenizer(folder, job.tokenizer, job.text)
+    forward = backend_module("torch", "export").open_transformers(folder, job.device)
+    return OtherModel(forward, job.model.context, job.model.vocabulary)
+
+
+def _stored(weights: Mapping[str, Floats], fmt: Format) -> dict[str, Stored]:
+    dtype = DTYPES[str(fmt)][0]
+    return {name: Stored(dtype, x.shape, encode(x, fmt).tobytes()) for name, x in weights.items()}
+
+
+def _write_config(folder: Path, config: dict[str, Any]) -> None:
+    (folder / CONFIG).write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
+
+
+TARGETS: dict[str, Target] = {
+    "hf": Target(
+        _write_hf, _load_hf, packages=("torch", "transformers", "tokenizers"), backend="torch", check=_check_hf
+    ),
+    "safetensors": Target(_write_safetensors, _load_safetensors),
+}

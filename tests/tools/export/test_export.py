@@ -1,0 +1,214 @@
+"""`halfstep export`: what leaves is the model that was trained, in the format that was asked for, or nothing."""
+
+import json
+import shutil
+from dataclasses import replace
+from importlib.util import find_spec
+
+import numpy as np
+import pytest
+
+from halfstep.cli.main import run
+from halfstep.core.errors import PolicyError
+from halfstep.core.formats import BF16
+from halfstep.core.policy import Policy
+from halfstep.core.rounding import cast
+from halfstep.tools.export import targets
+from halfstep.tools.export.run import logits_bound
+from halfstep.training.run.trained import open_trained
+from halfstep.training.weights import layouts
+from halfstep.training.weights.artifact import masters
+from halfstep.training.weights.pretrained import open_pretrained
+from tests.refusals import refuses
+
+needs_transformers = pytest.mark.skipif(find_spec("transformers") is None, reason="transformers is not installed")
+SHAPES = {
+    "gpt2": ["width=32", "heads=4"],
+    "qwen3": ["width=32", "heads=4", "kv_heads=2", "head_width=16", "mlp_width=64"],
+    "tiny": ["width=32", "heads=4"],
+}
+SHORT = ["model.vocabulary=256", "model.context=16", "model.layers=2", "training.batch=2",
+         "training.micro_batches=1", "training.steps=3", "training.compile=false", "training.save_every=3",
+         "training.validation_tokens=256"]  # fmt: skip
+POLICIES = {"gpt2": "fp32", "qwen3": "bf16-mixed,emulate=true,export=bf16", "tiny": "bf16-true"}
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """A finished run of each recipe, trained when a test first needs it."""
+    made = {}
+
+    def of(recipe):
+        if recipe not in made:
+            folder = tmp_path_factory.mktemp(recipe)
+            (folder / "text.txt").write_text("\n\n".join(f"line {i} of {i * i}, naïve" for i in range(400)))
+            chosen = [*SHORT, *(f"model.{size}" for size in SHAPES[recipe]), f"data.source={folder / 'text.txt'}"]
+            settings = [word for setting in chosen for word in ("--set", setting)]
+            out = folder / "run"
+            words = [
+                "train",
+                recipe,
+                "--policy",
+                POLICIES[recipe],
+                "--device",
+                "cpu",
+                "--out",
+                str(out),
+                *settings,
+            ]
+            assert run(words) == 0
+            made[recipe] = out
+        return made[recipe]
+
+    return of
+
+
+def export(capsys, *words):
+    capsys.readouterr()
+    code = run(["export", *map(str, words), "--device", "cpu", "--json"])
+    return code, json.loads(capsys.readouterr().out)
+
+
+def refused(capsys, *words):
+    capsys.readouterr()
+    assert run(["export", *map(str, words), "--device", "cpu"]) == 2
+    return " ".join(capsys.readouterr().err.split())
+
+
+def numbers_of(place):
+    """The model of a run, and its weights in fp32."""
+    trained = open_trained(place, "cpu", policy="fp32", backend="torch")
+    return trained, dict(masters(trained.state, trained.config.model, averaged=False))
+
+
+def distance(found, expected):
+    return np.linalg.norm(np.float64(found) - np.float64(expected)) / np.linalg.norm(np.float64(expected))
+
+
+@needs_transformers
+@pytest.mark.parametrize(("recipe", "fmt"), [("gpt2", "fp32"), ("gpt2", "fp16"), ("qwen3", "bf16")])
+def test_transformers_computes_what_we_compute(runs, tmp_path, capsys, recipe, fmt):
+    import torch
+    import transformers
+
+    place = tmp_path / "model"
+    asked = [] if fmt == str(Policy.parse(POLICIES[recipe]).export) else ["--format", fmt]
+    code, result = export(capsys, runs(recipe), "--to", "hf", "--out", place, *asked)
+    assert (code, result["kept"], result["format"]) == (0, True, fmt)
+    trained, weights = numbers_of(runs(recipe))
+    ours = {name: cast(value, fmt, overflow="raise") for name, value in weights.items()}
+    # bit for bit what was written, in the dtype that config.json states
+    back = dict(open_pretrained(str(place), trained.config.model).weights())
+    assert all((back[name] == ours[name]).all() for name in ours)
+    model = transformers.AutoModelForCausalLM.from_pretrained(place, dtype="auto")
+    assert {str(p.dtype) for p in model.parameters()} == {f"torch.{targets.DTYPES[fmt][1]}"}
+    assert type(model).__name__ == {"gpt2": "GPT2LMHeadModel", "qwen3": "Qwen3ForCausalLM"}[recipe]
+    trained.session.model.set_weights(ours.items())
+    tokens = [int(token) for token in np.random.default_rng(0).integers(0, 256, 16)]
+    with torch.no_grad():
+        theirs = model.float().eval()(torch.tensor([tokens])).logits[0, -1].numpy()
+    bound = logits_bound(trained.config.model)
+    assert distance(theirs, trained.session.logits(tokens)) <= bound
+    assert result["logits_error"] <= bound == result["logits_bound"]
+    tokenizer = transformers.AutoTokenizer.from_pretrained(place)
+    text = "naïve lines\n\tof <|endoftext|> 7"
+    assert tokenizer(text)["input_ids"] == list(text.encode())
+    assert tokenizer.decode(list(text.encode())) == text
+    assert len(model.generate(torch.tensor([tokens[:4]]), max_new_tokens=3, do_sample=False)[0]) == 7
+
+
+def test_safetensors_are_our_own_names_in_the_format_of_the_policy(runs, capsys):
+    code, result = export(capsys, runs("tiny"), "--to", "safetensors")
+    place = runs("tiny") / "export" / "safetensors-bf16"
+    assert (code, result["path"], result["format"]) == (0, str(place), "bf16")  # bf16-true says so
+    trained, weights = numbers_of(runs("tiny"))
+    back = dict(open_pretrained(str(place), trained.config.model).weights())
+    assert all((back[name] == weights[name]).all() for name in weights)  # bf16 weights, so nothing was rounded
+    assert result["loss_after"] == result["loss_before"]
+    record = json.loads((place / "export.json").read_text())
+    assert (record["to"], record["step"], record["score"]["bound"]) == ("safetensors", 3, 2**-8)
+    assert sorted(record["files"]) == ["config.json", "model.safetensors"]
+    assert result["bytes"] == sum(file["bytes"] for file in record["files"].values())
+    wide, narrow = (
+        export(capsys, runs("gpt2"), "--to", "safetensors", *more)[1] for more in ([], ["--format", "bf16"])
+    )
+    assert (wide["format"], wide["error"], narrow["format"]) == ("fp32", 0, "bf16")
+    assert 0 < narrow["error"] <= narrow["bound"]
+    assert narrow["bytes"] < 0.6 * wide["bytes"]
+
+
+@needs_transformers
+def test_an_export_that_does_not_score_like_its_source_is_not_kept(runs, tmp_path, capsys, monkeypatch):
+    place = tmp_path / "model"
+    assert export(capsys, runs("gpt2"), "--to", "hf", "--out", place)[0] == 0
+    first = (place / "model.safetensors").read_bytes()
+
+    def not_transposed(model):
+        """The names, with one square matrix that is written as it is: its shape fits, the model is another."""
+        name = "blocks.0.attn.o.weight"
+        sources = layouts.GPT2.sources(model)
+        return sources | {name: replace(sources[name], transposed=False)}
+
+    monkeypatch.setattr(targets, "hugging_face", lambda _: replace(layouts.GPT2, sources=not_transposed))
+    code, result = export(capsys, runs("gpt2"), "--to", "hf", "--out", place)
+    assert (code, result["kept"], result["bytes"]) == (1, False, None)
+    assert result["logits_error"] > result["logits_bound"]
+    assert (place / "model.safetensors").read_bytes() == first  # the older one is still there
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+def test_a_rounding_that_costs_too_much_is_not_kept(runs, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("halfstep.tools.export.run.cast", lambda x, *_, **__: cast(x, "e4m3", overflow="saturate"))
+    monkeypatch.setattr("halfstep.tools.export.run.SCORE_BOUNDS", {BF16: 1e-5})
+    capsys.readouterr()
+    words = ["export", str(runs("gpt2")), "--to", "safetensors", "--format", "bf16", "--out", str(tmp_path / "m")]
+    assert run([*words, "--device", "cpu"]) == 1
+    said = " ".join(capsys.readouterr().err.split())
+    assert "was not kept: it does not score like its source: bits per byte" in said
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_model_without_a_hugging_face_layout_is_refused(runs, capsys):
+    said = refused(capsys, runs("tiny"), "--to", "hf")
+    assert "the model has no Hugging Face layout: gpt2 has no" in said
+    assert "qk_norm = plain" in said
+    assert "`--to safetensors`" in said
+
+
+def test_what_is_not_there_or_not_ours_is_refused(runs, tmp_path, capsys, monkeypatch):
+    place = runs("gpt2")
+    held = tmp_path / "held"
+    held.mkdir()
+    (held / "mine.txt").write_text("mine")
+    (tmp_path / "file").write_text("mine")
+    to = [place, "--to", "safetensors", "--out"]
+    assert "holds `mine.txt`, which no export wrote" in refused(capsys, *to, held)
+    assert "exists, and is no folder" in refused(capsys, *to, tmp_path / "file")
+    assert "is among the run's checkpoints" in refused(capsys, *to, place / "checkpoints" / "x")
+    assert "there is no folder" in refused(capsys, *to, tmp_path / "no" / "x")
+    assert "which no export wrote" in refused(capsys, *to, place)
+    assert "--tokens must be 1 or more" in refused(capsys, *to, tmp_path / "x", "--tokens", "0")
+    (held / "mine.txt").unlink()
+    assert export(capsys, *to, held)[0] == 0
+    assert export(capsys, *to, held)[0] == 0  # an older export is replaced
+    shutil.copy(tmp_path / "file", held / "note.txt")
+    assert "holds `note.txt`" in refused(capsys, *to, held)
+    monkeypatch.setattr(targets, "find_spec", lambda name: None)
+    said = refused(capsys, place, "--to", "hf")
+    assert "`--to hf` needs what is not installed: torch, transformers, tokenizers" in said
+    assert "'.[export]'" in said
+
+
+def test_your_own_loop_refuses_a_role_that_it_does_not_read():
+    import torch
+
+    from halfstep.torch import prepare
+
+    model = torch.nn.Linear(4, 4)
+    with refuses(PolicyError, "`export=bf16` changes nothing here", "leave it out"):
+        prepare(model, torch.optim.AdamW(model.parameters()), "fp32,export=bf16")
+
+
+def test_sampling_says_how_fast_it_is(runs, capfd):
+    assert run(["sample", str(runs("gpt2")), "--device", "cpu", "--prompt", "x", "--length", "4"]) == 0
+    assert "tokens per second" in capfd.readouterr().err
