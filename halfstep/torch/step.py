@@ -43,6 +43,7 @@ from halfstep.torch.run.checks import (
 )
 from halfstep.torch.run.edit import edited
 from halfstep.torch.run.from_amp import State, take_over
+from halfstep.torch.run.own_steps import OwnSteps
 from halfstep.torch.run.parts import RunParts
 from halfstep.torch.run.reached import Reached, record
 from halfstep.torch.run.summary import summarize
@@ -111,7 +112,6 @@ class Run(RunParts):
         self._open = True
         self._holds = ""  # what the model holds for a while, if not its masters as the policy says
         self._norm = GradNorm()
-        self._skipped: Tensor | None = None
         self._last: tuple[LossFn, list[Any]] | None = None
         self.forget()
 
@@ -222,7 +222,7 @@ class Run(RunParts):
             self.averages.update(finite.float())
         loss = self.accumulation.mean_loss()
         result = StepResult(loss, skipped, used, norm, self.scale_state.stuck)
-        self._skipped = result.skipped
+        self.skipped = result.skipped
         self.forget()
         if self.scale_watch is not None:
             self.scale_watch.look(used)
@@ -252,9 +252,9 @@ class Run(RunParts):
 
         Our optimizers count applied updates on the device and need none: `Optimizer.set_factor`.
         """
-        if self._skipped is None:
+        if self.skipped is None:
             raise HalfstepError("no update was made yet", hint="call it after step() or update()")
-        applied = not bool(self._skipped)
+        applied = not bool(self.skipped)
         if applied:
             scheduler.step(*args)
         return applied
@@ -385,6 +385,11 @@ class Run(RunParts):
         """Describes what was converted and what was not, with reasons; masters; what each optimizer costs."""
         return "\n".join(summarize(self))
 
+    def watch_optimizers(self) -> None:
+        """Hooks what users may do to optimizers themselves, steps included."""
+        super().watch_optimizers()
+        self.hooks += OwnSteps(self).hooks()
+
     def _check_trains(self) -> None:
         self._check_open()
         if not self.optimizers:
@@ -403,4 +408,6 @@ class Run(RunParts):
         twin = memo[id(self)] = type(self).__new__(type(self))
         with copying_run():
             twin.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        if twin.conversion is not None and twin._open:
+            twin.watch_optimizers()
         return twin

@@ -88,7 +88,7 @@ def test_every_section_before_the_refusals_has_code():
     titles = list(SECTIONS)
     assert titles[-1] == "What is refused, and why"
     assert all(SECTIONS[title] for title in titles[:-1])
-    assert sum("halfstep" in block for blocks in SECTIONS.values() for block in blocks) == 11
+    assert sum("halfstep" in block for blocks in SECTIONS.values() for block in blocks) == 12
 
 
 def test_bf16_true_holds_what_the_page_says():
@@ -110,15 +110,17 @@ def test_bf16_true_holds_what_the_page_says():
 
 def test_before_and_after_learn_the_same():
     before, after, *_ = SECTIONS["From torch.amp in bf16"]
+    (one_line,) = SECTIONS["One line, to try first"]
+    one_line = one_line.replace("total_iters=100", "start_factor=1.0")  # the rate of the others
     losses = []
-    for block in (before, after):
+    for block in (before, after, one_line):
         names = run_blocks([block], scope())
         with torch.no_grad():
             losses.append(float(names["loss_fn"](names["batches"][0])))
     untrained = float(scope()["loss_fn"](batches()[0]).detach())
     # Eight small steps: both have learned the same, to the resolution of bf16 at this loss.
     assert losses[0] < untrained
-    assert losses[0] == pytest.approx(losses[1], rel=2**-8)
+    assert losses[1:] == pytest.approx(losses[:1] * 2, rel=2**-8)
 
 
 def test_lightning_resumes_by_its_own_checkpoint_to_the_same_bits(tmp_path, monkeypatch):
@@ -187,6 +189,13 @@ def _refusals():
         nn.utils.clip_grad_norm_(net.parameters(), 1e-3)
         run.update()
 
+    def by_hand():
+        net = model()
+        optimizer = adamw(net)
+        prepare(net, optimizer, "bf16-mixed", clip_norm=1.0)
+        net(batches()[0][0]).mean().backward()
+        optimizer.step()
+
     plain, taken = model(), prepared()[0]
     return [
         lambda: prepare(plain, torch.amp.GradScaler("cpu"), "fp16-mixed"),
@@ -203,6 +212,7 @@ def _refusals():
         lambda: torch.optim.swa_utils.AveragedModel(prepared("bf16-mixed,param=fp32:split")[0]),
         clipped,
         lambda: prepared()[1].load_state_dict(prepared("fp32")[1].state_dict()),
+        by_hand,
         cast_after,
     ]
 

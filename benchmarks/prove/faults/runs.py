@@ -4,7 +4,7 @@ from benchmarks.prove.faults.registry import hazard, nothing
 
 hazard(
     "a step outside the run bypasses its checks",
-    "halfstep.torch.optim.drivers:StockDriver.refuse_outside_run",
+    "halfstep.torch.run.own_steps:OwnSteps.check",
     "tests/torch/split/test_parameter.py::test_a_step_that_the_run_does_not_make_is_refused_where_it_would_be_lost",
 )(nothing)
 

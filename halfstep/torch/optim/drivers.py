@@ -9,8 +9,10 @@ the host wait until everything before is done. The first driver that fits is tak
                       torch.where undoes it if it must be skipped. Costs a copy of parameters and state.
     SyncDriver        all others: the flag is read, one sync per step, and the summary says so
 
-All but the first get fp32 masters and gradients (`Masters.opened`), and moments widened for the step. Closures are
-refused: an optimizer that evaluates the loss again (LBFGS) would use gradients that were not unscaled or checked.
+All but the first get fp32 masters and gradients (`Masters.opened`), and moments widened for the step. A step()
+that a plain loop calls itself (run/own_steps.py) is skipped by the same means, between `begin` and `end`. Closures
+are refused: an optimizer that evaluates the loss again (LBFGS) would use gradients that were not unscaled or
+checked.
 """
 
 import inspect
@@ -35,7 +37,7 @@ from halfstep.torch.split.operand import values_of
 class Driver(ABC):
     """Steps one optimizer of a run."""
 
-    _stepping = False
+    is_stepping = False  # whether the optimizer's step is the run's own
 
     def __init__(self, optimizer: torch.optim.Optimizer, masters: Masters, moments: Mapping[str, Format]):
         self.optimizer, self.masters, self.moments = optimizer, masters, moments
@@ -61,26 +63,21 @@ class Driver(ABC):
     @contextmanager
     def stepping(self) -> Iterator[None]:
         """Inside, the optimizer's step is the run's own."""
-        self._stepping = True
+        self.is_stepping = True
         try:
             yield
         finally:
-            self._stepping = False
+            self.is_stepping = False
 
-    def refuse_outside_run(self, *_: Any) -> None:
-        """Refuses a step that the run does not make: it would use bf16 halves, or scaled gradients."""
-        if self._stepping:
-            return
-        narrow = isinstance(self, StockDriver) and any(not self.masters.is_whole(p) for p in self.parameters)
-        why = (
-            "parameters are held narrower than their masters: small updates would be lost"
-            if narrow
-            else "this policy scales the loss: its gradients are not scaled, or never unscaled"
-        )
-        raise HalfstepError(
-            f"{label(self.optimizer)}.step() was called directly, and {why}",
-            hint="run.update() makes the step, on the masters",
-        )
+    @abstractmethod
+    def begin(self, found_inf: Tensor) -> dict[str, Any]:
+        """Makes a step() that the user calls skip if `found_inf` is 1; returns arguments for it.
+
+        Masters are whole and fp32, and so are gradients and moments.
+        """
+
+    def end(self) -> None:  # noqa: B027
+        """Undoes what `begin` did, after the step."""
 
     def cast_moments(self, *, widen: bool = False) -> None:
         """Casts state that has its parameter's shape to the moments format, or to fp32 for the step."""
@@ -107,9 +104,31 @@ class HalfstepDriver(Driver):
         with self.stepping():
             self.optimizer.step(grads, found_inf=found_inf, scale=scale)
 
+    def begin(self, found_inf: Tensor) -> dict[str, Any]:
+        """Returns the flag as an argument."""
+        return {"found_inf": found_inf}
+
 
 class StockDriver(Driver):
     """What drivers of optimizers that know nothing of halfstep share."""
+
+    _held_back: Sequence[tuple[Tensor, Tensor]] = ()
+
+    def hold_back(self) -> None:
+        """Makes the user's own step do nothing: a parameter without a gradient does not move."""
+        self._held_back = [(p, p.grad) for p in self.parameters if p.grad is not None]
+        for p, _ in self._held_back:
+            p.grad = None
+
+    def end(self) -> None:
+        """Shows gradients again that were held back."""
+        for p, grad in self._held_back:
+            p.grad = grad
+        self._held_back = ()
+
+    def shown(self) -> Grads:
+        """Returns the gradients in `p.grad`."""
+        return Grads({id(p): p.grad for p in self.parameters if p.grad is not None})
 
     def run_step(self, grads: Grads, scale: Tensor, count: Tensor) -> None:
         """Runs the optimizer's own step on fp32 masters, gradients and moments."""
@@ -157,6 +176,20 @@ class FusedDriver(StockDriver):
         finally:
             del self.optimizer.found_inf, self.optimizer.grad_scale  # type: ignore[attr-defined]
 
+    def begin(self, found_inf: Tensor) -> dict[str, Any]:
+        """Sets the flag."""
+        if self._lacks_momentum(self.shown()) and bool(found_inf):
+            self.hold_back()
+        else:
+            self.optimizer.found_inf, self.optimizer.grad_scale = found_inf, None  # type: ignore[attr-defined]
+        return {}
+
+    def end(self) -> None:
+        """Removes the flag."""
+        super().end()
+        for name in ("found_inf", "grad_scale"):
+            vars(self.optimizer).pop(name, None)
+
     def _lacks_momentum(self, grads: Grads) -> bool:
         """Fused SGD allocates its momentum and leaves the first write to the kernel, which may skip it."""
         return "dampening" in self.optimizer.defaults and any(
@@ -182,21 +215,57 @@ class SyncDriver(StockDriver):
         if not bool(found_inf):
             self.run_step(grads, scale, count)
 
+    def begin(self, found_inf: Tensor) -> dict[str, Any]:
+        """Holds gradients back if the flag, which is read, is 1."""
+        if bool(found_inf):
+            self.hold_back()
+        return {}
+
 
 class RollbackDriver(StockDriver):
     """Steps a capturable optimizer, and undoes the step on the device if it must be skipped."""
 
     cost = "no sync after the first step; a step that must be skipped is made and undone: a copy of its state"
+    _before: tuple[list[Tensor], dict[Any, Tensor], Tensor] | None = None  # what a step may change, and its flag
 
     def step(self, grads: Grads, scale: Tensor, found_inf: Tensor, count: Tensor) -> None:
         """Updates, and restores everything if `found_inf` is 1."""
         params = [p for p in self.parameters if id(p) in grads]
-        if any(not self.optimizer.state.get(p) for p in params):
-            if not bool(found_inf):  # the first step makes the state, and cannot unmake it
+        if self._lacks_state(params):
+            if not bool(found_inf):
                 self.run_step(grads, scale, count)
             return
-        before = {key: tensor.clone() for key, tensor in self._live(params)}
+        self._remember(params, found_inf)
         self.run_step(grads, scale, count)
+        self._undo()
+
+    def begin(self, found_inf: Tensor) -> dict[str, Any]:
+        """Remembers everything that the step may change."""
+        grads = self.shown()
+        params = [p for p in self.parameters if id(p) in grads]
+        if not self._lacks_state(params):
+            self._remember(params, found_inf)
+        elif bool(found_inf):
+            self.hold_back()
+        return {}
+
+    @torch.no_grad()
+    def end(self) -> None:
+        """Undoes the step if it must be skipped."""
+        super().end()
+        if self._before is not None:
+            self._undo()
+
+    def _lacks_state(self, params: list[Tensor]) -> bool:
+        """The first step makes the state, and cannot unmake it."""
+        return any(not self.optimizer.state.get(p) for p in params)
+
+    def _remember(self, params: list[Tensor], found_inf: Tensor) -> None:
+        self._before = params, {key: tensor.clone() for key, tensor in self._live(params)}, found_inf
+
+    def _undo(self) -> None:
+        assert self._before is not None
+        (params, before, found_inf), self._before = self._before, None
         for key, now in self._live(params):
             now.copy_(torch.where(found_inf > 0, before[key], now))
         self.masters.note_writes(params)

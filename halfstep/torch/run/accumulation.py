@@ -193,14 +193,14 @@ class Accumulation:
         grads = Grads({id(p): g for p in parameters if (g := sums.get(id(p), p.grad)) is not None})
         if any(map(is_sparse, grads.values())):
             grads = Grads({key: g.coalesce() if g.is_sparse else g for key, g in grads.items()})
-        self._look_for_new()
+        self.contents.refresh()
         if not grads and {id(p) for p in parameters}.isdisjoint(map(id, self.contents.parameters)):
             raise HalfstepError(
                 "the model holds none of the parameters that it was prepared with: they were replaced since, "
                 "as FSDP's fully_shard does",
                 hint="FSDP is not implemented yet; DDP(model) keeps parameters, and takes `bf16-mixed`",
             )
-        self._check_none_new()
+        self.check_none_new()
         if not grads:
             raise HalfstepError(
                 "no parameter of the optimizers has a gradient",
@@ -213,7 +213,14 @@ class Accumulation:
         losses = torch.as_tensor(self.losses)
         return losses if _is_one(self.weights) else losses / self.weights
 
-    def _check_none_new(self) -> None:
+    @property
+    def begun(self) -> bool:
+        """Whether there are gradients that no update has used."""
+        return self._reference is not None
+
+    def check_none_new(self) -> None:
+        """Refuses gradients of parameters that joined the model since it was prepared."""
+        self._look_for_new()
         if not self._new:
             return
         names: dict[Tensor, str] = {p: name for name, p in self.contents.model.named_parameters()}

@@ -10,7 +10,7 @@ from halfstep.core.choice import Choice
 from halfstep.core.errors import HalfstepError
 from halfstep.core.policy import Policy
 from halfstep.core.roles import Param
-from halfstep.core.scaling import NoScale, ScaleState
+from halfstep.core.scaling import ScaleState
 from halfstep.torch.apply import Applied
 from halfstep.torch.optim.adamw import Optimizer
 from halfstep.torch.optim.drivers import Driver, StockDriver, check_optimizers, driver_of, held_by
@@ -49,6 +49,7 @@ class RunParts:
         self.optimizers: list[torch.optim.Optimizer] = []
         self.drivers: list[Driver] = []
         self.averages: Averages | None = None
+        self.skipped: Tensor | None = None  # whether the last update was; None before the first
         self.masters = self._masters(seed, optimizers)
         self._decay, self._warns = ema, warns
         self._prepared = {p: (p.dtype, p.shape) for p in self.masters.names}
@@ -85,7 +86,8 @@ class RunParts:
         self.averages = Averages(self.masters, trained, self._decay) if self._decay else None
         self.buffers.remember()
         if self.conversion is not None:
-            self.hooks += self._bind_and_hook(self.conversion)
+            self._bind(self.conversion)
+            self.watch_optimizers()
 
     def follow(self, device: torch.device) -> None:
         """Follows a model that was moved before its run made a step, if its policy means the same there."""
@@ -175,17 +177,11 @@ class RunParts:
             held |= optimizer.masters.held if isinstance(optimizer, Optimizer) else {}
         return Masters(names, held, seed=seed)
 
-    def _bind_and_hook(self, conversion: Applied) -> list[Any]:
-        self._bind(conversion)
-        hooks: list[Any] = []
+    def watch_optimizers(self) -> None:
+        """Hooks what users may do to optimizers themselves; a copy of an optimizer has no hooks."""
         stock = [driver for driver in self.drivers if isinstance(driver, StockDriver)]
-        narrow = any(not self.masters.is_whole(p) for p in self.parameters)
-        if narrow:
-            hooks += [d.optimizer.register_load_state_dict_pre_hook(_refuse_load) for d in stock]
-        scaled = not isinstance(self.policy.scale, NoScale)
-        guarded = self.drivers if scaled else stock if narrow else []
-        hooks += [driver.optimizer.register_step_pre_hook(driver.refuse_outside_run) for driver in guarded]
-        return hooks
+        if any(not self.masters.is_whole(p) for p in self.parameters):
+            self.hooks += [d.optimizer.register_load_state_dict_pre_hook(_refuse_load) for d in stock]
 
     def _bind(self, conversion: Applied) -> None:
         for driver in self.drivers:

@@ -11,6 +11,7 @@ from halfstep.core.roles import print_value
 from halfstep.torch.convert.known_packages import kept_wide
 from halfstep.torch.layers import Layer
 from halfstep.torch.optim.drivers import label
+from halfstep.torch.run.own_steps import why_not
 from halfstep.torch.run.parts import RunParts
 from halfstep.torch.run.reached import some
 from halfstep.torch.run.switches import fp32_is_fp32
@@ -118,3 +119,6 @@ def _optimizers(run: RunParts) -> Iterator[str]:
         yield "  no optimizers: it can be evaluated; run.attach(optimizers) before it is trained"
     for driver in run.drivers:
         yield f"  {label(driver.optimizer)}: {driver.cost}"
+    if run.optimizers and run.conversion is not None:
+        why = why_not(run)
+        yield f"  in a plain loop, loss.backward() and optimizer.step(): {f'refused, {why}' if why else 'exact'}"
