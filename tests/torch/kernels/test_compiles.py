@@ -1,4 +1,4 @@
-"""Every kernel compiles for NVIDIA GPUs, which Triton can do without one; in a process of its own, not interpreted."""
+"""Every kernel compiles for NVIDIA GPUs, which Triton does without one; in a process that does not interpret."""
 
 import json
 import os
@@ -45,7 +45,8 @@ for module, name, types, constants in json.load(sys.stdin):
     signature = {p: "constexpr" if p in constants else types[p] for p in names}
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants)
     for capability in (80, 90):
-        code = triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"enable_fp_fusion": False})
+        target = GPUTarget("cuda", capability, 32)
+        code = triton.compile(source, target=target, options={"enable_fp_fusion": False})
         assert code.asm["ptx"]
 """
 
