@@ -8,6 +8,12 @@ hazard(
     "tests/torch/split/test_parameter.py::test_a_step_that_the_run_does_not_make_is_refused_where_it_would_be_lost",
 )(nothing)
 
+hazard(
+    "a plain loop makes a step that is not finite",
+    "halfstep.torch.run.own_steps:OwnSteps._begin",
+    "tests/torch/run/test_own_steps.py::test_buffers_of_a_step_that_is_not_finite_are_restored_and_a_scheduler_may_wait",
+)(nothing)
+
 
 @hazard(
     "a resumed run rebuilds its masters from bf16",

@@ -96,7 +96,7 @@ class OwnSteps:
         called = f"{label(driver.optimizer)}.step() was called directly, and"
         if self._why:
             raise HalfstepError(f"{called} {self._why}", hint=_HINT)
-        if len(args) > 1 or kwargs:
+        if any(given is not None for given in (*args[1:], *kwargs.values())):  # Accelerate passes closure=None
             raise HalfstepError(
                 f"{called} it was given arguments: the gradients of a closure would not be checked",
                 hint=f"call loss.backward() before it; {_HINT}",
