@@ -127,6 +127,7 @@ def test_lightning_resumes_by_its_own_checkpoint_to_the_same_bits(tmp_path, monk
     monkeypatch.chdir(tmp_path)
     port, resume = SECTIONS["From the Lightning Trainer"][1:]
     names = run_blocks([port], scope())
+    assert {name: str(run.policy) for name, run in [("plugin", names["plugin"].run)]} == {"plugin": "bf16-mixed"}
     resumed = run_blocks([resume], dict(names))
     assert resumed["trainer"].global_step == 16
     whole = run_blocks([port.replace("max_epochs=1", "max_epochs=2")], scope())

@@ -31,7 +31,8 @@ WRAPPERS = {
     "DeepSpeedEngine": ("wrapped by DeepSpeed", "prepare(engine.module, ...) takes the model itself"),
     "_FabricModule": (
         "set up by Fabric",
-        "prepare(model.module, ...) takes the model itself; do not hand it to Fabric (docs/migration.md)",
+        "the Fabric of halfstep.integrations.lightning takes policy=; prepare(model.module, ...) takes the model "
+        "itself (docs/migration.md)",
     ),
 }
 _OPTIMIZERS = {"AcceleratedOptimizer": "Accelerate", "_FabricOptimizer": "Fabric"}

@@ -1,0 +1,501 @@
+"""Lightning's Trainer and Fabric under a policy: the bits of a loop by hand, resumed exactly, nothing bypassed."""
+
+import copy
+import warnings
+
+import lightning
+import pytest
+import torch
+from lightning.pytorch.callbacks import Callback
+from torch import nn
+from torch.nn import functional as F
+
+from halfstep.core.errors import HalfstepError, ScalingError
+from halfstep.integrations.lightning import Fabric, HalfstepPrecision
+from halfstep.torch import AdamW, prepare
+
+PROVED = pytest.param("fp32", marks=pytest.mark.prove)
+POLICIES = [PROVED, "bf16-mixed", "fp16-mixed"]
+SPLIT = "bf16-mixed,param=fp32:split"
+NARROW = pytest.param("bf16-mixed,moments=bf16", marks=pytest.mark.prove)
+MICRO, CLIP = 2, 0.2
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:lightning")
+
+
+def network():
+    torch.manual_seed(0)
+    layers = nn.Embedding(11, 8), nn.LayerNorm(8), nn.Linear(8, 16), nn.Dropout(0.1), nn.Linear(16, 11)
+    return nn.Sequential(*layers)
+
+
+class Module(lightning.LightningModule):
+    def __init__(self, optimizer=torch.optim.AdamW):
+        super().__init__()
+        self.net, self.optimizer = network(), optimizer
+        self.bad, self.seen = (), []
+
+    def training_step(self, batch, index):
+        logits = self.net(batch[0])
+        self.seen.append(logits.dtype)
+        loss = F.cross_entropy(logits, batch[1])
+        return loss * float("inf") if index in self.bad else loss
+
+    def validation_step(self, batch, index):
+        self.log("validation_loss", F.cross_entropy(self.net(batch[0]), batch[1]))
+
+    test_step = validation_step
+
+    def predict_step(self, batch, index):
+        return self.net(batch[0])
+
+    def configure_optimizers(self):
+        optimizer = self.optimizer(self.parameters(), lr=3e-3)
+        schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 0.5, total_iters=20)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+def batches(count=8):
+    draw = torch.Generator().manual_seed(1)
+    return [tuple(pair) for pair in torch.randint(0, 11, (count, 2, 32), generator=draw)]
+
+
+def loader():
+    return torch.utils.data.DataLoader(batches(), batch_size=None)
+
+
+def trainer(folder, policy, epochs=1, **given):
+    plugins = HalfstepPrecision(policy) if isinstance(policy, str) else policy
+    options = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary"), False)
+    options |= {"accelerator": "cpu", "num_sanity_val_steps": 0, "default_root_dir": folder, "max_epochs": epochs}
+    return lightning.Trainer(plugins=plugins, **(options | {"enable_checkpointing": False} | given))
+
+
+def fit(folder, policy, epochs=1, module=None, resume=None, **given):
+    module = Module() if module is None else module
+    torch.manual_seed(2)
+    fitted = trainer(folder, policy, epochs, **given)
+    fitted.fit(module, loader(), ckpt_path=resume, weights_only=True)
+    return module, fitted
+
+
+def by_hand(policy, updates, micro_batches=MICRO, clip_norm=CLIP, optimizer=torch.optim.AdamW):
+    """The same training without Lightning."""
+    module = Module()
+    made = optimizer(module.parameters(), lr=3e-3)
+    schedule = torch.optim.lr_scheduler.LinearLR(made, 0.5, total_iters=20)
+    run = prepare(module, made, policy, clip_norm=clip_norm)
+    torch.manual_seed(2)
+    data = iter(loader())  # which draws a number
+    for _ in range(updates):
+        for _ in range(micro_batches):
+            inputs, targets = next(data)
+            loss = F.cross_entropy(module.net(inputs).float(), targets) / micro_batches
+            run.backward(loss, normalized=True)
+        run.update()
+        schedule.step()
+    return module
+
+
+def assert_same(one, other):
+    states = one.state_dict(), other.state_dict()
+    assert states[0].keys() == states[1].keys()
+    for name, value in states[0].items():
+        assert torch.equal(value, states[1][name]), name
+
+
+def dtype_of(policy):
+    return {"fp32": torch.float32, "fp16": torch.float16}.get(policy[:4], torch.bfloat16)
+
+
+# The Trainer
+
+
+@pytest.mark.parametrize("policy", [*POLICIES, SPLIT])
+def test_the_trainer_takes_the_steps_of_a_loop_by_hand(policy, tmp_path):
+    module, fitted = fit(tmp_path, policy, accumulate_grad_batches=MICRO, gradient_clip_val=CLIP)
+    assert set(module.seen) == {dtype_of(policy)}
+    assert fitted.global_step == 4
+    plugin = fitted.precision_plugin
+    assert int(plugin.run.num_applied) == 4
+    assert float(plugin.result.grad_norm) > CLIP  # it was clipped
+    assert_same(module, by_hand(policy, 4))
+
+
+@pytest.mark.parametrize("policy", [*POLICIES, SPLIT, NARROW])
+def test_a_checkpoint_of_lightning_resumes_to_the_same_bits(policy, tmp_path):
+    given = {"gradient_clip_val": CLIP, "enable_checkpointing": True}
+    whole, _ = fit(tmp_path / "whole", policy, 2, **given)
+    _, first = fit(tmp_path, policy, 1, **given)
+    saved = first.checkpoint_callback.best_model_path
+    resumed, second = fit(tmp_path, policy, 2, resume=saved, **given)
+    assert second.global_step == 16
+    assert_same(whole, resumed)
+    assert [config.scheduler.last_epoch for config in second.lr_scheduler_configs] == [16]
+
+
+def test_what_a_plain_job_needs_stays_in_the_checkpoint_and_costs_no_second_copy(tmp_path):
+    _, ours = fit(tmp_path / "ours", "bf16-mixed", enable_checkpointing=True)
+    _, plain = fit(tmp_path / "plain", None, precision="bf16-mixed", enable_checkpointing=True)
+    saved = [each.checkpoint_callback.best_model_path for each in (ours, plain)]
+    mine, theirs = (torch.load(path, weights_only=True) for path in saved)
+    assert {type(mine["optimizer_states"][0]["state"][0][key]) for key in ("exp_avg", "step")} == {torch.Tensor}
+    assert all(value.dtype == torch.float32 for value in mine["state_dict"].values())
+    assert mine.keys() - theirs.keys() == {"HalfstepPrecision"}
+    shared = mine["HalfstepPrecision"]["tensors"]["model.net.2.weight"]
+    assert shared.data_ptr() == mine["state_dict"]["net.2.weight"].data_ptr()
+    _, continued = fit(tmp_path, None, 2, precision="bf16-mixed", resume=saved[0])
+    assert continued.global_step == 16
+
+
+@pytest.mark.parametrize(("before", "after"), [("bf16-mixed", "bf16-mixed"), ("32-true", "fp16-mixed")])
+def test_a_plain_job_is_taken_over(before, after, tmp_path):
+    _, plain = fit(tmp_path, None, precision=before, enable_checkpointing=True)
+    saved = plain.checkpoint_callback.best_model_path
+    _, resumed = fit(tmp_path, after, 1, resume=saved)  # it is at its end already
+    run, state = resumed.precision_plugin.run, torch.load(saved, weights_only=True)
+    assert int(run.num_applied) == 8
+    moments = run.state_dict()["tensors"]["optimizer.0.net.2.weight.exp_avg"]
+    place = list(state["state_dict"]).index("net.2.weight")
+    assert torch.equal(moments, state["optimizer_states"][0]["state"][place]["exp_avg"])
+
+
+def test_a_checkpoint_of_another_policy_is_refused_by_name(tmp_path):
+    _, first = fit(tmp_path, "bf16-mixed", enable_checkpointing=True)
+    with pytest.raises(HalfstepError, match="the policy `bf16-mixed`"):
+        fit(tmp_path, "fp32", 2, resume=first.checkpoint_callback.best_model_path)
+
+
+class Watches(Callback):
+    def __init__(self):
+        self.skipped, self.rates, self.weights, self.norms = [], [], [], []
+
+    def on_before_optimizer_step(self, trainer, module, optimizer):
+        grads = [p.grad for p in module.parameters()]
+        self.norms.append(torch.linalg.vector_norm(torch.stack([g.norm() for g in grads])))
+
+    def on_train_batch_end(self, trainer, module, outputs, batch, index):
+        self.skipped.append(trainer.precision_plugin.skipped)
+        self.rates.append(trainer.lr_scheduler_configs[0].scheduler.last_epoch)
+        self.weights.append(copy.deepcopy(module.state_dict()))
+
+
+@pytest.mark.parametrize(("policy", "held"), [("fp16-mixed", True), ("bf16-mixed", False)])
+def test_a_skipped_step_is_seen_and_changes_nothing(policy, held, tmp_path):
+    module, watch = Module(), Watches()
+    module.bad = (2,)
+    _, fitted = fit(tmp_path, policy, module=module, callbacks=[watch])
+    assert watch.skipped == [False, False, True, *[False] * 5]
+    assert all(torch.equal(watch.weights[1][name], value) for name, value in watch.weights[2].items())
+    assert any(not torch.equal(watch.weights[2][name], value) for name, value in watch.weights[3].items())
+    assert watch.rates == ([1, 2, 2, 3, 4, 5, 6, 7] if held else [*range(1, 9)])
+    assert fitted.global_step == 8
+    assert int(fitted.precision_plugin.run.num_applied) == 7
+
+
+def test_a_run_that_no_scale_can_save_ends(tmp_path):
+    module = Module()
+    module.bad = range(8)
+    with pytest.raises(ScalingError, match="although the loss scale is at its floor"):
+        fit(tmp_path, "fp16-mixed,scale=dynamic:init=4", module=module)
+
+
+@pytest.mark.parametrize("policy", ["bf16-mixed", "fp16-mixed"])
+def test_a_hook_before_the_step_sees_true_gradients(policy, tmp_path):
+    watch = Watches()
+    given = {"accumulate_grad_batches": MICRO, "gradient_clip_val": CLIP}
+    module, fitted = fit(tmp_path, policy, callbacks=[watch], **given)
+    assert len(watch.norms) == 4
+    assert float(watch.norms[-1]) == pytest.approx(float(fitted.precision_plugin.result.grad_norm), rel=2**-20)
+    plain, _ = fit(tmp_path, policy, **given)
+    for name, value in plain.state_dict().items():  # a division more: not the same bits
+        assert torch.allclose(value, module.state_dict()[name], rtol=2**-10, atol=2**-16), name
+
+
+def test_clipping_by_value_and_by_a_hook(tmp_path):
+    class Clips(Module):
+        def configure_gradient_clipping(self, optimizer, gradient_clip_val=None, gradient_clip_algorithm=None):
+            self.clip_gradients(optimizer, gradient_clip_val=CLIP, gradient_clip_algorithm="norm")
+
+    by_value, fitted = fit(
+        tmp_path, "fp16-mixed", gradient_clip_val=1e-3, gradient_clip_algorithm="value", limit_train_batches=1
+    )
+    norm = float(fitted.precision_plugin.result.grad_norm)
+    count = sum(p.numel() for p in by_value.parameters())
+    assert 0 < norm <= 1e-3 * count**0.5 * (1 + 2**-20)
+    hooked, _ = fit(tmp_path, "bf16-mixed", module=Clips())
+    option, _ = fit(tmp_path, "bf16-mixed", gradient_clip_val=CLIP)
+    for name, value in option.state_dict().items():
+        assert torch.allclose(value, hooked.state_dict()[name], rtol=2**-10, atol=2**-16), name
+
+
+def test_steps_without_a_loss_are_left_out(tmp_path):
+    class Sometimes(Module):
+        def training_step(self, batch, index):
+            return None if index in (1, 2, 3) else super().training_step(batch, index)
+
+    module = Sometimes()
+    _, fitted = fit(tmp_path, "bf16-mixed", module=module, accumulate_grad_batches=MICRO)
+    assert int(fitted.precision_plugin.run.num_applied) == 3
+
+
+def test_evaluation_needs_no_optimizer_and_leaves_training_alone(tmp_path):
+    module = Module()
+    untrained = trainer(tmp_path, "bf16-mixed")
+    predicted = untrained.predict(module, loader())
+    assert predicted[0].dtype == torch.bfloat16
+    assert "no optimizers" in untrained.precision_plugin.summary()
+    assert untrained.precision_plugin.state_dict() == {}
+    untrained.precision_plugin.run.unprepare()
+    module, fitted = fit(tmp_path, "bf16-mixed", module=module, enable_checkpointing=True)
+    run = fitted.precision_plugin.run
+    before = copy.deepcopy(run.state_dict()["tensors"])
+    (tested,) = fitted.test(module, loader(), ckpt_path="best", verbose=False)
+    assert tested["validation_loss"] > 0
+    assert fitted.precision_plugin.run is run
+    now = run.state_dict()["tensors"]
+    assert all(torch.equal(value, now[name]) for name, value in before.items() if not name.startswith("rng."))
+    (again,) = trainer(tmp_path, "bf16-mixed").test(
+        Module(), loader(), ckpt_path=fitted.checkpoint_callback.best_model_path, verbose=False
+    )
+    assert again == tested
+
+
+def test_the_eval_role_holds_in_validation(tmp_path):
+    seen = []
+
+    class Validates(Module):
+        def validation_step(self, batch, index):
+            seen.append(self.net(batch[0]).dtype)
+
+    module, fitted = Validates(), trainer(tmp_path, "bf16-mixed,eval=fp32")
+    fitted.fit(module, loader(), loader())
+    assert set(seen) == {torch.float32}
+    assert set(module.seen) == {torch.bfloat16}
+
+
+def test_a_second_fit_starts_anew_from_the_weights(tmp_path):
+    module, fitted = fit(tmp_path, SPLIT)
+    before = copy.deepcopy(module.state_dict())
+    fitted.fit_loop.max_epochs = 2
+    fitted.fit(module, loader())
+    assert int(fitted.precision_plugin.run.num_applied) == 8
+    assert any(not torch.equal(before[name], value) for name, value in module.state_dict().items())
+
+
+def test_our_optimizer_and_averages_resume(tmp_path):
+    def go(folder, epochs, resume=None):
+        module = Module(AdamW)
+        plugin = HalfstepPrecision(SPLIT, ema=0.9, seed=3)
+        torch.manual_seed(2)
+        fitted = trainer(folder, plugin, epochs, enable_checkpointing=True)
+        fitted.fit(module, loader(), ckpt_path=resume, weights_only=True)
+        return fitted
+
+    whole, first = go(tmp_path / "whole", 2), go(tmp_path, 1)
+    resumed = go(tmp_path, 2, first.checkpoint_callback.best_model_path)
+    averages = [each.precision_plugin.run.ema for each in (whole, resumed)]
+    assert all(torch.equal(value, averages[1][name]) for name, value in averages[0].items())
+
+
+def test_what_would_bypass_the_run_is_refused(tmp_path):
+    class Manual(Module):
+        def __init__(self):
+            super().__init__()
+            self.automatic_optimization = False
+
+    class OwnBackward(Module):
+        def backward(self, loss):
+            loss.backward()
+
+    for module, words in ((Manual(), "manual optimization"), (OwnBackward(), "OwnBackward.backward is its own")):
+        with pytest.raises(HalfstepError, match=words) as caught:
+            fit(tmp_path, "bf16-mixed", module=module)
+        assert caught.value.hint
+    with pytest.raises(ValueError, match="Received both"):
+        trainer(tmp_path, "bf16-mixed", precision="bf16-mixed")
+    with pytest.raises(TypeError, match="FSDP"):
+        lightning.pytorch.strategies.FSDPStrategy(precision_plugin=HalfstepPrecision("bf16-mixed"))
+    with pytest.raises(HalfstepError, match="no model yet"):
+        trainer(tmp_path, "bf16-mixed").precision_plugin.summary()
+    with pytest.raises(HalfstepError, match="each would be stepped alone"):
+        Fabric(policy="fp32", accelerator="cpu").setup(net := network(), *[torch.optim.SGD(net.parameters())] * 2)
+
+
+def test_the_summary_names_the_sync(tmp_path):
+    _, fitted = fit(tmp_path, "fp16-mixed", limit_train_batches=1, gradient_clip_val=CLIP)
+    summary = fitted.precision_plugin.summary()
+    assert "the skip flag is read after each update, one sync" in summary
+    assert "clipped to 0.2" in summary
+    _, fitted = fit(tmp_path, "bf16-mixed", limit_train_batches=1)
+    assert "one sync: a run" not in fitted.precision_plugin.summary()
+
+
+def test_schedulers_warn_of_nothing(tmp_path):
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*lr_scheduler.*")
+        fit(tmp_path, "bf16-mixed", module=Module(AdamW), limit_train_batches=2)
+
+
+# Fabric
+
+
+def fabric_of(policy):
+    return Fabric(policy=policy, accelerator="cpu")
+
+
+def loop(fabric, model, optimizer, updates, first=0):
+    data = batches()
+    for update in range(first, updates):
+        for place in range(MICRO):
+            inputs, targets = data[(update * MICRO + place) % len(data)]
+            fabric.backward(F.cross_entropy(model(inputs), targets) / MICRO)
+        fabric.clip_gradients(model, optimizer, max_norm=CLIP)
+        result = optimizer.step()
+        optimizer.zero_grad()
+    return result
+
+
+def set_up(policy, optimizer=torch.optim.AdamW, *, apart=False):
+    fabric, model = fabric_of(policy), network()
+    if apart:
+        model = fabric.setup_module(model)
+        return fabric, model, fabric.setup_optimizers(optimizer(model.parameters(), lr=3e-3))
+    return fabric, *fabric.setup(model, optimizer(model.parameters(), lr=3e-3))
+
+
+@pytest.mark.parametrize("policy", [*POLICIES, SPLIT])
+@pytest.mark.parametrize("apart", [False, True], ids=["together", "apart"])
+def test_fabric_takes_the_steps_of_a_loop_by_hand(policy, apart):
+    fabric, model, optimizer = set_up(policy, apart=apart)
+    torch.manual_seed(2)
+    result = loop(fabric, model, optimizer, 3)
+    assert float(result.grad_norm) > CLIP
+    net = network()
+    run, data = prepare(net, torch.optim.AdamW(net.parameters(), lr=3e-3), policy, clip_norm=CLIP), batches()
+    torch.manual_seed(2)
+    for update in range(3):
+        for place in range(MICRO):
+            inputs, targets = data[update * MICRO + place]
+            run.backward(F.cross_entropy(net(inputs), targets) / MICRO, normalized=True)
+        run.update()
+    assert_same(net, model)
+
+
+@pytest.mark.parametrize("policy", [*POLICIES, SPLIT, NARROW])
+def test_a_checkpoint_of_fabric_resumes_to_the_same_bits(policy, tmp_path):
+    def go(last, resume=False):
+        fabric, model, optimizer = set_up(policy)
+        torch.manual_seed(2)
+        state = {"model": model, "optimizer": optimizer, "update": 0}
+        if resume:
+            rest = fabric.load(tmp_path / "saved.ckpt", state)
+            assert rest == {"extra": 7}
+        loop(fabric, model, optimizer, last, state["update"])
+        fabric.save(tmp_path / "saved.ckpt", {**state, "update": last, "extra": 7})
+        return model, fabric.run_of(model)
+
+    whole, run = go(4)
+    go(2)
+    resumed, again = go(4, resume=True)
+    assert_same(whole, resumed)
+    tensors = [each.state_dict()["tensors"] for each in (run, again)]
+    assert all(torch.equal(value, tensors[1][name]) for name, value in tensors[0].items())
+
+
+def test_weights_alone_are_saved_and_loaded_as_fabric_does(tmp_path):
+    fabric, model, optimizer = set_up("bf16-mixed")
+    loop(fabric, model, optimizer, 1)
+    fabric.save(tmp_path / "weights.ckpt", {"model": model})
+    assert torch.load(tmp_path / "weights.ckpt", weights_only=True).keys() == {"model"}
+    other, fresh, stepped = set_up("bf16-mixed")
+    other.load(tmp_path / "weights.ckpt", {"model": fresh})
+    assert_same(model, fresh)
+    for strict in (True, False):
+        with pytest.raises(HalfstepError, match="has no state of a run"):
+            other.load(tmp_path / "weights.ckpt", {"model": fresh, "optimizer": stepped}, strict=strict)
+    fabric.save(tmp_path / "all.ckpt", {"model": model, "first": optimizer})
+    with pytest.raises(HalfstepError, match="no run for `optimizer`, only for first"):
+        other.load(tmp_path / "all.ckpt", {"model": fresh, "optimizer": stepped}, strict=False)
+    with pytest.raises(HalfstepError, match="the entry of the runs' states"):
+        fabric.save(tmp_path / "all.ckpt", {"halfstep": 1})
+
+
+def test_fabric_clips_by_value_and_returns_norms():
+    fabric, model, optimizer = set_up("fp16-mixed")
+    inputs, targets = batches()[0]
+    fabric.backward(F.cross_entropy(model(inputs), targets))
+    norm = fabric.clip_gradients(model, optimizer, max_norm=CLIP)
+    result = optimizer.step()
+    assert float(norm) == pytest.approx(float(result.grad_norm), rel=2**-20)
+    assert not result.skipped
+    fabric.backward(F.cross_entropy(model(inputs), targets))
+    fabric.clip_gradients(model, optimizer, clip_val=1e-3)
+    assert max(float(p.grad.abs().max()) for p in model.parameters()) <= 1e-3 * (1 + 2**-20)
+    assert float(optimizer.step().grad_norm) > 0
+    fabric.backward(F.cross_entropy(model(inputs), targets))
+    assert float(optimizer.step().grad_norm) > 0  # and no clipping is left from before
+    assert fabric.run_of(model).clip_norm == 0.0
+
+
+def test_fabric_skips_and_returns_the_flag():
+    fabric, model, optimizer = set_up("fp16-mixed")
+    inputs, targets = batches()[0]
+    before = copy.deepcopy(model.state_dict())
+    fabric.backward(F.cross_entropy(model(inputs), targets) * float("inf"))
+    assert optimizer.step().skipped
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+
+    def closure():
+        loss = F.cross_entropy(model(inputs), targets)
+        fabric.backward(loss)
+        return loss
+
+    assert optimizer.step(closure) > 0
+    assert int(fabric.run_of(model).num_applied) == 1
+
+
+def test_fabric_with_two_models_needs_to_know_whose_loss_it_is():
+    fabric, model, optimizer = set_up("bf16-mixed")
+    teacher = fabric.setup(network())
+    inputs, targets = batches()[0]
+    with torch.no_grad():
+        teacher(inputs)
+    fabric.backward(F.cross_entropy(model(inputs), targets))
+    optimizer.step()
+    other = network()
+    other, second = fabric.setup(other, torch.optim.SGD(other.parameters(), lr=0.1))
+    with pytest.raises(HalfstepError, match="2 models were set up"):
+        fabric.backward(F.cross_entropy(model(inputs), targets))
+    fabric.backward(F.cross_entropy(other(inputs), targets), model=other)
+    second.step()
+    assert [int(fabric.run_of(each).num_applied) for each in (model, other)] == [1, 1]
+
+
+def test_fabric_reaches_functions_outside_of_the_model():
+    fabric, model, _ = set_up("bf16-mixed")
+    logits = model(batches()[0][0])
+    assert logits.dtype == torch.float32
+    with fabric.autocast():
+        narrow = F.cross_entropy(logits.bfloat16(), batches()[0][1])
+    assert narrow.dtype == torch.float32
+
+
+def test_what_fabric_would_bypass_is_refused():
+    fabric, model, optimizer = set_up("bf16-mixed")
+    loss = F.cross_entropy(model(batches()[0][0]), batches()[0][1])
+    with pytest.raises(RuntimeError, match=r"call `fabric\.backward"):
+        loss.backward()
+    refused = {
+        "precision='bf16-mixed' were given": lambda: Fabric(policy="fp32", precision="bf16-mixed"),
+        "retain_graph=True": lambda: fabric.backward(loss, retain_graph=True),
+        "error_if_nonfinite=True": lambda: fabric.clip_gradients(
+            model, optimizer, max_norm=1.0, error_if_nonfinite=True
+        ),
+        "was not set up": lambda: fabric.run_of(network()),
+        "no model that was set up": lambda: fabric.setup_optimizers(torch.optim.SGD(network().parameters())),
+    }
+    for words, call in refused.items():
+        with pytest.raises(HalfstepError, match=words) as caught:
+            call()
+        assert caught.value.hint
