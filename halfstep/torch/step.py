@@ -186,6 +186,20 @@ class Run(RunParts):
         self.shown.unscale(self.parameters, self.scale_state.scale)
 
     @torch.no_grad()
+    def grad_norm(self) -> Tensor:
+        """Returns the norm of the gradient of the mean loss, after the last `backward` and before clipping.
+
+        `update` takes it from here: asking for it costs no second pass over the gradients.
+        """
+        self._check_trains()
+        grads = self.shown.collect(self.parameters)
+        norm = self._norm([*grads.values()])
+        self.shown.note_norm(norm, grads)
+        if self.shown.finite is not None:
+            return norm
+        return norm * (1.0 / self.scale_state.scale / self.accumulation.weights)
+
+    @torch.no_grad()
     def update(self) -> StepResult:
         """Updates the parameters and uses up the gradients: finite? -> unscale -> clip -> step -> rescale."""
         self._check_trains()
@@ -196,7 +210,8 @@ class Run(RunParts):
         grads, weights = self.shown.collect(self.parameters), self.accumulation.weights
         for driver in self.drivers:
             driver.check(grads)  # before the first of them has moved anything
-        scaled_norm = self._norm([*grads.values()])
+        known = self.shown.known_norm(grads)
+        scaled_norm = self._norm([*grads.values()]) if known is None else known
         # Weights that are on the device may all be zero.
         finite = (scaled_norm / weights if isinstance(weights, Tensor) else scaled_norm) < math.inf
         if self.shown.finite is not None:

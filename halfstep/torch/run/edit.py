@@ -19,7 +19,8 @@ def edited(masters: Masters, count: Tensor) -> Iterator[None]:
     """
     narrow = [p for p in masters.names if not masters.is_whole(p)]
     masters.accept_writes()
-    held = swap_data(narrow, masters.wide(narrow))
+    # Each in memory of its own: what saves weights takes parts of one storage for tied weights, and keeps one.
+    held = swap_data(narrow, [w.clone() if w._is_view() else w for w in masters.wide(narrow)])
     try:
         yield
     finally:

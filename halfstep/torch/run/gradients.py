@@ -34,6 +34,7 @@ class Shown:
         """Forgets everything; `p.grad` is left alone."""
         self._seen: tuple[Sequence[Tensor], list[Tensor | None], list[int]] | None = None
         self.finite: Tensor | None = None  # before `unscale`; None if that was not called
+        self._norm: tuple[Tensor, list[Tensor], list[int]] | None = None
 
     def hide(self) -> None:
         """Takes sums that are not autograd's out of its way, before a backward pass."""
@@ -76,6 +77,19 @@ class Shown:
                 )
             self.accumulation.sums.clear()  # what is in `p.grad` counts
         return self.accumulation.gradients(parameters)
+
+    def note_norm(self, norm: Tensor, grads: Grads) -> None:
+        """Remembers the norm of gradients."""
+        held = [*grads.values()]
+        self._norm = norm, held, [g._version for g in held]
+
+    def known_norm(self, grads: Grads) -> Tensor | None:
+        """Returns the norm that was noted, if these are the same gradients and nobody wrote to them since."""
+        if self._norm is None:
+            return None
+        (norm, held, versions), now = self._norm, [*grads.values()]
+        same = len(now) == len(held) and all(map(is_, now, held)) and [g._version for g in now] == versions
+        return norm if same else None
 
     @torch.no_grad()
     def unscale(self, parameters: Sequence[Tensor], scale: Tensor) -> None:

@@ -344,3 +344,10 @@ def test_a_gradient_for_a_half_by_hand_is_exact_inside_edit_and_refused_by_torch
     assert torch.autograd.grad(loss, run.model[0].bias, retain_graph=True)[0].dtype == torch.float32
     run.backward(loss)
     run.update()
+
+
+def test_whole_masters_do_not_share_memory_which_savers_take_for_tied_weights():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    run = prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), "bf16-mixed,param=fp32:split")
+    with run.edit():
+        assert len({p.untyped_storage().data_ptr() for p in model.parameters()}) == 4

@@ -202,3 +202,39 @@ def test_split_gradients_are_out_of_the_way_of_a_compiler_between_micro_batches(
         assert run.model[0].weight.grad is None
     run.backward(loss(run.model, BATCHES[0]))
     assert run.model[0].weight.grad.dtype == torch.float32
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_the_norm_before_an_update_is_that_of_the_update_which_does_not_take_it_again(policy, monkeypatch):
+    run, other = (prepared(policy, clip_norm=0.01) for _ in range(2))
+    backward(run)
+    backward(other)
+    norm, taken = run.grad_norm(), []
+    monkeypatch.setattr(run, "_norm", lambda grads: taken.append(grads))
+    result, expected = run.update(), other.update()
+    assert not taken
+    assert float(norm) == pytest.approx(float(expected.grad_norm), rel=2**-22)
+    assert torch.equal(result.grad_norm, expected.grad_norm)
+    assert all(torch.equal(a, b) for a, b in zip(run.model.parameters(), other.model.parameters(), strict=True))
+
+
+def test_a_norm_is_taken_again_if_gradients_were_changed_since():
+    run = prepared("fp32", clip_norm=0.01)
+    run.backward(loss(run.model, BATCHES[0]))
+    before = run.grad_norm()
+    for p in run.model.parameters():
+        p.grad.mul_(2.0)
+    assert float(run.update().grad_norm) == pytest.approx(2 * float(before), rel=2**-22)
+    backward(run)
+    unscaled = run.grad_norm()
+    run.unscale()
+    assert float(run.update().grad_norm) == pytest.approx(float(unscaled), rel=2**-20)
+
+
+def test_a_norm_needs_all_micro_batches():
+    run = prepared("fp32")
+    with refuses(HalfstepError, "no gradients", "backward"):
+        run.grad_norm()
+    run.backward(loss(run.model, BATCHES[0]), last=False)
+    with refuses(HalfstepError, "last=False", "last=True"):
+        run.grad_norm()

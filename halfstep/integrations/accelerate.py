@@ -1,0 +1,481 @@
+"""Accelerate under a policy: its own Accelerator, with `policy=` where `mixed_precision=` was.
+
+    from halfstep.integrations.accelerate import Accelerator
+
+    accelerator = Accelerator(policy="bf16-mixed")
+    model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
+
+It is Accelerate at `mixed_precision="no"`: devices, processes, data, accumulation, schedulers, logging and
+`torch.compile` are Accelerate's. What a number is held and computed in is ours, at the places that it leaves open:
+
+    prepare_model               the model is moved, prepared for its policy, then wrapped (DDP) and compiled
+    prepare_optimizer           a wrapper, as Accelerate has one, whose `step` makes the run's update
+    backward                    scales; losses are divided by gradient_accumulation_steps, gradients summed
+    clip_grad_norm_             the norm is taken once, and the update clips while it steps
+    optimizer_step_was_skipped  exact with a loss scale, which waits for the device; else the last known flag
+    save_state, load_state      one file halfstep.safetensors beside Accelerate's, with masters, moments and scale
+
+One model is trained per Accelerator; those that are prepared without an optimizer (a teacher) have the policy too.
+"""
+
+import inspect
+import os
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import accelerate
+import torch
+from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.utils import AutocastKwargs, GradScalerKwargs
+from torch import Tensor, nn
+
+from halfstep.core.errors import HalfstepError
+from halfstep.core.measure import TOKENS
+from halfstep.core.policy import Policy
+from halfstep.core.scaling import NoScale
+from halfstep.integrations import state
+from halfstep.torch.step import Run, StepResult, prepare
+
+_RUN = "halfstep_run"  # where a prepared model keeps its run
+# What would decide about precision or gradients beside the policy: the argument, and the launcher's variable.
+_SHARDING = {
+    "deepspeed_plugin": ("DeepSpeed", "ACCELERATE_USE_DEEPSPEED"),
+    "deepspeed_plugins": ("DeepSpeed", ""),
+    "fsdp_plugin": ("FSDP", "ACCELERATE_USE_FSDP"),
+    "megatron_lm_plugin": ("Megatron-LM", "ACCELERATE_USE_MEGATRON_LM"),
+    "parallelism_config": ("ParallelismConfig", "ACCELERATE_USE_PARALLELISM_CONFIG"),
+    "torch_tp_plugin": ("tensor parallelism", ""),
+}
+_IN_BACKWARD = ("Lomo", "AdaLomo", "LayerWiseDummyOptimizer")  # they step inside of the backward pass
+
+
+class Accelerator(accelerate.Accelerator):
+    """Accelerate's Accelerator with a precision policy. `seed`, `ema` and `tokens` are those of `prepare`."""
+
+    def __init__(
+        self,
+        *args: Any,
+        policy: Policy | str,
+        seed: int = 0,
+        ema: float = 0.0,
+        tokens: int = TOKENS,
+        **options: Any,
+    ):
+        given = inspect.signature(accelerate.Accelerator.__init__).bind_partial(self, *args, **options).arguments
+        refuse_precision(given.pop("mixed_precision", None), os.environ.get("ACCELERATE_MIXED_PRECISION"))
+        refuse_sharding(given)
+        given.pop("self")
+        with fp32_matmuls_kept():
+            super().__init__(mixed_precision="no", **given)
+        self._start(policy, seed, ema, tokens)
+
+    @classmethod
+    def from_stock(
+        cls, stock: accelerate.Accelerator, policy: Policy | str, *, seed: int, ema: float, tokens: int
+    ) -> "Accelerator":
+        """Gives a policy to an Accelerator that a framework made at `mixed_precision="no"`; it stays the same."""
+        stock.__class__ = cls
+        stock._start(policy, seed, ema, tokens)
+        return stock  # type: ignore[no-any-return]
+
+    def _start(self, policy: Policy | str, seed: int, ema: float, tokens: int) -> None:
+        kind = self.distributed_type.value
+        if kind != "NO" and not kind.startswith("MULTI_"):
+            raise _no_sharding(kind)
+        self.policy = policy
+        self._options: dict[str, Any] = {"seed": seed, "ema": ema, "tokens": tokens}
+        self.result: StepResult | None = None
+        self._skips = _Skips()
+        self._runs: list[Run] = []
+        self._waiting: list[AcceleratedOptimizer] = []  # stepped by the user, before others of the same model
+        self._wrapped: list[PolicyOptimizer] | None = None  # by the `prepare` that is running
+        self._evaluation: ExitStack | None = None
+        self.register_save_state_pre_hook(self._save)
+        self.register_load_state_pre_hook(self._load)
+
+    # -- preparing
+
+    def prepare(self, *args: Any, device_placement: Any = None) -> Any:
+        """Prepares models, optimizers, data and schedulers, in any order; returns them in the same order."""
+        self._wrapped = []
+        try:
+            prepared = super().prepare(*args, device_placement=device_placement)
+            wrapped = self._wrapped
+        finally:
+            self._wrapped = None
+        self._attach(wrapped)
+        return prepared
+
+    def prepare_model(
+        self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
+    ) -> nn.Module:
+        """Moves a model to its device, gives it the policy, wraps and compiles it."""
+        inner = self.unwrap_model(model, keep_torch_compile=False)
+        if (run := run_of(inner)) is None:
+            place = self.device_placement if device_placement is None else device_placement
+            if place and not self.verify_device_map(model):
+                model = model.to(self.device)
+            run = prepare(model, self.policy, **self._options)
+            model.__dict__[_RUN] = _Held(run)
+        self.take_up(run.model)
+        return super().prepare_model(model, device_placement=device_placement, evaluation_mode=evaluation_mode)
+
+    def take_up(self, model: nn.Module) -> None:
+        """Continues with a model that this class has prepared before, as after `free_memory`."""
+        run = run_of(model)
+        if run is not None and all(run is not known for known in self._runs):
+            self._runs.append(run)
+            if self._evaluation is not None:
+                self._evaluation.enter_context(run.evaluation())
+
+    def prepare_optimizer(
+        self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None
+    ) -> "PolicyOptimizer":
+        """Wraps an optimizer, whose model must be prepared before it or with it."""
+        if not isinstance(optimizer, PolicyOptimizer):
+            place = self.device_placement if device_placement is None else device_placement
+            optimizer = PolicyOptimizer(self, optimizer, place)
+        if all(optimizer is not known for known in self._optimizers):
+            self._optimizers.append(optimizer)
+        if self._wrapped is None:
+            self._attach([optimizer])
+        else:
+            self._wrapped.append(optimizer)
+        return optimizer
+
+    def _attach(self, wrapped: Sequence["PolicyOptimizer"]) -> None:
+        """Gives optimizers to the run of their model; other ones than it has begin a new run of the same model."""
+        if not wrapped:
+            return
+        runs = {id(run): run for run in (self._run_for(each) for each in wrapped)}
+        others = [run for run in self._runs if run.optimizers and id(run) not in runs]
+        if len(runs) > 1 or others:
+            raise HalfstepError(
+                "two models would be trained by one Accelerator, and a loss does not say whose scale it takes",
+                hint="train one nn.ModuleDict of both, or make an Accelerator for each",
+            )
+        (run,), optimizers = runs.values(), [each.optimizer for each in wrapped]
+        if any(all(each is not known for known in run.optimizers) for each in optimizers):
+            if run.optimizers:
+                self._runs.remove(run)
+                model = run.unprepare()
+                run = prepare(model, self.policy, **self._options)
+                model.__dict__[_RUN] = _Held(run)
+                self._runs.append(run)
+            run.attach(optimizers)
+        for each in wrapped:
+            each.run = run
+
+    def _run_for(self, wrapped: "PolicyOptimizer") -> Run:
+        held = {p for group in wrapped.param_groups for p in group["params"]}
+        for run in self._runs:
+            if not held.isdisjoint(run.masters.names):
+                return run
+        if wrapped.run is not None and run_of(wrapped.run.model) is wrapped.run:
+            self.take_up(wrapped.run.model)
+            return wrapped.run
+        raise HalfstepError(
+            f"{type(wrapped.optimizer).__name__} holds parameters of no model that was prepared, so the policy "
+            "would not reach them",
+            hint="accelerator.prepare(model, optimizer); a model that was prepared elsewhere, or is wrapped in "
+            "DataParallel, does not count",
+        )
+
+    # -- training
+
+    @property
+    def run(self) -> Run:
+        """The run of the model that is trained, or of the only one that was prepared."""
+        training = [run for run in self._runs if run.optimizers] or self._runs
+        if len(training) != 1:
+            what = "no model was prepared yet" if not training else "several models were prepared, none is trained"
+            raise HalfstepError(what, hint="call accelerator.prepare(model, optimizer) first")
+        return training[0]
+
+    def backward(self, loss: Tensor, **options: Any) -> None:
+        """Adds the gradient of a micro-batch's loss, divided by `gradient_accumulation_steps`."""
+        if options:
+            raise HalfstepError(
+                f"backward({next(iter(options))}=...) is not what a policy can do: the backward pass is the run's",
+                hint="call accelerator.backward(loss) alone; optimizers that step inside of it are not supported",
+            )
+        self._check_all_stepped()
+        if self.gradient_accumulation_steps != 1:
+            loss = loss / self.gradient_accumulation_steps
+        self.run.backward(loss, last=self.sync_gradients, normalized=True)
+
+    def unscale_gradients(self, optimizer: Any = None) -> None:
+        """Makes each `p.grad` the gradient itself, to clip, measure or change it before the step."""
+        self.run.unscale()
+
+    def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Tensor:
+        """Returns the norm of the gradients, and clips them to `max_norm`: all of them in the update itself."""
+        if not self.sync_gradients:
+            raise HalfstepError(
+                "gradients were to be clipped before all micro-batches of the update are in",
+                hint="if accelerator.sync_gradients: accelerator.clip_grad_norm_(...)",
+            )
+        if not max_norm > 0.0:
+            raise HalfstepError(f"max_norm={max_norm!r} would clip every gradient to zero", hint="such as 1.0")
+        run = self.run
+        given = {parameters} if isinstance(parameters, Tensor) else {*parameters}
+        if norm_type != 2 or not given.issuperset(run.parameters):
+            return super().clip_grad_norm_(given, max_norm, norm_type=norm_type)  # type: ignore[no-any-return]
+        if max_norm != float("inf"):
+            run.clip_norm = min(max_norm, run.clip_norm or max_norm)
+        return run.grad_norm()
+
+    def step_for(self, optimizer: "PolicyOptimizer") -> None:
+        """Makes the update once every optimizer of the model was stepped."""
+        run = self.run
+        if optimizer.run is not run:
+            raise HalfstepError(
+                "the optimizer's model is not being trained: its run has ended", hint="prepare both again"
+            )
+        if any(optimizer is each for each in self._waiting):
+            self._check_all_stepped()
+        self._waiting.append(optimizer)
+        if len(self._waiting) < len(run.optimizers):
+            return
+        self._waiting.clear()
+        try:
+            self.result = run.update()
+        finally:
+            run.clip_norm = 0.0
+        self._skips.note(run, self.result)
+
+    def forget_for(self, optimizer: "PolicyOptimizer") -> None:
+        """Drops gradients that no update will use."""
+        if all(optimizer is not each for each in self._waiting):
+            self.run.forget()
+
+    def skipped(self) -> bool:
+        """Whether the last update was skipped, as `optimizer_step_was_skipped` says it."""
+        self._check_all_stepped()
+        return self._skips.read()
+
+    def _check_all_stepped(self) -> None:
+        if self._waiting:
+            raise HalfstepError(
+                f"{len(self._waiting)} of the model's {len(self.run.optimizers)} optimizers were stepped: the "
+                "update is one, with one decision whether gradients are finite",
+                hint="step all of them, one after the other, before the scheduler and the next backward",
+            )
+
+    @contextmanager
+    def evaluation(self) -> Iterator[None]:
+        """Inside, models compute as the policy's `eval` role says, also those that are prepared inside."""
+        if self._evaluation is not None:
+            yield
+            return
+        with ExitStack() as self._evaluation:
+            try:
+                for run in self._runs:
+                    self._evaluation.enter_context(run.evaluation())
+                yield
+            finally:
+                stack, self._evaluation = self._evaluation, None
+                stack.close()
+
+    def summary(self) -> str:
+        """Describes what the policy does to the model, and what Accelerate and the policy do for each other."""
+        lines = [self.run.summary(), "  Accelerate: gradients are clipped where clip_grad_norm_ says"]
+        lines.append(f"  skipped updates: {self._skips.describe(self.run)}")
+        return "\n".join(lines)
+
+    # -- saving
+
+    def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
+        """Returns the state dictionary of a model, its masters in fp32 whatever form they are held in."""
+        run = run_of(self.unwrap_model(model, keep_torch_compile=False))
+        with ExitStack() as stack:
+            if run is not None:
+                stack.enter_context(run.edit())
+            return super().get_state_dict(model, unwrap=unwrap)  # type: ignore[no-any-return]
+
+    def save_state(self, *args: Any, **options: Any) -> Any:
+        """Saves everything to a folder; the trained model's state is in halfstep.safetensors, bit for bit."""
+        with self._without_optimizers():
+            return super().save_state(*args, **options)
+
+    def load_state(self, *args: Any, **options: Any) -> None:
+        """Restores what `save_state` wrote, bit for bit; a state of another policy is refused."""
+        with self._without_optimizers():
+            super().load_state(*args, **options)
+        self.result, self._skips = None, _Skips()
+        self._waiting.clear()
+
+    @contextmanager
+    def _without_optimizers(self) -> Iterator[None]:
+        """Hides the optimizers from Accelerate, which would pickle the moments that our file holds."""
+        held, self._optimizers = self._optimizers, list[PolicyOptimizer]()  # type: ignore[has-type]
+        try:
+            yield
+        finally:
+            self._optimizers = held
+
+    def _trained(self) -> Run | None:
+        return next((run for run in self._runs if run.optimizers), None)
+
+    def _save(self, models: list[nn.Module], weights: list[Any], folder: str) -> None:
+        everywhere = self.project_configuration.save_on_each_node
+        saves = self.is_local_main_process if everywhere else self.is_main_process
+        if saves and (run := self._trained()) is not None:
+            state.save(run, Path(folder) / state.NAME)
+
+    def _load(self, models: list[nn.Module], folder: str) -> None:
+        if (run := self._trained()) is not None:
+            state.load(run, Path(folder) / state.NAME)
+            own = [m for m in models if self.unwrap_model(m, keep_torch_compile=False) is run.model]
+            for model in own:
+                models.remove(model)
+
+    def free_memory(self, *objects: Any) -> Any:
+        """Drops references to models and optimizers; those that are prepared again keep their run."""
+        self._runs, self.result, self._skips = [], None, _Skips()
+        self._waiting.clear()
+        return super().free_memory(*objects)
+
+
+class PolicyOptimizer(AcceleratedOptimizer):
+    """Accelerate's wrapper of an optimizer, whose step is the update of a run."""
+
+    def __init__(self, accelerator: Accelerator, optimizer: torch.optim.Optimizer, device_placement: bool):
+        if any(base.__name__ in _IN_BACKWARD for base in type(optimizer).__mro__):
+            raise HalfstepError(
+                f"{type(optimizer).__name__} steps inside of the backward pass, where gradients are neither "
+                "summed nor known to be finite",
+                hint="choose an optimizer that steps after it, such as torch.optim.AdamW",
+            )
+        super().__init__(optimizer, device_placement=device_placement, scaler=None)
+        self._accelerator = accelerator
+        self.run: Run | None = None
+
+    def step(self, closure: Any = None) -> None:
+        """Makes the update if this is the last micro-batch."""
+        if closure is not None:
+            raise HalfstepError("step(closure) computes gradients that the policy does not see", hint="step()")
+        if self.gradient_state.sync_gradients:
+            self._accelerator.step_for(self)
+
+    def zero_grad(self, set_to_none: bool | None = None) -> None:
+        """Drops the gradients after the last micro-batch; an update has used them up."""
+        if self.gradient_state.sync_gradients and self.run is not None:
+            self._accelerator.forget_for(self)
+
+    @property
+    def step_was_skipped(self) -> bool:
+        """Whether the last update was skipped: exact with a loss scale, else the last flag that is known."""
+        return self._accelerator.skipped()
+
+
+class _Held:
+    """A model's reference to its run. A copy or a pickle of the model has none: it has no optimizers either."""
+
+    def __init__(self, run: Run | None = None):
+        self.run = run
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "_Held":
+        return _Held()
+
+    def __reduce__(self) -> tuple[type["_Held"], tuple[()]]:
+        return _Held, ()
+
+
+class _Skips:
+    """Whether the last update was skipped.
+
+    With a loss scale skips are part of normal training, and a scheduler must not step: the flag is read, which
+    waits for the device. Without one a skip means that something is broken, and nobody waits: flags arrive behind
+    the updates, and the last one that arrived is the answer.
+    """
+
+    def __init__(self) -> None:
+        self._last: tuple[Run, StepResult] | None = None
+        self._sent: deque[tuple[Tensor, Any]] = deque()
+        self._known = False
+
+    def note(self, run: Run, result: StepResult) -> None:
+        """Takes the result of an update that was launched."""
+        self._last = run, result
+        if not self._waits(run):
+            event = torch.get_device_module(run.device).Event()
+            self._sent.append((result.skipped.to("cpu", non_blocking=True), event))
+            event.record()
+
+    def read(self) -> bool:
+        """Returns the flag. With a loss scale, raises if no scale can save the run."""
+        if self._last is not None and self._waits(self._last[0]):
+            run, result = self._last
+            self._known = bool(result.skipped)
+            if self._known:
+                run.check(result)
+        while self._sent and self._sent[0][1].query():
+            self._known = bool(self._sent.popleft()[0])
+        return self._known
+
+    def describe(self, run: Run) -> str:
+        """Says how exact the flag is, and what it costs."""
+        if self._waits(run):
+            return "known exactly; reading the flag waits for the device after each update"
+        return "as far as known without waiting for the device: the flag may be some updates late"
+
+    @staticmethod
+    def _waits(run: Run) -> bool:
+        return run.device.type == "cpu" or not isinstance(run.policy.scale, NoScale)
+
+
+def run_of(model: nn.Module) -> Run | None:
+    """Returns the run of a model that an Accelerator of ours has prepared, if it still is."""
+    held = model.__dict__.get(_RUN)
+    return held.run if held is not None and "halfstep_prepared" in model.__dict__ else None
+
+
+def refuse_precision(given: Any, launched: str | None) -> None:
+    """Refuses a second opinion on precision beside the policy: an argument, or the launcher's variable."""
+    if given is not None and str(given) != "no":
+        raise HalfstepError(
+            f'mixed_precision="{given}" beside policy=: both would cast',
+            hint="drop mixed_precision: the policy says it",
+        )
+    if launched not in (None, "", "no"):
+        raise HalfstepError(
+            f"Accelerate was launched with mixed_precision {launched} (ACCELERATE_MIXED_PRECISION) beside policy=",
+            hint="launch with --mixed_precision no, or set it to no in `accelerate config`",
+        )
+
+
+def refuse_sharding(given: dict[str, Any]) -> None:
+    """Refuses arguments of an Accelerator that take parameters, gradients or precision away from a policy."""
+    for name, (what, variable) in _SHARDING.items():
+        if given.get(name) is not None:
+            raise _no_sharding(f"{name} ({what})")
+        if variable and os.environ.get(variable, "false").lower() == "true":
+            raise _no_sharding(f"{what}, which the launcher has set ({variable}),")
+    for handler in given.get("kwargs_handlers") or ():
+        recipe = type(handler).__name__.endswith("RecipeKwargs")
+        if recipe or isinstance(handler, AutocastKwargs | GradScalerKwargs):
+            raise HalfstepError(
+                f"{type(handler).__name__} would do nothing beside policy=: there is no autocast and no scaler",
+                hint="omit it; the policy names formats and the loss scale, such as `fp16-mixed,scale=...`",
+            )
+
+
+def _no_sharding(what: str) -> HalfstepError:
+    return HalfstepError(
+        f"{what} beside policy= is not implemented: it keeps parameters and gradients in its own form",
+        hint="train on one device or with DDP, or leave precision to it and drop policy=",
+    )
+
+
+@contextmanager
+def fp32_matmuls_kept() -> Iterator[None]:
+    """Keeps torch's setting for fp32 matmuls: Accelerate allows TF32 if a model is compiled in fp32."""
+    before = torch.get_float32_matmul_precision()
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)

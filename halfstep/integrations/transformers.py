@@ -1,0 +1,148 @@
+"""transformers.Trainer under a policy: its own Trainer, with `policy=` where `bf16=True` was.
+
+    from halfstep.integrations.transformers import Trainer
+
+    trainer = Trainer(model, TrainingArguments(...), train_dataset=..., policy="bf16-mixed")
+
+    class MySFT(PolicyMixin, SFTTrainer):      # any subclass of Trainer: the mixin first
+        ...
+
+Everything in Trainer passes through its accelerator, so that one gets the policy (accelerate.py): the update,
+clipping by `max_grad_norm`, skips, and micro-batches, whose losses Trainer has divided already. The rest of this
+file is the state: one halfstep.safetensors in each `checkpoint-N`, and weights saved from the fp32 masters.
+
+Logging, callbacks, schedulers, evaluation, `generate`, `save_pretrained` and `torch_compile=True` are Trainer's.
+"""
+
+import os
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers.trainer import SCHEDULER_NAME
+
+from halfstep.core.errors import HalfstepError
+from halfstep.core.measure import TOKENS
+from halfstep.core.policy import Policy
+from halfstep.integrations import state
+from halfstep.integrations.accelerate import (
+    Accelerator,
+    fp32_matmuls_kept,
+    refuse_precision,
+    refuse_sharding,
+    run_of,
+)
+from halfstep.torch.step import Run
+
+# Settings of TrainingArguments that would cast beside the policy, and what says it instead.
+_CASTS = {
+    "bf16": "policy='bf16-mixed'",
+    "fp16": "policy='fp16-mixed'",
+    "bf16_full_eval": "policy='bf16-mixed,eval=bf16'",
+    "fp16_full_eval": "policy='fp16-mixed,eval=fp16'",
+}
+# Settings that train in a form which a policy cannot reach.
+_SHARDING = {"deepspeed": "DeepSpeed", "fsdp": "FSDP"}
+
+
+class PolicyMixin:
+    """Gives a policy to a subclass of transformers.Trainer: `class Mine(PolicyMixin, SFTTrainer)`.
+
+    `ema` and `tokens` are those of `prepare`; the seed is TrainingArguments'.
+    """
+
+    args: Any
+    model: Any
+    accelerator: Any
+    lr_scheduler: Any
+
+    def __init__(
+        self, *given: Any, policy: Policy | str, ema: float = 0.0, tokens: int = TOKENS, **options: Any
+    ) -> None:
+        self._policy, self._ema, self._tokens = policy, ema, tokens
+        super().__init__(*given, **options)
+
+    @property
+    def run(self) -> Run:
+        """The run that trains the model, from the first `train()` or `evaluate()` on."""
+        return self.accelerator.run  # type: ignore[no-any-return]
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """Makes Trainer's accelerator, and gives it the policy."""
+        self._refuse()
+        with fp32_matmuls_kept():
+            super().create_accelerator_and_postprocess()  # type: ignore[misc]
+        options = {"seed": self.args.seed, "ema": self._ema, "tokens": self._tokens}
+        Accelerator.from_stock(self.accelerator, self._policy, **options)
+
+    def _refuse(self) -> None:
+        for name, instead in _CASTS.items():
+            if getattr(self.args, name, False):
+                raise HalfstepError(
+                    f"TrainingArguments({name}=True) beside policy=: both would cast",
+                    hint=f"drop {name}: {instead} says it; or drop policy= to leave precision to Trainer",
+                )
+        for name, what in _SHARDING.items():
+            if getattr(self.args, name, None):
+                raise HalfstepError(
+                    f"TrainingArguments({name}=...) beside policy= is not implemented: {what} keeps parameters "
+                    "and gradients in its own form",
+                    hint=f"drop {name} and train on one device or with DDP; or drop policy=",
+                )
+        refuse_precision(None, os.environ.get("ACCELERATE_MIXED_PRECISION"))
+        refuse_sharding({"parallelism_config": getattr(self.args, "parallelism_config", None)})
+        if self.args.n_gpu > 1:
+            raise HalfstepError(
+                f"Trainer would copy the model to {self.args.n_gpu} GPUs in every step (DataParallel), and copies "
+                "have no policy",
+                hint="start one process per GPU, `torchrun --nproc-per-node=N script.py`, or show it one GPU with "
+                "CUDA_VISIBLE_DEVICES=0",
+            )
+
+    def create_optimizer(self, *given: Any, **options: Any) -> torch.optim.Optimizer:
+        """Makes the optimizer. A model that was prepared before, by `evaluate()` or `train()`, keeps its run."""
+        self.accelerator.take_up(self.model)
+        return super().create_optimizer(*given, **options)  # type: ignore[misc,no-any-return]
+
+    def evaluation_loop(self, *given: Any, **options: Any) -> Any:
+        """Evaluates as the policy's `eval` role says."""
+        with self.accelerator.evaluation():
+            return super().evaluation_loop(*given, **options)  # type: ignore[misc]
+
+    def _save(self, *given: Any, **options: Any) -> None:
+        with self._whole_masters():
+            super()._save(*given, **options)  # type: ignore[misc]
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        if self.args.should_save:
+            state.save(self.run, Path(output_dir) / state.NAME)
+            torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / SCHEDULER_NAME)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is not None:
+            state.load(self.run, Path(checkpoint) / state.NAME)
+            self.lr_scheduler.load_state_dict(torch.load(Path(checkpoint) / SCHEDULER_NAME, weights_only=True))
+
+    def _whole_masters(self) -> ExitStack:
+        """Inside, the model's parameters are its fp32 masters, in whatever form the policy holds them."""
+        stack = ExitStack()
+        if (run := run_of(self.accelerator.unwrap_model(self.model, keep_torch_compile=False))) is not None:
+            stack.enter_context(run.edit())
+        return stack
+
+    def summary(self) -> str:
+        """Describes what the policy does to the model, and what Trainer adds."""
+        lines = [self.accelerator.summary()]
+        if self.args.logging_nan_inf_filter:
+            lines.append(
+                "  Trainer: logging_nan_inf_filter reads the loss of every micro-batch, which waits for the "
+                "device, and hides losses that are not finite; TrainingArguments(logging_nan_inf_filter=False) "
+                "does neither"
+            )
+        return "\n".join(lines)
+
+
+class Trainer(PolicyMixin, transformers.Trainer):
+    """transformers.Trainer with a precision policy."""

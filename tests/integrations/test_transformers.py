@@ -1,0 +1,240 @@
+"""transformers.Trainer under a policy: the updates of a run, its checkpoints, evaluation, skips and refusals."""
+
+import copy
+import math
+
+import pytest
+import torch
+import transformers
+from accelerate.state import AcceleratorState, GradientState, PartialState
+from transformers import LlamaConfig, LlamaForCausalLM, TrainerCallback, TrainingArguments
+
+from halfstep.core.errors import HalfstepError
+from halfstep.integrations import state
+from halfstep.integrations.transformers import PolicyMixin, Trainer
+from tests.refusals import refuses
+
+SPLIT = "bf16-mixed,param=fp32:split"
+ROWS = torch.randint(0, 32, (16, 8), generator=torch.Generator().manual_seed(1))
+DATA = [{"input_ids": row, "labels": torch.where(row < 4 + i % 3, -100, row)} for i, row in enumerate(ROWS)]
+
+
+@pytest.fixture(autouse=True)
+def fresh():
+    """Accelerate keeps its state for the whole process."""
+    reset()
+    yield
+    reset()
+
+
+def reset():
+    for each in (AcceleratorState, GradientState, PartialState):
+        each._reset_state()
+
+
+def net(**changes):
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    return LlamaForCausalLM(
+        LlamaConfig(vocab_size=32, max_position_embeddings=16, attention_dropout=0.1, **sizes, **changes)
+    )
+
+
+def arguments(folder, **changes):
+    settings = {
+        "per_device_train_batch_size": 2,
+        "gradient_accumulation_steps": 2,
+        "learning_rate": 1e-2,
+        "max_steps": 4,
+        "save_strategy": "no",
+        "logging_steps": 1,
+        "report_to": "none",
+        "use_cpu": True,
+        "disable_tqdm": True,
+    }
+    return TrainingArguments(str(folder), **settings | changes)
+
+
+def make(folder, policy="bf16-mixed", kind=Trainer, ema=0.0, callbacks=None, **changes):
+    options = {"policy": policy, "ema": ema} if issubclass(kind, PolicyMixin) else {}
+    data = {"train_dataset": DATA, "eval_dataset": DATA[:4]}
+    return kind(net(), arguments(folder, **changes), **data, callbacks=callbacks, **options)
+
+
+def losses(trainer):
+    return [row["loss"] for row in trainer.state.log_history if "loss" in row]
+
+
+def same(a, b):
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+@pytest.mark.parametrize(
+    "policy", ["fp16-mixed", *(pytest.param(p, marks=pytest.mark.prove) for p in ("fp32", "bf16-mixed"))]
+)
+def test_losses_are_within_the_format_of_those_of_stock_trainer_in_fp32(policy, tmp_path):
+    stock = make(tmp_path, kind=transformers.Trainer)
+    stock.train()
+    reset()
+    ours = make(tmp_path, policy)
+    ours.train()
+    # Each of the few products rounds its operands to so many bits.
+    bits = {"fp32": 20, "bf16-mixed": 8, "fp16-mixed": 11}[policy]
+    assert losses(ours) == pytest.approx(losses(stock), rel=4 * 2.0**-bits)
+    norms = [[row["grad_norm"] for row in t.state.log_history if "grad_norm" in row] for t in (ours, stock)]
+    assert norms[0] == pytest.approx(norms[1], rel=16 * 2.0**-bits)
+    assert int(ours.run.num_applied) == 4
+
+
+@pytest.mark.parametrize(
+    "policy", [SPLIT, *(pytest.param(p, marks=pytest.mark.prove) for p in ("bf16-mixed", "fp16-mixed"))]
+)
+def test_a_killed_run_resumes_bit_for_bit_from_trainers_own_checkpoint(policy, tmp_path):
+    class Kill(TrainerCallback):
+        def on_step_end(self, args, state, control, **_):
+            if state.global_step == 3:
+                raise KeyboardInterrupt
+
+    whole = make(tmp_path / "whole", policy, ema=0.9)
+    whole.train()
+    reset()
+    killed = make(tmp_path / "killed", policy, ema=0.9, save_strategy="steps", save_steps=2, callbacks=[Kill()])
+    with pytest.raises(KeyboardInterrupt):
+        killed.train()
+    saved = tmp_path / "killed" / "checkpoint-2"
+    names = {path.name for path in saved.iterdir()}
+    assert names >= {state.NAME, "model.safetensors", "scheduler.pt", "rng_state.pth"}
+    assert "optimizer.pt" not in names
+    reset()
+    torch.manual_seed(77)
+    resumed = make(tmp_path / "killed", policy, ema=0.9)
+    resumed.train(resume_from_checkpoint=True)
+    assert losses(resumed)[-2:] == losses(whole)[-2:]
+    assert same(resumed.run.weights(), whole.run.weights())
+    assert same(resumed.run.ema, whole.run.ema)
+
+
+def test_weights_are_saved_from_the_masters_and_load_anywhere(tmp_path):
+    trainer = make(tmp_path, SPLIT)
+    trainer.train()
+    trainer.save_model(str(tmp_path / "out"))
+    loaded = LlamaForCausalLM.from_pretrained(tmp_path / "out")
+    assert same(dict(loaded.named_parameters()), trainer.run.weights())
+    assert next(loaded.parameters()).dtype == torch.float32
+
+
+def test_evaluation_prediction_and_generation_work_before_during_and_after_training(tmp_path):
+    written = []
+
+    class Generate(TrainerCallback):
+        def on_step_end(self, args, state, control, model, **_):
+            written.append(model.generate(ROWS[:1, :3], max_new_tokens=2, do_sample=False))
+
+    trainer = make(tmp_path, "bf16-mixed,eval=fp32", callbacks=[Generate()], eval_strategy="steps", eval_steps=2)
+    before = trainer.evaluate()["eval_loss"]
+    seen = []
+    trainer.model.lm_head.register_forward_hook(lambda m, *_: seen.append((m.training, m.precision.compute.name)))
+    trainer.train()
+    assert set(seen) >= {(True, "bf16"), (False, "fp32")}
+    assert trainer.evaluate()["eval_loss"] < before
+    assert len(written) == 4
+    assert trainer.predict(DATA[:2]).predictions.shape == (2, 8, 32)
+    assert sum("eval_loss" in row for row in trainer.state.log_history) == 3
+
+
+def test_skips_are_seen_by_trainer_and_its_scheduler(tmp_path):
+    trainer = make(
+        tmp_path, f"fp16-mixed,scale=dynamic:init={2**60}:ceiling={2**60}:backoff={2.0**-55}", max_steps=3
+    )
+    trainer.train()
+    assert int(trainer.run.num_applied) == 2
+    rates = [row["learning_rate"] for row in trainer.state.log_history if "learning_rate" in row]
+    assert rates[0] == rates[1] > rates[2]
+
+
+def test_a_second_training_continues_with_the_same_run(tmp_path):
+    trainer = make(tmp_path, max_steps=2)
+    trainer.train()
+    run = trainer.run
+    trainer.train()
+    assert trainer.run is run
+    assert int(run.num_applied) == 4
+
+
+def test_best_weights_are_loaded_at_the_end(tmp_path):
+    trainer = make(
+        tmp_path,
+        SPLIT,
+        max_steps=2,
+        eval_strategy="steps",
+        eval_steps=1,
+        save_strategy="steps",
+        save_steps=1,
+        load_best_model_at_end=True,
+        metric_for_best_model="loss",
+    )
+    trainer.train()
+    best = LlamaForCausalLM.from_pretrained(trainer.state.best_model_checkpoint)
+    given = trainer.run.weights()
+    for name, value in best.named_parameters():
+        assert torch.allclose(given[name], value, rtol=2**-8)
+
+
+def test_a_subclass_of_trainer_takes_the_mixin(tmp_path):
+    class Mine(transformers.Trainer):
+        def compute_loss(self, model, inputs, **options):
+            return 2.0 * super().compute_loss(model, inputs, **options)
+
+    class Ours(PolicyMixin, Mine):
+        pass
+
+    trainer, plain = make(tmp_path, kind=Ours, max_steps=1), None
+    trainer.train()
+    reset()
+    plain = make(tmp_path, max_steps=1)
+    plain.train()
+    assert losses(trainer) == pytest.approx([2 * loss for loss in losses(plain)], rel=2**-6)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said", "hint"),
+    [
+        ({"bf16": True}, "bf16=True.* beside policy=", "drop bf16"),
+        ({"bf16_full_eval": True}, "bf16_full_eval=True", "eval=bf16"),
+        ({"fsdp": "full_shard"}, "FSDP", "drop policy="),
+    ],
+)
+def test_settings_beside_the_policy_are_refused(changes, said, hint, tmp_path):
+    with refuses(HalfstepError, said, hint):
+        make(tmp_path, **changes)
+
+
+def test_deepspeed_and_a_launched_precision_are_refused(tmp_path, monkeypatch):
+    given = arguments(tmp_path)
+    given.deepspeed = {"zero_optimization": {"stage": 2}}
+    with refuses(HalfstepError, "DeepSpeed", "drop deepspeed"):
+        Trainer(net(), given, train_dataset=DATA, policy="bf16-mixed")
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    with refuses(HalfstepError, "launched with mixed_precision bf16"):
+        make(tmp_path)
+
+
+def test_a_checkpoint_without_our_state_or_of_another_policy_is_refused(tmp_path):
+    trainer = make(tmp_path, save_strategy="steps", save_steps=4)
+    trainer.train()
+    reset()
+    with refuses(HalfstepError, "the policy"):
+        make(tmp_path, "fp16-mixed", max_steps=6).train(resume_from_checkpoint=True)
+    (tmp_path / "checkpoint-4" / state.NAME).unlink()
+    reset()
+    with refuses(HalfstepError, "there is no", "without a policy"):
+        make(tmp_path, max_steps=6).train(resume_from_checkpoint=True)
+
+
+def test_the_summary_names_what_waits(tmp_path):
+    trainer = make(tmp_path, max_steps=1)
+    trainer.train()
+    assert "logging_nan_inf_filter" in trainer.summary()
+    assert "skipped updates" in trainer.summary()
+    assert math.isfinite(float(trainer.accelerator.result.loss))
+    assert copy.deepcopy(trainer.model) is not None
