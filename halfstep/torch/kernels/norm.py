@@ -35,7 +35,7 @@ class Norm:
         programs = self._owners.numel()
         partial = torch.empty(programs, device=self._table.device)
         given = (self._table, self._sizes, self._owners, self._chunks, partial, CHUNK)
-        launch(_squares, CHUNK, partial, programs, *given, num_warps=WARPS)
+        launch(_squares, CHUNK, partial, programs, *given, num_warps=WARPS, enable_fp_fusion=True)
         return partial.sum().sqrt()
 
 

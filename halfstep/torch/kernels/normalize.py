@@ -38,7 +38,7 @@ def normalize(
     key = (x.dtype, x.data_ptr() % 16 == 0, out, width, has)
     given = (x, y, stats, x if gain is None else gain, x if bias is None else bias, rows, eps)
     programs = -(-rows // held)
-    launch(_forward, key, x, programs, *given, width, columns, held, *has, num_warps=_warps(columns))
+    launch(_forward, key, x, programs, *given, width, columns, held, *has, **_options(columns))
     return y, stats
 
 
@@ -53,7 +53,7 @@ def gradients(
     partial = stats if gain is None else gain.new_empty(programs, 2, *gain.shape)
     key = (x.dtype, x.data_ptr() % 16 == 0, g.dtype, g.data_ptr() % 16 == 0, width, has)
     given = (x, g, dx, stats, x if gain is None else gain, partial, rows)
-    launch(_backward, key, x, programs, *given, width, columns, held, *has, num_warps=_warps(columns))
+    launch(_backward, key, x, programs, *given, width, columns, held, *has, **_options(columns))
     if gain is None:
         return dx, None, None
     dgain, dbias = partial.sum(0).unbind()
@@ -66,8 +66,8 @@ def _sizes(width: int) -> tuple[int, int]:
     return columns, max(1, HELD // columns)
 
 
-def _warps(columns: int) -> int:
-    return min(16, max(4, columns // 512))
+def _options(columns: int) -> dict[str, int | bool]:
+    return {"num_warps": min(16, max(4, columns // 512)), "enable_fp_fusion": True}
 
 
 @triton.jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=["gains", "biases"])

@@ -1,0 +1,58 @@
+"""Every kernel compiles for NVIDIA GPUs, which Triton does without one; in a process that does not interpret."""
+
+import json
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+
+import pytest
+
+pytestmark = [pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton"), pytest.mark.prove]
+ADAMW = {
+    **dict.fromkeys(("table", "sizes"), "*i64"),
+    **dict.fromkeys(("owners", "chunks"), "*i32"),
+    **dict.fromkeys(("paces", "roots", "rate", "factor", "found_inf", "partial"), "*fp32"),
+    **dict.fromkeys(("b1", "rest1", "b2", "rest2", "eps", "decay"), "fp32"),
+    "tensors": "i32",
+}
+ROWS = {
+    **dict.fromkeys(("xs", "ys", "gs", "dxs"), "*bf16"),
+    **dict.fromkeys(("stats", "gains", "biases", "partial"), "*fp32"),
+    "rows": "i32",
+    "eps": "fp32",
+}
+WIDE, NARROW = {"width": 768, "COLUMNS": 1024, "ROWS": 1}, {"width": 64, "COLUMNS": 64, "ROWS": 16}
+CASES = [
+    ("adamw", "_count", ADAMW, {"COUNTED": 128}),
+    ("adamw", "_adamw", ADAMW, {"NARROW": False, "CHUNK": 512}),
+    ("adamw", "_adamw", ADAMW, {"NARROW": True, "CHUNK": 512}),
+    ("norm", "_squares", ADAMW, {"CHUNK": 4096}),
+    ("normalize", "_forward", ROWS, {**WIDE, "GAIN": True, "BIAS": True, "CENTERED": True}),
+    ("normalize", "_forward", ROWS, {**NARROW, "GAIN": False, "BIAS": False, "CENTERED": False}),
+    ("normalize", "_backward", ROWS, {**WIDE, "GAIN": True, "CENTERED": True}),
+    ("normalize", "_backward", ROWS, {**NARROW, "GAIN": False, "CENTERED": False}),
+]
+COMPILE = """
+import importlib, inspect, json, sys
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+for module, name, types, constants in json.load(sys.stdin):
+    kernel = getattr(importlib.import_module(f"halfstep.torch.kernels.{module}"), name)
+    names = inspect.signature(kernel.fn).parameters
+    signature = {p: "constexpr" if p in constants else types[p] for p in names}
+    source = ASTSource(fn=kernel, signature=signature, constexprs=constants)
+    for capability in (80, 90):
+        target = GPUTarget("cuda", capability, 32)
+        code = triton.compile(source, target=target, options={"enable_fp_fusion": False})
+        assert code.asm["ptx"]
+"""
+
+
+def test_kernels_compile_for_the_gpus_that_we_name():
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    given = {"input": json.dumps(CASES), "env": environment, "capture_output": True, "text": True}
+    done = subprocess.run([sys.executable, "-c", COMPILE], check=False, **given)
+    assert done.returncode == 0, done.stderr[-2000:]
