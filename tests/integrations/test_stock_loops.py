@@ -20,6 +20,16 @@ KINDS = {
 }
 
 
+@pytest.fixture(autouse=True)
+def other_tests_have_their_own_accelerator():
+    """Accelerate keeps its settings for the whole process."""
+    yield
+    from accelerate.state import AcceleratorState, GradientState
+
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+
+
 def batch(seed, rows=4):
     return torch.randn(rows, 8, generator=torch.Generator().manual_seed(seed))
 
