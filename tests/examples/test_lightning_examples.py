@@ -12,7 +12,7 @@ GUIDE = (ROOT / "docs" / "migration.md").read_text(encoding="utf-8")
 DIFFS = dict(re.findall(r"\]\(\.\./examples/(lightning_\w+)\.py\).*?```diff\n(.*?)```", GUIDE, flags=re.S))
 # The policy rounds activations to 8 and 11 bits, the losses of training differ by about as much.
 BOUNDS = {"32-true": 2**-16, "bf16-mixed": 2**-8, "16-mixed": 2**-11}
-SLOW = [name if name == "bf16-mixed" else pytest.param(name, marks=pytest.mark.prove) for name in BOUNDS]
+SLOW = [pytest.param(name, marks=pytest.mark.prove) for name in BOUNDS]
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:lightning")
 

@@ -291,6 +291,7 @@ def test_models_and_optimizers_may_come_one_by_one_and_in_any_order():
     assert accelerator.run.model is model
 
 
+@pytest.mark.prove
 def test_a_model_is_freed_and_may_be_prepared_again_with_the_same_or_another_optimizer():
     accelerator, model, optimizer, loader, scheduler = make("bf16-mixed")
     train(accelerator, model, optimizer, loader, scheduler)
