@@ -233,8 +233,8 @@ def test_show_and_verify(packed, capsys):
     ],
 )  # fmt: skip
 def test_mistakes_are_refused(arguments, said, text, tmp_path, capsys):
-    places = {"TEXT": text, "OUT": str(tmp_path / "out")}
-    assert run(["data", *(places.get(word, word.replace("TEXT", text)) for word in arguments)]) == 2
+    out = str(tmp_path / "out")
+    assert run(["data", *(word.replace("TEXT", text).replace("OUT", out) for word in arguments)]) == 2
     assert said in capsys.readouterr().err
 
 

@@ -36,7 +36,7 @@ def normalize(
     stats = torch.empty(2 if centered else 1, rows, dtype=torch.float32, device=x.device)
     has = (gain is not None, bias is not None, centered)
     key = (x.dtype, x.data_ptr() % 16 == 0, out, width, has)
-    given = (x, y, stats, x if gain is None else gain, x if bias is None else bias, rows, eps)
+    given = (x, y, stats, x if gain is None else gain, x if bias is None else bias, rows, float(eps))
     programs = -(-rows // held)
     launch(_forward, key, x, programs, *given, width, columns, held, *has, **_options(columns))
     return y, stats
