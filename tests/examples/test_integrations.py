@@ -5,7 +5,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from accelerate.state import AcceleratorState, GradientState, PartialState
+from accelerate.state import AcceleratorState
+
+from tests.accelerate_state import fresh_accelerate, reset  # noqa: F401
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "integrations.md").read_text(encoding="utf-8")
@@ -15,19 +17,6 @@ BOUNDS = {"fp32": 2.0**-18, "bf16-mixed": 2.0**-6, "fp16-mixed": 2.0**-9}
 NLP, CLASSIFY, CAUSAL = (
     f"examples/{n}.py" for n in ("accelerate_nlp", "trainer_text_classification", "trainer_causal_lm")
 )
-
-
-@pytest.fixture(autouse=True)
-def fresh():
-    """Accelerate keeps its state for the whole process."""
-    reset()
-    yield
-    reset()
-
-
-def reset():
-    for each in (AcceleratorState, GradientState, PartialState):
-        each._reset_state()
 
 
 def hunks(path):

@@ -8,7 +8,7 @@ import weakref
 import accelerate
 import pytest
 import torch
-from accelerate.state import AcceleratorState, GradientState, PartialState
+from accelerate.state import AcceleratorState
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
@@ -17,19 +17,10 @@ from halfstep.core.errors import HalfstepError, ScalingError
 from halfstep.integrations import state
 from halfstep.integrations.accelerate import Accelerator, run_of
 from halfstep.torch import AdamW, prepare
+from tests.accelerate_state import fresh_accelerate, reset  # noqa: F401
 from tests.refusals import refuses
 
 SPLIT = "bf16-mixed,param=fp32:split"
-
-
-@pytest.fixture(autouse=True)
-def fresh():
-    """Accelerate keeps its state for the whole process."""
-    for each in (AcceleratorState, GradientState, PartialState):
-        each._reset_state()
-    yield
-    for each in (AcceleratorState, GradientState, PartialState):
-        each._reset_state()
 
 
 class Net(nn.Module):
@@ -112,8 +103,7 @@ def test_losses_stay_within_the_format_of_those_of_stock_accelerate_in_fp32(poli
 
     torch.manual_seed(5)
     expected = train(*stock())
-    for each in (AcceleratorState, GradientState, PartialState):
-        each._reset_state()
+    reset()
     torch.manual_seed(5)
     given = train(*make(policy))
     bits = 8 if policy == "bf16-mixed" else 11
@@ -127,8 +117,7 @@ def test_a_shorter_last_group_is_divided_as_accelerate_divides_it():
     """Accelerate divides by gradient_accumulation_steps, however many micro-batches there were."""
     grads = {}
     for kind in ("ours", "stock"):
-        for each in (AcceleratorState, GradientState, PartialState):
-            each._reset_state()
+        reset()
         options = {"cpu": True, "gradient_accumulation_steps": 4}
         accelerator = (
             Accelerator(policy="fp32", **options) if kind == "ours" else accelerate.Accelerator(**options)
@@ -159,8 +148,7 @@ def test_a_run_is_saved_and_resumed_bit_for_bit_by_accelerate_itself(policy, tmp
     losses = train(accelerator, *parts)
     after, rate = weights(accelerator.run), parts[3].get_last_lr()
 
-    for each in (AcceleratorState, GradientState, PartialState):
-        each._reset_state()
+    reset()
     torch.manual_seed(99)
     other, *again = make(policy, ema=0.9)
     other.load_state(str(tmp_path / "saved"))
@@ -182,8 +170,7 @@ def test_weights_beside_our_file_are_the_fp32_masters(tmp_path):
 def test_a_state_of_another_policy_is_refused_and_nothing_is_loaded(tmp_path):
     accelerator, *_ = make("bf16-mixed")
     accelerator.save_state(str(tmp_path))
-    for each in (AcceleratorState, GradientState, PartialState):
-        each._reset_state()
+    reset()
     other, *parts = make("fp16-mixed")
     train(other, *parts)
     before = weights(other.run)

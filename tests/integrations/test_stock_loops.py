@@ -11,6 +11,7 @@ from torch import nn
 
 from halfstep.core.errors import HalfstepError
 from halfstep.torch import AdamW, prepare
+from tests.accelerate_state import fresh_accelerate  # noqa: F401
 from tests.refusals import refuses
 
 KINDS = {
@@ -18,16 +19,6 @@ KINDS = {
     "fused": lambda m: torch.optim.AdamW(m.parameters(), lr=1e-2, fused=True),
     "sync": lambda m: torch.optim.SGD(m.parameters(), lr=1e-2),
 }
-
-
-@pytest.fixture(autouse=True)
-def other_tests_have_their_own_accelerator():
-    """Accelerate keeps its settings for the whole process."""
-    yield
-    from accelerate.state import AcceleratorState, GradientState
-
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
 
 
 def batch(seed, rows=4):

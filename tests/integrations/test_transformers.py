@@ -6,31 +6,18 @@ import math
 import pytest
 import torch
 import transformers
-from accelerate.state import AcceleratorState, GradientState, PartialState
 from transformers import LlamaConfig, LlamaForCausalLM, TrainerCallback, TrainingArguments
 
 from halfstep.core.errors import HalfstepError
 from halfstep.integrations import state
 from halfstep.integrations.transformers import PolicyMixin, Trainer
+from tests.accelerate_state import fresh_accelerate, reset  # noqa: F401
 from tests.refusals import refuses
 
 pytestmark = pytest.mark.prove  # nearly every test trains by a Trainer of its own
 SPLIT = "bf16-mixed,param=fp32:split"
 ROWS = torch.randint(0, 32, (16, 8), generator=torch.Generator().manual_seed(1))
 DATA = [{"input_ids": row, "labels": torch.where(row < 4 + i % 3, -100, row)} for i, row in enumerate(ROWS)]
-
-
-@pytest.fixture(autouse=True)
-def fresh():
-    """Accelerate keeps its state for the whole process."""
-    reset()
-    yield
-    reset()
-
-
-def reset():
-    for each in (AcceleratorState, GradientState, PartialState):
-        each._reset_state()
 
 
 def net(**changes):
