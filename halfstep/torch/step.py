@@ -317,7 +317,8 @@ class Run(RunParts):
 
         `names` are the modules that rules may match; all by default.
         """
-        self._check_open()
+        if self._holds != _AVERAGES:  # averages may be evaluated as well: formats and masters are two things
+            self._check_open()
         if not self.optimizers:
             self.follow(device_of(self.model))
         evaluated = self.policy.evaluation()

@@ -222,3 +222,28 @@ def test_the_summary_names_what_waits(tmp_path):
     assert "skipped updates" in trainer.summary()
     assert math.isfinite(float(trainer.accelerator.result.loss))
     assert copy.deepcopy(trainer.model) is not None
+
+
+def test_a_compiled_model_is_evaluated_trained_and_trained_again_under_the_policy(tmp_path):
+    trainer = make(tmp_path, "bf16-mixed", max_steps=2, torch_compile=True, torch_compile_backend="eager")
+    trainer.evaluate()
+    run = trainer.run
+    assert not run.optimizers
+    trainer.train()
+    assert trainer.run is run
+    assert type(trainer.model_wrapped).__name__ == "OptimizedModule"
+    assert int(run.num_applied) == 2
+    trainer.train()
+    assert trainer.run is run
+    assert int(run.num_applied) == 4
+    trainer.save_model(str(tmp_path / "out"))
+    assert same(dict(LlamaForCausalLM.from_pretrained(tmp_path / "out").named_parameters()), run.weights())
+
+
+def test_averages_are_evaluated_inside_of_averaged(tmp_path):
+    trainer = make(tmp_path, ema=0.9)
+    trainer.train()
+    own = trainer.evaluate()["eval_loss"]
+    with trainer.run.averaged():
+        assert trainer.evaluate()["eval_loss"] > own  # they lag behind
+    assert trainer.evaluate()["eval_loss"] == own

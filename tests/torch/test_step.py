@@ -7,7 +7,7 @@ from halfstep.core.errors import HalfstepError
 from halfstep.core.policy import Policy
 from halfstep.torch.layers import CastedLinear
 from halfstep.torch.optim.adamw import AdamW
-from halfstep.torch.step import Run
+from halfstep.torch.step import Run, prepare
 from tests.refusals import refuses
 
 # Two fp32 sums of the same terms in another order: at most 36 positive terms, and a few products around them.
@@ -202,3 +202,21 @@ def test_sparse_gradients_are_summed_unscaled_and_clipped_by_their_values(name):
     bad = r.step(lambda i: (table(i) * float("inf")).sum(), batches)
     assert bool(bad.skipped)
     torch.testing.assert_close(table.weight.detach(), alone.detach(), rtol=2.0**-18, atol=2.0**-20)
+
+
+@pytest.mark.parametrize("param", ["fp32", "fp32:split"])
+def test_averages_are_evaluated_in_the_eval_role_whichever_block_is_the_outer_one(param):
+    torch.manual_seed(0)
+    model, x = torch.nn.Linear(8, 8), torch.randn(4, 8)
+    run = prepare(
+        model, torch.optim.SGD(model.parameters(), lr=0.5), f"bf16-mixed,param={param},eval=fp32", ema=0.5
+    )
+    for _ in range(3):
+        run.step(lambda batch: model(batch).square().mean(), [x])
+    before = run.weights()
+    with run.evaluation(), run.averaged():
+        expected = model(x)
+    with run.averaged(), run.evaluation():
+        assert torch.equal(model(x), expected)
+    assert all(torch.equal(value, before[name]) for name, value in run.weights().items())
+    assert not torch.equal(model(x), expected)
