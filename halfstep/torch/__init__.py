@@ -4,6 +4,9 @@
     run = prepare(model, optimizer, "bf16-mixed")        # any nn.Module, any torch.optim optimizer, or a list
     result = run.step(loss_fn, micro_batches)            # loss_fn(batch)
 
+After `prepare` a plain loop in bf16, `loss.backward(); optimizer.step()`, makes the same updates. Without
+optimizers, `run = prepare(model, "bf16-mixed")`, a model is evaluated; `run.attach(optimizers)` lets it train.
+
 To build with: `CastedLinear` multiplies in its own precision; `LayerNorm`, `RMSNorm`, `Softmax`,
 `CrossEntropyLoss` and the functions `layer_norm`, `rms_norm`, `softmax`, `cross_entropy` are torch's, fp32 inside.
 `linear` and `attention` take a `Casts` last: `linear(x, weight, None, casts_for("bf16-mixed"))`.

@@ -1,6 +1,7 @@
-"""Accelerate and Trainer as they are, at full precision, around a prepared model, whose optimizer they step.
+"""Accelerate, Trainer and Lightning as they are, at full precision, around a prepared model.
 
-The updates are the run's own, counted and skipped as in a plain loop; what they would bypass is refused.
+They step its optimizer themselves. The updates are the run's own, counted and skipped as in a plain loop; what
+they would bypass is refused.
 """
 
 import math
@@ -76,3 +77,38 @@ def test_trainer_steps_a_prepared_model_and_what_it_would_bypass_is_refused(tmp_
     assert math.isfinite(result.training_loss)
     with refuses(HalfstepError, "clip_norm=1 would be ignored", "run.step("):
         trained(clip_norm=1.0)
+
+
+@pytest.mark.prove
+def test_lightning_steps_a_prepared_model_as_the_run_does(tmp_path):
+    """Its closure runs the last micro-batch inside optimizer.step()."""
+    import lightning
+
+    twin = net()
+    alone = prepare(twin, KINDS["fused"](twin), "bf16-mixed")
+
+    class Module(lightning.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.model = net()
+
+        def training_step(self, x, index):
+            return self.model(x).square().mean() * (math.nan if index == 2 else 1.0)
+
+        def configure_optimizers(self):
+            optimizer = KINDS["fused"](self.model)
+            self.halfstep = prepare(self.model, optimizer, "bf16-mixed")
+            return optimizer
+
+    batches = [batch(seed) for seed in range(6)]
+    loader = torch.utils.data.DataLoader(batches, batch_size=None)
+    module = Module()
+    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    options = {"max_epochs": 1, "accumulate_grad_batches": 2, "accelerator": "cpu", "default_root_dir": tmp_path}
+    lightning.Trainer(**options, **quiet).fit(module, loader)
+    for step in range(3):
+        factor = math.nan if step == 1 else 1.0
+        alone.step(lambda x, f=factor: f * twin(x).square().mean(), batches[2 * step : 2 * step + 2])
+    assert int(module.halfstep.num_applied) == 2
+    weights = alone.weights()
+    assert all(torch.equal(w, weights[name]) for name, w in module.halfstep.weights().items())

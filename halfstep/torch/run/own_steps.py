@@ -8,12 +8,16 @@ around `optimizer.step`:
                 to what they were if they are not
     after       `Driver.end`
 
+A closure is run before the gradients are looked at: torch's optimizers would call it once, first. Others might
+call it again, and are refused.
+
 So the update is the run's, bit for bit, skipped or not. Where it would not be, the step is refused (`why_not`). A
 schedule that the loop steps itself moves after a skipped update too, as in torch; `Run.scheduler_step` waits. What
 stays unseen is the loss: that it is in the policy's format, `Run.backward` checks.
 """
 
 import math
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -70,13 +74,17 @@ class OwnSteps:
     def _begin(self, driver: Driver, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if driver.is_stepping:
             return None
-        self.check(driver, args, kwargs)
+        closure = self.check(driver, args, kwargs)
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+            args, kwargs = (args[0], lambda: loss), {}
         run = self.run
         run.check_parameters()
         run.accumulation.check_none_new()
         grads = [p.grad for p in run.parameters if p.grad is not None]
         if not grads:
-            return None
+            return args, kwargs
         finite = self._norm(grads) < math.inf
         if driver is run.drivers[0]:
             run.num_applied += finite
@@ -88,19 +96,14 @@ class OwnSteps:
         if not driver.is_stepping:
             driver.end()
 
-    def check(self, driver: Driver, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Refuses a step that would not be an update of the run."""
+    def check(self, driver: Driver, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], Any] | None:
+        """Refuses a step that would not be an update of the run; returns its closure, if it has one."""
         run = self.run
         if self._for[0] is not run.parameters or self._for[1] != run.clip_norm:
             self._for, self._why = (run.parameters, run.clip_norm), why_not(run)
         called = f"{label(driver.optimizer)}.step() was called directly, and"
         if self._why:
             raise HalfstepError(f"{called} {self._why}", hint=_HINT)
-        if any(given is not None for given in (*args[1:], *kwargs.values())):  # Accelerate passes closure=None
-            raise HalfstepError(
-                f"{called} it was given arguments: the gradients of a closure would not be checked",
-                hint=f"call loss.backward() before it; {_HINT}",
-            )
         if run.accumulation.begun:
             raise HalfstepError(
                 f"{called} gradients were summed by run.backward()", hint="run.update() makes the step with them"
@@ -110,3 +113,13 @@ class OwnSteps:
                 f"{called} its gradients are scaled by a GradScaler, which this policy does not need",
                 hint="omit it: loss.backward(), then optimizer.step()",
             )
+        given = [each for each in (*args[1:], *kwargs.values()) if each is not None]  # Accelerate passes None
+        if not given:
+            return None
+        if not type(driver.optimizer).__module__.startswith("torch.optim."):
+            raise HalfstepError(
+                f"{called} it was given arguments: the gradients of a closure would not be checked",
+                hint=f"call loss.backward() before it; {_HINT}",
+            )
+        (closure,) = given
+        return closure  # type: ignore[no-any-return]

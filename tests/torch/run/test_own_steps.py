@@ -145,8 +145,6 @@ def test_what_the_run_or_others_did_to_gradients_is_refused():
     with refuses(HalfstepError, "run.backward", "run.update()"):
         optimizer.step()
     run.update()
-    with refuses(HalfstepError, "was given arguments", "run.step("):
-        optimizer.step(lambda: loss_of(model)(batch()))
     scaler = torch.amp.GradScaler("cpu")
     scaler.scale(loss_of(model)(batch())).backward()
     with refuses(HalfstepError, "GradScaler", "omit"):
@@ -157,6 +155,40 @@ def test_what_the_run_or_others_did_to_gradients_is_refused():
     model.half()
     with refuses(HalfstepError, "no master of it is kept"):
         optimizer.step()
+
+
+@pytest.mark.parametrize("name", ["fused", "foreach", "SGD"])
+@pytest.mark.parametrize("named", [False, True])
+def test_a_closure_is_run_before_its_gradients_are_looked_at(name, named):
+    run = by_the_run("bf16-mixed", ALL[name], (NAN,))
+    model = Net()
+    optimizer = ALL[name](model)
+    mine = prepare(model, optimizer, "bf16-mixed")
+    (scheduler,) = schedules([optimizer])
+    for step in range(4):
+
+        def closure(step=step):
+            optimizer.zero_grad()
+            loss = loss_at(model, step, (NAN,))
+            loss.backward()
+            return loss.detach()
+
+        loss = optimizer.step(closure=closure) if named else optimizer.step(closure)
+        assert bool(loss.isfinite()) == (step != NAN)
+        scheduler.step()
+    assert same_state(mine, run)
+
+
+def test_a_closure_is_refused_where_it_might_be_called_again():
+    class Twice(torch.optim.SGD):
+        def step(self, closure=None):
+            return closure() + closure()
+
+    for make in (AdamW, Twice):
+        model = Net()
+        run = prepare(model, make(model.parameters(), lr=0.1), "bf16-mixed")
+        with refuses(HalfstepError, "was given arguments", "run.step("):
+            run.optimizers[0].step(lambda model=model: loss_of(model)(batch()))
 
 
 def test_parameters_that_joined_later_are_not_left_out_silently():
