@@ -1,6 +1,6 @@
 """Times training against autocast on an NVIDIA GPU, from batches where the host is the limit to large ones.
 
-    python benchmarks/measure/batches.py [--compiled] [--sizes 2 8 32] [--micro-batches 1 8] [--rounds 15]
+    python benchmarks/measure/batches.py [--compiled] [--sizes 2 8 32] [--micro-batches 1 8] [--rounds 10]
 
 GPT-2 124M with clipping; a step has 1 or 8 micro-batches of `size` x 1024 tokens. The arms take short turns in one
 process, in reverse order every other round: autocast with torch's fused AdamW, `prepare` with split masters, with
@@ -8,7 +8,8 @@ whole ones, and with whole ones and that same AdamW.
 
 Printed are the fastest turn and the median, in ms per step, each with its ratio to autocast. Small batches are
 bound by the host. On a shared one a core runs at half its speed for seconds, whichever arm is on it; that only
-adds time, so the fastest turn is what the code itself takes. Exit code 1 if that of an arm of ours is slower.
+adds time, so the fastest turn is what the code itself takes; short turns are four times as many, to meet such a core
+at its full speed. Exit code 1 if the fastest turn of an arm of ours is slower than autocast's.
 """
 
 import argparse
@@ -45,7 +46,7 @@ def main() -> int:
     parser.add_argument("--compiled", action="store_true")
     parser.add_argument("--sizes", type=int, nargs="+", default=[2, 8, 32])
     parser.add_argument("--micro-batches", type=int, nargs="+", default=[1, 8])
-    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--arms", nargs="+", choices=[*POLICIES], default=[*POLICIES], help="besides autocast")
     options = parser.parse_args()
     mode, worst = "compiled" if options.compiled else "eager", 0.0
@@ -57,7 +58,8 @@ def main() -> int:
         for micro_batches in options.micro_batches:
             repeats = max(1, 16 // (size * micro_batches))
             batches = [(tokens[:, :-1], tokens[:, 1:])] * micro_batches
-            times = take_turns(arms, options.rounds, partial(timed, batches=batches, repeats=repeats))
+            rounds = options.rounds * (4 if size * micro_batches <= 16 else 1)
+            times = take_turns(arms, rounds, partial(timed, batches=batches, repeats=repeats))
             for name, taken in times.items():
                 fast, median = min(taken), statistics.median(taken)
                 ratio = fast / min(times["autocast"])
