@@ -8,7 +8,7 @@ whole ones, and with whole ones and that same AdamW.
 
 Printed are the fastest turn and the median, in ms per step, each with its ratio to autocast. Small batches are
 bound by the host. On a shared one a core runs at half its speed for seconds, whichever arm is on it; that only
-adds time, so the fastest turn is what the code itself takes; short turns are four times as many, to meet such a core
+adds time, so the fastest turn is what the code itself takes; short turns are four times as many, to meet the core
 at its full speed. Exit code 1 if the fastest turn of an arm of ours is slower than autocast's.
 """
 
