@@ -10,7 +10,8 @@ it cannot. Any `nn.Module` will do. A module changes its class (convert/modules.
     CrossEntropyLoss, MSELoss, ...           are islands: fp32 inside and out
     other modules that hold parameters       are leaves: they run as written, in fp32, and return compute
     routers of mixtures                      fp32 inside and out; their experts multiply in compute
-    the model itself                         returns the loss format
+    the model itself                         returns the loss format; beside a loss, compute (functions/output.py)
+    attention of transformers' models        has no mask where it is plainly causal (convert/causal.py)
 
 A subclass that somebody else wrote is treated like its base class, unless it has a forward of its own: then it is
 a leaf. Functions of the model's own code, such as `F.softmax(x)`, are reached as well (functions/mode.py).
@@ -38,7 +39,8 @@ from halfstep.core.refusal import EMULATE, check_formats, check_named, check_rea
 from halfstep.core.roles import Param, Value, print_value
 from halfstep.core.rules import Resolved
 from halfstep.torch.cast import carried, split
-from halfstep.torch.convert import fp8_choice, plan
+from halfstep.torch.convert import causal, fp8_choice, plan
+from halfstep.torch.convert.causal import Attention
 from halfstep.torch.convert.fp8_choice import Measured, Timer
 from halfstep.torch.convert.known_packages import routers, with_routers
 from halfstep.torch.convert.modules import Island, Leaf
@@ -65,6 +67,7 @@ class Applied:
     widened: tuple[str, ...]  # parameters and statistics that came narrower than they are held
     changes: tuple[Change, ...]
     originals: Originals = field(repr=False)
+    attention: tuple[Attention, ...] = ()  # of models of transformers
     measured: Measured | None = None  # if rules say `measured`
     amaxes: Amaxes | None = None  # if operands are delayed
 
@@ -107,7 +110,8 @@ def apply(
     widened += plan.widen_statistics(plans)
     remainders = _hold_all(parameters, masters, policy, plans)
     amaxes = fp8_choice.add_histories(plans, ruled, next(iter(parameters.values())).device)
-    originals = plan.convert(model, plans, chosen, base)
+    attention = causal.choose(model)
+    originals = plan.convert(model, plans, chosen, base, causal=any(not row.why_not for row in attention))
     notes = {} if measured is None else measured.notes
     changes = [c for p in plans if (c := change_of(p, chosen.get(p.name, base), notes.get(p.name, "")))]
     return Applied(
@@ -119,6 +123,7 @@ def apply(
         widened=tuple(widened),
         changes=(*changes, *kept_whole, *_left_alone(model)),
         originals=originals,
+        attention=tuple(attention),
         measured=measured,
         amaxes=amaxes,
     )
@@ -184,6 +189,7 @@ def restore(applied: Applied) -> None:
         for name in module.remainders if isinstance(module, Holder) else ():
             make_whole(cast(nn.Parameter, module._parameters[name]))
     plan.restore_all(applied.originals)
+    causal.undo(applied.attention)
 
 
 def check_supported(wanted: Sequence[Precision], device: torch.device) -> None:

@@ -18,13 +18,15 @@ import warnings
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from halfstep.torch.convert.attention import MultiheadAttention
 from halfstep.torch.convert.norms import BatchNorm, GroupNorm, InstanceNorm, LayerNorm, RMSNorm
-from halfstep.torch.functions.entry import mapped
+from halfstep.torch.functions.entry import mapped, tensors_of
 from halfstep.torch.functions.mode import PolicyMode, within
+from halfstep.torch.functions.output import keep_narrow
 from halfstep.torch.layers import CastedLinear, Layer, Matmul, embedding, linear
 from halfstep.torch.lowering import Casts, bypass_mode, check_autocast, enter, island, leave, owned, rounded
 
@@ -237,7 +239,10 @@ class Code(nn.Module):
 
 
 class Root(nn.Module):
-    """The model itself: it returns the loss format, but scalars as they are: a narrow loss must not look wide."""
+    """The model itself: it returns the loss format, but scalars as they are: a narrow loss must not look wide.
+
+    If one of them is its loss, the rest stays in compute until somebody computes with it (functions/output.py).
+    """
 
     halfstep_model: Setting
 
@@ -245,8 +250,15 @@ class Root(nn.Module):
         """Returns the model's output."""
         check_autocast()
         setting = self.halfstep_model
-        y = within(setting.mode, super().forward, args, kwargs)
-        return mapped(lambda y: island(y, "loss", setting.casts) if y.dim() else y, y)
+        y, casts = within(setting.mode, super().forward, args, kwargs), setting.casts
+        if casts.loss is torch.float32 and not casts.emulate and _has_loss(y):
+            return mapped(keep_narrow, y)
+        return mapped(lambda y: island(y, "loss", casts) if y.dim() else y, y)
+
+
+def _has_loss(y: Any) -> bool:
+    tensors = list(tensors_of(y))
+    return len(tensors) > 1 and any(not t.dim() and t.is_floating_point() for t in tensors)
 
 
 def _operands(module: Any) -> tuple[Tensor, Tensor | None]:

@@ -18,10 +18,12 @@ from halfstep.core.precision import Precision
 from halfstep.core.roles import Param, is_narrow, print_value
 from halfstep.torch.convert import known_packages, modules
 from halfstep.torch.convert.attention import MultiheadAttention
+from halfstep.torch.convert.causal import CausalRoot
 from halfstep.torch.convert.modules import ISLANDS, KINDS, Code, Experts, Island, Leaf, Recipe, Root, Setting
 from halfstep.torch.convert.norms import BatchNorm, InstanceNorm, Normalization
 from halfstep.torch.convert.subclass import mixed
 from halfstep.torch.functions.custom import reach_custom_functions
+from halfstep.torch.functions.losses import default_loss, reach_losses
 from halfstep.torch.functions.mode import PolicyMode, mode_of
 from halfstep.torch.functions.table import learn
 from halfstep.torch.layers import Layer, Matmul, Norm, casts_of
@@ -35,7 +37,7 @@ _FAST_PATHS: dict[type, tuple[str, Any]] = {
 }
 # Attributes that conversion sets, and those that it overwrites; none is a parameter or a buffer.
 _GIVEN = ("halfstep", "halfstep_model", "halfstep_remainders", "halfstep_history", "halfstep_prepared")
-_KEPT = ("casts", "forward", *(name for name, _ in _FAST_PATHS.values()))
+_KEPT = ("casts", "forward", "_loss_function", *(name for name, _ in _FAST_PATHS.values()))
 _IN_RECIPE = "part of a layer with a recipe of its own"
 WHOLE, TABLES, NORMS = Param(FP32), (nn.Embedding, nn.EmbeddingBag), (Norm, Normalization)
 Originals = list[tuple[nn.Module, type, dict[str, Any]]]
@@ -104,12 +106,19 @@ def _may_hold(plan: Plan, role: str, *others: type) -> bool:
     return plan.role in ("", role) and not issubclass(kind, others) and not isinstance(plan.module, others)
 
 
-def convert(model: nn.Module, plans: list[Plan], ruled: Mapping[str, Precision], base: Precision) -> Originals:
-    """Gives each module the class that casts; its parameters must be held in their final form already."""
+def convert(
+    model: nn.Module, plans: list[Plan], ruled: Mapping[str, Precision], base: Precision, *, causal: bool = False
+) -> Originals:
+    """Gives each module the class that casts; its parameters must be held in their final form already.
+
+    `causal` says that some of its attention has the implementation of causal.py.
+    """
     originals: Originals = []
+    root = CausalRoot if causal else Root
     has_split = any(is_split(p) for p in model.parameters())
     learn()
     reach_custom_functions()
+    reach_losses(model)
     for plan in plans:
         module, precision = plan.module, ruled.get(plan.name, base)
         fast = [pair for kind, pair in _FAST_PATHS.items() if isinstance(module, kind)]
@@ -118,9 +127,11 @@ def convert(model: nn.Module, plans: list[Plan], ruled: Mapping[str, Precision],
         saved = {key: module.__dict__[key] for key in _KEPT if key in module.__dict__}
         originals.append((module, type(module), saved))
         module.__dict__.update(fast)
+        if (loss := default_loss(module)) is not None:
+            module.__dict__["_loss_function"] = loss
         module.__dict__.pop("forward", None)  # a bound method of its class, which Accelerate leaves there
         ours = plan.kind is type(module)
-        for front in [] if ours else [plan.kind, Root if module is model else None]:
+        for front in [] if ours else [plan.kind, root if module is model else None]:
             if front is not None:
                 module.__class__ = cast(Any, mixed)(front, type(module))
         give(module, precision, base, plan.role, has_split)

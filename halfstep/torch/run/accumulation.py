@@ -247,8 +247,8 @@ class Accumulation:
         if loss.dtype.itemsize < self._loss_bytes:
             raise PolicyError(
                 f"the loss came out in {loss.dtype}, and the policy says loss={self.policy.loss}",
-                hint="widen its inputs, such as F.cross_entropy(logits.float(), targets); a CrossEntropyLoss "
-                "inside a compiled forward is out of reach: compute it from the logits outside",
+                hint="widen its inputs, such as F.cross_entropy(logits.float(), targets); nn.CrossEntropyLoss() "
+                "that is built inside a compiled forward is out of reach: compute it from the logits outside",
             )
         return loss.reshape(())
 

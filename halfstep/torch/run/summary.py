@@ -18,10 +18,12 @@ from halfstep.torch.run.switches import fp32_is_fp32
 
 SPLIT = "bf16 and a 16-bit remainder, together fp32: run.edit() opens them to other code"
 
+CAUSAL = "without a mask where none is needed, compiled too: checked for padding, packing, a cache and a window"
+
 
 def summarize(run: RunParts) -> list[str]:
     """Returns the lines of `Run.summary`."""
-    parts = (_modules, _given, _functions, _measured, _masters, _gradients, _optimizers)
+    parts = (_modules, _attention, _given, _functions, _measured, _masters, _gradients, _optimizers)
     note = [f"  {run.note}"] if run.note else []
     return [str(run.policy), *note, *(line for part in parts for line in part(run))]
 
@@ -36,6 +38,13 @@ def _modules(run: RunParts) -> Iterator[str]:
     yield f"  converted {run.conversion.modules} of {total} modules"
     for (kind, form), names in groups.items():
         yield f"  {len(names)} {kind} ({some(names)}): {form}"
+
+
+def _attention(run: RunParts) -> Iterator[str]:
+    """How attention of transformers' models is masked."""
+    for row in () if run.conversion is None else run.conversion.attention:
+        form = f"masks are transformers' own: {row.why_not}" if row.why_not else CAUSAL
+        yield f"  attention of {row.model}: {form}"
 
 
 def _measured(run: RunParts) -> Iterator[str]:

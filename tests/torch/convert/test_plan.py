@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch._dynamo.testing
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from halfstep.core.errors import HalfstepError
@@ -340,7 +340,8 @@ def test_what_a_model_returns_is_in_the_loss_format_and_every_kind_of_module_is_
     model, before = Two(nn.Linear(4, 4)), inspect.signature(Two.forward)
     apply(model, Policy.parse("bf16-mixed"))
     out = model(draw(2, 4), flag=True)
-    assert out["logits"].dtype == out["all"][0].dtype == out["all"][1][0].dtype == torch.float32
+    outputs = [out["logits"], out["all"][0], out["all"][1][0]]
+    assert {(y.dtype, (y + 1).dtype) for y in outputs} == {(torch.bfloat16, torch.float32)}  # beside a loss
     assert out["loss"].dtype == torch.bfloat16  # a loss of narrow logits does not look like fp32
     assert out["index"].dtype == torch.int64
     assert inspect.signature(type(model).forward) == before
@@ -350,6 +351,9 @@ def test_what_a_model_returns_is_in_the_loss_format_and_every_kind_of_module_is_
     # holds its own matrix, so it is a leaf, in fp32
     assert unknown <= {"LinearCrossEntropyLoss"}
     assert all(issubclass(kind, Layer) for kind in KINDS.values())
+    alone = nn.Sequential(nn.Linear(4, 4))
+    apply(alone, Policy.parse("bf16-mixed"))
+    assert (alone(draw(2, 4)).dtype, type(alone(draw(2, 4)))) == (torch.float32, Tensor)
 
 
 def test_autocast_around_a_model_with_a_policy_is_refused():
