@@ -20,7 +20,8 @@ other masks, and all masks outside of compiled code, are transformers' own.
 
 import inspect
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -123,17 +124,16 @@ def _why_not(kind: Any) -> str:
 
 
 def register() -> None:
-    """Makes our implementation known to transformers, by its name."""
-    from transformers import AttentionInterface, AttentionMaskInterface
+    """Makes our implementation known to transformers, by its name, once."""
+    attention: Any = sys.modules["transformers.modeling_utils"].AttentionInterface
+    masking: Any = sys.modules["transformers.masking_utils"]
+    if NAME not in attention():
+        attention.register(NAME, attention()["sdpa"])
+        masking.AttentionMaskInterface.register(NAME, partial(causal_mask, masking.sdpa_mask))
 
-    AttentionInterface.register(NAME, AttentionInterface()["sdpa"])
-    AttentionMaskInterface.register(NAME, causal_mask)
 
-
-def causal_mask(**given: Any) -> Any:
+def causal_mask(sdpa_mask: Callable[..., Any], **given: Any) -> Any:
     """Returns what transformers' `sdpa_mask` does; in code that is traced, None if the mask is plain."""
-    from transformers.masking_utils import sdpa_mask
-
     if not torch.compiler.is_compiling() or not _may_be_plain(given):
         return sdpa_mask(**given)
     if not given.get("allow_is_causal_skip", True) and not given.get("allow_is_bidirectional_skip", False):

@@ -1,8 +1,8 @@
-"""What a model returns beside its loss: tensors in compute, with which everybody computes in fp32.
+"""What a model returns beside its loss: tensors in compute, which are fp32 where somebody computes with them.
 
 A model that computes its own loss returns logits too, which hardly anyone reads: in fp32 those of GPT-2, for 32 x
-1024 tokens, are 6.6 GB. So they stay in the compute format, and say so (`logits.dtype`). Whoever computes with
-them, a loss, a softmax, a sum, gets fp32 numbers, as if they had been widened at once. What only looks at them or
+1024 tokens, are 6.6 GB. So they stay in the compute format, and say so (`logits.dtype`). Computing with
+them, in a loss, a softmax or a sum, is in fp32, as if they had been widened at once. What only looks at them or
 moves them (shape, a slice, a copy to the CPU, argmax) leaves them as they are.
 
 Writing to one in place is as for any other tensor of its dtype.

@@ -26,6 +26,7 @@ PACKED = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3]])
 
 @pytest.fixture(scope="module")
 def config():
+    assert transformers.PreTrainedModel  # which transformers imports when it is asked for
     causal.register()
     config = transformers.LlamaConfig(sliding_window=4)
     config._attn_implementation_internal = causal.NAME

@@ -73,7 +73,7 @@ COMPUTED = {
 
 
 @pytest.mark.parametrize("name", COMPUTED)
-def test_whoever_computes_gets_fp32(name):
+def test_computing_gives_fp32(name):
     x = torch.randn(3, 5).bfloat16()
     y = COMPUTED[name](keep_narrow(x))
     assert (y.dtype, type(y)) == (torch.float32, torch.Tensor)
