@@ -1,29 +1,36 @@
-"""Compares models of transformers under `prepare` with the same models under autocast, compiled, in one run.
+"""Compares models of transformers under a policy with the same models under autocast, compiled, in one run.
 
-    python benchmarks/measure/hugging_face.py [gpt2 qwen3 ...] [--rounds 20] [--json FILE]
-    python benchmarks/measure/hugging_face.py gpt2 --tiny [--backend aot_eager]     # on a CPU: whether it runs
+    python benchmarks/measure/hugging_face.py --section plain --model gpt2      # or qwen3
+    python benchmarks/measure/hugging_face.py --section trainer --model gpt2    # --mask: with masks of ones
+    python benchmarks/measure/hugging_face.py --section shapes                  # --model llama: one of them
+    python benchmarks/measure/hugging_face.py --tiny                            # on a CPU: whether it runs
 
-Three arms take turns, in reverse order every other time, each with its own copy of the model:
+    plain     autocast   the model as it is, autocast to bf16, torch's fused AdamW, clipped to 1: what most have
+              causal     the same, and attention gets no mask, as somebody who looked at a profile would have it
+              halfstep   prepare(model, AdamW, "bf16-mixed,param=fp32:split", clip_norm=1)
+    trainer   stock      transformers.Trainer with bf16=True, torch_compile=True, logging_nan_inf_filter=False
+              halfstep   our Trainer with policy="bf16-mixed" instead of bf16=True
+    shapes    autocast and halfstep, as in `plain`, for six models with few layers; no bars
 
-    autocast    the model as it is, autocast to bf16, torch's fused AdamW, clipped to 1: what most people run
-    causal      the same, and its attention keeps no mask, as somebody who looked at a profile would have it
-    halfstep    prepare(model, AdamW, "bf16-mixed,param=fp32:split", clip_norm=1)
-
-All start from the same weights, see the same random batches and are compiled by torch.compile(model). The ratio of
-two arms compares their median times. Memory is the peak of an update, less what the other arms hold meanwhile.
-The losses of the first updates must agree to 1 %. Exit code 1 if one of the bars is missed: `BARS` is for gpt2 and
-qwen3; what is measured of the others is printed.
+Each arm is a process of its own: its peak memory is its own, and Trainer's loop can be an arm. Arms compile one
+after the other, then take turns of `--steps` updates, in reverse order every other time, while the others wait. A
+turn is timed from one synchronized device to the next, and the updates that compile are in none. Ratios are of the
+medians of turns, and of the fastest turns. All arms start from the same weights and see the same random tokens;
+their losses must agree to 1 %. Exit code 1 if a bar is missed or an arm failed.
 """
 
 import argparse
-import copy
 import json
+import multiprocessing
 import os
 import statistics
 import sys
+import tempfile
 import time
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,45 +38,84 @@ os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
 import torch
 import transformers
-from autocast_arms import take_turns
 from torch import Tensor, nn
 
 from halfstep.torch import AdamW, prepare
 
-POLICY, RATE, CLIP = "bf16-mixed,param=fp32:split", 1e-4, 1.0
-BARS = {"speed of autocast": 1.18, "speed of causal": 1.03, "memory of autocast": 0.95}
-BARRED = ("gpt2", "qwen3")
+RATE, CLIP = 1e-4, 1.0
+SPLIT = "bf16-mixed,param=fp32:split"
 NO_MASK = "benchmark_without_mask"
 Batch = dict[str, Tensor]
 
 
 @dataclass(frozen=True)
+class Section:
+    """Arms that are compared, the last with the others."""
+
+    arms: tuple[str, ...]
+    models: tuple[str, ...]
+    policy: str
+    bars: dict[str, tuple[float, float | None]]  # against an arm: the least speed, the most memory
+    layers: int | None = None
+
+
+SECTIONS = {
+    "plain": Section(
+        ("autocast", "causal", "halfstep"),
+        ("gpt2", "qwen3"),
+        SPLIT,
+        {"autocast": (1.18, 0.95), "causal": (1.03, 0.95)},
+    ),
+    "trainer": Section(("stock", "halfstep"), ("gpt2", "qwen3"), "bf16-mixed", {"stock": (1.12, None)}),
+    "shapes": Section(
+        ("autocast", "halfstep"), ("gpt2", "llama", "qwen3", "mixtral", "bert", "vit"), SPLIT, {}, layers=4
+    ),
+}
+
+
+@dataclass(frozen=True)
 class Shape:
-    """A model, the size of its batches, and a small stand-in for both."""
+    """A model, the size of its batches, and a small stand-in for it."""
 
     config: str
     kind: str
     sizes: dict[str, Any]
     small: dict[str, Any]
     batch: tuple[int, int]  # sequences and tokens in each; images and the pixels of a side
+    depth: str = "num_hidden_layers"
 
-    def make(self, *, tiny: bool, device: torch.device) -> nn.Module:
+    def make(self, given: argparse.Namespace, layers: int | None) -> Any:
         """Returns the model with its random weights."""
         torch.manual_seed(0)
-        config = getattr(transformers, self.config)(**{**self.sizes, **(self.small if tiny else {})})
-        with device:
+        sizes = {
+            **self.sizes,
+            **({} if layers is None else {self.depth: layers}),
+            **(self.small if given.tiny else {}),
+        }
+        config = getattr(transformers, self.config)(**sizes)
+        with torch.device(given.device):
             return getattr(transformers, self.kind)(config).train()
 
-    def draw(self, model: Any, seed: int, *, tiny: bool, device: torch.device) -> Batch:
+    def draw(self, model: Any, seed: int, given: argparse.Namespace, device: str) -> Batch:
         """Returns a batch of random tokens or images, and its labels."""
         generator = torch.Generator(device).manual_seed(seed)
-        count, size = (2, 16) if tiny else self.batch
-        options = {"generator": generator, "device": device}
+        count, size = self.batch_size(given)
+        options: Any = {"generator": generator, "device": device}
         if "image_size" in self.sizes:
             labels = torch.randint(model.config.num_labels, (count,), **options)
             return {"pixel_values": torch.randn(count, 3, size, size, **options), "labels": labels}
         tokens = torch.randint(model.config.vocab_size, (count, size), **options)
         return {"input_ids": tokens, "labels": tokens}
+
+    def batch_size(self, given: argparse.Namespace) -> tuple[int, int]:
+        """Returns how many sequences a batch has, and their length."""
+        count, size = (2, 16) if given.tiny else self.batch
+        return given.batch or count, size
+
+    def units(self, given: argparse.Namespace) -> int:
+        """Returns how many tokens or images an update takes."""
+        count, size = self.batch_size(given)
+        return count if "image_size" in self.sizes else count * size
 
 
 _SMALL = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "head_dim": 8}
@@ -83,6 +129,7 @@ SHAPES = {
         {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "use_cache": False},
         {"vocab_size": 64, "n_embd": 16, "n_layer": 1, "n_head": 2},
         (32, 1024),
+        "n_layer",
     ),
     "qwen3": Shape(
         "Qwen3Config",
@@ -144,60 +191,91 @@ SHAPES = {
 }
 
 
-class Arm:
-    """One way to make an update of a model; it knows its memory at rest and at its peak."""
+# -- an arm, in its process
 
-    def __init__(self, name: str, model: Any, backend: str):
-        self.losses: list[float] = []
-        device = next(model.parameters()).device
-        self.cuda = device.type == "cuda"
-        self.peak = self.resting = 0
-        before = self._allocated()
-        if name == "halfstep":
-            run = prepare(model, AdamW(model.parameters(), lr=RATE), POLICY, clip_norm=CLIP)
-            forward = torch.compile(model, backend=backend)
-            self.step: Callable[[Batch], Tensor] = lambda batch: (
-                run.step(lambda b: forward(**b).loss, [batch]).loss
-            )
-        else:
-            if name == "causal":
-                _leave_masks_out(model)
-            self.step = _autocast(model, torch.compile(model, backend=backend), device.type)
-        self.held_before = before
 
-    def rest(self) -> None:
-        """Notes what the arm holds between updates, once it has made one."""
-        self.resting = self._allocated() - self.held_before
+class Turns:
+    """An arm's side of the pipe: it counts updates, reports a turn when it is over, and waits for the next."""
 
-    def update(self, batch: Batch) -> None:
-        """Makes an update."""
-        if self.cuda:
-            torch.cuda.reset_peak_memory_stats()
-        held = self._allocated()
-        loss = self.step(batch)
-        if len(self.losses) < 3:
-            self.losses.append(float(loss.detach()))
-        if self.cuda:
+    def __init__(self, pipe: Any, given: argparse.Namespace):
+        self._pipe, self._given = pipe, given
+        self._left, self._start = 0, 0.0
+
+    def wait(self) -> bool:
+        """Waits until it is this arm's turn; returns whether the arm ends instead."""
+        self._left = self._pipe.recv()
+        self._start = time.perf_counter()
+        return not self._left
+
+    def count(self) -> bool:
+        """Counts an update; returns whether the arm ends."""
+        self._left -= 1
+        if self._left:
+            return False
+        taken = {"seconds": 0.0, "peak": 0}
+        if self._given.device == "cuda":
             torch.cuda.synchronize()
-            self.peak = max(self.peak, torch.cuda.max_memory_allocated() - held + self.resting)
+            taken["peak"] = torch.cuda.max_memory_allocated()
+        taken["seconds"] = time.perf_counter() - self._start
+        self._pipe.send(taken)
+        stop = self.wait()
+        if self._given.device == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        return stop
 
-    def _allocated(self) -> int:
-        return torch.cuda.memory_allocated() if self.cuda else 0
+
+def work(pipe: Any, section: str, model: str, arm: str, given: argparse.Namespace) -> None:
+    """Runs an arm until it is told to end; sends its turns, then its mean loss, or what went wrong."""
+    try:
+        run = train_by_trainer if section == "trainer" else train
+        loss = run(SECTIONS[section], SHAPES[model], arm, Turns(pipe, given), given)
+        pipe.send({"loss": loss})
+    except Exception:
+        pipe.send({"error": traceback.format_exc()})
 
 
-def _autocast(model: nn.Module, forward: Any, device: str) -> Callable[[Batch], Tensor]:
-    optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, fused=True)
+def train(section: Section, shape: Shape, arm: str, turns: Turns, given: argparse.Namespace) -> float:
+    """Trains in a plain loop; returns the mean of its first losses."""
+    model = shape.make(given, given.layers or section.layers)
+    step = _make_step(arm, model, given.policy or section.policy, given)
+    batches = [shape.draw(model, seed, given, given.device) for seed in range(4)]
+    losses: list[Tensor] = []
+    stop = turns.wait()
+    while not stop:
+        loss = step(batches[len(losses) % 4]).detach()
+        losses.append(loss)
+        stop = turns.count()
+    return _mean(losses[: given.warmup])
 
-    def step(batch: Batch) -> Tensor:
-        with torch.autocast(device, torch.bfloat16):
-            loss: Tensor = forward(**batch).loss
-        loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), CLIP)
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss
 
-    return step
+def _mean(losses: list[Tensor]) -> float:
+    return float(torch.stack(losses).mean())
+
+
+def _make_step(arm: str, model: Any, policy: str, given: argparse.Namespace) -> Callable[[Batch], Tensor]:
+    if arm == "halfstep":
+        run = prepare(model, AdamW(model.parameters(), lr=RATE), policy, clip_norm=CLIP)
+        forward = torch.compile(model, backend=given.backend)
+        return lambda batch: run.step(lambda b: forward(**b).loss, [batch]).loss
+    if arm == "causal":
+        _leave_masks_out(model)
+    return partial(_autocast_step, model, torch.compile(model, backend=given.backend), _stock_adamw(model), given)
+
+
+def _stock_adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=RATE, fused=True)
+
+
+def _autocast_step(
+    model: nn.Module, forward: Any, optimizer: torch.optim.Optimizer, given: argparse.Namespace, batch: Batch
+) -> Tensor:
+    with torch.autocast(given.device, torch.bfloat16):
+        loss: Tensor = forward(**batch).loss
+    loss.backward()
+    nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss
 
 
 def _leave_masks_out(model: Any) -> None:
@@ -207,109 +285,230 @@ def _leave_masks_out(model: Any) -> None:
     model.set_attn_implementation(NO_MASK)
 
 
-def measure(name: str, *, rounds: int, tiny: bool, backend: str, device: torch.device) -> dict[str, Any]:
-    """Returns what the arms of one model took, what they held, and their first losses."""
-    shape, arms = SHAPES[name], dict[str, Arm]()
-    torch._dynamo.reset()
-    model = shape.make(tiny=tiny, device=device)
-    first = shape.draw(model, 0, tiny=tiny, device=device)
-    for arm in ("autocast", "causal", "halfstep"):
-        arms[arm] = Arm(arm, copy.deepcopy(model), backend)
-        for seed in range(3):
-            arms[arm].update(shape.draw(model, seed, tiny=tiny, device=device))
-        arms[arm].rest()
-        arms[arm].peak = 0
-    seeds = iter(range(3, 10**9))
+class Rows(torch.utils.data.Dataset[Batch]):
+    """Ready-made random sequences, as many as a Trainer asks for."""
 
-    def timed(arm: Any) -> float:
-        batch = shape.draw(model, next(seeds), tiny=tiny, device=device)
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        start = time.perf_counter()
-        arm.update(batch)
-        return time.perf_counter() - start
+    def __init__(self, rows: Tensor, count: int, mask: bool):
+        self._rows, self._count = rows, count
+        self._mask = {"attention_mask": torch.ones_like(rows[0])} if mask else {}
 
-    times = take_turns(arms, rounds, timed)  # type: ignore[arg-type]
-    numbers = next(iter(first.values()))
-    count = numbers.shape[0] if "pixel_values" in first else numbers.numel()
-    median = {arm: statistics.median(taken) for arm, taken in times.items()}
-    ratios = {
-        "speed of autocast": median["autocast"] / median["halfstep"],
-        "speed of causal": median["causal"] / median["halfstep"],
-        "memory of autocast": arms["halfstep"].peak / max(arms["autocast"].peak, 1),
-    }
-    rows = {
-        arm: {
-            "milliseconds": [round(1e3 * t, 3) for t in taken],
-            "per second": count / median[arm],
-            "peak MiB": arms[arm].peak / 2**20,
-            "losses": arms[arm].losses,
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, i: int) -> Batch:
+        row = self._rows[i % len(self._rows)]
+        return {"input_ids": row, "labels": row, **self._mask}
+
+
+class TrainerTurns(transformers.TrainerCallback):
+    """Takes turns inside of a Trainer's loop."""
+
+    def __init__(self, turns: Turns):
+        self._turns = turns
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Counts the update."""
+        control.should_training_stop = self._turns.count()
+
+
+def train_by_trainer(section: Section, shape: Shape, arm: str, turns: Turns, given: argparse.Namespace) -> float:
+    """Trains by a Trainer; returns the mean of its losses."""
+    model = shape.make(given, given.layers or section.layers)
+    count, _ = shape.batch_size(given)
+    steps = given.warmup + given.turns * given.steps + 1
+    data = [shape.draw(model, seed, given, "cpu")["input_ids"] for seed in range(4)]
+    with tempfile.TemporaryDirectory() as folder:
+        settings = transformers.TrainingArguments(
+            folder,
+            per_device_train_batch_size=count,
+            max_steps=steps,
+            learning_rate=RATE,
+            max_grad_norm=CLIP,
+            bf16=arm == "stock",
+            torch_compile=True,
+            torch_compile_backend=given.backend,
+            logging_nan_inf_filter=False,
+            logging_strategy="no",
+            save_strategy="no",
+            report_to="none",
+            disable_tqdm=True,
+            use_cpu=given.device == "cpu",
+        )
+        options = {
+            "train_dataset": Rows(torch.cat(data), steps * count, given.mask),
+            "callbacks": [TrainerTurns(turns)],
         }
-        for arm, taken in times.items()
-    }
-    return {
-        "name": name,
-        "unit": "images" if "pixel_values" in first else "tokens",
-        "arms": rows,
-        "ratios": ratios,
-    }
+        if arm == "stock":
+            trainer = transformers.Trainer(model, settings, **options)
+        else:
+            from halfstep.integrations.transformers import Trainer
+
+            trainer = Trainer(model, settings, policy=given.policy or section.policy, **options)
+        if turns.wait():
+            return float("nan")
+        return float(trainer.train().training_loss)
 
 
-def show(result: dict[str, Any]) -> list[str]:
-    """Prints a result; returns the bars that it misses."""
-    print(f"{result['name']}:")
-    for arm, row in result["arms"].items():
-        taken = sorted(row["milliseconds"])
-        middle, spread = statistics.median(taken), taken[-1] - taken[0]
-        speed = f"{row['per second'] / 1e3:8.1f} thousand {result['unit']}/s"
-        losses = ", ".join(f"{loss:.4f}" for loss in row["losses"])
-        print(f"  {arm:9} {middle:9.2f} ms (spread {spread:.2f}) {speed} {row['peak MiB']:9,.0f} MiB  {losses}")
-    missed = []
-    for what, ratio in result["ratios"].items():
-        bar = BARS[what] if result["name"] in BARRED else None
-        sign = ">=" if what.startswith("speed") else "<="
-        print(f"  {ratio:.3f} x the {what}" + ("" if bar is None else f" (bar: {sign} {bar})"))
-        if bar is not None and not (ratio >= bar if sign == ">=" else ratio <= bar):
-            missed.append(f"{result['name']}: {ratio:.3f} x the {what}, the bar is {bar}")
-    reference = result["arms"]["autocast"]["losses"]
-    for arm, row in result["arms"].items():
-        if any(abs(a - b) > 0.01 * abs(b) for a, b in zip(row["losses"], reference, strict=True)):
-            missed.append(f"{result['name']}: the losses of {arm} are {row['losses']}, of autocast {reference}")
-    return missed
+# -- the comparison, in this process
+
+
+class FailedError(Exception):
+    """An arm failed, or its time was up."""
+
+
+class Arm:
+    """An arm's process, and what is known of its turns."""
+
+    def __init__(self, section: str, model: str, name: str, given: argparse.Namespace):
+        context = multiprocessing.get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        self.name, self.seconds, self.peaks = name, list[float](), list[int]()
+        self._process = context.Process(target=work, args=(theirs, section, model, name, given), daemon=True)
+        self._process.start()
+        theirs.close()
+
+    def turn(self, steps: int, deadline: float) -> dict[str, Any]:
+        """Has the arm make so many updates; ends it if there are none."""
+        self.start(steps)
+        return self.result(deadline)
+
+    def start(self, steps: int) -> None:
+        """Begins a turn."""
+        self._pipe.send(steps)
+
+    def result(self, deadline: float) -> dict[str, Any]:
+        """Waits for the end of a turn."""
+        if not self._pipe.poll(max(0.0, deadline - time.monotonic())):
+            raise FailedError(f"{self.name}: not done within the time limit")
+        try:
+            got: dict[str, Any] = self._pipe.recv()
+        except EOFError:
+            raise FailedError(f"{self.name}: its process has died") from None
+        if "error" in got:
+            raise FailedError(f"{self.name}: {got['error']}")
+        return got
+
+    def end(self) -> None:
+        """Ends the process, whatever it does."""
+        self._process.terminate()
+        self._process.join()
+
+
+def measure(section: str, model: str, given: argparse.Namespace, deadline: float) -> dict[str, Any]:
+    """Returns what the arms took for one model, what they held, and their losses."""
+    arms = [Arm(section, model, name, given) for name in SECTIONS[section].arms]
+    try:
+        compiling, together = {}, given.together or not SECTIONS[section].bars
+        if together:
+            for arm in arms:
+                arm.start(given.warmup)
+        for arm in arms:
+            taken = arm.result(deadline) if together else arm.turn(given.warmup, deadline)
+            compiling[arm.name] = taken["seconds"]
+            print(f"  {arm.name}: {given.warmup} first updates, compiled, {taken['seconds']:.1f} s", flush=True)
+        for turn in range(given.turns):
+            start = time.monotonic()
+            for arm in arms[:: 1 if turn % 2 else -1]:
+                taken = arm.turn(given.steps, deadline)
+                arm.seconds.append(taken["seconds"] / given.steps)
+                arm.peaks.append(taken["peak"])
+            if turn >= 2 and 2 * time.monotonic() - start > deadline:
+                print(f"  the time limit is near: {turn + 1} turns instead of {given.turns}")
+                break
+        losses = {arm.name: arm.turn(0, deadline)["loss"] for arm in arms}
+    finally:
+        for arm in arms:
+            arm.end()
+    units = SHAPES[model].units(given)
+    rows = {
+        arm.name: {
+            "milliseconds": [round(1e3 * t, 3) for t in arm.seconds],
+            "per second": units / statistics.median(arm.seconds),
+            "peak MiB": max(arm.peaks) / 2**20,
+            "first updates": compiling[arm.name],
+            "loss": losses[arm.name],
+        }
+        for arm in arms
+    }
+    batch = " x ".join(map(str, SHAPES[model].batch_size(given)))
+    return {"section": section, "model": model, "batch": batch, "arms": rows}
+
+
+def show(result: dict[str, Any], *, judged: bool) -> list[str]:
+    """Prints a result; returns what is wrong with it."""
+    arms, section = result["arms"], SECTIONS[result["section"]]
+    where = f"{result['section']} {result['model']}"
+    print(f"{where}, {result['batch']}")
+    for name, row in arms.items():
+        times = row["milliseconds"]
+        print(
+            f"  {name:9} median {statistics.median(times):9.2f} ms, fastest {min(times):9.2f}, "
+            f"{row['per second'] / 1e3:8.1f} k/s, peak {row['peak MiB']:9,.0f} MiB, loss {row['loss']:.4f}"
+        )
+    *others, ours = section.arms
+    wrong = []
+    for other in others:
+        pair = arms[other]["milliseconds"], arms[ours]["milliseconds"]
+        speed = statistics.median(pair[0]) / statistics.median(pair[1])
+        memory = arms[ours]["peak MiB"] / max(arms[other]["peak MiB"], 1.0)
+        result[f"{ours} of {other}"] = {"speed": speed, "fastest": min(pair[0]) / min(pair[1]), "memory": memory}
+        least, most = section.bars.get(other, (None, None))
+        for what, value, bar, sign in (("speed", speed, least, 1), ("memory", memory, most, -1)):
+            text = "" if bar is None else f" (bar {bar})"
+            fastest = f", by the fastest turns {min(pair[0]) / min(pair[1]):.3f}" if what == "speed" else ""
+            print(f"  {value:.3f} x the {what} of {other}{text}{fastest}")
+            if judged and bar is not None and sign * value < sign * bar:
+                wrong.append(f"{where}: {value:.3f} x the {what} of {other}, the bar is {bar}")
+        if not abs(arms[other]["loss"] - arms[ours]["loss"]) <= 0.01 * abs(arms[other]["loss"]):
+            wrong.append(f"{where}: losses are {arms[ours]['loss']:.4f}, and {arms[other]['loss']:.4f} of {other}")
+    return wrong
 
 
 def main() -> int:
-    """Measures the models that are named, or all."""
+    """Measures what is asked for, each section within its time limit."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("names", nargs="*", default=[*SHAPES])
-    parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument("--tiny", action="store_true", help="small stand-ins, without bars")
+    parser.add_argument("--section", nargs="+", choices=[*SECTIONS], default=[*SECTIONS])
+    parser.add_argument("--model", nargs="+", choices=[*SHAPES], help="those of the section")
+    parser.add_argument("--turns", type=int, default=7)
+    parser.add_argument("--steps", type=int, default=10, help="updates in a turn")
+    parser.add_argument("--warmup", type=int, default=8, help="updates before the first turn, which compile")
+    parser.add_argument("--limit", type=float, default=190.0, help="seconds for a section")
+    parser.add_argument("--batch", type=int, help="sequences in a batch, if not the model's own number")
+    parser.add_argument("--layers", type=int, help="layers, if not the section's own number")
+    parser.add_argument("--policy", help="of the arm halfstep, if not the section's own")
+    parser.add_argument("--mask", action="store_true", help="trainer: data have attention masks of ones")
+    parser.add_argument(
+        "--together",
+        action="store_true",
+        help="arms compile at the same time, as in `shapes`; tuning of kernels is then less exact",
+    )
     parser.add_argument("--backend", default="inductor", help="of torch.compile")
+    parser.add_argument("--tiny", action="store_true", help="small stand-ins, which are not judged")
     parser.add_argument("--json", type=Path, help="write everything that was measured to this file")
     given = parser.parse_args()
-    unknown = [name for name in given.names if name not in SHAPES]
-    if unknown:
-        parser.error(f"no such model: {', '.join(unknown)}; there are {', '.join(SHAPES)}")
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if device.type == "cpu" and not given.tiny:
+    given.device = "cuda" if torch.cuda.is_available() else "cpu"
+    if given.device == "cpu" and not given.tiny:
         parser.error("there is no NVIDIA GPU here; --tiny tries the script on a CPU")
-    where = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
-    print(f"torch {torch.__version__}, transformers {transformers.__version__}, {where}, {given.rounds} rounds")
-    options = {"rounds": given.rounds, "tiny": given.tiny, "backend": given.backend, "device": device}
-    results, missed = [], list[str]()
-    for name in given.names:
-        results.append(measure(name, **options))
-        missed += show(results[-1])
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
+    where = torch.cuda.get_device_name() if given.device == "cuda" else "CPU"
+    print(f"torch {torch.__version__}, transformers {transformers.__version__}, {where}")
+    results, wrong = [], list[str]()
+    for section in given.section:
+        deadline = time.monotonic() + given.limit
+        for model in given.model or SECTIONS[section].models:
+            print(f"{section} {model}:", flush=True)
+            try:
+                results.append(measure(section, model, given, deadline))
+            except FailedError as error:
+                wrong.append(f"{section} {model}: {error}")
+    print()
+    for result in results:
+        wrong += show(result, judged=not given.tiny)
+    for line in wrong:
+        print(f"wrong: {line}")
     if given.json:
         given.json.write_text(json.dumps(results, indent=1))
-    if given.tiny:
-        return 0
-    for line in missed:
-        print(f"missed: {line}", file=sys.stderr)
-    return 1 if missed else 0
+    return 1 if wrong else 0
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    sys.exit(main())

@@ -60,12 +60,14 @@ def test_a_plain_mask_is_left_out_of_compiled_code(config, own_positions):
     assert compiled(create_sliding_window_causal_mask, config, short, None, DynamicCache(), None) is None
 
 
+@pytest.mark.prove
 def test_without_a_cache_positions_that_were_given_may_be_packed(config):
     for positions in (POSITIONS, PACKED):
         mask = compiled(create_causal_mask, config, X, None, None, positions)
         assert torch.equal(mask, stock(create_causal_mask, config, X, None, None, positions))
 
 
+@pytest.mark.prove
 @pytest.mark.parametrize(
     ("make", "args"),
     [
@@ -84,6 +86,7 @@ def test_any_other_mask_is_that_of_transformers(config, own_positions, make, arg
     assert eager is None or torch.equal(eager, expected)
 
 
+@pytest.mark.prove
 def test_a_filled_cache_has_a_mask(config, own_positions):
     cache = DynamicCache()
     cache.update(torch.zeros(B, 1, 3, 4), torch.zeros(B, 1, 3, 4), 0)

@@ -37,6 +37,7 @@ class Head(nn.Module):
         return self.kind(ignore_index=-1)(self.layer(x), y)
 
 
+@pytest.mark.prove
 def test_it_is_fp32_in_compiled_code():
     torch.manual_seed(0)
     model = Head()

@@ -118,6 +118,7 @@ def test_it_can_be_looked_at_written_to_saved_and_turned_into_numpy():
     assert torch.equal(torch.load(file, weights_only=True), y.float())
 
 
+@pytest.mark.prove
 def test_compiled_code_returns_the_same_and_may_compute_with_it():
     run, x = prepared()
     expected = run.model(x, TARGETS)
