@@ -363,6 +363,7 @@ class Arm:
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
         self.name, self.seconds, self.peaks = name, list[float](), list[int]()
+        self.done = False
         self._process = context.Process(target=work, args=(theirs, section, model, name, given), daemon=True)
         self._process.start()
         theirs.close()
@@ -386,10 +387,12 @@ class Arm:
             raise FailedError(f"{self.name}: its process has died") from None
         if "error" in got:
             raise FailedError(f"{self.name}: {got['error']}")
+        self.done = "loss" in got
         return got
 
     def end(self) -> None:
-        """Ends the process, whatever it does."""
+        """Ends the process, whatever it does; one that has sent its loss ends by itself."""
+        self._process.join(10.0 if self.done else 0.0)
         self._process.terminate()
         self._process.join()
 
