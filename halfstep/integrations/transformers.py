@@ -11,16 +11,22 @@ Everything in Trainer passes through its accelerator, so that one gets the polic
 clipping by `max_grad_norm`, skips, and micro-batches, whose losses Trainer has divided already. The rest of this
 file is the state: one halfstep.safetensors in each `checkpoint-N`, and weights saved from the fp32 masters.
 
+Collators make an attention mask though nothing is padded, and compiled code cannot read that it is all ones, so
+attention would keep a mask (torch/convert/causal.py). Trainer moves batches itself here, not its data loader: the
+mask is read before it is moved, and one of ones does not reach the compiled model.
+
 Logging, callbacks, schedulers, evaluation, `generate`, `save_pretrained` and `torch_compile=True` are Trainer's.
 """
 
 import os
+from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+from torch import Tensor, nn
 from transformers.trainer import SCHEDULER_NAME
 
 from halfstep.core.errors import HalfstepError
@@ -45,6 +51,33 @@ _CASTS = {
 }
 # Settings that train in a form which a policy cannot reach.
 _SHARDING = {"deepspeed": "DeepSpeed", "fsdp": "FSDP"}
+
+
+class _Accelerator(Accelerator):
+    """Trainer's accelerator, which leaves batches where they are and masks of ones out of compiled models."""
+
+    plain_mask: tuple[Tensor, int] | None = None  # of the batch, all ones; and its version
+
+    def prepare_data_loader(self, data_loader: Any, device_placement: bool | None = None, **options: Any) -> Any:
+        """Prepares a data loader; Trainer moves what it yields."""
+        return super().prepare_data_loader(data_loader, device_placement=False, **options)
+
+    def prepare_model(self, model: nn.Module, *given: Any, **options: Any) -> nn.Module:
+        """Prepares a model, as Accelerator does."""
+        prepared = super().prepare_model(model, *given, **options)
+        run = run_of(self.unwrap_model(prepared, keep_torch_compile=False))
+        chosen = () if run is None or run.conversion is None else run.conversion.attention
+        if hasattr(prepared, "_orig_mod") and any(not row.why_not for row in chosen):
+            prepared.register_forward_pre_hook(self._leave_out, with_kwargs=True)
+        return prepared
+
+    def _leave_out(self, _: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        mask = kwargs.get("attention_mask")
+        if mask is not None and self.plain_mask is not None:
+            plain, version = self.plain_mask
+            if mask is plain and mask._version == version:
+                kwargs = {**kwargs, "attention_mask": None}
+        return args, kwargs
 
 
 class PolicyMixin:
@@ -75,7 +108,7 @@ class PolicyMixin:
         with fp32_matmuls_kept():
             super().create_accelerator_and_postprocess()  # type: ignore[misc]
         options = {"seed": self.args.seed, "ema": self._ema, "tokens": self._tokens}
-        Accelerator.from_stock(self.accelerator, self._policy, **options)
+        _Accelerator.from_stock(self.accelerator, self._policy, **options)
 
     def _refuse(self) -> None:
         for name, instead in _CASTS.items():
@@ -105,6 +138,19 @@ class PolicyMixin:
         """Makes the optimizer. A model that was prepared before, by `evaluate()` or `train()`, keeps its run."""
         self.accelerator.take_up(self.model)
         return super().create_optimizer(*given, **options)  # type: ignore[misc,no-any-return]
+
+    def _prepare_inputs(self, inputs: Any) -> Any:
+        given = inputs.get("attention_mask") if isinstance(inputs, Mapping) else None
+        plain = isinstance(given, Tensor) and given.device.type == "cpu" and bool(given.all())
+        inputs = super()._prepare_inputs(inputs)  # type: ignore[misc]
+        mask = inputs["attention_mask"] if plain else None
+        self.accelerator.plain_mask = None if mask is None else (mask, mask._version)
+        return inputs
+
+    def _prepare_input(self, data: Any) -> Any:
+        if isinstance(data, Tensor):  # pinned by Trainer's data loader
+            return data.to(self.args.device, non_blocking=True)
+        return super()._prepare_input(data)  # type: ignore[misc]
 
     def evaluation_loop(self, *given: Any, **options: Any) -> Any:
         """Evaluates as the policy's `eval` role says."""

@@ -247,3 +247,57 @@ def test_averages_are_evaluated_inside_of_averaged(tmp_path):
     with trainer.run.averaged():
         assert trainer.evaluate()["eval_loss"] > own  # they lag behind
     assert trainer.evaluate()["eval_loss"] == own
+
+
+def masked(rows, *, padded):
+    """Data as collators make them, with a mask; the last of each four is padded if asked for."""
+    masks = [torch.ones_like(row) for row in rows]
+    for mask in masks[3::4] if padded else ():
+        mask[-2:] = 0
+    return [{"input_ids": row, "labels": row, "attention_mask": m} for row, m in zip(rows, masks, strict=True)]
+
+
+def train_compiled(folder, data, compute_loss=None):
+    """Returns the losses, and for each trace of the model whether it got a mask."""
+    torch._dynamo.reset()
+    reset()
+    torch.manual_seed(0)
+
+    class Mine(Trainer):
+        def compute_loss(self, model, inputs, **options):
+            if compute_loss is not None:
+                compute_loss(inputs)
+            return super().compute_loss(model, inputs, **options)
+
+    settings = {"torch_compile": True, "torch_compile_backend": "eager", "gradient_accumulation_steps": 1}
+    seen = []
+    model = net()
+    model.register_forward_pre_hook(
+        lambda _, args, kwargs: seen.append(kwargs.get("attention_mask") is not None), with_kwargs=True
+    )
+    trainer = Mine(model, arguments(folder, **settings), train_dataset=data, policy="bf16-mixed")
+    trainer.train()
+    return losses(trainer), seen
+
+
+def test_a_mask_of_ones_does_not_reach_a_compiled_model_and_padding_does(tmp_path):
+    plain, masks = train_compiled(
+        tmp_path, [{k: row[k] for k in ("input_ids", "labels")} for row in masked(ROWS, padded=False)]
+    )
+    assert masks == [False] * 4
+    assert train_compiled(tmp_path, masked(ROWS, padded=False)) == (plain, masks)
+    padded, masks = train_compiled(tmp_path, masked(ROWS, padded=True))
+    assert set(masks) == {True, False}
+    assert padded != plain
+
+
+def test_a_trainer_finds_the_mask_among_its_inputs_and_may_write_to_it(tmp_path):
+    summed = []
+
+    def hide_the_first_token(inputs):
+        summed.append(int(inputs["attention_mask"].sum()))
+        inputs["attention_mask"][:, 0] = 0
+
+    _, masks = train_compiled(tmp_path, masked(ROWS, padded=False), hide_the_first_token)
+    assert summed == [16] * 4
+    assert masks == [True] * 4
