@@ -225,7 +225,7 @@ class Turns:
 
 
 def work(pipe: Any, section: str, model: str, arm: str, given: argparse.Namespace) -> None:
-    """Runs an arm until it is told to end; sends its turns, then its mean loss, or what went wrong."""
+    """Runs an arm until it has to end; sends its turns, then its mean loss, or what went wrong."""
     try:
         run = train_by_trainer if section == "trainer" else train
         loss = run(SECTIONS[section], SHAPES[model], arm, Turns(pipe, given), given)
