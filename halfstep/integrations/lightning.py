@@ -17,32 +17,39 @@ entries share once, so the run's state adds little.
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, cast
+from weakref import WeakKeyDictionary
 
 import lightning.pytorch as pl
 import torch
 from lightning.fabric import Fabric as PlainFabric
 from lightning.fabric.plugins import Precision as PlainFabricPrecision
-from lightning.fabric.wrappers import _FabricOptimizer
+from lightning.fabric.strategies.ddp import DDPStrategy as FabricDDP
+from lightning.fabric.strategies.single_device import SingleDeviceStrategy as FabricSingleDevice
+from lightning.fabric.wrappers import _FabricModule, _FabricOptimizer
+from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.plugins import Precision as PlainPrecision
+from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import GradClipAlgorithmType
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from lightning_utilities.core.rank_zero import rank_zero_info
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from halfstep.core.errors import HalfstepError
-from halfstep.core.formats import FP32
 from halfstep.core.measure import TOKENS
 from halfstep.core.policy import Policy
 from halfstep.core.scaling import DynamicScale
 from halfstep.torch.convert.modules import Root
-from halfstep.torch.optim.drivers import norm_of
+from halfstep.torch.run.checks import num_processes
 from halfstep.torch.step import Run, StepResult, prepare
 
 STATE = "halfstep"  # the entry of a Fabric checkpoint
+_PLUGINS: "WeakKeyDictionary[nn.Module, HalfstepPrecision]" = WeakKeyDictionary()  # that prepared a module last
 _SET_UP = "model, optimizer = fabric.setup(model, optimizer)"
+_COMPILED = ("forward", "training_step", "validation_step", "test_step", "predict_step")  # by torch.compile
 _HOOKS = ("on_before_optimizer_step", "configure_gradient_clipping")
+_STRATEGIES = (SingleDeviceStrategy, DDPStrategy, FabricSingleDevice, FabricDDP)
 
 
 class HalfstepPrecision(PlainPrecision):
@@ -56,7 +63,6 @@ class HalfstepPrecision(PlainPrecision):
         self._policy = policy
         self._options: dict[str, Any] = {"seed": seed, "ema": ema, "tokens": tokens}
         self._run: Run | None = None
-        self._pending = False  # gradients that no update has used
         self.result: StepResult | None = None
 
     @property
@@ -78,38 +84,45 @@ class HalfstepPrecision(PlainPrecision):
         """Describes the run, and what the Trainer adds to its costs."""
         return "\n".join([self.run.summary(), *_costs(self.run)])
 
+    def convert_module(self, module: nn.Module) -> nn.Module:
+        """Refuses a strategy that no policy is implemented for, before it changes the model."""
+        trainer = getattr(module, "_trainer", None)
+        if trainer is None:
+            raise HalfstepError(
+                "HalfstepPrecision is for Lightning's Trainer",
+                hint=f"from halfstep.integrations.lightning import Fabric; Fabric(policy={str(self._policy)!r})",
+            )
+        _check_strategy(trainer.strategy)
+        return module
+
     def connect(
         self, model: nn.Module, optimizers: list[torch.optim.Optimizer], lr_schedulers: list[Any]
     ) -> tuple[nn.Module, list[torch.optim.Optimizer], list[Any]]:
         """Prepares the model, which is on its device, with its optimizers; to evaluate it, without."""
         module = model.module if isinstance(model, DistributedDataParallel) else model
-        if not isinstance(module, pl.LightningModule):
-            raise HalfstepError(
-                f"the strategy wraps the model in {type(model).__name__}, and no policy is implemented for that",
-                hint='strategy="auto" for one device, or strategy="ddp"',
-            )
-        fits = module.trainer.state.fn == TrainerFn.FITTING
+        assert isinstance(module, pl.LightningModule)
+        trainer = module.trainer
+        fits = trainer.state.fn == TrainerFn.FITTING
         if fits:
             _check_module(module)
-        if self._run is not None:
-            if self._run.model is module and not fits:
-                return model, optimizers, lr_schedulers  # to evaluate what was trained
-            self._run.unprepare()
-            self._run = None
-        run = prepare(module, optimizers if fits else None, self._policy, **self._options)
-        _check_replicas(run, wrapped=module is not model)
-        self._run, self._pending, self.result = run, False, None
+        if self._run is not None and self._run.model is module and not fits:
+            return model, optimizers, lr_schedulers  # to evaluate what was trained
+        for plugin in {self, _PLUGINS.get(module, self)}:
+            plugin._release()
+        with _uncompiled(module):
+            run = prepare(module, optimizers if fits else None, self._policy, **self._options)
         if fits:
-            self._begin(module.trainer, lr_schedulers)
+            _check_whole(run, trainer.callbacks, wrapped=module is not model)  # type: ignore[attr-defined]
+            if trainer.gradient_clip_algorithm != GradClipAlgorithmType.VALUE:
+                run.clip_norm = float(trainer.gradient_clip_val or 0.0)  # for the summary
+        self._run, self.result, _PLUGINS[module] = run, None, self
         return model, optimizers, lr_schedulers
 
-    def _begin(self, trainer: pl.Trainer, lr_schedulers: list[Any]) -> None:
-        if trainer.gradient_clip_algorithm != GradClipAlgorithmType.VALUE:
-            self.run.clip_norm = float(trainer.gradient_clip_val or 0.0)  # for the summary
-        if isinstance(self.run.policy.scale, DynamicScale):
-            for config in lr_schedulers:
-                if config.interval == "step" and config.frequency == 1 and not config.reduce_on_plateau:
-                    _hold_on_skips(config.scheduler, self)
+    def _release(self) -> None:
+        """Gives a module back to whom else may train or evaluate it."""
+        if self._run is not None and self._run._open:
+            self._run.unprepare()
+        self._run = None
 
     def backward(  # type: ignore[override]
         self, tensor: Tensor, model: pl.LightningModule, optimizer: Any, *args: Any, **kwargs: Any
@@ -119,18 +132,22 @@ class HalfstepPrecision(PlainPrecision):
             raise _manual()
         _check_backward(args, kwargs)
         self.run.backward(tensor, normalized=True)
-        self._pending = True
 
     def optimizer_step(  # type: ignore[override]
         self, optimizer: Any, model: pl.LightningModule, closure: Callable[[], Any], **kwargs: Any
     ) -> Any:
         """Runs the closure, which holds the last micro-batch, then clips and updates."""
         _check_step(kwargs)
+        run = self.run
+        if optimizer not in run.optimizers:
+            raise HalfstepError(
+                f"the Trainer steps another optimizer than the run's, a {type(optimizer).__name__}",
+                hint="return it from configure_optimizers; to change to another, fit again: that begins a new run",
+            )
         loss = closure()
-        if not self._pending:
+        if not run.accumulation.begun:
             self.result = None
             return loss  # training_step returned None for every micro-batch
-        run, self._pending = self.run, False
         run.clip_norm = 0.0  # until Lightning's hook says otherwise
         if any(is_overridden(hook, user) for hook in _HOOKS for user in _users(model, hook)):
             run.unscale()  # somebody else will read or change the gradients
@@ -168,12 +185,12 @@ class HalfstepPrecision(PlainPrecision):
 
     def state_dict(self) -> dict[str, Any]:
         """Returns everything the next step depends on, for Lightning's checkpoint."""
-        return self._run.state_dict() if self._run is not None and self._run.optimizers else {}
+        return _state_of(self._run) if self._run is not None and self._run.optimizers else {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restores a run bit for bit; to evaluate, Lightning has loaded the weights already."""
         if self.run.optimizers and self._fits():
-            self.run.load_state_dict(state_dict)
+            _load_state(self.run, state_dict)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Keeps Lightning from loading the optimizers' state over the run's; takes over that of a plain job."""
@@ -206,11 +223,13 @@ class Fabric(PlainFabric):
                 f"both policy={str(policy)!r} and precision={kwargs['precision']!r} were given",
                 hint="drop `precision=`: the policy says all of it",
             )
+        _check_strategy(kwargs.get("strategy", "auto"))
         given = kwargs.pop("plugins", None)
         plugins = given if isinstance(given, list) else [] if given is None else [given]
         options = {"seed": seed, "ema": ema, "tokens": tokens}
         self._policy_plugin = _FabricPrecision(policy, options)
         super().__init__(plugins=[*plugins, self._policy_plugin], **kwargs)
+        _check_strategy(self.strategy)
 
     def run_of(self, model: nn.Module) -> Run:
         """Returns the run of a model that was set up."""
@@ -221,13 +240,17 @@ class Fabric(PlainFabric):
         if kwargs.get("move_to_device", True):
             self.to_device(module)  # a policy may depend on the device
         with self._policy_plugin.taking(optimizers):
-            return super().setup(module, *optimizers, **kwargs)
+            made = super().setup(module, *optimizers, **kwargs)
+        _give_context(made[0] if optimizers else made)
+        return made
 
     def setup_module(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Sets up a model alone: to evaluate it, or to train it once `setup_optimizers` has its optimizer."""
         if kwargs.get("move_to_device", args[0] if args else True):
             self.to_device(module)
-        return super().setup_module(module, *args, **kwargs)
+        made = super().setup_module(module, *args, **kwargs)
+        _give_context(made)
+        return made
 
     def setup_optimizers(self, *optimizers: torch.optim.Optimizer) -> Any:
         """Sets up the optimizer of a model that was set up before."""
@@ -257,9 +280,7 @@ class Fabric(PlainFabric):
             return super().clip_gradients(module, optimizer, **options, error_if_nonfinite=False)
         run = self._policy_plugin.run_for(optimizer)
         run.clip_norm = float(max_norm)
-        grads = [p.grad for p in run.parameters if p.grad is not None]
-        norm: Tensor = norm_of(grads) / run.scale_state.scale
-        return norm
+        return run.grad_norm()
 
     def save(
         self, path: Any, state: dict[str, Any], filter: dict[str, Callable[[str, Any], bool]] | None = None
@@ -293,6 +314,25 @@ class Fabric(PlainFabric):
     def _runs_in(self, state: Mapping[str, Any]) -> dict[str, Run]:
         found = {name: self._policy_plugin.find(value) for name, value in state.items()}
         return {name: run for name, run in found.items() if run is not None}
+
+
+class _Model(_FabricModule):
+    """A model that was set up. Fabric forgets the context of marked methods, as `training_step`, on one device."""
+
+    def __getattr__(self, item: Any) -> Any:
+        attribute = super().__getattr__(item)
+        if item not in self.__dict__.get("_forward_methods", ()) or self._forward_module is not self.module:
+            return attribute
+
+        def method(*args: Any, **kwargs: Any) -> Any:
+            with self._strategy.precision.forward_context():
+                return attribute(*args, **kwargs)
+
+        return method
+
+
+def _give_context(model: _FabricModule) -> None:
+    object.__setattr__(model, "__class__", _Model)  # its own __setattr__ would change the original module too
 
 
 class _FabricPrecision(PlainFabricPrecision):
@@ -397,7 +437,7 @@ class _States:
         self.runs, self.loaded = runs, False
 
     def state_dict(self) -> dict[str, Any]:
-        return {name: run.state_dict() for name, run in self.runs.items()}
+        return {name: _state_of(run) for name, run in self.runs.items()}
 
     def load_state_dict(self, given: dict[str, Any]) -> None:
         for name, run in self.runs.items():
@@ -406,7 +446,7 @@ class _States:
                     f"the checkpoint has no run for `{name}`, only for {', '.join(given)}",
                     hint="name the optimizer as it was named when it was saved",
                 )
-            run.load_state_dict(given[name])
+            _load_state(run, given[name])
         self.loaded = True
 
 
@@ -423,10 +463,26 @@ def _reached(run: Run) -> AbstractContextManager[Any]:
     return cast(AbstractContextManager[Any], mode)
 
 
+@contextmanager
+def _uncompiled(module: pl.LightningModule) -> Iterator[None]:
+    """Inside, a module that `torch.compile` was given is as it was built; after, its steps are compiled again."""
+    context = module._compiler_ctx
+    if context is not None:
+        for name in _COMPILED:
+            module.__dict__.pop(name, None)
+    try:
+        yield
+    finally:
+        if context is not None:
+            for name in _COMPILED:
+                context[f"original_{name}"] = getattr(module, name)
+                setattr(module, name, context["dynamo_ctx"](getattr(module, name)))
+
+
 def _costs(run: Run) -> list[str]:
     if not isinstance(run.policy.scale, DynamicScale) or not run.optimizers:
         return []
-    return ["  the skip flag is read after each update, one sync: a run that is stuck ends, schedulers wait"]
+    return ["  the skip flag is read after each update, one sync: a run that no loss scale can save ends"]
 
 
 def _users(model: pl.LightningModule, hook: str) -> list[Any]:
@@ -434,15 +490,41 @@ def _users(model: pl.LightningModule, hook: str) -> list[Any]:
     return [model, *callbacks]
 
 
-def _hold_on_skips(scheduler: Any, plugin: HalfstepPrecision) -> None:
-    """Keeps a scheduler from advancing after a skipped update, by its class: its attributes would be saved."""
-    kind = type(scheduler)
+def _state_of(run: Run) -> dict[str, Any]:
+    if run.accumulation.begun:
+        rank_zero_warn(
+            "The checkpoint is saved between the micro-batches of an update, and lacks their gradients, as with "
+            "plain Lightning: a run that resumes from it is not the same. From one after an update it is."
+        )
+    state = run.state_dict()
+    if (count := num_processes()) > 1:
+        state["replicas"] = [None] * count
+        torch.distributed.all_gather_object(state["replicas"], _random_state(state))
+    return state
 
-    def step(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return None if plugin.skipped else kind.step(self, *args, **kwargs)
 
-    names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__}
-    scheduler.__class__ = type(kind.__name__, (kind,), {**names, "step": step})
+def _load_state(run: Run, given: dict[str, Any]) -> None:
+    """Restores a run; each replica gets its own random state, and keeps the one it has if it is new."""
+    state = dict(given)
+    if (replicas := state.pop("replicas", None)) is not None:
+        rank = torch.distributed.get_rank() if num_processes() > 1 else 0
+        own = replicas[rank] if rank < len(replicas) else _random_state(run.state_dict())
+        state["tensors"] = {**state["tensors"], **own}
+    run.load_state_dict(state)
+
+
+def _random_state(state: Mapping[str, Any]) -> dict[str, Tensor]:
+    return {name: tensor for name, tensor in state["tensors"].items() if name.startswith("rng.")}
+
+
+def _check_strategy(strategy: Any) -> None:
+    named = isinstance(strategy, str)
+    if not (strategy == "auto" or strategy.startswith("ddp") if named else isinstance(strategy, _STRATEGIES)):
+        what = strategy if named else type(strategy).__name__
+        raise HalfstepError(
+            f"strategy={what}: no policy is implemented for it, only for one device and for DDP",
+            hint='strategy="auto" or strategy="ddp"',
+        )
 
 
 def _check_module(module: pl.LightningModule) -> None:
@@ -480,17 +562,22 @@ def _check_step(kwargs: Any) -> None:
         )
 
 
-def _check_replicas(run: Run, *, wrapped: bool) -> None:
-    """Refuses masters that DDP, which the Trainer wraps around the model before it is prepared, found as fp32."""
+def _check_whole(run: Run, callbacks: list[Any], *, wrapped: bool) -> None:
+    """Refuses split or narrow masters where Lightning takes a module's parameters for fp32."""
     assert run.conversion is not None
-    masters = run.conversion.masters
-    held = next((str(p) for p in masters.values() if p.split or p.format != FP32), "")
-    if wrapped and held:
-        run.unprepare()
+    averages = next((c for c in callbacks if isinstance(c, WeightAveraging | StochasticWeightAveraging)), None)
+    if not (wrapped or averages) or all(map(run.masters.is_whole, run.parameters)):
+        return
+    run.unprepare()
+    if wrapped:
         raise HalfstepError(
             "Lightning wraps the model by DDP before its optimizers exist, when masters are whole and fp32",
             hint="hold masters whole, with `param=fp32`; under Fabric the model is prepared before it is wrapped",
         )
+    raise HalfstepError(
+        f"{type(averages).__name__} averages the module's parameters, which hold a part of their masters",
+        hint="HalfstepPrecision(policy, ema=0.999) averages masters; or hold them whole, with `param=fp32`",
+    )
 
 
 def _check_one(optimizers: tuple[torch.optim.Optimizer, ...]) -> None:

@@ -7,6 +7,7 @@ import lightning
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.plugins import MixedPrecision
 from torch import nn
 from torch.nn import functional as F
 
@@ -79,12 +80,13 @@ def fit(folder, policy, epochs=1, module=None, resume=None, **given):
     return module, fitted
 
 
-def by_hand(policy, updates, micro_batches=MICRO, clip_norm=CLIP, optimizer=torch.optim.AdamW):
+def by_hand(policy, updates, micro_batches=MICRO, dropout=0.1):
     """The same training without Lightning."""
     module = Module()
-    made = optimizer(module.parameters(), lr=3e-3)
+    module.net[3].p = dropout
+    made = torch.optim.AdamW(module.parameters(), lr=3e-3)
     schedule = torch.optim.lr_scheduler.LinearLR(made, 0.5, total_iters=20)
-    run = prepare(module, made, policy, clip_norm=clip_norm)
+    run = prepare(module, made, policy, clip_norm=CLIP)
     torch.manual_seed(2)
     data = iter(loader())  # which draws a number
     for _ in range(updates):
@@ -167,6 +169,8 @@ def test_a_checkpoint_of_another_policy_is_refused_by_name(tmp_path):
 
 
 class Watches(Callback):
+    skipped_of = staticmethod(lambda plugin: plugin.skipped)
+
     def __init__(self):
         self.skipped, self.rates, self.weights, self.norms = [], [], [], []
 
@@ -175,22 +179,27 @@ class Watches(Callback):
         self.norms.append(torch.linalg.vector_norm(torch.stack([g.norm() for g in grads])))
 
     def on_train_batch_end(self, trainer, module, outputs, batch, index):
-        self.skipped.append(trainer.precision_plugin.skipped)
+        self.skipped.append(self.skipped_of(trainer.precision_plugin))
         self.rates.append(trainer.lr_scheduler_configs[0].scheduler.last_epoch)
         self.weights.append(copy.deepcopy(module.state_dict()))
 
 
-@pytest.mark.parametrize(("policy", "held"), [("fp16-mixed", True), ("bf16-mixed", False)])
-def test_a_skipped_step_is_seen_and_changes_nothing(policy, held, tmp_path):
+@pytest.mark.parametrize("policy", ["fp16-mixed", "bf16-mixed"])
+def test_a_skipped_step_is_seen_and_changes_nothing(policy, tmp_path):
     module, watch = Module(), Watches()
     module.bad = (2,)
     _, fitted = fit(tmp_path, policy, module=module, callbacks=[watch])
     assert watch.skipped == [False, False, True, *[False] * 5]
     assert all(torch.equal(watch.weights[1][name], value) for name, value in watch.weights[2].items())
     assert any(not torch.equal(watch.weights[2][name], value) for name, value in watch.weights[3].items())
-    assert watch.rates == ([1, 2, 2, 3, 4, 5, 6, 7] if held else [*range(1, 9)])
-    assert fitted.global_step == 8
     assert int(fitted.precision_plugin.run.num_applied) == 7
+    # Lightning counts it as a step, and schedules advance, as with its own plugin for fp16.
+    module, own = Module(), Watches()
+    module.bad, own.skipped_of = (2,), lambda plugin: None
+    _, plain = fit(tmp_path, MixedPrecision("16-mixed", "cpu"), module=module, callbacks=[own])
+    assert all(torch.equal(own.weights[1][name], value) for name, value in own.weights[2].items())
+    assert watch.rates == own.rates == [*range(1, 9)]
+    assert fitted.global_step == plain.global_step == 8
 
 
 def test_a_run_that_no_scale_can_save_ends(tmp_path):
@@ -246,8 +255,7 @@ def test_evaluation_needs_no_optimizer_and_leaves_training_alone(tmp_path):
     assert predicted[0].dtype == torch.bfloat16
     assert "no optimizers" in untrained.precision_plugin.summary()
     assert untrained.precision_plugin.state_dict() == {}
-    untrained.precision_plugin.run.unprepare()
-    module, fitted = fit(tmp_path, "bf16-mixed", module=module, enable_checkpointing=True)
+    module, fitted = fit(tmp_path, "bf16-mixed", module=module, enable_checkpointing=True)  # another Trainer
     run = fitted.precision_plugin.run
     before = copy.deepcopy(run.state_dict()["tensors"])
     (tested,) = fitted.test(module, loader(), ckpt_path="best", verbose=False)
@@ -283,6 +291,7 @@ def test_a_second_fit_starts_anew_from_the_weights(tmp_path):
     assert any(not torch.equal(before[name], value) for name, value in module.state_dict().items())
 
 
+@pytest.mark.prove
 def test_our_optimizer_and_averages_resume(tmp_path):
     def go(folder, epochs, resume=None):
         module = Module(AdamW)
@@ -320,6 +329,117 @@ def test_what_would_bypass_the_run_is_refused(tmp_path):
         trainer(tmp_path, "bf16-mixed").precision_plugin.summary()
     with pytest.raises(HalfstepError, match="each would be stepped alone"):
         Fabric(policy="fp32", accelerator="cpu").setup(net := network(), *[torch.optim.SGD(net.parameters())] * 2)
+
+
+@pytest.mark.parametrize("ended", [False, True])
+def test_another_trainer_takes_a_module_over(ended, tmp_path):
+    module, fitted = fit(tmp_path, SPLIT, limit_train_batches=1)
+    before = fitted.precision_plugin.run.weights()
+    if ended:
+        fitted.precision_plugin.run.unprepare()
+    other = trainer(tmp_path, "fp32")
+    other.test(module, loader(), verbose=False)
+    now = other.precision_plugin.run.weights()
+    assert all(torch.equal(value, now[name]) for name, value in before.items())
+    with pytest.raises(HalfstepError, match="no model yet"):
+        fitted.precision_plugin.summary()
+
+
+@pytest.mark.parametrize("kind", ["HalfstepPrecision", "Fabric"])
+def test_strategies_without_a_policy_are_refused_by_name(kind, tmp_path):
+    if kind == "Fabric":
+        parallel = lightning.fabric.strategies.ModelParallelStrategy(lambda model, _: model)
+        for given in ("fsdp", "deepspeed", "dp", parallel):
+            name = given if isinstance(given, str) else "ModelParallelStrategy"
+            with pytest.raises(HalfstepError, match=f"strategy={name}: no policy is implemented"):
+                Fabric(policy="bf16-mixed", strategy=given, accelerator="cpu", devices=2)
+        return
+    module = Module()
+    module.trainer = trainer(tmp_path, "bf16-mixed", strategy=lightning.pytorch.strategies.ModelParallelStrategy())
+    with pytest.raises(HalfstepError, match="strategy=ModelParallelStrategy: no policy"):
+        module.trainer.precision_plugin.convert_module(module)
+
+
+def test_the_plugin_of_the_trainer_is_refused_in_fabric():
+    fabric = lightning.fabric.Fabric(plugins=HalfstepPrecision("bf16-mixed"), accelerator="cpu")
+    with pytest.raises(HalfstepError, match="is for Lightning's Trainer") as caught:
+        fabric.setup(network())
+    assert "Fabric(policy='bf16-mixed')" in caught.value.hint
+
+
+@pytest.mark.prove
+@pytest.mark.parametrize("kind", ["EMAWeightAveraging", "StochasticWeightAveraging"])
+def test_callbacks_that_average_parameters_need_whole_masters(kind, tmp_path):
+    def callback():
+        settings = {"decay": 0.5} if kind == "EMAWeightAveraging" else {"swa_lrs": 1e-2}
+        return getattr(lightning.pytorch.callbacks, kind)(**settings)
+
+    with pytest.raises(HalfstepError, match=f"{kind} averages the module's parameters"):
+        fit(tmp_path, SPLIT, callbacks=[callback()])
+    ours, _ = fit(tmp_path, "fp32", 2, callbacks=[callback()], limit_train_batches=2)
+    plain, _ = fit(tmp_path, None, 2, callbacks=[callback()], limit_train_batches=2)
+    for name, value in plain.state_dict().items():
+        assert torch.allclose(value, ours.state_dict()[name], rtol=2**-16, atol=2**-18), name
+
+
+def test_an_optimizer_that_is_not_the_runs_is_refused(tmp_path):
+    class Replaces(Callback):
+        def on_train_batch_start(self, trainer, module, batch, index):
+            if index == 1:
+                trainer.optimizers = [torch.optim.SGD(module.parameters(), lr=0.1)]
+
+    with pytest.raises(HalfstepError, match="steps another optimizer than the run's, a SGD"):
+        fit(tmp_path, "bf16-mixed", callbacks=[Replaces()])
+
+
+def test_a_checkpoint_between_micro_batches_says_what_it_lacks(tmp_path):
+    class Saves(Callback):
+        def on_train_batch_end(self, trainer, module, outputs, batch, index):
+            trainer.save_checkpoint(tmp_path / f"{index}.ckpt")
+
+    with pytest.warns(UserWarning, match="between the micro-batches of an update") as caught:
+        fit(tmp_path, "bf16-mixed", accumulate_grad_batches=MICRO, limit_train_batches=2, callbacks=[Saves()])
+    assert sum("micro-batches" in str(each.message) for each in caught) == 1
+
+
+@pytest.mark.prove
+def test_validation_between_micro_batches_leaves_their_gradients_alone(tmp_path):
+    modules = [Module(), Module()]
+    for module, check in zip(modules, (3, None), strict=True):
+        module.net[3].p = 0.0
+        given = {"accumulate_grad_batches": MICRO, "val_check_interval": check}
+        trainer(tmp_path, "fp16-mixed", **given).fit(module, loader(), loader() if check else None)
+    assert_same(*modules)
+
+
+@pytest.mark.prove
+def test_accumulation_may_change_between_epochs(tmp_path):
+    scheduler = lightning.pytorch.callbacks.GradientAccumulationScheduler({0: 2, 1: 4})
+    _, fitted = fit(tmp_path, "fp16-mixed", 2, callbacks=[scheduler])
+    assert int(fitted.precision_plugin.run.num_applied) == fitted.global_step == 4 + 2
+
+
+@pytest.mark.parametrize("policy", [pytest.param("bf16-mixed", marks=pytest.mark.prove), "fp16-mixed"])
+def test_steps_by_the_modules_own_code_are_checked(policy, tmp_path):
+    class Own(Module):
+        def optimizer_step(self, epoch, index, optimizer, closure):
+            optimizer.step(closure)  # Lightning's, which calls the plugin
+
+    class Direct(Module):
+        def optimizer_step(self, epoch, index, optimizer, closure):
+            optimizer.optimizer.step(closure)
+
+    class Changes(Module):
+        def on_after_backward(self):
+            self.net[2].weight.grad.mul_(0.5)
+
+    own, _ = fit(tmp_path, policy, module=Own(), limit_train_batches=2)
+    plain, _ = fit(tmp_path, policy, limit_train_batches=2)
+    assert_same(own, plain)
+    with pytest.raises(HalfstepError, match="was called directly"):
+        fit(tmp_path, policy, module=Direct())
+    with pytest.raises(HalfstepError, match="was changed or dropped between two backward passes"):
+        fit(tmp_path, policy, module=Changes(), accumulate_grad_batches=MICRO)
 
 
 def test_the_summary_names_the_sync(tmp_path):
@@ -432,7 +552,8 @@ def test_fabric_clips_by_value_and_returns_norms():
     fabric.backward(F.cross_entropy(model(inputs), targets))
     fabric.clip_gradients(model, optimizer, clip_val=1e-3)
     assert max(float(p.grad.abs().max()) for p in model.parameters()) <= 1e-3 * (1 + 2**-20)
-    assert float(optimizer.step().grad_norm) > 0
+    norm = fabric.clip_gradients(model, optimizer, max_norm=CLIP)
+    assert float(norm) == float(optimizer.step().grad_norm) > 0
     fabric.backward(F.cross_entropy(model(inputs), targets))
     assert float(optimizer.step().grad_norm) > 0  # and no clipping is left from before
     assert fabric.run_of(model).clip_norm == 0.0
@@ -479,6 +600,17 @@ def test_fabric_reaches_functions_outside_of_the_model():
     with fabric.autocast():
         narrow = F.cross_entropy(logits.bfloat16(), batches()[0][1])
     assert narrow.dtype == torch.float32
+
+
+def test_fabric_runs_the_steps_of_a_lightning_module_inside_the_policy():
+    module = Module()
+    fabric, optimizer = fabric_of("fp16-mixed"), torch.optim.AdamW(module.parameters(), lr=3e-3)
+    model, stepped = fabric.setup(module, optimizer)
+    loss = model.training_step(batches()[0], 0)
+    assert loss.dtype == torch.float32  # of fp16 logits
+    assert module.seen == [torch.float16]
+    fabric.backward(loss)
+    assert not stepped.step().skipped
 
 
 def test_what_fabric_would_bypass_is_refused():

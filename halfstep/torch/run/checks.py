@@ -44,7 +44,7 @@ def policy_of(optimizer: Any, policy: Any) -> tuple[Any, Policy | str]:
 
 def measured_choice(model: nn.Module, tokens: int) -> Choice:
     """Returns what `auto` means for a model: what is fastest on its device, by a block as wide as its layers."""
-    if _num_processes() > 1:
+    if num_processes() > 1:
         raise PolicyError(
             "`auto` is measured in each process, and two of them could choose differently",
             hint="`halfstep probe` measures; name what it chooses",
@@ -113,14 +113,15 @@ def check_moments(optimizers: Sequence[torch.optim.Optimizer], model: nn.Module,
                 )
 
 
-def _num_processes() -> int:
+def num_processes() -> int:
+    """Returns how many processes train together."""
     distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
     return torch.distributed.get_world_size() if distributed else 1
 
 
 def check_replicas(*, split: bool) -> None:
     """Refuses split masters if there are several processes: their gradients would not be summed."""
-    if split and _num_processes() > 1:
+    if split and num_processes() > 1:
         raise PolicyError(
             "split masters are not implemented for more than one process: DDP does not see their gradients",
             hint="hold masters whole, with `param=fp32`",
