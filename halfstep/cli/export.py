@@ -14,7 +14,7 @@ def export(
     run: Trained,
     /,
     *,
-    to: Literal["hf", "safetensors"],
+    to: Literal["hf", "safetensors", "onnx", "int8"],
     format: Literal["fp32", "bf16", "fp16"] | None = None,
     out: Path | None = None,
     tokens: int = 65_536,
@@ -27,15 +27,17 @@ def export(
     """Write a trained model for other libraries, load it back, and keep it only if it scores like its source.
 
     `hf` is the layout of transformers with the tokenizer, for models that are a GPT-2 or a Qwen3; `safetensors`
-    has our own names. The same held-out tokens are predicted before and after, both in fp32. The exit code is 1
-    if the export is not kept.
+    has our own names; `onnx` is for onnxruntime, and `int8` as well, with weights in int8 that it multiplies in
+    int8. The same held-out tokens are predicted before and after, both in fp32. The exit code is 1 if the export
+    is not kept.
 
     Parameters
     ----------
     to
         What to write.
     format
-        The format of the weights; by default what the run's policy says under `export`.
+        The format of the weights; by default what the run's policy says under `export`. `onnx` is fp32, and
+        `int8` is a format itself.
     out
         The folder to write; by default export/TO-FORMAT in the run folder. Replaces an older export, but nothing
         else.
@@ -59,7 +61,7 @@ def export(
     manifest = trained.saved.manifest
     fmt = tool.choose_format(to, format, Policy.parse(manifest["policy"]))
     home = run.parent if is_artifact(run) else home_of(run)
-    place = out or home / FOLDER / f"{to}-{fmt}"
+    place = out or home / FOLDER / (target.rounds_to or f"{to}-{fmt}")
     check_place(place, home)
     corpus = held_out_text(trained)
     known = manifest["data"]["bytes_per_token"] is not None

@@ -208,7 +208,11 @@ def print_result(trained: "TrainedModel", result: dict[str, Any], json: bool) ->
 def _shown(value: object) -> str:
     if value is None:
         return "none"
-    return f"{value:.4f}" if isinstance(value, float) else f"{value:,}" if isinstance(value, int) else str(value)
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, float):
+        return f"{value:.4f}" if value == 0 or abs(value) >= 1e-2 else f"{value:.1e}"
+    return f"{value:,}" if isinstance(value, int) else str(value)
 
 
 def home_of(run: Path) -> Path:

@@ -8,7 +8,8 @@ Two measures, both in fp32 and against the source's own session:
                     number, so that
                         |theirs - ours| <= sqrt(S L) 2^-24 |ours|, in norm, with S = 16 layers + 4
                     Rotary angles may be computed in fp32 there: position * rate is off by context * 2^-24.
-    bits per byte   The rounded model predicts held-out text as the source does, to one rounding of the format.
+    bits per byte   The rounded model predicts held-out text as the source does, to one rounding of the format;
+                    in int8, which rounds activations too and has no such bound, to 1 %.
 """
 
 import math
@@ -22,7 +23,7 @@ import numpy as np
 from halfstep import __version__
 from halfstep.config.model import ModelConfig
 from halfstep.core.errors import ConfigError, RoundingError, one_of
-from halfstep.core.formats import BF16, FP16, FP32, Format, parse
+from halfstep.core.formats import BF16, FP32, Format, parse
 from halfstep.core.policy import Policy
 from halfstep.core.rounding import cast
 from halfstep.core.state_format import Stored
@@ -36,7 +37,7 @@ from halfstep.training.weights.artifact import masters, origin_of
 
 NUM_WINDOWS, TEXT_TOKENS = 3, 2048  # of held-out text: to compare logits on, and to try the tokenizer with
 # How far bits per byte may be from the source's, relative to them.
-SCORE_BOUNDS = {FP32: 1e-4, BF16: 2.0**-8, FP16: 2.0**-11}
+SCORE_BOUNDS = {"fp32": 1e-4, "bf16": 2.0**-8, "fp16": 2.0**-11, "int8": 0.01}
 
 
 @dataclass(frozen=True)
@@ -95,6 +96,10 @@ class Exported:
 def choose_format(to: str, asked: str | None, policy: Policy) -> Format:
     """Returns the format to write: what was asked for, or what the run's policy says under `export`."""
     target, fmt = TARGETS[to], policy.export if asked is None else parse(asked)
+    if target.rounds_to:
+        if asked is not None:
+            raise ConfigError(f"--format {asked}: `--to {to}` is a format itself", hint="leave --format out")
+        return FP32
     if str(fmt) not in target.formats:
         said = f"the run's policy says export={fmt}" if asked is None else f"--format {asked}"
         raise ConfigError(
@@ -132,14 +137,15 @@ def run(
         loaded = target.load(job, folder)
         error = _distance([loaded.logits(window) for window in windows], ours)
         after = evaluate(loaded, corpus, config, averaged=False)
-        bounds = SCORE_BOUNDS[fmt], logits_bound(config.model)
-        result = Exported(place, to, str(fmt), None, before, after, bounds[0], error, bounds[1])
+        logits = (None, None) if target.rounds_to else (error, logits_bound(config.model))
+        name = target.rounds_to or str(fmt)
+        result = Exported(place, to, name, None, before, after, SCORE_BOUNDS[name], *logits)
         if result.problem:
             return result
         manifest = trained.saved.manifest
         origin = origin_of(manifest, manifest["step"], trained.weights)
         kept = {key: value for key, value in result.record().items() if key not in ("path", "bytes", "kept")}
-        record = {"halfstep": __version__, **origin, "to": to, "format": str(fmt), "score": kept}
+        record = {"halfstep": __version__, **origin, "to": to, "format": name, "score": kept}
         return replace(result, bytes=finish(folder, place, record))
 
 

@@ -1,12 +1,23 @@
 """What a model can be exported to: how each target is written, and how it is loaded back.
 
-safetensors   our own names, in one file: `halfstep train --init` and `load_model` read it
-hf            the layout of transformers, for a model that is a GPT-2 or a Qwen3, with its tokenizer
+    safetensors   our own names, in one file: `halfstep train --init` and `load_model` read it
+    hf            the layout of transformers, for a model that is a GPT-2 or a Qwen3, with its tokenizer
+    onnx          model.onnx in fp32, from `tokens` (rows, tokens) to `logits`, through torch's exporter
+    int8          the same with every weight matrix in int8, one scale per output: onnxruntime rounds activations
+                  as they come, multiplies in int8 and sums in int32. The head is a matrix of its own there. The
+                  embedding, norms, softmax and the products of attention stay fp32.
+
+Weights in int8 keep to 7 bits: x86 without VNNI adds two products of a byte and a weight in 16 bits, which 8 bits
+overflow without a word, and a file that scored well here would be wrong there.
 """
 
 import json
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+import logging
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
@@ -14,7 +25,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from halfstep.config.model import ModelConfig
+from halfstep.config.model import ModelConfig, is_matmul, parameter_shapes
 from halfstep.core.errors import how_to_install
 from halfstep.core.formats import Format
 from halfstep.core.rounding import encode
@@ -26,11 +37,14 @@ from halfstep.training.checkpoints.checkpoint import write_tensors
 from halfstep.training.data.tokenizer_base import Tokenizer
 from halfstep.training.evaluation import Evaluates
 from halfstep.training.session import Session, backend_module
-from halfstep.training.weights.layouts import OWN, hugging_face
+from halfstep.training.weights.layouts import HEAD, OWN, hugging_face
 from halfstep.training.weights.pretrained import CONFIG, open_pretrained
 from halfstep.training.weights.safetensors import SINGLE
 
 Floats = NDArray[np.float32]
+EXPORTER = ("torch", "onnx", "onnxscript", "onnxruntime")
+ONNX = "model.onnx"
+MOST_PROTOBUF = 2**31 - 2**20  # bytes of one file, without the weights next to it
 # A format in a safetensors header, and in config.json.
 DTYPES = {"fp32": ("F32", "float32"), "bf16": ("BF16", "bfloat16"), "fp16": ("F16", "float16")}
 
@@ -62,7 +76,8 @@ class Target:
     write: Callable[[Job, Path], None]
     load: Callable[[Job, Path], Model]
     packages: tuple[str, ...] = ()
-    formats: tuple[str, ...] = tuple(DTYPES)
+    formats: tuple[str, ...] = tuple(DTYPES)  # that the weights may have
+    rounds_to: str = ""  # a format of its own, which the target rounds to further
     backend: str | None = None  # the one that must run the source; None is that of the run
     check: Callable[[Job], object] = lambda _: None  # refuses a model that the target cannot hold
 
@@ -80,6 +95,7 @@ def check_packages(to: str) -> None:
 def _write_safetensors(job: Job, folder: Path) -> None:
     write_tensors(folder / SINGLE, _stored(job.weights, job.format))
     _write_config(folder, OWN.to_config(job.model))
+    _save_tokenizer(job, folder)
 
 
 def _load_safetensors(job: Job, folder: Path) -> Model:
@@ -112,6 +128,69 @@ def _load_hf(job: Job, folder: Path) -> Model:
     return OtherModel(forward, job.model.context, job.model.vocabulary)
 
 
+def _check_onnx(job: Job) -> None:
+    if job.model.context < 2:
+        raise ExportError("a context of one token has no ONNX form", hint="export it `--to safetensors`")
+
+
+def _write_onnx(job: Job, folder: Path) -> None:
+    backend_module("torch", "export").write_onnx(job.model, job.weights.items(), folder / ONNX)
+    _save_tokenizer(job, folder)
+
+
+def _load_onnx(job: Job, folder: Path) -> Model:
+    session = import_module("onnxruntime").InferenceSession(folder / ONNX, providers=["CPUExecutionProvider"])
+    return OtherModel(
+        lambda tokens: session.run(["logits"], {"tokens": tokens})[0], job.model.context, job.model.vocabulary
+    )
+
+
+def _write_int8(job: Job, folder: Path) -> None:
+    model, weights = replace(job.model, tied=False, zero_head=False), dict(job.weights)
+    weights.setdefault(HEAD, weights["embed.weight"])
+    wide = folder / "wide"
+    wide.mkdir()
+    backend_module("torch", "export").write_onnx(model, weights.items(), wide / ONNX)
+    with _no_root_messages():
+        import_module("onnxruntime.quantization").quantize_dynamic(
+            wide / ONNX,
+            folder / ONNX,
+            op_types_to_quantize=["MatMul"],
+            per_channel=True,
+            reduce_range=True,
+            use_external_data_format=sum(x.nbytes for x in weights.values()) > MOST_PROTOBUF,
+        )
+    shutil.rmtree(wide)
+    _save_tokenizer(job, folder)
+
+
+def _load_int8(job: Job, folder: Path) -> Model:
+    graph = import_module("onnx").load(folder / ONNX, load_external_data=False).graph
+    found = sum(node.op_type == "MatMulInteger" for node in graph.node)
+    expected = sum(map(is_matmul, parameter_shapes(replace(job.model, tied=False))))
+    if found != expected:
+        raise ExportError(f"{found} of {expected} matrices are multiplied in int8; the quantizer left the others")
+    return _load_onnx(job, folder)
+
+
+@contextmanager
+def _no_root_messages() -> Iterator[None]:
+    """Inside, the root logger is silent: the quantizer tells it what to do before quantizing."""
+    root = logging.getLogger()
+    before = root.disabled
+    root.disabled = True
+    try:
+        yield
+    finally:
+        root.disabled = before
+
+
+def _save_tokenizer(job: Job, folder: Path) -> None:
+    """Writes the tokenizer's own file as it is; bytes need none."""
+    if job.tokenizer is not None:
+        job.tokenizer.save(folder)
+
+
 def _stored(weights: Mapping[str, Floats], fmt: Format) -> dict[str, Stored]:
     dtype = DTYPES[str(fmt)][0]
     return {name: Stored(dtype, x.shape, encode(x, fmt).tobytes()) for name, x in weights.items()}
@@ -126,4 +205,16 @@ TARGETS: dict[str, Target] = {
         _write_hf, _load_hf, packages=("torch", "transformers", "tokenizers"), backend="torch", check=_check_hf
     ),
     "safetensors": Target(_write_safetensors, _load_safetensors),
+    "onnx": Target(
+        _write_onnx, _load_onnx, packages=EXPORTER, formats=("fp32",), backend="torch", check=_check_onnx
+    ),
+    "int8": Target(
+        _write_int8,
+        _load_int8,
+        packages=EXPORTER,
+        formats=("fp32",),
+        rounds_to="int8",
+        backend="torch",
+        check=_check_onnx,
+    ),
 }

@@ -10,7 +10,6 @@ import pytest
 
 from halfstep.cli.main import run
 from halfstep.core.errors import PolicyError
-from halfstep.core.formats import BF16
 from halfstep.core.policy import Policy
 from halfstep.core.rounding import cast
 from halfstep.tools.export import targets
@@ -22,6 +21,10 @@ from halfstep.training.weights.pretrained import open_pretrained
 from tests.refusals import refuses
 
 needs_transformers = pytest.mark.skipif(find_spec("transformers") is None, reason="transformers is not installed")
+needs_onnx = pytest.mark.skipif(
+    any(find_spec(name) is None for name in targets.EXPORTER),
+    reason="onnx, onnxscript, onnxruntime are not installed",
+)
 SHAPES = {
     "gpt2": ["width=32", "heads=4"],
     "qwen3": ["width=32", "heads=4", "kv_heads=2", "head_width=16", "mlp_width=64"],
@@ -159,7 +162,7 @@ def test_an_export_that_does_not_score_like_its_source_is_not_kept(runs, tmp_pat
 
 def test_a_rounding_that_costs_too_much_is_not_kept(runs, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("halfstep.tools.export.run.cast", lambda x, *_, **__: cast(x, "e4m3", overflow="saturate"))
-    monkeypatch.setattr("halfstep.tools.export.run.SCORE_BOUNDS", {BF16: 1e-5})
+    monkeypatch.setattr("halfstep.tools.export.run.SCORE_BOUNDS", {"bf16": 1e-5})
     capsys.readouterr()
     words = ["export", str(runs("gpt2")), "--to", "safetensors", "--format", "bf16", "--out", str(tmp_path / "m")]
     assert run([*words, "--device", "cpu"]) == 1
@@ -197,6 +200,76 @@ def test_what_is_not_there_or_not_ours_is_refused(runs, tmp_path, capsys, monkey
     said = refused(capsys, place, "--to", "hf")
     assert "`--to hf` needs what is not installed: torch, transformers, tokenizers" in said
     assert "'.[export]'" in said
+
+
+@needs_onnx
+@pytest.mark.prove
+@pytest.mark.parametrize("recipe", ["gpt2", "qwen3"])
+def test_onnxruntime_computes_what_we_compute(runs, tmp_path, capsys, recipe):
+    import onnxruntime
+
+    place = tmp_path / "model"
+    code, result = export(capsys, runs(recipe), "--to", "onnx", "--format", "fp32", "--out", place)
+    assert (code, result["format"], result["kept"]) == (0, "fp32", True)
+    assert result["logits_error"] <= result["logits_bound"] < 1e-4
+    trained, _ = numbers_of(runs(recipe))
+    session = onnxruntime.InferenceSession(place / "model.onnx")
+    rng = np.random.default_rng(0)
+    for shape in ((1, 1), (2, 5), (3, 16)):  # any number of rows, and of tokens up to the context
+        tokens = rng.integers(0, 256, shape)
+        theirs = session.run(["logits"], {"tokens": tokens})[0]
+        assert theirs.shape == (*shape, 256)
+        ours = np.stack([trained.session.logits([int(token) for token in row]) for row in tokens])
+        assert np.abs(theirs[:, -1] - ours).max() <= 1e-4 * np.abs(ours).max()
+
+
+@needs_onnx
+@pytest.mark.prove
+def test_int8_multiplies_in_int8_and_scores_like_its_source(runs, tmp_path, capsys):
+    import onnx
+    import onnxruntime
+
+    place = tmp_path / "model"
+    code, result = export(capsys, runs("tiny"), "--to", "int8", "--out", place)
+    assert (code, result["format"], result["kept"]) == (0, "int8", True)
+    assert 0 < result["error"] <= 0.01 == result["bound"]
+    assert result["logits_bound"] is None
+    assert sorted(path.name for path in place.iterdir()) == ["export.json", "model.onnx"]
+    # What runs: after the optimizations of onnxruntime every matrix is a product in int8, and of products in fp32
+    # only those of activations with activations are left, two in a layer.
+    options = onnxruntime.SessionOptions()
+    options.optimized_model_filepath = str(tmp_path / "ran.onnx")
+    onnxruntime.InferenceSession(place / "model.onnx", options)
+    ran = [node.op_type for node in onnx.load(tmp_path / "ran.onnx").graph.node]
+    in_int8 = sum(ran.count(name) for name in ("MatMulInteger", "DynamicQuantizeMatMul", "MatMulIntegerToFloat"))
+    assert in_int8 == 2 * 6 + 1
+    assert ran.count("MatMul") + ran.count("FusedMatMul") == 2 * 2
+
+
+@needs_onnx
+@pytest.mark.prove
+def test_a_quantizer_that_leaves_matrices_in_fp32_is_refused(runs, tmp_path, capsys, monkeypatch):
+    from onnxruntime import quantization
+
+    quantize = quantization.quantize_dynamic
+    monkeypatch.setattr(
+        quantization, "quantize_dynamic", lambda *a, **k: quantize(*a, **k | {"op_types_to_quantize": ["Gather"]})
+    )
+    assert "0 of 13 matrices are multiplied in int8" in refused(
+        capsys, runs("gpt2"), "--to", "int8", "--out", tmp_path / "m"
+    )
+    assert not list(tmp_path.iterdir())
+
+
+def test_onnx_and_int8_are_refused_formats_that_they_do_not_have(runs, capsys, monkeypatch):
+    monkeypatch.setattr(targets, "find_spec", lambda name: name)
+    assert "the run's policy says export=bf16, and `--to onnx` writes `fp32`" in refused(
+        capsys, runs("tiny"), "--to", "onnx"
+    )
+    assert "--format fp16, and `--to onnx` writes `fp32`" in refused(
+        capsys, runs("tiny"), "--to", "onnx", "--format", "fp16"
+    )
+    assert "`--to int8` is a format itself" in refused(capsys, runs("tiny"), "--to", "int8", "--format", "fp32")
 
 
 def test_your_own_loop_refuses_a_role_that_it_does_not_read():
