@@ -7,9 +7,9 @@ texts, control characters, brackets nested thousands deep, pipes, devices and fo
 every setting with values of every kind.
 
 **Files.** Everything that halfstep reads: recipes, run.toml, events, manifests, states, indexes, shards,
-checksums, tokenizers, weights, artifacts and text. Each is damaged (bits flipped, cut, added to), replaced (by a
-pipe, a device, a folder, a terabyte), or given a value of another kind in one place, with its digests made right
-again, as an attacker would.
+checksums, tokenizers, weights, artifacts, exports and text. Each is damaged (bits flipped, cut, added to),
+replaced (by a pipe, a device, a folder, a terabyte), or given a value of another kind in one place, with its
+digests made right again, as an attacker would.
 
 Each case runs in a process of its own, forked from one that has imported everything and computed nothing. It must
 end in time with exit code 0, 1 or 2, without a traceback, without a control character on the terminal, without
@@ -67,8 +67,9 @@ ADDRESSES = 16 << 30  # bytes of address space, for the sake of this machine
 OUTPUT = 64 << 10  # bytes of messages
 CONTROLS = re.compile(rb"[\x00-\x08\x0b-\x1f\x7f]|\xc2[\x80-\x9f]")
 # What commands import late, once for all cases.
-LATE = "cli.app cli.outcome report.page tools.probe torch.session training.loop training.data.load"
-OTHERS = "torch._dynamo safetensors.numpy tiktoken tokenizers rich.table rich.progress"
+LATE = "cli.app cli.outcome report.page tools.probe tools.export.run torch.session torch.export training.loop "
+LATE += "training.data.load"
+OTHERS = "torch._dynamo safetensors.numpy tiktoken tokenizers rich.table rich.progress onnxscript onnxruntime"
 
 
 class Ended(NamedTuple):

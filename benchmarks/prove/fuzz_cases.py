@@ -96,7 +96,8 @@ def commands(rng: random.Random) -> Iterator[Case]:
     keys = [row.key for row in schema.rows(RunConfig) if row.key != "training.compile"]
     pairs = [(key, value) for key in keys for value in values if key not in SLOW or value not in SLOW_VALUES]
     rng.shuffle(pairs)
-    makers = [_formats, _policy, _sample, _eval, _artifact, _pack, _train_tokenizer, _show, _train, _other]
+    makers = [_formats, _policy, _sample, _eval, _artifact, _export, _pack, _train_tokenizer, _show]
+    makers += [_train, _other]
     for key, value in itertools.cycle(pairs):
         yield Case(train(*rng.choice([(), (), (), ("gpt2",), ("golf",)]), "--set", f"{key}={value}"))
         yield Case(last_wins(rng.choice(makers)(rng)))
@@ -131,6 +132,13 @@ def _eval(rng: random.Random) -> list[str]:
 def _artifact(rng: random.Random) -> list[str]:
     options = {"--out": [*PLACES, "run/run.toml", "out.int8z"], "--limit": NUMBERS, "--policy": POLICIES}
     return ["artifact", _run(rng), "--device", "cpu", *_options(rng, options)]
+
+
+def _export(rng: random.Random) -> list[str]:
+    to = rng.choice(["safetensors"] * 4 + ["hf", "onnx", "int8", _text(rng)])  # the exporter of ONNX takes seconds
+    options = {"--out": [*PLACES, "run/checkpoints", "exported", "out"], "--format": ["bf16", "fp16", *TEXTS]}
+    options |= {"--tokens": NUMBERS, "--weights": ["model", "ema", ""], "--data": [*PLACES, *TEXTS]}
+    return ["export", _run(rng), "--to", to, "--device", "cpu", *_options(rng, options)]
 
 
 def _pack(rng: random.Random) -> list[str]:
@@ -205,6 +213,7 @@ _INIT = train("--out", "new", "--init")
 _PACKED = train("--out", "new", "--set", "data.source=packed", "--set", "model.vocabulary=300")
 _VERIFY = ["data", "verify", "packed"]
 _SAMPLE = ["sample", "run", "--device", "cpu", "--length", "2"]
+_EXPORT = ["export", "run", "--to", "safetensors", "--device", "cpu", "--out", "exported"]
 _SAVED = "run/checkpoints/step-000002"
 # The commands that read each file, tried in turn.
 READERS: dict[str, list[list[str]]] = {
@@ -232,6 +241,7 @@ READERS: dict[str, list[list[str]]] = {
         ["sample", "model.int8z", "--device", "cpu", "--length", "2"],
         ["eval", "model.int8z", "--device", "cpu"],
     ],
+    "exported/export.json": [_EXPORT],
     "text.txt": [train("--out", "new"), pack("text.txt", "--out", "new")],
     "lines.jsonl": [pack("lines.jsonl", "--out", "new")],
     "lines.jsonl.gz": [pack("lines.jsonl.gz", "--out", "new")],
@@ -369,6 +379,7 @@ MADE = [
     pack("text.txt", "--out", "packed", "--tokenizer", "tokenizer.json"),
     train("--set", "training.save_every=1", "--out", "run"),
     ["artifact", "run", "--device", "cpu", "--out", "model.int8z"],
+    _EXPORT,
 ]
 PARTLY = pack("text.txt", "--out", "partly")
 

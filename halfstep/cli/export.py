@@ -39,8 +39,8 @@ def export(
         The format of the weights; by default what the run's policy says under `export`. `onnx` is fp32, and
         `int8` is a format itself.
     out
-        The folder to write; by default export/TO-FORMAT in the run folder. Replaces an older export, but nothing
-        else.
+        The folder to write; by default export/TO-FORMAT or export/int8 in the run folder. Replaces an older
+        export, but nothing else.
     tokens
         How many held-out tokens to score on, at most the recipe's own number.
     """
@@ -56,11 +56,12 @@ def export(
     if tokens < 1:
         raise ConfigError("--tokens must be 1 or more", hint="65,536 are enough")
     check_packages(to)
-    target = TARGETS[to]
+    target, home = TARGETS[to], run.parent if is_artifact(run) else home_of(run)
+    if out is not None:
+        check_place(out, home)
     trained = open_model(run, device, data, validation, policy="fp32", backend=target.backend, weights=weights)
     manifest = trained.saved.manifest
     fmt = tool.choose_format(to, format, Policy.parse(manifest["policy"]))
-    home = run.parent if is_artifact(run) else home_of(run)
     place = out or home / FOLDER / (target.rounds_to or f"{to}-{fmt}")
     check_place(place, home)
     corpus = held_out_text(trained)

@@ -3,10 +3,7 @@
 Nothing here is imported by training. The packages are optional, and the caller has checked that they are there.
 """
 
-import logging
-import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 
@@ -28,16 +25,16 @@ Forward = Callable[[NDArray[np.int64]], NDArray[np.float32]]
 def open_transformers(folder: Path, device: str | None) -> Forward:
     """Loads a folder with transformers, in fp32, and returns its forward pass; refuses one that does not fit."""
     transformers = import_module("transformers")
-    messages = transformers.utils.logging
-    shown = messages.is_progress_bar_enabled()
-    messages.disable_progress_bar()
+    logging = transformers.utils.logging
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
     try:
         model, info = transformers.AutoModelForCausalLM.from_pretrained(
             folder, dtype=torch.float32, local_files_only=True, output_loading_info=True
         )
     finally:
         if shown:
-            messages.enable_progress_bar()
+            logging.enable_progress_bar()
     if odd := [f"{kind}: {sorted(map(str, names))[0]}" for kind, names in info.items() if names]:
         raise HalfstepError(f"transformers does not find the tensors it expects ({'; '.join(odd)})")
     place = as_device(device or devices()[0])
@@ -69,29 +66,16 @@ def write_onnx(config: ModelConfig, weights: Weights, file: Path) -> None:
     """Writes a decoder in fp32 as ONNX, for any number of rows and any number of tokens up to its context."""
     model, example = Logits(config, weights).eval(), torch.zeros((2, min(config.context, 8)), dtype=torch.int64)
     sizes = {0: torch.export.Dim("rows"), 1: torch.export.Dim("tokens", min=1, max=config.context)}
-    with _quiet():
-        program = torch.onnx.export(
-            model,
-            (example,),
-            dynamo=True,
-            dynamic_shapes=(sizes,),
-            input_names=["tokens"],
-            output_names=["logits"],
-            verbose=False,
-        )
+    program = torch.onnx.export(
+        model,
+        (example,),
+        dynamo=True,
+        dynamic_shapes=(sizes,),
+        input_names=["tokens"],
+        output_names=["logits"],
+        verbose=False,
+    )
     assert program is not None
+    # The exporter writes into each node where in our code it is from, with this machine's paths.
+    import_module("onnx_ir.passes.common").ClearMetadataAndDocStringPass()(program.model)
     program.save(file)
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Inside, torch's exporter says nothing of packages that it would use if they were there."""
-    log = logging.getLogger("torch.onnx")
-    level = log.level
-    log.setLevel(logging.ERROR)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        log.setLevel(level)

@@ -48,14 +48,19 @@ def check_place(place: Path, home: Path) -> None:
 
 
 @contextmanager
-def partial(place: Path) -> Iterator[Path]:
-    """Yields an empty folder to write into, and removes whatever of it is left in the end."""
+def partial(place: Path, size: int) -> Iterator[Path]:
+    """Yields an empty folder to write at least `size` bytes into, and removes what is left of it in the end."""
     folder = place.with_name(place.name + PARTIAL)
     with os_errors(ExportError, f"`{place}` cannot be written"):
         make_folder(place.parent)
         shutil.rmtree(folder, ignore_errors=True)  # left by a kill
         folder.mkdir()
     try:
+        if (free := shutil.disk_usage(folder).free) < size:
+            raise ExportError(
+                f"`{place}` cannot be written: it takes at least {size:,} bytes, and {free:,} are free there",
+                hint="free some, or name another folder with --out",
+            )
         with os_errors(ExportError, f"`{place}` cannot be written"):
             yield folder
     finally:

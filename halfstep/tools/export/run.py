@@ -128,11 +128,11 @@ def run(
     text = "" if tokenizer is None else _text(tokenizer, corpus)
     job = Job(config.model, weights, fmt, session, device, tokenizer, text)
     target.check(job)
-    before = evaluate(session, corpus, config, averaged=False)
-    session.load_weights({f"model.{name}": Stored("F32", x.shape, x.tobytes()) for name, x in weights.items()})
     windows = _windows(corpus, config.model)
-    ours = [session.logits(window) for window in windows]
-    with partial(place) as folder:
+    with partial(place, sum(x.nbytes for x in weights.values()) * fmt.bits // 32) as folder:
+        before = evaluate(session, corpus, config, averaged=False)
+        session.load_weights({f"model.{name}": Stored("F32", x.shape, x.tobytes()) for name, x in weights.items()})
+        ours = [session.logits(window) for window in windows]
         target.write(job, folder)
         loaded = target.load(job, folder)
         error = _distance([loaded.logits(window) for window in windows], ours)

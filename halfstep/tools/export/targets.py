@@ -14,6 +14,7 @@ overflow without a word, and a file that scored well here would be wrong there.
 import json
 import logging
 import shutil
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -88,7 +89,7 @@ def check_packages(to: str) -> None:
     if missing:
         raise ExportError(
             f"`--to {to}` needs what is not installed: {', '.join(missing)}",
-            hint=how_to_install("export"),
+            hint=how_to_install("torch,export" if "torch" in missing else "export"),
         )
 
 
@@ -122,19 +123,16 @@ def _write_hf(job: Job, folder: Path) -> None:
 
 
 def _load_hf(job: Job, folder: Path) -> Model:
-    if job.tokenizer is not None:
-        check_tokenizer(folder, job.tokenizer, job.text)
-    forward = backend_module("torch", "export").open_transformers(folder, job.device)
+    with _quiet():
+        if job.tokenizer is not None:
+            check_tokenizer(folder, job.tokenizer, job.text)
+        forward = backend_module("torch", "export").open_transformers(folder, job.device)
     return OtherModel(forward, job.model.context, job.model.vocabulary)
 
 
-def _check_onnx(job: Job) -> None:
-    if job.model.context < 2:
-        raise ExportError("a context of one token has no ONNX form", hint="export it `--to safetensors`")
-
-
 def _write_onnx(job: Job, folder: Path) -> None:
-    backend_module("torch", "export").write_onnx(job.model, job.weights.items(), folder / ONNX)
+    with _quiet():
+        backend_module("torch", "export").write_onnx(job.model, job.weights.items(), folder / ONNX)
     _save_tokenizer(job, folder)
 
 
@@ -150,8 +148,8 @@ def _write_int8(job: Job, folder: Path) -> None:
     weights.setdefault(HEAD, weights["embed.weight"])
     wide = folder / "wide"
     wide.mkdir()
-    backend_module("torch", "export").write_onnx(model, weights.items(), wide / ONNX)
-    with _no_root_messages():
+    with _quiet():
+        backend_module("torch", "export").write_onnx(model, weights.items(), wide / ONNX)
         import_module("onnxruntime.quantization").quantize_dynamic(
             wide / ONNX,
             folder / ONNX,
@@ -174,15 +172,16 @@ def _load_int8(job: Job, folder: Path) -> Model:
 
 
 @contextmanager
-def _no_root_messages() -> Iterator[None]:
-    """Inside, the root logger is silent: the quantizer tells it what to do before quantizing."""
-    root = logging.getLogger()
-    before = root.disabled
-    root.disabled = True
+def _quiet() -> Iterator[None]:
+    """Inside, nobody warns or logs: libraries tell of packages that they could use, and of their own changes."""
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
     try:
-        yield
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
     finally:
-        root.disabled = before
+        logging.disable(before)
 
 
 def _save_tokenizer(job: Job, folder: Path) -> None:
@@ -205,16 +204,6 @@ TARGETS: dict[str, Target] = {
         _write_hf, _load_hf, packages=("torch", "transformers", "tokenizers"), backend="torch", check=_check_hf
     ),
     "safetensors": Target(_write_safetensors, _load_safetensors),
-    "onnx": Target(
-        _write_onnx, _load_onnx, packages=EXPORTER, formats=("fp32",), backend="torch", check=_check_onnx
-    ),
-    "int8": Target(
-        _write_int8,
-        _load_int8,
-        packages=EXPORTER,
-        formats=("fp32",),
-        rounds_to="int8",
-        backend="torch",
-        check=_check_onnx,
-    ),
+    "onnx": Target(_write_onnx, _load_onnx, packages=EXPORTER, formats=("fp32",), backend="torch"),
+    "int8": Target(_write_int8, _load_int8, packages=EXPORTER, rounds_to="int8", backend="torch"),
 }

@@ -1,9 +1,14 @@
 """`halfstep export`: what leaves is the model that was trained, in the format that was asked for, or nothing."""
 
+import errno
 import json
+import os
+import re
 import shutil
 from dataclasses import replace
 from importlib.util import find_spec
+from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -196,22 +201,82 @@ def test_what_is_not_there_or_not_ours_is_refused(runs, tmp_path, capsys, monkey
     assert export(capsys, *to, held)[0] == 0  # an older export is replaced
     shutil.copy(tmp_path / "file", held / "note.txt")
     assert "holds `note.txt`" in refused(capsys, *to, held)
-    monkeypatch.setattr(targets, "find_spec", lambda name: None)
-    said = refused(capsys, place, "--to", "hf")
-    assert "`--to hf` needs what is not installed: torch, transformers, tokenizers" in said
-    assert "'.[export]'" in said
+
+
+@pytest.mark.parametrize(
+    ("missing", "to", "extra"),
+    [
+        (["transformers", "tokenizers"], "hf", "export"),
+        (["torch"], "hf", "torch,export"),
+        (["onnx", "onnxscript", "onnxruntime"], "onnx", "export"),
+        (["onnxruntime"], "int8", "export"),
+    ],
+)
+def test_a_missing_package_is_named_before_anything_is_read(tmp_path, capsys, monkeypatch, missing, to, extra):
+    monkeypatch.setattr(targets, "find_spec", lambda name: None if name in missing else name)
+    said = refused(capsys, tmp_path / "no-run", "--to", to)
+    assert f"`--to {to}` needs what is not installed: {', '.join(missing)}" in said
+    assert f"'.[{extra}]'" in said
+
+
+def test_a_place_that_cannot_hold_it_is_refused_before_anything_is_computed(runs, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("halfstep.tools.export.run.evaluate", None)
+    words = [runs("gpt2"), "--to", "safetensors", "--out", tmp_path / "m"]
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=9999))
+        assert "it takes at least" in (said := refused(capsys, *words))
+        assert "and 9,999 are free there" in said
+
+    def read_only(path, **_):
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS), path)
+
+    monkeypatch.setattr(Path, "mkdir", read_only)
+    assert "m` cannot be written: Read-only file system" in refused(capsys, *words)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_disk_that_fills_up_leaves_nothing(runs, tmp_path, capsys, monkeypatch):
+    def full(path, *_):
+        path.write_bytes(b"some of it")
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(targets, "write_tensors", full)
+    said = refused(capsys, runs("gpt2"), "--to", "safetensors", "--out", tmp_path / "m")
+    assert "m` cannot be written: No space left on device" in said
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.fixture(scope="module")
+def exporter():
+    """torch's exporter, which takes seconds: it writes the same model once, and then copies."""
+    from halfstep.torch import export as module
+
+    written, write = {}, module.write_onnx
+
+    def write_or_copy(config, weights, file):
+        weights = list(weights)
+        key = (config, *(value.tobytes() for _, value in weights))
+        if key not in written:
+            write(config, weights, file)
+            written[key] = file.read_bytes()
+        file.write_bytes(written[key])
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "write_onnx", write_or_copy)
+        yield
 
 
 @needs_onnx
 @pytest.mark.prove
 @pytest.mark.parametrize("recipe", ["gpt2", "qwen3"])
-def test_onnxruntime_computes_what_we_compute(runs, tmp_path, capsys, recipe):
+def test_onnxruntime_computes_what_we_compute(exporter, runs, tmp_path, capsys, recipe):
     import onnxruntime
 
     place = tmp_path / "model"
     code, result = export(capsys, runs(recipe), "--to", "onnx", "--format", "fp32", "--out", place)
     assert (code, result["format"], result["kept"]) == (0, "fp32", True)
     assert result["logits_error"] <= result["logits_bound"] < 1e-4
+    assert b"halfstep" not in (place / "model.onnx").read_bytes()  # nor where it is installed on this machine
     trained, _ = numbers_of(runs(recipe))
     session = onnxruntime.InferenceSession(place / "model.onnx")
     rng = np.random.default_rng(0)
@@ -225,22 +290,25 @@ def test_onnxruntime_computes_what_we_compute(runs, tmp_path, capsys, recipe):
 
 @needs_onnx
 @pytest.mark.prove
-def test_int8_multiplies_in_int8_and_scores_like_its_source(runs, tmp_path, capsys):
+@pytest.mark.parametrize("most", [targets.MOST_PROTOBUF, 0], ids=["one file", "weights next to it"])
+def test_int8_multiplies_in_int8_and_scores_like_its_source(exporter, runs, tmp_path, capsys, monkeypatch, most):
     import onnx
     import onnxruntime
 
+    monkeypatch.setattr(targets, "MOST_PROTOBUF", most)
     place = tmp_path / "model"
     code, result = export(capsys, runs("tiny"), "--to", "int8", "--out", place)
     assert (code, result["format"], result["kept"]) == (0, "int8", True)
     assert 0 < result["error"] <= 0.01 == result["bound"]
     assert result["logits_bound"] is None
-    assert sorted(path.name for path in place.iterdir()) == ["export.json", "model.onnx"]
+    data = [] if most else ["model.onnx.data"]
+    assert sorted(path.name for path in place.iterdir()) == ["export.json", "model.onnx", *data]
     # What runs: after the optimizations of onnxruntime every matrix is a product in int8, and of products in fp32
     # only those of activations with activations are left, two in a layer.
     options = onnxruntime.SessionOptions()
     options.optimized_model_filepath = str(tmp_path / "ran.onnx")
     onnxruntime.InferenceSession(place / "model.onnx", options)
-    ran = [node.op_type for node in onnx.load(tmp_path / "ran.onnx").graph.node]
+    ran = [node.op_type for node in onnx.load(tmp_path / "ran.onnx", load_external_data=False).graph.node]
     in_int8 = sum(ran.count(name) for name in ("MatMulInteger", "DynamicQuantizeMatMul", "MatMulIntegerToFloat"))
     assert in_int8 == 2 * 6 + 1
     assert ran.count("MatMul") + ran.count("FusedMatMul") == 2 * 2
@@ -248,17 +316,80 @@ def test_int8_multiplies_in_int8_and_scores_like_its_source(runs, tmp_path, caps
 
 @needs_onnx
 @pytest.mark.prove
-def test_a_quantizer_that_leaves_matrices_in_fp32_is_refused(runs, tmp_path, capsys, monkeypatch):
+@pytest.mark.parametrize(("recipe", "to"), [("gpt2", "onnx"), ("tiny", "int8")])
+def test_a_damaged_graph_is_not_kept(exporter, runs, tmp_path, capsys, monkeypatch, recipe, to):
+    import onnx
+
+    def damaged(job, folder):
+        target.write(job, folder)
+        model = onnx.load(folder / "model.onnx")
+        largest = max(model.graph.initializer, key=lambda tensor: len(tensor.raw_data))
+        largest.raw_data = largest.raw_data[::-1]
+        onnx.save(model, folder / "model.onnx")
+
+    target = targets.TARGETS[to]
+    monkeypatch.setitem(targets.TARGETS, to, replace(target, write=damaged))
+    code, result = export(capsys, runs(recipe), "--to", to, "--out", tmp_path / "model")
+    assert (code, result["kept"], result["bytes"]) == (1, False, None)
+    assert not list(tmp_path.iterdir())
+
+
+@needs_onnx
+@pytest.mark.prove
+def test_a_quantizer_that_leaves_matrices_in_fp32_is_refused(exporter, runs, tmp_path, capsys, monkeypatch):
     from onnxruntime import quantization
 
     quantize = quantization.quantize_dynamic
     monkeypatch.setattr(
         quantization, "quantize_dynamic", lambda *a, **k: quantize(*a, **k | {"op_types_to_quantize": ["Gather"]})
     )
-    assert "0 of 13 matrices are multiplied in int8" in refused(
-        capsys, runs("gpt2"), "--to", "int8", "--out", tmp_path / "m"
-    )
+    said = refused(capsys, runs("tiny"), "--to", "int8", "--out", tmp_path / "m")
+    assert "0 of 13 matrices are multiplied in int8" in said
     assert not list(tmp_path.iterdir())
+
+
+@needs_transformers
+@pytest.mark.prove
+def test_every_kind_of_source_is_exported(runs, tmp_path, capsys):
+    """A run of JAX, its average, a checkpoint of it, and an artifact of it; also where another backend runs it."""
+    out, text = tmp_path / "run", runs("gpt2").parent / "text.txt"
+    chosen = [*SHORT, "training.ema=0.5", *(f"model.{size}" for size in SHAPES["gpt2"]), f"data.source={text}"]
+    settings = [word for setting in chosen for word in ("--set", setting)]
+    words = ["train", "gpt2", "--backend", "jax", "--policy", "fp32", "--device", "cpu", "--out", str(out)]
+    assert run([*words, *settings]) == 0
+    assert run(["artifact", str(out), "--device", "cpu"]) == 0
+    sources = {
+        "run": [out],
+        "checkpoint": [out / "checkpoints" / "step-000003"],
+        "model": [out, "--weights", "model"],
+        "artifact": [out / "model.int8z"],
+    }
+    digests = {}
+    for name, words in sources.items():
+        place = tmp_path / f"{name}-hf"
+        code, result = export(capsys, *words, "--to", "hf", "--out", place)
+        ran = (result["kept"], result["backend"], result["weights"])
+        assert (code, *ran) == (0, True, "torch", "model" if name == "model" else "ema")
+        digests[name] = json.loads((place / "export.json").read_text())["files"]["model.safetensors"]["sha256"]
+    code, result = export(capsys, out, "--to", "safetensors")
+    assert (code, result["kept"], result["backend"]) == (0, True, "jax")
+    assert digests["run"] == digests["checkpoint"]
+    assert len(set(digests.values())) == 3
+
+
+@needs_transformers
+@needs_onnx
+@pytest.mark.prove
+def test_the_lines_of_the_page_load_each_export(exporter, runs, tmp_path, capsys):
+    page = Path(__file__).parents[3] / "docs" / "export.md"
+    blocks = re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), flags=re.S)
+    for to, block in zip(["hf", "safetensors", "onnx", "int8"], [*blocks, blocks[-1]], strict=True):
+        place = tmp_path / to
+        assert export(capsys, runs("gpt2"), "--to", to, "--out", place)[0] == 0
+        scope = {}
+        exec(block.replace("FOLDER", str(place)), scope)
+        said = capsys.readouterr().out
+        assert set(scope["weights"]) == set(numbers_of(runs("gpt2"))[1]) if to == "safetensors" else "def " in said
 
 
 def test_onnx_and_int8_are_refused_formats_that_they_do_not_have(runs, capsys, monkeypatch):
