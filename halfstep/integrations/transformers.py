@@ -19,7 +19,7 @@ Logging, callbacks, schedulers, evaluation, `generate`, `save_pretrained` and `t
 """
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
 from transformers.trainer import SCHEDULER_NAME
 
 from halfstep.core.errors import HalfstepError
@@ -56,7 +57,7 @@ _SHARDING = {"deepspeed": "DeepSpeed", "fsdp": "FSDP"}
 class _Accelerator(Accelerator):
     """Trainer's accelerator, which leaves batches where they are and masks of ones out of compiled models."""
 
-    plain_mask: tuple[Tensor, int] | None = None  # of the batch, all ones; and its version
+    plain_masks: WeakTensorKeyDictionary  # on the device, all ones as long as they have this version
 
     def prepare_data_loader(self, data_loader: Any, device_placement: bool | None = None, **options: Any) -> Any:
         """Prepares a data loader; Trainer moves what it yields."""
@@ -73,10 +74,8 @@ class _Accelerator(Accelerator):
 
     def _leave_out(self, _: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         mask = kwargs.get("attention_mask")
-        if mask is not None and self.plain_mask is not None:
-            plain, version = self.plain_mask
-            if mask is plain and mask._version == version:
-                kwargs = {**kwargs, "attention_mask": None}
+        if mask is not None and self.plain_masks.get(mask) == mask._version:
+            kwargs = {**kwargs, "attention_mask": None}
         return args, kwargs
 
 
@@ -109,6 +108,7 @@ class PolicyMixin:
             super().create_accelerator_and_postprocess()  # type: ignore[misc]
         options = {"seed": self.args.seed, "ema": self._ema, "tokens": self._tokens}
         _Accelerator.from_stock(self.accelerator, self._policy, **options)
+        self.accelerator.plain_masks = WeakTensorKeyDictionary()
 
     def _refuse(self) -> None:
         for name, instead in _CASTS.items():
@@ -139,13 +139,21 @@ class PolicyMixin:
         self.accelerator.take_up(self.model)
         return super().create_optimizer(*given, **options)  # type: ignore[misc,no-any-return]
 
+    def get_batch_samples(self, epoch_iterator: Iterator[Any], *given: Any) -> Any:
+        """Fetches the micro-batches of an update, and counts their tokens on the device, without waiting."""
+        return super().get_batch_samples(map(self._move, epoch_iterator), *given)  # type: ignore[misc]
+
     def _prepare_inputs(self, inputs: Any) -> Any:
-        given = inputs.get("attention_mask") if isinstance(inputs, Mapping) else None
-        plain = isinstance(given, Tensor) and given.device.type == "cpu" and bool(given.all())
-        inputs = super()._prepare_inputs(inputs)  # type: ignore[misc]
-        mask = inputs["attention_mask"] if plain else None
-        self.accelerator.plain_mask = None if mask is None else (mask, mask._version)
-        return inputs
+        return super()._prepare_inputs(self._move(inputs))  # type: ignore[misc]
+
+    def _move(self, batch: Any) -> Any:
+        mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
+        plain = isinstance(mask, Tensor) and mask.device.type == "cpu" and bool((mask == 1).all())
+        batch = self._prepare_input(batch)
+        if plain:
+            mask = batch["attention_mask"]
+            self.accelerator.plain_masks[mask] = mask._version
+        return batch
 
     def _prepare_input(self, data: Any) -> Any:
         if isinstance(data, Tensor):  # pinned by Trainer's data loader

@@ -249,11 +249,11 @@ def test_averages_are_evaluated_inside_of_averaged(tmp_path):
     assert trainer.evaluate()["eval_loss"] == own
 
 
-def masked(rows, *, padded):
-    """Data as collators make them, with a mask; the last of each four is padded if asked for."""
+def masked(rows, last=1):
+    """Data as collators make them, with masks of ones; those of each fourth row end in two of `last`."""
     masks = [torch.ones_like(row) for row in rows]
-    for mask in masks[3::4] if padded else ():
-        mask[-2:] = 0
+    for mask in masks[3::4]:
+        mask[-2:] = last
     return [{"input_ids": row, "labels": row, "attention_mask": m} for row, m in zip(rows, masks, strict=True)]
 
 
@@ -280,15 +280,16 @@ def train_compiled(folder, data, compute_loss=None):
     return losses(trainer), seen
 
 
-def test_a_mask_of_ones_does_not_reach_a_compiled_model_and_padding_does(tmp_path):
-    plain, masks = train_compiled(
-        tmp_path, [{k: row[k] for k in ("input_ids", "labels")} for row in masked(ROWS, padded=False)]
-    )
+def test_a_mask_of_ones_does_not_reach_a_compiled_model_and_any_other_does(tmp_path):
+    data = [{"input_ids": row, "labels": row} for row in ROWS]
+    plain, masks = train_compiled(tmp_path, data)
     assert masks == [False] * 4
-    assert train_compiled(tmp_path, masked(ROWS, padded=False)) == (plain, masks)
-    padded, masks = train_compiled(tmp_path, masked(ROWS, padded=True))
+    assert train_compiled(tmp_path, masked(ROWS)) == (plain, masks)
+    padded, masks = train_compiled(tmp_path, masked(ROWS, last=0))
     assert set(masks) == {True, False}
     assert padded != plain
+    _, masks = train_compiled(tmp_path, masked(ROWS, last=2))  # some say by numbers which sequence a token is of
+    assert set(masks) == {True, False}
 
 
 def test_a_trainer_finds_the_mask_among_its_inputs_and_may_write_to_it(tmp_path):
@@ -298,6 +299,6 @@ def test_a_trainer_finds_the_mask_among_its_inputs_and_may_write_to_it(tmp_path)
         summed.append(int(inputs["attention_mask"].sum()))
         inputs["attention_mask"][:, 0] = 0
 
-    _, masks = train_compiled(tmp_path, masked(ROWS, padded=False), hide_the_first_token)
+    _, masks = train_compiled(tmp_path, masked(ROWS), hide_the_first_token)
     assert summed == [16] * 4
     assert masks == [True] * 4
