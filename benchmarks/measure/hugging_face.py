@@ -20,6 +20,7 @@ their losses must agree to 1 %. Exit code 1 if a bar is missed or an arm failed.
 """
 
 import argparse
+import contextlib
 import json
 import multiprocessing
 import os
@@ -375,7 +376,8 @@ class Arm:
 
     def start(self, steps: int) -> None:
         """Begins a turn."""
-        self._pipe.send(steps)
+        with contextlib.suppress(BrokenPipeError):  # it has failed, and sent why
+            self._pipe.send(steps)
 
     def result(self, deadline: float) -> dict[str, Any]:
         """Waits for the end of a turn."""
