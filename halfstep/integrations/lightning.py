@@ -525,6 +525,11 @@ def _check_strategy(strategy: Any) -> None:
             f"strategy={what}: no policy is implemented for it, only for one device and for DDP",
             hint='strategy="auto" or strategy="ddp"',
         )
+    if (hook := getattr(strategy, "_ddp_comm_hook", None)) is not None:
+        raise HalfstepError(
+            f"ddp_comm_hook={hook.__name__}: replicas would exchange gradients by it, and not as the policy says",
+            hint="omit it: gradients are summed in the format of the role `reduce`, fp32",
+        )
 
 
 def _check_module(module: pl.LightningModule) -> None:

@@ -9,14 +9,15 @@ import torch
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.plugins import MixedPrecision
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.nn import functional as F
 
 from halfstep.core.errors import HalfstepError, ScalingError
 from halfstep.integrations.lightning import Fabric, HalfstepPrecision
 from halfstep.torch import AdamW, prepare
 
-PROVED = pytest.param("fp32", marks=pytest.mark.prove)
-POLICIES = [PROVED, "bf16-mixed", "fp16-mixed"]
+FP32, BF16, FP16 = (pytest.param(name, marks=pytest.mark.prove) for name in ("fp32", "bf16-mixed", "fp16-mixed"))
+POLICIES = [FP32, "bf16-mixed", "fp16-mixed"]
 SPLIT = "bf16-mixed,param=fp32:split"
 NARROW = pytest.param("bf16-mixed,moments=bf16", marks=pytest.mark.prove)
 MICRO, CLIP = 2, 0.2
@@ -124,7 +125,7 @@ def test_the_trainer_takes_the_steps_of_a_loop_by_hand(policy, tmp_path):
     assert_same(module, by_hand(policy, 4))
 
 
-@pytest.mark.parametrize("policy", [*POLICIES, SPLIT, NARROW])
+@pytest.mark.parametrize("policy", [FP32, BF16, FP16, SPLIT, NARROW])
 def test_a_checkpoint_of_lightning_resumes_to_the_same_bits(policy, tmp_path):
     given = {"gradient_clip_val": CLIP, "enable_checkpointing": True}
     whole, _ = fit(tmp_path / "whole", policy, 2, **given)
@@ -354,10 +355,15 @@ def test_strategies_without_a_policy_are_refused_by_name(kind, tmp_path):
             with pytest.raises(HalfstepError, match=f"strategy={name}: no policy is implemented"):
                 Fabric(policy="bf16-mixed", strategy=given, accelerator="cpu", devices=2)
         return
-    module = Module()
-    module.trainer = trainer(tmp_path, "bf16-mixed", strategy=lightning.pytorch.strategies.ModelParallelStrategy())
-    with pytest.raises(HalfstepError, match="strategy=ModelParallelStrategy: no policy"):
-        module.trainer.precision_plugin.convert_module(module)
+    module, kinds = Module(), lightning.pytorch.strategies
+    refused = {
+        "strategy=ModelParallelStrategy: no policy": kinds.ModelParallelStrategy(),
+        "ddp_comm_hook=fp16_compress_hook": kinds.DDPStrategy(ddp_comm_hook=fp16_compress_hook),
+    }
+    for words, given in refused.items():
+        module.trainer = trainer(tmp_path, "bf16-mixed", strategy=given)
+        with pytest.raises(HalfstepError, match=words):
+            module.trainer.precision_plugin.convert_module(module)  # as each strategy does first
 
 
 def test_the_plugin_of_the_trainer_is_refused_in_fabric():
@@ -419,7 +425,7 @@ def test_accumulation_may_change_between_epochs(tmp_path):
     assert int(fitted.precision_plugin.run.num_applied) == fitted.global_step == 4 + 2
 
 
-@pytest.mark.parametrize("policy", [pytest.param("bf16-mixed", marks=pytest.mark.prove), "fp16-mixed"])
+@pytest.mark.parametrize("policy", [BF16, "fp16-mixed"])
 def test_steps_by_the_modules_own_code_are_checked(policy, tmp_path):
     class Own(Module):
         def optimizer_step(self, epoch, index, optimizer, closure):
@@ -502,7 +508,7 @@ def test_fabric_takes_the_steps_of_a_loop_by_hand(policy, apart):
     assert_same(net, model)
 
 
-@pytest.mark.parametrize("policy", [*POLICIES, SPLIT, NARROW])
+@pytest.mark.parametrize("policy", [FP32, BF16, FP16, SPLIT, NARROW])
 def test_a_checkpoint_of_fabric_resumes_to_the_same_bits(policy, tmp_path):
     def go(last, resume=False):
         fabric, model, optimizer = set_up(policy)
