@@ -6,7 +6,6 @@ import os
 import re
 import shutil
 from dataclasses import replace
-from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -25,11 +24,6 @@ from halfstep.training.weights.artifact import masters
 from halfstep.training.weights.pretrained import open_pretrained
 from tests.refusals import refuses
 
-needs_transformers = pytest.mark.skipif(find_spec("transformers") is None, reason="transformers is not installed")
-needs_onnx = pytest.mark.skipif(
-    any(find_spec(name) is None for name in targets.EXPORTER),
-    reason="onnx, onnxscript, onnxruntime are not installed",
-)
 SHAPES = {
     "gpt2": ["width=32", "heads=4"],
     "qwen3": ["width=32", "heads=4", "kv_heads=2", "head_width=16", "mlp_width=64"],
@@ -93,7 +87,6 @@ def distance(found, expected):
     return np.linalg.norm(np.float64(found) - np.float64(expected)) / np.linalg.norm(np.float64(expected))
 
 
-@needs_transformers
 @pytest.mark.parametrize(("recipe", "fmt"), [("gpt2", "fp32"), ("gpt2", "fp16"), ("qwen3", "bf16")])
 def test_transformers_computes_what_we_compute(runs, tmp_path, capsys, recipe, fmt):
     import torch
@@ -145,7 +138,6 @@ def test_safetensors_are_our_own_names_in_the_format_of_the_policy(runs, capsys)
     assert narrow["bytes"] < 0.6 * wide["bytes"]
 
 
-@needs_transformers
 def test_an_export_that_does_not_score_like_its_source_is_not_kept(runs, tmp_path, capsys, monkeypatch):
     place = tmp_path / "model"
     assert export(capsys, runs("gpt2"), "--to", "hf", "--out", place)[0] == 0
@@ -266,7 +258,6 @@ def exporter():
         yield
 
 
-@needs_onnx
 @pytest.mark.prove
 @pytest.mark.parametrize("recipe", ["gpt2", "qwen3"])
 def test_onnxruntime_computes_what_we_compute(exporter, runs, tmp_path, capsys, recipe):
@@ -288,7 +279,6 @@ def test_onnxruntime_computes_what_we_compute(exporter, runs, tmp_path, capsys, 
         assert np.abs(theirs[:, -1] - ours).max() <= 1e-4 * np.abs(ours).max()
 
 
-@needs_onnx
 @pytest.mark.prove
 @pytest.mark.parametrize("most", [targets.MOST_PROTOBUF, 0], ids=["one file", "weights next to it"])
 def test_int8_multiplies_in_int8_and_scores_like_its_source(exporter, runs, tmp_path, capsys, monkeypatch, most):
@@ -314,7 +304,6 @@ def test_int8_multiplies_in_int8_and_scores_like_its_source(exporter, runs, tmp_
     assert ran.count("MatMul") + ran.count("FusedMatMul") == 2 * 2
 
 
-@needs_onnx
 @pytest.mark.prove
 @pytest.mark.parametrize(("recipe", "to"), [("gpt2", "onnx"), ("tiny", "int8")])
 def test_a_damaged_graph_is_not_kept(exporter, runs, tmp_path, capsys, monkeypatch, recipe, to):
@@ -334,7 +323,6 @@ def test_a_damaged_graph_is_not_kept(exporter, runs, tmp_path, capsys, monkeypat
     assert not list(tmp_path.iterdir())
 
 
-@needs_onnx
 @pytest.mark.prove
 def test_a_quantizer_that_leaves_matrices_in_fp32_is_refused(exporter, runs, tmp_path, capsys, monkeypatch):
     from onnxruntime import quantization
@@ -348,7 +336,6 @@ def test_a_quantizer_that_leaves_matrices_in_fp32_is_refused(exporter, runs, tmp
     assert not list(tmp_path.iterdir())
 
 
-@needs_transformers
 @pytest.mark.prove
 def test_every_kind_of_source_is_exported(runs, tmp_path, capsys):
     """A run of JAX, its average, a checkpoint of it, and an artifact of it; also where another backend runs it."""
@@ -377,8 +364,6 @@ def test_every_kind_of_source_is_exported(runs, tmp_path, capsys):
     assert len(set(digests.values())) == 3
 
 
-@needs_transformers
-@needs_onnx
 @pytest.mark.prove
 def test_the_lines_of_the_page_load_each_export(exporter, runs, tmp_path, capsys):
     page = Path(__file__).parents[3] / "docs" / "export.md"

@@ -1,19 +1,19 @@
 """The tokenizer of a run, as transformers reads it."""
 
 import json
-from importlib.util import find_spec
 
 import pytest
 
 from halfstep.config.load import load
 from halfstep.core.errors import HalfstepError
+from halfstep.core.formats import FP32
+from halfstep.tools.export.targets import TARGETS, Job
 from halfstep.tools.export.tokenizer import check_tokenizer, write_tokenizer
 from halfstep.training.data.tokenizer_base import BytesTokenizer
 from halfstep.training.data.tokenizer_libraries import HuggingFace, SentencePiece, Tiktoken
 from tests.refusals import refuses
 from tests.training.data.test_tokenizers import bpe, sentencepiece_model, tiktoken_content  # noqa: F401
 
-pytestmark = pytest.mark.skipif(find_spec("transformers") is None, reason="transformers is not installed")
 MODEL = load("gpt2", ["model.context=16"]).model
 TEXTS = ["", "the then thin", "naïve café 中文\n\n\t  x  ", "a\x00b", "don't 1234 stop"]
 
@@ -23,8 +23,6 @@ TEXTS = ["", "the then thin", "naïve café 中文\n\n\t  x  ", "a\x00b", "don't
 def test_transformers_encodes_as_the_run_did(tmp_path, kind, text):
     from transformers import AutoTokenizer
 
-    if kind == "tiktoken":
-        pytest.importorskip("tiktoken")
     tokenizer = BytesTokenizer() if kind == "bytes" else Tiktoken("tiktoken:mini", tiktoken_content(), 259)
     write_tokenizer(tmp_path, tokenizer, MODEL)
     check_tokenizer(tmp_path, tokenizer, text)
@@ -34,7 +32,6 @@ def test_transformers_encodes_as_the_run_did(tmp_path, kind, text):
 
 
 def test_a_tokenizer_that_reads_otherwise_is_refused(tmp_path):
-    pytest.importorskip("tiktoken")
     tokenizer = Tiktoken("tiktoken:mini", tiktoken_content(), 259)
     write_tokenizer(tmp_path, tokenizer, MODEL)
     with refuses(HalfstepError, "encodes held-out text otherwise in transformers, from token 0", "safetensors"):
@@ -53,3 +50,11 @@ def test_a_tokenizer_json_is_kept_as_it_is(tmp_path, bpe):  # noqa: F811
 def test_sentencepiece_is_refused(tmp_path, sentencepiece_model):  # noqa: F811
     with refuses(HalfstepError, "of kind sentencepiece", "--to safetensors"):
         write_tokenizer(tmp_path, SentencePiece("s", sentencepiece_model, None), MODEL)
+
+
+@pytest.mark.parametrize("to", ["safetensors", "onnx"])
+def test_the_tokenizer_of_packed_data_lies_next_to_the_weights(tmp_path, monkeypatch, bpe, to):  # noqa: F811
+    monkeypatch.setattr("halfstep.torch.export.write_onnx", lambda config, weights, file: file.touch())
+    job = Job(MODEL, {}, FP32, None, "cpu", HuggingFace("t", bpe, 0), "")
+    TARGETS[to].write(job, tmp_path)
+    assert (tmp_path / "tokenizer.json").read_bytes() == bpe
