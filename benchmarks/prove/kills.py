@@ -9,8 +9,8 @@ until a save is under way and strikes within a few milliseconds. After each kill
 the folder by its digests, with code that shares nothing with ours. The next process must resume from the newest
 checkpoint, and none that was reported as complete may be missing. A finished run must have the weights of an
 uninterrupted one, bit for bit; then a new run begins. Processes are forked from one that has imported everything
-and computed nothing, so a hundred kills take minutes. With --command each process is `halfstep train tiny
---resume --out RUN`.
+and computed nothing, and every core has a run of its own to kill, so a hundred kills take a minute or two. With
+--command each process is `halfstep train tiny --resume --out RUN`.
 
 **Damage.** The script flips every byte of the manifest and of the header, and bytes of every tensor. It
 truncates files at every boundary, lengthens, removes and exchanges them. Loading must refuse each with the
@@ -27,6 +27,7 @@ import argparse
 import contextlib
 import hashlib
 import json
+import multiprocessing
 import os
 import random
 import resource
@@ -52,8 +53,8 @@ from halfstep.training.run.resume import open_run
 from halfstep.training.telemetry.events import read_events
 
 SMALL = [
-    "model.context=32",
-    "model.layers=2",
+    "model.context=16",
+    "model.layers=1",
     "model.width=64",
     "model.heads=2",
     "training.batch=2",
@@ -64,13 +65,15 @@ SMALL = [
     "training.keep_every=20",
 ]
 
+WORKERS = min(4, len(os.sched_getaffinity(0)))
+STARTED: list[subprocess.Popen[bytes]] = []
+
 
 class Bench:
     """A working folder, a text to train on, and how to start a process."""
 
     def __init__(self, folder: Path, device: str, overrides: list[str], steps: int, command: bool = False):
         self.folder, self.device, self.steps, self.command = folder, device, steps, command
-        self._started: list[subprocess.Popen[bytes]] = []
         self.text = folder / "text.txt"
         self.text.write_text("\n\n".join(f"def f{i}(x):\n    return x * {i} + {i * i}" for i in range(2000)))
         self.overrides = [f"data.source={self.text}", *SMALL, f"training.steps={steps}", *overrides]
@@ -107,7 +110,7 @@ class Bench:
             started = subprocess.Popen(
                 [*command, "--policy", "fp32", "--device", self.device], stdout=log, stderr=log
             )
-        self._started.append(started)  # kept: it is waited for by its id
+        STARTED.append(started)  # kept: it is waited for by its id
         return started.pid
 
     def _quiet(self, out: Path) -> None:
@@ -117,12 +120,12 @@ class Bench:
 
         torch.set_num_threads(1)
 
-    def uninterrupted(self) -> tuple[dict[str, bytes], float]:
-        """Returns the state that a run must end with, and how long it takes."""
+    def uninterrupted(self) -> float:
+        """Leaves the state that a run must end with; returns how long it takes."""
         out = self.folder / "uninterrupted"
         started = time.monotonic()
         assert os.waitpid(self.session(out), 0)[1] == 0, out.with_suffix(".log").read_text()
-        return final_state(out), time.monotonic() - started
+        return time.monotonic() - started
 
 
 def final_state(out: Path) -> dict[str, bytes]:
@@ -186,13 +189,13 @@ def partials(out: Path) -> set[tuple[str, int]]:
     return saves
 
 
-def kills(bench: Bench, count: int, seed: int) -> dict[str, object]:
+def kills(bench: Bench, count: int, seed: int, seconds: float) -> dict[str, object]:
     """Kills and resumes until `count` kills struck; returns what happened."""
-    expected, seconds = bench.uninterrupted()
+    expected = final_state(bench.folder / "uninterrupted")
     rng, struck = random.Random(seed), Counter[str]()
     faults: list[str] = []
     runs = ended = resumed = 0
-    out, newest = bench.folder / "run-0", None
+    out, newest = bench.folder / f"seed-{seed}-run-0", None
 
     def check_end() -> None:
         nonlocal ended
@@ -215,7 +218,7 @@ def kills(bench: Bench, count: int, seed: int) -> dict[str, object]:
                 faults.append(f"{out.name}: a process failed: {out.with_suffix('.log').read_text()[-300:]}")
             runs, newest = runs + 1, None
             shutil.rmtree(out)
-            out = bench.folder / f"run-{runs}"
+            out = bench.folder / f"seed-{seed}-run-{runs}"
             continue
         struck[what] += 1
         whole, wrong = verified(out)
@@ -228,7 +231,13 @@ def kills(bench: Bench, count: int, seed: int) -> dict[str, object]:
         newest = whole[-1] if whole else None
     os.waitpid(bench.session(out), 0)
     check_end()
-    return {"struck": dict(struck), "resumed": resumed, "runs": ended, "faults": faults}
+    return {"struck": struck, "resumed": resumed, "runs": ended, "faults": faults}
+
+
+def damage_last(bench: Bench) -> dict[str, object]:
+    """Damages a copy of the newest checkpoint of the uninterrupted run in every way."""
+    folders = checkpoint.step_folders(bench.folder / "uninterrupted" / "checkpoints")
+    return damage(*folders[-2:], bench.folder / "copy")
 
 
 def events_of(out: Path) -> list[dict[str, object]]:
@@ -288,8 +297,6 @@ def survive(bench: Bench, name: str, out: Path, act: Callable[[Loop], None]) -> 
 
 def disk(bench: Bench) -> dict[str, dict[str, object]]:
     """Runs with a full disk, and with a read-only folder, for a third of the steps each."""
-    if not (bench.folder / "uninterrupted").exists():
-        bench.uninterrupted()
     mounting, first, last = may_mount(bench.folder), bench.steps // 3, 2 * bench.steps // 3
     small = bench.folder / "small"
     small.mkdir()
@@ -359,28 +366,33 @@ def main() -> int:
 
     rows: list[tuple[str, str]] = []
     faults: list[str] = []
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, multiprocessing.get_context("fork").Pool(WORKERS) as pool:
         bench = Bench(Path(folder), options.device, options.overrides, options.steps, options.command)
-        if options.only in (None, "kills"):
-            result = kills(bench, options.kills, options.seed)
-            struck = result["struck"]
-            rows.append((f"kills (seed {options.seed})", f"{options.kills}: {struck}"))
-            rows.append(("processes that resumed, at the newest checkpoint", str(result["resumed"])))
-            rows.append(("runs that ended, bit-identical to the uninterrupted one", str(result["runs"])))
-            faults += result["faults"]
+        seconds = bench.uninterrupted()
+        wanted = {options.only} if options.only else {"kills", "damage", "disk"}
+        damaged = pool.apply_async(damage_last, (bench,)) if "damage" in wanted else None
+        disks = pool.apply_async(disk, (bench,)) if "disk" in wanted else None
+        if "kills" in wanted:
+            # Several runs, each killed in its turn: whichever core is free takes the next.
+            shares = [len(range(part, options.kills, 2 * WORKERS)) for part in range(2 * WORKERS)]
+            tasks = [(bench, share, options.seed + part, seconds) for part, share in enumerate(shares) if share]
+            results = pool.starmap(kills, tasks, chunksize=1)
+            struck = sum((result["struck"] for result in results), Counter[str]())
+            resumed, ended = (sum(result[key] for result in results) for key in ("resumed", "runs"))
+            rows.append((f"kills (from seed {options.seed})", f"{options.kills}: {dict(struck)}"))
+            rows.append(("processes that resumed, at the newest checkpoint", str(resumed)))
+            rows.append(("runs that ended, bit-identical to the uninterrupted one", str(ended)))
+            faults += [fault for result in results for fault in result["faults"]]
             if options.kills >= 10 and "saving" not in struck:
                 faults.append("no kill struck during a save, so nothing was shown about saves")
-        if options.only in (None, "damage"):
-            if not (bench.folder / "uninterrupted").exists():
-                bench.uninterrupted()
-            folders = checkpoint.step_folders(bench.folder / "uninterrupted" / "checkpoints")
-            result = damage(*folders[-2:], bench.folder / "copy")
+        if damaged is not None:
+            result = damaged.get()
             for kind, number in result["found"].items():
                 rest = result["same"].get(kind, 0)
                 rows.append((kind, f"{number} found" + (f", {rest} mean the same" if rest else "")))
             faults += result["faults"]
-        if options.only in (None, "disk"):
-            for name, result in disk(bench).items():
+        if disks is not None:
+            for name, result in disks.get().items():
                 counts = (
                     f"{result['failed']} saves failed ({result['why']}), {result['saved']} succeeded, same weights"
                 )
