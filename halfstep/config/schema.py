@@ -135,8 +135,7 @@ def unknown_key(key: str, legal: list[str]) -> ConfigError:
 
 def rows(cls: type, prefix: str = "") -> Iterator[Row]:
     """Yields every setting of a section, depth first, in the order of declaration."""
-    hints = get_type_hints(cls, include_extras=True)
-    helps = field_help(cls)
+    hints, helps = _hints(cls), field_help(cls)
     for field in dataclasses.fields(cls):
         hint = hints[field.name]
         if dataclasses.is_dataclass(hint):
@@ -174,13 +173,13 @@ def describe(hint: Any) -> str:
 
 def section_of(cls: type, name: str) -> type | None:
     """Returns the dataclass of a field, or None if the field is a plain setting."""
-    kind, _ = _unwrap(get_type_hints(cls)[name])
+    kind, _ = _unwrap(_hints(cls)[name])
     return kind if dataclasses.is_dataclass(kind) else None  # type: ignore[return-value]
 
 
 def is_text(cls: type, name: str) -> bool:
     """Whether a field holds text, which needs no quotes on a command line."""
-    kind, _ = _unwrap(get_type_hints(cls)[name])
+    kind, _ = _unwrap(_hints(cls)[name])
     return kind is str or get_origin(kind) is Literal
 
 

@@ -18,11 +18,11 @@ import platform
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import safetensors
 
 from halfstep import __version__
 from halfstep.config.flops import flops_per_token
@@ -169,8 +169,8 @@ class RunContext:
             "versions": {
                 "halfstep": __version__,
                 "python": platform.python_version(),
-                "numpy": version("numpy"),
-                "safetensors": version("safetensors"),
+                "numpy": np.__version__,
+                "safetensors": safetensors.__version__,
                 config.backend: backend_version(config),
             },
         }
