@@ -22,6 +22,7 @@ from halfstep.core.split import join, split
 CHUNK = 2**16  # what a core's cache holds
 TOTAL = 2**32
 RAMP = np.arange(CHUNK, dtype=np.uint32)
+TIE = 0x8000  # the lower half that is between two bf16 numbers
 
 
 def check(start: int) -> tuple[int, int, int, int]:
@@ -29,15 +30,17 @@ def check(start: int) -> tuple[int, int, int, int]:
     bits = RAMP + np.uint32(start)
     hi, lo = split(bits.view(np.float32))
     back = join(hi, lo).view(np.uint32)
-    nan = (bits & np.uint32(0x7FFFFFFF)) > np.uint32(0x7F800000)
-    identical = (back == bits) & ~nan
-    quiet = ((bits >> 16) & np.uint32(0x8000)) | np.uint32(0x7FC0)
-    stays = nan & (hi == quiet) & (lo == 0) & (back == quiet << 16)
-    even = (bits + np.uint32(0x7FFF) + ((bits >> 16) & np.uint32(1))) >> 16
-    differs = (hi != even) & ~nan
-    tie_away = (bits & np.uint32(0xFFFF) == 0x8000) & (hi == even + 1)
-    wrong = ~(identical | stays) | (differs & ~tie_away)
-    return int(identical.sum()), int(stays.sum()), int(differs.sum()), int(wrong.sum())
+    top = start >> 16  # the upper half of them all, so one of them is a tie
+    even = np.uint16(top) + (TIE - (top & 1) < RAMP)
+    identical, differs = back == bits, hi != even
+    ties, differs[TIE] = int(differs[TIE]), hi[TIE] not in (even[TIE], top + 1)
+    wrong, stays = ~identical | differs, 0
+    if top & 0x7FFF >= 0x7F80:
+        quiet, nan = top & 0x8000 | 0x7FC0, 0x7F800000 - (start & 0x7FFFFFFF) < RAMP
+        kept = (hi == quiet) & (lo == 0) & (back == quiet << 16)
+        identical, wrong, ties = identical & ~nan, np.where(nan, ~kept, wrong), ties * (not nan[TIE])
+        stays = np.count_nonzero(nan & kept)
+    return np.count_nonzero(identical), stays, ties, np.count_nonzero(wrong)
 
 
 def main() -> int:

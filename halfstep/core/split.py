@@ -41,7 +41,7 @@ def split(x: NDArray[np.float32]) -> tuple[NDArray[np.uint16], NDArray[np.int16]
     # (bits + 0x8000) >> 16, halved first so that the sum stays within 32 bits.
     hi = (((bits >> 15) + np.uint32(1)) >> 1).astype(np.uint16)
     # The low half read as signed is the remainder: above 0x7FFF hi went up, and it counts from there.
-    lo = (bits & np.uint32(0xFFFF)).astype(np.uint16).view(np.int16)
+    lo = bits.astype(np.uint16).view(np.int16)
     nan = (bits & np.uint32(0x7FFFFFFF)) > np.uint32(0x7F800000)
     quiet = ((bits >> 16) & np.uint32(0x8000) | np.uint32(0x7FC0)).astype(np.uint16)
     return np.where(nan, quiet, hi), np.where(nan, np.int16(0), lo)
@@ -60,8 +60,8 @@ def join(hi: NDArray[np.uint16], lo: NDArray[np.int16]) -> NDArray[np.float32]:
             hint="pass both results of the same split",
         )
     lo = np.where((hi & 0x7FFF) == 0, np.maximum(lo, 0), lo)
-    bits = (hi.astype(np.int64) << 16) + lo
-    return np.asarray(bits.astype(np.uint32)).view(np.float32)
+    bits = (hi.astype(np.uint32) << 16) + lo.astype(np.uint32)  # both wrap around alike
+    return np.asarray(bits).view(np.float32)
 
 
 def _expect(array: NDArray[Any], dtype: type[np.generic], name: str, hint: str) -> NDArray[Any]:
