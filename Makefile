@@ -28,12 +28,16 @@ check: $(VENV)/.dev
 check-tests: $(VENV)/.dev
 	$(BIN)/python $(PYTEST) -m 'not prove' tests/core tests/config tests/report tests/architecture
 
+# `python -O` leaves out assertions, so these are the tests of what has some.
+OPTIMIZED := tests/core tests/config tests/torch/run $(addprefix tests/training/, \
+	run data/pack data/test_packed.py telemetry/test_progress.py test_schedule.py)
+
 # Everything exhaustive or slow: the tests marked `prove`, tests under `python -O` (workers inherit the variable, not the
 # flag), every bit pattern of split masters, a hundred kills and damaged files, thousands of hostile commands and files,
 # each known hazard, planted, and the host's time per update.
 prove: $(VENV)/.dev
 	$(BIN)/python $(PYTEST) -m prove
-	PYTHONOPTIMIZE=1 $(BIN)/python $(PYTEST) -m 'not prove' tests/core tests/config tests/training tests/torch/run
+	PYTHONOPTIMIZE=1 $(BIN)/python $(PYTEST) -m 'not prove' $(OPTIMIZED)
 	$(BIN)/python benchmarks/prove/split_all.py
 	$(BIN)/python benchmarks/prove/kills.py
 	$(BIN)/python benchmarks/prove/fuzz.py
