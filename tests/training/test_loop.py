@@ -126,8 +126,10 @@ STOPPED = ("training.steps=100000", "training.save_every=100000", "training.vali
 
 
 @pytest.mark.prove
-@pytest.mark.parametrize("later", [signal.SIGTERM, signal.SIGHUP])
-@pytest.mark.parametrize("kind", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+@pytest.mark.parametrize(
+    ("kind", "later"),
+    [(signal.SIGTERM, signal.SIGTERM), (signal.SIGINT, signal.SIGHUP), (signal.SIGHUP, signal.SIGTERM)],
+)
 def test_a_signal_saves_and_exits_cleanly_whatever_follows_and_the_run_resumes(text, out, kind, later):
     code, stdout, stderr = stopped_by(text, out, kind, later)
     assert code == 0, stderr

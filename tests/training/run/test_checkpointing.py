@@ -25,7 +25,7 @@ from tests.training.runs import (
 )
 
 ROLLBACK = "training.rollback=2.0"
-start = starter("training.steps=20", "training.save_every=4")
+start = starter("training.steps=20", "training.save_every=4", "optimizer.name=adamw")
 
 
 def left(out):

@@ -34,7 +34,7 @@ from tests.training.runs import (
     stop,
 )
 
-start = starter("training.steps=20", "training.save_every=4")
+start = starter("training.steps=20", "training.save_every=4", "optimizer.name=adamw")
 
 
 def test_a_batch_that_is_not_finite_is_skipped_and_located(text, out, capsys):
