@@ -37,6 +37,7 @@ from halfstep.core.measure import TOKENS
 from halfstep.core.policy import Policy
 from halfstep.core.scaling import NoScale
 from halfstep.integrations import state
+from halfstep.torch.run.switches import fp32_is_fp32
 from halfstep.torch.step import Run, StepResult, prepare
 
 _RUN = "halfstep_run"  # where a prepared model keeps its run
@@ -474,8 +475,9 @@ def _no_sharding(what: str) -> HalfstepError:
 @contextmanager
 def fp32_matmuls_kept() -> Iterator[None]:
     """Keeps torch's setting for fp32 matmuls: Accelerate allows TF32 if a model is compiled in fp32."""
-    before = torch.get_float32_matmul_precision()
+    kept = fp32_is_fp32()
     try:
         yield
     finally:
-        torch.set_float32_matmul_precision(before)
+        if kept and not fp32_is_fp32():
+            torch.set_float32_matmul_precision("highest")

@@ -17,6 +17,7 @@ from halfstep.core.errors import HalfstepError, ScalingError
 from halfstep.integrations import state
 from halfstep.integrations.accelerate import Accelerator, run_of
 from halfstep.torch import AdamW, prepare
+from halfstep.torch.run.switches import fp32_is_fp32
 from tests.accelerate_state import fresh_accelerate, reset  # noqa: F401
 from tests.refusals import refuses
 
@@ -378,3 +379,8 @@ def test_compiling_in_fp32_does_not_allow_tf32(monkeypatch):
     with pytest.raises(InterruptedError):
         Accelerator(policy="fp32")
     assert torch.get_float32_matmul_precision() == "highest"
+    # TrainingArguments that compile allow it by torch's newer setting, after which the older one cannot be read.
+    monkeypatch.setattr(torch.backends.cuda.matmul, "fp32_precision", "tf32")
+    with pytest.raises(InterruptedError):
+        Accelerator(policy="bf16-mixed")
+    assert not fp32_is_fp32()

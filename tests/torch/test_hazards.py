@@ -26,7 +26,7 @@ from halfstep.torch.model import rope_tables
 from halfstep.torch.optim import adamw
 from halfstep.torch.optim.adamw import AdamW
 from halfstep.torch.optim.muon import Muon
-from halfstep.torch.run.switches import Switches
+from halfstep.torch.run.switches import Switches, fp32_is_fp32
 from halfstep.torch.session import Session
 from halfstep.torch.step import prepare
 from tests.refusals import refuses
@@ -407,6 +407,16 @@ def loose_matmuls():
     yield flags
     torch.set_float32_matmul_precision("highest")
     flags.allow_bf16_reduced_precision_reduction, flags.allow_fp16_reduced_precision_reduction = found
+
+
+def test_tf32_is_seen_by_whichever_way_it_was_set(monkeypatch):
+    """torch has two settings for it; reading the older one raises after the newer one was written."""
+    assert fp32_is_fp32()
+    monkeypatch.setattr(torch.backends.cuda.matmul, "fp32_precision", "tf32")
+    assert not fp32_is_fp32()
+    with pytest.raises(PolicyError, match="torch is set to round the operands of fp32 matmuls to TF32"):
+        trained("fp32", 0, torch.ones(2))
+    trained("bf16-mixed", 0, torch.ones(2))
 
 
 def test_halves_are_summed_in_fp32(loose_matmuls):

@@ -10,7 +10,7 @@ from halfstep.core.errors import FormatError, PolicyError
 from halfstep.core.formats import BF16, FP16
 from halfstep.core.policy import Policy
 from halfstep.core.precision import Precision, precisions
-from halfstep.torch import layers
+from halfstep.torch import layers, matmul
 from halfstep.torch.apply import apply, restore
 from halfstep.torch.cast import quantize, quantize_scaled
 from halfstep.torch.layers import CastedLinear, Norm, attention, casts_for, casts_of, layer_norm, linear, rms_norm
@@ -274,3 +274,26 @@ def test_a_parameter_may_be_written_to_between_its_layer_and_the_backward_pass()
         with torch.no_grad():
             parameter.clamp_(-1, 1)
         y.sum().backward()
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_matrix_that_is_widened_for_the_tensor_cores_gives_the_same(monkeypatch, compiled):
+    """Zeros that are multiplied along change no sum; of small integers all sums are exact."""
+
+    def run():
+        weight = torch.randint(-3, 4, (13, 8), generator=torch.Generator().manual_seed(0)).float().requires_grad_()
+        x = torch.arange(-12.0, 12.0).reshape(3, 8).requires_grad_()
+
+        def loss(x, weight):
+            return linear(x, weight, None, casts_for("bf16-mixed")).float().square().sum()
+
+        value = (torch.compile(loss, backend="aot_eager") if compiled else loss)(x, weight)
+        first = torch.autograd.grad(value, (x, weight), create_graph=not compiled)
+        second = () if compiled else torch.autograd.grad(first[0].sum(), (x, weight))
+        return [value, *first, *second]
+
+    plain = run()
+    monkeypatch.setattr(matmul, "lacks", lambda outputs, x: -outputs % 8)
+    padded = run()
+    assert all(map(torch.equal, plain, padded))
+    assert padded[2].shape == (13, 8)

@@ -37,14 +37,24 @@ class Switches:
 
 def fp32_is_fp32() -> bool:
     """Whether fp32 matmuls of this process multiply fp32 numbers."""
-    return torch.get_float32_matmul_precision() == "highest"
+    return not _rounds_to()
 
 
 def check_fp32(wanted: Iterable[Precision]) -> None:
     """Refuses a policy that multiplies in fp32 if torch is set to multiply in less."""
-    if not fp32_is_fp32() and any(FP32 in precision.formats and not precision.emulate for precision in wanted):
+    if (less := _rounds_to()) and any(FP32 in p.formats and not p.emulate for p in wanted):
         raise PolicyError(
-            "the policy multiplies in fp32, and with a float32_matmul_precision of "
-            f"`{torch.get_float32_matmul_precision()}` fp32 matmuls round their operands to TF32 or bf16",
-            hint='torch.set_float32_matmul_precision("highest") before prepare()',
+            f"the policy multiplies in fp32, and torch is set to round the operands of fp32 matmuls to {less}",
+            hint='torch.set_float32_matmul_precision("highest") before prepare(); TrainingArguments that compile '
+            "allow TF32",
         )
+
+
+def _rounds_to() -> str:
+    """Returns what fp32 operands are rounded to; empty if they are not.
+
+    torch has two ways to set it, and the getter of the older one raises if the newer one was used.
+    """
+    places = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)
+    set_to = [place.fp32_precision for place in places]  # type: ignore[attr-defined]
+    return " or ".join(dict.fromkeys(each.upper() for each in set_to if each not in ("ieee", "none")))
