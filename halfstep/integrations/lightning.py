@@ -17,7 +17,6 @@ entries share once, so the run's state adds little.
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, cast
-from weakref import WeakKeyDictionary
 
 import lightning.pytorch as pl
 import torch
@@ -45,7 +44,6 @@ from halfstep.torch.run.checks import num_processes
 from halfstep.torch.step import Run, StepResult, prepare
 
 STATE = "halfstep"  # the entry of a Fabric checkpoint
-_PLUGINS: "WeakKeyDictionary[nn.Module, HalfstepPrecision]" = WeakKeyDictionary()  # that prepared a module last
 _SET_UP = "model, optimizer = fabric.setup(model, optimizer)"
 _COMPILED = ("forward", "training_step", "validation_step", "test_step", "predict_step")  # by torch.compile
 _HOOKS = ("on_before_optimizer_step", "configure_gradient_clipping")
@@ -107,16 +105,22 @@ class HalfstepPrecision(PlainPrecision):
             _check_module(module)
         if self._run is not None and self._run.model is module and not fits:
             return model, optimizers, lr_schedulers  # to evaluate what was trained
-        for plugin in {self, _PLUGINS.get(module, self)}:
-            plugin._release()
+        self._release()
+        before = module.__dict__.get("halfstep_prepared")  # by another Trainer
+        if isinstance(before, HalfstepPrecision) and before.run.model is module:
+            before._release()
         with _uncompiled(module):
             run = prepare(module, optimizers if fits else None, self._policy, **self._options)
         if fits:
             _check_whole(run, trainer.callbacks, wrapped=module is not model)  # type: ignore[attr-defined]
             if trainer.gradient_clip_algorithm != GradClipAlgorithmType.VALUE:
                 run.clip_norm = float(trainer.gradient_clip_val or 0.0)  # for the summary
-        self._run, self.result, _PLUGINS[module] = run, None, self
+        self._run, self.result = run, None
+        module.__dict__["halfstep_prepared"] = self  # which unprepare removes
         return model, optimizers, lr_schedulers
+
+    def __deepcopy__(self, _: Any) -> "HalfstepPrecision":
+        return self  # a copy of a module has no run of its own
 
     def _release(self) -> None:
         """Gives a module back to whom else may train or evaluate it."""

@@ -1,7 +1,9 @@
 """Lightning's Trainer and Fabric under a policy: the bits of a loop by hand, resumed exactly, nothing bypassed."""
 
 import copy
+import gc
 import warnings
+import weakref
 
 import lightning
 import pytest
@@ -342,8 +344,20 @@ def test_another_trainer_takes_a_module_over(ended, tmp_path):
     other.test(module, loader(), verbose=False)
     now = other.precision_plugin.run.weights()
     assert all(torch.equal(value, now[name]) for name, value in before.items())
-    with pytest.raises(HalfstepError, match="no model yet"):
-        fitted.precision_plugin.summary()
+    if not ended:
+        with pytest.raises(HalfstepError, match="no model yet"):
+            fitted.precision_plugin.summary()
+
+
+def test_nothing_keeps_a_module_that_nobody_uses(tmp_path):
+    module, fitted = fit(tmp_path, "bf16-mixed", limit_train_batches=1)
+    with pytest.raises(HalfstepError, match="has a policy already"):  # and the run of the original stays
+        trainer(tmp_path, "bf16-mixed").validate(copy.deepcopy(module), loader(), verbose=False)
+    assert fitted.precision_plugin.run.model is module
+    kept = weakref.ref(module)
+    del module, fitted
+    gc.collect()
+    assert kept() is None
 
 
 @pytest.mark.parametrize("kind", ["HalfstepPrecision", "Fabric"])
