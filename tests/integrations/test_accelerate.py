@@ -380,7 +380,10 @@ def test_compiling_in_fp32_does_not_allow_tf32(monkeypatch):
         Accelerator(policy="fp32")
     assert torch.get_float32_matmul_precision() == "highest"
     # TrainingArguments that compile allow it by torch's newer setting, after which the older one cannot be read.
-    monkeypatch.setattr(torch.backends.cuda.matmul, "fp32_precision", "tf32")
-    with pytest.raises(InterruptedError):
-        Accelerator(policy="bf16-mixed")
-    assert not fp32_is_fp32()
+    try:
+        torch.backends.cuda.matmul.fp32_precision = "tf32"
+        with pytest.raises(InterruptedError):
+            Accelerator(policy="bf16-mixed")
+        assert not fp32_is_fp32()
+    finally:
+        torch.set_float32_matmul_precision("highest")

@@ -409,10 +409,17 @@ def loose_matmuls():
     flags.allow_bf16_reduced_precision_reduction, flags.allow_fp16_reduced_precision_reduction = found
 
 
-def test_tf32_is_seen_by_whichever_way_it_was_set(monkeypatch):
-    """torch has two settings for it; reading the older one raises after the newer one was written."""
+@pytest.fixture
+def newer_setting():
+    """TF32 by torch's newer setting, as transformers' TrainingArguments allow it."""
     assert fp32_is_fp32()
-    monkeypatch.setattr(torch.backends.cuda.matmul, "fp32_precision", "tf32")
+    torch.backends.cuda.matmul.fp32_precision = "tf32"
+    yield
+    torch.set_float32_matmul_precision("highest")
+
+
+def test_tf32_is_seen_by_whichever_way_it_was_set(newer_setting):
+    """torch has two settings for it; reading the older one raises after the newer one was written."""
     assert not fp32_is_fp32()
     with pytest.raises(PolicyError, match="torch is set to round the operands of fp32 matmuls to TF32"):
         trained("fp32", 0, torch.ones(2))

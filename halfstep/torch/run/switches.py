@@ -55,6 +55,6 @@ def _rounds_to() -> str:
 
     torch has two ways to set it, and the getter of the older one raises if the newer one was used.
     """
-    places = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)
-    set_to = [place.fp32_precision for place in places]  # type: ignore[attr-defined]
+    places = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)  # type: ignore[attr-defined]
+    set_to = [place.fp32_precision for place in places]
     return " or ".join(dict.fromkeys(each.upper() for each in set_to if each not in ("ieee", "none")))
