@@ -13,7 +13,8 @@ It is Accelerate at `mixed_precision="no"`: devices, processes, data, accumulati
     backward                    scales; losses are divided by gradient_accumulation_steps, gradients summed
     clip_grad_norm_             the norm is taken once, and the update clips while it steps
     optimizer_step_was_skipped  exact with a loss scale, which waits for the device; else the last known flag
-    save_state, load_state      one file halfstep.safetensors beside Accelerate's, with masters, moments and scale
+    save_state, load_state      one file halfstep.safetensors beside Accelerate's, with masters, moments and scale;
+                                a folder that Accelerate saved without a policy is taken over
 
 One model is trained per Accelerator; those that are prepared without an optimizer (a teacher) have the policy too.
 """
@@ -28,18 +29,20 @@ from typing import Any
 
 import accelerate
 import torch
+from accelerate.logging import get_logger
 from accelerate.optimizer import AcceleratedOptimizer
-from accelerate.utils import AutocastKwargs, GradScalerKwargs
+from accelerate.utils import OPTIMIZER_NAME, SCALER_NAME, AutocastKwargs, GradScalerKwargs
 from torch import Tensor, nn
 
 from halfstep.core.errors import HalfstepError
 from halfstep.core.measure import TOKENS
 from halfstep.core.policy import Policy
-from halfstep.core.scaling import NoScale
+from halfstep.core.scaling import DynamicScale, NoScale
 from halfstep.integrations import state
 from halfstep.torch.run.switches import fp32_is_fp32
 from halfstep.torch.step import Run, StepResult, prepare
 
+logger = get_logger(__name__)
 _RUN = "halfstep_run"  # where a prepared model keeps its run
 # What would decide about precision or gradients beside the policy: the argument, and the launcher's variable.
 _SHARDING = {
@@ -303,8 +306,11 @@ class Accelerator(accelerate.Accelerator):
             return super().save_state(*args, **options)
 
     def load_state(self, *args: Any, **options: Any) -> None:
-        """Restores what `save_state` wrote, bit for bit; a state of another policy is refused."""
-        with self._without_optimizers():
+        """Restores what `save_state` wrote, bit for bit; a state of another policy is refused.
+
+        From a folder that was saved without a policy, weights and the optimizers' state are taken over.
+        """
+        with self._without_optimizers(), ExitStack() as self._weights:
             super().load_state(*args, **options)
         self.result, self._skips = None, _Skips()
         self._waiting.clear()
@@ -328,8 +334,18 @@ class Accelerator(accelerate.Accelerator):
             state.save(run, Path(folder) / state.NAME)
 
     def _load(self, models: list[nn.Module], folder: str) -> None:
-        if (run := self._trained()) is not None:
-            state.load(run, Path(folder) / state.NAME)
+        if (run := self._trained()) is None:
+            return
+        files = [Path(folder) / f"{OPTIMIZER_NAME}{f'_{i}' if i else ''}.bin" for i in range(len(run.optimizers))]
+        if took_over := take_over(run, Path(folder), files, SCALER_NAME):
+            logger.warning(took_over)
+            if run.averages is not None:
+                self._weights.callback(run.averages.restart)
+        else:
+            state.load(run, Path(folder) / state.NAME, frozen_later=True)
+        if took_over or state.frozen_weights(run):
+            self._weights.enter_context(run.edit())  # while Accelerate loads them
+        else:
             own = [m for m in models if self.unwrap_model(m, keep_torch_compile=False) is run.model]
             for model in own:
                 models.remove(model)
@@ -433,6 +449,19 @@ def run_of(model: nn.Module) -> Run | None:
     """Returns the run of a model that an Accelerator of ours has prepared, if it still is."""
     held = model.__dict__.get(_RUN)
     return held.run if held is not None and "halfstep_prepared" in model.__dict__ else None
+
+
+def take_over(run: Run, folder: Path, optimizers: Sequence[Path], scaler: str) -> str:
+    """Takes over what a framework saved without a policy, and describes it; empty if that is not what it saved."""
+    if (folder / state.NAME).exists() or not all(path.exists() for path in optimizers):
+        return ""
+    dynamic = isinstance(run.policy.scale, DynamicScale) and (folder / scaler).exists()
+    states = [torch.load(path, map_location="cpu", weights_only=True) for path in optimizers]
+    taken = run.load_torch_amp(states, torch.load(folder / scaler, weights_only=True) if dynamic else None)
+    start = "" if run.averages is None else "; its averages begin here"
+    return f"`{folder}` was saved without a policy, and `{run.policy}` goes on from it: {taken}{start}".replace(
+        "\n", ", "
+    )
 
 
 def refuse_precision(given: Any, launched: str | None) -> None:

@@ -2,12 +2,15 @@
 
     CHECKPOINT/halfstep.safetensors
         tensors                 those of halfstep.torch.state; `group.<i>.<j>.<setting>`, where that is a tensor
-        metadata["halfstep"]    {"format": 1, "policy", "optimizers", "groups", "numbers"} as JSON
+        metadata["halfstep"]    {"format": 1, "policy", "optimizers", "groups", "numbers", "frozen"} as JSON
         metadata["digest"]      SHA-256 of all of it
 
-It holds everything that the next step depends on, masters and moments included, so that a framework's own files of
-weights may be in whatever format it likes. Nothing is unpickled. A state of another policy, model or optimizer is
-refused by name, as `Run.load_state_dict` does, before anything changes.
+It holds everything that the next step changes, masters and moments included, so that a framework's own files of
+weights may be in whatever format it likes. Frozen weights, such as the base of a LoRA, are not written again: the
+framework brings them back, and the sum of their bytes says whether they are the same.
+
+Nothing is unpickled. A state of another policy, model or optimizer is refused by name, as `Run.load_state_dict`
+does, before anything changes.
 """
 
 import hashlib
@@ -18,6 +21,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from halfstep.config.reading import fits_in_memory, parse_json, read_bytes
@@ -30,7 +34,7 @@ from halfstep.training.files import PARTIAL, flush, os_errors
 
 NAME = "halfstep.safetensors"
 FORMAT = 1
-_KEYS = {"format", "policy", "optimizers", "groups", "numbers"}
+_KEYS = {"format", "policy", "optimizers", "groups", "numbers", "frozen"}
 
 
 class StateError(HalfstepError):
@@ -38,11 +42,12 @@ class StateError(HalfstepError):
 
 
 def save(run: Run, path: str | Path) -> None:
-    """Writes everything the next step depends on; `path` is the file, usually CHECKPOINT/halfstep.safetensors."""
+    """Writes everything the next step changes; `path` is the file, usually CHECKPOINT/halfstep.safetensors."""
     path = Path(path)
-    state = run.state_dict()
-    tensors = dict(state["tensors"])
+    state, frozen = run.state_dict(), frozen_weights(run)
+    tensors = {name: tensor for name, tensor in state["tensors"].items() if name not in frozen}
     table = {"format": FORMAT, **{key: state[key] for key in ("policy", "optimizers", "numbers")}}
+    table["frozen"] = {name: _sum_of_bytes(weight) for name, weight in frozen.items()}
     table["groups"] = [
         [
             {key: _coded(value, f"group.{i}.{j}.{key}", tensors) for key, value in group.items()}
@@ -71,10 +76,22 @@ def save(run: Run, path: str | Path) -> None:
         raise
 
 
-def load(run: Run, path: str | Path) -> None:
-    """Restores bit for bit what `save` wrote, or refuses it entirely."""
+def load(run: Run, path: str | Path, *, frozen_later: bool = False) -> None:
+    """Restores bit for bit what `save` wrote, or refuses it entirely.
+
+    Frozen weights must be those of the saved run, unless the framework loads them later.
+    """
     path = Path(path)
     table, tensors = _read(path)
+    frozen = {name: weight for name, weight in frozen_weights(run).items() if name in table["frozen"]}
+    for name, weight in {} if frozen_later else frozen.items():
+        if _sum_of_bytes(weight) != table["frozen"][name]:
+            raise StateError(
+                f"the frozen weight `{name.removeprefix('model.')}` is not the one that `{path}` was saved beside",
+                hint="load the weights that the run began with, such as the base of its adapters, before the "
+                "model is prepared",
+            )
+    tensors |= frozen
     groups = [
         [
             {key: _decoded(value, f"group.{i}.{j}.{key}", tensors) for key, value in group.items()}
@@ -85,6 +102,16 @@ def load(run: Run, path: str | Path) -> None:
     for name in [name for name in tensors if name.startswith("group.")]:
         del tensors[name]
     run.load_state_dict({**table, "groups": _on_devices(run, groups), "tensors": tensors})
+
+
+def frozen_weights(run: Run) -> dict[str, Tensor]:
+    """Returns the weights that training leaves alone, by their names in a state."""
+    named = run.model.named_parameters()
+    return {f"model.{name}": p for name, p in named if not p.requires_grad and run.masters.is_whole(p)}
+
+
+def _sum_of_bytes(tensor: Tensor) -> int:
+    return int(tensor.detach().contiguous().reshape(-1).view(torch.uint8).sum(dtype=torch.int64))
 
 
 def _read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:

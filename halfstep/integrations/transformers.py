@@ -28,7 +28,8 @@ import torch
 import transformers
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
-from transformers.trainer import SCHEDULER_NAME
+from transformers.trainer import OPTIMIZER_NAME, SCALER_NAME, SCHEDULER_NAME
+from transformers.utils import logging
 
 from halfstep.core.errors import HalfstepError
 from halfstep.core.measure import TOKENS
@@ -40,9 +41,11 @@ from halfstep.integrations.accelerate import (
     refuse_precision,
     refuse_sharding,
     run_of,
+    take_over,
 )
 from halfstep.torch.step import Run
 
+logger = logging.get_logger("transformers.trainer")
 # Settings of TrainingArguments that would cast beside the policy, and what says it instead.
 _CASTS = {
     "bf16": "policy='bf16-mixed'",
@@ -175,9 +178,25 @@ class PolicyMixin:
             torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / SCHEDULER_NAME)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        if checkpoint is not None:
-            state.load(self.run, Path(checkpoint) / state.NAME)
-            self.lr_scheduler.load_state_dict(torch.load(Path(checkpoint) / SCHEDULER_NAME, weights_only=True))
+        if checkpoint is None:
+            return
+        folder = Path(checkpoint)
+        if took_over := take_over(self.run, folder, [folder / OPTIMIZER_NAME], SCALER_NAME):
+            logger.warning(took_over)
+        else:
+            state.load(self.run, folder / state.NAME)
+        self.lr_scheduler.load_state_dict(torch.load(folder / SCHEDULER_NAME, weights_only=True))
+
+    def _load_scaler(self, checkpoint: str | None) -> None:
+        """Does nothing: the run's state has the scale, or took over that of a stock checkpoint."""
+
+    def _load_from_checkpoint(self, *given: Any, **options: Any) -> None:
+        with self._whole_masters():
+            super()._load_from_checkpoint(*given, **options)  # type: ignore[misc]
+
+    def _load_best_model(self) -> None:
+        with self._whole_masters():
+            super()._load_best_model()  # type: ignore[misc]
 
     def _whole_masters(self) -> ExitStack:
         """Inside, the model's parameters are its fp32 masters, in whatever form the policy holds them."""

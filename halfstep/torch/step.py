@@ -34,6 +34,7 @@ from halfstep.torch.optim.drivers import GradNorm
 from halfstep.torch.run import nonfinite
 from halfstep.torch.run.accumulation import checked_pair, checked_weight, divisor, times
 from halfstep.torch.run.checks import (
+    check_exchange,
     check_given,
     check_replicas,
     check_settings,
@@ -175,6 +176,8 @@ class Run(RunParts):
         self.shown.hide()
         scale = self.scale_state.scale
         self.accumulation.add(loss, weight, scale, self.parameters, last=last, normalized=normalized)
+        if not last and self.accumulation.summed:
+            check_exchange()
         self.shown.show(self.parameters, last=last)
 
     def unscale(self) -> None:

@@ -1,19 +1,27 @@
 """The scripts of docs/integrations.md: each is the framework's own script but for the lines of its diff."""
 
+import os
 import re
+import signal
+from concurrent.futures.process import BrokenProcessPool
+from functools import cache
 from pathlib import Path
 
 import pytest
-import torch
 from accelerate.state import AcceleratorState
+from safetensors import safe_open
 
+from halfstep.integrations import state
+from halfstep.integrations.accelerate import Accelerator
 from tests.accelerate_state import fresh_accelerate, reset  # noqa: F401
+from tests.processes import run_alone
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "integrations.md").read_text(encoding="utf-8")
 DIFFS = dict(re.findall(r"```diff\n# (\S+)\n(.*?)```", PAGE, flags=re.S))
 # The formats' relative precision: a few products, whose operands were rounded.
 BOUNDS = {"fp32": 2.0**-18, "bf16-mixed": 2.0**-6, "fp16-mixed": 2.0**-9}
+SMALL = {"examples": 64, "num_epochs": 2}
 NLP, CLASSIFY, CAUSAL = (
     f"examples/{n}.py" for n in ("accelerate_nlp", "trainer_text_classification", "trainer_causal_lm")
 )
@@ -43,15 +51,68 @@ def run(text, path, *arguments, policy=None, **changes):
     reset()
     if policy is not None:
         assert text.count('policy="bf16-mixed"') == 1
-        text = text.replace('policy="bf16-mixed"', f'policy="{policy}"')
+        text = text.replace('policy="bf16-mixed"', f'policy="{policy}", ema=0.9')
     names = {"__name__": "example", "__file__": str(ROOT / path)}
     exec(compile(text, path, "exec"), names)
     return names["main"]([str(argument) for argument in arguments], **changes)
 
 
-def trainer_arguments(folder, *more):
-    common = "--report_to none --use_cpu --disable_tqdm True --logging_steps 1 --learning_rate 3e-3"
-    return ["--output_dir", folder, *common.split(), "--per_device_train_batch_size", 8, *more]
+def ported_losses(path, arguments, policy, changes, calls=None):
+    """Runs a ported script and returns its losses; after so many backward passes it is killed by SIGKILL."""
+    kept, count = Accelerator.backward, iter(range(calls or 1000))
+
+    def backward(self, loss):
+        if next(count, None) is None:
+            os.kill(os.getpid(), signal.SIGKILL)
+        kept(self, loss)
+
+    Accelerator.backward = backward
+    returned = run(ported(path), path, *arguments, policy=policy, **changes)
+    return returned[0] if path == NLP else losses(returned)
+
+
+def learns_and_resumes(path, policy, folder, arguments, checkpoints, calls, expected, **changes):
+    """Trains in one process; and in two, of which the first is killed in the middle of an update."""
+    saved, last = checkpoints
+    arguments = [*map(str, arguments), "--output_dir", str(folder / "whole")]
+    whole = run_alone(ported_losses, path, arguments, policy, changes)
+    assert whole[0] == pytest.approx(expected[0], rel=BOUNDS[policy])
+    assert whole == pytest.approx(expected, rel=4 * BOUNDS[policy])
+    arguments[-1] = str(folder / "killed")
+    with pytest.raises(BrokenProcessPool):
+        run_alone(ported_losses, path, arguments, policy, changes, calls)
+    arguments += ["--resume_from_checkpoint", str(folder / "killed" / saved)]
+    resumed = run_alone(ported_losses, path, arguments, policy, changes)
+    assert resumed[-len(whole) // 2 :] == whole[-len(whole) // 2 :]
+    assert digest(folder / "whole" / last) == digest(folder / "killed" / last)
+
+
+def trainer_arguments(*more):
+    common = "--report_to none --use_cpu --disable_tqdm True --logging_steps 1 --learning_rate 3e-3 --max_steps 6"
+    common += (
+        " --gradient_accumulation_steps 2 --per_device_train_batch_size 8 --eval_strategy steps --eval_steps 2"
+    )
+    return [*common.split(), *more]
+
+
+def digest(checkpoint):
+    """The digest of everything the next step depends on: masters, moments, averages, scale, random state."""
+    with safe_open(checkpoint / state.NAME, "pt") as file:
+        return file.metadata()["digest"]
+
+
+@pytest.fixture(scope="module")
+def losses_in_fp32(tmp_path_factory):
+    """The losses of a stock script in fp32."""
+
+    @cache
+    def of(path):
+        if path == NLP:
+            text = stock(path).replace('mixed_precision="bf16"', 'mixed_precision="no"')
+            return run(text, path, "--cpu", **SMALL)[0]
+        return losses(run(stock(path), path, *trainer_arguments("--output_dir", tmp_path_factory.mktemp("stock"))))
+
+    return of
 
 
 def losses(trainer):
@@ -68,51 +129,26 @@ def test_the_page_counts_the_changed_lines_of_a_script(path):
 
 
 @pytest.mark.prove
-def test_the_loop_of_accelerate_is_killed_and_resumed_bit_for_bit(tmp_path, capsys):
-    small = {"examples": 64, "num_epochs": 2}
-    whole, _ = run(ported(NLP), NLP, "--cpu", policy="fp16-mixed", **small)
-    saved, _ = run(ported(NLP), NLP, "--cpu", "--output_dir", tmp_path, policy="fp16-mixed", **small)
-    torch.manual_seed(9)
-    resumed, _ = run(
-        ported(NLP), NLP, "--cpu", "--resume_from_checkpoint", tmp_path / "epoch_0", policy="fp16-mixed", **small
-    )
-    assert saved == whole
-    assert resumed == whole[len(whole) // 2 :]
-    assert "epoch 1" in capsys.readouterr().out
-
-
-@pytest.mark.prove
 @pytest.mark.parametrize("policy", BOUNDS)
-def test_the_loop_of_accelerate_learns_as_in_fp32(policy):
-    text = stock(NLP).replace('mixed_precision="bf16"', 'mixed_precision="no"')
-    expected, _ = run(text, NLP, "--cpu", examples=64, num_epochs=1)
-    given, _ = run(ported(NLP), NLP, "--cpu", policy=policy, examples=64, num_epochs=1)
-    assert given == pytest.approx(expected, rel=BOUNDS[policy])
+def test_the_loop_of_accelerate_learns_as_in_fp32_and_is_killed_and_resumed_bit_for_bit(
+    policy, tmp_path, losses_in_fp32
+):
+    checkpoints, expected = ("epoch_0", "epoch_1"), losses_in_fp32(NLP)
+    learns_and_resumes(NLP, policy, tmp_path, ["--cpu"], checkpoints, 5, expected, **SMALL)
 
 
 @pytest.mark.prove
 @pytest.mark.parametrize("policy", BOUNDS)
 @pytest.mark.parametrize("path", [CLASSIFY, CAUSAL])
-def test_trainer_learns_as_in_fp32_and_resumes_bit_for_bit(path, policy, tmp_path):
-    given = trainer_arguments(tmp_path / "stock", "--max_steps", 8, "--gradient_accumulation_steps", 2)
-    expected = run(stock(path), path, *given)
-    given[1] = tmp_path / "ours"
-    ours = run(ported(path), path, *given, "--save_steps", 5, policy=policy)
-    assert losses(ours)[0] == pytest.approx(losses(expected)[0], rel=BOUNDS[policy])
-    assert losses(ours) == pytest.approx(losses(expected), rel=4 * BOUNDS[policy])
-    torch.manual_seed(9)
-    resumed = run(
-        ported(path), path, *given, "--resume_from_checkpoint", tmp_path / "ours" / "checkpoint-5", policy=policy
-    )
-    assert losses(resumed)[-3:] == losses(ours)[-3:]
-    weights, others = ours.run.weights(), resumed.run.weights()
-    assert all(torch.equal(weights[name], others[name]) for name in weights)
+def test_trainer_learns_as_in_fp32_and_is_killed_and_resumed_bit_for_bit(path, policy, tmp_path, losses_in_fp32):
+    given, checkpoints = trainer_arguments("--save_steps", 3), ("checkpoint-3", "checkpoint-6")
+    learns_and_resumes(path, policy, tmp_path, given, checkpoints, 7, losses_in_fp32(path))
 
 
 @pytest.mark.prove
 @pytest.mark.parametrize("path", [CLASSIFY, CAUSAL])
 def test_stock_scripts_run_with_the_setting_that_the_diff_drops(path, tmp_path):
-    trainer = run(stock(path), path, *trainer_arguments(tmp_path, "--max_steps", 1, "--bf16"))
+    trainer = run(stock(path), path, *trainer_arguments("--max_steps", 1, "--bf16", "--output_dir", tmp_path))
     assert trainer.accelerator.mixed_precision == "bf16"
     assert "halfstep" not in type(trainer).__module__
 

@@ -159,6 +159,59 @@ def test_a_run_is_saved_and_resumed_bit_for_bit_by_accelerate_itself(policy, tmp
     assert again[3].get_last_lr() == rate
 
 
+@pytest.mark.parametrize("policy", [SPLIT, "fp16-mixed"])
+def test_frozen_weights_come_back_from_accelerates_own_file(policy, tmp_path):
+    def prepared(seed):
+        reset()
+        accelerator, model = Accelerator(policy=policy, cpu=True), Net()
+        torch.manual_seed(seed)
+        nn.init.normal_(model.embed.weight.requires_grad_(False))
+        trained = [p for p in model.parameters() if p.requires_grad]
+        return accelerator, *accelerator.prepare(model, torch.optim.AdamW(trained, lr=0.01))
+
+    def step(accelerator, model, optimizer):
+        accelerator.backward(loss_of(model, TOKENS[:8]))
+        optimizer.step()
+        return float(accelerator.result.loss)
+
+    parts = prepared(1)
+    step(*parts)
+    parts[0].save_state(str(tmp_path))
+    losses = [step(*parts), step(*parts)]
+    again = prepared(2)
+    again[0].load_state(str(tmp_path))
+    assert [step(*again), step(*again)] == losses
+    assert same(weights(again[0].run), weights(parts[0].run))
+
+
+@pytest.mark.parametrize("policy", [SPLIT, "bf16-mixed"])
+def test_a_folder_that_accelerate_saved_without_a_policy_is_taken_over(policy, tmp_path, caplog):
+    accelerator, model = accelerate.Accelerator(cpu=True), Net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    scheduler = torch.optim.lr_scheduler.LinearLR(optimizer)
+    model, optimizer, loader, scheduler = accelerator.prepare(
+        model, optimizer, DataLoader(TOKENS, batch_size=8), scheduler
+    )
+    train(accelerator, model, optimizer, loader, scheduler)
+    accelerator.save_state(str(tmp_path))
+    reset()
+    torch.manual_seed(3)
+    ours, again, *parts = make(policy, ema=0.9)
+    nn.init.normal_(again.norm.weight)
+    ours.load_state(str(tmp_path))
+    assert "was saved without a policy" in caplog.text
+    assert "5 parameters after 6 updates" in caplog.text
+    wanted = dict(model.named_parameters())
+    assert same(weights(ours.run), wanted)
+    assert same(ours.run.ema, wanted)
+    for name, p in again.named_parameters():
+        held, moments = optimizer.state[wanted[name]], parts[0].state[p]
+        assert all(torch.equal(held[key], moments[key]) for key in ("step", "exp_avg", "exp_avg_sq"))
+    assert parts[-1].get_last_lr() == scheduler.get_last_lr()
+    train(ours, again, *parts)
+    assert int(ours.run.num_applied) == 12
+
+
 def test_weights_beside_our_file_are_the_fp32_masters(tmp_path):
     from safetensors.torch import load_file
 

@@ -45,6 +45,34 @@ def train(run, seeds):
     return [float(run.step(loss, [seed]).loss) for seed in seeds]
 
 
+def half_frozen(policy, base=3):
+    """A run with a large frozen weight, which the framework brings back: here the model's own seed."""
+    model = Net()
+    model.base = nn.Linear(400, 400)
+    with torch.no_grad():
+        model.base.weight.fill_(base)
+    model.base.requires_grad_(False)
+    return prepare(model, AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01), policy)
+
+
+@pytest.mark.parametrize("policy", ["bf16-mixed,param=fp32:split", "fp16-mixed"])
+def test_frozen_weights_are_not_written_and_must_be_the_same(policy, tmp_path):
+    run, path = half_frozen(policy), tmp_path / state.NAME
+    train(run, [1, 2])
+    state.save(run, path)
+    assert path.stat().st_size < 30_000 < run.model.base.weight.nbytes
+    losses = train(run, [3, 4])
+    again = half_frozen(policy)
+    state.load(again, path)
+    assert train(again, [3, 4]) == losses
+    assert same(again.state_dict(), run.state_dict())
+    other = half_frozen(policy, base=4)
+    kept = copy.deepcopy(other.state_dict())
+    with refuses(HalfstepError, "frozen weight `base.weight`", "load the weights that the run began with"):
+        state.load(other, path)
+    assert same(other.state_dict(), kept)
+
+
 def same(a, b):
     bits = all(torch.equal(a["tensors"][name], b["tensors"][name]) for name in a["tensors"])
     return bits and a["tensors"].keys() == b["tensors"].keys() and repr(a["groups"]) == repr(b["groups"])

@@ -1,6 +1,7 @@
 """transformers.Trainer under a policy: the updates of a run, its checkpoints, evaluation, skips and refusals."""
 
 import copy
+import logging
 import math
 
 import pytest
@@ -159,9 +160,7 @@ def test_best_weights_are_loaded_at_the_end(tmp_path):
     )
     trainer.train()
     best = LlamaForCausalLM.from_pretrained(trainer.state.best_model_checkpoint)
-    given = trainer.run.weights()
-    for name, value in best.named_parameters():
-        assert torch.allclose(given[name], value, rtol=2**-8)
+    assert same(trainer.run.weights(), dict(best.named_parameters()))
 
 
 def test_a_subclass_of_trainer_takes_the_mixin(tmp_path):
@@ -213,6 +212,39 @@ def test_a_checkpoint_without_our_state_or_of_another_policy_is_refused(tmp_path
     reset()
     with refuses(HalfstepError, "there is no", "without a policy"):
         make(tmp_path, max_steps=6).train(resume_from_checkpoint=True)
+
+
+@pytest.mark.parametrize("policy", ["fp32", "bf16-mixed", "fp16-mixed", SPLIT])
+def test_a_job_of_stock_trainer_goes_on_under_a_policy(policy, tmp_path, caplog):
+    stock = make(tmp_path, kind=transformers.Trainer, save_strategy="steps", save_steps=2)
+    stock.train()
+    if policy == "fp16-mixed":  # as a job with fp16=True saves it
+        scaler = {"scale": 1024.0, "growth_factor": 2.0, "backoff_factor": 0.5, "_growth_tracker": 7}
+        torch.save(scaler, tmp_path / "checkpoint-2" / "scaler.pt")
+    began = []
+
+    class Look(TrainerCallback):
+        def on_train_begin(self, args, state, control, **_):
+            began.append({k: v.clone() for k, v in ours.run.state_dict()["tensors"].items()})
+
+    reset()
+    ours = make(tmp_path, policy, ema=0.9, callbacks=[Look()])
+    logging.getLogger("transformers").addHandler(caplog.handler)
+    ours.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert "was saved without a policy" in caplog.text
+    bits = {"fp32": 20, "fp16-mixed": 11}.get(policy, 8)
+    assert losses(ours) == pytest.approx(losses(stock), rel=4 * 2.0**-bits)
+    saved = torch.load(tmp_path / "checkpoint-2" / "optimizer.pt")
+    moments = [entry["exp_avg"] for entry in saved["state"].values()]
+    held = [value for name, value in began[0].items() if name.endswith(".exp_avg")]
+    assert len(held) == len(moments)
+    assert {m.numpy().tobytes() for m in held} == {m.numpy().tobytes() for m in moments}
+    assert int(began[0]["applied"]) == 2
+    if policy == "fp16-mixed":
+        assert float(began[0]["scale.scale"]) == 1024.0
+        assert int(began[0]["scale.good_steps"]) == 7
+    masters = LlamaForCausalLM.from_pretrained(tmp_path / "checkpoint-2").named_parameters()
+    assert all(torch.equal(began[0][f"average.{name}"], value) for name, value in masters)
 
 
 def test_the_summary_names_what_waits(tmp_path):

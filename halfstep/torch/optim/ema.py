@@ -18,7 +18,11 @@ class Averages:
         check_decay(decay)
         self.masters, self.decay = masters, decay
         self.parameters = [p for p in parameters if p.dtype in BY_DTYPE]
-        self.values = [w.detach().clone() for w in masters.wide(self.parameters)]
+        self.restart()
+
+    def restart(self) -> None:
+        """Begins from the masters as they are now."""
+        self.values = [w.detach().clone() for w in self.masters.wide(self.parameters)]
 
     def named(self) -> dict[str, Tensor]:
         """Returns the averages by the names of their parameters."""

@@ -119,6 +119,16 @@ def num_processes() -> int:
     return torch.distributed.get_world_size() if distributed else 1
 
 
+def check_exchange() -> None:
+    """Refuses sums over micro-batches that DDP does not see, if there are several processes."""
+    if _num_processes() > 1:
+        raise PolicyError(
+            "gradients of parameters that are narrower than the accumulate format are summed beside them, and DDP "
+            "exchanges those of the last micro-batch alone",
+            hint="hold masters whole, with `param=fp32`; or train without accumulation",
+        )
+
+
 def check_replicas(*, split: bool) -> None:
     """Refuses split masters if there are several processes: their gradients would not be summed."""
     if split and num_processes() > 1:
