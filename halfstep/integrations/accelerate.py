@@ -459,9 +459,8 @@ def take_over(run: Run, folder: Path, optimizers: Sequence[Path], scaler: str) -
     states = [torch.load(path, map_location="cpu", weights_only=True) for path in optimizers]
     taken = run.load_torch_amp(states, torch.load(folder / scaler, weights_only=True) if dynamic else None)
     start = "" if run.averages is None else "; its averages begin here"
-    return f"`{folder}` was saved without a policy, and `{run.policy}` goes on from it: {taken}{start}".replace(
-        "\n", ", "
-    )
+    taken = taken.replace("\n", ", ")
+    return f"`{folder}` was saved without a policy, and `{run.policy}` continues it: {taken}{start}"
 
 
 def refuse_precision(given: Any, launched: str | None) -> None:

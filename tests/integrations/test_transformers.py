@@ -182,7 +182,7 @@ def test_a_subclass_of_trainer_takes_the_mixin(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "said", "hint"),
     [
-        ({"bf16": True}, "bf16=True.* beside policy=", "drop bf16"),
+        ({"bf16": True}, "bf16=True.* beside policy=", "bf16=False"),
         ({"bf16_full_eval": True}, "bf16_full_eval=True", "eval=bf16"),
         ({"fsdp": "full_shard"}, "FSDP", "drop policy="),
     ],
@@ -215,7 +215,7 @@ def test_a_checkpoint_without_our_state_or_of_another_policy_is_refused(tmp_path
 
 
 @pytest.mark.parametrize("policy", ["fp32", "bf16-mixed", "fp16-mixed", SPLIT])
-def test_a_job_of_stock_trainer_goes_on_under_a_policy(policy, tmp_path, caplog):
+def test_a_job_of_stock_trainer_continues_under_a_policy(policy, tmp_path, caplog):
     stock = make(tmp_path, kind=transformers.Trainer, save_strategy="steps", save_steps=2)
     stock.train()
     if policy == "fp16-mixed":  # as a job with fp16=True saves it

@@ -134,11 +134,6 @@ def refuse_wrapped(model: nn.Module) -> None:
                 f"the forward of {which.rstrip(',')} is decorated by torch.autocast, which would cast as well",
                 hint="take the decorator off: the modules cast by themselves",
             )
-        if module is model and is_replaced(module):
-            raise HalfstepError(
-                f"the forward of {which.rstrip(',')} was replaced on this one object",
-                hint="write it into a class, `class Mine(Model): def forward(...)`, and prepare one of those",
-            )
 
 
 def refuse_wrapped_optimizer(optimizer: Any) -> None:

@@ -21,7 +21,7 @@ from halfstep.torch.convert.attention import MultiheadAttention
 from halfstep.torch.convert.causal import CausalRoot
 from halfstep.torch.convert.modules import ISLANDS, KINDS, Code, Experts, Island, Leaf, Recipe, Root, Setting
 from halfstep.torch.convert.norms import BatchNorm, InstanceNorm, Normalization
-from halfstep.torch.convert.subclass import mixed
+from halfstep.torch.convert.subclass import mixed, with_forward
 from halfstep.torch.functions.custom import reach_custom_functions
 from halfstep.torch.functions.losses import default_loss, reach_losses
 from halfstep.torch.functions.mode import PolicyMode, mode_of
@@ -129,7 +129,9 @@ def convert(
         module.__dict__.update(fast)
         if (loss := default_loss(module)) is not None:
             module.__dict__["_loss_function"] = loss
-        module.__dict__.pop("forward", None)  # a bound method of its class, which Accelerate leaves there
+        if module is model and known_packages.is_replaced(module):
+            module.__class__ = with_forward(module)
+        module.__dict__.pop("forward", None)  # of its class now; or a method of it, which Accelerate leaves there
         ours = plan.kind is type(module)
         for front in [] if ours else [plan.kind, root if module is model else None]:
             if front is not None:
@@ -252,7 +254,9 @@ def _plan(name: str, module: nn.Module, model: nn.Module) -> Plan:
     ours = getattr(type(module), "halfstep_island", False)  # of islands.py: the class in front does the same
     own_forward = base is not None and forward is not base.forward and not ours
     if known_packages.is_replaced(module):
-        return Plan(name, module, None, why="left alone: its forward was replaced on this one module")
+        # That of the model itself runs in the policy's mode (`with_forward`).
+        why = "" if module is model else "left alone: its forward was replaced on this one module"
+        return Plan(name, module, None, why=why)
     named = modules.NAMED.get(f"{type(module).__module__}.{type(module).__qualname__}")
     if named is not None:
         return Plan(name, module, named)

@@ -72,6 +72,15 @@ def mixed(kind: Any, original: Any) -> type:
     return subclass
 
 
+def with_forward(module: Any) -> type:
+    """Returns the class of a module whose forward was replaced on this one object, with that forward in it."""
+    own, original = module.__dict__["forward"], type(module)
+    # A method is bound to each copy again; any other callable, as in torch, is the same for all copies.
+    forward = own.__func__ if getattr(own, "__self__", None) is module else staticmethod(own)
+    names = {key: getattr(original, key) for key in ("__module__", "__qualname__", "__doc__")}
+    return type(original.__name__, (original,), {**names, "forward": forward})
+
+
 def _dtype_of_master(theirs: property) -> property:
     def dtype(self: Any) -> Any:
         first = next((p for p in self.parameters() if p.is_floating_point()), None)

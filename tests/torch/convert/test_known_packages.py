@@ -1,6 +1,8 @@
 """What other packages did to a model or an optimizer: refused with the remedy, or shown for what it is."""
 
 import copy
+import types
+from functools import partial
 
 import pytest
 import torch
@@ -71,7 +73,7 @@ def decorated(enabled=True):
     return Decorated(nn.Linear(8, 8))
 
 
-def test_a_forward_that_autocast_decorates_or_that_was_replaced_is_refused():
+def test_a_forward_that_autocast_decorates_is_refused():
     error = refused(decorated())
     assert "decorated by torch.autocast" in error.message
     assert "take the decorator off" in error.hint
@@ -82,11 +84,28 @@ def test_a_forward_that_autocast_decorates_or_that_was_replaced_is_refused():
     given = decorated(enabled=False)
     run = prepare(given, adamw(given), "bf16-mixed")
     run.step(lambda x: given(x).square().mean(), [torch.ones(2, 8)])
-    given = model()
-    given.forward = lambda x: x
-    error = refused(given)
-    assert "was replaced on this one object" in error.message
-    assert "class Mine" in error.hint
+
+
+@pytest.mark.parametrize("bound", [True, False])
+def test_a_forward_that_was_replaced_on_the_model_runs_under_the_policy(bound):
+    """As TRL's trainers do, which compute the loss of a causal LM from the weight of its head."""
+    given = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4))
+    before, first = given.forward, given[0]
+
+    def fused(self, x):
+        return before(x), F.linear(first(x), self[1].weight)
+
+    given.forward = types.MethodType(fused, given) if bound else partial(fused, given)
+    replaced = given.forward
+    run = prepare(given, adamw(given), "bf16-mixed")
+    reached = run.reach(lambda x: given(x)[1].square().mean(), torch.ones(2, 8))
+    assert "linear" in str(reached)  # its own product is in bf16 too
+    run.step(lambda x: given(x)[1].float().square().mean(), [torch.ones(2, 8)])
+    assert int(run.num_applied) == 1
+    assert copy.deepcopy(given)(torch.ones(2, 8))[0].shape == (2, 4)
+    assert run.unprepare() is given
+    assert given.forward == replaced
+    assert type(given) is nn.Sequential
 
 
 @pytest.fixture
