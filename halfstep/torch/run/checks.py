@@ -121,7 +121,7 @@ def num_processes() -> int:
 
 def check_exchange() -> None:
     """Refuses sums over micro-batches that DDP does not see, if there are several processes."""
-    if _num_processes() > 1:
+    if num_processes() > 1:
         raise PolicyError(
             "gradients of parameters that are narrower than the accumulate format are summed beside them, and DDP "
             "exchanges those of the last micro-batch alone",
