@@ -178,6 +178,11 @@ def _on_devices(run: Run, groups: list[list[dict[str, Any]]]) -> list[list[dict[
 
 
 def _stored(name: str, tensor: Tensor) -> Stored:
+    if hasattr(type(tensor), "__tensor_flatten__"):
+        raise StateError(
+            f"`{name}` is of the class {type(tensor).__name__}, whose form a saved state cannot hold",
+            hint="choose an optimizer whose state is plain tensors; `moments=bf16` in the policy halves AdamW's",
+        )
     if tensor.dtype not in DTYPE_NAMES:
         raise StateError(
             f"`{name}` is held in {tensor.dtype}, which a saved state cannot hold",

@@ -118,8 +118,8 @@ class PolicyMixin:
             if getattr(self.args, name, False):
                 raise HalfstepError(
                     f"TrainingArguments({name}=True) beside policy=: both would cast",
-                    hint=f"{name}=False, which is not the default of all configurations (TRL's): {instead} says "
-                    "it; or drop policy= to leave precision to Trainer",
+                    hint=f"set {name}=False (TRL's configurations have bf16=True by default): {instead} says it; "
+                    "or drop policy= to leave precision to Trainer",
                 )
         for name, what in _SHARDING.items():
             if getattr(self.args, name, None):

@@ -163,3 +163,17 @@ def test_what_a_file_cannot_hold_is_refused_by_name(tmp_path):
     with refuses(state.StateError, r"`model.phase` is held in torch.complex64", "persistent=False"):
         state.save(prepare(model, MAKE["ours"](model), "bf16-mixed"), tmp_path / state.NAME)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_state_in_a_form_of_its_own_is_refused_by_name(tmp_path):
+    class Packed(torch.Tensor):  # as the 8-bit moments of torchao
+        def __tensor_flatten__(self):
+            return [], None
+
+    run = prepared(name="NAdam")
+    train(run, [1])
+    moments = run.optimizers[0].state[run.model.embed.weight]
+    moments["exp_avg"] = moments["exp_avg"].as_subclass(Packed)
+    with refuses(state.StateError, "`optimizer.0.embed.weight.exp_avg` is of the class Packed", "moments=bf16"):
+        state.save(run, tmp_path / state.NAME)
+    assert not list(tmp_path.iterdir())
