@@ -1,8 +1,11 @@
 """Settings of the whole suite, made before numpy or any framework is imported."""
 
 import contextlib
+import gc
 import math
 import os
+import shutil
+import tempfile
 from importlib.metadata import PackageNotFoundError, version
 
 import pytest
@@ -16,9 +19,14 @@ for _name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NPR
 # loops are written and what LLVM does, not what is computed.
 _FLAGS = ["xla_backend_optimization_level=0", "xla_llvm_disable_expensive_passes=true"]
 with contextlib.suppress(PackageNotFoundError):
-    if version("jax").startswith("0.10."):  # later versions reject the flag
-        _FLAGS.append("xla_cpu_use_fusion_emitters=false")
+    if version("jax").startswith("0.10."):  # later versions reject the first
+        _FLAGS += ["xla_cpu_use_fusion_emitters=false", "xla_cpu_parallel_codegen_split_count=1"]
 os.environ.setdefault("XLA_FLAGS", " ".join(f"--{flag}" for flag in _FLAGS))
+
+# Many tests compile the same programs. What took a while is kept for all workers, in the first's folder.
+_COMPILED = "" if "JAX_COMPILATION_CACHE_DIR" in os.environ else tempfile.mkdtemp(prefix="halfstep-jax-")
+os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", _COMPILED)
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.3")
 
 # A GPU machine without hypothesis still runs the tests that do not use it.
 with contextlib.suppress(ModuleNotFoundError):
@@ -27,6 +35,18 @@ with contextlib.suppress(ModuleNotFoundError):
     # A slow or busy machine is not a failure; what must be fast is timed by its own test.
     settings.register_profile("halfstep", deadline=None)
     settings.load_profile("halfstep")
+
+
+def pytest_collection_finish():
+    """What was imported stays: the garbage collector need not look at it again and again."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_unconfigure():
+    gc.unfreeze()  # libraries complain of what is left at the end
+    if _COMPILED:
+        shutil.rmtree(_COMPILED, ignore_errors=True)
 
 
 @pytest.fixture(autouse=True, scope="session")
