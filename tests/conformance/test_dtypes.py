@@ -125,20 +125,22 @@ ASKED = {
     "jax": "import jax\njax.devices = jax.local_devices = refuse\n",
     "mlx": "import mlx.core as mx\nmx.metal.is_available = mx.cuda.is_available = mx.device_info = refuse\n",
 }
+CAST = {
+    "torch": "cast.quantize(torch.ones(3), BF16, overflow='inf')\n"
+    "assert not {'torch._dynamo', 'torch._inductor', 'triton'} & set(sys.modules)\n",
+    "jax": "",
+    "mlx": "mx.set_default_device(mx.cpu)\ncast.quantize(mx.ones(3), BF16, overflow='inf')\n",
+}
 
 
-def test_asking_about_the_cpu_starts_no_gpu(backend):
+def test_asking_about_the_cpu_starts_no_gpu_and_loads_no_compiler(backend):
     code = (
+        "import sys\n"
         "def refuse(*a, **k): raise RuntimeError('a device was asked for')\n"
         f"{ASKED[backend.name]}"
-        f"from halfstep.{backend.name} import dtypes\n"
+        f"from halfstep.{backend.name} import cast, dtypes\n"
         "from halfstep.core.formats import BF16\n"
         "dtypes.describe('cpu'); dtypes.supported(BF16, 'cpu')\n"
+        f"{CAST[backend.name]}"
     )
-    if backend.name == "mlx":
-        code += (
-            "from halfstep.mlx import cast\n"
-            "mx.set_default_device(mx.cpu)\n"
-            "cast.quantize(mx.ones(3), BF16, overflow='inf')\n"
-        )
     subprocess.run([sys.executable, "-c", code], check=True)
