@@ -24,7 +24,10 @@ def prepared(name, policy="bf16-mixed", kind=torch.optim.AdamW, attention="sdpa"
     return prepare(model, kind(model.parameters(), lr=1e-3), policy), lambda _: loss(model)
 
 
-@pytest.mark.parametrize("policy", [SPLIT, "fp16-mixed", "fp8-mixed,emulate=true"])
+@pytest.mark.parametrize(
+    "policy",
+    [SPLIT, *(pytest.param(p, marks=pytest.mark.prove) for p in ("fp16-mixed", "fp8-mixed,emulate=true"))],
+)
 @pytest.mark.parametrize("name", ["gpt2", "llama", "qwen3", "mixtral"])
 def test_generation_is_the_same_with_every_cache_and_scores_are_fp32(name, policy):
     run, _ = prepared(name, policy)
@@ -49,7 +52,9 @@ def test_an_encoder_and_decoder_generates(name):
         assert run.model.eval().generate(given, max_new_tokens=3, do_sample=False).shape[0] == 2
 
 
-@pytest.mark.parametrize("policy", ["bf16-mixed", SPLIT, "bf16-true"])
+@pytest.mark.parametrize(
+    "policy", [SPLIT, *(pytest.param(p, marks=pytest.mark.prove) for p in ("bf16-mixed", "bf16-true"))]
+)
 @pytest.mark.parametrize("name", zoo.FAMILIES)
 def test_what_save_pretrained_writes_is_loaded_again_exactly_as_it_is_by_default(name, policy, tmp_path):
     """Hazard: a configuration that says bf16 although masters are fp32, which loading would then round."""

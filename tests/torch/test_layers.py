@@ -110,7 +110,11 @@ def test_rotation_keeps_the_norm_and_turns_by_relative_position():
     torch.testing.assert_close(dots, dots[:1].expand_as(dots), rtol=0, atol=2.0**-18 * float(x.square().sum()))
 
 
-@pytest.mark.parametrize("precision", [NATIVE, EMULATED, FULL], ids=["native", "emulated", "fp32"])
+@pytest.mark.parametrize(
+    "precision",
+    [NATIVE, *(pytest.param(other, marks=pytest.mark.prove) for other in (EMULATED, FULL))],
+    ids=["native", "emulated", "fp32"],
+)
 def test_layers_compile_whole(precision):
     class Both(torch.nn.Module):
         def __init__(self):

@@ -32,7 +32,7 @@ def test_an_order_needs_no_table_and_separates_neighbors():
     assert abs(np.corrcoef(found[:-1], found[1:])[0, 1]) < 5 / 100_000**0.5
 
 
-@pytest.mark.parametrize("size", [2, 5, 8, 13])
+@pytest.mark.parametrize("size", [2, 5, *(pytest.param(size, marks=pytest.mark.prove) for size in (8, 13))])
 def test_every_place_is_equally_likely(size):
     """Chi-square over 1500 keys; (size - 1)^2 degrees of freedom, five standard deviations."""
     counts, keys = np.zeros((size, size)), 1500
