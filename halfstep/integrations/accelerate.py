@@ -31,7 +31,13 @@ import accelerate
 import torch
 from accelerate.logging import get_logger
 from accelerate.optimizer import AcceleratedOptimizer
-from accelerate.utils import OPTIMIZER_NAME, SCALER_NAME, AutocastKwargs, GradScalerKwargs
+from accelerate.utils import (
+    OPTIMIZER_NAME,
+    SCALER_NAME,
+    AutocastKwargs,
+    DDPCommunicationHookType,
+    GradScalerKwargs,
+)
 from torch import Tensor, nn
 
 from halfstep.core.errors import HalfstepError
@@ -485,6 +491,12 @@ def refuse_sharding(given: dict[str, Any]) -> None:
         if variable and os.environ.get(variable, "false").lower() == "true":
             raise _no_sharding(f"{what}, which the launcher has set ({variable}),")
     for handler in given.get("kwargs_handlers") or ():
+        hook = getattr(handler, "comm_hook", DDPCommunicationHookType.NO)
+        if hook != DDPCommunicationHookType.NO:
+            raise HalfstepError(
+                f"comm_hook={hook.value}: processes would exchange gradients by it, and not as the policy says",
+                hint="omit it: gradients are summed in the format of the role `reduce`, fp32",
+            )
         recipe = type(handler).__name__.endswith("RecipeKwargs")
         if recipe or isinstance(handler, AutocastKwargs | GradScalerKwargs):
             raise HalfstepError(

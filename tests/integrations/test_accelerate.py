@@ -376,6 +376,11 @@ def test_a_second_opinion_on_precision_is_refused(monkeypatch):
         Accelerator(policy="bf16-mixed", mixed_precision="bf16", cpu=True)
     with refuses(HalfstepError, "GradScalerKwargs would do nothing beside policy=", "omit it"):
         Accelerator(policy="bf16-mixed", kwargs_handlers=[accelerate.utils.GradScalerKwargs()], cpu=True)
+    narrow = accelerate.utils.DistributedDataParallelKwargs(
+        comm_hook=accelerate.utils.DDPCommunicationHookType.FP16
+    )
+    with refuses(HalfstepError, "comm_hook=fp16", "the role `reduce`"):
+        Accelerator(policy="bf16-mixed", kwargs_handlers=[narrow], cpu=True)
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp16")
     with refuses(HalfstepError, "launched with mixed_precision fp16", "--mixed_precision no"):
         Accelerator(policy="bf16-mixed", cpu=True)
