@@ -7,7 +7,7 @@ Two measures, both in fp32 and against the source's own session:
                     error of a sum of at most L terms, and errors of random sign add up as the root of their
                     number, so that
                         |theirs - ours| <= sqrt(S L) 2^-24 |ours|, in norm, with S = 16 layers + 4
-                    Rotary angles may be computed in fp32 there: position * rate is off by context * 2^-24.
+                    transformers computes rotary angles itself, in fp32: position * rate is off by context * 2^-24.
     bits per byte   The rounded model predicts held-out text as the source does, to one rounding of the format;
                     in int8, which rounds activations too and has no such bound, to 1 %.
 """
@@ -137,7 +137,7 @@ def run(
         loaded = target.load(job, folder)
         error = _distance([loaded.logits(window) for window in windows], ours)
         after = evaluate(loaded, corpus, config, averaged=False)
-        logits = (None, None) if target.rounds_to else (error, logits_bound(config.model))
+        logits = (None, None) if target.rounds_to else (error, logits_bound(config.model, to))
         name = target.rounds_to or str(fmt)
         result = Exported(place, to, name, None, before, after, SCORE_BOUNDS[name], *logits)
         if result.problem:
@@ -164,10 +164,11 @@ def rounded(weights: Iterable[tuple[str, Floats]], fmt: Format) -> dict[str, Flo
     return result
 
 
-def logits_bound(model: ModelConfig) -> float:
-    """Returns how far logits may be apart that two libraries compute of the same weights in fp32, in norm."""
+def logits_bound(model: ModelConfig, to: str) -> float:
+    """Returns how far a target's logits may be from ours, in norm, of the same weights in fp32."""
     longest = max(model.width, model.size_of_mlp, model.heads * model.size_of_head, model.context)
-    angles = model.context * 2.0**-24 if model.positions == "rotary" else 0.0
+    rotary = TARGETS[to].own_angles and model.positions == "rotary"
+    angles = model.context * 2.0**-24 if rotary else 0.0
     return math.sqrt((16 * model.layers + 4) * longest) * 2.0**-24 + angles
 
 

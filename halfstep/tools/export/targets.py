@@ -79,6 +79,7 @@ class Target:
     packages: tuple[str, ...] = ()
     formats: tuple[str, ...] = tuple(DTYPES)  # that the weights may have
     rounds_to: str = ""  # a format of its own, which the target rounds to further
+    own_angles: bool = False  # whether its library computes rotary angles itself, instead of taking ours
     backend: str | None = None  # the one that must run the source; None is that of the run
     check: Callable[[Job], object] = lambda _: None  # refuses a model that the target cannot hold
 
@@ -201,7 +202,12 @@ def _write_config(folder: Path, config: dict[str, Any]) -> None:
 
 TARGETS: dict[str, Target] = {
     "hf": Target(
-        _write_hf, _load_hf, packages=("torch", "transformers", "tokenizers"), backend="torch", check=_check_hf
+        _write_hf,
+        _load_hf,
+        packages=("torch", "transformers", "tokenizers"),
+        own_angles=True,
+        backend="torch",
+        check=_check_hf,
     ),
     "safetensors": Target(_write_safetensors, _load_safetensors),
     "onnx": Target(_write_onnx, _load_onnx, packages=EXPORTER, formats=("fp32",), backend="torch"),

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from halfstep.cli.main import run
+from halfstep.config.load import load
 from halfstep.core.errors import PolicyError
 from halfstep.core.policy import Policy
 from halfstep.core.rounding import cast
@@ -108,7 +109,7 @@ def test_transformers_computes_what_we_compute(runs, tmp_path, capsys, recipe, f
     tokens = [int(token) for token in np.random.default_rng(0).integers(0, 256, 16)]
     with torch.no_grad():
         theirs = model.float().eval()(torch.tensor([tokens])).logits[0, -1].numpy()
-    bound = logits_bound(trained.config.model)
+    bound = logits_bound(trained.config.model, "hf")
     assert distance(theirs, trained.session.logits(tokens)) <= bound
     assert result["logits_error"] <= bound == result["logits_bound"]
     tokenizer = transformers.AutoTokenizer.from_pretrained(place)
@@ -375,6 +376,11 @@ def test_the_lines_of_the_page_load_each_export(exporter, runs, tmp_path, capsys
         exec(block.replace("FOLDER", str(place)), scope)
         said = capsys.readouterr().out
         assert set(scope["weights"]) == set(numbers_of(runs("gpt2"))[1]) if to == "safetensors" else "def " in said
+
+
+@pytest.mark.parametrize("recipe", ["gpt2", "qwen3"])
+def test_logits_of_onnx_may_differ_by_less_than_a_ten_thousandth_at_full_size(recipe):
+    assert logits_bound(load(recipe).model, "onnx") < 1e-4
 
 
 def test_onnx_and_int8_are_refused_formats_that_they_do_not_have(runs, capsys, monkeypatch):
