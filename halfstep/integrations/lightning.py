@@ -36,6 +36,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from halfstep.core.errors import HalfstepError
+from halfstep.core.formats import FP32
 from halfstep.core.measure import TOKENS
 from halfstep.core.policy import Policy
 from halfstep.core.scaling import DynamicScale
@@ -112,7 +113,8 @@ class HalfstepPrecision(PlainPrecision):
         with _uncompiled(module):
             run = prepare(module, optimizers if fits else None, self._policy, **self._options)
         if fits:
-            _check_whole(run, trainer.callbacks, wrapped=module is not model)  # type: ignore[attr-defined]
+            _check_replicas(run, wrapped=module is not model)
+            _check_averages(run, trainer.callbacks)  # type: ignore[attr-defined]
             if trainer.gradient_clip_algorithm != GradClipAlgorithmType.VALUE:
                 run.clip_norm = float(trainer.gradient_clip_val or 0.0)  # for the summary
         self._run, self.result = run, None
@@ -359,7 +361,9 @@ class _FabricPrecision(PlainFabricPrecision):
 
     def convert_module(self, module: nn.Module) -> nn.Module:
         """Prepares the model, before it is wrapped and compiled."""
-        self._runs.append(prepare(module, [*self._given] or None, self._policy, **self._options))
+        run = prepare(module, [*self._given] or None, self._policy, **self._options)
+        _check_replicas(run, wrapped=num_processes() > 1)
+        self._runs.append(run)
         return module
 
     def attach(self, optimizers: tuple[torch.optim.Optimizer, ...]) -> None:
@@ -373,7 +377,7 @@ class _FabricPrecision(PlainFabricPrecision):
                     f"no model that was set up has the parameters of this {type(optimizer).__name__}",
                     hint="model = fabric.setup_module(model) first, then make the optimizer",
                 )
-            runs[0].attach(optimizer)
+            _check_replicas(runs[0].attach(optimizer), wrapped=num_processes() > 1)
 
     def run_of(self, model: nn.Module) -> Run:
         """Returns the run of a model, wrapped or not."""
@@ -571,22 +575,28 @@ def _check_step(kwargs: Any) -> None:
         )
 
 
-def _check_whole(run: Run, callbacks: list[Any], *, wrapped: bool) -> None:
-    """Refuses split or narrow masters where Lightning takes a module's parameters for fp32."""
-    assert run.conversion is not None
-    averages = next((c for c in callbacks if isinstance(c, WeightAveraging | StochasticWeightAveraging)), None)
-    if not (wrapped or averages) or all(map(run.masters.is_whole, run.parameters)):
-        return
-    run.unprepare()
-    if wrapped:
+def _check_replicas(run: Run, *, wrapped: bool) -> None:
+    """Refuses what DDP does not exchange: gradients that are not summed in the parameters' own `grad`."""
+    if wrapped and not (_is_whole(run) and run.policy.accumulate == FP32):
+        run.unprepare()
         raise HalfstepError(
-            "Lightning wraps the model by DDP before its optimizers exist, when masters are whole and fp32",
-            hint="hold masters whole, with `param=fp32`; under Fabric the model is prepared before it is wrapped",
+            "Lightning's DDP takes parameters and the sums of their gradients for fp32, and exchanges no others",
+            hint="hold masters whole, with `param=fp32`, and sum in fp32, with `accumulate=fp32`",
         )
-    raise HalfstepError(
-        f"{type(averages).__name__} averages the module's parameters, which hold a part of their masters",
-        hint="HalfstepPrecision(policy, ema=0.999) averages masters; or hold them whole, with `param=fp32`",
-    )
+
+
+def _check_averages(run: Run, callbacks: list[Any]) -> None:
+    found = next((c for c in callbacks if isinstance(c, WeightAveraging | StochasticWeightAveraging)), None)
+    if found is not None and not _is_whole(run):
+        run.unprepare()
+        raise HalfstepError(
+            f"{type(found).__name__} averages the module's parameters, which hold a part of their masters",
+            hint="HalfstepPrecision(policy, ema=0.999) averages masters; or hold them whole, with `param=fp32`",
+        )
+
+
+def _is_whole(run: Run) -> bool:
+    return all(map(run.masters.is_whole, run.parameters))
 
 
 def _check_one(optimizers: tuple[torch.optim.Optimizer, ...]) -> None:

@@ -13,10 +13,12 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.nn import functional as F
 
+from halfstep.core.errors import HalfstepError
 from halfstep.integrations.lightning import Fabric, HalfstepPrecision
 from tests.integrations.test_lightning import (
     CLIP,
     MICRO,
+    SPLIT,
     Callback,
     Module,
     assert_same,
@@ -175,6 +177,18 @@ def test_two_replicas_take_the_steps_of_one_process(kind, policy, tmp_path):
 def test_replicas_skip_a_step_together(kind, tmp_path):
     _, applied = train_replicas(kind, "fp16-mixed", tmp_path, bad=(0,))  # a loss of the second alone
     assert applied == 1
+
+
+def refused_replica(rank, kind, policy, folder):
+    with pytest.raises(HalfstepError, match="DDP") as caught:
+        train_replica(kind, policy, folder, rank=rank, size=2)
+    assert "hold masters whole" in caught.value.hint
+
+
+@pytest.mark.parametrize("policy", [SPLIT, "bf16-true", "bf16-mixed,accumulate=bf16"])
+@pytest.mark.parametrize("kind", ["trainer", "fabric"])
+def test_masters_and_sums_that_are_not_whole_are_refused_on_replicas(kind, policy, tmp_path):
+    assert run_replicas(refused_replica, kind, policy, tmp_path) == [0, 0]
 
 
 # Killed
