@@ -4,6 +4,7 @@ import dataclasses
 import json
 import shlex
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 from halfstep.config.load import load, recipe_names
@@ -37,10 +38,9 @@ def command(history: History) -> str:
     """Returns the command that repeats the run: the nearest recipe, the changes to it, and the policy that ran."""
     given = flatten(_plain_data(history.config))
     given.pop("policy", None)
-    recipes = {name: flatten(_plain_data(dataclasses.asdict(load(name)))) for name in recipe_names()}
     differing = {
         name: {key: value for key, value in given.items() if key not in base or base[key] != value}
-        for name, base in recipes.items()
+        for name, base in _recipes().items()
     }
     nearest = min(differing, key=lambda name: len(differing[name]))
     # What only names things and changes no number need not be repeated.
@@ -51,6 +51,11 @@ def command(history: History) -> str:
     for key, value in changes.items():
         words += ["--set", f"{key}={as_toml(value)}"]
     return shlex.join(words)
+
+
+@cache
+def _recipes() -> dict[str, dict[str, Any]]:
+    return {name: flatten(_plain_data(dataclasses.asdict(load(name)))) for name in recipe_names()}
 
 
 def as_toml(value: Any) -> str:
