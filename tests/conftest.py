@@ -39,7 +39,6 @@ with contextlib.suppress(ModuleNotFoundError):
 
 def pytest_collection_finish():
     """What was imported stays: the garbage collector need not look at it again and again."""
-    gc.collect()
     gc.freeze()
 
 

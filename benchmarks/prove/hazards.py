@@ -22,6 +22,7 @@ from typing import Any
 
 for _name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NPROC"):
     os.environ.setdefault(_name, "1")  # before anything imports numpy or torch
+os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # loading them takes longer than most tests
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
@@ -77,6 +78,8 @@ def main() -> int:
     parser.add_argument("--only", nargs="+", default=[""], help="hazards whose name or function has such a word")
     words = parser.parse_args().only
     chosen = [i for i, h in enumerate(HAZARDS) if any(word in f"{h.name} {h.where}" for word in words)]
+    import hypothesis  # noqa: F401
+    import pytest  # noqa: F401
     import torch._dynamo.testing
     import torch.distributed.fsdp  # noqa: F401
 
