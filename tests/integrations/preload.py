@@ -1,5 +1,6 @@
-"""What processes of tests/processes.py begin with."""
+"""What processes of tests/processes.py begin with: imports that each would make for itself."""
 
-import transformers  # noqa: F401
+import pytest  # noqa: F401
+from transformers import BertForSequenceClassification, GPT2LMHeadModel, LlamaForCausalLM  # noqa: F401
 
 import halfstep.integrations.transformers  # noqa: F401
