@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
 from halfstep.core.errors import ScalingError
 from halfstep.core.scaling import DynamicScale, NoScale, ScaleState, StaticScale, is_power_of_two
@@ -136,8 +136,13 @@ class ScalingMachine(RuleBasedStateMachine):
             assert tuple(str(v.dtype).rpartition(".")[2] for v in self.states[name]) == dtypes
 
 
-ScalingMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+ScalingMachine.TestCase.settings = settings(max_examples=15, stateful_step_count=40, deadline=None)
 test_the_law_as_a_state_machine = ScalingMachine.TestCase
+
+
+@pytest.mark.prove
+def test_the_law_as_a_state_machine_for_longer():
+    run_state_machine_as_test(ScalingMachine, settings=settings(max_examples=60, stateful_step_count=40))
 
 
 @pytest.mark.parametrize("law", [NoScale(), StaticScale(1024.0)])

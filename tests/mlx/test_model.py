@@ -93,7 +93,9 @@ def test_parameters_and_modules_are_those_of_the_description(config):
     assert {name for name, _ in model.named_modules() if name} == set(module_names(config)) - {"blocks"}
 
 
-@pytest.mark.parametrize(("policy", "fmt"), [("bf16-mixed", BF16), ("fp16-mixed", FP16)])
+@pytest.mark.parametrize(
+    ("policy", "fmt"), [("bf16-mixed", BF16), pytest.param("fp16-mixed", FP16, marks=pytest.mark.prove)]
+)
 @pytest.mark.parametrize("config", SINGLE.values(), ids=SINGLE)
 def test_native_and_emulated_are_one_policy(config, policy, fmt):
     native, emulated, batch = build(config, policy), build(config, f"{policy},emulate=true"), tokens(config)

@@ -57,8 +57,17 @@ def test_a_run_leaves_its_folder_with_everything_in_it(text, out):
     assert (manifest["policy"], manifest["data"]["position"]["tokens"]) == ("fp32", 6 * 2 * 2 * 16)
 
 
-@pytest.mark.parametrize("policy", ["fp32", "fp16-mixed,emulate=true", "bf16-true,param=bf16:stochastic"])
-@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+@pytest.mark.parametrize(
+    ("policy", "optimizer"),
+    [
+        ("fp32", "muon"),
+        ("fp16-mixed,emulate=true", "adamw"),
+        ("bf16-true,param=bf16:stochastic", "muon"),
+        pytest.param("fp32", "adamw", marks=pytest.mark.prove),
+        pytest.param("fp16-mixed,emulate=true", "muon", marks=pytest.mark.prove),
+        pytest.param("bf16-true,param=bf16:stochastic", "adamw", marks=pytest.mark.prove),
+    ],
+)
 def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(text, tmp_path, policy, optimizer):
     extra = [f"optimizer.name={optimizer}"]
     whole, halved = tmp_path / "whole", tmp_path / "halved"
