@@ -123,9 +123,9 @@ def check_exchange() -> None:
     """Refuses sums over micro-batches that DDP does not see, if there are several processes."""
     if num_processes() > 1:
         raise PolicyError(
-            "gradients of parameters that are narrower than the accumulate format are summed beside them, and DDP "
+            "gradients of parameters that are not in the accumulate format are summed beside them, and DDP "
             "exchanges those of the last micro-batch alone",
-            hint="hold masters whole, with `param=fp32`; or train without accumulation",
+            hint="hold masters whole, with `param=fp32`, and sum in fp32; or train without accumulation",
         )
 
 
