@@ -41,7 +41,7 @@ prove: $(VENV)/.dev
 	$(BIN)/python benchmarks/prove/split_all.py
 	$(BIN)/python benchmarks/prove/kills.py
 	$(BIN)/python benchmarks/prove/fuzz.py
-	$(BIN)/python benchmarks/prove/fuzz.py --planted --commands 300 --files 150
+	$(BIN)/python benchmarks/prove/fuzz.py --planted --commands 300 --files 150 --seconds 15
 	$(BIN)/python benchmarks/prove/hazards.py
 	$(BIN)/python benchmarks/measure/host.py --rounds 6
 

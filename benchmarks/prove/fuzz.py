@@ -1,6 +1,7 @@
 """Runs thousands of commands that nobody should type, and reads hundreds of files that nobody should trust.
 
     python benchmarks/prove/fuzz.py [--seed 0] [--commands 2000] [--files 600] [--only NUMBER] [--planted]
+        [--seconds 60]
 
 **Commands.** Every command of `halfstep` with random arguments, good and bad: numbers of any size, empty and long
 texts, control characters, brackets nested thousands deep, pipes, devices and folders where a file is expected; and
@@ -61,7 +62,6 @@ from halfstep.config import reading, schema  # noqa: E402
 from halfstep.core import errors  # noqa: E402
 from halfstep.training.data.pack import pack  # noqa: E402
 
-SECONDS = 60.0  # longer is a hang; most take a tenth of one
 MEMORY = 1 << 30  # bytes that a case may add to what the imports take
 ADDRESSES = 16 << 30  # bytes of address space, for the sake of this machine
 OUTPUT = 64 << 10  # bytes of messages
@@ -93,8 +93,8 @@ class Result(NamedTuple):
 class Fuzz:
     """All cases of a seed, and the folders that they run in."""
 
-    def __init__(self, where: Path, seed: int, num_commands: int, num_files: int):
-        self.where, self.material = where, where / "material"
+    def __init__(self, where: Path, seed: int, num_commands: int, num_files: int, seconds: float):
+        self.where, self.material, self.seconds = where, where / "material", seconds
         self.imported = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         self.material.mkdir(parents=True)
         make_sources(self.material)
@@ -113,7 +113,7 @@ class Fuzz:
         output, said = folder.with_suffix(".stdout"), folder.with_suffix(".stderr")
         if (process := os.fork()) == 0:
             _be_halfstep(words, folder, (output, said), first)
-        code, memory = _wait(process)
+        code, memory = _wait(process, self.seconds)
         ended = Ended(code, said.read_bytes(), memory, output.read_bytes())
         output.unlink()
         said.unlink()
@@ -137,7 +137,7 @@ class Fuzz:
         """Returns the promise that a case broke, or nothing."""
         code, said, memory, output = ended
         if code is None:
-            return f"it hung: it had {SECONDS:g} seconds"
+            return f"it hung: it had {self.seconds:g} seconds"
         if code not in (0, 1, 2):
             return f"exit code {code}"
         if b"Traceback" in said:
@@ -206,9 +206,9 @@ def _be_halfstep(words: list[str], folder: Path, streams: tuple[Path, Path], fir
         os._exit(code)
 
 
-def _wait(process: int) -> tuple[int | None, int]:
+def _wait(process: int, seconds: float) -> tuple[int | None, int]:
     """Returns the exit code of a process, None if it had to be killed, and the most bytes it held."""
-    end = time.monotonic() + SECONDS
+    end = time.monotonic() + seconds
     while time.monotonic() < end:
         ended, status, usage = os.wait4(process, os.WNOHANG)
         if ended:
@@ -290,6 +290,7 @@ def main() -> int:
     parser.add_argument("--commands", type=int, default=2000)
     parser.add_argument("--files", type=int, default=600)
     parser.add_argument("--only", type=int)
+    parser.add_argument("--seconds", type=float, default=60.0, help="longer is a hang; most take a tenth of one")
     parser.add_argument("--planted", action="store_true")
     parser.add_argument("--workers", type=int, default=min(4, len(os.sched_getaffinity(0))))
     given = parser.parse_args()
@@ -301,7 +302,7 @@ def main() -> int:
     gc.collect()
     gc.freeze()  # a collection in a child would copy every page
     with tempfile.TemporaryDirectory() as temporary:
-        fuzz = Fuzz(Path(temporary), given.seed, given.commands, given.files)
+        fuzz = Fuzz(Path(temporary), given.seed, given.commands, given.files, given.seconds)
         if given.only is not None:
             result = fuzz.try_case(given.only)
             print(fuzz.describe(result), result.ended.code, result.broken or "as promised", sep="\n")
