@@ -12,6 +12,8 @@ from halfstep.core.errors import HalfstepError, PolicyError
 from halfstep.core.formats import BF16, E4M3
 from halfstep.core.policy import Policy
 from halfstep.torch.dtypes import supported
+from halfstep.torch.layers import casts_for, linear
+from halfstep.torch.matmul import lacks
 from halfstep.torch.optim.adamw import AdamW
 from halfstep.torch.optim.muon import Muon
 from halfstep.torch.session import Session
@@ -364,3 +366,23 @@ def test_a_model_that_is_moved_between_prepare_and_attach_trains_as_if_it_had_be
 
     left, right = trained(late=True), trained(late=False)
     assert all(torch.equal(w, right[name]) for name, w in left.items())
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_vocabulary_that_is_no_multiple_of_8_is_multiplied_as_the_next_one(compiled):
+    """Of small integers every sum is exact: the numbers are those of the CPU, where nothing is added."""
+
+    def run(device):
+        made = torch.Generator().manual_seed(0)
+        x, weight = (torch.randint(-3, 4, shape, generator=made).float() for shape in ((4, 16), (5003, 16)))
+        x, weight = (t.to(device).requires_grad_() for t in (x, weight))
+
+        def product(x, weight):
+            return linear(x, weight, None, casts_for("bf16-mixed"))
+
+        y = (torch.compile(product) if compiled and device == "cuda" else product)(x, weight)
+        grads = torch.autograd.grad(y, (x, weight), torch.ones_like(y))
+        return [t.cpu() for t in (y, *grads)]
+
+    assert lacks(5003, torch.empty(0, device="cuda")) == 5
+    assert all(map(torch.equal, run("cuda"), run("cpu")))
