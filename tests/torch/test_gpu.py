@@ -369,7 +369,7 @@ def test_a_model_that_is_moved_between_prepare_and_attach_trains_as_if_it_had_be
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-def test_a_vocabulary_that_is_no_multiple_of_8_is_multiplied_as_the_next_one(compiled):
+def test_a_vocabulary_that_is_not_a_multiple_of_8_is_multiplied_as_the_next_one(compiled):
     """Of small integers every sum is exact: the numbers are those of the CPU, where nothing is added."""
 
     def run(device):
