@@ -113,6 +113,7 @@ def test_the_recipe_trains_like_its_source(recipe, sources):
             parts = [torch.from_numpy(part).long() for part in batch]
             expected.append(float(arm.step(done, [(t[:, :-1], t[:, 1:]) for t in parts], 1.0)))
     finally:
+        del arm  # DDP as the last to hold the group would wait for gloo's threads, and those for the interpreter
         if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
     assert losses == pytest.approx(expected, rel=2**-7)

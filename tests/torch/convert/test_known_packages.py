@@ -58,6 +58,7 @@ def test_a_real_ddp_is_refused(tmp_path):
         sharded = model()
         torch.distributed.fsdp.fully_shard(sharded, mesh=torch.distributed.init_device_mesh("cpu", (1,)))
         assert "wrapped by FSDP already" in refused(sharded).message
+        del wrapped  # the last to hold the group would wait for gloo's threads, and those for the interpreter
     finally:
         torch.distributed.destroy_process_group()
 
