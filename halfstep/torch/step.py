@@ -31,8 +31,9 @@ from halfstep.torch.convert.plan import check_model
 from halfstep.torch.dtypes import describe
 from halfstep.torch.optim.adamw import Optimizer
 from halfstep.torch.optim.drivers import GradNorm
+from halfstep.torch.parallel.ranks import agree, num_ranks
 from halfstep.torch.run import nonfinite
-from halfstep.torch.run.accumulation import checked_pair, checked_weight, divisor, times
+from halfstep.torch.run.accumulation import checked_pair, checked_weight, divisor, mean_loss, times
 from halfstep.torch.run.checks import (
     check_exchange,
     check_given,
@@ -148,11 +149,12 @@ class Run(RunParts):
                 given = loss_fn(batch)
                 if place == last:
                     self.weight_casts.drop()  # before the backward pass, which frees them one by one
-                weight: Tensor | float = 1.0
+                weight: Tensor | float | None = None
                 if isinstance(given, tuple):
                     total, weight = checked_pair(given)
                     given = total / divisor(weight)
-                self.accumulation.add(given, weight, self.scale_state.scale, self.parameters, last=True)
+                self.accumulation.add(given, weight, self.scale_state.scale, self.parameters, last=last in (None, place))
+            self.accumulation.complete = True
             return self.update()
         except BaseException as error:
             self.forget()  # half a sum must not become part of the next
@@ -163,16 +165,16 @@ class Run(RunParts):
             self.weight_casts.drop()
 
     def backward(
-        self, loss: Tensor, *, weight: Tensor | float = 1.0, last: bool = True, normalized: bool = False
+        self, loss: Tensor, *, weight: Tensor | float | None = None, last: bool = True, normalized: bool = False
     ) -> None:
-        """Adds the gradient of a micro-batch's mean loss; `weight` is its number of tokens.
+        """Adds the gradient of a micro-batch's mean loss; `weight` is its number of tokens, if it is not the same.
 
         `last` is False on all micro-batches of an update but the last: replicas exchange gradients once.
         `normalized` says that each loss is already its share of the update's loss, such as a sum over tokens
         divided by the tokens of all micro-batches: gradients are summed, and divided by nothing.
         """
         self._check_trains()
-        weight = checked_weight(weight)
+        weight = None if weight is None else checked_weight(weight)
         self.shown.hide()
         scale = self.scale_state.scale
         self.accumulation.add(loss, weight, scale, self.parameters, last=last, normalized=normalized)
@@ -215,6 +217,9 @@ class Run(RunParts):
             driver.check(grads)  # before the first of them has moved anything
         known = self.shown.known_norm(grads)
         scaled_norm = self._norm([*grads.values()]) if known is None else known
+        losses: Tensor | float = self.accumulation.losses
+        if num_ranks() > 1:
+            scaled_norm, weights, losses = agree(scaled_norm, self.num_copies, weights, losses)
         # Weights that are on the device may all be zero.
         finite = (scaled_norm / weights if isinstance(weights, Tensor) else scaled_norm) < math.inf
         if self.shown.finite is not None:
@@ -238,7 +243,7 @@ class Run(RunParts):
             self.amaxes.update(finite)
         if self.averages is not None:
             self.averages.update(finite.float())
-        loss = self.accumulation.mean_loss()
+        loss = mean_loss(losses, weights)
         result = StepResult(loss, skipped, used, norm, self.scale_state.stuck)
         self.skipped = result.skipped
         self.forget()

@@ -22,7 +22,7 @@ taken away after its backward pass and added to a sum kept here. So are those wi
 optimizers do.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
@@ -33,6 +33,7 @@ from halfstep.core.policy import Policy
 from halfstep.core.scaling import NoScale
 from halfstep.torch.dtypes import FLOATS, dtype_of
 from halfstep.torch.optim.adamw import Grads, is_sparse
+from halfstep.torch.parallel.ranks import mean, num_ranks
 from halfstep.torch.run.buffers import Contents
 from halfstep.torch.split.operand import is_split
 from halfstep.torch.split.parameter import take_grad
@@ -56,6 +57,8 @@ class Accumulation:
         self.policy, self.contents = policy, contents
         self.format = dtype_of(policy.accumulate)
         self._scaled = not isinstance(policy.scale, NoScale)
+        # Told before each backward pass whether ranks exchange gradients in it, where the engine can wait.
+        self.exchange: Callable[[bool], None] | None = None
         self._loss_bytes = (torch.float32 if policy.emulate else dtype_of(policy.loss)).itemsize
         self._listed = contents.parameters
         self._several_devices = _on_several_devices(self._listed)
@@ -89,14 +92,14 @@ class Accumulation:
     def add(
         self,
         loss: Tensor,
-        weight: Tensor | float,
+        weight: Tensor | float | None,
         scale: Tensor,
         parameters: Sequence[Tensor],
         *,
         last: bool,
         normalized: bool = False,
     ) -> None:
-        """Adds the gradient of a micro-batch's mean loss, times the scale; `weight` is one of `checked_weight`.
+        """Adds the gradient of a micro-batch's mean loss, times the scale; `weight` is of `checked_weight` or None.
 
         A loss that is `normalized` is a share of the update's loss: the sum is divided by nothing.
         """
@@ -104,14 +107,22 @@ class Accumulation:
         check_device(parameters, scale.device)
         self._check_normalized(weight, normalized)
         self.complete = last
-        if not isinstance(weight, Tensor) and weight == 0.0:
+        alone = num_ranks() == 1
+        if alone and not isinstance(weight, Tensor) and weight == 0.0:
             return  # no tokens, no gradient
         first = self._reference is None
         if first:
-            self._reference = divisor(weight)
+            self._reference = divisor(1.0 if weight is None else weight if alone else mean(weight, scale.device))
             for p in parameters:
                 p.grad = None  # from a backward pass that was not this run's, at an unknown scale
-        if self._scaled:
+        weight = 1.0 if weight is None else weight
+        if self.exchange is not None:
+            self.exchange(last)
+        if not alone:
+            # Sums that are not exchanged yet are the engine's: this micro-batch is weighted, not what is there.
+            share = weight / self._reference
+            self._backward(loss.float() * (share * scale if self._scaled else share))
+        elif self._scaled:
             share = self._weigh_sums(weight, scale, parameters)
             self._backward(loss.float() * (share * scale))
         else:
@@ -123,8 +134,8 @@ class Accumulation:
         self.weights = 1.0 if normalized else self.weights + share
         self._take(parameters)
 
-    def _check_normalized(self, weight: Tensor | float, normalized: bool) -> None:
-        if normalized and not _is_one(weight):
+    def _check_normalized(self, weight: Tensor | float | None, normalized: bool) -> None:
+        if normalized and weight is not None:
             raise HalfstepError(
                 "a normalized loss has no weight: it is already its share of the update's loss",
                 hint="omit `weight`; or pass the mean loss with its number of tokens, without normalized=True",
@@ -208,11 +219,6 @@ class Accumulation:
             )
         return grads
 
-    def mean_loss(self) -> Tensor:
-        """Returns the mean loss over the tokens of all micro-batches."""
-        losses = torch.as_tensor(self.losses)
-        return losses if _is_one(self.weights) else losses / self.weights
-
     @property
     def begun(self) -> bool:
         """Whether there are gradients that no update has used."""
@@ -281,6 +287,12 @@ def checked_weight(weight: Any) -> Tensor | float:
     raise HalfstepError(
         f"weight={given}: a number of tokens is one number", hint="such as targets.numel(), or (y >= 0).sum()"
     )
+
+
+def mean_loss(losses: Tensor | float, weights: Tensor | float) -> Tensor:
+    """Returns the mean loss over the tokens of all micro-batches."""
+    losses = torch.as_tensor(losses)
+    return losses if _is_one(weights) else losses / weights
 
 
 def times(value: Tensor, factor: Tensor | float) -> Tensor:

@@ -1,6 +1,6 @@
 """What a run consists of, and the state that its steps change. `Run` (step.py) adds the verbs."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from halfstep.torch.optim.adamw import Optimizer
 from halfstep.torch.optim.drivers import Driver, StockDriver, check_optimizers, driver_of, held_by
 from halfstep.torch.optim.ema import Averages
 from halfstep.torch.optim.masters import Masters
+from halfstep.torch.parallel.ranks import copies, is_shard
 from halfstep.torch.run.accumulation import PREPARE_AGAIN, Accumulation, check_device
 from halfstep.torch.run.buffers import Buffers, Contents
 from halfstep.torch.run.checks import check_move, device_of
@@ -49,32 +50,45 @@ class RunParts:
         self.optimizers: list[torch.optim.Optimizer] = []
         self.drivers: list[Driver] = []
         self.averages: Averages | None = None
+        self.gathered: dict[str, torch.dtype] = {}  # weights that FSDP gathers narrower than fp32
+        self.num_copies = 0  # ranks that have the same shard; 0 if parameters are not sharded
         self.skipped: Tensor | None = None  # whether the last update was; None before the first
-        self.masters = self._masters(seed, optimizers)
-        self._decay, self._warns = ema, warns
-        self._prepared = {p: (p.dtype, p.shape) for p in self.masters.names}
-        self._list_parameters()
+        self._decay, self._warns, self._seed = ema, warns, seed
+        self._hold(optimizers)
         held = [p for optimizer in optimizers for p in held_by(optimizer)]
         self._settle_on(held[0].device if held else device_of(model))
-        self.contents = Contents(model)
-        self.weight_casts = WeightCasts(self.contents)
-        self.buffers = Buffers(self.contents)
         self.amaxes = None if conversion is None else conversion.amaxes
-        self.accumulation = Accumulation(policy, self.contents)
-        self.shown = Shown(self.accumulation, self.masters.names)
         self.reached: Reached | None = None  # what `reach` found last
-        self.hooks = [] if conversion is None else self.masters.watch(model)
         if optimizers:
             self.take(optimizers)
 
+    def _hold(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        """Lists the parameters of the model, and what is kept for them."""
+        self.masters = self._masters(self._seed, optimizers)
+        self._prepared = {p: (p.dtype, p.shape) for p in self.masters.names}
+        self._list_parameters()
+        self.contents = Contents(self.model)
+        self.weight_casts = WeightCasts(self.contents)
+        self.buffers = Buffers(self.contents)
+        self.accumulation = Accumulation(self.policy, self.contents)
+        self.shown = Shown(self.accumulation, self.masters.names)
+        self.hooks = [] if self.conversion is None else self.masters.watch(self.model)
+
     def take(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         """Takes optimizers that were checked. The model may have been moved since it was prepared."""
+        if _are_shards_of(self.model, self.masters.names):
+            from halfstep.torch.parallel import gathered  # imports FSDP
+
+            self._hold(optimizers)
+            self.gathered = gathered.gather_in_compute(self.model)
+            self.accumulation.exchange = gathered.exchange(self.model)
         moments = {} if self.conversion is None else self.conversion.moments
         drivers = [driver_of(optimizer, self.masters, moments) for optimizer in optimizers]
         self._check_still_there(drivers)
         self.optimizers, self.drivers = list(optimizers), drivers
         try:
             self._list_parameters()
+            self.num_copies = copies(self.parameters)
             self.follow(self.parameters[0].device)
             self.check_parameters()
             self.masters.check_writes()
@@ -189,6 +203,13 @@ class RunParts:
                 compute = self.policy.compute.format
                 driver.optimizer.bind(self.masters, conversion.moments, compute, emulate=self.policy.emulate)
             driver.cast_moments()
+
+
+def _are_shards_of(model: nn.Module, known: Mapping[Tensor, str]) -> bool:
+    """Whether all parameters that a model was prepared with were replaced by their shards, as fully_shard does."""
+    now = dict(model.named_parameters())
+    sharded = all(is_shard(p) and p not in known for p in now.values())
+    return sharded and [*now] == [*known.values()]
 
 
 def _refuse_load(optimizer: torch.optim.Optimizer, given: dict[str, Any]) -> None:
