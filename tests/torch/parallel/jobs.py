@@ -1,0 +1,119 @@
+"""What ranks do in tests: train a small model on their share of a batch, in one process or in many."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from halfstep.torch import AdamW, prepare
+
+WORDS, WIDTH, ROWS = 50, 16, 8
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 33), nn.Linear(33, WIDTH)  # 33: shards are uneven
+
+    def forward(self, x):
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+class Net(nn.Module):
+    """Tied embeddings, norms, biases."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(WORDS, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.norm = nn.LayerNorm(WIDTH)
+        self.head = nn.Linear(WIDTH, WORDS, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, tokens):
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+
+def net() -> Net:
+    torch.manual_seed(0)
+    return Net()
+
+
+def shard(model: nn.Module, *shape: int) -> None:
+    """Shards a model over all ranks; two numbers: so many copies of so many shards."""
+    names = ("copies", "shards")[-len(shape) :] if shape else ("shards",)
+    mesh = init_device_mesh("cpu", shape or (dist.get_world_size(),), mesh_dim_names=names)
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "ours": lambda p: AdamW(p, lr=1e-2),
+    "fused": lambda p: torch.optim.AdamW(p, lr=1e-2, fused=True),
+    "foreach": lambda p: torch.optim.AdamW(p, lr=1e-2, foreach=True),
+    "sgd": lambda p: torch.optim.SGD(p, lr=1e-1, momentum=0.9),
+}
+
+
+def rank_and_ranks() -> tuple[int, int]:
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+
+
+def batches(step: int, micro_batches: int) -> tuple[torch.Tensor, ...]:
+    """This rank's share of the batch of a step, whatever the number of ranks."""
+    rank, ranks = rank_and_ranks()
+    made = torch.Generator().manual_seed(step)
+    rows = torch.randint(0, WORDS, (ROWS, 12), generator=made).chunk(ranks)[rank]
+    return rows.chunk(micro_batches)
+
+
+def loss_of(model: nn.Module) -> Callable[[torch.Tensor], Any]:
+    """The mean over the tokens of a batch."""
+    return lambda rows: F.cross_entropy(model(rows[:, :-1]).flatten(0, 1).float(), rows[:, 1:].flatten())
+
+
+def train(policy: str, optimizer: str = "ours", shape=None, micro_batches: int = 1, steps: int = 3, **options: Any):
+    """Trains; returns the loss, norm and scale of each step, and the whole weights. No shape: not sharded."""
+    model = net()
+    run = prepare(model, policy, clip_norm=1.0, **options)
+    if shape is not None:
+        shard(model, *shape)
+    run.attach(OPTIMIZERS[optimizer](model.parameters()))
+    results = [run.step(loss_of(model), batches(step, micro_batches)) for step in range(steps)]
+    rows = [(float(r.loss), float(r.grad_norm), float(r.scale), bool(r.skipped)) for r in results]
+    return rows, whole(model)
+
+
+def whole(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The weights, gathered from all ranks."""
+    named = model.named_parameters()
+    return {name: (p.full_tensor() if hasattr(p, "full_tensor") else p).detach().clone() for name, p in named}
+
+
+class Wire(TorchDispatchMode):
+    """Lists what is sent, as (operation, dtype, bytes of the tensors that this rank gives)."""
+
+    def __init__(self):
+        super().__init__()
+        self.sent: list[tuple[str, torch.dtype, int]] = []
+
+    def __torch_dispatch__(self, function, types, args, kwargs=None):
+        if function.namespace == "c10d":
+            # Collectives take (outputs, inputs, ...), or the tensors that are both.
+            name = function.name().removeprefix("c10d::").split(".")[0].strip("_")
+            given = args[0] if name == "allreduce" else args[1]
+            tensors = [t for t in tree_leaves(given) if isinstance(t, torch.Tensor)]
+            self.sent += [(name, t.dtype, t.nbytes) for t in tensors]
+        return function(*args, **(kwargs or {}))

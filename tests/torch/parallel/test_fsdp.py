@@ -1,0 +1,89 @@
+"""FSDP2: the same training as in one process, with fp32 gradients on the wire and nothing gathered left behind."""
+
+import pytest
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+
+from halfstep.torch import prepare
+from tests.torch.parallel import jobs
+
+UNITS = {"fp32": 2.0**-23, "bf16-mixed": 2.0**-8, "fp16-mixed": 2.0**-11}  # of the format that rounds
+
+
+def assert_same(policy, alone, together):
+    """Ranks have the same bits as each other. What differs from one process is the order of fp32 sums.
+
+    In the first step nothing but the sums over ranks and rows differs: at most as many units in the last place as
+    there are terms. After that a weight may differ in its last bit, and its cast be the next number of the format:
+    losses then differ by the format's unit at most, and a weight by what AdamW makes of it, lr times that for
+    each step.
+    """
+    (rows, weights), terms = alone, jobs.ROWS * 11
+    for other, found in together:
+        assert [row[2:] for row in other] == [row[2:] for row in rows]
+        assert other[0][:2] == pytest.approx(rows[0][:2], rel=terms * UNITS["fp32"])
+        for one, two in zip(rows, other, strict=True):
+            assert two[:2] == pytest.approx(one[:2], rel=max(UNITS[policy], terms * UNITS["fp32"]))
+        for name, weight in weights.items():
+            assert torch.equal(found[name], together[0][1][name])
+            bound = len(rows) * 0.1 * UNITS[policy] + terms * UNITS["fp32"] * weight.abs().max()
+            assert (found[name] - weight).abs().max() <= bound, name
+
+
+@pytest.mark.parametrize("optimizer", jobs.OPTIMIZERS)
+@pytest.mark.parametrize("policy", ["fp32", "bf16-mixed", "fp16-mixed"])
+def test_two_ranks_train_as_one(ranks, policy, optimizer):
+    assert_same(policy, jobs.train(policy, optimizer), ranks(jobs.train, 2, policy, optimizer, ()))
+
+
+@pytest.mark.parametrize("shape", [(4,), (2, 2)], ids=["full", "hybrid"])
+def test_four_ranks_train_as_one(ranks, shape):
+    alone = jobs.train("bf16-mixed", micro_batches=2)
+    assert_same("bf16-mixed", alone, ranks(jobs.train, 4, "bf16-mixed", "ours", shape, 2))
+
+
+def sent_in_a_step():
+    model = jobs.net()
+    run = prepare(model, "bf16-mixed", clip_norm=1.0)
+    jobs.shard(model)
+    run.attach(jobs.OPTIMIZERS["ours"](model.parameters()))
+    run.step(jobs.loss_of(model), jobs.batches(0, 1))
+    with jobs.Wire() as wire:
+        run.step(jobs.loss_of(model), jobs.batches(1, 2))
+    return wire.sent
+
+
+def test_only_fp32_gradients_are_reduced(ranks):
+    """Weights travel in bf16, norms and biases in fp32; gradients in fp32, once for two micro-batches."""
+    # Shards are padded to the same size. Tied embeddings and the last norm; a block's norm, up and down.
+    root, block = 25 * 16 * 2 + (8 + 8) * 4, (17 * 16 + 8 * 33) * 2 + (8 + 8 + 17 + 8) * 4
+    grads = [2 * (25 * 16 + 16) * 4, *[2 * (17 * 16 + 8 * 33 + 41) * 4] * 2]
+    for sent in ranks(sent_in_a_step, 2):
+        gathered = [nbytes for name, _, nbytes in sent if name == "allgather_base"]
+        assert sorted(gathered) == 2 * [root] + 8 * [block]  # blocks are gathered again for the backward pass
+        reduced = [(dtype, nbytes) for name, dtype, nbytes in sent if name == "reduce_scatter_base"]
+        assert sorted(nbytes for _, nbytes in reduced) == sorted(grads)
+        assert {dtype for dtype, _ in reduced} == {torch.float32}
+        assert [row for row in sent if row[0] == "allreduce"] == [("allreduce", torch.float32, 12)]
+
+
+def kept_after_forward():
+    """Bytes of tensors as large as a block's matrices that a forward pass leaves behind for the backward pass."""
+    model = jobs.net()
+    run = prepare(model, "bf16-mixed")
+    jobs.shard(model)
+    run.attach(jobs.OPTIMIZERS["ours"](model.parameters()))
+    saved = []
+    with saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        loss = jobs.loss_of(model)(*jobs.batches(0, 1))
+    weights = [t for t in saved if t.shape in {(33, 16), (16, 33), (16, 33)[::-1]}]
+    held = [t.untyped_storage().nbytes() for t in weights]
+    run.backward(loss)
+    run.update()
+    return len(weights), held
+
+
+def test_no_gathered_weight_outlives_its_layer(ranks):
+    for number, held in ranks(kept_after_forward, 2):
+        assert number >= 4
+        assert held == [0] * number
