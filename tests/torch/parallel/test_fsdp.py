@@ -1,8 +1,12 @@
 """FSDP2: the same training as in one process, with fp32 gradients on the wire and nothing gathered left behind."""
 
+from functools import partial
+
 import pytest
 import torch
+import torch.distributed as dist
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint
 
 from halfstep.torch import prepare
 from tests.torch.parallel import jobs
@@ -87,3 +91,71 @@ def test_no_gathered_weight_outlives_its_layer(ranks):
     for number, held in ranks(kept_after_forward, 2):
         assert number >= 4
         assert held == [0] * number
+
+
+def with_nan_on_one_rank():
+    """One rank's loss is not finite in the second step."""
+    model = jobs.net()
+    run = prepare(model, "fp16-mixed", clip_norm=1.0)
+    jobs.shard(model)
+    run.attach(jobs.OPTIMIZERS["fused"](model.parameters()))
+    rows = []
+    for step in range(3):
+        bad = step == 1 and jobs.rank_and_ranks()[0] == 1
+        result = run.step(lambda rows, bad=bad: jobs.loss_of(model)(rows) * (float("nan") if bad else 1.0), jobs.batches(step, 1))
+        rows.append((bool(result.skipped), float(result.scale)))
+    return rows, jobs.whole(model)
+
+
+def test_a_nan_on_one_rank_skips_the_step_on_all(ranks):
+    (first, weights), (second, others) = ranks(with_nan_on_one_rank, 2)
+    assert first == second == [(False, 65536.0), (True, 65536.0), (False, 32768.0)]
+    assert all(torch.equal(weights[name], others[name]) and weights[name].isfinite().all() for name in weights)
+
+
+def with_unequal_rows():
+    """The second rank has a third of the first one's tokens."""
+    model = jobs.net()
+    run = prepare(model, "bf16-mixed")
+    if dist.is_initialized():
+        jobs.shard(model)
+    run.attach(jobs.OPTIMIZERS["sgd"](model.parameters()))
+    rows = torch.randint(0, jobs.WORDS, (8, 12), generator=torch.Generator().manual_seed(0))
+    mine = rows.split([6, 2])[jobs.rank_and_ranks()[0]] if dist.is_initialized() else rows
+    loss = jobs.loss_of(model)
+    result = run.step(lambda rows: (loss(rows) * rows[:, 1:].numel(), rows[:, 1:].numel()), [mine])
+    return [(float(result.loss), float(result.grad_norm), 1.0, False)], jobs.whole(model)
+
+
+def test_ranks_with_unequal_numbers_of_tokens_make_the_mean_of_all(ranks):
+    assert_same("fp32", with_unequal_rows(), ranks(with_unequal_rows, 2))
+
+
+def in_other_ways(way):
+    model = jobs.net()
+    if way == "frozen":
+        model.blocks[0].requires_grad_(False)
+    if way == "checkpointed":
+        for block in model.blocks:
+            block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+    run = prepare(model, "bf16-mixed", clip_norm=1.0, ema=0.9 if way == "ema" else 0.0)
+    if way == "compiled before":
+        for block in model.blocks:
+            block.compile(backend="aot_eager")
+    if dist.is_initialized():
+        jobs.shard(model)
+    if way == "compiled after":
+        for block in model.blocks:
+            block.compile(backend="aot_eager")
+    run.attach(jobs.OPTIMIZERS["ours"](p for p in model.parameters() if p.requires_grad))
+    results = [run.step(jobs.loss_of(model), jobs.batches(step, 1)) for step in range(2)]
+    rows = [(float(r.loss), float(r.grad_norm), float(r.scale), bool(r.skipped)) for r in results]
+    if way == "ema":
+        with run.averaged():
+            return rows, jobs.whole(model)
+    return rows, jobs.whole(model)
+
+
+@pytest.mark.parametrize("way", ["frozen", "checkpointed", "compiled before", "compiled after", "ema"])
+def test_in_other_ways(ranks, way):
+    assert_same("bf16-mixed", in_other_ways(way), ranks(in_other_ways, 2, way))
