@@ -335,10 +335,16 @@ class Run(RunParts):
             return
         set_precision(self.model, evaluated, names)
         try:
+            self._reshard()
             yield
         finally:
             measured = None if self.conversion is None else self.conversion.measured
             set_precision(self.model, self.policy, names, measured)
+            self._reshard()
+
+    def _reshard(self) -> None:
+        if self.sharded is not None:
+            self.sharded.reshard()
 
     def weights(self) -> dict[str, Tensor]:
         """Returns copies of the model's parameters by name, the fp32 master of those that have one."""

@@ -12,8 +12,7 @@ FSDP asks a local shard for `fsdp_pre_all_gather` and `fsdp_post_all_gather`. Th
 tensor here, so that checkpoints, optimizers and copies find no class of ours.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -76,68 +75,79 @@ def _widened(given: Any) -> Any:
     return given.values.float() if isinstance(given, Gathered) else given
 
 
-def gather_in_compute(model: nn.Module) -> dict[str, torch.dtype]:
-    """Makes FSDP gather weights in the format that their layers multiply in; returns that format by name."""
-    names: dict[Tensor, str] = {p: name for name, p in model.named_parameters()}
-    formats = {}
-    for sharded in fsdp_parameters(model):
-        info = sharded._module_info
-        places = [(info.module, info.param_name)]
-        places += zip(info.shared_modules, info.shared_param_names, strict=True)
-        compute = _compute(places) if sharded.sharded_param.ndim > 1 else None
-        if compute is not None:
-            _extend(sharded, compute)
-            formats[names[sharded.sharded_param]] = compute
-    return formats
+class Sharded:
+    """A model whose parameters FSDP has sharded, after it was given a policy."""
 
+    def __init__(self, model: nn.Module):
+        self.modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
+        names: dict[Tensor, str] = {p: name for name, p in model.named_parameters()}
+        gathers = [Gather(sharded) for sharded in self._parameters()]
+        self.gathers = {names[g.sharded.sharded_param]: g for g in gathers if g.is_for_matmuls}
+        for gather in self.gathers.values():
+            gather.install()
 
-def exchange(model: nn.Module) -> Callable[[bool], None]:
-    """Returns a function that is told before each backward pass whether ranks exchange gradients in it."""
-    modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
-
-    def set_exchange(now: bool) -> None:
-        for module in modules:
+    def exchange(self, now: bool) -> None:
+        """Tells FSDP before a backward pass whether ranks exchange gradients in it, or keep them for a later one."""
+        for module in self.modules:
             module.set_requires_gradient_sync(now, recurse=False)
 
-    return set_exchange
+    def reshard(self) -> None:
+        """Frees what is gathered: the next pass gathers again, in the format that layers compute in then."""
+        for module in self.modules:
+            module.reshard()
 
-
-def fsdp_parameters(model: nn.Module) -> Iterator[Any]:
-    """Yields what FSDP keeps of each parameter."""
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
+    def _parameters(self) -> Iterator[Any]:
+        """Yields what FSDP keeps of each parameter."""
+        for module in self.modules:
             state = module._get_fsdp_state()
-            groups = getattr(state, "_fsdp_param_groups", None)  # one per module before torch 2.12
+            groups = getattr(state, "_fsdp_param_groups", None)  # torch 2.11 has one for each module
             for group in [state._fsdp_param_group] if groups is None else groups:
                 yield from () if group is None else group.fsdp_params
 
 
-def _compute(places: Sequence[tuple[nn.Module, str]]) -> torch.dtype | None:
-    """Returns the narrow format that all layers with a weight multiply it in, or None."""
-    formats = set()
-    for module, name in places:
-        if not isinstance(module, Layer) or type(module).whole_because(module, name) or module.casts.emulate:
+class Gather:
+    """How one parameter is gathered: in the format that its layers compute in when they ask for it."""
+
+    def __init__(self, sharded: Any):
+        self.sharded, info = sharded, sharded._module_info
+        self.places: list[tuple[Any, str]] = [(info.module, info.param_name)]
+        self.places += zip(info.shared_modules, info.shared_param_names, strict=True)
+        self.gathered_in: torch.dtype | None = None
+
+    @property
+    def is_for_matmuls(self) -> bool:
+        """Whether every module with the parameter multiplies it, or looks up its rows, in a format of its own."""
+        layers = all(isinstance(m, Layer) and not type(m).whole_because(m, name) for m, name in self.places)
+        return layers and self.sharded.sharded_param.ndim > 1 and self.sharded.sharded_param.dtype == torch.float32
+
+    def format(self) -> torch.dtype:
+        """Returns the one narrow format that all layers compute in now, or fp32."""
+        formats = {m.casts.compute for m, _ in self.places}
+        narrow = len(formats) == 1 and not any(m.casts.emulate for m, _ in self.places)
+        return formats.pop() if narrow else torch.float32
+
+    def install(self) -> None:
+        """Gives the shard the two functions that FSDP asks for."""
+        local = self.sharded._sharded_local_tensor
+        local.fsdp_pre_all_gather, local.fsdp_post_all_gather = self.before, self.after
+        self.sharded._init_extensions()
+
+    def before(
+        self, mesh: Any, size: Any, stride: Any, module: nn.Module, policy: Any
+    ) -> tuple[tuple[Tensor], None]:
+        """Returns what this rank sends."""
+        sharded, now = self.sharded, self.format()
+        if now != self.gathered_in is not None:  # evaluation in another format: FSDP would fill the old memory
+            sharded.all_gather_outputs = []
+            del sharded._unsharded_param
+        self.gathered_in = now
+        return (sharded._sharded_param_data.view(sharded.padded_sharded_param_size).to(now),), None
+
+    def after(
+        self, gathered: tuple[Tensor], metadata: None, dtype: torch.dtype, *, out: Tensor | None = None
+    ) -> tuple[Tensor, tuple[Tensor]] | None:
+        """Returns what layers see, the first time; later FSDP fills the same memory."""
+        (values,) = gathered
+        if out is not None:
             return None
-        formats.add(module.casts.compute)
-    (one, *others) = formats
-    return None if others or one.itemsize >= 4 else one
-
-
-def _extend(sharded: Any, compute: torch.dtype) -> None:
-    local = sharded._sharded_local_tensor
-    padded = sharded._sharded_param_data.view(sharded.padded_sharded_param_size)
-    local.fsdp_pre_all_gather = partial(_before, padded, compute)
-    local.fsdp_post_all_gather = _after
-    sharded._init_extensions()
-
-
-def _before(
-    padded: Tensor, compute: torch.dtype, mesh: Any, size: Any, stride: Any, module: nn.Module, policy: Any
-) -> tuple[tuple[Tensor], None]:
-    return (padded.to(compute),), None
-
-
-def _after(
-    gathered: tuple[Tensor], metadata: None, dtype: torch.dtype, *, out: Tensor | None = None
-) -> tuple[Gathered, tuple[Tensor]] | None:
-    return (Gathered(gathered[0]), gathered) if out is None else None  # later ones fill the same memory
+        return values if values.dtype == torch.float32 else Gathered(values), gathered

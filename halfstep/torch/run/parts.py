@@ -1,7 +1,7 @@
 """What a run consists of, and the state that its steps change. `Run` (step.py) adds the verbs."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +25,9 @@ from halfstep.torch.run.reached import Reached
 from halfstep.torch.run.readback import ScaleWatch
 from halfstep.torch.run.switches import Switches
 from halfstep.torch.run.weight_casts import WeightCasts
+
+if TYPE_CHECKING:
+    from halfstep.torch.parallel.gathered import Sharded
 
 
 class RunParts:
@@ -50,7 +53,7 @@ class RunParts:
         self.optimizers: list[torch.optim.Optimizer] = []
         self.drivers: list[Driver] = []
         self.averages: Averages | None = None
-        self.gathered: dict[str, torch.dtype] = {}  # weights that FSDP gathers narrower than fp32
+        self.sharded: Sharded | None = None  # by FSDP, after it was prepared
         self.num_copies = 0  # ranks that have the same shard; 0 if parameters are not sharded
         self.skipped: Tensor | None = None  # whether the last update was; None before the first
         self._decay, self._warns, self._seed = ema, warns, seed
@@ -77,11 +80,11 @@ class RunParts:
     def take(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         """Takes optimizers that were checked. The model may have been moved since it was prepared."""
         if _are_shards_of(self.model, self.masters.names):
-            from halfstep.torch.parallel import gathered  # imports FSDP
+            from halfstep.torch.parallel.gathered import Sharded  # imports FSDP
 
             self._hold(optimizers)
-            self.gathered = gathered.gather_in_compute(self.model)
-            self.accumulation.exchange = gathered.exchange(self.model)
+            self.sharded = Sharded(self.model)
+            self.accumulation.exchange = self.sharded.exchange
         moments = {} if self.conversion is None else self.conversion.moments
         drivers = [driver_of(optimizer, self.masters, moments) for optimizer in optimizers]
         self._check_still_there(drivers)

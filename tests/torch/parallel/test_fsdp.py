@@ -159,3 +159,27 @@ def in_other_ways(way):
 @pytest.mark.parametrize("way", ["frozen", "checkpointed", "compiled before", "compiled after", "ema"])
 def test_in_other_ways(ranks, way):
     assert_same("bf16-mixed", in_other_ways(way), ranks(in_other_ways, 2, way))
+
+
+def evaluated():
+    """Logits while training and in the role `eval`, in one process or sharded; each twice, in turns."""
+    model = jobs.net()
+    run = prepare(model, "bf16-mixed,eval=fp32")
+    if dist.is_initialized():
+        jobs.shard(model)
+    run.attach(jobs.OPTIMIZERS["ours"](model.parameters()))
+    rows, found = torch.arange(40).view(4, 10), []
+    for _ in range(2):
+        with torch.no_grad():
+            found.append(model(rows))
+            with run.evaluation():
+                found.append(model(rows))
+    run.step(jobs.loss_of(model), jobs.batches(0, 1))
+    return found
+
+
+def test_evaluation_gathers_in_its_own_format(ranks):
+    trained, exact, *again = evaluated()
+    assert not torch.equal(trained, exact)
+    for found in ranks(evaluated, 2):
+        assert all(map(torch.equal, found, (trained, exact, *again)))
