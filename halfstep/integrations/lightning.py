@@ -41,7 +41,7 @@ from halfstep.core.measure import TOKENS
 from halfstep.core.policy import Policy
 from halfstep.core.scaling import DynamicScale
 from halfstep.torch.convert.modules import Root
-from halfstep.torch.run.checks import num_processes
+from halfstep.torch.parallel.ranks import num_ranks
 from halfstep.torch.step import Run, StepResult, prepare
 
 STATE = "halfstep"  # the entry of a Fabric checkpoint
@@ -505,7 +505,7 @@ def _state_of(run: Run) -> dict[str, Any]:
             "plain Lightning: a run that resumes from it is not the same. From one after an update it is."
         )
     state = run.state_dict()
-    if (count := num_processes()) > 1:
+    if (count := num_ranks()) > 1:
         state["replicas"] = [None] * count
         torch.distributed.all_gather_object(state["replicas"], _random_state(state))
     return state
@@ -515,7 +515,7 @@ def _load_state(run: Run, given: dict[str, Any]) -> None:
     """Restores a run; each replica gets its own random state, and keeps the one it has if it is new."""
     state = dict(given)
     if (replicas := state.pop("replicas", None)) is not None:
-        rank = torch.distributed.get_rank() if num_processes() > 1 else 0
+        rank = torch.distributed.get_rank() if num_ranks() > 1 else 0
         own = replicas[rank] if rank < len(replicas) else _random_state(run.state_dict())
         state["tensors"] = {**state["tensors"], **own}
     run.load_state_dict(state)

@@ -70,6 +70,7 @@ class Applied:
     attention: tuple[Attention, ...] = ()  # of models of transformers
     measured: Measured | None = None  # if rules say `measured`
     amaxes: Amaxes | None = None  # if operands are delayed
+    split_later: tuple[str, ...] = ()  # masters that are whole until optimizers come
 
     def __str__(self) -> str:
         counts = Counter(print_value(param) for param in self.masters.values())
@@ -85,8 +86,12 @@ def apply(
     tokens: int = TOKENS,
     compiled: bool = True,
     timer: Timer = time_layer,
+    split: bool = True,
 ) -> Applied:
-    """Gives a model a policy, whose rules may match `names`; `timer` times the layers of rules with `measured`."""
+    """Gives a model a policy, whose rules may match `names`; `timer` times the layers of rules with `measured`.
+
+    Without `split`, masters that the policy splits stay whole until `split_now`: they may be sharded first.
+    """
     plan.check_model(model)
     parameters, names, plans = trainable(model), names_of(model, names), plans_of(model)
     aliases = _aliases(model, parameters)
@@ -102,13 +107,15 @@ def apply(
     roles = {name: _roles(held, values) for name, held in aliases.items()}
     masters = {name: _checked(name, parameters[name], roles[name], policy) for name in parameters}
     masters, kept_whole = _split_where_used(masters, parameters, plans)
+    later = () if split else tuple(name for name, param in masters.items() if param.split)
+    masters |= {name: replace(masters[name], split=False) for name in later}
     held: dict[Tensor, Param] = {parameters[name]: param for name, param in masters.items()}
     plan.check_held(plans, held)
     measured = fp8_choice.measure_all(plans, ruled, held, tokens, compiled=compiled, timer=timer)
     chosen = ruled if measured is None else measured.widen(ruled)
     widened = [name for name, p in parameters.items() if p.dtype != torch.float32 and masters[name].format == FP32]
     widened += plan.widen_statistics(plans)
-    remainders = _hold_all(parameters, masters, policy, plans)
+    remainders = _hold_all(parameters, masters, policy, [p.module for p in plans])
     amaxes = fp8_choice.add_histories(plans, ruled, next(iter(parameters.values())).device)
     attention = causal.choose(model)
     originals = plan.convert(model, plans, chosen, base, causal=any(not row.why_not for row in attention))
@@ -126,7 +133,16 @@ def apply(
         attention=tuple(attention),
         measured=measured,
         amaxes=amaxes,
+        split_later=later,
     )
+
+
+def split_now(model: nn.Module, applied: Applied) -> Applied:
+    """Splits masters that `apply` left whole."""
+    parameters = {name: p for name, p in model.named_parameters() if name in applied.split_later}
+    masters = {name: replace(applied.masters[name], split=True) for name in parameters}
+    remainders = _hold_all(parameters, masters, applied.policy, [*model.modules()])
+    return replace(applied, masters=applied.masters | masters, remainders=remainders, split_later=())
 
 
 def _precisions(model: nn.Module, policy: Policy, names: Sequence[str] | None) -> dict[str, Precision]:
@@ -272,7 +288,10 @@ def _split_where_used(
 
 @torch.no_grad()
 def _hold_all(
-    parameters: Mapping[str, nn.Parameter], masters: Mapping[str, Param], policy: Policy, plans: Sequence[Plan]
+    parameters: Mapping[str, nn.Parameter],
+    masters: Mapping[str, Param],
+    policy: Policy,
+    modules: Sequence[nn.Module],
 ) -> dict[str, Tensor]:
     """Holds each parameter as its master is; returns the remainders of those that are split."""
     remainders: dict[str, Tensor] = {}
@@ -283,10 +302,10 @@ def _hold_all(
         if remainder is not None:
             make_split(parameter, remainder, name)
             remainders[name] = split_parameters[parameter] = remainder
-    for planned in plans:
-        for name, held_here in planned.module._parameters.items():
+    for module in modules:
+        for name, held_here in module._parameters.items():
             if held_here is not None and held_here in split_parameters:
-                Holder.add_remainder(cast(Holder, planned.module), name, split_parameters[held_here])
+                Holder.add_remainder(cast(Holder, module), name, split_parameters[held_here])
     return remainders
 
 

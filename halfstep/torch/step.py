@@ -31,13 +31,12 @@ from halfstep.torch.convert.plan import check_model
 from halfstep.torch.dtypes import describe
 from halfstep.torch.optim.adamw import Optimizer
 from halfstep.torch.optim.drivers import GradNorm
-from halfstep.torch.parallel.ranks import agree, num_ranks
+from halfstep.torch.parallel.ranks import agree, in_group, leave_to_us, num_ranks
 from halfstep.torch.run import nonfinite
 from halfstep.torch.run.accumulation import checked_pair, checked_weight, divisor, mean_loss, times
 from halfstep.torch.run.checks import (
     check_exchange,
     check_given,
-    check_replicas,
     check_settings,
     device_of,
     measured_choice,
@@ -101,7 +100,8 @@ def prepare(
     check_fp32([base_precision(policy), *precisions(policy, names_of(model, None)).values()])
     for p in model.parameters():
         p.grad = None
-    conversion = apply(model, policy, tokens=tokens)
+    conversion = apply(model, policy, tokens=tokens, split=given is not None or not in_group())
+    leave_to_us(model, conversion.split_later or [*conversion.remainders])
     options: dict[str, Any] = {"conversion": conversion, "seed": seed, "ema": ema}
     return Run(model, optimizers, policy, clip_norm, **options, choice=choice, note=note, warns=True)
 
@@ -208,8 +208,6 @@ class Run(RunParts):
     def update(self) -> StepResult:
         """Updates the parameters and uses up the gradients: finite? -> unscale -> clip -> step -> rescale."""
         self._check_trains()
-        if self.masters.remainders:
-            check_replicas(split=True)
         self.check_parameters()
         self.masters.check_writes()
         grads, weights = self.shown.collect(self.parameters), self.accumulation.weights

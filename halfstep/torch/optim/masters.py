@@ -63,7 +63,7 @@ class Masters:
         # The tensors themselves: layers that need the whole master join it from the same remainder.
         self.remainders = dict(remainders or {})
         self.seed = seed
-        self._halves = [p for p, name in self.names.items() if name in self.remainders]
+        self.halves = [p for p, name in self.names.items() if name in self.remainders]
         self._layouts: dict[tuple[int, ...], Layout] = {}
 
     def of(self, parameter: Tensor) -> Param:
@@ -82,6 +82,10 @@ class Masters:
         """Whether the parameter is the bf16 half of a split master."""
         return self.names.get(parameter, "") in self.remainders
 
+    def remainder(self, half: Tensor) -> Tensor:
+        """Returns what the bf16 half of a split master leaves out."""
+        return self.remainders[self.names[half]]
+
     def layout(self, parameters: Sequence[Tensor]) -> Layout:
         """Returns how each parameter is held; remembered for lists that come again, as in every step."""
         key, dtypes = tuple(map(id, parameters)), [p.dtype for p in parameters]
@@ -98,21 +102,21 @@ class Masters:
 
     def check_writes(self) -> None:
         """Refuses split masters whose bf16 half was written to or resized by somebody else."""
-        if unwritten(self._halves):
+        if unwritten(self.halves):
             return
         self._check_shapes()
-        for p in self._halves:
+        for p in self.halves:
             if p.dtype in (torch.bfloat16, torch.float32):  # others are refused as casts
                 check_write(p, self.names[p])
 
     def accept_writes(self) -> None:
         """Takes what somebody else wrote to the bf16 half of a split master as its number."""
         self._check_shapes()
-        for p in self._halves:
+        for p in self.halves:
             accept_write(p)
 
     def _check_shapes(self) -> None:
-        for p in self._halves:
+        for p in self.halves:
             lo = self.remainders[self.names[p]]
             if p.shape != lo.shape:
                 raise HalfstepError(

@@ -13,12 +13,29 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
+
+BUCKET = 2**23  # numbers that are reduced together
+
+
+def in_group() -> bool:
+    """Whether this process is in a process group."""
+    return dist.is_available() and dist.is_initialized()
 
 
 def num_ranks() -> int:
     """Returns how many processes there are; 1 without a process group."""
-    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+    return dist.get_world_size() if in_group() else 1
+
+
+def leave_to_us(model: nn.Module, names: Sequence[str]) -> None:
+    """Tells DDP, which will wrap the model, which parameters it must not wait for: they are reduced here."""
+    if names and in_group():
+        first = {p: name for name, p in model.named_parameters()}
+        tied = [name for name, p in model.named_parameters(remove_duplicate=False) if first[p] in set(names)]
+        ignored = getattr(model, "_ddp_params_and_buffers_to_ignore", [])
+        model._ddp_params_and_buffers_to_ignore = [*ignored, *tied]  # type: ignore[assignment]
 
 
 def is_shard(tensor: Tensor) -> bool:
@@ -61,3 +78,24 @@ def agree(norm: Tensor, num_copies: int, weights: Tensor | float, losses: Tensor
     squares, weight, loss = total.unbind()
     every = num_ranks()
     return (squares / num_copies).sqrt() if num_copies else norm, weight / every, loss / every
+
+
+@torch.no_grad()
+def same_as_rank_0(tensors: Sequence[Tensor]) -> None:
+    """Makes tensors those of the first rank, as DDP does with those that it knows."""
+    for tensor in tensors:
+        dist.broadcast(tensor.view(torch.uint8), 0)  # gloo has no int16
+
+
+@torch.no_grad()
+def average(tensors: Sequence[Tensor]) -> None:
+    """Makes fp32 tensors their means over ranks, many of them in one reduction."""
+    bucket, size = list[Tensor](), 0
+    for place, tensor in enumerate(tensors):
+        bucket.append(tensor)
+        size += tensor.numel()
+        if size >= BUCKET or place == len(tensors) - 1:
+            flat = _flatten_dense_tensors(bucket).div_(num_ranks())
+            dist.all_reduce(flat)
+            torch._foreach_copy_(bucket, list(_unflatten_dense_tensors(flat, bucket)))
+            bucket, size = [], 0

@@ -33,7 +33,7 @@ from halfstep.core.policy import Policy
 from halfstep.core.scaling import NoScale
 from halfstep.torch.dtypes import FLOATS, dtype_of
 from halfstep.torch.optim.adamw import Grads, is_sparse
-from halfstep.torch.parallel.ranks import mean, num_ranks
+from halfstep.torch.parallel.ranks import average, mean, num_ranks
 from halfstep.torch.run.buffers import Contents
 from halfstep.torch.split.operand import is_split
 from halfstep.torch.split.parameter import take_grad
@@ -133,6 +133,9 @@ class Accumulation:
         self.losses = weighted if first else self.losses + weighted
         self.weights = 1.0 if normalized else self.weights + share
         self._take(parameters)
+        if last and not alone:
+            # DDP reduces the gradients of parameters; a half's is not the parameter's to autograd.
+            average([self.sums[id(p)] for p in self.summed if is_split(p) and id(p) in self.sums])
 
     def _check_normalized(self, weight: Tensor | float | None, normalized: bool) -> None:
         if normalized and weight is not None:

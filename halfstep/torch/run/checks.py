@@ -21,6 +21,7 @@ from halfstep.torch.dtypes import describe
 from halfstep.torch.optim.adamw import Optimizer
 from halfstep.torch.optim.drivers import check_optimizers
 from halfstep.torch.optim.ema import check_decay
+from halfstep.torch.parallel.ranks import num_ranks
 
 
 def check_settings(clip_norm: Any, seed: Any, ema: float, tokens: int) -> None:
@@ -44,7 +45,7 @@ def policy_of(optimizer: Any, policy: Any) -> tuple[Any, Policy | str]:
 
 def measured_choice(model: nn.Module, tokens: int) -> Choice:
     """Returns what `auto` means for a model: what is fastest on its device, by a block as wide as its layers."""
-    if num_processes() > 1:
+    if num_ranks() > 1:
         raise PolicyError(
             "`auto` is measured in each process, and two of them could choose differently",
             hint="`halfstep probe` measures; name what it chooses",
@@ -62,7 +63,6 @@ def check_given(given: Any, model: nn.Module, policy: Policy) -> list[torch.opti
     params = [value for rule in policy.rules for _, value in rule.changes if isinstance(value, Param)]
     narrow = any(param.split or param.format != FP32 for param in (policy.param, *params))
     optimizers = check_optimizers(given, model, narrow=narrow)
-    check_replicas(split=any(param.split for param in (policy.param, *params)))
     check_moments(optimizers, model, policy)
     return optimizers
 
@@ -113,26 +113,11 @@ def check_moments(optimizers: Sequence[torch.optim.Optimizer], model: nn.Module,
                 )
 
 
-def num_processes() -> int:
-    """Returns how many processes train together."""
-    distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
-    return torch.distributed.get_world_size() if distributed else 1
-
-
 def check_exchange() -> None:
     """Refuses sums over micro-batches that DDP does not see, if there are several processes."""
-    if num_processes() > 1:
+    if num_ranks() > 1:
         raise PolicyError(
             "gradients of parameters that are not in the accumulate format are summed beside them, and DDP "
             "exchanges those of the last micro-batch alone",
             hint="hold masters whole, with `param=fp32`, and sum in fp32; or train without accumulation",
-        )
-
-
-def check_replicas(*, split: bool) -> None:
-    """Refuses split masters if there are several processes: their gradients would not be summed."""
-    if split and num_processes() > 1:
-        raise PolicyError(
-            "split masters are not implemented for more than one process: DDP does not see their gradients",
-            hint="hold masters whole, with `param=fp32`",
         )

@@ -11,12 +11,12 @@ from halfstep.core.errors import HalfstepError
 from halfstep.core.policy import Policy
 from halfstep.core.roles import Param
 from halfstep.core.scaling import ScaleState
-from halfstep.torch.apply import Applied
+from halfstep.torch.apply import Applied, split_now
 from halfstep.torch.optim.adamw import Optimizer
 from halfstep.torch.optim.drivers import Driver, StockDriver, check_optimizers, driver_of, held_by
 from halfstep.torch.optim.ema import Averages
 from halfstep.torch.optim.masters import Masters
-from halfstep.torch.parallel.ranks import copies, is_shard
+from halfstep.torch.parallel.ranks import copies, is_shard, num_ranks, same_as_rank_0
 from halfstep.torch.run.accumulation import PREPARE_AGAIN, Accumulation, check_device
 from halfstep.torch.run.buffers import Buffers, Contents
 from halfstep.torch.run.checks import check_move, device_of
@@ -25,6 +25,7 @@ from halfstep.torch.run.reached import Reached
 from halfstep.torch.run.readback import ScaleWatch
 from halfstep.torch.run.switches import Switches
 from halfstep.torch.run.weight_casts import WeightCasts
+from halfstep.torch.split.operand import values_of
 
 if TYPE_CHECKING:
     from halfstep.torch.parallel.gathered import Sharded
@@ -85,6 +86,9 @@ class RunParts:
             self._hold(optimizers)
             self.sharded = Sharded(self.model)
             self.accumulation.exchange = self.sharded.exchange
+        elif self.conversion is not None and self.conversion.split_later:
+            self.conversion = split_now(self.model, self.conversion)
+            self._hold(optimizers)
         moments = {} if self.conversion is None else self.conversion.moments
         drivers = [driver_of(optimizer, self.masters, moments) for optimizer in optimizers]
         self._check_still_there(drivers)
@@ -95,6 +99,9 @@ class RunParts:
             self.follow(self.parameters[0].device)
             self.check_parameters()
             self.masters.check_writes()
+            if self.masters.remainders and num_ranks() > 1:
+                same_as_rank_0([t for p in self.masters.halves for t in (values_of(p), self.masters.remainder(p))])
+                self.masters.note_writes(self.masters.halves)
         except BaseException:
             self.optimizers, self.drivers = [], []
             self._list_parameters()

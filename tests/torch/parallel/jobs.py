@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -90,10 +91,11 @@ def train(policy: str, optimizer: str = "ours", shape=None, micro_batches: int =
     run = prepare(model, policy, clip_norm=1.0, **options)
     if shape is not None:
         shard(model, *shape)
+    wrapped = DistributedDataParallel(model) if dist.is_initialized() and shape is None else model
     run.attach(OPTIMIZERS[optimizer](model.parameters()))
-    results = [run.step(loss_of(model), batches(step, micro_batches)) for step in range(steps)]
+    results = [run.step(loss_of(wrapped), batches(step, micro_batches)) for step in range(steps)]
     rows = [(float(r.loss), float(r.grad_norm), float(r.scale), bool(r.skipped)) for r in results]
-    return rows, whole(model)
+    return rows, whole(model) if shape is not None else run.weights()
 
 
 def whole(model: nn.Module) -> dict[str, torch.Tensor]:
