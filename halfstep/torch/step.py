@@ -49,6 +49,7 @@ from halfstep.torch.run.parts import RunParts
 from halfstep.torch.run.reached import Reached, record
 from halfstep.torch.run.summary import summarize
 from halfstep.torch.run.switches import check_fp32
+from halfstep.torch.split.operand import is_split
 from halfstep.torch.split.parameter import copying_run
 
 # loss_fn(batch) -> the mean loss, or (the sum of losses, the number of tokens)
@@ -178,7 +179,7 @@ class Run(RunParts):
         self.shown.hide()
         scale = self.scale_state.scale
         self.accumulation.add(loss, weight, scale, self.parameters, last=last, normalized=normalized)
-        if not last and self.accumulation.summed:
+        if not last and not all(map(is_split, self.accumulation.summed)):
             check_exchange()
         self.shown.show(self.parameters, last=last)
 

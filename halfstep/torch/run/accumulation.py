@@ -212,7 +212,7 @@ class Accumulation:
             raise HalfstepError(
                 "the model holds none of the parameters that it was prepared with: they were replaced since, "
                 "as FSDP's fully_shard does",
-                hint="FSDP is not implemented yet; DDP(model) keeps parameters, and takes `bf16-mixed`",
+                hint="run = prepare(model, policy), then fully_shard, then run.attach(optimizers)",
             )
         self.check_none_new()
         if not grads:
