@@ -154,7 +154,8 @@ class Run(RunParts):
                 if isinstance(given, tuple):
                     total, weight = checked_pair(given)
                     given = total / divisor(weight)
-                self.accumulation.add(given, weight, self.scale_state.scale, self.parameters, last=last in (None, place))
+                final = last in (None, place)
+                self.accumulation.add(given, weight, self.scale_state.scale, self.parameters, last=final)
             self.accumulation.complete = True
             return self.update()
         except BaseException as error:

@@ -37,7 +37,7 @@ _VIEWS = {
 class Gathered(Tensor):
     """A weight in fp32 to autograd, whose numbers are in a narrower format."""
 
-    values: Tensor
+    numbers: Tensor
 
     @staticmethod
     def __new__(cls, values: Tensor) -> "Gathered":
@@ -46,33 +46,33 @@ class Gathered(Tensor):
         return Tensor._make_wrapper_subclass(cls, values.shape, **options)  # type: ignore[return-value]
 
     def __init__(self, values: Tensor):
-        self.values = values
+        self.numbers = values
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
-    def __torch_dispatch__(cls, function: Any, types: Any, args: Any, kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, function: Any, types: Any, args: Any, kwargs: Any = None) -> Any:  # type: ignore[override]
         """Views stay narrow, a cast to the format of the numbers takes them as they are, all else widens them."""
         kwargs = kwargs or {}
         if function in _VIEWS:
-            return Gathered(function(args[0].values, *args[1:], **kwargs))
-        if function is _ATEN._to_copy.default and kwargs.get("dtype") is args[0].values.dtype:
-            return args[0].values
+            return Gathered(function(args[0].numbers, *args[1:], **kwargs))
+        if function is _ATEN._to_copy.default and kwargs.get("dtype") is args[0].numbers.dtype:
+            return args[0].numbers
         return function(*pytree.tree_map(_widened, args), **pytree.tree_map(_widened, kwargs))
 
     def __tensor_flatten__(self) -> tuple[list[str], None]:
-        return ["values"], None
+        return ["numbers"], None
 
     @staticmethod
     def __tensor_unflatten__(inner: dict[str, Tensor], _: None, size: Any, stride: Any) -> "Gathered":
-        return Gathered(inner["values"])
+        return Gathered(inner["numbers"])
 
-    def __repr__(self, **_: Any) -> str:
-        return f"Gathered({tuple(self.shape)}, {self.values.dtype})"
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"Gathered({tuple(self.shape)}, {self.numbers.dtype})"
 
 
 def _widened(given: Any) -> Any:
-    return given.values.float() if isinstance(given, Gathered) else given
+    return given.numbers.float() if isinstance(given, Gathered) else given
 
 
 class Sharded:
@@ -87,7 +87,7 @@ class Sharded:
             gather.install()
 
     def exchange(self, now: bool) -> None:
-        """Tells FSDP before a backward pass whether ranks exchange gradients in it, or keep them for a later one."""
+        """Tells FSDP before a backward pass whether ranks exchange gradients in it or keep them."""
         for module in self.modules:
             module.set_requires_gradient_sync(now, recurse=False)
 

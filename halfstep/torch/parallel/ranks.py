@@ -69,11 +69,13 @@ def mean(value: Tensor | float, device: torch.device) -> Tensor:
     return total / num_ranks()
 
 
-def agree(norm: Tensor, num_copies: int, weights: Tensor | float, losses: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def agree(
+    norm: Tensor, num_copies: int, weights: Tensor | float, losses: Tensor | float
+) -> tuple[Tensor, Tensor, Tensor]:
     """Returns the norm of all shards, and the means of weights and losses; `num_copies` is that of `copies`."""
     device = norm.device
-    rows = [norm.square() if num_copies else norm.new_zeros(()), torch.as_tensor(weights, device=device), losses]
-    total = torch.stack([row.to(torch.float32) for row in rows])
+    rows = [norm.square() if num_copies else norm.new_zeros(()), weights, losses]
+    total = torch.stack([torch.as_tensor(row, dtype=torch.float32, device=device) for row in rows])
     dist.all_reduce(total)
     squares, weight, loss = total.unbind()
     every = num_ranks()

@@ -99,7 +99,7 @@ class Accumulation:
         last: bool,
         normalized: bool = False,
     ) -> None:
-        """Adds the gradient of a micro-batch's mean loss, times the scale; `weight` is of `checked_weight` or None.
+        """Adds the gradient of a micro-batch's mean loss, times the scale; `weight` is None or was checked.
 
         A loss that is `normalized` is a share of the update's loss: the sum is divided by nothing.
         """
@@ -120,7 +120,7 @@ class Accumulation:
             self.exchange(last)
         if not alone:
             # Sums that are not exchanged yet are the engine's: this micro-batch is weighted, not what is there.
-            share = weight / self._reference
+            share = weight / cast(float, self._reference)
             self._backward(loss.float() * (share * scale if self._scaled else share))
         elif self._scaled:
             share = self._weigh_sums(weight, scale, parameters)

@@ -183,8 +183,8 @@ class RunParts:
             raise HalfstepError(
                 f"`{names[new[0]]}` is not a parameter that the model was prepared with: it was added or replaced "
                 f"since, as FSDP's fully_shard does ({len(new)} such parameters)",
-                hint="change the model before prepare(); run = prepare(model, policy), then fully_shard of all of its "
-                "modules, then run.attach(optimizers)",
+                hint="change the model before prepare(); to shard it: run = prepare(model, policy), then "
+                "fully_shard, then run.attach(optimizers)",
             )
 
     def _has_master(self, parameter: Tensor) -> bool:

@@ -85,7 +85,7 @@ def loss_of(model: nn.Module) -> Callable[[torch.Tensor], Any]:
     return lambda rows: F.cross_entropy(model(rows[:, :-1]).flatten(0, 1).float(), rows[:, 1:].flatten())
 
 
-def train(policy: str, optimizer: str = "ours", shape=None, micro_batches: int = 1, steps: int = 3, **options: Any):
+def train(policy, optimizer="ours", shape=None, micro_batches=1, steps=3, **options):
     """Trains; returns the loss, norm and scale of each step, and the whole weights. No shape: not sharded."""
     model = net()
     run = prepare(model, policy, clip_norm=1.0, **options)

@@ -12,6 +12,7 @@ from halfstep.torch import prepare
 from tests.torch.parallel import jobs
 from tests.torch.parallel.bounds import assert_same
 
+
 @pytest.mark.parametrize("optimizer", jobs.OPTIMIZERS)
 @pytest.mark.parametrize("policy", ["fp32", "bf16-mixed", "fp16-mixed"])
 def test_two_ranks_train_as_one(ranks, policy, optimizer):
@@ -80,7 +81,8 @@ def with_nan_on_one_rank():
     rows = []
     for step in range(3):
         bad = step == 1 and jobs.rank_and_ranks()[0] == 1
-        result = run.step(lambda rows, bad=bad: jobs.loss_of(model)(rows) * (float("nan") if bad else 1.0), jobs.batches(step, 1))
+        factor = float("nan") if bad else 1.0
+        result = run.step(lambda rows, by=factor: jobs.loss_of(model)(rows) * by, jobs.batches(step, 1))
         rows.append((bool(result.skipped), float(result.scale)))
     return rows, jobs.whole(model)
 
