@@ -29,9 +29,9 @@ from halfstep.torch import state
 from halfstep.torch.apply import apply, names_of, restore, set_precision
 from halfstep.torch.convert.plan import check_model
 from halfstep.torch.dtypes import describe
-from halfstep.torch.optim.adamw import Optimizer
+from halfstep.torch.optim.adamw import Grads, Optimizer
 from halfstep.torch.optim.drivers import GradNorm
-from halfstep.torch.parallel.ranks import agree, in_group, leave_to_us, num_ranks
+from halfstep.torch.parallel.ranks import agree, in_group, leave_to_us, local, num_ranks
 from halfstep.torch.run import nonfinite
 from halfstep.torch.run.accumulation import checked_pair, checked_weight, divisor, mean_loss, times
 from halfstep.torch.run.checks import (
@@ -199,12 +199,17 @@ class Run(RunParts):
         `update` takes it from here: asking for it costs no second pass over the gradients.
         """
         self._check_trains()
-        grads = self.shown.collect(self.parameters)
-        norm = self._norm([*grads.values()])
+        grads, weights = self.shown.collect(self.parameters), self.accumulation.weights
+        norm = self._norm_of(grads)
         self.shown.note_norm(norm, grads)
-        if self.shown.finite is not None:
-            return norm
-        return norm * (1.0 / self.scale_state.scale / self.accumulation.weights)
+        if num_ranks() > 1:
+            norm, weights, _ = agree(norm, self.num_copies, weights, 0.0)
+        return norm if self.shown.finite is not None else norm * (1.0 / self.scale_state.scale / weights)
+
+    def _norm_of(self, grads: Grads) -> Tensor:
+        """Returns the norm of gradients; of those that are sharded, of what this rank has."""
+        values = [*grads.values()]
+        return self._norm([*map(local, values)] if self.num_copies else values)
 
     @torch.no_grad()
     def update(self) -> StepResult:
@@ -216,7 +221,7 @@ class Run(RunParts):
         for driver in self.drivers:
             driver.check(grads)  # before the first of them has moved anything
         known = self.shown.known_norm(grads)
-        scaled_norm = self._norm([*grads.values()]) if known is None else known
+        scaled_norm = self._norm_of(grads) if known is None else known
         losses: Tensor | float = self.accumulation.losses
         if num_ranks() > 1:
             scaled_norm, weights, losses = agree(scaled_norm, self.num_copies, weights, losses)

@@ -39,7 +39,7 @@ BACKEND_ROOMS = [
     {"apply"},
     {"optim"},
     {"observe"},  # to come: statistics of every layer
-    {"parallel"},  # to come: ranks, reduction, sharding
+    {"parallel"},
     {"run"},
     {"state"},
     {"step"},

@@ -31,7 +31,6 @@ from halfstep.torch.dtypes import dtype_of
 from halfstep.torch.kernels import reachable
 from halfstep.torch.optim.adamw import Grads, Optimizer, is_sparse, readable
 from halfstep.torch.optim.masters import Masters
-from halfstep.torch.parallel.ranks import is_shard, local
 from halfstep.torch.split.operand import values_of
 
 
@@ -324,8 +323,7 @@ class GradNorm:
         self._kernel: Any = None
 
     def __call__(self, grads: list[Tensor]) -> Tensor:
-        """Returns the norm of all gradients together, of sharded ones those of this rank, in fp32."""
-        grads = [*map(local, grads)] if is_shard(grads[0]) else grads
+        """Returns the norm of all gradients together, in fp32."""
         if not (all(reachable(grads[:1])) and readable(grads)):
             return norm_of(grads)
         sizes = [g.numel() for g in grads]
