@@ -362,7 +362,7 @@ class _FabricPrecision(PlainFabricPrecision):
     def convert_module(self, module: nn.Module) -> nn.Module:
         """Prepares the model, before it is wrapped and compiled."""
         run = prepare(module, [*self._given] or None, self._policy, **self._options)
-        _check_replicas(run, wrapped=num_processes() > 1)
+        _check_replicas(run, wrapped=num_ranks() > 1)
         self._runs.append(run)
         return module
 
@@ -377,7 +377,7 @@ class _FabricPrecision(PlainFabricPrecision):
                     f"no model that was set up has the parameters of this {type(optimizer).__name__}",
                     hint="model = fabric.setup_module(model) first, then make the optimizer",
                 )
-            _check_replicas(runs[0].attach(optimizer), wrapped=num_processes() > 1)
+            _check_replicas(runs[0].attach(optimizer), wrapped=num_ranks() > 1)
 
     def run_of(self, model: nn.Module) -> Run:
         """Returns the run of a model, wrapped or not."""

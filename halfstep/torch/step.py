@@ -31,7 +31,7 @@ from halfstep.torch.convert.plan import check_model
 from halfstep.torch.dtypes import describe
 from halfstep.torch.optim.adamw import Grads, Optimizer
 from halfstep.torch.optim.drivers import GradNorm
-from halfstep.torch.parallel.ranks import agree, in_group, leave_to_us, local, num_ranks
+from halfstep.torch.parallel.ranks import agree, in_group, largest, leave_to_us, num_ranks
 from halfstep.torch.run import nonfinite
 from halfstep.torch.run.accumulation import checked_pair, checked_weight, divisor, mean_loss, times
 from halfstep.torch.run.checks import (
@@ -49,6 +49,7 @@ from halfstep.torch.run.parts import RunParts
 from halfstep.torch.run.reached import Reached, record
 from halfstep.torch.run.summary import summarize
 from halfstep.torch.run.switches import check_fp32
+from halfstep.torch.shards import local
 from halfstep.torch.split.operand import is_split
 from halfstep.torch.split.parameter import copying_run
 
@@ -245,6 +246,8 @@ class Run(RunParts):
         self.num_applied += finite
         self.buffers.restore_unless(finite)
         if self.amaxes is not None:
+            if num_ranks() > 1:
+                largest(self.amaxes.pending)
             self.amaxes.update(finite)
         if self.averages is not None:
             self.averages.update(finite.float())
@@ -382,6 +385,11 @@ class Run(RunParts):
     def unprepare(self) -> nn.Module:
         """Returns the model in its own classes, with its masters in fp32, exactly. Ends the run."""
         self._check_open()
+        if self.sharded is not None:
+            raise HalfstepError(
+                "the model is sharded, and FSDP has put a class of its own in front of the model's",
+                hint="run.weights() has the masters: each is a DTensor, whose full_tensor() gathers it",
+            )
         self.masters.check_writes()
         masters = dict(zip(self.masters.names, self.masters.wide([*self.masters.names]), strict=True))
         self.forget()

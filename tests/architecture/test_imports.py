@@ -26,7 +26,7 @@ LAYERS = [
 # The order of the rooms (modules and sub-packages) inside a package: a room may import those before it, and those
 # on its own line as long as files form no cycle. A room that is not listed is an error: a new one needs a place.
 BACKEND_ROOMS = [
-    {"dtypes", "memory", "tracing"},
+    {"dtypes", "memory", "shards", "tracing"},
     {"cast"},
     {"split", "kernels"},
     {"lowering"},

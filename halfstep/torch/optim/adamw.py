@@ -29,6 +29,7 @@ from halfstep.core.roles import Param, parse_value
 from halfstep.torch.dtypes import dtype_of, format_of
 from halfstep.torch.kernels import reachable
 from halfstep.torch.optim.masters import Masters
+from halfstep.torch.shards import local
 
 is_sparse: Callable[[Tensor], bool] = Tensor.is_sparse.__get__  # type: ignore[attr-defined]
 # Like torch: tensors, (name, tensor) pairs, or groups with a list of either under "params".
@@ -236,7 +237,7 @@ class AdamW(Optimizer):
                 "found_inf": torch.zeros((), device=device) if found_inf is None else found_inf,
             }
             settings = {"betas": group["betas"], "eps": group["eps"], "decay": group["weight_decay"]}
-            launch(fitting([grads[i] for i in positions]), **scalars, **settings)
+            launch(fitting([local(grads[i]) for i in positions]), **scalars, **settings)
         if rows.others:
             params, states = [rows.params[i] for i in rows.others], [rows.states[i] for i in rows.others]
             rest = [grads[i] for i in rows.others]
@@ -276,11 +277,13 @@ class _Rows:
         self.params, self.masters, self.state = params, masters, state
         self.layout = masters.layout(params)
         self.states = [state[p] for p in params]
-        self.columns = [[s[k] for s in self.states] for k in (*AdamW.slots, "step")]
+        self._held = [[s[k] for s in self.states] for k in (*AdamW.slots, "step")]
+        # What this rank has of each.
+        self._here, self.columns = [*map(local, params)], [[*map(local, column)] for column in self._held]
         self._addresses = self._where()
         # A launch of our kernel for each dtype of moments.
         alike: dict[torch.dtype, list[int]] = {}
-        for i, within_reach in enumerate(reachable(params)):
+        for i, within_reach in enumerate(reachable(self._here)):
             if within_reach and i not in self.layout.rounded and self._fits_kernel(i):
                 alike.setdefault(self.columns[0][i].dtype, []).append(i)
         self.launches = [(self._launch(positions), positions) for positions in alike.values()]
@@ -291,7 +294,7 @@ class _Rows:
         """Whether parameters, masters and state are still the same tensors, where they were."""
         if masters is not self.masters or state is not self.state or len(params) != len(self.params):
             return False
-        columns = zip((*AdamW.slots, "step"), self.columns, strict=True)
+        columns = zip((*AdamW.slots, "step"), self._held, strict=True)
         return (
             all(map(is_, params, self.params))
             and masters.layout(params) is self.layout
@@ -300,13 +303,13 @@ class _Rows:
         )
 
     def _where(self) -> list[int]:
-        rows: list[Sequence[Any]] = [self.params, self.layout.remainders, *self.columns]
+        rows: list[Sequence[Any]] = [self._here, self.layout.remainders, *self.columns]
         return list(map(Tensor.data_ptr, [t for row in rows for t in row if t is not None]))
 
     def _launch(self, positions: list[int]) -> Any:
         from halfstep.torch.kernels.adamw import Update  # Triton is installed: these are within reach
 
-        rows: list[Sequence[Any]] = [self.params, self.layout.remainders, *self.columns]
+        rows: list[Sequence[Any]] = [self._here, self.layout.remainders, *self.columns]
         return Update(*([row[i] for i in positions] for row in rows))
 
     def _fits_kernel(self, i: int) -> bool:

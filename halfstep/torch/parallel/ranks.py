@@ -7,7 +7,6 @@
 A process group makes its processes one job: a run is then one run on all of them.
 """
 
-import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,6 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
+
+from halfstep.torch.shards import is_shard
 
 BUCKET = 2**23  # numbers that are reduced together
 
@@ -36,17 +37,6 @@ def leave_to_us(model: nn.Module, names: Sequence[str]) -> None:
         tied = [name for name, p in model.named_parameters(remove_duplicate=False) if first[p] in set(names)]
         ignored = getattr(model, "_ddp_params_and_buffers_to_ignore", [])
         model._ddp_params_and_buffers_to_ignore = [*ignored, *tied]  # type: ignore[assignment]
-
-
-def is_shard(tensor: Tensor) -> bool:
-    """Whether a tensor is spread over ranks. Without importing torch's module for such, which takes a second."""
-    module = sys.modules.get("torch.distributed.tensor")
-    return module is not None and isinstance(tensor, module.DTensor)
-
-
-def local(tensor: Tensor) -> Tensor:
-    """Returns what this rank has of a tensor."""
-    return tensor.to_local() if is_shard(tensor) else tensor  # type: ignore[attr-defined,no-any-return]
 
 
 def copies(parameters: Sequence[Tensor]) -> int:
@@ -101,3 +91,9 @@ def average(tensors: Sequence[Tensor]) -> None:
             dist.all_reduce(flat)
             torch._foreach_copy_(bucket, list(_unflatten_dense_tensors(flat, bucket)))
             bucket, size = [], 0
+
+
+@torch.no_grad()
+def largest(tensor: Tensor) -> None:
+    """Makes the numbers of a tensor the largest over ranks."""
+    dist.all_reduce(tensor, dist.ReduceOp.MAX)

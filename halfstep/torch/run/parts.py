@@ -16,7 +16,8 @@ from halfstep.torch.optim.adamw import Optimizer
 from halfstep.torch.optim.drivers import Driver, StockDriver, check_optimizers, driver_of, held_by
 from halfstep.torch.optim.ema import Averages
 from halfstep.torch.optim.masters import Masters
-from halfstep.torch.parallel.ranks import copies, is_shard, num_ranks, same_as_rank_0
+from halfstep.torch.optim.muon import Muon
+from halfstep.torch.parallel.ranks import copies, num_ranks, same_as_rank_0
 from halfstep.torch.run.accumulation import PREPARE_AGAIN, Accumulation, check_device
 from halfstep.torch.run.buffers import Buffers, Contents
 from halfstep.torch.run.checks import check_move, device_of
@@ -25,6 +26,7 @@ from halfstep.torch.run.reached import Reached
 from halfstep.torch.run.readback import ScaleWatch
 from halfstep.torch.run.switches import Switches
 from halfstep.torch.run.weight_casts import WeightCasts
+from halfstep.torch.shards import is_shard
 from halfstep.torch.split.operand import values_of
 
 if TYPE_CHECKING:
@@ -84,6 +86,7 @@ class RunParts:
             from halfstep.torch.parallel.gathered import Sharded  # imports FSDP
 
             self._hold(optimizers)
+            self._check_shards(optimizers)
             self.sharded = Sharded(self.model)
             self.accumulation.exchange = self.sharded.exchange
         elif self.conversion is not None and self.conversion.split_later:
@@ -185,6 +188,20 @@ class RunParts:
                 f"since, as FSDP's fully_shard does ({len(new)} such parameters)",
                 hint="change the model before prepare(); to shard it: run = prepare(model, policy), then "
                 "fully_shard, then run.attach(optimizers)",
+            )
+
+    def _check_shards(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        """Refuses what is not implemented for parameters that FSDP has sharded."""
+        narrow = [name for p, name in self.masters.names.items() if not self.masters.is_whole(p)]
+        if narrow:
+            raise HalfstepError(
+                f"`{narrow[0]}` has no fp32 master, and is sharded by FSDP ({len(narrow)} such parameters)",
+                hint="hold masters whole, with `param=fp32`: a shard is small, and the wire has its cast",
+            )
+        if any(isinstance(optimizer, Muon) for optimizer in optimizers):
+            raise HalfstepError(
+                "Muon needs whole matrices, and FSDP has sharded them",
+                hint="train with DDP, or give the matrices to AdamW",
             )
 
     def _has_master(self, parameter: Tensor) -> bool:
