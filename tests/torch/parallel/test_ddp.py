@@ -12,6 +12,7 @@ def test_two_ranks_train_as_one(ranks, policy, optimizer):
     assert_same(policy, jobs.train(policy, optimizer), ranks(jobs.train, 2, policy, optimizer))
 
 
+@pytest.mark.prove
 @pytest.mark.parametrize("policy", ["bf16-mixed", "bf16-mixed,param=fp32:split"])
 def test_four_ranks_train_as_one(ranks, policy):
     alone = jobs.train(policy, micro_batches=2)
