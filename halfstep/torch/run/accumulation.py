@@ -57,7 +57,7 @@ class Accumulation:
         self.policy, self.contents = policy, contents
         self.format = dtype_of(policy.accumulate)
         self._scaled = not isinstance(policy.scale, NoScale)
-        # Told before each backward pass whether ranks exchange gradients in it, where the engine can wait.
+        # Called before each backward pass: whether ranks exchange gradients in it. None if the engine always does.
         self.exchange: Callable[[bool], None] | None = None
         self._loss_bytes = (torch.float32 if policy.emulate else dtype_of(policy.loss)).itemsize
         self._listed = contents.parameters
