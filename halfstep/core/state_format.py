@@ -34,6 +34,18 @@ class Stored(NamedTuple):
     data: bytes | memoryview
 
 
+class Part(Stored):
+    """Some rows of a tensor that ranks share: this rank has them, and writes them to its own file."""
+
+    rows: tuple[int, int]  # the first of them, and how many the whole tensor has
+
+    def __new__(cls, record: Stored, start: int, total: int) -> "Part":
+        """Takes the rows, the number of the first, and how many the whole tensor has."""
+        part = super().__new__(cls, *record)
+        part.rows = start, total
+        return part
+
+
 # A copy of a state, queued on the device: calling it, in any thread, waits for the copy and returns its bytes. The
 # next snapshot may reuse the memory.
 Snapshot = Callable[[], dict[str, Stored]]

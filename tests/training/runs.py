@@ -4,13 +4,16 @@ import errno
 import math
 import os
 import signal
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
 
 from halfstep.config.load import load
 from halfstep.core.policy import Policy
+from halfstep.core.state_format import Part, Stored
 from halfstep.training.checkpoints import checkpoint
+from halfstep.training.checkpoints.parts import save_part
 from halfstep.training.loop import Loop
 from halfstep.training.paths import CHECKPOINTS, EVENTS
 from halfstep.training.run.response import RollBackError
@@ -44,6 +47,30 @@ def final_state(out):
     """Returns the tensors of the newest checkpoint without random state, and its manifest."""
     arrays, manifest = checkpoint.load(checkpoint.latest(out / CHECKPOINTS))
     return {name: (*a[:2], bytes(a.data)) for name, a in arrays.items() if name != "rng.cpu"}, manifest
+
+
+def spread(path, folder, ranks=2):
+    """Writes a checkpoint again as so many ranks that share its tensors would; returns its folder."""
+    arrays, manifest = checkpoint.load(path)
+    meta = {key: value for key, value in manifest.items() if key not in checkpoint.OWN_KEYS}
+    folder.mkdir()
+
+    def save(rank):
+        held = {}
+        for name, (dtype, shape, data) in arrays.items():
+            if len(shape) < 2:
+                held |= {name: arrays[name]} if rank == 0 else {}
+                continue
+            size = -(-shape[0] // ranks)
+            start, stop = min(rank * size, shape[0]), min((rank + 1) * size, shape[0])
+            row = len(data) // shape[0]
+            part = Stored(dtype, (stop - start, *shape[1:]), bytes(data[start * row : stop * row]))
+            held[name] = Part(part, start, shape[0])
+        return save_part(folder, manifest["step"], held, meta, rank=rank, ranks=ranks, token="test")
+
+    with ThreadPoolExecutor(ranks) as pool:
+        first, *_ = pool.map(save, range(ranks))
+        return first
 
 
 def events_of(out, *kinds):

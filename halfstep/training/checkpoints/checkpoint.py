@@ -8,15 +8,26 @@
                                 ...,            what the caller adds: policy, config, data position, versions
                                 "digest": ...}  SHA-256 of all the rest, as JSON with sorted keys and no spaces
 
+A job of several ranks that shard their state writes one file per rank (parts.py), and the manifest says where rows
+are. A tensor that every rank has whole is in one file:
+
+    RUN/checkpoints/step-000500/
+        state-00001-of-00002.safetensors
+        state-00002-of-00002.safetensors
+        manifest.json          {"format": 2, "files": {...}, "tensors": {
+                                name: {"dtype": ..., "shape": [50, 16], "rows": {FILE: [0, 25], FILE: [25, 50]}},
+                                name: {"dtype": ..., "shape": [], "file": FILE}}, ...}
+
 A save writes into a sibling folder `step-000500.partial`, flushes files and folder to disk, renames the folder,
 and flushes the parent: `step-NNNNNN` is complete or not there, whenever the machine dies. The next save removes
 what a killed one left. Removing renames first too. One run writes at a time (files.RunLock).
 
 A change of any meaningful bit is found and named: a resumed run that is wrong in one bit is worse than one that
 stops. The checkpoint before a damaged one is taken only if the user allows it; the damaged one is then renamed to
-`step-NNNNNN.damaged`, never removed. Nothing here unpickles: any file but `state.safetensors` is refused by name.
+`step-NNNNNN.damaged`, never removed. Nothing here unpickles: any file but these is refused by name.
 
-Everywhere here, `folder` is RUN/checkpoints. Loading holds the file and its tensors in memory at once.
+Everywhere here, `folder` is RUN/checkpoints. Loading takes the memory of the tensors, or of the rows that a rank
+asks for: each file is read once from its beginning to its end, and hashed on the way.
 """
 
 import errno
@@ -26,11 +37,13 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Mapping
-from contextlib import suppress
-from dataclasses import dataclass
+import struct
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from io import BufferedReader
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -41,8 +54,9 @@ from halfstep.core.state_format import Stored
 from halfstep.training.files import PICKLES, digest_of, flush, os_errors, write_whole
 from halfstep.training.paths import CHECKPOINTS
 
-FORMAT = 1
+FORMAT, FORMAT_OF_PARTS = 1, 2
 STATE, MANIFEST = "state.safetensors", "manifest.json"
+PART = re.compile(r"state-\d{5,}-of-\d{5,}\.safetensors")  # what one rank of several wrote
 OWN_KEYS = ("format", "step", "files", "tensors", "digest")
 
 # safetensors' name in files: (its name in the API that writes them, bytes per element)
@@ -57,7 +71,12 @@ DTYPES: Mapping[str, tuple[str, int]] = {
 }
 
 _FOLDER = re.compile(r"step-(\d{6,})")
-_LEFTOVER = re.compile(r"step-\d{6,}\.(partial|removed)")
+_LEFTOVER = re.compile(r"step-\d{6,}\.(partial|removed)(-[\w.-]+)?")
+_CHUNK = 1 << 20  # bytes that are hashed at a time if nobody asked for them
+
+Arrays = dict[str, Stored]
+# (name, shape) of a tensor -> the first row that is wanted and the one after the last; None: all of it
+RowsOf = Callable[[str, tuple[int, ...]], tuple[int, int] | None]
 
 
 class CheckpointError(HalfstepError):
@@ -78,6 +97,17 @@ class _File:
 class _Tensor:
     dtype: str
     shape: tuple[Count, ...]
+    file: str = ""  # of those that ranks wrote, the one that holds all of it
+    rows: Mapping[str, tuple[Count, ...]] = field(default_factory=dict)  # or which rows of it each file holds
+
+
+class _Piece(NamedTuple):
+    """The rows of a tensor that one file holds; a tensor without dimensions has one row."""
+
+    start: int
+    stop: int
+    shape: tuple[int, ...]  # in the file
+    dtype: str
 
 
 @dataclass(frozen=True)
@@ -104,66 +134,100 @@ def save(folder: Path, step: int, arrays: Mapping[str, Stored], meta: Mapping[st
     target = folder / f"step-{step:06d}"
     partial = target.with_name(f"{target.name}.partial")
     try:
-        if not folder.parent.is_dir():
-            raise CheckpointError(
-                f"checkpoint `{target}` cannot be written: `{folder.parent}` was moved or removed",
-                hint="move the run folder back: the next save tries again",
-            )
-        if not folder.is_dir():
-            folder.mkdir()
-            flush(folder.parent)
-        _remove_leftovers(folder)
-        os.mkdir(partial)
-        written = _write_files(partial, step, arrays, meta)
-        if target.exists() and _is_intact(target):
-            _check_same(target, written)
-            shutil.rmtree(partial)
-            return target
-        if target.exists():
-            set_aside(target)  # damaged: this one takes its place
-        os.rename(partial, target)
-        flush(folder)
-    except OSError as error:
-        shutil.rmtree(partial, ignore_errors=True)
-        place = error.filename or folder
-        raise CheckpointError(
-            f"checkpoint `{target}` cannot be written: {error.strerror or error} (`{place}`)",
-            hint="earlier checkpoints are untouched; free space, or choose another folder with `--out`",
-        ) from None
+        with writing(target):
+            open_folder(folder, target)
+            remove_leftovers(folder)
+            os.mkdir(partial)
+            put_in_place(partial, target, _write_files(partial, step, arrays, meta))
     except Exception:
         shutil.rmtree(partial, ignore_errors=True)
         raise
     return target
 
 
-def load(path: Path) -> tuple[dict[str, Stored], dict[str, Any]]:
-    """Returns the tensors, writable and unshared, and the manifest of a checkpoint's folder, verified."""
-    from safetensors import SafetensorError, deserialize
-
-    manifest = check_complete(path)
-    expected = manifest["files"][STATE]
-    file = path / STATE
-    if not fits_in_memory(2 * expected["bytes"]):
-        raise CheckpointError(f"loading `{file}` takes twice its {expected['bytes']:,} bytes of memory")
-    content = _read(file, expected["bytes"])
-    if (sha256 := hashlib.sha256(content).hexdigest()) != expected["sha256"]:
-        raise _damaged(file, f"its SHA-256 is {sha256}, expected {expected['sha256']}")
+@contextmanager
+def writing(target: Path) -> Iterator[None]:
+    """Inside, an error of the system becomes one of ours, which names the checkpoint and where it failed."""
     try:
-        tensors = deserialize(content)  # type: ignore[no-untyped-call]
-    except SafetensorError as error:
-        raise _damaged(file, f"it does not read as safetensors ({error})") from None
-    arrays = {name: Stored(t["dtype"], tuple(t["shape"]), memoryview(t["data"])) for name, t in tensors}
-    _check_table(path / MANIFEST, manifest["tensors"], table(arrays))
+        yield
+    except OSError as error:
+        place = error.filename or target.parent
+        raise CheckpointError(
+            f"checkpoint `{target}` cannot be written: {error.strerror or error} (`{place}`)",
+            hint="earlier checkpoints are untouched; free space, or choose another folder with `--out`",
+        ) from None
+
+
+def open_folder(folder: Path, target: Path) -> None:
+    """Makes the folder of checkpoints if the run's is there."""
+    if not folder.parent.is_dir():
+        raise CheckpointError(
+            f"checkpoint `{target}` cannot be written: `{folder.parent}` was moved or removed",
+            hint="move the run folder back: the next save tries again",
+        )
+    if not folder.is_dir():
+        folder.mkdir(exist_ok=True)
+        flush(folder.parent)
+
+
+def put_in_place(partial: Path, target: Path, written: Mapping[str, Any]) -> None:
+    """Gives a complete checkpoint its name, unless the same is there; a damaged one is set aside for it."""
+    if target.exists() and _is_intact(target):
+        _check_same(target, written)
+        shutil.rmtree(partial)
+        return
+    if target.exists():
+        set_aside(target)
+    os.rename(partial, target)
+    flush(target.parent)
+
+
+def load(path: Path, rows: RowsOf | None = None) -> tuple[Arrays, dict[str, Any]]:
+    """Returns the tensors, writable and unshared, and the manifest of a checkpoint's folder, verified.
+
+    Given `rows`, only those rows: a rank then reads and verifies the files that hold them, and no others.
+    """
+    manifest = check_complete(path)
+    arrays, wanted = dict[str, Stored](), dict[str, tuple[int, int]]()
+    for name, entry in manifest["tensors"].items():
+        shape, every = tuple(entry["shape"]), num_rows(entry["shape"])
+        start, stop = wanted[name] = (rows(name, shape) if rows else None) or (0, every)
+        arrays[name] = Stored(entry["dtype"], (stop - start, *shape[1:]) if shape else (), b"")
+    there = _pieces(manifest)
+    needed = [file for file, held in there.items() if rows is None or _overlaps(held, wanted)]
+    headers = {file: _read_header(path / file, manifest["files"][file], there[file]) for file in needed}
+    sizes = {name: math.prod(each.shape) * DTYPES[each.dtype][1] for name, each in arrays.items()}
+    if not fits_in_memory(total := sum(sizes.values())):
+        raise CheckpointError(f"loading `{path}` takes {total:,} bytes of memory, more than this machine has")
+    arrays = {name: each._replace(data=memoryview(bytearray(sizes[name]))) for name, each in arrays.items()}
+    for file, header in headers.items():
+        _fill(path / file, manifest["files"][file], header, there[file], wanted, arrays)
     return arrays, manifest
 
 
-def load_newest(folder: Path, *, allow_older: bool = False) -> Loaded | None:
-    """Returns the newest checkpoint, or None. With `allow_older`, damaged ones are set aside for a whole one."""
+def verify(path: Path) -> dict[str, Any]:
+    """Returns the manifest of a checkpoint's folder; reads and verifies all of its files, in constant memory."""
+    manifest = check_complete(path)
+    for file, held in _pieces(manifest).items():
+        _read_header(path / file, manifest["files"][file], held)
+        with _reading(path / file):
+            sha256 = describe_file(path / file)["sha256"]
+        _check_digest(path / file, sha256, manifest["files"][file])
+    return manifest
+
+
+def load_newest(
+    folder: Path, *, allow_older: bool = False, read: Callable[[Path], tuple[Arrays, dict[str, Any]]] = load
+) -> Loaded | None:
+    """Returns the newest checkpoint, or None. With `allow_older`, damaged ones are set aside for a whole one.
+
+    `read` may verify a checkpoint and leave its tensors to the ranks of a job: `lambda path: ({}, verify(path))`.
+    """
     damaged: dict[Path, DamagedCheckpointError] = {}
     while left := [path for path in step_folders(folder) if path not in damaged]:
         path = left[-1]
         try:
-            arrays, manifest = load(path)
+            arrays, manifest = read(path)
         except (CheckpointError, FileNotFoundError) as error:
             if not path.exists():
                 continue
@@ -188,7 +252,14 @@ def is_checkpoint(path: Path) -> bool:
     """Whether a path names a checkpoint, or a copy of one, and not a run (which may be called `step-` too)."""
     if (path / CHECKPOINTS).is_dir():
         return False
-    return all((path / name).is_file() for name in (MANIFEST, STATE)) or path.name.startswith("step-")
+    if path.name.startswith("step-"):
+        return True
+    return (path / MANIFEST).is_file() and any(is_state_file(entry) for entry in path.iterdir())
+
+
+def is_state_file(file: Path) -> bool:
+    """Whether a file has a name that those of a checkpoint have."""
+    return file.is_file() and (file.name == STATE or PART.fullmatch(file.name) is not None)
 
 
 def latest(folder: Path) -> Path | None:
@@ -225,10 +296,10 @@ def discard(path: Path) -> None:
         _remove(removed)
 
 
-def _remove_leftovers(folder: Path) -> None:
+def remove_leftovers(folder: Path, besides: str = "") -> None:
     """Removes what killed saves and prunes left; what cannot be removed (a file open on NFS) stops no save."""
     for entry in sorted(folder.iterdir()):
-        if _LEFTOVER.fullmatch(entry.name):
+        if _LEFTOVER.fullmatch(entry.name) and entry.name != besides:
             with suppress(OSError):
                 _remove(entry)
 
@@ -252,9 +323,10 @@ def read_manifest(path: Path) -> dict[str, Any]:
         raise _damaged(file, f"it is not JSON ({error})") from None
     if not isinstance(manifest, dict) or "format" not in manifest:
         raise _damaged(file, "it states no `format`")
-    if manifest["format"] != FORMAT:
+    if manifest["format"] not in (FORMAT, FORMAT_OF_PARTS):
         raise CheckpointError(
-            f"`{file}` has format {manifest['format']!r}, this halfstep reads format {FORMAT}",
+            f"`{file}` has format {manifest['format']!r}, this halfstep reads formats {FORMAT} and "
+            f"{FORMAT_OF_PARTS}",
             hint="load it with the halfstep that wrote it; if that is newer, update yours",
         )
     if (digest := digest_of(manifest)) != manifest.get("digest"):
@@ -263,13 +335,17 @@ def read_manifest(path: Path) -> dict[str, Any]:
         files = build(_Manifest, manifest, others=True).files
     except ConfigError as error:
         raise _damaged(file, f"it is not what halfstep writes: {error.message}") from None
-    if STATE not in files:
+    in_parts = manifest["format"] == FORMAT_OF_PARTS
+    if STATE not in files and not in_parts:
         raise _damaged(file, f"it has no {STATE}")
-    if others := set(files) - {STATE}:
+    others = [name for name in files if not (PART.fullmatch(name) if in_parts else name == STATE)]
+    if others:
         raise CheckpointError(
-            f"`{file}` points to `{sorted(others)[0]}`; a checkpoint is {STATE} in its own folder, and no other",
+            f"`{file}` points to `{sorted(others)[0]}`; a checkpoint is {STATE}, or the files of ranks, in its "
+            "own folder, and no other",
             hint="no halfstep wrote it: do not load what you do not trust; remove the folder",
         )
+    _check_pieces(file, manifest)
     # A copy may have any name; one that states a step (`step-000500.damaged` too) states which was meant.
     if (named := _FOLDER.match(Path(os.path.abspath(path)).name)) and int(named[1]) != manifest["step"]:
         raise _damaged(path, f"it holds step {manifest['step']}, expected the step in its name")
@@ -278,14 +354,21 @@ def read_manifest(path: Path) -> dict[str, Any]:
 
 def table(arrays: Mapping[str, Stored]) -> dict[str, dict[str, Any]]:
     """Returns the manifest's table of tensors."""
-    return {name: {"dtype": dtype, "shape": list(shape)} for name, (dtype, shape, _) in arrays.items()}
+    return {name: {"dtype": dtype, "shape": list(shape)} for name, (dtype, shape, *_) in arrays.items()}
 
 
 def _write_files(
     partial: Path, step: int, arrays: Mapping[str, Stored], meta: Mapping[str, Any]
 ) -> dict[str, Any]:
     write_tensors(partial / STATE, arrays)
-    manifest = _manifest(step, _describe_file(partial / STATE), arrays, meta)
+    files = {STATE: describe_file(partial / STATE)}
+    own = {"format": FORMAT, "step": step, "files": files, "tensors": table(arrays)}
+    return write_manifest(partial, own, meta)
+
+
+def write_manifest(partial: Path, own: Mapping[str, Any], meta: Mapping[str, Any]) -> dict[str, Any]:
+    """Writes the manifest and flushes it and the folder; returns it."""
+    manifest = _manifest(own, meta)
     (partial / MANIFEST).write_bytes(_as_text(manifest))
     flush(partial / MANIFEST)
     flush(partial)
@@ -318,16 +401,13 @@ def write_tensors(file: Path, arrays: Mapping[str, Stored], metadata: dict[str, 
     flush(file)
 
 
-def _manifest(
-    step: int, state: Mapping[str, Any], arrays: Mapping[str, Stored], meta: Mapping[str, Any]
-) -> dict[str, Any]:
+def _manifest(own: Mapping[str, Any], meta: Mapping[str, Any]) -> dict[str, Any]:
     if taken := [key for key in meta if key in OWN_KEYS]:
         raise ValueError(f"`{taken[0]}` is the checkpoint's own key and cannot be in meta")
-    manifest = {"format": FORMAT, "step": step, "files": {STATE: state}, "tensors": table(arrays), **meta}
     try:
-        text = json.dumps(manifest, allow_nan=False)
+        text = json.dumps({**own, **meta}, allow_nan=False)
     except (TypeError, ValueError) as error:
-        raise CheckpointError(f"the manifest of step {step} is not JSON: {error}") from None
+        raise CheckpointError(f"the manifest of step {own['step']} is not JSON: {error}") from None
     # Read back, so that the digest is of what a reader will see (a tuple becomes a list).
     manifest = json.loads(text)
     return {**manifest, "digest": digest_of(manifest)}
@@ -337,27 +417,65 @@ def _as_text(manifest: Mapping[str, Any]) -> bytes:
     return json.dumps(manifest, indent=1, ensure_ascii=False).encode() + b"\n"
 
 
-def _describe_file(file: Path) -> dict[str, Any]:
+def describe_file(file: Path) -> dict[str, Any]:
+    """Returns what a manifest says of a file."""
     with open_regular(file) as opened:
         digest = hashlib.file_digest(opened, "sha256").hexdigest()
     return {"sha256": digest, "bytes": file.stat().st_size}
 
 
 def _check_same(target: Path, written: Mapping[str, Any]) -> None:
-    there, here = read_manifest(target)["files"][STATE], written["files"][STATE]
-    if there != here:
+    there, here = read_manifest(target)["files"], written["files"]
+    if there.keys() != here.keys():
         raise CheckpointError(
-            f"`{target}` is there already with other tensors: its SHA-256 is {there['sha256']}, this one's "
-            f"{here['sha256']}",
-            hint="another run wrote it: choose another folder with `--out`, or remove it",
+            f"`{target}` is there already, written by another number of processes",
+            hint="it is complete: resume from it; or remove it, to save this step again",
         )
+    for name, entry in here.items():
+        if there[name] != entry:
+            raise CheckpointError(
+                f"`{target}` is there already with other tensors: its SHA-256 is {there[name]['sha256']}, this "
+                f"one's {entry['sha256']}",
+                hint="another run wrote it: choose another folder with `--out`, or remove it",
+            )
 
 
-def _check_table(file: Path, expected: Mapping[str, Any], found: Mapping[str, Any]) -> None:
-    for name in sorted(expected.keys() | found.keys()):
-        was, now = expected.get(name, "absent"), found.get(name, "absent")
-        if was != now:
-            raise _damaged(file, f"tensor `{name}` is {now} in {STATE}, expected {was}")
+def num_rows(shape: Sequence[int]) -> int:
+    """Returns how many rows a tensor has; one without dimensions is one row."""
+    return shape[0] if shape else 1
+
+
+def _pieces(manifest: Mapping[str, Any]) -> dict[str, dict[str, _Piece]]:
+    """Returns what each file holds."""
+    there: dict[str, dict[str, _Piece]] = {file: {} for file in manifest["files"]}
+    for name, entry in manifest["tensors"].items():
+        shape, dtype = tuple(entry["shape"]), entry["dtype"]
+        if rows := entry.get("rows"):
+            for file, (start, stop) in rows.items():
+                there[file][name] = _Piece(start, stop, (stop - start, *shape[1:]), dtype)
+        else:
+            there[entry.get("file", STATE)][name] = _Piece(0, num_rows(shape), shape, dtype)
+    return there
+
+
+def _check_pieces(file: Path, manifest: Mapping[str, Any]) -> None:
+    """Refuses a table of tensors some rows of which are in no file, or in two."""
+    for name, entry in manifest["tensors"].items():
+        rows, shape = entry.get("rows") or {}, entry["shape"]
+        named = [*rows] or [entry.get("file", STATE)]
+        whole = [[0, num_rows(shape)]]
+        ranges = sorted(map(list, rows.values())) or whole
+        ends = [0, *(each[-1] for each in ranges if each)]
+        covered = all(len(each) == 2 and each[0] == end for each, end in zip(ranges, ends, strict=False))
+        fits = covered and ends[-1] == whole[0][1] and bool(shape or not rows)
+        if not fits or any(each not in manifest["files"] for each in named):
+            raise _damaged(file, f"it does not say where all rows of tensor `{name}` are")
+        if entry["dtype"] not in DTYPES:
+            raise _damaged(file, f"tensor `{name}` has dtype {entry['dtype']}")
+
+
+def _overlaps(held: Mapping[str, _Piece], wanted: Mapping[str, tuple[int, int]]) -> bool:
+    return any(max(each.start, wanted[name][0]) < min(each.stop, wanted[name][1]) for name, each in held.items())
 
 
 def step_folders(folder: Path) -> list[Path]:
@@ -396,14 +514,107 @@ def _refuse_pickles(path: Path) -> None:
 def _is_intact(path: Path) -> bool:
     try:
         files = read_manifest(path)["files"]
-        return all(_describe_file(path / name) == entry for name, entry in files.items())
+        return all(describe_file(path / name) == entry for name, entry in files.items())
     except (DamagedCheckpointError, OSError):
         return False
 
 
-def _read(file: Path, most: int) -> bytes:
+def _read_header(
+    file: Path, expected: Mapping[str, Any], held: Mapping[str, _Piece]
+) -> dict[str, tuple[int, int]]:
+    """Returns where in a safetensors file the bytes of each tensor are, in their order; checks what is there."""
     try:
+        with _reading(file), open_regular(file) as opened:
+            found = _parse_header(opened, expected["bytes"])
+        there = {name: (dtype, shape) for name, (dtype, shape, _, _) in found.items()}
+        stated = {name: (each.dtype, each.shape) for name, each in held.items()}
+        for name in sorted(stated.keys() | there.keys()):
+            was, now = stated.get(name), there.get(name)
+            if was != now:
+                reason = f"tensor `{name}` is {_shown(now)} in {file.name}, expected {_shown(was)}"
+                raise _damaged(file.parent / MANIFEST, reason)
+    except DamagedCheckpointError:
+        with _reading(file):
+            sha256 = describe_file(file)["sha256"]
+        _check_digest(file, sha256, expected)
+        raise
+    return {name: (begin, end) for name, (_, _, begin, end) in found.items()}
+
+
+def _parse_header(opened: BufferedReader, size: int) -> dict[str, tuple[str, tuple[int, ...], int, int]]:
+    file = Path(opened.name)
+    try:
+        (length,) = struct.unpack("<Q", opened.read(8))
+        header = parse_json(opened.read(min(length, size)))
+        header.pop("__metadata__", None)
+        found, last = {}, 8 + length
+        for name, entry in sorted(header.items(), key=lambda each: tuple(each[1]["data_offsets"])):
+            dtype, shape = entry["dtype"], tuple(entry["shape"])
+            begin, end = (8 + length + place for place in entry["data_offsets"])
+            if begin != last or end - begin != math.prod(shape) * DTYPES[dtype][1]:
+                raise ValueError(f"the offsets of `{name}`")
+            found[name] = (dtype, shape, begin, end)
+            last = end
+        if last != size:
+            raise ValueError(f"{last} bytes are described")
+    except (ValueError, TypeError, KeyError, AttributeError, struct.error) as error:
+        raise _damaged(file, f"it does not read as safetensors ({error})") from None
+    return found
+
+
+def _fill(
+    file: Path,
+    expected: Mapping[str, Any],
+    header: Mapping[str, tuple[int, int]],
+    held: Mapping[str, _Piece],
+    wanted: Mapping[str, tuple[int, int]],
+    arrays: Mapping[str, Stored],
+) -> None:
+    """Reads a file once, hashes all of it, and puts the rows that are wanted into their place."""
+    sha256 = hashlib.sha256()
+    scrap = memoryview(bytearray(_CHUNK))
+    with _reading(file), open_regular(file) as opened:
+
+        def take(into: memoryview) -> None:
+            got = opened.readinto(into)
+            if got != len(into):
+                raise _damaged(file, "it ends early")
+            sha256.update(into)
+
+        def pass_to(place: int) -> None:
+            while (left := place - opened.tell()) > 0:
+                take(scrap[: min(left, _CHUNK)])
+
+        for name, (begin, end) in header.items():
+            (start, stop, _, _), (first, last) = held[name], wanted[name]
+            low, high = max(start, first), min(stop, last)
+            if low < high and begin < end:
+                size = (end - begin) // (stop - start)
+                pass_to(begin + (low - start) * size)
+                take(memoryview(arrays[name].data)[(low - first) * size : (high - first) * size])
+        pass_to(expected["bytes"])
+    _check_digest(file, sha256.hexdigest(), expected)
+
+
+def _check_digest(file: Path, sha256: str, expected: Mapping[str, Any]) -> None:
+    if sha256 != expected["sha256"]:
+        raise _damaged(file, f"its SHA-256 is {sha256}, expected {expected['sha256']}")
+
+
+def _shown(described: tuple[str, tuple[int, ...]] | None) -> str:
+    return "absent" if described is None else f"{described[0]} of shape {list(described[1])}"
+
+
+def _read(file: Path, most: int) -> bytes:
+    with _reading(file):
         return read_bytes(file, most)
+
+
+@contextmanager
+def _reading(file: Path) -> Iterator[None]:
+    """Inside, an error of the system becomes one of ours."""
+    try:
+        yield
     except FileNotFoundError:
         raise _damaged(file.parent, f"`{file.name}` is missing") from None
     except OSError as error:

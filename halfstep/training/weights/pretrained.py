@@ -142,19 +142,33 @@ def _open(path: str) -> _File:
         if newest is None:
             raise WeightsError(f"the run in `{place}` has no checkpoint", hint="name a run that has one")
         place = newest
-    if place.name == checkpoint.STATE and (place.parent / checkpoint.MANIFEST).exists():
+    if checkpoint.is_state_file(place) and (place.parent / checkpoint.MANIFEST).exists():
         place = place.parent
     if (place / checkpoint.MANIFEST).exists():
-        manifest = checkpoint.read_manifest(place)
-        tensors = safetensors.open_file(place / checkpoint.STATE)
-        config = {**manifest["config"]["model"], "model_type": OWN.name}
-        return _File(place, tensors, config, manifest["files"][checkpoint.STATE]["sha256"])
+        return _open_checkpoint(place)
     if is_artifact(place):
         return _open_artifact(place)
     tensors = safetensors.open_folder(place) if place.is_dir() else safetensors.open_file(place)
     description = (place if place.is_dir() else place.parent) / CONFIG
     config = safetensors.read_json(description) if description.exists() else {}
     return _File(place, tensors, config if "model_type" in config else None)
+
+
+def _open_checkpoint(place: Path) -> _File:
+    manifest = checkpoint.check_complete(place)
+    config = {**manifest["config"]["model"], "model_type": OWN.name}
+    sha256 = safetensors.digest_of_sums({name: file["sha256"] for name, file in manifest["files"].items()})
+    parts = {name: safetensors.open_file(place / name) for name in manifest["files"]}
+    tensors: dict[str, Tensor] = {}
+    for name, entry in manifest["tensors"].items():
+        where = sorted(entry.get("rows", {}).items(), key=lambda each: each[1])
+        names = [file for file, _ in where] or [entry.get("file", checkpoint.STATE)]
+        if any(name not in parts[file] for file in names):
+            checkpoint.verify(place)  # names what is damaged
+        pieces = tuple(parts[file][name] for file in names)
+        whole = (name, pieces[0].file, entry["dtype"], tuple(entry["shape"]), 0)
+        tensors[name] = pieces[0] if len(pieces) == 1 else safetensors.SpreadTensor(*whole, pieces)
+    return _File(place, tensors, config, sha256)
 
 
 def _open_artifact(place: Path) -> _File:

@@ -64,6 +64,11 @@ class Tensor:
         with open_regular(self.file) as opened:
             return np.fromfile(opened, carrier, count, offset=self.offset).reshape(self.shape)
 
+    @property
+    def files(self) -> tuple[Path, ...]:
+        """The files that hold it."""
+        return (self.file,)
+
     def equals(self, other: "Tensor") -> bool:
         """Whether another tensor holds the same numbers in the same format."""
         self.check_format()
@@ -89,6 +94,22 @@ class DecodedTensor(Tensor):
     def bits(self, carrier: str) -> NDArray[Any]:
         """Returns the numbers."""
         return self.numbers
+
+
+@dataclass(frozen=True, eq=False)
+class SpreadTensor(Tensor):
+    """A tensor whose rows are in several files, each of which holds some."""
+
+    pieces: tuple[Tensor, ...]
+
+    def bits(self, carrier: str) -> NDArray[Any]:
+        """Returns the bytes of all rows."""
+        return np.concatenate([piece.bits(carrier) for piece in self.pieces])
+
+    @property
+    def files(self) -> tuple[Path, ...]:
+        """The files that hold it."""
+        return tuple(piece.file for piece in self.pieces)
 
 
 def open_file(file: Path) -> dict[str, Tensor]:
@@ -148,14 +169,18 @@ def open_folder(folder: Path) -> dict[str, Tensor]:
 
 def digest(tensors: Iterable[Tensor]) -> str:
     """Returns the SHA-256 of the file that holds the tensors, or of what `sha256sum` prints for several."""
-    files = sorted({tensor.file for tensor in tensors}, key=lambda file: file.name)
-    sums = []
-    for file in files:
+    sums = {}
+    for file in {file for tensor in tensors for file in tensor.files}:
         with open_regular(file) as opened:
-            sums.append(hashlib.file_digest(opened, "sha256").hexdigest())
-    if len(files) == 1:
-        return sums[0]
-    lines = "".join(f"{sha256}  {file.name}\n" for sha256, file in zip(sums, files, strict=True))
+            sums[file.name] = hashlib.file_digest(opened, "sha256").hexdigest()
+    return digest_of_sums(sums)
+
+
+def digest_of_sums(sums: Mapping[str, str]) -> str:
+    """Returns the same, given the SHA-256 of each file by its name."""
+    if len(sums) == 1:
+        return next(iter(sums.values()))
+    lines = "".join(f"{sums[name]}  {name}\n" for name in sorted(sums))
     return hashlib.sha256(lines.encode()).hexdigest()
 
 

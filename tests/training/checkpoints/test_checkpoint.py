@@ -399,9 +399,9 @@ def rewrite(path, **changes):
 def test_another_format_is_refused_by_number_even_by_latest(tmp_path):
     save(tmp_path, 1, arrays_of(1), META)
     path = save(tmp_path, 2, arrays_of(2), META)
-    rewrite(path, format=2)
+    rewrite(path, format=3)
     for act in (lambda: load(path), lambda: latest(tmp_path)):
-        with pytest.raises(CheckpointError, match="has format 2, this halfstep reads format 1"):
+        with pytest.raises(CheckpointError, match="has format 3, this halfstep reads formats 1 and 2"):
             act()
 
 

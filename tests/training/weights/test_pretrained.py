@@ -34,6 +34,7 @@ from halfstep.training.telemetry.events import read_events
 from halfstep.training.weights.artifact import decode, encode
 from halfstep.training.weights.pretrained import open_pretrained
 from halfstep.training.weights.safetensors import WeightsError
+from tests.training.runs import spread
 
 LAYERS, LONGEST = 2, 128
 SERIES = 16 * LAYERS + 4  # some 16 a block, as in the conformance suite
@@ -326,7 +327,15 @@ def test_a_run_can_be_the_initial_weights(ours, tmp_path, policy):
     )
     expected = {name: bytes(record[2]) for name, record in session.state().items() if name.startswith("model.")}
     copy = shutil.copytree(newest, tmp_path / "best")
-    for place in (tmp_path / "first", newest, newest / "state.safetensors", copy):
+    parts = spread(newest, tmp_path / "of two ranks")
+    for place in (
+        tmp_path / "first",
+        newest,
+        newest / "state.safetensors",
+        copy,
+        parts,
+        next(parts.glob("state-*")),
+    ):
         found = open_pretrained(str(place), ours.model)
         assert {f"model.{name}": value.tobytes() for name, value in found.weights()} == expected
         assert found.layout.name == "halfstep"
