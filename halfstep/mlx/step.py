@@ -9,6 +9,9 @@ and each micro-batch: arrays are lazy, and the graph would otherwise grow from s
 scale, so a new rate or scale compiles nothing again. On a CPU MLX compiles every fused kernel by a call of g++:
 the first step of the `tiny` recipe takes 33 s, and the others as long as before. So `compile=None` compiles on a
 GPU only, unmeasured.
+
+**In several processes** (parallel.py) each has its share of the micro-batches. Their gradients are summed once per
+update, between the two parts; everything after that is the same in all of them.
 """
 
 from collections import deque
@@ -17,6 +20,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 from mlx.nn.layers.base import Module
 from mlx.optimizers import Optimizer
 from mlx.utils import tree_flatten, tree_unflatten
@@ -36,6 +40,7 @@ from halfstep.mlx.layers import Held
 from halfstep.mlx.lowering import casts_for
 from halfstep.mlx.optim.masters import Masters
 from halfstep.mlx.optim.optimizers import leaves_of
+from halfstep.mlx.parallel import TIMEOUT, Ranks, ranks_of
 from halfstep.mlx.run.checks import check_loss, check_parts, check_weight, measured_choice, resolve_compile
 from halfstep.mlx.state import Live, load_state, state_of
 
@@ -78,6 +83,8 @@ def prepare(
     compile: bool | None = None,
     cast_inputs: bool = True,
     tokens: int = TOKENS,
+    group: mx.distributed.Group | None = None,
+    timeout: float = TIMEOUT,
 ) -> "Run":
     """Gives any MLX model and optimizer a policy, in place; `Run.unprepare` restores the model.
 
@@ -89,14 +96,19 @@ def prepare(
 
     The policy `auto` is measured, as for a recipe, with micro-batches of `tokens`; `run.choice` has the answer and
     its reason.
+
+    With `group=mx.distributed.init()` the processes of the group train one model: all start from the weights of
+    rank 0, each gives `step` its own micro-batches, and gradients are summed in fp32 once per update, weighted by
+    their tokens. A process that has waited `timeout` seconds for the others ends with an error.
     """
     check_numbers(clip_norm=clip_norm, seed=seed, tokens=tokens)
+    ranks = ranks_of(group, timeout)
     check_parts(model, optimizer)
     compiled = resolve_compile(compile)
     policy, choice, note = settle(policy, lambda: measured_choice(model, tokens), describe(mx.default_device()))
     conversion = apply(model, policy, cast_inputs=cast_inputs)
     parts = (model, optimizer, conversion, clip_norm)
-    return Run(*parts, seed=seed, compile=compiled, choice=choice, note=note, warns=True)
+    return Run(*parts, seed=seed, compile=compiled, choice=choice, note=note, warns=True, ranks=ranks)
 
 
 class Run:
@@ -114,8 +126,9 @@ class Run:
         choice: Choice | None = None,
         note: str = "",
         warns: bool = False,
+        ranks: Ranks | None = None,
     ):
-        self.model, self.optimizer, self.conversion = model, optimizer, conversion
+        self.model, self.optimizer, self.conversion, self.ranks = model, optimizer, conversion, ranks
         self.optimizers = leaves_of(optimizer)
         self.policy = conversion.policy
         self.clip_norm, self.choice = clip_norm, choice  # what `auto` chose and why; None if a policy was named
@@ -141,6 +154,8 @@ class Run:
         watched = warns and isinstance(self.policy.scale, DynamicScale)
         self._alarm = ScaleAlarm(self.policy.scale) if watched else None
         self._unread: deque[StepResult] = deque()  # updates whose scale was not looked at
+        if ranks is not None:
+            self._start_as_rank_0(ranks)
         optimizer.update = _refuse_update  # type: ignore[method-assign]
         optimizer.init(tree_unflatten(list(self.masters.wide().items())))
         self._cast_moments()
@@ -225,9 +240,11 @@ class Run:
         function = self._update if total.finite is None else self._update_unscaled
         given = {name: value for name, value in vars(total).items() if value is not None}
         loss, finite, norm = self._call(function.__name__, function, given)
-        for name in self._replaced & self._before.keys():
-            place = self._others[name]
-            place.put(mx.where(finite, place.array, self._before[name]))
+        replaced = {n: self._others[n].array for n in sorted(self._replaced & self._before.keys())}
+        if self.ranks is not None and replaced:
+            replaced = self.ranks.from_rank_0("running statistics", replaced)
+        for name, array in replaced.items():
+            self._others[name].put(mx.where(finite, array, self._before[name]))
         self._before = {}
         result = StepResult(loss, mx.logical_not(finite), total.scale, norm, self.scalars["stuck"])
         mx.async_eval(self._live(), list(vars(result).values()))
@@ -235,7 +252,7 @@ class Run:
         return result
 
     def _taken(self, grads: "Gradients | Sequence[Gradients] | None") -> Gradients:
-        """Returns the sum of all gradients so far and of those that are given, which are used up."""
+        """Returns the sum of all gradients so far and of those that are given, on all ranks; it is used up."""
         self._check_open()
         for each in () if grads is None else (grads,) if not isinstance(grads, list | tuple) else grads:
             self.accumulate(each)
@@ -245,7 +262,34 @@ class Run:
                 hint="call step(), or value_and_grad(loss_fn)(batch) and pass its gradients to update()",
             )
         total, self._sum = self._sum, None
-        return total
+        return total if self.ranks is None or total.finite is not None else self._summed(total, self.ranks)
+
+    def _summed(self, total: Gradients, ranks: Ranks) -> Gradients:
+        """Returns the sum over ranks, whose weights are against the first micro-batch of rank 0."""
+        mx.eval(vars(total))  # our own part is no waiting
+        weight = mx.where(total.weight == 0, 1.0, total.weight)
+        what = f"the sums of update {self.num_applied.item() + 1}"  # type: ignore[operator]
+        given = [float(number) for number in (weight, total.scale, total.weights, total.loss)]
+        weight, scale, weights, loss = np.array(ranks.exchange(what, given), np.float32).T
+        shares = weight / weight[0]
+        share = mx.array((shares * (scale[0] / scale))[ranks.rank])
+        sums = ranks.sum(what, {name: g.astype(mx.float32) * share for name, g in total.arrays.items()})
+        first, both = (weight[0], scale[0]), ((shares * weights).sum(), (shares * loss).sum())
+        weight, scale, weights, loss = map(mx.array, (*first, *both))
+        return Gradients(sums, scale, weight, weights, loss)
+
+    def _start_as_rank_0(self, ranks: Ranks) -> None:
+        """Takes the arrays of rank 0, and refuses processes that would not train as it does."""
+        rates = [float(optimizer.learning_rate) for optimizer in self.optimizers]
+        settings = {"policy": str(self.policy), "clip_norm": self.clip_norm, "seed": self.masters.seed}
+        trained = list(self.conversion.places)
+        ranks.agree("the start", **settings, learning_rate=rates, trained_arrays=trained)
+        places = arrays(self.model)
+        first = ranks.from_rank_0("the first weights", {name: place.array for name, place in places.items()})
+        for name, place in places.items():
+            place.put(first[name])
+        self.masters.remainders |= ranks.from_rank_0("the first weights", self.masters.remainders)
+        self.masters.note_writes()
 
     def check(self, result: StepResult, cause: str = "") -> None:
         """Stops a run that no scale can save, and names the cause if it is known. Reads from the device."""
@@ -288,6 +332,7 @@ class Run:
             [
                 *self.conversion.lines(),
                 *([f"  {self.note}"] if self.note else []),
+                *([] if self.ranks is None else [self._sums_of_ranks(self.ranks)]),
                 f"  gradients are {summed}; loss scale: {print_value(self.policy.scale)}",
                 f"  {kinds}: fp32 masters and gradients; a skipped step costs no sync",
                 f"  the step is {'compiled' if self.compile else 'not compiled'}",
@@ -295,6 +340,10 @@ class Run:
                 "other functions compute in the dtype of their inputs",
             ]
         )
+
+    def _sums_of_ranks(self, ranks: Ranks) -> str:
+        size = sum(place.array.size for place in self.conversion.places.values()) * mx.float32.size
+        return f"  rank {ranks.rank} of {ranks.size}: each update sums {size:,} bytes of fp32 gradients over ranks"
 
     def _watch_scale(self, result: StepResult) -> None:
         """Warns once when the loss scale is low and falling, by an update so old that reading it does not wait."""

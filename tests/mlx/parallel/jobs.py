@@ -1,0 +1,169 @@
+"""What each rank does in the tests, and one process alone to compare with."""
+
+import os
+import sys
+import threading
+import time
+
+import mlx.core as mx
+import mlx.optimizers
+import numpy as np
+from mlx import nn
+
+from halfstep.core.errors import HalfstepError
+from halfstep.mlx import parallel, prepare
+from halfstep.mlx.parallel import Ranks
+
+STEPS = 3
+
+
+class Net(nn.Module):
+    """A trained matrix, a norm with running statistics, and a frozen matrix."""
+
+    def __init__(self, seed):
+        super().__init__()
+        mx.random.seed(seed)
+        self.inner, self.norm, self.head = nn.Linear(4, 8), nn.BatchNorm(8), nn.Linear(8, 3)
+        self.head.freeze()
+
+    def __call__(self, x):
+        return self.head(nn.relu(self.norm(self.inner(x))))
+
+
+def group():
+    return mx.distributed.init(backend="ring", strict=True)
+
+
+def data(step, rows=(2, 5, 3)):
+    """Three micro-batches of an update, of unequal sizes."""
+    rng = np.random.default_rng(step)
+    return [mx.array(rng.standard_normal((n, 4), np.float32)) for n in rows]
+
+
+def squares(model, x):
+    return mx.square(model(x)).sum(), float(len(x))
+
+
+def bits(arrays):
+    return {name: (str(a.dtype), np.array(a.reshape(-1).view(mx.uint8)).tobytes()) for name, a in arrays.items()}
+
+
+def train(policy, alone, unscales, compiled=False):
+    """Trains a few updates; returns their numbers, the bits of everything at the end, and what was summed."""
+    ranks = None if alone else group()
+    run = prepare(
+        Net(0 if alone else ranks.rank()),
+        mlx.optimizers.AdamW(0.1),
+        policy,
+        clip_norm=1.0,
+        compile=compiled,
+        group=ranks,
+    )
+    whole, summed = mx.distributed.all_sum, []
+
+    def spy(array, **options):
+        summed.append((str(array.dtype), array.size))
+        return whole(array, **options)
+
+    mx.distributed.all_sum = spy
+    rows = []
+    try:
+        for step in range(STEPS):
+            mine = data(step) if alone else [data(step)[:2], data(step)[2:]][ranks.rank()]
+            if unscales:
+                differentiate = run.value_and_grad(squares)
+                result = run.update(run.unscale([differentiate(batch)[1] for batch in mine]))
+            else:
+                result = run.step(squares, mine)
+            rows.append([float(value) for value in vars(result).values()])
+    finally:
+        mx.distributed.all_sum = whole
+    return rows, bits({k: v for k, v in run.state.items() if k != "rng.mlx"}), summed, run.summary()
+
+
+def skip(policy):
+    """An update whose gradients are not finite on rank 1, between two that are finite on both."""
+    ranks = group()
+    run = prepare(Net(0), mlx.optimizers.SGD(0.1), policy, group=ranks)
+    rows, states = [], []
+    for step in range(3):
+        x = data(step)[ranks.rank()]
+        if step == 1 and ranks.rank() == 1:
+            x = x * mx.array(float("nan"))
+        result = run.step(squares, [x])
+        rows.append((bool(result.skipped), float(result.scale)))
+        states.append(bits({k: v for k, v in run.state.items() if k.startswith("model.")}))
+    return rows, states
+
+
+def differ(what):
+    """Starts with settings that depend on the rank; returns the refusal."""
+    rank = group().rank()
+    given = {"policy": "fp32", "clip_norm": 0.0, "learning_rate": 0.1, "weights": 4}
+    if rank:
+        given |= {what: {"policy": "bf16-mixed", "clip_norm": 1.0, "learning_rate": 0.2, "weights": 5}[what]}
+    model = nn.Linear(given["weights"], 3)
+    optimizer = mlx.optimizers.SGD(given["learning_rate"])
+    try:
+        prepare(model, optimizer, given["policy"], clip_norm=given["clip_norm"], group=group())
+    except HalfstepError as error:
+        return str(error)
+
+
+def stray():
+    """Ranks that do different things; returns the refusal."""
+    try:
+        Ranks(group()).exchange("an evaluation" if group().rank() else "update 3", [])
+    except HalfstepError as error:
+        return str(error)
+
+
+def tell(lengths):
+    return Ranks(group()).exchange("a text", "x" * lengths[group().rank()])
+
+
+def first_weights():
+    given = {"a": mx.full((3,), -0.0 if group().rank() == 0 else 1.0), "b": mx.zeros((2, 0)), "c": mx.array(True)}
+    given["d"] = mx.array([7, -7], mx.int16) * (1 + group().rank())
+    return bits(Ranks(group()).from_rank_0("arrays", given))
+
+
+def sum_in_buckets(bucket):
+    """Sums arrays of 1 to 6 numbers, each filled with its own size."""
+    whole, sizes = mx.distributed.all_sum, []
+
+    def spy(array, **options):
+        sizes.append(array.size)
+        return whole(array, **options)
+
+    mx.distributed.all_sum, old, parallel.BUCKET = spy, parallel.BUCKET, bucket
+    try:
+        sums = Ranks(group()).sum("sums", {str(n): mx.full((n,), n, mx.bfloat16) for n in range(1, 7)})
+        return sizes, {name: (str(array.dtype), array.tolist()) for name, array in sums.items()}
+    finally:
+        mx.distributed.all_sum, parallel.BUCKET = whole, old
+
+
+def arrive_late(seconds, timeout):
+    """Rank 1 comes late to an exchange; returns what rank 0 would have printed at its end, and how it ended."""
+    ranks, ends, threads = Ranks(group(), timeout), [], threading.active_count()
+    if ranks.rank == 1:
+        time.sleep(seconds)
+        ranks.timeout = 60.0
+    own, os._exit = os._exit, ends.append
+    err, sys.stderr = sys.stderr, _Lines()
+    try:
+        answers = ranks.exchange("the sums of update 7", ranks.rank)
+        return answers, ends, sys.stderr.text, threading.active_count() - threads
+    finally:
+        os._exit, sys.stderr = own, err
+
+
+class _Lines:
+    text = ""
+
+    def write(self, text):
+        self.text += text
+
+    def flush(self):
+        pass

@@ -1,0 +1,38 @@
+"""Processes on one ring of mx.distributed, kept for all tests of a module; each rank is one worker."""
+
+import contextlib
+import json
+import multiprocessing
+import os
+import socket
+from concurrent.futures import ProcessPoolExecutor
+
+
+def addresses(count):
+    """Free ports, as mlx.launch writes them into its hostfile."""
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for each in sockets:
+            each.bind(("127.0.0.1", 0))
+        return json.dumps([[f"127.0.0.1:{each.getsockname()[1]}"] for each in sockets])
+
+
+@contextlib.contextmanager
+def ring(folder, count=2):
+    """Yields a function that calls another one on every rank and returns what each returned."""
+    hosts = folder / "hosts.json"
+    hosts.write_text(addresses(count))
+    with contextlib.ExitStack() as stack:
+        spawn = multiprocessing.get_context("spawn")
+        pools = [ProcessPoolExecutor(1, spawn, _join, (rank, str(hosts))) for rank in range(count)]
+        for pool in pools:
+            stack.callback(pool.shutdown, wait=False, cancel_futures=True)
+
+        def call(function, *given):
+            return [future.result(60) for future in [pool.submit(function, *given) for pool in pools]]
+
+        yield call
+
+
+def _join(rank, hosts):
+    os.environ |= {"MLX_RANK": str(rank), "MLX_HOSTFILE": hosts}
