@@ -1,11 +1,12 @@
 """Several processes that train one model, on mx.distributed: each has its share of an update's micro-batches.
 
-    sums      of weight gradients, in fp32, once per update; tokens weight them, so shares may be unequal
-    equal     every process starts from the arrays of rank 0. Later the same sums, scale and decision to skip
-              keep them equal, bit for bit
-    checked   each exchange says what it is for. Processes that do different things are refused: a ring would add
-              numbers that do not belong together, or wait for ever
-    waited    MLX cannot interrupt a wait. A thread ends a process that waited longer than its time-out
+Gradients of weights are summed in fp32, once per update; tokens weight them, so shares may be unequal. Every
+process starts from the arrays of rank 0, and the same sums, scale and decision to skip keep them equal, bit for
+bit.
+
+Each exchange says what it is for. Processes that do different things are refused: a ring would add numbers that do
+not belong together, or wait for ever. MLX cannot interrupt a wait, so a thread ends a process that waited longer
+than its time-out. The sums are evaluated before anything depends on them: one that failed counts as evaluated.
 """
 
 import json
@@ -58,7 +59,8 @@ class Ranks:
             for name, value in json.loads(json.dumps(given)).items():
                 if theirs[name] != value:
                     raise HalfstepError(
-                        f"processes differ in {name}: {value} on rank {self.rank}, and {theirs[name]} on rank {rank}",
+                        f"processes differ in {name}: {value} on rank {self.rank}, "
+                        f"and {theirs[name]} on rank {rank}",
                         hint="start every process with the same settings, code and weights",
                     )
 
@@ -94,7 +96,7 @@ class Ranks:
         return [row.tobytes() for row in np.array(rows)]
 
     def _wait(self, what: str, array: mx.array) -> None:
-        """Evaluates what other ranks have a part in. Nothing else may do so: a failed sum counts as evaluated."""
+        """Evaluates what other ranks have a part in."""
         timer = threading.Timer(self.timeout, self._give_up, [what])
         timer.daemon = True
         timer.start()
@@ -103,7 +105,7 @@ class Ranks:
         except RuntimeError as error:
             raise HalfstepError(
                 f"rank {self.rank} lost the other processes at {what}: {error}",
-                hint="one of them ended: what it printed says why. Start all of them again from the last checkpoint",
+                hint="one of them ended: what it printed says why. Start all of them again, from a saved state",
             ) from None
         finally:
             timer.cancel()
@@ -120,6 +122,8 @@ class Ranks:
 
 def ranks_of(group: Any, timeout: float) -> Ranks | None:
     """Returns the processes to train with; None if there is one. `group` is from mx.distributed.init()."""
+    if not isinstance(timeout, int | float) or not 0 < timeout <= threading.TIMEOUT_MAX:
+        raise HalfstepError(f"timeout={timeout!r}: it is a number of seconds, above 0", hint="such as 600")
     if group is None:
         if "MLX_RANK" in os.environ:
             raise HalfstepError(

@@ -69,7 +69,7 @@ def train(policy, alone, unscales, compiled=False):
     rows = []
     try:
         for step in range(STEPS):
-            mine = data(step) if alone else [data(step)[:2], data(step)[2:]][ranks.rank()]
+            mine = data(step) if alone else _share(data(step), ranks)
             if unscales:
                 differentiate = run.value_and_grad(squares)
                 result = run.update(run.unscale([differentiate(batch)[1] for batch in mine]))
@@ -79,6 +79,21 @@ def train(policy, alone, unscales, compiled=False):
     finally:
         mx.distributed.all_sum = whole
     return rows, bits({k: v for k, v in run.state.items() if k != "rng.mlx"}), summed, run.summary()
+
+
+def norm_of_terms(policy):
+    """The sum of the norms that the micro-batches of the first update add to its gradient."""
+    run = prepare(Net(0), mlx.optimizers.SGD(0.1), policy)
+    grads = [run.value_and_grad(squares)(batch)[1] for batch in data(0)]
+    norms = [sum(mx.square(array).sum().item() for array in each.arrays.values()) ** 0.5 for each in grads]
+    weights = [each.weight.item() for each in grads]
+    return sum(norm * weight for norm, weight in zip(norms, weights, strict=True)) / sum(weights)
+
+
+def _share(batches, ranks):
+    """The last rank has the last micro-batch; with two, rank 0 has two of the three."""
+    first = ranks.rank() + 3 - ranks.size() if ranks.rank() else 0
+    return batches[first : ranks.rank() + 4 - ranks.size()]
 
 
 def skip(policy):

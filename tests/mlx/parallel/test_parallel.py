@@ -38,3 +38,64 @@ def test_two_ranks_train_as_one_process_does(ranks, policy, unscales):
     gradients = [entry for entry in summed if entry[0] != "mlx.core.uint8"]
     assert gradients == [("mlx.core.float32", 4 * 8 + 3 * 8)] * jobs.STEPS  # one sum per update
     assert "rank 0 of 2: each update sums 224 bytes of fp32 gradients over ranks" in summary
+
+
+def test_nan_on_one_rank_skips_on_both_with_the_same_scale(ranks):
+    (rows, states), other = ranks(jobs.skip, FP16)
+    assert (rows, states) == other
+    assert rows == [(False, 1024), (True, 1024), (False, 512)]
+    assert states[0] == states[1] != states[2]
+
+
+@pytest.mark.parametrize("what", ["policy", "clip_norm", "learning_rate", "weights"])
+def test_ranks_with_different_settings_are_refused(ranks, what):
+    name = {"weights": "arrays"}.get(what, what)
+    for told in ranks(jobs.differ, what):
+        assert told.startswith(f"processes differ in {name}: ")
+        assert "rank 0" in told
+        assert "rank 1" in told
+
+
+def test_ranks_that_do_different_things_are_refused(ranks):
+    one, two = ranks(jobs.stray)
+    assert one.startswith("rank 0 is at update 3, and rank 1 at an evaluation")
+    assert two.startswith("rank 1 is at an evaluation, and rank 0 at update 3")
+
+
+def test_they_tell_each_other_texts_of_any_length(ranks):
+    for lengths in ((0, 3), (5, 3000), (3000, 600)):
+        assert ranks(jobs.tell, lengths) == [["x" * n for n in lengths]] * 2
+
+
+def test_the_arrays_of_rank_0_come_bit_for_bit(ranks):
+    one, two = ranks(jobs.first_weights)
+    assert one == two
+    assert one["a"][1] == bytes([0, 0, 0, 128] * 3)
+    assert one["d"][1] == bytes([7, 0, 249, 255])
+
+
+def test_small_arrays_are_summed_together_and_in_fp32(ranks):
+    expected = {str(n): ("mlx.core.float32", [2.0 * n] * n) for n in range(1, 7)}
+    assert ranks(jobs.sum_in_buckets, 2**23) == [([21], expected)] * 2
+    assert ranks(jobs.sum_in_buckets, 6) == [([6, 9, 6], expected)] * 2
+
+
+def test_whoever_waited_too_long_says_for_what_and_ends(ranks):
+    (answers, ends, printed, threads), (_, none, nothing, _) = ranks(jobs.arrive_late, 0.6, 0.2)
+    assert (ends, none, nothing) == ([1], [], "")
+    assert printed.startswith("error: rank 0 waited 0.2 s at the sums of update 7: rank 1 did not arrive")
+    assert answers == [0, 1]
+    assert threads == 0
+
+
+def test_a_group_is_asked_for_and_never_taken(monkeypatch):
+    monkeypatch.delenv("MLX_RANK", raising=False)
+    assert ranks_of(None, 1.0) is None
+    assert ranks_of(mx.distributed.init(), 1.0) is None  # of one process
+    with refuses(HalfstepError, "the group is a `int`", "mx.distributed.init"):
+        ranks_of(2, 1.0)
+    with refuses(HalfstepError, "timeout=0", "600"):
+        ranks_of(None, 0)
+    monkeypatch.setenv("MLX_RANK", "1")
+    with refuses(HalfstepError, "rank 1 of mlx.launch", "group=mx.distributed.init()"):
+        ranks_of(None, 1.0)

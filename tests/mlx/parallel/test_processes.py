@@ -1,0 +1,73 @@
+"""Whole processes on a ring: what is left when one of them hangs, ends, or does not start."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.mlx.parallel import jobs
+from tests.mlx.parallel.ring import addresses, ring
+
+pytestmark = pytest.mark.prove
+ROOT = Path(__file__).parents[3]
+TRAIN = """
+import os, sys, time
+import mlx.core as mx
+import mlx.optimizers
+from mlx import nn
+from halfstep.mlx import prepare
+
+group = mx.distributed.init(backend="ring", strict=True)
+run = prepare(nn.Linear(4, 3), mlx.optimizers.SGD(0.1), "fp32", group=group, timeout=2.0)
+for step in range(3):
+    if group.rank() == 1 and step == 1:
+        time.sleep(20) if sys.argv[1] == "hangs" else os._exit(3)
+    run.step(lambda model, x: mx.square(model(x)).mean(), [mx.ones((2, 4))])
+"""
+
+
+def outcome(tmp_path, what):
+    """Returns how rank 0 ended, and what it printed."""
+    hosts = tmp_path / "hosts.json"
+    hosts.write_text(addresses(2))
+    ranks = []
+    for rank in range(2):
+        given = {"MLX_RANK": str(rank), "MLX_HOSTFILE": str(hosts), "PYTHONPATH": str(ROOT)}
+        command = [sys.executable, "-c", TRAIN, what]
+        ranks.append(subprocess.Popen(command, env=os.environ | given, stderr=subprocess.PIPE, text=True))
+    try:
+        _, printed = ranks[0].communicate(timeout=60)
+        return ranks[0].returncode, printed
+    finally:
+        for each in ranks:
+            each.kill()
+            each.communicate()
+
+
+def test_a_process_ends_if_another_hangs(tmp_path):
+    code, printed = outcome(tmp_path, "hangs")
+    assert code == 1
+    assert "error: rank 0 waited 2 s at the sums of update 2: rank 1 did not arrive" in printed
+
+
+def test_a_process_ends_if_another_has_ended(tmp_path):
+    code, printed = outcome(tmp_path, "ends")
+    assert code == 1
+    assert "HalfstepError: rank 0 lost the other processes at the sums of update 2" in printed
+
+
+@pytest.mark.parametrize("policy", ["fp32", "bf16-mixed"])
+def test_three_ranks_train_as_one_up_to_the_order_of_sums(tmp_path, policy):
+    """Rank r has micro-batch r, and a ring adds each part of the gradients in an order of its own.
+
+    The terms are the same as those of one process, so the first sums differ by two additions each: together at
+    most 4 units of 2^-24 of the terms' norms. The norm rounds once for each of its 56 numbers, on either side.
+    """
+    with ring(tmp_path, 3) as ranks:
+        (rows, end, summed, _), *others = ranks(jobs.train, policy, False, False)
+    assert all((rows, end, summed) == other[:3] for other in others)
+    alone, terms = jobs.train(policy, True, False)[0], jobs.norm_of_terms(policy)
+    assert rows[0][:3] == alone[0][:3]
+    assert abs(rows[0][3] - alone[0][3]) <= 2.0**-24 * (4 * terms + 2 * 60 * alone[0][3])
