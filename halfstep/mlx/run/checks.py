@@ -46,8 +46,13 @@ def check_parts(model: Any, optimizer: Any) -> None:
             )
 
 
-def measured_choice(model: Module, tokens: int) -> Choice:
+def measured_choice(model: Module, tokens: int, *, alone: bool = True) -> Choice:
     """Returns what `auto` means for a model: what is fastest on this device, by a block as wide as its layers."""
+    if not alone:
+        raise PolicyError(
+            "`auto` is measured in each process, and two of them could choose differently",
+            hint="`halfstep probe` measures; name what it chooses",
+        )
     device = "cpu" if mx.default_device().type == mx.cpu else "gpu"
     parameters: Any = tree_flatten(model.parameters())
     return decide_once(measure, device, model_like(array.shape for _, array in parameters), tokens)

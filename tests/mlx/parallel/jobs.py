@@ -114,8 +114,8 @@ def skip(policy):
 def differ(what):
     """Starts with settings that depend on the rank; returns the refusal."""
     rank = group().rank()
-    given = {"policy": "fp32", "clip_norm": 0.0, "learning_rate": 0.1, "weights": 4}
-    if rank:
+    given = {"policy": "auto" if what == "auto" else "fp32", "clip_norm": 0.0, "learning_rate": 0.1, "weights": 4}
+    if rank and what != "auto":
         given |= {what: {"policy": "bf16-mixed", "clip_norm": 1.0, "learning_rate": 0.2, "weights": 5}[what]}
     model = nn.Linear(given["weights"], 3)
     optimizer = mlx.optimizers.SGD(given["learning_rate"])

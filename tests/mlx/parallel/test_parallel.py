@@ -50,10 +50,15 @@ def test_nan_on_one_rank_skips_on_both_with_the_same_scale(ranks):
 @pytest.mark.parametrize("what", ["policy", "clip_norm", "learning_rate", "weights"])
 def test_ranks_with_different_settings_are_refused(ranks, what):
     name = {"weights": "arrays"}.get(what, what)
-    for told in ranks(jobs.differ, what):
-        assert told.startswith(f"processes differ in {name}: ")
-        assert "rank 0" in told
-        assert "rank 1" in told
+    for refusal in ranks(jobs.differ, what):
+        assert refusal.startswith(f"processes differ in {name}: ")
+        assert "rank 0" in refusal
+        assert "rank 1" in refusal
+
+
+def test_auto_is_refused_because_ranks_could_choose_differently(ranks):
+    for refusal in ranks(jobs.differ, "auto"):
+        assert refusal.startswith("`auto` is measured in each process")
 
 
 def test_ranks_that_do_different_things_are_refused(ranks):
@@ -80,7 +85,7 @@ def test_small_arrays_are_summed_together_and_in_fp32(ranks):
     assert ranks(jobs.sum_in_buckets, 6) == [([6, 9, 6], expected)] * 2
 
 
-def test_whoever_waited_too_long_says_for_what_and_ends(ranks):
+def test_a_rank_that_waited_too_long_says_for_what_and_ends(ranks):
     (answers, ends, printed, threads), (_, none, nothing, _) = ranks(jobs.arrive_late, 0.6, 0.2)
     assert (ends, none, nothing) == ([1], [], "")
     assert printed.startswith("error: rank 0 waited 0.2 s at the sums of update 7: rank 1 did not arrive")
