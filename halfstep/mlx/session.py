@@ -23,6 +23,7 @@ from halfstep.mlx.dtypes import as_device, describe
 from halfstep.mlx.measure import devices
 from halfstep.mlx.model import Decoder
 from halfstep.mlx.optim.optimizers import AdamW, Muon, Optimizer
+from halfstep.mlx.parallel.job import joined
 from halfstep.mlx.run.checks import resolve_compile
 from halfstep.mlx.state import load_weights, restored, stored
 from halfstep.mlx.step import Run, StepResult
@@ -66,6 +67,7 @@ class Session:
                 config.training.clip_norm,
                 seed=config.seed,
                 compile=resolve_compile(config.training.compile),
+                ranks=None if schedule is None else joined(),  # what does not train needs no others
             )
             self.averages = self.run.masters.wide() if config.training.ema else None
         self._rates = [optimizer.learning_rate for optimizer in self.run.optimizers]
@@ -97,7 +99,7 @@ class Session:
 
     def read(self, result: StepResult) -> dict[str, float]:
         """Reads a step's numbers back; waits for that step. Computing here would queue after the next one."""
-        names = ("loss", "skipped", "scale", "grad_norm", "stuck")
+        names = ["loss", "skipped", "scale", "grad_norm", "stuck"] + ["own_loss"] * (self.run.ranks is not None)
         return {name: float(getattr(result, name).item()) for name in names}
 
     def check(self, result: StepResult, micro_batches: Tokens) -> None:

@@ -40,7 +40,7 @@ from halfstep.mlx.layers import Held
 from halfstep.mlx.lowering import casts_for
 from halfstep.mlx.optim.masters import Masters
 from halfstep.mlx.optim.optimizers import leaves_of
-from halfstep.mlx.parallel import TIMEOUT, Ranks, ranks_of
+from halfstep.mlx.parallel.ranks import TIMEOUT, Ranks, ranks_of
 from halfstep.mlx.run.checks import check_loss, check_parts, check_weight, measured_choice, resolve_compile
 from halfstep.mlx.state import Live, load_state, state_of
 
@@ -59,6 +59,7 @@ class StepResult:
     scale: mx.array  # the scale that was used
     grad_norm: mx.array  # after unscaling, before clipping
     stuck: mx.array  # bool: not finite, and the scale is at its floor
+    own_loss: mx.array  # mean over the tokens of this process; `loss` is that of all of them
 
 
 @dataclass(frozen=True)
@@ -71,6 +72,7 @@ class Gradients:
     weights: mx.array  # sum of the weights, over the first
     loss: mx.array  # sum of the mean losses, with the same weights
     finite: mx.array | None = None  # whether they were before `unscale`; None if that was not called
+    own_loss: mx.array | None = None  # the mean loss of this process, if several were summed
 
 
 def prepare(
@@ -239,7 +241,7 @@ class Run:
         """Finite? -> unscale -> clip -> step -> rescale, with the gradients given here or to `accumulate`."""
         total = self._taken(grads)
         function = self._update if total.finite is None else self._update_unscaled
-        given = {name: value for name, value in vars(total).items() if value is not None}
+        given = {name: value for name, value in vars(replace(total, own_loss=None)).items() if value is not None}
         loss, finite, norm = self._call(function.__name__, function, given)
         replaced = {n: self._others[n].array for n in sorted(self._replaced & self._before.keys())}
         if self.ranks is not None and replaced:
@@ -247,7 +249,8 @@ class Run:
         for name, array in replaced.items():
             self._others[name].put(mx.where(finite, array, self._before[name]))
         self._before = {}
-        result = StepResult(loss, mx.logical_not(finite), total.scale, norm, self.scalars["stuck"])
+        own = loss if total.own_loss is None else total.own_loss
+        result = StepResult(loss, mx.logical_not(finite), total.scale, norm, self.scalars["stuck"], own)
         mx.async_eval(self._live(), list(vars(result).values()))
         self._watch_scale(result)
         return result
@@ -277,7 +280,7 @@ class Run:
         sums = ranks.sum(what, {name: g.astype(mx.float32) * share for name, g in total.arrays.items()})
         first, both = (weight[0], scale[0]), ((shares * weights).sum(), (shares * loss).sum())
         weight, scale, weights, loss = map(mx.array, (*first, *both))
-        return Gradients(sums, scale, weight, weights, loss)
+        return Gradients(sums, scale, weight, weights, loss, own_loss=total.loss / total.weights)
 
     def _start_as_rank_0(self, ranks: Ranks) -> None:
         """Takes the arrays of rank 0, and refuses processes that would not train as it does."""

@@ -1,5 +1,6 @@
 """What each rank does in the tests, and one process alone to compare with."""
 
+import math
 import os
 import sys
 import threading
@@ -10,11 +11,17 @@ import mlx.optimizers
 import numpy as np
 from mlx import nn
 
+from halfstep.config.load import load
 from halfstep.core.errors import HalfstepError
-from halfstep.mlx import parallel, prepare
-from halfstep.mlx.parallel import Ranks
+from halfstep.core.policy import Policy
+from halfstep.mlx import prepare
+from halfstep.mlx.parallel import ranks as parallel
+from halfstep.mlx.parallel.job import Host
+from halfstep.mlx.parallel.ranks import Ranks
+from halfstep.mlx.session import Session
 
 STEPS = 3
+NAMES = ["loss", "skipped", "scale", "grad_norm", "stuck"]
 
 
 class Net(nn.Module):
@@ -48,7 +55,7 @@ def bits(arrays):
     return {name: (str(a.dtype), np.array(a.reshape(-1).view(mx.uint8)).tobytes()) for name, a in arrays.items()}
 
 
-def train(policy, alone, unscales, compiled=False):
+def train(policy, alone, unscales):
     """Trains a few updates; returns their numbers, the bits of everything at the end, and what was summed."""
     ranks = None if alone else group()
     run = prepare(
@@ -56,7 +63,6 @@ def train(policy, alone, unscales, compiled=False):
         mlx.optimizers.AdamW(0.1),
         policy,
         clip_norm=1.0,
-        compile=compiled,
         group=ranks,
     )
     whole, summed = mx.distributed.all_sum, []
@@ -75,7 +81,7 @@ def train(policy, alone, unscales, compiled=False):
                 result = run.update(run.unscale([differentiate(batch)[1] for batch in mine]))
             else:
                 result = run.step(squares, mine)
-            rows.append([float(value) for value in vars(result).values()])
+            rows.append([float(getattr(result, name)) for name in NAMES])
     finally:
         mx.distributed.all_sum = whole
     return rows, bits({k: v for k, v in run.state.items() if k != "rng.mlx"}), summed, run.summary()
@@ -100,15 +106,37 @@ def skip(policy):
     """An update whose gradients are not finite on rank 1, between two that are finite on both."""
     ranks = group()
     run = prepare(Net(0), mlx.optimizers.SGD(0.1), policy, group=ranks)
-    rows, states = [], []
+    rows, states, own = [], [], []
     for step in range(3):
         x = data(step)[ranks.rank()]
         if step == 1 and ranks.rank() == 1:
             x = x * mx.array(float("nan"))
         result = run.step(squares, [x])
         rows.append((bool(result.skipped), float(result.scale)))
+        own.append(math.isfinite(result.own_loss.item()))
         states.append(bits({k: v for k, v in run.state.items() if k.startswith("model.")}))
-    return rows, states
+    return rows, states, own
+
+
+def session(alone):
+    """Trains a recipe as the loop does; returns the numbers of each step, and the bits of the state."""
+    small = ["model.context=8", "model.layers=1", "model.width=16", "model.heads=2", "training.batch=2"]
+    config = load("tiny", [*small, "training.micro_batches=2", "training.compile=false"])
+    host = None if alone else Host()
+    device = "cpu" if alone else host.connect("cpu", 60.0)
+    try:
+        run = Session(config, Policy.parse("bf16-mixed"), device, lambda applied, xp: 1.0 / (1.0 + applied))
+        rows = []
+        for step in range(STEPS):
+            tokens = np.random.default_rng(step).integers(0, 256, (2, 2, 9), np.int32)
+            rows.append(run.read(run.step(tokens if alone else tokens[host.rank : host.rank + 1])))
+        state = {name: record for name, record in run.state().items() if name != "rng.mlx"}
+        trains_alone = Session(config, Policy.parse("fp32"), "cpu").run.ranks is None  # for evaluation
+        shared = alone or [host.tell("a folder" if host.rank == 0 else None), host.gather("!" * host.rank)]
+        return rows, state, trains_alone, shared
+    finally:
+        if not alone:
+            host.close()
 
 
 def differ(what):

@@ -4,7 +4,7 @@ import mlx.core as mx
 import pytest
 
 from halfstep.core.errors import HalfstepError
-from halfstep.mlx.parallel import ranks_of
+from halfstep.mlx.parallel.ranks import ranks_of
 from tests.mlx.parallel import jobs
 from tests.mlx.parallel.ring import ring
 from tests.refusals import refuses
@@ -40,9 +40,22 @@ def test_two_ranks_train_as_one_process_does(ranks, policy, unscales):
     assert "rank 0 of 2: each update sums 224 bytes of fp32 gradients over ranks" in summary
 
 
+def test_a_session_trains_with_the_others_of_its_job(ranks):
+    alone, alone_state, *_ = jobs.session(True)
+    both = ranks(jobs.session, False)
+    for rows, state, trains_alone, shared in both:
+        assert [{k: v for k, v in row.items() if k != "own_loss"} for row in rows] == alone
+        assert state == alone_state
+        assert trains_alone
+        assert shared == ["a folder", ["", "!"]]
+    own = [[row["own_loss"] for row in rows] for rows, *_ in both]
+    assert own[0] != own[1]
+
+
 def test_nan_on_one_rank_skips_on_both_with_the_same_scale(ranks):
-    (rows, states), other = ranks(jobs.skip, FP16)
-    assert (rows, states) == other
+    (rows, states, own), (other_rows, other_states, other_own) = ranks(jobs.skip, FP16)
+    assert (rows, states) == (other_rows, other_states)
+    assert (own, other_own) == ([True] * 3, [True, False, True])  # it was rank 1
     assert rows == [(False, 1024), (True, 1024), (False, 512)]
     assert states[0] == states[1] != states[2]
 

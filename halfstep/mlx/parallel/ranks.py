@@ -33,6 +33,7 @@ class Ranks:
     def __init__(self, group: mx.distributed.Group, timeout: float = TIMEOUT):
         self.group, self.timeout = group, timeout
         self.rank, self.size = group.rank(), group.size()
+        self.doing = ""  # what the process is at, if somebody says so
 
     def exchange(self, what: str, given: Any) -> list[Any]:
         """Returns what each rank gave, by rank: anything that JSON can hold."""
@@ -104,7 +105,7 @@ class Ranks:
             mx.eval(array)
         except RuntimeError as error:
             raise HalfstepError(
-                f"rank {self.rank} lost the other processes at {what}: {error}",
+                f"rank {self.rank} lost the other processes at {self.doing or what}: {error}",
                 hint="one of them ended: what it printed says why. Start all of them again, from a saved state",
             ) from None
         finally:
@@ -113,7 +114,7 @@ class Ranks:
     def _give_up(self, what: str) -> None:
         others = f"rank {1 - self.rank}" if self.size == 2 else f"one of the {self.size - 1} others"
         error = HalfstepError(
-            f"rank {self.rank} waited {self.timeout:g} s at {what}: {others} did not arrive",
+            f"rank {self.rank} waited {self.timeout:g} s at {self.doing or what}: {others} did not arrive",
             hint="find out why that process hangs, or give it more time with `timeout`",
         )
         print(f"error: {error}", file=sys.stderr, flush=True)

@@ -1,0 +1,1 @@
+"""Several processes that train one model, on mx.distributed: what they sum, and what they agree on."""

@@ -1,0 +1,89 @@
+"""The processes that mlx.launch has started for one `halfstep train`, and how they talk (training/job.py).
+
+A ring has no store beside it, so nobody can read what a rank does that does not arrive: each process times its own
+waits (ranks.py), and says what it was doing itself.
+"""
+
+import faulthandler
+import os
+import sys
+from pathlib import Path
+
+import mlx.core as mx
+
+from halfstep.core.errors import HalfstepError
+from halfstep.mlx.measure import devices
+from halfstep.mlx.parallel.ranks import TIMEOUT, Ranks
+
+_joined: list[Ranks] = []  # the processes that sessions of this one train with
+
+
+class Host:
+    """This process among those of its job."""
+
+    backend, launcher, has_notes = "mlx", "mlx.launch", False
+
+    def __init__(self) -> None:
+        self._ranks = Ranks(_join())
+        self.rank, self.ranks = self._ranks.rank, self._ranks.size
+
+    def connect(self, device: str | None, timeout: float) -> str:
+        """Makes sessions train with the other processes; returns the device of this one."""
+        self._ranks.timeout = timeout
+        if self.ranks > 1:
+            _joined.append(self._ranks)
+        return device or devices()[0]
+
+    def tell(self, text: str | None) -> str:
+        """Returns what rank 0 passes."""
+        return str(self._ranks.exchange("what rank 0 decides", text)[0])
+
+    def gather(self, text: str) -> list[str]:
+        """Returns the text of each rank."""
+        return self._ranks.exchange("what each rank reports", text)
+
+    def exchange(self, numbers: tuple[int, ...]) -> list[tuple[int, ...]]:
+        """Returns the numbers of each rank."""
+        return [tuple(row) for row in self._ranks.exchange("numbers of each rank", numbers)]
+
+    def note(self, key: str, text: str) -> None:
+        """Keeps what this rank does, for its own report."""
+        if key == "at":
+            self._ranks.doing = text
+
+    def notes(self, key: str) -> list[str | None]:
+        """Returns None of each rank: nobody can read what others noted."""
+        return [None] * self.ranks
+
+    def claim(self, key: str) -> bool:
+        """Whether this rank is the first to ask, for all it knows."""
+        return True
+
+    def has_lost(self, error: BaseException) -> bool:
+        """Whether an error still needs to be explained: a lost process already is."""
+        return False
+
+    def close(self) -> None:
+        """Makes sessions train alone."""
+        _joined.clear()
+
+
+def joined() -> Ranks | None:
+    """Returns the processes that sessions train with; None if this one is alone."""
+    return _joined[-1] if _joined else None
+
+
+def _join() -> mx.distributed.Group:
+    """Waits for all processes that mlx.launch has started. MLX stops all threads meanwhile, but not this timer."""
+    hosts = os.environ.get("MLX_HOSTFILE")
+    alone = hosts is not None and not Path(hosts).read_text().strip()
+    faulthandler.dump_traceback_later(TIMEOUT, exit=True, file=sys.__stderr__ or sys.stderr)
+    try:
+        return mx.distributed.init(strict=not alone)
+    except RuntimeError as error:
+        raise HalfstepError(
+            f"rank {os.environ['MLX_RANK']} of mlx.launch cannot reach the others: {error}",
+            hint="the addresses in its hostfile must be reachable, and their ports free (--starting-port)",
+        ) from None
+    finally:
+        faulthandler.cancel_dump_traceback_later()
