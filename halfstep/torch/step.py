@@ -33,7 +33,7 @@ from halfstep.torch.optim.adamw import Grads, Optimizer
 from halfstep.torch.optim.drivers import GradNorm
 from halfstep.torch.parallel.ranks import agree, in_group, largest, leave_to_us, num_ranks
 from halfstep.torch.run import nonfinite
-from halfstep.torch.run.accumulation import checked_pair, checked_weight, divisor, mean_loss, times
+from halfstep.torch.run.accumulation import checked_pair, checked_weight, divisor, mean_loss, times, with_last
 from halfstep.torch.run.checks import (
     check_exchange,
     check_given,
@@ -70,6 +70,7 @@ class StepResult:
     scale: Tensor  # the scale that was used
     grad_norm: Tensor  # after unscaling, before clipping
     stuck: Tensor  # bool: not finite, and the scale is at its floor
+    bad_rank: Tensor | None = None  # of several processes, the first whose own loss is not finite; -1 if all are
 
 
 def prepare(
@@ -142,22 +143,20 @@ class Run(RunParts):
         # Only a dynamic scale has a floor, at which `check` runs the step again.
         kept: list[Any] = []
         self._last = (loss_fn, kept) if isinstance(self.policy.scale, DynamicScale) else None
-        last = len(micro_batches) - 1 if isinstance(micro_batches, Sequence) else None
         try:
             self.weight_casts.make()
-            for place, batch in enumerate(micro_batches):
+            for batch, last in with_last(micro_batches):
                 if self._last is not None:
                     kept.append(batch)
+                self.exchange(last)
                 given = loss_fn(batch)
-                if place == last:
+                if last:
                     self.weight_casts.drop()  # before the backward pass, which frees them one by one
                 weight: Tensor | float | None = None
                 if isinstance(given, tuple):
                     total, weight = checked_pair(given)
                     given = total / divisor(weight)
-                final = last in (None, place)
-                self.accumulation.add(given, weight, self.scale_state.scale, self.parameters, last=final)
-            self.accumulation.complete = True
+                self.accumulation.add(given, weight, self.scale_state.scale, self.parameters, last=last)
             return self.update()
         except BaseException as error:
             self.forget()  # half a sum must not become part of the next
@@ -166,6 +165,7 @@ class Run(RunParts):
             raise
         finally:
             self.weight_casts.drop()
+            self.exchange(True)
 
     def backward(
         self, loss: Tensor, *, weight: Tensor | float | None = None, last: bool = True, normalized: bool = False
@@ -180,6 +180,8 @@ class Run(RunParts):
         weight = None if weight is None else checked_weight(weight)
         self.shown.hide()
         scale = self.scale_state.scale
+        if self.sharded is not None:  # DDP was told before the forward pass, by its no_sync()
+            self.sharded.exchange(last)
         self.accumulation.add(loss, weight, scale, self.parameters, last=last, normalized=normalized)
         if not last and not all(map(is_split, self.accumulation.summed)):
             check_exchange()
@@ -204,7 +206,7 @@ class Run(RunParts):
         norm = self._norm_of(grads)
         self.shown.note_norm(norm, grads)
         if num_ranks() > 1:
-            norm, weights, _ = agree(norm, self.num_copies, weights, 0.0)
+            norm, weights, *_ = agree(norm, self.num_copies, weights, 0.0)
         return norm if self.shown.finite is not None else norm * (1.0 / self.scale_state.scale / weights)
 
     def _norm_of(self, grads: Grads) -> Tensor:
@@ -224,8 +226,9 @@ class Run(RunParts):
         known = self.shown.known_norm(grads)
         scaled_norm = self._norm_of(grads) if known is None else known
         losses: Tensor | float = self.accumulation.losses
+        bad_rank: Tensor | None = None
         if num_ranks() > 1:
-            scaled_norm, weights, losses = agree(scaled_norm, self.num_copies, weights, losses)
+            scaled_norm, weights, losses, bad_rank = agree(scaled_norm, self.num_copies, weights, losses)
         # Weights that are on the device may all be zero.
         finite = (scaled_norm / weights if isinstance(weights, Tensor) else scaled_norm) < math.inf
         if self.shown.finite is not None:
@@ -252,7 +255,7 @@ class Run(RunParts):
         if self.averages is not None:
             self.averages.update(finite.float())
         loss = mean_loss(losses, weights)
-        result = StepResult(loss, skipped, used, norm, self.scale_state.stuck)
+        result = StepResult(loss, skipped, used, norm, self.scale_state.stuck, bad_rank)
         self.skipped = result.skipped
         self.forget()
         if self.scale_watch is not None:

@@ -3,18 +3,22 @@
     norm      of gradients whose shards each rank has: the root of the sum of squares. It decides whether the step
               is finite, so all ranks skip together
     weights   of the micro-batches, and their losses: means over ranks, as the engine averages gradients
+    bad_rank  the first rank whose own loss is not finite
 
 A process group makes its processes one job: a run is then one run on all of them.
 """
 
+import gc
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
+from torch.nn.parallel import DistributedDataParallel
 
+from halfstep.core.errors import HalfstepError
 from halfstep.torch.shards import is_shard
 
 BUCKET = 2**23  # numbers that are reduced together
@@ -52,6 +56,13 @@ def _copies(parameter: Any) -> int:
     return number
 
 
+def from_all_ranks(value: Any) -> list[Any]:
+    """Returns what each rank has, any Python object. Waits for the slowest."""
+    values: list[Any] = [None] * num_ranks()
+    dist.all_gather_object(values, value)
+    return values
+
+
 def mean(value: Tensor | float, device: torch.device) -> Tensor:
     """Returns the mean over ranks of a number."""
     total = torch.as_tensor(value, dtype=torch.float32, device=device).clone()
@@ -59,17 +70,41 @@ def mean(value: Tensor | float, device: torch.device) -> Tensor:
     return total / num_ranks()
 
 
-def agree(
-    norm: Tensor, num_copies: int, weights: Tensor | float, losses: Tensor | float
-) -> tuple[Tensor, Tensor, Tensor]:
+class Agreed(NamedTuple):
+    """What all ranks know after they told each other."""
+
+    norm: Tensor
+    weights: Tensor
+    losses: Tensor
+    bad_rank: Tensor  # -1 if all losses are finite
+
+
+def agree(norm: Tensor, num_copies: int, weights: Tensor | float, losses: Tensor | float) -> Agreed:
     """Returns the norm of all shards, and the means of weights and losses; `num_copies` is that of `copies`."""
-    device = norm.device
-    rows = [norm.square() if num_copies else norm.new_zeros(()), weights, losses]
-    total = torch.stack([torch.as_tensor(row, dtype=torch.float32, device=device) for row in rows])
-    dist.all_reduce(total)
-    squares, weight, loss = total.unbind()
     every = num_ranks()
-    return (squares / num_copies).sqrt() if num_copies else norm, weight / every, loss / every
+    total = torch.zeros(3 + every, device=norm.device)  # and for each rank whether its loss is bad
+    rows = [norm.square() if num_copies else 0.0, weights, losses]
+    for place, row in enumerate(rows):
+        total[place] = row
+    total[3 + dist.get_rank()] = ~total[2].isfinite()
+    dist.all_reduce(total)
+    squares, weight, loss = total[:3].unbind()
+    bad = total[3:]
+    first = torch.where(bad.any(), bad.argmax(), -1)
+    return Agreed((squares / num_copies).sqrt() if num_copies else norm, weight / every, loss / every, first)
+
+
+def wrappers_of(model: nn.Module) -> list[DistributedDataParallel]:
+    """Returns the DDP modules around a model, which knows nothing of them; refuses replicas that would part."""
+    found = [thing for thing in gc.get_objects() if issubclass(type(thing), DistributedDataParallel)]
+    around = [wrapper for wrapper in found if any(module is model for module in wrapper.modules())]
+    if not around:
+        raise HalfstepError(
+            f"{num_ranks()} processes train, and nothing averages their gradients: their weights would part",
+            hint="wrapped = DistributedDataParallel(model) after prepare(), and call `wrapped` in the loss "
+            "function; or fully_shard(model) before run.attach(optimizers)",
+        )
+    return around
 
 
 @torch.no_grad()

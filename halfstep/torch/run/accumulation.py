@@ -22,7 +22,7 @@ taken away after its backward pass and added to a sum kept here. So are those wi
 optimizers do.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, cast
 
 import torch
@@ -57,8 +57,6 @@ class Accumulation:
         self.policy, self.contents = policy, contents
         self.format = dtype_of(policy.accumulate)
         self._scaled = not isinstance(policy.scale, NoScale)
-        # Called before each backward pass: whether ranks exchange gradients in it. None if the engine always does.
-        self.exchange: Callable[[bool], None] | None = None
         self._loss_bytes = (torch.float32 if policy.emulate else dtype_of(policy.loss)).itemsize
         self._listed = contents.parameters
         self._several_devices = _on_several_devices(self._listed)
@@ -116,8 +114,6 @@ class Accumulation:
             for p in parameters:
                 p.grad = None  # from a backward pass that was not this run's, at an unknown scale
         weight = 1.0 if weight is None else weight
-        if self.exchange is not None:
-            self.exchange(last)
         if not alone:
             # Sums that are not exchanged yet are the engine's: this micro-batch is weighted, not what is there.
             share = weight / cast(float, self._reference)
@@ -264,6 +260,16 @@ class Accumulation:
 
 def _on_several_devices(parameters: Sequence[Tensor]) -> bool:
     return len({p.device for p in parameters}) > 1
+
+
+def with_last(micro_batches: Iterable[Any]) -> Iterator[tuple[Any, bool]]:
+    """Yields each micro-batch, and whether it is the last."""
+    following = iter(micro_batches)
+    for batch in following:
+        for after in following:
+            yield batch, False
+            batch = after
+        yield batch, True
 
 
 def checked_pair(given: tuple[Any, ...]) -> tuple[Tensor, Tensor | float]:

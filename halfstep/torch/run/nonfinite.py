@@ -11,13 +11,14 @@ range is beyond it at every scale (T5's and Gemma's MLPs in fp16).
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from halfstep.torch.parallel.ranks import from_all_ranks, num_ranks
 from halfstep.torch.split.operand import GRAD_OWNER
 
 
@@ -28,15 +29,23 @@ class Cause:
     where: Literal["forward", "backward", "nowhere"]
     what: str
     module: str = ""  # the qualified name to write a rule for, where there is one
+    rank: int | None = None  # of several processes, the first that has such a tensor
 
     def __str__(self) -> str:
-        return self.what if self.where == "nowhere" else f"{self.where}: {self.what}"
+        if self.where == "nowhere":
+            return self.what
+        return f"{'' if self.rank is None else f'rank {self.rank}: '}{self.where}: {self.what}"
 
 
 def find(
     model: nn.Module, loss_fn: Callable[[Any], Any], micro_batches: Iterable[Any], scale: Tensor | float
 ) -> Cause:
-    """Runs the micro-batches again and names the first tensor that is not finite. Has no lasting effect."""
+    """Runs the micro-batches again and names the first tensor that is not finite. Has no lasting effect.
+
+    Of several processes each must call it, with its own micro-batches: they need each other in the passes. So none
+    stops at what it finds, and all name the same tensor, that of the first rank that has one.
+    """
+    alone, cause = num_ranks() == 1, None
     with torch.compiler.set_stance("force_eager"), torch.enable_grad(), restored(model):
         for batch in micro_batches:
             watch = _Watch(model)
@@ -45,12 +54,17 @@ def find(
                 loss, weight = given if isinstance(given, tuple) else (given, 1.0)
                 if watch.cause is None and not _fine(loss):
                     watch.cause = Cause("forward", "the loss itself; what the model gave it is finite")
-                if watch.cause is None:
+                if watch.cause is None or not alone:
                     (loss.float() / weight * scale).backward()
             finally:
                 watch.remove()
-            if watch.cause is not None:
-                return watch.cause
+            cause = cause or watch.cause
+            if alone and cause is not None:
+                return cause
+    causes = [cause] if alone else from_all_ranks(cause)
+    for rank, found in enumerate(causes):
+        if found is not None:
+            return replace(found, rank=rank)
     return Cause("nowhere", "run again, the step is finite: dropout, another batch or a later update decides it")
 
 
@@ -59,15 +73,20 @@ class _Watch:
         self.cause: Cause | None = None
         self._entered = ""  # the first module whose input is not finite
         self._handles: list[Any] = []
+        self._watched: set[int] = set()
         for name, module in model.named_modules():
             before, after = self._before(name), self._after(name, module)
             self._handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
             self._handles.append(module.register_forward_hook(after, with_kwargs=True))
         for name, parameter in model.named_parameters():
-            if parameter.requires_grad:
-                hook = self._gradient(f"`{name}`", name.rpartition(".")[0])
-                owner = getattr(parameter, GRAD_OWNER, parameter)  # whose gradient autograd takes
-                self._handles.append(owner.register_hook(hook))
+            self._watch_parameter(name, parameter)
+
+    def _watch_parameter(self, name: str, parameter: Tensor) -> None:
+        if parameter.requires_grad and id(parameter) not in self._watched:
+            self._watched.add(id(parameter))
+            hook = self._gradient(f"`{name}`", name.rpartition(".")[0])
+            owner = getattr(parameter, GRAD_OWNER, parameter)  # whose gradient autograd takes
+            self._handles.append(owner.register_hook(hook))
 
     def remove(self) -> None:
         for handle in self._handles:
@@ -75,6 +94,9 @@ class _Watch:
 
     def _before(self, name: str) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
+            for own, parameter in module._parameters.items():
+                if parameter is not None:  # FSDP shows modules another one while they run
+                    self._watch_parameter(f"{name}.{own}" if name else own, parameter)
             if not self._entered and self.cause is None and not _fine((args, kwargs)):
                 self._entered = name or "the model"
 

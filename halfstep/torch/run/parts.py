@@ -1,5 +1,6 @@
 """What a run consists of, and the state that its steps change. `Run` (step.py) adds the verbs."""
 
+import weakref
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +18,7 @@ from halfstep.torch.optim.drivers import Driver, StockDriver, check_optimizers, 
 from halfstep.torch.optim.ema import Averages
 from halfstep.torch.optim.masters import Masters
 from halfstep.torch.optim.muon import Muon
-from halfstep.torch.parallel.ranks import copies, num_ranks, same_as_rank_0
+from halfstep.torch.parallel.ranks import copies, num_ranks, same_as_rank_0, wrappers_of
 from halfstep.torch.run.accumulation import PREPARE_AGAIN, Accumulation, check_device
 from halfstep.torch.run.buffers import Buffers, Contents
 from halfstep.torch.run.checks import check_move, device_of
@@ -58,6 +59,7 @@ class RunParts:
         self.averages: Averages | None = None
         self.sharded: Sharded | None = None  # by FSDP, after it was prepared
         self.num_copies = 0  # ranks that have the same shard; 0 if parameters are not sharded
+        self._wrappers: list[weakref.ref[Any]] = []  # DDP modules around the model
         self.skipped: Tensor | None = None  # whether the last update was; None before the first
         self._decay, self._warns, self._seed = ema, warns, seed
         self._hold(optimizers)
@@ -88,7 +90,6 @@ class RunParts:
             self._hold(optimizers)
             self._check_shards(optimizers)
             self.sharded = Sharded(self.model)
-            self.accumulation.exchange = self.sharded.exchange
         elif self.conversion is not None and self.conversion.split_later:
             self.conversion = split_now(self.model, self.conversion)
             self._hold(optimizers)
@@ -115,6 +116,18 @@ class RunParts:
         if self.conversion is not None:
             self._bind(self.conversion)
             self.watch_optimizers()
+
+    def exchange(self, now: bool) -> None:
+        """Says before a micro-batch whether ranks exchange gradients in its backward pass or keep them."""
+        if self.sharded is not None:
+            self.sharded.exchange(now)
+        elif num_ranks() > 1:
+            wrappers = [wrapper for ref in self._wrappers if (wrapper := ref()) is not None]
+            if not wrappers:
+                wrappers = wrappers_of(self.model)
+                self._wrappers = [*map(weakref.ref, wrappers)]
+            for wrapper in wrappers:
+                wrapper.require_backward_grad_sync = now  # what its no_sync() sets
 
     def follow(self, device: torch.device) -> None:
         """Follows a model that was moved before its run made a step, if its policy means the same there."""

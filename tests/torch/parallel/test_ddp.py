@@ -1,7 +1,11 @@
 """DDP: the same training as in one process, and masters that are split, whose gradients are reduced here."""
 
 import pytest
+import torch
+from torch.nn.parallel import DistributedDataParallel
 
+from halfstep.core.errors import HalfstepError, ScalingError
+from halfstep.torch import prepare
 from tests.torch.parallel import jobs
 from tests.torch.parallel.bounds import assert_same
 
@@ -22,3 +26,81 @@ def test_four_ranks_train_as_one(ranks, policy):
 def test_split_masters_are_whole_shards_under_fsdp(ranks):
     policy = "bf16-mixed,param=fp32:split"
     assert_same(policy, jobs.train(policy), ranks(jobs.train, 2, policy, "ours", ()))
+
+
+def sent_in_a_step(policy):
+    """What a step of two micro-batches sends, from a list and from a generator."""
+    model = jobs.net()
+    run = prepare(model, policy, clip_norm=1.0)
+    wrapped = DistributedDataParallel(model)
+    run.attach(jobs.OPTIMIZERS["ours"](model.parameters()))
+    run.step(jobs.loss_of(wrapped), jobs.batches(0, 1))
+    run.step(jobs.loss_of(wrapped), jobs.batches(0, 1))  # DDP orders its buckets again in the second
+    found = []
+    for batches in (jobs.batches(2, 2), iter(jobs.batches(3, 2))):
+        with jobs.Wire() as wire:
+            run.step(jobs.loss_of(wrapped), batches)
+        found.append(wire.sent)
+    with torch.no_grad(), jobs.Wire() as wire:
+        wrapped(jobs.batches(0, 1)[0])
+    return found
+
+
+@pytest.mark.parametrize("policy", ["bf16-mixed", "bf16-mixed,param=fp32:split"])
+def test_gradients_travel_once_for_all_micro_batches_in_fp32(ranks, policy):
+    every = 4 * sum(p.numel() for p in jobs.net().parameters())
+    for found in ranks(sent_in_a_step, 2, policy):
+        for sent in found:
+            assert {(name, dtype) for name, dtype, _ in sent} == {("allreduce", torch.float32)}
+            assert sum(nbytes for *_, nbytes in sent) == every + 4 * (3 + 2)
+
+
+def without_a_wrapper():
+    model = jobs.net()
+    run = prepare(model, jobs.OPTIMIZERS["ours"](model.parameters()), "bf16-mixed")
+    with pytest.raises(HalfstepError, match="nothing averages their gradients") as caught:
+        run.step(jobs.loss_of(model), jobs.batches(0, 1))
+    return caught.value.hint
+
+
+def test_replicas_that_would_part_are_refused(ranks):
+    for hint in ranks(without_a_wrapper, 2):
+        assert "DistributedDataParallel(model)" in hint
+
+
+def with_nan_on_one_rank(shape, where):
+    """One rank's loss, or a gradient alone, is not finite in the second step; the scale cannot fall."""
+    model = jobs.net()
+    run = prepare(model, "fp16-mixed,scale=dynamic:init=2:floor=2", clip_norm=1.0)
+    if shape is not None:
+        jobs.shard(model, *shape)
+    wrapped = DistributedDataParallel(model) if shape is None else model
+    run.attach(jobs.OPTIMIZERS["fused"](model.parameters()))
+    rows, bad = [], jobs.rank_and_ranks()[0] == 1
+
+    def loss_fn(rows):
+        loss = jobs.loss_of(wrapped)(rows)
+        if bad and where == "loss":
+            return loss * float("nan")
+        if bad:
+            loss.register_hook(lambda grad: grad * float("inf"))
+        return loss
+
+    for step in range(3):
+        result = run.step(loss_fn if step == 1 else jobs.loss_of(wrapped), jobs.batches(step, 2))
+        rows.append((bool(result.skipped), float(result.scale), int(result.bad_rank)))
+        if step == 1:
+            with pytest.raises(ScalingError) as caught:
+                run.check(result)
+    return rows, str(caught.value), jobs.whole(model)
+
+
+@pytest.mark.parametrize("where", ["loss", "gradient"])
+@pytest.mark.parametrize("shape", [None, ()], ids=["ddp", "fsdp"])
+def test_a_nan_on_one_rank_skips_the_step_on_all_and_names_the_rank(ranks, shape, where):
+    (first, said, weights), (second, same, others) = ranks(with_nan_on_one_rank, 2, shape, where)
+    rank = 1 if where == "loss" else -1
+    assert first == second == [(False, 2.0, -1), (True, 2.0, rank), (False, 2.0, -1)]
+    assert all(torch.equal(weights[name], others[name]) and weights[name].isfinite().all() for name in weights)
+    assert said == same
+    assert "rank 1: " + {"loss": "forward: the loss itself", "gradient": "backward: gradient of"}[where] in said

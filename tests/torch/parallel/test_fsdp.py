@@ -54,7 +54,7 @@ def test_only_fp32_gradients_are_reduced(ranks):
         reduced = [(dtype, nbytes) for name, dtype, nbytes in sent if name == "reduce_scatter_base"]
         assert sorted(nbytes for _, nbytes in reduced) == sorted(grads)
         assert {dtype for dtype, _ in reduced} == {torch.float32}
-        assert [row for row in sent if row[0] == "allreduce"] == [("allreduce", torch.float32, 12)]
+        assert [row for row in sent if row[0] == "allreduce"] == [("allreduce", torch.float32, 20)]
 
 
 def kept_after_forward():
@@ -77,27 +77,6 @@ def test_no_gathered_weight_outlives_its_layer(ranks):
     for number, held in ranks(kept_after_forward, 2):
         assert number >= 4
         assert held == [0] * number
-
-
-def with_nan_on_one_rank():
-    """One rank's loss is not finite in the second step."""
-    model = jobs.net()
-    run = prepare(model, "fp16-mixed", clip_norm=1.0)
-    jobs.shard(model)
-    run.attach(jobs.OPTIMIZERS["fused"](model.parameters()))
-    rows = []
-    for step in range(3):
-        bad = step == 1 and jobs.rank_and_ranks()[0] == 1
-        factor = float("nan") if bad else 1.0
-        result = run.step(lambda rows, by=factor: jobs.loss_of(model)(rows) * by, jobs.batches(step, 1))
-        rows.append((bool(result.skipped), float(result.scale)))
-    return rows, jobs.whole(model)
-
-
-def test_a_nan_on_one_rank_skips_the_step_on_all(ranks):
-    (first, weights), (second, others) = ranks(with_nan_on_one_rank, 2)
-    assert first == second == [(False, 65536.0), (True, 65536.0), (False, 32768.0)]
-    assert all(torch.equal(weights[name], others[name]) and weights[name].isfinite().all() for name in weights)
 
 
 def with_unequal_rows():
