@@ -106,7 +106,13 @@ ROLES: dict[str, Role] = {
     "accumulate": Role(
         "sum of gradients over micro-batches", Format, _WIDE, "a sum in fp16 overflows", in_rules=False
     ),
-    "reduce": Role("sum of gradients over devices", Format, _ONLY, "replicas exchange fp32", in_rules=False),
+    "reduce": Role(
+        "what ranks send of their gradients; the sum over ranks is fp32",
+        Format,
+        _WIDE,
+        "gradients that are scaled for fp16 overflow when ranks add them",
+        in_rules=False,
+    ),
     "moments": Role("state of the optimizer", Format, _WIDE, "squared gradients underflow in fp16"),
     "norm": Role("inside normalization; the result is in compute", Format, _HALF, "sums need 16 bits"),
     "softmax": Role("inside softmax and attention; the result is in compute", Format, _HALF, "sums need 16 bits"),

@@ -129,6 +129,12 @@ class Accelerator(accelerate.Accelerator):
             if place and not self.verify_device_map(model):
                 model = model.to(self.device)
             run = prepare(model, self.policy, **self._options)
+            if self.num_processes > 1 and run.averages_all():
+                run.unprepare()
+                raise HalfstepError(
+                    "DDP averages the gradients of whole fp32 masters, and the policy leaves it none",
+                    hint="hold masters whole, with `param=fp32`, and sum in fp32, with `accumulate=fp32`",
+                )
             model.__dict__[_RUN] = _Held(run)
         self.take_up(run.model)
         return super().prepare_model(model, device_placement=device_placement, evaluation_mode=evaluation_mode)

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 
 from halfstep.config.model import owner
 from halfstep.core.errors import HalfstepError
-from halfstep.core.formats import Format
+from halfstep.core.formats import FP32, Format
 from halfstep.core.policy import Policy
 from halfstep.core.precision import Precision, base_precision, precisions
 from halfstep.core.refusal import EMULATE, check_formats, check_implemented, check_reach
@@ -78,6 +78,8 @@ def check_supported(wanted: Sequence[Precision], device: jax.Device) -> None:
 
 
 def _not_implemented(role: str, value: Value) -> str:
+    if role == "reduce" and value != FP32:
+        return "`reduce=fp32`: gradients travel in fp32"
     if isinstance(value, Param) and value.split:
         return "`param=fp32` holds the same numbers in 4 bytes and a cast"
     if isinstance(value, Operand) and value.measured:

@@ -276,6 +276,8 @@ def _loose(places: dict[str, Place]) -> list[str]:
 
 
 def _not_implemented(role: str, value: Value) -> str:
+    if role == "reduce" and value != FP32:
+        return "`reduce=fp32`: gradients travel in fp32"
     if isinstance(value, Operand) and value.amax == "delayed":
         return "`current` scales by this step's own amax"
     if isinstance(value, Accumulator) and value.fast:

@@ -72,6 +72,12 @@ class Applied:
     amaxes: Amaxes | None = None  # if operands are delayed
     split_later: tuple[str, ...] = ()  # masters that are whole until optimizers come
 
+    def summed_here(self) -> list[str]:
+        """Names the parameters whose gradients are summed beside them, where DDP does not see them."""
+        wide = self.policy.accumulate == FP32
+        held = [name for name, param in self.masters.items() if param.split or param.format != FP32 or not wide]
+        return [*held, *self.split_later]
+
     def __str__(self) -> str:
         counts = Counter(print_value(param) for param in self.masters.values())
         held = ", ".join(f"{count} parameters in {fmt}" for fmt, count in counts.items())

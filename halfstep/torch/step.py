@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from halfstep.core.errors import HalfstepError, ScalingError
+from halfstep.core.formats import FP32
 from halfstep.core.measure import TOKENS, settle
 from halfstep.core.policy import Policy
 from halfstep.core.precision import base_precision, precisions
@@ -35,7 +36,6 @@ from halfstep.torch.parallel.ranks import agree, in_group, largest, leave_to_us,
 from halfstep.torch.run import nonfinite
 from halfstep.torch.run.accumulation import checked_pair, checked_weight, divisor, mean_loss, times, with_last
 from halfstep.torch.run.checks import (
-    check_exchange,
     check_given,
     check_settings,
     device_of,
@@ -50,7 +50,6 @@ from halfstep.torch.run.reached import Reached, record
 from halfstep.torch.run.summary import summarize
 from halfstep.torch.run.switches import check_fp32
 from halfstep.torch.shards import local
-from halfstep.torch.split.operand import is_split
 from halfstep.torch.split.parameter import copying_run
 
 # loss_fn(batch) -> the mean loss, or (the sum of losses, the number of tokens)
@@ -104,7 +103,7 @@ def prepare(
     for p in model.parameters():
         p.grad = None
     conversion = apply(model, policy, tokens=tokens, split=given is not None or not in_group())
-    leave_to_us(model, conversion.split_later or [*conversion.remainders])
+    leave_to_us(model, conversion.summed_here())
     options: dict[str, Any] = {"conversion": conversion, "seed": seed, "ema": ema}
     return Run(model, optimizers, policy, clip_norm, **options, choice=choice, note=note, warns=True)
 
@@ -180,11 +179,11 @@ class Run(RunParts):
         weight = None if weight is None else checked_weight(weight)
         self.shown.hide()
         scale = self.scale_state.scale
-        if self.sharded is not None:  # DDP was told before the forward pass, by its no_sync()
+        if self.sharded is not None:  # DDP knows since the forward pass, by its no_sync()
             self.sharded.exchange(last)
+        elif self.policy.reduce != FP32:
+            self.wrappers()
         self.accumulation.add(loss, weight, scale, self.parameters, last=last, normalized=normalized)
-        if not last and not all(map(is_split, self.accumulation.summed)):
-            check_exchange()
         self.shown.show(self.parameters, last=last)
 
     def unscale(self) -> None:
@@ -410,6 +409,7 @@ class Run(RunParts):
             else:
                 driver.cast_moments(widen=True)
         self.weight_casts.unmark()
+        leave_to_us(self.model, [])
         self._open = False
         return self.model
 

@@ -21,6 +21,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.utils import _pytree as pytree
 
 from halfstep.torch.layers import Layer
+from halfstep.torch.parallel.wire import NarrowReduceScatter
 
 _ATEN = torch.ops.aten
 # What gives the same numbers in another shape.
@@ -78,8 +79,11 @@ def _widened(given: Any) -> Any:
 class Sharded:
     """A model whose parameters FSDP has sharded, after it was given a policy."""
 
-    def __init__(self, model: nn.Module):
+    def __init__(self, model: nn.Module, wire: torch.dtype):
         self.modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
+        if wire != torch.float32:
+            for module in self.modules:
+                module.set_custom_reduce_scatter(NarrowReduceScatter(wire))  # type: ignore[arg-type]
         names: dict[Tensor, str] = {p: name for name, p in model.named_parameters()}
         gathers = [Gather(sharded) for sharded in self._parameters()]
         self.gathers = {names[g.sharded.sharded_param]: g for g in gathers if g.is_for_matmuls}

@@ -19,9 +19,11 @@ from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from torch.nn.parallel import DistributedDataParallel
 
 from halfstep.core.errors import HalfstepError
+from halfstep.torch.parallel.wire import sum_all
 from halfstep.torch.shards import is_shard
 
 BUCKET = 2**23  # numbers that are reduced together
+_IGNORED, _OURS = "_ddp_params_and_buffers_to_ignore", "_averaged_by_halfstep"  # attributes of a model
 
 
 def in_group() -> bool:
@@ -35,12 +37,15 @@ def num_ranks() -> int:
 
 
 def leave_to_us(model: nn.Module, names: Sequence[str]) -> None:
-    """Tells DDP, which will wrap the model, which parameters it must not wait for: they are reduced here."""
-    if names and in_group():
-        first = {p: name for name, p in model.named_parameters()}
-        tied = [name for name, p in model.named_parameters(remove_duplicate=False) if first[p] in set(names)]
-        ignored = getattr(model, "_ddp_params_and_buffers_to_ignore", [])
-        model._ddp_params_and_buffers_to_ignore = [*ignored, *tied]  # type: ignore[assignment]
+    """Says to DDP, which will wrap the model, which parameters it must not wait for: they are averaged here."""
+    before = [name for name in getattr(model, _IGNORED, []) if name not in getattr(model, _OURS, [])]
+    first = {p: name for name, p in model.named_parameters()}
+    tied = [name for name, p in model.named_parameters(remove_duplicate=False) if first[p] in set(names)]
+    for key, value in ((_IGNORED, [*before, *tied]), (_OURS, tied)):
+        if value and in_group():
+            setattr(model, key, value)
+        elif hasattr(model, key):
+            delattr(model, key)
 
 
 def copies(parameters: Sequence[Tensor]) -> int:
@@ -71,7 +76,7 @@ def mean(value: Tensor | float, device: torch.device) -> Tensor:
 
 
 class Agreed(NamedTuple):
-    """What all ranks know after they told each other."""
+    """What all ranks know after the reduction."""
 
     norm: Tensor
     weights: Tensor
@@ -111,19 +116,23 @@ def wrappers_of(model: nn.Module) -> list[DistributedDataParallel]:
 def same_as_rank_0(tensors: Sequence[Tensor]) -> None:
     """Makes tensors those of the first rank, as DDP does with those that it knows."""
     for tensor in tensors:
-        dist.broadcast(tensor.view(torch.uint8), 0)  # gloo has no int16
+        dist.broadcast(torch.atleast_1d(tensor.detach()).view(torch.uint8), 0)  # gloo has no int16
 
 
 @torch.no_grad()
-def average(tensors: Sequence[Tensor]) -> None:
-    """Makes fp32 tensors their means over ranks, many of them in one reduction."""
+def average(tensors: Sequence[Tensor], wire: torch.dtype) -> None:
+    """Makes tensors their means over ranks, many of them in one reduction, which sends `wire` and sums in fp32."""
     bucket, size = list[Tensor](), 0
     for place, tensor in enumerate(tensors):
         bucket.append(tensor)
         size += tensor.numel()
         if size >= BUCKET or place == len(tensors) - 1:
-            flat = _flatten_dense_tensors(bucket).div_(num_ranks())
-            dist.all_reduce(flat)
+            flat = _flatten_dense_tensors(bucket).float()
+            if wire == torch.float32:
+                dist.all_reduce(flat)
+            else:
+                flat = sum_all(flat, wire)
+            flat.div_(num_ranks())
             torch._foreach_copy_(bucket, list(_unflatten_dense_tensors(flat, bucket)))
             bucket, size = [], 0
 

@@ -35,6 +35,7 @@ from halfstep.torch.dtypes import FLOATS, dtype_of
 from halfstep.torch.optim.adamw import Grads, is_sparse
 from halfstep.torch.parallel.ranks import average, mean, num_ranks
 from halfstep.torch.run.buffers import Contents
+from halfstep.torch.shards import is_shard
 from halfstep.torch.split.operand import is_split
 from halfstep.torch.split.parameter import take_grad
 
@@ -130,8 +131,9 @@ class Accumulation:
         self.weights = 1.0 if normalized else self.weights + share
         self._take(parameters)
         if last and not alone:
-            # DDP reduces the gradients of parameters; a half's is not the parameter's to autograd.
-            average([self.sums[id(p)] for p in self.summed if is_split(p) and id(p) in self.sums])
+            # DDP reduces the gradients that are parameters' own, and leaves these to us.
+            sums = [self.sums[id(p)] for p in self.summed if id(p) in self.sums and not is_shard(p)]
+            average(sums, dtype_of(self.policy.reduce))
 
     def _check_normalized(self, weight: Tensor | float | None, normalized: bool) -> None:
         if normalized and weight is not None:

@@ -111,13 +111,3 @@ def check_moments(optimizers: Sequence[torch.optim.Optimizer], model: nn.Module,
                     f"policy says moments={wanted[p]}",
                     hint=f"set it in the policy, `bf16-mixed,moments={fmt}`, or omit it from the optimizer",
                 )
-
-
-def check_exchange() -> None:
-    """Refuses sums over micro-batches that DDP does not see, if there are several processes."""
-    if num_ranks() > 1:
-        raise PolicyError(
-            "gradients of parameters that are not in the accumulate format are summed beside them, and DDP "
-            "exchanges those of the last micro-batch alone",
-            hint="hold masters whole, with `param=fp32`, and sum in fp32; or train without accumulation",
-        )

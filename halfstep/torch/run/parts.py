@@ -9,16 +9,19 @@ from torch import Tensor, nn
 
 from halfstep.core.choice import Choice
 from halfstep.core.errors import HalfstepError
+from halfstep.core.formats import FP32
 from halfstep.core.policy import Policy
 from halfstep.core.roles import Param
 from halfstep.core.scaling import ScaleState
 from halfstep.torch.apply import Applied, split_now
+from halfstep.torch.dtypes import dtype_of
 from halfstep.torch.optim.adamw import Optimizer
 from halfstep.torch.optim.drivers import Driver, StockDriver, check_optimizers, driver_of, held_by
 from halfstep.torch.optim.ema import Averages
 from halfstep.torch.optim.masters import Masters
 from halfstep.torch.optim.muon import Muon
 from halfstep.torch.parallel.ranks import copies, num_ranks, same_as_rank_0, wrappers_of
+from halfstep.torch.parallel.wire import averaging_hook
 from halfstep.torch.run.accumulation import PREPARE_AGAIN, Accumulation, check_device
 from halfstep.torch.run.buffers import Buffers, Contents
 from halfstep.torch.run.checks import check_move, device_of
@@ -89,7 +92,7 @@ class RunParts:
 
             self._hold(optimizers)
             self._check_shards(optimizers)
-            self.sharded = Sharded(self.model)
+            self.sharded = Sharded(self.model, dtype_of(self.policy.reduce))
         elif self.conversion is not None and self.conversion.split_later:
             self.conversion = split_now(self.model, self.conversion)
             self._hold(optimizers)
@@ -103,8 +106,10 @@ class RunParts:
             self.follow(self.parameters[0].device)
             self.check_parameters()
             self.masters.check_writes()
-            if self.masters.remainders and num_ranks() > 1:
-                same_as_rank_0([t for p in self.masters.halves for t in (values_of(p), self.masters.remainder(p))])
+            if self.sharded is None and num_ranks() > 1 and self.conversion is not None:
+                ours = set(self.conversion.summed_here())
+                named = [p for p, name in self.masters.names.items() if name in ours]
+                same_as_rank_0([*map(values_of, named), *map(self.masters.remainder, self.masters.halves)])
                 self.masters.note_writes(self.masters.halves)
         except BaseException:
             self.optimizers, self.drivers = [], []
@@ -122,12 +127,25 @@ class RunParts:
         if self.sharded is not None:
             self.sharded.exchange(now)
         elif num_ranks() > 1:
-            wrappers = [wrapper for ref in self._wrappers if (wrapper := ref()) is not None]
-            if not wrappers:
-                wrappers = wrappers_of(self.model)
-                self._wrappers = [*map(weakref.ref, wrappers)]
-            for wrapper in wrappers:
+            for wrapper in self.wrappers():
                 wrapper.require_backward_grad_sync = now  # what its no_sync() sets
+
+    def averages_all(self) -> bool:
+        """Whether all gradients are summed beside their parameters and averaged here: DDP has nothing to do."""
+        ours = set() if self.conversion is None else set(self.conversion.summed_here())
+        return all(name in ours for p, name in self.masters.names.items() if p.requires_grad)
+
+    def wrappers(self) -> list[Any]:
+        """Returns the DDP modules around the model, which send what the policy says since they were found."""
+        wrappers = [wrapper for ref in self._wrappers if (wrapper := ref()) is not None]
+        if wrappers or self.averages_all():
+            return wrappers
+        wrappers = wrappers_of(self.model)
+        self._wrappers = [*map(weakref.ref, wrappers)]
+        if self.policy.reduce != FP32:
+            for wrapper in wrappers:
+                wrapper.register_comm_hook(None, averaging_hook(dtype_of(self.policy.reduce)))
+        return wrappers
 
     def follow(self, device: torch.device) -> None:
         """Follows a model that was moved before its run made a step, if its policy means the same there."""

@@ -52,6 +52,8 @@ REFUSED_BY = {
     ("torch", "bf16-true,grad_weight=fp32"): "torch keeps its gradient in that too",
     ("jax", "bf16-mixed,param=fp32:split"): "split",
     ("mlx", "fp8-mixed"): "MLX has no fp8 type",
+    ("jax", "bf16-mixed,reduce=bf16"): "reduce=bf16",
+    ("mlx", "bf16-mixed,reduce=bf16"): "reduce=bf16",
 }
 FINGERPRINTS = {}
 
@@ -102,6 +104,7 @@ def test_an_accepted_value_changes_how_it_evaluates(slow_backend, base, policy):
 ELSEWHERE = {
     **{(role, "delayed"): "torch/fp8/test_delayed.py" for role in ("compute", "grad")},
     **{(role, "measured"): "torch/convert/test_fp8_choice.py" for role in ("compute", "grad")},
+    ("reduce", "bf16"): "torch/parallel/test_reduce.py",
     **{("export", fmt): "tools/export/test_export.py" for fmt in ("bf16", "fp16")},
     **{("scale", field.name.removesuffix("_scale")): "core/test_scaling.py" for field in fields(DynamicScale)},
 }
@@ -143,7 +146,7 @@ def test_every_role_with_every_value_it_offers_is_shown_to_change_something_or_r
 REFUSED = [
     ("bf16-mixed,buffers=bf16", "buffers=bf16"),
     ("bf16-mixed,router=bf16", "router=bf16"),
-    ("bf16-mixed,reduce=bf16", "reduce=bf16"),
+    ("bf16-mixed,reduce=fp16", "reduce=fp16"),
     ("bf16-mixed; blocks.0.mlp: compute=fp32", r"names no module that computes.*add `\.\*\*`"),
     ("bf16-mixed; blocks: grad_weight=bf16", r"names no module that holds a parameter.*add `\.\*\*`"),
     ("bf16-mixed,emulate=true; blocks.0.mlp: grad=fp32", "names no module that computes"),
