@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import GradBucket
 from torch.nn.functional import pad
 
 from halfstep.core.errors import HalfstepError
@@ -60,11 +61,11 @@ class NarrowReduceScatter:
         output_tensor.copy_(total / dist.get_world_size(group) if op == dist.ReduceOp.AVG else total)
 
 
-def averaging_hook(wire: torch.dtype) -> Callable[[Any, dist.GradBucket], torch.futures.Future[Tensor]]:
+def averaging_hook(wire: torch.dtype) -> Callable[[Any, GradBucket], torch.futures.Future[Tensor]]:
     """Returns a communication hook of DDP that averages a bucket of gradients."""
     streams: dict[torch.device, Any] = {}
 
-    def average(_: None, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    def average(_: None, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         flat = bucket.buffer()
         future: torch.futures.Future[Tensor] = torch.futures.Future(
             devices=[flat.device] if flat.is_cuda else None

@@ -7,6 +7,7 @@ from torch.nn.parallel import DistributedDataParallel
 from halfstep.torch import prepare
 from tests.torch.parallel import jobs
 
+FOUR = pytest.param("fsdp", 4, marks=pytest.mark.prove)
 WAYS = {"ddp": None, "fsdp": (), "hybrid": (2, 2)}
 
 
