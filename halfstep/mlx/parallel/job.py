@@ -7,13 +7,12 @@ waits (ranks.py), and says what it was doing itself.
 import faulthandler
 import os
 import sys
-from pathlib import Path
 
 import mlx.core as mx
 
 from halfstep.core.errors import HalfstepError
 from halfstep.mlx.measure import devices
-from halfstep.mlx.parallel.ranks import TIMEOUT, Ranks
+from halfstep.mlx.parallel.ranks import TIMEOUT, Ranks, launched
 
 _joined: list[Ranks] = []  # the processes that sessions of this one train with
 
@@ -30,8 +29,7 @@ class Host:
     def connect(self, device: str | None, timeout: float) -> str:
         """Makes sessions train with the other processes; returns the device of this one."""
         self._ranks.timeout = timeout
-        if self.ranks > 1:
-            _joined.append(self._ranks)
+        _joined.append(self._ranks)
         return device or devices()[0]
 
     def tell(self, text: str | None) -> str:
@@ -68,6 +66,11 @@ class Host:
         _joined.clear()
 
 
+def open_host() -> Host | None:
+    """Returns the host of this process; None if nobody has started others."""
+    return Host() if launched() else None
+
+
 def joined() -> Ranks | None:
     """Returns the processes that sessions train with; None if this one is alone."""
     return _joined[-1] if _joined else None
@@ -75,11 +78,9 @@ def joined() -> Ranks | None:
 
 def _join() -> mx.distributed.Group:
     """Waits for all processes that mlx.launch has started. MLX stops all threads meanwhile, but not this timer."""
-    hosts = os.environ.get("MLX_HOSTFILE")
-    alone = hosts is not None and not Path(hosts).read_text().strip()
     faulthandler.dump_traceback_later(TIMEOUT, exit=True, file=sys.__stderr__ or sys.stderr)
     try:
-        return mx.distributed.init(strict=not alone)
+        return mx.distributed.init(strict=True)
     except RuntimeError as error:
         raise HalfstepError(
             f"rank {os.environ['MLX_RANK']} of mlx.launch cannot reach the others: {error}",

@@ -15,6 +15,7 @@ import sys
 import threading
 import zlib
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -105,7 +106,7 @@ class Ranks:
             mx.eval(array)
         except RuntimeError as error:
             raise HalfstepError(
-                f"rank {self.rank} lost the other processes at {self.doing or what}: {error}",
+                f"the connection of rank {self.rank} to the others broke at `{self.doing or what}`: {error}",
                 hint="one of them ended: what it printed says why. Start all of them again, from a saved state",
             ) from None
         finally:
@@ -113,12 +114,21 @@ class Ranks:
 
     def _give_up(self, what: str) -> None:
         others = f"rank {1 - self.rank}" if self.size == 2 else f"one of the {self.size - 1} others"
-        error = HalfstepError(
-            f"rank {self.rank} waited {self.timeout:g} s at {self.doing or what}: {others} did not arrive",
-            hint="find out why that process hangs, or give it more time with `timeout`",
+        place = f"`{self.doing or what}`"
+        print(
+            f"error: rank {self.rank} has waited for {self.timeout:g} s at {place}: {others} did not arrive\n\n"
+            "hint: find out why that process hangs; or give it more time, with `timeout` of prepare or "
+            "parallel.timeout of a recipe",
+            file=sys.stderr,
+            flush=True,
         )
-        print(f"error: {error}", file=sys.stderr, flush=True)
         os._exit(1)  # the main thread is inside MLX, which cannot be interrupted
+
+
+def launched() -> bool:
+    """Whether mlx.launch has started this process and others; for one it writes an empty hostfile."""
+    hosts = os.environ.get("MLX_HOSTFILE")
+    return "MLX_RANK" in os.environ and (hosts is None or bool(Path(hosts).read_text().strip()))
 
 
 def ranks_of(group: Any, timeout: float) -> Ranks | None:
@@ -126,7 +136,7 @@ def ranks_of(group: Any, timeout: float) -> Ranks | None:
     if not isinstance(timeout, int | float) or not 0 < timeout <= threading.TIMEOUT_MAX:
         raise HalfstepError(f"timeout={timeout!r}: it is a number of seconds, above 0", hint="such as 600")
     if group is None:
-        if "MLX_RANK" in os.environ:
+        if launched():
             raise HalfstepError(
                 f"this is rank {os.environ['MLX_RANK']} of mlx.launch, and it would train alone",
                 hint="pass group=mx.distributed.init(); or start one process, without mlx.launch",

@@ -4,6 +4,7 @@ import mlx.core as mx
 import pytest
 
 from halfstep.core.errors import HalfstepError
+from halfstep.mlx.parallel.job import open_host
 from halfstep.mlx.parallel.ranks import ranks_of
 from tests.mlx.parallel import jobs
 from tests.mlx.parallel.ring import ring
@@ -101,12 +102,15 @@ def test_small_arrays_are_summed_together_and_in_fp32(ranks):
 def test_a_rank_that_waited_too_long_says_for_what_and_ends(ranks):
     (answers, ends, printed, threads), (_, none, nothing, _) = ranks(jobs.arrive_late, 0.6, 0.2)
     assert (ends, none, nothing) == ([1], [], "")
-    assert printed.startswith("error: rank 0 waited 0.2 s at the sums of update 7: rank 1 did not arrive")
+    assert printed.startswith(
+        "error: rank 0 has waited for 0.2 s at `the sums of update 7`: rank 1 did not arrive"
+    )
     assert answers == [0, 1]
     assert threads == 0
 
 
-def test_a_group_is_asked_for_and_never_taken(monkeypatch):
+def test_a_group_is_asked_for_and_never_taken(monkeypatch, tmp_path):
+    monkeypatch.delenv("MLX_HOSTFILE", raising=False)
     monkeypatch.delenv("MLX_RANK", raising=False)
     assert ranks_of(None, 1.0) is None
     assert ranks_of(mx.distributed.init(), 1.0) is None  # of one process
@@ -117,3 +121,8 @@ def test_a_group_is_asked_for_and_never_taken(monkeypatch):
     monkeypatch.setenv("MLX_RANK", "1")
     with refuses(HalfstepError, "rank 1 of mlx.launch", "group=mx.distributed.init()"):
         ranks_of(None, 1.0)
+    hosts = tmp_path / "hosts.json"
+    hosts.write_text("\n")  # what `mlx.launch -n 1` writes, which MLX itself cannot read
+    monkeypatch.setenv("MLX_HOSTFILE", str(hosts))
+    assert ranks_of(None, 1.0) is None
+    assert open_host() is None

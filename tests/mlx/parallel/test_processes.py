@@ -49,13 +49,13 @@ def outcome(tmp_path, what):
 def test_a_process_ends_if_another_hangs(tmp_path):
     code, printed = outcome(tmp_path, "hangs")
     assert code == 1
-    assert "error: rank 0 waited 2 s at the sums of update 2: rank 1 did not arrive" in printed
+    assert "error: rank 0 has waited for 2 s at `the sums of update 2`: rank 1 did not arrive" in printed
 
 
 def test_a_process_ends_if_another_has_ended(tmp_path):
     code, printed = outcome(tmp_path, "ends")
     assert code == 1
-    assert "HalfstepError: rank 0 lost the other processes at the sums of update 2" in printed
+    assert "HalfstepError: the connection of rank 0 to the others broke at `the sums of update 2`" in printed
 
 
 @pytest.mark.parametrize("policy", ["fp32", "bf16-mixed"])
