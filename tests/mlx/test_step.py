@@ -61,7 +61,7 @@ def test_a_mean_loss_counts_each_micro_batch_alike():
     r, x = run(), data(12)
     expected = sum(mx.square(r.model(b)).mean().item() for b in (x[:2], x[2:])) / 2
     result = r.step(lambda model, b: mx.square(model(b)).mean(), [x[:2], x[2:]])
-    assert all(isinstance(value, mx.array) for value in vars(result).values())  # until they are read
+    assert all(isinstance(value, mx.array | None) for value in vars(result).values())  # until they are read
     assert result.loss.item() == pytest.approx(expected, rel=SUMMED)
 
 
@@ -129,8 +129,8 @@ def test_gradients_by_hand_are_true_after_unscale_and_the_update_knows(policy):
     assert two.unscale(grads) is grads  # once
     second = two.update(grads)
     assert mx.array_equal(seen(one), seen(two))
-    for name, value in vars(first).items():
-        assert getattr(second, name).item() == pytest.approx(value.item(), rel=SUMMED), name
+    for name in ("loss", "skipped", "scale", "grad_norm", "stuck"):
+        assert getattr(second, name).item() == pytest.approx(getattr(first, name).item(), rel=SUMMED), name
     for each in (1e-3, 2e-3):
         grads = two.unscale(two.value_and_grad(squares)(data(4))[1])
         clipped = {name: mx.clip(g, -each, each) for name, g in grads.arrays.items()}

@@ -113,7 +113,7 @@ def skip(policy):
             x = x * mx.array(float("nan"))
         result = run.step(squares, [x])
         rows.append((bool(result.skipped), float(result.scale)))
-        own.append(math.isfinite(result.own_loss.item()))
+        own.append((math.isfinite(result.own_loss.item()), result.bad_rank.item()))
         states.append(bits({k: v for k, v in run.state.items() if k.startswith("model.")}))
     return rows, states, own
 

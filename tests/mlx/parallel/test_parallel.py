@@ -56,7 +56,8 @@ def test_a_session_trains_with_the_others_of_its_job(ranks):
 def test_nan_on_one_rank_skips_on_both_with_the_same_scale(ranks):
     (rows, states, own), (other_rows, other_states, other_own) = ranks(jobs.skip, FP16)
     assert (rows, states) == (other_rows, other_states)
-    assert (own, other_own) == ([True] * 3, [True, False, True])  # it was rank 1
+    assert own == [(True, -1), (True, 1), (True, -1)]
+    assert other_own == [(True, -1), (False, 1), (True, -1)]
     assert rows == [(False, 1024), (True, 1024), (False, 512)]
     assert states[0] == states[1] != states[2]
 
