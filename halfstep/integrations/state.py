@@ -44,6 +44,11 @@ class StateError(HalfstepError):
 def save(run: Run, path: str | Path) -> None:
     """Writes everything the next step changes; `path` is the file, usually CHECKPOINT/halfstep.safetensors."""
     path = Path(path)
+    if run.sharded is not None:
+        raise StateError(
+            f"`{path}` is one file, and each rank has its own rows of a sharded run's state",
+            hint="save and load it in parts: save_part of halfstep.training.checkpoints.parts",
+        )
     state, frozen = run.state_dict(), frozen_weights(run)
     tensors = {name: tensor for name, tensor in state["tensors"].items() if name not in frozen}
     table = {"format": FORMAT, **{key: state[key] for key in ("policy", "optimizers", "numbers")}}

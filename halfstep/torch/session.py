@@ -24,7 +24,16 @@ from halfstep.torch.model import Decoder
 from halfstep.torch.optim.adamw import AdamW, Optimizer
 from halfstep.torch.optim.muon import Muon
 from halfstep.torch.run.readback import Readback
-from halfstep.torch.state import Copies, load_state, load_weights, restored, state_of, stored
+from halfstep.torch.state import (
+    Copies,
+    load_state,
+    load_weights,
+    restored,
+    rows_here,
+    state_of,
+    stored,
+    written,
+)
 from halfstep.torch.step import Run, StepResult
 
 Tokens = NDArray[np.int32]
@@ -143,8 +152,12 @@ class Session:
         return {name: stored(tensor) for name, tensor in state_of(self.run).items()}
 
     def snapshot(self) -> Snapshot:
-        """Launches a copy of the state without waiting; the previous snapshot must no longer be used."""
-        return self._copies.take(state_of(self.run))
+        """Launches a copy of what this rank writes, without waiting; ends the use of the previous snapshot."""
+        return self._copies.take(*written(self.run))
+
+    def rows(self, name: str, shape: tuple[int, ...]) -> tuple[int, int] | None:
+        """Returns the rows of a tensor in a state that this rank has, first and end; None if all of it."""
+        return rows_here(self.run, name, shape)
 
     def blame(self, micro_batches: Tokens) -> str:
         """Names the first tensor of a step that is not finite, and its pass, by running the step again."""

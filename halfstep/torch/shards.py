@@ -1,8 +1,19 @@
 """Tensors that are spread over ranks (DTensor), and what this rank has of them."""
 
 import sys
+from typing import Any, NamedTuple
 
 from torch import Tensor
+
+from halfstep.core.errors import HalfstepError
+
+
+class Rows(NamedTuple):
+    """Which rows of a tensor a rank has: the first, the one after the last, and how many there are."""
+
+    start: int
+    stop: int
+    total: int
 
 
 def is_shard(tensor: Tensor) -> bool:
@@ -14,3 +25,30 @@ def is_shard(tensor: Tensor) -> bool:
 def local(tensor: Tensor) -> Tensor:
     """Returns what this rank has of a tensor."""
     return tensor.to_local() if is_shard(tensor) else tensor  # type: ignore[attr-defined,no-any-return]
+
+
+def rows_of(shard: Any) -> Rows:
+    """Returns which rows of a tensor that is spread over ranks this rank has."""
+    here = shard.device_mesh.get_coordinate()
+    cut = [axis for axis, placement in enumerate(shard.placements) if not placement.is_replicate()]
+    if [shard.placements[axis].is_shard(0) for axis in cut] != [True]:
+        raise HalfstepError(
+            f"a parameter is sharded as {shard.placements}, and a state has rows",
+            hint="fully_shard without `shard_placement_fn`: it then shards the first dimension",
+        )
+    (axis,), total = cut, shard.shape[0]
+    size = -(-total // shard.device_mesh.shape[axis])  # as torch.chunk: the last ranks may have none
+    return Rows(min(here[axis] * size, total), min((here[axis] + 1) * size, total), total)
+
+
+def is_first_copy(shard: Any) -> bool:
+    """Whether this rank is the first of those that have the same rows."""
+    here = shard.device_mesh.get_coordinate()
+    return all(at == 0 for at, placement in zip(here, shard.placements, strict=True) if placement.is_replicate())
+
+
+def like(shard: Any, rows: Tensor) -> Tensor:
+    """Returns rows that this rank has as a tensor that is spread as another one is."""
+    return sys.modules["torch.distributed.tensor"].DTensor.from_local(  # type: ignore[no-any-return]
+        rows, shard.device_mesh, shard.placements, run_check=False, shape=shard.shape, stride=shard.stride()
+    )

@@ -9,25 +9,32 @@ Names are those of core.state_format, and
 
 Loading checks names, shapes and dtypes before it changes anything. torch's own optimizers create their state at
 the first step, so a fresh one may lack it; its formats are checked against the policy's.
+
+**Shards.** Under FSDP2 a state has this rank's rows, in plain tensors, never in classes of torch.distributed.
+Whole tensors may be loaded too: each rank takes its rows. Masters that are split elsewhere are whole there (fp32
+shards): loading joins and splits them, exactly.
 """
 
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from halfstep.core.averages import to_state
 from halfstep.core.errors import HalfstepError
 from halfstep.core.formats import FP32
 from halfstep.core.scaling import ScaleState, saved_scale
-from halfstep.core.state_format import Description, Snapshot, Stored, check_same, find_dtype
+from halfstep.core.state_format import Description, Part, Snapshot, Stored, check_same, find_dtype
 from halfstep.torch.apply import adopt
-from halfstep.torch.cast import join
+from halfstep.torch.cast import join, split
 from halfstep.torch.dtypes import dtype_of
 from halfstep.torch.optim.adamw import Optimizer
 from halfstep.torch.optim.drivers import held_by, is_moment, label
+from halfstep.torch.parallel.ranks import in_group
 from halfstep.torch.run.parts import RunParts
+from halfstep.torch.shards import Rows, is_first_copy, is_shard, like, local, rows_of
 from halfstep.torch.split.operand import values_of
 
 # Names of dtypes in a safetensors header.
@@ -38,13 +45,30 @@ _DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 
 
 def state_of(run: RunParts) -> dict[str, Tensor]:
-    """Returns every tensor that the next step depends on: the live ones, not copies."""
+    """Returns every tensor that the next step depends on: the live ones, not copies; of shards, the local rows."""
     run.masters.check_writes()
-    return _live(run)
+    return {name: local(tensor) for name, tensor in _live(run).items()}
+
+
+def written(run: RunParts) -> tuple[dict[str, Tensor], dict[str, Rows]]:
+    """Returns what this rank writes to a checkpoint, and which of it are rows of tensors that ranks share.
+
+    The first copy of each shard is written, and by rank 0 what all ranks have.
+    """
+    run.masters.check_writes()
+    is_first = not in_group() or dist.get_rank() == 0
+    live = {n: t for n, t in _live(run).items() if (is_first_copy(t) if is_shard(t) else is_first)}
+    return {n: local(t) for n, t in live.items()}, {n: rows_of(t) for n, t in live.items() if is_shard(t)}
+
+
+def rows_here(run: RunParts, name: str, shape: tuple[int, ...]) -> tuple[int, int] | None:
+    """Returns which rows of a tensor in a state this rank has, given its whole shape; None if all of it."""
+    shard = _shards(run).get(_parameter(name))
+    return None if shard is None or tuple(shard.shape) != shape else rows_of(shard)[:2]
 
 
 def _live(run: RunParts) -> dict[str, Tensor]:
-    state = {f"model.{name}": values_of(p) for name, p in run.model.named_parameters()}
+    state = {f"model.{name}": values_of(p) for name, p in _parameters(run).items()}
     state |= {f"model.{name}": buffer for name, buffer in _buffers(run)}
     state |= {f"remainder.{name}": lo for name, lo in run.masters.remainders.items()}
     if run.averages is not None:
@@ -66,7 +90,9 @@ def _live(run: RunParts) -> dict[str, Tensor]:
 @torch.no_grad()
 def load_state(run: RunParts, given: Mapping[str, Tensor]) -> None:
     """Restores a state. One of another model, optimizer or precision is refused entirely."""
-    state = _live(run)
+    if run.sharded is not None:
+        run.sharded.reshard()  # what is gathered is of before
+    state, given = {name: local(tensor) for name, tensor in _live(run).items()}, _as_held(run, given)
     _check_amax(run, given)
     lazy = tuple(f"optimizer.{i}." for i, o in enumerate(run.optimizers) if not isinstance(o, Optimizer))
     fixed = [{n: t for n, t in side.items() if not n.startswith(lazy)} for side in (state, given)]
@@ -100,17 +126,21 @@ def load_state(run: RunParts, given: Mapping[str, Tensor]) -> None:
 def load_weights(run: RunParts, given: Mapping[str, Tensor]) -> None:
     """Loads the weights of a state, whatever form its masters had, in the form of this run's masters."""
     wide, hint = dict[Tensor, Tensor](), "load it with the model it was saved with"
-    for name, p in run.model.named_parameters():
+    if run.sharded is not None:
+        run.sharded.reshard()
+    given = _as_held(run, given)
+    for name, p in _parameters(run).items():
         if f"model.{name}" not in given:
             raise HalfstepError(f"the state has no `model.{name}`", hint=hint)
         hi, lo = given[f"model.{name}"], given.get(f"remainder.{name}")
         wide[p] = (hi.float() if lo is None else join(hi, lo)).to(p.device)
-        if hi.shape != p.shape:
+        if hi.shape != local(p).shape:
             raise HalfstepError(
                 f"`{name}` has the shape {tuple(hi.shape)} in the state and {tuple(p.shape)} in the model",
                 hint=hint,
             )
-    run.masters.assign([*wide], [*wide.values()], run.num_applied)
+    values = [like(p, value) if is_shard(p) else value for p, value in wide.items()]
+    run.masters.assign([*wide], values, run.num_applied)
     for name, buffer in _buffers(run):
         if f"model.{name}" in given:
             buffer.copy_(given[f"model.{name}"])
@@ -122,7 +152,8 @@ def to_dict(run: RunParts) -> dict[str, Any]:
     numbers = {name: value for name, value in _entries(run) if not isinstance(value, Tensor)}
     settings = [[_settings(group) for group in optimizer.param_groups] for optimizer in run.optimizers]
     fixed = {"policy": str(run.policy), "optimizers": [label(o) for o in run.optimizers], "groups": settings}
-    return {**fixed, "numbers": numbers, "tensors": state_of(run)}
+    rows = {"rows": {name: list(rows_of(p)) for name, p in shards.items()}} if (shards := _shards(run)) else {}
+    return {**fixed, **rows, "numbers": numbers, "tensors": state_of(run)}
 
 
 def _settings(group: dict[str, Any]) -> dict[str, Any]:
@@ -142,6 +173,13 @@ def from_dict(run: RunParts, given: Mapping[str, Any]) -> None:
             f"the state has the policy `{given['policy']}`, and this run has `{run.policy}`",
             hint=f'prepare(model, optimizer, "{given["policy"]}"); or change the precision with load_state of '
             'halfstep.torch.state, which takes state["tensors"] without `scale.*`; or load_weights(run, tensors)',
+        )
+    if given.get("rows", {}) not in ({}, {name: list(rows_of(p)) for name, p in _shards(run).items()}):
+        raise HalfstepError(
+            "the state has other rows of the weights than this rank: it was saved by another rank, or by another "
+            "number of ranks",
+            hint="load what the same rank of as many ranks saved; any number of ranks reads a checkpoint that "
+            "save_part of halfstep.training.checkpoints.parts wrote",
         )
     kinds = [label(optimizer) for optimizer in run.optimizers]
     shapes = [[len(groups) for groups in given["groups"]], [len(o.param_groups) for o in run.optimizers]]
@@ -172,8 +210,9 @@ class Copies:
         self._held: dict[str, Tensor] = {}
 
     @torch.no_grad()
-    def take(self, state: Mapping[str, Tensor]) -> Snapshot:
-        """Launches the copies, over those of the previous snapshot."""
+    def take(self, state: Mapping[str, Tensor], rows: Mapping[str, Rows] | None = None) -> Snapshot:
+        """Launches the copies, over those of the previous snapshot. `rows` are of tensors that ranks share."""
+        parts = dict(rows or {})
         for name, tensor in state.items():
             held = self._held.get(name)
             if held is None or (held.dtype, held.shape) != (tensor.dtype, tensor.shape):
@@ -187,7 +226,8 @@ class Copies:
         def read() -> dict[str, Stored]:
             for event in ready:
                 event.synchronize()
-            return {name: _bytes_of(self._held[name]) for name in state}
+            made = {name: _bytes_of(self._held[name]) for name in state}
+            return made | {name: Part(made[name], start, total) for name, (start, _, total) in parts.items()}
 
         return read
 
@@ -209,7 +249,39 @@ def restored(record: Stored) -> Tensor:
     dtype = find_dtype(name, _DTYPES)
     if not data:
         return torch.empty(shape, dtype=dtype)
-    return torch.frombuffer(bytearray(data), dtype=dtype).reshape(shape)
+    writable = isinstance(data, memoryview) and not data.readonly  # then the tensor is a view of it
+    return torch.frombuffer(data if writable else bytearray(data), dtype=dtype).reshape(shape)
+
+
+def _parameters(run: RunParts) -> dict[str, Tensor]:
+    """Returns the parameters by name: of a sharded model the shards, even while FSDP has weights gathered."""
+    return dict(run.model.named_parameters()) if run.sharded is None else _shards(run)
+
+
+def _shards(run: RunParts) -> dict[str, Tensor]:
+    return {} if run.sharded is None else {name: p for p, name in run.masters.names.items()}
+
+
+def _parameter(name: str) -> str:
+    """Returns the parameter that a name in a state is about."""
+    kind, _, rest = name.partition(".")
+    return rest.partition(".")[2].rpartition(".")[0] if kind == "optimizer" else rest
+
+
+def _as_held(run: RunParts, given: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Returns a state as this rank holds it: its rows of tensors that ranks share, masters whole or in halves."""
+    held = dict(given)
+    for name, tensor in given.items():
+        if rows := rows_here(run, name, tuple(tensor.shape)):
+            held[name] = tensor[rows[0] : rows[1]]
+    for name in _shards(run):
+        if f"remainder.{name}" in held and f"model.{name}" in held:
+            held[f"model.{name}"] = join(held[f"model.{name}"], held.pop(f"remainder.{name}"))
+    for name in run.masters.remainders:
+        whole = held.get(f"model.{name}")
+        if f"remainder.{name}" not in held and whole is not None and whole.dtype == torch.float32:
+            held[f"model.{name}"], held[f"remainder.{name}"] = split(whole)
+    return held
 
 
 def _narrow(run: RunParts) -> dict[str, bool]:
@@ -266,13 +338,14 @@ def _checked_entries(
             )
         held = optimizer.state.get(p, {}).get(key)
         wanted = held.dtype if isinstance(held, Tensor) else value.dtype
-        if is_moment(p, value):
+        if is_moment(local(p), value):
             moments = run.conversion.moments if run.conversion is not None else {}
             wanted = dtype_of(moments.get(parameter, FP32))
         if value.dtype != wanted:
             ours = {name: (DTYPE_NAMES.get(wanted, str(wanted)), tuple(value.shape))}
             check_same(ours, _described({name: value}))
-        entries[optimizer][p, key] = value.to(_device(optimizer, p, key, held), copy=True)
+        placed = value.to(_device(optimizer, p, key, held), copy=True)
+        entries[optimizer][p, key] = like(p, placed) if is_shard(p) and value.ndim else placed
     return entries
 
 

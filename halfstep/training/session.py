@@ -66,7 +66,13 @@ class Session(Protocol):
         """Returns everything the next step depends on."""
 
     def snapshot(self) -> Snapshot:
-        """Copies the state, for a thread to write while training continues; invalidates the copy before."""
+        """Copies the state, for a thread to write while training continues; invalidates the copy before.
+
+        Of processes that share the state, each saves its rows (`Part`); what all have, the first one saves.
+        """
+
+    def rows(self, name: str, shape: tuple[int, ...]) -> tuple[int, int] | None:
+        """Returns the rows of a tensor in a state that this process has, first and end; None if all of it."""
 
     def blame(self, micro_batches: Tokens) -> str:
         """Returns the first tensor of a step that is not finite, as far as the backend can tell."""

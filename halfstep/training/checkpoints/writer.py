@@ -9,6 +9,9 @@ on a CPU a copy of the tensors. Writing, hashing and flushing release the interp
 If a save is due while the one before is still being written, training waits for it: leaving it out would make a
 run's checkpoints depend on the speed of a disk. A save that fails (a full disk) leaves earlier checkpoints whole;
 it is reported, training continues, and the next save tries again. Only an unexpected error stops the run.
+
+Ranks that share the state each have a saver and call it at the same steps; a save is complete, or has failed, for
+all of them (parts.py). Rank 0 alone removes old checkpoints.
 """
 
 import threading
@@ -23,6 +26,7 @@ from halfstep.core.errors import HalfstepError
 from halfstep.core.state_format import Snapshot
 from halfstep.training.checkpoints import checkpoint
 from halfstep.training.checkpoints.checkpoint import CheckpointError
+from halfstep.training.checkpoints.parts import save_part
 from halfstep.training.checkpoints.retention import Retention, prune
 
 
@@ -39,10 +43,24 @@ class Saved:
 
 
 class Saver:
-    """Writes the checkpoints of a run, one at a time. Every method is called by the training thread."""
+    """Writes the checkpoints of a run, one at a time. Every method is called by the training thread.
 
-    def __init__(self, folder: Path, retention: Retention, saved_step: int | None = None):
+    Of several ranks that share the state, each has its number, and all have one `token`, which no other job has.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        retention: Retention,
+        saved_step: int | None = None,
+        *,
+        rank: int = 0,
+        ranks: int = 1,
+        token: str = "",
+    ):
         self.folder, self.retention = folder, retention
+        self.rank, self.ranks, self.token = rank, ranks, token
+        self._number = 0  # of the save: a step may be saved again after a failure
         self.saved_step = saved_step  # the newest that is complete
         self.waited = 0.0  # seconds in which training stood still, in all
         self.longest = 0.0  # seconds the longest save took
@@ -63,6 +81,7 @@ class Saver:
         read = take()
         waited = time.perf_counter() - started
         self.waited += waited
+        self._number += 1
         self._thread = threading.Thread(
             target=self._write, args=(step, read, meta, good, started, waited), name="checkpoint", daemon=True
         )
@@ -100,8 +119,15 @@ class Saver:
         try:
             arrays = read()
             size = sum(memoryview(data).nbytes for _, _, data in arrays.values())
-            path = checkpoint.save(self.folder, step, arrays, meta)
-            prune(self.folder, self.retention, good)
+            if self.ranks == 1:
+                path = checkpoint.save(self.folder, step, arrays, meta)
+            else:
+                token = f"{self.token}-{self._number}"
+                place = (self.folder, step)
+                path = save_part(*place, arrays, meta, rank=self.rank, ranks=self.ranks, token=token)
+                size = sum(file["bytes"] for file in checkpoint.read_manifest(path)["files"].values())
+            if self.rank == 0:
+                prune(self.folder, self.retention, good)
         except HalfstepError as error:
             trouble = error
         except (OSError, MemoryError) as error:
