@@ -99,7 +99,7 @@ class Session:
 
     def read(self, result: StepResult) -> dict[str, float]:
         """Reads a step's numbers back; waits for that step. Computing here would queue after the next one."""
-        names = ["loss", "skipped", "scale", "grad_norm", "stuck"] + ["own_loss"] * (self.run.ranks is not None)
+        names = ["loss", "skipped", "scale", "grad_norm", "stuck"] + ["bad_rank"] * (result.bad_rank is not None)
         return {name: float(getattr(result, name).item()) for name in names}
 
     def check(self, result: StepResult, micro_batches: Tokens) -> None:

@@ -59,7 +59,6 @@ class StepResult:
     scale: mx.array  # the scale that was used
     grad_norm: mx.array  # after unscaling, before clipping
     stuck: mx.array  # bool: not finite, and the scale is at its floor
-    own_loss: mx.array | None = None  # of this process, if there are several: `loss` is the mean over them
     bad_rank: mx.array | None = None  # of several processes, the first whose own loss is not finite; -1 if all are
 
 
@@ -73,7 +72,7 @@ class Gradients:
     weights: mx.array  # sum of the weights, over the first
     loss: mx.array  # sum of the mean losses, with the same weights
     finite: mx.array | None = None  # whether they were before `unscale`; None if that was not called
-    own_losses: mx.array | None = None  # the mean loss of each process, if several were summed
+    bad_rank: mx.array | None = None  # of several processes, the first whose own loss is not finite; -1 if all are
 
 
 def prepare(
@@ -242,7 +241,7 @@ class Run:
         """Finite? -> unscale -> clip -> step -> rescale, with the gradients given here or to `accumulate`."""
         total = self._taken(grads)
         function = self._update if total.finite is None else self._update_unscaled
-        given = {name: value for name, value in vars(replace(total, own_losses=None)).items() if value is not None}
+        given = {name: value for name, value in vars(replace(total, bad_rank=None)).items() if value is not None}
         loss, finite, norm = self._call(function.__name__, function, given)
         replaced = {n: self._others[n].array for n in sorted(self._replaced & self._before.keys())}
         if self.ranks is not None and replaced:
@@ -250,11 +249,8 @@ class Run:
         for name, array in replaced.items():
             self._others[name].put(mx.where(finite, array, self._before[name]))
         self._before = {}
-        result = StepResult(loss, mx.logical_not(finite), total.scale, norm, self.scalars["stuck"])
-        if self.ranks is not None and total.own_losses is not None:
-            bad = mx.logical_not(mx.isfinite(total.own_losses))
-            first = mx.where(bad.any(), bad.argmax().astype(mx.int32), -1)
-            result = replace(result, own_loss=total.own_losses[self.ranks.rank], bad_rank=first)
+        skipped, stuck = mx.logical_not(finite), self.scalars["stuck"]
+        result = StepResult(loss, skipped, total.scale, norm, stuck, total.bad_rank)
         mx.async_eval(self._live(), [value for value in vars(result).values() if value is not None])
         self._watch_scale(result)
         return result
@@ -279,12 +275,12 @@ class Run:
         what = f"the sums of update {self.num_applied.item() + 1}"  # type: ignore[operator]
         given = [float(number) for number in (weight, total.scale, total.weights, total.loss)]
         weight, scale, weights, loss = np.array(ranks.exchange(what, given), np.float32).T
-        own, shares = mx.array(loss / np.maximum(weights, 1e-30)), weight / weight[0]
+        shares, bad = weight / weight[0], next((r for r, own in enumerate(loss) if not np.isfinite(own)), -1)
         share = mx.array((shares * (scale[0] / scale))[ranks.rank])
         sums = ranks.sum(what, {name: g.astype(mx.float32) * share for name, g in total.arrays.items()})
         first, both = (weight[0], scale[0]), ((shares * weights).sum(), (shares * loss).sum())
         weight, scale, weights, loss = map(mx.array, (*first, *both))
-        return Gradients(sums, scale, weight, weights, loss, own_losses=own)
+        return Gradients(sums, scale, weight, weights, loss, bad_rank=mx.array(bad))
 
     def _start_as_rank_0(self, ranks: Ranks) -> None:
         """Takes the arrays of rank 0, and refuses processes that would not train as it does."""

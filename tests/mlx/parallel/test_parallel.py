@@ -43,22 +43,17 @@ def test_two_ranks_train_as_one_process_does(ranks, policy, unscales):
 
 def test_a_session_trains_with_the_others_of_its_job(ranks):
     alone, alone_state, *_ = jobs.session(True)
-    both = ranks(jobs.session, False)
-    for rows, state, trains_alone, shared in both:
-        assert [{k: v for k, v in row.items() if k != "own_loss"} for row in rows] == alone
+    for rows, state, trains_alone, shared in ranks(jobs.session, False):
+        assert rows == [row | {"bad_rank": -1.0} for row in alone]
         assert state == alone_state
         assert trains_alone
         assert shared == ["a folder", ["", "!"]]
-    own = [[row["own_loss"] for row in rows] for rows, *_ in both]
-    assert own[0] != own[1]
 
 
 def test_nan_on_one_rank_skips_on_both_with_the_same_scale(ranks):
-    (rows, states, own), (other_rows, other_states, other_own) = ranks(jobs.skip, FP16)
-    assert (rows, states) == (other_rows, other_states)
-    assert own == [(True, -1), (True, 1), (True, -1)]
-    assert other_own == [(True, -1), (False, 1), (True, -1)]
-    assert rows == [(False, 1024), (True, 1024), (False, 512)]
+    (rows, states), other = ranks(jobs.skip, FP16)
+    assert (rows, states) == other
+    assert rows == [(False, 1024, -1), (True, 1024, 1), (False, 512, -1)]
     assert states[0] == states[1] != states[2]
 
 
