@@ -19,7 +19,6 @@ from halfstep.torch.optim.adamw import Optimizer
 from halfstep.torch.optim.drivers import Driver, StockDriver, check_optimizers, driver_of, held_by
 from halfstep.torch.optim.ema import Averages
 from halfstep.torch.optim.masters import Masters
-from halfstep.torch.optim.muon import Muon
 from halfstep.torch.parallel.ranks import copies, num_ranks, same_as_rank_0, wrappers_of
 from halfstep.torch.parallel.wire import averaging_hook
 from halfstep.torch.run.accumulation import PREPARE_AGAIN, Accumulation, check_device
@@ -91,7 +90,7 @@ class RunParts:
             from halfstep.torch.parallel.gathered import Sharded  # imports FSDP
 
             self._hold(optimizers)
-            self._check_shards(optimizers)
+            self._check_shards()
             self.sharded = Sharded(self.model, dtype_of(self.policy.reduce))
         elif self.conversion is not None and self.conversion.split_later:
             self.conversion = split_now(self.model, self.conversion)
@@ -221,18 +220,13 @@ class RunParts:
                 "fully_shard, then run.attach(optimizers)",
             )
 
-    def _check_shards(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    def _check_shards(self) -> None:
         """Refuses what is not implemented for parameters that FSDP has sharded."""
         narrow = [name for p, name in self.masters.names.items() if not self.masters.is_whole(p)]
         if narrow:
             raise HalfstepError(
                 f"`{narrow[0]}` has no fp32 master, and is sharded by FSDP ({len(narrow)} such parameters)",
                 hint="hold masters whole, with `param=fp32`: a shard is small, and the wire has its cast",
-            )
-        if any(isinstance(optimizer, Muon) for optimizer in optimizers):
-            raise HalfstepError(
-                "Muon needs whole matrices, and FSDP has sharded them",
-                hint="train with DDP, or give the matrices to AdamW",
             )
 
     def _has_master(self, parameter: Tensor) -> bool:

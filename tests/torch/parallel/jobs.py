@@ -9,11 +9,12 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from halfstep.torch import AdamW, prepare
+from halfstep.torch import AdamW, Muon, prepare
 
 WORDS, WIDTH, ROWS = 50, 16, 8
 
@@ -60,12 +61,20 @@ def shard(model: nn.Module, *shape: int) -> None:
     fully_shard(model, mesh=mesh)
 
 
-OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
     "ours": lambda p: AdamW(p, lr=1e-2),
     "fused": lambda p: torch.optim.AdamW(p, lr=1e-2, fused=True),
     "foreach": lambda p: torch.optim.AdamW(p, lr=1e-2, foreach=True),
+    "muon": lambda p: matrices_and_rest([*p]),
     "sgd": lambda p: torch.optim.SGD(p, lr=1e-1, momentum=0.9),
 }
+
+
+def matrices_and_rest(parameters):
+    """Muon for the matrices in blocks, as recipes have it, and AdamW for the rest."""
+    matrices = [p for p in parameters if p.ndim == 2 and p.shape[0] != WORDS]
+    rest = [p for p in parameters if p.ndim != 2 or p.shape[0] == WORDS]
+    return [Muon(matrices, lr=1e-2), AdamW(rest, lr=1e-2)]
 
 
 def rank_and_ranks() -> tuple[int, int]:
@@ -100,8 +109,18 @@ def train(policy, optimizer="ours", shape=None, micro_batches=1, steps=3, **opti
 
 def whole(model: nn.Module) -> dict[str, torch.Tensor]:
     """The weights, gathered from all ranks."""
-    named = model.named_parameters()
-    return {name: (p.full_tensor() if hasattr(p, "full_tensor") else p).detach().clone() for name, p in named}
+    return {name: whole_tensor(p) for name, p in model.named_parameters()}
+
+
+def whole_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).detach().clone()
+
+
+def like(whole: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+    """What this rank has of a tensor, if another one is sharded like that."""
+    if not hasattr(tensor, "full_tensor"):
+        return whole
+    return distribute_tensor(whole, tensor.device_mesh, tensor.placements)
 
 
 class Wire(TorchDispatchMode):
