@@ -9,7 +9,7 @@ GPT-2 124M at `size` x 1024 tokens, clipped. The arms take turns in one process,
     plain split   the same with split masters
     DDP           DDP around the prepared model, compiled as a whole
     DDP split     the same with split masters, which are averaged over ranks by halfstep
-    FSDP2         each block and the whole sharded, then compiled
+    FSDP2         each block and the whole sharded; each block compiled, and the head with the loss
 
 What several ranks would wait for each other is not in it: one rank has nobody to talk to. It shows what the engine's
 bookkeeping costs, and that what is gathered is narrow: `gathered` is the bytes of all weights as layers see them
@@ -50,15 +50,18 @@ def make(name: str, given: argparse.Namespace) -> tuple[Update, GPT2]:
     model = build(given)
     run = prepare(model, "bf16-mixed,param=fp32:split" if "split" in name else "bf16-mixed", clip_norm=1.0)
     forward: Callable[..., Tensor] = model
+    backend = "aot_eager" if given.tiny else "inductor"
     if name == "FSDP2":
         mesh = init_device_mesh("cpu" if given.tiny else "cuda", (1,))
         for block in model.h:
-            fully_shard(block, mesh=mesh)
+            fully_shard(block, mesh=mesh).compile(backend=backend)
         fully_shard(model, mesh=mesh)
+        model.loss = torch.compile(model.loss, backend=backend)  # type: ignore[method-assign]
     if name.startswith("DDP"):
         forward = DistributedDataParallel(model)
     run.attach(AdamW(model.parameters(), lr=1e-4))
-    forward = torch.compile(forward, backend="aot_eager" if given.tiny else "inductor")
+    if name != "FSDP2":
+        forward = torch.compile(forward, backend=backend)
     return lambda batches: run.step(lambda batch: forward(*batch), batches), model
 
 

@@ -77,5 +77,9 @@ class GPT2(nn.Module):
         x_BTD = self.wte(inputs_BT) + self.wpe(positions_T)
         for block in self.h:
             x_BTD = block(x_BTD)
+        return self.loss(x_BTD, targets_BT)
+
+    def loss(self, x_BTD: Tensor, targets_BT: Tensor) -> Tensor:
+        """Returns the mean cross-entropy, given what came out of the last block."""
         logits_BTV = self.lm_head(self.ln_f(x_BTD)).float()
         return F.cross_entropy(logits_BTV.flatten(0, 1), targets_BT.flatten())
