@@ -89,6 +89,9 @@ class Sharded:
         self.gathers = {names[g.sharded.sharded_param]: g for g in gathers if g.is_for_matmuls}
         for gather in self.gathers.values():
             gather.install()
+        for module in self.modules:
+            for hooks in (module._forward_pre_hooks, module._forward_hooks):
+                hooks |= {key: _outside_of_modes(hook) for key, hook in hooks.items() if _is_of_fsdp(hook)}
 
     def exchange(self, now: bool) -> None:
         """Tells FSDP before a backward pass whether ranks exchange gradients in it or keep them."""
@@ -107,6 +110,21 @@ class Sharded:
             groups = getattr(state, "_fsdp_param_groups", None)  # torch 2.11 has one for each module
             for group in [state._fsdp_param_group] if groups is None else groups:
                 yield from () if group is None else group.fsdp_params
+
+
+def _is_of_fsdp(hook: Any) -> bool:
+    return getattr(hook, "__module__", "").startswith("torch.distributed.fsdp")
+
+
+def _outside_of_modes(hook: Any) -> Any:
+    """Returns a hook that runs without the mode which reaches a model's own code: it would see 170 calls a block."""
+
+    @torch._dynamo.disable(recursive=True)  # type: ignore[untyped-decorator]
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with torch._C.DisableTorchFunction():
+            return hook(*args, **kwargs)
+
+    return call
 
 
 class Gather:

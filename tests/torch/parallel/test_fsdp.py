@@ -9,6 +9,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from halfstep.torch import prepare
+from halfstep.torch.functions.mode import PolicyMode
 from tests.torch.parallel import jobs
 from tests.torch.parallel.bounds import assert_same
 
@@ -150,3 +151,23 @@ def test_evaluation_gathers_in_its_own_format(ranks):
     assert not torch.equal(trained, exact)
     for found in ranks(evaluated, 2):
         assert all(map(torch.equal, found, (trained, exact, *again)))
+
+
+def reached_in_hooks():
+    """Functions of FSDP's hooks that the mode sees, which is on while a model's own code runs."""
+    model = jobs.net()
+    run = prepare(model, "bf16-mixed")
+    jobs.shard(model)
+    run.attach(jobs.OPTIMIZERS["ours"](model.parameters()))
+    seen, call = [], PolicyMode.__torch_function__
+    with pytest.MonkeyPatch.context() as patch:
+        spy = lambda mode, function, *args: seen.append(function.__name__) or call(mode, function, *args)  # noqa: E731
+        patch.setattr(PolicyMode, "__torch_function__", spy)
+        run.step(jobs.loss_of(model), jobs.batches(0, 1))
+    return seen
+
+
+def test_the_hooks_of_fsdp_are_not_intercepted(ranks):
+    for seen in ranks(reached_in_hooks, 2):
+        assert "gelu" in seen
+        assert not {"untyped_storage", "copy_"} & set(seen)
