@@ -117,7 +117,7 @@ def _is_of_fsdp(hook: Any) -> bool:
 
 
 def _outside_of_modes(hook: Any) -> Any:
-    """Returns a hook that runs without the mode which reaches a model's own code: it would see 170 calls a block."""
+    """Returns a hook that the mode for a model's own code does not see: it would see 170 calls for each block."""
 
     @torch._dynamo.disable(recursive=True)  # type: ignore[untyped-decorator]
     def call(*args: Any, **kwargs: Any) -> Any:
