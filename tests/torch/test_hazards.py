@@ -304,6 +304,22 @@ def test_fsdp_is_not_trained_behind_its_back(mesh):
         prepare(model, sgd(model), "bf16-mixed")
 
 
+def test_gradients_of_halves_are_averaged_over_processes(mesh, monkeypatch):
+    """DDP sums the gradients of parameters, and a half has none in the graph: replicas would part at once."""
+    model = Weights(1.0, 2.0)
+    run = prepare(model, SPLIT)
+    run.attach(sgd(model))
+
+    def all_reduce(tensor):  # with a rank whose gradients are 3, and all else as here
+        tensor += 3 if tensor.shape == (2,) else tensor.clone()
+
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(dist, "all_reduce", all_reduce)
+    run.step(loss_of(model), [torch.ones(2)])
+    (weight,) = run.weights().values()
+    assert weight.tolist() == [[1.0 - 2.0, 2.0 - 2.0]]
+
+
 def test_auto_is_not_measured_by_several_processes(mesh, monkeypatch):
     """Two of them could choose differently."""
     monkeypatch.setattr(dist, "get_world_size", lambda: 2)

@@ -94,8 +94,8 @@ def _(good):
 
 hazard(
     "several processes train split masters, whose gradients nobody sums",
-    "halfstep.torch.run.checks:check_replicas",
-    f"{TORCH}::test_halves_are_not_trained_by_several_processes",
+    "halfstep.torch.parallel.ranks:average",
+    f"{TORCH}::test_gradients_of_halves_are_averaged_over_processes",
 )(nothing)
 
 
