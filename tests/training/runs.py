@@ -66,7 +66,7 @@ def spread(path, folder, ranks=2):
             row = len(data) // shape[0]
             part = Stored(dtype, (stop - start, *shape[1:]), bytes(data[start * row : stop * row]))
             held[name] = Part(part, start, shape[0])
-        return save_part(folder, manifest["step"], held, meta, rank=rank, ranks=ranks, token="test")
+        return save_part(folder, manifest["step"], lambda: held, meta, rank=rank, ranks=ranks, token="test")
 
     with ThreadPoolExecutor(ranks) as pool:
         first, *_ = pool.map(save, range(ranks))

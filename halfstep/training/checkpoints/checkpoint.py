@@ -50,7 +50,7 @@ import numpy as np
 from halfstep.config.reading import MOST_TABLE, fits_in_memory, open_regular, parse_json, read_bytes
 from halfstep.config.schema import Count, build
 from halfstep.core.errors import ConfigError, HalfstepError, one_of
-from halfstep.core.state_format import Stored
+from halfstep.core.state_format import Part, Stored
 from halfstep.training.files import PICKLES, digest_of, flush, os_errors, write_whole
 from halfstep.training.paths import CHECKPOINTS
 
@@ -133,6 +133,11 @@ def save(folder: Path, step: int, arrays: Mapping[str, Stored], meta: Mapping[st
     """Writes a checkpoint and returns its folder. Again changes nothing; other tensors are an error."""
     target = folder / f"step-{step:06d}"
     partial = target.with_name(f"{target.name}.partial")
+    for name, each in arrays.items():
+        if isinstance(each, Part) and each.rows != (0, each.shape[0]):
+            raise ValueError(
+                f"`{name}` has {each.shape[0]} of {each.rows[1]} rows: ranks save their parts together"
+            )
     try:
         with writing(target):
             open_folder(folder, target)
@@ -216,18 +221,23 @@ def verify(path: Path) -> dict[str, Any]:
     return manifest
 
 
+def verified(path: Path) -> tuple[Arrays, dict[str, Any]]:
+    """Returns no tensors and the manifest of a checkpoint's folder, verified as a whole."""
+    return {}, verify(path)
+
+
 def load_newest(
-    folder: Path, *, allow_older: bool = False, read: Callable[[Path], tuple[Arrays, dict[str, Any]]] = load
+    folder: Path, *, allow_older: bool = False, read: Callable[[Path], tuple[Arrays, dict[str, Any]]] | None = None
 ) -> Loaded | None:
     """Returns the newest checkpoint, or None. With `allow_older`, damaged ones are set aside for a whole one.
 
-    `read` may verify a checkpoint and leave its tensors to the ranks of a job: `lambda path: ({}, verify(path))`.
+    `read` may be `verified`, which leaves the tensors to the ranks of a job.
     """
     damaged: dict[Path, DamagedCheckpointError] = {}
     while left := [path for path in step_folders(folder) if path not in damaged]:
         path = left[-1]
         try:
-            arrays, manifest = read(path)
+            arrays, manifest = (read or load)(path)
         except (CheckpointError, FileNotFoundError) as error:
             if not path.exists():
                 continue

@@ -24,7 +24,7 @@ from typing import Any
 
 from halfstep.config.reading import MOST_TABLE, parse_json, read_bytes
 from halfstep.core.errors import HalfstepError
-from halfstep.core.state_format import Part, Stored
+from halfstep.core.state_format import Part, Snapshot, Stored
 from halfstep.training.checkpoints.checkpoint import (
     FORMAT_OF_PARTS,
     CheckpointError,
@@ -47,7 +47,7 @@ GLANCE = 0.05  # seconds between two listings of a folder
 def save_part(
     folder: Path,
     step: int,
-    arrays: Mapping[str, Stored],
+    read: Snapshot,
     meta: Mapping[str, Any],
     *,
     rank: int,
@@ -56,7 +56,7 @@ def save_part(
 ) -> Path:
     """Writes what this rank has of a checkpoint and returns its folder, once all ranks have written theirs.
 
-    `arrays` are what this rank is to write: its own rows (`Part`), and whole tensors that no other rank writes.
+    `read` returns what this rank is to write: its own rows (`Part`), and whole tensors that no other rank writes.
     `token` is the same on all ranks, and another one for each save. The manifest is that of rank 0.
     """
     target = folder / f"step-{step:06d}"
@@ -67,7 +67,7 @@ def save_part(
             if rank == 0:
                 remove_leftovers(folder, besides=partial.name)
             os.makedirs(partial, exist_ok=True)
-            _write_part(partial, arrays, rank, ranks)
+            _write_part(partial, read(), rank, ranks)
     except Exception as error:
         if rank == 0:
             _give_up(partial)
@@ -119,7 +119,8 @@ def _tell_why(partial: Path, rank: int, ranks: int, error: Exception) -> None:
     """Tells rank 0 why there will be no part, on a full disk in the room of that part."""
     with suppress(OSError):  # a disk that takes nothing at all: rank 0 will name the rank that was silent
         (partial / f"{part_name(rank, ranks)}.safetensors").unlink(missing_ok=True)
-        _tell(partial, rank, ranks, {"error": error.message if isinstance(error, HalfstepError) else str(error)})
+        reason = error.message if isinstance(error, HalfstepError) else str(error) or "no memory left"
+        _tell(partial, rank, ranks, {"error": reason})
 
 
 def _notes(partial: Path, target: Path, ranks: int) -> dict[str, dict[str, Any]]:

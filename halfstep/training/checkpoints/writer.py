@@ -78,10 +78,10 @@ class Saver:
         """Snapshots, and writes in a thread; returns the seconds that training waited since it was `due`."""
         started = time.perf_counter() if due is None else due
         self.wait()
+        self._number += 1  # before what may fail on one rank: the next save has the same number on all
         read = take()
         waited = time.perf_counter() - started
         self.waited += waited
-        self._number += 1
         self._thread = threading.Thread(
             target=self._write, args=(step, read, meta, good, started, waited), name="checkpoint", daemon=True
         )
@@ -117,14 +117,13 @@ class Saver:
         path, size = None, 0
         trouble: HalfstepError | None = None
         try:
-            arrays = read()
-            size = sum(memoryview(data).nbytes for _, _, data in arrays.values())
             if self.ranks == 1:
+                arrays = read()
+                size = sum(memoryview(data).nbytes for _, _, data in arrays.values())
                 path = checkpoint.save(self.folder, step, arrays, meta)
             else:
-                token = f"{self.token}-{self._number}"
-                place = (self.folder, step)
-                path = save_part(*place, arrays, meta, rank=self.rank, ranks=self.ranks, token=token)
+                place, token = (self.folder, step), f"{self.token}-{self._number}"
+                path = save_part(*place, read, meta, rank=self.rank, ranks=self.ranks, token=token)
                 size = sum(file["bytes"] for file in checkpoint.read_manifest(path)["files"].values())
             if self.rank == 0:
                 prune(self.folder, self.retention, good)

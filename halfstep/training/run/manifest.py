@@ -35,6 +35,7 @@ from halfstep.core.formats import Format
 from halfstep.core.policy import Policy
 from halfstep.core.scaling import NoScale
 from halfstep.core.state_format import Stored, convert
+from halfstep.training.checkpoints import checkpoint
 from halfstep.training.checkpoints.checkpoint import Loaded
 from halfstep.training.data.batches import Batches
 from halfstep.training.data.corpus import Corpus
@@ -119,10 +120,11 @@ class RunContext:
     def load(self, saved: Loaded) -> dict[str, list[Any]]:
         """Puts a checkpoint into the session; returns the settings that differ from its own, and records them.
 
+        A checkpoint that was verified and not read is read here: of processes that share the state, each its rows.
         Under another policy, masters, moments and averages keep every bit or the checkpoint is refused.
         """
         changed = changed_settings(saved.manifest, self.resolved())
-        arrays = saved.arrays
+        arrays = saved.arrays or checkpoint.load(saved.path, self.session.rows)[0]
         if "policy" in changed:
             ours = self.session.state()
             arrays = convert(arrays, ours, held_formats(self.policy, self.config.model, ours))
@@ -209,7 +211,7 @@ def held_formats(policy: Policy, model: ModelConfig, state: Mapping[str, Stored]
         values: Mapping[str, Any] = roles[owner(parameter)].values
         formats[f"model.{parameter}"] = values["param"].format
         moments = [name for name in state if name.startswith("optimizer.") and f".{parameter}." in name]
-        formats |= {name: values["moments"] for name in moments if tuple(state[name].shape) == shape}
+        formats |= {name: values["moments"] for name in moments if len(state[name].shape) == len(shape)}
     return formats
 
 

@@ -89,12 +89,19 @@ def create_run(out: Path, config: RunConfig) -> RunLock:
 
 
 def open_run(
-    out: Path, config: RunConfig | None = None, *, overrides: Sequence[str] = (), allow_older: bool = False
+    out: Path,
+    config: RunConfig | None = None,
+    *,
+    overrides: Sequence[str] = (),
+    allow_older: bool = False,
+    later: bool = False,
 ) -> Opened:
     """Opens a run to resume it with `config`, or with its own settings and `overrides`.
 
-    `overrides` are what was named on the command line; `config` has them already.
+    `overrides` are what was named on the command line; `config` has them already. `later`: its checkpoint is only
+    verified now, and each process reads the rows that it needs once it has a session.
     """
+    read = checkpoint.verified if later else checkpoint.load
     if not folder.has_config(out) and not checkpoint.step_folders(out / CHECKPOINTS):
         raise folder.not_a_run(out)
     with os_errors(ConfigError, f"`{out}` cannot be written", "change its permissions"):
@@ -106,7 +113,7 @@ def open_run(
         if folder.has_config(out):
             written = folder.read_config(out)
         else:
-            saved = checkpoint.load_newest(out / CHECKPOINTS, allow_older=allow_older)
+            saved = checkpoint.load_newest(out / CHECKPOINTS, allow_older=allow_older, read=read)
             if saved is None:
                 raise folder.not_a_run(out)
             recorded = check_manifest(saved.manifest, saved.path)
@@ -114,7 +121,7 @@ def open_run(
             warnings.append(f"`{out}` had no run.toml: it was restored from `{saved.path}`")
         config = folder.with_origin(written, override(written, overrides) if config is None else config)
         folder.check_same_run(out, written, config, {setting_named(each) for each in overrides})
-        saved = saved or checkpoint.load_newest(out / CHECKPOINTS, allow_older=allow_older)
+        saved = saved or checkpoint.load_newest(out / CHECKPOINTS, allow_older=allow_older, read=read)
         if saved is None:
             folder.check_not_lost(out, allow_older=allow_older)
             warnings.append(f"`{out}` has no checkpoint yet: the run starts over from its first step")

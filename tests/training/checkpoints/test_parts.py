@@ -7,6 +7,7 @@ import os
 import pickle
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import numpy as np
 import pytest
@@ -54,7 +55,8 @@ def save_all(folder, step=5, ranks=4, token="a", seed=0, arrays=part_of, meta=No
     def one(rank):
         given = arrays(rank, ranks) if arrays is not part_of else part_of(rank, ranks, seed)
         try:
-            return save_part(folder, step, given, meta or {"policy": "fp32"}, rank=rank, ranks=ranks, token=token)
+            about = (folder, step, lambda: given, meta or {"policy": "fp32"})
+            return save_part(*about, rank=rank, ranks=ranks, token=token)
         except BaseException as error:
             return error
 
@@ -177,7 +179,7 @@ def test_what_a_killed_job_left_is_never_part_of_a_checkpoint(tmp_path, monkeypa
     monkeypatch.setattr(parts, "PATIENCE", 0.05)
     for rank in (1, 2, 3):  # rank 0 is killed before it writes
         with pytest.raises(CheckpointError, match="not completed by rank 0"):
-            save_part(tmp_path, 5, part_of(rank, 4, seed=9), {}, rank=rank, ranks=4, token="killed")
+            save_part(tmp_path, 5, partial(part_of, rank, 4, 9), {}, rank=rank, ranks=4, token="killed")
     assert [entry.name for entry in tmp_path.iterdir()] == ["step-000005.partial-killed"]
     assert load_newest(tmp_path) is None
     monkeypatch.setattr(parts, "PATIENCE", 10)
@@ -189,7 +191,7 @@ def test_what_a_killed_job_left_is_never_part_of_a_checkpoint(tmp_path, monkeypa
 def test_a_silent_rank_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr(parts, "PATIENCE", 0.2)
     with pytest.raises(CheckpointError, match="rank 1 has written nothing"):
-        save_part(tmp_path, 5, part_of(0, 2), {}, rank=0, ranks=2, token="a")
+        save_part(tmp_path, 5, lambda: part_of(0, 2), {}, rank=0, ranks=2, token="a")
     assert load_newest(tmp_path) is None
 
 
@@ -218,12 +220,33 @@ def test_a_rank_whose_disk_is_full_fails_the_save_for_all_and_the_next_one_succe
     assert not left.exists()
 
 
+def test_a_rank_without_memory_is_named(tmp_path):
+    def no_memory():
+        raise MemoryError
+
+    def read(rank):
+        return no_memory if rank == 1 else lambda: part_of(rank, 2)
+
+    with ThreadPoolExecutor(2) as pool:
+        place = (tmp_path, 5)
+        made = [pool.submit(save_part, *place, read(rank), {}, rank=rank, ranks=2, token="a") for rank in (0, 1)]
+    with pytest.raises(CheckpointError, match="rank 1 failed: no memory left"):
+        made[0].result()
+
+
+def test_rows_are_not_saved_as_if_they_were_all(tmp_path):
+    with pytest.raises(ValueError, match=r"`model\.w` has 5 of 10 rows: ranks save their parts together"):
+        checkpoint.save(tmp_path, 5, part_of(0, 2), {})
+    path = checkpoint.save(tmp_path, 5, part_of(0, 1), {})
+    assert load(path)[0]["model.w"] == stored(WHOLE["model.w"])
+
+
 def test_a_folder_that_rank_0_does_not_see_is_named(tmp_path):
     (tmp_path / "step-000005.partial-a").mkdir()
     note = {"file": {"sha256": "", "bytes": 3}, "tensors": {}}
     (tmp_path / "step-000005.partial-a" / "state-00002-of-00002.json").write_text(json.dumps(note))
     with pytest.raises(CheckpointError, match="does not see what rank 1 wrote"):
-        save_part(tmp_path, 5, part_of(0, 2), {}, rank=0, ranks=2, token="a")
+        save_part(tmp_path, 5, lambda: part_of(0, 2), {}, rank=0, ranks=2, token="a")
 
 
 def test_ranks_that_do_not_fit_each_other_are_refused(tmp_path):
@@ -269,11 +292,11 @@ def test_ranks_may_come_in_any_order(tmp_path):
 
     def late():
         assert started.wait(10)
-        return save_part(tmp_path, 5, part_of(0, 2), {}, rank=0, ranks=2, token="a")
+        return save_part(tmp_path, 5, lambda: part_of(0, 2), {}, rank=0, ranks=2, token="a")
 
     with ThreadPoolExecutor(2) as pool:
         first = pool.submit(late)
-        second = pool.submit(save_part, tmp_path, 5, part_of(1, 2), {}, rank=1, ranks=2, token="a")
+        second = pool.submit(save_part, tmp_path, 5, lambda: part_of(1, 2), {}, rank=1, ranks=2, token="a")
         assert not second.done()
         started.set()
         assert first.result() == second.result() == tmp_path / "step-000005"
