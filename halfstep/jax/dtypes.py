@@ -35,7 +35,7 @@ DTYPES: dict[Format, DType] = {
 }
 _FORMATS = {dtype: fmt for fmt, dtype in DTYPES.items()}
 _PLATFORMS = ("cpu", "cuda", "gpu", "rocm", "tpu")
-_NAME = re.compile(r"([a-z]+)(?::(\d+))?")
+_NAME = re.compile(r"([a-z]+)(?::(\d+)(?:-(\d+))?)?")
 
 
 def dtype_of(fmt: Format) -> DType:
@@ -92,13 +92,21 @@ def answer(fmt: Format, device: Device) -> Support:
 
 
 def as_device(device: jax.Device | str) -> jax.Device:
-    """Returns a device of this process by its name: `cpu`, `cuda`, `cuda:1`, `gpu`, `tpu` or `rocm`."""
-    if not isinstance(device, str):
-        return device
+    """Returns a device of this process by its name: `cpu`, `cuda`, `cuda:1`, `gpu`, `tpu` or `rocm`.
+
+    Of several, the first: the others are like it.
+    """
+    return as_devices(device)[0] if isinstance(device, str) else device
+
+
+def as_devices(device: str) -> list[jax.Device]:
+    """Returns the devices of this process that a name means: one, or several as in `cuda:0-3`."""
     match = _NAME.fullmatch(device)
-    if match is None or match[1] not in _PLATFORMS:
-        raise HalfstepError(f"`{device}` is not a JAX device", hint=f"use {one_of([*_PLATFORMS, 'cuda:1'])}")
-    platform, index = match[1], int(match[2] or 0)
+    if match is None or match[1] not in _PLATFORMS or int(match[3] or match[2] or 0) < int(match[2] or 0):
+        raise HalfstepError(
+            f"`{device}` is not a JAX device", hint=f"use {one_of([*_PLATFORMS, 'cuda:1', 'cuda:0-3'])}"
+        )
+    platform, first = match[1], int(match[2] or 0)
     try:
         devices = jax.local_devices(backend=platform)
     except RuntimeError:
@@ -106,12 +114,14 @@ def as_device(device: jax.Device | str) -> jax.Device:
             f"JAX {jax.__version__} finds no `{platform}` device here",
             hint="`cpu` is always there; an accelerator needs its driver and a JAX built for it",
         ) from None
-    if index >= len(devices):
+    last = int(match[3] or first)
+    if last >= len(devices):
         raise HalfstepError(
-            f"there is no `{device}`; JAX sees {len(devices)} `{platform}` device(s)",
-            hint=f"they are numbered from {platform}:0",
+            f"there is no `{platform}:{last}`; JAX sees {len(devices)} `{platform}` device(s)",
+            hint=f"they are numbered from {platform}:0"
+            + ("; XLA_FLAGS=--xla_force_host_platform_device_count=4 makes four" if platform == "cpu" else ""),
         )
-    return devices[index]
+    return devices[first : last + 1]
 
 
 def _generation(kind: str) -> str:

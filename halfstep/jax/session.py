@@ -3,17 +3,22 @@
 The step is always compiled, whatever `training.compile` says: JAX has no other form of it. And sampling pads its
 window to the context, so that one program serves every length; causal attention does not look ahead, but the amax
 of a narrow operand does see the padding.
+
+On several devices each has the whole state and its rows of every micro-batch (parallel.py). The update is that of
+the same batch on one device, and so is the state that is saved. What is not worth sharing runs on the first one.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array
+from jax import Array, lax
+from jax.sharding import Mesh, PartitionSpec
 from numpy.typing import NDArray
 
 from halfstep.config.model import reach
@@ -26,11 +31,12 @@ from halfstep.core.policy import Policy
 from halfstep.core.refusal import check_reach
 from halfstep.core.state_format import Snapshot, Stored
 from halfstep.jax import memory
-from halfstep.jax.dtypes import as_device, describe
+from halfstep.jax.dtypes import as_device, as_devices, describe
 from halfstep.jax.layers import COMPILER_OPTIONS
 from halfstep.jax.measure import devices
 from halfstep.jax.model import Decoder
 from halfstep.jax.optim import Schedule, build_optimizers
+from halfstep.jax.parallel import check_divides, place_rows
 from halfstep.jax.state import bytes_of, load_state, restored, state_of, stored
 from halfstep.jax.step import StepResult, Weighted, check, compiled, first_state, make_step
 
@@ -40,7 +46,7 @@ version = jax.__version__
 
 
 class Session:
-    """A model, its optimizer and a policy on one device."""
+    """A model, its optimizer and a policy on one device, or on several that share each micro-batch."""
 
     def __init__(
         self,
@@ -53,15 +59,21 @@ class Session:
     ):
         self.config = config
         self.policy = policy
-        self.device = as_device(device or devices()[0])
+        device = device or devices()[0]
+        self.device, every = as_device(device), as_devices(device)
+        self.num_devices = len(every)
+        self.mesh = Mesh(np.array(every), ("data",)) if len(every) > 1 else None
         self.description = describe(self.device)
+        if self.mesh is not None:
+            check_divides(config.training.batch, len(every), "a micro-batch", "set training.batch to")
+            self.description = replace(self.description, name=f"{len(every)} x {self.description.name}")
         plain = Decoder(config.model, recompute=config.training.recompute_blocks)
         optimizer = build_optimizers(config.model, config.optimizer, policy, schedule, momentum)
         names = plain.module_names()
         with self._here():
             first = plain.set_weights(initial_weights(config.model, config.seed) if weights is None else weights)
             params = jax.device_put(first, self.device)
-            self.run = first_state(params, optimizer, policy, seed=config.seed, names=names)
+            self.run = first_state(params, optimizer, policy, seed=config.seed, names=names, mesh=self.mesh)
             # fp32 copies: the next step consumes the parameters.
             averages = {
                 name: jnp.array(master, jnp.float32, copy=True) for name, master in self.run.params.items()
@@ -77,10 +89,14 @@ class Session:
             clip_norm=config.training.clip_norm,
             micro_batches=None if self.micro_batches == 1 else self.micro_batches,
             cast=False,
+            mesh=self.mesh,
         )
         self._step = compiled(step.__wrapped__)  # without its warning: the run has its own
-        evaluated = plain.with_policy(policy.evaluation())
-        self._evaluated = jax.jit(partial(_on_masters, evaluated.loss), compiler_options=COMPILER_OPTIONS)
+        evaluated = partial(_on_masters, plain.with_policy(policy.evaluation()).loss)
+        self._evaluated = jax.jit(evaluated, compiler_options=COMPILER_OPTIONS)
+        if self.mesh is not None:
+            shared = _shared(evaluated, self.mesh)
+            self._evaluated_by_all = jax.jit(shared, compiler_options=COMPILER_OPTIONS)
         self._next = jax.jit(partial(_on_masters, self._logits_at), compiler_options=COMPILER_OPTIONS)
 
     @property
@@ -98,7 +114,8 @@ class Session:
                 f"{len(micro_batches)} micro-batches were given, but the step is for {self.micro_batches}",
                 hint=f"set training.micro_batches={len(micro_batches)}",
             )
-        tokens = self._to_device(micro_batches if self.micro_batches > 1 else micro_batches[0])
+        count = None if self.micro_batches == 1 else self.micro_batches
+        tokens = self._to_devices(micro_batches if count else micro_batches[0], count)
         with self._here():
             self.run, result = self._step(self.run, tokens)
             if self.averages is not None:
@@ -123,10 +140,16 @@ class Session:
     def evaluate(self, batches: Iterable[Tokens], *, averaged: bool = True) -> tuple[float, int]:
         losses, count = [], 0
         params = self.averages if averaged and self.averages is not None else self.run.params
+        one = self._of_one(params)
         for batch in batches:
-            tokens = self._to_device(batch)
+            alone = self.mesh is None or len(batch) % self.num_devices > 0  # the last batch may be smaller
             with self._here():
-                losses.append(self._evaluated(params, tokens[:, :-1], tokens[:, 1:]))
+                if alone:
+                    tokens = self._to_device(batch)
+                    losses.append(self._evaluated(one, tokens[:, :-1], tokens[:, 1:]))
+                else:
+                    tokens = self._to_devices(batch)
+                    losses.append(self._evaluated_by_all(params, tokens[:, :-1], tokens[:, 1:]))
             count += batch[:, 1:].size
         # Summed in fp64 on the host: JAX has it only if it is enabled everywhere.
         return sum(map(float, jax.device_get(losses))), count
@@ -136,7 +159,8 @@ class Session:
         padded = np.zeros((1, self.config.model.context), np.int32)
         padded[0, : len(window)] = window
         with self._here():
-            return np.asarray(self._next(self.run.params, self._to_device(padded), len(window) - 1))
+            params = self._of_one(self.run.params)
+            return np.asarray(self._next(params, self._to_device(padded), len(window) - 1))
 
     def state(self) -> dict[str, Stored]:
         state = jax.device_get(state_of(self.run) | to_state(self.averages))
@@ -145,7 +169,7 @@ class Session:
     def snapshot(self) -> Snapshot:
         """Starts a copy of the state without waiting for it: the next step consumes the arrays themselves."""
         with self._here():
-            state = state_of(self.run) | to_state(self.averages)
+            state = self._of_one(state_of(self.run) | to_state(self.averages))
             copies = {name: jnp.copy(array) for name, array in state.items()}
         return lambda: {name: bytes_of(array) for name, array in jax.device_get(copies).items()}
 
@@ -155,12 +179,13 @@ class Session:
 
     def blame(self, micro_batches: Tokens) -> str:
         """Names the first weight that is not finite; if all are, says whether the loss is."""
-        for name, array in self.run.params.items():
+        params = self._of_one(self.run.params)
+        for name, array in params.items():
             if not bool(jnp.isfinite(array).all()):
                 return f"the weight `{name}` itself"
         with self._here():
             losses = [
-                self.model.loss(self.run.params, *(self._to_device(t) for t in (b[:, :-1], b[:, 1:])))
+                self.model.loss(params, *(self._to_device(t) for t in (b[:, :-1], b[:, 1:])))
                 for b in micro_batches
             ]
         finite = all(bool(jnp.isfinite(loss)) for loss in losses)
@@ -204,10 +229,34 @@ class Session:
     def _to_device(self, tokens: Tokens) -> Array:
         return jax.device_put(np.ascontiguousarray(tokens, np.int32), self.device)
 
+    def _to_devices(self, tokens: Tokens, micro_batches: int | None = None) -> Array:
+        """Sends each device its rows."""
+        if self.mesh is None:
+            return self._to_device(tokens)
+        rows: Array = place_rows(np.ascontiguousarray(tokens, np.int32), self.mesh, micro_batches)
+        return rows
+
+    def _of_one(self, arrays: Mapping[str, Array]) -> dict[str, Array]:
+        """Returns what the first device holds, without a copy: all hold the same."""
+        return {name: array.addressable_data(0) for name, array in arrays.items()}
+
 
 def _on_masters(fn: Callable[..., Array], params: Mapping[str, Array], *rest: Any) -> Array:
     with jax.default_matmul_precision("highest"):
         return fn({name: master.astype(jnp.float32) for name, master in params.items()}, *rest)
+
+
+def _shared(loss: Callable[..., Array], mesh: Mesh) -> Callable[..., Array]:
+    """Returns the same sum of losses, of which each device has computed that of its rows."""
+    rows, whole = PartitionSpec(mesh.axis_names), PartitionSpec()
+
+    def total(params: Mapping[str, Array], *tokens: Array) -> Array:
+        return lax.psum(loss(params, *tokens), mesh.axis_names)
+
+    out: Callable[..., Array] = jax.shard_map(
+        total, mesh=mesh, in_specs=(whole, rows, rows), out_specs=whole, check_vma=False
+    )
+    return out
 
 
 def _average(

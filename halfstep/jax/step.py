@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 import optax  # type: ignore[import-untyped]
 from jax import Array, lax
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from halfstep.core.choice import Choice
 from halfstep.core.errors import HalfstepError, warn_caller
@@ -36,6 +36,7 @@ from halfstep.jax.cast import carried, quantize, random_bits
 from halfstep.jax.dtypes import dtype_of
 from halfstep.jax.functions.interpret import cast_inside, checked
 from halfstep.jax.layers import COMPILER_OPTIONS
+from halfstep.jax.parallel import check_mesh, check_placed, everywhere, on_each, place_rows, summed
 from halfstep.jax.run.checks import (
     check_leading,
     check_loss,
@@ -59,7 +60,7 @@ class StepResult:
     scale: Array  # the scale that was used
     grad_norm: Array  # after unscaling, before clipping
     stuck: Array  # bool: not finite, and the scale is at its floor
-    aux: Any = None  # what the loss function returned besides its loss; stacked, one per micro-batch
+    aux: Any = None  # what the loss function returned besides; stacked by device of a mesh, and by micro-batch
 
 
 @jax.tree_util.register_dataclass
@@ -79,8 +80,11 @@ def init(
     seed: int = 0,
     names: Sequence[str] = (),
     tokens: int = TOKENS,
+    mesh: Mesh | None = None,
 ) -> State:
     """Returns the first state. It copies the parameters and may be donated; `names` are modules without any.
+
+    With a `mesh` every device of it gets the whole state, for a step over the same mesh.
 
     The policy `auto` is measured, as for a recipe, with micro-batches of `tokens`; `state.choice` has the answer
     and its reason.
@@ -88,7 +92,9 @@ def init(
     check_transform(optimizer)
     check_numbers(seed=seed, tokens=tokens)
     policy, choice, note = settle(policy, lambda: measured_choice(params, tokens))
-    return first_state(params, optimizer, policy, seed=seed, names=names, choice=choice, note=note)
+    if mesh is not None:
+        check_mesh(mesh)
+    return first_state(params, optimizer, policy, seed=seed, names=names, choice=choice, note=note, mesh=mesh)
 
 
 def first_state(
@@ -100,6 +106,7 @@ def first_state(
     names: Sequence[str] = (),
     choice: Choice | None = None,
     note: str = "",
+    mesh: Mesh | None = None,
 ) -> State:
     """Returns the first state of a policy that was named or chosen."""
     applied = apply(params, policy, names)
@@ -123,7 +130,8 @@ def first_state(
         names=tuple(names),
         origin=Origin(choice, widened, note),
     )
-    return state if any(isinstance(x, jax.core.Tracer) for x in held.values()) else _placed(state, leaves, held)
+    traced = any(isinstance(x, jax.core.Tracer) for x in held.values())
+    return state if traced else _placed(state, leaves, held, mesh)
 
 
 def make_step(
@@ -134,6 +142,7 @@ def make_step(
     micro_batches: int | None = None,
     cast: bool = True,
     cast_batch: bool = True,
+    mesh: Mesh | None = None,
 ) -> "Step":
     """Returns a jitted `step(state, batch, rng=None) -> (state, result)` that donates the state.
 
@@ -148,6 +157,11 @@ def make_step(
     The optimizer, and every transform that `optax.chain` puts in front of it, gets the gradient of the mean loss:
     unscaled, clipped to `clip_norm`, in fp32.
 
+    With a `mesh` its devices share the rows of every batch, which are along its first axis, or along the second if
+    the first counts micro-batches. The update is that of the whole batch: losses are weighted by tokens, gradients
+    are summed over devices once, in fp32, and a gradient that is not finite on one device skips the update on all.
+    The loss function gets the rows of one device, and an `rng` folded with its index.
+
     The function below the jit is `step.__wrapped__`: pure, for use inside another jit or scan. Give the outermost
     jit `layers.COMPILER_OPTIONS` then, or XLA may keep more precision than the policy says.
     """
@@ -157,16 +171,25 @@ def make_step(
     call = partial(cast_inside, loss_fn, cast_batch=cast_batch) if cast else partial(checked, loss_fn)
     stepper = optax.with_extra_args_support(optimizer)
 
-    def step(state: State, batch: Any, rng: Any = None) -> tuple[State, StepResult]:
+    def update(state: State, batch: Any, rng: Any) -> tuple[tuple[State, StepResult], Any]:
         # fp32 is fp32: JAX's default means TF32 on some GPUs and bf16 on a TPU.
         with jax.default_matmul_precision("highest"):
             leaves = Leaves(state.params)
             applied = apply(state.params, state.policy, state.names)
             check_optimizer(optimizer, leaves, state.opt_state)
-            sums, aux = _accumulated(call, leaves, applied, state.scale.scale, batch, rng, micro_batches)
-            return _updated(state, leaves, applied, stepper, sums, aux, clip_norm)
+            scale = state.scale.scale
+            sums, first, aux = _accumulated(call, leaves, applied, scale, batch, rng, micro_batches)
+            if mesh is not None:
+                sums = summed(sums, first, mesh)
+            return _updated(state, leaves, applied, stepper, sums, clip_norm), aux
 
-    return Step(compiled(step))
+    run = update if mesh is None else on_each(update, mesh, micro_batches)
+
+    def step(state: State, batch: Any, rng: Any = None) -> tuple[State, StepResult]:
+        (following, result), aux = run(state, batch, rng)
+        return following, replace(result, aux=aux)
+
+    return Step(compiled(step), mesh, micro_batches)
 
 
 def compiled(step: Callable[..., Any]) -> Any:
@@ -179,15 +202,19 @@ class Step:
 
     _step: Any = None  # before __init__ there is nothing to delegate to
 
-    def __init__(self, step: Any):
+    def __init__(self, step: Any, mesh: Mesh | None = None, micro_batches: int | None = None):
         self._step, self._warned = step, False
+        self._mesh, self._micro_batches = mesh, micro_batches
         self._unread: deque[tuple[Array, Array]] = deque(maxlen=64)  # scale, and whether the update was skipped
 
-    def __call__(self, state: State, *args: Any, **kwargs: Any) -> tuple[State, StepResult]:
+    def __call__(self, state: State, batch: Any, rng: Any = None) -> tuple[State, StepResult]:
         """Returns the state after one update, and what the update did; uses up the state it is given."""
         check_state(state)
+        if self._mesh is not None:
+            check_placed(state, self._mesh)
+            batch = place_rows(batch, self._mesh, self._micro_batches)
         law, origin = state.policy.scale, state.origin
-        following, result = self._step(state, *args, **kwargs)
+        following, result = self._step(state, batch, rng)
         if not self._warned and isinstance(law, DynamicScale):
             self._unread.append((result.scale, result.skipped))
             self._look(ScaleAlarm(law))
@@ -221,7 +248,8 @@ class _Sum(NamedTuple):
 
 def _accumulated(
     call: LossFn, leaves: Leaves, applied: Applied, scale: Array, batch: Any, rng: Any, count: int | None
-) -> tuple[_Sum, Any]:
+) -> tuple[_Sum, Array, Any]:
+    """Returns the sums, the weight of the first micro-batch that has any, and what functions returned besides."""
     masters = {name: leaf.astype(jnp.float32) for name, leaf in leaves.trained.items()}
     fmt = applied.policy.accumulate
 
@@ -240,8 +268,7 @@ def _accumulated(
         return _Sum(narrow, share * loss, share), reference, aux
 
     if count is None:
-        sums, _, aux = micro_batch(jnp.float32(0), batch, rng)
-        return sums, aux
+        return micro_batch(jnp.float32(0), batch, rng)
     check_leading(batch, count)
 
     def body(carry: tuple[_Sum, Array], inputs: tuple[Array, Any]) -> tuple[tuple[_Sum, Array], Any]:
@@ -253,8 +280,8 @@ def _accumulated(
 
     zero = jnp.float32(0)
     nothing = _Sum({name: jnp.zeros(x.shape, dtype_of(fmt)) for name, x in masters.items()}, zero, zero)
-    (sums, _), aux = lax.scan(body, (nothing, zero), (jnp.arange(count), batch))
-    return sums, aux
+    (sums, first), aux = lax.scan(body, (nothing, zero), (jnp.arange(count), batch))
+    return sums, first, aux
 
 
 def _loss(
@@ -281,7 +308,6 @@ def _updated(
     applied: Applied,
     optimizer: optax.GradientTransformationExtraArgs,
     sums: _Sum,
-    aux: Any,
     clip_norm: float,
 ) -> tuple[State, StepResult]:
     """Finite? -> unscale -> clip -> step -> rescale."""
@@ -308,7 +334,7 @@ def _updated(
         scale=verdict.state,
         num_applied=state.num_applied + finite.astype(jnp.int32),
     )
-    return following, StepResult(loss, ~finite, used.scale, norm, verdict.state.stuck, aux)
+    return following, StepResult(loss, ~finite, used.scale, norm, verdict.state.stuck)
 
 
 def _stepped(
@@ -362,28 +388,31 @@ def _narrowed(x: Array, fmt: Format) -> Array:
     return carried(x, fmt).astype(dtype_of(fmt))
 
 
-def _placed(state: State, leaves: Leaves, held: Mapping[str, Array]) -> State:
+def _placed(state: State, leaves: Leaves, held: Mapping[str, Array], mesh: Mesh | None) -> State:
     """Copies a state, moments to where their parameters are, and what belongs to none of them to every device.
 
-    Copies, since a donated state must not take the caller's arrays with it, nor one array twice.
+    With a mesh, all goes to each of its devices. Copies, since a donated state must not take the caller's arrays
+    with it, nor one array twice.
     """
 
     def copied(leaf: Any, sharding: Any = None) -> Array:
         leaf = jnp.asarray(leaf)
         return jax.device_put(leaf, sharding or leaf.sharding, may_alias=False)
 
-    everywhere = next(iter(held.values())).sharding
-    if isinstance(everywhere, NamedSharding):
-        everywhere = NamedSharding(everywhere.mesh, PartitionSpec())
+    if mesh is not None:
+        return jax.tree.map(lambda leaf: copied(leaf, everywhere(mesh)), state)
+    whole = next(iter(held.values())).sharding
+    if isinstance(whole, NamedSharding):
+        whole = NamedSharding(whole.mesh, PartitionSpec())
     flat, treedef = jax.tree.flatten(state.opt_state)
     owners = zip(flat, leaves.moments_of(state.opt_state), strict=True)
-    moments = [copied(x, everywhere if name is None else held[name].sharding) for x, name in owners]
+    moments = [copied(x, whole if name is None else held[name].sharding) for x, name in owners]
     return replace(
         state,
         params=jax.tree.map(copied, state.params),
         opt_state=jax.tree.unflatten(treedef, moments),
-        scale=ScaleState(*(copied(x, everywhere) for x in state.scale)),
-        num_applied=copied(state.num_applied, everywhere),
+        scale=ScaleState(*(copied(x, whole) for x in state.scale)),
+        num_applied=copied(state.num_applied, whole),
     )
 
 

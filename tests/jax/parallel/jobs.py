@@ -1,0 +1,152 @@
+"""What tests call in a process of four devices: it takes and returns what travels between processes."""
+
+import re
+import tempfile
+from collections import Counter
+from contextlib import contextmanager
+from pathlib import Path
+from unittest.mock import patch
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from halfstep.core.errors import HalfstepError
+from halfstep.jax import Weighted, init, make_step
+from halfstep.jax.layers import COMPILER_OPTIONS
+
+ROWS, LENGTH, WIDTH, WORDS, MICRO = 8, 6, 16, 32, 2
+RATE = 0.1
+KINDS = "all-reduce|reduce-scatter|all-gather|all-to-all|collective-permute"
+
+
+def four_devices():
+    """Before JAX is used in this process."""
+    jax.config.update("jax_num_cpu_devices", 4)
+    jax.config.update("jax_enable_compilation_cache", False)  # nothing is dumped of what it has
+
+
+def params():
+    generator = np.random.default_rng(0)
+    shapes = {"embed": (WORDS, WIDTH), "up": (WIDTH, 2 * WIDTH), "down": (2 * WIDTH, WORDS), "bias": (WORDS,)}
+    return {name: {"weight": generator.standard_normal(s, np.float32) * 0.3} for name, s in shapes.items()}
+
+
+def batches(steps, micro, *, uneven=False):
+    """Tokens of each step, and how much each counts; with `uneven`, rows have different numbers that do."""
+    generator = np.random.default_rng(1)
+    lead = () if micro is None else (micro,)
+    for _ in range(steps):
+        tokens = generator.integers(0, WORDS, (*lead, ROWS, LENGTH + 1), np.int32)
+        lengths = generator.integers(0, LENGTH + 1, (*lead, ROWS, 1)) if uneven else LENGTH
+        yield tokens, np.broadcast_to(np.arange(LENGTH) < lengths, (*lead, ROWS, LENGTH)).astype(np.float32)
+
+
+def loss(params, batch):
+    tokens, counts = batch
+    x = params["embed"]["weight"][tokens[:, :-1]]
+    x = jnp.maximum(x @ params["up"]["weight"], 0)
+    logits = (x @ params["down"]["weight"] + params["bias"]["weight"]).astype(jnp.float32)
+    losses = optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:])
+    counts = counts.astype(jnp.float32)
+    return Weighted((losses * counts).sum(), counts.sum()), losses
+
+
+def train(shape, policy, steps=3, micro=MICRO, *, uneven=False, broken=None):
+    """Trains on a mesh of a shape, or on one device if it is (): a row per step, the weights, what else there is.
+
+    In the step `broken`, the last row counts infinitely, so that one device alone has no finite gradient.
+    """
+    place = jax.make_mesh(shape, ("machines", "data")[-len(shape) :]) if shape else None
+    optimizer = optax.sgd(RATE, momentum=0.5)
+    state = init(params(), optimizer, policy, mesh=place)
+    rows, aux = [], None
+    with dumped() as programs:
+        step = make_step(loss, optimizer, clip_norm=1.0, micro_batches=micro, mesh=place)
+        for number, (tokens, counts) in enumerate(batches(steps, micro, uneven=uneven)):
+            if number == broken:
+                counts[..., -1, :] = np.inf
+            state, result = step(state, (tokens, counts))
+            values = (result.loss, result.grad_norm, result.skipped, result.scale)
+            rows.append(tuple(np.asarray(value).item() for value in values))
+            aux = result.aux.shape
+        exchanged = [exchanges(text) for text in programs()]
+    copies = [[np.asarray(s.data).tobytes() for s in leaf.addressable_shards] for leaf in jax.tree.leaves(state)]
+    weights = {name: np.asarray(leaf["weight"], np.float32) for name, leaf in state.params.items()}
+    same = all(len(each) == np.prod(shape) and len({*each}) == 1 for each in copies)
+    return rows, weights, {"aux": aux, "same": same, "exchanged": exchanged}
+
+
+@contextmanager
+def dumped():
+    """Yields a function that returns the program that was compiled inside: as it was partitioned, and optimized.
+
+    The partitioned one says what is exchanged. XLA makes fp32 of every sum on a CPU later, which has no other.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        dump = {"xla_dump_to": folder, "xla_dump_hlo_pass_re": "spmd-partitioning"}
+        with patch.dict(COMPILER_OPTIONS, dump):
+            yield lambda: [
+                path.read_text()
+                for end in ("after_spmd-partitioning*", "cpu_after_optimizations")
+                for path in Path(folder).glob(f"*{end}.txt")
+            ]
+
+
+def exchanges(text):
+    """What devices exchange in a program: {(kind, dtype, shape, whether outside of its main part): times}."""
+    found = Counter()
+    *_, main = re.split(r"^ENTRY ", text, flags=re.MULTILINE)
+    for line in text.splitlines():
+        if match := re.search(rf" = (.*?) ({KINDS})(-start)?\(", line):
+            for dtype, shape in re.findall(r"(\w+)\[([\d,]*)\]", match[1]):
+                found[match[2], dtype, shape, line not in main] += 1
+    return dict(found)
+
+
+def plain(kind):
+    """What is exchanged if weights are cast inside of the loss function and the sum is left to JAX."""
+    mesh, whole = jax.make_mesh((4,), ("data",), (jax.sharding.AxisType.Auto,)), PartitionSpec()
+
+    def mean(params, batch):
+        weighted, _ = loss(jax.tree.map(lambda p: p.astype(jnp.bfloat16), params), batch)
+        return weighted.total / (ROWS * LENGTH)
+
+    step = jax.grad(mean)
+    if kind == "shard_map":
+        step = jax.shard_map(step, mesh=mesh, in_specs=(whole, PartitionSpec("data")), out_specs=whole)
+    with dumped() as programs:
+        step = jax.jit(step, out_shardings=NamedSharding(mesh, whole), compiler_options={**COMPILER_OPTIONS})
+        rows = jax.device_put(next(batches(1, None)), NamedSharding(mesh, PartitionSpec("data")))
+        step.lower(jax.device_put(params(), NamedSharding(mesh, whole)), rows).compile()
+        return exchanges(programs()[0])
+
+
+def draw():
+    """Returns the number that each device draws in each of two micro-batches."""
+    mesh, optimizer = jax.make_mesh((4,), ("data",)), optax.sgd(RATE)
+
+    def drawn(params, batch, rng):
+        return (params["w"] * batch).sum(), jax.random.uniform(rng)
+
+    state = init({"w": jnp.ones(2)}, optimizer, "fp32", mesh=mesh)
+    step = make_step(drawn, optimizer, micro_batches=2, mesh=mesh)
+    return np.asarray(step(state, np.ones((2, 4, 2), np.float32), jax.random.key(0))[1].aux)
+
+
+def refuse(case):
+    """Returns the message and hint of a refusal."""
+    mesh, optimizer = jax.make_mesh((4,), ("data",)), optax.sgd(RATE)
+    state = init(params(), optimizer, "fp32", mesh=None if case == "one device" else mesh)
+    if case == "sharded":
+        rows = NamedSharding(mesh, PartitionSpec("data"))
+        state = init(jax.device_put(params(), rows), optimizer, "fp32")
+    tokens, counts = next(batches(1, None))
+    batch = {"rows": (tokens[:6], counts[:6]), "leaves": (tokens, counts[:4])}.get(case, (tokens, counts))
+    try:
+        make_step(loss, optimizer, mesh="data" if case == "name" else mesh)(state, batch)
+    except HalfstepError as error:
+        return error.message, error.hint
+    return None
