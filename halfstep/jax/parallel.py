@@ -77,8 +77,7 @@ def check_mesh(mesh: Any) -> None:
 def check_placed(state: Any, mesh: Mesh) -> None:
     """Refuses a state that is not whole on every device of the mesh."""
     devices = {*mesh.devices.flat}
-    for leaf in jax.tree.leaves(state):
-        sharding = leaf.sharding
+    for sharding in {leaf.sharding for leaf in jax.tree.leaves(state)}:
         if sharding.device_set != devices or not sharding.is_fully_replicated:
             raise HalfstepError(
                 f"the step runs on {mesh.size} devices, each with the whole state, and this state lies elsewhere",

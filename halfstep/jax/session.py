@@ -91,7 +91,7 @@ class Session:
             cast=False,
             mesh=self.mesh,
         )
-        self._step = compiled(step.__wrapped__)  # without its warning: the run has its own
+        self._step = compiled(step.__wrapped__, self.mesh)  # without its warning: the run has its own
         evaluated = partial(_on_masters, plain.with_policy(policy.evaluation()).loss)
         self._evaluated = jax.jit(evaluated, compiler_options=COMPILER_OPTIONS)
         if self.mesh is not None:

@@ -189,12 +189,14 @@ def make_step(
         (following, result), aux = run(state, batch, rng)
         return following, replace(result, aux=aux)
 
-    return Step(compiled(step), mesh, micro_batches)
+    return Step(compiled(step, mesh), mesh, micro_batches)
 
 
-def compiled(step: Callable[..., Any]) -> Any:
+def compiled(step: Callable[..., Any], mesh: Mesh | None = None) -> Any:
     """Compiles a pure step for use outside of any jit: it donates the state, and XLA keeps no excess precision."""
-    return jax.jit(step, donate_argnums=0, compiler_options=COMPILER_OPTIONS)
+    # A state that comes back as it was placed, to the letter, does not compile the step anew.
+    place = {} if mesh is None else {"out_shardings": (everywhere(mesh), None)}
+    return jax.jit(step, donate_argnums=0, compiler_options=COMPILER_OPTIONS, **place)
 
 
 class Step:

@@ -7,7 +7,7 @@ from halfstep.core.choice import Support
 from halfstep.core.devices import Device
 from halfstep.core.errors import HalfstepError
 from halfstep.core.formats import BF16, E4M3, FP32
-from halfstep.jax.dtypes import answer, as_device, describe
+from halfstep.jax.dtypes import answer, as_device, as_devices, describe
 
 V5E = Device("tpu", "TPU v5 lite", architecture="v5e")
 TPUS = {"TPU v4": "v4", "TPU v5 lite": "v5e", "TPU v5p": "v5p", "TPU7x": "v7x", "another": ""}
@@ -39,7 +39,7 @@ def test_a_device_by_what_jax_says_of_it(platform, kind, capability, expected):
 def test_devices_by_name_and_those_of_others_are_refused(monkeypatch):
     assert as_device("cpu") == as_device("cpu:0") == jax.local_devices(backend="cpu")[0]
     assert as_device(jax.devices()[0]) is jax.devices()[0]
-    for name in ("metal", "cuda0", "CUDA", "cuda:", "meta", ""):
+    for name in ("metal", "cuda0", "CUDA", "cuda:", "meta", "", "cuda:1-0", "cuda:-1", "cuda-1"):
         with pytest.raises(HalfstepError, match=f"`{name}` is not a JAX device") as caught:
             as_device(name)
         assert "`cuda:1`" in caught.value.hint
@@ -48,6 +48,8 @@ def test_devices_by_name_and_those_of_others_are_refused(monkeypatch):
     assert caught.value.hint
     monkeypatch.setattr(jax, "local_devices", lambda backend: ["first", "second"])
     assert as_device("cuda:1") == "second"
+    assert as_devices("cuda:0-1") == ["first", "second"]
+    assert as_device("cuda:0-1") == "first"
     with pytest.raises(HalfstepError, match=r"no `cuda:2`; JAX sees 2 `cuda`") as caught:
         as_device("cuda:2")
     assert "cuda:0" in caught.value.hint

@@ -13,9 +13,14 @@ import numpy as np
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from halfstep.cli.main import run
+from halfstep.config.load import load
 from halfstep.core.errors import HalfstepError
+from halfstep.core.policy import Policy
 from halfstep.jax import Weighted, init, make_step
 from halfstep.jax.layers import COMPILER_OPTIONS
+from halfstep.jax.session import Session
+from tests.token_batches import batch
 
 ROWS, LENGTH, WIDTH, WORDS, MICRO = 8, 6, 16, 32, 2
 RATE = 0.1
@@ -76,7 +81,7 @@ def train(shape, policy, steps=3, micro=MICRO, *, uneven=False, broken=None):
     copies = [[np.asarray(s.data).tobytes() for s in leaf.addressable_shards] for leaf in jax.tree.leaves(state)]
     weights = {name: np.asarray(leaf["weight"], np.float32) for name, leaf in state.params.items()}
     same = all(len(each) == np.prod(shape) and len({*each}) == 1 for each in copies)
-    return rows, weights, {"aux": aux, "same": same, "exchanged": exchanged}
+    return rows, weights, {"aux": aux, "same": same, "exchanged": exchanged, "programs": step._cache_size()}
 
 
 @contextmanager
@@ -104,6 +109,16 @@ def exchanges(text):
             for dtype, shape in re.findall(r"(\w+)\[([\d,]*)\]", match[1]):
                 found[match[2], dtype, shape, line not in main] += 1
     return dict(found)
+
+
+def followed():
+    """What our step exchanges without a mesh, where jit follows the shardings of its arguments."""
+    mesh, optimizer = jax.make_mesh((4,), ("data",), (jax.sharding.AxisType.Auto,)), optax.sgd(RATE)
+    state = init(jax.device_put(params(), NamedSharding(mesh, PartitionSpec())), optimizer, "bf16-mixed")
+    rows = jax.device_put(next(batches(1, MICRO)), NamedSharding(mesh, PartitionSpec(None, "data")))
+    with dumped() as programs:
+        make_step(loss, optimizer, micro_batches=MICRO)(state, rows)
+        return [exchanges(text) for text in programs()]
 
 
 def plain(kind):
@@ -136,8 +151,12 @@ def draw():
     return np.asarray(step(state, np.ones((2, 4, 2), np.float32), jax.random.key(0))[1].aux)
 
 
-def refuse(case):
-    """Returns the message and hint of a refusal."""
+def refusals(cases):
+    """Returns the message and hint of each refusal."""
+    return [_refusal(case) for case in cases]
+
+
+def _refusal(case):
     mesh, optimizer = jax.make_mesh((4,), ("data",)), optax.sgd(RATE)
     state = init(params(), optimizer, "fp32", mesh=None if case == "one device" else mesh)
     if case == "sharded":
@@ -147,6 +166,44 @@ def refuse(case):
     batch = {"rows": (tokens[:6], counts[:6]), "leaves": (tokens, counts[:4])}.get(case, (tokens, counts))
     try:
         make_step(loss, optimizer, mesh="data" if case == "name" else mesh)(state, batch)
+    except HalfstepError as error:
+        return error.message, error.hint
+    return None
+
+
+SMALL = ["model.context=8", "model.layers=1", "model.width=16", "model.heads=2", "model.vocabulary=64"]
+SMALL += ["optimizer.name=muon", "training.batch=4", "training.micro_batches=2", "training.ema=0.5"]
+
+
+def sessions(policy, steps=2):
+    """Trains on four devices and on one, then gives the first's state to the second, and compares what they do."""
+    four, one = (Session(load("tiny", SMALL), Policy.parse(policy), device) for device in ("cpu:0-3", "cpu"))
+    trained = [[s.read(s.step(batch(i, s))) for i in range(steps)] for s in (four, one)]
+    state = four.state()
+    kept = {name: (*record[:2], bytes(record.data)) for name, record in four.snapshot()().items()}
+    one.load(state)
+    tokens = batch(9, one)
+    scores = [[s.evaluate([tokens[0], tokens[1, :3]], averaged=a)[0] for a in (False, True)] for s in (four, one)]
+    logits = [s.logits([1, 2, 3]).tobytes() for s in (four, one)]
+    return {
+        "trained": trained,
+        "resumed": [s.read(s.step(tokens)) for s in (four, one)],
+        "snapshot": kept == {name: (*record[:2], bytes(record.data)) for name, record in state.items()},
+        "scores": scores,
+        "logits": logits,
+        "blamed": [s.blame(tokens) for s in (four, one)],
+        "names": [s.description.name for s in (four, one)],
+    }
+
+
+def command(arguments):
+    """Runs `halfstep`; returns its exit code."""
+    return run(arguments)
+
+
+def open_session(device, *settings):
+    try:
+        Session(load("tiny", [*SMALL, *settings]), Policy.parse("fp32"), device)
     except HalfstepError as error:
         return error.message, error.hint
     return None

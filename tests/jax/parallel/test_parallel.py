@@ -22,6 +22,7 @@ def assert_same(policy, alone, together):
     """
     (rows, weights, _), (others, found, more) = alone, together
     assert more["same"]
+    assert more["programs"] == 1
     assert [row[2:] for row in others] == [row[2:] for row in rows]
     error = jobs.ROWS * jobs.LENGTH * jobs.MICRO * UNITS["fp32"]
     assert others[0][0] == pytest.approx(rows[0][0], rel=error)
@@ -60,12 +61,20 @@ def test_four_devices_make_the_updates_of_one(devices):
     assert together[2]["aux"] == (4, jobs.MICRO, jobs.ROWS // 4, jobs.LENGTH)
 
 
-@pytest.mark.parametrize("kind", ["jit", "shard_map"])
-def test_a_sum_that_is_left_to_jax_is_in_bf16(kind, devices):
-    found = devices(jobs.plain, kind)
-    assert {key[1] for key in found if key[2]} == {"bf16"}
-    with pytest.raises(AssertionError):
-        assert_summed_once_in_fp32([found, found])
+def test_a_sum_that_is_left_to_jax_is_in_bf16(devices):
+    for kind in ("jit", "shard_map"):
+        found = devices(jobs.plain, kind)
+        assert {key[1] for key in found if key[2]} == {"bf16"}
+        with pytest.raises(AssertionError):
+            assert_summed_once_in_fp32([found, found])
+
+
+@pytest.mark.prove
+def test_jit_sums_over_devices_in_every_micro_batch(devices):
+    """Without a mesh our step has fp32 gradients too, and the loop over micro-batches exchanges them."""
+    partitioned, optimized = devices(jobs.followed)
+    assert {key[:2] for key in partitioned} == {("all-reduce", "f32")}
+    assert all(outside for *_, outside in optimized)
 
 
 @pytest.mark.prove
@@ -91,17 +100,16 @@ def test_every_device_draws_numbers_of_its_own(devices):
     assert len({*drawn.flat}) == math.prod(drawn.shape)
 
 
-@pytest.mark.parametrize(
-    ("case", "message", "hint"),
-    [
-        ("rows", "4 devices cannot share a batch of 6 rows equally", "such as 4 or 8"),
-        ("leaves", "different numbers of rows: 4, 8", "close over"),
-        ("one device", "lies elsewhere", "mesh=mesh"),
-        ("sharded", "lies elsewhere", "leave the mesh out"),
-        ("name", "mesh is a str", "jax.make_mesh"),
-    ],
-)
-def test_what_devices_cannot_share_is_refused_with_a_remedy(case, message, hint, devices):
-    said = devices(jobs.refuse, case)
-    assert message in said[0]
-    assert hint in said[1]
+REFUSED = {
+    "rows": ("4 devices cannot share a batch of 6 rows equally", "such as 4 or 8"),
+    "leaves": ("different numbers of rows: 4, 8", "close over"),
+    "one device": ("lies elsewhere", "mesh=mesh"),
+    "sharded": ("lies elsewhere", "leave the mesh out"),
+    "name": ("mesh is a str", "jax.make_mesh"),
+}
+
+
+def test_what_devices_cannot_share_is_refused_with_a_remedy(devices):
+    for said, (message, hint) in zip(devices(jobs.refusals, [*REFUSED]), REFUSED.values(), strict=True):
+        assert message in said[0]
+        assert hint in said[1]
