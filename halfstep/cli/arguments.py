@@ -10,7 +10,12 @@ from halfstep.config.run import Backend
 _OFF = Parameter(negative="", show_default=False)
 Flag = Annotated[bool, _OFF]
 Json = Annotated[bool, _OFF, Parameter(help="Print the data as JSON.")]
-Device = Annotated[str | None, Parameter(help="The device, as the framework names it: cpu, cuda, cuda:1, mps.")]
+Device = Annotated[
+    str | None,
+    Parameter(
+        help="The device, as the framework names it: cpu, cuda, cuda:1, mps; on JAX also several, cuda:0-3."
+    ),
+]
 
 Overrides = Annotated[tuple[str, ...], Parameter(name="--set", negative="", show_default=False)]
 

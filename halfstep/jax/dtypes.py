@@ -9,6 +9,7 @@ precision means TF32 there and bf16 on a TPU, so matmul.py states the precision 
 """
 
 import re
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -54,9 +55,12 @@ def format_of(dtype: Any) -> Format:
 
 
 def describe(device: jax.Device | str) -> Device:
-    """Describes a JAX device. Asking about the CPU by name starts no device."""
+    """Describes a JAX device, or several by their name. Asking about the CPU by name starts no device."""
     if device == "cpu":
         return describe_cpu()
+    if isinstance(device, str) and len(every := as_devices(device)) > 1:
+        one = describe(every[0])
+        return replace(one, name=f"{len(every)} x {one.name}")
     device = as_device(device)
     capability = str(getattr(device, "compute_capability", None) or "")
     match device.platform:

@@ -10,7 +10,6 @@ the same batch on one device, and so is the state that is saved. What is not wor
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -63,10 +62,8 @@ class Session:
         self.device, every = as_device(device), as_devices(device)
         self.num_devices = len(every)
         self.mesh = Mesh(np.array(every), ("data",)) if len(every) > 1 else None
-        self.description = describe(self.device)
-        if self.mesh is not None:
-            check_divides(config.training.batch, len(every), "a micro-batch", "set training.batch to")
-            self.description = replace(self.description, name=f"{len(every)} x {self.description.name}")
+        self.description = describe(device)
+        check_divides(config.training.batch, len(every), "a micro-batch", "set training.batch to")
         plain = Decoder(config.model, recompute=config.training.recompute_blocks)
         optimizer = build_optimizers(config.model, config.optimizer, policy, schedule, momentum)
         names = plain.module_names()

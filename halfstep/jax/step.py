@@ -195,7 +195,7 @@ def make_step(
 def compiled(step: Callable[..., Any], mesh: Mesh | None = None) -> Any:
     """Compiles a pure step for use outside of any jit: it donates the state, and XLA keeps no excess precision."""
     # A state that comes back as it was placed, to the letter, does not compile the step anew.
-    place = {} if mesh is None else {"out_shardings": (everywhere(mesh), None)}
+    place: dict[str, Any] = {} if mesh is None else {"out_shardings": (everywhere(mesh), None)}
     return jax.jit(step, donate_argnums=0, compiler_options=COMPILER_OPTIONS, **place)
 
 

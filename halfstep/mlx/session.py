@@ -38,6 +38,8 @@ version: str = mx.__version__  # type: ignore[attr-defined]
 class Session:
     """A model, its optimizers and a policy on one device."""
 
+    num_devices = 1
+
     def __init__(
         self,
         config: RunConfig,

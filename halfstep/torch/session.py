@@ -46,6 +46,8 @@ version = torch.__version__
 class Session:
     """A model, its optimizers and a policy on one device."""
 
+    num_devices = 1
+
     def __init__(
         self,
         config: RunConfig,

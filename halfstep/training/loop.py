@@ -114,7 +114,7 @@ class Loop:
         self.last_evaluation: Evaluation | None = None  # at the last step
         self.stop, self.bar = StopRequest(), StepProgress(config.training.steps, start=self.start)
         self.tally = self._tally_at(self.start)
-        self.meters = Meters(config, ceiling, self.session, self.tally.watch)
+        self.meters = Meters(config, ceiling, self.session, self.tally.watch, devices=self.session.num_devices)
         self.events = Events(out / EVENTS)
         resumed_from = None if opened is None else self.start  # 0 if it died before its first checkpoint
         self.board = loggers.Board(config.training.loggers, out, resumed_from, self.warnings.append)

@@ -27,6 +27,7 @@ class Session(Protocol):
     """One run on one backend."""
 
     policy: Policy
+    num_devices: int  # of this process, which share each micro-batch
 
     @property
     def description(self) -> Device:

@@ -73,7 +73,6 @@ ABSENT_ROOMS = {
     "kernels": "torch alone: JAX compiles a whole step, and MLX has no such kernels yet",
     "norms": "torch alone: eager layers of narrow inputs call one kernel; the others fuse or compile",
     "islands": "torch alone: there is a torch.nn whose names people expect",
-    "parallel": "torch, MLX so far: several processes on torch.distributed and mx.distributed",
     "shards": "torch alone: JAX's arrays and MLX's have no class of their own for a part of one",
     "export": "torch alone: the libraries that read an export run on it",
     "convert": "torch, MLX: modules change their class; JAX has functions instead",

@@ -85,13 +85,14 @@ class Meters:
         session: Timed,
         watch: Watch,
         *,
+        devices: int = 1,
         clock: Callable[[], float] = time.perf_counter,
     ):
         training = config.training
         self.ceiling, self.session, self.watch = ceiling, session, watch
         self.flops_per_step = (
             flops_per_token(config.model) * training.batch * training.micro_batches * config.model.context
-        )
+        ) / devices  # of each
         self.lost: dict[str, float] = {"input": 0.0, "saving": 0.0, "evaluation": 0.0}
         self.steps = 0
         self._first = 0.0  # seconds of the first step

@@ -50,6 +50,14 @@ def meters(clock, *times, ceiling=UNMEASURED):
     return Meters(load("tiny", [*SMALL, *BASE]), ceiling, Session(*times), Watch(), clock=clock)
 
 
+def test_utilization_is_that_of_each_of_several_devices():
+    one, four = (
+        Meters(load("tiny", [*SMALL, *BASE]), UNMEASURED, Session(), Watch(), devices=n).flops_per_step
+        for n in (1, 4)
+    )
+    assert one == 4 * four > 0
+
+
 def slow(clock, waits):
     for wait in waits:
         clock.now += wait
