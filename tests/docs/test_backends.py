@@ -23,7 +23,7 @@ def run_block(page, place, **names):
 
 
 def test_every_block_has_a_test():
-    assert [(page, place) for page, place, _ in BLOCKS] == [*(("backends.md", n) for n in range(5)), ("fp8.md", 0)]
+    assert [(page, place) for page, place, _ in BLOCKS] == [*(("backends.md", n) for n in range(6)), ("fp8.md", 0)]
 
 
 def test_jax():
@@ -36,6 +36,9 @@ def test_jax():
     ran = run_block("backends.md", 0, params=params, batch=batch, loss_fn=loss_fn)
     assert np.isfinite(ran["result"].loss)
     assert not ran["result"].skipped
+    names = {name: ran[name] for name in ("init", "make_step", "optimizer")}
+    ran = run_block("backends.md", 1, params=params, batch=jnp.ones((4, 2, 4)), loss_fn=loss_fn, **names)
+    assert np.isfinite(ran["result"].loss)
 
 
 def test_mlx(capsys):
@@ -44,12 +47,12 @@ def test_mlx(capsys):
 
     model, batch = nn.Linear(4, 4), mx.ones((2, 4))
     names = {"loss_fn": lambda model, x: (model(x) ** 2).mean(), "micro_batches": [batch, batch]}
-    ran = run_block("backends.md", 1, model=model, batch=batch, **names)
+    ran = run_block("backends.md", 2, model=model, batch=batch, **names)
     assert np.isfinite(ran["result"].loss.item())
     assert ran["run"].num_applied == 2
     assert "multiplies in bf16" in capsys.readouterr().out
     names |= {"optimizers": ran["optimizers"], "prepare": ran["prepare"], "mx": mx}
-    ran = run_block("backends.md", 2, model=nn.Linear(4, 4), **names)
+    ran = run_block("backends.md", 3, model=nn.Linear(4, 4), **names)
     assert ran["run"].num_applied == 1
 
 
@@ -62,12 +65,12 @@ def test_weights_that_others_trained(monkeypatch):
     small = Decoder(ModelConfig(context=8, layers=1, width=16, heads=2))
     monkeypatch.setattr(halfstep, "load_model", lambda recipe, folder: small)
     tokens = torch.randint(0, 256, (2, 9), generator=torch.Generator().manual_seed(0))
-    ran = run_block("backends.md", 3, tokens=tokens)
+    ran = run_block("backends.md", 4, tokens=tokens)
     assert torch.isfinite(ran["result"].loss)
     held = torch.nn.Sequential(torch.nn.Linear(4, 4)).bfloat16()
     auto = SimpleNamespace(from_pretrained=lambda name, dtype: held)
     monkeypatch.setitem(sys.modules, "transformers", SimpleNamespace(AutoModelForCausalLM=auto))
-    ran = run_block("backends.md", 4, prepare=ran["prepare"], AdamW=ran["AdamW"])
+    ran = run_block("backends.md", 5, prepare=ran["prepare"], AdamW=ran["AdamW"])
     assert held[0].weight.dtype == torch.float32
     assert "fp32" in str(ran["run"].summary())
 
