@@ -90,10 +90,9 @@ class Session:
         )
         self._step = compiled(step.__wrapped__, self.mesh)  # without its warning: the run has its own
         evaluated = partial(_on_masters, plain.with_policy(policy.evaluation()).loss)
-        self._evaluated = jax.jit(evaluated, compiler_options=COMPILER_OPTIONS)
-        if self.mesh is not None:
-            shared = _shared(evaluated, self.mesh)
-            self._evaluated_by_all = jax.jit(shared, compiler_options=COMPILER_OPTIONS)
+        shared = evaluated if self.mesh is None else _shared(evaluated, self.mesh)
+        self._evaluated = jax.jit(shared, compiler_options=COMPILER_OPTIONS)
+        self._evaluated_by_one = jax.jit(evaluated, compiler_options=COMPILER_OPTIONS)
         self._next = jax.jit(partial(_on_masters, self._logits_at), compiler_options=COMPILER_OPTIONS)
 
     @property
@@ -137,16 +136,9 @@ class Session:
     def evaluate(self, batches: Iterable[Tokens], *, averaged: bool = True) -> tuple[float, int]:
         losses, count = [], 0
         params = self.averages if averaged and self.averages is not None else self.run.params
-        one = self._of_one(params)
         for batch in batches:
-            alone = self.mesh is None or len(batch) % self.num_devices > 0  # the last batch may be smaller
             with self._here():
-                if alone:
-                    tokens = self._to_device(batch)
-                    losses.append(self._evaluated(one, tokens[:, :-1], tokens[:, 1:]))
-                else:
-                    tokens = self._to_devices(batch)
-                    losses.append(self._evaluated_by_all(params, tokens[:, :-1], tokens[:, 1:]))
+                losses += self._losses(params, batch)
             count += batch[:, 1:].size
         # Summed in fp64 on the host: JAX has it only if it is enabled everywhere.
         return sum(map(float, jax.device_get(losses))), count
@@ -183,7 +175,7 @@ class Session:
         with self._here():
             losses = [
                 self.model.loss(params, *(self._to_device(t) for t in (b[:, :-1], b[:, 1:])))
-                for b in micro_batches
+                for b in micro_batches.reshape(self.num_devices * len(micro_batches), -1, micro_batches.shape[-1])
             ]
         finite = all(bool(jnp.isfinite(loss)) for loss in losses)
         return "backward: the loss is finite, a gradient is not" if finite else "forward: the loss"
@@ -219,6 +211,18 @@ class Session:
 
     def _loss(self, params: Mapping[str, Array], tokens: Array) -> Weighted:
         return Weighted(self.model.loss(params, tokens[:, :-1], tokens[:, 1:]), float(tokens[:, 1:].size))
+
+    def _losses(self, params: Mapping[str, Array], batch: Tokens) -> list[Array]:
+        """Returns sums of losses: of the rows that devices share, then of those left, which the first one takes.
+
+        The last batch may be smaller than others. No device gets more rows at once than its share of a whole one.
+        """
+        shared, size = len(batch) - len(batch) % self.num_devices, self.config.training.batch // self.num_devices
+        parts = [(self._evaluated, params, self._to_devices(batch[:shared]))] if shared else []
+        for start in range(shared, len(batch), size):
+            left = self._to_device(batch[start : start + size])
+            parts.append((self._evaluated_by_one, self._of_one(params), left))
+        return [score(weights, tokens[:, :-1], tokens[:, 1:]) for score, weights, tokens in parts]
 
     def _logits_at(self, params: Mapping[str, Array], tokens: Array, last: Array) -> Array:
         return self.model.capped(self.model(params, tokens)[0, last])
