@@ -6,6 +6,7 @@ import json
 import os
 import pickle
 import threading
+import tracemalloc
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
@@ -17,6 +18,7 @@ from halfstep.training.checkpoints import checkpoint, parts
 from halfstep.training.checkpoints.checkpoint import CheckpointError, DamagedCheckpointError, load, load_newest
 from halfstep.training.checkpoints.parts import save_part
 from halfstep.training.checkpoints.retention import Retention, prune
+from tests.training.checkpoints.test_checkpoint import Killed, Mortal
 
 WHOLE = {
     "model.w": np.arange(10 * 3, dtype=np.float32).reshape(10, 3),
@@ -186,6 +188,45 @@ def test_what_a_killed_job_left_is_never_part_of_a_checkpoint(tmp_path, monkeypa
     assert save_all(tmp_path, token="next") == [tmp_path / "step-000005"] * 4
     assert [entry.name for entry in tmp_path.iterdir()] == ["step-000005"]
     assert load(tmp_path / "step-000005")[0]["model.w"] == stored(WHOLE["model.w"])
+
+
+@pytest.mark.prove
+def test_a_death_of_rank_0_at_any_call_leaves_nothing_or_all(tmp_path, monkeypatch):
+    def attempt(folder, fatal):
+        part = folder / "step-000005.partial-a"
+        part.mkdir(parents=True)
+        parts._write_part(part, part_of(1, 2), 1, 2)  # rank 1 is done
+        with monkeypatch.context() as patch:
+            mortal = Mortal(patch, fatal)
+            save_part(folder, 5, lambda: part_of(0, 2), {}, rank=0, ranks=2, token="a")
+        return len(mortal.trace)
+
+    whole = {name: stored(array) for name, array in WHOLE.items()}
+    total = attempt(tmp_path / "lives", None)
+    assert total >= 15
+    for fatal in range(total):
+        folder = tmp_path / f"death-{fatal}"
+        with pytest.raises(Killed):
+            attempt(folder, fatal)
+        found = load_newest(folder)
+        assert found is None or found.arrays == whole
+        assert save_all(folder, ranks=2, token="next") == [folder / "step-000005"] * 2
+        assert [entry.name for entry in folder.iterdir()] == ["step-000005"]
+        assert load(folder / "step-000005")[0] == whole
+
+
+def test_a_rank_takes_the_memory_of_its_rows(tmp_path):
+    rows = np.zeros((1024, 2048), np.float32)  # 8 MiB
+
+    def half(rank, ranks):
+        return {"model.w": Part(stored(rows[512 * rank : 512 * (rank + 1)]), 512 * rank, 1024)}
+
+    path = save_all(tmp_path, ranks=2, arrays=half)[0]
+    tracemalloc.start()
+    load(path, lambda name, shape: (256, 640))  # 3 MiB, of both files
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert 3 * 2**20 <= peak < 3 * 2**20 + 2**20 + 2**17  # what is hashed is read 1 MiB at a time
 
 
 def test_a_silent_rank_is_named(tmp_path, monkeypatch):
