@@ -143,7 +143,7 @@ class Run(RunParts):
         kept: list[Any] = []
         self._last = (loss_fn, kept) if isinstance(self.policy.scale, DynamicScale) else None
         try:
-            self.weight_casts.make()
+            self.make_casts()
             for batch, last in with_last(micro_batches):
                 if self._last is not None:
                     kept.append(batch)
@@ -163,7 +163,7 @@ class Run(RunParts):
                 self.masters.check_writes()  # a parameter that was resized is the reason, not where it failed
             raise
         finally:
-            self.weight_casts.drop()
+            self.drop_casts()
             self.exchange(True)
 
     def backward(

@@ -98,6 +98,24 @@ class Sharded:
         for module in self.modules:
             module.set_requires_gradient_sync(now, recurse=False)
 
+    @torch.no_grad()
+    def make_casts(self) -> None:
+        """Casts the shards in a few launches, for all gathers of an update."""
+        groups: dict[torch.dtype, list[Gather]] = {}
+        for gather in self.gathers.values():
+            groups.setdefault(gather.format(), []).append(gather)
+        groups.pop(torch.float32, None)
+        for dtype, gathers in groups.items():
+            casts = [torch.empty_like(gather.shard, dtype=dtype) for gather in gathers]
+            torch._foreach_copy_(casts, [gather.shard for gather in gathers])
+            for gather, cast in zip(gathers, casts, strict=True):
+                gather.cast = cast, gather.version
+
+    def drop_casts(self) -> None:
+        """Frees the casts: the update changes the shards."""
+        for gather in self.gathers.values():
+            gather.cast = None
+
     def reshard(self) -> None:
         """Frees what is gathered: the next pass gathers again, in the format that layers compute in then."""
         for module in self.modules:
@@ -135,6 +153,17 @@ class Gather:
         self.places: list[tuple[Any, str]] = [(info.module, info.param_name)]
         self.places += zip(info.shared_modules, info.shared_param_names, strict=True)
         self.gathered_in: torch.dtype | None = None
+        self.cast: tuple[Tensor, tuple[int, int]] | None = None  # of the shard, and its version then
+
+    @property
+    def shard(self) -> Tensor:
+        """This rank's part of the master, as long as that of any other."""
+        return self.sharded._sharded_param_data.view(self.sharded.padded_sharded_param_size)
+
+    @property
+    def version(self) -> tuple[int, int]:
+        """Counts writes, those to the parameter and those to its local part."""
+        return self.sharded.sharded_param._version, self.sharded._sharded_param_data._version
 
     @property
     def is_for_matmuls(self) -> bool:
@@ -163,7 +192,10 @@ class Gather:
             sharded.all_gather_outputs = []
             del sharded._unsharded_param
         self.gathered_in = now
-        return (sharded._sharded_param_data.view(sharded.padded_sharded_param_size).to(now),), None
+        cast, version = self.cast or (None, None)
+        if cast is None or cast.dtype != now or version != self.version:
+            cast = self.shard.to(now)
+        return (cast,), None
 
     def after(
         self, gathered: tuple[Tensor], metadata: None, dtype: torch.dtype, *, out: Tensor | None = None

@@ -121,6 +121,20 @@ class RunParts:
             self._bind(self.conversion)
             self.watch_optimizers()
 
+    def make_casts(self) -> None:
+        """Casts weights for all micro-batches of an update: those eager layers cast, or shards that travel."""
+        if self.sharded is None:
+            self.weight_casts.make()
+        else:
+            self.sharded.make_casts()
+
+    def drop_casts(self) -> None:
+        """Frees the casts that are left when an update is over."""
+        if self.sharded is None:
+            self.weight_casts.drop()
+        else:
+            self.sharded.drop_casts()
+
     def exchange(self, now: bool) -> None:
         """Says before a micro-batch whether ranks exchange gradients in its backward pass or keep them."""
         if self.sharded is not None:

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from halfstep.torch import prepare
@@ -171,3 +172,45 @@ def test_the_hooks_of_fsdp_are_not_intercepted(ranks):
     for seen in ranks(reached_in_hooks, 2):
         assert "gelu" in seen
         assert not {"untyped_storage", "copy_"} & set(seen)
+
+
+def casts_in_an_update(writes):
+    """The shards that are cast one by one; the others were cast together, before the first micro-batch."""
+    model = jobs.net()
+    run = prepare(model, "bf16-mixed")
+    jobs.shard(model)
+    run.attach(jobs.OPTIMIZERS["ours"](model.parameters()))
+    loss = jobs.loss_of(model)
+
+    def writing(rows):
+        found = loss(rows)
+        with torch.no_grad():
+            model.blocks[0].up.weight.mul_(0.5)  # before the backward pass gathers it again
+        return found
+
+    with pytest.MonkeyPatch.context() as patch, Casts() as casts:
+        patch.setattr(run, "update", lambda: None)
+        run.step(writing if writes else loss, jobs.batches(0, 2))
+    return casts.shapes
+
+
+class Casts(TorchDispatchMode):
+    """Lists the shapes of fp32 matrices that are cast to bf16 one by one."""
+
+    def __init__(self):
+        super().__init__()
+        self.shapes = []
+
+    def __torch_dispatch__(self, function, types, args, kwargs=None):
+        found = function(*args, **(kwargs or {}))
+        if function is torch.ops.aten._to_copy.default and found.dtype == torch.bfloat16 and args[0].dim() == 2:
+            self.shapes.append(tuple(args[0].shape))
+        return found
+
+
+def test_shards_are_cast_once_for_all_micro_batches(ranks):
+    for shapes in ranks(casts_in_an_update, 2, False):
+        assert not {(17, 16), (8, 33), (25, 16)} & set(shapes)
+    for shapes in ranks(casts_in_an_update, 2, True):
+        assert (17, 16) in shapes
+        assert not {(8, 33), (25, 16)} & set(shapes)
