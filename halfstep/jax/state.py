@@ -177,7 +177,8 @@ def _plain(leaf: Any) -> Any:
 def _like(given: Any, old: Array) -> Array:
     """Places an array where an old one is, with its type."""
     if jnp.issubdtype(old.dtype, jax.dtypes.prng_key):
-        return jax.random.wrap_key_data(jnp.asarray(given), impl=jax.random.key_impl(old))
+        given = jax.random.wrap_key_data(jnp.array(given), impl=jax.random.key_impl(old))
+        return jax.device_put(given, old.sharding)
     # A copy: a state that is donated must not take the given arrays with it.
     return jax.device_put(np.array(given), old.sharding)
 

@@ -401,8 +401,8 @@ def _placed(state: State, leaves: Leaves, held: Mapping[str, Array], mesh: Mesh 
         leaf = jnp.asarray(leaf)
         return jax.device_put(leaf, sharding or leaf.sharding, may_alias=False)
 
-    if mesh is not None:
-        return jax.tree.map(lambda leaf: copied(leaf, everywhere(mesh)), state)
+    if mesh is not None:  # from one device to all, `may_alias` does not keep the first from sharing
+        return jax.tree.map(lambda leaf: jax.device_put(jnp.copy(leaf), everywhere(mesh)), state)
     whole = next(iter(held.values())).sharding
     if isinstance(whole, NamedSharding):
         whole = NamedSharding(whole.mesh, PartitionSpec())

@@ -17,7 +17,7 @@ from halfstep.cli.main import run
 from halfstep.config.load import load
 from halfstep.core.errors import HalfstepError
 from halfstep.core.policy import Policy
-from halfstep.jax import Weighted, init, make_step
+from halfstep.jax import Weighted, init, load_state, make_step, state_of
 from halfstep.jax.layers import COMPILER_OPTIONS
 from halfstep.jax.session import Session
 from tests.token_batches import batch
@@ -149,6 +149,19 @@ def draw():
     state = init({"w": jnp.ones(2)}, optimizer, "fp32", mesh=mesh)
     step = make_step(drawn, optimizer, micro_batches=2, mesh=mesh)
     return np.asarray(step(state, np.ones((2, 4, 2), np.float32), jax.random.key(0))[1].aux)
+
+
+def keys():
+    """Trains beside a count and keys of generators; then starts again from them, and resumes."""
+    mesh, key = jax.make_mesh((4,), ("data",)), jax.random.key(0)
+    optimizer = optax.chain(optax.add_noise(0.1, 0.5, key=jax.random.key(1)), optax.sgd(RATE))
+    weights = {"w": jnp.ones(2), "key": key, "count": jnp.int32(3)}
+    step = make_step(lambda params, batch: (params["w"] * batch).sum(), optimizer, mesh=mesh)
+    state, _ = step(init(weights, optimizer, "fp32", mesh=mesh), np.ones((4, 2), np.float32))
+    saved = {name: np.asarray(array) for name, array in state_of(state).items()}
+    again = load_state(init(weights, optimizer, "fp32", mesh=mesh), saved)
+    states = [step(each, np.ones((4, 2), np.float32))[0] for each in (state, again)]
+    return [np.asarray(each.params["w"]).tobytes() for each in states]
 
 
 def refusals(cases):

@@ -100,6 +100,12 @@ def test_every_device_draws_numbers_of_its_own(devices):
     assert len({*drawn.flat}) == math.prod(drawn.shape)
 
 
+@pytest.mark.prove
+def test_what_is_not_trained_is_copied_too_and_restored(devices):
+    here, resumed = devices(jobs.keys)
+    assert here == resumed
+
+
 REFUSED = {
     "rows": ("4 devices cannot share a batch of 6 rows equally", "such as 4 or 8"),
     "leaves": ("different numbers of rows: 4, 8", "close over"),
