@@ -14,6 +14,7 @@ from halfstep.core.errors import HalfstepError
 from halfstep.mlx.measure import devices
 from halfstep.mlx.parallel.ranks import TIMEOUT, Ranks, launched
 
+CONNECTED = TIMEOUT  # seconds until all processes have started
 _joined: list[Ranks] = []  # the processes that sessions of this one train with
 
 
@@ -23,7 +24,7 @@ class Host:
     backend, launcher, has_notes = "mlx", "mlx.launch", False
 
     def __init__(self) -> None:
-        self._ranks = Ranks(_join())
+        self._ranks = Ranks(_wait_for_all_ranks())
         self.rank, self.ranks = self._ranks.rank, self._ranks.size
 
     def connect(self, device: str | None, timeout: float) -> str:
@@ -76,9 +77,9 @@ def joined() -> Ranks | None:
     return _joined[-1] if _joined else None
 
 
-def _join() -> mx.distributed.Group:
-    """Waits for all processes that mlx.launch has started. MLX stops all threads meanwhile, but not this timer."""
-    faulthandler.dump_traceback_later(TIMEOUT, exit=True, file=sys.__stderr__ or sys.stderr)
+def _wait_for_all_ranks() -> mx.distributed.Group:
+    """Connects the processes that mlx.launch has started. MLX stops all threads meanwhile, but not this timer."""
+    faulthandler.dump_traceback_later(CONNECTED, exit=True, file=sys.__stderr__ or sys.stderr)
     try:
         return mx.distributed.init(strict=True)
     except RuntimeError as error:

@@ -28,6 +28,14 @@ for step in range(3):
 """
 
 
+START = """
+from halfstep.mlx.parallel import job
+
+job.CONNECTED = 1.0
+job.Host()
+"""
+
+
 def outcome(tmp_path, what):
     """Returns how rank 0 ended, and what it printed."""
     hosts = tmp_path / "hosts.json"
@@ -56,6 +64,17 @@ def test_a_process_ends_if_another_has_ended(tmp_path):
     code, printed = outcome(tmp_path, "ends")
     assert code == 1
     assert "HalfstepError: the connection of rank 0 to the others broke at `the sums of update 2`" in printed
+
+
+def test_a_process_ends_if_another_never_starts(tmp_path):
+    hosts = tmp_path / "hosts.json"
+    hosts.write_text(addresses(2))
+    given = {"MLX_RANK": "0", "MLX_HOSTFILE": str(hosts), "PYTHONPATH": str(ROOT)}
+    ran = subprocess.run(
+        [sys.executable, "-c", START], env=os.environ | given, capture_output=True, text=True, timeout=60
+    )
+    assert ran.returncode == 1
+    assert "in _wait_for_all_ranks" in ran.stderr
 
 
 @pytest.mark.parametrize("policy", ["fp32", "bf16-mixed"])
