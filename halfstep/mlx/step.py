@@ -284,8 +284,8 @@ class Run:
 
     def _start_as_rank_0(self, ranks: Ranks) -> None:
         """Takes the arrays of rank 0, and refuses processes that would not train as it does."""
-        rates = [float(optimizer.learning_rate) for optimizer in self.optimizers]
-        settings = {"policy": str(self.policy), "clip_norm": self.clip_norm, "seed": self.masters.seed}
+        rates = [float(o.state["learning_rate"]) for o in self.optimizers if "learning_rate" in o.state]
+        settings = {"policy": str(self.policy), "clip_norm": float(self.clip_norm), "seed": int(self.masters.seed)}
         trained = list(self.conversion.places)
         ranks.agree("the start", **settings, learning_rate=rates, trained_arrays=trained)
         places = arrays(self.model)
