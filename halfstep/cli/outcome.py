@@ -33,6 +33,8 @@ def _run(loop: "Loop", json: bool) -> int:
     try:
         outcome = loop.run()
     except (HalfstepError, OSError) as error:
+        if not loop.job.owner:
+            raise
         page = _write_page(loop)
         if page is not None:
             print_words(f"page {page}")
@@ -40,6 +42,8 @@ def _run(loop: "Loop", json: bool) -> int:
             raise
         print_failure(error)  # steps were lost
         return 1
+    if not loop.job.owner:
+        return 0
     _print(outcome, loop, _write_page(loop), json)
     return 0 if (outcome.saved or 0) == outcome.step else 1
 

@@ -3,7 +3,7 @@
 import os
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from itertools import count, pairwise
 from pathlib import Path
@@ -15,10 +15,19 @@ from halfstep.config.run import Backend
 
 if TYPE_CHECKING:
     from halfstep.config.run import RunConfig
+    from halfstep.core.choice import Choice
+    from halfstep.core.policy import Policy
+    from halfstep.training.job import Job
     from halfstep.training.loop import Loop
     from halfstep.training.run.resume import Opened
 
 RUNS = Path("runs")
+# What each process of a job holds, by `parallel.shard`.
+SHARED = {
+    "none": "each with the whole state (DDP)",
+    "full": "each with a share of the state (FSDP2)",
+    "hybrid": "each with a share of its machine's state (HSDP)",
+}
 
 
 def train(
@@ -34,6 +43,7 @@ def train(
     resume: Flag = False,
     allow_older: Flag = False,
     deadline: float | None = None,
+    gpus: int | None = None,
     json: Flag = False,
 ) -> int:
     """Train a recipe, in a precision chosen by measurement unless you name one.
@@ -68,34 +78,138 @@ def train(
     deadline
         Seconds between SIGTERM and the shutdown of the machine: a save that would not finish in time is not
         started, and the report page is left to the next session. The default is HALFSTEP_DEADLINE, or no limit.
+    gpus
+        Train on so many GPUs of this machine, one process for each, started by torchrun. To train on several
+        machines, start `-m halfstep train` with torchrun on each.
     json
         Print the outcome as JSON.
     """
-    from halfstep.cli import outcome
+    from halfstep.core.errors import HalfstepError
+    from halfstep.training.job import open_job
 
     _check_init(init, resume)
     deadline = _deadline(deadline, allow_older, resume)
+    if gpus is not None:
+        given = {"policy": policy, "backend": backend, "device": device, "init": init, "out": out}
+        return _launch(gpus, recipe, given | {"deadline": deadline}, overrides, resume, allow_older, json)
     named = [
         *([f"init={init}", "init_digest="] if init is not None else []),
         *overrides,
         *([f"policy={policy}"] if policy is not None else []),
         *([f"backend={backend}"] if backend else []),
     ]
-    with _run_folder(recipe, out, resume) as where, ExitStack() as on_error:
-        opened = _open(recipe, out, where, named, allow_older) if resume else None
-        if opened is not None:
-            on_error.callback(opened.lock.release)
-        config = _load(recipe, where, named) if opened is None else opened.config
-        loop = _prepare(config, where, opened, device, deadline)
+    job = open_job()
+    try:
+        with job.explained():
+            code = _train(job, recipe, out, named, resume, allow_older, device, deadline, json)
+    except (HalfstepError, OSError) as error:
+        if (spoken := job.spoken(error)) is None:
+            return 2
+        raise spoken from None
+    job.close()
+    return code
+
+
+def _train(
+    job: "Job",
+    recipe: str | None,
+    out: Path | None,
+    named: Sequence[str],
+    resume: bool,
+    allow_older: bool,
+    device: str | None,
+    deadline: float | None,
+    json: bool,
+) -> int:
+    from halfstep.cli import outcome
+
+    say = print_words if job.owner else _quiet
+    with ExitStack() as on_error:
+        if job.owner:
+            where = on_error.enter_context(_run_folder(recipe, out, resume))
+            opened = _open(recipe, out, where, named, allow_older, later=job.ranks > 1) if resume else None
+            if opened is not None:
+                on_error.callback(opened.lock.release)
+            config = _load(recipe, where, named) if opened is None else opened.config
+            _tell(job, where, config, opened)
+        else:
+            where, config, opened = _receive(job)
+        loop = _prepare(job, _asked(recipe, out, named, resume), config, where, opened, device, deadline)
         on_error.pop_all()
     if loop.pretrained is not None:
-        print_words(f"weights {loop.pretrained.description}")
-    print_words(f"data {loop.corpus.description}", f"run folder {where}")
+        say(f"weights {loop.pretrained.description}")
+    say(f"data {loop.corpus.description}", f"run folder {where}")
     return outcome.run(loop, json=json)
 
 
+def _quiet(*_: str) -> None:
+    """What the other ranks say: rank 0 speaks for all."""
+
+
+def _tell(job: "Job", where: Path, config: "RunConfig", opened: "Opened | None") -> None:
+    """Tells the other ranks what rank 0 has opened."""
+    import dataclasses
+
+    resumed = None
+    if opened is not None:
+        resumed = [None if opened.saved is None else str(opened.saved.path), opened.written.policy]
+    job.tell([str(where), dataclasses.asdict(config), resumed])
+
+
+def _receive(job: "Job") -> "tuple[Path, RunConfig, Opened | None]":
+    """Returns what rank 0 has opened, for another rank."""
+    from halfstep.config.run import RunConfig
+    from halfstep.config.schema import build
+    from halfstep.training.run.resume import follow_run
+
+    where, settings, resumed = job.tell()
+    config = build(RunConfig, settings)
+    return Path(where), config, None if resumed is None else follow_run(Path(where), config, *resumed)
+
+
+def _asked(recipe: str | None, out: Path | None, named: Sequence[str], resume: bool) -> dict[str, object]:
+    """Returns what this process was asked to do, to compare it with the others of its job."""
+    import dataclasses
+
+    from halfstep.config.load import DEFAULT_RECIPE, load
+    from halfstep.config.schema import flatten
+
+    asked: dict[str, object] = {"--out": str(out), "--resume": resume}
+    if resume and recipe is None:
+        return asked | {"--set": list(named)}
+    return asked | flatten(dataclasses.asdict(load(recipe or DEFAULT_RECIPE, named)))
+
+
+def _launch(
+    gpus: int,
+    recipe: str | None,
+    given: "dict[str, object]",
+    overrides: Sequence[str],
+    resume: bool,
+    allow_older: bool,
+    json: bool,
+) -> int:
+    """Starts this command in one process for each GPU; returns the exit code of all."""
+    from halfstep.core.errors import ConfigError
+    from halfstep.training.session import backend_module
+
+    if "RANK" in os.environ:
+        raise ConfigError("--gpus starts torchrun, and torchrun has started this", hint="omit --gpus")
+    if given["backend"] not in (None, "torch"):
+        raise ConfigError(
+            f"--gpus starts processes of torch, and the backend is {given['backend']}", hint="omit --gpus"
+        )
+    words = [] if recipe is None else [recipe]
+    for name, value in given.items():
+        words += [] if value is None else [f"--{name}", str(value)]
+    for name, chosen in {"resume": resume, "allow-older": allow_older, "json": json}.items():
+        words += [f"--{name}"] if chosen else []
+    words += [word for setting in overrides for word in ("--set", setting)]
+    return int(backend_module("torch", "parallel.launch").launch(gpus, ["train", *words]))
+
+
 def _open(
-    recipe: str | None, out: Path | None, where: Path, named: Sequence[str], allow_older: bool
+    recipe: str | None, out: Path | None, where: Path, named: Sequence[str], allow_older: bool, *, later: bool
 ) -> "Opened | None":
     """Opens the run to resume; None if it was never started, or was killed first, and can be started now."""
     from halfstep.config.load import load
@@ -108,7 +222,8 @@ def _open(
         return None
     # A run has its own settings, if the recipe was only named to find it, or not at all.
     own = recipe is None or (out is None and not recipe.endswith(".toml"))
-    return open_run(where, None if own else load(str(recipe), named), overrides=named, allow_older=allow_older)
+    config = None if own else load(str(recipe), named)
+    return open_run(where, config, overrides=named, allow_older=allow_older, later=later)
 
 
 def _load(recipe: str | None, where: Path, named: Sequence[str]) -> "RunConfig":
@@ -123,31 +238,49 @@ def _load(recipe: str | None, where: Path, named: Sequence[str]) -> "RunConfig":
 
 
 def _prepare(
-    config: "RunConfig", where: Path, opened: "Opened | None", device: str | None, deadline: float | None
+    job: "Job",
+    asked: "dict[str, object]",
+    config: "RunConfig",
+    where: Path,
+    opened: "Opened | None",
+    device: str | None,
+    deadline: float | None,
 ) -> "Loop":
     """Reads the data, chooses the precision and builds the loop; says what it is doing before it takes seconds."""
+    from halfstep import __version__
     from halfstep.core.policy import read_as
     from halfstep.tools import probe
     from halfstep.training import paths
     from halfstep.training.data.load import load_corpus
+    from halfstep.training.job import code_digest
     from halfstep.training.loop import Loop
     from halfstep.training.run import determinism
+    from halfstep.training.session import backend_version
     from halfstep.training.telemetry import loggers
+    from halfstep.training.telemetry.ceiling import UNMEASURED
 
-    print_words(config.title or where.name)
+    say = print_words if job.owner else _quiet
+    say(config.title or where.name)
     loggers.check(config.training.loggers)
-    print_words(f"reading `{config.data.source}`")
+    device = job.connect(config, device)
+    if job.ranks > 1:
+        job.check_same(asked, "start every rank with the same arguments")
+        own = {"halfstep": f"{__version__} ({code_digest()})", config.backend: backend_version(config)}
+        job.check_same(own, "install the same versions on every machine")
+        say(f"{job.ranks} processes, {SHARED[config.parallel.shard]}")
+    say(f"reading `{config.data.source}`")
     corpus = load_corpus(config.data.source, config.data.validation, config.model.vocabulary)
     determinism.prepare(config, where)  # before anything is measured
     if config.backend not in sys.modules:
-        print_words(f"loading {config.backend}")
+        say(f"loading {config.backend}")
     ran = None if opened is None else opened.policy
-    policy, choice = probe.resolve(config, device, ran=ran, say=print_words)
+    policy, choice = _resolve(job, config, device, ran, say)
     reason = choice.reason if choice else read_as(config.policy)
-    print_words(f"precision {policy}" + (f": {reason}" if reason else ""))
+    say(f"precision {policy}" + (f": {reason}" if reason else ""))
     named = choice is None and config.policy != ran  # at a resume: another precision than before
-    slow = probe.slow_formats(config, policy, device, say=print_words) if named else []
+    slow = probe.slow_formats(config, policy, device, say=say) if named and job.owner else []
     known = None if opened is None else where / paths.EVENTS
+    ceiling = probe.measure_ceiling(config, policy, device, known, say=say) if job.owner else UNMEASURED
     return Loop(
         config,
         policy,
@@ -158,8 +291,27 @@ def _prepare(
         warnings=[*policy.warnings, *slow],
         deadline=deadline,
         corpus=corpus,
-        ceiling=probe.measure_ceiling(config, policy, device, known, say=print_words),
+        ceiling=ceiling,
+        job=job,
     )
+
+
+def _resolve(
+    job: "Job", config: "RunConfig", device: str | None, ran: str | None, say: "Callable[..., None]"
+) -> "tuple[Policy, Choice | None]":
+    """Returns the policy of a run, and the choice behind it; of a job, what rank 0 measures."""
+    from halfstep.core.choice import Choice
+    from halfstep.core.policy import Policy
+    from halfstep.tools import probe
+
+    if job.ranks == 1:
+        return probe.resolve(config, device, ran=ran, say=say)
+    text = preset = reason = None
+    if job.owner:
+        policy, choice = probe.resolve(config, device, ran=ran, say=say)
+        text, preset, reason = str(policy), choice and choice.preset, choice and choice.reason
+    text, preset, reason = job.tell([text, preset, reason])
+    return Policy.parse(text), None if preset is None else Choice(preset, reason)
 
 
 def settings() -> str:

@@ -130,6 +130,17 @@ class ArtifactConfig:
 
 
 @dataclass(frozen=True)
+class ParallelConfig:
+    """How several processes share a run."""
+
+    shard: Literal["none", "full", "hybrid"] = "none"
+    """What each process holds: `none`, everything (DDP); `full`, its share of weights, gradients and moments
+    (FSDP2); `hybrid`, its share within a machine, and machines hold the same (HSDP). One process may shard too."""
+    timeout: Annotated[float, Bounds(at_least=1, at_most=86400)] = 600.0
+    """Seconds that processes wait for one that does not arrive; then the run ends, and names it."""
+
+
+@dataclass(frozen=True)
 class RunConfig:
     """One run: everything that determines what it computes."""
 
@@ -151,6 +162,7 @@ class RunConfig:
     training: TrainingConfig = field(default_factory=TrainingConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     artifact: ArtifactConfig = field(default_factory=ArtifactConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
 
     def __post_init__(self) -> None:
         try:
@@ -172,6 +184,23 @@ class RunConfig:
             raise ConfigError(
                 f"optimizer.head_rate is {self.optimizer.head_rate:g}, but the head is tied to the embedding",
                 hint="set optimizer.embedding_rate, or model.tied = false",
+            )
+        self._check_parallel()
+
+    def _check_parallel(self) -> None:
+        shard = self.parallel.shard
+        if shard == "none":
+            return
+        if self.backend != "torch":
+            raise ConfigError(
+                f'parallel.shard = "{shard}", and backend {self.backend} shards nothing: FSDP is torch\'s',
+                hint='use --backend torch, or leave parallel.shard at "none"',
+            )
+        if self.artifact.format != "none":
+            raise ConfigError(
+                f'artifact.format = "{self.artifact.format}" needs whole weights, and parallel.shard = "{shard}" '
+                "leaves each process a share of them",
+                hint='set artifact.format = "none"; `halfstep artifact RUN` makes it from a checkpoint',
             )
 
 
@@ -216,6 +245,7 @@ NAMES_ELSEWHERE = {
     **dict.fromkeys(("dim", "d_model", "n_embd", "hidden_size", "embed_dim"), "model.width"),
     **dict.fromkeys(("n_head", "n_heads", "num_heads", "num_attention_heads"), "model.heads"),
     **dict.fromkeys(("dtype", "precision", "mixed_precision"), "policy"),
+    **dict.fromkeys(("fsdp", "sharding", "sharding_strategy"), "parallel.shard"),
     **dict.fromkeys(("dataset", "data", "data_path", "train_data"), "data.source"),
 }
 # What other libraries have where halfstep has something else, and what to do.

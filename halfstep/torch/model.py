@@ -73,9 +73,13 @@ class Decoder(Layer):
                 skips.append(x_BTD)
         return self.lm_head(self.final_norm(x_BTD), self.embed.weight)  # type: ignore[no-any-return]
 
-    def loss(self, tokens_BT: Tensor, targets_BT: Tensor) -> Tensor:
-        """Returns the sum over all targets of the negative log-likelihood, in the loss format."""
-        return layers.cross_entropy(self(tokens_BT), targets_BT, self.casts, self.config.softcap)
+    def loss(self, tokens_BT: Tensor, targets_BT: Tensor, called: nn.Module | None = None) -> Tensor:
+        """Returns the sum over all targets of the negative log-likelihood, in the loss format.
+
+        `called` is what wraps the model, if something does (DDP).
+        """
+        logits = self(tokens_BT) if called is None else called(tokens_BT)
+        return layers.cross_entropy(logits, targets_BT, self.casts, self.config.softcap)
 
     def capped(self, logits: Tensor) -> Tensor:
         """Returns the logits as the loss sees them: in fp32, after the softcap."""

@@ -1,13 +1,15 @@
 """What the training loop calls (training/session.py): one run on torch, in numpy arrays and Python numbers."""
 
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 
 from halfstep.config.groups import parameter_groups
 from halfstep.config.model import reach
@@ -17,12 +19,13 @@ from halfstep.core.policy import Policy
 from halfstep.core.refusal import check_reach
 from halfstep.core.state_format import Snapshot, Stored
 from halfstep.torch import memory
-from halfstep.torch.apply import apply
+from halfstep.torch.apply import adopt, apply
 from halfstep.torch.dtypes import as_device, describe
 from halfstep.torch.measure import devices
 from halfstep.torch.model import Decoder
 from halfstep.torch.optim.adamw import AdamW, Optimizer
 from halfstep.torch.optim.muon import Muon
+from halfstep.torch.parallel.ranks import from_all_ranks, in_group, leave_to_us, num_ranks
 from halfstep.torch.run.readback import Readback
 from halfstep.torch.state import (
     Copies,
@@ -73,15 +76,40 @@ class Session:
         self.model.set_weights(initial_weights(config.model, config.seed) if weights is None else weights)
         self.model.to(self.device)
         tokens, names = config.training.batch * config.model.context, self.model.module_names()
-        self.conversion = apply(self.model, policy, names, tokens=tokens, compiled=config.training.compile)
+        self._compiled = config.training.compile
+        options: dict[str, Any] = {"tokens": tokens, "compiled": self._compiled, "split": not in_group()}
+        self.conversion = apply(self.model, policy, names, **options)
+        if in_group() and self.conversion.measured is not None:  # each process has timed its own device
+            self.conversion = adopt(
+                self.model, self.conversion, from_all_ranks(self.conversion.measured.narrow)[0]
+            )
         check_reach(policy, reach(config.model))
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)  # `memory` is about training alone
-        self._optimizers = build_optimizers(self.model, config.optimizer)
-        clip_norm, seed, ema = config.training.clip_norm, config.seed, config.training.ema
-        parts = (self.model, self._optimizers, policy, clip_norm)
-        self.run = Run(*parts, conversion=self.conversion, seed=seed, ema=ema)
-        self._loss = torch.compile(self.model.loss) if config.training.compile else self.model.loss
+        self._ddp: nn.Module | None = None
+        run = {"conversion": self.conversion, "seed": config.seed, "ema": config.training.ema}
+        if in_group():
+            self.run = Run(self.model, [], policy, config.training.clip_norm, **run)
+            self._share(config)
+            self._optimizers = build_optimizers(self.model, config.optimizer)
+            self.run.attach(self._optimizers)
+        else:
+            self._optimizers = build_optimizers(self.model, config.optimizer)
+            self.run = Run(self.model, self._optimizers, policy, config.training.clip_norm, **run)
+        loss = self.model.loss if self._ddp is None else partial(self.model.loss, called=self._ddp)
+        self._loss = torch.compile(loss) if self._compiled else loss
+
+    def _share(self, config: RunConfig) -> None:
+        """Shares the model among the processes of a job. DDP sends neither constants nor what gets no gradient."""
+        from halfstep.torch.parallel.share import share  # imports DDP
+
+        constants = [name for name, _ in self.model.named_buffers()]
+        idle = ["blocks.0.attn.value_mix"] if config.model.value_residual else []
+        self.model._ddp_params_and_buffers_to_ignore = [*constants, *idle]  # type: ignore[assignment]
+        leave_to_us(self.model, self.conversion.summed_here())
+        local = int(os.environ.get("LOCAL_WORLD_SIZE", num_ranks()))
+        called = share(self.model, list(self.model.blocks), config.parallel.shard, local)
+        self._ddp = None if called is self.model else called
 
     @property
     def notes(self) -> list[str]:

@@ -8,7 +8,7 @@ reaches.
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any, Protocol
@@ -16,8 +16,9 @@ from typing import Any, Protocol
 from numpy.typing import NDArray
 
 from halfstep.config.run import RunConfig
-from halfstep.training.data.batches import TokenBatch, bigram_bits, validation_batches
+from halfstep.training.data.batches import TokenBatch, bigram_bits, validation_readers
 from halfstep.training.data.corpus import Corpus
+from halfstep.training.job import Job
 
 
 @dataclass(frozen=True)
@@ -55,17 +56,29 @@ def evaluate(
     *,
     averaged: bool = True,
     is_over: Callable[[], object] = lambda: None,
+    job: Job | None = None,
 ) -> Evaluation:
-    """Predicts held-out text, with averaged weights if there are any. Once `is_over`, it stops early."""
-    size = 0.0  # the bytes that all targets stand for; 0 if unknown
+    """Predicts held-out text, with averaged weights if there are any. Once `is_over`, it stops early.
+
+    The processes of a job take turns at its batches. Sums are added in the order of ranks: all get the same.
+    """
+    job, size = job or Job(), 0.0  # the bytes that all targets stand for; 0 if unknown
+    batches = _batches(corpus, config)
 
     def counted() -> Iterator[TokenBatch]:
         nonlocal size
-        for batch in takewhile(lambda _: not is_over(), _batches(corpus, config)):
+        for read in takewhile(lambda _: not is_over(), batches[job.rank :: job.ranks]):
+            batch = read()
             size += _num_bytes(corpus, batch[:, :-1], batch[:, 1:])
             yield batch
 
     total, count = session.evaluate(counted(), averaged=averaged)
+    if job.ranks > 1:
+        if 0 < len(batches) % job.ranks <= job.rank and not is_over():
+            # All make the same number of passes: where weights are sharded, each pass needs every process.
+            session.evaluate([batches[0]()], averaged=averaged)
+        rows = job.gather([total, count, size], "adding up the held-out loss")
+        total, count, size = (sum(column) for column in zip(*rows, strict=True))
     bits = total / math.log(2) / size if size else None
     return Evaluation(total / count if count else math.nan, count, bits, bigram_of(corpus, config))
 
@@ -81,8 +94,8 @@ def check_held_out(corpus: Corpus, config: RunConfig) -> None:
     _batches(corpus, config)
 
 
-def _batches(corpus: Corpus, config: RunConfig) -> Iterator[TokenBatch]:
-    return validation_batches(
+def _batches(corpus: Corpus, config: RunConfig) -> Sequence[Callable[[], TokenBatch]]:
+    return validation_readers(
         corpus.validation,
         context=config.model.context,
         batch=config.training.batch,

@@ -110,6 +110,16 @@ class RunLock:
         self._lock.release()
 
 
+class NoLock(RunLock):
+    """The lock of a process that writes nothing to the folder: rank 0 of its job holds the real one."""
+
+    def __init__(self) -> None:
+        self.warning = None
+
+    def release(self) -> None:
+        """Does nothing."""
+
+
 def is_lock(path: Path) -> bool:
     """Whether a file is a lock that halfstep wrote, held or not."""
     try:

@@ -12,6 +12,7 @@ checkpoint, and the data is a function of (seed, step): a resumed run continues 
 """
 
 import dataclasses
+import secrets
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -34,10 +35,11 @@ from halfstep.training.data.load import load_corpus
 from halfstep.training.data.prefetch import Prefetch
 from halfstep.training.data.types import DataError
 from halfstep.training.evaluation import Evaluation, check_held_out, evaluate
-from halfstep.training.files import RunLock
+from halfstep.training.files import NoLock, RunLock
+from halfstep.training.job import Job
 from halfstep.training.paths import CHECKPOINTS, EVENTS
 from halfstep.training.run import determinism, folder
-from halfstep.training.run.checkpointing import Checkpointer
+from halfstep.training.run.checkpointing import Checkpointer, Elsewhere
 from halfstep.training.run.health import Health
 from halfstep.training.run.manifest import RunContext
 from halfstep.training.run.response import Responder, RollBackError
@@ -47,9 +49,9 @@ from halfstep.training.schedule import factor
 from halfstep.training.session import Session, Tokens, open_session
 from halfstep.training.telemetry import loggers
 from halfstep.training.telemetry.ceiling import UNMEASURED, Ceiling
-from halfstep.training.telemetry.events import Events
+from halfstep.training.telemetry.events import Events, NoEvents
 from halfstep.training.telemetry.meters import Meters, Tally
-from halfstep.training.telemetry.progress import StepProgress
+from halfstep.training.telemetry.progress import StepProgress, lossy
 from halfstep.training.weights import artifact
 from halfstep.training.weights.pretrained import Pretrained, open_pretrained
 
@@ -84,17 +86,22 @@ class Loop:
         deadline: float | None = None,
         ceiling: Ceiling = UNMEASURED,
         corpus: Corpus | None = None,
+        job: Job | None = None,
     ):
+        self.job = job or Job()
         self.out, self.policy, self.deadline, self.ceiling = out, policy, deadline, ceiling
         self.warnings = list(warnings)
         with ExitStack() as on_error:  # a refused run releases the lock
             if opened is not None:
                 on_error.callback(opened.lock.release)
+            device = self.job.connect(config, device)
             loggers.check(config.training.loggers)
             determinism.prepare(config, out)
             data = config.data
             self.corpus = corpus or load_corpus(data.source, data.validation, config.model.vocabulary)
             self.batches = batches_of(config, self.corpus.train)
+            self.batches.rows(self.job.rank, self.job.ranks)  # refuses a batch that ranks cannot share
+            self._check_data()
             check_held_out(self.corpus, config)
             begins = opened is None or opened.saved is None
             self.pretrained = self._open_pretrained(config) if config.init and begins else None
@@ -105,6 +112,8 @@ class Loop:
             self.health = Health(config.training.rollback)
             self.context = self._describe_run(choice)
             self.lock, self.start = self._begin() if opened is None else self._resume(opened)
+            on_error.callback(self.lock.release)
+            self.job.check_folder(out)
             on_error.pop_all()
         self.warnings += warn_of_keep_best(config.training) + slow_formats(policy, self.session.description)
         self.warnings += getattr(self.session, "notes", [])  # what was decided by measurement, or a checkpoint
@@ -112,16 +121,35 @@ class Loop:
         self._has_ended = self.start == config.training.steps and folder.has_ended(out)
         self._unreadable: DataError | None = None
         self.last_evaluation: Evaluation | None = None  # at the last step
-        self.stop, self.bar = StopRequest(), StepProgress(config.training.steps, start=self.start)
+        shared, silent = self.job.ranks > 1, None if self.job.owner else lossy(None)
+        self.stop = StopRequest(shared=shared)
+        self.bar = StepProgress(config.training.steps, start=self.start, stream=silent)
+        self._gather_warnings()
         self.tally = self._tally_at(self.start)
-        self.meters = Meters(config, ceiling, self.session, self.tally.watch, devices=self.session.num_devices)
-        self.events = Events(out / EVENTS)
+        devices = self.job.ranks * self.session.num_devices
+        self.meters = Meters(config, ceiling, self.session, self.tally.watch, devices=devices)
+        self.events = Events(out / EVENTS) if self.job.owner else NoEvents()
+        self._memory = 0  # the most that another rank has held
         resumed_from = None if opened is None else self.start  # 0 if it died before its first checkpoint
-        self.board = loggers.Board(config.training.loggers, out, resumed_from, self.warnings.append)
+        names = config.training.loggers if self.job.owner else ()
+        self.board = loggers.Board(names, out, resumed_from, self.warnings.append)
         keep = Retention(config.training.keep_last, config.training.keep_every, config.training.keep_best)
-        self.saver = Saver(out / CHECKPOINTS, keep, self.start or None)
+        self.saver = self._make_saver(keep)
         self.checkpointer = self._make_checkpointer()
-        self.responder = Responder(self.health, self.batches, self.session, self.checkpointer, self.tally)
+        about = (self.health, self.batches, self.session, self.checkpointer, self.tally)
+        self.responder = Responder(*about, job=self.job)
+
+    def _check_data(self) -> None:
+        """Refuses ranks that read other data than rank 0."""
+        if self.job.ranks > 1:
+            digests = {"data": self.corpus.digest, "held-out data": self.corpus.held_out_digest}
+            self.job.check_same(digests, "give every machine the same data, under the same name")
+
+    def _gather_warnings(self) -> None:
+        """Adds to the warnings of rank 0 what other ranks alone warn of."""
+        for rank, others in enumerate(self.job.gather(self.warnings, "collecting warnings")):
+            new = [f"rank {rank}: {message}" for message in others if message not in self.warnings]
+            self.warnings += new if rank and self.job.owner else []
 
     def _open_pretrained(self, config: RunConfig) -> Pretrained:
         pretrained = open_pretrained(config.init, config.model, config.init_digest)
@@ -141,11 +169,13 @@ class Loop:
     def _describe_run(self, choice: Choice | None) -> RunContext:
         origin = None if self.pretrained is None else self.pretrained.record()
         parts = (self.corpus, self.batches, self.session, self.health)
-        return RunContext(self.config, self.policy, *parts, choice=choice, origin=origin)
+        return RunContext(self.config, self.policy, *parts, choice=choice, origin=origin, ranks=self.job.ranks)
 
     def _begin(self) -> tuple[RunLock, int]:
         """Makes the folder of a new run; returns its lock and the step to start from."""
-        self.batches.at(0)  # shards that cannot be read are refused before there is a folder
+        self.batches.at(0, *self.job.share)  # refuses unreadable shards before there is a folder
+        if not self.job.owner:
+            return NoLock(), 0
         lock = create_run(self.out, self.context.resolved())
         self.warnings += [lock.warning] if lock.warning else []
         return lock, 0
@@ -155,6 +185,14 @@ class Loop:
         start = opened.restore(self.context)
         self.warnings += opened.warnings
         return opened.lock, start
+
+    def _make_saver(self, keep: Retention) -> Saver:
+        """Returns what saves: of ranks that have the same state rank 0, of those that share one each."""
+        job, about = self.job, (self.out / CHECKPOINTS, keep, self.start or None)
+        if job.is_sharded:
+            token = job.tell(secrets.token_hex(8) if job.owner else None)
+            return Saver(*about, rank=job.rank, ranks=job.ranks, token=token)
+        return Saver(*about) if job.owner else Elsewhere(*about)
 
     def _make_checkpointer(self) -> Checkpointer:
         return Checkpointer(
@@ -167,6 +205,7 @@ class Loop:
             self.context.load,
             self.stop,
             self.deadline,
+            self.job,
         )
 
     def run(self) -> Outcome:
@@ -174,7 +213,8 @@ class Loop:
         try:
             if self._has_ended:
                 self._print_warnings()
-                held_out = evaluate(self.session, self.corpus, self.config, is_over=self._is_over)
+                about = (self.session, self.corpus, self.config)
+                held_out = evaluate(*about, is_over=self._is_over_anywhere, job=self.job)
                 known = None if self.stop.requested else held_out  # nothing is added to its record
                 return Outcome(self.out, self.start, True, 0.0, 0.0, known, self.start)
             with self.events, self.board:
@@ -206,6 +246,7 @@ class Loop:
         try:
             with memory.convert_oom(self.session.ran_out, self._ran_out):
                 self._train()
+            self.job.doing("saving the last step", timed=False)
             with self.meters.part("saving"):
                 saved = self.checkpointer.save_last(self.tally.step)
         except HalfstepError as error:
@@ -251,6 +292,17 @@ class Loop:
     def _is_over(self) -> bool:
         return bool(self.stop.requested)
 
+    def _is_over_anywhere(self) -> bool:
+        """Whether a signal came to any rank: all of them ask at the same batch, and get the same answer."""
+        if not self._is_over() and self.job.ranks > 1:
+            self.job.doing(f"evaluating after step {self.tally.step}")
+            self._hear(self.job.exchange(self.stop.received))
+        return self._is_over()
+
+    def _hear(self, rows: list[tuple[int, ...]]) -> None:
+        """Takes over a signal that any rank has received."""
+        self.stop.request(next((number for number, *_ in rows if number), 0))
+
     def _evaluate_start(self) -> Evaluation | None:
         """Evaluates the step to resume from, which a signal had interrupted; None if another signal does."""
         held_out = self._evaluate()
@@ -259,7 +311,7 @@ class Loop:
         return held_out
 
     def _batch(self, step: int) -> Tokens:
-        return self.batches.at(step + self.health.shift)
+        return self.batches.at(step + self.health.shift, *self.job.share)
 
     def _report_stop(self, saved: bool) -> None:
         step, newest, why = self.tally.step, self.saver.saved_step, self.stop.requested
@@ -279,6 +331,7 @@ class Loop:
             self.bar.note("compiling the first step")
         self.tally.watch.start(self.tally.step)
         for batch in self._readable(self.meters.fed(batches)):
+            self.job.doing(f"step {self.tally.launched + 1}", timed=self.meters.steps > 0)
             result = self.session.step(batch)
             self.tally.launched += 1
             if pending is not None:
@@ -293,6 +346,7 @@ class Loop:
                 pending = None
                 held_out = self._evaluate() if evaluates else None
                 if saves:
+                    self.job.doing(f"saving step {done}", timed=False)
                     with self.meters.part("saving"):
                         self.checkpointer.save(done, None if held_out is None else held_out.loss)
                 if last:
@@ -307,14 +361,41 @@ class Loop:
             raise self._unreadable
 
     def _readable(self, batches: Iterable[Tokens]) -> Iterator[Tokens]:
-        """Yields batches up to one that cannot be read, so that what was launched before it still counts."""
-        try:
-            yield from batches
-        except DataError as error:
-            self._unreadable = error
+        """Yields batches up to one that cannot be read, so that what was launched before it still counts.
+
+        Ranks tell each other whether they have their tokens before any of them launches the step, which needs all.
+        """
+        iterator = iter(batches)
+        while True:
+            batch, step = None, self.tally.launched + 1
+            try:
+                self.job.doing(f"reading its data for step {step}")
+                batch = next(iterator, None)
+            except DataError as error:
+                self._unreadable = error
+            if not self._all_have_theirs(batch, step):
+                return
+            assert batch is not None
+            yield batch
+
+    def _all_have_theirs(self, batch: Tokens | None, step: int) -> bool:
+        if self.job.ranks == 1:
+            return batch is not None
+        self.job.doing(f"waiting for all ranks to have the data of step {step}")
+        state = (self.stop.received, batch is None, self._unreadable is not None, self.session.memory())
+        rows = self.job.exchange(*map(int, state))
+        self._hear(rows)
+        self._memory = max(row[3] for row in rows)
+        if any(failed for _, _, failed, _ in rows):
+            error = self._unreadable
+            said = self.job.gather(error and [error.message, error.hint], "reporting data that cannot be read")
+            rank, (message, hint) = next((rank, each) for rank, each in enumerate(said) if each)
+            self._unreadable = DataError(f"rank {rank}: {message}", hint=hint)
+        return not any(ended for _, ended, _, _ in rows)
 
     def _record(self, result: Any) -> None:
         tally = self.tally
+        self.job.doing(f"waiting for its device to finish step {tally.step + 1}", timed=self.meters.steps > 0)
         numbers = self.session.read(result)
         if numbers["stuck"]:
             self.responder.stop(tally.step + 1, result)
@@ -325,7 +406,7 @@ class Loop:
         tally.loss = numbers["loss"]
         shown: dict[str, Any] = {key: numbers[key] for key in ("loss", "scale")}
         shown |= {"tokens_per_second": self._tokens_per_step * steps_per_second}
-        shown |= {"memory": self.session.memory(), "skipped": tally.skipped}
+        shown |= {"memory": max(self.session.memory(), self._memory), "skipped": tally.skipped}
         self.events.write(
             "step",
             step=tally.step,
@@ -349,7 +430,8 @@ class Loop:
     def _evaluate(self) -> Evaluation | None:
         """Evaluates the model and reports it; None if a signal came, because stopping does not wait for it."""
         with self.meters.part("evaluation"):
-            held_out = evaluate(self.session, self.corpus, self.config, is_over=self._is_over)
+            about = (self.session, self.corpus, self.config)
+            held_out = evaluate(*about, is_over=self._is_over_anywhere, job=self.job)
         if self.stop.requested:
             return None
         loss, bits, tokens = held_out.loss, held_out.bits_per_byte, held_out.tokens
@@ -360,7 +442,9 @@ class Loop:
     def _finish(self, finished: bool) -> Outcome:
         held_out, tally = self.last_evaluation if finished else None, self.tally
         speed = self._tokens_per_step * self.meters.speed()
-        if held_out is not None and self.stop.left(self.deadline) is None:
+        if not self.job.owner:
+            pass
+        elif held_out is not None and self.stop.left(self.deadline) is None:
             weights = "ema" if self.config.training.ema else "model"
             origin = artifact.origin_of(self.context.describe(tally.step, None), tally.step, weights)
             about = (self.session, self.corpus, self.config, self.out)

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from halfstep.config.run import RunConfig
+from halfstep.config.run import ParallelConfig, RunConfig
 from halfstep.config.weights import Weights
 from halfstep.core.devices import Device
 from halfstep.core.errors import HalfstepError, how_to_install
@@ -135,7 +135,7 @@ def open_session(
     module = backend_module(config.backend, "session")
     if not train:  # weights that do not move have no average
         policy = policy.evaluation().without_training()
-        config = replace(config, training=replace(config.training, ema=0.0))
+        config = replace(config, training=replace(config.training, ema=0.0), parallel=ParallelConfig())
     training, optimizer = config.training, config.optimizer
 
     def schedule(applied: Any, xp: Any) -> Any:

@@ -58,6 +58,7 @@ ROOMS = {
         {"data", "checkpoints", "telemetry"},
         {"memory"},
         {"session"},
+        {"job"},
         {"evaluation", "sampling"},
         {"run", "weights"},
         {"loop"},

@@ -97,6 +97,8 @@ SHOWN = {
     "optimizer.muon_weight_decay": ["optimizer.muon_weight_decay=0.9"],
     "artifact.format": ["artifact.format=int8-zlib"],
     "artifact.limit": ["artifact.format=int8-zlib", "artifact.limit=1"],
+    "parallel.shard": "training/parallel/test_job.py::test_two_ranks_with_shards_train_as_one",
+    "parallel.timeout": "training/parallel/test_job.py::test_a_rank_that_hangs_ends_the_run_and_is_named",
 }
 start = starter(*BASE)
 

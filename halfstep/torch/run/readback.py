@@ -87,7 +87,9 @@ class Readback:
 
     def send(self, result: Any, start: torch.cuda.Event | None = None) -> None:
         """Queues the copy of a step's numbers behind the step, without waiting."""
-        numbers = torch.stack([getattr(result, name).float() for name in NAMES])
+        bad = getattr(result, "bad_rank", None)
+        values = [getattr(result, name) for name in NAMES] + ([] if bad is None else [bad])
+        numbers = torch.stack([value.float() for value in values])
         if self.device.type == "cuda":
             numbers = numbers.to("cpu", non_blocking=True)  # torch makes it pinned
         self._queue.append(_Launched(result, numbers, start, self.start()))
@@ -102,7 +104,7 @@ class Readback:
                 if step.end is not None:
                     step.end.synchronize()
                 self._read = step
-                return dict(zip(NAMES, step.numbers.tolist(), strict=True))
+                return dict(zip((*NAMES, "bad_rank"), step.numbers.tolist(), strict=False))
 
     def device_time(self, result: Any) -> tuple[float, float | None] | None:
         """Returns (seconds of the step that was read last, idle seconds before it), or None if unknown."""

@@ -14,7 +14,8 @@ window, with any number of ranks. A checkpoint records which of two orders was u
     keyed    beyond: a permutation that takes no memory and no time to sort (permutation.py)
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, TypeAlias, TypedDict
 
 import numpy as np
@@ -100,16 +101,22 @@ class Batches:
             return np.split(windows, ranks)[rank]
         if batch % ranks == 0:
             return np.split(windows, ranks, axis=1)[rank]
+        if ranks > micro * batch:
+            raise DataError(
+                f"an update has {micro} x {batch} = {micro * batch} sequences, which is fewer than {ranks} ranks",
+                hint="raise training.batch, or start fewer processes",
+            )
         raise DataError(
             f"{micro} micro-batches of {batch} sequences cannot be divided among {ranks} ranks",
-            hint="make training.micro_batches or training.batch a multiple of the number of ranks",
+            hint=f"make training.batch or training.micro_batches a multiple of {ranks}, or start "
+            f"{_fitting(micro, batch, ranks)} processes",
         )
 
-    def locate(self, step: int) -> list[Place]:
-        """Returns where the windows of the update after `step` updates begin, by file."""
+    def locate(self, step: int, rank: int = 0, ranks: int = 1) -> list[Place]:
+        """Returns where the windows of the update after `step` updates begin, by file; a rank's own."""
         places = dict[str, list[int]]()
         locate = getattr(self.tokens, "locate", None) or (lambda start: (self.name, start))
-        for start in self._starts(step).tolist():
+        for start in self._starts(step)[self.rows(rank, ranks)].ravel().tolist():
             file, offset = locate(start)
             places.setdefault(file, []).append(offset)
         return [{"file": file, "offsets": offsets} for file, offsets in places.items()]
@@ -152,6 +159,11 @@ class Batches:
         return cached[1]
 
 
+def _fitting(micro: int, batch: int, ranks: int) -> int:
+    """Returns the largest number of ranks below the given one that an update can be divided among."""
+    return next(n for n in range(ranks - 1, 0, -1) if micro % n == 0 or batch % n == 0)
+
+
 def batches_of(config: RunConfig, tokens: Tokens) -> Batches:
     """Returns the batches of a run, given its training text."""
     training = config.training
@@ -169,12 +181,22 @@ def validation_batches(
     tokens: Tokens, *, context: int, batch: int, limit_tokens: int, name: str = "the held-out text"
 ) -> Iterator[TokenBatch]:
     """Yields at most limit_tokens // context whole windows, in order, as (batch, context + 1)."""
+    readers = validation_readers(tokens, context=context, batch=batch, limit_tokens=limit_tokens, name=name)
+    return (read() for read in readers)
+
+
+def validation_readers(
+    tokens: Tokens, *, context: int, batch: int, limit_tokens: int, name: str = "the held-out text"
+) -> Sequence[Callable[[], TokenBatch]]:
+    """Returns a function for each of those batches, which reads it."""
     num_windows = min(_count_windows(tokens, context, name), max(1, limit_tokens // context))
     starts = range(0, num_windows * context, context)
-    return (
-        np.stack([tokens[start : start + context + 1] for start in starts[first : first + batch]]).astype(np.int32)
-        for first in range(0, num_windows, batch)
-    )
+
+    def read(first: int) -> TokenBatch:
+        rows = [tokens[start : start + context + 1] for start in starts[first : first + batch]]
+        return np.stack(rows).astype(np.int32)
+
+    return [partial(read, first) for first in range(0, num_windows, batch)]
 
 
 def bigram_bits(tokens: Tokens) -> float:

@@ -11,10 +11,12 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from halfstep.core.state_format import Snapshot
 from halfstep.training.checkpoints import checkpoint
 from halfstep.training.checkpoints.checkpoint import CheckpointError, DamagedCheckpointError, Loaded
 from halfstep.training.checkpoints.retention import due_step, good_step, survey
 from halfstep.training.checkpoints.writer import Saved, Saver
+from halfstep.training.job import Job
 from halfstep.training.run.health import Health
 from halfstep.training.run.signals import StopRequest
 from halfstep.training.session import Session
@@ -24,6 +26,22 @@ from halfstep.training.telemetry.progress import Progress
 PATIENCE, PAUSE = 300.0, 5.0  # seconds in which the last save is tried again, and between two tries
 GLANCE = 0.1  # seconds between two checks of the deadline while waiting
 LONG = 1.0  # seconds that training may wait for a save before a warning
+
+
+class Elsewhere(Saver):
+    """The saver of a process whose state rank 0 has too, and saves: each save is done once it is due."""
+
+    def save(
+        self,
+        step: int,
+        take: Callable[[], Snapshot],
+        meta: Mapping[str, Any],
+        good: int | None = None,
+        due: float | None = None,
+    ) -> float:
+        """Notes the step."""
+        self.saved_step = step
+        return 0.0
 
 
 class Checkpointer:
@@ -43,7 +61,9 @@ class Checkpointer:
         load: Callable[[Loaded], object],
         stop: StopRequest,
         deadline: float | None = None,
+        job: Job | None = None,
     ):
+        self.job = job or Job()
         self.saver, self.session, self.health = saver, session, health
         self.events, self.bar, self.describe, self.load = events, bar, describe, load
         self.stop, self.deadline = stop, deadline
@@ -59,7 +79,7 @@ class Checkpointer:
             self._held_out[step] = held_out
             self.health.evaluated(step)
         due, busy = time.perf_counter(), self.saver.is_busy
-        if not self.wait():
+        if not self._decided(self.wait()):
             return
         meta = self.describe(step, self._held_out.get(step))
         try:
@@ -99,21 +119,31 @@ class Checkpointer:
     def save_last(self, step: int) -> bool:
         """Waits for the last save; returns whether it was in time. Failing is an error, unless asked to stop."""
         give_up, held_out, self._is_last = math.inf, self._held_out.get(step), True
-        while self.wait():
+        while self._decided(self.wait()):
             if self.saver.saved_step == step or step == 0:
                 return True
             if self.failed is not None and self.failed.step == step:  # an earlier one's failure says little
                 give_up = min(give_up, time.monotonic() + PATIENCE)
-                if time.monotonic() + PAUSE > give_up:
+                if self._decided(time.monotonic() + PAUSE > give_up):
                     if self.stop.requested:
                         return False
                     assert self.failed.trouble is not None
                     raise self.failed.trouble
                 self._pause()
-            if self._left() < self.saver.longest:
+            if self._decided(self._left() < self.saver.longest):
                 return False
             self.save(step, held_out)
         return False
+
+    def _decided(self, answer: bool) -> bool:
+        """Returns the answer of rank 0, if several ranks write a checkpoint together; else the given one."""
+        if not self.job.is_sharded:
+            return answer
+        decided = bool(self.job.tell(answer))
+        if decided:
+            self.saver.wait()  # a save ends for all of them at once
+            self.report()
+        return decided
 
     def _left(self) -> float:
         left = self.stop.left(self.deadline)
@@ -126,10 +156,12 @@ class Checkpointer:
 
     def can_roll_back(self, at: int) -> bool:
         """Whether there is a checkpoint from before a spike; if not, the losses from now on are the new normal."""
-        if not self.wait():
-            return False
-        if due_step(survey(self.saver.folder), self.health.good) is not None:
-            return True
+        there = (
+            self.wait() and self.job.owner and due_step(survey(self.saver.folder), self.health.good) is not None
+        )
+        there, late = self.job.tell([there, self.saver.is_busy])
+        if there or late:
+            return bool(there)
         self.health.spikes.reset()
         self.warn(f"the loss spiked up to step {at}, and there is no checkpoint from before to roll back to")
         return False
@@ -141,7 +173,7 @@ class Checkpointer:
         skipped = self.health.roll_back(at, to, loaded.manifest["guard"])
         # The newest first: a death in between leaves a run that spikes again, and rolls back again.
         for path in reversed(checkpoint.step_folders(self.saver.folder)):
-            if checkpoint.step_of(path) > to:
+            if checkpoint.step_of(path) > to and self.job.owner:
                 checkpoint.discard(path)
         self.load(loaded)  # perhaps of another policy, if it was changed since
         self.saver.saved_step = to
@@ -153,10 +185,15 @@ class Checkpointer:
 
     def _load_good(self) -> Loaded:
         """Loads the newest good checkpoint that was due; damaged ones are set aside on the way to it."""
+        if not self.job.owner:
+            path = Path(self.job.tell())
+            return Loaded(path, *checkpoint.load(path, self.session.rows))
         first: DamagedCheckpointError | None = None
         while (step := due_step(there := survey(self.saver.folder), self.health.good)) is not None:
             try:
-                return Loaded(there[step].path, *checkpoint.load(there[step].path))
+                loaded = Loaded(there[step].path, *checkpoint.load(there[step].path, self.session.rows))
+                self.job.tell(str(loaded.path))
+                return loaded
             except DamagedCheckpointError as error:
                 first = first or error
                 checkpoint.set_aside(there[step].path)
@@ -168,11 +205,16 @@ class Checkpointer:
         """Returns the newest checkpoint whose weights are known to be good, if possible one that was due."""
         there = survey(self.saver.folder)
         step = good_step(there, self.health.good)
-        return None if step is None else there[step].path
+        path = self.job.tell(None if step is None else str(there[step].path))
+        return None if path is None else Path(path)
 
     def note_held_out(self, step: int, held_out: float) -> None:
         """Records the evaluation of a checkpoint that a signal had interrupted when it was saved."""
         path = self.saver.folder / f"step-{step:06d}"
+        if not self.job.owner:
+            if math.isfinite(held_out):
+                self.health.evaluated(step)
+            return
         try:
             if math.isfinite(held_out) and checkpoint.read_manifest(path).get("held_out") is None:
                 checkpoint.note(path, held_out=held_out)

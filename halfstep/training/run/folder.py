@@ -38,7 +38,7 @@ from halfstep.training.telemetry.events import EventsError, newest_first
 FREE = {"title", "data.source", "artifact.format", "artifact.limit"}  # data may move: its digest is checked
 FREE |= {f"training.{name}" for name in ("validate_every", "validation_tokens", "save_every", "rollback")}
 FREE |= {f"training.{name}" for name in ("keep_last", "keep_every", "keep_best", "loggers", "measure_ceiling")}
-FREE |= {f"training.{name}" for name in ("compile", "recompute_blocks")}
+FREE |= {f"training.{name}" for name in ("compile", "recompute_blocks")} | {"parallel.shard", "parallel.timeout"}
 
 CHANGEABLE = {"policy"} | {f"training.{name}" for name in ("steps", "warmup", "warmdown", "clip_norm")}
 CHANGEABLE |= {f"optimizer.{name}" for name in ("rate", "embedding_rate", "head_rate", "scalar_rate", "muon_rate")}

@@ -116,6 +116,7 @@ class RunContext:
     choice: Choice | None  # the measurement behind the policy, if there was one
     origin: dict[str, Any] | None  # of the initial weights, if they were not drawn
     changes: list[dict[str, Any]] = field(default_factory=list)  # of settings, at the steps where it resumed
+    ranks: int = 1  # processes that share it
 
     def load(self, saved: Loaded) -> dict[str, list[Any]]:
         """Puts a checkpoint into the session; returns the settings that differ from its own, and records them.
@@ -159,6 +160,7 @@ class RunContext:
             "choice": None if choice is None else {"preset": choice.preset, "reason": choice.reason},
             "device": self.session.description.name,
             "threads": self.session.threads,
+            "ranks": self.ranks,
             "config": dataclasses.asdict(config),
             "init": self.origin,
             "aliases": {"model.lm_head.weight": "model.embed.weight"} if config.model.tied else {},
@@ -186,6 +188,7 @@ class RunContext:
             "changes": self.changes,
             "backend": {"name": config.backend, "version": known["versions"][config.backend]},
             "device": {"kind": device.kind, "name": device.name},
+            "ranks": self.ranks,
             "parameters": config.model.num_parameters,
             "data": {
                 "description": self.corpus.description,
@@ -292,4 +295,6 @@ def _computed_by(manifest: Mapping[str, Any]) -> dict[str, Any]:
     training = manifest["config"].get("training", {})
     switches = {f"training.{name}": training.get(name) for name in _SWITCHES}
     versions = manifest.get("versions", {})
-    return {"device": manifest.get("device"), "threads": manifest.get("threads"), **versions, **switches}
+    switches["parallel.shard"] = manifest["config"].get("parallel", {}).get("shard")
+    run = {name: manifest.get(name) for name in ("device", "threads", "ranks")}
+    return {**run, **versions, **switches}

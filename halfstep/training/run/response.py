@@ -14,7 +14,8 @@ from typing import Any
 
 from halfstep.core.errors import ScalingError
 from halfstep.core.scaling import ScaleAlarm
-from halfstep.training.data.batches import Batches
+from halfstep.training.data.batches import Batches, Place, TokenBatch
+from halfstep.training.job import Job
 from halfstep.training.run.checkpointing import Checkpointer
 from halfstep.training.run.health import Health
 from halfstep.training.session import Session
@@ -29,8 +30,15 @@ class Responder:
     """Checks the numbers of each step."""
 
     def __init__(
-        self, health: Health, batches: Batches, session: Session, checkpointer: Checkpointer, tally: Tally
+        self,
+        health: Health,
+        batches: Batches,
+        session: Session,
+        checkpointer: Checkpointer,
+        tally: Tally,
+        job: Job | None = None,
     ):
+        self.job = job or Job()
         self.health, self.batches, self.session, self.checkpointer = health, batches, session, checkpointer
         self.tally, self.alarm = tally, ScaleAlarm(session.policy.scale)
 
@@ -43,8 +51,13 @@ class Responder:
         fault = health.observe(step, numbers)
         if fault is None:
             return
-        where = self.batches.locate(step - 1 + health.shift)
-        fields = {"step": step, "loss": numbers["loss"], "where": where}
+        ranks, where = self._locate(step, numbers)
+        fields = {
+            "step": step,
+            "loss": numbers["loss"],
+            "where": where,
+            **({} if ranks is None else {"ranks": ranks}),
+        }
         write = self.checkpointer.events.write
         if fault == "spike":
             write("spike", median=health.spikes.median, in_a_row=health.spikes.streak, **fields)
@@ -56,14 +69,28 @@ class Responder:
         if health.in_a_row == 1 and not (numbers["scale"] > 1 and math.isfinite(numbers["loss"])):
             place = f"`{where[0]['file'].strip('`')}` at token {where[0]['offsets'][0]}"
             then = "was not finite and was skipped" if fault == "skip" else "had a loss that is not finite"
-            self.checkpointer.bar.note(f"step {step} {then}; its data begins in {place}")
+            on = f" on rank {', '.join(map(str, ranks))}" if ranks else ""
+            self.checkpointer.bar.note(f"step {step} {then}{on}; its data begins in {place}")
         if health.is_hopeless:
             raise self._hopeless(step)
+
+    def _locate(self, step: int, numbers: Mapping[str, float]) -> tuple[list[int] | None, list[Place]]:
+        """Returns the first rank whose own loss is not finite, and where its data is; if none is, all data."""
+        at = step - 1 + self.health.shift
+        if self.job.ranks == 1:
+            return None, self.batches.locate(at)
+        first = int(numbers.get("bad_rank", -1))
+        bad = [first] if first >= 0 else []
+        places = [place for rank in bad for place in self.batches.locate(at, rank, self.job.ranks)]
+        return bad, places or self.batches.locate(at)
 
     def stop(self, step: int, result: Any) -> None:
         """Ends a run whose loss scale is at its floor."""
         self._keep_one()
-        self.session.check(result, self.batches.at(step - 1 + self.health.shift))
+        self.session.check(result, self._tokens(step))
+
+    def _tokens(self, step: int) -> TokenBatch:
+        return self.batches.at(step - 1 + self.health.shift, *self.job.share)
 
     def _keep_one(self) -> None:
         """Saves if nothing was: skipped updates changed nothing, and a launched step is in the weights already."""
@@ -73,7 +100,7 @@ class Responder:
 
     def _hopeless(self, step: int) -> ScalingError:
         self._keep_one()
-        cause = self.session.blame(self.batches.at(step - 1 + self.health.shift))
+        cause = self.session.blame(self._tokens(step))
         self.checkpointer.wait()
         good = self.checkpointer.newest_good()
         kept = f"start anew from the weights before it, `--init {good}`, with" if good else "start anew with"

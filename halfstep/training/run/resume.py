@@ -17,7 +17,7 @@ from halfstep.core.errors import ConfigError
 from halfstep.core.policy import read
 from halfstep.training.checkpoints import checkpoint
 from halfstep.training.checkpoints.checkpoint import Loaded
-from halfstep.training.files import RunLock, make_folder, os_errors
+from halfstep.training.files import NoLock, RunLock, make_folder, os_errors
 from halfstep.training.paths import CHECKPOINTS, EVENTS
 from halfstep.training.run import folder
 from halfstep.training.run.manifest import (
@@ -62,7 +62,8 @@ class Opened:
                 context.choice = build(Choice, saved.manifest["choice"], others=True)
             context.origin = saved.manifest.get("init")
             self.warnings += changes(saved.manifest, context.describe(step, None))
-        if context.resolved() != self.written:  # a full disk stops no run whose settings are the same
+        follows = isinstance(self.lock, NoLock)
+        if not follows and context.resolved() != self.written:  # a full disk stops no run whose settings are same
             folder.write_config(self.out, context.resolved(), "free space; or resume with the settings unchanged")
         return step
 
@@ -71,6 +72,12 @@ class Opened:
         manifest = {} if self.saved is None else self.saved.manifest
         every = self.config.training.validate_every
         return bool(manifest) and manifest.get("held_out") is None and manifest["step"] % every == 0
+
+
+def follow_run(out: Path, config: RunConfig, newest: str | None, policy: str) -> Opened:
+    """Opens a run that rank 0 has opened, for another rank: with its settings, from the same checkpoint."""
+    saved = None if newest is None else Loaded(Path(newest), {}, checkpoint.read_manifest(Path(newest)))
+    return Opened(out, NoLock(), config, replace(config, policy=policy), saved, [])
 
 
 def create_run(out: Path, config: RunConfig) -> RunLock:

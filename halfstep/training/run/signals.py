@@ -8,6 +8,8 @@ SIGHUP comes when a terminal goes away. Schedulers send SIGTERM before they take
 once, so a repeated SIGTERM changes nothing, to the last moment of the process: while Python shuts down it resets
 its own handlers to what kills, but not signals that are ignored. A signal that was ignored before (as under nohup)
 stays ignored.
+In a job of several processes a signal to one of them is `received` there, and `requested` once all of them know,
+with the next step (loop.py): they stop after the same one.
 Python runs handlers in the main thread alone; in any other thread nothing is installed and `requested` stays None.
 """
 
@@ -23,7 +25,9 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 class StopRequest:
     """Whether somebody asked the run to stop. Inside its `with` blocks, which may nest, it receives signals."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, shared: bool = False) -> None:
+        self.shared = shared  # whether other processes must know before it counts
+        self.received = 0  # the number of the first signal that this process received
         self.requested: str | None = None  # the name of the first signal, such as "SIGTERM"
         self.at = 0.0  # when it came, on the clock of time.monotonic()
         self._interrupted = False  # whether a SIGINT came
@@ -35,12 +39,19 @@ class StopRequest:
 
     def receive(self, number: int, frame: FrameType | None = None) -> None:
         """Handles a signal."""
-        if self.requested is None:
-            self.requested, self.at = signal.Signals(number).name, time.monotonic()
+        if not self.received:
+            self.received = number
+            if not self.shared:
+                self.request(number)
         if number == signal.SIGINT:
             if self._interrupted:
                 raise KeyboardInterrupt
             self._interrupted = True
+
+    def request(self, number: int) -> None:
+        """Makes the run stop because of a signal, unless another one already does."""
+        if number and self.requested is None:
+            self.requested, self.at = signal.Signals(number).name, time.monotonic()
 
     def conclude(self) -> None:
         """Keeps signals from changing the outcome, which is known now; this lasts beyond the `with` block."""

@@ -3,19 +3,22 @@
 Every line has `event`, its kind, and `time`, Unix seconds. The kinds and their fields:
 
     start        halfstep (version), config (table), policy (text), choice ({preset, reason} or null), backend
-                 ({name, version}), device ({kind, name}), parameters, tokens_per_step, resumed_from (or null),
+                 ({name, version}), device ({kind, name}), ranks (processes that share the run),
+                 parameters, tokens_per_step, resumed_from (or null),
                  changes ([{step, settings: {name: [before, after]}}]: what was changed where it resumed), init
                  ({path, layout, sha256, notes} or null: the origin of the weights), flops_per_token, ceiling
                  ({"flops": per second or null, "told": what was measured, or why nothing was}), data
                  ({description, digest, train_tokens, validation_tokens, bigram_bits})
     step         step, loss, tokens (so far), seconds (so far), tokens_per_second, learning_rate (of the matrices
-                 inside blocks), grad_norm, scale, skipped (steps so far), memory (the most bytes so far), mfu (1
+                 inside blocks), grad_norm, scale, skipped (steps so far), memory (the most bytes so far, of the
+                 process that has most), mfu (1
                  is the ceiling, or null), input_wait (seconds that the loop waited for the batch)
     validation   step, loss, bits_per_byte (or null), tokens
     checkpoint   step, path, seconds (from when it was due until it was complete), waited (of these, how long
                  training stood still), bytes, held_out (the loss of an evaluation at the same step, or null)
     save_failed  step, message; earlier checkpoints are whole, training continues, the next save tries again
-    skip         step, loss, grad_norm, in_a_row, scale, where ([{file, offsets}]): gradients were not finite
+    skip         step, loss, grad_norm, in_a_row, scale, where ([{file, offsets}]): gradients were not finite;
+                 ranks (the first whose own loss was not finite: `where` is its data) if processes share the run
     not_finite   the same of a step whose loss was not finite and whose gradients were: its update was applied
     low_scale    step, scale, message: the loss scale is low and falling; at its floor the run stops
     spike        step, loss, median, in_a_row, where: a loss above the recent ones by more than training.rollback
@@ -153,6 +156,22 @@ class Events:
     def unwritten(self) -> int:
         """How many events are not on the disk."""
         return self._waiting.count(b"\n")
+
+
+class NoEvents(Events):
+    """The events of a process that writes none: rank 0 of its job does."""
+
+    def __init__(self) -> None:
+        super().__init__(Path(os.devnull))
+
+    def __enter__(self) -> "NoEvents":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def write(self, kind: str, /, **fields: Any) -> None:
+        """Does nothing."""
 
 
 def check_writable(path: Path) -> None:

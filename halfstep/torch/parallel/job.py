@@ -1,0 +1,136 @@
+"""The processes that torchrun has started: their store, their devices, and a group of gloo to talk on the host.
+
+Control messages have a group of their own, so that none of them waits for a device. The store is torchrun's, which
+outlives a worker; a thread has a connection of its own, because a wait holds the connection.
+"""
+
+import datetime
+import os
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore, PrefixStore, TCPStore
+from torch.distributed.rendezvous import rendezvous
+
+from halfstep.core.errors import HalfstepError
+from halfstep.torch.measure import devices
+
+OPENING = 600.0  # seconds that ranks wait for rank 0 to open the run
+GRACE = 60.0  # seconds that the engine waits longer than the watchdog, which knows more
+ANSWER = 10.0  # seconds for the store to answer
+
+
+class Host:
+    """This process among those of its job; alone, if nobody has started others."""
+
+    backend, launcher, has_notes = "torch", "torchrun", True
+
+    def __init__(self) -> None:
+        self.rank, self.ranks = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+        self.local_rank = int(os.environ.get("LOCAL_RANK", self.rank))
+        self.local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", self.ranks))
+        self._said = 0
+        self._group: Any = None
+        self._store: Any = HashStore()
+        self._notes: Any = self._store
+        if "RANK" in os.environ:
+            self._store = next(rendezvous("env://", timeout=datetime.timedelta(seconds=OPENING)))[0]
+            address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+            answer = datetime.timedelta(seconds=ANSWER)
+            attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+            notes = TCPStore(address, port, None, False, answer, wait_for_workers=False)
+            self._notes = PrefixStore(f"halfstep/{attempt}", notes)
+
+    def connect(self, device: str | None, timeout: float) -> str:
+        """Makes the groups; returns the device of this process."""
+        name = self._device(device or devices()[0])
+        wait = datetime.timedelta(seconds=timeout + GRACE)
+        cuda = name.startswith("cuda")
+        options: dict[str, Any] = {"device_id": torch.device(name)} if cuda else {}
+        if cuda:
+            torch.cuda.set_device(torch.device(name))
+        dist.init_process_group(
+            "nccl" if cuda else "gloo",
+            store=PrefixStore("group", self._store),
+            rank=self.rank,
+            world_size=self.ranks,
+            timeout=wait,
+            **options,
+        )
+        self._group = dist.new_group(backend="gloo", timeout=wait)
+        return name
+
+    def _device(self, name: str) -> str:
+        """Returns the device of this process, given the kind of all; refuses one for several."""
+        kind, _, index = name.partition(":")
+        if kind == "cuda":
+            there = torch.cuda.device_count()
+            if index and self.local_ranks > 1:
+                raise HalfstepError(
+                    f"--device {name} is one GPU, and this machine runs {self.local_ranks} processes",
+                    hint="use --device cuda: each process takes the GPU of its number",
+                )
+            if self.local_ranks > there:
+                raise HalfstepError(
+                    f"torchrun has started {self.local_ranks} processes here, and there "
+                    f"{'is 1 GPU' if there == 1 else f'are {there} GPUs'}: NCCL needs one for each",
+                    hint=f"start it with --nproc-per-node={there}; or use --device cpu, which connects by gloo"
+                    if there
+                    else "use --device cpu, which connects by gloo",
+                )
+            return name if index else f"cuda:{self.local_rank}"
+        if kind != "cpu" and self.ranks > 1:
+            raise HalfstepError(
+                f"processes on {kind} cannot exchange gradients: torch.distributed has no engine for it",
+                hint="start one process there, or use --device cpu or cuda",
+            )
+        return name
+
+    def tell(self, text: str | None) -> str:
+        """Returns what rank 0 passes."""
+        key = f"said/{self._said}"
+        self._said += 1
+        if self.rank == 0:
+            assert text is not None
+            self._store.set(key, text)
+            return text
+        return str(self._store.get(key).decode())
+
+    def gather(self, text: str) -> list[str]:
+        """Returns the text of each rank."""
+        texts: list[Any] = [None] * self.ranks
+        dist.all_gather_object(texts, text, group=self._group)
+        return texts
+
+    def exchange(self, numbers: tuple[int, ...]) -> list[tuple[int, ...]]:
+        """Returns the numbers of each rank."""
+        own = torch.tensor(numbers, dtype=torch.int64)
+        rows = [torch.empty_like(own) for _ in range(self.ranks)]
+        dist.all_gather(rows, own, group=self._group)
+        return [tuple(row.tolist()) for row in rows]
+
+    def note(self, key: str, text: str) -> None:
+        """Leaves a text of this rank for all."""
+        self._notes.set(f"{key}/{self.rank}", text)
+
+    def notes(self, key: str) -> list[str | None]:
+        """Returns the texts that ranks left; None of those that left none. Does not wait."""
+        keys = [f"{key}/{rank}" for rank in range(self.ranks)]
+        return [self._notes.get(name).decode() if self._notes.check([name]) else None for name in keys]
+
+    def claim(self, key: str) -> bool:
+        """Whether this rank is the first to ask."""
+        return bool(self._notes.add(key, 1) == 1)
+
+    def has_lost(self, error: BaseException) -> bool:
+        """Whether an error means that another process is gone, or does not answer."""
+        return isinstance(error, dist.DistError) or (
+            isinstance(error, RuntimeError) and ("gloo" in str(error) or "NCCL" in str(error))
+        )
+
+    def close(self) -> None:
+        """Leaves the groups. Whatever holds one (DDP) must be gone, or this may wait for ever."""
+        if self._group is not None:
+            self._group = None
+            dist.destroy_process_group()

@@ -1,0 +1,170 @@
+"""`halfstep train` in several processes: the same run as in one, whose ranks decide together."""
+
+import math
+import os
+import re
+import time
+from concurrent.futures.process import BrokenProcessPool
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from halfstep.cli.main import run
+from halfstep.training.data.types import DataError
+from tests.training.parallel.ranks import log_of, numbers, train, words
+from tests.training.runs import at_step, events_of, final_state, stop
+
+TOKENS = 4 * 16  # of an update
+
+
+def assert_same_numbers(one, two):
+    """What differs is the order of fp32 sums: at most as many units in the last place as there are terms."""
+    assert [row[0] for row in one] == [row[0] for row in two]
+    left, right = (np.array([row[1:] for row in rows]) for rows in (one, two))
+    np.testing.assert_allclose(right, left, rtol=TOKENS * 2.0**-23)
+
+
+def on_rank(rank, act):
+    return act if int(os.environ["RANK"]) == rank else lambda *_: None
+
+
+def stop_rank_1_at_3(loop):
+    at_step(loop, 3, on_rank(1, stop))
+
+
+def test_two_ranks_train_as_one_and_a_signal_to_one_stops_both(text, tmp_path):
+    one, two, halved = (tmp_path / name for name in ("one", "two", "halved"))
+    assert run(words(text, one)) == 0
+    (code, said, own), (other_code, other_said, others) = train(words(text, two))
+    assert (code, other_code) == (0, 0), said
+    assert "2 processes, each with the whole state (DDP)" in said
+    assert not re.search("error|step|run folder", other_said), other_said
+    assert own == others
+    assert_same_numbers(numbers(one), numbers(two))
+    assert_same_numbers(*(numbers(out, "validation", ("step", "loss", "bits_per_byte")) for out in (one, two)))
+    assert events_of(two, "start")[0]["ranks"] == 2
+
+    stopped = train(words(text, halved), stop_rank_1_at_3)
+    assert [code for code, *_ in stopped] == [0, 0], stopped
+    (event,) = events_of(halved, "stop")
+    assert (event["reason"], event["step"], event["saved"]) == ("SIGTERM", 4, 4)
+    resumed = train(words(text, halved, resume=True))
+    assert [code for code, *_ in resumed] == [0, 0], resumed
+    assert final_state(halved)[0] == final_state(two)[0]
+    assert [digest for *_, digest in resumed] == [own, own]
+
+
+def test_two_ranks_with_shards_train_as_one(text, tmp_path):
+    """They stop, resume without shards, and what they leave is read by one process."""
+    one, two = tmp_path / "one", tmp_path / "two"
+    adamw, full = "optimizer.name=adamw", "parallel.shard=full"
+    assert run(words(text, one, adamw)) == 0
+    ends = train(words(text, two, adamw, full), stop_rank_1_at_3)
+    assert [code for code, *_ in ends] == [0, 0], ends
+    assert "2 processes, each with a share of the state (FSDP2)" in ends[0][1]
+    assert ends[0][2] == ends[1][2]
+    (event,) = events_of(two, "stop")
+    assert (event["step"], event["saved"]) == (4, 4)
+    assert len([*(two / "checkpoints" / "step-000004").glob("state-*.safetensors")]) == 2
+    ends = train(words(text, two, adamw, resume=True))
+    assert [code for code, *_ in ends] == [0, 0], ends
+    assert_same_numbers(numbers(one), numbers(two))
+    assert_same_numbers(*(numbers(out, "validation", ("step", "loss", "bits_per_byte")) for out in (one, two)))
+
+
+def nan_on_rank_1(loop):
+    real = loop.session._loss
+    loop.session._loss = lambda x, y: real(x, y) * (math.nan if loop.tally.launched == 2 else 1.0)
+
+
+def plant_nan(loop):
+    on_rank(1, nan_on_rank_1)(loop)
+
+
+def test_a_nan_on_one_rank_skips_the_step_on_all_and_names_the_rank_and_its_data(text, out):
+    ends = train(words(text, out), plant_nan)
+    assert [code for code, *_ in ends] == [0, 0], ends
+    assert ends[0][2] == ends[1][2]
+    (event,) = events_of(out, "skip")
+    assert (event["step"], event["ranks"]) == (3, [1])
+    assert sum(len(place["offsets"]) for place in event["where"]) == 2  # of 4 sequences
+    assert "step 3 was not finite and was skipped on rank 1; its data begins in" in ends[0][1]
+
+
+def unreadable_on_rank_1(loop):
+    real = loop.batches.at
+
+    def at(step, *rest):
+        if step == 3:
+            raise DataError("a shard is damaged", hint="mend it")
+        return real(step, *rest)
+
+    loop.batches.at = at
+
+
+def plant_unreadable(loop):
+    on_rank(1, unreadable_on_rank_1)(loop)
+
+
+def test_data_that_one_rank_cannot_read_stops_all_after_a_save(text, out):
+    ends = train(words(text, out, "training.save_every=100"), plant_unreadable)
+    assert [code for code, *_ in ends] == [2, 2], ends
+    assert "error: rank 1: a shard is damaged" in ends[0][1]
+    assert "error" not in ends[1][1]
+    assert final_state(out)[1]["step"] == 3
+
+
+REFUSED = {
+    "settings": (
+        [[], ["optimizer.rate=0.01"]],
+        "rank 1 is not the same run as rank 0: optimizer.rate is 0.01 there",
+    ),
+    "batch": ([["training.batch=3"]] * 2, "1 micro-batches of 3 sequences cannot be divided among 2 ranks"),
+    "few": ([["training.batch=1"]] * 2, "an update has 1 x 1 = 1 sequences, which is fewer than 2 ranks"),
+    "hybrid": ([["parallel.shard=hybrid", "optimizer.name=adamw"]] * 2, "all processes are on one machine"),
+    "backend": (
+        [["backend=jax"]] * 2,
+        "torchrun has started 2 processes, which share a run on backend torch, and this one is on jax",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_ranks_are_refused_once_with_the_reason(case, text, out):
+    settings, reason = REFUSED[case]
+    ends = train([words(text, out, *each) for each in settings])
+    assert [code for code, *_ in ends] == [2, 2], ends
+    assert reason in ends[0][1]
+    assert "hint:" in ends[0][1]
+    assert "error" not in ends[1][1]
+
+
+def hang(*_):
+    time.sleep(600)
+
+
+def hang_in_a_step(loop):
+    at_step(loop, 3, on_rank(1, hang))
+
+
+def hang_in_the_data(loop):
+    real = loop.batches.at
+    loop.batches.at = lambda step, *rest: (on_rank(1, hang)() if step == 3 else None) or real(step, *rest)
+
+
+@pytest.mark.prove
+@pytest.mark.parametrize(
+    ("plant", "expected"),
+    [
+        (hang_in_a_step, r"than `step 3` for 2 s: .*rank 1 \(process \d+ on .*\) is in hang \(test_job.py:\d+\)"),
+        (hang_in_the_data, r"rank 1 .* is still at `reading its data for step \d`.*: rank 0 has waited for 2 s"),
+    ],
+)
+def test_a_rank_that_hangs_ends_the_run_and_is_named(text, out, plant, expected):
+    command = words(text, out, "parallel.timeout=2")
+    with pytest.raises(BrokenProcessPool):
+        train(command, plant)
+    said = "".join(Path(log_of(command, rank)).read_text() for rank in (0, 1))
+    assert re.search(expected, said), said
+    assert said.count("error:") == 1
