@@ -85,7 +85,7 @@ class Sharded:
             for module in self.modules:
                 module.set_custom_reduce_scatter(NarrowReduceScatter(wire))  # type: ignore[arg-type]
         names: dict[Tensor, str] = {p: name for name, p in model.named_parameters()}
-        gathers = [Gather(sharded) for sharded in self._parameters()]
+        gathers = [Gather(sharded) for group, _ in self.groups() for sharded in group.fsdp_params]
         self.gathers = {names[g.sharded.sharded_param]: g for g in gathers if g.is_for_matmuls}
         for gather in self.gathers.values():
             gather.install()
@@ -121,13 +121,21 @@ class Sharded:
         for module in self.modules:
             module.reshard()
 
-    def _parameters(self) -> Iterator[Any]:
-        """Yields what FSDP keeps of each parameter."""
+    def groups(self) -> Iterator[tuple[Any, bool]]:
+        """Yields the parameters that FSDP gathers together, and whether the backward pass gathers them again."""
+        inner = {id(m) for module in self.modules for m in module.modules() if m is not module}
         for module in self.modules:
             state = module._get_fsdp_state()
             groups = getattr(state, "_fsdp_param_groups", None)  # torch 2.11 has one for each module
+            kept = state._auto_reshard_after_forward and id(module) not in inner  # unless it was asked for
             for group in [state._fsdp_param_group] if groups is None else groups:
-                yield from () if group is None else group.fsdp_params
+                if group is not None:
+                    yield group, group.post_forward_mesh_info is not None and not kept
+
+    def format_of(self, sharded: Any) -> torch.dtype:
+        """Returns what a parameter travels in."""
+        found = [gather.format() for gather in self.gathers.values() if gather.sharded is sharded]
+        return found[0] if found else sharded.sharded_param.dtype
 
 
 def _is_of_fsdp(hook: Any) -> bool:

@@ -20,6 +20,7 @@ from halfstep.torch.optim.drivers import Driver, StockDriver, check_optimizers, 
 from halfstep.torch.optim.ema import Averages
 from halfstep.torch.optim.masters import Masters
 from halfstep.torch.parallel.ranks import copies, num_ranks, same_as_rank_0, wrappers_of
+from halfstep.torch.parallel.sizes import Sent, of_replicas, of_shards
 from halfstep.torch.parallel.wire import averaging_hook
 from halfstep.torch.run.accumulation import PREPARE_AGAIN, Accumulation, check_device
 from halfstep.torch.run.buffers import Buffers, Contents
@@ -147,6 +148,12 @@ class RunParts:
         """Whether all gradients are summed beside their parameters and averaged here: DDP has nothing to do."""
         ours = set() if self.conversion is None else set(self.conversion.summed_here())
         return all(name in ours for p, name in self.masters.names.items() if p.requires_grad)
+
+    def sent(self) -> Sent:
+        """Returns how many bytes this rank sends, by formula."""
+        if self.sharded is not None:
+            return of_shards(self.sharded.groups(), self.sharded.format_of, self.policy)
+        return of_replicas(self.parameters, self.policy, num_ranks())
 
     def wrappers(self) -> list[Any]:
         """Returns the DDP modules around the model, which send what the policy says since they were found."""

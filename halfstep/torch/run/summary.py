@@ -6,11 +6,13 @@ from typing import cast
 import torch
 from torch import nn
 
-from halfstep.core.formats import FP16
+from halfstep.core.formats import FP16, FP32
 from halfstep.core.roles import print_value
 from halfstep.torch.convert.known_packages import kept_wide
 from halfstep.torch.layers import Layer
 from halfstep.torch.optim.drivers import label
+from halfstep.torch.parallel.ranks import num_ranks
+from halfstep.torch.parallel.sizes import readable
 from halfstep.torch.run.own_steps import why_not
 from halfstep.torch.run.parts import RunParts
 from halfstep.torch.run.reached import some
@@ -23,7 +25,7 @@ CAUSAL = "without a mask where none is needed, compiled too: checked for padding
 
 def summarize(run: RunParts) -> list[str]:
     """Returns the lines of `Run.summary`."""
-    parts = (_modules, _attention, _given, _functions, _measured, _masters, _gradients, _optimizers)
+    parts = (_modules, _attention, _given, _functions, _measured, _masters, _gradients, _ranks, _optimizers)
     note = [f"  {run.note}"] if run.note else []
     return [str(run.policy), *note, *(line for part in parts for line in part(run))]
 
@@ -121,6 +123,26 @@ def _gradients(run: RunParts) -> Iterator[str]:
     if evaluated != run.policy:
         yield f"  evaluation: in {evaluated.compute.format}, inside run.evaluation()"
     yield f"  gradients: summed in {run.policy.accumulate}, {clip}; loss scale: {scale}; not finite: skipped"
+
+
+def _ranks(run: RunParts) -> Iterator[str]:
+    """What travels between the processes of a job."""
+    every = num_ranks()
+    if every == 1:
+        if run.policy.reduce != FP32:
+            yield f"  one process: nothing travels, so `reduce={run.policy.reduce}` changes nothing"
+        return
+    if not run.optimizers:
+        return
+    sent, sharded = run.sent(), run.sharded is not None
+    form = f"shards on {every // run.num_copies} of them" if sharded else "replicas"
+    weights = f"{readable(sent.forward + sent.backward)} of weights per micro-batch and " if sharded else ""
+    yield (
+        f"  {every} ranks, {form}: each sends {weights}{readable(sent.gradients)} of gradients per update, in "
+        f"{run.policy.reduce}, summed in fp32"
+    )
+    if sharded and run.conversion is not None and run.conversion.split_later:
+        yield "  split masters are fp32 shards here: what is gathered has the bits of their bf16 halves"
 
 
 def _optimizers(run: RunParts) -> Iterator[str]:

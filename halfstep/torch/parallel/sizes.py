@@ -1,0 +1,88 @@
+"""What a job costs each rank, by formula: bytes that it holds, and bytes that it sends.
+
+What a rank sends of a tensor of B bytes, with n ranks that each send to a neighbor (a ring):
+
+    gather              (n - 1) / n B       every rank has one part, and all get the whole
+    reduce to parts     (n - 1) / n B       every rank has the whole, and each gets one part of the sum
+    reduce              2 (n - 1) / n B     the two after each other
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from halfstep.core.policy import Policy
+from halfstep.torch.dtypes import dtype_of
+
+
+class Held(NamedTuple):
+    """Bytes that one rank holds for training, besides activations and what is gathered for a layer."""
+
+    weights: int  # masters, whole; or their bf16 halves
+    remainders: int  # of split masters
+    gradients: int
+    moments: int
+
+
+def held(
+    shapes: Iterable[Sequence[int]], rank: int, shards: int, *, split: bool = False, moments: int = 2
+) -> Held:
+    """Returns what a rank holds of fp32 masters with `moments` fp32 numbers each (AdamW 2, Muon 1).
+
+    `shards` is 1 under DDP. FSDP2 deals rows, as torch.chunk does, and holds split masters whole.
+    """
+    numbers = 0
+    for shape in shapes:
+        rows, row = (shape[0], 1) if len(shape) else (1, 1)
+        for size in shape[1:]:
+            row *= size
+        each = -(-rows // shards)
+        numbers += max(0, min(each, rows - rank * each)) * row
+    half = 2 * numbers if split and shards == 1 else 0
+    return Held(4 * numbers - half, half, 4 * numbers, 4 * numbers * moments)
+
+
+class Sent(NamedTuple):
+    """Bytes that one rank sends."""
+
+    forward: int  # weights, for each micro-batch
+    backward: int  # weights again, for each micro-batch
+    gradients: int  # for each update
+
+
+def around(ring: int, nbytes: int) -> int:
+    """Returns what a rank sends of so many bytes that are gathered, or reduced to parts."""
+    return nbytes * (ring - 1) // ring
+
+
+def of_replicas(parameters: Sequence[Tensor], policy: Policy, ranks: int) -> Sent:
+    """Returns what DDP sends, and what halfstep sends in its place."""
+    numbers = sum(p.numel() for p in parameters if p.requires_grad)
+    narrow = dtype_of(policy.reduce).itemsize
+    return Sent(0, 0, around(ranks, numbers * narrow) + around(ranks, numbers * 4))
+
+
+def of_shards(groups: Iterable[tuple[Any, bool]], gathered_in: Any, policy: Policy) -> Sent:
+    """Returns what FSDP sends for groups of parameters, each with whether the backward pass gathers it again."""
+    forward = backward = gradients = 0
+    for group, again in groups:
+        shards = group.mesh_info.shard_mesh_size
+        copies = getattr(group.mesh_info, "replicate_mesh_size", 1)
+        parts = [(p, p.padded_sharded_param_size.numel()) for p in group.fsdp_params]
+        weights = around(shards, shards * sum(part * gathered_in(p).itemsize for p, part in parts))
+        forward += weights
+        backward += weights if again else 0
+        trained = sum(part for p, part in parts if p.sharded_param.requires_grad)
+        gradients += around(shards, shards * trained * dtype_of(policy.reduce).itemsize)
+        gradients += 2 * around(copies, trained * 4)
+    return Sent(forward, backward, gradients)
+
+
+def readable(nbytes: int) -> str:
+    """Returns bytes as people write them."""
+    for unit in ("bytes", "KB", "MB"):
+        if nbytes < 1000:
+            return f"{nbytes:.3g} {unit}" if unit != "bytes" else f"{nbytes} bytes"
+        nbytes /= 1000  # type: ignore[assignment]
+    return f"{nbytes:.3g} GB"

@@ -1,0 +1,91 @@
+"""What each rank holds and sends, counted, against the formulas that docs and summaries use."""
+
+import pytest
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from halfstep.torch import prepare
+from halfstep.torch.parallel.sizes import around, held
+from halfstep.torch.shards import local
+from tests.torch.parallel import jobs
+
+SPLIT = "bf16-mixed,param=fp32:split"
+SHAPES = {"ddp": None, "fsdp": (), "hybrid": (2, 2)}
+
+
+def counted(policy, way):
+    """What a rank of a job holds and sends in a step of two micro-batches; what formulas and summary say."""
+    model, (rank, ranks) = jobs.net(), jobs.rank_and_ranks()
+    shapes = [tuple(p.shape) for p in model.parameters()]
+    matrices = [tuple(p.shape) for p in model.parameters() if p.ndim == 2]
+    run = prepare(model, policy)
+    shape = SHAPES[way] if ranks > 1 else None
+    if shape is not None:
+        jobs.shard(model, *shape)
+    wrapped = DistributedDataParallel(model) if ranks > 1 and shape is None else model
+    run.attach(jobs.OPTIMIZERS["ours"](model.parameters()))
+    for step in range(2):
+        run.step(jobs.loss_of(wrapped), jobs.batches(step, 2))
+    with jobs.Wire() as wire:
+        run.step(jobs.loss_of(wrapped), jobs.batches(3, 2))
+    if shape is None:
+        wrapped = model  # its gradients are not exchanged here
+    run.backward(jobs.loss_of(wrapped)(*jobs.batches(4, 1)))
+    parameters, sums = [*model.parameters()], run.accumulation.sums
+    states = [s for p in parameters for k, s in run.optimizers[0].state[p].items() if k != "step"]
+    found = [[local(p) for p in parameters], [*run.masters.remainders.values()]]
+    found += [[local(sums.get(id(p), p.grad)) for p in parameters], [*map(local, states)]]
+    shards = 1 if shape is None else shape[-1] if shape else ranks
+    place = rank % shards
+    expected = [held(shapes, place, shards)]
+    if policy == SPLIT:  # the matrices
+        rest = [s for s in shapes if s not in matrices]
+        expected = [held(matrices, place, shards, split=True), held(rest, place, shards)]
+    here = [sum(t.nbytes for t in tensors) for tensors in found]
+    return here, [sum(column) for column in zip(*expected, strict=True)], wire.sent, run.sent(), run.summary()
+
+
+MANY = [
+    pytest.param(*row, marks=pytest.mark.prove) for row in [("ddp", 2), ("ddp", 4), ("fsdp", 4), ("hybrid", 4)]
+]
+
+
+def sent_around(rows, ring):
+    """What a rank has sent of what it gave to the engine."""
+    each = {"allreduce": 2, "reduce_scatter_base": 1, "alltoall_base": 1}
+    whole = [
+        (each.get(name, 1), ring * nbytes if name == "allgather_base" else nbytes) for name, _, nbytes in rows
+    ]
+    return sum(times * around(ring, nbytes) for times, nbytes in whole)
+
+
+@pytest.mark.parametrize(("way", "number"), [("fsdp", 2), *MANY])
+@pytest.mark.parametrize("policy", ["bf16-mixed", SPLIT, "bf16-mixed,reduce=bf16"])
+def test_ranks_hold_and_send_what_the_formulas_say(ranks, way, number, policy):
+    shards = {"ddp": number, "fsdp": number, "hybrid": 2}[way]
+    for here, expected, rows, formula, summary in ranks(counted, number, policy, way):
+        assert here == expected
+        rows = [row for row in rows if row[2] > 100]  # not what ranks agree on
+        gathers = [row for row in rows if row[0] == "allgather_base" and way != "ddp"]
+        assert sent_around(gathers, shards) == 2 * (formula.forward + formula.backward)
+        copies = [row for row in rows if row[0] == "allreduce" and way == "hybrid"]
+        others = [row for row in rows if row not in gathers and row not in copies]
+        gradients = sent_around(others, shards) + sent_around(copies, number // shards)
+        # Buckets of DDP are padded to numbers that divide.
+        assert gradients == pytest.approx(formula.gradients, abs=8 * number * len(rows) if way == "ddp" else 0)
+        assert f"{number} ranks, " in summary
+        assert ("split masters are fp32 shards" in summary) == (policy == SPLIT and way != "ddp")
+
+
+@pytest.mark.parametrize("policy", ["bf16-mixed", SPLIT])
+def test_one_process_holds_what_the_formula_says(policy):
+    here, expected, sent, _, summary = counted(policy, "ddp")
+    assert here == expected
+    assert not sent
+    assert "ranks" not in summary
+
+
+def test_one_process_says_that_nothing_travels():
+    model = torch.nn.Linear(4, 4)
+    run = prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), "bf16-mixed,reduce=bf16")
+    assert "one process: nothing travels, so `reduce=bf16` changes nothing" in run.summary()
