@@ -28,8 +28,6 @@ def counted(policy, way):
         run.step(jobs.loss_of(wrapped), jobs.batches(step, 2))
     with jobs.Wire() as wire:
         run.step(jobs.loss_of(wrapped), jobs.batches(3, 2))
-    if shape is None:
-        wrapped = model  # its gradients are not exchanged here
     run.backward(jobs.loss_of(wrapped)(*jobs.batches(4, 1)))
     parameters, sums = [*model.parameters()], run.accumulation.sums
     states = [s for p in parameters for k, s in run.optimizers[0].state[p].items() if k != "step"]
