@@ -196,8 +196,10 @@ def _launch(
     if "RANK" in os.environ:
         raise ConfigError("--gpus starts torchrun, and torchrun has started this", hint="omit --gpus")
     if given["backend"] not in (None, "torch"):
+        jax = f"one process of JAX trains on all of them: --device cuda:0-{max(gpus, 1) - 1}"
         raise ConfigError(
-            f"--gpus starts processes of torch, and the backend is {given['backend']}", hint="omit --gpus"
+            f"--gpus starts processes of torch, and the backend is {given['backend']}",
+            hint=jax if given["backend"] == "jax" else "omit --gpus",
         )
     words = [] if recipe is None else [recipe]
     for name, value in given.items():

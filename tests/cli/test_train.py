@@ -241,6 +241,7 @@ BAD = {
     "data": (["train", "--policy", "fp32", "--set", "data.source=/no/such"], "/no/such", ""),
     "backend": (["train", "--backend", "tensorflow"], "tensorflow", ""),
     "device": (["train", "--policy", "fp32", "--device", "toaster"], "`toaster` is not a torch device", "cpu"),
+    "gpus of JAX": (["train", "--backend", "jax", "--gpus", "4"], "--gpus starts processes of torch", "--device cuda:0-3"),
     "no run to resume": (["train", "--resume"], "there is no run to resume in runs/", "--out"),
     "no run": (["eval", "/no/such"], "there is no such folder: `/no/such`", "run folder"),
     "length": (["sample", "/no/such", "--length", "0"], "--length 0: it must be 1 or more", ""),
