@@ -11,8 +11,8 @@
 set -euo pipefail
 recipe=${1:?name a recipe} out=${2:?name the run folder}
 first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
-# SLURM sends SIGTERM two minutes before the end: the job saves within them, and --resume continues it.
+# SLURM sends SIGTERM two minutes before the end, and torchrun gives its processes 30 seconds to save and stop.
 srun --kill-on-bad-exit=1 torchrun \
   --nnodes="$SLURM_NNODES" --nproc-per-node="$SLURM_GPUS_ON_NODE" --max-restarts=3 \
   --rdzv-backend=c10d --rdzv-id="$SLURM_JOB_ID" --rdzv-endpoint="$first:29500" \
-  -m halfstep train "$recipe" --out "$out" --resume --deadline 110 --set parallel.shard=hybrid
+  -m halfstep train "$recipe" --out "$out" --resume --deadline 25 --set parallel.shard=hybrid
