@@ -66,9 +66,10 @@ def main() -> int:
                 usual = median / statistics.median(times["autocast"])
                 place = f"{mode:8} {size:2}x1024 x {micro_batches}"
                 print(f"{place}  {name:14} {fast:8.2f} {ratio:5.2f}   {median:8.2f} {usual:5.2f}", flush=True)
-                worst = max(worst, ratio)
+                if name != "autocast":
+                    worst = max(worst, ratio)
         gc.collect()
-    print(f"\nslowest: {worst:.2f} of autocast's time (at most {BAR})")
+    print(f"\nslowest of ours: {worst:.2f} of autocast's time (at most {BAR})")
     return 0 if worst <= BAR else 1
 
 

@@ -1,13 +1,10 @@
-"""Lightning's Trainer and Fabric under a policy: compiled, on two replicas, and killed while they train.
+"""Lightning's Trainer and Fabric under a policy: compiled, on two replicas, and killed while they train."""
 
-Importing Lightning takes seconds, so jobs are forked from a server that has imported it once.
-"""
-
-import multiprocessing
 import os
 import signal
-import socket
+from concurrent.futures.process import BrokenProcessPool
 
+import numpy
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
@@ -29,27 +26,12 @@ from tests.integrations.test_lightning import (
     network,
     trainer,
 )
+from tests.processes import run_alone, run_ranks
 
 pytestmark = [pytest.mark.prove, pytest.mark.filterwarnings("ignore::UserWarning:lightning")]
 
-FORKED = multiprocessing.get_context("forkserver")
-FORKED.set_forkserver_preload([__name__])
 POLICIES = ["fp32", "bf16-mixed", "fp16-mixed"]
 EMA = 0.9
-
-
-def run_jobs(job, *arguments, count=1):
-    """Runs a function of this module in processes of their own; returns their exit codes."""
-    jobs = [FORKED.Process(target=job, args=(rank, *arguments)) for rank in range(count)]
-    for each in jobs:
-        each.start()
-    try:
-        for each in jobs:
-            each.join(120)
-    finally:
-        for each in jobs:
-            each.kill()
-    return [each.exitcode for each in jobs]
 
 
 # Compiled
@@ -133,29 +115,23 @@ def train_replica(kind, policy, folder, bad=(), rank=0, size=1):
     return module
 
 
-def run_replicas(job, *arguments):
-    """Runs a function of this module in two processes, as torchrun starts them; returns their exit codes."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    return run_jobs(start_replica, port, job, *arguments, count=2)
+def on_rank(job, *arguments):
+    os.environ["TORCHELASTIC_RUN_ID"] = "replicas"  # as torchrun does; Lightning then starts no process itself
+    return job(int(os.environ["RANK"]), *arguments)
 
 
-def start_replica(rank, port, job, *arguments):
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_RUN_ID": "replicas"}
-    job(rank, *arguments)
+def numbers(tensors):
+    return {name: value.numpy() for name, value in tensors.items()}
 
 
 def replica(rank, kind, policy, folder, bad):
     module = train_replica(kind, policy, folder, bad if rank else (), rank, 2)
-    torch.save([module.state_dict(), module.applied[-1]], folder / f"{rank}.pt")
+    return numbers(module.state_dict()), module.applied[-1]
 
 
 def train_replicas(kind, policy, folder, bad=()):
-    assert run_replicas(replica, kind, policy, folder, bad) == [0, 0]
-    (first, applied), (second, _) = (torch.load(folder / f"{rank}.pt", weights_only=True) for rank in (0, 1))
-    assert all(torch.equal(value, second[name]) for name, value in first.items())
+    (first, applied), (second, _) = run_ranks(on_rank, replica, kind, policy, folder, bad)
+    assert all(numpy.array_equal(value, second[name]) for name, value in first.items())
     return first, applied
 
 
@@ -164,13 +140,13 @@ def train_replicas(kind, policy, folder, bad=()):
 def test_two_replicas_take_the_steps_of_one_process(kind, policy, tmp_path):
     replicas, applied = train_replicas(kind, policy, tmp_path)
     assert applied == 2
-    one, start = train_replica(kind, policy, tmp_path).state_dict(), network().state_dict()
+    one, start = (numbers(each.state_dict()) for each in (train_replica(kind, policy, tmp_path), network()))
     # Sums have another order. From the second update on a weight may then round to its neighbor.
     bound = {"fp32": 2**-18, "bf16-mixed": 2**-8, "fp16-mixed": 2**-11}[policy]
     for name, value in replicas.items():
-        moved = (one[name] - start[name.removeprefix("net.")]).abs().max()
+        moved = abs(one[name] - start[name.removeprefix("net.")]).max()
         assert moved > 0
-        assert (value - one[name]).abs().max() <= bound * moved, name
+        assert abs(value - one[name]).max() <= bound * moved, name
 
 
 @pytest.mark.parametrize("kind", ["trainer", "fabric"])
@@ -188,7 +164,7 @@ def refused_replica(rank, kind, policy, folder):
 @pytest.mark.parametrize("policy", [SPLIT, "bf16-true", "bf16-mixed,accumulate=bf16"])
 @pytest.mark.parametrize("kind", ["trainer", "fabric"])
 def test_masters_and_sums_that_are_not_whole_are_refused_on_replicas(kind, policy, tmp_path):
-    assert run_replicas(refused_replica, kind, policy, tmp_path) == [0, 0]
+    run_ranks(on_rank, refused_replica, kind, policy, tmp_path)
 
 
 # Killed
@@ -238,8 +214,8 @@ def train(rank, folder, policy, middle, *callbacks, resume=None, **options):
     return fitted
 
 
-def train_killed(rank, folder, policy, middle):
-    train(rank, folder, policy, middle, Kills())
+def train_killed(folder, policy, middle):
+    train(0, folder, policy, middle, Kills())
 
 
 def assert_same_runs(one, other):
@@ -250,7 +226,7 @@ def assert_same_runs(one, other):
         assert torch.equal(value, states[1][name]), name
 
 
-def compare_trainers(rank, folder, policy, middle, saved):
+def compare_trainers(folder, policy, middle, saved):
     """Asserts that a killed run resumes as if it had not been, in a process as fresh as its own was.
 
     On a CPU without bf16, torch multiplies fp16 by other code once a bf16 matmul was tried.
@@ -267,10 +243,11 @@ def compare_trainers(rank, folder, policy, middle, saved):
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("middle", [False, True], ids=["epochs", "middle"])
 def test_a_killed_trainer_resumes_to_the_same_bits(policy, middle, tmp_path):
-    assert run_jobs(train_killed, tmp_path, policy, middle) == [-signal.SIGKILL]
+    with pytest.raises(BrokenProcessPool):
+        run_alone(train_killed, tmp_path, policy, middle)
     (saved,) = tmp_path.glob("*.ckpt")
     assert saved.name == f"step={3 if middle else 4}.ckpt"
-    assert run_jobs(compare_trainers, tmp_path, policy, middle, saved) == [0]
+    run_alone(compare_trainers, tmp_path, policy, middle, saved)
 
 
 def train_in_fabric(rank, path, policy, kill_at=None, resume=False, **options):
@@ -298,7 +275,7 @@ def train_in_fabric(rank, path, policy, kill_at=None, resume=False, **options):
     return fabric.run_of(model), schedule.state_dict()
 
 
-def compare_loops(rank, path, policy):
+def compare_loops(path, policy):
     """As `compare_trainers`."""
     resumed, schedule = train_in_fabric(0, path, policy, resume=True)
     whole, expected = train_in_fabric(0, path.with_name("whole.ckpt"), policy)
@@ -310,9 +287,10 @@ def compare_loops(rank, path, policy):
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_killed_fabric_loop_resumes_to_the_same_bits(policy, tmp_path):
     path = tmp_path / "saved.ckpt"
-    assert run_jobs(train_in_fabric, path, policy, (4, 0)) == [-signal.SIGKILL]
+    with pytest.raises(BrokenProcessPool):
+        run_alone(train_in_fabric, 0, path, policy, (4, 0))
     assert torch.load(path, weights_only=True)["update"] == 3
-    assert run_jobs(compare_loops, path, policy) == [0]
+    run_alone(compare_loops, path, policy)
 
 
 DDP = {"strategy": "ddp", "devices": 2}
@@ -327,7 +305,7 @@ def train_replica_of(rank, kind, folder, kill, resume):
         callbacks = [Kills()] if kill else []
         fitted = train(rank, folder, "fp16-mixed", True, *callbacks, resume=resume, **DDP)
         run = fitted.precision_plugin.run
-    torch.save(run.state_dict()["tensors"], folder / f"{rank}.pt")
+    return numbers(run.state_dict()["tensors"])
 
 
 @pytest.mark.parametrize("kind", ["trainer", "fabric"])
@@ -335,11 +313,10 @@ def test_killed_replicas_resume_to_the_same_bits_each(kind, tmp_path):
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     parts.mkdir()
     whole.mkdir()
-    assert -signal.SIGKILL in run_replicas(train_replica_of, kind, parts, True, None)  # the other may see it end
+    with pytest.raises(RuntimeError):  # of a process that is killed, or of the other that sees it end
+        run_ranks(on_rank, train_replica_of, kind, parts, True, None)
     (saved,) = parts.glob("*.ckpt")
-    assert run_replicas(train_replica_of, kind, parts, False, saved) == [0, 0]
-    assert run_replicas(train_replica_of, kind, whole, False, None) == [0, 0]
-    for rank in (0, 1):
-        states = [torch.load(each / f"{rank}.pt", weights_only=True) for each in (whole, parts)]
+    resumed = run_ranks(on_rank, train_replica_of, kind, parts, False, saved)
+    for states in zip(run_ranks(on_rank, train_replica_of, kind, whole, False, None), resumed, strict=True):
         for name, value in states[0].items():
-            assert torch.equal(value, states[1][name]), name
+            assert numpy.array_equal(value, states[1][name]), name

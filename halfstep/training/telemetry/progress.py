@@ -183,9 +183,9 @@ def wrapped(text: str, stream: TextIO) -> str:
 
 
 def width_of(stream: TextIO) -> int:
-    """Returns the columns of a terminal."""
+    """Returns the columns of a terminal; one without a size, as in some containers, has 0."""
     with suppress(OSError, ValueError):
-        return int(os.environ.get("COLUMNS") or os.get_terminal_size(stream.fileno()).columns)
+        return int(os.environ.get("COLUMNS") or os.get_terminal_size(stream.fileno()).columns) or 80
     return 80
 
 

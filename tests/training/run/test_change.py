@@ -1,15 +1,13 @@
 """Settings that are changed at a resume: the precision, how long to train, rates; and those that may not be."""
 
 import os
-import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from halfstep.cli.main import run
 from halfstep.config.run import RunConfig
 from halfstep.config.schema import rows
 from halfstep.core.errors import ConfigError, HalfstepError
@@ -21,6 +19,7 @@ from halfstep.training.loop import Loop
 from halfstep.training.run import folder
 from halfstep.training.run.resume import open_run
 from halfstep.training.telemetry.events import read_events
+from tests.processes import SERVER, run_alone
 from tests.training.runs import events_of, final_state, full, interrupt_at, resume, roll_back_at, starter
 
 start = starter("training.steps=12", "training.save_every=4")
@@ -192,6 +191,13 @@ def test_a_recipe_that_says_something_else_changes_nothing(text, out):
         assert "changes it from here on" in caught.value.hint
 
 
+def resume_by_command(out, *settings):
+    """Resumes a run as `halfstep train` does; returns the seconds that it takes."""
+    began = time.monotonic()
+    assert run(["train", "--resume", "--device", "cpu", "--out", str(out), *settings]) == 0
+    return time.monotonic() - began
+
+
 @pytest.mark.prove
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no SIGKILL")
 def test_kills_at_any_moment_of_a_change_end_with_the_same_bits(text, tmp_path):
@@ -199,20 +205,17 @@ def test_kills_at_any_moment_of_a_change_end_with_the_same_bits(text, tmp_path):
     plain, out = tmp_path / "plain", tmp_path / "run"
     for each in (plain, out):
         interrupt_at(start(text, each, "training.steps=40"), 9)
-    command = [sys.executable, "-m", "halfstep", "train", "--resume", "--device", "cpu"]
-    change = [*command, "--policy", FP16, "--set", "training.measure_ceiling=false"]
-    began = time.monotonic()
-    subprocess.run([*change, "--out", plain], check=True, capture_output=True)
-    whole = time.monotonic() - began
+    change = ["--policy", FP16, "--set", "training.measure_ceiling=false"]
+    whole = run_alone(resume_by_command, plain, *change)
     changed = []
-    for share in (0.3, 0.6, 0.7, 0.75, 0.8, 0.85, 0.9, 0.95):
-        child = subprocess.Popen([*change, "--out", out], stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-        time.sleep(share * whole)
-        child.send_signal(signal.SIGKILL)
-        child.communicate()
+    for share in (0.2, 0.35, 0.4, 0.45, 0.5, 0.55, 0.6, 0.75):  # a third or half goes by before the change is made
+        child = SERVER.Process(target=resume_by_command, args=(out, *change))
+        child.start()
+        child.join(share * whole)
+        child.kill()
+        child.join()
         changed.append(folder.read_config(out).policy)
     assert changed == sorted(changed, key=lambda policy: policy == FP16)  # never back to the old one
-    subprocess.run([*command, "--out", out], check=True, capture_output=True)  # in the precision that it has
-    if changed[-1] == FP16:
-        assert final_state(out)[0] == final_state(plain)[0]
-        assert final_state(out)[1]["changes"] == final_state(plain)[1]["changes"]
+    run_alone(resume_by_command, out, *(change if changed[-1] != FP16 else ()))
+    assert final_state(out)[0] == final_state(plain)[0]
+    assert final_state(out)[1]["changes"] == final_state(plain)[1]["changes"]

@@ -2,11 +2,12 @@
 
 import io
 import os
+import pty
 import re
 
 import pytest
 
-from halfstep.training.telemetry.progress import BytesProgress, StepProgress, in_bytes
+from halfstep.training.telemetry.progress import BytesProgress, StepProgress, in_bytes, wrapped
 
 
 class Terminal(io.StringIO):
@@ -179,3 +180,13 @@ def test_bytes_are_timed_from_the_first_update(capsys):
         "packing  2.0 KiB of 3.9 KiB  50.0%  700 tokens  20 tokens/s  0:00:20 left",
         "packing  3.9 KiB of 3.9 KiB  100.0%  1,100 tokens  30 tokens/s",
     ]
+
+
+def test_a_terminal_without_a_size_has_80_columns(monkeypatch):
+    monkeypatch.delenv("COLUMNS", raising=False)
+    ours, theirs = pty.openpty()
+    try:
+        with open(theirs, "w") as stream:
+            assert wrapped("word " * 16 + "more", stream) == " ".join(["word"] * 16) + "\nmore"
+    finally:
+        os.close(ours)
