@@ -12,7 +12,8 @@ SCRIPT = Path(__file__).parents[2] / "examples" / "slurm.sh"
 
 
 def test_torchrun_and_halfstep_understand_the_command(tmp_path):
-    commands = {"scontrol": "echo first; echo second", "srun": 'shift; exec "$@"', "torchrun": 'printf "%s\\n" "$@"'}
+    shows = 'printf "%s\\n" "$@"'
+    commands = {"scontrol": "echo first; echo second", "srun": 'shift; exec "$@"', "torchrun": shows}
     for name, does in commands.items():
         (tmp_path / name).write_text(f"#!/bin/sh\n{does}\n")
         (tmp_path / name).chmod(0o755)
@@ -22,7 +23,8 @@ def test_torchrun_and_halfstep_understand_the_command(tmp_path):
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
     words = get_args_parser().parse_args(done.stdout.splitlines())
     assert (words.nnodes, words.nproc_per_node, words.rdzv_endpoint) == ("2", "8", "first:29500")
-    assert words.module and words.training_script == "halfstep"
+    assert words.module
+    assert words.training_script == "halfstep"
     command, recipe, *options = words.training_script_args
     assert (command, recipe, options[:3]) == ("train", "gpt2", ["--out", "/shared/run", "--resume"])
     assert load(recipe, options[options.index("--set") + 1 :]).parallel.shard == "hybrid"
