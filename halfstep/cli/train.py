@@ -269,7 +269,8 @@ def _prepare(
         job.check_same(asked, "start every rank with the same arguments")
         own = {"halfstep": f"{__version__} ({code_digest()})", config.backend: backend_version(config)}
         job.check_same(own, "install the same versions on every machine")
-        say(f"{job.ranks} processes, {SHARED[config.parallel.shard]}")
+        held = SHARED[config.parallel.shard] if config.backend == "torch" else "each with the whole state"
+        say(f"{job.ranks} processes, {held}")
     say(f"reading `{config.data.source}`")
     corpus = load_corpus(config.data.source, config.data.validation, config.model.vocabulary)
     determinism.prepare(config, where)  # before anything is measured

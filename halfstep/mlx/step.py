@@ -298,7 +298,9 @@ class Run:
     def check(self, result: StepResult, cause: str = "") -> None:
         """Stops a run that no scale can save, and names the cause if it is known. Reads from the device."""
         if result.stuck.item():
-            raise stuck_error(float(result.scale), cause)
+            rank = -1 if result.bad_rank is None else int(result.bad_rank)
+            known = f"forward: the loss of rank {rank}" if rank >= 0 else ""
+            raise stuck_error(float(result.scale), cause or known)
 
     @property
     def state(self) -> dict[str, mx.array]:

@@ -229,8 +229,7 @@ class Job:
 def open_job() -> Job:
     """Returns the job that this process was started for."""
     if "MLX_RANK" in os.environ:
-        ring: Host = backend_module("mlx", "parallel.job").Host()
-        return Job(ring if ring.ranks > 1 else None)
+        return Job(backend_module("mlx", "parallel.job").open_host())
     given = [name for name in LAUNCHED if os.environ.get(name)]
     if "RANK" not in given and os.environ.get("WORLD_SIZE", "1") == "1":
         return Job()

@@ -2,7 +2,6 @@
 
 import os
 import sys
-import threading
 import time
 
 import mlx.core as mx
@@ -112,6 +111,10 @@ def skip(policy):
             x = x * mx.array(float("nan"))
         result = run.step(squares, [x])
         rows.append((bool(result.skipped), float(result.scale), result.bad_rank.item()))
+        try:
+            run.check(result)
+        except HalfstepError as error:
+            return error.message
         states.append(bits({k: v for k, v in run.state.items() if k.startswith("model.")}))
     return rows, states
 
@@ -185,17 +188,23 @@ def sum_in_buckets(bucket):
         mx.distributed.all_sum, parallel.BUCKET = whole, old
 
 
-def arrive_late(seconds, timeout):
-    """Rank 1 comes late to an exchange; returns what rank 0 would have printed at its end, and how it ended."""
-    ranks, ends, threads = Ranks(group(), timeout), [], threading.active_count()
+def arrive_late(timeout, ended):
+    """Rank 1 comes to an exchange once rank 0 has ended; returns what that printed, and how it ended."""
+    ranks, codes = Ranks(group(), timeout), []
+
+    def end(code):
+        codes.append(code)
+        ended.touch()
+
     if ranks.rank == 1:
-        time.sleep(seconds)
         ranks.timeout = 60.0
-    own, os._exit = os._exit, ends.append
+        while not ended.exists():
+            time.sleep(0.02)
+    own, os._exit = os._exit, end
     err, sys.stderr = sys.stderr, _Lines()
     try:
         answers = ranks.exchange("the sums of update 7", ranks.rank)
-        return answers, ends, sys.stderr.text, threading.active_count() - threads
+        return answers, codes, sys.stderr.text
     finally:
         os._exit, sys.stderr = own, err
 

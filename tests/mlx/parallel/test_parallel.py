@@ -6,6 +6,7 @@ import pytest
 from halfstep.core.errors import HalfstepError
 from halfstep.mlx.parallel.job import open_host
 from halfstep.mlx.parallel.ranks import ranks_of
+from halfstep.training.job import open_job
 from tests.mlx.parallel import jobs
 from tests.mlx.parallel.ring import ring
 from tests.refusals import refuses
@@ -55,6 +56,8 @@ def test_nan_on_one_rank_skips_on_both_with_the_same_scale(ranks):
     assert (rows, states) == other
     assert rows == [(False, 1024, -1), (True, 1024, 1), (False, 512, -1)]
     assert states[0] == states[1] != states[2]
+    for refusal in ranks(jobs.skip, FP16.replace("floor=256", "floor=1024")):
+        assert refusal.endswith("at its floor, 1024; forward: the loss of rank 1")
 
 
 @pytest.mark.parametrize("what", ["policy", "clip_norm", "learning_rate", "weights"])
@@ -95,14 +98,13 @@ def test_small_arrays_are_summed_together_and_in_fp32(ranks):
     assert ranks(jobs.sum_in_buckets, 6) == [([6, 9, 6], expected)] * 2
 
 
-def test_a_rank_that_waited_too_long_says_for_what_and_ends(ranks):
-    (answers, ends, printed, threads), (_, none, nothing, _) = ranks(jobs.arrive_late, 0.6, 0.2)
-    assert (ends, none, nothing) == ([1], [], "")
+def test_a_rank_that_waited_too_long_says_for_what_and_ends(ranks, tmp_path):
+    (answers, codes, printed), (_, none, nothing) = ranks(jobs.arrive_late, 0.2, tmp_path / "ended")
+    assert (codes, none, nothing) == ([1], [], "")
     assert printed.startswith(
         "error: rank 0 has waited for 0.2 s at `the sums of update 7`: rank 1 did not arrive"
     )
     assert answers == [0, 1]
-    assert threads == 0
 
 
 def test_a_group_is_asked_for_and_never_taken(monkeypatch, tmp_path):
@@ -122,3 +124,4 @@ def test_a_group_is_asked_for_and_never_taken(monkeypatch, tmp_path):
     monkeypatch.setenv("MLX_HOSTFILE", str(hosts))
     assert ranks_of(None, 1.0) is None
     assert open_host() is None
+    assert open_job().ranks == 1
