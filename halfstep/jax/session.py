@@ -44,6 +44,11 @@ Tokens = NDArray[np.int32]
 version = jax.__version__
 
 
+def num_shards(config: RunConfig) -> int:
+    """Returns among how many processes the state of a run is shared: here each holds all of it."""
+    return 1
+
+
 class Session:
     """A model, its optimizer and a policy on one device, or on several that share each micro-batch."""
 

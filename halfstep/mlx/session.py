@@ -35,6 +35,11 @@ Schedule = Callable[[Any, Any], Any]
 version: str = mx.__version__  # type: ignore[attr-defined]
 
 
+def num_shards(config: RunConfig) -> int:
+    """Returns among how many processes the state of a run is shared: here each holds all of it."""
+    return 1
+
+
 class Session:
     """A model, its optimizers and a policy on one device."""
 

@@ -46,6 +46,18 @@ Schedule = Callable[[Any, Any], Any]
 version = torch.__version__
 
 
+def num_shards(config: RunConfig) -> int:
+    """Returns among how many processes the state of a run is shared."""
+    if config.parallel.shard == "none" or not in_group():
+        return 1
+    return num_ranks() if config.parallel.shard == "full" else local_ranks()
+
+
+def local_ranks() -> int:
+    """Returns how many processes of the job this machine has."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", num_ranks()))
+
+
 class Session:
     """A model, its optimizers and a policy on one device."""
 
@@ -107,8 +119,7 @@ class Session:
         idle = ["blocks.0.attn.value_mix"] if config.model.value_residual else []
         self.model._ddp_params_and_buffers_to_ignore = [*constants, *idle]  # type: ignore[assignment]
         leave_to_us(self.model, self.conversion.summed_here())
-        local = int(os.environ.get("LOCAL_WORLD_SIZE", num_ranks()))
-        called = share(self.model, list(self.model.blocks), config.parallel.shard, local)
+        called = share(self.model, list(self.model.blocks), config.parallel.shard, local_ranks())
         self._ddp = None if called is self.model else called
 
     @property

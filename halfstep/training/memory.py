@@ -18,6 +18,9 @@ from halfstep.training.telemetry.progress import in_bytes
 
 # The fewest moments an optimizer keeps of a weight: Muon has one of matrices, and two of the rest.
 _MOMENTS = {"adamw": 2, "muon": 1}
+_SMALLER = (
+    "a smaller model fits: model.layers, model.width, model.vocabulary; docs/many_gpus.md says how GPUs share one"
+)
 _OTHER_DEVICE = "choose a device with more memory with --device; `cpu` always works"
 
 
@@ -25,24 +28,25 @@ class OutOfMemoryError(HalfstepError):
     """A device without enough memory."""
 
 
-def least_bytes(config: RunConfig, policy: Policy, *, train: bool) -> int:
-    """Returns the least that a run holds, without activations."""
-    bits = _bits(policy, "param")
+def least_bytes(config: RunConfig, policy: Policy, *, train: bool, shards: int = 1) -> int:
+    """Returns the least that a device holds, without activations; weights are whole until they are shared."""
+    bits = whole = _bits(policy, "param")
     if train:
         bits += min(_bits(policy, "grad_weight"), _bits(policy, "accumulate"))
         bits += _MOMENTS[config.optimizer.name] * _bits(policy, "moments")
-    return config.model.num_parameters * bits // 8
+    return config.model.num_parameters * max(whole, bits // shards) // 8
 
 
-def check_fits(config: RunConfig, policy: Policy, capacity: int | None, *, train: bool) -> None:
+def check_fits(config: RunConfig, policy: Policy, capacity: int | None, *, train: bool, shards: int = 1) -> None:
     """Refuses a model or batches that a device of this many bytes cannot hold, before either is made."""
-    least = least_bytes(config, policy, train=train)
+    least = least_bytes(config, policy, train=train, shards=shards)
     if capacity is not None and least > capacity:
         holds = "weights, gradients and moments" if train else "weights"
+        holds = f"share of {holds} takes" if shards > 1 else f"{holds} take"
         raise OutOfMemoryError(
-            f"the model has {config.model.num_parameters:,} parameters, whose {holds} take {in_bytes(least)}, "
+            f"the model has {config.model.num_parameters:,} parameters, whose {holds} {in_bytes(least)}, "
             f"and the device has {in_bytes(capacity)}",
-            hint="a smaller model fits: model.layers, model.width, model.vocabulary" if train else _OTHER_DEVICE,
+            hint=_SMALLER if train else _OTHER_DEVICE,
         )
     tokens = config.training.batch * (config.training.micro_batches if train else 1) * config.model.context
     held = config.training.batch * config.model.context * config.model.width  # embedded, a byte each or more

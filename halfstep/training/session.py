@@ -119,7 +119,7 @@ def check_device(config: RunConfig, policy: Policy, device: str | None, *, train
     place = module.as_device(device or module.devices()[0])
     module.describe(place)
     capacity: int | None = module.memory.capacity(place)
-    memory.check_fits(config, policy, capacity, train=train)
+    memory.check_fits(config, policy, capacity, train=train, shards=module.num_shards(config))
     return capacity
 
 

@@ -48,6 +48,15 @@ def test_a_model_that_the_device_cannot_hold_is_refused_and_one_that_fits_is_not
     assert "model.width" in caught.value.hint
 
 
+@pytest.mark.parametrize(("shards", "a_parameter"), [(1, 16), (2, 8), (8, 4)])  # weights are whole at first
+def test_shards_hold_a_share(shards, a_parameter):
+    config, policy = load("tiny", ["optimizer.name=adamw"]), Policy.parse("fp32")
+    least = a_parameter * config.model.num_parameters
+    check_fits(config, policy, least, train=True, shards=shards)
+    with pytest.raises(OutOfMemoryError, match="takes" if shards > 1 else "take"):
+        check_fits(config, policy, least - 1, train=True, shards=shards)
+
+
 @pytest.mark.parametrize("backend", ["torch", "jax", "mlx"])
 @pytest.mark.parametrize("width", [2**20, 2**40])  # more than any machine has; beyond what 64 bits count
 def test_a_model_too_large_is_refused_before_anything_is_built(text, tmp_path, backend, width):
