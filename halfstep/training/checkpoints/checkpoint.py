@@ -326,6 +326,11 @@ def read_manifest(path: Path) -> dict[str, Any]:
     if not path.is_dir():
         raise CheckpointError(f"there is no checkpoint `{path}`", hint="name a folder that holds one")
     file = path / MANIFEST
+    if _LEFTOVER.fullmatch(path.name):
+        raise CheckpointError(
+            f"`{path}` is not a complete checkpoint: it is being written, or what a killed process left of it",
+            hint="name one without `.partial` or `.removed`; the run's own folder means the newest of them",
+        )
     _refuse_pickles(path)
     try:
         manifest = parse_json(_read(file, MOST_TABLE))

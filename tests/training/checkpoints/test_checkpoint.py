@@ -461,6 +461,14 @@ def test_a_checkpoint_that_was_moved_and_linked_is_read_and_pruned_as_a_link(tmp
     assert (elsewhere / "state.safetensors").exists()  # what its owner moved is his
 
 
+@pytest.mark.parametrize("ending", [".partial", ".partial-3f2a-1", ".partial-3f2a-1.failed", ".removed"])
+def test_a_checkpoint_that_is_being_written_is_refused(tmp_path, ending):
+    path = save(tmp_path, 2, arrays_of(2), META)
+    path = path.rename(path.with_name(path.name + ending))
+    with pytest.raises(CheckpointError, match="not a complete checkpoint: it is being written"):
+        load(path)
+
+
 def test_a_leftover_that_cannot_be_removed_hinders_no_save(tmp_path, monkeypatch):
     left = tmp_path / "step-000001.removed"
     left.mkdir()
