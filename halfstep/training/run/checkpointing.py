@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from halfstep.core.state_format import Snapshot
+from halfstep.core.state_format import Snapshot, Stored
 from halfstep.training.checkpoints import checkpoint
 from halfstep.training.checkpoints.checkpoint import CheckpointError, DamagedCheckpointError, Loaded
 from halfstep.training.checkpoints.retention import due_step, good_step, survey
@@ -25,6 +25,7 @@ from halfstep.training.telemetry.progress import Progress
 
 PATIENCE, PAUSE = 300.0, 5.0  # seconds in which the last save is tried again, and between two tries
 GLANCE = 0.1  # seconds between two checks of the deadline while waiting
+NO_MEMORY = "the host has no memory left for a copy"
 LONG = 1.0  # seconds that training may wait for a save before a warning
 
 
@@ -42,6 +43,10 @@ class Elsewhere(Saver):
         """Notes the step."""
         self.saved_step = step
         return 0.0
+
+
+def _fail() -> dict[str, Stored]:
+    raise CheckpointError(NO_MEMORY)
 
 
 class Checkpointer:
@@ -83,12 +88,12 @@ class Checkpointer:
             return
         meta = self.describe(step, self._held_out.get(step))
         try:
-            waited = self.saver.save(step, self.session.snapshot, meta, self.health.good, due)
+            waited = self.saver.save(step, self._snapshot, meta, self.health.good, due)
         except Exception as error:
             if not self.session.ran_out(error):
                 raise
             took = time.perf_counter() - due
-            reason = CheckpointError(f"the checkpoint of step {step}: the host has no memory left for a copy")
+            reason = CheckpointError(f"the checkpoint of step {step}: {NO_MEMORY}")
             self._report(Saved(step, None, 0, took, took, reason))
             return
         if busy and waited > LONG and not self._warned_of_waiting:
@@ -97,6 +102,15 @@ class Checkpointer:
                 "saving takes longer than the steps between two checkpoints, and training waits for it; "
                 "raise training.save_every, or save to a faster disk"
             )
+
+    def _snapshot(self) -> Snapshot:
+        """Copies the state. Of ranks that save together, one without memory fails the save for all, later."""
+        try:
+            return self.session.snapshot()
+        except Exception as error:
+            if not (self.job.is_sharded and self.session.ran_out(error)):
+                raise
+            return _fail
 
     def report(self) -> None:
         """Reports the saves that ended since the last call, and events that the disk refuses."""
@@ -120,13 +134,15 @@ class Checkpointer:
         """Waits for the last save; returns whether it was in time. Failing is an error, unless asked to stop."""
         give_up, held_out, self._is_last = math.inf, self._held_out.get(step), True
         while self._decided(self.wait()):
-            if self.saver.saved_step == step or step == 0:
+            if self._decided(self.saver.saved_step == step or step == 0):
                 return True
-            if self.failed is not None and self.failed.step == step:  # an earlier one's failure says little
+            # An earlier one's failure says little.
+            if self._decided(self.failed is not None and self.failed.step == step):
                 give_up = min(give_up, time.monotonic() + PATIENCE)
                 if self._decided(time.monotonic() + PAUSE > give_up):
                     if self.stop.requested:
                         return False
+                    assert self.failed is not None  # a save fails for all ranks
                     assert self.failed.trouble is not None
                     raise self.failed.trouble
                 self._pause()
@@ -191,6 +207,8 @@ class Checkpointer:
         first: DamagedCheckpointError | None = None
         while (step := due_step(there := survey(self.saver.folder), self.health.good)) is not None:
             try:
+                if self.job.is_sharded:
+                    checkpoint.verify(there[step].path)  # the parts of other ranks too
                 loaded = Loaded(there[step].path, *checkpoint.load(there[step].path, self.session.rows))
                 self.job.tell(str(loaded.path))
                 return loaded

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from halfstep.config.run import Backend, RunConfig
+from halfstep.config.run import Backend, ParallelConfig, RunConfig
 from halfstep.config.schema import build
 from halfstep.core.errors import ConfigError
 from halfstep.core.policy import Policy
@@ -52,6 +52,7 @@ def open_trained(
     `data` is where the data moved to, and `validation` a text to hold out in place of that of the run.
     """
     saved, config = _load(place)
+    config = replace(config, parallel=ParallelConfig())  # it is read whole, by one process
     if backend is not None:
         config = replace(config, backend=backend)
     if data is not None:
