@@ -26,12 +26,19 @@ def ring(folder, count=2):
         spawn = multiprocessing.get_context("spawn")
         pools = [ProcessPoolExecutor(1, spawn, _join, (rank, str(hosts))) for rank in range(count)]
         for pool in pools:
-            stack.callback(pool.shutdown, wait=False, cancel_futures=True)
+            stack.callback(_end, pool)
 
         def call(function, *given):
             return [future.result(60) for future in [pool.submit(function, *given) for pool in pools]]
 
         yield call
+
+
+def _end(pool):
+    """Ends a rank, which after a failure waits for others."""
+    for process in [*(pool._processes or {}).values()]:
+        process.kill()
+    pool.shutdown(wait=False, cancel_futures=True)
 
 
 def _join(rank, hosts):
