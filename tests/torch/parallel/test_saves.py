@@ -135,9 +135,10 @@ def test_what_one_process_saved_is_resumed_by_shards(ranks, tmp_path):
 
 
 @pytest.mark.prove
-@pytest.mark.parametrize("shape", [(4,), (2, 2)], ids=["full", "hybrid"])
-@pytest.mark.parametrize("optimizer", ["ours", "foreach", "sgd"])
-def test_four_ranks_then_two_then_one(ranks, tmp_path, shape, optimizer):
+@pytest.mark.parametrize(
+    ("optimizer", "shape"), [("ours", (4,)), ("ours", (2, 2)), ("foreach", (4,)), ("sgd", (2, 2)), ("muon", (4,))]
+)
+def test_four_ranks_then_two_then_one(ranks, tmp_path, optimizer, shape):
     policy = "fp16-mixed"
     (state, after), *_ = ranks(save, 4, tmp_path, policy, optimizer, shape)
     path = tmp_path / "step-000002"
