@@ -6,6 +6,8 @@ outlives a worker; a thread has a connection of its own, because a wait holds th
 
 import datetime
 import os
+import secrets
+import time
 from typing import Any
 
 import torch
@@ -18,7 +20,41 @@ from halfstep.torch.measure import devices
 
 OPENING = 600.0  # seconds that ranks wait for rank 0 to open the run
 GRACE = 60.0  # seconds that the engine waits longer than the watchdog, which knows more
+GREETING = 0.5  # seconds after which a rank asks again which attempt this is
 ANSWER = 10.0  # seconds for the store to answer
+
+
+def _meet(store: Any, rank: int, ranks: int) -> str:
+    """Returns a name for this attempt that no other has: torchrun's store still holds what killed workers wrote.
+
+    Rank 0 names it. The others greet under the name that they read; only a rank 0 that lives answers.
+    """
+    if rank == 0:
+        attempt = secrets.token_hex(8)
+        store.set("halfstep/attempt", attempt)
+        for other in range(1, ranks):
+            try:
+                greeting = store.get(f"{attempt}/greeting/{other}")
+            except RuntimeError:
+                raise HalfstepError(
+                    f"rank {other} has not started within {OPENING:g} s of rank 0",
+                    hint="torchrun must start on every machine, with the same --rdzv-endpoint and --nnodes",
+                ) from None
+            store.set(f"{attempt}/answer/{other}", greeting)
+        return attempt
+    own, over = secrets.token_hex(8), time.monotonic() + OPENING
+    while time.monotonic() < over:
+        attempt = str(store.get("halfstep/attempt").decode())
+        store.set(f"{attempt}/greeting/{rank}", own)
+        try:
+            store.wait([f"{attempt}/answer/{rank}"], datetime.timedelta(seconds=GREETING))
+        except RuntimeError:
+            continue  # the name of an attempt that is over
+        if store.get(f"{attempt}/answer/{rank}").decode() == own:
+            return attempt
+    raise HalfstepError(
+        f"rank 0 has not answered rank {rank} within {OPENING:g} s", hint="see what rank 0 printed"
+    )
 
 
 class Host:
@@ -35,12 +71,13 @@ class Host:
         self._store: Any = HashStore()
         self._notes: Any = self._store
         if "RANK" in os.environ:
-            self._store = next(rendezvous("env://", timeout=datetime.timedelta(seconds=OPENING)))[0]
+            store = next(rendezvous("env://", timeout=datetime.timedelta(seconds=OPENING)))[0]
+            attempt = _meet(store, self.rank, self.ranks)
+            self._store = PrefixStore(attempt, store)
             address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
             answer = datetime.timedelta(seconds=ANSWER)
-            attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
             notes = TCPStore(address, port, None, False, answer, wait_for_workers=False)
-            self._notes = PrefixStore(f"halfstep/{attempt}", notes)
+            self._notes = PrefixStore(f"{attempt}/notes", notes)
 
     def connect(self, device: str | None, timeout: float) -> str:
         """Makes the groups; returns the device of this process."""
