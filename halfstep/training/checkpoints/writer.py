@@ -124,6 +124,7 @@ class Saver:
             else:
                 place, token = (self.folder, step), f"{self.token}-{self._number}"
                 path = save_part(*place, read, meta, rank=self.rank, ranks=self.ranks, token=token)
+            if self.ranks > 1 and self.rank == 0:
                 size = sum(file["bytes"] for file in checkpoint.read_manifest(path)["files"].values())
             if self.rank == 0:
                 prune(self.folder, self.retention, good)
