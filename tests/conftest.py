@@ -37,6 +37,10 @@ with contextlib.suppress(ModuleNotFoundError):
     settings.load_profile("halfstep")
 
 
+# Tracing and compiling make many objects that stay: looking for garbage after each 700 takes a tenth of the time.
+gc.set_threshold(20_000)
+
+
 def pytest_collection_finish():
     """What was imported stays: the garbage collector need not look at it again and again."""
     gc.freeze()
