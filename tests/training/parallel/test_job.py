@@ -1,14 +1,19 @@
 """`halfstep train` in several processes: the same run as in one, whose ranks decide together."""
 
+import json
 import math
 import os
 import re
+import signal
+import subprocess
+import sys
 import time
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from halfstep.cli.main import run
 from halfstep.training.data.types import DataError
@@ -73,6 +78,31 @@ def test_two_ranks_with_shards_train_as_one(text, tmp_path):
     assert_same_numbers(*(numbers(out, "validation", ("step", "loss", "bits_per_byte")) for out in (one, two)))
 
 
+SHARED = {
+    "hybrid": ["parallel.shard=hybrid"],
+    "compiled": ["training.compile=true"],
+    "compiled shards": ["training.compile=true", "parallel.shard=full"],
+    "split": ["policy=fp32,param=fp32:split"],
+    "mixed values": ["model.layers=2", "model.value_residual=true"],
+}
+
+
+@pytest.mark.prove
+@pytest.mark.parametrize("case", SHARED)
+def test_ranks_train_as_one_however_they_share_the_model(case, text, tmp_path):
+    one, many = tmp_path / "one", tmp_path / "many"
+    count = 4 if case == "hybrid" else 2
+    policy = "fp32,param=fp32:split" if case == "split" else "fp32"
+    settings = ["optimizer.name=adamw", "training.micro_batches=2"]
+    settings += [each for each in SHARED[case] if not each.startswith("policy")]
+    alone = [each for each in settings if not each.startswith(("parallel", "training.compile"))]
+    assert run(words(text, one, *alone, policy=policy)) == 0
+    ends = train(words(text, many, *settings, policy=policy), count=count, local=2)
+    assert [code for code, *_ in ends] == [0] * count, ends
+    assert len({str(digest) for *_, digest in ends}) == 1
+    assert_same_numbers(numbers(one), numbers(many))
+
+
 def nan_on_rank_1(loop):
     real = loop.session._loss
     loop.session._loss = lambda x, y: real(x, y) * (math.nan if loop.tally.launched == 2 else 1.0)
@@ -130,7 +160,7 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("case", REFUSED)
+@pytest.mark.parametrize("case", ["settings", *(pytest.param(c, marks=pytest.mark.prove) for c in [*REFUSED][1:])])
 def test_ranks_are_refused_once_with_the_reason(case, text, out):
     settings, reason = REFUSED[case]
     ends = train([words(text, out, *each) for each in settings])
@@ -168,3 +198,41 @@ def test_a_rank_that_hangs_ends_the_run_and_is_named(text, out, plant, expected)
     said = "".join(Path(log_of(command, rank)).read_text() for rank in (0, 1))
     assert re.search(expected, said), said
     assert said.count("error:") == 1
+
+
+def test_gpus_need_gpus(text, out, capsys, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    assert run([*words(text, out), "--gpus", "2"]) == 2
+    said = capsys.readouterr().err
+    assert "error: --gpus 2, and this machine has no GPUs for torch" in said
+    assert "`torchrun --nproc-per-node=2 -m halfstep train ... --device cpu` starts processes on the CPU" in said
+    monkeypatch.setenv("RANK", "0")
+    assert run([*words(text, out), "--gpus", "2"]) == 2
+    assert "hint: omit --gpus" in capsys.readouterr().err
+    assert run(words(text, out)) == 2
+    assert "RANK is set, and WORLD_SIZE is not" in capsys.readouterr().err
+
+
+@pytest.mark.prove
+def test_torchrun_starts_it_and_starts_it_again(text, out):
+    """The command that users type: a worker that is killed comes back, and the run ends."""
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node=2",
+        "--max-restarts=2",
+    ]
+    command += ["-m", "halfstep", *words(text, out, "training.steps=40", resume=True)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+        while process.poll() is None and not (out / "checkpoints" / "step-000004").exists():
+            time.sleep(0.05)
+        holder = json.loads((out / "lock").read_text())
+        os.kill(holder["pid"], signal.SIGKILL)  # rank 0
+        said = process.communicate(timeout=300)[0]
+    assert process.returncode == 0, said
+    starts = events_of(out, "start")
+    assert (starts[0]["resumed_from"], len(starts)) == (None, 2)
+    assert starts[1]["resumed_from"] >= 4
+    assert final_state(out)[1]["step"] == 40
