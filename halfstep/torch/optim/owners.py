@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from halfstep.core.errors import HalfstepError
+from halfstep.torch.parallel.wire import all_gather
 from halfstep.torch.shards import is_shard
 
 Work = Callable[[Tensor], Tensor]  # on matrices of one shape: a batch in, a batch of the same shape out
@@ -111,7 +112,7 @@ def _gathered(
     for key, result in done.items():
         sent[places[key] : places[key] + result.numel()] = result.flatten()
     every = sent.new_empty(ranks * len(sent))
-    dist.all_gather_into_tensor(every, sent)
+    all_gather(every, sent)
     starts = {id(p): owner[id(p)] * len(sent) + places[id(p)] for p in params}
     return {id(p): every[starts[id(p)] :][: p.numel()].view(p.shape) for p in params}
 

@@ -5,6 +5,7 @@ full      FSDP2: each block is gathered when it computes, and a process holds it
 hybrid    the same within a machine, over its fast links; machines hold the same and average their gradients
 """
 
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -26,6 +27,8 @@ def share(model: nn.Module, blocks: Sequence[nn.Module], shard: str, local: int)
         return DistributedDataParallel(model, gradient_as_bucket_view=True)
     from torch.distributed.fsdp import fully_shard
 
+    # A block returns its attention's values, which are a view; nothing writes to them.
+    warnings.filterwarnings("ignore", r"FSDP2-wrapped module \(FSDPBlock\) returned a view tensor")
     device = next(model.parameters()).device
     mesh = _mesh(device, shard, local)
     for block in blocks:

@@ -19,6 +19,9 @@ from torch.nn.functional import pad
 
 from halfstep.core.errors import HalfstepError
 
+# torch 2.13 has renamed it.
+all_gather: Callable[[Tensor, Tensor], Any] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+
 
 def sum_part(given: Tensor, group: Any, wire: torch.dtype) -> Tensor:
     """Returns the fp32 sum over ranks of this rank's part of a flat tensor, whose parts travel in `wire`."""
@@ -34,7 +37,7 @@ def sum_all(given: Tensor, wire: torch.dtype) -> Tensor:
     ranks = dist.get_world_size()
     part = sum_part(pad(given, (0, -given.numel() % ranks)), None, wire)
     total = part.new_empty(part.numel() * ranks)
-    dist.all_gather_into_tensor(total, part)
+    all_gather(total, part)
     return total[: given.numel()]
 
 

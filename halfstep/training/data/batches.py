@@ -107,7 +107,7 @@ class Batches:
                 hint="raise training.batch, or start fewer processes",
             )
         raise DataError(
-            f"{micro} micro-batches of {batch} sequences cannot be divided among {ranks} ranks",
+            f"{micro * batch} sequences, in micro-batches of {batch}, cannot be divided among {ranks} ranks",
             hint=f"make training.batch or training.micro_batches a multiple of {ranks}, or start "
             f"{_fitting(micro, batch, ranks)} processes",
         )

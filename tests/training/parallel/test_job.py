@@ -150,7 +150,7 @@ REFUSED = {
         [[], ["optimizer.rate=0.01"]],
         "rank 1 is not the same run as rank 0: optimizer.rate is 0.01 there",
     ),
-    "batch": ([["training.batch=3"]] * 2, "1 micro-batches of 3 sequences cannot be divided among 2 ranks"),
+    "batch": ([["training.batch=3"]] * 2, "3 sequences, in micro-batches of 3, cannot be divided among 2 ranks"),
     "few": ([["training.batch=1"]] * 2, "an update has 1 x 1 = 1 sequences, which is fewer than 2 ranks"),
     "hybrid": ([["parallel.shard=hybrid", "optimizer.name=adamw"]] * 2, "all processes are on one machine"),
     "backend": (
