@@ -3,6 +3,7 @@
 import sys
 from typing import Any, NamedTuple
 
+import torch.distributed as dist
 from torch import Tensor
 
 from halfstep.core.errors import HalfstepError
@@ -14,6 +15,12 @@ class Rows(NamedTuple):
     start: int
     stop: int
     total: int
+
+
+def all_gather(whole: Tensor, part: Tensor) -> None:
+    """Fills a flat tensor with the parts of all ranks."""
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # torch 2.13 has renamed it
+    gather(whole, part)
 
 
 def is_shard(tensor: Tensor) -> bool:

@@ -14,8 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from halfstep.core.errors import HalfstepError
-from halfstep.torch.parallel.wire import all_gather
-from halfstep.torch.shards import is_shard
+from halfstep.torch.shards import all_gather, is_shard
 
 Work = Callable[[Tensor], Tensor]  # on matrices of one shape: a batch in, a batch of the same shape out
 # Of parameters that have the same shape and group: what to work on, of each as much as this rank has.

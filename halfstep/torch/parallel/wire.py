@@ -18,9 +18,7 @@ from torch._C._distributed_c10d import GradBucket
 from torch.nn.functional import pad
 
 from halfstep.core.errors import HalfstepError
-
-# torch 2.13 has renamed it.
-all_gather: Callable[[Tensor, Tensor], Any] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+from halfstep.torch.shards import all_gather
 
 
 def sum_part(given: Tensor, group: Any, wire: torch.dtype) -> Tensor:
