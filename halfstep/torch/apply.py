@@ -98,7 +98,7 @@ def apply(
 
     Without `split`, masters that the policy splits stay whole until `split_now`: they may be sharded first.
     """
-    plan.check_model(model)
+    plan.check_model(model, empty=not split)
     parameters, names, plans = trainable(model), names_of(model, names), plans_of(model)
     aliases = _aliases(model, parameters)
     values = policy.resolve(names)

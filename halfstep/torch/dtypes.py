@@ -64,6 +64,8 @@ def describe(device: torch.device | str) -> Device:
             _available(device, torch.backends.mps.is_available())
             name = sysctl("machdep.cpu.brand_string") or "Apple GPU"
             return Device("apple", name, architecture=apple_generation(name))
+        case "meta":  # the model is filled later: `attach` asks again, on the device where it is then
+            return describe(torch.accelerator.current_accelerator() or "cpu")
         case other:
             raise HalfstepError(
                 f"halfstep knows nothing about the torch device `{other}`; it runs on cpu, cuda, xpu and mps",

@@ -94,15 +94,16 @@ def prepare(
     as for a recipe; `run.choice` has the answer and its reason. `tokens` is the size of a micro-batch, for `auto`
     and for layers that are timed because rules say `measured`.
     """
-    check_model(model)
     check_settings(clip_norm, seed, ema, tokens)
     given, named = policy_of(optimizer, policy)
+    check_model(model, empty=given is None)
     policy, choice, note = settle(named, lambda: measured_choice(model, tokens), describe(device_of(model)))
     optimizers = [] if given is None else check_given(given, model, policy)
     check_fp32([base_precision(policy), *precisions(policy, names_of(model, None)).values()])
     for p in model.parameters():
         p.grad = None
-    conversion = apply(model, policy, tokens=tokens, split=given is not None or not in_group())
+    later = given is None and (in_group() or device_of(model).type == "meta")  # to be sharded, or filled, first
+    conversion = apply(model, policy, tokens=tokens, split=not later)
     leave_to_us(model, conversion.summed_here())
     options: dict[str, Any] = {"conversion": conversion, "seed": seed, "ema": ema}
     return Run(model, optimizers, policy, clip_norm, **options, choice=choice, note=note, warns=True)
@@ -451,6 +452,11 @@ class Run(RunParts):
             raise HalfstepError(f"the model holds {self._holds}, now", hint="leave that block first")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Run":
+        if self.sharded is not None:
+            raise HalfstepError(
+                "the model is sharded, and FSDP does not copy what it keeps for it",
+                hint="run.state_dict() holds this rank's part; build, prepare and shard a second model, and load it",
+            )
         twin = memo[id(self)] = type(self).__new__(type(self))
         with copying_run():
             twin.__dict__.update(copy.deepcopy(self.__dict__, memo))

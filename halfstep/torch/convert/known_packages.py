@@ -21,13 +21,17 @@ from halfstep.core.precision import Precision
 from halfstep.core.roles import Operand
 
 ORDER = "the order is prepare, then compile, then wrap: prepare(model, ...), torch.compile(model), DDP(model)"
+SHARD_ORDER = (
+    "the order is run = prepare(model, policy), then fully_shard (of each block, and of the model), then "
+    "run.attach(optimizers)"
+)
 # Classes that hold a model and keep what they found in it: what they did, and how to get the model back.
 WRAPPERS = {
     "OptimizedModule": ("compiled", ORDER),
     "DistributedDataParallel": ("wrapped by DDP", ORDER),
     "DataParallel": ("wrapped by DataParallel", ORDER),
-    "FullyShardedDataParallel": ("wrapped by FSDP", ORDER),
-    "FSDPModule": ("wrapped by FSDP", ORDER),
+    "FullyShardedDataParallel": ("wrapped by FSDP1, which flattens parameters,", f"use FSDP2: {SHARD_ORDER}"),
+    "FSDPModule": ("wrapped by FSDP", SHARD_ORDER),
     "DeepSpeedEngine": ("wrapped by DeepSpeed", "prepare(engine.module, ...) takes the model itself"),
     "_FabricModule": (
         "set up by Fabric",

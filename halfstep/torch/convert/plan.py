@@ -28,6 +28,7 @@ from halfstep.torch.functions.mode import PolicyMode, mode_of
 from halfstep.torch.functions.table import learn
 from halfstep.torch.layers import Layer, Matmul, Norm, casts_of
 from halfstep.torch.lowering import Casts, check_autocast
+from halfstep.torch.shards import is_shard
 from halfstep.torch.split.operand import is_split
 
 # Attributes that make torch use its kernels for inference, and the value that does not.
@@ -181,8 +182,8 @@ def restore_all(originals: Originals) -> None:
         module.__dict__.update(saved)
 
 
-def check_model(model: nn.Module) -> None:
-    """Refuses a model that is not as it was built, or that no policy fits."""
+def check_model(model: nn.Module, *, empty: bool = False) -> None:
+    """Refuses a model that is not as it was built, or that no policy fits; one without numbers unless `empty`."""
     if not isinstance(model, nn.Module):
         hint = "prepare(model, optimizer, policy) takes the model itself, not its forward or its parameters"
         raise HalfstepError(f"`{type(model).__name__}` was given as the model, not an nn.Module", hint=hint)
@@ -200,7 +201,7 @@ def check_model(model: nn.Module) -> None:
             )
     known_packages.refuse_wrapped(model)
     for name, parameter in model.named_parameters():
-        _check_parameter(name, parameter)
+        _check_parameter(name, parameter, empty=empty)
 
 
 def check_kernels(plans: list[Plan], ruled: Mapping[str, Precision], base: Precision) -> None:
@@ -346,17 +347,22 @@ def widen_statistics(plans: Sequence[Plan]) -> list[str]:
     return widened
 
 
-def _check_parameter(name: str, parameter: Tensor) -> None:
+def _check_parameter(name: str, parameter: Tensor, *, empty: bool) -> None:
     if isinstance(parameter, nn.parameter.UninitializedParameter):
         raise HalfstepError(
             f"`{name}` has no shape yet", hint="run the model once, which lazy modules need, then prepare it"
         )
-    if parameter.is_meta:
+    if is_shard(parameter.data):
         raise HalfstepError(
-            f"`{name}` is on the meta device and has no numbers", hint="load the weights first, then prepare"
+            f"`{name}` is a DTensor already, as parallelize_module makes them: tensor parallelism is not implemented",
+            hint=f"shard by fully_shard alone; {known_packages.SHARD_ORDER}",
         )
-    if any(base.__name__ == "DTensor" for base in type(parameter.data).__mro__):
-        raise HalfstepError(f"`{name}` is sharded already", hint=known_packages.ORDER)
+    if parameter.is_meta and not empty:
+        raise HalfstepError(
+            f"`{name}` is on the meta device and has no numbers",
+            hint="load the weights first, then prepare; or prepare(model, policy), shard it, model.to_empty(...), "
+            "load the weights, and run.attach(optimizers)",
+        )
     if parameter.requires_grad and type(parameter.data) is not Tensor:
         kind = type(parameter.data).__name__
         raise HalfstepError(

@@ -85,7 +85,10 @@ class Sharded:
             for module in self.modules:
                 module.set_custom_reduce_scatter(NarrowReduceScatter(wire))  # type: ignore[arg-type]
         names: dict[Tensor, str] = {p: name for name, p in model.named_parameters()}
-        gathers = [Gather(sharded) for group, _ in self.groups() for sharded in group.fsdp_params]
+        all_sharded = [sharded for group, _ in self.groups() for sharded in group.fsdp_params]
+        for sharded in all_sharded:
+            sharded.reset_sharded_param()  # as before its first pass: to_empty() may have replaced the parameter
+        gathers = [*map(Gather, all_sharded)]
         self.gathers = {names[g.sharded.sharded_param]: g for g in gathers if g.is_for_matmuls}
         for gather in self.gathers.values():
             gather.install()

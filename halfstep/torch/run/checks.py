@@ -50,6 +50,11 @@ def measured_choice(model: nn.Module, tokens: int) -> Choice:
             "`auto` is measured in each process, and two of them could choose differently",
             hint="`halfstep probe` measures; name what it chooses",
         )
+    if device_of(model).type == "meta":
+        raise PolicyError(
+            "`auto` is measured on the model's device, and the model is on the meta device",
+            hint="`halfstep probe` measures; name what it chooses",
+        )
     return decide_once(measure, device_of(model), model_like(p.shape for p in model.parameters()), tokens)
 
 

@@ -14,6 +14,7 @@ from halfstep.core.policy import Policy
 from halfstep.core.roles import Param
 from halfstep.core.scaling import ScaleState
 from halfstep.torch.apply import Applied, split_now
+from halfstep.torch.convert.known_packages import SHARD_ORDER
 from halfstep.torch.dtypes import dtype_of
 from halfstep.torch.optim.adamw import Optimizer
 from halfstep.torch.optim.drivers import Driver, StockDriver, check_optimizers, driver_of, held_by
@@ -87,13 +88,21 @@ class RunParts:
 
     def take(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         """Takes optimizers that were checked. The model may have been moved since it was prepared."""
+        empty = [name for name, p in self.model.named_parameters() if p.is_meta]
+        if empty:
+            raise HalfstepError(
+                f"`{empty[0]}` is on the meta device and has no numbers ({len(empty)} such parameters)",
+                hint="model.to_empty(device=...), then load or initialize the weights, then run.attach(optimizers)",
+            )
         if _are_shards_of(self.model, self.masters.names):
             from halfstep.torch.parallel.gathered import Sharded  # imports FSDP
 
             self._hold(optimizers)
             self._check_shards()
             self.sharded = Sharded(self.model, dtype_of(self.policy.reduce))
-        elif self.conversion is not None and self.conversion.split_later:
+        elif _are_filled(self.model, self.masters.names):
+            self._hold(optimizers)
+        if self.sharded is None and self.conversion is not None and self.conversion.split_later:
             self.conversion = split_now(self.model, self.conversion)
             self._hold(optimizers)
         moments = {} if self.conversion is None else self.conversion.moments
@@ -234,15 +243,27 @@ class RunParts:
         names: dict[Tensor, str] = {p: name for name, p in self.model.named_parameters()}
         new = [p for driver in drivers for p in driver.parameters if p not in self.masters.names]
         if new:
+            if "_flat_param" in names[new[0]]:
+                raise HalfstepError(
+                    f"`{names[new[0]]}` is a parameter of FSDP1, which flattens those of the model",
+                    hint=f"use FSDP2: {SHARD_ORDER}",
+                )
             raise HalfstepError(
                 f"`{names[new[0]]}` is not a parameter that the model was prepared with: it was added or replaced "
                 f"since, as FSDP's fully_shard does ({len(new)} such parameters)",
-                hint="change the model before prepare(); to shard it: run = prepare(model, policy), then "
-                "fully_shard, then run.attach(optimizers)",
+                hint=f"change the model before prepare(); to shard it, {SHARD_ORDER}",
             )
 
     def _check_shards(self) -> None:
         """Refuses what is not implemented for parameters that FSDP has sharded."""
+        placed = [(p.placements, name) for p, name in self.masters.names.items()]  # type: ignore[attr-defined]
+        tensor = [name for kinds, name in placed if sum(not kind.is_replicate() for kind in kinds) > 1]
+        if tensor or not any(map(is_sharding, self.model.modules())):
+            raise HalfstepError(
+                f"`{[*tensor, placed[0][1]][0]}` is split by something else than fully_shard: tensor parallelism is "
+                "not implemented",
+                hint="shard by fully_shard alone, on one mesh of ranks that each have their own data",
+            )
         narrow = [name for p, name in self.masters.names.items() if not self.masters.is_whole(p)]
         if narrow:
             raise HalfstepError(
@@ -278,11 +299,22 @@ class RunParts:
             driver.cast_moments()
 
 
+def is_sharding(module: nn.Module) -> bool:
+    """Whether FSDP2 gathers parameters of a module."""
+    return any(base.__name__ == "FSDPModule" for base in type(module).__mro__)
+
+
 def _are_shards_of(model: nn.Module, known: Mapping[Tensor, str]) -> bool:
     """Whether all parameters that a model was prepared with were replaced by their shards, as fully_shard does."""
     now = dict(model.named_parameters())
     sharded = all(is_shard(p) and p not in known for p in now.values())
     return sharded and [*now] == [*known.values()]
+
+
+def _are_filled(model: nn.Module, known: Mapping[Tensor, str]) -> bool:
+    """Whether a model that was prepared on the meta device got its memory since, which replaces parameters."""
+    now = dict(model.named_parameters())
+    return all(p.is_meta for p in known) and [*now] == [*known.values()]
 
 
 def _refuse_load(optimizer: torch.optim.Optimizer, given: dict[str, Any]) -> None:
