@@ -455,7 +455,7 @@ class Run(RunParts):
         if self.sharded is not None:
             raise HalfstepError(
                 "the model is sharded, and FSDP does not copy what it keeps for it",
-                hint="run.state_dict() holds this rank's part; build, prepare and shard a second model, and load it",
+                hint="run.state_dict() holds this rank's part: load it into a second model, prepared and sharded",
             )
         twin = memo[id(self)] = type(self).__new__(type(self))
         with copying_run():

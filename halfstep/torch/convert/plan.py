@@ -354,7 +354,7 @@ def _check_parameter(name: str, parameter: Tensor, *, empty: bool) -> None:
         )
     if is_shard(parameter.data):
         raise HalfstepError(
-            f"`{name}` is a DTensor already, as parallelize_module makes them: tensor parallelism is not implemented",
+            f"`{name}` is a DTensor already, as of parallelize_module: tensor parallelism is not implemented",
             hint=f"shard by fully_shard alone; {known_packages.SHARD_ORDER}",
         )
     if parameter.is_meta and not empty:

@@ -92,7 +92,7 @@ class RunParts:
         if empty:
             raise HalfstepError(
                 f"`{empty[0]}` is on the meta device and has no numbers ({len(empty)} such parameters)",
-                hint="model.to_empty(device=...), then load or initialize the weights, then run.attach(optimizers)",
+                hint="model.to_empty(device=...), load or initialize the weights, then run.attach(optimizers)",
             )
         if _are_shards_of(self.model, self.masters.names):
             from halfstep.torch.parallel.gathered import Sharded  # imports FSDP
@@ -260,8 +260,8 @@ class RunParts:
         tensor = [name for kinds, name in placed if sum(not kind.is_replicate() for kind in kinds) > 1]
         if tensor or not any(map(is_sharding, self.model.modules())):
             raise HalfstepError(
-                f"`{[*tensor, placed[0][1]][0]}` is split by something else than fully_shard: tensor parallelism is "
-                "not implemented",
+                f"`{[*tensor, placed[0][1]][0]}` is split by something else than fully_shard: tensor parallelism "
+                "is not implemented",
                 hint="shard by fully_shard alone, on one mesh of ranks that each have their own data",
             )
         narrow = [name for p, name in self.masters.names.items() if not self.masters.is_whole(p)]
