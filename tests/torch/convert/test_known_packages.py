@@ -35,8 +35,8 @@ def refused(given, optimizer=None, policy="bf16-mixed"):
     ("kind", "text", "remedy"),
     [
         ("DistributedDataParallel", "wrapped by DDP", "prepare, then compile, then wrap"),
-        ("FullyShardedDataParallel", "wrapped by FSDP", "prepare, then compile, then wrap"),
-        ("FSDPModule", "wrapped by FSDP", "prepare, then compile, then wrap"),
+        ("FullyShardedDataParallel", "wrapped by FSDP1", "use FSDP2"),
+        ("FSDPModule", "wrapped by FSDP", "then fully_shard"),
         ("DeepSpeedEngine", "wrapped by DeepSpeed", "prepare(engine.module, ...)"),
         ("_FabricModule", "set up by Fabric", "prepare(model.module, ...)"),
     ],
