@@ -1,5 +1,7 @@
 """DDP: the same training as in one process, and masters that are split, whose gradients are reduced here."""
 
+from itertools import product
+
 import pytest
 import torch
 from torch.nn.parallel import DistributedDataParallel
@@ -9,9 +11,11 @@ from halfstep.torch import prepare
 from tests.torch.parallel import jobs
 from tests.torch.parallel.bounds import assert_same
 
+SPLIT = "bf16-mixed,param=fp32:split"
+TABLE = [*product(("bf16-mixed", "fp16-mixed", SPLIT), ("ours", "fused"))]
 
-@pytest.mark.parametrize("optimizer", ["ours", "fused"])
-@pytest.mark.parametrize("policy", ["bf16-mixed", "fp16-mixed", "bf16-mixed,param=fp32:split"])
+
+@pytest.mark.parametrize(("policy", "optimizer"), jobs.few(TABLE, ("fp16-mixed", "fused"), (SPLIT, "ours")))
 def test_two_ranks_train_as_one(ranks, policy, optimizer):
     assert_same(policy, jobs.train(policy, optimizer), ranks(jobs.train, 2, policy, optimizer))
 
@@ -95,8 +99,9 @@ def with_nan_on_one_rank(shape, where):
     return rows, str(caught.value), jobs.whole(model)
 
 
-@pytest.mark.parametrize("where", ["loss", "gradient"])
-@pytest.mark.parametrize("shape", [None, ()], ids=["ddp", "fsdp"])
+@pytest.mark.parametrize(
+    ("shape", "where"), jobs.few([*product((None, ()), ("loss", "gradient"))], (None, "gradient"), ((), "loss"))
+)
 def test_a_nan_on_one_rank_skips_the_step_on_all_and_names_the_rank(ranks, shape, where):
     (first, said, weights), (second, same, others) = ranks(with_nan_on_one_rank, 2, shape, where)
     rank = 1 if where == "loss" else -1

@@ -1,6 +1,7 @@
 """FSDP2: the same training as in one process, with fp32 gradients on the wire and nothing gathered left behind."""
 
 from functools import partial
+from itertools import product
 
 import pytest
 import torch
@@ -14,15 +15,10 @@ from halfstep.torch.functions.mode import PolicyMode
 from tests.torch.parallel import jobs
 from tests.torch.parallel.bounds import assert_same
 
-FEW = {("bf16-mixed", "ours"), ("fp16-mixed", "fused")}  # the others only if asked to prove
-MANY = [
-    pytest.param(policy, optimizer, marks=[] if (policy, optimizer) in FEW else pytest.mark.prove)
-    for policy in ("fp32", "bf16-mixed", "fp16-mixed")
-    for optimizer in jobs.OPTIMIZERS
-]
+TABLE = [*product(("fp32", "bf16-mixed", "fp16-mixed"), jobs.OPTIMIZERS)]
 
 
-@pytest.mark.parametrize(("policy", "optimizer"), MANY)
+@pytest.mark.parametrize(("policy", "optimizer"), jobs.few(TABLE, ("bf16-mixed", "ours"), ("fp16-mixed", "fused")))
 def test_two_ranks_train_as_one(ranks, policy, optimizer):
     assert_same(policy, jobs.train(policy, optimizer), ranks(jobs.train, 2, policy, optimizer, ()))
 

@@ -41,18 +41,17 @@ def three_updates(shape, iteration, bad=()):
     return [jobs.whole_tensor(t) for t in (*parameters, *states)]
 
 
-@pytest.mark.parametrize("iteration", ["fp32", "bf16"])
-@pytest.mark.parametrize(
-    ("shape", "number"),
-    [(None, 2), ((), 2), *(pytest.param(s, 4, marks=pytest.mark.prove) for s in (None, (), (2, 2)))],
-)
+TABLE = [(*row, it) for row in ((None, 2), ((), 2), (None, 4), ((), 4), ((2, 2), 4)) for it in ("fp32", "bf16")]
+
+
+@pytest.mark.parametrize(("shape", "number", "iteration"), jobs.few(TABLE, (None, 2, "bf16"), ((), 2, "bf16")))
 def test_ranks_make_the_updates_of_one_process_bit_for_bit(ranks, shape, number, iteration):
     alone = three_updates(None, iteration, (1,))
     for found in ranks(three_updates, number, shape, iteration, (1,)):
         assert all(map(torch.equal, found, alone))
 
 
-@pytest.mark.parametrize("shape", [None, ()], ids=["ddp", "fsdp"])
+@pytest.mark.parametrize("shape", [pytest.param(None, marks=pytest.mark.prove), ()], ids=["ddp", "fsdp"])
 def test_two_ranks_train_as_one(ranks, shape):
     assert_same("bf16-mixed", jobs.train("bf16-mixed", "muon"), ranks(jobs.train, 2, "bf16-mixed", "muon", shape))
 

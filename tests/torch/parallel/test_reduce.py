@@ -7,7 +7,8 @@ from torch.nn.parallel import DistributedDataParallel
 from halfstep.torch import prepare
 from tests.torch.parallel import jobs
 
-FOUR = pytest.param("fsdp", 4, marks=pytest.mark.prove)
+SPLIT = ",param=fp32:split"
+TABLE = [(*row, split) for row in (("ddp", 2), ("fsdp", 2), ("fsdp", 4)) for split in ("", SPLIT)]
 WAYS = {"ddp": None, "fsdp": (), "hybrid": (2, 2)}
 
 
@@ -31,10 +32,7 @@ def one_step(policy, way):
     return own, {name: (before[name], after[name]) for name in before}, wire.sent
 
 
-@pytest.mark.parametrize("split", ["", ",param=fp32:split"], ids=["whole", "split"])
-@pytest.mark.parametrize(
-    ("way", "number"), [("ddp", 2), ("fsdp", 2), pytest.param("fsdp", 4, marks=pytest.mark.prove)]
-)
+@pytest.mark.parametrize(("way", "number", "split"), jobs.few(TABLE, ("ddp", 2, SPLIT), ("fsdp", 2, "")))
 def test_gradients_are_rounded_once_and_summed_in_fp32(ranks, way, number, split):
     """The step of SGD at a rate of 1 is the mean of what each rank sent, in the one order of the sum."""
     found = ranks(one_step, number, f"bf16-mixed,reduce=bf16{split}", way)
@@ -44,7 +42,7 @@ def test_gradients_are_rounded_once_and_summed_in_fp32(ranks, way, number, split
     assert all(torch.equal(found[0][1][name][1], other[name][1]) for _, other, _ in found for name in other)
 
 
-@pytest.mark.parametrize("way", ["ddp", "fsdp"])
+@pytest.mark.parametrize("way", ["ddp", pytest.param("fsdp", marks=pytest.mark.prove)])
 def test_less_travels(ranks, way):
     wide, narrow = (ranks(one_step, 2, f"bf16-mixed,reduce={reduce}", way)[0][2] for reduce in ("fp32", "bf16"))
     reduced = {"ddp": "allreduce", "fsdp": "reduce_scatter_base"}[way]
@@ -64,7 +62,9 @@ def test_copies_of_shards_add_their_sums_in_fp32(ranks):
         assert torch.equal(after, before - (halves[0] + halves[1]) / 2), name
 
 
-@pytest.mark.parametrize("policy", ["bf16-true", "bf16-mixed,accumulate=bf16"])
+@pytest.mark.parametrize(
+    "policy", ["bf16-true", pytest.param("bf16-mixed,accumulate=bf16", marks=pytest.mark.prove)]
+)
 def test_what_is_summed_beside_parameters_is_averaged_in_fp32(ranks, policy):
     """Narrow masters, and sums in another format: DDP does not see them."""
     (loss, norm), *_ = summed_beside(policy)

@@ -43,9 +43,8 @@ def counted(policy, way):
     return here, [sum(column) for column in zip(*expected, strict=True)], wire.sent, run.sent(), run.summary()
 
 
-MANY = [
-    pytest.param(*row, marks=pytest.mark.prove) for row in [("ddp", 2), ("ddp", 4), ("fsdp", 4), ("hybrid", 4)]
-]
+POLICIES = ("bf16-mixed", SPLIT, "bf16-mixed,reduce=bf16")
+TABLE = [(*row, p) for row in (("fsdp", 2), ("ddp", 2), ("ddp", 4), ("fsdp", 4), ("hybrid", 4)) for p in POLICIES]
 
 
 def sent_around(rows, ring):
@@ -57,8 +56,7 @@ def sent_around(rows, ring):
     return sum(times * around(ring, nbytes) for times, nbytes in whole)
 
 
-@pytest.mark.parametrize(("way", "number"), [("fsdp", 2), *MANY])
-@pytest.mark.parametrize("policy", ["bf16-mixed", SPLIT, "bf16-mixed,reduce=bf16"])
+@pytest.mark.parametrize(("way", "number", "policy"), jobs.few(TABLE, ("fsdp", 2, SPLIT)))
 def test_ranks_hold_and_send_what_the_formulas_say(ranks, way, number, policy):
     shards = {"ddp": number, "fsdp": number, "hybrid": 2}[way]
     for here, expected, rows, formula, summary in ranks(counted, number, policy, way):
