@@ -45,7 +45,7 @@ from halfstep.torch.convert.fp8_choice import Measured, Timer
 from halfstep.torch.convert.known_packages import routers, with_routers
 from halfstep.torch.convert.modules import Island, Leaf
 from halfstep.torch.convert.plan import Change, Originals, Plan, change_of, give, plans_of, reach_of
-from halfstep.torch.dtypes import DTYPES, FLOATS, dtype_of, supported
+from halfstep.torch.dtypes import DTYPES, FLOATS, dtype_of, home, supported
 from halfstep.torch.fp8.delayed import Amaxes
 from halfstep.torch.layers import Layer
 from halfstep.torch.measure import time_layer
@@ -216,7 +216,7 @@ def restore(applied: Applied) -> None:
 
 def check_supported(wanted: Sequence[Precision], device: torch.device) -> None:
     """Refuses what the device cannot run, with the reason and an alternative that runs."""
-    check_formats(wanted, "torch", str(device), lambda fmt: supported(fmt, device), tuple(DTYPES))
+    check_formats(wanted, "torch", str(device), lambda fmt: supported(fmt, home(device)), tuple(DTYPES))
 
 
 def trainable(model: nn.Module) -> dict[str, nn.Parameter]:

@@ -49,6 +49,13 @@ def format_of(dtype: torch.dtype) -> Format:
     return _FORMATS[dtype]
 
 
+def home(device: torch.device) -> torch.device:
+    """Returns where a model on the meta device will be, most likely; `Run.attach` asks again, when it is there."""
+    if device.type != "meta":
+        return device
+    return torch.accelerator.current_accelerator() or torch.device("cpu")
+
+
 def describe(device: torch.device | str) -> Device:
     """Returns what is known about a torch device. Asking about the CPU starts no other device."""
     device = as_device(device)
@@ -64,8 +71,6 @@ def describe(device: torch.device | str) -> Device:
             _available(device, torch.backends.mps.is_available())
             name = sysctl("machdep.cpu.brand_string") or "Apple GPU"
             return Device("apple", name, architecture=apple_generation(name))
-        case "meta":  # the model is filled later: `attach` asks again, on the device where it is then
-            return describe(torch.accelerator.current_accelerator() or "cpu")
         case other:
             raise HalfstepError(
                 f"halfstep knows nothing about the torch device `{other}`; it runs on cpu, cuda, xpu and mps",

@@ -29,7 +29,7 @@ from halfstep.core.scaling import DynamicScale, NoScale, way_out
 from halfstep.torch import state
 from halfstep.torch.apply import apply, names_of, restore, set_precision
 from halfstep.torch.convert.plan import check_model
-from halfstep.torch.dtypes import describe
+from halfstep.torch.dtypes import describe, home
 from halfstep.torch.optim.adamw import Grads, Optimizer
 from halfstep.torch.optim.drivers import GradNorm
 from halfstep.torch.parallel.ranks import agree, in_group, largest, leave_to_us, num_ranks
@@ -97,7 +97,7 @@ def prepare(
     check_settings(clip_norm, seed, ema, tokens)
     given, named = policy_of(optimizer, policy)
     check_model(model, empty=given is None)
-    policy, choice, note = settle(named, lambda: measured_choice(model, tokens), describe(device_of(model)))
+    policy, choice, note = settle(named, lambda: measured_choice(model, tokens), describe(home(device_of(model))))
     optimizers = [] if given is None else check_given(given, model, policy)
     check_fp32([base_precision(policy), *precisions(policy, names_of(model, None)).values()])
     for p in model.parameters():
