@@ -59,6 +59,10 @@ def run(arguments: list[str]) -> int:
     with drop_refused_output(stdout=trains), warnings.catch_warnings():
         # torch's trace of a CPU without bf16 instructions, about which we warn in one line.
         warnings.filterwarnings("ignore", "mkldnn_matmul failed")
+        # A block returns a view of its values, which nothing changes in place.
+        warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view")
+        # Its new name came with torch 2.13, and 2.11 works too.
+        warnings.filterwarnings("ignore", ".*all_gather_into_tensor. is deprecated")
         return _run(arguments, trains)
 
 

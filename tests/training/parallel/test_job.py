@@ -68,6 +68,7 @@ def test_two_ranks_with_shards_train_as_one(text, tmp_path):
     ends = train(words(text, two, adamw, full), stop_rank_1_at_3)
     assert [code for code, *_ in ends] == [0, 0], ends
     assert "2 processes, each with a share of the state (FSDP2)" in ends[0][1]
+    assert "Warning" not in ends[0][1]
     assert ends[0][2] == ends[1][2]
     (event,) = events_of(two, "stop")
     assert (event["step"], event["saved"]) == (4, 4)
