@@ -40,7 +40,7 @@ prove: $(VENV)/.dev
 	PYTHONOPTIMIZE=1 $(BIN)/python $(PYTEST) -m 'not prove' $(OPTIMIZED)
 	$(BIN)/python benchmarks/prove/split_all.py
 	$(BIN)/python benchmarks/prove/kills.py
-	$(BIN)/python benchmarks/prove/job_kills.py
+	$(BIN)/python benchmarks/prove/job_kills.py --seconds 40
 	$(BIN)/python benchmarks/prove/fuzz.py
 	$(BIN)/python benchmarks/prove/fuzz.py --planted --commands 300 --files 150 --seconds 15
 	$(BIN)/python benchmarks/prove/hazards.py
