@@ -23,6 +23,16 @@ Every line has `event`, its kind, and `time`, Unix seconds. The kinds and their 
     low_scale    step, scale, message: the loss scale is low and falling; at its floor the run stops
     spike        step, loss, median, in_a_row, where: a loss above the recent ones by more than training.rollback
     rollback     step (it happened at), to (step of the checkpoint), skipped_data (updates' worth), message
+    monitor      step, layers ([{name, kind, formats: {role: format}}]), every, slice: what is watched from here on
+    layers       step, since (the numbers are of the steps after this one), activation and gradient (count, amax,
+                 overflow, underflow, subnormal), weight (norm, gradient_norm, update_norm, lost: the share of
+                 updates that left their weight as it was, or null): lists, parallel to `monitor.layers`
+    sample       step, why ("schedule" or "alarm: ..."), layers ({name: {role: {exponents: {exponent: count}, sqnr
+                 (dB), headroom (bits), kurtosis, what_if: {format: {sqnr, overflow, underflow}}}}}): of part of a
+                 batch, with the weights after the step; roles are activation, gradient and weight
+    finding      step, and a Finding of halfstep.core.audit: rule, message, where, evidence, ...; once each
+    cause        step, pass ("forward", "backward", "reduction" or null), operation, module, micro_batch, rank
+                 (each or null), where ([{file, offsets}]), message: the first operation that made something not finite
     artifact     path, bytes, limit (or null), over (bytes), loss and bits_per_byte, each _before and _after
     warning      message
     stop         step, reason, saved (step of the newest complete checkpoint, or null), and totals
@@ -72,6 +82,7 @@ class SettingsChange:
 
 _STEP: dict[str, Any] = {"step": Count}
 _LOSS: dict[str, Any] = {**_STEP, "loss": float | None, "grad_norm": float | None, "scale": float | None}
+_COLUMNS = Mapping[str, tuple[float | None, ...]]
 _DONE: dict[str, Any] = {**_STEP, "spent": Mapping[str, float | None] | None, "mfu": float | None}
 _FIELDS: dict[str, dict[str, Any]] = {
     "start": {
@@ -94,6 +105,11 @@ _FIELDS: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("skip", "not_finite", "spike"), _LOSS),
     "low_scale": {**_STEP, "scale": float, "message": str},
     "rollback": {**_STEP, "to": Count, "message": str},
+    "monitor": {**_STEP, "layers": tuple[Mapping[str, Any], ...], "every": Count, "slice": Count},
+    "layers": {**_STEP, "since": Count, **dict.fromkeys(("activation", "gradient", "weight"), _COLUMNS)},
+    "sample": {**_STEP, "why": str, "layers": Mapping[str, Any]},
+    "finding": {**_STEP, "rule": str, "message": str},
+    "cause": {**_STEP, "pass": str | None, "message": str},
     "warning": {"message": str},
     "stop": {**_DONE, "reason": str, "saved": Count | None},
     "end": {**_DONE, "seconds": float | None, "loss": float | None, "validation_loss": float | None},
