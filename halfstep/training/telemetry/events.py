@@ -32,7 +32,7 @@ Every line has `event`, its kind, and `time`, Unix seconds. The kinds and their 
                  batch, with the weights after the step; roles are activation, gradient and weight
     finding      step, and a Finding of halfstep.core.audit: rule, message, where, evidence, ...; once each
     cause        step, pass ("forward", "backward", "reduction" or null), operation, module, micro_batch, rank
-                 (each or null), where ([{file, offsets}]), message: the first operation that made something not finite
+                 (each or null), where ([{file, offsets}]), message: the first operation that went wrong
     artifact     path, bytes, limit (or null), over (bytes), loss and bits_per_byte, each _before and _after
     warning      message
     stop         step, reason, saved (step of the newest complete checkpoint, or null), and totals
