@@ -39,6 +39,7 @@ BACKEND_ROOMS = [
     {"apply"},
     {"optim"},
     {"observe"},  # to come: statistics of every layer
+    {"collect"},  # to come: what an audit sees; `audit` itself is a public function of jax and mlx
     {"parallel"},
     {"run"},
     {"state"},
