@@ -1,0 +1,1 @@
+"""What can go wrong in mixed precision, as rules that read a record of what was seen."""

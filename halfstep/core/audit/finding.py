@@ -1,0 +1,89 @@
+"""What a rule is, and what it says when it is broken."""
+
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+from halfstep.core.audit.record import filled, plain
+
+Severity = Literal["error", "warning", "note"]
+Confidence = Literal["certain", "likely", "weak"]
+SEVERITIES: tuple[Severity, ...] = ("error", "warning", "note")
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One broken rule at one place."""
+
+    rule: str
+    message: str
+    severity: Severity
+    confidence: Confidence
+    fix: str
+    page: str
+    place: str | None = None  # file:line
+    where: list[str] = field(default_factory=list)  # tensors or modules
+    evidence: dict[str, float] = field(default_factory=dict)
+    policy_rule: str | None = None  # a rule of a policy that cures it, such as `"blocks.3.norm" = "norm=fp32"`
+    ranks: list[int] = field(default_factory=list)  # that show it
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns the finding as plain data."""
+        data: dict[str, Any] = plain(self)
+        return data
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> "Finding":
+        """Returns the finding of plain data."""
+        return filled(cls, data)
+
+    @property
+    def key(self) -> tuple[str, str | None, tuple[str, ...]]:
+        """What makes two findings the same, on whatever rank: rule, place and names."""
+        return self.rule, self.place, tuple(self.where)
+
+    def also_on(self, ranks: list[int]) -> "Finding":
+        """Returns the same finding, seen on more ranks."""
+        return replace(self, ranks=sorted({*self.ranks, *ranks}))
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One thing that can be wrong. `what` says it in a sentence, `why` what it costs, `fix` what to do."""
+
+    id: str
+    name: str
+    severity: Severity
+    what: str
+    why: str
+    fix: str
+    needs: str = ""  # what must have been seen for it to be judged, such as "a live run"
+
+    @property
+    def page(self) -> str:
+        """Where it is documented."""
+        return f"docs/audit.md#{self.id.lower()}"
+
+    def finding(
+        self,
+        message: str,
+        *where: str,
+        place: str | None = None,
+        evidence: dict[str, float] | None = None,
+        confidence: Confidence = "certain",
+        severity: Severity | None = None,
+        fix: str | None = None,
+        policy_rule: str | None = None,
+    ) -> Finding:
+        """Returns a finding of this rule."""
+        return Finding(
+            rule=self.id,
+            message=message,
+            severity=severity or self.severity,
+            confidence=confidence,
+            fix=fix or self.fix,
+            page=self.page,
+            place=place,
+            where=list(where),
+            evidence=dict(evidence or {}),
+            policy_rule=policy_rule,
+        )

@@ -1,0 +1,208 @@
+"""What was seen of a training, whatever the framework: collectors fill a `Record`, rules read it.
+
+A collector writes down facts and judges nothing: a field that it could not see keeps its default, and `unseen`
+says why. Formats are names such as `bf16` and `fp32`; other dtypes keep their own name (`int8`, `float64`).
+Places are `file:line` in the code of the user. Everything is plain data, so that a record travels between
+processes as JSON.
+"""
+
+import types
+from dataclasses import dataclass, field, fields, is_dataclass
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+
+Source = Literal["script", "run", "checkpoint", "recipe", "factory", "jax", "mlx", "prepared"]
+WeightKind = Literal["matrix", "embedding", "norm", "bias", "router", "adapter", "other"]
+BufferKind = Literal["rope", "running", "other"]
+OperationKind = Literal["norm", "softmax", "router", "loss", "matmul", "attention", "other"]
+CallKind = Literal[
+    "scale",
+    "unscale",
+    "clip",
+    "step",
+    "update",
+    "zero",
+    "schedule",
+    "backward",
+    "autocast",
+    "reduce",
+    "load",
+    "save",
+]
+
+
+@dataclass(slots=True)
+class UpdateCounts:
+    """What happened to the updates of one tensor; every count is over elements and steps together."""
+
+    steps: int = 0  # of the optimizer, skipped ones left out
+    skipped: int = 0  # steps that the loss scaler or the loop skipped
+    elements: int = 0  # looked at; of a large tensor a part stands for all
+    intended: int = 0  # updates that are not zero, by the optimizer's own formula in fp64
+    lost: int = 0  # of those: the stored value is the one from before the step
+    decay_intended: int = 0  # weight decays that are not zero
+    decay_lost: int = 0  # of those: the decay alone would leave the stored value as it is
+    arrived_sum: float = 0.0  # sum of actual * intended
+    intended_sum: float = 0.0  # sum of intended squared
+    gradient: int = 0  # elements with a nonzero gradient
+    moved: bool = False  # whether any element ever differed from its first value
+    exact: bool = True  # False: an unknown optimizer, so `intended` counts elements with a nonzero gradient
+
+    @property
+    def arrived(self) -> float | None:
+        """The share of the intended update that arrived; None if nothing was intended, or that is not known."""
+        return self.arrived_sum / self.intended_sum if self.exact and self.intended_sum else None
+
+    def merge(self, other: "UpdateCounts") -> "UpdateCounts":
+        """Returns the counts of both."""
+        sums = {f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)[:-2]}
+        return UpdateCounts(**sums, moved=self.moved or other.moved, exact=self.exact and other.exact)
+
+
+@dataclass(slots=True)
+class Weight:
+    """One parameter."""
+
+    name: str
+    format: str  # of the values that the model computes with
+    shape: list[int] = field(default_factory=list)
+    trainable: bool = True
+    kind: WeightKind = "other"
+    optimizer: str | None = None  # the class of the optimizer that steps it
+    master: str | None = None  # the format that the optimizer really steps; None if that is `format`
+    moments: dict[str, str] = field(default_factory=dict)  # by their name in the optimizer's state
+    grad_format: str | None = None
+    place: str | None = None
+    updates: UpdateCounts | None = None
+
+    @property
+    def stepped(self) -> str:
+        """The format that the optimizer adds its updates to."""
+        return self.master or self.format
+
+
+@dataclass(slots=True)
+class Buffer:
+    """A tensor of the model that is not trained."""
+
+    name: str
+    format: str
+    kind: BufferKind = "other"
+    place: str | None = None
+    was: str | None = None  # the format from before, if it was seen to change
+
+
+@dataclass(slots=True)
+class Operation:
+    """Calls of one kind that one module made."""
+
+    module: str  # qualified name; empty if no module made the call
+    kind: OperationKind
+    inputs: list[str] = field(default_factory=list)
+    outputs: list[str] = field(default_factory=list)
+    inside: str | None = None  # the format that it computes in
+    count: int = 0
+    amax: float | None = None
+    overflow: int = 0  # elements beyond the largest number of the format, infinities included
+    underflow: int = 0  # nonzero elements that the format turns into zero
+    place: str | None = None
+    promoted: bool = False  # an operand was silently widened to fp32
+    backward: bool = False  # the numbers are of its gradient
+
+
+@dataclass(slots=True)
+class Call:
+    """Something that the training loop did; the list of them is in order."""
+
+    what: CallKind
+    update: int = 0  # the optimizer steps that came before it
+    target: str | None = None  # which optimizer, scaler or schedule
+    skipped: bool = False
+    place: str | None = None
+    numbers: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class Sync:
+    """A place that makes the host wait for the device."""
+
+    place: str | None
+    what: str = "item"
+    per_step: float = 0.0
+
+
+@dataclass(slots=True)
+class CheckpointFacts:
+    """What one checkpoint on disk holds."""
+
+    path: str
+    step: int | None = None
+    weights: dict[str, str] = field(default_factory=dict)  # the format of each, by name
+    masters: dict[str, str] = field(default_factory=dict)
+    moments: dict[str, str] = field(default_factory=dict)  # by `parameter/moment`
+    scaler: bool | None = None  # whether the state of a loss scaler is there; None if that cannot be seen
+    complete: bool = True
+    problem: str | None = None  # why it is not complete
+
+
+@dataclass(slots=True)
+class Record:
+    """Everything that one process, or one folder, showed."""
+
+    source: Source
+    framework: str = "torch"
+    rank: int = 0
+    updates: int = 0  # how many were watched
+    weights: list[Weight] = field(default_factory=list)
+    buffers: list[Buffer] = field(default_factory=list)
+    operations: list[Operation] = field(default_factory=list)
+    calls: list[Call] = field(default_factory=list)
+    switches: dict[str, str | float | bool | None] = field(default_factory=dict)
+    losses: list[float | None] = field(default_factory=list)  # as computed; None is a NaN or an infinity
+    logged: list[float | None] = field(default_factory=list)  # as the framework showed them
+    syncs: list[Sync] = field(default_factory=list)
+    checkpoints: list[CheckpointFacts] = field(default_factory=list)  # oldest first
+    policy: str | None = None  # of halfstep, if it trains
+    unseen: list[str] = field(default_factory=list)  # what could not be seen, and why
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns the record as plain data."""
+        data: dict[str, Any] = plain(self)
+        return data
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> "Record":
+        """Returns the record of plain data; keys of a newer version are left out."""
+        return filled(cls, data)
+
+    def calls_of(self, *kinds: CallKind) -> list[Call]:
+        """Returns the calls of some kinds, in order."""
+        return [call for call in self.calls if call.what in kinds]
+
+
+T = TypeVar("T")
+
+
+def plain(value: Any) -> Any:
+    """Returns a dataclass as dictionaries and lists."""
+    if is_dataclass(value):
+        return {f.name: plain(getattr(value, f.name)) for f in fields(value)}
+    if isinstance(value, list | tuple):
+        return [plain(each) for each in value]
+    return {key: plain(each) for key, each in value.items()} if isinstance(value, dict) else value
+
+
+def filled(kind: type[T], data: dict[str, Any]) -> T:
+    """Returns a dataclass of plain data."""
+    hints = get_type_hints(kind)
+    return kind(**{name: _value(hints[name], value) for name, value in data.items() if name in hints})
+
+
+def _value(hint: Any, value: Any) -> Any:
+    if value is None:
+        return None
+    origin = get_origin(hint)
+    if origin in (Union, types.UnionType):
+        return next((_value(each, value) for each in get_args(hint) if is_dataclass(each)), value)
+    if origin is list:
+        return [_value(get_args(hint)[0], each) for each in value]
+    return filled(hint, value) if is_dataclass(hint) and isinstance(hint, type) else value

@@ -1,0 +1,1 @@
+"""HS6xx: what checkpoints hold, and what a resume makes of it."""

@@ -1,0 +1,1 @@
+"""HS4xx: the formats that operations and buffers have."""

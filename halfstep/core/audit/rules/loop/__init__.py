@@ -1,0 +1,1 @@
+"""HS5xx: what the training loop does and hides."""

@@ -1,0 +1,1 @@
+"""HS2xx: the loss scale."""

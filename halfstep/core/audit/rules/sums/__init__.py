@@ -1,0 +1,1 @@
+"""HS3xx: sums over micro-batches, ranks and products."""

@@ -1,0 +1,1 @@
+"""HS1xx: masters, moments, and updates that never arrive."""

@@ -1,0 +1,115 @@
+"""Records travel as JSON, every rule module is found, and findings are chosen, merged and suppressed."""
+
+import json
+from dataclasses import fields, is_dataclass
+
+import pytest
+
+from halfstep.core.audit import record as record_module
+from halfstep.core.audit.engine import Suppression, check, registry
+from halfstep.core.audit.finding import Finding
+from halfstep.core.audit.record import (
+    Buffer,
+    Call,
+    CheckpointFacts,
+    Operation,
+    Record,
+    Sync,
+    UpdateCounts,
+    Weight,
+)
+from halfstep.core.errors import ConfigError
+
+
+def full():
+    """A record in which nothing has its default."""
+    counts = UpdateCounts(3, 1, 12, 9, 8, 7, 6, 0.5, 2.0, 9, True, False)
+    return Record(
+        source="script",
+        framework="jax",
+        rank=1,
+        updates=20,
+        weights=[
+            Weight("a.b", "bf16", [2, 3], False, "matrix", "AdamW", "fp32", {"m": "bf16"}, "fp16", "f:1", counts)
+        ],
+        buffers=[Buffer("rope", "bf16", "rope", "f:2", "fp32")],
+        operations=[Operation("n", "norm", ["bf16"], ["fp32"], "fp32", 2, 1.5, 3, 4, "f:3", True, True)],
+        calls=[Call("clip", 2, "0", True, "f:4", {"norm": 1.0})],
+        switches={"allow_tf32": True},
+        losses=[1.0, None],
+        logged=[1.0],
+        syncs=[Sync("f:5", "cpu", 2.0)],
+        checkpoints=[CheckpointFacts("c", 3, {"a": "bf16"}, {"a": "fp32"}, {"a/m": "fp32"}, True, False, "torn")],
+        policy="bf16-mixed",
+        unseen=["the joint graph"],
+    )
+
+
+def test_a_record_comes_back_from_json():
+    data = json.loads(json.dumps(full().to_dict()))
+    assert Record.from_dict(data) == full()
+    assert Record.from_dict(data | {"of a newer version": 1}) == full()
+
+
+def test_the_full_record_has_a_value_in_every_field():
+    kinds = [kind for kind in vars(record_module).values() if isinstance(kind, type) and is_dataclass(kind)]
+    record = full()
+    parts = [record, *record.weights, record.weights[0].updates, *record.buffers, *record.operations]
+    parts += [*record.calls, *record.syncs, *record.checkpoints]
+    assert {type(part) for part in parts} == set(kinds)
+    for part in parts:
+        for field in fields(part):
+            assert getattr(part, field.name) != field.default, (type(part), field.name)
+
+
+def test_counts_merge():
+    a, b = UpdateCounts(steps=2, lost=3, arrived_sum=1.0, intended_sum=2.0), UpdateCounts(steps=1, moved=True)
+    assert a.merge(b) == UpdateCounts(steps=3, lost=3, arrived_sum=1.0, intended_sum=2.0, moved=True)
+    assert a.arrived == 0.5
+    assert b.arrived is None
+
+
+@pytest.mark.parametrize("id", registry())
+def test_a_rule_says_what_why_and_what_to_do(id):
+    rule, _ = registry()[id]
+    assert rule.id == id
+    assert rule.page == f"docs/audit.md#{id.lower()}"
+    assert all(text.endswith(".") for text in (rule.what, rule.why, rule.fix))
+
+
+def half(rank=0):
+    weights = [Weight(name, "fp16", optimizer="SGD") for name in ("a.weight", "b.weight")]
+    return Record("script", rank=rank, weights=weights)
+
+
+def test_findings_are_chosen_by_rule():
+    assert {f.rule for f in check(half(), select=["HS105"])} == {"HS105"}
+    assert {f.rule for f in check(half(), select=["hs1"], ignore=["HS101"])} == {"HS105"}
+    assert "HS105" not in {f.rule for f in check(half(), ignore=["HS1"])}
+
+
+@pytest.mark.parametrize("name", ["HS150", "weights", ""])
+def test_a_rule_that_does_not_exist_is_refused(name):
+    with pytest.raises(ConfigError, match="there is no rule"):
+        check(half(), select=[name])
+    with pytest.raises(ConfigError, match="there is no rule"):
+        check(half(), ignore=[name])
+    with pytest.raises(ConfigError, match="there is no rule"):
+        check(half(), suppressed=[Suppression(name, "because")])
+
+
+def test_a_suppression_covers_the_names_it_matches():
+    accepted = Suppression("HS105", "a study of fp16", ("a.*",))
+    left = check(half(), select=["HS105"], suppressed=[accepted])
+    assert [f.where for f in left] == [["b.weight"]]
+    assert check(half(), select=["HS105"], suppressed=[Suppression("HS105", "all of it")]) == []
+
+
+def test_ranks_that_show_the_same_are_one_finding():
+    found = check([half(0), half(1)], select=["HS105"])
+    assert [(f.where, f.ranks) for f in found] == [(["a.weight"], [0, 1]), (["b.weight"], [0, 1])]
+
+
+def test_a_finding_comes_back_from_json():
+    found = check(half(), select=["HS105"])[0]
+    assert Finding.from_dict(json.loads(json.dumps(found.to_dict()))) == found
