@@ -1,8 +1,10 @@
 """Tensors that are spread over ranks (DTensor), and what this rank has of them."""
 
 import sys
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -15,6 +17,38 @@ class Rows(NamedTuple):
     start: int
     stop: int
     total: int
+
+
+class ShardCast:
+    """A shard in the narrow format that travels, as long as nobody has written to the shard since."""
+
+    def __init__(self, version: Callable[[], tuple[int, ...]]):
+        """`version` counts writes to the shard; kernels of ours are not counted, and say what they write."""
+        self.values: Tensor | None = None
+        self._version = version
+        self._made_at: tuple[int, ...] = ()
+        self._is_written = False  # by the optimizer, with the shard
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """The format, if there is a cast."""
+        return None if self.values is None else self.values.dtype
+
+    def current(self, dtype: torch.dtype) -> Tensor | None:
+        """Returns the cast to a format of what the shard holds now, if it was made."""
+        return self.values if self.dtype == dtype and self._made_at == self._version() else None
+
+    def hold(self, values: Tensor) -> None:
+        """Takes the cast of what the shard holds now."""
+        self.values, self._made_at = values, self._version()
+
+    def note_written(self) -> None:
+        """Says that the cast was written together with the shard."""
+        self._made_at, self._is_written = self._version(), True
+
+    def drop_unless_written(self) -> None:
+        """Frees the cast, unless the last update wrote it."""
+        self.values, self._is_written = self.values if self._is_written else None, False
 
 
 def all_gather(whole: Tensor, part: Tensor) -> None:

@@ -2,7 +2,7 @@
 
 torch has no kernel that updates a split master, and a compiled one over hundreds of tensors costs milliseconds of
 the host. A number moves 28 bytes, with whole and split masters alike, and unscaling and clipping cost no extra
-pass.
+pass. A shard whose bf16 cast travels gets it written in the same pass, for 2 bytes instead of the 6 of a cast.
 
     g <- factor g
     m <- b1 m + (1 - b1) g            v <- b2 v + (1 - b2) g^2
@@ -35,11 +35,14 @@ CHUNK, WARPS = 512, 4
 # Tensors that a program counts.
 COUNTED = 128
 # The rows of the table of addresses. A kernel reads a global only if it is a constexpr of Triton.
-PARAMETER, REMAINDER, GRAD, FIRST, SECOND, STEP, BETAS = (tl.constexpr(row) for row in range(7))
+PARAMETER, REMAINDER, GRAD, FIRST, SECOND, STEP, CAST, BETAS = (tl.constexpr(row) for row in range(8))
 
 
 class Update:
-    """The launches for one list of parameters, in place; without a remainder, a parameter is the master."""
+    """The launches for one list of parameters, in place; without a remainder, a parameter is the master.
+
+    A whole master's new number is also written to its bf16 cast, if it has one.
+    """
 
     def __init__(
         self,
@@ -48,6 +51,7 @@ class Update:
         first: Sequence[Tensor],
         second: Sequence[Tensor],
         steps: Sequence[Tensor],
+        casts: Sequence[Tensor | None] = (),
     ):
         self.device, self._narrow = parameters[0].device, first[0].dtype == torch.bfloat16
         sizes = [parameter.numel() for parameter in parameters]
@@ -55,7 +59,8 @@ class Update:
         self._counts = sent(torch.tensor(sizes), self.device)
         self._paces, self._roots = (torch.empty(len(sizes), device=self.device) for _ in range(2))
         # Kept: they must not move.
-        self._rows = [parameters, remainders, [None] * len(sizes), first, second, steps]
+        none = [None] * len(sizes)
+        self._rows = [parameters, remainders, none, first, second, steps, casts or none]
         addresses = [0 if tensor is None else tensor.data_ptr() for row in self._rows for tensor in row]
         self._table = sent(torch.tensor([*addresses, 0, 0]), self.device)
         self._tensors, self._programs = len(sizes), self._owners.numel()
@@ -211,6 +216,13 @@ def _chunk(
         tl.store(los, tl.where(nan, 0, bits).to(tl.int16), mask)
     else:
         tl.store(wides, w, mask)
+        if tl.load(table + CAST * tensors + mine) != 0:
+            # To nearest, ties to even, in integers: Triton's interpreter truncates.
+            bits = w.to(tl.int32, bitcast=True)
+            nan = (bits & 0x7FFFFFFF) > 0x7F800000
+            rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+            rounded = tl.where(nan, ((bits >> 16) & 0x8000) | 0x7FC0, rounded)
+            tl.store(_pointer(table, CAST, mine, tensors, tl.int16) + at, rounded.to(tl.int16), mask)
 
 
 @triton.jit

@@ -29,7 +29,7 @@ from halfstep.core.roles import Param, parse_value
 from halfstep.torch.dtypes import dtype_of, format_of
 from halfstep.torch.kernels import reachable
 from halfstep.torch.optim.masters import Masters
-from halfstep.torch.shards import local
+from halfstep.torch.shards import ShardCast, local
 
 is_sparse: Callable[[Tensor], bool] = Tensor.is_sparse.__get__  # type: ignore[attr-defined]
 # Like torch: tensors, (name, tensor) pairs, or groups with a list of either under "params".
@@ -238,6 +238,8 @@ class AdamW(Optimizer):
             }
             settings = {"betas": group["betas"], "eps": group["eps"], "decay": group["weight_decay"]}
             launch(fitting([local(grads[i]) for i in positions]), **scalars, **settings)
+            for cast_ in filter(None, (rows.casts[i] for i in positions)):
+                cast_.note_written()
         if rows.others:
             params, states = [rows.params[i] for i in rows.others], [rows.states[i] for i in rows.others]
             rest = [grads[i] for i in rows.others]
@@ -280,6 +282,7 @@ class _Rows:
         self._held = [[s[k] for s in self.states] for k in (*AdamW.slots, "step")]
         # What this rank has of each.
         self._here, self.columns = [*map(local, params)], [[*map(local, column)] for column in self._held]
+        self.casts = [self._cast_of(p) for p in params]
         self._addresses = self._where()
         # A launch of our kernel for each dtype of moments.
         alike: dict[torch.dtype, list[int]] = {}
@@ -298,19 +301,27 @@ class _Rows:
         return (
             all(map(is_, params, self.params))
             and masters.layout(params) is self.layout
+            and [self._cast_of(p) for p in params] == self.casts
             and all(all(map(is_, map(itemgetter(key), self.states), column)) for key, column in columns)
             and self._where() == self._addresses
         )
 
     def _where(self) -> list[int]:
-        rows: list[Sequence[Any]] = [self._here, self.layout.remainders, *self.columns]
-        return list(map(Tensor.data_ptr, [t for row in rows for t in row if t is not None]))
+        return list(map(Tensor.data_ptr, [t for row in self._table() for t in row if t is not None]))
+
+    def _table(self) -> list[Sequence[Any]]:
+        casts = [None if cast is None else cast.values for cast in self.casts]
+        return [self._here, self.layout.remainders, *self.columns, casts]
+
+    def _cast_of(self, parameter: Tensor) -> ShardCast | None:
+        """Returns the bf16 cast that an update can write beside a shard."""
+        cast = self.masters.casts.get(parameter)
+        return cast if cast is not None and cast.dtype == torch.bfloat16 else None
 
     def _launch(self, positions: list[int]) -> Any:
         from halfstep.torch.kernels.adamw import Update  # Triton is installed: these are within reach
 
-        rows: list[Sequence[Any]] = [self._here, self.layout.remainders, *self.columns]
-        return Update(*([row[i] for i in positions] for row in rows))
+        return Update(*([row[i] for i in positions] for row in self._table()))
 
     def _fits_kernel(self, i: int) -> bool:
         """Whether our kernel can update a parameter: an fp32 master, whole or split, and state within reach."""

@@ -27,6 +27,7 @@ from halfstep.core.formats import BF16, FP16, FP32, Format
 from halfstep.core.philox import tensor_id
 from halfstep.core.roles import Param
 from halfstep.torch.cast import carried, join, quantize, random_bits, split
+from halfstep.torch.shards import ShardCast
 from halfstep.torch.split.operand import values_of
 from halfstep.torch.split.writes import DATA, accept_write, check_write, note_writes, unwritten
 
@@ -62,6 +63,8 @@ class Masters:
         self.complete = complete
         # The tensors themselves: layers that need the whole master join it from the same remainder.
         self.remainders = dict(remainders or {})
+        # Of shards whose cast travels: an optimizer may write both at once.
+        self.casts: dict[Tensor, ShardCast] = {}
         self.seed = seed
         self.halves = [p for p, name in self.names.items() if name in self.remainders]
         self._layouts: dict[tuple[int, ...], Layout] = {}

@@ -22,6 +22,7 @@ from torch.utils import _pytree as pytree
 
 from halfstep.torch.layers import Layer
 from halfstep.torch.parallel.wire import NarrowReduceScatter
+from halfstep.torch.shards import ShardCast
 
 _ATEN = torch.ops.aten
 # What gives the same numbers in another shape.
@@ -106,18 +107,19 @@ class Sharded:
         """Casts the shards in a few launches, for all gathers of an update."""
         groups: dict[torch.dtype, list[Gather]] = {}
         for gather in self.gathers.values():
-            groups.setdefault(gather.format(), []).append(gather)
+            if gather.cast.current(gather.format()) is None:
+                groups.setdefault(gather.format(), []).append(gather)
         groups.pop(torch.float32, None)
         for dtype, gathers in groups.items():
-            casts = [torch.empty_like(gather.shard, dtype=dtype) for gather in gathers]
-            torch._foreach_copy_(casts, [gather.shard for gather in gathers])
-            for gather, cast in zip(gathers, casts, strict=True):
-                gather.cast = cast, gather.version
+            values = [torch.empty_like(gather.shard, dtype=dtype) for gather in gathers]
+            torch._foreach_copy_(values, [gather.shard for gather in gathers])
+            for gather, cast in zip(gathers, values, strict=True):
+                gather.cast.hold(cast)
 
     def drop_casts(self) -> None:
-        """Frees the casts: the update changes the shards."""
+        """Frees the casts, as the update has changed the shards; those it wrote too are kept for the next."""
         for gather in self.gathers.values():
-            gather.cast = None
+            gather.cast.drop_unless_written()
 
     def reshard(self) -> None:
         """Frees what is gathered: the next pass gathers again, in the format that layers compute in then."""
@@ -164,15 +166,14 @@ class Gather:
         self.places: list[tuple[Any, str]] = [(info.module, info.param_name)]
         self.places += zip(info.shared_modules, info.shared_param_names, strict=True)
         self.gathered_in: torch.dtype | None = None
-        self.cast: tuple[Tensor, tuple[int, int]] | None = None  # of the shard, and its version then
+        self.cast = ShardCast(self._version)
 
     @property
     def shard(self) -> Tensor:
         """This rank's part of the master, as long as that of any other."""
         return self.sharded._sharded_param_data.view(self.sharded.padded_sharded_param_size)
 
-    @property
-    def version(self) -> tuple[int, int]:
+    def _version(self) -> tuple[int, int]:
         """Counts writes, those to the parameter and those to its local part."""
         return self.sharded.sharded_param._version, self.sharded._sharded_param_data._version
 
@@ -203,10 +204,8 @@ class Gather:
             sharded.all_gather_outputs = []
             del sharded._unsharded_param
         self.gathered_in = now
-        cast, version = self.cast or (None, None)
-        if cast is None or cast.dtype != now or version != self.version:
-            cast = self.shard.to(now)
-        return (cast,), None
+        cast = self.cast.current(now)
+        return (self.shard.to(now) if cast is None else cast,), None
 
     def after(
         self, gathered: tuple[Tensor], metadata: None, dtype: torch.dtype, *, out: Tensor | None = None

@@ -100,6 +100,7 @@ class RunParts:
             self._hold(optimizers)
             self._check_shards()
             self.sharded = Sharded(self.model, dtype_of(self.policy.reduce))
+            self.masters.casts = {g.sharded.sharded_param: g.cast for g in self.sharded.gathers.values()}
         elif _are_filled(self.model, self.masters.names):
             self._hold(optimizers)
         if self.sharded is None and self.conversion is not None and self.conversion.split_later:

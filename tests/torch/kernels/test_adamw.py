@@ -95,6 +95,20 @@ def test_where_gradients_were_not_finite_nothing_moves(kernel):
     assert steps[0] == 0
 
 
+def test_the_cast_of_a_shard_is_written_with_it(kernel):
+    """Also past the end of a shorter shard, nothing is: there is what pads it."""
+    params, steps = [draw((70,), 0), draw((5,), 1)], empty([()] * 2)
+    first, second = empty([(70,), (5,)]), empty([(70,), (5,)])
+    casts = [torch.zeros(80, dtype=torch.bfloat16, device=DEVICE), None]
+    update = kernel.Update(params, [None] * 2, first, second, steps, casts)
+    step(update, [draw((70,), 2), draw((5,), 3)])
+    assert torch.equal(casts[0][:70], params[0].bfloat16())
+    assert not casts[0][70:].any()
+    before = casts[0].clone()
+    step(update, [draw((70,), 2), draw((5,), 3)], found_inf=1.0)
+    assert torch.equal(casts[0], before)
+
+
 def test_ties_go_away_from_zero_and_infinities_and_nan_are_those_of_cast(kernel):
     """To even, an exact tie comes back one bf16 ulp wrong; 0x7FFFFFFF, the NaN that GPUs make, becomes -0.0."""
     ties = [0x3F808000, 0x3F818000, -0x407F8000, 0x7F7F8000, 0x3F7FFFFF]

@@ -1,7 +1,10 @@
 """FSDP2: the same training as in one process, with fp32 gradients on the wire and nothing gathered left behind."""
 
+import os
 from functools import partial
+from importlib.util import find_spec
 from itertools import product
+from unittest import mock
 
 import pytest
 import torch
@@ -12,6 +15,8 @@ from torch.utils.checkpoint import checkpoint
 
 from halfstep.torch import prepare
 from halfstep.torch.functions.mode import PolicyMode
+from halfstep.torch.shards import ShardCast
+from tests.processes import run_ranks
 from tests.torch.parallel import jobs
 from tests.torch.parallel.bounds import assert_same
 
@@ -210,3 +215,45 @@ def test_shards_are_cast_once_for_all_micro_batches(ranks):
     for shapes in ranks(casts_in_an_update, 2, True):
         assert (17, 16) in shapes
         assert not {(8, 33), (25, 16)} & set(shapes)
+
+
+def by_our_kernel():
+    """Trains by our AdamW kernel, interpreted; returns weights, and how many shards each update cast again."""
+    os.environ["TRITON_INTERPRET"] = "1"  # Triton reads it when it is imported
+    from halfstep.torch.optim import adamw
+
+    dist.init_process_group("gloo")
+    weights, again = [], []
+    for writes in (True, False):
+        with pytest.MonkeyPatch.context() as patch:
+            held = mock.Mock(wraps=ShardCast.hold)
+            patch.setattr(ShardCast, "hold", lambda *given, held=held: held(*given))
+            patch.setattr(adamw, "reachable", lambda tensors: [t.is_contiguous() for t in tensors])
+            model = jobs.net()
+            run = prepare(model, "bf16-mixed", clip_norm=1.0)
+            jobs.shard(model)
+            run.attach(jobs.AdamW(model.parameters(), lr=1e-2))
+            if not writes:
+                run.masters.casts = {}
+            for step in range(4):
+                if step == 3:
+                    with torch.no_grad():
+                        model.blocks[0].up.weight.mul_(0.5)
+                bad = torch.inf if step == 2 else 1.0  # is skipped
+                loss = jobs.loss_of(model)
+                held.reset_mock()
+                run.step(lambda rows, loss=loss, bad=bad: loss(rows) * bad, jobs.batches(step, 1))
+                again.append(held.call_count)
+                for gather in run.sharded.gathers.values() if writes else ():
+                    assert torch.equal(gather.cast.values, gather.shard.bfloat16())
+            weights.append(jobs.whole(model))
+    dist.destroy_process_group()
+    return weights, again
+
+
+@pytest.mark.prove
+@pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton")
+def test_our_kernel_writes_the_casts_and_only_what_was_written_to_is_cast_again():
+    for (written, casted), again in run_ranks(by_our_kernel):
+        assert all(torch.equal(written[name], casted[name]) for name in casted)
+        assert again == [5, 0, 0, 1, 5, 5, 5, 5]

@@ -75,7 +75,7 @@ def refused(way):
             run = prepare(model, "bf16-true" if way == "narrow" else "bf16-mixed")
             if way == "blocks alone":
                 for block in model.blocks:
-                    fully_shard(block)
+                    fully_shard(block, mesh=mesh)
             else:
                 jobs.shard(model)
             run.attach(AdamW(model.parameters(), lr=1e-2))
