@@ -9,7 +9,12 @@ follows the one number that compares formats whatever the magnitude of the tenso
     SQNR = 10 log10(signal / noise)  dB
 
 Where nothing overflows or underflows, ExMy gives 6.02 y + 13.5 dB on normally distributed numbers (measured, and
-tested): every mantissa bit halves the error. Counts describe the scaled tensor, as the format sees it; amax, amin,
+tested): every mantissa bit halves the error. Two more numbers say how far a format is from its limits:
+
+    headroom = log2(max of the format / amax)       binades left above the largest element
+    kurtosis = mean x^4 / (mean x^2)^2              3 for normally distributed numbers; outliers make it large
+
+Counts describe the scaled tensor, as the format sees it; amax, amin,
 exponents and power sums describe x itself, so that steps with different scales can be merged.
 
 `UpdateStats` counts lost updates: u != 0 for which the rounded w + u is w again, so that the weight does not
@@ -32,6 +37,7 @@ from halfstep.core.rounding import as_format, as_fp32, cast, overflows
 FIRST_EXPONENT = FP32.min_exponent - FP32.mantissa_bits
 NUM_EXPONENTS = FP32.max_exponent - FIRST_EXPONENT + 1
 _COUNTS = ("count", "zeros", "nans", "infs", "overflow", "underflow", "subnormal")
+_POWER_SUMS = ("signal", "noise", "fourth")
 
 
 @dataclass(frozen=True)
@@ -50,6 +56,7 @@ class TensorStats:
     amin: float = math.inf  # the smallest nonzero magnitude; infinity when there is none
     signal: float = 0.0  # sum of squares of the finite elements
     noise: float = 0.0  # sum of squares of the errors that the saturating cast makes in them
+    fourth: float = 0.0  # sum of fourth powers of the finite elements
     exponents: tuple[int, ...] = (0,) * NUM_EXPONENTS  # finite elements, by floor(log2 |x|) - FIRST_EXPONENT
 
     @classmethod
@@ -84,13 +91,14 @@ class TensorStats:
             amin=float(nonzero.min(initial=math.inf)),
             signal=float(np.square(exact).sum()),
             noise=float(np.square(exact - rounded.astype(np.float64) / scale).sum()),
+            fourth=float(np.square(np.square(exact)).sum()),
             exponents=_exponents(nonzero),
         )
 
     def merge(self, other: "TensorStats") -> "TensorStats":
         """Returns the statistics of both together."""
         _same_format(self.format, other.format)
-        sums = {name: getattr(self, name) + getattr(other, name) for name in (*_COUNTS, "signal", "noise")}
+        sums = {name: getattr(self, name) + getattr(other, name) for name in (*_COUNTS, *_POWER_SUMS)}
         return TensorStats(
             self.format,
             **sums,
@@ -107,6 +115,17 @@ class TensorStats:
         if self.signal == 0:
             return math.nan
         return math.inf if self.noise == 0 else 10 * math.log10(self.signal / self.noise)
+
+    @property
+    def headroom_bits(self) -> float:
+        """Binades between the largest magnitude, unscaled, and the format's; negative beyond it, NaN for zeros."""
+        return headroom_bits(self.amax, self.format)
+
+    @property
+    def kurtosis(self) -> float:
+        """mean x^4 / (mean x^2)^2 of the finite elements; NaN without signal."""
+        finite = self.count - self.nans - self.infs
+        return finite * self.fourth / self.signal**2 if self.signal else math.nan
 
     @property
     def overflow_fraction(self) -> float:
@@ -135,7 +154,7 @@ class TensorStats:
 
     def to_dict(self) -> dict[str, Any]:
         """Returns JSON without NaN or infinity: no `amin` is null, and `exponents` are {exponent: count}."""
-        written = {name: getattr(self, name) for name in (*_COUNTS, "amax", "signal", "noise")}
+        written = {name: getattr(self, name) for name in (*_COUNTS, "amax", *_POWER_SUMS)}
         exponents = {str(FIRST_EXPONENT + i): n for i, n in enumerate(self.exponents) if n}
         amin = None if math.isinf(self.amin) else self.amin
         return {"format": str(self.format), **written, "amin": amin, "exponents": exponents}
@@ -208,6 +227,11 @@ class UpdateStats:
         """Reads what `to_dict` wrote, exactly."""
         given = _fields(cls, written)
         return cls(Format.parse(given["format"]), given["count"], given["lost"])
+
+
+def headroom_bits(amax: float, format: Format) -> float:
+    """Returns log2(largest number of the format / amax), NaN for an amax of zero."""
+    return math.log2(format.max) - math.log2(amax) if 0 < amax < math.inf else math.nan
 
 
 def _fp32_scale(scale: float) -> float:

@@ -17,7 +17,7 @@ from halfstep.core.stats import FIRST_EXPONENT, NUM_EXPONENTS, TensorStats, Upda
 from tests.refusals import refuses
 
 FORMATS = ["fp16", "bf16", "e4m3", "e5m2", "e2m1", "e4m3fnuz"]
-SUMS = ("signal", "noise")
+SUMS = ("signal", "noise", "fourth")
 tensors = arrays(np.uint32, st.integers(0, 40), elements=st.integers(0, 2**32 - 1)).map(
     lambda bits: bits.view(np.float32)
 )
@@ -75,6 +75,19 @@ def test_by_hand():
 def test_table(x, format, scale, overflow, underflow, subnormal):
     result = TensorStats.of(np.float32(x), format, scale)
     assert (result.overflow, result.underflow, result.subnormal) == (overflow, underflow, subnormal)
+
+
+def test_headroom_and_kurtosis():
+    result = TensorStats.of(np.float32([0, 28, -3.5]), "e4m3")
+    assert result.headroom_bits == 4  # 28 * 2^4 is 448
+    assert TensorStats.of(np.float32([896]), "e4m3").headroom_bits == -1
+    assert math.isnan(TensorStats.of(np.float32([0]), "e4m3").headroom_bits)
+    assert math.isnan(TensorStats.of(np.float32([0]), "e4m3").kurtosis)
+    assert TensorStats.of(np.float32([1, -1, np.inf]), "bf16").kurtosis == 1
+    assert TensorStats.of(np.float32([0, 0, 0, 2, np.nan]), "bf16").kurtosis == 4
+    normal = np.random.default_rng(0).standard_normal(10_000).astype(np.float32)
+    # The variance of the fourth power of a normal number is 96; five standard errors.
+    assert TensorStats.of(normal, "bf16").kurtosis == pytest.approx(3, abs=5 * math.sqrt(96 / 10_000))
 
 
 @pytest.mark.parametrize("format", ["e3m2", "e4m3", "e5m2", "bf16", "tf32"])

@@ -1,0 +1,207 @@
+"""What the monitor sees of each layer: the numbers of every step, and what a sample says.
+
+**Every step**, of a fixed slice of each tensor, in `COLUMNS`. All can be had by comparing magnitudes with three
+constants of the format (`limits`), so no backend casts anything for them:
+
+    count         elements looked at
+    amax          the largest finite magnitude
+    overflow      what rounds to more than the format's largest number; infinities and NaN too
+    underflow     what is not zero and rounds to zero
+    subnormal     what rounds to a nonzero number with less than full precision
+
+Numbers of two micro-batches, steps or ranks merge (`merge`): amax by the maximum, the rest by sums. A narrow
+operand (fp8) is scaled first, as its layer does it, by the power of two that the slice's own amax gives.
+
+**A sample** describes whole tensors of a part of a batch: exponents, SQNR, headroom, kurtosis (core.stats), and
+what each of `SPECS` would have lost (core.what_if). `Observation` holds sums that merge, `Sample` is what is
+written.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from halfstep.core.cast_constants import cast_constants
+from halfstep.core.formats import FP32, Format, parse
+from halfstep.core.stats import TensorStats
+from halfstep.core.what_if import SPECS, SignalLost, scales_of, signal_lost
+
+ROLES = (
+    "activation",
+    "gradient",
+)  # what enters a layer (an embedding: what leaves it), and the gradient of what leaves
+SAMPLED_ROLES = (*ROLES, "weight")
+COLUMNS = ("count", "amax", "overflow", "underflow", "subnormal")
+COUNT, AMAX, OVERFLOW, UNDERFLOW, SUBNORMAL = range(len(COLUMNS))
+# Of the slices of a layer's weights at one update; NaN where there is nothing to say.
+WEIGHT_COLUMNS = ("norm", "gradient_norm", "update_norm", "lost")
+SLICE = 4096
+
+
+@dataclass(frozen=True)
+class LayerInfo:
+    """A layer that is watched, as the model names it."""
+
+    name: str
+    kind: str  # matmul, norm, embedding, other
+    formats: Mapping[str, str]  # {role: format}, of `SAMPLED_ROLES`; a narrow operand as a policy writes it
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns JSON."""
+        return {"name": self.name, "kind": self.kind, "formats": dict(self.formats)}
+
+    @classmethod
+    def from_dict(cls, written: Mapping[str, Any]) -> "LayerInfo":
+        """Reads what `to_dict` wrote."""
+        return cls(str(written["name"]), str(written["kind"]), dict(written["formats"]))
+
+    def format(self, role: str) -> Format:
+        """Returns the format that numbers of a role have here."""
+        return parse(self.formats[role].partition(":")[0])
+
+
+# --- every step
+
+
+class Limits(NamedTuple):
+    """Magnitudes, exact in fp32, between which a format holds numbers with full precision."""
+
+    overflow: float  # from here on, what is finite rounds to more than the largest number; infinite for fp32
+    underflow: float  # up to here, what is not zero rounds to zero
+    subnormal: float  # below, what is above `underflow` rounds to a subnormal number
+
+
+@cache
+def limits(format: Format) -> Limits:
+    """Returns the limits of a format, rounding to nearest even."""
+    constants = cast_constants(format)
+    normal = math.ldexp(1.0, constants.min_exponent)
+    if format == FP32:  # no number lies between two neighbors: nothing finite overflows, and nothing underflows
+        return Limits(math.inf, 0.0, normal)
+    half = math.ldexp(0.5, constants.min_exponent - constants.mantissa_bits)
+    # A tie goes to the even one. A format that reserves its all-ones code (fn) ends on an even one.
+    overflow = np.float32((constants.largest + constants.beyond) / 2)
+    if format.specials == "fn":
+        overflow = np.nextafter(overflow, np.float32(math.inf))
+    return Limits(float(overflow), half, normal - half)
+
+
+def row_of(x: NDArray[Any], format: Format, *, scaled: bool = False) -> NDArray[np.float64]:
+    """Returns the columns of one tensor: the reference for what backends compute in their graphs.
+
+    `scaled` says that the tensor is multiplied by the power of two that its amax gives, as a narrow operand is.
+    """
+    magnitude = np.abs(np.asarray(x, np.float32)).reshape(-1)
+    finite = magnitude[np.isfinite(magnitude)]
+    amax = finite.max(initial=0)
+    nonzero = magnitude != 0
+    if scaled:
+        with np.errstate(over="ignore"):
+            magnitude = magnitude * scales_of(np.array([amax], np.float32), format)
+    over, under, subnormal = limits(format)
+    lost = nonzero & (magnitude <= under)
+    small = (magnitude > under) & (magnitude < subnormal)
+    beyond = ~np.isfinite(magnitude) | (magnitude >= over)
+    return np.array([magnitude.size, amax, beyond.sum(), lost.sum(), small.sum()], np.float64)
+
+
+def merge(one: NDArray[Any], other: NDArray[Any]) -> NDArray[Any]:
+    """Returns the columns (in the last dimension) of both together."""
+    both: NDArray[Any] = one + other
+    both[..., AMAX] = np.maximum(one[..., AMAX], other[..., AMAX])
+    return both
+
+
+# --- samples
+
+
+@dataclass(frozen=True)
+class Sample:
+    """What a sample says about one tensor, as it is written. A number that does not exist is None."""
+
+    format: str  # what it is carried in: sqnr and headroom are about this one
+    count: int
+    amax: float
+    sqnr: float | None  # dB; None without signal, and where the cast is `exact`
+    exact: bool  # every finite element is a number of the format
+    headroom: float | None  # bits
+    kurtosis: float | None
+    exponents: Mapping[int, int]  # {floor(log2 |x|): finite elements}
+    what_if: Mapping[str, Mapping[str, Any]]  # {spec: {sqnr, exact, overflow, underflow}}, the last two as shares
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns JSON without NaN or infinity."""
+        return {
+            "format": self.format,
+            "count": self.count,
+            "amax": self.amax,
+            "sqnr": self.sqnr,
+            "exact": self.exact,
+            "headroom": self.headroom,
+            "kurtosis": self.kurtosis,
+            "exponents": {str(exponent): n for exponent, n in self.exponents.items()},
+            "what_if": {spec: dict(lost) for spec, lost in self.what_if.items()},
+        }
+
+    @classmethod
+    def from_dict(cls, written: Mapping[str, Any]) -> "Sample":
+        """Reads what `to_dict` wrote, exactly."""
+        exponents = {int(exponent): n for exponent, n in written["exponents"].items()}
+        return cls(**{**written, "exponents": exponents})
+
+
+@dataclass(frozen=True)
+class Observation:
+    """The sums behind a sample; those of two micro-batches or ranks merge into those of both."""
+
+    stats: TensorStats
+    what_if: Mapping[str, SignalLost] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, x: NDArray[Any], format: Format, specs: Sequence[str] = SPECS) -> "Observation":
+        """Observes one tensor, in numpy: the reference."""
+        return cls(TensorStats.of(x, format), {spec: signal_lost(x, spec) for spec in specs})
+
+    def merge(self, other: "Observation") -> "Observation":
+        """Returns the sums of both."""
+        what_if = {spec: lost + other.what_if[spec] for spec, lost in self.what_if.items()}
+        return replace(self, stats=self.stats + other.stats, what_if=what_if)
+
+    __add__ = merge
+
+    def sample(self) -> Sample:
+        """Returns what is written: dB and bits to a hundredth, shares to four digits."""
+        stats = self.stats
+        return Sample(
+            str(stats.format),
+            stats.count,
+            _digits(stats.amax) or 0.0,
+            *_decibels(stats.sqnr_db),
+            _hundredths(stats.headroom_bits),
+            _digits(stats.kurtosis),
+            {int(exponent): n for exponent, n in stats.to_dict()["exponents"].items()},
+            {spec: _written(lost) for spec, lost in self.what_if.items()},
+        )
+
+
+def _written(lost: SignalLost) -> dict[str, Any]:
+    sqnr, exact = _decibels(lost.sqnr_db)
+    shares = {"overflow": lost.overflow_fraction, "underflow": lost.underflow_fraction}
+    return {"sqnr": sqnr, "exact": exact, **{name: _digits(share) for name, share in shares.items()}}
+
+
+def _decibels(sqnr_db: float) -> tuple[float | None, bool]:
+    return _hundredths(sqnr_db), sqnr_db == math.inf
+
+
+def _hundredths(number: float) -> float | None:
+    return round(number, 2) if math.isfinite(number) else None
+
+
+def _digits(number: float) -> float | None:
+    return float(f"{number:.4g}") if math.isfinite(number) else None
