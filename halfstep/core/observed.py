@@ -13,7 +13,7 @@ Numbers of two micro-batches, steps or ranks merge (`merge`): amax by the maximu
 operand (fp8) is scaled first, as its layer does it, by the power of two that the slice's own amax gives.
 
 **A sample** describes whole tensors of a part of a batch: exponents, SQNR, headroom, kurtosis (core.stats), and
-what each of `SPECS` would have lost (core.what_if). `Observation` holds sums that merge, `Sample` is what is
+what each of `SPECS` would have lost (core.stats.what_if). `Observation` holds sums that merge, `Sample` is what is
 written.
 """
 
@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 from halfstep.core.cast_constants import cast_constants
 from halfstep.core.formats import FP32, Format, parse
 from halfstep.core.stats import TensorStats
-from halfstep.core.what_if import SPECS, SignalLost, scales_of, signal_lost
+from halfstep.core.stats.what_if import SPECS, SignalLost, scales_of, signal_lost
 
 ROLES = (
     "activation",

@@ -22,7 +22,7 @@ from halfstep.core.observed import (
     row_of,
 )
 from halfstep.core.stats import TensorStats
-from halfstep.core.what_if import SPECS, scales_of
+from halfstep.core.stats.what_if import SPECS, scales_of
 
 FORMATS = ["fp32", "tf32", "bf16", "fp16", "e4m3", "e5m2", "e4m3fnuz", "e3m4ieee", "e2m1"]
 tensors = arrays(np.uint32, st.integers(0, 60), elements=st.integers(0, 2**32 - 1)).map(

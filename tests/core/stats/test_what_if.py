@@ -10,7 +10,7 @@ from hypothesis.extra.numpy import arrays
 
 from halfstep.core.formats import parse
 from halfstep.core.stats import TensorStats
-from halfstep.core.what_if import BLOCK, SPECS, SignalLost, groups, scales_of, signal_lost, spec_of
+from halfstep.core.stats.what_if import BLOCK, SPECS, SignalLost, groups, scales_of, signal_lost, spec_of
 
 tensors = arrays(
     np.uint32, st.tuples(st.integers(0, 3), st.integers(0, 70)), elements=st.integers(0, 2**32 - 1)
