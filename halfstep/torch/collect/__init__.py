@@ -1,0 +1,1 @@
+"""What an audit sees of a training in torch."""

@@ -1,0 +1,89 @@
+"""The parameters and buffers of a model, and what optimizers hold of them, as an audit records them."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from halfstep.core.audit.kinds import buffer_kind, weight_kind
+from halfstep.core.audit.record import Buffer, Weight
+from halfstep.torch.collect.updates import UpdateWatch
+from halfstep.torch.dtypes import DTYPES
+from halfstep.torch.split.operand import is_split
+
+_NAMES = {dtype: str(fmt) for fmt, dtype in DTYPES.items()}
+
+
+def format_name(dtype: torch.dtype) -> str:
+    """Returns the name of a dtype in a record: of a format if it is one, else torch's own."""
+    return _NAMES.get(dtype, str(dtype).removeprefix("torch."))
+
+
+def weights_of(
+    model: nn.Module, optimizers: Iterable[torch.optim.Optimizer] = (), watch: UpdateWatch | None = None
+) -> list[Weight]:
+    """Returns every parameter of a model, with what its optimizer holds and what happened to its updates."""
+    held = {id(p): (opt, p) for opt in optimizers for group in opt.param_groups for p in group["params"]}
+    masters = _separate_masters(model, held)
+    found: dict[int, Weight] = {}
+    for prefix, module in model.named_modules():
+        for name, p in module.named_parameters(recurse=False):
+            if id(p) in found:  # tied: the first name stands for it
+                continue
+            optimizer, stepped = held.get(id(p)) or masters.get(id(p)) or (None, p)
+            whole = f"{prefix}.{name}" if prefix else name
+            found[id(p)] = Weight(
+                name=whole,
+                format=format_name(p.dtype),
+                shape=list(p.shape),
+                trainable=p.requires_grad,
+                kind=weight_kind(whole, p.shape, type(module).__name__),
+                optimizer=type(optimizer).__name__ if optimizer else None,
+                master=_master(p, stepped),
+                moments=_moments(optimizer, stepped),
+                grad_format=None if p.grad is None else format_name(p.grad.dtype),
+                updates=watch.counts(stepped) if watch else None,
+            )
+    return [*found.values()]
+
+
+def buffers_of(model: nn.Module) -> list[Buffer]:
+    """Returns every buffer of a model that holds real numbers."""
+    return [
+        Buffer(name, format_name(b.dtype), buffer_kind(name))
+        for name, b in model.named_buffers()
+        if b.is_floating_point()
+    ]
+
+
+def _separate_masters(model: nn.Module, held: dict[int, tuple[Any, Tensor]]) -> dict[int, tuple[Any, Tensor]]:
+    """Pairs narrow weights that no optimizer holds with fp32 tensors that one holds and the model does not.
+
+    Libraries that keep masters apart give the optimizer copies, in the order of the model.
+    """
+    own = {id(p) for p in model.parameters()}
+    copies = [pair for key, pair in held.items() if key not in own and pair[1].dtype == torch.float32]
+    paired = {}
+    for p in model.parameters():
+        if id(p) not in held and p.requires_grad and p.dtype in (torch.bfloat16, torch.float16):
+            match = next((pair for pair in copies if pair[1].shape == p.shape), None)
+            if match is not None:
+                copies = [pair for pair in copies if pair is not match]
+                paired[id(p)] = match
+    return paired
+
+
+def _master(parameter: Tensor, stepped: Tensor) -> str | None:
+    if is_split(parameter):
+        return "fp32"
+    return None if stepped is parameter else format_name(stepped.dtype)
+
+
+def _moments(optimizer: torch.optim.Optimizer | None, parameter: Tensor) -> dict[str, str]:
+    state = optimizer.state.get(parameter, {}) if optimizer else {}
+    return {
+        key: format_name(value.dtype)
+        for key, value in state.items()
+        if isinstance(value, Tensor) and value.ndim and value.shape == parameter.shape
+    }
