@@ -141,6 +141,23 @@ class ParallelConfig:
 
 
 @dataclass(frozen=True)
+class MonitorConfig:
+    """What is watched in each layer while it trains; no update depends on it."""
+
+    on: bool = True
+    """Whether to watch what enters and leaves each layer: overflow, underflow, lost updates, and what other
+    formats would lose."""
+    every: Positive = 100
+    """Steps between two records of each layer's numbers, which cover all steps since the last; fewer for a while
+    after an alarm."""
+    sample_every: Count = 200
+    """Steps between two samples: part of a batch runs again, for exponents and what other formats would lose. 0
+    samples only after an alarm and at the end."""
+    slice: Positive = 4096
+    """How many elements of each tensor are counted in every step, from its beginning."""
+
+
+@dataclass(frozen=True)
 class RunConfig:
     """One run: everything that determines what it computes."""
 
@@ -163,6 +180,7 @@ class RunConfig:
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     artifact: ArtifactConfig = field(default_factory=ArtifactConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    monitor: MonitorConfig = field(default_factory=MonitorConfig)
 
     def __post_init__(self) -> None:
         try:
@@ -224,6 +242,7 @@ NEEDS: dict[str, dict[str, Bounds | tuple[object, ...]]] = {
     "optimizer.muon_momentum_start": {"optimizer.name": ("muon",), "optimizer.muon_momentum_warmup": _SEVERAL},
     "optimizer.muon_momentum_warmup": {"optimizer.name": ("muon",)},
     "optimizer.muon_weight_decay": {"optimizer.name": ("muon",)},
+    **{f"monitor.{name}": {"monitor.on": (True,)} for name in ("every", "sample_every", "slice")},
 }
 # What other libraries call a setting with the same meaning.
 NAMES_ELSEWHERE = {

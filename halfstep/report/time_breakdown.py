@@ -19,6 +19,7 @@ PARTS = (
     ("input", "mark", "lost: training waited for data"),
     ("saving", "held-out", "lost: training waited for a checkpoint"),
     ("evaluation", "reference", "evaluations on held-out text"),
+    ("monitor", "monitor", "samples of what each layer computes, and searches for what was not finite"),
     ("other", "other", "rollbacks, the artifact, and everything else"),
 )
 
@@ -130,7 +131,7 @@ def _sum(tables: list[Mapping[str, Any]]) -> dict[str, float]:
         first, lost = _seconds(one, "first_step"), _seconds(one, "input")
         spent["steps"] += max(0.0, _seconds(one, "training") - first - lost)
         spent["first step"] += first
-        for name in ("input", "saving", "evaluation", "other"):
+        for name in ("input", "saving", "evaluation", "monitor", "other"):
             spent[name] += _seconds(one, name)
     return spent
 

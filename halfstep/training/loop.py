@@ -9,6 +9,7 @@ checkpoint, and the data is a function of (seed, step): a resumed run continues 
     run/resume          a new folder, or the checkpoint of the run in one; the lock is held until `run` returns
     run/health          counts bad steps; run/response continues, rolls back or stops
     run/checkpointing   decides when to save and reports it; a thread writes (checkpoints/writer)
+    run/monitor         decides when layers are looked at, and records it
 """
 
 import dataclasses
@@ -42,6 +43,7 @@ from halfstep.training.run import determinism, folder
 from halfstep.training.run.checkpointing import Checkpointer, Elsewhere
 from halfstep.training.run.health import Health
 from halfstep.training.run.manifest import RunContext
+from halfstep.training.run.monitor import Monitor
 from halfstep.training.run.response import Responder, RollBackError
 from halfstep.training.run.resume import Opened, create_run
 from halfstep.training.run.signals import StopRequest
@@ -91,12 +93,29 @@ class Loop:
         self.job = job or Job()
         self.out, self.policy, self.deadline, self.ceiling = out, policy, deadline, ceiling
         self.warnings = list(warnings)
+        self._open(config, opened, choice, device, corpus)
+        self._owes_evaluation = opened is not None and opened.owes_evaluation()
+        self._has_ended = self.start == config.training.steps and folder.has_ended(out)
+        self._unreadable: DataError | None = None
+        self.last_evaluation: Evaluation | None = None  # at the last step
+        self._memory = 0  # the most that another rank has held
+        self._equip(resumed_from=None if opened is None else self.start)  # 0 if it died before its first checkpoint
+
+    def _open(
+        self,
+        config: RunConfig,
+        opened: Opened | None,
+        choice: Choice | None,
+        device: str | None,
+        corpus: Corpus | None,
+    ) -> None:
+        """Opens data, session and folder, and the checkpoint if there is one; refuses a run that cannot start."""
         with ExitStack() as on_error:  # a refused run releases the lock
             if opened is not None:
                 on_error.callback(opened.lock.release)
             device = self.job.connect(config, device)
             loggers.check(config.training.loggers)
-            determinism.prepare(config, out)
+            determinism.prepare(config, self.out)
             data = config.data
             self.corpus = corpus or load_corpus(data.source, data.validation, config.model.vocabulary)
             self.batches = batches_of(config, self.corpus.train)
@@ -113,26 +132,26 @@ class Loop:
             self.context = self._describe_run(choice)
             self.lock, self.start = self._begin() if opened is None else self._resume(opened)
             on_error.callback(self.lock.release)
-            self.job.check_folder(out)
+            self.job.check_folder(self.out)
             on_error.pop_all()
-        self.warnings += warn_of_keep_best(config.training) + slow_formats(policy, self.session.description)
+        self.warnings += warn_of_keep_best(config.training)
+        self.warnings += slow_formats(self.policy, self.session.description)
         self.warnings += getattr(self.session, "notes", [])  # what was decided by measurement, or a checkpoint
-        self._owes_evaluation = opened is not None and opened.owes_evaluation()
-        self._has_ended = self.start == config.training.steps and folder.has_ended(out)
-        self._unreadable: DataError | None = None
-        self.last_evaluation: Evaluation | None = None  # at the last step
-        shared, silent = self.job.ranks > 1, None if self.job.owner else lossy(None)
+
+    def _equip(self, resumed_from: int | None) -> None:
+        """Makes what records, shows, saves and watches the run."""
+        config, owner = self.config, self.job.owner
+        shared, silent = self.job.ranks > 1, None if owner else lossy(None)
         self.stop = StopRequest(shared=shared)
         self.bar = StepProgress(config.training.steps, start=self.start, stream=silent)
         self._gather_warnings()
         self.tally = self._tally_at(self.start)
         devices = self.job.ranks * self.session.num_devices
-        self.meters = Meters(config, ceiling, self.session, self.tally.watch, devices=devices)
-        self.events = Events(out / EVENTS) if self.job.owner else NoEvents()
-        self._memory = 0  # the most that another rank has held
-        resumed_from = None if opened is None else self.start  # 0 if it died before its first checkpoint
-        names = config.training.loggers if self.job.owner else ()
-        self.board = loggers.Board(names, out, resumed_from, self.warnings.append)
+        self.meters = Meters(config, self.ceiling, self.session, self.tally.watch, devices=devices)
+        self.events = Events(self.out / EVENTS) if owner else NoEvents()
+        self.monitor = Monitor(config, self.session, self.meters, self.job, self.events)
+        names = config.training.loggers if owner else ()
+        self.board = loggers.Board(names, self.out, resumed_from, self.warnings.append)
         keep = Retention(config.training.keep_last, config.training.keep_every, config.training.keep_best)
         self.saver = self._make_saver(keep)
         self.checkpointer = self._make_checkpointer()
@@ -220,6 +239,7 @@ class Loop:
             with self.events, self.board:
                 self.events.listener = self.board.take
                 self._announce()
+                self.monitor.start(self.start)
                 self.board.warn = self.checkpointer.warn
                 with self.stop, self.bar:
                     return self._run()
@@ -285,6 +305,7 @@ class Loop:
                 at = self._tally_at(self.checkpointer.roll_back(tally.step))
                 tally.step, tally.launched = at.step, at.launched
                 tally.skipped, tally.tokens = at.skipped, at.tokens
+                self.monitor.roll_back(tally.step)
         if tally.step == self.start == total:
             # It was stopped or killed between its last step and its end.
             self.last_evaluation = self._evaluate_start()
@@ -332,33 +353,49 @@ class Loop:
         self.tally.watch.start(self.tally.step)
         for batch in self._readable(self.meters.fed(batches)):
             self.job.doing(f"step {self.tally.launched + 1}", timed=self.meters.steps > 0)
-            result = self.session.step(batch)
+            with self.monitor.around(self.tally.launched + 1):
+                result = self.session.step(batch)
             self.tally.launched += 1
             if pending is not None:
                 self._record(pending)
             pending = result
-            done = self.tally.launched
-            last = done == training.steps
-            evaluates = done % training.validate_every == 0 or last
-            saves = done % training.save_every == 0 or last
-            if evaluates or saves or self.stop.requested or not self.session.asynchronous:
+            if not self.session.asynchronous or self.stop.requested or self._pauses_after(self.tally.launched):
                 self._record(pending)
                 pending = None
-                held_out = self._evaluate() if evaluates else None
-                if saves:
-                    self.job.doing(f"saving step {done}", timed=False)
-                    with self.meters.part("saving"):
-                        self.checkpointer.save(done, None if held_out is None else held_out.loss)
-                if last:
-                    self.last_evaluation = held_out
-                if evaluates or saves:
-                    self.tally.watch.start(self.tally.step)  # neither is time spent training
+                self._pause(self.tally.launched, batch)
             if self.stop.requested:
                 break
         if pending is not None:
             self._record(pending)
         if self._unreadable is not None:
             raise self._unreadable
+
+    def _evaluates_after(self, step: int) -> bool:
+        training = self.config.training
+        return step % training.validate_every == 0 or step == training.steps
+
+    def _saves_after(self, step: int) -> bool:
+        training = self.config.training
+        return step % training.save_every == 0 or step == training.steps
+
+    def _pauses_after(self, step: int) -> bool:
+        """Whether a step has to be done before the next is launched."""
+        return self._evaluates_after(step) or self._saves_after(step) or bool(self.monitor.sample_due(step))
+
+    def _pause(self, step: int, batch: Tokens) -> None:
+        """Evaluates, saves and samples after a step that is done, where each is due."""
+        held_out = self._evaluate() if self._evaluates_after(step) else None
+        if self._saves_after(step):
+            self.job.doing(f"saving step {step}", timed=False)
+            with self.meters.part("saving"):
+                self.checkpointer.save(step, None if held_out is None else held_out.loss)
+        if step == self.config.training.steps:
+            self.last_evaluation = held_out
+        why = "" if self.stop.requested else self.monitor.sample_due(step)
+        if why:
+            self.monitor.sample(step, batch, why)
+        if why or self._evaluates_after(step) or self._saves_after(step):
+            self.tally.watch.start(self.tally.step)  # none of it is time spent training
 
     def _readable(self, batches: Iterable[Tokens]) -> Iterator[Tokens]:
         """Yields batches up to one that cannot be read, so that what was launched before it still counts.
@@ -419,6 +456,7 @@ class Loop:
         )
         self.bar.update(tally.step, **shown)
         self.checkpointer.report()
+        self.monitor.read(tally.step, numbers)
         self.responder.check(tally.step, numbers)
 
     def _learning_rate(self, applied: int) -> float:

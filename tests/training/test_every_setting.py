@@ -99,6 +99,10 @@ SHOWN = {
     "artifact.limit": ["artifact.format=int8-zlib", "artifact.limit=1"],
     "parallel.shard": "training/parallel/test_job.py::test_two_ranks_with_shards_train_as_one",
     "parallel.timeout": "training/parallel/test_job.py::test_a_rank_that_hangs_ends_the_run_and_is_named",
+    "monitor.on": "training/run/test_monitor.py::test_a_run_without_the_monitor_records_no_layers",
+    "monitor.every": "training/run/test_monitor.py::test_each_layer_is_recorded_as_often_as_asked",
+    "monitor.sample_every": "training/run/test_monitor.py::test_samples_are_as_frequent_as_asked",
+    "monitor.slice": "training/run/test_monitor.py::test_the_session_counts_as_many_elements_as_asked",
 }
 start = starter(*BASE)
 
@@ -151,6 +155,9 @@ IDLE = {
     "optimizer.muon_momentum_start": ([], "optimizer.muon_momentum_start=0.1"),
     "optimizer.muon_momentum_warmup": (["optimizer.name=adamw"], "optimizer.muon_momentum_warmup=8"),
     "optimizer.muon_weight_decay": (["optimizer.name=adamw"], "optimizer.muon_weight_decay=0.9"),
+    "monitor.every": (["monitor.on=false"], "monitor.every=10"),
+    "monitor.sample_every": (["monitor.on=false"], "monitor.sample_every=10"),
+    "monitor.slice": (["monitor.on=false"], "monitor.slice=64"),
 }
 
 

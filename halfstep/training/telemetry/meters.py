@@ -1,6 +1,6 @@
 """Where the time of a run goes, and how busy the device is.
 
-    wall = training + saving + evaluation + other
+    wall = training + saving + evaluation + monitor + other
            training = first step + steps;   lost to input is a part of it
 
 The first step compiles, tunes and warms up: speed, utilization and busy share are of the steps after it. While the
@@ -24,7 +24,7 @@ from halfstep.config.run import RunConfig
 from halfstep.training.telemetry.ceiling import Ceiling
 
 T = TypeVar("T")
-Part = Literal["saving", "evaluation"]
+Part = Literal["saving", "evaluation", "monitor"]
 
 
 class Timed(Protocol):
@@ -93,7 +93,7 @@ class Meters:
         self.flops_per_step = (
             flops_per_token(config.model) * training.batch * training.micro_batches * config.model.context
         ) / devices  # of each
-        self.lost: dict[str, float] = {"input": 0.0, "saving": 0.0, "evaluation": 0.0}
+        self.lost: dict[str, float] = dict.fromkeys(("input", "saving", "evaluation", "monitor"), 0.0)
         self.steps = 0
         self._first = 0.0  # seconds of the first step
         self._busy: float | None = 0.0  # of the steps after it; None if one of them is unknown
@@ -149,7 +149,7 @@ class Meters:
     def totals(self) -> dict[str, Any]:
         """Returns the fields of a `stop` or `end` event."""
         wall, training = self._clock() - self._began, self.watch.seconds
-        other = max(0.0, wall - training - self.lost["saving"] - self.lost["evaluation"])
+        other = max(0.0, wall - training - sum(self.lost.values()) + self.lost["input"])  # input is in training
         later, busy = training - self._first, self._busy if self._settled else None
         busy = None if busy is None else min(1.0, busy / later)
         return {

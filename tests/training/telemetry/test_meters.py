@@ -96,10 +96,12 @@ def test_parts_add_up_to_the_wall(clock):
     with contextlib.suppress(RuntimeError), found.part("evaluation"):
         clock.now += 3
         raise RuntimeError  # what failed took its time too
+    with found.part("monitor"):
+        clock.now += 0.25
     clock.now += 1
     spent = found.totals()["spent"]
-    assert spent == {"wall": 12.5, "training": 6.5, "first_step": 4.5, "input": 0.5, "saving": 2.0,
-                     "evaluation": 3.0, "other": 1.0}  # fmt: skip
+    assert spent == {"wall": 12.75, "training": 6.5, "first_step": 4.5, "input": 0.5, "saving": 2.0,
+                     "evaluation": 3.0, "monitor": 0.25, "other": 1.0}  # fmt: skip
 
 
 def test_busy_utilization_and_speed_are_of_the_steps_after_the_first(clock):

@@ -1,0 +1,184 @@
+"""When the layers of a run are looked at, and what is recorded of them.
+
+    every step                    the device counts (session.Watched); nothing is read
+    every `monitor.every`         the counts since the last record are copied with a step and read when that step is:
+                                  a `layers` event, with what the step's update did to the weights
+    every `monitor.sample_every`  part of the batch runs again after the update: a `sample` event; also at the end
+    after an alarm                both become denser for WHILE steps; the next REST steps raise no alarm, so that a run
+                                  that skips updates again and again is slowed down for a tenth of the time at most
+
+An alarm is a loss or gradients that are not finite, a loss that jumps, or a loss scale that is low and falling. All
+ranks decide alike, because they decide on the job's numbers. Counts are those of all ranks: the largest amax, and
+sums of the others. Weights and updates are rank 0's, where all have the same; of weights that ranks share, the
+norms and the share of lost updates are over all parts. Samples are of rank 0's data.
+
+No update and no checkpoint depends on any of this. What is not recorded yet when a run stops is lost; a resumed run
+begins to count anew.
+"""
+
+import math
+from collections import deque
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from halfstep.config.run import RunConfig
+from halfstep.core.scaling import Scale, ScaleAlarm
+from halfstep.training.job import Job
+from halfstep.training.run.health import Spikes
+from halfstep.training.session import Session, Tokens, Unread, Watched
+from halfstep.training.telemetry.events import Events
+from halfstep.training.telemetry.meters import Meters
+
+ROLES = ("activation", "gradient")
+COLUMNS = ("count", "amax", "overflow", "underflow", "subnormal")
+WEIGHT_COLUMNS = ("norm", "gradient_norm", "update_norm", "lost")
+# After an alarm: for how many steps, how many steps between two records and two samples, and how long no other counts.
+WHILE, RECORDS, SAMPLES, REST = 50, 5, 10, 500
+JUMP = 1.0  # nats above the median of recent losses, if training.rollback does not say
+
+
+class Alarms:
+    """Notices what deserves a closer look."""
+
+    def __init__(self, law: Scale, rollback: float):
+        self._scale, self._spikes = ScaleAlarm(law), Spikes(rollback or JUMP)
+
+    def observe(self, numbers: Mapping[str, float]) -> str:
+        """Takes the numbers of a step; returns what is wrong with it, if anything."""
+        low = self._scale.observe(numbers["scale"], falling=bool(numbers["skipped"]))
+        jumped = self._spikes.observe(numbers["loss"])
+        if not math.isfinite(numbers["loss"]):
+            return "the loss was not finite"
+        if low:
+            return "the loss scale is low and falling"
+        if numbers["skipped"]:
+            return "gradients were not finite"
+        return "the loss jumped" if jumped else ""
+
+
+@dataclass(frozen=True)
+class _Record:
+    """Numbers of the steps after `since`, up to `step`, that were not read yet."""
+
+    step: int
+    since: int
+    layers: Unread
+    weights: Unread
+
+
+class Monitor:
+    """Watches the layers of one session of a run; does nothing if the run is not to be watched."""
+
+    def __init__(self, config: RunConfig, session: Session, meters: Meters, job: Job, events: Events):
+        self.settings, self._last = config.monitor, config.training.steps
+        self._session: Watched | None = session if config.monitor.on and isinstance(session, Watched) else None
+        self._meters, self._job, self._events = meters, job, events
+        self._alarms = Alarms(session.policy.scale, config.training.rollback)
+        self._why = ""  # the last alarm
+        self._until = self._rest = -1  # the last step that is watched closely, and the last that raises no alarm
+        self._next = 0  # the first step to sample while watching closely
+        self._since = 0
+        self._unread: deque[_Record] = deque()
+
+    def start(self, step: int) -> None:
+        """Begins to watch, before the first step of a session."""
+        self._since = step
+        if self._session is None:
+            return
+        layers = [
+            {"name": each.name, "kind": each.kind, "formats": dict(each.formats)}
+            for each in self._session.watch(self.settings.slice)
+        ]
+        every, slice = self.settings.every, self.settings.slice
+        self._events.write("monitor", step=step, layers=layers, every=every, slice=slice)
+
+    @contextmanager
+    def around(self, step: int) -> Iterator[None]:
+        """Launches, with a step that is launched inside, what is to be read with it."""
+        if self._session is None or not self._is_due(step):
+            yield
+            return
+        weights = self._session.weight_numbers()
+        yield
+        self._unread.append(_Record(step, self._since, self._session.layer_numbers(), weights))
+        self._since = step
+
+    def _is_due(self, step: int) -> bool:
+        every = min(RECORDS, self.settings.every) if step <= self._until else self.settings.every
+        return step % every == 0 or step == self._last
+
+    def read(self, step: int, numbers: Mapping[str, float]) -> None:
+        """Takes the numbers of a step that is done, and records what was launched with it."""
+        if self._session is None:
+            return
+        why = self._alarms.observe(numbers)
+        if why and step > self._rest:
+            self._why, self._until, self._rest, self._next = why, step + WHILE, step + WHILE + REST, step
+        while self._unread and self._unread[0].step <= step:
+            self._record(self._unread.popleft())
+
+    def _record(self, record: _Record) -> None:
+        layers, weights = self._of_all_ranks(record.layers.read(), record.weights.read())
+        roles = {
+            role: {column: _column(layers[:, at, i], column) for i, column in enumerate(COLUMNS)}
+            for at, role in enumerate(ROLES)
+        }
+        weight = {column: [_or_none(x) for x in weights[:, i]] for i, column in enumerate(WEIGHT_COLUMNS)}
+        self._events.write("layers", step=record.step, since=record.since, **roles, weight=weight)
+
+    def _of_all_ranks(self, layers: NDArray[Any], weights: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any]]:
+        if self._job.ranks == 1:
+            return layers, weights
+        given = self._job.gather([layers.tolist(), weights.tolist()], "adding up the numbers of its layers")
+        counts, parts = (np.array([each[i] for each in given], dtype=np.float64) for i in (0, 1))
+        added, amax = counts.sum(0), COLUMNS.index("amax")
+        added[..., amax] = counts[..., amax].max(0)
+        return added, _of_parts(parts) if self._job.is_sharded else parts[0]
+
+    def sample_due(self, step: int) -> str:
+        """Returns why to sample after a step; nothing if not."""
+        if self._session is None:
+            return ""
+        if self._next <= step <= self._until:
+            return f"alarm: {self._why}"
+        every = self.settings.sample_every
+        return "schedule" if step == self._last or (every and step % every == 0) else ""
+
+    def sample(self, step: int, micro_batches: Tokens, why: str) -> None:
+        """Runs part of a step's tokens again and records what was seen."""
+        assert self._session is not None
+        self._job.doing(f"sampling its layers after step {step}", timed=False)
+        self._next = step + SAMPLES
+        with self._meters.part("monitor"):
+            seen = self._session.sample(micro_batches)
+            layers = {name: {role: each.to_dict() for role, each in roles.items()} for name, roles in seen.items()}
+            self._events.write("sample", step=step, why=why, layers=layers)
+
+    def roll_back(self, step: int) -> None:
+        """Forgets what steps have counted that a rollback gave up."""
+        self._since = step
+        self._unread.clear()
+        if self._session is not None:
+            self._session.layer_numbers()
+
+
+def _column(values: NDArray[Any], name: str) -> list[float]:
+    return [float(x) if name == "amax" else int(x) for x in values]
+
+
+def _or_none(value: float) -> float | None:
+    return None if math.isnan(value) else float(value)
+
+
+def _of_parts(parts: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Merges the weight numbers of ranks, each with its own part of the weights."""
+    known = ~np.isnan(parts)
+    norms = np.sqrt((np.where(known, parts, 0.0)[..., :-1] ** 2).sum(0))
+    lost = np.where(known, parts, 0.0)[..., -1].sum(0) / np.maximum(1, known[..., -1].sum(0))
+    merged = np.concatenate([norms, lost[:, None]], axis=1)
+    return np.where(known.any(0), merged, math.nan)
