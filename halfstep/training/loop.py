@@ -99,7 +99,9 @@ class Loop:
         self._unreadable: DataError | None = None
         self.last_evaluation: Evaluation | None = None  # at the last step
         self._memory = 0  # the most that another rank has held
-        self._equip(resumed_from=None if opened is None else self.start)  # 0 if it died before its first checkpoint
+        self._equip(
+            resumed_from=None if opened is None else self.start
+        )  # 0 if it died before its first checkpoint
 
     def _open(
         self,

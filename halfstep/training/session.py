@@ -15,6 +15,7 @@ from halfstep.config.run import ParallelConfig, RunConfig
 from halfstep.config.weights import Weights
 from halfstep.core.devices import Device
 from halfstep.core.errors import HalfstepError, how_to_install
+from halfstep.core.observed import LayerInfo, Sample
 from halfstep.core.policy import Policy
 from halfstep.core.state_format import Snapshot, Stored
 from halfstep.training import memory
@@ -112,11 +113,8 @@ class Watched(Protocol):
     the same steps.
     """
 
-    def watch(self, slice: int) -> Sequence[Any]:
-        """Watches `slice` elements of each layer's tensors from now on; called before the first step, once.
-
-        Returns the layers, as halfstep.core.observed.LayerInfo: name, kind, formats ({role: format}).
-        """
+    def watch(self, slice: int) -> Sequence[LayerInfo]:
+        """Watches `slice` elements of each layer's tensors from now on; called once, before the first step."""
 
     def layer_numbers(self) -> Unread:
         """Launches a copy of what the steps so far have counted, and starts again from zero.
@@ -131,10 +129,10 @@ class Watched(Protocol):
         the share of its updates that were lost. NaN where a layer has none, and `lost` if the step is skipped.
         """
 
-    def sample(self, micro_batches: Tokens, share: float = 1 / 16) -> Mapping[str, Mapping[str, Any]]:
+    def sample(self, micro_batches: Tokens, share: float = 1 / 16) -> Mapping[str, Mapping[str, Sample]]:
         """Runs at most a `share` of a step's tokens again, at least one sequence, with the weights of now.
 
-        Returns {layer: {role: halfstep.core.observed.Sample}}. Restores random state, gradients and buffers.
+        Returns the samples by layer and role. Restores random state, gradients and buffers.
         """
 
 

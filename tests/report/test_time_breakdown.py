@@ -49,8 +49,8 @@ def test_parts_have_their_time_and_share_and_fill_the_bar():
     assert "utilization is 41 % of 745 TFLOP/s (bf16 &lt;matmuls&gt;), at 854.7M FLOPs per token" in text
     assert "A step was on the device 99.7 % of the training time." in text
     breakdown = time_breakdown(read(start(), end()))
-    assert [100 * part.share for part in breakdown.parts] == pytest.approx([65, 10, 5, 3, 15, 2])
-    assert [100 * part.begin for part in breakdown.parts] == pytest.approx([0, 65, 75, 80, 83, 98])
+    assert [100 * part.share for part in breakdown.parts] == pytest.approx([65, 10, 5, 3, 15, 0, 2])
+    assert [100 * part.begin for part in breakdown.parts] == pytest.approx([0, 65, 75, 80, 83, 98, 98])
     assert breakdown.description.startswith("steps 65 %")
     page = render([start(), end()], "run")
     assert "Where the time went" in page

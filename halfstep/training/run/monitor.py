@@ -1,32 +1,34 @@
 """When the layers of a run are looked at, and what is recorded of them.
 
     every step                    the device counts (session.Watched); nothing is read
-    every `monitor.every`         the counts since the last record are copied with a step and read when that step is:
+    every `monitor.every`         the counts since the last record are copied with a step, and read with that step:
                                   a `layers` event, with what the step's update did to the weights
     every `monitor.sample_every`  part of the batch runs again after the update: a `sample` event; also at the end
-    after an alarm                both become denser for WHILE steps; the next REST steps raise no alarm, so that a run
-                                  that skips updates again and again is slowed down for a tenth of the time at most
+    after an alarm                both become denser for WHILE steps; the next REST steps raise no alarm: a run that
+                                  skips updates again and again is slowed down for a tenth of the time at most
 
-An alarm is a loss or gradients that are not finite, a loss that jumps, or a loss scale that is low and falling. All
-ranks decide alike, because they decide on the job's numbers. Counts are those of all ranks: the largest amax, and
-sums of the others. Weights and updates are rank 0's, where all have the same; of weights that ranks share, the
+An alarm is a loss or gradients that are not finite, a loss that jumps, or a loss scale that is low and falling.
+All ranks decide alike, because they decide on the job's numbers. Counts are those of all ranks: the largest amax,
+and sums of the others. Weights and updates are rank 0's, where all have the same; of weights that ranks share, the
 norms and the share of lost updates are over all parts. Samples are of rank 0's data.
 
-No update and no checkpoint depends on any of this. What is not recorded yet when a run stops is lost; a resumed run
-begins to count anew.
+No update and no checkpoint depends on any of this. What is not recorded yet when a run stops is lost; a resumed
+run begins to count anew.
 """
 
 import math
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import reduce
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from halfstep.config.run import RunConfig
+from halfstep.core.observed import COLUMNS, ROLES, WEIGHT_COLUMNS, LayerInfo, merge
 from halfstep.core.scaling import Scale, ScaleAlarm
 from halfstep.training.job import Job
 from halfstep.training.run.health import Spikes
@@ -34,10 +36,7 @@ from halfstep.training.session import Session, Tokens, Unread, Watched
 from halfstep.training.telemetry.events import Events
 from halfstep.training.telemetry.meters import Meters
 
-ROLES = ("activation", "gradient")
-COLUMNS = ("count", "amax", "overflow", "underflow", "subnormal")
-WEIGHT_COLUMNS = ("norm", "gradient_norm", "update_norm", "lost")
-# After an alarm: for how many steps, how many steps between two records and two samples, and how long no other counts.
+# After an alarm, in steps: how long it lasts, from record to record, from sample to sample; how long no other counts.
 WHILE, RECORDS, SAMPLES, REST = 50, 5, 10, 500
 JUMP = 1.0  # nats above the median of recent losses, if training.rollback does not say
 
@@ -79,6 +78,7 @@ class Monitor:
         self._session: Watched | None = session if config.monitor.on and isinstance(session, Watched) else None
         self._meters, self._job, self._events = meters, job, events
         self._alarms = Alarms(session.policy.scale, config.training.rollback)
+        self._layers: Sequence[LayerInfo] = ()
         self._why = ""  # the last alarm
         self._until = self._rest = -1  # the last step that is watched closely, and the last that raises no alarm
         self._next = 0  # the first step to sample while watching closely
@@ -90,12 +90,10 @@ class Monitor:
         self._since = step
         if self._session is None:
             return
-        layers = [
-            {"name": each.name, "kind": each.kind, "formats": dict(each.formats)}
-            for each in self._session.watch(self.settings.slice)
-        ]
+        self._layers = self._session.watch(self.settings.slice)
+        written = [layer.to_dict() for layer in self._layers]
         every, slice = self.settings.every, self.settings.slice
-        self._events.write("monitor", step=step, layers=layers, every=every, slice=slice)
+        self._events.write("monitor", step=step, layers=written, every=every, slice=slice)
 
     @contextmanager
     def around(self, step: int) -> Iterator[None]:
@@ -136,8 +134,7 @@ class Monitor:
             return layers, weights
         given = self._job.gather([layers.tolist(), weights.tolist()], "adding up the numbers of its layers")
         counts, parts = (np.array([each[i] for each in given], dtype=np.float64) for i in (0, 1))
-        added, amax = counts.sum(0), COLUMNS.index("amax")
-        added[..., amax] = counts[..., amax].max(0)
+        added = reduce(merge, counts)
         return added, _of_parts(parts) if self._job.is_sharded else parts[0]
 
     def sample_due(self, step: int) -> str:

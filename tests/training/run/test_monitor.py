@@ -8,15 +8,16 @@ import numpy as np
 import pytest
 
 from halfstep.config.load import load
+from halfstep.core.observed import LayerInfo
 from halfstep.core.policy import Policy
 from halfstep.training.job import Job
 from halfstep.training.run.monitor import RECORDS, REST, SAMPLES, WHILE, Alarms, Monitor
 from halfstep.training.telemetry.events import NoEvents
-from tests.training.runs import at_step, events_of, final_state, interrupt_at, poison, starter, stop
+from tests.training.runs import events_of, starter
 
 start = starter("training.steps=8", "training.save_every=4", "optimizer.name=adamw")
 FINE = {"loss": 2.0, "scale": 1.0, "skipped": 0, "grad_norm": 1.0}
-LAYER = SimpleNamespace(name="blocks.0.mlp.up", kind="linear", formats={"activation": "bf16", "weight": "fp32"})
+LAYER = LayerInfo("blocks.0.mlp.up", "matmul", {"activation": "bf16", "gradient": "bf16", "weight": "fp32"})
 SAMPLE = SimpleNamespace(to_dict=lambda: {"exponents": {"-3": 1}, "sqnr": 40.0})
 
 
@@ -112,7 +113,7 @@ def test_the_session_counts_as_many_elements_as_asked():
     (event,) = records(watching, "monitor")
     assert event == {
         "step": 7, "every": 100, "slice": 64,
-        "layers": [{"name": LAYER.name, "kind": "linear", "formats": LAYER.formats}],
+        "layers": [LAYER.to_dict()],
     }  # fmt: skip
 
 
@@ -133,7 +134,14 @@ def test_after_an_alarm_it_looks_closer_for_a_while_and_then_rests(late):
     steps = [event["step"] for event in records(watching)]
     begin = 300 + RECORDS
     assert steps[:3] == [100, 200, 300]
-    assert [step for step in steps if 300 < step < second] == [*range(begin, 351, RECORDS), 400, 500, 600, 700, 800]
+    assert [step for step in steps if 300 < step < second] == [
+        *range(begin, 351, RECORDS),
+        400,
+        500,
+        600,
+        700,
+        800,
+    ]
 
 
 def test_what_an_alarm_is():
