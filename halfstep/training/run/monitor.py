@@ -4,7 +4,7 @@
     every `monitor.every`         the counts since the last record are copied with a step, and read with that step:
                                   a `layers` event, with what the step's update did to the weights
     every `monitor.sample_every`  part of the batch runs again after the update: a `sample` event; also at the end
-    after an alarm                both become denser for WHILE steps; the next REST steps raise no alarm: a run that
+    after an alarm                both are denser for WHILE steps; the next REST steps raise no alarm: a run that
                                   skips updates again and again is slowed down for a tenth of the time at most
 
 An alarm is a loss or gradients that are not finite, a loss that jumps, or a loss scale that is low and falling.
@@ -36,7 +36,7 @@ from halfstep.training.session import Session, Tokens, Unread, Watched
 from halfstep.training.telemetry.events import Events
 from halfstep.training.telemetry.meters import Meters
 
-# After an alarm, in steps: how long it lasts, from record to record, from sample to sample; how long no other counts.
+# After an alarm, in steps: how long it lasts, from record to record, from sample to sample; how long none counts.
 WHILE, RECORDS, SAMPLES, REST = 50, 5, 10, 500
 JUMP = 1.0  # nats above the median of recent losses, if training.rollback does not say
 
