@@ -87,3 +87,9 @@ class Rule:
             evidence=dict(evidence or {}),
             policy_rule=policy_rule,
         )
+
+
+def first_names(names: list[str], most: int = 4) -> str:
+    """Returns the first few names for a message, and how many there are beyond them."""
+    quoted = ", ".join(f"`{name}`" for name in names[:most]) or "the loop"
+    return quoted + (f" and {len(names) - most} more" if len(names) > most else "")

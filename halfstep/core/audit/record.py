@@ -103,10 +103,12 @@ class Operation:
     count: int = 0
     amax: float | None = None
     overflow: int = 0  # elements beyond the largest number of the format, infinities included
-    underflow: int = 0  # nonzero elements that the format turns into zero
+    underflow: int = 0  # nonzero elements that the format turns into zero, or into one of its last 4 bits
     place: str | None = None
     promoted: bool = False  # an operand was silently widened to fp32
     backward: bool = False  # the numbers are of its gradient
+    elements: int = 0  # looked at; 0 if only formats were seen, as in a compiled graph
+    function: str = ""  # what was called, such as `log_softmax`; empty for a module
 
 
 @dataclass(slots=True)
@@ -119,6 +121,8 @@ class Call:
     skipped: bool = False
     place: str | None = None
     numbers: dict[str, float] = field(default_factory=dict)
+    format: str | None = None  # of an autocast region, of gradients that are reduced or accumulated
+    names: list[str] = field(default_factory=list)  # of the tensors it is about, the first few
 
 
 @dataclass(slots=True)

@@ -33,8 +33,10 @@ def full():
             Weight("a.b", "bf16", [2, 3], False, "matrix", "AdamW", "fp32", {"m": "bf16"}, "fp16", "f:1", counts)
         ],
         buffers=[Buffer("rope", "bf16", "rope", "f:2", "fp32")],
-        operations=[Operation("n", "norm", ["bf16"], ["fp32"], "fp32", 2, 1.5, 3, 4, "f:3", True, True)],
-        calls=[Call("clip", 2, "0", True, "f:4", {"norm": 1.0})],
+        operations=[
+            Operation("n", "norm", ["bf16"], ["fp32"], "fp32", 2, 1.5, 3, 4, "f:3", True, True, 9, "rsqrt")
+        ],
+        calls=[Call("clip", 2, "0", True, "f:4", {"norm": 1.0}, "bf16", ["a"])],
         switches={"allow_tf32": True},
         losses=[1.0, None],
         logged=[1.0],
