@@ -9,7 +9,8 @@ from collections.abc import Sequence
 from halfstep.core.audit.record import BufferKind, WeightKind
 
 _ADAPTER = re.compile(r"lora|adapter|(^|\.)dora|ia3|prompt_encoder")
-_ROUTER = re.compile(r"(^|\.)(router|gate|gating|router_gate)(\.|$)|(^|[._])router([._]|$)")
+_ROUTER = re.compile(r"(^|[._])router([._]|$)")
+_GATE = re.compile(r"(^|\.)(gate|gating)(\.|$)")  # of experts if it has few outputs; a SwiGLU's has many
 _NORM = re.compile(r"norm|(^|\.)ln(_?\w+)?(\.|$)")
 _EMBEDDING = re.compile(r"embed|(^|\.)wte(\.|$)|(^|\.)wpe(\.|$)")
 _ROPE = re.compile(r"inv_freq|rope|rotary|freqs|(^|[._])(cos|sin)([._]|$)")
@@ -27,7 +28,8 @@ def weight_kind(name: str, shape: Sequence[int], module: str = "") -> WeightKind
         return "embedding"
     if lower.rpartition(".")[2].startswith("bias") or lower.endswith("_bias"):
         return "bias"
-    if "router" in owner or _ROUTER.search(lower):
+    few = len(shape) == 2 and 2 * shape[0] <= shape[1]
+    if "router" in owner or _ROUTER.search(lower) or (few and _GATE.search(lower)):
         return "router"
     return "matrix" if len(shape) >= 2 else "other"
 

@@ -70,6 +70,7 @@ class Weight:
     optimizer: str | None = None  # the class of the optimizer that steps it
     master: str | None = None  # the format that the optimizer really steps; None if that is `format`
     moments: dict[str, str] = field(default_factory=dict)  # by their name in the optimizer's state
+    stochastic: bool = False  # updates are rounded stochastically, so that none is lost on average
     grad_format: str | None = None
     place: str | None = None
     updates: UpdateCounts | None = None
@@ -117,9 +118,10 @@ class Call:
 
     what: CallKind
     update: int = 0  # the optimizer steps that came before it
-    target: str | None = None  # which optimizer, scaler or schedule
+    target: str | None = None  # which optimizer, scaler or schedule; of a load, `weights` or `moments`
     skipped: bool = False
     place: str | None = None
+    # of a load: weights `rounded` (fp32 here, narrower in the file), moments `narrowed` (to their weight's format)
     numbers: dict[str, float] = field(default_factory=dict)
     format: str | None = None  # of an autocast region, of gradients that are reduced or accumulated
     names: list[str] = field(default_factory=list)  # of the tensors it is about, the first few
@@ -143,7 +145,8 @@ class CheckpointFacts:
     weights: dict[str, str] = field(default_factory=dict)  # the format of each, by name
     masters: dict[str, str] = field(default_factory=dict)
     moments: dict[str, str] = field(default_factory=dict)  # by `parameter/moment`
-    scaler: bool | None = None  # whether the state of a loss scaler is there; None if that cannot be seen
+    scaler: bool | None = None  # whether the state of a loss scaler is there; None: unseen, or none is needed
+    policy: str | None = None  # of halfstep, if it wrote the checkpoint
     complete: bool = True
     problem: str | None = None  # why it is not complete
 

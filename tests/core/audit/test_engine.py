@@ -30,7 +30,9 @@ def full():
         rank=1,
         updates=20,
         weights=[
-            Weight("a.b", "bf16", [2, 3], False, "matrix", "AdamW", "fp32", {"m": "bf16"}, "fp16", "f:1", counts)
+            Weight(
+                "a.b", "bf16", [2, 3], False, "matrix", "AdamW", "fp32", {"m": "bf16"}, True, "fp16", "f:1", counts
+            )
         ],
         buffers=[Buffer("rope", "bf16", "rope", "f:2", "fp32")],
         operations=[
@@ -41,7 +43,9 @@ def full():
         losses=[1.0, None],
         logged=[1.0],
         syncs=[Sync("f:5", "cpu", 2.0)],
-        checkpoints=[CheckpointFacts("c", 3, {"a": "bf16"}, {"a": "fp32"}, {"a/m": "fp32"}, True, False, "torn")],
+        checkpoints=[
+            CheckpointFacts("c", 3, {"a": "bf16"}, {"a": "fp32"}, {"a/m": "fp32"}, True, "fp32", False, "torn")
+        ],
         policy="bf16-mixed",
         unseen=["the joint graph"],
     )

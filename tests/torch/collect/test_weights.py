@@ -67,6 +67,7 @@ def test_masters_that_an_optimizer_keeps_apart_are_paired_with_their_weights():
     [
         ("layers.0.self_attn.q_proj.lora_A.default.weight", (4, 8), "Linear", "adapter"),
         ("layers.0.mlp.gate.weight", (4, 8), "Linear", "router"),
+        ("blocks.0.mlp.gate.weight", (32, 8), "Linear", "matrix"),
         ("layers.0.mlp.gate_proj.weight", (4, 8), "Linear", "matrix"),
         ("layers.0.block_sparse_moe.router.weight", (4, 8), "Linear", "router"),
         ("h.0.ln_1.weight", (8,), "", "norm"),

@@ -22,7 +22,7 @@ RULE = Rule(
 def check(record: Record) -> Iterator[Finding]:
     """Yields one finding per weight; without a live step it is a warning, as nobody knows what was lost."""
     for weight in record.weights:
-        if weight.trainable and weight.optimizer and is_narrow(weight.stepped):
+        if weight.trainable and weight.optimizer and is_narrow(weight.stepped) and not weight.stochastic:
             yield _finding(weight, weight.updates if weight.updates and weight.updates.intended else None)
 
 
