@@ -123,9 +123,10 @@ def adapted_llama(way):
     run = prepare(model, "bf16-mixed", clip_norm=1.0)
     wrapped = model
     if dist.is_initialized() and way != "ddp":
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
         for layer in model.model.layers:
-            fully_shard(layer)
-        fully_shard(model)
+            fully_shard(layer, mesh=mesh)
+        fully_shard(model, mesh=mesh)
     elif dist.is_initialized():
         wrapped = DistributedDataParallel(model)
     run.attach(AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2))

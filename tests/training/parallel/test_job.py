@@ -237,3 +237,31 @@ def test_torchrun_starts_it_and_starts_it_again(text, out):
     assert (starts[0]["resumed_from"], len(starts)) == (None, 2)
     assert starts[1]["resumed_from"] >= 4
     assert final_state(out)[1]["step"] == 40
+
+
+def spike_once(loop):
+    """The losses of steps 11 to 13 are high until the run rolls back."""
+    real = loop.session._loss
+
+    def loss(x, y):
+        high = loop.tally.launched in (10, 11, 12) and not loop.health.shift
+        return real(x, y) * (4.0 if high else 1.0)
+
+    loop.session._loss = loss
+
+
+@pytest.mark.prove
+def test_shards_roll_back_and_start_from_the_weights_of_another_run(text, tmp_path):
+    first, one, two = (tmp_path / name for name in ("first", "one", "two"))
+    assert run(words(text, first, "optimizer.name=adamw")) == 0
+    settings = ["optimizer.name=adamw", "training.rollback=4", "training.steps=16", "parallel.shard=full"]
+    start = ["--init", str(first)]
+    (alone,) = train([*words(text, one, *settings[:-1]), *start], spike_once, count=1)
+    ends = train([*words(text, two, *settings), *start], spike_once)
+    assert [code for code, *_ in (alone, *ends)] == [0] * 3, ends
+    for out in (one, two):
+        (event,) = events_of(out, "rollback")
+        assert (event["step"], event["to"]) == (13, 8)
+    assert_same_numbers(numbers(one), numbers(two))
+    assert numbers(one)[0][1] < numbers(first)[0][1]
+    assert ends[0][2] == ends[1][2]
