@@ -1,0 +1,102 @@
+"""A watch sees what a loop does, in order and with its place, changes no number, and leaves nothing in torch."""
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.optimizer import _global_optimizer_pre_hooks
+
+from halfstep.torch.collect.collector import Collector
+from halfstep.torch.collect.watch import Watch
+
+HERE = "test_watch.py:"
+
+
+def net():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 1))
+
+
+def losses_of(kind, steps=4):
+    """Trains a small model in some way and returns its losses, as plain numbers."""
+    model = net()
+    if kind == "bf16":
+        model.to(torch.bfloat16)
+    call = torch.compile(model, backend="aot_eager", fullgraph=True) if kind == "compiled" else model
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=kind == "fused")
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, enabled=kind in ("scaled", "fused"))
+    seen = []
+    for _ in range(steps):
+        optimizer.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16, enabled=kind == "autocast"):
+            loss = call(torch.randn(4, 8, dtype=model[0].weight.dtype)).square().mean()
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+        schedule.step()
+        seen.append(loss.item())
+    return seen
+
+
+@pytest.mark.parametrize("kind", ["fp32", "bf16", "autocast", "scaled", "fused", "compiled"])
+def test_losses_keep_their_bits_and_torch_its_functions(kind):
+    patched = (torch.Tensor, torch.optim.Optimizer, torch.amp.GradScaler, torch.nn.utils)
+    before = [dict(vars(each)) for each in patched]
+    plain = losses_of(kind)
+    with Watch() as watch:
+        watched = losses_of(kind)
+    assert watched == plain == losses_of(kind)
+    assert [dict(vars(each)) for each in patched] == before
+    assert not _global_optimizer_pre_hooks
+    record = watch.record()
+    assert record.updates == 4
+    assert record.losses == plain
+
+
+def test_the_order_of_calls_with_places_and_numbers():
+    with Watch() as watch:
+        losses_of("scaled", steps=2)
+    record = watch.record()
+    order = ["zero", "scale", "backward", "unscale", "clip", "step", "update", "schedule"]
+    assert [call.what for call in record.calls] == order * 2
+    assert all(HERE in call.place for call in record.calls)
+    assert [call.update for call in record.calls[:8]] == [0, 0, 0, 0, 0, 0, 1, 1]
+    assert record.calls[6].numbers == {"before": 1024.0, "after": 1024.0}
+    assert [(s.what, s.per_step) for s in record.syncs] == [("item", 1)]
+    weight = record.weights[0]
+    assert (weight.name, weight.optimizer, weight.grad_format) == ("0.weight", "AdamW", "fp32")
+    assert HERE in weight.place
+    assert weight.moments == {"exp_avg": "fp32", "exp_avg_sq": "fp32"}
+
+
+def test_a_collector_is_called_around_updates():
+    class Notes(Collector):
+        def __init__(self):
+            self.notes = []
+
+        def install(self):
+            self.notes.append("install")
+
+        def start(self, models):
+            self.notes.append(("start", *models))
+
+        def before_step(self, optimizer, names):
+            self.notes.append(("before", names[id(optimizer.param_groups[0]["params"][0])]))
+
+        def after_step(self, optimizer, names, skipped):
+            self.notes.append(("after", skipped))
+
+        def fill(self, record):
+            record.policy = "seen"
+
+        def stop(self):
+            self.notes.append("stop")
+
+    notes = Notes()
+    with Watch([notes], share=1.0) as watch:
+        losses_of("fp32", steps=2)
+    assert watch.record().policy == "seen"
+    step = [("before", "0.weight"), ("after", False)]
+    assert notes.notes == ["install", ("start", ""), *step, *step, "stop"]
