@@ -25,7 +25,7 @@ NARROW_ONCE = (
 Missing = Callable[[str, Value], str]
 
 
-def check_numbers(*, clip_norm: Any = 0.0, seed: Any = 0, tokens: Any = 1) -> None:
+def check_numbers(*, clip_norm: Any = 0.0, seed: Any = 0, tokens: Any = 1, slice: Any = 1) -> None:
     """Refuses values that are no settings of a run."""
     if not isinstance(clip_norm, Real) or not float(clip_norm) >= 0.0:
         raise HalfstepError(f"clip_norm={clip_norm!r}: it must be a number, 0 or more", hint="0 clips nothing")
@@ -33,6 +33,10 @@ def check_numbers(*, clip_norm: Any = 0.0, seed: Any = 0, tokens: Any = 1) -> No
         raise HalfstepError(f"seed={seed!r}: a seed is a whole number, not negative", hint="such as seed=0")
     if not isinstance(tokens, Integral) or tokens < 1:
         raise HalfstepError(f"tokens={tokens!r}: a micro-batch has at least 1", hint="batch times sequence length")
+    if not isinstance(slice, Integral) or slice < 1:
+        raise HalfstepError(
+            f"slice={slice!r}: at least 1 element of a tensor is watched", hint="such as slice=4096"
+        )
 
 
 def check_implemented(policy: Policy, backend: str, missing: Missing) -> None:

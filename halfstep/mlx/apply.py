@@ -55,7 +55,7 @@ from halfstep.mlx.layers import Layer, Matmul
 from halfstep.mlx.lowering import NATIVE, casts_of
 
 # The attributes a module gets; none of these is an array, so none is a parameter.
-_ATTRIBUTES = ("casts", "name", "streams", "halfstep", "halfstep_model", "halfstep_masters")
+_ATTRIBUTES = ("casts", "name", "streams", "halfstep", "halfstep_model", "halfstep_masters", "halfstep_watched")
 
 
 class Place(NamedTuple):

@@ -14,6 +14,7 @@ from halfstep.config.model import reach
 from halfstep.config.run import OptimizerConfig, RunConfig
 from halfstep.config.weights import Weights, initial_weights
 from halfstep.core.averages import averaged, pop_from_state, to_state
+from halfstep.core.observed import LayerInfo, Sample
 from halfstep.core.policy import Policy
 from halfstep.core.refusal import check_reach
 from halfstep.core.state_format import Snapshot, Stored
@@ -22,6 +23,8 @@ from halfstep.mlx.apply import apply, set_precision
 from halfstep.mlx.dtypes import as_device, describe
 from halfstep.mlx.measure import devices
 from halfstep.mlx.model import Decoder
+from halfstep.mlx.observe.monitor import Unread
+from halfstep.mlx.observe.updates import UpdateNumbers
 from halfstep.mlx.optim.optimizers import AdamW, Muon, Optimizer
 from halfstep.mlx.parallel.job import joined
 from halfstep.mlx.run.checks import resolve_compile
@@ -164,6 +167,23 @@ class Session:
             losses = [_sum_and_count(self.model, mx.array(tokens))[0] for tokens in micro_batches]
             finite = all(mx.isfinite(loss).item() for loss in losses)
         return "backward: the loss is finite, a gradient is not" if finite else "forward: the loss"
+
+    def watch(self, slice: int) -> list[LayerInfo]:
+        with mx.stream(self.device):
+            self._monitor = self.run.monitor(slice)
+        return self._monitor.layers
+
+    def layer_numbers(self) -> Unread:
+        with mx.stream(self.device):
+            return self._monitor.layer_numbers()
+
+    def weight_numbers(self) -> UpdateNumbers:
+        return self._monitor.weight_numbers()
+
+    def sample(self, micro_batches: Tokens, share: float = 1 / 16) -> dict[str, dict[str, Sample]]:
+        with mx.stream(self.device):
+            rows = mx.array(micro_batches.reshape(-1, micro_batches.shape[-1]))
+            return self._monitor.sample(_sum_and_count, rows, share)
 
     def load(self, state: Mapping[str, Stored]) -> None:
         with mx.stream(self.device):

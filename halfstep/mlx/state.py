@@ -61,7 +61,12 @@ def load_state(live: Live, given: Mapping[str, mx.array], law: Scale) -> None:
     live.remainders.update({name: given[f"remainder.{name}"] for name in live.remainders})
     live.scalars.update({} if scale is None else scale._asdict())
     live.scalars["applied"] = given["applied"]
-    high, low = (int(word) for word in np.array(given["rng.mlx"]))
+    set_random_key(given["rng.mlx"])
+
+
+def set_random_key(key: mx.array) -> None:
+    """Sets the key of mx.random."""
+    high, low = (int(word) for word in np.array(key))
     mx.random.seed(high << 32 | low)
 
 

@@ -29,6 +29,7 @@ from halfstep.core.choice import Choice
 from halfstep.core.errors import HalfstepError, warn_caller
 from halfstep.core.formats import FP32
 from halfstep.core.measure import TOKENS, settle
+from halfstep.core.observed import SLICE
 from halfstep.core.policy import Policy
 from halfstep.core.refusal import check_numbers
 from halfstep.core.roles import print_value
@@ -38,11 +39,13 @@ from halfstep.mlx.dtypes import describe, dtype_of
 from halfstep.mlx.functions import scope
 from halfstep.mlx.layers import Held
 from halfstep.mlx.lowering import casts_for
+from halfstep.mlx.observe.monitor import Monitor
+from halfstep.mlx.observe.recording import Recorder, forward_ends, recording
 from halfstep.mlx.optim.masters import Masters
 from halfstep.mlx.optim.optimizers import leaves_of
 from halfstep.mlx.parallel.ranks import TIMEOUT, Ranks, ranks_of
 from halfstep.mlx.run.checks import check_loss, check_parts, check_weight, measured_choice, resolve_compile
-from halfstep.mlx.state import Live, load_state, state_of
+from halfstep.mlx.state import Live, load_state, set_random_key, state_of
 
 # loss_fn(model, batch) -> the mean loss, or (the sum of losses, the number of tokens)
 LossFn = Callable[[Module, Any], Any]
@@ -157,6 +160,7 @@ class Run:
         watched = warns and isinstance(self.policy.scale, DynamicScale)
         self._alarm = ScaleAlarm(self.policy.scale) if watched else None
         self._unread: deque[StepResult] = deque()  # updates whose scale was not looked at
+        self._monitor: Monitor | None = None
         if ranks is not None:
             self._start_as_rank_0(ranks)
         optimizer.update = _refuse_update  # type: ignore[method-assign]
@@ -194,7 +198,9 @@ class Run:
             self._check_model()
             if not self._before:
                 self._before = {name: place.array for name, place in self._others.items()}
-            loss, weight, grads = self._call(loss_fn, self._differentiator(loss_fn), batch)
+            loss, weight, grads, counted = self._call(loss_fn, self._differentiator(loss_fn), batch)
+            if self._monitor is not None:
+                self._monitor.merge(counted)
             share = (weight != 0).astype(mx.float32)
             return loss, Gradients(grads, self.scalars["scale"], weight, share, share * loss)
 
@@ -221,7 +227,7 @@ class Run:
             sums = {n: held.arrays[n] + (share * g).astype(self._accumulate) for n, g in grads.arrays.items()}
             weights, loss = held.weights + weight, held.loss + weight * grads.loss
             self._sum = replace(held, arrays=sums, weights=weights, loss=loss)
-        mx.async_eval(self._sum.arrays, self._sum.weights, self._sum.loss)
+        mx.async_eval(self._sum.arrays, self._sum.weights, self._sum.loss, self._watched())
 
     def unscale(self, grads: "Gradients | Sequence[Gradients] | None" = None) -> Gradients:
         """Returns the gradient of the mean loss, in fp32, from gradients given here or to `accumulate`.
@@ -242,7 +248,14 @@ class Run:
         total = self._taken(grads)
         function = self._update if total.finite is None else self._update_unscaled
         given = {name: value for name, value in vars(replace(total, bad_rank=None)).items() if value is not None}
+        numbers = None if self._monitor is None else self._monitor.take_updates()
+        if numbers is not None:
+            numbers.start(self.masters.part, self.optimizers)
         loss, finite, norm = self._call(function.__name__, function, given)
+        if numbers is not None:
+            factor = mx.array(1.0) if total.finite is not None else 1.0 / (total.scale * total.weights)
+            clip = mx.minimum(self.clip_norm / norm, 1.0) if self.clip_norm else mx.array(1.0)
+            numbers.end(self.masters.part, total.arrays, factor, clip, finite)
         replaced = {n: self._others[n].array for n in sorted(self._replaced & self._before.keys())}
         if self.ranks is not None and replaced:
             replaced = self.ranks.from_rank_0("running statistics", replaced)
@@ -317,6 +330,23 @@ class Run:
     def forget(self) -> None:
         """Drops gradients that were accumulated and not used."""
         self._sum, self._before = None, {}
+
+    def monitor(self, slice: int = SLICE) -> Monitor:
+        """Watches every layer from now on: `slice` elements of what enters it and of the gradient of what leaves.
+
+        `layer_numbers()` returns what steps have counted, `weight_numbers()` measures the next update, and
+        `sample(loss_fn, batch)` looks closely at a part of a batch. No bit of a step changes.
+        """
+        self._check_open()
+        check_numbers(slice=slice)
+        if self._monitor is None:
+            self._monitor = Monitor(self.model, self.conversion, self.masters, slice, self._replay)
+        elif self._monitor.slice != slice:
+            raise HalfstepError(
+                f"the run is monitored already, with slices of {self._monitor.slice}",
+                hint="call run.monitor once, before the first step",
+            )
+        return self._monitor
 
     def unprepare(self) -> Module:
         """Returns the model in its own classes again, with its exact masters in fp32. This ends the run."""
@@ -406,7 +436,19 @@ class Run:
         self.masters.note_writes()  # compiled code replaces the arrays of its outputs
         return results
 
-    def _differentiator(self, loss_fn: LossFn) -> Callable[[Any], tuple[mx.array, mx.array, dict[str, mx.array]]]:
+    def _differentiator(self, loss_fn: LossFn) -> Callable[[Any], tuple[Any, ...]]:
+        monitor = self._monitor
+
+        def differentiate(batch: Any) -> tuple[Any, ...]:
+            *results, seen = self._pass(loss_fn, batch, 0 if monitor is None else monitor.slice)
+            return *results, () if monitor is None else monitor.count(seen)
+
+        return differentiate
+
+    def _pass(
+        self, loss_fn: LossFn, batch: Any, size: int
+    ) -> tuple[mx.array, mx.array, dict[str, mx.array], Recorder]:
+        """Returns loss, weight, scaled gradients, and the first `size` elements of what watched layers met."""
 
         def scaled(used: dict[str, mx.array], batch: Any, scale: mx.array) -> tuple[mx.array, ...]:
             self.masters.put(used)
@@ -417,17 +459,33 @@ class Run:
             weight = check_weight(weight)
             # No tokens, no gradient; 0 / 0 would spoil the other micro-batches.
             loss = check_loss(total, self.policy).astype(mx.float32) / mx.where(weight == 0, 1.0, weight)
+            forward_ends()
             return mx.where(weight == 0, 0.0, loss * scale), loss, weight
 
-        def differentiate(batch: Any) -> tuple[mx.array, mx.array, dict[str, mx.array]]:
-            before = {name: place.array for name, place in self._others.items()}
-            used = self.masters.used()
-            with self.masters.in_use():
-                (_, loss, weight), grads = mx.value_and_grad(scaled)(used, batch, self.scalars["scale"])
-            self._replaced |= {name for name, place in self._others.items() if place.array is not before[name]}
-            return loss, weight, {name: g.astype(self._accumulate) for name, g in grads.items()}
+        before = {name: place.array for name, place in self._others.items()}
+        used = self.masters.used()
+        with self.masters.in_use(), recording(size) as seen:
+            (_, loss, weight), grads = mx.value_and_grad(scaled)(used, batch, self.scalars["scale"])
+        self._replaced |= {name for name, place in self._others.items() if place.array is not before[name]}
+        return loss, weight, {name: g.astype(self._accumulate) for name, g in grads.items()}, seen
 
-        return differentiate
+    def _replay(self, loss_fn: LossFn, batch: Any, size: int) -> Recorder:
+        """Runs a batch again, not compiled; leaves random state and running statistics as they were."""
+        self._check_open()
+        others = {name: place.array for name, place in self._others.items()}
+        replaced, key = set(self._replaced), mx.random.state[0]  # type: ignore[index]
+        try:
+            seen = self._pass(loss_fn, batch, size)[-1]
+            mx.eval([each.array for each in seen.seen])
+        finally:
+            for name, array in others.items():
+                self._others[name].put(array)
+            self._replaced = replaced
+            set_random_key(key)
+        return seen
+
+    def _watched(self) -> list[mx.array]:
+        return [] if self._monitor is None else self._monitor.arrays
 
     def _update(self, total: dict[str, Any]) -> tuple[mx.array, mx.array, mx.array]:
         """Replaces the live arrays; returns the loss, whether the step was finite, and the norm."""

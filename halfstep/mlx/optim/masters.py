@@ -48,6 +48,13 @@ class Masters:
         """Returns the numbers themselves, in fp32: what an optimizer updates."""
         return {name: self._wide(name, place) for name, place in self.places.items()}
 
+    def part(self, name: str, size: int) -> mx.array:
+        """Returns the first elements of one, in fp32."""
+        held = self.places[name].array.reshape(-1)[:size]
+        if name in self.remainders:
+            return join(held, self.remainders[name].reshape(-1)[:size])
+        return held.astype(mx.float32)
+
     def joined(self, tree: Any) -> Any:
         """Returns arrays of the model, halves as split masters in fp32, differentiable like the halves."""
         halves = {id(self.places[name].array): name for name in self.remainders}

@@ -103,7 +103,7 @@ class Muon(Optimizer):
         return tree_map_with_path(lambda name, _: updated[name], gradients)
 
     def _update(self, names: list[str], gradients: mx.array, held: list[mx.array]) -> list[mx.array]:
-        states = [_at(self.state, name) for name in names]
+        states = [state_at(self.state, name) for name in names]
         momentum = self.momentum * mx.stack([state["momentum"] for state in states]) + gradients
         update = orthogonalize(gradients + self.momentum * momentum, self.iteration, emulate=self.emulate)
         rows, columns = held[0].shape
@@ -143,8 +143,11 @@ def _one_minus_power(base: float, step: mx.array) -> mx.array:
     return -mx.expm1(step.astype(mx.float32) * math.log(base)) if base else mx.array(1.0)
 
 
-def _at(tree: Any, name: str) -> Any:
-    """Returns the subtree at a dotted name; segments of lists are numbers."""
+def state_at(tree: Any, name: str) -> Any:
+    """Returns the subtree at a dotted name, None if there is none; segments of lists are numbers."""
     for segment in name.split("."):
-        tree = tree[int(segment)] if isinstance(tree, list | tuple) else tree[segment]
+        if isinstance(tree, list | tuple):
+            tree = tree[int(segment)] if int(segment) < len(tree) else None
+        else:
+            tree = tree.get(segment) if isinstance(tree, dict) else None
     return tree
