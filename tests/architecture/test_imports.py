@@ -78,6 +78,7 @@ ABSENT_ROOMS = {
     "shards": "torch alone: JAX's arrays and MLX's have no class of their own for a part of one",
     "export": "torch alone: the libraries that read an export run on it",
     "collect": "torch first; JAX and MLX follow",
+    "observe": "MLX first; torch and JAX follow",
     "convert": "torch, MLX: modules change their class; JAX has functions instead",
 }
 # The frameworks, and the folder that may import each.

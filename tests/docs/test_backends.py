@@ -23,7 +23,7 @@ def run_block(page, place, **names):
 
 
 def test_every_block_has_a_test():
-    assert [(page, place) for page, place, _ in BLOCKS] == [*(("backends.md", n) for n in range(6)), ("fp8.md", 0)]
+    assert [(page, place) for page, place, _ in BLOCKS] == [*(("backends.md", n) for n in range(7)), ("fp8.md", 0)]
 
 
 def test_jax():
@@ -51,8 +51,11 @@ def test_mlx(capsys):
     assert np.isfinite(ran["result"].loss.item())
     assert ran["run"].num_applied == 2
     assert "multiplies in bf16" in capsys.readouterr().out
+    watched = run_block("backends.md", 3, run=ran["run"], batch=batch, **names)
+    assert (watched["numbers"][..., 1] > 0).all()
+    assert watched["lost"].tolist() == [0.0]
     names |= {"optimizers": ran["optimizers"], "prepare": ran["prepare"], "mx": mx}
-    ran = run_block("backends.md", 3, model=nn.Linear(4, 4), **names)
+    ran = run_block("backends.md", 4, model=nn.Linear(4, 4), **names)
     assert ran["run"].num_applied == 1
 
 
@@ -65,12 +68,12 @@ def test_weights_that_others_trained(monkeypatch):
     small = Decoder(ModelConfig(context=8, layers=1, width=16, heads=2))
     monkeypatch.setattr(halfstep, "load_model", lambda recipe, folder: small)
     tokens = torch.randint(0, 256, (2, 9), generator=torch.Generator().manual_seed(0))
-    ran = run_block("backends.md", 4, tokens=tokens)
+    ran = run_block("backends.md", 5, tokens=tokens)
     assert torch.isfinite(ran["result"].loss)
     held = torch.nn.Sequential(torch.nn.Linear(4, 4)).bfloat16()
     auto = SimpleNamespace(from_pretrained=lambda name, dtype: held)
     monkeypatch.setitem(sys.modules, "transformers", SimpleNamespace(AutoModelForCausalLM=auto))
-    ran = run_block("backends.md", 5, prepare=ran["prepare"], AdamW=ran["AdamW"])
+    ran = run_block("backends.md", 6, prepare=ran["prepare"], AdamW=ran["AdamW"])
     assert held[0].weight.dtype == torch.float32
     assert "fp32" in str(ran["run"].summary())
 
