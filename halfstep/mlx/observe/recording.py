@@ -4,7 +4,7 @@ A watched layer has a class of its own, whose methods show the recorder what ent
 an identity with a stated gradient, which shows it the gradient. MLX differentiates by calling Python: all of that
 happens while `mx.value_and_grad` runs, under `mx.compile` while it traces, and the arrays that were shown belong
 to the same graph. So they need no slots in the model, and a layer that is used twice is seen twice. A block that
-is computed again in the backward pass (`mx.checkpoint`) shows its activations once, because the recorder is told
+is computed again in the backward pass (`mx.checkpoint`) shows its activations once, because the recorder knows
 where the forward pass ends.
 """
 

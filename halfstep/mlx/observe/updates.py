@@ -1,4 +1,4 @@
-"""What became of an update: what an optimizer intended for each weight, and what was stored.
+"""What happens to an update: what an optimizer intended for each weight, and what was stored.
 
 An optimizer of MLX is a Python function of arrays, so what it intended is that function in fp64, on the CPU: its
 own formula with its own state, of any optimizer whose elements do not depend on each other. An update is lost if
@@ -28,7 +28,7 @@ ELEMENTWISE = (
 
 
 def owner_of(optimizers: Sequence[Optimizer], name: str) -> Optimizer | None:
-    """Returns the optimizer that steps a parameter."""
+    """Returns the optimizer that owns a parameter."""
     return next((each for each in optimizers if state_at(each.state, name) is not None), None)
 
 
