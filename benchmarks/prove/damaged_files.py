@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from halfstep.core.state_format import Stored
-from halfstep.training.checkpoints.checkpoint import CheckpointError, load, load_newest
+from halfstep.training.checkpoints.checkpoint import load, load_newest
+from halfstep.training.checkpoints.tensors import CheckpointError
 
 Case = tuple[str, Callable[[], object]]
 

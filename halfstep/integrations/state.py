@@ -29,7 +29,7 @@ from halfstep.core.errors import HalfstepError
 from halfstep.core.state_format import Stored
 from halfstep.torch.state import DTYPE_NAMES, restored, stored
 from halfstep.torch.step import Run
-from halfstep.training.checkpoints.checkpoint import write_tensors
+from halfstep.training.checkpoints.tensors import write_tensors
 from halfstep.training.files import PARTIAL, flush, os_errors
 
 NAME = "halfstep.safetensors"

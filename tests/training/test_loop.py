@@ -15,6 +15,7 @@ from halfstep.core.choice import Choice
 from halfstep.core.errors import ConfigError, HalfstepError, how_to_install
 from halfstep.core.policy import Policy
 from halfstep.training.checkpoints import checkpoint
+from halfstep.training.checkpoints.tensors import DamagedCheckpointError
 from halfstep.training.run.trained import open_trained
 from halfstep.training.session import open_session
 from halfstep.training.telemetry.events import read_events
@@ -293,7 +294,7 @@ def test_a_damaged_checkpoint_is_replaced_when_its_step_is_reached_again(text, o
     newest = out / "checkpoints" / "step-000006" / "state.safetensors"
     whole = newest.read_bytes()
     newest.write_bytes(whole[:-100])
-    with pytest.raises(checkpoint.DamagedCheckpointError, match="step-000006") as caught:
+    with pytest.raises(DamagedCheckpointError, match="step-000006") as caught:
         start(text, out, resume=True)
     assert "--allow-older" in caught.value.hint
     again = start(text, out, resume=True, allow_older=True)

@@ -34,7 +34,7 @@ from halfstep.core.state_format import Stored
 from halfstep.tools.export.folder import ExportError
 from halfstep.tools.export.other import OtherModel
 from halfstep.tools.export.tokenizer import check_tokenizer, tokenizer_json, write_tokenizer
-from halfstep.training.checkpoints.checkpoint import write_tensors
+from halfstep.training.checkpoints.tensors import write_tensors
 from halfstep.training.data.tokenizer_base import Tokenizer
 from halfstep.training.evaluation import Evaluates
 from halfstep.training.session import Session, backend_module

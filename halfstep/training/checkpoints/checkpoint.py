@@ -30,61 +30,50 @@ Everywhere here, `folder` is RUN/checkpoints. Loading takes the memory of the te
 asks for: each file is read once from its beginning to its end, and hashed on the way.
 """
 
-import errno
-import hashlib
 import json
 import math
 import os
 import re
 import shutil
-import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from io import BufferedReader
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-import numpy as np
-
-from halfstep.config.reading import MOST_TABLE, fits_in_memory, open_regular, parse_json, read_bytes
+from halfstep.config.reading import MOST_TABLE, fits_in_memory, parse_json, read_bytes
 from halfstep.config.schema import Count, build
-from halfstep.core.errors import ConfigError, HalfstepError, one_of
+from halfstep.core.errors import ConfigError
 from halfstep.core.state_format import Part, Stored
+from halfstep.training.checkpoints.tensors import (
+    DTYPES,
+    MANIFEST,
+    CheckpointError,
+    DamagedCheckpointError,
+    Piece,
+    check_digest,
+    damaged,
+    describe_file,
+    fill,
+    overlaps,
+    read_header,
+    reading,
+    write_tensors,
+)
 from halfstep.training.files import PICKLES, digest_of, flush, os_errors, write_whole
 from halfstep.training.paths import CHECKPOINTS
 
 FORMAT, FORMAT_OF_PARTS = 1, 2
-STATE, MANIFEST = "state.safetensors", "manifest.json"
+STATE = "state.safetensors"
 PART = re.compile(r"state-\d{5,}-of-\d{5,}\.safetensors")  # what one rank of several wrote
 OWN_KEYS = ("format", "step", "files", "tensors", "digest")
 
-# safetensors' name in files: (its name in the API that writes them, bytes per element)
-DTYPES: Mapping[str, tuple[str, int]] = {
-    **{f"U{8 * size}": (f"uint{8 * size}", size) for size in (1, 2, 4, 8)},
-    **{f"I{8 * size}": (f"int{8 * size}", size) for size in (1, 2, 4, 8)},
-    **{f"F{8 * size}": (f"float{8 * size}", size) for size in (2, 4, 8)},
-    "BOOL": ("bool", 1),
-    "BF16": ("bfloat16", 2),
-    "F8_E4M3": ("float8_e4m3fn", 1),
-    "F8_E5M2": ("float8_e5m2", 1),
-}
-
 _FOLDER = re.compile(r"step-(\d{6,})")
 _LEFTOVER = re.compile(r"step-\d{6,}\.(partial|removed)(-[\w.-]+)?")
-_CHUNK = 1 << 20  # bytes that are hashed at a time if nobody asked for them
 
 Arrays = dict[str, Stored]
 # (name, shape) of a tensor -> the first row that is wanted and the one after the last; None: all of it
 RowsOf = Callable[[str, tuple[int, ...]], tuple[int, int] | None]
-
-
-class CheckpointError(HalfstepError):
-    """A checkpoint that cannot be written or read."""
-
-
-class DamagedCheckpointError(CheckpointError):
-    """A checkpoint that is not what was written."""
 
 
 @dataclass(frozen=True)
@@ -99,15 +88,6 @@ class _Tensor:
     shape: tuple[Count, ...]
     file: str = ""  # of those that ranks wrote, the one that holds all of it
     rows: Mapping[str, tuple[Count, ...]] = field(default_factory=dict)  # or which rows of it each file holds
-
-
-class _Piece(NamedTuple):
-    """The rows of a tensor that one file holds; a tensor without dimensions has one row."""
-
-    start: int
-    stop: int
-    shape: tuple[int, ...]  # in the file
-    dtype: str
 
 
 @dataclass(frozen=True)
@@ -199,14 +179,14 @@ def load(path: Path, rows: RowsOf | None = None) -> tuple[Arrays, dict[str, Any]
         start, stop = wanted[name] = (rows(name, shape) if rows else None) or (0, every)
         arrays[name] = Stored(entry["dtype"], (stop - start, *shape[1:]) if shape else (), b"")
     there = _pieces(manifest)
-    needed = [file for file, held in there.items() if rows is None or _overlaps(held, wanted)]
-    headers = {file: _read_header(path / file, manifest["files"][file], there[file]) for file in needed}
+    needed = [file for file, held in there.items() if rows is None or overlaps(held, wanted)]
+    headers = {file: read_header(path / file, manifest["files"][file], there[file]) for file in needed}
     sizes = {name: math.prod(each.shape) * DTYPES[each.dtype][1] for name, each in arrays.items()}
     if not fits_in_memory(total := sum(sizes.values())):
         raise CheckpointError(f"loading `{path}` takes {total:,} bytes of memory, more than this machine has")
     arrays = {name: each._replace(data=memoryview(bytearray(sizes[name]))) for name, each in arrays.items()}
     for file, header in headers.items():
-        _fill(path / file, manifest["files"][file], header, there[file], wanted, arrays)
+        fill(path / file, manifest["files"][file], header, there[file], wanted, arrays)
     return arrays, manifest
 
 
@@ -214,10 +194,10 @@ def verify(path: Path) -> dict[str, Any]:
     """Returns the manifest of a checkpoint's folder; reads and verifies all of its files, in constant memory."""
     manifest = check_complete(path)
     for file, held in _pieces(manifest).items():
-        _read_header(path / file, manifest["files"][file], held)
-        with _reading(path / file):
+        read_header(path / file, manifest["files"][file], held)
+        with reading(path / file):
             sha256 = describe_file(path / file)["sha256"]
-        _check_digest(path / file, sha256, manifest["files"][file])
+        check_digest(path / file, sha256, manifest["files"][file])
     return manifest
 
 
@@ -335,9 +315,9 @@ def read_manifest(path: Path) -> dict[str, Any]:
     try:
         manifest = parse_json(_read(file, MOST_TABLE))
     except ValueError as error:
-        raise _damaged(file, f"it is not JSON ({error})") from None
+        raise damaged(file, f"it is not JSON ({error})") from None
     if not isinstance(manifest, dict) or "format" not in manifest:
-        raise _damaged(file, "it states no `format`")
+        raise damaged(file, "it states no `format`")
     if manifest["format"] not in (FORMAT, FORMAT_OF_PARTS):
         raise CheckpointError(
             f"`{file}` has format {manifest['format']!r}, this halfstep reads formats {FORMAT} and "
@@ -345,14 +325,14 @@ def read_manifest(path: Path) -> dict[str, Any]:
             hint="load it with the halfstep that wrote it; if that is newer, update yours",
         )
     if (digest := digest_of(manifest)) != manifest.get("digest"):
-        raise _damaged(file, f"its digest is {digest}, expected {manifest.get('digest')!r}")
+        raise damaged(file, f"its digest is {digest}, expected {manifest.get('digest')!r}")
     try:
         files = build(_Manifest, manifest, others=True).files
     except ConfigError as error:
-        raise _damaged(file, f"it is not what halfstep writes: {error.message}") from None
+        raise damaged(file, f"it is not what halfstep writes: {error.message}") from None
     in_parts = manifest["format"] == FORMAT_OF_PARTS
     if STATE not in files and not in_parts:
-        raise _damaged(file, f"it has no {STATE}")
+        raise damaged(file, f"it has no {STATE}")
     others = [name for name in files if not (PART.fullmatch(name) if in_parts else name == STATE)]
     if others:
         raise CheckpointError(
@@ -363,7 +343,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
     _check_pieces(file, manifest)
     # A copy may have any name; one that states a step (`step-000500.damaged` too) states which was meant.
     if (named := _FOLDER.match(Path(os.path.abspath(path)).name)) and int(named[1]) != manifest["step"]:
-        raise _damaged(path, f"it holds step {manifest['step']}, expected the step in its name")
+        raise damaged(path, f"it holds step {manifest['step']}, expected the step in its name")
     return manifest
 
 
@@ -390,32 +370,6 @@ def write_manifest(partial: Path, own: Mapping[str, Any], meta: Mapping[str, Any
     return manifest
 
 
-def write_tensors(file: Path, arrays: Mapping[str, Stored], metadata: dict[str, str] | None = None) -> None:
-    """Writes a safetensors file and flushes it to disk."""
-    from safetensors import SafetensorError, TensorSpec, serialize_file
-
-    # The writer takes addresses: `views` keeps what they point at alive until it is done.
-    views, specs = {}, {}
-    for name, (dtype, shape, data) in arrays.items():
-        view = views[name] = np.frombuffer(data, dtype=np.uint8)
-        if dtype not in DTYPES:
-            raise CheckpointError(f"a checkpoint cannot hold dtype `{dtype}`; it must be {one_of(DTYPES)}")
-        if view.nbytes != (size := math.prod(shape) * DTYPES[dtype][1]):
-            raise CheckpointError(
-                f"`{name}` of {dtype} and shape {list(shape)} has {view.nbytes} bytes, expected {size}"
-            )
-        specs[name] = TensorSpec(
-            dtype=DTYPES[dtype][0], shape=shape, data_ptr=view.ctypes.data, data_len=view.nbytes
-        )
-    try:
-        serialize_file(specs, file, metadata)
-    except SafetensorError as error:
-        raise OSError(None, str(error), str(file)) from None
-    # safetensors lets only the owner read what it writes; here the umask decides, as for the folder.
-    os.chmod(file, file.parent.stat().st_mode & 0o666)
-    flush(file)
-
-
 def _manifest(own: Mapping[str, Any], meta: Mapping[str, Any]) -> dict[str, Any]:
     if taken := [key for key in meta if key in OWN_KEYS]:
         raise ValueError(f"`{taken[0]}` is the checkpoint's own key and cannot be in meta")
@@ -430,13 +384,6 @@ def _manifest(own: Mapping[str, Any], meta: Mapping[str, Any]) -> dict[str, Any]
 
 def _as_text(manifest: Mapping[str, Any]) -> bytes:
     return json.dumps(manifest, indent=1, ensure_ascii=False).encode() + b"\n"
-
-
-def describe_file(file: Path) -> dict[str, Any]:
-    """Returns what a manifest says of a file."""
-    with open_regular(file) as opened:
-        digest = hashlib.file_digest(opened, "sha256").hexdigest()
-    return {"sha256": digest, "bytes": file.stat().st_size}
 
 
 def _check_same(target: Path, written: Mapping[str, Any]) -> None:
@@ -460,16 +407,16 @@ def num_rows(shape: Sequence[int]) -> int:
     return shape[0] if shape else 1
 
 
-def _pieces(manifest: Mapping[str, Any]) -> dict[str, dict[str, _Piece]]:
+def _pieces(manifest: Mapping[str, Any]) -> dict[str, dict[str, Piece]]:
     """Returns what each file holds."""
-    there: dict[str, dict[str, _Piece]] = {file: {} for file in manifest["files"]}
+    there: dict[str, dict[str, Piece]] = {file: {} for file in manifest["files"]}
     for name, entry in manifest["tensors"].items():
         shape, dtype = tuple(entry["shape"]), entry["dtype"]
         if rows := entry.get("rows"):
             for file, (start, stop) in rows.items():
-                there[file][name] = _Piece(start, stop, (stop - start, *shape[1:]), dtype)
+                there[file][name] = Piece(start, stop, (stop - start, *shape[1:]), dtype)
         else:
-            there[entry.get("file", STATE)][name] = _Piece(0, num_rows(shape), shape, dtype)
+            there[entry.get("file", STATE)][name] = Piece(0, num_rows(shape), shape, dtype)
     return there
 
 
@@ -484,13 +431,9 @@ def _check_pieces(file: Path, manifest: Mapping[str, Any]) -> None:
         covered = all(len(each) == 2 and each[0] == end for each, end in zip(ranges, ends, strict=False))
         fits = covered and ends[-1] == whole[0][1] and bool(shape or not rows)
         if not fits or any(each not in manifest["files"] for each in named):
-            raise _damaged(file, f"it does not say where all rows of tensor `{name}` are")
+            raise damaged(file, f"it does not say where all rows of tensor `{name}` are")
         if entry["dtype"] not in DTYPES:
-            raise _damaged(file, f"tensor `{name}` has dtype {entry['dtype']}")
-
-
-def _overlaps(held: Mapping[str, _Piece], wanted: Mapping[str, tuple[int, int]]) -> bool:
-    return any(max(each.start, wanted[name][0]) < min(each.stop, wanted[name][1]) for name, each in held.items())
+            raise damaged(file, f"tensor `{name}` has dtype {entry['dtype']}")
 
 
 def step_folders(folder: Path) -> list[Path]:
@@ -511,9 +454,9 @@ def check_complete(path: Path) -> dict[str, Any]:
         try:
             size = (path / name).stat().st_size
         except FileNotFoundError:
-            raise _damaged(path, f"`{name}` is missing") from None
+            raise damaged(path, f"`{name}` is missing") from None
         if size != entry["bytes"]:
-            raise _damaged(path / name, f"it has {size} bytes, expected {entry['bytes']}")
+            raise damaged(path / name, f"it has {size} bytes, expected {entry['bytes']}")
     return manifest
 
 
@@ -534,113 +477,6 @@ def _is_intact(path: Path) -> bool:
         return False
 
 
-def _read_header(
-    file: Path, expected: Mapping[str, Any], held: Mapping[str, _Piece]
-) -> dict[str, tuple[int, int]]:
-    """Returns where in a safetensors file the bytes of each tensor are, in their order; checks what is there."""
-    try:
-        with _reading(file), open_regular(file) as opened:
-            found = _parse_header(opened, expected["bytes"])
-        there = {name: (dtype, shape) for name, (dtype, shape, _, _) in found.items()}
-        stated = {name: (each.dtype, each.shape) for name, each in held.items()}
-        for name in sorted(stated.keys() | there.keys()):
-            was, now = stated.get(name), there.get(name)
-            if was != now:
-                reason = f"tensor `{name}` is {_shown(now)} in {file.name}, expected {_shown(was)}"
-                raise _damaged(file.parent / MANIFEST, reason)
-    except DamagedCheckpointError:
-        with _reading(file):
-            sha256 = describe_file(file)["sha256"]
-        _check_digest(file, sha256, expected)
-        raise
-    return {name: (begin, end) for name, (_, _, begin, end) in found.items()}
-
-
-def _parse_header(opened: BufferedReader, size: int) -> dict[str, tuple[str, tuple[int, ...], int, int]]:
-    file = Path(opened.name)
-    try:
-        (length,) = struct.unpack("<Q", opened.read(8))
-        header = parse_json(opened.read(min(length, size)))
-        header.pop("__metadata__", None)
-        found, last = {}, 8 + length
-        for name, entry in sorted(header.items(), key=lambda each: tuple(each[1]["data_offsets"])):
-            dtype, shape = entry["dtype"], tuple(entry["shape"])
-            begin, end = (8 + length + place for place in entry["data_offsets"])
-            if begin != last or end - begin != math.prod(shape) * DTYPES[dtype][1]:
-                raise ValueError(f"the offsets of `{name}`")
-            found[name] = (dtype, shape, begin, end)
-            last = end
-        if last != size:
-            raise ValueError(f"{last} bytes are described")
-    except (ValueError, TypeError, KeyError, AttributeError, struct.error) as error:
-        raise _damaged(file, f"it does not read as safetensors ({error})") from None
-    return found
-
-
-def _fill(
-    file: Path,
-    expected: Mapping[str, Any],
-    header: Mapping[str, tuple[int, int]],
-    held: Mapping[str, _Piece],
-    wanted: Mapping[str, tuple[int, int]],
-    arrays: Mapping[str, Stored],
-) -> None:
-    """Reads a file once, hashes all of it, and puts the rows that are wanted into their place."""
-    sha256 = hashlib.sha256()
-    scrap = memoryview(bytearray(_CHUNK))
-    with _reading(file), open_regular(file) as opened:
-
-        def take(into: memoryview) -> None:
-            got = opened.readinto(into)
-            if got != len(into):
-                raise _damaged(file, "it ends early")
-            sha256.update(into)
-
-        def pass_to(place: int) -> None:
-            while (left := place - opened.tell()) > 0:
-                take(scrap[: min(left, _CHUNK)])
-
-        for name, (begin, end) in header.items():
-            (start, stop, _, _), (first, last) = held[name], wanted[name]
-            low, high = max(start, first), min(stop, last)
-            if low < high and begin < end:
-                size = (end - begin) // (stop - start)
-                pass_to(begin + (low - start) * size)
-                take(memoryview(arrays[name].data)[(low - first) * size : (high - first) * size])
-        pass_to(expected["bytes"])
-    _check_digest(file, sha256.hexdigest(), expected)
-
-
-def _check_digest(file: Path, sha256: str, expected: Mapping[str, Any]) -> None:
-    if sha256 != expected["sha256"]:
-        raise _damaged(file, f"its SHA-256 is {sha256}, expected {expected['sha256']}")
-
-
-def _shown(described: tuple[str, tuple[int, ...]] | None) -> str:
-    return "absent" if described is None else f"{described[0]} of shape {list(described[1])}"
-
-
 def _read(file: Path, most: int) -> bytes:
-    with _reading(file):
+    with reading(file):
         return read_bytes(file, most)
-
-
-@contextmanager
-def _reading(file: Path) -> Iterator[None]:
-    """Inside, an error of the system becomes one of ours."""
-    try:
-        yield
-    except FileNotFoundError:
-        raise _damaged(file.parent, f"`{file.name}` is missing") from None
-    except OSError as error:
-        if error.errno == errno.EIO:  # the disk gave up on a block
-            raise _damaged(file, "the disk cannot read it (I/O error)") from None
-        raise CheckpointError(f"`{file}` cannot be read: {error.strerror or error}") from None
-
-
-def _damaged(place: Path, reason: str) -> DamagedCheckpointError:
-    return DamagedCheckpointError(
-        f"`{place}` is damaged: {reason}",
-        hint="restore it; or continue from the one before it with --resume --allow-older; to read another, name "
-        "its folder",
-    )

@@ -27,17 +27,15 @@ from halfstep.core.errors import HalfstepError
 from halfstep.core.state_format import Part, Snapshot, Stored
 from halfstep.training.checkpoints.checkpoint import (
     FORMAT_OF_PARTS,
-    CheckpointError,
-    describe_file,
     num_rows,
     open_folder,
     put_in_place,
     remove_leftovers,
     table,
     write_manifest,
-    write_tensors,
     writing,
 )
+from halfstep.training.checkpoints.tensors import CheckpointError, describe_file, write_tensors
 from halfstep.training.files import write_whole
 
 PATIENCE = 600.0  # seconds that a rank waits for the others

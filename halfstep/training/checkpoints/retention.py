@@ -16,6 +16,7 @@ from pathlib import Path
 
 from halfstep.config.run import TrainingConfig
 from halfstep.training.checkpoints import checkpoint
+from halfstep.training.checkpoints.tensors import CheckpointError
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,7 @@ def survey(folder: Path) -> dict[int, Seen]:
     for path in checkpoint.step_folders(folder):
         try:
             manifest = checkpoint.check_complete(path)
-        except (checkpoint.CheckpointError, OSError):
+        except (CheckpointError, OSError):
             continue
         step, loss = manifest["step"], manifest.get("held_out")
         training = manifest.get("config", {}).get("training", {})

@@ -25,9 +25,9 @@ from typing import Any
 from halfstep.core.errors import HalfstepError
 from halfstep.core.state_format import Snapshot
 from halfstep.training.checkpoints import checkpoint
-from halfstep.training.checkpoints.checkpoint import CheckpointError
 from halfstep.training.checkpoints.parts import save_part
 from halfstep.training.checkpoints.retention import Retention, prune
+from halfstep.training.checkpoints.tensors import CheckpointError
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,9 @@ from typing import Any
 
 from halfstep.core.state_format import Snapshot, Stored
 from halfstep.training.checkpoints import checkpoint
-from halfstep.training.checkpoints.checkpoint import CheckpointError, DamagedCheckpointError, Loaded
+from halfstep.training.checkpoints.checkpoint import Loaded
 from halfstep.training.checkpoints.retention import due_step, good_step, survey
+from halfstep.training.checkpoints.tensors import CheckpointError, DamagedCheckpointError
 from halfstep.training.checkpoints.writer import Saved, Saver
 from halfstep.training.job import Job
 from halfstep.training.run.health import Health

@@ -31,6 +31,7 @@ from halfstep.config.schema import build
 from halfstep.core.errors import ConfigError
 from halfstep.training import paths
 from halfstep.training.checkpoints import checkpoint
+from halfstep.training.checkpoints.tensors import MANIFEST, DamagedCheckpointError
 from halfstep.training.session import backend_module
 from halfstep.training.weights import safetensors
 from halfstep.training.weights.artifact import is_artifact, read_artifact
@@ -142,9 +143,9 @@ def _open(path: str) -> _File:
         if newest is None:
             raise WeightsError(f"the run in `{place}` has no checkpoint", hint="name a run that has one")
         place = newest
-    if checkpoint.is_state_file(place) and (place.parent / checkpoint.MANIFEST).exists():
+    if checkpoint.is_state_file(place) and (place.parent / MANIFEST).exists():
         place = place.parent
-    if (place / checkpoint.MANIFEST).exists():
+    if (place / MANIFEST).exists():
         return _open_checkpoint(place)
     if is_artifact(place):
         return _open_artifact(place)
@@ -299,7 +300,7 @@ def _check_tensors(place: Path, layout: Layout, model: ModelConfig, tensors: Ten
 
 def _check_digest(file: _File, sha256: str, wanted: str) -> None:
     if file.sha256 and file.sha256 != sha256:
-        raise checkpoint.DamagedCheckpointError(
+        raise DamagedCheckpointError(
             f"`{file.place}` is damaged: the SHA-256 of {checkpoint.STATE} is {sha256}, expected {file.sha256}",
             hint="restore it, or name another checkpoint",
         )

@@ -18,16 +18,9 @@ from hypothesis import strategies as st
 
 from halfstep.core.state_format import Stored
 from halfstep.training.checkpoints import checkpoint
-from halfstep.training.checkpoints.checkpoint import (
-    DTYPES,
-    CheckpointError,
-    DamagedCheckpointError,
-    latest,
-    load,
-    load_newest,
-    save,
-)
+from halfstep.training.checkpoints.checkpoint import DTYPES, latest, load, load_newest, save
 from halfstep.training.checkpoints.retention import Retention, prune
+from halfstep.training.checkpoints.tensors import CheckpointError, DamagedCheckpointError
 from tests.training.runs import raising
 
 META = {"policy": "bf16-mixed", "config": {"betas": (0.9, 0.95)}, "data": {"position": {"epoch": 0}}}

@@ -14,10 +14,11 @@ import numpy as np
 import pytest
 
 from halfstep.core.state_format import Part, Stored
-from halfstep.training.checkpoints import checkpoint, parts
-from halfstep.training.checkpoints.checkpoint import CheckpointError, DamagedCheckpointError, load, load_newest
+from halfstep.training.checkpoints import checkpoint, parts, tensors
+from halfstep.training.checkpoints.checkpoint import load, load_newest
 from halfstep.training.checkpoints.parts import save_part
 from halfstep.training.checkpoints.retention import Retention, prune
+from halfstep.training.checkpoints.tensors import CheckpointError, DamagedCheckpointError
 from tests.training.checkpoints.test_checkpoint import Killed, Mortal
 
 WHOLE = {
@@ -239,7 +240,7 @@ def test_a_silent_rank_is_named(tmp_path, monkeypatch):
 @pytest.mark.parametrize("bad", [0, 2])
 def test_a_rank_whose_disk_is_full_fails_the_save_for_all_and_the_next_one_succeeds(tmp_path, monkeypatch, bad):
     save_all(tmp_path, step=1)
-    real = checkpoint.flush
+    real = tensors.flush
 
     def full(path):
         if path.name == f"state-0000{bad + 1}-of-00004.safetensors":
@@ -247,7 +248,7 @@ def test_a_rank_whose_disk_is_full_fails_the_save_for_all_and_the_next_one_succe
         real(path)
 
     with monkeypatch.context() as patch:
-        patch.setattr(checkpoint, "flush", full)
+        patch.setattr(tensors, "flush", full)
         errors = save_all(tmp_path, step=2, token="b")
     assert all(isinstance(error, CheckpointError) for error in errors)
     assert "No space left" in errors[bad].message

@@ -12,6 +12,7 @@ from halfstep.config.load import load
 from halfstep.core.policy import Policy
 from halfstep.training.checkpoints import checkpoint
 from halfstep.training.checkpoints.retention import Retention
+from halfstep.training.checkpoints.tensors import CheckpointError
 from halfstep.training.checkpoints.writer import Saver
 from halfstep.training.run import checkpointing
 from halfstep.training.run.checkpointing import Checkpointer
@@ -215,7 +216,7 @@ def test_a_disk_that_stays_full_is_an_error_in_the_end(checkpointer, monkeypatch
     monkeypatch.setattr("halfstep.training.run.checkpointing.PAUSE", 0.01)
     monkeypatch.setattr("halfstep.training.run.checkpointing.PATIENCE", 0.05)
     monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(checkpoint.CheckpointError, match="No space left"):
+    with pytest.raises(CheckpointError, match="No space left"):
         checkpointer.save_last(4)
     assert not ask(checkpointer).save_last(4)  # a stopped run is warned, not failed
 

@@ -7,7 +7,7 @@ import os
 import pytest
 
 from halfstep.cli.main import run
-from halfstep.training.checkpoints import checkpoint
+from halfstep.training.checkpoints import checkpoint, tensors
 from tests.training.parallel.ranks import train, words
 from tests.training.runs import events_of
 
@@ -16,14 +16,14 @@ SHARDED = ("optimizer.name=adamw", "parallel.shard=full", "training.keep_last=9"
 
 def full_disk(loop):
     """The disk of rank 1 is full when it saves step 2."""
-    real = checkpoint.flush
+    real = tensors.flush
 
     def flush(path):
         if path.name.startswith("state-00002") and path.parent.name.startswith("step-000002"):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
         real(path)
 
-    checkpoint.flush = flush
+    tensors.flush = flush
 
 
 def no_memory(loop):

@@ -9,7 +9,7 @@ import pytest
 from halfstep.core.errors import ConfigError, HalfstepError
 from halfstep.training import paths
 from halfstep.training.checkpoints import checkpoint
-from halfstep.training.checkpoints.checkpoint import CheckpointError, DamagedCheckpointError
+from halfstep.training.checkpoints.tensors import CheckpointError, DamagedCheckpointError
 from halfstep.training.data.types import DataError
 from halfstep.training.run.resume import open_run
 from tests.training.runs import (

@@ -12,6 +12,7 @@ from halfstep.core.errors import ConfigError
 from halfstep.core.formats import FP32
 from halfstep.training import paths
 from halfstep.training.checkpoints import checkpoint
+from halfstep.training.checkpoints.tensors import DamagedCheckpointError
 from halfstep.training.data.shards import ShardedTokens, header, open_shard
 from halfstep.training.data.types import DataError
 from halfstep.training.files import write_whole
@@ -209,7 +210,7 @@ def test_a_checkpoint_that_is_pruned_while_it_is_read_gives_way_to_the_next(text
     found = checkpoint.load_newest(here)
     assert (found.path.name, found.manifest) == ("step-000008", expected)
     (found.path / checkpoint.STATE).write_bytes(b"")
-    with pytest.raises(checkpoint.DamagedCheckpointError):
+    with pytest.raises(DamagedCheckpointError):
         checkpoint.load_newest(here)
     checkpoint.discard(found.path)
     assert checkpoint.load_newest(here) is None
