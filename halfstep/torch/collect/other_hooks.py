@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
+from halfstep.core.audit.record import CheckpointFacts
 from halfstep.torch.collect.patches import Patches
 from halfstep.torch.collect.places import is_library, name_of
 from halfstep.torch.collect.seen import Seen, params_of
@@ -34,6 +35,7 @@ def install(seen: Seen, patches: Patches) -> None:
         patches.wrap_everywhere(owners, "reduce_scatter_tensor", hooks.scattered)
     patches.wrap_everywhere([torch, torch.serialization], "save", hooks.saved)
     patches.wrap(torch.optim.Optimizer, "load_state_dict", hooks.loaded)
+    patches.wrap(torch.nn.Module, "load_state_dict", hooks.filled)
     for name in SYNCS:
         patches.wrap(Tensor, name, SyncHook(seen, name))
 
@@ -97,22 +99,40 @@ class OtherHooks:
             for p in params_of(optimizer)
         )
 
-    def saved(self, original: Any, thing: Any, *args: Any, **kwargs: Any) -> Any:
+    def saved(self, original: Any, thing: Any, to: Any, *args: Any, **kwargs: Any) -> Any:
         """Saves something: whether the state of an optimizer and of a scaler is in it."""
-        parts = {"optimizer": _holds(thing, {"state", "param_groups"}), "scaler": _holds(thing, SCALER_KEYS)}
-        self.seen.call("save", numbers={name: float(there) for name, there in parts.items()})
+        state = _found(thing, {"state", "param_groups"}) or {}
+        moments = {str(i): format_name(each.dtype) for i, each in enumerate(_moments(state.get("state", {})))}
+        facts = CheckpointFacts(str(to), moments=moments, scaler=_found(thing, SCALER_KEYS) is not None)
+        self.seen.saves.append(facts)
+        numbers = {"optimizer": float(bool(moments)), "scaler": float(bool(facts.scaler))}
+        self.seen.call("save", numbers=numbers)
         with self.seen.quiet():
-            return original(thing, *args, **kwargs)
+            return original(thing, to, *args, **kwargs)
 
     def loaded(self, original: Any, optimizer: Any, state: Any, *args: Any, **kwargs: Any) -> Any:
-        """Loads the state of an optimizer, which may change the format of its moments."""
-        before = {format_name(t.dtype) for t in _moments(state.get("state", {}))}
+        """Loads the state of an optimizer, which may cast its moments to the format of the weights."""
+        before = [each.dtype for each in _moments(state.get("state", {}))]
         result = original(optimizer, state, *args, **kwargs)
-        after = {format_name(t.dtype) for t in _moments(optimizer.state)}
-        names = [f"{each} before" for each in sorted(before)] + [f"{each} after" for each in sorted(after)]
-        watched = self.seen.optimizer(optimizer)
-        self.seen.call("load", watched.name, names=names, format=next(iter(sorted(after)), None))
+        after = [each.dtype for each in _moments(optimizer.state)]
+        narrowed = sum(_is_narrower(new, old) for old, new in zip(before, after, strict=False))
+        self.seen.call("load", "moments", numbers={"narrowed": float(narrowed)})
         return result
+
+    def filled(self, original: Any, module: Any, state: Any, *args: Any, **kwargs: Any) -> Any:
+        """Loads the weights of a model, which may have been rounded before they were saved."""
+        own = dict(module.named_parameters())
+        rounded = sum(
+            _is_narrower(each.dtype, own[name].dtype)
+            for name, each in state.items()
+            if name in own and isinstance(each, Tensor)
+        )
+        self.seen.call("load", "weights", numbers={"rounded": float(rounded)})
+        return original(module, state, *args, **kwargs)
+
+
+def _is_narrower(new: torch.dtype, old: torch.dtype) -> bool:
+    return new.is_floating_point and old.is_floating_point and new.itemsize < old.itemsize
 
 
 def _moments(state: Any) -> list[Tensor]:
@@ -120,11 +140,13 @@ def _moments(state: Any) -> list[Tensor]:
     return [value for value in each if isinstance(value, Tensor) and value.ndim and value.is_floating_point()]
 
 
-def _holds(thing: Any, keys: set[str], depth: int = 3) -> bool:
-    """Whether a dictionary with these keys is somewhere in what is saved."""
+def _found(thing: Any, keys: set[str], depth: int = 3) -> Any:
+    """Returns the dictionary with these keys somewhere in what is saved, or None."""
     if not isinstance(thing, dict) or not depth:
-        return False
-    return keys <= thing.keys() or any(_holds(each, keys, depth - 1) for each in thing.values())
+        return None
+    if keys <= thing.keys():
+        return thing
+    return next((found for each in thing.values() if (found := _found(each, keys, depth - 1))), None)
 
 
 class SyncHook:

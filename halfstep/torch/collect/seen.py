@@ -12,15 +12,17 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import median
+from types import FrameType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from halfstep.core.audit.record import Buffer, Call, Record, Sync, Weight
+from halfstep.core.audit.record import Buffer, Call, CheckpointFacts, Record, Sync, Weight
 from halfstep.torch.collect.collector import Collector
 from halfstep.torch.collect.models import copied_models, full_name, models_of, names_of
 from halfstep.torch.collect.places import place
@@ -61,16 +63,25 @@ class Seen:
         *,
         steps: int | None = None,
         end: Callable[[], None] = lambda: None,
+        counted: Callable[[int], None] = lambda updates: None,
         share: float = SHARE,
     ):
-        self.collectors, self.steps, self.end, self.share = collectors, steps, end, share
+        self.collectors, self.share = collectors, share
+        self.steps, self.end, self.counted = steps, end, counted
+        self.forget()
+
+    def forget(self) -> None:
+        """Begins anew: nothing was seen."""
+        self.rank = 0
         self.optimizers: weakref.WeakKeyDictionary[Optimizer, Watched] = weakref.WeakKeyDictionary()
         self.calls: list[Call] = []
         self.losses: list[Tensor] = []
         self.scalers: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
         self.models: dict[str, nn.Module] = {}
         self.names: dict[int, str] = {}
-        self.counted = UpdateWatch()
+        self.lost_updates = UpdateWatch()
+        self.trainer: Any = None  # of transformers
+        self.saves: list[CheckpointFacts] = []
         self.syncs: dict[tuple[str, str], list[int]] = {}  # how many in each update, by place and kind
         self.switches: dict[str, str | float | bool | None] = {}
         self.unseen: dict[str, None] = {}  # in order, each once
@@ -174,6 +185,9 @@ class Seen:
         """Lets the collectors see an update unless they took enough time; ends the script after the last."""
         watched = self.optimizer(optimizer)
         self.check_end(watched)
+        if not watched.steps:
+            self.rank = rank()
+            self.trainer = self.trainer or trainer_of(sys._getframe())
         self._began = self._began or time.perf_counter()
         watched.grad_formats |= {
             id(p): format_name(p.grad.dtype) for p in params_of(optimizer) if p.grad is not None
@@ -183,7 +197,7 @@ class Seen:
             self.find_models()
             self._sampling.add(optimizer)
             with self._timed():
-                self.counted.before(optimizer)
+                self.lost_updates.before(optimizer)
                 for collector in self.collectors:
                     collector.before_step(optimizer, self.names)
 
@@ -196,9 +210,11 @@ class Seen:
         if optimizer in self._sampling:
             self._sampling.discard(optimizer)
             with self._timed():
-                self.counted.after(optimizer)
+                self.lost_updates.after(optimizer)
                 for collector in self.collectors:
                     collector.after_step(optimizer, self.names, bool(skipped))
+        if watched.steps == self.updates:
+            self.counted(watched.steps)
 
     @contextmanager
     def _timed(self) -> Iterator[None]:
@@ -216,13 +232,18 @@ class Seen:
             for value, use in self._later:
                 use(value.cpu())
             self._later.clear()
-            record = Record(source="script", rank=rank(), updates=self.updates, calls=list(self.calls))
+            record = Record(source="script", rank=self.rank, updates=self.updates, calls=list(self.calls))
             record.switches = self._switches()
             record.weights = list(self._weights())
             record.buffers = list(self._buffers())
             losses = [float(loss) for loss in self.losses]
             record.losses = [loss if math.isfinite(loss) else None for loss in losses]
             record.syncs = self._syncs()
+            record.checkpoints = self._saves()
+            if self.trainer is not None:
+                record.switches["nan_filter"] = bool(self.trainer.args.logging_nan_inf_filter)
+                logged = [entry["loss"] for entry in self.trainer.state.log_history if "loss" in entry]
+                record.logged = [value if math.isfinite(value) else None for value in map(float, logged)]
             for collector in self.collectors:
                 collector.fill(record)
             record.unseen += [*self.unseen, *self._unseen()]
@@ -232,7 +253,7 @@ class Seen:
         watched = {id(p): its for each, its in self.optimizers.items() for p in params_of(each)}
         by_name = {self.names[key]: (key, its) for key, its in watched.items() if key in self.names}
         for name, model in self.models.items():
-            for weight in weights_of(model, self.optimizers, self.counted):
+            for weight in weights_of(model, self.optimizers, self.lost_updates):
                 weight.name = full_name(name, weight.name)
                 key, its = by_name.pop(weight.name, (0, None))
                 if its is not None:
@@ -249,7 +270,7 @@ class Seen:
                 optimizer=its.name.split(" ")[0],
                 grad_format=its.grad_formats.get(key),
                 place=its.place,
-                updates=self.counted.counts(p),
+                updates=self.lost_updates.counts(p),
             )
 
     def _buffers(self) -> Iterable[Buffer]:
@@ -257,6 +278,14 @@ class Seen:
             for buffer in buffers_of(model):
                 buffer.name = full_name(name, buffer.name)
                 yield buffer
+
+    def _saves(self) -> list[CheckpointFacts]:
+        """The last save with an optimizer's state. A library may put a scaler's into a file of its own."""
+        last = next((each for each in reversed(self.saves) if each.moments), None)
+        if last is None:
+            return []
+        scaler = any(each.scaler for each in self.saves) if self.scalers else None
+        return [replace(last, scaler=scaler)]
 
     def _syncs(self) -> list[Sync]:
         updates = max(self.updates, 1)
@@ -297,7 +326,18 @@ def params_of(optimizer: Optimizer) -> list[Tensor]:
 
 def rank() -> int:
     """Returns which of the processes of a job this is."""
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank()
     return int(os.environ.get("RANK", "0"))
+
+
+def trainer_of(frame: FrameType | None) -> Any:
+    """Returns the transformers.Trainer that called, if one did."""
+    while frame is not None:
+        if frame.f_globals.get("__name__") == "transformers.trainer" and "self" in frame.f_locals:
+            return frame.f_locals["self"]
+        frame = frame.f_back
+    return None
 
 
 def probe_of(params: Iterable[Tensor]) -> tuple[Tensor, Tensor] | None:

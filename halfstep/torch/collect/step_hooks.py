@@ -8,7 +8,6 @@ from torch import Tensor
 from torch.optim import Optimizer, lr_scheduler
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from halfstep.core.audit.narrow import is_narrow
 from halfstep.core.audit.record import Call
 from halfstep.torch.collect.patches import Patches
 from halfstep.torch.collect.seen import Seen, Watched, divided_by, params_of, probe_of
@@ -60,22 +59,25 @@ class BackwardHook:
         seen.scaled_losses -= scaled
         for optimizer, grads in before.items():
             if _gradients(optimizer) != grads:
-                self._reached(optimizer, scaled, fresh=not any(grads))
+                self._reached(optimizer, _format(tensors), scaled, fresh=not any(grads))
         return result
 
-    def _reached(self, optimizer: Optimizer, scaled: bool, fresh: bool) -> None:
+    def _reached(self, optimizer: Optimizer, loss: str | None, scaled: bool, fresh: bool) -> None:
         watched = self.seen.optimizer(optimizer)
         if fresh:
             watched.restart()
         watched.micro += 1
         watched.scaled |= scaled
         watched.version = params_of(optimizer)[0]._version
-        formats = {format_name(p.grad.dtype) for p in params_of(optimizer) if p.grad is not None}
-        narrow = sorted(filter(is_narrow, formats))
         numbers = {"micro": float(watched.micro), "scaled": float(scaled)}
-        self.seen.call("backward", watched.name, numbers=numbers, format=narrow[0] if narrow else "fp32")
+        self.seen.call("backward", watched.name, numbers=numbers, format=loss)
         if watched.scaled:
             watched.probe = probe_of(params_of(optimizer))
+
+
+def _format(tensors: Any) -> str | None:
+    first = tensors if isinstance(tensors, Tensor) else next(iter(tensors), None)
+    return format_name(first.dtype) if isinstance(first, Tensor) else None
 
 
 def _gradients(optimizer: Optimizer) -> list[tuple[int, int] | None]:

@@ -20,7 +20,10 @@ COLLECTORS: tuple[Callable[[], Collector], ...] = ()
 
 
 class Watch:
-    """The hooks, from `with` to its end. `end` is called at the beginning of update number `steps` + 1."""
+    """The hooks, from `with` to its end.
+
+    `end` is called at the beginning of update number `steps` + 1, `counted` after each update.
+    """
 
     def __init__(
         self,
@@ -28,10 +31,11 @@ class Watch:
         *,
         steps: int | None = None,
         end: Callable[[], None] = lambda: None,
+        counted: Callable[[int], None] = lambda updates: None,
         share: float = SHARE,
     ):
         chosen = [make() for make in COLLECTORS] if collectors is None else collectors
-        self.seen = Seen(chosen, steps=steps, end=end, share=share)
+        self.seen = Seen(chosen, steps=steps, end=end, counted=counted, share=share)
         self.patches = Patches()
 
     def __enter__(self) -> "Watch":

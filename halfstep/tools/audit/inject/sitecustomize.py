@@ -1,0 +1,99 @@
+"""Run by Python at the start of each process of a script that `halfstep audit -- COMMAND` watches.
+
+It imports nothing heavy: when the process imports torch, if it ever does, the hooks are installed right after. A
+`sitecustomize` of the environment runs as it would have. A crash leaves its last lines for the report.
+"""
+
+import importlib
+import importlib.util
+import os
+import sys
+from typing import Any
+
+FOLDER, STEPS, PACKAGE = "HALFSTEP_AUDIT_FOLDER", "HALFSTEP_AUDIT_STEPS", "HALFSTEP_AUDIT_PACKAGE"
+LAST_LINES = 12  # of a traceback
+
+
+class AfterTorch:
+    """Finds torch as Python would, and installs the hooks when it has been imported."""
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
+        """Called by Python for every import, until torch is imported."""
+        if name != "torch":
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        if spec is not None and spec.loader is not None:
+            run = spec.loader.exec_module
+
+            def run_and_watch(module: Any) -> None:
+                run(module)
+                watch()
+
+            spec.loader.exec_module = run_and_watch  # type: ignore[method-assign]
+        return spec
+
+
+class Halfstep:
+    """Finds halfstep where the audit runs, for a Python that does not have it, and nothing else there."""
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
+        """Called by Python for what nobody else finds."""
+        folder = os.environ[PACKAGE]
+        file = os.path.join(folder, "__init__.py")
+        if name != "halfstep":
+            return None
+        return importlib.util.spec_from_file_location(name, file, submodule_search_locations=[folder])
+
+
+def watch() -> None:
+    """Installs the hooks. A process that cannot be watched ends: it would train without an end."""
+    sys.meta_path.append(Halfstep())
+    try:
+        from halfstep.torch.collect.process import begin
+    except ImportError as error:
+        message = f"{error}; install halfstep with `{sys.executable} -m pip install 'halfstep[torch]'`"
+        write("unwatched", message)
+        raise SystemExit(f"halfstep audit cannot watch {sys.executable}: {message}") from None
+    begin(os.environ[FOLDER], int(os.environ[STEPS]))
+
+
+def write(kind: str, text: str) -> None:
+    """Leaves a note for the audit."""
+    with open(os.path.join(os.environ[FOLDER], f"{kind}-{os.getpid()}.txt"), "w", encoding="utf-8") as file:
+        file.write(text)
+
+
+def leave_last_lines() -> None:
+    """Notes the last lines of an exception that nobody catches; Python then prints it as ever."""
+    before = sys.excepthook
+
+    def hook(kind: Any, error: Any, trace: Any) -> None:
+        import traceback
+
+        lines = "".join(traceback.format_exception(kind, error, trace)).strip().splitlines()
+        write("crash", "\n".join(lines[-LAST_LINES:]))
+        before(kind, error, trace)
+
+    sys.excepthook = hook
+
+
+def run_the_next() -> None:
+    """Runs the `sitecustomize` that this one stands before."""
+    here = os.path.dirname(os.path.abspath(__file__))
+    sys.path[:] = [entry for entry in sys.path if os.path.abspath(entry) != here]
+    own = sys.modules.pop("sitecustomize", None)
+    try:
+        importlib.import_module("sitecustomize")
+    except ModuleNotFoundError as error:
+        if error.name != "sitecustomize":
+            raise
+        if own is not None:
+            sys.modules["sitecustomize"] = own
+
+
+if FOLDER in os.environ:
+    write("python", sys.executable)
+    leave_last_lines()
+    sys.meta_path.insert(0, AfterTorch())
+    run_the_next()
