@@ -15,6 +15,7 @@ from typing import Any
 
 from halfstep.config.run import RunConfig
 from halfstep.config.schema import rows
+from halfstep.core.audit.engine import registry
 from halfstep.core.formats import NAMED
 from halfstep.core.policy import NOT_OFFERED, OTHER_NAMES, PRESETS
 from halfstep.core.roles import ROLES, print_value
@@ -112,6 +113,32 @@ def policies() -> str:
     )
 
 
+KINDS = {
+    "HS1": "Updates",
+    "HS2": "The loss scale",
+    "HS3": "Sums",
+    "HS4": "Formats",
+    "HS5": "The loop",
+    "HS6": "Checkpoints",
+}
+
+
+def audit() -> str:
+    """Returns the page of the audit: what is written by hand, then every rule."""
+    written, mark, _ = (HERE / "audit.md").read_text(encoding="utf-8").partition("docs/generate.py -->\n")
+    known = [rule for rule, _ in registry().values()]
+    lines = [[f"[{r.id}](#{r.id.lower()})", r.name, r.severity, r.needs or "anything"] for r in known]
+    last = ""
+    parts = [written + mark, "## Rules\n", table(["id", "rule", "severity", "seen in"], lines) + "\n"]
+    for rule in known:
+        if (kind := rule.id[:3]) != last:
+            parts.append(f"## {KINDS[kind]}\n")
+            last = kind
+        parts.append(f"### {rule.id}\n\n**{rule.name}** ({rule.severity}). {rule.what}\n")
+        parts.append(f"*Why*: {rule.why}\n\n*Fix*: {rule.fix}\n")
+    return "\n".join(parts)
+
+
 def formats() -> str:
     """Returns the page of number formats."""
     lines = [
@@ -149,7 +176,7 @@ def api() -> str:
     return "\n\n".join(parts) + "\n"
 
 
-PAGES = {"settings.md": settings, "policies.md": policies, "formats.md": formats, "api.md": api}
+PAGES = {"settings.md": settings, "policies.md": policies, "formats.md": formats, "api.md": api, "audit.md": audit}
 
 
 def _entry(name: str, what: Any) -> Iterator[str]:

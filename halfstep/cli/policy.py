@@ -30,12 +30,15 @@ def policy(
     Parameters
     ----------
     spec
-        The policy, in quotes if it contains spaces or a star.
+        The policy, in quotes if it contains spaces or a star; or a .toml file with one.
     model
         A recipe: show what applies to each of its parameters.
     module
         The name of a module: show what applies to it. May be repeated.
     """
+    from halfstep.config.load import read_policy
+
+    spec = read_policy(spec)
     parsed = Policy.parse(spec)
     for note in (read_as(spec), *(f"warning: {warning}" for warning in parsed.warnings)):
         if note:

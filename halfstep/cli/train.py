@@ -57,8 +57,8 @@ def train(
         tiny (the default: a byte-level model that takes two minutes on two CPU cores), gpt2, qwen3, speedrun,
         golf, or a file that ends in .toml.
     policy
-        The precision: auto, fp32, bf16-mixed, bf16-true, fp16-mixed, fp8-mixed, or any policy (see
-        `halfstep policy --help`).
+        The precision: auto, fp32, bf16-mixed, bf16-true, fp16-mixed, fp8-mixed, any policy (see `halfstep policy
+        --help`), or a .toml file with one, such as `halfstep audit --fix-policy` writes.
     backend
         The framework.
     overrides
@@ -84,9 +84,12 @@ def train(
     json
         Print the outcome as JSON.
     """
+    from halfstep.config.load import read_policy
     from halfstep.core.errors import HalfstepError
     from halfstep.training.job import open_job
 
+    if policy is not None:
+        policy = read_policy(policy)
     _check_init(init, resume)
     deadline = _deadline(deadline, allow_older, resume)
     if gpus is not None:

@@ -110,6 +110,14 @@ def read_recipe(recipe: str) -> dict[str, Any]:
     return parse_toml(text, f"{recipe}.toml")
 
 
+def read_policy(given: str) -> str:
+    """Returns the text form of a policy, given that, or the name of a TOML file with it under [policy]."""
+    if not given.endswith(".toml"):
+        return given
+    table = parse_toml(_read_text(given), given)
+    return str(_policy_text(table.get("policy", table), given))
+
+
 def parse_toml(text: str, name: str) -> dict[str, Any]:
     """Reads a TOML document; an error names file, line and column."""
     try:

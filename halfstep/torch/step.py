@@ -20,6 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from halfstep.core.audit.engine import check as check_rules
+from halfstep.core.audit.finding import Finding
 from halfstep.core.errors import HalfstepError, ScalingError
 from halfstep.core.formats import FP32
 from halfstep.core.measure import TOKENS, settle
@@ -35,6 +37,7 @@ from halfstep.torch.optim.drivers import GradNorm
 from halfstep.torch.parallel.ranks import agree, in_group, largest, leave_to_us, num_ranks
 from halfstep.torch.run import nonfinite
 from halfstep.torch.run.accumulation import checked_pair, checked_weight, divisor, mean_loss, times, with_last
+from halfstep.torch.run.audit import record_of
 from halfstep.torch.run.checks import (
     check_given,
     check_settings,
@@ -431,6 +434,14 @@ class Run(RunParts):
     def summary(self) -> str:
         """Describes what was converted and what was not, with reasons; masters; what each optimizer costs."""
         return "\n".join(summarize(self))
+
+    def audit(self, select: Iterable[str] = (), ignore: Iterable[str] = ()) -> list[Finding]:
+        """Returns what is wrong with the run's formats, masters and moments, by the rules of `halfstep audit`.
+
+        `select` and `ignore` are ids of rules, such as `HS101`, or their beginnings.
+        """
+        self._check_open()
+        return check_rules(record_of(self), select, ignore)
 
     def watch_optimizers(self) -> None:
         """Hooks what users may do to optimizers themselves, steps included."""

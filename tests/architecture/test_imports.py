@@ -19,7 +19,7 @@ LAYERS = [
     {"torch", "jax", "mlx"},
     {"training"},
     {"integrations"},
-    {"tools"},  # to come here: audit, compare, tune, plan
+    {"tools"},  # to come here: compare, tune, plan
     {"report"},
     {"cli"},
 ]

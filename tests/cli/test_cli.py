@@ -213,7 +213,7 @@ BAD = {
     "missing argument": (
         ["policy"],
         "error: `halfstep policy` needs SPEC\n\n"
-        "hint: SPEC is the policy, in quotes if it contains spaces or a star; see `halfstep policy --help`\n",
+        "hint: SPEC is the policy, in quotes if it contains spaces or a star; or a .toml file with one; see `halfstep policy --help`\n",
     ),
     "missing option": (
         ["data", "pack", "x", "--out", "y"],

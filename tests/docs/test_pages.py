@@ -33,7 +33,7 @@ def generate():
     return module_at(ROOT / "docs" / "generate.py")
 
 
-@pytest.mark.parametrize("name", ["settings.md", "policies.md", "formats.md", "api.md"])
+@pytest.mark.parametrize("name", ["settings.md", "policies.md", "formats.md", "api.md", "audit.md"])
 def test_a_page_is_current(name, generate):
     page = generate.PAGES[name]()
     assert (ROOT / "docs" / name).read_text(encoding="utf-8") == page, "run `python docs/generate.py`"

@@ -1,5 +1,6 @@
 """What a rule is, and what it says when it is broken."""
 
+import json
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -93,3 +94,8 @@ def first_names(names: list[str], most: int = 4) -> str:
     """Returns the first few names for a message, and how many there are beyond them."""
     quoted = ", ".join(f"`{name}`" for name in names[:most]) or "the loop"
     return quoted + (f" and {len(names) - most} more" if len(names) > most else "")
+
+
+def rule_for(parameter: str, change: str) -> str:
+    """Returns the rule of a policy that changes a role of the module that holds a parameter."""
+    return f"{json.dumps(parameter.rpartition('.')[0] or parameter)} = {json.dumps(change)}"

@@ -32,14 +32,17 @@ class Outcome:
     notes: tuple[str, ...]
 
 
-def run(command: Sequence[str], steps: int = 20) -> Outcome:
-    """Runs a command until each process that trains has made `steps` updates, or until it ends."""
+def run(command: Sequence[str], steps: int = 20, stdout: int | None = None) -> Outcome:
+    """Runs a command until each process that trains has made `steps` updates, or until it ends.
+
+    What it prints goes to the descriptor `stdout`, by default to ours.
+    """
     if not command:
         raise HalfstepError("there is no command to audit", hint="halfstep audit -- python train.py")
     if steps < 1:
         raise HalfstepError(f"an audit needs at least one update, not {steps}", hint="leave out --steps for 20")
     with tempfile.TemporaryDirectory(prefix="halfstep-audit-") as folder:
-        exit_code = _run(command, _environment(folder, steps))
+        exit_code = _run(command, _environment(folder, steps), stdout)
         seen = [json.loads(path.read_text("utf-8")) for path in sorted(Path(folder).glob("record-*.json"))]
         left = {
             kind: [path.read_text("utf-8") for path in sorted(Path(folder).glob(f"{kind}-*.txt"))]
@@ -59,9 +62,9 @@ def _environment(folder: str, steps: int) -> dict[str, str]:
     return {**os.environ, **own}
 
 
-def _run(command: Sequence[str], environment: dict[str, str]) -> int:
+def _run(command: Sequence[str], environment: dict[str, str], stdout: int | None) -> int:
     try:
-        process = subprocess.Popen(command, env=environment)
+        process = subprocess.Popen(command, env=environment, stdout=stdout)
     except OSError as error:
         hint = f"python {command[0]}" if command[0].endswith(".py") else "write it as you would in a shell"
         raise HalfstepError(f"`{command[0]}` cannot be run: {error.strerror}", hint=hint) from None

@@ -25,15 +25,15 @@ def check(record: Record) -> Iterator[Finding]:
     narrow_gains = {op.module for op in norms if _has_narrow_gains(op)}
     # A model that is bf16 throughout is what HS101 is about; one norm that differs from the rest is an accident.
     accident = 0 < len(narrow_gains) < len({op.module for op in norms}) / 2
-    told = set()
+    named = set()
     for op in norms:
         if is_narrow(op.inside):
             message = f"{_name(op)} computes in {op.inside}" + (f" (`{op.function}`)" if op.function else "")
-            told.add(op.module)
+            named.add(op.module)
             yield _finding(op, message)
     for op in norms:
-        if accident and op.module in narrow_gains - told:
-            told.add(op.module)
+        if accident and op.module in narrow_gains - named:
+            named.add(op.module)
             message = f"{_name(op)} has gains in {op.inputs[-1]}; most norms of the model have them in fp32"
             yield _finding(op, message, likely=True)
 

@@ -10,7 +10,7 @@ RULE = Rule(
     name="fp8 that did not run",
     severity="error",
     what="The script asked for fp8, and no layer multiplied fp8 numbers.",
-    why="Training systems go on in bf16 after one line in a log if a library, a device or a shape does not fit.",
+    why="Training systems continue in bf16 after a line in a log if a library, a device or a shape does not fit.",
     fix="Read why the layers were not converted (sizes must be multiples of 16, the GPU needs fp8); "
     "`halfstep train --policy fp8-mixed` refuses instead.",
     needs="a live run",

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from halfstep.core.audit.finding import Finding, Rule
+from halfstep.core.audit.finding import Finding, Rule, rule_for
 from halfstep.core.audit.narrow import is_narrow
 from halfstep.core.audit.record import Record, UpdateCounts, Weight
 
@@ -28,8 +28,11 @@ def check(record: Record) -> Iterator[Finding]:
 
 def _finding(weight: Weight, counts: UpdateCounts | None) -> Finding:
     base = f"`{weight.name}` is stepped in {weight.stepped} by {weight.optimizer}, without an fp32 master"
+    cure = rule_for(weight.name, "param=fp32")
     if counts is None:
-        return RULE.finding(base, weight.name, place=weight.place, severity="warning", confidence="likely")
+        return RULE.finding(
+            base, weight.name, place=weight.place, severity="warning", confidence="likely", policy_rule=cure
+        )
     lost = counts.lost / counts.intended
     numbers: dict[str, float] = {"updates": counts.intended, "lost": counts.lost, "lost_share": lost}
     if not counts.exact:
@@ -46,4 +49,5 @@ def _finding(weight: Weight, counts: UpdateCounts | None) -> Finding:
         evidence=numbers,
         severity=None if counts.lost else "warning",
         confidence="certain" if counts.exact else "weak",
+        policy_rule=cure,
     )

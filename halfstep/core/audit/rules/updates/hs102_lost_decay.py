@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from halfstep.core.audit.finding import Finding, Rule
+from halfstep.core.audit.finding import Finding, Rule, rule_for
 from halfstep.core.audit.narrow import is_narrow
 from halfstep.core.audit.record import Record
 
@@ -31,5 +31,6 @@ def check(record: Record) -> Iterator[Finding]:
             f"{share:.1%} of the weight decay of `{weight.name}` is lost, below half an ulp of {weight.stepped}",
             weight.name,
             place=weight.place,
+            policy_rule=rule_for(weight.name, "param=fp32"),
             evidence={"decays": counts.decay_intended, "lost": counts.decay_lost, "lost_share": share},
         )

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from halfstep.core.audit.finding import Finding, Rule
+from halfstep.core.audit.finding import Finding, Rule, rule_for
 from halfstep.core.audit.narrow import is_narrow
 from halfstep.core.audit.record import Record
 
@@ -29,4 +29,5 @@ def check(record: Record) -> Iterator[Finding]:
                 f"{weight.optimizer or 'the optimizer'} keeps {formats} for `{weight.name}`",
                 weight.name,
                 place=weight.place,
+                policy_rule=rule_for(weight.name, "moments=fp32"),
             )

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from halfstep.core.audit.finding import Finding, Rule
+from halfstep.core.audit.finding import Finding, Rule, rule_for
 from halfstep.core.audit.record import Record
 
 RULE = Rule(
@@ -24,4 +24,5 @@ def check(record: Record) -> Iterator[Finding]:
                 f"`{weight.name}` is trained in fp16 by {weight.optimizer}, without a master in fp32",
                 weight.name,
                 place=weight.place,
+                policy_rule=rule_for(weight.name, "param=fp32"),
             )

@@ -1,0 +1,183 @@
+"""`halfstep audit`: which rules of mixed precision a training breaks, where, by which numbers, and what to do."""
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from cyclopts import Parameter
+
+from halfstep.cli.arguments import Flag, Json
+from halfstep.cli.output import print_json, print_table, print_words
+
+if TYPE_CHECKING:
+    from halfstep.core.audit.engine import Suppression
+    from halfstep.core.audit.finding import Finding
+    from halfstep.tools.audit.targets import Collected
+
+STDERR = 2
+SHOWN = 8  # findings of one rule, the others are counted; --json has all
+Ids = Annotated[tuple[str, ...], Parameter(negative="", show_default=False)]
+
+
+def audit(
+    *target: str,
+    steps: int = 20,
+    select: Ids = (),
+    ignore: Ids = (),
+    accept: Path | None = None,
+    fix_policy: Path | None = None,
+    rules: Flag = False,
+    json: Json = False,
+) -> int:
+    """Find what is wrong with the precision of a training: your own script, a run, a checkpoint, a model.
+
+    `halfstep audit -- python train.py ARGS` runs a script for some updates and watches it; nothing in it has to
+    change, and its numbers stay the same. What it writes is written. Otherwise the target is a run folder, a
+    checkpoint, a recipe, or module:factory, a function that returns model, optimizer or model, optimizer, loss_fn,
+    batch. The exit code is 1 if there are errors or warnings; notes alone leave it at 0.
+
+    Parameters
+    ----------
+    target
+        A folder, a file, a recipe or module:factory; or, after `--`, the command to run.
+    steps
+        How many updates to watch, of a script or of a factory's model.
+    select
+        Check only these rules: ids such as HS101, or their beginnings, such as HS1. May be repeated, or separated
+        by commas.
+    ignore
+        Leave these rules out.
+    accept
+        A file of findings that are accepted, each with its reason; by default halfstep-audit.toml, if it is here.
+    fix_policy
+        Write a policy with the rules that cure what rules can cure, for `halfstep train --policy FILE`.
+    rules
+        List all rules.
+    """
+    from halfstep.core.audit.engine import check
+    from halfstep.core.errors import ConfigError
+    from halfstep.tools.audit.settings import read_accepted
+
+    select, ignore = _split(select), _split(ignore)
+    if rules:
+        return _print_rules(select, ignore, json=json)
+    if not target:
+        raise ConfigError(
+            "`halfstep audit` needs a target",
+            hint="a script (`halfstep audit -- python train.py`), a run folder, a checkpoint, a recipe or "
+            "module:factory",
+        )
+    if steps < 1:
+        raise ConfigError(
+            f"--steps {steps}: at least 1 update must be watched", hint="20 show most of what goes wrong"
+        )
+    accepted = read_accepted(accept)
+    check([], select, ignore, accepted)  # a typo is refused before a script runs
+    collected, code = _collect(target, steps, json=json)
+    found = check(collected.records, select, ignore, accepted)
+    found += _earlier(collected, found, select, ignore, accepted)
+    if json:
+        print_json(_data(target, collected, found, code))
+    else:
+        _print(target, collected, found)
+    if fix_policy is not None:
+        _write_policy(fix_policy, collected, found)
+    return 1 if any(each.severity != "note" for each in found) else code
+
+
+def _split(names: Sequence[str]) -> tuple[str, ...]:
+    return tuple(part.strip() for name in names for part in name.split(","))
+
+
+def _collect(target: Sequence[str], steps: int, *, json: bool) -> "tuple[Collected, int]":
+    """Returns what was seen, and 2 if a script could not be watched."""
+    from halfstep.tools.audit.targets import Collected, collect
+
+    is_command = len(target) > 1 or (os.path.isfile(target[0]) and os.access(target[0], os.X_OK))
+    if not is_command:
+        return collect(target[0], steps), 0
+    from halfstep.tools.audit import script
+
+    # What the script prints must not be among our JSON.
+    outcome = script.run(target, steps, stdout=STDERR if json else None)
+    collected = Collected([*outcome.records])
+    for note in outcome.notes:
+        print_words(note)
+    return collected, 0 if outcome.exit_code == 0 and outcome.records else 2
+
+
+def _earlier(
+    collected: "Collected",
+    found: "list[Finding]",
+    select: Sequence[str],
+    ignore: Sequence[str],
+    accepted: "Sequence[Suppression]",
+) -> "list[Finding]":
+    """Returns what a run found by itself while it trained, unless it was found again."""
+    from halfstep.core.audit.engine import chosen_rules
+
+    chosen, keys = chosen_rules(select, ignore), {each.key for each in found}
+    kept = {each.key: each for each in collected.findings if each.rule in chosen and each.key not in keys}
+    return [each for each in kept.values() if not any(rule.covers(each) for rule in accepted)]
+
+
+def _data(target: Sequence[str], collected: "Collected", found: "list[Finding]", code: int) -> dict[str, object]:
+    return {
+        "target": list(target),
+        "findings": [each.to_dict() for each in found],
+        "unseen": collected.unseen,
+        "updates": max((record.updates for record in collected.records), default=0),
+        "complete": code == 0,
+    }
+
+
+def _print(target: Sequence[str], collected: "Collected", found: "list[Finding]") -> None:
+    from halfstep.core.audit.engine import registry
+    from halfstep.core.errors import as_message
+
+    groups: dict[str, list[Finding]] = {}
+    for each in found:
+        groups.setdefault(each.rule, []).append(each)
+    for id, group in groups.items():
+        rule = registry()[id][0]
+        print(f"{id} {group[0].severity}: {rule.name}")
+        for each in group[:SHOWN]:
+            place = f"{each.place}: " if each.place and each.place not in each.message else ""
+            sure = "" if each.confidence == "certain" else f" ({each.confidence})"
+            ranks = f" [ranks {', '.join(map(str, each.ranks))}]" if len(each.ranks) > 1 else ""
+            print(as_message(f"  {place}{each.message}{sure}{ranks}"))
+        if len(group) > SHOWN:
+            print(f"  and {len(group) - SHOWN} more of the same; --json lists all")
+        print(as_message(f"  fix: {group[0].fix}"))
+        print(f"  see {rule.page}\n")
+    for text in collected.unseen:
+        print_words(f"not seen: {text}")
+    counts = {s: sum(each.severity == s for each in found) for s in ("error", "warning", "note")}
+    said = ", ".join(f"{n} {s}{'s' if n != 1 else ''}" for s, n in counts.items() if n) or "nothing is wrong"
+    updates = max((record.updates for record in collected.records), default=0)
+    watched = f" ({updates} updates watched)" if updates else ""
+    print_words(f"{' '.join(target)}: {said}{watched}")
+
+
+def _print_rules(select: Sequence[str], ignore: Sequence[str], *, json: bool) -> int:
+    from halfstep.core.audit.engine import chosen_rules, registry
+
+    chosen = [registry()[id][0] for id in chosen_rules(select, ignore)]
+    if json:
+        keys = ("id", "name", "severity", "what", "why", "fix", "page")
+        print_json([{key: getattr(rule, key) for key in keys} for rule in chosen])
+    else:
+        print_table(("id", "severity", "rule", "what"), [(r.id, r.severity, r.name, r.what) for r in chosen])
+    return 0
+
+
+def _write_policy(file: Path, collected: "Collected", found: "list[Finding]") -> None:
+    from halfstep.tools.audit.settings import fixing_policy, write_policy
+
+    policy = fixing_policy(collected.records, found)
+    if policy is None:
+        print_words(f"no finding is cured by a rule of a policy: `{file}` is not written")
+        return
+    write_policy(file, policy)
+    print_words(f"wrote `{file}`: {policy}")

@@ -1,0 +1,105 @@
+"""`module:factory`: a function of the user's that returns what is to be audited.
+
+    def factory():
+        return model, optimizer                          formats, masters and moments
+        return model, optimizer, loss_fn, batch          and some steps: lost updates; loss = loss_fn(batch)
+
+`optimizer` may be a list. On JAX it returns (loss_fn, params, batch, optimizer), on MLX what torch's does.
+"""
+
+import importlib
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from halfstep.core.audit.record import Record
+from halfstep.core.errors import ConfigError, HalfstepError
+
+RETURNS = "a factory takes no arguments and returns model, optimizer or model, optimizer, loss_fn, batch"
+
+
+def of_factory(module: str, name: str, steps: int) -> Record:
+    """Returns the record of what a factory makes."""
+    made = _call(_find(module, name), f"{module}:{name}")
+    if not isinstance(made, tuple) or len(made) not in (2, 4):
+        raise ConfigError(f"`{module}:{name}` returned {_described(made)}", hint=RETURNS)
+    framework = _framework(made)
+    if framework is None:
+        raise ConfigError(
+            f"`{module}:{name}` returned {_described(made)}, and none is a model of torch, JAX or MLX"
+        )
+    try:
+        collector = importlib.import_module(f"halfstep.{framework}.collect.factory")
+        record: Record = collector.record_of(*made, steps=steps)
+    except ImportError as error:
+        raise ConfigError(
+            f"models of {framework} are not audited by module:factory: {error}",
+            hint=f"call halfstep.{framework}.audit(...) in your code",
+        ) from None
+    except HalfstepError:
+        raise
+    except Exception as error:  # of the user's loss function
+        raise _raised(f"a step of `{module}:{name}`", error) from error
+    return record
+
+
+def _find(module: str, name: str) -> Callable[[], Any]:
+    if (here := os.getcwd()) not in sys.path:
+        sys.path.insert(0, here)
+    try:
+        found: Any = importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name is not None and (module == error.name or module.startswith(f"{error.name}.")):
+            raise ConfigError(
+                f"there is no module `{module}`", hint="it is looked for in the current folder, as `python` does"
+            ) from None
+        raise _raised(f"importing `{module}`", error) from error
+    except Exception as error:
+        raise _raised(f"importing `{module}`", error) from error
+    for part in name.split("."):
+        found = getattr(found, part, None)
+    if not callable(found):
+        raise ConfigError(f"`{module}` has no function `{name}`", hint=RETURNS)
+    return found  # type: ignore[no-any-return]
+
+
+def _call(factory: Callable[[], Any], where: str) -> Any:
+    try:
+        return factory()
+    except Exception as error:
+        raise _raised(f"`{where}`", error) from error
+
+
+def _raised(what: str, error: Exception) -> ConfigError:
+    """Returns the error of code of the user's, with the last line of it that was run."""
+    frames, trace = [], error.__traceback__
+    while trace is not None:
+        frames.append(f"{trace.tb_frame.f_code.co_filename}:{trace.tb_lineno}")
+        trace = trace.tb_next
+    own = [place for place in frames if f"{os.sep}halfstep{os.sep}" not in place and "importlib" not in place]
+    at = f" (at {own[-1]})" if own else ""
+    return ConfigError(f"{what} raised {type(error).__name__}: {error}{at}", hint=RETURNS)
+
+
+def _framework(made: tuple[Any, ...]) -> str | None:
+    """Returns which framework's objects were made, by the modules that their classes come from."""
+    for each in made:
+        for kind in type(each).__mro__:
+            name = kind.__module__.partition(".")[0]
+            if name in ("torch", "mlx"):
+                return name
+    leaves = [leaf for each in made for leaf in _leaves(each)]
+    return "jax" if any(type(leaf).__module__.startswith("jax") for leaf in leaves) else None
+
+
+def _leaves(value: Any) -> list[Any]:
+    if isinstance(value, dict):
+        return [leaf for each in value.values() for leaf in _leaves(each)]
+    return [leaf for each in value for leaf in _leaves(each)] if isinstance(value, list | tuple) else [value]
+
+
+def _described(made: Any) -> str:
+    if isinstance(made, tuple):
+        return "(" + ", ".join(type(each).__name__ for each in made) + ")"
+    return f"a {type(made).__name__}"

@@ -1,0 +1,186 @@
+"""Run folders and checkpoints of halfstep, as an audit records them: manifests and events, never tensors.
+
+A folder may be incomplete, or be written while it is read. What is missing is said in `unseen`; a checkpoint that
+is not whole is a fact for the rules. Only what a newer halfstep wrote is an error: nothing of it can be judged.
+"""
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from halfstep.config.load import load
+from halfstep.config.run import RunConfig
+from halfstep.config.schema import build
+from halfstep.core.audit.finding import Finding
+from halfstep.core.audit.record import CheckpointFacts, Operation, OperationKind, Record
+from halfstep.core.errors import ConfigError, HalfstepError
+from halfstep.core.policy import Policy, read
+from halfstep.tools.audit.policies import fill
+from halfstep.training.checkpoints import checkpoint
+from halfstep.training.checkpoints.tensors import CheckpointError, DamagedCheckpointError
+from halfstep.training.paths import CHECKPOINTS, CONFIG, EVENTS
+from halfstep.training.telemetry.events import EventsError, stream_events
+
+# Names of dtypes in a safetensors header -> names of formats in a record.
+FORMATS = {"F64": "fp64", "F32": "fp32", "BF16": "bf16", "F16": "fp16", "F8_E4M3": "e4m3", "F8_E5M2": "e5m2"}
+CHOICES = ("fp32", "bf16-mixed", "fp16-mixed")  # what `auto` chooses among, by measuring
+
+
+def of_recipe(name: str) -> list[Record]:
+    """Returns the record of a recipe; one for each precision that `auto` may choose."""
+    config = load(name)
+    spelling = read(config.policy)
+    chosen = [Policy.parse(each) for each in CHOICES] if spelling.base == "auto" else [None]
+    return [fill(Record("recipe", framework=config.backend), spelling.build(auto), config) for auto in chosen]
+
+
+def of_run(folder: Path) -> tuple[Record, list[Finding]]:
+    """Returns the record of a run folder, and the findings that the run itself has written down."""
+    record, found = Record("run"), list[Finding]()
+    events = _events(folder, record)
+    for path in checkpoint.step_folders(folder / CHECKPOINTS):
+        if path.exists():  # retention may remove one meanwhile
+            record.checkpoints.append(facts_of(path))
+    config, policy = _settings(folder, events, record)
+    if config is not None and policy is not None:
+        record.framework = config.backend
+        fill(record, policy, config)
+    _read_events(events, record, found)
+    return record, found
+
+
+def of_checkpoint(path: Path) -> Record:
+    """Returns the record of one of our checkpoints."""
+    record = Record("checkpoint", checkpoints=[facts_of(path)])
+    if record.checkpoints[0].complete:
+        manifest = checkpoint.read_manifest(path)
+        _fill_by_manifest(record, manifest)
+    return record
+
+
+def facts_of(path: Path) -> CheckpointFacts:
+    """Returns what one of our checkpoints holds; refuses one that a newer halfstep wrote."""
+    try:
+        manifest = checkpoint.check_complete(path)
+    except (DamagedCheckpointError, FileNotFoundError) as error:
+        problem = error.message if isinstance(error, HalfstepError) else "a file is missing"
+        named = path.name.removeprefix("step-")
+        return CheckpointFacts(str(path), int(named) if named.isdigit() else None, complete=False, problem=problem)
+    except CheckpointError as error:
+        if path.name.endswith((".partial", ".removed")):
+            return CheckpointFacts(str(path), complete=False, problem=error.message)
+        raise
+    held = {name: FORMATS.get(t["dtype"], t["dtype"].lower()) for name, t in manifest["tensors"].items()}
+    facts = CheckpointFacts(str(path), manifest["step"], policy=manifest.get("policy"))
+    for name, fmt in held.items():
+        kind, _, rest = name.partition(".")
+        if kind == "model":
+            facts.weights[rest] = fmt
+            # The master of a split weight is both halves; of any other, it is what the checkpoint holds.
+            facts.masters[rest] = "fp32" if f"remainder.{rest}" in held else fmt
+        elif kind == "optimizer" and fmt in FORMATS.values():
+            parameter, _, moment = rest.partition(".")[2].rpartition(".")
+            if parameter and moment != "step":
+                facts.moments[f"{parameter}/{moment}"] = fmt
+    return facts
+
+
+def _fill_by_manifest(record: Record, manifest: Mapping[str, Any]) -> None:
+    try:
+        config, policy = build(RunConfig, manifest["config"]), Policy.parse(manifest["policy"])
+    except (HalfstepError, KeyError) as error:
+        record.unseen.append(f"the settings of the checkpoint cannot be read: {error}")
+        return
+    record.framework = config.backend
+    fill(record, policy, config)
+
+
+def _settings(
+    folder: Path, events: list[dict[str, Any]], record: Record
+) -> tuple[RunConfig | None, Policy | None]:
+    """Returns settings and policy of a run: of run.toml, or of the last start."""
+    config: RunConfig | None = None
+    starts = [event for event in events if event["event"] == "start"]
+    try:
+        if (folder / CONFIG).exists():
+            config = load(str(folder / CONFIG))
+        elif starts:
+            config = build(RunConfig, starts[-1]["config"])
+    except ConfigError as error:
+        record.unseen.append(f"the settings of the run cannot be read: {error.message}")
+    else:
+        if not (folder / CONFIG).exists():
+            record.unseen.append(f"there is no {CONFIG}: settings are those of the record, if there is one")
+    texts = [facts.policy for facts in record.checkpoints] + [event.get("policy") for event in starts]
+    text = next((each for each in reversed(texts) if isinstance(each, str)), None)
+    if text is None and config is not None and read(config.policy).base != "auto":
+        text = config.policy
+    if text is None:
+        record.unseen.append("the run has not started: its precision is not known")
+        return config, None
+    return config, Policy.parse(text)
+
+
+def _events(folder: Path, record: Record) -> list[dict[str, Any]]:
+    events: list[dict[str, Any]] = []
+    if not (folder / EVENTS).exists():
+        record.unseen.append(f"there is no {EVENTS}: what happened in the run is not known")
+        return events
+    try:
+        for event in stream_events(folder / EVENTS):
+            events.append(event)
+    except EventsError as error:
+        record.unseen.append(f"events are read up to a damaged line: {error.message}")
+    if events and events[-1]["event"] not in ("end", "stop"):
+        record.unseen.append("the run has not ended, or was killed: what follows is not known")
+    return events
+
+
+def _read_events(events: Iterable[Mapping[str, Any]], record: Record, found: list[Finding]) -> None:
+    layers: list[Mapping[str, Any]] = []
+    numbers: dict[tuple[str, str], Operation] = {}
+    for event in events:
+        match event["event"]:
+            case "step":
+                record.updates += 1
+                record.losses.append(_finite(event.get("loss")))
+            case "monitor":
+                layers = list(event["layers"])
+            case "layers":
+                for role in ("activation", "gradient"):
+                    _add_layers(numbers, layers, event.get(role, {}), role)
+            case "finding":
+                if (finding := _finding(event)) is not None:
+                    found.append(finding)
+    record.operations += numbers.values()
+
+
+def _add_layers(
+    numbers: dict[tuple[str, str], Operation],
+    layers: list[Mapping[str, Any]],
+    columns: Mapping[str, Any],
+    role: str,
+) -> None:
+    """Adds what the monitor saw of each layer: how many numbers, how many beyond the range of their format."""
+    for index, layer in enumerate(layers):
+        name, formats = str(layer.get("name", "")), layer.get("formats", {})
+        fmt = str(formats.get(role, "fp32"))
+        kind: OperationKind = "norm" if layer.get("kind") == "norm" else "matmul"
+        op = numbers.setdefault((name, role), Operation(name, kind, [fmt], [fmt], backward=role == "gradient"))
+        values = {key: column[index] for key, column in columns.items() if index < len(column)}
+        op.count += 1
+        op.elements += int(values.get("count") or 0)
+        op.overflow += int(values.get("overflow") or 0)
+        op.underflow += int(values.get("underflow") or 0)
+        op.amax = max(op.amax or 0.0, float(values.get("amax") or 0.0))
+
+
+def _finding(event: Mapping[str, Any]) -> Finding | None:
+    try:
+        return Finding.from_dict({k: v for k, v in event.items() if k not in ("event", "time", "step")})
+    except TypeError:  # of another version
+        return None
+
+
+def _finite(loss: Any) -> float | None:
+    return float(loss) if isinstance(loss, int | float) and loss == loss and abs(loss) != float("inf") else None

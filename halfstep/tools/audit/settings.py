@@ -1,0 +1,106 @@
+"""Findings that are accepted, from halfstep-audit.toml, and the policy that cures what rules of a policy can cure.
+
+# halfstep-audit.toml
+[[accept]]
+rule = "HS101"
+names = ["embed.*"]         # globs of tensors, modules or files; without them, all
+reason = "a study of pure bf16"
+"""
+
+import tomllib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from halfstep.config.load import parse_toml
+from halfstep.config.reading import MOST_SETTINGS, read_bytes
+from halfstep.config.schema import build
+from halfstep.core.audit.engine import Suppression
+from halfstep.core.audit.finding import Finding
+from halfstep.core.audit.narrow import is_narrow
+from halfstep.core.audit.record import Record
+from halfstep.core.errors import ConfigError
+from halfstep.core.policy import Policy
+from halfstep.core.roles import Value
+from halfstep.core.rules import Rule
+from halfstep.training.files import os_errors, write_whole
+
+ACCEPTED = "halfstep-audit.toml"
+
+
+@dataclass(frozen=True)
+class _Entry:
+    rule: str
+    reason: str
+    names: tuple[str, ...] = ("*",)
+
+
+@dataclass(frozen=True)
+class _File:
+    accept: tuple[_Entry, ...] = ()
+
+
+def read_accepted(file: Path | None) -> list[Suppression]:
+    """Returns the findings that a file accepts; without a name, halfstep-audit.toml if it is here."""
+    if file is None:
+        if not Path(ACCEPTED).exists():
+            return []
+        file = Path(ACCEPTED)
+    try:
+        text = read_bytes(file, MOST_SETTINGS).decode("utf-8")
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise ConfigError(f"`{file}` cannot be read: {reason}", hint="name a TOML file with --accept") from None
+    try:
+        entries = build(_File, parse_toml(text, str(file))).accept
+        for each in entries:
+            if not each.reason.strip():
+                raise ConfigError(f"the entry for {each.rule} gives no reason", hint="say why it is accepted")
+    except ConfigError as error:
+        raise ConfigError(f"{file}: {error.message}", hint=error.hint) from None
+    return [Suppression(each.rule.upper(), each.reason, each.names) for each in entries]
+
+
+def fixing_policy(records: Sequence[Record], findings: Iterable[Finding]) -> Policy | None:
+    """Returns the policy of a training with the rules that cure its findings; None if no rule cures any.
+
+    What the preset cures by itself, such as weights without masters, needs no rule.
+    """
+    changes: dict[str, dict[str, str]] = {}
+    for finding in findings:
+        for glob, text in tomllib.loads(finding.policy_rule or "").items():
+            changes.setdefault(glob, {}).update(item.split("=", 1) for item in text.split(","))
+    if not changes:
+        return None
+    base, rules = _base(records), []
+    for glob, roles in changes.items():
+        rule = Rule.parse(glob, ",".join(f"{role}={value}" for role, value in roles.items()))
+        kept = tuple((role, value) for role, value in rule.changes if _differs(base, role, value))
+        rules += [Rule(glob, kept)] if kept else []
+    return replace(base, rules=(*base.rules, *rules))
+
+
+def _differs(base: Policy, role: str, value: Value) -> bool:
+    ruled = any(role == each for rule in base.rules for each, _ in rule.changes)
+    return ruled or getattr(base, role) != value
+
+
+def write_policy(file: Path, policy: Policy) -> None:
+    """Writes a policy as TOML that `--policy FILE` and recipes read."""
+    import tomli_w
+
+    text = f"# {policy}\n{tomli_w.dumps({'policy': policy.to_table()})}"
+    with os_errors(ConfigError, f"`{file}` cannot be written", "name another file with --fix-policy"):
+        write_whole(file, text.encode())
+
+
+def _base(records: Sequence[Record]) -> Policy:
+    """Returns the policy that trained, or the preset that does what was seen, as it should be done."""
+    for record in records:
+        if record.policy is not None:
+            return Policy.parse(record.policy)
+    seen = {fmt for r in records for op in r.operations for fmt in (*op.inputs, *op.outputs)}
+    seen |= {weight.format for r in records for weight in r.weights}
+    if "fp16" in seen or any(record.calls_of("scale") for record in records):
+        return Policy.parse("fp16-mixed")
+    return Policy.parse("bf16-mixed" if any(is_narrow(fmt) for fmt in seen) else "fp32")

@@ -1,0 +1,145 @@
+"""`halfstep audit` as people see it: output, exit codes, accepted findings, and the policy that cures."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+
+from halfstep.cli.main import run
+from halfstep.config.load import load, read_policy
+from halfstep.core.audit.engine import registry
+from halfstep.core.audit.record import Record, UpdateCounts, Weight
+from halfstep.core.policy import Policy
+from halfstep.tools.audit import script, targets
+from halfstep.tools.audit.targets import Collected
+
+LOST = UpdateCounts(steps=20, intended=1000, lost=988, arrived_sum=0.02, intended_sum=1.0, moved=True)
+
+
+@pytest.fixture
+def bad(monkeypatch, tmp_path):
+    """A target with eleven weights in pure bf16, and something that was not seen."""
+    monkeypatch.chdir(tmp_path)
+    weights = [Weight(f"blocks.{i}.up.weight", "bf16", optimizer="AdamW", updates=LOST) for i in range(11)]
+    record = Record("script", updates=20, weights=weights, unseen=["compiled code"])
+    monkeypatch.setattr(targets, "collect", lambda target, steps: Collected([record]))
+    return record
+
+
+def test_findings_for_people(bad, capsys):
+    assert run(["audit", "x:y"]) == 1
+    out, err = capsys.readouterr()
+    lines = out.splitlines()
+    assert lines[:2] == [
+        "HS101 error: weights without a master",
+        "  `blocks.0.up.weight` is stepped in bf16 by AdamW, without an fp32 master: 98.8% of its intended updates were lost, and 2.0% of what was intended arrived",
+    ]
+    assert lines[9] == "  and 3 more of the same; --json lists all"
+    assert lines[10].startswith("  fix: ")
+    assert lines[11] == "  see docs/audit.md#hs101"
+    assert err.splitlines() == ["not seen: compiled code", "x:y: 11 errors (20 updates watched)"]
+
+
+def test_findings_for_programs(bad, capsys):
+    assert run(["audit", "x:y", "--json"]) == 1
+    data = json.loads(capsys.readouterr().out)
+    assert (len(data["findings"]), data["unseen"], data["updates"]) == (11, ["compiled code"], 20)
+    assert data["findings"][0]["evidence"]["lost_share"] == 0.988
+
+
+def test_a_recipe_of_ours_is_clean(capsys):
+    assert run(["audit", "tiny"]) == 0
+    assert capsys.readouterr().err == "tiny: nothing is wrong\n"
+
+
+@pytest.mark.parametrize(
+    ("given", "code"), [(["--select", "HS6,HS101"], 1), (["--select", "HS6"], 0), (["--ignore", "HS1"], 0)]
+)
+def test_rules_are_chosen(bad, given, code):
+    assert run(["audit", "x:y", *given]) == code
+
+
+def test_accepted_findings_are_left_out(bad, tmp_path, capsys):
+    file = tmp_path / "halfstep-audit.toml"
+    file.write_text('[[accept]]\nrule = "HS101"\nnames = ["blocks.?.up.*"]\nreason = "a study"\n')
+    assert run(["audit", "x:y"]) == 1
+    assert "1 error" in capsys.readouterr().err
+    file.write_text('[[accept]]\nrule = "HS101"\nreason = "a study"\n')
+    assert run(["audit", "x:y"]) == 0
+    file.rename(tmp_path / "other.toml")
+    assert run(["audit", "x:y"]) == 1
+    assert run(["audit", "x:y", "--accept", "other.toml"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ('[[accept]]\nrule = "HS101"\n', "halfstep-audit.toml: `accept[0].reason` is missing"),
+        ('[[accept]]\nrule = "HS101"\nreason = " "\n', "gives no reason"),
+        ('[[accept]]\nrule = "HS777"\nreason = "x"\n', "there is no rule `HS777`"),
+        ("[accept\n", "this is not TOML"),
+        ("acept = 1\n", "acept"),
+    ],
+)
+def test_a_file_of_accepted_findings_is_checked(bad, tmp_path, capsys, text, problem):
+    (tmp_path / "halfstep-audit.toml").write_text(text)
+    assert run(["audit", "x:y"]) == 2
+    assert problem in capsys.readouterr().err
+
+
+def test_the_policy_that_cures_is_read_by_train_and_policy(bad, tmp_path, capsys):
+    assert run(["audit", "x:y", "--fix-policy", "fix.toml"]) == 1
+    assert "wrote `fix.toml`: bf16-mixed" in capsys.readouterr().err
+    assert read_policy("fix.toml") == "bf16-mixed"
+    bad.policy = "bf16-true"
+    bad.weights = bad.weights[:1]
+    assert run(["audit", "x:y", "--fix-policy", "fix.toml"]) == 1
+    assert str(Policy.parse(read_policy("fix.toml"))) == "bf16-true; blocks.0.up: param=fp32"
+    assert load("fix.toml").policy == "bf16-true; blocks.0.up: param=fp32"
+    capsys.readouterr()
+    assert run(["policy", "fix.toml"]) == 0
+    assert "blocks.0.up" in capsys.readouterr().out
+    bad.weights = []
+    (tmp_path / "fix.toml").unlink()
+    assert run(["audit", "x:y", "--fix-policy", "fix.toml"]) == 0
+    assert not (tmp_path / "fix.toml").exists()
+
+
+@pytest.mark.parametrize(
+    ("given", "problem", "hint"),
+    [
+        ([], "`halfstep audit` needs a target", "halfstep audit -- python train.py"),
+        (["tiny", "--select", "HS150"], "there is no rule `HS150`", "did you mean"),
+        (["tiny", "--steps", "0"], "--steps 0", "20"),
+        (["tiny", "--accept", "no.toml"], "`no.toml` cannot be read", "--accept"),
+        (["tinny"], "neither a folder", "tiny"),
+        (["train.py"], "is a script", "halfstep audit -- python train.py"),
+    ],
+)
+def test_wrong_usage(given, problem, hint, capsys):
+    assert run(["audit", *given]) == 2
+    err = capsys.readouterr().err
+    assert problem in err
+    assert hint in err
+
+
+def test_all_rules_are_listed(capsys):
+    assert run(["audit", "--rules"]) == 0
+    out = capsys.readouterr().out
+    assert all(id in out for id in registry())
+    assert run(["audit", "--rules", "--json", "--select", "HS101"]) == 0
+    assert [rule["id"] for rule in json.loads(capsys.readouterr().out)] == ["HS101"]
+
+
+def test_a_command_is_run_and_watched(monkeypatch, capsys):
+    calls = []
+
+    def played(command, steps, stdout):
+        calls.append((list(command), steps, stdout))
+        return SimpleNamespace(records=[Record("script", updates=3)], exit_code=0, notes=["watched 3 updates"])
+
+    monkeypatch.setattr(script, "run", played)
+    assert run(["audit", "--steps", "3", "--", "python", "train.py", "--lr", "1"]) == 0
+    assert capsys.readouterr().err.splitlines()[0] == "watched 3 updates"
+    assert run(["audit", "--json", "--", "python", "train.py"]) == 0
+    assert calls == [(["python", "train.py", "--lr", "1"], 3, None), (["python", "train.py"], 20, 2)]
