@@ -36,7 +36,7 @@ API = {
         *("layer_norm", "rms_norm", "softmax", "cross_entropy", "quantize"),
     ],
     "halfstep.mlx": [
-        *("prepare", "Run", "StepResult", "CastedLinear", "Norm"),
+        *("prepare", "audit", "Run", "StepResult", "CastedLinear", "Norm"),
         *("casts_for", "linear", "attention", "layer_norm", "rms_norm", "softmax", "cross_entropy", "quantize"),
     ],
 }

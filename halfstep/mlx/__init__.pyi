@@ -1,4 +1,5 @@
 from .cast import quantize as quantize
+from .collect.audit import audit as audit
 from .layers import CastedLinear as CastedLinear
 from .layers import Norm as Norm
 from .layers import attention as attention

@@ -25,6 +25,9 @@ from mlx.nn.layers.base import Module
 from mlx.optimizers import Optimizer
 from mlx.utils import tree_flatten, tree_unflatten
 
+from halfstep.core.audit import engine
+from halfstep.core.audit.finding import Finding
+from halfstep.core.audit.record import Record
 from halfstep.core.choice import Choice
 from halfstep.core.errors import HalfstepError, warn_caller
 from halfstep.core.formats import FP32
@@ -35,12 +38,16 @@ from halfstep.core.refusal import check_numbers
 from halfstep.core.roles import print_value
 from halfstep.core.scaling import DynamicScale, ScaleAlarm, ScaleState, stuck_error
 from halfstep.mlx.apply import Applied, Place, apply, arrays, public, restore, trainable, walk
+from halfstep.mlx.collect.audit import STEPS
+from halfstep.mlx.collect.prepared import prepared_record
+from halfstep.mlx.collect.weights import PART, counts_of, finite_or_none
 from halfstep.mlx.dtypes import describe, dtype_of
 from halfstep.mlx.functions import scope
 from halfstep.mlx.layers import Held
 from halfstep.mlx.lowering import casts_for
 from halfstep.mlx.observe.monitor import Monitor
 from halfstep.mlx.observe.recording import Recorder, forward_ends, recording
+from halfstep.mlx.observe.updates import UpdateNumbers
 from halfstep.mlx.optim.masters import Masters
 from halfstep.mlx.optim.optimizers import leaves_of
 from halfstep.mlx.parallel.ranks import TIMEOUT, Ranks, ranks_of
@@ -161,6 +168,7 @@ class Run:
         self._alarm = ScaleAlarm(self.policy.scale) if watched else None
         self._unread: deque[StepResult] = deque()  # updates whose scale was not looked at
         self._monitor: Monitor | None = None
+        self._measured: list[UpdateNumbers] = []  # what wants to see the next update
         if ranks is not None:
             self._start_as_rank_0(ranks)
         optimizer.update = _refuse_update  # type: ignore[method-assign]
@@ -248,11 +256,12 @@ class Run:
         total = self._taken(grads)
         function = self._update if total.finite is None else self._update_unscaled
         given = {name: value for name, value in vars(replace(total, bad_rank=None)).items() if value is not None}
-        numbers = None if self._monitor is None else self._monitor.take_updates()
-        if numbers is not None:
+        measured = list(self._measured)
+        self._measured.clear()
+        for numbers in measured:
             numbers.start(self.masters.part, self.optimizers)
         loss, finite, norm = self._call(function.__name__, function, given)
-        if numbers is not None:
+        for numbers in measured:
             factor = mx.array(1.0) if total.finite is not None else 1.0 / (total.scale * total.weights)
             clip = mx.minimum(self.clip_norm / norm, 1.0) if self.clip_norm else mx.array(1.0)
             numbers.end(self.masters.part, total.arrays, factor, clip, finite)
@@ -340,13 +349,41 @@ class Run:
         self._check_open()
         check_numbers(slice=slice)
         if self._monitor is None:
-            self._monitor = Monitor(self.model, self.conversion, self.masters, slice, self._replay)
+            hands = (self._replay, self._measured.append)
+            self._monitor = Monitor(self.model, self.conversion, self.masters, slice, *hands)
         elif self._monitor.slice != slice:
             raise HalfstepError(
                 f"the run is monitored already, with slices of {self._monitor.slice}",
                 hint="call run.monitor once, before the first step",
             )
         return self._monitor
+
+    def audit(self, loss_fn: LossFn | None = None, batch: Any = None, *, steps: int = STEPS) -> list[Finding]:
+        """Returns what is wrong, worst first; an empty list if nothing is.
+
+        With a loss function and a batch, `steps` updates are made and taken back, and lost ones are counted.
+        """
+        self._check_open()
+        record = prepared_record(self.model, self.masters, self.optimizers)
+        if loss_fn is not None:
+            self._audit_updates(record, loss_fn, batch, steps)
+        return engine.check(record)
+
+    def _audit_updates(self, record: Record, loss_fn: LossFn, batch: Any, steps: int) -> None:
+        saved, record.updates = dict(self.state), steps
+        weights = {weight.name: weight for weight in record.weights if weight.name in self.masters.places}
+        try:
+            for _ in range(steps):
+                numbers = UpdateNumbers([list(weights)], PART)
+                self._measured.append(numbers)
+                result = self.step(loss_fn, [batch])
+                record.losses.append(finite_or_none(result.loss))
+                for name, update in numbers.updates.items() if not result.skipped.item() else ():
+                    counts = counts_of(update, str(self.masters.held[name].format))
+                    before = weights[name].updates
+                    weights[name].updates = counts if before is None else before.merge(counts)
+        finally:
+            self.load(saved)
 
     def unprepare(self) -> Module:
         """Returns the model in its own classes again, with its exact masters in fp32. This ends the run."""

@@ -23,7 +23,7 @@ def run_block(page, place, **names):
 
 
 def test_every_block_has_a_test():
-    assert [(page, place) for page, place, _ in BLOCKS] == [*(("backends.md", n) for n in range(7)), ("fp8.md", 0)]
+    assert [(page, place) for page, place, _ in BLOCKS] == [*(("backends.md", n) for n in range(8)), ("fp8.md", 0)]
 
 
 def test_jax():
@@ -54,8 +54,12 @@ def test_mlx(capsys):
     watched = run_block("backends.md", 3, run=ran["run"], batch=batch, **names)
     assert (watched["numbers"][..., 1] > 0).all()
     assert watched["lost"].tolist() == [0.0]
+    narrow = nn.Linear(4, 4)
+    narrow.set_dtype(mx.bfloat16)
+    run_block("backends.md", 4, model=narrow, optimizer=ran["optimizers"].AdamW(1e-5), batch=batch, **names)
+    assert "HS101 `weight` is stepped in bf16 by AdamW" in capsys.readouterr().out
     names |= {"optimizers": ran["optimizers"], "prepare": ran["prepare"], "mx": mx}
-    ran = run_block("backends.md", 4, model=nn.Linear(4, 4), **names)
+    ran = run_block("backends.md", 5, model=nn.Linear(4, 4), **names)
     assert ran["run"].num_applied == 1
 
 
@@ -68,12 +72,12 @@ def test_weights_that_others_trained(monkeypatch):
     small = Decoder(ModelConfig(context=8, layers=1, width=16, heads=2))
     monkeypatch.setattr(halfstep, "load_model", lambda recipe, folder: small)
     tokens = torch.randint(0, 256, (2, 9), generator=torch.Generator().manual_seed(0))
-    ran = run_block("backends.md", 5, tokens=tokens)
+    ran = run_block("backends.md", 6, tokens=tokens)
     assert torch.isfinite(ran["result"].loss)
     held = torch.nn.Sequential(torch.nn.Linear(4, 4)).bfloat16()
     auto = SimpleNamespace(from_pretrained=lambda name, dtype: held)
     monkeypatch.setitem(sys.modules, "transformers", SimpleNamespace(AutoModelForCausalLM=auto))
-    ran = run_block("backends.md", 6, prepare=ran["prepare"], AdamW=ran["AdamW"])
+    ran = run_block("backends.md", 7, prepare=ran["prepare"], AdamW=ran["AdamW"])
     assert held[0].weight.dtype == torch.float32
     assert "fp32" in str(ran["run"].summary())
 

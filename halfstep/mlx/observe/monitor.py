@@ -50,17 +50,25 @@ class Unread:
 class Monitor:
     """Watches the layers of a prepared model. `Run.monitor` makes one."""
 
-    def __init__(self, model: Module, conversion: Applied, masters: Masters, slice: int, replay: Replay):
-        self.slice, self.masters, self._replay = slice, masters, replay
+    def __init__(
+        self,
+        model: Module,
+        conversion: Applied,
+        masters: Masters,
+        slice: int,
+        replay: Replay,
+        measure: Callable[[UpdateNumbers], None],
+    ):
+        self.slice, self.masters = slice, masters
+        self._replay, self._measure = replay, measure
         self.layers: list[LayerInfo] = []
         self.parameters: list[list[str]] = []  # of each layer, by name
         by_module: dict[int, list[str]] = {}
         for name, place in conversion.places.items():
             by_module.setdefault(id(place.module), []).append(name)
         for name, module in walk(model):
-            if kind := _kind(module):
+            if kind := layer_kind(module):
                 self._watch(name or type(module).__name__, module, kind, by_module.get(id(module), []))
-        self._updates: UpdateNumbers | None = None
         self._amax, self._counts = self._zeros()
 
     def layer_numbers(self) -> Unread:
@@ -71,13 +79,9 @@ class Monitor:
 
     def weight_numbers(self) -> UpdateNumbers:
         """Measures the next update; read the numbers after it."""
-        self._updates = UpdateNumbers(self.parameters, self.slice)
-        return self._updates
-
-    def take_updates(self) -> UpdateNumbers | None:
-        """Returns what wants to see the update that comes now, once."""
-        wanted, self._updates = self._updates, None
-        return wanted
+        numbers = UpdateNumbers(self.parameters, self.slice)
+        self._measure(numbers)
+        return numbers
 
     def merge(self, counted: tuple[mx.array, mx.array]) -> None:
         """Adds the numbers of a pass."""
@@ -135,7 +139,7 @@ class Monitor:
         observed[layer, role] = observation if before is None else before + observation
 
     def _watch(self, name: str, module: Any, kind: str, parameters: list[str]) -> None:
-        precision = (module.casts if isinstance(module, Layer) else module.halfstep.casts).precision
+        precision = precision_of(module)
         held = self.masters.held[parameters[0]].format if parameters else precision.compute
         layer, is_head = len(self.layers), isinstance(module, Embedding)
         self._add(name, kind, precision, str(held), parameters)
@@ -156,7 +160,7 @@ class Monitor:
         return mx.zeros(rows), mx.zeros((rows, len(_COUNTS)), mx.int32)
 
 
-def _kind(module: Module) -> str:
+def layer_kind(module: Module) -> str:
     """Returns what a layer is; empty for what is not watched: blocks, and what has neither weights nor a role."""
     if isinstance(module, Matmul):
         return "matmul"
@@ -167,6 +171,11 @@ def _kind(module: Module) -> str:
     if isinstance(module, Around) and not module.children():
         return {"": "other", "norm": "norm"}.get(module.halfstep.role, "")
     return ""
+
+
+def precision_of(module: Any) -> Precision:
+    """Returns the formats of a layer that a policy was given to."""
+    return (module.casts if isinstance(module, Layer) else module.halfstep.casts).precision  # type: ignore[no-any-return]
 
 
 def first_rows(batch: Any, share: float) -> Any:

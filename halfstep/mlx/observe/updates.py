@@ -25,6 +25,8 @@ ELEMENTWISE = (
     mlx_optimizers.Adam,  # and AdamW, Adamax, which are Adams
     mlx_optimizers.Lion,
 )
+# Whose decay is apart from the gradient: w (1 - rate decay).
+_DECOUPLED = (mlx_optimizers.AdamW, mlx_optimizers.Lion)
 
 
 def owner_of(optimizers: Sequence[Optimizer], name: str) -> Optimizer | None:
@@ -53,10 +55,51 @@ def intended(
         return optimizer.apply_single(gradient.astype(mx.float64), start, wide) - start
 
 
-class _Parameter(NamedTuple):
-    before: mx.array
+def decay_of(optimizer: Optimizer) -> mx.array | None:
+    """Returns the share that an optimizer takes of each weight, if that is apart from its update."""
+    if not isinstance(optimizer, _DECOUPLED) or not optimizer.weight_decay:
+        return None
+    return optimizer.learning_rate * optimizer.weight_decay  # type: ignore[no-any-return]
+
+
+class Before(NamedTuple):
+    """A part of a weight and of its moments, before a step."""
+
+    weight: mx.array
     moments: dict[str, mx.array]
     optimizer: Optimizer | None
+
+
+class Update(NamedTuple):
+    """One step of a part of one weight."""
+
+    before: mx.array
+    after: mx.array
+    gradient: mx.array  # of the loss: without scale and clip
+    intended: mx.array | None  # in fp64, decay included; None if the optimizer mixes elements
+    decay: mx.array | None  # the share of the weight that decay takes
+
+
+def before_step(
+    parts: Mapping[str, mx.array], cut: Callable[[mx.array], mx.array], optimizers: Sequence[Optimizer]
+) -> dict[str, Before]:
+    """Keeps parts of weights, and the same parts of their moments."""
+    kept = {}
+    for name, part in parts.items():
+        owner = owner_of(optimizers, name)
+        state = {} if owner is None else state_at(owner.state, name)
+        moments = {key: cut(each) for key, each in state.items() if isinstance(each, mx.array)}
+        kept[name] = Before(part, moments, owner)
+    return kept
+
+
+def after_step(before: Before, after: mx.array, gradient: mx.array, clip: mx.array | float = 1.0) -> Update:
+    """Returns the step that the optimizers have just made; they saw the gradient times `clip`."""
+    start, moments, owner = before
+    if owner is None:
+        return Update(start, after, gradient, None, None)
+    meant = intended(owner, gradient * clip, start, moments)
+    return Update(start, after, gradient, meant, decay_of(owner))
 
 
 class UpdateNumbers:
@@ -64,17 +107,14 @@ class UpdateNumbers:
 
     def __init__(self, parameters: Sequence[Sequence[str]], slice: int):
         self._parameters, self._slice = parameters, slice
-        self._started: dict[str, _Parameter] = {}
-        self._ended: dict[str, tuple[mx.array, ...]] = {}
-        self._finite = mx.array(True)
+        self._started: dict[str, Before] = {}
+        self.updates: dict[str, Update] = {}
+        self.finite = mx.array(True)
 
     def start(self, weights: Callable[[str, int], mx.array], optimizers: Sequence[Optimizer]) -> None:
         """Keeps slices of weights, as fp32 numbers, and of moments, before the update."""
-        for name in {name for names in self._parameters for name in names}:
-            owner = owner_of(optimizers, name)
-            state = {} if owner is None else state_at(owner.state, name)
-            moments = {k: self._cut(v) for k, v in state.items() if isinstance(v, mx.array)}
-            self._started[name] = _Parameter(weights(name, self._slice), moments, owner)
+        parts = {name: weights(name, self._slice) for names in self._parameters for name in names}
+        self._started = before_step(parts, self._cut, optimizers)
 
     def end(
         self,
@@ -85,31 +125,26 @@ class UpdateNumbers:
         finite: mx.array,
     ) -> None:
         """Keeps them after it; `unscale` makes gradients those of the loss, `clip` those the optimizer saw."""
-        for name, (before, moments, owner) in self._started.items():
+        for name, before in self._started.items():
             gradient = self._cut(gradients[name]).astype(mx.float32) * unscale
-            meant = None if owner is None else intended(owner, gradient * clip, before, moments)
-            self._ended[name] = (
-                before,
-                weights(name, self._slice),
-                gradient,
-                gradient if meant is None else meant,
-            )
-        self._finite = finite
-        self._started = {}
-        mx.async_eval(self._ended, finite)
+            self.updates[name] = after_step(before, weights(name, self._slice), gradient, clip)
+        self.finite, self._started = finite, {}
+        mx.async_eval([each for update in self.updates.values() for each in update if each is not None], finite)
 
     def read(self) -> NDArray[np.floating[Any]]:
         """Returns (layers, WEIGHT_COLUMNS); NaN where there is nothing to say."""
         return np.array([self._row(names) for names in self._parameters]).reshape(-1, len(WEIGHT_COLUMNS))
 
     def _row(self, names: Sequence[str]) -> list[float]:
-        if not names or not self._ended:
+        if not names or not self.updates:
             return [np.nan] * len(WEIGHT_COLUMNS)
-        parts = [[np.array(each, np.float64) for each in self._ended[name]] for name in names]
-        before, after, gradient, meant = (np.concatenate(column) for column in zip(*parts, strict=True))
-        num_meant = np.count_nonzero(meant)
-        lost = np.count_nonzero((meant != 0) & (before == after))
-        share = lost / num_meant if num_meant and self._finite.item() else np.nan
+        seen = [self.updates[name] for name in names]
+        meant = np.concatenate([np.array(u.gradient if u.intended is None else u.intended) for u in seen]) != 0
+        before, after, gradient = (
+            np.concatenate([np.array(update[i], np.float64) for update in seen]) for i in range(3)
+        )
+        lost = np.count_nonzero(meant & (before == after))
+        share = lost / meant.sum() if meant.any() and self.finite.item() else np.nan
         return [*(float(np.linalg.norm(each)) for each in (after, gradient, after - before)), share]
 
     def _cut(self, array: mx.array) -> mx.array:

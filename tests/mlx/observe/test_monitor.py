@@ -70,8 +70,9 @@ def same_state(one, other):
     return one.keys() == other.keys() and all(np.array_equal(one[name], other[name]) for name in one)
 
 
-@pytest.mark.parametrize("policy", ["fp32", "bf16-mixed,param=fp32:split", FP16])
-@pytest.mark.parametrize("again", [False, True], ids=["", "recomputed"])
+@pytest.mark.parametrize(
+    ("policy", "again"), [("bf16-mixed,param=fp32:split", False), (FP16, True)], ids=["split", "fp16-recomputed"]
+)
 def test_a_monitor_changes_no_bit(policy, again):
     losses = {}
     for watched in (True, False):

@@ -17,20 +17,30 @@ RULE = Rule(
     needs="a live run",
 )
 
+_PRODUCTS = ("matmul", "attention")
+
 
 def check(record: Record) -> Iterator[Finding]:
-    """Yields one finding per place of promotion, if most matmuls are narrow."""
-    products = [op for op in record.operations if op.kind in ("matmul", "attention") and not op.backward]
-    narrow = sum(op.count for op in products if is_narrow(op.inside))
+    """Yields one finding per place of promotion, if most matmuls are narrow or have a narrow operand."""
+    forward = [op for op in record.operations if not op.backward]
+    products = [op for op in forward if op.kind in _PRODUCTS]
+    narrow = sum(op.count for op in products if is_narrow(op.inside) or any(map(is_narrow, op.inputs)))
     promoted = [op for op in products if op.promoted]
     if not promoted or 2 * narrow <= sum(op.count for op in products):
         return
+    before = forward[: forward.index(promoted[0])]
+    source = next((op.module for op in reversed(before) if op.promoted and op.kind not in _PRODUCTS), "")
     for place in dict.fromkeys(op.place for op in promoted):
         those = [op for op in promoted if op.place == place]
         names = list(dict.fromkeys(op.module for op in those if op.module))
+        cause = (
+            f"`{source}` was given narrow numbers and returned fp32"
+            if source
+            else "an fp32 tensor met a narrow one"
+        )
         yield RULE.finding(
-            f"fp32 operands reach the matmuls of {first_names(names)}: an fp32 tensor met a narrow one",
-            *names,
+            f"fp32 operands reach the matmuls of {first_names(names)}: {cause}",
+            *dict.fromkeys([source, *names] if source else names),
             place=place,
             evidence={"calls": sum(op.count for op in those)},
         )
