@@ -22,6 +22,7 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn
+import numpy as np
 from mlx.nn import losses
 from mlx.nn.layers import activations
 from mlx.nn.layers.base import Module
@@ -74,7 +75,7 @@ class Watcher:
     def operations(self) -> list[Operation]:
         """Returns what was seen, with the counts of numbers that became infinite or NaN."""
         for op, count in self.overflows:
-            op.overflow += int(count.item())
+            op.overflow += int(np.array(count))
         self.overflows = []
         return list(self.seen.values())
 
