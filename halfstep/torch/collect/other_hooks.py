@@ -55,6 +55,8 @@ class OtherHooks:
     def autocast(self, original: Any, region: Any) -> Any:
         """Enters an autocast region."""
         if region._enabled:
+            if not torch.is_autocast_enabled(region.device):  # inside another one, the casts of that stay
+                self.seen.regions += 1
             self._once("autocast", format_name(region.fast_dtype), region.device)
         return original(region)
 

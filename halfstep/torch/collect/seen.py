@@ -85,6 +85,7 @@ class Seen:
         self.syncs: dict[tuple[str, str], list[int]] = {}  # how many in each update, by place and kind
         self.switches: dict[str, str | float | bool | None] = {}
         self.unseen: dict[str, None] = {}  # in order, each once
+        self.regions = 0  # of autocast, that were entered so far
         self.scaled_losses = 0  # that had no backward pass yet
         self.scaler_steps = 0  # that are running
         self.inside = 0  # how many of torch's own calls are running: what those call is not the user's doing

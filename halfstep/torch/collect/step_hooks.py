@@ -138,7 +138,9 @@ class StepHooks:
         watched = seen.optimizer(optimizer)
         seen.before_step(optimizer)
         autocast = any(torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda"))
-        call = seen.call("step", watched.name, update=watched.steps, numbers={"autocast": float(autocast)})
+        call = seen.call("step", watched.name, update=watched.steps)
+        if autocast:
+            call.numbers["region"] = float(seen.regions)
         if watched.scaled and not seen.scaler_steps:
             call.numbers["scaled"] = 1.0
             seen.number(call, "divided", watched.ratio * divided_by(watched.probe))
