@@ -5,7 +5,7 @@ from typing import Any
 from torch.amp.grad_scaler import GradScaler
 
 from halfstep.torch.collect.patches import Patches, is_watched
-from halfstep.torch.collect.seen import Seen
+from halfstep.torch.collect.seen import Seen, unwrapped
 
 METHODS = ("scale", "unscale_", "step", "update")
 
@@ -66,7 +66,7 @@ class ScalerHooks:
         if not scaler.is_enabled() or "step" in self.running:
             return original(scaler, optimizer, *args, **kwargs)
         seen = self.seen
-        inner = getattr(optimizer, "optimizer", optimizer)  # Accelerate hands over its wrapper
+        inner = unwrapped(optimizer)
         watched = seen.optimizer(inner)
         seen.check_end(watched)
         before = watched.steps

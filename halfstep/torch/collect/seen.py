@@ -136,6 +136,7 @@ class Seen:
 
     def optimizer(self, optimizer: Optimizer) -> Watched:
         """Returns what is known of an optimizer; a new one is added."""
+        optimizer = unwrapped(optimizer)
         if optimizer not in self.optimizers:
             kind = type(optimizer).__name__
             same = sum(each.name.split(" ")[0] == kind for each in self.optimizers.values())
@@ -318,6 +319,13 @@ class Seen:
         for name in sorted(foreign):
             unseen.append(f"how {name} computes its updates: it is not an optimizer of torch")
         return unseen
+
+
+def unwrapped(optimizer: Any) -> Optimizer:
+    """Returns the optimizer inside a wrapper, such as Accelerate's."""
+    while isinstance(getattr(optimizer, "optimizer", None), Optimizer):
+        optimizer = optimizer.optimizer
+    return optimizer
 
 
 def params_of(optimizer: Optimizer) -> list[Tensor]:
