@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from halfstep.core.audit.record import UpdateCounts
-from halfstep.core.audit.updates import FORMULAS, Intended, Seen, count, count_unknown
+from halfstep.core.audit.updates import FORMULAS, Seen, count_each, count_each_unknown
 from halfstep.torch.cast import join
 from halfstep.torch.optim.adamw import AdamW, Optimizer
 from halfstep.torch.shards import local
@@ -65,10 +65,10 @@ class UpdateWatch:
     @torch.no_grad()
     def before(self, optimizer: torch.optim.Optimizer) -> None:
         """Copies what the step will change."""
-        pending, wide = [], []
+        pending, wide, is_lion = [], [], formula_of(optimizer) == "Lion"
         for group in optimizer.param_groups:
             for p in group["params"]:
-                if p.grad is None or not p.is_floating_point() or p.grad.is_sparse:
+                if p.grad is None or not p.is_floating_point() or p.grad.is_sparse or not local(p).numel():
                     continue
                 values = self._part(_stored(p), copy=True)
                 if p not in self._watched:
@@ -77,8 +77,7 @@ class UpdateWatch:
                 if _format(p) is None:
                     wide.append((self._watched[p], gradient))
                 else:
-                    state = optimizer.state.get(p, {})
-                    moments = self._state(state, p) if formula_of(optimizer) == "Lion" else {}
+                    moments = self._state(optimizer.state.get(p, {}), p) if is_lion else {}
                     earlier = {key: value.clone() for key, value in moments.items()}
                     pending.append(_Pending(p, group, values, gradient.clone(), earlier))
         self._pending[id(optimizer)] = pending
@@ -100,14 +99,21 @@ class UpdateWatch:
                 | {f"earlier.{key}": value for key, value in each.earlier.items()}
             )
         (found_inf, scale), arrays = _to_host(scalars, parts)
+        if found_inf:
+            for each in pending:
+                self._watched[each.parameter].counts.skipped += 1
+            return
         name = formula_of(optimizer)
-        for each, part in zip(pending, arrays, strict=True):
-            watched = self._watched[each.parameter]
-            if found_inf:
-                watched.counts.skipped += 1
-            elif float(each.group.get("lr", 1.0)) != 0:
-                settings = _settings(optimizer, each.group)
-                counts = _counts(each, part, settings, scale, FORMULAS[name] if name else None)
+        alike: dict[tuple[int, str, float], list[int]] = {}
+        for i, each in enumerate(pending):
+            if float(each.group.get("lr", 1.0)) != 0:
+                step = float(arrays[i].get("state.step", [0.0])[0])
+                alike.setdefault((id(each.group), _format(each.parameter) or "fp32", step), []).append(i)
+        for (_, fmt, _), chosen in alike.items():
+            settings = _settings(optimizer, pending[chosen[0]].group)
+            counted = _counts([arrays[i] for i in chosen], settings, fmt, scale, name)
+            for i, counts in zip(chosen, counted, strict=True):
+                watched = self._watched[pending[i].parameter]
                 watched.counts = watched.counts.merge(counts)
 
     def counts(self, parameter: Tensor) -> UpdateCounts | None:
@@ -166,24 +172,24 @@ def _settings(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> dict[s
 
 
 def _counts(
-    each: _Pending,
-    part: dict[str, NDArray[np.float64]],
-    settings: dict[str, Any],
-    scale: float,
-    formula: Callable[[Seen], Intended] | None,
-) -> UpdateCounts:
-    before, after, gradient = part["weight"], part["after"], part["gradient"] / scale
-    if formula is None:
-        return count_unknown(before, after, gradient)
+    parts: list[dict[str, NDArray[np.float64]]], settings: dict[str, Any], fmt: str, scale: float, name: str | None
+) -> list[UpdateCounts]:
+    """Returns the counts of tensors that one formula updates with the same settings and step, joined to one."""
+    sizes = [part["weight"].size for part in parts]
+    shared = [key for key in parts[0] if all(key in part for part in parts)]
+    joined = {key: np.concatenate([part[key] for part in parts]) for key in shared}
+    before, after, gradient = joined["weight"], joined["after"], joined["gradient"] / scale
+    if name is None:
+        return count_each_unknown(before, after, gradient, sizes)
     state, earlier = (
-        {key.partition(".")[2]: value for key, value in part.items() if key.startswith(prefix)}
+        {key.partition(".")[2]: value for key, value in joined.items() if key.startswith(prefix)}
         for prefix in ("state.", "earlier.")
     )
+    if name != "SGD" and "exp_avg" not in state:  # the step did nothing, for a reason of its own
+        return [UpdateCounts(skipped=1) for _ in parts]
     state = {key: value[0] if key == "step" else value for key, value in state.items()}
-    if formula is not FORMULAS["SGD"] and "exp_avg" not in state:  # the step did nothing, for a reason of its own
-        return UpdateCounts(skipped=1)
-    intended = formula(Seen(before, gradient, state, earlier, settings))
-    return count(before, after, intended, _format(each.parameter) or "fp32", gradient)
+    intended = FORMULAS[name](Seen(before, gradient, state, earlier, settings))
+    return count_each(before, after, intended, fmt, gradient, sizes)
 
 
 def _to_host(

@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 
-from halfstep.core.audit.updates import Intended, Seen, count, count_unknown, lion
+from halfstep.core.audit.updates import Intended, Seen, _rounded, count, count_each, count_unknown, lion
+from halfstep.core.rounding import cast
 
 ONE = np.array([1.0, 1.0, 0.0, 2.0])
 
@@ -44,3 +45,29 @@ def test_lion_steps_by_the_sign_of_its_mix():
     seen = Seen(ONE, gradient, {}, {"exp_avg": m}, settings)
     assert lion(seen).update.tolist() == [0.1, 0.1, -0.0, -0.1]
     assert lion(seen).decay.tolist() == [-0.05, -0.05, -0.0, -0.1]
+
+
+@pytest.mark.parametrize("format", ["bf16", "fp16", "e4m3", "fp32"])
+def test_what_is_stored_is_what_the_reference_cast_gives(format):
+    values = np.random.default_rng(0).normal(size=4096).astype(np.float32)
+    values = np.concatenate([values, values * 2.0**-20, [0.0, -0.0, 1 + 2.0**-9, 1 + 3 * 2.0**-9]]).astype(
+        np.float32
+    )
+    expected = cast(values, format, overflow="saturate")
+    assert np.array_equal(_rounded(values.astype(np.float64), format).astype(np.float32), expected)
+    assert np.isnan(_rounded(np.array([np.nan]), format)).all()
+
+
+def test_tensors_that_are_counted_together_are_counted_as_apart():
+    rng = np.random.default_rng(0)
+    parts = []
+    for size in (5, 1, 9):
+        before = cast(rng.normal(size=size).astype(np.float32), "bf16", overflow="saturate").astype(np.float64)
+        update, decay = rng.normal(size=size) * 1e-3, -1e-3 * before
+        after = _rounded(before + update + decay, "bf16")
+        parts.append((before, after, update, decay))
+    apart = [count(b, a, Intended(u, d), "bf16", u) for b, a, u, d in parts]
+    before, after, update, decay = (np.concatenate(column) for column in zip(*parts, strict=True))
+    together = count_each(before, after, Intended(update, decay), "bf16", update, [5, 1, 9])
+    assert together == apart
+    assert sum(c.lost for c in together) > 0

@@ -9,7 +9,9 @@ from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 
 def main():
     set_seed(0)
-    config = GPT2Config(n_layer=2, n_head=2, n_embd=32, vocab_size=64, n_positions=16, bos_token_id=0, eos_token_id=0)
+    config = GPT2Config(
+        n_layer=2, n_head=2, n_embd=32, vocab_size=64, n_positions=16, bos_token_id=0, eos_token_id=0
+    )
     model = GPT2LMHeadModel(config)
     tokens = torch.randint(64, (64, 16))
     rows = [{"input_ids": row, "labels": row} for row in tokens]
