@@ -32,6 +32,7 @@ API = {
     ],
     "halfstep.jax": [
         *("init", "make_step", "State", "StepResult", "Weighted", "check", "summary", "state_of", "load_state"),
+        "audit",
         *("casts_for", "dot_general", "linear", "attention"),
         *("layer_norm", "rms_norm", "softmax", "cross_entropy", "quantize"),
     ],

@@ -1,4 +1,5 @@
 from .cast import quantize as quantize
+from .collect.audit import audit as audit
 from .layers import attention as attention
 from .layers import cross_entropy as cross_entropy
 from .layers import dot_general as dot_general

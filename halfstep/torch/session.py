@@ -15,6 +15,7 @@ from halfstep.config.groups import parameter_groups
 from halfstep.config.model import reach
 from halfstep.config.run import OptimizerConfig, RunConfig
 from halfstep.config.weights import Weights, initial_weights
+from halfstep.core.observed import LayerInfo, Sample
 from halfstep.core.policy import Policy
 from halfstep.core.refusal import check_reach
 from halfstep.core.state_format import Snapshot, Stored
@@ -23,9 +24,12 @@ from halfstep.torch.apply import adopt, apply
 from halfstep.torch.dtypes import as_device, describe
 from halfstep.torch.measure import devices
 from halfstep.torch.model import Decoder
+from halfstep.torch.observe.readback import Unread
+from halfstep.torch.observe.weights import WeightNumbers
 from halfstep.torch.optim.adamw import AdamW, Optimizer
 from halfstep.torch.optim.muon import Muon
 from halfstep.torch.parallel.ranks import from_all_ranks, in_group, leave_to_us, num_ranks
+from halfstep.torch.run.monitor import NEVER
 from halfstep.torch.run.readback import Readback
 from halfstep.torch.state import (
     Copies,
@@ -203,6 +207,23 @@ class Session:
     def blame(self, micro_batches: Tokens) -> str:
         """Names the first tensor of a step that is not finite, and its pass, by running the step again."""
         return str(self.run.blame(self._sum_and_count, self._to_device(micro_batches).unbind()))
+
+    def watch(self, slice: int) -> list[LayerInfo]:
+        """Watches every layer from the next step on; called before the first."""
+        self._monitor = self.run.monitor(slice=slice, every=NEVER)
+        return self._monitor.layers
+
+    def layer_numbers(self) -> Unread:
+        """Launches a copy of what the steps since the last one have counted."""
+        return self._monitor.layer_numbers()
+
+    def weight_numbers(self) -> WeightNumbers:
+        """Measures the update of the next step."""
+        return self._monitor.weight_numbers()
+
+    def sample(self, micro_batches: Tokens, share: float = 1 / 16) -> dict[str, dict[str, Sample]]:
+        """Runs a share of the first micro-batch again, at least one sequence; describes what each layer met."""
+        return self._monitor.sample(self._sum_and_count, self._to_device(micro_batches[0]), share)
 
     def load(self, state: Mapping[str, Stored]) -> None:
         """Restores a state, or refuses it entirely."""

@@ -25,6 +25,7 @@ from halfstep.core.audit.finding import Finding
 from halfstep.core.errors import HalfstepError, ScalingError
 from halfstep.core.formats import FP32
 from halfstep.core.measure import TOKENS, settle
+from halfstep.core.observed import SLICE
 from halfstep.core.policy import Policy
 from halfstep.core.precision import base_precision, precisions
 from halfstep.core.scaling import DynamicScale, NoScale, way_out
@@ -32,6 +33,7 @@ from halfstep.torch import state
 from halfstep.torch.apply import apply, names_of, restore, set_precision
 from halfstep.torch.convert.plan import check_model
 from halfstep.torch.dtypes import describe, home
+from halfstep.torch.observe.slots import unwatch
 from halfstep.torch.optim.adamw import Grads, Optimizer
 from halfstep.torch.optim.drivers import GradNorm
 from halfstep.torch.parallel.ranks import agree, in_group, largest, leave_to_us, num_ranks
@@ -47,6 +49,7 @@ from halfstep.torch.run.checks import (
 )
 from halfstep.torch.run.edit import edited
 from halfstep.torch.run.from_amp import State, take_over
+from halfstep.torch.run.monitor import Monitor
 from halfstep.torch.run.own_steps import OwnSteps
 from halfstep.torch.run.parts import RunParts
 from halfstep.torch.run.reached import Reached, record
@@ -159,7 +162,8 @@ class Run(RunParts):
                 if isinstance(given, tuple):
                     total, weight = checked_pair(given)
                     given = total / divisor(weight)
-                self.accumulation.add(given, weight, self.scale_state.scale, self.parameters, last=last)
+                with self._watched():
+                    self.accumulation.add(given, weight, self.scale_state.scale, self.parameters, last=last)
             return self.update()
         except BaseException as error:
             self.forget()  # half a sum must not become part of the next
@@ -187,8 +191,18 @@ class Run(RunParts):
             self.sharded.exchange(last)
         elif self.policy.reduce != FP32:
             self.wrappers()
-        self.accumulation.add(loss, weight, scale, self.parameters, last=last, normalized=normalized)
+        with self._watched():
+            self.accumulation.add(loss, weight, scale, self.parameters, last=last, normalized=normalized)
         self.shown.show(self.parameters, last=last)
+
+    @contextmanager
+    def _watched(self) -> Iterator[None]:
+        """Counts a backward pass, if the run has a monitor."""
+        if self.watching is not None:
+            self.watching.before_backward()
+        yield
+        if self.watching is not None:
+            self.watching.after_backward()
 
     def unscale(self) -> None:
         """Makes each `p.grad` the gradient of the mean loss, to clip, measure or change it before `update`.
@@ -242,6 +256,8 @@ class Run(RunParts):
             inv_scale, self.scale_state = self.policy.scale.judge(self.scale_state, finite, torch)
         factor = inv_scale / weights if self.shown.finite is None else 1.0
         norm = times(scaled_norm, factor)
+        if self.watching is not None:
+            self.watching.before_update(grads, factor)
         if self.clip_norm:
             factor = times((self.clip_norm / norm).clamp(max=1.0), factor)
         elif not isinstance(factor, Tensor):
@@ -249,6 +265,8 @@ class Run(RunParts):
         found_inf = skipped.float()
         for driver in self.drivers:
             driver.step(grads, factor, found_inf, self.num_applied)
+        if self.watching is not None:
+            self.watching.after_update(finite)
         self.num_applied += finite
         self.buffers.restore_unless(finite)
         if self.amaxes is not None:
@@ -399,6 +417,8 @@ class Run(RunParts):
         self.masters.check_writes()
         masters = dict(zip(self.masters.names, self.masters.wide([*self.masters.names]), strict=True))
         self.forget()
+        if self.watching is not None:
+            self.watching.stop()
         if self.conversion is not None:
             restore(self.conversion)
         for p, w in masters.items():
@@ -424,6 +444,19 @@ class Run(RunParts):
         """
         self._check_open()
         return nonfinite.find(self.model, loss_fn, micro_batches, self.scale_state.scale)
+
+    def monitor(self, every: int = 100, slice: int = SLICE) -> Monitor:
+        """Watches every layer from the next step on: amax, overflow, underflow, norms of updates, lost updates.
+
+        Call it before the first step: code that was compiled before is compiled again. No bit of a step changes,
+        and no step waits. `slice` is how many elements of each tensor are counted, `every` how many updates lie
+        between two copies to the host. `print(monitor)` shows the last; `monitor.sample` runs part of a batch.
+        """
+        self._check_trains()
+        if self.watching is not None:
+            raise HalfstepError("the run has a monitor already", hint="run.watching is it; its stop() ends it")
+        self.watching = Monitor(self, every, slice)
+        return self.watching
 
     def reach(self, loss_fn: LossFn, batch: Any) -> Reached:
         """Lists how each function in the model's own code runs, and why, by one forward pass without effects."""
@@ -469,8 +502,12 @@ class Run(RunParts):
                 hint="run.state_dict() holds this rank's part: load it into a second model, prepared and sharded",
             )
         twin = memo[id(self)] = type(self).__new__(type(self))
+        if self.watching is not None:
+            memo[id(self.watching)] = None  # a copy is not watched
         with copying_run():
             twin.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        for module in twin.model.modules():
+            unwatch(module)
         if twin.conversion is not None and twin._open:
             twin.watch_optimizers()
         return twin

@@ -39,7 +39,7 @@ BACKEND_ROOMS = [
     {"apply"},
     {"optim"},
     {"observe"},  # to come: statistics of every layer
-    {"collect"},  # to come: what an audit sees; `audit` itself is a public function of jax and mlx
+    {"collect"},  # what an audit sees; `audit` itself is a public function of jax and mlx
     {"parallel"},
     {"run"},
     {"state"},
@@ -77,7 +77,6 @@ ABSENT_ROOMS = {
     "islands": "torch alone: there is a torch.nn whose names people expect",
     "shards": "torch alone: JAX's arrays and MLX's have no class of their own for a part of one",
     "export": "torch alone: the libraries that read an export run on it",
-    "collect": "torch first; JAX and MLX follow",
     "observe": "MLX first; torch and JAX follow",
     "convert": "torch, MLX: modules change their class; JAX has functions instead",
 }

@@ -13,7 +13,9 @@ from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_
 Source = Literal["script", "run", "checkpoint", "recipe", "factory", "jax", "mlx", "prepared"]
 WeightKind = Literal["matrix", "embedding", "norm", "bias", "router", "adapter", "other"]
 BufferKind = Literal["rope", "running", "other"]
-OperationKind = Literal["norm", "softmax", "router", "loss", "matmul", "attention", "other"]
+OperationKind = Literal[
+    "norm", "softmax", "router", "loss", "matmul", "attention", "accumulation", "reduction", "other"
+]
 CallKind = Literal[
     "scale",
     "unscale",

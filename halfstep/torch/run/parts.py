@@ -27,6 +27,7 @@ from halfstep.torch.run.accumulation import PREPARE_AGAIN, Accumulation, check_d
 from halfstep.torch.run.buffers import Buffers, Contents
 from halfstep.torch.run.checks import check_move, device_of
 from halfstep.torch.run.gradients import Shown
+from halfstep.torch.run.monitor import Monitor
 from halfstep.torch.run.reached import Reached
 from halfstep.torch.run.readback import ScaleWatch
 from halfstep.torch.run.switches import Switches
@@ -71,6 +72,7 @@ class RunParts:
         self._settle_on(held[0].device if held else device_of(model))
         self.amaxes = None if conversion is None else conversion.amaxes
         self.reached: Reached | None = None  # what `reach` found last
+        self.watching: Monitor | None = None
         if optimizers:
             self.take(optimizers)
 

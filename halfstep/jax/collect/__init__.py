@@ -1,0 +1,1 @@
+"""What an audit sees of a training in JAX: its jaxpr, its numbers, and what its optimizer intends."""

@@ -1,0 +1,144 @@
+"""What an optimizer intends and what of it arrives: its own update, run again in fp64 beside the real one.
+
+Any optax transform is a pure function, so the intended update needs no formula: gradients, state and parameters
+are widened to fp64 and given to the same transform. **Weight decay** is what of the update depends on the
+parameter itself: the difference to the update of parameters that are zero, where it is -c times the parameter.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax  # type: ignore[import-untyped]
+from jax import Array
+
+from halfstep.core.audit.record import UpdateCounts
+from halfstep.jax.collect.operations import format_name
+from halfstep.jax.collect.parameters import Parameters
+from halfstep.jax.layers import COMPILER_OPTIONS
+
+_STEPPING = ("ScaleBy", "Trace", "Muon")
+_COUNTED = tuple(f.name for f in fields(UpdateCounts)[2:-2])
+
+
+class Stepper:
+    """Steps an optimizer, and counts what of its intended updates arrives."""
+
+    def __init__(self, optimizer: Any, params: Parameters, scale: float = 1.0):
+        self.optimizer = optax.with_extra_args_support(optimizer)
+        self.params, self.scale = params, scale
+        self.state = self.optimizer.init(params.bare(params.trained))
+        self.first = dict(params.trained)
+        self.values = dict(params.trained)
+        self.counts = {name: UpdateCounts() for name in params.trained}
+        self.master = _master(params, self.state)
+        self._step = jax.jit(self._stepped, compiler_options=COMPILER_OPTIONS)
+        self._judge = jax.jit(self._judged, compiler_options=COMPILER_OPTIONS)
+
+    def step(self, grads: Mapping[str, Array], loss: Array) -> None:
+        """Applies one update, unless gradients are not finite: then nobody's update means anything."""
+        moved, state, finite = self._step(grads, self.state, self.values, loss)
+        if not finite:
+            for counts in self.counts.values():
+                counts.skipped += 1
+            return
+        with jax.enable_x64(True):
+            counted = jax.device_get(self._judge(grads, self.state, self.values, loss, moved))
+        for name, row in counted.items():
+            found = UpdateCounts(1, 0, **{k: _plain(k, x) for k, x in zip(_COUNTED, row, strict=False)})
+            found.moved = bool(row[-1])
+            self.counts[name] = self.counts[name].merge(found)
+        self.values, self.state = moved, state
+
+    def moments(self, name: str) -> dict[str, str]:
+        """Returns the formats of a parameter's moments, by their name in the optimizer's state."""
+        return {
+            label: format_name(leaf.dtype)
+            for label, group in self.params.groups_of(self.state).items()
+            if label != self.master and (leaf := group.get(name)) is not None
+        }
+
+    @property
+    def name(self) -> str:
+        """What the optimizer is called, by its states: optax has no names."""
+        kinds = {type(x).__name__ for x in _tuples(self.state)}
+        known = sorted(kind.removesuffix("State") for kind in kinds if kind.startswith(_STEPPING))
+        return f"optax {re.sub(r'(?<!^)(?=[A-Z])', '_', known[0]).lower()}" if known else "optax"
+
+    def _updates(self, grads: Any, state: Any, values: Any, loss: Any) -> tuple[dict[str, Array], Any]:
+        bare = self.params.bare
+        grads = {name: g / self.scale if self.scale != 1 else g for name, g in grads.items()}
+        updates, state = self.optimizer.update(bare(grads), state, bare(values), value=loss)
+        return self.params.read(updates), state
+
+    def _stepped(self, grads: Any, state: Any, values: Any, loss: Any) -> tuple[dict[str, Array], Any, Array]:
+        updates, state = self._updates(grads, state, values, loss)
+        finite = jnp.all(jnp.stack([jnp.isfinite(g).all() for g in grads.values()]))
+        return dict(optax.apply_updates(values, updates)), state, finite
+
+    def _judged(
+        self, grads: Any, state: Any, values: Any, loss: Any, moved: Mapping[str, Array]
+    ) -> dict[str, list[Array]]:
+        wide = jax.tree.map(_widened, (grads, state, values, loss))
+        grads, state, masters, loss = wide
+        intended, _ = self._updates(grads, state, masters, loss)
+        without, _ = self._updates(grads, state, jax.tree.map(jnp.zeros_like, masters), loss)
+        return {
+            name: [
+                *_counted(grads[name], masters[name], u, u - without[name], values[name], moved[name]),
+                jnp.any(moved[name] != self.first[name]),
+            ]
+            for name, u in intended.items()
+        }
+
+
+def _counted(grad: Array, value: Array, update: Array, decay: Array, old: Array, new: Array) -> list[Array]:
+    actual = new.astype(jnp.float64) - value
+    rate = -jnp.sum(decay * value) / jnp.maximum(jnp.sum(value * value), 1e-300)
+    # A share of each weight, and nothing else: what norms of weights do to an update is not decay.
+    decays = (rate > 0) & jnp.all(jnp.abs(decay + rate * value) <= 1e-6 * jnp.abs(rate * value) + 1e-300)
+    decayed = decays & (decay != 0)
+    kept = (value + decay).astype(old.dtype) == old
+    return [
+        jnp.asarray(value.size),
+        jnp.sum(update != 0),
+        jnp.sum((update != 0) & (new == old)),
+        jnp.sum(decayed),
+        jnp.sum(decayed & kept),
+        jnp.sum(actual * update),
+        jnp.sum(update * update),
+        jnp.sum(grad != 0),
+    ]
+
+
+def _master(params: Parameters, state: Any) -> str | None:
+    """Returns the part of an optimizer's state that is an fp32 copy of all parameters, if there is one."""
+    for label, group in params.groups_of(state).items():
+        same = [
+            leaf.dtype == jnp.float32 and bool(jnp.all(leaf == params.trained[name].astype(jnp.float32)))
+            for name, leaf in group.items()
+        ]
+        varied = any(np.ptp(np.asarray(leaf, np.float32)) > 0 for leaf in group.values() if leaf.size)
+        if all(same) and varied and len(group) == len(params.trained):
+            return label
+    return None
+
+
+def _widened(x: Any) -> Any:
+    floating = jnp.issubdtype(jnp.result_type(x), jnp.floating)
+    return jnp.asarray(x, jnp.float64) if floating else x
+
+
+def _plain(name: str, number: Any) -> Any:
+    return float(number) if name.endswith("_sum") else int(number)
+
+
+def _tuples(state: Any) -> list[Any]:
+    """Returns every named tuple inside a state."""
+    found = [state] if hasattr(state, "_fields") else []
+    children = state if isinstance(state, list | tuple) else state.values() if isinstance(state, dict) else ()
+    return found + [each for child in children for each in _tuples(child)]

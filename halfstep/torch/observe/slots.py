@@ -1,0 +1,214 @@
+"""Counts of every step, in the graph of the step itself.
+
+**How numbers leave a backward pass.** Writing to a tensor there would be a side effect inside compiled code.
+Instead each layer has a `slot`, a leaf that nothing is computed from, and its output passes through an identity
+whose backward pass returns the layer's numbers as the gradient of the slot. Nothing is computed forward: a part
+of what entered the layer is kept (16 KiB), and both roles are counted in one small kernel of the backward pass.
+So it compiles with `fullgraph`, in as many graphs as without it, and neither gradient checkpointing, DDP nor
+FSDP sees more than a function.
+
+**What is counted** (core.observed): `part` takes `slice` elements, evenly spaced over the leading dimensions,
+with whole rows where they fit. Counts are cumulative, so that each is one comparison and one sum; the host
+subtracts them.
+
+    count, amax, overflow,  <= 0,  <= underflow limit,  < subnormal limit
+
+After each backward pass, `collect` adds the numbers to one buffer on the device. Autograd adds the gradients of
+a slot that one pass uses twice: counts are right, and amax is then the sum of both, at most so many times the
+largest.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from halfstep.core.observed import AMAX, COLUMNS, COUNT, OVERFLOW, ROLES, SUBNORMAL, UNDERFLOW, LayerInfo, limits
+from halfstep.core.roles import is_narrow
+from halfstep.torch.lowering import bypass_mode
+from halfstep.torch.observe.readback import Unread, wide
+from halfstep.torch.tracing import transforming
+
+# What is counted in the graph; `_columns` makes `COLUMNS` of it.
+_RAW = ("count", "amax", "overflow", "zero", "at_most_underflow", "below_subnormal")
+_LARGEST = -1  # of the constants of a role: what it is scaled up to, 0 if it is not scaled
+
+
+class LayerWatch:
+    """The slots of all layers of a model, and the buffer that their numbers are added to."""
+
+    def __init__(self, layers: Mapping[str, tuple[nn.Module, LayerInfo]], slice: int, device: torch.device):
+        self.layers, self.slice, self.device = [info for _, info in layers.values()], slice, device
+        self.modules = [module for module, _ in layers.values()]
+        self.slots: list[Tensor] = []
+        for module, info in layers.values():
+            near = next((t.device for t in (*module.parameters(), *module.buffers())), device)
+            slot = torch.zeros(len(ROLES), len(_RAW), device=near, requires_grad=True)
+            module.halfstep_slot, module.halfstep_slice = slot, slice  # type: ignore[assignment]
+            module.halfstep_limits = _constants(info).to(near)
+            module.halfstep_is_lookup = info.kind == "embedding"  # type: ignore[assignment]
+            module.halfstep_is_scaled = any(is_narrow(info.format(r)) for r in ROLES)  # type: ignore[assignment]
+            module.register_forward_hook(_observe, with_kwargs=True)
+            self.slots.append(slot)
+        self._nothing = torch.zeros(len(ROLES), len(_RAW), device=device)
+        self.numbers = torch.zeros(len(layers), len(ROLES), len(_RAW), device=device, dtype=wide(device))
+
+    def remove(self) -> None:
+        """Stops watching."""
+        for module in self.modules:
+            unwatch(module)
+
+    def clear(self) -> None:
+        """Drops what a backward pass of somebody else has left."""
+        for slot in self.slots:
+            slot.grad = None
+
+    @torch.no_grad()
+    def collect(self) -> None:
+        """Adds the numbers of a backward pass to the buffer."""
+        given = [slot.grad for slot in self.slots]
+        self.clear()
+        rows = [self._nothing if row is None else row.to(self.device, non_blocking=True) for row in given]
+        if not rows:
+            return
+        now = torch.stack(rows)
+        largest = torch.maximum(self.numbers[..., AMAX], now[..., AMAX])
+        self.numbers.add_(now)[..., AMAX] = largest
+
+    def launch(self) -> Unread:
+        """Copies the numbers to the host, without waiting, and starts again from zero."""
+        unread = Unread(self.numbers, _columns)
+        self.numbers.zero_()
+        return unread
+
+
+_ATTRIBUTES = ("halfstep_slot", "halfstep_slice", "halfstep_limits", "halfstep_is_lookup", "halfstep_is_scaled")
+
+
+def unwatch(module: nn.Module) -> None:
+    """Removes every trace of a watch from a module, also from the copy of one."""
+    for key in [key for key, hook in module._forward_hooks.items() if hook is _observe]:
+        del module._forward_hooks[key]
+        module._forward_hooks_with_kwargs.pop(key, None)
+    for name in _ATTRIBUTES:
+        vars(module).pop(name, None)
+
+
+def _constants(info: LayerInfo) -> Tensor:
+    """Returns what each role is compared with; a tensor, because compiled code has no guards on its numbers."""
+    rows = []
+    for role in ROLES:
+        fmt = info.format(role)
+        over, under, subnormal = limits(fmt)
+        rows.append([over, under, subnormal, fmt.max if is_narrow(fmt) else 0.0])
+    return torch.tensor(rows)
+
+
+def _columns(raw: NDArray[Any]) -> NDArray[np.float64]:
+    columns = np.zeros((*raw.shape[:-1], len(COLUMNS)))
+    columns[..., [COUNT, AMAX, OVERFLOW]] = raw[..., :3]
+    columns[..., UNDERFLOW] = raw[..., 4] - raw[..., 3]
+    columns[..., SUBNORMAL] = raw[..., 5] - raw[..., 4]
+    return columns
+
+
+# --- in the graph
+
+
+class _Paused:
+    now = False
+
+
+@contextmanager
+def paused() -> Iterator[None]:
+    """Inside, nothing is counted. For eager code: compiled code would be compiled again."""
+    _Paused.now = True
+    try:
+        yield
+    finally:
+        _Paused.now = False
+
+
+@bypass_mode
+def _observe(module: Any, args: Any, kwargs: Any, output: Any) -> Any:
+    """A forward hook: passes the first tensor of the output through the identity."""
+    if _Paused.now or not torch.is_grad_enabled() or transforming():
+        return None
+    y = first_tensor(output if isinstance(output, tuple) else (output,))
+    # Without a gradient nothing runs backward, and the identity must not be the reason that something does.
+    if y is None or not y.requires_grad:
+        return None
+    x = None if module.halfstep_is_lookup else first_tensor((*args, *kwargs.values()))
+    slot, constants = module.halfstep_slot, module.halfstep_limits
+    kept = part(y if x is None else x, module.halfstep_slice).detach().clone()
+    seen = _Observed.apply(y, kept, slot, constants, module.halfstep_slice, module.halfstep_is_scaled)
+    if isinstance(output, Tensor):
+        return seen
+    return tuple(seen if item is y else item for item in output)
+
+
+def first_tensor(given: Sequence[Any]) -> Tensor | None:
+    """Returns the first tensor of floating-point numbers, if there is one."""
+    for item in given:
+        if isinstance(item, Tensor) and item.is_floating_point():
+            return item
+    return None
+
+
+def part(x: Tensor, size: int) -> Tensor:
+    """Returns a view of at most `size` elements: whole rows if they fit, evenly spaced over dimensions before."""
+    for dim in range(x.dim() - 1, -1, -1):
+        there = x.shape[dim]
+        kept = min(there, max(size, 1))
+        step = there // max(kept, 1)
+        if kept < there:
+            start = (there - (kept - 1) * step - 1) // 2
+            x = x[(slice(None),) * dim + (slice(start, start + (kept - 1) * step + 1, step),)]
+        size //= max(kept, 1)
+    return x
+
+
+class _Observed(torch.autograd.Function):
+    """The identity; the gradient of its slot is what was counted."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, y: Tensor, kept: Tensor, slot: Tensor, constants: Tensor, size: int, scaled: bool
+    ) -> Tensor:
+        ctx.size, ctx.scaled = size, scaled
+        ctx.save_for_backward(kept, constants)
+        return y.detach()  # no view to autograd: somebody may write to it in place
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+        kept, constants = ctx.saved_tensors
+        with torch.no_grad():
+            rows = _rows(kept, part(g.detach(), ctx.size), constants, ctx.size, ctx.scaled)
+        return g, None, rows, None, None, None
+
+
+def _rows(x: Tensor, g: Tensor, constants: Tensor, size: int, scaled: bool) -> Tensor:
+    """Returns what both roles count, (roles, raw columns)."""
+    both = torch.stack([_padded(x, size), _padded(g, size)])
+    over, under, subnormal, top = constants.unsqueeze(-1).unbind(1)
+    finite = torch.where(both < torch.inf, both, 0.0)
+    amax = finite.amax(-1, keepdim=True)
+    magnitude = both
+    if scaled:
+        power = ((top.view(torch.int32) - amax.view(torch.int32)) >> 23).clamp(-126, 126)
+        scale = ((power + 127) << 23).view(torch.float32)
+        magnitude = both * torch.where((top > 0) & (amax > 0), scale, 1.0)
+    counts = (both != -1, ~(magnitude < over), both <= 0, magnitude <= under, magnitude < subnormal)
+    sums = [c.sum(-1, keepdim=True, dtype=torch.float32) for c in counts]
+    return torch.cat([sums[0], amax, *sums[1:]], -1)
+
+
+def _padded(x: Tensor, size: int) -> Tensor:
+    """Returns magnitudes, and -1 where there are fewer than `size`."""
+    flat = x.float().abs().reshape(-1)
+    return F.pad(flat, (0, size - flat.shape[0]), value=-1.0)

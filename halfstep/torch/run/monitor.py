@@ -1,0 +1,255 @@
+"""The monitor of a run: what each layer's tensors look like to their formats, while it trains.
+
+    monitor = run.monitor(every=100)            before the first step, and before torch.compile's first call
+    ...                                         the loop as it was
+    print(monitor)                              a table: the layers nearest to a limit of their formats first
+
+Every step is counted in its own graph (observe/slots.py); each `every` updates, the counts so far and what the
+update did to the weights are copied to the host, behind the step, and `numbers` reads the last such copy. No
+step waits, and no bit of one changes. `layer_numbers` and `weight_numbers` are the same by hand; `sample` runs
+part of a batch again.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
+
+from halfstep.core.errors import HalfstepError
+from halfstep.core.observed import COLUMNS, ROLES, WEIGHT_COLUMNS, LayerInfo, Observation, Sample
+from halfstep.core.stats.tensors import headroom_bits
+from halfstep.torch.lowering import CASTED_TO
+from halfstep.torch.observe.layers import spec, watched
+from halfstep.torch.observe.readback import Unread
+from halfstep.torch.observe.slots import LayerWatch, first_tensor, paused
+from halfstep.torch.observe.sums import Part, observations, part_of
+from halfstep.torch.observe.weights import WeightNumbers, stored
+from halfstep.torch.optim.adamw import Grads
+from halfstep.torch.run.nonfinite import restored
+
+NEVER = 2**62  # updates between two copies, if the caller makes them
+
+
+@dataclass(frozen=True)
+class LayerNumbers:
+    """The numbers of one layer, of the steps since the copy before."""
+
+    layer: LayerInfo
+    activation: dict[str, float]  # by core.observed.COLUMNS
+    gradient: dict[str, float]  # the same, times the loss scale, as the backward pass has it
+    weight: dict[str, float]  # by WEIGHT_COLUMNS, of the last update; NaN where there is nothing to say
+
+    def headroom(self, role: str) -> float:
+        """Returns the bits between the largest magnitude and the format's; NaN if nothing was seen."""
+        return headroom_bits(getattr(self, role)["amax"], self.layer.format(role))
+
+    def share(self, role: str, column: str) -> float:
+        """Returns a count as a share of the elements that were looked at; NaN if none was."""
+        numbers = getattr(self, role)
+        return numbers[column] / numbers["count"] if numbers["count"] else float("nan")
+
+
+class Monitor:
+    """Watches the layers of a run; `run.monitor()` makes one."""
+
+    def __init__(self, run: Any, every: int, slice: int):
+        for name, value in (("every", every), ("slice", slice)):
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise HalfstepError(f"{name}={value!r} is not a whole number from 1", hint=f"such as {name}=100")
+        self.every, self.slice = every, slice
+        self._run = run
+        self._watch = LayerWatch(watched(run.model), slice, run.device)
+        self._next: WeightNumbers | None = None  # what wants to see the next update
+        self._updates = 0
+        self._read: list[LayerNumbers] = []
+        self._copies: deque[tuple[Unread, WeightNumbers]] = deque(maxlen=2)
+
+    @property
+    def layers(self) -> list[LayerInfo]:
+        """The layers that are watched."""
+        return self._watch.layers
+
+    def stop(self) -> None:
+        """Ends watching: the next steps count nothing. Compiled code compiles again."""
+        self._watch.remove()
+        self._run.watching = None
+
+    # --- numbers
+
+    def layer_numbers(self) -> Unread:
+        """Launches a copy of the counts since the last one, (layers, ROLES, COLUMNS), and starts from zero."""
+        return self._watch.launch()
+
+    def weight_numbers(self) -> WeightNumbers:
+        """Measures the next update: (layers, WEIGHT_COLUMNS), to be read after it."""
+        self._next = WeightNumbers(self._watch.modules, self._run.optimizers, self.slice)
+        return self._next
+
+    def numbers(self) -> list[LayerNumbers]:
+        """Returns the numbers of the last copy that the device has finished; empty before the first."""
+        while self._copies and self._copies[0][0].ready:
+            self._read = self._named(*(copy.read() for copy in self._copies.popleft()))
+        return self._read
+
+    def _named(self, layers: NDArray[Any], weights: NDArray[Any]) -> list[LayerNumbers]:
+        rows = []
+        for info, row, weight in zip(self.layers, layers, weights, strict=True):
+            roles = {role: dict(zip(COLUMNS, map(float, row[i]), strict=True)) for i, role in enumerate(ROLES)}
+            rows.append(
+                LayerNumbers(info, **roles, weight=dict(zip(WEIGHT_COLUMNS, map(float, weight), strict=True)))
+            )
+        return rows
+
+    def __str__(self) -> str:
+        return "\n".join(_table(self.numbers())) or f"no numbers yet: they come every {self.every} updates"
+
+    # --- what the run calls
+
+    def before_backward(self) -> None:
+        """Drops what a backward pass that was not the run's has counted."""
+        self._watch.clear()
+
+    def after_backward(self) -> None:
+        """Takes the counts of a micro-batch."""
+        self._watch.collect()
+
+    def before_update(self, grads: Grads, factor: Tensor | float) -> None:
+        """Copies parts of weights and gradients, if this update is to be measured; `factor` unscales gradients."""
+        self._updates += 1
+        if self._next is None and self._updates % self.every == 0:
+            self._copies.append((None, self.weight_numbers()))  # type: ignore[arg-type]
+        if self._next is not None:
+            self._next.before(grads, factor)
+
+    def after_update(self, finite: Tensor) -> None:
+        """Compares weights with what they were; `finite` says whether the update was applied."""
+        measured, self._next = self._next, None
+        if measured is None:
+            return
+        measured.after(finite)
+        if self._copies and self._copies[-1][1] is measured:
+            self._copies[-1] = (self.layer_numbers(), measured)
+
+    # --- samples
+
+    def sample(
+        self, loss_fn: Callable[[Any], Any], batch: Any, share: float = 1 / 16
+    ) -> dict[str, dict[str, Sample]]:
+        """Runs at most a `share` of a batch again, at least one row, and describes what each layer met by role.
+
+        Rows are those of the first dimension of the batch's tensors. It runs eagerly, with the weights of now, and
+        leaves gradients, buffers and random state as they were. Waits for the device.
+        """
+        rows, whole = _first_rows(batch, share)
+        seen: dict[Any, list[Part]] = {}
+        with ExitStack() as stack:
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
+            stack.enter_context(torch.enable_grad())
+            stack.enter_context(paused())
+            stack.enter_context(_without_marks(self._run))
+            stack.enter_context(restored(self._run.model))
+            for module, info in zip(self._watch.modules, self.layers, strict=True):
+                hook = module.register_forward_hook(_observer(info, seen), with_kwargs=True)
+                stack.callback(hook.remove)
+            given = loss_fn(rows)
+            loss, weight = given if isinstance(given, tuple) else (given, 1.0)
+            # Gradients as the whole batch has them: its loss is divided by all of its tokens.
+            (loss.float() / weight * whole * self._run.scale_state.scale).backward()
+        for module, info in zip(self._watch.modules, self.layers, strict=True):
+            if (p := _matrix(module)) is not None:
+                seen[info.name, "weight"] = [part_of(stored(p), spec(info, "weight"))]
+        parts = {(key, i): part for key, all in seen.items() for i, part in enumerate(all)}
+        samples: dict[str, dict[str, Sample]] = {info.name: {} for info in self.layers}
+        merged: dict[Any, Observation] = {}
+        for (key, _), observation in observations(parts).items():
+            merged[key] = merged[key] + observation if key in merged else observation
+        for (name, role), observation in merged.items():
+            samples[name][role] = observation.sample()
+        return samples
+
+
+def _observer(info: LayerInfo, seen: dict[Any, list[Part]]) -> Callable[..., None]:
+    """Returns a forward hook that copies parts of what enters a layer, and of the gradient of what leaves it."""
+
+    def keep(role: str, x: Tensor) -> None:
+        seen.setdefault((info.name, role), []).append(part_of(x, spec(info, role)))
+
+    def hook(_: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        y = first_tensor((output,) if not isinstance(output, tuple) else output)
+        x = None if info.kind == "embedding" else first_tensor((*args, *kwargs.values()))
+        if torch.is_grad_enabled() and (x if x is not None else y) is not None:
+            keep("activation", y if x is None else x)  # type: ignore[arg-type]
+        if y is not None and y.requires_grad:
+            y.register_hook(lambda g: keep("gradient", g))
+
+    return hook
+
+
+def _matrix(module: nn.Module) -> Tensor | None:
+    """Returns the weight of a layer: its first matrix, else its first parameter."""
+    own = [p for p in module.parameters() if p.is_floating_point()]
+    return next((p for p in own if p.dim() > 1), own[0] if own else None)
+
+
+def _first_rows(batch: Any, share: float) -> tuple[Any, float]:
+    """Returns a share of the rows of a batch, at least one, and which share that is."""
+    sizes = [t.shape[0] for t in tree_leaves(batch) if isinstance(t, Tensor) and t.dim()]
+    if not sizes:
+        return batch, 1.0
+    kept = max(1, int(sizes[0] * share))
+
+    def cut(value: Any) -> Any:
+        return value[:kept] if isinstance(value, Tensor) and value.dim() and value.shape[0] == sizes[0] else value
+
+    return tree_map(cut, batch), kept / sizes[0]
+
+
+@contextmanager
+def _without_marks(run: Any) -> Iterator[None]:
+    """Leaves no trace in what the next update goes by: marks for casts of weights, amaxes of delayed operands."""
+    unmarked = [p for p in run.model.parameters() if CASTED_TO not in p.__dict__]
+    pending = None if run.amaxes is None else run.amaxes.pending.clone()
+    try:
+        yield
+    finally:
+        for p in unmarked:
+            p.__dict__.pop(CASTED_TO, None)
+        if run.amaxes is not None and pending is not None:
+            run.amaxes.pending.copy_(pending)
+
+
+def _table(numbers: list[LayerNumbers]) -> list[str]:
+    """Returns the layers as lines of text: lost updates first, then the least headroom."""
+    if not numbers:
+        return []
+
+    def order(row: LayerNumbers) -> tuple[float, float]:
+        lost = np.nan_to_num(row.weight["lost"], nan=0.0)
+        return -round(float(lost), 3), float(np.nan_to_num(row.headroom("activation"), nan=np.inf))
+
+    width = max(len(row.layer.name) for row in numbers)
+    lines = [f"{'layer':<{width}}  format  headroom  overflow  underflow  gradient  underflow  updates lost"]
+    for row in sorted(numbers, key=order):
+        shares = [row.share("activation", c) for c in ("overflow", "underflow")]
+        lines.append(
+            f"{row.layer.name:<{width}}  {row.layer.format('activation')!s:<6}  "
+            f"{_bits(row.headroom('activation'))}  "
+            f"{_percent(shares[0], 8)}  {_percent(shares[1], 9)}  {_bits(row.headroom('gradient'))}  "
+            f"{_percent(row.share('gradient', 'underflow'), 9)}  {_percent(row.weight['lost'], 12)}"
+        )
+    return lines
+
+
+def _bits(number: float) -> str:
+    return f"{'-':>8}" if np.isnan(number) else f"{number:>5.1f} b".rjust(8)
+
+
+def _percent(number: float, width: int) -> str:
+    return "-".rjust(width) if np.isnan(number) else f"{number:.2%}".rjust(width)
