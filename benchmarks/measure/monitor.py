@@ -66,10 +66,12 @@ class Arm:
         return torch.cuda.max_memory_allocated() - self._before if self.device == "cuda" else 1
 
     def wait(self) -> None:
+        """Waits for the device."""
         if self.device == "cuda":
             torch.cuda.synchronize()
 
     def step(self) -> None:
+        """Takes a step."""
         result = self.session.step(self.batches[self.done % len(self.batches)])
         self.losses.append(result.loss)
         self.done += 1
@@ -86,18 +88,21 @@ class Arm:
                     self.unread.pop().read()
 
     def record(self) -> None:
+        """Takes a step whose numbers are recorded."""
         weights = self.session.weight_numbers()
         self.step()
         self.unread += [weights, self.session.layer_numbers()]
         self.recorded = self.done
 
     def sample(self) -> None:
+        """Samples a batch, as far as what a run writes."""
         samples = self.session.sample(self.batches[self.done % len(self.batches)])
         for roles in samples.values():
             for sample in roles.values():
                 sample.to_dict()
 
     def timed(self, work: Any) -> float:
+        """Returns seconds."""
         self.wait()
         begun = time.perf_counter()
         work()
@@ -137,9 +142,7 @@ def main() -> int:
     parser.add_argument("--set", dest="overrides", action="append", default=[], metavar="NAME=VALUE")
     parser.add_argument("--tiny", action="store_true", help="use a small model on the CPU; no bar counts")
     options = parser.parse_args()
-    one_batch = [
-        "training.micro_batches=1"
-    ]  # a step of 32 sequences: the smaller it is, the more the monitor costs
+    one_batch = ["training.micro_batches=1"]  # the shorter a step, the more the monitor costs
     config = load(options.recipe, [*one_batch, *(TINY + SMALL if options.tiny else ()), *options.overrides])
     device = "cpu" if options.tiny else "cuda"
     policy = "fp32" if options.tiny else options.policy

@@ -6,9 +6,9 @@ spaced); one scale for a tensor follows the amax of the whole of it. Parts of on
 together, in some two hundred small kernels for all of them, and the host is asked for the results once.
 """
 
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -47,9 +47,9 @@ def part_of(x: Tensor, format: str, elements: int = ELEMENTS) -> Part:
 
 
 @torch.no_grad()
-def observations(parts: Mapping[Hashable, Part]) -> dict[Hashable, Observation]:
+def observations(parts: Mapping[Any, Part]) -> dict[Any, Observation]:
     """Returns the sums of each part; waits for the device."""
-    groups: dict[Hashable, list[Hashable]] = {}
+    groups: dict[Any, list[Any]] = {}
     for key, each in parts.items():
         groups.setdefault((each.values.shape, each.values.device, each.format), []).append(key)
     launched = [
@@ -58,7 +58,7 @@ def observations(parts: Mapping[Hashable, Part]) -> dict[Hashable, Observation]:
     return {key: seen for group in launched for key, seen in group.read()}
 
 
-def _chunks(keys: Sequence[Hashable], parts: Mapping[Hashable, Part]) -> Iterator[Sequence[Hashable]]:
+def _chunks(keys: Sequence[Any], parts: Mapping[Any, Part]) -> Iterator[Sequence[Any]]:
     step = max(1, _AT_ONCE // max(1, parts[keys[0]].values.numel()))
     return (keys[start : start + step] for start in range(0, len(keys), step))
 
@@ -67,7 +67,7 @@ def _chunks(keys: Sequence[Hashable], parts: Mapping[Hashable, Part]) -> Iterato
 class _Group:
     """Sums of parts that have one shape and format, on the device."""
 
-    keys: Sequence[Hashable]
+    keys: Sequence[Any]
     format: str
     count: int
     basics: Tensor  # (parts, counts, amax, amin, fourth)
@@ -75,14 +75,14 @@ class _Group:
     exponents: Tensor
 
     @classmethod
-    def of(cls, given: Sequence[tuple[Hashable, Part]]) -> "_Group":
+    def of(cls, given: Sequence[tuple[Any, Part]]) -> "_Group":
         format = given[0][1].format
         x = torch.stack([each.values for _, each in given])
         amax = torch.stack([each.amax for _, each in given])
         lost = {spec: signal_lost(x, amax, spec) for spec in dict.fromkeys([*SPECS, format]) if spec != str(FP32)}
         return cls([k for k, _ in given], format, x[0].numel(), _basics(x, amax, format), lost, _exponents(x))
 
-    def read(self) -> Iterator[tuple[Hashable, Observation]]:
+    def read(self) -> Iterator[tuple[Any, Observation]]:
         basics, exponents = self.basics.cpu().tolist(), self.exponents.cpu().tolist()
         lost = {spec: sums.cpu().tolist() for spec, sums in self.lost.items()}
         for i, key in enumerate(self.keys):
