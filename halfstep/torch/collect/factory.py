@@ -8,6 +8,7 @@ from torch import nn
 
 from halfstep.core.audit.record import Record
 from halfstep.core.errors import ConfigError
+from halfstep.torch.collect.formats import Formats
 from halfstep.torch.collect.updates import UpdateWatch
 from halfstep.torch.collect.weights import buffers_of, weights_of
 
@@ -31,7 +32,14 @@ def record_of(
     if loss_fn is None:
         record.unseen.append("no step was made: the factory returned neither a loss function nor a batch")
     else:
-        _steps(record, watch, optimizers, loss_fn, batch, steps)
+        formats = Formats()
+        try:
+            formats.install()
+            formats.start({"": model})
+            _steps(record, watch, optimizers, loss_fn, batch, steps)
+        finally:
+            formats.stop()
+        formats.fill(record)
     record.weights, record.buffers = weights_of(model, optimizers, watch), buffers_of(model)
     return record
 

@@ -309,7 +309,7 @@ class Seen:
     def _unseen(self) -> list[str]:
         unseen = []
         dynamo = sys.modules.get("torch._dynamo.utils")
-        if dynamo is not None and dynamo.counters["frames"]["ok"]:
+        if dynamo is not None and dynamo.counters["stats"]["unique_graphs"]:
             unseen.append("what compiled code does inside: clipping, autocast, waiting for the device")
         foreign = {
             f"{type(each).__module__}.{type(each).__name__}"

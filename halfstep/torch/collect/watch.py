@@ -12,11 +12,12 @@ from collections.abc import Callable, Sequence
 from halfstep.core.audit.record import Record
 from halfstep.torch.collect import other_hooks, scaler_hooks, step_hooks
 from halfstep.torch.collect.collector import Collector
+from halfstep.torch.collect.formats import Formats
 from halfstep.torch.collect.patches import Patches
 from halfstep.torch.collect.seen import SHARE, Seen
 
 # What sees more than the order of calls: each is made anew for a watch.
-COLLECTORS: tuple[Callable[[], Collector], ...] = ()
+COLLECTORS: tuple[Callable[[], Collector], ...] = (Formats,)
 
 
 class Watch:

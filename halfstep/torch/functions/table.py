@@ -164,20 +164,20 @@ def _is_split_tensor(given: Any) -> bool:
 # --- the table
 
 
-def _named(names: str, *places: Any) -> list[Any]:
+def named(names: str, *places: Any) -> list[Any]:
     """Returns the functions of these names, wherever torch has them: `F.softmax`, `torch.softmax`, ..."""
     return [getattr(place, name) for name in names.split() for place in places if hasattr(place, name)]
 
 
-_LOSSES = (
+LOSSES = (
     "cross_entropy nll_loss mse_loss l1_loss smooth_l1_loss huber_loss kl_div binary_cross_entropy "
     "poisson_nll_loss binary_cross_entropy_with_logits gaussian_nll_loss ctc_loss soft_margin_loss "
     "hinge_embedding_loss cosine_embedding_loss margin_ranking_loss multi_margin_loss multilabel_margin_loss "
     "triplet_margin_loss multilabel_soft_margin_loss"
 )
-_NORMS = "layer_norm rms_norm group_norm batch_norm instance_norm local_response_norm normalize"
-_SOFTMAX = "softmax log_softmax softmin gumbel_softmax logsumexp"
-_KERNELS = (
+NORMS = "layer_norm rms_norm group_norm batch_norm instance_norm local_response_norm normalize"
+SOFTMAX = "softmax log_softmax softmin gumbel_softmax logsumexp"
+KERNELS = (
     "conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d bilinear tensordot inner dot vdot "
     "outer addbmm addmv addr chain_matmul"
 )
@@ -187,31 +187,31 @@ _VIEWS = (
     "expand_as flatten unflatten chunk split unbind index_select float double half bfloat16 to type_as contiguous "
     "clone sum mean norm exp abs square pow tanh sigmoid repeat tile masked_fill roll flip diagonal"
 )
-_METHODS = (torch, Tensor)
+METHODS = (torch, Tensor)
 
 TABLE: dict[Any, Entry] = {
-    **dict.fromkeys(_named(_SOFTMAX, F, torch.special, *_METHODS), _island("softmax")),
-    **dict.fromkeys(_named(_NORMS, F, torch), _island("norm")),
-    **dict.fromkeys(_named(_LOSSES, F, torch), _island("loss")),
+    **dict.fromkeys(named(SOFTMAX, F, torch.special, *METHODS), _island("softmax")),
+    **dict.fromkeys(named(NORMS, F, torch), _island("norm")),
+    **dict.fromkeys(named(LOSSES, F, torch), _island("loss")),
     F.scaled_dot_product_attention: Entry(_skip_attention, _attend, "queries, keys and values in compute"),
     F.linear: LINEAR,
-    **dict.fromkeys(_named("matmul __matmul__ __rmatmul__ mm bmm mv", torch.linalg, *_METHODS), MATMUL),
-    **dict.fromkeys(_named("addmm baddbmm", *_METHODS), ADDED),
+    **dict.fromkeys(named("matmul __matmul__ __rmatmul__ mm bmm mv", torch.linalg, *METHODS), MATMUL),
+    **dict.fromkeys(named("addmm baddbmm", *METHODS), ADDED),
     torch.einsum: EINSUM,
-    **dict.fromkeys(_named("grouped_mm _grouped_mm", F, torch), GROUPED),
-    **dict.fromkeys(_named(_KERNELS, F, *_METHODS), KERNEL),
+    **dict.fromkeys(named("grouped_mm _grouped_mm", F, torch), GROUPED),
+    **dict.fromkeys(named(KERNELS, F, *METHODS), KERNEL),
     F.multi_head_attention_forward: WIDENED,
     F.embedding: Entry(_skip_rows, _rows, "rows of the master, in compute"),
-    **dict.fromkeys(_named(_TWO, *_METHODS), Entry(_skip_two, _meet, "fp32 inside, compute out")),
+    **dict.fromkeys(named(_TWO, *METHODS), Entry(_skip_two, _meet, "fp32 inside, compute out")),
     **dict.fromkeys(
-        _named("cat concat concatenate stack hstack vstack where lerp addcmul", *_METHODS),
+        named("cat concat concatenate stack hstack vstack where lerp addcmul", *METHODS),
         Entry(_skip_many, _meet, "fp32 inside, compute out"),
     ),
 }
 # In models with split masters: views of a split parameter are views of the joined master, with an fp32 gradient.
 VIEWS: dict[Any, Entry] = {
     **dict.fromkeys(
-        [*_named(_VIEWS, *_METHODS), *(getattr(Tensor, name).__get__ for name in ("T", "mT", "H", "mH"))],
+        [*named(_VIEWS, *METHODS), *(getattr(Tensor, name).__get__ for name in ("T", "mT", "H", "mH"))],
         Entry(_skip_view, _view, "of the whole master"),
     ),
     # Code that casts its input to a weight's dtype, such as T5's, means the dtype that the weight computes in.
@@ -220,7 +220,7 @@ VIEWS: dict[Any, Entry] = {
 
 
 # Functions that lose accuracy in narrow formats and belong to no role, such as the parts of hand-written norms.
-SENSITIVE = frozenset(_named("mean sum var std norm rsqrt exp log cumsum prod", *_METHODS))
+SENSITIVE = frozenset(named("mean sum var std norm rsqrt exp log cumsum prod", *METHODS))
 
 
 def meets(entry: Entry) -> bool:

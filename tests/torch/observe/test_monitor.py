@@ -167,6 +167,7 @@ def test_a_copy_of_a_run_is_not_watched():
     assert not any(hasattr(module, "halfstep_slot") for module in run.model.modules())
 
 
+@pytest.mark.prove
 def test_as_many_graphs_as_without_it():
     graphs = []
     for monitor in (None, {"every": 1}):
@@ -180,6 +181,7 @@ def test_as_many_graphs_as_without_it():
     assert all(row.gradient["count"] for row in run.watching.numbers())
 
 
+@pytest.mark.prove
 def test_blocks_that_are_compiled_one_by_one_share_their_graph():
     counts = []
     for monitor in (None, {}):

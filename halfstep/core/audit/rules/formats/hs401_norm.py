@@ -25,11 +25,11 @@ def check(record: Record) -> Iterator[Finding]:
     narrow_gains = {op.module for op in norms if _has_narrow_gains(op)}
     # A model that is bf16 throughout is what HS101 is about; one norm that differs from the rest is an accident.
     accident = 0 < len(narrow_gains) < len({op.module for op in norms}) / 2
-    named = set()
+    named: set[str] = set()  # one finding is enough for the parts of a norm
     for op in norms:
-        if is_narrow(op.inside):
+        if is_narrow(op.inside) and op.module not in named:
             message = f"{_name(op)} computes in {op.inside}" + (f" (`{op.function}`)" if op.function else "")
-            named.add(op.module)
+            named.update({op.module} - {""})
             yield _finding(op, message)
     for op in norms:
         if accident and op.module in narrow_gains - named:

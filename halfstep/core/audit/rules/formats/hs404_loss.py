@@ -19,19 +19,13 @@ RULE = Rule(
 
 
 def check(record: Record) -> Iterator[Finding]:
-    """Yields one finding per loss function and place; else one for the narrow loss that backward was called on."""
+    """Yields one finding per loss function; if there is none, one for the narrow loss that backward was given."""
     losses = [op for op in record.operations if op.kind == "loss" and is_narrow(op.inside) and not op.backward]
-    for op in losses:
+    for op in [op for op in losses if op.function] or losses[:1]:
+        what = f"`{op.function}` computes" if op.function else "backward starts from a loss"
         yield RULE.finding(
-            f"`{op.function or op.module or 'the loss'}` computes in {op.inside}",
+            f"{what} in {op.inside}",
             *([op.module] if op.module else []),
             place=op.place,
             evidence={"calls": op.count},
-        )
-    narrow = [call for call in record.calls_of("backward") if is_narrow(call.format)]
-    if narrow and not losses:
-        yield RULE.finding(
-            f"backward starts from a loss in {narrow[0].format}",
-            place=narrow[0].place,
-            evidence={"calls": len(narrow)},
         )

@@ -1,0 +1,201 @@
+"""The operations of a record: which functions a model calls, in which formats, and whether their numbers fit.
+
+`Operations.see` is given one call at a time, of a running model (formats.py) or of a graph that dynamo has traced
+(graphs.py). It keeps tensors of one number on their device, and reads them when the record is filled.
+
+    promoted    An fp32 tensor meets a narrow one, and the result is fp32. The result is marked, and so is what is
+                computed from it without a cast; a matmul of marked tensors runs in fp32 though nobody asked.
+    by hand     exp, its sum and their quotient in a narrow format are a softmax. rsqrt, or a mean or a square in a
+                module that is called a norm, belongs to a norm.
+"""
+
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from halfstep.core.audit.record import Operation
+from halfstep.torch.collect.kinds import DIVISION, EXP, KINDS, SQUARE_ROOT, STATISTICS, SUM
+from halfstep.torch.collect.weights import format_name
+from halfstep.torch.functions.entry import tensors_of
+from halfstep.torch.shards import local
+
+_NORM = re.compile(r"norm(?!al)", re.IGNORECASE)  # but not NormalDistribution
+_ROUTER = re.compile(r"router|(^|\.)(gate|gating|wg)$")
+# Torch writes this norm in Python, in the format of its input.
+_BY_HAND = "normalize"
+
+
+class Where(NamedTuple):
+    """The module whose code calls a function."""
+
+    name: str = ""
+    norm: bool = False
+    router: bool = False
+
+
+def where_of(name: str, kind: str) -> Where:
+    """Returns what is known of a module by its name and the name of its class."""
+    return Where(name, is_norm(kind), _ROUTER.search(name.lower()) is not None or "router" in kind.lower())
+
+
+def is_norm(kind: str) -> bool:
+    """Whether a class is a norm, by its name."""
+    return _NORM.search(kind) is not None
+
+
+def narrow(dtype: torch.dtype) -> bool:
+    """Whether a dtype has a fraction, and fewer bits than fp32."""
+    return dtype.is_floating_point and dtype.itemsize < 4
+
+
+@dataclass(slots=True)
+class _Tally:
+    operation: Operation
+    amax: Tensor | None = None
+    overflow: Tensor | None = None
+
+    def add(self, inputs: list[Tensor], out: Tensor) -> None:
+        """Adds the numbers of a result; what is not finite counts if the inputs were."""
+        result = local(out.detach())
+        self.operation.elements += result.numel()
+        amax = result.abs().amax().float()
+        given = [local(t.detach()).abs().amax().float() for t in inputs if t is not out and t.numel()]
+        finite = torch.isfinite(torch.stack([t.to(amax.device) for t in given])).all() if given else True
+        bad = (~torch.isfinite(result)).sum() * finite
+        self.amax = amax if self.amax is None else torch.maximum(self.amax, amax)
+        self.overflow = bad if self.overflow is None else self.overflow + bad
+
+    def filled(self) -> Operation:
+        """Returns the operation with its numbers."""
+        if self.amax is not None and self.overflow is not None:
+            self.operation.amax, self.operation.overflow = float(self.amax), int(self.overflow)
+        return self.operation
+
+
+class Operations:
+    """Sees calls; `seen` has what there was."""
+
+    def __init__(self) -> None:
+        self._tallies: dict[tuple[Any, ...], _Tally] = {}
+        self._marks: Any = WeakTensorKeyDictionary()  # of a tensor: "exp", "sum" or where it was promoted
+        self.calls = 0  # of functions that have a kind
+        self.fp8 = 0
+
+    def see(
+        self,
+        function: Any,
+        args: Any,
+        result: Any,
+        where: Where,
+        place: Callable[[], str | None],
+        *,
+        autocast: bool = False,
+        values: bool = True,
+    ) -> None:
+        """Sees one call."""
+        kind = KINDS.get(function)
+        if kind is None and not len(self._marks):
+            return
+        inputs = [t for t in tensors_of(args) if t.is_floating_point()]
+        out = next((t for t in tensors_of(result) if t.is_floating_point()), None)
+        if not inputs or out is None:
+            return
+        mark = self._mark(function, kind, inputs, out, place, autocast)
+        if kind is None:
+            return
+        self.calls += 1
+        self.fp8 += any(t.dtype.itemsize == 1 for t in inputs) and kind == "matmul"
+        for what, inside in _readings(function, kind, inputs, out, where, mark):
+            promoted = mark if what in ("matmul", "attention") else None
+            tally = self._tally(function, what, inside, inputs, out, where, place, promoted)
+            tally.operation.count += 1
+            if values and narrow(out.dtype) and out.requires_grad and out.numel() and what != "loss":
+                tally.add([t for t in inputs if t.requires_grad], out)
+
+    def see_module(
+        self, kind: Any, inside: str | None, inputs: list[Tensor], out: Tensor, where: Where, place: Any
+    ) -> None:
+        """Sees a module whose own functions could not be seen: a kernel, or a layer that casts by itself."""
+        tally = self._tally(None, kind, inside, inputs, out, where, place, None)
+        tally.operation.count += 1
+        if narrow(out.dtype) and out.requires_grad and out.numel():
+            tally.add([t for t in inputs if t.requires_grad], out)
+
+    def seen(self) -> Iterator[Operation]:
+        """Yields what there was; arithmetic only if it overflowed."""
+        for tally in self._tallies.values():
+            operation = tally.filled()
+            if operation.kind != "other" or operation.overflow:
+                yield operation
+
+    def _tally(
+        self, function: Any, kind: Any, inside: Any, inputs: Any, out: Any, where: Where, place: Any, promoted: Any
+    ) -> _Tally:
+        name = "" if function is None else getattr(function, "__name__", str(function)).strip("_")
+        key = (where.name, kind, name, inside, promoted)
+        if key not in self._tallies:
+            formats = [format_name(t.dtype) for t in inputs]
+            self._tallies[key] = _Tally(
+                Operation(
+                    where.name,
+                    kind,
+                    formats,
+                    [format_name(out.dtype)],
+                    inside,
+                    place=promoted or place(),
+                    promoted=promoted is not None,
+                    function=name,
+                )
+            )
+        return self._tallies[key]
+
+    def _mark(self, function: Any, kind: Any, inputs: Any, out: Tensor, place: Any, autocast: bool) -> str | None:
+        """Marks a result, and returns what the call means because of marks on its inputs."""
+        marks = [self._marks.get(t) for t in inputs] if len(self._marks) else []
+        if narrow(out.dtype):
+            if function in EXP:
+                self._marks[out] = "exp"
+            elif function in SUM and marks[:1] == ["exp"]:
+                self._marks[out] = "sum"
+            return "softmax" if function in DIVISION and marks[:2] == ["exp", "sum"] else None
+        if autocast or out.dtype != torch.float32 or kind == "cast":
+            return None
+        met = {t.dtype for t in inputs if t.dim() and (t.dtype == torch.float32 or narrow(t.dtype))}
+        inherited = next((m for m in marks if m not in (None, "exp", "sum")), None)
+        if kind == "arithmetic" and len(met) > 1:
+            inherited = place() or "promoted"
+        if inherited and kind not in ("matmul", "attention"):
+            self._marks[out] = inherited
+        return inherited
+
+
+def _readings(
+    function: Any, kind: str, inputs: list[Tensor], out: Tensor, where: Where, mark: str | None
+) -> Iterator[tuple[Any, str | None]]:
+    """Yields the kinds of operation that a call is, with the format it computes in."""
+    result = format_name(out.dtype)
+    wide = "fp32" if narrow(out.dtype) else result
+    if kind == "matmul":
+        fewer = (
+            out.dim() > 0 and out.shape[-1] < inputs[0].shape[-1]
+        )  # experts than channels; the gate of a GLU is wide
+        yield ("router" if where.router and fewer else "matmul"), result
+    elif kind in ("attention", "loss"):
+        yield kind, result
+    elif kind == "logarithm":
+        yield "softmax", result
+    elif kind == "norm" and function.__name__ == _BY_HAND:
+        yield "norm", result
+    elif kind in ("norm", "softmax"):
+        yield kind, wide
+    elif mark == "softmax":
+        yield "softmax", result
+    elif function in SQUARE_ROOT or (where.norm and function in STATISTICS):
+        yield "norm", result
+    else:
+        yield "other", None
