@@ -2,9 +2,10 @@
 
     def factory():
         return model, optimizer                          formats, masters and moments
-        return model, optimizer, loss_fn, batch          and some steps: lost updates; loss = loss_fn(batch)
+        return model, optimizer, loss_fn, batch          and some steps, watched: loss = loss_fn(batch)
 
-`optimizer` may be a list. On JAX it returns (loss_fn, params, batch, optimizer), on MLX what torch's does.
+`optimizer` may be a list. On MLX it returns model, optimizer, loss_fn, batch, with loss = loss_fn(model, batch);
+on JAX loss_fn, params, batch, optimizer, as `halfstep.jax.audit` takes them.
 """
 
 import importlib
@@ -16,6 +17,11 @@ from typing import Any
 from halfstep.core.audit.record import Record
 from halfstep.core.errors import ConfigError, HalfstepError
 
+COLLECTORS = {
+    "torch": "halfstep.torch.collect.factory",
+    "jax": "halfstep.jax.collect.audit",
+    "mlx": "halfstep.mlx.collect.audit",
+}
 RETURNS = "a factory takes no arguments and returns model, optimizer or model, optimizer, loss_fn, batch"
 
 
@@ -29,14 +35,13 @@ def of_factory(module: str, name: str, steps: int) -> Record:
         raise ConfigError(
             f"`{module}:{name}` returned {_described(made)}, and none is a model of torch, JAX or MLX"
         )
-    try:
-        collector = importlib.import_module(f"halfstep.{framework}.collect.factory")
-        record: Record = collector.record_of(*made, steps=steps)
-    except ImportError as error:
+    if framework != "torch" and len(made) != 4:
         raise ConfigError(
-            f"models of {framework} are not audited by module:factory: {error}",
-            hint=f"call halfstep.{framework}.audit(...) in your code",
-        ) from None
+            f"`{module}:{name}` returned {_described(made)}; on {framework} a loss and a batch are needed",
+            hint=RETURNS,
+        )
+    try:
+        record: Record = importlib.import_module(COLLECTORS[framework]).record_of(*made, steps=steps)
     except HalfstepError:
         raise
     except Exception as error:  # of the user's loss function

@@ -235,6 +235,17 @@ def nothing():
 
 def other():
     return 1, 2
+
+def on_mlx():
+    import mlx.core as mx
+    from mlx import nn, optimizers
+    model = nn.Linear(4, 4)
+    model.set_dtype(mx.bfloat16)
+    loss_fn = lambda model, x: model(x).astype(mx.float32).square().mean()
+    return model, optimizers.AdamW(1e-6), loss_fn, mx.ones((2, 4), mx.bfloat16)
+
+def on_mlx_without_a_loss():
+    return on_mlx()[:2]
 """
 
 
@@ -258,6 +269,12 @@ def test_a_factory_is_stepped_if_it_brings_a_loss(factories):
     assert np.isfinite(record.losses).all()
 
 
+def test_a_factory_may_be_of_another_framework(factories):
+    (record,) = collect(f"{factories}:on_mlx", steps=2).records
+    assert record.framework == "mlx"
+    assert "HS101" in {finding.rule for finding in check(record)}
+
+
 @pytest.mark.parametrize(
     ("name", "problem"),
     [
@@ -266,6 +283,7 @@ def test_a_factory_is_stepped_if_it_brings_a_loss(factories):
         ("nothing", "returned a NoneType"),
         ("other", r"returned \(int, int\), and none is a model"),
         ("missing", "has no function `missing`"),
+        ("on_mlx_without_a_loss", "on mlx a loss and a batch are needed"),
     ],
 )
 def test_a_factory_that_fails_is_reported(factories, name, problem):
