@@ -1,40 +1,29 @@
-"""Finds which tensor stopped being finite first, and in which pass, when a run cannot continue.
+"""Finds what stopped being finite first: the tensor, its pass, its micro-batch, and the operation that made it.
 
-The last step is run again, eagerly, with hooks on every module. Forward, the cause is the innermost module whose
-output is not finite although its inputs are; if code between modules did it, the module that holds the code, with
-the one that received the result. Backward, it is the first gradient in autograd's order. Masks, which hold -inf
-and need no gradient, are no failure.
+The step is run again, eagerly, with hooks on every module. Forward, the cause is the innermost module whose output
+is not finite although its inputs are; if code between modules did it, the module that holds the code, with the one
+that received the result. Backward, it is the first gradient in autograd's order. Masks, which hold -inf and need
+no gradient, are no failure. The operation is the origin of that tensor's numbers (origins.py).
 
-The two passes need different cures: the loss scale acts on gradients alone, and an activation beyond the format's
-range is beyond it at every scale (T5's and Gemma's MLPs in fp16).
+If no pass made it, the sums are looked at: gradients of several micro-batches or ranks can each be finite, and
+their sum not. Then it is a reduction.
 """
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from typing import Any, Literal
+from dataclasses import replace
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from halfstep.core.audit.cause import Cause
 from halfstep.torch.parallel.ranks import from_all_ranks, num_ranks
+from halfstep.torch.run.origins import Origins
+from halfstep.torch.shards import is_shard, local
 from halfstep.torch.split.operand import GRAD_OWNER
-
-
-@dataclass(frozen=True)
-class Cause:
-    """The first tensor that was not finite."""
-
-    where: Literal["forward", "backward", "nowhere"]
-    what: str
-    module: str = ""  # the qualified name to write a rule for, where there is one
-    rank: int | None = None  # of several processes, the first that has such a tensor
-
-    def __str__(self) -> str:
-        if self.where == "nowhere":
-            return self.what
-        return f"{'' if self.rank is None else f'rank {self.rank}: '}{self.where}: {self.what}"
 
 
 def find(
@@ -47,30 +36,57 @@ def find(
     """
     alone, cause = num_ranks() == 1, None
     with torch.compiler.set_stance("force_eager"), torch.enable_grad(), restored(model):
-        for batch in micro_batches:
+        for number, batch in enumerate(micro_batches):
             watch = _Watch(model)
-            try:
+            with watch, watch.origins:
                 given = loss_fn(batch)
                 loss, weight = given if isinstance(given, tuple) else (given, 1.0)
                 if watch.cause is None and not _fine(loss):
-                    watch.cause = Cause("forward", "the loss itself; what the model gave it is finite")
+                    watch.note(Cause("forward", "the loss itself; what the model gave it is finite"), loss)
                 if watch.cause is None or not alone:
                     (loss.float() / weight * scale).backward()
-            finally:
-                watch.remove()
-            cause = cause or watch.cause
+            if cause is None and watch.cause is not None:
+                cause = replace(watch.cause, micro_batch=number)
             if alone and cause is not None:
                 return cause
-    causes = [cause] if alone else from_all_ranks(cause)
-    for rank, found in enumerate(causes):
-        if found is not None:
-            return replace(found, rank=rank)
+        for rank, found in enumerate([] if alone else from_all_ranks(cause)):
+            if found is not None:
+                return replace(found, rank=rank)
+        if (name := _bad_sum(model)) is not None:
+            each = "of each micro-batch" if alone else "on each rank"
+            what = f"the sum of gradients of `{name}`; {each} they are finite"
+            return Cause("reduction", what, name.rpartition(".")[0])
     return Cause("nowhere", "run again, the step is finite: dropout, another batch or a later update decides it")
+
+
+def _bad_sum(model: nn.Module) -> str | None:
+    """Returns the first parameter whose gradients, summed over micro-batches and ranks, are not finite."""
+    alone = num_ranks() == 1
+    for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        gradient = getattr(parameter, GRAD_OWNER, parameter).grad
+        if gradient is None and alone:
+            continue
+        total = torch.zeros_like(local(parameter), dtype=torch.float32) if gradient is None else local(gradient)
+        bad = torch.zeros((), device=total.device)
+        if not alone and not is_shard(parameter):  # of a shard, the gradient is a sum already
+            total = total.to_dense() if total.is_sparse else total
+            total = total.to(torch.float32, copy=True)
+            dist.all_reduce(total)
+        bad += not _fine(total, masks=False)
+        if not alone:
+            dist.all_reduce(bad)
+        if bool(bad):
+            return name
+    return None
 
 
 class _Watch:
     def __init__(self, model: nn.Module):
         self.cause: Cause | None = None
+        self._running = [""]  # the modules whose forward passes run, innermost last
+        self.origins = Origins(lambda: self._running[-1])
         self._entered = ""  # the first module whose input is not finite
         self._handles: list[Any] = []
         self._watched: set[int] = set()
@@ -88,15 +104,28 @@ class _Watch:
             owner = getattr(parameter, GRAD_OWNER, parameter)  # whose gradient autograd takes
             self._handles.append(owner.register_hook(hook))
 
-    def remove(self) -> None:
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *_: object) -> None:
         for handle in self._handles:
             handle.remove()
+
+    def note(self, cause: Cause, tensor: Tensor) -> None:
+        """Keeps a cause, with the operation that made the tensor bad if that was seen."""
+        origin = self.origins.of(tensor)
+        if origin is not None:
+            where: Any = "backward" if origin.backward else "forward"
+            module = origin.module or cause.module
+            cause = replace(cause, where=where, operation=origin.operation, module=module)
+        self.cause = cause
 
     def _before(self, name: str) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
             for own, parameter in module._parameters.items():
                 if parameter is not None:  # FSDP shows modules another one while they run
                     self._watch_parameter(f"{name}.{own}" if name else own, parameter)
+            self._running.append(name)
             if not self._entered and self.cause is None and not _fine((args, kwargs)):
                 self._entered = name or "the model"
 
@@ -104,9 +133,11 @@ class _Watch:
 
     def _after(self, name: str, module: nn.Module) -> Callable[..., None]:
         def hook(_: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            self._running.pop()
             if self.cause is None and not _fine(output):
                 if _fine((args, kwargs)):
-                    self.cause = Cause("forward", self._describe(name, module, (args, kwargs)), name)
+                    bad = next(tensor for tensor in _tensors(output) if not _fine(tensor))
+                    self.note(Cause("forward", self._describe(name, module, (args, kwargs)), name), bad)
                 elif not name:
                     self.cause = Cause("forward", "the input of the model")
             for tensor in _tensors(output):
@@ -129,7 +160,7 @@ class _Watch:
     def _gradient(self, what: str, module: str) -> Callable[[Tensor], None]:
         def hook(gradient: Tensor) -> None:
             if self.cause is None and not _fine(gradient, masks=False):
-                self.cause = Cause("backward", f"gradient of {what}", module)
+                self.note(Cause("backward", f"gradient of {what}", module), gradient)
 
         return hook
 

@@ -84,7 +84,8 @@ def test_backward_the_first_gradient_is_named_and_nothing_is_left_behind():
         return model.head(model.blocks[2](Burst.apply(x))).square().mean()
 
     cause = find(model, loss, [torch.ones(2, 4)], 1.0)
-    assert (str(cause), cause.module) == ("backward: gradient of the output of `blocks.1`", "blocks.1")
+    what = "backward: gradient of the output of `blocks.1`; made by `mul of BurstBackward`"
+    assert (str(cause), cause.module) == (what, "blocks.1")
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.5))
     buffers = [b.clone() for b in model.buffers()]
     model[0].weight.grad = torch.ones(4, 4)
@@ -96,6 +97,90 @@ def test_backward_the_first_gradient_is_named_and_nothing_is_left_behind():
     assert model[0].bias.grad is None
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
     assert model[0].weight._backward_hooks is None or not model[0].weight._backward_hooks
+
+
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.qkv = nn.Linear(4, 12)
+
+    def forward(self, x, mask):
+        q, k, v = self.qkv(x).chunk(3, -1)
+        return torch.softmax((q @ k.mT).masked_fill(mask, float("-inf")), -1) @ v
+
+
+class Planted(nn.Module):
+    """A model whose second block fails in one way; `fail` gets what the block computes."""
+
+    def __init__(self, fail=lambda x: x):
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.norm, self.fail = nn.LayerNorm(4), fail
+        self.blocks[1].register_forward_hook(lambda module, args, out: fail(out))
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(self.norm(x))
+        return x
+
+
+def replaced(x):
+    """Divides by zero, and replaces the result, as code with a guard does: nothing happened."""
+    zero = torch.zeros_like(x)
+    return torch.where(zero > 0, (1 / zero).detach(), x)
+
+
+# what fails in the second block: its pass, and the operation
+FAILURES = {
+    "an exponential": (lambda x: (x * 1e4).exp(), "forward", "exp"),
+    "a product": (lambda x: (replaced(x) * 1e30) @ (x * 1e30).mT @ x, "forward", "mm"),
+    "a logarithm of zero": (lambda x: (x * 0).log(), "forward", "log"),
+    "a write in place": (lambda x: replaced(x).mul_(1e38).mul_(1e38), "forward", "mul_"),
+    "a root at zero": (lambda x: x + (x * 0).sqrt(), "backward", "div of SqrtBackward0"),
+    "a quotient": (
+        lambda x: x + 1e-20 * (torch.full_like(x, 1e-10) / (x * 0 + 1e-25)), "backward", "div of DivBackward0"
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("failure", FAILURES)
+def test_the_operation_is_the_first_with_finite_inputs_forward_or_backward(failure):
+    fail, where, operation = FAILURES[failure]
+    torch.manual_seed(0)
+    model = Planted(fail)
+    batches = [torch.zeros(2, 4), torch.randn(2, 4)]
+    clean = Planted(replaced)
+    assert find(clean, mean(clean), batches, 1.0).where == "nowhere"
+    cause = find(model, mean(model), batches, 1.0)
+    assert (cause.where, cause.operation) == (where, operation), str(cause)
+    assert cause.module.startswith("blocks.1")
+
+
+def test_a_softmax_of_nothing_but_masks_is_named_and_masks_are_not():
+    model = Attention()
+    mask = torch.triu(torch.ones(3, 3, dtype=torch.bool), 1)
+    assert find(model, lambda x: model(x, mask).sum(), [torch.ones(3, 4)], 1.0).where == "nowhere"
+    mask[1] = True
+    cause = find(model, lambda x: model(x, mask).sum(), [torch.ones(3, 4)] * 2, 1.0)
+    assert (cause.where, cause.operation, cause.micro_batch) == ("forward", "_softmax", 0)
+
+
+def test_the_micro_batch_is_named_and_a_sum_that_overflows_is_a_reduction():
+    model = nn.Linear(1, 1, bias=False)
+    ones = torch.ones(1, 1)
+    cause = find(model, lambda x: model(x).sum(), [ones, ones, ones * float("inf")], 1.0)
+    assert (cause.where, cause.micro_batch) == ("forward", 2)
+    cause = find(model, lambda x: model(x).sum(), [ones * 3e38] * 2, 1.0)
+    assert (cause.where, cause.module, cause.micro_batch) == ("reduction", "", None)
+    assert str(cause) == "reduction: the sum of gradients of `weight`; of each micro-batch they are finite"
+    assert model.weight.grad is None
+
+
+def test_under_compile_the_step_is_run_again_eagerly():
+    model = Planted(lambda x: (x * 1e4).exp())
+    compiled = torch.compile(mean(model), backend="eager")
+    cause = find(model, compiled, [torch.ones(2, 4)], 1.0)
+    assert (cause.where, cause.operation) == ("forward", "exp")
 
 
 FP16 = "fp16-mixed,scale=dynamic:init=4:floor=2"
