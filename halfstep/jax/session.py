@@ -26,6 +26,7 @@ from halfstep.config.weights import Weights, initial_weights
 from halfstep.core import host
 from halfstep.core.averages import averaged, pop_from_state, to_state
 from halfstep.core.errors import HalfstepError
+from halfstep.core.audit.cause import Cause
 from halfstep.core.policy import Policy
 from halfstep.core.refusal import check_reach
 from halfstep.core.state_format import Snapshot, Stored
@@ -36,6 +37,7 @@ from halfstep.jax.measure import devices
 from halfstep.jax.model import Decoder
 from halfstep.jax.optim import Schedule, build_optimizers
 from halfstep.jax.parallel import check_divides, place_rows
+from halfstep.jax.run.nonfinite import find
 from halfstep.jax.state import bytes_of, load_state, restored, state_of, stored
 from halfstep.jax.step import StepResult, Weighted, check, compiled, first_state, make_step
 
@@ -129,7 +131,7 @@ class Session:
         return {name: float(value) for name, value in zip(names, values, strict=True)}
 
     def check(self, result: StepResult, micro_batches: Tokens) -> None:
-        check(result, self.blame(micro_batches))
+        check(result, str(self.blame(micro_batches)))
 
     def device_time(self, result: StepResult) -> tuple[float, float | None] | None:
         return None
@@ -171,19 +173,17 @@ class Session:
         """Returns None: a process has all rows of a tensor."""
         return None
 
-    def blame(self, micro_batches: Tokens) -> str:
-        """Names the first weight that is not finite; if all are, says whether the loss is."""
-        params = self._of_one(self.run.params)
-        for name, array in params.items():
-            if not bool(jnp.isfinite(array).all()):
-                return f"the weight `{name}` itself"
-        with self._here():
-            losses = [
-                self.model.loss(params, *(self._to_device(t) for t in (b[:, :-1], b[:, 1:])))
-                for b in micro_batches.reshape(self.num_devices * len(micro_batches), -1, micro_batches.shape[-1])
-            ]
-        finite = all(bool(jnp.isfinite(loss)) for loss in losses)
-        return "backward: the loss is finite, a gradient is not" if finite else "forward: the loss"
+    def blame(self, micro_batches: Tokens, scale: float | None = None) -> Cause:
+        """Finds what made a step not finite by evaluating it again, operation by operation."""
+        rows = micro_batches.reshape(self.num_devices * len(micro_batches), -1, micro_batches.shape[-1])
+
+        def loss(params: Any, tokens: Array) -> Array:
+            return self.model.loss(params, tokens[:, :-1], tokens[:, 1:]) / tokens[:, 1:].size
+
+        with self._here(), jax.default_matmul_precision("highest"):
+            params = self._of_one(self.run.params)
+            used = float(self.run.scale.scale) if scale is None else scale
+            return find(loss, params, (self._to_device(tokens) for tokens in rows), used)
 
     def load(self, state: Mapping[str, Stored]) -> None:
         given = {name: restored(record) for name, record in state.items()}

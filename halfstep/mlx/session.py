@@ -15,6 +15,7 @@ from halfstep.config.run import OptimizerConfig, RunConfig
 from halfstep.config.weights import Weights, initial_weights
 from halfstep.core.averages import averaged, pop_from_state, to_state
 from halfstep.core.observed import LayerInfo, Sample
+from halfstep.core.audit.cause import Cause
 from halfstep.core.policy import Policy
 from halfstep.core.refusal import check_reach
 from halfstep.core.state_format import Snapshot, Stored
@@ -158,7 +159,7 @@ class Session:
         """Returns None: a process has all rows of a tensor."""
         return None
 
-    def blame(self, micro_batches: Tokens) -> str:
+    def blame(self, micro_batches: Tokens, scale: float | None = None) -> Cause:
         """Names the first weight that is not finite; if all are, says whether the loss is."""
         with mx.stream(self.device), self.run.masters.in_use():
             for name, array in self.model.named_parameters():

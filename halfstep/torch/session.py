@@ -15,6 +15,7 @@ from halfstep.config.groups import parameter_groups
 from halfstep.config.model import reach
 from halfstep.config.run import OptimizerConfig, RunConfig
 from halfstep.config.weights import Weights, initial_weights
+from halfstep.core.audit.cause import Cause
 from halfstep.core.observed import LayerInfo, Sample
 from halfstep.core.policy import Policy
 from halfstep.core.refusal import check_reach
@@ -204,9 +205,9 @@ class Session:
         """Returns the rows of a tensor in a state that this rank has, first and end; None if all of it."""
         return rows_here(self.run, name, shape)
 
-    def blame(self, micro_batches: Tokens) -> str:
-        """Names the first tensor of a step that is not finite, and its pass, by running the step again."""
-        return str(self.run.blame(self._sum_and_count, self._to_device(micro_batches).unbind()))
+    def blame(self, micro_batches: Tokens, scale: float | None = None) -> Cause:
+        """Finds what made a step not finite by running it again, at a loss scale or the current one."""
+        return self.run.blame(self._sum_and_count, self._to_device(micro_batches).unbind(), scale)
 
     def watch(self, slice: int) -> list[LayerInfo]:
         """Watches every layer from the next step on; called before the first."""

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from halfstep.core.audit.cause import Cause
 from halfstep.core.audit.engine import check as check_rules
 from halfstep.core.audit.finding import Finding
 from halfstep.core.errors import HalfstepError, ScalingError
@@ -437,13 +438,15 @@ class Run(RunParts):
         self._open = False
         return self.model
 
-    def blame(self, loss_fn: LossFn, micro_batches: Iterable[Any]) -> nonfinite.Cause:
-        """Finds the first tensor of a step that is not finite, and its pass, even if the model hides it (T5).
+    def blame(self, loss_fn: LossFn, micro_batches: Iterable[Any], scale: float | None = None) -> Cause:
+        """Finds the first operation of a step that made something not finite, even if the model hides it (T5).
 
-        Runs the step again, eagerly, and changes nothing.
+        Runs the step again, eagerly, at a loss scale or the current one, and changes nothing.
         """
         self._check_open()
-        return nonfinite.find(self.model, loss_fn, micro_batches, self.scale_state.scale)
+        return nonfinite.find(
+            self.model, loss_fn, micro_batches, self.scale_state.scale if scale is None else scale
+        )
 
     def monitor(self, every: int = 100, slice: int = SLICE) -> Monitor:
         """Watches every layer from the next step on: amax, overflow, underflow, norms of updates, lost updates.

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from halfstep.config.run import ParallelConfig, RunConfig
 from halfstep.config.weights import Weights
+from halfstep.core.audit.cause import Cause
 from halfstep.core.devices import Device
 from halfstep.core.errors import HalfstepError, how_to_install
 from halfstep.core.observed import LayerInfo, Sample
@@ -76,8 +77,11 @@ class Session(Protocol):
     def rows(self, name: str, shape: tuple[int, ...]) -> tuple[int, int] | None:
         """Returns the rows of a tensor in a state that this process has, first and end; None if all of it."""
 
-    def blame(self, micro_batches: Tokens) -> str:
-        """Returns the first tensor of a step that is not finite, as far as the backend can tell."""
+    def blame(self, micro_batches: Tokens, scale: float | None = None) -> Cause:
+        """Runs a step again, without effects, and returns what made it not finite, as far as it can tell.
+
+        `scale` is the loss scale that the step used; by default the current one.
+        """
 
     def load(self, state: Mapping[str, Stored]) -> None:
         """Restores a state."""

@@ -112,11 +112,13 @@ class Batches:
             f"{_fitting(micro, batch, ranks)} processes",
         )
 
-    def locate(self, step: int, rank: int = 0, ranks: int = 1) -> list[Place]:
-        """Returns where the windows of the update after `step` updates begin, by file; a rank's own."""
+    def locate(self, step: int, rank: int = 0, ranks: int = 1, micro_batch: int | None = None) -> list[Place]:
+        """Returns where the windows of the update after `step` updates begin, by file; a rank's own, or only those
+        of one of its micro-batches."""
         places = dict[str, list[int]]()
         locate = getattr(self.tokens, "locate", None) or (lambda start: (self.name, start))
-        for start in self._starts(step)[self.rows(rank, ranks)].ravel().tolist():
+        rows = self.rows(rank, ranks)
+        for start in self._starts(step)[rows if micro_batch is None else rows[micro_batch]].ravel().tolist():
             file, offset = locate(start)
             places.setdefault(file, []).append(offset)
         return [{"file": file, "offsets": offsets} for file, offsets in places.items()]
