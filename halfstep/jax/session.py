@@ -24,9 +24,9 @@ from halfstep.config.model import reach
 from halfstep.config.run import RunConfig
 from halfstep.config.weights import Weights, initial_weights
 from halfstep.core import host
+from halfstep.core.audit.cause import Cause
 from halfstep.core.averages import averaged, pop_from_state, to_state
 from halfstep.core.errors import HalfstepError
-from halfstep.core.audit.cause import Cause
 from halfstep.core.policy import Policy
 from halfstep.core.refusal import check_reach
 from halfstep.core.state_format import Snapshot, Stored

@@ -13,9 +13,9 @@ from halfstep.config.groups import parameter_groups
 from halfstep.config.model import reach
 from halfstep.config.run import OptimizerConfig, RunConfig
 from halfstep.config.weights import Weights, initial_weights
+from halfstep.core.audit.cause import Cause
 from halfstep.core.averages import averaged, pop_from_state, to_state
 from halfstep.core.observed import LayerInfo, Sample
-from halfstep.core.audit.cause import Cause
 from halfstep.core.policy import Policy
 from halfstep.core.refusal import check_reach
 from halfstep.core.state_format import Snapshot, Stored
@@ -24,11 +24,12 @@ from halfstep.mlx.apply import apply, set_precision
 from halfstep.mlx.dtypes import as_device, describe
 from halfstep.mlx.measure import devices
 from halfstep.mlx.model import Decoder
-from halfstep.mlx.observe.monitor import Unread
+from halfstep.mlx.observe.monitor import Monitor, Unread
 from halfstep.mlx.observe.updates import UpdateNumbers
 from halfstep.mlx.optim.optimizers import AdamW, Muon, Optimizer
 from halfstep.mlx.parallel.job import joined
 from halfstep.mlx.run.checks import resolve_compile
+from halfstep.mlx.run.nonfinite import bad_weight, in_pass
 from halfstep.mlx.state import load_weights, restored, stored
 from halfstep.mlx.step import Run, StepResult
 
@@ -114,7 +115,7 @@ class Session:
         return {name: float(getattr(result, name).item()) for name in names}
 
     def check(self, result: StepResult, micro_batches: Tokens) -> None:
-        self.run.check(result, self.blame(micro_batches))
+        self.run.check(result, str(self.blame(micro_batches)))
 
     def device_time(self, result: StepResult) -> tuple[float, float | None] | None:
         return None
@@ -160,14 +161,23 @@ class Session:
         return None
 
     def blame(self, micro_batches: Tokens, scale: float | None = None) -> Cause:
-        """Names the first weight that is not finite; if all are, says whether the loss is."""
-        with mx.stream(self.device), self.run.masters.in_use():
-            for name, array in self.model.named_parameters():
-                if not mx.isfinite(array).all().item():
-                    return f"the weight `{name}` itself"
-            losses = [_sum_and_count(self.model, mx.array(tokens))[0] for tokens in micro_batches]
-            finite = all(mx.isfinite(loss).item() for loss in losses)
-        return "backward: the loss is finite, a gradient is not" if finite else "forward: the loss"
+        """Finds the layer that made a step not finite by running it again; without a monitor, only the pass."""
+        factor = 1.0 if scale is None else scale / float(np.array(self.run.scalars["scale"]))
+
+        def scaled(model: Decoder, tokens: mx.array) -> tuple[mx.array, Any]:
+            loss, count = _sum_and_count(model, tokens)
+            return loss * factor, count
+
+        with mx.stream(self.device):
+            with self.run.masters.in_use():
+                cause = bad_weight(self.model.named_parameters())
+                batches = [mx.array(tokens) for tokens in micro_batches]
+                losses = [_sum_and_count(self.model, tokens)[0] for tokens in batches]
+            monitor: Monitor | None = getattr(self, "_monitor", None)
+            for number, (tokens, loss) in enumerate(zip(batches, losses, strict=True)):
+                met = [] if monitor is None else monitor.met(scaled, tokens)
+                cause = cause or in_pass(loss, met, number)
+        return cause or Cause("backward", "the loss is finite, a gradient is not")
 
     def watch(self, slice: int) -> list[LayerInfo]:
         with mx.stream(self.device):

@@ -158,7 +158,8 @@ class Loop:
         self.saver = self._make_saver(keep)
         self.checkpointer = self._make_checkpointer()
         about = (self.health, self.batches, self.session, self.checkpointer, self.tally)
-        self.responder = Responder(*about, job=self.job)
+        searched = self.meters if config.monitor.on else None
+        self.responder = Responder(*about, job=self.job, meters=searched)
 
     def _check_data(self) -> None:
         """Refuses ranks that read other data than rank 0."""

@@ -3,15 +3,16 @@
 The value and gradient of each micro-batch are traced and evaluated again, equation by equation, on the device.
 Every array carries its origin: the equation that made its first NaN or infinity of finite numbers. The loss, then
 the gradients are asked for theirs, so what code makes and replaces is no failure. JAX computes some factors of a
-derivative with the forward pass: what the loss does not show belongs to the backward pass. -inf is how masks are written:
-an equation that was given -inf may return it, and what makes NaN of it, such as a softmax over nothing else, is
-an origin. Loops (scan, while) are one operation.
+derivative with the forward pass: what the loss does not show belongs to the backward pass. -inf is how masks are
+written: an equation that was given -inf may return it, and what makes NaN of it, such as a softmax over nothing
+else, is an origin. Loops (scan, while) are one operation.
 
 A module is known by its weights: an operation belongs to the module whose weight it takes, or follows it.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -37,7 +38,7 @@ def find(
     sums: list[Any] = []
     for number, batch in enumerate(micro_batches):
         walk = _Walk()
-        loss, gradients = walk.run(lambda p, batch=batch: loss_fn(p, batch) * scale, params)
+        loss, gradients = walk.run(partial(_scaled, loss_fn, batch, scale), params)
         shown = [("forward", "the loss", loss)]
         shown += [("backward", f"gradient of `{name}`", value) for name, value in gradients.items()]
         for where, name, value in shown:
@@ -50,6 +51,10 @@ def find(
             what = f"the sum of gradients of `{name}`; of each micro-batch they are finite"
             return Cause("reduction", what, _module(name))
     return Cause("nowhere", "run again, the step is finite: dropout, another batch or a later update decides it")
+
+
+def _scaled(loss_fn: Callable[[Any, Any], Any], batch: Any, scale: float, params: Any) -> Any:
+    return loss_fn(params, batch) * scale
 
 
 @dataclass(frozen=True)

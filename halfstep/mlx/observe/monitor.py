@@ -30,6 +30,7 @@ from halfstep.mlx.optim.masters import Masters
 SAMPLE = 65_536  # elements of each tensor that a sample looks at, in whole rows
 # (loss_fn, batch, elements) -> what the layers met
 Replay = Callable[[Any, Any, int], Recorder]
+_ALL = 2**31 - 1  # the most rows that a slice can have
 _COUNTS = [column for column in range(len(COLUMNS)) if column != AMAX]
 
 
@@ -111,6 +112,11 @@ class Monitor:
         rows = mx.stack([sizes, *(each.sum(axis=1).astype(mx.int32) for each in inside)], axis=1)
         index = mx.array([seen.layer * len(ROLES) + seen.role for seen in recorder.seen])
         return amax.at[index].maximum(largest), counts.at[index].add(rows)
+
+    def met(self, loss_fn: Any, batch: Any) -> list[tuple[str, str, mx.array]]:
+        """Runs a batch again and returns what each layer meets, whole and in order: (layer, role, array)."""
+        seen = self._replay(loss_fn, batch, _ALL).seen
+        return [(self.layers[each.layer].name, ROLES[each.role], each.array) for each in seen]
 
     def sample(self, loss_fn: Any, batch: Any, share: float = 1 / 16) -> dict[str, dict[str, Sample]]:
         """Runs at most a `share` of a batch again, at least one row, and describes {layer: {role: what it met}}.

@@ -9,8 +9,9 @@ If no pass made it, the sums are looked at: gradients of several micro-batches o
 their sum not. Then it is a reduction.
 """
 
+import sys
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -35,7 +36,7 @@ def find(
     stops at what it finds, and all name the same tensor, that of the first rank that has one.
     """
     alone, cause = num_ranks() == 1, None
-    with torch.compiler.set_stance("force_eager"), torch.enable_grad(), restored(model):
+    with _eagerly(), torch.enable_grad(), restored(model):
         for number, batch in enumerate(micro_batches):
             watch = _Watch(model)
             with watch, watch.origins:
@@ -57,6 +58,12 @@ def find(
             what = f"the sum of gradients of `{name}`; {each} they are finite"
             return Cause("reduction", what, name.rpartition(".")[0])
     return Cause("nowhere", "run again, the step is finite: dropout, another batch or a later update decides it")
+
+
+def _eagerly() -> AbstractContextManager[object]:
+    """Has compiled functions run as they were written; what nothing was compiled with is not imported."""
+    known = "torch._dynamo" in sys.modules
+    return torch.compiler.set_stance("force_eager") if known else nullcontext()
 
 
 def _bad_sum(model: nn.Module) -> str | None:

@@ -1,6 +1,7 @@
 """What happens after a bad step: it is reported with its data, and the run continues, rolls back or stops.
 
 gradients not finite, once       the update was skipped on the device; an event names shards and offsets
+  and no loss scale explains it    the step runs again to find what made it: a `cause` event and a line
 only the loss not finite         the same, except that nothing was skipped
 a loss scale low and falling     an alarm, once per fall: an event, a line and a row of the page
 a loss scale at its floor        the run stops, names the first bad tensor and leaves a checkpoint
@@ -12,6 +13,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from halfstep.core.audit.cause import Cause
 from halfstep.core.errors import ScalingError
 from halfstep.core.scaling import ScaleAlarm
 from halfstep.training.data.batches import Batches, Place, TokenBatch
@@ -19,7 +21,9 @@ from halfstep.training.job import Job
 from halfstep.training.run.checkpointing import Checkpointer
 from halfstep.training.run.health import Health
 from halfstep.training.session import Session
-from halfstep.training.telemetry.meters import Tally
+from halfstep.training.telemetry.meters import Meters, Tally
+
+REST = 500  # steps in which a cause is not sought again
 
 
 class RollBackError(Exception):
@@ -37,15 +41,19 @@ class Responder:
         checkpointer: Checkpointer,
         tally: Tally,
         job: Job | None = None,
+        meters: Meters | None = None,
     ):
-        self.job = job or Job()
+        """`meters` count the time of searches for causes; without them, only a run that must stop is searched."""
+        self.job, self.meters = job or Job(), meters
+        self._searched = -REST  # the step at which a cause was last sought
         self.health, self.batches, self.session, self.checkpointer = health, batches, session, checkpointer
         self.tally, self.alarm = tally, ScaleAlarm(session.policy.scale)
 
     def check(self, step: int, numbers: Mapping[str, float]) -> None:
         """Raises RollBackError if the last steps should be given up, ScalingError if nothing helps."""
         health, scale = self.health, numbers["scale"]
-        if message := self.alarm.observe(scale, falling=bool(numbers["skipped"])):
+        message = self.alarm.observe(scale, falling=bool(numbers["skipped"]))
+        if message:
             self.checkpointer.events.write("low_scale", step=step, scale=scale, message=message)
             self.checkpointer.bar.note(f"warning: step {step}: {message}")
         fault = health.observe(step, numbers)
@@ -66,13 +74,34 @@ class Responder:
             return
         write(fault, in_a_row=health.in_a_row, grad_norm=numbers["grad_norm"], scale=numbers["scale"], **fields)
         # A dynamic scale finds its value by overflowing; only a loss that is not finite is worth a line.
-        if health.in_a_row == 1 and not (numbers["scale"] > 1 and math.isfinite(numbers["loss"])):
+        ordinary = numbers["scale"] > 1 and math.isfinite(numbers["loss"])
+        if health.in_a_row == 1 and not ordinary:
             place = f"`{where[0]['file'].strip('`')}` at token {where[0]['offsets'][0]}"
             then = "was not finite and was skipped" if fault == "skip" else "had a loss that is not finite"
             on = f" on rank {', '.join(map(str, ranks))}" if ranks else ""
             self.checkpointer.bar.note(f"step {step} {then}{on}; its data begins in {place}")
         if health.is_hopeless:
-            raise self._hopeless(step)
+            raise self._hopeless(step, scale)
+        if not ordinary or message:
+            self._search(step, scale)
+
+    def _search(self, step: int, scale: float) -> None:
+        """Looks for what made a step not finite, once per episode: the first step of many that fail alike."""
+        if self.meters is None or step < self._searched + REST:
+            return
+        self._searched = step
+        with self.meters.part("monitor"):
+            cause = self._find(step, scale)
+        self.tally.watch.start(step)  # that was no time spent training
+        self.checkpointer.bar.note(f"step {step}: {cause}")
+
+    def _find(self, step: int, scale: float) -> Cause:
+        self.job.doing(f"looking for what made step {step} not finite", timed=False)
+        cause = self.session.blame(self._tokens(step), scale)
+        rank, at = cause.rank or 0, step - 1 + self.health.shift
+        where = self.batches.locate(at, rank, self.job.ranks, cause.micro_batch)
+        self.checkpointer.events.write("cause", step=step, where=where, **cause.to_dict())
+        return cause
 
     def _locate(self, step: int, numbers: Mapping[str, float]) -> tuple[list[int] | None, list[Place]]:
         """Returns the first rank whose own loss is not finite, and where its data is; if none is, all data."""
@@ -98,9 +127,9 @@ class Responder:
         if self.checkpointer.saver.saved_step is None:
             self.checkpointer.save(self.tally.launched)
 
-    def _hopeless(self, step: int) -> ScalingError:
+    def _hopeless(self, step: int, scale: float) -> ScalingError:
         self._keep_one()
-        cause = self.session.blame(self._tokens(step))
+        cause = self._find(step, scale)
         self.checkpointer.wait()
         good = self.checkpointer.newest_good()
         kept = f"start anew from the weights before it, `--init {good}`, with" if good else "start anew with"

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from halfstep.config.load import load
+from halfstep.core.audit.cause import Cause
 from halfstep.core.errors import ConfigError, HalfstepError
 from halfstep.training.checkpoints import checkpoint
 from halfstep.training.checkpoints.retention import best_step, survey
@@ -222,11 +223,12 @@ def test_after_a_rollback_bad_data_is_located_past_what_was_skipped(text, tmp_pa
     out, bad, seen = tmp_path / "run", range(5, 55), []
     loop = poison(start(text, out, "training.steps=100"), bad, math.nan)
     loop.health.shift = 5  # as a rollback leaves it
-    loop.session.blame = lambda batch: seen.append(batch) or "forward: there"
+    loop.session.blame = lambda batch, scale: seen.append(batch) or Cause("forward", "there", micro_batch=0)
     with pytest.raises(HalfstepError, match="up to step 50; forward: there"):
         loop.run()
     assert [event["where"] for event in events_of(out, "skip")] == [loop.batches.locate(index) for index in bad]
-    assert np.array_equal(seen[0], loop.batches.at(bad[-1]))
+    assert [np.array_equal(seen[i], loop.batches.at(bad[-i])) for i in (0, 1)] == [True, True]
+    assert [event["where"] for event in events_of(out, "cause")] == [loop.batches.locate(bad[-i]) for i in (0, 1)]
 
 
 def test_skipped_data_stays_skipped(text, out):
@@ -464,3 +466,52 @@ def test_a_deterministic_run_switches_torch(text, tmp_path, monkeypatch):
         torch.utils.deterministic.fill_uninitialized_memory = True
     with pytest.raises(ConfigError, match=r"training\.deterministic was True"):
         start(text, tmp_path / "run", "training.steps=2", resume=True)
+
+
+def blamed(loop, operation="exp"):
+    """Has the session name an operation for any step, and returns the steps it was asked about."""
+    asked = []
+
+    def blame(batch, scale):
+        asked.append((loop.tally.step, scale))
+        return Cause("forward", "blocks.0.mlp", "blocks.0.mlp", operation, micro_batch=1)
+
+    loop.session.blame = blame
+    return asked
+
+
+def test_the_cause_of_an_episode_is_sought_once_with_the_data_of_its_micro_batch(text, out, capsys):
+    loop = poison(start(text, out, "training.steps=12", "training.micro_batches=2"), range(4, 9), math.nan)
+    asked = blamed(loop)
+    assert loop.run().finished
+    assert asked == [(5, 1.0)]
+    (cause,) = events_of(out, "cause")
+    assert cause["where"] == loop.batches.locate(4, micro_batch=1)
+    assert [sum(len(place["offsets"]) for place in cause["where"])] == [2]
+    known = {key: cause[key] for key in ("step", "pass", "operation", "module", "micro_batch", "rank")}
+    assert known == {
+        "step": 5, "pass": "forward", "operation": "exp", "module": "blocks.0.mlp", "micro_batch": 1, "rank": None
+    }  # fmt: skip
+    assert "step 5: forward: blocks.0.mlp; made by `exp`" in capsys.readouterr().err
+
+
+def test_the_search_of_a_loss_scale_is_no_episode_and_without_the_monitor_nothing_is_sought(text, tmp_path):
+    policy = "fp16-mixed,scale=dynamic:init=16777216:floor=1024"
+    loop = start(text, tmp_path / "scale", "training.steps=6", policy=policy)
+    asked = blamed(loop)
+    loop.run()
+    assert len(events_of(loop.out, "skip")) > 2
+    assert asked == []
+    loop = poison(start(text, tmp_path / "off", "training.steps=6", "monitor.on=false"), [2], math.nan)
+    asked = blamed(loop)
+    loop.run()
+    assert asked == []
+
+
+def test_the_time_of_a_search_is_not_training(text, out):
+    loop = poison(start(text, out, "training.steps=6"), [2], math.nan)
+    real = loop.session.blame
+    loop.session.blame = lambda *args: time.sleep(0.3) or real(*args)
+    spent = loop.run().totals["spent"]
+    assert spent["monitor"] > 0.3
+    assert spent["wall"] >= spent["training"] + spent["monitor"]
