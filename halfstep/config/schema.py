@@ -239,6 +239,8 @@ def _check_tuple(kind: Any, value: Any, key: str, others: bool) -> Any:
         raise wrong(key, value, describe(kind), hint=f"write {key} = [...]")
     kinds = get_args(kind)
     if kinds[-1] is Ellipsis:  # any number of them
+        if set(map(type, value)) <= _exact_types(kinds[0]):  # a list of numbers may be long
+            return tuple(value)
         kinds = (kinds[0],) * len(value)
     if len(value) != len(kinds):
         raise wrong(key, value, describe(kind))

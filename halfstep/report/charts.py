@@ -1,7 +1,7 @@
 """The charts of a run, each with a caption that says the same in numbers to readers without the script."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -22,6 +22,7 @@ from halfstep.report.series import LIMIT, SMOOTH_LIMIT, Series, as_data, smooth
 Look = Literal["main", "raw", "smooth", "held-out", "reference", "mark", "event"]
 # From this many steps on, the smooth line is shown at first; below, it adds nothing to the steps.
 SMOOTH_FROM = 100
+MARKS = 500  # incidents that are marked, the last ones
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,7 @@ class Line:
     label: str
     look: Look
     series: Series
+    names: tuple[str, ...] = ()  # of marks, each at its step
 
 
 @dataclass(frozen=True)
@@ -48,7 +50,7 @@ class Chart:
     def data(self) -> dict[str, Any]:
         """Returns what the page's script draws."""
         lines = [
-            {"label": line.label, "look": line.look}
+            {"label": line.label, "look": line.look, **({"names": line.names} if line.names else {})}
             | as_data(line.series, SMOOTH_LIMIT if line.look == "smooth" else LIMIT)
             for line in self.lines
         ]
@@ -73,14 +75,14 @@ class Chart:
 _WRITTEN: dict[str, Callable[[float], str]] = {"plain": plain, "count": count, "size": size, "power": power_of_two}
 
 
-def charts(history: History, policy: Policy | None, marks: Sequence[int] = ()) -> list[Chart]:
-    """Returns the charts for which there are numbers; `marks` are the steps of incidents."""
+def charts(history: History, policy: Policy | None, marks: Mapping[int, str] | None = None) -> list[Chart]:
+    """Returns the charts for which there are numbers, in the order of the page; `marks` name incidents by step."""
     drawn = [
-        _loss(history, marks),
+        _loss(history, marks or {}),
+        _scale(history) if scaled(history, policy) else None,
         _single(history, "tokens_per_second", "throughput", "Throughput", "tokens per second", "count"),
         _single(history, "grad_norm", "gradient", "Gradient norm", "norm", "plain", log="always"),
         _rates(history),
-        _scale(history) if scaled(history, policy) else None,
         _single(history, "memory", "memory", "Memory", "in use", "size"),
     ]
     return [chart for chart in drawn if chart is not None]
@@ -110,7 +112,7 @@ def why_unscaled(policy: Policy) -> str:
     return f"No loss scale: {reasons or 'everything is computed in fp32, where no gradient is lost to range'}."
 
 
-def _loss(history: History, marks: Sequence[int]) -> Chart | None:
+def _loss(history: History, marks: Mapping[int, str]) -> Chart | None:
     train, held_out = history.column("loss"), history.held_out("loss")
     if not len(train.numbers) and not len(held_out.numbers):
         return None
@@ -126,7 +128,9 @@ def _loss(history: History, marks: Sequence[int]) -> Chart | None:
         caption += f" The bigram entropy of the text is {plain(bigram)}."
     caption += " All in nats per token."
     if marks:
-        lines.append(Line("incidents", "event", Series(marks, [math.nan] * len(marks))))
+        marks = dict(list(marks.items())[-MARKS:])
+        gaps = Series(list(marks), [math.nan] * len(marks))
+        lines.append(Line("incidents", "event", gaps, tuple(marks.values())))
         caption += " Vertical lines mark incidents, which the next section lists."
     return Chart("loss", "Loss", "plain", tuple(lines), caption, log="choice", wide=True)
 

@@ -8,14 +8,17 @@ Evaluations and checkpoints are dropped with the steps they followed. Warnings s
 session: `History.warnings` are those from before the first step, and their repetitions; the others are incidents.
 """
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
+from halfstep import __version__
 from halfstep.config.schema import build
 from halfstep.core.errors import HalfstepError
+from halfstep.report.layer_history import LayerHistory
 from halfstep.report.number_format import number
 from halfstep.report.series import Series
 from halfstep.report.step_history import StepHistory
@@ -85,6 +88,8 @@ class History:
     validations: dict[int, Event] = field(default_factory=dict)
     checkpoints: dict[int, Event] = field(default_factory=dict)
     warnings: list[Event] = field(default_factory=list)
+    findings: list[Event] = field(default_factory=list)
+    layers: LayerHistory = field(default_factory=LayerHistory)
 
     @property
     def start(self) -> Event:
@@ -153,6 +158,7 @@ class History:
     def take(self, event: Event) -> None:
         """Adds one event; those before the first start belong to no run."""
         if event.get("event") == "start":
+            _refuse_newer(event.get("halfstep"))
             if event.get("resumed_from") is None:
                 vars(self).update(vars(History()))
             self.sessions.append(Session(event, number(event.get("time"))))
@@ -189,6 +195,14 @@ class History:
                 self.validations[int(event["step"])] = event
             case "checkpoint":
                 self.checkpoints[int(event["step"])] = event
+            case "monitor":
+                self.layers.monitor(event)
+            case "layers":
+                self.layers.add(event)
+            case "sample":
+                self.layers.sample(event)
+            case "finding":
+                self.findings.append(event)
             case "warning" if self._is_of_the_start(event):
                 self.warnings.append(event)
             case "rollback":
@@ -202,6 +216,7 @@ class History:
 
     def _drop_from(self, step: int) -> None:
         self.steps.drop_from(step)
+        self.layers.drop_from(step)
         for kept in (self.validations, self.checkpoints):
             for late in [s for s in kept if s >= step]:
                 del kept[late]
@@ -211,6 +226,24 @@ class History:
         if len(self.sessions) == 1 and self.sessions[0].first_step is None:
             return True
         return any(known.get("message") == event.get("message") for known in self.warnings)
+
+
+def is_newer(version: Any) -> bool:
+    """Whether a later halfstep than this one has that version."""
+    return _release(version) > _release(__version__)
+
+
+def _release(version: Any) -> tuple[int, ...]:
+    parts = re.match(r"\d{1,9}(\.\d{1,9})*", str(version))
+    return tuple(map(int, parts[0].split("."))) if parts else ()
+
+
+def _refuse_newer(version: Any) -> None:
+    if is_newer(version):
+        raise HalfstepError(
+            f"halfstep {version} wrote this run, and this is halfstep {__version__}, which may misread it",
+            hint="use the halfstep that wrote it, or update yours",
+        )
 
 
 def nested(table: Any, *keys: str) -> Any:

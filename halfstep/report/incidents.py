@@ -23,6 +23,7 @@ NAMES = {
     "not_finite": "loss not finite",
     "spike": "loss spike",
     "low_scale": "loss scale low",
+    "cause": "cause of a NaN or infinity",
     "rollback": "rolled back",
     "save_failed": "save failed",
     "saved": "saved again",
@@ -66,9 +67,13 @@ class Incidents:
     overflows: int = 0  # skips by which a loss scale was found
 
     @property
-    def marks(self) -> list[int]:
-        """The steps at which something happened; a warning has no step of its own."""
-        return sorted({row.first for row in self.rows if row.kind != "warning"})
+    def marks(self) -> dict[int, str]:
+        """The steps at which something happened, and what; a warning has no step of its own."""
+        names: dict[int, list[str]] = {}
+        for row in self.rows:
+            if row.kind != "warning" and row.name not in names.setdefault(row.first, []):
+                names[row.first].append(row.name)
+        return {step: ", ".join(names[step]) for step in sorted(names)}
 
     @property
     def shown(self) -> list[Incident]:
@@ -144,6 +149,8 @@ class IncidentReader:
                 self._streak("spike", step, event, _spike(event))
             case "low_scale":
                 self._row("low_scale", step, event, message)
+            case "cause":
+                self._row("cause", step, event, _with_data(message, event))
             case "rollback":
                 self._row("rollback", step, event, message)
                 self._step = _whole(event.get("to"), self._step)

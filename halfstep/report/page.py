@@ -8,73 +8,126 @@ import os
 from collections.abc import Iterable
 from importlib import resources
 from pathlib import Path
+from typing import Any
 
 from halfstep.core.roles import ROLES
 from halfstep.report import summary
-from halfstep.report.charts import charts, scaled, why_unscaled
+from halfstep.report.charts import Chart, charts, scaled, why_unscaled
+from halfstep.report.findings import SEVERITIES, findings
 from halfstep.report.history import Event, History, nested, read_changes
 from halfstep.report.incidents import IncidentReader
+from halfstep.report.layers import LayerFigures, figures
 from halfstep.report.precision import describe_policies, read_policy, starting_warnings
 from halfstep.report.settings import command, settings
 from halfstep.report.template import fill
 from halfstep.report.time_breakdown import time_breakdown
+from halfstep.report.what_if import WhatIf, what_if
+from halfstep.report.what_if import as_data as what_if_data
 from halfstep.training.telemetry.events import stream_events
 
 # Lists that grow with a run are cut to this many rows: a page is for reading, the folder has the rest.
 SHOWN = 20
 
 
+class Report:
+    """The report of a run. Takes events one by one, since a long run has many; the page can be asked for often."""
+
+    def __init__(self, title: str):
+        self.title = title
+        self._history, self._reader = History(), IncidentReader()
+
+    def take(self, event: Event) -> None:
+        """Adds one event."""
+        self._history.take(event)
+        self._reader.take(event)
+
+    def html(self, *, live: bool = False) -> str:
+        """Returns the report as one HTML document; a live one asks its server for newer ones."""
+        history = self._history.finish()
+        contents = _contents(history, self._reader)
+        # A live page may get layers later.
+        assets = _assets(maps=live or contents["layers"] is not None, live=live)
+        return fill("page.html", title=self.title, live=live, **assets, **contents)
+
+
 def render(events: Iterable[Event], title: str) -> str:
-    """Returns the report of a run as one HTML document; takes events one by one, since a long run has many."""
-    history, reader = History(), IncidentReader()
+    """Returns the report of a run as one HTML document."""
+    report = Report(title)
     for event in events:
-        history.take(event)
-        reader.take(event)
-    history.finish()
+        report.take(event)
+    return report.html()
+
+
+def _assets(*, maps: bool, live: bool) -> dict[str, str]:
+    scripts = ["page.js", *["layers.js"] * maps, "start.js", *["watch.js"] * live]
+    # The chart library under its license, then ours.
+    license = f"/*!\n{_asset('uplot.LICENSE.txt')}\n*/"
+    return {
+        "style": "\n".join(map(_asset, ("uplot.min.css", "page.css"))),
+        "script": "\n".join((license, _asset("uplot.min.js"), *map(_asset, scripts))),
+    }
+
+
+def _contents(history: History, reader: IncidentReader) -> dict[str, Any]:
     policy, policy_error = read_policy(history)
     incidents = reader.incidents(history)
     drawn = charts(history, policy, incidents.marks)
+    by_id = {chart.id: chart for chart in drawn}
+    layers, lost, every = figures(history.layers), what_if(history.layers), settings(history)
     num_checkpoints = len(history.checkpoints)
     newest = f": the last {SHOWN} of {num_checkpoints:,}" if num_checkpoints > SHOWN else ""
-    return fill(
-        "page.html",
-        title=title,
-        style="\n".join(map(_asset, ("uplot.min.css", "page.css"))),
-        # The chart library under its license, then ours.
-        script="\n".join((f"/*!\n{_asset('uplot.LICENSE.txt')}\n*/", _asset("uplot.min.js"), _asset("page.js"))),
-        headline=summary.headline(history),
-        result=summary.result(history),
-        status=summary.status(history),
-        recipe_title=history.config.get("title"),  # its own words: its settings may have been changed
-        particulars=summary.particulars(history),
-        initial_weights=summary.initial_weights(history),
-        data_description=nested(history.start, "data", "description"),
-        data_digest=nested(history.start, "data", "digest"),
-        halfstep=history.start.get("halfstep"),
-        tiles=summary.tiles(history),
-        policy_text=str(history.start.get("policy")),
-        policies=describe_policies(history),
-        changed=bool(read_changes(history.start)),
-        requested=str(history.config.get("policy")),
-        choice_preset=nested(history.choice, "preset"),
-        choice_reason=nested(history.choice, "reason"),
-        warnings=starting_warnings(history),
-        num_warnings=len(history.warnings),
-        shown=SHOWN,
-        policy=policy,
-        policy_error=policy_error,
-        roles=ROLES,
-        charts=drawn,
-        chart_data={chart.id: chart.data() for chart in drawn},
-        no_scale_reason=why_unscaled(policy) if policy and not scaled(history, policy) else None,
-        incidents=incidents,
-        time=time_breakdown(history),
-        sessions=history.sessions,
-        settings=settings(history),
-        checkpoints=list(history.checkpoints.items())[-SHOWN:],
-        checkpoints_caption=f"Checkpoints written{newest}",
-        command=command(history),
-    )
+    return {
+        "headline": summary.headline(history),
+        "result": summary.result(history),
+        "status": summary.status(history),
+        "recipe_title": history.config.get("title"),  # its own words: its settings may have been changed
+        "particulars": summary.particulars(history),
+        "initial_weights": summary.initial_weights(history),
+        "data_description": nested(history.start, "data", "description"),
+        "data_digest": nested(history.start, "data", "digest"),
+        "halfstep": history.start.get("halfstep"),
+        "tiles": summary.tiles(history),
+        "policy_text": str(history.start.get("policy")),
+        "policies": describe_policies(history),
+        "changed": bool(read_changes(history.start)),
+        "requested": str(history.config.get("policy")),
+        "choice_preset": nested(history.choice, "preset"),
+        "choice_reason": nested(history.choice, "reason"),
+        "warnings": starting_warnings(history),
+        "num_warnings": len(history.warnings),
+        "shown": SHOWN,
+        "policy": policy,
+        "policy_error": policy_error,
+        "roles": ROLES,
+        "loss_chart": by_id.get("loss"),
+        "scale_chart": by_id.get("scale"),
+        "others": [chart for chart in drawn if chart.id not in ("loss", "scale")],
+        "data": _data(drawn, layers, lost, history),
+        "layers": layers,
+        "what_if": lost,
+        "findings": findings(history.findings),
+        "severities": SEVERITIES,
+        "no_scale_reason": why_unscaled(policy) if policy and not scaled(history, policy) else None,
+        "incidents": incidents,
+        "time": time_breakdown(history),
+        "sessions": history.sessions,
+        "changed_settings": [one for one in every if one.default is not None],
+        "default_settings": [one for one in every if one.default is None],
+        "checkpoints": list(history.checkpoints.items())[-SHOWN:],
+        "checkpoints_caption": f"Checkpoints written{newest}",
+        "command": command(history),
+    }
+
+
+def _data(
+    drawn: list[Chart], layers: LayerFigures | None, lost: WhatIf | None, history: History
+) -> dict[str, Any]:
+    newest = history.layers.newest
+    return {
+        "charts": {chart.id: chart.data() for chart in drawn},
+        "layers": layers and layers.data,
+        "what_if": [] if lost is None or newest is None else what_if_data(lost, newest),
+    }
 
 
 def write(events_path: Path, page_path: Path) -> None:

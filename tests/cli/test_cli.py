@@ -63,7 +63,7 @@ def test_importing_halfstep_loads_nothing_and_names_are_loaded_when_used():
 def test_help_lists_every_command_and_the_version_is_ours(capsys):
     assert run(["--help"]) == 0
     out = capsys.readouterr().out
-    for command in ("formats", "policy", "probe", "--version"):
+    for command in ("formats", "policy", "probe", "report", "runs", "watch", "--version"):
         assert command in out
     assert run(["--version"]) == 0
     assert capsys.readouterr().out.strip() == __version__

@@ -1,11 +1,10 @@
 // Draws the charts of the report. The data is in #data, the colors in the style sheet, the words in the page.
-(() => {
+// layers.js draws the maps with what this file offers, start.js starts both, watch.js starts them again.
+const halfstep = (() => {
   "use strict";
 
-  const charts = JSON.parse(document.getElementById("data").textContent);
-  const dark = matchMedia("(prefers-color-scheme: dark)");
-  const paper = matchMedia("print");
   const drawn = new Map(); // figure -> uPlot
+  const page = { data: null, drawn };
 
   // ---- how numbers are written
 
@@ -65,14 +64,29 @@
     };
   }
 
-  function axes(chart, log, ink) {
-    const write = writers[chart.unit];
-    const shared = {
-      stroke: ink("--quiet"),
-      font: `12px ${getComputedStyle(document.body).fontFamily}`,
-      grid: { stroke: ink("--line"), width: 1 },
-      ticks: { show: false },
+  const ink = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+
+  const axis = () => ({
+    stroke: ink("--quiet"),
+    font: `12px ${getComputedStyle(document.body).fontFamily}`,
+    grid: { stroke: ink("--line"), width: 1 },
+    ticks: { show: false },
+  });
+
+  // Steps are whole numbers.
+  function stepAxis() {
+    const whole = [];
+    for (let ten = 1; ten < 1e12; ten *= 10) whole.push(ten, 2 * ten, 5 * ten);
+    return {
+      ...axis(), size: 30, gap: 6, space: 64, incrs: whole,
+      grid: { show: false },
+      values: (_, ticks) => ticks.map((tick) => tick.toLocaleString("en-US")),
     };
+  }
+
+  function axes(chart, log) {
+    const write = writers[chart.unit];
+    const shared = axis();
     const y = { ...shared, size: { size: 68, power: 40 }[chart.unit] ?? 48, gap: 6, values: (_, ticks) => ticks.map((tick) => write(tick, 3)) };
     if (log) {
       const base = chart.unit === "power" ? 2 : 10;
@@ -81,19 +95,12 @@
     } else if (chart.unit === "size") {
       y.incrs = Array.from({ length: 46 }, (_, i) => 2 ** i);
     }
-    const whole = [];
-    for (let ten = 1; ten < 1e12; ten *= 10) whole.push(ten, 2 * ten, 5 * ten);
-    const x = {
-      ...shared, size: 30, gap: 6, space: 64, incrs: whole,
-      grid: { show: false },
-      values: (_, ticks) => ticks.map((tick) => tick.toLocaleString("en-US")),
-    };
-    return [x, y];
+    return [stepAxis(), y];
   }
 
   // ---- lines
 
-  function lines(chart, smooth, ink) {
+  function lines(chart, smooth) {
     return chart.lines.map(({ label, look, x }) => {
       const color = ink(`--${look === "smooth" ? "main" : look}`);
       const dots = (size, fill = color) => ({ show: true, size, width: 1.5, fill, stroke: color });
@@ -119,7 +126,7 @@
   }
 
   // What happened stands over the whole height, behind the lines.
-  function upright(chart, ink) {
+  function upright(chart) {
     const steps = chart.lines.filter(({ look }) => look === "event").flatMap(({ x }) => x);
     return ({ bbox, ctx, valToPos }) => {
       ctx.save();
@@ -151,12 +158,22 @@
 
   // ---- the key: last values at rest, those under the cursor while there is one
 
+  const whole = (number) => number.toLocaleString("en-US");
+
+  // What happened at the line next to the cursor.
+  function happened(u, chart) {
+    const marks = chart.lines.find(({ look }) => look === "event");
+    const near = (marks?.x ?? []).map((step, i) => [Math.abs(u.valToPos(step, "x") - u.cursor.left), i]);
+    const [away, i] = near.reduce((a, b) => (b[0] < a[0] ? b : a), [Infinity, 0]);
+    return away < 6 ? `: ${marks.names[i]}${marks.x[i] === u.data[0][u.cursor.idx] ? "" : ` at ${whole(marks.x[i])}`}` : "";
+  }
+
   function follow(figure, chart) {
     const cells = [...figure.querySelectorAll("[data-line]")];
     const at = figure.querySelector(".at");
     return (u) => {
       const index = u.cursor.idx;
-      at.textContent = index == null ? "" : `step ${u.data[0][index].toLocaleString("en-US")}`;
+      at.textContent = index == null ? "" : `step ${whole(u.data[0][index])}${happened(u, chart)}`;
       for (const cell of cells) {
         const line = Number(cell.dataset.line) + 1;
         if (index == null || ["mark", "event"].includes(chart.lines[line - 1].look)) {
@@ -180,6 +197,27 @@
         draw(figure);
       });
     }
+    figure.querySelector("[data-csv]").addEventListener("click", () => {
+      const chart = page.data.charts[figure.dataset.chart];
+      const rows = chart.lines.flatMap(({ label, x, y, names }) => x.map((step, i) => [label, step, names?.[i] ?? y[i]]));
+      save(figure.dataset.chart, [["line", "step", "value"], ...rows]);
+    });
+  }
+
+  // ---- numbers as a file
+
+  const field = (value) => {
+    const text = value == null || Number.isNaN(value) ? "" : String(value);
+    return /[",\n\r]/.test(text) ? `"${text.replaceAll('"', '""')}"` : text;
+  };
+
+  function save(name, rows) {
+    const text = rows.map((row) => row.map(field).join(",")).join("\n");
+    const link = document.createElement("a");
+    link.href = URL.createObjectURL(new Blob([`${text}\n`], { type: "text/csv" }));
+    link.download = `${document.title.split(":")[0].replace(/[^\w.-]+/g, "_")}-${name}.csv`;
+    link.click();
+    setTimeout(() => URL.revokeObjectURL(link.href), 10_000);
   }
 
   const isOn = (figure, name) =>
@@ -189,11 +227,9 @@
 
   function draw(figure) {
     const plot = figure.querySelector(".plot");
-    const chart = charts[figure.dataset.chart];
+    const chart = page.data.charts[figure.dataset.chart];
     const smooth = isOn(figure, "smooth");
     const log = chart.log || isOn(figure, "log");
-    const style = getComputedStyle(document.documentElement);
-    const ink = (name) => style.getPropertyValue(name).trim();
     for (const swatch of figure.querySelectorAll(".swatch.smooth")) swatch.parentElement.hidden = !smooth;
 
     // On a logarithmic axis there is no zero; what is not positive is left out, as a gap.
@@ -207,8 +243,8 @@
         x: { time: false },
         y: { distr: log ? 3 : 1, log: chart.unit === "power" ? 2 : 10, range: range(chart.unit, log, figure.dataset.chart !== "loss") },
       },
-      axes: axes(chart, log, ink),
-      series: [{}, ...lines(chart, smooth, ink)],
+      axes: axes(chart, log),
+      series: [{}, ...lines(chart, smooth)],
       legend: { show: false },
       cursor: {
         y: false,
@@ -217,26 +253,15 @@
         // A reference has no point of its own under the cursor.
         points: { size: (_, line) => (chart.lines[line - 1].look === "reference" ? 0 : 7), width: 1.5 },
       },
-      hooks: { setCursor: [follow(figure, chart)], drawAxes: [upright(chart, ink)] },
+      hooks: { setCursor: [follow(figure, chart)], drawAxes: [upright(chart)] },
     };
-    drawn.get(figure)?.destroy();
-    drawn.set(figure, new uPlot(options, data, plot));
+    show(figure, options, data);
   }
 
-  const figures = [...document.querySelectorAll("figure[data-chart]")];
-  const drawAll = () => figures.forEach(draw);
+  function show(figure, options, data) {
+    drawn.get(figure)?.destroy();
+    drawn.set(figure, new uPlot(options, data, figure.querySelector(".plot")));
+  }
 
-  document.documentElement.classList.add("live");
-  figures.forEach(prepare);
-  drawAll();
-  dark.addEventListener("change", drawAll);
-  paper.addEventListener("change", drawAll);
-  const resized = new ResizeObserver((entries) => {
-    for (const { target } of entries) {
-      const u = drawn.get(target.parentElement);
-      if (target.clientWidth && u.width !== target.clientWidth)
-        u.setSize({ width: target.clientWidth, height: target.clientHeight });
-    }
-  });
-  for (const figure of figures) resized.observe(figure.querySelector(".plot"));
+  return Object.assign(page, { draw, prepare, show, save, ink, axis, stepAxis, whole, digits, superscript });
 })();

@@ -222,7 +222,35 @@ def stream_events(path: Path) -> Iterator[dict[str, Any]]:
                 yield _parse(line, path, number)
 
 
-def newest_first(path: Path, begin: bytes = b"") -> Iterator[dict[str, Any]]:
+class Follower:
+    """Reads an events file while it is being written: each call gives the whole lines since the one before."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        self.place = 0  # in bytes, after the last line that was read
+        self._lines = 0
+        self._file: tuple[int, int] | None = None
+
+    def new(self) -> Iterator[dict[str, Any]]:
+        """Yields the events that came since the last call; a line without its end is left to the next."""
+        with os_errors(EventsError, f"events cannot be read from `{self.path}`"), open_regular(self.path) as file:
+            known = os.fstat(file.fileno())
+            if self._file not in (None, (known.st_dev, known.st_ino)) or known.st_size < self.place:
+                raise EventsError(f"`{self.path}` was replaced by another file", hint="start again")
+            self._file = known.st_dev, known.st_ino
+            file.seek(self.place)
+            while (line := file.readline(MOST_LINE)).endswith(b"\n") or len(line) == MOST_LINE:
+                event = _parse(line, self.path, self._lines + 1)
+                self._lines, self.place = self._lines + 1, self.place + len(line)
+                yield event
+
+
+def begins(*kinds: str) -> tuple[bytes, ...]:
+    """Returns how the lines of some kinds of events begin, for `newest_first`."""
+    return tuple(f'{{"event": "{kind}"'.encode() for kind in kinds)
+
+
+def newest_first(path: Path, begin: bytes | tuple[bytes, ...] = b"") -> Iterator[dict[str, Any]]:
     """Yields the events of a file from its end, those whose line has a certain beginning; reads no more than
     needed. Damaged lines are passed over: the checkpoints, and not this record, are what a run resumes from."""
     with os_errors(EventsError, f"events cannot be read from `{path}`"), open_regular(path) as file:

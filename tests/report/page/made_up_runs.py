@@ -92,6 +92,93 @@ def eventful():
     ]
 
 
+MODULES = ("attn.norm", "attn.qkv", "attn.out", "mlp.norm", "mlp.up", "mlp.down")
+SPECS = {"e4m3": 31.5, "e5m2": 25.5, "fp16": 73.7, "bf16": 55.7, "e4m3:row": 32.0, "e5m2:block": 25.9}
+
+
+def layer_names(layers):
+    names = [f"blocks.{i // len(MODULES)}.{MODULES[i % len(MODULES)]}" for i in range(layers)]
+    return ["embedding", *names[: layers - 2], "lm_head"]
+
+
+def monitored(steps=200, layers=26, every=10, sample_every=50, policy="fp16-mixed"):
+    """Events of the monitor: in one layer activations grow beyond fp16, another loses most of its updates."""
+    names, chance = layer_names(layers), random.Random(1)
+    formats = {"activation": "fp16", "gradient": "fp16", "weight": "fp32"}
+    kinds = ["embedding", *("norm" if "norm" in name else "matmul" for name in names[1:])]
+    watched = [{"name": name, "kind": kind, "formats": formats} for name, kind in zip(names, kinds, strict=True)]
+    yield {"event": "monitor", "time": BEGAN, "step": 0, "layers": watched, "every": every, "slice": 4096}
+    hot, weak = layers // 2, layers // 3
+    for number in range(every, steps + 1, every):
+        grown = number / steps
+        activation = [3.0 * 2 ** (i % 5) * (1 + chance.random()) for i in range(layers)]
+        activation[hot] *= 2.0 ** (15 * grown)
+        gradient = [2.0 ** (-4 - i % 7) * chance.random() for i in range(layers)]
+        lost = [None if i % 9 == 4 else round(1e-4 * chance.random(), 6) for i in range(layers)]
+        lost[weak] = round(0.988 * (1 - math.exp(-6 * grown)), 6)
+        yield {"event": "layers", "time": BEGAN + number / 4, "step": number, "since": number - every,
+               "activation": counted(activation, [400.0 * (a > 65504) for a in activation], [1.0] * layers),
+               "gradient": counted(gradient, [0.0] * layers, [40.0 * (i % 7) ** 2 for i in range(layers)]),
+               "weight": {"norm": [12.0] * layers, "gradient_norm": [0.2] * layers, "lost": lost,
+                          "update_norm": [2e-3 * 2.0 ** -(i % 11) for i in range(layers)]}}  # fmt: skip
+        if number % sample_every == 0 or number == steps:
+            why = "schedule" if number % (3 * sample_every) else "alarm: loss spike"
+            yield {"event": "sample", "time": BEGAN + number / 4, "step": number, "why": why,
+                   "layers": {name: sampled(i, grown, hot == i) for i, name in enumerate(names)}}  # fmt: skip
+
+
+def counted(amax, overflow, underflow):
+    nothing = [0.0] * len(amax)
+    return {"count": [4096.0] * len(amax), "amax": amax, "overflow": overflow, "underflow": underflow,
+            "subnormal": nothing}  # fmt: skip
+
+
+def sampled(place, grown, hot):
+    """Roles of a layer: exponents in a bell; activations of the hot one grow, each seventh has tiny gradients."""
+    centers = {"activation": 1 + place % 5 + 14 * grown * hot, "gradient": -12 - 2 * (place % 7), "weight": -6.0}
+    return {
+        role: {
+            "format": "fp16", "sqnr": 70.1, "headroom": 12.5, "kurtosis": 3.2,
+            "exponents": {str(e): round(1e5 * math.exp(-((e - center) ** 2) / 12))
+                          for e in range(int(center) - 11, int(center) + 6)},
+            "what_if": {spec: {"sqnr": best - (9 if hot and role == "activation" and ":" not in spec else 0),
+                               "overflow": 0.0, "exact": False,
+                               "underflow": 0.06 if center == -24 and spec != "bf16" else 2e-4}
+                        for spec, best in SPECS.items()},
+        }
+        for role, center in centers.items()
+    }  # fmt: skip
+
+
+def finding(rule, severity, message, **more):
+    base = {"confidence": "certain", "fix": "hold the weights in fp32: `param=fp32`", "page": "docs/audit.md",
+            "place": None, "where": [], "evidence": {}, "policy_rule": None, "ranks": []}  # fmt: skip
+    return {"event": "finding", "time": BEGAN, "step": 20, "rule": rule, "severity": severity, "message": message,
+            **base, **more}  # fmt: skip
+
+
+def watched_run(steps=200, layers=26, **more):
+    """A run with everything that the monitor and the audit record, a spike and the cause of a NaN."""
+    weak = layer_names(layers)[layers // 3]
+    where = [{"file": "shards/b.bin", "offsets": [512]}]
+    extra = [
+        *monitored(steps, layers, **more),
+        finding("HS101", "error", "weights without a master lose most of their updates", where=[weak],
+                evidence={"lost": 0.988, "arrived": 0.21}, policy_rule=f'"{weak}" = "param=fp32"'),
+        finding("HS303", "note", "matmuls may add up in fp16", place="train.py:41", confidence="likely",
+                fix="set `torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False`"),
+        {"event": "spike", "time": BEGAN, "step": steps * 3 // 4, "loss": 9.0, "median": 2.0, "where": where},
+        {"event": "cause", "time": BEGAN, "step": steps * 9 // 10, "pass": "forward", "operation": "matmul",
+         "module": layer_names(layers)[layers // 2], "micro_batch": 1, "rank": None, "where": where,
+         "message": "the matmul of `blocks.2.attn.out` is the first with finite inputs and another output"},
+    ]  # fmt: skip
+    plain, *rest = run(steps, "fp16-mixed", overflows=(3, 4, 5))
+    numbered = [*rest, *extra]
+    order = {"step": 0, "monitor": -1, "end": 2}
+    numbered.sort(key=lambda event: (event.get("step", 0), order.get(event["event"], 1)))
+    return [plain, *numbered]
+
+
 FP16 = run(200, "fp16-mixed; lm_head: compute=fp32", overflows=(3, 4, 5, 180))
 RUNS = {
     "fp32": run(200, choice={"preset": "fp32", "reason": REASON}), "fp16": FP16,
@@ -99,7 +186,7 @@ RUNS = {
     "resumed": [*run(50, finished=False),
                 *run(25, first=41, resumed_from=40, time=BEGAN + 3600, seed=1, finished=False)],
     "just started": [start("bf16-mixed")], "one step": run(1, "bf16-mixed", finished=False),
-    "eventful": eventful(),
+    "eventful": eventful(), "watched": watched_run(),
 }  # fmt: skip
 HOSTILE = "</script><script>document.documentElement.className='owned'</script><img onerror=x src=x>\"'&`"
 

@@ -48,6 +48,10 @@ class Page(HTMLParser):
 
     @property
     def data(self):
+        return self.embedded["charts"]
+
+    @property
+    def embedded(self):
         (result,) = [pieces for attributes, pieces in self.raw["script"] if attributes.get("id") == "data"]
         return json.loads("".join(result))
 

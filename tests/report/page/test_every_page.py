@@ -53,14 +53,25 @@ def test_only_the_scripts_and_styles_of_the_page_may_run_and_they_have_their_lic
 
 
 def test_every_section_chart_and_role_is_there_in_order(page):
-    assert page.parts["h2"] == ["Precision", "Step by step", "What happened", "The run", "Repeat it"]
+    # What people look for first comes first.
+    sections = [
+        "Loss",
+        "What happened",
+        "Precision",
+        *(["Step by step"] if page.data else []),
+        "Settings",
+        "The run",
+    ]
+    assert page.parts["h2"] == [*sections, "Repeat it"]
     levels = [int(name[1]) for name, _ in page.elements if re.fullmatch("h[1-6]", name)]
     assert levels[0] == 1
     assert all(after - before <= 1 for before, after in pairwise(levels))
-    figures = [a["data-chart"] for n, a in page.elements if n == "figure"]
+    figures = [a["data-chart"] for n, a in page.elements if "data-chart" in a]
     assert figures == list(page.data)
-    captions = page.parts.get("figcaption", [])
-    assert len(captions) == len(figures)
+    maps = [a["data-map"] for n, a in page.elements if "data-map" in a]
+    assert maps == (["exponents", "headroom", "updates"] if page.embedded["layers"] else [])
+    assert len([n for n, _ in page.elements if n == "figcaption"]) == len(figures) + len(maps)
+    captions = [part for part in page.parts.get("figcaption", []) if not maps]
     assert all(re.search(r"\d.* at step \d|stayed at .*\d", caption) for caption in captions)
     for role, spec in ROLES.items():
         assert f"{role}" in page.text
