@@ -72,7 +72,7 @@ class Weight:
     optimizer: str | None = None  # the class of the optimizer that steps it
     master: str | None = None  # the format that the optimizer really steps; None if that is `format`
     moments: dict[str, str] = field(default_factory=dict)  # by their name in the optimizer's state
-    stochastic: bool = False  # updates are rounded stochastically, so that none is lost on average
+    stochastic: bool = False  # updates are rounded stochastically or compensated: none is lost on average
     grad_format: str | None = None
     place: str | None = None
     updates: UpdateCounts | None = None

@@ -238,11 +238,11 @@ def _kind_of(module: nn.Module, where: Where, out: Tensor | None) -> tuple[Any, 
     precision = module.precision if isinstance(module, Layer) else None
     if where.norm:
         return "norm", None if precision is None else str(precision.norm)
-    if any(p.dim() == 2 for p in module.parameters(recurse=False)) and not isinstance(module, nn.Embedding):
+    matrix = next((p for p in module.parameters(recurse=False) if p.dim() == 2), None)
+    if matrix is not None and not isinstance(module, nn.Embedding):
+        router = where.router and matrix.shape[0] < matrix.shape[1]
         inside = str(precision.operand.format) if precision is not None else None
-        return ("router" if where.router else "matmul"), inside or (
-            format_name(out.dtype) if out is not None else None
-        )
+        return ("router" if router else "matmul"), inside or (format_name(out.dtype) if out is not None else None)
     return None, None
 
 

@@ -53,6 +53,11 @@ def narrow(dtype: torch.dtype) -> bool:
     return dtype.is_floating_point and dtype.itemsize < 4
 
 
+def _is_ordinary(tensor: Tensor) -> Tensor:
+    """Returns whether every number is below the largest of the format, which masks use as they use infinity."""
+    return tensor.abs().amax() < torch.finfo(tensor.dtype).max
+
+
 @dataclass(slots=True)
 class _Tally:
     operation: Operation
@@ -60,12 +65,12 @@ class _Tally:
     overflow: Tensor | None = None
 
     def add(self, inputs: list[Tensor], out: Tensor) -> None:
-        """Adds the numbers of a result; what is not finite counts if the inputs were."""
+        """Adds the numbers of a result; what is not finite counts if the inputs were, masks among them."""
         result = local(out.detach())
         self.operation.elements += result.numel()
         amax = result.abs().amax().float()
-        given = [local(t.detach()).abs().amax().float() for t in inputs if t is not out and t.numel()]
-        finite = torch.isfinite(torch.stack([t.to(amax.device) for t in given])).all() if given else True
+        given = [_is_ordinary(local(t.detach())).to(amax.device) for t in inputs if t is not out and t.numel()]
+        finite = torch.stack(given).all() if given else True
         bad = (~torch.isfinite(result)).sum() * finite
         self.amax = amax if self.amax is None else torch.maximum(self.amax, amax)
         self.overflow = bad if self.overflow is None else self.overflow + bad
@@ -115,7 +120,7 @@ class Operations:
             tally = self._tally(function, what, inside, inputs, out, where, place, promoted)
             tally.operation.count += 1
             if values and narrow(out.dtype) and out.requires_grad and out.numel() and what != "loss":
-                tally.add([t for t in inputs if t.requires_grad], out)
+                tally.add(inputs, out)
 
     def see_module(
         self, kind: Any, inside: str | None, inputs: list[Tensor], out: Tensor, where: Where, place: Any
@@ -124,7 +129,7 @@ class Operations:
         tally = self._tally(None, kind, inside, inputs, out, where, place, None)
         tally.operation.count += 1
         if narrow(out.dtype) and out.requires_grad and out.numel():
-            tally.add([t for t in inputs if t.requires_grad], out)
+            tally.add(inputs, out)
 
     def seen(self) -> Iterator[Operation]:
         """Yields what there was; arithmetic only if it overflowed."""

@@ -1,5 +1,6 @@
 """The parameters and buffers of a model, and what optimizers hold of them, as an audit records them."""
 
+import re
 from collections.abc import Iterable
 from typing import Any
 
@@ -10,8 +11,11 @@ from halfstep.core.audit.kinds import buffer_kind, weight_kind
 from halfstep.core.audit.record import Buffer, Weight
 from halfstep.torch.collect.updates import UpdateWatch
 from halfstep.torch.dtypes import DTYPES
+from halfstep.torch.optim.masters import Masters
 from halfstep.torch.split.operand import is_split
 
+# What optimizers of others call it, in their settings or state: torchao, optimi, pytorch_optimizer.
+_SMALL_UPDATES = re.compile(r"stochastic|kahan|(^|_)comp(ensation)?($|_)")
 _NAMES = {dtype: str(fmt) for fmt, dtype in DTYPES.items()}
 
 
@@ -44,6 +48,7 @@ def weights_of(
                 moments=_moments(optimizer, stepped),
                 grad_format=None if p.grad is None else format_name(p.grad.dtype),
                 updates=watch.counts(stepped) if watch else None,
+                stochastic=optimizer is not None and _keeps_small_updates(optimizer, stepped),
             )
     return [*found.values()]
 
@@ -80,10 +85,28 @@ def _master(parameter: Tensor, stepped: Tensor) -> str | None:
     return None if stepped is parameter else format_name(stepped.dtype)
 
 
+def _keeps_small_updates(optimizer: Any, parameter: Tensor) -> bool:
+    """Returns whether an optimizer says that it rounds stochastically, or keeps what rounds away (Kahan's sum)."""
+    if isinstance(masters := getattr(optimizer, "masters", None), Masters):
+        return masters.of(parameter).stochastic
+    group: dict[str, Any] = next(
+        (g for g in optimizer.param_groups if any(p is parameter for p in g["params"])), {}
+    )
+    settings = {**vars(optimizer), **group}
+    said = any(_SMALL_UPDATES.search(str(name)) and value is True for name, value in settings.items())
+    state = optimizer.state.get(parameter, {})
+    return said or any(
+        _SMALL_UPDATES.search(str(key)) and isinstance(value, Tensor) for key, value in state.items()
+    )
+
+
 def _moments(optimizer: torch.optim.Optimizer | None, parameter: Tensor) -> dict[str, str]:
     state = optimizer.state.get(parameter, {}) if optimizer else {}
     return {
         key: format_name(value.dtype)
         for key, value in state.items()
-        if isinstance(value, Tensor) and value.ndim and value.shape == parameter.shape
+        if isinstance(value, Tensor)
+        and value.ndim
+        and value.shape == parameter.shape
+        and not _SMALL_UPDATES.search(str(key))
     }

@@ -86,3 +86,27 @@ def test_kinds_of_buffers():
     assert buffer_kind("rotary_emb.inv_freq") == buffer_kind("attn.cos") == "rope"
     assert buffer_kind("bn.running_mean") == "running"
     assert buffer_kind("causal_mask") == buffer_kind("cosine") == "other"
+
+
+class Kahan(torch.optim.SGD):
+    def step(self):
+        for p in self.param_groups[0]["params"]:
+            self.state[p] = {"kahan_comp": torch.zeros_like(p)}
+
+
+def test_optimizers_that_keep_small_updates_are_known():
+    def found(make):
+        model = nn.Linear(4, 4, dtype=torch.bfloat16)
+        optimizer = make(model.parameters())
+        optimizer.step()
+        return {(w.stochastic, *w.moments) for w in weights_of(model, [optimizer])}
+
+    def rounds(params):
+        optimizer = torch.optim.SGD(params, lr=0.1)
+        optimizer.bf16_stochastic_round = True  # torchao's name
+        return optimizer
+
+    assert found(Kahan) == {(True,)}  # and its compensation is no moment
+    assert found(rounds) == {(True,)}
+    assert found(lambda params: AdamW(params, masters="bf16:stochastic")) == {(True, "exp_avg", "exp_avg_sq")}
+    assert found(torch.optim.SGD) == {(False,)}
