@@ -50,6 +50,8 @@ def run(command: Sequence[str], steps: int = 20, stdout: int | None = None) -> O
         }
     trained = sorted((each for each in seen if each["record"]["updates"]), key=lambda each: each["record"]["rank"])
     records = tuple(Record.from_dict(each["record"]) for each in trained)
+    if exit_code == -signal.SIGINT and trained and all(each["ended"] for each in trained):
+        exit_code = 0  # it trains in a thread, and was interrupted by the audit itself
     notes = [*_how_it_ended(command, steps, exit_code, trained, left)]
     if not records:
         notes.append(_why_nothing(seen, left))
@@ -101,7 +103,7 @@ def _how_it_ended(
 def _why_nothing(seen: list[dict[str, Any]], left: dict[str, list[str]]) -> str:
     if left["unwatched"]:
         return f"it could not be watched: {left['unwatched'][0]}"
-    if any(call["what"] == "backward" for each in seen for call in each["record"]["calls"]):
+    if any(each["record"]["losses"] for each in seen):
         return "no update was seen: backward passes ran, and no torch.optim.Optimizer was stepped"
     if seen:
         return "no update was seen: torch was imported, and no torch.optim.Optimizer was stepped"

@@ -5,6 +5,7 @@ from functools import wraps
 from typing import Any
 
 import torch
+from torch._compile import _disable_dynamo
 
 Around = Callable[..., Any]
 
@@ -15,10 +16,11 @@ class Patches:
     def __init__(self) -> None:
         self._undo: list[Callable[[], None]] = []
 
-    def wrap(self, owner: Any, name: str, around: Around) -> None:
+    def wrap(self, owner: Any, name: str, around: Around, *, traced: bool = True) -> None:
         """Replaces a function by one that calls `around(original, *args, **kwargs)`.
 
-        Where dynamo traces the call, it meets the original: compiled code stays as it is.
+        Where dynamo traces the call, it meets the original: compiled code stays as it is. With `traced=False`
+        it never traces the call.
         """
         original = getattr(owner, name)
 
@@ -29,7 +31,7 @@ class Patches:
             return around(original, *args, **kwargs)
 
         wrapper.__halfstep_watched__ = True  # type: ignore[attr-defined]
-        self.put(owner, name, wrapper)
+        self.put(owner, name, wrapper if traced else _disable_dynamo(wrapper))
 
     def wrap_everywhere(self, owners: list[Any], name: str, around: Around) -> None:
         """Replaces a function that several modules have under one name."""

@@ -47,11 +47,11 @@ class Watched:
     probe: tuple[Tensor, Tensor] | None = None  # a parameter, and a part of its gradient after backward
     ratio: Any = 1.0  # by what the script itself has divided the gradients since then
     grad_formats: dict[int, str] = field(default_factory=dict)  # by id of a parameter
-    version: int | None = None  # of its first parameter, at a backward pass that no step has followed yet
+    version: int | None = None  # of its first parameter, after its last step or at the last zeroing
 
     def restart(self) -> None:
         """Forgets the gradients: they were used, or set to zero."""
-        self.micro, self.scaled, self.probe, self.ratio, self.version = 0, False, None, 1.0, None
+        self.micro, self.scaled, self.probe, self.ratio = 0, False, None, 1.0
 
 
 class Seen:
@@ -208,6 +208,7 @@ class Seen:
         watched = self.optimizer(optimizer)
         watched.steps += 1
         watched.restart()
+        watched.version = version_of(optimizer)
         self._stepped.add(optimizer)
         if optimizer in self._sampling:
             self._sampling.discard(optimizer)
@@ -308,8 +309,7 @@ class Seen:
 
     def _unseen(self) -> list[str]:
         unseen = []
-        dynamo = sys.modules.get("torch._dynamo.utils")
-        if dynamo is not None and dynamo.counters["stats"]["unique_graphs"]:
+        if has_compiled():
             unseen.append("what compiled code does inside: clipping, autocast, waiting for the device")
         foreign = {
             f"{type(each).__module__}.{type(each).__name__}"
@@ -319,6 +319,17 @@ class Seen:
         for name in sorted(foreign):
             unseen.append(f"how {name} computes its updates: it is not an optimizer of torch")
         return unseen
+
+
+def version_of(optimizer: Optimizer) -> int:
+    """Returns a number that grows when the weights of an optimizer change."""
+    return params_of(optimizer)[0]._version
+
+
+def has_compiled() -> bool:
+    """Whether dynamo has compiled anything in this process."""
+    dynamo = sys.modules.get("torch._dynamo.utils")
+    return dynamo is not None and bool(dynamo.counters["stats"]["unique_graphs"])
 
 
 def unwrapped(optimizer: Any) -> Optimizer:

@@ -10,7 +10,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from halfstep.core.audit.record import Call
 from halfstep.torch.collect.patches import Patches
-from halfstep.torch.collect.seen import Seen, Watched, divided_by, params_of, probe_of
+from halfstep.torch.collect.seen import Seen, Watched, divided_by, has_compiled, params_of, probe_of, version_of
 from halfstep.torch.collect.weights import format_name
 from halfstep.torch.shards import local
 
@@ -27,7 +27,7 @@ def install(seen: Seen, patches: Patches) -> None:
     patches.later(register_optimizer_step_pre_hook(steps.before).remove)
     patches.later(register_optimizer_step_post_hook(steps.after).remove)
     patches.wrap(Optimizer, "__init__", steps.made)
-    patches.wrap(Optimizer, "zero_grad", steps.zeroed)
+    patches.wrap(Optimizer, "zero_grad", steps.zeroed, traced=False)  # torch, too, keeps dynamo out of it
     schedule = ScheduleHook(seen)
     for kind in vars(lr_scheduler).values():
         if isinstance(kind, type) and issubclass(kind, lr_scheduler.LRScheduler) and "step" in vars(kind):
@@ -68,7 +68,6 @@ class BackwardHook:
             watched.restart()
         watched.micro += 1
         watched.scaled |= scaled
-        watched.version = params_of(optimizer)[0]._version
         numbers = {"micro": float(watched.micro), "scaled": float(scaled)}
         self.seen.call("backward", watched.name, numbers=numbers, format=loss)
         if watched.scaled:
@@ -128,7 +127,7 @@ class StepHooks:
     def made(self, original: Any, optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
         """Remembers where an optimizer was made."""
         original(optimizer, *args, **kwargs)
-        self.seen.optimizer(optimizer)
+        self.seen.optimizer(optimizer).version = version_of(optimizer)
 
     def before(self, optimizer: Optimizer, *_: Any) -> None:
         """Called by torch before a step of any optimizer."""
@@ -169,13 +168,15 @@ class StepHooks:
         """Writes down that gradients were dropped. Weights that changed unseen had a step in compiled code."""
         seen = self.seen
         watched = seen.optimizer(optimizer)
-        if watched.version is not None and watched.version != params_of(optimizer)[0]._version:
+        version = version_of(optimizer)
+        if watched.version not in (None, version) and has_compiled():
             seen.unseen[f"the steps of {watched.name}: they are compiled"] = None
             seen.check_end(watched)
             seen.call("step", watched.name, update=watched.steps)
             seen.after_step(optimizer, False)
         seen.call("zero", watched.name)
         watched.restart()
+        watched.version = version
         with seen.quiet():
             return original(optimizer, *args, **kwargs)
 

@@ -100,3 +100,28 @@ def test_a_collector_is_called_around_updates():
     assert watch.record().policy == "seen"
     step = [("before", "0.weight"), ("after", False)]
     assert notes.notes == ["install", ("start", ""), *step, *step, "stop"]
+
+
+@pytest.mark.prove
+def test_steps_in_compiled_code_are_counted_and_said_to_be_unseen():
+    def train():
+        torch._dynamo.reset()
+        model = net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+
+        @torch.compile(backend="aot_eager")
+        def step(x):
+            loss = model(x).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss
+
+        return [step(torch.randn(4, 8)).item() for _ in range(3)]
+
+    plain = train()
+    with Watch() as watch:
+        assert train() == plain
+    record = watch.record()
+    assert record.updates == 3
+    assert record.unseen[0] == "the steps of SGD: they are compiled"

@@ -1,0 +1,146 @@
+"""`halfstep audit -- COMMAND`: someone's script is watched, ended cleanly, and left as it is."""
+
+import runpy
+import shlex
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import pytest
+
+from halfstep.core.audit.engine import check
+from halfstep.core.audit.record import Record
+from halfstep.core.errors import HalfstepError
+from halfstep.tools.audit.script import run
+from tests.processes import free_port, run_alone
+
+SCRIPTS = Path(__file__).parent / "scripts"
+PLAIN = str(SCRIPTS / "plain.py")
+
+
+def printed(output, word):
+    """Returns what a script printed after a word."""
+    return next(line.split()[1:] for line in output.splitlines() if line.startswith(word))
+
+
+def test_a_script_behind_a_launcher_ends_after_its_updates(capfd):
+    command = f"export OMP_NUM_THREADS=1; {shlex.join([sys.executable, PLAIN])} 50"
+    outcome = run(["bash", "-c", command], steps=3)
+    (record,) = outcome.records
+    assert outcome.exit_code == 0
+    end = "was ended after 3 updates; what it has written until then is real"
+    assert outcome.notes == (f"`{shlex.join(['bash', '-c', command])}` {end}",)
+    assert (record.source, record.updates, record.rank) == ("script", 3, 0)
+    assert len(printed(capfd.readouterr().out, "losses")) == 3  # its `finally` block ran
+    assert check(record) == []
+
+
+def test_a_command_without_torch_and_one_without_python():
+    assert run([sys.executable, "-c", "print(1)"]).notes == (
+        "no process imported torch: only training on torch can be watched by a command",
+    )
+    outcome = run(["bash", "-c", "exit 3"])
+    assert outcome.exit_code == 3
+    assert outcome.records == ()
+    assert outcome.notes[0] == "`bash -c 'exit 3'` failed with exit code 3, after 0 updates"
+    assert "no Python was reached" in outcome.notes[1]
+    assert "was killed by SIGKILL" in run(["bash", "-c", "kill -9 $$"]).notes[0]
+
+
+@pytest.mark.parametrize(
+    ("command", "steps", "message"),
+    [
+        ([], 20, "there is no command"),
+        (["python", PLAIN], 0, "at least one update"),
+        (["no-such-program"], 20, "cannot be run: No such file"),
+        ([PLAIN], 20, "cannot be run: Permission denied"),
+    ],
+)
+def test_what_cannot_run_is_refused(command, steps, message):
+    with pytest.raises(HalfstepError, match=message) as error:
+        run(command, steps)
+    assert error.value.hint
+
+
+def test_another_sitecustomize_runs_and_the_path_is_the_scripts_own(tmp_path, monkeypatch, capfd):
+    (tmp_path / "sitecustomize.py").write_text("print('own sitecustomize')")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    code = "import sys; print('injected', any('inject' in entry for entry in sys.path))"
+    run([sys.executable, "-c", code])
+    assert capfd.readouterr().out.split("\n") == ["own sitecustomize", "injected False", ""]
+
+
+@pytest.mark.prove
+def test_losses_keep_their_bits_at_no_more_than_half_as_much_time_again(monkeypatch, capfd):
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    command = [sys.executable, PLAIN, "40"]
+    plain = subprocess.run(command, text=True, stdout=subprocess.PIPE, check=True).stdout
+    outcome = run(command, steps=200)
+    watched = capfd.readouterr().out
+    assert printed(watched, "losses") == printed(plain, "losses")
+    assert float(printed(watched, "seconds")[0]) < 1.5 * float(printed(plain, "seconds")[0])
+    assert "ended by itself, after 40 of 200 updates" in outcome.notes[0]
+
+
+@pytest.mark.prove
+def test_a_script_that_crashes_and_one_that_never_steps():
+    crashed = run([sys.executable, PLAIN, "9", "crash"])
+    assert crashed.exit_code == 1
+    assert "failed with exit code 1, after 3 updates" in crashed.notes[0]
+    assert "RuntimeError: out of cheese" in crashed.notes[0]
+    assert crashed.records[0].updates == 3
+    idle = run([sys.executable, PLAIN, "2", "never"])
+    assert idle.notes == ("no update was seen: backward passes ran, and no torch.optim.Optimizer was stepped",)
+
+
+@pytest.mark.prove
+def test_ranks_end_together_and_agree(monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    torchrun = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node=2",
+        f"--master-port={free_port()}",
+    ]
+    outcome = run([*torchrun, str(SCRIPTS / "ranks.py"), "bfloat16"], steps=4)
+    assert outcome.exit_code == 0
+    assert [(record.rank, record.updates) for record in outcome.records] == [(0, 4), (1, 4)]
+    (finding,) = check(outcome.records, select=["HS302"])
+    assert finding.ranks == [0, 1]
+    assert finding.message == "DistributedDataParallel sums gradients in bf16 over 2 ranks"
+
+
+def in_a_process(script, *arguments, steps=6):
+    """Runs a script under a watch; returns its record as plain data. The packages are imported already."""
+    from halfstep.torch.collect.watch import Watch
+
+    def end():
+        raise SystemExit(0)
+
+    sys.argv = [script, *arguments]
+    with warnings.catch_warnings(), Watch(steps=steps, end=end) as watch:
+        warnings.simplefilter("ignore")
+        with pytest.raises(SystemExit):
+            runpy.run_path(str(SCRIPTS / script), run_name="__main__")
+    return watch.record().to_dict()
+
+
+@pytest.mark.prove
+@pytest.mark.parametrize(
+    ("script", "precisions"),
+    [
+        ("accelerate_loop.py", ["no", "bf16"]),
+        ("hf_trainer.py", ["no", "bf16"]),
+        ("lightning_fit.py", ["32-true", "bf16-mixed"]),
+    ],
+)
+def test_official_examples_break_no_rule(script, precisions):
+    for precision in precisions:
+        record = Record.from_dict(run_alone(in_a_process, script, precision))
+        assert record.updates == 6
+        assert [finding.message for finding in check(record)] == []
+        assert all(weight.optimizer for weight in record.weights)
+        formats = {call.format for call in record.calls_of("autocast")}
+        assert formats == (set() if precision in ("no", "32-true") else {"bf16"})
