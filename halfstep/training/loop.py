@@ -151,7 +151,7 @@ class Loop:
         devices = self.job.ranks * self.session.num_devices
         self.meters = Meters(config, self.ceiling, self.session, self.tally.watch, devices=devices)
         self.events = Events(self.out / EVENTS) if owner else NoEvents()
-        self.monitor = Monitor(config, self.session, self.meters, self.job, self.events)
+        self.monitor = Monitor(config, self.session, self.meters, self.job, self.events, self.bar.note)
         names = config.training.loggers if owner else ()
         self.board = loggers.Board(names, self.out, resumed_from, self.warnings.append)
         keep = Retention(config.training.keep_last, config.training.keep_every, config.training.keep_best)

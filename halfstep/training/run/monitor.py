@@ -2,7 +2,8 @@
 
     every step                    the device counts (session.Watched); nothing is read
     every `monitor.every`         the counts since the last record are copied with a step, and read with that step:
-                                  a `layers` event, with what the step's update did to the weights
+                                  a `layers` event, with what the step's update did to the weights, and
+                                  what the audit's rules say of it, once (findings.py): a `finding` event
     every `monitor.sample_every`  part of the batch runs again after the update: a `sample` event; also at the end
     after an alarm                both are denser for WHILE steps; the next REST steps raise no alarm: a run that
                                   skips updates again and again is slowed down for a tenth of the time at most
@@ -18,7 +19,7 @@ run begins to count anew.
 
 import math
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import reduce
@@ -28,9 +29,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from halfstep.config.run import RunConfig
-from halfstep.core.observed import COLUMNS, ROLES, WEIGHT_COLUMNS, LayerInfo, merge
+from halfstep.core.observed import COLUMNS, ROLES, WEIGHT_COLUMNS, merge
 from halfstep.core.scaling import Scale, ScaleAlarm
 from halfstep.training.job import Job
+from halfstep.training.run.findings import Findings
 from halfstep.training.run.health import Spikes
 from halfstep.training.session import Session, Tokens, Unread, Watched
 from halfstep.training.telemetry.events import Events
@@ -73,12 +75,20 @@ class _Record:
 class Monitor:
     """Watches the layers of one session of a run; does nothing if the run is not to be watched."""
 
-    def __init__(self, config: RunConfig, session: Session, meters: Meters, job: Job, events: Events):
+    def __init__(
+        self,
+        config: RunConfig,
+        session: Session,
+        meters: Meters,
+        job: Job,
+        events: Events,
+        note: Callable[[str], None],
+    ):
         self.settings, self._last = config.monitor, config.training.steps
         self._session: Watched | None = session if config.monitor.on and isinstance(session, Watched) else None
-        self._meters, self._job, self._events = meters, job, events
+        self._meters, self._job, self._events, self._note = meters, job, events, note
+        self._policy = session.policy
         self._alarms = Alarms(session.policy.scale, config.training.rollback)
-        self._layers: Sequence[LayerInfo] = ()
         self._why = ""  # the last alarm
         self._until = self._rest = -1  # the last step that is watched closely, and the last that raises no alarm
         self._next = 0  # the first step to sample while watching closely
@@ -90,8 +100,9 @@ class Monitor:
         self._since = step
         if self._session is None:
             return
-        self._layers = self._session.watch(self.settings.slice)
-        written = [layer.to_dict() for layer in self._layers]
+        layers = self._session.watch(self.settings.slice)
+        self._findings = Findings(layers, self._policy)
+        written = [layer.to_dict() for layer in layers]
         every, slice = self.settings.every, self.settings.slice
         self._events.write("monitor", step=step, layers=written, every=every, slice=slice)
 
@@ -128,6 +139,9 @@ class Monitor:
         }
         weight = {column: [_or_none(x) for x in weights[:, i]] for i, column in enumerate(WEIGHT_COLUMNS)}
         self._events.write("layers", step=record.step, since=record.since, **roles, weight=weight)
+        for finding in self._findings.new(layers, weights):
+            self._events.write("finding", step=record.step, **finding.to_dict())
+            self._note(f"step {record.step}: {finding.rule}: {finding.message}")
 
     def _of_all_ranks(self, layers: NDArray[Any], weights: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any]]:
         if self._job.ranks == 1:

@@ -2,6 +2,7 @@
 
 import math
 from contextlib import nullcontext
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -11,11 +12,13 @@ from halfstep.config.load import load
 from halfstep.core.observed import LayerInfo
 from halfstep.core.policy import Policy
 from halfstep.training.job import Job
+from halfstep.training.run.findings import Findings
 from halfstep.training.run.monitor import RECORDS, REST, SAMPLES, WHILE, Alarms, Monitor
 from halfstep.training.telemetry.events import NoEvents
-from tests.training.runs import events_of, starter
+from tests.training.runs import events_of, final_state, interrupt_at, starter
 
 start = starter("training.steps=8", "training.save_every=4", "optimizer.name=adamw")
+BACKENDS = ("torch", "mlx")  # "jax"
 FINE = {"loss": 2.0, "scale": 1.0, "skipped": 0, "grad_norm": 1.0}
 LAYER = LayerInfo("blocks.0.mlp.up", "matmul", {"activation": "bf16", "gradient": "bf16", "weight": "fp32"})
 SAMPLE = SimpleNamespace(to_dict=lambda: {"exponents": {"-3": 1}, "sqnr": 40.0})
@@ -59,7 +62,7 @@ class FakeSession:
 class Log(NoEvents):
     def __init__(self):
         super().__init__()
-        self.written = []
+        self.written, self.notes = [], []
 
     def write(self, kind, /, **fields):
         self.written.append((kind, fields))
@@ -68,7 +71,9 @@ class Log(NoEvents):
 def monitor(*settings, steps=1000, **parts):
     config = load("tiny", [f"training.steps={steps}", *(f"monitor.{each}" for each in settings)])
     meters = SimpleNamespace(part=lambda name: nullcontext())
-    return Monitor(config, parts.get("session") or FakeSession(), meters, parts.get("job") or Job(), Log())
+    log = Log()
+    made = parts.get("session") or FakeSession(), meters, parts.get("job") or Job(), log, log.notes.append
+    return Monitor(config, *made)
 
 
 def drive(monitor, steps, bad=(), late=0, numbers=None):
@@ -202,3 +207,110 @@ def test_a_run_without_the_monitor_records_no_layers(text, out):
     off = monitor("on=false")
     assert off._session is None
     assert off.sample_due(1000) == ""
+
+
+def found(
+    activation=(0, 0, 0), gradient=(0, 0, 0), lost=0.0, formats=("fp16", "fp16", "bf16"), policy="fp16-mixed"
+):
+    """Returns what is found in numbers (count, overflow, underflow) of three layers, and not again."""
+    named = dict(zip(("activation", "gradient", "weight"), formats, strict=True))
+    layers = [LayerInfo(f"blocks.{i}.mlp.up", "matmul", named) for i in range(3)]
+    rows = [[[count, 1.0, over, under, 0] for count, over, under in (activation, gradient)]] * 3
+    weights = np.array([[1.0, 1.0, 1.0, lost]] * 3)
+    findings = Findings(layers, Policy.parse(policy))
+    first, again = (findings.new(np.array(rows), weights) for _ in range(2))
+    assert again == []
+    return first
+
+
+def test_findings_name_the_layers_once():
+    assert found() == []
+    (finding,) = found(activation=(4096, 3, 0))
+    assert (finding.rule, finding.where) == (
+        "HS409",
+        ["blocks.0.mlp.up"],
+    )  # what comes after it was given infinities
+    assert "overflow fp16" in finding.message
+    (finding,) = found(gradient=(4096, 0, 3000))
+    assert finding.rule == "HS410"
+    assert finding.where == [f"blocks.{i}.mlp.up" for i in range(3)]
+    assert (
+        "73% of those of what `blocks.0.mlp.up` returns are too small; the same in 2 other layers"
+        in finding.message
+    )
+    (finding,) = found(lost=0.845)
+    assert (finding.rule, finding.evidence) == ("HS101", {"lost_share": 0.845})
+    assert (
+        "`blocks.0.mlp.up` are stepped in bf16 without an fp32 master: 84.5% of their updates" in finding.message
+    )
+
+
+def test_findings_are_about_the_format_alone():
+    assert found(activation=(4096, 3, 0), gradient=(4096, 0, 3000), formats=("bf16", "bf16", "fp32")) == []
+    assert found(gradient=(4096, 5, 100)) == []  # a search of the loss scale, and the tail of a distribution
+    assert found(lost=0.9, formats=("fp16", "fp16", "fp32")) == []
+    assert found(lost=math.nan) == []
+    assert found(lost=0.9, policy="bf16-mixed,param=bf16:stochastic") == []
+
+
+def test_a_finding_is_an_event_and_a_line():
+    watching = monitor("every=10")
+    watching._session.weight_numbers = lambda: Numbers([[3.0, 4.0, 0.5, 0.25]])
+    watching._session.watch = lambda slice: [replace(LAYER, formats=LAYER.formats | {"weight": "bf16"})]
+    drive(watching, range(1, 31))
+    (event,) = records(watching, "finding")
+    assert (event["step"], event["rule"], event["where"]) == (10, "HS101", [LAYER.name])
+    assert watching._events.notes == [f"step 10: HS101: {event['message']}"]
+
+
+SOON = ("monitor.every=2", "monitor.sample_every=3", "monitor.slice=64")
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_no_bit_of_a_run_depends_on_the_monitor_and_resuming_continues_it(text, tmp_path, backend):
+    """Also not on an alarm, with its samples and its search, nor on a kill."""
+    settings = (f"backend={backend}", "training.steps=6", "training.save_every=2", "training.micro_batches=2")
+    off, on = tmp_path / "off", tmp_path / "on"
+    start(text, off, *settings, "monitor.on=false").run()
+    interrupt_at(start(text, on, *settings, *SOON), 5)
+    start(text, on, *settings, *SOON, resume=True).run()
+    assert final_state(on)[0] == final_state(off)[0]
+    losses = [{event["step"]: event["loss"] for event in events_of(out, "step")} for out in (off, on)]
+    assert losses[0] == losses[1]
+    began, again = events_of(on, "monitor")
+    assert (began["step"], again["step"]) == (0, 4)
+    names = [layer["name"] for layer in began["layers"]]
+    assert "blocks.0.mlp.up" in names
+    rows = events_of(on, "layers")
+    assert [(row["since"], row["step"]) for row in rows] == [(0, 2), (2, 4), (4, 6)]
+    at = names.index("blocks.0.mlp.up")
+    for row in rows:
+        # 2 steps of 2 micro-batches, 64 elements each
+        assert [row[role]["count"][at] for role in ("activation", "gradient")] == [256, 256]
+        assert row["activation"]["amax"][at] > 0
+        assert row["weight"]["update_norm"][at] > 0
+        assert row["weight"]["lost"][at] < 0.5
+    samples = events_of(on, "sample")
+    assert [(each["step"], each["why"]) for each in samples] == [(3, "schedule"), (6, "schedule")]
+    sampled = samples[-1]["layers"]["blocks.0.mlp.up"]
+    assert sorted(sampled) == ["activation", "gradient", "weight"]
+    assert sampled["weight"]["exponents"]
+    assert sampled["activation"]["what_if"]["e4m3"]["sqnr"] > 10
+    assert events_of(on, "finding") == []
+
+
+def test_an_alarm_changes_no_bit_either(text, tmp_path):
+    outs = [tmp_path / "off", tmp_path / "on"]
+    for out, settings in zip(outs, (["monitor.on=false"], SOON), strict=True):
+        loop = start(text, out, "training.steps=6", *settings)
+        real = loop.session._loss  # the data of the third step is bad, however often it runs
+        bad = loop.batches.at(2)[0, 0, :-1].tolist()
+        loop.session._loss = lambda x, y, real=real, bad=bad: (
+            real(x, y) * (math.nan if x[0].tolist() == bad else 1)
+        )
+        assert loop.run().finished
+    assert final_state(outs[0])[0] == final_state(outs[1])[0]
+    (cause,) = events_of(outs[1], "cause")
+    assert (cause["step"], cause["pass"], cause["operation"], cause["micro_batch"]) == (3, "forward", "mul", 0)
+    samples = [(each["step"], each["why"]) for each in events_of(outs[1], "sample")]
+    assert samples == [(3, "alarm: the loss was not finite"), (6, "schedule")]

@@ -1,0 +1,88 @@
+"""What the rules of the audit say of a run's own numbers, each layer once.
+
+    HS101   updates that a narrow weight without a master lost
+    HS409   what enters a layer is beyond the range of its format; only the first layer, others are given the rest
+    HS410   half of the gradients of what leaves a layer are below the range of their format
+
+bf16 has the range of fp32: numbers that are not finite there are no matter of the format, and have a `cause` event.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+from numpy.typing import NDArray
+
+from halfstep.core.audit.engine import check, registry
+from halfstep.core.audit.finding import Finding, rule_for
+from halfstep.core.audit.narrow import is_narrow
+from halfstep.core.audit.record import Operation, Record
+from halfstep.core.formats import FP32
+from halfstep.core.observed import AMAX, COUNT, OVERFLOW, UNDERFLOW, WEIGHT_COLUMNS, LayerInfo
+from halfstep.core.policy import Policy
+
+LOST = 0.01  # a share of lost updates that is no accident
+_LOST = WEIGHT_COLUMNS.index("lost")
+
+
+class Findings:
+    """What was found in a session so far."""
+
+    def __init__(self, layers: Sequence[LayerInfo], policy: Policy):
+        self._layers = layers
+        self._rounds_at_random = "stochastic" in str(policy)  # then no update is lost on average
+        self._known: set[tuple[str, str]] = set()
+
+    def new(self, counts: NDArray[Any], weights: NDArray[Any]) -> list[Finding]:
+        """Returns what is found in the numbers of all layers and was not before, one finding per rule."""
+        found = [*check(self._record(counts), select=["HS409", "HS410"]), *self._lost(weights)]
+        fresh = [each for each in found if (each.rule, each.where[0]) not in self._known]
+        self._known |= {(each.rule, each.where[0]) for each in fresh}
+        rules = dict.fromkeys(each.rule for each in fresh)
+        return [_together([each for each in fresh if each.rule == rule]) for rule in rules]
+
+    def _record(self, counts: NDArray[Any]) -> Record:
+        forward: list[Operation] = []
+        backward: list[Operation] = []
+        for layer, (entered, gradient) in zip(self._layers, counts, strict=True):
+            if _is_short(layer, "activation") and entered[OVERFLOW] and not forward:
+                forward.append(_operation(layer, "activation", entered))
+            if _is_short(layer, "gradient"):
+                backward.append(_operation(layer, "gradient", gradient))
+        return Record("run", operations=forward + backward)
+
+    def _lost(self, weights: NDArray[Any]) -> Iterator[Finding]:
+        rule = registry()["HS101"][0]
+        for layer, row in zip(self._layers, weights, strict=True):
+            stepped, lost = layer.formats["weight"], float(row[_LOST])
+            if is_narrow(stepped) and not self._rounds_at_random and lost > LOST:
+                yield rule.finding(
+                    f"weights of `{layer.name}` are stepped in {stepped} without an fp32 master: {lost:.1%} of "
+                    "their updates were lost",
+                    layer.name,
+                    evidence={"lost_share": lost},
+                    policy_rule=rule_for(f"{layer.name}.weight", "param=fp32"),
+                )
+
+
+def _is_short(layer: LayerInfo, role: str) -> bool:
+    """Whether numbers of a role have less range than fp32."""
+    return layer.format(role).max_exponent < FP32.max_exponent
+
+
+def _operation(layer: LayerInfo, role: str, row: NDArray[Any]) -> Operation:
+    backward, format = role == "gradient", layer.formats[role]
+    counts = {"overflow": int(row[OVERFLOW]), "underflow": int(row[UNDERFLOW]), "elements": int(row[COUNT])}
+    about = {"backward": backward, "function": "" if backward else "cast of what enters"}
+    return Operation(layer.name, "other", outputs=[format], amax=float(row[AMAX]), **counts, **about)  # type: ignore[arg-type]
+
+
+def _together(findings: list[Finding]) -> Finding:
+    """Returns one finding for several of a rule: that of the first layer, with the names of all."""
+    first, *others = findings
+    if not others:
+        return first
+    names = [name for each in findings for name in each.where]
+    shown = ", ".join(names[1:4]) + (", ..." if len(names) > 4 else "")
+    more = f"; the same in {len(others)} other layer{'s' if len(others) > 1 else ''}: {shown}"
+    return replace(first, message=first.message + more, where=names)
