@@ -25,10 +25,15 @@ SMALL = ["model.context=16", "model.layers=1", "model.width=16", "model.heads=2"
 
 
 def starter(*base):
-    """Returns a function that begins or resumes a small run with some settings."""
+    """Returns a function that begins or resumes a small run with some settings.
+
+    The monitor is off unless a setting is about it: it would double the time of a run of a few steps.
+    """
 
     def start(source, out, *settings, policy="fp32", resume=False, allow_older=False, **options):
-        config, opened = load("tiny", [f"data.source={source}", *SMALL, *base, *settings]), None
+        given = [f"data.source={source}", *SMALL, *base, *settings]
+        given += [] if any(each.startswith("monitor.") for each in given) else ["monitor.on=false"]
+        config, opened = load("tiny", given), None
         if resume:
             opened = open_run(out, config, allow_older=allow_older)
             config = opened.config

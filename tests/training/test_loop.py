@@ -46,7 +46,9 @@ def test_a_run_leaves_its_folder_with_everything_in_it(text, out):
     assert outcome.step == 6
     held_out = outcome.held_out
     assert held_out.ratio == held_out.bits_per_byte / held_out.bigram_bits
-    assert load(str(out / "run.toml")) == config(text, "policy=fp32")  # what ran, in place of `auto`
+    assert load(str(out / "run.toml")) == config(
+        text, "policy=fp32", "monitor.on=false"
+    )  # what ran, in place of `auto`
     events = read_events(out / "events.jsonl")
     kinds = [event["event"] for event in events]
     assert kinds.count("step") == 6

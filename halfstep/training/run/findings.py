@@ -4,7 +4,7 @@
     HS409   what enters a layer is beyond the range of its format; only the first layer, others are given the rest
     HS410   half of the gradients of what leaves a layer are below the range of their format
 
-bf16 has the range of fp32: numbers that are not finite there are no matter of the format, and have a `cause` event.
+bf16 has the range of fp32: what is not finite there is no matter of the format, and has a `cause` event.
 """
 
 from collections.abc import Iterator, Sequence

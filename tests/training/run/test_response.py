@@ -221,7 +221,7 @@ def test_a_rollback_waits_for_the_checkpoint_that_is_being_written(text, tmp_pat
 
 def test_after_a_rollback_bad_data_is_located_past_what_was_skipped(text, tmp_path):
     out, bad, seen = tmp_path / "run", range(5, 55), []
-    loop = poison(start(text, out, "training.steps=100"), bad, math.nan)
+    loop = poison(start(text, out, "training.steps=100", "monitor.on=true"), bad, math.nan)
     loop.health.shift = 5  # as a rollback leaves it
     loop.session.blame = lambda batch, scale: seen.append(batch) or Cause("forward", "there", micro_batch=0)
     with pytest.raises(HalfstepError, match="up to step 50; forward: there"):
@@ -481,7 +481,9 @@ def blamed(loop, operation="exp"):
 
 
 def test_the_cause_of_an_episode_is_sought_once_with_the_data_of_its_micro_batch(text, out, capsys):
-    loop = poison(start(text, out, "training.steps=12", "training.micro_batches=2"), range(4, 9), math.nan)
+    loop = poison(
+        start(text, out, "training.steps=12", "training.micro_batches=2", "monitor.on=true"), range(4, 9), math.nan
+    )
     asked = blamed(loop)
     assert loop.run().finished
     assert asked == [(5, 1.0)]
@@ -497,7 +499,7 @@ def test_the_cause_of_an_episode_is_sought_once_with_the_data_of_its_micro_batch
 
 def test_the_search_of_a_loss_scale_is_no_episode_and_without_the_monitor_nothing_is_sought(text, tmp_path):
     policy = "fp16-mixed,scale=dynamic:init=16777216:floor=1024"
-    loop = start(text, tmp_path / "scale", "training.steps=6", policy=policy)
+    loop = start(text, tmp_path / "scale", "training.steps=6", "monitor.on=true", policy=policy)
     asked = blamed(loop)
     loop.run()
     assert len(events_of(loop.out, "skip")) > 2
@@ -509,7 +511,7 @@ def test_the_search_of_a_loss_scale_is_no_episode_and_without_the_monitor_nothin
 
 
 def test_the_time_of_a_search_is_not_training(text, out):
-    loop = poison(start(text, out, "training.steps=6"), [2], math.nan)
+    loop = poison(start(text, out, "training.steps=6", "monitor.on=true"), [2], math.nan)
     real = loop.session.blame
     loop.session.blame = lambda *args: time.sleep(0.3) or real(*args)
     spent = loop.run().totals["spent"]

@@ -262,7 +262,7 @@ def test_steps_that_a_rollback_gave_up_count_for_the_speed(text, out):
 
 
 def test_the_rate_in_the_record_is_the_one_that_a_skipped_step_had(text, tmp_path):
-    loop = start(text, tmp_path / "run", "training.warmup=0.5", "monitor.on=false")
+    loop = start(text, tmp_path / "run", "training.warmup=0.5")
     real, taken = loop.session._loss, []
 
     def loss(x, y):
