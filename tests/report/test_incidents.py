@@ -241,7 +241,7 @@ def test_a_real_run_that_skips_and_rolls_back(tmp_path):
     pytest.importorskip("torch")
     text = tmp_path / "odd <b>name.txt"
     text.write_text("\n\n".join(f"def f{i}(x):\n    return x * {i} + {i * i}" for i in range(400)))
-    start_run = starter("training.steps=16", "training.save_every=4", "training.rollback=2.0")
+    start_run = starter("training.steps=16", "training.save_every=4", "training.rollback=2.0", "monitor.on=true")
     loop = poison(poison(start_run(text, tmp_path / "run"), range(10, 13), 10.0), [2], NAN)
     assert loop.run().finished
     _, shown = read(read_events(tmp_path / "run" / "events.jsonl"))
