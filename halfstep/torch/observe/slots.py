@@ -1,11 +1,15 @@
-"""Counts of every step, in the graph of the step itself.
+"""Counts of every step: in the graph of a compiled step, and for all layers together after an eager one.
 
-**How numbers leave a backward pass.** Writing to a tensor there would be a side effect inside compiled code.
-Instead each layer has a `slot`, a leaf that nothing is computed from, and its output passes through an identity
-whose backward pass returns the layer's numbers as the gradient of the slot. Nothing is computed forward: a part
-of what entered the layer is kept (16 KiB), and both roles are counted in one small kernel of the backward pass.
-So it compiles with `fullgraph`, in as many graphs as without it, and neither gradient checkpointing, DDP nor
-FSDP sees more than a function.
+**How numbers leave a compiled backward pass.** Writing to a tensor there would be a side effect. Instead each
+layer has a `slot`, a leaf that nothing is computed from, and its output passes through an identity whose backward
+pass returns the layer's numbers as the gradient of the slot. Nothing is computed forward: a part of what entered
+the layer is kept (16 KiB), and both roles are counted in one small kernel of the backward pass. So it compiles
+with `fullgraph`, in as many graphs as without it, and neither gradient checkpointing, DDP nor FSDP sees more than
+a function. Autograd adds the gradients of a slot that one pass uses twice: counts are right, and amax is then the
+sum of both, at most so many times the largest.
+
+**Eagerly**, a hook of the output copies both parts, and `collect` counts those of all layers at once: a few
+kernels for a whole pass.
 
 **What is counted** (core.observed): `part` takes `slice` elements, evenly spaced over the leading dimensions,
 with whole rows where they fit. Counts are cumulative, so that each is one comparison and one sum; the host
@@ -13,13 +17,12 @@ subtracts them.
 
     count, amax, overflow,  <= 0,  <= underflow limit,  < subnormal limit
 
-After each backward pass, `collect` adds the numbers to one buffer on the device. Autograd adds the gradients of
-a slot that one pass uses twice: counts are right, and amax is then the sum of both, at most so many times the
-largest.
+After each backward pass, `collect` adds the numbers to one buffer on the device.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -28,6 +31,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from halfstep.core.formats import Format
 from halfstep.core.observed import AMAX, COLUMNS, COUNT, OVERFLOW, ROLES, SUBNORMAL, UNDERFLOW, LayerInfo, limits
 from halfstep.core.roles import is_narrow
 from halfstep.torch.lowering import bypass_mode
@@ -36,7 +40,19 @@ from halfstep.torch.tracing import transforming
 
 # What is counted in the graph; `_columns` makes `COLUMNS` of it.
 _RAW = ("count", "amax", "overflow", "zero", "at_most_underflow", "below_subnormal")
-_LARGEST = -1  # of the constants of a role: what it is scaled up to, 0 if it is not scaled
+
+
+class _Seen:
+    """What an eager backward pass has met: (layer, part of what entered, part of the gradient)."""
+
+    def __init__(self) -> None:
+        self.parts: list[tuple[int, Tensor, Tensor]] = []
+
+    def __deepcopy__(self, memo: Any) -> None:
+        """A copy of a layer is not watched."""
+
+    def __reduce__(self) -> Any:
+        return type(None), ()
 
 
 class LayerWatch:
@@ -46,15 +62,22 @@ class LayerWatch:
         self.layers, self.slice, self.device = [info for _, info in layers.values()], slice, device
         self.modules = [module for module, _ in layers.values()]
         self.slots: list[Tensor] = []
-        for module, info in layers.values():
+        self._seen, self._places = _Seen(), dict[tuple[int, ...], Tensor]()
+        shared: dict[Any, Tensor] = {}
+        for at, (module, info) in enumerate(layers.values()):
             near = next((t.device for t in (*module.parameters(), *module.buffers())), device)
+            formats = tuple(info.format(role) for role in ROLES)
             slot = torch.zeros(len(ROLES), len(_RAW), device=near, requires_grad=True)
-            module.halfstep_slot, module.halfstep_slice = slot, slice  # type: ignore[assignment]
-            module.halfstep_limits = _constants(info).to(near)
-            module.halfstep_is_lookup = info.kind == "embedding"  # type: ignore[assignment]
-            module.halfstep_is_scaled = any(is_narrow(info.format(r)) for r in ROLES)  # type: ignore[assignment]
+            given = {"slot": slot, "slice": slice, "seen": self._seen, "place": at}
+            given["limits"] = shared.setdefault((formats, near), _constants(formats).to(near))
+            given["is_lookup"] = info.kind == "embedding"
+            given["is_scaled"] = any(map(is_narrow, formats))
+            for name in _ATTRIBUTES:
+                setattr(module, name, given[name.removeprefix("halfstep_")])
             module.register_forward_hook(_observe, with_kwargs=True)
             self.slots.append(slot)
+        self._is_scaled = any(is_narrow(info.format(role)) for info in self.layers for role in ROLES)
+        self._limits = [_constants([info.format(role) for role in ROLES]).to(device) for info in self.layers]
         self._nothing = torch.zeros(len(ROLES), len(_RAW), device=device)
         self.numbers = torch.zeros(len(layers), len(ROLES), len(_RAW), device=device, dtype=wide(device))
 
@@ -65,20 +88,43 @@ class LayerWatch:
 
     def clear(self) -> None:
         """Drops what a backward pass of somebody else has left."""
+        self._seen.parts.clear()
         for slot in self.slots:
             slot.grad = None
 
     @torch.no_grad()
     def collect(self) -> None:
         """Adds the numbers of a backward pass to the buffer."""
-        given = [slot.grad for slot in self.slots]
+        given, seen = [slot.grad for slot in self.slots], [*self._seen.parts]
         self.clear()
-        rows = [self._nothing if row is None else row.to(self.device, non_blocking=True) for row in given]
-        if not rows:
-            return
-        now = torch.stack(rows)
-        largest = torch.maximum(self.numbers[..., AMAX], now[..., AMAX])
-        self.numbers.add_(now)[..., AMAX] = largest
+        if any(row is not None for row in given):
+            rows = [self._nothing if row is None else row.to(self.device, non_blocking=True) for row in given]
+            self._add(torch.stack(rows), None)
+        while seen:  # one of each layer at a time
+            once = {place: parts for place, *parts in reversed(seen)}
+            seen = [each for each in seen if once.get(each[0], [None])[0] is not each[1]]
+            self._count(once)
+
+    def _count(self, seen: Mapping[int, Sequence[Tensor]]) -> None:
+        places = tuple(sorted(seen))
+        if places not in self._places:
+            self._places[places] = torch.tensor(places, device=self.device)
+        parts = [x.to(self.device, non_blocking=True) for place in places for x in seen[place]]
+        table = torch.full((len(parts), max(x.numel() for x in parts)), -1.0, device=self.device)
+        cells = [row[: x.numel()] for row, x in zip(table, parts, strict=True)]
+        torch._foreach_copy_(cells, torch._foreach_abs(parts))
+        constants = torch.cat([self._limits[place] for place in places])
+        rows = _rows(table, constants, self._is_scaled)
+        self._add(rows.unflatten(0, (-1, len(ROLES))), self._places[places])
+
+    def _add(self, now: Tensor, places: Tensor | None) -> None:
+        before = self.numbers if places is None else self.numbers[places]
+        both = before + now
+        both[..., AMAX] = torch.maximum(before[..., AMAX], now[..., AMAX].to(before.dtype))
+        if places is None:
+            self.numbers.copy_(both)
+        else:
+            self.numbers[places] = both
 
     def launch(self) -> Unread:
         """Copies the numbers to the host, without waiting, and starts again from zero."""
@@ -87,7 +133,8 @@ class LayerWatch:
         return unread
 
 
-_ATTRIBUTES = ("halfstep_slot", "halfstep_slice", "halfstep_limits", "halfstep_is_lookup", "halfstep_is_scaled")
+_NAMES = ("slot", "slice", "limits", "seen", "place", "is_lookup", "is_scaled")
+_ATTRIBUTES = tuple(f"halfstep_{name}" for name in _NAMES)
 
 
 def unwatch(module: nn.Module) -> None:
@@ -99,14 +146,12 @@ def unwatch(module: nn.Module) -> None:
         vars(module).pop(name, None)
 
 
-def _constants(info: LayerInfo) -> Tensor:
-    """Returns what each role is compared with; a tensor, because compiled code has no guards on its numbers."""
-    rows = []
-    for role in ROLES:
-        fmt = info.format(role)
-        over, under, subnormal = limits(fmt)
-        rows.append([over, under, subnormal, fmt.max if is_narrow(fmt) else 0.0])
-    return torch.tensor(rows)
+def _constants(formats: Sequence[Format]) -> Tensor:
+    """Returns what each role is compared with; a tensor, because compiled code has no guards on its numbers.
+
+    The last number is the format's largest, up to which a narrow operand is scaled; 0 if it is not.
+    """
+    return torch.tensor([[*limits(fmt), fmt.max if is_narrow(fmt) else 0.0] for fmt in formats])
 
 
 def _columns(raw: NDArray[Any]) -> NDArray[np.float64]:
@@ -136,7 +181,7 @@ def paused() -> Iterator[None]:
 
 @bypass_mode
 def _observe(module: Any, args: Any, kwargs: Any, output: Any) -> Any:
-    """A forward hook: passes the first tensor of the output through the identity."""
+    """A forward hook: compiled, passes the first tensor of the output through the identity; eagerly, hooks it."""
     if _Paused.now or not torch.is_grad_enabled() or transforming():
         return None
     y = first_tensor(output if isinstance(output, tuple) else (output,))
@@ -144,12 +189,21 @@ def _observe(module: Any, args: Any, kwargs: Any, output: Any) -> Any:
     if y is None or not y.requires_grad:
         return None
     x = None if module.halfstep_is_lookup else first_tensor((*args, *kwargs.values()))
+    size = module.halfstep_slice
+    kept = part((y if x is None else x).detach(), size).clone().reshape(-1)
+    if not torch.compiler.is_compiling():
+        if module.halfstep_seen is not None:
+            y.register_hook(partial(_keep, module.halfstep_seen.parts, module.halfstep_place, kept, size))
+        return None
     slot, constants = module.halfstep_slot, module.halfstep_limits
-    kept = part(y if x is None else x, module.halfstep_slice).detach().clone()
-    seen = _Observed.apply(y, kept, slot, constants, module.halfstep_slice, module.halfstep_is_scaled)
+    seen = _Observed.apply(y, kept, slot, constants, size, module.halfstep_is_scaled)
     if isinstance(output, Tensor):
         return seen
     return tuple(seen if item is y else item for item in output)
+
+
+def _keep(parts: list[Any], place: int, kept: Tensor, size: int, g: Tensor) -> None:
+    parts.append((place, kept, part(g.detach(), size).clone().reshape(-1)))
 
 
 def first_tensor(given: Sequence[Any]) -> Tensor | None:
@@ -188,13 +242,15 @@ class _Observed(torch.autograd.Function):
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         kept, constants = ctx.saved_tensors
         with torch.no_grad():
-            rows = _rows(kept, part(g.detach(), ctx.size), constants, ctx.size, ctx.scaled)
+            parts = [kept, part(g.detach(), ctx.size).reshape(-1)]
+            size = max(parts[0].shape[0], parts[1].shape[0])
+            both = [F.pad(x.float().abs(), (0, size - x.shape[0]), value=-1.0) for x in parts]
+            rows = _rows(torch.stack(both), constants, ctx.scaled)
         return g, None, rows, None, None, None
 
 
-def _rows(x: Tensor, g: Tensor, constants: Tensor, size: int, scaled: bool) -> Tensor:
-    """Returns what both roles count, (roles, raw columns)."""
-    both = torch.stack([_padded(x, size), _padded(g, size)])
+def _rows(both: Tensor, constants: Tensor, scaled: bool) -> Tensor:
+    """Returns what is counted of rows of magnitudes, (rows, raw columns); -1 is nothing."""
     over, under, subnormal, top = constants.unsqueeze(-1).unbind(1)
     finite = torch.where(both < torch.inf, both, 0.0)
     amax = finite.amax(-1, keepdim=True)
@@ -206,9 +262,3 @@ def _rows(x: Tensor, g: Tensor, constants: Tensor, size: int, scaled: bool) -> T
     counts = (both != -1, ~(magnitude < over), both <= 0, magnitude <= under, magnitude < subnormal)
     sums = [c.sum(-1, keepdim=True, dtype=torch.float32) for c in counts]
     return torch.cat([sums[0], amax, *sums[1:]], -1)
-
-
-def _padded(x: Tensor, size: int) -> Tensor:
-    """Returns magnitudes, and -1 where there are fewer than `size`."""
-    flat = x.float().abs().reshape(-1)
-    return F.pad(flat, (0, size - flat.shape[0]), value=-1.0)

@@ -205,6 +205,18 @@ def test_compiled_kernels_change_no_bit():
     same(*results)
 
 
+def test_a_layer_that_is_used_twice_counts_twice():
+    layer = nn.Linear(4, 4)
+    run = prepare(nn.Sequential(layer, layer), "bf16-mixed")
+    run.attach(torch.optim.SGD(run.model.parameters(), 1e-3))
+    monitor = run.monitor()
+    x = torch.full((3, 4), 8.0)
+    run.backward(run.model(x).sum())
+    numbers = monitor.layer_numbers().read()
+    assert numbers[:, :, COUNT].tolist() == [[24, 24]]
+    assert numbers[0, 0, AMAX] == 8
+
+
 # --- weights
 
 
@@ -350,6 +362,8 @@ def test_gradients_of_a_sample_are_as_large_as_those_of_the_step():
 
 def test_a_table_of_layers():
     run, monitor = make("bf16-mixed,param=bf16,grad_weight=bf16", monitor={"every": 2}, lr=1e-6)
+    for block in run.model.blocks:
+        block.act.inplace = False  # of a rounded weight gradient, the layer's output is a view
     train(run, steps=1)
     assert "every 2 updates" in str(monitor)
     train(run, steps=1)
