@@ -114,7 +114,7 @@ class LayerWatch:
         cells = [row[: x.numel()] for row, x in zip(table, parts, strict=True)]
         torch._foreach_copy_(cells, torch._foreach_abs(parts))
         constants = torch.cat([self._limits[place] for place in places])
-        rows = _rows(table, constants, self._is_scaled)
+        rows = _rows(table, constants, self._is_scaled, compiled=False)
         self._add(rows.unflatten(0, (-1, len(ROLES))), self._places[places])
 
     def _add(self, now: Tensor, places: Tensor | None) -> None:
@@ -245,20 +245,27 @@ class _Observed(torch.autograd.Function):
             parts = [kept, part(g.detach(), ctx.size).reshape(-1)]
             size = max(parts[0].shape[0], parts[1].shape[0])
             both = [F.pad(x.float().abs(), (0, size - x.shape[0]), value=-1.0) for x in parts]
-            rows = _rows(torch.stack(both), constants, ctx.scaled)
+            rows = _rows(torch.stack(both), constants, ctx.scaled, compiled=True)
         return g, None, rows, None, None, None
 
 
-def _rows(both: Tensor, constants: Tensor, scaled: bool) -> Tensor:
+def _rows(both: Tensor, constants: Tensor, scaled: bool, *, compiled: bool) -> Tensor:
     """Returns what is counted of rows of magnitudes, (rows, raw columns); -1 is nothing."""
     over, under, subnormal, top = constants.unsqueeze(-1).unbind(1)
-    finite = torch.where(both < torch.inf, both, 0.0)
-    amax = finite.amax(-1, keepdim=True)
+    amax = (torch.where(both < torch.inf, both, 0.0) if compiled else both.nan_to_num(0.0, 0.0)).amax(-1, True)
     magnitude = both
     if scaled:
         power = ((top.view(torch.int32) - amax.view(torch.int32)) >> 23).clamp(-126, 126)
         scale = ((power + 127) << 23).view(torch.float32)
         magnitude = both * torch.where((top > 0) & (amax > 0), scale, 1.0)
-    counts = (both != -1, ~(magnitude < over), both <= 0, magnitude <= under, magnitude < subnormal)
-    sums = [c.sum(-1, keepdim=True, dtype=torch.float32) for c in counts]
-    return torch.cat([sums[0], amax, *sums[1:]], -1)
+
+    def count(compare: Any, given: Tensor, limit: Any) -> Tensor:
+        if compiled:
+            return compare(given, limit).sum(-1, keepdim=True, dtype=torch.float32)  # type: ignore[no-any-return]
+        # As numbers: a CPU adds truth values several times slower.
+        return compare(given, limit, out=torch.empty_like(given)).sum(-1, keepdim=True)  # type: ignore[no-any-return]
+
+    inside = count(torch.lt, magnitude, over)  # not true of a NaN
+    overflow = both.shape[-1] - inside
+    small = (count(torch.le, magnitude, under), count(torch.lt, magnitude, subnormal))
+    return torch.cat([count(torch.ne, both, -1.0), amax, overflow, count(torch.le, both, 0.0), *small], -1)
