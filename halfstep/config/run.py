@@ -154,7 +154,7 @@ class MonitorConfig:
     """Steps between two samples: part of a batch runs again, for exponents and what other formats would lose. 0
     samples only after an alarm and at the end."""
     slice: Positive = 4096
-    """How many elements of each tensor are counted in every step, from its beginning."""
+    """How many elements of each tensor are counted in every step, always the same ones."""
 
 
 @dataclass(frozen=True)

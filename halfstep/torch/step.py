@@ -451,8 +451,8 @@ class Run(RunParts):
     def monitor(self, every: int = 100, slice: int = SLICE) -> Monitor:
         """Watches every layer from the next step on: amax, overflow, underflow, norms of updates, lost updates.
 
-        Call it before the first step: code that was compiled before is compiled again. No bit of a step changes,
-        and no step waits. `slice` is how many elements of each tensor are counted, `every` how many updates lie
+        Call it before the first step: code that was compiled before is compiled again. Nothing that is trained
+        depends on it, and no step waits. `slice` is how many elements of each tensor are counted, `every` how many updates lie
         between two copies to the host. `print(monitor)` shows the last; `monitor.sample` runs part of a batch.
         """
         self._check_trains()
