@@ -452,8 +452,9 @@ class Run(RunParts):
         """Watches every layer from the next step on: amax, overflow, underflow, norms of updates, lost updates.
 
         Call it before the first step: code that was compiled before is compiled again. Nothing that is trained
-        depends on it, and no step waits. `slice` is how many elements of each tensor are counted, `every` how many updates lie
-        between two copies to the host. `print(monitor)` shows the last; `monitor.sample` runs part of a batch.
+        depends on it, and no step waits. `slice` is how many elements of each tensor are counted, `every` how many
+        updates lie between two copies to the host. `print(monitor)` shows the last; `monitor.sample` runs part of
+        a batch again.
         """
         self._check_trains()
         if self.watching is not None:

@@ -6,8 +6,8 @@
 
 Every step is counted in its own graph (observe/slots.py); each `every` updates, the counts so far and what the
 update did to the weights are copied to the host, behind the step, and `numbers` reads the last such copy. No
-step waits, and no bit of one changes. `layer_numbers` and `weight_numbers` are the same by hand; `sample` runs
-part of a batch again.
+step waits, and nothing that is trained depends on it. `layer_numbers` and `weight_numbers` are the same by hand;
+`sample` runs part of a batch again.
 """
 
 from collections import deque
