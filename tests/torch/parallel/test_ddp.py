@@ -109,3 +109,32 @@ def test_a_nan_on_one_rank_skips_the_step_on_all_and_names_the_rank(ranks, shape
     assert all(torch.equal(weights[name], others[name]) and weights[name].isfinite().all() for name in weights)
     assert said == same
     assert "rank 1: " + {"loss": "forward: the loss itself", "gradient": "backward: gradient of"}[where] in said
+
+
+def blamed(shape):
+    """What is named if an exponential overflows on rank 1, and if the sum of gradients is beyond fp32."""
+    model = jobs.net()
+    run = prepare(model, "bf16-mixed")
+    if shape is not None:
+        jobs.shard(model, *shape)
+    wrapped = DistributedDataParallel(model) if shape is None else model
+    run.attach(jobs.OPTIMIZERS["fused"](model.parameters()))
+    rank = jobs.rank_and_ranks()[0]
+
+    def overflows(rows):
+        loss = jobs.loss_of(wrapped)(rows)
+        return loss + (loss * 0 + 1e4 * rank).exp()
+
+    def adds_up(rows):
+        loss = jobs.loss_of(wrapped)(rows)
+        return loss + (model.norm.bias * 3e38).sum()  # its own value is 0
+
+    return [run.blame(loss_fn, jobs.batches(0, 1)) for loss_fn in (overflows, adds_up)]
+
+
+@pytest.mark.parametrize("shape", [None, pytest.param((), marks=pytest.mark.prove)])
+def test_a_computation_on_one_rank_is_no_sum_over_ranks(ranks, shape):
+    (overflow, total), others = ranks(blamed, 2, shape)
+    assert others == [overflow, total]
+    assert (overflow.where, overflow.operation, overflow.rank, overflow.micro_batch) == ("forward", "exp", 1, 0)
+    assert (total.where, total.rank) == ("reduction", None), str(total)

@@ -49,6 +49,10 @@ def test_two_ranks_train_as_one_and_a_signal_to_one_stops_both(text, tmp_path):
     assert_same_numbers(numbers(one), numbers(two))
     assert_same_numbers(*(numbers(out, "validation", ("step", "loss", "bits_per_byte")) for out in (one, two)))
     assert events_of(two, "start")[0]["ranks"] == 2
+    (alone,), (added,) = events_of(one, "layers"), events_of(two, "layers")
+    assert alone["activation"]["count"] == added["activation"]["count"]
+    assert min(alone["activation"]["count"]) == 6 * 4 * 16 * 16  # steps, sequences, tokens, features
+    assert [event["why"] for event in events_of(two, "sample")] == ["schedule"]
 
     stopped = train(words(text, halved), stop_rank_1_at_3)
     assert [code for code, *_ in stopped] == [0, 0], stopped
