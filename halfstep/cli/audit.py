@@ -11,18 +11,18 @@ from halfstep.cli.arguments import Flag, Json
 from halfstep.cli.output import print_json, print_table, print_words
 
 if TYPE_CHECKING:
-    from halfstep.core.audit.engine import Suppression
     from halfstep.core.audit.finding import Finding
     from halfstep.tools.audit.targets import Collected
 
 STDERR = 2
+STEPS = 20
 SHOWN = 8  # findings of one rule, the others are counted; --json has all
 Ids = Annotated[tuple[str, ...], Parameter(negative="", show_default=False)]
 
 
 def audit(
     *target: str,
-    steps: int = 20,
+    steps: int | None = None,
     select: Ids = (),
     ignore: Ids = (),
     accept: Path | None = None,
@@ -42,7 +42,7 @@ def audit(
     target
         A folder, a file, a recipe or module:factory; or, after `--`, the command to run.
     steps
-        How many updates to watch, of a script or of a factory's model.
+        How many updates to watch, of a script or of a factory's model; by default 20.
     select
         Check only these rules: ids such as HS101, or their beginnings, such as HS1. May be repeated, or separated
         by commas.
@@ -68,19 +68,20 @@ def audit(
             hint="a script (`halfstep audit -- python train.py`), a run folder, a checkpoint, a recipe or "
             "module:factory",
         )
-    if steps < 1:
+    if steps is not None and steps < 1:
         raise ConfigError(
             f"--steps {steps}: at least 1 update must be watched", hint="20 show most of what goes wrong"
         )
     accepted = read_accepted(accept)
     check([], select, ignore, accepted)  # a typo is refused before a script runs
     collected, code = _collect(target, steps, json=json)
-    found = check(collected.records, select, ignore, accepted)
-    found += _earlier(collected, found, select, ignore, accepted)
+    every = check(collected.records, select, ignore)
+    every += _earlier(collected, every, select, ignore)
+    found = [each for each in every if not any(rule.covers(each) for rule in accepted)]
     if json:
-        print_json(_data(target, collected, found, code))
+        print_json(_data(target, collected, found, len(every) - len(found), code))
     else:
-        _print(target, collected, found)
+        _print(target, collected, found, len(every) - len(found))
     if fix_policy is not None:
         _write_policy(fix_policy, collected, found)
     return 1 if any(each.severity != "note" for each in found) else code
@@ -90,17 +91,23 @@ def _split(names: Sequence[str]) -> tuple[str, ...]:
     return tuple(part.strip() for name in names for part in name.split(","))
 
 
-def _collect(target: Sequence[str], steps: int, *, json: bool) -> "tuple[Collected, int]":
+def _collect(target: Sequence[str], steps: int | None, *, json: bool) -> "tuple[Collected, int]":
     """Returns what was seen, and 2 if a script could not be watched."""
+    from halfstep.core.errors import ConfigError
     from halfstep.tools.audit.targets import Collected, collect
 
     is_command = len(target) > 1 or (os.path.isfile(target[0]) and os.access(target[0], os.X_OK))
     if not is_command:
-        return collect(target[0], steps), 0
+        collected = collect(target[0], steps or STEPS)
+        if steps is not None and collected.records[0].source in ("run", "checkpoint", "recipe"):
+            raise ConfigError(
+                f"--steps {steps} changes nothing: nothing is run to audit `{target[0]}`", hint="leave it out"
+            )
+        return collected, 0
     from halfstep.tools.audit import script
 
     # What the script prints must not be among our JSON.
-    outcome = script.run(target, steps, stdout=STDERR if json else None)
+    outcome = script.run(target, steps or STEPS, stdout=STDERR if json else None)
     collected = Collected([*outcome.records])
     for note in outcome.notes:
         print_words(note)
@@ -108,31 +115,30 @@ def _collect(target: Sequence[str], steps: int, *, json: bool) -> "tuple[Collect
 
 
 def _earlier(
-    collected: "Collected",
-    found: "list[Finding]",
-    select: Sequence[str],
-    ignore: Sequence[str],
-    accepted: "Sequence[Suppression]",
+    collected: "Collected", found: "list[Finding]", select: Sequence[str], ignore: Sequence[str]
 ) -> "list[Finding]":
     """Returns what a run found by itself while it trained, unless it was found again."""
     from halfstep.core.audit.engine import chosen_rules
 
     chosen, keys = chosen_rules(select, ignore), {each.key for each in found}
     kept = {each.key: each for each in collected.findings if each.rule in chosen and each.key not in keys}
-    return [each for each in kept.values() if not any(rule.covers(each) for rule in accepted)]
+    return [*kept.values()]
 
 
-def _data(target: Sequence[str], collected: "Collected", found: "list[Finding]", code: int) -> dict[str, object]:
+def _data(
+    target: Sequence[str], collected: "Collected", found: "list[Finding]", accepted: int, code: int
+) -> dict[str, object]:
     return {
         "target": list(target),
         "findings": [each.to_dict() for each in found],
+        "accepted": accepted,
         "unseen": collected.unseen,
         "updates": max((record.updates for record in collected.records), default=0),
         "complete": code == 0,
     }
 
 
-def _print(target: Sequence[str], collected: "Collected", found: "list[Finding]") -> None:
+def _print(target: Sequence[str], collected: "Collected", found: "list[Finding]", accepted: int) -> None:
     from halfstep.core.audit.engine import registry
     from halfstep.core.errors import as_message
 
@@ -142,7 +148,7 @@ def _print(target: Sequence[str], collected: "Collected", found: "list[Finding]"
     for id, group in groups.items():
         rule = registry()[id][0]
         print(f"{id} {group[0].severity}: {rule.name}")
-        for each in group[:SHOWN]:
+        for each in sorted(group, key=lambda each: -each.evidence.get("lost_share", 0.0))[:SHOWN]:
             place = f"{each.place}: " if each.place and each.place not in each.message else ""
             sure = "" if each.confidence == "certain" else f" ({each.confidence})"
             ranks = f" [ranks {', '.join(map(str, each.ranks))}]" if len(each.ranks) > 1 else ""
@@ -154,7 +160,9 @@ def _print(target: Sequence[str], collected: "Collected", found: "list[Finding]"
     for text in collected.unseen:
         print_words(f"not seen: {text}")
     counts = {s: sum(each.severity == s for each in found) for s in ("error", "warning", "note")}
-    said = ", ".join(f"{n} {s}{'s' if n != 1 else ''}" for s, n in counts.items() if n) or "nothing is wrong"
+    clean = "nothing is wrong" if collected.records else "nothing was seen, so nothing can be said"
+    said = ", ".join(f"{n} {s}{'s' if n != 1 else ''}" for s, n in counts.items() if n) or clean
+    said += f", {accepted} accepted" if accepted else ""
     updates = max((record.updates for record in collected.records), default=0)
     watched = f" ({updates} updates watched)" if updates else ""
     print_words(f"{' '.join(target)}: {said}{watched}")

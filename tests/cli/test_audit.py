@@ -63,7 +63,7 @@ def test_accepted_findings_are_left_out(bad, tmp_path, capsys):
     file = tmp_path / "halfstep-audit.toml"
     file.write_text('[[accept]]\nrule = "HS101"\nnames = ["blocks.?.up.*"]\nreason = "a study"\n')
     assert run(["audit", "x:y"]) == 1
-    assert "1 error" in capsys.readouterr().err
+    assert "x:y: 1 error, 10 accepted (20 updates watched)" in capsys.readouterr().err
     file.write_text('[[accept]]\nrule = "HS101"\nreason = "a study"\n')
     assert run(["audit", "x:y"]) == 0
     file.rename(tmp_path / "other.toml")
@@ -111,6 +111,7 @@ def test_the_policy_that_cures_is_read_by_train_and_policy(bad, tmp_path, capsys
         ([], "`halfstep audit` needs a target", "halfstep audit -- python train.py"),
         (["tiny", "--select", "HS150"], "there is no rule `HS150`", "did you mean"),
         (["tiny", "--steps", "0"], "--steps 0", "20"),
+        (["tiny", "--steps", "5"], "--steps 5 changes nothing", "leave it out"),
         (["tiny", "--accept", "no.toml"], "`no.toml` cannot be read", "--accept"),
         (["tinny"], "neither a folder", "tiny"),
         (["train.py"], "is a script", "halfstep audit -- python train.py"),
@@ -143,3 +144,13 @@ def test_a_command_is_run_and_watched(monkeypatch, capsys):
     assert capsys.readouterr().err.splitlines()[0] == "watched 3 updates"
     assert run(["audit", "--json", "--", "python", "train.py"]) == 0
     assert calls == [(["python", "train.py", "--lr", "1"], 3, None), (["python", "train.py"], 20, 2)]
+
+
+def test_a_script_of_which_nothing_was_seen_is_not_called_clean(monkeypatch, capsys):
+    nothing = SimpleNamespace(records=(), exit_code=0, notes=["the script made no update"])
+    monkeypatch.setattr(script, "run", lambda *_, **__: nothing)
+    assert run(["audit", "--", "python", "train.py"]) == 2
+    assert capsys.readouterr().err.splitlines() == [
+        "the script made no update",
+        "python train.py: nothing was seen, so nothing can be said",
+    ]
