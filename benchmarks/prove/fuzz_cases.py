@@ -97,7 +97,7 @@ def commands(rng: random.Random) -> Iterator[Case]:
     pairs = [(key, value) for key in keys for value in values if key not in SLOW or value not in SLOW_VALUES]
     rng.shuffle(pairs)
     makers = [_formats, _policy, _sample, _eval, _artifact, _export, _pack, _train_tokenizer, _show]
-    makers += [_train, _other]
+    makers += [_train, _other, _look]
     for key, value in itertools.cycle(pairs):
         yield Case(train(*rng.choice([(), (), (), ("gpt2",), ("golf",)]), "--set", f"{key}={value}"))
         yield Case(last_wins(rng.choice(makers)(rng)))
@@ -187,6 +187,13 @@ def _other(rng: random.Random) -> list[str]:
     return rng.choice([probe, bench, [_text(rng)], ["data", _text(rng)], [rng.choice(names), f"--{_text(rng)}"]])
 
 
+def _look(rng: random.Random) -> list[str]:
+    report = ["report", _run(rng), *_options(rng, {"--out": [*PLACES, "page.html", *TEXTS]})]
+    runs = ["runs", rng.choice([".", _run(rng)]), *_options(rng, {"--json": [None]})]
+    watch = ["watch", rng.choice([*PLACES, *TEXTS]), *_options(rng, {"--port": NUMBERS})]  # a run would be served
+    return rng.choice([report, runs, watch])
+
+
 def _run(rng: random.Random) -> str:
     return rng.choice(
         ["run", "run", "run", "model.int8z", "run/checkpoints/step-000002", *PLACES, *rng.sample(TEXTS, 5)]
@@ -219,8 +226,8 @@ _SAVED = "run/checkpoints/step-000002"
 READERS: dict[str, list[list[str]]] = {
     "recipe.toml": [train("recipe.toml"), ["policy", "fp32", "--model", "recipe.toml"]],
     "run/run.toml": [_RESUME],
-    "run/events.jsonl": [_RESUME],
-    "run/lock": [_RESUME],
+    "run/events.jsonl": [_RESUME, ["report", "run"], ["runs", "run", "--json"]],
+    "run/lock": [_RESUME, ["runs", "run"]],
     f"{_SAVED}/manifest.json": [_RESUME, ["eval", "run", "--device", "cpu"], [*_INIT, "run"], _SAMPLE],
     f"{_SAVED}/state.safetensors": [_RESUME, _SAMPLE],
     "packed/index.json": [["data", "show", "packed"], _PACKED, _VERIFY, pack("text.txt", "--out", "packed")],

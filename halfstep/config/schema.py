@@ -8,6 +8,7 @@ key, what was given, what is allowed and the nearest legal key.
 import dataclasses
 import math
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from types import NoneType, UnionType
@@ -239,8 +240,9 @@ def _check_tuple(kind: Any, value: Any, key: str, others: bool) -> Any:
         raise wrong(key, value, describe(kind), hint=f"write {key} = [...]")
     kinds = get_args(kind)
     if kinds[-1] is Ellipsis:  # any number of them
-        if set(map(type, value)) <= _exact_types(kinds[0]):  # a list of numbers may be long
-            return tuple(value)
+        if set(map(type, value)) <= _exact_types(kinds[0]) | {int} and float in _exact_types(kinds[0]):
+            with suppress(OverflowError):  # a list of numbers may be long: one by one would take a while
+                return tuple(float(item) if type(item) is int else item for item in value)
         kinds = (kinds[0],) * len(value)
     if len(value) != len(kinds):
         raise wrong(key, value, describe(kind))

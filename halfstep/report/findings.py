@@ -27,7 +27,8 @@ def findings(events: list[Event]) -> list[ShownFinding]:
     """Returns the rows of `finding` events."""
     known: dict[tuple[str, ...], ShownFinding] = {}
     for event in events:
-        names = [str(name) for name in event.get("where") or () if isinstance(event.get("where"), list)]
+        where = event.get("where")
+        names = [str(name) for name in where] if isinstance(where, list) else []
         known[str(event.get("rule")), str(event.get("place")), *names] = _row(event, names)
     return sorted(known.values(), key=lambda row: (_rank(row.severity), row.rule))
 

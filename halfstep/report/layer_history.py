@@ -6,6 +6,7 @@ becomes a histogram of exponents per layer and role; those merge by their sums. 
 those of the same 2, 4, 8, ... steps merge: a page takes the same memory however long the run was.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar, final
@@ -137,9 +138,9 @@ class LayerHistory:
         for name, row in known.items():
             for role in ROLES:
                 sampled = event["layers"][name].get(role)
-                counts = sampled.get("exponents") if isinstance(sampled, Mapping) else None
-                if isinstance(counts, Mapping) and counts:
-                    histograms[row, role] = {int(exponent): float(amount) for exponent, amount in counts.items()}
+                counts = _histogram(sampled.get("exponents")) if isinstance(sampled, Mapping) else {}
+                if counts:
+                    histograms[row, role] = counts
         self.newest = event
         self.samples.append(Distribution(int(event["step"]), str(event.get("why")), histograms))
         if len(self.samples) >= SAMPLES:
@@ -189,4 +190,12 @@ def _numbers(event: Event, length: int) -> Values:
         table = event.get(role)
         given = table.get(name) if isinstance(table, Mapping) else None
         lists.append(given if isinstance(given, list | tuple) and len(given) == length else [None] * length)
-    return np.array(lists, np.float32).reshape(len(RECORDED), length)  # None is NaN
+    with np.errstate(over="ignore"):
+        return np.array(lists, np.float32).reshape(len(RECORDED), length)  # None is NaN
+
+
+def _histogram(counts: Any) -> dict[int, float]:
+    """Returns counts by exponent, of exponents that fp32 has."""
+    known = counts.items() if isinstance(counts, Mapping) else ()
+    read = {number(exponent): number(amount) for exponent, amount in known}
+    return {int(exponent): n for exponent, n in read.items() if abs(exponent) < 150 and 0 < n < math.inf}

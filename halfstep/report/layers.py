@@ -149,7 +149,7 @@ def _tightest(history: LayerHistory, values: NDArray[np.float32]) -> int:
     """Returns the layer whose activations come nearest to the end of their format, or the first."""
     amax = values[VIEWS.index("activation.amax")]
     tops = np.array([headroom_in(layer.formats.get("activation", "")) for layer in history.layers])
-    with np.errstate(divide="ignore"):
+    with np.errstate(divide="ignore", invalid="ignore"):
         room = tops - np.log2(np.nan_to_num(amax).max(axis=1, initial=0))
     return int(np.where(np.isfinite(room), room, np.inf).argmin())
 
@@ -173,7 +173,7 @@ def _headroom(history: LayerHistory, columns: list[Column], values: NDArray[np.f
     for role in ("activation", "gradient"):
         amax, overflow = (values[VIEWS.index(f"{role}.{what}")] for what in ("amax", "overflow"))
         tops = np.array([headroom_in(layer.formats.get(role, "")) for layer in history.layers])
-        with np.errstate(divide="ignore"):
+        with np.errstate(divide="ignore", invalid="ignore"):
             room = tops[:, None] - np.log2(amax)
         known = np.isfinite(room)
         if known.any():
@@ -206,7 +206,7 @@ def _updates(history: LayerHistory, columns: list[Column], values: NDArray[np.fl
     name = history.layers[row].name
     return (
         f"The most updates were lost at `{name}`: {percent(worst)}, {_when(columns[place])}. "
-        f"{plural(ever, 'layer')} of {len(history.layers)} lost more than 1 % at some time."
+        f"{ever or 'None'} of {plural(len(history.layers), 'layer')} lost more than 1 % at some time."
     )
 
 

@@ -6,6 +6,7 @@ twice (ALLOWED dB) that of its own rounding on normally distributed numbers, 6.0
 question, which only a run in that format answers.
 """
 
+import math
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -94,18 +95,19 @@ def as_data(found: WhatIf, newest: Event) -> list[list[Any]]:
     for row in found.rows:
         for role in ROLES:
             tried = _table(_table(_table(newest["layers"], row.name), role), "what_if")
-            for spec, lost in tried.items():
+            for spec, lost in _tables(tried).items():
                 lines.append(
-                    [row.name, role, str(spec), *(lost.get(k) for k in ("sqnr", "overflow", "underflow"))]
+                    [row.name, role, str(spec), *(_finite(lost.get(k)) for k in ("sqnr", "overflow", "underflow"))]
                 )
     return lines
 
 
 def _narrowest(tried: Mapping[str, Any]) -> Choice | None:
-    if not tried:
+    tables = _tables(tried)
+    if not tables:
         return None
-    for spec in sorted(tried, key=_narrowness):
-        lost = tried[spec]
+    for spec in sorted(tables, key=_narrowness):
+        lost = tables[spec]
         overflow, underflow = number(lost.get("overflow")), number(lost.get("underflow"))
         sqnr = number(lost.get("sqnr"))
         known = own_format(spec)
@@ -123,6 +125,15 @@ def _narrowness(spec: str) -> tuple[int, int, int]:
     if known is None:
         return 99, 0, 0
     return known.bits, -known.mantissa_bits, SCALES.index(scale) if scale in SCALES else len(SCALES)
+
+
+def _tables(tried: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
+    return {spec: lost for spec, lost in tried.items() if isinstance(lost, Mapping)}
+
+
+def _finite(value: Any) -> float | None:
+    read = number(value)
+    return read if math.isfinite(read) else None
 
 
 def _table(table: Any, key: str) -> Mapping[str, Any]:

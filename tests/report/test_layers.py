@@ -1,14 +1,17 @@
 """Pictures of the layers: what their captions say, and that packed numbers come back."""
 
 import base64
+import json
 import math
 
 import numpy as np
 import pytest
 
+from halfstep.report.findings import findings
 from halfstep.report.history import History
 from halfstep.report.layers import OCTAVE, codes, figures, headroom_in
 from halfstep.report.what_if import as_data, what_if
+from halfstep.training.telemetry.events import EventsError, read_events
 from tests.report.page.made_up_runs import layer_names, monitored, run, sampled, watched_run
 from tests.report.test_layer_history import layers, monitor
 
@@ -31,7 +34,7 @@ def test_captions_name_the_layer_the_number_and_the_steps():
     assert f"Up to 9.77 % of the activations of `{hot}` overflowed" in shown.headroom
     assert "The least headroom of gradients:" in shown.headroom
     assert shown.updates.startswith(
-        f"The most updates were lost at `{weak}`: 98.6 %, in steps 191 to 200. 1 layer of"
+        f"The most updates were lost at `{weak}`: 98.6 %, in steps 191 to 200. 1 of 26 layers"
     )
     assert "4 samples from step 50 to step 200" in shown.exponents
     assert "1 sample followed an alarm." in shown.exponents
@@ -128,4 +131,62 @@ def test_everything_of_the_monitor_may_be_malformed():
                 "embedding": None,
                 "lm_head": {"activation": {"exponents": {"0": 0}, "what_if": []}},
             }
-    assert figures(read([run(1)[0], *events])).data["histograms"]["activation"][3] is not None
+    assert figures(read([run(1)[0], *events])).data["histograms"]["activation"] == [None] * 4
+
+
+ODD = (None, True, -1, 2.5, 1e300, "nan", "<b>", [], [[]], {}, {"x": {}})
+
+
+def paths(value, path=()):
+    """Every place in nested data."""
+    yield path
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, item in items:
+        yield from paths(item, (*path, key))
+
+
+def replaced(value, path, odd):
+    if not path:
+        return odd
+    copy = dict(value) if isinstance(value, dict) else list(value)
+    copy[path[0]] = replaced(value[path[0]], path[1:], odd)
+    return copy
+
+
+@pytest.mark.prove
+@pytest.mark.parametrize("kind", ["monitor", "layers", "sample", "finding", "cause"])
+def test_a_value_of_another_type_is_damage_or_is_passed_over(kind, tmp_path):
+    """Whatever stands at any one place of an event, the page is made or the line is named."""
+    kept = ("start", "monitor", "layers", "sample", "finding", "cause")
+    events = [event for event in watched_run(20, 2, every=20, sample_every=20) if event["event"] in kept]
+    spec = {"e4m3": {"sqnr": 31.0, "exact": False, "overflow": 0.0, "underflow": 0.0}}
+    role = {"format": "fp16", "sqnr": 70.0, "exponents": {"-3": 4}, "what_if": spec}
+    for event in events:
+        if event["event"] == "sample":
+            event["layers"] = {"embedding": {"activation": role}}
+    at = max(place for place, event in enumerate(events) if event["event"] == kind)
+    made = 0
+    for path in paths(events[at]):
+        for odd in ODD if path and path[0] not in ("event", "time") else ():
+            spoiled = replaced(events[at], path, odd)
+            (tmp_path / "events.jsonl").write_text(json.dumps(spoiled) + "\n")
+            try:
+                (event,) = read_events(tmp_path / "events.jsonl")
+            except EventsError:
+                continue
+            seen = History()
+            for each in [*events[:at], event, *events[at + 1 :]]:
+                seen.take(each)
+            shown, found = figures(seen.layers), what_if(seen.layers)
+            embedded = [shown and shown.data, found and as_data(found, seen.layers.newest)]
+            json.dumps(embedded, allow_nan=False)
+            findings(seen.findings)
+            made += 1
+    assert made > 5
+
+
+def test_the_keys_of_a_sample_may_be_anything():
+    sample = {"event": "sample", "time": 1.0, "step": 1, "why": "x",
+              "layers": {"a": {"activation": {"exponents": {"x": 1, "-3": 2, "9e9": 1, "5000": 3}}}}}  # fmt: skip
+    data = figures(read([run(1)[0], monitor("a"), sample])).data
+    assert (data["histograms"]["activation"][0]["low"], data["histograms"]["activation"][0]["width"]) == (-3, 1)
