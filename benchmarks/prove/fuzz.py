@@ -67,8 +67,8 @@ ADDRESSES = 16 << 30  # bytes of address space, for the sake of this machine
 OUTPUT = 64 << 10  # bytes of messages
 CONTROLS = re.compile(rb"[\x00-\x08\x0b-\x1f\x7f]|\xc2[\x80-\x9f]")
 # What commands import late, once for all cases.
-LATE = "cli.app cli.outcome report.page report.watch tools.runs tools.probe tools.export.run torch.session torch.export training.loop "
-LATE += "training.data.load"
+LATE = "cli.app cli.outcome report.page report.watch tools.runs tools.probe tools.export.run torch.session "
+LATE += "torch.export training.loop training.data.load"
 OTHERS = "torch._dynamo safetensors.numpy tiktoken tokenizers rich.table rich.progress onnxscript onnxruntime"
 
 
