@@ -20,6 +20,7 @@ subtracts them.
 After each backward pass, `collect` adds the numbers to one buffer on the device.
 """
 
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -64,6 +65,7 @@ class LayerWatch:
         self.slots: list[Tensor] = []
         self._seen, self._places = _Seen(), dict[tuple[int, ...], Tensor]()
         shared: dict[Any, Tensor] = {}
+        _guard_hooks()
         for at, (module, info) in enumerate(layers.values()):
             near = next((t.device for t in (*module.parameters(), *module.buffers())), device)
             formats = tuple(info.format(role) for role in ROLES)
@@ -131,6 +133,17 @@ class LayerWatch:
         unread = Unread(self.numbers, _columns)
         self.numbers.zero_()
         return unread
+
+
+def _guard_hooks() -> None:
+    """Makes torch.compile look at a module's hooks before it takes what it compiled for one without them.
+
+    It does not by default. What was compiled until now has no such guards and is compiled again, once per process.
+    """
+    dynamo = sys.modules.get("torch._dynamo")  # if it was not imported, nothing was compiled
+    if dynamo is not None and dynamo.config.skip_nnmodule_hook_guards:
+        dynamo.config.skip_nnmodule_hook_guards = False
+        dynamo.reset()
 
 
 _NAMES = ("slot", "slice", "limits", "seen", "place", "is_lookup", "is_scaled")

@@ -184,6 +184,25 @@ def test_as_many_graphs_as_without_it():
 
 
 @pytest.mark.prove
+def test_what_was_compiled_without_it_is_compiled_again():
+    """By default torch would take the graph of the first model for the second, and nothing would be counted."""
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = []
+    for _ in range(2):
+        run, _ = make("bf16-mixed")
+        compiled.append((run, torch.compile(run.model, fullgraph=True, backend=counter)))
+        train(*compiled[-1], steps=1)
+    assert counter.frame_count == 1
+    for run, called in compiled:
+        run.monitor(every=1)
+        train(run, called, steps=1)
+        assert all(row.gradient["count"] for row in run.watching.numbers())
+    again, _ = make("bf16-mixed")
+    train(again, torch.compile(again.model, fullgraph=True, backend=counter), steps=1)
+
+
+@pytest.mark.prove
 def test_blocks_that_are_compiled_one_by_one_share_their_graph():
     counts = []
     for monitor in (None, {}):
