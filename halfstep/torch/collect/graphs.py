@@ -14,9 +14,11 @@ import torch
 from torch import Tensor, fx
 from torch.utils._pytree import tree_map
 
+from halfstep.torch.collect.kinds import KINDS
 from halfstep.torch.collect.operations import Operations, Where, where_of
 from halfstep.torch.collect.patches import Patches, is_watched
 from halfstep.torch.collect.places import is_library
+from halfstep.torch.collect.weights import format_name
 
 _ROOT = re.compile(r"^[LG]\['\w+'\]")
 _INDEX = re.compile(r"\._modules\['(\w+)'\]|\['?(\w+)'?\]")
@@ -50,14 +52,33 @@ def install(patches: Patches, see: Callable[[fx.GraphModule], None]) -> None:
 
 def read(module: fx.GraphModule, operations: Operations) -> None:
     """Sees every call of a graph."""
-    ambient = any(torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda"))
+    around = next((kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)), None)
+    backward = _cast_in_backward(around)
+    autocast = around is not None
     for node in _calls(module):
-        ambient = ambient or "enter_autocast" in str(node.target)
+        autocast = autocast or "enter_autocast" in str(node.target)
         function = getattr(Tensor, str(node.target), None) if node.op == "call_method" else node.target
-        args = tree_map(lambda a: a.meta.get("example_value") if isinstance(a, fx.Node) else a, [*node.args])
-        kwargs = tree_map(lambda a: a.meta.get("example_value") if isinstance(a, fx.Node) else a, {**node.kwargs})
-        result, where, place = node.meta.get("example_value"), _where(node), partial(_place, node)
-        operations.see(function, (args, kwargs), result, where, place, autocast=ambient, values=False)
+        args, kwargs, result = tree_map(_stand_in, ([*node.args], {**node.kwargs}, node))
+        where, place = _where(node), partial(_place, node)
+        operations.see(function, (args, kwargs), result, where, place, autocast=autocast, values=False)
+        if backward is not None and KINDS.get(function) == "matmul" and _is_trained_in_fp32(result):
+            operations.see_backward(where, backward, place)
+
+
+def _cast_in_backward(around: str | None) -> str | None:
+    """Returns what the backward pass of compiled code casts to: as autocast around the call does, unless set."""
+    config = sys.modules.get("torch._functorch.config")
+    if around is None or getattr(config, "backward_pass_autocast", "") != "same_as_forward":
+        return None
+    return format_name(torch.get_autocast_dtype(around))
+
+
+def _is_trained_in_fp32(result: Any) -> bool:
+    return isinstance(result, Tensor) and result.dtype == torch.float32 and result.requires_grad
+
+
+def _stand_in(node: Any) -> Any:
+    return node.meta.get("example_value") if isinstance(node, fx.Node) else node
 
 
 def _calls(module: fx.GraphModule) -> Iterator[fx.Node]:

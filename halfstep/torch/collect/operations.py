@@ -69,7 +69,11 @@ class _Tally:
         result = local(out.detach())
         self.operation.elements += result.numel()
         amax = result.abs().amax().float()
-        given = [_is_ordinary(local(t.detach())).to(amax.device) for t in inputs if t is not out and t.numel()]
+        given = [
+            _is_ordinary(local(t.detach())).to(amax.device)
+            for t in inputs
+            if t is not out and t.numel() and t.itemsize > 1
+        ]
         finite = torch.stack(given).all() if given else True
         bad = (~torch.isfinite(result)).sum() * finite
         self.amax = amax if self.amax is None else torch.maximum(self.amax, amax)
@@ -130,6 +134,14 @@ class Operations:
         tally.operation.count += 1
         if narrow(out.dtype) and out.requires_grad and out.numel():
             tally.add(inputs, out)
+
+    def see_backward(self, where: Where, inside: str, place: Callable[[], str | None]) -> None:
+        """Sees a matmul whose gradients are computed in another format than it is."""
+        key = (where.name, "backward", inside)
+        if key not in self._tallies:
+            operation = Operation(where.name, "matmul", inside=inside, place=place(), backward=True)
+            self._tallies[key] = _Tally(operation)
+        self._tallies[key].operation.count += 1
 
     def seen(self) -> Iterator[Operation]:
         """Yields what there was; arithmetic only if it overflowed."""

@@ -45,14 +45,14 @@ def wide_loss(y):
     return y.float().square().mean()
 
 
-def watched(model, loss_fn=wide_loss, *, steps=3, compiled=False, dtype=torch.bfloat16):
+def watched(model, loss_fn=wide_loss, *, steps=3, compiled=None, dtype=torch.bfloat16):
     """Trains a little, and returns what was seen and the losses."""
     torch.manual_seed(0)
     torch._dynamo.reset()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     losses = []
     with Watch([Formats()]) as watch:
-        call = torch.compile(model, backend="eager", fullgraph=True) if compiled else model
+        call = torch.compile(model, backend=compiled, fullgraph=True) if compiled else model
         for _ in range(steps):
             optimizer.zero_grad()
             loss = loss_fn(call(torch.randn(8, 8, dtype=dtype)))
@@ -91,7 +91,7 @@ CODE = {  # what a layer does, and its twin that is right
         lambda x: F.relu(x * table).bfloat16() @ mixing.bfloat16(),
     ),
 }
-compiled_too = [False, pytest.param(True, marks=pytest.mark.prove)]
+compiled_too = [None, pytest.param("eager", marks=pytest.mark.prove)]
 
 
 @pytest.mark.parametrize("case", CODE)
@@ -107,7 +107,7 @@ def test_a_layer_that_computes_too_narrow_is_named_with_its_line(case, compiled)
 
 def test_a_compiled_model_keeps_one_graph_and_says_what_was_not_seen():
     before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
-    record, losses = watched(Net(norm_by_hand), compiled=True)
+    record, losses = watched(Net(norm_by_hand), compiled="eager")
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == before + 1
     assert [f.rule for f in found(record)] == ["HS401"]
     assert any("values of activations" in text for text in record.unseen)
@@ -120,6 +120,28 @@ def test_a_narrow_loss_is_found_by_its_function_or_by_what_backward_is_given(nar
     assert finding.rule == "HS404"
     assert HERE in finding.place
     assert found(watched(Net(), lambda y: narrow(y.float()))[0]) == []
+
+
+class Wide(nn.Linear):
+    def forward(self, x):
+        with torch.autocast("cpu", enabled=False):
+            return F.linear(x.float(), self.weight)
+
+
+@pytest.mark.prove
+def test_the_backward_of_a_compiled_fp32_layer_under_autocast_is_found():
+    def seen(where):
+        torch.manual_seed(0)
+        model = nn.Sequential(Wide(8, 4, bias=False))
+        with torch.autocast("cpu", torch.bfloat16), torch._functorch.config.patch(backward_pass_autocast=where):
+            record = watched(model, compiled="aot_eager", dtype=torch.float32, steps=1)[0]
+        return found(record), model[0].weight.grad.clone()
+
+    (finding,), rounded = seen("same_as_forward")
+    assert (finding.rule, finding.where) == ("HS411", ["0"])
+    clean, exact = seen("off")
+    assert clean == []
+    assert not rounded.equal(exact)
 
 
 class Rotary(Net):

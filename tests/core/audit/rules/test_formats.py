@@ -79,6 +79,11 @@ CASES = {  # rule: what it must find, what it must not, and the names that the f
         record(Operation("blocks.2.up", "matmul", outputs=["fp16"], amax=65504.0, elements=9)),
         ["blocks.2.up"],
     ),
+    "HS411": (
+        record(product("moe.router", "fp32"), Operation("moe.router", "matmul", inside="bf16", backward=True)),
+        record(product("moe.up"), Operation("moe.up", "matmul", inside="bf16", backward=True)),
+        ["moe.router"],
+    ),
     "HS410": (record(gradient(90)), record(gradient(10)), ["blocks.2.up"]),
 }
 
