@@ -7,14 +7,13 @@ together, in some two hundred small kernels for all of them, and the host is ask
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from halfstep.core.formats import FP32, parse
+from halfstep.core.formats import FP32, Format
 from halfstep.core.observed import Observation, limits
 from halfstep.core.roles import Operand
 from halfstep.core.stats.tensors import FIRST_EXPONENT, NUM_EXPONENTS, TensorStats
@@ -27,6 +26,7 @@ from halfstep.torch.observe.slots import part
 ELEMENTS = 2**15  # of a tensor that are looked at
 _AT_ONCE = 2**23  # elements: what is computed together takes some ten times their bytes
 _COUNTS = ("zeros", "nans", "infs", "overflow", "underflow", "subnormal")
+_NUMBERS = ("amax", "amin", "signal", "noise", "fourth")
 
 
 class Part(NamedTuple):
@@ -48,14 +48,18 @@ def part_of(x: Tensor, format: str, elements: int = ELEMENTS) -> Part:
 
 @torch.no_grad()
 def observations(parts: Mapping[Any, Part]) -> dict[Any, Observation]:
-    """Returns the sums of each part; waits for the device."""
+    """Returns the sums of each part; waits for the device, once."""
     groups: dict[Any, list[Any]] = {}
     for key, each in parts.items():
-        groups.setdefault((each.values.shape, each.values.device, each.format), []).append(key)
-    launched = [
-        _Group.of([(key, parts[key]) for key in keys]) for all in groups.values() for keys in _chunks(all, parts)
-    ]
-    return {key: seen for group in launched for key, seen in group.read()}
+        groups.setdefault((each.values.shape, each.values.device), []).append(key)
+    chunks = [chunk for keys in groups.values() for chunk in _chunks(keys, parts)]
+    specs = [*dict.fromkeys([*SPECS, *(each.format for each in parts.values() if each.format != str(FP32))])]
+    sums = [_sums([parts[key] for key in keys], specs) for keys in chunks]
+    if not sums:
+        return {}
+    rows = torch.cat([each.to(sums[0].device) for each in sums]).cpu().tolist()
+    keys = [key for chunk in chunks for key in chunk]
+    return {key: _observation(parts[key], row, specs) for key, row in zip(keys, rows, strict=True)}
 
 
 def _chunks(keys: Sequence[Any], parts: Mapping[Any, Part]) -> Iterator[Sequence[Any]]:
@@ -63,46 +67,32 @@ def _chunks(keys: Sequence[Any], parts: Mapping[Any, Part]) -> Iterator[Sequence
     return (keys[start : start + step] for start in range(0, len(keys), step))
 
 
-@dataclass
-class _Group:
-    """Sums of parts that have one shape and format, on the device."""
+def _sums(parts: Sequence[Part], specs: Sequence[str]) -> Tensor:
+    """Returns a row for each of parts that have one shape: `_basics`, what each spec loses, exponents."""
+    x, amax = torch.stack([each.values for each in parts]), torch.stack([each.amax for each in parts])
+    lost = [signal_lost(x, amax, spec) for spec in specs]
+    basics = _basics(x, amax, [spec_of(each.format).format for each in parts])
+    return torch.cat([basics, *lost, _exponents(x).to(basics.dtype)], -1)
 
-    keys: Sequence[Any]
-    format: str
-    count: int
-    basics: Tensor  # (parts, counts, amax, amin, fourth)
-    lost: dict[str, Tensor]  # {spec: (parts, overflow, underflow, signal, noise)}
-    exponents: Tensor
 
-    @classmethod
-    def of(cls, given: Sequence[tuple[Any, Part]]) -> "_Group":
-        format = given[0][1].format
-        x = torch.stack([each.values for _, each in given])
-        amax = torch.stack([each.amax for _, each in given])
-        lost = {spec: signal_lost(x, amax, spec) for spec in dict.fromkeys([*SPECS, format]) if spec != str(FP32)}
-        return cls([k for k, _ in given], format, x[0].numel(), _basics(x, amax, format), lost, _exponents(x))
+def _observation(part: Part, row: Sequence[float], specs: Sequence[str]) -> Observation:
+    count, size = part.values.numel(), len(_COUNTS) + len(_NUMBERS)
+    basics = dict(zip((*_COUNTS, *_NUMBERS), row, strict=False))
+    lost = {spec: _lost(count, *row[size + 4 * i :][:4]) for i, spec in enumerate(specs)}
+    format, scaled = spec_of(part.format)
+    own = lost.get(part.format)
+    if own is not None:
+        basics |= {"signal": own.signal, "noise": own.noise}
+    if own is not None and scaled != "no":  # as its operand is scaled
+        basics |= {"overflow": own.overflow, "underflow": own.underflow, "subnormal": 0}
+    whole: dict[str, Any] = {name: int(basics.pop(name)) for name in _COUNTS}
+    exponents = tuple(int(n) for n in row[size + 4 * len(specs) :])
+    stats = TensorStats(format, count, **whole, **basics, exponents=exponents)
+    return Observation(stats, {spec: lost[spec] for spec in SPECS})
 
-    def read(self) -> Iterator[tuple[Any, Observation]]:
-        basics, exponents = self.basics.cpu().tolist(), self.exponents.cpu().tolist()
-        lost = {spec: sums.cpu().tolist() for spec, sums in self.lost.items()}
-        for i, key in enumerate(self.keys):
-            *counts, amax, amin, signal, fourth = basics[i]
-            own = lost[self.format][i] if self.format in lost else [0, 0, signal, 0.0]
-            stats = TensorStats(
-                parse(self.format.partition(":")[0]),
-                count=self.count,
-                **dict(zip(_COUNTS, map(int, counts), strict=True)),
-                amax=amax,
-                amin=amin,
-                signal=own[2],
-                noise=own[3],
-                fourth=fourth,
-                exponents=tuple(exponents[i]),
-            )
-            what_if = {
-                s: SignalLost(self.count, int(lost[s][i][0]), int(lost[s][i][1]), *lost[s][i][2:]) for s in SPECS
-            }
-            yield key, Observation(stats, what_if)
+
+def _lost(count: int, overflow: float, underflow: float, signal: float, noise: float) -> SignalLost:
+    return SignalLost(count, int(overflow), int(underflow), signal, noise)
 
 
 def requantized(x: Tensor, amax: Tensor, spec: str) -> Tensor:
@@ -135,27 +125,19 @@ def signal_lost(x: Tensor, amax: Tensor, spec: str) -> Tensor:
     return torch.stack([s.flatten(1).sum(1, dtype=exact.dtype) for s in sums], -1)
 
 
-def _basics(x: Tensor, amax: Tensor, format: str) -> Tensor:
-    fmt, scaled = spec_of(format)
-    finite, magnitude = x.isfinite(), x.abs()
+def _basics(x: Tensor, amax: Tensor, formats: Sequence[Format]) -> Tensor:
+    """Returns `_COUNTS` and `_NUMBERS` of stacked matrices, each as its format sees it without a scale."""
+    constants = torch.tensor([limits(fmt) for fmt in formats]).to(x.device, non_blocking=True)
+    over, under, subnormal = constants.reshape(-1, 1, 1, 3).unbind(-1)
+    finite, magnitude, nonzero = x.isfinite(), x.abs(), x != 0
     exact = torch.where(finite, x, 0.0).to(wide(x.device))
-    largest = exact.abs().flatten(1).amax(1)
-    largest = torch.where(amax < torch.inf, amax.to(largest), largest)
-    smallest = torch.where(finite & (x != 0), magnitude, torch.inf).flatten(1).amin(1)
-    square = exact.square()
-    over, under, subnormal = limits(fmt)
-    nonzero = x != 0
-    counts = [~nonzero, x.isnan(), x.isinf()]
-    if scaled == "no":
-        small = magnitude < subnormal
-        counts += [finite & (magnitude >= over), nonzero & (magnitude <= under), small & (magnitude > under)]
-    else:  # by the scale that its operand has
-        y = requantized(x, amax, format)
-        none = torch.zeros_like(nonzero)
-        counts += [finite & ~y.isfinite(), nonzero & (y == 0), none]
-    numbers = [*counts, square, square.square()]
-    *sums, signal, fourth = (n.flatten(1).sum(1, dtype=exact.dtype) for n in numbers)
-    return torch.stack([*sums, largest, smallest.to(exact.dtype), signal, fourth], -1)
+    largest = torch.where(amax < torch.inf, amax.to(exact.dtype), exact.abs().flatten(1).amax(1))
+    smallest = torch.where(finite & nonzero, magnitude, torch.inf).flatten(1).amin(1).to(exact.dtype)
+    square, at_most = exact.square(), magnitude <= under
+    sums = [~nonzero, x.isnan(), x.isinf(), finite & (magnitude >= over), nonzero & at_most]
+    sums += [(magnitude < subnormal) & ~at_most, square, square.square()]
+    *counts, signal, fourth = (each.flatten(1).sum(1, dtype=exact.dtype) for each in sums)
+    return torch.stack([*counts, largest, smallest, signal, torch.zeros_like(signal), fourth], -1)
 
 
 def _exponents(x: Tensor) -> Tensor:
