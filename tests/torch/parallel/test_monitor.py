@@ -1,0 +1,43 @@
+"""The monitor in several processes: nothing that is trained depends on it, and each rank sees its own data."""
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from halfstep.core.observed import COUNT
+from halfstep.torch import prepare
+from tests.torch.parallel import jobs
+
+
+def train(policy, optimizer, shape, watched):
+    model = jobs.net()
+    run = prepare(model, policy, clip_norm=1.0)
+    if shape is not None:
+        jobs.shard(model, *shape)
+    wrapped = DistributedDataParallel(model) if dist.is_initialized() and shape is None else model
+    run.attach(jobs.OPTIMIZERS[optimizer](model.parameters()))
+    monitor = run.monitor() if watched else None
+    numbers = None
+    for step in range(3):
+        unread = monitor.weight_numbers() if watched else None
+        run.step(jobs.loss_of(wrapped), jobs.batches(step, 2))
+        if watched:
+            samples = monitor.sample(jobs.loss_of(wrapped), jobs.batches(step, 1)[0])
+            numbers = monitor.layer_numbers().read(), unread.read(), [*samples["blocks.0.up"]]
+    return jobs.whole(model) if shape is not None else run.weights(), numbers
+
+
+@pytest.mark.parametrize(
+    ("shape", "optimizer"), jobs.few([(None, "ours"), ((), "ours"), ((), "muon")], ((), "ours"))
+)
+def test_nothing_that_is_trained_depends_on_it(ranks, shape, optimizer):
+    plain, watched = (ranks(train, 2, "bf16-mixed", optimizer, shape, on) for on in (False, True))
+    for (weights, _), (same, (layers, updates, roles)) in zip(plain, watched, strict=True):
+        assert all(torch.equal(weights[name], same[name]) for name in weights)
+        assert (layers[:, :, COUNT] > 0).all()
+        # No fp32 master loses an update of 1e-2; those of Muon are products, of which one may be nearly zero.
+        assert np.nanmax(updates[:, 3]) <= (0.01 if optimizer == "muon" else 0)
+        assert (updates[:-1, :3] > 0).all()
+        assert sorted(roles) == ["activation", "gradient", "weight"]
