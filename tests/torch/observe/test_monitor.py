@@ -235,6 +235,7 @@ def test_compiled_kernels_change_no_bit():
 
 def test_a_layer_that_is_used_twice_counts_twice():
     layer = nn.Linear(4, 4)
+    layer.weight.data.fill_(0.01)
     run = prepare(nn.Sequential(layer, layer), "bf16-mixed")
     run.attach(torch.optim.SGD(run.model.parameters(), 1e-3))
     monitor = run.monitor()
