@@ -77,7 +77,7 @@ def _sums(parts: Sequence[Part], specs: Sequence[str]) -> Tensor:
 
 def _observation(part: Part, row: Sequence[float], specs: Sequence[str]) -> Observation:
     count, size = part.values.numel(), len(_COUNTS) + len(_NUMBERS)
-    basics = dict(zip((*_COUNTS, *_NUMBERS), row, strict=False))
+    basics: dict[str, Any] = dict(zip((*_COUNTS, *_NUMBERS), row, strict=False))
     lost = {spec: _lost(count, *row[size + 4 * i :][:4]) for i, spec in enumerate(specs)}
     format, scaled = spec_of(part.format)
     own = lost.get(part.format)
@@ -85,9 +85,9 @@ def _observation(part: Part, row: Sequence[float], specs: Sequence[str]) -> Obse
         basics |= {"signal": own.signal, "noise": own.noise}
     if own is not None and scaled != "no":  # as its operand is scaled
         basics |= {"overflow": own.overflow, "underflow": own.underflow, "subnormal": 0}
-    whole: dict[str, Any] = {name: int(basics.pop(name)) for name in _COUNTS}
+    basics |= {name: int(basics[name]) for name in _COUNTS}
     exponents = tuple(int(n) for n in row[size + 4 * len(specs) :])
-    stats = TensorStats(format, count, **whole, **basics, exponents=exponents)
+    stats = TensorStats(format, count, **basics, exponents=exponents)
     return Observation(stats, {spec: lost[spec] for spec in SPECS})
 
 
