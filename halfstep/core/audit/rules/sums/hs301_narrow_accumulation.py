@@ -20,7 +20,16 @@ RULE = Rule(
 
 
 def check(record: Record) -> Iterator[Finding]:
-    """Yields one finding per optimizer."""
+    """Yields one finding per optimizer, and one per loop inside a graph that sums."""
+    for op in record.operations:
+        if op.kind == "accumulation" and is_narrow(op.inside):
+            of = f" of `{op.module}`" if op.module else ""
+            yield RULE.finding(
+                f"a loop sums gradients{of} in {op.inside}, over {op.count} turns",
+                *([op.module] if op.module else []),
+                place=op.place,
+                evidence={"passes": op.count},
+            )
     passes = [call for call in record.calls_of("backward") if call.numbers.get("micro", 1) > 1]
     for optimizer in dict.fromkeys(call.target for call in passes):
         its = [call for call in passes if call.target == optimizer]

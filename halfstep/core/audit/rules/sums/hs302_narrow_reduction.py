@@ -20,7 +20,15 @@ RULE = Rule(
 
 
 def check(record: Record) -> Iterator[Finding]:
-    """Yields one finding per way of reducing."""
+    """Yields one finding per way of reducing, and one per sum inside a graph."""
+    for op in record.operations:
+        if op.kind == "reduction" and is_narrow(op.inside):
+            yield RULE.finding(
+                f"`{op.function}` sums {op.inside} over devices",
+                *([op.module] if op.module else []),
+                place=op.place,
+                evidence={"calls": op.count},
+            )
     for call in record.calls_of("reduce"):
         if is_narrow(call.format):
             yield RULE.finding(
