@@ -32,7 +32,7 @@ API = {
     ],
     "halfstep.jax": [
         *("init", "make_step", "State", "StepResult", "Weighted", "check", "summary", "state_of", "load_state"),
-        "audit",
+        *("audit", "Monitor"),
         *("casts_for", "dot_general", "linear", "attention"),
         *("layer_norm", "rms_norm", "softmax", "cross_entropy", "quantize"),
     ],
@@ -47,6 +47,7 @@ METHODS: dict[str, list[str] | None] = {
     "Format": None,
     "TensorStats": None,
     "Run": None,
+    "Monitor": ["layers", "layer_numbers", "weight_numbers"],
     "AdamW": ["set_factor"],
     "Muon": ["set_factor", "set_momentum"],
 }

@@ -8,6 +8,7 @@ from .layers import linear as linear
 from .layers import rms_norm as rms_norm
 from .layers import softmax as softmax
 from .lowering import casts_for as casts_for
+from .observe.monitor import Monitor as Monitor
 from .state import State as State
 from .state import load_state as load_state
 from .state import state_of as state_of

@@ -118,6 +118,12 @@ def amax_of(x: Any, operand: Operand, axes: Sequence[int] | None = None) -> Arra
     return _float(jnp.max(magnitude, initial=0))
 
 
+def scale_for(amax: Any, fmt: Format) -> Array:
+    """Returns the largest power of two that keeps amax * scale <= fmt.max, elementwise; NaN for inf and NaN."""
+    power, broken = _power_for(_as_fp32(amax, fmt), fmt)
+    return _float(jnp.where(broken, _NAN, (127 + power) << 23))
+
+
 def random_bits(shape: int | Sequence[int], *, seed: int, step: int | Array, tensor: int, start: int = 0) -> Array:
     """core.philox.random_bits in uint32; under jit `step` should be an array: a new integer compiles again."""
     size, first, last = word_range(shape, seed, tensor, start)

@@ -11,7 +11,8 @@ Shapes: B batch, T tokens of a sequence, D width, H heads, K features of a head.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from contextlib import nullcontext
+from functools import partial, wraps
 from typing import Any, Literal
 
 import jax
@@ -142,8 +143,15 @@ def pointwise(f: Callable[[Array], Array], x: Array, casts: Casts) -> Array:
     return rounded(_pointwise(f, x), casts)
 
 
+SCOPE = "layer:"
+"""What begins the name scope of a layer, for what looks for layers in a jaxpr."""
+
+
 class Layer:
-    """A module with its own name and precision."""
+    """A module with its own name and precision; what it computes is in a name scope of that name."""
+
+    def __init_subclass__(cls) -> None:
+        cls.__call__ = _scoped(cls.__call__)  # type: ignore[method-assign, operator]
 
     def __init__(self, name: str, precision: Precision):
         self.name = name
@@ -157,6 +165,15 @@ class Layer:
     def parameter(self, params: Params, field: str) -> Array:
         """Returns a parameter of the module out of all by name."""
         return params[f"{self.name}.{field}"]
+
+
+def _scoped(call: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(call)
+    def scoped(self: Any, *args: Any) -> Any:
+        with jax.named_scope(SCOPE + self.name) if self.name else nullcontext():
+            return call(self, *args)
+
+    return scoped
 
 
 class CastedLinear(Layer):

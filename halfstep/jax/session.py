@@ -27,6 +27,7 @@ from halfstep.core import host
 from halfstep.core.audit.cause import Cause
 from halfstep.core.averages import averaged, pop_from_state, to_state
 from halfstep.core.errors import HalfstepError
+from halfstep.core.observed import LayerInfo, Sample
 from halfstep.core.policy import Policy
 from halfstep.core.refusal import check_reach
 from halfstep.core.state_format import Snapshot, Stored
@@ -35,6 +36,7 @@ from halfstep.jax.dtypes import as_device, as_devices, describe
 from halfstep.jax.layers import COMPILER_OPTIONS
 from halfstep.jax.measure import devices
 from halfstep.jax.model import Decoder
+from halfstep.jax.observe.monitor import Monitor, Unread
 from halfstep.jax.optim import Schedule, build_optimizers
 from halfstep.jax.parallel import check_divides, place_rows
 from halfstep.jax.run.nonfinite import find
@@ -87,20 +89,27 @@ class Session:
         check_reach(policy, reach(config.model))
         self.model = plain.with_policy(policy)
         self.micro_batches = config.training.micro_batches
-        step = make_step(
-            self._loss,
-            optimizer,
-            clip_norm=config.training.clip_norm,
-            micro_batches=None if self.micro_batches == 1 else self.micro_batches,
-            cast=False,
-            mesh=self.mesh,
-        )
-        self._step = compiled(step.__wrapped__, self.mesh)  # without its warning: the run has its own
+        self._optimizer = optimizer
+        self._build()
         evaluated = partial(_on_masters, plain.with_policy(policy.evaluation()).loss)
         shared = evaluated if self.mesh is None else _shared(evaluated, self.mesh)
         self._evaluated = jax.jit(shared, compiler_options=COMPILER_OPTIONS)
         self._evaluated_by_one = jax.jit(evaluated, compiler_options=COMPILER_OPTIONS)
         self._next = jax.jit(partial(_on_masters, self._logits_at), compiler_options=COMPILER_OPTIONS)
+
+    def _build(self, monitor: Monitor | None = None) -> None:
+        """Makes the step, which is compiled when it is first called."""
+        self.monitor = monitor
+        self._made = make_step(
+            self._loss,
+            self._optimizer,
+            clip_norm=self.config.training.clip_norm,
+            micro_batches=None if self.micro_batches == 1 else self.micro_batches,
+            cast=False,
+            mesh=self.mesh,
+            monitor=monitor,
+        )
+        self._step = compiled(self._made.__wrapped__, self.mesh)  # without its warning: the run has its own
 
     @property
     def threads(self) -> int | None:
@@ -121,9 +130,39 @@ class Session:
         tokens = self._to_devices(micro_batches if count else micro_batches[0], count)
         with self._here():
             self.run, result = self._step(self.run, tokens)
+            if self.monitor is not None:
+                self.monitor.add(result.layers, result.updates)
             if self.averages is not None:
                 self.averages = self._average(self.averages, self.run.params, result.skipped)
         return result
+
+    def watch(self, slice: int) -> Sequence[LayerInfo]:
+        monitor = Monitor(slice)
+        self._build(monitor)
+        counted = () if self.micro_batches == 1 else (self.micro_batches,)
+        shape = (*counted, self.config.training.batch, self.config.model.context + 1)
+        with self._here():
+            self._step.eval_shape(self.run, jax.ShapeDtypeStruct(shape, jnp.int32))
+        return monitor.layers
+
+    def layer_numbers(self) -> Unread:
+        return self._watching.layer_numbers()
+
+    def weight_numbers(self) -> Unread:
+        return self._watching.weight_numbers()
+
+    def sample(self, micro_batches: Tokens, share: float = 1 / 16) -> Mapping[str, Mapping[str, Sample]]:
+        rows = micro_batches.reshape(-1, micro_batches.shape[-1])
+        rows = rows[: max(1, int(len(rows) * share))]
+        with self._here():
+            return self._made.sample(
+                self.run, self._to_device(rows if self.micro_batches == 1 else rows[None]), share=1.0
+            )
+
+    @property
+    def _watching(self) -> Monitor:
+        assert self.monitor is not None, "watch() comes first"
+        return self.monitor
 
     def read(self, result: StepResult) -> dict[str, float]:
         names = ("loss", "skipped", "scale", "grad_norm", "stuck")

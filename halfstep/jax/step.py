@@ -26,16 +26,20 @@ from halfstep.core.choice import Choice
 from halfstep.core.errors import HalfstepError, warn_caller
 from halfstep.core.formats import FP32, Format
 from halfstep.core.measure import TOKENS, settle
+from halfstep.core.observed import Sample
 from halfstep.core.philox import tensor_id
 from halfstep.core.policy import Policy
 from halfstep.core.refusal import check_numbers
 from halfstep.core.rounding import Rounding
 from halfstep.core.scaling import DynamicScale, ScaleAlarm, ScaleState, stuck_error
-from halfstep.jax.apply import Applied, Leaves, apply
+from halfstep.jax.apply import Applied, Leaves, apply, modules_of
 from halfstep.jax.cast import carried, quantize, random_bits
 from halfstep.jax.dtypes import dtype_of
 from halfstep.jax.functions.interpret import cast_inside, checked
 from halfstep.jax.layers import COMPILER_OPTIONS
+from halfstep.jax.observe.gradient import describer, watched_gradient
+from halfstep.jax.observe.monitor import SAMPLE, Monitor, first_rows, update_sums
+from halfstep.jax.observe.taps import merged
 from halfstep.jax.parallel import check_mesh, check_placed, everywhere, on_each, place_rows, summed
 from halfstep.jax.run.checks import (
     check_leading,
@@ -61,6 +65,8 @@ class StepResult:
     grad_norm: Array  # after unscaling, before clipping
     stuck: Array  # bool: not finite, and the scale is at its floor
     aux: Any = None  # what the loss function returned besides; stacked by device of a mesh, and by micro-batch
+    layers: Any = None  # with a monitor: the numbers of its layers
+    updates: Any = None  # with a monitor: sums over a slice of each parameter
 
 
 @jax.tree_util.register_dataclass
@@ -143,6 +149,7 @@ def make_step(
     cast: bool = True,
     cast_batch: bool = True,
     mesh: Mesh | None = None,
+    monitor: Monitor | None = None,
 ) -> "Step":
     """Returns a jitted `step(state, batch, rng=None) -> (state, result)` that donates the state.
 
@@ -162,6 +169,10 @@ def make_step(
     are summed over devices once, in fp32, and a gradient that is not finite on one device skips the update on all.
     The loss function gets the rows of one device, and an `rng` folded with its index.
 
+    A `monitor` sees what enters each layer, the gradient of what leaves it, and what happens to updates. It
+    changes no bit of them, and the step is still one program; `step.sample(state, batch)` looks closely at a part
+    of a batch.
+
     The function below the jit is `step.__wrapped__`: pure, for use inside another jit or scan. Give the outermost
     jit `layers.COMPILER_OPTIONS` then, or XLA may keep more precision than the policy says.
     """
@@ -178,18 +189,22 @@ def make_step(
             applied = apply(state.params, state.policy, state.names)
             check_optimizer(optimizer, leaves, state.opt_state)
             scale = state.scale.scale
-            sums, first, aux = _accumulated(call, leaves, applied, scale, batch, rng, micro_batches)
+            gradient = _gradient(call, leaves, applied, scale, monitor, state.names)
+            sums, first, own = _accumulated(gradient, leaves, applied, batch, rng, micro_batches)
             if mesh is not None:
                 sums = summed(sums, first, mesh)
-            return _updated(state, leaves, applied, stepper, sums, clip_norm), aux
+            return _updated(state, leaves, applied, stepper, sums, clip_norm, monitor), own
 
     run = update if mesh is None else on_each(update, mesh, micro_batches)
 
     def step(state: State, batch: Any, rng: Any = None) -> tuple[State, StepResult]:
-        (following, result), aux = run(state, batch, rng)
-        return following, replace(result, aux=aux)
+        (following, result), (aux, numbers) = run(state, batch, rng)
+        if monitor is not None and mesh is not None:
+            numbers = merged(numbers)
+        return following, replace(result, aux=aux, layers=numbers)
 
-    return Step(compiled(step, mesh), mesh, micro_batches)
+    replay = None if monitor is None else partial(replayed, call, monitor)
+    return Step(compiled(step, mesh), mesh, micro_batches, monitor, replay)
 
 
 def compiled(step: Callable[..., Any], mesh: Mesh | None = None) -> Any:
@@ -204,9 +219,17 @@ class Step:
 
     _step: Any = None  # before __init__ there is nothing to delegate to
 
-    def __init__(self, step: Any, mesh: Mesh | None = None, micro_batches: int | None = None):
+    def __init__(
+        self,
+        step: Any,
+        mesh: Mesh | None = None,
+        micro_batches: int | None = None,
+        monitor: Monitor | None = None,
+        replay: Callable[..., list[Array]] | None = None,
+    ):
         self._step, self._warned = step, False
         self._mesh, self._micro_batches = mesh, micro_batches
+        self._monitor, self._replay = monitor, replay and jax.jit(replay, compiler_options=COMPILER_OPTIONS)
         self._unread: deque[tuple[Array, Array]] = deque(maxlen=64)  # scale, and whether the update was skipped
 
     def __call__(self, state: State, batch: Any, rng: Any = None) -> tuple[State, StepResult]:
@@ -217,10 +240,34 @@ class Step:
             batch = place_rows(batch, self._mesh, self._micro_batches)
         law, origin = state.policy.scale, state.origin
         following, result = self._step(state, batch, rng)
+        if self._monitor is not None:
+            self._monitor.add(result.layers, result.updates)
         if not self._warned and isinstance(law, DynamicScale):
             self._unread.append((result.scale, result.skipped))
             self._look(ScaleAlarm(law))
         return replace(following, origin=origin), result
+
+    def sample(
+        self, state: State, batch: Any, rng: Any = None, share: float = 1 / 16
+    ) -> dict[str, dict[str, Sample]]:
+        """Runs at most a `share` of a batch again, at least one row, and describes {layer: {role: what it met}}.
+
+        A halfstep.core.observed.Sample has exponents, signal to noise, headroom, kurtosis, and what other formats
+        would lose; roles are activation, gradient and weight. It waits for the device, and keeps the state.
+        """
+        if self._monitor is None or self._replay is None:
+            raise HalfstepError(
+                "the step has no monitor", hint="make_step(loss_fn, optimizer, monitor=halfstep.jax.Monitor())"
+            )
+        check_state(state)
+        if self._mesh is not None:
+            state = jax.tree.map(lambda leaf: leaf.addressable_data(0), state)
+        if self._micro_batches is not None:
+            batch = jax.tree.map(
+                lambda leaf: leaf.reshape(-1, *leaf.shape[2:]) if jnp.ndim(leaf) > 1 else leaf, batch
+            )
+        reported = self._replay(state, first_rows(batch, share), rng)
+        return self._monitor.describe(reported, Leaves(state.params).trained)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._step, name)  # lower, eval_shape, __wrapped__
@@ -248,26 +295,62 @@ class _Sum(NamedTuple):
     weight: Array
 
 
+Gradient = Callable[[dict[str, Array], Any, Any], tuple[Any, tuple[Any, Any, Any], Any]]
+"""(masters, batch, rng) -> gradients; loss, weight, and what the function returned besides; a monitor's numbers"""
+
+
+def _gradient(
+    call: LossFn, leaves: Leaves, applied: Applied, scale: Array, monitor: Monitor | None, names: Sequence[str]
+) -> Gradient:
+    """Returns a function that differentiates the scaled loss of one micro-batch."""
+
+    def objective(masters: dict[str, Array], part: Any, key: Any) -> tuple[Array, Any]:
+        loss, weight, aux = _loss(call, leaves, applied, masters, part, key)
+        return loss * scale, (loss, weight, aux)
+
+    def gradient(masters: dict[str, Array], part: Any, key: Any) -> tuple[Any, Any, Any]:
+        if monitor is None:
+            return *jax.grad(objective, has_aux=True)(masters, part, key), None
+        describe = describer(applied, [*names, *modules_of(leaves.names)])
+        grads, besides, watched, reported = watched_gradient(
+            objective, masters, (part, key), describe, monitor.slice
+        )
+        monitor.watched, monitor.parameters = watched, tuple(leaves.trained)
+        return grads, besides, watched.numbers(reported)
+
+    return gradient
+
+
+def replayed(call: LossFn, monitor: Monitor, state: State, batch: Any, rng: Any) -> list[Array]:
+    """Returns what each layer meets of a batch, whole: for each site of the monitor, and each role."""
+    with jax.default_matmul_precision("highest"):
+        leaves, applied = Leaves(state.params), apply(state.params, state.policy, state.names)
+        masters = {name: leaf.astype(jnp.float32) for name, leaf in leaves.trained.items()}
+
+        def objective(masters: dict[str, Array], part: Any, key: Any) -> tuple[Array, None]:
+            return _loss(call, leaves, applied, masters, part, key)[0] * state.scale.scale, None
+
+        describe = describer(applied, [*state.names, *modules_of(leaves.names)])
+        *_, watched, reported = watched_gradient(objective, masters, (batch, rng), describe, SAMPLE, whole=True)
+        monitor.watched, monitor.parameters = watched, tuple(leaves.trained)
+        return reported
+
+
 def _accumulated(
-    call: LossFn, leaves: Leaves, applied: Applied, scale: Array, batch: Any, rng: Any, count: int | None
+    gradient: Gradient, leaves: Leaves, applied: Applied, batch: Any, rng: Any, count: int | None
 ) -> tuple[_Sum, Array, Any]:
-    """Returns the sums, the weight of the first micro-batch that has any, and what functions returned besides."""
+    """Returns the sums, the weight of the first micro-batch that has any, and what is each micro-batch's own."""
     masters = {name: leaf.astype(jnp.float32) for name, leaf in leaves.trained.items()}
     fmt = applied.policy.accumulate
 
     def micro_batch(first: Array, part: Any, key: Any) -> tuple[_Sum, Array, Any]:
         """Returns the gradient of one; `first` is the weight of the first, 0 if this is it."""
-
-        def objective(masters: dict[str, Array]) -> tuple[Array, Any]:
-            loss, weight, aux = _loss(call, leaves, applied, masters, part, key)
-            return loss * scale, (loss, weight, aux)
-
-        grads, (loss, weight, aux) = jax.grad(objective, has_aux=True)(masters)
+        grads, (loss, weight, aux), numbers = gradient(masters, part, key)
         reference = jnp.where(first == 0, weight, first)
         share = weight / _divisor(reference)  # not inside the loss: times fp16's scale it could overflow
         # `carried` first: XLA may drop a conversion to bf16 and back, and the sum would be another.
         narrow = {name: carried(share * g, fmt).astype(dtype_of(fmt)) for name, g in grads.items()}
-        return _Sum(narrow, share * loss, share), reference, aux
+        return _Sum(narrow, share * loss, share), reference, (aux, numbers)
 
     if count is None:
         return micro_batch(jnp.float32(0), batch, rng)
@@ -277,13 +360,13 @@ def _accumulated(
         sums, first = carry
         index, part = inputs
         key = None if rng is None else jax.random.fold_in(rng, index)
-        more, first, aux = micro_batch(first, part, key)
-        return (jax.tree.map(jnp.add, sums, more), first), aux
+        more, first, own = micro_batch(first, part, key)
+        return (jax.tree.map(jnp.add, sums, more), first), own
 
     zero = jnp.float32(0)
     nothing = _Sum({name: jnp.zeros(x.shape, dtype_of(fmt)) for name, x in masters.items()}, zero, zero)
-    (sums, first), aux = lax.scan(body, (nothing, zero), (jnp.arange(count), batch))
-    return sums, first, aux
+    (sums, first), (aux, numbers) = lax.scan(body, (nothing, zero), (jnp.arange(count), batch))
+    return sums, first, (aux, None if numbers is None else merged(numbers))
 
 
 def _loss(
@@ -311,6 +394,7 @@ def _updated(
     optimizer: optax.GradientTransformationExtraArgs,
     sums: _Sum,
     clip_norm: float,
+    monitor: Monitor | None,
 ) -> tuple[State, StepResult]:
     """Finite? -> unscale -> clip -> step -> rescale."""
     wide = {name: g.astype(jnp.float32) for name, g in sums.grads.items()}
@@ -319,12 +403,15 @@ def _updated(
     used = state.scale
     verdict = state.policy.scale.judge(used, finite, jnp)
     factor = verdict.inv_scale / sums.weight
-    norm = scaled_norm * factor
+    norm, unscaled = scaled_norm * factor, factor
     if clip_norm:
         factor = factor * jnp.minimum(clip_norm / norm, 1.0)
     grads = {name: g * factor for name, g in wide.items()}
     loss = sums.loss / sums.weight
-    params, opt_state = _stepped(state, leaves, applied, optimizer, grads, loss)
+    held, opt_state, intended = _stepped(state, leaves, applied, optimizer, grads, loss)
+    params, updates = leaves.rebuilt(held), None
+    if monitor is not None:
+        updates = update_sums(leaves.trained, held, intended, wide, unscaled, finite, monitor.slice)
 
     def kept(new: Any, old: Any) -> Any:
         return jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, old)
@@ -336,7 +423,7 @@ def _updated(
         scale=verdict.state,
         num_applied=state.num_applied + finite.astype(jnp.int32),
     )
-    return following, StepResult(loss, ~finite, used.scale, norm, verdict.state.stuck)
+    return following, StepResult(loss, ~finite, used.scale, norm, verdict.state.stuck, updates=updates)
 
 
 def _stepped(
@@ -346,16 +433,17 @@ def _stepped(
     optimizer: optax.GradientTransformationExtraArgs,
     grads: dict[str, Array],
     loss: Array,
-) -> tuple[Any, Any]:
-    """Steps the optimizer, which sees fp32 throughout; returns parameters and moments as they are held."""
+) -> tuple[dict[str, Array], Any, dict[str, Array]]:
+    """Steps the optimizer, which sees fp32; returns parameters and moments as they are held, and its updates."""
     masters = {name: leaf.astype(jnp.float32) for name, leaf in leaves.trained.items()}
     moments = _moments(leaves, state.opt_state, applied, lambda x, _: x.astype(jnp.float32))
     updates, moments = optimizer.update(leaves.bare(grads), moments, leaves.bare(masters), value=loss)
-    moved = {name: masters[name] + u.astype(jnp.float32) for name, u in leaves.read(updates).items()}
+    intended = leaves.read(updates)
+    moved = {name: masters[name] + u.astype(jnp.float32) for name, u in intended.items()}
     held = {
         name: _held(name, x, applied, seed=state.seed, step=state.num_applied + 1) for name, x in moved.items()
     }
-    return leaves.rebuilt(held), _moments(leaves, moments, applied, _narrowed)
+    return held, _moments(leaves, moments, applied, _narrowed), intended
 
 
 def _held(name: str, wide: Array, applied: Applied, *, seed: int = 0, step: Array | None = None) -> Array:

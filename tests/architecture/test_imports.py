@@ -38,7 +38,7 @@ BACKEND_ROOMS = [
     {"convert"},
     {"apply"},
     {"optim"},
-    {"observe"},  # to come: statistics of every layer
+    {"observe"},  # statistics of every layer
     {"collect"},  # what an audit sees; `audit` itself is a public function of jax and mlx
     {"parallel"},
     {"run"},
@@ -77,7 +77,6 @@ ABSENT_ROOMS = {
     "islands": "torch alone: there is a torch.nn whose names people expect",
     "shards": "torch alone: JAX's arrays and MLX's have no class of their own for a part of one",
     "export": "torch alone: the libraries that read an export run on it",
-    "observe": "MLX first; torch and JAX follow",
     "convert": "torch, MLX: modules change their class; JAX has functions instead",
 }
 # The frameworks, and the folder that may import each.

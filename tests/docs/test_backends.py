@@ -23,10 +23,11 @@ def run_block(page, place, **names):
 
 
 def test_every_block_has_a_test():
-    assert [(page, place) for page, place, _ in BLOCKS] == [*(("backends.md", n) for n in range(8)), ("fp8.md", 0)]
+    tested = [*(("backends.md", n) for n in range(10)), ("fp8.md", 0)]
+    assert [(page, place) for page, place, _ in BLOCKS] == tested
 
 
-def test_jax():
+def test_jax(capsys):
     jnp = pytest.importorskip("jax.numpy")
     params, batch = {"w": jnp.full((4, 4), 0.01)}, jnp.ones((2, 4))
 
@@ -37,8 +38,15 @@ def test_jax():
     assert np.isfinite(ran["result"].loss)
     assert not ran["result"].skipped
     names = {name: ran[name] for name in ("init", "make_step", "optimizer")}
+    given = {"state": ran["state"], "batch": batch, "loss_fn": loss_fn, **names}
     ran = run_block("backends.md", 1, params=params, batch=jnp.ones((4, 2, 4)), loss_fn=loss_fn, **names)
     assert np.isfinite(ran["result"].loss)
+    watched = run_block("backends.md", 2, **given)
+    assert (watched["numbers"][..., 1] > 0).all()
+    assert watched["lost"].tolist() == [0.0]
+    narrow = {"w": jnp.ones((4, 4), jnp.bfloat16)}
+    run_block("backends.md", 3, params=narrow, batch=batch, loss_fn=loss_fn, optimizer=ran["optimizer"])
+    assert "HS101 None `w` is stepped in bf16" in capsys.readouterr().out
 
 
 def test_mlx(capsys):
@@ -47,19 +55,19 @@ def test_mlx(capsys):
 
     model, batch = nn.Linear(4, 4), mx.ones((2, 4))
     names = {"loss_fn": lambda model, x: (model(x) ** 2).mean(), "micro_batches": [batch, batch]}
-    ran = run_block("backends.md", 2, model=model, batch=batch, **names)
+    ran = run_block("backends.md", 4, model=model, batch=batch, **names)
     assert np.isfinite(ran["result"].loss.item())
     assert ran["run"].num_applied == 2
     assert "multiplies in bf16" in capsys.readouterr().out
-    watched = run_block("backends.md", 3, run=ran["run"], batch=batch, **names)
+    watched = run_block("backends.md", 5, run=ran["run"], batch=batch, **names)
     assert (watched["numbers"][..., 1] > 0).all()
     assert watched["lost"].tolist() == [0.0]
     narrow = nn.Linear(4, 4)
     narrow.set_dtype(mx.bfloat16)
-    run_block("backends.md", 4, model=narrow, optimizer=ran["optimizers"].AdamW(1e-5), batch=batch, **names)
+    run_block("backends.md", 6, model=narrow, optimizer=ran["optimizers"].AdamW(1e-5), batch=batch, **names)
     assert "HS101 `weight` is stepped in bf16 by AdamW" in capsys.readouterr().out
     names |= {"optimizers": ran["optimizers"], "prepare": ran["prepare"], "mx": mx}
-    ran = run_block("backends.md", 5, model=nn.Linear(4, 4), **names)
+    ran = run_block("backends.md", 7, model=nn.Linear(4, 4), **names)
     assert ran["run"].num_applied == 1
 
 
@@ -72,12 +80,12 @@ def test_weights_that_others_trained(monkeypatch):
     small = Decoder(ModelConfig(context=8, layers=1, width=16, heads=2))
     monkeypatch.setattr(halfstep, "load_model", lambda recipe, folder: small)
     tokens = torch.randint(0, 256, (2, 9), generator=torch.Generator().manual_seed(0))
-    ran = run_block("backends.md", 6, tokens=tokens)
+    ran = run_block("backends.md", 8, tokens=tokens)
     assert torch.isfinite(ran["result"].loss)
     held = torch.nn.Sequential(torch.nn.Linear(4, 4)).bfloat16()
     auto = SimpleNamespace(from_pretrained=lambda name, dtype: held)
     monkeypatch.setitem(sys.modules, "transformers", SimpleNamespace(AutoModelForCausalLM=auto))
-    ran = run_block("backends.md", 7, prepare=ran["prepare"], AdamW=ran["AdamW"])
+    ran = run_block("backends.md", 9, prepare=ran["prepare"], AdamW=ran["AdamW"])
     assert held[0].weight.dtype == torch.float32
     assert "fp32" in str(ran["run"].summary())
 

@@ -50,3 +50,41 @@ def test_the_step_starts_at_the_scale_and_refuses_a_wrong_number_of_micro_batche
     assert base.asynchronous
     with pytest.raises(HalfstepError, match="3 micro-batches were given"):
         base.step(np.zeros((3, 2, 9), np.int32))
+
+
+def test_layers_have_the_names_of_the_model_also_without_parameters():
+    s = session(
+        "bf16-mixed; lm_head: compute=fp32", "model.norm_gain=false", "model.qk_norm=plain", "model.tied=true"
+    )
+    layers = {layer.name: layer for layer in s.watch(4096)}
+    assert {name: layer.kind for name, layer in layers.items()} == {
+        "embed": "embedding",
+        **dict.fromkeys(("blocks.0.attn_norm", "blocks.0.mlp_norm", "final_norm"), "norm"),
+        **dict.fromkeys(("blocks.0.attn.q_norm", "blocks.0.attn.k_norm"), "norm"),
+        **dict.fromkeys((f"blocks.0.attn.{part}" for part in "qkvo"), "matmul"),
+        **dict.fromkeys(("blocks.0.mlp.up", "blocks.0.mlp.down", "lm_head"), "matmul"),
+    }
+    assert layers["lm_head"].formats["activation"] == "fp32"
+    assert layers["blocks.0.attn.q"].formats == {"activation": "bf16", "gradient": "bf16", "weight": "fp32"}
+
+
+@pytest.mark.prove
+@pytest.mark.parametrize("extra", [(), ("training.micro_batches=1", "training.recompute_blocks=true")])
+def test_a_session_that_is_watched_trains_to_the_same_bits(extra):
+    plain, watched = session("bf16-mixed", *extra), session("bf16-mixed", *extra)
+    layers = watched.watch(4096)
+    asked = watched.weight_numbers()
+    results = [(plain.step(batch(i, plain)), watched.step(batch(i, watched))) for i in range(2)]
+    for one, other in results:
+        assert plain.read(one) == watched.read(other)
+    assert plain.state() == watched.state()
+    assert watched._step._cache_size() == 1
+    numbers = watched.layer_numbers().read()
+    assert numbers.shape == (len(layers), 2, 5)
+    assert (numbers[:, :, :2] > 0).all()
+    weights = asked.read()
+    assert weights.shape == (len(layers), 4)
+    assert np.isfinite(weights[[layer.name == "blocks.0.attn.q" for layer in layers]]).all()
+    sample = watched.sample(batch(0, watched))
+    assert set(sample) == {layer.name for layer in layers}
+    assert set(sample["blocks.0.attn.q"]) == {"activation", "gradient", "weight"}

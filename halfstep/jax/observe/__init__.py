@@ -1,0 +1,1 @@
+"""The monitor's hands on JAX: numbers of every layer at every step, of updates, and of samples."""
