@@ -69,7 +69,7 @@ from halfstep.core.errors import ConfigError, HalfstepError
 from halfstep.training.files import os_errors
 
 BLOCK = 64 << 10  # bytes that are read at once from the end of a file
-MOST_LINE = 1 << 22  # bytes of an event; a longer line is damage
+MOST_LINE = 1 << 23  # bytes of an event, a sample of 2,000 layers; a longer line is damage
 
 
 @dataclass(frozen=True)
@@ -262,15 +262,20 @@ def newest_first(path: Path, begin: bytes | tuple[bytes, ...] = b"") -> Iterator
 
 def _backwards(file: BinaryIO) -> Iterator[bytes]:
     """Yields the lines of a file, last first: what follows the last newline, then whole lines."""
-    place, rest = file.seek(0, os.SEEK_END), b""
+    place = file.seek(0, os.SEEK_END)
+    rest: list[bytes] = []  # the line that begins before `place`: its blocks, last first
     while place > 0:
         size = min(BLOCK, place)
         place = file.seek(place - size)
-        rest, *lines = (file.read(size) + rest).split(b"\n")
-        yield from reversed(lines)
-        if len(rest) > MOST_LINE:
+        first, *lines = file.read(size).split(b"\n")
+        if lines:
+            lines[-1] += b"".join(reversed(rest))
+            yield from reversed(lines)
+            rest = []
+        rest.append(first)
+        if len(rest) * BLOCK > MOST_LINE + BLOCK:
             return  # no writer wrote it, and it may be endless
-    yield rest
+    yield b"".join(reversed(rest))
 
 
 def _parse(line: bytes, path: Path | None = None, number: int = 0) -> dict[str, Any]:

@@ -251,3 +251,11 @@ def test_what_the_monitor_records_reads_back_and_is_checked(tmp_path):
     write(path, ("layers", {"step": 1, "since": 0, "activation": {"amax": "large"}}))
     with pytest.raises(EventsError, match=r"activation\.amax"):
         read_events(path)
+
+
+def test_a_sample_of_two_thousand_layers_is_a_line(tmp_path):
+    path = tmp_path / "events.jsonl"
+    layers = {f"blocks.{n}.attn.q": "4 kB of exponents and formats".ljust(4000) for n in range(2000)}
+    write(path, ("sample", {"step": 1, "why": "schedule", "layers": layers}), ("step", {"step": 2}))
+    assert [event["event"] for event in read_events(path)] == ["sample", "step"]
+    assert [event["event"] for event in newest_first(path)] == ["step", "sample"]
