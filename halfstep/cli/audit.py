@@ -183,7 +183,9 @@ def _print_rules(select: Sequence[str], ignore: Sequence[str], *, json: bool) ->
 def _write_policy(file: Path, collected: "Collected", found: "list[Finding]") -> None:
     from halfstep.tools.audit.settings import fixing_policy, write_policy
 
-    policy = fixing_policy(collected.records, found)
+    policy, unnamed = fixing_policy(collected.records, found)
+    if unnamed:
+        print_words(f"no rule of a policy can name {', '.join(f'`{name}`' for name in unnamed)}")
     if policy is None:
         print_words(f"no finding is cured by a rule of a policy: `{file}` is not written")
         return

@@ -99,8 +99,11 @@ def test_the_policy_that_cures_is_read_by_train_and_policy(bad, tmp_path, capsys
     capsys.readouterr()
     assert run(["policy", "fix.toml"]) == 0
     assert "blocks.0.up" in capsys.readouterr().out
-    bad.weights = []
+    bad.weights[0].name = "odd name.weight"
     (tmp_path / "fix.toml").unlink()
+    assert run(["audit", "x:y", "--fix-policy", "fix.toml"]) == 1
+    assert "no rule of a policy can name `odd name`" in capsys.readouterr().err
+    bad.weights = []
     assert run(["audit", "x:y", "--fix-policy", "fix.toml"]) == 0
     assert not (tmp_path / "fix.toml").exists()
 

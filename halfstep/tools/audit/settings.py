@@ -19,7 +19,7 @@ from halfstep.core.audit.engine import Suppression
 from halfstep.core.audit.finding import Finding
 from halfstep.core.audit.narrow import is_narrow
 from halfstep.core.audit.record import Record
-from halfstep.core.errors import ConfigError
+from halfstep.core.errors import ConfigError, PolicyError
 from halfstep.core.policy import Policy
 from halfstep.core.roles import Value
 from halfstep.core.rules import Rule
@@ -61,23 +61,28 @@ def read_accepted(file: Path | None) -> list[Suppression]:
     return [Suppression(each.rule.upper(), each.reason, each.names) for each in entries]
 
 
-def fixing_policy(records: Sequence[Record], findings: Iterable[Finding]) -> Policy | None:
+def fixing_policy(records: Sequence[Record], findings: Iterable[Finding]) -> tuple[Policy | None, list[str]]:
     """Returns the policy of a training with the rules that cure its findings; None if no rule cures any.
 
-    What the preset cures by itself, such as weights without masters, needs no rule.
+    What the preset cures by itself, such as weights without masters, needs no rule. Also returns the names of
+    modules that no rule can name.
     """
     changes: dict[str, dict[str, str]] = {}
     for finding in findings:
         for glob, text in tomllib.loads(finding.policy_rule or "").items():
             changes.setdefault(glob, {}).update(item.split("=", 1) for item in text.split(","))
-    if not changes:
-        return None
-    base, rules = _base(records), []
+    base, rules, unnamed = _base(records), [], []
     for glob, roles in changes.items():
-        rule = Rule.parse(glob, ",".join(f"{role}={value}" for role, value in roles.items()))
+        try:
+            rule = Rule.parse(glob, ",".join(f"{role}={value}" for role, value in roles.items()))
+        except PolicyError:
+            unnamed.append(glob)
+            continue
         kept = tuple((role, value) for role, value in rule.changes if _differs(base, role, value))
         rules += [Rule(glob, kept)] if kept else []
-    return replace(base, rules=(*base.rules, *rules))
+    if len(unnamed) == len(changes):
+        return None, unnamed
+    return replace(base, rules=(*base.rules, *rules)), unnamed
 
 
 def _differs(base: Policy, role: str, value: Value) -> bool:

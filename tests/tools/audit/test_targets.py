@@ -244,6 +244,13 @@ def on_mlx():
     loss_fn = lambda model, x: model(x).astype(mx.float32).square().mean()
     return model, optimizers.AdamW(1e-6), loss_fn, mx.ones((2, 4), mx.bfloat16)
 
+def on_jax():
+    import jax.numpy as jnp
+    import optax
+    params = {"w": jnp.full((4, 4), 0.5, jnp.bfloat16)}
+    loss_fn = lambda params, x: (x @ params["w"]).astype(jnp.float32).mean()
+    return loss_fn, params, jnp.ones((2, 4), jnp.bfloat16), optax.adamw(1e-6)
+
 def on_mlx_without_a_loss():
     return on_mlx()[:2]
 """
@@ -269,9 +276,10 @@ def test_a_factory_is_stepped_if_it_brings_a_loss(factories):
     assert np.isfinite(record.losses).all()
 
 
-def test_a_factory_may_be_of_another_framework(factories):
-    (record,) = collect(f"{factories}:on_mlx", steps=2).records
-    assert record.framework == "mlx"
+@pytest.mark.parametrize("framework", [pytest.param("jax", marks=pytest.mark.prove), "mlx"])
+def test_a_factory_may_be_of_another_framework(factories, framework):
+    (record,) = collect(f"{factories}:on_{framework}", steps=2).records
+    assert record.framework == framework
     assert "HS101" in {finding.rule for finding in check(record)}
 
 
