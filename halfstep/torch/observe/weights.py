@@ -51,17 +51,20 @@ class WeightNumbers:
         pairs = zip(self._owners, self._grads.split([p.numel() for p in parts]), strict=True)
         intended = torch.cat([self._intended(p, grad) for (_, p), grad in pairs])
         lost = intended & (weights == self._weights)
-        values = [self._weights.square(), self._grads.square(), (weights - self._weights).square(), intended, lost]
-        sizes = torch.tensor([v.numel() for v in parts])
-        layer = torch.repeat_interleave(torch.tensor([at for at, _ in self._owners]), sizes).to(weights.device)
-        table = torch.stack([v.to(wide(weights.device)) for v in values], -1)
-        sums = table.new_zeros(self._layers, len(values)).index_add_(0, layer, table)
+        exact = [v.to(wide(weights.device)) for v in (self._weights, self._grads, weights)]
+        squares = [exact[0].square(), exact[1].square(), (exact[2] - exact[0]).square()]
+        table = torch.stack([*squares, intended.to(exact[0]), lost.to(exact[0])], -1)
+        # Two short lists: a copy of the long one, or one that blocks, would wait for the step.
+        sizes = torch.tensor([[at, v.numel()] for (at, _), v in zip(self._owners, parts, strict=True)])
+        sizes = sizes.to(weights.device, non_blocking=True)
+        layer = torch.repeat_interleave(sizes[:, 0], sizes[:, 1], output_size=len(table))
+        sums = table.new_zeros(self._layers, table.shape[1]).index_add_(0, layer, table)
         self._unread = Unread(torch.cat([sums, finite.to(sums).expand(self._layers, 1)], -1), _columns)
         del self._weights, self._grads
 
     def _parts(self, parts: Iterator[Tensor] | Sequence[Tensor]) -> Tensor:
         flat = [p.reshape(-1).float() for p in parts]
-        return torch.cat(flat) if flat else torch.zeros(0)
+        return torch.cat([p.to(flat[0].device, non_blocking=True) for p in flat]) if flat else torch.zeros(0)
 
     def _intended(self, parameter: Tensor, gradient: Tensor) -> Tensor:
         """Returns where an update was intended."""
@@ -74,7 +77,9 @@ class WeightNumbers:
         intended = moved != 0
         if decays:
             intended = intended | (stored(parameter, self._size).reshape(-1) != 0)
-        return intended & torch.as_tensor(rate != 0, device=intended.device)
+        if isinstance(rate, Tensor):
+            return intended & (rate != 0)
+        return intended if rate else torch.zeros_like(intended)
 
     def read(self) -> NDArray[np.floating[Any]]:
         """Returns (layers, WEIGHT_COLUMNS); waits for the update."""
