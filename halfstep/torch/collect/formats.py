@@ -1,7 +1,7 @@
 """The formats that a model computes in, and whether its activations and gradients fit them.
 
-For a few updates every module has hooks that say whose code runs, and a torch function mode is on inside the
-outermost of them (operations.py says what is seen of each function). Gradients of what a layer returns are seen by
+For a few updates hooks on modules say whose code runs, and a torch function mode is on inside the outermost of
+them (operations.py says what is seen of each function). Gradients of what a layer returns are seen by
 tensor hooks. Then all of it is taken away. Loss functions are replaced meanwhile, because loops call them outside
 of any module.
 
@@ -13,11 +13,12 @@ import sys
 import threading
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.overrides import TorchFunctionMode
@@ -40,6 +41,12 @@ PASSES = 64  # at most, of an optimizer whose steps torch does not see
 TIMES = 3  # to watch again, after a skipped update
 
 
+class _Known(NamedTuple):
+    where: Where
+    layer: bool
+    block: bool
+
+
 class Formats(Collector):
     """Fills the operations of a record, and what the process does to fp32 matmuls."""
 
@@ -48,9 +55,10 @@ class Formats(Collector):
         self.models: dict[str, nn.Module] = {}
         self.unseen: dict[str, None] = {}
         self._always, self._hooks = Patches(), Patches()
+        self._known: dict[int, _Known] = {}  # by id of a module; `models` keeps them alive
         self._local = threading.local()
         self._mode = _Mode(self)
-        self.watching = False
+        self.watching = self._over = False
         self._times = self._passes = self._compiled = 0
         self._steps: dict[int, int] = {}
 
@@ -76,7 +84,7 @@ class Formats(Collector):
         if _graphs_compiled() > self._compiled or _asks_to_compile(self.models):
             self.unseen["the values of activations and gradients, and what runs outside compiled code"] = None
             return
-        self.watching, self._passes, self._steps = True, 0, {}
+        self.watching, self._over, self._passes, self._steps = True, False, 0, {}
         self._times += 1
         hooks = self._hooks
         for model, root in self.models.items():
@@ -84,11 +92,12 @@ class Formats(Collector):
             for name, module in root.named_modules():
                 if isinstance(module, torch.jit.ScriptModule):
                     self.unseen[f"what TorchScript computes in `{full_name(model, name)}`"] = None
-                    continue
-                where = where_of(full_name(model, name), type(module).__name__)
-                hooks.later(module.register_forward_pre_hook(partial(self._enter, where)).remove)
-                leave = partial(self._leave, where, _is_layer(module), _is_block(root, name, module))
-                hooks.later(module.register_forward_hook(leave, always_call=True).remove)
+                else:
+                    where = where_of(full_name(model, name), type(module).__name__)
+                    self._known[id(module)] = _Known(where, _is_layer(module), _is_block(root, name, module))
+        # Of all modules at once: a copy of a model, or its file, has none of ours.
+        hooks.later(register_module_forward_pre_hook(self._enter).remove)
+        hooks.later(register_module_forward_hook(self._leave, always_call=True).remove)
         for name in LOSSES.split():
             hooks.wrap(F, name, self._loss)
         hooks.later(register_optimizer_step_post_hook(self._stepped).remove)
@@ -127,30 +136,33 @@ class Formats(Collector):
             self._local.stack = []
         return self._local.stack  # type: ignore[no-any-return]
 
-    def _enter(self, where: Where, module: nn.Module, args: Any) -> None:
-        if torch.compiler.is_compiling():
+    def _enter(self, module: nn.Module, args: Any) -> None:
+        known = self._known.get(id(module))
+        if known is None or torch.compiler.is_compiling():
             return
         stack = self._stack()
         if not stack:
             self._passes += 1
             self._mode.__enter__()
-        stack.append((where, self.operations.calls))
+        stack.append((known.where, self.operations.calls))
 
-    def _leave(self, where: Where, layer: bool, block: bool, module: nn.Module, args: Any, output: Any) -> None:
-        stack = self._stack()
-        if torch.compiler.is_compiling() or where not in [each for each, _ in stack]:
+    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        known, stack = self._known.get(id(module)), self._stack()
+        if known is None or torch.compiler.is_compiling() or known.where not in [where for where, _ in stack]:
             return
-        while stack[-1][0] != where:  # an exception went past its hook
+        while stack[-1][0] != known.where:  # an exception went past its hook
             stack.pop()
-        _, calls = stack.pop()
+        where, calls = stack.pop()
         if not stack:
             self._mode.__exit__(None, None, None)
+            if self._over:
+                self.unwatch()
         if self._passes > PASSES or not torch.is_grad_enabled():
             return
-        if layer and calls == self.operations.calls:
+        if known.layer and calls == self.operations.calls:
             self.safely(self._opaque, where, module, args, output)
-        if layer or block:
-            self.safely(self._hook_gradient, where, block, output)
+        if known.layer or known.block:
+            self.safely(self._hook_gradient, where, known.block, output)
 
     def called(self, function: Any, args: Any, kwargs: Any, result: Any) -> None:
         """Sees a function that a module's code has called."""
@@ -196,7 +208,8 @@ class Formats(Collector):
 
     def _stepped(self, optimizer: Optimizer, *_: Any) -> None:
         self._steps[id(optimizer)] = self._steps.get(id(optimizer), 0) + 1
-        if self._steps[id(optimizer)] == UPDATES and self.watching:
+        self._over = self._over or self._steps[id(optimizer)] == UPDATES
+        if self._over and not self._stack():  # a module may step in its forward: then when that has ended
             self.unwatch()
 
 

@@ -1,5 +1,7 @@
 """The formats of a model's operations are seen with layer and line, eager and compiled, and no number changes."""
 
+import copy
+import pickle
 import sys
 from types import SimpleNamespace
 
@@ -7,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_hooks
 
 from halfstep.core.audit.engine import check
 from halfstep.torch.collect.factory import record_of
@@ -191,7 +194,8 @@ def test_nothing_is_left_behind_and_losses_keep_their_bits(kind):
             optimizer.step()
             assert loss.equal(seen)
     assert (dict(vars(F)), torch.compile, torch.autograd.backward) == functions
-    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+    assert not _global_forward_hooks
+    assert not _global_forward_pre_hooks
     assert torch._C._len_torch_function_stack() == 0
 
 
@@ -203,8 +207,40 @@ def test_hooks_leave_after_a_few_updates():
         for _ in range(5):
             wide_loss(model(torch.randn(8, 8, dtype=torch.bfloat16))).backward()
             optimizer.step()
-            hooked.append(bool(model.first._forward_hooks))
+            hooked.append(bool(_global_forward_hooks))
     assert hooked == [True, True, False, False, False]
+
+
+def test_a_model_can_be_copied_and_saved_while_it_is_watched():
+    formats, model = Formats(), nn.Sequential(nn.Linear(8, 8))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with Watch([formats]):
+        wide_loss(model(torch.randn(8, 8))).backward()
+        optimizer.step()
+        assert formats.watching
+        for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+            assert not copied[0]._forward_hooks
+            assert copied(torch.ones(8)).equal(model(torch.ones(8)))
+
+
+def test_a_model_that_steps_inside_its_forward():
+    class Steps(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.net = Net()
+
+        def forward(self, x):
+            wide_loss(self.net(x)).backward()
+            optimizer.step()
+
+    model = Steps()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with Watch([Formats()]) as watch:
+        for _ in range(5):
+            model(torch.randn(8, 8, dtype=torch.bfloat16))
+            assert torch._C._len_torch_function_stack() == 0
+        assert not _global_forward_hooks
+    assert {op.module for op in watch.record().operations} >= {"net.first", "net.last"}
 
 
 def test_a_forward_that_raises_leaves_no_mode_on():
@@ -269,4 +305,4 @@ def test_a_factory_shows_the_formats_of_its_model():
     x = torch.randn(8, 8, dtype=torch.bfloat16)
     (finding,) = found(record_of(model, optimizer, lambda batch: wide_loss(model(batch)), x, steps=2))
     assert (finding.rule, finding.where) == ("HS401", ["inner"])
-    assert not model.inner._forward_hooks
+    assert not _global_forward_hooks
