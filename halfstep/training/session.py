@@ -6,7 +6,7 @@ Each of halfstep.torch, .jax and .mlx has a `session` module with a `Session` cl
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from importlib import import_module
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,7 +25,44 @@ from halfstep.training.schedule import factor, momentum
 Tokens = NDArray[np.int32]
 
 
-class Session(Protocol):
+class Unread(Protocol):
+    """Numbers on their way from the device."""
+
+    def read(self) -> NDArray[np.floating[Any]]:
+        """Returns the numbers; waits for the steps they are of, and for none that was launched later."""
+
+
+class Watched(Protocol):
+    """What a session offers the monitor (run/monitor.py).
+
+    None of it changes a bit of an update, nor what a checkpoint holds. Of several ranks each calls all of it, at
+    the same steps.
+    """
+
+    def watch(self, slice: int) -> Sequence[LayerInfo]:
+        """Watches `slice` elements of each layer's tensors from now on; called once, before the first step."""
+
+    def layer_numbers(self) -> Unread:
+        """Launches a copy of what the steps so far have counted, and starts again from zero.
+
+        Shape (layers, observed.ROLES, observed.COLUMNS): amax is the largest, the others are sums.
+        """
+
+    def weight_numbers(self) -> Unread:
+        """Measures the update of the next step, which is launched after this call; read it after that step.
+
+        Shape (layers, 4): norms of weight, gradient (unscaled) and update, on a slice of the layer's weights, and
+        the share of its updates that were lost. NaN where a layer has none, and `lost` if the step is skipped.
+        """
+
+    def sample(self, micro_batches: Tokens, share: float = 1 / 16) -> Mapping[str, Mapping[str, Sample]]:
+        """Runs at most a `share` of a step's tokens again, at least one sequence, with the weights of now.
+
+        Returns the samples by layer and role. Restores random state, gradients and buffers.
+        """
+
+
+class Session(Watched, Protocol):
     """One run on one backend."""
 
     policy: Policy
@@ -100,44 +137,6 @@ class Session(Protocol):
 
     def ran_out(self, error: BaseException) -> bool:
         """Whether an error means that memory ran out."""
-
-
-class Unread(Protocol):
-    """Numbers on their way from the device."""
-
-    def read(self) -> NDArray[np.floating[Any]]:
-        """Returns the numbers; waits for the steps they are of, and for none that was launched later."""
-
-
-@runtime_checkable
-class Watched(Protocol):
-    """What a session offers the monitor (run/monitor.py). The monitor of a session without it records nothing.
-
-    None of it changes a bit of an update, nor what a checkpoint holds. Of several ranks each calls all of it, at
-    the same steps.
-    """
-
-    def watch(self, slice: int) -> Sequence[LayerInfo]:
-        """Watches `slice` elements of each layer's tensors from now on; called once, before the first step."""
-
-    def layer_numbers(self) -> Unread:
-        """Launches a copy of what the steps so far have counted, and starts again from zero.
-
-        Shape (layers, observed.ROLES, observed.COLUMNS): amax is the largest, the others are sums.
-        """
-
-    def weight_numbers(self) -> Unread:
-        """Measures the update of the next step, which is launched after this call; read it after that step.
-
-        Shape (layers, 4): norms of weight, gradient (unscaled) and update, on a slice of the layer's weights, and
-        the share of its updates that were lost. NaN where a layer has none, and `lost` if the step is skipped.
-        """
-
-    def sample(self, micro_batches: Tokens, share: float = 1 / 16) -> Mapping[str, Mapping[str, Sample]]:
-        """Runs at most a `share` of a step's tokens again, at least one sequence, with the weights of now.
-
-        Returns the samples by layer and role. Restores random state, gradients and buffers.
-        """
 
 
 def backend_module(backend: str, name: str) -> Any:

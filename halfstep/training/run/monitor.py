@@ -85,7 +85,7 @@ class Monitor:
         note: Callable[[str], None],
     ):
         self.settings, self._last = config.monitor, config.training.steps
-        self._session: Watched | None = session if config.monitor.on and isinstance(session, Watched) else None
+        self._session: Watched | None = session if config.monitor.on else None
         self._meters, self._job, self._events, self._note = meters, job, events, note
         self._policy = session.policy
         self._alarms = Alarms(session.policy.scale, config.training.rollback)
