@@ -137,7 +137,7 @@ def audit() -> str:
             parts.append(f"## {KINDS[kind]}\n")
             last = kind
         parts.append(f"### {rule.id}\n\n**{rule.name}** ({rule.severity}). {rule.what}\n")
-        parts.append(f"*Why*: {rule.why}\n\n*Fix*: {rule.fix}\n")
+        parts.append(f"*Why*: {rule.why}\n\n*Evidence*: {rule.shows}\n\n*Fix*: {rule.fix}\n")
     return "\n".join(parts)
 
 

@@ -57,6 +57,7 @@ class Rule:
     what: str
     why: str
     fix: str
+    shows: str = ""  # which numbers its evidence has
     needs: str = ""  # what must have been seen for it to be judged, such as "a live run"
 
     @property

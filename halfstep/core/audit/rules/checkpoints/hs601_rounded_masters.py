@@ -10,6 +10,7 @@ RULE = Rule(
     id="HS601",
     name="masters rebuilt from rounded weights",
     severity="error",
+    shows="The weights that a resume would round.",
     what="A checkpoint to resume from holds weights in a format below fp32, while training steps fp32 masters.",
     why="The resumed run continues from rounded weights, and everything below 1/256 of each that training had "
     "gathered is gone: the loss jumps, or slowly falls behind.",

@@ -10,6 +10,7 @@ RULE = Rule(
     id="HS602",
     name="formats drift between checkpoints",
     severity="error",
+    shows="The weights whose format changed.",
     what="The same weight has one format in a checkpoint and another in the next.",
     why="Something cast the model between the two, such as a `.half()` before a save or a loader with "
     "`dtype=auto`: what narrows once is lost for good, also if a later checkpoint is wide again.",

@@ -10,6 +10,7 @@ RULE = Rule(
     id="HS603",
     name="moments change format on load",
     severity="error",
+    shows="The moments whose format changed.",
     what="The moments of an optimizer have one format when they are saved and another after they are loaded.",
     why="`Optimizer.load_state_dict` of torch casts fp32 moments to the format of the weight. In bf16 the second "
     "moment stands still from then on.",

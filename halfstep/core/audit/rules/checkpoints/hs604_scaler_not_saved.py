@@ -9,6 +9,7 @@ RULE = Rule(
     id="HS604",
     name="scaler state not saved",
     severity="warning",
+    shows="The checkpoint, in the place.",
     what="Training uses a dynamic loss scale, and the checkpoints that it writes do not hold it.",
     why="A resumed run begins at the first scale, 65536 by default: it skips updates until the scale has fallen "
     "to where it was, and takes other steps than the uninterrupted run.",

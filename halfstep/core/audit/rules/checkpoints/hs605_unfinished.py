@@ -9,6 +9,7 @@ RULE = Rule(
     id="HS605",
     name="unfinished newest checkpoint",
     severity="error",
+    shows="What is missing, in the message.",
     what="The newest checkpoint is not complete: the process that wrote it was killed, or the disk was full.",
     why="Loaders that take the newest folder, such as `get_last_checkpoint`, do not look whether it is whole: a "
     "resume fails, or begins with some weights freshly initialized.",

@@ -10,6 +10,7 @@ RULE = Rule(
     id="HS401",
     name="norm below fp32",
     severity="error",
+    shows="The calls.",
     what="A norm takes its mean or its square root in bf16 or fp16, or it alone has gains in that format.",
     why="Eight bits of a mean square are off by up to 0.4 %, in every layer and in the same direction for a whole "
     "row. The norms of torch itself sum in fp32 whatever they are given; hand-written ones do what they say.",

@@ -10,6 +10,7 @@ RULE = Rule(
     id="HS402",
     name="softmax below fp32",
     severity="error",
+    shows="The calls.",
     what="A softmax is summed in bf16 or fp16, or its logarithms are rounded to it.",
     why="Exponentials that are rounded before they are summed do not add up to one, and a log-probability of -10 "
     "has steps of 0.06 in bf16. `F.softmax` itself sums in fp32 whatever it is given, and so does attention.",

@@ -10,6 +10,7 @@ RULE = Rule(
     id="HS403",
     name="router below fp32",
     severity="warning",
+    shows="The calls.",
     what="The logits by which a mixture chooses its experts are computed in bf16 or fp16.",
     why="Two logits that differ by less than 0.4 % become equal, and the order of the experts, not the numbers, "
     "decides where a token goes.",

@@ -10,6 +10,7 @@ RULE = Rule(
     id="HS404",
     name="loss below fp32",
     severity="error",
+    shows="The calls.",
     what="The loss is computed or returned in bf16 or fp16.",
     why="A loss of 10 has steps of 0.06 in bf16, so a curve shows stairs and small gains vanish; in fp16 a loss "
     "times its scale of 65536 is infinite.",

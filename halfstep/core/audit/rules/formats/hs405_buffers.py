@@ -10,6 +10,7 @@ RULE = Rule(
     id="HS405",
     name="buffers below fp32",
     severity="error",
+    shows="The format, and what it was before, in the message.",
     what="Running statistics, or the frequencies of rotary positions, are stored in bf16 or fp16; "
     "`model.to(torch.bfloat16)` casts them with the weights.",
     why="A frequency with 8 bits is off by up to 0.4 %, so at position 4096 its angle is off by up to 16 radians; "

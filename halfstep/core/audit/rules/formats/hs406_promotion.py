@@ -10,6 +10,7 @@ RULE = Rule(
     id="HS406",
     name="silent promotion to fp32",
     severity="warning",
+    shows="The matmuls that ran in fp32.",
     what="In a model that computes in bf16 or fp16, an fp32 tensor (a mask, a table, the gain of a norm) meets an "
     "activation, the result is fp32, and matmuls after it run in fp32.",
     why="These matmuls cost several times as much, and their activations twice the memory, without anyone asking.",

@@ -9,6 +9,7 @@ RULE = Rule(
     id="HS407",
     name="fp32 that is TF32",
     severity="warning",
+    shows="The matmuls of fp32 tensors.",
     what="Matmuls of fp32 tensors run while the process lets the device round their operands to TF32 or bf16.",
     why="TF32 has 11 bits, as fp16 has: a layer or a router that was kept in fp32 on purpose is not.",
     fix='`torch.set_float32_matmul_precision("highest")`; if TF32 is what you want, accept the finding in '

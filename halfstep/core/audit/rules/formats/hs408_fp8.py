@@ -9,6 +9,7 @@ RULE = Rule(
     id="HS408",
     name="fp8 that did not run",
     severity="error",
+    shows="The layers that multiplied fp8 numbers: none.",
     what="The script asked for fp8, and no layer multiplied fp8 numbers.",
     why="Training systems continue in bf16 after a line in a log if a library, a device or a shape does not fit.",
     fix="Read why the layers were not converted (sizes must be multiples of 16, the GPU needs fp8); "

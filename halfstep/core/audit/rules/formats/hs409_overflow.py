@@ -9,6 +9,7 @@ RULE = Rule(
     id="HS409",
     name="activations overflow",
     severity="error",
+    shows="The elements that overflowed, of how many, and their share.",
     what="An operation was given finite numbers and returned infinities or NaN.",
     why="Nothing in fp16 is above 65504. A loss scale acts on gradients alone, so no scale helps: every update is "
     "skipped, and the scale falls to zero.",

@@ -9,6 +9,7 @@ RULE = Rule(
     id="HS410",
     name="gradients underflow",
     severity="error",
+    shows="The elements that underflowed, of how many, their share, and the largest gradient.",
     what="Most of a layer's activation gradients are zero or have lost nearly all of their bits, because they are "
     "below the smallest numbers of their format.",
     why="fp16 has nothing below 6e-8, and less than 4 bits below 1e-6. What is zero here trains nothing before "

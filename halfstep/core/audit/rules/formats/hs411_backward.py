@@ -10,6 +10,7 @@ RULE = Rule(
     id="HS411",
     name="backward of an fp32 region in bf16",
     severity="warning",
+    shows="The calls.",
     what="A region with autocast off is compiled inside one with autocast on: its matmuls are fp32 forward, and "
     "their gradients are computed in bf16 or fp16.",
     why="torch.compile traces the backward pass with the autocast that the compiled function was called in. What "

@@ -9,6 +9,7 @@ RULE = Rule(
     id="HS501",
     name="NaN hidden by a filter",
     severity="error",
+    shows="The losses that were not finite, of how many, and those that were logged as numbers.",
     what="Losses were NaN or infinite, and the framework's filter replaces them in the log.",
     why="transformers.Trainer writes the mean of earlier losses instead (`logging_nan_inf_filter`, on by "
     "default): the curve looks healthy while updates are lost or weights are NaN.",

@@ -9,6 +9,7 @@ RULE = Rule(
     id="HS502",
     name="host waits for the device",
     severity="warning",
+    shows="The reads per update, and the backward passes.",
     what="The script reads numbers from the device several times per backward pass.",
     why="Each `.item()`, `float(tensor)` or `if tensor` makes the host wait until the device has finished, and "
     "the device then waits for the host: small models lose a third of their speed.",

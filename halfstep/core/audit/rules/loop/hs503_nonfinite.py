@@ -9,6 +9,7 @@ RULE = Rule(
     id="HS503",
     name="non-finite loss or gradients",
     severity="error",
+    shows="The losses, or the tensors and the update of the first gradient that was not finite.",
     what="The loss was NaN or infinite, or an optimizer stepped with gradients that were.",
     why="One step with a NaN makes the weights NaN for good. A loss that overflows does so in the forward pass: "
     "no loss scale cures it.",

@@ -9,6 +9,7 @@ RULE = Rule(
     id="HS201",
     name="loss scaler with bf16",
     severity="warning",
+    shows="How many losses were scaled, and how many updates were skipped.",
     what="A GradScaler scales the loss of a training in bf16.",
     why="bf16 has the range of fp32, so there is nothing to scale. The scaler still looks at every gradient, "
     "makes the host wait at each step, and skips updates when the scale itself overflows.",

@@ -10,6 +10,7 @@ RULE = Rule(
     id="HS202",
     name="clip before unscale",
     severity="error",
+    shows="How many clips came too early, the scale, and the norm that was clipped.",
     what="Gradients are clipped while they still carry the loss scale.",
     why="The norm is too large by the scale, so that every update is clipped, to a length that falls when the "
     "scale grows: a limit of 1.0 under a scale of 65536 is one of 0.000015.",

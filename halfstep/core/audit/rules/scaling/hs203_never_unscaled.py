@@ -10,6 +10,7 @@ RULE = Rule(
     id="HS203",
     name="never unscaled",
     severity="error",
+    shows="How many steps took scaled gradients, and the scale.",
     what="An optimizer steps with the gradients of a scaled loss, and nobody has divided them by the scale.",
     why="SGD makes steps that are too large by the scale. Adam hides it until the scale changes, but its epsilon "
     "and a clipping mean nothing, and gradients that are not finite reach the weights.",

@@ -9,6 +9,7 @@ RULE = Rule(
     id="HS204",
     name="two scale updates in a step",
     severity="error",
+    shows="The steps, and how often the scale changed between two optimizers of one update.",
     what="`scaler.update()` runs between a backward pass and the step that uses its gradients.",
     why="The gradients carry the old scale and are divided by the new one: whenever the scale changes, that step "
     "is wrong by a factor of two. With several optimizers one update each does this.",

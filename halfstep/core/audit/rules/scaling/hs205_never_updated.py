@@ -9,6 +9,7 @@ RULE = Rule(
     id="HS205",
     name="scale never updated",
     severity="error",
+    shows="The updates, and the scale that stayed.",
     what="A loss is scaled in update after update, and `scaler.update()` is never called.",
     why="The scale stays at its first value: too large, and every step overflows; too small, and gradients "
     "vanish. `scaler.step` refuses its second call.",

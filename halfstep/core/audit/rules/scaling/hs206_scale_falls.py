@@ -9,6 +9,7 @@ RULE = Rule(
     id="HS206",
     name="scale falls towards 0",
     severity="error",
+    shows="The first scale, the last, and how often it fell.",
     what="The loss scale falls update after update, and the scaler has no floor.",
     why="A scale below 1 cannot be meant: what overflows does so in the forward pass, and no scale cures that. "
     "Each of these updates is skipped; after some hundred the scale is exactly 0, without an error.",

@@ -9,6 +9,7 @@ RULE = Rule(
     id="HS207",
     name="schedule steps on skipped updates",
     severity="warning",
+    shows="The skipped updates that the schedule counted.",
     what="A learning-rate schedule advances on updates that the loss scaler skipped.",
     why="Warmup and decay run ahead of the weights; a scaler that looks for its first scale skips most of a short "
     "warmup.",

@@ -10,6 +10,7 @@ RULE = Rule(
     id="HS208",
     name="updates inside one autocast region",
     severity="error",
+    shows="The steps inside one region.",
     what="An optimizer makes several steps inside one autocast region.",
     why="Autocast casts each weight once per region and keeps the result: after the first step the forward passes "
     "still use the old weights.",

@@ -10,6 +10,7 @@ RULE = Rule(
     id="HS302",
     name="reduction below fp32",
     severity="warning",
+    shows="The calls, or the ranks.",
     what="Gradients are summed over ranks in bf16 or fp16.",
     why="Every addition on the way rounds to 8 or 11 bits, and the more ranks there are, the more is lost; fp16 "
     "overflows as well.",

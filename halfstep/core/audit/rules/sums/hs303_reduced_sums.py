@@ -9,6 +9,7 @@ RULE = Rule(
     id="HS303",
     name="reduced-precision sums allowed",
     severity="note",
+    shows="The switch, in the message.",
     what="Matmuls of bf16 or fp16 tensors may sum parts of their products in that format.",
     why="cuBLAS may split a long sum and add the parts in bf16 or fp16. Torch allows it unless forbidden; in fp16 "
     "the parts can overflow. `allow_fp16_accumulation` sums everything in fp16.",

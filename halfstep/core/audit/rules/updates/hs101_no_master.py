@@ -10,6 +10,7 @@ RULE = Rule(
     id="HS101",
     name="weights without a master",
     severity="error",
+    shows="The intended updates that were not zero, how many were lost, their share, and the share that arrived.",
     what="The optimizer adds its updates to weights in a format below fp32, and no fp32 master keeps what rounds "
     "away.",
     why="A bf16 weight does not move for an update below 1/512 of it. With Adam at a learning rate of 1e-5, 84 % "

@@ -10,6 +10,7 @@ RULE = Rule(
     id="HS102",
     name="lost weight decay",
     severity="error",
+    shows="The decays that were not zero, how many were lost, and their share.",
     what="Weight decay is below half of the last bit of the stored weights, so it does nothing to them.",
     why="Decay takes rate x decay of a weight, often 1e-6 of it; bf16 keeps nothing below 1/512. The run trains "
     "without the regularization that its settings name, and norms of weights grow.",

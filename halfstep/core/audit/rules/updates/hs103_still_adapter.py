@@ -9,6 +9,7 @@ RULE = Rule(
     id="HS103",
     name="adapter that never moves",
     severity="error",
+    shows="The steps with a nonzero gradient, the updates intended and lost.",
     what="A trainable adapter still has its first values although it was stepped with nonzero gradients, or no "
     "optimizer holds it.",
     why="A LoRA matrix in bf16 starts at values that are large beside its updates: all of them round away. In "

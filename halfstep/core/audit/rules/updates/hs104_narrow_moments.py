@@ -10,6 +10,7 @@ RULE = Rule(
     id="HS104",
     name="moments below fp32",
     severity="warning",
+    shows="The format of each moment, in the message.",
     what="The optimizer keeps its moments in a format below fp32.",
     why="The second moment of Adam changes by 1/1000 of itself in a step: bf16 rounds that to nothing, so it "
     "freezes, and with it the size of every step.",

@@ -9,6 +9,7 @@ RULE = Rule(
     id="HS105",
     name="trainable weights in fp16",
     severity="error",
+    shows="The format and the optimizer, in the message.",
     what="The optimizer steps weights that are stored in fp16.",
     why="fp16 has 11 bits and nothing below 6e-8: most updates of a usual learning rate round away, and a loss "
     "scaler refuses them (`Attempting to unscale FP16 gradients`).",
