@@ -29,6 +29,7 @@ import os
 import random
 import re
 import resource
+import select
 import shlex
 import shutil
 import signal
@@ -68,8 +69,10 @@ OUTPUT = 64 << 10  # bytes of messages
 CONTROLS = re.compile(rb"[\x00-\x08\x0b-\x1f\x7f]|\xc2[\x80-\x9f]")
 # What commands import late, once for all cases.
 LATE = "cli.app cli.outcome report.page report.watch tools.runs tools.probe tools.export.run torch.session "
-LATE += "torch.export training.loop training.data.load"
-OTHERS = "torch._dynamo safetensors.numpy tiktoken tokenizers rich.table rich.progress onnxscript onnxruntime"
+LATE += "torch.export training.loop training.data.load training.data.held_out training.sampling tools.bench.run "
+LATE += "training.data.pack.train_tokenizer"
+OTHERS = "torch._dynamo safetensors.numpy tiktoken tokenizers rich.table rich.progress rich.markdown "
+OTHERS += "rich._emoji_codes docstring_parser tomli_w onnxscript onnxruntime"
 
 
 class Ended(NamedTuple):
@@ -208,12 +211,12 @@ def _be_halfstep(words: list[str], folder: Path, streams: tuple[Path, Path], fir
 
 def _wait(process: int, seconds: float) -> tuple[int | None, int]:
     """Returns the exit code of a process, None if it had to be killed, and the most bytes it held."""
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        ended, status, usage = os.wait4(process, os.WNOHANG)
-        if ended:
-            return os.waitstatus_to_exitcode(status), usage.ru_maxrss * 1024
-        time.sleep(0.005)
+    watched = os.pidfd_open(process)
+    ready, _, _ = select.select([watched], [], [], seconds)
+    os.close(watched)
+    if ready:
+        _, status, usage = os.wait4(process, 0)
+        return os.waitstatus_to_exitcode(status), usage.ru_maxrss * 1024
     os.kill(process, signal.SIGKILL)
     os.waitpid(process, 0)
     return None, 0

@@ -282,11 +282,11 @@ def test_averages_are_evaluated_inside_of_averaged(tmp_path):
     assert trainer.evaluate()["eval_loss"] == own
 
 
-def masked(rows, last=1):
-    """Data as collators make them, with masks of ones; those of each fourth row end in two of `last`."""
+def masked(rows, *last):
+    """Data as collators make them, with masks of ones; those of each fourth row end in two of `last`, in turn."""
     masks = [torch.ones_like(row) for row in rows]
-    for mask in masks[3::4]:
-        mask[-2:] = last
+    for number, mask in enumerate(masks[3::4] if last else ()):
+        mask[-2:] = last[number % len(last)]
     return [{"input_ids": row, "labels": row, "attention_mask": m} for row, m in zip(rows, masks, strict=True)]
 
 
@@ -318,11 +318,15 @@ def test_a_mask_of_ones_does_not_reach_a_compiled_model_and_any_other_does(tmp_p
     plain, masks = train_compiled(tmp_path, data)
     assert masks == [False] * 4
     assert train_compiled(tmp_path, masked(ROWS)) == (plain, masks)
-    padded, masks = train_compiled(tmp_path, masked(ROWS, last=0))
-    assert set(masks) == {True, False}
-    assert padded != plain
-    _, masks = train_compiled(tmp_path, masked(ROWS, last=2))  # some say by numbers which sequence a token is of
-    assert set(masks) == {True, False}
+    given = []
+    # Zeros are padding; some say by numbers which sequence a token is of.
+    other, masks = train_compiled(
+        tmp_path, masked(ROWS, 0, 2), lambda inputs: given.append(set(inputs["attention_mask"].unique().tolist()))
+    )
+    assert masks == [each != {1} for each in given]
+    assert set().union(*given) == {0, 1, 2}
+    assert {1} in given
+    assert other != plain
 
 
 def test_a_trainer_finds_the_mask_among_its_inputs_and_may_write_to_it(tmp_path):
