@@ -3,7 +3,7 @@
 import pytest
 
 SMALL = ["model.context=16", "model.layers=1", "model.width=16", "model.heads=2", "training.batch=2",
-         "training.steps=3", "training.validation_tokens=64"]  # fmt: skip
+         "training.steps=3", "training.validation_tokens=64", "monitor.on=false"]  # fmt: skip
 
 
 @pytest.fixture
