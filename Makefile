@@ -32,8 +32,8 @@ check-tests: $(VENV)/.dev
 OPTIMIZED := tests/core tests/config tests/torch/run $(addprefix tests/training/, \
 	run data/pack data/test_packed.py telemetry/test_progress.py test_schedule.py)
 
-# A process that forks thousands of times: with huge pages a fork copies tables of a few entries, and takes a fifth as long.
-FORKING := PYTHONMALLOC=malloc GLIBC_TUNABLES=glibc.malloc.hugetlb=1
+# For a process that forks thousands of times: with huge pages there is less to copy.
+FORKING := GLIBC_TUNABLES=glibc.malloc.hugetlb=1
 
 # Everything exhaustive or slow: the tests marked `prove`, tests under `python -O` (workers inherit the variable, not the
 # flag), every bit pattern of split masters, a hundred kills and damaged files, thousands of hostile commands and files,
