@@ -73,8 +73,6 @@ LATE += "torch.export training.loop training.data.load training.data.held_out tr
 LATE += "training.data.pack.train_tokenizer"
 OTHERS = "torch._dynamo safetensors.numpy tiktoken tokenizers rich.table rich.progress rich.markdown "
 OTHERS += "rich._emoji_codes docstring_parser tomli_w onnxscript onnxruntime"
-OTHERS = "torch._dynamo safetensors.numpy tiktoken tokenizers rich.table rich.progress rich.markdown "
-OTHERS += "rich._emoji_codes docstring_parser tomli_w onnxscript onnxruntime"
 
 
 class Ended(NamedTuple):
