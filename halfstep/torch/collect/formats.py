@@ -58,14 +58,14 @@ class Formats(Collector):
         self._known: dict[int, _Known] = {}  # by id of a module; `models` keeps them alive
         self._local = threading.local()
         self._mode = _Mode(self)
-        self.watching = self._over = False
+        self.watching = self._over = self._compiles = False
         self._times = self._passes = self._compiled = 0
         self._steps: dict[int, int] = {}
 
     def install(self) -> None:
         """Begins to read graphs, and the format of losses."""
         self._compiled = _graphs_compiled()
-        graphs.install(self._always, self._graph)
+        graphs.install(self._always, self._graph, partial(setattr, self, "_compiles", True))
         self._always.wrap(torch.autograd, "backward", self._backward)
 
     def start(self, models: Mapping[str, nn.Module]) -> None:
@@ -81,7 +81,7 @@ class Formats(Collector):
 
     def watch(self) -> None:
         """Adds every hook."""
-        if _graphs_compiled() > self._compiled or _asks_to_compile(self.models):
+        if self._compiles or _graphs_compiled() > self._compiled or _asks_to_compile(self.models):
             self.unseen["the values of activations and gradients, and what runs outside compiled code"] = None
             return
         self.watching, self._over, self._passes, self._steps = True, False, 0, {}

@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_map
 
 from halfstep.torch.collect.kinds import KINDS
@@ -25,8 +25,11 @@ _INDEX = re.compile(r"\._modules\['(\w+)'\]|\['?(\w+)'?\]")
 _LINE = re.compile(r'File "([^"]+)", line (\d+)')
 
 
-def install(patches: Patches, see: Callable[[fx.GraphModule], None]) -> None:
-    """Calls `see` with each graph compiled from now on; imports dynamo, which is slow, only if the script does."""
+def install(patches: Patches, see: Callable[[fx.GraphModule], None], asked: Callable[[], None]) -> None:
+    """Calls `see` with each graph compiled from now on; imports dynamo, which is slow, only if the script does.
+
+    Calls `asked` if a module is compiled: a graph that fits may be there already, so that there is none to see.
+    """
 
     def look() -> None:
         from torch._dynamo.output_graph import OutputGraph
@@ -43,6 +46,9 @@ def install(patches: Patches, see: Callable[[fx.GraphModule], None]) -> None:
 
     def compile(original: Any, *args: Any, **kwargs: Any) -> Any:
         look()
+        given = args[0] if args else kwargs.get("model")
+        if isinstance(getattr(given, "__self__", given), nn.Module):
+            asked()
         return original(*args, **kwargs)
 
     if "torch._dynamo.output_graph" in sys.modules:

@@ -117,6 +117,17 @@ def test_a_compiled_model_keeps_one_graph_and_says_what_was_not_seen():
     assert losses == watched(Net(norm_by_hand))[1]
 
 
+def test_a_model_whose_graph_was_compiled_before_is_not_hooked():
+    model, x = Net(), torch.randn(8, 8, dtype=torch.bfloat16)
+    torch.compile(Net(), backend="eager")(x)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    formats = Formats()
+    with Watch([formats]):
+        wide_loss(torch.compile(model, backend="eager")(x)).backward()
+        optimizer.step()
+        assert not formats.watching
+
+
 @pytest.mark.parametrize("narrow", [lambda y: F.mse_loss(y, y * 0), lambda y: y.square().mean()])
 def test_a_narrow_loss_is_found_by_its_function_or_by_what_backward_is_given(narrow):
     (finding,) = found(watched(Net(), narrow)[0])
