@@ -24,7 +24,7 @@ def of_folder(folder: Path) -> Record:
     """Returns the record of a checkpoint folder, or of a folder of them."""
     record = Record("checkpoint")
     inside = sorted((int(match[1]), path) for path in folder.iterdir() if (match := _numbered(path)))
-    if holds_checkpoint(folder):
+    if not inside and holds_checkpoint(folder):  # beside checkpoints, it is the finished model
         inside = [(0, folder)]
     if not inside:
         raise ConfigError(
@@ -87,12 +87,17 @@ def _facts(folder: Path, step: int | None, record: Record, resumable: bool) -> C
     except HalfstepError as error:
         facts.complete, facts.problem = False, error.message
         return facts
-    of_trainer = any(name.startswith(("scheduler.", "rng_state", "training_args")) for name in names)
+    # A finished model has the arguments too, under another name; checkpoints of Accelerate have none of both.
+    of_trainer = "training_args.bin" in names and folder.name.startswith("checkpoint-")
     if of_trainer and "trainer_state.json" not in names:
         facts.complete, facts.problem = False, "trainer_state.json, which is written last, is missing"
     elif resumable and not _has_state(folder):
         facts.complete, facts.problem = False, "the optimizer's state, which the others have, is missing"
-    elif not (facts.weights or facts.moments):
+    elif not (facts.weights or facts.moments) and any(path.is_dir() for path in folder.iterdir()):
+        record.unseen.append(
+            f"`{folder}` keeps its tensors in folders, as FSDP and DeepSpeed do; these are not read"
+        )
+    elif not (facts.weights or facts.moments or record.unseen):
         facts.complete, facts.problem = False, "it holds neither weights nor an optimizer's state"
     return facts
 

@@ -150,6 +150,7 @@ def trainer_checkpoint(folder, weight=torch.float32, moment=torch.float32, *, wh
     state = {0: {"step": torch.zeros(()), "exp_avg": torch.zeros(2, 3, dtype=moment)}}
     torch.save({"state": state, "param_groups": [{"params": [0]}]}, folder / "optimizer.pt")
     torch.save({}, folder / "scheduler.pt")
+    torch.save({}, folder / "training_args.bin")
     if scaler:
         torch.save(torch.amp.GradScaler("cpu").state_dict(), folder / "scaler.pt")
     if whole:
@@ -189,6 +190,31 @@ def test_what_is_wrong_with_checkpoints_of_a_trainer(tmp_path):
     half = (trainer_checkpoint(tmp_path / "c" / "checkpoint-5")) / "optimizer.pt"
     half.write_bytes(half.read_bytes()[:100])
     assert rules(collect(str(tmp_path / "c"))) == ["HS605"]
+
+
+def test_a_finished_model_and_a_state_of_accelerate_are_whole(tmp_path):
+    save_file({"a.weight": torch.zeros(2, 3, dtype=torch.bfloat16)}, tmp_path / "model.safetensors")
+    torch.save({}, tmp_path / "training_args.bin")
+    assert rules(collect(str(tmp_path))) == []
+    state = trainer_checkpoint(tmp_path / "step_10", whole=False)
+    (state / "optimizer.pt").rename(state / "optimizer.bin")
+    (state / "scheduler.pt").rename(state / "scheduler.bin")
+    (state / "training_args.bin").unlink()
+    (state / "random_states_0.pkl").write_bytes(b"")
+    (record,) = collect(str(tmp_path)).records  # of both, the checkpoints
+    assert [facts.step for facts in record.checkpoints] == [10]
+    assert record.checkpoints[0].moments
+    assert check(record) == []
+
+
+def test_a_layout_that_is_not_read_is_said_and_not_judged(tmp_path):
+    (tmp_path / "checkpoint-5" / "global_step5").mkdir(parents=True)
+    collected = collect(str(tmp_path))
+    assert rules(collected) == []
+    assert "DeepSpeed" in collected.unseen[0]
+    (tmp_path / "checkpoint-7").mkdir()
+    (tmp_path / "checkpoint-5" / "global_step5").rmdir()
+    assert rules(collect(str(tmp_path))) == ["HS605"]
 
 
 class Odd:
