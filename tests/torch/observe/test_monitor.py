@@ -246,6 +246,20 @@ def test_a_layer_that_is_used_twice_counts_twice():
     assert numbers[0, 0, AMAX] == 8
 
 
+@pytest.mark.prove
+def test_a_layer_that_compiled_code_uses_twice_is_found_out_and_counted():
+    torch._dynamo.reset()
+    layer = nn.Linear(4, 4)
+    run = prepare(nn.Sequential(layer, layer, nn.Linear(4, 4)), "bf16-mixed")
+    run.attach(torch.optim.SGD(run.model.parameters(), 1e-3))
+    monitor, called = run.monitor(), torch.compile(run.model, backend="aot_eager")
+    found = []
+    for _ in range(2):
+        run.backward(called(torch.full((3, 4), 8.0)).sum())
+        found.append(monitor.layer_numbers().read()[:, :, COUNT].tolist())
+    assert found == [[[0, 0], [12, 12]], [[24, 24], [12, 12]]]
+
+
 # --- weights
 
 
