@@ -144,12 +144,19 @@ class _Audit:
         record.policy = None if self.applied is None else str(self.applied.policy)
         seen = {_key(each): each for each in operations_of(self.graph, self.names)}
         for _ in range(steps):
-            (_, loss, *grads), numbers = self._run(*self.stepper.values.values())
+            values = self.stepper.values  # in the order of their names, not of the pytree
+            (_, loss, *grads), numbers = self._run(*(values[name] for name in self.params.trained))
             for each in incidents(self.graph, self.names, jax.device_get(numbers)):
                 seen.setdefault(_key(each), each)
             self.stepper.step(dict(zip(self.params.trained, grads, strict=True)), loss)
             record.losses.append(float(loss) if np.isfinite(float(loss)) else None)
         record.operations = list(seen.values())
+        for fmt in self.stepper.sums():
+            record.operations.append(
+                Operation("", "accumulation", inside=fmt, count=1, function="optax.MultiSteps")
+            )
+        if self.stepper.formats != [jnp.float64, jnp.float32]:
+            record.unseen.append("updates in fp64: the optimizer refuses them, so they are counted in less")
         record.weights = [self._weight(name) for name in self.params.trained]
         record.switches["fp32_matmul"] = fp32_matmul()
         record.unseen.append("the training loop: only its loss and its optimizer were passed")

@@ -3,11 +3,15 @@
 Any optax transform is a pure function, so the intended update needs no formula: gradients, state and parameters
 are widened to fp64 and given to the same transform. **Weight decay** is what of the update depends on the
 parameter itself: the difference to the update of parameters that are zero, where it is -c times the parameter.
+
+A transform that refuses fp64 (optax.MultiSteps) runs in fp32 instead; for one that refuses that too, every element
+with a nonzero gradient counts as intended, and the counts are not `exact`.
 """
 
 import re
 from collections.abc import Mapping
 from dataclasses import fields
+from functools import partial
 from typing import Any
 
 import jax
@@ -21,7 +25,9 @@ from halfstep.jax.collect.operations import format_name
 from halfstep.jax.collect.parameters import Parameters
 from halfstep.jax.layers import COMPILER_OPTIONS
 
+_TINY = 1e-37  # no divisor is zero
 _STEPPING = ("ScaleBy", "Trace", "Muon")
+_SUMS = "acc_grads"
 _COUNTED = tuple(f.name for f in fields(UpdateCounts)[2:-2])
 
 
@@ -37,7 +43,8 @@ class Stepper:
         self.counts = {name: UpdateCounts() for name in params.trained}
         self.master = _master(params, self.state)
         self._step = jax.jit(self._stepped, compiler_options=COMPILER_OPTIONS)
-        self._judge = jax.jit(self._judged, compiler_options=COMPILER_OPTIONS)
+        self.formats = [jnp.float64, jnp.float32]  # that the transform may still run in, for what it intends
+        self._judge = jax.jit(self._judgement, static_argnums=0, compiler_options=COMPILER_OPTIONS)
 
     def step(self, grads: Mapping[str, Array], loss: Array) -> None:
         """Applies one update, unless gradients are not finite: then nobody's update means anything."""
@@ -46,11 +53,10 @@ class Stepper:
             for counts in self.counts.values():
                 counts.skipped += 1
             return
-        with jax.enable_x64(True):
-            counted = jax.device_get(self._judge(grads, self.state, self.values, loss, moved))
+        counted = jax.device_get(self._judged(grads, self.state, self.values, loss, moved))
         for name, row in counted.items():
             found = UpdateCounts(1, 0, **{k: _plain(k, x) for k, x in zip(_COUNTED, row, strict=False)})
-            found.moved = bool(row[-1])
+            found.moved, found.exact = bool(row[-1]), bool(self.formats)
             self.counts[name] = self.counts[name].merge(found)
         self.values, self.state = moved, state
 
@@ -59,8 +65,15 @@ class Stepper:
         return {
             label: format_name(leaf.dtype)
             for label, group in self.params.groups_of(self.state).items()
-            if label != self.master and (leaf := group.get(name)) is not None
+            if label != self.master and not label.endswith(_SUMS) and (leaf := group.get(name)) is not None
         }
+
+    def sums(self) -> list[str]:
+        """Returns the formats in which the optimizer sums gradients of several calls, as optax.MultiSteps does."""
+        groups = self.params.groups_of(self.state).items()
+        return sorted(
+            {format_name(x.dtype) for label, group in groups if label.endswith(_SUMS) for x in group.values()}
+        )
 
     @property
     def name(self) -> str:
@@ -80,11 +93,25 @@ class Stepper:
         finite = jnp.all(jnp.stack([jnp.isfinite(g).all() for g in grads.values()]))
         return dict(optax.apply_updates(values, updates)), state, finite
 
-    def _judged(
-        self, grads: Any, state: Any, values: Any, loss: Any, moved: Mapping[str, Array]
+    def _judged(self, *given: Any) -> dict[str, list[Array]]:
+        """Counts what arrived of an update, in the widest format that the transform runs in."""
+        while self.formats:
+            try:
+                with jax.enable_x64(self.formats[0] == jnp.float64):
+                    counted: dict[str, list[Array]] = self._judge(self.formats[0], *given)
+                    return counted
+            except TypeError:  # branches or loops of a transform that fixes its dtypes
+                del self.formats[0]
+        grads, _, values, _, moved = given
+        return {
+            name: [*_unexplained(grads[name], old, moved[name]), jnp.any(moved[name] != self.first[name])]
+            for name, old in values.items()
+        }
+
+    def _judgement(
+        self, wide: Any, grads: Any, state: Any, values: Any, loss: Any, moved: Mapping[str, Array]
     ) -> dict[str, list[Array]]:
-        wide = jax.tree.map(_widened, (grads, state, values, loss))
-        grads, state, masters, loss = wide
+        grads, state, masters, loss = jax.tree.map(partial(_widened, wide), (grads, state, values, loss))
         intended, _ = self._updates(grads, state, masters, loss)
         without, _ = self._updates(grads, state, jax.tree.map(jnp.zeros_like, masters), loss)
         return {
@@ -97,10 +124,10 @@ class Stepper:
 
 
 def _counted(grad: Array, value: Array, update: Array, decay: Array, old: Array, new: Array) -> list[Array]:
-    actual = new.astype(jnp.float64) - value
-    rate = -jnp.sum(decay * value) / jnp.maximum(jnp.sum(value * value), 1e-300)
+    actual = new.astype(value.dtype) - value
+    rate = -jnp.sum(decay * value) / jnp.maximum(jnp.sum(value * value), _TINY)
     # A share of each weight, and nothing else: what norms of weights do to an update is not decay.
-    decays = (rate > 0) & jnp.all(jnp.abs(decay + rate * value) <= 1e-6 * jnp.abs(rate * value) + 1e-300)
+    decays = (rate > 0) & jnp.all(jnp.abs(decay + rate * value) <= 1e-6 * jnp.abs(rate * value) + _TINY)
     decayed = decays & (decay != 0)
     kept = (value + decay).astype(old.dtype) == old
     return [
@@ -113,6 +140,13 @@ def _counted(grad: Array, value: Array, update: Array, decay: Array, old: Array,
         jnp.sum(update * update),
         jnp.sum(grad != 0),
     ]
+
+
+def _unexplained(grad: Array, old: Array, new: Array) -> list[Array]:
+    """Returns the counts of an update that nobody can compute again."""
+    given = grad != 0
+    lost, zero = jnp.sum(given & (new == old)), jnp.zeros((), jnp.int32)
+    return [jnp.asarray(old.size), jnp.sum(given), lost, zero, zero, zero, zero, jnp.sum(given)]
 
 
 def _master(params: Parameters, state: Any) -> str | None:
@@ -128,9 +162,9 @@ def _master(params: Parameters, state: Any) -> str | None:
     return None
 
 
-def _widened(x: Any) -> Any:
+def _widened(wide: Any, x: Any) -> Any:
     floating = jnp.issubdtype(jnp.result_type(x), jnp.floating)
-    return jnp.asarray(x, jnp.float64) if floating else x
+    return jnp.asarray(x, wide) if floating else x
 
 
 def _plain(name: str, number: Any) -> Any:

@@ -7,8 +7,15 @@ import optax
 import pytest
 
 import halfstep.jax
+from halfstep.config.load import load
+from halfstep.config.weights import initial_weights
+from halfstep.core.audit import engine
+from halfstep.core.audit.record import Operation, Record
 from halfstep.core.errors import HalfstepError
+from halfstep.core.policy import Policy
 from halfstep.jax.collect.audit import record_of
+from halfstep.jax.model import Decoder
+from halfstep.jax.optim import build_optimizers
 from tests.jax.collect.models import loss_of, parameters, tokens
 
 ADAMW = optax.adamw(1e-5, weight_decay=0.1)
@@ -76,6 +83,90 @@ def test_masters_in_the_state_of_an_optimizer_are_seen():
     record = record_of(linear, params, jnp.ones((2, 4), jnp.bfloat16), optax.GradientTransformation(init, update))
     assert record.weights[0].master == "fp32"
     assert set(record.weights[0].moments.values()) == {"fp32"}
+
+
+def test_an_optimizer_that_refuses_fp64_is_judged_in_fp32_and_its_sums_are_seen():
+    params = {"up": {"kernel": jnp.ones((4, 4), jnp.bfloat16)}}
+    optimizer = optax.MultiSteps(optax.sgd(1e-9), 2)
+    record = record_of(linear, params, jnp.ones((2, 4), jnp.bfloat16), optimizer, steps=2)
+    counts = record.weights[0].updates
+    assert (counts.intended, counts.lost) == (16, 16)  # of two calls one steps
+    assert [op.inside for op in record.operations if op.kind == "accumulation"] == ["fp32"]
+    assert record.weights[0].moments == {}
+    assert any("refuses" in text for text in record.unseen)
+
+
+@pytest.mark.parametrize(("kind", "rule"), [("accumulation", "HS301"), ("reduction", "HS302")])
+def test_sums_inside_a_graph_are_judged_by_their_format(kind, rule):
+    def rules(fmt):
+        return {
+            f.rule for f in engine.check(Record("jax", operations=[Operation("up", kind, inside=fmt, count=8)]))
+        }
+
+    assert (rules("bf16"), rules("fp32")) == ({rule}, set())
+
+
+def test_a_model_of_equinox_is_audited_with_the_functions_in_it():
+    eqx = pytest.importorskip("equinox")
+    model = eqx.nn.MLP(4, 3, 5, 1, key=jax.random.key(0))  # fields are not in the order of their names
+
+    def loss(model, batch):
+        return jnp.mean(jnp.square(jax.vmap(model)(batch)))
+
+    record = record_of(loss, model, jnp.ones((2, 4)), ADAMW, steps=2)
+    assert [weight.name for weight in record.weights] == [
+        *("layers.0.weight", "layers.0.bias"),
+        *("layers.1.weight", "layers.1.bias"),
+    ]
+    assert engine.check(record) == []
+
+
+@pytest.mark.prove
+def test_a_norm_of_flax_is_named_by_its_scope():
+    nn = pytest.importorskip("flax.linen")
+
+    class Block(nn.Module):
+        narrow: bool
+
+        @nn.compact
+        def __call__(self, x):
+            dtype = jnp.bfloat16 if self.narrow else jnp.float32
+            h = nn.LayerNorm(dtype=dtype, force_float32_reductions=not self.narrow)(x)
+            return x + nn.Dense(4, dtype=jnp.bfloat16)(h)
+
+    class Model(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            for layer in range(2):
+                x = Block(layer == 1, name=f"blocks_{layer}")(x)
+            return x
+
+    x = jnp.ones((2, 4), jnp.bfloat16)
+    params = Model().init(jax.random.key(0), x)
+
+    def loss(params, batch):
+        return jnp.mean(jnp.square(Model().apply(params, batch).astype(jnp.float32)))
+
+    assert found(halfstep.jax.audit(loss, params, x, ADAMW, steps=1)) == {("HS401", "params.blocks_1.LayerNorm_0")}
+
+
+@pytest.mark.prove
+@pytest.mark.parametrize(("policy", "scale"), [("bf16-mixed", 1.0), ("fp16-mixed", 1024.0)])
+def test_our_own_recipes_have_no_findings(policy, scale):
+    small = ["model.context=8", "model.layers=1", "model.width=32", "model.heads=2", "model.vocabulary=64"]
+    config = load("speedrun", small)
+    plain = Decoder(config.model)
+    model, optimizer = (
+        plain.with_policy(Policy.parse(policy)),
+        build_optimizers(config.model, config.optimizer, Policy.parse(policy)),
+    )
+
+    def loss(params, batch):
+        return model.loss(params, batch[:, :-1], batch[:, 1:]) / batch[:, 1:].size
+
+    params = plain.set_weights(initial_weights(config.model, 0))
+    options = {"policy": policy, "cast": False, "loss_scale": scale, "steps": 2}
+    assert halfstep.jax.audit(loss, params, tokens(), optimizer, **options) == []
 
 
 def test_overflow_names_the_first_layer_and_skips_the_updates():

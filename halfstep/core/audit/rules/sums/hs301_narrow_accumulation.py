@@ -26,7 +26,9 @@ def check(record: Record) -> Iterator[Finding]:
         if op.kind == "accumulation" and is_narrow(op.inside):
             of = f" of `{op.module}`" if op.module else ""
             yield RULE.finding(
-                f"a loop sums gradients{of} in {op.inside}, over {op.count} turns",
+                f"{op.function} sums gradients in {op.inside}"
+                if op.function
+                else f"a loop sums gradients{of} in {op.inside}, over {op.count} turns",
                 *([op.module] if op.module else []),
                 place=op.place,
                 evidence={"passes": op.count},
