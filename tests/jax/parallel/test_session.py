@@ -24,7 +24,8 @@ def test_a_session_on_four_devices_is_that_of_one(devices):
     for four, one in zip(*done["scores"], strict=True):
         assert four == pytest.approx(one, rel=error)
     assert done["logits"][0] == done["logits"][1]
-    assert done["blamed"][0] == done["blamed"][1] == "backward: the loss is finite, a gradient is not"
+    assert done["blamed"][0] == done["blamed"][1]
+    assert done["blamed"][0].where == "nowhere"  # nothing is wrong with this batch
     assert done["names"][0] == f"4 x {done['names'][1]}"
 
 
@@ -42,7 +43,7 @@ def test_a_run_on_four_devices_is_resumed_on_one(devices, text, tmp_path):
     assert devices(jobs.command, [*start, "--device", "cpu:0-3", *sets]) == 0
     state, manifest = final_state(out)
     assert manifest["device"].startswith("4 x ")
-    more = ["train", "--resume", "--out", str(out), "--set", "training.steps=4"]
+    more = ["train", "--resume", "--out", str(out), "--set", "training.steps=4", "--set", "monitor.on=false"]
     assert devices(jobs.command, [*more, "--device", "cpu"]) == 0
     assert final_state(out)[0].keys() == state.keys()
     assert [event["step"] for event in events_of(out, "step")][-1] == 4
