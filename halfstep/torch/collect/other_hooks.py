@@ -20,6 +20,7 @@ SYNCS = ("item", "tolist", "cpu", "numpy", "__bool__", "__float__", "__int__")
 MOVES = ("cpu", "numpy", "tolist")  # of a tensor on the host these wait for nothing
 # Names of torch's own communication hooks, and the format that they send.
 COMPRESSED = {"fp16_compress": "fp16", "bf16_compress": "bf16"}
+SCATTERS = ("reduce_scatter_single", "reduce_scatter_tensor")  # torch 2.13 has renamed it
 SCALER_KEYS = {"scale", "growth_factor", "backoff_factor"}
 
 
@@ -32,7 +33,9 @@ def install(seen: Seen, patches: Patches) -> None:
     if dist.is_available():
         owners = [dist, dist.distributed_c10d]
         patches.wrap_everywhere(owners, "all_reduce", hooks.reduced)
-        patches.wrap_everywhere(owners, "reduce_scatter_tensor", hooks.scattered)
+        for name in SCATTERS:
+            if hasattr(dist, name):
+                patches.wrap_everywhere(owners, name, hooks.scattered)
     patches.wrap_everywhere([torch, torch.serialization], "save", hooks.saved)
     patches.wrap(torch.optim.Optimizer, "load_state_dict", hooks.loaded)
     patches.wrap(torch.nn.Module, "load_state_dict", hooks.filled)

@@ -183,9 +183,10 @@ class StepHooks:
     def _find_nonfinite(self, call: Call, optimizer: Optimizer) -> None:
         by_device: dict[torch.device, list[tuple[str, Tensor]]] = {}
         for p in params_of(optimizer):
-            if p.grad is not None and not p.grad.is_sparse and p.grad.numel():
+            if p.grad is not None and not p.grad.is_sparse:
                 name, grad = self.seen.names.get(id(p), ""), local(p.grad.detach())
-                by_device.setdefault(grad.device, []).append((name, grad))
+                if grad.numel():  # a rank may have no rows of a small tensor
+                    by_device.setdefault(grad.device, []).append((name, grad))
         for named in by_device.values():
             largest = torch._foreach_norm([grad for _, grad in named], float("inf"))
             finite = torch.isfinite(torch.stack([each.float() for each in largest]))
